@@ -1,0 +1,466 @@
+"""Everything the scripts share, and nothing about parallelism.
+
+  GPT          GPT-2, plain, written so that each script can change one thing
+  get_batch    real text; any rank can make any part of any step's global batch
+  arguments    the flags every script takes; bad usage is one line and exit code 2
+  Trace        what a training run did, to be compared with what the plain GPT does
+  Run          one run of a script: process group, steps, clock, ledger, check, report
+"""
+import argparse
+import contextlib
+import gc
+import json
+import math
+import os
+import random
+import statistics
+import sys
+import sysconfig
+import time
+import zlib
+from collections import namedtuple
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+
+from ledger import Ledger
+
+# ---- the GPT -----------------------------------------------------------------
+# B batch   T sequence   C width   H heads   D = C/H head width   V vocabulary   L layers
+
+GPTConfig = namedtuple("GPTConfig", "layers width heads vocab seq", defaults=(4, 128, 4, 256, 128))
+PRESETS = {"toy": GPTConfig(), "gpt2": GPTConfig(12, 768, 12, 50257, 1024),
+           "gpt2-medium": GPTConfig(24, 1024, 16, 50257, 1024), "gpt2-large": GPTConfig(36, 1280, 20, 50257, 1024),
+           "gpt2-xl": GPTConfig(48, 1600, 25, 50257, 1024), "gpt3-175b": GPTConfig(96, 12288, 96, 50257, 2048)}
+
+
+def attend(q, k, v):
+    """Causal attention: three (B, H, T, D) -> (B, H, T, D)."""
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class Attention(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.head_dim = cfg.width // cfg.heads
+        # q, k, v apart, not fused: a slice of rows is then a set of heads
+        self.q, self.k, self.v, self.out = (nn.Linear(cfg.width, cfg.width) for _ in range(4))
+        self.attend = attend  # an attribute, so that it can be exchanged
+
+    def forward(self, x):  # (B, T, C)
+        B, T, _ = x.shape
+        q, k, v = (f(x).view(B, T, -1, self.head_dim).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = self.attend(q, k, v)  # (B, H, T, D); H is however many heads this rank holds
+        return self.out(y.transpose(1, 2).reshape(B, T, -1))
+
+
+class MLP(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.up, self.down = nn.Linear(cfg.width, 4 * cfg.width), nn.Linear(4 * cfg.width, cfg.width)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.norm1, self.attn = nn.LayerNorm(cfg.width), Attention(cfg)
+        self.norm2, self.mlp = nn.LayerNorm(cfg.width), MLP(cfg)
+
+    def forward(self, x):
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class GPT(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.tok, self.pos = nn.Embedding(cfg.vocab, cfg.width), nn.Embedding(cfg.seq, cfg.width)
+        self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
+        self.norm, self.head = nn.LayerNorm(cfg.width), nn.Linear(cfg.width, cfg.vocab, bias=False)
+        self.head.weight = self.tok.weight  # tied: one parameter, called tok.weight
+
+    def embed(self, idx, start=0):  # (B, T) -> (B, T, C)
+        return self.tok(idx) + self.pos(torch.arange(start, start + idx.shape[1], device=idx.device))
+
+    def forward(self, idx, start=0):  # (B, T) -> (B, T, V); start is the global position of idx[:, 0]
+        x = self.embed(idx, start)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+@torch.no_grad()
+def init_weights(module, layers, seed, prefix=""):
+    """GPT-2's N(0, 0.02), smaller by 1/sqrt(2L) on residual projections. Every parameter is drawn by its own full name
+    (prefix + its name in module): any part of the model can be made anywhere, in any order, with the same values."""
+    for name, p in module.named_parameters(prefix=prefix):
+        if p.dim() == 2:
+            std = 0.02 / math.sqrt(2 * layers) if name.endswith(("out.weight", "down.weight")) else 0.02
+            rng = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
+            p.copy_(torch.empty(p.shape, dtype=torch.float32).normal_(0, std, generator=rng))
+        else:
+            p.fill_("norm" in name and name.endswith("weight"))
+
+
+def build(cfg, seed, device="cpu", dtype=torch.float32):
+    """The plain GPT, with the same weights on every rank and device."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    with torch.device(device):
+        model = GPT(cfg)
+    torch.set_default_dtype(before)
+    init_weights(model, cfg.layers, seed)
+    return model
+
+
+def loss_sum(logits, targets):
+    """(.., V), (..) -> sum of token losses, in fp32 or better. Divide it by the valid targets of the global batch."""
+    logits = logits.float() if logits.dtype.itemsize == 2 else logits
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+def adamw(parameters, lr):
+    # Llama's eps. With 1e-8, Adam makes whole steps of the rounding errors in gradients that are zero (key biases)
+    return torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), eps=1e-5, fused=True)
+
+
+# ---- data --------------------------------------------------------------------
+
+IGNORE = -100  # a target that is not predicted
+
+
+def load_corpus(path, seq):
+    """The bytes of a text file, of a folder's files, or (path "") of the standard library's sources -> (n,) uint8."""
+    root = Path(path or sysconfig.get_paths()["stdlib"])
+    require(root.exists(), f"--data {path}: no such file or folder")
+    try:
+        files = [root] if root.is_file() else sorted(f for f in root.glob("**/*" if path else "*.py") if f.is_file())
+        text = bytearray(b"\n".join(f.read_bytes() for f in files))
+    except OSError as error:
+        require(False, f"--data {path}: {error.strerror}: {error.filename}")
+    require(len(text) > seq, f"--data {root}: {len(text)} bytes in {len(files)} files, but --seq {seq} needs {seq + 1}")
+    return torch.frombuffer(text, dtype=torch.uint8)
+
+
+def get_batch(corpus, seq, seed, step, batch, pad=0.0, rows=None):
+    """A pure function: rows (default: all) of a step's global batch -> inputs, targets (rows, T) int64, valid.
+
+    valid is the number of targets that are not IGNORE in the whole global batch, whatever `rows` is.
+    """
+    rng = random.Random(f"{seed} {step}")
+    starts = [rng.randrange(len(corpus) - seq) for _ in range(batch)]
+    # uneven on purpose: half of the sequences lose nothing, the others up to 4 x pad of their tail
+    tails = [min(seq - 1, int(4 * pad * seq * rng.random() * rng.randrange(2))) for _ in range(batch)]
+    rows = range(batch) if rows is None else rows
+    text = torch.stack([corpus[starts[i]:starts[i] + seq + 1] for i in rows]).long()
+    x, y = text[:, :-1].clone(), text[:, 1:].clone()  # not contiguous(): of a single row that is no copy
+    for i, row in zip(rows, y):
+        row[seq - tails[i]:] = IGNORE
+    return x, y, batch * seq - sum(tails)
+
+
+def share(n, parts, i):
+    """Part i of n things in `parts` nearly equal runs -> range."""
+    return range(i * n // parts, (i + 1) * n // parts)
+
+
+# ---- flags -------------------------------------------------------------------
+
+DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
+ANY, POSITIVE = (0, sys.maxsize), (1, sys.maxsize)
+FLAGS = {  # name: (default, help[, choices or bounds]); a type as default: none unless given
+    "impl": ("scratch", "ours, torch's own, or both in turn and timed", ("scratch", "torch", "both")),
+    "model": ("toy", "a preset, whose sizes the next five override", tuple(PRESETS)),
+    "layers": (int, "L, transformer blocks", POSITIVE), "width": (int, "C, embedding width", POSITIVE),
+    "heads": (int, "H, attention heads", POSITIVE), "vocab": (int, "V; text is bytes: 256 or more", (256, sys.maxsize)),
+    "seq": (int, "T, sequence length", POSITIVE), "batch": (8, "B, sequences per step over all ranks", POSITIVE),
+    "steps": (20, "optimizer steps", POSITIVE), "lr": (1e-3, "AdamW learning rate", (1e-12, 1e3)),
+    "clip": (1.0, "largest gradient norm, 0: no clipping", ANY), "seed": (0, "of weights and batches", ANY),
+    "data": ("", "text FILE or folder (default: Python's own sources)"),
+    "pad": (0.0, "fraction of targets to ignore, unevenly", (0, 0.99)),
+    "dtype": ("fp32", "of parameters and arithmetic", tuple(DTYPES)),
+    "device": ("auto", "auto: GPUs where there are any", ("auto", "cpu", "cuda")),
+    "check": (True, "replay the steps with the plain GPT and compare"),
+    "dry_run": (int, "be one of this many ranks, without the others and without memory", POSITIVE),
+    "rank": (0, "which one (dry run only)", ANY), "json": ("", "FILE for the report"),
+    "profile": ("", "folder for a torch.profiler trace of each rank"),
+}
+
+
+def require(condition, message):
+    """Or one line on stderr from rank 0, and exit code 2 on every rank."""
+    if condition:
+        return
+    store, rank = None, int(os.environ.get("RANK", 0))
+    if os.environ.get("TORCHELASTIC_RUN_ID"):  # torchrun ends all ranks when one exits: let rank 0 speak first
+        store = next(dist.rendezvous("env://", timeout=timedelta(seconds=5)))[0]
+    if rank == 0:
+        print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
+    with contextlib.suppress(dist.DistStoreError):  # rank 0 saw nothing wrong
+        if store:
+            store.set("said", "") if rank == 0 else store.wait(["said"])
+    sys.exit(2)
+
+
+def arguments(doc, **own):
+    """The common flags plus a script's own, e.g. micro=(4, "micro-batches", POSITIVE) -> args, all of them in bounds.
+
+    args.cfg is the GPTConfig and args.world_size the ranks, those of a dry run too, so that a script can `require`
+    what it needs before anything is built. A default of True makes --name and --no-name.
+    """
+    parser = argparse.ArgumentParser(description=doc.split("\n")[0], usage="%(prog)s [flags]", allow_abbrev=False,
+                                     formatter_class=lambda prog: argparse.HelpFormatter(prog, 30, 28, width=110))
+    parser.error, flags = lambda message: require(False, message), {**own, **FLAGS}
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    for name, (default, text, *limits) in flags.items():
+        options = {"help": text, "default": None if isinstance(default, type) else default}
+        if isinstance(default, bool):
+            options["action"] = argparse.BooleanOptionalAction if default else "store_true"
+        else:
+            options["type"] = default if isinstance(default, type) else type(default)
+            options["help"] += f" ({default})" if options["default"] not in (None, "") else ""
+            options["choices"] = limits[0] if limits and isinstance(limits[0][0], str) else None
+            options["metavar"] = None if options["choices"] else name[0].upper()
+        parser.add_argument("--" + name.replace("_", "-"), **options)
+    args = parser.parse_args()
+    for name, (_, _, *limits) in flags.items():
+        value = getattr(args, name)
+        if limits and isinstance(value, (int, float)):
+            low, high = limits[0]
+            require(low <= value <= high, f"--{name.replace('_', '-')} {value}: must be {low} or more"
+                    + (f", {high} or less" if high < sys.maxsize else ""))
+    args.cfg = cfg = GPTConfig(*(getattr(args, n) or size for n, size in PRESETS[args.model]._asdict().items()))
+    args.world_size = args.dry_run or ranks
+    require(cfg.width % cfg.heads == 0, f"--heads {cfg.heads} does not divide --width {cfg.width}")
+    require(not args.dry_run or ranks == 1, f"--dry-run is one rank alone: use python, not torchrun with {ranks}")
+    require(args.dry_run or not args.rank, f"--rank {args.rank} is for --dry-run only")
+    require(args.rank < args.world_size, f"--rank {args.rank}: the last is {args.world_size - 1}")
+    require(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: torch finds no GPU")
+    require(Path(args.json or ".").absolute().parent.is_dir(), f"--json {args.json}: no such folder")
+    return args
+
+
+# ---- ours against the plain GPT ----------------------------------------------
+
+
+class Trace:
+    """What training did: every step's loss and gradient norm; some steps' gradients and state_dict, by name."""
+
+    def __init__(self):
+        self.loss, self.norm, self.gradients, self.state = {}, {}, {}, {}
+
+    def log(self, step, loss, norm):
+        self.loss[step], self.norm[step] = loss.detach().cpu(), torch.as_tensor(norm).cpu()
+
+    def keep(self, step, gradients, state):
+        for kept, tensors in (self.gradients, gradients), (self.state, state):
+            kept.update({f"{name}, step {step}": t.detach().to("cpu", copy=True) for name, t in tensors.items()})
+
+
+def worst_gap(ours, plain):
+    """Two {name: tensor} -> the largest gap max|ours - plain| / max|plain|, and whose it is. NaN is infinitely far.
+
+    No denominator is below 1e-4 of the largest: key biases have zero gradient in exact arithmetic.
+    """
+    if ours.keys() != plain.keys() or any(ours[n].shape != plain[n].shape for n in plain):
+        raise AssertionError(f"not the plain GPT's tensors: {sorted(ours.keys() ^ plain.keys()) or 'other shapes'}")
+    size = {name: t.abs().max().item() for name, t in plain.items()}
+    floor = 1e-4 * max(size.values())
+    gaps = {n: (ours[n].double() - t.double()).abs().max().item() / max(size[n], floor) for n, t in plain.items()}
+    return max((gap if math.isfinite(gap) else math.inf, name) for name, gap in gaps.items())
+
+
+def compare(ours, plain, dtype):
+    """Two traces -> the report's `check`. fp64 proves: right code shows 1e-12, wrong code about 1. In fp32 rounding
+    grows with the steps. In bf16 single tensors are mostly rounding, and only the loss is held to the tolerance."""
+    limit = {"fp64": 1e-10, "fp32": 1e-4 * max(20, len(plain.loss)), "bf16": 2e-2}[dtype]
+    kinds = {"loss": "loss", "gradient": "gradients", "grad_norm": "norm", "parameter": "state"}
+    gaps = {key: worst_gap(getattr(ours, kind), getattr(plain, kind)) for key, kind in kinds.items()}
+    passed = all(gaps[key][0] <= limit for key in (["loss"] if dtype == "bf16" else kinds))
+    return {**{key: gap for key, (gap, _) in gaps.items()}, "gradient_worst": gaps["gradient"][1],
+            "tolerance": limit, "passed": passed}
+
+
+# ---- a run -------------------------------------------------------------------
+
+BLOCK = 5  # steps of one implementation before it is the other's turn
+
+
+def human(n):
+    return f"{n / 1e9:.3f} GB" if n >= 1e9 else f"{n / 1e6:.3f} MB" if n >= 1e4 else f"{n:.6g} B"
+
+
+class Run:
+    """One run of a script, real or dry: main() of ddp.py shows the order of use."""
+
+    def __init__(self, args):
+        self.args, self.cfg, self.dry = args, args.cfg, bool(args.dry_run)
+        self.impls = ("scratch", "torch") if args.impl == "both" else (args.impl,)
+        self.corpus = load_corpus(args.data, self.cfg.seq)
+        self.device, self.dtype = torch.device("cpu"), DTYPES[args.dtype]
+        if self.dry:
+            from torch.testing._internal.distributed.fake_pg import FakeStore
+            dist.init_process_group("fake", store=FakeStore(), rank=args.rank, world_size=args.dry_run)
+        else:
+            alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+            for name, value in alone.items():
+                os.environ.setdefault(name, value)  # plain `python script.py` is a world of one
+            gpus = torch.cuda.device_count() if args.device != "cpu" else 0
+            if gpus:
+                self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % gpus)
+                torch.cuda.set_device(self.device)
+            # NCCL wants a GPU for every rank; gloo shares
+            backend = "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= gpus else "gloo"
+            self.store, rank, world_size = next(dist.rendezvous("env://"))
+            dist.init_process_group(backend, store=self.store, rank=rank, world_size=world_size)
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.last = (min(args.steps, 2) if self.dry else args.steps) - 1
+        self.trace, self.times = {i: Trace() for i in self.impls}, {i: [] for i in self.impls}
+        self.ledger, self.rows, self.extra = {}, [], {}
+
+    def __enter__(self):
+        if self.dry:
+            from torch._subclasses.fake_tensor import FakeTensorMode
+            self.fake = FakeTensorMode()
+            self.corpus = self.fake.from_tensor(self.corpus)
+            self.fake.__enter__()
+        return self
+
+    def __exit__(self, kind, *_):
+        if self.dry:
+            self.fake.__exit__(None, None, None)
+        if kind is KeyboardInterrupt:
+            self.say(f"interrupted after {len(self.times[self.impls[0]])} of {self.args.steps} steps")
+            os._exit(130)
+        if kind is None:  # after an exception the other ranks may still wait in a collective
+            gc.collect()  # a group that outlives destroy, in a closure or a cycle, makes gloo abort at exit
+            dist.destroy_process_group()
+
+    def say(self, *words):
+        if self.dry or self.rank == 0:
+            print(*words, flush=True)
+
+    def batch(self, step, rows=None):
+        x, y, valid = get_batch(self.corpus, self.cfg.seq, self.args.seed, step, self.args.batch, self.args.pad, rows)
+        return x.to(self.device), y.to(self.device), valid
+
+    def steps(self):
+        """(impl, step) in order; with --impl both in alternating blocks, so that both meet the same noise."""
+        self.say("dry run: no values" if self.dry else f"{'step':>6} {'loss':>9} {'norm':>9} {'tok/s':>9}")
+        for start in range(0, self.last + 1, BLOCK):
+            for impl in self.impls:
+                for step in range(start, min(start + BLOCK, self.last + 1)):
+                    yield impl, step
+
+    @contextlib.contextmanager
+    def measure(self, impl, step, model, optimizer):
+        """Times a step. The last one is watched by the ledger, the one before by the profiler."""
+        with contextlib.ExitStack() as stack:
+            if step == self.last:
+                self.ledger[impl] = stack.enter_context(Ledger(model, optimizer))
+            if self.args.profile and step == max(0, self.last - 1):
+                file = Path(self.args.profile, f"{Path(sys.argv[0]).stem}-{impl}-rank{self.rank}.json")
+                file.parent.mkdir(parents=True, exist_ok=True)
+                trace = torch.profiler.profile(on_trace_ready=lambda p: p.export_chrome_trace(str(file)))
+                stack.enter_context(trace)
+            start = time.perf_counter()
+            yield
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
+            self.times[impl].append(1e3 * (time.perf_counter() - start))
+
+    def ms(self, impl):
+        """Median of the timed steps: not the first, which warms up, nor the last, which the ledger slows down."""
+        times = self.times.get(impl)
+        return None if self.dry or not times else statistics.median(times[1:-1] or times)
+
+    def log(self, impl, step, loss, norm):
+        """loss is this rank's part: all ranks' parts add up to the loss of the global batch."""
+        if self.dry:
+            return
+        loss = loss.detach().double().clone()
+        dist.all_reduce(loss)  # partial -> replicated
+        self.trace[impl].log(step, loss, norm)
+        if impl == self.impls[0] and (step == self.last or step % max(1, (self.last + 1) // 10) == 0):
+            speed = 1e3 * self.args.batch * self.cfg.seq / self.times[impl][-1]
+            self.say(f"{step:6d} {loss.item():9.4f} {float(norm):9.4f} {speed:9,.0f}")
+
+    def keeps(self, step):
+        """Is this a step of which every gradient and parameter is compared?"""
+        return self.args.check and not self.dry and step in (0, self.last)
+
+    def plain(self):
+        """The same steps by the plain GPT in this process -> Trace"""
+        model, trace = build(self.cfg, self.args.seed, self.device, self.dtype), Trace()
+        optimizer = adamw(model.parameters(), self.args.lr)
+        for step in range(self.last + 1):
+            x, y, valid = self.batch(step)
+            optimizer.zero_grad()
+            loss = loss_sum(model(x), y) / valid
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), self.args.clip or math.inf)
+            optimizer.step()
+            trace.log(step, loss, norm)
+            if self.keeps(step):
+                trace.keep(step, {n: p.grad for n, p in model.named_parameters()}, model.state_dict())
+        return trace
+
+    def textbook(self, what, formula, expected, measured):
+        """A row of the report. The rows that make up the bytes a rank sends in a step are called "wire ..."."""
+        self.rows.append(dict(what=what, formula=formula, expected=float(expected), measured=float(measured)))
+
+    def finish(self, total, own, plain=None):
+        """Checks, gathers, prints, writes --json -> exit code. total: parameters in all; own: how many are here."""
+        args, impl = self.args, self.impls[0]
+        mine = dict(rank=self.rank, own=own, memory=self.ledger[impl].memory, collectives=self.ledger[impl].collectives)
+        ranks, check, losses, trace = [mine], None, None, self.trace[impl]
+        if not self.dry:  # by the store, not by collectives: these may wait for as long as the plain run takes
+            self.store.set(f"rank {self.rank}", json.dumps(mine))
+            if self.rank == 0:
+                ranks = [json.loads(self.store.get(f"rank {r}")) for r in range(self.world_size)]
+                if args.check:
+                    plain = plain or self.plain()
+                    check, losses = compare(trace, plain, args.dtype), [x.item() for x in plain.loss.values()]
+                self.store.set("failed", str(int(bool(check) and not check["passed"])))
+            self.store.wait(["failed"], timedelta(days=1))
+        ms = self.ms(impl)
+        report = dict(
+            script=Path(sys.argv[0]).stem, impl=args.impl, world_size=self.world_size, backend=dist.get_backend(),
+            device=self.device.type, dtype=args.dtype, dry_run=self.dry, torch=torch.__version__,
+            args={k: v for k, v in vars(args).items() if k != "cfg"},
+            parameters=dict(total=total, per_rank=[r.pop("own") for r in ranks]), ranks=ranks, textbook=self.rows,
+            loss=[x.item() for x in trace.loss.values()], plain_loss=losses, check=check, ms_per_step=ms,
+            tokens_per_second=ms and 1e3 * args.batch * self.cfg.seq / ms, **self.extra)
+        if args.impl == "both":
+            theirs = self.ms("torch")
+            report.update(torch_ms_per_step=theirs, speedup=ms and theirs / ms)
+        if self.dry or self.rank == 0:
+            self.show(report)
+            if args.json:
+                Path(args.json).write_text(json.dumps(report, indent=1))
+        return 0 if self.dry else int(self.store.get("failed"))
+
+    def show(self, report):
+        """The closing ledger, of this rank."""
+        mine, check = report["ranks"][0], report["check"]
+        print(f"\nrank {mine['rank']}, one step")
+        print("  held     ", "   ".join(f"{k} {human(n)}" for k, n in mine["memory"].items()))
+        for name, c in mine["collectives"].items():
+            print(f"  {name:14} {c['calls']} calls   payload {human(c['payload'])}   sent {human(c['wire'])}")
+        for r in self.rows:
+            same = "equal" if r["expected"] == r["measured"] else f"measured {human(r['measured'])}"
+            print(f"  textbook  {r['what']} = {r['formula']} = {human(r['expected'])}: {same}")
+        if report["ms_per_step"]:
+            versus = f", {report['speedup']:.2f} times as fast as torch's own" if "speedup" in report else ""
+            print(f"  speed     {report['ms_per_step']:.1f} ms/step, {report['tokens_per_second']:,.0f} tok/s{versus}")
+        if check:
+            gaps = "   ".join(f"{k} {check[k]:.1e}" for k in ("loss", "gradient", "grad_norm", "parameter"))
+            print(f"\nagainst the plain GPT in one process, gaps: {gaps}   (tolerance {check['tolerance']:.0e})")
+            print("PASSED" if check["passed"] else f"FAILED, worst gradient: {check['gradient_worst']}")

@@ -1,0 +1,268 @@
+"""Data parallelism: every rank holds the whole model and a part of the batch; gradients are summed over ranks.
+
+    rank 0   rows 0..3   forward | backward: block 3   block 2   block 1   block 0 | step
+    rank 1   rows 4..7   forward | backward: block 3   block 2   block 1   block 0 | step
+                                                  \\_________\\_________\\_________\\
+                                   all-reduce        bucket 0  bucket 1   bucket 2      meanwhile
+
+Gradients are views into flat buckets, filled in the order in which backward makes them. A full bucket's all-reduce
+starts at once, so that all but the last travel while backward still runs.
+
+    on each rank, P parameters of 4 bytes, N ranks     plain GPT     here
+    parameters, gradients, AdamW states                16 P          16 P
+    activations                                        whole batch   1/N
+    sent per step                                      -             4 P * 2 (N-1)/N, by all-reduces of 4 P in all
+
+Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", arXiv:2006.15704, section 3.
+At work: torch.nn.parallel.DistributedDataParallel (section 3 below).
+
+    torchrun --standalone --nproc_per_node=2 ddp.py
+"""
+import contextlib
+import math
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from common import ANY, Run, adamw, arguments, build, get_batch, loss_sum, require, share
+
+# ---- 1. the technique (copy this; it needs only torch) -----------------------
+
+
+def all_reduce_gradients(module, group=None):
+    """The naive form, called after backward: one all-reduce per parameter, none of them hidden behind compute."""
+    for p in module.parameters():
+        if p.grad is not None:
+            dist.all_reduce(p.grad, group=group)  # partial -> replicated
+
+
+class Bucket:
+    """Parameters of one dtype and device whose gradients are neighbours in one flat tensor, reduced by one all-reduce."""
+
+    def __init__(self, parameters):
+        self.parameters = parameters
+        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device)
+        pieces = self.flat.split([p.numel() for p in parameters])
+        self.views = [piece.view_as(p) for piece, p in zip(pieces, parameters)]
+        self.missing, self.work = len(parameters), None
+
+    def take(self, i):
+        """Move a gradient that autograd has just made into the bucket, and leave a view of it in its place.
+
+        Adding 0.0 is a copy that turns -0.0 into 0.0, see `finish`.
+        """
+        p, view = self.parameters[i], self.views[i]
+        if p.grad is not view:
+            torch.add(p.grad, 0.0, out=view)
+            p.grad = view
+
+    def start(self, group):
+        for i, p in enumerate(self.parameters):
+            if p.grad is None:
+                self.views[i].fill_(-0.0)  # not used by this rank's backward: adds nothing, and says so
+            else:
+                self.take(i)
+        self.work = dist.all_reduce(self.flat, group=group, async_op=True)  # partial -> replicated, while backward runs
+
+    def finish(self, divisor):
+        """Wait for the sum. A parameter that no rank used keeps the gradient None, as it would in one process.
+
+        A sum is -0.0 if and only if every summand is, so the sign of zero tells used from unused at no cost.
+        """
+        self.work.wait()
+        for p, view in zip(self.parameters, self.views):
+            if p.grad is None and not (view.eq(0) & view.signbit()).all():
+                p.grad = view
+        if divisor != 1:
+            self.flat.div_(divisor)
+        self.missing, self.work = len(self.parameters), None
+
+
+class BucketedDDP(nn.Module):
+    """Data parallelism for any module: when loss.backward() returns, gradients are reduced over `group`.
+
+    Parameters and buffers are broadcast from the group's rank 0 at the start. Gradients are views into flat buckets of
+    about bucket_mb (MB = 1e6 bytes), the first of first_bucket_mb so that communication starts early. Frozen parameters
+    are left out, tied ones counted once, dtypes do not share a bucket, and parameters unused by some ranks get the
+    others' gradient. average=False sums; then call zero_grad before the next synchronized backward.
+
+    Every rank must run the same number of synchronized backwards. With reentrant checkpointing hooks fire twice: use
+    use_reentrant=False. Unlike DistributedDataParallel it does not broadcast buffers again in every forward.
+    """
+
+    def __init__(self, module, group=None, bucket_mb=25, first_bucket_mb=1, average=True):
+        super().__init__()
+        self.module, self.group, self.sync, self.queued = module, group, True, False
+        self.divisor = dist.get_world_size(group) if average else 1
+        with torch.no_grad():
+            for t in [*module.parameters(), *module.buffers()]:
+                dist.broadcast(t, group=group, group_src=0)  # rank 0's -> replicated
+        self.buckets = [Bucket(run) for run in self.layout(bucket_mb * 1e6, first_bucket_mb * 1e6)]
+        self.started = 0  # buckets of this backward whose all-reduce is under way
+        for bucket in self.buckets:
+            for i, p in enumerate(bucket.parameters):
+                p.register_post_accumulate_grad_hook(lambda _, bucket=bucket, i=i: self.ready(bucket, i))
+
+    def layout(self, bytes_each, bytes_first):
+        """Trainable parameters in reverse, roughly the order of their gradients -> lists, each one bucket's."""
+        buckets, last, room = [], {}, {}
+        for p in reversed([p for p in self.module.parameters() if p.requires_grad]):
+            kind = p.dtype, p.device
+            if room.get(kind, 0) < p.nbytes:
+                room[kind] = bytes_each if buckets else bytes_first
+                last[kind] = []
+                buckets.append(last[kind])
+            last[kind].append(p)
+            room[kind] -= p.nbytes
+        return buckets
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """Backwards in here only accumulate; the first one after it reduces the sum."""
+        self.sync, before = False, self.sync
+        try:
+            yield
+        finally:
+            self.sync = before
+
+    def ready(self, bucket, i):
+        """Autograd's call when a parameter's gradient is complete: of a tied one, the sum over all its uses."""
+        bucket.take(i)
+        if not self.sync:
+            return
+        if not self.queued:
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # when this backward is over
+            self.queued = True
+        bucket.missing -= 1
+        # always in the order of the list: ranks may make their gradients in different orders, but must agree on calls
+        while self.started < len(self.buckets) and not self.buckets[self.started].missing:
+            self.start_next()
+
+    def start_next(self):
+        self.buckets[self.started].start(self.group)
+        self.started += 1
+
+    def finish(self):
+        while self.started < len(self.buckets):  # those with parameters that this backward did not use
+            self.start_next()
+        for bucket in self.buckets:
+            bucket.finish(self.divisor)
+        self.started, self.queued = 0, False
+
+
+# ---- 2. the toy GPT, parallelized --------------------------------------------
+
+
+def parallelize(model, group=None, bucket_mb=25.0):
+    """The toy divides by the global batch's valid targets, so gradients are summed, not averaged."""
+    return BucketedDDP(model, group, bucket_mb, average=False) if bucket_mb else model
+
+
+def full_state_dict(model):
+    return getattr(model, "module", model).state_dict()
+
+
+def full_gradients(model):
+    return {name: p.grad for name, p in getattr(model, "module", model).named_parameters()}
+
+
+def train_step(model, optimizer, x, y, valid, clip):
+    """x, y: this rank's rows (B/N, T); valid: targets of the whole batch -> this rank's part of the loss, gradient norm."""
+    optimizer.zero_grad()
+    loss = loss_sum(model(x), y) / valid
+    loss.backward()  # partial -> replicated, inside BucketedDDP
+    if not isinstance(model, BucketedDDP):
+        all_reduce_gradients(model)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)  # replicated: no communication
+    optimizer.step()
+    return loss, norm
+
+
+# ---- 3. at work: the same with torch's own API -------------------------------
+
+
+class Sequences(Dataset):
+    """Every sequence of the run in order: number i is row i % batch of step i // batch."""
+
+    def __init__(self, run):
+        self.corpus, self.args, self.seq = run.corpus, run.args, run.cfg.seq
+
+    def __len__(self):
+        return self.args.batch * self.args.steps
+
+    def __getitem__(self, i):
+        a, (step, row) = self.args, divmod(i, self.args.batch)
+        x, y, valid = get_batch(self.corpus, self.seq, a.seed, step, a.batch, a.pad, rows=[row])
+        return x[0], y[0], valid
+
+
+def loader_at_work(run):
+    """This rank's batches: the sampler deals rows out in turn, so that each step's B rows are the plain run's."""
+    data = Sequences(run)
+    sampler = DistributedSampler(data, shuffle=False)
+    loader = DataLoader(data, batch_size=run.args.batch // run.world_size, sampler=sampler)
+    sampler.set_epoch(0)  # before every epoch; with shuffle=True it is what makes epochs differ
+    for x, y, valid in loader:
+        yield x.to(run.device), y.to(run.device), valid[0].item()
+
+
+def train_step_at_work(model, optimizer, x, y, valid, clip):
+    optimizer.zero_grad()
+    loss = loss_sum(model(x), y) / valid
+    (loss * dist.get_world_size()).backward()  # DistributedDataParallel averages; the sum is wanted here
+    norm = nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
+    optimizer.step()
+    return loss, norm
+
+
+# ---- 4. run ------------------------------------------------------------------
+
+
+def main():
+    args = arguments(__doc__, bucket_mb=(25.0, "largest bucket in MB; 0: the naive form", ANY))
+    n = args.world_size
+    require(args.batch >= n, f"--batch {args.batch} sequences for {n} ranks: give each at least one")
+    require(args.impl == "scratch" or not args.dry_run, "--dry-run needs --impl scratch: torch's C++ reducer wants real ranks")
+    require(args.impl == "scratch" or args.batch % n == 0, f"--batch {args.batch} must divide by {n} ranks: torch's sampler deals evenly")
+    run = Run(args)
+    with run:
+        sides = {}
+        for impl in run.impls:
+            model = build(run.cfg, args.seed, run.device, run.dtype)
+            total = sum(p.numel() for p in model.parameters())
+            if impl == "scratch":
+                rows = share(args.batch, n, run.rank)
+                model, step_fn = parallelize(model, None, args.bucket_mb), train_step
+                batches = (run.batch(step, rows) for step in range(args.steps))
+            else:
+                model, step_fn = DistributedDataParallel(model, gradient_as_bucket_view=True), train_step_at_work
+                batches = loader_at_work(run)
+            sides[impl] = model, adamw(model.parameters(), args.lr), batches, step_fn
+        run.say(f"ddp: {n} ranks on {run.device.type}, {args.dtype}, {total:,} parameters, all of them on each rank")
+        for impl, step in run.steps():
+            model, optimizer, batches, step_fn = sides[impl]
+            x, y, valid = next(batches)
+            with run.measure(impl, step, model, optimizer):
+                loss, norm = step_fn(model, optimizer, x, y, valid, args.clip)
+            run.log(impl, step, loss, norm)
+            if run.keeps(step):
+                run.trace[impl].keep(step, full_gradients(model), full_state_dict(model))
+        size, tensors = total * run.dtype.itemsize, len(list(model.parameters()))
+        memory, reduced = (getattr(run.ledger[run.impls[0]], k) for k in ("memory", "collectives"))
+        run.textbook("gradients all-reduced", "b P", size, reduced["all_reduce"]["payload"])
+        run.textbook("wire all_reduce", "2 (N-1)/N b P", 2 * (n - 1) / n * size, reduced["all_reduce"]["wire"])
+        run.textbook("parameters held", "b P", size, memory["parameters"])
+        run.textbook("gradients held", "b P", size, memory["gradients"])
+        run.textbook("AdamW states held", "2 b P + a step counter of 4 B per tensor", 2 * size + 4 * tensors, memory["optimizer"])
+        return run.finish(total, total)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

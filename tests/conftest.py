@@ -1,0 +1,113 @@
+"""Distributed tests on CPU. Ranks fork from a server that has imported torch already: 0.1 s each instead of seconds."""
+import gc
+import importlib
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "torch.distributed.fsdp",
+                                        "torch.distributed.tensor.parallel", "torch.distributed.pipelining",
+                                        "torch.testing._internal.distributed.fake_pg", "conftest", "pytest"])
+
+SMALL = ("--layers", "2", "--width", "32", "--heads", "4", "--seq", "16", "--steps", "3")
+PROOF = (*SMALL, "--dtype", "fp64", "--pad", "0.3", "--clip", "0.5")  # in fp64 right code shows 1e-12, wrong code about 1
+
+
+def _environment(rank, world, port):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+
+
+def _check(rank, world, port, check, args):
+    _environment(rank, world, port)
+    torch.set_default_dtype(torch.float64)
+    dist.init_process_group("gloo")
+    check(*args)
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def _script(rank, world, port, name, flags, plant):
+    _environment(rank, world, port)
+    sys.argv = [f"{name}.py", *flags]
+    module = importlib.import_module(name)
+    if plant:
+        plant(module)
+    sys.exit(module.main())
+
+
+def _start(target, world, *args, limit=120):
+    """Run target(rank, world, port, *args) on `world` ranks -> their exit codes. One that fails ends the others."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    context = multiprocessing.get_context("forkserver")
+    ranks = [context.Process(target=target, args=(rank, world, port, *args)) for rank in range(world)]
+    for p in ranks:
+        p.start()
+    end, failed = time.time() + limit, None
+    while any(p.is_alive() for p in ranks) and time.time() < min(end, (failed or end) + 5):
+        multiprocessing.connection.wait([p.sentinel for p in ranks if p.is_alive()], 1)
+        failed = failed or (time.time() if any(p.exitcode for p in ranks) else None)
+    hung = [r for r, p in enumerate(ranks) if p.is_alive()]
+    for p in ranks:
+        p.kill()
+        p.join()
+    assert failed or not hung, f"ranks {hung} hang"
+    return [p.exitcode for p in ranks]
+
+
+def run(check, world, *args):
+    """check(*args) on `world` ranks joined by gloo, float64 by default. An exception on any rank fails the test."""
+    codes = _start(_check, world, check, args)
+    assert codes == [0] * world, f"exit codes {codes}: see the tracebacks"
+
+
+def script(name, world, *flags, plant=None, code=0):
+    """name.py's main() with these flags on `world` ranks -> its --json report. All ranks must end with `code`.
+
+    plant(module) is called before main, on every rank: it puts in a bug.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "report.json")
+        codes = _start(_script, world, name, (*flags, "--json", str(path)), plant)
+        assert codes == [code] * world, f"{name}.py on {world} ranks {' '.join(flags)}: exit codes {codes}, not {code}"
+        return json.loads(path.read_text()) if path.exists() else None
+
+
+def proves(name, world, *flags, plant=None):
+    """The run passes its own check in fp64, every gap at most 1e-10 -> report. With a planted bug: it must fail."""
+    report = script(name, world, *PROOF, *flags, plant=plant, code=1 if plant else 0)
+    gaps = [report["check"][k] for k in ("loss", "gradient", "grad_norm", "parameter")]
+    if plant:
+        assert max(gaps) > 1e-6, f"the planted bug shows only {max(gaps)}"
+    else:
+        assert max(gaps) <= 1e-10 and report["check"]["passed"], report["check"]
+    return report
+
+
+def dry_run_agrees(name, world, *flags, ranks=None):
+    """A dry run at this world size counts the very bytes that a real run measures, on the given ranks (all)."""
+    real = script(name, world, *SMALL, *flags, "--no-check")
+    for rank in ranks or range(world):
+        dry = script(name, 1, *SMALL, *flags, "--dry-run", str(world), "--rank", str(rank))
+        assert dry["ranks"] == [real["ranks"][rank]]
+    return real
+
+
+def textbook(report):
+    """Every row of the report's textbook whose name is not explained to differ: measured as expected."""
+    assert report["textbook"]
+    for row in report["textbook"]:
+        assert row["expected"] == row["measured"], row
