@@ -3,8 +3,9 @@
   GPT          GPT-2, plain, written so that each script can change one thing
   get_batch    real text; any rank can make any part of any step's global batch
   arguments    the flags every script takes; bad usage is one line and exit code 2
-  Trace        what a training run did, to be compared with what the plain GPT does
-  Run          one run of a script: process group, steps, clock, ledger, check, report
+  Run          one run of a script: process group, steps, clock, the plain GPT's steps, report
+
+measure.py has the two instruments: the ledger of bytes, and the comparison of two training runs.
 """
 import argparse
 import contextlib
@@ -27,7 +28,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from ledger import Ledger
+from measure import Ledger, Trace, compare
 
 # ---- the GPT -----------------------------------------------------------------
 # B batch   T sequence   C width   H heads   D = C/H head width   V vocabulary   L layers
@@ -180,7 +181,8 @@ FLAGS = {  # name: (default, help[, choices or bounds]); a type as default: none
     "model": ("toy", "a preset, whose sizes the next five override", tuple(PRESETS)),
     "layers": (int, "L, transformer blocks", POSITIVE), "width": (int, "C, embedding width", POSITIVE),
     "heads": (int, "H, attention heads", POSITIVE), "vocab": (int, "V; text is bytes: 256 or more", (256, sys.maxsize)),
-    "seq": (int, "T, sequence length", POSITIVE), "batch": (8, "B, sequences per step over all ranks", POSITIVE),
+    "seq": (int, "T, sequence length", POSITIVE),
+    "batch": (int, "B, sequences per step over all ranks (8, or one per rank)", POSITIVE),
     "steps": (20, "optimizer steps", POSITIVE), "lr": (1e-3, "AdamW learning rate", (1e-12, 1e3)),
     "clip": (1.0, "largest gradient norm, 0: no clipping", ANY), "seed": (0, "of weights and batches", ANY),
     "data": ("", "text FILE or folder (default: Python's own sources)"),
@@ -238,6 +240,7 @@ def arguments(doc, **own):
                     + (f", {high} or less" if high < sys.maxsize else ""))
     args.cfg = cfg = GPTConfig(*(getattr(args, n) or size for n, size in PRESETS[args.model]._asdict().items()))
     args.world_size = args.dry_run or ranks
+    args.batch = args.batch or max(8, args.world_size)
     require(cfg.width % cfg.heads == 0, f"--heads {cfg.heads} does not divide --width {cfg.width}")
     require(not args.dry_run or ranks == 1, f"--dry-run is one rank alone: use python, not torchrun with {ranks}")
     require(args.dry_run or not args.rank, f"--rank {args.rank} is for --dry-run only")
@@ -245,47 +248,6 @@ def arguments(doc, **own):
     require(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: torch finds no GPU")
     require(Path(args.json or ".").absolute().parent.is_dir(), f"--json {args.json}: no such folder")
     return args
-
-
-# ---- ours against the plain GPT ----------------------------------------------
-
-
-class Trace:
-    """What training did: every step's loss and gradient norm; some steps' gradients and state_dict, by name."""
-
-    def __init__(self):
-        self.loss, self.norm, self.gradients, self.state = {}, {}, {}, {}
-
-    def log(self, step, loss, norm):
-        self.loss[step], self.norm[step] = loss.detach().cpu(), torch.as_tensor(norm).cpu()
-
-    def keep(self, step, gradients, state):
-        for kept, tensors in (self.gradients, gradients), (self.state, state):
-            kept.update({f"{name}, step {step}": t.detach().to("cpu", copy=True) for name, t in tensors.items()})
-
-
-def worst_gap(ours, plain):
-    """Two {name: tensor} -> the largest gap max|ours - plain| / max|plain|, and whose it is. NaN is infinitely far.
-
-    No denominator is below 1e-4 of the largest: key biases have zero gradient in exact arithmetic.
-    """
-    if ours.keys() != plain.keys() or any(ours[n].shape != plain[n].shape for n in plain):
-        raise AssertionError(f"not the plain GPT's tensors: {sorted(ours.keys() ^ plain.keys()) or 'other shapes'}")
-    size = {name: t.abs().max().item() for name, t in plain.items()}
-    floor = 1e-4 * max(size.values())
-    gaps = {n: (ours[n].double() - t.double()).abs().max().item() / max(size[n], floor) for n, t in plain.items()}
-    return max((gap if math.isfinite(gap) else math.inf, name) for name, gap in gaps.items())
-
-
-def compare(ours, plain, dtype):
-    """Two traces -> the report's `check`. fp64 proves: right code shows 1e-12, wrong code about 1. In fp32 rounding
-    grows with the steps. In bf16 single tensors are mostly rounding, and only the loss is held to the tolerance."""
-    limit = {"fp64": 1e-10, "fp32": 1e-4 * max(20, len(plain.loss)), "bf16": 2e-2}[dtype]
-    kinds = {"loss": "loss", "gradient": "gradients", "grad_norm": "norm", "parameter": "state"}
-    gaps = {key: worst_gap(getattr(ours, kind), getattr(plain, kind)) for key, kind in kinds.items()}
-    passed = all(gaps[key][0] <= limit for key in (["loss"] if dtype == "bf16" else kinds))
-    return {**{key: gap for key, (gap, _) in gaps.items()}, "gradient_worst": gaps["gradient"][1],
-            "tolerance": limit, "passed": passed}
 
 
 # ---- a run -------------------------------------------------------------------

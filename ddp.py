@@ -41,12 +41,12 @@ def all_reduce_gradients(module, group=None):
 
 
 class Bucket:
-    """Parameters of one dtype and device whose gradients are neighbours in one flat tensor, reduced by one all-reduce."""
+    """Parameters of one dtype and device; their gradients lie side by side in one flat tensor, for one all-reduce."""
 
     def __init__(self, parameters):
-        self.parameters = parameters
-        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device)
-        pieces = self.flat.split([p.numel() for p in parameters])
+        self.parameters, sizes = parameters, [p.numel() for p in parameters]
+        self.flat = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
+        pieces = self.flat.split(sizes)
         self.views = [piece.view_as(p) for piece, p in zip(pieces, parameters)]
         self.missing, self.work = len(parameters), None
 
@@ -101,7 +101,7 @@ class BucketedDDP(nn.Module):
         with torch.no_grad():
             for t in [*module.parameters(), *module.buffers()]:
                 dist.broadcast(t, group=group, group_src=0)  # rank 0's -> replicated
-        self.buckets = [Bucket(run) for run in self.layout(bucket_mb * 1e6, first_bucket_mb * 1e6)]
+        self.buckets = [Bucket(run) for run in self.layout(bucket_mb * 1e6, min(first_bucket_mb, bucket_mb) * 1e6)]
         self.started = 0  # buckets of this backward whose all-reduce is under way
         for bucket in self.buckets:
             for i, p in enumerate(bucket.parameters):
@@ -174,7 +174,7 @@ def full_gradients(model):
 
 
 def train_step(model, optimizer, x, y, valid, clip):
-    """x, y: this rank's rows (B/N, T); valid: targets of the whole batch -> this rank's part of the loss, gradient norm."""
+    """x, y: this rank's rows (B/N, T); valid: of the whole batch -> this rank's part of the loss, gradient norm."""
     optimizer.zero_grad()
     loss = loss_sum(model(x), y) / valid
     loss.backward()  # partial -> replicated, inside BucketedDDP
@@ -226,11 +226,11 @@ def train_step_at_work(model, optimizer, x, y, valid, clip):
 
 
 def main():
-    args = arguments(__doc__, bucket_mb=(25.0, "largest bucket in MB; 0: the naive form", ANY))
-    n = args.world_size
+    args = arguments(__doc__, bucket_mb=(4.0, "largest bucket in MB; 0: the naive form", ANY))
+    n, scratch = args.world_size, args.impl == "scratch"
     require(args.batch >= n, f"--batch {args.batch} sequences for {n} ranks: give each at least one")
-    require(args.impl == "scratch" or not args.dry_run, "--dry-run needs --impl scratch: torch's C++ reducer wants real ranks")
-    require(args.impl == "scratch" or args.batch % n == 0, f"--batch {args.batch} must divide by {n} ranks: torch's sampler deals evenly")
+    require(scratch or not args.dry_run, "--dry-run needs --impl scratch: torch's C++ reducer wants real ranks")
+    require(scratch or args.batch % n == 0, f"--batch {args.batch}: torch's sampler deals evenly to {n} ranks")
     run = Run(args)
     with run:
         sides = {}
@@ -254,13 +254,13 @@ def main():
             run.log(impl, step, loss, norm)
             if run.keeps(step):
                 run.trace[impl].keep(step, full_gradients(model), full_state_dict(model))
-        size, tensors = total * run.dtype.itemsize, len(list(model.parameters()))
-        memory, reduced = (getattr(run.ledger[run.impls[0]], k) for k in ("memory", "collectives"))
+        size, steps = total * run.dtype.itemsize, 4 * len(list(model.parameters()))
+        held, reduced = (getattr(run.ledger[run.impls[0]], k) for k in ("memory", "collectives"))
         run.textbook("gradients all-reduced", "b P", size, reduced["all_reduce"]["payload"])
-        run.textbook("wire all_reduce", "2 (N-1)/N b P", 2 * (n - 1) / n * size, reduced["all_reduce"]["wire"])
-        run.textbook("parameters held", "b P", size, memory["parameters"])
-        run.textbook("gradients held", "b P", size, memory["gradients"])
-        run.textbook("AdamW states held", "2 b P + a step counter of 4 B per tensor", 2 * size + 4 * tensors, memory["optimizer"])
+        run.textbook("wire all_reduce", "2 (N-1)/N b P", 2 * (n - 1) * size / n, reduced["all_reduce"]["wire"])
+        run.textbook("parameters held", "b P", size, held["parameters"])
+        run.textbook("gradients held", "b P", size, held["gradients"])
+        run.textbook("AdamW states held", "2 b P + 4 per tensor (step counter)", 2 * size + steps, held["optimizer"])
         return run.finish(total, total)
 
 

@@ -20,7 +20,7 @@ multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "torch._dy
                                         "torch.testing._internal.distributed.fake_pg", "conftest", "pytest"])
 
 SMALL = ("--layers", "2", "--width", "32", "--heads", "4", "--seq", "16", "--steps", "3")
-PROOF = (*SMALL, "--dtype", "fp64", "--pad", "0.3", "--clip", "0.5")  # in fp64 right code shows 1e-12, wrong code about 1
+PROOF = (*SMALL, "--dtype", "fp64", "--pad", "0.3", "--clip", "0.5")  # right code: gaps of 1e-12; wrong code: 1
 
 
 def _environment(rank, world, port):

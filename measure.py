@@ -1,4 +1,6 @@
-"""Watches one training step of any PyTorch program, real or on fake tensors, and counts its bytes. Needs only torch.
+"""The two instruments, for any PyTorch program. They need only torch.
+
+Ledger watches one training step, real or on fake tensors, and counts its bytes:
 
     with Ledger(model, optimizer) as ledger:
         train_step()
@@ -9,16 +11,21 @@
 
 It is a TorchDispatchMode: below autograd and above the kernels, so it sees every tensor that an op makes and every
 collective, those of DistributedDataParallel's C++ reducer, fully_shard and DTensor included.
+
+Trace holds what training did, and compare() says how far two of them are apart.
 """
+import math
 import re
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from fractions import Fraction
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+# ---- bytes -------------------------------------------------------------------
 
 # name of an op -> collective, and which argument is the whole logical buffer (None: the result): c10d's, functional's
 COLLECTIVES = {
@@ -66,7 +73,8 @@ class Ledger(TorchDispatchMode):
 
     def __init__(self, model, optimizer):
         super().__init__()
-        self.collectives, self.memory, self.sizes, self.saved = {}, {}, {}, Counter()
+        self.collectives = defaultdict(lambda: Counter(calls=0, payload=0, wire=0))
+        self.memory, self.sizes, self.saved = {}, {}, Counter()
         self.live = self.peak = self.saved_bytes = self.activations = 0
         self.held = lambda: held(model, optimizer)
         self.parameters = {storage_of(p)._cdata for p in self.held()["parameters"]}
@@ -110,7 +118,7 @@ class Ledger(TorchDispatchMode):
         sent = Fraction({"all_reduce": 2 * (n - 1), "send": n, "recv": 0}.get(kind, n - 1), n)
         if kind == "all_to_all" and splits:  # output and input splits; what a rank keeps is not sent
             sent = 1 - Fraction(splits[-1][group.rank()], sum(splits[-1]) or 1)
-        self.collectives.setdefault(kind, Counter()).update(calls=1, payload=payload, wire=sent * payload)
+        self.collectives[kind].update(calls=1, payload=payload, wire=sent * payload)
 
     def follow(self, storage):
         key, size = storage._cdata, storage.nbytes()
@@ -132,3 +140,44 @@ class Ledger(TorchDispatchMode):
         before, self.saved[key] = self.saved[key], self.saved[key] + change
         self.saved_bytes += size * (bool(self.saved[key]) - bool(before))
         self.activations = max(self.activations, self.saved_bytes)
+
+
+# ---- ours against the plain GPT ----------------------------------------------
+
+
+class Trace:
+    """What training did: every step's loss and gradient norm; some steps' gradients and state_dict, by name."""
+
+    def __init__(self):
+        self.loss, self.norm, self.gradients, self.state = {}, {}, {}, {}
+
+    def log(self, step, loss, norm):
+        self.loss[step], self.norm[step] = loss.detach().cpu(), torch.as_tensor(norm).cpu()
+
+    def keep(self, step, gradients, state):
+        for kept, tensors in (self.gradients, gradients), (self.state, state):
+            kept.update({f"{name}, step {step}": t.detach().to("cpu", copy=True) for name, t in tensors.items()})
+
+
+def worst_gap(ours, plain):
+    """Two {name: tensor} -> the largest gap max|ours - plain| / max|plain|, and whose it is. NaN is infinitely far.
+
+    No denominator is below 1e-4 of the largest: key biases have zero gradient in exact arithmetic.
+    """
+    if ours.keys() != plain.keys() or any(ours[n].shape != plain[n].shape for n in plain):
+        raise AssertionError(f"not the plain GPT's tensors: {sorted(ours.keys() ^ plain.keys()) or 'other shapes'}")
+    size = {name: t.abs().max().item() for name, t in plain.items()}
+    floor = 1e-4 * max(size.values())
+    gaps = {n: (ours[n].double() - t.double()).abs().max().item() / max(size[n], floor) for n, t in plain.items()}
+    return max((gap if math.isfinite(gap) else math.inf, name) for name, gap in gaps.items())
+
+
+def compare(ours, plain, dtype):
+    """Two traces -> the report's `check`. fp64 proves: right code shows 1e-12, wrong code about 1. In fp32 rounding
+    grows with the steps. In bf16 single tensors are mostly rounding, and only the loss is held to the tolerance."""
+    limit = {"fp64": 1e-10, "fp32": 1e-4 * max(20, len(plain.loss)), "bf16": 2e-2}[dtype]
+    kinds = {"loss": "loss", "gradient": "gradients", "grad_norm": "norm", "parameter": "state"}
+    gaps = {key: worst_gap(getattr(ours, kind), getattr(plain, kind)) for key, kind in kinds.items()}
+    passed = all(gaps[key][0] <= limit for key in (["loss"] if dtype == "bf16" else kinds))
+    return {**{key: gap for key, (gap, _) in gaps.items()}, "gradient_worst": gaps["gradient"][1],
+            "tolerance": limit, "passed": passed}
