@@ -200,14 +200,14 @@ def require(condition, message):
     """Or one line on stderr from rank 0, and exit code 2 on every rank."""
     if condition:
         return
-    store, rank = None, int(os.environ.get("RANK", 0))
-    if os.environ.get("TORCHELASTIC_RUN_ID"):  # torchrun ends all ranks when one exits: let rank 0 speak first
-        store = next(dist.rendezvous("env://", timeout=timedelta(seconds=5)))[0]
-    if rank == 0:
+    if os.environ.get("RANK", "0") == "0":
         print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
-    with contextlib.suppress(dist.DistStoreError):  # rank 0 saw nothing wrong
-        if store:
-            store.set("said", "") if rank == 0 else store.wait(["said"])
+    if os.environ.get("TORCHELASTIC_RUN_ID"):  # torchrun ends all ranks when one exits: leave together
+        store, end = next(dist.rendezvous("env://"))[0], time.time() + 5
+        store.add("leaving", 1)
+        while store.add("leaving", 0) < int(os.environ["WORLD_SIZE"]) and time.time() < end:
+            time.sleep(0.01)
+        os._exit(2)
     sys.exit(2)
 
 

@@ -38,8 +38,9 @@ def _check(rank, world, port, check, args):
     dist.destroy_process_group()
 
 
-def _script(rank, world, port, name, flags, plant):
+def _script(rank, world, port, name, flags, plant, errors):
     _environment(rank, world, port)
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
     sys.argv = [f"{name}.py", *flags]
     module = importlib.import_module(name)
     if plant:
@@ -77,13 +78,19 @@ def run(check, world, *args):
 def script(name, world, *flags, plant=None, code=0):
     """name.py's main() with these flags on `world` ranks -> its --json report. All ranks must end with `code`.
 
+    With code=2 nothing may be on stderr but one line "name.py: error: ...", which is returned.
     plant(module) is called before main, on every rank: it puts in a bug.
     """
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "report.json")
-        codes = _start(_script, world, name, (*flags, "--json", str(path)), plant)
-        assert codes == [code] * world, f"{name}.py on {world} ranks {' '.join(flags)}: exit codes {codes}, not {code}"
-        return json.loads(path.read_text()) if path.exists() else None
+        path, errors = Path(folder, "report.json"), Path(folder, "stderr")
+        errors.touch()
+        codes = _start(_script, world, name, ("--json", str(path), *flags), plant, str(errors))
+        said = errors.read_text()
+        assert codes == [code] * world, f"{name}.py on {world} ranks {' '.join(flags)}: exit codes {codes}\n{said}"
+        if code == 2:
+            assert said.startswith(f"{name}.py: error: ") and said.count("\n") == 1, said
+            return said
+        return json.loads(path.read_text())
 
 
 def proves(name, world, *flags, plant=None):
