@@ -86,9 +86,10 @@ class BucketedDDP(nn.Module):
     """Data parallelism for any module: when loss.backward() returns, gradients are reduced over `group`.
 
     Parameters and buffers are broadcast from the group's rank 0 at the start. Gradients are views into flat buckets of
-    about bucket_mb (MB = 1e6 bytes), the first of first_bucket_mb so that communication starts early. Frozen parameters
-    are left out, tied ones counted once, dtypes do not share a bucket, and parameters unused by some ranks get the
-    others' gradient. average=False sums; then call zero_grad before the next synchronized backward.
+    at most bucket_mb (MB = 1e6 bytes), the first of first_bucket_mb so that communication starts early, and none above
+    a quarter of the whole, so that the last to start, which nothing hides, is small. Frozen parameters are left out,
+    tied ones counted once, dtypes do not share a bucket, and parameters unused by some ranks get the others' gradient.
+    average=False sums; then call zero_grad before the next synchronized backward.
 
     Every rank must run the same number of synchronized backwards. With reentrant checkpointing hooks fire twice: use
     use_reentrant=False. Unlike DistributedDataParallel it does not broadcast buffers again in every forward.
@@ -101,7 +102,7 @@ class BucketedDDP(nn.Module):
         with torch.no_grad():
             for t in [*module.parameters(), *module.buffers()]:
                 dist.broadcast(t, group=group, group_src=0)  # rank 0's -> replicated
-        self.buckets = [Bucket(run) for run in self.layout(bucket_mb * 1e6, min(first_bucket_mb, bucket_mb) * 1e6)]
+        self.buckets = [Bucket(run) for run in self.layout(bucket_mb * 1e6, first_bucket_mb * 1e6)]
         self.started = 0  # buckets of this backward whose all-reduce is under way
         for bucket in self.buckets:
             for i, p in enumerate(bucket.parameters):
@@ -109,11 +110,13 @@ class BucketedDDP(nn.Module):
 
     def layout(self, bytes_each, bytes_first):
         """Trainable parameters in reverse, roughly the order of their gradients -> lists, each one bucket's."""
+        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        bytes_each = min(bytes_each, sum(p.nbytes for p in parameters) / 4)
         buckets, last, room = [], {}, {}
-        for p in reversed([p for p in self.module.parameters() if p.requires_grad]):
+        for p in reversed(parameters):
             kind = p.dtype, p.device
             if room.get(kind, 0) < p.nbytes:
-                room[kind] = bytes_each if buckets else bytes_first
+                room[kind] = bytes_each if buckets else min(bytes_each, bytes_first)
                 last[kind] = []
                 buckets.append(last[kind])
             last[kind].append(p)
@@ -226,7 +229,7 @@ def train_step_at_work(model, optimizer, x, y, valid, clip):
 
 
 def main():
-    args = arguments(__doc__, bucket_mb=(4.0, "largest bucket in MB; 0: the naive form", ANY))
+    args = arguments(__doc__, bucket_mb=(25.0, "largest bucket in MB; 0: the naive form", ANY))
     n, scratch = args.world_size, args.impl == "scratch"
     require(args.batch >= n, f"--batch {args.batch} sequences for {n} ranks: give each at least one")
     require(scratch or not args.dry_run, "--dry-run needs --impl scratch: torch's C++ reducer wants real ranks")
