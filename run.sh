@@ -63,9 +63,10 @@ layout() { # the ranks and flags with which a file is run by default, where they
 }
 
 all() { # TITLE flags...: every file in turn, then the table
-  local title=$1 ranks reports code failed=() file words
+  local title=$1 ranks code failed=() file words
   shift
-  ranks=$(default_ranks) reports=$(mktemp -d)
+  ranks=$(default_ranks)
+  reports=$(mktemp -d) # not local: the trap needs it
   trap 'rm -rf "$reports"' EXIT
   for file in $(present); do
     read -ra words <<<"$(layout "$file" "$ranks")"
