@@ -218,7 +218,7 @@ def arguments(doc, **own):
     what it needs before anything is built. A default of True makes --name and --no-name.
     """
     parser = argparse.ArgumentParser(description=doc.split("\n")[0], usage="%(prog)s [flags]", allow_abbrev=False,
-                                     formatter_class=lambda prog: argparse.HelpFormatter(prog, 30, 28, width=110))
+                                     formatter_class=lambda prog: argparse.HelpFormatter(prog, 2, 30, 110))
     parser.error, flags = lambda message: require(False, message), {**own, **FLAGS}
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     for name, (default, text, *limits) in flags.items():
