@@ -352,7 +352,10 @@ class Run:
         self.trace[impl].log(step, loss, norm)
         if impl == self.impls[0] and (step == self.last or step % max(1, (self.last + 1) // 10) == 0):
             speed = 1e3 * self.args.batch * self.cfg.seq / self.times[impl][-1]
-            self.say(f"{step:6d} {loss.item():9.4f} {float(norm):9.4f} {speed:9,.0f}")
+            self.say(f"\r{step:6d} {loss.item():9.4f} {float(norm):9.4f} {speed:9,.0f}"[not sys.stdout.isatty():])
+        elif self.rank == 0 and sys.stdout.isatty():
+            left = sum(map(sum, self.times.values())) / 1e3 / (step + 1) * (self.last - step)
+            print(f"\r{step:6d} of {self.last + 1}, {left:.0f} s left   ", end="", flush=True)
 
     def keeps(self, step):
         """Is this a step of which every gradient and parameter is compared?"""
@@ -382,7 +385,7 @@ class Run:
         """Checks, gathers, prints, writes --json -> exit code. total: parameters in all; own: how many are here."""
         args, impl = self.args, self.impls[0]
         mine = dict(rank=self.rank, own=own, memory=self.ledger[impl].memory, collectives=self.ledger[impl].collectives)
-        ranks, check, losses, trace = [mine], None, None, self.trace[impl]
+        ranks, check, losses, failed, trace = [mine], None, None, 0, self.trace[impl]
         if not self.dry:  # by the store, not by collectives: these may wait for as long as the plain run takes
             self.store.set(f"rank {self.rank}", json.dumps(mine))
             if self.rank == 0:
@@ -392,6 +395,8 @@ class Run:
                     check, losses = compare(trace, plain, args.dtype), [x.item() for x in plain.loss.values()]
                 self.store.set("failed", str(int(bool(check) and not check["passed"])))
             self.store.wait(["failed"], timedelta(days=1))
+            failed = int(self.store.get("failed"))
+            dist.barrier()  # rank 0 may be the store: it leaves when all have read
         ms = self.ms(impl)
         report = dict(
             script=Path(sys.argv[0]).stem, impl=args.impl, world_size=self.world_size, backend=dist.get_backend(),
@@ -407,7 +412,7 @@ class Run:
             self.show(report)
             if args.json:
                 Path(args.json).write_text(json.dumps(report, indent=1))
-        return 0 if self.dry else int(self.store.get("failed"))
+        return failed
 
     def show(self, report):
         """The closing ledger, of this rank."""
