@@ -1,29 +1,27 @@
-"""ZeRO: data parallelism in which every rank keeps a part of the optimizer states, gradients and parameters only.
+"""ZeRO: data parallelism in which a rank keeps only its part of the optimizer states, the gradients, the parameters.
 
-    one unit (a block), flat, cut for N = 4 ranks     |<-- rank 0 -->|<-- rank 1 -->|<-- rank 2 -->|<-- rank 3 -->|
-    optimizer states    stages 1, 2, 3: own part             #
-    gradients           stages 2, 3: own part, reduce-scattered unit by unit while backward runs
-    parameters          stage 3: own part, gathered before a unit computes and freed as the next one begins:
+    a block's parameters, flat      rank 0 | rank 1 | rank 2 | rank 3    cut into N equal chunks, the last one padded
+    stages 1, 2, 3                  optimizer states: own chunk only
+    stages 2, 3                     gradients: own chunk only, reduce-scattered block by block while backward runs
+    stage 3                         parameters: own chunk only, gathered before a block computes and freed after it
 
-    stage 3, rank 0     compute    fwd 0 | fwd 1 | fwd 2 | loss, bwd 2 | bwd 1        | bwd 0        | step
-                        in flight  get 1 | get 2 | get 1 |    get 1    | get 0, red 2 | red 1        | red 0
+    stage 3      compute    fwd 0 | fwd 1 | fwd 2 | bwd 2     | bwd 1             | bwd 0     |          | step
+                 gather     1     | 2     |       | 1         | 0                 |           |          |
+                 reduce           |       |       |           | 2                 | 1         | 0        |
 
-Each rank runs forward and backward on its rows of the batch, sums its own part of the gradients over all ranks, steps
-its own part of AdamW, and the updated parameters are gathered again.
+    per rank, of P parameters (with padding); bf16: 2 bytes, gradient 2, fp32 master and Adam states 12; M micro-batches
+               held between steps    sent per step, times 2 P (N-1)/N
+    plain      16 P                  0
+    stage 0    16 P                  2        an all-reduce of the gradients
+    stage 1    (4 + 12/N) P          2        reduce-scatter after the last micro-batch, all-gather of parameters
+    stage 2    (2 + 14/N) P          M + 1    reduce-scatter in every micro-batch, for there is no room to sum first
+    stage 3    16 P / N              3 M      gather in forward, gather in backward and reduce-scatter, every time
 
-    per rank in bf16; P parameters (padded per unit to a multiple of N), each 2 bytes + 2 gradient + 12 fp32 master and
-    Adam states; M micro-batches (--accum). Other types: b bytes each, and 2 b of Adam states where these are
-              held between steps      sent per step, times 2 P (N-1)/N     calls
-    plain     16 P                    0
-    stage 0   16 P                    2         all-reduce                 once a step
-    stage 1   (4 + 12/N) P            2         reduce-scatter, all-gather once a step
-    stage 2   (2 + 14/N) P            M + 1     reduce-scatter, all-gather every micro-batch; once a step
-    stage 3   16 P / N                3 M       reduce-scatter, 2 x gather every micro-batch
-
---offload optimizer keeps master and states, and steps, on the CPU; --offload param (stage 3) the parameter shards too.
+In fp32 and fp64, b bytes each, there is no master: b P, b P and 2 b P. --offload optimizer keeps master and states, and
+steps, on the CPU; --offload param (stage 3) the parameter chunks too.
 
 Rajbhandari et al. 2019, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv:1910.02054,
-sections 5 and 7; Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840. At work: ZeroRedundancyOptimizer (stage 1),
+sections 5 and 7; offload: Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840. At work: ZeroRedundancyOptimizer (1),
 fully_shard with reshard_after_forward False (2) and True (3), section 3 below.
 
     torchrun --standalone --nproc_per_node=2 zero.py --stage 3
@@ -44,7 +42,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from common import POSITIVE, Run, adamw, arguments, build, human, loss_sum, require, share
+from common import POSITIVE, Run, adamw, arguments, build, loss_sum, require, share
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
 
@@ -52,115 +50,117 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def host(tensor):
-    """A copy on the CPU, in pinned memory if it comes from a GPU."""
-    return tensor.cpu().pin_memory() if tensor.is_cuda else tensor.clone()
+def hold(tensor, yes):
+    """Give a flat tensor its memory or take it away; all views of it keep their place."""
+    tensor.untyped_storage().resize_(tensor.numel() * tensor.itemsize if yes else 0)
 
 
 class Flat:
     """Parameters of one dtype and device, side by side in one tensor padded to N equal chunks, one of them ours.
 
     full    (N chunk,)  the parameters are views of it. Stage 3 takes its memory away while nobody computes with it
-    shard   (chunk,)    the lasting copy of our chunk: a view of full, in stage 3 a tensor of its own
+    shard   (chunk,)    our chunk, where it lasts: a view of full, in stage 3 a tensor of its own
     master  (chunk,)    what the optimizer steps: the shard itself, or a copy in fp32 or on the CPU
     buffer  (N chunk,)  p.grad are views of it. Stages 2 and 3 lend it memory for the unit's backward only
     grad    (chunk,)    our chunk of the gradients' sum over ranks
     """
 
     def __init__(self, parameters, make_optimizer, group, stage, offload):
-        self.parameters, self.stage, self.group = parameters, stage, group
         n, rank = (dist.get_world_size(group), dist.get_rank(group)) if stage else (1, 0)
-        sizes = [p.numel() for p in parameters]
-        chunk = -(-sum(sizes) // n)
-        padding, self.mine = n * chunk - sum(sizes), slice(rank * chunk, (rank + 1) * chunk)
-        self.full = parameters[0].new_zeros(n * chunk)
-        for p, view in zip(parameters, self.full.split([*sizes, padding])):
-            p.data = view.view_as(p).copy_(p)
-        self.own, self.arrival, self.optimizer = self.full[self.mine], None, None
-        self.shard = host(self.own) if offload == "param" else self.own.clone() if stage == 3 else self.own
+        self.parameters, self.group, self.stage, self.optimizer = parameters, group, stage, None
+        self.arrival, self.open, self.used = None, False, set()
+        self.ends = [0, *accumulate(p.numel() for p in parameters)]
+        chunk = -(-self.ends[-1] // n)
+        self.full, self.mine = parameters[0].new_zeros(n * chunk), slice(rank * chunk, (rank + 1) * chunk)
+        for p, view in zip(parameters, self.views(self.full)):
+            p.data = view.copy_(p)
+        own, home = self.full[self.mine], self.full.device
+        self.shard = own.to("cpu" if offload == "param" else home, copy=stage == 3)
         if stage == 3:
-            self.free()
+            hold(self.full, False)
         if not parameters[0].requires_grad:
             return
-        wide = self.shard.to(torch.promote_types(self.shard.dtype, torch.float32))
-        self.master = host(wide) if offload == "optimizer" else wide
-        self.buffer, self.open, self.used = torch.zeros_like(self.full), False, set()
-        self.grad = self.buffer[self.mine] if stage < 2 else torch.zeros_like(self.own)
-        self.slots = [slot.view_as(p) for p, slot in zip(parameters, self.buffer.split([*sizes, padding]))]
+        wide = torch.promote_types(own.dtype, torch.float32)
+        self.master = self.shard.to("cpu" if offload != "none" else home, wide, copy=offload == "optimizer")
+        self.buffer = torch.zeros_like(self.full)
+        self.grad = self.buffer[self.mine] if stage < 2 else torch.zeros_like(own)
         if stage >= 2:
-            self.buffer.untyped_storage().resize_(0)
-        ends = [0, *accumulate(sizes[:-1]), n * chunk]  # the padding goes with the last parameter
+            hold(self.buffer, False)
+        ends = [*self.ends[:-1], n * chunk]  # the padding goes with the last parameter
         cuts = [min(max(end - self.mine.start, 0), chunk) for end in ends]  # where they lie in our chunk
-        self.pieces = [(i, slice(a, b), nn.Parameter(self.master[a:b])) for i, (a, b) in enumerate(pairwise(cuts)) if a < b]
-        self.optimizer = make_optimizer([piece for _, _, piece in self.pieces])
+        self.pieces = [(i, slice(a, b)) for i, (a, b) in enumerate(pairwise(cuts)) if a < b]
+        self.optimizer = make_optimizer([nn.Parameter(self.master[part]) for _, part in self.pieces])
         for i, p in enumerate(parameters):
             p.register_hook(partial(self.arrive, i))
+
+    def views(self, flat):
+        return [flat[a:b].view_as(p) for p, (a, b) in zip(self.parameters, pairwise(self.ends))]
 
     def gather(self):
         """Everybody's shards -> full, in the background until `wait`."""
         if self.stage == 3:
-            storage = self.full.untyped_storage()
-            if storage.size():
+            if self.full.untyped_storage().size():
                 return  # it is here, or on its way
-            storage.resize_(self.full.numel() * self.full.itemsize)
-        here = self.shard.device == self.full.device
-        own = self.shard if here else self.own.copy_(self.shard, non_blocking=True)
+            hold(self.full, True)
+        same = self.shard.device == self.full.device
+        own = self.shard if same else self.full[self.mine].copy_(self.shard)
         self.arrival = all_gather(self.full, own, group=self.group, async_op=True)  # sharded -> replicated
 
     def wait(self):
         if self.arrival:
             self.arrival.wait()
-        self.arrival = None
+            self.arrival = None
 
     def free(self):
         self.wait()
-        self.full.untyped_storage().resize_(0)
+        hold(self.full, False)
 
-    def begin(self):
-        """Make room for gradients. -0.0 is nothing at all: a sum is -0.0 only where no rank used the parameter."""
-        if self.stage >= 2:
-            self.buffer.untyped_storage().resize_(self.buffer.numel() * self.buffer.itemsize)
-        self.buffer.fill_(-0.0)
-        for p, slot in zip(self.parameters, self.slots):
-            p.grad = slot
-        self.open = True
+    def arrive(self, i=None, _=None):
+        """Autograd is about to add a gradient (of a tied parameter, the sum over its uses) to that of parameter i.
 
-    def arrive(self, i, _):
-        """Autograd is about to add a gradient (of a tied parameter the sum over all its uses) to parameter i's slot."""
+        -0.0 adds nothing, and a sum is -0.0 only if all summands are: so a parameter that no rank used can be told.
+        """
         if not self.open:
-            self.begin()
-        self.used.add(i)
+            if self.stage >= 2:
+                hold(self.buffer, True)
+            self.buffer.fill_(-0.0)
+            for p, view in zip(self.parameters, self.views(self.buffer)):
+                p.grad = view
+        self.open = True
+        self.used |= {i}
 
     def start(self):
         """Sum gradients over ranks, in the background until `finish`."""
-        if not self.open:
-            self.begin()
-        if self.stage == 0:
-            self.work = dist.all_reduce(self.buffer, group=self.group, async_op=True)  # partial -> replicated
-        else:
+        self.arrive()  # makes room if this rank used no parameter
+        if self.stage:
             own = self.buffer[self.mine]
             self.work = reduce_scatter(own, self.buffer, group=self.group, async_op=True)  # partial -> sharded
+        else:
+            self.work = dist.all_reduce(self.buffer, group=self.group, async_op=True)  # partial -> replicated
 
     def finish(self):
         self.work.wait()
         self.work, self.open = None, False
-        for p in self.parameters:  # outside our chunk the buffer still holds parts of sums: not to be read
+        for p in self.parameters:  # outside our chunk the buffer still holds partial sums: not to be read
             p.grad = None
         if self.stage >= 2:
             self.grad += self.buffer[self.mine]
-            self.buffer.untyped_storage().resize_(0)
+            hold(self.buffer, False)
 
     def step(self):
-        """Step our pieces. As in one process, parameters that nobody used are skipped: they have no gradient."""
-        for i, part, piece in self.pieces:
+        """Step our pieces. As in one process, parameters without a gradient are skipped."""
+        pieces = self.optimizer.param_groups[0]["params"]
+        for (i, part), piece in zip(self.pieces, pieces):
             grad = self.grad[part]
             if i in self.used or not (grad.eq(0) & grad.signbit()).all():
-                piece.grad = grad.to(piece)  # to fp32, to the CPU: of one unit at a time
+                piece.grad = grad.to(piece)  # to fp32, to the CPU: of one flat tensor at a time
         self.optimizer.step()
         self.optimizer.zero_grad()
         if self.master is not self.shard:
-            self.shard.copy_(self.master, non_blocking=True)
-        if self.stage in (1, 2):
+            self.shard.copy_(self.master)
+        if self.stage == 3:
+            self.free()  # what an evaluation has gathered is stale now
+        elif self.stage:
             self.gather()
 
 
@@ -169,138 +169,115 @@ class ZeRO:
 
         zero.zero_grad(); loss = module(x); loss.backward(); zero.reduce(); zero.clip(zero.norm(), 1.0); zero.step()
 
-    Gradients are summed, not averaged. With sync = False stages 0 and 1 only accumulate and reduce() does nothing;
-    stages 2 and 3 want reduce() after every backward. make_optimizer(parameters) is called once per flat tensor with
-    pieces of its parameters: any optimizer that works element by element.
-    units: modules, or tuples of modules that share a flat tensor. A unit is reduced when backward leaves it. Stage 3
-    gathers it when forward or backward enters it, frees it on entering another and prefetches the one entered next
-    in the last step. What is in no unit, or in several, stays gathered from forward to reduce().
+    Gradients are summed, not averaged. Stages 0 and 1 only accumulate while zero.sync is False; stages 2 and 3 want
+    reduce() after every backward. make_optimizer(parameters): any that works element by element; one per flat tensor.
+    units: modules, or tuples of modules whose parameters lie together. Backward reduces a unit on leaving it. Stage 3
+    gathers it on entering it and prefetches the next; what is in no unit, or in several, stays until reduce().
     """
 
     def __init__(self, module, make_optimizer, group=None, stage=1, units=(), offload="none"):
         self.module, self.group, self.stage, self.sync = module, group, stage, True
-        units = [unit if isinstance(unit, tuple) else (unit,) for unit in units]
+        sites = [unit if isinstance(unit, tuple) else (unit,) for unit in units]
         with torch.no_grad():
             for t in [*module.parameters(), *module.buffers()]:
                 dist.broadcast(t, group=group, group_src=0)  # rank 0's -> replicated
-            self.units = [[Flat(ps, make_optimizer, group, stage, offload) for ps in lists] for lists in self.layout(units)]
+            self.units = [[Flat(ps, make_optimizer, group, stage, offload) for ps in unit] for unit in self.layout(sites)]
         self.flats = [flat for unit in self.units for flat in unit]
         self.trained = [flat for flat in self.flats if flat.optimizer]
-        self.current = self.coming = self.flying = None  # unit computing, unit being gathered; flat being reduced
-        self.entered, self.plan, self.uses = [], [], Counter()  # stage 3: this step's units so far, the last step's
+        self.entered, self.current, self.flying = [], None, []
         self.reset()
-        for i, unit in enumerate(units):
-            for site in unit:
-                if stage == 3:
-                    site.register_forward_pre_hook(lambda *_, i=i: self.enter(i))
-                site.register_forward_hook(partial(self.on_forward, i))
-        if stage == 3:
-            module.register_forward_pre_hook(lambda *_: self.fetch(-1))
+        for unit, modules in zip(self.units[1:], sites):
+            for site in modules:
+                site.register_forward_pre_hook(lambda *_, unit=unit: self.enter(unit))
+                site.register_forward_hook(partial(self.on_forward, unit))
+        module.register_forward_pre_hook(lambda *_: self.fetch(self.units[0]))
 
-    def layout(self, units):
-        """-> for each unit, and last for the rest, the lists of parameters that can share a flat tensor."""
-        where, homes = {m: i for i, unit in enumerate(units) for site in unit for m in site.modules()}, defaultdict(set)
+    def layout(self, sites):
+        """-> for the rest and for each unit, the lists of parameters that can share a flat tensor."""
+        where, homes = {m: i for i, unit in enumerate(sites) for site in unit for m in site.modules()}, defaultdict(set)
         for m in self.module.modules():
             for p in m.parameters(recurse=False):
-                homes[p].add(where.get(m, -1))
-        lists = [defaultdict(list) for _ in range(len(units) + 1)]
+                homes[p].add(where.get(m, -1) + 1)
+        lists = [defaultdict(list) for _ in range(len(sites) + 1)]
         for p, home in homes.items():
             if p.requires_grad or self.stage == 3:
-                lists[home.pop() if len(home) == 1 else -1][p.dtype, p.device, p.requires_grad].append(p)
+                lists[home.pop() if len(home) == 1 else 0][p.dtype, p.device, p.requires_grad].append(p)
         return [kinds.values() for kinds in lists]
 
     def reset(self):
-        self.pending = [*range(len(self.units))][-2::-1] + [len(self.units) - 1]  # in the order of backward
-        self.active = None
-        self.uses.clear()
+        self.plan, self.entered, self.current = self.entered, [], None  # the units of the last forward and backward
+        self.pending, self.behind, self.uses = self.units[::-1], None, Counter()
 
-    def fetch(self, i):
-        for flat in self.units[i]:
+    def fetch(self, unit):
+        for flat in unit if self.stage == 3 else ():
             flat.gather()
-        for flat in self.units[i]:
             flat.wait()
 
-    def leave(self, i):
-        for flat in self.units[i] if i is not None else ():
-            flat.free()
-
-    def enter(self, i):
+    def enter(self, unit):
         """One rule for forward and backward: free the unit behind, wait for this one, send for the one ahead."""
-        if i == self.current:
-            return
-        self.leave(self.current)
-        if self.coming != i:
-            self.leave(self.coming)
-        self.fetch(i)
-        self.current, self.coming, now = i, None, len(self.entered) + 1
-        self.entered.append(i)
-        if self.plan[now - 1:now] == [i] and now < len(self.plan):
-            self.coming = self.plan[now]
-            for flat in self.units[self.coming]:
-                flat.gather()
+        if self.stage < 3 or unit is self.current:
+            return self.fetch(unit)
+        for flat in self.current or ():
+            flat.free()
+        self.fetch(unit)
+        self.current = unit
+        self.entered.append(unit)
+        now = len(self.entered)
+        for flat in self.plan[now] if self.plan[now - 1:now] == [unit] and now < len(self.plan) else ():
+            flat.gather()
 
-    def on_forward(self, i, site, inputs, output):
-        """Watch for backward to enter unit i by this output. An embedding's backward needs no parameters."""
+    def on_forward(self, unit, site, inputs, output):
+        """When backward reaches this output it enters the unit; not so an embedding's, which needs no parameter."""
         outputs = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
-        self.uses[i] += len(outputs) > 0
+        self.uses[id(unit)] += bool(outputs)
         if outputs and not isinstance(site, nn.Embedding):
-            register_multi_grad_hook(outputs, lambda _: self.on_backward(i), mode="any")
+            register_multi_grad_hook(outputs, lambda _: self.on_backward(unit), mode="any")
 
-    def on_backward(self, i):
-        left, self.active = self.active, i
-        self.uses[i] -= 1
-        if self.sync and left not in (None, i) and not self.uses[left]:
-            self.start(left)
-        if self.stage == 3:
-            self.enter(i)
+    def on_backward(self, unit):
+        behind, self.behind = self.behind, unit
+        self.uses[id(unit)] -= 1
+        if behind not in (None, unit) and self.sync and not self.uses[id(behind)]:
+            self.start(behind)  # on all ranks at the same point, whatever parameters each of them used
+        self.enter(unit)
 
-    def start(self, i):
-        self.pending.remove(i)
-        for flat in self.units[i]:
-            if flat.optimizer:
-                if self.flying:
-                    self.flying.finish()  # one in flight, one being filled: never more than two units of gradients
-                flat.start()
-                self.flying = flat
+    def start(self, unit):
+        for flat in self.flying:
+            flat.finish()  # one unit in flight, one being filled: never more than two of gradients
+        self.flying = [flat for flat in unit if flat.optimizer]
+        for flat in self.flying:
+            flat.start()
+        self.pending = [other for other in self.pending if other is not unit]
 
     def reduce(self):
-        """After backward: sum over ranks what is not summed yet."""
-        if not self.sync:
-            return
-        for i in [*self.pending]:
-            self.start(i)
-        if self.flying:
-            self.flying.finish()
-        self.flying = None
-        self.reset()
-        if self.stage == 3:
-            self.leave(self.current)
-            self.leave(-1)
-            self.current = None
+        """To be called after backward: sums over ranks what is not summed yet."""
+        if self.sync:
+            for unit in [*self.pending, []]:
+                self.start(unit)
+            for flat in self.flats if self.stage == 3 else ():
+                flat.free()
+            self.reset()
 
     def gradients(self):
-        """-> [(parameter, our piece of its gradient)], both flat, after reduce()."""
-        return [(f.parameters[i], f.grad[part]) for f in self.trained for i, part, _ in f.pieces]
+        """-> [(parameter, our piece of its gradient, flat)], after reduce()."""
+        return [(flat.parameters[i], flat.grad[part]) for flat in self.trained for i, part in flat.pieces]
 
     def norm(self):
-        """The norm of all gradients, on all ranks."""
-        wide = torch.promote_types(self.trained[0].grad.dtype, torch.float32)
-        squares = torch.stack([torch.linalg.vector_norm(f.grad, dtype=wide) for f in self.trained]).square().sum()
+        """The norm of the whole gradient, on all ranks."""
+        square = sum(torch.linalg.vector_norm(f.grad, dtype=f.master.dtype) ** 2 for f in self.trained)
         if self.stage:
-            dist.all_reduce(squares, group=self.group)  # partial -> replicated
-        return squares.sqrt()
+            dist.all_reduce(square, group=self.group)  # partial -> replicated
+        return square.sqrt()
 
     def clip(self, norm, limit):
         for flat in self.trained:
-            flat.grad.mul_((limit / (norm + 1e-6)).clamp(max=1))
+            flat.grad *= (limit / (norm + 1e-6)).clamp(max=1)
 
     @torch.no_grad()
     def step(self):
         for flat in self.trained:
-            flat.step()  # the next flat steps while this one's parameters are gathered
+            flat.step()  # the next one steps while the parameters of this one are gathered
         for flat in self.trained:
             flat.wait()
-        self.plan, self.entered = self.entered, []
 
     def zero_grad(self):
         for flat in self.trained:
@@ -309,53 +286,47 @@ class ZeRO:
                 flat.grad.fill_(-0.0)
 
     def held(self):
-        states = [t for f in self.trained for s in f.optimizer.state.values() for t in s.values()]
-        masters = [f.master for f in self.trained if f.master is not f.shard]
-        shards = [f.shard for f in self.flats]
-        return {"parameters": [*self.module.parameters(), *self.module.buffers(), *shards],
-                "gradients": [f.grad for f in self.trained], "optimizer": [*masters, *states]}
+        """What this rank keeps between steps, for a ledger."""
+        states = [t for f in self.trained for state in f.optimizer.state.values() for t in state.values()]
+        return {"parameters": [*self.module.parameters(), *self.module.buffers(), *(f.shard for f in self.flats)],
+                "gradients": [f.grad for f in self.trained],
+                "optimizer": [*states, *(f.master for f in self.trained if f.master is not f.shard)]}
 
 
 # ---- 2. the toy GPT, parallelized --------------------------------------------
 
 
 def parallelize(model, lr, group=None, stage=1, offload="none"):
-    edges = model.tok, model.pos, model.norm, model.head  # one unit: the tied embedding is its first and last
+    edges = model.tok, model.pos, model.norm, model.head  # together: the tied embedding is the first and the last
     return ZeRO(model, partial(adamw, lr=lr), group, stage, [edges, *model.blocks], offload)
 
 
 def full_state_dict(zero):
-    for i in range(len(zero.units)) if zero.stage == 3 else ():
-        zero.fetch(i)
-    state = {name: t.clone() for name, t in zero.module.state_dict().items()}
-    for i in range(len(zero.units)) if zero.stage == 3 else ():
-        zero.leave(i)
-    return state
+    for unit in zero.units:
+        zero.fetch(unit)
+    return {name: t.clone() for name, t in zero.module.state_dict().items()}
 
 
 def full_gradients(zero):
     found = {}
     for flat in zero.trained:
-        full = flat.grad
+        full = torch.empty_like(flat.full) if zero.stage else flat.grad
         if zero.stage:
-            full = torch.empty_like(flat.full)
-            all_gather(full, flat.grad.contiguous(), group=zero.group)  # sharded -> replicated
-        ends = [0, *accumulate(p.numel() for p in flat.parameters)]
-        found.update({p: full[a:b].view_as(p) for p, (a, b) in zip(flat.parameters, pairwise(ends))})
+            all_gather(full, flat.grad, group=zero.group)  # sharded -> replicated
+        found.update(zip(flat.parameters, flat.views(full)))
     return {name: found[p] for name, p in zero.module.named_parameters()}
 
 
-def train_step(zero, x, y, valid, clip, accum=1):
+def train_step(zero, x, y, valid, clip, accum):
     """x, y: this rank's rows (B/N, T); valid: of the whole batch -> this rank's part of the loss, gradient norm."""
     zero.zero_grad()
     total = 0
-    for i in range(accum):
-        rows = share(len(x), accum, i)
-        loss = loss_sum(zero.module(x[rows.start:rows.stop]), y[rows.start:rows.stop]) / valid
+    for i, rows in enumerate(torch.arange(len(x)).tensor_split(accum)):
         zero.sync = zero.stage >= 2 or i == accum - 1
+        loss = loss_sum(zero.module(x[rows]), y[rows]) / valid
         loss.backward()
         zero.reduce()  # partial -> sharded
-        total = total + loss.detach()
+        total += loss.detach()
     norm = zero.norm()
     if clip:
         zero.clip(norm, clip)
@@ -375,15 +346,18 @@ def parallelize_at_work(model, lr, stage, mesh):
     return model, adamw(model.parameters(), lr)
 
 
-def train_step_at_work(model, optimizer, x, y, valid, clip, accum=1):
+def full_at_work(tensors):
+    return {name: getattr(t, "full_tensor", lambda t=t: t)() for name, t in tensors}  # sharded -> replicated
+
+
+def train_step_at_work(model, optimizer, x, y, valid, clip, accum):
     optimizer.zero_grad()
     total = 0
-    for i in range(accum):
-        rows = share(len(x), accum, i)
+    for i, (xs, ys) in enumerate(zip(x.tensor_split(accum), y.tensor_split(accum))):
         model.require_backward_grad_sync = i == accum - 1  # DistributedDataParallel's no_sync()
-        loss = loss_sum(model(x[rows.start:rows.stop]), y[rows.start:rows.stop]) / valid
+        loss = loss_sum(model(xs), ys) / valid
         (loss * dist.get_world_size()).backward()  # both average; the sum is wanted here
-        total = total + loss.detach()
+        total += loss.detach()
     norm = nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
     optimizer.step()
     return total, getattr(norm, "full_tensor", lambda: norm)()
@@ -392,37 +366,41 @@ def train_step_at_work(model, optimizer, x, y, valid, clip, accum=1):
 # ---- 4. run ------------------------------------------------------------------
 
 
+def book(stage, n, size, states, accum):
+    """The paper's bytes. size: of all parameters; states: of all that the optimizer keeps."""
+    return {"parameters": size // (n if stage == 3 else 1), "gradients": size // (n if stage >= 2 else 1),
+            "optimizer": states // (n if stage else 1), "wire": (2, 2, accum + 1, 3 * accum)[stage] * size * (n - 1) / n}
+
+
 def main():
-    args = arguments(__doc__, stage=(1, "what is sharded: 1 optimizer states, 2 and gradients, 3 and parameters", (0, 3)),
+    args = arguments(__doc__, stage=(1, "shard 1: optimizer states, 2: and gradients, 3: and parameters", (0, 3)),
                      offload=("none", "what lives on the CPU", ("none", "optimizer", "param")),
                      accum=(1, "micro-batches per step", POSITIVE))
     n, stage = args.world_size, args.stage
-    require(args.batch >= n * args.accum, f"--batch {args.batch} for {n} ranks x --accum {args.accum}: at least {n * args.accum}")
     run = Run(args)
-    mesh = init_device_mesh(run.device.type, (n,))
-    rows = share(args.batch, n, run.rank)
+    mesh, sides = init_device_mesh(run.device.type, (n,)), {}
     with run:
-        sides = {}
         for impl in run.impls:
             model = build(run.cfg, args.seed, run.device, run.dtype)
             total = sum(p.numel() for p in model.parameters())
             if impl == "scratch":
                 zero = parallelize(model, args.lr, None, stage, args.offload)
-                sides[impl] = zero, None
+                sides[impl] = zero, None, partial(train_step, zero)
             else:
-                sides[impl] = parallelize_at_work(model, args.lr, stage, mesh)
+                model, optimizer = parallelize_at_work(model, args.lr, stage, mesh)
+                sides[impl] = model, optimizer, partial(train_step_at_work, model, optimizer)
         for impl, step in run.steps():
-            x, y, valid = run.batch(step, rows)
-            model, optimizer = sides[impl]
+            x, y, valid = run.batch(step, share(args.batch, n, run.rank))
+            model, optimizer, step_fn = sides[impl]
             with run.measure(impl, step, model, optimizer):
-                if impl == "scratch":
-                    loss, norm = train_step(zero, x, y, valid, args.clip, args.accum)
-                else:
-                    loss, norm = train_step_at_work(model, optimizer, x, y, valid, args.clip, args.accum)
+                loss, norm = step_fn(x, y, valid, args.clip, args.accum)
             run.log(impl, step, loss, norm)
-            if run.keeps(step):
-                if impl == "scratch":
-                    run.trace[impl].keep(step, full_gradients(zero), full_state_dict(zero))
+            if run.keeps(step) and impl == "scratch":
+                run.trace[impl].keep(step, full_gradients(zero), full_state_dict(zero))
+            elif run.keeps(step):
+                plain = getattr(model, "module", model)
+                grads = full_at_work((name, p.grad) for name, p in plain.named_parameters())
+                run.trace[impl].keep(step, grads, full_at_work(plain.state_dict().items()))
         return run.finish(total, total)
 
 
