@@ -283,7 +283,7 @@ class Run:
             self.store, rank, world_size = next(dist.rendezvous("env://"))
             dist.init_process_group(backend, store=self.store, rank=rank, world_size=world_size)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.last = (min(args.steps, 2) if self.dry else args.steps) - 1
+        self.first, self.last = 0, (min(args.steps, 2) if self.dry else args.steps) - 1  # a resumed run sets first
         self.trace, self.times = {i: Trace() for i in self.impls}, {i: [] for i in self.impls}
         self.ledger, self.rows, self.extra = {}, [], {}
 
@@ -316,7 +316,7 @@ class Run:
     def steps(self):
         """(impl, step) in order; with --impl both in alternating blocks, so that both meet the same noise."""
         self.say("dry run: no values" if self.dry else f"{'step':>6} {'loss':>9} {'norm':>9} {'tok/s':>9}")
-        for start in range(0, self.last + 1, BLOCK):
+        for start in range(self.first, self.last + 1, BLOCK):
             for impl in self.impls:
                 for step in range(start, min(start + BLOCK, self.last + 1)):
                     yield impl, step
@@ -354,12 +354,12 @@ class Run:
             speed = 1e3 * self.args.batch * self.cfg.seq / self.times[impl][-1]
             self.say(f"\r{step:6d} {loss.item():9.4f} {float(norm):9.4f} {speed:9,.0f}"[not sys.stdout.isatty():])
         elif self.rank == 0 and sys.stdout.isatty():
-            left = sum(map(sum, self.times.values())) / 1e3 / (step + 1) * (self.last - step)
+            left = sum(map(sum, self.times.values())) / 1e3 / (step + 1 - self.first) * (self.last - step)
             print(f"\r{step:6d} of {self.last + 1}, {left:.0f} s left   ", end="", flush=True)
 
     def keeps(self, step):
         """Is this a step of which every gradient and parameter is compared?"""
-        return self.args.check and not self.dry and step in (0, self.last)
+        return self.args.check and not self.dry and step in (self.first, self.last)
 
     def plain(self):
         """The same steps by the plain GPT in this process -> Trace"""
@@ -372,7 +372,8 @@ class Run:
             loss.backward()
             norm = nn.utils.clip_grad_norm_(model.parameters(), self.args.clip or math.inf)
             optimizer.step()
-            trace.log(step, loss, norm)
+            if step >= self.first:
+                trace.log(step, loss, norm)
             if self.keeps(step):
                 trace.keep(step, {n: p.grad for n, p in model.named_parameters()}, model.state_dict())
         return trace
