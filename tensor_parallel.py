@@ -7,17 +7,17 @@
              nothing       all-reduce        all-reduce        nothing        whole on every rank
     --sp     all-gather    reduce-scatter    reduce-scatter    all-gather     cut along T
 
-q, k, v, up are cut by columns, out and down by rows: a head meets attention alone and a column of up meets gelu alone,
-so nothing is exchanged from f to g. The token embedding, which is the head too, is cut by vocabulary, and the loss is
-computed on cut logits. With --sp each rank keeps its part of what f gathered, and gathers it again in backward.
+q, k, v, up are cut by columns, out and down by rows: a head meets attention and a column of up meets gelu alone, so
+that f to g needs no exchange. The token embedding, which is the head too, is cut by vocabulary, and the loss is that
+of cut logits. With --sp each rank keeps its own part of what f gathered, and gathers it again in backward.
 
     on each rank, t ranks, in numbers                  plain GPT        here               --sp
     matrices, column biases (7 C L), embeddings        12 C^2 L ..      1/t                1/t
     norms, row biases                                  (6 L + 2) C      whole              whole
     a block keeps: x and its norm, twice               4 B T C          whole              1/t
                    q, k, v, heads, up, gelu            12 B T C         1/t                1/t
-    a block sends                                      -                8 B T C (t-1)/t    10 B T C (t-1)/t
-               by                                      4 all-reduces    6 all-gathers, 4 reduce-scatters
+    a block sends, in 4 all-reduces or, with --sp,     -                8 B T C (t-1)/t    10 B T C (t-1)/t
+                   6 all-gathers, 4 reduce-scatters
 
 Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3. --sp: Korthikanti et al. 2022, "Reducing Activation
 Recomputation in Large Transformer Models", arXiv:2205.05198, section 4.2.
@@ -46,8 +46,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 class WholeSequence:
     """From g to f, x (B, T, C) is whole on every rank (Shoeybi 2019, fig. 3).
 
-    f is gather in forward and reduce in backward; g is reduce in forward and gather in backward. Each starts to
-    communicate and returns a function that waits for the result: what is computed before that call hides it.
+    f gathers in forward and reduces in backward, g the reverse. Both return a function that waits for the result.
     """
 
     def __init__(self, group=None):
@@ -77,10 +76,7 @@ class CutSequence(WholeSequence):
 
 
 class ColumnParallel(torch.autograd.Function):
-    """f, and the Linears that share its output, cut by columns: x -> one (B, T, out/t) each.
-
-    They are one function because f's communication in backward hides behind their matmuls.
-    """
+    """f, and the Linears that share it, cut by columns: x -> (B, T, out/t) each. In backward their matmuls hide f."""
 
     @staticmethod
     def forward(ctx, x, tp, *weights_and_biases):
@@ -128,7 +124,7 @@ def shard(p, dim, tp):
 
 
 def unshard(t, p, tp):
-    """The inverse, for p itself or anything cut like p, its gradient for one. What was never cut stays as it is."""
+    """The inverse, for p itself or what is cut like p, such as its gradient. What is not cut stays as it is."""
     if not hasattr(p, "tp_dim"):
         return t
     parts = [torch.empty_like(t) for _ in range(tp.size)]
@@ -136,36 +132,30 @@ def unshard(t, p, tp):
     return torch.cat(parts, p.tp_dim).narrow(p.tp_dim, 0, p.tp_whole)
 
 
-class ColumnLinear(nn.Module):
-    """f and an nn.Linear cut by columns, that is by rows of its weight, which is transposed."""
+def cut(kind, dim, tp, *modules):
+    """Turn plain modules, where they stand, into one of the kinds below. A bias has no dim 1: it stays whole."""
+    for module in modules:
+        for name, p in list(module.named_parameters(recurse=False)):
+            setattr(module, name, shard(p, dim, tp) if dim < p.dim() else p)
+        module.__class__, module.tp = kind, tp
 
-    def __init__(self, linear, tp):
-        super().__init__()
-        self.tp, self.weight = tp, shard(linear.weight, 0, tp)
-        self.bias = None if linear.bias is None else shard(linear.bias, 0, tp)
+
+class ColumnLinear(nn.Linear):
+    """f, and a Linear cut by columns: dim 0 of its weight, which is transposed."""
 
     def forward(self, x):
         return ColumnParallel.apply(x, self.tp, self.weight, self.bias)[0]  # (B, T, out/t)
 
 
-class RowLinear(nn.Module):
-    """An nn.Linear cut by rows and g, and then its bias, once."""
-
-    def __init__(self, linear, tp):
-        super().__init__()
-        self.tp, self.weight, self.bias = tp, shard(linear.weight, 1, tp), linear.bias
+class RowLinear(nn.Linear):
+    """A Linear cut by rows, dim 1, and g. The bias is added once, to the sum."""
 
     def forward(self, y):  # (B, T, in/t)
         return ReduceFromTP.apply(F.linear(y, self.weight), self.tp) + self.bias
 
 
 class HeadParallel(nn.Module):
-    """Any attention with Linears q, k, v, out, a head_dim and attend, cut by heads. q, k, v share one f."""
-
-    def __init__(self, attn, tp):
-        super().__init__()
-        self.tp, self.head_dim, self.attend, self.out = tp, attn.head_dim, attn.attend, RowLinear(attn.out, tp)
-        self.q, self.k, self.v = (ColumnLinear(m, tp) for m in (attn.q, attn.k, attn.v))
+    """Attention with ColumnLinears q, k, v, which share one f, a RowLinear out, a head_dim, and attend."""
 
     def forward(self, x):
         qkv = ColumnParallel.apply(x, self.tp, *(p for m in (self.q, self.k, self.v) for p in (m.weight, m.bias)))
@@ -173,12 +163,8 @@ class HeadParallel(nn.Module):
         return self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
 
 
-class VocabParallelEmbedding(nn.Module):
-    """An nn.Embedding cut by rows, and g: (B, T) or (T,) -> x"""
-
-    def __init__(self, embedding, tp):
-        super().__init__()
-        self.tp, self.weight = tp, shard(embedding.weight, 0, tp)
+class VocabParallelEmbedding(nn.Embedding):
+    """An Embedding cut by rows, dim 0, and g: (B, T) or (T,) -> x"""
 
     def forward(self, idx):
         idx = idx.view(-1, idx.shape[-1]) - self.tp.rank * len(self.weight)
@@ -188,22 +174,17 @@ class VocabParallelEmbedding(nn.Module):
 
 
 def vocab_parallel_cross_entropy(logits, targets, vocab, group=None, ignore_index=-100):
-    """Logits (B, T, V/t), targets (B, T) -> sum of the losses, on every rank. Columns from vocab on are padding.
-
-    Each rank sends three numbers per token, never logits.
-    """
-    tp, columns = WholeSequence(group), logits.shape[-1]
-    idx = targets - tp.rank * columns
-    others = (idx < 0) | (idx >= columns)
+    """Logits (.., V/t), targets (..) -> sum of the losses, on every rank, which sends three numbers per token for it."""
+    tp, logits, targets = WholeSequence(group), logits.flatten(0, -2), targets.flatten()  # (N, V/t), (N,)
     logits = logits.float() if logits.dtype.itemsize == 2 else logits
-    if columns * tp.size > vocab:
-        padding = torch.arange(columns, device=logits.device) >= vocab - tp.rank * columns
-        logits = logits.masked_fill(padding, -math.inf)
-    highest = logits.detach().amax(-1)
+    start, end = (min(i * logits.shape[1], vocab) for i in (tp.rank, tp.rank + 1))
+    logits = logits[:, :end - start]  # the rest is the vocabulary's padding
+    mine = (targets - start).masked_fill((targets < start) | (targets >= end), -1)
+    chosen = -F.nll_loss(logits, mine, ignore_index=-1, reduction="none")  # 0 if the target is another rank's
+    total = logits.logsumexp(1)
+    highest = total.detach().clone()
     dist.all_reduce(highest, dist.ReduceOp.MAX, group)  # each rank's own -> replicated
-    total = (logits - highest.unsqueeze(-1)).exp().sum(-1)
-    chosen = logits.gather(-1, idx.masked_fill(others, 0).unsqueeze(-1)).squeeze(-1).masked_fill(others, 0)
-    total, chosen = ReduceFromTP.apply(torch.stack([total, chosen]), tp)  # partial -> replicated
+    total, chosen = ReduceFromTP.apply(torch.stack([(total - highest).exp(), chosen]), tp)  # partial -> replicated
     return (total.log() + highest - chosen).masked_fill(targets == ignore_index, 0).sum()
 
 
@@ -227,12 +208,13 @@ def squared_norm(parameters, tp):
 
 
 def parallelize(model, tp):
-    """Swaps modules. GPT.forward stays as it is, but gives (B, T, V/t)."""
-    for block in model.blocks:
-        block.attn, mlp = HeadParallel(block.attn, tp), block.mlp
-        mlp.up, mlp.down = ColumnLinear(mlp.up, tp), RowLinear(mlp.down, tp)
-    model.tok, model.pos = VocabParallelEmbedding(model.tok, tp), VocabParallelEmbedding(model.pos, tp)
-    model.head = ColumnLinear(model.head, tp)
+    """GPT.forward stays as it is, but gives (B, T, V/t)."""
+    for attn, mlp in ((block.attn, block.mlp) for block in model.blocks):
+        cut(ColumnLinear, 0, tp, attn.q, attn.k, attn.v, mlp.up)
+        cut(RowLinear, 1, tp, attn.out, mlp.down)
+        cut(HeadParallel, 0, tp, attn)
+    cut(VocabParallelEmbedding, 0, tp, model.tok, model.pos)
+    cut(ColumnLinear, 0, tp, model.head)
     model.head.weight = model.tok.weight
     return model
 
@@ -300,20 +282,19 @@ def train_step_at_work(model, optimizer, x, y, valid, clip, _):
 
 
 def textbook(run, t, sp):
-    """What a step costs a rank. V' and T' are padded until they divide; s: bytes of a number in the loss."""
+    """V' and T' are V and T padded until they divide by t; a number is b bytes, in the loss s bytes."""
     (L, C, _, V, T), B, b, ledger = run.cfg, run.args.batch, run.dtype.itemsize, run.ledger["scratch"]
-    x, s, cut = b * B * T * C, max(b, 4), (12 * C + 7) * C * L + (V + -V % t + T + -T % t) * C
-    rows, loss = [], s * (3 * B * T + 1)
+    whole, cut = b * (6 * L + 2) * C, b * ((12 * C + 7) * L + V + -V % t + T + -T % t) * C // t
+    x, loss = b * (B * T * (4 * L + 2) + T) * C, max(b, 4) * (3 * B * T + 1)
+    rows = [("all_reduce", 2 * (x + loss), "2 [b (B T (4 L + 2) + T) C + s (3 B T + 1)]")]
     if sp:
-        rows.append(("all_gather", "b ((6 L + 3) B T + T) C", (6 * L + 3) * x + b * T * C))
-        rows.append(("reduce_scatter", "b ((4 L + 2) B T + T) C", (4 * L + 2) * x + b * T * C))
-        rows.append(("all_reduce", "2 [s (3 B T + 1) + b (6 L + 2) C]", 2 * (loss + b * (6 * L + 2) * C)))
-    else:
-        rows.append(("all_reduce", "2 [b ((4 L + 2) B T + T) C + s (3 B T + 1)]", 2 * ((4 * L + 2) * x + b * T * C + loss)))
-    for name, formula, sent in rows:
+        rows = [("all_gather", x + b * B * T * (2 * L + 1) * C, "b (B T (6 L + 3) + T) C"),
+                ("reduce_scatter", x, "b (B T (4 L + 2) + T) C"),
+                ("all_reduce", 2 * (whole + loss), "2 [b (6 L + 2) C + s (3 B T + 1)]")]
+    for name, sent, formula in rows:
         run.textbook(f"wire {name}", f"(t-1)/t {formula}", (t - 1) * sent / t, ledger.collectives[name]["wire"])
-    run.textbook("parameters held", "b [((12 C + 7) L + V' + T') C / t + (6 L + 2) C]",
-                 b * (cut // t + (6 * L + 2) * C), ledger.memory["parameters"])
+    formula = "b ((12 C + 7) L + V' + T') C / t + b (6 L + 2) C"
+    run.textbook("parameters held", formula, cut + whole, ledger.memory["parameters"])
 
 
 def main():
