@@ -5,6 +5,7 @@ Ledger watches one training step, real or on fake tensors, and counts its bytes:
     with Ledger(model, optimizer) as ledger:
         train_step()
     ledger.collectives    {"all_reduce": {calls, payload, wire}, ..}: what this rank communicated in the step
+    ledger.groups         {name of a process group: wire bytes}
     ledger.memory         {parameters, gradients, optimizer}: what it holds after the step
                           {activations}: the most that autograd kept for backward at one time, parameters left out
                           {peak}: the most that was alive at one time
@@ -74,7 +75,7 @@ class Ledger(TorchDispatchMode):
     def __init__(self, model, optimizer):
         super().__init__()
         self.collectives = defaultdict(lambda: Counter(calls=0, payload=0, wire=0))
-        self.memory, self.sizes, self.saved = {}, {}, Counter()
+        self.memory, self.sizes, self.saved, self.groups = {}, {}, Counter(), Counter()
         self.live = self.peak = self.saved_bytes = self.activations = 0
         self.held = lambda: held(model, optimizer)
         self.parameters = {storage_of(p)._cdata for p in self.held()["parameters"]}
@@ -119,6 +120,7 @@ class Ledger(TorchDispatchMode):
         if kind == "all_to_all" and splits:  # output and input splits; what a rank keeps is not sent
             sent = 1 - Fraction(splits[-1][group.rank()], sum(splits[-1]) or 1)
         self.collectives[kind].update(calls=1, payload=payload, wire=sent * payload)
+        self.groups[group.group_name] += sent * payload
 
     def follow(self, storage):
         key, size = storage._cdata, storage.nbytes()
