@@ -258,21 +258,26 @@ class Stages(nn.ModuleList):
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         everything = [Stage(model, stage, ranks * virtual) for stage in range(ranks * virtual)]
         super().__init__(everything[rank::ranks])
-        self.group, self.rank, self.ranks, self.clock = group, rank, ranks, None
+        self.group, self.rank, self.ranks, self.watched, self.most = group, rank, ranks, False, None
         self.homes = {n: (i % ranks, t.shape) for i, stage in enumerate(everything) for n, t in stage.state_dict().items()}
         self.ends = dist.new_group(sorted({0, ranks - 1}))  # first and last; every rank must call this
         self.tied = [model.tok.weight] if ranks > 1 and rank in (0, ranks - 1) else []
 
 
-def parallelize(model, plans, group, boundary):
+def parallelize(model, plans, group, boundary, _=None):
     stages, size = Stages(model, group, chunks(plans[0])), boundary["size"][0]
     stale = any(a.kind == "U" for plan in plans for a in plan)
     pipeline = Pipeline([Stash(s) for s in stages] if stale else list(stages), plans, group, boundary)
 
+    def clock():
+        if boundary["device"].type == "cuda":
+            torch.cuda.synchronize()
+        return time.time()
+
     def run(x, y, valid, update):
         targets = y.split(size)
         loss, stages.played, stages.most = pipeline.step(
-            x.split(size), lambda out, m: loss_sum(out, targets[m]) / valid, update, stages.clock or (lambda: 0))
+            x.split(size), lambda out, m: loss_sum(out, targets[m]) / valid, update, clock if stages.watched else lambda: 0)
         return loss
     stages.run = run
     return stages
@@ -371,11 +376,15 @@ AT_WORK = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "Sch
 def parallelize_at_work(model, plans, group, boundary, name):
     from torch.distributed import pipelining
     stages, total = Stages(model, group, chunks(plans[0])), chunks(plans[0]) * len(plans)
-    parts = [pipelining.PipelineStage(stage, stages.rank + i * stages.ranks, total, boundary["device"], group=group)
-             for i, stage in enumerate(stages)]
+    edge = torch.empty(**boundary, requires_grad=True)  # with shapes given, torch need not ask the other ranks (by NumPy)
+    ids, logits = edge.new_empty(edge.shape[:2], dtype=torch.int64), edge.new_empty(*edge.shape[:2], model.head.out_features)
+    parts = [pipelining.PipelineStage(
+        stage, stages.rank + i * stages.ranks, total, boundary["device"], group=group,
+        input_args=ids if stage.first else edge, output_args=logits if stage.last else edge)
+        for i, stage in enumerate(stages)]
     first, last, count = stages.rank == 0, stages.rank == stages.ranks - 1, [1]
-    schedule = getattr(pipelining, AT_WORK[name])(
-        parts if name in ("interleaved", "zb-h1") else parts[0], len({a.microbatch for a in plans[0]}),
+    schedule = getattr(pipelining, name)(
+        parts if "Interleaved" in name else parts[0], len({a.microbatch for a in plans[0]}),
         loss_fn=lambda out, targets: loss_sum(out, targets) / count[0], scale_grads=False)  # sums, not means
 
     def run(x, y, valid, _):
@@ -389,58 +398,112 @@ def parallelize_at_work(model, plans, group, boundary, name):
 # ---- 4. run ------------------------------------------------------------------
 
 
-def main():
+def settings():
+    """-> args, plans of all ranks, and with --simulate what became of them."""
     args = arguments(
         __doc__, schedule=("1f1b", "order of the work", tuple(SCHEDULES)), micro=(4, "M, micro-batches", POSITIVE),
-        virtual=(2, "chunks of layers per rank (interleaved only)", POSITIVE),
-        simulate=(False, "play the schedule, without ranks"), pp=(int, "P, stages (simulation only)", POSITIVE),
-        times=(str, "F,B,W,COMM of a stage and micro-batch (simulation only)"))
-    name, M, p = args.schedule, args.micro, args.pp or args.world_size
-    virtual = args.virtual if name == "interleaved" else 1
+        virtual=(2, "v, chunks of layers per rank (interleaved only)", POSITIVE),
+        simulate=(False, "play the schedule without ranks"), pp=(int, "p, stages (simulation only)", POSITIVE),
+        times=(str, "F,B,W,COMM per stage and micro-batch (simulation only; 1,1,1,0)"))
+    name, M, p, L = args.schedule, args.micro, args.pp or args.world_size, args.cfg.layers
     require(args.simulate or not (args.pp or args.times), "--pp and --times are for --simulate only")
     require(name != "interleaved" or M % p == 0, f"--micro {M}: interleaved needs a multiple of the {p} stages")
-    plans = make_plans(name, p, M, virtual)
+    plans = make_plans(name, p, M, args.virtual)
+    stages = p * chunks(plans[0])
     try:
-        unit = [1.0, 1.0, 1.0, 0.0]
-        times = [float(t) for t in args.times.split(",")] if args.times else unit
-        require(len(times) == 4, "")
-        played = simulate(plans, costs(plans, *times[:3]), times[3])
-    except (ValueError, RuntimeError) as error:
-        require(False, str(error))
+        *times, comm = (float(t) for t in (args.times or "1,1,1,0").split(","))
+        played = simulate(plans, costs(plans, *times), comm)
+    except (TypeError, ValueError):
+        require(False, f"--times {args.times}: F,B,W,COMM are four numbers")
+    except RuntimeError as error:
+        require(False, f"--schedule {name}: {error}")
+    if not args.simulate:
+        require(stages <= L, f"--layers {L} for {stages} stages: give each at least one")
+        require(args.batch % M == 0, f"--batch {args.batch} does not divide into --micro {M} micro-batches")
+        require(args.impl == "scratch" or name in AT_WORK, f"--schedule {name}: torch has {', '.join(AT_WORK)} only")
+        require(args.impl == "scratch" or not args.dry_run, "--dry-run needs --impl scratch: torch's asks other ranks")
+    return args, plans, played
+
+
+def simulation(args, plans, played):
+    flying, rate = [in_flight(plan) for plan in plans], bubble_rate(played)
+    print(grid(played))
+    print(f"{args.schedule}: {longest(played):g} in all, bubble rate {rate:.4f}, micro-batches in flight by stage",
+          *(f"{n:g}" for n in flying))
+    if args.json:
+        own = {k: value for k, value in vars(args).items() if k != "cfg"}
+        report = dict(script="pipeline_parallel", args=own, cost=longest(played), bubble_rate=rate, in_flight=flying)
+        Path(args.json).write_text(json.dumps(report, indent=1))
+    return 0
+
+
+def pictures(run, plans, mine):
+    """The step before last as it was, beside the simulation of it with the median times of each rank's actions."""
+    run.store.set(f"played {run.rank}", json.dumps(mine))
+    if run.rank:
+        return
+    measured = [[(Action(*a), start, end) for a, start, end in json.loads(run.store.get(f"played {rank}"))]
+                for rank in range(run.world_size)]
+    times = {}
+    for rank, done in enumerate(measured):
+        for a, start, end in done:
+            times.setdefault((rank, a.kind, a.chunk), []).append(end - start)
+    planned = simulate(plans, lambda rank, a: statistics.median(times[rank, a.kind, a.chunk]))
+    for word, played in ("planned", planned), ("measured", measured):
+        run.say(f"\n{word}: {1e3 * longest(played):.1f} ms, bubble {bubble_rate(played):.3f}\n{grid(played)}")
+    run.extra.update(bubble_rate=bubble_rate(measured), planned_bubble_rate=bubble_rate(planned),
+                     ms=1e3 * longest(measured), planned_ms=1e3 * longest(planned))
+
+
+def accounts(run, plans, model):
+    """The textbook's rows."""
+    args, cfg, p, v, r = run.args, run.cfg, len(plans), chunks(plans[0]), run.rank
+    b, ledger = run.dtype.itemsize, run.ledger[run.impls[0]]
+    sent = {k: c["wire"] for k, c in ledger.collectives.items()}
+    own, tensors = sum(q.numel() for q in model.parameters()), len(list(model.parameters()))
+    boundaries = (p > 1) * (2 * v - (r == 0) - (r == p - 1))
+    run.textbook("wire send", f"b B T C over {boundaries} boundaries and directions",
+                 b * boundaries * args.batch * cfg.seq * cfg.width, sent.get("send", 0))
+    run.textbook("wire all_reduce", "b V C for the tied embedding on first and last, 2 (p-1)/p b for the norm",
+                 b * (cfg.vocab * cfg.width * len(model.tied) + 2 * (p - 1) / p), sent.get("all_reduce", 0))
+    run.textbook("parameters held", "b P of this stage", b * own, ledger.memory["parameters"])
+    run.textbook("gradients held", "b P of this stage", b * own, ledger.memory["gradients"])
+    run.textbook("AdamW states held", "2 b P of this stage + 4 per tensor", 2 * b * own + 4 * tensors, ledger.memory["optimizer"])
+    if model.most:
+        run.textbook("micro-batches kept", "as the schedule says", in_flight(plans[r]), model.most / v)
+
+
+def main():
+    args, plans, played = settings()
     if args.simulate:
-        print(grid(played))
-        report = dict(schedule=name, bubble_rate=bubble_rate(played), in_flight=[in_flight(plan) for plan in plans])
-        print(report)
-        if args.json:
-            Path(args.json).write_text(json.dumps(report))
-        return 0
-    require(virtual * p <= args.cfg.layers, f"--layers {args.cfg.layers}: fewer than the {p} x {virtual} stages")
-    require(args.batch % M == 0, f"--batch {args.batch} does not divide into --micro {M} micro-batches")
-    run = Run(args)
+        return simulation(args, plans, played)
+    run, sides = Run(args), {}
+    boundary = dict(size=(args.batch // args.micro, run.cfg.seq, run.cfg.width), dtype=run.dtype, device=run.device)
     with run:
-        sides = {}
         for impl in run.impls:
             model = build(run.cfg, args.seed, run.device, run.dtype)
-            total = sum(q.numel() for q in model.parameters())
-            boundary = dict(size=(args.batch // M, run.cfg.seq, run.cfg.width), dtype=run.dtype, device=run.device)
-            if impl == "scratch":
-                model = parallelize(model, plans, None, boundary)
-            else:
-                model = parallelize_at_work(model, plans, None, boundary, name)
-            own = sum(q.numel() for q in model.parameters())
+            total = sum(p.numel() for p in model.parameters())
+            make = parallelize if impl == "scratch" else parallelize_at_work
+            model = make(model, plans, None, boundary, AT_WORK.get(args.schedule))
             sides[impl] = model, adamw(model.parameters(), args.lr)
-        run.say(f"pipeline_parallel: {name}, {p} stages")
+        own = sum(p.numel() for p in model.parameters())
+        run.say(f"pipeline_parallel: {args.schedule}, {len(plans)} ranks on {run.device.type}, {args.dtype}, "
+                f"{total:,} parameters, {own:,} of them here")
+        run.extra.update(bubble_rate=bubble_rate(played), in_flight=[in_flight(plan) for plan in plans])
         for impl, step in run.steps():
             model, optimizer = sides[impl]
             x, y, valid = run.batch(step)
+            model.watched = step == max(0, run.last - 1)
             with run.measure(impl, step, model, optimizer):
                 loss, norm = train_step(model, optimizer, x, y, valid, args.clip)
             run.log(impl, step, loss, norm)
             if run.keeps(step):
                 run.trace[impl].keep(step, full_gradients(model), full_state_dict(model))
-        plain = plain_pipedream(run, plans) if name == "pipedream" and run.rank == 0 and args.check and not run.dry else None
-        return run.finish(total, own, plain)
-
+            if model.watched and impl == "scratch" and not run.dry:
+                pictures(run, plans, model.played)
+        accounts(run, plans, sides[run.impls[0]][0])
+        stale = args.schedule == "pipedream" and args.check and run.rank == 0 and not run.dry
+        return run.finish(total, own, plain_pipedream(run, plans) if stale else None)
 
 
 if __name__ == "__main__":
