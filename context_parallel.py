@@ -5,8 +5,7 @@
     rank 1        1*      0     3-     2-     3      rank 1      1,6*   0,7/   3,4/   2,5/     4
     rank 2        2*      1      0     3-     5      rank 2      2,5*   1,6/   0,7/   3,4/     4
     rank 3        3*      2      1      0     7      rank 3      3,4*   2,5/   1,6/   0,7/     4
-
-    whose K and V are here: * own, causally   / half of the pairs of query and key are wanted   - none, all are later
+    whose K and V are here: * own, causally   / half of the pairs with own queries are wanted   - none, all are later
 
 ring and zigzag: K and V go around, and results are merged by their log-sum-exp. In backward they go around again,
 dK and dV one hop behind. allgather: zigzag's blocks, but K and V are gathered, in backward once more. ulysses: an
@@ -25,16 +24,13 @@ Ulysses", arXiv:2309.14509, section 3. At work: torch.distributed.tensor.experim
 
     torchrun --standalone --nproc_per_node=2 context_parallel.py --attn zigzag
 """
-import itertools
 import math
 import sys
-from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.device_mesh import init_device_mesh
 
 from common import Run, adamw, arguments, build, loss_sum, require
 
@@ -45,177 +41,146 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def contiguous(rank, n):
-    """The chunks of the sequence that a rank holds, n in all over n ranks."""
-    return [rank]
-
-
-def zigzag(rank, n):
-    """One from the front and one from the back, 2n in all (Llama 3, 3.3.2)."""
-    return [rank, 2 * n - 1 - rank]
-
-
-def positions(cut, rank, n, T):
-    """The tokens that a rank holds of T -> (T/n,) int64"""
-    chunks = cut(rank, n)
-    size = T // (n * len(chunks))
-    return torch.cat([torch.arange(c * size, (c + 1) * size) for c in chunks])
-
-
-def seen(mine, theirs, t):
-    """What t queries in chunks `mine` see of t keys in chunks `theirs` -> first query, number of keys, causal?
-
-    Queries from the first on see keys up to that number: all of them, or causally where the chunks are the same.
-    """
-    if mine == theirs:
-        return 0, t, True
-    size = t // len(mine)
-    return sum(c < theirs[0] for c in mine) * size, sum(c < mine[-1] for c in theirs) * size, False
-
-
-def fused(q):
-    """The width of q's numbers if torch has a fused GPU kernel for it: 2 flash, 4 memory-efficient, 0 none."""
-    return q.dtype.itemsize % 8 if q.shape[-1] % 8 == 0 else 0
-
-
-def attend_block(q, k, v, causal=False):
+def attend_block(q, k, v, causal):
     """(B, H, T, D), k and v with their own T -> attention to these keys alone, its log-sum-exp (B, H, T)."""
-    if not q.is_cuda:
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=causal)
-    if fused(q) == 2:
+    if q.is_cuda and q.dtype.itemsize == 2:
         return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
-    if fused(q) == 4:
+    if q.is_cuda and q.dtype.itemsize == 4:
         out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)[:2]
         return out, lse[:, :, :q.shape[2]]  # was padded to a multiple of 32
-    return [x.to(q.device) for x in attend_block(q.cpu(), k.cpu(), v.cpu(), causal)]  # for proofs in fp64
+    return [x.to(q.device) for x in aten._scaled_dot_product_flash_attention_for_cpu(
+        q.cpu(), k.cpu(), v.cpu(), is_causal=causal)]  # also for proofs on GPUs, which have no such kernel in fp64
 
 
-def attend_block_backward(dout, q, k, v, out, lse, causal=False):
+def attend_block_backward(dout, q, out, lse, k, v, causal):
     """-> dq, dk, dv of one block. With out and lse of all blocks, exp(score - lse) is the true probability."""
     rng = torch.empty(0, dtype=torch.int64, device=q.device)  # there is no dropout
-    if not q.is_cuda:
-        return aten._scaled_dot_product_flash_attention_for_cpu_backward(dout, q, k, v, out, lse, 0.0, causal)
-    if fused(q) == 2:
+    if q.is_cuda and q.dtype.itemsize == 2:
         return aten._scaled_dot_product_flash_attention_backward(
             dout, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, rng, rng)
-    if fused(q) == 4:
+    if q.is_cuda and q.dtype.itemsize == 4:
         lse = F.pad(lse, (0, -lse.shape[2] % 32), value=math.inf)
         return aten._scaled_dot_product_efficient_attention_backward(
             dout, q, k, v, None, out, lse, rng, rng, 0.0, [True, True, True, False], causal)[:3]
-    return [x.to(q.device) for x in attend_block_backward(*(x.cpu() for x in (dout, q, k, v, out, lse)), causal)]
+    return [x.to(q.device) for x in aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *(x.cpu() for x in (dout, q, k, v, out, lse)), 0.0, causal)]
 
 
-def merge(out, lse, block_out, block_lse):
-    """In place: attention to some keys, and to others -> to both. The weights are each one's share of exp(score)."""
-    out.lerp_(block_out.to(out.dtype), torch.sigmoid(block_lse - lse).unsqueeze(-1))
-    lse.copy_(torch.logaddexp(lse, block_lse))
+class Ring:
+    """K and V go around the ring of n ranks, their gradients one hop behind (Liu 2023, section 3)."""
+    def __init__(self, rank, n, group=None):
+        self.rank, self.n, self.group = rank, n, group
+
+    def chunks(self, hop=0):
+        """Which chunks of the sequence the rank holds that is `hop` before: one of n, in order."""
+        return [(self.rank - hop) % self.n]
+
+    def positions(self, T):
+        return torch.arange(T).view(self.n * len(self.chunks()), -1)[self.chunks()].flatten()  # own ones, (T/N,)
+
+    def seen(self, hop, t):
+        """t own queries, t keys of the rank so many hops before -> first query to see any, keys it sees, causal?"""
+        if hop == 0:
+            return 0, t, True
+        mine, theirs, size = self.chunks(), self.chunks(hop), t // len(self.chunks())
+        return sum(c < theirs[0] for c in mine) * size, sum(c < mine[-1] for c in theirs) * size, False
+
+    def hop(self, tensor):
+        """Starts it on its way to the next rank -> wait(), which returns what has come from the rank before."""
+        received = torch.empty_like(tensor)
+        works = dist.batch_isend_irecv([  # own -> the rank before's
+            dist.P2POp(dist.isend, tensor, group=self.group, group_peer=(self.rank + 1) % self.n),
+            dist.P2POp(dist.irecv, received, group=self.group, group_peer=(self.rank - 1) % self.n)])
+
+        def wait(sent=tensor):  # which must live until then
+            for work in works:
+                work.wait()
+            return received
+        return wait
+
+    def bring(self, kv):
+        """Own K and V, then those of each rank before, which travel while the caller works on the ones yielded."""
+        for _ in range(self.n - 1):
+            wait = self.hop(kv)
+            yield kv
+            kv = wait()
+        yield kv
+
+    def give_back(self, parts):
+        """parts: what this rank adds to the gradient of each K and V that bring yields -> the sum for its own. A part
+        joins the sum from the rank before and goes on while the caller makes the next. Zeros travel, too."""
+        own, wait = next(parts), None
+        for part in parts:
+            if wait:
+                part += wait()
+            wait = self.hop(part)
+        return own + wait() if wait else own  # the last hop brings home what the others have added
+
+    def attend(self, q, k, v):
+        return BlockwiseAttention.apply(q, torch.stack([k, v]), self)  # each (B, H, T/N, D)
 
 
-class Hop:
-    """A tensor on its way to the next rank of the ring, while the one from the rank before arrives."""
-
-    def __init__(self, tensor, group):
-        rank, n = dist.get_rank(group), dist.get_world_size(group)
-        self.sent, self.received = tensor, torch.empty_like(tensor)
-        self.works = dist.batch_isend_irecv([  # own -> that of the rank before
-            dist.P2POp(dist.isend, self.sent, group=group, group_peer=(rank + 1) % n),
-            dist.P2POp(dist.irecv, self.received, group=group, group_peer=(rank - 1) % n)])
-
-    def wait(self):
-        for work in self.works:
-            work.wait()
-        self.sent = self.works = None  # only now may its memory go
-        return self.received
+class Zigzag(Ring):  # the same, but of 2n chunks one early and one late
+    def chunks(self, hop=0):
+        return [rank := (self.rank - hop) % self.n, 2 * self.n - 1 - rank]
 
 
-def bring_by_ring(kv, group):
-    """Yields rank, its K and V: own ones, then of each rank before. Meanwhile the next ones are on their way."""
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    for hop in range(n):
-        travel = Hop(kv, group) if hop < n - 1 else None
-        yield (rank - hop) % n, kv
-        kv = travel.wait() if travel else None
+class AllGather(Zigzag):
+    """The same with one collective each: all K and V at once, in the same order (Llama 3, section 3.3.2)."""
+    def bring(self, kv):
+        everyone = kv.new_empty(self.n, *kv.shape)
+        all_gather(everyone, kv.unsqueeze(0), group=self.group)  # sharded -> replicated
+        yield from (everyone[self.rank - hop] for hop in range(self.n))
 
-
-def return_by_ring(parts, group):
-    """parts: what this rank adds to the gradient of each K and V, as bring_by_ring yields them -> that of its own.
-
-    A part joins the sum from the rank before and goes on, while the caller makes the next one. Zeros travel, too:
-    a hop that one rank leaves out is a hop that the others wait for.
-    """
-    own, travel = next(parts), None
-    for part in parts:
-        if travel:
-            part += travel.wait()
-        travel = Hop(part, group)
-    return own + travel.wait() if travel else own  # the last hop brings home what the others have added
-
-
-def bring_by_gather(kv, group):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    everyone = kv.new_empty(n, *kv.shape)
-    all_gather(everyone, kv.unsqueeze(0), group=group)  # sharded -> replicated
-    for i in range(n):
-        yield (rank - i) % n, everyone[(rank - i) % n]
-
-
-def return_by_gather(parts, group):
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    own = next(parts)
-    everyone = own.new_empty(n, *own.shape)
-    for i, part in enumerate(itertools.chain([own], parts)):
-        everyone[(rank - i) % n] = part
-    reduce_scatter(own.unsqueeze(0), everyone, group=group)  # partial -> sharded
-    return own
+    def give_back(self, parts):
+        everyone = None
+        for hop, part in enumerate(parts):
+            everyone = part.new_empty(self.n, *part.shape) if everyone is None else everyone
+            everyone[self.rank - hop] = part
+        reduce_scatter(part.unsqueeze(0), everyone, group=self.group)  # partial -> sharded
+        return part
 
 
 class BlockwiseAttention(torch.autograd.Function):
-    """Causal attention of own queries to the keys and values of all ranks, block by block (Liu 2023, section 3)."""
-
+    """Own queries meet the keys and values of all ranks, block by block, and never a T x T matrix."""
     @staticmethod
-    def forward(ctx, q, k, v, group, cut, bring, give_back):
-        rank, n = dist.get_rank(group), dist.get_world_size(group)
-        own = torch.stack([k, v])  # (2, B, H, T/N, D)
-        for source, (k, v) in bring(own, group):
-            first, keys, causal = seen(cut(rank, n), cut(source, n), q.shape[2])
-            if causal:  # own keys come first
-                out, lse = attend_block(q, k, v, causal)
-                out = out.to(lse.dtype)  # fp32 or better
-            elif keys:
-                block = attend_block(q[:, :, first:], k[:, :, :keys], v[:, :, :keys])
-                merge(out[:, :, first:], lse[:, :, first:], *block)
-        out = out.to(q.dtype)
-        ctx.save_for_backward(q, own, out, lse)
-        ctx.how = group, cut, bring, give_back
+    def forward(ctx, q, own, ring):  # own K and V: (2, B, H, T/N, D)
+        out = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
+        lse = out.new_full(q.shape[:3], -math.inf)
+        for hop, kv in enumerate(ring.bring(own)):
+            first, keys, causal = ring.seen(hop, q.shape[2])
+            if keys:  # attention to these and to those before: each weighs its share of the sum of exp(score)
+                block, block_lse = attend_block(q[:, :, first:], *kv[..., :keys, :], causal)
+                out[:, :, first:].lerp_(block.to(out.dtype), torch.sigmoid(block_lse - lse[:, :, first:])[..., None])
+                lse[:, :, first:] = torch.logaddexp(lse[:, :, first:], block_lse)
+        ctx.save_for_backward(q, own, out := out.to(q.dtype), lse)
+        ctx.ring = ring
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        (q, own, out, lse), (group, cut, bring, give_back) = ctx.saved_tensors, ctx.how
-        rank, n = dist.get_rank(group), dist.get_world_size(group)
+        q, own, out, lse = ctx.saved_tensors
         dq = torch.zeros_like(q, dtype=lse.dtype)
 
         def parts():
-            for source, (k, v) in bring(own, group):
-                first, keys, causal = seen(cut(rank, n), cut(source, n), q.shape[2])
+            for hop, kv in enumerate(ctx.ring.bring(own)):
+                first, keys, causal = ctx.ring.seen(hop, q.shape[2])
                 dkv = torch.zeros_like(own, dtype=lse.dtype)
                 if keys:
-                    mine = [x[:, :, first:] for x in (dout, q, out, lse)]
-                    block = attend_block_backward(*mine[:2], k[:, :, :keys], v[:, :, :keys], *mine[2:], causal)
+                    mine = (x[:, :, first:] for x in (dout, q, out, lse))
+                    block = attend_block_backward(*mine, *kv[..., :keys, :], causal)
                     dq[:, :, first:] += block[0]
-                    dkv[0, :, :, :keys], dkv[1, :, :, :keys] = block[1:]
+                    dkv[0, ..., :keys, :], dkv[1, ..., :keys, :] = block[1:]
                 yield dkv
 
-        dk, dv = give_back(parts(), group).to(q.dtype)
-        return dq.to(q.dtype), dk, dv, None, None, None, None
+        return dq.to(q.dtype), ctx.ring.give_back(parts()).to(q.dtype), None  # dK, dV: partial -> sharded
 
 
 class AllToAll(torch.autograd.Function):
-    """Cut along dim `cut`, a part for every rank; join along dim `join` what comes from every rank."""
-
+    """Cut along one dim, a part for every rank; join along another what comes from every rank."""
     @staticmethod
     def forward(ctx, x, cut, join, group):
-        ctx.dims = join, cut, group
+        ctx.back = join, cut, group
         parts = torch.stack(x.chunk(dist.get_world_size(group), cut)).contiguous()
         received = torch.empty_like(parts)
         dist.all_to_all_single(received, parts, group=group)  # sharded(join) -> sharded(cut)
@@ -223,42 +188,25 @@ class AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        return AllToAll.apply(grad, *ctx.dims), None, None, None
+        return AllToAll.apply(grad, *ctx.back), None, None, None
 
 
-def ulysses_attention(q, k, v, group=None):
-    q, k, v = (AllToAll.apply(x, 1, 2, group) for x in (q, k, v))  # (B, H/N, T, D)
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # any attention would do
-    return AllToAll.apply(out, 2, 1, group)  # (B, H, T/N, D)
-
-
-RING, GATHER = (bring_by_ring, return_by_ring), (bring_by_gather, return_by_gather)
-ATTENTION = {  # name: attention(q, k, v, group), each (B, H, T/N, D); the tokens that a rank holds
-    "ring": (lambda *qkvg: BlockwiseAttention.apply(*qkvg, contiguous, *RING), contiguous),
-    "zigzag": (lambda *qkvg: BlockwiseAttention.apply(*qkvg, zigzag, *RING), zigzag),
-    "allgather": (lambda *qkvg: BlockwiseAttention.apply(*qkvg, zigzag, *GATHER), zigzag),
-    "ulysses": (ulysses_attention, contiguous)}
-
-
-def sum_gradients(parameters, group=None):
-    """Every rank has the gradients of its own tokens: one all-reduce of all, side by side, of one dtype."""
-    parameters = [p for p in parameters if p.grad is not None]
-    flat = torch.cat([p.grad.flatten() for p in parameters])
-    dist.all_reduce(flat, group=group)  # partial -> replicated
-    for p, part in zip(parameters, flat.split([p.numel() for p in parameters])):
-        p.grad = part.view_as(p)
+class Ulysses(Ring):
+    def attend(self, q, k, v):
+        q, k, v = (AllToAll.apply(x, 1, 2, self.group) for x in (q, k, v))  # (B, H/N, T, D)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # any attention would do
+        return AllToAll.apply(out, 2, 1, self.group)  # (B, H, T/N, D)
 
 
 # ---- 2. the toy GPT, parallelized --------------------------------------------
 
 
-def parallelize(model, attn, group=None):
-    """The model then takes a rank's own tokens: x[:, positions(cut, rank, n, T)]."""
-    (attention, cut), rank, n = ATTENTION[attn], dist.get_rank(group), dist.get_world_size(group)
+def parallelize(model, ring):
+    """The model then takes a rank's own tokens, x[:, ring.positions(T)]."""
     for block in model.blocks:
-        block.attn.attend = lambda q, k, v: attention(q, k, v, group)
+        block.attn.attend = ring.attend
     # the GPT counts its tokens 0, 1, ..; their positions are cut like the tokens themselves
-    model.pos.register_forward_pre_hook(lambda _, x: positions(cut, rank, n, n * len(x[0])).to(x[0].device))
+    model.pos.register_forward_pre_hook(lambda _, x: ring.positions(ring.n * len(x[0])).to(x[0].device))
     return model
 
 
@@ -275,7 +223,10 @@ def train_step(model, optimizer, x, y, valid, clip, group=None):
     optimizer.zero_grad()
     loss = loss_sum(model(x), y) / valid
     loss.backward()
-    sum_gradients(model.parameters(), group)
+    gradients = [p.grad for p in model.parameters()]
+    flat = nn.utils.parameters_to_vector(gradients)
+    dist.all_reduce(flat, group=group)  # partial -> replicated
+    nn.utils.vector_to_parameters(flat, gradients)  # they become views of it
     norm = nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)  # replicated: no communication
     optimizer.step()
     return loss, norm
@@ -284,10 +235,10 @@ def train_step(model, optimizer, x, y, valid, clip, group=None):
 # ---- 3. at work: the same with torch's own API -------------------------------
 
 
-def train_step_at_work(model, optimizer, x, y, valid, clip, mesh):
+def train_step_at_work(model, optimizer, x, y, valid, clip):
     """x, y: all tokens (B, T), which torch cuts in place, as zigzag does."""
     from torch.distributed.tensor.experimental import context_parallel  # takes seconds
-    order = torch.arange(x.shape[1], device=x.device)
+    mesh, order = dist.init_device_mesh(x.device.type, (dist.get_world_size(),)), torch.arange(x.shape[1]).to(x)
     shards = dict(buffers=[x, y, order], buffer_seq_dims=[1, 1, 0], no_restore_buffers={x, y, order})
     with model.pos.register_forward_pre_hook(lambda *_: order), context_parallel(mesh, **shards):
         return train_step(model, optimizer, x, y, valid, clip)  # FSDP or DDP would sum the gradients
@@ -296,75 +247,52 @@ def train_step_at_work(model, optimizer, x, y, valid, clip, mesh):
 # ---- 4. run ------------------------------------------------------------------
 
 
-def work(attn, rank, n):
-    """Multiply-adds of a rank's attention, in units of causal attention within T/N tokens."""
-    cut = ATTENTION[attn][1]
-    blocks = [seen(cut(rank, n), cut(source, n), 2) for source in range(n)]
-    return n if attn == "ulysses" else sum((2 - first) * keys / (2 + 2 * causal) for first, keys, causal in blocks)
-
-
-def picture(attn, n):
-    """The docstring's table, line by line: who works on which chunks at each hop. At most 8 ranks and hops."""
-    cut, few = ATTENTION[attn][1], range(min(n, 8))
-    yield f"{attn:9}" + "".join(f"  hop {hop}" for hop in few) + "  work"
-    for rank in few:
-        row = f"rank {rank:<4}"
-        for source in ((rank - hop) % n for hop in few):
-            first, keys, causal = seen(cut(rank, n), cut(source, n), 2)
-            mark = "*" if causal else {0: "-", 2: "/", 4: ""}[(2 - first) * keys]
-            row += f"{','.join(map(str, cut(source, n))) + mark:>7}"
-        yield f"{row}{work(attn, rank, n):6.0f}"
-
-
-def textbook(run, args, total, tensors):
-    n, b, L = run.world_size, run.dtype.itemsize, run.cfg.layers
-    d, S, ledger = max(4, b), args.batch * run.cfg.seq // n * run.cfg.width, run.ledger[run.impls[0]]
-    rows = [("all_reduce", "2 (N-1)/N b P", 2 * (n - 1) / n * b * total)]
-    rows += {"allgather": [("all_gather", "L 4 (N-1) S b", L * 4 * (n - 1) * S * b),
-                           ("reduce_scatter", "L 2 (N-1) S d, d bytes a dK", L * 2 * (n - 1) * S * d)],
-             "ulysses": [("all_to_all", "L 8 (N-1)/N S b", L * 8 * (n - 1) / n * S * b)],
-             }.get(args.attn, [("send", "L (N-1) S (4 b + 2 d), d bytes a dK", L * (n - 1) * S * (4 * b + 2 * d))])
-    for kind, formula, expected in rows:
-        run.textbook(f"wire {kind}", formula, expected, ledger.collectives.get(kind, {"wire": 0})["wire"])
-    run.textbook("parameters held", "b P", b * total, ledger.memory["parameters"])
-    run.textbook("gradients held", "b P", b * total, ledger.memory["gradients"])
-    run.textbook("AdamW states held", "2 b P + 4 per tensor", 2 * b * total + 4 * tensors, ledger.memory["optimizer"])
+def picture(kind, n):
+    """The docstring's table, of at most 8 ranks and hops. Work is in units of causal attention within T/N tokens."""
+    yield f"{kind.__name__.lower():9}" + "".join(f"  hop {hop}" for hop in range(min(n, 8))) + "  work"
+    for ring in (kind(rank, n) for rank in range(min(n, 8))):
+        pairs = [(2 - first) * keys / (1 + causal) for first, keys, causal in (ring.seen(h, 2) for h in range(n))]
+        marks = ["*"] + [{0: "-", 2: "/", 4: ""}[p] for p in pairs[1:8]]
+        row = "".join(f"{','.join(map(str, ring.chunks(hop))) + mark:>7}" for hop, mark in enumerate(marks))
+        yield f"rank {ring.rank:<4}{row}{sum(pairs) / 2:6.0f}"
 
 
 def main():
-    args = arguments(__doc__, attn=("zigzag", "how queries meet the keys of other ranks", tuple(ATTENTION)))
-    n, T, H, cut = args.world_size, args.cfg.seq, args.cfg.heads, ATTENTION[args.attn][1]
-    chunks, gpus = n * len(cut(0, n)), args.device != "cpu" and torch.cuda.is_available()
+    kinds = {kind.__name__.lower(): kind for kind in (Ring, Zigzag, AllGather, Ulysses)}
+    args = arguments(__doc__, attn=("zigzag", "how queries meet the keys of other ranks", tuple(kinds)))
+    n, T, H, kind = args.world_size, args.cfg.seq, args.cfg.heads, kinds[args.attn]
+    chunks, gpus = n * len(kind(0, n).chunks()), args.device != "cpu" and torch.cuda.is_available()
     require(args.impl == "scratch" or gpus and args.dtype != "fp64" and not args.dry_run,
-            "--impl torch: torch's context_parallel needs GPUs and fp32 or bf16; take --impl scratch")
+            f"--impl {args.impl}: torch's context_parallel needs GPUs and fp32 or bf16; take --impl scratch")
     require(T % chunks == 0, f"--seq {T} does not divide into {chunks} chunks, for {args.attn} on {n} ranks")
-    require(args.attn != "ulysses" or H % n == 0, f"--heads {H} does not divide over {n} ranks, for ulysses")
-    run = Run(args)
-    mesh = init_device_mesh(run.device.type, (n,)) if "torch" in run.impls else None
+    require(kind != Ulysses or H % n == 0, f"--heads {H} does not divide over {n} ranks, for ulysses")
+    run, sides = Run(args), {}
     with run:
-        sides, own = {}, positions(cut, run.rank, n, T).to(run.device)
+        ring, own = kind(run.rank, n), kind(run.rank, n).positions(T).to(run.device)
         for impl in run.impls:
             model = build(run.cfg, args.seed, run.device, run.dtype)
-            total, tensors = sum(p.numel() for p in model.parameters()), len(list(model.parameters()))
-            step_fn = partial(train_step_at_work, mesh=mesh)
-            if impl == "scratch":
-                model, step_fn = parallelize(model, args.attn), train_step
-            sides[impl] = model, adamw(model.parameters(), args.lr), step_fn
-        run.say(f"context_parallel, {args.attn}: {n} ranks on {run.device.type}, {args.dtype}, "
-                f"{total:,} parameters, all of them on each rank")
-        run.say("\n".join(picture(args.attn, n)))
+            sides[impl] = parallelize(model, ring) if impl == "scratch" else model, adamw(model.parameters(), args.lr)
+        total = sum(p.numel() for p in model.parameters())
+        b, LS = run.dtype.itemsize, run.cfg.layers * args.batch * T // n * run.cfg.width
+        run.say(f"context_parallel: {n} ranks on {run.device.type}, {args.dtype}, {total:,} parameters on each; "
+                f"work in {LS * T // n:,} multiply-adds")
+        run.say("\n".join(picture(kind, n)) if kind != Ulysses else f"rank r: all chunks of heads r H/N .., work {n}")
         for impl, step in run.steps():
-            model, optimizer, step_fn = sides[impl]
-            x, y, valid = run.batch(step)
+            (model, optimizer), (x, y, valid), step_fn = sides[impl], run.batch(step), train_step_at_work
             if impl == "scratch":
-                x, y = x[:, own], y[:, own]  # (B, T/N)
+                x, y, step_fn = x[:, own], y[:, own], train_step  # (B, T/N)
             with run.measure(impl, step, model, optimizer):
                 loss, norm = step_fn(model, optimizer, x, y, valid, args.clip)
             run.log(impl, step, loss, norm)
             if run.keeps(step):
                 run.trace[impl].keep(step, full_gradients(model), full_state_dict(model))
-        run.extra["work"] = [work(args.attn, rank, n) for rank in range(n)]
-        textbook(run, args, total, tensors)
+        sent = {name: c["wire"] for name, c in run.ledger[run.impls[0]].collectives.items()}
+        run.textbook("wire all_reduce", "2 (N-1)/N b P", 2 * (n - 1) * b * total / n, sent.pop("all_reduce"))
+        formula, size = "L (N-1) S (4 b + 2 d), d bytes a dK", (n - 1) * LS * (4 * b + 2 * max(4, b))
+        if kind == Ulysses:
+            formula, size = "L 8 (N-1)/N S b", 8 * (n - 1) * LS * b / n
+        if args.impl != "torch":
+            run.textbook("wire of attention", formula, size, sum(sent.values()))
         return run.finish(total, total)
 
 
