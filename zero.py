@@ -239,8 +239,9 @@ class ZeRO:
 
 
 def parallelize(model, lr, group=None, stage=1, offload="none"):
-    edges = model.tok, model.pos, model.norm, model.head  # together: the tied embedding is the first and the last
-    return ZeRO(model, partial(adamw, lr=lr), group, stage, [edges, *zip(model.blocks)], offload)
+    *blocks, last = model.blocks  # the tied embedding is the first unit of forward and also its last
+    units = [(model.tok, model.pos, model.head), *zip(blocks), (last, model.norm)]
+    return ZeRO(model, partial(adamw, lr=lr), group, stage, units, offload)
 
 
 def full_state_dict(zero):
