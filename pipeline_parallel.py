@@ -1,24 +1,25 @@
-"""Pipeline parallelism: every rank holds some of the layers; micro-batches flow through the ranks, forward and back.
+"""Pipeline parallelism: every rank holds some of the layers, and micro-batches flow through the ranks and back.
 
-    1f1b, 2 stages, 4 micro-batches; time goes to the right, dots are the bubble
+    1f1b, 2 stages, 4 micro-batches, B twice as long as F; time goes to the right, dots are the bubble
 
-    stage 0, layers 0 1    F0F1..B0B0F2B1B1F3B2B2..B3B3
-    stage 1, layers 2 3    ..F0B0B0F1B1B1F2B2B2F3B3B3..
+    stage 0, layers 0 1    F0F1..B0--F2..B1--F3..B2--..B3--
+    stage 1, layers 2 3    ..F0B0--F1B1--F2B2--F3B3--......
 
 A schedule is a list of actions for each stage (schedules.py): F forward, B backward, W the weight gradient where it is
-split from B, U an update. A boundary between stages costs B T C numbers forward and as many backward. The tied embedding
-is held by the first and the last stage, which sum their gradients by an all-reduce of V C numbers.
+split from B, U an update. From stage to stage go B T C numbers forward and as many backward. The tied embedding is held
+by the first stage and by the last, which sum its gradients; the norm is summed over all stages.
 
-    p stages, M micro-batches, v chunks    bubble, part of time     micro-batches kept by stage s     sent
-    plain GPT                              -                        the whole batch                   -
-    naive                                  (p-1) / p                1                                 2 B T C
-    gpipe                                  (p-1) / (M+p-1)          M                                 2 B T C
-    1f1b                                   (p-1) / (M+p-1)          p - s                             2 B T C
-    interleaved                            (p-1) / (v M+p-1)        p - s + (p-1-s)..                 2 v B T C
-    zb-h1                                  (p-1)(F+B-W) in time     p, of which s wait for W          2 B T C
-    pipedream                              as 1f1b                  p - s, with their weights         2 B T C
+    p stages, M micro-batches,   bubble                kept by stage s,           sent across
+    v chunks of layers per rank  (F = B + W)           in micro-batches           a boundary
+    plain GPT                    -                     all M at once              -
+    naive                        (p-1) / p             1                          2 B T C
+    gpipe                        (p-1) / (M + p-1)     M                          2 B T C
+    1f1b                         (p-1) / (M + p-1)     p - s                      2 B T C
+    interleaved                  (p-1) / (v M + p-1)   p + (p-1-2s) / v           2 B T C, v times as many boundaries
+    zb-h1                        time (p-1)(F+B-W)     p, of which s wait for W   2 B T C
+    pipedream                    that of 1f1b          p - s, and their weights   2 B T C
 
-Each rank holds 1/p of parameters, gradients and AdamW states, and sends no more than this to its neighbours.
+Each rank has about 1/p of parameters, gradients and AdamW states; the plain GPT has all of them.
 
 Huang et al. 2019, "GPipe", arXiv:1811.06965; Harlap et al. 2018, "PipeDream", arXiv:1806.03377; Narayanan et al. 2021,
 arXiv:2104.04473, section 2.2; Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241.
@@ -45,10 +46,128 @@ from torch.overrides import TorchFunctionMode
 
 from common import GPT, POSITIVE, Run, adamw, arguments, build, loss_sum, require, share
 from measure import Trace
-from schedules import (SCHEDULES, Action, bubble_rate, chunks, costs, grid, in_flight, is_split, longest, make_plans,
-                       simulate, source, transfers)
+from schedules import (
+    SCHEDULES,
+    Action,
+    bubble_rate,
+    chunks,
+    costs,
+    grid,
+    in_flight,
+    is_split,
+    longest,
+    make_plans,
+    simulate,
+    source,
+    transfers,
+)
 
 # ---- 1. the technique (copy this and schedules.py; they need only torch) -----
+
+
+class Pipeline:
+    """Runs one rank's part of a schedule, over modules that map one tensor to one tensor.
+
+    modules: this rank's chunks. plans: all ranks'. boundary: size, dtype and device of what goes from stage to stage.
+    sync(chunk, last) is the context in which a backward adds to a chunk's gradients; `last` says that it is the step's
+    last one for this chunk, so that the reduction of gradients over data can start while it runs.
+    """
+
+    def __init__(self, modules, plans, group, boundary, sync=lambda chunk, last: contextlib.nullcontext()):
+        self.modules, self.group, self.boundary, self.sync = modules, group, boundary, sync
+        self.rank, self.ranks, self.last = dist.get_rank(group), len(plans), len(plans) * len(modules) - 1
+        self.plan = plans[self.rank]
+        self.split = is_split(self.plan)
+        self.adds = "W" if self.split else "B"  # the kind of action that adds to .grad
+        self.final = {a.chunk: a for a in self.plan if a.kind == self.adds}  # each chunk's last
+        self.route = [move for move in transfers(plans) if self.rank in move[1:]]
+        dist.barrier(group)  # NCCL wants all ranks of a group in its first call, and not all are in a transfer
+
+    def step(self, inputs, loss_fn, update=None, clock=lambda: 0):
+        """A batch forward and backward: .grad is added to. Returns this rank's sum of losses.
+
+        inputs[m]: micro-batch m, for the first stage. loss_fn(output, m): its part of the loss, for the last stage.
+        update(): what U does. self.played is [(action, start, end), ..] by clock(), self.most the most chunks kept.
+        """
+        self.todo, self.made, self.coming, self.going, self.kept = deque(self.route), {}, {}, None, {}
+        self.played, self.most, loss = [], 0, torch.zeros((), device=self.boundary["device"])
+        for a in self.plan:
+            self.communicate()
+            stage, out = a.chunk * self.ranks + self.rank, None
+            there = source(a, stage, self.last)
+            taken = [] if there is None else [self.take((a.kind, a.microbatch, there))]
+            start = clock()
+            if a.kind == "F" and stage == self.last:
+                loss = loss + self.forward(a, *taken or [inputs[a.microbatch]], loss_fn)
+            elif a.kind == "F":
+                out = self.forward(a, *taken or [inputs[a.microbatch]])
+            elif a.kind == "U":
+                update()
+            else:
+                with self.sync(a.chunk, a == self.final[a.chunk]) if a.kind == self.adds else contextlib.nullcontext():
+                    out = self.backward(a, *taken) if a.kind == "B" else self.weights(a)
+            if out is not None:
+                self.made[a.kind, a.microbatch, stage] = out
+            self.played.append((a, start, clock()))
+            self.most = max(self.most, len(self.kept))
+        self.communicate()
+        self.finish_sending()
+        return loss
+
+    def forward(self, a, x, loss_fn=None):
+        x, later = x.requires_grad_(x.is_floating_point()), []
+        with SplitLinears(later) if self.split else contextlib.nullcontext():
+            y = self.modules[a.chunk](x)
+            y = loss_fn(y, a.microbatch) if loss_fn else y
+        self.kept[a.microbatch, a.chunk] = x, get_gradient_edge(y), later  # not y: once sent, it is free
+        return y.detach()
+
+    def backward(self, a, grad=None):
+        x, edge, later = self.kept.pop((a.microbatch, a.chunk))
+        if not self.split:
+            torch.autograd.backward(edge, grad)
+            return x.grad
+        leaves = [x] * x.requires_grad + [p for p in self.modules[a.chunk].parameters() if p.requires_grad]
+        grads = torch.autograd.grad(edge, leaves, grad, allow_unused=True)
+        # those of norms and embeddings are made already, but all go to .grad in W: hooks see each parameter once
+        later += [(leaf, g) for leaf, g in zip(leaves, grads) if leaf is not x and g is not None]
+        self.kept[a.microbatch, a.chunk] = later
+        return grads[0] if x.requires_grad else None
+
+    def weights(self, a):
+        torch.autograd.backward(*zip(*self.kept.pop((a.microbatch, a.chunk))))
+
+    def communicate(self):
+        """Start this rank's transfers in the order of all, up to the first whose tensor it has yet to make."""
+        while self.todo and (self.todo[0][1] != self.rank or self.todo[0][0] in self.made):
+            ops, out, key = [], None, None
+            if self.todo[0][1] == self.rank:
+                made, _, there = self.todo.popleft()
+                self.finish_sending()
+                out = self.made.pop(made).contiguous()
+                assert out.shape == self.boundary["size"], f"{made}: {tuple(out.shape)}, not {self.boundary['size']}"
+                ops.append(dist.P2POp(dist.isend, out, group=self.group, group_peer=there))  # here -> there too
+            if self.todo and self.todo[0][1] != self.rank:  # one receive, since NCCL ends a batch as a whole
+                key, there, _ = self.todo.popleft()
+                buffer = torch.empty(**self.boundary)
+                ops.append(dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=there))  # there -> here too
+            works = dist.batch_isend_irecv(ops)
+            if out is not None:
+                self.going = works[0], out
+            if key:
+                self.coming[key] = works[-1], buffer
+
+    def finish_sending(self):
+        if self.going:
+            self.going[0].wait()
+        self.going = None  # nothing else holds the tensor
+
+    def take(self, key):
+        if self.ranks == 1:
+            return self.made.pop(key)
+        work, tensor = self.coming.pop(key)
+        work.wait()
+        return tensor
 
 
 class WeightGradient(torch.autograd.Function):
@@ -90,140 +209,20 @@ class SplitLinears(TorchFunctionMode):
         self.later = later
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is F.linear and torch.is_grad_enabled():
+        if func is F.linear and torch.is_grad_enabled() and args[1].requires_grad:
             return SplitLinear.apply(self.later, *args)
         return func(*args, **(kwargs or {}))
 
 
-class Pipeline:
-    """Runs one rank's part of any schedule.
-
-    modules: this rank's chunks, each from one tensor to one tensor. plans: all ranks'. boundary: size, dtype and device
-    of what goes from stage to stage. sync(chunk, last) -> the context in which a backward adds to a chunk's gradients;
-    last tells that it is the step's last for this chunk, so that their reduction over data may begin within it.
-    """
-
-    def __init__(self, modules, plans, group, boundary, sync=lambda chunk, last: contextlib.nullcontext()):
-        self.modules, self.group, self.boundary, self.sync = modules, group, boundary, sync
-        self.rank, self.ranks = dist.get_rank(group), len(plans)
-        self.plan, self.last = plans[self.rank], len(plans) * len(modules) - 1
-        self.split = is_split(self.plan)
-        self.final = {a.chunk: i for i, a in enumerate(self.plan) if a.kind == ("W" if self.split else "B")}.values()
-        self.route = [move for move in transfers(plans) if self.rank in move[1:]]
-        dist.barrier(group)  # NCCL wants all ranks of a group in its first call, which a transfer would not be
-
-    def step(self, inputs, loss_fn, update=None, clock=lambda: 0):
-        """One batch forward and backward; gradients are added to .grad.
-
-        inputs[m]: micro-batch m, for the first stage. loss_fn(output, m) -> its part of the loss, on the last stage.
-        update(): does a U. -> this rank's sum of losses, [(action, start, end), ..] by clock(), most chunks kept at a time
-        """
-        self.todo, self.made, self.arriving, self.sending, self.kept = deque(self.route), {}, {}, None, {}
-        loss, played, most = torch.zeros((), dtype=torch.float64, device=self.boundary["device"]), [], 0
-        for i, a in enumerate(self.plan):
-            self.communicate()
-            stage, out = a.chunk * self.ranks + self.rank, None
-            there = source(a, stage, self.last)
-            taken = [] if there is None else [self.take((a.kind, a.microbatch, there))]
-            start = clock()
-            if a.kind == "F":
-                out = self.forward(a, *taken or [inputs[a.microbatch]], loss_fn if stage == self.last else None)
-                if stage == self.last:
-                    loss, out = loss + out, None
-            elif a.kind == "U":
-                update()
-            else:
-                with self.sync(a.chunk, i in self.final):
-                    out = self.backward(a, *taken) if a.kind == "B" else self.weights(a)
-            if out is not None:
-                self.made[a.kind, a.microbatch, stage] = out
-            played.append((a, start, clock()))
-            most = max(most, len(self.kept))
-        self.communicate()
-        self.finish_sending()
-        return loss, played, most
-
-    def forward(self, a, x, loss_fn):
-        x, later = x.requires_grad_(x.is_floating_point()), []
-        with SplitLinears(later) if self.split else contextlib.nullcontext():
-            y = self.modules[a.chunk](x)
-            y = loss_fn(y, a.microbatch) if loss_fn else y
-        self.kept[a.microbatch, a.chunk] = x, get_gradient_edge(y), later  # not y, which is free once it is sent
-        return y.detach()
-
-    def backward(self, a, grad=None):
-        x, edge, later = self.kept.pop((a.microbatch, a.chunk))
-        if not self.split:
-            torch.autograd.backward(edge, grad)
-            return x.grad
-        leaves = [x] * x.requires_grad + [p for p in self.modules[a.chunk].parameters() if p.requires_grad]
-        grads = torch.autograd.grad(edge, leaves, grad, allow_unused=True)
-        # what belongs to no Linear (norms, embeddings) is there already, but goes to .grad with W, once and in one place
-        later += [(leaf, g) for leaf, g in zip(leaves, grads) if leaf is not x and g is not None]
-        self.kept[a.microbatch, a.chunk] = later
-        return grads[0] if x.requires_grad else None
-
-    def weights(self, a):
-        torch.autograd.backward(*zip(*self.kept.pop((a.microbatch, a.chunk))))
-
-    def communicate(self):
-        """Start this rank's transfers in the order of all, up to the first whose tensor it has yet to make."""
-        while self.todo and (self.todo[0][1] != self.rank or self.todo[0][0] in self.made):
-            ops, sent, key = [], None, None
-            if self.todo[0][1] == self.rank:
-                made, _, there = self.todo.popleft()
-                self.finish_sending()
-                sent = self.made.pop(made).contiguous()
-                assert sent.shape == self.boundary["size"], f"{made} {tuple(sent.shape)}, not {self.boundary['size']}"
-                ops.append(dist.P2POp(dist.isend, sent, group=self.group, group_peer=there))  # here -> there too
-            if self.todo and self.todo[0][1] != self.rank:  # one receive: NCCL ends a batch as a whole
-                key, there, _ = self.todo.popleft()
-                buffer = torch.empty(**self.boundary)
-                ops.append(dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=there))  # there -> here too
-            works = dist.batch_isend_irecv(ops)
-            if sent is not None:
-                self.sending = works[0], sent
-            if key:
-                self.arriving[key] = works[-1], buffer
-
-    def finish_sending(self):
-        """Wait for the last send, and let go of its tensor."""
-        if self.sending:
-            self.sending[0].wait()
-        self.sending = None
-
-    def take(self, key):
-        if self.ranks == 1:
-            return self.made.pop(key)
-        work, tensor = self.arriving.pop(key)
-        work.wait()
-        return tensor
-
-
-class Version(torch.autograd.Function):
-    """A parameter as it is now. Its gradient goes to the parameter as it will be then."""
-
-    @staticmethod
-    def forward(ctx, p):
-        return p.data  # not p.detach(), which tells autograd of updates made since
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad
-
-
 class Stash(nn.Module):
-    """Weight stashing: a micro-batch's backward uses the weights of its forward (Harlap 2018, section 3.3).
-
-    An update made while micro-batches are in flight must first move the parameter: p.data = p.data.clone().
-    """
+    """PipeDream's weight stashing: a micro-batch's backward uses its forward's weights, a copy that lives until then."""
 
     def __init__(self, module):
         super().__init__()
         self.module = module
 
     def forward(self, x):
-        weights = {name: Version.apply(p) for name, p in self.module.named_parameters()}
+        weights = {name: p.clone() for name, p in self.module.named_parameters()}
         return torch.func.functional_call(self.module, weights, (x,))
 
 
@@ -251,35 +250,27 @@ class Stage(nn.Module):
         return self.head(self.norm(x)) if self.last else x
 
 
-class Stages(nn.ModuleList):
-    """A rank's stages. run(x, y, valid, update) -> the rank's part of the loss, once somebody has set it."""
+def carve(model, group, virtual):
+    """The plain GPT -> this rank's stages of it, in a ModuleList that also says what every rank knows of the others."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    everything = [Stage(model, stage, ranks * virtual) for stage in range(ranks * virtual)]
+    stages = nn.ModuleList(everything[rank::ranks])
+    stages.group, stages.rank, stages.ranks = group, rank, ranks
+    stages.homes = {n: (i % ranks, t.shape) for i, part in enumerate(everything) for n, t in part.state_dict().items()}
+    stages.ends = dist.new_group(sorted({0, ranks - 1}))  # first and last; every rank must make it
+    stages.tied = [model.tok.weight] if ranks > 1 and rank in (0, ranks - 1) else []
+    return stages
 
-    def __init__(self, model, group, virtual):
-        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-        everything = [Stage(model, stage, ranks * virtual) for stage in range(ranks * virtual)]
-        super().__init__(everything[rank::ranks])
-        self.group, self.rank, self.ranks, self.watched, self.most = group, rank, ranks, False, None
-        self.homes = {n: (i % ranks, t.shape) for i, stage in enumerate(everything) for n, t in stage.state_dict().items()}
-        self.ends = dist.new_group(sorted({0, ranks - 1}))  # first and last; every rank must call this
-        self.tied = [model.tok.weight] if ranks > 1 and rank in (0, ranks - 1) else []
 
-
-def parallelize(model, plans, group, boundary, _=None):
-    stages, size = Stages(model, group, chunks(plans[0])), boundary["size"][0]
+def parallelize(model, plans, group, boundary, clock):
+    stages, size = carve(model, group, chunks(plans[0])), boundary["size"][0]
     stale = any(a.kind == "U" for plan in plans for a in plan)
     pipeline = Pipeline([Stash(s) for s in stages] if stale else list(stages), plans, group, boundary)
 
-    def clock():
-        if boundary["device"].type == "cuda":
-            torch.cuda.synchronize()
-        return time.time()
-
     def run(x, y, valid, update):
         targets = y.split(size)
-        loss, stages.played, stages.most = pipeline.step(
-            x.split(size), lambda out, m: loss_sum(out, targets[m]) / valid, update, clock if stages.watched else lambda: 0)
-        return loss
-    stages.run = run
+        return pipeline.step(x.split(size), lambda out, m: loss_sum(out, targets[m]) / valid, update, clock)
+    stages.pipeline, stages.run = pipeline, run
     return stages
 
 
@@ -317,8 +308,6 @@ def update(stages, tied, optimizer, clip):
         p.grad = None
     for parameters in stages:
         nn.utils.clip_grad_norm_(parameters, clip or math.inf)
-        for p in parameters:
-            p.data = p.data.clone()  # micro-batches in flight keep the old one
     optimizer.step()
     optimizer.zero_grad()
     for p, grad in zip(tied, waiting):
@@ -326,7 +315,7 @@ def update(stages, tied, optimizer, clip):
 
 
 def train_step(model, optimizer, x, y, valid, clip):
-    """x, y: the whole batch (B, T), of which ends of the pipeline use one each -> this rank's part of the loss, norm."""
+    """x, y: the whole batch (B, T); the first stage needs x, the last y -> this rank's part of the loss, the norm."""
     optimizer.zero_grad()
     loss = model.run(x, y, valid, lambda: update([list(model.parameters())], model.tied, optimizer, clip))
     for p in model.tied:
@@ -337,7 +326,7 @@ def train_step(model, optimizer, x, y, valid, clip):
 
 
 def plain_pipedream(run, plans):
-    """PipeDream's steps in one process -> Trace. Micro-batch m meets weights as many updates old as each stage's plan says."""
+    """PipeDream in one process -> Trace. Micro-batch m meets each stage's weights as old as the stage's plan has them."""
     args, M, p = run.args, run.args.micro, len(plans)
     model, trace = build(run.cfg, args.seed, run.device, run.dtype), Trace()
     optimizer, tied = adamw(model.parameters(), args.lr), [model.tok.weight] * (p > 1)
@@ -346,7 +335,7 @@ def plain_pipedream(run, plans):
         (x, y, valid), loss, versions = run.batch(step), 0, []
         optimizer.zero_grad()
         for m, (xs, ys) in enumerate(zip(x.chunk(M), y.chunk(M))):
-            versions.append([[q.data for q in parameters] for parameters in stages])
+            versions.append([[q.data.clone() for q in parameters] for parameters in stages])
             for stage, (plan, parameters) in enumerate(zip(plans, stages)):
                 updates = sum(a.kind == "U" for a in plan[:plan.index(Action("F", m))])
                 for q, old in zip(parameters, versions[updates][stage]):
@@ -356,7 +345,7 @@ def plain_pipedream(run, plans):
             loss = loss + part.detach()
             for parameters, newest in zip(stages, versions[m]):
                 for q, new in zip(parameters, newest):
-                    q.data = new
+                    q.data = new.clone()
             if m < M - 1:
                 update(stages, tied, optimizer, args.clip)
         norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip or math.inf)
@@ -374,21 +363,22 @@ AT_WORK = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "Sch
 
 
 def parallelize_at_work(model, plans, group, boundary, name):
-    from torch.distributed import pipelining
-    stages, total = Stages(model, group, chunks(plans[0])), chunks(plans[0]) * len(plans)
-    edge = torch.empty(**boundary, requires_grad=True)  # with shapes given, torch need not ask the other ranks (by NumPy)
-    ids, logits = edge.new_empty(edge.shape[:2], dtype=torch.int64), edge.new_empty(*edge.shape[:2], model.head.out_features)
+    from torch.distributed import pipelining  # takes as long to import as all the rest
+    stages, total = carve(model, group, chunks(plans[0])), len(plans) * chunks(plans[0])
+    edge = torch.empty(**boundary, requires_grad=True)  # told all shapes, torch need not ask ranks, which takes NumPy
+    ids = edge.new_empty(edge.shape[:2], dtype=torch.int64)
+    logits = edge.new_empty(*edge.shape[:2], model.head.out_features)
     parts = [pipelining.PipelineStage(
-        stage, stages.rank + i * stages.ranks, total, boundary["device"], group=group,
+        stage, stages.rank + i * stages.ranks, total, edge.device, group=group,
         input_args=ids if stage.first else edge, output_args=logits if stage.last else edge)
         for i, stage in enumerate(stages)]
-    first, last, count = stages.rank == 0, stages.rank == stages.ranks - 1, [1]
-    schedule = getattr(pipelining, name)(
-        parts if "Interleaved" in name else parts[0], len({a.microbatch for a in plans[0]}),
-        loss_fn=lambda out, targets: loss_sum(out, targets) / count[0], scale_grads=False)  # sums, not means
+    first, last, valid_targets = parts[0].is_first, parts[-1].is_last, [1]
+    schedule = getattr(pipelining, AT_WORK[name])(
+        parts if name in ("interleaved", "zb-h1") else parts[0], len({a.microbatch for a in plans[0]}),
+        loss_fn=lambda out, targets: loss_sum(out, targets) / valid_targets[0], scale_grads=False)  # a sum
 
     def run(x, y, valid, _):
-        count[0], losses = valid, []
+        valid_targets[0], losses = valid, []
         schedule.step(*[x] * first, target=y if last else None, losses=losses if last else None, return_outputs=False)
         return sum(losses, start=torch.zeros((), device=x.device))
     stages.run = run
@@ -399,7 +389,7 @@ def parallelize_at_work(model, plans, group, boundary, name):
 
 
 def settings():
-    """-> args, plans of all ranks, and with --simulate what became of them."""
+    """-> args, all ranks' plans, and the simulation of them: what is wrong with either is said before a run starts."""
     args = arguments(
         __doc__, schedule=("1f1b", "order of the work", tuple(SCHEDULES)), micro=(4, "M, micro-batches", POSITIVE),
         virtual=(2, "v, chunks of layers per rank (interleaved only)", POSITIVE),
@@ -408,16 +398,17 @@ def settings():
     name, M, p, L = args.schedule, args.micro, args.pp or args.world_size, args.cfg.layers
     require(args.simulate or not (args.pp or args.times), "--pp and --times are for --simulate only")
     require(name != "interleaved" or M % p == 0, f"--micro {M}: interleaved needs a multiple of the {p} stages")
-    plans = make_plans(name, p, M, args.virtual)
-    stages = p * chunks(plans[0])
     try:
         *times, comm = (float(t) for t in (args.times or "1,1,1,0").split(","))
+        require(len(times) == 3 and min(*times, comm) >= 0, f"--times {args.times}: four are needed, none below 0")
+        plans = make_plans(name, p, M, args.virtual)
         played = simulate(plans, costs(plans, *times), comm)
-    except (TypeError, ValueError):
+    except ValueError:
         require(False, f"--times {args.times}: F,B,W,COMM are four numbers")
     except RuntimeError as error:
         require(False, f"--schedule {name}: {error}")
     if not args.simulate:
+        stages = p * chunks(plans[0])
         require(stages <= L, f"--layers {L} for {stages} stages: give each at least one")
         require(args.batch % M == 0, f"--batch {args.batch} does not divide into --micro {M} micro-batches")
         require(args.impl == "scratch" or name in AT_WORK, f"--schedule {name}: torch has {', '.join(AT_WORK)} only")
@@ -426,19 +417,19 @@ def settings():
 
 
 def simulation(args, plans, played):
-    flying, rate = [in_flight(plan) for plan in plans], bubble_rate(played)
+    """--simulate: no ranks, no model."""
+    result = dict(bubble_rate=bubble_rate(played), in_flight=[in_flight(plan) for plan in plans], cost=longest(played))
     print(grid(played))
-    print(f"{args.schedule}: {longest(played):g} in all, bubble rate {rate:.4f}, micro-batches in flight by stage",
-          *(f"{n:g}" for n in flying))
+    print(f"{args.schedule}: {result['cost']:g} from first to last, bubble rate {result['bubble_rate']:.4f},",
+          "micro-batches in flight by stage", *(f"{n:g}" for n in result["in_flight"]))
     if args.json:
         own = {k: value for k, value in vars(args).items() if k != "cfg"}
-        report = dict(script="pipeline_parallel", args=own, cost=longest(played), bubble_rate=rate, in_flight=flying)
-        Path(args.json).write_text(json.dumps(report, indent=1))
+        Path(args.json).write_text(json.dumps(dict(script="pipeline_parallel", args=own, **result), indent=1))
     return 0
 
 
 def pictures(run, plans, mine):
-    """The step before last as it was, beside the simulation of it with the median times of each rank's actions."""
+    """A step as it was, below the simulation of it with the median time of each rank's actions of a kind."""
     run.store.set(f"played {run.rank}", json.dumps(mine))
     if run.rank:
         return
@@ -450,27 +441,25 @@ def pictures(run, plans, mine):
             times.setdefault((rank, a.kind, a.chunk), []).append(end - start)
     planned = simulate(plans, lambda rank, a: statistics.median(times[rank, a.kind, a.chunk]))
     for word, played in ("planned", planned), ("measured", measured):
-        run.say(f"\n{word}: {1e3 * longest(played):.1f} ms, bubble {bubble_rate(played):.3f}\n{grid(played)}")
+        run.say(f"{word}: {1e3 * longest(played):.1f} ms, bubble {bubble_rate(played):.3f}\n{grid(played)}")
     run.extra.update(bubble_rate=bubble_rate(measured), planned_bubble_rate=bubble_rate(planned),
-                     ms=1e3 * longest(measured), planned_ms=1e3 * longest(planned))
+                     measured_ms=1e3 * longest(measured), planned_ms=1e3 * longest(planned))
 
 
 def accounts(run, plans, model):
-    """The textbook's rows."""
     args, cfg, p, v, r = run.args, run.cfg, len(plans), chunks(plans[0]), run.rank
     b, ledger = run.dtype.itemsize, run.ledger[run.impls[0]]
-    sent = {k: c["wire"] for k, c in ledger.collectives.items()}
-    own, tensors = sum(q.numel() for q in model.parameters()), len(list(model.parameters()))
-    boundaries = (p > 1) * (2 * v - (r == 0) - (r == p - 1))
-    run.textbook("wire send", f"b B T C over {boundaries} boundaries and directions",
-                 b * boundaries * args.batch * cfg.seq * cfg.width, sent.get("send", 0))
-    run.textbook("wire all_reduce", "b V C for the tied embedding on first and last, 2 (p-1)/p b for the norm",
-                 b * (cfg.vocab * cfg.width * len(model.tied) + 2 * (p - 1) / p), sent.get("all_reduce", 0))
-    run.textbook("parameters held", "b P of this stage", b * own, ledger.memory["parameters"])
-    run.textbook("gradients held", "b P of this stage", b * own, ledger.memory["gradients"])
-    run.textbook("AdamW states held", "2 b P of this stage + 4 per tensor", 2 * b * own + 4 * tensors, ledger.memory["optimizer"])
-    if model.most:
-        run.textbook("micro-batches kept", "as the schedule says", in_flight(plans[r]), model.most / v)
+    held, sent = ledger.memory, {kind: c["wire"] for kind, c in ledger.collectives.items()}
+    sizes, crossed = [q.numel() for q in model.parameters()], (p > 1) * (2 * v - (r == 0) - (r == p - 1))
+    run.textbook("wire send", f"b B T C, {crossed} times: v forward and v backward, but nothing beyond the ends",
+                 b * crossed * args.batch * cfg.seq * cfg.width, sent.get("send", 0))
+    run.textbook("wire all_reduce", "b V C on first and last for the tied embedding + 2 (p-1)/p b for the norm",
+                 b * (len(model.tied) * cfg.vocab * cfg.width + 2 * (p - 1) / p), sent.get("all_reduce", 0))
+    run.textbook("parameters held", "b P, P this rank's", b * sum(sizes), held["parameters"])
+    run.textbook("gradients held", "b P", b * sum(sizes), held["gradients"])
+    run.textbook("AdamW states held", "2 b P + 4 per tensor", 2 * b * sum(sizes) + 4 * len(sizes), held["optimizer"])
+    if run.impls[0] == "scratch":
+        run.textbook("micro-batches kept", "the schedule's", in_flight(plans[r]), model.pipeline.most / v)
 
 
 def main():
@@ -479,12 +468,19 @@ def main():
         return simulation(args, plans, played)
     run, sides = Run(args), {}
     boundary = dict(size=(args.batch // args.micro, run.cfg.seq, run.cfg.width), dtype=run.dtype, device=run.device)
+
+    def clock():
+        if watched and run.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.time()
     with run:
         for impl in run.impls:
             model = build(run.cfg, args.seed, run.device, run.dtype)
             total = sum(p.numel() for p in model.parameters())
-            make = parallelize if impl == "scratch" else parallelize_at_work
-            model = make(model, plans, None, boundary, AT_WORK.get(args.schedule))
+            if impl == "scratch":
+                model = parallelize(model, plans, None, boundary, clock)
+            else:
+                model = parallelize_at_work(model, plans, None, boundary, args.schedule)
             sides[impl] = model, adamw(model.parameters(), args.lr)
         own = sum(p.numel() for p in model.parameters())
         run.say(f"pipeline_parallel: {args.schedule}, {len(plans)} ranks on {run.device.type}, {args.dtype}, "
@@ -493,14 +489,14 @@ def main():
         for impl, step in run.steps():
             model, optimizer = sides[impl]
             x, y, valid = run.batch(step)
-            model.watched = step == max(0, run.last - 1)
+            watched = impl == "scratch" and step == max(0, run.last - 1) and not run.dry
             with run.measure(impl, step, model, optimizer):
                 loss, norm = train_step(model, optimizer, x, y, valid, args.clip)
             run.log(impl, step, loss, norm)
             if run.keeps(step):
                 run.trace[impl].keep(step, full_gradients(model), full_state_dict(model))
-            if model.watched and impl == "scratch" and not run.dry:
-                pictures(run, plans, model.played)
+            if watched:
+                pictures(run, plans, model.pipeline.played)
         accounts(run, plans, sides[run.impls[0]][0])
         stale = args.schedule == "pipedream" and args.check and run.rank == 0 and not run.dry
         return run.finish(total, own, plain_pipedream(run, plans) if stale else None)
