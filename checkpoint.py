@@ -38,7 +38,7 @@ def identity(args):
 
 
 def resumed(args):
-    """Before anything is built -> the folder to resume from or None, the steps behind it. Bad: one line, exit code 2."""
+    """Before anything is built -> folder to resume from or None, steps behind it. Bad: one line, exit code 2."""
     require(not (args.save or args.resume) or not args.dry_run and args.impl != "both",
             "--save and --resume are for one --impl, scratch or torch, and no dry run")
     require(args.save or not args.save_every, "--save-every wants --save DIR")
@@ -65,27 +65,30 @@ def state_of(model, optimizer, mesh):
     """What training holds -> {name: DTensor}, of which each rank has its part.
 
     A flat tensor cut into equal runs is what Shard(0) means: so DCP can reshard units of parameters laid end to end,
-    model.every, each with its shard, the shard's length and the unit's size, both without padding. Their DTensors
-    share memory with the shards and the optimizer's states.
+    model.units, each with its shard and its size, which leaves out the padding. The DTensors share memory with the
+    shards and the optimizer's states.
     """
-    if not hasattr(model, "every"):  # torch's own
+    if not hasattr(model, "units"):  # torch's own
         return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
     state = {}
-    for i, unit in enumerate(model.every):
+    for i, unit in enumerate(model.units):
         moments = {k: t for k, t in optimizer.state[unit.shard].items() if t.shape == unit.shard.shape}
+        length = max(0, min(unit.shard.numel(), unit.size - mesh.get_local_rank() * unit.shard.numel()))
         for kind, t in {"parameter": unit.shard.detach(), **moments}.items():
-            state[f"unit {i} {kind}"] = DTensor.from_local(t[:unit.length], mesh, [Shard(0)], run_check=False,
+            state[f"unit {i} {kind}"] = DTensor.from_local(t[:length], mesh, [Shard(0)], run_check=False,
                                                            shape=(unit.size,), stride=(1,))
     return state
 
 
 def restore(folder, steps, model, optimizer, mesh):
-    """Into a model and an optimizer that have not run yet. mesh: (replicate, shard)."""
-    for p in optimizer.param_groups[0]["params"] if hasattr(model, "every") else []:
+    """Into a model and an optimizer that have not run yet, unless folder is None. mesh: (replicate, shard)."""
+    if folder is None:
+        return
+    for p in optimizer.param_groups[0]["params"] if hasattr(model, "units") else []:
         optimizer.state[p] = {"step": torch.tensor(float(steps), dtype=torch.float32, device=p.device),
                               "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
     state = load(folder, state_of(model, optimizer, mesh["shard"]))
-    if not hasattr(model, "every"):
+    if not hasattr(model, "units"):
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
 
 
