@@ -158,9 +158,10 @@ class Pipeline:
                 self.coming[key] = works[-1], buffer
 
     def finish_sending(self):
+        """Wait for the last send, and let go of its tensor, which nobody else holds."""
         if self.going:
             self.going[0].wait()
-        self.going = None  # nothing else holds the tensor
+        self.going = None
 
     def take(self, key):
         if self.ranks == 1:
@@ -215,7 +216,7 @@ class SplitLinears(TorchFunctionMode):
 
 
 class Stash(nn.Module):
-    """PipeDream's weight stashing: a micro-batch's backward uses its forward's weights, a copy that lives until then."""
+    """PipeDream's weight stashing: a micro-batch's backward uses the weights of its forward, copied until then."""
 
     def __init__(self, module):
         super().__init__()
@@ -302,7 +303,8 @@ def clip_gradients(model, clip):
 
 
 def update(stages, tied, optimizer, clip):
-    """PipeDream's U. stages: parameters by stage, whose norms nobody waits to sum; `tied` waits for the step's end."""
+    """PipeDream's U. Each of `stages`, lists of parameters, has its own norm: none waits to hear the others'. The tied
+    embedding, which two stages would have to agree on, waits for the end of the step."""
     waiting = [p.grad for p in tied]
     for p in tied:
         p.grad = None
@@ -326,26 +328,28 @@ def train_step(model, optimizer, x, y, valid, clip):
 
 
 def plain_pipedream(run, plans):
-    """PipeDream in one process -> Trace. Micro-batch m meets each stage's weights as old as the stage's plan has them."""
+    """PipeDream in one process -> Trace. A micro-batch meets each stage's weights as old as that stage's plan says."""
     args, M, p = run.args, run.args.micro, len(plans)
     model, trace = build(run.cfg, args.seed, run.device, run.dtype), Trace()
     optimizer, tied = adamw(model.parameters(), args.lr), [model.tok.weight] * (p > 1)
     stages = [list(Stage(model, stage, p).parameters()) for stage in range(p)]
+    seen = [[sum(a.kind == "U" for a in plan[:plan.index(Action("F", m))]) for m in range(M)] for plan in plans]
+
+    def load(stage, values):
+        for parameter, value in zip(stages[stage], values):
+            parameter.data = value.clone()
     for step in range(run.last + 1):
         (x, y, valid), loss, versions = run.batch(step), 0, []
         optimizer.zero_grad()
         for m, (xs, ys) in enumerate(zip(x.chunk(M), y.chunk(M))):
-            versions.append([[q.data.clone() for q in parameters] for parameters in stages])
-            for stage, (plan, parameters) in enumerate(zip(plans, stages)):
-                updates = sum(a.kind == "U" for a in plan[:plan.index(Action("F", m))])
-                for q, old in zip(parameters, versions[updates][stage]):
-                    q.data = old
+            versions.append([[parameter.data for parameter in parameters] for parameters in stages])
+            for stage in range(p):
+                load(stage, versions[seen[stage][m]][stage])
             part = loss_sum(model(xs), ys) / valid
             part.backward()
-            loss = loss + part.detach()
-            for parameters, newest in zip(stages, versions[m]):
-                for q, new in zip(parameters, newest):
-                    q.data = new.clone()
+            loss += part.detach()
+            for stage in range(p):
+                load(stage, versions[m][stage])
             if m < M - 1:
                 update(stages, tied, optimizer, args.clip)
         norm = nn.utils.clip_grad_norm_(model.parameters(), args.clip or math.inf)

@@ -142,7 +142,7 @@ def transfers(plans):
     None depends on a later one, so ranks that each start their own in this order cannot block each other.
     """
     ranks, last, found = len(plans), len(plans) * chunks(plans[0]) - 1, []
-    played = simulate(plans, lambda rank, a: 1.0)
+    played = simulate(plans, costs(plans, 1, 1, 1))
     ends = {(a.kind, a.microbatch, a.chunk * ranks + rank): end for rank in range(ranks) for a, _, end in played[rank]}
     for rank, plan in enumerate(plans):
         for a in plan:
