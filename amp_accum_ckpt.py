@@ -1,8 +1,30 @@
-"""The memory of one device: mixed precision, gradient accumulation, activation checkpointing; on each of N ranks too.
+"""The memory of one device, saved in three ways: narrower numbers, fewer sequences at a time, fewer tensors kept.
+
+    --amp bf16|fp16   matmuls and attention in 2 bytes a number; weights, gradients, norms, sums and loss in 4
+    --accum M         M micro-batches in turn: gradients add up, and ranks communicate once, after the last
+    --ckpt none       x0 [everything in block 0] x1 [everything in block 1] x2 [..   is kept for backward
+           selective  x0 [matmuls and attention] x1 [matmuls and attention] x2 [..   the rest is made again
+           full       x0                         x1                         x2       one block at a time is
+
+    bytes kept by a block   plain GPT, --ckpt none           selective             full
+    fp32                    t (64 C + 4 H + 16)              t (40 C + 4 H + 16)   4 C t + 5056 (random state)
+    autocast                t (40 C + 4 H + 16) + 24 C^2     t (24 C + 4 H + 16)   4 C t + 5056, and one block
+    FLOPs done again        -                                no matmul's           t (16 C^2 + 4 T C)
+
+t: tokens of a micro-batch on this rank. full does a forward again, t (24 C^2 + 4 T C), but for the block's last matmul,
+whose result no gradient needs. P parameters and what belongs to them: 16 P, as plain; N ranks all-reduce 4 P per step.
+
+Micikevicius 2018, "Mixed Precision Training", arXiv:1710.03740, section 3; Chen 2016, "Training Deep Nets with Sublinear
+Memory Cost", arXiv:1604.06174, section 3; Korthikanti 2022, "Reducing Activation Recomputation in Large Transformer
+Models", arXiv:2205.05198, section 5. At work: torch.amp, torch.utils.checkpoint, DistributedDataParallel.no_sync.
+
+    torchrun --standalone --nproc_per_node=2 amp_accum_ckpt.py --amp bf16 --accum 2 --ckpt full
 """
 import contextlib
 import functools
+import itertools
 import math
+import shutil
 import sys
 import weakref
 
@@ -12,210 +34,128 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from common import ANY, POSITIVE, Run, adamw, arguments, build, loss_sum, require, share
+from common import ANY, POSITIVE, Run, Trace, adamw, arguments, build, loss_sum, require, share
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
 
 
-class Inputs(torch.autograd.Function):
-    """A node outside of the graph, for what a block is recomputed from: any tensors, kept as autograd keeps tensors."""
-
-    @staticmethod
-    def forward(ctx, anchor, *tensors):
-        ctx.save_for_backward(*tensors)
-        return anchor.clone()
-
-    @staticmethod
-    def backward(ctx, _):
-        raise RuntimeError("this node is in no graph")
-
-
 def outer_hooks():
-    """Autograd calls only the innermost hooks on saved tensors; ours hand on to those around them (save_on_cpu, a
-    ledger), so that what is kept in place of something else is still seen."""
+    """Autograd calls only the innermost hooks on saved tensors; ours call those around them (a ledger, save_on_cpu)."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) or (lambda t: t, lambda t: t)
 
 
 class Enough(Exception):
-    """The recomputation has made every tensor that backward asks for."""
+    """The second forward has made every tensor that backward asks for."""
 
 
-class Full:
-    """One call of a block of which its inputs are kept, and the random state; the rest is computed again.
+def full(forward, *inputs):
+    """forward(*inputs), keeping those tensors (any shapes) and the random state (Chen 2016, section 3).
 
-    The graph is built as always, but instead of a tensor it holds a number. When backward wants the first of them, the
-    forward runs again, until it has made the last tensor that was numbered: the block's last matmul, and a reduction
-    behind it, need not run twice. Collectives before that do run again, in the same order on every rank.
+    The graph is built as always, but holds numbers in the place of tensors. When backward wants the first one, forward
+    runs again until it has made the last tensor that was numbered: the last matmul, and a reduction of its result, do
+    not run twice. Collectives before it do, on every rank and in the same order. Inputs must not change in place.
     """
+    kind, gpus = inputs[0].device.type, [inputs[0].device][:inputs[0].is_cuda]
+    autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+    (pack, unpack), numbers, again = outer_hooks(), [], {}
+    kept = [(pack(t.detach()), t.requires_grad) for t in inputs]
+    states = [pack(state) for state in (torch.get_rng_state(), *map(torch.cuda.get_rng_state, gpus))]
 
-    def __init__(self, forward, args):
-        self.forward, self.count, self.again, self.args = forward, 0, {}, list(args)
-        self.tensors = [i for i, a in enumerate(args) if isinstance(a, torch.Tensor)]
-        kept = [args[i] for i in self.tensors]
-        self.kind = kept[0].device.type
-        self.autocast = torch.is_autocast_enabled(self.kind), torch.get_autocast_dtype(self.kind)
-        gpu = [torch.cuda.get_rng_state(kept[0].device)] if self.kind == "cuda" else []
-        anchor = torch.empty(0, requires_grad=True)
-        self.node = Inputs.apply(anchor, *kept, torch.get_rng_state(), *gpu).grad_fn
-        for i in self.tensors:
-            self.args[i] = None
+    def keep(tensor):
+        again[len(again)] = pack(tensor.detach())
+        if len(again) == len(numbers):
+            raise Enough
 
-    def pack(self, tensor):
-        self.count += 1
-        return self.count - 1
+    def fetch(i):
+        if i not in again:  # wanted for the first time, or once more by a second backward
+            again.clear()
+            with torch.random.fork_rng(gpus), torch.enable_grad(), torch.autocast(*autocast), \
+                    torch.autograd.graph.saved_tensors_hooks(keep, unpack), contextlib.suppress(Enough):
+                for state, restore in zip(states, (torch.set_rng_state, torch.cuda.set_rng_state)):
+                    restore(unpack(state))
+                forward(*(unpack(t).detach().requires_grad_(grad) for t, grad in kept))
+                raise RuntimeError(f"a block kept {len(numbers)} tensors, but {len(again)} when it ran again")
+        return unpack(again.pop(i))
 
-    def unpack(self, i):
-        if i not in self.again:  # the first one, or a second backward through a retained graph
-            self.recompute()
-        box, unpack = self.again.pop(i)
-        return unpack(box)
-
-    def recompute(self):
-        saved, args = self.node.saved_tensors, list(self.args)
-        for i, t in zip(self.tensors, saved):
-            args[i] = t.detach().requires_grad_(t.requires_grad)
-        device, states = saved[0].device, saved[len(self.tensors):]
-        pack, unpack = outer_hooks()
-        self.again.clear()
-
-        def keep(tensor):
-            self.again[len(self.again)] = pack(tensor.detach()), unpack
-            if len(self.again) == self.count:
-                raise Enough
-
-        with torch.random.fork_rng(devices=[device] if self.kind == "cuda" else []), torch.enable_grad(), \
-                torch.autocast(self.kind, self.autocast[1], self.autocast[0], cache_enabled=False), \
-                torch.autograd.graph.saved_tensors_hooks(keep, self.unpack), contextlib.suppress(Enough):
-            torch.set_rng_state(states[0])
-            if self.kind == "cuda":
-                torch.cuda.set_rng_state(states[1], device)
-            self.forward(*args)
-        if len(self.again) < self.count:
-            raise RuntimeError(f"forward kept {self.count} tensors, and run again {len(self.again)}: it is not the same")
+    with torch.autograd.graph.saved_tensors_hooks(lambda _: numbers.append(0) or len(numbers) - 1, fetch):
+        return forward(*inputs)
 
 
-def full(forward, *args):
-    """forward(*args), keeping nothing but the tensors among args (any shapes) for backward (Chen 2016, section 3)."""
-    if not torch.is_grad_enabled():
-        return forward(*args)
-    call = Full(forward, args)
-    with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
-        return forward(*args)
-
-
-# Cheap to make again, by the name of the autograd node that made it: node -> output
+# Cheap to make again, by the name of the node in the graph that made it: the node still holds what it made that of
 CHEAP = {
     "GeluBackward0": lambda n: F.gelu(n._saved_self, approximate=n._saved_approximate),
     "NativeLayerNormBackward0": lambda n: torch.addcmul(
         n._saved_bias, (n._saved_input - n._saved_result1).mul_(n._saved_result2), n._saved_weight),
-    "torch::autograd::AccumulateGrad": lambda n: n.variable,  # a weight: autocast's copy of it is what is made again
+    "torch::autograd::AccumulateGrad": lambda n: n.variable,  # of a weight, autocast's copy
 }
 SAME_ORDER = {f"{name}Backward0" for name in "View UnsafeView ReshapeAlias T Transpose Permute ToCopy".split()}
 
 
-class Again:
-    """Stands for the output of a cheap node, and makes it when backward first wants it."""
+def selective(forward, *inputs):
+    """Keep what matmuls, attention and residual sums make; no LayerNorm, GELU or cast (Korthikanti 2022, section 5).
 
-    def __init__(self, node):
-        self.node, self.made = node, {}
-
-    def get(self, dtype, *geometry):
-        with torch.no_grad():
-            if dtype not in self.made:
-                self.made[dtype] = CHEAP[self.node.name()](self.node).to(dtype)
-            return self.made[dtype].as_strided(*geometry)
-
-
-def selective(forward, *args):
-    """forward(*args), keeping matmul and attention outputs and sums, but no LayerNorm, GELU or cast of a weight.
-
-    A saved tensor's grad_fn tells what made it, and holds what that was made of (Korthikanti 2022, section 5).
+    Compiled blocks stay as they are: the compiler has made this choice itself.
     """
-    pack, unpack = outer_hooks()
-    made = weakref.WeakValueDictionary()  # node -> Again; alive as long as a consumer waits for it
+    (pack, unpack), cheap = outer_hooks(), weakref.WeakValueDictionary()
 
     def keep(t):
         node, cast = t.grad_fn, False
         while node is not None and node.name() in SAME_ORDER:
             node, cast = node.next_functions[0][0], cast or node.name() == "ToCopyBackward0"
         if node is None or node.name() not in CHEAP or (hasattr(node, "variable") and not cast):
-            return pack(t.detach()), None
-        again = made.get(node) or Again(node)
-        made[node] = again
+            return None, pack(t.detach())
+        again = cheap.get(node) or functools.cache(lambda dtype: CHEAP[node.name()](node).to(dtype))
+        cheap[node] = again  # one for q, k and v together, until the last of them has used it
         return again, (t.dtype, t.size(), t.stride(), t.storage_offset())
 
-    def give(kept):
-        return kept[0].get(*kept[1]) if kept[1] else unpack(kept[0])
+    def fetch(kept):
+        again, t = kept
+        return again(t[0]).as_strided(*t[1:]) if again else unpack(t)
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, give):
-        return forward(*args)
-
-
-def checkpoint_blocks(blocks, how):
-    """Let every module of a list keep less for backward: how = none, full or selective. Parameter names stay."""
-    for block in blocks if how != "none" else ():
-        block.forward = functools.partial({"full": full, "selective": selective}[how], block.forward)
-
-
-class FlatGradients:
-    """All gradients side by side in one tensor, which backward adds to: one all-reduce, one norm, one multiplication."""
-
-    def __init__(self, parameters):
-        self.parameters = [p for p in parameters if p.requires_grad]
-        sizes, first = [p.numel() for p in self.parameters], self.parameters[0]
-        self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
-        for p, piece in zip(self.parameters, self.flat.split(sizes)):
-            p.grad = piece.view_as(p)
-
-    def clip(self, largest):
-        norm = torch.linalg.vector_norm(self.flat)
-        if largest:
-            self.flat.mul_((largest / (norm + 1e-6)).clamp(max=1))
-        return norm
+    with torch.autograd.graph.saved_tensors_hooks(keep, fetch):
+        return forward(*inputs)
 
 
 class LossScaler:
-    """fp16 gradients below 6e-8 are zero: the loss is scaled up as far as they do not overflow (Micikevicius 2018, 3.2).
+    """fp16 knows nothing below 6e-8: scale the loss up, as far as no gradient overflows (Micikevicius 2018, section 3.2).
 
-    Nothing here waits for the device. A fused optimizer looks at found_inf itself, and then leaves all as it was.
+    (loss * scaler.scale).backward(), unscale, sum and clip, step. The optimizer must be fused: then nothing here waits
+    for the device, and where found_inf is 1 it leaves weights and states alone.
     """
 
     def __init__(self, device, scale=65536.0, growth=2.0, backoff=0.5, interval=2000):
         self.growth, self.backoff, self.interval = growth, backoff, interval
-        self.scale = torch.tensor(scale, device=device)
-        self.good, self.found_inf = torch.zeros((), device=device), torch.zeros((), device=device)
+        self.scale, self.good = torch.full((), scale, device=device), torch.zeros((), device=device)
 
     def unscale(self, gradients, group=None):
-        """Before the norm is taken. gradients: this rank's tensors; if any rank of the group overflows, all skip."""
-        for g in gradients:
-            g.mul_(1 / self.scale)
-        largest = torch.stack([torch.linalg.vector_norm(g, math.inf) for g in gradients])
+        """gradients: this rank's, or its shards. If any rank of the group has overflowed, all of them will skip."""
+        torch._foreach_mul_(gradients, 1 / self.scale)
+        largest = torch.stack(torch._foreach_norm(gradients, math.inf))
         self.found_inf = (~largest.isfinite()).any().float()
         dist.all_reduce(self.found_inf, op=dist.ReduceOp.MAX, group=group)  # this rank's -> any rank's, replicated
 
     def step(self, optimizer):
+        """Or back off, after an overflow. Grow after `interval` steps in a row without, unless to infinity."""
         optimizer.found_inf = self.found_inf
         optimizer.step()
-
-    def update(self):
-        """Back off after an overflow, grow after `interval` steps without one."""
         self.good = (self.good + 1) * (1 - self.found_inf)
-        larger = torch.where(self.good >= self.interval, self.scale * self.growth, self.scale)
-        self.good = torch.where(self.good >= self.interval, 0.0, self.good)
-        larger = torch.where(larger.isfinite(), larger, self.scale)
-        self.scale = torch.where(self.found_inf > 0, self.scale * self.backoff, larger)
+        grow = (self.good >= self.interval) & (self.scale * self.growth).isfinite()
+        self.scale = self.scale * torch.where(self.found_inf > 0, self.backoff, torch.where(grow, self.growth, 1.0))
+        self.good = self.good * (self.good < self.interval)
 
 
 # ---- 2. the toy GPT, parallelized --------------------------------------------
 
 
-def parallelize(model, ckpt="none", compile=False):
-    if compile:
-        for block in model.blocks:
-            block.forward = torch.compile(block.forward)
-    checkpoint_blocks(model.blocks, ckpt)
+CHECKPOINTING = {"none": None, "full": full, "selective": selective}
+
+
+def parallelize(model, ckpt=None, compiled=False):
+    for block in model.blocks:
+        forward = torch.compile(block.forward) if compiled else block.forward
+        block.forward = functools.partial(ckpt, forward) if ckpt else forward
     return model
 
 
@@ -227,54 +167,46 @@ def full_gradients(model):
     return {name: p.grad for name, p in getattr(model, "module", model).named_parameters()}
 
 
-def train_step(model, optimizer, gradients, scaler, micro, valid, clip, autocast, group=None):
-    """micro: this rank's micro-batches [(x, y)]; valid: of the whole batch -> this rank's part of the loss, the norm."""
-    gradients.flat.zero_()
+def train_step(model, optimizer, scaler, micro, valid, clip, autocast, group=None):
+    """micro: this rank's micro-batches [(x, y)]; valid: of the whole batch -> this rank's part of the loss, the norm"""
+    optimizer.zero_grad()
     loss = 0.0
     for x, y in micro:
         with autocast():
             part = loss_sum(model(x), y) / valid
         (part * scaler.scale if scaler else part).backward()
         loss = loss + part.detach()
+    gradients = [p.grad for p in model.parameters()]
     if scaler:
-        scaler.unscale([gradients.flat], group)
-    dist.all_reduce(gradients.flat, group=group)  # partial -> replicated, once for all micro-batches
-    norm = gradients.clip(clip)
-    if scaler:
-        scaler.step(optimizer)
-        scaler.update()
-    else:
-        optimizer.step()
+        scaler.unscale(gradients, group)
+    for work in [dist.all_reduce(g, group=group, async_op=True) for g in gradients]:  # partial -> replicated
+        work.wait()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
+    scaler.step(optimizer) if scaler else optimizer.step()
     return loss, norm
 
 
 # ---- 3. at work: the same with torch's own API -------------------------------
 
-KEEP = [torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
-        torch.ops.aten._scaled_dot_product_flash_attention, torch.ops.aten._scaled_dot_product_efficient_attention,
-        torch.ops.aten._scaled_dot_product_cudnn_attention]
+for end in "", "_backward":  # torch's FLOP counter knows the attention of GPUs; that of CPUs counts the same
+    flash = "_scaled_dot_product_flash_attention"
+    flop_registry[getattr(torch.ops.aten, f"{flash}_for_cpu{end}")] = flop_registry[getattr(torch.ops.aten, flash + end)]
+
+MATMULS = [op.default for op in flop_registry if hasattr(op, "default")]  # those that torch's FLOP counter knows
+CHECKPOINTING_AT_WORK = {  # where blocks are an nn.Sequential: checkpoint_sequential(blocks, segments, x)
+    "none": None, "full": functools.partial(checkpoint, use_reentrant=False),
+    "selective": functools.partial(checkpoint, use_reentrant=False, context_fn=functools.partial(
+        create_selective_checkpoint_contexts, MATMULS))}
 
 
-def parallelize_at_work(model, ckpt, compile=False):
-    how = {"full": dict(), "selective": dict(context_fn=functools.partial(
-        create_selective_checkpoint_contexts, [op.default for op in KEEP]))}
-    for block in model.blocks:
-        if compile:
-            block.forward = torch.compile(block.forward)
-        if ckpt != "none":
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, **how[ckpt])
-    return DistributedDataParallel(model, gradient_as_bucket_view=True) if dist.get_world_size() > 1 else model
-
-
-def train_step_at_work(model, optimizer, _, scaler, micro, valid, clip, autocast):
+def train_step_at_work(model, optimizer, scaler, micro, valid, clip, autocast):
     optimizer.zero_grad()
-    loss = 0.0
+    loss, n = 0.0, dist.get_world_size()
     for i, (x, y) in enumerate(micro):
-        last = i == len(micro) - 1 or dist.get_world_size() == 1
-        with contextlib.nullcontext() if last else model.no_sync():
+        with model.no_sync() if n > 1 and i < len(micro) - 1 else contextlib.nullcontext():
             with autocast():
                 part = loss_sum(model(x), y) / valid
-            scaler.scale(part * dist.get_world_size()).backward()  # DistributedDataParallel averages
+            scaler.scale(part * n).backward()  # DistributedDataParallel averages; the sum is wanted here
         loss = loss + part.detach()
     scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
@@ -285,42 +217,100 @@ def train_step_at_work(model, optimizer, _, scaler, micro, valid, clip, autocast
 
 # ---- 4. run ------------------------------------------------------------------
 
+AMP = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+HEAD = "\n amp   M ckpt         MB kept   textbook      peak  MFLOP again  textbook   ms/step     tok/s    MFU  loss gap"
+ROW = "{:>4} {:3} {:9} {:10.3f} {:10.3f} {:9.3f} {:12.3f} {:9.3f} {:9.1f} {:9,.0f} {:6.1%} {:9.1e}".format
+
+
+def textbook(run, amp, accum, ckpt):
+    """-> formula and bytes kept for backward; FLOPs of a step that does nothing again, and those done again"""
+    (L, C, H, V, T), b, low = run.cfg, run.dtype.itemsize // 4, amp != "off"
+    rows, x = len(share(run.args.batch, run.world_size, run.rank)), 4 * b * C
+    t, ids = -(-rows // accum) * T, 8 * rows * T  # and as many for targets
+    head = (b * (4 * C + 8 + 4 * V) + (4 * b, 2)[low] * C) * t + 2 * V * C * low + ids + 4 * b + 4 * (amp == "fp16")
+    each = b * (((40, 24) if ckpt == "selective" else (64, 40))[low] * C + 4 * H + 16)
+    more = 24 * C * C * (low and ckpt != "selective")
+    if ckpt == "full":
+        each, more, head = x, 5056 + 16 * (run.device.type == "cuda"), max(head, (each - x) * t + more)
+    return (f"L ({each} t + {more}) + " + ("max(block, head)" if ckpt == "full" else "head"),
+            L * (each * t + more) + head + ids + 8 * T, (72 * L * C * C + 6 * C * V + 14 * L * T * C) * rows * T,
+            L * (16 * C * C + 4 * T * C) * rows * T * (ckpt == "full"))
+
+
+def setup(run, theirs, amp, ckpt):
+    """-> the train step, and its model, optimizer, scaler, autocast"""
+    args, kind, fp16 = run.args, run.device.type, amp == "fp16"
+    model = build(run.cfg, args.seed, run.device, run.dtype)
+    model = parallelize(model, (CHECKPOINTING_AT_WORK if theirs else CHECKPOINTING)[ckpt], args.compile)
+    scaler = LossScaler(run.device, interval=args.growth) if fp16 else None
+    if theirs:
+        model = DistributedDataParallel(model, gradient_as_bucket_view=True) if run.world_size > 1 else model
+        scaler = torch.amp.GradScaler(kind, enabled=fp16, growth_interval=args.growth)
+    autocast = functools.partial(torch.autocast, kind, AMP[amp], enabled=amp != "off")
+    return train_step_at_work if theirs else train_step, model, adamw(model.parameters(), args.lr), scaler, autocast
+
+
+def report(run, plans, counters, total):
+    """The textbook beside what was measured: of the first plan as everywhere, of all of them in a table -> plain"""
+    args, (L, C, _, _, T), n, first = run.args, run.cfg, run.world_size, run.ledger[run.impls[0]]
+    size, flag = total * run.dtype.itemsize, 4 * (args.amp == "fp16" and args.impl != "torch")
+    sent = first.collectives["all_reduce"]["wire"]
+    run.textbook("wire all_reduce", "2 (N-1)/N (b P, in fp16 + 4)", 2 * (n - 1) * (size + flag) / n, sent)
+    run.textbook("gradients held", "b P", size, first.memory["gradients"])
+    plain = run.plain() if args.check and not run.dry and run.rank == 0 else None
+    run.say(HEAD)
+    for name, plan in plans.items():
+        formula, kept, once, again = textbook(run, *plan)
+        held, ms, losses = run.ledger[name].memory, run.ms(name) or math.inf, run.trace[name].loss.items()
+        speed, measured = 1e3 * args.batch * T / ms, (held["activations"], counters[name].get_total_flops() - once)
+        mfu = speed * (6 * total + 12 * L * C * T) / n / (1e12 * args.peak or math.inf)
+        gap = max(abs(a / plain.loss[i] - 1).item() for i, a in losses) if plain else 0
+        row = [*plan, measured[0], kept, held["peak"], measured[1], again, ms, speed, mfu, gap]
+        run.say(ROW(*plan, *(x / 1e6 for x in row[3:8]), *row[8:]))
+        run.extra.setdefault("plans", []).append(row)
+        if name == "scratch":
+            run.textbook("activations kept", formula, kept, measured[0])
+    return plain
+
 
 def main():
-    args = arguments(__doc__, amp=("off", "x", ("off", "bf16", "fp16")), accum=(1, "micro-batches", POSITIVE),
-                     ckpt=("none", "x", ("none", "full", "selective")), growth=(2000, "x", POSITIVE),
-                     compile=(False, "x"))
+    args = arguments(__doc__, amp=("off", "autocast to", tuple(AMP)), accum=(1, "M, micro-batches", POSITIVE),
+                     ckpt=("none", "keep less for backward", tuple(CHECKPOINTING)), compile=(False, "torch.compile the blocks"),
+                     growth=(2000, "fp16: steps without overflow until the loss scale doubles", POSITIVE),
+                     sweep=(False, "--amp off and bf16, --accum 1 and M, every --ckpt, in one table"),
+                     peak=(0.0, "TFLOP/s of a device in bf16, from its data sheet, for MFU", ANY))
     n = args.world_size
-    require(args.batch >= n * args.accum, "batch")
+    require(args.batch >= n * args.accum, f"--batch {args.batch}: fewer than {n} ranks x --accum {args.accum}")
+    require(args.dtype == "fp32" or args.dtype == "fp64" and args.amp == "off",
+            f"--dtype {args.dtype} --amp {args.amp}: autocast takes fp32 weights (--amp bf16 without --dtype)")
+    require(args.impl == "scratch" or not (args.dry_run or args.sweep), f"--impl {args.impl}: not in a dry run or sweep")
+    require(not (args.compile and args.dry_run), "--compile: needs real tensors, not --dry-run")
+    require(not args.compile or any(map(shutil.which, ("c++", "g++", "clang++"))), "--compile: no C++ compiler here")
     run = Run(args)
+    plans = {impl: (args.amp, args.accum, args.ckpt) for impl in run.impls}
+    if args.sweep:
+        plans = {str(p): p for p in itertools.product(("off", "bf16"), sorted({1, args.accum}), CHECKPOINTING)}
+    run.impls, run.trace, run.times = tuple(plans), {p: Trace() for p in plans}, {p: [] for p in plans}
     with run:
-        sides = {}
-        low = {"off": None, "bf16": torch.bfloat16, "fp16": torch.float16}[args.amp]
-        autocast = functools.partial(torch.autocast, run.device.type, low, enabled=low is not None)
-        rows = share(args.batch, n, run.rank)
-        for impl in run.impls:
-            model = build(run.cfg, args.seed, run.device, run.dtype)
-            total = sum(p.numel() for p in model.parameters())
-            if impl == "scratch":
-                model, gradients = parallelize(model, args.ckpt, args.compile), FlatGradients(model.parameters())
-                scaler = LossScaler(run.device, interval=args.growth) if args.amp == "fp16" else None
-                sides[impl] = train_step, model, adamw(model.parameters(), args.lr), gradients, scaler
-            else:
-                scaler = torch.amp.GradScaler(run.device.type, enabled=args.amp == "fp16", growth_interval=args.growth)
-                model = parallelize_at_work(model, args.ckpt, args.compile)
-                sides[impl] = train_step_at_work, model, adamw(model.parameters(), args.lr), None, scaler
-        for impl, step in run.steps():
-            step_fn, model, optimizer, gradients, scaler = sides[impl]
-            x, y, valid = run.batch(step, rows)
-            micro = [(x[r.start:r.stop], y[r.start:r.stop]) for r in (share(len(x), args.accum, i) for i in range(args.accum))]
-            with run.measure(impl, step, model, optimizer):
-                loss, norm = step_fn(model, optimizer, gradients, scaler, micro, valid, args.clip, autocast)
-            run.log(impl, step, loss, norm)
-            if run.keeps(step):
-                run.trace[impl].keep(step, full_gradients(model), full_state_dict(model))
-        if args.amp != "off":
-            args.dtype = "bf16"
-        return run.finish(total, total)
+        sides = {name: setup(run, name == "torch", amp, ckpt) for name, (amp, _, ckpt) in plans.items()}
+        counters = {p: FlopCounterMode(display=False) for p in plans}
+        total = sum(p.numel() for p in sides[run.impls[0]][1].parameters())
+        for name, step in run.steps():
+            step_fn, model, optimizer, scaler, autocast = sides[name]
+            x, y, valid = run.batch(step, share(args.batch, n, run.rank))
+            micro = list(zip(x.tensor_split(plans[name][1]), y.tensor_split(plans[name][1])))
+            counter = counters[name] if step == run.last else contextlib.nullcontext()
+            with run.measure(name, step, model, optimizer), counter:
+                loss, norm = step_fn(model, optimizer, scaler, micro, valid, args.clip, autocast)
+            run.log(name, step, loss, norm)
+            if args.amp == "fp16" and not run.dry:
+                scale = scaler.get_scale() if name == "torch" else scaler.scale.item()
+                run.extra.setdefault("scale", {}).setdefault(name, []).append(scale)
+            if run.keeps(step) and name == run.impls[0]:
+                run.trace[name].keep(step, full_gradients(model), full_state_dict(model))
+        plain = report(run, plans, counters, total)
+        args.dtype = args.dtype if args.amp == "off" else "bf16"  # the check holds only the loss, to 2%: see compare
+        return run.finish(total, total, plain)
 
 
 if __name__ == "__main__":
