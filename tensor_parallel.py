@@ -3,25 +3,24 @@
     rank 0   x - norm -f-> [ q k v ]_0 heads_0 [ out ]_0 -g-> + x - norm -f-> [ up ]_0 gelu [ down ]_0 -g-> + x
     rank 1   x - norm -f-> [ q k v ]_1 heads_1 [ out ]_1 -g-> + x - norm -f-> [ up ]_1 gelu [ down ]_1 -g-> + x
 
-             f forward     f backward        g forward         g backward     from g to f, x is
-             nothing       all-reduce        all-reduce        nothing        whole on every rank
-    --sp     all-gather    reduce-scatter    reduce-scatter    all-gather     cut along T
+             f forward     f backward                   g forward         g backward    from g to f, x is
+             nothing       all-reduce                   all-reduce        nothing       whole on every rank
+    --sp     all-gather    all-gather, reduce-scatter   reduce-scatter    all-gather    cut along T
 
-q, k, v, up are cut by columns, out and down by rows: a head meets attention and a column of up meets gelu alone, so
-that f to g needs no exchange. The token embedding, which is the head too, is cut by vocabulary, and the loss is that
-of cut logits. With --sp each rank keeps its own part of what f gathered, and gathers it again in backward.
+q, k, v, up are cut by columns, out and down by rows: a head meets attention and a column of up meets gelu alone, so f
+to g needs no exchange. The token embedding, also the head, is cut by vocabulary, and the loss is that of cut logits.
 
-    on each rank, t ranks, in numbers                  plain GPT        here               --sp
-    matrices, column biases (7 C L), embeddings        12 C^2 L ..      1/t                1/t
-    norms, row biases                                  (6 L + 2) C      whole              whole
-    a block keeps: x and its norm, twice               4 B T C          whole              1/t
-                   q, k, v, heads, up, gelu            12 B T C         1/t                1/t
-    a block sends, in 4 all-reduces or, with --sp,     -                8 B T C (t-1)/t    10 B T C (t-1)/t
-                   6 all-gathers, 4 reduce-scatters
+    on each rank, t ranks, in numbers               plain GPT      here               --sp
+    matrices, column biases, embeddings             12 C^2 L ..    1/t                1/t
+    norms, row biases                               (6 L + 2) C    whole              whole
+    a block keeps: x and its norm, twice            4 B T C        whole              1/t
+                   q, k, v, heads, up, gelu         12 B T C       1/t                1/t
+    a block sends, in 4 all-reduces                 -              8 B T C (t-1)/t
+                   6 all-gathers, 4 reduce-scatters -                                 10 B T C (t-1)/t
 
-Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3. --sp: Korthikanti et al. 2022, "Reducing Activation
+Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3. Korthikanti et al. 2022, "Reducing Activation
 Recomputation in Large Transformer Models", arXiv:2205.05198, section 4.2.
-At work: parallelize_module and loss_parallel of torch.distributed.tensor.parallel (section 3 below).
+At work: torch.distributed.tensor.parallel.parallelize_module, loss_parallel (section 3 below).
 
     torchrun --standalone --nproc_per_node=2 tensor_parallel.py --sp
 """
@@ -33,7 +32,7 @@ import torch.distributed as dist
 import torch.distributed.tensor.parallel as at_work
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, init_device_mesh
 
 from common import Run, adamw, arguments, build, loss_sum, require
 
@@ -44,10 +43,7 @@ reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 class WholeSequence:
-    """From g to f, x (B, T, C) is whole on every rank (Shoeybi 2019, fig. 3).
-
-    f gathers in forward and reduces in backward, g the reverse. Both return a function that waits for the result.
-    """
+    """From g to f, x is whole (Shoeybi 2019, fig. 3). gather and reduce return a function that waits for them."""
 
     def __init__(self, group=None):
         self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
@@ -61,7 +57,7 @@ class WholeSequence:
 
 
 class CutSequence(WholeSequence):
-    """From g to f, x is cut along T: norms and residuals cost 1/t (Korthikanti 2022, fig. 5)."""
+    """From g to f, x is cut along T, and so are norms and residuals (Korthikanti 2022, fig. 5)."""
 
     def gather(self, x):
         x, parts = x.contiguous(), x.new_empty(self.size, *x.shape)  # (t, B, T/t, C)
@@ -80,8 +76,7 @@ class ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, tp, *weights_and_biases):
-        weights, biases = weights_and_biases[::2], weights_and_biases[1::2]
-        ctx.tp = tp
+        ctx.tp, weights, biases = tp, weights_and_biases[::2], weights_and_biases[1::2]
         ctx.save_for_backward(x, *weights)  # x as it came: gathered, it would be t times as large
         x = tp.gather(x)()  # sharded(T) -> replicated
         return tuple(F.linear(x, w, b) for w, b in zip(weights, biases))
@@ -101,80 +96,66 @@ class ColumnParallel(torch.autograd.Function):
 
 
 class ReduceFromTP(torch.autograd.Function):
-    """g: each rank's partial sum (B, T, C) -> x"""
+    """g: each rank's partial sum (B, T, C) -> x, in the memory of y, which is for nobody else."""
 
     @staticmethod
     def forward(ctx, y, tp):
-        ctx.tp, x = tp, tp.reduce(y)()  # partial -> replicated, or sharded(T)
-        if x is y:
-            ctx.mark_dirty(y)  # summed in place
-        return x
+        ctx.tp = tp
+        return tp.reduce(y.detach())()  # partial -> replicated, or sharded(T)
 
     @staticmethod
     def backward(ctx, dx):
         return ctx.tp.gather(dx)(), None  # as x is -> replicated
 
 
-def shard(p, dim, tp):
-    """This rank's part of a parameter, padded with zeros where it does not divide. It remembers how it was cut."""
-    padded = F.pad(p.detach(), [0, 0] * (p.dim() - 1 - dim) + [0, -p.shape[dim] % tp.size])
-    part = nn.Parameter(padded.chunk(tp.size, dim)[tp.rank].clone())
-    part.tp_dim, part.tp_whole = dim, p.shape[dim]
-    return part
+def cut(forward, dim, tp, *modules):
+    """Cut plain modules where they stand, padded with zeros until they divide, and give them a forward from below."""
+    for module in modules:
+        for name, p in list(module.named_parameters(recurse=False)):
+            if dim < p.dim():  # a bias has no dim 1: it stays whole
+                padded = F.pad(p.detach(), [0, 0] * (p.dim() - 1 - dim) + [0, -p.shape[dim] % tp.size])
+                part = nn.Parameter(padded.chunk(tp.size, dim)[tp.rank].clone())
+                part.tp_dim, part.tp_whole = dim, p.shape[dim]
+                setattr(module, name, part)
+        module.tp, module.__class__ = tp, type(forward.__name__, (type(module),), {"forward": forward})
 
 
 def unshard(t, p, tp):
-    """The inverse, for p itself or what is cut like p, such as its gradient. What is not cut stays as it is."""
+    """p whole again, or t which is cut like p, such as its gradient. What was not cut stays as it is."""
     if not hasattr(p, "tp_dim"):
-        return t
+        return t.full_tensor() if hasattr(t, "full_tensor") else t  # torch's DTensors (section 3) have their own
     parts = [torch.empty_like(t) for _ in range(tp.size)]
     dist.all_gather(parts, t.detach(), group=tp.group)  # sharded -> replicated
     return torch.cat(parts, p.tp_dim).narrow(p.tp_dim, 0, p.tp_whole)
 
 
-def cut(kind, dim, tp, *modules):
-    """Turn plain modules, where they stand, into one of the kinds below. A bias has no dim 1: it stays whole."""
-    for module in modules:
-        for name, p in list(module.named_parameters(recurse=False)):
-            setattr(module, name, shard(p, dim, tp) if dim < p.dim() else p)
-        module.__class__, module.tp = kind, tp
+def column_linear(self, x):
+    """f, and a Linear cut by columns, dim 0 of its weight, which is transposed: x -> (B, T, out/t)"""
+    return ColumnParallel.apply(x, self.tp, self.weight, self.bias)[0]
 
 
-class ColumnLinear(nn.Linear):
-    """f, and a Linear cut by columns: dim 0 of its weight, which is transposed."""
-
-    def forward(self, x):
-        return ColumnParallel.apply(x, self.tp, self.weight, self.bias)[0]  # (B, T, out/t)
+def row_linear(self, y):
+    """A Linear cut by rows, dim 1, and g: (B, T, in/t) -> x. The bias is added once, to the sum."""
+    return ReduceFromTP.apply(F.linear(y, self.weight), self.tp) + self.bias
 
 
-class RowLinear(nn.Linear):
-    """A Linear cut by rows, dim 1, and g. The bias is added once, to the sum."""
-
-    def forward(self, y):  # (B, T, in/t)
-        return ReduceFromTP.apply(F.linear(y, self.weight), self.tp) + self.bias
-
-
-class HeadParallel(nn.Module):
-    """Attention with ColumnLinears q, k, v, which share one f, a RowLinear out, a head_dim, and attend."""
-
-    def forward(self, x):
-        qkv = ColumnParallel.apply(x, self.tp, *(p for m in (self.q, self.k, self.v) for p in (m.weight, m.bias)))
-        q, k, v = (y.unflatten(2, (-1, self.head_dim)).transpose(1, 2) for y in qkv)  # (B, H/t, T, D)
-        return self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
+def attention(self, x):
+    """x -> x with column_linears q, k, v, which share one f, a row_linear out, a head_dim, and attend."""
+    qkv = ColumnParallel.apply(x, self.tp, *(p for m in (self.q, self.k, self.v) for p in (m.weight, m.bias)))
+    q, k, v = (y.unflatten(2, (-1, self.head_dim)).transpose(1, 2) for y in qkv)  # (B, H/t, T, D)
+    return self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
 
 
-class VocabParallelEmbedding(nn.Embedding):
+def embedding(self, idx):
     """An Embedding cut by rows, dim 0, and g: (B, T) or (T,) -> x"""
-
-    def forward(self, idx):
-        idx = idx.view(-1, idx.shape[-1]) - self.tp.rank * len(self.weight)
-        others = (idx < 0) | (idx >= len(self.weight))
-        y = F.embedding(idx.masked_fill(others, 0), self.weight).masked_fill(others.unsqueeze(-1), 0)
-        return ReduceFromTP.apply(y, self.tp)
+    idx = idx.view(-1, idx.shape[-1]) - self.tp.rank * len(self.weight)
+    others = (idx < 0) | (idx >= len(self.weight))
+    y = F.embedding(idx.masked_fill(others, 0), self.weight).masked_fill(others.unsqueeze(-1), 0)
+    return ReduceFromTP.apply(y, self.tp)
 
 
 def vocab_parallel_cross_entropy(logits, targets, vocab, group=None, ignore_index=-100):
-    """Logits (.., V/t), targets (..) -> sum of the losses, on every rank, which sends three numbers per token for it."""
+    """Logits (.., V/t), targets (..) -> the sum of losses, on every rank. It sends three numbers per token."""
     tp, logits, targets = WholeSequence(group), logits.flatten(0, -2), targets.flatten()  # (N, V/t), (N,)
     logits = logits.float() if logits.dtype.itemsize == 2 else logits
     start, end = (min(i * logits.shape[1], vocab) for i in (tp.rank, tp.rank + 1))
@@ -210,28 +191,28 @@ def squared_norm(parameters, tp):
 def parallelize(model, tp):
     """GPT.forward stays as it is, but gives (B, T, V/t)."""
     for attn, mlp in ((block.attn, block.mlp) for block in model.blocks):
-        cut(ColumnLinear, 0, tp, attn.q, attn.k, attn.v, mlp.up)
-        cut(RowLinear, 1, tp, attn.out, mlp.down)
-        cut(HeadParallel, 0, tp, attn)
-    cut(VocabParallelEmbedding, 0, tp, model.tok, model.pos)
-    cut(ColumnLinear, 0, tp, model.head)
+        cut(column_linear, 0, tp, attn.q, attn.k, attn.v, mlp.up)
+        cut(row_linear, 1, tp, attn.out, mlp.down)
+        cut(attention, 0, tp, attn)
+    cut(embedding, 0, tp, model.tok, model.pos)
+    cut(column_linear, 0, tp, model.head)
     model.head.weight = model.tok.weight
     return model
 
 
-def full_state_dict(model, tp, unshard=unshard):
+def full_state_dict(model, tp):
     return {name: unshard(p, p, tp) for name, p in model.state_dict(keep_vars=True).items()}
 
 
-def full_gradients(model, tp, unshard=unshard):
+def full_gradients(model, tp):
     return {name: unshard(p.grad, p, tp) for name, p in model.named_parameters()}
 
 
 def train_step(model, optimizer, x, y, valid, clip, tp):
     """x, y: the whole batch (B, T), on every rank -> the loss and gradient norm, on every rank."""
     optimizer.zero_grad()
-    parameters, vocab = list(model.parameters()), model.tok.weight.tp_whole
-    loss = vocab_parallel_cross_entropy(model(x), y, vocab, tp.group) / valid
+    parameters = list(model.parameters())
+    loss = vocab_parallel_cross_entropy(model(x), y, model.tok.weight.tp_whole, tp.group) / valid
     loss.backward()
     if isinstance(tp, CutSequence):
         sum_gradients(parameters, tp)  # partial -> replicated
@@ -246,62 +227,37 @@ def train_step(model, optimizer, x, y, valid, clip, tp):
 
 def parallelize_at_work(model, mesh, sp):
     x, whole = Shard(1) if sp else Replicate(), Replicate()
-    f = at_work.PrepareModuleInput(input_layouts=x, desired_input_layouts=whole)  # once for q, k, v
-    columns, rows = at_work.ColwiseParallel(), at_work.RowwiseParallel(output_layouts=x)
-    plan = {"attn": f, "attn.q": columns, "attn.k": columns, "attn.v": columns, "attn.out": rows, "mlp": f,
-            "mlp.up": columns, "mlp.down": rows}
-    plan = {f"blocks.*.{name}": style for name, style in plan.items()}
-    plan["tok"] = at_work.RowwiseParallel(input_layouts=whole, output_layouts=x)
-    plan["pos"] = at_work.RowwiseParallel(input_layouts=whole, output_layouts=Shard(0) if sp else whole)
-    plan["head"] = at_work.ColwiseParallel(input_layouts=x, output_layouts=Shard(-1), use_local_output=False)
-    if sp:
-        plan.update({name: at_work.SequenceParallel() for name in ("norm", "blocks.*.norm1", "blocks.*.norm2")})
+    norm = at_work.SequenceParallel()
+    norm.sequence_sharding = (x,)  # without --sp: not cut, but the same kind of parameters as all others
+    block = {"attn mlp": at_work.PrepareModuleInput(input_layouts=x, desired_input_layouts=whole),  # f once for q, k, v
+             "attn.q attn.k attn.v mlp.up": at_work.ColwiseParallel(),
+             "attn.out mlp.down": at_work.RowwiseParallel(output_layouts=x), "norm1 norm2": norm}
+    plan = {f"blocks.*.{name}": style for names, style in block.items() for name in names.split()}
+    plan.update(tok=at_work.RowwiseParallel(input_layouts=whole, output_layouts=x), norm=norm,
+                pos=at_work.RowwiseParallel(input_layouts=whole, output_layouts=Shard(0) if sp else whole),
+                head=at_work.ColwiseParallel(input_layouts=x, output_layouts=Shard(-1), use_local_output=False))
     at_work.parallelize_module(model, mesh, plan)
     model.head.weight = model.tok.weight
     return model
 
 
-def unshard_at_work(t, *_):
-    return t.full_tensor() if isinstance(t, DTensor) else t
-
-
-def train_step_at_work(model, optimizer, x, y, valid, clip, _):
+def train_step_at_work(model, optimizer, x, y, valid, clip, tp):
     optimizer.zero_grad()
     with at_work.loss_parallel():
         loss = loss_sum(model(x), y) / valid
         loss.backward()
-    groups = [group["params"] for group in optimizer.param_groups]  # of DTensors, and of tensors: they do not mix
-    norms = [unshard_at_work(nn.utils.get_total_norm([p.grad for p in group])) for group in groups]
-    for group in groups:
-        nn.utils.clip_grads_with_norm_(group, clip or math.inf, torch.stack(norms).norm())
+    norm = nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
     optimizer.step()
-    return loss.full_tensor(), torch.stack(norms).norm()
+    return loss.full_tensor(), norm.full_tensor()
 
 
 # ---- 4. run ------------------------------------------------------------------
 
 
-def textbook(run, t, sp):
-    """V' and T' are V and T padded until they divide by t; a number is b bytes, in the loss s bytes."""
-    (L, C, _, V, T), B, b, ledger = run.cfg, run.args.batch, run.dtype.itemsize, run.ledger["scratch"]
-    whole, cut = b * (6 * L + 2) * C, b * ((12 * C + 7) * L + V + -V % t + T + -T % t) * C // t
-    x, loss = b * (B * T * (4 * L + 2) + T) * C, max(b, 4) * (3 * B * T + 1)
-    rows = [("all_reduce", 2 * (x + loss), "2 [b (B T (4 L + 2) + T) C + s (3 B T + 1)]")]
-    if sp:
-        rows = [("all_gather", x + b * B * T * (2 * L + 1) * C, "b (B T (6 L + 3) + T) C"),
-                ("reduce_scatter", x, "b (B T (4 L + 2) + T) C"),
-                ("all_reduce", 2 * (whole + loss), "2 [b (6 L + 2) C + s (3 B T + 1)]")]
-    for name, sent, formula in rows:
-        run.textbook(f"wire {name}", f"(t-1)/t {formula}", (t - 1) * sent / t, ledger.collectives[name]["wire"])
-    formula = "b ((12 C + 7) L + V' + T') C / t + b (6 L + 2) C"
-    run.textbook("parameters held", formula, cut + whole, ledger.memory["parameters"])
-
-
 def main():
     args = arguments(__doc__, sp=(False, "sequence parallel: cut x along T between the matrices"))
     t, cfg = args.world_size, args.cfg
-    require(4 * cfg.width % t == 0, f"--width {cfg.width}: {4 * cfg.width} columns of up do not divide by {t} ranks")
-    require(cfg.heads % t == 0, f"--heads {cfg.heads} do not divide by {t} ranks")
+    require(cfg.heads % t == 0, f"--heads {cfg.heads}, --width {cfg.width}: {t} ranks cannot share heads evenly")
     require(not args.sp or cfg.seq % t == 0, f"--seq {cfg.seq} does not divide by {t} ranks, as --sp needs")
     run = Run(args)
     mesh = init_device_mesh(run.device.type, (t,))
@@ -309,23 +265,33 @@ def main():
         sides, tp = {}, CutSequence() if args.sp else WholeSequence()
         for impl in run.impls:
             model = build(cfg, args.seed, run.device, run.dtype)
-            total, ours = sum(p.numel() for p in model.parameters()), impl == "scratch"
-            step_fn, whole = (train_step, unshard) if ours else (train_step_at_work, unshard_at_work)
-            model = parallelize(model, tp) if ours else parallelize_at_work(model, mesh, args.sp)
-            groups = [[p for p in model.parameters() if isinstance(p, DTensor) is kind] for kind in (True, False)]
-            sides[impl] = model, adamw([{"params": group} for group in groups if group], args.lr), step_fn, whole
+            total = sum(p.numel() for p in model.parameters())
+            model = parallelize(model, tp) if impl == "scratch" else parallelize_at_work(model, mesh, args.sp)
+            step_fn = train_step if impl == "scratch" else train_step_at_work
+            sides[impl] = model, adamw(model.parameters(), args.lr), step_fn
         own = sum(getattr(p, "_local_tensor", p).numel() for p in sides[run.impls[0]][0].parameters())
         run.say(f"tensor_parallel: {t} ranks on {run.device.type}, {args.dtype}, {total:,} parameters, {own:,} here")
         for impl, step in run.steps():
-            model, optimizer, step_fn, whole = sides[impl]
+            model, optimizer, step_fn = sides[impl]
             x, y, valid = run.batch(step)
             with run.measure(impl, step, model, optimizer):
                 loss, norm = step_fn(model, optimizer, x, y, valid, args.clip, tp)
             run.log(impl, step, loss / t, norm)  # each rank has the whole loss
             if run.keeps(step):
-                run.trace[impl].keep(step, full_gradients(model, tp, whole), full_state_dict(model, tp, whole))
-        if "scratch" in run.impls:
-            textbook(run, t, args.sp)
+                run.trace[impl].keep(step, full_gradients(model, tp), full_state_dict(model, tp))
+        if "scratch" in run.impls:  # V' and T' are padded until they divide; a number has b bytes, in the loss s bytes
+            (L, C, _, V, T), B, b, ledger = cfg, args.batch, run.dtype.itemsize, run.ledger["scratch"]
+            whole, cut = b * (6 * L + 2) * C, b * ((12 * C + 7) * L + V + -V % t + T + -T % t) * C // t
+            x, loss = b * (B * T * (4 * L + 2) + T) * C, max(b, 4) * (3 * B * T + 1)
+            rows = [("all_reduce", 2 * (x + loss), "2 [b (B T (4 L + 2) + T) C + s (3 B T + 1)]")]
+            if args.sp:
+                rows = [("all_gather", x + b * B * T * (2 * L + 1) * C, "b (B T (6 L + 3) + T) C"),
+                        ("reduce_scatter", x, "b (B T (4 L + 2) + T) C"),
+                        ("all_reduce", 2 * (whole + loss), "2 [b (6 L + 2) C + s (3 B T + 1)]")]
+            for name, sent, text in rows:
+                run.textbook(f"wire {name}", f"(t-1)/t {text}", (t - 1) * sent / t, ledger.collectives[name]["wire"])
+            text = "b [((12 C + 7) L + V' + T') C / t + (6 L + 2) C]"
+            run.textbook("parameters held", text, cut + whole, ledger.memory["parameters"])
         return run.finish(total, own)
 
 
