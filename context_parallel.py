@@ -99,7 +99,7 @@ class Ring:
         return wait
 
     def bring(self, kv):
-        """Own K and V, then those of each rank before, which travel while the caller works on the ones yielded."""
+        """Own K and V, then those of each rank before, which travel while the caller works on those yielded."""
         for _ in range(self.n - 1):
             wait = self.hop(kv)
             yield kv
@@ -130,7 +130,7 @@ class AllGather(Zigzag):
     def bring(self, kv):
         everyone = kv.new_empty(self.n, *kv.shape)
         all_gather(everyone, kv.unsqueeze(0), group=self.group)  # sharded -> replicated
-        yield from (everyone[self.rank - hop] for hop in range(self.n))
+        yield from (everyone[self.rank - hop] for hop in range(self.n))  # below 0: from the end
 
     def give_back(self, parts):
         everyone = None
@@ -237,7 +237,7 @@ def train_step(model, optimizer, x, y, valid, clip, group=None):
 
 def train_step_at_work(model, optimizer, x, y, valid, clip):
     """x, y: all tokens (B, T), which torch cuts in place, as zigzag does."""
-    from torch.distributed.tensor.experimental import context_parallel  # takes seconds
+    from torch.distributed.tensor.experimental import context_parallel  # takes seconds, and NumPy
     mesh, order = dist.init_device_mesh(x.device.type, (dist.get_world_size(),)), torch.arange(x.shape[1]).to(x)
     shards = dict(buffers=[x, y, order], buffer_seq_dims=[1, 1, 0], no_restore_buffers={x, y, order})
     with model.pos.register_forward_pre_hook(lambda *_: order), context_parallel(mesh, **shards):
