@@ -2,8 +2,8 @@
 
     1f1b, 2 stages, 4 micro-batches, B twice as long as F; time goes to the right, dots are the bubble
 
-    stage 0, layers 0 1    F0F1..B0--F2..B1--F3..B2--..B3--
-    stage 1, layers 2 3    ..F0B0--F1B1--F2B2--F3B3--......
+    stage 0   F0 F1 ......B0    F2 B1    F3 B2    ...B3
+    stage 1   ...F0 B0    F1 B1    F2 B2    F3 B3    ......
 
 A schedule is a list of actions for each stage (schedules.py): F forward, B backward, W the weight gradient where it is
 split from B, U an update. From stage to stage go B T C numbers forward and as many backward. The tied embedding is held

@@ -12,6 +12,7 @@ import pipeline_parallel
 from common import GPTConfig, adamw, build, loss_sum
 from conftest import dry_run_agrees, proves, run, script, textbook
 from ddp import BucketedDDP
+from measure import Ledger
 from schedules import (
     SCHEDULES,
     Action,
@@ -166,6 +167,9 @@ def test_grid():
     plans = make_plans("1f1b", 2, 2)
     rows = ["  stage 0   F0 F1 ...B0 ...B1 ", "  stage 1   ...F0 B0 F1 B1 ..."]
     assert grid(simulate(plans, costs(plans, 1, 0.5, 0.5))).split("\n") == rows
+    plans = make_plans("1f1b", 2, 4)
+    for row in grid(simulate(plans, costs(plans, 1, 1, 1))).split("\n"):
+        assert row.strip() in pipeline_parallel.__doc__
     assert "f0" in grid(simulate(make_plans("interleaved", 2, 2, 2), lambda rank, a: 1))
 
 
@@ -299,38 +303,41 @@ def test_shapes_are_asserted():
 # ---- cost ------------------------------------------------------------------------
 
 
-def test_cost():
-    """Bytes sent, bytes held, and what gpipe, 1f1b and zb-h1 keep: multiples of naive's one micro-batch."""
-    saved = {}
-    for name in ("naive", "gpipe", "1f1b", "zb-h1"):
-        dry = {"1f1b": [0, 2], "zb-h1": [3]}.get(name, [])
-        real = dry_run_agrees("pipeline_parallel", 4, "--layers", "5", "--schedule", name, "--steps", "2", ranks=dry)
-        textbook(real)
-        saved[name] = [rank["memory"]["activations"] for rank in real["ranks"]]
-        boundary = 4 * 8 * 16 * 32
-        sent = [rank["collectives"]["send"]["wire"] for rank in real["ranks"]]
-        summed = [rank["collectives"]["all_reduce"]["wire"] for rank in real["ranks"]]
-        assert sent == [boundary, 2 * boundary, 2 * boundary, boundary]
-        assert summed == [4 * 256 * 32 * end + 6 for end in (1, 0, 0, 1)]
-    ids = [8 * 8 * 16, 0, 0, 8 * 8 * 16]  # of the whole batch: inputs on the first stage, targets on the last
-    one = [kept - ids[s] for s, kept in enumerate(saved["naive"])]
-    assert saved["gpipe"] == [4 * a + i for a, i in zip(one, ids)]
-    assert saved["1f1b"] == [(4 - s) * a + i for s, (a, i) in enumerate(zip(one, ids))]
-    assert max(saved["zb-h1"]) <= 1.02 * max(saved["gpipe"])
+def check_activations():
+    """gpipe keeps M micro-batches, 1f1b p - s of them whatever M is, zb-h1 p: in multiples of naive's one."""
+    p, s, cfg = dist.get_world_size(), dist.get_rank(), GPTConfig(layers=5, width=16, heads=2, seq=8)
+    for m in 4, 8:
+        x, kept = torch.zeros(m, cfg.seq, dtype=torch.int64), {}
+        boundary = dict(size=(1, cfg.seq, cfg.width), dtype=torch.float64, device=torch.device("cpu"))
+        for name in ("naive", "gpipe", "1f1b", "zb-h1"):
+            model = pipeline_parallel.parallelize(build(cfg, 0, dtype=torch.float64), make_plans(name, p, m), None,
+                                                  boundary, lambda: 0)
+            optimizer = adamw(model.parameters(), 1e-3)
+            with Ledger(model, optimizer) as ledger:
+                pipeline_parallel.train_step(model, optimizer, x, x.clone(), x.numel(), 1.0)
+            kept[name] = ledger.memory["activations"]
+        whole = x.nbytes if s in (0, p - 1) else 0  # inputs on the first stage, targets on the last, of the whole batch
+        one = kept["naive"] - whole
+        assert kept["gpipe"] == m * one + whole and kept["1f1b"] == (p - s) * one + whole
+        assert kept["zb-h1"] <= 1.03 * p * one + whole
 
 
-def test_gpipe_grows_1f1b_does_not():
-    kept = {}
-    for name, m in itertools.product(("gpipe", "1f1b"), (4, 8)):
-        flags = ("--width", "16", "--heads", "2", "--seq", "8", "--batch", str(m), "--micro", str(m))
-        report = script("pipeline_parallel", 1, *flags, "--schedule", name, "--dry-run", "4", "--rank", "1")
-        kept[name, m] = report["ranks"][0]["memory"]["activations"]
-    assert kept["gpipe", 8] == 2 * kept["gpipe", 4] and kept["1f1b", 8] == kept["1f1b", 4] == kept["gpipe", 4] * 3 / 4
+def test_activations_are_what_the_schedule_promises():
+    run(check_activations, 4)
 
 
-@pytest.mark.parametrize("flags", [["--schedule", "interleaved"], ["--schedule", "pipedream"]])
-def test_cost_of_chunks_and_versions(flags):
-    textbook(dry_run_agrees("pipeline_parallel", 2, "--layers", "4", *flags))
+@pytest.mark.parametrize("world, schedule, ranks", [
+    (4, "1f1b", [0, 1]), (2, "zb-h1", [1]), (2, "interleaved", [0]), (2, "pipedream", [0])])
+def test_cost(world, schedule, ranks):
+    """Bytes sent and held, as the textbook has them and as a dry run counts them."""
+    real = dry_run_agrees("pipeline_parallel", world, "--layers", "4", "--schedule", schedule, ranks=ranks)
+    textbook(real)
+    boundary, last = 4 * 8 * 16 * 32, world - 1
+    for r in real["ranks"]:
+        crossed = 3 if schedule == "interleaved" else 1 + (0 < r["rank"] < last)
+        assert r["collectives"]["send"]["wire"] == r["collectives"]["recv"]["payload"] == crossed * boundary
+        tied = 4 * 256 * 32 * (r["rank"] in (0, last))
+        assert r["collectives"]["all_reduce"]["wire"] == tied + 4 * 2 * last / world
 
 
 def test_both_times_both_and_measures_the_schedule():
