@@ -54,7 +54,7 @@ class Unit:
                 if p.is_meta:  # made here, one at a time, and only where a part of it is kept
                     made = nn.ParameterDict({places[0][1]: torch.empty(p.shape, dtype=kind, device=device)})
                     init(made, prefix=places[0][2])
-                    p, = made.values()
+                    p = made[places[0][1]]
                 self.shard.data[low:high] = p.detach().flatten()[low - start:high - start]
             start += view.numel()
             self.borrowed.append(nn.Parameter(torch.empty(0, dtype=view.dtype, device=device)))
@@ -113,7 +113,7 @@ class Unit:
 
 
 class FSDP(nn.Module):
-    """Shards any module over `group`, unit by unit: each of `blocks`, modules in it in the order they run, and the rest.
+    """Shards any module over `group`: a unit for each of `blocks`, in the order they run, and one for the rest.
 
     The optimizer takes `shards`, which live on home; after backward their gradients are sums over group and replicas,
     added to what was there. init(module, prefix) makes what is on the meta device, the same on every rank. dtype is for
@@ -177,9 +177,8 @@ class FSDP(nn.Module):
             unit.keep()
 
     def clip_grad_norm_(self, max_norm):
-        norm = nn.utils.get_total_norm([s.grad for s in self.shards if s.grad is not None])
-        norm = norm.to(self.units[-1].full.device).square_()
-        dist.all_reduce(norm, group=self.units[-1].group)  # partial -> replicated; padding is zero
+        norm = nn.utils.get_total_norm([s.grad for s in self.shards if s.grad is not None]).square()
+        dist.all_reduce(norm := norm.to(self.units[-1].full.device), group=self.units[-1].group)  # partial -> replicated
         nn.utils.clip_grads_with_norm_(self.shards, max_norm or float("inf"), norm.sqrt_())
         return norm
 
@@ -195,9 +194,9 @@ def parallelize(model, mesh, seed, **options):
 
 
 def full_state_dict(model):
-    if not isinstance(model, FSDP):
-        return {name: t.full_tensor() for name, t in model.state_dict().items()}
-    return {name: t for unit in model.units for name, t in unit.whole(unit.shard).items()}
+    if isinstance(model, FSDP):
+        return {name: t for unit in model.units for name, t in unit.whole(unit.shard).items()}
+    return {name: t.full_tensor() for name, t in model.state_dict().items()}  # fully_shard's
 
 
 def full_gradients(model):
@@ -243,14 +242,14 @@ def train_step_at_work(model, optimizer, x, y, valid, clip):
 # ---- 4. run ------------------------------------------------------------------
 
 
-def account(run, model, n, replicas):  # textbook rows; n ranks share the shards
+def account(run, model, n, replicas):  # n ranks share the shards
     held, sent, part = run.ledger["scratch"].memory, run.ledger["scratch"].collectives, (n - 1) / n
     b, c = model.shards[0].itemsize, model.units[0].full.itemsize  # bytes of an element of a shard, of what computes
-    P, P_root = (sum(u.full.numel() for u in units) for units in (model.units, model.units[-1:]))
-    gathered = P + run.args.reshard * (P - P_root)
+    P, P_blocks = (sum(u.full.numel() for u in units) for units in (model.units, model.units[:-1]))
     run.textbook("parameters, gradients, AdamW states", f"4 b P/N + 4 per unit, P = {P:,} with padding",
                  4 * b * P / n + 4 * len(model.units), held["parameters"] + held["gradients"] + held["optimizer"])
-    run.textbook("wire all_gather", "c (P + P_blocks again) (N-1)/N", c * gathered * part, sent["all_gather"]["wire"])
+    run.textbook("wire all_gather", "c (P + P_blocks if resharded) (N-1)/N",
+                 c * (P + run.args.reshard * P_blocks) * part, sent["all_gather"]["wire"])
     run.textbook("wire reduce_scatter", "b P (N-1)/N", b * P * part, sent["reduce_scatter"]["wire"])
     run.textbook("wire all_reduce", "norm: 2 b (N-1)/N, R replicas: 2 b P/N (R-1)/R",
                  2 * b * (part + P / n * (replicas - 1) / replicas), sent["all_reduce"]["wire"])
@@ -263,7 +262,7 @@ def main():
     ranks, n = args.world_size, args.hsdp or args.world_size
     require(args.batch >= ranks, f"--batch {args.batch} sequences for {ranks} ranks: give each at least one")
     require(ranks % n == 0, f"--hsdp {n} does not divide {ranks} ranks")
-    require(not args.offload or args.impl == "scratch", "--offload: only of --impl scratch")
+    require(not args.offload or args.impl == "scratch", "--offload is for --impl scratch; torch's own wants a GPU")
     folder, first = checkpoint.resumed(args)
     run, sides, kind = Run(args), {}, torch.float32 if args.dtype == "bf16" else DTYPES[args.dtype]
     run.first = first
@@ -282,7 +281,7 @@ def main():
             optimizer = adamw(list(getattr(model, "shards", model.parameters())), args.lr)
             sides[impl] = model, optimizer, train_step if impl == "scratch" else train_step_at_work
             checkpoint.restore(folder, first, model, optimizer, mesh)
-        run.say(f"fsdp: {ranks} ranks on {run.device.type}, {args.dtype}, {total:,} parameters, shared by {n} ranks each")
+        run.say(f"fsdp: {ranks} ranks on {run.device.type}, {args.dtype}, {total:,} parameters, each rank keeps 1/{n}")
         for impl, step in run.steps():
             model, optimizer, step_fn = sides[impl]
             x, y, valid = run.batch(step, share(args.batch, ranks, run.rank))
