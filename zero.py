@@ -6,15 +6,14 @@
                meanwhile  get 1 | get 2 |       | get 1 | get 0, sum 2 | sum 1 | sum 0 |
 
     per rank, P parameters with padding, 16 bytes each in bf16: 2, gradient 2, fp32 master and Adam states 12
-               held between steps   sent per step, times 2 P (N-1)/N; M micro-batches (--accum)
-    plain      16 P                 0
+               held between steps   sent per step, times 2 P (N-1)/N; M micro-batches (--accum); the plain GPT: 16 P, 0
     stage 0    16 P                 2       all-reduce of the gradients
     stage 1    (4 + 12/N) P         2       reduce-scatter after the last micro-batch, all-gather of the parameters
     stage 2    (2 + 14/N) P         M + 1   reduce-scatter in every micro-batch: there is no room to sum them first
     stage 3    16 P / N             3 M     gather in forward, gather in backward, reduce-scatter, every time
 
-In fp32 and fp64 of b bytes there is no master: b P, b P and 2 b P. --offload optimizer keeps master and states, and
-steps, on the CPU; --offload param (stage 3) the parameter chunks too. Production overlaps those copies with compute.
+fp32 and fp64 of b bytes have no master: b P, b P and 2 b P. --offload optimizer keeps master and states, and steps,
+on the CPU; --offload param (stage 3) the parameter chunks too. Production overlaps those copies with compute.
 
 Rajbhandari et al. 2019, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", arXiv:1910.02054,
 sections 5 and 7; Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840. At work: ZeroRedundancyOptimizer (stage 1),
@@ -22,7 +21,6 @@ fully_shard with reshard_after_forward False (2) and True (3), section 3 below.
 
     torchrun --standalone --nproc_per_node=2 zero.py --stage 3
 """
-import math
 import sys
 from collections import defaultdict
 from functools import partial
@@ -31,11 +29,9 @@ from itertools import accumulate, pairwise
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from common import POSITIVE, Run, adamw, arguments, build, human, loss_sum, require, share
 
@@ -47,17 +43,16 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 def lend(flat, yes=True):
     """Give a flat tensor its memory, or take it away, under all views of it."""
-    size = flat.numel() * flat.itemsize if yes else 0
-    if flat.untyped_storage().size() != size:
-        flat.untyped_storage().resize_(size)
+    storage, size = flat.untyped_storage(), yes * flat.numel() * flat.itemsize
+    if storage.size() != size:
+        storage.resize_(size)
 
 
 class Flat:
-    """A unit's parameters side by side in one tensor, padded to N equal chunks of which this rank owns one.
+    """A unit's parameters side by side in `full`, p.grad in `buffer`, padded to N equal chunks: this rank owns one.
 
-    full (N chunk,): the parameters are views of it. shard (chunk,): our chunk, where it lasts. master (chunk,): what
-    the optimizer steps, the shard itself or a copy in fp32 or on the CPU. buffer (N chunk,): p.grad are views of it.
-    grad (chunk,): our chunk of the sum. Stage 3 lends memory to full, and stages 2 and 3 to buffer, while in use.
+    shard (chunk,): ours of full, where it lasts. master (chunk,): what the optimizer steps, the shard itself or a copy
+    in fp32 or on the CPU. grad (chunk,): ours of the sum over ranks. Memory is lent to full in stage 3, buffer in 2, 3.
     """
 
     def __init__(self, parameters, make_optimizer, group, offload, stage):
@@ -66,36 +61,34 @@ class Flat:
         ends = [0, *accumulate(p.numel() for p in parameters)]
         chunk = -(-ends[-1] // n)
         mine, ends[-1] = slice(rank * chunk, (rank + 1) * chunk), n * chunk  # the padding goes with the last parameter
-        self.full = parameters[0].new_full((n * chunk,), -0.0)
-        self.buffer, self.own = self.full.clone(), self.full[mine]
-        self.sum, self.ranges = self.buffer[mine], dict(zip(parameters, pairwise(ends)))
+        self.ranges, shape = dict(zip(parameters, pairwise(ends))), (n * chunk,)
+        self.full, self.buffer = parameters[0].new_zeros(shape), parameters[0].new_zeros(shape)
+        self.own, self.sum, self.slots = self.full[mine], self.buffer[mine], self.views(self.buffer)
         for p, view in self.views(self.full).items():
-            p.data = view.copy_(p)
-        self.slots = self.views(self.buffer)
+            p.data = view.copy_(p.detach())
         self.shard = self.own.to("cpu" if offload == "param" else self.own.device, copy=stage == 3)
         home, wide = "cpu" if offload != "none" else self.own.device, torch.promote_types(self.own.dtype, torch.float32)
         self.master = self.shard.to(home, wide, copy=offload == "optimizer")
-        self.grad = self.sum if stage < 2 else torch.zeros_like(self.own)
+        self.grad = self.sum if stage < 2 else self.sum.clone()
         cuts = {p: [min(max(end - mine.start, 0), chunk) for end in ends] for p, ends in self.ranges.items()}
         self.pieces = {p: slice(a, b) for p, (a, b) in cuts.items() if a < b}  # of our chunk
         self.optimizer = make_optimizer([nn.Parameter(self.master[piece]) for piece in self.pieces.values()])
+        lend(self.buffer, stage < 2)
 
     def views(self, flat):
         return {p: flat[a:a + p.numel()].view_as(p) for p, (a, _) in self.ranges.items()}
 
     def gather(self):
-        """All shards -> full, when `work` is over."""
         lend(self.full)
         self.own.copy_(self.shard)  # in stages 1 and 2 they are the same
         self.work = all_gather(self.full, self.own, group=self.group, async_op=True)  # sharded -> replicated
 
     def reduce(self):
-        """Sums gradients over ranks; the first next() starts it, the second waits for the end. What was not used adds
-        -0.0, that is nothing: a sum is -0.0 only if no rank used the parameter."""
+        """Sums gradients over ranks; the first next() starts it, the second waits for the end."""
         lend(self.buffer)
-        for p, (a, b) in self.ranges.items():
-            self.buffer[a + p.numel() * (p.grad is not None):b].fill_(-0.0)  # all, or the padding
-        self.used |= {p for p in self.ranges if p.grad is not None}
+        for p, (a, b) in self.ranges.items():  # -0.0 is nothing: a sum is -0.0 only if no rank used the parameter
+            self.buffer[a + (p.grad is not None) * p.numel():b].fill_(-0.0)
+        self.used.update(p for p in self.ranges if p.grad is not None)
         if self.stage:
             work = reduce_scatter(self.sum, self.buffer, group=self.group, async_op=True)  # partial -> sharded
         else:
@@ -106,31 +99,16 @@ class Flat:
         if self.stage >= 2:
             self.grad += self.sum
             lend(self.buffer, False)
-            for p in self.ranges:
-                p.grad = None
-
-    def step(self):
-        """Steps our pieces; as in one process, parameters that no rank used are skipped."""
-        for (p, piece), master in zip(self.pieces.items(), self.optimizer.param_groups[0]["params"]):
-            grad = self.grad[piece]
-            unused = p not in self.used and (grad.eq(0) & grad.signbit()).all()
-            master.grad = None if unused else grad.to(master)  # in fp32, on the CPU: of one unit at a time
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.shard.copy_(self.master)
-        if self.stage in (1, 2):
-            self.gather()
 
 
 class ZeRO:
-    """ZeRO for any module over the ranks of `group`, in the place of its optimizer:
+    """ZeRO for any module over the ranks of `group`, in the place of its optimizer; gradients are summed, not averaged:
 
         zero.zero_grad(); module(x).backward(); zero.reduce(); norm = zero.norm(); zero.step()
 
-    units: tuples of modules whose parameters lie together. Stage 3 gathers a unit on entering any of its modules, frees
-    it on entering another's, and prefetches what came next in the last step. Parameters in no unit, in several, or of
-    another dtype than the first are kept as in stage 2, frozen ones left alone. Gradients are summed, not averaged.
-    While zero.sync is False stages 0 and 1 only accumulate; stages 2 and 3 want reduce() after every backward.
+    units: tuples of modules whose parameters lie together; in stage 3 all ranks must use the same of a unit's. What is
+    in no unit, in several, or of another dtype than the first is kept as in stage 2; what is frozen, left alone.
+    While zero.sync is False, stages 0 and 1 only accumulate; stages 2 and 3 want reduce() after every backward.
     """
 
     def __init__(self, module, make_optimizer, group=None, stage=1, units=(), offload="none"):
@@ -142,26 +120,26 @@ class ZeRO:
         lists, dtype = defaultdict(list), next(module.parameters()).dtype
         for p in filter(lambda p: p.requires_grad, homes):
             lists[homes[p].pop() if len(homes[p]) == 1 and p.dtype == dtype else -1, p.dtype].append(p)
-        with torch.no_grad():
-            for t in [*module.parameters(), *module.buffers()]:
-                dist.broadcast(t, group=group, group_src=0)  # rank 0's -> replicated
-            flats = {i: Flat(ps, make_optimizer, group, offload, stage if i[0] >= 0 else min(stage, 2))
-                     for i, ps in lists.items()}
-        self.flats = [*flats.values()]
-        self.reset()
-        for flat in self.flats:
-            lend(flat.buffer, stage < 2)
-            for p in flat.ranges:
+        for t in [*module.parameters(), *module.buffers()]:
+            dist.broadcast(t.detach(), group=group, group_src=0)  # rank 0's -> replicated
+        self.flats = []
+        for (i, _), parameters in lists.items():
+            flat = Flat(parameters, make_optimizer, group, offload, stage if i >= 0 else min(stage, 2))
+            self.flats.append(flat)
+            for p in parameters:
                 p.register_post_accumulate_grad_hook(partial(self.ready, flat))
-        for flat, site in [(flat, site) for i, flat in flats.items() if flat.stage == 3 for site in units[i[0]]]:
-            site.register_forward_pre_hook(partial(self.enter, flat))
-            if not isinstance(site, nn.Embedding):  # whose backward needs no parameter
-                site.register_forward_hook(partial(self.watch, flat))
+            for site in units[i] if flat.stage == 3 else ():
+                site.register_forward_pre_hook(partial(self.enter, flat))
+                if not isinstance(site, nn.Embedding):  # whose backward needs no parameter
+                    site.register_forward_hook(partial(self.watch, flat))
+        self.flats.sort(key=lambda flat: flat.stage)  # in no unit: reduced last, when stage 3 gathers no more
+        self.reset()
 
     def reset(self):
         """Nothing is gathered or being reduced, and the units entered until now are the next plan."""
         self.plan, self.entered = self.entered or self.plan, []
-        self.pending, self.flying = self.flats[::-1], iter(())
+        self.pending, self.reducing = self.flats[::-1], iter(())
+        self.module.zero_grad()
         for flat in self.flats:
             if flat.work:
                 flat.work.wait()
@@ -169,23 +147,21 @@ class ZeRO:
 
     def enter(self, flat, *_):
         """One rule for forward and backward: free the unit behind, wait for this one, send for the one ahead."""
-        now = len(self.entered)
-        if self.entered[-1:] == [flat]:
-            return
-        for behind in self.entered[-1:]:
-            lend(behind.full, False)
-        if not flat.full.untyped_storage().size():  # not prefetched
-            flat.gather()
-        flat.work.wait()
-        self.entered.append(flat)
-        for ahead in self.plan[now + 1:now + 2] if self.plan[now:now + 1] == [flat] else ():
-            ahead.gather()
+        if self.entered[-1:] != [flat]:
+            for behind in self.entered[-1:]:
+                lend(behind.full, False)
+            if not flat.full.untyped_storage().size():  # not prefetched
+                flat.gather()
+            flat.work.wait()
+            now = len(self.entered)
+            for ahead in self.plan[now + 1:now + 2] if self.plan[now:now + 1] == [flat] else ():
+                ahead.gather()
+            self.entered.append(flat)
 
     def watch(self, flat, site, inputs, output):
-        """When backward reaches this output it enters the unit."""
-        for t in tree_leaves(output):
+        for t in torch.utils._pytree.tree_leaves(output):
             if isinstance(t, torch.Tensor) and t.requires_grad:
-                t.register_hook(partial(self.enter, flat))
+                t.register_hook(partial(self.enter, flat))  # backward comes to the unit from this end
 
     def ready(self, flat, p):
         """Autograd's call when a gradient is complete; of a tied parameter it is the sum over its uses."""
@@ -198,16 +174,12 @@ class ZeRO:
     def reduce(self, everything=True):
         """To be called after backward: sums over ranks, in the same order on all, what is not yet."""
         while self.sync and self.pending and (everything or not self.pending[0].missing):
-            next(self.flying, None)  # the one before ends: never more than two buffers
-            self.flying = self.pending.pop(0).reduce()
-            next(self.flying)
+            next(self.reducing, None)  # the one before ends: never more than two buffers
+            self.reducing = self.pending.pop(0).reduce()
+            next(self.reducing)
         if self.sync and everything:
-            next(self.flying, None)
+            next(self.reducing, None)
             self.reset()
-
-    def gradients(self):
-        """-> [(parameter, our piece of its summed gradient)]"""
-        return [(p, flat.grad[piece]) for flat in self.flats for p, piece in flat.pieces.items()]
 
     def norm(self):
         square = sum(torch.linalg.vector_norm(f.grad, dtype=f.master.dtype) ** 2 for f in self.flats)
@@ -215,14 +187,22 @@ class ZeRO:
             dist.all_reduce(square, group=self.group)  # partial -> replicated
         return square.sqrt()
 
-    @torch.no_grad()
     def step(self):
+        """Steps our pieces; as in one process, parameters that no rank used are skipped."""
         for flat in self.flats:
-            flat.step()  # while the parameters of the one before are gathered
+            for (p, piece), master in zip(flat.pieces.items(), flat.optimizer.param_groups[0]["params"]):
+                grad = flat.grad[piece]
+                unused = p not in flat.used and (grad.eq(0) & grad.signbit()).all()
+                master.grad = None if unused else grad.to(master)  # in fp32, on the CPU: of one unit at a time
+            flat.optimizer.step()
+            flat.optimizer.zero_grad()
+            flat.shard.copy_(flat.master)
+            if flat.stage in (1, 2):
+                flat.gather()  # while the next one steps
         self.reset()
 
     def zero_grad(self):
-        self.module.zero_grad()
+        self.reset()
         for flat in self.flats:
             flat.used.clear()
             flat.grad.fill_(-0.0)
@@ -265,28 +245,26 @@ def full_gradients(zero):
 def train_step(zero, _, x, y, valid, clip, accum=1):
     """x, y: this rank's rows (B/N, T); valid: of the whole batch -> this rank's part of the loss, gradient norm."""
     zero.zero_grad()
-    total = torch.zeros((), device=x.device)
-    for i, (xs, ys) in enumerate(zip(x.tensor_split(accum), y.tensor_split(accum))):
-        zero.sync = zero.stage >= 2 or i == accum - 1
-        loss = loss_sum(zero.module(xs), ys) / valid
-        loss.backward()
+    losses = []
+    for xs, ys in zip(x.tensor_split(accum), y.tensor_split(accum)):
+        losses.append(loss_sum(zero.module(xs), ys) / valid)
+        zero.sync = zero.stage >= 2 or len(losses) == accum
+        losses[-1].backward()
         zero.reduce()  # partial -> sharded
-        total = total + loss.detach()
     norm = zero.norm()
-    for _, grad in zero.gradients() if clip else ():
-        grad *= (clip / (norm + 1e-6)).clamp(max=1)
+    for flat in zero.flats if clip else ():
+        flat.grad *= (clip / (norm + 1e-6)).clamp(max=1)
     zero.step()
-    return total, norm
+    return sum(losses).detach(), norm
 
 
 # ---- 3. at work: the same with torch's own API -------------------------------
 
 
 def parallelize_at_work(model, lr, stage, mesh):
-    if stage < 2:
+    if stage == 1:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        make = ZeroRedundancyOptimizer if stage else lambda parameters, adamw, lr: adamw(parameters, lr)
-        return model, make(model.parameters(), adamw, lr=lr)
+        return model, ZeroRedundancyOptimizer(model.parameters(), adamw, lr=lr)
     for unit in [*model.blocks, model]:
         fully_shard(unit, mesh=mesh, reshard_after_forward=stage == 3)
     return model, adamw(model.parameters(), lr)
@@ -297,41 +275,33 @@ def full_at_work(model):
     return {n: full(p.grad) for n, p in model.named_parameters()}, {n: full(t) for n, t in model.state_dict().items()}
 
 
-def train_step_at_work(model, optimizer, x, y, valid, clip, accum=1):
+def train_step_at_work(model, optimizer, x, y, valid, clip, _):
     optimizer.zero_grad()
-    total = torch.zeros((), device=x.device)
-    for i, (xs, ys) in enumerate(zip(x.tensor_split(accum), y.tensor_split(accum))):
-        model.require_backward_grad_sync = i == accum - 1  # DistributedDataParallel's no_sync()
-        loss = loss_sum(model(xs), ys) / valid
-        (loss * dist.get_world_size()).backward()  # both average; the sum is wanted here
-        total = total + loss.detach()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
+    loss = loss_sum(model(x), y) / valid
+    (loss * dist.get_world_size()).backward()  # both average; the sum is wanted here
+    norm = nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf"))
     optimizer.step()
-    return total, getattr(norm, "full_tensor", lambda: norm)()
+    return loss, getattr(norm, "full_tensor", lambda: norm)()
 
 
 # ---- 4. run ------------------------------------------------------------------
 
 
 def account(run, zero, accum):
-    """The paper's table and what this run's ledger has measured, also as rows of the textbook."""
-    n, stage, flat, ledger = run.world_size, zero.stage, zero.flats[0], run.ledger["scratch"]
+    """The paper's figures for every stage, and what the ledger has measured for this one."""
+    n, flat, ledger = run.world_size, zero.flats[0], run.ledger["scratch"]
     P, b, wide = sum(f.full.numel() for f in zero.flats), run.dtype.itemsize, flat.master.itemsize
-    k, times = wide * (2 if flat.master is flat.shard else 3), (2, 2, accum + 1, 3 * accum)
-    paper = [(b * P / (n if s > 2 else 1), b * P / (n if s > 1 else 1), k * P / (n if s else 1),
-              times[s] * b * P * (n - 1) / n) for s in range(4)]
-    *held, activations, peak = ledger.memory.values()
-    got = *held, sum(c["wire"] for c in ledger.collectives.values())
-    run.say(f"\n{'stage':>8}{'parameters':>12}{'gradients':>12}{'optimizer':>12}{'sent':>12}")
-    for s, sizes in (*enumerate(paper), (f"here {stage}", got)):
-        run.say(f"{s:>8}", *(f"{human(size):>11}" for size in sizes))
-    counters, norm = 4 * sum(len(f.pieces) for f in zero.flats), (stage > 0) * 2 * (n - 1) / n * wide
-    for row in zip(("parameters held", "gradients held", "optimizer held", "wire in all"),
-                   (f"{b} P" + " / N" * (stage > 2), f"{b} P" + " / N" * (stage > 1),
-                    f"{k} P" + " / N" * (stage > 0) + f" + {counters} (step counters)",
-                    f"{times[stage]} (N-1)/N {b} P" + " + the norm's square" * (stage > 0)),
-                   (want + more for want, more in zip(paper[stage], (0, 0, counters, norm))), got):
-        run.textbook(*row)
+    k, steps = wide * (2 + (flat.master is not flat.shard)), 4 * sum(len(f.pieces) for f in zero.flats)
+    run.say(f"\n{'stage':>8}{'parameters':>13}{'gradients':>13}{'optimizer':>13}{'sent':>13}   of the paper")
+    for s, times in enumerate((2, 2, accum + 1, 3 * accum)):
+        cut, moved = [n if s >= least else 1 for least in (3, 2, 1)], times * b * P * (n - 1) / n
+        held = [size * P / parts for size, parts in zip((b, b, k), cut)]
+        run.say(f"{s:8}" + "".join(f"{human(size):>13}" for size in (*held, moved)))
+        if s == zero.stage:
+            for kind, size, parts, more, want in zip(ledger.memory, (b, b, k), cut, (0, 0, steps), held):
+                run.textbook(f"{kind} held", f"{size} P / {parts} + {more}", want + more, ledger.memory[kind])
+            norm, sent = 2 * (n - 1) / n * wide * bool(s), sum(c["wire"] for c in ledger.collectives.values())
+            run.textbook("wire in all", f"{times} (N-1)/N {b} P + {norm:g} for the norm", moved + norm, sent)
 
 
 def main():
@@ -341,11 +311,11 @@ def main():
     n, stage, ours = args.world_size, args.stage, args.impl == "scratch"
     least = {"none": 0, "optimizer": 1, "param": 3}[args.offload]
     require(stage >= least, f"--offload {args.offload} with --stage {stage}: needs stage {least} or more")
-    require(ours or not least, f"--offload {args.offload} needs --impl scratch")
-    require(ours or stage > 1 or not args.dry_run, f"--dry-run of stage {stage} needs --impl scratch: DDP wants real ranks")
-    require(args.batch >= n * args.accum, f"--batch {args.batch}: {n} ranks x --accum {args.accum} need {n * args.accum}")
+    require(ours or args.accum == 1 and not least and stage > bool(args.dry_run),
+            f"--impl {args.impl} is for stages 1 to 3 (a dry run: 2 and 3) without --offload and --accum")
+    require(args.batch >= n * args.accum, f"--batch {args.batch}: fewer than {n} ranks x {args.accum} micro-batches")
     run = Run(args)
-    mesh, sides = init_device_mesh(run.device.type, (n,)), {}
+    mesh, sides = dist.init_device_mesh(run.device.type, (n,)), {}
     with run:
         for impl in run.impls:
             model = build(run.cfg, args.seed, run.device, run.dtype)
