@@ -82,9 +82,8 @@ class MoE(nn.Module):
     """E experts behind a router, in place of an MLP. `mlps`: this ep rank's E/R, with Linears up and down.
 
     A forward leaves `loss`, this rank's part of the balancing loss, to be added to the model's; `load` (E,), how often
-    all ranks' tokens chose each expert; and how many rows this rank `sent` to each ep rank, and `came` from each.
-    `balanced` reads no values and takes experts to be chosen equally often: for tensors that have none.
-    """
+    all ranks' tokens chose each expert; the experts `chosen` here; and the rows `sent` to and `came` from each ep rank.
+    `balanced` reads no values and takes experts to be chosen equally often: for tensors that have none."""
 
     def __init__(self, router, mlps, shared, top_k, ep, tokens=None, balance="aux", limit=0.0, balanced=False):
         super().__init__()
@@ -99,9 +98,9 @@ class MoE(nn.Module):
         x, shape, k, here = x.flatten(0, -2), x.shape, self.top_k, len(self.experts.up_bias)  # (N, C)
         precise = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(precise), self.router.weight.to(precise))  # (N, E)
-        chosen, gates, probs = route(logits, k, self.bias)
-        slots = chosen.flatten()  # (N K), one for each choice of each token
-        own = torch.zeros_like(probs[0], dtype=torch.int64).scatter_add_(0, slots, torch.ones_like(slots))
+        self.chosen, gates, probs = route(logits, k, self.bias)
+        slots = self.chosen.flatten()  # (N K), one for each choice of each token
+        own = torch.zeros_like(self.bias, dtype=torch.int64).scatter_add_(0, slots, torch.ones_like(slots))
         self.load = own.clone()
         summing = dist.all_reduce(self.load, group=self.tokens, async_op=True)  # partial -> replicated
         most = capacity(self.limit, k, len(x), len(own)) if self.limit else len(x)
@@ -125,7 +124,7 @@ class MoE(nn.Module):
         rows = grouped_linear(rows, w.down_weight, w.down_bias, sizes, self.one_kernel)
         rows = torch.empty_like(rows).index_copy(0, by_expert, rows)  # by source again
         rows = self.exchange(rows, self.came, self.sent, self.ep)  # experts' ranks -> home
-        rows = rows.new_zeros(len(x) * k, x.shape[1]).index_copy(0, slots, rows).view(len(x), k, -1)  # dropped: 0
+        rows = rows.new_zeros(len(x) * k, x.shape[1]).index_copy(0, slots, rows).view(-1, k, x.shape[1])  # dropped: 0
         y = (gates.to(x.dtype).unsqueeze(1) @ rows).view(shape)  # (N, 1, K) @ (N, K, C)
         summing.wait()
         self.loss = balancing_loss(self.load, logits, probs, k) if self.balance == "aux" else 0
@@ -164,7 +163,10 @@ class PlainMoE(nn.Module):
     def forward(self, x):  # (B, T, C) of all ranks
         a, logits = self.args, self.router(x)  # (B, T, E)
         probs = logits.softmax(-1)
-        chose = F.one_hot((probs + self.bias).topk(a.top_k).indices, a.experts).sum(-2)  # (B, T, E) of 0 and 1
+        chosen = (probs + self.bias).topk(a.top_k).indices  # (B, T, K)
+        if x.dtype != torch.float64:  # near ties are decided by rounding: follow the ranks
+            chosen = self.chosen.view_as(chosen)
+        chose = F.one_hot(chosen, a.experts).sum(-2)  # (B, T, E) of 0 and 1
         gates = probs * chose / ((probs * chose).sum(-1, keepdim=True) if a.top_k > 1 else 1)
         if a.capacity:  # of each source rank's tokens
             turn = chose.view(a.world_size, -1, a.experts).cumsum(1)
@@ -179,17 +181,22 @@ class PlainMoE(nn.Module):
 
 def build_plain(run):
     model = build(run.cfg, run.args.seed, run.device, run.dtype)
-    for block in model.blocks:
-        block.mlp = PlainMoE(run.cfg, run.args).to(model.pos.weight)
+    torch.set_default_dtype(run.dtype)
+    with torch.device(run.device):
+        for block in model.blocks:
+            block.mlp = PlainMoE(run.cfg, run.args)
+    torch.set_default_dtype(torch.float32)
     init_weights(model, run.cfg.layers, run.args.seed)  # every expert by its own name
     return model
 
 
-def plain_run(run):
-    """The same steps by the plain MoE, in this process -> Trace"""
+def plain_run(run, choices):
+    """The same steps by the plain MoE, in this process -> Trace. choices: the ranks', (L, N, K) of each step."""
     model, trace = build_plain(run), Trace()
     optimizer = adamw(model.parameters(), run.args.lr)
     for step in range(run.last + 1):
+        for i, block in enumerate(model.blocks):
+            block.mlp.chosen = choices[step][i]
         x, y, valid = run.batch(step)
         optimizer.zero_grad()
         loss = loss_sum(model(x), y) / valid + sum(block.mlp.loss for block in model.blocks)
@@ -252,8 +259,15 @@ def parallelize_at_work(model, mesh, balanced=False):
 # ---- 4. run ------------------------------------------------------------------
 
 
+def all_choices(layers, world_size):
+    own = torch.stack([m.chosen for m in layers])  # (L, N, K)
+    parts = [torch.empty_like(own) for _ in range(world_size)]
+    dist.all_gather(parts, own)  # sharded(1) -> replicated
+    return torch.cat(parts, 1)
+
+
 def report(run, layers, loads, dense, experts, tensors):
-    """Textbook rows, and bars. dense, experts: parameters of this rank outside of and in experts, in so many tensors."""
+    """Textbook rows, and bars. dense, experts: this rank's parameters outside of and in experts, in so many tensors."""
     b, w, r, ledger = run.dtype.itemsize, run.world_size, layers[0].ep.size(), run.ledger[run.impls[0]]
     row, sizes, moved = 2 * b * run.cfg.width, 8 * len(layers) * run.args.experts, ledger.collectives
     rows, stay = sum(sum(m.sent + m.came) for m in layers), 2 * sum(m.sent[m.ep.rank()] for m in layers)
@@ -269,7 +283,7 @@ def report(run, layers, loads, dense, experts, tensors):
         first, last = (load / load.double().mean(1, keepdim=True) for load in loads)  # (L, E), over the mean
         worst, dropped = last.max(1).values.argmax(), 1 - sum(sum(m.sent) for m in layers) * w / loads[1].sum().item()
         run.extra.update(load=dict(first=first.tolist(), last=last.tolist()), dropped=dropped)
-        run.say(f"\nload of layer {worst}'s experts over the mean, first step and last; {dropped:.1%} of rank 0's dropped")
+        run.say(f"\nload of layer {worst}'s experts over the mean, first and last step; rank 0 dropped {dropped:.1%}")
         for e, pair in enumerate(zip(first[worst].tolist(), last[worst].tolist())):
             run.say(f"  expert {e:<3}", "   ".join(f"{n:5.2f} {'#' * round(10 * n):30.30}" for n in pair))
 
@@ -287,7 +301,7 @@ def main():
     run = Run(args)
     mesh = dist.init_device_mesh(run.device.type, (w // r, r), mesh_dim_names=("replicas", "ep"))
     with run:
-        sides, loads = {}, []
+        sides, loads, choices = {}, [], []
         for impl in run.impls:
             model = (parallelize if impl == "scratch" else parallelize_at_work)(build_plain(run), mesh, run.dry)
             sides[impl] = model, adamw(model.parameters(), args.lr), [block.mlp for block in model.blocks]
@@ -303,10 +317,11 @@ def main():
             run.log(impl, step, loss, norm)
             if run.keeps(step):
                 run.trace[impl].keep(step, full_gradients(model, mesh), full_state_dict(model, mesh))
-            if step in (0, run.last) and impl == run.impls[0]:
+            if impl == run.impls[0]:
                 loads.append(torch.stack([m.load for m in layers]))
+                choices.append(all_choices(layers, w) if args.check and not run.dry else None)
         report(run, sides[run.impls[0]][2], (loads[0], loads[-1]), sum(sizes) - experts, experts, len(sizes))
-        plain = plain_run(run) if args.check and not run.dry and run.rank == 0 else None
+        plain = plain_run(run, choices) if args.check and not run.dry and run.rank == 0 else None
         return run.finish(sum(sizes) + (r - 1) * experts, sum(sizes), plain)
 
 
