@@ -14,24 +14,21 @@
 t: tokens of a micro-batch on this rank. full does a forward again, t (24 C^2 + 4 T C), but for the block's last matmul,
 whose result no gradient needs. P parameters and what belongs to them: 16 P, as plain; N ranks all-reduce 4 P per step.
 
-Micikevicius 2018, "Mixed Precision Training", arXiv:1710.03740, section 3; Chen 2016, "Training Deep Nets with Sublinear
-Memory Cost", arXiv:1604.06174, section 3; Korthikanti 2022, "Reducing Activation Recomputation in Large Transformer
-Models", arXiv:2205.05198, section 5. At work: torch.amp, torch.utils.checkpoint, DistributedDataParallel.no_sync.
+Micikevicius 2018, "Mixed Precision Training", arXiv:1710.03740, section 3; Chen 2016, "Training Deep Nets with
+Sublinear Memory Cost", arXiv:1604.06174, section 3; Korthikanti 2022, "Reducing Activation Recomputation in Large
+Transformer Models", arXiv:2205.05198, section 5. At work: torch.amp, torch.utils.checkpoint, no_sync (section 3).
 
     torchrun --standalone --nproc_per_node=2 amp_accum_ckpt.py --amp bf16 --accum 2 --ckpt full
 """
-import contextlib
-import functools
-import itertools
 import math
 import shutil
 import sys
 import weakref
+from contextlib import nullcontext, suppress
+from functools import cache, partial
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
-import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
@@ -72,7 +69,7 @@ def full(forward, *inputs):
         if i not in again:  # wanted for the first time, or once more by a second backward
             again.clear()
             with torch.random.fork_rng(gpus), torch.enable_grad(), torch.autocast(*autocast), \
-                    torch.autograd.graph.saved_tensors_hooks(keep, unpack), contextlib.suppress(Enough):
+                    torch.autograd.graph.saved_tensors_hooks(keep, unpack), suppress(Enough):
                 for state, restore in zip(states, (torch.set_rng_state, torch.cuda.set_rng_state)):
                     restore(unpack(state))
                 forward(*(unpack(t).detach().requires_grad_(grad) for t, grad in kept))
@@ -85,7 +82,7 @@ def full(forward, *inputs):
 
 # Cheap to make again, by the name of the node in the graph that made it: the node still holds what it made that of
 CHEAP = {
-    "GeluBackward0": lambda n: F.gelu(n._saved_self, approximate=n._saved_approximate),
+    "GeluBackward0": lambda n: torch.nn.functional.gelu(n._saved_self, approximate=n._saved_approximate),
     "NativeLayerNormBackward0": lambda n: torch.addcmul(
         n._saved_bias, (n._saved_input - n._saved_result1).mul_(n._saved_result2), n._saved_weight),
     "torch::autograd::AccumulateGrad": lambda n: n.variable,  # of a weight, autocast's copy
@@ -94,10 +91,7 @@ SAME_ORDER = {f"{name}Backward0" for name in "View UnsafeView ReshapeAlias T Tra
 
 
 def selective(forward, *inputs):
-    """Keep what matmuls, attention and residual sums make; no LayerNorm, GELU or cast (Korthikanti 2022, section 5).
-
-    Compiled blocks stay as they are: the compiler has made this choice itself.
-    """
+    """Keep what matmuls, attention and sums make, but no LayerNorm, GELU or cast (Korthikanti 2022, section 5)."""
     (pack, unpack), cheap = outer_hooks(), weakref.WeakValueDictionary()
 
     def keep(t):
@@ -106,7 +100,7 @@ def selective(forward, *inputs):
             node, cast = node.next_functions[0][0], cast or node.name() == "ToCopyBackward0"
         if node is None or node.name() not in CHEAP or (hasattr(node, "variable") and not cast):
             return None, pack(t.detach())
-        again = cheap.get(node) or functools.cache(lambda dtype: CHEAP[node.name()](node).to(dtype))
+        again = cheap.get(node) or cache(lambda dtype: CHEAP[node.name()](node).to(dtype))
         cheap[node] = again  # one for q, k and v together, until the last of them has used it
         return again, (t.dtype, t.size(), t.stride(), t.storage_offset())
 
@@ -119,10 +113,8 @@ def selective(forward, *inputs):
 
 
 class LossScaler:
-    """fp16 knows nothing below 6e-8: scale the loss up, as far as no gradient overflows (Micikevicius 2018, section 3.2).
-
-    (loss * scaler.scale).backward(), unscale, sum and clip, step. The optimizer must be fused: then nothing here waits
-    for the device, and where found_inf is 1 it leaves weights and states alone.
+    """fp16 ends at 6e-8: scale the loss up, as far as gradients do not overflow (Micikevicius 2018, section 3.2):
+    (loss * scaler.scale).backward(), unscale, sum and clip, step. Nothing waits for the device.
     """
 
     def __init__(self, device, scale=65536.0, growth=2.0, backoff=0.5, interval=2000):
@@ -138,6 +130,7 @@ class LossScaler:
 
     def step(self, optimizer):
         """Or back off, after an overflow. Grow after `interval` steps in a row without, unless to infinity."""
+        assert optimizer._step_supports_amp_scaling, "take a fused optimizer: it changes nothing where found_inf is 1"
         optimizer.found_inf = self.found_inf
         optimizer.step()
         self.good = (self.good + 1) * (1 - self.found_inf)
@@ -149,13 +142,10 @@ class LossScaler:
 # ---- 2. the toy GPT, parallelized --------------------------------------------
 
 
-CHECKPOINTING = {"none": None, "full": full, "selective": selective}
-
-
 def parallelize(model, ckpt=None, compiled=False):
     for block in model.blocks:
         forward = torch.compile(block.forward) if compiled else block.forward
-        block.forward = functools.partial(ckpt, forward) if ckpt else forward
+        block.forward = partial(ckpt, forward) if ckpt else forward
     return model
 
 
@@ -181,7 +171,7 @@ def train_step(model, optimizer, scaler, micro, valid, clip, autocast, group=Non
         scaler.unscale(gradients, group)
     for work in [dist.all_reduce(g, group=group, async_op=True) for g in gradients]:  # partial -> replicated
         work.wait()
-    norm = nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
     scaler.step(optimizer) if scaler else optimizer.step()
     return loss, norm
 
@@ -189,27 +179,24 @@ def train_step(model, optimizer, scaler, micro, valid, clip, autocast, group=Non
 # ---- 3. at work: the same with torch's own API -------------------------------
 
 for end in "", "_backward":  # torch's FLOP counter knows the attention of GPUs; that of CPUs counts the same
-    flash = "_scaled_dot_product_flash_attention"
-    flop_registry[getattr(torch.ops.aten, f"{flash}_for_cpu{end}")] = flop_registry[getattr(torch.ops.aten, flash + end)]
-
-MATMULS = [op.default for op in flop_registry if hasattr(op, "default")]  # those that torch's FLOP counter knows
-CHECKPOINTING_AT_WORK = {  # where blocks are an nn.Sequential: checkpoint_sequential(blocks, segments, x)
-    "none": None, "full": functools.partial(checkpoint, use_reentrant=False),
-    "selective": functools.partial(checkpoint, use_reentrant=False, context_fn=functools.partial(
-        create_selective_checkpoint_contexts, MATMULS))}
+    cpu, gpu = (getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention{on}{end}") for on in ("_for_cpu", ""))
+    flop_registry[cpu] = flop_registry[gpu]
+MATMULS = [op.default for op in flop_registry if hasattr(op, "default")]
+full_at_work = partial(checkpoint, use_reentrant=False)  # of an nn.Sequential: checkpoint_sequential
+selective_at_work = partial(full_at_work, context_fn=partial(create_selective_checkpoint_contexts, MATMULS))
 
 
 def train_step_at_work(model, optimizer, scaler, micro, valid, clip, autocast):
     optimizer.zero_grad()
     loss, n = 0.0, dist.get_world_size()
     for i, (x, y) in enumerate(micro):
-        with model.no_sync() if n > 1 and i < len(micro) - 1 else contextlib.nullcontext():
+        with model.no_sync() if n > 1 and i < len(micro) - 1 else nullcontext():
             with autocast():
                 part = loss_sum(model(x), y) / valid
             scaler.scale(part * n).backward()  # DistributedDataParallel averages; the sum is wanted here
         loss = loss + part.detach()
     scaler.unscale_(optimizer)
-    norm = nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
     scaler.step(optimizer)
     scaler.update()
     return loss, norm
@@ -218,8 +205,9 @@ def train_step_at_work(model, optimizer, scaler, micro, valid, clip, autocast):
 # ---- 4. run ------------------------------------------------------------------
 
 AMP = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-HEAD = "\n amp   M ckpt         MB kept   textbook      peak  MFLOP again  textbook   ms/step     tok/s    MFU  loss gap"
-ROW = "{:>4} {:3} {:9} {:10.3f} {:10.3f} {:9.3f} {:12.3f} {:9.3f} {:9.1f} {:9,.0f} {:6.1%} {:9.1e}".format
+CKPT = {"none": (None, None), "full": (full, full_at_work), "selective": (selective, selective_at_work)}
+HEAD = "\n amp   M ckpt         MB kept   textbook      peak MFLOP again  textbook   ms/step     tok/s    MFU loss gap"
+ROW = "{:>4} {:3} {:9} {:10.3f} {:10.3f} {:9.3f} {:11.3f} {:9.3f} {:9.1f} {:9,.0f} {:6.1%} {:8.1e}".format
 
 
 def textbook(run, amp, accum, ckpt):
@@ -241,76 +229,71 @@ def setup(run, theirs, amp, ckpt):
     """-> the train step, and its model, optimizer, scaler, autocast"""
     args, kind, fp16 = run.args, run.device.type, amp == "fp16"
     model = build(run.cfg, args.seed, run.device, run.dtype)
-    model = parallelize(model, (CHECKPOINTING_AT_WORK if theirs else CHECKPOINTING)[ckpt], args.compile)
+    model = parallelize(model, CKPT[ckpt][theirs], args.compile)
     scaler = LossScaler(run.device, interval=args.growth) if fp16 else None
     if theirs:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True) if run.world_size > 1 else model
         scaler = torch.amp.GradScaler(kind, enabled=fp16, growth_interval=args.growth)
-    autocast = functools.partial(torch.autocast, kind, AMP[amp], enabled=amp != "off")
+    autocast = partial(torch.autocast, kind, AMP[amp], enabled=amp != "off")
     return train_step_at_work if theirs else train_step, model, adamw(model.parameters(), args.lr), scaler, autocast
 
 
 def report(run, plans, counters, total):
     """The textbook beside what was measured: of the first plan as everywhere, of all of them in a table -> plain"""
-    args, (L, C, _, _, T), n, first = run.args, run.cfg, run.world_size, run.ledger[run.impls[0]]
-    size, flag = total * run.dtype.itemsize, 4 * (args.amp == "fp16" and args.impl != "torch")
-    sent = first.collectives["all_reduce"]["wire"]
-    run.textbook("wire all_reduce", "2 (N-1)/N (b P, in fp16 + 4)", 2 * (n - 1) * (size + flag) / n, sent)
-    run.textbook("gradients held", "b P", size, first.memory["gradients"])
+    args, (L, C, _, _, T), n, first = run.args, run.cfg, run.world_size, run.impls[0]
+    size = total * run.dtype.itemsize + 4 * (plans[first][0] == "fp16" and first != "torch")
+    run.textbook("wire all_reduce", "2 (N-1)/N (b P, in fp16 + 4)", 2 * (n - 1) * size / n,
+                 run.ledger[first].collectives["all_reduce"]["wire"])
     plain = run.plain() if args.check and not run.dry and run.rank == 0 else None
     run.say(HEAD)
     for name, plan in plans.items():
         formula, kept, once, again = textbook(run, *plan)
-        held, ms, losses = run.ledger[name].memory, run.ms(name) or math.inf, run.trace[name].loss.items()
-        speed, measured = 1e3 * args.batch * T / ms, (held["activations"], counters[name].get_total_flops() - once)
+        held, ms = run.ledger[name].memory, run.ms(name) or math.inf
+        speed, done_again = 1e3 * args.batch * T / ms, counters[name].get_total_flops() - once
         mfu = speed * (6 * total + 12 * L * C * T) / n / (1e12 * args.peak or math.inf)
-        gap = max(abs(a / plain.loss[i] - 1).item() for i, a in losses) if plain else 0
-        row = [*plan, measured[0], kept, held["peak"], measured[1], again, ms, speed, mfu, gap]
+        gap = max(abs(a / plain.loss[i] - 1).item() for i, a in run.trace[name].loss.items()) if plain else 0
+        row = [*plan, held["activations"], kept, held["peak"], done_again, again, ms, speed, mfu, gap]
         run.say(ROW(*plan, *(x / 1e6 for x in row[3:8]), *row[8:]))
         run.extra.setdefault("plans", []).append(row)
         if name == "scratch":
-            run.textbook("activations kept", formula, kept, measured[0])
+            run.textbook("activations kept", formula, kept, held["activations"])
     return plain
 
 
 def main():
     args = arguments(__doc__, amp=("off", "autocast to", tuple(AMP)), accum=(1, "M, micro-batches", POSITIVE),
-                     ckpt=("none", "keep less for backward", tuple(CHECKPOINTING)), compile=(False, "torch.compile the blocks"),
+                     ckpt=("none", "keep less for backward", tuple(CKPT)), compile=(False, "torch.compile blocks"),
                      growth=(2000, "fp16: steps without overflow until the loss scale doubles", POSITIVE),
                      sweep=(False, "--amp off and bf16, --accum 1 and M, every --ckpt, in one table"),
                      peak=(0.0, "TFLOP/s of a device in bf16, from its data sheet, for MFU", ANY))
     n = args.world_size
     require(args.batch >= n * args.accum, f"--batch {args.batch}: fewer than {n} ranks x --accum {args.accum}")
-    require(args.dtype == "fp32" or args.dtype == "fp64" and args.amp == "off",
-            f"--dtype {args.dtype} --amp {args.amp}: autocast takes fp32 weights (--amp bf16 without --dtype)")
-    require(args.impl == "scratch" or not (args.dry_run or args.sweep), f"--impl {args.impl}: not in a dry run or sweep")
-    require(not (args.compile and args.dry_run), "--compile: needs real tensors, not --dry-run")
-    require(not args.compile or any(map(shutil.which, ("c++", "g++", "clang++"))), "--compile: no C++ compiler here")
+    require(args.dtype == "fp32" or (args.dtype, args.amp) == ("fp64", "off"), f"--dtype {args.dtype}: take --amp bf16")
+    require(args.impl == "scratch" or not (args.dry_run or args.sweep), f"--impl {args.impl}: no dry run or sweep")
+    require(not args.compile or not args.dry_run and shutil.which("c++"), "--compile needs c++, and no --dry-run")
     run = Run(args)
     plans = {impl: (args.amp, args.accum, args.ckpt) for impl in run.impls}
     if args.sweep:
-        plans = {str(p): p for p in itertools.product(("off", "bf16"), sorted({1, args.accum}), CHECKPOINTING)}
+        plans = {f"{a} {m} {c}": (a, m, c) for a in ("off", "bf16") for m in sorted({1, args.accum}) for c in CKPT}
     run.impls, run.trace, run.times = tuple(plans), {p: Trace() for p in plans}, {p: [] for p in plans}
     with run:
         sides = {name: setup(run, name == "torch", amp, ckpt) for name, (amp, _, ckpt) in plans.items()}
         counters = {p: FlopCounterMode(display=False) for p in plans}
         total = sum(p.numel() for p in sides[run.impls[0]][1].parameters())
         for name, step in run.steps():
-            step_fn, model, optimizer, scaler, autocast = sides[name]
+            (amp, accum, _), (step_fn, model, optimizer, scaler, autocast) = plans[name], sides[name]
             x, y, valid = run.batch(step, share(args.batch, n, run.rank))
-            micro = list(zip(x.tensor_split(plans[name][1]), y.tensor_split(plans[name][1])))
-            counter = counters[name] if step == run.last else contextlib.nullcontext()
-            with run.measure(name, step, model, optimizer), counter:
+            micro = list(zip(x.tensor_split(accum), y.tensor_split(accum)))
+            with run.measure(name, step, model, optimizer), counters[name] if step == run.last else nullcontext():
                 loss, norm = step_fn(model, optimizer, scaler, micro, valid, args.clip, autocast)
             run.log(name, step, loss, norm)
-            if args.amp == "fp16" and not run.dry:
-                scale = scaler.get_scale() if name == "torch" else scaler.scale.item()
-                run.extra.setdefault("scale", {}).setdefault(name, []).append(scale)
+            if amp == "fp16" and not run.dry:
+                run.extra.setdefault("scale " + name, []).append(
+                    scaler.get_scale() if name == "torch" else scaler.scale.item())
             if run.keeps(step) and name == run.impls[0]:
                 run.trace[name].keep(step, full_gradients(model), full_state_dict(model))
-        plain = report(run, plans, counters, total)
-        args.dtype = args.dtype if args.amp == "off" else "bf16"  # the check holds only the loss, to 2%: see compare
-        return run.finish(total, total, plain)
+        args.dtype = args.dtype if plans[run.impls[0]][0] == "off" else "bf16"  # the loss to 2%: see compare
+        return run.finish(total, total, report(run, plans, counters, total))
 
 
 if __name__ == "__main__":
