@@ -198,13 +198,15 @@ def not_regrouped(module):
 
 
 @pytest.mark.parametrize("plant, flags", [
-    (no_backward, []), (router_detached, []), (summed_over_ep, []), (biased_gates, ["--balance", "bias", "--steps", "9"]),
+    (no_backward, []), (router_detached, []), (summed_over_ep, []),
+    (biased_gates, ["--balance", "bias", "--steps", "9"]),
     (aux_without_factor, []), (local_load, []), (not_regrouped, [])])
 def test_planted(plant, flags):
     proves("moe", 2, *flags, plant=plant)
 
 
 @pytest.mark.parametrize("world, flags", [
-    (2, ["--experts", "5"]), (4, ["--ep", "3"]), (1, ["--top-k", "9"]), (1, ["--capacity", "-1"]), (2, ["--batch", "3"])])
+    (2, ["--experts", "5"]), (4, ["--ep", "3"]), (1, ["--top-k", "9"]), (1, ["--capacity", "-1"]),
+    (2, ["--batch", "3"])])
 def test_bad_usage(world, flags):
     script("moe", world, *flags, code=2)
