@@ -177,8 +177,8 @@ class FSDP(nn.Module):
             unit.keep()
 
     def clip_grad_norm_(self, max_norm):
-        norm = nn.utils.get_total_norm([s.grad for s in self.shards if s.grad is not None]).square()
-        dist.all_reduce(norm := norm.to(self.units[-1].full.device), group=self.units[-1].group)  # partial -> replicated
+        norm, root = nn.utils.get_total_norm([s.grad for s in self.shards if s.grad is not None]), self.units[-1]
+        dist.all_reduce(norm := norm.to(root.full.device).square(), group=root.group)  # partial -> replicated
         nn.utils.clip_grads_with_norm_(self.shards, max_norm or float("inf"), norm.sqrt_())
         return norm
 
