@@ -72,8 +72,7 @@ class Ring:
         self.rank, self.n, self.group = rank, n, group
 
     def chunks(self, hop=0):
-        """Which chunks of the sequence the rank holds that is `hop` before: one of n, in order."""
-        return [(self.rank - hop) % self.n]
+        return [(self.rank - hop) % self.n]  # of n; those that the rank so many hops before holds
 
     def positions(self, T):
         return torch.arange(T).view(self.n * len(self.chunks()), -1)[self.chunks()].flatten()  # own ones, (T/N,)
@@ -125,8 +124,7 @@ class Zigzag(Ring):  # the same, but of 2n chunks one early and one late
         return [rank := (self.rank - hop) % self.n, 2 * self.n - 1 - rank]
 
 
-class AllGather(Zigzag):
-    """The same with one collective each: all K and V at once, in the same order (Llama 3, section 3.3.2)."""
+class AllGather(Zigzag):  # the same blocks, but one collective each way (Llama 3, section 3.3.2)
     def bring(self, kv):
         everyone = kv.new_empty(self.n, *kv.shape)
         all_gather(everyone, kv.unsqueeze(0), group=self.group)  # sharded -> replicated
@@ -138,11 +136,11 @@ class AllGather(Zigzag):
             everyone = part.new_empty(self.n, *part.shape) if everyone is None else everyone
             everyone[self.rank - hop] = part
         reduce_scatter(part.unsqueeze(0), everyone, group=self.group)  # partial -> sharded
+        everyone.untyped_storage().resize_(0)  # now: the backend's thread may hold on to it for a while
         return part
 
 
-class BlockwiseAttention(torch.autograd.Function):
-    """Own queries meet the keys and values of all ranks, block by block, and never a T x T matrix."""
+class BlockwiseAttention(torch.autograd.Function):  # own queries, the keys and values of all ranks; no T x T matrix
     @staticmethod
     def forward(ctx, q, own, ring):  # own K and V: (2, B, H, T/N, D)
         out = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
@@ -176,15 +174,17 @@ class BlockwiseAttention(torch.autograd.Function):
         return dq.to(q.dtype), ctx.ring.give_back(parts()).to(q.dtype), None  # dK, dV: partial -> sharded
 
 
-class AllToAll(torch.autograd.Function):
-    """Cut along one dim, a part for every rank; join along another what comes from every rank."""
+class AllToAll(torch.autograd.Function):  # cut along one dim, a part for every rank; join along another
     @staticmethod
     def forward(ctx, x, cut, join, group):
         ctx.back = join, cut, group
         parts = torch.stack(x.chunk(dist.get_world_size(group), cut)).contiguous()
         received = torch.empty_like(parts)
         dist.all_to_all_single(received, parts, group=group)  # sharded(join) -> sharded(cut)
-        return torch.cat(received.unbind(), join)
+        joined = torch.cat(received.unbind(), join)
+        for buffer in (parts, received):
+            buffer.untyped_storage().resize_(0)  # now: the backend's thread may hold on to it for a while
+        return joined
 
     @staticmethod
     def backward(ctx, grad):
