@@ -93,6 +93,7 @@ class Ledger(TorchDispatchMode):
 
     def __exit__(self, *exc):
         super().__exit__(*exc)
+        self.last = None
         self.hooks.__exit__(*exc)
         del torch.UntypedStorage.resize_  # StorageBase's shows again
         self.memory = {kind: nbytes(tensors) for kind, tensors in self.held().items()}
@@ -104,6 +105,8 @@ class Ledger(TorchDispatchMode):
         if any(t.__name__ == "DTensor" for t in types):
             return NotImplemented  # let it unfold into local tensors and collectives first
         out = func(*args, **(kwargs or {}))
+        if "c10d" in func.namespace:
+            self.last = args, out  # gloo lets go of them when it likes: hold them, in dry runs too, until the next one
         for name, (kind, *place) in COLLECTIVES.items() if "c10d" in func.namespace else ():
             if re.match("_?" + name, func._opname):
                 place = place[func.namespace != "c10d"]
