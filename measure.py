@@ -17,6 +17,7 @@ Trace holds what training did, and compare() says how far two of them are apart.
 """
 import math
 import re
+import time
 import weakref
 from collections import Counter, defaultdict
 from fractions import Fraction
@@ -77,7 +78,8 @@ class Ledger(TorchDispatchMode):
         self.collectives = defaultdict(lambda: Counter(calls=0, payload=0, wire=0))
         self.memory, self.sizes, self.saved, self.groups = {}, {}, Counter(), Counter()
         self.live = self.peak = self.saved_bytes = self.activations = 0
-        self.held = lambda: held(model, optimizer)
+        self.held, self.last = lambda: held(model, optimizer), None
+        self.gloo = dist.is_initialized() and dist.get_backend() == "gloo"
         self.parameters = {storage_of(p)._cdata for p in self.held()["parameters"]}
         for t in sum(self.held().values(), []):
             self.follow(storage_of(t))
@@ -106,7 +108,7 @@ class Ledger(TorchDispatchMode):
             return NotImplemented  # let it unfold into local tensors and collectives first
         out = func(*args, **(kwargs or {}))
         if "c10d" in func.namespace:
-            self.last = args, out  # gloo lets go of them when it likes: hold them, in dry runs too, until the next one
+            self.last = args  # gloo lets go of them a moment after wait(): hold them, in dry runs too, until the next
         for name, (kind, *place) in COLLECTIVES.items() if "c10d" in func.namespace else ():
             if re.match("_?" + name, func._opname):
                 place = place[func.namespace != "c10d"]
@@ -131,6 +133,8 @@ class Ledger(TorchDispatchMode):
             weakref.finalize(storage, lambda: setattr(self, "live", self.live - self.sizes.pop(key))).atexit = False
         self.live += size - self.sizes.get(key, 0)
         self.sizes[key] = size
+        if self.live > self.peak and self.last and self.gloo:
+            time.sleep(2e-4)  # before a new peak: gloo's thread may be about to let go of what it has sent
         self.peak = max(self.peak, self.live)
 
     def save(self, tensor):
