@@ -292,7 +292,7 @@ def main():
                     scaler.get_scale() if name == "torch" else scaler.scale.item())
             if run.keeps(step) and name == run.impls[0]:
                 run.trace[name].keep(step, full_gradients(model), full_state_dict(model))
-        args.dtype = args.dtype if plans[run.impls[0]][0] == "off" else "bf16"  # the loss to 2%: see compare
+        args.judged_as = args.dtype if plans[run.impls[0]][0] == "off" else "bf16"  # the loss to 2%: see compare
         return run.finish(total, total, report(run, plans, counters, total))
 
 

@@ -361,14 +361,14 @@ class Run:
         """Is this a step of which every gradient and parameter is compared?"""
         return self.args.check and not self.dry and step in (self.first, self.last)
 
-    def plain(self):
-        """The same steps by the plain GPT in this process -> Trace"""
-        model, trace = build(self.cfg, self.args.seed, self.device, self.dtype), Trace()
+    def plain(self, model=None):
+        """The same steps by the plain GPT (or this model) in this process -> Trace. A module's `loss` is added."""
+        model, trace = model or build(self.cfg, self.args.seed, self.device, self.dtype), Trace()
         optimizer = adamw(model.parameters(), self.args.lr)
         for step in range(self.last + 1):
             x, y, valid = self.batch(step)
             optimizer.zero_grad()
-            loss = loss_sum(model(x), y) / valid
+            loss = loss_sum(model(x), y) / valid + sum(getattr(m, "loss", 0) for m in model.modules())
             loss.backward()
             norm = nn.utils.clip_grad_norm_(model.parameters(), self.args.clip or math.inf)
             optimizer.step()
@@ -393,7 +393,7 @@ class Run:
                 ranks = [json.loads(self.store.get(f"rank {r}")) for r in range(self.world_size)]
                 if args.check:
                     plain = plain or self.plain()
-                    check, losses = compare(trace, plain, args.dtype), [x.item() for x in plain.loss.values()]
+                    check, losses = compare(trace, plain, getattr(args, "judged_as", args.dtype)), [x.item() for x in plain.loss.values()]
                 self.store.set("failed", str(int(bool(check) and not check["passed"])))
             self.store.wait(["failed"], timedelta(days=1))
             failed = int(self.store.get("failed"))
