@@ -393,7 +393,8 @@ class Run:
                 ranks = [json.loads(self.store.get(f"rank {r}")) for r in range(self.world_size)]
                 if args.check:
                     plain = plain or self.plain()
-                    check, losses = compare(trace, plain, getattr(args, "judged_as", args.dtype)), [x.item() for x in plain.loss.values()]
+                    check = compare(trace, plain, getattr(args, "judged_as", args.dtype))
+                    losses = [x.item() for x in plain.loss.values()]
                 self.store.set("failed", str(int(bool(check) and not check["passed"])))
             self.store.wait(["failed"], timedelta(days=1))
             failed = int(self.store.get("failed"))

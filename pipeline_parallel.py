@@ -277,7 +277,7 @@ def parallelize(model, plans, group, boundary, clock):
 
 def gather(model, mine):
     """{name: tensor} on each stage -> of all stages, on every rank."""
-    like = next(model.parameters())
+    like = next(iter(mine.values()))
     whole = {n: mine[n].contiguous() if n in mine else like.new_empty(shape) for n, (_, shape) in model.homes.items()}
     for name, (rank, _) in model.homes.items():
         dist.broadcast(whole[name], group=model.group, group_src=rank)  # on one stage -> replicated

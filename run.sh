@@ -10,7 +10,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
 files=(ddp zero fsdp tensor_parallel pipeline_parallel context_parallel moe amp_accum_ckpt hybrid_3d)
-bench=(--impl both --layers 4 --width 256 --heads 8 --seq 256 --batch 8 --steps 30 --no-check)
+bench=(--impl both --layers 4 --width 256 --heads 8 --seq 256 --batch 8 --steps 20 --no-check)
 export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore:Failed to initialize NumPy}" # torch's, where NumPy is not installed
 
 usable() { # has this Python what the project needs?
@@ -55,6 +55,15 @@ launch() { # FILE RANKS flags...
 
 present() { for file in "${files[@]}"; do [[ -f $file.py ]] && echo "$file"; done; }
 
+benched() { # what a file needs beside $bench
+  case $1 in
+    zero) echo "--stage 1" ;;
+    pipeline_parallel) echo "--micro 8" ;;
+    context_parallel) echo "--impl scratch --attn zigzag --seq 4096 --layers 2 --batch 1" ;; # torch's runs on GPUs only
+    tensor_parallel) echo "--sp" ;;
+  esac
+}
+
 layout() { # the ranks and flags with which a file is run by default, where they are not "all ranks" and none
   case $1 in
     hybrid_3d) if (($2 >= 4)); then echo "$2 --tp 2 --pp 2"; else echo "$2 --dp $2 --tp 1 --pp 1"; fi ;;
@@ -63,16 +72,17 @@ layout() { # the ranks and flags with which a file is run by default, where they
 }
 
 all() { # TITLE flags...: every file in turn, then the table
-  local title=$1 ranks code failed=() file words
+  local title=$1 ranks code failed=() file words own=()
   shift
   ranks=$(default_ranks)
   reports=$(mktemp -d) # not local: the trap needs it
   trap 'rm -rf "$reports"' EXIT
   for file in $(present); do
     read -ra words <<<"$(layout "$file" "$ranks")"
+    [[ $title != ours* ]] || read -ra own <<<"$(benched "$file")"
     printf '\n==== %s ====\n' "$file"
     code=0
-    launch "$file" "${words[@]}" "$@" --json "$reports/$file.json" || code=$?
+    launch "$file" "${words[@]}" "$@" ${own[@]+"${own[@]}"} --json "$reports/$file.json" || code=$?
     ((code == 0)) || failed+=("$file")
   done
   printf '\n==== %s ====\n' "$title"
