@@ -4,9 +4,9 @@
     rank 0    0 0 0 1 | 2 3   0 0 0 1 0 1   experts 0 and 1   0 0 0 1 2 3   sum of a token's K rows
     rank 1    0 1 | 2 2 3 3   2 3 2 2 3 3   experts 2 and 3   0 1 2 2 3 3   sum of a token's K rows
 
-The ranks that share out the experts also share out the batch. With --ep R of W ranks an expert is on W/R of them, which
-sum its gradient; all else (router, attention, shared expert) is summed over W. Splits are uneven, none is dropped; or
-(--capacity C) an expert takes the first ceil(C K N / E) of a source rank's N tokens that chose it, and no more.
+The ranks that share out the experts also share out the batch. With --ep R of W ranks an expert is on W/R of them,
+which sum its gradient; all else is summed over W. Splits are uneven and no token is dropped; or (--capacity C) an
+expert takes the first ceil(C K N / E) of a source rank's N tokens that chose it, and no more.
 
     on each rank, D dense and X experts' parameters of b bytes   plain MoE     here
     parameters, gradients, AdamW states                          4 b (D + X)   4 b (D + X/R)
@@ -30,7 +30,6 @@ import torch.nn.functional as F
 from torch.distributed.nn.functional import all_to_all_single
 
 from common import ANY, MLP, POSITIVE, Run, adamw, arguments, build, init_weights, loss_sum, require, share
-from measure import Trace
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
 
@@ -66,10 +65,9 @@ def route(logits, top_k, bias):
     return chosen, gates / gates.sum(-1, keepdim=True) if top_k > 1 else gates, probs
 
 
-def balancing_loss(load, logits, probs, top_k, alpha=1e-2, beta=1e-3):
-    """alpha E sum f_i P_i (Switch) + beta mean(logsumexp^2) (ST-MoE): this rank's part, all parts add up to the loss.
-
-    load (E,): choices of all ranks' tokens, so that f is the global batch's; logits, probs (N, E): of this rank's."""
+def balancing_loss(load, logits, probs, top_k, alpha=0.1, beta=1e-3):
+    """alpha E sum f_i P_i (Switch) + beta mean(logsumexp^2) (ST-MoE): this rank's part of it. load (E,):
+    choices of all ranks' tokens, so that f is the global batch's; logits, probs (N, E): of this rank's tokens."""
     f, tokens = load.to(probs.dtype) / load.sum(), load.sum() / top_k
     return (alpha * len(f) * (f @ probs.sum(0)) + beta * logits.logsumexp(-1).square().sum()) / tokens
 
@@ -80,7 +78,6 @@ def capacity(factor, top_k, tokens, experts):
 
 class MoE(nn.Module):
     """E experts behind a router, in place of an MLP. `mlps`: this ep rank's E/R, with Linears up and down.
-
     A forward leaves `loss`, this rank's part of the balancing loss, to be added to the model's; `load` (E,), how often
     all ranks' tokens chose each expert; the experts `chosen` here; and the rows `sent` to and `came` from each ep rank.
     `balanced` reads no values and takes experts to be chosen equally often: for tensors that have none."""
@@ -131,7 +128,7 @@ class MoE(nn.Module):
         return y if self.shared is None else y + self.shared(x.view(shape))
 
 
-def sum_gradients(model, replicas, ep, tokens=None, gamma=1e-3):
+def sum_gradients(model, replicas, ep, tokens=None, gamma=1e-2):
     """After backward: experts' gradients over holders of the same, others over all ranks -> norm. Moves the biases."""
     layers, squares = [m for m in model.modules() if isinstance(m, MoE)], []
     experts = {p for m in layers for p in m.experts.parameters()}
@@ -163,50 +160,29 @@ class PlainMoE(nn.Module):
     def forward(self, x):  # (B, T, C) of all ranks
         a, logits = self.args, self.router(x)  # (B, T, E)
         probs = logits.softmax(-1)
-        chosen = (probs + self.bias).topk(a.top_k).indices  # (B, T, K)
-        if x.dtype != torch.float64:  # near ties are decided by rounding: follow the ranks
-            chosen = self.chosen.view_as(chosen)
-        chose = F.one_hot(chosen, a.experts).sum(-2)  # (B, T, E) of 0 and 1
+        chosen = self.choices.pop(0) if self.choices else (probs + self.bias).topk(a.top_k).indices
+        chose = F.one_hot(chosen, a.experts).sum(-2).view_as(probs)  # (B, T, E) of 0 and 1
         gates = probs * chose / ((probs * chose).sum(-1, keepdim=True) if a.top_k > 1 else 1)
         if a.capacity:  # of each source rank's tokens
             turn = chose.view(a.world_size, -1, a.experts).cumsum(1)
             gates = gates * (turn <= capacity(a.capacity, a.top_k, turn.shape[1], a.experts)).view_as(gates)
         load = chose.sum((0, 1)).to(x.dtype)
         switch, z = a.experts * (load * probs.mean((0, 1))).sum() / load.sum(), logits.logsumexp(-1).square().mean()
-        self.loss = 1e-2 * switch + 1e-3 * z if a.balance == "aux" else 0
-        self.bias += 1e-3 * (load.mean() - load).sign() * (a.balance == "bias")  # for the next step
+        self.loss = 0.1 * switch + 1e-3 * z if a.balance == "aux" else 0
+        self.bias += 1e-2 * (load.mean() - load).sign() * (a.balance == "bias")  # for the next step
         y = (gates[..., e, None] * expert(x) for e, expert in enumerate(self.experts))
         return sum(y, self.shared(x) if self.shared else 0)
 
 
-def build_plain(run):
+def build_plain(run, choices=()):  # the ranks' choices, since in fp32 rounding decides near ties
     model = build(run.cfg, run.args.seed, run.device, run.dtype)
     torch.set_default_dtype(run.dtype)
     with torch.device(run.device):
-        for block in model.blocks:
+        for i, block in enumerate(model.blocks):
             block.mlp = PlainMoE(run.cfg, run.args)
-    torch.set_default_dtype(torch.float32)
+            block.mlp.choices = [torch.cat([of_rank[i] for of_rank in step]) for step in choices]
     init_weights(model, run.cfg.layers, run.args.seed)  # every expert by its own name
     return model
-
-
-def plain_run(run, choices):
-    """The same steps by the plain MoE, in this process -> Trace. choices: the ranks', (L, N, K) of each step."""
-    model, trace = build_plain(run), Trace()
-    optimizer = adamw(model.parameters(), run.args.lr)
-    for step in range(run.last + 1):
-        for i, block in enumerate(model.blocks):
-            block.mlp.chosen = choices[step][i]
-        x, y, valid = run.batch(step)
-        optimizer.zero_grad()
-        loss = loss_sum(model(x), y) / valid + sum(block.mlp.loss for block in model.blocks)
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), run.args.clip or math.inf)
-        optimizer.step()
-        trace.log(step, loss, norm)
-        if run.keeps(step):
-            trace.keep(step, {n: p.grad for n, p in model.named_parameters()}, model.state_dict())
-    return trace
 
 
 def parallelize(model, mesh, balanced=False):
@@ -259,33 +235,26 @@ def parallelize_at_work(model, mesh, balanced=False):
 # ---- 4. run ------------------------------------------------------------------
 
 
-def all_choices(layers, world_size):
-    own = torch.stack([m.chosen for m in layers])  # (L, N, K)
-    parts = [torch.empty_like(own) for _ in range(world_size)]
-    dist.all_gather(parts, own)  # sharded(1) -> replicated
-    return torch.cat(parts, 1)
-
-
-def report(run, layers, loads, dense, experts, tensors):
-    """Textbook rows, and bars. dense, experts: this rank's parameters outside of and in experts, in so many tensors."""
+def report(run, layers, loads, dense, experts, tensors):  # this rank's parameters, in so many tensors
     b, w, r, ledger = run.dtype.itemsize, run.world_size, layers[0].ep.size(), run.ledger[run.impls[0]]
     row, sizes, moved = 2 * b * run.cfg.width, 8 * len(layers) * run.args.experts, ledger.collectives
     rows, stay = sum(sum(m.sent + m.came) for m in layers), 2 * sum(m.sent[m.ep.rank()] for m in layers)
     run.textbook("all-to-all", "2 b C (rows out + rows in) + 8 L E", row * rows + sizes, moved["all_to_all"]["payload"])
     run.textbook("wire all_to_all", "2 b C (rows out + rows in - 2 rows staying) + (R-1)/R 8 L E",
                  row * (rows - stay) + sizes * (r - 1) / r, moved["all_to_all"]["wire"])
-    reduced = (w - 1) * (b * dense + sizes) + (w - r) * b * experts + (w - w // r) * b
+    reduced = 2 * ((w - 1) * (b * dense + sizes) + (w - r) * b * experts + (w - w // r) * b) / w
     run.textbook("wire all_reduce", "2 (W-1)/W (b D + 8 L E) + 2 (W-R)/W b X/R + 2 (R-1)/R b",
-                 2 * reduced / w, moved["all_reduce"]["wire"])
+                 reduced, moved["all_reduce"]["wire"])
     run.textbook("parameters, gradients, AdamW states", "4 b (D + X/R) + 4 per tensor (steps) + 8 L E of biases",
                  4 * b * (dense + experts) + 4 * tensors + sizes, sum(list(ledger.memory.values())[:3]))
     if not run.dry:
-        first, last = (load / load.double().mean(1, keepdim=True) for load in loads)  # (L, E), over the mean
-        worst, dropped = last.max(1).values.argmax(), 1 - sum(sum(m.sent) for m in layers) * w / loads[1].sum().item()
+        load, n = torch.stack(loads) / loads[0].double().mean(), math.ceil(len(loads) / 10)  # (S, L, E), a tenth of S
+        first, last = load[:n].mean(0), load[-n:].mean(0)
+        worst, dropped = last.max(1).values.argmax(), 1 - sum(sum(m.sent) for m in layers) * w / loads[0].sum().item()
         run.extra.update(load=dict(first=first.tolist(), last=last.tolist()), dropped=dropped)
-        run.say(f"\nload of layer {worst}'s experts over the mean, first and last step; rank 0 dropped {dropped:.1%}")
+        run.say(f"\nload over the mean in layer {worst}, first and last {n} steps; rank 0 dropped {dropped:.1%}")
         for e, pair in enumerate(zip(first[worst].tolist(), last[worst].tolist())):
-            run.say(f"  expert {e:<3}", "   ".join(f"{n:5.2f} {'#' * round(10 * n):30.30}" for n in pair))
+            run.say(f"  expert {e:<3}", "   ".join(f"{x:5.2f} {'#' * round(10 * x):30.30}" for x in pair))
 
 
 def main():
@@ -319,9 +288,11 @@ def main():
                 run.trace[impl].keep(step, full_gradients(model, mesh), full_state_dict(model, mesh))
             if impl == run.impls[0]:
                 loads.append(torch.stack([m.load for m in layers]))
-                choices.append(all_choices(layers, w) if args.check and not run.dry else None)
-        report(run, sides[run.impls[0]][2], (loads[0], loads[-1]), sum(sizes) - experts, experts, len(sizes))
-        plain = plain_run(run, choices) if args.check and not run.dry and run.rank == 0 else None
+            if impl == run.impls[0] and args.check and args.dtype != "fp64" and not run.dry:
+                choices.append([torch.stack([m.chosen for m in layers]) for _ in range(w)])  # (L, N, K) of each rank
+                dist.all_gather(choices[-1], choices[-1][run.rank])  # sharded(1) -> replicated
+        report(run, sides[run.impls[0]][2], loads, sum(sizes) - experts, experts, len(sizes))
+        plain = run.plain(build_plain(run, choices)) if args.check and not run.dry and run.rank == 0 else None
         return run.finish(sum(sizes) + (r - 1) * experts, sum(sizes), plain)
 
 
