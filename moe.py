@@ -66,7 +66,7 @@ def route(logits, top_k, bias):
 
 
 def balancing_loss(load, logits, probs, top_k, alpha=0.1, beta=1e-3):
-    """alpha E sum f_i P_i (Switch) + beta mean(logsumexp^2) (ST-MoE): this rank's part of it. load (E,):
+    """alpha E sum f_i P_i (Switch: 0.01) + beta mean(logsumexp^2) (ST-MoE): this rank's part of it. load (E,):
     choices of all ranks' tokens, so that f is the global batch's; logits, probs (N, E): of this rank's tokens."""
     f, tokens = load.to(probs.dtype) / load.sum(), load.sum() / top_k
     return (alpha * len(f) * (f @ probs.sum(0)) + beta * logits.logsumexp(-1).square().sum()) / tokens
@@ -139,7 +139,7 @@ def sum_gradients(model, replicas, ep, tokens=None, gamma=1e-2):
         nn.utils.vector_to_parameters(flat, grads)
         squares.append(flat.norm().square())
     dist.all_reduce(squares[1], group=ep)  # partial -> replicated: every expert counts once
-    for m in layers:  # towards experts chosen less often than the mean (DeepSeek-V3)
+    for m in layers:  # towards experts chosen less often than the mean (DeepSeek-V3: 1e-3, in 10^5 steps)
         m.bias += gamma * (m.balance == "bias") * (m.load.sum() - len(m.load) * m.load).sign().double()
     return sum(squares).sqrt()
 
