@@ -169,8 +169,8 @@ def train_step(model, optimizer, scaler, micro, valid, clip, autocast, group=Non
     gradients = [p.grad for p in model.parameters()]
     if scaler:
         scaler.unscale(gradients, group)
-    for work in [dist.all_reduce(g, group=group, async_op=True) for g in gradients]:  # partial -> replicated
-        work.wait()
+    dist.all_reduce(sums := torch.nn.utils.parameters_to_vector(gradients), group=group)  # partial -> replicated
+    torch.nn.utils.vector_to_parameters(sums, gradients)  # one call for all; they are views of it from here on
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
     scaler.step(optimizer) if scaler else optimizer.step()
     return loss, norm
