@@ -1,0 +1,57 @@
+import sys
+
+import pytest
+from sweep import FILES, drawn, main, sweep
+
+SEED = 210  # in 12 runs: every file, 1 to 8 ranks, torch twice
+
+
+def test_twelve(capsys):
+    assert {drawn(SEED, i)[0] for i in range(12)} == {file.__name__ for file in FILES}
+    failed = sweep(range(12), SEED)
+    said = capsys.readouterr().out
+    assert not failed, said
+    assert said.count("\n") == 13 and said.count("torchrun --standalone --nproc_per_node=") == 12
+
+
+def test_a_run_can_be_repeated():
+    """Run i is the same one, however many are drawn; another seed draws others."""
+    assert [drawn(7, i) for i in range(30)] == [drawn("7", i) for i in range(30)]
+    assert len({str(drawn(seed, i)) for seed in range(10) for i in range(30)}) == 300
+    assert {drawn(SEED, i)[1] for i in range(100)} == set(range(1, 9))
+
+
+def mean_of_means(module):
+    """In fsdp.py alone, and a part in a million: what fp32 would not show."""
+    loss = module.loss_sum
+    if module.__name__ == "fsdp":
+        module.loss_sum = lambda logits, targets: loss(logits, targets) * (1 + 1e-6)
+
+
+def test_catches_a_planted_bug(capsys):
+    i = [drawn(SEED, i)[0] for i in range(9)].index("fsdp")
+    assert sweep([i, i + 1], SEED, mean_of_means) == [i]
+    said = capsys.readouterr().out
+    assert f"{i:4} " in said and "FAILED  torchrun" in said and "worst gradient: " in said and f"FAILED: [{i}]" in said
+
+
+def refused(module):
+    sys.argv.append("--nonsense")
+
+
+def broken(module):
+    module.train_step = None
+
+
+@pytest.mark.parametrize("plant, words", [(refused, "exit codes [2"), (broken, "TypeError: ")])
+def test_catches_a_run_that_does_not_run(plant, words, capsys):
+    i = [drawn(SEED, i)[0] for i in range(9)].index("ddp")
+    assert sweep([i], SEED, plant) == [i] and words in capsys.readouterr().out
+
+
+def test_command_line(monkeypatch, capsys):
+    for words in [], ["x"], ["0"], ["1", "-1"], ["1", "2", "3"]:
+        assert main(words) == 2 and "usage: python tests/sweep.py N [SEED]" in capsys.readouterr().err
+    for trouble in [], [0]:
+        monkeypatch.setattr("sweep.sweep", lambda runs, seed, trouble=trouble: trouble if len(runs) == 7 else None)
+        assert main(["7", "1"]) == len(trouble)
