@@ -33,7 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from common import ANY, POSITIVE, Run, Trace, adamw, arguments, build, loss_sum, require, share
+from common import ANY, POSITIVE, Run, Trace, adamw, arguments, build, clip_gradients, loss_sum, require, share
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
 
@@ -171,7 +171,7 @@ def train_step(model, optimizer, scaler, micro, valid, clip, autocast, group=Non
         scaler.unscale(gradients, group)
     dist.all_reduce(sums := torch.nn.utils.parameters_to_vector(gradients), group=group)  # partial -> replicated
     torch.nn.utils.vector_to_parameters(sums, gradients)  # one call for all; they are views of it from here on
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
+    norm = clip_gradients(model.parameters(), clip)
     scaler.step(optimizer) if scaler else optimizer.step()
     return loss, norm
 
@@ -286,12 +286,10 @@ def main():
             micro = list(zip(x.tensor_split(accum), y.tensor_split(accum)))
             with run.measure(name, step, model, optimizer), counters[name] if step == run.last else nullcontext():
                 loss, norm = step_fn(model, optimizer, scaler, micro, valid, args.clip, autocast)
-            run.log(name, step, loss, norm)
+            run.log(name, step, loss, norm, full_gradients, full_state_dict, model)
             if amp == "fp16" and not run.dry:
                 run.extra.setdefault("scale " + name, []).append(
                     scaler.get_scale() if name == "torch" else scaler.scale.item())
-            if run.keeps(step) and name == run.impls[0]:
-                run.trace[name].keep(step, full_gradients(model), full_state_dict(model))
         args.judged_as = args.dtype if plans[run.impls[0]][0] == "off" else "bf16"  # the loss to 2%: see compare
         return run.finish(total, total, report(run, plans, counters, total))
 

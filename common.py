@@ -5,7 +5,7 @@
   arguments    the flags every script takes; bad usage is one line and exit code 2
   Run          one run of a script: process group, steps, clock, the plain GPT's steps, report
 
-measure.py has the two instruments: the ledger of bytes, and the comparison of two training runs.
+measure.py counts bytes and compares training runs; guard.py sees to it that no run fails silently.
 """
 import argparse
 import contextlib
@@ -28,7 +28,8 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from measure import Ledger, Trace, compare
+import guard
+from measure import Ledger, Trace, compare, show
 
 # ---- the GPT -----------------------------------------------------------------
 # B batch   T sequence   C width   H heads   D = C/H head width   V vocabulary   L layers
@@ -127,6 +128,14 @@ def loss_sum(logits, targets):
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
+def clip_gradients(parameters, clip, norm=None):
+    """To a norm of at most clip (0: any) -> the norm. If that is not finite they stay, to show whose fault it is."""
+    parameters = list(parameters)
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]) if norm is None else norm
+    nn.utils.clip_grads_with_norm_(parameters, clip or math.inf, norm.nan_to_num(0, posinf=0))
+    return norm
+
+
 def adamw(parameters, lr):
     # Llama's eps. With 1e-8, Adam makes whole steps of the rounding errors in gradients that are zero (key biases)
     return torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), eps=1e-5, fused=True)
@@ -190,14 +199,16 @@ FLAGS = {  # name: (default, help[, choices or bounds]); a type as default: none
     "dtype": ("fp32", "of parameters and arithmetic", tuple(DTYPES)),
     "device": ("auto", "auto: GPUs where there are any", ("auto", "cpu", "cuda")),
     "check": (True, "replay the steps with the plain GPT and compare"),
+    "watch": (0, "compare all ranks' parameters after every so many steps", ANY),
+    "timeout": (int, "seconds until ranks give up a collective (30, over NCCL 600)", POSITIVE),
     "dry_run": (int, "be one of this many ranks, without the others and without memory", POSITIVE),
     "rank": (0, "which one (dry run only)", ANY), "json": ("", "FILE for the report"),
     "profile": ("", "folder for a torch.profiler trace of each rank"),
 }
 
 
-def require(condition, message):
-    """Or one line on stderr from rank 0, and exit code 2 on every rank."""
+def require(condition, message, code=2):
+    """Or one line on stderr from rank 0, and this exit code on every rank."""
     if condition:
         return
     if os.environ.get("RANK", "0") == "0":
@@ -207,8 +218,8 @@ def require(condition, message):
         store.add("leaving", 1)
         while store.add("leaving", 0) < int(os.environ["WORLD_SIZE"]) and time.time() < end:
             time.sleep(0.01)
-        os._exit(2)
-    sys.exit(2)
+        os._exit(code)
+    sys.exit(code)
 
 
 def arguments(doc, **own):
@@ -255,10 +266,6 @@ def arguments(doc, **own):
 BLOCK = 5  # steps of one implementation before it is the other's turn
 
 
-def human(n):
-    return f"{n / 1e9:.3f} GB" if n >= 1e9 else f"{n / 1e6:.3f} MB" if n >= 1e4 else f"{n:.6g} B"
-
-
 class Run:
     """One run of a script, real or dry: main() of ddp.py shows the order of use."""
 
@@ -280,12 +287,15 @@ class Run:
                 torch.cuda.set_device(self.device)
             # NCCL wants a GPU for every rank; gloo shares
             backend = "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= gpus else "gloo"
+            timeout = timedelta(seconds=args.timeout or {"gloo": 30, "nccl": 600}[backend])
+            guard.prepare(timeout)
             self.store, rank, world_size = next(dist.rendezvous("env://"))
-            dist.init_process_group(backend, store=self.store, rank=rank, world_size=world_size)
+            dist.init_process_group(backend, store=self.store, rank=rank, world_size=world_size, timeout=timeout)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.first, self.last = 0, (min(args.steps, 2) if self.dry else args.steps) - 1  # a resumed run sets first
         self.trace, self.times = {i: Trace() for i in self.impls}, {i: [] for i in self.impls}
-        self.ledger, self.rows, self.extra = {}, [], {}
+        self.ledger, self.rows, self.extra, self.initial, self.step = {}, [], {}, None, 0
+        self.request, self.stopping = guard.Request() if getattr(args, "save", "") else None, False
 
     def __enter__(self):
         if self.dry:
@@ -301,7 +311,9 @@ class Run:
         if kind is KeyboardInterrupt:
             self.say(f"interrupted after {len(self.times[self.impls[0]])} of {self.args.steps} steps")
             os._exit(130)
-        if kind is None:  # after an exception the other ranks may still wait in a collective
+        if kind not in (None, SystemExit):
+            guard.testify(self.rank, self.step)
+        else:  # after an exception the other ranks may still wait in a collective
             gc.collect()  # a group that outlives destroy, in a closure or a cycle, makes gloo abort at exit
             dist.destroy_process_group()
 
@@ -319,7 +331,17 @@ class Run:
         for start in range(self.first, self.last + 1, BLOCK):
             for impl in self.impls:
                 for step in range(start, min(start + BLOCK, self.last + 1)):
+                    self.step = step
                     yield impl, step
+                    if self.stopping:
+                        self.say(f"stopped by SIGTERM; {self.args.save} has all {self.step + 1} steps: --resume it")
+                        sys.exit(0)
+
+    def go_on(self, start, state, *of):
+        """From a checkpoint.Start, whose values the model has; where those are weights alone, the plain GPT has too."""
+        self.first = start.steps
+        if start.folder and not start.steps:
+            self.initial = {name: t.detach().clone() for name, t in state(*of).items()}
 
     @contextlib.contextmanager
     def measure(self, impl, step, model, optimizer):
@@ -343,13 +365,22 @@ class Run:
         times = self.times.get(impl)
         return None if self.dry or not times else statistics.median(times[1:-1] or times)
 
-    def log(self, impl, step, loss, norm):
-        """loss is this rank's part: all ranks' parts add up to the loss of the global batch."""
+    def log(self, impl, step, loss, norm, gradients=dict, state=dict, *of):
+        """loss: this rank's part; the parts of all add up to the loss of the global batch. gradients(*of), state(*of):
+        the plain GPT's, by name; collectives."""
         if self.dry:
             return
-        loss = loss.detach().double().clone()
-        dist.all_reduce(loss)  # partial -> replicated
+        asked = loss.new_tensor(bool(self.request and self.request.made), dtype=torch.float64)
+        loss, asked = both = torch.stack([loss.detach().double(), asked])
+        dist.all_reduce(both)  # partial -> replicated
         self.trace[impl].log(step, loss, norm)
+        self.stopping = asked.item() > 0
+        watched = self.args.watch and (step + 1) % self.args.watch == 0
+        skips = getattr(self.args, "amp", "") == "fp16"  # a step whose norm is not finite: nothing is wrong
+        wrong = guard.fault(loss, 0.0 if skips else norm, watched, lambda: gradients(*of), lambda: state(*of))
+        require(not wrong, f"step {step}: {wrong}", code=1)
+        if self.keeps(step):
+            self.trace[impl].keep(step, gradients(*of), state(*of))
         if impl == self.impls[0] and (step == self.last or step % max(1, (self.last + 1) // 10) == 0):
             speed = 1e3 * self.args.batch * self.cfg.seq / self.times[impl][-1]
             self.say(f"\r{step:6d} {loss.item():9.4f} {float(norm):9.4f} {speed:9,.0f}"[not sys.stdout.isatty():])
@@ -364,13 +395,15 @@ class Run:
     def plain(self, model=None):
         """The same steps by the plain GPT (or this model) in this process -> Trace. A module's `loss` is added."""
         model, trace = model or build(self.cfg, self.args.seed, self.device, self.dtype), Trace()
+        if self.initial:
+            model.load_state_dict(self.initial)
         optimizer = adamw(model.parameters(), self.args.lr)
         for step in range(self.last + 1):
             x, y, valid = self.batch(step)
             optimizer.zero_grad()
             loss = loss_sum(model(x), y) / valid + sum(getattr(m, "loss", 0) for m in model.modules())
             loss.backward()
-            norm = nn.utils.clip_grad_norm_(model.parameters(), self.args.clip or math.inf)
+            norm = clip_gradients(model.parameters(), self.args.clip)
             optimizer.step()
             if step >= self.first:
                 trace.log(step, loss, norm)
@@ -411,25 +444,7 @@ class Run:
             theirs = self.ms("torch")
             report.update(torch_ms_per_step=theirs, speedup=ms and theirs / ms)
         if self.dry or self.rank == 0:
-            self.show(report)
+            show(report)
             if args.json:
                 Path(args.json).write_text(json.dumps(report, indent=1))
         return failed
-
-    def show(self, report):
-        """The closing ledger, of this rank."""
-        mine, check = report["ranks"][0], report["check"]
-        print(f"\nrank {mine['rank']}, one step")
-        print("  held     ", "   ".join(f"{k} {human(n)}" for k, n in mine["memory"].items()))
-        for name, c in mine["collectives"].items():
-            print(f"  {name:14} {c['calls']} calls   payload {human(c['payload'])}   sent {human(c['wire'])}")
-        for r in self.rows:
-            same = "equal" if r["expected"] == r["measured"] else f"measured {human(r['measured'])}"
-            print(f"  textbook  {r['what']} = {r['formula']} = {human(r['expected'])}: {same}")
-        if report["ms_per_step"]:
-            versus = f", {report['speedup']:.2f} times as fast as torch's own" if "speedup" in report else ""
-            print(f"  speed     {report['ms_per_step']:.1f} ms/step, {report['tokens_per_second']:,.0f} tok/s{versus}")
-        if check:
-            gaps = "   ".join(f"{k} {check[k]:.1e}" for k in ("loss", "gradient", "grad_norm", "parameter"))
-            print(f"\nagainst the plain GPT in one process, gaps: {gaps}   (tolerance {check['tolerance']:.0e})")
-            print("PASSED" if check["passed"] else f"FAILED, worst gradient: {check['gradient_worst']}")

@@ -32,7 +32,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from common import Run, adamw, arguments, build, loss_sum, require
+from common import Run, adamw, arguments, build, clip_gradients, loss_sum, require
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
 
@@ -227,7 +227,7 @@ def train_step(model, optimizer, x, y, valid, clip, group=None):
     flat = nn.utils.parameters_to_vector(gradients)
     dist.all_reduce(flat, group=group)  # partial -> replicated
     nn.utils.vector_to_parameters(flat, gradients)  # they become views of it
-    norm = nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)  # replicated: no communication
+    norm = clip_gradients(model.parameters(), clip)  # replicated: no communication
     optimizer.step()
     return loss, norm
 
@@ -283,9 +283,7 @@ def main():
                 x, y, step_fn = x[:, own], y[:, own], train_step  # (B, T/N)
             with run.measure(impl, step, model, optimizer):
                 loss, norm = step_fn(model, optimizer, x, y, valid, args.clip)
-            run.log(impl, step, loss, norm)
-            if run.keeps(step):
-                run.trace[impl].keep(step, full_gradients(model), full_state_dict(model))
+            run.log(impl, step, loss, norm, full_gradients, full_state_dict, model)
         sent = {name: c["wire"] for name, c in run.ledger[run.impls[0]].collectives.items()}
         run.textbook("wire all_reduce", "2 (N-1)/N b P", 2 * (n - 1) * b * total / n, sent.pop("all_reduce"))
         formula, size = "L (N-1) S (4 b + 2 d), d bytes a dK", (n - 1) * LS * (4 * b + 2 * max(4, b))

@@ -28,7 +28,8 @@ import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from common import ANY, Run, adamw, arguments, build, get_batch, loss_sum, require, share
+import checkpoint
+from common import ANY, Run, adamw, arguments, build, clip_gradients, get_batch, loss_sum, require, share
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
 
@@ -183,7 +184,7 @@ def train_step(model, optimizer, x, y, valid, clip):
     loss.backward()  # partial -> replicated, inside BucketedDDP
     if not isinstance(model, BucketedDDP):
         all_reduce_gradients(model)
-    norm = nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)  # replicated: no communication
+    norm = clip_gradients(model.parameters(), clip)  # replicated: no communication
     optimizer.step()
     return loss, norm
 
@@ -192,17 +193,17 @@ def train_step(model, optimizer, x, y, valid, clip):
 
 
 class Sequences(Dataset):
-    """Every sequence of the run in order: number i is row i % batch of step i // batch."""
+    """Every sequence of the run in order: number i is row i % batch of its step i // batch."""
 
     def __init__(self, run):
-        self.corpus, self.args, self.seq = run.corpus, run.args, run.cfg.seq
+        self.corpus, self.args, self.seq, self.first = run.corpus, run.args, run.cfg.seq, run.first
 
     def __len__(self):
-        return self.args.batch * self.args.steps
+        return self.args.batch * (self.args.steps - self.first)
 
     def __getitem__(self, i):
         a, (step, row) = self.args, divmod(i, self.args.batch)
-        x, y, valid = get_batch(self.corpus, self.seq, a.seed, step, a.batch, a.pad, rows=[row])
+        x, y, valid = get_batch(self.corpus, self.seq, a.seed, self.first + step, a.batch, a.pad, rows=[row])
         return x[0], y[0], valid
 
 
@@ -229,34 +230,35 @@ def train_step_at_work(model, optimizer, x, y, valid, clip):
 
 
 def main():
-    args = arguments(__doc__, bucket_mb=(25.0, "largest bucket in MB; 0: the naive form", ANY))
+    args = arguments(__doc__, bucket_mb=(25.0, "largest bucket in MB; 0: the naive form", ANY), **checkpoint.FLAGS)
     n, scratch = args.world_size, args.impl == "scratch"
     require(args.batch >= n, f"--batch {args.batch} sequences for {n} ranks: give each at least one")
     require(scratch or not args.dry_run, "--dry-run needs --impl scratch: torch's C++ reducer wants real ranks")
     require(scratch or args.batch % n == 0, f"--batch {args.batch}: torch's sampler deals evenly to {n} ranks")
-    run = Run(args)
+    start = checkpoint.begin(args)
+    run, sides = Run(args), {}
     with run:
-        sides = {}
         for impl in run.impls:
             model = build(run.cfg, args.seed, run.device, run.dtype)
             total = sum(p.numel() for p in model.parameters())
             if impl == "scratch":
                 rows = share(args.batch, n, run.rank)
                 model, step_fn = parallelize(model, None, args.bucket_mb), train_step
-                batches = (run.batch(step, rows) for step in range(args.steps))
+                batches = (run.batch(step, rows) for step in range(start.steps, args.steps))
             else:
                 model, step_fn = DistributedDataParallel(model, gradient_as_bucket_view=True), train_step_at_work
                 batches = loader_at_work(run)
             sides[impl] = model, adamw(model.parameters(), args.lr), batches, step_fn
+            checkpoint.restore(start, getattr(model, "module", model), sides[impl][1])
+            run.go_on(start, full_state_dict, model)
         run.say(f"ddp: {n} ranks on {run.device.type}, {args.dtype}, {total:,} parameters, all of them on each rank")
         for impl, step in run.steps():
             model, optimizer, batches, step_fn = sides[impl]
             x, y, valid = next(batches)
             with run.measure(impl, step, model, optimizer):
                 loss, norm = step_fn(model, optimizer, x, y, valid, args.clip)
-            run.log(impl, step, loss, norm)
-            if run.keeps(step):
-                run.trace[impl].keep(step, full_gradients(model), full_state_dict(model))
+            run.log(impl, step, loss, norm, full_gradients, full_state_dict, model)
+            checkpoint.save(run, step, getattr(model, "module", model), optimizer, brings=run.rank == 0)
         size, steps = total * run.dtype.itemsize, 4 * len(list(model.parameters()))
         held, reduced = (getattr(run.ledger[run.impls[0]], k) for k in ("memory", "collectives"))
         run.textbook("gradients all-reduced", "b P", size, reduced["all_reduce"]["payload"])

@@ -179,7 +179,7 @@ class FSDP(nn.Module):
     def clip_grad_norm_(self, max_norm):
         norm, root = nn.utils.get_total_norm([s.grad for s in self.shards if s.grad is not None]), self.units[-1]
         dist.all_reduce(norm := norm.to(root.full.device).square(), group=root.group)  # partial -> replicated
-        nn.utils.clip_grads_with_norm_(self.shards, max_norm or float("inf"), norm.sqrt_())
+        nn.utils.clip_grads_with_norm_(self.shards, max_norm or float("inf"), norm.sqrt_().nan_to_num(0, posinf=0))
         return norm
 
 
@@ -263,9 +263,8 @@ def main():
     require(args.batch >= ranks, f"--batch {args.batch} sequences for {ranks} ranks: give each at least one")
     require(ranks % n == 0, f"--hsdp {n} does not divide {ranks} ranks")
     require(not args.offload or args.impl == "scratch", "--offload is for --impl scratch; torch's own wants a GPU")
-    folder, first = checkpoint.resumed(args)
+    start = checkpoint.begin(args)
     run, sides, kind = Run(args), {}, torch.float32 if args.dtype == "bf16" else DTYPES[args.dtype]
-    run.first = first
     mesh = dist.init_device_mesh(run.device.type, (ranks // n, n), mesh_dim_names=("replicate", "shard"))
     with torch.device("meta"):
         model = GPT(run.cfg).to(kind)
@@ -280,17 +279,16 @@ def main():
                 model = parallelize_at_work(model, mesh, args.reshard, run.dtype)
             optimizer = adamw(list(getattr(model, "shards", model.parameters())), args.lr)
             sides[impl] = model, optimizer, train_step if impl == "scratch" else train_step_at_work
-            checkpoint.restore(folder, first, model, optimizer, mesh)
+            checkpoint.restore(start, model, optimizer, mesh["shard"])
+            run.go_on(start, full_state_dict, model)
         run.say(f"fsdp: {ranks} ranks on {run.device.type}, {args.dtype}, {total:,} parameters, each rank keeps 1/{n}")
         for impl, step in run.steps():
             model, optimizer, step_fn = sides[impl]
             x, y, valid = run.batch(step, share(args.batch, ranks, run.rank))
             with run.measure(impl, step, model, optimizer):
                 loss, norm = step_fn(model, optimizer, x, y, valid, args.clip)
-            run.log(impl, step, loss, norm)
-            if run.keeps(step):
-                run.trace[impl].keep(step, full_gradients(model), full_state_dict(model))
-            checkpoint.save(args, step, model, optimizer, mesh)
+            run.log(impl, step, loss, norm, full_gradients, full_state_dict, model)
+            checkpoint.save(run, step, model, optimizer, mesh["shard"], brings=mesh.get_local_rank("replicate") == 0)
         if args.impl != "torch":
             account(run, sides["scratch"][0], n, ranks // n)
         return run.finish(total, run.ledger[run.impls[0]].memory["parameters"] // kind.itemsize)

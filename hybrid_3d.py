@@ -43,7 +43,7 @@ import pipeline_parallel
 import tensor_parallel
 import zero
 from common import POSITIVE, Run, adamw, arguments, build, loss_sum, share
-from layouts import due, gather, layout, restore, sharded_state, whole_shape, write
+from layouts import gather, layout, restore, sharded_state, whole_shape
 from pipeline_parallel import Pipeline, Stage
 from schedules import bubble_rate, chunks, costs, in_flight, make_plans, simulate
 from tensor_parallel import CutSequence, WholeSequence, unshard, vocab_parallel_cross_entropy
@@ -176,7 +176,7 @@ def train_step(model, _, x, y, valid, clip):
     sum_gradients(model)
     norm = gradient_norm(model)
     for _, grad in model.gradients() if clip else ():
-        grad *= (clip / (norm + 1e-6)).clamp(max=1)
+        grad *= (clip / (norm.nan_to_num(0, posinf=0) + 1e-6)).clamp(max=1)
     for part in model.zeros:
         part.step()
     return loss, norm
@@ -308,11 +308,11 @@ def picture(run, model, plans):
 def main():
     args = arguments(__doc__, **FLAGS)
     cfg, (D, T, P, M, virtual) = args.cfg, layout(args)
-    folder, first = checkpoint.resumed(args)
+    start = checkpoint.begin(args)
     rows, sp, plans = args.batch // D // M, args.sp and T > 1, make_plans(args.schedule, P, M, virtual)
     run, sides = Run(args), {}
     mesh, ends = make_mesh(run.device.type, D, T, P)
-    dp_rows, run.first = share(args.batch, D, mesh.get_local_rank("dp")), first
+    dp_rows = share(args.batch, D, mesh.get_local_rank("dp"))
     boundary = dict(size=(rows, cfg.seq // (T if sp else 1), cfg.width), dtype=run.dtype, device=run.device)
     with run:
         for impl in run.impls:
@@ -326,8 +326,9 @@ def main():
             sides[impl] = model, optimizer, train_step if impl == "scratch" else train_step_at_work
         model = sides[run.impls[0]][0]
         own = sum(local(p).numel() for p in model.parameters())
-        if folder:
-            restore(model, folder, first)
+        if start.folder:
+            restore(model, start)
+            run.go_on(start, full_state_dict, model)
         run.say(f"hybrid_3d: {run.world_size} ranks = dp {D} x tp {T} x pp {P} on {run.device.type}, {args.dtype}, "
                 f"{total:,} parameters, {own:,} on rank {run.rank}")
         picture(run, model, plans)
@@ -336,11 +337,9 @@ def main():
             x, y, valid = run.batch(step, dp_rows)
             with run.measure(impl, step, model, optimizer):
                 loss, norm = step_fn(model, optimizer, x, y, valid, args.clip)
-            run.log(impl, step, loss, norm)
-            if run.keeps(step):
-                run.trace[impl].keep(step, full_gradients(model), full_state_dict(model))
-            if due(args, step):
-                write(args, step, sharded_state(model))
+            run.log(impl, step, loss, norm, full_gradients, full_state_dict, model)
+            if checkpoint.due(run, step):
+                checkpoint.write(args, step, sharded_state(model))
         if "scratch" in run.impls:
             account(run, sides["scratch"][0], plans[mesh.get_local_rank("pp")], rows, own)
         return run.finish(total, own)

@@ -5,17 +5,11 @@ Every parameter and AdamW state is saved under the plain GPT's name. A rank hold
 is a DTensor over tp, which torch.distributed.checkpoint (DCP) reads back in pieces of any other size. What several
 ranks hold is saved by the first of them.
 """
-import json
 import math
-import pickle
-import warnings
-import zlib
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor, Shard
 
 import checkpoint
@@ -62,9 +56,9 @@ def gather(model, mine):
 
 
 def canonical(model, flat, wholes):
-    """One flat tensor for each of KINDS -> {the plain GPT's name + kind: the same memory}, cut ones as DTensors."""
+    """{kind of KINDS: flat tensor} -> {the plain GPT's name + kind: the same memory}, cut ones as DTensors."""
     named, tp = {}, model.mesh["tp"]
-    for kind, p, t in [(k, *view) for k in KINDS for view in flat.views(wholes[k]).items()]:
+    for kind, p, t in [(k, *view) for k in wholes for view in flat.views(wholes[k]).items()]:
         if hasattr(p, "tp_dim"):
             size, whole = t.shape[p.tp_dim], torch.empty(whole_shape(p), device="meta")
             t = t.narrow(p.tp_dim, 0, min(max(p.tp_whole - tp.get_local_rank() * size, 0), size))  # without padding
@@ -91,44 +85,17 @@ def sharded_state(model):
     return state
 
 
-def restore(model, folder, steps):
-    """A checkpoint of any layout into a model that has not run yet."""
+def restore(model, start):
+    """A checkpoint of any layout into a model that has not run yet; start: a checkpoint.Start."""
     for flat in model.flats:
-        wholes = {kind: flat.master.new_zeros(flat.full.numel()) for kind in KINDS}
-        checkpoint.load(folder, canonical(model, flat, wholes))
-        start = flat.own.storage_offset()
-        mine = slice(start, start + len(flat.own))
+        kinds = KINDS if start.ranks else KINDS[:1]  # all, or weights alone
+        wholes = {kind: flat.master.new_zeros(flat.full.numel()) for kind in kinds}
+        checkpoint.load(start.folder, canonical(model, flat, wholes))
+        offset = flat.own.storage_offset()
+        mine = slice(offset, offset + len(flat.own))
         flat.full.copy_(wholes[""])
         flat.master.copy_(wholes[""][mine])
-        for part, p in zip(flat.pieces.values(), flat.optimizer.param_groups[0]["params"]):
+        for part, p in zip(flat.pieces.values(), flat.optimizer.param_groups[0]["params"] if start.ranks else ()):
             flat.optimizer.state[p] = {kind[1:]: wholes[kind][mine][part].clone() for kind in KINDS[1:]}
-            flat.optimizer.state[p]["step"] = torch.tensor(float(steps), device=p.device)
-
-
-def due(args, step):
-    """Is this step one to save after?"""
-    return bool(args.save) and ((step + 1) % (args.save_every or args.steps) == 0 or step + 1 >= args.steps)
-
-
-def write(args, step, state):
-    """Each rank writes what it has, without the object collectives of a bare dcp.save, which need NumPy; the first
-    joins the tables of contents. The checkpoint is there as a whole or not at all."""
-    folder, draft = Path(args.save, f"{step + 1}"), Path(args.save, f".{step + 1}")
-    state["notes"] = json.dumps({"steps": step + 1, "flags": checkpoint.identity(args)})
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that another rank was faster
-        dcp.save(state, checkpoint_id=draft, use_collectives=False)
-    if dist.get_rank() == 0:
-        files = [draft / f"__{rank}.metadata" for rank in range(dist.get_world_size())]
-        table, *others = [pickle.loads(file.read_bytes()) for file in files]
-        for other in others:
-            table.storage_data.update(other.storage_data)
-            for name, entry in other.state_dict_metadata.items():
-                known = getattr(table.state_dict_metadata.setdefault(name, entry), "chunks", [])
-                known += [chunk for chunk in getattr(entry, "chunks", []) if chunk not in known]
-        for file in files:
-            file.unlink()
-        table = pickle.dumps(table)
-        (draft / ".metadata").write_bytes(table + zlib.crc32(table).to_bytes(4, "big"))  # as checkpoint.verify wants it
-        draft.rename(folder)
-    dist.barrier()
+            flat.optimizer.state[p]["step"] = torch.tensor(float(start.steps), device=p.device)
+    checkpoint.restore_generators(start)

@@ -215,7 +215,7 @@ def train_step(model, optimizer, x, y, valid, clip, mesh):
     loss = loss_sum(model(x), y) / valid + sum(block.mlp.loss for block in model.blocks)
     loss.backward()
     norm = sum_gradients(model, *mesh.get_all_groups())  # partial -> replicated
-    nn.utils.clip_grads_with_norm_(model.parameters(), clip or math.inf, norm)
+    nn.utils.clip_grads_with_norm_(model.parameters(), clip or math.inf, norm.nan_to_num(0, posinf=0))
     optimizer.step()
     return loss, norm
 
@@ -283,9 +283,7 @@ def main():
             x, y, valid = run.batch(step, share(args.batch, w, run.rank))
             with run.measure(impl, step, model, optimizer):
                 loss, norm = train_step(model, optimizer, x, y, valid, args.clip, mesh)
-            run.log(impl, step, loss, norm)
-            if run.keeps(step):
-                run.trace[impl].keep(step, full_gradients(model, mesh), full_state_dict(model, mesh))
+            run.log(impl, step, loss, norm, full_gradients, full_state_dict, model, mesh)
             if impl == run.impls[0]:
                 loads.append(torch.stack([m.load for m in layers]))
             if impl == run.impls[0] and args.check and args.dtype != "fp64" and not run.dry:

@@ -34,7 +34,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.tensor import Replicate, Shard, init_device_mesh
 
-from common import Run, adamw, arguments, build, loss_sum, require
+from common import Run, adamw, arguments, build, clip_gradients, loss_sum, require
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
 
@@ -217,7 +217,7 @@ def train_step(model, optimizer, x, y, valid, clip, tp):
     if isinstance(tp, CutSequence):
         sum_gradients(parameters, tp)  # partial -> replicated
     norm = squared_norm(parameters, tp).sqrt()  # partial -> replicated
-    nn.utils.clip_grads_with_norm_(parameters, clip or math.inf, norm)
+    clip_gradients(parameters, clip, norm)
     optimizer.step()
     return loss, norm
 
@@ -276,9 +276,8 @@ def main():
             x, y, valid = run.batch(step)
             with run.measure(impl, step, model, optimizer):
                 loss, norm = step_fn(model, optimizer, x, y, valid, args.clip, tp)
-            run.log(impl, step, loss / t, norm)  # each rank has the whole loss
-            if run.keeps(step):
-                run.trace[impl].keep(step, full_gradients(model, tp), full_state_dict(model, tp))
+            part = loss / t  # each rank has the whole
+            run.log(impl, step, part, norm, full_gradients, full_state_dict, model, tp)
         if "scratch" in run.impls:  # V' and T' are padded until they divide; a number has b bytes, in the loss s bytes
             (L, C, _, V, T), B, b, ledger = cfg, args.batch, run.dtype.itemsize, run.ledger["scratch"]
             whole, cut = b * (6 * L + 2) * C, b * ((12 * C + 7) * L + V + -V % t + T + -T % t) * C // t

@@ -30,10 +30,12 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from common import POSITIVE, Run, adamw, arguments, build, human, loss_sum, require, share
+from common import POSITIVE, Run, adamw, arguments, build, loss_sum, require, share
 from flat import Flat, all_gather, lend
+from measure import human
 
 # ---- 1. the technique (copy this and flat.py; they need only torch) -----------
 
@@ -189,7 +191,7 @@ def train_step(zero, _, x, y, valid, clip, accum=1):
         zero.reduce()  # partial -> sharded
     norm = zero.norm()
     for flat in zero.flats if clip else ():
-        flat.grad *= (clip / (norm + 1e-6)).clamp(max=1)
+        flat.grad *= (clip / (norm.nan_to_num(0, posinf=0) + 1e-6)).clamp(max=1)
     zero.step()
     return sum(losses).detach(), norm
 
@@ -206,9 +208,16 @@ def parallelize_at_work(model, lr, stage, mesh):
     return model, adamw(model.parameters(), lr)
 
 
-def full_at_work(model):
-    model, full = getattr(model, "module", model), lambda t: getattr(t, "full_tensor", lambda: t)()  # -> replicated
-    return {n: full(p.grad) for n, p in model.named_parameters()}, {n: full(t) for n, t in model.state_dict().items()}
+def whole(t):
+    return t.full_tensor() if isinstance(t, DTensor) else t  # sharded -> replicated
+
+
+def full_gradients_at_work(model):
+    return {name: whole(p.grad) for name, p in getattr(model, "module", model).named_parameters()}
+
+
+def full_state_dict_at_work(model):
+    return {name: whole(t) for name, t in getattr(model, "module", model).state_dict().items()}
 
 
 def train_step_at_work(model, optimizer, x, y, valid, clip, _):
@@ -217,7 +226,7 @@ def train_step_at_work(model, optimizer, x, y, valid, clip, _):
     (loss * dist.get_world_size()).backward()  # both average; the sum is wanted here
     norm = nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf"))
     optimizer.step()
-    return loss, getattr(norm, "full_tensor", lambda: norm)()
+    return loss, whole(norm)
 
 
 # ---- 4. run ------------------------------------------------------------------
@@ -258,18 +267,17 @@ def main():
             total = sum(p.numel() for p in model.parameters())
             if impl == "scratch":
                 zero = parallelize(model, args.lr, None, stage, args.offload)
-                sides[impl] = zero, None, train_step, lambda zero: (full_gradients(zero), full_state_dict(zero))
+                sides[impl] = zero, None, train_step, (full_gradients, full_state_dict)
             else:
-                sides[impl] = *parallelize_at_work(model, args.lr, stage, mesh), train_step_at_work, full_at_work
+                full = full_gradients_at_work, full_state_dict_at_work
+                sides[impl] = *parallelize_at_work(model, args.lr, stage, mesh), train_step_at_work, full
         run.say(f"zero: stage {stage}, {n} ranks on {run.device.type}, {args.dtype}, {total:,} parameters")
         for impl, step in run.steps():
             model, optimizer, step_fn, full = sides[impl]
             x, y, valid = run.batch(step, share(args.batch, n, run.rank))
             with run.measure(impl, step, model, optimizer):
                 loss, norm = step_fn(model, optimizer, x, y, valid, args.clip, args.accum)
-            run.log(impl, step, loss, norm)
-            if run.keeps(step):
-                run.trace[impl].keep(step, *full(model))
+            run.log(impl, step, loss, norm, *full, model)
         if "scratch" in run.impls:
             account(run, zero, args.accum)
         return run.finish(total, run.ledger[run.impls[0]].memory["parameters"] // run.dtype.itemsize)

@@ -273,13 +273,13 @@ def not_unscaled(module):
     """Clipped while still scaled, and unscaled after: AdamW's eps swallows what remains."""
     def unscale(self, gradients, group=None):
         self.found_inf = torch.zeros(())
-        clip = nn.utils.clip_grad_norm_
+        clip = module.clip_gradients
 
         def late(*args):
-            nn.utils.clip_grad_norm_, norm = clip, clip(*args)
+            module.clip_gradients, norm = clip, clip(*args)
             torch._foreach_mul_(gradients, 1 / self.scale)
             return norm
-        nn.utils.clip_grad_norm_ = late
+        module.clip_gradients = late
     module.LossScaler.unscale = unscale
 
 

@@ -159,7 +159,7 @@ def test_resume(tmp_path):
     """Saved on 4 ranks, resumed on 2 and 1, from replicas too: the losses of the run that was not interrupted."""
     flags, save = [*PROOF, "--steps", "6"], ["--save", str(tmp_path), "--save-every", "2"]
     whole = script("fsdp", 4, *flags, *save)
-    for world, steps, more in (2, 2, []), (1, 4, []), (4, 4, ["--hsdp", "2"]):
+    for world, steps, more in (2, 4, []), (1, 4, []), (4, 4, ["--hsdp", "2"]):
         rest = script("fsdp", world, *flags, "--resume", str(tmp_path / str(steps)), *more)
         assert rest["check"]["passed"] and len(rest["loss"]) == len(rest["plain_loss"]) == 6 - steps
         assert rest["loss"] == pytest.approx(whole["loss"][steps:], rel=1e-10, abs=0)
@@ -198,8 +198,8 @@ def test_bad_checkpoints(tmp_path):
         damage(tmp_path / str(i) / "3")
         script("fsdp", 1, *SMALL, "--steps", "5", "--resume", str(tmp_path / str(i)), code=2)
     good = ["--resume", str(tmp_path / "good"), "--steps", "5"]
-    assert "--width 32, not 64" in script("fsdp", 1, *SMALL, *good, "--width", "64", code=2)
-    assert "--dtype fp32, not fp64" in script("fsdp", 1, *SMALL, *good, "--dtype", "fp64", code=2)
+    assert "width 32, not 64" in script("fsdp", 1, *SMALL, *good, "--width", "64", code=2)
+    assert "dtype fp32, not fp64" in script("fsdp", 1, *SMALL, *good, "--dtype", "fp64", code=2)
     script("fsdp", 1, *SMALL, *good, "--steps", "3", code=2)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert "holds step 3 already" in script("fsdp", 1, *SMALL, "--save", str(tmp_path / "good"), code=2)

@@ -1,0 +1,101 @@
+"""What keeps a long run from failing silently: for any PyTorch program, it needs only torch.
+
+    prepare          collectives give up after a while, also those of groups that are made later
+    last_collective  what this rank called last: of a hang, the first call that differs between ranks is the cause
+    fault            what is wrong at the end of a step: numbers that are inf or nan, copies that differ
+    Request          SIGTERM, heard at the end of a step
+"""
+import faulthandler
+import json
+import math
+import signal
+import sys
+
+import torch
+import torch.distributed as dist
+
+
+def prepare(timeout):
+    """Before init_process_group. timeout: a timedelta."""
+    faulthandler.enable()  # gloo aborts when sizes differ between ranks: this names the line that called it
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):  # new_group takes these, not the first group's
+        setattr(dist.distributed_c10d, name, timeout)
+
+
+def last_collective():
+    """-> "all_reduce of (1000,) float, number 7 of group 0 (default_pg)", from torch's flight recorder, or "none".
+
+    Over gloo, sends and receives are not recorded.
+    """
+    recorders = (getattr(torch._C._distributed_c10d, f"_dump_{kind}_trace_json", None) for kind in ("nccl", "fr"))
+    calls = [e for dump in recorders if dump for e in json.loads(dump(True, False)).get("entries", [])]
+    if not calls:
+        return "none"
+    last = max(calls, key=lambda e: e["time_created_ns"])
+    sizes = ", ".join(f"({', '.join(map(str, size))}) {kind.lower()}"
+                      for size, kind in zip(last["input_sizes"], last["input_dtypes"]))
+    name, description = last["process_group"]
+    return (f"{last['profiling_name'].split(':')[-1]}{' of ' * bool(sizes)}{sizes}, "
+            f"number {last['collective_seq_id']} of group {name} ({description})")
+
+
+def testify(rank, step):
+    """After an exception: one line on stderr."""
+    print(f"rank {rank}, step {step}: the last collective here was {last_collective()}", file=sys.stderr, flush=True)
+
+
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def digest(t):
+    """64 bits, different for tensors that differ in one number: the sum of (2 i + 1) bits_i modulo 2^64."""
+    bits = t.detach().contiguous().flatten().view(WORDS[t.dtype.itemsize]).long()
+    return (bits * torch.arange(1, 2 * len(bits), 2, device=t.device)).sum()
+
+
+def different(tensors, group=None):
+    """{name: tensor}, the same names on all ranks of a group -> the first that ranks hold different values of, and one
+    of these ranks (of the group; the other is its first), or None."""
+    mine = torch.stack([digest(t) for t in tensors.values()])
+    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyones, mine, group=group)  # each its own -> replicated
+    unlike = torch.stack([theirs != everyones[0] for theirs in everyones]).cpu()  # (ranks, names)
+    for i, name in enumerate(tensors):
+        if unlike[:, i].any():
+            return name, unlike[:, i].int().argmax().item()
+    return None
+
+
+def not_finite(tensors):
+    """{name: tensor} -> the names of those with inf or nan in them."""
+    return [name for name, t in tensors.items() if not t.isfinite().all()]
+
+
+def fault(loss, norm, watched, gradients, state):
+    """At the end of a step -> what is wrong, in words, the same on all ranks, or "".
+
+    loss, norm: of the whole batch. gradients(), state(): of all parameters, by name, gathered where they are sharded.
+    Of what ranks hold alike each returns its own; if `watched`, these are compared.
+    """
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        names = not_finite(gradients()) or not_finite(state()) or ["no parameter"]
+        return f"loss {loss:g}, gradient norm {norm:g}; not finite: {names[0]} and {len(names) - 1} more"
+    if watched:
+        tensors = state()
+        unlike, tied = different(tensors), [tensors[name] for name in ("tok.weight", "head.weight") if name in tensors]
+        if unlike:
+            return "{} of rank {} is not what it is on rank 0".format(*unlike)
+        if len(tied) == 2 and digest(tied[0]) != digest(tied[1]):
+            return "head.weight is not tok.weight, to which it is tied"
+    return ""
+
+
+class Request:
+    """Has this process been asked to end (SIGTERM, as schedulers send before they preempt)?"""
+
+    def __init__(self):
+        self.made = False
+        signal.signal(signal.SIGTERM, self.hear)
+
+    def hear(self, *_):
+        self.made = True
