@@ -1,0 +1,287 @@
+"""Bad command lines: exit code 2 on every rank, one line on stderr that names the flag, nothing built, no traceback."""
+import contextlib
+import importlib
+import io
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch.distributed as dist
+
+from conftest import ROOT, run
+
+# flags and, after two spaces or more, what the line has to say; FILE is a file, FOLDER an empty folder, EMPTY a file
+EVERY_FILE = """
+    --nonsense                          unrecognized arguments: --nonsense
+    --nonsense 3                        unrecognized arguments: --nonsense 3
+    stray                               unrecognized arguments: stray
+    --step 3                            unrecognized arguments: --step 3
+    --no-checks                         unrecognized arguments: --no-checks
+    --check=yes                         --check/--no-check: ignored explicit argument 'yes'
+    --steps                             --steps: expected one argument
+    --steps x                           --steps: invalid int value: 'x'
+    --steps 1.5                         --steps: invalid int value: '1.5'
+    --steps 0                           --steps 0: must be 1 or more
+    --steps -1                          --steps -1: must be 1 or more
+    --layers 0                          --layers 0: must be 1 or more
+    --width 0                           --width 0: must be 1 or more
+    --heads 0                           --heads 0: must be 1 or more
+    --seq 0                             --seq 0: must be 1 or more
+    --batch 0                           --batch 0: must be 1 or more
+    --batch -8                          --batch -8: must be 1 or more
+    --vocab 255                         --vocab 255: must be 256 or more
+    --heads 3                           --heads 3 does not divide --width 128
+    --width 30                          --heads 4 does not divide --width 30
+    --model gpt2 --heads 5              --heads 5 does not divide --width 768
+    --model gpt9                        --model: invalid choice: 'gpt9' (choose from
+    --dtype fp8                         --dtype: invalid choice: 'fp8' (choose from
+    --impl ours                         --impl: invalid choice: 'ours' (choose from
+    --device tpu                        --device: invalid choice: 'tpu' (choose from
+    --lr 0                              --lr 0.0: must be 1e-12 or more
+    --lr -1                             --lr -1.0: must be 1e-12 or more
+    --lr inf                            --lr inf: must be
+    --lr nan                            --lr nan: must be
+    --lr fast                           --lr: invalid float value: 'fast'
+    --clip -1                           --clip -1.0: must be 0 or more
+    --clip nan                          --clip nan: must be
+    --clip inf                          --clip inf: must be
+    --pad 1                             --pad 1.0: must be 0 or more, 0.99 or less
+    --pad -0.1                          --pad -0.1: must be 0 or more, 0.99 or less
+    --pad nan                           --pad nan: must be
+    --seed -1                           --seed -1: must be 0 or more
+    --seed 9999999999999999999999       --seed 9999999999999999999999: must be
+    --rank 1                            --rank 1 is for --dry-run only
+    --rank -1                           --rank -1: must be 0 or more
+    --dry-run                           --dry-run: expected one argument
+    --dry-run 0                         --dry-run 0: must be 1 or more
+    --dry-run x                         --dry-run: invalid int value: 'x'
+    --dry-run 4 --rank 4                --rank 4: the last is 3
+    --data                              --data: expected one argument
+    --data no/such/text                 --data no/such/text: no such file or folder
+    --data EMPTY                        0 bytes in 1 files, but --seq 128 needs 129
+    --data FOLDER                       0 bytes in 0 files, but --seq 128 needs 129
+    --seq 100000000                     --seq 100000000 needs 100000001
+    --json no/such/report.json          --json no/such/report.json: no such folder
+    --json FILE/report.json             report.json: no such folder
+"""
+
+ONE_RANK = {
+    "ddp": """
+        --bucket-mb -1                                      --bucket-mb -1.0: must be 0 or more
+        --bucket-mb x                                       --bucket-mb: invalid float value: 'x'
+        --bucket-mb nan                                     --bucket-mb nan: must be
+        --dry-run 8 --batch 7                               --batch 7 sequences for 8 ranks
+        --dry-run 2 --impl torch                            --dry-run needs --impl scratch
+        --dry-run 2 --impl both                             --dry-run needs --impl scratch
+        --stage 1                                           unrecognized arguments: --stage 1
+    """,
+    "zero": """
+        --stage 4                                           --stage 4: must be 0 or more, 3 or less
+        --stage -1                                          --stage -1: must be 0 or more, 3 or less
+        --stage all                                         --stage: invalid int value: 'all'
+        --offload disk                                      --offload: invalid choice: 'disk'
+        --offload optimizer --stage 0                       --offload optimizer with --stage 0: needs stage 1
+        --offload param --stage 2                           --offload param with --stage 2: needs stage 3
+        --accum 0                                           --accum 0: must be 1 or more
+        --accum 9                                           --batch 8: fewer than 1 ranks x 9 micro-batches
+        --dry-run 4 --accum 2 --batch 7                     --batch 7: fewer than 4 ranks x 2 micro-batches
+        --impl torch --stage 0                              --impl torch
+        --impl torch --offload optimizer                    --impl torch
+        --impl both --accum 2                               --impl both
+        --impl torch --dry-run 2                            --impl torch
+        --hsdp 2                                            unrecognized arguments: --hsdp 2
+    """,
+    "fsdp": """
+        --dry-run 4 --batch 3                               --batch 3 sequences for 4 ranks
+        --dry-run 4 --hsdp 3                                --hsdp 3 does not divide 4 ranks
+        --hsdp 2                                            --hsdp 2 does not divide 1 ranks
+        --hsdp -1                                           --hsdp -1: must be 0 or more
+        --reshard=no                                        --reshard/--no-reshard: ignored explicit argument 'no'
+        --offload param                                     unrecognized arguments: param
+        --offload --impl torch                              --offload is for --impl scratch
+        --save-every 2                                      --save-every wants --save DIR
+        --save-every -1 --save no/such                      --save-every -1: must be 0 or more
+        --save no/such --dry-run 2                          no dry run
+        --save no/such --impl both                          --impl
+        --save FILE                                         --save FILE
+        --resume no/such                                    --resume no/such: no whole checkpoint
+        --resume FOLDER                                     no whole checkpoint
+        --resume FILE                                       no whole checkpoint
+    """,
+    "tensor_parallel": """
+        --dry-run 3                                         --heads 4, --width 128: 3 ranks
+        --dry-run 8 --heads 3 --width 9                     --heads 3, --width 9: 8 ranks
+        --dry-run 2 --heads 1                               --heads 1, --width 128: 2 ranks
+        --dry-run 2 --sp --seq 127                          --seq 127 does not divide by 2 ranks
+        --sp 2                                              unrecognized arguments: 2
+        --tp 2                                              unrecognized arguments: --tp 2
+    """,
+    "pipeline_parallel": """
+        --schedule zb-v                                     --schedule: invalid choice: 'zb-v' (choose from 'naive',
+        --dry-run 8                                         --layers 4 for 8 stages
+        --dry-run 4 --schedule interleaved                  --layers 4 for 8 stages
+        --dry-run 2 --schedule interleaved --virtual 3      --layers 4 for 6 stages
+        --dry-run 2 --schedule interleaved --micro 3        --micro 3: interleaved needs a multiple of the 2 stages
+        --micro 0                                           --micro 0: must be 1 or more
+        --micro 3                                           --batch 8 does not divide into --micro 3
+        --virtual 0                                         --virtual 0: must be 1 or more
+        --impl torch --schedule naive                       --schedule naive: torch has gpipe, 1f1b, interleaved, zb-h1
+        --impl both --schedule pipedream                    --schedule pipedream: torch has gpipe, 1f1b, interleaved
+        --impl torch --dry-run 2                            --dry-run needs --impl scratch
+        --pp 4                                              --pp and --times are for --simulate only
+        --times 1,1,1,0                                     --pp and --times are for --simulate only
+        --simulate --pp 0                                   --pp 0: must be 1 or more
+        --simulate --pp x                                   --pp: invalid int value: 'x'
+        --simulate --pp 4 --micro 0                         --micro 0: must be 1 or more
+        --simulate --pp 4 --micro 6 --schedule interleaved  --micro 6: interleaved needs a multiple of the 4 stages
+        --simulate --schedule dualpipe                      --schedule: invalid choice: 'dualpipe'
+        --simulate --times                                  --times: expected one argument
+        --simulate --times 1,2,3                            --times 1,2,3: four are needed
+        --simulate --times 1,2,3,4,5                        --times 1,2,3,4,5: four are needed
+        --simulate --times 1,2,3,x                          --times 1,2,3,x: F,B,W,COMM are four numbers
+        --simulate --times=-1,1,1,0                         none below 0
+        --simulate --times nan,1,1,0                        --times nan,1,1,0:
+        --simulate --json no/such/report.json               --json no/such/report.json: no such folder
+    """,
+    "context_parallel": """
+        --attn spiral                                       --attn: invalid choice: 'spiral' (choose from 'ring',
+        --dry-run 2 --attn ring --seq 15                    --seq 15 does not divide into 2 chunks, for ring on 2
+        --dry-run 2 --attn zigzag --seq 18                  --seq 18 does not divide into 4 chunks, for zigzag on 2
+        --dry-run 2 --attn allgather --seq 18               --seq 18 does not divide into 4 chunks, for allgather on 2
+        --dry-run 3 --attn ulysses --seq 18                 --heads 4 does not divide over 3 ranks, for ulysses
+        --dry-run 3 --attn ulysses --seq 16                 --seq 16 does not divide into 3 chunks
+        --impl torch --dtype fp64                           --impl torch: torch's context_parallel needs GPUs
+        --impl torch --device cpu                           --impl torch: torch's context_parallel needs GPUs
+        --impl both --dry-run 2                             take --impl scratch
+    """,
+    "moe": """
+        --experts 0                                         --experts 0: must be 1 or more
+        --dry-run 2 --experts 5                             --experts 5 for 2 ranks: take a multiple of 2
+        --dry-run 4 --ep 2 --experts 5                      --experts 5 for 2 ranks: take a multiple of 2
+        --dry-run 4 --ep 3                                  --ep 3 does not divide the 4 ranks
+        --ep 2                                              --ep 2 does not divide the 1 ranks
+        --ep -2                                             --ep -2: must be 0 or more
+        --top-k 0                                           --top-k 0: must be 1 or more
+        --top-k 9                                           --top-k 9 of --experts 8: choose 8 at most
+        --top_k 2                                           unrecognized arguments: --top_k 2
+        --capacity -1                                       --capacity -1.0: must be 0 or more
+        --capacity nan                                      --capacity nan: must be
+        --balance loss                                      --balance: invalid choice: 'loss' (choose from 'aux',
+        --shared 2                                          unrecognized arguments: 2
+        --dry-run 2 --batch 3                               --batch 3 sequences for 2 ranks: take a multiple of 2
+    """,
+    "amp_accum_ckpt": """
+        --amp fp8                                           --amp: invalid choice: 'fp8' (choose from 'off', 'bf16',
+        --amp bf16 --dtype fp64                             --dtype fp64
+        --dtype bf16                                        --dtype bf16: take --amp bf16
+        --ckpt all                                          --ckpt: invalid choice: 'all' (choose from 'none', 'full',
+        --accum 0                                           --accum 0: must be 1 or more
+        --accum 9                                           --batch 8: fewer than 1 ranks x --accum 9
+        --dry-run 2 --batch 5 --accum 3                     --batch 5: fewer than 2 ranks x --accum 3
+        --growth 0                                          --growth 0: must be 1 or more
+        --peak -1                                           --peak -1.0: must be 0 or more
+        --impl torch --dry-run 2                            --impl torch
+        --impl both --sweep                                 --impl both
+        --compile --dry-run 2                               --compile
+    """,
+    "hybrid_3d": """
+        --dry-run 2 --dp 2 --tp 2                           but there are 2 ranks
+        --dry-run 4 --dp 3                                  but there are 4 ranks
+        --dry-run 8 --dp 2 --tp 2 --pp 1                    --dp 2 x --tp 2 x --pp 1 is 4, but there are 8 ranks
+        --dp 0                                              --dp 0: must be 1 or more
+        --tp x                                              --tp: invalid int value: 'x'
+        --dry-run 8 --tp 8                                  --heads 4 do not divide over --tp 8
+        --dry-run 8 --pp 8                                  --layers 4: fewer than stages, 8
+        --dry-run 4 --pp 4 --schedule interleaved           --layers 4: fewer than stages, 8
+        --dry-run 2 --pp 2 --schedule naive                 --schedule: invalid choice: 'naive'
+        --dry-run 2 --pp 2 --schedule interleaved --micro 1   --micro 1: interleaved wants a multiple of --pp 2
+        --dry-run 2 --dp 2 --batch 7                        --batch 7 does not divide into --dp 2
+        --micro 3                                           --batch 8 does not divide into --dp 1 x --micro 3
+        --dry-run 2 --tp 2 --sp --seq 15                    --seq 15 does not divide over --tp 2
+        --schedule zb-h1 --ckpt full                        --schedule zb-h1 cannot split what --ckpt full
+        --zero 2                                            --zero 2: must be 0 or more, 1 or less
+        --ckpt some                                         --ckpt: invalid choice: 'some'
+        --impl torch --dry-run 2                            --impl scratch
+        --impl torch --ckpt selective                       --impl scratch
+        --impl both --dtype bf16                            --impl scratch
+        --save-every 3                                      --save-every wants --save DIR
+        --resume no/such                                    --resume no/such: no whole checkpoint
+        --resume FILE                                       no whole checkpoint
+    """}
+
+TWO_RANKS = {  # the same for all files, and what only shows with real ranks
+    "ddp": "--impl torch --batch 3                              --batch 3: torch's sampler deals evenly to 2 ranks",
+    "zero": "--batch 3 --accum 2                                --batch 3: fewer than 2 ranks x 2 micro-batches",
+    "fsdp": "--batch 1                                          --batch 1 sequences for 2 ranks",
+    "tensor_parallel": "--heads 1                               --heads 1, --width 128: 2 ranks",
+    "pipeline_parallel": "--layers 1                            --layers 1 for 2 stages",
+    "context_parallel": "--seq 30                               --seq 30 does not divide into 4 chunks",
+    "moe": "--experts 3                                         --experts 3 for 2 ranks: take a multiple of 2",
+    "amp_accum_ckpt": "--batch 1                                --batch 1: fewer than 2 ranks x --accum 1",
+    "hybrid_3d": "--tp 2 --heads 1                              --heads 1 do not divide over --tp 2"}
+EVERY_TWO = """
+    --dry-run 4                         --dry-run is one rank alone: use python, not torchrun with 2
+    --heads 3                           --heads 3 does not divide --width 128
+    --nonsense                          unrecognized arguments: --nonsense
+    --data no/such/text                 --data no/such/text: no such file or folder
+"""
+
+
+def rows(table, folder):
+    """-> [(flags, what the line has to say)]"""
+    (folder / "nothing").mkdir(exist_ok=True)
+    (folder / "empty").touch()
+    for word, path in ("FILE", ROOT / "README.md"), ("FOLDER", folder / "nothing"), ("EMPTY", folder / "empty"):
+        table = table.replace(word, str(path))
+    lines = [re.split(" {2,}", line.strip()) for line in table.strip().splitlines()]
+    return [(flags.split(), words) for flags, words in lines]
+
+
+def check_refused(name, lines):
+    """On every rank: what name.py's main() makes of each of these lines. Rank 0 alone speaks."""
+    main, wrong = importlib.import_module(name).main, []
+    for flags, words in lines:
+        sys.argv, out, err = [f"{name}.py", *flags], io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                code = main()
+            except SystemExit as end:
+                code = end.code
+            except Exception as error:  # an accepted line gets here: the process group is made already
+                code = repr(error)
+        said = err.getvalue()
+        clear = said.startswith(f"{name}.py: error: ") and words in said and said.count("\n") == 1 and len(said) < 300
+        if code != 2 or out.getvalue() or not (said == "" if dist.get_rank() else clear):
+            wrong.append(f"{' '.join(flags)}: exit code {code}, not {words!r} but {said + out.getvalue()!r}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", ONE_RANK)
+def test_one_rank(name, tmp_path):
+    run(check_refused, 1, name, rows(EVERY_FILE, tmp_path) + rows(ONE_RANK[name], tmp_path))
+
+
+@pytest.mark.parametrize("name", TWO_RANKS)
+def test_two_ranks(name, tmp_path):
+    run(check_refused, 2, name, rows(EVERY_TWO, tmp_path) + rows(TWO_RANKS[name], tmp_path))
+
+
+def test_as_typed():
+    """As users start it: with python exactly one line, with torchrun one line beside torchrun's own report."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    env, started = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}, []
+    for line, want in (("ddp.py --bucket-mb x", "argument --bucket-mb: invalid float value: 'x'"),
+                       ("fsdp.py --resume no/such", "--resume no/such: no whole checkpoint"),
+                       ("pipeline_parallel.py --micro 3", "--batch 8 does not divide into --micro 3 micro-batches")):
+        for launcher in [], torchrun:
+            started.append((launcher, f"{line.split()[0]}: error: {want}", subprocess.Popen(
+                [sys.executable, *launcher, *line.split()], cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE)))
+    for launcher, want, process in started:
+        out, err = process.communicate(timeout=60)
+        ours = [line for line in err.splitlines() if ".py: error: " in line]
+        assert out == "" and len(ours) == 1 and ours[0].startswith(want), err
+        assert (process.returncode == 1 and err.count("exitcode  : 2") == 2) if launcher else (
+            process.returncode == 2 and err.count("\n") == 1), err
