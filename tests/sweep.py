@@ -68,8 +68,8 @@ def pipeline_parallel(draw, n, sizes):
     if schedule == "interleaved":
         micro = draw.multiple(n, n, 2 * n)
     sizes["layers"], sizes["batch"] = n * chunks + draw.randrange(4), micro * draw.randint(1, 2)
-    impl = [] if schedule in ("naive", "pipedream") else draw.torch()
-    return ["--schedule", schedule, "--micro", micro, "--virtual", chunks, *impl]
+    theirs = schedule not in ("naive", "pipedream") and (schedule != "1f1b" or micro >= n)
+    return ["--schedule", schedule, "--micro", micro, "--virtual", chunks, *(draw.torch() if theirs else [])]
 
 
 def context_parallel(draw, n, sizes):
@@ -98,7 +98,8 @@ def amp_accum_ckpt(draw, n, sizes):
 def hybrid_3d(draw, n, sizes):
     dp, impl = draw.divisor(n), draw.torch()
     tp = draw.divisor(n // dp)
-    pp, sp, micro = n // dp // tp, draw.maybe("--sp"), draw.randint(1, 6)
+    pp, sp = n // dp // tp, draw.maybe("--sp")
+    micro = draw.randint(pp if impl else 1, max(pp, 6))  # torch's 1f1b wants one for each stage
     ckpt = "none" if impl else draw.choice(("none", "full", "selective"))
     schedule = draw.choice(["gpipe", "1f1b", "interleaved"] + ["zb-h1"] * (ckpt != "full"))
     if schedule == "interleaved":

@@ -52,6 +52,10 @@ EVERY_FILE = """
     --pad nan                           --pad nan: must be
     --seed -1                           --seed -1: must be 0 or more
     --seed 9999999999999999999999       --seed 9999999999999999999999: must be
+    --watch -1                          --watch -1: must be 0 or more
+    --watch all                         --watch: invalid int value: 'all'
+    --timeout 0                         --timeout 0: must be 1 or more
+    --timeout soon                      --timeout: invalid int value: 'soon'
     --rank 1                            --rank 1 is for --dry-run only
     --rank -1                           --rank -1: must be 0 or more
     --dry-run                           --dry-run: expected one argument
@@ -66,6 +70,22 @@ EVERY_FILE = """
     --json no/such/report.json          --json no/such/report.json: no such folder
     --json FILE/report.json             report.json: no such folder
 """
+
+SAVES = dict.fromkeys(("ddp", "fsdp", "hybrid_3d"), """
+    --save-every 2                      --save-every wants --save DIR
+    --save-every -1 --save no/such      --save-every -1: must be 0 or more
+    --save no/such --dry-run 2          no dry run
+    --save no/such --impl both          --save
+    --save FILE                         --save FILE
+    --save FILE/saved                   --save FILE/saved
+    --resume no/such                    --resume no/such: no whole checkpoint
+    --resume FOLDER                     no whole checkpoint
+    --resume FILE                       no whole checkpoint
+    --resume no/such --dry-run 2        no dry run
+    --init-from no/such                 --init-from no/such: no whole checkpoint
+    --init-from FILE                    no whole checkpoint
+    --init-from FOLDER --resume FOLDER  take one of them
+""")
 
 ONE_RANK = {
     "ddp": """
@@ -101,14 +121,6 @@ ONE_RANK = {
         --reshard=no                                        --reshard/--no-reshard: ignored explicit argument 'no'
         --offload param                                     unrecognized arguments: param
         --offload --impl torch                              --offload is for --impl scratch
-        --save-every 2                                      --save-every wants --save DIR
-        --save-every -1 --save no/such                      --save-every -1: must be 0 or more
-        --save no/such --dry-run 2                          no dry run
-        --save no/such --impl both                          --impl
-        --save FILE                                         --save FILE
-        --resume no/such                                    --resume no/such: no whole checkpoint
-        --resume FOLDER                                     no whole checkpoint
-        --resume FILE                                       no whole checkpoint
     """,
     "tensor_parallel": """
         --dry-run 3                                         --heads 4, --width 128: 3 ranks
@@ -206,9 +218,6 @@ ONE_RANK = {
         --impl torch --dry-run 2                            --impl scratch
         --impl torch --ckpt selective                       --impl scratch
         --impl both --dtype bf16                            --impl scratch
-        --save-every 3                                      --save-every wants --save DIR
-        --resume no/such                                    --resume no/such: no whole checkpoint
-        --resume FILE                                       no whole checkpoint
     """}
 
 TWO_RANKS = {  # the same for all files, and what only shows with real ranks
@@ -235,7 +244,7 @@ def rows(table, folder):
     (folder / "empty").touch()
     for word, path in ("FILE", ROOT / "README.md"), ("FOLDER", folder / "nothing"), ("EMPTY", folder / "empty"):
         table = table.replace(word, str(path))
-    lines = [re.split(" {2,}", line.strip()) for line in table.strip().splitlines()]
+    lines = [re.split(" {2,}", line.strip()) for line in table.splitlines() if line.strip()]
     return [(flags.split(), words) for flags, words in lines]
 
 
@@ -260,12 +269,12 @@ def check_refused(name, lines):
 
 @pytest.mark.parametrize("name", ONE_RANK)
 def test_one_rank(name, tmp_path):
-    run(check_refused, 1, name, rows(EVERY_FILE, tmp_path) + rows(ONE_RANK[name], tmp_path))
+    run(check_refused, 1, name, rows(EVERY_FILE + ONE_RANK[name] + SAVES.get(name, ""), tmp_path))
 
 
 @pytest.mark.parametrize("name", TWO_RANKS)
 def test_two_ranks(name, tmp_path):
-    run(check_refused, 2, name, rows(EVERY_TWO, tmp_path) + rows(TWO_RANKS[name], tmp_path))
+    run(check_refused, 2, name, rows(EVERY_TWO + TWO_RANKS[name], tmp_path))
 
 
 def test_as_typed():
