@@ -74,7 +74,10 @@ def verify(folder):
 
 def newest(folder, flag):
     """-> the newest whole checkpoint in a folder, its notes. Those that are not whole are named and passed by."""
-    itself, passed = Path(folder, "notes.json").exists(), []
+    try:
+        itself, passed = "notes.json" in os.listdir(folder), []
+    except OSError as error:
+        require(False, f"{flag} {folder}: {error.strerror}")
     for place in [Path(folder)] if itself else [Path(folder, str(steps)) for steps in reversed(numbered(folder))]:
         try:
             notes = verify(place)
@@ -109,12 +112,12 @@ def begin(args):
             sys.exit(0)  # killed after its last step
         require(start.steps < args.steps, f"--steps {args.steps}: {folder} has {start.steps} behind it already")
     if args.save:
-        usable(args.save, start.steps)
+        usable(args.save, start)
     return start
 
 
-def usable(folder, steps):
-    """Can checkpoints after so many steps be saved there?"""
+def usable(folder, start):
+    """Can the checkpoints of this run be saved there?"""
     try:
         probe = Path(folder, f".{os.getpid()}")
         probe.parent.mkdir(parents=True, exist_ok=True)
@@ -122,10 +125,11 @@ def usable(folder, steps):
         probe.unlink()
     except OSError as error:
         require(False, f"--save {folder}: {error.strerror}")
-    for later in numbered(folder)[::-1]:
+    ours = start.ranks and start.folder.resolve().parent == Path(folder).resolve()
+    for steps in reversed(numbered(folder)):
         with contextlib.suppress(OSError, ValueError):
-            require(later <= steps or not verify(Path(folder, str(later))),
-                    f"--save {folder}: holds step {later} already: --resume it, or save elsewhere")
+            require(ours and (steps <= start.steps or not verify(Path(folder, str(steps)))),
+                    f"--save {folder}: holds step {steps} already: --resume it, or save elsewhere")
 
 
 # ---- saving ------------------------------------------------------------------
@@ -145,13 +149,13 @@ def due(run, step):
     return args.save and ((step + 1) % (args.save_every or args.steps) == 0 or step + 1 == args.steps or run.stopping)
 
 
-def write(args, step, state):
+def write(run, step, state):
     """Every rank writes its part, `state`: {name: tensor or DTensor}. What several ranks hold, one of them brings.
 
     With NumPy a bare dcp.save would do: its ranks agree by object collectives, which need it, and hang without. So here
     each rank writes alone, and the first joins their tables of contents to what dcp.save would have written.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    args, rank, world_size = run.args, dist.get_rank(), dist.get_world_size()
     folder, draft = Path(args.save, f"{step + 1}"), Path(args.save, f".{step + 1}")
     if rank == 0:
         shutil.rmtree(draft, ignore_errors=True)  # of a run that was killed here
@@ -168,10 +172,10 @@ def write(args, step, state):
     dist.barrier()
     if rank == 0:
         join(draft, world_size, *identity(args), step + 1)
-        shutil.rmtree(folder, ignore_errors=True)  # one that was damaged, or it would not have been left behind
+        shutil.rmtree(folder, ignore_errors=True)  # one that is damaged, or it would have been resumed
         draft.rename(folder)
-        kept = [steps for steps in numbered(args.save) if steps <= step + 1][-2:]
-        for steps in set(numbered(args.save)) - set(kept):
+        run.saved.append(step + 1)
+        for steps in set(numbered(args.save)) - set([run.first, *run.saved][-2:]):
             shutil.rmtree(Path(args.save, str(steps)))
     dist.barrier()
 
@@ -260,4 +264,4 @@ def restore(start, model, optimizer, mesh=None):
 def save(run, step, model, optimizer, mesh=None, brings=True):
     """If this step is one to save after; of ranks that hold the same, one brings it."""
     if due(run, step):
-        write(run.args, step, state_of(model, optimizer, mesh) if brings else {})
+        write(run, step, state_of(model, optimizer, mesh) if brings else {})

@@ -289,12 +289,12 @@ class Run:
             backend = "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= gpus else "gloo"
             timeout = timedelta(seconds=args.timeout or {"gloo": 30, "nccl": 600}[backend])
             guard.prepare(timeout)
-            self.store, rank, world_size = next(dist.rendezvous("env://"))
+            self.store, rank, world_size = guard.among_the_living(*next(dist.rendezvous("env://")))
             dist.init_process_group(backend, store=self.store, rank=rank, world_size=world_size, timeout=timeout)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.first, self.last = 0, (min(args.steps, 2) if self.dry else args.steps) - 1  # a resumed run sets first
         self.trace, self.times = {i: Trace() for i in self.impls}, {i: [] for i in self.impls}
-        self.ledger, self.rows, self.extra, self.initial, self.step = {}, [], {}, None, 0
+        self.ledger, self.rows, self.extra, self.saved, self.initial, self.step = {}, [], {}, [], None, 0
         self.request, self.stopping = guard.Request() if getattr(args, "save", "") else None, False
 
     def __enter__(self):

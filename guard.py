@@ -1,6 +1,7 @@
 """What keeps a long run from failing silently: for any PyTorch program, it needs only torch.
 
     prepare          collectives give up after a while, also those of groups that are made later
+    among_the_living a store without what ranks have left that torchrun has restarted
     last_collective  what this rank called last: of a hang, the first call that differs between ranks is the cause
     fault            what is wrong at the end of a step: numbers that are inf or nan, copies that differ
     Request          SIGTERM, heard at the end of a step
@@ -10,6 +11,8 @@ import json
 import math
 import signal
 import sys
+import time
+import uuid
 
 import torch
 import torch.distributed as dist
@@ -20,6 +23,26 @@ def prepare(timeout):
     faulthandler.enable()  # gloo aborts when sizes differ between ranks: this names the line that called it
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):  # new_group takes these, not the first group's
         setattr(dist.distributed_c10d, name, timeout)
+
+
+def among_the_living(store, rank, world_size):
+    """-> the store, under a name that only these ranks know, rank, world_size.
+
+    torchrun's store outlives the ranks that it restarts, and still has what the dead have set: without this, gloo finds
+    their addresses and fails to connect. Rank 0 makes up the name, and tells it to those who are here by their own.
+    """
+    me = name = uuid.uuid4().hex
+    if rank:
+        store.set(f"here {rank}", me)
+        name = store.get(f"name for {me}").decode()  # waits
+        store.set(f"{name} {rank}", "heard")
+    missing, end = set(range(1, world_size)) if rank == 0 else (), time.monotonic() + store.timeout.total_seconds()
+    while missing and time.monotonic() < end:
+        for other in [r for r in missing if store.check([f"here {r}"])]:  # it may have been set by one of the dead
+            store.set(f"name for {store.get(f'here {other}').decode()}", name)
+        missing = {r for r in missing if not store.check([f"{name} {r}"])}
+        time.sleep(0.005)
+    return dist.PrefixStore(name, store), rank, world_size
 
 
 def last_collective():

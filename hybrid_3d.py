@@ -339,7 +339,7 @@ def main():
                 loss, norm = step_fn(model, optimizer, x, y, valid, args.clip)
             run.log(impl, step, loss, norm, full_gradients, full_state_dict, model)
             if checkpoint.due(run, step):
-                checkpoint.write(args, step, sharded_state(model))
+                checkpoint.write(run, step, sharded_state(model))
         if "scratch" in run.impls:
             account(run, sides["scratch"][0], plans[mesh.get_local_rank("pp")], rows, own)
         return run.finish(total, own)

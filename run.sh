@@ -4,6 +4,8 @@
 #   ./run.sh test [args]        the tests (args go to pytest)
 #   ./run.sh FILE [N] [flags]   one file on N ranks, e.g. ./run.sh ddp 4 --steps 50
 #   ./run.sh bench [flags]      ours against torch's own, for every file that has both
+#   ./run.sh sweep N [SEED]     N random runs over files, ranks, sizes and flags, each equal to one process in fp64
+#   ./run.sh soak [KILLS]       a run whose ranks are killed again and again ends as the one that never was
 # On a machine without torch >= 2.11 and pytest it makes .venv first. PYTHON=... chooses another interpreter.
 set -euo pipefail
 [[ ${PYTHON:-} == */* && $PYTHON != /* ]] && PYTHON=$PWD/$PYTHON # relative to where it was said
@@ -118,7 +120,8 @@ case ${1:-} in
   "") all "every technique, checked against the plain GPT (MB = 1e6 bytes, rank 0)" ;;
   bench) shift; all "ours against torch's own: medians of alternating blocks" "${bench[@]}" "$@" ;;
   test) shift; exec "$PYTHON" -m pytest "$@" ;;
-  -h | --help | help) sed -n '2,7s/^# \{0,1\}//p' run.sh ;;
+  sweep | soak) task=$1; shift; OMP_NUM_THREADS=1 exec "$PYTHON" "tests/$task.py" "$@" ;;
+  -h | --help | help) sed -n '2,9s/^# \{0,1\}//p' run.sh ;;
   *)
     file=${1%.py}; shift
     [[ -f $file.py ]] || { echo "run.sh: error: no file $file.py; one of: $(present | tr '\n' ' ')" >&2; exit 2; }
