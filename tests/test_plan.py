@@ -145,7 +145,7 @@ def test_table(capsys, monkeypatch):
     assert not plan.main()
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 7 and {line.count("|") for line in lines} == {6}
-    assert "tok/s" in lines[2] and "needs" in lines[6]
+    assert "one GPU: " in lines[2] and "needs" in lines[6]
 
 
 @pytest.mark.parametrize("flags, said", [
