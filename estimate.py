@@ -32,10 +32,10 @@ MEMORY = {  # bytes of a stage
     "waits": "blocks*(16*x if tp == 1 else 2*x + 5*x/tp + 7*b*C*C/tp) + first*b*V*C/tp"
              " + last*(b*N*V + x if tp == 1 else b*V*C/tp)",  # inputs and gradients of Linears, or their product
     "activations": "(flight - late)*blocks*kept + late*waits",
+    # loss: log-probabilities and what backward makes of them; waiting: received, not yet used
     "logits": "last*(4*N*V/tp + 2*x/cut)", "queue": "micro if schedule == 'gpipe' else 1",  # whose loss is done, not B
     "loss": "queue*logits + last*((2 + (tp > 1))*4*N*V/tp + x/4 + (1 + min(pp, 3)*(v > 1))*x/cut)",
     "waiting": "0 if pp == 1 else min(3, micro - 1) if v > 1 else flight if first else 1 + (queue == 1)",
-    # waiting: received, not yet used
     "again": "whole if ckpt == 'full' else (ckpt == 'selective')*(schedule != 'zb-h1' or tp > 1)*4*x/tp",
     "inside": "again + 5*x/tp + x/4 + (1 + waiting)*x/cut + 2*x*sp + (queue - 1)*logits"
               " + (schedule == 'zb-h1')*max(0, waits - blocks*kept)",  # backward of a block

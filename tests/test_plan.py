@@ -119,8 +119,8 @@ def report(capsys, monkeypatch, tmp_path, *flags, code=0):
 
 def test_command(capsys, monkeypatch, tmp_path):
     """hybrid_3d takes the line that is printed, and it is among all that is said."""
-    for flags in ["--gpus", 8], ["--gpus", 12, "--layers", 6, "--batch", 24, "--sp", "--tokens", 1e9, "--explain", 2]:
-        found, said = report(capsys, monkeypatch, tmp_path, "--batch", 16, *flags)
+    for flags in ["--gpus", 4], ["--gpus", 12, "--layers", 6, "--batch", 24, "--sp", "--tokens", 1e9, "--explain", 2]:
+        found, said = report(capsys, monkeypatch, tmp_path, "--batch", 8, "--micro", 2, *flags)
         row = found["rows"][max(0, found["flags"]["explain"] - 1)]
         assert row["command"] in said and f"{row['rate']:,.0f}" in said and "activations" in said
         where, _, line = row["command"].partition("hybrid_3d.py ")
