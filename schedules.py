@@ -10,7 +10,10 @@ which a simulation sees tensors move is one that all ranks can keep to without e
 Narayanan et al. 2021, arXiv:2104.04473, section 2.2; Qi et al. 2023, "Zero Bubble Pipeline Parallelism",
 arXiv:2401.10241, section 2; Harlap et al. 2018, "PipeDream", arXiv:1806.03377, section 3.
 """
-from collections import namedtuple
+import json
+import statistics
+from collections import defaultdict, namedtuple
+from pathlib import Path
 
 # chunk c of rank r is stage c * ranks + r of the model; all schedules but the interleaved have one chunk per rank
 Action = namedtuple("Action", "kind microbatch chunk", defaults=(0,))
@@ -189,3 +192,54 @@ def grid(played, width=120):
         left, right = round(scale * (start - first)), round(scale * (end - first))
         rows[rank][left:right] = text.ljust(right - left)[:right - left]
     return "\n".join(f"  stage {rank:<3d} {''.join(row)}" for rank, row in enumerate(rows))
+
+
+# ---- reports -----------------------------------------------------------------
+
+
+def planned(name, stages, microbatches, virtual=1, times="1,1,1,0"):
+    """times: F,B,W,COMM -> all stages' plans, the simulation of them. Raises ValueError, which says what is wrong."""
+    if name == "interleaved" and microbatches % stages:
+        raise ValueError(f"--micro {microbatches}: interleaved needs a multiple of the {stages} stages")
+    try:
+        *work, comm = (float(t) for t in times.split(","))
+    except ValueError:
+        raise ValueError(f"--times {times}: F,B,W,COMM are four numbers") from None
+    if len(work) != 3 or not all(0 <= t < float("inf") for t in (*work, comm)) or not sum(work):
+        raise ValueError(f"--times {times}: four are needed, none below 0, F + B + W above")
+    plans = make_plans(name, stages, microbatches, virtual)
+    try:
+        return plans, simulate(plans, costs(plans, *work), comm)
+    except RuntimeError as error:
+        raise ValueError(f"--schedule {name}: {error}") from None
+
+
+def summary(plans, played):
+    return dict(bubble_rate=bubble_rate(played), in_flight=[in_flight(plan) for plan in plans])
+
+
+def simulation(script, args, plans, played):
+    """What --simulate says, and writes to args.json -> exit code."""
+    result = dict(summary(plans, played), cost=longest(played))
+    print(grid(played))
+    print(f"{args.schedule}: {result['cost']:g} from first to last, bubble rate {result['bubble_rate']:.4f},",
+          "micro-batches in flight by stage", *(f"{n:g}" for n in result["in_flight"]))
+    if args.json:
+        own = {name: value for name, value in vars(args).items() if name != "cfg"}
+        Path(args.json).write_text(json.dumps(dict(script=script, args=own, **result), indent=1))
+    return 0
+
+
+def compare(plans, reports):
+    """A step as it was, each rank's list of (action, start, end) in seconds as JSON, below the simulation of it, in
+    which all actions of one rank, kind and chunk take their median time -> both as text, figures."""
+    measured = [[(Action(*a), *span) for a, *span in json.loads(report)] for report in reports]
+    times = defaultdict(list)
+    for rank, done in enumerate(measured):
+        for a, start, end in done:
+            times[rank, a.kind, a.chunk].append(end - start)
+    simulated = simulate(plans, lambda rank, a: statistics.median(times[rank, a.kind, a.chunk]))
+    text = [f"{word}: {1e3 * longest(played):.1f} ms, bubble {bubble_rate(played):.3f}\n{grid(played)}"
+            for word, played in (("planned", simulated), ("measured", measured))]
+    return "\n".join(text), dict(bubble_rate=bubble_rate(measured), planned_bubble_rate=bubble_rate(simulated),
+                                 measured_ms=1e3 * longest(measured), planned_ms=1e3 * longest(simulated))

@@ -1,0 +1,72 @@
+"""Tensors between ranks: each puts what it has made and takes what it needs, and nobody ever blocks. Needs only torch.
+
+    rank 0   put(F0)  put(F1)  take(B0)  put(F2)  ..      route = [(F0, 0, 1), (F1, 0, 1), (B0, 1, 0), ..]
+    rank 1   take(F0) put(B0)  take(F1)  put(B1)  ..               key, from rank, to rank: same on all
+
+Every rank starts its transfers in the order of the route, in which none depends on a later one. A receive is started
+long before its tensor is taken, so that it travels while both ranks compute; what has been sent is let go.
+"""
+from collections import deque
+
+import torch
+import torch.distributed as dist
+
+
+class Mail:
+    """boundary: size, dtype and device of each of the tensors."""
+
+    def __init__(self, route, group, boundary):
+        self.rank, self.group, self.boundary = dist.get_rank(group), group, boundary
+        self.route = [move for move in route if self.rank in move[1:]]
+        dist.barrier(group)  # NCCL wants all ranks of a group in its first call, and not all are in a transfer
+
+    def open(self, made):
+        """Begin the route. made: {key: tensor} to be taken here."""
+        self.todo, self.made, self.moving, self.sent = deque(self.route), made, {}, None
+        self.communicate()
+
+    def put(self, key, tensor):
+        self.made[key] = tensor
+        self.communicate()
+
+    def take(self, key):
+        """-> the tensor, None if no rank makes it."""
+        return self.arrived(key) if key in self.moving else self.made.pop(key, None)
+
+    def close(self):
+        """Wait for the last send."""
+        if self.sent:
+            self.arrived(self.sent)
+        self.sent = None
+
+    def arrived(self, key):
+        work, tensor = self.moving.pop(key)
+        work.wait()
+        return tensor
+
+    def communicate(self):
+        """Start transfers up to the first whose tensor is yet to be made here."""
+        while self.todo and (self.todo[0][1] != self.rank or self.todo[0][0] in self.made):
+            batch = [self.begin(*self.todo.popleft())]
+            if self.todo and batch[0][1].op is dist.isend and self.todo[0][1] != self.rank:
+                batch.append(self.begin(*self.todo.popleft()))  # one receive, since NCCL ends a batch as a whole
+            works = dist.batch_isend_irecv([op for _, op in batch])
+            for (key, op), work in zip(batch, (works[0], works[-1])):
+                self.moving[key] = work, op.tensor
+
+    def begin(self, key, here, there):
+        if here != self.rank:
+            return key, dist.P2POp(dist.irecv, torch.empty(**self.boundary), group=self.group, group_peer=here)
+        self.close()  # one send at a time: what has been sent is free
+        out, self.sent = self.made.pop(key).contiguous(), key
+        assert out.shape == self.boundary["size"], f"{key}: {tuple(out.shape)}, not {self.boundary['size']}"
+        return key, dist.P2POp(dist.isend, out, group=self.group, group_peer=there)  # here -> there too
+
+
+def gather(model, mine):
+    """{name: tensor} of this rank -> of all ranks of model.group. model.homes: {name: (rank that has it, shape)}."""
+    like = next(iter(mine.values()))
+    whole = {n: mine[n].contiguous() if n in mine else like.new_empty(shape) for n, (_, shape) in model.homes.items()}
+    for name, (rank, _) in model.homes.items():
+        dist.broadcast(whole[name], group=model.group, group_src=rank)  # on one rank -> replicated
+    return whole
