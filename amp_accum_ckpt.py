@@ -268,8 +268,9 @@ def main():
                      peak=(0.0, "TFLOP/s of a device in bf16, from its data sheet, for MFU", ANY))
     n = args.world_size
     require(args.batch >= n * args.accum, f"--batch {args.batch}: fewer than {n} ranks x --accum {args.accum}")
-    require(args.dtype == "fp32" or (args.dtype, args.amp) == ("fp64", "off"), f"--dtype {args.dtype}: take --amp bf16")
-    require(args.impl == "scratch" or not (args.dry_run or args.sweep), f"--impl {args.impl}: no dry run or sweep")
+    require(args.dtype == "fp32" or (args.dtype, args.amp) == ("fp64", "off"),
+            f"--dtype {args.dtype} --amp {args.amp}: take fp32 with any --amp, or fp64 with --amp off")
+    require(args.impl == "scratch" or not (args.dry_run or args.sweep), "--dry-run and --sweep want --impl scratch")
     require(not args.compile or not args.dry_run and shutil.which("c++"), "--compile needs c++, and no --dry-run")
     run = Run(args)
     plans = {impl: (args.amp, args.accum, args.ckpt) for impl in run.impls}

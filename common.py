@@ -154,7 +154,7 @@ def load_corpus(path, seq):
         files = [root] if root.is_file() else sorted(f for f in root.glob("**/*" if path else "*.py") if f.is_file())
         text = bytearray(b"\n".join(f.read_bytes() for f in files))
     except OSError as error:
-        require(False, f"--data {path}: {error.strerror}: {error.filename}")
+        require(False, f"--data {path}: {error.strerror}: {error.filename or path}")
     require(len(text) > seq, f"--data {root}: {len(text)} bytes in {len(files)} files, but --seq {seq} needs {seq + 1}")
     return torch.frombuffer(text, dtype=torch.uint8)
 
@@ -200,7 +200,7 @@ FLAGS = {  # name: (default, help[, choices or bounds]); a type as default: none
     "device": ("auto", "auto: GPUs where there are any", ("auto", "cpu", "cuda")),
     "check": (True, "replay the steps with the plain GPT and compare"),
     "watch": (0, "compare all ranks' parameters after every so many steps", ANY),
-    "timeout": (int, "seconds until ranks give up a collective (30, over NCCL 600)", POSITIVE),
+    "timeout": (int, "seconds until ranks give up a collective (30, over NCCL 600)", (1, 10**6)),
     "dry_run": (int, "be one of this many ranks, without the others and without memory", POSITIVE),
     "rank": (0, "which one (dry run only)", ANY), "json": ("", "FILE for the report"),
     "profile": ("", "folder for a torch.profiler trace of each rank"),
@@ -247,17 +247,18 @@ def arguments(doc, **own):
         value = getattr(args, name)
         if limits and isinstance(value, (int, float)):
             low, high = limits[0]
-            require(low <= value <= high, f"--{name.replace('_', '-')} {value}: must be {low} or more"
-                    + (f", {high} or less" if high < sys.maxsize else ""))
+            require(low <= value <= high, f"--{name.replace('_', '-')} {value}: must be {low:g} or more"
+                    + f", {high:g} or less" * (high < sys.maxsize or value > high))
     args.cfg = cfg = GPTConfig(*(getattr(args, n) or size for n, size in PRESETS[args.model]._asdict().items()))
     args.world_size = args.dry_run or ranks
     args.batch = args.batch or max(8, args.world_size)
     require(cfg.width % cfg.heads == 0, f"--heads {cfg.heads} does not divide --width {cfg.width}")
     require(not args.dry_run or ranks == 1, f"--dry-run is one rank alone: use python, not torchrun with {ranks}")
-    require(args.dry_run or not args.rank, f"--rank {args.rank} is for --dry-run only")
-    require(args.rank < args.world_size, f"--rank {args.rank}: the last is {args.world_size - 1}")
+    require(args.rank < (args.dry_run or 1), f"--rank {args.rank}: is for --dry-run, up to {args.world_size - 1}")
     require(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: torch finds no GPU")
-    require(Path(args.json or ".").absolute().parent.is_dir(), f"--json {args.json}: no such folder")
+    report = Path(args.json or "x").absolute()
+    require(report.parent.is_dir() and os.access(report.parent, os.W_OK) and not report.is_dir(),
+            f"--json {args.json}: {'is a folder, give a file' if report.is_dir() else 'no such folder to write to'}")
     return args
 
 
@@ -365,7 +366,7 @@ class Run:
         times = self.times.get(impl)
         return None if self.dry or not times else statistics.median(times[1:-1] or times)
 
-    def log(self, impl, step, loss, norm, gradients=dict, state=dict, *of):
+    def log(self, impl, step, loss, norm, gradients, state, *of):
         """loss: this rank's part; the parts of all add up to the loss of the global batch. gradients(*of), state(*of):
         the plain GPT's, by name; collectives."""
         if self.dry:
@@ -375,8 +376,7 @@ class Run:
         dist.all_reduce(both)  # partial -> replicated
         self.trace[impl].log(step, loss, norm)
         self.stopping = asked.item() > 0
-        watched = self.args.watch and (step + 1) % self.args.watch == 0
-        skips = getattr(self.args, "amp", "") == "fp16"  # a step whose norm is not finite: nothing is wrong
+        watched, skips = self.args.watch and (step + 1) % self.args.watch == 0, getattr(self.args, "amp", "") == "fp16"
         wrong = guard.fault(loss, 0.0 if skips else norm, watched, lambda: gradients(*of), lambda: state(*of))
         require(not wrong, f"step {step}: {wrong}", code=1)
         if self.keeps(step):
@@ -395,8 +395,7 @@ class Run:
     def plain(self, model=None):
         """The same steps by the plain GPT (or this model) in this process -> Trace. A module's `loss` is added."""
         model, trace = model or build(self.cfg, self.args.seed, self.device, self.dtype), Trace()
-        if self.initial:
-            model.load_state_dict(self.initial)
+        model.load_state_dict(self.initial or model.state_dict())
         optimizer = adamw(model.parameters(), self.args.lr)
         for step in range(self.last + 1):
             x, y, valid = self.batch(step)
@@ -413,7 +412,8 @@ class Run:
 
     def textbook(self, what, formula, expected, measured):
         """A row of the report. The rows that make up the bytes a rank sends in a step are called "wire ..."."""
-        self.rows.append(dict(what=what, formula=formula, expected=float(expected), measured=float(measured)))
+        figures = {kind: round(float(n), 6) for kind, n in (("expected", expected), ("measured", measured))}
+        self.rows.append({"what": what, "formula": formula, **figures})
 
     def finish(self, total, own, plain=None):
         """Checks, gathers, prints, writes --json -> exit code. total: parameters in all; own: how many are here."""

@@ -234,7 +234,7 @@ def main():
     n, scratch = args.world_size, args.impl == "scratch"
     require(args.batch >= n, f"--batch {args.batch} sequences for {n} ranks: give each at least one")
     require(scratch or not args.dry_run, "--dry-run needs --impl scratch: torch's C++ reducer wants real ranks")
-    require(scratch or args.batch % n == 0, f"--batch {args.batch}: torch's sampler deals evenly to {n} ranks")
+    require(scratch or args.batch % n == 0, f"--batch {args.batch}: torch's sampler wants a multiple of {n}")
     start = checkpoint.begin(args)
     run, sides = Run(args), {}
     with run:

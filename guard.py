@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 def prepare(timeout):
     """Before init_process_group. timeout: a timedelta."""
-    faulthandler.enable()  # gloo aborts when sizes differ between ranks: this names the line that called it
+    faulthandler.enable(sys.__stderr__)  # gloo aborts where sizes differ between ranks: this names the line
     for name in ("default_pg_timeout", "default_pg_nccl_timeout"):  # new_group takes these, not the first group's
         setattr(dist.distributed_c10d, name, timeout)
 

@@ -69,7 +69,7 @@ class Hybrid(nn.ModuleList):
     def __init__(self, stages, homes, tied, mesh, ends):
         super().__init__(stages)
         self.homes, self.mesh, self.ends, self.group = homes, mesh, ends, mesh.get_group("pp")
-        self.names = {p: name for stage in stages for name, p in stage.named_parameters()}
+        self.names = {p: name for stage in stages[::-1] for name, p in stage.named_parameters()}
         self.tied = [p for p, name in self.names.items() if name in tied]
 
     def optimize(self, zero, make_optimizer):
@@ -267,7 +267,7 @@ def account(run, model, plan, rows, own):
     x, t, Z, block = b * N * C, T if sp else 1, D if args.zero else 1, (12 * C + 7) * C // T + 6 * C
     P = L * block + first * (V - (-S // T)) * C + last * (2 + V * (not first)) * C
     padded, pairs = L * -(-block // Z) * Z + -(-(P - L * block) // Z) * Z, model.gradients()
-    run.textbook("parameters", "L_s [(12 C + 7) C/T + 6 C], first + (V'+S') C/T, last + V' C/T + 2 C", P, own)
+    run.textbook("parameters", "b (L_s [(12 C + 7) C/T + 6 C], first (V'+S') C/T, last V' C/T + 2 C)", b * P, b * own)
     run.textbook("held", "2 b P' + (2 w, bf16 3 w) P'/Z + 4 per tensor (step)",
                  2 * b * padded + (2 + (b == 2)) * w * padded // Z + 4 * len(pairs),
                  sum(ledger.memory[kind] for kind in ("parameters", "gradients", "optimizer")))

@@ -27,18 +27,22 @@ def layout(args):
     while None in sizes:  # those left out are 1, but for the last of them
         sizes[sizes.index(None)] = 1 if sizes.count(None) > 1 else n // math.prod(size or 1 for size in sizes)
     P, T, D = sizes
+    given = " x ".join(f"--{axis} {size}" for axis, size in (("dp", D), ("tp", T), ("pp", P)) if size)
     M, virtual = args.micro or math.gcd(4, max(1, B // max(1, D))), 1 + (schedule == "interleaved")
     for possible, message in (
-            (D * T * P == n, f"--dp {D} x --tp {T} x --pp {P} is {D * T * P}, but there are {n} ranks: leave one out"),
+            (D * T * P == n, f"{given}: no product is {n}, the ranks there are"),
             (B % max(1, D * M) == 0, f"--batch {B} does not divide into --dp {D} x --micro {M} micro-batches"),
             (cfg.heads % T == 0, f"--heads {cfg.heads} do not divide over --tp {T}"),
             (not args.sp or cfg.seq % T == 0, f"--seq {cfg.seq} does not divide over --tp {T}, which --sp wants"),
-            (virtual * P <= cfg.layers, f"--layers {cfg.layers}: fewer than stages, {virtual * P} with {schedule}"),
+            (virtual * P <= cfg.layers, f"--layers {cfg.layers} for {virtual * P} stages: give each at least one"),
             (virtual == 1 or M % P == 0, f"--micro {M}: interleaved wants a multiple of --pp {P}"),
             (schedule != "zb-h1" or args.ckpt != "full", "--schedule zb-h1 cannot split what --ckpt full runs twice")):
         require(possible, message)
     ours = args.dry_run or args.save or args.resume or args.ckpt != "none" or args.dtype == "bf16"
     require(args.impl == "scratch" or not ours, "--dry-run, --save, --resume, --ckpt, --dtype bf16 want --impl scratch")
+    require(args.impl == "scratch" or cfg.seq > (T - 1) * -(-cfg.seq // T),
+            f"--seq {cfg.seq}: torch leaves the last of --tp {T} no positions: take a multiple of {T}")
+    require(args.impl == "scratch" or schedule != "1f1b" or M >= P, f"--micro {M}: torch's 1f1b wants --pp {P} or more")
     return D, T, P, M, virtual
 
 

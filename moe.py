@@ -134,10 +134,11 @@ def sum_gradients(model, replicas, ep, tokens=None, gamma=1e-2):
     experts = {p for m in layers for p in m.experts.parameters()}
     for of_expert, group in (False, tokens), (True, replicas):
         grads = [p.grad for p in model.parameters() if (p in experts) == of_expert]
-        flat = nn.utils.parameters_to_vector(grads)
-        dist.all_reduce(flat, group=group)  # partial -> replicated; ddp.py hides it behind backward
-        nn.utils.vector_to_parameters(flat, grads)
-        squares.append(flat.norm().square())
+        if dist.get_world_size(group) > 1:
+            flat = nn.utils.parameters_to_vector(grads)
+            dist.all_reduce(flat, group=group)  # partial -> replicated; ddp.py hides it behind backward
+            nn.utils.vector_to_parameters(flat, grads)
+        squares.append(nn.utils.get_total_norm(grads).square())
     dist.all_reduce(squares[1], group=ep)  # partial -> replicated: every expert counts once
     for m in layers:  # towards experts chosen less often than the mean (DeepSeek-V3: 1e-3, in 10^5 steps)
         m.bias += gamma * (m.balance == "bias") * (m.load.sum() - len(m.load) * m.load).sign().double()
@@ -267,6 +268,7 @@ def main():
     require(w % r == 0, f"--ep {r} does not divide the {w} ranks: take a divisor of {w}")
     require(e % r == 0, f"--experts {e} for {r} ranks: take a multiple of {r}, or another --ep")
     require(args.batch % w == 0, f"--batch {args.batch} sequences for {w} ranks: take a multiple of {w}")
+    require(args.impl == "scratch" or not args.dry_run or args.dtype == "bf16", "torch's dry run wants --dtype bf16")
     run = Run(args)
     mesh = dist.init_device_mesh(run.device.type, (w // r, r), mesh_dim_names=("replicas", "ep"))
     with run:

@@ -57,68 +57,118 @@ launch() { # FILE RANKS flags...
 
 present() { for file in "${files[@]}"; do [[ -f $file.py ]] && echo "$file"; done; }
 
-benched() { # what a file needs beside $bench
-  case $1 in
-    zero) echo "--stage 1" ;;
-    pipeline_parallel) echo "--micro 8" ;;
-    context_parallel) echo "--impl scratch --attn zigzag --seq 4096 --layers 2 --batch 1" ;; # torch's runs on GPUs only
-    tensor_parallel) echo "--sp" ;;
-  esac
+rows() { # RANKS: every file, as lines "label file ranks flags"
+  for file in $(present); do
+    if [[ $file != hybrid_3d ]]; then echo "$file $file $1"
+    elif (($1 >= 4)); then echo "$file $file $1 --tp 2 --pp 2"
+    else echo "$file $file $1 --dp $1 --tp 1 --pp 1"; fi
+  done
 }
 
-layout() { # the ranks and flags with which a file is run by default, where they are not "all ranks" and none
-  case $1 in
-    hybrid_3d) if (($2 >= 4)); then echo "$2 --tp 2 --pp 2"; else echo "$2 --dp $2 --tp 1 --pp 1"; fi ;;
-    *) echo "$2" ;;
-  esac
+bench_rows() { # what is timed; context_parallel's twin in torch runs on GPUs only
+  local long="--impl scratch --seq 4096 --layers 2 --batch 1"
+  cat <<EOF
+one_process ddp 1 --impl scratch
+ddp ddp 2
+zero_1 zero 2 --stage 1
+zero_2 zero 2 --stage 2
+zero_3 zero 2 --stage 3
+fsdp fsdp 2
+tensor_parallel tensor_parallel 2
+tensor_parallel_sp tensor_parallel 2 --sp
+gpipe pipeline_parallel 2 --micro 8 --schedule gpipe
+1f1b pipeline_parallel 2 --micro 8 --schedule 1f1b
+interleaved pipeline_parallel 2 --micro 8 --schedule interleaved
+zb-h1 pipeline_parallel 2 --micro 8 --schedule zb-h1
+amp_accum_ckpt amp_accum_ckpt 2
+hybrid_dp hybrid_3d 2 --dp 2 --tp 1 --pp 1
+hybrid_tp_pp hybrid_3d 4 --dp 1 --tp 2 --pp 2
+hybrid_dp_pp hybrid_3d 4 --dp 2 --tp 1 --pp 2
+one_process_long context_parallel 1 $long
+zigzag_long context_parallel 2 --attn zigzag $long
+one_process_moe moe 1 --impl scratch
+moe_moe moe 2
+EOF
 }
 
-all() { # TITLE flags...: every file in turn, then the table
-  local title=$1 ranks code failed=() file words own=()
-  shift
-  ranks=$(default_ranks)
+limits() { # what this machine allows: two processes with nothing to tell each other, and gloo's bandwidth
+  local one=("$PYTHON" ddp.py "${bench[@]}" --impl scratch --batch 4) folder
+  folder=$(mktemp -d)
+  export OMP_NUM_THREADS=1
+  "${one[@]}" --json "$folder/apart.json" >/dev/null & "${one[@]}" >/dev/null; wait
+  cat >"$folder/gloo.py" <<'PY'
+import json, statistics, sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+x, y, found = torch.ones(2 ** 22), torch.ones(2 ** 21), {}
+gather, scatter = (getattr(dist, a, None) or getattr(dist, b) for a, b in (
+    ("all_gather_single", "all_gather_into_tensor"), ("reduce_scatter_single", "reduce_scatter_tensor")))
+for name, call in dict(all_reduce=lambda: dist.all_reduce(x), all_gather=lambda: gather(x, y), reduce_scatter=lambda: scatter(y, x),
+                       all_to_all=lambda: dist.all_to_all_single(x, x.clone())).items():
+    times = []
+    for _ in range(9):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    found[name] = x.nbytes / statistics.median(times) / 1e9
+if dist.get_rank() == 0:
+    ms = json.load(open(sys.argv[1]))["ms_per_step"]
+    print(f"\nlimits: two processes apart, with half of the batch each, take {ms:.1f} ms; of 16.8 MB gloo moves, in GB/s,",
+          ", ".join(f"{name} {rate:.2f}" for name, rate in found.items()))
+PY
+  "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node=2 "$folder/gloo.py" "$folder/apart.json"
+  rm -rf "$folder"
+}
+
+all() { # TITLE ROWS flags...: every row in turn, then the table
+  local title=$1 lines=$2 code failed=() labels=() words
+  shift 2
   reports=$(mktemp -d) # not local: the trap needs it
   trap 'rm -rf "$reports"' EXIT
-  for file in $(present); do
-    read -ra words <<<"$(layout "$file" "$ranks")"
-    [[ $title != ours* ]] || read -ra own <<<"$(benched "$file")"
-    printf '\n==== %s ====\n' "$file"
+  while read -ra words <&3; do
+    labels+=("${words[0]}")
+    printf '\n==== %s ====\n' "${words[0]}"
     code=0
-    launch "$file" "${words[@]}" "$@" ${own[@]+"${own[@]}"} --json "$reports/$file.json" || code=$?
-    ((code == 0)) || failed+=("$file")
-  done
+    launch "${words[1]}" "${words[2]}" "$@" ${words[3]+"${words[@]:3}"} --json "$reports/${words[0]}.json" || code=$?
+    ((code == 0)) || failed+=("${words[0]}")
+  done 3<<<"$lines"
   printf '\n==== %s ====\n' "$title"
-  "$PYTHON" - "$reports" "${failed[*]:-}" $(present) <<'PY'
+  "$PYTHON" - "$reports" "${failed[*]:-}" ${labels[@]+"${labels[@]}"} <<'PY'
 import json, os, sys
-folder, failed, files = sys.argv[1], sys.argv[2].split(), sys.argv[3:]
-bad = not files
+folder, failed, labels = sys.argv[1], sys.argv[2].split(), sys.argv[3:]
+bad, timed = not labels, "one_process" in labels
 mb = lambda n: f"{n / 1e6:.2f}"
-print(f"{'file':18}{'ranks':>6}{'worst gap':>11}{'sent MB':>10}{'textbook':>10}{'held MB':>9}{'peak MB':>9}{'tok/s':>9}{'vs torch':>10}  verdict")
-for file in files:
-    path = os.path.join(folder, file + ".json")
-    if file in failed or not os.path.exists(path):
+print(f"{'':18}{'ranks':>6}{'worst gap':>11}{'sent MB':>10}{'textbook':>10}{'held MB':>9}{'peak MB':>9}{'ms/step':>9}{'tok/s':>9}"
+      + (f"{'vs torch':>10}{'efficiency':>12}" if timed else "") + "  verdict")
+ms = {}
+for label in labels:
+    path = os.path.join(folder, label + ".json")
+    if label in failed or not os.path.exists(path):
         bad = True
-        print(f"{file:18}{'FAILED' if file in failed else 'NO REPORT':>60}")
+        print(f"{label:18}{'FAILED' if label in failed else 'NO REPORT':>60}")
         continue
     with open(path) as f:
         r = json.load(f)
-    me, check = r["ranks"][0], r["check"]
+    me, check, n = r["ranks"][0], r["check"], r["world_size"]
     sent = sum(c["wire"] for c in me["collectives"].values())
     book = sum(row["expected"] for row in r["textbook"] if row["what"].startswith("wire"))
     held = sum(me["memory"][k] for k in ("parameters", "gradients", "optimizer"))
-    print(f"{file:18}{r['world_size']:6}" + (f"{check['gradient']:11.1e}" if check else f"{'-':>11}") + f"{mb(sent):>10}{mb(book):>10}"
-          f"{mb(held):>9}{mb(me['memory']['peak']):>9}{r['tokens_per_second']:9,.0f}"
-          + (f"{r['speedup']:9.2f}x" if r.get("speedup") else f"{'-':>10}") + ("  passed" if check and check["passed"] else "  ran"))
+    ms[label] = r["ms_per_step"]
+    one = ms.get("one_process" + (label[label.rindex("_"):] if label.endswith(("_long", "_moe")) else ""))
+    print(f"{label:18}{n:6}" + (f"{check['gradient']:11.1e}" if check else f"{'-':>11}") + f"{mb(sent):>10}{mb(book):>10}"
+          f"{mb(held):>9}{mb(me['memory']['peak']):>9}{r['ms_per_step']:9.1f}{r['tokens_per_second']:9,.0f}"
+          + ((f"{r['speedup']:9.2f}x" if r.get("speedup") else f"{'-':>10}") + (f"{one / r['ms_per_step'] / n:12.0%}" if n <= 2 else f"{'-':>12}") if timed else "")
+          + ("  passed" if check and check["passed"] else "  ran"))
     bad |= bool(check) and not check["passed"]
-print("" if files else "no technique file found: nothing ran")
+print("" if labels else "no technique file found: nothing ran")
 sys.exit(bad)
 PY
 }
 
 set_up
 case ${1:-} in
-  "") all "every technique, checked against the plain GPT (MB = 1e6 bytes, rank 0)" ;;
-  bench) shift; all "ours against torch's own: medians of alternating blocks" "${bench[@]}" "$@" ;;
+  "") all "every technique, checked against the plain GPT (MB = 1e6 bytes, rank 0)" "$(rows "$(default_ranks)")" ;;
+  bench) shift; all "ours against torch's own: medians of alternating blocks" "$(bench_rows)" "${bench[@]}" "$@"; limits ;;
   test) shift; exec "$PYTHON" -m pytest "$@" ;;
   sweep | soak) task=$1; shift; OMP_NUM_THREADS=1 exec "$PYTHON" "tests/$task.py" "$@" ;;
   -h | --help | help) sed -n '2,9s/^# \{0,1\}//p' run.sh ;;

@@ -259,6 +259,8 @@ def main():
     t, cfg = args.world_size, args.cfg
     require(cfg.heads % t == 0, f"--heads {cfg.heads}, --width {cfg.width}: {t} ranks cannot share heads evenly")
     require(not args.sp or cfg.seq % t == 0, f"--seq {cfg.seq} does not divide by {t} ranks, as --sp needs")
+    require(args.impl == "scratch" or cfg.seq > (t - 1) * -(-cfg.seq // t),
+            f"--seq {cfg.seq}: torch leaves the last of {t} ranks no positions: take a multiple of {t}")
     run = Run(args)
     mesh = init_device_mesh(run.device.type, (t,))
     with run:

@@ -257,7 +257,7 @@ def main():
     least = {"none": 0, "optimizer": 1, "param": 3}[args.offload]
     require(stage >= least, f"--offload {args.offload} with --stage {stage}: needs stage {least} or more")
     require(ours or args.accum == 1 and not least and stage > bool(args.dry_run),
-            f"--impl {args.impl} is for stages 1 to 3 (a dry run: 2 and 3) without --offload and --accum")
+            f"--impl {args.impl} --stage {stage}: torch's has stages 1 to 3 (dry run: 2, 3), no --offload, no --accum")
     require(args.batch >= n * args.accum, f"--batch {args.batch}: fewer than {n} ranks x {args.accum} micro-batches")
     run = Run(args)
     mesh, sides = dist.init_device_mesh(run.device.type, (n,)), {}

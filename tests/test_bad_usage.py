@@ -56,12 +56,13 @@ EVERY_FILE = """
     --watch all                         --watch: invalid int value: 'all'
     --timeout 0                         --timeout 0: must be 1 or more
     --timeout soon                      --timeout: invalid int value: 'soon'
-    --rank 1                            --rank 1 is for --dry-run only
+    --timeout 99999999999               --timeout 99999999999: must be 1 or more, 1e+06 or less
+    --rank 1                            --rank 1: is for --dry-run, up to 0
     --rank -1                           --rank -1: must be 0 or more
     --dry-run                           --dry-run: expected one argument
     --dry-run 0                         --dry-run 0: must be 1 or more
     --dry-run x                         --dry-run: invalid int value: 'x'
-    --dry-run 4 --rank 4                --rank 4: the last is 3
+    --dry-run 4 --rank 4                --rank 4: is for --dry-run, up to 3
     --data                              --data: expected one argument
     --data no/such/text                 --data no/such/text: no such file or folder
     --data EMPTY                        0 bytes in 1 files, but --seq 128 needs 129
@@ -69,6 +70,7 @@ EVERY_FILE = """
     --seq 100000000                     --seq 100000000 needs 100000001
     --json no/such/report.json          --json no/such/report.json: no such folder
     --json FILE/report.json             report.json: no such folder
+    --json FOLDER                       is a folder, give a file
 """
 
 SAVES = dict.fromkeys(("ddp", "fsdp", "hybrid_3d"), """
@@ -187,26 +189,26 @@ ONE_RANK = {
     "amp_accum_ckpt": """
         --amp fp8                                           --amp: invalid choice: 'fp8' (choose from 'off', 'bf16',
         --amp bf16 --dtype fp64                             --dtype fp64
-        --dtype bf16                                        --dtype bf16: take --amp bf16
+        --dtype bf16                                        --dtype bf16 --amp off: take fp32 with any --amp
         --ckpt all                                          --ckpt: invalid choice: 'all' (choose from 'none', 'full',
         --accum 0                                           --accum 0: must be 1 or more
         --accum 9                                           --batch 8: fewer than 1 ranks x --accum 9
         --dry-run 2 --batch 5 --accum 3                     --batch 5: fewer than 2 ranks x --accum 3
         --growth 0                                          --growth 0: must be 1 or more
         --peak -1                                           --peak -1.0: must be 0 or more
-        --impl torch --dry-run 2                            --impl torch
-        --impl both --sweep                                 --impl both
+        --impl torch --dry-run 2                            --dry-run and --sweep want --impl scratch
+        --impl both --sweep                                 --dry-run and --sweep want --impl scratch
         --compile --dry-run 2                               --compile
     """,
     "hybrid_3d": """
-        --dry-run 2 --dp 2 --tp 2                           but there are 2 ranks
-        --dry-run 4 --dp 3                                  but there are 4 ranks
-        --dry-run 8 --dp 2 --tp 2 --pp 1                    --dp 2 x --tp 2 x --pp 1 is 4, but there are 8 ranks
+        --dry-run 2 --dp 2 --tp 2                           --dp 2 x --tp 2: no product is 2
+        --dry-run 4 --dp 3                                  --dp 3 x --tp 1 x --pp 1: no product is 4
+        --dry-run 8 --dp 2 --tp 2 --pp 1                    --dp 2 x --tp 2 x --pp 1: no product is 8
         --dp 0                                              --dp 0: must be 1 or more
         --tp x                                              --tp: invalid int value: 'x'
         --dry-run 8 --tp 8                                  --heads 4 do not divide over --tp 8
-        --dry-run 8 --pp 8                                  --layers 4: fewer than stages, 8
-        --dry-run 4 --pp 4 --schedule interleaved           --layers 4: fewer than stages, 8
+        --dry-run 8 --pp 8                                  --layers 4 for 8 stages
+        --dry-run 4 --pp 4 --schedule interleaved           --layers 4 for 8 stages
         --dry-run 2 --pp 2 --schedule naive                 --schedule: invalid choice: 'naive'
         --dry-run 2 --pp 2 --schedule interleaved --micro 1   --micro 1: interleaved wants a multiple of --pp 2
         --dry-run 2 --dp 2 --batch 7                        --batch 7 does not divide into --dp 2
@@ -218,10 +220,11 @@ ONE_RANK = {
         --impl torch --dry-run 2                            --impl scratch
         --impl torch --ckpt selective                       --impl scratch
         --impl both --dtype bf16                            --impl scratch
+        --impl torch --micro 1 --dry-run 2 --pp 2           --impl scratch
     """}
 
 TWO_RANKS = {  # the same for all files, and what only shows with real ranks
-    "ddp": "--impl torch --batch 3                              --batch 3: torch's sampler deals evenly to 2 ranks",
+    "ddp": "--impl torch --batch 3                              --batch 3: torch's sampler wants a multiple of 2",
     "zero": "--batch 3 --accum 2                                --batch 3: fewer than 2 ranks x 2 micro-batches",
     "fsdp": "--batch 1                                          --batch 1 sequences for 2 ranks",
     "tensor_parallel": "--heads 1                               --heads 1, --width 128: 2 ranks",

@@ -319,14 +319,15 @@ def test_the_slurm_script(tmp_path):
     text = text.replace("29500", free_port())
     (tmp_path / "job.sh").write_text(text)
     for name, line in dict(
-            scontrol='[[ "$*" == "show hostnames node[1-2]" ]] && printf "127.0.0.1\\nx\\n"',
+            scontrol='[[ "$*" == "show hostnames node[1-2]" ]] && echo 127.0.0.1',
             srun='"$@" & "$@" & wait -n && wait -n',
-            torchrun=f'exec "{sys.executable}" -m torch.distributed.run --local_addr=127.0.0.1 "$@"').items():
+            torchrun=f'exec {sys.executable} -m torch.distributed.run --local_addr=127.0.0.1 "$@"').items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
         (tmp_path / name).chmod(0o755)
     slurm = dict(SLURM_NNODES="2", SLURM_JOB_ID="7", SLURM_JOB_NODELIST="node[1-2]", SLURM_GPUS_ON_NODE="2")
-    job = subprocess.run(["bash", str(tmp_path / "job.sh")], cwd=ROOT, capture_output=True, text=True, timeout=100, env={
-        **os.environ, **slurm, "OMP_NUM_THREADS": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}", "FLAGS": " ".join(PROOF)})
+    job = subprocess.run(["bash", tmp_path / "job.sh"], cwd=ROOT, capture_output=True, text=True, timeout=100, env={
+        **os.environ, **slurm, "OMP_NUM_THREADS": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "FLAGS": " ".join(PROOF)})
     assert job.returncode == 0 and "ddp: 4 ranks" in job.stdout and "PASSED" in job.stdout, job.stdout + job.stderr
 
 
