@@ -65,8 +65,12 @@ class Mail:
 
 def gather(model, mine):
     """{name: tensor} of this rank -> of all ranks of model.group. model.homes: {name: (rank that has it, shape)}."""
-    like = next(iter(mine.values()))
-    whole = {n: mine[n].contiguous() if n in mine else like.new_empty(shape) for n, (_, shape) in model.homes.items()}
-    for name, (rank, _) in model.homes.items():
-        dist.broadcast(whole[name], group=model.group, group_src=rank)  # on one rank -> replicated
+    like, whole = next(iter(mine.values())), {}
+    for rank in sorted({rank for rank, _ in model.homes.values()}):
+        shapes = {name: shape for name, (home, shape) in model.homes.items() if home == rank}
+        sizes = [shape.numel() for shape in shapes.values()]
+        flat = torch.cat([mine[name].flatten() if name in mine else like.new_empty(size)
+                          for name, size in zip(shapes, sizes)])
+        dist.broadcast(flat, group=model.group, group_src=rank)  # on one rank -> replicated
+        whole |= {name: part.view(shapes[name]) for name, part in zip(shapes, flat.split(sizes))}
     return whole
