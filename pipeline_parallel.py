@@ -43,7 +43,7 @@ from pipedream import Stash, stale_training, update
 from schedules import SCHEDULES, chunks, compare, in_flight, is_split, planned, simulation, source, summary, transfers
 from split_backward import SplitLinears, input_gradient, weight_gradients
 
-# ---- 1. the technique (copy this, schedules.py and split_backward.py; they need only torch) ---
+# ---- 1. the technique (copy this, schedules.py, mail.py, split_backward.py; they need only torch) ---
 
 
 class Pipeline:

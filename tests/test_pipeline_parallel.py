@@ -8,6 +8,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.pipelining import schedules as theirs
 
+import pipedream
 import pipeline_parallel
 import schedules
 from common import GPTConfig, adamw, build, loss_sum
@@ -172,6 +173,8 @@ def test_grid():
     for row in grid(simulate(plans, costs(plans, 1, 1, 1))).split("\n"):
         assert row.strip() in pipeline_parallel.__doc__
     assert "f0" in grid(simulate(make_plans("interleaved", 2, 2, 2), lambda rank, a: 1))
+    for plan in make_plans("pipedream", 2, 4):
+        assert " ".join("U" if a.kind == "U" else f"{a.kind}{a.microbatch}" for a in plan) in pipedream.__doc__
 
 
 def test_simulate_prints_json():
@@ -408,6 +411,7 @@ def deadlock(module):
     (2, ["--layers", "1"], None), (2, ["--micro", "3"], None), (1, ["--impl", "torch", "--schedule", "naive"], None),
     (2, ["--schedule", "interleaved", "--micro", "3", "--batch", "9"], None), (1, ["--pp", "4"], None),
     (1, ["--simulate", "--times", "1,2,3"], None), (1, ["--simulate", "--times", "a,b,c,d"], None),
+    (1, ["--simulate", "--times", "0,0,0,0"], None), (1, ["--simulate", "--times", "1,nan,1,0"], None),
     (1, ["--simulate", "--pp", "4"], deadlock), (1, ["--impl", "torch", "--dry-run", "2"], None)])
 def test_bad_usage(world, flags, plant):
     script("pipeline_parallel", world, *flags, plant=plant, code=2)
