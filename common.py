@@ -256,9 +256,9 @@ def arguments(doc, **own):
     require(not args.dry_run or ranks == 1, f"--dry-run is one rank alone: use python, not torchrun with {ranks}")
     require(args.rank < (args.dry_run or 1), f"--rank {args.rank}: is for --dry-run, up to {args.world_size - 1}")
     require(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: torch finds no GPU")
-    report = Path(args.json or "x").absolute()
-    require(report.parent.is_dir() and os.access(report.parent, os.W_OK) and not report.is_dir(),
-            f"--json {args.json}: {'is a folder, give a file' if report.is_dir() else 'no such folder to write to'}")
+    folder = os.path.dirname(os.path.abspath(args.json or "x"))
+    require(os.path.isdir(folder) and os.access(folder, os.W_OK), f"--json {args.json}: no such folder to write to")
+    require(not os.path.isdir(args.json), f"--json {args.json}: is a folder, give a file")
     return args
 
 

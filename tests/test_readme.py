@@ -60,3 +60,10 @@ def test_figures_are_printed(name, flags, figures):
     assert done.returncode == 0, done.stderr
     for figure in figures:
         assert figure in done.stdout, figure
+
+
+def test_the_table_of_layouts(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["plan.py", "--table"])
+    importlib.import_module("plan").main()
+    printed = capsys.readouterr().out
+    assert printed.count("\n") > 5 and printed in README

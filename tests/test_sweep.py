@@ -1,6 +1,7 @@
 import sys
 
 import pytest
+
 from sweep import FILES, drawn, main, sweep
 
 SEED = 210  # in 12 runs: every file, 1 to 8 ranks, torch twice
