@@ -124,7 +124,7 @@ def usable(folder, start):
         probe.touch()
         probe.unlink()
     except OSError as error:
-        wrong = "is a file, give a folder" if Path(folder).is_file() else error.strerror
+        wrong = "is a file, give a folder" if os.path.isfile(folder) else error.strerror
         require(False, f"--save {folder}: {wrong}")
     ours = start.ranks and start.folder.resolve().parent == Path(folder).resolve()
     for steps in reversed(numbered(folder)):

@@ -115,6 +115,7 @@ if dist.get_rank() == 0:
     ms = json.load(open(sys.argv[1]))["ms_per_step"]
     print(f"\nlimits: two processes apart, with half of the batch each, take {ms:.1f} ms; of 16.8 MB gloo moves, in GB/s,",
           ", ".join(f"{name} {rate:.2f}" for name, rate in found.items()))
+dist.destroy_process_group()
 PY
   "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node=2 "$folder/gloo.py" "$folder/apart.json"
   rm -rf "$folder"
@@ -168,7 +169,7 @@ PY
 set_up
 case ${1:-} in
   "") all "every technique, checked against the plain GPT (MB = 1e6 bytes, rank 0)" "$(rows "$(default_ranks)")" ;;
-  bench) shift; all "ours against torch's own: medians of alternating blocks" "$(bench_rows)" "${bench[@]}" "$@"; limits ;;
+  bench) shift; export THREADS=1; all "ours against torch's own: medians of alternating blocks" "$(bench_rows)" "${bench[@]}" "$@"; limits ;;
   test) shift; exec "$PYTHON" -m pytest "$@" ;;
   sweep | soak) task=$1; shift; OMP_NUM_THREADS=1 exec "$PYTHON" "tests/$task.py" "$@" ;;
   -h | --help | help) sed -n '2,9s/^# \{0,1\}//p' run.sh ;;
