@@ -14,7 +14,7 @@ README = (ROOT / "README.md").read_text()
 PLAIN = [line for block in re.findall(r"```\n(.*?)```", README, re.S) for line in block.splitlines()]
 SPANS = re.findall(r"`([^`\n]+)`", README)
 COMMANDS = sorted({re.split(r"\s+#", text)[0].strip() for text in PLAIN + SPANS
-                   if re.match(r"(torchrun|python|\./run\.sh|\w+\.py) ?", text)} - {"torchrun", "./run.sh"})
+                   if re.match(r"(torchrun|python|\./run\.sh|\w+\.py) ", text)} - {"torchrun", "./run.sh"})
 ROWS = re.findall(r"^\| `python (\w+)\.py ([^`]*--(?:dry-run|simulate)[^`]*)` \| (.*?)(?:; (\d+) s)? \|$", README,
                   re.M)
 QUICK = [row[:3] for row in ROWS if os.environ.get("ALL") or int(row[3] or 1) <= 6]  # ALL=1 ./run.sh test: all rows
