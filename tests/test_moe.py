@@ -14,7 +14,7 @@ from conftest import SMALL, proves, run, script, textbook
 @pytest.mark.parametrize("world, flags", [
     (1, ["--capacity", "0.8", "--balance", "bias"]), (2, []), (2, ["--impl", "torch"]),
     (2, ["--top-k", "1", "--capacity", "1.1", "--shared"]), (2, ["--balance", "bias", "--shared"]),
-    (2, ["--balance", "none", "--capacity", "0.5"]), (4, ["--ep", "2", "--shared"]),
+    (2, ["--balance", "none", "--capacity", "0.5"]), (4, ["--ep", "2", "--shared"]), (2, ["--ep", "1"]),
     (4, ["--capacity", "0.7", "--clip", "0"]),
     (4, ["--ep", "2", "--capacity", "0.6", "--balance", "bias", "--top-k", "1"]),
     (4, ["--ep", "2", "--impl", "torch", "--top-k", "3", "--balance", "bias"]),
@@ -145,6 +145,14 @@ def test_capacity():
     for factor, top_k, tokens, experts in (1.0, 1, 40, 8), (1.25, 2, 33, 8), (1.1, 2, 40, 8), (0.5, 2, 3, 8):
         hundredths = round(100 * factor) * top_k * tokens
         assert moe.capacity(factor, top_k, tokens, experts) == -(-hundredths // (100 * experts))
+
+
+@pytest.mark.parametrize("balance", ["aux", "bias"])
+def test_balance(balance):
+    """In the last 20 of 200 steps no expert has 1.3 times the mean; with neither, one has three times."""
+    flags = "--layers", "1", "--width", "64", "--heads", "4", "--seq", "64", "--batch", "16", "--no-check"
+    load = script("moe", 1, *flags, "--steps", "200", "--balance", balance)["load"]["last"][0]
+    assert max(load) < 1.3, load
 
 
 # ---- planted bugs: each must fail the check ----------------------------------------------
