@@ -245,10 +245,12 @@ def rows(table, folder):
     """-> [(flags, what the line has to say)]"""
     (folder / "nothing").mkdir(exist_ok=True)
     (folder / "empty").touch()
-    for word, path in ("FILE", ROOT / "README.md"), ("FOLDER", folder / "nothing"), ("EMPTY", folder / "empty"):
-        table = table.replace(word, str(path))
+    places = {"FILE": str(ROOT / "README.md"), "FOLDER": str(folder / "nothing"), "EMPTY": str(folder / "empty")}
+
+    def put(text):
+        return re.sub("FILE|FOLDER|EMPTY", lambda word: places[word[0]], text)
     lines = [re.split(" {2,}", line.strip()) for line in table.splitlines() if line.strip()]
-    return [(flags.split(), words) for flags, words in lines]
+    return [([put(flag) for flag in flags.split()], put(words)) for flags, words in lines]
 
 
 def check_refused(name, lines):
