@@ -322,7 +322,7 @@ def test_the_slurm_script(tmp_path):
     for name, line in dict(
             scontrol='[[ "$*" == "show hostnames node[1-2]" ]] && echo 127.0.0.1',
             srun='"$@" & "$@" & wait -n && wait -n',
-            torchrun=f'exec {sys.executable} -m torch.distributed.run --local_addr=127.0.0.1 "$@"').items():
+            torchrun=f'"{sys.executable}" -m torch.distributed.run --local_addr=127.0.0.1 "$@"').items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
         (tmp_path / name).chmod(0o755)
     slurm = dict(SLURM_NNODES="2", SLURM_JOB_ID="7", SLURM_JOB_NODELIST="node[1-2]", SLURM_GPUS_ON_NODE="2")
