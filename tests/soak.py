@@ -45,13 +45,19 @@ def kill_one(job, rng):
         os.kill(int(rng.choice(ranks)), signal.SIGKILL)
 
 
-def soak(kills=20, seed=0, name="ddp", *flags, steps=200, every=5):
-    """-> how often ranks were killed; raises AssertionError if anything is lost."""
+def soak(kills=20, seed=0, name="ddp", *flags, steps=200, every=5, undisturbed=None):
+    """-> how often ranks were killed; raises AssertionError if anything is lost.
+
+    undisturbed(folder, flags) is the run that nobody kills; by default torchrun's, too.
+    """
     rng, flags = random.Random(seed), ("--steps", str(steps), "--save-every", str(every), *flags)
     with tempfile.TemporaryDirectory() as whole, tempfile.TemporaryDirectory() as killed, \
             tempfile.TemporaryFile("w+") as out:
         start = time.monotonic()
-        assert torchrun(0, whole, out, name, *flags).wait() == 0
+        if undisturbed:
+            undisturbed(whole, flags)
+        else:
+            assert torchrun(0, whole, out, name, *flags).wait() == 0
         pace = (time.monotonic() - start) / steps * every
         job, seen, done = torchrun(kills + 3, killed, out, name, *flags), [], 0
         while done < kills:

@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import context_parallel
-from conftest import dry_run_agrees, proves, run, script, textbook
+from conftest import alone, dry_run_agrees, proves, run, script, textbook
 from context_parallel import AllGather, AllToAll, Ring, Ulysses, Zigzag, picture
 from measure import Ledger
 
@@ -106,16 +106,14 @@ def test_cost(world, attn, flags):
         assert rank["memory"]["parameters"] == rank["memory"]["gradients"] == b * P
 
 
-def activations(attn, world, T):
-    flags = ("--layers", "2", "--width", "32", "--heads", "8", "--batch", "1", "--seq", str(T), "--attn", attn)
-    report = script("context_parallel", 1, *flags, "--dry-run", str(world))
-    return report["ranks"][0]["memory"]["activations"] - 4  # one scalar of the loss
-
-
 @pytest.mark.parametrize("attn", ["zigzag", "allgather", "ulysses"])
 def test_activations(attn):
     """At a fixed T they fall as 1/n; at fixed memory T grows as n."""
-    assert activations(attn, 8, 1024) == activations(attn, 2, 256) == 4 * activations(attn, 8, 256)
+    flags = "--layers", "2", "--width", "32", "--heads", "8", "--batch", "1", "--attn", attn, "--dry-run"
+    layouts = ("8", "1024"), ("2", "256"), ("8", "256")
+    reports = alone("context_parallel", *((*flags, n, "--seq", T) for n, T in layouts))
+    longer, fewer, more = (r["ranks"][0]["memory"]["activations"] - 4 for r in reports)  # one scalar of the loss
+    assert longer == fewer == 4 * more
 
 
 # ---- pure parts ------------------------------------------------------------------

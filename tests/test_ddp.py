@@ -128,14 +128,17 @@ def left_out(module):
 
 
 def not_awaited(module):
-    """The first bucket is used before its sum has arrived."""
-    finish = module.BucketedDDP.finish
+    """A bucket is used before its sum has arrived."""
+    start, finish = module.Bucket.start, module.Bucket.finish
 
-    def broken(self):
-        before = self.buckets[0].flat.clone()
-        finish(self)
-        self.buckets[0].flat.copy_(before)
-    module.BucketedDDP.finish = broken
+    def keep(self, group):
+        self.before = self.flat.clone()
+        start(self, group)
+
+    def broken(self, divisor):
+        finish(self, divisor)
+        self.flat.copy_(self.before)
+    module.Bucket.start, module.Bucket.finish = keep, broken
 
 
 def mean_of_means(module):

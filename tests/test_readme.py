@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -51,15 +52,23 @@ def test_the_words_of_run_sh():
         assert re.search(rf"^  ([\w |-]*\| )?{word}( \||\))", script, re.M) or (ROOT / f"{word}.py").exists(), word
 
 
-@pytest.mark.parametrize("name, flags, figures", QUICK)
-def test_figures_are_printed(name, flags, figures):
+@pytest.fixture(scope="module")
+def printed():
+    """What these commands print; two run at a time."""
+    def start(row):
+        command = [sys.executable, f"{row[0]}.py", *shlex.split(row[1])]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(QUICK, pool.map(start, QUICK)))
+
+
+@pytest.mark.parametrize("row", QUICK)
+def test_figures_are_printed(row, printed):
     """Letter by letter; but for the seconds, which are the machine's."""
-    figures = figures.split(", ")
-    assert len(figures) > 1
-    done = subprocess.run([sys.executable, f"{name}.py", *shlex.split(flags)], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    figures = row[2].split(", ")
+    assert len(figures) > 1 and printed[row].returncode == 0, printed[row].stderr
     for figure in figures:
-        assert figure in done.stdout, figure
+        assert figure in printed[row].stdout, figure
 
 
 def test_the_table_of_layouts(monkeypatch, capsys):

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import guard
-from conftest import PROOF, ROOT, SMALL, _script, _start, run, script
+from conftest import PROOF, ROOT, SMALL, _script, _start, alone, run, script
 from soak import soak
 
 # ---- damaged checkpoints: the one before is taken, or one line says what is wrong ---
@@ -71,12 +71,14 @@ def good(tmp_path_factory):
 
 def test_damaged_checkpoints_are_passed_by(good, tmp_path):
     folder, losses = good
-    for i, damage in enumerate(DAMAGE):
-        copy = tmp_path / str(i)
+    copies = [tmp_path / str(i) for i in range(len(DAMAGE))]
+    for copy, damage in zip(copies, DAMAGE):
         shutil.copytree(folder, copy)
         damage(copy / "4")
-        rest = script("ddp", 1, *PROOF, "--steps", "6", "--no-check", "--resume", str(copy), "--save", str(copy))
-        assert rest["loss"] == pytest.approx(losses[2:], rel=1e-12, abs=0), i
+    rests = alone("ddp", *((*PROOF, "--steps", "6", "--no-check", "--resume", str(copy), "--save", str(copy))
+                           for copy in copies))
+    for copy, rest in zip(copies, rests):
+        assert rest["loss"] == pytest.approx(losses[2:], rel=1e-12, abs=0), copy
         assert sorted(p.name for p in copy.glob("[0-9]*")) == ["2", "6"]
     shutil.rmtree(tmp_path / "0" / "2")
     (tmp_path / "0" / "6" / "notes.json").unlink()
@@ -187,7 +189,7 @@ def nobody_joins(rank, t):
     if rank == 0:
         dist.barrier()
     else:
-        time.sleep(4)
+        time.sleep(3)
     return t
 
 
@@ -304,34 +306,39 @@ def free_port():
         return str(s.getsockname()[1])
 
 
-def test_two_nodes():
-    """Two agents of two ranks each meet at one address."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=2", "--rdzv_id=test",
-                "--rdzv_backend=c10d", f"--rdzv_endpoint=127.0.0.1:{free_port()}", "--local_addr=127.0.0.1"]
-    nodes = [subprocess.Popen([*torchrun, "hybrid_3d.py", *PROOF, "--dp", "2", "--pp", "2"], cwd=ROOT, text=True,
-                              stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"}) for _ in range(2)]
-    said = [node.communicate(timeout=100)[0] for node in nodes]
-    assert [node.returncode for node in nodes] == [0, 0] and "PASSED" in said[0] + said[1]
+BOTH = """
+import sys
+import ddp
+import hybrid_3d
+for module, flags in (ddp, []), (hybrid_3d, ["--dp", "2", "--pp", "2"]):
+    sys.argv[0] = f"{module.__name__}.py"
+    sys.argv[1:] = {flags} + flags
+    if module.main():
+        sys.exit(1)
+"""
 
 
-def test_the_slurm_script(tmp_path):
-    """README's batch script, with a srun that starts one agent for each of two nodes on this machine."""
+def test_two_nodes_with_slurm(tmp_path):
+    """README's batch script. Its srun starts an agent for each of two nodes on this machine, of two ranks each."""
     text = re.search(r"```bash\n(#!/bin/bash\n#SBATCH.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
-    text = text.replace("29500", free_port())
-    (tmp_path / "job.sh").write_text(text)
+    (tmp_path / "both.py").write_text(BOTH.replace("{flags}", repr([*PROOF])))
+    (tmp_path / "job.sh").write_text(text.replace("29500", free_port()).replace(" ddp.py ", " both.py "))
     for name, line in dict(
             scontrol='[[ "$*" == "show hostnames node[1-2]" ]] && echo 127.0.0.1',
             srun='"$@" & "$@" & wait -n && wait -n',
             torchrun=f'"{sys.executable}" -m torch.distributed.run --local_addr=127.0.0.1 "$@"').items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
         (tmp_path / name).chmod(0o755)
-    slurm = dict(SLURM_NNODES="2", SLURM_JOB_ID="7", SLURM_JOB_NODELIST="node[1-2]", SLURM_GPUS_ON_NODE="2")
-    job = subprocess.run(["bash", tmp_path / "job.sh"], cwd=ROOT, capture_output=True, text=True, timeout=100, env={
+    slurm = dict(SLURM_NNODES="2", SLURM_JOB_ID="7", SLURM_JOB_NODELIST="node[1-2]", SLURM_GPUS_ON_NODE="2", FLAGS="")
+    job = subprocess.run(["bash", "job.sh"], cwd=tmp_path, capture_output=True, text=True, timeout=100, env={
         **os.environ, **slurm, "OMP_NUM_THREADS": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "FLAGS": " ".join(PROOF)})
-    assert job.returncode == 0 and "ddp: 4 ranks" in job.stdout and "PASSED" in job.stdout, job.stdout + job.stderr
+        "PYTHONPATH": str(ROOT)})
+    assert job.returncode == 0 and job.stdout.count("PASSED") == 2, job.stdout + job.stderr
+    assert "ddp: 4 ranks" in job.stdout and "hybrid_3d: 4 ranks" in job.stdout
 
 
 def test_a_killed_rank_loses_nothing():
     """./run.sh soak makes twenty kills."""
-    assert soak(1, 1, "ddp", *SMALL[:-2], steps=15) == 1
+    def undisturbed(folder, flags):
+        script("ddp", 2, "--no-check", "--save", folder, *flags)
+    assert soak(1, 1, "ddp", *SMALL[:-2], steps=15, undisturbed=undisturbed) == 1

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from conftest import dry_run_agrees, proves, run, script, textbook
+from conftest import alone, dry_run_agrees, proves, run, script, textbook
 from tensor_parallel import (
     CutSequence,
     WholeSequence,
@@ -44,8 +44,8 @@ def test_cost(world, flags):
 @functools.cache
 def of_a_block(world, *flags):
     """A third block is what is added to two -> calls, bytes sent, bytes that autograd keeps: rank 0's, of a block."""
-    two, three = (script("tensor_parallel", 1, "--dry-run", str(world), "--width", "32", "--heads", "4", "--seq", "16",
-                         "--layers", layers, *flags)["ranks"][0] for layers in ("2", "3"))
+    sizes = "--dry-run", str(world), "--width", "32", "--heads", "4", "--seq", "16", *flags, "--layers"
+    two, three = (r["ranks"][0] for r in alone("tensor_parallel", (*sizes, "2"), (*sizes, "3")))
     more = {k: {name: c[k] - two["collectives"][name][k] for name, c in three["collectives"].items()}
             for k in ("calls", "wire")}
     return more["calls"], sum(more["wire"].values()), three["memory"]["activations"] - two["memory"]["activations"]
@@ -66,8 +66,8 @@ def test_a_block(t):
 
 def test_no_rank_has_whole_logits():
     """Numbers that are sent for the loss: three per token. 50,000 more words cost no byte more."""
-    few, many = (script("tensor_parallel", 1, "--dry-run", "4", "--layers", "1", "--vocab", vocab)["ranks"][0]
-                 for vocab in ("256", "50256"))
+    flags = "--dry-run", "4", "--layers", "1", "--vocab"
+    few, many = (r["ranks"][0] for r in alone("tensor_parallel", (*flags, "256"), (*flags, "50256")))
     assert few["collectives"] == many["collectives"]
     kept = many["memory"]["activations"] - few["memory"]["activations"]
     assert kept == 4 * 8 * 128 * 50000 / 4  # the logits, cut

@@ -6,7 +6,7 @@ import torch.nn as nn
 import flat as flat_py
 import zero
 from common import GPTConfig, adamw, build, get_batch
-from conftest import SMALL, dry_run_agrees, proves, run, script, textbook
+from conftest import SMALL, alone, dry_run_agrees, proves, run, script, textbook
 from measure import worst_gap
 
 ODD = ("--vocab", "257", "--width", "33", "--heads", "3")  # flat sizes that 2, 3 and 4 ranks do not divide
@@ -56,17 +56,18 @@ def test_cost(world, flags):
 HELD = [lambda n: 16, lambda n: 4 + 12 / n, lambda n: 2 + 14 / n, lambda n: 16 / n]
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("stage", range(4))
-def test_sixteen_bytes(world, stage):
+def test_sixteen_bytes():
     """The paper's state bytes in bf16; width 64 needs no padding."""
-    r = script("zero", 1, *SMALL, "--width", "64", "--stage", str(stage), "--dtype", "bf16", "--dry-run", str(world))
-    textbook(r)
-    memory, total, sent = r["ranks"][0]["memory"], r["parameters"]["total"], r["ranks"][0]["collectives"]
-    counters = next(int(row["formula"].split("+ ")[1]) for row in r["textbook"] if "optimizer" in row["what"])
-    assert sum(memory[k] for k in ("parameters", "gradients", "optimizer")) - counters == HELD[stage](world) * total
-    moved = {k: c["wire"] for k, c in sent.items() if stage == 0 or k != "all_reduce"}
-    assert sum(moved.values()) == (2, 2, 2, 3)[stage] * 2 * total * (world - 1) / world
+    cases = [(stage, world) for stage in range(4) for world in (2, 4)]
+    reports = alone("zero", *([*SMALL, "--width", "64", "--dtype", "bf16", f"--stage={stage}", f"--dry-run={world}"]
+                              for stage, world in cases))
+    for (stage, world), r in zip(cases, reports):
+        textbook(r)
+        memory, total, sent = r["ranks"][0]["memory"], r["parameters"]["total"], r["ranks"][0]["collectives"]
+        counters = next(int(row["formula"].split("+ ")[1]) for row in r["textbook"] if "optimizer" in row["what"])
+        assert sum(memory[k] for k in ("parameters", "gradients", "optimizer")) - counters == HELD[stage](world) * total
+        moved = {k: c["wire"] for k, c in sent.items() if stage == 0 or k != "all_reduce"}
+        assert sum(moved.values()) == (2, 2, 2, 3)[stage] * 2 * total * (world - 1) / world
 
 
 def check_transient(stage):
