@@ -50,13 +50,16 @@ TIME = {  # seconds of a step, all micro-batches
     "traffic": "(22 if megatron_2021 else 20)*C/cut + (16*C + 11*H*T*megatron_2021)/tp",  # of a pass, bytes in bf16
     "bound": "own*most*traffic*b/2*(3 + (ckpt != 'none'))/(1e12*hbm)",
     "numbers": "10 + 3*full if sp else 8 + (4 if megatron_2021 else 2)*full",  # sent on tp, as tensor_parallel.py says
-    "tp_time": "own*most*b*C*numbers*(tp - 1)/tp/tp_bandwidth", "work": "matmul + recompute + bound + tp_time",
-    "bubble": "(pp - 1)/(micro*skip)*work*mean/heavy",
+    "tp_time": "own*most*b*C*numbers*(tp - 1)/tp/tp_bandwidth",
+    "calls": "micro*(most*(tp > 1)*numbers/(2 - sp) + (pp > 1)*2*v) + 2*(dp > 1)",  # an all-reduce is two numbers
+    "launch": "micro*most*overhead + calls*latency", "work": "matmul + recompute + bound + tp_time + launch",
+    # ranks that take turns: a waiting rank's time is the others', as far as there is work for them
+    "bubble": "max(mean/heavy, (1 + (pp - 1)/(micro*skip)*mean/heavy)/share)*work - work",
     "pp_time": "(pp > 1)*2*v*own*b*C/(tp if megatron_2021 else cut)/pp_bandwidth",
     "sums": "2*(dp - 1)/dp*parameters/dp_bandwidth",
-    "hidden": "0 if megatron_2021 else min(sums/(1 + zero), 2/3*work/micro)",
+    "hidden": "0 if megatron_2021 else max(0, 2 - share)*min(sums/(1 + zero), 2/3*work/micro)",
     "dp_time": "sums - hidden", "adamw": "(24 + 2*b)*parameters/b/(dp if zero else 1)/(1e12*hbm)"}
-PARTS = "matmul", "recompute", "bound", "tp_time", "bubble", "pp_time", "dp_time", "adamw"
+PARTS = "matmul", "recompute", "bound", "launch", "tp_time", "bubble", "pp_time", "dp_time", "adamw"
 CODE = {name: compile(text, name, "eval") for name, text in (MEMORY | TIME).items()}
 
 
@@ -122,3 +125,15 @@ def timed(names):
     names["rate"] = names["B"] * T / names["seconds"]
     names["days"] = names["tokens"] / names["rate"] / 86400
     return names
+
+
+def search(cfg, at, free=()):
+    """-> what fits, fastest first, and what needs the least memory. Fixed axes are kept, but those that are `free`."""
+    fits, least = [], None
+    for lay in layouts(cfg, at.batch, at.gpus):
+        if all(axis in free or getattr(lay, axis) == value for axis, value in at.fixed.items()):
+            names = assess(cfg, at, lay)
+            if names["memory"] <= 1e9 * at.gpu_memory:
+                fits.append((timed(names)["seconds"], lay))
+            least = min(least or (names["memory"], lay), (names["memory"], lay))
+    return sorted(fits), least

@@ -9,6 +9,7 @@
     matmul                         72 C^2 (1 + T/6C) FLOPs per token and block, the head       Narayanan, appendix
     recompute                      what ckpt full does again, 16 C^2 + 4 T C                   amp_accum_ckpt.py
     memory-bound                   bytes of norms, residuals and gelu, read and written        data types and shapes
+    launch                         blocks of all micro-batches, and collectives                measured, 0 by default
     tp                             8 B T C (t-1)/t per block, sp 10; not overlapped            Narayanan, 3.2
     bubble                         (p-1)/M of those, / v interleaved, / 3 zb-h1 (F = B = W)    Narayanan, 2.2; Qi 2023
     pp                             B T C per boundary and direction, not overlapped            Narayanan, 3.2
@@ -19,6 +20,7 @@
 A group inside a node has --bandwidth-intra, one across nodes --bandwidth-inter, GB/s per GPU. Defaults: A100-80GB, 8 to
 a node. One number is fitted: --efficiency, of matmuls. 0.67 for all ten rows of Narayanan's table 1 (1.7B to 1T) gives
 their TFLOP/s within 8%, 3.5% on average; the best constant guess is 5.4% off. --megatron-2021: unfused attention, etc.
+--calibrate measures all on this machine, and how many ranks share a core: they fill each other's bubbles, hide nothing.
 
 Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
 arXiv:2104.04473; Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241.
@@ -28,11 +30,9 @@ arXiv:2104.04473; Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401
 """
 import argparse
 import json
-import math
 import os
 import re
 import shlex
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -42,8 +42,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common import DTYPES, FLAGS, PRESETS, GPTConfig, require
-from estimate import HELD, MEMORY, PARTS, SKIP, TIME, Layout, assess, divisors, layouts, timed
+from common import DTYPES, FLAGS, PRESETS, Block, GPTConfig, require
+from estimate import HELD, MEMORY, PARTS, SKIP, TIME, Layout, assess, divisors, search, timed
 
 # ---- the search ------------------------------------------------------------
 
@@ -51,18 +51,6 @@ from estimate import HELD, MEMORY, PARTS, SKIP, TIME, Layout, assess, divisors, 
 def resized(at, gpus):
     """The flags for another number of GPUs, in equal nodes of so many that they divide."""
     return argparse.Namespace(**dict(vars(at), gpus=gpus, node=max(n for n in divisors(gpus) if n <= at.gpus_per_node)))
-
-
-def search(cfg, at, free=()):
-    """-> what fits, fastest first, and what needs the least memory. Fixed axes are kept, but those that are `free`."""
-    fits, least = [], None
-    for lay in layouts(cfg, at.batch, at.gpus):
-        if all(axis in free or getattr(lay, axis) == value for axis, value in at.fixed.items()):
-            names = assess(cfg, at, lay)
-            if names["memory"] <= 1e9 * at.gpu_memory:
-                fits.append((timed(names)["seconds"], lay))
-            least = min(least or (names["memory"], lay), (names["memory"], lay))
-    return sorted(fits), least
 
 
 def advice(cfg, at, least):
@@ -138,29 +126,39 @@ def table(at):
 
 
 def calibrate(cfg, at):
-    """On all ranks at once: matmuls of the model's size, copies, all-reduces -> the flags whose place they take."""
-    ranks, gpus = int(os.environ.get("WORLD_SIZE", 1)), torch.cuda.device_count()
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % gpus) if gpus else torch.device("cpu")
+    """On all ranks at once: matmuls of the model's size, copies, a block of one token, all-reduces; then matmuls on
+    rank 0 while the others wait -> the flags whose place they take."""
+    ranks, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
+    gpus, dtype = torch.cuda.device_count(), DTYPES[at.dtype]
+    device = f"cuda:{rank % gpus}" if gpus else "cpu"
     if ranks > 1:
         dist.init_process_group("nccl" if ranks <= gpus else "gloo")
-    rows, C = max(1, at.batch // at.gpus) * cfg.seq, cfg.width
-    x, w = (torch.randn(n, m, device=device, dtype=DTYPES[at.dtype]) for n, m in ((rows, C), (C, 4 * C)))
-    large, speeds = torch.zeros(2, 1 << 23, device=device), []
-    jobs = [(2 * rows * C * 4 * C / 1e12, lambda: x @ w), (large.nbytes / 1e12, lambda: large[0].copy_(large[1])),
-            (2 * (ranks - 1) / ranks * large.nbytes / 1e9, lambda: dist.all_reduce(large))]  # partial -> replicated
-    for amount, job in jobs[:2 + (ranks > 1)]:
-        times = []
-        for _ in range(15):
-            start = time.perf_counter()
+
+    def rate(amount, job, times=0):
+        """For half a second, so that all ranks are at it; a collective as often on every rank."""
+        job()  # not counted
+        n, start = 0, time.perf_counter()
+        while n < times or not times and time.perf_counter() < start + 0.5:
             job()
             if gpus:
                 torch.cuda.synchronize()
-            times.append(time.perf_counter() - start)
-        speeds.append(amount / statistics.median(times))
+            n += 1
+        return amount * n / (time.perf_counter() - start)
+
+    rows, C, block = max(1, at.batch // at.gpus) * cfg.seq, cfg.width, Block(cfg).to(device, dtype)
+    token, x, w = (torch.randn(shape, device=device, dtype=dtype) for shape in ((1, 1, C), (rows, C), (C, 4 * C)))
+    large, matmul = torch.zeros(2, 1 << 23, device=device), (8 * rows * C * C / 1e12, lambda: x @ w)
+    flags = dict(efficiency=1.0, gpu_tflops=rate(*matmul), overhead=1 / rate(1, lambda: block(token).sum().backward()),
+                 hbm=rate(large.nbytes / 1e12, lambda: large[0].copy_(large[1])))
     if ranks > 1:
+        sent = 2 * (ranks - 1) / ranks * large.nbytes / 1e9
+        flags["bandwidth_intra"] = flags["bandwidth_inter"] = rate(sent, lambda: dist.all_reduce(large), 15)
+        flags["latency"] = 1 / rate(1, lambda: dist.all_reduce(large[0, :1]), 99)
+        if rank == 0:
+            flags["share"] = max(1.0, rate(*matmul) / flags["gpu_tflops"])  # the others wait below
+        dist.barrier()
         dist.destroy_process_group()
-    flags = dict(zip(("gpu_tflops", "hbm", "bandwidth_intra"), speeds), efficiency=1.0)
-    return flags | {"bandwidth_inter": flags["bandwidth_intra"]} if ranks > 1 else flags
+    return flags
 
 
 def attempt(lay, at):
@@ -170,7 +168,7 @@ def attempt(lay, at):
         flags = [*shlex.split(command(lay, at))[1:], "--no-check", "--json", str(file)]
         done = subprocess.run([sys.executable, "-m", "torch.distributed.run", *flags], cwd=Path(__file__).parent,
                               capture_output=True)
-        return math.inf if done.returncode else json.loads(file.read_text())["ms_per_step"]
+        return float("inf") if done.returncode else json.loads(file.read_text())["ms_per_step"]
 
 
 # ---- run ---------------------------------------------------------------------
@@ -182,6 +180,8 @@ OWN = {
     "gpu_memory": (80.0, "GB of a GPU"), "gpu_tflops": (312.0, "its peak"), "hbm": (2.0, "TB/s of its memory"),
     "gpus_per_node": (8, "GPUs"), "bandwidth_intra": (300.0, "GB/s per GPU inside a node"),
     "bandwidth_inter": (25.0, "GB/s per GPU across nodes"), "efficiency": (0.67, "of matmuls; fitted"),
+    "overhead": (0.0, "s to start the kernels of a block"), "latency": (0.0, "s to start a collective"),
+    "share": (1.0, "ranks that take turns on a GPU or core"),
     "megatron_2021": (False, "the software of Narayanan 2021"), "tokens": (0.0, "to train on, for the days"),
     **{axis: (int, "fixed") for axis in ("dp", "tp", "pp", "micro")}, "sp": (None, "fixed"),
     "zero": (int, "fixed", (0, 1)), "schedule": (str, "fixed", tuple(SKIP)),

@@ -12,7 +12,7 @@ from estimate import HELD, MEMORY, Layout, assess, evaluate, layouts, stages, ti
 from schedules import bubble_rate, costs, in_flight, make_plans, simulate
 
 A100 = dict(gpu_memory=80, gpu_tflops=312, hbm=2.0, bandwidth_intra=300, bandwidth_inter=25, efficiency=0.67, tokens=0,
-            dtype="bf16", megatron_2021=False, fixed={}, gpus_per_node=8, node=8)
+            dtype="bf16", overhead=0.0, latency=0.0, share=1.0, megatron_2021=False, fixed={}, gpus_per_node=8, node=8)
 
 
 def on(gpus, batch, **more):
@@ -97,6 +97,23 @@ def test_simulator(schedule, v):
                 assert evaluate(["flight"], known)["flight"] == in_flight(one)
 
 
+@pytest.mark.parametrize("share, micro", [(1, 2), (2, 1), (2, 3), (2, 8), (4, 1)])
+def test_ranks_that_take_turns(share, micro):
+    """Four stages on 4/share cores: the pipeline's span at full speed, or all the work on these cores."""
+    plans = make_plans("gpipe", 4, micro, 1)
+    span = 1 / (1 - bubble_rate(simulate(plans, costs(plans, 1.0, 1.0, 1.0))))  # in times of a stage's work
+    names = timed(assess(GPTConfig(4, 64, 1, 1, 8), on(4, micro, share=share), Layout(
+        1, 1, 4, micro, "gpipe", False, 0, "none")))
+    assert math.isclose(1 + names["bubble"] / names["work"], max(1, span / share), rel_tol=2e-3)
+
+
+def test_launch():
+    """Blocks of every micro-batch, and collectives: 4 all-reduces a block, messages both ways, gradients."""
+    names = timed(assess(GPTConfig(8, 64, 4, 64, 8), on(8, 8, overhead=1.0, latency=100.0), Layout(
+        2, 2, 2, 4, "1f1b", False, 0, "none")))
+    assert names["launch"] == 4 * 4 * 1 + 100 * (4 * 4 * 4 + 4 * 2 + 2)
+
+
 def test_best():
     """175B on 1024 GPUs: tp stays inside a node, and no neighbour is faster."""
     cfg, at = PRESETS["gpt3-175b"], on(1024, 1536)
@@ -173,3 +190,4 @@ def test_calibrate():
     flags = found["flags"]
     assert flags["gpus"] == 2 and flags["efficiency"] == 1 and flags["bandwidth_intra"] == flags["bandwidth_inter"]
     assert found["rows"][0]["gpu_tflops"] == flags["gpu_tflops"] != 312
+    assert 0 < flags["overhead"] < 1 and 0 < flags["latency"] < 1 <= flags["share"] < 99
