@@ -259,6 +259,7 @@ def arguments(doc, **own):
     folder = os.path.dirname(os.path.abspath(args.json or "x"))
     require(os.path.isdir(folder) and os.access(folder, os.W_OK), f"--json {args.json}: no such folder to write to")
     require(not os.path.isdir(args.json), f"--json {args.json}: is a folder, give a file")
+    require(not os.path.isfile(args.profile), f"--profile {args.profile}: is a file, give a folder")
     return args
 
 
@@ -353,8 +354,7 @@ class Run:
             if self.args.profile and step == max(0, self.last - 1):
                 file = Path(self.args.profile, f"{Path(sys.argv[0]).stem}-{impl}-rank{self.rank}.json")
                 file.parent.mkdir(parents=True, exist_ok=True)
-                trace = torch.profiler.profile(on_trace_ready=lambda p: p.export_chrome_trace(str(file)))
-                stack.enter_context(trace)
+                stack.enter_context(torch.profiler.profile(on_trace_ready=lambda p: p.export_chrome_trace(str(file))))
             start = time.perf_counter()
             yield
             if self.device.type == "cuda":

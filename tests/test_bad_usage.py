@@ -71,6 +71,7 @@ EVERY_FILE = """
     --json no/such/report.json          --json no/such/report.json: no such folder
     --json FILE/report.json             report.json: no such folder
     --json FOLDER                       is a folder, give a file
+    --profile FILE                      is a file, give a folder
 """
 
 SAVES = dict.fromkeys(("ddp", "fsdp", "hybrid_3d"), """
