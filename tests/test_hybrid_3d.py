@@ -35,9 +35,9 @@ def test_cost(layout, flags):
 
 
 def test_large():
-    """175 billion parameters on 512 ranks, of which a middle stage's holds 12 layers; here with a batch of 16."""
+    """175 billion parameters on 512 ranks, of which a middle stage's holds 12 layers; here with a batch of 8."""
     dry = script("hybrid_3d", 1, "--dry-run", "512", "--dp", "8", "--tp", "8", "--pp", "8", "--model", "gpt3-175b",
-                 "--batch", "16", "--micro", "2", "--sp", "--dtype", "bf16", "--rank", "200")
+                 "--batch", "8", "--micro", "1", "--sp", "--dtype", "bf16", "--rank", "200")
     textbook(dry)
     assert dry["parameters"]["total"] == 174_604_259_328 and dry["parameters"]["per_rank"] == [2_718_922_752]
 
