@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from common import ANY, require
@@ -129,6 +130,7 @@ def usable(folder, start):
     ours = start.ranks and start.folder.resolve().parent == Path(folder).resolve()
     for steps in reversed(numbered(folder)):
         with contextlib.suppress(OSError, ValueError):
+            # verify raises if it is damaged: it may be written over
             require(ours and (steps <= start.steps or not verify(Path(folder, str(steps)))),
                     f"--save {folder}: holds step {steps} already: --resume it, or save elsewhere")
 
@@ -235,7 +237,9 @@ def state_of(model, optimizer, mesh=None):
         return {f"{n}.{k}".strip("."): t for n, kinds in named.items() for k, t in kinds.items() if k != "step"}
     if not hasattr(model, "units"):  # torch's own
         return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
-    state = {}
+    state, home = {}, model.shards[0].device.type
+    if home != mesh.device_type:  # with the GPUs' mesh a DTensor would be a copy of an offloaded shard
+        mesh = DeviceMesh.from_group(mesh.get_group(), home)
     for i, unit in enumerate(model.units):
         moments = {k: t for k, t in optimizer.state[unit.shard].items() if k != "step"}
         length = max(0, min(unit.shard.numel(), unit.size - mesh.get_local_rank() * unit.shard.numel()))
@@ -245,12 +249,22 @@ def state_of(model, optimizer, mesh=None):
     return state
 
 
+def agree(start):
+    """Each rank has looked for itself: a folder that machines share may show one of them what it was a moment ago."""
+    ends = torch.tensor([start.steps, -start.steps], device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    dist.all_reduce(ends, dist.ReduceOp.MAX)  # each rank's own -> replicated
+    last, first = ends.tolist()
+    require(last == -first, f"--resume: the newest checkpoint has {last} steps behind it here, {-first} there", code=1)
+
+
 def restore(start, model, optimizer, mesh=None):
-    """Into a model and an optimizer that have not run yet. mesh: None, or that of the ranks that share the shards."""
+    """Into a model and an AdamW that have not run yet. mesh: None, or that of the ranks that share the shards."""
+    if dist.get_backend() != "fake":
+        agree(start)
     if start.folder is None:
         return
     named = mesh is None or hasattr(model, "units")
-    for p in optimizer.param_groups[0]["params"] if start.ranks and named else []:
+    for p in [p for group in optimizer.param_groups for p in group["params"]] if start.ranks and named else []:
         optimizer.state[p] = {"step": torch.tensor(float(start.steps), dtype=torch.float32, device=p.device),
                               "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
     state = load(start.folder, state_of(model, optimizer, mesh))

@@ -1,8 +1,8 @@
-"""Data parallelism: every rank holds the whole model and a part of the batch; gradients are summed over ranks.
+r"""Data parallelism: every rank holds the whole model and a part of the batch; gradients are summed over ranks.
 
     rank 0   rows 0..3   forward | backward: block 3   block 2   block 1   block 0 | step
     rank 1   rows 4..7   forward | backward: block 3   block 2   block 1   block 0 | step
-                                                  \\_________\\_________\\_________\\
+                                                  \_________\_________\_________\
                                    all-reduce        bucket 0  bucket 1   bucket 2      meanwhile
 
 Gradients are views into flat buckets, filled in the order in which backward makes them. A full bucket's all-reduce
@@ -35,7 +35,7 @@ from common import ANY, Run, adamw, arguments, build, clip_gradients, get_batch,
 
 
 def all_reduce_gradients(module, group=None):
-    """The naive form, called after backward: one all-reduce per parameter, none of them hidden behind compute."""
+    """The naive form, after backward: one all-reduce (a sum) for each parameter; all ranks must have used the same."""
     for p in module.parameters():
         if p.grad is not None:
             dist.all_reduce(p.grad, group=group)  # partial -> replicated
@@ -48,7 +48,8 @@ class Bucket:
         self.parameters, sizes = parameters, [p.numel() for p in parameters]
         self.flat = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
         pieces = self.flat.split(sizes)
-        self.views = [piece.view_as(p) for piece, p in zip(pieces, parameters)]
+        # with the strides of p, which optimizers that go by memory rely on
+        self.views = [t.as_strided(p.shape, torch.empty_like(p).stride()) for t, p in zip(pieces, parameters)]
         self.missing, self.work = len(parameters), None
 
     def take(self, i):
@@ -72,7 +73,7 @@ class Bucket:
     def finish(self, divisor):
         """Wait for the sum. A parameter that no rank used keeps the gradient None, as it would in one process.
 
-        A sum is -0.0 if and only if every summand is, so the sign of zero tells used from unused at no cost.
+        A sum is -0.0 if and only if every summand is: the sign of zero tells used from unused, without a collective.
         """
         self.work.wait()
         for p, view in zip(self.parameters, self.views):
@@ -80,7 +81,6 @@ class Bucket:
                 p.grad = view
         if divisor != 1:
             self.flat.div_(divisor)
-        self.missing, self.work = len(self.parameters), None
 
 
 class BucketedDDP(nn.Module):
@@ -88,9 +88,10 @@ class BucketedDDP(nn.Module):
 
     Parameters and buffers are broadcast from the group's rank 0 at the start. Gradients are views into flat buckets of
     at most bucket_mb (MB = 1e6 bytes), the first of first_bucket_mb so that communication starts early, and none above
-    a quarter of the whole, so that the last to start, which nothing hides, is small. Frozen parameters are left out,
-    tied ones counted once, dtypes do not share a bucket, and parameters unused by some ranks get the others' gradient.
-    average=False sums; then call zero_grad before the next synchronized backward.
+    a quarter of the whole, so that the last to start, which nothing hides, is small; a larger parameter has one of its
+    own, as GPT-2's embedding. Frozen parameters are left out, tied ones counted once, dtypes do not share a bucket, and
+    parameters unused by some ranks get the others' gradient. average=False sums; then call zero_grad before the next
+    synchronized backward. After a backward that ended in an exception, on every rank, go on with zero_grad.
 
     Every rank must run the same number of synchronized backwards. With reentrant checkpointing hooks fire twice: use
     use_reentrant=False. Unlike DistributedDataParallel it does not broadcast buffers again in every forward.
@@ -125,6 +126,8 @@ class BucketedDDP(nn.Module):
         return buckets
 
     def forward(self, *args, **kwargs):
+        if self.queued:  # the backward before ended in an exception
+            self.reset()
         return self.module(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -158,7 +161,14 @@ class BucketedDDP(nn.Module):
             self.start_next()
         for bucket in self.buckets:
             bucket.finish(self.divisor)
+        self.reset()
+
+    def reset(self):
         self.started, self.queued = 0, False
+        for bucket in self.buckets:
+            if bucket.work:
+                bucket.work.wait()
+            bucket.missing, bucket.work = len(bucket.parameters), None
 
 
 # ---- 2. the toy GPT, parallelized --------------------------------------------

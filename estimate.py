@@ -18,6 +18,7 @@ from common import DTYPES, share
 
 Layout = namedtuple("Layout", "dp tp pp micro schedule sp zero ckpt")
 SKIP = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 3}  # a filling stage idles 1/SKIP of a micro-batch's time
+SKIP_TP = SKIP | {"zb-h1": 36 / 26}  # (F + B + W) / (F + B - W), W without q, k, v and up: 5/12 of F, and B 19/12
 
 MEMORY = {  # bytes of a stage
     "N": "B*T/(dp*micro)", "x": "b*N*C",  # tokens of a micro-batch, and its bytes between two blocks
@@ -103,7 +104,7 @@ def assess(cfg, at, lay, stage=None):
     known = dict(vars(at), **lay._asdict(), B=at.batch, T=cfg.seq, C=cfg.width, H=cfg.heads, L=cfg.layers, v=v,
                  V=-(-cfg.vocab // lay.tp) * lay.tp, b=DTYPES[at.dtype].itemsize, cut=lay.tp if lay.sp else 1,
                  most=max(counts), heavy=max(max(counts), counts[-1] + head), mean=(cfg.layers + head) / lay.pp,
-                 skip=SKIP[lay.schedule], tp_bandwidth=rates[at.node % lay.tp == 0],
+                 skip=(SKIP if lay.tp == 1 else SKIP_TP)[lay.schedule], tp_bandwidth=rates[at.node % lay.tp == 0],
                  dp_bandwidth=rates[at.node % (lay.tp * lay.dp) == 0],
                  pp_bandwidth=rates[at.node % (lay.tp * lay.dp * lay.pp) == 0])
     found = [evaluate(MEMORY, dict(known, stage=s, first=int(s == 0), last=int(s == lay.pp - 1), blocks=counts[s]))
@@ -118,7 +119,7 @@ def timed(names):
     L, C, T, V, n = (names[k] for k in ("L", "C", "T", "V", "gpus"))
     evaluate(TIME, names)
     names["seconds"] = sum(names[part] for part in PARTS)
-    flops = 72 * names["B"] * T * L * C * C * (1 + T / (6 * C) + V / (12 * L * C))  # Narayanan 2021, section 5.1
+    flops = 72 * names["B"] * T * L * C * C * (1 + T / (6 * C) + V / (12 * L * C))  # Narayanan 2021, 5.1
     names["mfu"] = flops / names["seconds"] / n / 1e12 / names["gpu_tflops"]
     counted = names["megatron_2021"] and names["recompute"] / names["matmul"]  # that paper counts recomputation in
     names["tflops"] = flops * (1 + counted) / names["seconds"] / n / 1e12

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+# renamed in torch 2.13
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -23,8 +24,9 @@ def lend(flat, yes=True):
 class Flat:
     """A unit's parameters side by side in `full`, p.grad in `buffer`, padded to N equal chunks: this rank owns one.
 
-    shard (chunk,): ours of full, where it lasts. master (chunk,): what the optimizer steps, the shard itself or a copy
-    in fp32 or on the CPU. grad (chunk,): ours of the sum over ranks. Memory is lent to full in stage 3, buffer in 2, 3.
+    shard (chunk,): ours of full, in stage 3 in memory of its own. master (chunk,): what the optimizer steps, the shard
+    itself or a copy in fp32 or on the CPU. grad (chunk,): ours of the sum over ranks. In stage 3 full has memory only
+    while it is lent some, in stages 2 and 3 buffer.
     """
 
     def __init__(self, parameters, make_optimizer, group, offload, stage):
@@ -67,7 +69,6 @@ class Flat:
             work = dist.all_reduce(self.buffer, group=self.group, async_op=True)  # partial -> replicated
         yield
         work.wait()
-        self.missing = len(self.ranges)
         if self.stage >= 2:
             self.grad += self.sum
             lend(self.buffer, False)

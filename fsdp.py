@@ -1,8 +1,8 @@
 """Fully sharded data parallelism: a rank keeps 1/N of every block's parameters and borrows the rest while it runs.
 
-    forward     gather 0 | 0   gather 1 | free 0, 1   gather 2 | free 1, 2   gather 3 | free 2, 3
-    backward    gather 3 | 3   gather 2 | free 3, 2   gather 1 | free 2, 1   gather 0 | free 1, 0    (0 to 3: blocks)
-                                           scatter 3              scatter 2              scatter 1   travels meanwhile
+    compute            fwd 0   fwd 1   fwd 2   fwd 3   loss    bwd 3   bwd 2   bwd 1   bwd 0    0 to 3: blocks, freed
+    gathered   0       1       2       3               3       2       1       0                    when they are done
+    summed                                                             3       2       1       0
 
 Units are the blocks and the root: all that is in no block, here the tied embedding, positions and last norm, gathered
 throughout. A unit's parameters lie end to end: one all-gather brings them, one reduce-scatter sums their gradients.
@@ -10,8 +10,7 @@ throughout. A unit's parameters lie end to end: one all-gather brings them, one 
     on each rank, P parameters of 4 bytes, N ranks    plain GPT     here
     parameters, gradients, AdamW states               16 P          16 P/N; gathered: the root and at most 2 blocks
     activations                                       whole batch   1/N
-    sent per step                                     -             4 (2 P + P_blocks) (N-1)/N, by 2L+1 all-gathers
-                                                                    and L+1 reduce-scatters; --no-reshard: L+1, L+1
+    sent per step, in 2L+1 all-gathers, L+1 sums      -             4 (2 P + P_blocks) (N-1)/N, --no-reshard: 8 P ..
 
 Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", arXiv:2304.11277, sections 3, 4.
 At work: torch.distributed.fsdp.fully_shard (section 3) and torch.distributed.checkpoint (checkpoint.py).
@@ -28,10 +27,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import checkpoint
 from common import ANY, DTYPES, GPT, Run, adamw, arguments, build, init_weights, loss_sum, require, share
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
+
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Unit:
@@ -39,11 +38,13 @@ class Unit:
     uses: {parameter: [(module, attribute, path), ..]}, several where it is tied. The modules get views into `full`."""
 
     def __init__(self, uses, group, replicas=None, device=None, dtype=None, home=None, init=None):
-        n, kind, self.size = dist.get_world_size(group), next(iter(uses)).dtype, sum(p.numel() for p in uses)
+        n, kinds, self.size = dist.get_world_size(group), {p.dtype for p in uses}, sum(p.numel() for p in uses)
+        assert len(kinds) == 1, f"a unit wants parameters to train, all of one dtype, not {[*kinds]}"
+        (kind,), where, self.shapes = kinds, next(iter(uses)).device, [p.shape for p in uses]
+        home, device = (where if t is None and where.type != "meta" else t for t in (home, device))
         self.coming = self.going = self.flat = self.part = None
         self.group, self.replicas, self.borrowed = group, replicas, nn.ParameterList()
         self.names = [[f"{path}.{name}".lstrip(".") for _, name, path in places] for places in uses.values()]
-        self.shapes = [p.shape for p in uses]
         each = -(-self.size // n)  # the last shards may end in padding, which is zero and stays so
         self.shard = nn.Parameter(torch.zeros(each, dtype=kind, device=home))
         self.full = torch.empty(n * each, dtype=dtype or kind, device=device)
@@ -67,8 +68,7 @@ class Unit:
         return [v.view(s) for v, s in zip(flat[:self.size].split([s.numel() for s in self.shapes]), self.shapes)]
 
     def start(self):
-        memory = self.full.untyped_storage()
-        if not memory.nbytes():  # else it is there, or on its way
+        if not (memory := self.full.untyped_storage()).nbytes():  # else it is there, or on its way
             memory.resize_(self.full.numel() * self.full.itemsize)
             self.sent = self.shard.detach().to(self.full.device, self.full.dtype)  # must live until wait
             self.coming = all_gather(self.full, self.sent, group=self.group, async_op=True)  # sharded -> replicated
@@ -92,14 +92,14 @@ class Unit:
         self.part = self.flat.new_empty(self.shard.shape)
         self.going = reduce_scatter(self.part, self.flat, group=self.group, async_op=True)  # partial -> sharded
 
-    def reduced(self):
+    def across_replicas(self):
         if self.flat is not None:
             self.going.wait()
             self.flat = self.going = None
             if self.replicas:
                 self.going = dist.all_reduce(self.part, group=self.replicas, async_op=True)  # partial -> replicated
 
-    def keep(self):
+    def keep(self):  # adds what has arrived to shard.grad
         if self.going:
             self.going.wait()
         if self.part is not None:
@@ -115,14 +115,15 @@ class Unit:
 class FSDP(nn.Module):
     """Shards any module over `group`: a unit for each of `blocks`, in the order they run, and one for the rest.
 
-    The optimizer takes `shards`, which live on home; after backward their gradients are sums over group and replicas,
-    added to what was there. init(module, prefix) makes what is on the meta device, the same on every rank. dtype is for
-    computing only. Frozen parameters stay whole, one tied across blocks belongs to the rest, one unused gets zeros.
+    The optimizer takes `shards` (on home), whose gradients are sums over group and replicas, added to what was there.
+    Ranks must start with equal weights, or on the meta device: init(holder, prefix) fills one parameter there, known by
+    its full name alone. dtype is for computing only. Frozen parameters stay whole, one tied across blocks belongs to
+    the rest, one unused gets zeros; all ranks must use the same units. Between steps the module's have no memory.
     """
 
     def __init__(self, module, blocks, group=None, replicas=None, reshard=True, **unit):
         super().__init__()
-        self.module, self.units, uses = module, [], {}
+        self.module, self.units, self.turned, uses = module, [], False, {}
         for path, owner in module.named_modules():
             for name, p in owner._parameters.items():
                 if p is not None and p.requires_grad:
@@ -130,20 +131,22 @@ class FSDP(nn.Module):
         for i, block in enumerate(blocks):
             mine = [p for p, places in uses.items() if {owner for owner, *_ in places} <= {*block.modules()}]
             self.units.append(Unit({p: uses.pop(p) for p in mine}, group, replicas, **unit))
-            block.register_forward_pre_hook(lambda *_, i=i: self.fetch(i, i + 1))
-            if reshard:
-                block.register_forward_hook(lambda *_, i=i: self.units[i].free())
+            block.register_forward_pre_hook(lambda *_, i=i: self.fetch(i, i if self.turned else i + 1))
+            block.register_forward_hook(lambda *_, i=i: self.units[i].free() if reshard and not self.turned else None)
             block.register_full_backward_pre_hook(lambda *_, i=i: self.turn(i))
         self.units.append(Unit(uses, group, replicas, **unit))  # the root
         self.shards = nn.ParameterList(unit.shard for unit in self.units)
 
     def forward(self, *args, **kwargs):
-        for unit in self.units:
-            unit.free()  # what a forward without backward has left here may be stale
+        self.turned = False  # backward has not begun; once it has, a block's forward is checkpointing's
+        for unit in self.units:  # it may have been left by a forward without backward, a backward with an exception
+            unit.free()
+            unit.borrowed.zero_grad()
+            unit.going = unit.flat = unit.part = None
         self.fetch(-1, 0)
         out = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
-            outputs = [out] if torch.is_tensor(out) else out
+            outputs = [t for t in torch.utils._pytree.tree_leaves(out) if torch.is_tensor(t)]
             torch.autograd.graph.register_multi_grad_hook(outputs, lambda _: self.turn(-1), mode="any")
         return out
 
@@ -156,29 +159,30 @@ class FSDP(nn.Module):
 
     def turn(self, i):
         """Backward comes to unit i, to the root first, and so is through with block i + 1."""
+        self.turned = True
         if i == -1:
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # when this backward is over
         elif i < len(self.units) - 2:
             self.close(self.units[i + 1])
-        self.fetch(i, (i - 1) % len(self.units))
+        self.fetch(i, (i - 1) % len(self.units))  # before the root's backward the last block; after block 0's, none
 
     def close(self, unit):
         unit.free()
         if any(p.grad is not None for p in unit.borrowed):
             for other in self.units:
-                other.reduced()  # at most the one before, which had this unit's time to travel
+                other.across_replicas()  # at most the one before, which had this unit's time to travel
             unit.reduce()
 
     def finish(self):
         for unit in self.units:
             self.close(unit)
         for unit in self.units:
-            unit.reduced()
+            unit.across_replicas()
             unit.keep()
 
     def clip_grad_norm_(self, max_norm):
-        norm, root = nn.utils.get_total_norm([s.grad for s in self.shards if s.grad is not None]), self.units[-1]
-        dist.all_reduce(norm := norm.to(root.full.device).square(), group=root.group)  # partial -> replicated
+        unit, norm = self.units[0], nn.utils.get_total_norm([s.grad for s in self.shards if s.grad is not None])
+        dist.all_reduce(norm := norm.to(unit.full.device).square(), group=unit.group)  # partial -> replicated
         nn.utils.clip_grads_with_norm_(self.shards, max_norm or float("inf"), norm.sqrt_().nan_to_num(0, posinf=0))
         return norm
 
@@ -193,17 +197,15 @@ def parallelize(model, mesh, seed, **options):
                 init=lambda part, prefix: init_weights(part, len(model.blocks), seed, prefix))
 
 
-def full_state_dict(model):
+def full_state_dict(model, of=torch.Tensor.detach):
     if isinstance(model, FSDP):
-        return {name: t for unit in model.units for name, t in unit.whole(unit.shard).items()}
-    return {name: t.full_tensor() for name, t in model.state_dict().items()}  # fully_shard's
+        return {name: t for unit in model.units for name, t in unit.whole(of(unit.shard)).items()}
+    return {name: of(t).full_tensor() for name, t in model.state_dict(keep_vars=True).items()}  # sharded -> replicated
 
 
 def full_gradients(model):
-    if not isinstance(model, FSDP):
-        return {name: p.grad.full_tensor() for name, p in model.named_parameters()}
-    found = {name: t for unit in model.units for name, t in unit.whole(unit.shard.grad).items()}
-    return {name: found[name] for name, _ in model.module.named_parameters()}  # tied ones once
+    found = full_state_dict(model, lambda p: p.grad)
+    return {name: found[name] for name, _ in getattr(model, "module", model).named_parameters()}  # tied ones once
 
 
 def train_step(model, optimizer, x, y, valid, clip):
@@ -234,7 +236,7 @@ def train_step_at_work(model, optimizer, x, y, valid, clip):
     optimizer.zero_grad()
     loss = loss_sum(model(x), y) / valid
     (loss * dist.get_world_size()).backward()  # fully_shard averages; the sum is wanted here
-    norm = nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf")).full_tensor()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf")).full_tensor()  # partial -> replicated
     optimizer.step()
     return loss, norm
 
@@ -276,7 +278,7 @@ def main():
                                     home="cpu" if args.offload else run.device)
             else:
                 model = build(run.cfg, args.seed, run.device, kind)
-                model = parallelize_at_work(model, mesh, args.reshard, run.dtype)
+                parallelize_at_work(model, mesh, args.reshard, run.dtype)
             optimizer = adamw(list(getattr(model, "shards", model.parameters())), args.lr)
             sides[impl] = model, optimizer, train_step if impl == "scratch" else train_step_at_work
             checkpoint.restore(start, model, optimizer, mesh["shard"])

@@ -1,10 +1,10 @@
-"""Tensors between ranks: each puts what it has made and takes what it needs, and nobody ever blocks. Needs only torch.
+"""Tensors between ranks: each puts what it has made and takes what it needs, and none can deadlock. Needs only torch.
 
     rank 0   put(F0)  put(F1)  take(B0)  put(F2)  ..      route = [(F0, 0, 1), (F1, 0, 1), (B0, 1, 0), ..]
     rank 1   take(F0) put(B0)  take(F1)  put(B1)  ..               key, from rank, to rank: same on all
 
 Every rank starts its transfers in the order of the route, in which none depends on a later one. A receive is started
-long before its tensor is taken, so that it travels while both ranks compute; what has been sent is let go.
+long before its tensor is taken, so that it travels while both ranks compute; what is sent is kept until the next send.
 """
 from collections import deque
 
@@ -54,13 +54,15 @@ class Mail:
             for (key, op), work in zip(batch, (works[0], works[-1])):
                 self.moving[key] = work, op.tensor
 
-    def begin(self, key, here, there):
-        if here != self.rank:
-            return key, dist.P2POp(dist.irecv, torch.empty(**self.boundary), group=self.group, group_peer=here)
+    def begin(self, key, sender, receiver):
+        if sender != self.rank:
+            into = torch.empty(**self.boundary)
+            return key, dist.P2POp(dist.irecv, into, group=self.group, group_peer=sender)  # the sender's -> here too
         self.close()  # one send at a time: what has been sent is free
         out, self.sent = self.made.pop(key).contiguous(), key
-        assert out.shape == self.boundary["size"], f"{key}: {tuple(out.shape)}, not {self.boundary['size']}"
-        return key, dist.P2POp(dist.isend, out, group=self.group, group_peer=there)  # here -> there too
+        alike = out.shape == self.boundary["size"] and out.dtype == self.boundary["dtype"]  # else it hangs, or is noise
+        assert alike, f"{key}: {out.dtype} {tuple(out.shape)}, not {self.boundary}"
+        return key, dist.P2POp(dist.isend, out, group=self.group, group_peer=receiver)  # here -> the receiver's too
 
 
 def gather(model, mine):

@@ -1,4 +1,4 @@
-"""PipeDream: an update after every micro-batch, while others are under way. Needs only torch, and measure.py.
+"""PipeDream: an update after every micro-batch, while others are under way. Stash and update need only torch.
 
     stage 0, in order   F0 F1 B0 U F2 B1 U F3 B2 U B3    F1 sees no update, F2 one, F3 two
     stage 1, in order   F0 B0 U F1 B1 U F2 B2 U F3 B3    F1 sees one, F2 two, F3 three

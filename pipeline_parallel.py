@@ -10,14 +10,14 @@ split from B (split_backward.py), U an update (pipedream.py). B T C numbers go f
 (mail.py). First and last stage both hold the tied embedding and sum its gradients; the norm is summed over all stages.
 Each rank has about 1/p of parameters, gradients and AdamW states; the plain GPT has all of them.
 
-    p stages, M micro-batches,   bubble                kept by stage s,           sent across
-    v chunks of layers per rank  (F = B + W)           in micro-batches           a boundary
+    p stages, M micro-batches,   bubble                kept by stage s, in        sent across
+    v chunks of layers per rank                        micro-batches (M >= p)     a boundary
     plain GPT                    -                     all M at once              -
     naive                        (p-1) / p             1                          2 B T C
     gpipe                        (p-1) / (M + p-1)     M                          2 B T C
     1f1b                         (p-1) / (M + p-1)     p - s                      2 B T C
-    interleaved                  (p-1) / (v M + p-1)   p + (p-1-2s) / v           2 B T C, v times as many boundaries
-    zb-h1                        time (p-1)(F+B-W)     p, of which s wait for W   2 B T C
+    interleaved                  (p-1) / (v M + p-1)   p + (p-1-2s) / v           2 B T C, of v p - 1 boundaries
+    zb-h1 (W <= F)               time (p-1)(F+B-W)     p, of which s wait for W   2 B T C
     pipedream                    that of 1f1b          p - s, and their weights   2 B T C
 
 Huang et al. 2019, "GPipe", arXiv:1811.06965; Harlap et al. 2018, "PipeDream", arXiv:1806.03377; Narayanan et al. 2021,
@@ -56,7 +56,7 @@ class Pipeline:
 
     def __init__(self, modules, plans, group, boundary, sync=lambda chunk, last: None):
         self.modules, self.sync, self.device, self.clock = modules, sync, boundary["device"], time.time
-        self.rank, self.ranks, self.last = dist.get_rank(group), len(plans), len(plans) * len(modules) - 1
+        self.rank, self.ranks, self.end = dist.get_rank(group), len(plans), len(plans) * len(modules) - 1
         self.plan, self.split = plans[self.rank], is_split(plans[self.rank])
         self.adds = "W" if self.split else "B"  # the kind of action that adds to .grad
         self.final = {a.chunk: a for a in self.plan if a.kind == self.adds}  # each chunk's last
@@ -72,11 +72,11 @@ class Pipeline:
         self.mail.open({("F", m, None): x for m, x in enumerate(inputs)} if self.rank == 0 else {})
         for a in self.plan:
             stage, out = a.chunk * self.ranks + self.rank, None
-            taken = self.mail.take((a.kind, a.microbatch, source(a, stage, self.last)))  # there -> here
+            taken = self.mail.take((a.kind, a.microbatch, source(a, stage, self.end)))  # there -> here
             start = self.clock()
             if a.kind == self.adds:
                 self.sync(a.chunk, a == self.final[a.chunk])
-            if a.kind == "F" and stage == self.last:
+            if a.kind == "F" and stage == self.end:
                 loss = loss + self.forward(a, taken, loss_fn)
             elif a.kind == "F":
                 out = self.forward(a, taken)
@@ -94,7 +94,7 @@ class Pipeline:
         return loss
 
     def forward(self, a, x, loss_fn=None):
-        x, later = x.requires_grad_(x.is_floating_point()), []
+        x, later = x.requires_grad_((self.rank, a.chunk) != (0, 0)), []  # nobody wants the gradient of the input
         with SplitLinears(later) if self.split else contextlib.nullcontext():
             y = self.modules[a.chunk](x)
             y = loss_fn(y, a.microbatch) if loss_fn else y
@@ -141,7 +141,8 @@ def carve(model, group, virtual):
     stages = nn.ModuleList(everything[rank::ranks])
     stages.group, stages.rank, stages.ranks = group, rank, ranks
     stages.homes = {n: (i % ranks, t.shape) for i, part in enumerate(everything) for n, t in part.state_dict().items()}
-    stages.ends = dist.new_group(sorted({0, ranks - 1}))  # first and last; every rank must make it
+    ends = {dist.get_process_group_ranks(group)[i] for i in (0, -1)}  # the first and the last stage
+    stages.ends = dist.new_group(sorted(ends), use_local_synchronization=True)
     stages.tied = [model.tok.weight] if ranks > 1 and rank in (0, ranks - 1) else []
     return stages
 
@@ -280,8 +281,8 @@ def main():
             model, optimizer = sides[impl]
             x, y, valid = run.batch(step)
             watched = impl == "scratch" and step == max(0, run.last - 1) and not run.dry
-            if watched and run.device.type == "cuda":
-                model.pipeline.clock = lambda: torch.cuda.synchronize() or time.time()  # not when work was queued
+            if watched and run.device.type == "cuda":  # when work is done; other streams may receive
+                model.pipeline.clock = lambda: torch.cuda.current_stream().synchronize() or time.time()
             with run.measure(impl, step, model, optimizer):
                 loss, norm = train_step(model, optimizer, x, y, valid, args.clip)
             run.log(impl, step, loss, norm, full_gradients, full_state_dict, model)

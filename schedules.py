@@ -4,11 +4,11 @@ A schedule is a pure function (stage, stages, microbatches[, virtual]) -> [Actio
 
     F forward   B backward   W weight gradient, where a schedule splits it from B   U update within the step
 
-Nothing is said of communication: what an action takes from another stage follows from what it is, and the order in
-which a simulation sees tensors move is one that all ranks can keep to without ever blocking each other.
+Nothing is said of communication: what an action takes from another stage follows from what it is. In the order in which
+tensors move in a simulation no transfer needs a later one: ranks that all start theirs in that order cannot deadlock.
 
 Narayanan et al. 2021, arXiv:2104.04473, section 2.2; Qi et al. 2023, "Zero Bubble Pipeline Parallelism",
-arXiv:2401.10241, section 2; Harlap et al. 2018, "PipeDream", arXiv:1806.03377, section 3.
+arXiv:2401.10241, section 2; Harlap et al. 2018, "PipeDream", arXiv:1806.03377, section 3. Section numbers: arXiv's.
 """
 import json
 import statistics
@@ -24,10 +24,10 @@ Action = namedtuple("Action", "kind microbatch chunk", defaults=(0,))
 def turns(microbatches, warmup, together=1, virtual=1):
     """`warmup` forwards, then a forward and a backward in turn, then the backwards that are left.
 
-    With chunks, so many micro-batches `together` go through one chunk and then through the next.
+    With chunks, so many micro-batches `together` (at most) go through one chunk and then through the next.
     """
-    rounds = range(0, microbatches, together)
-    order = [(m, c) for first in rounds for c in range(virtual) for m in range(first, first + together)]
+    rounds = [range(microbatches)[first:first + together] for first in range(0, microbatches, together)]
+    order = [(m, c) for some in rounds for c in range(virtual) for m in some]
     warmup, plan = min(warmup, len(order)), []
     for i in range(len(order) + warmup):
         if i < len(order):
@@ -142,7 +142,7 @@ def simulate(plans, cost, comm=0.0):
 def transfers(plans):
     """[((kind, micro-batch, stage that made it), from rank, to rank), ..] in an order that suits all ranks.
 
-    None depends on a later one, so ranks that each start their own in this order cannot block each other.
+    None depends on a later one, so ranks that each start their own in this order cannot deadlock.
     """
     ranks, last, found = len(plans), len(plans) * chunks(plans[0]) - 1, []
     played = simulate(plans, costs(plans, 1, 1, 1))
@@ -175,7 +175,7 @@ def longest(played):
 
 
 def bubble_rate(played):
-    """The idle part of the longest span; a rank's work is M (F + B + W) (Qi 2023, section 4)."""
+    """The idle part of the longest span; a rank's work is M (F + B + W) (Qi 2023, section 5.3)."""
     busy = sum(end - start for done in played for _, start, end in done) / len(played)
     return 1 - busy / longest(played)
 

@@ -3,6 +3,10 @@
     y = x A, for every Linear          B    grad_x = grad_y A^T     what the stage before waits for
                                        W    grad_A = x^T grad_y     nobody waits: x and grad_y are kept until then
 
+A Linear is what calls F.linear(x, A, b) under autograd; other parameters' gradients are made in B, and kept: those of
+norms and embeddings, and of tensor_parallel.py's column-parallel Linears, where they hide a sum over ranks. Not under
+autocast, nor with torch.utils.checkpoint.
+
 With these, the parts of one micro-batch are
     with SplitLinears(later := []):    y = module(x)                                 F
     input_gradient(x, get_gradient_edge(y), grad_y, module.parameters(), later)      B, -> grad_x
@@ -54,7 +58,7 @@ class SplitLinears(TorchFunctionMode):
         self.later = later
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is F.linear and torch.is_grad_enabled() and args[1].requires_grad:
+        if func is F.linear and not kwargs and torch.is_grad_enabled() and args[1].requires_grad:
             return SplitLinear.apply(self.later, *args)
         return func(*args, **(kwargs or {}))
 
@@ -70,4 +74,5 @@ def input_gradient(x, edge, grad, parameters, later):
 
 def weight_gradients(later):
     """W."""
-    torch.autograd.backward(*zip(*later))
+    if later:  # else all is frozen
+        torch.autograd.backward(*zip(*later))

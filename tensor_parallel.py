@@ -38,8 +38,8 @@ from common import Run, adamw, arguments, build, clip_gradients, loss_sum, requi
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
 
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class WholeSequence:
@@ -61,18 +61,18 @@ class CutSequence(WholeSequence):
 
     def gather(self, x):
         x, parts = x.contiguous(), x.new_empty(self.size, *x.shape)  # (t, B, T/t, C)
-        work = all_gather_single(parts.flatten(0, 1), x, self.group, async_op=True)  # sharded(T) -> replicated
-        return lambda: (work.wait(), parts.transpose(0, 1).flatten(1, 2), x)[1]  # (B, T, C), a copy unless B = 1
+        work = all_gather(parts.flatten(0, 1), x, self.group, async_op=True)  # sharded(T) -> replicated
+        return lambda: (work.wait(), parts.transpose(0, 1).flatten(1, 2), x)[1]  # (B, T, C); x must live until then
 
     def reduce(self, y):
         parts = y.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()  # (t, B, T/t, C)
         x = torch.empty_like(parts[0])
-        work = reduce_scatter_single(x, parts.flatten(0, 1), group=self.group, async_op=True)  # partial -> sharded(T)
+        work = reduce_scatter(x, parts.flatten(0, 1), group=self.group, async_op=True)  # partial -> sharded(T)
         return lambda: (work.wait(), x, parts)[1]  # parts must live until then
 
 
 class ColumnParallel(torch.autograd.Function):
-    """f, and the Linears that share it, cut by columns: x -> (B, T, out/t) each. In backward their matmuls hide f."""
+    """f, and the Linears that share it, cut by columns: x -> (B, T, out/t). Their backward hides f. No autocast."""
 
     @staticmethod
     def forward(ctx, x, tp, *weights_and_biases):
@@ -90,13 +90,13 @@ class ColumnParallel(torch.autograd.Function):
         for dy, weight in zip(dys[1:], weights[1:]):
             dx.addmm_(dy, weight)
         reduced = ctx.tp.reduce(dx.unflatten(0, shape))  # partial -> as x is, behind the other gradients
-        x, biased = gathered().flatten(0, 1), ctx.needs_input_grad[3::2]
+        x, biased = gathered().flatten(0, 1), ctx.needs_input_grad[3::2]  # of x, tp, w, b, w, b, ..
         gradients = [g for dy, b in zip(dys, biased) for g in (dy.t() @ x, dy.sum(0) if b else None)]
         return reduced(), None, *gradients
 
 
 class ReduceFromTP(torch.autograd.Function):
-    """g: each rank's partial sum (B, T, C) -> x, in the memory of y, which is for nobody else."""
+    """g: partial sums y (B, T, C) -> x, in the memory of y, which nobody may need, nor the backward of what made y."""
 
     @staticmethod
     def forward(ctx, y, tp):
@@ -114,7 +114,7 @@ def cut(forward, dim, tp, *modules):
         for name, p in list(module.named_parameters(recurse=False)):
             if dim < p.dim():  # a bias has no dim 1: it stays whole
                 padded = F.pad(p.detach(), [0, 0] * (p.dim() - 1 - dim) + [0, -p.shape[dim] % tp.size])
-                part = nn.Parameter(padded.chunk(tp.size, dim)[tp.rank].clone())
+                part = nn.Parameter(padded.chunk(tp.size, dim)[tp.rank].clone(), p.requires_grad)
                 part.tp_dim, part.tp_whole = dim, p.shape[dim]
                 setattr(module, name, part)
         module.tp, module.__class__ = tp, type(forward.__name__, (type(module),), {"forward": forward})
@@ -162,24 +162,25 @@ def vocab_parallel_cross_entropy(logits, targets, vocab, group=None, ignore_inde
     logits = logits[:, :end - start]  # the rest is the vocabulary's padding
     mine = (targets - start).masked_fill((targets < start) | (targets >= end), -1)
     chosen = -F.nll_loss(logits, mine, ignore_index=-1, reduction="none")  # 0 if the target is another rank's
-    total = logits.logsumexp(1)
-    highest = total.detach().clone()
+    lse = logits.logsumexp(1)
+    highest = lse.detach().clone()
     dist.all_reduce(highest, dist.ReduceOp.MAX, group)  # each rank's own -> replicated
-    total, chosen = ReduceFromTP.apply(torch.stack([(total - highest).exp(), chosen]), tp)  # partial -> replicated
+    total, chosen = ReduceFromTP.apply(torch.stack([(lse - highest).exp(), chosen]), tp)  # partial -> replicated
     return (total.log() + highest - chosen).masked_fill(targets == ignore_index, 0).sum()
 
 
 def sum_gradients(parameters, tp):
-    """After backward, where x was cut: norms and row biases have seen this rank's positions only."""
+    """After backward, where x was cut, of those with a gradient: norms and row biases have seen our positions only."""
     gradients = [p.grad for p in parameters if not hasattr(p, "tp_dim")]
-    flat = nn.utils.parameters_to_vector(gradients)
+    flat = torch.cat([grad.flatten() for grad in gradients])
     dist.all_reduce(flat, group=tp.group)  # partial -> replicated
-    nn.utils.vector_to_parameters(flat, gradients)
+    for grad, total in zip(gradients, flat.split([grad.numel() for grad in gradients])):
+        grad.copy_(total.view_as(grad))
 
 
 def squared_norm(parameters, tp):
     """Of the whole model's gradient: sharded ones are summed over ranks, replicated ones counted once."""
-    sharded, whole = ([p.grad for p in parameters if hasattr(p, "tp_dim") is cut] for cut in (True, False))
+    sharded, whole = ([p.grad for p in parameters if hasattr(p, "tp_dim") is yes] for yes in (True, False))
     square = nn.utils.get_total_norm(sharded).square()
     dist.all_reduce(square, group=tp.group)  # partial -> replicated
     return square + nn.utils.get_total_norm(whole).square()
@@ -191,7 +192,7 @@ def squared_norm(parameters, tp):
 def parallelize(model, tp):
     """GPT.forward stays as it is, but gives (B, T, V/t)."""
     for attn, mlp in ((block.attn, block.mlp) for block in model.blocks):
-        cut(column_linear, 0, tp, attn.q, attn.k, attn.v, mlp.up)
+        cut(column_linear, 0, tp, attn.q, attn.k, attn.v, mlp.up)  # q, k, v are not called: attention has one f for all
         cut(row_linear, 1, tp, attn.out, mlp.down)
         cut(attention, 0, tp, attn)
     cut(embedding, 0, tp, model.tok, model.pos)
@@ -201,7 +202,7 @@ def parallelize(model, tp):
 
 
 def full_state_dict(model, tp):
-    return {name: unshard(p, p, tp) for name, p in model.state_dict(keep_vars=True).items()}
+    return {name: unshard(p, p, tp).detach() for name, p in model.state_dict(keep_vars=True).items()}
 
 
 def full_gradients(model, tp):
@@ -211,13 +212,12 @@ def full_gradients(model, tp):
 def train_step(model, optimizer, x, y, valid, clip, tp):
     """x, y: the whole batch (B, T), on every rank -> the loss and gradient norm, on every rank."""
     optimizer.zero_grad()
-    parameters = list(model.parameters())
     loss = vocab_parallel_cross_entropy(model(x), y, model.tok.weight.tp_whole, tp.group) / valid
     loss.backward()
+    parameters = [p for p in model.parameters() if p.grad is not None]
     if isinstance(tp, CutSequence):
         sum_gradients(parameters, tp)  # partial -> replicated
-    norm = squared_norm(parameters, tp).sqrt()  # partial -> replicated
-    clip_gradients(parameters, clip, norm)
+    norm = clip_gradients(parameters, clip, squared_norm(parameters, tp).sqrt())  # partial -> replicated
     optimizer.step()
     return loss, norm
 
@@ -282,17 +282,17 @@ def main():
             run.log(impl, step, part, norm, full_gradients, full_state_dict, model, tp)
         if "scratch" in run.impls:  # V' and T' are padded until they divide; a number has b bytes, in the loss s bytes
             (L, C, _, V, T), B, b, ledger = cfg, args.batch, run.dtype.itemsize, run.ledger["scratch"]
-            whole, cut = b * (6 * L + 2) * C, b * ((12 * C + 7) * L + V + -V % t + T + -T % t) * C // t
-            x, loss = b * (B * T * (4 * L + 2) + T) * C, max(b, 4) * (3 * B * T + 1)
-            rows = [("all_reduce", 2 * (x + loss), "2 [b (B T (4 L + 2) + T) C + s (3 B T + 1)]")]
+            replicated, shards = b * (6 * L + 2) * C, b * ((12 * C + 7) * L + V + -V % t + T + -T % t) * C // t
+            acts, sums = b * (B * T * (4 * L + 2) + T) * C, max(b, 4) * 3 * B * T + b
+            rows = [("all_reduce", 2 * (acts + sums), "2 [b (B T (4 L + 2) + T) C + 3 s B T + b]")]
             if args.sp:
-                rows = [("all_gather", x + b * B * T * (2 * L + 1) * C, "b (B T (6 L + 3) + T) C"),
-                        ("reduce_scatter", x, "b (B T (4 L + 2) + T) C"),
-                        ("all_reduce", 2 * (whole + loss), "2 [b (6 L + 2) C + s (3 B T + 1)]")]
+                rows = [("all_gather", acts + b * B * T * (2 * L + 1) * C, "b (B T (6 L + 3) + T) C"),
+                        ("reduce_scatter", acts, "b (B T (4 L + 2) + T) C"),
+                        ("all_reduce", 2 * (replicated + sums), "2 [b (6 L + 2) C + 3 s B T + b]")]
             for name, sent, text in rows:
                 run.textbook(f"wire {name}", f"(t-1)/t {text}", (t - 1) * sent / t, ledger.collectives[name]["wire"])
             text = "b [((12 C + 7) L + V' + T') C / t + (6 L + 2) C]"
-            run.textbook("parameters held", text, cut + whole, ledger.memory["parameters"])
+            run.textbook("parameters held", text, shards + replicated, ledger.memory["parameters"])
         return run.finish(total, own)
 
 

@@ -37,7 +37,8 @@ from common import POSITIVE, Run, adamw, arguments, build, loss_sum, require, sh
 from flat import Flat, all_gather, lend
 from measure import human
 
-# ---- 1. the technique (copy this and flat.py; they need only torch) -----------
+# ---- 1. the technique (copy this and flat.py; they need only torch) ----------
+
 
 class ZeRO:
     """ZeRO for any module over the ranks of `group`, in the place of its optimizer; gradients are summed, not averaged:
@@ -47,6 +48,7 @@ class ZeRO:
     units: tuples of modules whose parameters lie together; in stage 3 all ranks must use the same of a unit's. What is
     in no unit, in several, or of another dtype than the first is kept as in stage 2; what is frozen, left alone.
     While zero.sync is False, stages 0 and 1 only accumulate; stages 2 and 3 want reduce() after every backward.
+    Between steps of stage 3 the parameters of units have no memory: full_state_dict below gathers them.
     """
 
     def __init__(self, module, make_optimizer, group=None, stage=1, units=(), offload="none"):
@@ -55,7 +57,7 @@ class ZeRO:
         for m in module.modules():
             for p in m.parameters(recurse=False):
                 homes[p].add(where.get(m, -1))
-        lists, dtype = defaultdict(list), next(module.parameters()).dtype
+        lists, dtype = defaultdict(list), next(module.parameters()).dtype  # {(unit or -1, dtype): parameters}
         for p in filter(lambda p: p.requires_grad, homes):
             lists[homes[p].pop() if len(homes[p]) == 1 and p.dtype == dtype else -1, p.dtype].append(p)
         for t in [*module.parameters(), *module.buffers()]:
@@ -71,14 +73,17 @@ class ZeRO:
                 if not isinstance(site, nn.Embedding):  # whose backward needs no parameter
                     site.register_forward_hook(partial(self.watch, flat))
         self.flats.sort(key=lambda flat: flat.stage)  # in no unit: reduced last, when stage 3 gathers no more
+        self.reducing = iter(())
         self.reset()
 
     def reset(self):
         """Nothing is gathered or being reduced, and the units entered until now are the next plan."""
         self.plan, self.entered = self.entered or self.plan, []
+        next(self.reducing, None)  # it is under way if backward ended in an exception
         self.pending, self.reducing = self.flats[::-1], iter(())
         self.module.zero_grad()
         for flat in self.flats:
+            flat.missing = len(flat.ranges)
             if flat.work:
                 flat.work.wait()
             lend(flat.full, flat.stage < 3)
@@ -114,7 +119,7 @@ class ZeRO:
         while self.sync and self.pending and (everything or not self.pending[0].missing):
             next(self.reducing, None)  # the one before ends: never more than two buffers
             self.reducing = self.pending.pop(0).reduce()
-            next(self.reducing)
+            next(self.reducing)  # the collective starts
         if self.sync and everything:
             next(self.reducing, None)
             self.reset()
@@ -131,7 +136,7 @@ class ZeRO:
             for (p, piece), master in zip(flat.pieces.items(), flat.optimizer.param_groups[0]["params"]):
                 grad = flat.grad[piece]
                 unused = p not in flat.used and (grad.eq(0) & grad.signbit()).all()
-                master.grad = None if unused else grad.to(master)  # in fp32, on the CPU: of one unit at a time
+                master.grad = None if unused else grad.to(master)  # a copy if master is wider or on the CPU
             flat.optimizer.step()
             flat.optimizer.zero_grad()
             flat.shard.copy_(flat.master)
@@ -209,7 +214,7 @@ def parallelize_at_work(model, lr, stage, mesh):
 
 
 def whole(t):
-    return t.full_tensor() if isinstance(t, DTensor) else t  # sharded -> replicated
+    return t.full_tensor() if isinstance(t, DTensor) else t  # sharded, or partial as a norm -> replicated
 
 
 def full_gradients_at_work(model):

@@ -92,7 +92,39 @@ def check_unused_then_used():
                 assert layer.weight.grad is None
 
 
-@pytest.mark.parametrize("check", [check_drop_in, check_unused_then_used])
+def check_exception():
+    """A backward that breaks off, on all ranks, leaves nothing behind that spoils the next."""
+    def gradients(breaks):
+        torch.manual_seed(0)
+        module = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+        model = BucketedDDP(module, bucket_mb=0.0001, first_bucket_mb=0.0001)
+        for broken in (breaks, False):
+            model.zero_grad()
+            y = module[1](module[0](x)) if broken else x
+            with contextlib.suppress(ZeroDivisionError):
+                if broken:
+                    y.register_hook(lambda _: 1 / 0)
+                    module[3](module[2](y)).sum().backward()
+                model(x).square().sum().backward()
+        return [p.grad for p in module.parameters()]
+    x = torch.full((1, 3), 1.0 + dist.get_rank())
+    torch.testing.assert_close(gradients(True), gradients(False))
+
+
+def check_strides():
+    """Gradients lie in memory as their parameters do: fused optimizers go by memory."""
+    def trained(wrap):
+        torch.manual_seed(0)
+        model = wrap(nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        model(x).square().sum().backward()
+        optimizer.step()
+        return list(model.parameters())
+    x = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(trained(BucketedDDP), trained(lambda module: module))
+
+
+@pytest.mark.parametrize("check", [check_drop_in, check_unused_then_used, check_exception, check_strides])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_drop_in(check, world):
     run(check, world)

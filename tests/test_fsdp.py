@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from conftest import PROOF, SMALL, dry_run_agrees, proves, run, script, textbook
 from fsdp import FSDP, Unit
@@ -109,9 +110,59 @@ def test_drop_in(world, reshard):
     run(check_drop_in, world, reshard)
 
 
-def check_transient(reshard):
+class Named(nn.Sequential):
+    """Its output is a dict, with something in it that is no tensor."""
+
+    def forward(self, x, breaks=False):
+        for i, block in enumerate(self):
+            x = block(x)
+            if breaks and i == 1:
+                x.register_hook(lambda _: 1 / 0)
+        return {"x": x, "about": "it"}
+
+
+def check_exception():
+    """A backward that breaks off, on all ranks, leaves nothing behind that spoils the next."""
+    def gradients(breaks):
+        torch.manual_seed(0)
+        module = Named(*(nn.Linear(3, 3) for _ in range(4)))
+        model = FSDP(module, module[:3])
+        if breaks:
+            with pytest.raises(ZeroDivisionError):
+                model(x, True)["x"].sum().backward()
+            model.zero_grad()
+        model(x)["x"].square().sum().backward()
+        return [unit.whole(unit.shard.grad) for unit in model.units]
+    x = torch.full((1, 3), 1.0 + dist.get_rank())
+    torch.testing.assert_close(gradients(True), gradients(False))
+
+
+def test_exception():
+    run(check_exception, 2)
+
+
+def check_one_dtype():
+    blocks = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, dtype=torch.float32)), nn.Linear(3, 3))
+    with pytest.raises(AssertionError, match="one dtype"):
+        FSDP(blocks, blocks[:1])
+    with pytest.raises(AssertionError, match="to train"):
+        FSDP(blocks, blocks[:1].requires_grad_(False))
+
+
+def test_one_dtype():
+    run(check_one_dtype, 1)
+
+
+class Checkpointed(nn.Sequential):
+    def forward(self, x):
+        for block in self:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def check_transient(reshard, container=nn.Sequential):
     """Of the blocks never more than two are gathered; and all of them once more in backward."""
-    blocks = nn.Sequential(*(nn.Linear(5, 5) for _ in range(6)))
+    blocks = container(*(nn.Linear(5, 5) for _ in range(6)))
     model = FSDP(nn.Sequential(blocks, nn.Linear(5, 3)), blocks, reshard=reshard)
     here, most, start, free = set(), [], Unit.start, Unit.free
 
@@ -124,13 +175,15 @@ def check_transient(reshard):
         free(unit)
         here.discard(unit)
     Unit.start, Unit.free = watched_start, watched_free
-    model(torch.randn(3, 5)).sum().backward()
+    with set_checkpoint_early_stop(False):
+        model(torch.randn(3, 5)).sum().backward()
     assert max(most) == (2 if reshard else 6) and not here
 
 
 @pytest.mark.parametrize("reshard", [True, False])
-def test_transient(reshard):
-    run(check_transient, 2, reshard)
+@pytest.mark.parametrize("container", [nn.Sequential, Checkpointed])
+def test_transient(reshard, container):
+    run(check_transient, 2, reshard, container)
 
 
 def check_layout():
@@ -233,14 +286,14 @@ def stale(module):
 
 def own_gradient(module):
     """The shard gets this rank's gradient in place of the sum."""
-    reduced = module.Unit.reduced
+    reduced = module.Unit.across_replicas
 
     def broken(self):
         flat = self.flat
         reduced(self)
         if flat is not None:
             self.part.copy_(flat[:self.part.numel()])
-    module.Unit.reduced = broken
+    module.Unit.across_replicas = broken
 
 
 def tied_twice(module):

@@ -157,6 +157,14 @@ def test_torchs_validation_accepts_ours(name):
         assert homes == {stage: stage % p for stage in range(p * v)}
 
 
+@pytest.mark.parametrize("p, m", [(4, 6), (2, 3), (3, 7)])
+def test_interleaved_with_micro_batches_left_over(p, m):
+    plans = make_plans("interleaved", p, m, 2)
+    everything = sorted(Action(*a) for a in itertools.product("FB", range(m), range(2)))
+    assert all(sorted(plan) == everything for plan in plans)
+    simulate(plans, costs(plans, 1, 1, 1))
+
+
 def test_deadlock_names_the_first_stuck_actions():
     plans = make_plans("1f1b", 3, 4)
     plans[1] = [Action("B", 0), *[a for a in plans[1] if a != Action("B", 0)]]
@@ -256,7 +264,8 @@ class Odd(nn.Module):
         self.frozen, self.unused = nn.Linear(5, 5).requires_grad_(False), nn.Linear(5, 5)
 
     def forward(self, x):
-        return self.frozen(torch.tanh(self.b(self.norm(self.a(x)))))
+        x = nn.functional.linear(x, self.a.weight, bias=self.a.bias)
+        return self.frozen(torch.tanh(self.b(self.norm(x))))
 
 
 def check_any_module(name, v):
@@ -277,7 +286,9 @@ def check_any_module(name, v):
         mine[chunk].sync = last
     boundary = dict(size=(3, 5), dtype=torch.float64, device=torch.device("cpu"))
     pipeline = pipeline_parallel.Pipeline(mine, make_plans(name, p, m, v), None, boundary, sync)
-    pipeline.step(x, lambda out, mb: out.square().sum())
+    inputs = list(x)
+    pipeline.step(inputs, lambda out, mb: out.square().sum())
+    assert not any(t.requires_grad for t in inputs)
     assert sorted(calls) == sorted((c, i == m - 1) for c in range(v) for i in range(m))
     for module, grads in zip(mine, want[dist.get_rank()::p]):
         for n, q in module.module.named_parameters():
@@ -292,16 +303,37 @@ def test_any_module(name, v):
     run(check_any_module, 2, name, v)
 
 
-def check_shapes_are_asserted():
-    boundary = dict(size=(3, 4), dtype=torch.float64, device=torch.device("cpu"))
+def check_two_pipelines():
+    """Ranks 0, 1 and ranks 2, 3 each train with another half of the batch."""
+    cfg, plans = GPTConfig(layers=2, width=8, heads=2, seq=4), make_plans("zb-h1", 2, 2)
+    halves = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
+    half = dist.get_rank() // 2
+    x = torch.randint(256, (2, 4), generator=torch.Generator().manual_seed(half))
+    boundary = dict(size=(1, 4, 8), dtype=torch.float64, device=torch.device("cpu"))
+    plain, model = build(cfg, 0, dtype=torch.float64), build(cfg, 0, dtype=torch.float64)
+    loss_sum(plain(x), x).backward()
+    model = pipeline_parallel.parallelize(model, plans, halves[half], boundary, "zb-h1")
+    pipeline_parallel.train_step(model, torch.optim.SGD(model.parameters(), lr=0.0), x, x, 1, 0)
+    found = pipeline_parallel.full_gradients(model)
+    for name, p in plain.named_parameters():
+        torch.testing.assert_close(found[name], p.grad)
+
+
+def test_two_pipelines():
+    run(check_two_pipelines, 4)
+
+
+def check_shapes_are_asserted(size, dtype):
+    boundary = dict(size=size, dtype=dtype, device=torch.device("cpu"))
     pipeline = pipeline_parallel.Pipeline([nn.Linear(5, 5)], make_plans("gpipe", 2, 1), None, boundary)
     if dist.get_rank() == 0:
         with pytest.raises(AssertionError, match="not"):
             pipeline.step(torch.zeros(1, 3, 5), None)
 
 
-def test_shapes_are_asserted():
-    run(check_shapes_are_asserted, 2)
+@pytest.mark.parametrize("size, dtype", [((3, 4), torch.float64), ((3, 5), torch.float32)])
+def test_shapes_are_asserted(size, dtype):
+    run(check_shapes_are_asserted, 2, size, dtype)
 
 
 # ---- cost ------------------------------------------------------------------------

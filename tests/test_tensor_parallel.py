@@ -1,3 +1,4 @@
+import copy
 import functools
 import types
 
@@ -7,15 +8,18 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from conftest import alone, dry_run_agrees, proves, run, script, textbook
+from common import GPTConfig, build, loss_sum
+from conftest import SMALL, alone, dry_run_agrees, proves, run, script, textbook
 from tensor_parallel import (
     CutSequence,
     WholeSequence,
     column_linear,
     cut,
     embedding,
+    parallelize,
     row_linear,
     squared_norm,
+    train_step,
     unshard,
     vocab_parallel_cross_entropy,
 )
@@ -163,6 +167,29 @@ def check_embedding():
     got.square().sum().backward()
     want.square().sum().backward()
     torch.testing.assert_close(unshard(mine.weight.grad, mine.weight, tp), plain.weight.grad)
+
+
+def check_frozen():
+    """What was frozen stays frozen, and the others' gradients are the plain GPT's."""
+    plain, tp = build(GPTConfig(2, 8, 2, 257, 4), 0, dtype=torch.float64), CutSequence()
+    plain.blocks[0].requires_grad_(False)
+    model, x = parallelize(copy.deepcopy(plain), tp), torch.arange(8).view(2, 4)
+    loss_sum(plain(x), x).backward()
+    train_step(model, torch.optim.SGD(model.parameters(), lr=0.0), x, x, 1, 0, tp)
+    for (name, want), p in zip(plain.named_parameters(), model.parameters()):
+        assert p.requires_grad == want.requires_grad == (p.grad is not None), name
+        if p.requires_grad:
+            torch.testing.assert_close(unshard(p.grad, p, tp), want.grad)
+
+
+def test_frozen():
+    run(check_frozen, 2)
+
+
+def test_bf16():
+    report = script("tensor_parallel", 2, *SMALL, "--dtype", "bf16")
+    assert report["check"]["passed"]
+    textbook(report)
 
 
 @pytest.mark.parametrize("world", [1, 3])

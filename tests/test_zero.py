@@ -155,6 +155,31 @@ def check_any_module(stage, offload):
         torch.testing.assert_close(state[name], want, rtol=1e-9 if tight else 1e-4, atol=1e-12 if tight else 1e-5)
 
 
+def check_exception(stage):
+    """A backward that breaks off, on all ranks, leaves nothing behind that spoils the next."""
+    def gradients(breaks):
+        torch.manual_seed(0)
+        module = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+        ours = zero.ZeRO(module, lambda ps: adamw(ps, 1e-2), None, stage, [*zip(module)])
+        if breaks:
+            y = module[1](module[0](x))
+            y.register_hook(lambda _: 1 / 0)
+            ours.zero_grad()
+            with pytest.raises(ZeroDivisionError):
+                module[3](module[2](y)).sum().backward()
+        ours.zero_grad()
+        module(x).square().sum().backward()
+        ours.reduce()
+        return zero.full_gradients(ours)
+    x = torch.full((1, 3), 1.0 + dist.get_rank())
+    torch.testing.assert_close(gradients(True), gradients(False))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_exception(stage):
+    run(check_exception, 2, stage)
+
+
 @pytest.mark.parametrize("world, stage, offload", [
     (2, 0, "none"), (3, 1, "none"), (3, 2, "optimizer"), (2, 3, "none"), (3, 3, "param")])
 def test_any_module(world, stage, offload):
