@@ -7,15 +7,15 @@
            full       x0                         x1                         x2       one block at a time is
 
     bytes kept by a block   plain GPT, --ckpt none           selective             full
-    fp32                    t (64 C + 4 H + 16)              t (40 C + 4 H + 16)   4 C t + 5056 (random state)
-    autocast                t (40 C + 4 H + 16) + 24 C^2     t (24 C + 4 H + 16)   4 C t + 5056, and one block
+    fp32                    t (64 C + 4 H + 16)              t (40 C + 4 H + 16)   4 C t + 5056 (random state), and
+    autocast                t (40 C + 4 H + 16) + 24 C^2     t (24 C + 4 H + 16)   at a time one block's as of none
     FLOPs done again        -                                no matmul's           t (16 C^2 + 4 T C)
 
-t: tokens of a micro-batch on this rank. full does a forward again, t (24 C^2 + 4 T C), but for the block's last matmul,
-whose result no gradient needs. P parameters and what belongs to them: 16 P, as plain; N ranks all-reduce 4 P per step.
+t: tokens of a micro-batch here. full does forward, t (24 C^2 + 4 T C), again but for the block's last matmul, whose
+result no gradient needs. P parameters and what belongs to them: 16 P, as plain; N ranks all-reduce 4 P per step.
 
 Micikevicius 2018, "Mixed Precision Training", arXiv:1710.03740, section 3; Chen 2016, "Training Deep Nets with
-Sublinear Memory Cost", arXiv:1604.06174, section 3; Korthikanti 2022, "Reducing Activation Recomputation in Large
+Sublinear Memory Cost", arXiv:1604.06174, section 4; Korthikanti 2022, "Reducing Activation Recomputation in Large
 Transformer Models", arXiv:2205.05198, section 5. At work: torch.amp, torch.utils.checkpoint, no_sync (section 3).
 
     torchrun --standalone --nproc_per_node=2 amp_accum_ckpt.py --amp bf16 --accum 2 --ckpt full
@@ -48,7 +48,7 @@ class Enough(Exception):
 
 
 def full(forward, *inputs):
-    """forward(*inputs), keeping those tensors (any shapes) and the random state (Chen 2016, section 3).
+    """forward(*inputs), keeping those tensors (any shapes) and the random state (Chen 2016, section 4).
 
     The graph is built as always, but holds numbers in the place of tensors. When backward wants the first one, forward
     runs again until it has made the last tensor that was numbered: the last matmul, and a reduction of its result, do
@@ -83,15 +83,15 @@ def full(forward, *inputs):
 # Cheap to make again, by the name of the node in the graph that made it: the node still holds what it made that of
 CHEAP = {
     "GeluBackward0": lambda n: torch.nn.functional.gelu(n._saved_self, approximate=n._saved_approximate),
-    "NativeLayerNormBackward0": lambda n: torch.addcmul(
-        n._saved_bias, (n._saved_input - n._saved_result1).mul_(n._saved_result2), n._saved_weight),
+    "NativeLayerNormBackward0": lambda n: (n._saved_input.contiguous() - n._saved_result1).mul_(n._saved_result2).mul_(
+        1 if n._saved_weight is None else n._saved_weight).add_(0 if n._saved_bias is None else n._saved_bias),
     "torch::autograd::AccumulateGrad": lambda n: n.variable,  # of a weight, autocast's copy
 }
 SAME_ORDER = {f"{name}Backward0" for name in "View UnsafeView ReshapeAlias T Transpose Permute ToCopy".split()}
 
 
 def selective(forward, *inputs):
-    """Keep what matmuls, attention and sums make, but no LayerNorm, GELU or cast (Korthikanti 2022, section 5)."""
+    """Keep what matmuls, attention and sums make, but no LayerNorm, GELU or cast (Chen 2016, section 4.2)."""
     (pack, unpack), cheap = outer_hooks(), weakref.WeakValueDictionary()
 
     def keep(t):
@@ -123,14 +123,15 @@ class LossScaler:
 
     def unscale(self, gradients, group=None):
         """gradients: this rank's, or its shards. If any rank of the group has overflowed, all of them will skip."""
-        torch._foreach_mul_(gradients, 1 / self.scale)
-        largest = torch.stack(torch._foreach_norm(gradients, math.inf))
-        self.found_inf = (~largest.isfinite()).any().float()
+        gradients, self.found_inf = [g for g in gradients if g is not None and g.numel()], torch.zeros_like(self.good)
+        if gradients:
+            torch._foreach_mul_(gradients, 1 / self.scale)
+            self.found_inf += (~torch.stack(torch._foreach_norm(gradients, math.inf)).isfinite()).any()
         dist.all_reduce(self.found_inf, op=dist.ReduceOp.MAX, group=group)  # this rank's -> any rank's, replicated
 
     def step(self, optimizer):
         """Or back off, after an overflow. Grow after `interval` steps in a row without, unless to infinity."""
-        assert optimizer._step_supports_amp_scaling, "take a fused optimizer: it changes nothing where found_inf is 1"
+        assert getattr(optimizer, "_step_supports_amp_scaling", False), "take a fused optimizer: it heeds found_inf"
         optimizer.found_inf = self.found_inf
         optimizer.step()
         self.good = (self.good + 1) * (1 - self.found_inf)
@@ -166,7 +167,7 @@ def train_step(model, optimizer, scaler, micro, valid, clip, autocast, group=Non
             part = loss_sum(model(x), y) / valid
         (part * scaler.scale if scaler else part).backward()
         loss = loss + part.detach()
-    gradients = [p.grad for p in model.parameters()]
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
     if scaler:
         scaler.unscale(gradients, group)
     dist.all_reduce(sums := torch.nn.utils.parameters_to_vector(gradients), group=group)  # partial -> replicated
@@ -212,11 +213,11 @@ ROW = "{:>4} {:3} {:9} {:10.3f} {:10.3f} {:9.3f} {:11.3f} {:9.3f} {:9.1f} {:9,.0
 
 def textbook(run, amp, accum, ckpt):
     """-> formula and bytes kept for backward; FLOPs of a step that does nothing again, and those done again"""
-    (L, C, H, V, T), b, low = run.cfg, run.dtype.itemsize // 4, amp != "off"
-    rows, x = len(share(run.args.batch, run.world_size, run.rank)), 4 * b * C
+    (L, C, H, V, T), w, low = run.cfg, run.dtype.itemsize // 4, amp != "off"
+    rows, x = len(share(run.args.batch, run.world_size, run.rank)), 4 * w * C
     t, ids = -(-rows // accum) * T, 8 * rows * T  # and as many for targets
-    head = (b * (4 * C + 8 + 4 * V) + (4 * b, 2)[low] * C) * t + 2 * V * C * low + ids + 4 * b + 4 * (amp == "fp16")
-    each = b * (((40, 24) if ckpt == "selective" else (64, 40))[low] * C + 4 * H + 16)
+    head = (w * (4 * C + 8 + 4 * V) + (4 * w, 2)[low] * C) * t + 2 * V * C * low + ids + 4 * w + 4 * (amp == "fp16")
+    each = w * (((40, 24) if ckpt == "selective" else (64, 40))[low] * C + 4 * H + 16)
     more = 24 * C * C * (low and ckpt != "selective")
     if ckpt == "full":
         each, more, head = x, 5056 + 16 * (run.device.type == "cuda"), max(head, (each - x) * t + more)

@@ -12,7 +12,8 @@ dK and dV one hop behind. allgather: zigzag's blocks, but K and V are gathered, 
 all-to-all turns all heads of T/N tokens into H/N heads of all tokens; another one turns the result back.
 
     on each rank, N ranks                    plain GPT   ring, zigzag, allgather   ulysses
-    activations                              all         1/N                       1/N
+    activations kept (weights: all)          all         1/N                       1/N
+    K, V at work (as many dK, dV behind)     2 N S       4 S, allgather 2 N S      2 S
     sent per block, forward                  -           2 (N-1) S                 4 (N-1)/N S
     sent per block, backward                 -           4 (N-1) S                 4 (N-1)/N S
     sent per step, gradients of P weights    -           2 (N-1)/N P               2 (N-1)/N P
@@ -37,13 +38,13 @@ from common import Run, adamw, arguments, build, clip_gradients, loss_sum, requi
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
 
 aten = torch.ops.aten
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def attend_block(q, k, v, causal):
     """(B, H, T, D), k and v with their own T -> attention to these keys alone, its log-sum-exp (B, H, T)."""
-    if q.is_cuda and q.dtype.itemsize == 2:
+    if q.is_cuda and q.dtype.itemsize == 2:  # GPUs' kernels want D to be a multiple of 8, in fp32 of 4, up to 256
         return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
     if q.is_cuda and q.dtype.itemsize == 4:
         out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)[:2]
@@ -78,7 +79,7 @@ class Ring:
         return torch.arange(T).view(self.n * len(self.chunks()), -1)[self.chunks()].flatten()  # own ones, (T/N,)
 
     def seen(self, hop, t):
-        """t own queries, t keys of the rank so many hops before -> first query to see any, keys it sees, causal?"""
+        """t own queries, t keys of so many hops before -> first query to see any, keys it and the rest see, causal?"""
         if hop == 0:
             return 0, t, True
         mine, theirs, size = self.chunks(), self.chunks(hop), t // len(self.chunks())
@@ -135,7 +136,7 @@ class AllGather(Zigzag):  # the same blocks, but one collective each way (Llama 
         for hop, part in enumerate(parts):
             everyone = part.new_empty(self.n, *part.shape) if everyone is None else everyone
             everyone[self.rank - hop] = part
-        reduce_scatter(part.unsqueeze(0), everyone, group=self.group)  # partial -> sharded
+        reduce_scatter(part.unsqueeze(0), everyone, group=self.group)  # partial -> sharded, over what is in everyone
         everyone.untyped_storage().resize_(0)  # now: the backend's thread may hold on to it for a while
         return part
 
@@ -151,8 +152,8 @@ class BlockwiseAttention(torch.autograd.Function):  # own queries, the keys and 
                 block, block_lse = attend_block(q[:, :, first:], *kv[..., :keys, :], causal)
                 out[:, :, first:].lerp_(block.to(out.dtype), torch.sigmoid(block_lse - lse[:, :, first:])[..., None])
                 lse[:, :, first:] = torch.logaddexp(lse[:, :, first:], block_lse)
-        ctx.save_for_backward(q, own, out := out.to(q.dtype), lse)
-        ctx.ring = ring
+        ctx.ring, out = ring, out.to(q.dtype)
+        ctx.save_for_backward(q, own, out, lse)
         return out
 
     @staticmethod
@@ -223,7 +224,7 @@ def train_step(model, optimizer, x, y, valid, clip, group=None):
     optimizer.zero_grad()
     loss = loss_sum(model(x), y) / valid
     loss.backward()
-    gradients = [p.grad for p in model.parameters()]
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
     flat = nn.utils.parameters_to_vector(gradients)
     dist.all_reduce(flat, group=group)  # partial -> replicated
     nn.utils.vector_to_parameters(flat, gradients)  # they become views of it
@@ -235,10 +236,10 @@ def train_step(model, optimizer, x, y, valid, clip, group=None):
 # ---- 3. at work: the same with torch's own API -------------------------------
 
 
-def train_step_at_work(model, optimizer, x, y, valid, clip):
+def train_step_at_work(model, optimizer, x, y, valid, clip, mesh):
     """x, y: all tokens (B, T), which torch cuts in place, as zigzag does."""
     from torch.distributed.tensor.experimental import context_parallel  # takes seconds, and NumPy
-    mesh, order = dist.init_device_mesh(x.device.type, (dist.get_world_size(),)), torch.arange(x.shape[1]).to(x)
+    order = torch.arange(x.shape[1]).to(x)
     shards = dict(buffers=[x, y, order], buffer_seq_dims=[1, 1, 0], no_restore_buffers={x, y, order})
     with model.pos.register_forward_pre_hook(lambda *_: order), context_parallel(mesh, **shards):
         return train_step(model, optimizer, x, y, valid, clip)  # FSDP or DDP would sum the gradients
@@ -267,6 +268,7 @@ def main():
     require(T % chunks == 0, f"--seq {T} does not divide into {chunks} chunks, for {args.attn} on {n} ranks")
     require(kind != Ulysses or H % n == 0, f"--heads {H} does not divide over {n} ranks, for ulysses")
     run, sides = Run(args), {}
+    mesh = dist.init_device_mesh(run.device.type, (n,))
     with run:
         ring, own = kind(run.rank, n), kind(run.rank, n).positions(T).to(run.device)
         for impl in run.impls:
@@ -278,11 +280,11 @@ def main():
                 f"work in {LS * T // n:,} multiply-adds")
         run.say("\n".join(picture(kind, n)) if kind != Ulysses else f"rank r: all chunks of heads r H/N .., work {n}")
         for impl, step in run.steps():
-            (model, optimizer), (x, y, valid), step_fn = sides[impl], run.batch(step), train_step_at_work
+            (model, optimizer), (x, y, valid), step_fn, over = sides[impl], run.batch(step), train_step_at_work, mesh
             if impl == "scratch":
-                x, y, step_fn = x[:, own], y[:, own], train_step  # (B, T/N)
+                x, y, step_fn, over = x[:, own], y[:, own], train_step, None  # (B, T/N)
             with run.measure(impl, step, model, optimizer):
-                loss, norm = step_fn(model, optimizer, x, y, valid, args.clip)
+                loss, norm = step_fn(model, optimizer, x, y, valid, args.clip, over)
             run.log(impl, step, loss, norm, full_gradients, full_state_dict, model)
         sent = {name: c["wire"] for name, c in run.ledger[run.impls[0]].collectives.items()}
         run.textbook("wire all_reduce", "2 (N-1)/N b P", 2 * (n - 1) * b * total / n, sent.pop("all_reduce"))

@@ -5,8 +5,8 @@
     rank 1    0 1 | 2 2 3 3   2 3 2 2 3 3   experts 2 and 3   0 1 2 2 3 3   sum of a token's K rows
 
 The ranks that share out the experts also share out the batch. With --ep R of W ranks an expert is on W/R of them,
-which sum its gradient; all else is summed over W. Splits are uneven and no token is dropped; or (--capacity C) an
-expert takes the first ceil(C K N / E) of a source rank's N tokens that chose it, and no more.
+which sum its gradient; all else is summed over W. Splits are uneven and no token is dropped; or (--capacity A) an
+expert takes the first ceil(A K N / E) of a source rank's N tokens that chose it, and no more.
 
     on each rank, D dense and X experts' parameters of b bytes   plain MoE     here
     parameters, gradients, AdamW states                          4 b (D + X)   4 b (D + X/R)
@@ -16,7 +16,7 @@ expert takes the first ceil(C K N / E) of a source rank's N tokens that chose it
 
 Lepikhin 2020, "GShard", arXiv:2006.16668 (all-to-all, capacity); Fedus 2021, "Switch Transformers", arXiv:2101.03961,
 eq. 4 (balancing); Zoph 2022, "ST-MoE", arXiv:2202.08906, eq. 5 (z-loss); DeepSeek-V3 2024, arXiv:2412.19437, sec. 2.1.2
-(bias). At work: torchtitan/models/moe and Megatron's core/transformer/moe; torch has only parts (section 3 below).
+(bias, there of sigmoids). At work: torchtitan/models/moe, Megatron's core/transformer/moe; torch has parts (section 3).
 
     torchrun --standalone --nproc_per_node=2 moe.py
 """
@@ -62,7 +62,7 @@ def route(logits, top_k, bias):
     probs = logits.softmax(-1)
     chosen = (probs + bias).topk(top_k).indices
     gates = probs.gather(-1, chosen)  # K > 1: made to sum to 1. A single one would always be 1 and teach nothing
-    return chosen, gates / gates.sum(-1, keepdim=True) if top_k > 1 else gates, probs
+    return chosen, (gates / gates.sum(-1, keepdim=True) if top_k > 1 else gates), probs
 
 
 def balancing_loss(load, logits, probs, top_k, alpha=0.1, beta=1e-3):
@@ -77,14 +77,14 @@ def capacity(factor, top_k, tokens, experts):
 
 
 class MoE(nn.Module):
-    """E experts behind a router, in place of an MLP. `mlps`: this ep rank's E/R, with Linears up and down.
-    A forward leaves `loss`, this rank's part of the balancing loss, to be added to the model's; `load` (E,), how often
-    all ranks' tokens chose each expert; the experts `chosen` here; and the rows `sent` to and `came` from each ep rank.
-    `balanced` reads no values and takes experts to be chosen equally often: for tensors that have none."""
+    """E experts behind a router, in place of an MLP. `mlps`: this ep rank's E/R, with Linears up and down. Groups: ep
+    shares out the experts, everyone the tokens. A forward leaves `loss`, this rank's part of the balancing loss, to be
+    added to the model's; `load` (E,), how often all ranks' tokens chose each expert; the experts `chosen` here; and the
+    rows `sent` to and `came` from each ep rank. `balanced`: they are taken to be chosen equally often, unread."""
 
-    def __init__(self, router, mlps, shared, top_k, ep, tokens=None, balance="aux", limit=0.0, balanced=False):
+    def __init__(self, router, mlps, shared, top_k, ep, everyone=None, balance="aux", limit=0.0, balanced=False):
         super().__init__()
-        self.router, self.shared, self.top_k, self.ep, self.tokens = router, shared, top_k, ep, tokens
+        self.router, self.shared, self.top_k, self.ep, self.everyone = router, shared, top_k, ep, everyone
         self.balance, self.limit, self.balanced, self.exchange = balance, limit, balanced, AllToAll.apply
         stacks = torch.func.stack_module_state(mlps)[0]  # up.weight (E/R, F, C), up.bias (E/R, F), and down's
         self.experts = nn.ParameterDict({name.replace(".", "_"): p for name, p in stacks.items()})
@@ -93,28 +93,28 @@ class MoE(nn.Module):
 
     def forward(self, x):  # (.., C)
         x, shape, k, here = x.flatten(0, -2), x.shape, self.top_k, len(self.experts.up_bias)  # (N, C)
-        precise = torch.promote_types(x.dtype, torch.float32)
-        logits = F.linear(x.to(precise), self.router.weight.to(precise))  # (N, E)
+        with torch.autocast(x.device.type, enabled=False):  # the router in fp32 or better, whatever is around
+            logits = F.linear(*(t.to(torch.promote_types(t.dtype, torch.float32)) for t in (x, self.router.weight)))
         self.chosen, gates, probs = route(logits, k, self.bias)
         slots = self.chosen.flatten()  # (N K), one for each choice of each token
         own = torch.zeros_like(self.bias, dtype=torch.int64).scatter_add_(0, slots, torch.ones_like(slots))
         self.load = own.clone()
-        summing = dist.all_reduce(self.load, group=self.tokens, async_op=True)  # partial -> replicated
+        summing = dist.all_reduce(self.load, group=self.everyone, async_op=True)  # partial -> replicated
         most = capacity(self.limit, k, len(x), len(own)) if self.limit else len(x)
         send, come = own.clamp(max=most), torch.empty_like(own)
         dist.all_to_all_single(come, send, group=self.ep)  # mine for each expert -> each rank's for the experts here
         if self.balanced:
             own = [(len(slots) + i) // len(own) for i in range(len(own))]
             send = [min(most, n) for n in own]
-            sizes = send[dist.get_rank(self.ep) * here:][:here] * (len(own) // here)
+            counts = send[dist.get_rank(self.ep) * here:][:here] * (len(own) // here)
         else:
-            own, send, sizes = torch.stack([own, send, come]).tolist()  # the host waits here, and only here
-        self.sent, self.came = ([sum(n[i:i + here]) for i in range(0, len(n), here)] for n in (send, sizes))
+            own, send, counts = torch.stack([own, send, come]).tolist()  # the host waits here, and only here
+        self.sent, self.came = ([sum(n[i:i + here]) for i in range(0, len(n), here)] for n in (send, counts))
         slots = slots.argsort(stable=True)  # by expert, and those of one expert by token
         slots = torch.cat([chose[:n] for chose, n in zip(slots.split(own), send)])  # (S), without the dropped
-        which = torch.arange(here, device=x.device).repeat(len(self.came))  # expert of each size, source by source
-        by_expert = which.repeat_interleave(come, output_size=sum(sizes)).argsort(stable=True)
-        sizes = [sum(sizes[e::here]) for e in range(here)]
+        which = torch.arange(here, device=x.device).repeat(len(self.came))  # expert of each count, source by source
+        by_expert = which.repeat_interleave(come, output_size=sum(counts)).argsort(stable=True)
+        sizes = [sum(counts[e::here]) for e in range(here)]
         rows = self.exchange(x.index_select(0, slots // k), self.sent, self.came, self.ep)  # home -> experts' ranks
         rows, w = rows.index_select(0, by_expert), self.experts
         rows = F.gelu(grouped_linear(rows, w.up_weight, w.up_bias, sizes, self.one_kernel), approximate="tanh")
@@ -128,13 +128,13 @@ class MoE(nn.Module):
         return y if self.shared is None else y + self.shared(x.view(shape))
 
 
-def sum_gradients(model, replicas, ep, tokens=None, gamma=1e-2):
+def sum_gradients(model, replicas, ep, everyone=None, gamma=1e-2):
     """After backward: experts' gradients over holders of the same, others over all ranks -> norm. Moves the biases."""
     layers, squares = [m for m in model.modules() if isinstance(m, MoE)], []
     experts = {p for m in layers for p in m.experts.parameters()}
-    for of_expert, group in (False, tokens), (True, replicas):
-        grads = [p.grad for p in model.parameters() if (p in experts) == of_expert]
-        if dist.get_world_size(group) > 1:
+    for of_expert, group in (False, everyone), (True, replicas):
+        grads = [p.grad for p in model.parameters() if (p in experts) == of_expert and p.grad is not None]
+        if grads and dist.get_world_size(group) > 1:
             flat = nn.utils.parameters_to_vector(grads)
             dist.all_reduce(flat, group=group)  # partial -> replicated; ddp.py hides it behind backward
             nn.utils.vector_to_parameters(flat, grads)
@@ -261,7 +261,7 @@ def report(run, layers, loads, dense, experts, tensors):  # this rank's paramete
 def main():
     args = arguments(__doc__, experts=(8, "E in each layer", POSITIVE), top_k=(2, "K, experts per token", POSITIVE),
                      ep=(0, "R, ranks that share out the experts (0: all)", ANY), shared=(False, "one for every token"),
-                     capacity=(0.0, "C: an expert takes C times its share (0: everything)", ANY),
+                     capacity=(0.0, "A: an expert takes A times its share (0: everything)", ANY),
                      balance=("aux", "a loss, a bias in the choice, or nothing", ("aux", "bias", "none")))
     w, e, r = args.world_size, args.experts, args.ep or args.world_size
     require(args.top_k <= e, f"--top-k {args.top_k} of --experts {e}: choose {e} at most")

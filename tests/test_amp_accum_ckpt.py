@@ -99,6 +99,18 @@ def test_any_module_with_dropout(how, twice):
         torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("options", [{}, {"bias": False}, {"elementwise_affine": False}])
+def test_selective_layer_norms(options):
+    """Of an input in any order in memory."""
+    def gradients(how):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.LayerNorm(6, **options), nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6))
+        x = torch.randn(3, 4, 6).transpose(0, 1).requires_grad_()
+        (how(module, x) if how else module(x)).square().sum().backward()
+        return [x.grad, *(p.grad for p in module.parameters())]
+    torch.testing.assert_close(gradients(selective), gradients(None), rtol=1e-12, atol=1e-12)
+
+
 def test_random_state_not_restored(monkeypatch):
     monkeypatch.setattr(torch, "set_rng_state", lambda state: None)
     ours, plain = awkward_gradients(full), awkward_gradients(None)
@@ -172,6 +184,11 @@ def test_scaler_walks_as_torch_does():
                 scaler.update()
         assert sides[0][3].scale.item() == sides[1][3].get_scale(), step
         assert torch.equal(sides[0][1], sides[1][1]), step
+    for gradients in [torch.ones(0), None], [torch.ones(2), torch.ones(0), None]:  # shards may be empty
+        sides[0][3].unscale(gradients)
+        assert sides[0][3].found_inf == 0
+    with pytest.raises(AssertionError, match="fused"):
+        sides[0][3].step(torch.optim.Rprop([w]))
     dist.destroy_process_group()
 
 

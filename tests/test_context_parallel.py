@@ -190,7 +190,7 @@ def not_scattered(module):
 
 def averaged_per_rank(module):
     step = module.train_step
-    module.train_step = lambda m, o, x, y, valid, clip: step(m, o, x, y, (y >= 0).sum() * dist.get_world_size(), clip)
+    module.train_step = lambda m, o, x, y, _, *rest: step(m, o, x, y, (y >= 0).sum() * dist.get_world_size(), *rest)
 
 
 def not_turned_back(module):

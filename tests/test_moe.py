@@ -118,6 +118,26 @@ def test_layer(world, forced, top_k, factor):
 # ---- pure parts ------------------------------------------------------------------------
 
 
+def check_fine_tuning():
+    """Under autocast the router still chooses in fp32; frozen parameters get no gradient."""
+    torch.set_default_dtype(torch.float32)
+    torch.manual_seed(0)
+    router, mlps = nn.Linear(6, 4, bias=False), [MLP(GPTConfig(width=6)) for _ in range(4)]
+    layer, x = moe.MoE(router.requires_grad_(False), mlps, None, 2, dist.group.WORLD), torch.randn(64, 6)
+    for p in layer.experts.parameters():
+        p.requires_grad_(False)
+    layer.experts.up_bias.requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        layer(x).square().sum().backward()
+    assert torch.equal(layer.chosen, moe.route(router(x), 2, layer.bias)[0])
+    norm = moe.sum_gradients(nn.Sequential(layer, nn.Linear(2, 2)), dist.group.WORLD, dist.group.WORLD)
+    assert norm == layer.experts.up_bias.grad.norm() > 0 and router.weight.grad is None
+
+
+def test_fine_tuning():
+    run(check_fine_tuning, 1)
+
+
 def test_uniform_routing_costs_alpha():
     probs = torch.full((40, 8), 1 / 8, dtype=torch.float64)
     for top_k in 1, 2:
