@@ -92,14 +92,15 @@ def newest(folder, flag):
 
 
 def begin(args):
-    """Before anything is built -> Start. Bad: one line, exit code 2. Ranks that torchrun has restarted go on from the
-    newest checkpoint in --save, if there is one."""
+    """Before anything is built -> Start. Bad: one line, exit code 2. Ranks that torchrun has restarted, and jobs that
+    SLURM has requeued, go on from the newest checkpoint in --save, if there is one."""
     given, start = args.save or args.resume or args.init_from, Start()
     require(not given or not args.dry_run and args.impl != "both",
             "--save, --resume and --init-from are for one --impl, scratch or torch, and no dry run")
     require(args.save or not args.save_every, "--save-every wants --save DIR")
     require(not (args.resume and args.init_from), "--resume goes on, --init-from starts anew: take one of them")
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and numbered(args.save)
+    again = any(int(os.environ.get(f"{by}_RESTART_COUNT", 0)) for by in ("TORCHELASTIC", "SLURM"))
+    restarted = again and numbered(args.save)
     fresh = args.init_from and not restarted
     flag = "--save" if restarted else "--init-from" if fresh else "--resume"
     if source := getattr(args, flag[2:].replace("-", "_")) if restarted or args.resume or fresh else "":

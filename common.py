@@ -129,7 +129,7 @@ def loss_sum(logits, targets):
 
 
 def clip_gradients(parameters, clip, norm=None):
-    """To a norm of at most clip (0: any) -> the norm. If that is not finite they stay, to show whose fault it is."""
+    """Scaled to a norm of at most clip (0: any) -> the norm. If that is not finite they stay: guard.fault names whose."""
     parameters = list(parameters)
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]) if norm is None else norm
     nn.utils.clip_grads_with_norm_(parameters, clip or math.inf, norm.nan_to_num(0, posinf=0))
@@ -166,7 +166,7 @@ def get_batch(corpus, seq, seed, step, batch, pad=0.0, rows=None):
     """
     rng = random.Random(f"{seed} {step}")
     starts = [rng.randrange(len(corpus) - seq) for _ in range(batch)]
-    # uneven on purpose: half of the sequences lose nothing, the others up to 4 x pad of their tail
+    # uneven on purpose: half of the sequences lose nothing, the others up to 4 x pad of their targets, but one is left
     tails = [min(seq - 1, int(4 * pad * seq * rng.random() * rng.randrange(2))) for _ in range(batch)]
     rows = range(batch) if rows is None else rows
     text = torch.stack([corpus[starts[i]:starts[i] + seq + 1] for i in rows]).long()
@@ -195,7 +195,7 @@ FLAGS = {  # name: (default, help[, choices or bounds]); a type as default: none
     "steps": (20, "optimizer steps", POSITIVE), "lr": (1e-3, "AdamW learning rate", (1e-12, 1e3)),
     "clip": (1.0, "largest gradient norm, 0: no clipping", ANY), "seed": (0, "of weights and batches", ANY),
     "data": ("", "text FILE or folder (default: Python's own sources)"),
-    "pad": (0.0, "fraction of targets to ignore, unevenly", (0, 0.99)),
+    "pad": (0.0, "fraction of targets to ignore, unevenly (0.5: 0.37)", (0, 0.99)),
     "dtype": ("fp32", "of parameters and arithmetic", tuple(DTYPES)),
     "device": ("auto", "auto: GPUs where there are any", ("auto", "cpu", "cuda")),
     "check": (True, "replay the steps with the plain GPT and compare"),
@@ -372,7 +372,7 @@ class Run:
         if self.dry:
             return
         asked = loss.new_tensor(bool(self.request and self.request.made), dtype=torch.float64)
-        loss, asked = both = torch.stack([loss.detach().double(), asked])
+        loss, asked = both = torch.stack([loss.detach().double(), asked])  # two views of it
         dist.all_reduce(both)  # partial -> replicated
         self.trace[impl].log(step, loss, norm)
         self.stopping = asked.item() > 0

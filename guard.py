@@ -1,7 +1,7 @@
 """What keeps a long run from failing silently: for any PyTorch program, it needs only torch.
 
     prepare          collectives give up after a while, also those of groups that are made later
-    among_the_living a store without what ranks have left that torchrun has restarted
+    among_the_living a store without what is left of ranks that torchrun has restarted
     last_collective  what this rank called last: of a hang, the first call that differs between ranks is the cause
     fault            what is wrong at the end of a step: numbers that are inf or nan, copies that differ
     Request          SIGTERM, heard at the end of a step
@@ -63,7 +63,7 @@ def last_collective():
 
 
 def testify(rank, step):
-    """After an exception: one line on stderr."""
+    """After an exception: one line on stderr. (NCCL's timeout is none: its watchdog names the call, and aborts.)"""
     print(f"rank {rank}, step {step}: the last collective here was {last_collective()}", file=sys.stderr, flush=True)
 
 

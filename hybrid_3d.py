@@ -3,21 +3,21 @@
                      copy 0 (rows 0..3)      copy 1 (rows 4..7)        rank = (stage * dp + copy) * tp + slice
     stage 0          ranks 0 1  ---- dp ---- ranks 2 3                 tp: neighbours, who talk in every layer
       embedding,        |  |                    |  |                   dp: once per step, while backward runs
-      layers 0 1       pp pp                   pp pp                   pp: between stages, B T C per micro-batch
+      layers 0 1       pp pp                   pp pp                   pp: between stages, once per micro-batch,
     stage 1             |  |                    |  |                       and once per step the tied embedding,
       layers, head   ranks 4 5  ---- dp ---- ranks 6 7                     which first and last stage both hold
 
-Nothing is implemented here that another file has. This one says who is who (make_mesh), in which order the techniques
-are applied (parallelize), over which axes a gradient is summed (sum_gradients), what its norm is (gradient_norm), and
-what of it is saved, so that any other layout can go on (layouts.py).
+Each technique is in its own file. This one says who is who (make_mesh), in which order they are applied (parallelize),
+over which axes a gradient is summed (sum_gradients), what its norm is (gradient_norm), and what of it all is saved, so
+that any other layout can go on (layouts.py).
 
-    in numbers; T, P, D ranks             plain GPT       one rank of a middle stage
+    in numbers; T, P, D ranks; S tokens   plain GPT       one rank of a middle stage
     parameters, gradients                 12 C C L        12 C C L / (T P)
     AdamW states                          24 C C L        24 C C L / (T P), --zero 1: / D too
-    activations, 1f1b                     16 B T C L      (4 + 12/T) B/(D M) T C L/P (P - stage), --sp: 16/T
-    sends on tp, per step                 -               8 B/D T C L/P (T-1)/T, --sp: 10
+    activations, 1f1b                     16 B S C L      (4 + 12/T) B/(D M) S C L/P (P - stage), --sp: 16/T
+    sends on tp, per step                 -               8 B/D S C L/P (T-1)/T, --sp: 10
     sends on dp, per step                 -               2 (D-1)/D of its gradients
-    sends on pp, per step                 -               2 B/D T C, --sp: / T
+    sends on pp, per step                 -               2 B/D S C, --sp: / T
 
 Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
 arXiv:2104.04473, section 3. At work: DeviceMesh, fully_shard, parallelize_module, torch.distributed.pipelining.
@@ -32,9 +32,8 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 import amp_accum_ckpt
@@ -99,8 +98,8 @@ def sum_gradients(model):
     for part in model.zeros:
         part.sync = True
         part.reduce()  # over dp: partial -> replicated, --zero 1: sharded
-    if isinstance(model.tp, CutSequence):
-        whole = [grad for p, grad in model.gradients() if not hasattr(p, "tp_dim")]
+    whole = [grad for p, grad in model.gradients() if not hasattr(p, "tp_dim")]
+    if isinstance(model.tp, CutSequence) and whole:  # with ZeRO our chunk, and that of all tp ranks, may have none
         flat = torch.cat([grad.flatten() for grad in whole])
         dist.all_reduce(flat, group=model.tp.group)  # over tp, norms and row biases: partial -> replicated
         for grad, total in zip(whole, flat.split([grad.numel() for grad in whole])):
@@ -144,11 +143,11 @@ def parallelize(model, mesh, ends, plans, boundary, sp=False, zero=0, ckpt="none
     model.tp = tp
     pipeline = Pipeline(list(model), plans, model.group, boundary, model.sync)
 
-    whole = loss_sum if tp.size == 1 else partial(vocab_parallel_cross_entropy, vocab=vocab, group=tp.group)
+    loss_of = loss_sum if tp.size == 1 else partial(vocab_parallel_cross_entropy, vocab=vocab, group=tp.group)
 
     def run(x, y, valid):
         targets = y.split(rows)
-        return pipeline.step(x.split(rows), lambda logits, m: whole(logits, targets[m]) / valid) / tp.size
+        return pipeline.step(x.split(rows), lambda logits, m: loss_of(logits, targets[m]) / valid) / tp.size
     model.run = run
     return model
 
@@ -299,7 +298,7 @@ def picture(run, model, plans):
         layers = [share(L, P * len(model), c * P + s) for c in range(len(model))]
         run.say(f"  stage {s}, layers {' '.join(f'{r[0]}..{r[-1]}' for r in layers)}:  " + "   ".join(
             f"copy {i // T % D}: ranks {i}..{i + T - 1}" for i in firsts))
-    flops = 72 * run.args.batch * S * L * C * C * (1 + S / (6 * C) + V / (12 * L * C))  # Narayanan 2021, section 5.1
+    flops = 72 * run.args.batch * S * L * C * C * (1 + S / (6 * C) + V / (12 * L * C))  # Narayanan 2021, 5.1
     late = 1.0 if T == 1 else 5 / 12  # tensor_parallel.py makes the gradients of q, k, v and up in B
     idle = run.extra["bubble_rate"] = bubble_rate(simulate(plans, costs(plans, 1.0, 2.0 - late, late)))
     run.say(f"  {run.args.schedule}: bubble {idle:.1%} (matmuls alone); model FLOPs {flops:.3g} per step")

@@ -11,7 +11,8 @@ Ledger watches one training step, real or on fake tensors, and counts its bytes:
                           {peak}: the most that was alive at one time
 
 It is a TorchDispatchMode: below autograd and above the kernels, so it sees every tensor that an op makes and every
-collective, those of DistributedDataParallel's C++ reducer, fully_shard and DTensor included.
+collective of COLLECTIVES, those of DistributedDataParallel's C++ reducer, fully_shard and DTensor included; not reduce,
+gather and scatter.
 
 Trace holds what training did, and compare() says how far two of them are apart.
 """
@@ -61,8 +62,8 @@ def held(model, optimizer):
     if hasattr(model, "held"):
         return model.held()
     states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-    return {"parameters": [*model.parameters(), *model.buffers()], "optimizer": states,
-            "gradients": [p.grad for p in model.parameters() if p.grad is not None]}
+    return {"parameters": [*model.parameters(), *model.buffers()],
+            "gradients": [p.grad for p in model.parameters() if p.grad is not None], "optimizer": states}
 
 
 class Box(list):

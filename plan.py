@@ -26,7 +26,7 @@ Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clu
 arXiv:2104.04473; Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241.
 
     python plan.py --model gpt3-175b --batch 1536 --gpus 1024 --tokens 300e9
-    torchrun --standalone --nproc_per_node=4 plan.py --calibrate --dtype fp32 --batch 8 --try 300
+    torchrun --standalone --nproc_per_node=4 plan.py --calibrate --dtype fp32 --batch 8 --try 3
 """
 import argparse
 import json
@@ -141,7 +141,7 @@ def calibrate(cfg, at):
         while n < times or not times and time.perf_counter() < start + 0.5:
             job()
             if gpus:
-                torch.cuda.synchronize()
+                torch.cuda.synchronize(device)
             n += 1
         return amount * n / (time.perf_counter() - start)
 

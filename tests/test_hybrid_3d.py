@@ -14,7 +14,7 @@ def on(dp, tp, pp, *flags):
 @pytest.mark.parametrize("layout, flags", [
     ((1, 1, 1), []), ((2, 1, 1), ["--zero", "1"]), ((1, 2, 1), ["--ckpt", "full"]),
     ((1, 1, 2), ["--schedule", "zb-h1"]),
-    ((2, 2, 1), ["--sp", "--zero", "1"]), ((2, 1, 2), ["--schedule", "interleaved", "--ckpt", "selective"]),
+    ((4, 2, 1), ["--sp", "--zero", "1"]), ((2, 1, 2), ["--schedule", "interleaved", "--ckpt", "selective"]),
     ((1, 2, 2), ["--schedule", "gpipe", "--sp", "--ckpt", "full"]), ((2, 2, 2), ["--sp", "--zero", "1"]),
     ((1, 2, 4), ["--clip", "0"]), ((1, 2, 2), ["--impl", "torch"]), ((2, 1, 2), ["--impl", "torch"])])
 def test_equals_one_process(layout, flags):

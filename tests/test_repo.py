@@ -64,7 +64,7 @@ def test_readme():
 
 def test_readme_flags_exist():
     torchruns = ("--standalone --nproc_per_node --nnodes --rdzv_backend --rdzv_endpoint --rdzv_id --max-restarts "
-                 "--nodes --ntasks-per-node --gpus-per-node --signal --requeue")  # and SLURM's
+                 "--nodes --ntasks-per-node --gpus-per-node --cpus-per-task --signal --requeue")  # and SLURM's
     known = "".join(SOURCES.values()) + (ROOT / "run.sh").read_text() + torchruns
     for flag in set(re.findall(r"(?<![\w-])--([a-z][\w-]+)", README)):
         assert f"--{flag}" in known or re.search(rf"\b{flag.replace('-', '_').removeprefix('no_')}\b", known), flag

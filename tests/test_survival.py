@@ -131,6 +131,17 @@ def test_ranks_that_find_different_checkpoints(name, tmp_path):
     assert "4 steps behind it here, 2 there" in script(name, 2, *flags, plant=sees_the_one_before, code=1)
 
 
+def requeued(module):
+    os.environ["SLURM_RESTART_COUNT"] = "1"
+
+
+def test_a_job_that_slurm_has_requeued(tmp_path):
+    flags = *PROOF, "--no-check", "--save", str(tmp_path), "--steps"
+    assert len(script("ddp", 2, *flags, "2", plant=requeued)["loss"]) == 2  # before its first checkpoint
+    assert len(script("ddp", 2, *flags, "5", plant=requeued)["loss"]) == 3
+    assert "--resume it" in script("ddp", 2, *flags, "6", code=2)
+
+
 def groups(folder):
     """Parameters with and without weight decay: every group's moments come back."""
     def fresh():
@@ -363,11 +374,12 @@ def test_two_nodes_with_slurm(tmp_path):
     (tmp_path / "job.sh").write_text(text.replace("29500", free_port()).replace(" ddp.py ", " both.py "))
     for name, line in dict(
             scontrol='[[ "$*" == "show hostnames node[1-2]" ]] && echo 127.0.0.1',
-            srun='"$@" & "$@" & wait -n && wait -n',
+            srun='[[ $1 == --cpus-per-task=2 ]] && shift; "$@" & "$@" & wait -n && wait -n',
             torchrun=f'"{sys.executable}" -m torch.distributed.run --local_addr=127.0.0.1 "$@"').items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
         (tmp_path / name).chmod(0o755)
-    slurm = dict(SLURM_NNODES="2", SLURM_JOB_ID="7", SLURM_JOB_NODELIST="node[1-2]", SLURM_GPUS_ON_NODE="2", FLAGS="")
+    slurm = dict(SLURM_NNODES="2", SLURM_JOB_ID="7", SLURM_JOB_NODELIST="node[1-2]", SLURM_GPUS_ON_NODE="2", FLAGS="",
+                 SLURM_CPUS_PER_TASK="2")
     job = subprocess.run(["bash", "job.sh"], cwd=tmp_path, capture_output=True, text=True, timeout=100, env={
         **os.environ, **slurm, "OMP_NUM_THREADS": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT)})
