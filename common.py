@@ -129,7 +129,7 @@ def loss_sum(logits, targets):
 
 
 def clip_gradients(parameters, clip, norm=None):
-    """Scaled to a norm of at most clip (0: any) -> the norm. If that is not finite they stay: guard.fault names whose."""
+    """To a norm of at most clip (0: any) -> the norm. If that is inf or nan they stay: guard.fault says whose it is."""
     parameters = list(parameters)
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]) if norm is None else norm
     nn.utils.clip_grads_with_norm_(parameters, clip or math.inf, norm.nan_to_num(0, posinf=0))
