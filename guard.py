@@ -41,7 +41,7 @@ def among_the_living(store, rank, world_size):
         for other in [r for r in missing if store.check([f"here {r}"])]:  # it may have been set by one of the dead
             store.set(f"name for {store.get(f'here {other}').decode()}", name)
         missing = {r for r in missing if not store.check([f"{name} {r}"])}
-        time.sleep(0.005)
+        time.sleep(0.001)
     return dist.PrefixStore(name, store), rank, world_size
 
 

@@ -19,9 +19,9 @@ import common  # noqa: E402
 multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "torch.distributed.fsdp",
                                         "torch.distributed.tensor.parallel", "torch.distributed.pipelining",
                                         "torch.testing._internal.distributed.fake_pg", "pytest", "conftest",
-                                        *(path.stem for path in ROOT.glob("*.py"))])
+                                        *(path.stem for path in ROOT.glob("*.py")), "warm"])
+gc.freeze()  # what is imported by now need not be looked through again and again
 os.environ["RES_OPTIONS"] = "attempts:0"  # torch asks what 127.0.0.1 is called: up to 5 s
-gc.freeze()  # what is imported by now need not be looked through again in every rank's gc.collect()
 if not importlib.util.find_spec("numpy"):
     sys.modules["numpy"] = None  # else torch searches the disk for it in every operation of a dry run
 _load, _STDLIB = common.load_corpus, common.load_corpus("", 1)  # read once, not by every rank
@@ -124,7 +124,7 @@ def _alone(rank, world, _, name, runs, folder):
 def alone(name, *runs):
     """name.py's main() with each of these lists of flags, in a world of one rank -> reports.
 
-    Two processes take turns. Only a process's first dry run is slow: torch keeps what it learns of fake operations.
+    Two processes take turns.
     """
     with tempfile.TemporaryDirectory() as folder:
         codes = _start(_alone, min(2, len(runs)), name, runs, folder)

@@ -43,17 +43,14 @@ def test_large():
 
 
 def test_resume(tmp_path):
-    """Saved on one layout, gone on with on others: losses and parameters of the run that never stopped."""
+    """Saved on one layout, gone on with on others: losses and parameters of one process that never stopped."""
     name, world, *layout = on(2, 2, 2, "--sp", "--zero", "1")
-    whole = script(name, world, *PROOF, "--steps", "7", *layout, "--no-check")
-    script(name, world, *PROOF, "--steps", "2", *layout, "--no-check", "--save", str(tmp_path))
-    for other in on(4, 2, 1, "--zero", "1"), on(1, 1, 2), on(1, 1, 1):
-        name, world, *layout = other
-        on_goes = script(name, world, *PROOF, "--steps", "7", *layout, "--resume", str(tmp_path / "2"))
-        assert len(on_goes["loss"]) == 5 and on_goes["check"]["passed"]
-        assert max(abs(a - b) for a, b in zip(on_goes["loss"], whole["loss"][2:])) < 1e-10
+    script(name, world, *PROOF, *layout, "--no-check", "--save", str(tmp_path))
+    for layout in on(4, 1, 1, "--zero", "1"), on(1, 2, 1), on(1, 1, 2), on(1, 1, 1):
+        on_goes = proves(*layout, "--steps", "5", "--resume", str(tmp_path / "2"))
+        assert len(on_goes["loss"]) == len(on_goes["plain_loss"]) == 3
     script("hybrid_3d", 1, *PROOF, *ODD, "--resume", str(tmp_path / "2"), "--width", "64", code=2)
-    proves(*on(1, 1, 2, "--steps", "7", "--resume", str(tmp_path / "2")), plant=without_optimizer)
+    proves(*on(1, 1, 2, "--steps", "5", "--resume", str(tmp_path / "2")), plant=without_optimizer)
 
 
 # ---- planted bugs: each must fail the check ------------------------------------
