@@ -45,7 +45,7 @@ SMALL = "--width 256 --heads 8 --vocab 1000 --seq 128 --dtype bf16 --batch 24 --
 LAYOUTS = [  # dp, tp, pp, schedule, sp, zero, ckpt, stage
     (1, 1, 1, "1f1b", 0, 0, "none", 0), (2, 1, 1, "1f1b", 0, 1, "selective", 0), (1, 2, 1, "1f1b", 1, 0, "full", 0),
     (1, 2, 2, "1f1b", 1, 0, "none", 1), (2, 2, 3, "1f1b", 0, 1, "selective", 1),
-    (1, 1, 3, "gpipe", 0, 0, "none", 0), (1, 4, 2, "1f1b", 1, 0, "full", 0),
+    (1, 1, 3, "gpipe", 0, 0, "none", 0),
     (1, 1, 2, "interleaved", 0, 0, "none", 0), (2, 2, 2, "interleaved", 1, 1, "selective", 1),
     (1, 1, 3, "zb-h1", 0, 0, "none", 1), (1, 2, 2, "zb-h1", 1, 0, "none", 1), (1, 2, 3, "zb-h1", 0, 0, "selective", 2)]
 
