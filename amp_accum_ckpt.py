@@ -7,8 +7,8 @@
            full       x0                         x1                         x2       one block at a time is
 
     bytes kept by a block   plain GPT, --ckpt none           selective             full
-    fp32                    t (64 C + 4 H + 16)              t (40 C + 4 H + 16)   4 C t + 5056 (random state), and
-    autocast                t (40 C + 4 H + 16) + 24 C^2     t (24 C + 4 H + 16)   at a time one block's as of none
+    fp32                    t (64 C + 4 H + 16)              t (40 C + 4 H + 16)   4 C t + 5056 (random state)
+    autocast                t (40 C + 4 H + 16) + 24 C^2     t (24 C + 4 H + 16)   the same. Both: and one block
     FLOPs done again        -                                no matmul's           t (16 C^2 + 4 T C)
 
 t: tokens of a micro-batch here. full does forward, t (24 C^2 + 4 T C), again but for the block's last matmul, whose

@@ -251,18 +251,20 @@ def state_of(model, optimizer, mesh=None):
 
 
 def agree(start):
-    """Each rank has looked for itself: a folder that machines share may show one of them what it was a moment ago."""
+    """-> is there something to restore? The same on all ranks, or it ends the run: each has looked for itself, and a
+    folder that machines share may show one of them what it was a moment ago."""
+    if dist.get_backend() == "fake":
+        return False
     ends = torch.tensor([start.steps, -start.steps], device="cuda" if dist.get_backend() == "nccl" else "cpu")
     dist.all_reduce(ends, dist.ReduceOp.MAX)  # each rank's own -> replicated
     last, first = ends.tolist()
     require(last == -first, f"--resume: the newest checkpoint has {last} steps behind it here, {-first} there", code=1)
+    return start.folder is not None
 
 
 def restore(start, model, optimizer, mesh=None):
     """Into a model and an AdamW that have not run yet. mesh: None, or that of the ranks that share the shards."""
-    if dist.get_backend() != "fake":
-        agree(start)
-    if start.folder is None:
+    if not agree(start):
         return
     named = mesh is None or hasattr(model, "units")
     for p in [p for group in optimizer.param_groups for p in group["params"]] if start.ranks and named else []:

@@ -195,7 +195,7 @@ FLAGS = {  # name: (default, help[, choices or bounds]); a type as default: none
     "steps": (20, "optimizer steps", POSITIVE), "lr": (1e-3, "AdamW learning rate", (1e-12, 1e3)),
     "clip": (1.0, "largest gradient norm, 0: no clipping", ANY), "seed": (0, "of weights and batches", ANY),
     "data": ("", "text FILE or folder (default: Python's own sources)"),
-    "pad": (0.0, "fraction of targets to ignore, unevenly (0.5: 0.37)", (0, 0.99)),
+    "pad": (0.0, "fraction of targets to ignore, unevenly (above 0.25: less)", (0, 0.99)),
     "dtype": ("fp32", "of parameters and arithmetic", tuple(DTYPES)),
     "device": ("auto", "auto: GPUs where there are any", ("auto", "cpu", "cuda")),
     "check": (True, "replay the steps with the plain GPT and compare"),

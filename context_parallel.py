@@ -8,12 +8,11 @@
     whose K and V are here: * own, causally   / half of the pairs with own queries are wanted   - none, all are later
 
 ring and zigzag: K and V go around, and results are merged by their log-sum-exp. In backward they go around again,
-dK and dV one hop behind. allgather: zigzag's blocks, but K and V are gathered, in backward once more. ulysses: an
-all-to-all turns all heads of T/N tokens into H/N heads of all tokens; another one turns the result back.
+dK and dV one hop behind. allgather: zigzag's blocks, but a rank gathers all K and V of a layer, in backward once more.
+ulysses: an all-to-all turns all heads of T/N tokens into H/N heads of all tokens; another one turns the result back.
 
     on each rank, N ranks                    plain GPT   ring, zigzag, allgather   ulysses
     activations kept (weights: all)          all         1/N                       1/N
-    K, V at work (as many dK, dV behind)     2 N S       4 S, allgather 2 N S      2 S
     sent per block, forward                  -           2 (N-1) S                 4 (N-1)/N S
     sent per block, backward                 -           4 (N-1) S                 4 (N-1)/N S
     sent per step, gradients of P weights    -           2 (N-1)/N P               2 (N-1)/N P

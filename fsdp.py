@@ -278,7 +278,7 @@ def main():
                                     home="cpu" if args.offload else run.device)
             else:
                 model = build(run.cfg, args.seed, run.device, kind)
-                parallelize_at_work(model, mesh, args.reshard, run.dtype)
+                model = parallelize_at_work(model, mesh, args.reshard, run.dtype)
             optimizer = adamw(list(getattr(model, "shards", model.parameters())), args.lr)
             sides[impl] = model, optimizer, train_step if impl == "scratch" else train_step_at_work
             checkpoint.restore(start, model, optimizer, mesh["shard"])

@@ -100,10 +100,7 @@ def sum_gradients(model):
         part.reduce()  # over dp: partial -> replicated, --zero 1: sharded
     whole = [grad for p, grad in model.gradients() if not hasattr(p, "tp_dim")]
     if isinstance(model.tp, CutSequence) and whole:  # with ZeRO our chunk, and that of all tp ranks, may have none
-        flat = torch.cat([grad.flatten() for grad in whole])
-        dist.all_reduce(flat, group=model.tp.group)  # over tp, norms and row biases: partial -> replicated
-        for grad, total in zip(whole, flat.split([grad.numel() for grad in whole])):
-            grad.copy_(total.view_as(grad))
+        tensor_parallel.sum_gradients(whole, model.tp)  # over tp, norms and row biases: partial -> replicated
 
 
 def gradient_norm(model):
@@ -325,9 +322,8 @@ def main():
             sides[impl] = model, optimizer, train_step if impl == "scratch" else train_step_at_work
         model = sides[run.impls[0]][0]
         own = sum(local(p).numel() for p in model.parameters())
-        if start.folder:
-            restore(model, start)
-            run.go_on(start, full_state_dict, model)
+        restore(model, start)
+        run.go_on(start, full_state_dict, model)
         run.say(f"hybrid_3d: {run.world_size} ranks = dp {D} x tp {T} x pp {P} on {run.device.type}, {args.dtype}, "
                 f"{total:,} parameters, {own:,} on rank {run.rank}")
         picture(run, model, plans)

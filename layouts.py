@@ -91,7 +91,8 @@ def sharded_state(model):
 
 def restore(model, start):
     """A checkpoint of any layout into a model that has not run yet; start: a checkpoint.Start."""
-    checkpoint.agree(start)
+    if not checkpoint.agree(start):
+        return
     for flat in model.flats:
         kinds = KINDS if start.ranks else KINDS[:1]  # all, or weights alone
         wholes = {kind: flat.master.new_zeros(flat.full.numel()) for kind in kinds}

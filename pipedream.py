@@ -6,7 +6,7 @@
 A micro-batch's backward uses the weights of its forward (Stash), which on stage 0 are one update old by then. All of it
 can be said by one process that keeps every version and gives each stage those of its age (stale_step).
 
-Harlap et al. 2018, "PipeDream", arXiv:1806.03377, section 3.3. Ours drains, and is synchronous, at the end of a step.
+Harlap et al. 2018, "PipeDream", arXiv:1806.03377, section 3. Ours drains, and is synchronous, at the end of a step.
 """
 import math
 

@@ -11,7 +11,7 @@
     memory-bound                   bytes of norms, residuals and gelu, read and written        data types and shapes
     launch                         blocks of all micro-batches, and collectives                measured, 0 by default
     tp                             8 B T C (t-1)/t per block, sp 10; not overlapped            Narayanan, 3.2
-    bubble                         (p-1)/M of those, / v interleaved, / 3 zb-h1 (F = B = W)    Narayanan, 2.2; Qi 2023
+    bubble                         (p-1)/M of those, / v, / 3 zb-h1 (F = B = W), tp / 1.4      Narayanan, 2.2; Qi 2023
     pp                             B T C per boundary and direction, not overlapped            Narayanan, 3.2
     dp                             2 (d-1)/d of the gradients, ring; the last backward hides   Narayanan, 3.3
                                    it, but not the half of zero 1 that gathers parameters

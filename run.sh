@@ -42,7 +42,7 @@ set_up() {
 }
 
 gpus() { "$PYTHON" -c 'import torch; print(torch.cuda.device_count())'; }
-cores() { "$PYTHON" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())'; }
+cores() { "$PYTHON" -c 'import os; print(len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)))'; }
 default_ranks() { local n; n=$(gpus); if ((n > 0)); then echo "$n"; else echo 2; fi; }
 
 launch() { # FILE RANKS flags...
@@ -103,7 +103,8 @@ dist.init_process_group("gloo")
 x, y, found = torch.ones(2 ** 22), torch.ones(2 ** 21), {}
 gather, scatter = (getattr(dist, a, None) or getattr(dist, b) for a, b in (
     ("all_gather_single", "all_gather_into_tensor"), ("reduce_scatter_single", "reduce_scatter_tensor")))
-for name, call in dict(all_reduce=lambda: dist.all_reduce(x), all_gather=lambda: gather(x, y), reduce_scatter=lambda: scatter(y, x),
+for name, call in dict(all_reduce=lambda: dist.all_reduce(x), all_gather=lambda: gather(x, y),
+                       reduce_scatter=lambda: scatter(y, x),
                        all_to_all=lambda: dist.all_to_all_single(x, x.clone())).items():
     times = []
     for _ in range(9):
@@ -113,8 +114,8 @@ for name, call in dict(all_reduce=lambda: dist.all_reduce(x), all_gather=lambda:
     found[name] = x.nbytes / statistics.median(times) / 1e9
 if dist.get_rank() == 0:
     ms = json.load(open(sys.argv[1]))["ms_per_step"]
-    print(f"\nlimits: two processes apart, with half of the batch each, take {ms:.1f} ms; of 16.8 MB gloo moves, in GB/s,",
-          ", ".join(f"{name} {rate:.2f}" for name, rate in found.items()))
+    print(f"\nlimits: two processes apart, with half of the batch each, take {ms:.1f} ms;",
+          "of 16.8 MB gloo moves, in GB/s,", ", ".join(f"{name} {rate:.2f}" for name, rate in found.items()))
 dist.destroy_process_group()
 PY
   "$PYTHON" -m torch.distributed.run --standalone --nproc_per_node=2 "$folder/gloo.py" "$folder/apart.json"
@@ -139,8 +140,8 @@ import json, os, sys
 folder, failed, labels = sys.argv[1], sys.argv[2].split(), sys.argv[3:]
 bad, timed = not labels, "one_process" in labels
 mb = lambda n: f"{n / 1e6:.2f}"
-print(f"{'':18}{'ranks':>6}{'worst gap':>11}{'sent MB':>10}{'textbook':>10}{'held MB':>9}{'peak MB':>9}{'ms/step':>9}{'tok/s':>9}"
-      + (f"{'vs torch':>10}{'efficiency':>12}" if timed else "") + "  verdict")
+print(f"{'':18}{'ranks':>6}{'worst gap':>11}{'sent MB':>10}{'textbook':>10}{'held MB':>9}{'peak MB':>9}"
+      f"{'ms/step':>9}{'tok/s':>9}" + (f"{'vs torch':>10}{'efficiency':>12}" if timed else "") + "  verdict")
 ms = {}
 for label in labels:
     path = os.path.join(folder, label + ".json")
@@ -157,10 +158,11 @@ for label in labels:
     ms[label] = r["ms_per_step"]
     one = ms.get("one_process" + (label[label.rindex("_"):] if label.endswith(("_long", "_moe")) else ""))
     worst = check and max(check[kind] for kind in ("loss", "gradient", "grad_norm", "parameter"))
+    beside = f"{r['speedup']:9.2f}x" if r.get("speedup") else f"{'-':>10}"
+    beside += f"{one / r['ms_per_step'] / n:12.0%}" if timed and n <= 2 else f"{'-':>12}"
     print(f"{label:18}{n:6}" + (f"{worst:11.1e}" if check else f"{'-':>11}") + f"{mb(sent):>10}{mb(book):>10}"
           f"{mb(held):>9}{mb(me['memory']['peak']):>9}{r['ms_per_step']:9.1f}{r['tokens_per_second']:9,.0f}"
-          + ((f"{r['speedup']:9.2f}x" if r.get("speedup") else f"{'-':>10}") + (f"{one / r['ms_per_step'] / n:12.0%}" if n <= 2 else f"{'-':>12}") if timed else "")
-          + ("  passed" if check and check["passed"] else "  ran"))
+          + beside * timed + ("  passed" if check and check["passed"] else "  ran"))
     bad |= bool(check) and not check["passed"]
 print("" if labels else "no technique file found: nothing ran")
 sys.exit(bad)
@@ -171,7 +173,11 @@ set_up
 case ${1:-} in
   "") n=$(default_ranks); n=$((n > 3 ? 4 : n > 1 ? 2 : 1)) # the toy has 4 heads and 4 layers
     all "every technique, checked against the plain GPT (MB = 1e6 bytes, rank 0)" "$(rows "$n")" ;;
-  bench) shift; export THREADS=1; all "ours against torch's own: medians of alternating blocks" "$(bench_rows)" "${bench[@]}" "$@"; limits ;;
+  bench)
+    shift
+    export THREADS=1
+    all "ours against torch's own: medians of alternating blocks" "$(bench_rows)" "${bench[@]}" "$@"
+    limits ;;
   test) shift; exec "$PYTHON" -m pytest "$@" ;;
   sweep | soak) task=$1; shift; OMP_NUM_THREADS=1 exec "$PYTHON" "tests/$task.py" "$@" ;;
   -h | --help | help) sed -n '2,9s/^# \{0,1\}//p' run.sh ;;

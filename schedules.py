@@ -8,7 +8,7 @@ Nothing is said of communication: what an action takes from another stage follow
 tensors move in a simulation no transfer needs a later one: ranks that all start theirs in that order cannot deadlock.
 
 Narayanan et al. 2021, arXiv:2104.04473, section 2.2; Qi et al. 2023, "Zero Bubble Pipeline Parallelism",
-arXiv:2401.10241, section 2; Harlap et al. 2018, "PipeDream", arXiv:1806.03377, section 3. Section numbers: arXiv's.
+arXiv:2401.10241, section 2; Harlap et al. 2018, "PipeDream", arXiv:1806.03377, section 3.
 """
 import json
 import statistics
@@ -74,7 +74,7 @@ def zb_h1(stage, stages, microbatches):
 
 
 def pipedream(stage, stages, microbatches):
-    """1F1B with an update after each backward but the last, whose update is the step's (Harlap 2018, section 3.3)."""
+    """1F1B with an update after each backward but the last, whose update is the step's (Harlap 2018, section 3)."""
     return follow(one_f_one_b(stage, stages, microbatches), "U", 0)[:-1]
 
 

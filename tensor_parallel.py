@@ -169,9 +169,8 @@ def vocab_parallel_cross_entropy(logits, targets, vocab, group=None, ignore_inde
     return (total.log() + highest - chosen).masked_fill(targets == ignore_index, 0).sum()
 
 
-def sum_gradients(parameters, tp):
-    """After backward, where x was cut, of those with a gradient: norms and row biases have seen our positions only."""
-    gradients = [p.grad for p in parameters if not hasattr(p, "tp_dim")]
+def sum_gradients(gradients, tp):
+    """After backward, where x was cut: those of norms and row biases have seen this rank's positions only."""
     flat = torch.cat([grad.flatten() for grad in gradients])
     dist.all_reduce(flat, group=tp.group)  # partial -> replicated
     for grad, total in zip(gradients, flat.split([grad.numel() for grad in gradients])):
@@ -216,7 +215,7 @@ def train_step(model, optimizer, x, y, valid, clip, tp):
     loss.backward()
     parameters = [p for p in model.parameters() if p.grad is not None]
     if isinstance(tp, CutSequence):
-        sum_gradients(parameters, tp)  # partial -> replicated
+        sum_gradients([p.grad for p in parameters if not hasattr(p, "tp_dim")], tp)  # partial -> replicated
     norm = clip_gradients(parameters, clip, squared_norm(parameters, tp).sqrt())  # partial -> replicated
     optimizer.step()
     return loss, norm

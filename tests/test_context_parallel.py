@@ -97,7 +97,7 @@ def test_bytes_of_attention(kind, world):
 @pytest.mark.parametrize("world, attn, flags", [*((4, attn, []) for attn in KINDS), (1, "zigzag", []),
                                                 (2, "ring", ["--dtype", "bf16"]), (3, "allgather", ["--seq", "18"])])
 def test_cost(world, attn, flags):
-    real = dry_run_agrees("context_parallel", world, "--attn", attn, *flags, ranks=[world - 1])
+    real = dry_run_agrees("context_parallel", world, "--attn", attn, *flags, ranks=sorted({0, world - 1}))
     textbook(real)
     P, b = real["parameters"]["total"], 2 if flags[-1:] == ["bf16"] else 4
     for rank in real["ranks"]:

@@ -25,6 +25,10 @@ def test_budgets(name):
             assert node.end_lineno - node.lineno < 40, f"{name}.py: {node.name} is longer than 40 lines"
 
 
+def test_width_of_run_sh():
+    assert max(map(len, (ROOT / "run.sh").read_text().splitlines())) <= 120
+
+
 @pytest.mark.parametrize("name", TECHNIQUES)
 def test_sections(name):
     """Docstring, then four ruled sections; the first uses nothing from common and no environment."""

@@ -359,7 +359,7 @@ BOTH = """
 import sys
 import ddp
 import hybrid_3d
-for module, flags in (ddp, []), (hybrid_3d, ["--pp", "2"]):
+for module, flags in (ddp, []), (hybrid_3d, ["--dp", "2", "--pp", "2"]):
     sys.argv[0] = f"{module.__name__}.py"
     sys.argv[1:] = {flags} + flags
     if module.main():
@@ -368,7 +368,7 @@ for module, flags in (ddp, []), (hybrid_3d, ["--pp", "2"]):
 
 
 def test_two_nodes_with_slurm(tmp_path):
-    """README's batch script. Its srun starts an agent for each of two nodes on this machine, of one rank each."""
+    """README's batch script. Its srun starts an agent for each of two nodes on this machine, of two ranks each."""
     text = re.search(r"```bash\n(#!/bin/bash\n#SBATCH.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
     (tmp_path / "both.py").write_text(BOTH.replace("{flags}", repr([*PROOF])))
     (tmp_path / "job.sh").write_text(text.replace("29500", free_port()).replace(" ddp.py ", " both.py "))
@@ -378,13 +378,13 @@ def test_two_nodes_with_slurm(tmp_path):
             torchrun=f'"{sys.executable}" -m torch.distributed.run --local_addr=127.0.0.1 "$@"').items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
         (tmp_path / name).chmod(0o755)
-    slurm = dict(SLURM_NNODES="2", SLURM_JOB_ID="7", SLURM_JOB_NODELIST="node[1-2]", SLURM_GPUS_ON_NODE="1", FLAGS="",
+    slurm = dict(SLURM_NNODES="2", SLURM_JOB_ID="7", SLURM_JOB_NODELIST="node[1-2]", SLURM_GPUS_ON_NODE="2", FLAGS="",
                  SLURM_CPUS_PER_TASK="2")
     job = subprocess.run(["bash", "job.sh"], cwd=tmp_path, capture_output=True, text=True, timeout=100, env={
         **os.environ, **slurm, "OMP_NUM_THREADS": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT)})
     assert job.returncode == 0 and job.stdout.count("PASSED") == 2, job.stdout + job.stderr
-    assert "ddp: 2 ranks" in job.stdout and "hybrid_3d: 2 ranks" in job.stdout
+    assert "ddp: 4 ranks" in job.stdout and "hybrid_3d: 4 ranks" in job.stdout
 
 
 def test_a_killed_rank_loses_nothing():

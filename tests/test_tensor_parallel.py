@@ -225,7 +225,7 @@ def row_bias_on_every_rank(module):
 
 
 def norms_not_summed(module):
-    module.sum_gradients = lambda parameters, tp: None
+    module.sum_gradients = lambda gradients, tp: None
 
 
 def highest_not_shared(module):
