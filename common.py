@@ -28,8 +28,11 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-import guard
-from measure import Ledger, Trace, compare, show
+from harness import guard
+from harness.compare import Trace, compare
+from harness.ledger import Ledger
+from harness.report import show
+from harness.usage import ANY, POSITIVE, require
 
 # ---- the GPT -----------------------------------------------------------------
 # B batch   T sequence   C width   H heads   D = C/H head width   V vocabulary   L layers
@@ -184,7 +187,6 @@ def share(n, parts, i):
 # ---- flags -------------------------------------------------------------------
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
-ANY, POSITIVE = (0, sys.maxsize), (1, sys.maxsize)
 FLAGS = {  # name: (default, help[, choices or bounds]); a type as default: none unless given
     "impl": ("scratch", "ours, torch's own, or both in turn and timed", ("scratch", "torch", "both")),
     "model": ("toy", "a preset, whose sizes the next five override", tuple(PRESETS)),
@@ -205,21 +207,6 @@ FLAGS = {  # name: (default, help[, choices or bounds]); a type as default: none
     "rank": (0, "which one (dry run only)", ANY), "json": ("", "FILE for the report"),
     "profile": ("", "folder for a torch.profiler trace of each rank"),
 }
-
-
-def require(condition, message, code=2):
-    """Or one line on stderr from rank 0, and this exit code on every rank."""
-    if condition:
-        return
-    if os.environ.get("RANK", "0") == "0":
-        print(f"{Path(sys.argv[0]).name}: error: {message}", file=sys.stderr, flush=True)
-    if os.environ.get("TORCHELASTIC_RUN_ID"):  # torchrun ends all ranks when one exits: leave together
-        store, end = next(dist.rendezvous("env://"))[0], time.time() + 5
-        store.add("leaving", 1)
-        while store.add("leaving", 0) < int(os.environ["WORLD_SIZE"]) and time.time() < end:
-            time.sleep(0.01)
-        os._exit(code)
-    sys.exit(code)
 
 
 def arguments(doc, **own):

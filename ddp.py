@@ -28,8 +28,8 @@ import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-import checkpoint
 from common import ANY, Run, adamw, arguments, build, clip_gradients, get_batch, loss_sum, require, share
+from harness import checkpoint
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
 

@@ -24,8 +24,8 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-import checkpoint
 from common import ANY, DTYPES, GPT, Run, adamw, arguments, build, init_weights, loss_sum, require, share
+from harness import checkpoint
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
 

@@ -37,14 +37,14 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 import amp_accum_ckpt
-import checkpoint
 import pipeline_parallel
 import tensor_parallel
 import zero
 from common import POSITIVE, Run, adamw, arguments, build, loss_sum, share
-from layouts import gather, layout, restore, sharded_state, whole_shape
+from harness import checkpoint
+from harness.resharding import gather, layout, restore, sharded_state, whole_shape
 from pipeline_parallel import Pipeline, Stage
-from schedules import bubble_rate, chunks, costs, in_flight, make_plans, simulate
+from harness.timeline import bubble_rate, chunks, costs, in_flight, make_plans, simulate
 from tensor_parallel import CutSequence, WholeSequence, unshard, vocab_parallel_cross_entropy
 from zero import ZeRO
 

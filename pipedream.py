@@ -13,7 +13,7 @@ import math
 import torch
 import torch.nn as nn
 
-from measure import Trace
+from harness.compare import Trace
 
 
 class Stash(nn.Module):

@@ -40,7 +40,7 @@ from torch.autograd.graph import get_gradient_edge
 from common import GPT, POSITIVE, Run, adamw, arguments, build, clip_gradients, loss_sum, require, share
 from mail import Mail, gather
 from pipedream import Stash, stale_training, update
-from schedules import SCHEDULES, chunks, compare, in_flight, is_split, planned, simulation, source, summary, transfers
+from harness.timeline import SCHEDULES, chunks, compare, in_flight, is_split, planned, simulation, source, summary, transfers
 from split_backward import SplitLinears, input_gradient, weight_gradients
 
 # ---- 1. the technique (copy this, schedules.py, mail.py, split_backward.py; they need only torch) ---

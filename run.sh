@@ -179,7 +179,7 @@ case ${1:-} in
     all "ours against torch's own: medians of alternating blocks" "$(bench_rows)" "${bench[@]}" "$@"
     limits ;;
   test) shift; exec "$PYTHON" -m pytest "$@" ;;
-  sweep | soak) task=$1; shift; OMP_NUM_THREADS=1 exec "$PYTHON" "tests/$task.py" "$@" ;;
+  sweep | soak | plan) task=$1; shift; OMP_NUM_THREADS=1 exec "$PYTHON" "tools/$task.py" "$@" ;;
   -h | --help | help) sed -n '2,9s/^# \{0,1\}//p' run.sh ;;
   *)
     file=${1%.py}; shift

@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common import POSITIVE, Run, adamw, arguments, build, loss_sum, require, share
 from flat import Flat, all_gather, lend
-from measure import human
+from harness.report import human
 
 # ---- 1. the technique (copy this and flat.py; they need only torch) ----------
 

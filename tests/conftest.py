@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 import common  # noqa: E402
 
 multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "torch.distributed.fsdp",
                                         "torch.distributed.tensor.parallel", "torch.distributed.pipelining",
                                         "torch.testing._internal.distributed.fake_pg", "pytest", "conftest",
-                                        *(path.stem for path in ROOT.glob("*.py")), "warm"])
+                                        *(path.stem for path in ROOT.glob("*.py")), "plan", "warm"])
 gc.freeze()  # what is imported by now need not be looked through again and again
 os.environ["RES_OPTIONS"] = "attempts:0"  # torch asks what 127.0.0.1 is called: up to 5 s
 if not importlib.util.find_spec("numpy"):

@@ -8,7 +8,8 @@ import torch.nn as nn
 import common
 from common import IGNORE, PRESETS, build, get_batch, load_corpus
 from conftest import run, script
-from measure import Ledger, Trace, compare, storage_of, worst_gap
+from harness.compare import Trace, compare, worst_gap
+from harness.ledger import Ledger, storage_of
 
 # ---- the GPT and its data ------------------------------------------------------
 

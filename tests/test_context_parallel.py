@@ -8,7 +8,7 @@ import torch.nn.functional as F
 import context_parallel
 from conftest import alone, dry_run_agrees, proves, run, script, textbook
 from context_parallel import AllGather, AllToAll, Ring, Ulysses, Zigzag, picture
-from measure import Ledger
+from harness.ledger import Ledger
 
 KINDS = {"ring": Ring, "zigzag": Zigzag, "allgather": AllGather, "ulysses": Ulysses}
 

@@ -10,12 +10,12 @@ from torch.distributed.pipelining import schedules as theirs
 
 import pipedream
 import pipeline_parallel
-import schedules
+from harness import timeline as schedules
 from common import GPTConfig, adamw, build, loss_sum
 from conftest import dry_run_agrees, proves, run, script, textbook
 from ddp import BucketedDDP
-from measure import Ledger
-from schedules import (
+from harness.ledger import Ledger
+from harness.timeline import (
     SCHEDULES,
     Action,
     bubble_rate,

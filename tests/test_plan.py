@@ -9,7 +9,7 @@ import plan
 from common import PRESETS, GPTConfig
 from conftest import alone, script
 from estimate import HELD, MEMORY, Layout, assess, evaluate, layouts, stages, timed
-from schedules import bubble_rate, costs, in_flight, make_plans, simulate
+from harness.timeline import bubble_rate, costs, in_flight, make_plans, simulate
 
 A100 = dict(gpu_memory=80, gpu_tflops=312, hbm=2.0, bandwidth_intra=300, bandwidth_inter=25, efficiency=0.67, tokens=0,
             dtype="bf16", overhead=0.0, latency=0.0, share=1.0, megatron_2021=False, fixed={}, gpus_per_node=8, node=8)

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
-import checkpoint
-import guard
 from conftest import PROOF, ROOT, SMALL, _script, _start, alone, run, script
+from harness import checkpoint, guard
 from soak import soak
 
 # ---- damaged checkpoints: the one before is taken, or one line says what is wrong ---

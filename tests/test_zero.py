@@ -7,7 +7,7 @@ import flat as flat_py
 import zero
 from common import GPTConfig, adamw, build, get_batch
 from conftest import SMALL, alone, dry_run_agrees, proves, run, script, textbook
-from measure import worst_gap
+from harness.compare import worst_gap
 
 ODD = ("--vocab", "257", "--width", "33", "--heads", "3")  # flat sizes that 2, 3 and 4 ranks do not divide
 

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Shard
 
-import checkpoint
 import pipeline_parallel
 from common import require
+from harness import checkpoint
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 

@@ -1,7 +1,7 @@
 """Random runs of every file: whatever ranks, sizes and flags it takes, it equals the plain GPT in float64, to 1e-10,
 and what it has measured is what its textbook says.
 
-    python tests/sweep.py N [SEED]      N runs, a line for each; exit code 1 if any failed
+    python tools/sweep.py N [SEED]      N runs, a line for each; exit code 1 if any failed
 
 The files take turns. Ranks (1 to 8), sizes and all flags of a file are drawn; run i of a seed is always the same one.
 What a file has to refuse is not drawn, so that exit code 2 is a failure too: of the file, or of the drawing here.
@@ -14,7 +14,8 @@ import time
 from functools import partial
 from pathlib import Path
 
-from conftest import script
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent / name) for name in ("", "tests")]
+from conftest import script  # noqa: E402
 
 LIMIT, GAPS = 1e-10, ("loss", "gradient", "grad_norm", "parameter")
 
@@ -174,7 +175,7 @@ def sweep(runs, seed=0, plant=None):
 
 def main(words):
     if not 1 <= len(words) <= 2 or not all(word.isdigit() for word in words) or int(words[0]) < 1:
-        print("sweep.py: error: usage: python tests/sweep.py N [SEED], whole numbers, N at least 1", file=sys.stderr)
+        print("sweep.py: error: usage: python tools/sweep.py N [SEED], whole numbers, N at least 1", file=sys.stderr)
         return 2
     return int(bool(sweep(range(int(words[0])), *words[1:])))
 

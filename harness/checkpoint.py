@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_st
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from common import ANY, require
+from harness.usage import ANY, require
 
 FLAGS = {"save": ("", "folder for checkpoints, each in a folder named by its steps"),
          "save_every": (0, "steps between checkpoints (0: one, at the end)", ANY),

@@ -1,6 +1,6 @@
 """Kills: a training run loses its ranks again and again, and ends with the parameters of the run that lost none.
 
-    python tests/soak.py [KILLS] [SEED] [FILE flags...]        ./run.sh soak
+    python tools/soak.py [KILLS] [SEED] [FILE flags...]        ./run.sh soak
 
 torchrun --max-restarts starts the ranks again, which go on from the newest whole checkpoint. One of them is killed with
 SIGKILL at a random moment after each new checkpoint; every fourth time while one is being written.

@@ -26,7 +26,7 @@ Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clu
 arXiv:2104.04473; Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241.
 
     python plan.py --model gpt3-175b --batch 1536 --gpus 1024 --tokens 300e9
-    torchrun --standalone --nproc_per_node=4 plan.py --calibrate --dtype fp32 --batch 8 --try 3
+    torchrun --standalone --nproc_per_node=4 tools/plan.py --calibrate --dtype fp32 --batch 8 --try 3
 """
 import argparse
 import json
@@ -42,8 +42,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common import DTYPES, FLAGS, PRESETS, Block, GPTConfig, require
-from estimate import HELD, MEMORY, PARTS, SKIP, TIME, Layout, assess, divisors, search, timed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a program: the root is not there
+from common import DTYPES, FLAGS, PRESETS, Block, GPTConfig  # noqa: E402
+from estimate import HELD, MEMORY, PARTS, SKIP, TIME, Layout, assess, divisors, search, timed  # noqa: E402
+
+from harness.usage import require  # noqa: E402
 
 # ---- the search ------------------------------------------------------------
 
