@@ -1,4 +1,6 @@
 """Distributed tests on CPU. Ranks fork from a server that has imported torch already: 0.1 s each instead of seconds."""
+import ast
+import builtins
 import gc
 import importlib.util
 import json
@@ -7,6 +9,7 @@ import os
 import sys
 import tempfile
 import time
+import types
 from pathlib import Path
 
 import torch
@@ -145,3 +148,48 @@ def textbook(report):
     assert report["textbook"]
     for row in report["textbook"]:
         assert row["expected"] == row["measured"], row
+
+
+# ---- the copy --------------------------------------------------------------------
+
+
+def section_one(name):
+    """What somebody would copy from name.py: its imports of torch and the standard library, and section 1."""
+    source = (ROOT / f"{name}.py").read_text()
+    tree = ast.parse(source)
+    lines = source.splitlines()
+    kept = []
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules = [node.module]
+        else:
+            continue
+        if all(module.split(".")[0] in ALLOWED for module in modules):
+            kept += lines[node.lineno - 1:node.end_lineno]
+    first = source.index("\n# ---- 1. ")
+    second = source.index("\n# ---- 2. ")
+    return "\n".join(kept) + "\n" + source[first:second]
+
+
+ALLOWED = {"torch", *sys.stdlib_module_names}
+
+
+def copied(name):
+    """Execute section 1 of name.py alone, in an empty folder, where it may import torch and nothing else -> module."""
+    module = types.ModuleType("copied_" + name)
+
+    def only_torch(wanted, namespace=None, *rest):
+        if namespace and namespace.get("__name__") == module.__name__:
+            assert wanted.split(".")[0] in ALLOWED, f"section 1 of {name}.py imports {wanted}"
+        return builtins.__import__(wanted, namespace, *rest)
+
+    module.__dict__["__builtins__"] = {**vars(builtins), "__import__": only_torch}
+    here = os.getcwd()
+    with tempfile.TemporaryDirectory() as empty:
+        os.chdir(empty)
+        sys.modules[module.__name__] = module  # dataclasses look their module up
+        exec(compile(section_one(name), f"section 1 of {name}.py", "exec"), module.__dict__)
+        os.chdir(here)
+    return module
