@@ -1,68 +1,230 @@
-"""Saved training, with torch.distributed.checkpoint (DCP): what N ranks have saved, any other number of ranks reads.
+"""Saved training, with torch.distributed.checkpoint (DCP): what N ranks have saved, any others read.
 
-    --save DIR [--save-every K]    DIR/100, DIR/200, ..: a folder per checkpoint, named by the steps behind it
+    --save DIR [--save-every K]    DIR/100, DIR/200, ..: a folder per checkpoint, named by its steps
     --resume DIR                   go on from the newest of them that is whole (or from DIR/100 itself)
     --init-from DIR                take the weights alone, and start at step 0
 
-A checkpoint is written aside and renamed into view: it is there as a whole or not at all, and checked to the last byte
-(sizes and checksums, notes.json) before use. The last two are kept. What makes the run the same is inside: parameters,
-AdamW states, the steps behind it (hence the place in the data), the flags, every rank's random number generator.
+A checkpoint holds whole tensors under the names of the plain model, and their AdamW states as
+NAME.exp_avg and NAME.exp_avg_sq. No rank need have a whole tensor: each tells which boxes of it
+lie in its memory, and that is a Piece. So every script and every layout reads every other's.
 
-DIR is one that all ranks see. Tensors are read with weights_only, but DCP's own table of contents, .metadata, is a
-pickle: resume from folders that you trust.
+    rank 0     Piece("up.weight", (8, 4), (0, 0), its rows 0 to 3, writes=True)
+    rank 1     Piece("up.weight", (8, 4), (4, 0), its rows 4 to 7, writes=True)
+
+It is written aside and renamed into view: it is there as a whole or not at all, and is checked to
+the last byte (sizes and checksums, in notes.json) before use. The last two are kept. What makes the
+run the same is inside: parameters, AdamW states, the steps behind it (hence the place in the data),
+the flags, every rank's random number generator.
+
+DIR is a folder that all ranks see. One run at a time saves there: it holds a lock. A folder from
+somebody else can at worst fail to load: tensors are read with weights_only, and DCP's own table of
+contents, .metadata, through an unpickler that admits the classes of that table alone.
 """
-import contextlib
+import dataclasses
+import fcntl
 import json
+import math
 import os
 import pickle
 import shutil
+import socket
 import sys
-import warnings
 import zlib
 from collections import namedtuple
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_model_state_dict, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.checkpoint import metadata as dcp_tables
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.tensor import DTensor
 
 from harness.usage import ANY, require
 
-FLAGS = {"save": ("", "folder for checkpoints, each in a folder named by its steps"),
-         "save_every": (0, "steps between checkpoints (0: one, at the end)", ANY),
-         "resume": ("", "go on from the newest checkpoint in this folder, on any number of ranks"),
-         "init_from": ("", "start with the weights of the newest checkpoint in this folder")}
-MODEL, COURSE = ("impl", "dtype"), ("seq", "seed", "batch", "data", "pad", "lr", "clip")
-Start = namedtuple("Start", "folder steps ranks", defaults=(None, 0, 0))  # ranks: those that saved; 0: weights alone
+FLAGS = {
+    "save": ("", "folder for checkpoints, each in a folder named by its steps"),
+    "save_every": (0, "steps between checkpoints (0: one, at the end)", ANY),
+    "resume": ("", "go on from the newest checkpoint in this folder, on any number of ranks"),
+    "init_from": ("", "start with the weights of the newest checkpoint in this folder"),
+}
+
+# ---- pieces ------------------------------------------------------------------
+
+Piece = namedtuple("Piece", "name shape start tensor writes")
+# name     of the whole tensor, in the plain model; of AdamW's states, + ".exp_avg" or ".exp_avg_sq"
+# shape    of the whole tensor, without padding
+# start    where this box begins in it, an index for each dimension
+# tensor   this rank's box: a view of the memory that training uses, since loading copies into it
+# writes   whether this rank, of those that hold the box, is the one that saves it
+# Several pieces may be the same box (tied copies, a master and what computes with it): all are
+# loaded, each in its own dtype, and one writes.
+
+STATES = ("exp_avg", "exp_avg_sq")  # what AdamW holds for each parameter, besides the step
+
+
+def pieces_of(named_parameters, optimizer, writes):
+    """(name, parameter) pairs of an ordinary module -> pieces of them and of their AdamW states.
+
+    Parameters may be DTensors, of which replicas are written by their first rank. optimizer may be
+    None: then the parameters alone. An AdamW that has not run yet has no states: see adamw_states.
+    """
+    pieces = []
+    for name, parameter in named_parameters:
+        pieces.append(piece_of(name, parameter, writes))
+        if optimizer is None or parameter not in optimizer.state:
+            continue
+        for kind in STATES:
+            if kind in optimizer.state[parameter]:
+                state = optimizer.state[parameter][kind]
+                pieces.append(piece_of(f"{name}.{kind}", state, writes))
+    return pieces
+
+
+def piece_of(name, tensor, writes):
+    """A whole tensor or a DTensor -> its piece on this rank."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        start = (0,) * tensor.dim()
+        return Piece(name, tuple(tensor.shape), start, tensor, writes)
+    [box] = tensor.__create_chunk_list__()
+    coordinate = tensor.device_mesh.get_coordinate()
+    for position, placement in zip(coordinate, tensor.placements):
+        if placement.is_replicate() and position > 0:
+            writes = False
+    local = tensor.to_local()
+    if local.shape != box.sizes:
+        raise ValueError(f"{name}: {tensor.placements} of {tuple(tensor.shape)} is no box")
+    return Piece(name, tuple(tensor.shape), tuple(box.offsets), local, writes)
+
+
+def run_pieces(name, shape, first, flat, writes):
+    """A run of the flattened whole tensor -> its boxes, at most 2n - 1 for n dimensions.
+
+    flat: 1-D, holds the elements first, first + 1, .. of the flattened whole. What of it lies
+    before the whole (first is negative) or behind it, such as padding, is left out.
+    """
+    low = max(first, 0)
+    high = min(first + len(flat), math.prod(shape))
+    pieces = []
+    for start, box, begin in boxes_of_run(tuple(shape), low, high):
+        view = flat[begin - first:begin - first + math.prod(box)].view(box)
+        pieces.append(Piece(name, tuple(shape), start, view, writes))
+    return pieces
+
+
+def boxes_of_run(shape, low, high):
+    """Elements low to high of a flattened tensor -> [(start, shape of the box, first element)]."""
+    if low >= high:
+        return []
+    if len(shape) < 2:
+        return [((low,) * len(shape), (high - low,) * len(shape), low)]
+    rows, row_shape = shape[0], shape[1:]
+    size = math.prod(row_shape)
+    first_whole = -(-low // size)  # the first row that the run has from its beginning
+    behind_whole = high // size  # the row behind the last one that the run has to its end
+    if first_whole > behind_whole:  # all of it lies within one row
+        return boxes_in_row(row_shape, behind_whole, low, high)
+    boxes = boxes_in_row(row_shape, first_whole - 1, low, first_whole * size)
+    if first_whole < behind_whole:
+        start = (first_whole,) + (0,) * len(row_shape)
+        boxes.append((start, (behind_whole - first_whole, *row_shape), first_whole * size))
+    return boxes + boxes_in_row(row_shape, behind_whole, behind_whole * size, high)
+
+
+def boxes_in_row(row_shape, row, low, high):
+    """The same for elements low to high of the whole that all lie in this row of it."""
+    before = row * math.prod(row_shape)
+    boxes = []
+    for start, box, begin in boxes_of_run(row_shape, low - before, high - before):
+        boxes.append(((row, *start), (1, *box), begin + before))
+    return boxes
+
+
+def adamw_states(optimizer, steps):
+    """Makes the states of an AdamW that has not run yet, so that they can be loaded into.
+
+    steps: how many updates they have behind them.
+    """
+    for group in optimizer.param_groups:
+        on_device = group.get("fused") or group.get("capturable")
+        for parameter in group["params"]:
+            if not parameter.requires_grad:
+                continue  # AdamW holds nothing for it
+            state = optimizer.state[parameter]
+            state["step"] = torch.tensor(
+                float(steps),
+                dtype=torch.float32 if on_device else torch.get_default_dtype(),
+                device=parameter.device if on_device else "cpu")
+            for kind in STATES:
+                state[kind] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+
 
 # ---- which one ---------------------------------------------------------------
 
+Start = namedtuple("Start", "folder steps ranks flag save extra", defaults=(None, 0, 0, "", "", {}))
+# folder   of the checkpoint to begin with, None: there is none
+# steps    that training has behind it there; 0 if the weights alone are wanted
+# ranks    how many have saved it; 0 if the weights alone are wanted
+# flag     what the user has said to get it: --resume, --init-from, or --save after a restart
+# save     the folder that this run saves to, or ""
+# extra    what the run that wrote it has given to write()
 
-def numbered(folder):
-    """Steps of the checkpoints in a folder, in order."""
-    return sorted(int(path.name) for path in Path(folder).glob("*") if path.name.isdigit()) if folder else []
+# What the losses of a run and of its continuation depend on. Those that one of the two scripts has
+# no flag for are not compared.
+COURSE = ("heads", "seq", "dtype", "seed", "batch", "data", "pad", "lr", "clip",
+          "warmup", "decay", "min_lr", "train", "amp", "experts", "top_k", "capacity", "balance")
 
 
 def identity(args):
-    """What a run and its continuation have in common: that of the model, and that of the course of its losses."""
-    model = dict(script=Path(sys.argv[0]).stem, **args.cfg._asdict(), **{name: getattr(args, name) for name in MODEL})
-    return model, {name: getattr(args, name) for name in COURSE if name not in model}
+    """What a run tells about itself in its checkpoints -> {name: value}."""
+    told = {"script": Path(sys.argv[0]).stem, "impl": args.impl, **args.cfg._asdict()}
+    for name in COURSE:
+        if hasattr(args, name):
+            told[name] = getattr(args, name)
+    told["held_out"] = bool(getattr(args, "eval_every", 0))  # the corpus is shorter then
+    if getattr(args, "decay", "none") != "none":
+        told["steps"] = args.steps  # the rate at every step depends on it
+    return told
+
+
+def other_course(saved, now, fresh):
+    """-> in words, why what is saved is another training than this one's beginning, or "".
+
+    fresh: the weights alone are wanted. Then the heads count, which shapes do not show.
+    """
+    names = ["heads"] if fresh else [*COURSE, "held_out", "steps"]
+    for name in names:
+        if name in saved and name in now and saved[name] != now[name]:
+            return f"saved with {name} {saved[name]}, not {now[name]}"
+    return ""
+
+
+def numbered(folder):
+    """-> the steps of the checkpoints in a folder, in order."""
+    if not folder:
+        return []
+    return sorted(int(path.name) for path in Path(folder).glob("*") if path.name.isdigit())
 
 
 def checksum(path):
     """-> [bytes, crc32] of a file, without holding it."""
-    size = crc = 0
+    size = 0
+    crc = 0
     with open(path, "rb") as file:
         while block := file.read(1 << 20):
-            size, crc = size + len(block), zlib.crc32(block, crc)
+            size += len(block)
+            crc = zlib.crc32(block, crc)
     return [size, crc]
 
 
 def verify(folder):
-    """-> the notes of a checkpoint. Raises OSError or ValueError unless its files are to the last byte as saved."""
+    """-> the notes of a checkpoint. Raises OSError or ValueError unless all files are as saved."""
     text, _, crc = Path(folder, "notes.json").read_bytes().rpartition(b"\n")
     if crc != str(zlib.crc32(text)).encode():
         raise ValueError("notes.json is damaged")
@@ -73,213 +235,593 @@ def verify(folder):
     return notes
 
 
-def newest(folder, flag):
-    """-> the newest whole checkpoint in a folder, its notes. Those that are not whole are named and passed by."""
+def is_whole(folder):
     try:
-        itself, passed = "notes.json" in os.listdir(folder), []
+        verify(folder)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def reason(error):
+    """-> what an exception says, without numbers and paths of the operating system's."""
+    return getattr(error, "strerror", None) or str(error)
+
+
+def newest(folder, flag):
+    """-> the newest whole checkpoint in a folder, and its notes.
+
+    Those that are not whole are named and passed by. None at all is bad usage.
+    """
+    try:
+        is_one = "notes.json" in os.listdir(folder)
     except OSError as error:
-        require(False, f"{flag} {folder}: {error.strerror}")
-    for place in [Path(folder)] if itself else [Path(folder, str(steps)) for steps in reversed(numbered(folder))]:
+        require(False, f"{flag} {folder}: {reason(error)}")
+    places = [Path(folder)]
+    if not is_one:
+        places = [Path(folder, str(steps)) for steps in reversed(numbered(folder))]
+    passed = []
+    for place in places:
         try:
             notes = verify(place)
         except (OSError, ValueError) as error:
-            passed.append(f"{place}: {getattr(error, 'strerror', None) or error}")
+            passed.append(f"{place}: {reason(error)}")
             continue
         if os.environ.get("RANK", "0") == "0":
-            print("; ".join([*passed, f"{flag} takes {place}, {notes['steps']} steps behind it"]), flush=True)
+            taken = f"{flag} takes {place}, {notes['steps']} steps behind it"
+            print("; ".join([*passed, taken]), flush=True)
         return place, notes
-    require(False, f"{flag} {folder}: no whole checkpoint there{': ' * bool(passed)}{'; '.join(passed)}")
+    why = "; ".join(["no whole checkpoint there", *passed])
+    require(False, f"{flag} {folder}: {why}")
+
+
+def source(args):
+    """-> (flag, folder) that say where to begin, or ("", "").
+
+    Ranks that torchrun has restarted, and jobs that SLURM has requeued, go on from what they have
+    saved themselves, if there is something.
+    """
+    restarts = 0
+    for launcher in ("TORCHELASTIC", "SLURM"):
+        restarts += int(os.environ.get(f"{launcher}_RESTART_COUNT", 0))
+    if restarts and numbered(args.save):
+        return "--save", args.save
+    if args.resume:
+        return "--resume", args.resume
+    if args.init_from:
+        return "--init-from", args.init_from
+    return "", ""
 
 
 def begin(args):
-    """Before anything is built -> Start. Bad: one line, exit code 2. Ranks that torchrun has restarted, and jobs that
-    SLURM has requeued, go on from the newest checkpoint in --save, if there is one."""
-    given, start = args.save or args.resume or args.init_from, Start()
-    require(not given or not args.dry_run and args.impl != "both",
+    """Before anything is built -> Start. Bad usage: one line, exit code 2."""
+    asked = args.save or args.resume or args.init_from
+    require(not asked or not args.dry_run and args.impl != "both",
             "--save, --resume and --init-from are for one --impl, scratch or torch, and no dry run")
     require(args.save or not args.save_every, "--save-every wants --save DIR")
-    require(not (args.resume and args.init_from), "--resume goes on, --init-from starts anew: take one of them")
-    again = any(int(os.environ.get(f"{by}_RESTART_COUNT", 0)) for by in ("TORCHELASTIC", "SLURM"))
-    restarted = again and numbered(args.save)
-    fresh = args.init_from and not restarted
-    flag = "--save" if restarted else "--init-from" if fresh else "--resume"
-    if source := getattr(args, flag[2:].replace("-", "_")) if restarted or args.resume or fresh else "":
-        folder, notes = newest(source, flag)
-        for kind, now in zip(("model", "course"), identity(args)):
-            for name in now if kind == "model" or not fresh else ():
-                saved = notes[kind].get(name)
-                require(saved == now[name], f"{flag} {folder}: saved with {name} {saved}, not {now[name]}")
-        start = Start(folder) if fresh else Start(folder, notes["steps"], notes["ranks"])
-        if restarted and start.steps == args.steps:
-            sys.exit(0)  # killed after its last step
-        require(start.steps < args.steps, f"--steps {args.steps}: {folder} has {start.steps} behind it already")
+    require(not (args.resume and args.init_from),
+            "--resume goes on, --init-from starts anew: take one of them")
+    flag, folder = source(args)
+    start = Start(save=args.save)
+    if flag:
+        fresh = flag == "--init-from"
+        place, notes = newest(folder, flag)
+        differs = other_course(notes["identity"], identity(args), fresh)
+        require(not differs, f"{flag} {place}: {differs}")
+        start = start._replace(folder=place, flag=flag)
+        if not fresh:
+            start = start._replace(steps=notes["steps"], ranks=notes["ranks"], extra=notes["extra"])
+            if flag == "--save" and start.steps == args.steps:
+                sys.exit(0)  # it was killed after its last step
+            require(start.steps < args.steps,
+                    f"--steps {args.steps}: {place} has {start.steps} behind it already")
     if args.save:
         usable(args.save, start)
     return start
 
 
 def usable(folder, start):
-    """Can the checkpoints of this run be saved there?"""
+    """Can the checkpoints of this run be saved there? If not, that is bad usage."""
     try:
         probe = Path(folder, f".{os.getpid()}")
         probe.parent.mkdir(parents=True, exist_ok=True)
         probe.touch()
         probe.unlink()
     except OSError as error:
-        wrong = "is a file, give a folder" if os.path.isfile(folder) else error.strerror
+        wrong = reason(error)
+        if os.path.isfile(folder):
+            wrong = "is a file, give a folder"
         require(False, f"--save {folder}: {wrong}")
-    ours = start.ranks and start.folder.resolve().parent == Path(folder).resolve()
+    goes_on = start.ranks and start.folder.resolve().parent == Path(folder).resolve()
     for steps in reversed(numbered(folder)):
-        with contextlib.suppress(OSError, ValueError):
-            # verify raises if it is damaged: it may be written over
-            require(ours and (steps <= start.steps or not verify(Path(folder, str(steps)))),
-                    f"--save {folder}: holds step {steps} already: --resume it, or save elsewhere")
+        if goes_on and steps <= start.steps:
+            continue
+        # one that is damaged may be written over
+        require(not is_whole(Path(folder, str(steps))),
+                f"--save {folder}: holds step {steps} already: --resume it, or save elsewhere")
+
+
+def claim(folder):
+    """Keeps other runs from saving there as long as this process lives -> "", or who does so.
+
+    The operating system drops the lock when the process ends, however it ends: none is left behind.
+    """
+    lock = os.open(Path(folder, ".lock"), os.O_RDWR | os.O_CREAT, 0o666)  # closed with the process
+    try:
+        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        owner = os.read(lock, 1000).decode().strip()
+        return f"--save {folder}: {owner} is saving there: take another folder"
+    except OSError:
+        return ""  # a file system without locks
+    os.truncate(lock, 0)
+    os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    return ""
+
+
+# ---- what ranks tell each other (no object collectives: these need NumPy) -----
+
+
+def device():
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+
+
+def told(sentence):
+    """-> the sentence of the first rank that has one, the same on all ranks, or ""."""
+    data = sentence.encode()
+    sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=device())
+    sizes[dist.get_rank()] = len(data)
+    dist.all_reduce(sizes)  # partial -> replicated
+    speakers = sizes.nonzero().flatten().tolist()
+    if not speakers:
+        return ""
+    first = speakers[0]
+    letters = torch.zeros(int(sizes[first]), dtype=torch.uint8, device=device())
+    if dist.get_rank() == first:
+        letters.copy_(torch.tensor([*data], dtype=torch.uint8))
+    dist.broadcast(letters, first)  # the first speaker's -> replicated
+    return bytes(letters.tolist()).decode()
+
+
+def agree(start):
+    """-> is there something to restore? The same on all ranks, or it ends the run.
+
+    Each rank has looked for itself, and a folder that machines share may show one of them what it
+    was a moment ago.
+    """
+    if dist.get_backend() == "fake":
+        return False
+    ends = torch.tensor([start.steps, -start.steps], device=device())
+    dist.all_reduce(ends, dist.ReduceOp.MAX)  # each rank's own -> replicated
+    last, first = ends.tolist()
+    require(last == -first, code=1, message=f"--resume: the newest checkpoint has {last} steps "
+            f"behind it here, {-first} there")
+    return start.folder is not None
+
+
+# ---- DCP's table of contents --------------------------------------------------
+
+
+class Properties(TensorProperties):
+    """Properties as any torch has written them: newer ones append fields that nothing here needs."""
+
+    def __setstate__(self, state):
+        super().__setstate__(state[:5])
+
+
+class TableUnpickler(pickle.Unpickler):
+    """Unpickles DCP's table of contents, and nothing that could run code."""
+
+    DTYPES = {str(kind): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
+    # torch's names for them in pickles -> what they become
+    ADMITTED = {
+        "torch.distributed.checkpoint.metadata": {
+            "Metadata": Metadata, "MetadataIndex": MetadataIndex, "TensorProperties": Properties,
+            "TensorStorageMetadata": TensorStorageMetadata,
+            "ChunkStorageMetadata": ChunkStorageMetadata,
+            "BytesStorageMetadata": dcp_tables.BytesStorageMetadata,
+            "StorageMeta": dcp_tables.StorageMeta,
+            "_MEM_FORMAT_ENCODING": dcp_tables._MEM_FORMAT_ENCODING},
+        "torch.distributed.checkpoint.filesystem": {"_StorageInfo": _StorageInfo},
+        "torch": {"Size": torch.Size},
+        "torch.serialization": {"_get_layout": torch.serialization._get_layout},
+    }
+
+    def find_class(self, module, name):
+        admitted = self.ADMITTED.get(module, {})
+        if name in admitted:
+            return admitted[name]
+        if f"{module}.{name}" in self.DTYPES:
+            return self.DTYPES[f"{module}.{name}"]
+        if module.split(".")[0] == "pathlib" and name == "PosixPath":
+            return PurePosixPath  # where it was saved
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in a table of contents")
+
+
+def read_table(path):
+    """-> the Metadata in a file of DCP's. Raises UnpicklingError if there is anything else in it."""
+    with open(path, "rb") as file:
+        table = TableUnpickler(file).load()
+    if not isinstance(table, Metadata):
+        raise pickle.UnpicklingError(f"{path} is no table of contents")
+    return table
+
+
+class Memory:
+    """Where DCP takes tensors from that it writes, and puts those that it reads: our pieces."""
+
+    def __init__(self, pieces):
+        self.pieces = pieces  # those that are written, or those that are read
+
+    def resolve_data(self, write_item):
+        return self.pieces[write_item.index.index].tensor
+
+    def resolve_tensor(self, read_item):
+        tensor = self.pieces[read_item.dest_index.index].tensor
+        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths)):
+            tensor = tensor.narrow(dim, start, length)
+        return tensor
+
+    def commit_tensor(self, read_item, tensor):
+        pass  # read straight into our memory
 
 
 # ---- saving ------------------------------------------------------------------
 
 
 def put(path, data):
-    """A file that is on the disk when this returns."""
+    """Writes a file that is on the disk when this returns."""
     with open(path, "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def due(run, step):
-    """Is this a step to save after?"""
-    args = run.args
-    return args.save and ((step + 1) % (args.save_every or args.steps) == 0 or step + 1 == args.steps or run.stopping)
+def due(args, step, stopping=False):
+    """Is this a step to save after? stopping: this run is asked to end."""
+    if not args.save:
+        return False
+    behind = step + 1
+    return behind % (args.save_every or args.steps) == 0 or behind == args.steps or stopping
 
 
-def write(run, step, state):
-    """Every rank writes its part, `state`: {name: tensor or DTensor}. What several ranks hold, one of them brings.
+def write(folder, steps, pieces, identity, keep=0, extra=None):
+    """Saves FOLDER/STEPS, all ranks together -> whether that has been possible.
 
-    With NumPy a bare dcp.save would do: its ranks agree by object collectives, which need it, and hang without. So here
-    each rank writes alone, and the first joins their tables of contents to what dcp.save would have written.
+    If not (a full disk), rank 0 has said so in a line, nothing of it is left, and what was saved
+    before is still there. A tensor that its pieces do not make up exactly once is a RuntimeError.
+
+    pieces: this rank's. identity: identity(args). keep: the steps of one earlier checkpoint that
+    stays; all others go. extra: a dict of numbers and words, which comes back as Start.extra.
+
+    With NumPy a bare dcp.save would do: its ranks agree by object collectives, which need it, and
+    hang without. So here each rank writes alone, and the first joins their tables of contents to
+    what dcp.save would have written.
     """
-    args, rank, world_size = run.args, dist.get_rank(), dist.get_world_size()
-    folder, draft = Path(args.save, f"{step + 1}"), Path(args.save, f".{step + 1}")
+    rank = dist.get_rank()
+    place = Path(folder, str(steps))
+    draft = Path(folder, f".{steps}")
     if rank == 0:
         shutil.rmtree(draft, ignore_errors=True)  # of a run that was killed here
     dist.barrier()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that another rank was faster
-        dcp.save(state, checkpoint_id=draft, use_collectives=False)
+    failed = told(attempt(write_part, draft, rank, pieces))
+    hole = ""
+    if rank == 0 and not failed:
+        hole = uncovered(table_of_ranks(draft))
+        notes = {"steps": steps, "ranks": dist.get_world_size(), "identity": identity,
+                 "extra": extra or {}}
+        if not hole:
+            failed = attempt(publish, draft, place, notes, keep)
+    hole = told(hole)
+    failed = told(failed)
+    if rank == 0 and (hole or failed):
+        shutil.rmtree(draft, ignore_errors=True)
+    if hole:
+        raise RuntimeError(hole)
+    if rank == 0 and failed:
+        print(f"--save {place}: {failed}: not saved", file=sys.stderr, flush=True)
+    dist.barrier()
+    return not failed
+
+
+def attempt(function, *arguments):
+    """-> "", or why the disk did not take it."""
+    try:
+        function(*arguments)
+    except OSError as error:
+        return reason(error)
+    except RuntimeError as error:  # torch.save's writer has its own words for a full disk
+        return str(error).splitlines()[0]
+    return ""
+
+
+def write_part(draft, rank, pieces):
+    """This rank's files: its boxes, its random number generators, a table and checksums of them."""
+    boxes = [p for p in pieces if p.writes and p.tensor.numel()]
+    items = [write_item(number, piece) for number, piece in enumerate(boxes)]
+    writer = dcp.FileSystemWriter(draft)
+    writer.set_up_storage_writer(False, rank=rank, use_collectives=False)
+    plan = writer.prepare_local_plan(SavePlan(items))
+    written = writer.write_data(plan, Memory(boxes)).value()
+    writer.finish(Metadata(entries(boxes)), [written])
     generators = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         generators["cuda"] = torch.cuda.get_rng_state()
     torch.save(generators, draft / f"__{rank}_generators.pt")
-    mine = {file.name: checksum(file) for file in draft.glob(f"__{rank}_*")}
-    put(draft / f"{rank}.json", json.dumps(mine).encode())
-    dist.barrier()
-    if rank == 0:
-        join(draft, world_size, *identity(args), step + 1)
-        shutil.rmtree(folder, ignore_errors=True)  # one that is damaged, or it would have been resumed
-        draft.rename(folder)
-        run.saved.append(step + 1)
-        for steps in set(numbered(args.save)) - set([run.first, *run.saved][-2:]):
-            shutil.rmtree(Path(args.save, str(steps)))
-    dist.barrier()
+    sums = {file.name: checksum(file) for file in draft.glob(f"__{rank}_*")}
+    put(draft / f"{rank}.json", json.dumps(sums).encode())
 
 
-def join(draft, ranks, model, course, steps):
-    """Tables of contents of all ranks -> .metadata; checksums of all and what the run was -> notes.json."""
-    parts = [draft / f"__{rank}.metadata" for rank in range(ranks)]
-    table, *others = [pickle.loads(part.read_bytes()) for part in parts]  # written by this very run
-    for other in others:
-        table.storage_data.update(other.storage_data)
-        for name, entry in other.state_dict_metadata.items():
-            known = getattr(table.state_dict_metadata.setdefault(name, entry), "chunks", [])
-            known += [chunk for chunk in getattr(entry, "chunks", []) if chunk not in known]  # of replicated ones, one
+def chunk(piece):
+    return ChunkStorageMetadata(torch.Size(piece.start), piece.tensor.shape)
+
+
+def write_item(number, piece):
+    """A piece, as DCP wants to be told of it; number: its place in Memory.pieces."""
+    properties = TensorProperties(dtype=piece.tensor.dtype)
+    data = TensorWriteData(chunk(piece), properties, torch.Size(piece.shape))
+    return WriteItem(MetadataIndex(piece.name, piece.start, number), WriteItemType.SHARD,
+                     tensor_data=data)
+
+
+def entries(boxes):
+    """-> {name: TensorStorageMetadata}, the table of contents of these pieces."""
+    found = {}
+    for piece in boxes:
+        properties = TensorProperties(dtype=piece.tensor.dtype)
+        entry = TensorStorageMetadata(properties, torch.Size(piece.shape), [])
+        found.setdefault(piece.name, entry).chunks.append(chunk(piece))
+    return found
+
+
+def table_of_ranks(draft):
+    """Joins the tables of contents of all ranks -> Metadata."""
+    table = Metadata({}, storage_data={}, version="1.0.0")
+    for rank in range(dist.get_world_size()):
+        part = read_table(draft / f"__{rank}.metadata")
+        table.storage_data.update(part.storage_data)
+        for name, entry in part.state_dict_metadata.items():
+            properties = TensorProperties(dtype=entry.properties.dtype)
+            known = TensorStorageMetadata(properties, entry.size, [])
+            known = table.state_dict_metadata.setdefault(name, known)
+            known.chunks.extend(entry.chunks)
+    return table
+
+
+def uncovered(table):
+    """-> in words, which tensor is not written exactly once, or ""."""
+    for name, entry in table.state_dict_metadata.items():
+        written = sum(math.prod(box.sizes) for box in entry.chunks)
+        if written != math.prod(entry.size) or overlap(entry.chunks):
+            return (f"checkpoint: {name} of {tuple(entry.size)} is not written exactly once: "
+                    f"{written} of {math.prod(entry.size)} elements, in {len(entry.chunks)} boxes")
+    return ""
+
+
+def overlap(boxes):
+    """Do any two of these boxes have an element in common?"""
+    boxes = sorted(boxes, key=lambda box: tuple(box.offsets))
+    for i, box in enumerate(boxes):
+        for other in boxes[i + 1:]:
+            if box.sizes and other.offsets[0] >= box.offsets[0] + box.sizes[0]:
+                break  # those behind it begin later still
+            if all(a < b + n and b < a + m for a, m, b, n in zip(
+                    box.offsets, box.sizes, other.offsets, other.sizes)):
+                return True
+    return False
+
+
+def publish(draft, place, notes, keep):
+    """On rank 0: joins what all ranks have written, and renames it into view."""
+    table = table_of_ranks(draft)
     put(draft / ".metadata", pickle.dumps(table))
-    sums, files = [draft / f"{rank}.json" for rank in range(ranks)], {".metadata": checksum(draft / ".metadata")}
-    for part in sums:
-        files |= json.loads(part.read_text())
-    for part in parts + sums:
-        part.unlink()
-    notes = json.dumps(dict(steps=steps, ranks=ranks, model=model, course=course, files=files)).encode()
-    put(draft / "notes.json", notes + b"\n" + str(zlib.crc32(notes)).encode())
+    files = {".metadata": checksum(draft / ".metadata")}
+    for rank in range(notes["ranks"]):
+        sums = draft / f"{rank}.json"
+        files.update(json.loads(sums.read_text()))
+        sums.unlink()
+        (draft / f"__{rank}.metadata").unlink()
+    text = json.dumps({**notes, "files": files}).encode()
+    put(draft / "notes.json", text + b"\n" + str(zlib.crc32(text)).encode())
+    shutil.rmtree(place, ignore_errors=True)  # one that is damaged, or it would have been resumed
+    draft.rename(place)
+    for steps in numbered(place.parent):
+        if steps not in (int(place.name), keep):
+            shutil.rmtree(place.parent / str(steps))
 
 
 # ---- loading -----------------------------------------------------------------
 
 
-def load(folder, state):
-    """Fills the tensors of `state` in place -> state. Every rank reads what it needs; they need not talk."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that this is a single process
-        dcp.load(state, checkpoint_id=folder, no_dist=True)
+def is_state(name):
+    """Is this the name of an AdamW state?"""
+    return name.endswith(tuple(f".{kind}" for kind in STATES))
+
+
+def misfit(table, pieces):
+    """-> in words, why this rank's pieces cannot be read from a checkpoint, or ""."""
+    for piece in pieces:
+        if piece.name not in table.state_dict_metadata:
+            return f"it has no {piece.name}{other_kind(table, piece.name)}"
+        saved = tuple(table.state_dict_metadata[piece.name].size)
+        if saved == piece.shape:
+            continue
+        if piece.name.startswith("pos.weight") and saved[1:] == piece.shape[1:]:
+            if saved[0] > piece.shape[0]:
+                continue  # a shorter --seq: the first positions are used
+            return (f"its pos.weight has {saved[0]} positions, fewer than --seq {piece.shape[0]}: "
+                    f"take --seq {saved[0]} or less")
+        return f"{piece.name} is {saved} there, {piece.shape} here"
+    return ""
+
+
+def other_kind(table, name):
+    """-> a hint if one of the two models has experts and the other has none."""
+    theirs = any(".experts." in known for known in table.state_dict_metadata)
+    ours = ".experts." in name
+    if ours and not theirs:
+        return ": it has plain MLPs, and this model has experts"
+    if theirs and not ours:
+        return ": it has experts, and this model has not"
+    return ""
+
+
+def unclaimed(table, pieces, everyones=None):
+    """-> in words, which weight of a checkpoint no rank has a place for, or "".
+
+    everyones: sums a tensor over the ranks, in place.
+    """
+    names = sorted(name for name in table.state_dict_metadata if not is_state(name))
+    held = {piece.name for piece in pieces}
+    counts = torch.tensor([name in held for name in names], dtype=torch.int64)
+    if everyones is not None:
+        counts = counts.to(device())
+        everyones(counts)
+    for name, count in zip(names, counts.tolist()):
+        if count == 0:
+            return f"its {name} is not in this model"
+    return ""
+
+
+def load(folder, pieces):
+    """Fills the pieces' tensors, whatever their dtype. Every rank reads what it needs, alone."""
+    table = read_table(Path(folder, ".metadata"))
+    wrong = misfit(table, pieces)
+    if wrong:
+        raise ValueError(f"{folder}: {wrong}")
+    reader = dcp.FileSystemReader(folder)
+    reader.set_up_storage_reader(table, False)
+    items = []
+    for number, piece in enumerate(pieces):
+        entry = table.state_dict_metadata[piece.name]
+        index = MetadataIndex(piece.name, piece.start, number)
+        if piece.tensor.numel():
+            for item in create_read_items_for_chunk_list(piece.name, entry, [chunk(piece)]):
+                items.append(dataclasses.replace(item, dest_index=index))
+    reader.read_data(LoadPlan(items), Memory(pieces)).wait()
+
+
+def restore(start, pieces, optimizer):
+    """Begins where a checkpoint ends, all ranks together.
+
+    start: what begin() has returned. pieces: callable -> this rank's pieces. optimizer: an AdamW
+    that has not run yet, or something with its param_groups and state.
+    """
+    found = agree(start)
+    if start.save:
+        other = ""
+        if dist.get_rank() == 0:
+            other = claim(start.save)
+        other = told(other)
+        require(not other, other)
+    if not found:
+        return
+    if start.ranks:
+        adamw_states(optimizer, start.extra.get("updates", start.steps))
+    mine = pieces()
+    table = read_table(Path(start.folder, ".metadata"))
+    wrong = told(misfit(table, mine))
+    if not wrong:
+        wrong = unclaimed(table, mine, dist.all_reduce)  # partial -> replicated
+    require(not wrong, f"{start.flag} {start.folder}: {wrong}")
+    load(start.folder, mine)
+    if start.ranks:
+        restore_generators(start)
+
+
+def read_plain(start, model):
+    """Loads the weights of a checkpoint into an ordinary module, in this process alone.
+
+    Raises ValueError if names or shapes differ.
+    """
+    pieces = pieces_of(model.named_parameters(), None, False)
+    wrong = unclaimed(read_table(Path(start.folder, ".metadata")), pieces)
+    if wrong:
+        raise ValueError(f"{start.folder}: {wrong}")
+    load(start.folder, pieces)
+
+
+def read_whole(folder):
+    """-> {name: tensor} of all that a checkpoint holds, AdamW's states among them."""
+    table = read_table(Path(folder, ".metadata"))
+    state = {}
+    for name, entry in table.state_dict_metadata.items():
+        state[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    load(folder, [piece_of(name, tensor, False) for name, tensor in state.items()])
     return state
 
 
 def restore_generators(start):
     """Random number generators; a rank that the saved run had not keeps its own."""
     if dist.get_rank() < start.ranks:
-        states = torch.load(Path(start.folder, f"__{dist.get_rank()}_generators.pt"), weights_only=True)
+        file = Path(start.folder, f"__{dist.get_rank()}_generators.pt")
+        states = torch.load(file, weights_only=True)
         torch.set_rng_state(states["cpu"])
         if "cuda" in states and torch.cuda.is_available():
             torch.cuda.set_rng_state(states["cuda"])
 
 
-# ---- what training holds -----------------------------------------------------
+# ---- until every script hands over pieces -----------------------------------------
 
 
-def state_of(model, optimizer, mesh=None):
-    """-> {name: tensor or DTensor}, in memory shared with the model and the optimizer's states.
-
-    Of a plain module, parameters and states by the parameters' names. Of fsdp.py's: a flat tensor cut into equal runs
-    is what Shard(0) means, so DCP can reshard units of parameters laid end to end, model.units, each with its shard and
-    its size, which leaves out the padding.
-    """
-    if mesh is None:
-        named = {name: {"": p.detach(), **optimizer.state[p]} for name, p in model.named_parameters()}
-        return {f"{n}.{k}".strip("."): t for n, kinds in named.items() for k, t in kinds.items() if k != "step"}
-    if not hasattr(model, "units"):  # torch's own
-        return dict(zip(("model", "optimizer"), get_state_dict(model, optimizer)))
-    state, home = {}, model.shards[0].device.type
-    if home != mesh.device_type:  # with the GPUs' mesh a DTensor would be a copy of an offloaded shard
-        mesh = DeviceMesh.from_group(mesh.get_group(), home)
-    for i, unit in enumerate(model.units):
-        moments = {k: t for k, t in optimizer.state[unit.shard].items() if k != "step"}
-        length = max(0, min(unit.shard.numel(), unit.size - mesh.get_local_rank() * unit.shard.numel()))
-        for kind, t in {"parameter": unit.shard.detach(), **moments}.items():
-            state[f"unit {i} {kind}"] = DTensor.from_local(t[:length], mesh, [Shard(0)], run_check=False,
-                                                           shape=(unit.size,), stride=(1,))
-    return state
+def pieces_of_state(state, writes):
+    return [piece_of(name, tensor, writes) for name, tensor in state.items()]
 
 
-def agree(start):
-    """-> is there something to restore? The same on all ranks, or it ends the run: each has looked for itself, and a
-    folder that machines share may show one of them what it was a moment ago."""
-    if dist.get_backend() == "fake":
-        return False
-    ends = torch.tensor([start.steps, -start.steps], device="cuda" if dist.get_backend() == "nccl" else "cpu")
-    dist.all_reduce(ends, dist.ReduceOp.MAX)  # each rank's own -> replicated
-    last, first = ends.tolist()
-    require(last == -first, f"--resume: the newest checkpoint has {last} steps behind it here, {-first} there", code=1)
-    return start.folder is not None
+def pieces_of_side(model, optimizer, mesh, writes):
+    """Pieces of ddp.py's plain module, of fsdp.py's FSDP, and of a fully sharded module."""
+    if not hasattr(model, "units"):
+        return pieces_of(model.named_parameters(), optimizer, writes)
+    pieces = []
+    for unit in model.units:
+        begin = -mesh.get_local_rank() * len(unit.shard)
+        states = optimizer.state.get(unit.shard, {})
+        for names, shape in zip(unit.names, unit.shapes):
+            name = next((n for n in names if not n.startswith("head.")), names[0])
+            pieces += run_pieces(name, shape, -begin, unit.shard.detach(), writes)
+            for kind in STATES:
+                if kind in states:
+                    pieces += run_pieces(f"{name}.{kind}", shape, -begin, states[kind], writes)
+            begin += math.prod(shape)
+    return pieces
 
 
-def restore(start, model, optimizer, mesh=None):
-    """Into a model and an AdamW that have not run yet. mesh: None, or that of the ranks that share the shards."""
-    if not agree(start):
-        return
-    named = mesh is None or hasattr(model, "units")
-    for p in [p for group in optimizer.param_groups for p in group["params"]] if start.ranks and named else []:
-        optimizer.state[p] = {"step": torch.tensor(float(start.steps), dtype=torch.float32, device=p.device),
-                              "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-    state = load(start.folder, state_of(model, optimizer, mesh))
-    restore_generators(start)
-    if not named and start.ranks:
-        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    elif not named:
-        set_model_state_dict(model, state["model"])
-        optimizer.state.clear()
+_restore, _write, _due, _load = restore, write, due, load
+
+
+def restore(start, pieces, optimizer, mesh=None):
+    if callable(pieces) and not isinstance(pieces, torch.nn.Module):
+        return _restore(start, pieces, optimizer)
+    model = pieces
+    return _restore(start, lambda: pieces_of_side(model, optimizer, mesh, False), optimizer)
+
+
+def due(args, step, stopping=False):
+    if hasattr(args, "args"):
+        return _due(args.args, step, args.stopping)
+    return _due(args, step, stopping)
+
+
+def write(folder, steps, pieces, *rest, **more):
+    if not hasattr(folder, "args"):
+        return _write(folder, steps, pieces, *rest, **more)
+    run, step, state = folder, steps, pieces
+    if isinstance(state, dict):
+        state = pieces_of_state(state, True)
+    keep = [run.first, *run.saved][-1]
+    saved = _write(run.args.save, step + 1, state, identity(run.args), keep)
+    require(saved or not (run.stopping or step + 1 == run.args.steps), "not saved", code=1)
+    if saved:
+        run.saved.append(step + 1)
 
 
 def save(run, step, model, optimizer, mesh=None, brings=True):
-    """If this step is one to save after; of ranks that hold the same, one brings it."""
     if due(run, step):
-        write(run, step, state_of(model, optimizer, mesh) if brings else {})
+        write(run, step, pieces_of_side(model, optimizer, mesh, brings))
+
+
+def load(folder, pieces):
+    if isinstance(pieces, dict):
+        _load(folder, pieces_of_state(pieces, False))
+        return pieces
+    return _load(folder, pieces)

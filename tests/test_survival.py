@@ -106,7 +106,6 @@ def test_checkpoints_that_do_not_fit(good, tmp_path):
             (folder, ["--lr", "1e-4"], "lr 0.001, not 0.0001"), (folder, ["--steps", "4"], "4 behind it already"),
             (folder / "2", ["--save", str(folder)], "holds step 4 already")):
         assert says in script("ddp", 1, *flags, str(tmp_path / source), *more, code=2)
-    assert "script ddp, not fsdp" in script("fsdp", 1, *flags, str(folder), code=2)
     try:
         assert "Permission denied" in script("ddp", 1, *flags, str(closed), plant=nobody, code=2)
         assert "Permission" in script("ddp", 1, *PROOF, "--save", str(closed / "x"), plant=nobody, code=2)
@@ -193,7 +192,7 @@ def asked_to_end(module):
 def test_sigterm_saves_and_ends(name, tmp_path):
     flags, place = (*PROOF, "--steps", "5"), str(tmp_path)
     script(name, 2, *flags, "--save", place, plant=asked_to_end)  # exit code 0 on both
-    assert [p.name for p in tmp_path.iterdir()] == ["3"]
+    assert [p.name for p in tmp_path.glob("[!.]*")] == ["3"]
     rest = script(name, 2, *flags, "--resume", place)
     assert len(rest["loss"]) == 2 and rest["check"]["passed"]
 
