@@ -1,7 +1,7 @@
-"""Saved training, with torch.distributed.checkpoint (DCP): what N ranks have saved, any others read.
+"""Saved training: what N ranks have saved, any other number of ranks in any layout reads.
 
     --save DIR [--save-every K]    DIR/100, DIR/200, ..: a folder per checkpoint, named by its steps
-    --resume DIR                   go on from the newest of them that is whole (or from DIR/100 itself)
+    --resume DIR                   go on from the newest that is whole (or from DIR/100 itself)
     --init-from DIR                take the weights alone, and start at step 0
 
 A checkpoint holds whole tensors under the names of the plain model, and their AdamW states as
@@ -11,10 +11,11 @@ lie in its memory, and that is a Piece. So every script and every layout reads e
     rank 0     Piece("up.weight", (8, 4), (0, 0), its rows 0 to 3, writes=True)
     rank 1     Piece("up.weight", (8, 4), (4, 0), its rows 4 to 7, writes=True)
 
-It is written aside and renamed into view: it is there as a whole or not at all, and is checked to
-the last byte (sizes and checksums, in notes.json) before use. The last two are kept. What makes the
-run the same is inside: parameters, AdamW states, the steps behind it (hence the place in the data),
-the flags, every rank's random number generator.
+They are files of torch.distributed.checkpoint (DCP), which torch's own tools read as well. A
+checkpoint is written aside and renamed into view: it is there as a whole or not at all, and is
+checked to the last byte (sizes and checksums, in notes.json) before use. The last two are kept. What
+makes the run the same is inside: parameters, AdamW states, the steps behind it (hence the place in
+the data), the flags, every rank's random number generator.
 
 DIR is a folder that all ranks see. One run at a time saves there: it holds a lock. A folder from
 somebody else can at worst fail to load: tensors are read with weights_only, and DCP's own table of
@@ -175,6 +176,7 @@ Start = namedtuple("Start", "folder steps ranks flag save extra", defaults=(None
 # save     the folder that this run saves to, or ""
 # extra    what the run that wrote it has given to write()
 
+SIZES = ("layers", "width", "vocab")  # other ones would have other names or shapes
 # What the losses of a run and of its continuation depend on. Those that one of the two scripts has
 # no flag for are not compared.
 COURSE = ("heads", "seq", "dtype", "seed", "batch", "data", "pad", "lr", "clip",
@@ -196,9 +198,12 @@ def identity(args):
 def other_course(saved, now, fresh):
     """-> in words, why what is saved is another training than this one's beginning, or "".
 
-    fresh: the weights alone are wanted. Then the heads count, which shapes do not show.
+    fresh: the weights alone are wanted. Of the course of training nothing matters then; but the
+    number of heads does, which no shape shows.
     """
-    names = ["heads"] if fresh else [*COURSE, "held_out", "steps"]
+    names = [*SIZES, "heads"]
+    if not fresh:
+        names += [*COURSE, "held_out", "steps"]
     for name in names:
         if name in saved and name in now and saved[name] != now[name]:
             return f"saved with {name} {saved[name]}, not {now[name]}"
@@ -362,21 +367,21 @@ def claim(folder):
 # ---- what ranks tell each other (no object collectives: these need NumPy) -----
 
 
-def device():
+def collectives_device():
     return "cuda" if dist.get_backend() == "nccl" else "cpu"
 
 
 def told(sentence):
     """-> the sentence of the first rank that has one, the same on all ranks, or ""."""
     data = sentence.encode()
-    sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=device())
+    sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=collectives_device())
     sizes[dist.get_rank()] = len(data)
     dist.all_reduce(sizes)  # partial -> replicated
     speakers = sizes.nonzero().flatten().tolist()
     if not speakers:
         return ""
     first = speakers[0]
-    letters = torch.zeros(int(sizes[first]), dtype=torch.uint8, device=device())
+    letters = torch.zeros(int(sizes[first]), dtype=torch.uint8, device=collectives_device())
     if dist.get_rank() == first:
         letters.copy_(torch.tensor([*data], dtype=torch.uint8))
     dist.broadcast(letters, first)  # the first speaker's -> replicated
@@ -391,11 +396,11 @@ def agree(start):
     """
     if dist.get_backend() == "fake":
         return False
-    ends = torch.tensor([start.steps, -start.steps], device=device())
+    ends = torch.tensor([start.steps, -start.steps], device=collectives_device())
     dist.all_reduce(ends, dist.ReduceOp.MAX)  # each rank's own -> replicated
     last, first = ends.tolist()
-    require(last == -first, code=1, message=f"--resume: the newest checkpoint has {last} steps "
-            f"behind it here, {-first} there")
+    differ = f"the newest checkpoint has {last} steps behind it here, {-first} there"
+    require(last == -first, f"{start.flag or '--resume'}: {differ}", code=1)
     return start.folder is not None
 
 
@@ -403,7 +408,7 @@ def agree(start):
 
 
 class Properties(TensorProperties):
-    """Properties as any torch has written them: newer ones append fields that nothing here needs."""
+    """Properties as any torch has written them: newer ones append what nothing here needs."""
 
     def __setstate__(self, state):
         super().__setstate__(state[:5])
@@ -439,7 +444,7 @@ class TableUnpickler(pickle.Unpickler):
 
 
 def read_table(path):
-    """-> the Metadata in a file of DCP's. Raises UnpicklingError if there is anything else in it."""
+    """-> the Metadata in a file of DCP's. Raises UnpicklingError if anything else is in it."""
     with open(path, "rb") as file:
         table = TableUnpickler(file).load()
     if not isinstance(table, Metadata):
@@ -537,19 +542,23 @@ def attempt(function, *arguments):
 
 def write_part(draft, rank, pieces):
     """This rank's files: its boxes, its random number generators, a table and checksums of them."""
-    boxes = [p for p in pieces if p.writes and p.tensor.numel()]
+    boxes = [piece for piece in pieces if is_written(piece)]
     items = [write_item(number, piece) for number, piece in enumerate(boxes)]
     writer = dcp.FileSystemWriter(draft)
     writer.set_up_storage_writer(False, rank=rank, use_collectives=False)
     plan = writer.prepare_local_plan(SavePlan(items))
     written = writer.write_data(plan, Memory(boxes)).value()
-    writer.finish(Metadata(entries(boxes)), [written])
+    writer.finish(Metadata(entries(pieces)), [written])
     generators = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         generators["cuda"] = torch.cuda.get_rng_state()
     torch.save(generators, draft / f"__{rank}_generators.pt")
     sums = {file.name: checksum(file) for file in draft.glob(f"__{rank}_*")}
     put(draft / f"{rank}.json", json.dumps(sums).encode())
+
+
+def is_written(piece):
+    return piece.writes and piece.tensor.numel() > 0
 
 
 def chunk(piece):
@@ -564,14 +573,28 @@ def write_item(number, piece):
                      tensor_data=data)
 
 
-def entries(boxes):
-    """-> {name: TensorStorageMetadata}, the table of contents of these pieces."""
+def entries(pieces):
+    """-> {name: TensorStorageMetadata} of these pieces: the boxes that are written here.
+
+    What this rank holds and does not write has an entry without boxes, so that a tensor that
+    nobody writes is seen.
+    """
     found = {}
-    for piece in boxes:
-        properties = TensorProperties(dtype=piece.tensor.dtype)
-        entry = TensorStorageMetadata(properties, torch.Size(piece.shape), [])
-        found.setdefault(piece.name, entry).chunks.append(chunk(piece))
+    for piece in pieces:
+        add_entry(found, piece.name, torch.Size(piece.shape), piece.tensor.dtype,
+                  [chunk(piece)] if is_written(piece) else [])
     return found
+
+
+def add_entry(found, name, shape, dtype, boxes):
+    """Adds boxes to the table of contents `found`. The dtype of a tensor is that of its boxes."""
+    entry = TensorStorageMetadata(TensorProperties(dtype=dtype), shape, [])
+    entry = found.setdefault(name, entry)
+    if entry.size != shape:
+        raise ValueError(f"{name} is {tuple(entry.size)} and {tuple(shape)}")
+    if boxes:
+        entry.properties = TensorProperties(dtype=dtype)
+        entry.chunks.extend(boxes)
 
 
 def table_of_ranks(draft):
@@ -581,10 +604,8 @@ def table_of_ranks(draft):
         part = read_table(draft / f"__{rank}.metadata")
         table.storage_data.update(part.storage_data)
         for name, entry in part.state_dict_metadata.items():
-            properties = TensorProperties(dtype=entry.properties.dtype)
-            known = TensorStorageMetadata(properties, entry.size, [])
-            known = table.state_dict_metadata.setdefault(name, known)
-            known.chunks.extend(entry.chunks)
+            add_entry(table.state_dict_metadata, name, entry.size, entry.properties.dtype,
+                      entry.chunks)
     return table
 
 
@@ -592,10 +613,16 @@ def uncovered(table):
     """-> in words, which tensor is not written exactly once, or ""."""
     for name, entry in table.state_dict_metadata.items():
         written = sum(math.prod(box.sizes) for box in entry.chunks)
-        if written != math.prod(entry.size) or overlap(entry.chunks):
+        inside = all(is_inside(box, entry.size) for box in entry.chunks)
+        if written != math.prod(entry.size) or not inside or overlap(entry.chunks):
             return (f"checkpoint: {name} of {tuple(entry.size)} is not written exactly once: "
                     f"{written} of {math.prod(entry.size)} elements, in {len(entry.chunks)} boxes")
     return ""
+
+
+def is_inside(box, shape):
+    ends = [start + size for start, size in zip(box.offsets, box.sizes)]
+    return all(end <= size for end, size in zip(ends, shape))
 
 
 def overlap(boxes):
@@ -675,7 +702,7 @@ def unclaimed(table, pieces, everyones=None):
     held = {piece.name for piece in pieces}
     counts = torch.tensor([name in held for name in names], dtype=torch.int64)
     if everyones is not None:
-        counts = counts.to(device())
+        counts = counts.to(collectives_device())
         everyones(counts)
     for name, count in zip(names, counts.tolist()):
         if count == 0:
@@ -707,6 +734,8 @@ def restore(start, pieces, optimizer):
     start: what begin() has returned. pieces: callable -> this rank's pieces. optimizer: an AdamW
     that has not run yet, or something with its param_groups and state.
     """
+    if not start.flag and not start.save:
+        return
     found = agree(start)
     if start.save:
         other = ""
@@ -729,12 +758,15 @@ def restore(start, pieces, optimizer):
         restore_generators(start)
 
 
-def read_plain(start, model):
-    """Loads the weights of a checkpoint into an ordinary module, in this process alone.
+def read_plain(start, model, optimizer=None):
+    """Loads a checkpoint into an ordinary module, in this process alone.
 
-    Raises ValueError if names or shapes differ.
+    With an AdamW that has not run yet its states are loaded, too. Raises ValueError if names or
+    shapes differ.
     """
-    pieces = pieces_of(model.named_parameters(), None, False)
+    if optimizer is not None:
+        adamw_states(optimizer, start.extra.get("updates", start.steps))
+    pieces = pieces_of(model.named_parameters(), optimizer, False)
     wrong = unclaimed(read_table(Path(start.folder, ".metadata")), pieces)
     if wrong:
         raise ValueError(f"{start.folder}: {wrong}")

@@ -1,0 +1,249 @@
+"""Pieces: any tensor, cut in any way, saved and read back in any other way, exactly."""
+import itertools
+import json
+import math
+import pickle
+import random
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from conftest import run
+from harness import checkpoint
+from harness.checkpoint import Piece, Start, boxes_of_run, piece_of, pieces_of, run_pieces
+
+SHAPES = {"cube.weight": (3, 5, 7), "tok.weight": (13, 5), "norm.bias": (11,), "scale": (),
+          "four.weight": (2, 3, 1, 5)}
+DTYPES = [torch.float64, torch.bfloat16]
+
+
+def values(name, shape, dtype):
+    """The whole tensor: every element another number that bfloat16 can hold."""
+    seed = sum(name.encode())
+    numbers = torch.arange(math.prod(shape), dtype=torch.float64).view(shape) + seed
+    return (numbers % 199).to(dtype)
+
+
+# ---- runs of a flattened tensor ------------------------------------------------
+
+
+def test_boxes_of_a_run_are_the_run():
+    """Every run of a small tensor of 1 to 4 dimensions, in the fewest boxes that 2n - 1 allows."""
+    for shape in [(7,), (3, 4), (2, 3, 4), (2, 3, 2, 2), (4, 1, 3), (1, 1)]:
+        size = math.prod(shape)
+        whole = torch.arange(size).view(shape)
+        for low, high in itertools.combinations_with_replacement(range(size + 1), 2):
+            boxes = boxes_of_run(shape, low, high)
+            assert len(boxes) <= 2 * len(shape) - 1
+            found = []
+            for start, box, begin in boxes:
+                cut = whole[tuple(slice(a, a + n) for a, n in zip(start, box))]
+                assert cut.shape == box and cut.flatten()[0] == begin
+                found += cut.flatten().tolist()
+            assert found == list(range(low, high)), (shape, low, high)
+
+
+def test_run_pieces_leave_out_what_is_not_of_the_tensor():
+    """A flat shard that begins in the parameter before and ends in padding."""
+    flat = torch.arange(-3, 20)
+    pieces = run_pieces("w", (3, 5), -3, flat, True)
+    assert [p.start for p in pieces] == [(0, 0)]
+    assert torch.equal(pieces[0].tensor, torch.arange(15).view(3, 5))
+    assert run_pieces("w", (3, 5), 15, flat, True) == []
+    assert run_pieces("w", (3, 5), -99, flat, True) == []
+    pieces[0].tensor.zero_()
+    assert flat[3:18].eq(0).all() and flat[2] == -1 and flat[18] == 15  # views, not copies
+
+
+# ---- a round trip --------------------------------------------------------------
+
+
+def cut(rng, shape):
+    """A random partition of a box that begins at 0 -> [(start, shape of the part)]."""
+    parts = [((0,) * len(shape), shape)]
+    for _ in range(rng.randrange(6)):
+        if not shape:
+            break
+        start, box = parts.pop(rng.randrange(len(parts)))
+        dim = rng.randrange(len(shape))
+        at = rng.randrange(box[dim] + 1)  # 0 and the whole give a part without elements
+        first = [*box]
+        first[dim] = at
+        second = [*box]
+        second[dim] = box[dim] - at
+        behind = [*start]
+        behind[dim] += at
+        parts += [(start, tuple(first)), (tuple(behind), tuple(second))]
+    return parts
+
+
+def boxes_for(rng, dtype, world, rank):
+    """Pieces of all of SHAPES, dealt to ranks at random, some held twice -> those of this rank."""
+    pieces = []
+    for name, shape in SHAPES.items():
+        whole = values(name, shape, dtype)
+        for start, box in cut(rng, shape):
+            writer = rng.randrange(world)
+            twin = rng.randrange(world)
+            part = whole[tuple(slice(a, a + n) for a, n in zip(start, box))].clone()
+            for holder, writes in ((writer, True), (twin, False)):
+                if holder == rank:
+                    pieces.append(Piece(name, shape, start, part.clone(), writes))
+    return pieces
+
+
+def runs_for(rng, dtype, world, rank):
+    """The same tensors laid end to end and cut into runs, as flat shards are."""
+    begin = 0
+    pieces = []
+    total = sum(math.prod(shape) for shape in SHAPES.values())
+    ends = sorted(rng.randrange(total) for _ in range(world - 1))
+    mine = [0, *ends, total][rank:rank + 2]
+    shard = torch.cat([values(name, shape, dtype).flatten() for name, shape in SHAPES.items()])
+    shard = shard[mine[0]:mine[1]].clone()
+    for name, shape in SHAPES.items():
+        pieces += run_pieces(name, shape, mine[0] - begin, shard, True)
+        begin += math.prod(shape)
+    return pieces
+
+
+def check_values(pieces):
+    for piece in pieces:
+        whole = values(piece.name, piece.shape, piece.tensor.dtype)
+        index = tuple(slice(a, a + n) for a, n in zip(piece.start, piece.tensor.shape))
+        assert torch.equal(piece.tensor, whole[index]), piece
+
+
+def round_trips(folder, seeds):
+    """Whatever has been saved as boxes or runs is read back as others, in either dtype."""
+    world = dist.get_world_size()
+    rank = dist.get_rank()
+    for seed in range(seeds):
+        rng = random.Random(seed)  # the same on every rank
+        makers = [rng.choice([boxes_for, runs_for]) for _ in range(2)]
+        kinds = [rng.choice(DTYPES) for _ in range(2)]
+        saved = makers[0](rng, kinds[0], world, rank)
+        assert checkpoint.write(folder, seed + 1, saved, {}, keep=seed)
+        wanted = makers[1](rng, kinds[1], world, rank)
+        for piece in wanted:
+            piece.tensor.fill_(-1)
+        checkpoint.load(Path(folder, str(seed + 1)), wanted)
+        check_values(wanted)
+    kept = sorted(int(path.name) for path in Path(folder).glob("[0-9]*"))
+    assert kept == [seeds - 1, seeds]
+    whole = checkpoint.read_whole(Path(folder, str(seeds)))
+    assert whole.keys() == SHAPES.keys()
+    for name, tensor in whole.items():
+        assert tensor.dtype == kinds[0]
+        assert torch.equal(tensor, values(name, SHAPES[name], kinds[0]))
+
+
+@pytest.mark.parametrize("world, seeds", [(1, 6), (3, 30)])
+def test_round_trips(world, seeds, tmp_path):
+    run(round_trips, world, str(tmp_path), seeds)
+
+
+def read_by_torch(folder):
+    """Other tools read it: torch's own makes a file for torch.load of it."""
+    rng = random.Random(1)
+    pieces = boxes_for(rng, torch.float64, dist.get_world_size(), dist.get_rank())
+    checkpoint.write(folder, 7, pieces, {})
+    if dist.get_rank() == 0:
+        dcp_to_torch_save(f"{folder}/7", f"{folder}/whole.pt")
+        for name, tensor in torch.load(f"{folder}/whole.pt").items():
+            assert torch.equal(tensor, values(name, SHAPES[name], torch.float64))
+    dist.barrier()
+
+
+def test_torch_reads_it(tmp_path):
+    run(read_by_torch, 2, str(tmp_path))
+
+
+# ---- what must not be saved ----------------------------------------------------
+
+
+def holes(folder):
+    """Something is missing, held but not written, written twice, or outside: an error each."""
+    rank = dist.get_rank()
+    half = torch.zeros(2, 3)
+    good = [Piece("w", (4, 3), (2 * rank, 0), half, True)]
+    assert checkpoint.write(folder, 1, good, {})
+    twice = [Piece("w", (4, 3), (rank, 0), half, True)]
+    missing = [Piece("w", (4, 3), (2 * rank, 0), half, rank == 0)]
+    nobody = [*good, Piece("b", (4, 3), (2 * rank, 0), half, False)]
+    outside = [Piece("w", (4, 3), (2 * rank, rank), half, True)]
+    uneven = [Piece("w", (5, 3), (2 * rank, 0), torch.zeros(2 + rank, 3), True)]
+    for wrong in twice, missing, nobody, outside:
+        with pytest.raises(RuntimeError, match="is not written exactly once"):
+            checkpoint.write(folder, 2, wrong, {}, keep=1)
+    assert checkpoint.write(folder, 3, uneven, {}, keep=1)
+    assert sorted(path.name for path in Path(folder).glob("*")) == ["1", "3"]
+
+
+def test_every_tensor_is_written_exactly_once(tmp_path):
+    run(holes, 2, str(tmp_path))
+
+
+# ---- modules, DTensors, AdamW ----------------------------------------------------
+
+
+def trained(seed):
+    """A small model after an AdamW step: two groups, one of them fused, one parameter frozen."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
+    model[1].bias.requires_grad_(False)
+    groups = [{"params": [model[0].weight, model[1].weight, model[1].bias]},
+              {"params": [model[0].bias], "weight_decay": 0, "fused": True}]
+    return model, torch.optim.AdamW(groups, lr=0.1)
+
+
+def groups_come_back(folder):
+    """Each group's moments and steps are what they were, and the next step is the same."""
+    model, optimizer = trained(0)
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    pieces = pieces_of(model.named_parameters(), optimizer, True)
+    assert len(pieces) == 4 + 2 * 3
+    checkpoint.write(folder, 1, pieces, {})
+    other, again = trained(1)
+
+    def fresh():
+        return pieces_of(other.named_parameters(), again, True)
+
+    checkpoint.restore(Start(Path(folder, "1"), 1, 1, "--resume"), fresh, again)
+    assert again.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
+    torch.testing.assert_close(again.state_dict(), optimizer.state_dict(), rtol=0, atol=0)
+    for one, its in ((model, optimizer), (other, again)):
+        one.zero_grad()
+        one(torch.ones(3)).square().sum().backward()
+        its.step()
+    torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=0, atol=0)
+
+
+def test_groups(tmp_path):
+    run(groups_come_back, 1, str(tmp_path))
+
+
+def dtensors(folder):
+    """Cut unevenly, replicated, both: saved once and read into another placement."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    wholes = {name: values(name, shape, torch.float64) for name, shape in SHAPES.items() if shape}
+    placed = [[Replicate(), Shard(0)], [Shard(0), Replicate()], [Replicate(), Replicate()],
+              [Shard(0), Shard(0)]]
+    for steps, (first, second) in enumerate(itertools.permutations(placed, 2), 1):
+        state = {name: distribute_tensor(t, mesh, first) for name, t in wholes.items()}
+        pieces = [piece_of(name, t, True) for name, t in state.items()]
+        checkpoint.write(folder, steps, pieces, {})
+        state = {name: distribute_tensor(t * 0, mesh, second) for name, t in wholes.items()}
+        checkpoint.load(Path(folder, str(steps)), [piece_of(n, t, 0) for n, t in state.items()])
+        for name, t in state.items():
+            assert isinstance(t, DTensor) and torch.equal(t.full_tensor(), wholes[name]), name
+
+
+def test_dtensors(tmp_path):
+    run(dtensors, 4, str(tmp_path))
