@@ -1,11 +1,13 @@
-"""Everything the scripts share, and nothing about parallelism.
+"""What the nine scripts share, and nothing about parallelism.
 
   GPT          GPT-2, plain, written so that each script can change one thing
   get_batch    real text; any rank can make any part of any step's global batch
   arguments    the flags every script takes; bad usage is one line and exit code 2
-  Run          one run of a script: process group, steps, clock, the plain GPT's steps, report
+  Side, Run    one run of a script: process group, steps, rate, clock, checkpoints, the plain GPT's
+               steps, report; main() of ddp.py shows the order of use
 
-measure.py counts bytes and compares training runs; guard.py sees to it that no run fails silently.
+The instruments that a run uses are in harness/: the ledger of bytes, the comparison with one
+process, checkpoints, the guard against silent failures.
 """
 import argparse
 import contextlib
@@ -14,33 +16,42 @@ import json
 import math
 import os
 import random
+import re
+import socket
 import statistics
 import sys
 import sysconfig
-import time
 import zlib
 from collections import namedtuple
+from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from harness import guard
+from harness import checkpoint, guard, report
+from harness.clock import Clock
 from harness.compare import Trace, compare
-from harness.ledger import Ledger
-from harness.report import show
-from harness.usage import ANY, POSITIVE, require
+from harness.ledger import Ledger, held_by
+from harness.usage import ANY, POSITIVE, launched, program, require
 
 # ---- the GPT -----------------------------------------------------------------
 # B batch   T sequence   C width   H heads   D = C/H head width   V vocabulary   L layers
 
 GPTConfig = namedtuple("GPTConfig", "layers width heads vocab seq", defaults=(4, 128, 4, 256, 128))
-PRESETS = {"toy": GPTConfig(), "gpt2": GPTConfig(12, 768, 12, 50257, 1024),
-           "gpt2-medium": GPTConfig(24, 1024, 16, 50257, 1024), "gpt2-large": GPTConfig(36, 1280, 20, 50257, 1024),
-           "gpt2-xl": GPTConfig(48, 1600, 25, 50257, 1024), "gpt3-175b": GPTConfig(96, 12288, 96, 50257, 2048)}
+PRESETS = {
+    "toy": GPTConfig(),
+    "gpt2": GPTConfig(12, 768, 12, 50257, 1024),
+    "gpt2-medium": GPTConfig(24, 1024, 16, 50257, 1024),
+    "gpt2-large": GPTConfig(36, 1280, 20, 50257, 1024),
+    "gpt2-xl": GPTConfig(48, 1600, 25, 50257, 1024),
+    "gpt3-175b": GPTConfig(96, 12288, 96, 50257, 2048),
+}
 
 
 def attend(q, k, v):
@@ -53,12 +64,17 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = cfg.width // cfg.heads
         # q, k, v apart, not fused: a slice of rows is then a set of heads
-        self.q, self.k, self.v, self.out = (nn.Linear(cfg.width, cfg.width) for _ in range(4))
+        self.q = nn.Linear(cfg.width, cfg.width)
+        self.k = nn.Linear(cfg.width, cfg.width)
+        self.v = nn.Linear(cfg.width, cfg.width)
+        self.out = nn.Linear(cfg.width, cfg.width)
         self.attend = attend  # an attribute, so that it can be exchanged
 
     def forward(self, x):  # (B, T, C)
         B, T, _ = x.shape
-        q, k, v = (f(x).view(B, T, -1, self.head_dim).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q = self.q(x).view(B, T, -1, self.head_dim).transpose(1, 2)
+        k = self.k(x).view(B, T, -1, self.head_dim).transpose(1, 2)
+        v = self.v(x).view(B, T, -1, self.head_dim).transpose(1, 2)
         y = self.attend(q, k, v)  # (B, H, T, D); H is however many heads this rank holds
         return self.out(y.transpose(1, 2).reshape(B, T, -1))
 
@@ -66,7 +82,8 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, cfg):
         super().__init__()
-        self.up, self.down = nn.Linear(cfg.width, 4 * cfg.width), nn.Linear(4 * cfg.width, cfg.width)
+        self.up = nn.Linear(cfg.width, 4 * cfg.width)
+        self.down = nn.Linear(4 * cfg.width, cfg.width)
 
     def forward(self, x):
         return self.down(F.gelu(self.up(x), approximate="tanh"))
@@ -75,8 +92,10 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, cfg):
         super().__init__()
-        self.norm1, self.attn = nn.LayerNorm(cfg.width), Attention(cfg)
-        self.norm2, self.mlp = nn.LayerNorm(cfg.width), MLP(cfg)
+        self.norm1 = nn.LayerNorm(cfg.width)
+        self.attn = Attention(cfg)
+        self.norm2 = nn.LayerNorm(cfg.width)
+        self.mlp = MLP(cfg)
 
     def forward(self, x):
         x = x + self.attn(self.norm1(x))
@@ -86,16 +105,18 @@ class Block(nn.Module):
 class GPT(nn.Module):
     def __init__(self, cfg):
         super().__init__()
-        self.tok, self.pos = nn.Embedding(cfg.vocab, cfg.width), nn.Embedding(cfg.seq, cfg.width)
+        self.tok = nn.Embedding(cfg.vocab, cfg.width)
+        self.pos = nn.Embedding(cfg.seq, cfg.width)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
-        self.norm, self.head = nn.LayerNorm(cfg.width), nn.Linear(cfg.width, cfg.vocab, bias=False)
+        self.norm = nn.LayerNorm(cfg.width)
+        self.head = nn.Linear(cfg.width, cfg.vocab, bias=False)
         self.head.weight = self.tok.weight  # tied: one parameter, called tok.weight
 
-    def embed(self, idx, start=0):  # (B, T) -> (B, T, C)
-        return self.tok(idx) + self.pos(torch.arange(start, start + idx.shape[1], device=idx.device))
+    def embed(self, idx):  # (B, T) -> (B, T, C)
+        return self.tok(idx) + self.pos(torch.arange(idx.shape[1], device=idx.device))
 
-    def forward(self, idx, start=0):  # (B, T) -> (B, T, V); start is the global position of idx[:, 0]
-        x = self.embed(idx, start)
+    def forward(self, idx):  # (B, T) -> (B, T, V)
+        x = self.embed(idx)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
@@ -103,15 +124,23 @@ class GPT(nn.Module):
 
 @torch.no_grad()
 def init_weights(module, layers, seed, prefix=""):
-    """GPT-2's N(0, 0.02), smaller by 1/sqrt(2L) on residual projections. Every parameter is drawn by its own full name
-    (prefix + its name in module): any part of the model can be made anywhere, in any order, with the same values."""
+    """GPT-2's N(0, 0.02), smaller by 1/sqrt(2L) on residual projections.
+
+    Every parameter is drawn by its own full name, prefix + its name in module: any part of the
+    model can be made anywhere, in any order, with the same values.
+    """
     for name, p in module.named_parameters(prefix=prefix):
         if p.dim() == 2:
-            std = 0.02 / math.sqrt(2 * layers) if name.endswith(("out.weight", "down.weight")) else 0.02
+            std = 0.02
+            if name.endswith(("out.weight", "down.weight")):
+                std = 0.02 / math.sqrt(2 * layers)
             rng = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-            p.copy_(torch.empty(p.shape, dtype=torch.float32).normal_(0, std, generator=rng))
+            drawn = torch.empty(p.shape, dtype=torch.float32).normal_(0, std, generator=rng)
+            p.copy_(drawn)
+        elif "norm" in name and name.endswith("weight"):
+            p.fill_(1.0)
         else:
-            p.fill_("norm" in name and name.endswith("weight"))
+            p.zero_()
 
 
 def build(cfg, seed, device="cpu", dtype=torch.float32):
@@ -125,58 +154,149 @@ def build(cfg, seed, device="cpu", dtype=torch.float32):
     return model
 
 
+def freeze(model, pattern):
+    """Train the parameters whose names the regular expression finds, and no others -> how many."""
+    found = 0
+    for name, p in model.named_parameters():
+        p.requires_grad_(re.search(pattern, name) is not None)
+        found += p.requires_grad
+    return found
+
+
 def loss_sum(logits, targets):
-    """(.., V), (..) -> sum of token losses, in fp32 or better. Divide it by the valid targets of the global batch."""
-    logits = logits.float() if logits.dtype.itemsize == 2 else logits
-    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=IGNORE, reduction="sum")
+    """(.., V), (..) -> sum of token losses, in fp32 or better.
+
+    Divide it by the valid targets of the global batch.
+    """
+    if logits.dtype.itemsize == 2:
+        logits = logits.float()
+    flat = logits.flatten(0, -2)  # (B T, V)
+    return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
 def clip_gradients(parameters, clip, norm=None):
-    """To a norm of at most clip (0: any) -> the norm. If that is inf or nan they stay: guard.fault says whose it is."""
-    parameters = list(parameters)
-    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]) if norm is None else norm
-    nn.utils.clip_grads_with_norm_(parameters, clip or math.inf, norm.nan_to_num(0, posinf=0))
+    """Scale the gradients down to a norm of at most clip (0: any) -> the norm before.
+
+    If the norm is inf or nan they stay as they are: guard.fault then says whose fault it is.
+    """
+    parameters = [p for p in parameters if p.grad is not None]
+    if norm is None:  # TRANSITION: no argument
+        norm = nn.utils.get_total_norm([p.grad for p in parameters])
+    finite = norm.nan_to_num(0, posinf=0)
+    nn.utils.clip_grads_with_norm_(parameters, clip or math.inf, finite)
     return norm
 
 
 def adamw(parameters, lr):
-    # Llama's eps. With 1e-8, Adam makes whole steps of the rounding errors in gradients that are zero (key biases)
+    # Llama's eps. With 1e-8 Adam makes whole steps of the rounding errors in gradients that are
+    # zero (key biases)
     return torch.optim.AdamW(parameters, lr=lr, betas=(0.9, 0.95), eps=1e-5, fused=True)
+
+
+def learning_rate(step, args):
+    """The rate of a step, from --lr, --warmup, --decay and --min-lr: a pure function.
+
+    It climbs in a straight line for `warmup` steps, the last of which has the full rate. From then
+    on it stays, or falls towards min_lr, which the step after the last would have: in a straight
+    line or along half a cosine (Loshchilov 2017, "SGDR", arXiv:1608.03983, equation 5).
+    """
+    if step < args.warmup:
+        return args.lr * (step + 1) / args.warmup
+    done = (step - args.warmup) / (args.steps - args.warmup)  # of the fall, from 0 to nearly 1
+    if args.decay == "linear":
+        return args.lr + (args.min_lr - args.lr) * done
+    if args.decay == "cosine":
+        return args.min_lr + (args.lr - args.min_lr) * (1 + math.cos(math.pi * done)) / 2
+    return args.lr
 
 
 # ---- data --------------------------------------------------------------------
 
 IGNORE = -100  # a target that is not predicted
+HELD_OUT = 20  # one part in so many of the text is held out for validation, its end
+EVAL_BATCHES = 8  # of it are read, at most
 
 
 def load_corpus(path, seq):
-    """The bytes of a text file, of a folder's files, or (path "") of the standard library's sources -> (n,) uint8."""
+    """The bytes of a text file or of a folder's files, in order -> (n,) uint8.
+
+    path "" is the standard library's sources. Bad: one line, exit code 2.
+    """
     root = Path(path or sysconfig.get_paths()["stdlib"])
     require(root.exists(), f"--data {path}: no such file or folder")
+    require(root.is_file() or root.is_dir(), f"--data {path}: every rank reads it, so a pipe "
+            "does not do; give a file or a folder")
     try:
-        files = [root] if root.is_file() else sorted(f for f in root.glob("**/*" if path else "*.py") if f.is_file())
-        text = bytearray(b"\n".join(f.read_bytes() for f in files))
+        files = [root]
+        if root.is_dir():
+            pattern = "**/*" if path else "*.py"
+            files = sorted(file for file in root.glob(pattern) if file.is_file())
+        text = bytearray(b"\n".join(file.read_bytes() for file in files))
     except OSError as error:
         require(False, f"--data {path}: {error.strerror}: {error.filename or path}")
-    require(len(text) > seq, f"--data {root}: {len(text)} bytes in {len(files)} files, but --seq {seq} needs {seq + 1}")
+    require(len(text) > seq, f"--data {root}: {len(text)} bytes in {len(files)} files, but "
+            f"--seq {seq} needs {seq + 1}")
     return torch.frombuffer(text, dtype=torch.uint8)
 
 
-def get_batch(corpus, seq, seed, step, batch, pad=0.0, rows=None):
-    """A pure function: rows (default: all) of a step's global batch -> inputs, targets (rows, T) int64, valid.
+def hold_out(corpus, seq):
+    """-> the text to train on, and its end, which is not trained on: one window at least."""
+    size = max(len(corpus) // HELD_OUT, seq + 1)
+    require(len(corpus) - size > seq, f"--data: {len(corpus)} bytes are too few to hold out "
+            f"--seq {seq} + 1 of them for --eval-every")
+    return corpus[:-size], corpus[-size:]
 
-    valid is the number of targets that are not IGNORE in the whole global batch, whatever `rows` is.
+
+def get_batch(corpus, seq, seed, step, batch, pad=0.0, rows=None):
+    """A pure function: rows (default: all) of a step's global batch of `batch` sequences.
+
+    -> inputs, targets (rows, T) int64, valid: the number of targets that are not IGNORE in the
+    whole global batch, whatever `rows` is.
     """
     rng = random.Random(f"{seed} {step}")
     starts = [rng.randrange(len(corpus) - seq) for _ in range(batch)]
-    # uneven on purpose: half of the sequences lose nothing, the others up to 4 x pad of their targets, but one is left
-    tails = [min(seq - 1, int(4 * pad * seq * rng.random() * rng.randrange(2))) for _ in range(batch)]
-    rows = range(batch) if rows is None else rows
-    text = torch.stack([corpus[starts[i]:starts[i] + seq + 1] for i in rows]).long()
-    x, y = text[:, :-1].clone(), text[:, 1:].clone()  # not contiguous(): of a single row that is no copy
+    tails = []
+    for _ in range(batch):
+        # uneven on purpose: half of the sequences lose nothing, the others up to 4 x pad of their
+        # targets, but one is left
+        tail = int(4 * pad * seq * rng.random() * rng.randrange(2))
+        tails.append(min(seq - 1, tail))
+    if rows is None:
+        rows = range(batch)
+    x, y = windows(corpus, seq, [starts[i] for i in rows])
     for i, row in zip(rows, y):
         row[seq - tails[i]:] = IGNORE
     return x, y, batch * seq - sum(tails)
+
+
+def windows(corpus, seq, starts):
+    """-> inputs, targets (len(starts), T) int64: the text from each start, and one further."""
+    text = torch.stack([corpus[start:start + seq + 1] for start in starts]).long()
+    return text[:, :-1].clone(), text[:, 1:].clone()  # not contiguous(): of one row that is no copy
+
+
+def held_out_batches(text, seq, batch):
+    """How many batches of windows, end to end, validation reads of this text."""
+    count = (len(text) - 1) // seq
+    return min(EVAL_BATCHES, -(-count // batch))
+
+
+def held_out_batch(text, seq, k, batch, rows=None):
+    """Batch k of the held-out text's windows -> inputs, targets (rows, T), valid in the whole
+    batch.
+
+    Rows beyond the last window have no valid target.
+    """
+    count = (len(text) - 1) // seq
+    if rows is None:
+        rows = range(batch)
+    numbers = [k * batch + i for i in rows]
+    x, y = windows(text, seq, [seq * (number % count) for number in numbers])
+    for number, row in zip(numbers, y):
+        if number >= count:
+            row[:] = IGNORE
+    there = min(batch, count - k * batch)
+    return x, y, there * seq
 
 
 def share(n, parts, i):
@@ -187,110 +307,341 @@ def share(n, parts, i):
 # ---- flags -------------------------------------------------------------------
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
-FLAGS = {  # name: (default, help[, choices or bounds]); a type as default: none unless given
-    "impl": ("scratch", "ours, torch's own, or both in turn and timed", ("scratch", "torch", "both")),
-    "model": ("toy", "a preset, whose sizes the next five override", tuple(PRESETS)),
-    "layers": (int, "L, transformer blocks", POSITIVE), "width": (int, "C, embedding width", POSITIVE),
-    "heads": (int, "H, attention heads", POSITIVE), "vocab": (int, "V; text is bytes: 256 or more", (256, sys.maxsize)),
-    "seq": (int, "T, sequence length", POSITIVE),
-    "batch": (int, "B, sequences per step over all ranks (8, or one per rank)", POSITIVE),
-    "steps": (20, "optimizer steps", POSITIVE), "lr": (1e-3, "AdamW learning rate", (1e-12, 1e3)),
-    "clip": (1.0, "largest gradient norm, 0: no clipping", ANY), "seed": (0, "of weights and batches", ANY),
-    "data": ("", "text FILE or folder (default: Python's own sources)"),
-    "pad": (0.0, "fraction of targets to ignore, unevenly (above 0.25: less)", (0, 0.99)),
-    "dtype": ("fp32", "of parameters and arithmetic", tuple(DTYPES)),
-    "device": ("auto", "auto: GPUs where there are any", ("auto", "cpu", "cuda")),
-    "check": (True, "replay the steps with the plain GPT and compare"),
-    "watch": (0, "compare all ranks' parameters after every so many steps", ANY),
-    "timeout": (int, "seconds until ranks give up a collective (30, over NCCL 600)", (1, 10**6)),
-    "dry_run": (int, "be one of this many ranks, without the others and without memory", POSITIVE),
-    "rank": (0, "which one (dry run only)", ANY), "json": ("", "FILE for the report"),
-    "profile": ("", "folder for a torch.profiler trace of each rank"),
+
+# default: a value, or a type for a flag that has none; True makes --name and --no-name
+# limits: the choices, the bounds of a number, or None
+Flag = namedtuple("Flag", "default help limits", defaults=(None,))
+
+MODEL_FLAGS = {
+    "impl": Flag("scratch", "ours, torch's own, or both in turn", ("scratch", "torch", "both")),
+    "model": Flag("toy", "a preset, whose sizes the next five override", tuple(PRESETS)),
+    "layers": Flag(int, "L, transformer blocks", POSITIVE),
+    "width": Flag(int, "C, embedding width", POSITIVE),
+    "heads": Flag(int, "H, attention heads", POSITIVE),
+    "vocab": Flag(int, "V; text is bytes: 256 or more", (256, sys.maxsize)),
+    "seq": Flag(int, "T, sequence length", POSITIVE),
+    "dtype": Flag("fp32", "of parameters and arithmetic", tuple(DTYPES)),
+    "device": Flag("auto", "auto: GPUs where there are any", ("auto", "cpu", "cuda")),
 }
+TRAINING_FLAGS = {
+    "batch": Flag(int, "B, sequences per step over all ranks (8, or one per rank)", POSITIVE),
+    "steps": Flag(20, "optimizer steps", POSITIVE),
+    "lr": Flag(1e-3, "AdamW learning rate", (1e-12, 1e3)),
+    "warmup": Flag(0, "steps in which the rate climbs to --lr", ANY),
+    "decay": Flag("none", "how it falls to --min-lr afterwards", ("none", "linear", "cosine")),
+    "min_lr": Flag(0.0, "where --decay ends, one step after the last", (0, 1e3)),
+    "clip": Flag(1.0, "largest gradient norm, 0: no clipping", ANY),
+    "seed": Flag(0, "of weights and batches", ANY),
+    "data": Flag("", "text FILE or folder (default: Python's own sources)"),
+    "pad": Flag(0.0, "fraction of targets to ignore, unevenly (above 0.25: less)", (0, 0.99)),
+    "train": Flag("", "regular expression: train parameters it finds, freeze the others"),
+    "eval_every": Flag(0, "steps between losses on text that is held out", ANY),
+}
+RUN_FLAGS = {
+    "check": Flag(True, "replay the steps with the plain GPT and compare"),
+    "watch": Flag(0, "compare all ranks' parameters after every so many steps", ANY),
+    "timeout": Flag(int, "seconds until ranks give up a collective (30, NCCL 600)", (1, 10**6)),
+    "dry_run": Flag(int, "be one of so many ranks, without the others or memory", POSITIVE),
+    "rank": Flag(0, "which one (dry run only)", ANY),
+    "json": Flag("", "FILE for the report"),
+    "log": Flag("", "FILE for a line of JSON per step (--log-file through torchrun)"),
+    "profile": Flag("", "folder for a torch.profiler trace of each rank"),
+    "save": Flag("", "folder for checkpoints, each in a folder named by its steps"),
+    "save_every": Flag(0, "steps between checkpoints (0: one, at the end)", ANY),
+    "resume": Flag("", "go on from the newest checkpoint in this folder, on any ranks"),
+    "init_from": Flag("", "start with the weights of the newest checkpoint in this folder"),
+}
+FLAGS = {**MODEL_FLAGS, **TRAINING_FLAGS, **RUN_FLAGS}
 
 
 def arguments(doc, **own):
-    """The common flags plus a script's own, e.g. micro=(4, "micro-batches", POSITIVE) -> args, all of them in bounds.
+    """The common flags and a script's own, e.g. micro=Flag(4, "micro-batches", POSITIVE) -> args.
 
-    args.cfg is the GPTConfig and args.world_size the ranks, those of a dry run too, so that a script can `require`
-    what it needs before anything is built. A default of True makes --name and --no-name.
+    Every value is in its bounds. args.cfg is the GPTConfig, args.world_size the ranks, those of a
+    dry run too, so that a script can `require` what it needs before anything is built.
     """
-    parser = argparse.ArgumentParser(description=doc.split("\n")[0], usage="%(prog)s [flags]", allow_abbrev=False,
-                                     formatter_class=lambda prog: argparse.HelpFormatter(prog, 2, 30, 110))
-    parser.error, flags = lambda message: require(False, message), {**own, **FLAGS}
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
-    for name, (default, text, *limits) in flags.items():
-        options = {"help": text, "default": None if isinstance(default, type) else default}
-        if isinstance(default, bool):
-            options["action"] = argparse.BooleanOptionalAction if default else "store_true"
-        else:
-            options["type"] = default if isinstance(default, type) else type(default)
-            options["help"] += f" ({default})" if options["default"] not in (None, "") else ""
-            options["choices"] = limits[0] if limits and isinstance(limits[0][0], str) else None
-            options["metavar"] = None if options["choices"] else name[0].upper()
-        parser.add_argument("--" + name.replace("_", "-"), **options)
-    args = parser.parse_args()
-    for name, (_, _, *limits) in flags.items():
-        value = getattr(args, name)
-        if limits and isinstance(value, (int, float)):
-            low, high = limits[0]
-            require(low <= value <= high, f"--{name.replace('_', '-')} {value}: must be {low:g} or more"
-                    + f", {high:g} or less" * (high < sys.maxsize or value > high))
-    args.cfg = cfg = GPTConfig(*(getattr(args, n) or size for n, size in PRESETS[args.model]._asdict().items()))
-    args.world_size = args.dry_run or ranks
-    args.batch = args.batch or max(8, args.world_size)
-    require(cfg.width % cfg.heads == 0, f"--heads {cfg.heads} does not divide --width {cfg.width}")
-    require(not args.dry_run or ranks == 1, f"--dry-run is one rank alone: use python, not torchrun with {ranks}")
-    require(args.rank < (args.dry_run or 1), f"--rank {args.rank}: is for --dry-run, up to {args.world_size - 1}")
-    require(args.device != "cuda" or torch.cuda.is_available(), "--device cuda: torch finds no GPU")
-    folder = os.path.dirname(os.path.abspath(args.json or "x"))
-    require(os.path.isdir(folder) and os.access(folder, os.W_OK), f"--json {args.json}: no such folder to write to")
-    require(not os.path.isdir(args.json), f"--json {args.json}: is a folder, give a file")
-    require(not os.path.isfile(args.profile), f"--profile {args.profile}: is a file, give a folder")
+    flags = {**own, **FLAGS}
+    flags = {name: Flag(*flag) for name, flag in flags.items()}  # TRANSITION
+    args = parse(doc, flags)
+    for name, flag in flags.items():
+        check_bounds(name, getattr(args, name), flag.limits)
+    try:
+        launch = launched()
+    except ValueError as error:
+        require(False, error)
+    resolve(args, launch)
+    refuse(args, launch)
     return args
+
+
+def parse(doc, flags):
+    def wide(prog):
+        return argparse.HelpFormatter(prog, max_help_position=30, width=100)
+
+    parser = argparse.ArgumentParser(
+        description=doc.split("\n")[0],
+        usage="%(prog)s [flags]",
+        allow_abbrev=False,
+        formatter_class=wide,
+    )
+    parser.error = lambda message: require(False, message)
+    for name, flag in flags.items():
+        add_flag(parser, name, flag)
+    return parser.parse_args()
+
+
+# A second name for a flag: torchrun's parser takes --log for one of its own that begin so
+SECOND_NAMES = {"log": "--log-file"}
+
+
+def add_flag(parser, name, flag):
+    option = "--" + name.replace("_", "-")
+    if flag.default is True:
+        both = argparse.BooleanOptionalAction
+        parser.add_argument(option, help=flag.help, default=True, action=both)
+        return
+    if flag.default is False:
+        parser.add_argument(option, help=flag.help, default=False, action="store_true")
+        return
+    kind = type(flag.default)
+    default = flag.default
+    text = flag.help
+    if kind is type:
+        kind = flag.default
+        default = None
+    elif default != "":
+        text += f" ({default})"
+    if flag.limits and isinstance(flag.limits[0], str):
+        parser.add_argument(option, help=text, default=default, choices=flag.limits)
+    else:
+        options = [option]
+        if name in SECOND_NAMES:
+            options.append(SECOND_NAMES[name])
+        metavar = name[0].upper()
+        parser.add_argument(*options, help=text, default=default, type=kind, metavar=metavar)
+
+
+def check_bounds(name, value, limits):
+    if limits is None or not isinstance(value, (int, float)):
+        return
+    low, high = limits
+    bounds = f"{low:g} or more"
+    if high < sys.maxsize or value > high:
+        bounds += f", {high:g} or less"
+    require(low <= value <= high, f"--{name.replace('_', '-')} {value}: must be {bounds}")
+
+
+def resolve(args, launch):
+    """Fill in what presets and defaults leave to be said, so that a report shows what was used."""
+    preset = PRESETS[args.model]
+    for name in GPTConfig._fields:
+        if getattr(args, name) is None:
+            setattr(args, name, getattr(preset, name))
+    args.cfg = GPTConfig(*(getattr(args, name) for name in GPTConfig._fields))
+    args.world_size = args.dry_run or launch.world_size
+    if args.batch is None:
+        args.batch = max(8, args.world_size)
+
+
+def refuse(args, launch):
+    """What no script can do ends here, in one line."""
+    cfg = args.cfg
+    ranks = launch.world_size
+    require(cfg.width % cfg.heads == 0, f"--heads {cfg.heads} does not divide --width {cfg.width}")
+    require(not args.dry_run or ranks == 1,
+            f"--dry-run is one rank alone: use python, not torchrun with {ranks}")
+    require(args.rank < (args.dry_run or 1),
+            f"--rank {args.rank}: is for --dry-run, up to {args.world_size - 1}")
+    if args.device == "cuda" and args.dry_run:
+        require(torch.backends.cuda.is_built(), "--device cuda: this torch has no CUDA")
+    elif args.device == "cuda":
+        require(torch.cuda.is_available(), "--device cuda: torch finds no GPU")
+    require(args.min_lr <= args.lr, f"--min-lr {args.min_lr} is above --lr {args.lr}")
+    require(args.warmup < args.steps or not args.warmup,
+            f"--warmup {args.warmup}: leave a step of --steps {args.steps} for the full rate")
+    try:
+        re.compile(args.train)
+    except re.error as error:
+        require(False, f"--train {args.train}: no regular expression: {error}")
+    for flag in ("json", "log"):
+        refuse_file("--" + flag, getattr(args, flag))
+    require(not os.path.isfile(args.profile), f"--profile {args.profile}: is a file, give a folder")
+
+
+def refuse_file(flag, path):
+    """Can this file be written?"""
+    if not path:
+        return
+    require(not os.path.isdir(path), f"{flag} {path}: is a folder, give a file")
+    folder = os.path.dirname(os.path.abspath(path))
+    require(os.path.isdir(folder) and os.access(folder, os.W_OK),
+            f"{flag} {path}: no such folder to write to")
+
+
+# ---- the process group -------------------------------------------------------
+
+
+def choose_device(args, launch):
+    """-> the device of this rank. A dry run's stays on the CPU unless it is asked for."""
+    if args.dry_run:
+        if args.device == "cuda":
+            return torch.device("cuda", 0)
+        return torch.device("cpu")
+    if args.device == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    # LOCAL_RANK is the device, never RANK; ranks may share one
+    device = torch.device("cuda", launch.local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def choose_backend(device, store, launch):
+    """NCCL wants a GPU for every rank; gloo shares GPUs, and works on CPUs."""
+    if device.type == "cpu":
+        return "gloo"
+    if launch.local_world_size <= torch.cuda.device_count():
+        return "nccl"
+    # Some launchers show each process its own GPU alone: is it the same one?
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", "")
+    store.set(f"gpu of {launch.rank}", f"{socket.gethostname()} {uuid}")
+    gpus = {store.get(f"gpu of {rank}") for rank in range(launch.world_size)}
+    if len(gpus) == launch.world_size:
+        return "nccl"
+    return "gloo"
+
+
+def join_fake_world(args):
+    """Be one of the ranks of a dry run: collectives return at once and move nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group(
+        "fake", store=FakeStore(), rank=args.rank, world_size=args.dry_run
+    )
+
+
+def join_world(args, device, launch):
+    """Join the world that torchrun describes in the environment -> the store that all ranks see."""
+    alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": 0}
+    for name, value in alone.items():
+        os.environ.setdefault(name, str(value))  # plain `python script.py` is a world of one
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    # until the first collective, nobody needs the timeout of the backend
+    guard.prepare(timedelta(seconds=args.timeout or TIMEOUT["gloo"]))
+    store, rank, world_size = guard.among_the_living(*next(dist.rendezvous("env://")))
+    backend = choose_backend(device, store, launch)
+    timeout = timedelta(seconds=args.timeout or TIMEOUT[backend])
+    guard.prepare(timeout)
+    dist.init_process_group(
+        backend, store=store, rank=rank, world_size=world_size, timeout=timeout
+    )
+    return store
 
 
 # ---- a run -------------------------------------------------------------------
 
+TIMEOUT = {"gloo": 30, "nccl": 600}  # seconds
 BLOCK = 5  # steps of one implementation before it is the other's turn
+CHECKED = 300  # steps that the plain GPT replays, at most
+
+
+@dataclass(kw_only=True)
+class Side:
+    """One implementation of a technique, ready to train: what a run steps, judges and saves."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    # train_step(x, y, valid) -> this rank's part of the loss, the gradient norm; None where main()
+    # calls a function of its own
+    train_step: Callable | None = None
+    # () -> {the plain GPT's name: whole tensor}, on every rank; gradients of what is trained
+    full_gradients: Callable
+    full_state_dict: Callable
+    # (k) -> this rank's part of the sum of token losses of held-out batch k
+    evaluate: Callable
+    # () -> [checkpoint.Piece], what this rank holds of parameters and AdamW states
+    pieces: Callable | None = None
+    # () -> a small dict that is saved with the pieces, and is run.start.extra when a run resumes
+    extra: Callable | None = None
+    # () -> {"parameters", "gradients", "optimizer": [tensors]} for the ledger, if model and
+    # optimizer do not say it
+    held: Callable | None = None
+    # may a norm be inf, since the step is then skipped (fp16 with loss scaling)?
+    may_overflow: bool = False
+
+    def all_held(self):
+        if self.held:
+            return self.held()
+        return held_by(self.model, self.optimizer)
+
+    def release(self):
+        """Give the memory back. The side is of no use afterwards."""
+        for tensors in self.all_held().values():
+            for t in tensors:
+                getattr(t, "_local_tensor", t).untyped_storage().resize_(0)
 
 
 class Run:
-    """One run of a script, real or dry: main() of ddp.py shows the order of use."""
+    """One run of a script, real or dry: main() of ddp.py shows the order of use.
 
-    def __init__(self, args):
-        self.args, self.cfg, self.dry = args, args.cfg, bool(args.dry_run)
-        self.impls = ("scratch", "torch") if args.impl == "both" else (args.impl,)
+    impls: names of what is trained, if not --impl's. build(cfg, seed, device, dtype) makes the
+    plain model, if it is not the GPT.
+    """
+
+    def __init__(self, args, impls=None, build=build):
+        self.args = args
+        self.cfg = args.cfg
+        self.dry = bool(args.dry_run)
+        self.start = checkpoint.begin(args)  # the checkpoint to start from; bad: exit code 2
         self.corpus = load_corpus(args.data, self.cfg.seq)
-        self.device, self.dtype = torch.device("cpu"), DTYPES[args.dtype]
+        self.held_out_text = None  # unless --eval-every
+        if args.eval_every:
+            self.corpus, self.held_out_text = hold_out(self.corpus, self.cfg.seq)
+
+        launch = launched()
+        self.device = choose_device(args, launch)
+        self.store = None  # what ranks see without a collective; none in a dry run
         if self.dry:
-            from torch.testing._internal.distributed.fake_pg import FakeStore
-            dist.init_process_group("fake", store=FakeStore(), rank=args.rank, world_size=args.dry_run)
+            join_fake_world(args)
         else:
-            alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-            for name, value in alone.items():
-                os.environ.setdefault(name, value)  # plain `python script.py` is a world of one
-            gpus = torch.cuda.device_count() if args.device != "cpu" else 0
-            if gpus:
-                self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % gpus)
-                torch.cuda.set_device(self.device)
-            # NCCL wants a GPU for every rank; gloo shares
-            backend = "nccl" if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= gpus else "gloo"
-            timeout = timedelta(seconds=args.timeout or {"gloo": 30, "nccl": 600}[backend])
-            guard.prepare(timeout)
-            self.store, rank, world_size = guard.among_the_living(*next(dist.rendezvous("env://")))
-            dist.init_process_group(backend, store=self.store, rank=rank, world_size=world_size, timeout=timeout)
-        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.first, self.last = 0, (min(args.steps, 2) if self.dry else args.steps) - 1  # a resumed run sets first
-        self.trace, self.times = {i: Trace() for i in self.impls}, {i: [] for i in self.impls}
-        self.ledger, self.rows, self.extra, self.saved, self.initial, self.step = {}, [], {}, [], None, 0
-        self.request, self.stopping = guard.Request() if getattr(args, "save", "") else None, False
+            self.store = join_world(args, self.device, launch)
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+        self.dtype = DTYPES[args.dtype]
+        self.fake = None  # the FakeTensorMode of a dry run, while it is entered
+
+        self.build_plain = build
+        self.impls = impls or {"both": ("scratch", "torch")}.get(args.impl, (args.impl,))
+        self.sides = {}  # {impl: Side}, from begin() on
+        self.first = self.start.steps  # the first step
+        self.last = args.steps - 1
+        if self.dry:
+            self.last = min(args.steps, 2) - 1
+        self.checked = min(self.last, self.first + CHECKED - 1)  # the last step that is compared
+        self.step = self.first  # the one under way
+        self.marks = None  # the clock's marks before and after it
+        self.clock = Clock("cpu" if self.dry else self.device)
+        self.saved = self.first  # steps behind the newest checkpoint
+        self.request = None  # has SIGTERM been heard? Only where there is something to save
+        self.stopping = False  # has any rank heard it?
+        if args.save and not self.dry:
+            self.request = guard.Request()
+
+        self.trace = {impl: Trace() for impl in self.impls}
+        self.times = {impl: [] for impl in self.impls}  # ms of every step
+        self.ledger = {}  # {impl: Ledger} of the last step
+        self.rows = []  # of the textbook
+        self.extra = {}  # a script's own keys of the report
+        self.table = report.Table(self.first, self.last, bool(args.eval_every))
+        self.step_log = None  # --log, on rank 0
 
     def __enter__(self):
         if self.dry:
             from torch._subclasses.fake_tensor import FakeTensorMode
+
             self.fake = FakeTensorMode()
             self.corpus = self.fake.from_tensor(self.corpus)
+            if self.held_out_text is not None:
+                self.held_out_text = self.fake.from_tensor(self.held_out_text)
             self.fake.__enter__()
         return self
 
@@ -298,140 +649,375 @@ class Run:
         if self.dry:
             self.fake.__exit__(None, None, None)
         if kind is KeyboardInterrupt:
-            self.say(f"interrupted after {len(self.times[self.impls[0]])} of {self.args.steps} steps")
+            done = len(self.times[self.impls[0]])
+            self.say(f"interrupted after {done} of {self.args.steps} steps")
             os._exit(130)
         if kind not in (None, SystemExit):
             guard.testify(self.rank, self.step)
-        else:  # after an exception the other ranks may still wait in a collective
-            gc.collect()  # a group that outlives destroy, in a closure or a cycle, makes gloo abort at exit
-            dist.destroy_process_group()
+            return  # the other ranks may still wait in a collective
+        gc.collect()  # a group that outlives destroy, in a closure or a cycle: gloo aborts at exit
+        dist.destroy_process_group()
 
     def say(self, *words):
         if self.dry or self.rank == 0:
-            print(*words, flush=True)
+            report.say(*words)
+
+    # -- what is trained, and on what
+
+    def build(self):
+        """The plain model, with this run's weights, device and dtype; --train freezes the rest."""
+        model = self.build_plain(self.cfg, self.args.seed, self.device, self.dtype)
+        if self.args.train:
+            found = freeze(model, self.args.train)
+            require(found, f"--train {self.args.train}: matches no parameter's name")
+        return model
 
     def batch(self, step, rows=None):
-        x, y, valid = get_batch(self.corpus, self.cfg.seq, self.args.seed, step, self.args.batch, self.args.pad, rows)
+        """Rows (default: all) of a step's global batch -> inputs, targets, valid in all of it."""
+        args = self.args
+        x, y, valid = get_batch(
+            self.corpus, self.cfg.seq, args.seed, step, args.batch, args.pad, rows
+        )
         return x.to(self.device), y.to(self.device), valid
 
+    def held_out(self, k, rows=None):
+        """Rows of held-out batch k, which has as many as a global batch -> inputs, targets."""
+        x, y, _ = held_out_batch(self.held_out_text, self.cfg.seq, k, self.args.batch, rows)
+        return x.to(self.device), y.to(self.device)
+
+    def rate(self, step):
+        return learning_rate(step, self.args)
+
+    def set_rate(self, optimizer, step):
+        for group in optimizer.param_groups:
+            group["lr"] = self.rate(step)
+
+    # -- the steps
+
+    def begin(self, sides):
+        """sides: {impl: Side}, built. Loads the checkpoint that they start from."""
+        self.sides = sides
+        for side in sides.values():
+            if not self.dry:
+                checkpoint.restore(self.start, side.pieces, side.optimizer)
+        if self.args.log and self.rank == 0 and not self.dry:
+            self.step_log = report.StepLog(self.args.log, self.first)
+
     def steps(self):
-        """(impl, step) in order; with --impl both in alternating blocks, so that both meet the same noise."""
-        self.say("dry run: no values" if self.dry else f"{'step':>6} {'loss':>9} {'norm':>9} {'tok/s':>9}")
+        """(impl, step) in order.
+
+        With --impl both in alternating blocks, so that both meet the same noise.
+        """
+        if self.dry:
+            self.say("dry run: no values")
+        elif self.rank == 0:
+            self.table.head()
+        if self.args.check and not self.dry and self.checked < self.last:
+            count = self.checked + 1 - self.first
+            self.say(f"the check covers the first {count} steps; the others run unchecked")
+        self.validate_first()
         for start in range(self.first, self.last + 1, BLOCK):
             for impl in self.impls:
                 for step in range(start, min(start + BLOCK, self.last + 1)):
                     self.step = step
                     yield impl, step
-                    if self.stopping:
-                        self.say(f"stopped by SIGTERM; {self.args.save} has all {self.step + 1} steps: --resume it")
+                    if self.stopping and step < self.last:
+                        self.say(f"stopped by SIGTERM; {self.args.save} has all {step + 1} "
+                                 "steps: --resume it")
                         sys.exit(0)
 
-    def go_on(self, start, state, *of):
-        """From a checkpoint.Start, whose values the model has; where those are weights alone, the plain GPT has too."""
-        self.first = start.steps
-        if start.folder and not start.steps:
-            self.initial = {name: t.detach().clone() for name, t in state(*of).items()}
-
     @contextlib.contextmanager
-    def measure(self, impl, step, model, optimizer):
+    def measure(self, impl, step, model=None, optimizer=None):
         """Times a step. The last one is watched by the ledger, the one before by the profiler."""
+        if model is not None:  # TRANSITION
+            self.sides[impl] = Side(model=model, optimizer=optimizer, full_gradients=None, full_state_dict=None,
+                                    evaluate=None, held=getattr(model, "held", None))
+        side = self.sides[impl]
         with contextlib.ExitStack() as stack:
             if step == self.last:
-                self.ledger[impl] = stack.enter_context(Ledger(model, optimizer))
-            if self.args.profile and step == max(0, self.last - 1):
-                file = Path(self.args.profile, f"{Path(sys.argv[0]).stem}-{impl}-rank{self.rank}.json")
-                file.parent.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(torch.profiler.profile(on_trace_ready=lambda p: p.export_chrome_trace(str(file))))
-            start = time.perf_counter()
+                ledger = Ledger(held=side.all_held, device=self.device)
+                self.ledger[impl] = stack.enter_context(ledger)
+            if self.args.profile and step == max(self.first, self.last - 1):
+                stack.enter_context(self.profiler(impl))
+            start = self.clock.mark()
             yield
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
-            self.times[impl].append(1e3 * (time.perf_counter() - start))
+            self.marks = start, self.clock.mark()
+
+    def profiler(self, impl):
+        name = f"{Path(program()).stem}-{impl}-rank{self.rank}.json"
+        path = Path(self.args.profile, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return torch.profiler.profile(
+            on_trace_ready=lambda profile: profile.export_chrome_trace(str(path))
+        )
 
     def ms(self, impl):
-        """Median of the timed steps: not the first, which warms up, nor the last, which the ledger slows down."""
+        """Median of the timed steps, without the first, which warms up, and the last, which the
+        ledger slows down."""
         times = self.times.get(impl)
-        return None if self.dry or not times else statistics.median(times[1:-1] or times)
+        if self.dry or not times:
+            return None
+        return statistics.median(times[1:-1] or times)
 
-    def log(self, impl, step, loss, norm, gradients, state, *of):
-        """loss: this rank's part; the parts of all add up to the loss of the global batch. gradients(*of), state(*of):
-        the plain GPT's, by name; collectives."""
+    def go_on(self, start, *_):  # TRANSITION
+        self.first = start.steps
+
+    def log(self, impl, step, loss, norm, gradients=None, state=None, *of):
+        """After a step: judge it, note it, save it. Collectives: every rank calls it.
+
+        loss: this rank's part; the parts of all ranks add up to the loss of the global batch.
+        """
         if self.dry:
             return
-        asked = loss.new_tensor(bool(self.request and self.request.made), dtype=torch.float64)
-        loss, asked = both = torch.stack([loss.detach().double(), asked])  # two views of it
-        dist.all_reduce(both)  # partial -> replicated
+        side = self.sides[impl]
+        if gradients:  # TRANSITION
+            side.full_gradients = lambda: gradients(*of)
+            side.full_state_dict = lambda: state(*of)
+            side.may_overflow = getattr(self.args, "amp", "") == "fp16"
+        loss = self.sum_losses(loss)
+        self.times[impl].append(self.clock.ms(*self.marks))
         self.trace[impl].log(step, loss, norm)
-        self.stopping = asked.item() > 0
-        watched, skips = self.args.watch and (step + 1) % self.args.watch == 0, getattr(self.args, "amp", "") == "fp16"
-        wrong = guard.fault(loss, 0.0 if skips else norm, watched, lambda: gradients(*of), lambda: state(*of))
-        require(not wrong, f"step {step}: {wrong}", code=1)
+        self.look_for_faults(side, step, loss, norm)
         if self.keeps(step):
-            self.trace[impl].keep(step, gradients(*of), state(*of))
-        if impl == self.impls[0] and (step == self.last or step % max(1, (self.last + 1) // 10) == 0):
-            speed = 1e3 * self.args.batch * self.cfg.seq / self.times[impl][-1]
-            self.say(f"\r{step:6d} {loss.item():9.4f} {float(norm):9.4f} {speed:9,.0f}"[not sys.stdout.isatty():])
-        elif self.rank == 0 and sys.stdout.isatty():
-            left = sum(map(sum, self.times.values())) / 1e3 / (step + 1 - self.first) * (self.last - step)
-            print(f"\r{step:6d} of {self.last + 1}, {left:.0f} s left   ", end="", flush=True)
+            self.trace[impl].keep(step, side.full_gradients(), side.full_state_dict())
+        validation = None
+        if self.validates(step):
+            validation = self.validate(impl, step)
+        if impl == self.impls[0]:
+            self.tell(impl, step, loss, norm, validation)
+        if side.pieces and checkpoint.due(self.args, step, self.stopping):
+            self.save(side, step)
+        if self.rank == 0:
+            self.table.progress(step, self.times[impl][-1], len(self.impls))
+
+    def save(self, side, step):
+        extra = None
+        if side.extra:
+            extra = side.extra()
+        identity = checkpoint.identity(self.args)
+        steps = step + 1
+        written = checkpoint.write(
+            self.args.save, steps, side.pieces(), identity, keep=self.saved, extra=extra
+        )
+        if written:
+            self.saved = steps
+        elif step == self.last or self.stopping:
+            sys.exit(1)  # what is wrong has been said
+
+    def sum_losses(self, part):
+        """This rank's part -> the loss of the global batch. Ranks tell each other of SIGTERM too.
+        """
+        heard = bool(self.request and self.request.made)
+        both = torch.stack([part.detach().double(), part.new_tensor(heard, dtype=torch.float64)])
+        dist.all_reduce(both)  # partial -> replicated
+        loss, asked = both.unbind()
+        self.stopping = asked.item() > 0
+        return loss
+
+    def look_for_faults(self, side, step, loss, norm):
+        watched = bool(self.args.watch) and (step + 1) % self.args.watch == 0
+        if side.may_overflow:
+            norm = 0.0
+        fault = guard.fault(loss, norm, watched, side.full_gradients, side.full_state_dict)
+        require(not fault, f"step {step}: {fault}", code=1)
+
+    def tell(self, impl, step, loss, norm, validation):
+        """A line of the table, a line of --log."""
+        if self.rank != 0:
+            return
+        ms = self.times[impl][-1]
+        speed = 1e3 * self.args.batch * self.cfg.seq / ms
+        if self.table.is_due(step) or validation is not None:
+            self.table.row(step, loss.item(), float(norm), self.rate(step), speed, validation)
+        if self.step_log:
+            figures = dict(
+                step=step, loss=loss.item(), norm=float(norm), rate=self.rate(step), ms=ms,
+                tokens=(step + 1) * self.args.batch * self.cfg.seq,
+            )
+            if validation is not None:
+                figures["validation"] = validation
+            self.step_log.write(**figures)
+
+    # -- held-out text
+
+    def validates(self, step):
+        """Is the loss on held-out text due after this step?"""
+        every = self.args.eval_every
+        return bool(every) and ((step + 1) % every == 0 or step == self.last)
+
+    def validate_first(self):
+        """Before the first step."""
+        if not self.args.eval_every or self.dry:
+            return
+        for impl in self.impls:
+            loss = self.validate(impl, self.first - 1)
+            if self.rank == 0 and impl == self.impls[0]:
+                self.table.before(loss)
+
+    def held_out_targets(self):
+        """-> how many batches are read, how many valid targets they have."""
+        seq = self.cfg.seq
+        batches = held_out_batches(self.held_out_text, seq, self.args.batch)
+        count = min((len(self.held_out_text) - 1) // seq, batches * self.args.batch)
+        return batches, count * seq
+
+    def validate(self, impl, step):
+        """-> the loss on held-out text, a number, after this step."""
+        batches, targets = self.held_out_targets()
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        with torch.no_grad():
+            for k in range(batches):
+                total += self.sides[impl].evaluate(k)
+        dist.all_reduce(total)  # partial -> replicated
+        loss = total.cpu() / targets
+        self.trace[impl].validation[step] = loss
+        return loss.item()
+
+    # -- the plain run
 
     def keeps(self, step):
         """Is this a step of which every gradient and parameter is compared?"""
-        return self.args.check and not self.dry and step in (self.first, self.last)
+        return self.args.check and not self.dry and step in (self.first, self.checked)
 
-    def plain(self, model=None):
-        """The same steps by the plain GPT (or this model) in this process -> Trace. A module's `loss` is added."""
-        model, trace = model or build(self.cfg, self.args.seed, self.device, self.dtype), Trace()
-        model.load_state_dict(self.initial or model.state_dict())
-        optimizer = adamw(model.parameters(), self.args.lr)
-        for step in range(self.last + 1):
-            x, y, valid = self.batch(step)
+    def plain(self, model=None, extra_loss=None):
+        """The same steps by the plain GPT (or this model) in this process -> Trace.
+
+        extra_loss(model), after a forward, is added to the loss.
+        """
+        if model is None:
+            model = self.build()
+        trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        optimizer = adamw(trainable.values(), self.args.lr)
+        trace = Trace()
+        for step in range(self.plain_start(model, optimizer), self.checked + 1):
+            if step == self.first and self.args.eval_every:
+                trace.validation[step - 1] = self.validate_plain(model)
+            self.set_rate(optimizer, step)
             optimizer.zero_grad()
-            loss = loss_sum(model(x), y) / valid + sum(getattr(m, "loss", 0) for m in model.modules())
+            x, y, valid = self.batch(step)
+            loss = loss_sum(model(x), y) / valid
+            if extra_loss:
+                loss = loss + extra_loss(model)
             loss.backward()
-            norm = clip_gradients(model.parameters(), self.args.clip)
+            norm = clip_gradients(trainable.values(), self.args.clip)
             optimizer.step()
             if step >= self.first:
                 trace.log(step, loss, norm)
+                if self.validates(step):
+                    trace.validation[step] = self.validate_plain(model)
             if self.keeps(step):
-                trace.keep(step, {n: p.grad for n, p in model.named_parameters()}, model.state_dict())
+                gradients = {name: p.grad for name, p in trainable.items()}
+                trace.keep(step, gradients, model.state_dict())
         return trace
 
-    def textbook(self, what, formula, expected, measured):
-        """A row of the report. The rows that make up the bytes a rank sends in a step are called "wire ..."."""
-        figures = {kind: round(float(n), 6) for kind, n in (("expected", expected), ("measured", measured))}
-        self.rows.append({"what": what, "formula": formula, **figures})
+    def plain_start(self, model, optimizer):
+        """-> the step at which the plain run begins.
 
-    def finish(self, total, own, plain=None):
-        """Checks, gathers, prints, writes --json -> exit code. total: parameters in all; own: how many are here."""
-        args, impl = self.args, self.impls[0]
-        mine = dict(rank=self.rank, own=own, memory=self.ledger[impl].memory, collectives=self.ledger[impl].collectives)
-        ranks, check, losses, failed, trace = [mine], None, None, 0, self.trace[impl]
-        if not self.dry:  # by the store, not by collectives: these may wait for as long as the plain run takes
-            self.store.set(f"rank {self.rank}", json.dumps(mine))
-            if self.rank == 0:
-                ranks = [json.loads(self.store.get(f"rank {r}")) for r in range(self.world_size)]
-                if args.check:
-                    plain = plain or self.plain()
-                    check = compare(trace, plain, getattr(args, "judged_as", args.dtype))
-                    losses = [x.item() for x in plain.loss.values()]
-                self.store.set("failed", str(int(bool(check) and not check["passed"])))
-            self.store.wait(["failed"], timedelta(days=1))
-            failed = int(self.store.get("failed"))
-            dist.barrier()  # rank 0 may be the store: it leaves when all have read
-        ms = self.ms(impl)
-        report = dict(
-            script=Path(sys.argv[0]).stem, impl=args.impl, world_size=self.world_size, backend=dist.get_backend(),
-            device=self.device.type, dtype=args.dtype, dry_run=self.dry, torch=torch.__version__,
-            args={k: v for k, v in vars(args).items() if k != "cfg"},
-            parameters=dict(total=total, per_rank=[r.pop("own") for r in ranks]), ranks=ranks, textbook=self.rows,
-            loss=[x.item() for x in trace.loss.values()], plain_loss=losses, check=check, ms_per_step=ms,
-            tokens_per_second=ms and 1e3 * args.batch * self.cfg.seq / ms, **self.extra)
-        if args.impl == "both":
-            theirs = self.ms("torch")
-            report.update(torch_ms_per_step=theirs, speedup=ms and theirs / ms)
-        if self.dry or self.rank == 0:
-            show(report)
-            if args.json:
-                Path(args.json).write_text(json.dumps(report, indent=1))
+        It is 0, so that a resumed run is compared with one that was never interrupted, unless that
+        is too far back.
+        """
+        if self.start.folder is None:
+            return 0
+        if self.start.steps == 0:
+            checkpoint.read_plain(self.start, model)
+            return 0
+        if self.start.steps <= CHECKED:
+            return 0
+        checkpoint.read_plain(self.start, model, optimizer)
+        return self.start.steps
+
+    def validate_plain(self, model):
+        batches, targets = self.held_out_targets()
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        with torch.no_grad():
+            for k in range(batches):
+                x, y = self.held_out(k)
+                total += loss_sum(model(x), y)
+        return total.cpu() / targets
+
+    # -- the report
+
+    def textbook(self, what, formula, expected, measured, unit="bytes"):
+        """A row of the report. Rows that make up the bytes a rank sends in a step begin "wire"."""
+        row = {"what": what, "formula": formula}
+        row["expected"] = round(float(expected), 6)
+        row["measured"] = round(float(measured), 6)
+        row["unit"] = unit
+        self.rows.append(row)
+
+    def finish(self, total, own, plain=None, judged_as=None):
+        if plain is not None and not callable(plain):  # TRANSITION
+            trace = plain
+            plain = lambda: trace
+        judged_as = judged_as or getattr(self.args, "judged_as", None)  # TRANSITION
+        """Check, gather, print, write --json -> exit code.
+
+        total: parameters in all; own: how many are on this rank. plain() makes the Trace to compare
+        with, if not self.plain. judged_as: the dtype whose tolerance counts, if not --dtype.
+        """
+        impl = self.impls[0]
+        mine = dict(
+            rank=self.rank, own=own, memory=self.ledger[impl].memory,
+            collectives=self.ledger[impl].collectives,
+        )
+        if self.dry:
+            self.publish([mine], total, None, None)
+            return 0
+        # by the store, not by collectives: these may wait for as long as the plain run takes
+        self.store.set(f"rank {self.rank}", json.dumps(mine))
+        if self.rank == 0:
+            ranks = [json.loads(self.store.get(f"rank {r}")) for r in range(self.world_size)]
+            check, plain_loss = self.check(plain or self.plain, judged_as or self.args.dtype)
+            failed = bool(check) and not check["passed"]
+            trouble = self.publish(ranks, total, check, plain_loss)
+            self.store.set("failed", str(int(failed or trouble)))
+        self.store.wait(["failed"], timedelta(days=1))
+        failed = int(self.store.get("failed"))
+        dist.barrier()  # rank 0 may be the store: it leaves when all have read
         return failed
+
+    def check(self, plain, dtype):
+        """-> the report's check, the plain run's losses; both None without --check."""
+        if not self.args.check:
+            return None, None
+        if self.device.type == "cuda":
+            for side in self.sides.values():
+                side.release()  # the plain GPT does not meet the trained ones in memory
+        try:
+            trace = plain()
+        except torch.OutOfMemoryError:
+            self.say("not checked: the plain GPT does not fit on one device")
+            return None, None
+        check = compare(self.trace[self.impls[0]].until(self.checked), trace, dtype)
+        return check, [loss.item() for loss in trace.loss.values()]
+
+    def publish(self, ranks, total, check, plain_loss):
+        """Print the report, write it to --json -> did that fail?"""
+        impl = self.impls[0]
+        ms = self.ms(impl)
+        args = {name: value for name, value in vars(self.args).items() if name != "cfg"}
+        per_rank = [rank.pop("own") for rank in ranks]
+        result = dict(
+            script=Path(program()).stem, impl=self.args.impl, world_size=self.world_size,
+            backend=dist.get_backend(), device=self.device.type, dtype=self.args.dtype,
+            dry_run=self.dry, torch=torch.__version__, args=args,
+            parameters=dict(total=total, per_rank=per_rank), ranks=ranks, textbook=self.rows,
+            loss=[loss.item() for loss in self.trace[impl].loss.values()],
+            plain_loss=plain_loss, check=check, ms_per_step=ms, tokens_per_second=None,
+        )
+        if self.trace[impl].validation:
+            result["validation"] = {s: v.item() for s, v in self.trace[impl].validation.items()}
+        if ms:
+            result["tokens_per_second"] = 1e3 * self.args.batch * self.cfg.seq / ms
+        if self.args.impl == "both":
+            theirs = self.ms("torch")
+            result["torch_ms_per_step"] = theirs
+            result["speedup"] = ms and theirs / ms
+        result.update(self.extra)
+        report.show(result)
+        if not self.args.json:
+            return False
+        trouble = report.write_json(self.args.json, result)
+        if trouble:
+            print(f"{program()}: error: {trouble}", file=sys.stderr, flush=True)
+        return bool(trouble)

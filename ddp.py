@@ -28,8 +28,9 @@ import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from common import ANY, Run, adamw, arguments, build, clip_gradients, get_batch, loss_sum, require, share
-from harness import checkpoint
+from common import (
+    ANY, Flag, Run, Side, adamw, arguments, clip_gradients, get_batch, loss_sum, require, share)
+from harness.checkpoint import pieces_of
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
 
@@ -184,7 +185,12 @@ def full_state_dict(model):
 
 
 def full_gradients(model):
-    return {name: p.grad for name, p in getattr(model, "module", model).named_parameters()}
+    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+def evaluate(model, x, y):
+    """x, y: this rank's rows of held-out text -> its part of the sum of token losses."""
+    return loss_sum(model(x), y)
 
 
 def train_step(model, optimizer, x, y, valid, clip):
@@ -239,43 +245,87 @@ def train_step_at_work(model, optimizer, x, y, valid, clip):
 # ---- 4. run ------------------------------------------------------------------
 
 
-def main():
-    args = arguments(__doc__, bucket_mb=(25.0, "largest bucket in MB; 0: the naive form", ANY), **checkpoint.FLAGS)
-    n, scratch = args.world_size, args.impl == "scratch"
+def refuse(args):
+    """What cannot run ends here, in one line, before anything is built."""
+    n = args.world_size
+    scratch = args.impl == "scratch"
     require(args.batch >= n, f"--batch {args.batch} sequences for {n} ranks: give each at least one")
-    require(scratch or not args.dry_run, "--dry-run needs --impl scratch: torch's C++ reducer wants real ranks")
-    require(scratch or args.batch % n == 0, f"--batch {args.batch}: torch's sampler wants a multiple of {n}")
-    start = checkpoint.begin(args)
-    run, sides = Run(args), {}
+    require(scratch or not args.dry_run,
+            "--dry-run needs --impl scratch: torch's C++ reducer wants real ranks")
+    require(scratch or args.batch % n == 0,
+            f"--batch {args.batch}: torch's sampler wants a multiple of {n}")
+
+
+def set_up(run, impl):
+    """-> a Side: the model of this implementation, and what a run does with it."""
+    rows = share(run.args.batch, run.world_size, run.rank)  # of every batch, this rank's
+    plain = run.build()
+    if impl == "scratch":
+        model = parallelize(plain, None, run.args.bucket_mb)
+        step = train_step
+    else:
+        model = DistributedDataParallel(plain, gradient_as_bucket_view=True)
+        step = train_step_at_work
+    optimizer = adamw(plain.parameters(), run.args.lr)
+    return Side(
+        model=model,
+        optimizer=optimizer,
+        train_step=step,
+        full_gradients=lambda: full_gradients(plain),
+        full_state_dict=plain.state_dict,
+        evaluate=lambda k: evaluate(plain, *run.held_out(k, rows)),
+        pieces=lambda: pieces_of(plain.named_parameters(), optimizer, writes=run.rank == 0),
+    )
+
+
+def batches_of(run, impl):
+    """This rank's rows of every step's batch: inputs, targets, valid targets of the whole batch."""
+    if impl == "torch":
+        yield from loader_at_work(run)
+    rows = share(run.args.batch, run.world_size, run.rank)
+    for step in range(run.first, run.last + 1):
+        yield run.batch(step, rows)
+
+
+def account(run, model):
+    """The textbook's rows: P parameters that are trained, of b bytes, and F that are frozen."""
+    n = run.world_size
+    b = run.dtype.itemsize
+    trained = [p for p in model.parameters() if p.requires_grad]
+    size = b * sum(p.numel() for p in trained)
+    whole = b * sum(p.numel() for p in model.parameters())
+    counters = 4 * len(trained)
+    ledger = run.ledger[run.impls[0]]
+    held = ledger.memory
+    reduced = ledger.collectives["all_reduce"]
+    run.textbook("gradients all-reduced", "b P", size, reduced["payload"])
+    run.textbook("wire all_reduce", "2 (N-1)/N b P", 2 * (n - 1) * size / n, reduced["wire"])
+    run.textbook("parameters held", "b (P + F)", whole, held["parameters"])
+    run.textbook("gradients held", "b P", size, held["gradients"])
+    run.textbook("AdamW states held", "2 b P + 4 per tensor (step counter)", 2 * size + counters,
+                 held["optimizer"])
+
+
+def main():
+    args = arguments(__doc__, bucket_mb=Flag(25.0, "largest bucket in MB; 0: the naive form", ANY))
+    refuse(args)
+    run = Run(args)
     with run:
-        for impl in run.impls:
-            model = build(run.cfg, args.seed, run.device, run.dtype)
-            total = sum(p.numel() for p in model.parameters())
-            if impl == "scratch":
-                rows = share(args.batch, n, run.rank)
-                model, step_fn = parallelize(model, None, args.bucket_mb), train_step
-                batches = (run.batch(step, rows) for step in range(start.steps, args.steps))
-            else:
-                model, step_fn = DistributedDataParallel(model, gradient_as_bucket_view=True), train_step_at_work
-                batches = loader_at_work(run)
-            sides[impl] = model, adamw(model.parameters(), args.lr), batches, step_fn
-            checkpoint.restore(start, getattr(model, "module", model), sides[impl][1])
-            run.go_on(start, full_state_dict, model)
-        run.say(f"ddp: {n} ranks on {run.device.type}, {args.dtype}, {total:,} parameters, all of them on each rank")
+        sides = {impl: set_up(run, impl) for impl in run.impls}
+        run.begin(sides)
+        model = sides[run.impls[0]].model
+        total = sum(p.numel() for p in model.parameters())
+        run.say(f"ddp: {run.world_size} ranks on {run.device.type}, {args.dtype}, "
+                f"{total:,} parameters, all of them on each rank")
+        batches = {impl: batches_of(run, impl) for impl in run.impls}
         for impl, step in run.steps():
-            model, optimizer, batches, step_fn = sides[impl]
-            x, y, valid = next(batches)
-            with run.measure(impl, step, model, optimizer):
-                loss, norm = step_fn(model, optimizer, x, y, valid, args.clip)
-            run.log(impl, step, loss, norm, full_gradients, full_state_dict, model)
-            checkpoint.save(run, step, getattr(model, "module", model), optimizer, brings=run.rank == 0)
-        size, steps = total * run.dtype.itemsize, 4 * len(list(model.parameters()))
-        held, reduced = (getattr(run.ledger[run.impls[0]], k) for k in ("memory", "collectives"))
-        run.textbook("gradients all-reduced", "b P", size, reduced["all_reduce"]["payload"])
-        run.textbook("wire all_reduce", "2 (N-1)/N b P", 2 * (n - 1) * size / n, reduced["all_reduce"]["wire"])
-        run.textbook("parameters held", "b P", size, held["parameters"])
-        run.textbook("gradients held", "b P", size, held["gradients"])
-        run.textbook("AdamW states held", "2 b P + 4 per tensor (step counter)", 2 * size + steps, held["optimizer"])
+            side = sides[impl]
+            run.set_rate(side.optimizer, step)
+            x, y, valid = next(batches[impl])
+            with run.measure(impl, step):
+                loss, norm = side.train_step(side.model, side.optimizer, x, y, valid, args.clip)
+            run.log(impl, step, loss, norm)
+        account(run, model)
         return run.finish(total, total)
 
 

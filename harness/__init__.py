@@ -1,1 +1,1 @@
-"""Instruments, each useful alone. They know no technique, and import nothing from outside this folder."""
+"""Instruments, each useful alone: they know no technique, and import nothing from elsewhere."""

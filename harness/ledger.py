@@ -1,25 +1,24 @@
-"""The two instruments, for any PyTorch program. They need only torch.
-
-Ledger watches one training step, real or on fake tensors, and counts its bytes:
+"""The ledger watches one training step, real or on fake tensors, and counts its bytes.
 
     with Ledger(model, optimizer) as ledger:
         train_step()
-    ledger.collectives    {"all_reduce": {calls, payload, wire}, ..}: what this rank communicated in the step
+    ledger.collectives    {"all_reduce": {calls, payload, wire}, ..}: what this rank communicated
     ledger.groups         {name of a process group: wire bytes}
     ledger.memory         {parameters, gradients, optimizer}: what it holds after the step
-                          {activations}: the most that autograd kept for backward at one time, parameters left out
+                          {activations}: the most that autograd kept for backward at one time,
+                          parameters left out
                           {peak}: the most that was alive at one time
+                          {host}: the most of CPU tensors, where the device is a GPU
 
-It is a TorchDispatchMode: below autograd and above the kernels, so it sees every tensor that an op makes and every
-collective of COLLECTIVES, those of DistributedDataParallel's C++ reducer, fully_shard and DTensor included; not reduce,
-gather and scatter.
-
-Trace holds what training did, and compare() says how far two of them are apart.
+It is a TorchDispatchMode: below autograd and above the kernels, so it sees every tensor that an
+operation makes and every collective of COLLECTIVES, those of DistributedDataParallel's C++ reducer,
+of fully_shard and of DTensor included. It does not see reduce, gather and scatter. It needs only
+torch.
 """
 import re
 import time
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, namedtuple
 from fractions import Fraction
 
 import torch
@@ -27,127 +26,222 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# ---- bytes -------------------------------------------------------------------
+RESULT = None  # of an operation, in the place of the number of an argument
 
-# name of an op -> collective, and which argument is the whole logical buffer (None: the result): c10d's, functional's
+# A collective, and which argument of the operation is the whole logical buffer: in c10d's own
+# operations, whose output is an argument, and in the functional ones of
+# torch.distributed._functional_collectives
+Collective = namedtuple("Collective", "kind c10d functional")
 COLLECTIVES = {
-    "all_?reduce": ("all_reduce", 0, 0), "all_?gather": ("all_gather", 0, None), "broadcast": ("broadcast", 0, 0),
-    "reduce_scatter": ("reduce_scatter", 1, 0), "all_?to_?all": ("all_to_all", 1, 0),
-    "send": ("send", 0, 0), "recv": ("recv", 0, 0),
+    re.compile("_?all_?reduce"): Collective("all_reduce", 0, 0),
+    re.compile("_?all_?gather"): Collective("all_gather", 0, RESULT),
+    re.compile("_?broadcast"): Collective("broadcast", 0, 0),
+    re.compile("_?reduce_scatter"): Collective("reduce_scatter", 1, 0),
+    re.compile("_?all_?to_?all"): Collective("all_to_all", 1, 0),
+    re.compile("_?send"): Collective("send", 0, 0),
+    re.compile("_?recv"): Collective("recv", 0, 0),
 }
+
+
+def collective_of(operation):
+    for pattern, collective in COLLECTIVES.items():
+        if pattern.match(operation._opname):
+            return collective
+    return None
 
 
 def group_of(args):
     """The process group among a collective's arguments, where it is bare, boxed or a name."""
     for a in args:
         if isinstance(a, torch.ScriptObject) and str(a._type()).endswith("ProcessGroup"):
-            a = dist.ProcessGroup.unbox(a)
+            return dist.ProcessGroup.unbox(a)
         if isinstance(a, dist.ProcessGroup):
             return a
-    return dist.distributed_c10d._resolve_process_group([a for a in args if isinstance(a, str)][-1])
+    names = [a for a in args if isinstance(a, str)]
+    return dist.distributed_c10d._resolve_process_group(names[-1])
+
+
+def splits_of(args):
+    """The input splits of an all_to_all, or None where they are even."""
+    lists = [a for a in args if isinstance(a, list) and a and isinstance(a[0], int)]
+    if not lists:
+        return None
+    return lists[-1]  # the output splits come first
+
+
+def sent_fraction(kind, group, splits):
+    """How much of the payload this rank sends with ring algorithms."""
+    n = group.size()
+    if kind == "send":
+        return Fraction(1)
+    if kind == "recv":
+        return Fraction(0)
+    if kind == "all_reduce":
+        return Fraction(2 * (n - 1), n)
+    if kind == "all_to_all" and splits:
+        rows = sum(splits)
+        if rows == 0:
+            return Fraction(1)
+        return 1 - Fraction(splits[group.rank()], rows)  # what a rank keeps is not sent
+    return Fraction(n - 1, n)
 
 
 def storage_of(tensor):
-    return getattr(tensor, "_local_tensor", tensor).untyped_storage()  # of a DTensor: this rank's part
+    return getattr(tensor, "_local_tensor", tensor).untyped_storage()  # of a DTensor: this rank's
 
 
-def nbytes(tensors):
-    """Bytes of the storages behind the tensors, each storage once."""
-    return sum({s._cdata: s.nbytes() for s in map(storage_of, tensors)}.values())
+def nbytes(tensors, on=None):
+    """Bytes of the storages behind the tensors, each storage once; of those on one type of device
+    if it is given.
+    """
+    sizes = {}
+    for tensor in tensors:
+        if on is None or tensor.device.type == on:
+            storage = storage_of(tensor)
+            sizes[storage._cdata] = storage.nbytes()
+    return sum(sizes.values())
 
 
-def held(model, optimizer):
-    """What a rank keeps between steps -> {parameters, gradients, optimizer: [tensors]}. A model.held() knows better."""
-    if hasattr(model, "held"):
-        return model.held()
-    states = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, torch.Tensor)]
-    return {"parameters": [*model.parameters(), *model.buffers()],
-            "gradients": [p.grad for p in model.parameters() if p.grad is not None], "optimizer": states}
+def held_by(model, optimizer):
+    """What an ordinary module and optimizer keep between steps -> {kind: [tensors]}."""
+    states = []
+    for state in optimizer.state.values():
+        states += [t for t in state.values() if isinstance(t, torch.Tensor)]
+    return {
+        "parameters": [*model.parameters(), *model.buffers()],
+        "gradients": [p.grad for p in model.parameters() if p.grad is not None],
+        "optimizer": states,
+    }
 
 
-class Box(list):
-    """A list that can be referred to weakly."""
+class Saved(list):
+    """A list of one tensor that autograd keeps for backward, which can be referred to weakly."""
 
 
 class Ledger(TorchDispatchMode):
-    """All figures are bytes of this rank. payload is the whole logical buffer: of all_reduce the tensor, of all_gather
-    the output, of reduce_scatter and all_to_all the input. wire is what the rank sends of it with ring algorithms."""
+    """All figures are bytes of this rank.
 
-    def __init__(self, model, optimizer):
+    payload is the whole logical buffer: of all_reduce the tensor, of all_gather the output, of
+    reduce_scatter and all_to_all the input. wire is what the rank sends of it with ring algorithms.
+    held() -> {parameters, gradients, optimizer: [tensors]}, if it is not what the model and the
+    optimizer say."""
+
+    def __init__(self, model=None, optimizer=None, held=None, device="cpu"):
         super().__init__()
+        self.held = held or (lambda: held_by(model, optimizer))
+        self.device = torch.device(device).type
         self.collectives = defaultdict(lambda: Counter(calls=0, payload=0, wire=0))
-        self.memory, self.sizes, self.saved, self.groups = {}, {}, Counter(), Counter()
-        self.live = self.peak = self.saved_bytes = self.activations = 0
-        self.held, self.last = lambda: held(model, optimizer), None
+        self.groups = Counter()
+        self.memory = {}  # filled at the end
+        self.sizes = {}  # {key of a storage: its bytes}, of all that are alive
+        self.kinds = {}  # {key of a storage: type of device}; a fake tensor's storage does not know
+        self.live = Counter()  # {type of device: bytes}
+        self.peaks = Counter()  # the most of live
+        self.saved = Counter()  # {key of a storage: how many boxes keep it}
+        self.saved_bytes = 0
+        self.activations = 0  # the most of saved_bytes
+        self.last = None  # arguments of the last collective
         self.gloo = dist.is_initialized() and dist.get_backend() == "gloo"
+        self.resize = None  # UntypedStorage.resize_ as it was before
         self.parameters = {storage_of(p)._cdata for p in self.held()["parameters"]}
-        for t in sum(self.held().values(), []):
-            self.follow(storage_of(t))
+        for tensors in self.held().values():
+            for t in tensors:
+                self.follow(storage_of(t), t.device.type)
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self.save, lambda box: box[0])
 
+    @property
+    def peak(self):
+        return self.peaks[self.device]
+
     def __enter__(self):
-        def resize_(storage, size):  # this is how sharded parameters come and go; no op tells of it
-            torch._C.StorageBase.resize_(storage, size)
-            self.follow(storage)
+        self.resize = torch.UntypedStorage.resize_
+
+        # this is how sharded parameters come and go; no operation tells of it
+        def resize_(storage, size):
+            self.resize(storage, size)
+            self.follow(storage, self.kinds.get(storage._cdata, self.device))
+
         torch.UntypedStorage.resize_ = resize_
         self.hooks.__enter__()
         return super().__enter__()
 
-    def __exit__(self, *exc):
-        super().__exit__(*exc)
+    def __exit__(self, *exception):
+        super().__exit__(*exception)
         self.last = None
-        self.hooks.__exit__(*exc)
-        del torch.UntypedStorage.resize_  # StorageBase's shows again
-        self.memory = {kind: nbytes(tensors) for kind, tensors in self.held().items()}
-        self.memory.update(activations=self.activations, peak=self.peak)
-        for c in self.collectives.values():
-            c["wire"] = float(c["wire"])  # was a Fraction: exact sums
+        self.hooks.__exit__(*exception)
+        torch.UntypedStorage.resize_ = self.resize
+        for kind, tensors in self.held().items():
+            self.memory[kind] = nbytes(tensors, self.device)
+        self.memory["activations"] = self.activations
+        self.memory["peak"] = self.peak
+        if self.device != "cpu":
+            self.memory["host"] = self.peaks["cpu"]
+        for figures in self.collectives.values():
+            figures["wire"] = float(figures["wire"])  # was a Fraction: exact sums
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         if any(t.__name__ == "DTensor" for t in types):
             return NotImplemented  # let it unfold into local tensors and collectives first
-        out = func(*args, **(kwargs or {}))
-        if "c10d" in func.namespace:
-            self.last = args  # gloo lets go of them a moment after wait(): hold them, in dry runs too, until the next
-        for name, (kind, *place) in COLLECTIVES.items() if "c10d" in func.namespace else ():
-            if re.match("_?" + name, func._opname):
-                place = place[func.namespace != "c10d"]
-                self.count(kind, args, sum(t.nbytes for t in tree_leaves(out if place is None else args[place])))
-        if func is torch.ops.aten.split.Tensor and storage_of(args[0])._cdata not in self.sizes:
-            return out  # of what no op has made: the hidden copy in which gloo scatters a reduced tensor
+        out = operation(*args, **(kwargs or {}))
+        if "c10d" in operation.namespace:
+            self.last = args  # gloo lets go of them a moment after wait(): hold them until the next
+            self.count(operation, args, out)
+        if operation is torch.ops.aten.split.Tensor:
+            if storage_of(args[0])._cdata not in self.sizes:
+                return out  # of a hidden copy, in which gloo reduces and scatters
         for t in tree_leaves(out):
             if isinstance(t, torch.Tensor):
-                self.follow(storage_of(t))
+                self.follow(storage_of(t), t.device.type)
         return out
 
-    def count(self, kind, args, payload):
-        group, splits = group_of(args), [a for a in args if isinstance(a, list) and a and isinstance(a[0], int)]
-        n = group.size()
-        sent = Fraction({"all_reduce": 2 * (n - 1), "send": n, "recv": 0}.get(kind, n - 1), n)
-        if kind == "all_to_all" and splits:  # output and input splits; what a rank keeps is not sent
-            sent = 1 - Fraction(splits[-1][group.rank()], sum(splits[-1]) or 1)
-        self.collectives[kind].update(calls=1, payload=payload, wire=sent * payload)
-        self.groups[group.group_name] += sent * payload
+    def count(self, operation, args, out):
+        collective = collective_of(operation)
+        if collective is None:
+            return
+        place = collective.functional
+        if operation.namespace == "c10d":
+            place = collective.c10d
+        buffer = out
+        if place is not RESULT:
+            buffer = args[place]
+        payload = sum(t.nbytes for t in tree_leaves(buffer))
+        group = group_of(args)
+        wire = payload * sent_fraction(collective.kind, group, splits_of(args))
+        self.collectives[collective.kind].update(calls=1, payload=payload, wire=wire)
+        self.groups[group.group_name] += wire
 
-    def follow(self, storage):
-        key, size = storage._cdata, storage.nbytes()
+    def follow(self, storage, kind):
+        """Count this storage, on this type of device, until it is freed; or its new size."""
+        key = storage._cdata
+        size = storage.nbytes()
         if key not in self.sizes:
-            weakref.finalize(storage, lambda: setattr(self, "live", self.live - self.sizes.pop(key))).atexit = False
-        self.live += size - self.sizes.get(key, 0)
+            self.kinds[key] = kind
+            weakref.finalize(storage, self.forget, key).atexit = False
+        self.live[kind] += size - self.sizes.get(key, 0)
         self.sizes[key] = size
-        if self.live > self.peak and self.last and self.gloo:
-            time.sleep(2e-4)  # before a new peak: gloo's thread may be about to let go of what it has sent
-        self.peak = max(self.peak, self.live)
+        if self.live[kind] > self.peaks[kind] and self.last and self.gloo:
+            time.sleep(2e-4)  # gloo's thread may be about to let go of what it has sent
+        self.peaks[kind] = max(self.peaks[kind], self.live[kind])
+
+    def forget(self, key):
+        self.live[self.kinds.pop(key)] -= self.sizes.pop(key)
 
     def save(self, tensor):
-        """Called for each tensor that autograd keeps; the box lives exactly as long as it is kept."""
-        box, storage = Box([tensor]), storage_of(tensor)
-        if storage._cdata not in self.parameters:
-            self.keep(storage._cdata, storage.nbytes(), 1)
-            weakref.finalize(box, self.keep, storage._cdata, storage.nbytes(), -1).atexit = False
+        """Called for each tensor that autograd keeps; the box lives exactly as long as it is kept.
+        """
+        box = Saved([tensor])
+        storage = storage_of(tensor)
+        key = storage._cdata
+        if key not in self.parameters:
+            size = storage.nbytes()
+            if self.saved[key] == 0:
+                self.saved_bytes += size
+                self.activations = max(self.activations, self.saved_bytes)
+            self.saved[key] += 1
+            weakref.finalize(box, self.release, key, size).atexit = False
         return box
 
-    def keep(self, key, size, change):
-        before, self.saved[key] = self.saved[key], self.saved[key] + change
-        self.saved_bytes += size * (bool(self.saved[key]) - bool(before))
-        self.activations = max(self.activations, self.saved_bytes)
+    def release(self, key, size):
+        self.saved[key] -= 1
+        if self.saved[key] == 0:
+            self.saved_bytes -= size

@@ -1,26 +1,219 @@
-"""What a run prints."""
+"""What a run tells: a table while it trains, and at the end what was proved, counted and timed."""
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+GREEN, RED, BOLD = "32", "31", "1"
+BAR = 40  # characters of the longest bar
+
+
+# ---- the terminal ------------------------------------------------------------
+
+
+def say(*words, end="\n"):
+    """Print, or go on in silence if nobody reads any more (`| head -1`): the run is worth more."""
+    try:
+        print(*words, end=end, flush=True)
+    except (BrokenPipeError, ValueError):
+        silence()
+
+
+def silence():
+    """From here on, what is printed goes nowhere. One line on stderr says so."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    print("stdout is closed: the run goes on without it", file=sys.stderr, flush=True)
+
+
+def on_terminal():
+    return not sys.stdout.closed and sys.stdout.isatty()
+
+
+def colored(text, color):
+    """In color on a terminal, unless NO_COLOR is set (no-color.org)."""
+    if on_terminal() and not os.environ.get("NO_COLOR"):
+        return f"\033[{color}m{text}\033[0m"
+    return text
+
+
+def human(n):
+    """Bytes for people: MB = 1e6."""
+    if n >= 1e9:
+        return f"{n / 1e9:.3f} GB"
+    if n >= 1e4:
+        return f"{n / 1e6:.3f} MB"
+    return f"{n:.6g} B"
+
+
+def bars(rows):
+    """[(label, bytes)] -> lines with bars, the longest of BAR characters."""
+    most = max(size for _, size in rows)
+    lines = []
+    for label, size in rows:
+        bar = "#" * round(BAR * size / most)
+        lines.append(f"  {label:12} {bar:{BAR}} {human(size)}")
+    return lines
+
+
+class Table:
+    """The steps of a run, about ten lines of them; between these, on a terminal, the time left."""
+
+    def __init__(self, first, last, validates):
+        self.first = first  # step
+        self.last = last
+        self.validates = validates  # is there a column for the loss on held-out text?
+        self.spent = 0.0  # ms so far
+        self.done = 0  # steps so far, of all implementations
+
+    def head(self):
+        columns = f"{'step':>6} {'loss':>9} {'norm':>9} {'rate':>9} {'tok/s':>9}"
+        if self.validates:
+            columns += f" {'held out':>9} {'perplexity':>11}"
+        say(columns)
+
+    def row(self, step, loss, norm, rate, tokens_per_second, validation=None):
+        line = f"{step:6d} {loss:9.4f} {norm:9.4f} {rate:9.2e} {tokens_per_second:9,.0f}"
+        if validation is not None:
+            line += validation_columns(validation)
+        self.wipe()
+        say(line)
+
+    def before(self, validation):
+        """The loss on held-out text before the first step."""
+        say(f"{'start':>6}" + " " * 40 + validation_columns(validation))
+
+    def is_due(self, step):
+        every = max(1, (self.last + 1) // 10)
+        return step == self.last or step % every == 0
+
+    def progress(self, step, ms, implementations):
+        """One more step has taken so many ms."""
+        self.spent += ms
+        self.done += 1
+        if on_terminal():
+            steps_left = implementations * (self.last + 1 - self.first) - self.done
+            seconds = self.spent / 1e3 / self.done * steps_left
+            say(f"\r{step:6d} of {self.last + 1}, {seconds:.0f} s left   ", end="")
+
+    def wipe(self):
+        if on_terminal():
+            say("\r", end="")
+
+
+def validation_columns(loss):
+    return f" {loss:9.4f} {math.exp(min(loss, 700)):11.2f}"
+
 
 # ---- the report --------------------------------------------------------------
 
 
-def human(n):
-    return f"{n / 1e9:.3f} GB" if n >= 1e9 else f"{n / 1e6:.3f} MB" if n >= 1e4 else f"{n:.6g} B"
-
-
 def show(report):
-    """The closing ledger, of the first rank in the report."""
-    mine, check = report["ranks"][0], report["check"]
-    print(f"\nrank {mine['rank']}, one step")
-    print("  held     ", "   ".join(f"{k} {human(n)}" for k, n in mine["memory"].items()))
-    for name, c in mine["collectives"].items():
-        print(f"  {name:14} {c['calls']} calls   payload {human(c['payload'])}   sent {human(c['wire'])}")
-    for r in report["textbook"]:
-        same = "equal" if r["expected"] == r["measured"] else f"measured {human(r['measured'])}"
-        print(f"  textbook  {r['what']} = {r['formula']} = {human(r['expected'])}: {same}")
-    if report["ms_per_step"]:
-        versus = f", {report['speedup']:.2f} times as fast as torch's own" if "speedup" in report else ""
-        print(f"  speed     {report['ms_per_step']:.1f} ms/step, {report['tokens_per_second']:,.0f} tok/s{versus}")
+    """The closing report, whose ledger is that of its first rank."""
+    check = report["check"]
     if check:
-        gaps = "   ".join(f"{k} {check[k]:.1e}" for k in ("loss", "gradient", "grad_norm", "parameter"))
-        print(f"\nagainst the plain GPT in one process, gaps: {gaps}   (tolerance {check['tolerance']:.0e})")
-        print("PASSED" if check["passed"] else f"FAILED, worst gradient: {check['gradient_worst']}")
+        say("\n" + verdict(check))
+    mine = report["ranks"][0]
+    say(f"\nrank {mine['rank']}, one step")
+    held = []
+    for kind, size in mine["memory"].items():
+        held.append(f"{kind} {human(size)}")
+    say("  held     ", "   ".join(held))
+    for name, c in mine["collectives"].items():
+        payload = human(c["payload"])
+        sent = human(c["wire"])
+        say(f"  {name:14} {c['calls']} calls   payload {payload}   sent {sent}")
+    for row in report["textbook"]:
+        say("  textbook ", textbook_line(row))
+    if report["ms_per_step"]:
+        say("  speed    ", speed_line(report))
+    if check:
+        say(outcome(check))
+
+
+WORDS = {
+    "gradient": "gradients",
+    "loss": "losses",
+    "grad_norm": "gradient norms",
+    "parameter": "parameters",
+    "validation": "held-out losses",
+}
+
+
+def verdict(check):
+    """What was proved, in a sentence."""
+    relation = "equal"
+    if not check["passed"]:
+        relation = "are to equal"
+    gaps = []
+    for kind, word in WORDS.items():
+        if kind in check:
+            gaps.append(f"{word} {check[kind]:.1e}")
+    return (
+        f"{check['gradients_compared']} tensors' gradients {relation} one process's, and all else "
+        f"that training does; worst gaps:\n  {', '.join(gaps)} (tolerance {check['tolerance']:.0e})"
+    )
+
+
+def outcome(check):
+    if check["passed"]:
+        return colored("PASSED", GREEN)
+    return colored(f"FAILED, worst gradient: {check['gradient_worst']}", RED)
+
+
+def textbook_line(row):
+    unit = human
+    if row.get("unit") == "count":
+        unit = "{:g}".format
+    line = f"{row['what']} = {row['formula']} = {unit(row['expected'])}: "
+    if row["expected"] == row["measured"]:
+        return line + "equal"
+    return line + f"measured {unit(row['measured'])}"
+
+
+def speed_line(report):
+    line = f"{report['ms_per_step']:.1f} ms/step, {report['tokens_per_second']:,.0f} tok/s"
+    if "speedup" in report:
+        line += f", {report['speedup']:.2f} times as fast as torch's own"
+    return line
+
+
+# ---- files -------------------------------------------------------------------
+
+
+def write_json(path, report):
+    """-> what went wrong, in words, or ""."""
+    try:
+        Path(path).write_text(json.dumps(report, indent=1))
+    except OSError as error:
+        return f"--json {path}: {error.strerror}"
+    return ""
+
+
+class StepLog:
+    """--log FILE: a line of JSON per step, written as it happens, so that it survives a kill.
+
+    A run that goes on from a checkpoint keeps the lines before it.
+    """
+
+    def __init__(self, path, first):
+        kept = []
+        if first and Path(path).exists():
+            for line in Path(path).read_text().splitlines():
+                if is_before(line, first):
+                    kept.append(line)
+        self.file = open(path, "w", buffering=1)  # by lines
+        for line in kept:
+            self.file.write(line + "\n")
+
+    def write(self, **figures):
+        self.file.write(json.dumps(figures) + "\n")
+
+
+def is_before(line, first):
+    try:
+        return json.loads(line)["step"] < first
+    except (ValueError, KeyError, TypeError):
+        return False  # cut off by a kill

@@ -25,6 +25,7 @@ multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "torch._dy
                                         *(path.stem for path in ROOT.glob("*.py")), "plan", "warm"])
 gc.freeze()  # what is imported by now need not be looked through again and again
 os.environ["RES_OPTIONS"] = "attempts:0"  # torch asks what 127.0.0.1 is called: up to 5 s
+os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it would say that it got no answer
 if not importlib.util.find_spec("numpy"):
     sys.modules["numpy"] = None  # else torch searches the disk for it in every operation of a dry run
 _load, _STDLIB = common.load_corpus, common.load_corpus("", 1)  # read once, not by every rank

@@ -143,15 +143,15 @@ def test_memory_is_counted():
 def test_resized_storage_is_followed():
     layer = nn.Linear(4, 4)
     with Ledger(layer, torch.optim.SGD(layer.parameters())) as ledger:
-        before = ledger.live
+        before = ledger.live["cpu"]
         t = torch.empty(1000)
-        assert ledger.live == before + 4000
+        assert ledger.live["cpu"] == before + 4000
         storage_of(t).resize_(0)
-        assert ledger.live == before
+        assert ledger.live["cpu"] == before
         storage_of(t).resize_(8000)
-        assert ledger.live == before + 8000
+        assert ledger.live["cpu"] == before + 8000
         del t
-        assert ledger.live == before and ledger.peak == before + 8000
+        assert ledger.live["cpu"] == before and ledger.peak == before + 8000
 
 
 def test_gaps():
