@@ -1,213 +1,487 @@
-"""Context parallelism: every rank holds a part of each sequence; only attention reaches for the others' tokens.
+"""Context parallelism: every rank holds a part of each sequence; attention alone needs the rest.
 
     ring       hop 0  hop 1  hop 2  hop 3  work      zigzag     hop 0  hop 1  hop 2  hop 3  work
     rank 0        0*     3-     2-     1-     1      rank 0      0,7*   3,4/   2,5/   1,6/     4
     rank 1        1*      0     3-     2-     3      rank 1      1,6*   0,7/   3,4/   2,5/     4
     rank 2        2*      1      0     3-     5      rank 2      2,5*   1,6/   0,7/   3,4/     4
     rank 3        3*      2      1      0     7      rank 3      3,4*   2,5/   1,6/   0,7/     4
-    whose K and V are here: * own, causally   / half of the pairs with own queries are wanted   - none, all are later
 
-ring and zigzag: K and V go around, and results are merged by their log-sum-exp. In backward they go around again,
-dK and dV one hop behind. allgather: zigzag's blocks, but a rank gathers all K and V of a layer, in backward once more.
-ulysses: an all-to-all turns all heads of T/N tokens into H/N heads of all tokens; another one turns the result back.
+A sequence is cut into chunks 0, 1, .. The table shows whose keys and values (K and V) a rank has
+at each hop, and which pairs of its queries and these keys count: * the causal half of its own,
+/ half, - none since all keys are later, no mark: all.
 
-    on each rank, N ranks                    plain GPT   ring, zigzag, allgather   ulysses
-    activations kept (weights: all)          all         1/N                       1/N
-    sent per block, forward                  -           2 (N-1) S                 4 (N-1)/N S
-    sent per block, backward                 -           4 (N-1) S                 4 (N-1)/N S
-    sent per step, gradients of P weights    -           2 (N-1)/N P               2 (N-1)/N P
-    in numbers of the model's dtype, dK and dV in fp32 or better; S = B T/N C are those of one of q, k, v, out
+ring, zigzag: K and V go around, and results are merged by their log-sum-exp. In backward they go
+around again, with dK and dV one hop behind. allgather: zigzag's blocks, but all K and V of a layer
+are gathered at once. ulysses: an all-to-all turns all heads of T/cp tokens into H/cp heads of all
+tokens, and another one turns the result back.
 
-Liu et al. 2023, "Ring Attention with Blockwise Transformers", arXiv:2310.01889, section 3. Llama team 2024, "The
-Llama 3 Herd of Models", arXiv:2407.21783, section 3.3.2 (zigzag, all-gather). Jacobs et al. 2023, "DeepSpeed
-Ulysses", arXiv:2309.14509, section 3. At work: torch.distributed.tensor.experimental.context_parallel.
+    on each of cp ranks              plain GPT   ring, zigzag, allgather   ulysses
+    activations kept (weights: all)  all         1/cp                      1/cp
+    sent per block, forward          -           2 (cp-1) S                4 (cp-1)/cp S
+    sent per block, backward         -           4 (cp-1) S                4 (cp-1)/cp S
+    sent per step, P weights         -           2 (cp-1)/cp P             2 (cp-1)/cp P
+    in numbers of the model's dtype, dK and dV in fp32 or better; S = B T/cp C is one of q, k, v
+
+Liu et al. 2023, "Ring Attention with Blockwise Transformers", arXiv:2310.01889, section 3. Llama
+team 2024, arXiv:2407.21783, section 3.3.2 (zigzag, all-gather). Jacobs et al. 2023, "DeepSpeed
+Ulysses", arXiv:2309.14509, section 3.
+At work: torch.distributed.tensor.experimental.context_parallel (section 3).
 
     torchrun --standalone --nproc_per_node=2 context_parallel.py --attn zigzag
+
+    ring = Zigzag(group)                        # in your own code; for GQA too
+    own = ring.positions(T, device)             # (T/cp,): this rank's tokens
+    attention.attend = ring.attend              # for scaled_dot_product_attention(.., is_causal=True)
+    (loss_sum(model(x[:, own], positions=own), y[:, own]) / valid_targets_of_all_ranks).backward()
+    sum_gradients(model.parameters(), group); norm = clip_gradients(model.parameters(), 1.0)
 """
 import math
 import sys
+from collections import namedtuple
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 
-from common import Run, adamw, arguments, build, clip_gradients, loss_sum, require
+from common import Run, adamw, arguments, build, loss_sum, require
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
 
 aten = torch.ops.aten
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+# both were renamed in torch 2.13
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def need(condition, sentence):
+    if not condition:
+        raise ValueError(sentence)
+
+
+# Attention to one block of keys, by the kernels of scaled_dot_product_attention, which keeps the
+# log-sum-exp to itself.
+
+
 def attend_block(q, k, v, causal):
-    """(B, H, T, D), k and v with their own T -> attention to these keys alone, its log-sum-exp (B, H, T)."""
-    if q.is_cuda and q.dtype.itemsize == 2:  # GPUs' kernels want D to be a multiple of 8, in fp32 of 4, up to 256
-        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
+    """Attend with q (B, H, queries, D) to k and v (B, H, keys, D), as if there were no other keys.
+
+    -> the output, like q, and the log-sum-exp of each query's scores (B, H, queries).
+    """
+    if q.is_cuda and q.dtype.itemsize == 2:
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+        return out, lse
     if q.is_cuda and q.dtype.itemsize == 4:
-        out, lse = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)[:2]
-        return out, lse[:, :, :q.shape[2]]  # was padded to a multiple of 32
-    return [x.to(q.device) for x in aten._scaled_dot_product_flash_attention_for_cpu(
-        q.cpu(), k.cpu(), v.cpu(), is_causal=causal)]  # also for proofs on GPUs, which have no such kernel in fp64
+        out, lse, *_ = aten._scaled_dot_product_efficient_attention(
+            q, k, v, None, True, 0.0, causal)
+        return out, lse[:, :, :q.shape[2]]  # it was padded to a multiple of 32
+    # GPUs have no such kernel in fp64, which is for proofs: there the CPU does it
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
+        q.cpu(), k.cpu(), v.cpu(), is_causal=causal)
+    return out.to(q.device), lse.to(q.device)
 
 
 def attend_block_backward(dout, q, out, lse, k, v, causal):
-    """-> dq, dk, dv of one block. With out and lse of all blocks, exp(score - lse) is the true probability."""
+    """-> dq, dk, dv of one block.
+
+    out and lse are those of all blocks together: exp(score - lse) is then the true probability.
+    """
     rng = torch.empty(0, dtype=torch.int64, device=q.device)  # there is no dropout
     if q.is_cuda and q.dtype.itemsize == 2:
         return aten._scaled_dot_product_flash_attention_backward(
-            dout, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, rng, rng)
+            dout, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2],
+            0.0, causal, rng, rng)
     if q.is_cuda and q.dtype.itemsize == 4:
         lse = F.pad(lse, (0, -lse.shape[2] % 32), value=math.inf)
-        return aten._scaled_dot_product_efficient_attention_backward(
-            dout, q, k, v, None, out, lse, rng, rng, 0.0, [True, True, True, False], causal)[:3]
-    return [x.to(q.device) for x in aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *(x.cpu() for x in (dout, q, k, v, out, lse)), 0.0, causal)]
+        dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
+            dout, q, k, v, None, out, lse, rng, rng, 0.0, [True, True, True, False], causal)
+        return dq, dk, dv
+    inputs = [x.cpu() for x in (dout, q, k, v, out, lse)]
+    gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, causal)
+    return [x.to(q.device) for x in gradients]
+
+
+def repeat_heads(x, heads):
+    """Give every query head its copy of the K or V head that it shares: (B, fewer heads, ..)."""
+    shared_by = heads // x.shape[1]
+    if shared_by == 1:
+        return x
+    return x.repeat_interleave(shared_by, dim=1)  # (B, H, ..)
+
+
+def sum_heads(dx, heads):
+    """The backward of repeat_heads: (B, H, ..) -> (B, fewer heads, ..)."""
+    if dx.shape[1] == heads:
+        return dx
+    return dx.unflatten(1, (heads, -1)).sum(2)
+
+
+class Hop:
+    """A tensor goes to the next rank of the ring while that of the rank before comes here."""
+
+    def __init__(self, tensor, ring):
+        next_rank = (ring.cp_rank + 1) % ring.cp
+        rank_before = (ring.cp_rank - 1) % ring.cp
+        self.device = tensor.device
+        if tensor.is_cuda and dist.get_backend(ring.group) == "gloo":
+            tensor = tensor.cpu()  # gloo sends and receives from host memory only
+        self.sent = tensor  # must live, and stay as it is, until wait()
+        self.received = torch.empty_like(tensor)
+        self.works = dist.batch_isend_irecv([  # own -> the rank before's
+            dist.P2POp(dist.isend, self.sent, group=ring.group, group_peer=next_rank),
+            dist.P2POp(dist.irecv, self.received, group=ring.group, group_peer=rank_before)])
+
+    def wait(self):
+        """-> what has come from the rank before."""
+        for work in self.works:
+            work.wait()
+        return self.received.to(self.device)
+
+
+class ReturnByHops:
+    """Brings the gradients of K and V home around the ring, one hop behind K and V themselves."""
+
+    def __init__(self, ring):
+        self.ring = ring
+        self.own = None  # what this rank adds to the gradient of its own K and V
+        self.hop = None  # the sum for others' K and V that is on its way to the next rank
+
+    def add(self, part):
+        """Take what this rank adds to the gradient of the K and V that are here now.
+
+        It joins the sum that comes from the rank before, and both go on while the caller makes the
+        next part. Parts that are all zero travel, too: the ranks behind wait for them.
+        """
+        if self.own is None:
+            self.own = part
+            return
+        if self.hop is not None:
+            part += self.hop.wait()
+        self.hop = Hop(part, self.ring)
+
+    def finish(self):
+        """-> the whole gradient of this rank's K and V: the last hop brings what others added."""
+        if self.hop is None:
+            return self.own
+        return self.own + self.hop.wait()
+
+
+class ReturnByReduceScatter:
+    """Brings the gradients of K and V home by one reduce-scatter."""
+
+    def __init__(self, ring):
+        self.ring = ring
+        self.everyone = None  # (cp, ..): this rank's parts, in the order of the ranks they are for
+        self.part = None  # the part added last, whose memory takes the result
+        self.hops = 0  # parts added so far
+
+    def add(self, part):
+        if self.everyone is None:
+            self.everyone = part.new_empty(self.ring.cp, *part.shape)
+        self.everyone[self.ring.source(self.hops)] = part
+        self.part = part
+        self.hops += 1
+
+    def finish(self):
+        own = self.part
+        reduce_scatter(own.unsqueeze(0), self.everyone, group=self.ring.group)  # partial -> sharded
+        release(self.everyone)
+        return own
+
+
+def release(buffer):
+    """Free at once what a finished collective has read.
+
+    A thread of gloo may hold on to it for a while. NCCL is safe: the stream that waited for the
+    collective is the one that gets the memory back, so nothing reuses it earlier.
+    """
+    buffer.untyped_storage().resize_(0)
+
+
+# What own queries want of the keys that are here at a hop: queries from `first_query` on see the
+# first `keys` of them, causally (key j is seen by query j and those behind it) or all.
+Wanted = namedtuple("Wanted", "first_query keys causal")
 
 
 class Ring:
-    """K and V go around the ring of n ranks, their gradients one hop behind (Liu 2023, section 3)."""
-    def __init__(self, rank, n, group=None):
-        self.rank, self.n, self.group = rank, n, group
+    """K and V go around the ring of cp ranks, their gradients one hop behind (Liu 2023, section 3).
+
+    `attend` takes the place of causal scaled_dot_product_attention. Tokens are cut as `positions`
+    says, into equally many for each rank of the group. With cp_rank and cp instead of a group it
+    only plans.
+    """
+
+    def __init__(self, group=None, cp_rank=None, cp=None):
+        if cp is None:
+            cp_rank = dist.get_rank(group)
+            cp = dist.get_world_size(group)
+        self.group = group  # None: the world
+        self.cp_rank = cp_rank
+        self.cp = cp
+        self.chunk_count = cp * len(self.chunks())  # of a whole sequence
+        self.known_positions = {}  # {(T, device): (T/cp,)}
+
+    def source(self, hop):
+        """The rank whose K and V are here after so many hops."""
+        return (self.cp_rank - hop) % self.cp
 
     def chunks(self, hop=0):
-        return [(self.rank - hop) % self.n]  # of n; those that the rank so many hops before holds
+        """The chunks of the sequence that are here after so many hops, in order."""
+        return [self.source(hop)]
 
-    def positions(self, T):
-        return torch.arange(T).view(self.n * len(self.chunks()), -1)[self.chunks()].flatten()  # own ones, (T/N,)
+    def positions(self, T, device=None):
+        """Which of a sequence's T tokens are this rank's -> (T/cp,) int64, made once per device."""
+        need(T % self.chunk_count == 0,
+             f"{T} tokens do not divide into {self.chunk_count} chunks: pad them")
+        key = (T, str(device))
+        if key not in self.known_positions:
+            with torch.inference_mode(False):  # training will use them, too
+                by_chunk = torch.arange(T, device=device).view(self.chunk_count, -1)
+                own = [by_chunk[chunk] for chunk in self.chunks()]
+                self.known_positions[key] = torch.cat(own)
+        return self.known_positions[key]
 
-    def seen(self, hop, t):
-        """t own queries, t keys of so many hops before -> first query to see any, keys it and the rest see, causal?"""
+    def wanted(self, hop, tokens):
+        """What `tokens` own queries want of the `tokens` keys that are here after so many hops."""
         if hop == 0:
-            return 0, t, True
-        mine, theirs, size = self.chunks(), self.chunks(hop), t // len(self.chunks())
-        return sum(c < theirs[0] for c in mine) * size, sum(c < mine[-1] for c in theirs) * size, False
-
-    def hop(self, tensor):
-        """Starts it on its way to the next rank -> wait(), which returns what has come from the rank before."""
-        received = torch.empty_like(tensor)
-        works = dist.batch_isend_irecv([  # own -> the rank before's
-            dist.P2POp(dist.isend, tensor, group=self.group, group_peer=(self.rank + 1) % self.n),
-            dist.P2POp(dist.irecv, received, group=self.group, group_peer=(self.rank - 1) % self.n)])
-
-        def wait(sent=tensor):  # which must live until then
-            for work in works:
-                work.wait()
-            return received
-        return wait
+            return Wanted(0, tokens, True)
+        mine = self.chunks()
+        theirs = self.chunks(hop)
+        size = tokens // len(mine)  # of a chunk
+        too_early = sum(chunk < theirs[0] for chunk in mine)  # my chunks that see none of theirs
+        seen = sum(chunk < mine[-1] for chunk in theirs)  # their chunks that any of mine sees
+        return Wanted(too_early * size, seen * size, False)
 
     def bring(self, kv):
-        """Own K and V, then those of each rank before, which travel while the caller works on those yielded."""
-        for _ in range(self.n - 1):
-            wait = self.hop(kv)
+        """Yield own K and V, then those of each rank before.
+
+        The next ones travel while the caller works on those yielded.
+        """
+        for _ in range(self.cp - 1):
+            hop = Hop(kv, self)
             yield kv
-            kv = wait()
+            kv = hop.wait()
         yield kv
 
-    def give_back(self, parts):
-        """parts: what this rank adds to the gradient of each K and V that bring yields -> the sum for its own. A part
-        joins the sum from the rank before and goes on while the caller makes the next. Zeros travel, too."""
-        own, wait = next(parts), None
-        for part in parts:
-            if wait:
-                part += wait()
-            wait = self.hop(part)
-        return own + wait() if wait else own  # the last hop brings home what the others have added
+    def bring_back(self):
+        """-> what takes the gradients of the K and V that `bring` yields, in their order."""
+        return ReturnByHops(self)
 
     def attend(self, q, k, v):
-        return BlockwiseAttention.apply(q, torch.stack([k, v]), self)  # each (B, H, T/N, D)
+        """Causal attention within the whole sequence: (B, H, T/cp, D) -> (B, H, T/cp, D).
+
+        k and v may have fewer heads, a divisor of H: query heads in a row share one, and only these
+        few travel. Every rank of the group calls it, with equal shapes.
+        """
+        check_shapes(q, k, v, len(self.chunks()))
+        return BlockwiseAttention.apply(q, torch.stack([k, v]), self)
 
 
-class Zigzag(Ring):  # the same, but of 2n chunks one early and one late
+class Zigzag(Ring):
+    """The ring with equal work for all: of 2 cp chunks a rank has an early and a late one."""
+
     def chunks(self, hop=0):
-        return [rank := (self.rank - hop) % self.n, 2 * self.n - 1 - rank]
+        early = self.source(hop)
+        late = 2 * self.cp - 1 - early
+        return [early, late]
 
 
-class AllGather(Zigzag):  # the same blocks, but one collective each way (Llama 3, section 3.3.2)
+class AllGather(Zigzag):
+    """The same blocks, but one collective each way (Llama 3, section 3.3.2)."""
+
     def bring(self, kv):
-        everyone = kv.new_empty(self.n, *kv.shape)
+        everyone = kv.new_empty(self.cp, *kv.shape)
         all_gather(everyone, kv.unsqueeze(0), group=self.group)  # sharded -> replicated
-        yield from (everyone[self.rank - hop] for hop in range(self.n))  # below 0: from the end
+        for hop in range(self.cp):
+            yield everyone[self.source(hop)]
 
-    def give_back(self, parts):
-        everyone = None
-        for hop, part in enumerate(parts):
-            everyone = part.new_empty(self.n, *part.shape) if everyone is None else everyone
-            everyone[self.rank - hop] = part
-        reduce_scatter(part.unsqueeze(0), everyone, group=self.group)  # partial -> sharded, over what is in everyone
-        everyone.untyped_storage().resize_(0)  # now: the backend's thread may hold on to it for a while
-        return part
+    def bring_back(self):
+        return ReturnByReduceScatter(self)
 
 
-class BlockwiseAttention(torch.autograd.Function):  # own queries, the keys and values of all ranks; no T x T matrix
+def check_shapes(q, k, v, chunks):
+    """Refuse what would be silently wrong, or end in a kernel's words; chunks: of this rank."""
+    shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    need(q.dim() == k.dim() == v.dim() == 4, f"{shapes}: each must be (B, H, T/cp, D)")
+    need(k.shape == v.shape, f"{shapes}: k and v must have the same shape")
+    B, H, tokens, D = q.shape
+    need(k.shape[0] == B and k.shape[3] == D, f"{shapes}: must have the same B and D")
+    need(k.shape[2] == tokens, f"{shapes}: causal attention needs as many keys as queries")
+    need(k.shape[1] > 0 and H % k.shape[1] == 0,
+         f"{shapes}: the heads of k and v must divide those of q")
+    need(tokens > 0 and tokens % chunks == 0,
+         f"{tokens} tokens on this rank do not divide into {chunks} chunks: pad the sequence")
+    need(q.dtype == k.dtype == v.dtype and q.device == k.device == v.device,
+         f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype} on {q.device}, {k.device}, {v.device}: "
+         "cast or move them to the same")
+    if q.is_cuda and q.dtype.itemsize < 8:
+        check_head_width(D, q.dtype)
+
+
+def check_head_width(D, dtype):
+    """GPUs' kernels take up to 256 numbers a head, and read 16 bytes at a time."""
+    step = 16 // dtype.itemsize
+    need(D % step == 0 and D <= 256,
+         f"head width {D} in {dtype} on a GPU: must be a multiple of {step}, up to 256")
+
+
+class BlockwiseAttention(torch.autograd.Function):
+    """Own queries attend to the keys and values of all ranks; no T x T matrix is made."""
+
     @staticmethod
-    def forward(ctx, q, own, ring):  # own K and V: (2, B, H, T/N, D)
+    def forward(ctx, q, own, ring):  # q: (B, H, T/cp, D); own K and V: (2, B, H or fewer, T/cp, D)
+        H, tokens = q.shape[1:3]
         out = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
         lse = out.new_full(q.shape[:3], -math.inf)
-        for hop, kv in enumerate(ring.bring(own)):
-            first, keys, causal = ring.seen(hop, q.shape[2])
-            if keys:  # attention to these and to those before: each weighs its share of the sum of exp(score)
-                block, block_lse = attend_block(q[:, :, first:], *kv[..., :keys, :], causal)
-                out[:, :, first:].lerp_(block.to(out.dtype), torch.sigmoid(block_lse - lse[:, :, first:])[..., None])
-                lse[:, :, first:] = torch.logaddexp(lse[:, :, first:], block_lse)
-        ctx.ring, out = ring, out.to(q.dtype)
+        for hop, (k, v) in enumerate(ring.bring(own)):
+            first, keys, causal = ring.wanted(hop, tokens)
+            if keys == 0:
+                continue
+            block_out, block_lse = attend_block(
+                q[:, :, first:], repeat_heads(k[:, :, :keys], H), repeat_heads(v[:, :, :keys], H),
+                causal)
+            # These keys and those before each weigh their share of the sum of exp(score).
+            weight = torch.sigmoid(block_lse - lse[:, :, first:])
+            out[:, :, first:].lerp_(block_out.to(out.dtype), weight.unsqueeze(-1))
+            lse[:, :, first:] = torch.logaddexp(lse[:, :, first:], block_lse)
+        out = out.to(q.dtype)
+        ctx.ring = ring
         ctx.save_for_backward(q, own, out, lse)
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dout):
         q, own, out, lse = ctx.saved_tensors
+        H, tokens = q.shape[1:3]
         dq = torch.zeros_like(q, dtype=lse.dtype)
+        returning = ctx.ring.bring_back()
+        for hop, (k, v) in enumerate(ctx.ring.bring(own)):
+            first, keys, causal = ctx.ring.wanted(hop, tokens)
+            dkv = torch.zeros_like(own, dtype=lse.dtype)
+            if keys > 0:
+                block_dq, block_dk, block_dv = attend_block_backward(
+                    dout[:, :, first:], q[:, :, first:], out[:, :, first:], lse[:, :, first:],
+                    repeat_heads(k[:, :, :keys], H), repeat_heads(v[:, :, :keys], H), causal)
+                dq[:, :, first:] += block_dq
+                dkv[0, :, :, :keys] = sum_heads(block_dk, own.shape[2])
+                dkv[1, :, :, :keys] = sum_heads(block_dv, own.shape[2])
+            if ctx.needs_input_grad[1]:
+                returning.add(dkv)
+        if not ctx.needs_input_grad[1]:
+            return dq.to(q.dtype), None, None
+        own_gradient = returning.finish()  # dK, dV: partial -> sharded
+        return dq.to(q.dtype), own_gradient.to(q.dtype), None
 
-        def parts():
-            for hop, kv in enumerate(ctx.ring.bring(own)):
-                first, keys, causal = ctx.ring.seen(hop, q.shape[2])
-                dkv = torch.zeros_like(own, dtype=lse.dtype)
-                if keys:
-                    mine = (x[:, :, first:] for x in (dout, q, out, lse))
-                    block = attend_block_backward(*mine, *kv[..., :keys, :], causal)
-                    dq[:, :, first:] += block[0]
-                    dkv[0, ..., :keys, :], dkv[1, ..., :keys, :] = block[1:]
-                yield dkv
 
-        return dq.to(q.dtype), ctx.ring.give_back(parts()).to(q.dtype), None  # dK, dV: partial -> sharded
+class AllToAll(torch.autograd.Function):
+    """Cut a tensor along one dim, a part for every rank; join what comes along another."""
 
-
-class AllToAll(torch.autograd.Function):  # cut along one dim, a part for every rank; join along another
     @staticmethod
     def forward(ctx, x, cut, join, group):
-        ctx.back = join, cut, group
+        ctx.cut = cut
+        ctx.join = join
+        ctx.group = group
         parts = torch.stack(x.chunk(dist.get_world_size(group), cut)).contiguous()
         received = torch.empty_like(parts)
         dist.all_to_all_single(received, parts, group=group)  # sharded(join) -> sharded(cut)
         joined = torch.cat(received.unbind(), join)
-        for buffer in (parts, received):
-            buffer.untyped_storage().resize_(0)  # now: the backend's thread may hold on to it for a while
+        release(parts)
+        release(received)
         return joined
 
     @staticmethod
     def backward(ctx, grad):
-        return AllToAll.apply(grad, *ctx.back), None, None, None
+        return AllToAll.apply(grad, ctx.join, ctx.cut, ctx.group), None, None, None
 
 
 class Ulysses(Ring):
+    """All tokens of some heads in the place of all heads of some tokens (Jacobs 2023, section 3)."""
+
+    HEADS, TOKENS = 1, 2  # dims of (B, H, T, D)
+
     def attend(self, q, k, v):
-        q, k, v = (AllToAll.apply(x, 1, 2, self.group) for x in (q, k, v))  # (B, H/N, T, D)
+        """As Ring's; the heads of q and those of k and v must be multiples of cp."""
+        check_shapes(q, k, v, len(self.chunks()))
+        need(q.shape[1] % self.cp == 0 and k.shape[1] % self.cp == 0,
+             f"{q.shape[1]} heads of q, {k.shape[1]} of k and v: ulysses on {self.cp} ranks needs "
+             "multiples of that; take ring, zigzag or allgather, or repeat heads of k and v")
+        q = AllToAll.apply(q, self.HEADS, self.TOKENS, self.group)  # (B, H/cp, T, D)
+        k = AllToAll.apply(k, self.HEADS, self.TOKENS, self.group)
+        v = AllToAll.apply(v, self.HEADS, self.TOKENS, self.group)
+        k = repeat_heads(k, q.shape[1])
+        v = repeat_heads(v, q.shape[1])
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)  # any attention would do
-        return AllToAll.apply(out, 2, 1, self.group)  # (B, H, T/N, D)
+        return AllToAll.apply(out, self.TOKENS, self.HEADS, self.group)  # (B, H, T/cp, D)
+
+
+# The rest of a correct train step: weights are replicated, every rank makes a part of their gradient.
+
+
+@torch.no_grad()
+def replicate(module, group=None):
+    """Give all ranks of the group the weights and buffers of its first rank."""
+    for tensor in [*module.parameters(), *module.buffers()]:
+        dense = tensor.detach().clone(memory_format=torch.contiguous_format)
+        dist.broadcast(dense, group=group, group_src=0)  # the first rank's -> replicated
+        tensor.copy_(dense)
+
+
+def sum_gradients(parameters, group=None):
+    """Sum the gradients of all ranks, in one call per dtype; they become views of the sum.
+
+    Frozen parameters are left out. One that no rank has used keeps the gradient None, as in one
+    process: -0.0 is put in the place of what is missing, and a sum is -0.0 only if all parts are.
+    """
+    trained = [p for p in parameters if p.requires_grad]
+    unused = [p for p in trained if p.grad is None]
+    for p in unused:
+        p.grad = torch.full_like(p, -0.0)
+    for dtype in sorted({p.dtype for p in trained}, key=str):
+        alike = [p for p in trained if p.dtype == dtype]
+        flat = torch.cat([p.grad.flatten() for p in alike])
+        dist.all_reduce(flat, group=group)  # partial -> replicated
+        sums = flat.split([p.numel() for p in alike])
+        for p, total in zip(alike, sums):
+            p.grad = total.view_as(p)
+    for p in unused:
+        if p.grad.signbit().all():
+            p.grad = None
+
+
+def clip_gradients(parameters, clip):
+    """Scale replicated gradients to a norm of at most `clip` (0: leave them) -> the norm before.
+
+    Where the norm is inf or nan they are left, so that whoever looks finds out whose they are.
+    """
+    with_gradient = [p for p in parameters if p.grad is not None]
+    norm = nn.utils.get_total_norm([p.grad for p in with_gradient])
+    if clip:
+        nn.utils.clip_grads_with_norm_(with_gradient, clip, norm.nan_to_num(0, posinf=0))
+    return norm
 
 
 # ---- 2. the toy GPT, parallelized --------------------------------------------
 
 
 def parallelize(model, ring):
-    """The model then takes a rank's own tokens, x[:, ring.positions(T)]."""
+    """The model, or a stage of it, then takes a rank's own tokens, x[:, ring.positions(T)]."""
     for block in model.blocks:
         block.attn.attend = ring.attend
-    # the GPT counts its tokens 0, 1, ..; their positions are cut like the tokens themselves
-    model.pos.register_forward_pre_hook(lambda _, x: ring.positions(ring.n * len(x[0])).to(x[0].device))
+    if hasattr(model, "pos"):
+        cut_positions(model.pos, ring)
     return model
+
+
+def cut_positions(embedding, ring):
+    """The GPT counts the tokens that it is given 0, 1, ..; they stand elsewhere in the sequence."""
+
+    def own_positions(_, inputs):
+        counted = inputs[0]  # (T/cp,)
+        return ring.positions(ring.cp * len(counted), counted.device)
+
+    embedding.register_forward_pre_hook(own_positions)
 
 
 def full_state_dict(model):
@@ -219,14 +493,14 @@ def full_gradients(model):
 
 
 def train_step(model, optimizer, x, y, valid, clip, group=None):
-    """x, y: this rank's tokens (B, T/N); valid: targets of the whole batch -> this rank's part of the loss, norm."""
+    """x, y: this rank's tokens (B, T/cp); valid: targets of the whole batch.
+
+    -> this rank's part of the loss, the norm.
+    """
     optimizer.zero_grad()
     loss = loss_sum(model(x), y) / valid
     loss.backward()
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    flat = nn.utils.parameters_to_vector(gradients)
-    dist.all_reduce(flat, group=group)  # partial -> replicated
-    nn.utils.vector_to_parameters(flat, gradients)  # they become views of it
+    sum_gradients(model.parameters(), group)  # partial -> replicated
     norm = clip_gradients(model.parameters(), clip)  # replicated: no communication
     optimizer.step()
     return loss, norm
@@ -239,9 +513,14 @@ def train_step_at_work(model, optimizer, x, y, valid, clip, mesh):
     """x, y: all tokens (B, T), which torch cuts in place, as zigzag does."""
     from torch.distributed.tensor.experimental import context_parallel  # takes seconds, and NumPy
     order = torch.arange(x.shape[1]).to(x)
-    shards = dict(buffers=[x, y, order], buffer_seq_dims=[1, 1, 0], no_restore_buffers={x, y, order})
-    with model.pos.register_forward_pre_hook(lambda *_: order), context_parallel(mesh, **shards):
-        return train_step(model, optimizer, x, y, valid, clip)  # FSDP or DDP would sum the gradients
+    cut_in_place = context_parallel(mesh, buffers=[x, y, order], buffer_seq_dims=[1, 1, 0],
+                                    no_restore_buffers={x, y, order})
+
+    def own_positions(module, inputs):
+        return order
+
+    with model.pos.register_forward_pre_hook(own_positions), cut_in_place:
+        return train_step(model, optimizer, x, y, valid, clip)  # FSDP or DDP would sum gradients
 
 
 # ---- 4. run ------------------------------------------------------------------
@@ -250,18 +529,18 @@ def train_step_at_work(model, optimizer, x, y, valid, clip, mesh):
 def picture(kind, n):
     """The docstring's table, of at most 8 ranks and hops. Work is in units of causal attention within T/N tokens."""
     yield f"{kind.__name__.lower():9}" + "".join(f"  hop {hop}" for hop in range(min(n, 8))) + "  work"
-    for ring in (kind(rank, n) for rank in range(min(n, 8))):
-        pairs = [(2 - first) * keys / (1 + causal) for first, keys, causal in (ring.seen(h, 2) for h in range(n))]
+    for ring in (kind(cp_rank=rank, cp=n) for rank in range(min(n, 8))):
+        pairs = [(2 - first) * keys / (1 + causal) for first, keys, causal in (ring.wanted(h, 2) for h in range(n))]
         marks = ["*"] + [{0: "-", 2: "/", 4: ""}[p] for p in pairs[1:8]]
         row = "".join(f"{','.join(map(str, ring.chunks(hop))) + mark:>7}" for hop, mark in enumerate(marks))
-        yield f"rank {ring.rank:<4}{row}{sum(pairs) / 2:6.0f}"
+        yield f"rank {ring.cp_rank:<4}{row}{sum(pairs) / 2:6.0f}"
 
 
 def main():
     kinds = {kind.__name__.lower(): kind for kind in (Ring, Zigzag, AllGather, Ulysses)}
     args = arguments(__doc__, attn=("zigzag", "how queries meet the keys of other ranks", tuple(kinds)))
     n, T, H, kind = args.world_size, args.cfg.seq, args.cfg.heads, kinds[args.attn]
-    chunks, gpus = n * len(kind(0, n).chunks()), args.device != "cpu" and torch.cuda.is_available()
+    chunks, gpus = n * len(kind(cp_rank=0, cp=n).chunks()), args.device != "cpu" and torch.cuda.is_available()
     require(args.impl == "scratch" or gpus and args.dtype != "fp64" and not args.dry_run,
             f"--impl {args.impl}: torch's context_parallel needs GPUs and fp32 or bf16; take --impl scratch")
     require(T % chunks == 0, f"--seq {T} does not divide into {chunks} chunks, for {args.attn} on {n} ranks")
@@ -269,7 +548,7 @@ def main():
     run, sides = Run(args), {}
     mesh = dist.init_device_mesh(run.device.type, (n,))
     with run:
-        ring, own = kind(run.rank, n), kind(run.rank, n).positions(T).to(run.device)
+        ring, own = kind(), kind().positions(T, run.device)
         for impl in run.impls:
             model = build(run.cfg, args.seed, run.device, run.dtype)
             sides[impl] = parallelize(model, ring) if impl == "scratch" else model, adamw(model.parameters(), args.lr)

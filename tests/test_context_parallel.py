@@ -43,7 +43,7 @@ def check_attention(T, group_size):
     out = F.scaled_dot_product_attention(*whole, is_causal=True)
     out.backward(dout)
     for kind in KINDS.values():
-        ring = kind(dist.get_rank(group), group_size, group)
+        ring = kind(group)
         own = ring.positions(T)
         parts = [x[:, :, own].requires_grad_() for x in qkv]
         result = ring.attend(*parts)
@@ -62,8 +62,8 @@ def test_attention_alone(world, group_size, T):
 
 def watched(step):
     """What step() communicates -> {collective: (calls, bytes this rank sends)}"""
-    nothing = SimpleNamespace(held=lambda: {"parameters": [], "gradients": [], "optimizer": []})
-    with Ledger(nothing, None) as ledger:
+    nothing = {"parameters": [], "gradients": [], "optimizer": []}
+    with Ledger(held=lambda: nothing) as ledger:
         step()
     return {name: (c["calls"], c["wire"]) for name, c in ledger.collectives.items() if name != "recv"}
 
@@ -72,7 +72,7 @@ def check_bytes(kind):
     """The docstring's table: S is the bytes of one of q, k, v, out on this rank."""
     n, T = dist.get_world_size(), 16
     *qkv, dout = sequences(T)
-    ring = kind(dist.get_rank(), n)
+    ring = kind()
     own = ring.positions(T)
     parts, result = [x[:, :, own].requires_grad_() for x in qkv], []
     forward = watched(lambda: result.append(ring.attend(*parts)))
@@ -124,12 +124,12 @@ def test_activations(attn):
 def test_every_pair_is_seen_once(kind, n):
     T = 12 * n
     count, work = torch.zeros(T, T), []
-    for ring in (kind(rank, n) for rank in range(n)):
+    for ring in (kind(cp_rank=rank, cp=n) for rank in range(n)):
         mine = ring.positions(T)
         before = count.sum()
         for hop in range(n):
-            theirs = kind((ring.rank - hop) % n, n).positions(T)
-            first, keys, causal = ring.seen(hop, len(mine))
+            theirs = kind(cp_rank=(ring.cp_rank - hop) % n, cp=n).positions(T)
+            first, keys, causal = ring.wanted(hop, len(mine))
             block = torch.ones(len(mine) - first, keys)
             count[mine[first:, None], theirs[None, :keys]] += block.tril() if causal else block
         work.append((count.sum() - before).item())
