@@ -541,6 +541,7 @@ def join_world(args, device, launch):
 
 TIMEOUT = {"gloo": 30, "nccl": 600}  # seconds
 BLOCK = 5  # steps of one implementation before it is the other's turn
+BOTH = {"both": ("scratch", "torch")}  # what --impl both stands for
 CHECKED = 300  # steps that the plain GPT replays, at most
 
 
@@ -591,47 +592,54 @@ class Run:
         self.args = args
         self.cfg = args.cfg
         self.dry = bool(args.dry_run)
+        self.dtype = DTYPES[args.dtype]
+        self.build_plain = build
+        self.impls = impls or BOTH.get(args.impl, (args.impl,))
+        self.sides = {}  # {impl: Side}, from begin() on
         self.start = checkpoint.begin(args)  # the checkpoint to start from; bad: exit code 2
         self.corpus = load_corpus(args.data, self.cfg.seq)
         self.held_out_text = None  # unless --eval-every
         if args.eval_every:
             self.corpus, self.held_out_text = hold_out(self.corpus, self.cfg.seq)
+        self.join()
+        self.plan_steps()
+        self.open_books()
 
+    def join(self):
+        """The process group."""
         launch = launched()
-        self.device = choose_device(args, launch)
+        self.device = choose_device(self.args, launch)
         self.store = None  # what ranks see without a collective; none in a dry run
+        self.fake = None  # the FakeTensorMode of a dry run, while it is entered
         if self.dry:
-            join_fake_world(args)
+            join_fake_world(self.args)
         else:
-            self.store = join_world(args, self.device, launch)
+            self.store = join_world(self.args, self.device, launch)
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-        self.dtype = DTYPES[args.dtype]
-        self.fake = None  # the FakeTensorMode of a dry run, while it is entered
 
-        self.build_plain = build
-        self.impls = impls or {"both": ("scratch", "torch")}.get(args.impl, (args.impl,))
-        self.sides = {}  # {impl: Side}, from begin() on
+    def plan_steps(self):
         self.first = self.start.steps  # the first step
-        self.last = args.steps - 1
+        self.last = self.args.steps - 1
         if self.dry:
-            self.last = min(args.steps, 2) - 1
+            self.last = min(self.args.steps, 2) - 1
         self.checked = min(self.last, self.first + CHECKED - 1)  # the last step that is compared
         self.step = self.first  # the one under way
-        self.marks = None  # the clock's marks before and after it
-        self.clock = Clock("cpu" if self.dry else self.device)
         self.saved = self.first  # steps behind the newest checkpoint
         self.request = None  # has SIGTERM been heard? Only where there is something to save
         self.stopping = False  # has any rank heard it?
-        if args.save and not self.dry:
+        if self.args.save and not self.dry:
             self.request = guard.Request()
 
+    def open_books(self):
+        self.clock = Clock("cpu" if self.dry else self.device)
+        self.marks = None  # the clock's marks before and after a step
         self.trace = {impl: Trace() for impl in self.impls}
         self.times = {impl: [] for impl in self.impls}  # ms of every step
         self.ledger = {}  # {impl: Ledger} of the last step
         self.rows = []  # of the textbook
         self.extra = {}  # a script's own keys of the report
-        self.table = report.Table(self.first, self.last, bool(args.eval_every))
+        self.table = report.Table(self.first, self.last, bool(self.args.eval_every))
         self.step_log = None  # --log, on rank 0
 
     def __enter__(self):

@@ -5,7 +5,8 @@ import os
 import sys
 from pathlib import Path
 
-GREEN, RED, BOLD = "32", "31", "1"
+GREEN = "32"
+RED = "31"
 BAR = 40  # characters of the longest bar
 
 

@@ -1,0 +1,8 @@
+"""Exit code 0 if this Python has what the project needs."""
+import sys
+
+import pytest  # noqa: F401
+import torch
+
+major, minor = torch.__version__.split(".")[:2]
+sys.exit((int(major), int(minor)) < (2, 11))
