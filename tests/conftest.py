@@ -1,4 +1,7 @@
-"""Distributed tests on CPU. Ranks fork from a server that has imported torch already: 0.1 s each instead of seconds."""
+"""Distributed tests on CPU.
+
+Ranks fork from a server that has imported torch already: 0.1 s each instead of seconds.
+"""
 import ast
 import builtins
 import gc
@@ -17,27 +20,49 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
-import common  # noqa: E402
-
-multiprocessing.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "torch.distributed.fsdp",
-                                        "torch.distributed.tensor.parallel", "torch.distributed.pipelining",
-                                        "torch.testing._internal.distributed.fake_pg", "pytest", "conftest",
-                                        *(path.stem for path in ROOT.glob("*.py")), "plan", "warm"])
-gc.freeze()  # what is imported by now need not be looked through again and again
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests are for CPUs; ./run.sh gpu has the others
 os.environ["RES_OPTIONS"] = "attempts:0"  # torch asks what 127.0.0.1 is called: up to 5 s
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it would say that it got no answer
+import common  # noqa: E402
+
+IMPORTED = (  # by the server, once for all ranks
+    "torch", "torch.distributed", "torch._dynamo", "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel", "torch.distributed.pipelining",
+    "torch.testing._internal.distributed.fake_pg", "pytest", "conftest",
+)
+ROOT_MODULES = tuple(path.stem for path in ROOT.glob("*.py"))
+multiprocessing.set_forkserver_preload([*IMPORTED, *ROOT_MODULES, "plan", "warm"])
+gc.freeze()  # what is imported by now need not be looked through again and again
 if not importlib.util.find_spec("numpy"):
-    sys.modules["numpy"] = None  # else torch searches the disk for it in every operation of a dry run
-_load, _STDLIB = common.load_corpus, common.load_corpus("", 1)  # read once, not by every rank
-common.load_corpus = lambda path, seq: _load(path, seq) if path or len(_STDLIB) <= seq else _STDLIB
+    sys.modules["numpy"] = None  # else torch looks for it in every operation of a dry run
+
+STDLIB = common.load_corpus("", 1)  # read once, not by every rank
+load_from_disk = common.load_corpus
+
+
+def load_corpus(path, seq):
+    if path or len(STDLIB) <= seq:
+        return load_from_disk(path, seq)
+    return STDLIB
+
+
+common.load_corpus = load_corpus
 
 SMALL = ("--layers", "2", "--width", "32", "--heads", "4", "--seq", "16", "--steps", "2")
-PROOF = (*SMALL, "--dtype", "fp64", "--pad", "0.3", "--clip", "0.5")  # right code: gaps of 1e-12; wrong code: 1
+# right code shows gaps of 1e-12, wrong code of 1
+PROOF = (*SMALL, "--dtype", "fp64", "--pad", "0.3", "--clip", "0.5")
+
+
+# ---- ranks ---------------------------------------------------------------------
 
 
 def _environment(rank, world, port):
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
-                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE=str(port > 0))
+    """As torchrun would make it."""
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE=str(port > 0),
+    )
     torch.set_num_threads(1)
 
 
@@ -61,65 +86,100 @@ def _script(rank, world, port, name, flags, plant, errors):
 
 
 def _start(target, world, *args, limit=120):
-    """Run target(rank, world, port, *args) on `world` ranks -> their exit codes. One that fails ends the others."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's agent has
+    """Run target(rank, world, port, *args) on `world` ranks -> their exit codes.
+
+    A rank that fails ends the others, a few seconds later.
+    """
+    # as torchrun's agent has
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
-    ranks = [context.Process(target=target, args=(rank, world, store.port, *args)) for rank in range(world)]
-    for p in ranks:
-        p.start()
-    end, failed = time.time() + limit, None
-    while any(p.is_alive() for p in ranks) and time.time() < min(end, (failed or end) + 5):
-        multiprocessing.connection.wait([p.sentinel for p in ranks if p.is_alive()], 1)
-        failed = failed or (time.time() if any(p.exitcode for p in ranks) else None)
-    hung = [r for r, p in enumerate(ranks) if p.is_alive()]
-    for p in ranks:
-        p.kill()
-        p.join()
+    ranks = []
+    for rank in range(world):
+        ranks.append(context.Process(target=target, args=(rank, world, store.port, *args)))
+    for process in ranks:
+        process.start()
+    failed = wait_for(ranks, limit)
+    hung = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+    for process in ranks:
+        process.kill()
+        process.join()
     assert failed or not hung, f"ranks {hung} hang"
-    return [p.exitcode for p in ranks]
+    return [process.exitcode for process in ranks]
+
+
+def wait_for(processes, limit, patience=5):
+    """Until all have ended, `limit` seconds, or `patience` after one has failed -> has one?"""
+    end = time.time() + limit
+    failed = False
+    while any(process.is_alive() for process in processes) and time.time() < end:
+        alive = [process.sentinel for process in processes if process.is_alive()]
+        multiprocessing.connection.wait(alive, 1)
+        if not failed and any(process.exitcode for process in processes):
+            failed = True
+            end = min(end, time.time() + patience)
+    return failed
 
 
 def run(check, world, *args):
-    """check(*args) on `world` ranks joined by gloo, float64 by default. An exception on any rank fails the test."""
+    """check(*args) on `world` ranks joined by gloo, float64 by default.
+
+    An exception on any rank fails the test.
+    """
     codes = _start(_check, world, check, args)
     assert codes == [0] * world, f"exit codes {codes}: see the tracebacks"
 
 
 def script(name, world, *flags, plant=None, code=0):
-    """name.py's main() with these flags on `world` ranks -> its --json report. All ranks must end with `code`.
+    """name.py's main() with these flags on `world` ranks -> its --json report.
 
-    With code=2 nothing may be on stderr but one line "name.py: error: ...", which is returned. A run that ends before
-    its report returns what it said on stderr.
-    plant(module) is called before main, on every rank: it puts in a bug.
+    All ranks must end with `code`. With code=2 nothing may be on stderr but one line "name.py:
+    error: ...", which is returned. A run that ends before its report returns what it said on
+    stderr. plant(module) is called before main, on every rank: it puts in a bug.
     """
     with tempfile.TemporaryDirectory() as folder:
-        path, errors = Path(folder, "report.json"), Path(folder, "stderr")
+        path = Path(folder, "report.json")
+        errors = Path(folder, "stderr")
         errors.touch()
-        codes = _start(_script, world, name, ("--json", str(path), *flags), plant, str(errors))
+        words = ("--json", str(path), *flags)
+        codes = _start(_script, world, name, words, plant, str(errors))
         said = errors.read_text()
-        if codes != [code] * world:  # no assert: pytest would add a diff of its own, longer where CI is set
-            raise AssertionError(f"{name}.py on {world} ranks {' '.join(flags)}: exit codes {codes}\n{said}")
+        if codes != [code] * world:  # no assert: pytest would add a diff of its own
+            command = f"{name}.py on {world} ranks {' '.join(flags)}"
+            raise AssertionError(f"{command}: exit codes {codes}\n{said}")
         if code == 2:
             assert said.startswith(f"{name}.py: error: ") and said.count("\n") == 1, said
             return said
-        return json.loads(path.read_text()) if path.exists() else said
+        if not path.exists():
+            return said
+        return json.loads(path.read_text())
+
+
+GAPS = ("loss", "gradient", "grad_norm", "parameter")
 
 
 def proves(name, world, *flags, plant=None):
-    """The run passes its own check in fp64, every gap at most 1e-10 -> report. With a planted bug: it must fail."""
-    report = script(name, world, *PROOF, *flags, plant=plant, code=1 if plant else 0)
-    gaps = [report["check"][k] for k in ("loss", "gradient", "grad_norm", "parameter")]
+    """The run passes its own check in fp64, every gap at most 1e-10 -> report.
+
+    With a planted bug it must fail.
+    """
     if plant:
-        assert max(gaps) > 1e-6, f"the planted bug shows only {max(gaps)}"
+        report = script(name, world, *PROOF, *flags, plant=plant, code=1)
     else:
-        assert max(gaps) <= 1e-10 and report["check"]["passed"], report["check"]
+        report = script(name, world, *PROOF, *flags)
+    check = report["check"]
+    worst = max(check[kind] for kind in GAPS)
+    if plant:
+        assert worst > 1e-6, f"the planted bug shows only {worst}"
+    else:
+        assert worst <= 1e-10 and check["passed"], check
     return report
 
 
 def _alone(rank, world, _, name, runs, folder):
     for i in range(rank, len(runs), world):
+        flags = (*runs[i], "--json", f"{folder}/{i}")
         try:
-            _script(0, 1, 0, name, (*runs[i], "--json", f"{folder}/{i}"), None, f"{folder}/stderr")
+            _script(0, 1, 0, name, flags, None, f"{folder}/stderr")
         except SystemExit as end:
             if end.code:
                 raise
@@ -137,15 +197,22 @@ def alone(name, *runs):
 
 
 def dry_run_agrees(name, world, *flags, ranks=None, plant=None):
-    """A dry run at this world size counts the very bytes that a real run measures, on the given ranks (all)."""
-    real, ranks = script(name, world, *SMALL, *flags, "--no-check", plant=plant), ranks or range(world)
-    dry = alone(name, *((*SMALL, *flags, "--dry-run", str(world), "--rank", str(rank)) for rank in ranks))
-    assert [report["ranks"] for report in dry] == [[real["ranks"][rank]] for rank in ranks]
+    """A dry run at this world size counts the very bytes that a real run measures -> report.
+
+    On the given ranks, or on all.
+    """
+    real = script(name, world, *SMALL, *flags, "--no-check", plant=plant)
+    if ranks is None:
+        ranks = range(world)
+    common_flags = (*SMALL, *flags, "--dry-run", str(world))
+    dry = alone(name, *((*common_flags, "--rank", str(rank)) for rank in ranks))
+    for rank, report in zip(ranks, dry):
+        assert report["ranks"] == [real["ranks"][rank]]
     return real
 
 
 def textbook(report):
-    """Every row of the report's textbook whose name is not explained to differ: measured as expected."""
+    """Every row of the report's textbook is measured as expected."""
     assert report["textbook"]
     for row in report["textbook"]:
         assert row["expected"] == row["measured"], row
@@ -153,32 +220,39 @@ def textbook(report):
 
 # ---- the copy --------------------------------------------------------------------
 
+ALLOWED = {"torch", *sys.stdlib_module_names}
+
+
+def modules_of(node):
+    """The modules that an import statement names."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return [node.module]
+    return []
+
 
 def section_one(name):
-    """What somebody would copy from name.py: its imports of torch and the standard library, and section 1."""
+    """What somebody would copy from name.py: its imports of torch and the standard library, and
+    section 1.
+    """
     source = (ROOT / f"{name}.py").read_text()
-    tree = ast.parse(source)
     lines = source.splitlines()
     kept = []
-    for node in tree.body:
-        if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            modules = [node.module]
-        else:
-            continue
-        if all(module.split(".")[0] in ALLOWED for module in modules):
+    for node in ast.parse(source).body:
+        roots = {module.split(".")[0] for module in modules_of(node)}
+        if roots and roots <= ALLOWED:
             kept += lines[node.lineno - 1:node.end_lineno]
     first = source.index("\n# ---- 1. ")
     second = source.index("\n# ---- 2. ")
     return "\n".join(kept) + "\n" + source[first:second]
 
 
-ALLOWED = {"torch", *sys.stdlib_module_names}
-
-
 def copied(name):
-    """Execute section 1 of name.py alone, in an empty folder, where it may import torch and nothing else -> module."""
+    """Execute section 1 of name.py alone, in an empty folder -> module.
+
+    It may import torch and the standard library, and nothing else.
+    """
     module = types.ModuleType("copied_" + name)
 
     def only_torch(wanted, namespace=None, *rest):
@@ -187,10 +261,11 @@ def copied(name):
         return builtins.__import__(wanted, namespace, *rest)
 
     module.__dict__["__builtins__"] = {**vars(builtins), "__import__": only_torch}
+    sys.modules[module.__name__] = module  # dataclasses look their module up
+    code = compile(section_one(name), f"section 1 of {name}.py", "exec")
     here = os.getcwd()
     with tempfile.TemporaryDirectory() as empty:
         os.chdir(empty)
-        sys.modules[module.__name__] = module  # dataclasses look their module up
-        exec(compile(section_one(name), f"section 1 of {name}.py", "exec"), module.__dict__)
+        exec(code, module.__dict__)
         os.chdir(here)
     return module

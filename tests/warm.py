@@ -1,5 +1,8 @@
-"""Imported last by the server that ranks fork from: they inherit what torch learns in a process's first dry run, and
-objects that no garbage collection looks through again."""
+"""Imported last by the server that ranks fork from.
+
+They inherit what torch learns in a process's first dry run, and objects that no garbage collection
+looks through again.
+"""
 import contextlib
 import gc
 import io
@@ -7,7 +10,8 @@ import sys
 
 import ddp
 
-sys.argv = ["ddp.py", "--dry-run", "2", "--layers", "1", "--width", "8", "--heads", "1", "--seq", "4"]
+SIZES = ("--layers", "1", "--width", "8", "--heads", "1", "--seq", "4")
+sys.argv = ["ddp.py", "--dry-run", "2", *SIZES]
 with contextlib.redirect_stdout(io.StringIO()):
     ddp.main()
 gc.freeze()
