@@ -1,18 +1,22 @@
-"""Bad command lines: exit code 2 on every rank, one line on stderr that names the flag, nothing built, no traceback."""
+"""Bad command lines: exit code 2 on every rank, and one line on stderr that names the flag."""
+import argparse
 import contextlib
 import importlib
 import io
 import os
 import re
+import shlex
 import subprocess
 import sys
+import time
 
 import pytest
 import torch.distributed as dist
 
-from conftest import ROOT, run
+from conftest import ROOT, run, script
 
-# flags and, after two spaces or more, what the line has to say; FILE is a file, FOLDER an empty folder, EMPTY a file
+# Flags and, after two spaces or more, what the line has to say. FILE is a file, FOLDER an empty
+# folder, EMPTY an empty file
 EVERY_FILE = """
     --nonsense                          unrecognized arguments: --nonsense
     --nonsense 3                        unrecognized arguments: --nonsense 3
@@ -72,9 +76,18 @@ EVERY_FILE = """
     --json FILE/report.json             report.json: no such folder
     --json FOLDER                       is a folder, give a file
     --profile FILE                      is a file, give a folder
+    --log FOLDER                        is a folder, give a file
+    --log no/such/log                   --log no/such/log: no such folder
+    --warmup -1                         --warmup -1: must be 0 or more
+    --warmup 20                         --warmup 20: leave a step of --steps 20
+    --decay fast                        --decay: invalid choice: 'fast' (choose from
+    --min-lr 1                          --min-lr 1.0 is above --lr 0.001
+    --eval-every -1                     --eval-every -1: must be 0 or more
+    --train (                           --train (: no regular expression
+    --device cuda                       --device cuda: torch finds no GPU
 """
 
-SAVES = dict.fromkeys(("ddp", "fsdp", "hybrid_3d"), """
+SAVES = """
     --save-every 2                      --save-every wants --save DIR
     --save-every -1 --save no/such      --save-every -1: must be 0 or more
     --save no/such --dry-run 2          no dry run
@@ -88,7 +101,7 @@ SAVES = dict.fromkeys(("ddp", "fsdp", "hybrid_3d"), """
     --init-from no/such                 --init-from no/such:
     --init-from FILE                    --init-from FILE:
     --init-from FOLDER --resume FOLDER  take one of them
-""")
+"""
 
 ONE_RANK = {
     "ddp": """
@@ -105,11 +118,11 @@ ONE_RANK = {
         --stage -1                                          --stage -1: must be 0 or more, 3 or less
         --stage all                                         --stage: invalid int value: 'all'
         --offload disk                                      --offload: invalid choice: 'disk'
-        --offload optimizer --stage 0                       --offload optimizer with --stage 0: needs stage 1
-        --offload param --stage 2                           --offload param with --stage 2: needs stage 3
+        --offload optimizer --stage 0              --offload optimizer with --stage 0: needs stage 1
+        --offload param --stage 2                      --offload param with --stage 2: needs stage 3
         --accum 0                                           --accum 0: must be 1 or more
-        --accum 9                                           --batch 8: fewer than 1 ranks x 9 micro-batches
-        --dry-run 4 --accum 2 --batch 7                     --batch 7: fewer than 4 ranks x 2 micro-batches
+        --accum 9                                    --batch 8: fewer than 1 ranks x 9 micro-batches
+        --dry-run 4 --accum 2 --batch 7              --batch 7: fewer than 4 ranks x 2 micro-batches
         --impl torch --stage 0                              --impl torch
         --impl torch --offload optimizer                    --impl torch
         --impl both --accum 2                               --impl both
@@ -121,7 +134,7 @@ ONE_RANK = {
         --dry-run 4 --hsdp 3                                --hsdp 3 does not divide 4 ranks
         --hsdp 2                                            --hsdp 2 does not divide 1 ranks
         --hsdp -1                                           --hsdp -1: must be 0 or more
-        --reshard=no                                        --reshard/--no-reshard: ignored explicit argument 'no'
+        --reshard=no                          --reshard/--no-reshard: ignored explicit argument 'no'
         --offload param                                     unrecognized arguments: param
         --offload --impl torch                              --offload is for --impl scratch
     """,
@@ -134,88 +147,88 @@ ONE_RANK = {
         --tp 2                                              unrecognized arguments: --tp 2
     """,
     "pipeline_parallel": """
-        --schedule zb-v                                     --schedule: invalid choice: 'zb-v' (choose from 'naive',
+        --schedule zb-v                     --schedule: invalid choice: 'zb-v' (choose from 'naive',
         --dry-run 8                                         --layers 4 for 8 stages
         --dry-run 4 --schedule interleaved                  --layers 4 for 8 stages
         --dry-run 2 --schedule interleaved --virtual 3      --layers 4 for 6 stages
-        --dry-run 2 --schedule interleaved --micro 3        --micro 3: interleaved needs a multiple of the 2 stages
+        --dry-run 2 --schedule interleaved --micro 3  interleaved needs a multiple of the 2
         --micro 0                                           --micro 0: must be 1 or more
         --micro 3                                           --batch 8 does not divide into --micro 3
         --virtual 0                                         --virtual 0: must be 1 or more
-        --impl torch --schedule naive                       --schedule naive: torch has gpipe, 1f1b, interleaved, zb-h1
-        --impl both --schedule pipedream                    --schedule pipedream: torch has gpipe, 1f1b, interleaved
+        --impl torch --schedule naive    --schedule naive: torch has gpipe, 1f1b, interleaved, zb-h1
+        --impl both --schedule pipedream    --schedule pipedream: torch has gpipe, 1f1b, interleaved
         --impl torch --dry-run 2                            --dry-run needs --impl scratch
         --pp 4                                              --pp and --times are for --simulate only
         --times 1,1,1,0                                     --pp and --times are for --simulate only
         --simulate --pp 0                                   --pp 0: must be 1 or more
         --simulate --pp x                                   --pp: invalid int value: 'x'
         --simulate --pp 4 --micro 0                         --micro 0: must be 1 or more
-        --simulate --pp 4 --micro 6 --schedule interleaved  --micro 6: interleaved needs a multiple of the 4 stages
+        --simulate --pp 4 --micro 6 --schedule interleaved  interleaved needs a multiple of the 4
         --simulate --schedule dualpipe                      --schedule: invalid choice: 'dualpipe'
         --simulate --times                                  --times: expected one argument
         --simulate --times 1,2,3                            --times 1,2,3: four are needed
         --simulate --times 1,2,3,4,5                        --times 1,2,3,4,5: four are needed
-        --simulate --times 1,2,3,x                          --times 1,2,3,x: F,B,W,COMM are four numbers
+        --simulate --times 1,2,3,x                      --times 1,2,3,x: F,B,W,COMM are four numbers
         --simulate --times=-1,1,1,0                         none below 0
         --simulate --times nan,1,1,0                        --times nan,1,1,0:
-        --simulate --json no/such/report.json               --json no/such/report.json: no such folder
+        --simulate --json no/such/report.json             --json no/such/report.json: no such folder
     """,
     "context_parallel": """
-        --attn spiral                                       --attn: invalid choice: 'spiral' (choose from 'ring',
-        --dry-run 2 --attn ring --seq 15                    --seq 15 does not divide into 2 chunks, for ring on 2
-        --dry-run 2 --attn zigzag --seq 18                  --seq 18 does not divide into 4 chunks, for zigzag on 2
-        --dry-run 2 --attn allgather --seq 18               --seq 18 does not divide into 4 chunks, for allgather on 2
-        --dry-run 3 --attn ulysses --seq 18                 --heads 4 does not divide over 3 ranks, for ulysses
+        --attn spiral                          --attn: invalid choice: 'spiral' (choose from 'ring',
+        --dry-run 2 --attn ring --seq 15       --seq 15 does not divide into 2 chunks, for ring on 2
+        --dry-run 2 --attn zigzag --seq 18   --seq 18 does not divide into 4 chunks, for zigzag on 2
+        --dry-run 2 --attn allgather --seq 18  --seq 18 does not divide into 4 chunks, for allgather
+        --dry-run 3 --attn ulysses --seq 18      --heads 4 does not divide over 3 ranks, for ulysses
         --dry-run 3 --attn ulysses --seq 16                 --seq 16 does not divide into 3 chunks
-        --impl torch --dtype fp64                           --impl torch: torch's context_parallel needs GPUs
-        --impl torch --device cpu                           --impl torch: torch's context_parallel needs GPUs
+        --impl torch --dtype fp64                  --impl torch: torch's context_parallel needs GPUs
+        --impl torch --device cpu                  --impl torch: torch's context_parallel needs GPUs
         --impl both --dry-run 2                             take --impl scratch
     """,
     "moe": """
         --experts 0                                         --experts 0: must be 1 or more
-        --dry-run 2 --experts 5                             --experts 5 for 2 ranks: take a multiple of 2
-        --dry-run 4 --ep 2 --experts 5                      --experts 5 for 2 ranks: take a multiple of 2
+        --dry-run 2 --experts 5                        --experts 5 for 2 ranks: take a multiple of 2
+        --dry-run 4 --ep 2 --experts 5                 --experts 5 for 2 ranks: take a multiple of 2
         --dry-run 4 --ep 3                                  --ep 3 does not divide the 4 ranks
         --ep 2                                              --ep 2 does not divide the 1 ranks
         --ep -2                                             --ep -2: must be 0 or more
         --top-k 0                                           --top-k 0: must be 1 or more
-        --top-k 9                                           --top-k 9 of --experts 8: choose 8 at most
+        --top-k 9                                         --top-k 9 of --experts 8: choose 8 at most
         --top_k 2                                           unrecognized arguments: --top_k 2
         --capacity -1                                       --capacity -1.0: must be 0 or more
         --capacity nan                                      --capacity nan: must be
-        --balance loss                                      --balance: invalid choice: 'loss' (choose from 'aux',
+        --balance loss                         --balance: invalid choice: 'loss' (choose from 'aux',
         --shared 2                                          unrecognized arguments: 2
-        --dry-run 2 --batch 3                               --batch 3 sequences for 2 ranks: take a multiple of 2
+        --dry-run 2 --batch 3                  --batch 3 sequences for 2 ranks: take a multiple of 2
     """,
     "amp_accum_ckpt": """
-        --amp fp8                                           --amp: invalid choice: 'fp8' (choose from 'off', 'bf16',
+        --amp fp8                           --amp: invalid choice: 'fp8' (choose from 'off', 'bf16',
         --amp bf16 --dtype fp64                             --dtype fp64
-        --dtype bf16                                        --dtype bf16 --amp off: take fp32 with any --amp
-        --ckpt all                                          --ckpt: invalid choice: 'all' (choose from 'none', 'full',
+        --dtype bf16                                --dtype bf16 --amp off: take fp32 with any --amp
+        --ckpt all                        --ckpt: invalid choice: 'all' (choose from 'none', 'full',
         --accum 0                                           --accum 0: must be 1 or more
-        --accum 9                                           --batch 8: fewer than 1 ranks x --accum 9
-        --dry-run 2 --batch 5 --accum 3                     --batch 5: fewer than 2 ranks x --accum 3
+        --accum 9                                          --batch 8: fewer than 1 ranks x --accum 9
+        --dry-run 2 --batch 5 --accum 3                    --batch 5: fewer than 2 ranks x --accum 3
         --growth 0                                          --growth 0: must be 1 or more
         --peak -1                                           --peak -1.0: must be 0 or more
-        --impl torch --dry-run 2                            --dry-run and --sweep want --impl scratch
-        --impl both --sweep                                 --dry-run and --sweep want --impl scratch
+        --impl torch --dry-run 2                           --dry-run and --sweep want --impl scratch
+        --impl both --sweep                                --dry-run and --sweep want --impl scratch
         --compile --dry-run 2                               --compile
     """,
     "hybrid_3d": """
         --dry-run 2 --dp 2 --tp 2                           --dp 2 x --tp 2: no product is 2
-        --dry-run 4 --dp 3                                  --dp 3 x --tp 1 x --pp 1: no product is 4
-        --dry-run 8 --dp 2 --tp 2 --pp 1                    --dp 2 x --tp 2 x --pp 1: no product is 8
+        --dry-run 4 --dp 3                                 --dp 3 x --tp 1 x --pp 1: no product is 4
+        --dry-run 8 --dp 2 --tp 2 --pp 1                   --dp 2 x --tp 2 x --pp 1: no product is 8
         --dp 0                                              --dp 0: must be 1 or more
         --tp x                                              --tp: invalid int value: 'x'
         --dry-run 8 --tp 8                                  --heads 4 do not divide over --tp 8
         --dry-run 8 --pp 8                                  --layers 4 for 8 stages
         --dry-run 4 --pp 4 --schedule interleaved           --layers 4 for 8 stages
         --dry-run 2 --pp 2 --schedule naive                 --schedule: invalid choice: 'naive'
-        --dry-run 2 --pp 2 --schedule interleaved --micro 1   --micro 1: interleaved wants a multiple of --pp 2
+        --dry-run 2 --pp 2 --schedule interleaved --micro 1  interleaved wants a multiple
         --dry-run 2 --dp 2 --batch 7                        --batch 7 does not divide into --dp 2
-        --micro 3                                           --batch 8 does not divide into --dp 1 x --micro 3
+        --micro 3                                  --batch 8 does not divide into --dp 1 x --micro 3
         --dry-run 2 --tp 2 --sp --seq 15                    --seq 15 does not divide over --tp 2
-        --schedule zb-h1 --ckpt full                        --schedule zb-h1 cannot split what --ckpt full
+        --schedule zb-h1 --ckpt full                  --schedule zb-h1 cannot split what --ckpt full
         --zero 2                                            --zero 2: must be 0 or more, 1 or less
         --ckpt some                                         --ckpt: invalid choice: 'some'
         --impl torch --dry-run 2                            --impl scratch
@@ -225,15 +238,15 @@ ONE_RANK = {
     """}
 
 TWO_RANKS = {  # the same for all files, and what only shows with real ranks
-    "ddp": "--impl torch --batch 3                              --batch 3: torch's sampler wants a multiple of 2",
-    "zero": "--batch 3 --accum 2                                --batch 3: fewer than 2 ranks x 2 micro-batches",
+    "ddp": "--impl torch --batch 3                --batch 3: torch's sampler wants a multiple of 2",
+    "zero": "--batch 3 --accum 2                   --batch 3: fewer than 2 ranks x 2 micro-batches",
     "fsdp": "--batch 1                                          --batch 1 sequences for 2 ranks",
     "tensor_parallel": "--heads 1                               --heads 1, --width 128: 2 ranks",
     "pipeline_parallel": "--layers 1                            --layers 1 for 2 stages",
-    "context_parallel": "--seq 30                               --seq 30 does not divide into 4 chunks",
-    "moe": "--experts 3                                         --experts 3 for 2 ranks: take a multiple of 2",
-    "amp_accum_ckpt": "--batch 1                                --batch 1: fewer than 2 ranks x --accum 1",
-    "hybrid_3d": "--tp 2 --heads 1                              --heads 1 do not divide over --tp 2"}
+    "context_parallel": "--seq 30                           --seq 30 does not divide into 4 chunks",
+    "moe": "--experts 3                              --experts 3 for 2 ranks: take a multiple of 2",
+    "amp_accum_ckpt": "--batch 1                         --batch 1: fewer than 2 ranks x --accum 1",
+    "hybrid_3d": "--tp 2 --heads 1                             --heads 1 do not divide over --tp 2"}
 EVERY_TWO = """
     --dry-run 4                         --dry-run is one rank alone: use python, not torchrun with 2
     --heads 3                           --heads 3 does not divide --width 128
@@ -242,60 +255,210 @@ EVERY_TWO = """
 """
 
 
-def rows(table, folder):
+# ---- the tests -----------------------------------------------------------------
+
+
+def lines_of(table, folder):
     """-> [(flags, what the line has to say)]"""
     (folder / "nothing").mkdir(exist_ok=True)
     (folder / "empty").touch()
-    places = {"FILE": str(ROOT / "README.md"), "FOLDER": str(folder / "nothing"), "EMPTY": str(folder / "empty")}
+    places = {
+        "FILE": str(ROOT / "README.md"),
+        "FOLDER": str(folder / "nothing"),
+        "EMPTY": str(folder / "empty"),
+    }
 
     def put(text):
         return re.sub("FILE|FOLDER|EMPTY", lambda word: places[word[0]], text)
-    lines = [re.split(" {2,}", line.strip()) for line in table.splitlines() if line.strip()]
-    return [([put(flag) for flag in flags.split()], put(words)) for flags, words in lines]
+
+    found = []
+    for line in table.splitlines():
+        if line.strip():
+            flags, words = re.split(" {2,}", line.strip())
+            found.append(([put(flag) for flag in flags.split()], put(words)))
+    return found
+
+
+def outcome(name, flags):
+    """name.py's main() with these flags -> exit code, what it printed, what it said on stderr."""
+    sys.argv = [f"{name}.py", *flags]
+    out = io.StringIO()
+    said = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(said):
+        try:
+            code = importlib.import_module(name).main()
+        except SystemExit as end:
+            code = end.code
+        except Exception as error:  # what is accepted gets here: the process group is made already
+            code = repr(error)
+    return code, out.getvalue(), said.getvalue()
+
+
+def is_clear(name, said, words):
+    start = f"{name}.py: error: "
+    one_line = said.startswith(start) and said.count("\n") == 1
+    return one_line and words in said and len(said) < 300
 
 
 def check_refused(name, lines):
-    """On every rank: what name.py's main() makes of each of these lines. Rank 0 alone speaks."""
-    main, wrong = importlib.import_module(name).main, []
+    """Each of these lines is refused on every rank. Without an agent local rank 0 alone speaks."""
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    wrong = []
     for flags, words in lines:
-        sys.argv, out, err = [f"{name}.py", *flags], io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            try:
-                code = main()
-            except SystemExit as end:
-                code = end.code
-            except Exception as error:  # an accepted line gets here: the process group is made already
-                code = repr(error)
-        said = err.getvalue()
-        clear = said.startswith(f"{name}.py: error: ") and words in said and said.count("\n") == 1 and len(said) < 300
-        if code != 2 or out.getvalue() or not (said == "" if dist.get_rank() else clear):
-            wrong.append(f"{' '.join(flags)}: exit code {code}, not {words!r} but {said + out.getvalue()!r}")
+        code, out, said = outcome(name, flags)
+        good = code == 2 and not out
+        if dist.get_rank() == 0:
+            good = good and is_clear(name, said, words)
+        else:
+            good = good and said == ""
+        if not good:
+            wrong.append(f"{' '.join(flags)}: exit code {code}, not {words!r} but {said + out!r}")
     assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("name", ONE_RANK)
 def test_one_rank(name, tmp_path):
-    run(check_refused, 1, name, rows(EVERY_FILE + ONE_RANK[name] + SAVES.get(name, ""), tmp_path))
+    run(check_refused, 1, name, lines_of(EVERY_FILE + SAVES + ONE_RANK[name], tmp_path))
 
 
 @pytest.mark.parametrize("name", TWO_RANKS)
 def test_two_ranks(name, tmp_path):
-    run(check_refused, 2, name, rows(EVERY_TWO + TWO_RANKS[name], tmp_path))
+    run(check_refused, 2, name, lines_of(EVERY_TWO + TWO_RANKS[name], tmp_path))
 
 
-def test_as_typed():
-    """As users start it: with python exactly one line, with torchrun one line beside torchrun's own report.
+def typed(*words, **environment):
+    """What a user types, and what comes of it."""
+    return subprocess.run(
+        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONWARNINGS": "ignore", **environment},
+    )
 
-    Rank 0 speaks although torchrun ends all ranks as soon as one has exited.
-    """
-    line, want = ["fsdp.py", "--resume", "no/such"], "fsdp.py: error: --resume no/such: "
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    alone, two = (subprocess.Popen([sys.executable, *launcher, *line], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-                                   stderr=subprocess.PIPE, env={**os.environ, "PYTHONWARNINGS": "ignore"})
-                  for launcher in ([], torchrun))
-    out, err = alone.communicate(timeout=60)
-    assert alone.returncode == 2 and out == "" and err.count("\n") == 1 and err.startswith(want), err
-    out, err = two.communicate(timeout=60)
-    ours = [line for line in err.splitlines() if ".py: error: " in line]
-    assert two.returncode == 1 and out == "" and len(ours) == 1 and ours[0].startswith(want), err
-    assert err.count("exitcode  : 2") == 2, err
+
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+LINE = ("fsdp.py", "--resume", "no/such")
+WANT = "fsdp.py: error: --resume no/such: "
+
+
+def test_as_typed_with_python():
+    done = typed(*LINE)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(WANT) and done.stderr.count("\n") == 1, done.stderr
+
+
+def test_as_typed_with_torchrun():
+    """One line beside torchrun's own report, although it ends all ranks when one has exited."""
+    done = typed(*TORCHRUN, *LINE)
+    ours = [line for line in done.stderr.splitlines() if ".py: error: " in line]
+    assert (done.returncode, done.stdout) == (1, "")
+    assert len(ours) == 1 and ours[0].startswith(WANT), done.stderr
+    assert done.stderr.count("exitcode  : 2") == 2, done.stderr
+
+
+def test_as_typed_with_run_sh():
+    """Our one line, exit code 2, and nothing of torchrun's."""
+    done = subprocess.run(
+        ["./run.sh", "fsdp", "2", *LINE[1:]], cwd=ROOT, capture_output=True, text=True,
+        timeout=120, env={**os.environ, "PYTHON": sys.executable},
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(WANT) and done.stderr.count("\n") == 1, done.stderr
+
+
+@pytest.mark.parametrize("environment, words", [
+    ({"RANK": "1"}, "RANK=1 in the environment, of WORLD_SIZE=1: unset it, or start with torchrun"),
+    ({"WORLD_SIZE": "abc"}, "WORLD_SIZE=abc in the environment is no number"),
+    ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 in the environment, but no MASTER_ADDR"),
+    ({"LOCAL_RANK": "-1"}, "LOCAL_RANK=-1 in the environment is no number"),
+])
+def test_stale_environments_are_refused_at_once(environment, words, monkeypatch, capsys):
+    """They used to hang until a timeout."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["ddp.py"])
+    with pytest.raises(SystemExit) as end:
+        importlib.import_module("ddp").main()
+    assert end.value.code == 2
+    assert environment.get("LOCAL_RANK") or words in capsys.readouterr().err
+
+
+def test_the_first_rank_that_sees_a_fault_speaks():
+    """Rank 1 has no text: its line is said, it leaves, and torchrun would end the other."""
+    with pytest.raises(AssertionError) as ended:
+        script("ddp", 2, "--data", "README.md", plant=forget_the_text)
+    assert "exit codes [-9, 2]\nddp.py: error: --data README.md: gone" in str(ended.value)
+
+
+def forget_the_text(module):
+    """On rank 1 alone, as if the file were not there; rank 0 would wait for it."""
+    from harness.usage import require
+
+    def gone(path, seq):
+        require(os.environ["RANK"] != "1", "--data README.md: gone")
+        time.sleep(60)
+
+    sys.modules["common"].load_corpus = gone
+
+
+def torchruns_parser():
+    from torch.distributed.run import get_args_parser
+
+    return get_args_parser()
+
+
+def flags_of(name):
+    """Every flag that name.py has, as its own parser lists them."""
+    found = []
+    add = argparse.ArgumentParser.add_argument
+
+    def note(parser, *words, **options):
+        found.extend(word for word in words if word.startswith("--"))
+        return add(parser, *words, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "add_argument", note)
+        patch.setattr(sys, "argv", [f"{name}.py", "--help"])
+        with pytest.raises(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+            importlib.import_module(name).main()
+    return found
+
+
+@pytest.mark.parametrize("name", ONE_RANK)
+def test_torchrun_takes_every_flag(name):
+    """Its parser looks at the script's flags too; --log is why there is --log-file."""
+    parser = torchruns_parser()
+    for flag in flags_of(name):
+        if flag in ("--log", "--help"):
+            continue
+        args = parser.parse_args(["--standalone", f"{name}.py", flag, "1"])
+        assert args.training_script_args == [flag, "1"], flag
+
+
+# ---- the terminal --------------------------------------------------------------
+
+QUICK = ("ddp.py", "--steps", "2", "--layers", "1", "--width", "32", "--seq", "8")
+
+
+def test_a_closed_stdout_ends_nothing(tmp_path):
+    """`| head -1`: the run goes on, and its report is written."""
+    path = tmp_path / "report.json"
+    words = " ".join(shlex.quote(word) for word in (sys.executable, *QUICK, "--json", str(path)))
+    environment = {**os.environ, "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {words} | head -1"], cwd=ROOT, text=True,
+        capture_output=True, env=environment,
+    )
+    assert done.returncode == 0 and path.exists()
+    assert done.stderr == "stdout is closed: the run goes on without it\n", done.stderr
+
+
+def test_a_report_that_cannot_be_written():
+    done = typed(*QUICK, "--no-check", "--json", "/dev/full")
+    assert done.returncode == 1
+    assert done.stderr == "ddp.py: error: --json /dev/full: No space left on device\n"
+
+
+def test_a_pipe_is_no_text(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    assert "a pipe does not do" in script("ddp", 1, "--data", str(tmp_path / "pipe"), code=2)
