@@ -13,16 +13,16 @@ lie in its memory, and that is a Piece. So every script and every layout reads e
 
 They are files of torch.distributed.checkpoint (DCP), which torch's own tools read as well. A
 checkpoint is written aside and renamed into view: it is there as a whole or not at all, and is
-checked to the last byte (sizes and checksums, in notes.json) before use. The last two are kept. What
-makes the run the same is inside: parameters, AdamW states, the steps behind it (hence the place in
-the data), the flags, every rank's random number generator.
+checked to the last byte (sizes and checksums, in notes.json) before use. The last two are kept.
+What makes the run the same is inside: parameters, AdamW states, the steps behind it (hence the
+place in the data), the flags, every rank's random number generator.
 
 DIR is a folder that all ranks see. One run at a time saves there: it holds a lock. A folder from
 somebody else can at worst fail to load: tensors are read with weights_only, and DCP's own table of
 contents, .metadata, through an unpickler that admits the classes of that table alone.
 """
-import dataclasses
 import fcntl
+import io
 import json
 import math
 import os
@@ -30,20 +30,15 @@ import pickle
 import shutil
 import socket
 import sys
+import tempfile
 import zlib
 from collections import namedtuple
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import metadata as dcp_tables
+from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties, TensorStorageMetadata)
-from torch.distributed.checkpoint.planner import (
-    LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
 from harness.usage import ANY, require
@@ -237,6 +232,7 @@ def verify(folder):
     for name, saved in notes["files"].items():
         if checksum(Path(folder, name)) != saved:
             raise ValueError(f"{name} is damaged")
+    read_table(Path(folder, ".metadata"))
     return notes
 
 
@@ -311,11 +307,12 @@ def begin(args):
     if flag:
         fresh = flag == "--init-from"
         place, notes = newest(folder, flag)
-        differs = other_course(notes["identity"], identity(args), fresh)
+        differs = other_course(notes.get("identity", {}), identity(args), fresh)
         require(not differs, f"{flag} {place}: {differs}")
         start = start._replace(folder=place, flag=flag)
         if not fresh:
-            start = start._replace(steps=notes["steps"], ranks=notes["ranks"], extra=notes["extra"])
+            start = start._replace(steps=notes["steps"], ranks=notes["ranks"])
+            start = start._replace(extra=notes.get("extra", {}))
             if flag == "--save" and start.steps == args.steps:
                 sys.exit(0)  # it was killed after its last step
             require(start.steps < args.steps,
@@ -328,10 +325,9 @@ def begin(args):
 def usable(folder, start):
     """Can the checkpoints of this run be saved there? If not, that is bad usage."""
     try:
-        probe = Path(folder, f".{os.getpid()}")
-        probe.parent.mkdir(parents=True, exist_ok=True)
-        probe.touch()
-        probe.unlink()
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         wrong = reason(error)
         if os.path.isfile(folder):
@@ -351,7 +347,7 @@ def claim(folder):
 
     The operating system drops the lock when the process ends, however it ends: none is left behind.
     """
-    lock = os.open(Path(folder, ".lock"), os.O_RDWR | os.O_CREAT, 0o666)  # closed with the process
+    lock = os.open(Path(folder, ".lock"), os.O_RDWR | os.O_CREAT)  # closed with the process
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
@@ -407,7 +403,7 @@ def agree(start):
 # ---- DCP's table of contents --------------------------------------------------
 
 
-class Properties(TensorProperties):
+class Properties(dcp.TensorProperties):
     """Properties as any torch has written them: newer ones append what nothing here needs."""
 
     def __setstate__(self, state):
@@ -417,58 +413,73 @@ class Properties(TensorProperties):
 class TableUnpickler(pickle.Unpickler):
     """Unpickles DCP's table of contents, and nothing that could run code."""
 
-    DTYPES = {str(kind): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
-    # torch's names for them in pickles -> what they become
+    # torch's names in the pickle -> what they become here
     ADMITTED = {
-        "torch.distributed.checkpoint.metadata": {
-            "Metadata": Metadata, "MetadataIndex": MetadataIndex, "TensorProperties": Properties,
-            "TensorStorageMetadata": TensorStorageMetadata,
-            "ChunkStorageMetadata": ChunkStorageMetadata,
-            "BytesStorageMetadata": dcp_tables.BytesStorageMetadata,
-            "StorageMeta": dcp_tables.StorageMeta,
-            "_MEM_FORMAT_ENCODING": dcp_tables._MEM_FORMAT_ENCODING},
-        "torch.distributed.checkpoint.filesystem": {"_StorageInfo": _StorageInfo},
-        "torch": {"Size": torch.Size},
-        "torch.serialization": {"_get_layout": torch.serialization._get_layout},
+        "torch.distributed.checkpoint.metadata.Metadata": dcp.Metadata,
+        "torch.distributed.checkpoint.metadata.MetadataIndex": dcp.MetadataIndex,
+        "torch.distributed.checkpoint.metadata.TensorProperties": Properties,
+        "torch.distributed.checkpoint.metadata.TensorStorageMetadata": dcp.TensorStorageMetadata,
+        "torch.distributed.checkpoint.metadata.ChunkStorageMetadata": dcp.ChunkStorageMetadata,
+        "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": dcp._MEM_FORMAT_ENCODING,
+        "torch.distributed.checkpoint.filesystem._StorageInfo": _StorageInfo,
+        "torch.serialization._get_layout": torch.serialization._get_layout,
+        "torch.Size": torch.Size,
+        **{str(kind): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)},
     }
 
     def find_class(self, module, name):
-        admitted = self.ADMITTED.get(module, {})
-        if name in admitted:
-            return admitted[name]
-        if f"{module}.{name}" in self.DTYPES:
-            return self.DTYPES[f"{module}.{name}"]
-        if module.split(".")[0] == "pathlib" and name == "PosixPath":
-            return PurePosixPath  # where it was saved
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in a table of contents")
+        full_name = f"{module}.{name}"
+        if full_name not in self.ADMITTED:
+            raise pickle.UnpicklingError(f"{full_name} has no place in a table of contents")
+        return self.ADMITTED[full_name]
 
 
 def read_table(path):
-    """-> the Metadata in a file of DCP's. Raises UnpicklingError if anything else is in it."""
+    """-> the Metadata in a file of DCP's. Raises ValueError if there is anything else in it."""
     with open(path, "rb") as file:
-        table = TableUnpickler(file).load()
-    if not isinstance(table, Metadata):
-        raise pickle.UnpicklingError(f"{path} is no table of contents")
+        try:
+            table = TableUnpickler(file).load()
+        except Exception as error:  # what bytes can make of an unpickler has no end
+            raise ValueError(f"{path}: {error}") from error
+    if not isinstance(table, dcp.Metadata):
+        raise ValueError(f"{path} is no table of contents")
     return table
 
 
-class Memory:
-    """Where DCP takes tensors from that it writes, and puts those that it reads: our pieces."""
+def add_entry(entries, name, shape, dtype, boxes):
+    """Adds boxes to a table's entries. The dtype of a tensor is that of its boxes."""
+    entry = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=dtype), shape, [])
+    entry = entries.setdefault(name, entry)
+    if entry.size != shape:
+        raise ValueError(f"{name} is {tuple(entry.size)} and {tuple(shape)}")
+    if boxes:
+        entry.properties = dcp.TensorProperties(dtype=dtype)
+        entry.chunks.extend(boxes)
 
-    def __init__(self, pieces):
-        self.pieces = pieces  # those that are written, or those that are read
 
-    def resolve_data(self, write_item):
-        return self.pieces[write_item.index.index].tensor
+def box_of(piece):
+    return dcp.ChunkStorageMetadata(torch.Size(piece.start), piece.tensor.shape)
 
-    def resolve_tensor(self, read_item):
-        tensor = self.pieces[read_item.dest_index.index].tensor
-        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths)):
-            tensor = tensor.narrow(dim, start, length)
-        return tensor
 
-    def commit_tensor(self, read_item, tensor):
-        pass  # read straight into our memory
+def common_part(one, other):
+    """Two boxes of a tensor -> where what they share begins in it, its shape; None if nothing."""
+    start = []
+    shape = []
+    for dim in range(len(one.sizes)):
+        low = max(one.offsets[dim], other.offsets[dim])
+        high = min(one.offsets[dim] + one.sizes[dim], other.offsets[dim] + other.sizes[dim])
+        if low >= high:
+            return None
+        start.append(low)
+        shape.append(high - low)
+    return start, shape
+
+
+def part(tensor, box, start, shape):
+    """The view of a box's tensor that begins at `start` of the whole."""
+    for dim, length in enumerate(shape):
+        tensor = tensor.narrow(dim, start[dim] - box.offsets[dim], length)
+    return tensor
 
 
 # ---- saving ------------------------------------------------------------------
@@ -533,22 +544,21 @@ def attempt(function, *arguments):
     """-> "", or why the disk did not take it."""
     try:
         function(*arguments)
-    except OSError as error:
-        return reason(error)
-    except RuntimeError as error:  # torch.save's writer has its own words for a full disk
-        return str(error).splitlines()[0]
+    except Exception as error:
+        cause = error
+        while cause is not None and not isinstance(cause, OSError):
+            cause = cause.__context__  # torch.save's writer has its own words for a full disk
+        if cause is None:
+            raise
+        return reason(cause)
     return ""
 
 
 def write_part(draft, rank, pieces):
     """This rank's files: its boxes, its random number generators, a table and checksums of them."""
-    boxes = [piece for piece in pieces if is_written(piece)]
-    items = [write_item(number, piece) for number, piece in enumerate(boxes)]
-    writer = dcp.FileSystemWriter(draft)
-    writer.set_up_storage_writer(False, rank=rank, use_collectives=False)
-    plan = writer.prepare_local_plan(SavePlan(items))
-    written = writer.write_data(plan, Memory(boxes)).value()
-    writer.finish(Metadata(entries(pieces)), [written])
+    draft.mkdir(exist_ok=True)
+    table = write_boxes(draft / f"__{rank}_0.distcp", pieces)
+    put(draft / f"__{rank}.metadata", pickle.dumps(table))
     generators = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         generators["cuda"] = torch.cuda.get_rng_state()
@@ -557,53 +567,37 @@ def write_part(draft, rank, pieces):
     put(draft / f"{rank}.json", json.dumps(sums).encode())
 
 
-def is_written(piece):
-    return piece.writes and piece.tensor.numel() > 0
-
-
-def chunk(piece):
-    return ChunkStorageMetadata(torch.Size(piece.start), piece.tensor.shape)
-
-
-def write_item(number, piece):
-    """A piece, as DCP wants to be told of it; number: its place in Memory.pieces."""
-    properties = TensorProperties(dtype=piece.tensor.dtype)
-    data = TensorWriteData(chunk(piece), properties, torch.Size(piece.shape))
-    return WriteItem(MetadataIndex(piece.name, piece.start, number), WriteItemType.SHARD,
-                     tensor_data=data)
-
-
-def entries(pieces):
-    """-> {name: TensorStorageMetadata} of these pieces: the boxes that are written here.
+def write_boxes(path, pieces):
+    """Writes one after the other -> their table of contents.
 
     What this rank holds and does not write has an entry without boxes, so that a tensor that
     nobody writes is seen.
     """
-    found = {}
-    for piece in pieces:
-        add_entry(found, piece.name, torch.Size(piece.shape), piece.tensor.dtype,
-                  [chunk(piece)] if is_written(piece) else [])
-    return found
-
-
-def add_entry(found, name, shape, dtype, boxes):
-    """Adds boxes to the table of contents `found`. The dtype of a tensor is that of its boxes."""
-    entry = TensorStorageMetadata(TensorProperties(dtype=dtype), shape, [])
-    entry = found.setdefault(name, entry)
-    if entry.size != shape:
-        raise ValueError(f"{name} is {tuple(entry.size)} and {tuple(shape)}")
-    if boxes:
-        entry.properties = TensorProperties(dtype=dtype)
-        entry.chunks.extend(boxes)
+    table = dcp.Metadata({}, storage_data={})
+    with open(path, "wb") as file:
+        for piece in pieces:
+            boxes = []
+            if piece.writes and piece.tensor.numel():
+                boxes = [box_of(piece)]
+                begin = file.tell()
+                tensor = piece.tensor.to("cpu", copy=True)  # of a view, all it views would be saved
+                torch.save(tensor, file)
+                where = _StorageInfo(path.name, begin, file.tell() - begin)
+                table.storage_data[dcp.MetadataIndex(piece.name, piece.start)] = where
+            add_entry(table.state_dict_metadata, piece.name, torch.Size(piece.shape),
+                      piece.tensor.dtype, boxes)
+        file.flush()
+        os.fsync(file.fileno())
+    return table
 
 
 def table_of_ranks(draft):
     """Joins the tables of contents of all ranks -> Metadata."""
-    table = Metadata({}, storage_data={}, version="1.0.0")
+    table = dcp.Metadata({}, storage_data={}, version="1.0.0")
     for rank in range(dist.get_world_size()):
-        part = read_table(draft / f"__{rank}.metadata")
-        table.storage_data.update(part.storage_data)
-        for name, entry in part.state_dict_metadata.items():
+        theirs = read_table(draft / f"__{rank}.metadata")
+        table.storage_data.update(theirs.storage_data)
+        for name, entry in theirs.state_dict_metadata.items():
             add_entry(table.state_dict_metadata, name, entry.size, entry.properties.dtype,
                       entry.chunks)
     return table
@@ -632,8 +626,7 @@ def overlap(boxes):
         for other in boxes[i + 1:]:
             if box.sizes and other.offsets[0] >= box.offsets[0] + box.sizes[0]:
                 break  # those behind it begin later still
-            if all(a < b + n and b < a + m for a, m, b, n in zip(
-                    box.offsets, box.sizes, other.offsets, other.sizes)):
+            if common_part(box, other):
                 return True
     return False
 
@@ -716,16 +709,26 @@ def load(folder, pieces):
     wrong = misfit(table, pieces)
     if wrong:
         raise ValueError(f"{folder}: {wrong}")
-    reader = dcp.FileSystemReader(folder)
-    reader.set_up_storage_reader(table, False)
-    items = []
-    for number, piece in enumerate(pieces):
-        entry = table.state_dict_metadata[piece.name]
-        index = MetadataIndex(piece.name, piece.start, number)
-        if piece.tensor.numel():
-            for item in create_read_items_for_chunk_list(piece.name, entry, [chunk(piece)]):
-                items.append(dataclasses.replace(item, dest_index=index))
-    reader.read_data(LoadPlan(items), Memory(pieces)).wait()
+    by_name = {}
+    for piece in pieces:
+        by_name.setdefault(piece.name, []).append(piece)
+    for name, wanted in by_name.items():
+        for box in table.state_dict_metadata[name].chunks:
+            shared = [common_part(box, box_of(piece)) for piece in wanted]
+            if not any(shared):
+                continue
+            saved = read_box(folder, table.storage_data[dcp.MetadataIndex(name, box.offsets)])
+            for piece, common in zip(wanted, shared):
+                if common:
+                    target = part(piece.tensor, box_of(piece), *common)
+                    target.copy_(part(saved, box, *common))
+
+
+def read_box(folder, where):
+    with open(Path(folder, where.relative_path), "rb") as file:
+        file.seek(where.offset)
+        data = io.BytesIO(file.read(where.length))
+    return torch.load(data, map_location="cpu", weights_only=True)
 
 
 def restore(start, pieces, optimizer):
