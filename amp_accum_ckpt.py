@@ -1,299 +1,978 @@
-"""The memory of one device, saved in three ways: narrower numbers, fewer sequences at a time, fewer tensors kept.
+"""The memory of one device, saved thrice: narrower numbers, fewer sequences, fewer tensors kept.
 
-    --amp bf16|fp16   matmuls and attention in 2 bytes a number; weights, gradients, norms, sums and loss in 4
-    --accum M         M micro-batches in turn: gradients add up, and ranks communicate once, after the last
-    --ckpt none       x0 [everything in block 0] x1 [everything in block 1] x2 [..   is kept for backward
-           selective  x0 [matmuls and attention] x1 [matmuls and attention] x2 [..   the rest is made again
-           full       x0                         x1                         x2       one block at a time is
+    --amp bf16|fp16   matmuls and attention in 2 bytes a number; weights, gradients, loss in 4
+    --accum M         M micro-batches in turn: gradients add up, and ranks communicate once
+    --ckpt none       x0 [all that block 0 made] x1 [all that block 1 made] x2 [..   is kept
+           selective  x0 [matmuls, attention   ] x1 [matmuls, attention   ] x2 [..   is kept
+           full       x0                         x1                         x2 ..    is kept
 
-    bytes kept by a block   plain GPT, --ckpt none           selective             full
-    fp32                    t (64 C + 4 H + 16)              t (40 C + 4 H + 16)   4 C t + 5056 (random state)
-    autocast                t (40 C + 4 H + 16) + 24 C^2     t (24 C + 4 H + 16)   the same. Both: and one block
-    FLOPs done again        -                                no matmul's           t (16 C^2 + 4 T C)
+What is not kept for backward is made again when backward wants it, with full one block at a time.
 
-t: tokens of a micro-batch here. full does forward, t (24 C^2 + 4 T C), again but for the block's last matmul, whose
-result no gradient needs. P parameters and what belongs to them: 16 P, as plain; N ranks all-reduce 4 P per step.
+    bytes kept by a block   none                          selective             full
+    fp32                    t (64 C + 4 H + 16)           t (40 C + 4 H + 16)   4 C t + 5056
+    autocast                t (40 C + 4 H + 16) + 24 C^2  t (24 C + 4 H + 16)   4 C t + 5056
+    FLOPs done again        -                             no matmul's           t (16 C^2 + 4 T C)
 
-Micikevicius 2018, "Mixed Precision Training", arXiv:1710.03740, section 3; Chen 2016, "Training Deep Nets with
-Sublinear Memory Cost", arXiv:1604.06174, section 4; Korthikanti 2022, "Reducing Activation Recomputation in Large
-Transformer Models", arXiv:2205.05198, section 5. At work: torch.amp, torch.utils.checkpoint, no_sync (section 3).
+Here t are the tokens of a micro-batch on this rank, and 5056 bytes are the state of the random
+numbers. With full the block at work has its bytes of `none` besides. It does the block's forward,
+t (24 C^2 + 4 T C), again but for the last matmul, whose result no gradient needs. P parameters,
+gradients and AdamW states take 16 P bytes as in the plain GPT, and dp ranks all-reduce 4 P a step.
+
+Micikevicius 2018, "Mixed Precision Training", arXiv:1710.03740, section 3. Chen 2016, "Training
+Deep Nets with Sublinear Memory Cost", arXiv:1604.06174, section 4. Korthikanti 2022, "Reducing
+Activation Recomputation in Large Transformer Models", arXiv:2205.05198, section 5.
+At work: torch.amp, torch.utils.checkpoint, DistributedDataParallel.no_sync (section 3).
 
     torchrun --standalone --nproc_per_node=2 amp_accum_ckpt.py --amp bf16 --accum 2 --ckpt full
+
+    block.forward = partial(full, block.forward)       # in your own code, or selective
+    with torch.autocast("cuda", torch.float16):        # in part_of_loss(x, y), around model(x)
+    scaler = LossScaler("cuda")                        # for fp16; None for bf16
+    loss = accumulate(part_of_loss, microbatches, scaler)
+    norm = update(model.parameters(), optimizer, 1.0, scaler, group)
 """
 import math
 import shutil
 import sys
 import weakref
-from contextlib import nullcontext, suppress
-from functools import cache, partial
+from collections import namedtuple
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from common import ANY, POSITIVE, Run, Trace, adamw, arguments, build, clip_gradients, loss_sum, require, share
+from common import (
+    ANY, POSITIVE, Flag, Run, Side, adamw, arguments, loss_sum, require, share)
+from harness.checkpoint import pieces_of
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
+# Autograd hands every tensor that it keeps for backward to a pair of hooks: pack takes it, and
+# unpack must give it back. They decide what is kept, and what is made again.
+
+
+def keep_as_is(tensor):
+    return tensor
 
 
 def outer_hooks():
-    """Autograd calls only the innermost hooks on saved tensors; ours call those around them (a ledger, save_on_cpu)."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) or (lambda t: t, lambda t: t)
+    """The pack and unpack around the caller: save_on_cpu's, a ledger's, or another checkpoint's.
+
+    Autograd calls only the innermost pair; ours hand on to these what they keep.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks or (keep_as_is, keep_as_is)
+
+
+class Kept:
+    """A tensor that is kept, by the hooks that stand around ours."""
+
+    def __init__(self, tensor, hooks):
+        pack, self.unpack = hooks
+        self.version = tensor._version  # grows with every change in place
+        if tensor.requires_grad:
+            tensor = tensor.detach()  # or it would keep the graph behind it
+        self.packed = pack(tensor)
+
+    def get(self):
+        tensor = self.unpack(self.packed)
+        if tensor._version > self.version:
+            raise RuntimeError("a tensor that backward needs has been changed in place: checkpoint "
+                               "less, or take the operation that is not in place")
+        return tensor
+
+
+class Input(Kept):
+    """A tensor that a checkpointed forward was called with."""
+
+    def __init__(self, tensor, hooks):
+        super().__init__(tensor, hooks)
+        self.requires_grad = tensor.requires_grad
+
+    def again(self):
+        return self.get().detach().requires_grad_(self.requires_grad)
+
+
+def random_states(device):
+    """The states of the random numbers of the CPU, and of the device if it is a GPU."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda" and torch.cuda.is_available():
+        states.append(torch.cuda.get_rng_state(device))
+    elif device.type == "cuda":
+        states.append(torch.empty(16, dtype=torch.uint8))  # of a fake GPU: as large as a real one's
+    return states
+
+
+def set_random_states(states, device):
+    torch.set_rng_state(states[0])
+    if device.type == "cuda" and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states[1], device)
 
 
 class Enough(Exception):
-    """The second forward has made every tensor that backward asks for."""
+    """The second forward has made every tensor that backward may ask for."""
 
 
-def full(forward, *inputs):
-    """forward(*inputs), keeping those tensors (any shapes) and the random state (Chen 2016, section 4).
+def full(forward, *inputs, **keywords):
+    """forward(*inputs, **keywords), of which only the inputs are kept (Chen 2016, section 4).
 
-    The graph is built as always, but holds numbers in the place of tensors. When backward wants the first one, forward
-    runs again until it has made the last tensor that was numbered: the last matmul, and a reduction of its result, do
-    not run twice. Collectives before it do, on every rank and in the same order. Inputs must not change in place.
+    The graph is built as always, but holds numbers in the place of tensors. When backward wants the
+    first one, forward runs again, with the same random numbers and autocast, until it has made the
+    last tensor that has a number. The last matmul, and a reduction of its result, so do not run
+    twice; collectives before it do, on every rank in the same order. What forward changes besides,
+    such as running statistics, changes twice.
+
+    Inputs may be anything; tensors in tuples, lists and dicts among them are found. full may be
+    nested in itself, in selective and in torch's checkpoint, and they in it.
     """
-    kind, gpus = inputs[0].device.type, [inputs[0].device][:inputs[0].is_cuda]
-    autocast = kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-    (pack, unpack), numbers, again = outer_hooks(), [], {}
-    kept = [(pack(t.detach()), t.requires_grad) for t in inputs]
-    states = [pack(state) for state in (torch.get_rng_state(), *map(torch.cuda.get_rng_state, gpus))]
+    if not torch.is_grad_enabled():
+        return forward(*inputs, **keywords)
+    call = Call(forward, inputs, keywords)
+    with torch.autograd.graph.saved_tensors_hooks(call.number, call.fetch):
+        return forward(*inputs, **keywords)
+
+
+class Call:
+    """A call of a checkpointed forward: how to repeat it, and what the repetition has made."""
+
+    def __init__(self, forward, inputs, keywords):
+        hooks = outer_hooks()
+        self.forward = forward
+        self.device = torch.device("cpu")  # or the one of the first tensor among the inputs
+        leaves, self.structure = tree_flatten((inputs, keywords))
+        kept = {}  # {id of a tensor: its Input}, once even if it is several inputs
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and id(leaf) not in kept:
+                if not kept:
+                    self.device = leaf.device
+                kept[id(leaf)] = Input(leaf, hooks)
+        self.leaves = [kept.get(id(leaf), leaf) for leaf in leaves]  # of inputs and keywords
+        self.states = [Kept(state, hooks) for state in random_states(self.device)]
+        self.autocast = []  # arguments of torch.autocast
+        for kind in sorted({"cpu", self.device.type}):
+            dtype = torch.get_autocast_dtype(kind)
+            enabled = torch.is_autocast_enabled(kind)
+            self.autocast.append((kind, dtype, enabled, torch.is_autocast_cache_enabled()))
+        self.numbered = []  # shape and dtype of every tensor that autograd wanted to keep
+        self.again = {}  # {number: Kept}, made by the repetition and not yet fetched
+
+    def number(self, tensor):
+        self.numbered.append((tensor.shape, tensor.dtype))
+        return len(self.numbered) - 1
+
+    def fetch(self, number):
+        if number not in self.again:  # wanted for the first time, or by a second backward
+            self.repeat()
+        return self.again.pop(number).get()
+
+    def repeat(self):
+        """Run forward again, up to the last tensor that has a number."""
+        self.again.clear()
+        hooks = outer_hooks()  # those around backward
+
+        def keep(tensor):
+            number = len(self.again)
+            if self.numbered[number] != (tensor.shape, tensor.dtype):
+                raise RuntimeError(f"tensor {number} of a block was {self.numbered[number]}, but "
+                                   f"{(tensor.shape, tensor.dtype)} when it ran again")
+            self.again[number] = Kept(tensor, hooks)
+            if number == len(self.numbered) - 1:
+                raise Enough
+
+        states = [state.get() for state in self.states]
+        before = random_states(self.device)
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(torch.enable_grad())
+                for arguments_of_autocast in self.autocast:
+                    stack.enter_context(torch.autocast(*arguments_of_autocast))
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(keep, Kept.get))
+                set_random_states(states, self.device)
+                inputs, keywords = self.inputs_again()
+                self.forward(*inputs, **keywords)
+        except Enough:
+            return
+        finally:
+            set_random_states(before, self.device)
+        raise RuntimeError(f"a block kept {len(self.numbered)} tensors, but {len(self.again)} when "
+                           "it ran again: it must do the same both times")
+
+    def inputs_again(self):
+        """-> inputs, keywords, as forward had them the first time, but cut off from the graph."""
+        tensors = {}  # {Input: tensor}
+        leaves = []
+        for leaf in self.leaves:
+            if isinstance(leaf, Input):
+                if leaf not in tensors:
+                    tensors[leaf] = leaf.again()
+                leaf = tensors[leaf]
+            leaves.append(leaf)
+        return tree_unflatten(leaves, self.structure)
+
+
+# Selective checkpointing makes again what is cheap, from what the node of the graph holds that made
+# it: AGAIN has a function for each kind of node, by name.
+
+
+def gelu_again(node):
+    return F.gelu(node._saved_self, approximate=node._saved_approximate)
+
+
+def layer_norm_again(node):
+    x = node._saved_input
+    mean = node._saved_result1
+    reciprocal_std = node._saved_result2
+    out = (x.contiguous() - mean).mul_(reciprocal_std)
+    if node._saved_weight is not None:
+        out.mul_(node._saved_weight)
+    if node._saved_bias is not None:
+        out.add_(node._saved_bias)
+    return out.to(x.dtype)
+
+
+def weight_again(node):
+    return node.variable
+
+
+WEIGHT = "torch::autograd::AccumulateGrad"
+AGAIN = {
+    "GeluBackward0": gelu_again,
+    "NativeLayerNormBackward0": layer_norm_again,
+    WEIGHT: weight_again,  # for its copies in another dtype, autocast's
+}
+CAST = "ToCopyBackward0"
+# what these make holds the same numbers, in the same order in memory
+SAME_ORDER = {
+    CAST, "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "TBackward0",
+    "TransposeBackward0", "PermuteBackward0",
+}
+
+
+class Recipe:
+    """How to make again what a node of the graph has made.
+
+    What is made is held by this for as long as somebody may ask once more: q, k and v want the same
+    LayerNorm's output.
+    """
+
+    def __init__(self, node):
+        self.node = node
+        self.version = 0  # of a weight, which must not change in place before backward
+        if node.name() == WEIGHT:
+            self.version = node.variable._version
+        self.made = {}  # {dtype: tensor}
+
+    def make(self, dtype):
+        if self.node.name() == WEIGHT and self.node.variable._version != self.version:
+            raise RuntimeError("a weight has been changed in place between forward and backward")
+        if dtype not in self.made:
+            again = AGAIN[self.node.name()]
+            self.made[dtype] = again(self.node).to(dtype)
+        return self.made[dtype]
+
+
+class Remade:
+    """A tensor that is not kept: the recipe, and where in what it makes the tensor lies."""
+
+    def __init__(self, recipe, tensor):
+        self.recipe = recipe
+        self.dtype = tensor.dtype
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
+
+    def get(self):
+        return self.recipe.make(self.dtype).as_strided(self.size, self.stride, self.offset)
+
+
+def origin(tensor):
+    """-> the node of the graph that made the tensor's numbers, and whether they were cast since."""
+    node = tensor.grad_fn
+    cast = False
+    while node is not None and node.name() in SAME_ORDER:
+        if node.name() == CAST:
+            cast = True
+        node = node.next_functions[0][0]
+    return node, cast
+
+
+def selective(forward, *inputs, **keywords):
+    """Keep what matmuls, attention and sums make, but no LayerNorm, GELU or cast (Chen 2016, 4.2).
+
+    These are made again from what is kept, without running forward. Any module will do: what is
+    unknown is kept.
+    """
+    hooks = outer_hooks()
+    recipes = weakref.WeakValueDictionary()  # {node: Recipe}, one for all that came from it
 
     def keep(tensor):
-        again[len(again)] = pack(tensor.detach())
-        if len(again) == len(numbers):
-            raise Enough
-
-    def fetch(i):
-        if i not in again:  # wanted for the first time, or once more by a second backward
-            again.clear()
-            with torch.random.fork_rng(gpus), torch.enable_grad(), torch.autocast(*autocast), \
-                    torch.autograd.graph.saved_tensors_hooks(keep, unpack), suppress(Enough):
-                for state, restore in zip(states, (torch.set_rng_state, torch.cuda.set_rng_state)):
-                    restore(unpack(state))
-                forward(*(unpack(t).detach().requires_grad_(grad) for t, grad in kept))
-                raise RuntimeError(f"a block kept {len(numbers)} tensors, but {len(again)} when it ran again")
-        return unpack(again.pop(i))
-
-    with torch.autograd.graph.saved_tensors_hooks(lambda _: numbers.append(0) or len(numbers) - 1, fetch):
-        return forward(*inputs)
-
-
-# Cheap to make again, by the name of the node in the graph that made it: the node still holds what it made that of
-CHEAP = {
-    "GeluBackward0": lambda n: torch.nn.functional.gelu(n._saved_self, approximate=n._saved_approximate),
-    "NativeLayerNormBackward0": lambda n: (n._saved_input.contiguous() - n._saved_result1).mul_(n._saved_result2).mul_(
-        1 if n._saved_weight is None else n._saved_weight).add_(0 if n._saved_bias is None else n._saved_bias),
-    "torch::autograd::AccumulateGrad": lambda n: n.variable,  # of a weight, autocast's copy
-}
-SAME_ORDER = {f"{name}Backward0" for name in "View UnsafeView ReshapeAlias T Transpose Permute ToCopy".split()}
-
-
-def selective(forward, *inputs):
-    """Keep what matmuls, attention and sums make, but no LayerNorm, GELU or cast (Chen 2016, section 4.2)."""
-    (pack, unpack), cheap = outer_hooks(), weakref.WeakValueDictionary()
-
-    def keep(t):
-        node, cast = t.grad_fn, False
-        while node is not None and node.name() in SAME_ORDER:
-            node, cast = node.next_functions[0][0], cast or node.name() == "ToCopyBackward0"
-        if node is None or node.name() not in CHEAP or (hasattr(node, "variable") and not cast):
-            return None, pack(t.detach())
-        again = cheap.get(node) or cache(lambda dtype: CHEAP[node.name()](node).to(dtype))
-        cheap[node] = again  # one for q, k and v together, until the last of them has used it
-        return again, (t.dtype, t.size(), t.stride(), t.storage_offset())
+        node, cast = origin(tensor)
+        if node is None or node.name() not in AGAIN:
+            return Kept(tensor, hooks)
+        if node.name() == WEIGHT and not cast:
+            return Kept(tensor, hooks)  # it is there anyway
+        recipe = recipes.get(node)
+        if recipe is None:
+            recipe = Recipe(node)
+            recipes[node] = recipe
+        return Remade(recipe, tensor)
 
     def fetch(kept):
-        again, t = kept
-        return again(t[0]).as_strided(*t[1:]) if again else unpack(t)
+        return kept.get()
 
     with torch.autograd.graph.saved_tensors_hooks(keep, fetch):
-        return forward(*inputs)
+        return forward(*inputs, **keywords)
 
 
 class LossScaler:
-    """fp16 ends at 6e-8: scale the loss up, as far as gradients do not overflow (Micikevicius 2018, section 3.2):
-    (loss * scaler.scale).backward(), unscale, sum and clip, step. Nothing waits for the device.
+    """Keeps gradients above 6e-8, where fp16 ends: scales the loss up, as far as nothing overflows.
+
+    (loss * scaler.scale).backward(); unscale; sum and clip; step. Nothing waits for the device.
+    (Micikevicius 2018, section 3.2)
     """
 
     def __init__(self, device, scale=65536.0, growth=2.0, backoff=0.5, interval=2000):
-        self.growth, self.backoff, self.interval = growth, backoff, interval
-        self.scale, self.good = torch.full((), scale, device=device), torch.zeros((), device=device)
+        self.growth = growth  # what the scale is multiplied by after `interval` good steps
+        self.backoff = backoff  # and after an overflow
+        self.interval = interval
+        self.scale = torch.full((), scale, device=device)
+        self.good = torch.zeros((), device=device)  # steps without overflow since it changed
+        self.found_inf = None  # 1.0 if any rank has overflowed in this step, else 0.0
 
     def unscale(self, gradients, group=None):
-        """gradients: this rank's, or its shards. If any rank of the group has overflowed, all of them will skip."""
-        gradients, self.found_inf = [g for g in gradients if g is not None and g.numel()], torch.zeros_like(self.good)
+        """Divide this rank's gradients, or its shards of them, by the scale, in place.
+
+        If any rank of the group has overflowed, all of them will skip the step. None among the
+        gradients is left out.
+        """
+        gradients = [g for g in gradients if g is not None and g.numel() > 0]
+        self.found_inf = torch.zeros_like(self.good)
         if gradients:
             torch._foreach_mul_(gradients, 1 / self.scale)
-            self.found_inf += (~torch.stack(torch._foreach_norm(gradients, math.inf)).isfinite()).any()
-        dist.all_reduce(self.found_inf, op=dist.ReduceOp.MAX, group=group)  # this rank's -> any rank's, replicated
+            largest = torch.stack(torch._foreach_norm(gradients, math.inf))
+            self.found_inf += largest.isfinite().logical_not().any()
+        dist.all_reduce(self.found_inf, op=dist.ReduceOp.MAX, group=group)  # own -> replicated
 
     def step(self, optimizer):
-        """Or back off, after an overflow. Grow after `interval` steps in a row without, unless to infinity."""
-        assert getattr(optimizer, "_step_supports_amp_scaling", False), "take a fused optimizer: it heeds found_inf"
+        """Step the optimizer, unless a gradient has overflowed; then adjust the scale.
+
+        After an overflow it backs off. After `interval` good steps in a row it grows, if it stays
+        finite. A fused optimizer skips by itself, so that the host need not know.
+        """
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+            raise ValueError(f"{type(optimizer).__name__} would step after an overflow: take a "
+                             "fused optimizer, such as AdamW(.., fused=True)")
         optimizer.found_inf = self.found_inf
-        optimizer.step()
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.found_inf  # or it would skip steps that others make
         self.good = (self.good + 1) * (1 - self.found_inf)
         grow = (self.good >= self.interval) & (self.scale * self.growth).isfinite()
-        self.scale = self.scale * torch.where(self.found_inf > 0, self.backoff, torch.where(grow, self.growth, 1.0))
+        factor = torch.where(grow, self.growth, 1.0)
+        factor = torch.where(self.found_inf > 0, self.backoff, factor)
+        self.scale = self.scale * factor
         self.good = self.good * (self.good < self.interval)
+
+
+# The rest of a correct train step: ranks hold equal weights, and each has its part of the batch.
+
+
+@torch.no_grad()
+def replicate(module, group=None):
+    """Give all ranks of the group the weights and buffers of its first rank."""
+    for tensor in [*module.parameters(), *module.buffers()]:
+        dense = tensor.detach().clone(memory_format=torch.contiguous_format)
+        dist.broadcast(dense, group=group, group_src=0)  # the first rank's -> replicated
+        tensor.copy_(dense)
+
+
+def accumulate(part_of_loss, microbatches, scaler=None):
+    """Run backward for one micro-batch after the other, so that their gradients add up.
+
+    part_of_loss(*microbatch) -> the sum of its token losses, divided by the valid targets of the
+    whole global batch: means of micro-batches must not be averaged, they weigh differently.
+    -> this rank's part of the loss.
+    """
+    loss = 0.0
+    for microbatch in microbatches:
+        part = part_of_loss(*microbatch)
+        if scaler is None:
+            part.backward()
+        else:
+            (part * scaler.scale).backward()
+        loss = loss + part.detach()
+    return loss
+
+
+def sum_gradients(parameters, group=None):
+    """Sum the gradients of all ranks, in one call per dtype; they become views of the sum.
+
+    Frozen parameters are left out. One that no rank has used keeps the gradient None, as in one
+    process: -0.0 is put in the place of what is missing, and a sum is -0.0 only if all parts are.
+    """
+    trained = [p for p in parameters if p.requires_grad]
+    unused = [p for p in trained if p.grad is None]
+    for p in unused:
+        p.grad = torch.full_like(p, -0.0)
+    for dtype in sorted({p.dtype for p in trained}, key=str):
+        alike = [p for p in trained if p.dtype == dtype]
+        flat = torch.cat([p.grad.flatten() for p in alike])
+        dist.all_reduce(flat, group=group)  # partial -> replicated
+        sums = flat.split([p.numel() for p in alike])
+        for p, total in zip(alike, sums):
+            p.grad = total.view_as(p)
+    for p in unused:
+        if p.grad.signbit().all():
+            p.grad = None
+
+
+def clip_gradients(parameters, clip):
+    """Scale replicated gradients to a norm of at most `clip` (0: leave them) -> the norm before.
+
+    Where the norm is inf or nan they are left, so that whoever looks finds out whose they are.
+    """
+    with_gradient = [p for p in parameters if p.grad is not None]
+    norm = nn.utils.get_total_norm([p.grad for p in with_gradient])
+    if clip:
+        nn.utils.clip_grads_with_norm_(with_gradient, clip, norm.nan_to_num(0, posinf=0))
+    return norm
+
+
+def update(parameters, optimizer, clip, scaler=None, group=None):
+    """After the last micro-batch: unscale, sum over ranks, clip, step -> the gradients' norm.
+
+    An overflow is looked for before gradients are summed, on every rank, and heeded by all.
+    """
+    trained = [p for p in parameters if p.requires_grad]
+    if scaler is not None:
+        scaler.unscale([p.grad for p in trained], group)
+    sum_gradients(trained, group)  # partial -> replicated
+    norm = clip_gradients(trained, clip)
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(optimizer)
+    return norm
 
 
 # ---- 2. the toy GPT, parallelized --------------------------------------------
 
+CHECKPOINT = {"none": None, "full": full, "selective": selective}
 
-def parallelize(model, ckpt=None, compiled=False):
+
+def parallelize(model, checkpoint=None, compiled=False):
+    """checkpoint: full or selective, of this file or like them; None keeps everything."""
     for block in model.blocks:
-        forward = torch.compile(block.forward) if compiled else block.forward
-        block.forward = partial(ckpt, forward) if ckpt else forward
+        forward = block.forward
+        if compiled:
+            forward = torch.compile(forward)
+        if checkpoint is not None:
+            forward = partial(checkpoint, forward)
+        block.forward = forward
     return model
 
 
 def full_state_dict(model):
-    return getattr(model, "module", model).state_dict()
+    return model.state_dict()  # replicated
 
 
 def full_gradients(model):
-    return {name: p.grad for name, p in getattr(model, "module", model).named_parameters()}
+    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
 
 
-def train_step(model, optimizer, scaler, micro, valid, clip, autocast, group=None):
-    """micro: this rank's micro-batches [(x, y)]; valid: of the whole batch -> this rank's part of the loss, the norm"""
-    optimizer.zero_grad()
-    loss = 0.0
-    for x, y in micro:
+def train_step(model, optimizer, scaler, microbatches, valid, clip, autocast, group=None):
+    """microbatches: this rank's, [(x, y)]; valid: targets of the whole batch.
+
+    -> this rank's part of the loss, the norm.
+    """
+
+    def part_of_loss(x, y):
         with autocast():
-            part = loss_sum(model(x), y) / valid
-        (part * scaler.scale if scaler else part).backward()
-        loss = loss + part.detach()
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    if scaler:
-        scaler.unscale(gradients, group)
-    dist.all_reduce(sums := torch.nn.utils.parameters_to_vector(gradients), group=group)  # partial -> replicated
-    torch.nn.utils.vector_to_parameters(sums, gradients)  # one call for all; they are views of it from here on
-    norm = clip_gradients(model.parameters(), clip)
-    scaler.step(optimizer) if scaler else optimizer.step()
+            return loss_sum(model(x), y) / valid
+
+    optimizer.zero_grad()
+    loss = accumulate(part_of_loss, microbatches, scaler)
+    norm = update(model.parameters(), optimizer, clip, scaler, group)
     return loss, norm
+
+
+def evaluate(model, autocast, x, y):
+    """-> this rank's part of the sum of token losses."""
+    with torch.no_grad(), autocast():
+        return loss_sum(model(x), y)
 
 
 # ---- 3. at work: the same with torch's own API -------------------------------
 
-for end in "", "_backward":  # torch's FLOP counter knows the attention of GPUs; that of CPUs counts the same
-    cpu, gpu = (getattr(torch.ops.aten, f"_scaled_dot_product_flash_attention{on}{end}") for on in ("_for_cpu", ""))
-    flop_registry[cpu] = flop_registry[gpu]
+
+def count_attention_on_cpus():
+    """torch's FLOP counter knows the attention of GPUs; that of CPUs counts the same."""
+    aten = torch.ops.aten
+    flop_registry[aten._scaled_dot_product_flash_attention_for_cpu] = (
+        flop_registry[aten._scaled_dot_product_flash_attention])
+    flop_registry[aten._scaled_dot_product_flash_attention_for_cpu_backward] = (
+        flop_registry[aten._scaled_dot_product_flash_attention_backward])
+
+
+count_attention_on_cpus()
 MATMULS = [op.default for op in flop_registry if hasattr(op, "default")]
-full_at_work = partial(checkpoint, use_reentrant=False)  # of an nn.Sequential: checkpoint_sequential
-selective_at_work = partial(full_at_work, context_fn=partial(create_selective_checkpoint_contexts, MATMULS))
+# of several blocks at once: checkpoint_sequential
+full_at_work = partial(checkpoint, use_reentrant=False)
+keep_matmuls = partial(create_selective_checkpoint_contexts, MATMULS)
+selective_at_work = partial(full_at_work, context_fn=keep_matmuls)
+CHECKPOINT_AT_WORK = {"none": None, "full": full_at_work, "selective": selective_at_work}
 
 
-def train_step_at_work(model, optimizer, scaler, micro, valid, clip, autocast):
+def train_step_at_work(model, optimizer, scaler, microbatches, valid, clip, autocast):
     optimizer.zero_grad()
-    loss, n = 0.0, dist.get_world_size()
-    for i, (x, y) in enumerate(micro):
-        with model.no_sync() if n > 1 and i < len(micro) - 1 else nullcontext():
-            with autocast():
-                part = loss_sum(model(x), y) / valid
-            scaler.scale(part * n).backward()  # DistributedDataParallel averages; the sum is wanted here
-        loss = loss + part.detach()
+    loss = 0.0
+    for x, y in microbatches[:-1]:
+        with no_sync(model):
+            loss = loss + backward_at_work(model, scaler, x, y, valid, autocast)
+    x, y = microbatches[-1]
+    loss = loss + backward_at_work(model, scaler, x, y, valid, autocast)
     scaler.unscale_(optimizer)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
     scaler.step(optimizer)
     scaler.update()
     return loss, norm
 
 
+def no_sync(model):
+    """Where gradients only add up: DistributedDataParallel then does not communicate."""
+    if isinstance(model, DistributedDataParallel):
+        return model.no_sync()
+    return nullcontext()
+
+
+def backward_at_work(model, scaler, x, y, valid, autocast):
+    with autocast():
+        part = loss_sum(model(x), y) / valid
+    ranks = dist.get_world_size()
+    scaler.scale(part * ranks).backward()  # DistributedDataParallel averages; the sum is wanted
+    return part.detach()
+
+
 # ---- 4. run ------------------------------------------------------------------
 
 AMP = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-CKPT = {"none": (None, None), "full": (full, full_at_work), "selective": (selective, selective_at_work)}
-HEAD = "\n amp   M ckpt         MB kept   textbook      peak MFLOP again  textbook   ms/step     tok/s    MFU loss gap"
-ROW = "{:>4} {:3} {:9} {:10.3f} {:10.3f} {:9.3f} {:11.3f} {:9.3f} {:9.1f} {:9,.0f} {:6.1%} {:8.1e}".format
+FLAGS = {
+    "amp": Flag("off", "autocast to", tuple(AMP)),
+    "accum": Flag(1, "M, micro-batches", POSITIVE),
+    "ckpt": Flag("none", "keep less for backward", tuple(CHECKPOINT)),
+    "compile": Flag(False, "torch.compile blocks"),
+    "growth": Flag(2000, "fp16: steps without overflow until the scale doubles", POSITIVE),
+    "sweep": Flag(False, "--amp off and bf16, --accum 1 and M, every --ckpt, in one table"),
+    "peak": Flag(0.0, "TFLOP/s of a device in bf16, from its data sheet, for MFU", ANY),
+}
+# what a run trains: one plan for each implementation, or twelve with --sweep
+Plan = namedtuple("Plan", "amp accum ckpt")
 
 
-def textbook(run, amp, accum, ckpt):
-    """-> formula and bytes kept for backward; FLOPs of a step that does nothing again, and those done again"""
-    (L, C, H, V, T), w, low = run.cfg, run.dtype.itemsize // 4, amp != "off"
-    rows, x = len(share(run.args.batch, run.world_size, run.rank)), 4 * w * C
-    t, ids = -(-rows // accum) * T, 8 * rows * T  # and as many for targets
-    head = (w * (4 * C + 8 + 4 * V) + (4 * w, 2)[low] * C) * t + 2 * V * C * low + ids + 4 * w + 4 * (amp == "fp16")
-    each = w * (((40, 24) if ckpt == "selective" else (64, 40))[low] * C + 4 * H + 16)
-    more = 24 * C * C * (low and ckpt != "selective")
-    if ckpt == "full":
-        each, more, head = x, 5056 + 16 * (run.device.type == "cuda"), max(head, (each - x) * t + more)
-    return (f"L ({each} t + {more}) + " + ("max(block, head)" if ckpt == "full" else "head"),
-            L * (each * t + more) + head + ids + 8 * T, (72 * L * C * C + 6 * C * V + 14 * L * T * C) * rows * T,
-            L * (16 * C * C + 4 * T * C) * rows * T * (ckpt == "full"))
+def refuse(args):
+    """What cannot run ends here, in one line, before anything is built."""
+    n = args.world_size
+    require(args.batch >= n * args.accum,
+            f"--batch {args.batch}: fewer than {n} ranks x --accum {args.accum}")
+    fits = args.dtype == "fp32" or (args.dtype == "fp64" and args.amp == "off")
+    require(fits, f"--dtype {args.dtype} --amp {args.amp}: take fp32 with any --amp, or fp64 with "
+            "--amp off")
+    require(args.impl == "scratch" or not (args.dry_run or args.sweep),
+            "--dry-run and --sweep want --impl scratch")
+    if args.compile:
+        require(shutil.which("c++") and not args.dry_run,
+                "--compile needs c++, and no --dry-run")
+    require(not (args.sweep and args.save), "--save wants one plan: leave out --sweep")
 
 
-def setup(run, theirs, amp, ckpt):
-    """-> the train step, and its model, optimizer, scaler, autocast"""
-    args, kind, fp16 = run.args, run.device.type, amp == "fp16"
-    model = build(run.cfg, args.seed, run.device, run.dtype)
-    model = parallelize(model, CKPT[ckpt][theirs], args.compile)
-    scaler = LossScaler(run.device, interval=args.growth) if fp16 else None
-    if theirs:
-        model = DistributedDataParallel(model, gradient_as_bucket_view=True) if run.world_size > 1 else model
-        scaler = torch.amp.GradScaler(kind, enabled=fp16, growth_interval=args.growth)
-    autocast = partial(torch.autocast, kind, AMP[amp], enabled=amp != "off")
-    return train_step_at_work if theirs else train_step, model, adamw(model.parameters(), args.lr), scaler, autocast
+def plans_of(args):
+    """-> {name: Plan}"""
+    if not args.sweep:
+        impls = ("scratch", "torch") if args.impl == "both" else (args.impl,)
+        return {impl: Plan(args.amp, args.accum, args.ckpt) for impl in impls}
+    plans = {}
+    for amp in "off", "bf16":
+        for accum in sorted({1, args.accum}):
+            for ckpt in CHECKPOINT:
+                plans[f"{amp} {accum} {ckpt}"] = Plan(amp, accum, ckpt)
+    return plans
 
 
-def report(run, plans, counters, total):
-    """The textbook beside what was measured: of the first plan as everywhere, of all of them in a table -> plain"""
-    args, (L, C, _, _, T), n, first = run.args, run.cfg, run.world_size, run.impls[0]
-    size = total * run.dtype.itemsize + 4 * (plans[first][0] == "fp16" and first != "torch")
-    run.textbook("wire all_reduce", "2 (N-1)/N (b P, in fp16 + 4)", 2 * (n - 1) * size / n,
-                 run.ledger[first].collectives["all_reduce"]["wire"])
-    plain = run.plain() if args.check and not run.dry and run.rank == 0 else None
+def set_up(run, name, plan):
+    """-> a Side: the model of this plan, and what a run does with it."""
+    if name == "torch":
+        return set_up_at_work(run, plan)
+    model = parallelize(run.build(), CHECKPOINT[plan.ckpt], run.args.compile)
+    scaler = None
+    if plan.amp == "fp16":
+        scaler = LossScaler(run.device, interval=run.args.growth)
+        scaler.scale.fill_(run.start.extra.get("scale", scaler.scale.item()))
+        scaler.good.fill_(run.start.extra.get("good", 0))
+
+    def state_of_scaler():
+        return {"scale": scaler.scale.item(), "good": scaler.good.item()}
+
+    return side_of(run, plan, model, model, train_step, scaler, state_of_scaler)
+
+
+def set_up_at_work(run, plan):
+    plain = parallelize(run.build(), CHECKPOINT_AT_WORK[plan.ckpt], run.args.compile)
+    model = plain
+    if run.world_size > 1:
+        model = DistributedDataParallel(plain, gradient_as_bucket_view=True)
+    fp16 = plan.amp == "fp16"
+    scaler = torch.amp.GradScaler(
+        run.device.type, enabled=fp16, growth_interval=run.args.growth,
+        init_scale=run.start.extra.get("scale", 65536.0))
+
+    def state_of_scaler():
+        return {"scale": scaler.get_scale(), "good": scaler.state_dict()["_growth_tracker"]}
+
+    return side_of(run, plan, model, plain, train_step_at_work, scaler, state_of_scaler)
+
+
+def side_of(run, plan, model, plain, step, scaler, state_of_scaler):
+    """plain: the GPT in the model, under its own names."""
+    args = run.args
+    rows = share(args.batch, run.world_size, run.rank)  # of every batch, this rank's
+    optimizer = adamw(plain.parameters(), args.lr)
+    enabled = plan.amp != "off"
+    autocast = partial(torch.autocast, run.device.type, AMP[plan.amp], enabled=enabled)
+    fp16 = plan.amp == "fp16"
+
+    def train(microbatches, valid):
+        return step(model, optimizer, scaler, microbatches, valid, args.clip, autocast)
+
+    def extra():
+        return {**state_of_scaler(), "updates": updates(optimizer)}
+
+    return Side(
+        model=model,
+        optimizer=optimizer,
+        train_step=train,
+        full_gradients=lambda: full_gradients(plain),
+        full_state_dict=lambda: full_state_dict(plain),
+        evaluate=lambda k: evaluate(plain, autocast, *run.held_out(k, rows)),
+        pieces=lambda: pieces_of(plain.named_parameters(), optimizer, writes=run.rank == 0),
+        extra=extra if fp16 else None,
+        may_overflow=fp16,
+    )
+
+
+def updates(optimizer):
+    """How many steps AdamW has made, without those that overflowed."""
+    for state in optimizer.state.values():
+        return int(state["step"].item())
+    return 0
+
+
+# What the textbook says. Both the bytes that a block keeps and its FLOPs follow from which of its
+# values need a gradient: all, or with --train fewer.
+
+# of a block: its input, the outputs of norm1, attention, norm2 and up, and the block's output
+Needs = namedtuple("Needs", "x h1 attention h2 up out")
+
+
+def any_trained(module):
+    return any(p.requires_grad for p in module.parameters())
+
+
+def needs_of_blocks(model):
+    """-> Needs of every block, and whether the final norm's output needs a gradient."""
+    x = any_trained(model.tok) or any_trained(model.pos)
+    needs = []
+    for block in model.blocks:
+        attn = block.attn
+        h1 = x or any_trained(block.norm1)
+        attention = h1 or any(any_trained(linear) for linear in (attn.q, attn.k, attn.v))
+        middle = x or attention or any_trained(attn.out)
+        h2 = middle or any_trained(block.norm2)
+        up = h2 or any_trained(block.mlp.up)
+        out = middle or up or any_trained(block.mlp.down)
+        needs.append(Needs(x, h1, attention, h2, up, out))
+        x = out
+    return needs, x or any_trained(model.norm)
+
+
+def linears_of(block, needs):
+    """(Linear, whether its input needs a gradient)"""
+    attn = block.attn
+    mlp = block.mlp
+    return [(attn.q, needs.h1), (attn.k, needs.h1), (attn.v, needs.h1), (attn.out, needs.attention),
+            (mlp.up, needs.h2), (mlp.down, needs.up)]
+
+
+@dataclass
+class Sizes:
+    """Of a step on this rank; b and low are bytes of a number outside of and in matmuls."""
+
+    L: int
+    C: int
+    H: int
+    V: int
+    T: int
+    rows: int  # sequences
+    t: int  # tokens of its largest micro-batch
+    b: int
+    low: int
+    cast: bool  # is there autocast?
+    state: int  # bytes of the random numbers' states
+
+
+def sizes_of(run, plan):
+    cfg = run.cfg
+    rows = len(share(run.args.batch, run.world_size, run.rank))
+    b = run.dtype.itemsize
+    state = 5056
+    if run.device.type == "cuda":
+        state += 16
+    return Sizes(
+        L=cfg.layers, C=cfg.width, H=cfg.heads, V=cfg.vocab, T=cfg.seq,
+        rows=rows,
+        t=-(-rows // plan.accum) * cfg.seq,
+        b=b,
+        low=b if plan.amp == "off" else 2,
+        cast=plan.amp != "off",
+        state=state,
+    )
+
+
+def kept_by_block(block, needs, s, selective):
+    """-> bytes that a block keeps for backward: for each token, and of weights that are cast."""
+    each = 0
+    if needs.h1:
+        each += s.b * (s.C + 2)  # norm1: its input, mean, 1/std
+    if needs.attention:
+        each += s.low * 4 * s.C + s.b * s.H  # q, k, v, out, log-sum-exp
+    elif block.attn.out.weight.requires_grad:
+        each += s.low * s.C
+    if needs.h2:
+        each += s.b * (s.C + 2)  # norm2
+    if needs.up:
+        each += s.low * 4 * s.C  # GELU's input
+    if not selective:
+        each += kept_of_cheap(block, s)
+    weights = 0
+    for linear, input_needs in linears_of(block, needs):
+        made_again = selective and linear.weight.requires_grad
+        if s.cast and input_needs and not made_again:
+            weights += s.low * linear.weight.numel()
+    return each, weights
+
+
+def kept_of_cheap(block, s):
+    """-> bytes a token of what selective checkpointing makes again: the inputs of Linears."""
+    attn = block.attn
+    trained = [linear.weight.requires_grad for linear in (attn.q, attn.k, attn.v)]
+    kept = 0
+    if s.cast:
+        kept += s.low * s.C * sum(trained)  # each of q, k, v casts its own
+    elif any(trained):
+        kept += s.b * s.C
+    if block.mlp.up.weight.requires_grad:
+        kept += s.low * s.C
+    if block.mlp.down.weight.requires_grad:
+        kept += s.low * 4 * s.C
+    return kept
+
+
+def kept_by_head(model, norm_needs, s, fp16):
+    """-> bytes that the final norm, the head and the loss keep."""
+    each = s.b * s.V  # log-probabilities
+    once = s.b  # the sum of weights that cross_entropy divides by, if asked to
+    once += 8 * s.rows * s.T  # targets
+    if norm_needs:
+        each += s.b * (s.C + 2)
+        if s.cast:
+            once += s.low * s.V * s.C  # the head's weight, cast
+    if model.tok.weight.requires_grad:
+        each += s.low * s.C  # the head's input
+    if fp16:
+        once += 4  # the scale
+    return each * s.t + once
+
+
+def kept_by_embeddings(model, s):
+    indices = 0
+    if model.tok.weight.requires_grad:
+        indices += 8 * s.rows * s.T
+    if model.pos.weight.requires_grad:
+        indices += 8 * s.T
+    return indices
+
+
+def activations(model, plan, s):
+    """-> formula, and the most bytes that a step keeps for backward at one time."""
+    needs, norm_needs = needs_of_blocks(model)
+    outside = kept_by_embeddings(model, s)
+    head = kept_by_head(model, norm_needs, s, plan.amp == "fp16")
+    sizes = [kept_by_block(block, n, s, plan.ckpt == "selective")
+             for block, n in zip(model.blocks, needs)]
+    if plan.ckpt != "full":
+        each, weights = sizes[-1]
+        formula = f"L ({each} t + {weights}) + head"
+        if len(set(sizes)) > 1:
+            formula = f"blocks, the last {each} t + {weights}, + head"
+        return formula, sum(each * s.t + once for each, once in sizes) + head + outside
+    inputs = 0  # bytes of the inputs and random states of the blocks so far
+    most = 0  # with those of a block that runs again
+    for n, (each, weights) in zip(needs, sizes):
+        if not n.out:
+            continue
+        inputs += s.b * s.C * s.t + s.state
+        if n.h1:
+            each -= s.b * s.C  # norm1 keeps the input itself
+        most = max(most, inputs + each * s.t + weights)
+    formula = f"L ({s.b * s.C} t + {s.state}) + max(block, head)"
+    return formula, max(most, inputs + head) + outside
+
+
+def flops_of_step(model, s):
+    """-> FLOPs of a step that does nothing twice, on this rank."""
+    needs, norm_needs = needs_of_blocks(model)
+    head = 2 * s.C * s.V
+    attention = 4 * s.T * s.C
+    a_token = s.L * (24 * s.C * s.C + attention) + head  # forward
+    for block, n in zip(model.blocks, needs):
+        if n.attention:
+            a_token += 2.5 * attention
+        for linear, input_needs in linears_of(block, n):
+            matmul = 2 * linear.weight.numel()
+            if input_needs:
+                a_token += matmul
+            if linear.weight.requires_grad:
+                a_token += matmul
+    if norm_needs:
+        a_token += head
+    if model.tok.weight.requires_grad:
+        a_token += head
+    return a_token * s.rows * s.T
+
+
+def flops_again(model, plan, s):
+    """-> FLOPs of a step that are done a second time."""
+    a_token = 0
+    for block, n in zip(model.blocks, needs_of_blocks(model)[0]):
+        keeps_something = n.up or block.mlp.down.weight.requires_grad
+        if plan.ckpt == "full" and keeps_something:
+            a_token += 16 * s.C * s.C + 4 * s.T * s.C
+    return a_token * s.rows * s.T
+
+
+# a plan's row of the table: textbook and measured, in bytes, FLOPs, ms and tokens per second
+Row = namedtuple("Row", "amp accum ckpt kept kept_textbook peak again again_textbook ms speed mfu "
+                 "loss_gap")
+HEAD = (f"\n{'amp':>4} {'M':3} {'ckpt':9} {'MB kept':>10} {'textbook':>10} {'peak':>9} "
+        f"{'MFLOP again':>11} {'textbook':>9} {'ms/step':>9} {'tok/s':>9} {'MFU':>6} "
+        f"{'loss gap':>8}")
+
+
+def line(row):
+    return (f"{row.amp:>4} {row.accum:3} {row.ckpt:9} {row.kept / 1e6:10.3f} "
+            f"{row.kept_textbook / 1e6:10.3f} {row.peak / 1e6:9.3f} {row.again / 1e6:11.3f} "
+            f"{row.again_textbook / 1e6:9.3f} {row.ms:9.1f} {row.speed:9,.0f} {row.mfu:6.1%} "
+            f"{row.loss_gap:8.1e}")
+
+
+def row_of(run, name, plan, counter, plain_trace):
+    args = run.args
+    model = run.sides[name].model
+    model = getattr(model, "module", model)  # DistributedDataParallel's
+    s = sizes_of(run, plan)
+    memory = run.ledger[name].memory
+    ms = run.ms(name) or math.inf
+    speed = 1e3 * args.batch * s.T / ms  # of all ranks
+    total = sum(p.numel() for p in model.parameters())
+    flops_a_token = 6 * total + 12 * s.L * s.C * s.T  # as MFU is defined, whatever is frozen
+    peak_flops = 1e12 * args.peak or math.inf
+    gap = 0.0
+    if plain_trace:
+        losses = run.trace[name].until(run.checked).loss
+        gap = max(abs(loss / plain_trace.loss[step] - 1).item() for step, loss in losses.items())
+    return Row(
+        *plan,
+        kept=memory["activations"],
+        kept_textbook=activations(model, plan, s)[1],
+        peak=memory["peak"],
+        again=counter.get_total_flops() - flops_of_step(model, s),
+        again_textbook=flops_again(model, plan, s),
+        ms=ms, speed=speed,
+        mfu=speed * flops_a_token / run.world_size / peak_flops,
+        loss_gap=gap,
+    )
+
+
+def account(run, plans):
+    """The textbook's rows, of the first plan: P parameters that are trained, of b bytes."""
+    first = run.impls[0]
+    plan = plans[first]
+    dp = run.world_size
+    model = run.sides[first].model
+    size = run.dtype.itemsize * sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if plan.amp == "fp16" and first != "torch":
+        size += 4  # found_inf
+    sent = run.ledger[first].collectives["all_reduce"]["wire"]
+    run.textbook("wire all_reduce", "2 (dp-1)/dp (b P, in fp16 + 4)", 2 * (dp - 1) * size / dp,
+                 sent)
+    if first == "scratch":
+        formula, kept = activations(model, plan, sizes_of(run, plan))
+        run.textbook("activations kept", formula, kept, run.ledger[first].memory["activations"])
+
+
+def compare_plans(run, plans, counters, plain_trace=None):
+    """Print the table."""
+    rows = [row_of(run, name, plans[name], counters[name], plain_trace) for name in plans]
+    run.extra["plans"] = rows
     run.say(HEAD)
-    for name, plan in plans.items():
-        formula, kept, once, again = textbook(run, *plan)
-        held, ms = run.ledger[name].memory, run.ms(name) or math.inf
-        speed, done_again = 1e3 * args.batch * T / ms, counters[name].get_total_flops() - once
-        mfu = speed * (6 * total + 12 * L * C * T) / n / (1e12 * args.peak or math.inf)
-        gap = max(abs(a / plain.loss[i] - 1).item() for i, a in run.trace[name].loss.items()) if plain else 0
-        row = [*plan, held["activations"], kept, held["peak"], done_again, again, ms, speed, mfu, gap]
-        run.say(ROW(*plan, *(x / 1e6 for x in row[3:8]), *row[8:]))
-        run.extra.setdefault("plans", []).append(row)
-        if name == "scratch":
-            run.textbook("activations kept", formula, kept, held["activations"])
-    return plain
+    for row in rows:
+        run.say(line(row))
 
 
 def main():
-    args = arguments(__doc__, amp=("off", "autocast to", tuple(AMP)), accum=(1, "M, micro-batches", POSITIVE),
-                     ckpt=("none", "keep less for backward", tuple(CKPT)), compile=(False, "torch.compile blocks"),
-                     growth=(2000, "fp16: steps without overflow until the loss scale doubles", POSITIVE),
-                     sweep=(False, "--amp off and bf16, --accum 1 and M, every --ckpt, in one table"),
-                     peak=(0.0, "TFLOP/s of a device in bf16, from its data sheet, for MFU", ANY))
-    n = args.world_size
-    require(args.batch >= n * args.accum, f"--batch {args.batch}: fewer than {n} ranks x --accum {args.accum}")
-    require(args.dtype == "fp32" or (args.dtype, args.amp) == ("fp64", "off"),
-            f"--dtype {args.dtype} --amp {args.amp}: take fp32 with any --amp, or fp64 with --amp off")
-    require(args.impl == "scratch" or not (args.dry_run or args.sweep), "--dry-run and --sweep want --impl scratch")
-    require(not args.compile or not args.dry_run and shutil.which("c++"), "--compile needs c++, and no --dry-run")
-    run = Run(args)
-    plans = {impl: (args.amp, args.accum, args.ckpt) for impl in run.impls}
-    if args.sweep:
-        plans = {f"{a} {m} {c}": (a, m, c) for a in ("off", "bf16") for m in sorted({1, args.accum}) for c in CKPT}
-    run.impls, run.trace, run.times = tuple(plans), {p: Trace() for p in plans}, {p: [] for p in plans}
+    args = arguments(__doc__, **FLAGS)
+    refuse(args)
+    plans = plans_of(args)
+    run = Run(args, impls=tuple(plans))
     with run:
-        sides = {name: setup(run, name == "torch", amp, ckpt) for name, (amp, _, ckpt) in plans.items()}
-        counters = {p: FlopCounterMode(display=False) for p in plans}
-        total = sum(p.numel() for p in sides[run.impls[0]][1].parameters())
+        sides = {name: set_up(run, name, plan) for name, plan in plans.items()}
+        run.begin(sides)
+        total = sum(p.numel() for p in sides[run.impls[0]].model.parameters())
+        counters = {name: FlopCounterMode(display=False) for name in plans}
         for name, step in run.steps():
-            (amp, accum, _), (step_fn, model, optimizer, scaler, autocast) = plans[name], sides[name]
-            x, y, valid = run.batch(step, share(args.batch, n, run.rank))
-            micro = list(zip(x.tensor_split(accum), y.tensor_split(accum)))
-            with run.measure(name, step, model, optimizer), counters[name] if step == run.last else nullcontext():
-                loss, norm = step_fn(model, optimizer, scaler, micro, valid, args.clip, autocast)
-            run.log(name, step, loss, norm, full_gradients, full_state_dict, model)
-            if amp == "fp16" and not run.dry:
-                run.extra.setdefault("scale " + name, []).append(
-                    scaler.get_scale() if name == "torch" else scaler.scale.item())
-        args.judged_as = args.dtype if plans[run.impls[0]][0] == "off" else "bf16"  # the loss to 2%: see compare
-        return run.finish(total, total, report(run, plans, counters, total))
+            side = sides[name]
+            run.set_rate(side.optimizer, step)
+            x, y, valid = run.batch(step, share(args.batch, run.world_size, run.rank))
+            accum = plans[name].accum
+            microbatches = list(zip(x.tensor_split(accum), y.tensor_split(accum)))
+            counter = nullcontext()
+            if step == run.last:
+                counter = counters[name]
+            with run.measure(name, step), counter:
+                loss, norm = side.train_step(microbatches, valid)
+            run.log(name, step, loss, norm)
+            if side.extra and not run.dry:
+                run.extra.setdefault(f"scale {name}", []).append(side.extra()["scale"])
+        account(run, plans)
+
+        def plain():
+            trace = run.plain()
+            compare_plans(run, plans, counters, trace)
+            return trace
+
+        if run.dry or not args.check:
+            compare_plans(run, plans, counters)
+        judged_as = args.dtype
+        if plans[run.impls[0]].amp != "off":
+            judged_as = "bf16"  # the loss to 2%: see compare
+        return run.finish(total, total, plain=plain, judged_as=judged_as)
 
 
 if __name__ == "__main__":
