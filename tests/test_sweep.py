@@ -1,10 +1,11 @@
+"""tools/sweep.py: what it draws, and that it catches what is wrong."""
 import sys
 
 import pytest
 
 from sweep import FILES, drawn, main, sweep
 
-SEED = 210  # in 12 runs: every file, 1 to 8 ranks, torch twice
+SEED = 210  # in 12 runs: every file, 1 to 8 ranks
 
 
 def test_twelve(capsys):
@@ -12,7 +13,8 @@ def test_twelve(capsys):
     failed = sweep(range(12), SEED)
     said = capsys.readouterr().out
     assert not failed, said
-    assert said.count("\n") == 13 and said.count("torchrun --standalone --nproc_per_node=") == 12
+    assert said.count("\n") == 13
+    assert said.count("torchrun --standalone --nproc_per_node=") == 12
 
 
 def test_a_run_can_be_repeated():
@@ -20,6 +22,11 @@ def test_a_run_can_be_repeated():
     assert [drawn(7, i) for i in range(30)] == [drawn("7", i) for i in range(30)]
     assert len({str(drawn(seed, i)) for seed in range(10) for i in range(30)}) == 300
     assert {drawn(SEED, i)[1] for i in range(100)} == set(range(1, 9))
+
+
+def place_of(name):
+    """The number of the first run of this file."""
+    return [drawn(SEED, i)[0] for i in range(9)].index(name)
 
 
 def mean_of_means(module):
@@ -30,16 +37,21 @@ def mean_of_means(module):
 
 
 def test_catches_a_planted_bug(capsys):
-    i = [drawn(SEED, i)[0] for i in range(9)].index("fsdp")
+    i = place_of("fsdp")
     assert sweep([i, i + 1], SEED, mean_of_means) == [i]
     said = capsys.readouterr().out
-    assert f"{i:4} " in said and "FAILED  torchrun" in said and "worst gradient: " in said and f"FAILED: [{i}]" in said
+    assert f"{i:4} " in said and "FAILED  torchrun" in said
+    assert "worst gradient: " in said and f"FAILED: [{i}]" in said
 
 
 def one_byte_more(module):
     """In what is measured."""
     old = module.Run.textbook
-    module.Run.textbook = lambda run, what, formula, expected, measured: old(run, what, formula, expected, measured + 1)
+
+    def wrong(run, what, formula, expected, measured, **more):
+        old(run, what, formula, expected, measured + 1, **more)
+
+    module.Run.textbook = wrong
 
 
 def refused(module):
@@ -51,15 +63,23 @@ def broken(module):
 
 
 @pytest.mark.parametrize("plant, words", [
-    (one_byte_more, "'formula': "), (refused, "exit codes [2"), (broken, "TypeError: ")])
+    (one_byte_more, "'formula': "),
+    (refused, "exit codes [2"),
+    (broken, "TypeError: "),
+])
 def test_catches(plant, words, capsys):
-    i = [drawn(SEED, i)[0] for i in range(9)].index("ddp")
-    assert sweep([i], SEED, plant) == [i] and words in capsys.readouterr().out
+    i = place_of("ddp")
+    assert sweep([i], SEED, plant) == [i]
+    assert words in capsys.readouterr().out
 
 
-def test_command_line(monkeypatch, capsys):
-    for words in [], ["x"], ["0"], ["1", "-1"], ["1", "2", "3"]:
-        assert main(words) == 2 and "usage: python tests/sweep.py N [SEED]" in capsys.readouterr().err
-    for trouble in [], [0]:
-        monkeypatch.setattr("sweep.sweep", lambda runs, seed, trouble=trouble: trouble if len(runs) == 7 else None)
-        assert main(["7", "1"]) == len(trouble)
+@pytest.mark.parametrize("words", [[], ["x"], ["0"], ["1", "-1"], ["1", "2", "3"]])
+def test_bad_command_lines(words, capsys):
+    assert main(words) == 2
+    assert "usage: python tools/sweep.py N [SEED]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("failed, code", [([], 0), ([0], 1)])
+def test_the_exit_code(failed, code, monkeypatch):
+    monkeypatch.setattr("sweep.sweep", lambda runs, seed: failed)
+    assert main(["7", "1"]) == code
