@@ -38,6 +38,7 @@ from harness import checkpoint, guard, report
 from harness.clock import Clock
 from harness.compare import Trace, compare
 from harness.ledger import Ledger, held_by
+from harness.profiler import profiled
 from harness.usage import ANY, POSITIVE, launched, program, require
 
 # ---- the GPT -----------------------------------------------------------------
@@ -753,11 +754,7 @@ class Run:
 
     def profiler(self, impl):
         name = f"{Path(program()).stem}-{impl}-rank{self.rank}.json"
-        path = Path(self.args.profile, name)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return torch.profiler.profile(
-            on_trace_ready=lambda profile: profile.export_chrome_trace(str(path))
-        )
+        return profiled(Path(self.args.profile, name), self.say)
 
     def ms(self, impl):
         """Median of the timed steps, without the first, which warms up, and the last, which the

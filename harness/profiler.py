@@ -1,0 +1,106 @@
+"""One step under torch.profiler: a trace to look at, its largest entries, and how much of the
+communication nothing hides.
+
+Open the trace, a file for each rank, at ui.perfetto.dev or chrome://tracing.
+"""
+import contextlib
+import json
+from pathlib import Path
+
+import torch
+
+LARGEST = 10  # entries that are printed
+TRANSPORT = ("nccl", "gloo:")  # in the names of what communicates
+
+
+@contextlib.contextmanager
+def profiled(path, say):
+    """Profile what is inside -> a trace in this file; its summary goes to say(line)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with torch.profiler.profile() as profile:
+        yield
+    profile.export_chrome_trace(str(path))
+    for line in summary(profile, path):
+        say(line)
+
+
+def summary(profile, path):
+    """-> lines: the largest entries, and the share of the step in which only transport is at work."""
+    gpu = any(row.self_device_time_total for row in profile.key_averages())
+    lines = ["", f"profile of one step, in {path}; its largest entries:"]
+    for row in largest(profile, gpu):
+        name = row.key[:50]
+        lines.append(f"  {name:52} {own_time(row, gpu) / 1e3:9.3f} ms in {row.count} calls")
+    events = json.loads(Path(path).read_text())["traceEvents"]
+    whole, exposed = exposed_time(events)
+    if whole:
+        lines.append(
+            f"  communication that no computation hides: {exposed / 1e3:.3f} of {whole / 1e3:.3f} "
+            f"ms, {exposed / whole:.0%}"
+        )
+    return lines
+
+
+def own_time(row, gpu):
+    """Microseconds."""
+    if gpu:
+        return row.self_device_time_total
+    return row.self_cpu_time_total
+
+
+def largest(profile, gpu):
+    rows = sorted(profile.key_averages(), key=lambda row: own_time(row, gpu), reverse=True)
+    return rows[:LARGEST]
+
+
+# ---- what is hidden ------------------------------------------------------------
+
+
+def exposed_time(events):
+    """A trace's events -> microseconds of the step, and of those with transport but no computation.
+
+    Work is that of GPU kernels where there are any, else that of operators of torch on CPUs. A host
+    that waits for a collective is in no operator but the collective's own.
+    """
+    timed = [event for event in events if event.get("ph") == "X" and event.get("dur", 0) > 0]
+    kernels = [event for event in timed if event.get("cat") == "kernel"]
+    work = kernels or [event for event in timed if is_cpu_work(event)]
+    moving = [span(event) for event in timed if is_transport(event)]
+    busy = [span(event) for event in work if not is_transport(event)]
+    everything = union(moving + busy)
+    if not everything:
+        return 0.0, 0.0
+    whole = everything[-1][1] - everything[0][0]
+    exposed = length(everything) - length(union(busy))
+    return whole, exposed
+
+
+def is_transport(event):
+    name = event["name"].lower()
+    return any(word in name for word in TRANSPORT)
+
+
+def is_cpu_work(event):
+    """Is it an operator that computes? Those of c10d start or await a collective."""
+    if event.get("cat") not in ("cpu_op", "user_annotation"):
+        return False
+    return event["name"].startswith("aten::") or is_transport(event)
+
+
+def span(event):
+    return event["ts"], event["ts"] + event["dur"]
+
+
+def union(spans):
+    """-> the same time in spans that do not overlap, in order."""
+    joined = []
+    for start, end in sorted(spans):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def length(spans):
+    return sum(end - start for start, end in spans)

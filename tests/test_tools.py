@@ -1,0 +1,108 @@
+"""The table of run.sh, the profiler's summary, and the launcher, without long runs."""
+import sys
+
+import pytest
+
+from harness.profiler import exposed_time, union
+from tools import everything, launch, scale
+
+
+def event(name, start, length, kind="cpu_op"):
+    return {"ph": "X", "name": name, "cat": kind, "ts": start, "dur": length}
+
+
+def test_union():
+    assert union([(5, 6), (0, 2), (1, 3)]) == [(0, 3), (5, 6)]
+
+
+def test_what_nothing_hides():
+    """Of 10 units 4 are of transport, 1 of which a multiplication hides."""
+    events = [
+        event("aten::mm", 0, 5),
+        event("gloo:all_reduce", 4, 4, "user_annotation"),
+        event("aten::add", 8, 2),
+        {"ph": "M", "name": "process_name"},
+    ]
+    assert exposed_time(events) == (10, 3)
+
+
+def test_gpu_kernels_are_what_counts():
+    events = [
+        event("aten::mm", 0, 100),
+        event("gemm", 10, 5, "kernel"),
+        event("ncclDevKernel_AllReduce", 12, 6, "kernel"),
+    ]
+    assert exposed_time(events) == (8, 3)
+
+
+def report(ms, ranks=2, **more):
+    memory = {"parameters": 1e6, "gradients": 1e6, "optimizer": 2e6, "peak": 5e6}
+    collectives = {"all_reduce": {"wire": 3e6}}
+    return dict(
+        world_size=ranks, ms_per_step=ms, tokens_per_second=1e6 / ms, check=None,
+        ranks=[{"memory": memory, "collectives": collectives}],
+        textbook=[{"what": "wire all_reduce", "expected": 3e6}], **more,
+    )
+
+
+def test_the_table(capsys):
+    check = dict(loss=1e-9, gradient=2e-5, grad_norm=0, parameter=0, passed=False)
+    reports = {
+        "one_process": report(100.0, 1),
+        "ddp": report(60.0, speedup=1.25),
+        "zero": {**report(70.0), "check": check},
+        "fsdp": None,
+    }
+    assert not everything.table("title", reports, timed=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert "1.25x" in lines[4] and "83%" in lines[4] and lines[4].endswith("ran")
+    assert "2.0e-05" in lines[5] and lines[5].endswith("FAILED")
+    assert lines[6].split() == ["fsdp", "FAILED"]
+    check["passed"] = True
+    del reports["fsdp"]
+    assert everything.table("title", reports, timed=False)
+
+
+def test_bench_rows_name_files_and_baselines():
+    labels = [row.label for row in everything.BENCH]
+    for row in everything.BENCH:
+        assert (everything.ROOT / f"{row.file}.py").exists()
+        assert everything.baseline(row.label) in labels
+
+
+class Failure:
+    def __init__(self, exitcode):
+        self.exitcode = exitcode
+
+
+@pytest.mark.parametrize("exitcode, code, words", [
+    (2, 2, ""),
+    (1, 1, "rank 3 of ddp.py ended with exit code 1"),
+    (-9, 1, "rank 3 of ddp.py was ended by SIGKILL"),
+    (130, 130, ""),
+])
+def test_exit_codes_of_the_launcher(exitcode, code, words, capsys):
+    assert launch.explain("ddp.py", 3, Failure(exitcode)) == code
+    said = capsys.readouterr().err
+    assert words in said and bool(said) == bool(words)
+
+
+def test_bad_launches(capsys):
+    for words in ([], ["2"], ["x", "ddp.py"], ["0", "ddp.py"]):
+        assert launch.main(words) == 2
+        assert "usage" in capsys.readouterr().err
+
+
+def test_scale_doubles_the_ranks(monkeypatch, capsys):
+    monkeypatch.setattr(scale, "rank_counts", lambda: [1, 2, 4])
+    times = {1: 100.0, 2: 60.0, 4: 40.0}
+    monkeypatch.setattr(scale, "measure", lambda file, ranks, flags: report(times[ranks], ranks))
+    assert scale.main(["ddp", "--width", "64"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1].split()
+    assert last == ["4", "40.0", "25,000", "2.50", "62%"]
+
+
+def test_everything_refuses_other_words(capsys):
+    assert everything.main(["all"]) == 2
+    assert "usage" in capsys.readouterr().err
+    assert sys.modules["tools.everything"] is everything
