@@ -88,7 +88,7 @@ class Hybrid(nn.ModuleList):
 
     def gradients(self):
         """-> [(parameter, this rank's piece of its gradient)]"""
-        return [(p, flat.grad[piece]) for flat in self.flats for p, piece in flat.pieces.items()]
+        return [(part.parameter, part.grad) for zero in self.zeros for part in zero.parts]
 
 
 def sum_gradients(model):

@@ -6,6 +6,7 @@ is a DTensor over tp, which torch.distributed.checkpoint (DCP) reads back in pie
 ranks hold is saved by the first of them.
 """
 import math
+from itertools import accumulate
 from types import SimpleNamespace
 
 import torch
@@ -74,8 +75,8 @@ def canonical(model, flat, wholes):
 def sharded_state(model):
     """-> {name: tensor or DTensor}; what several ranks hold is on the first of them only, or each would write it."""
     state, (_, copy, piece) = {}, model.mesh.get_coordinate()
-    for flat in model.flats:
-        states, wholes = [flat.optimizer.state[p] for p in flat.optimizer.param_groups[0]["params"]], {}
+    for zero, flat in [(zero, flat) for zero in model.zeros for flat in zero.flats]:
+        states, wholes = [zero.optimizer.state[part.master] for part in flat.parts], {}
         for kind in KINDS:
             own = torch.cat([held[kind[1:]] for held in states]) if kind else flat.master
             wholes[kind] = own.new_empty(flat.full.numel())
@@ -93,7 +94,7 @@ def restore(model, start):
     """A checkpoint of any layout into a model that has not run yet; start: a checkpoint.Start."""
     if not checkpoint.agree(start):
         return
-    for flat in model.flats:
+    for zero, flat in [(zero, flat) for zero in model.zeros for flat in zero.flats]:
         kinds = KINDS if start.ranks else KINDS[:1]  # all, or weights alone
         wholes = {kind: flat.master.new_zeros(flat.full.numel()) for kind in kinds}
         checkpoint.load(start.folder, canonical(model, flat, wholes))
@@ -101,7 +102,9 @@ def restore(model, start):
         mine = slice(offset, offset + len(flat.own))
         flat.full.copy_(wholes[""])
         flat.master.copy_(wholes[""][mine])
-        for part, p in zip(flat.pieces.values(), flat.optimizer.param_groups[0]["params"] if start.ranks else ()):
-            flat.optimizer.state[p] = {kind[1:]: wholes[kind][mine][part].clone() for kind in KINDS[1:]}
-            flat.optimizer.state[p]["step"] = torch.tensor(float(start.steps), device=p.device)
+        ends = [0, *accumulate(len(part.master) for part in flat.parts)]
+        for part, low, high in zip(flat.parts, ends, ends[1:]) if start.ranks else ():
+            states = {kind[1:]: wholes[kind][mine][low:high].clone() for kind in KINDS[1:]}
+            states["step"] = torch.tensor(float(start.steps), device=part.master.device)
+            zero.optimizer.state[part.master] = states
     checkpoint.restore_generators(start)

@@ -62,8 +62,8 @@ def without_optimizer(module):
 
     def broken(model, start):
         restore(model, start)
-        for flat in model.flats:
-            flat.optimizer.state.clear()
+        for zero in model.zeros:
+            zero.optimizer.state.clear()
     module.restore = broken
 
 

@@ -3,7 +3,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-import flat as flat_py
+
 import zero
 from common import GPTConfig, adamw, build, get_batch
 from conftest import SMALL, alone, dry_run_agrees, proves, run, script, textbook
@@ -33,7 +33,7 @@ def check_agree():
         ours = zero.parallelize(model, 1e-2, None, stage, offload)
         for step in range(10):
             x, y, valid = get_batch(corpus, 8, 0, step, 4, 0.3, range(2 * dist.get_rank(), 2 * dist.get_rank() + 2))
-            zero.train_step(ours, None, x, y, valid, 0.5, 1 + step % 2)
+            zero.train_step(ours, x, y, valid, 0.5, 1 + step % 2)
         state = zero.full_state_dict(ours)
         first = first or state
         assert worst_gap(state, first)[0] <= 1e-12, (stage, offload, worst_gap(state, first))
@@ -72,22 +72,23 @@ def test_sixteen_bytes():
 
 def check_transient(stage):
     """Never more than two units of parameters gathered, nor of gradients, beside what the stage keeps."""
-    model, live, most = build(GPTConfig(5, 12, 2, 256, 8), 0, dtype=torch.float64), {}, 0
+    model = build(GPTConfig(5, 12, 2, 256, 8), 0, dtype=torch.float64)
+    most = 0
     ours = zero.parallelize(model, 1e-3, None, stage)
     lend = zero.lend
 
-    def counting(t, yes=True):
+    def counting(t):
         nonlocal most
-        lend(t, yes)
-        live[id(t)] = t.untyped_storage().size()
+        lend(t)
         lent = [f.full if stage == 3 else f.buffer for f in ours.flats]
-        most = max(most, sum(live.get(id(t), 0) > 0 for t in lent))
-    zero.lend = flat_py.lend = counting
+        most = max(most, sum(zero.has_memory(flat) for flat in lent))
+    zero.lend = counting
     for _ in range(3):
         x = torch.arange(16).view(2, 8)
-        zero.train_step(ours, None, x, x, 32, 0)
-    zero.lend = flat_py.lend = lend
-    assert most == 2 and not any(live.get(id(f.buffer), 0) for f in ours.flats)
+        zero.train_step(ours, x, x, 32, 0)
+    zero.lend = lend
+    assert most == 2
+    assert not any(zero.has_memory(f.buffer) for f in ours.flats)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
@@ -191,12 +192,12 @@ def test_any_module(world, stage, offload):
 
 def last_microbatch(module):
     """Only the last micro-batch's gradient is kept."""
-    reduce = module.Flat.reduce
+    start = module.Flat.start_reduce
 
     def broken(self):
         self.grad.zero_()
-        return reduce(self)
-    module.Flat.reduce = broken
+        start(self)
+    module.Flat.start_reduce = broken
 
 
 def mean(module):
@@ -216,7 +217,7 @@ def padding_counted(module):
 
     def broken(self):
         total = norm(self) ** 2
-        padding = sum(f.full.numel() - sum(p.numel() for p in f.ranges) for f in self.flats)
+        padding = sum(f.full.numel() - f.size for f in self.flats)
         assert padding
         return (total + padding).sqrt()
     module.ZeRO.norm = broken
@@ -224,16 +225,16 @@ def padding_counted(module):
 
 def stale(module):
     """What was gathered before the step is used after it."""
-    gather = module.Flat.gather
+    gather = module.Flat.start_gather
 
     def broken(self):
         if not hasattr(self, "old"):
             gather(self)
-            self.work.wait()
+            self.wait()
             self.old = self.full.clone()
         module.lend(self.full)
         self.full.copy_(self.old)
-    module.Flat.gather = broken
+    module.Flat.start_gather = broken
 
 
 def tied_twice(module):
