@@ -748,9 +748,14 @@ class Run:
                 self.ledger[impl] = stack.enter_context(ledger)
             if self.args.profile and step == max(self.first, self.last - 1):
                 stack.enter_context(self.profiler(impl))
+            watched = self.device.type == "cuda" and not self.dry and step == self.last
+            if watched:
+                torch.cuda.reset_peak_memory_stats()
             start = self.clock.mark()
             yield
             self.marks = start, self.clock.mark()
+            if watched:
+                self.extra["allocator_peak"] = torch.cuda.max_memory_allocated()
 
     def profiler(self, impl):
         name = f"{Path(program()).stem}-{impl}-rank{self.rank}.json"

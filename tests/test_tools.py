@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from harness.profiler import exposed_time, union
-from tools import everything, launch, scale
+from tools import everything, gpu, launch, scale
 
 
 def event(name, start, length, kind="cpu_op"):
@@ -106,3 +106,25 @@ def test_everything_refuses_other_words(capsys):
     assert everything.main(["all"]) == 2
     assert "usage" in capsys.readouterr().err
     assert sys.modules["tools.everything"] is everything
+
+
+# ---- tools/gpu.py, as far as it goes without one -----------------------------------
+
+
+def test_every_file_is_run_on_a_gpu():
+    for label in ("nccl fp64", "nccl fp32", "nccl bf16", "gloo x2 fp64", "gloo x4 fp64"):
+        files = {case.file for case in gpu.cases() if case.label == label}
+        missing = set(everything.FILES) | {"hybrid_3d"}
+        missing -= files
+        assert missing <= {"amp_accum_ckpt"}, label
+
+
+def test_cards_are_known_by_their_longest_name():
+    assert gpu.peak_of("NVIDIA H100 PCIe") == 756
+    assert gpu.peak_of("NVIDIA H100 80GB HBM3") == 989
+    assert gpu.peak_of("GeForce 256") is None
+
+
+def test_no_gpu_is_said(capsys):
+    assert gpu.main() == 2
+    assert "no GPU" in capsys.readouterr().err

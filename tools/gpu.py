@@ -1,0 +1,191 @@
+"""What needs a GPU: every file and flag on one card, in under ten minutes, as one table.
+
+    ./run.sh gpu            python tools/gpu.py
+
+    nccl    a world of one rank, in fp64, fp32 and bf16, with the check on
+    gloo    2 and 4 ranks that share the card, in fp64, with the check on
+    peak    the ledger's peak beside the allocator's, and beside the dry run's
+    MFU     GPT-2 124M and 350M in bf16, plain and compiled: FLOPs of the model over the card's
+
+Exit code 1 if any run failed, 2 where there is no GPU.
+"""
+import json
+import subprocess
+import sys
+import tempfile
+from collections import namedtuple
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import torch  # noqa: E402
+
+Case = namedtuple("Case", "label file ranks flags")
+LIMIT = 300  # seconds a run may take
+
+# Dense bf16 TFLOP/s without sparsity, from data sheets
+PEAK_TFLOPS = {
+    "H100 PCIe": 756, "H100": 989, "H200": 989, "GH200": 989, "A100": 312, "A10": 125, "L40S": 362,
+    "L4": 121, "V100": 125, "RTX 4090": 165, "RTX 3090": 71,
+}
+
+VARIANTS = (  # of every file: its flags on one rank, and on several
+    ("ddp", ""),
+    ("ddp", "--bucket-mb 0"),
+    ("zero", "--stage 0"),
+    ("zero", "--stage 1"),
+    ("zero", "--stage 2 --accum 2"),
+    ("zero", "--stage 3"),
+    ("zero", "--stage 1 --offload optimizer"),
+    ("zero", "--stage 3 --offload param"),
+    ("fsdp", ""),
+    ("fsdp", "--no-reshard"),
+    ("fsdp", "--offload"),
+    ("tensor_parallel", ""),
+    ("tensor_parallel", "--sp"),
+    ("pipeline_parallel", "--schedule gpipe"),
+    ("pipeline_parallel", "--schedule 1f1b"),
+    ("pipeline_parallel", "--schedule zb-h1"),
+    ("context_parallel", "--attn zigzag"),
+    ("context_parallel", "--attn ring"),
+    ("context_parallel", "--attn allgather"),
+    ("context_parallel", "--attn ulysses"),
+    ("moe", ""),
+    ("moe", "--balance bias --capacity 1.25 --shared"),
+    ("amp_accum_ckpt", "--accum 2"),
+    ("amp_accum_ckpt", "--ckpt full"),
+    ("amp_accum_ckpt", "--ckpt selective"),
+)
+MIXED = ("--amp bf16", "--amp fp16 --ckpt full", "--amp bf16 --ckpt selective --accum 2")
+STEPS = "--steps 3"
+
+
+def hybrid(ranks):
+    """Flags of hybrid_3d on so many ranks."""
+    return {1: "--dp 1 --tp 1 --pp 1", 2: "--dp 1 --tp 2 --pp 1", 4: "--dp 1 --tp 2 --pp 2"}[ranks]
+
+
+def cases():
+    found = []
+    for dtype in ("fp64", "fp32", "bf16"):
+        for file, flags in (*VARIANTS, ("hybrid_3d", hybrid(1))):
+            if file == "amp_accum_ckpt" and dtype == "bf16":
+                continue  # it takes --amp bf16 instead
+            label = f"nccl {dtype}"
+            found.append(Case(label, file, 1, f"{flags} --dtype {dtype} {STEPS}"))
+    for flags in MIXED:
+        found.append(Case("nccl amp", "amp_accum_ckpt", 1, f"{flags} {STEPS}"))
+    for ranks in (2, 4):
+        for file, flags in (*VARIANTS, ("hybrid_3d", hybrid(ranks))):
+            label = f"gloo x{ranks} fp64"
+            found.append(Case(label, file, ranks, f"{flags} --dtype fp64 {STEPS}"))
+    return found
+
+
+# ---- running -----------------------------------------------------------------
+
+
+def report_of(command):
+    """-> the --json report of a command, or what went wrong, in a line."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "report.json")
+        words = [*command, "--json", str(path)]
+        try:
+            done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            return f"no end after {LIMIT} s"
+        if path.exists():
+            return json.loads(path.read_text())
+        said = (done.stderr or done.stdout).strip().splitlines() or ["nothing said"]
+        return f"exit code {done.returncode}: {said[-1]}"
+
+
+def launch(ranks, file, flags):
+    words = ["tools/launch.py", str(ranks), f"{file}.py", "--device", "cuda", *flags.split()]
+    return report_of([sys.executable, *words])
+
+
+def dry(file, flags):
+    """The same as rank 0 of a dry run."""
+    words = [f"{file}.py", "--device", "cuda", "--dry-run", "1", *flags.split()]
+    return report_of([sys.executable, *words])
+
+
+def run(case):
+    """-> the line of a case, has it passed?"""
+    name = f"{case.label:14} {case.file:18} {case.flags.replace(STEPS, '').strip():42}"
+    report = launch(case.ranks, case.file, case.flags)
+    if isinstance(report, str):
+        return f"{name} FAILED: {report}", False
+    check = report["check"]
+    gap = max(check[kind] for kind in ("loss", "gradient", "grad_norm", "parameter"))
+    verdict = "passed" if check["passed"] else "FAILED"
+    return f"{name} {gap:9.1e} {verdict}{peaks(report, case)}", check["passed"]
+
+
+def peaks(report, case):
+    """The ledger's peak beside the allocator's; of one rank, beside the dry run's too."""
+    ledger = report["ranks"][0]["memory"]["peak"]
+    allocator = report["allocator_peak"]
+    text = f"  peak {ledger / 1e6:8.3f} MB, allocator {allocator / 1e6:8.3f}"
+    if case.label != "nccl fp32":
+        return text
+    paper = dry(case.file, case.flags)
+    if isinstance(paper, str):
+        return f"{text}, dry run: {paper}"
+    difference = paper["ranks"][0]["memory"]["peak"] - ledger
+    return f"{text}, dry run {difference:+d} bytes"
+
+
+# ---- how much of the card is used ----------------------------------------------
+
+
+def peak_of(name):
+    """TFLOP/s of a card by its name; the longest name that fits."""
+    fitting = [known for known in PEAK_TFLOPS if known in name]
+    if not fitting:
+        return None
+    return PEAK_TFLOPS[max(fitting, key=len)]
+
+
+def utilization(model, batch, compiled, peak):
+    """-> a line: ms, tokens per second and MFU of GPT-2 in bf16 on one card."""
+    flags = f"--model {model} --batch {batch} --amp bf16 --no-check --steps 12 --peak {peak}"
+    if compiled:
+        flags += " --compile"
+    name = f"{'MFU':14} {model:18} {flags.replace(' --no-check --steps 12', ''):42}"
+    report = launch(1, "amp_accum_ckpt", flags)
+    if isinstance(report, str):
+        return f"{name} FAILED: {report}", False
+    layers, width, seq = (report["args"][k] for k in ("layers", "width", "seq"))
+    flops = 6 * report["parameters"]["total"] + 12 * layers * width * seq  # a token's
+    speed = report["tokens_per_second"]
+    share = speed * flops / (1e12 * peak)
+    return f"{name} {report['ms_per_step']:9.1f} ms {speed:11,.0f} tok/s {share:7.1%}", True
+
+
+def main():
+    if not torch.cuda.is_available():
+        print("gpu.py: error: torch finds no GPU here", file=sys.stderr)
+        return 2
+    card = torch.cuda.get_device_name()
+    print(f"{card}, torch {torch.__version__}")
+    good = True
+    for case in cases():
+        line, passed = run(case)
+        print(line, flush=True)
+        good = good and passed
+    peak = peak_of(card)
+    if peak is None:
+        print(f"no data sheet of {card} is known here: MFU is left out")
+        return int(not good)
+    for model, batch in (("gpt2", 32), ("gpt2-medium", 16)):
+        for compiled in (False, True):
+            line, passed = utilization(model, batch, compiled, peak)
+            print(line, flush=True)
+            good = good and passed
+    return int(not good)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
