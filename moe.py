@@ -1,299 +1,1175 @@
-"""Mixture of experts: each MLP becomes E experts, of which a token visits K; tokens travel to the ranks that hold them.
+"""Mixture of experts: each MLP becomes E experts, of which a token visits K; tokens travel.
 
-              router, sort    all-to-all    grouped matmul    all-to-all    gates
-    rank 0    0 0 0 1 | 2 3   0 0 0 1 0 1   experts 0 and 1   0 0 0 1 2 3   sum of a token's K rows
-    rank 1    0 1 | 2 2 3 3   2 3 2 2 3 3   experts 2 and 3   0 1 2 2 3 3   sum of a token's K rows
+              router, sort    all-to-all    the experts      all-to-all    gates
+    rank 0    0 0 0 1 | 2 3   0 0 0 1 0 1   experts 0, 1     0 0 0 1 2 3   sum of a token's K rows
+    rank 1    0 1 | 2 2 3 3   2 3 2 2 3 3   experts 2, 3     0 1 2 2 3 3   sum of a token's K rows
 
-The ranks that share out the experts also share out the batch. With --ep R of W ranks an expert is on W/R of them,
-which sum its gradient; all else is summed over W. Splits are uneven and no token is dropped; or (--capacity A) an
-expert takes the first ceil(A K N / E) of a source rank's N tokens that chose it, and no more.
+The ranks that share out the experts also share out the batch. When ep of all n ranks share out the
+experts (--ep), an expert is on n/ep ranks, which sum its gradient; all other gradients are summed
+over all n. Splits are uneven, and no token is dropped. Or, with --capacity A, an expert takes the
+first ceil(A K N / E) of a source rank's N tokens that chose it, and no more.
 
-    on each rank, D dense and X experts' parameters of b bytes   plain MoE     here
-    parameters, gradients, AdamW states                          4 b (D + X)   4 b (D + X/R)
-    elements to experts and back, per token and layer            -             2 K C, and in backward 2 K C again
-    all-to-alls per layer                                        -             4 of rows and 1 of sizes (8 E bytes)
-    all-reduced per step                                         -             b (D + X/R), and load: 8 E per layer
+    on each rank, numbers of b bytes     plain MoE               here
+    parameters, gradients, AdamW states  4 b (dense + experts)   4 b (dense + experts/ep)
+    rows of C, to experts and back       -                       2 K N per layer, in backward again
+    all-to-alls per layer                -                       4 of rows, 1 of 8 E bytes
+    all-reduced in a step                -                       b (dense + experts/ep)
+    all-reduced per layer                -                       8 E
 
-Lepikhin 2020, "GShard", arXiv:2006.16668 (all-to-all, capacity); Fedus 2021, "Switch Transformers", arXiv:2101.03961,
-eq. 4 (balancing); Zoph 2022, "ST-MoE", arXiv:2202.08906, eq. 5 (z-loss); DeepSeek-V3 2024, arXiv:2412.19437, sec. 2.1.2
-(bias, there of sigmoids). At work: torchtitan/models/moe, Megatron's core/transformer/moe; torch has parts (section 3).
+Lepikhin 2020, "GShard", arXiv:2006.16668 (all-to-all, capacity); Fedus 2021, "Switch Transformers",
+arXiv:2101.03961, eq. 4 (balancing); Zoph 2022, "ST-MoE", arXiv:2202.08906, eq. 5 (z-loss);
+DeepSeek-V3 2024, arXiv:2412.19437, sec. 2.1.2 (bias, there of sigmoids). At work: torchtitan's
+models/moe, Megatron's core/transformer/moe; torch has parts of it, which section 3 uses.
+
+In your own model, on every rank: ep is the group of ranks that share out the experts, replicas that
+of the ranks that hold the same ones, everyone that of all.
+
+    block.mlp = MoE(router, Experts(up=ups, down=downs), top_k=2, ep=ep, everyone=everyone)
+    broadcast_parameters(model, replicas, everyone)          # once
+    (token_losses.sum() / valid_targets_of_all_ranks).backward()
+    sum_gradients(model, replicas, everyone)
+    clip_gradients(model, gradient_norm(model, ep), 1.0)
+    optimizer.step()
+    step_biases(model)
 
     torchrun --standalone --nproc_per_node=2 moe.py
 """
+import copy
 import math
 import sys
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.nn.functional import all_to_all_single
 
-from common import ANY, MLP, POSITIVE, Run, adamw, arguments, build, init_weights, loss_sum, require, share
+from common import (
+    ANY, CHECKED, MLP, POSITIVE, Flag, Run, Side, adamw, arguments, build, init_weights, loss_sum,
+    require, share)
+from harness.checkpoint import STATES, Piece, pieces_of
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
+# Autograd does not see collectives: each one here states its own backward.
 
 
 class AllToAll(torch.autograd.Function):
-    """Rows (sum(send), C) -> (sum(receive), C): send[r] of them go to rank r, receive[r] come from it."""
+    """Rows (sum(send), C) -> (sum(receive), C).
+
+    send[r] of this rank's rows go to rank r of the group; receive[r] rows come from it.
+    """
 
     @staticmethod
-    def forward(ctx, x, send, receive, group):
-        ctx.way, out = (receive, send, group), x.new_empty(sum(receive), *x.shape[1:])
-        dist.all_to_all_single(out, x.contiguous(), receive, send, group=group)  # by destination -> by source
-        return out
+    def forward(ctx, rows, send, receive, group):
+        ctx.send = send
+        ctx.receive = receive
+        ctx.group = group
+        arrived = rows.new_empty(sum(receive), *rows.shape[1:])
+        # sorted by destination -> sorted by source
+        dist.all_to_all_single(arrived, rows.contiguous(), receive, send, group=group)
+        return arrived
 
     @staticmethod
-    def backward(ctx, g):  # autograd does not see collectives: without this no expert gets a gradient
-        return AllToAll.apply(g, *ctx.way), None, None, None  # gradients go back the way the rows came
+    def backward(ctx, grad):  # gradients go back the way the rows came: else no expert gets one
+        return AllToAll.apply(grad, ctx.receive, ctx.send, ctx.group), None, None, None
 
 
-def grouped_linear(x, weight, bias, sizes, one_kernel):
-    """Rows (n, C) sorted by expert, sizes[e] of e, times each one's weight (E, F, C) and plus its bias -> (n, F)."""
-    if not one_kernel:  # an expert without rows gets the gradient zero, not None
-        return torch.cat([F.linear(*of_one) for of_one in zip(x.split(sizes), weight, bias)])
-    sizes = torch.tensor(sizes, device=x.device)
-    y = F.grouped_mm(x, weight.transpose(1, 2), offs=sizes.cumsum(0).int())
-    return y + bias.repeat_interleave(sizes, 0, output_size=len(x))
+def exchange_rows(rows, send, receive, group):
+    return AllToAll.apply(rows, send, receive, group)
+
+
+def rows_of(n, group, rank):
+    """The rank's part of n rows, of which every rank of a group has nearly as many -> range."""
+    size = dist.get_world_size(group)
+    return range(rank * n // size, (rank + 1) * n // size)
+
+
+def own_rows(rows, group):
+    """Rows (n, C) that all ranks of the group have -> this rank's part of them."""
+    mine = rows_of(len(rows), group, dist.get_rank(group))
+    return rows[mine.start:mine.stop]
+
+
+def all_rows(rows, n, group):
+    """This rank's part of n rows -> all of them, (n, C)."""
+    counts = [len(rows_of(n, group, rank)) for rank in range(dist.get_world_size(group))]
+    padding = max(counts) - len(rows)  # all_gather takes parts of one size
+    padded = F.pad(rows, (0, 0, 0, padding))
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded, group=group)  # sharded(0) -> replicated
+    return torch.cat([part[:count] for part, count in zip(parts, counts)])
+
+
+class CutRows(torch.autograd.Function):
+    """Rows (n, C) that all ranks have -> this rank's part: so each is routed and sent once."""
+
+    @staticmethod
+    def forward(ctx, rows, group):
+        ctx.n = len(rows)
+        ctx.group = group
+        return own_rows(rows, group).clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return all_rows(grad, ctx.n, ctx.group), None  # sharded(0) -> replicated
+
+
+class JoinRows(torch.autograd.Function):
+    """This rank's part of n rows -> all of them, (n, C)."""
+
+    @staticmethod
+    def forward(ctx, rows, n, group):
+        ctx.group = group
+        return all_rows(rows, n, group)  # sharded(0) -> replicated
+
+    @staticmethod
+    def backward(ctx, grad):  # which all ranks have
+        return own_rows(grad, ctx.group), None, None
 
 
 def route(logits, top_k, bias):
-    """(N, E) -> chosen experts (N, K), gates (N, K), probabilities (N, E). The bias (E,) is for the choice alone."""
+    """Logits (N, E) -> chosen experts (N, K), their gates (N, K), probabilities (N, E).
+
+    The bias (E,) has a say in the choice alone.
+    """
     probs = logits.softmax(-1)
     chosen = (probs + bias).topk(top_k).indices
-    gates = probs.gather(-1, chosen)  # K > 1: made to sum to 1. A single one would always be 1 and teach nothing
-    return chosen, (gates / gates.sum(-1, keepdim=True) if top_k > 1 else gates), probs
+    gates = probs.gather(-1, chosen)
+    if top_k > 1:  # they sum to 1. A single one would then always be 1, and teach nothing
+        gates = gates / gates.sum(-1, keepdim=True)
+    return chosen, gates, probs
 
 
 def balancing_loss(load, logits, probs, top_k, alpha=0.1, beta=1e-3):
-    """alpha E sum f_i P_i (Switch: 0.01) + beta mean(logsumexp^2) (ST-MoE): this rank's part of it. load (E,):
-    choices of all ranks' tokens, so that f is the global batch's; logits, probs (N, E): of this rank's tokens."""
-    f, tokens = load.to(probs.dtype) / load.sum(), load.sum() / top_k
-    return (alpha * len(f) * (f @ probs.sum(0)) + beta * logits.logsumexp(-1).square().sum()) / tokens
+    """This rank's part of alpha E sum_e f_e P_e (Switch: 0.01) + beta mean(logsumexp^2) (ST-MoE).
+
+    f_e is expert e's share of all choices and P_e its mean probability, both over the tokens of
+    all ranks. load (E,): the choices of all ranks' tokens. logits, probs (N, E): of this rank's.
+    """
+    choices = load.sum().clamp(min=1)  # 1: no rank has a token
+    tokens = choices / top_k
+    f = load.to(probs.dtype) / choices
+    switch = len(f) * (f @ probs.sum(0))
+    z = logits.logsumexp(-1).square().sum()
+    return (alpha * switch + beta * z) / tokens
 
 
 def capacity(factor, top_k, tokens, experts):
-    return math.ceil(round(factor * top_k * tokens / experts, 6))  # 1.1 * 2 * 40 / 8 is 11.000000000000002
+    """The rows that an expert takes of one source rank's tokens."""
+    rows = factor * top_k * tokens / experts
+    return math.ceil(round(rows, 6))  # 1.1 * 2 * 40 / 8 is 11.000000000000002
+
+
+@dataclass
+class Routing:
+    """Which rows go where. Choice number n K + k is the k-th expert that token n has chosen."""
+    choices: torch.Tensor  # (sum(sent),) those that are sent, sorted by expert, then by token
+    sent: list  # rows to each rank of ep
+    received: list  # rows from each rank of ep
+    by_expert: torch.Tensor  # (sum(received),) where in the received rows the next expert's are
+    sizes: list  # rows of each expert here, from all sources
+    sizes_on_device: torch.Tensor  # (E/ep,) the same
+
+
+def plan_routing(chosen, wanted, most, ep, balanced):
+    """chosen: experts (N, K) -> Routing.
+
+    wanted (E,): how often each expert is chosen here. most: the rows that it takes of one source.
+    """
+    ranks = dist.get_world_size(ep)
+    here = len(wanted) // ranks  # experts on each rank
+    taken = wanted.clamp(max=most)
+    coming = torch.empty_like(taken)  # (ep, E/ep) in a row: from each rank, for each expert here
+    # my rows for every expert -> every rank's rows for my experts
+    dist.all_to_all_single(coming, taken, group=ep)
+    if balanced:
+        counts = balanced_counts(chosen.numel(), len(wanted), most, ep)
+    else:
+        counts = torch.stack([wanted, taken, coming]).tolist()  # here alone the host waits
+    wanted_counts, taken_counts, coming_counts = counts
+
+    choices = chosen.flatten().argsort(stable=True)  # sorted by expert
+    if most < len(chosen):
+        of_experts = choices.split(wanted_counts)
+        choices = torch.cat([of[:count] for of, count in zip(of_experts, taken_counts)])
+    experts = torch.arange(here, device=chosen.device).repeat(ranks)  # of each number in `coming`
+    expert_of_row = experts.repeat_interleave(coming, output_size=sum(coming_counts))
+    return Routing(
+        choices=choices,
+        sent=[sum(taken_counts[r * here:(r + 1) * here]) for r in range(ranks)],
+        received=[sum(coming_counts[r * here:(r + 1) * here]) for r in range(ranks)],
+        by_expert=expert_of_row.argsort(stable=True),
+        sizes=[sum(coming_counts[e::here]) for e in range(here)],
+        sizes_on_device=coming.view(ranks, here).sum(0),
+    )
+
+
+def balanced_counts(choices, experts, most, ep):
+    """The three counts of plan_routing where all ranks choose all experts equally often."""
+    ranks = dist.get_world_size(ep)
+    here = experts // ranks
+    first = dist.get_rank(ep) * here  # number of the first expert here
+    wanted = [(choices + e) // experts for e in range(experts)]
+    taken = [min(most, count) for count in wanted]
+    coming = taken[first:first + here] * ranks
+    return wanted, taken, coming
+
+
+def linear_by_loop(rows, weight, bias, routing):
+    """Rows (n, C), sorted by expert, times each one's weight (E/ep, F, C), plus its bias -> (n, F).
+
+    An expert without rows gets zeros for a gradient, not None.
+    """
+    weights = weight.unbind()
+    biases = [None] * len(weights)
+    if bias is not None:
+        biases = bias.unbind()
+    outputs = []
+    for e, of_expert in enumerate(rows.split(routing.sizes)):
+        outputs.append(F.linear(of_expert, weights[e], biases[e]))
+    return torch.cat(outputs)
+
+
+def linear_in_one_kernel(rows, weight, bias, routing):
+    """The same as linear_by_loop.
+
+    The bias is added by a matmul, whose backward is a matmul as well: it sums in fp32, and no two
+    rows are added to the same number at a time, as they would be by an index_add.
+    """
+    sizes = routing.sizes_on_device
+    ends = sizes.cumsum(0).int()
+    y = F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+    if bias is None:
+        return y
+    numbers = torch.arange(len(weight), device=rows.device)
+    expert_of_row = numbers.repeat_interleave(sizes, output_size=len(rows))
+    one_hot = expert_of_row.unsqueeze(1) == numbers  # (n, E/ep)
+    return torch.addmm(y, one_hot.to(y.dtype), bias)
+
+
+def linear_by_kind(rows, weight, bias, routing):
+    """One kernel where that pays (bf16 on GPUs) and runs (widths of multiples of 8), else loop."""
+    aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
+    if weight.is_cuda and weight.dtype == torch.bfloat16 and aligned:
+        return linear_in_one_kernel(rows, weight, bias, routing)
+    return linear_by_loop(rows, weight, bias, routing)
+
+
+def gelu(x):
+    return F.gelu(x, approximate="tanh")
+
+
+class Experts(nn.Module):
+    """The experts that one rank holds, MLPs whose weights are stacked. Each one is
+
+        y = down(activation(up(x)))    or, with gate,    y = down(activation(gate(x)) * up(x))
+
+    up, down, gate: lists of nn.Linear, with biases or without, one for each expert, in order. All
+    of a list have one shape, and are all trained or all frozen, on the other ranks, too.
+    linear: one of the three functions above.
+    """
+
+    def __init__(self, up, down, gate=None, activation=gelu, linear=linear_by_kind):
+        super().__init__()
+        self.activation = activation
+        self.linear = linear
+        self.stack("up", up)  # up_weight (E/ep, F, C), up_bias (E/ep, F) or None
+        self.stack("down", down)  # down_weight (E/ep, C, F), down_bias (E/ep, C) or None
+        self.stack("gate", gate)  # gate_weight and gate_bias like up's, or None
+        lengths = {len(linears) for linears in (up, down, gate) if linears is not None}
+        if len(lengths) != 1:
+            raise ValueError("Experts: give up, down and gate as many Linears, one for each expert")
+
+    def stack(self, name, linears):
+        """A list of Linears -> two parameters, which are None where there is nothing."""
+        self.register_parameter(f"{name}_weight", None)
+        self.register_parameter(f"{name}_bias", None)
+        if linears is None:
+            return
+        if not linears:
+            raise ValueError(f"Experts: {name} is empty, but each rank holds an expert or more")
+        for linear in linears:
+            if type(linear) is not nn.Linear:
+                kind = type(linear).__name__
+                raise TypeError(f"Experts: {name} has a {kind}, but only nn.Linear can be stacked")
+            if what_is_stacked(linear) != what_is_stacked(linears[0]):
+                raise ValueError(f"Experts: {name} has Linears of different shapes or types, with a"
+                                 " bias and without, or trained and frozen: make them alike")
+        for kind, p in linears[0].named_parameters():
+            stacked = torch.stack([getattr(linear, kind).detach() for linear in linears])
+            setattr(self, f"{name}_{kind}", nn.Parameter(stacked, p.requires_grad))
+
+    def forward(self, rows, routing):  # (n, C) sorted by expert -> (n, C)
+        hidden = self.linear(rows, self.up_weight, self.up_bias, routing)  # (n, F)
+        if self.gate_weight is None:
+            hidden = self.activation(hidden)
+        else:
+            gate = self.linear(rows, self.gate_weight, self.gate_bias, routing)
+            hidden = self.activation(gate) * hidden
+        return self.linear(hidden, self.down_weight, self.down_bias, routing)
+
+
+def what_is_stacked(linear):
+    return [(p.shape, p.dtype, p.device, p.requires_grad) for p in linear.parameters()]
+
+
+@dataclass
+class Count:
+    """What the layer counts of a forward."""
+    load: torch.Tensor  # (E,) int64, how often the tokens of all ranks chose each expert
+    loss: torch.Tensor  # () this rank's part of the balancing loss, without graph
+    chosen: torch.Tensor  # (N, K) experts that this rank's tokens chose; None: nobody wants to know
+    number: int  # of the forward: how many with gradients were before it
+    sent: list  # rows to each rank of ep
+    received: list  # rows from each rank of ep
+
+
+class AddLoss(torch.autograd.Function):
+    """y as it is; in backward, `loss` gets the gradient that a summand of the model's loss gets.
+
+    In the middle of a pipeline, or where checkpointing runs forward twice, a layer cannot leave a
+    loss to be added by others (Megatron's MoEAuxLossAutoScaler). For the same reason the layer does
+    its counting here: there is one backward, and none without training.
+    """
+
+    @staticmethod
+    def forward(ctx, y, loss, layer, count):
+        ctx.layer = layer
+        ctx.count = count
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.layer.add_up(ctx.count)
+        grad_loss = torch.ones_like(ctx.count.loss) * ctx.layer.loss_scale
+        return grad, grad_loss, None, None
 
 
 class MoE(nn.Module):
-    """E experts behind a router, in place of an MLP. `mlps`: this ep rank's E/R, with Linears up and down. Groups: ep
-    shares out the experts, everyone the tokens. A forward leaves `loss`, this rank's part of the balancing loss, to be
-    added to the model's; `load` (E,), how often all ranks' tokens chose each expert; the experts `chosen` here; and the
-    rows `sent` to and `came` from each ep rank. `balanced`: they are taken to be chosen equally often, unread."""
+    """E experts behind a router, an nn.Linear(C, E), in place of an MLP: (.., C) -> (.., C).
 
-    def __init__(self, router, mlps, shared, top_k, ep, everyone=None, balance="aux", limit=0.0, balanced=False):
+    experts       the Experts of this rank, E/ep of them, from number ep_rank E/ep on
+    top_k         K, the experts that a token visits
+    ep            group of the ranks that share out the experts; each brings its own tokens
+    everyone      group of the ranks whose tokens are balanced together; None: the world
+    same_tokens   None, or a group of ranks that all bring the same tokens (tensor parallel ranks,
+                  without --sp): each routes its part of them, and results are joined. Gradients of
+                  router and experts are then partial over this group as well
+    shared        a module that every token visits besides, or None
+    balance       "aux": a loss; "bias": step_biases moves a bias in the choice; "none"
+    capacity      A, or 0: no token is dropped
+    microbatches  the forwards, of equally many tokens, that make up a step. Its balancing loss is
+                  the mean of theirs, each over the tokens of all ranks in that forward: when the
+                  first goes backward, nobody knows what the last will choose
+    balanced      experts are taken to be chosen equally often, unread: for dry runs
+    exchange      the function that moves rows between ranks
+    """
+
+    def __init__(self, router, experts, *, top_k, ep, everyone=None, same_tokens=None, shared=None,
+                 balance="aux", capacity=0.0, microbatches=1, balanced=False,
+                 exchange=exchange_rows):
         super().__init__()
-        self.router, self.shared, self.top_k, self.ep, self.everyone = router, shared, top_k, ep, everyone
-        self.balance, self.limit, self.balanced, self.exchange = balance, limit, balanced, AllToAll.apply
-        stacks = torch.func.stack_module_state(mlps)[0]  # up.weight (E/R, F, C), up.bias (E/R, F), and down's
-        self.experts = nn.ParameterDict({name.replace(".", "_"): p for name, p in stacks.items()})
-        self.one_kernel = router.weight.is_cuda and router.weight.dtype == torch.bfloat16  # where it pays
-        self.register_buffer("bias", torch.zeros_like(router.weight[:, 0], dtype=torch.float64))  # bf16 is too coarse
+        self.router = router
+        self.experts = experts
+        self.top_k = top_k
+        self.ep = ep
+        self.everyone = everyone
+        self.same_tokens = same_tokens
+        self.shared = shared
+        self.balance = balance
+        self.capacity = capacity
+        self.microbatches = microbatches
+        self.balanced = balanced
+        self.exchange = exchange
+        self.check()
+        # float64: .to(bfloat16) leaves it, see _apply
+        bias = torch.zeros(router.out_features, dtype=torch.float64, device=router.weight.device)
+        self.register_buffer("bias", bias)  # (E,) is added to probabilities, for the choice alone
+        self.loss_scale = 1.0  # what the model's loss is multiplied by, by a loss scaler say
+        self.choices = None  # put a dict here: it gets {number of a forward: chosen (N, K)}
+        self.forwards = 0  # how many with gradients there have been
+        # What the backwards of a step have counted. To be read after step_biases; the next
+        # backward begins a new count
+        self.closed = True  # is the count complete?
+        self.load = None  # (E,) int64, how often the tokens of all ranks chose each expert
+        self.loss = None  # () this rank's part of balancing losses, already in the gradients
+        self.sent = None  # [rows to each rank of ep]
+        self.received = None  # [rows from each rank of ep]
+
+    def check(self):
+        experts = len(self.experts.up_weight) * dist.get_world_size(self.ep)
+        if self.router.out_features != experts:
+            raise ValueError(f"MoE: the router knows {self.router.out_features} experts, the ranks "
+                             f"of ep hold {experts}: give each rank as many, in order")
+        if not 1 <= self.top_k <= experts:
+            raise ValueError(f"MoE: top_k {self.top_k} of {experts} experts: take 1 to {experts}")
+        if self.balance not in ("aux", "bias", "none"):
+            raise ValueError(f"MoE: balance {self.balance}: take aux, bias or none")
+        if self.capacity < 0 or self.microbatches < 1:
+            raise ValueError("MoE: capacity is 0 or more, microbatches 1 or more")
 
     def forward(self, x):  # (.., C)
-        x, shape, k, here = x.flatten(0, -2), x.shape, self.top_k, len(self.experts.up_bias)  # (N, C)
-        with torch.autocast(x.device.type, enabled=False):  # the router in fp32 or better, whatever is around
-            logits = F.linear(*(t.to(torch.promote_types(t.dtype, torch.float32)) for t in (x, self.router.weight)))
-        self.chosen, gates, probs = route(logits, k, self.bias)
-        slots = self.chosen.flatten()  # (N K), one for each choice of each token
-        own = torch.zeros_like(self.bias, dtype=torch.int64).scatter_add_(0, slots, torch.ones_like(slots))
-        self.load = own.clone()
-        summing = dist.all_reduce(self.load, group=self.everyone, async_op=True)  # partial -> replicated
-        most = capacity(self.limit, k, len(x), len(own)) if self.limit else len(x)
-        send, come = own.clamp(max=most), torch.empty_like(own)
-        dist.all_to_all_single(come, send, group=self.ep)  # mine for each expert -> each rank's for the experts here
-        if self.balanced:
-            own = [(len(slots) + i) // len(own) for i in range(len(own))]
-            send = [min(most, n) for n in own]
-            counts = send[dist.get_rank(self.ep) * here:][:here] * (len(own) // here)
-        else:
-            own, send, counts = torch.stack([own, send, come]).tolist()  # the host waits here, and only here
-        self.sent, self.came = ([sum(n[i:i + here]) for i in range(0, len(n), here)] for n in (send, counts))
-        slots = slots.argsort(stable=True)  # by expert, and those of one expert by token
-        slots = torch.cat([chose[:n] for chose, n in zip(slots.split(own), send)])  # (S), without the dropped
-        which = torch.arange(here, device=x.device).repeat(len(self.came))  # expert of each count, source by source
-        by_expert = which.repeat_interleave(come, output_size=sum(counts)).argsort(stable=True)
-        sizes = [sum(counts[e::here]) for e in range(here)]
-        rows = self.exchange(x.index_select(0, slots // k), self.sent, self.came, self.ep)  # home -> experts' ranks
-        rows, w = rows.index_select(0, by_expert), self.experts
-        rows = F.gelu(grouped_linear(rows, w.up_weight, w.up_bias, sizes, self.one_kernel), approximate="tanh")
-        rows = grouped_linear(rows, w.down_weight, w.down_bias, sizes, self.one_kernel)
-        rows = torch.empty_like(rows).index_copy(0, by_expert, rows)  # by source again
-        rows = self.exchange(rows, self.came, self.sent, self.ep)  # experts' ranks -> home
-        rows = rows.new_zeros(len(x) * k, x.shape[1]).index_copy(0, slots, rows).view(-1, k, x.shape[1])  # dropped: 0
-        y = (gates.to(x.dtype).unsqueeze(1) @ rows).view(shape)  # (N, 1, K) @ (N, K, C)
-        summing.wait()
-        self.loss = balancing_loss(self.load, logits, probs, k) if self.balance == "aux" else 0
-        return y if self.shared is None else y + self.shared(x.view(shape))
+        tokens = x.flatten(0, -2)  # (N, C)
+        total = len(tokens)
+        if self.same_tokens is not None:
+            tokens = CutRows.apply(tokens, self.same_tokens)  # replicated -> sharded(0)
+        logits = self.score(tokens)  # (N, E)
+        chosen, gates, probs = route(logits, self.top_k, self.bias)
+        wanted = self.count(chosen)  # (E,)
+        load = wanted.clone()
+        trains = torch.is_grad_enabled()
+        if trains:
+            # partial -> replicated, while the experts are at work
+            summing = dist.all_reduce(load, group=self.everyone, async_op=True)
+        most = len(tokens)
+        if self.capacity:
+            most = capacity(self.capacity, self.top_k, len(tokens), len(wanted))
+        routing = plan_routing(chosen, wanted, most, self.ep, self.balanced)
+        y = self.visit(tokens, gates, routing)  # (N, C)
+        if trains:
+            summing.wait()
+            loss = logits.new_zeros(())
+            if self.balance == "aux":
+                loss = balancing_loss(load, logits, probs, self.top_k) / self.microbatches
+            count = self.note(load, loss, chosen, routing)
+            if y.requires_grad:
+                y = AddLoss.apply(y, loss, self, count)
+            else:  # all is frozen up to here: there will be no backward
+                self.add_up(count)
+        if self.same_tokens is not None:
+            y = JoinRows.apply(y, total, self.same_tokens)  # sharded(0) -> replicated
+        y = y.view(x.shape)
+        if self.shared is not None:
+            y = y + self.shared(x)
+        return y
+
+    def score(self, tokens):
+        """Tokens (N, C) -> logits (N, E), in fp32 or better even under autocast.
+
+        In bf16 rounding would choose other experts.
+        """
+        exact = torch.promote_types(tokens.dtype, torch.float32)
+        weight = self.router.weight.to(exact)
+        bias = self.router.bias
+        if bias is not None:
+            bias = bias.to(exact)
+        with torch.autocast(tokens.device.type, enabled=False):
+            return F.linear(tokens.to(exact), weight, bias)
+
+    def count(self, chosen):
+        """Experts (N, K) -> how often each is chosen, (E,) int64."""
+        choices = chosen.flatten()
+        counts = torch.zeros_like(self.bias, dtype=torch.int64)
+        return counts.scatter_add_(0, choices, torch.ones_like(choices))
+
+    def visit(self, tokens, gates, routing):
+        """Tokens (N, C) go to their experts and come back -> the sum of their K rows times gates.
+        """
+        N, C = tokens.shape
+        rows = tokens.index_select(0, routing.choices // self.top_k)
+        # on the tokens' ranks -> on the experts' ranks
+        rows = self.exchange(rows, routing.sent, routing.received, self.ep)
+        rows = rows.index_select(0, routing.by_expert)
+        rows = self.experts(rows, routing)
+        rows = torch.empty_like(rows).index_copy(0, routing.by_expert, rows)  # by source again
+        # on the experts' ranks -> on the tokens' ranks
+        rows = self.exchange(rows, routing.received, routing.sent, self.ep)
+        answers = rows.new_zeros(N * self.top_k, C)  # of choices that are dropped: zeros
+        answers = answers.index_copy(0, routing.choices, rows).view(N, self.top_k, C)
+        y = gates.to(rows.dtype).unsqueeze(1) @ answers  # (N, 1, K) @ (N, K, C)
+        return y.view(N, C)
+
+    def note(self, load, loss, chosen, routing):
+        """-> a Count of this forward."""
+        if self.choices is None:
+            chosen = None
+        self.forwards += 1
+        return Count(load=load, loss=loss.detach(), chosen=chosen, number=self.forwards - 1,
+                     sent=routing.sent, received=routing.received)
+
+    def add_up(self, count):
+        """Counts a forward, in its backward."""
+        if self.closed:
+            self.load = torch.zeros_like(count.load)
+            self.loss = torch.zeros_like(count.loss)
+            self.sent = [0] * len(count.sent)
+            self.received = [0] * len(count.received)
+            self.closed = False
+        self.load += count.load
+        self.loss += count.loss
+        self.sent = [a + b for a, b in zip(self.sent, count.sent)]
+        self.received = [a + b for a, b in zip(self.received, count.received)]
+        if self.choices is not None and count.chosen is not None:
+            self.choices[count.number] = count.chosen
+
+    def _apply(self, fn, recurse=True):
+        """.to(device) moves the bias; .to(bfloat16) leaves it: small steps would be rounded away.
+        """
+        exact = self.bias
+        super()._apply(fn, recurse)
+        if self.bias.dtype != exact.dtype:
+            self.bias = exact.to(self.bias.device)
+        return self
+
+    def __deepcopy__(self, memo):
+        """A copy, of a moving average say, talks to the same ranks."""
+        for group in (self.ep, self.everyone, self.same_tokens):
+            memo[id(group)] = group
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
 
 
-def sum_gradients(model, replicas, ep, everyone=None, gamma=1e-2):
-    """After backward: experts' gradients over holders of the same, others over all ranks -> norm. Moves the biases."""
-    layers, squares = [m for m in model.modules() if isinstance(m, MoE)], []
-    experts = {p for m in layers for p in m.experts.parameters()}
-    for of_expert, group in (False, everyone), (True, replicas):
-        grads = [p.grad for p in model.parameters() if (p in experts) == of_expert and p.grad is not None]
-        if grads and dist.get_world_size(group) > 1:
-            flat = nn.utils.parameters_to_vector(grads)
-            dist.all_reduce(flat, group=group)  # partial -> replicated; ddp.py hides it behind backward
-            nn.utils.vector_to_parameters(flat, grads)
-        squares.append(nn.utils.get_total_norm(grads).square())
-    dist.all_reduce(squares[1], group=ep)  # partial -> replicated: every expert counts once
-    for m in layers:  # towards experts chosen less often than the mean (DeepSeek-V3: 1e-3, in 10^5 steps)
-        m.bias += gamma * (m.balance == "bias") * (m.load.sum() - len(m.load) * m.load).sign().double()
-    return sum(squares).sqrt()
+def layers_of(model):
+    return [module for module in model.modules() if isinstance(module, MoE)]
+
+
+def expert_parameters(model):
+    """Those that differ from one rank of ep to the next. All others are dense: alike everywhere."""
+    return {p for layer in layers_of(model) for p in layer.experts.parameters()}
+
+
+def trained_parameters(model):
+    """-> the dense ones, and those of experts: two lists, without what is frozen."""
+    of_experts = expert_parameters(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    dense = [p for p in trained if p not in of_experts]
+    experts = [p for p in trained if p in of_experts]
+    return dense, experts
+
+
+@torch.no_grad()
+def broadcast_parameters(model, replicas, everyone=None):
+    """Before training: all start with the values of the first rank of those that hold the same."""
+    of_experts = expert_parameters(model)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        group = everyone
+        if tensor in of_experts:
+            group = replicas
+        values = tensor.detach().clone(memory_format=torch.contiguous_format)
+        dist.broadcast(values, group=group, group_src=0)  # the first rank's -> replicated
+        tensor.detach().copy_(values)
+
+
+def sum_gradients(model, replicas, everyone=None):
+    """After backward: dense gradients over everyone, experts' over those that hold the same ones.
+
+    What has no gradient, because this rank's forward did not use it, counts as zero.
+    """
+    dense, experts = trained_parameters(model)
+    sum_together(dense, everyone)  # partial -> replicated; ddp.py hides it behind backward
+    sum_together(experts, replicas)  # partial -> replicated
+
+
+def sum_together(parameters, group):
+    """All gradients of one dtype in one all-reduce."""
+    by_dtype = {}  # {dtype: gradients}
+    for p in parameters:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        by_dtype.setdefault(p.dtype, []).append(p.grad)
+    if dist.get_world_size(group) == 1:
+        return
+    for gradients in by_dtype.values():
+        flat = torch.cat([grad.flatten() for grad in gradients])
+        dist.all_reduce(flat, group=group)  # partial -> replicated
+        parts = flat.split([grad.numel() for grad in gradients])
+        sums = [part.view_as(grad) for part, grad in zip(parts, gradients)]
+        torch._foreach_copy_(gradients, sums)
+
+
+def gradient_norm(model, ep):
+    """After sum_gradients: the norm of the whole model's gradient, each expert counted once."""
+    dense, experts = trained_parameters(model)
+    like = next(model.parameters())
+    of_experts = square_sum(experts, like)
+    dist.all_reduce(of_experts, group=ep)  # partial -> replicated
+    return (square_sum(dense, like) + of_experts).sqrt()
+
+
+def square_sum(parameters, like):
+    """Of their gradients. Where there are none: zero, on the device of `like`."""
+    if not parameters:
+        return like.new_zeros(())
+    return nn.utils.get_total_norm([p.grad for p in parameters]).square()
+
+
+def clip_gradients(model, norm, clip):
+    """Scales gradients down until their norm is `clip` at most (0: any) -> the norm before.
+
+    If it is inf or nan they stay as they are, and whoever looks at it can tell.
+    """
+    finite = norm.nan_to_num(0, posinf=0)
+    nn.utils.clip_grads_with_norm_(model.parameters(), clip or math.inf, finite)
+    return norm
+
+
+@torch.no_grad()
+def step_biases(model, gamma=1e-2):
+    """After the optimizer's step, whatever the balance: moves biases, and completes the counts.
+
+    An expert that was chosen less often than the mean, in all backwards since the last call,
+    becomes likelier by gamma (DeepSeek-V3: 1e-3, in 10^5 steps), unless the router is frozen.
+    """
+    for layer in layers_of(model):
+        trains = layer.router.weight.requires_grad
+        if layer.balance == "bias" and trains and not layer.closed:
+            missing = layer.load.sum() - len(layer.load) * layer.load  # E (mean - load)
+            layer.bias += gamma * missing.sign().double()
+        layer.closed = True
+
+
+def balancing_losses(model):
+    """This rank's part of the step's balancing losses of all layers, to be printed."""
+    losses = [layer.loss for layer in layers_of(model) if layer.loss is not None]
+    return sum(losses, torch.zeros((), device=next(model.parameters()).device))
 
 
 # ---- 2. the toy GPT, parallelized --------------------------------------------
 
 
 class PlainMoE(nn.Module):
-    """The definition, in one process: the sum of all experts times their gates, all but K of which are zero."""
+    """The definition, in one process: all experts times their gates, all but K of which are zero.
 
-    def __init__(self, cfg, args):
+    which: the numbers of the experts to be built (None: all), for a model that parallelize() will
+    take apart.
+    """
+
+    def __init__(self, cfg, *, experts, top_k, shared=False, balance="aux", capacity=0.0,
+                 which=None):
         super().__init__()
-        self.args, self.router = args, nn.Linear(cfg.width, args.experts, bias=False)
-        self.experts = nn.ModuleList(MLP(cfg) for _ in range(args.experts))
-        self.shared = MLP(cfg) if args.shared else None
-        self.register_buffer("bias", torch.zeros(args.experts))
+        self.E = experts
+        self.top_k = top_k
+        self.balance = balance
+        self.capacity = capacity
+        self.router = nn.Linear(cfg.width, experts, bias=False)
+        if which is None:
+            which = range(experts)
+        self.experts = nn.ModuleDict({str(e): MLP(cfg) for e in which})
+        self.shared = None
+        if shared:
+            self.shared = MLP(cfg)
+        self.register_buffer("bias", torch.zeros(experts, dtype=torch.float64))  # (E,)
+        self.sources = None  # which tokens travel together, see set_sources; None: all do
+        # (N, K) of each training step to come; None, or nothing left: as the router chooses
+        self.choices = []
+        self.loss = 0  # the balancing loss of the last forward in training
 
     def forward(self, x):  # (B, T, C) of all ranks
-        a, logits = self.args, self.router(x)  # (B, T, E)
+        tokens = x.flatten(0, 1)  # (N, C)
+        logits = self.router(tokens)  # (N, E)
         probs = logits.softmax(-1)
-        chosen = self.choices.pop(0) if self.choices else (probs + self.bias).topk(a.top_k).indices
-        chose = F.one_hot(chosen, a.experts).sum(-2).view_as(probs)  # (B, T, E) of 0 and 1
-        gates = probs * chose / ((probs * chose).sum(-1, keepdim=True) if a.top_k > 1 else 1)
-        if a.capacity:  # of each source rank's tokens
-            turn = chose.view(a.world_size, -1, a.experts).cumsum(1)
-            gates = gates * (turn <= capacity(a.capacity, a.top_k, turn.shape[1], a.experts)).view_as(gates)
-        load = chose.sum((0, 1)).to(x.dtype)
-        switch, z = a.experts * (load * probs.mean((0, 1))).sum() / load.sum(), logits.logsumexp(-1).square().mean()
-        self.loss = 0.1 * switch + 1e-3 * z if a.balance == "aux" else 0
-        self.bias += 1e-2 * (load.mean() - load).sign() * (a.balance == "bias")  # for the next step
-        y = (gates[..., e, None] * expert(x) for e, expert in enumerate(self.experts))
-        return sum(y, self.shared(x) if self.shared else 0)
+        chose = F.one_hot(self.choose(probs), self.E).sum(1)  # (N, E) of 0 and 1
+        gates = probs * chose
+        if self.top_k > 1:
+            gates = gates / gates.sum(-1, keepdim=True)
+        if self.capacity:
+            gates = gates * self.in_time(chose)
+        y = torch.zeros_like(tokens)
+        for e in range(self.E):
+            y = y + gates[:, e:e + 1] * self.experts[str(e)](tokens)
+        if self.shared is not None:
+            y = y + self.shared(tokens)
+        if torch.is_grad_enabled():  # not in evaluation
+            self.balance_experts(chose, logits, probs)
+        return y.view_as(x)
+
+    def choose(self, probs):
+        chosen = None
+        if self.choices and torch.is_grad_enabled():
+            chosen = self.choices.pop(0)
+        if chosen is not None:
+            return chosen
+        return (probs + self.bias).topk(self.top_k).indices
+
+    def microbatches(self, tokens):
+        """-> for each micro-batch, for each rank, the numbers of its tokens."""
+        if self.sources is None:
+            return [[torch.arange(tokens)]]
+        return self.sources
+
+    def in_time(self, chose):
+        """(N, E) of 0 and 1 -> the same without the choices for which an expert had no room."""
+        kept = torch.zeros_like(chose)
+        for of_ranks in self.microbatches(len(chose)):
+            for tokens in of_ranks:
+                turn = chose[tokens].cumsum(0)  # the how manieth to choose this expert
+                most = capacity(self.capacity, self.top_k, len(tokens), self.E)
+                kept[tokens] = chose[tokens] * (turn <= most)
+        return kept
+
+    def balance_experts(self, chose, logits, probs):
+        """The loss of this step, or the bias for the next."""
+        if self.balance == "aux":
+            losses = []
+            for of_ranks in self.microbatches(len(chose)):
+                tokens = torch.cat(of_ranks)
+                load = chose[tokens].sum(0).to(probs.dtype)
+                switch = self.E * (load * probs[tokens].mean(0)).sum() / load.sum()
+                z = logits[tokens].logsumexp(-1).square().mean()
+                losses.append(0.1 * switch + 1e-3 * z)
+            self.loss = sum(losses) / len(losses)
+        if self.balance == "bias" and self.router.weight.requires_grad:
+            load = chose.sum(0).double()
+            self.bias += 1e-2 * (load.mean() - load).sign()
 
 
-def build_plain(run, choices=()):  # the ranks' choices, since in fp32 rounding decides near ties
-    model = build(run.cfg, run.args.seed, run.device, run.dtype)
-    torch.set_default_dtype(run.dtype)
-    with torch.device(run.device):
-        for i, block in enumerate(model.blocks):
-            block.mlp = PlainMoE(run.cfg, run.args)
-            block.mlp.choices = [torch.cat([of_rank[i] for of_rank in step]) for step in choices]
-    init_weights(model, run.cfg.layers, run.args.seed)  # every expert by its own name
+def mixture(model, seed, cfg, **options):
+    """The plain GPT with a PlainMoE of these options in place of each MLP."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(model.tok.weight.dtype)
+    with torch.device(model.tok.weight.device):
+        for block in model.blocks:
+            block.mlp = PlainMoE(cfg, **options)
+    torch.set_default_dtype(before)
+    init_weights(model, cfg.layers, seed)  # every expert by its own name
     return model
 
 
-def parallelize(model, mesh, balanced=False):
-    """Each layer of the plain MoE -> one with this rank's share of its experts. mesh: replicas x ep."""
+def set_sources(model, sources):
+    """Tells a plain model which tokens travel together.
+
+    sources[m][r]: of micro-batch m, the tokens that rank r routes, 1-D and in its order: their
+    numbers in the B T tokens of the global batch.
+    """
     for block in model.blocks:
-        old, args, ep = block.mlp, block.mlp.args, mesh.get_group("ep")
-        mine = [old.experts[e] for e in share(args.experts, ep.size(), ep.rank())]
-        block.mlp = MoE(old.router, mine, old.shared, args.top_k, ep, None, args.balance, args.capacity, balanced)
+        block.mlp.sources = sources
+
+
+def parallelize(model, *, ep, everyone=None, same_tokens=None, microbatches=1, balanced=False,
+                exchange=exchange_rows, linear=linear_by_kind):
+    """Each layer of the plain MoE -> a MoE, which explains the arguments, with this rank's experts.
+    """
+    for block in model.blocks:
+        plain = block.mlp
+        mine = [plain.experts[str(e)] for e in share(plain.E, ep.size(), ep.rank())]
+        ups = [mlp.up for mlp in mine]
+        downs = [mlp.down for mlp in mine]
+        block.mlp = MoE(
+            plain.router, Experts(up=ups, down=downs, linear=linear), top_k=plain.top_k, ep=ep,
+            everyone=everyone, same_tokens=same_tokens, shared=plain.shared, balance=plain.balance,
+            capacity=plain.capacity, microbatches=microbatches, balanced=balanced,
+            exchange=exchange)
     return model
 
 
-def full_state_dict(model, mesh, tensors=None):
-    """{name: tensor} of the plain MoE, each expert by its number: the state, or other tensors of the same names."""
-    full = dict(tensors or model.state_dict())
-    for name in [name for name in full if ".experts." in name]:
-        parts = [torch.empty_like(full[name]) for _ in range(mesh["ep"].size())]
-        dist.all_gather(parts, full.pop(name), group=mesh.get_group("ep"))  # sharded(0) -> replicated
-        stem, kind = name.replace("_", ".").split("experts")
-        full.update((f"{stem}experts.{e}{kind}", t) for e, t in enumerate(torch.cat(parts)))
-    return full
+def plain_name(name, e):
+    """blocks.0.mlp.experts.up_weight, 5 -> blocks.0.mlp.experts.5.up.weight
+
+    What follows the name, such as .exp_avg, stays.
+    """
+    stem, kind = name.split(".experts.")
+    return f"{stem}.experts.{e}.{kind.replace('_', '.', 1)}"
 
 
-def full_gradients(model, mesh):
-    return full_state_dict(model, mesh, {name: p.grad for name, p in model.named_parameters()})
+def gather_experts(tensors, ep):
+    """{name: tensor}, some of them stacks of this rank's experts -> all by the plain MoE's names.
+    """
+    whole = {}
+    for name, tensor in tensors.items():
+        if ".experts." not in name:
+            whole[name] = tensor
+            continue
+        stacks = [torch.empty_like(tensor) for _ in range(ep.size())]
+        dist.all_gather(stacks, tensor.detach().contiguous(), group=ep)  # sharded(0) -> replicated
+        for e, of_expert in enumerate(torch.cat(stacks)):
+            whole[plain_name(name, e)] = of_expert
+    return whole
 
 
-def train_step(model, optimizer, x, y, valid, clip, mesh):
-    """x, y: this rank's rows (B/W, T); valid: of the whole batch -> this rank's part of the loss, gradient norm."""
+def full_state_dict(model, ep):
+    return gather_experts(model.state_dict(), ep)
+
+
+def full_gradients(model, ep):
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    return gather_experts(gradients, ep)
+
+
+def expert_pieces(name, stacked, first, writes):
+    """A stack of this rank's experts, from number `first` on, or of their states -> [Piece]"""
+    found = []
+    for i, of_expert in enumerate(stacked.detach()):
+        shape = tuple(of_expert.shape)
+        start = (0,) * len(shape)
+        found.append(Piece(plain_name(name, first + i), shape, start, of_expert, writes))
+    return found
+
+
+def pieces(model, optimizer, *, replicas, ep):
+    """What this rank holds of the plain MoE: all that is dense, and some experts, each whole."""
+    of_experts = expert_parameters(model)
+    dense = [(name, p) for name, p in model.named_parameters() if p not in of_experts]
+    stacks = [(name, p) for name, p in model.named_parameters() if p in of_experts]
+    found = pieces_of(dense, optimizer, writes=replicas.rank() == 0 and ep.rank() == 0)
+    writes = replicas.rank() == 0
+    for name, p in stacks:
+        first = ep.rank() * len(p)
+        found += expert_pieces(name, p, first, writes)
+        states = optimizer.state.get(p, {})
+        for kind in STATES:
+            if kind in states:
+                found += expert_pieces(f"{name}.{kind}", states[kind], first, writes)
+    return found
+
+
+def choices_here(model):
+    """What this rank's tokens chose in the step: (layers here, M, N, K).
+
+    Every layer's `choices` must be a dict; it is empty afterwards.
+    """
+    of_layers = []
+    for layer in layers_of(model):
+        of_forwards = [layer.choices[number] for number in sorted(layer.choices)]
+        of_layers.append(torch.stack(of_forwards))
+        layer.choices.clear()
+    return torch.stack(of_layers)
+
+
+def join_choices(choices, sources):
+    """choices[r]: (M, N, K) of rank r's tokens -> (B T, K), in the order of the global batch."""
+    joined = None
+    for m, of_ranks in enumerate(sources):
+        for r, tokens in enumerate(of_ranks):
+            if joined is None:
+                count = sum(len(numbers) for ranks in sources for numbers in ranks)
+                joined = choices[r].new_empty(count, choices[r].shape[-1])
+            joined[tokens] = choices[r][m]
+    return joined
+
+
+def train_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
+    """x, y: this rank's rows (B/n, T); valid: in the whole batch -> its part of the loss, the norm.
+    """
     optimizer.zero_grad()
-    loss = loss_sum(model(x), y) / valid + sum(block.mlp.loss for block in model.blocks)
-    loss.backward()
-    norm = sum_gradients(model, *mesh.get_all_groups())  # partial -> replicated
-    nn.utils.clip_grads_with_norm_(model.parameters(), clip or math.inf, norm.nan_to_num(0, posinf=0))
+    loss = loss_sum(model(x), y) / valid
+    loss.backward()  # and that of the balancing losses
+    sum_gradients(model, replicas)  # partial -> replicated
+    norm = clip_gradients(model, gradient_norm(model, ep), clip)
     optimizer.step()
-    return loss, norm
+    step_biases(model)
+    return loss.detach() + balancing_losses(model), norm
+
+
+def evaluate(model, x, y):
+    """-> this rank's part of the sum of token losses."""
+    with torch.no_grad():
+        return loss_sum(model(x), y)
 
 
 # ---- 3. at work: the same with torch's own API -------------------------------
 
 
-def parallelize_at_work(model, mesh, balanced=False):
-    """torch has no such layer: routing, sorting and bookkeeping stay section 1's. grouped_mm knows no fp64."""
-    for block in parallelize(model, mesh, balanced).blocks:
-        block.mlp.exchange = lambda x, send, receive, group: all_to_all_single(
-            x.new_empty(sum(receive), x.shape[1]), x, receive, send, group)
-        block.mlp.one_kernel = block.mlp.router.weight.dtype != torch.float64
-    return model
+def exchange_at_work(rows, send, receive, group):
+    from torch.distributed import _functional_collectives as functional  # slow to import
+
+    # sorted by destination -> sorted by source
+    return functional.all_to_all_single_autograd(rows, receive, send, group)
+
+
+def parallelize_at_work(model, **groups):
+    """torch has no such layer: routing, sorting and bookkeeping stay section 1's."""
+    linear = linear_in_one_kernel
+    if model.tok.weight.dtype == torch.float64:  # which grouped_mm does not know
+        linear = linear_by_loop
+    return parallelize(model, exchange=exchange_at_work, linear=linear, **groups)
 
 
 # ---- 4. run ------------------------------------------------------------------
 
 
-def report(run, layers, loads, dense, experts, tensors):  # this rank's parameters, in so many tensors
-    b, w, r, ledger = run.dtype.itemsize, run.world_size, layers[0].ep.size(), run.ledger[run.impls[0]]
-    row, sizes, moved = 2 * b * run.cfg.width, 8 * len(layers) * run.args.experts, ledger.collectives
-    rows, stay = sum(sum(m.sent + m.came) for m in layers), 2 * sum(m.sent[m.ep.rank()] for m in layers)
-    run.textbook("all-to-all", "2 b C (rows out + rows in) + 8 L E", row * rows + sizes, moved["all_to_all"]["payload"])
-    run.textbook("wire all_to_all", "2 b C (rows out + rows in - 2 rows staying) + (R-1)/R 8 L E",
-                 row * (rows - stay) + sizes * (r - 1) / r, moved["all_to_all"]["wire"])
-    reduced = 2 * ((w - 1) * (b * dense + sizes) + (w - r) * b * experts + (w - w // r) * b) / w
-    run.textbook("wire all_reduce", "2 (W-1)/W (b D + 8 L E) + 2 (W-R)/W b X/R + 2 (R-1)/R b",
-                 reduced, moved["all_reduce"]["wire"])
-    run.textbook("parameters, gradients, AdamW states", "4 b (D + X/R) + 4 per tensor (steps) + 8 L E of biases",
-                 4 * b * (dense + experts) + 4 * tensors + sizes, sum(list(ledger.memory.values())[:3]))
-    if not run.dry:
-        load, n = torch.stack(loads) / loads[0].double().mean(), math.ceil(len(loads) / 10)  # (S, L, E), a tenth of S
-        first, last = load[:n].mean(0), load[-n:].mean(0)
-        worst, dropped = last.max(1).values.argmax(), 1 - sum(sum(m.sent) for m in layers) * w / loads[0].sum().item()
-        run.extra.update(load=dict(first=first.tolist(), last=last.tolist()), dropped=dropped)
-        run.say(f"\nload over the mean in layer {worst}, first and last {n} steps; rank 0 dropped {dropped:.1%}")
-        for e, pair in enumerate(zip(first[worst].tolist(), last[worst].tolist())):
-            run.say(f"  expert {e:<3}", "   ".join(f"{x:5.2f} {'#' * round(10 * x):30.30}" for x in pair))
+def build_plain(args, cfg, seed, device, dtype):
+    """The plain model, told which tokens are which rank's."""
+    model = build(cfg, seed, device, dtype)
+    model = mixture(
+        model, seed, cfg, experts=args.experts, top_k=args.top_k, shared=args.shared,
+        balance=args.balance, capacity=args.capacity)
+    set_sources(model, sources_of(args, device))
+    return model
+
+
+def sources_of(args, device):
+    """One micro-batch, in which each rank has the tokens of its rows."""
+    tokens = torch.arange(args.batch * args.cfg.seq, device=device)
+    return [list(tokens.chunk(args.world_size))]
+
+
+def plain_trace(run, choices):
+    """The same steps by the plain model.
+
+    choices: of the steps of this run, for each layer (B T, K). In fp32 rounding decides near ties,
+    so the plain model follows the ranks. In fp64 there are none, and it chooses itself.
+    """
+    model = run.build()
+    before = [None] * run.first  # steps of the run that this one resumes
+    if run.first > CHECKED:  # then the plain run begins where this one does
+        before = []
+        set_biases(model, run.start.extra["biases"])
+    for i, block in enumerate(model.blocks):
+        block.mlp.choices = before + [of_layers[i] for of_layers in choices]
+    return run.plain(model, extra_loss=plain_balancing_losses)
+
+
+def plain_balancing_losses(model):
+    return sum(block.mlp.loss for block in model.blocks)
+
+
+def gather_choices(run, model):
+    """-> for each layer, what all ranks' tokens have chosen in the step, (B T, K)"""
+    mine = choices_here(model)  # (L, 1, B T / n, K)
+    of_ranks = [torch.empty_like(mine) for _ in range(run.world_size)]
+    dist.all_gather(of_ranks, mine)  # sharded(2) -> replicated
+    sources = sources_of(run.args, run.device)
+    return [join_choices([of_rank[i] for of_rank in of_ranks], sources) for i in range(len(mine))]
+
+
+def biases(model):
+    """What a checkpoint notes besides weights and AdamW's states."""
+    return {"biases": [block.mlp.bias.tolist() for block in model.blocks]}
+
+
+def set_biases(model, values):
+    for block, value in zip(model.blocks, values):
+        block.mlp.bias.copy_(torch.tensor(value, dtype=torch.float64))
+
+
+def loads_of(model):
+    """-> how often the experts of each layer have been chosen in the step, (L, E)"""
+    return torch.stack([layer.load for layer in layers_of(model)])
+
+
+class Sizes:
+    """How many numbers a rank holds."""
+
+    def __init__(self, model):
+        dense, experts = trained_parameters(model)
+        self.own = sum(p.numel() for p in model.parameters())  # parameters here
+        self.experts = sum(p.numel() for p in expert_parameters(model))  # of these, experts'
+        self.trained_dense = sum(p.numel() for p in dense)
+        self.trained_experts = sum(p.numel() for p in experts)
+        self.trained_tensors = len(dense) + len(experts)
+
+    def total(self, ep):
+        """Parameters of the plain model."""
+        return self.own + (ep.size() - 1) * self.experts
+
+
+def exchanges(model):
+    """-> for each layer, how often its `sent` rows leave this rank in a step, and its `received`.
+
+    Forward sends the first to the experts, and the second back. Backward sends gradients the other
+    ways, as far as something there is trained.
+    """
+    counts = []
+    needs = any(p.requires_grad for p in (model.tok.weight, model.pos.weight))  # x, a gradient?
+    for block in model.blocks:
+        before = [p for name, p in block.named_parameters() if not name.startswith("mlp.")]
+        needs = needs or any(p.requires_grad for p in before)
+        experts = any(p.requires_grad for p in block.mlp.experts.parameters())
+        sent = 1 + (needs or experts)
+        received = 1 + needs
+        counts.append((sent, received))
+        needs = needs or any(p.requires_grad for p in block.mlp.parameters())
+    return counts
+
+
+def account_exchange(run, model, moved):
+    """The all-to-alls: of rows, and of how many there will be."""
+    layers = layers_of(model)
+    ep = layers[0].ep
+    row = run.dtype.itemsize * run.cfg.width
+    counts = 8 * len(layers) * run.args.experts
+    rows = 0
+    staying = 0  # of these, rows for experts of this rank
+    for layer, (sent, received) in zip(layers, exchanges(model)):
+        rows += sent * sum(layer.sent) + received * sum(layer.received)
+        staying += (sent + received) * layer.sent[ep.rank()]
+    moved = moved["all_to_all"]
+    run.textbook("all-to-all", "2 b C (rows out + rows in) + 8 L E", row * rows + counts,
+                 moved["payload"])
+    wire = row * (rows - staying) + counts * (ep.size() - 1) / ep.size()
+    run.textbook("wire all_to_all",
+                 "2 b C (rows out + rows in - 2 rows staying) + (ep-1)/ep 8 L E", wire,
+                 moved["wire"])
+
+
+def account_sums(run, model, sizes, moved):
+    """The all-reduces: of gradients and loads, over n ranks or fewer, and of a square."""
+    layers = layers_of(model)
+    n = run.world_size
+    ep = layers[0].ep.size()
+    b = run.dtype.itemsize
+    dense = (n - 1) * (b * sizes.trained_dense + 8 * len(layers) * run.args.experts)
+    experts = (n - ep) * b * sizes.trained_experts
+    square = (n - n // ep) * b
+    run.textbook("wire all_reduce",
+                 "2 (n-1)/n (b dense + 8 L E) + 2 (n-ep)/n b experts/ep + 2 (ep-1)/ep b",
+                 2 * (dense + experts + square) / n, moved["all_reduce"]["wire"])
+
+
+def account_held(run, model, sizes, held):
+    b = run.dtype.itemsize
+    trained = sizes.trained_dense + sizes.trained_experts
+    biases = 8 * len(layers_of(model)) * run.args.experts
+    steps = 4 * sizes.trained_tensors  # AdamW counts its steps for each tensor
+    run.textbook("parameters, gradients, AdamW states",
+                 "b (dense + experts/ep) + 3 b of those trained + 4 per tensor (steps) + 8 L E",
+                 b * sizes.own + 3 * b * trained + steps + biases,
+                 held["parameters"] + held["gradients"] + held["optimizer"])
+
+
+def picture(run, model, loads):
+    """How often each expert is chosen, of the layer that is worst. loads: of each step, (L, E)."""
+    load = torch.stack(loads) / loads[0].double().mean()  # (steps, L, E)
+    n = math.ceil(len(loads) / 10)  # a tenth of the steps
+    first = load[:n].mean(0)  # (L, E)
+    last = load[-n:].mean(0)
+    worst = last.max(1).values.argmax()
+    rows = sum(sum(layer.sent) for layer in layers_of(model))
+    dropped = 1 - rows * run.world_size / loads[0].sum().item()
+    run.extra["load"] = {"first": first.tolist(), "last": last.tolist()}
+    run.extra["dropped"] = dropped
+    run.say(f"\nload over the mean in layer {worst}, first and last {n} steps; "
+            f"rank 0 dropped {dropped:.1%}")
+    for e in range(run.args.experts):
+        run.say(f"  expert {e:<3} {bar(first[worst, e])}   {bar(last[worst, e])}")
+
+
+def bar(load):
+    marks = "#" * round(10 * load.item())
+    return f"{load.item():5.2f} {marks:30.30}"
+
+
+FLAGS = {
+    "experts": Flag(8, "E in each layer", POSITIVE),
+    "top_k": Flag(2, "K, experts per token", POSITIVE),
+    "ep": Flag(0, "ranks that share out the experts (0: all)", ANY),
+    "shared": Flag(False, "one for every token"),
+    "capacity": Flag(0.0, "A: an expert takes A times its share (0: everything)", ANY),
+    "balance": Flag("aux", "a loss, a bias in the choice, or nothing", ("aux", "bias", "none")),
+}
+
+
+def refuse(args):
+    """What cannot run ends here, in one line, before anything is built."""
+    n = args.world_size
+    ep = args.ep or n
+    experts = args.experts
+    require(args.top_k <= experts,
+            f"--top-k {args.top_k} of --experts {experts}: choose {experts} at most")
+    require(n % ep == 0, f"--ep {ep} does not divide the {n} ranks: take a divisor of {n}")
+    require(experts % ep == 0,
+            f"--experts {experts} for {ep} ranks: take a multiple of {ep}, or another --ep")
+    require(args.batch % n == 0,
+            f"--batch {args.batch} sequences for {n} ranks: take a multiple of {n}")
+    if args.impl != "scratch":
+        require(args.dtype == "bf16" or not args.dry_run, "torch's dry run wants --dtype bf16")
+        aligned = {"bf16": 8, "fp32": 4, "fp64": 1}[args.dtype]  # 16 bytes; fp64 goes without
+        require(args.cfg.width % aligned == 0, f"--width {args.cfg.width}: torch's grouped_mm "
+                f"wants a multiple of {aligned} in {args.dtype}")
+
+
+def refuse_other_sources(run):
+    """With a capacity, who has which tokens decides which of them are dropped."""
+    ranks = run.start.ranks
+    require(not run.args.capacity or ranks in (0, run.world_size),
+            f"--resume: {ranks} ranks have saved it, and with --capacity only {ranks} can go on")
+
+
+def refuse_mixed(model):
+    """--train takes the experts of a layer together: their weights are stacked."""
+    for i, block in enumerate(model.blocks):
+        for kind in ("up.weight", "up.bias", "down.weight", "down.bias"):
+            trained = {mlp.get_parameter(kind).requires_grad for mlp in block.mlp.experts.values()}
+            require(len(trained) == 1, f"--train: takes {kind} of some experts of block {i}, not "
+                    "of others: their weights are one tensor, take all or none")
+
+
+def set_up(run, impl, replicas, ep):
+    """-> a Side: the model of this implementation, and what a run does with it."""
+    args = run.args
+    model = run.build()
+    refuse_mixed(model)
+    if impl == "scratch":
+        model = parallelize(model, ep=ep, balanced=run.dry)
+    else:
+        model = parallelize_at_work(model, ep=ep, balanced=run.dry)
+    if run.start.steps:
+        set_biases(model, run.start.extra["biases"])
+    broadcast_parameters(model, replicas)  # they are equal already; copies of section 1 need it
+    optimizer = adamw(model.parameters(), args.lr)
+    rows = share(args.batch, run.world_size, run.rank)  # of every batch, this rank's
+    return Side(
+        model=model,
+        optimizer=optimizer,
+        train_step=partial(train_step, replicas=replicas, ep=ep),
+        full_gradients=lambda: full_gradients(model, ep),
+        full_state_dict=lambda: full_state_dict(model, ep),
+        evaluate=lambda k: evaluate(model, *run.held_out(k, rows)),
+        pieces=lambda: pieces(model, optimizer, replicas=replicas, ep=ep),
+        extra=lambda: biases(model),
+    )
+
+
+def make_groups(run):
+    """-> the groups of the ranks that hold the same experts, and of those that share them out."""
+    ep = run.args.ep or run.world_size
+    shape = (run.world_size // ep, ep)
+    names = ("replicas", "ep")
+    mesh = dist.init_device_mesh(run.device.type, shape, mesh_dim_names=names)
+    return mesh.get_group("replicas"), mesh.get_group("ep")
+
+
+def train(run, sides):
+    """All steps -> loads of each step, (L, E), and choices of each, a (B T, K) for each layer."""
+    first = sides[run.impls[0]].model
+    asked = run.args.check and run.args.dtype != "fp64" and not run.dry  # for choices
+    if asked:
+        for layer in layers_of(first):
+            layer.choices = {}
+    rows = share(run.args.batch, run.world_size, run.rank)
+    loads = []
+    choices = []
+    for impl, step in run.steps():
+        side = sides[impl]
+        run.set_rate(side.optimizer, step)
+        x, y, valid = run.batch(step, rows)
+        with run.measure(impl, step):
+            loss, norm = side.train_step(side.model, side.optimizer, x, y, valid, run.args.clip)
+        run.log(impl, step, loss, norm)
+        if side.model is first:
+            loads.append(loads_of(first))
+            if asked and step <= run.checked:
+                choices.append(gather_choices(run, first))
+    return loads, choices
 
 
 def main():
-    args = arguments(__doc__, experts=(8, "E in each layer", POSITIVE), top_k=(2, "K, experts per token", POSITIVE),
-                     ep=(0, "R, ranks that share out the experts (0: all)", ANY), shared=(False, "one for every token"),
-                     capacity=(0.0, "A: an expert takes A times its share (0: everything)", ANY),
-                     balance=("aux", "a loss, a bias in the choice, or nothing", ("aux", "bias", "none")))
-    w, e, r = args.world_size, args.experts, args.ep or args.world_size
-    require(args.top_k <= e, f"--top-k {args.top_k} of --experts {e}: choose {e} at most")
-    require(w % r == 0, f"--ep {r} does not divide the {w} ranks: take a divisor of {w}")
-    require(e % r == 0, f"--experts {e} for {r} ranks: take a multiple of {r}, or another --ep")
-    require(args.batch % w == 0, f"--batch {args.batch} sequences for {w} ranks: take a multiple of {w}")
-    require(args.impl == "scratch" or not args.dry_run or args.dtype == "bf16", "torch's dry run wants --dtype bf16")
-    run = Run(args)
-    mesh = dist.init_device_mesh(run.device.type, (w // r, r), mesh_dim_names=("replicas", "ep"))
+    args = arguments(__doc__, **FLAGS)
+    refuse(args)
+    run = Run(args, build=partial(build_plain, args))
+    refuse_other_sources(run)
+    replicas, ep = make_groups(run)
     with run:
-        sides, loads, choices = {}, [], []
-        for impl in run.impls:
-            model = (parallelize if impl == "scratch" else parallelize_at_work)(build_plain(run), mesh, run.dry)
-            sides[impl] = model, adamw(model.parameters(), args.lr), [block.mlp for block in model.blocks]
-        sizes = [p.numel() for p in model.parameters()]
-        experts = sum(p.numel() for m in sides[impl][2] for p in m.experts.parameters())
-        run.say(f"moe: {w} ranks on {run.device.type}, {args.dtype}, {sum(sizes) + (r - 1) * experts:,} parameters, "
-                f"{sum(sizes):,} here" + run.dry * "; dry run: experts are taken to be balanced")
-        for impl, step in run.steps():
-            model, optimizer, layers = sides[impl]
-            x, y, valid = run.batch(step, share(args.batch, w, run.rank))
-            with run.measure(impl, step, model, optimizer):
-                loss, norm = train_step(model, optimizer, x, y, valid, args.clip, mesh)
-            run.log(impl, step, loss, norm, full_gradients, full_state_dict, model, mesh)
-            if impl == run.impls[0]:
-                loads.append(torch.stack([m.load for m in layers]))
-            if impl == run.impls[0] and args.check and args.dtype != "fp64" and not run.dry:
-                choices.append([torch.stack([m.chosen for m in layers]) for _ in range(w)])  # (L, N, K) of each rank
-                dist.all_gather(choices[-1], choices[-1][run.rank])  # sharded(1) -> replicated
-        report(run, sides[run.impls[0]][2], loads, sum(sizes) - experts, experts, len(sizes))
-        plain = run.plain(build_plain(run, choices)) if args.check and not run.dry and run.rank == 0 else None
-        return run.finish(sum(sizes) + (r - 1) * experts, sum(sizes), plain)
+        sides = {impl: set_up(run, impl, replicas, ep) for impl in run.impls}
+        run.begin(sides)
+        model = sides[run.impls[0]].model
+        sizes = Sizes(model)
+        run.say(f"moe: {run.world_size} ranks on {run.device.type}, {args.dtype}, "
+                f"{sizes.total(ep):,} parameters, {sizes.own:,} here")
+        if run.dry:
+            run.say("experts are taken to be balanced")
+        loads, choices = train(run, sides)
+        moved = run.ledger[run.impls[0]].collectives
+        held = run.ledger[run.impls[0]].memory
+        account_exchange(run, model, moved)
+        account_sums(run, model, sizes, moved)
+        account_held(run, model, sizes, held)
+        if not run.dry:
+            picture(run, model, loads)
+        return run.finish(sizes.total(ep), sizes.own, plain=lambda: plain_trace(run, choices))
 
 
 if __name__ == "__main__":
