@@ -1,10 +1,12 @@
-"""What keeps a long run from failing silently: for any PyTorch program, it needs only torch.
+"""Keeps a long run from failing silently. It serves any PyTorch program, and needs only torch.
 
-    prepare          collectives give up after a while, also those of groups that are made later
-    among_the_living a store without what is left of ranks that torchrun has restarted
-    last_collective  what this rank called last: of a hang, the first call that differs between ranks is the cause
-    fault            what is wrong at the end of a step: numbers that are inf or nan, copies that differ
-    Request          SIGTERM, heard at the end of a step
+    prepare           collectives give up after a while, also those of groups that are made later
+    among_the_living  a store without what is left of ranks that torchrun has restarted
+    last_collective   what this rank called last: the first call that differs between ranks is the
+                      cause of a hang
+    fault             what is wrong at the end of a step: numbers that are inf or nan, copies that
+                      differ between ranks
+    Request           SIGTERM, which is heard at the end of a step
 """
 import faulthandler
 import json
@@ -16,73 +18,126 @@ import uuid
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
+
+# ---- ranks that wait for each other -------------------------------------------
 
 
 def prepare(timeout):
-    """Before init_process_group. timeout: a timedelta."""
-    faulthandler.enable(sys.__stderr__)  # gloo aborts where sizes differ between ranks: this names the line
-    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):  # new_group takes these, not the first group's
-        setattr(dist.distributed_c10d, name, timeout)
+    """Call it before init_process_group. timeout: a timedelta, for the groups made by new_group."""
+    # gloo aborts the process where sizes differ between ranks: this names the line
+    faulthandler.enable(sys.__stderr__)
+    # new_group has these defaults, whatever the first group was given
+    dist.distributed_c10d.default_pg_timeout = timeout
+    dist.distributed_c10d.default_pg_nccl_timeout = timeout
 
 
 def among_the_living(store, rank, world_size):
-    """-> the store, under a name that only these ranks know, rank, world_size.
+    """-> the store, under a prefix that only these ranks know, rank, world_size.
 
-    torchrun's store outlives the ranks that it restarts, and still has what the dead have set: without this, gloo finds
-    their addresses and fails to connect. Rank 0 makes up the name, and tells it to those who are here by their own.
+    torchrun's store outlives the ranks that it restarts, and still has what the dead have set:
+    without this, gloo finds their addresses and fails to connect. Rank 0 makes up the prefix. Every
+    other rank makes up a name for itself, under which it is told the prefix: the dead had others.
     """
-    me = name = uuid.uuid4().hex
-    if rank:
-        store.set(f"here {rank}", me)
-        name = store.get(f"name for {me}").decode()  # waits
-        store.set(f"{name} {rank}", "heard")
-    missing, end = set(range(1, world_size)) if rank == 0 else (), time.monotonic() + store.timeout.total_seconds()
-    while missing and time.monotonic() < end:
-        for other in [r for r in missing if store.check([f"here {r}"])]:  # it may have been set by one of the dead
-            store.set(f"name for {store.get(f'here {other}').decode()}", name)
-        missing = {r for r in missing if not store.check([f"{name} {r}"])}
+    if rank == 0:
+        prefix = uuid.uuid4().hex
+        tell_the_others(store, prefix, world_size)
+    else:
+        myself = uuid.uuid4().hex
+        store.set(f"here {rank}", myself)
+        prefix = store.get(f"prefix for {myself}").decode()  # waits for rank 0
+        store.set(f"{prefix} {rank}", "heard")
+    return dist.PrefixStore(prefix, store), rank, world_size
+
+
+def tell_the_others(store, prefix, world_size):
+    """Rank 0's part: until every other rank has heard the prefix, or the store's patience ends."""
+    silent = set(range(1, world_size))
+    end = time.monotonic() + store.timeout.total_seconds()
+    while silent and time.monotonic() < end:
+        for rank in silent:
+            if store.check([f"here {rank}"]):  # by the living, or still by one of the dead
+                name = store.get(f"here {rank}").decode()
+                store.set(f"prefix for {name}", prefix)
+        silent = {rank for rank in silent if not store.check([f"{prefix} {rank}"])}
         time.sleep(0.001)
-    return dist.PrefixStore(name, store), rank, world_size
+
+
+def recorded():
+    """-> the entries of torch's flight recorders, dicts, of all groups in no order.
+
+    Up to torch 2.13 NCCL's recorder has functions of its own. Later ones keep a recorder for every
+    backend behind one function, and nccl2 is what "nccl" has become.
+    """
+    dumps = [c10d._dump_fr_trace_json(True, False)]
+    if hasattr(c10d, "_dump_nccl_trace_json"):
+        dumps.append(c10d._dump_nccl_trace_json(True, False))
+    try:
+        dumps.append(c10d._dump_fr_trace_json(True, False, backend="nccl2"))
+    except TypeError:
+        pass  # an older torch, which does not know the argument
+    entries = []
+    for dump in dumps:
+        entries += json.loads(dump).get("entries") or []
+    return entries
 
 
 def last_collective():
-    """-> "all_reduce of (1000,) float, number 7 of group 0 (default_pg)", from torch's flight recorder, or "none".
+    """-> "all_reduce of (1000) float, number 7 of group 0 (default_pg)", or "none".
 
     Over gloo, sends and receives are not recorded.
     """
-    recorders = (getattr(torch._C._distributed_c10d, f"_dump_{kind}_trace_json", None) for kind in ("nccl", "fr"))
-    calls = [e for dump in recorders if dump for e in json.loads(dump(True, False)).get("entries", [])]
-    if not calls:
+    entries = recorded()
+    if not entries:
         return "none"
-    last = max(calls, key=lambda e: e["time_created_ns"])
-    sizes = ", ".join(f"({', '.join(map(str, size))}) {kind.lower()}"
-                      for size, kind in zip(last["input_sizes"], last["input_dtypes"]))
+    last = max(entries, key=lambda entry: entry["time_created_ns"])
+    words = last["profiling_name"].split(":")[-1]
+    tensors = []
+    for size, kind in zip(last["input_sizes"], last["input_dtypes"]):
+        numbers = ", ".join(str(n) for n in size)
+        tensors.append(f"({numbers}) {kind.lower()}")
+    if tensors:
+        words += " of " + ", ".join(tensors)
     name, description = last["process_group"]
-    return (f"{last['profiling_name'].split(':')[-1]}{' of ' * bool(sizes)}{sizes}, "
-            f"number {last['collective_seq_id']} of group {name} ({description})")
+    return f"{words}, number {last['collective_seq_id']} of group {name} ({description})"
 
 
 def testify(rank, step):
-    """After an exception: one line on stderr. (NCCL's timeout is none: its watchdog names the call, and aborts.)"""
-    print(f"rank {rank}, step {step}: the last collective here was {last_collective()}", file=sys.stderr, flush=True)
+    """Call it after an exception: it says a line on stderr.
+
+    A collective that times out over NCCL raises none: a thread of torch's ends the process.
+    """
+    last = last_collective()
+    print(f"rank {rank}, step {step}: the last collective here was {last}", file=sys.stderr,
+          flush=True)
 
 
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# ---- values --------------------------------------------------------------------
+
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
 
 
 def digest(t):
-    """64 bits, different for tensors that differ in one number: the sum of (2 i + 1) bits_i modulo 2^64."""
+    """64 bits that differ between tensors that differ in one number.
+
+    It is the sum of (2 i + 1) bits_i modulo 2^64 over the elements i.
+    """
     bits = t.detach().contiguous().flatten().view(WORDS[t.dtype.itemsize]).long()
-    return (bits * torch.arange(1, 2 * len(bits), 2, device=t.device)).sum()
+    factors = torch.arange(1, 2 * len(bits), 2, device=t.device)
+    return (bits * factors).sum()
 
 
 def different(tensors, group=None):
-    """{name: tensor}, the same names on all ranks of a group -> the first that ranks hold different values of, and one
-    of these ranks (of the group; the other is its first), or None."""
+    """-> (name, rank) of the first tensor that ranks of a group hold different values of, or None.
+
+    tensors: {name: tensor}, the same names on all ranks. The rank is one of the group that does not
+    have what the group's first has.
+    """
     mine = torch.stack([digest(t) for t in tensors.values()])
     everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(everyones, mine, group=group)  # each its own -> replicated
-    unlike = torch.stack([theirs != everyones[0] for theirs in everyones]).cpu()  # (ranks, names)
+    table = torch.stack(everyones)  # (ranks, names)
+    unlike = (table != table[0]).cpu()
     for i, name in enumerate(tensors):
         if unlike[:, i].any():
             return name, unlike[:, i].int().argmax().item()
@@ -97,24 +152,36 @@ def not_finite(tensors):
 def fault(loss, norm, watched, gradients, state):
     """At the end of a step -> what is wrong, in words, the same on all ranks, or "".
 
-    loss, norm: of the whole batch. gradients(), state(): of all parameters, by name, gathered where they are sharded.
-    Of what ranks hold alike each returns its own; if `watched`, these are compared.
+    loss, norm: of the whole batch. gradients(), state() -> {name: tensor} of all parameters, whole.
+    Parameters of which every rank has its own copy come from that copy: if `watched`, the copies
+    are compared.
     """
-    if not (math.isfinite(loss) and math.isfinite(norm)):
+    if not math.isfinite(loss) or not math.isfinite(norm):
         names = not_finite(gradients()) or not_finite(state()) or ["no parameter"]
-        return f"loss {loss:g}, gradient norm {norm:g}; not finite: {names[0]} and {len(names) - 1} more"
+        return (f"loss {loss:g}, gradient norm {norm:g}; "
+                f"not finite: {names[0]} and {len(names) - 1} more")
     if watched:
-        tensors = state()
-        unlike, tied = different(tensors), [tensors[name] for name in ("tok.weight", "head.weight") if name in tensors]
-        if unlike:
-            return "{} of rank {} is not what it is on rank 0".format(*unlike)
-        if len(tied) == 2 and digest(tied[0]) != digest(tied[1]):
+        return drift(state())
+    return ""
+
+
+def drift(state):
+    """-> in words, which parameter has gone another way on some rank, or ""."""
+    unlike = different(state)
+    if unlike:
+        name, rank = unlike
+        return f"{name} of rank {rank} is not what it is on rank 0"
+    if "head.weight" in state and "tok.weight" in state:
+        if digest(state["head.weight"]) != digest(state["tok.weight"]):
             return "head.weight is not tok.weight, to which it is tied"
     return ""
 
 
+# ---- the end -------------------------------------------------------------------
+
+
 class Request:
-    """Has this process been asked to end (SIGTERM, as schedulers send before they preempt)?"""
+    """Has this process been asked to end? SIGTERM is what schedulers send before they preempt."""
 
     def __init__(self):
         self.made = False
