@@ -1,6 +1,9 @@
-"""Checkpoints that are damaged, ranks that die, hang or differ, several machines: guard.py and checkpoint.py."""
+"""Runs that are killed, stopped, resumed or disturbed: harness/checkpoint.py, harness/guard.py."""
+import json
 import os
+import pickle
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -8,26 +11,46 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
-from conftest import PROOF, ROOT, SMALL, _script, _start, alone, run, script
+from conftest import GAPS, PROOF, ROOT, SMALL, _script, _start, alone, run, script
+import common
 from harness import checkpoint, guard
 from soak import soak
 
-# ---- damaged checkpoints: the one before is taken, or one line says what is wrong ---
+QUICK = (*PROOF, "--no-check")
 
 
-def overwrite(name, change):
+def saved_in(folder):
+    """The steps of the checkpoints there, as words. Names with a dot are the lock and drafts."""
+    return sorted(path.name for path in Path(folder).glob("[!.]*"))
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    """Checkpoints after 2 and after 4 of 4 steps, and the losses of a run of 6 steps."""
+    folder = tmp_path_factory.mktemp("good")
+    script("ddp", 2, *QUICK, "--steps", "4", "--save", str(folder), "--save-every", "2")
+    return folder, script("ddp", 1, *QUICK, "--steps", "6")["loss"]
+
+
+# ---- damaged checkpoints: the one before is taken, or one line says what is wrong --------
+
+
+def changed(name, change):
+    """-> a damage that does this to the bytes of a file."""
+
     def damage(folder):
         file = folder / name
         data = bytearray(file.read_bytes())
         change(data)
         file.write_bytes(data)
+
     return damage
 
 
@@ -43,12 +66,15 @@ def flip(data):
     data[len(data) // 2] ^= 1
 
 
+def missing(name):
+    def damage(folder):
+        (folder / name).unlink()
+
+    return damage
+
+
 def half_renamed(folder):
     folder.rename(folder.parent / f".{folder.name}")
-
-
-def half_written(folder):
-    (folder / "notes.json").unlink()
 
 
 def emptied(folder):
@@ -56,77 +82,204 @@ def emptied(folder):
     folder.mkdir()
 
 
-DAMAGE = [overwrite("__0_0.distcp", change) for change in (truncate, zero, flip)]
-DAMAGE += [overwrite(name, flip) for name in (".metadata", "notes.json", "__0_generators.pt")]
-DAMAGE += [lambda folder: (folder / "__0_0.distcp").unlink(), lambda folder: (folder / ".metadata").unlink(),
-           half_renamed, half_written, emptied]
-
-
-@pytest.fixture(scope="module")
-def good(tmp_path_factory):
-    """After 2 and after 4 of 4 steps, and the losses of the run that goes on to 6."""
-    folder = tmp_path_factory.mktemp("good")
-    script("ddp", 2, *PROOF, "--steps", "4", "--no-check", "--save", str(folder), "--save-every", "2")
-    return folder, script("ddp", 1, *PROOF, "--steps", "6", "--no-check")["loss"]
+DAMAGE = [
+    changed("__0_0.distcp", truncate), changed("__0_0.distcp", zero), changed("__0_0.distcp", flip),
+    changed(".metadata", flip), changed("notes.json", flip), changed("__0_generators.pt", flip),
+    missing("__0_0.distcp"), missing(".metadata"), missing("notes.json"), half_renamed, emptied,
+]
 
 
 def test_damaged_checkpoints_are_passed_by(good, tmp_path):
     folder, losses = good
     copies = [tmp_path / str(i) for i in range(len(DAMAGE))]
+    runs = []
     for copy, damage in zip(copies, DAMAGE):
         shutil.copytree(folder, copy)
         damage(copy / "4")
-    rests = alone("ddp", *((*PROOF, "--steps", "6", "--no-check", "--resume", str(copy), "--save", str(copy))
-                           for copy in copies))
-    for copy, rest in zip(copies, rests):
+        runs.append((*QUICK, "--steps", "6", "--resume", str(copy), "--save", str(copy)))
+    for copy, rest in zip(copies, alone("ddp", *runs)):
         assert rest["loss"] == pytest.approx(losses[2:], rel=1e-12, abs=0), copy
-        assert sorted(p.name for p in copy.glob("[0-9]*")) == ["2", "6"]
-    shutil.rmtree(tmp_path / "0" / "2")
-    (tmp_path / "0" / "6" / "notes.json").unlink()
-    assert "6: No such file" in script("ddp", 1, *PROOF, "--steps", "9", "--resume", str(tmp_path / "0"), code=2)
+        assert saved_in(copy) == ["2", "6"]
+    shutil.rmtree(copies[0] / "2")
+    missing("notes.json")(copies[0] / "6")
+    said = script("ddp", 1, *PROOF, "--steps", "9", "--resume", str(copies[0]), code=2)
+    assert "6: No such file" in said
 
 
-def nobody(module):
-    """chmod holds back everybody but root."""
+class Attack:
+    """Unpickled, it runs a command."""
+
+    def __init__(self, command):
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+def test_a_table_of_contents_runs_nothing(good, tmp_path):
+    """Somebody else's checkpoint, whose checksums are right: it can at worst fail."""
+    folder, _ = good
+    mark = tmp_path / "mark"
+    place = tmp_path / "4"
+    shutil.copytree(folder / "4", place)
+    (place / ".metadata").write_bytes(pickle.dumps(Attack(f"touch {mark}")))
+    notes, _, _ = (place / "notes.json").read_bytes().rpartition(b"\n")
+    notes = json.loads(notes)
+    notes["files"][".metadata"] = checkpoint.checksum(place / ".metadata")
+    text = json.dumps(notes).encode()
+    (place / "notes.json").write_bytes(text + b"\n" + str(zlib.crc32(text)).encode())
+    said = script("ddp", 1, *QUICK, "--steps", "6", "--resume", str(tmp_path), code=2)
+    assert "posix.system has no place in a table of contents" in said
+    assert not mark.exists()
+
+
+# ---- checkpoints that do not fit, folders that cannot be used ----------------------------
+
+
+def as_nobody(module):
+    """chmod holds back everybody but root. The report cannot be written then."""
     sys.argv[sys.argv.index("--json") + 1] = ""
     if os.geteuid() == 0:
         os.seteuid(65534)
 
 
-def test_checkpoints_that_do_not_fit(good, tmp_path):
+@pytest.mark.parametrize("flags, says", [
+    (["--lr", "1e-4"], "saved with lr 0.001, not 0.0001"),
+    (["--dtype", "fp32"], "saved with dtype fp64, not fp32"),
+    (["--width", "64"], "saved with width 32, not 64"),
+    (["--heads", "2"], "saved with heads 4, not 2"),
+    (["--eval-every", "2"], "saved with held_out False, not True"),
+    (["--decay", "cosine"], "saved with decay none, not cosine"),
+    (["--steps", "4"], "4 behind it already"),
+])
+def test_resume_goes_on_with_the_same_training(flags, says, good):
     folder, _ = good
-    flags = *PROOF, "--steps", "6", "--resume"
+    assert says in script("ddp", 1, *QUICK, "--steps", "6", "--resume", str(folder), *flags, code=2)
+
+
+def test_folders_that_are_no_checkpoints(good, tmp_path):
+    folder, _ = good
     (tmp_path / "empty").mkdir()
+    flags = (*QUICK, "--steps", "6")
+    resumed = (*flags, "--resume")
+    said = script("ddp", 1, *resumed, str(tmp_path / "empty"), code=2)
+    assert "no whole checkpoint" in said
+    assert "No such file" in script("ddp", 1, *resumed, str(tmp_path / "none"), code=2)
+    said = script("ddp", 1, *resumed, str(folder / "2"), "--save", str(folder), code=2)
+    assert "holds step 4 already" in said
+    assert "holds step 4 already" in script("ddp", 1, *flags, "--save", str(folder), code=2)
+
+
+def test_folders_that_are_closed(good, tmp_path):
+    folder, _ = good
     closed = tmp_path / "closed"
     shutil.copytree(folder, closed)
     closed.chmod(0)
-    for source, more, says in (
-            ("empty", [], "no whole checkpoint"), ("none", [], "No such file"),
-            (folder, ["--width", "64"], "width 32, not 64"), (folder, ["--impl", "torch"], "impl scratch, not torch"),
-            (folder, ["--lr", "1e-4"], "lr 0.001, not 0.0001"), (folder, ["--steps", "4"], "4 behind it already"),
-            (folder / "2", ["--save", str(folder)], "holds step 4 already")):
-        assert says in script("ddp", 1, *flags, str(tmp_path / source), *more, code=2)
     try:
-        assert "Permission denied" in script("ddp", 1, *flags, str(closed), plant=nobody, code=2)
-        assert "Permission" in script("ddp", 1, *PROOF, "--save", str(closed / "x"), plant=nobody, code=2)
+        said = script("ddp", 1, *QUICK, "--steps", "6", "--resume", str(closed), plant=as_nobody,
+                      code=2)
+        assert "Permission denied" in said
+        said = script("ddp", 1, *QUICK, "--save", str(closed / "x"), plant=as_nobody, code=2)
+        assert "Permission denied" in said
     finally:
         closed.chmod(0o700)
 
 
+def in_a_closed_folder(module):
+    """The working directory cannot be written."""
+    as_nobody(module)
+    os.chdir("/")
+
+
+def test_a_working_directory_that_cannot_be_written():
+    script("ddp", 1, *QUICK, plant=in_a_closed_folder)
+    said = script("ddp", 1, *QUICK, "--save", "here", plant=in_a_closed_folder, code=2)
+    assert "--save here: Permission denied" in said
+
+
 def sees_the_one_before(module):
     """The folder of rank 1's machine is not up to date."""
-    newest = module.checkpoint.newest
+    newest = checkpoint.newest
 
     def stale(folder, flag):
-        return newest(str(Path(folder, "2")) if os.environ["RANK"] == "1" else folder, flag)
-    module.checkpoint.newest = stale
+        if os.environ["RANK"] == "1":
+            folder = str(Path(folder, "2"))
+        return newest(folder, flag)
+
+    checkpoint.newest = stale
 
 
 @pytest.mark.parametrize("name", ["ddp", "hybrid_3d"])
 def test_ranks_that_find_different_checkpoints(name, tmp_path):
-    script(name, 2, *PROOF, "--no-check", "--steps", "4", "--save", str(tmp_path), "--save-every", "2")
-    flags = *PROOF, "--no-check", "--steps", "6", "--resume", str(tmp_path)
-    assert "4 steps behind it here, 2 there" in script(name, 2, *flags, plant=sees_the_one_before, code=1)
+    folder = str(tmp_path)
+    script(name, 2, *QUICK, "--steps", "4", "--save", folder, "--save-every", "2")
+    said = script(name, 2, *QUICK, "--steps", "6", "--resume", folder, plant=sees_the_one_before,
+                  code=1)
+    assert "4 steps behind it here, 2 there" in said
+
+
+# ---- one run saves, on a disk that may be full -------------------------------------------
+
+
+def test_two_runs_do_not_save_to_one_folder(tmp_path):
+    """While this process saves there, another one is refused. What a dead one left is no lock."""
+    other = os.fork()
+    if other == 0:
+        checkpoint.claim(tmp_path)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(other, 0)
+    owner = f"process {other} on {socket.gethostname()}"
+    assert (tmp_path / ".lock").read_text().strip() == owner
+    script("ddp", 2, *QUICK, "--save", str(tmp_path))
+    assert checkpoint.claim(tmp_path) == ""
+    said = script("ddp", 2, *QUICK, "--steps", "6", "--resume", str(tmp_path), "--save",
+                  str(tmp_path), code=2)
+    assert f"process {os.getpid()} on {socket.gethostname()} is saving there" in said
+    assert saved_in(tmp_path) == ["2"]
+
+
+def limit_files(size):
+    """No file of this process can grow beyond this: what a full disk looks like from here."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
+def full_disk(module):
+    limit_files(50_000)
+
+
+def disk_full_until_the_third_step(module):
+    limit_files(50_000)
+    step = module.train_step
+    calls = []
+
+    def train_step(*args):
+        calls.append(1)
+        if len(calls) == 3:
+            limit_files(resource.RLIM_INFINITY)
+        return step(*args)
+
+    module.train_step = train_step
+
+
+def test_a_full_disk_at_the_last_save(good, tmp_path):
+    """One line, exit code 1, no draft, and what was saved before is still there."""
+    folder, _ = good
+    place = tmp_path / "saved"
+    shutil.copytree(folder, place)
+    flags = (*QUICK, "--steps", "6", "--resume", str(place), "--save", str(place))
+    said = script("ddp", 2, *flags, plant=full_disk, code=1)
+    assert said == f"--save {place}/6: File too large: not saved\n"
+    assert sorted(path.name for path in place.iterdir()) == [".lock", "2", "4"]
+
+
+def test_a_full_disk_does_not_end_a_run(tmp_path):
+    """The first save fails; the run goes on, and saves when there is room."""
+    flags = (*QUICK, "--steps", "4", "--save", str(tmp_path), "--save-every", "2")
+    report = script("ddp", 2, *flags, plant=disk_full_until_the_third_step)
+    assert len(report["loss"]) == 4 and saved_in(tmp_path) == ["4"]
+
+
+# ---- from one run to another -------------------------------------------------------------
 
 
 def requeued(module):
@@ -134,91 +287,140 @@ def requeued(module):
 
 
 def test_a_job_that_slurm_has_requeued(tmp_path):
-    flags = *PROOF, "--no-check", "--save", str(tmp_path), "--steps"
-    assert len(script("ddp", 2, *flags, "2", plant=requeued)["loss"]) == 2  # before its first checkpoint
+    flags = (*QUICK, "--save", str(tmp_path), "--steps")
+    before_its_first_checkpoint = script("ddp", 2, *flags, "2", plant=requeued)
+    assert len(before_its_first_checkpoint["loss"]) == 2
     assert len(script("ddp", 2, *flags, "5", plant=requeued)["loss"]) == 3
     assert "--resume it" in script("ddp", 2, *flags, "6", code=2)
 
 
-def groups(folder):
-    """Parameters with and without weight decay: every group's moments come back."""
-    def fresh():
-        torch.manual_seed(0)
-        model = torch.nn.Linear(3, 3)
-        return model, torch.optim.AdamW([{"params": [model.weight]}, {"params": [model.bias], "weight_decay": 0}])
-    model, optimizer = fresh()
-    model(torch.ones(3)).sum().backward()
-    optimizer.step()
-    dcp.save(checkpoint.state_of(model, optimizer), checkpoint_id=folder, no_dist=True)
-    torch.save({"cpu": torch.get_rng_state()}, Path(folder, "__0_generators.pt"))
-    again, other = fresh()
-    checkpoint.restore(checkpoint.Start(folder, 1, 1), again, other)
-    torch.testing.assert_close(other.state_dict(), optimizer.state_dict(), check_dtype=False)
-
-
-def test_groups(tmp_path):
-    run(groups, 1, str(tmp_path))
-
-
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "hybrid_3d"])
 def test_weights_alone(name, tmp_path):
-    """Fine-tuning on another text starts at step 0, from the saved weights, and equals the plain GPT's."""
+    """Training on another text starts at step 0 from the saved weights, as the plain GPT does."""
     text = tmp_path / "text"
     text.write_text("to be or not to be " * 99)
-    first = script(name, 2, *PROOF, "--no-check", "--save", str(tmp_path / "saved"))
-    tuned = script(name, 2, *PROOF, "--data", str(text), "--lr", "1e-4", "--init-from", str(tmp_path / "saved"))
-    plain = script(name, 1, *PROOF, "--data", str(text), "--no-check")
-    assert len(tuned["loss"]) == 2 and tuned["check"]["passed"] and max(tuned["check"][k] for k in (
-        "loss", "gradient", "grad_norm", "parameter")) <= 1e-10
-    assert tuned["loss"][0] != first["loss"][0] and tuned["loss"][0] != plain["loss"][0]
+    folder = str(tmp_path / "saved")
+    first = script(name, 2, *QUICK, "--save", folder)
+    other = ("--data", str(text), "--lr", "1e-4")
+    tuned = script(name, 2, *PROOF, *other, "--init-from", folder)
+    plain = script(name, 1, *QUICK, *other)
+    assert len(tuned["loss"]) == 2 and tuned["check"]["passed"]
+    assert max(tuned["check"][kind] for kind in GAPS) <= 1e-10
+    assert tuned["loss"][0] not in (first["loss"][0], plain["loss"][0])
 
 
-# ---- signals -------------------------------------------------------------------
+def test_weights_for_a_shorter_sequence(good):
+    """The first positions are used: the loss is that of the plain GPT with just these."""
+    folder, _ = good
+    flags = (*QUICK, "--steps", "1", "--seq", "9")
+    tuned = script("ddp", 2, *flags, "--init-from", str(folder))
+    assert tuned["loss"][0] == pytest.approx(loss_with(folder / "4", seq=9), rel=1e-12, abs=0)
+    said = script("ddp", 2, *QUICK, "--seq", "17", "--init-from", str(folder), code=2)
+    assert "its pos.weight has 16 positions, fewer than --seq 17: take --seq 16 or less" in said
 
 
-def asked_to_end(module):
-    """SIGTERM for rank 1 alone, in its third step."""
-    step, calls = module.train_step, []
+def loss_with(folder, seq):
+    """The plain GPT's loss of step 0, with these weights."""
+    cfg = common.GPTConfig(layers=2, width=32, heads=4, vocab=256, seq=seq)
+    state = checkpoint.read_whole(folder)
+    state = {name: t for name, t in state.items() if not checkpoint.is_state(name)}
+    state["pos.weight"] = state["pos.weight"][:seq]
+    state["head.weight"] = state["tok.weight"]
+    model = common.build(cfg, 0, "cpu", torch.float64)
+    model.load_state_dict(state)
+    x, y, valid = common.get_batch(common.load_corpus("", seq), seq, 0, 0, 8, 0.3)
+    return (common.loss_sum(model(x), y) / valid).item()
 
-    def train_step(*args):
-        calls.append(1)
-        if len(calls) == 3 and os.environ["RANK"] == "1":
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(*args)
-    module.train_step = train_step
+
+def test_weights_in_another_dtype(good):
+    folder, _ = good
+    flags = (*SMALL, "--steps", "1", "--pad", "0.3", "--dtype", "fp32")
+    tuned = script("ddp", 2, *flags, "--init-from", str(folder))
+    assert tuned["loss"][0] == pytest.approx(loss_with(folder / "4", seq=16), rel=1e-5)
+    assert tuned["check"]["passed"]
+
+
+@pytest.mark.parametrize("flags, says", [
+    (["--layers", "3"], "saved with layers 2, not 3"),
+    (["--vocab", "300"], "saved with vocab 256, not 300"),
+    (["--heads", "2"], "saved with heads 4, not 2"),
+])
+def test_weights_of_another_model(flags, says, good):
+    folder, _ = good
+    assert says in script("ddp", 2, *QUICK, "--init-from", str(folder), *flags, code=2)
+
+
+# ---- signals -----------------------------------------------------------------------------
+
+
+def asked_to_end_in(step_number):
+    """-> plant: SIGTERM for rank 1 alone, in this step."""
+
+    def plant(module):
+        step = module.train_step
+        calls = []
+
+        def train_step(*args):
+            calls.append(1)
+            if len(calls) == step_number and os.environ["RANK"] == "1":
+                os.kill(os.getpid(), signal.SIGTERM)
+            return step(*args)
+
+        module.train_step = train_step
+
+    return plant
+
+
+def asked_in_the_third(module):
+    asked_to_end_in(3)(module)
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp", "hybrid_3d"])
 def test_sigterm_saves_and_ends(name, tmp_path):
-    flags, place = (*PROOF, "--steps", "5"), str(tmp_path)
-    script(name, 2, *flags, "--save", place, plant=asked_to_end)  # exit code 0 on both
-    assert [p.name for p in tmp_path.glob("[!.]*")] == ["3"]
-    rest = script(name, 2, *flags, "--resume", place)
+    flags = (*PROOF, "--steps", "5")
+    folder = str(tmp_path)
+    script(name, 2, *flags, "--save", folder, plant=asked_in_the_third)  # exit code 0 on both
+    assert saved_in(folder) == ["3"]
+    rest = script(name, 2, *flags, "--resume", folder)
     assert len(rest["loss"]) == 2 and rest["check"]["passed"]
 
 
-# ---- ranks that die, hang or differ ----------------------------------------------
+def test_sigterm_in_the_last_step_loses_nothing(tmp_path):
+    """All is done and saved then: the run ends with its report and its check, as any other."""
+    flags = (*PROOF, "--steps", "3", "--save", str(tmp_path))
+    report = script("ddp", 2, *flags, plant=asked_in_the_third)
+    assert report["check"]["passed"] and len(report["loss"]) == 3
+    assert saved_in(tmp_path) == ["3"]
+
+
+# ---- ranks that die, hang or differ ------------------------------------------------------
 
 
 def fails(name, *flags, plant):
     """-> exit codes and stderr of a run on 2 ranks that has to fail, and within 20 s."""
     with tempfile.NamedTemporaryFile() as errors:
         start = time.monotonic()
-        codes = _start(_script, 2, name, (*SMALL, "--timeout", "2", "--no-check", *flags), plant, errors.name)
+        words = (*SMALL, "--timeout", "2", "--no-check", *flags)
+        codes = _start(_script, 2, name, words, plant, errors.name)
         assert time.monotonic() - start < 20 and all(codes), codes
         return codes, Path(errors.name).read_text()
 
 
 def in_the_fifth_all_reduce(change):
-    """plant: change(rank, tensor) -> the tensor that is reduced."""
+    """-> plant: the tensor that is reduced is change(rank, tensor)."""
+
     def plant(module):
-        reduce, calls = dist.all_reduce, []
+        reduce = dist.all_reduce
+        calls = []
 
         def all_reduce(t, *args, **kwargs):
             calls.append(1)
-            t = change(int(os.environ["RANK"]), t) if len(calls) == 5 else t
+            if len(calls) == 5:
+                t = change(int(os.environ["RANK"]), t)
             return reduce(t, *args, **kwargs)
+
         dist.all_reduce = all_reduce
+
     return plant
 
 
@@ -229,7 +431,9 @@ def dies(rank, t):
 
 
 def other_shape(rank, t):
-    return t.new_zeros(7) if rank else t
+    if rank == 1:
+        return t.new_zeros(7)
+    return t
 
 
 def nobody_joins(rank, t):
@@ -255,16 +459,19 @@ def plant_nobody_joins(module):
 def test_a_rank_that_dies_takes_the_others_down():
     codes, said = fails("ddp", plant=plant_dies)
     assert codes[1] == -signal.SIGKILL
-    assert re.search(r"rank 0, step \d: the last collective here was all_reduce of \(\d+\) float, number \d+ of group",
-                     said), said
+    last = r"rank 0, step \d: the last collective here was all_reduce of \(\d+\) float, number \d+"
+    assert re.search(last + " of group", said), said
 
 
 def test_a_collective_of_another_shape():
-    """gloo aborts one of the two, in C++: of that one faulthandler names the line, gloo the sizes."""
+    """gloo aborts one of the two, in C++: of that one faulthandler names the line, gloo the sizes.
+    """
     codes, said = fails("ddp", plant=plant_other_shape)
     assert sorted(codes) == [-signal.SIGABRT, 1]
-    assert re.search(r"rank \d, step \d: the last collective here was all_reduce of \(\d+\)", said)
-    assert re.search(r"Fatal Python error: Aborted.*?ddp.py\", line \d+ in train_step", said, re.S), said
+    last = r"rank \d, step \d: the last collective here was all_reduce of \(\d+\)"
+    assert re.search(last, said), said
+    line = r"Fatal Python error: Aborted.*?ddp.py\", line \d+ in train_step"
+    assert re.search(line, said, re.S), said
 
 
 def test_a_collective_that_nobody_joins():
@@ -272,60 +479,50 @@ def test_a_collective_that_nobody_joins():
     assert re.search(r"rank 0, step \d: the last collective here was barrier", said), said
 
 
+def test_the_recorder_of_nccl(monkeypatch):
+    """torch 2.15 keeps one for every backend; that of NCCL is called nccl2, and gloo's is empty."""
+    entry = {
+        "profiling_name": "nccl2:all_gather", "input_sizes": [[3, 4], [2]],
+        "input_dtypes": ["Float", "Long"], "process_group": ["5", "mesh"],
+        "collective_seq_id": 7, "time_created_ns": 1,
+    }
+
+    def dump(collectives=True, only_active=False, backend="gloo"):
+        entries = []
+        if backend == "nccl2":
+            entries = [entry]
+        return json.dumps({"entries": entries}).encode()
+
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_fr_trace_json", dump)
+    last = guard.last_collective()
+    assert last == "all_gather of (3, 4) float, (2) long, number 7 of group 5 (mesh)"
+
+
+NORM = "blocks.1.norm2.bias"
+
+
 def drifts(module):
     """From the second step on rank 1 holds another value."""
     step = module.train_step
+    calls = []
 
     def train_step(model, *args):
         out = step(model, *args)
-        if os.environ["RANK"] == "1" and len(drifted) == 1:
-            with torch.no_grad():
-                dict(model.named_parameters())[drifted[0]].view(-1)[3] += 1e-6
-        drifted[:] = [n for n, _ in model.named_parameters() if n.endswith("blocks.1.norm2.bias")]
-        return out
-    drifted = []
-    module.train_step = train_step
-
-
-@pytest.mark.parametrize("name, flags", [("ddp", ()), ("tensor_parallel", ()), ("context_parallel", ())])
-def test_watch_names_what_differs(name, flags):
-    _, said = fails(name, "--watch", "2", *flags, plant=drifts)
-    assert "error: step 1: blocks.1.norm2.bias of rank 1 is not what it is on rank 0" in said
-
-
-def unties(module):
-    """The last stage forgets that its head is shared, and goes its own way."""
-    everything = module.train_step
-
-    def train_step(model, *args):
-        out = everything(model, *args)
-        if os.environ["RANK"] == "1":
-            with torch.no_grad():
-                model.tied[0][0, 0] += 1e-6
-        return out
-    module.train_step = train_step
-
-
-def test_watch_sees_tied_copies():
-    assert "head.weight is not tok.weight" in fails("hybrid_3d", "--pp", "2", "--watch", "2", plant=unties)[1]
-
-
-def poisons(module):
-    """One gradient of the second step is nan."""
-    clip, calls = module.clip_gradients, []
-
-    def clip_gradients(parameters, *args):
-        parameters = list(parameters)
         calls.append(1)
-        if len(calls) == 2:
-            parameters[5].grad.view(-1)[0] = float("nan")
-        return clip(parameters, *args)
-    module.clip_gradients = clip_gradients
+        if os.environ["RANK"] == "1" and len(calls) == 2:
+            with torch.no_grad():
+                for name, p in model.named_parameters():
+                    if name.endswith(NORM):
+                        p.view(-1)[3] += 1e-6
+        return out
+
+    module.train_step = train_step
 
 
-def test_nan_stops_with_step_and_parameter():
-    _, said = fails("ddp", plant=poisons)
-    assert re.search(r"step 1: loss 5\.\d+, gradient norm nan; not finite: blocks.0.attn.q.bias and 0 more", said)
+@pytest.mark.parametrize("name", ["ddp", "tensor_parallel", "context_parallel"])
+def test_watch_names_what_differs(name):
+    _, said = fails(name, "--watch", "2", plant=drifts)
+    assert f"error: step 1: {NORM} of rank 1 is not what it is on rank 0" in said
 
 
 def digests():
@@ -333,10 +530,13 @@ def digests():
     for dtype in torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8:
         t = torch.randn(5, 7).mul(9).to(dtype)
         other = t.clone()
-        assert guard.digest(t) == guard.digest(other) and guard.different({"t": t}) is None
+        assert guard.digest(t) == guard.digest(other)
+        assert guard.different({"t": t}) is None
         other[2, 3] += 1
         assert guard.digest(t) != guard.digest(other) != guard.digest(t.T.contiguous())
-        mine = {"same": t, "other": other if dist.get_rank() == 2 else t}
+        mine = {"same": t, "other": t}
+        if dist.get_rank() == 2:
+            mine["other"] = other
         assert guard.different(mine) == ("other", 2)
 
 
@@ -344,7 +544,39 @@ def test_digests():
     run(digests, 3)
 
 
-# ---- several machines -----------------------------------------------------------
+def tied_copies():
+    state = {"tok.weight": torch.zeros(3), "head.weight": torch.zeros(3)}
+    assert guard.drift(state) == ""
+    state["head.weight"][1] = 1e-6
+    assert guard.drift(state) == "head.weight is not tok.weight, to which it is tied"
+
+
+def test_watch_sees_tied_copies():
+    run(tied_copies, 1)
+
+
+def poisons(module):
+    """One gradient of the second step is nan."""
+    clip = module.clip_gradients
+    calls = []
+
+    def clip_gradients(parameters, *args):
+        parameters = list(parameters)
+        calls.append(1)
+        if len(calls) == 2:
+            parameters[5].grad.view(-1)[0] = float("nan")
+        return clip(parameters, *args)
+
+    module.clip_gradients = clip_gradients
+
+
+def test_nan_stops_with_step_and_parameter():
+    _, said = fails("ddp", plant=poisons)
+    line = r"step 1: loss 5\.\d+, gradient norm nan; not finite: blocks.0.attn.q.bias and 0 more"
+    assert re.search(line, said), said
+
+
+# ---- several machines --------------------------------------------------------------------
 
 
 def free_port():
@@ -365,28 +597,43 @@ for module, flags in (ddp, []), (hybrid_3d, ["--dp", "2", "--pp", "2"]):
 """
 
 
+def programs(folder, **lines):
+    """Shell programs of one line each, to be found in PATH."""
+    for name, line in lines.items():
+        (folder / name).write_text(f"#!/bin/bash\n{line}\n")
+        (folder / name).chmod(0o755)
+
+
 def test_two_nodes_with_slurm(tmp_path):
-    """README's batch script. Its srun starts an agent for each of two nodes on this machine, of two ranks each."""
-    text = re.search(r"```bash\n(#!/bin/bash\n#SBATCH.*?)```", (ROOT / "README.md").read_text(), re.S)[1]
+    """README's batch script. Its srun starts an agent for each of two nodes, of two ranks each."""
+    readme = (ROOT / "README.md").read_text()
+    text = re.search(r"```bash\n(#!/bin/bash\n#SBATCH.*?)```", readme, re.S)[1]
+    job = text.replace("29500", free_port()).replace(" ddp.py ", " both.py ")
+    (tmp_path / "job.sh").write_text(job)
     (tmp_path / "both.py").write_text(BOTH.replace("{flags}", repr([*PROOF])))
-    (tmp_path / "job.sh").write_text(text.replace("29500", free_port()).replace(" ddp.py ", " both.py "))
-    for name, line in dict(
-            scontrol='[[ "$*" == "show hostnames node[1-2]" ]] && echo 127.0.0.1',
-            srun='[[ $1 == --cpus-per-task=2 ]] && shift; "$@" & "$@" & wait -n && wait -n',
-            torchrun=f'"{sys.executable}" -m torch.distributed.run --local_addr=127.0.0.1 "$@"').items():
-        (tmp_path / name).write_text(f"#!/bin/bash\n{line}\n")
-        (tmp_path / name).chmod(0o755)
-    slurm = dict(SLURM_NNODES="2", SLURM_JOB_ID="7", SLURM_JOB_NODELIST="node[1-2]", SLURM_GPUS_ON_NODE="2", FLAGS="",
-                 SLURM_CPUS_PER_TASK="2")
-    job = subprocess.run(["bash", "job.sh"], cwd=tmp_path, capture_output=True, text=True, timeout=100, env={
-        **os.environ, **slurm, "OMP_NUM_THREADS": "1", "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT)})
+    programs(
+        tmp_path,
+        scontrol='[[ "$*" == "show hostnames node[1-2]" ]] && echo 127.0.0.1',
+        srun='[[ $1 == --cpus-per-task=2 ]] && shift; "$@" & "$@" & wait -n && wait -n',
+        torchrun=f'"{sys.executable}" -m torch.distributed.run --local_addr=127.0.0.1 "$@"',
+    )
+    slurm = {
+        "SLURM_NNODES": "2", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]",
+        "SLURM_GPUS_ON_NODE": "2", "SLURM_CPUS_PER_TASK": "2", "FLAGS": "",
+        "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT),
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+    }
+    job = subprocess.run(["bash", "job.sh"], cwd=tmp_path, capture_output=True, text=True,
+                         timeout=100, env={**os.environ, **slurm})
     assert job.returncode == 0 and job.stdout.count("PASSED") == 2, job.stdout + job.stderr
     assert "ddp: 4 ranks" in job.stdout and "hybrid_3d: 4 ranks" in job.stdout
 
 
+def undisturbed(folder, flags):
+    script("ddp", 2, "--no-check", "--save", folder, *flags)
+
+
 def test_a_killed_rank_loses_nothing():
-    """./run.sh soak makes twenty kills."""
-    def undisturbed(folder, flags):
-        script("ddp", 2, "--no-check", "--save", folder, *flags)
-    assert soak(1, 1, "ddp", *SMALL[:-2], steps=15, undisturbed=undisturbed) == 1
+    """./run.sh soak makes twenty kills, and twenty more of hybrid_3d's ranks."""
+    flags = SMALL[:-2]  # soak says how many steps
+    assert soak(1, 1, "ddp", 2, *flags, steps=15, undisturbed=undisturbed) == 1

@@ -1,9 +1,10 @@
-"""Kills: a training run loses its ranks again and again, and ends with the parameters of the run that lost none.
+"""Kills: a run loses its ranks again and again, and ends as the run that lost none.
 
-    python tools/soak.py [KILLS] [SEED] [FILE flags...]        ./run.sh soak
+    python tools/soak.py [KILLS] [SEED] [FILE RANKS flags...]        ./run.sh soak
 
-torchrun --max-restarts starts the ranks again, which go on from the newest whole checkpoint. One of them is killed with
-SIGKILL at a random moment after each new checkpoint; every fourth time while one is being written.
+torchrun --max-restarts starts the ranks again, which go on from the newest whole checkpoint. One of
+them is killed with SIGKILL at a random moment after each new checkpoint; every fourth time while
+one is being written. Unless a FILE is named, ddp loses ranks, and then hybrid_3d with all its axes.
 """
 import json
 import os
@@ -17,74 +18,133 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+HYBRID = ("--dp", "2", "--tp", "2", "--pp", "1", "--zero", "1")
+USUAL = (("ddp", 2), ("hybrid_3d", 4, *HYBRID))
+PATIENCE = 240  # seconds in which something has to happen
 
 
-def torchrun(restarts, folder, out, name, *flags):
-    words = ["--standalone", "--nproc_per_node=2", f"--max-restarts={restarts}", f"{name}.py", "--no-check",
-             "--save", str(folder), *flags]
-    return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", *words], cwd=ROOT, stdout=out,
-                            stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"})
+def torchrun(restarts, folder, out, name, ranks, *flags):
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
+        f"--max-restarts={restarts}", f"{name}.py", "--no-check", "--save", str(folder), *flags,
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT,
+                            env=environment)
 
 
 def newest(folder):
-    return max((int(p.name) for p in Path(folder).glob("[0-9]*")), default=0)
+    """The steps behind the newest checkpoint in a folder."""
+    return max((int(path.name) for path in Path(folder).glob("[0-9]*")), default=0)
 
 
-def wait_for(happened, job, limit=120):
-    """-> whether it has happened before the job was over."""
-    end = time.monotonic() + limit
-    while not (found := happened()) and job.poll() is None:
+def writing(folder):
+    """Is a checkpoint being written there?"""
+    return any(Path(folder).glob(".[0-9]*"))
+
+
+def wait_for(happened, job):
+    """-> whether happened() has become true before the job was over."""
+    end = time.monotonic() + PATIENCE
+    while job.poll() is None:
+        if happened():
+            return True
         assert time.monotonic() < end, "nothing goes on"
         time.sleep(0.002)
-    return found
+    return happened()
 
 
 def kill_one(job, rng):
-    ranks = subprocess.run(["ps", "-o", "pid=", "--ppid", str(job.pid)], capture_output=True, text=True).stdout.split()
-    if ranks:
-        os.kill(int(rng.choice(ranks)), signal.SIGKILL)
+    """Ends a random rank, if there is one. -> has there been one?"""
+    command = ["ps", "-o", "pid=", "--ppid", str(job.pid)]
+    ranks = subprocess.run(command, capture_output=True, text=True).stdout.split()
+    if not ranks:
+        return False
+    os.kill(int(rng.choice(ranks)), signal.SIGKILL)
+    return True
 
 
-def soak(kills=20, seed=0, name="ddp", *flags, steps=200, every=5, undisturbed=None):
+def kill_again_and_again(job, folder, kills, pace, rng):
+    """-> the newest checkpoint at each kill. pace: seconds between two checkpoints."""
+    seen = []
+    while len(seen) < kills:
+        before = newest(folder)
+        if not wait_for(lambda before=before: newest(folder) > before, job):
+            break  # it came to its end
+        if len(seen) % 4 == 3:
+            wait_for(lambda: writing(folder), job)
+        else:
+            time.sleep(rng.uniform(0, pace))
+        behind = newest(folder)
+        if kill_one(job, rng):
+            seen.append(behind)
+            print(f"kill {len(seen):3d} with checkpoint {behind} behind it", flush=True)
+    return seen
+
+
+def parameters_of(folder, steps):
+    """Sizes and checksums of the files of a checkpoint that hold tensors."""
+    text, _, _ = Path(folder, str(steps), "notes.json").read_bytes().rpartition(b"\n")
+    files = json.loads(text)["files"]
+    return {name: sums for name, sums in files.items() if name.endswith(".distcp")}
+
+
+def train_and_time(folder, out, steps, undisturbed, name, ranks, *flags):
+    """The run that nobody kills -> its seconds per step."""
+    start = time.monotonic()
+    if undisturbed:
+        undisturbed(folder, flags)
+    else:
+        job = torchrun(0, folder, out, name, ranks, *flags)
+        assert job.wait() == 0, "the run that nobody kills failed"
+    return (time.monotonic() - start) / steps
+
+
+def soak(kills, seed, name, ranks, *flags, steps=200, every=5, undisturbed=None):
     """-> how often ranks were killed; raises AssertionError if anything is lost.
 
     undisturbed(folder, flags) is the run that nobody kills; by default torchrun's, too.
     """
-    rng, flags = random.Random(seed), ("--steps", str(steps), "--save-every", str(every), *flags)
-    with tempfile.TemporaryDirectory() as whole, tempfile.TemporaryDirectory() as killed, \
-            tempfile.TemporaryFile("w+") as out:
-        start = time.monotonic()
-        if undisturbed:
-            undisturbed(whole, flags)
-        else:
-            assert torchrun(0, whole, out, name, *flags).wait() == 0
-        pace = (time.monotonic() - start) / steps * every
-        job, seen, done = torchrun(kills + 3, killed, out, name, *flags), [], 0
-        while done < kills:
-            before = newest(killed)
-            if not wait_for(lambda before=before: newest(killed) > before, job):
-                break
-            if done % 4 == 3:
-                wait_for(lambda: any(Path(killed).glob(".[0-9]*")), job)
-            else:
-                time.sleep(rng.uniform(0, pace))
-            seen.append(newest(killed))
-            kill_one(job, rng)
-            done += 1
-            print(f"kill {done:3d} with checkpoint {seen[-1]} behind it", flush=True)
-        assert job.wait() == 0
+    rng = random.Random(seed)
+    flags = ("--steps", str(steps), "--save-every", str(every), *flags)
+    with (
+        tempfile.TemporaryDirectory() as whole,
+        tempfile.TemporaryDirectory() as killed,
+        tempfile.TemporaryFile("w+") as out,
+    ):
+        pace = every * train_and_time(whole, out, steps, undisturbed, name, ranks, *flags)
+        job = torchrun(kills + 3, killed, out, name, ranks, *flags)
+        seen = kill_again_and_again(job, killed, kills, pace, rng)
+        assert job.wait() == 0, "the run did not survive"
         out.seek(0)
-        taken = [int(n) for n in re.findall(r"--save takes \S+?/(\d+),", out.read())]
-        assert len(taken) == done and all(b >= a for a, b in zip(seen, taken)), f"lost: {seen}, resumed {taken}"
-        sums = [json.loads(Path(place, str(steps), "notes.json").read_bytes().rpartition(b"\n")[0])["files"]
-                for place in (whole, killed)]
-        mine = [{k: v for k, v in files.items() if k.endswith(".distcp")} for files in sums]
-        assert mine[0] == mine[1], "the parameters are not those of the run that was never killed"
-        return done
+        taken = [int(steps) for steps in re.findall(r"--save takes \S+?/(\d+),", out.read())]
+        kept = all(later >= earlier for earlier, later in zip(seen, taken))
+        assert len(taken) == len(seen) and kept, f"lost: {seen}, resumed {taken}"
+        same = parameters_of(whole, steps) == parameters_of(killed, steps)
+        assert same, "the parameters are not those of the run that was never killed"
+        return len(seen)
+
+
+def main(words):
+    kills = 20
+    seed = 0
+    runs = USUAL
+    if words:
+        kills = int(words[0])
+    if len(words) > 1:
+        seed = int(words[1])
+    if len(words) > 2:
+        name, ranks, *flags = words[2:]
+        runs = [(name, int(ranks), *flags)]
+    missed = False
+    for name, ranks, *flags in runs:
+        print(f"{name} on {ranks} ranks {' '.join(flags)}", flush=True)
+        done = soak(kills, seed, name, ranks, *flags)
+        print(f"{done} kills: nothing lost but the steps since a checkpoint, "
+              "final parameters identical bit for bit", flush=True)
+        missed = missed or done < kills
+    return int(missed)
 
 
 if __name__ == "__main__":
-    words = sys.argv[1:]
-    done = soak(int(words[0]) if words else 20, int(words[1]) if words[1:] else 0, *words[2:])
-    print(f"{done} kills: nothing lost but the steps since a checkpoint, final parameters identical bit for bit")
-    sys.exit(done < int(words[0] if words else 20))
+    sys.exit(main(sys.argv[1:]))
