@@ -29,12 +29,14 @@ At work: torch.distributed.tensor.experimental.context_parallel (section 3).
 
     torchrun --standalone --nproc_per_node=2 context_parallel.py --attn zigzag
 
-    ring = Zigzag(group)                        # in your own code; for GQA too
+    replicate(model, group)                     # in your own code, at the start
+    ring = Zigzag(group)
     own = ring.positions(T, device)             # (T/cp,): this rank's tokens
-    attention.attend = ring.attend              # for scaled_dot_product_attention(.., is_causal=True)
+    attention.attend = ring.attend              # where it called scaled_dot_product_attention
     (loss_sum(model(x[:, own], positions=own), y[:, own]) / valid_targets_of_all_ranks).backward()
     sum_gradients(model.parameters(), group); norm = clip_gradients(model.parameters(), 1.0)
 """
+import importlib.util
 import math
 import sys
 from collections import namedtuple
@@ -43,9 +45,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
-from common import Run, adamw, arguments, build, loss_sum, require
+from common import DTYPES, Flag, Run, Side, adamw, arguments, loss_sum, require, share
+from harness.checkpoint import pieces_of
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
 
@@ -275,6 +277,8 @@ class Ring:
         few travel. Every rank of the group calls it, with equal shapes.
         """
         check_shapes(q, k, v, len(self.chunks()))
+        if q.is_cuda:
+            check_head_width(q.shape[3], q.dtype)
         return BlockwiseAttention.apply(q, torch.stack([k, v]), self)
 
 
@@ -315,15 +319,13 @@ def check_shapes(q, k, v, chunks):
     need(q.dtype == k.dtype == v.dtype and q.device == k.device == v.device,
          f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype} on {q.device}, {k.device}, {v.device}: "
          "cast or move them to the same")
-    if q.is_cuda and q.dtype.itemsize < 8:
-        check_head_width(D, q.dtype)
 
 
 def check_head_width(D, dtype):
-    """GPUs' kernels take up to 256 numbers a head, and read 16 bytes at a time."""
+    """GPUs' kernels take up to 256 numbers a head, and read 16 bytes at a time; fp64 has none."""
     step = 16 // dtype.itemsize
-    need(D % step == 0 and D <= 256,
-         f"head width {D} in {dtype} on a GPU: must be a multiple of {step}, up to 256")
+    need(dtype == torch.float64 or (D % step == 0 and D <= 256),
+         f"head width {D} in {dtype} on a GPU must be a multiple of {step}, up to 256")
 
 
 class BlockwiseAttention(torch.autograd.Function):
@@ -351,8 +353,8 @@ class BlockwiseAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, dout):
+        need(not torch.is_grad_enabled(), "create_graph=True: the kernels have no second derivative")
         q, own, out, lse = ctx.saved_tensors
         H, tokens = q.shape[1:3]
         dq = torch.zeros_like(q, dtype=lse.dtype)
@@ -397,7 +399,7 @@ class AllToAll(torch.autograd.Function):
 
 
 class Ulysses(Ring):
-    """All tokens of some heads in the place of all heads of some tokens (Jacobs 2023, section 3)."""
+    """All tokens of some heads instead of all heads of some tokens (Jacobs 2023, section 3)."""
 
     HEADS, TOKENS = 1, 2  # dims of (B, H, T, D)
 
@@ -416,7 +418,7 @@ class Ulysses(Ring):
         return AllToAll.apply(out, self.TOKENS, self.HEADS, self.group)  # (B, H, T/cp, D)
 
 
-# The rest of a correct train step: weights are replicated, every rank makes a part of their gradient.
+# The rest of a correct train step: weights are replicated, their gradients partial on every rank.
 
 
 @torch.no_grad()
@@ -489,7 +491,13 @@ def full_state_dict(model):
 
 
 def full_gradients(model):
-    return {name: p.grad for name, p in model.named_parameters()}
+    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+def evaluate(model, x, y):
+    """x, y: this rank's tokens -> its part of the sum of token losses."""
+    with torch.no_grad():
+        return loss_sum(model(x), y)
 
 
 def train_step(model, optimizer, x, y, valid, clip, group=None):
@@ -525,52 +533,191 @@ def train_step_at_work(model, optimizer, x, y, valid, clip, mesh):
 
 # ---- 4. run ------------------------------------------------------------------
 
+KINDS = {"ring": Ring, "zigzag": Zigzag, "allgather": AllGather, "ulysses": Ulysses}
+SHOWN = 8  # ranks and hops of the picture, at most
 
-def picture(kind, n):
-    """The docstring's table, of at most 8 ranks and hops. Work is in units of causal attention within T/N tokens."""
-    yield f"{kind.__name__.lower():9}" + "".join(f"  hop {hop}" for hop in range(min(n, 8))) + "  work"
-    for ring in (kind(cp_rank=rank, cp=n) for rank in range(min(n, 8))):
-        pairs = [(2 - first) * keys / (1 + causal) for first, keys, causal in (ring.wanted(h, 2) for h in range(n))]
-        marks = ["*"] + [{0: "-", 2: "/", 4: ""}[p] for p in pairs[1:8]]
-        row = "".join(f"{','.join(map(str, ring.chunks(hop))) + mark:>7}" for hop, mark in enumerate(marks))
-        yield f"rank {ring.cp_rank:<4}{row}{sum(pairs) / 2:6.0f}"
+
+def picture(name, cp):
+    """The docstring's table -> lines. Work is in units of causal attention within T/cp tokens."""
+    shown = min(cp, SHOWN)
+    hops = "".join(f"  hop {hop}" for hop in range(shown))
+    lines = [f"{name:9}{hops}  work"]
+    for cp_rank in range(shown):
+        ring = KINDS[name](cp_rank=cp_rank, cp=cp)
+        cells = ""
+        for hop in range(shown):
+            chunks = ",".join(str(chunk) for chunk in ring.chunks(hop))
+            cells += f"{chunks + mark(ring, hop):>7}"
+        total = sum(work(ring, hop) for hop in range(cp))
+        lines.append(f"rank {cp_rank:<4}{cells}{total:6.0f}")
+    return lines
+
+
+def work(ring, hop):
+    """Of two tokens on each rank; all pairs of two queries and two keys take 2, causal ones 1."""
+    wanted = ring.wanted(hop, 2)
+    pairs = (2 - wanted.first_query) * wanted.keys
+    if wanted.causal:
+        pairs /= 2
+    return pairs / 2
+
+
+def mark(ring, hop):
+    if hop == 0:
+        return "*"
+    marks = {0: "-", 1: "/", 2: ""}
+    return marks[work(ring, hop)]
+
+
+def refuse(args):
+    """What cannot run ends here, in one line, before anything is built."""
+    cp = args.world_size
+    T = args.cfg.seq
+    H = args.cfg.heads
+    on_gpu = args.device == "cuda"
+    if args.device == "auto" and not args.dry_run:
+        on_gpu = torch.cuda.is_available()
+    if args.impl != "scratch":
+        refuse_at_work(args, on_gpu)
+    chunks = KINDS[args.attn](cp_rank=0, cp=cp).chunk_count
+    require(T % chunks == 0,
+            f"--seq {T} does not divide into {chunks} chunks, for {args.attn} on {cp} ranks")
+    if args.attn == "ulysses":
+        require(H % cp == 0, f"--heads {H} does not divide over {cp} ranks, for ulysses")
+    elif on_gpu:
+        try:
+            check_head_width(args.cfg.width // H, DTYPES[args.dtype])
+        except ValueError as error:
+            require(False, f"--width {args.cfg.width} --heads {H}: {error}; ulysses takes any")
+
+
+def refuse_at_work(args, on_gpu):
+    require(on_gpu and args.dtype != "fp64" and not args.dry_run,
+            f"--impl {args.impl}: torch's context_parallel needs GPUs and fp32 or bf16; take "
+            "--impl scratch")
+    require(importlib.util.find_spec("numpy"),
+            f"--impl {args.impl}: torch's context_parallel needs NumPy: pip install numpy")
+    chunks = 2 * args.world_size
+    require(args.cfg.seq % chunks == 0,
+            f"--seq {args.cfg.seq} does not divide into torch's {chunks} chunks")
+
+
+def set_up(run, impl, ring):
+    """-> a Side: the model of this implementation, and what a run does with it."""
+    args = run.args
+    model = run.build()
+    optimizer = adamw(model.parameters(), args.lr)
+    own = ring.positions(run.cfg.seq, run.device)  # (T/cp,)
+    if impl == "scratch":
+        parallelize(model, ring)
+
+        def step(x, y, valid):
+            return train_step(model, optimizer, x, y, valid, args.clip)
+
+        def held_out(k):
+            x, y = run.held_out(k)
+            return evaluate(model, x[:, own], y[:, own])
+    else:
+        mesh = dist.init_device_mesh(run.device.type, (ring.cp,))
+        rows = share(args.batch, ring.cp, ring.cp_rank)
+
+        def step(x, y, valid):
+            return train_step_at_work(model, optimizer, x, y, valid, args.clip, mesh)
+
+        def held_out(k):
+            return evaluate(model, *run.held_out(k, rows))  # whole sequences, some of them
+
+    return Side(
+        model=model,
+        optimizer=optimizer,
+        train_step=step,
+        full_gradients=lambda: full_gradients(model),
+        full_state_dict=lambda: full_state_dict(model),
+        evaluate=held_out,
+        pieces=lambda: pieces_of(model.named_parameters(), optimizer, writes=run.rank == 0),
+    )
+
+
+def any_trained(module):
+    return any(p.requires_grad for p in module.parameters())
+
+
+def needs_of_blocks(model):
+    """-> for every block: do q, k and v need a gradient? All do, unless --train freezes some."""
+    x = any_trained(model.tok) or any_trained(model.pos)  # the block's input
+    needs = []
+    for block in model.blocks:
+        attn = block.attn
+        normed = x or any_trained(block.norm1)
+        q = normed or any_trained(attn.q)
+        k = normed or any_trained(attn.k)
+        v = normed or any_trained(attn.v)
+        needs.append((q, k, v))
+        x = x or q or k or v or any_trained(block)
+    return needs
+
+
+def account(run, model):
+    """The textbook's rows: P parameters that are trained, of b bytes; d bytes a number of dK, dV.
+
+    Attention is called in all L blocks, but R of them have a backward, and K of them one for K and
+    V: all L, if nothing is frozen.
+    """
+    cp = run.world_size
+    b = run.dtype.itemsize
+    d = max(4, b)
+    S = run.args.batch * run.cfg.seq // cp * run.cfg.width
+    L = run.cfg.layers
+    needs = needs_of_blocks(model)
+    collectives = run.ledger[run.impls[0]].collectives
+    sent = {name: figures["wire"] for name, figures in collectives.items()}
+    P = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    run.textbook("wire all_reduce", "2 (cp-1)/cp b P", 2 * (cp - 1) * b * P / cp,
+                 sent.pop("all_reduce"))
+    if run.args.impl == "torch":
+        return
+    R = sum(any(block) for block in needs)
+    if run.args.attn == "ulysses":
+        G = R + sum(sum(block) for block in needs)  # gradients of out, and of q, k, v
+        formula = f"(cp-1)/cp S b (4 L + {G})"
+        expected = (cp - 1) * S * b * (4 * L + G) / cp
+    else:
+        K = sum(k or v for _, k, v in needs)
+        formula = f"2 (cp-1) S (b (L + {R}) + {K} d)"
+        expected = 2 * (cp - 1) * S * (b * (L + R) + d * K)
+    run.textbook("wire of attention", formula, expected, sum(sent.values()))
 
 
 def main():
-    kinds = {kind.__name__.lower(): kind for kind in (Ring, Zigzag, AllGather, Ulysses)}
-    args = arguments(__doc__, attn=("zigzag", "how queries meet the keys of other ranks", tuple(kinds)))
-    n, T, H, kind = args.world_size, args.cfg.seq, args.cfg.heads, kinds[args.attn]
-    chunks, gpus = n * len(kind(cp_rank=0, cp=n).chunks()), args.device != "cpu" and torch.cuda.is_available()
-    require(args.impl == "scratch" or gpus and args.dtype != "fp64" and not args.dry_run,
-            f"--impl {args.impl}: torch's context_parallel needs GPUs and fp32 or bf16; take --impl scratch")
-    require(T % chunks == 0, f"--seq {T} does not divide into {chunks} chunks, for {args.attn} on {n} ranks")
-    require(kind != Ulysses or H % n == 0, f"--heads {H} does not divide over {n} ranks, for ulysses")
-    run, sides = Run(args), {}
-    mesh = dist.init_device_mesh(run.device.type, (n,))
+    args = arguments(__doc__, attn=Flag("zigzag", "how queries meet others' keys", tuple(KINDS)))
+    refuse(args)
+    run = Run(args)
     with run:
-        ring, own = kind(), kind().positions(T, run.device)
-        for impl in run.impls:
-            model = build(run.cfg, args.seed, run.device, run.dtype)
-            sides[impl] = parallelize(model, ring) if impl == "scratch" else model, adamw(model.parameters(), args.lr)
-        total = sum(p.numel() for p in model.parameters())
-        b, LS = run.dtype.itemsize, run.cfg.layers * args.batch * T // n * run.cfg.width
-        run.say(f"context_parallel: {n} ranks on {run.device.type}, {args.dtype}, {total:,} parameters on each; "
-                f"work in {LS * T // n:,} multiply-adds")
-        run.say("\n".join(picture(kind, n)) if kind != Ulysses else f"rank r: all chunks of heads r H/N .., work {n}")
+        ring = KINDS[args.attn]()
+        sides = {impl: set_up(run, impl, ring) for impl in run.impls}
+        run.begin(sides)
+        cp = run.world_size
+        T = run.cfg.seq
+        own = ring.positions(T, run.device)
+        total = sum(p.numel() for p in sides[run.impls[0]].model.parameters())
+        unit = run.cfg.layers * args.batch * run.cfg.width * (T // cp) ** 2
+        run.say(f"context_parallel: {cp} ranks on {run.device.type}, {args.dtype}, "
+                f"{total:,} parameters on each; work in {unit:,} multiply-adds")
+        if args.attn == "ulysses":
+            run.say(f"rank r: all chunks of heads r H/cp .., work {cp}")
+        else:
+            run.say("\n".join(picture(args.attn, cp)))
         for impl, step in run.steps():
-            (model, optimizer), (x, y, valid), step_fn, over = sides[impl], run.batch(step), train_step_at_work, mesh
+            side = sides[impl]
+            run.set_rate(side.optimizer, step)
+            x, y, valid = run.batch(step)  # (B, T), all tokens
             if impl == "scratch":
-                x, y, step_fn, over = x[:, own], y[:, own], train_step, None  # (B, T/N)
-            with run.measure(impl, step, model, optimizer):
-                loss, norm = step_fn(model, optimizer, x, y, valid, args.clip, over)
-            run.log(impl, step, loss, norm, full_gradients, full_state_dict, model)
-        sent = {name: c["wire"] for name, c in run.ledger[run.impls[0]].collectives.items()}
-        run.textbook("wire all_reduce", "2 (N-1)/N b P", 2 * (n - 1) * b * total / n, sent.pop("all_reduce"))
-        formula, size = "L (N-1) S (4 b + 2 d), d bytes a dK", (n - 1) * LS * (4 * b + 2 * max(4, b))
-        if kind == Ulysses:
-            formula, size = "L 8 (N-1)/N S b", 8 * (n - 1) * LS * b / n
-        if args.impl != "torch":
-            run.textbook("wire of attention", formula, size, sum(sent.values()))
+                x = x[:, own]  # (B, T/cp)
+                y = y[:, own]
+            with run.measure(impl, step):
+                loss, norm = side.train_step(x, y, valid)
+            run.log(impl, step, loss, norm)
+        account(run, sides[run.impls[0]].model)
         return run.finish(total, total)
 
 
