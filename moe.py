@@ -38,7 +38,7 @@ import copy
 import math
 import sys
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -171,6 +171,19 @@ class Routing:
     sizes: list  # rows of each expert here, from all sources
     sizes_on_device: torch.Tensor  # (E/ep,) the same
 
+    @cached_property
+    def ends(self):
+        """Where each expert's rows end, once they are sorted: (E/ep,) int32."""
+        return self.sizes_on_device.cumsum(0).int()
+
+    @cached_property
+    def one_hot(self):
+        """(n, E/ep) of False and True: is the sorted row this expert's?"""
+        sizes = self.sizes_on_device
+        numbers = torch.arange(len(sizes), device=sizes.device)
+        expert_of_row = numbers.repeat_interleave(sizes, output_size=sum(self.sizes))
+        return expert_of_row.unsqueeze(1) == numbers
+
 
 def plan_routing(chosen, wanted, most, ep, balanced):
     """chosen: experts (N, K) -> Routing.
@@ -237,15 +250,10 @@ def linear_in_one_kernel(rows, weight, bias, routing):
     The bias is added by a matmul, whose backward is a matmul as well: it sums in fp32, and no two
     rows are added to the same number at a time, as they would be by an index_add.
     """
-    sizes = routing.sizes_on_device
-    ends = sizes.cumsum(0).int()
-    y = F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+    y = F.grouped_mm(rows, weight.transpose(1, 2), offs=routing.ends)
     if bias is None:
         return y
-    numbers = torch.arange(len(weight), device=rows.device)
-    expert_of_row = numbers.repeat_interleave(sizes, output_size=len(rows))
-    one_hot = expert_of_row.unsqueeze(1) == numbers  # (n, E/ep)
-    return torch.addmm(y, one_hot.to(y.dtype), bias)
+    return torch.addmm(y, routing.one_hot.to(y.dtype), bias)
 
 
 def linear_by_kind(rows, weight, bias, routing):
@@ -290,9 +298,7 @@ class Experts(nn.Module):
         if not linears:
             raise ValueError(f"Experts: {name} is empty, but each rank holds an expert or more")
         for linear in linears:
-            if type(linear) is not nn.Linear:
-                kind = type(linear).__name__
-                raise TypeError(f"Experts: {name} has a {kind}, but only nn.Linear can be stacked")
+            refuse_others(name, linear)
             if what_is_stacked(linear) != what_is_stacked(linears[0]):
                 raise ValueError(f"Experts: {name} has Linears of different shapes or types, with a"
                                  " bias and without, or trained and frozen: make them alike")
@@ -308,6 +314,17 @@ class Experts(nn.Module):
             gate = self.linear(rows, self.gate_weight, self.gate_bias, routing)
             hidden = self.activation(gate) * hidden
         return self.linear(hidden, self.down_weight, self.down_bias, routing)
+
+
+def refuse_others(name, linear):
+    """What has more to it than a weight and a bias would lose it when it is stacked."""
+    if type(linear) is not nn.Linear:
+        kind = type(linear).__name__
+        raise TypeError(f"Experts: {name} has a {kind}, but only nn.Linear can be stacked")
+    parameters = {kind for kind, _ in linear.named_parameters()}
+    if not parameters <= {"weight", "bias"} or linear._forward_pre_hooks or linear._forward_hooks:
+        raise TypeError(f"Experts: {name} has a Linear with hooks, or whose weight is made of other"
+                        " parameters: remove them (torch.nn.utils.parametrize, weight_norm) first")
 
 
 def what_is_stacked(linear):
@@ -362,7 +379,8 @@ class MoE(nn.Module):
     microbatches  the forwards, of equally many tokens, that make up a step. Its balancing loss is
                   the mean of theirs, each over the tokens of all ranks in that forward: when the
                   first goes backward, nobody knows what the last will choose
-    balanced      experts are taken to be chosen equally often, unread: for dry runs
+    balanced      for dry runs: no number is read from the device; all experts are taken to be
+                  chosen equally often
     exchange      the function that moves rows between ranks
     """
 

@@ -666,6 +666,8 @@ def check_refused():
         ("down is empty", lambda: moe.Experts(up=[nn.Linear(6, 8)], down=[])),
         ("as many Linears", lambda: experts(gate=[nn.Linear(6, 8)])),
         ("has a Conv1d", lambda: moe.Experts(up=[nn.Conv1d(1, 1, 1)], down=[nn.Linear(8, 6)])),
+        ("with hooks", lambda: moe.Experts(
+            up=[nn.utils.spectral_norm(nn.Linear(6, 8))], down=[nn.Linear(8, 6)])),
         ("make them alike", lambda: moe.Experts(
             up=[nn.Linear(6, 8), nn.Linear(6, 8, bias=False)], down=[nn.Linear(8, 6)] * 2)),
         ("make them alike", lambda: moe.Experts(
