@@ -45,7 +45,7 @@ from harness import checkpoint
 from harness.resharding import gather, layout, restore, sharded_state, whole_shape
 from pipeline_parallel import Pipeline, Stage
 from harness.timeline import bubble_rate, chunks, costs, in_flight, make_plans, simulate
-from tensor_parallel import CutSequence, WholeSequence, unshard, vocab_parallel_cross_entropy
+from tensor_parallel import CutSequence, WholeSequence, unshard, vocab_parallel_cross_entropy, whole
 from zero import ZeRO
 
 # ---- 1. the technique (copy this; it needs torch and the files it imports) ---
@@ -70,6 +70,7 @@ class Hybrid(nn.ModuleList):
         self.homes, self.mesh, self.ends, self.group = homes, mesh, ends, mesh.get_group("pp")
         self.names = {p: name for stage in stages[::-1] for name, p in stage.named_parameters()}
         self.tied = [p for p, name in self.names.items() if name in tied]
+        self.cuts = tensor_parallel.cuts(self)
 
     def optimize(self, zero, make_optimizer):
         """Over dp: blocks, and apart from them the edges, whose gradients wait for the sum of the tied ones."""
@@ -98,16 +99,16 @@ def sum_gradients(model):
     for part in model.zeros:
         part.sync = True
         part.reduce()  # over dp: partial -> replicated, --zero 1: sharded
-    whole = [grad for p, grad in model.gradients() if not hasattr(p, "tp_dim")]
-    if isinstance(model.tp, CutSequence) and whole:  # with ZeRO our chunk, and that of all tp ranks, may have none
-        tensor_parallel.sum_gradients(whole, model.tp)  # over tp, norms and row biases: partial -> replicated
+    uncut = [grad for p, grad in model.gradients() if p not in model.cuts]
+    if isinstance(model.tp, CutSequence):
+        tensor_parallel.sum_over_ranks(uncut, model.tp)  # over tp, norms and row biases: partial -> replicated
 
 
 def gradient_norm(model):
     """Every number of the model's gradient once: a rank brings its part of those that others hold as well."""
     squares, tied, copies = [], set(model.tied), 1 if model.zeros[0].stage else model.mesh["dp"].size()
     for p, grad in model.gradients():
-        holders = copies * (1 if hasattr(p, "tp_dim") else model.tp.size) * (1 + (p in tied))
+        holders = copies * (1 if p in model.cuts else model.tp.size) * (1 + (p in tied))
         norm = torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
         squares.append(norm.square() / holders)
     square = torch.stack(squares).sum()
@@ -122,7 +123,8 @@ def carve(model, mesh, ends, virtual, wrap=lambda stage: None):
     """-> this rank's stages of a model whose layers are cut already; wrap(stage) is called for each."""
     ranks, rank = mesh["pp"].size(), mesh.get_local_rank("pp")
     stages = [Stage(model, i, ranks * virtual) for i in range(ranks * virtual)]
-    homes = {name: (i % ranks, whole_shape(p)) for i, stage in enumerate(stages)
+    table = tensor_parallel.cuts(model)
+    homes = {name: (i % ranks, whole_shape(p, table.get(p))) for i, stage in enumerate(stages)
              for name, p in stage.state_dict(keep_vars=True).items()}
     for stage in stages[rank::ranks]:
         wrap(stage)
@@ -151,7 +153,7 @@ def parallelize(model, mesh, ends, plans, boundary, sp=False, zero=0, ckpt="none
 
 def full_state_dict(model):
     mine = {name: p for stage in model for name, p in stage.state_dict(keep_vars=True).items()}
-    return gather(model, {name: unshard(p, p, model.tp).detach() for name, p in mine.items()})
+    return gather(model, {name: whole(unshard(p, model.cuts.get(p), model.tp)).detach() for name, p in mine.items()})
 
 
 def full_gradients(model):
@@ -159,7 +161,7 @@ def full_gradients(model):
     for part in getattr(model, "zeros", ()):
         parameters = dict(part.module.named_parameters())
         mine |= {parameters[name]: grad for name, grad in zero.full_gradients(part).items()}  # over dp: -> replicated
-    found = gather(model, {model.names[p]: unshard(grad, p, model.tp) for p, grad in mine.items()})
+    found = gather(model, {model.names[p]: whole(unshard(grad, model.cuts.get(p), model.tp)) for p, grad in mine.items()})
     return {name: grad for name, grad in found.items() if name != "head.weight"}  # is tok.weight
 
 
@@ -233,7 +235,7 @@ def train_step_at_work(model, optimizer, x, y, valid, clip):
     for p in model.tied:
         dist.all_reduce(local(p.grad), group=model.ends)  # partial -> replicated
     counted = set(model.parameters()) - set(model.tied if model.mesh.get_local_rank("pp") else ())
-    square = unshard(nn.utils.get_total_norm([p.grad for p in counted]), None, None).square()
+    square = whole(nn.utils.get_total_norm([p.grad for p in counted])).square()
     dist.all_reduce(square, group=model.group)  # partial -> replicated
     scale = ((clip or float("inf")) / (square.sqrt() + 1e-6)).clamp(max=1)
     torch._foreach_mul_([local(p.grad) for p in model.parameters()], scale)
@@ -268,10 +270,10 @@ def account(run, model, plan, rows, own):
                  sum(ledger.memory[kind] for kind in ("parameters", "gradients", "optimizer")))
     if args.ckpt == "none" and args.schedule in ("gpipe", "1f1b") and (T > 1 or not first and not last):
         micro = L * (4 * x // t + 12 * x // T + 4 * b * N // t + w * H // T * N) + first * 9 * (N + S)
-        micro += last * (2 * (x + b * N) // t + (w * V + 9 + 4 * w) * N + w)
+        micro += last * (2 * (x + b * N) // t + (w * V + 9 + w) * N)
         run.textbook("activations", "kept x (L_s [(4/t + 12/T) b B' S C + 4 b B' S/t (norms) + w B' S H/T], first + "
                      "ids, last + logits)", int(in_flight(plan)) * micro, ledger.memory["activations"])
-    full, uncut = args.ckpt == "full", sum(grad.nbytes for p, grad in pairs if not hasattr(p, "tp_dim"))
+    full, uncut = args.ckpt == "full", sum(grad.nbytes for p, grad in pairs if p not in model.cuts)
     tp = M * (L * x * (10 + 3 * full if sp else 8 + 2 * full) + first * 2 * (x + b * S * C)
               + last * ((2 + sp) * x + 6 * w * N)) + sp * 2 * uncut
     hops, groups = sum((not stage.last) + (not stage.first) for stage in model) if mesh.size(0) > 1 else 0, {}

@@ -1,246 +1,919 @@
-"""Tensor parallelism: every matrix is cut across ranks, and with --sp so is the sequence between the matrices.
+"""Tensor parallelism: every matrix is cut across ranks, and with --sp so is the sequence outside.
 
-    rank 0   x - norm -f-> [ q k v ]_0 heads_0 [ out ]_0 -g-> + x - norm -f-> [ up ]_0 gelu [ down ]_0 -g-> + x
-    rank 1   x - norm -f-> [ q k v ]_1 heads_1 [ out ]_1 -g-> + x - norm -f-> [ up ]_1 gelu [ down ]_1 -g-> + x
+    rank 0   x - norm -f-> [qkv]_0 heads_0 [out]_0 -g-> + - norm -f-> [up]_0 gelu [down]_0 -g-> + x
+    rank 1   x - norm -f-> [qkv]_1 heads_1 [out]_1 -g-> + - norm -f-> [up]_1 gelu [down]_1 -g-> + x
 
-             f forward     f backward                   g forward         g backward    from g to f, x is
-             nothing       all-reduce                   all-reduce        nothing       whole on every rank
-    --sp     all-gather    all-gather, reduce-scatter   reduce-scatter    all-gather    cut along T
+             f forward    f backward                  g forward        g backward   outside, x is
+             nothing      all-reduce                  all-reduce       nothing      whole
+    --sp     all-gather   all-gather, reduce-scatter  reduce-scatter   all-gather   cut along T
 
-q, k, v, up are cut by columns, out and down by rows: a head meets attention and a column of up meets gelu alone, so f
-to g needs no exchange. The token embedding, also the head, is cut by vocabulary, and the loss is that of cut logits.
+Inside is from f to g. q, k, v and up are cut by columns, out and down by rows. A head needs no
+other head, and gelu takes one number at a time, so nothing is exchanged inside. The token
+embedding, which is also the head, is cut by vocabulary, and each rank makes its part of the logits.
 
-    on each rank, t ranks, in numbers               plain GPT      here               --sp
-    matrices, column biases, embeddings             12 C^2 L ..    1/t                1/t
-    norms, row biases                               (6 L + 2) C    whole              whole
-    a block keeps: x and its norm, twice            4 B T C        whole              1/t
-                   q, k, v, heads, up, gelu         12 B T C       1/t                1/t
-    a block sends, in 4 all-reduces                 -              8 B T C (t-1)/t
-                   6 all-gathers, 4 reduce-scatters -                                 10 B T C (t-1)/t
+    on each of tp ranks, in numbers               plain GPT     here               --sp
+    matrices, column biases, embeddings           12 C^2 L ..   1/tp               1/tp
+    norms, row biases                             (6 L + 2) C   whole              whole
+    a block keeps: x and its norm, twice          4 B T C       whole              1/tp
+                   q, k, v, heads, up, gelu       12 B T C      1/tp               1/tp
+    a block sends, in 4 all-reduces               -             8 B T C (tp-1)/tp
+              in 6 all-gathers, 4 reduce-scatters -                               10 B T C (tp-1)/tp
 
-Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3. Korthikanti et al. 2022, "Reducing Activation
-Recomputation in Large Transformer Models", arXiv:2205.05198, section 4.2.
+Shoeybi et al. 2019, "Megatron-LM", arXiv:1909.08053, section 3. Korthikanti et al. 2022, "Reducing
+Activation Recomputation in Large Transformer Models", arXiv:2205.05198, section 4.2.
 At work: torch.distributed.tensor.parallel.parallelize_module, loss_parallel (section 3 below).
 
     torchrun --standalone --nproc_per_node=2 tensor_parallel.py --sp
+
+Section 1 in your own code, where all ranks of `group` have the same batch:
+
+    tp = WholeSequence(group)  # or CutSequence(group), which is --sp
+    model = cut_model(model, tp, {"layers.*.up": ColumnLinear, "layers.*.down": RowLinear, ...})
+    (vocab_parallel_cross_entropy(model(x), y, vocabulary, group) / valid).backward()
+    sum_gradients(model, tp)
+    clip_gradients(model, gradient_norm(model, tp), 1.0)  # then optimizer.step()
 """
+import contextlib
+import fnmatch
 import math
 import sys
+from collections import namedtuple
 
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor.parallel as at_work
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.tensor import Replicate, Shard, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
-from common import Run, adamw, arguments, build, clip_gradients, loss_sum, require
+from common import Flag, Run, Side, adamw, arguments, loss_sum, require
+from harness.checkpoint import STATES, Piece, pieces_of
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+# ---- collectives that are under way, and the two ways to treat the sequence
+
+# renamed in torch 2.13
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+class Pending:
+    """A tensor that is being made, by a collective that may be under way: wait() returns it."""
+
+    def __init__(self, result, work=None, reads=None):
+        self.result = result  # what the collective writes
+        self.work = work  # torch's handle; None: there is nothing to wait for
+        self.reads = reads  # what the collective reads, which has to live until the wait
+
+    def wait(self):
+        """On a GPU this orders streams: the host goes on at once."""
+        if self.work is not None:
+            self.work.wait()
+        self.reads = None
+        return self.result
+
+
+class PendingGather(Pending):
+    """An all-gather of pieces of the sequence: wait() joins them."""
+
+    def wait(self):
+        pieces = super().wait()  # (tp, .., T/tp, C)
+        return pieces.movedim(0, -3).flatten(-3, -2)  # (.., T, C)
+
+
 class WholeSequence:
-    """From g to f, x is whole (Shoeybi 2019, fig. 3). gather and reduce return a function that waits for them."""
+    """Outside, x is whole on every rank of the group (Shoeybi 2019, fig. 3)."""
 
     def __init__(self, group=None):
-        self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+        self.group = group  # a ProcessGroup; None: all ranks
+        self.size = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.later = None  # a list while defer_weights is entered
+
+    def __deepcopy__(self, memo):
+        return self  # the copy of a model is cut over the same ranks
 
     def gather(self, x):
-        return lambda: x
+        """From outside to inside: the x that all ranks have -> the same."""
+        return Pending(x)
 
     def reduce(self, y):
-        work = dist.all_reduce(y, group=self.group, async_op=True)  # partial -> replicated, in place
-        return lambda: (work.wait(), y)[1]
+        """From inside to outside: summands y (.., T, C) -> their sum, in the memory of y."""
+        y = y.contiguous()
+        work = dist.all_reduce(y, group=self.group, async_op=True)  # partial -> replicated
+        return Pending(y, work)
+
+    def inside(self, p):
+        """A parameter that is whole on every rank but used inside -> the same, for use there.
+
+        Each rank makes a summand of its gradient. Here their sum is made at once, in backward.
+        """
+        return CopyToTP.apply(p, self)
+
+    @contextlib.contextmanager
+    def defer_weights(self, later):
+        """Forwards in here have a backward without the gradients of ColumnLinears' parameters.
+
+        It appends pairs to the list `later`, and torch.autograd.backward(*zip(*later)) makes them.
+        """
+        before = self.later
+        self.later = later
+        try:
+            yield
+        finally:
+            self.later = before
 
 
 class CutSequence(WholeSequence):
-    """From g to f, x is cut along T, and so are norms and residuals (Korthikanti 2022, fig. 5)."""
+    """Outside, x is cut along T, its second dim from the right (Korthikanti 2022, fig. 5).
+
+    So are the norms, residuals and dropout that work on it there.
+    """
 
     def gather(self, x):
-        x, parts = x.contiguous(), x.new_empty(self.size, *x.shape)  # (t, B, T/t, C)
-        work = all_gather(parts.flatten(0, 1), x, self.group, async_op=True)  # sharded(T) -> replicated
-        return lambda: (work.wait(), parts.transpose(0, 1).flatten(1, 2), x)[1]  # (B, T, C); x must live until then
+        """Pieces (.., T/tp, C) -> (.., T, C)."""
+        x = x.contiguous()
+        pieces = x.new_empty(self.size, *x.shape)
+        joined = pieces.flatten(0, 1)
+        work = all_gather(joined, x, self.group, async_op=True)  # sharded(T) -> replicated
+        return PendingGather(pieces, work, x)
 
     def reduce(self, y):
-        parts = y.unflatten(1, (self.size, -1)).transpose(0, 1).contiguous()  # (t, B, T/t, C)
-        x = torch.empty_like(parts[0])
-        work = reduce_scatter(x, parts.flatten(0, 1), group=self.group, async_op=True)  # partial -> sharded(T)
-        return lambda: (work.wait(), x, parts)[1]  # parts must live until then
+        """Summands (.., T, C) -> this rank's piece (.., T/tp, C) of their sum."""
+        if y.shape[-2] % self.size != 0:
+            raise ValueError(f"CutSequence: {y.shape[-2]} positions do not divide by {self.size} "
+                             "ranks. Take a multiple of it, or WholeSequence.")
+        pieces = y.unflatten(-2, (self.size, -1)).movedim(-3, 0).contiguous()  # (tp, .., T/tp, C)
+        x = torch.empty_like(pieces[0])
+        joined = pieces.flatten(0, 1)
+        work = reduce_scatter(x, joined, group=self.group, async_op=True)  # partial -> sharded(T)
+        return Pending(x, work, pieces)
+
+    def inside(self, p):
+        """Outside there are summands too: sum_gradients adds up all of them, at the end."""
+        return p
+
+
+# ---- f and g. Autograd does not see collectives: each function here states its own backward.
 
 
 class ColumnParallel(torch.autograd.Function):
-    """f, and the Linears that share it, cut by columns: x -> (B, T, out/t). Their backward hides f. No autocast."""
+    """f, and the Linears that share it, cut by columns: x -> (.., T, out/tp) of each.
+
+    They are one function for the sake of backward, where the collectives of f are hidden behind
+    other work: the gather of x behind dx, and the sum of dx behind the gradients of the weights.
+    """
 
     @staticmethod
-    def forward(ctx, x, tp, *weights_and_biases):
-        ctx.tp, weights, biases = tp, weights_and_biases[::2], weights_and_biases[1::2]
-        ctx.save_for_backward(x, *weights)  # x as it came: gathered, it would be t times as large
-        x = tp.gather(x)()  # sharded(T) -> replicated
-        return tuple(F.linear(x, w, b) for w, b in zip(weights, biases))
+    def forward(ctx, x, tp, *parameters):
+        """parameters: all weights, then as many biases, each of which may be None."""
+        weights, biases = in_halves(parameters)
+        ctx.tp = tp
+        ctx.later = tp.later
+        ctx.save_for_backward(x, *parameters)  # x as it came: gathered, it is tp times as large
+        x = tp.gather(x).wait()  # sharded(T) -> replicated
+        return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases))
 
     @staticmethod
     def backward(ctx, *dys):
-        x, *weights = ctx.saved_tensors
-        gathered = ctx.tp.gather(x)  # sharded(T) -> replicated, behind dx
-        shape, dys = dys[0].shape[:2], [dy.flatten(0, 1) for dy in dys]
-        dx = dys[0] @ weights[0]
-        for dy, weight in zip(dys[1:], weights[1:]):
-            dx.addmm_(dy, weight)
-        reduced = ctx.tp.reduce(dx.unflatten(0, shape))  # partial -> as x is, behind the other gradients
-        x, biased = gathered().flatten(0, 1), ctx.needs_input_grad[3::2]  # of x, tp, w, b, w, b, ..
-        gradients = [g for dy, b in zip(dys, biased) for g in (dy.t() @ x, dy.sum(0) if b else None)]
-        return reduced(), None, *gradients
+        x, *parameters = ctx.saved_tensors
+        weights, _ = in_halves(parameters)
+        trained = any(ctx.needs_input_grad[2:])
+        make_now = trained and ctx.later is None
+        dx = None
+        gradients = [None] * len(parameters)
+        if make_now:
+            gathering = ctx.tp.gather(x)  # sharded(T) -> replicated, behind dx
+        if ctx.needs_input_grad[0]:
+            dx = input_gradient(dys, weights)
+            reducing = ctx.tp.reduce(dx)  # partial -> as x is, behind the gradients of the weights
+        if make_now:
+            gradients = weight_gradients(gathering.wait(), dys, ctx.needs_input_grad[2:])
+        elif trained:
+            with torch.enable_grad():
+                root = DeferredWeights.apply(ctx.tp, x.detach(), dys, *parameters)
+            ctx.later.append((root, None))
+        if ctx.needs_input_grad[0]:
+            dx = reducing.wait()
+        return dx, None, *gradients
+
+
+class DeferredWeights(torch.autograd.Function):
+    """The gradients of ColumnParallel's parameters, later: backward of this root makes them.
+
+    Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241, section 2, call it W.
+    """
+
+    @staticmethod
+    def forward(ctx, tp, x, dys, *parameters):
+        ctx.tp = tp
+        ctx.save_for_backward(x, *dys)
+        return x.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, _):
+        x, *dys = ctx.saved_tensors
+        x = ctx.tp.gather(x).wait()  # sharded(T) -> replicated
+        return None, None, None, *weight_gradients(x, dys, ctx.needs_input_grad[3:])
+
+
+def in_halves(items):
+    half = len(items) // 2
+    return items[:half], items[half:]
+
+
+def input_gradient(dys, weights):
+    """This rank's summand of dx: the sum of dy A^T over the Linears that share f."""
+    first, *others = [dy.flatten(0, -2) for dy in dys]  # (N, out/tp)
+    dx = first @ weights[0]
+    for dy, weight in zip(others, weights[1:]):
+        dx.addmm_(dy, weight)
+    return dx.unflatten(0, dys[0].shape[:-1])  # (.., T, C)
+
+
+def weight_gradients(x, dys, needed):
+    """x (.., T, C) -> the gradients of all weights, then of all biases, None if not needed."""
+    x = x.flatten(0, -2)  # (N, C)
+    of_weights = []
+    of_biases = []
+    for dy, weight_needed, bias_needed in zip(dys, *in_halves(needed)):
+        dy = dy.flatten(0, -2)  # (N, out/tp)
+        of_weights.append(dy.t() @ x if weight_needed else None)
+        of_biases.append(dy.sum(0) if bias_needed else None)
+    return of_weights + of_biases
 
 
 class ReduceFromTP(torch.autograd.Function):
-    """g: partial sums y (B, T, C) -> x, in the memory of y, which nobody may need, nor the backward of what made y."""
+    """g: summands y (.., T, C) -> x.
+
+    WholeSequence writes the sum into the memory of y. So the caller may not read y afterwards, nor
+    may the backward of what made y. That of a matmul does not.
+    """
 
     @staticmethod
     def forward(ctx, y, tp):
         ctx.tp = tp
-        return tp.reduce(y.detach())()  # partial -> replicated, or sharded(T)
+        return tp.reduce(y.detach()).wait()  # partial -> replicated, or sharded(T)
 
     @staticmethod
     def backward(ctx, dx):
-        return ctx.tp.gather(dx)(), None  # as x is -> replicated
+        return ctx.tp.gather(dx).wait(), None  # as x is -> replicated
 
 
-def cut(forward, dim, tp, *modules):
-    """Cut plain modules where they stand, padded with zeros until they divide, and give them a forward from below."""
-    for module in modules:
-        for name, p in list(module.named_parameters(recurse=False)):
-            if dim < p.dim():  # a bias has no dim 1: it stays whole
-                padded = F.pad(p.detach(), [0, 0] * (p.dim() - 1 - dim) + [0, -p.shape[dim] % tp.size])
-                part = nn.Parameter(padded.chunk(tp.size, dim)[tp.rank].clone(), p.requires_grad)
-                part.tp_dim, part.tp_whole = dim, p.shape[dim]
-                setattr(module, name, part)
-        module.tp, module.__class__ = tp, type(forward.__name__, (type(module),), {"forward": forward})
+class CopyToTP(torch.autograd.Function):
+    """f alone, without Linears and where nothing is cut along T."""
+
+    @staticmethod
+    def forward(ctx, x, tp):
+        ctx.tp = tp
+        ctx.set_materialize_grads(False)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dx):
+        if dx is None:
+            return None, None
+        return ctx.tp.reduce(dx.clone()).wait(), None  # partial -> replicated
 
 
-def unshard(t, p, tp):
-    """p whole again, or t which is cut like p, such as its gradient. What was not cut stays as it is."""
-    if not hasattr(p, "tp_dim"):
-        return t.full_tensor() if hasattr(t, "full_tensor") else t  # torch's DTensors (section 3) have their own
-    parts = [torch.empty_like(t) for _ in range(tp.size)]
-    dist.all_gather(parts, t.detach(), group=tp.group)  # sharded -> replicated
-    return torch.cat(parts, p.tp_dim).narrow(p.tp_dim, 0, p.tp_whole)
+# ---- pieces of parameters
+
+# dim: along which a parameter is cut. whole: its size there in the plain model.
+Cut = namedtuple("Cut", "dim whole")
 
 
-def column_linear(self, x):
-    """f, and a Linear cut by columns, dim 0 of its weight, which is transposed: x -> (B, T, out/t)"""
-    return ColumnParallel.apply(x, self.tp, self.weight, self.bias)[0]
+def extent(cut, tp):
+    """Which rows (dim 0) or columns (dim 1) of the plain parameter this rank has -> a range.
+
+    All ranks have equally many but the last ones, which may have fewer, or none.
+    """
+    each = math.ceil(cut.whole / tp.size)
+    first = min(tp.rank * each, cut.whole)
+    end = min(first + each, cut.whole)
+    return range(first, end)
 
 
-def row_linear(self, y):
-    """A Linear cut by rows, dim 1, and g: (B, T, in/t) -> x. The bias is added once, to the sum."""
-    return ReduceFromTP.apply(F.linear(y, self.weight), self.tp) + self.bias
+def shard(t, cut, tp):
+    """A whole tensor -> this rank's piece, filled up with zeros to the size of the first rank's."""
+    mine = extent(cut, tp)
+    sizes = list(t.shape)
+    sizes[cut.dim] = math.ceil(cut.whole / tp.size)
+    piece = t.new_zeros(sizes)
+    piece.narrow(cut.dim, 0, len(mine)).copy_(t.narrow(cut.dim, mine.start, len(mine)))
+    return piece
 
 
-def attention(self, x):
-    """x -> x with column_linears q, k, v, which share one f, a row_linear out, a head_dim, and attend."""
-    qkv = ColumnParallel.apply(x, self.tp, *(p for m in (self.q, self.k, self.v) for p in (m.weight, m.bias)))
-    q, k, v = (y.unflatten(2, (-1, self.head_dim)).transpose(1, 2) for y in qkv)  # (B, H/t, T, D)
-    return self.out(self.attend(q, k, v).transpose(1, 2).flatten(2))
+def unshard(t, cut, tp):
+    """A piece -> the whole tensor, on every rank. Without a cut (None) it is whole already."""
+    if cut is None:
+        return t
+    pieces = [torch.empty_like(t) for _ in range(tp.size)]
+    dist.all_gather(pieces, t.detach().contiguous(), group=tp.group)  # sharded -> replicated
+    return torch.cat(pieces, cut.dim).narrow(cut.dim, 0, cut.whole)
 
 
-def embedding(self, idx):
-    """An Embedding cut by rows, dim 0, and g: (B, T) or (T,) -> x"""
-    idx = idx.view(-1, idx.shape[-1]) - self.tp.rank * len(self.weight)
-    others = (idx < 0) | (idx >= len(self.weight))
-    y = F.embedding(idx.masked_fill(others, 0), self.weight).masked_fill(others.unsqueeze(-1), 0)
-    return ReduceFromTP.apply(y, self.tp)
+def without_padding(p, cut, tp):
+    """A piece without the zeros that it is filled up with.
+
+    Nothing is computed with them: an activation that is not 0 at 0 would give them a gradient.
+    """
+    count = len(extent(cut, tp))
+    if count == p.shape[cut.dim]:
+        return p
+    return p.narrow(cut.dim, 0, count)
+
+
+def cuts(model):
+    """-> {parameter: Cut} of those that are cut, in any module that contains modules from below."""
+    found = {}
+    for module in model.modules():
+        if isinstance(module, CutModule):
+            for name, cut in module.cuts.items():
+                found[getattr(module, name)] = cut
+    return found
+
+
+def cast_as_autocast(*tensors):
+    """Operands of a Linear, cast as torch.autocast would cast them where it is on.
+
+    It does not reach into the backward of an autograd.Function, so that is done outside of it.
+    """
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]
+
+
+# ---- modules, built from plain ones whose weights they slice
+
+
+class CutModule(nn.Module):
+    """Stands in the place of a plain module, with pieces of its parameters under the same names."""
+
+    kind = None  # the plain class, whose forward is known
+
+    def __init__(self, plain, tp):
+        super().__init__()
+        made = not isinstance(plain.weight, nn.Parameter)  # by weight_norm or a parametrization
+        hooked = plain._forward_hooks or plain._forward_pre_hooks
+        if type(plain).forward is not self.kind.forward or made or hooked:
+            raise TypeError(f"{type(self).__name__} replaces an nn.{self.kind.__name__}, but this "
+                            f"{type(plain).__name__} has a forward, hooks or a weight of its own. "
+                            "Cut the model before you change it so, or leave this module out.")
+        self.tp = tp  # WholeSequence or CutSequence
+        self.cuts = {}  # {name of a parameter: Cut} of those that are cut
+        self.register_parameter("weight", None)  # this rank's piece, padded, or the whole
+        self.register_parameter("bias", None)  # likewise; None where the plain module has none
+
+    def cut(self, name, p, dim):
+        """Keep this rank's piece of the plain module's parameter p under its name."""
+        self.cuts[name] = Cut(dim, p.shape[dim])
+        piece = shard(p.detach(), self.cuts[name], self.tp)
+        setattr(self, name, nn.Parameter(piece, p.requires_grad))
+
+    def own(self, name):
+        """A parameter of this name without padding, or None."""
+        p = getattr(self, name)
+        if p is None:
+            return None
+        return without_padding(p, self.cuts[name], self.tp)
+
+
+class ColumnLinear(CutModule):
+    """f, and a Linear cut by columns: x -> (.., T, out/tp).
+
+    Of A in Y = X A each rank has columns. nn.Linear stores A transposed: they are rows of weight,
+    dim 0. Where x is cut along T, the result is not: a forward that needs T takes it from there.
+    """
+
+    kind = nn.Linear
+
+    def __init__(self, linear, tp):
+        super().__init__(linear, tp)
+        self.cut("weight", linear.weight, 0)
+        if linear.bias is not None:
+            self.cut("bias", linear.bias, 0)
+
+    def operands(self):
+        """-> weight and bias as this rank multiplies and adds them."""
+        return self.own("weight"), self.own("bias")
+
+    def forward(self, x):
+        return columns(x, self)[0]
+
+
+def columns(x, *linears):
+    """ColumnLinears that read the same x, with one f for all -> a tuple of what each returns.
+
+    Called one by one they are as right, but each sends for an f of its own.
+    """
+    weights = []
+    biases = []
+    for linear in linears:
+        weight, bias = linear.operands()
+        weights.append(weight)
+        biases.append(bias)
+    x, *parameters = cast_as_autocast(x, *weights, *biases)
+    return ColumnParallel.apply(x, linears[0].tp, *parameters)
+
+
+class SharedHeadLinear(ColumnLinear):
+    """A Linear that makes fewer heads than there are ranks: k or v, of grouped queries.
+
+    It is whole on every rank, and a rank makes the one head that its heads of q share.
+    """
+
+    def __init__(self, linear, tp, heads):
+        CutModule.__init__(self, linear, tp)
+        self.weight = linear.weight
+        self.bias = linear.bias
+        head_dim = linear.out_features // heads
+        head = tp.rank * heads // tp.size
+        self.rows = slice(head * head_dim, (head + 1) * head_dim)  # of weight: this rank's head
+
+    def operands(self):
+        weight = self.tp.inside(self.weight)[self.rows]
+        if self.bias is None:
+            return weight, None
+        return weight, self.tp.inside(self.bias)[self.rows]
+
+
+def key_value_linear(heads):
+    """For a plan: the kind of a Linear that makes this many heads of k or v, all ranks together.
+
+    They are shared out over the ranks, or each is shared by several ranks. A rank has fewer heads
+    of k and v than of q, as F.scaled_dot_product_attention(.., enable_gqa=True) takes them.
+    """
+
+    def kind(linear, tp):
+        if heads % tp.size == 0:
+            return ColumnLinear(linear, tp)
+        if tp.size % heads == 0:
+            return SharedHeadLinear(linear, tp, heads)
+        raise ValueError(f"{heads} heads of k and v on {tp.size} ranks: one number has to be a "
+                         "multiple of the other. Take another number of ranks.")
+
+    return kind
+
+
+class RowLinear(CutModule):
+    """A Linear cut by rows, and g: (.., T, in/tp) -> x.
+
+    A row of A is a column of weight, dim 1. The bias is whole, and added once, to the sum.
+    """
+
+    kind = nn.Linear
+
+    def __init__(self, linear, tp):
+        super().__init__(linear, tp)
+        self.cut("weight", linear.weight, 1)
+        self.bias = linear.bias
+
+    def forward(self, y):
+        y = F.linear(y, self.own("weight"))  # a summand
+        x = ReduceFromTP.apply(y, self.tp)  # partial -> replicated, or sharded(T)
+        if self.bias is None:
+            return x
+        return x + self.bias.to(x.dtype)
+
+
+class VocabEmbedding(CutModule):
+    """An Embedding cut by its rows, dim 0, and g: token ids (.., T) -> x."""
+
+    kind = nn.Embedding
+
+    def __init__(self, embedding, tp):
+        super().__init__(embedding, tp)
+        if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
+            raise ValueError("VocabEmbedding has no max_norm, scale_grad_by_freq or sparse: "
+                             "turn them off.")
+        self.cut("weight", embedding.weight, 0)
+        self.ids = extent(self.cuts["weight"], tp)  # the token ids whose rows are here
+        self.padding_idx = None  # which row here gets no gradient
+        if embedding.padding_idx in self.ids:
+            self.padding_idx = embedding.padding_idx - self.ids.start
+
+    def forward(self, ids):
+        here = (ids >= self.ids.start) & (ids < self.ids.stop)
+        exists = (ids >= 0) & (ids < self.cuts["weight"].whole)
+        row = (ids - self.ids.start).masked_fill(~here, 0)
+        row = row.masked_fill(~exists, len(self.weight))  # F.embedding raises
+        y = F.embedding(row, self.weight, self.padding_idx)  # (.., T, C)
+        y = y.masked_fill(~here.unsqueeze(-1), 0)  # a summand: others have the other tokens
+        return ReduceFromTP.apply(y, self.tp)  # partial -> replicated, or sharded(T)
+
+
+class Inside(nn.Module):
+    """A module that stays whole although it stands inside, such as a norm of each head's q.
+
+    A rank uses it for its own heads only, so autograd makes a summand of its gradient there.
+    """
+
+    def __init__(self, module, tp):
+        super().__init__()
+        if next(module.buffers(), None) is not None or next(module.children(), None) is not None:
+            raise TypeError(f"Inside is for modules that have parameters and nothing else, "
+                            f"which {type(module).__name__} is not. Write out what it does.")
+        self.tp = tp
+        self.plain = [module]  # in a list, so that it is no child and names stay as they were
+        for name, p in module.named_parameters():
+            self.register_parameter(name, p)
+
+    def forward(self, *inputs):
+        parameters = {name: self.tp.inside(p) for name, p in self.named_parameters()}
+        return torch.func.functional_call(self.plain[0], parameters, inputs)
+
+
+def outside(module, tp):
+    """For a plan: this module stands outside, and stays as it is."""
+    return module
+
+
+class InsideDropout(nn.Module):
+    """Dropout of what is cut: each rank draws a mask of its own (Shoeybi 2019, appendix B.2).
+
+    Its seed comes from the CPU's default generator, which stays the same on all ranks. So if torch
+    restores that generator to run a checkpointed forward again, the mask is the same again.
+    """
+
+    def __init__(self, dropout, tp):
+        super().__init__()
+        self.tp = tp
+        self.rate = dropout.p  # how much is dropped
+
+    def mask_number(self):
+        """Ranks with the same number draw the same mask."""
+        return self.tp.rank
+
+    def forward(self, x):
+        if not self.training:
+            return x
+        seed = torch.randint(2 ** 48, (), device="cpu").item() + self.mask_number()
+        rng = torch.Generator(x.device).manual_seed(seed)
+        keep = torch.empty_like(x).bernoulli_(1 - self.rate, generator=rng)
+        return x * keep / (1 - self.rate)
+
+
+class OutsideDropout(InsideDropout):
+    """Dropout outside: of a whole x all ranks drop the same, of a cut one each its own."""
+
+    def mask_number(self):
+        if isinstance(self.tp, CutSequence):
+            return self.tp.rank
+        return 0
+
+
+# ---- a whole model
+
+
+def cut_model(model, tp, plan):
+    """Put cut modules in the place of plain ones -> the model.
+
+    plan: {pattern: kind}. A pattern is the name of modules, with * for any part between dots. A
+    kind is a class or function of this section; kind(plain module, tp) takes the module's place.
+    Parameters keep their names and ties. All ranks of the group call this with the same weights.
+    What cannot be right is a ValueError or TypeError that says what to do, with one exception:
+    dropout that is neither a module nor a number in one (F.dropout(x, 0.1)) cannot be seen.
+    """
+    ties = tied_names(model)
+    replaced = replace_modules(model, tp, plan)
+    for first, other in ties:
+        tie(model, first, other)
+    refuse_dropout(model)
+    refuse_unnamed(model, replaced)
+    compare_ranks(model, tp)
+    return model
+
+
+def tied_names(model):
+    """-> pairs of names of one parameter."""
+    first = {}
+    pairs = []
+    for name, p in model.named_parameters(remove_duplicate=False):
+        if p in first:
+            pairs.append((first[p], name))
+        else:
+            first[p] = name
+    return pairs
+
+
+def replace_modules(model, tp, plan):
+    """-> the names of the modules that the plan has replaced."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    replaced = {}  # {plain module: the one in its place}, one that has several names only once
+    found = []
+    for pattern, kind in plan.items():
+        matching = [name for name in modules if matches(name, pattern)]
+        if not matching:
+            raise ValueError(f"No module of this model is called {pattern}, as the plan has it.")
+        for name in matching:
+            plain = modules[name]
+            if plain not in replaced:
+                replaced[plain] = kind(plain, tp)
+            model.set_submodule(name, replaced[plain])
+        found += matching
+    return found
+
+
+def matches(name, pattern):
+    parts = name.split(".")
+    patterns = pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatch.fnmatchcase, parts, patterns))
+
+
+def tie(model, first, other):
+    """Two names that were one parameter's become one parameter's again."""
+    one = model.get_parameter(first)
+    two = model.get_parameter(other)
+    table = cuts(model)
+    if table.get(one) != table.get(two):
+        raise ValueError(f"{first} and {other} are one parameter: let the plan cut both, along the "
+                         "same dim, or none of them.")
+    module, _, name = other.rpartition(".")
+    setattr(model.get_submodule(module), name, one)
+
+
+def refuse_dropout(model):
+    """A mask that is drawn by each rank for itself would let copies drift apart."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            raise ValueError(f"{name} drops {module.p}: set it to 0 or name it in the plan, as "
+                             "InsideDropout between a ColumnLinear and a RowLinear, else as "
+                             "OutsideDropout.")
+        for attribute, value in vars(module).items():
+            if "drop" in attribute and isinstance(value, float) and value > 0:
+                raise ValueError(f"{name}.{attribute} is {value}: dropout that is no module cannot "
+                                 "be given the right masks. Set it to 0, or use an nn.Dropout.")
+
+
+def refuse_unnamed(model, named):
+    """Beside a ColumnLinear and a RowLinear, what is not cut may stand inside or outside.
+
+    The forward of the module that has them decides, and nobody can look into it: the plan says it.
+    """
+    for parent_name, parent in model.named_modules():
+        kinds = {type(child) for child in parent.children()}
+        if not (ColumnLinear in kinds and RowLinear in kinds):
+            continue
+        for name, _ in parent.named_parameters():
+            owner, _, _ = name.rpartition(".")
+            full_name = f"{parent_name}.{owner}".strip(".")
+            if full_name not in named and not isinstance(parent.get_submodule(owner), CutModule):
+                raise ValueError(f"{full_name or 'The model'} has parameters next to cut Linears. "
+                                 "Name it in the plan: Inside, if its forward is used between "
+                                 "them, else outside.")
+
+
+def compare_ranks(model, tp):
+    """Raise if ranks differ in what stays whole, or in the random numbers that dropout uses."""
+    if dist.get_backend(tp.group) == "fake":
+        return  # a dry run has no other ranks
+    table = cuts(model)
+    whole = {name: t for name, t in model.state_dict(keep_vars=True).items() if t not in table}
+    if any(isinstance(module, InsideDropout) for module in model.modules()):
+        state = torch.get_rng_state().to(next(model.parameters()).device)
+        whole["The state of torch's default generator, which dropout uses,"] = state
+    differs = []
+    for t in whole.values():
+        mine = t.detach().contiguous().flatten().view(torch.uint8)
+        first = mine.clone()
+        dist.broadcast(first, group=tp.group, group_src=0)  # rank 0's -> replicated
+        differs.append((mine != first).any())
+    differs = torch.stack(differs).int()
+    dist.all_reduce(differs, dist.ReduceOp.MAX, group=tp.group)  # each its own -> replicated
+    for name, differ in zip(whole, differs.tolist()):
+        if differ:
+            raise ValueError(f"{name} is not the same on all ranks that share a model. Load the "
+                             "same weights on all, or draw them after the same torch.manual_seed.")
+
+
+# ---- the loss of cut logits
+
+
+class VocabParallelCrossEntropy(torch.autograd.Function):
+    """logits (N, V/tp), and of each target its column here or -1 -> the loss of each of N tokens.
+
+    In backward each rank makes its columns of the softmax, whose denominator all of them know.
+    """
+
+    @staticmethod
+    def forward(ctx, logits, column, group):
+        denominator = logits.logsumexp(1)  # (N,), its logarithm; -inf where no column is here
+        highest = denominator.clone()
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group)  # each its own -> replicated
+        chosen = -F.nll_loss(logits, column, ignore_index=-1, reduction="none")  # 0: another rank's
+        sums = torch.stack([(denominator - highest).exp(), chosen])  # (2, N)
+        dist.all_reduce(sums, group=group)  # partial -> replicated
+        denominator = sums[0].log() + highest
+        ctx.save_for_backward(logits, column, denominator)
+        return denominator - sums[1]
+
+    @staticmethod
+    def backward(ctx, dloss):  # (N,)
+        logits, column, denominator = ctx.saved_tensors
+        dlogits = (logits - denominator.unsqueeze(1)).exp_()  # softmax
+        if dlogits.shape[1] > 0:
+            here = (column >= 0).to(logits.dtype)  # (N,)
+            dlogits.scatter_add_(1, column.clamp(min=0).unsqueeze(1), -here.unsqueeze(1))
+        return dlogits.mul_(dloss.unsqueeze(1)), None, None
 
 
 def vocab_parallel_cross_entropy(logits, targets, vocab, group=None, ignore_index=-100):
-    """Logits (.., V/t), targets (..) -> the sum of losses, on every rank. It sends three numbers per token."""
-    tp, logits, targets = WholeSequence(group), logits.flatten(0, -2), targets.flatten()  # (N, V/t), (N,)
-    logits = logits.float() if logits.dtype.itemsize == 2 else logits
-    start, end = (min(i * logits.shape[1], vocab) for i in (tp.rank, tp.rank + 1))
-    logits = logits[:, :end - start]  # the rest is the vocabulary's padding
-    mine = (targets - start).masked_fill((targets < start) | (targets >= end), -1)
-    chosen = -F.nll_loss(logits, mine, ignore_index=-1, reduction="none")  # 0 if the target is another rank's
-    lse = logits.logsumexp(1)
-    highest = lse.detach().clone()
-    dist.all_reduce(highest, dist.ReduceOp.MAX, group)  # each rank's own -> replicated
-    total, chosen = ReduceFromTP.apply(torch.stack([(lse - highest).exp(), chosen]), tp)  # partial -> replicated
-    return (total.log() + highest - chosen).masked_fill(targets == ignore_index, 0).sum()
+    """This rank's logits (.., V/tp), targets (..) -> the sum of token losses, on every rank.
+
+    It is made in fp32 or better, and three numbers per token are sent. vocab is V. A target that is
+    out of range raises as in F.cross_entropy: IndexError, or on a GPU an assertion on the device.
+    """
+    mine = extent(Cut(0, vocab), WholeSequence(group))
+    if logits.shape[-1] < len(mine):
+        raise ValueError(f"{logits.shape[-1]} columns of logits: of {vocab} this rank should have "
+                         f"{len(mine)}. Is vocab the size of the plain head?")
+    logits = logits.flatten(0, -2)[:, :len(mine)]  # (N, V/tp)
+    if logits.dtype.itemsize == 2:
+        logits = logits.float()
+    targets = targets.flatten()  # (N,)
+    ignored = targets == ignore_index
+    exists = (targets >= 0) & (targets < vocab)
+    here = (targets >= mine.start) & (targets < mine.stop) & ~ignored
+    column = (targets - mine.start).masked_fill(~here, -1)
+    column = column.masked_fill(~(exists | ignored), vocab)  # nll_loss raises
+    losses = VocabParallelCrossEntropy.apply(logits, column, group)  # replicated
+    return losses.masked_fill(ignored, 0).sum()
 
 
-def sum_gradients(gradients, tp):
-    """After backward, where x was cut: those of norms and row biases have seen this rank's positions only."""
-    flat = torch.cat([grad.flatten() for grad in gradients])
+# ---- after backward: sums over ranks, norm, clipping, gathering
+
+
+def partial_parameters(model, tp):
+    """-> the parameters of whose gradient each rank has a summand after backward.
+
+    Where x is cut along T these are all that are whole: norms and row biases have seen this rank's
+    positions only.
+    """
+    if not isinstance(tp, CutSequence):
+        return []
+    table = cuts(model)
+    return [p for p in model.parameters() if p not in table]
+
+
+def sum_over_ranks(tensors, tp):
+    """Sum each tensor over the ranks, in its place, by one all-reduce for all of them."""
+    if not tensors:
+        return
+    flat = torch.cat([t.flatten() for t in tensors])
     dist.all_reduce(flat, group=tp.group)  # partial -> replicated
-    for grad, total in zip(gradients, flat.split([grad.numel() for grad in gradients])):
-        grad.copy_(total.view_as(grad))
+    sizes = [t.numel() for t in tensors]
+    sums = [total.view_as(t) for t, total in zip(tensors, flat.split(sizes))]
+    torch._foreach_copy_(tensors, sums)
 
 
-def squared_norm(parameters, tp):
-    """Of the whole model's gradient: sharded ones are summed over ranks, replicated ones counted once."""
-    sharded, whole = ([p.grad for p in parameters if hasattr(p, "tp_dim") is yes] for yes in (True, False))
-    square = nn.utils.get_total_norm(sharded).square()
+def sum_gradients(model, tp):
+    """After backward, of one micro-batch or several: sums over ranks what are still summands."""
+    gradients = [p.grad for p in partial_parameters(model, tp) if p.grad is not None]
+    sum_over_ranks(gradients, tp)  # partial -> replicated
+
+
+def gradient_norm(model, tp):
+    """Of the whole model's gradient: cut ones are summed over ranks, whole ones counted once."""
+    table = cuts(model)
+    cut = []
+    whole = []
+    for p in model.parameters():
+        if p.grad is None:
+            continue
+        if p in table:
+            cut.append(p.grad)
+        else:
+            whole.append(p.grad)
+    one = next(model.parameters())
+    square = squared_norm(cut, one)
     dist.all_reduce(square, group=tp.group)  # partial -> replicated
-    return square + nn.utils.get_total_norm(whole).square()
+    square = square + squared_norm(whole, one)
+    return square.sqrt()
+
+
+def squared_norm(tensors, like):
+    if not tensors:
+        return like.new_zeros(())
+    return nn.utils.get_total_norm(tensors).square()
+
+
+def clip_gradients(model, norm, clip):
+    """Scale gradients of this norm to at most clip (0: any). If it is inf or nan they stay."""
+    limit = clip or math.inf
+    nn.utils.clip_grads_with_norm_(model.parameters(), limit, norm.nan_to_num(0, posinf=0))
+
+
+def full_state_dict(model, tp):
+    """The plain model's state_dict, on every rank."""
+    table = cuts(model)
+    state = model.state_dict(keep_vars=True)
+    return {name: unshard(t, table.get(t), tp).detach() for name, t in state.items()}
+
+
+def full_gradients(model, tp):
+    """-> {the plain model's name: whole gradient} of parameters that have one, on every rank."""
+    table = cuts(model)
+    trained = {name: p for name, p in model.named_parameters() if p.grad is not None}
+    return {name: unshard(p.grad, table.get(p), tp) for name, p in trained.items()}
 
 
 # ---- 2. the toy GPT, parallelized --------------------------------------------
 
 
-def parallelize(model, tp):
-    """GPT.forward stays as it is, but gives (B, T, V/t)."""
-    for attn, mlp in ((block.attn, block.mlp) for block in model.blocks):
-        cut(column_linear, 0, tp, attn.q, attn.k, attn.v, mlp.up)  # q, k, v are not called: attention has one f for all
-        cut(row_linear, 1, tp, attn.out, mlp.down)
-        cut(attention, 0, tp, attn)
-    cut(embedding, 0, tp, model.tok, model.pos)
-    cut(column_linear, 0, tp, model.head)
-    model.head.weight = model.tok.weight
-    return model
+class TPAttention(nn.Module):
+    """The toy GPT's attention on this rank's heads, with one f for q, k and v."""
+
+    def __init__(self, attention, tp):
+        super().__init__()
+        self.head_dim = attention.head_dim
+        heads = attention.q.out_features // self.head_dim
+        if heads % tp.size != 0:
+            raise ValueError(f"{heads} heads do not divide over {tp.size} ranks: take a multiple.")
+        self.q = ColumnLinear(attention.q, tp)
+        self.k = ColumnLinear(attention.k, tp)
+        self.v = ColumnLinear(attention.v, tp)
+        self.out = RowLinear(attention.out, tp)
+        self.attend = attention.attend  # three (B, H/tp, T, D) -> one, can be exchanged
+
+    def forward(self, x):  # as it is outside -> as it is outside
+        q, k, v = [y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, H/tp, T, D)
+                   for y in columns(x, self.q, self.k, self.v)]
+        y = self.attend(q, k, v)
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
-def full_state_dict(model, tp):
-    return {name: unshard(p, p, tp).detach() for name, p in model.state_dict(keep_vars=True).items()}
+EMBEDDINGS = {"tok": VocabEmbedding, "pos": VocabEmbedding, "head": ColumnLinear}
+ATTENTION = {"blocks.*.attn": TPAttention}
+MLP = {"blocks.*.mlp.up": ColumnLinear, "blocks.*.mlp.down": RowLinear}
+PLAN = {**EMBEDDINGS, **ATTENTION, **MLP}
 
 
-def full_gradients(model, tp):
-    return {name: unshard(p.grad, p, tp) for name, p in model.named_parameters()}
+def parallelize(model, tp, plan=PLAN):
+    """GPT.forward stays as it is, but returns (B, T, V/tp)."""
+    return cut_model(model, tp, plan)
+
+
+def vocabulary(model):
+    return model.tok.cuts["weight"].whole
 
 
 def train_step(model, optimizer, x, y, valid, clip, tp):
     """x, y: the whole batch (B, T), on every rank -> the loss and gradient norm, on every rank."""
     optimizer.zero_grad()
-    loss = vocab_parallel_cross_entropy(model(x), y, model.tok.weight.tp_whole, tp.group) / valid
+    loss = vocab_parallel_cross_entropy(model(x), y, vocabulary(model), tp.group) / valid
     loss.backward()
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    if isinstance(tp, CutSequence):
-        sum_gradients([p.grad for p in parameters if not hasattr(p, "tp_dim")], tp)  # partial -> replicated
-    norm = clip_gradients(parameters, clip, squared_norm(parameters, tp).sqrt())  # partial -> replicated
+    sum_gradients(model, tp)  # partial -> replicated
+    norm = gradient_norm(model, tp)
+    clip_gradients(model, norm, clip)
     optimizer.step()
     return loss, norm
+
+
+@torch.no_grad()
+def evaluate(model, x, y, tp):
+    """-> this rank's part of the sum of token losses: all ranks have the whole sum."""
+    return vocab_parallel_cross_entropy(model(x), y, vocabulary(model), tp.group) / tp.size
 
 
 # ---- 3. at work: the same with torch's own API -------------------------------
 
 
 def parallelize_at_work(model, mesh, sp):
-    x, whole = Shard(1) if sp else Replicate(), Replicate()
+    frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    x = Shard(1) if sp else Replicate()  # as it is outside
+    column = at_work.ColwiseParallel()
+    row = at_work.RowwiseParallel(output_layouts=x)
     norm = at_work.SequenceParallel()
-    norm.sequence_sharding = (x,)  # without --sp: not cut, but the same kind of parameters as all others
-    block = {"attn mlp": at_work.PrepareModuleInput(input_layouts=x, desired_input_layouts=whole),  # f once for q, k, v
-             "attn.q attn.k attn.v mlp.up": at_work.ColwiseParallel(),
-             "attn.out mlp.down": at_work.RowwiseParallel(output_layouts=x), "norm1 norm2": norm}
-    plan = {f"blocks.*.{name}": style for names, style in block.items() for name in names.split()}
-    plan.update(tok=at_work.RowwiseParallel(input_layouts=whole, output_layouts=x), norm=norm,
-                pos=at_work.RowwiseParallel(input_layouts=whole, output_layouts=Shard(0) if sp else whole),
-                head=at_work.ColwiseParallel(input_layouts=x, output_layouts=Shard(-1), use_local_output=False))
-    at_work.parallelize_module(model, mesh, plan)
+    norm.sequence_sharding = (x,)  # without --sp: not cut, but DTensors like all other parameters
+    f = at_work.PrepareModuleInput(input_layouts=x, desired_input_layouts=Replicate())
+    at_work.parallelize_module(model, mesh, {
+        "tok": at_work.RowwiseParallel(input_layouts=Replicate(), output_layouts=x),
+        "pos": at_work.RowwiseParallel(input_layouts=Replicate(),
+                                       output_layouts=Shard(0) if sp else Replicate()),
+        "blocks.*.norm1": norm,
+        "blocks.*.attn": f,  # once for q, k and v
+        "blocks.*.attn.q": column,
+        "blocks.*.attn.k": column,
+        "blocks.*.attn.v": column,
+        "blocks.*.attn.out": row,
+        "blocks.*.norm2": norm,
+        "blocks.*.mlp": f,
+        "blocks.*.mlp.up": column,
+        "blocks.*.mlp.down": row,
+        "norm": norm,
+        "head": at_work.ColwiseParallel(
+            input_layouts=x, output_layouts=Shard(-1), use_local_output=False),
+    })
     model.head.weight = model.tok.weight
+    for name, p in model.named_parameters():
+        p.requires_grad_(name not in frozen)  # which torch forgets
     return model
 
 
-def train_step_at_work(model, optimizer, x, y, valid, clip, tp):
+def train_step_at_work(model, optimizer, x, y, valid, clip):
     optimizer.zero_grad()
     with at_work.loss_parallel():
         loss = loss_sum(model(x), y) / valid
@@ -250,48 +923,289 @@ def train_step_at_work(model, optimizer, x, y, valid, clip, tp):
     return loss.full_tensor(), norm.full_tensor()
 
 
+@torch.no_grad()
+def evaluate_at_work(model, x, y, ranks):
+    with at_work.loss_parallel():
+        return loss_sum(model(x), y).full_tensor() / ranks
+
+
+def whole(t):
+    """A DTensor -> the tensor that it is a piece of, on every rank."""
+    if isinstance(t, DTensor):
+        return t.full_tensor()  # sharded -> replicated
+    return t
+
+
+def full_state_dict_at_work(model):
+    return {name: whole(t).detach() for name, t in model.state_dict().items()}
+
+
+def full_gradients_at_work(model):
+    trained = {name: p for name, p in model.named_parameters() if p.grad is not None}
+    return {name: whole(p.grad) for name, p in trained.items()}
+
+
 # ---- 4. run ------------------------------------------------------------------
 
 
+def refuse(args):
+    """What cannot run ends here, in one line, before anything is built."""
+    tp = args.world_size
+    cfg = args.cfg
+    require(cfg.heads % tp == 0,
+            f"--heads {cfg.heads}, --width {cfg.width}: {tp} ranks cannot share heads evenly")
+    require(not args.sp or cfg.seq % tp == 0,
+            f"--seq {cfg.seq} does not divide by {tp} ranks, as --sp needs")
+    positions = math.ceil(cfg.seq / tp)  # torch's share of each rank but the last
+    require(args.impl == "scratch" or cfg.seq > (tp - 1) * positions,
+            f"--seq {cfg.seq}: torch leaves the last of {tp} ranks no positions: "
+            f"take a multiple of {tp}")
+
+
+def pieces(model, optimizer, tp):
+    """-> [Piece]: what this rank holds of parameters and AdamW states, without padding."""
+    table = cuts(model)
+    found = []
+    for name, p in model.named_parameters():
+        found.append(piece(name, p.detach(), table.get(p), tp))
+        state = optimizer.state.get(p, {})
+        for kind in STATES:
+            if kind in state:
+                found.append(piece(f"{name}.{kind}", state[kind], table.get(p), tp))
+    return [one for one in found if one.tensor.numel() > 0]
+
+
+def piece(name, t, cut, tp):
+    """t: a parameter, or a state of the same shape."""
+    start = [0] * t.dim()
+    if cut is None:
+        return Piece(name, tuple(t.shape), tuple(start), t, writes=tp.rank == 0)
+    shape = list(t.shape)
+    shape[cut.dim] = cut.whole
+    start[cut.dim] = extent(cut, tp).start
+    return Piece(name, tuple(shape), tuple(start), without_padding(t, cut, tp), writes=True)
+
+
+def set_up(run, impl, tp, mesh):
+    """-> a Side: the model of this implementation, and what a run does with it."""
+    args = run.args
+    if impl == "torch":
+        return set_up_at_work(run, mesh)
+    model = parallelize(run.build(), tp)
+    optimizer = adamw(model.parameters(), args.lr)
+    return Side(
+        model=model,
+        optimizer=optimizer,
+        train_step=lambda x, y, valid: train_step(model, optimizer, x, y, valid, args.clip, tp),
+        full_gradients=lambda: full_gradients(model, tp),
+        full_state_dict=lambda: full_state_dict(model, tp),
+        evaluate=lambda k: evaluate(model, *run.held_out(k), tp),
+        pieces=lambda: pieces(model, optimizer, tp),
+    )
+
+
+def set_up_at_work(run, mesh):
+    args = run.args
+    model = parallelize_at_work(run.build(), mesh, args.sp)
+    optimizer = adamw(model.parameters(), args.lr)
+    return Side(
+        model=model,
+        optimizer=optimizer,
+        train_step=lambda x, y, valid: train_step_at_work(model, optimizer, x, y, valid, args.clip),
+        full_gradients=lambda: full_gradients_at_work(model),
+        full_state_dict=lambda: full_state_dict_at_work(model),
+        evaluate=lambda k: evaluate_at_work(model, *run.held_out(k), run.world_size),
+        pieces=lambda: pieces_of(model.named_parameters(), optimizer, writes=True),
+    )
+
+
+def count_numbers(model):
+    """-> numbers in the plain model's parameters, and in those of this rank, with padding."""
+    table = cuts(model)
+    total = 0
+    own = 0
+    for p in model.parameters():
+        if isinstance(p, DTensor):
+            total += p.numel()
+            own += p.to_local().numel()
+            continue
+        own += p.numel()
+        if p in table:
+            cut = table[p]
+            total += p.numel() // p.shape[cut.dim] * cut.whole
+        else:
+            total += p.numel()
+    return total, own
+
+
+# ---- what a step costs: the textbook's rows. A number has b bytes, in the loss s bytes.
+
+Region = namedtuple("Region", "norm columns row")  # from f to g, and the norm before it
+
+
+def regions(model):
+    """In the order of forward. The last one is the head's, which has no g."""
+    found = []
+    for block in model.blocks:
+        attn = block.attn
+        mlp = block.mlp
+        found.append(Region(block.norm1, [attn.q, attn.k, attn.v], attn.out))
+        found.append(Region(block.norm2, [mlp.up], mlp.down))
+    found.append(Region(model.norm, [model.head], None))
+    return found
+
+
+def trained(*modules):
+    return any(p.requires_grad for module in modules for p in module.parameters())
+
+
+# Of the 2 L + 1 regions:
+# f          how many f's backward reaches: those with something trained before them
+# weights    how many have a trained column-parallel Linear, whose gradient needs the gathered x
+# g          how many g's it reaches, which is the token embedding's too
+Passes = namedtuple("Passes", "f weights g")
+
+
+def count_passes(model):
+    f = 0
+    weights = 0
+    g = 0
+    if trained(model.tok):
+        g += 1
+    reached = trained(model.tok, model.pos)  # does x need a gradient here?
+    for region in regions(model):
+        if trained(region.norm):
+            reached = True
+        if reached:
+            f += 1
+        if trained(*region.columns):
+            weights += 1
+            reached = True
+        if region.row is None:
+            break
+        if region.row.weight.requires_grad:
+            reached = True
+        if reached:
+            g += 1
+        if trained(region.row):
+            reached = True
+    return Passes(f, weights, g)
+
+
+def account(run, model, tp):
+    passes = count_passes(model)
+    if run.args.sp:
+        account_gathered(run, passes, trained(model.pos))
+        account_scattered(run, passes)
+        account_summed(run, model, tp)
+    else:
+        account_reduced(run, passes)
+    account_parameters(run)
+    account_gradients(run, model)
+
+
+def wire(run, kind, formula, payload):
+    """A row: what a rank sends of this payload, in all calls of one kind of collective."""
+    tp = run.world_size
+    passages = 2 if kind == "all_reduce" else 1  # a ring sums up and hands out
+    sent = passages * (tp - 1) * payload / tp
+    measured = run.ledger["scratch"].collectives[kind]["wire"]
+    run.textbook(f"wire {kind}", f"(tp-1)/tp {formula}", sent, measured)
+
+
+def sizes(run):
+    """-> bytes of an x (B, T, C), of the positions (T, C), of the loss's and the norm's sums."""
+    cfg = run.cfg
+    b = run.dtype.itemsize
+    s = max(b, 4)
+    x = b * run.args.batch * cfg.seq * cfg.width
+    positions = b * cfg.seq * cfg.width
+    sums = 3 * s * run.args.batch * cfg.seq + b
+    return x, positions, sums
+
+
+def account_reduced(run, passes):
+    x, positions, sums = sizes(run)
+    forward = 2 * run.cfg.layers + 1
+    payload = (forward + passes.f) * x + positions + sums
+    formula = f"2 [b (B T (2 L + 1 + {passes.f}) + T) C + 3 s B T + b]"
+    wire(run, "all_reduce", formula, payload)
+
+
+def account_gathered(run, passes, positions_trained):
+    x, positions, _ = sizes(run)
+    forward = 2 * run.cfg.layers + 1
+    backward = passes.weights + passes.g
+    payload = (forward + backward) * x
+    formula = f"b B T (2 L + 1 + {backward}) C"
+    if positions_trained:
+        payload += positions
+        formula = f"b (B T (2 L + 1 + {backward}) + T) C"
+    wire(run, "all_gather", formula, payload)
+
+
+def account_scattered(run, passes):
+    x, positions, _ = sizes(run)
+    forward = 2 * run.cfg.layers + 1
+    payload = (forward + passes.f) * x + positions
+    wire(run, "reduce_scatter", f"b (B T (2 L + 1 + {passes.f}) + T) C", payload)
+
+
+def account_summed(run, model, tp):
+    """Where x is cut: the gradients of norms and row biases, the loss, the norm."""
+    _, _, sums = sizes(run)
+    whole = [p for p in partial_parameters(model, tp) if p.requires_grad]
+    count = sum(p.numel() for p in whole)
+    formula = f"2 [b {count} + 3 s B T + b]"
+    if len(whole) == 6 * run.cfg.layers + 2:
+        formula = "2 [b (6 L + 2) C + 3 s B T + b]"
+    wire(run, "all_reduce", formula, run.dtype.itemsize * count + sums)
+
+
+def account_parameters(run):
+    L, C, _, V, T = run.cfg
+    tp = run.world_size
+    rows = math.ceil(V / tp) + math.ceil(T / tp)  # of embeddings, V'/tp and T'/tp
+    cut = (12 * C + 7) * L * C // tp + rows * C
+    whole = (6 * L + 2) * C
+    formula = "b [((12 C + 7) L + V' + T') C / tp + (6 L + 2) C], V' and T' with padding"
+    held = run.ledger["scratch"].memory["parameters"]
+    run.textbook("parameters held", formula, run.dtype.itemsize * (cut + whole), held)
+
+
+def account_gradients(run, model):
+    """P are this rank's trained parameters."""
+    b = run.dtype.itemsize
+    own = [p.numel() for p in model.parameters() if p.requires_grad]
+    memory = run.ledger["scratch"].memory
+    run.textbook("gradients held", "b P", b * sum(own), memory["gradients"])
+    run.textbook("AdamW states held", "2 b P + 4 per tensor (step counter)",
+                 2 * b * sum(own) + 4 * len(own), memory["optimizer"])
+
+
 def main():
-    args = arguments(__doc__, sp=(False, "sequence parallel: cut x along T between the matrices"))
-    t, cfg = args.world_size, args.cfg
-    require(cfg.heads % t == 0, f"--heads {cfg.heads}, --width {cfg.width}: {t} ranks cannot share heads evenly")
-    require(not args.sp or cfg.seq % t == 0, f"--seq {cfg.seq} does not divide by {t} ranks, as --sp needs")
-    require(args.impl == "scratch" or cfg.seq > (t - 1) * -(-cfg.seq // t),
-            f"--seq {cfg.seq}: torch leaves the last of {t} ranks no positions: take a multiple of {t}")
+    args = arguments(__doc__, sp=Flag(False, "sequence parallel: cut x along T outside, too"))
+    refuse(args)
     run = Run(args)
-    mesh = init_device_mesh(run.device.type, (t,))
+    mesh = init_device_mesh(run.device.type, (run.world_size,))
     with run:
-        sides, tp = {}, CutSequence() if args.sp else WholeSequence()
-        for impl in run.impls:
-            model = build(cfg, args.seed, run.device, run.dtype)
-            total = sum(p.numel() for p in model.parameters())
-            model = parallelize(model, tp) if impl == "scratch" else parallelize_at_work(model, mesh, args.sp)
-            step_fn = train_step if impl == "scratch" else train_step_at_work
-            sides[impl] = model, adamw(model.parameters(), args.lr), step_fn
-        own = sum(getattr(p, "_local_tensor", p).numel() for p in sides[run.impls[0]][0].parameters())
-        run.say(f"tensor_parallel: {t} ranks on {run.device.type}, {args.dtype}, {total:,} parameters, {own:,} here")
+        kind = CutSequence if args.sp else WholeSequence
+        tp = kind()
+        sides = {impl: set_up(run, impl, tp, mesh) for impl in run.impls}
+        run.begin(sides)
+        model = sides[run.impls[0]].model
+        total, own = count_numbers(model)
+        run.say(f"tensor_parallel: {run.world_size} ranks on {run.device.type}, {args.dtype}, "
+                f"{total:,} parameters, {own:,} here")
         for impl, step in run.steps():
-            model, optimizer, step_fn = sides[impl]
+            side = sides[impl]
+            run.set_rate(side.optimizer, step)
             x, y, valid = run.batch(step)
-            with run.measure(impl, step, model, optimizer):
-                loss, norm = step_fn(model, optimizer, x, y, valid, args.clip, tp)
-            part = loss / t  # each rank has the whole
-            run.log(impl, step, part, norm, full_gradients, full_state_dict, model, tp)
-        if "scratch" in run.impls:  # V' and T' are padded until they divide; a number has b bytes, in the loss s bytes
-            (L, C, _, V, T), B, b, ledger = cfg, args.batch, run.dtype.itemsize, run.ledger["scratch"]
-            replicated, shards = b * (6 * L + 2) * C, b * ((12 * C + 7) * L + V + -V % t + T + -T % t) * C // t
-            acts, sums = b * (B * T * (4 * L + 2) + T) * C, max(b, 4) * 3 * B * T + b
-            rows = [("all_reduce", 2 * (acts + sums), "2 [b (B T (4 L + 2) + T) C + 3 s B T + b]")]
-            if args.sp:
-                rows = [("all_gather", acts + b * B * T * (2 * L + 1) * C, "b (B T (6 L + 3) + T) C"),
-                        ("reduce_scatter", acts, "b (B T (4 L + 2) + T) C"),
-                        ("all_reduce", 2 * (replicated + sums), "2 [b (6 L + 2) C + 3 s B T + b]")]
-            for name, sent, text in rows:
-                run.textbook(f"wire {name}", f"(t-1)/t {text}", (t - 1) * sent / t, ledger.collectives[name]["wire"])
-            text = "b [((12 C + 7) L + V' + T') C / t + (6 L + 2) C]"
-            run.textbook("parameters held", text, shards + replicated, ledger.memory["parameters"])
+            with run.measure(impl, step):
+                loss, norm = side.train_step(x, y, valid)
+            run.log(impl, step, loss / run.world_size, norm)  # each rank has the whole
+        if "scratch" in run.impls:
+            account(run, sides["scratch"].model, tp)
         return run.finish(total, own)
 
 

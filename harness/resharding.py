@@ -50,8 +50,8 @@ def layout(args):
 KINDS = "", ".exp_avg", ".exp_avg_sq"  # of what training holds for each parameter
 
 
-def whole_shape(p):
-    return torch.Size(p.tp_whole if i == getattr(p, "tp_dim", None) else n for i, n in enumerate(p.shape))
+def whole_shape(p, cut):
+    return torch.Size(cut.whole if cut and i == cut.dim else n for i, n in enumerate(p.shape))
 
 
 def gather(model, mine):
@@ -64,10 +64,11 @@ def canonical(model, flat, wholes):
     """{kind of KINDS: flat tensor} -> {the plain GPT's name + kind: the same memory}, cut ones as DTensors."""
     named, tp = {}, model.mesh["tp"]
     for kind, p, t in [(k, *view) for k in wholes for view in flat.views(wholes[k]).items()]:
-        if hasattr(p, "tp_dim"):
-            size, whole = t.shape[p.tp_dim], torch.empty(whole_shape(p), device="meta")
-            t = t.narrow(p.tp_dim, 0, min(max(p.tp_whole - tp.get_local_rank() * size, 0), size))  # without padding
-            t = DTensor.from_local(t, tp, [Shard(p.tp_dim)], run_check=False, shape=whole.shape, stride=whole.stride())
+        cut = model.cuts.get(p)
+        if cut:
+            size, whole = t.shape[cut.dim], torch.empty(whole_shape(p, cut), device="meta")
+            t = t.narrow(cut.dim, 0, min(max(cut.whole - tp.get_local_rank() * size, 0), size))  # without padding
+            t = DTensor.from_local(t, tp, [Shard(cut.dim)], run_check=False, shape=whole.shape, stride=whole.stride())
         named[model.names[p].replace("head.", "tok.") + kind] = t
     return named
 
