@@ -1,215 +1,727 @@
-"""Fully sharded data parallelism: a rank keeps 1/N of every block's parameters and borrows the rest while it runs.
+"""Fully sharded data parallelism: a rank keeps 1/N of each block, and borrows the rest to run it.
 
-    compute            fwd 0   fwd 1   fwd 2   fwd 3   loss    bwd 3   bwd 2   bwd 1   bwd 0    0 to 3: blocks, freed
-    gathered   0       1       2       3               3       2       1       0                    when they are done
-    summed                                                             3       2       1       0
+    computes       fwd 0   fwd 1   fwd 2   fwd 3   loss    bwd 3   bwd 2   bwd 1   bwd 0
+    gathers    0   1       2       3               3       2       1       0
+    sums                                                           3       2       1       0
 
-Units are the blocks and the root: all that is in no block, here the tied embedding, positions and last norm, gathered
-throughout. A unit's parameters lie end to end: one all-gather brings them, one reduce-scatter sums their gradients.
+0 to 3 are blocks. One is gathered while its neighbour computes, and freed when it is done. What is
+in no block, here the tied embedding, the positions and the last norm, is the root: it is gathered
+from the beginning of a step to its end. Each block and the root is a unit: its parameters lie end
+to end, so that one all-gather brings them and one reduce-scatter sums their gradients.
 
-    on each rank, P parameters of 4 bytes, N ranks    plain GPT     here
-    parameters, gradients, AdamW states               16 P          16 P/N; gathered: the root and at most 2 blocks
-    activations                                       whole batch   1/N
-    sent per step, in 2L+1 all-gathers, L+1 sums      -             4 (2 P + P_blocks) (N-1)/N, --no-reshard: 8 P ..
+    on each rank, P parameters of 4 bytes   plain GPT     here, on N ranks
+    parameters, gradients, AdamW states     16 P          16 P/N
+    gathered at one time                    -             the root and at most 2 blocks
+    activations                             whole batch   1/N
+    sent per step                           -             4 (2 P + P_blocks) (N-1)/N
+      by                                    -             2L+1 all-gathers, L+1 reduce-scatters
+    with --no-reshard                       -             8 P (N-1)/N, all blocks stay gathered
 
-Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel", arXiv:2304.11277, sections 3, 4.
-At work: torch.distributed.fsdp.fully_shard (section 3) and torch.distributed.checkpoint (checkpoint.py).
+zero.py --stage 3 holds the same 16 P/N. It is the last rung of a ladder that begins with the
+optimizer: ZeRO takes the optimizer's place and finds out by itself in which order units run. FSDP
+begins with the module: it is told the blocks, any elementwise optimizer steps the shards, no rank
+ever needs the whole model (meta device), and groups of ranks can be replicas (--hsdp).
+
+    model = FSDP(model, model.blocks)  # any module; gradients are summed over ranks, not averaged
+    optimizer = model.optimizer(torch.optim.AdamW, lr=1e-3)
+    (loss_sum(model(x), y) / valid_targets_of_all_ranks).backward()  # x, y: this rank's rows
+    norm = model.clip_grad_norm_(1.0)
+    optimizer.step()  # then optimizer.zero_grad(); model.full_state_dict() gathers what to save
+
+Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel",
+arXiv:2304.11277, sections 3 and 4. At work: torch.distributed.fsdp.fully_shard, section 3 below.
 
     torchrun --standalone --nproc_per_node=2 fsdp.py
 """
+import dataclasses
+import math
 import sys
+from collections import namedtuple
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from common import ANY, DTYPES, GPT, Run, adamw, arguments, build, init_weights, loss_sum, require, share
-from harness import checkpoint
+from common import (
+    ANY, GPT, Flag, Run, Side, adamw, arguments, build, freeze, init_weights, loss_sum, require,
+    share,
+)
+from harness.checkpoint import STATES, pieces_of, run_pieces
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
 
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+# renamed in torch 2.13
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+# A place where a module has a parameter. path: the name of that module in the whole model
+Use = namedtuple("Use", "module attribute path")
+
+# Elements start to stop of a shard, as a parameter that an optimizer steps
+Segment = namedtuple("Segment", "start stop parameter")
 
 
 class Unit:
-    """Parameters that come and go together, laid end to end in `full`; each rank of the group keeps 1/N of it, `shard`.
-    uses: {parameter: [(module, attribute, path), ..]}, several where it is tied. The modules get views into `full`."""
+    """Parameters of one dtype that are gathered and freed together.
 
-    def __init__(self, uses, group, replicas=None, device=None, dtype=None, home=None, init=None):
-        n, kinds, self.size = dist.get_world_size(group), {p.dtype for p in uses}, sum(p.numel() for p in uses)
-        assert len(kinds) == 1, f"a unit wants parameters to train, all of one dtype, not {[*kinds]}"
-        (kind,), where, self.shapes = kinds, next(iter(uses)).device, [p.shape for p in uses]
-        home, device = (where if t is None and where.type != "meta" else t for t in (home, device))
-        self.coming = self.going = self.flat = self.part = None
-        self.group, self.replicas, self.borrowed = group, replicas, nn.ParameterList()
-        self.names = [[f"{path}.{name}".lstrip(".") for _, name, path in places] for places in uses.values()]
+    Laid end to end they are `full`, and each of the group's n ranks keeps 1/n of it, its `shard`.
+    The modules use views into `full`. Its memory comes and goes, the tensor object stays.
+    """
+
+    def __init__(self, uses, group, replicas, device, dtype, home, init):
+        """uses: {parameter: [Use, ..]}, several where it is tied. The rest is as in FSDP."""
+        kinds = {p.dtype for p in uses}
+        if len(kinds) > 1:
+            raise ValueError(f"FSDP: a unit's parameters must be of one dtype, not {kinds}")
+        kind = kinds.pop()
+        n = dist.get_world_size(group)
+        self.group = group  # n ranks, each with a shard of its own
+        self.replicas = replicas  # ranks with the same shard, each in another copy, or None
+        self.names = [names_of(places) for places in uses.values()]  # [[full name, ..], ..]
+        self.owners = {use.module for places in uses.values() for use in places}
+        self.shapes = [p.shape for p in uses]
+        self.ranges = []  # where each parameter begins and ends in full
+        self.size = 0  # elements of all of them
+        for p in uses:
+            self.ranges.append((self.size, self.size + p.numel()))
+            self.size += p.numel()
         each = -(-self.size // n)  # the last shards may end in padding, which is zero and stays so
-        self.shard = nn.Parameter(torch.zeros(each, dtype=kind, device=home))
-        self.full = torch.empty(n * each, dtype=dtype or kind, device=device)
-        start = -dist.get_rank(group) * each  # where a parameter starts, seen from this shard
-        for (p, places), view in zip(uses.items(), self.views(self.full)):
-            low, high = max(start, 0), min(start + p.numel(), each)
-            if low < high:
-                if p.is_meta:  # made here, one at a time, and only where a part of it is kept
-                    made = nn.ParameterDict({places[0][1]: torch.empty(p.shape, dtype=kind, device=device)})
-                    init(made, prefix=places[0][2])
-                    p = made[places[0][1]]
-                self.shard.data[low:high] = p.detach().flatten()[low - start:high - start]
-            start += view.numel()
-            self.borrowed.append(nn.Parameter(torch.empty(0, dtype=view.dtype, device=device)))
-            self.borrowed[-1].data = view  # Parameter(view) would let autograd take a gather for a change of value
-            for module, attribute, _ in places:
-                setattr(module, attribute, self.borrowed[-1])
+        self.first = dist.get_rank(group) * each  # where this rank's shard begins in full
+        self.shard = nn.Parameter(torch.zeros(each, dtype=kind, device=home))  # (each,)
+        self.full = torch.empty(n * each, dtype=dtype or kind, device=device)  # (n each,)
+        self.borrowed = [self.borrow(view) for view in self.views(self.full)]  # what modules use
+        self.segments = [Segment(0, each, self.shard)]  # what optimizers step
+        self.gathering = None  # Work of an all-gather that is under way
+        self.sending = None  # (each,), what it reads
+        self.reducing = None  # Work of a reduce-scatter or an all-reduce that is under way
+        self.flat = None  # (n each,), this rank's gradients while a reduce-scatter reads them
+        self.part = None  # (each,), the sum for this shard until it is added to the segments'
+
+        self.replace(uses, init)
         self.free()
 
-    def views(self, flat):
-        return [v.view(s) for v, s in zip(flat[:self.size].split([s.numel() for s in self.shapes]), self.shapes)]
+    def replace(self, uses, init):
+        """Keep this rank's part of the parameters, and give the modules those that come and go."""
+        for i, (p, places) in enumerate(uses.items()):
+            if self.keeps(i):
+                if p.is_meta:  # made here, one at a time, and only where a part of it is kept
+                    p = made(p, places[0], self.full.device, init)
+                self.store(i, p.detach())
+            for use in places:
+                setattr(use.module, use.attribute, self.borrowed[i])
 
-    def start(self):
-        if not (memory := self.full.untyped_storage()).nbytes():  # else it is there, or on its way
+    def borrow(self, view):
+        parameter = nn.Parameter(torch.empty(0, dtype=view.dtype, device=view.device))
+        parameter.data = view  # Parameter(view): autograd would take a gather for a change of value
+        return parameter
+
+    def views(self, flat):
+        """(n each,) -> the parameters in it, in their shapes."""
+        pieces = []
+        for shape, (start, stop) in zip(self.shapes, self.ranges):
+            pieces.append(flat[start:stop].view(shape))
+        return pieces
+
+    def overlap(self, i):
+        """-> low, high: the elements of the shard that are parameter i's; none if low >= high."""
+        start, stop = self.ranges[i]
+        low = max(start - self.first, 0)
+        high = min(stop - self.first, self.shard.numel())
+        return low, high
+
+    def keeps(self, i):
+        low, high = self.overlap(i)
+        return low < high
+
+    def store(self, i, whole):
+        """Copy this rank's part of parameter i into the shard."""
+        low, high = self.overlap(i)
+        if low < high:
+            begin = low + self.first - self.ranges[i][0]  # where that part begins in the parameter
+            self.shard.data[low:high] = whole.flatten()[begin:begin + high - low]
+
+    def start_gather(self):
+        """Begin to gather, unless the parameters are here or on their way."""
+        memory = self.full.untyped_storage()
+        if memory.nbytes() == 0:
             memory.resize_(self.full.numel() * self.full.itemsize)
-            self.sent = self.shard.detach().to(self.full.device, self.full.dtype)  # must live until wait
-            self.coming = all_gather(self.full, self.sent, group=self.group, async_op=True)  # sharded -> replicated
+            self.sending = self.shard.detach().to(self.full.device, self.full.dtype)
+            work = all_gather(self.full, self.sending, group=self.group, async_op=True)
+            self.gathering = work  # sharded -> replicated
 
     def wait(self):
-        if self.coming:
-            self.coming.wait()
-            self.coming = self.sent = None
+        """After this the parameters can be used."""
+        if self.gathering:
+            self.gathering.wait()
+            self.gathering = None
+            self.sending = None
 
     def free(self):
         self.wait()
         self.full.untyped_storage().resize_(0)
 
-    def reduce(self):
-        """Autograd's gradients, end to end, with zeros where there are none, go to the ranks that keep them."""
+    def has_gradients(self):
+        return any(p.grad is not None for p in self.borrowed)
+
+    def start_reduce(self):
+        """Begin to sum over ranks what autograd has left in the parameters' grad.
+
+        One that this rank's backward did not use adds zeros.
+        """
         self.keep()  # what an earlier part of this backward has reduced
         self.flat = torch.empty(self.full.numel(), dtype=self.shard.dtype, device=self.full.device)
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.borrowed]
-        torch.cat([*(g.flatten() for g in grads), self.flat.new_zeros(self.flat.numel() - self.size)], out=self.flat)
-        self.borrowed.zero_grad()
+        pieces = []
+        for p in self.borrowed:
+            gradient = torch.zeros_like(p) if p.grad is None else p.grad
+            pieces.append(gradient.flatten())
+        pieces.append(self.flat.new_zeros(self.flat.numel() - self.size))  # padding
+        torch.cat(pieces, out=self.flat)
+        self.forget_gradients()
         self.part = self.flat.new_empty(self.shard.shape)
-        self.going = reduce_scatter(self.part, self.flat, group=self.group, async_op=True)  # partial -> sharded
+        work = reduce_scatter(self.part, self.flat, group=self.group, async_op=True)
+        self.reducing = work  # partial -> sharded
 
-    def across_replicas(self):
+    def finish_reduce(self):
+        """Let go of `flat`; where there are replicas, begin to sum over them too."""
         if self.flat is not None:
-            self.going.wait()
-            self.flat = self.going = None
+            self.reducing.wait()
+            self.reducing = None
+            self.flat = None
             if self.replicas:
-                self.going = dist.all_reduce(self.part, group=self.replicas, async_op=True)  # partial -> replicated
+                work = dist.all_reduce(self.part, group=self.replicas, async_op=True)
+                self.reducing = work  # partial -> replicated
 
-    def keep(self):  # adds what has arrived to shard.grad
-        if self.going:
-            self.going.wait()
+    def keep(self):
+        """Add what has arrived to the gradients of the segments."""
+        if self.reducing:
+            self.reducing.wait()
+            self.reducing = None
         if self.part is not None:
-            part, self.part, self.going = self.part.to(self.shard.device), None, None
-            self.shard.grad = part if self.shard.grad is None else self.shard.grad.add_(part)
+            part = self.part.to(self.shard.device)
+            self.part = None
+            for start, stop, parameter in self.segments:
+                if parameter.grad is None:
+                    parameter.grad = part[start:stop]
+                else:
+                    parameter.grad.add_(part[start:stop])
 
-    def whole(self, shard):  # or its gradient -> {name: full tensor}, a tied one under each of its names
+    def forget_gradients(self):
+        for p in self.borrowed:
+            p.grad = None
+
+    def reset(self):
+        """Begin anew, also after a backward that ended in an exception."""
+        self.free()
+        self.forget_gradients()
+        if self.reducing:
+            self.reducing.wait()  # its memory may be used again only after that
+        self.reducing = None
+        self.flat = None
+        self.part = None
+
+    def cut(self, groups):
+        """Make a segment of each run of parameters that belong to the same group of an optimizer.
+
+        groups: for each parameter a number, or None -> [(number or None, nn.Parameter), ..].
+        """
+        runs = []  # [number, start, stop]
+        for i, number in enumerate(groups):
+            low, high = self.overlap(i)
+            if low >= high:
+                continue
+            if runs and runs[-1][0] == number:
+                runs[-1][2] = high
+            else:
+                runs.append([number, low, high])
+        self.segments = []
+        result = []
+        for number, start, stop in runs:
+            parameter = nn.Parameter(self.shard.data[start:stop])
+            self.segments.append(Segment(start, stop, parameter))
+            result.append((number, parameter))
+        return result
+
+    def gradient(self):
+        """(each,), the gradient of the shard; zeros where there is none."""
+        whole = torch.zeros_like(self.shard)
+        for start, stop, parameter in self.segments:
+            if parameter.grad is not None:
+                whole[start:stop] = parameter.grad
+        return whole
+
+    def gathered(self, shard):
+        """(each,) -> {name: whole tensor}, a tied one under each of its names; collective."""
         flat = shard.new_empty(self.full.numel(), device=self.full.device)
         all_gather(flat, shard.detach().to(flat.device), group=self.group)  # sharded -> replicated
-        return {name: view for names, view in zip(self.names, self.views(flat)) for name in names}
+        found = {}
+        for names, view in zip(self.names, self.views(flat)):
+            for name in names:
+                found[name] = view
+        return found
 
 
 class FSDP(nn.Module):
-    """Shards any module over `group`: a unit for each of `blocks`, in the order they run, and one for the rest.
+    """Shards any module over the ranks of `group`: a unit for each of `blocks`, one for the rest.
 
-    The optimizer takes `shards` (on home), whose gradients are sums over group and replicas, added to what was there.
-    Ranks must start with equal weights, or on the meta device: init(holder, prefix) fills one parameter there, known by
-    its full name alone. dtype is for computing only. Frozen parameters stay whole, one tied across blocks belongs to
-    the rest, one unused gets zeros; all ranks must use the same units. Between steps the module's have no memory.
+    model(x) and loss.backward() are as ever. When backward returns, each rank has its part of the
+    gradients, summed over all ranks and added to what was there before. optimizer() makes what
+    steps them, clip_grad_norm_() knows the norm over all ranks, full_state_dict() gathers.
+
+    blocks: submodules, best in the order in which they run; those with nothing to train are skipped
+    replicas: a group of the ranks that hold the same shard in other copies of the model, or None
+    reshard: free blocks after forward, and gather them again for backward
+    dtype: what computes and travels, if it is not the parameters' own; shards and sums keep theirs
+    device, home: where the module computes, and where the shards live (None: there as well)
+    init(holder, prefix): fills the one parameter of `holder`, known by prefix and its name alone,
+        where parameters are on the meta device
+
+    All ranks begin with the first one's parameters and buffers; then each has buffers of its own.
+    Frozen parameters stay whole on every rank. All ranks must use the same units in a step. In a
+    unit that is used, a parameter that no rank uses has a gradient of zeros, not None. Between
+    steps the module's parameters have no memory. The module is used by calling FSDP, its blocks by
+    calling them; they return tensors, or tuples, lists, dicts and dataclasses of them.
     """
 
-    def __init__(self, module, blocks, group=None, replicas=None, reshard=True, **unit):
+    def __init__(self, module, blocks, group=None, replicas=None, reshard=True, dtype=None,
+                 device=None, home=None, init=None):
         super().__init__()
-        self.module, self.units, self.turned, uses = module, [], False, {}
-        for path, owner in module.named_modules():
-            for name, p in owner._parameters.items():
-                if p is not None and p.requires_grad:
-                    uses.setdefault(p, []).append((owner, name, path))
-        for i, block in enumerate(blocks):
-            mine = [p for p, places in uses.items() if {owner for owner, *_ in places} <= {*block.modules()}]
-            self.units.append(Unit({p: uses.pop(p) for p in mine}, group, replicas, **unit))
-            block.register_forward_pre_hook(lambda *_, i=i: self.fetch(i, i if self.turned else i + 1))
-            block.register_forward_hook(lambda *_, i=i: self.units[i].free() if reshard and not self.turned else None)
-            block.register_full_backward_pre_hook(lambda *_, i=i: self.turn(i))
-        self.units.append(Unit(uses, group, replicas, **unit))  # the root
-        self.shards = nn.ParameterList(unit.shard for unit in self.units)
+        blocks = list(dict.fromkeys(blocks))  # one that runs several times is one block
+        check(module, blocks)
+        self.module = module
+        self.group = group
+        self.reshard = reshard
+        self.device = torch.device(device or device_of(module))
+        self.state_names = list(module.state_dict(keep_vars=True))  # of the module as it was
+        self.frozen = []  # parameters that are not trained
+        self.blocks = []  # units of the blocks, in their order
+        self.root = None  # the unit of what is in no block, if there is anything
+        self.units = []  # all of them, the root last
+        self.reducing = None  # the unit whose reduce-scatter is under way
+        self.queued = False  # will autograd call finish() when this backward is over?
+        self.grouped = False  # have the shards been cut by an optimizer's groups?
+
+        self.unify(group, replicas)
+        places = places_of(module)
+        self.keep_whole(places, dtype, init)
+        options = dict(group=group, replicas=replicas, device=self.device, dtype=dtype,
+                       home=home or self.device, init=init)
+        for block in blocks:
+            uses = self.take(places, set(block.modules()))
+            if uses:
+                self.add_hooks(block, len(self.blocks))
+                self.blocks.append(Unit(uses, **options))
+        self.units += self.blocks
+        if places:
+            self.root = Unit(places, **options)
+            self.units.append(self.root)
+        self.shards = nn.ParameterList(unit.shard for unit in self.units)  # what optimizers step
+        for unit in self.units:
+            for p in unit.borrowed:
+                p.register_post_accumulate_grad_hook(self.expect_end)
+            for owner in unit.owners:
+                owner.register_state_dict_pre_hook(refuse_state)
+                owner.register_load_state_dict_pre_hook(refuse_state)
+
+    def unify(self, group, replicas):
+        for tensor in [*self.module.parameters(), *self.module.buffers()]:
+            if not tensor.is_meta:
+                broadcast(tensor, group, replicas, self.device)
+
+    def keep_whole(self, places, dtype, init):
+        """Take what is not trained out of `places`. It only moves to where the module computes."""
+        for p in list(places):
+            if p.requires_grad and p.numel():
+                continue
+            uses = places.pop(p)
+            if p.is_meta:
+                p = nn.Parameter(made(p, uses[0], self.device, init), p.requires_grad)
+                for use in uses:
+                    setattr(use.module, use.attribute, p)
+            p.data = p.data.to(self.device)
+            if dtype and p.is_floating_point():
+                p.data = p.data.to(dtype)
+            if not p.requires_grad:
+                self.frozen.append(p)
+        for owner in self.module.modules():
+            for name, buffer in owner.named_buffers(recurse=False):
+                setattr(owner, name, buffer.to(self.device))
+
+    def take(self, places, inside):
+        """Take those parameters out of `places` that are used within these modules alone."""
+        uses = {}
+        for p in list(places):
+            if all(use.module in inside for use in places[p]):
+                uses[p] = places.pop(p)
+        return uses
+
+    def add_hooks(self, block, i):
+        block.register_forward_pre_hook(partial(self.before_forward, i))
+        block.register_forward_hook(partial(self.after_forward, i))
+
+    # forward: a block is gathered while the one before it computes
 
     def forward(self, *args, **kwargs):
-        self.turned = False  # backward has not begun; once it has, a block's forward is checkpointing's
-        for unit in self.units:  # it may have been left by a forward without backward, a backward with an exception
-            unit.free()
-            unit.borrowed.zero_grad()
-            unit.going = unit.flat = unit.part = None
-        self.fetch(-1, 0)
-        out = self.module(*args, **kwargs)
+        if not in_backward():
+            self.begin()
+        self.gather_root(following=0)
+        output = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
-            outputs = [t for t in torch.utils._pytree.tree_leaves(out) if torch.is_tensor(t)]
-            torch.autograd.graph.register_multi_grad_hook(outputs, lambda _: self.turn(-1), mode="any")
-        return out
+            watch(tensors_in(output), self.backward_begins)
+        elif not in_backward():
+            self.refuse_own(self.root, output)
+            for unit in self.units:
+                unit.free()
+        return output
 
-    def fetch(self, i, following):
-        """Unit i must be here, -1 is the root; the following block's parameters travel while it computes."""
-        self.units[i].start()
-        if following < len(self.units) - 1:
-            self.units[following].start()
-        self.units[i].wait()
+    def begin(self):
+        """Leave nothing behind of a forward without backward, or of a backward that broke off."""
+        thawed = any(p.requires_grad for p in self.frozen)
+        for unit in self.units:
+            unit.reset()
+            thawed = thawed or len({p.requires_grad for p in unit.borrowed}) > 1
+        if thawed:
+            raise RuntimeError("FSDP: requires_grad has changed: freeze and thaw before FSDP, or "
+                               "all of a unit together")
+        self.reducing = None
+        self.queued = False
 
-    def turn(self, i):
-        """Backward comes to unit i, to the root first, and so is through with block i + 1."""
-        self.turned = True
-        if i == -1:
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # when this backward is over
-        elif i < len(self.units) - 2:
-            self.close(self.units[i + 1])
-        self.fetch(i, (i - 1) % len(self.units))  # before the root's backward the last block; after block 0's, none
+    def gather_root(self, following):
+        if self.root:
+            self.root.start_gather()
+        self.prefetch(following)
+        if self.root:
+            self.root.wait()
+
+    def prefetch(self, i):
+        if 0 <= i < len(self.blocks):
+            self.blocks[i].start_gather()
+
+    def before_forward(self, i, block, inputs):
+        self.blocks[i].start_gather()
+        if not in_backward():
+            self.prefetch(i + 1)
+        self.blocks[i].wait()
+
+    def after_forward(self, i, block, inputs, output):
+        tensors = tensors_in(output)
+        if not tensors:
+            raise TypeError(f"FSDP: no tensor is found in the {type(output).__name__} that a block "
+                            "returns: return tensors, tuples, lists, dicts or dataclasses")
+        if torch.is_grad_enabled():
+            watch(tensors, partial(self.backward_reaches, i))
+        if self.reshard and not in_backward():
+            self.refuse_own(self.blocks[i], output)
+            self.blocks[i].free()
+
+    def refuse_own(self, unit, output):
+        """An output that lies in the memory of a parameter would be gone."""
+        for t in tensors_in(output):
+            if unit and t.untyped_storage()._cdata == unit.full.untyped_storage()._cdata:
+                raise RuntimeError("FSDP: a module returns a view of its own parameter, whose "
+                                   "memory is freed now: return a clone")
+
+    # backward: a block is gathered, and one is summed, while the block between them computes
+
+    def expect_end(self, *_):
+        """Backward has come to something of ours: finish() shall be called when it is over."""
+        if torch.is_grad_enabled():
+            raise RuntimeError("FSDP: create_graph=True: sums over ranks are not in the graph")
+        if not self.queued:
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+            self.queued = True
+
+    def backward_begins(self, gradient):
+        self.expect_end()
+        self.gather_root(following=len(self.blocks) - 1)
+
+    def backward_reaches(self, i, gradient):
+        """Backward is at the end of block i, so it is through with block i + 1."""
+        self.expect_end()
+        if i + 1 < len(self.blocks):
+            self.close(self.blocks[i + 1])
+        self.blocks[i].start_gather()
+        self.prefetch(i - 1)
+        self.blocks[i].wait()
 
     def close(self, unit):
         unit.free()
-        if any(p.grad is not None for p in unit.borrowed):
-            for other in self.units:
-                other.across_replicas()  # at most the one before, which had this unit's time to travel
-            unit.reduce()
+        if unit.has_gradients():
+            if self.reducing:
+                self.reducing.finish_reduce()  # it had the time of this unit's backward to travel
+            unit.start_reduce()
+            self.reducing = unit
 
     def finish(self):
         for unit in self.units:
             self.close(unit)
         for unit in self.units:
-            unit.across_replicas()
+            unit.finish_reduce()
             unit.keep()
+        self.reducing = None
+        self.queued = False
+
+    # the step
 
     def clip_grad_norm_(self, max_norm):
-        unit, norm = self.units[0], nn.utils.get_total_norm([s.grad for s in self.shards if s.grad is not None])
-        dist.all_reduce(norm := norm.to(unit.full.device).square(), group=unit.group)  # partial -> replicated
-        nn.utils.clip_grads_with_norm_(self.shards, max_norm or float("inf"), norm.sqrt_().nan_to_num(0, posinf=0))
+        """Scale gradients to a norm of at most max_norm (0: any) over all ranks -> what it was.
+
+        A norm of inf or nan leaves them as they are, so that one can see whose it is.
+        """
+        gradients = [p.grad for p in self.shards if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients).to(self.device, self.units[0].shard.dtype)
+        square = norm.square()
+        dist.all_reduce(square, group=self.group)  # partial -> replicated
+        norm = square.sqrt()
+        finite = norm.nan_to_num(0, posinf=0)
+        nn.utils.clip_grads_with_norm_(self.shards, max_norm or math.inf, finite)
         return norm
+
+    def optimizer(self, kind, groups=None, **options):
+        """kind(this rank's shards, **options), refused unless it is elementwise.
+
+        A shard is a flat piece of several parameters. What looks at a parameter's shape or norm,
+        such as Adafactor, Muon or LAMB, would train something else. groups: see parameter_groups.
+        """
+        for group in groups or [{}]:
+            own = {name: value for name, value in group.items() if name != "params"}
+            check_elementwise(kind, options, own, self.units[0].shard.device)
+        return kind(self.parameter_groups(groups), **options)
+
+    def parameter_groups(self, groups=None):
+        """What an elementwise optimizer takes. A rule by p.dim() must be made here, not on it.
+
+        groups: None, or [{"params": parameters of the module, "weight_decay": .., ..}, ..], taken
+        from the module after it was sharded: they have their names and shapes then, but no values.
+        A rank may have nothing of a group. The shards are cut by groups, so this is done once.
+        """
+        if groups is None:
+            return [{"params": list(self.shards)}]
+        numbers = self.numbers(groups)
+        if self.grouped or any(p.grad is not None for p in self.shards):
+            raise RuntimeError("FSDP: groups are made once, and before the first backward")
+        self.grouped = True
+        result = [{**group, "params": []} for group in groups]
+        shards = []
+        for unit in self.units:
+            for number, parameter in unit.cut([numbers.get(p) for p in unit.borrowed]):
+                shards.append(parameter)
+                if number is not None:
+                    result[number]["params"].append(parameter)
+        self.shards = nn.ParameterList(shards)
+        return result
+
+    def numbers(self, groups):
+        """-> {parameter: the number of its group}."""
+        known = set(self.module.parameters())
+        numbers = {}
+        for number, group in enumerate(groups):
+            for p in group["params"]:
+                if p not in known:
+                    raise ValueError("FSDP: a group has a parameter that the module has not: make "
+                                     "groups of module.parameters() after FSDP")
+                if p in numbers:
+                    raise ValueError("FSDP: a parameter is in two groups")
+                numbers[p] = number
+        return numbers
+
+    # the state, gathered
+
+    def full_state_dict(self):
+        """-> {name: whole tensor}, the state_dict of the module as it was; collective."""
+        found = dict(self.rest())
+        for unit in self.units:
+            found.update(unit.gathered(unit.shard))
+        return {name: found[name] for name in self.state_names}
+
+    def full_gradients(self):
+        """-> {name: whole gradient}, of what is trained, a tied one once; collective."""
+        found = {}
+        for unit in self.units:
+            found.update(unit.gathered(unit.gradient()))
+        return {name: found[name] for name, _ in self.module.named_parameters() if name in found}
+
+    def load_full_state_dict(self, state):
+        """The inverse of full_state_dict: every rank is given all of it, and keeps its part."""
+        if set(state) != set(self.state_names):
+            different = sorted(set(state) ^ set(self.state_names))
+            raise KeyError(f"FSDP: names that the module or the state has not: {different}")
+        for unit in self.units:
+            for i, names in enumerate(unit.names):
+                if state[names[0]].shape != unit.shapes[i]:
+                    raise ValueError(f"FSDP: {names[0]} is {tuple(unit.shapes[i])} here")
+                unit.store(i, state[names[0]])
+        for name, tensor in self.rest():
+            tensor.copy_(state[name])
+
+    def rest(self):
+        """(name, tensor) of what is in no unit, but in the state_dict: frozen ones and buffers."""
+        sharded = {name for unit in self.units for names in unit.names for name in names}
+        tensors = dict(self.module.named_parameters(remove_duplicate=False))
+        tensors.update(self.module.named_buffers(remove_duplicate=False))
+        for name in self.state_names:
+            if name not in sharded:
+                yield name, tensors[name].detach()
+
+    def _apply(self, *_, **__):
+        raise RuntimeError("FSDP: give device, home and dtype when it is made")
+
+
+# what Unit and FSDP use
+
+
+def places_of(module):
+    """-> {parameter: [Use, ..]}, every place of every parameter."""
+    places = {}
+    for path, owner in module.named_modules(remove_duplicate=False):
+        for name, p in owner.named_parameters(recurse=False, remove_duplicate=False):
+            places.setdefault(p, []).append(Use(owner, name, path))
+    return places
+
+
+def names_of(places):
+    return [f"{use.path}.{use.attribute}".lstrip(".") for use in places]
+
+
+def device_of(module):
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if not tensor.is_meta:
+            return tensor.device
+    return torch.get_default_device()
+
+
+def made(parameter, use, device, init):
+    """A parameter that is on the meta device, with memory and filled by `init` -> tensor."""
+    if init is None:
+        raise ValueError("FSDP: a parameter is on the meta device: give init=, which fills it")
+    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+    holder = nn.ParameterDict({use.attribute: empty})
+    init(holder, prefix=use.path)
+    return holder[use.attribute].detach()
+
+
+def broadcast(tensor, group, replicas, device):
+    """Give all ranks the first one's values, whatever the tensor's strides and its device."""
+    whole = tensor.detach()
+    elsewhere = tensor.device != device or not tensor.is_contiguous()
+    if elsewhere:
+        whole = whole.to(device, memory_format=torch.contiguous_format, copy=True)
+    dist.broadcast(whole, group=group, group_src=0)  # the first rank's -> replicated in the group
+    if replicas:
+        dist.broadcast(whole, group=replicas, group_src=0)  # the first group's -> replicated
+    if elsewhere:
+        tensor.detach().copy_(whole)
+
+
+def tensors_in(value):
+    """All tensors in tuples, lists, dicts and dataclasses, however nested."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    parts = ()
+    if isinstance(value, dict):
+        parts = value.values()
+    elif isinstance(value, (tuple, list)):
+        parts = value
+    elif dataclasses.is_dataclass(value):
+        parts = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    found = []
+    for part in parts:
+        found += tensors_in(part)
+    return found
+
+
+def watch(tensors, reached):
+    """Call `reached` when backward comes to the first of these tensors."""
+    wanted = [t for t in tensors if t.requires_grad]
+    if wanted:
+        torch.autograd.graph.register_multi_grad_hook(wanted, reached, mode="any")
+
+
+def in_backward():
+    """Does autograd call us? Then a forward is the second one of activation checkpointing."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def check(module, blocks):
+    """Refuse what would go wrong later."""
+    if not any(p.requires_grad for p in module.parameters()):
+        raise ValueError("FSDP: the module has no parameter to train")
+    inside = set(module.modules())
+    for block in blocks:
+        if block not in inside:
+            raise ValueError(f"FSDP: block {type(block).__name__} is no part of the module")
+        for other in blocks:
+            if other is not block and other in set(block.modules()):
+                raise ValueError(f"FSDP: of {type(block).__name__} and a {type(other).__name__} "
+                                 "within it only one can be a block")
+    for owner in inside:
+        if getattr(owner, "sparse", False) and isinstance(owner, (nn.Embedding, nn.EmbeddingBag)):
+            raise ValueError("FSDP: gradients are summed as dense tensors: take sparse=False")
+    for name, buffer in module.named_buffers():
+        if buffer.is_meta:
+            raise ValueError(f"FSDP: buffer {name} is on the meta device: give it memory before")
+
+
+def refuse_state(*_):
+    raise RuntimeError("FSDP: a module's parameters are sharded: full_state_dict() of the FSDP "
+                       "around it gathers them, load_full_state_dict(state) loads")
+
+
+def check_elementwise(kind, options, own, device):
+    """Refuse an optimizer that steps pieces of a parameter otherwise than the whole of it.
+
+    options: of the optimizer. own: those of a group.
+    """
+    matrix = torch.linspace(-1, 1, 24, device=device).view(4, 6)
+    results = []
+    for tensors in ([matrix], matrix.flatten().split(10)):
+        parameters = [nn.Parameter(t.clone()) for t in tensors]
+        optimizer = kind([{"params": parameters, **own}], **options)
+        for _ in range(2):
+            for p in parameters:
+                p.grad = p.detach().square() + 0.1
+            optimizer.step()
+        results.append(torch.cat([p.detach().flatten() for p in parameters]))
+    if not torch.allclose(*results):
+        raise ValueError(f"FSDP: {kind.__name__} looks at whole parameters, and a rank has flat "
+                         "pieces of them: take an elementwise optimizer, such as AdamW or SGD")
 
 
 # ---- 2. the toy GPT, parallelized --------------------------------------------
 
 
 def parallelize(model, mesh, seed, **options):
-    """mesh: (replicate, shard). The model may be on the meta device, so that no rank ever holds all of it."""
-    shard, replicate = mesh["shard"].get_group(), mesh["replicate"].get_group()
-    return FSDP(model, model.blocks, shard, replicate if mesh["replicate"].size() > 1 else None, **options,
-                init=lambda part, prefix: init_weights(part, len(model.blocks), seed, prefix))
+    """mesh: (replicate, shard). With a model on the meta device no rank ever holds all of it."""
+    replicas = None
+    if mesh["replicate"].size() > 1:
+        replicas = mesh["replicate"].get_group()
+
+    def init(holder, prefix):
+        init_weights(holder, len(model.blocks), seed, prefix)
+
+    shard = mesh["shard"].get_group()
+    return FSDP(model, model.blocks, shard, replicas, init=init, **options)
 
 
-def full_state_dict(model, of=torch.Tensor.detach):
-    if isinstance(model, FSDP):
-        return {name: t for unit in model.units for name, t in unit.whole(of(unit.shard)).items()}
-    return {name: of(t).full_tensor() for name, t in model.state_dict(keep_vars=True).items()}  # sharded -> replicated
+def full_state_dict(model):
+    return model.full_state_dict()
 
 
 def full_gradients(model):
-    found = full_state_dict(model, lambda p: p.grad)
-    return {name: found[name] for name, _ in getattr(model, "module", model).named_parameters()}  # tied ones once
+    return model.full_gradients()
+
+
+def evaluate(model, x, y):
+    """x, y: this rank's rows of held-out text -> its part of the sum of token losses."""
+    return loss_sum(model(x), y)
 
 
 def train_step(model, optimizer, x, y, valid, clip):
-    """x, y: this rank's rows (B/N, T); valid: of the whole batch -> this rank's part of the loss, gradient norm."""
+    """x, y: this rank's rows (B/N, T); valid: targets of the whole batch.
+
+    -> this rank's part of the loss, gradient norm.
+    """
     optimizer.zero_grad()
     loss = loss_sum(model(x), y) / valid
     loss.backward()  # partial -> sharded, inside FSDP
@@ -221,79 +733,197 @@ def train_step(model, optimizer, x, y, valid, clip):
 # ---- 3. at work: the same with torch's own API -------------------------------
 
 
-def parallelize_at_work(model, mesh, reshard=True, dtype=None):  # on GPUs also offload_policy=CPUOffloadPolicy()
-    policy = dict(mesh=mesh if mesh["replicate"].size() > 1 else mesh["shard"],
-                  mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=model.tok.weight.dtype))
+def parallelize_at_work(model, mesh, reshard=True, dtype=None):
+    """On GPUs fully_shard also takes offload_policy=CPUOffloadPolicy()."""
+    if mesh["replicate"].size() == 1:
+        mesh = mesh["shard"]
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=model.tok.weight.dtype)
     for block in model.blocks:
-        fully_shard(block, reshard_after_forward=reshard, **policy)
-    fully_shard(model, **policy)
+        fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=precision)
     for block, following in zip(model.blocks, model.blocks[1:]):
         block.set_modules_to_forward_prefetch([following])  # backward's it finds itself
     return model
+
+
+def full_state_dict_at_work(model):
+    found = {}
+    for name, t in model.state_dict().items():
+        found[name] = t.full_tensor()  # sharded -> replicated
+    return found
+
+
+def full_gradients_at_work(model):
+    found = {}
+    for name, p in model.named_parameters():
+        if p.requires_grad:
+            found[name] = p.grad.full_tensor()  # sharded -> replicated
+    return found
 
 
 def train_step_at_work(model, optimizer, x, y, valid, clip):
     optimizer.zero_grad()
     loss = loss_sum(model(x), y) / valid
     (loss * dist.get_world_size()).backward()  # fully_shard averages; the sum is wanted here
-    norm = nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf")).full_tensor()  # partial -> replicated
+    norm = nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
     optimizer.step()
-    return loss, norm
+    return loss, norm.full_tensor()  # partial -> replicated
 
 
 # ---- 4. run ------------------------------------------------------------------
 
 
-def account(run, model, n, replicas):  # n ranks share the shards
-    held, sent, part = run.ledger["scratch"].memory, run.ledger["scratch"].collectives, (n - 1) / n
-    b, c = model.shards[0].itemsize, model.units[0].full.itemsize  # bytes of an element of a shard, of what computes
-    P, P_blocks = (sum(u.full.numel() for u in units) for units in (model.units, model.units[:-1]))
-    run.textbook("parameters, gradients, AdamW states", f"4 b P/N + 4 per unit, P = {P:,} with padding",
-                 4 * b * P / n + 4 * len(model.units), held["parameters"] + held["gradients"] + held["optimizer"])
+def refuse(args, n):
+    """What cannot run ends here, in one line, before anything is built."""
+    ranks = args.world_size
+    require(args.batch >= ranks,
+            f"--batch {args.batch} sequences for {ranks} ranks: give each at least one")
+    require(ranks % n == 0, f"--hsdp {n} does not divide {ranks} ranks")
+    require(not args.offload or args.impl == "scratch",
+            "--offload is for --impl scratch; torch's own wants a GPU")
+
+
+def dtype_of_shards(run):
+    """--dtype bf16 is for computing: shards, sums of gradients and AdamW's states are fp32."""
+    return torch.promote_types(run.dtype, torch.float32)
+
+
+def frozen(run, model):
+    """The model, of which --train leaves only some parameters to be trained."""
+    if run.args.train:
+        found = freeze(model, run.args.train)
+        require(found, f"--train {run.args.train}: matches no parameter's name")
+    return model
+
+
+def set_up(run, model, mesh):
+    """model: on the meta device -> a Side: the model sharded, and what a run does with it."""
+    args = run.args
+    home = run.device
+    if args.offload:
+        home = "cpu"
+    model = parallelize(model, mesh, args.seed, reshard=args.reshard, dtype=run.dtype,
+                        device=run.device, home=home)
+    optimizer = adamw(list(model.shards), args.lr)
+    rows = share(args.batch, run.world_size, run.rank)  # of every batch, this rank's
+    first = mesh.get_local_rank("replicate") == 0  # of the ranks with the same shard
+    return Side(
+        model=model,
+        optimizer=optimizer,
+        train_step=train_step,
+        full_gradients=lambda: full_gradients(model),
+        full_state_dict=lambda: full_state_dict(model),
+        evaluate=lambda k: evaluate(model, *run.held_out(k, rows)),
+        pieces=lambda: pieces(model, optimizer, first),
+    )
+
+
+def set_up_at_work(run, mesh):
+    model = build(run.cfg, run.args.seed, run.device, dtype_of_shards(run))
+    model = parallelize_at_work(frozen(run, model), mesh, run.args.reshard, run.dtype)
+    optimizer = adamw(model.parameters(), run.args.lr)
+    rows = share(run.args.batch, run.world_size, run.rank)
+    return Side(
+        model=model,
+        optimizer=optimizer,
+        train_step=train_step_at_work,
+        full_gradients=lambda: full_gradients_at_work(model),
+        full_state_dict=lambda: full_state_dict_at_work(model),
+        evaluate=lambda k: evaluate(model, *run.held_out(k, rows)),
+        pieces=lambda: pieces_of(model.named_parameters(), optimizer, writes=True),
+    )
+
+
+def pieces(model, optimizer, writes):
+    """What this rank holds of the plain GPT's parameters, and of their AdamW states.
+
+    writes: is this rank, of those with the same shard, the one that saves it?
+    """
+    found = []
+    for unit in model.units:
+        flats = {"": unit.shard.detach()}
+        for kind in STATES:
+            if kind in optimizer.state[unit.shard]:
+                flats["." + kind] = optimizer.state[unit.shard][kind]
+        for names, shape, (start, _) in zip(unit.names, unit.shapes, unit.ranges):
+            for kind, flat in flats.items():
+                found += run_pieces(names[0] + kind, shape, unit.first - start, flat, writes)
+    sharded = {name for unit in model.units for names in unit.names for name in names}
+    whole = [(n, p) for n, p in model.module.named_parameters() if n not in sharded]
+    return found + pieces_of(whole, None, writes=dist.get_rank() == 0)
+
+
+def account(run, model, n):
+    """The textbook's rows: P trained parameters, in all units and with padding, on n ranks.
+
+    b bytes each in a shard, c where they compute; F parameters are frozen.
+    """
+    ledger = run.ledger["scratch"]
+    held = ledger.memory
+    sent = ledger.collectives
+    b = model.units[0].shard.itemsize
+    c = model.units[0].full.itemsize
+    P = sum(unit.full.numel() for unit in model.units)
+    P_blocks = sum(unit.full.numel() for unit in model.blocks)
+    F = sum(p.numel() for p in model.frozen)
+    part = (n - 1) / n
+    replicas = run.world_size // n
+
+    gathered = P
+    if run.args.reshard:
+        gathered += P_blocks
+    run.textbook(
+        "parameters, gradients, AdamW states",
+        f"4 b P/N + 4 per unit + c F, P = {P:,} with padding",
+        4 * b * P / n + 4 * len(model.units) + c * F,
+        held["parameters"] + held["gradients"] + held["optimizer"],
+    )
     run.textbook("wire all_gather", "c (P + P_blocks if resharded) (N-1)/N",
-                 c * (P + run.args.reshard * P_blocks) * part, sent["all_gather"]["wire"])
-    run.textbook("wire reduce_scatter", "b P (N-1)/N", b * P * part, sent["reduce_scatter"]["wire"])
+                 c * gathered * part, sent["all_gather"]["wire"])
+    run.textbook("wire reduce_scatter", "b P (N-1)/N",
+                 b * P * part, sent["reduce_scatter"]["wire"])
+    norm = 2 * b * part
+    among_replicas = 2 * b * P / n * (replicas - 1) / replicas
     run.textbook("wire all_reduce", "norm: 2 b (N-1)/N, R replicas: 2 b P/N (R-1)/R",
-                 2 * b * (part + P / n * (replicas - 1) / replicas), sent["all_reduce"]["wire"])
+                 norm + among_replicas, sent["all_reduce"]["wire"])
 
 
 def main():
-    args = arguments(__doc__, reshard=(True, "free blocks after forward, gather them again for backward"),
-                     hsdp=(0, "R, ranks that share the shards: groups of R are replicas (0: all ranks)", ANY),
-                     offload=(False, "keep shards and optimizer states in the CPU's memory"), **checkpoint.FLAGS)
-    ranks, n = args.world_size, args.hsdp or args.world_size
-    require(args.batch >= ranks, f"--batch {args.batch} sequences for {ranks} ranks: give each at least one")
-    require(ranks % n == 0, f"--hsdp {n} does not divide {ranks} ranks")
-    require(not args.offload or args.impl == "scratch", "--offload is for --impl scratch; torch's own wants a GPU")
-    start = checkpoint.begin(args)
-    run, sides, kind = Run(args), {}, torch.float32 if args.dtype == "bf16" else DTYPES[args.dtype]
-    mesh = dist.init_device_mesh(run.device.type, (ranks // n, n), mesh_dim_names=("replicate", "shard"))
+    args = arguments(
+        __doc__,
+        reshard=Flag(True, "free blocks after forward, gather them again for backward"),
+        hsdp=Flag(0, "R, ranks that share the shards: groups of R are replicas (0: all)", ANY),
+        offload=Flag(False, "keep shards and optimizer states in the CPU's memory"),
+    )
+    n = args.hsdp or args.world_size  # ranks that share the shards
+    refuse(args, n)
+    run = Run(args)
+    mesh = dist.init_device_mesh(run.device.type, (args.world_size // n, n),
+                                 mesh_dim_names=("replicate", "shard"))
     with torch.device("meta"):
-        model = GPT(run.cfg).to(kind)
+        model = GPT(run.cfg).to(dtype_of_shards(run))
+    model = frozen(run, model)
     total = sum(p.numel() for p in model.parameters())
     with run:
-        for impl in run.impls:
-            if impl == "scratch":
-                model = parallelize(model, mesh, args.seed, reshard=args.reshard, dtype=run.dtype, device=run.device,
-                                    home="cpu" if args.offload else run.device)
-            else:
-                model = build(run.cfg, args.seed, run.device, kind)
-                model = parallelize_at_work(model, mesh, args.reshard, run.dtype)
-            optimizer = adamw(list(getattr(model, "shards", model.parameters())), args.lr)
-            sides[impl] = model, optimizer, train_step if impl == "scratch" else train_step_at_work
-            checkpoint.restore(start, model, optimizer, mesh["shard"])
-            run.go_on(start, full_state_dict, model)
-        run.say(f"fsdp: {ranks} ranks on {run.device.type}, {args.dtype}, {total:,} parameters, each rank keeps 1/{n}")
+        sides = {}
+        if "scratch" in run.impls:
+            sides["scratch"] = set_up(run, model, mesh)
+        if "torch" in run.impls:
+            sides["torch"] = set_up_at_work(run, mesh)
+        run.begin(sides)
+        run.say(f"fsdp: {run.world_size} ranks on {run.device.type}, {args.dtype}, "
+                f"{total:,} parameters, each rank keeps 1/{n}")
         for impl, step in run.steps():
-            model, optimizer, step_fn = sides[impl]
-            x, y, valid = run.batch(step, share(args.batch, ranks, run.rank))
-            with run.measure(impl, step, model, optimizer):
-                loss, norm = step_fn(model, optimizer, x, y, valid, args.clip)
-            run.log(impl, step, loss, norm, full_gradients, full_state_dict, model)
-            checkpoint.save(run, step, model, optimizer, mesh["shard"], brings=mesh.get_local_rank("replicate") == 0)
-        if args.impl != "torch":
-            account(run, sides["scratch"][0], n, ranks // n)
-        return run.finish(total, run.ledger[run.impls[0]].memory["parameters"] // kind.itemsize)
+            side = sides[impl]
+            run.set_rate(side.optimizer, step)
+            x, y, valid = run.batch(step, share(args.batch, run.world_size, run.rank))
+            with run.measure(impl, step):
+                loss, norm = side.train_step(side.model, side.optimizer, x, y, valid, args.clip)
+            run.log(impl, step, loss, norm)
+        if "scratch" in sides:
+            account(run, sides["scratch"].model, n)
+        held = run.ledger[run.impls[0]].memory["parameters"]
+        return run.finish(total, held // dtype_of_shards(run).itemsize)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,19 @@
-"""fsdp.py and checkpoint.py."""
+"""fsdp.py, alone and around modules of others."""
+import dataclasses
+import itertools
 import shutil
+import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from conftest import PROOF, SMALL, dry_run_agrees, proves, run, script, textbook
+import fsdp
+from conftest import PROOF, SMALL, copied, dry_run_agrees, proves, run, script, textbook
 from fsdp import FSDP, Unit
 
 BLOCK = 12 * 32 * 32 + 13 * 32  # parameters of a block of width 32
@@ -15,20 +21,35 @@ ROOT = (256 + 16 + 2) * 32
 
 
 @pytest.mark.parametrize("world, flags", [
-    (1, []), (2, []), (4, ["--no-reshard"]), (3, ["--batch", "7", "--vocab", "257", "--clip", "0"]),
-    (4, ["--hsdp", "2"]), (4, ["--hsdp", "1", "--offload"]), (2, ["--offload"]), (2, ["--impl", "torch"])])
+    (1, []),
+    (2, []),
+    (4, ["--no-reshard"]),
+    (3, ["--batch", "7", "--vocab", "257", "--clip", "0"]),
+    (4, ["--hsdp", "2"]),
+    (4, ["--hsdp", "1", "--offload"]),
+    (2, ["--offload"]),
+    (2, ["--impl", "torch"]),
+    (2, ["--warmup", "1", "--decay", "cosine", "--eval-every", "1"]),
+])
 def test_equals_one_process(world, flags):
     proves("fsdp", world, *flags)
 
 
 def test_bf16():
-    """bf16 computes and travels to be used; shards, gradients, their sums and AdamW's states are fp32."""
+    """bf16 computes and travels to be used; shards, gradients, sums and AdamW's states are fp32."""
     report = script("fsdp", 2, *SMALL, "--dtype", "bf16")
     textbook(report)
-    rank, P = report["ranks"][0], 2 * BLOCK + ROOT
-    assert report["check"]["passed"] and rank["memory"]["parameters"] == rank["memory"]["gradients"] == 4 * P / 2
+    assert report["check"]["passed"]
+    [rank, _] = report["ranks"]
+    P = 2 * BLOCK + ROOT
+    assert rank["memory"]["parameters"] == 4 * P / 2
+    assert rank["memory"]["gradients"] == 4 * P / 2
     assert rank["collectives"]["all_gather"]["payload"] == 2 * (P + 2 * BLOCK)
     assert rank["collectives"]["reduce_scatter"]["payload"] == 4 * P
+
+
+def padded(size, n):
+    return -(-size // n) * n
 
 
 @pytest.mark.parametrize("world, flags", [(2, []), (3, ["--no-reshard"]), (4, ["--hsdp", "2"])])
@@ -37,14 +58,32 @@ def test_cost(world, flags):
     real = dry_run_agrees("fsdp", world, *flags, ranks=[world - 1])
     textbook(real)
     theirs = script("fsdp", world, *SMALL, *flags, "--no-check", "--impl", "torch")
-    n, again = (2, 2) if "--hsdp" in flags else (world, 2 * (not flags))
+    n = 2 if "--hsdp" in flags else world
+    P = 2 * padded(BLOCK, n) + padded(ROOT, n)
+    gathers = 3 if "--no-reshard" in flags else 5
     for rank, other in zip(real["ranks"], theirs["ranks"]):
-        sent, held, P = rank["collectives"], rank["memory"], sum(-(-size // n) * n for size in (BLOCK, BLOCK, ROOT))
-        assert sent["all_gather"]["calls"] == 3 + again and sent["reduce_scatter"]["calls"] == 3
+        sent = rank["collectives"]
+        held = rank["memory"]
+        assert sent["all_gather"]["calls"] == gathers
+        assert sent["reduce_scatter"]["calls"] == 3
         assert held["parameters"] + held["gradients"] + held["optimizer"] == 16 * P // n + 12
         for kind in "all_gather", "reduce_scatter":
+            ours = sent[kind]["payload"]
             assert sent[kind]["calls"] == other["collectives"][kind]["calls"]
-            assert 0 <= other["collectives"][kind]["payload"] - sent[kind]["payload"] < 0.05 * sent[kind]["payload"]
+            assert 0 <= other["collectives"][kind]["payload"] - ours < 0.05 * ours
+
+
+@pytest.mark.parametrize("train", ["blocks.1", "tok|norm", "bias"])
+def test_frozen_cost_nothing(train):
+    """Nothing of them is sent, summed or stepped; they are held whole."""
+    real = dry_run_agrees("fsdp", 2, "--train", train, ranks=[1])
+    textbook(real)
+    proves("fsdp", 2, "--train", train)
+    if train == "blocks.1":
+        sent = real["ranks"][0]["collectives"]
+        assert sent["all_gather"]["calls"] == 2 and sent["reduce_scatter"]["calls"] == 1
+        assert sent["reduce_scatter"]["payload"] == 4 * BLOCK
+        assert real["ranks"][0]["memory"]["gradients"] == 4 * BLOCK / 2
 
 
 def test_both_times_both():
@@ -52,20 +91,93 @@ def test_both_times_both():
     assert report["speedup"] == report["torch_ms_per_step"] / report["ms_per_step"] > 0
 
 
-# ---- FSDP as a drop-in ---------------------------------------------------------
+# ---- against one process, on modules of others -----------------------------------
 
 
-class Awkward(nn.Module):
-    """A frozen layer, an unused one, a weight tied across blocks, a block that runs twice, more than one output."""
+def equal_training(build, rows, blocks_of, loss_of, steps=3, **options):
+    """Trains two copies, one in one process and one by FSDP: they remain equal.
+
+    Compared are gradients and the norm of every step, then parameters and buffers.
+    rows: (steps, B, ..), of which each rank takes its part. blocks_of(module), loss_of(model, rows)
+    """
+    rank = dist.get_rank()
+    n = dist.get_world_size()
+    torch.manual_seed(0)
+    plain = build()
+    torch.manual_seed(rank)  # FSDP gives all ranks the first one's weights
+    inner = build()
+    ours = FSDP(inner, blocks_of(inner), **options)
+    trained = [p for p in plain.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.1, eps=1e-5)
+    our_optimizer = ours.optimizer(torch.optim.AdamW, lr=0.1, eps=1e-5)
+    for data in rows:
+        loss_of(plain, data).backward()
+        want = {name: p.grad.clone() for name, p in plain.named_parameters() if p.requires_grad}
+        want_norm = nn.utils.clip_grad_norm_(trained, 0.5)
+        loss_of(ours, data.chunk(n)[rank]).backward()
+        torch.testing.assert_close(ours.full_gradients(), want, rtol=1e-10, atol=1e-10)
+        norm = ours.clip_grad_norm_(0.5)
+        torch.testing.assert_close(norm, want_norm, rtol=1e-10, atol=1e-10)
+        optimizer.step()
+        optimizer.zero_grad()
+        our_optimizer.step()
+        our_optimizer.zero_grad()
+    state = ours.full_state_dict()
+    assert list(state) == list(plain.state_dict())
+    torch.testing.assert_close(state, dict(plain.state_dict()), rtol=1e-9, atol=1e-9)
+    assert all(unit.full.untyped_storage().nbytes() == 0 for unit in ours.units)
+    return ours
+
+
+class Gated(nn.Module):
+    """Nothing of the GPT: no biases, RMSNorm, other names, odd sizes."""
 
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 5)) for _ in range(4))
+        self.enter = nn.Linear(5, 7, bias=False)
+        self.layers = nn.ModuleList()
+        for _ in range(3):
+            gate = nn.Linear(7, 11, bias=False)
+            back = nn.Linear(11, 7, bias=False)
+            self.layers.append(nn.Sequential(nn.RMSNorm(7), gate, nn.SiLU(), back))
+        self.leave = nn.Linear(7, 3, bias=False)
+
+    def forward(self, x):
+        x = self.enter(x)
+        for layer in self.layers:
+            x = x + layer(x)
+        return self.leave(x)
+
+
+def check_copy():
+    """Section 1 alone, as somebody would copy it."""
+    rows = torch.randn(3, 8, 5, generator=torch.Generator().manual_seed(1))
+    alone = copied("fsdp")
+    here = fsdp.FSDP
+    try:
+        globals()["FSDP"] = alone.FSDP
+        equal_training(Gated, rows, lambda m: m.layers, lambda m, x: m(x).square().sum())
+    finally:
+        globals()["FSDP"] = here
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_copy(world):
+    run(check_copy, world)
+
+
+class Awkward(nn.Module):
+    """A frozen layer, a weight tied across blocks, a block that runs twice, two outputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList()
+        for _ in range(4):
+            self.blocks.append(nn.Sequential(nn.Linear(5, 7), nn.GELU(), nn.Linear(7, 5)))
         self.blocks[3][2].weight = self.blocks[0][2].weight
         self.blocks[1][0].requires_grad_(False)
-        self.blocks[2].unused = nn.Linear(3, 3)
-        self.blocks[2].forward = lambda x: self.blocks[2][2](self.blocks[2][1](self.blocks[2][0](x)))
-        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 3)
+        self.first = nn.Linear(5, 5)
+        self.last = nn.Linear(5, 3)
 
     def forward(self, x):
         x = self.first(x)
@@ -74,34 +186,16 @@ class Awkward(nn.Module):
         return self.last(x), x
 
 
-def step(model, optimizer, x):
-    for part in x.chunk(2):  # gradients add up over two backwards
-        a, b = model(part)
-        (a.square().sum() + b.sum()).backward()
-    optimizer.step()
-    optimizer.zero_grad()
+def awkward_loss(model, x):
+    a, b = model(x)
+    return a.square().sum() + b.sum()
 
 
 def check_drop_in(reshard):
-    rank, n = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    plain = Awkward()
-    torch.manual_seed(0)
-    inner = Awkward()
-    ours = FSDP(inner, inner.blocks, reshard=reshard)
-    optimizers = [torch.optim.AdamW(p, lr=0.1) for p in (plain.parameters(), ours.shards)]
-    x = torch.randn(3, 4 * n, 5)
-    for data in x:
-        with torch.no_grad():
-            torch.testing.assert_close(ours(data), plain(data))
-        step(plain, optimizers[0], data)
-        step(ours, optimizers[1], data[[i for i in range(4 * n) if i % n == rank]])
-    found = {name: t for unit in ours.units for name, t in unit.whole(unit.shard).items()}
-    for name, want in plain.state_dict().items():
-        if name in found and "unused" not in name:  # with a gradient of zero AdamW's decay moves it
-            torch.testing.assert_close(found[name], want, rtol=1e-9, atol=1e-10)
+    rows = torch.randn(3, 12, 5, generator=torch.Generator().manual_seed(1))
+    ours = equal_training(Awkward, rows, lambda m: m.blocks, awkward_loss, reshard=reshard)
+    found = {name for unit in ours.units for names in unit.names for name in names}
     assert "blocks.3.2.weight" in found and "blocks.1.0.weight" not in found
-    assert all(unit.full.untyped_storage().nbytes() == 0 for unit in ours.units)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -110,80 +204,359 @@ def test_drop_in(world, reshard):
     run(check_drop_in, world, reshard)
 
 
-class Named(nn.Sequential):
-    """Its output is a dict, with something in it that is no tensor."""
+def check_gradients_add_up():
+    """Over two backwards; over two forwards before one backward; over a graph that is kept."""
+    def several(model, x):
+        first, second = x.chunk(2)
+        awkward_loss(model, first).backward()
+        with torch.no_grad():
+            model(second)
+        awkward_loss(model, second).backward()
 
-    def forward(self, x, breaks=False):
-        for i, block in enumerate(self):
-            x = block(x)
-            if breaks and i == 1:
-                x.register_hook(lambda _: 1 / 0)
-        return {"x": x, "about": "it"}
+    def together(model, x):
+        first, second = x.chunk(2)
+        (awkward_loss(model, first) + awkward_loss(model, second)).backward()
 
+    def kept(model, x):
+        loss = awkward_loss(model, x) / 2
+        loss.backward(retain_graph=True)
+        loss.backward()
 
-def check_exception():
-    """A backward that breaks off, on all ranks, leaves nothing behind that spoils the next."""
-    def gradients(breaks):
-        torch.manual_seed(0)
-        module = Named(*(nn.Linear(3, 3) for _ in range(4)))
-        model = FSDP(module, module[:3])
-        if breaks:
-            with pytest.raises(ZeroDivisionError):
-                model(x, True)["x"].sum().backward()
-            model.zero_grad()
-        model(x)["x"].square().sum().backward()
-        return [unit.whole(unit.shard.grad) for unit in model.units]
-    x = torch.full((1, 3), 1.0 + dist.get_rank())
-    torch.testing.assert_close(gradients(True), gradients(False))
-
-
-def test_exception():
-    run(check_exception, 2)
-
-
-def check_one_dtype():
-    blocks = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, dtype=torch.float32)), nn.Linear(3, 3))
-    with pytest.raises(AssertionError, match="one dtype"):
-        FSDP(blocks, blocks[:1])
-    with pytest.raises(AssertionError, match="to train"):
-        FSDP(blocks, blocks[:1].requires_grad_(False))
+    torch.manual_seed(0)
+    inner = Awkward()
+    model = FSDP(inner, inner.blocks)
+    x = torch.randn(4, 5)
+    found = []
+    for backwards in several, together, kept:
+        backwards(model, x)
+        found.append(model.full_gradients())
+        model.zero_grad()
+    torch.testing.assert_close(found[0], found[1])
+    torch.testing.assert_close(found[0], found[2])
 
 
-def test_one_dtype():
-    run(check_one_dtype, 1)
+def test_gradients_add_up():
+    run(check_gradients_add_up, 2)
 
 
-class Checkpointed(nn.Sequential):
+# ---- what modules return ----------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Result:
+    x: torch.Tensor
+    about: str = "it"
+    more: object = None
+
+
+def as_dataclass(x):
+    return Result(x)
+
+
+def as_nested(x):
+    return {"all": [Result(None, more=(1, x))]}
+
+
+def as_list(x):
+    return [None, x]
+
+
+def as_dict(x):
+    return {"x": x, "about": "it"}
+
+
+def opened(value):
+    """The last tensor in what a module returns."""
+    return fsdp.tensors_in(value)[-1]
+
+
+class Returning(nn.Module):
+    """A block, or a root, that returns its tensor in some other form."""
+
+    def __init__(self, inner, form):
+        super().__init__()
+        self.inner = inner
+        self.form = form
+
     def forward(self, x):
-        for block in self:
-            x = checkpoint(block, x, use_reentrant=False)
-        return x
+        return self.form(self.inner(opened(x)))
 
 
-def check_transient(reshard, container=nn.Sequential):
-    """Of the blocks never more than two are gathered; and all of them once more in backward."""
-    blocks = container(*(nn.Linear(5, 5) for _ in range(6)))
-    model = FSDP(nn.Sequential(blocks, nn.Linear(5, 3)), blocks, reshard=reshard)
-    here, most, start, free = set(), [], Unit.start, Unit.free
+def check_outputs():
+    for form in as_dataclass, as_nested, as_list, as_dict:
+        def build():
+            layers = [Returning(nn.Linear(5, 5), form) for _ in range(3)]
+            return nn.Sequential(nn.Linear(5, 5), *layers, Returning(nn.Linear(5, 2), form))
 
-    def watched_start(unit):
-        start(unit)
-        here.update({unit} - {model.units[-1]})
-        most.append(len(here))
-
-    def watched_free(unit):
-        free(unit)
-        here.discard(unit)
-    Unit.start, Unit.free = watched_start, watched_free
-    with set_checkpoint_early_stop(False):
-        model(torch.randn(3, 5)).sum().backward()
-    assert max(most) == (2 if reshard else 6) and not here
+        rows = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(1))
+        equal_training(build, rows, lambda m: m[1:4], lambda m, x: opened(m(x)).square().sum())
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("container", [nn.Sequential, Checkpointed])
-def test_transient(reshard, container):
-    run(check_transient, 2, reshard, container)
+def test_outputs_may_be_dataclasses_lists_and_dicts():
+    run(check_outputs, 2)
+
+
+class Hidden(nn.Module):
+    """Its output is found on itself, not in what it returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+        self.head = nn.Linear(5, 2)
+        self.output = None  # (B, 2)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        self.output = self.head(x)
+
+
+def hidden_loss(model, x):
+    model(x)
+    return getattr(model, "module", model).output.square().sum()
+
+
+def check_hidden_output():
+    rows = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(1))
+    equal_training(Hidden, rows, lambda m: m.blocks, hidden_loss)
+
+
+def test_output_of_the_root_need_not_be_found():
+    run(check_hidden_output, 2)
+
+
+# ---- frozen parameters --------------------------------------------------------------
+
+
+def partly_frozen(mask):
+    """Seven parts, a weight of the first block tied to the last; those of the mask are trained."""
+    blocks = [nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)) for _ in range(3)]
+    model = nn.Sequential(nn.Linear(3, 3), *blocks, nn.Linear(3, 3))
+    model[4].weight = model[0].weight
+    parts = [model[0], model[1], model[2][0], model[2][2], model[3][0].weight, model[4].bias]
+    for part, trained in zip(parts, mask):
+        part.requires_grad_(trained)
+    return model
+
+
+def check_frozen():
+    rows = torch.randn(1, 4, 3, generator=torch.Generator().manual_seed(1))
+    for mask in itertools.product((True, False), repeat=6):
+        ours = equal_training(lambda: partly_frozen(mask), rows, lambda m: m[1:4],
+                              lambda m, x: m(x).square().sum())
+        sharded = sum(unit.size for unit in ours.units)
+        assert sharded == sum(p.numel() for p in ours.module.parameters() if p.requires_grad)
+
+
+def test_frozen_in_every_mix():
+    run(check_frozen, 2)
+
+
+def check_blocks_alone():
+    """Nothing to train outside the blocks."""
+    rows = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(1))
+
+    def build():
+        return nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+
+    ours = equal_training(build, rows, lambda m: m, lambda m, x: m(x).square().sum())
+    assert ours.root is None
+
+
+def test_blocks_alone():
+    run(check_blocks_alone, 2)
+
+
+def check_one_layer_run_often():
+    """As ALBERT does: the list of blocks names the same module several times."""
+    rows = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(1))
+
+    def build():
+        layer = nn.Linear(3, 3)
+        return nn.Sequential(nn.Linear(3, 3), layer, nn.Tanh(), layer, nn.Tanh(), layer)
+
+    equal_training(build, rows, lambda m: [m[1], m[3], m[5]], lambda m, x: m(x).square().sum())
+
+
+def test_one_layer_run_often():
+    run(check_one_layer_run_often, 2)
+
+
+# ---- optimizers: groups, schedules, and those that are refused -------------------------
+
+
+def groups_of(module):
+    """Three groups: matrices, the rest of the layers; the embedding is in none."""
+    layers = list(module.layers.parameters())
+    return [
+        {"params": [p for p in layers if p.dim() >= 2], "weight_decay": 0.3},
+        {"params": [p for p in layers if p.dim() < 2], "weight_decay": 0.0, "lr": 0.05},
+        {"params": [module.leave.weight], "betas": (0.8, 0.9), "name": "leave"},
+    ]
+
+
+def check_groups(home, reshard):
+    """Three steps with three groups and a schedule equal those of one process."""
+    rank = dist.get_rank()
+    n = dist.get_world_size()
+    torch.manual_seed(0)
+    plain = Gated()
+    torch.manual_seed(0)
+    inner = Gated()
+    ours = FSDP(inner, inner.layers, home=home, reshard=reshard)
+    optimizers = [
+        torch.optim.AdamW(groups_of(plain), lr=0.1),
+        ours.optimizer(torch.optim.AdamW, groups_of(inner), lr=0.1),
+    ]
+    for group, want in zip(optimizers[1].param_groups, optimizers[0].param_groups):
+        assert {**group, "params": 0} == {**want, "params": 0}
+    schedules = [torch.optim.lr_scheduler.StepLR(o, 1, gamma=0.5) for o in optimizers]
+    for x in torch.randn(3, 12, 5, generator=torch.Generator().manual_seed(1)):
+        for model, rows in (plain, x), (ours, x.chunk(n)[rank]):
+            for part in rows.chunk(2):  # gradients add up over two backwards
+                model(part).square().sum().backward()
+        norm = ours.clip_grad_norm_(1.0)
+        want = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        torch.testing.assert_close(norm, want)
+        for optimizer, schedule in zip(optimizers, schedules):
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        plain.zero_grad()  # what is in no group
+        ours.zero_grad()
+    torch.testing.assert_close(ours.full_state_dict(), dict(plain.state_dict()))
+    with pytest.raises(RuntimeError, match="once"):
+        ours.parameter_groups(groups_of(inner))
+
+
+@pytest.mark.parametrize("world, home, reshard", [
+    (1, None, True), (2, None, True), (3, "cpu", False), (4, None, True),
+])
+def test_parameter_groups(world, home, reshard):
+    run(check_groups, world, home, reshard)
+
+
+def check_wrong_groups():
+    module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    before = list(module.parameters())
+    ours = FSDP(module, [module[1]])
+    with pytest.raises(ValueError, match="after FSDP"):
+        ours.parameter_groups([{"params": before}])
+    with pytest.raises(ValueError, match="two groups"):
+        ours.parameter_groups([{"params": module.parameters()}, {"params": [module[1].bias]}])
+    ours(torch.ones(1, 3)).sum().backward()
+    with pytest.raises(RuntimeError, match="before the first backward"):
+        ours.parameter_groups([{"params": module.parameters()}])
+
+
+def test_wrong_groups_are_refused():
+    run(check_wrong_groups, 1)
+
+
+class Layerwise(torch.optim.SGD):
+    """As LAMB and LARS: an update is as large as the whole parameter's norm says."""
+
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.sub_(p.grad / p.grad.norm() * p.data.norm(), alpha=group["lr"])
+
+
+class DecayByShape(torch.optim.SGD):
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.dim() > 1:
+                    p.data.mul_(0.9)
+
+
+ELEMENTWISE = "SGD Adam AdamW NAdam RAdam Adamax Adadelta Adagrad RMSprop Rprop ASGD".split()
+
+
+def check_optimizers():
+    def wrapped():
+        module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        return FSDP(module, [module[1]])
+
+    for name in ELEMENTWISE:
+        assert wrapped().optimizer(getattr(torch.optim, name), lr=0.1)
+    wrapped().optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)
+    for kind in Layerwise, DecayByShape, torch.optim.Adafactor:
+        with pytest.raises(ValueError, match="elementwise"):
+            wrapped().optimizer(kind, lr=0.1)
+    for name in "Muon", "LBFGS":  # these say so themselves, in the trial step
+        with pytest.raises((ValueError, TypeError)):
+            wrapped().optimizer(getattr(torch.optim, name), lr=0.1)
+
+
+def test_optimizers_that_are_not_elementwise_are_refused():
+    run(check_optimizers, 1)
+
+
+# ---- the beginning: equal weights, the meta device ---------------------------------------
+
+
+class Strided(nn.Module):
+    """Parameters and buffers whose memory is not one run."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 7)[:, :3])
+        self.conv = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+        self.frozen = nn.Parameter(torch.randn(5, 6).T, requires_grad=False)
+        self.register_buffer("table", torch.randn(6, 5)[:, ::2])
+        self.register_buffer("count", torch.tensor(dist.get_rank()))
+
+
+def check_all_begin_alike():
+    torch.manual_seed(0)
+    rng = torch.get_rng_state()
+    torch.manual_seed(dist.get_rank())
+    module = Strided()
+    replicas = dist.new_group([0, 2]), dist.new_group([1, 3])
+    shards = dist.new_group([0, 1]), dist.new_group([2, 3])
+    rank = dist.get_rank()
+    ours = FSDP(module, [module.conv], group=shards[rank // 2], replicas=replicas[rank % 2])
+    torch.set_rng_state(rng)
+    want = Strided().state_dict()
+    want["count"].zero_()
+    assert list(ours.full_state_dict()) == list(want)
+    for name, tensor in ours.full_state_dict().items():
+        assert torch.equal(tensor, want[name]), name
+
+
+def test_all_begin_with_the_first_ranks_weights_and_buffers():
+    run(check_all_begin_alike, 4)
+
+
+def check_meta():
+    """Values are made where they are kept, frozen ones whole; without init it is refused."""
+    def init(holder, prefix):
+        [(name, p)] = holder.named_parameters(prefix=prefix)
+        p.data.fill_(sum(map(ord, name)))
+
+    def build():
+        module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+        module[2].weight = module[0].weight
+        module[1].bias.requires_grad_(False)
+        return module
+
+    with torch.device("meta"):
+        module = build()
+        refused = build()
+    ours = FSDP(module, [module[1]], device="cpu", init=init)
+    for name, tensor in ours.full_state_dict().items():
+        name = name.replace("2.weight", "0.weight")
+        assert torch.equal(tensor, torch.full_like(tensor, sum(map(ord, name)))), name
+    ours(torch.ones(2, 3)).sum().backward()
+    assert not module[1].bias.is_meta and not module[1].bias.requires_grad
+    with pytest.raises(ValueError, match="init="):
+        FSDP(refused, [refused[1]], device="cpu")
+
+
+def test_meta():
+    run(check_meta, 2)
 
 
 def check_layout():
@@ -192,11 +565,12 @@ def check_layout():
     for i, p in enumerate(module.parameters()):
         p.data.copy_(torch.arange(p.numel()) + 100 * i)
     want = {name: t.clone() for name, t in module.state_dict().items()}
-    n, rank = dist.get_world_size(), dist.get_rank()
-    unit = FSDP(module, []).units[-1]
-    flat, each = torch.cat([*(t.flatten() for t in want.values()), torch.zeros(14)]), -(-14 // n)
+    rank = dist.get_rank()
+    [unit] = FSDP(module, []).units
+    flat = torch.cat([*(t.flatten() for t in want.values()), torch.zeros(14)])
+    each = -(-14 // dist.get_world_size())
     assert torch.equal(unit.shard, flat[rank * each:(rank + 1) * each])
-    for name, t in unit.whole(unit.shard).items():
+    for name, t in unit.gathered(unit.shard).items():
         assert torch.equal(t, want[name])
 
 
@@ -205,12 +579,326 @@ def test_layout(world):
     run(check_layout, world)
 
 
+def check_state():
+    """A state is gathered from one model and loaded into another, with buffers and tied weights."""
+    def build():
+        module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
+        module[2].weight = module[0].weight
+        module[0].bias.requires_grad_(False)
+        return module
+
+    torch.manual_seed(0)
+    first = FSDP(build(), [])
+    first(torch.randn(4, 3)).sum().backward()
+    second = FSDP(build(), [])
+    state = first.full_state_dict()
+    second.load_full_state_dict(state)
+    torch.testing.assert_close(second.full_state_dict(), state, rtol=0, atol=0)
+    plain = build()
+    plain.load_state_dict(state)
+    with pytest.raises(KeyError, match="more"):
+        second.load_full_state_dict({**state, "more": state["0.bias"]})
+    with pytest.raises(ValueError, match="0.weight is"):
+        second.load_full_state_dict({**state, "0.weight": torch.ones(2, 3)})
+
+
+def test_state_round_trip():
+    run(check_state, 3)
+
+
+# ---- refused, in words --------------------------------------------------------------
+
+
+class Opaque:
+    def __init__(self, x):
+        self.x = x
+
+
+class OwnParameter(nn.Linear):
+    def forward(self, x):
+        return super().forward(x), self.weight.T
+
+
+def pair():
+    return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+
+def check_refused_at_construction():
+    module = pair()
+    with pytest.raises(ValueError, match="no part of the module"):
+        FSDP(module, [nn.Linear(3, 3)])
+    nested = nn.Sequential(module, nn.Linear(3, 3))
+    with pytest.raises(ValueError, match="only one can be a block"):
+        FSDP(nested, [module[1], module])
+    with pytest.raises(ValueError, match="no parameter to train"):
+        FSDP(pair().requires_grad_(False), [])
+    with pytest.raises(ValueError, match="sparse=False"):
+        FSDP(nn.Embedding(5, 3, sparse=True), [])
+    mixed = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, dtype=torch.float32))
+    with pytest.raises(ValueError, match="one dtype"):
+        FSDP(mixed, [])
+    module.register_buffer("table", torch.empty(3, device="meta"))
+    with pytest.raises(ValueError, match="table is on the meta device"):
+        FSDP(module, [])
+
+
+def check_refused_later():
+    x = torch.ones(2, 3)
+    module = pair()
+    model = FSDP(module, [module[1]])
+    for call in (module.state_dict, module[1].state_dict, model.state_dict,
+                 lambda: module.load_state_dict(model.full_state_dict()),
+                 lambda: model.load_state_dict({}, strict=False)):
+        with pytest.raises(RuntimeError, match="full_state_dict"):
+            call()
+    with pytest.raises(RuntimeError, match="when it is made"):
+        model.to(torch.float32)
+    with pytest.raises(RuntimeError, match="create_graph"):
+        model(x).sum().backward(create_graph=True)
+    inputs = x.clone().requires_grad_()
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+    module[1].bias.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="requires_grad has changed"):
+        model(x)
+    module[1].bias.requires_grad_(True)
+    model(x).sum().backward()  # still right after all that
+
+    module = nn.Sequential(nn.Linear(3, 3), Returning(nn.Linear(3, 3), Opaque))
+    with pytest.raises(TypeError, match="Opaque"):
+        FSDP(module, [module[1]])(x)
+    module = nn.Sequential(nn.Linear(3, 3), OwnParameter(3, 3))
+    with pytest.raises(RuntimeError, match="return a clone"):
+        FSDP(module, [module[1]])(x)
+    module = pair()
+    module[0].bias.requires_grad_(False)
+    model = FSDP(module, [])
+    module[0].bias.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="requires_grad has changed"):
+        model(x)
+
+
+@pytest.mark.parametrize("check", [check_refused_at_construction, check_refused_later])
+def test_refused(check):
+    run(check, 1)
+
+
+class Breaking(nn.Sequential):
+    def forward(self, x, breaks=False):
+        for i, block in enumerate(self):
+            x = block(x)
+            if breaks and i == 1:
+                x.register_hook(lambda _: 1 / 0)
+        return x
+
+
+def check_exception():
+    """A backward that breaks off, on all ranks, leaves nothing behind that spoils the next."""
+    def gradients(breaks):
+        torch.manual_seed(0)
+        module = Breaking(*(nn.Linear(3, 3) for _ in range(4)))
+        model = FSDP(module, module[:3])
+        if breaks:
+            with pytest.raises(ZeroDivisionError):
+                model(x, True).sum().backward()
+            model.zero_grad()
+        model(x).square().sum().backward()
+        return model.full_gradients()
+
+    x = torch.full((1, 3), 1.0 + dist.get_rank())
+    torch.testing.assert_close(gradients(True), gradients(False))
+
+
+def test_exception():
+    run(check_exception, 2)
+
+
+# ---- memory and order -----------------------------------------------------------------
+
+
+class Checkpointed(nn.Sequential):
+    reentrant = False
+
+    def forward(self, x):
+        for block in self:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return x
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+class Gathered:
+    """Watches which of these units are gathered."""
+
+    def __init__(self, units):
+        self.here = set()
+        self.most = 0
+        for unit in units:
+            unit.start_gather = self.watched(unit, unit.start_gather, self.here.add)
+            unit.free = self.watched(unit, unit.free, self.here.discard)
+
+    def watched(self, unit, method, then):
+        def call():
+            method()
+            then(unit)
+            self.most = max(self.most, len(self.here))
+
+        return call
+
+
+def check_transient(reshard, container):
+    """Of the blocks never more than two are gathered; and all of them once more in backward."""
+    torch.manual_seed(0)
+    blocks = container(*(nn.Linear(5, 5) for _ in range(6)))
+    plain = nn.Sequential(nn.Linear(5, 5), blocks, nn.Linear(5, 3))
+    x = torch.randn(3, 5)
+    plain(x).sum().backward()
+    want = {name: 2 * p.grad for name, p in plain.named_parameters()}  # of two ranks
+    plain.zero_grad()
+    model = FSDP(plain, blocks, reshard=reshard)
+    watch = Gathered(model.blocks)
+    with set_checkpoint_early_stop(False):
+        model(x).sum().backward()
+    torch.testing.assert_close(model.full_gradients(), want)
+    assert watch.most == (2 if reshard else 6) and not watch.here
+    with torch.no_grad():
+        model(x)
+    assert not watch.here and model.root.full.untyped_storage().nbytes() == 0
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("container", [nn.Sequential, Checkpointed, Reentrant])
+def test_transient(reshard, container):
+    run(check_transient, 2, reshard, container)
+
+
+class Pending:
+    """Stands for a collective's Work, which does not hold the memory itself, as torch's does.
+
+    What the collective reads and writes must be there, in full size, until wait().
+    """
+
+    def __init__(self, result, out, tensor):
+        self.result = result  # is put into out by wait()
+        self.places = [weakref.ref(out), weakref.ref(tensor)]
+        self.sizes = [t.untyped_storage().nbytes() for t in (out, tensor)]
+        self.waited = False
+
+    def wait(self):
+        for place, size in zip(self.places, self.sizes):
+            memory = place()
+            assert memory is not None, "freed before wait()"
+            assert memory.untyped_storage().nbytes() == size, "resized before wait()"
+        self.places[0]().copy_(self.result)
+        self.waited = True
+
+
+def no_owner(module):
+    """A gather's input is let go of as soon as it is under way."""
+    start = module.Unit.start_gather
+
+    def broken(self):
+        start(self)
+        self.sending = None
+
+    module.Unit.start_gather = broken
+
+
+def no_wait(module):
+    """A unit is freed while it is still gathered."""
+    def broken(self):
+        self.full.untyped_storage().resize_(0)
+        self.wait()
+
+    module.Unit.free = broken
+
+
+def no_end(module):
+    """A broken backward's sums are dropped without a wait."""
+    def broken(self):
+        self.reducing = None
+        self.flat = None
+        self.part = None
+        reset(self)
+
+    reset = module.Unit.reset
+    module.Unit.reset = broken
+
+
+def check_memory_outlives_collectives(plant):
+    """On NCCL's own stream a collective may still read or write until wait() has been called."""
+    module = copied("fsdp")
+    works = []
+
+    def watched(collective):
+        def call(out, tensor, group, async_op=False):
+            result = torch.empty_like(out)
+            collective(result, tensor, group=group)
+            works.append(Pending(result, out, tensor))
+            return works[-1]
+
+        return call
+
+    module.all_gather = watched(module.all_gather)
+    module.reduce_scatter = watched(module.reduce_scatter)
+    if plant:
+        plant(module)
+    torch.manual_seed(0)
+    inner = Breaking(*(nn.Linear(3, 3) for _ in range(5)))
+    model = module.FSDP(inner, inner[:4], dtype=torch.float32)
+    x = torch.randn(4, 3, dtype=torch.float32)
+    with pytest.raises(ZeroDivisionError):
+        model(x, True).sum().backward()
+    model(x).sum().backward()
+    assert len(works) > 12 and all(work.waited for work in works)
+
+
+def test_memory_outlives_collectives():
+    run(check_memory_outlives_collectives, 2, None)
+
+
+@pytest.mark.parametrize("plant", [no_owner, no_wait, no_end])
+def test_memory_that_goes_early_is_found(plant):
+    with pytest.raises(AssertionError, match="exit codes"):
+        run(check_memory_outlives_collectives, 2, plant)
+
+
+class NoHostReads(TorchDispatchMode):
+    """A value that the host reads would stop it until the device is done."""
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        assert "local_scalar_dense" not in str(operation) and "nonzero" not in str(operation)
+        return operation(*args, **(kwargs or {}))
+
+
+def check_no_host_reads():
+    torch.manual_seed(0)
+    inner = Awkward()
+    model = FSDP(inner, inner.blocks)
+    optimizer = model.optimizer(torch.optim.AdamW, lr=0.1, fused=True)
+    for _ in range(2):
+        with NoHostReads():
+            awkward_loss(model, torch.ones(2, 5)).backward()
+            model.clip_grad_norm_(0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+    with pytest.raises(AssertionError), NoHostReads():
+        torch.ones(1).item()
+
+
+def test_no_host_reads_in_a_step():
+    run(check_no_host_reads, 2)
+
+
 # ---- checkpoints ---------------------------------------------------------------
 
 
 def test_resume(tmp_path):
-    """Saved on 4 ranks, resumed on 2 and 1, from replicas too: the losses of the run that was not interrupted."""
-    flags, save = [*PROOF, "--steps", "6"], ["--save", str(tmp_path), "--save-every", "2"]
+    """Saved on 4 ranks, resumed on 2 and 1, from replicas too: as the run that went through."""
+    flags = [*PROOF, "--steps", "6"]
+    save = ["--save", str(tmp_path), "--save-every", "2"]
     whole = script("fsdp", 4, *flags, *save)
     for world, steps, more in (2, 4, []), (1, 4, []), (4, 4, ["--hsdp", "2"]):
         rest = script("fsdp", world, *flags, "--resume", str(tmp_path / str(steps)), *more)
@@ -218,10 +906,11 @@ def test_resume(tmp_path):
         assert rest["loss"] == pytest.approx(whole["loss"][steps:], rel=1e-10, abs=0)
 
 
-def test_resume_torchs_own(tmp_path):
-    flags = [*PROOF, "--impl", "torch"]
-    script("fsdp", 3, *flags, "--save", str(tmp_path))
-    assert script("fsdp", 2, *flags, "--steps", "5", "--resume", str(tmp_path))["check"]["passed"]
+def test_resume_torchs_own_and_frozen(tmp_path):
+    flags = [*PROOF, "--train", "blocks.1|norm"]
+    script("fsdp", 3, *flags, "--impl", "torch", "--save", str(tmp_path))
+    rest = script("fsdp", 2, *flags, "--steps", "5", "--resume", str(tmp_path))
+    assert rest["check"]["passed"]
 
 
 def truncate(folder):
@@ -243,20 +932,37 @@ def flip_contents(folder):
     file.write_bytes(data)
 
 
+def lose_part(folder):
+    (folder / "__1_0.distcp").unlink()
+
+
+def lose_contents(folder):
+    (folder / ".metadata").unlink()
+
+
+DAMAGES = truncate, flip, flip_contents, lose_part, lose_contents, shutil.rmtree
+
+
+def files_in(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def test_bad_checkpoints(tmp_path):
-    script("fsdp", 2, *SMALL, "--no-check", "--save", str(tmp_path / "good"))
-    for i, damage in enumerate((truncate, flip, flip_contents, lambda f: (f / "__1_0.distcp").unlink(),
-                                lambda f: (f / ".metadata").unlink(), shutil.rmtree)):
-        shutil.copytree(tmp_path / "good", tmp_path / str(i))
-        damage(tmp_path / str(i) / "2")
-        script("fsdp", 1, *SMALL, "--steps", "5", "--resume", str(tmp_path / str(i)), code=2)
-    good = ["--resume", str(tmp_path / "good"), "--steps", "5"]
-    assert "width 32, not 64" in script("fsdp", 1, *SMALL, *good, "--width", "64", code=2)
-    assert "dtype fp32, not fp64" in script("fsdp", 1, *SMALL, *good, "--dtype", "fp64", code=2)
-    script("fsdp", 1, *SMALL, *good, "--steps", "2", code=2)
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert "holds step 2 already" in script("fsdp", 1, *SMALL, "--save", str(tmp_path / "good"), code=2)
-    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    good = tmp_path / "good"
+    script("fsdp", 2, *SMALL, "--no-check", "--save", str(good))
+    for i, damage in enumerate(DAMAGES):
+        bad = tmp_path / str(i)
+        shutil.copytree(good, bad)
+        damage(bad / "2")
+        script("fsdp", 1, *SMALL, "--steps", "5", "--resume", str(bad), code=2)
+    resume = ["--resume", str(good), "--steps", "5"]
+    assert "width" in script("fsdp", 1, *SMALL, *resume, "--width", "64", code=2)
+    assert "dtype fp32, not fp64" in script("fsdp", 1, *SMALL, *resume, "--dtype", "fp64", code=2)
+    script("fsdp", 1, *SMALL, *resume, "--steps", "2", code=2)
+    before = files_in(tmp_path)
+    said = script("fsdp", 1, *SMALL, "--save", str(good), code=2)
+    assert "holds step 2 already" in said
+    assert before == files_in(tmp_path)
 
 
 # ---- planted bugs: each must fail the check ------------------------------------
@@ -270,41 +976,52 @@ def mean(module):
         if self.part is not None:
             self.part.div_(dist.get_world_size())
         keep(self)
+
     module.Unit.keep = broken
 
 
 def stale(module):
     """A block once gathered is not gathered again after the optimizer's step."""
-    start, seen = module.Unit.start, {}
+    start = module.Unit.start_gather
+    seen = {}
 
     def broken(self):
         start(self)
         self.wait()
         self.full.copy_(seen.setdefault(self, self.full.clone()))
-    module.Unit.start = broken
+
+    module.Unit.start_gather = broken
 
 
 def own_gradient(module):
     """The shard gets this rank's gradient in place of the sum."""
-    reduced = module.Unit.across_replicas
+    finish_reduce = module.Unit.finish_reduce
 
     def broken(self):
         flat = self.flat
-        reduced(self)
+        finish_reduce(self)
         if flat is not None:
             self.part.copy_(flat[:self.part.numel()])
-    module.Unit.across_replicas = broken
+
+    module.Unit.finish_reduce = broken
 
 
 def tied_twice(module):
     """The head's weight is a parameter of its own, not the embedding's."""
-    parallelize, full_gradients = module.parallelize, module.full_gradients
+    parallelize = module.parallelize
+    full_gradients = module.full_gradients
 
     def broken(model, *args, **options):
         model.head.weight = nn.Parameter(model.tok.weight.detach().clone())
         return parallelize(model, *args, **options)
+
+    def without_head(model):
+        found = full_gradients(model)
+        del found["head.weight"]
+        return found
+
     module.parallelize = broken
-    module.full_gradients = lambda model: {k: t for k, t in full_gradients(model).items() if k != "head.weight"}
+    module.full_gradients = without_head
 
 
 def padding_counted(module):
@@ -313,9 +1030,26 @@ def padding_counted(module):
 
     def broken(self):
         keep(self)
-        if dist.get_rank() == dist.get_world_size() - 1 and self.shard.grad is not None:
-            self.shard.grad[self.shard.numel() - (self.full.numel() - self.size):] = 1.0
+        last = dist.get_rank() == dist.get_world_size() - 1
+        if last and self.shard.grad is not None:
+            padding = self.full.numel() - self.size
+            self.shard.grad[self.shard.numel() - padding:] = 1.0
+
     module.Unit.keep = broken
+
+
+def norm_of_own_shards(module):
+    """Ranks do not tell each other the norms of their shards."""
+    clip = module.FSDP.clip_grad_norm_
+
+    def broken(self, max_norm):
+        all_reduce = dist.all_reduce
+        dist.all_reduce = lambda tensor, group: None
+        norm = clip(self, max_norm)
+        dist.all_reduce = all_reduce
+        return norm
+
+    module.FSDP.clip_grad_norm_ = broken
 
 
 def last_backward_only(module):
@@ -328,26 +1062,37 @@ def last_backward_only(module):
 
     def in_parts(model, optimizer, x, y, valid, clip):
         optimizer.zero_grad()
-        loss = sum(backward(module.loss_sum(model(a), b) / valid) for a, b in zip(x.split(1), y.split(1)))
+        total = 0
+        for xs, ys in zip(x.split(1), y.split(1)):
+            loss = module.loss_sum(model(xs), ys) / valid
+            loss.backward()
+            total += loss.detach()
         norm = model.clip_grad_norm_(clip)
         optimizer.step()
-        return loss, norm
-    module.Unit.keep, module.train_step = forgetful, in_parts
+        return total, norm
+
+    module.Unit.keep = forgetful
+    module.train_step = in_parts
 
 
-def backward(loss):
-    loss.backward()
-    return loss.detach()
-
-
-@pytest.mark.parametrize("plant", [mean, stale, own_gradient, tied_twice, padding_counted, last_backward_only])
-def test_planted(plant):
-    proves("fsdp", 3 if plant is padding_counted else 2, plant=plant)
+@pytest.mark.parametrize("world, plant", [
+    (2, mean), (2, stale), (2, own_gradient), (2, tied_twice), (3, padding_counted),
+    (2, norm_of_own_shards), (2, last_backward_only),
+])
+def test_planted(world, plant):
+    proves("fsdp", world, plant=plant)
 
 
 @pytest.mark.parametrize("world, flags", [
-    (2, ["--batch", "1"]), (4, ["--hsdp", "3"]), (2, ["--hsdp", "-1"]), (1, ["--save-every", "2"]),
-    (1, ["--resume", "no/such/folder"]), (1, ["--save", "x", "--dry-run", "2"]), (1, ["--save", "x", "--impl", "both"]),
-    (2, ["--offload", "--impl", "torch"])])
+    (2, ["--batch", "1"]),
+    (4, ["--hsdp", "3"]),
+    (2, ["--hsdp", "-1"]),
+    (1, ["--save-every", "2"]),
+    (1, ["--resume", "no/such/folder"]),
+    (1, ["--save", "x", "--dry-run", "2"]),
+    (1, ["--save", "x", "--impl", "both"]),
+    (2, ["--offload", "--impl", "torch"]),
+    (2, ["--train", "no such name"]),
+])
 def test_bad_usage(world, flags):
     script("fsdp", world, *flags, code=2)
