@@ -12,7 +12,8 @@
 #   ./run.sh papers               published numbers beside what this code gives
 # Where there is no torch >= 2.11 or no pytest it makes .venv first. PYTHON=... is another python.
 set -euo pipefail
-files="ddp zero fsdp tensor_parallel pipeline_parallel context_parallel moe amp_accum_ckpt hybrid_3d"
+files="ddp zero fsdp tensor_parallel pipeline_parallel context_parallel moe amp_accum_ckpt"
+files+=" hybrid_3d"
 if [[ ${PYTHON:-} == */* && $PYTHON != /* ]]; then
   PYTHON=$PWD/$PYTHON # relative to where it was said
 fi

@@ -25,7 +25,7 @@ def profiled(path, say):
 
 
 def summary(profile, path):
-    """-> lines: the largest entries, and the share of the step in which only transport is at work."""
+    """-> lines: the largest entries, and for how much of the step only transport is at work."""
     gpu = any(row.self_device_time_total for row in profile.key_averages())
     lines = ["", f"profile of one step, in {path}; its largest entries:"]
     for row in largest(profile, gpu):

@@ -72,8 +72,8 @@ def main(words):
         speed = report["tokens_per_second"]
         first = first or speed
         gain = speed / first
-        print(f"{ranks:6}{report['ms_per_step']:10.1f}{speed:12,.0f}{gain:10.2f}{gain / ranks:12.0%}",
-              flush=True)
+        line = f"{ranks:6}{report['ms_per_step']:10.1f}{speed:12,.0f}{gain:10.2f}"
+        print(f"{line}{gain / ranks:12.0%}", flush=True)
     return 0
 
 
