@@ -1,26 +1,35 @@
-r"""Data parallelism: every rank holds the whole model and a part of the batch; gradients are summed over ranks.
+r"""Data parallelism: every rank has the whole model and a part of the batch; gradients are summed.
 
     rank 0   rows 0..3   forward | backward: block 3   block 2   block 1   block 0 | step
     rank 1   rows 4..7   forward | backward: block 3   block 2   block 1   block 0 | step
                                                   \_________\_________\_________\
-                                   all-reduce        bucket 0  bucket 1   bucket 2      meanwhile
+                                   all-reduce        bucket 0  bucket 1  bucket 2
 
-Gradients are views into flat buckets, filled in the order in which backward makes them. A full bucket's all-reduce
-starts at once, so that all but the last travel while backward still runs.
+Gradients are views into flat buckets, filled in the order in which backward makes them. The
+all-reduce of a bucket starts as soon as it is full, so that all but the last travel while backward
+still runs.
 
-    on each rank, P parameters of 4 bytes, N ranks     plain GPT     here
-    parameters, gradients, AdamW states                16 P          16 P
-    activations                                        whole batch   1/N
-    sent per step                                      -             4 P * 2 (N-1)/N, by all-reduces of 4 P in all
+    on each rank, P parameters of 4 bytes   plain GPT     here, on N ranks
+    parameters, gradients, AdamW states     16 P          16 P
+    activations                             whole batch   1/N
+    sent per step                           -             2 (N-1)/N * 4 P
+      by                                    -             all-reduces of 4 P in all
 
-Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", arXiv:2006.15704, section 3.
-At work: torch.nn.parallel.DistributedDataParallel (section 3 below).
+    model = BucketedDDP(model)  # any module; gradients are averaged over ranks, or average=False
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # all ranks take the same step
+    model(x).mean().backward()  # x: this rank's rows; gradients are replicated from here on, so
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # torch's own norm and clipping do
+    optimizer.step()  # then optimizer.zero_grad(); model.module.state_dict() is what to save
+
+Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
+arXiv:2006.15704, section 3. At work: torch.nn.parallel.DistributedDataParallel, section 3 below.
 
     torchrun --standalone --nproc_per_node=2 ddp.py
 """
 import contextlib
 import math
 import sys
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -29,104 +38,159 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from common import (
-    ANY, Flag, Run, Side, adamw, arguments, clip_gradients, get_batch, loss_sum, require, share)
+    ANY, Flag, Run, Side, adamw, arguments, clip_gradients, get_batch, loss_sum, require, share,
+)
 from harness.checkpoint import pieces_of
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
 
 
 def all_reduce_gradients(module, group=None):
-    """The naive form, after backward: one all-reduce (a sum) for each parameter; all ranks must have used the same."""
+    """The naive form, after backward: an all-reduce for each parameter.
+
+    All ranks must have used the same parameters.
+    """
     for p in module.parameters():
         if p.grad is not None:
             dist.all_reduce(p.grad, group=group)  # partial -> replicated
 
 
 class Bucket:
-    """Parameters of one dtype and device; their gradients lie side by side in one flat tensor, for one all-reduce."""
+    """Gradients of some parameters, side by side in one flat tensor, for one all-reduce.
 
-    def __init__(self, parameters):
-        self.parameters, sizes = parameters, [p.numel() for p in parameters]
-        self.flat = torch.zeros(sum(sizes), dtype=parameters[0].dtype, device=parameters[0].device)
-        pieces = self.flat.split(sizes)
-        # with the strides of p, which optimizers that go by memory rely on
-        self.views = [t.as_strided(p.shape, torch.empty_like(p).stride()) for t, p in zip(pieces, parameters)]
-        self.missing, self.work = len(parameters), None
+    The parameters are of one dtype and on one device.
+    """
+
+    def __init__(self, parameters, group, average):
+        first = parameters[0]
+        sizes = [p.numel() for p in parameters]
+        self.parameters = parameters
+        self.group = group
+        self.average = average
+        self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        self.views = []  # into flat, the gradient of each parameter, in its shape
+        for p, piece in zip(parameters, self.flat.split(sizes)):
+            strides = torch.empty_like(p).stride()  # as p lies: fused optimizers go by memory
+            self.views.append(piece.as_strided(p.shape, strides))
+        self.reduced = [False] * len(parameters)  # does the view hold a sum over ranks already?
+        self.missing = len(parameters)  # gradients that this backward has not made yet
+        self.work = None  # Work of an all-reduce that is under way
 
     def take(self, i):
-        """Move a gradient that autograd has just made into the bucket, and leave a view of it in its place.
+        """Move a gradient that autograd has made into the bucket, and leave a view in its place.
 
         Adding 0.0 is a copy that turns -0.0 into 0.0, see `finish`.
         """
-        p, view = self.parameters[i], self.views[i]
-        if p.grad is not view:
-            torch.add(p.grad, 0.0, out=view)
-            p.grad = view
+        p = self.parameters[i]
+        if p.grad is not self.views[i]:
+            torch.add(p.grad, 0.0, out=self.views[i])
+            p.grad = self.views[i]
+            self.reduced[i] = False
+        elif self.reduced[i] and not self.average:
+            refuse_sum_of_sums()
 
-    def start(self, group):
+    def start(self):
         for i, p in enumerate(self.parameters):
             if p.grad is None:
-                self.views[i].fill_(-0.0)  # not used by this rank's backward: adds nothing, and says so
+                real(self.views[i]).fill_(-0.0)  # this rank has not used it: adds nothing
             else:
                 self.take(i)
-        self.work = dist.all_reduce(self.flat, group=group, async_op=True)  # partial -> replicated, while backward runs
+        work = dist.all_reduce(self.flat, group=self.group, async_op=True)
+        self.work = work  # partial -> replicated, while backward goes on
 
-    def finish(self, divisor):
-        """Wait for the sum. A parameter that no rank used keeps the gradient None, as it would in one process.
+    def finish(self):
+        """Wait for the sum. What no rank has used keeps the gradient None, as in one process.
 
-        A sum is -0.0 if and only if every summand is: the sign of zero tells used from unused, without a collective.
+        A sum is -0.0 only if every summand is: the sign of zero tells unused from used without
+        another collective. Where this rank has not used a parameter, the host must look at it.
         """
         self.work.wait()
-        for p, view in zip(self.parameters, self.views):
-            if p.grad is None and not (view.eq(0) & view.signbit()).all():
-                p.grad = view
-        if divisor != 1:
-            self.flat.div_(divisor)
+        self.work = None
+        for i, p in enumerate(self.parameters):
+            numbers = real(self.views[i])
+            if p.grad is None and not (numbers.eq(0) & numbers.signbit()).all():
+                p.grad = self.views[i]
+            self.reduced[i] = True
+        if self.average:
+            self.flat.div_(dist.get_world_size(self.group))
+
+    def reset(self):
+        """Begin anew, also after a backward that ended in an exception."""
+        if self.work:
+            self.work.wait()
+        self.work = None
+        self.missing = len(self.parameters)
 
 
 class BucketedDDP(nn.Module):
-    """Data parallelism for any module: when loss.backward() returns, gradients are reduced over `group`.
+    """Data parallelism for any module: when loss.backward() returns, gradients are reduced.
 
-    Parameters and buffers are broadcast from the group's rank 0 at the start. Gradients are views into flat buckets of
-    at most bucket_mb (MB = 1e6 bytes), the first of first_bucket_mb so that communication starts early, and none above
-    a quarter of the whole, so that the last to start, which nothing hides, is small; a larger parameter has one of its
-    own, as GPT-2's embedding. Frozen parameters are left out, tied ones counted once, dtypes do not share a bucket, and
-    parameters unused by some ranks get the others' gradient. average=False sums; then call zero_grad before the next
-    synchronized backward. After a backward that ended in an exception, on every rank, go on with zero_grad.
+    group: the ranks, each with rows of its own. average=False sums gradients instead; then call
+        zero_grad() before the next backward that is synchronized
+    bucket_mb: the largest bucket (MB = 1e6 bytes). The first is of first_bucket_mb, so that
+        communication starts early, and none above a quarter of the whole, since nothing hides the
+        last. A larger parameter, such as GPT-2's embedding, has a bucket of its own
 
-    Every rank must run the same number of synchronized backwards. With reentrant checkpointing hooks fire twice: use
-    use_reentrant=False. Unlike DistributedDataParallel it does not broadcast buffers again in every forward.
+    All ranks begin with the first one's parameters and buffers; then each has buffers of its own
+    (DistributedDataParallel sends them again in every forward). Frozen parameters are left out,
+    tied ones counted once, dtypes do not share a bucket. A parameter that only some ranks use gets
+    their gradient on all; one that no rank uses keeps None. Sparse gradients of embeddings stay
+    sparse. Gradients are replicated: their norm and clipping need no communication.
+
+    Every rank must run the same number of synchronized backwards. With reentrant checkpointing
+    hooks fire twice: use use_reentrant=False. After a backward that ended in an exception, on every
+    rank, go on with zero_grad() and a new forward.
     """
 
     def __init__(self, module, group=None, bucket_mb=25, first_bucket_mb=1, average=True):
         super().__init__()
-        self.module, self.group, self.sync, self.queued = module, group, True, False
-        self.divisor = dist.get_world_size(group) if average else 1
-        with torch.no_grad():
-            for t in [*module.parameters(), *module.buffers()]:
-                dist.broadcast(t, group=group, group_src=0)  # rank 0's -> replicated
-        self.buckets = [Bucket(run) for run in self.layout(bucket_mb * 1e6, first_bucket_mb * 1e6)]
-        self.started = 0  # buckets of this backward whose all-reduce is under way
+        self.module = module
+        self.group = group
+        self.average = average
+        self.sync = True  # False within no_sync()
+        self.queued = False  # will autograd call finish() when this backward is over?
+        self.started = 0  # buckets of this backward whose all-reduce has been started
+        for tensor in [*module.parameters(), *module.buffers()]:
+            broadcast(tensor, group)
+        self.frozen = [p for p in module.parameters() if not p.requires_grad]
+        self.sparse = parameters_with_sparse_gradients(module)
+        self.sums = {}  # {one of them: its gradient, when that was summed over ranks}
+        self.buckets = []
+        for parameters in self.layout(bucket_mb * 1e6, first_bucket_mb * 1e6):
+            self.buckets.append(Bucket(parameters, group, average))
         for bucket in self.buckets:
             for i, p in enumerate(bucket.parameters):
-                p.register_post_accumulate_grad_hook(lambda _, bucket=bucket, i=i: self.ready(bucket, i))
+                p.register_post_accumulate_grad_hook(partial(self.ready, bucket, i))
+        for p in self.sparse:
+            p.register_post_accumulate_grad_hook(self.ready_sparse)
 
     def layout(self, bytes_each, bytes_first):
-        """Trainable parameters in reverse, roughly the order of their gradients -> lists, each one bucket's."""
-        parameters = [p for p in self.module.parameters() if p.requires_grad]
+        """Trained parameters -> lists of them, a bucket's each.
+
+        They are taken in reverse, which is roughly the order in which their gradients are made.
+        """
+        elsewhere = {*self.frozen, *self.sparse}
+        parameters = [p for p in self.module.parameters() if p not in elsewhere]
         bytes_each = min(bytes_each, sum(p.nbytes for p in parameters) / 4)
-        buckets, last, room = [], {}, {}
+        buckets = []
+        open_bucket = {}  # {(dtype, device): the bucket that is being filled}
+        room_left = {}  # {(dtype, device): bytes}
         for p in reversed(parameters):
             kind = p.dtype, p.device
-            if room.get(kind, 0) < p.nbytes:
-                room[kind] = bytes_each if buckets else min(bytes_each, bytes_first)
-                last[kind] = []
-                buckets.append(last[kind])
-            last[kind].append(p)
-            room[kind] -= p.nbytes
+            if kind not in open_bucket or room_left[kind] < p.nbytes:
+                room_left[kind] = bytes_each
+                if not buckets:
+                    room_left[kind] = min(bytes_each, bytes_first)
+                open_bucket[kind] = []
+                buckets.append(open_bucket[kind])
+            open_bucket[kind].append(p)
+            room_left[kind] -= p.nbytes
         return buckets
 
     def forward(self, *args, **kwargs):
+        if any(p.requires_grad for p in self.frozen):
+            raise RuntimeError("BucketedDDP: a parameter that was frozen when it was made is not "
+                               "any more: thaw before, or make another one")
         if self.queued:  # the backward before ended in an exception
             self.reset()
         return self.module(*args, **kwargs)
@@ -134,54 +198,151 @@ class BucketedDDP(nn.Module):
     @contextlib.contextmanager
     def no_sync(self):
         """Backwards in here only accumulate; the first one after it reduces the sum."""
-        self.sync, before = False, self.sync
+        before = self.sync
+        self.sync = False
         try:
             yield
         finally:
             self.sync = before
 
-    def ready(self, bucket, i):
-        """Autograd's call when a parameter's gradient is complete: of a tied one, the sum over all its uses."""
+    def ready(self, bucket, i, p):
+        """Autograd's call when a gradient is complete: of a tied parameter, the sum of all uses."""
+        refuse_graph()
         bucket.take(i)
         if not self.sync:
             return
-        if not self.queued:
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish)  # when this backward is over
-            self.queued = True
+        self.expect_end()
         bucket.missing -= 1
-        # always in the order of the list: ranks may make their gradients in different orders, but must agree on calls
-        while self.started < len(self.buckets) and not self.buckets[self.started].missing:
+        # in the order of the list: ranks may make their gradients in different orders, but must
+        # agree on collectives
+        while self.started < len(self.buckets) and self.buckets[self.started].missing == 0:
             self.start_next()
 
+    def ready_sparse(self, p):
+        refuse_graph()
+        if not self.average and p.grad is self.sums.get(p):
+            refuse_sum_of_sums()
+        if self.sync:
+            self.expect_end()
+
+    def expect_end(self):
+        if not self.queued:
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
+            self.queued = True
+
     def start_next(self):
-        self.buckets[self.started].start(self.group)
+        self.buckets[self.started].start()
         self.started += 1
 
     def finish(self):
-        while self.started < len(self.buckets):  # those with parameters that this backward did not use
+        """Autograd's call when this backward is over."""
+        while self.started < len(self.buckets):  # those with parameters that it did not use
             self.start_next()
         for bucket in self.buckets:
-            bucket.finish(self.divisor)
+            bucket.finish()
+        for p in self.sparse:
+            p.grad = sum_of_rows(p, self.group)
+            if self.average and p.grad is not None:
+                p.grad = p.grad / dist.get_world_size(self.group)
+            self.sums[p] = p.grad
         self.reset()
 
     def reset(self):
-        self.started, self.queued = 0, False
+        self.started = 0
+        self.queued = False
         for bucket in self.buckets:
-            if bucket.work:
-                bucket.work.wait()
-            bucket.missing, bucket.work = len(bucket.parameters), None
+            bucket.reset()
+
+    def __reduce_ex__(self, protocol):
+        raise TypeError("BucketedDDP: its hooks cannot be copied: copy the module inside")
+
+
+# what Bucket and BucketedDDP use
+
+
+def real(tensor):
+    """A complex tensor as its real and imaginary parts; any other as it is."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return tensor
+
+
+def broadcast(tensor, group):
+    """The first rank's values -> replicated, whatever the tensor's strides."""
+    whole = tensor.detach()
+    if not tensor.is_contiguous():
+        whole = whole.clone(memory_format=torch.contiguous_format)
+    dist.broadcast(whole, group=group, group_src=0)  # the first rank's -> replicated
+    if not tensor.is_contiguous():
+        tensor.detach().copy_(whole)
+
+
+def parameters_with_sparse_gradients(module):
+    found = {}
+    for owner in module.modules():
+        if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.sparse:
+            if owner.weight.requires_grad:
+                found[owner.weight] = True
+    return list(found)
+
+
+def sum_of_rows(parameter, group):
+    """A sparse gradient, with some rows of the whole -> the sum over ranks, of all their rows.
+
+    A rank that has not used the parameter has None. The host must know how many rows there are.
+    """
+    count = -1
+    rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
+    values = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
+    if parameter.grad is not None:
+        if not parameter.grad.is_sparse:
+            raise RuntimeError("BucketedDDP: a gradient of Embedding(sparse=True) is dense, since "
+                               "its weight is also used elsewhere: take sparse=False")
+        gradient = parameter.grad.coalesce()
+        [rows] = gradient.indices()
+        values = gradient.values()
+        count = len(rows)
+    own_count = torch.tensor([count], device=parameter.device)
+    counts = [torch.empty_like(own_count) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(counts, own_count, group=group)  # sharded -> replicated
+    counts = torch.cat(counts).tolist()
+    if max(counts) < 0:
+        return None
+    rows = gather_rows(rows, counts, group)
+    values = gather_rows(values, counts, group)
+    return torch.sparse_coo_tensor(rows[None], values, parameter.shape).coalesce()
+
+
+def gather_rows(tensor, counts, group):
+    """counts[rank] rows on each rank, or -1 for none -> the rows of all, one after the other."""
+    padded = tensor.new_zeros(max(1, *counts), *tensor.shape[1:])
+    padded[:len(tensor)] = tensor
+    parts = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(parts, padded, group=group)  # sharded -> replicated
+    return torch.cat([part[:max(count, 0)] for part, count in zip(parts, counts)])
+
+
+def refuse_graph():
+    if torch.is_grad_enabled():
+        raise RuntimeError("BucketedDDP: backward with create_graph=True: sums over ranks are no "
+                           "part of the graph")
+
+
+def refuse_sum_of_sums():
+    raise RuntimeError("BucketedDDP: with average=False, gradients that are sums over ranks would "
+                       "be summed again: call zero_grad(set_to_none=True) before this backward")
 
 
 # ---- 2. the toy GPT, parallelized --------------------------------------------
 
 
 def parallelize(model, group=None, bucket_mb=25.0):
-    """The toy divides by the global batch's valid targets, so gradients are summed, not averaged."""
-    return BucketedDDP(model, group, bucket_mb, average=False) if bucket_mb else model
+    """The toy divides by the global batch's valid targets: gradients are summed, not averaged."""
+    return BucketedDDP(model, group, bucket_mb, average=False)
 
 
 def full_state_dict(model):
-    return getattr(model, "module", model).state_dict()
+    return model.state_dict()
 
 
 def full_gradients(model):
@@ -194,13 +355,25 @@ def evaluate(model, x, y):
 
 
 def train_step(model, optimizer, x, y, valid, clip):
-    """x, y: this rank's rows (B/N, T); valid: of the whole batch -> this rank's part of the loss, gradient norm."""
+    """x, y: this rank's rows (B/N, T); valid: targets of the whole batch.
+
+    -> this rank's part of the loss, gradient norm.
+    """
     optimizer.zero_grad()
     loss = loss_sum(model(x), y) / valid
     loss.backward()  # partial -> replicated, inside BucketedDDP
-    if not isinstance(model, BucketedDDP):
-        all_reduce_gradients(model)
-    norm = clip_gradients(model.parameters(), clip)  # replicated: no communication
+    norm = clip_gradients(model.parameters(), clip)
+    optimizer.step()
+    return loss, norm
+
+
+def train_step_naive(model, optimizer, x, y, valid, clip):
+    """The same with a plain model: nothing travels before backward is over."""
+    optimizer.zero_grad()
+    loss = loss_sum(model(x), y) / valid
+    loss.backward()
+    all_reduce_gradients(model)  # partial -> replicated
+    norm = clip_gradients(model.parameters(), clip)
     optimizer.step()
     return loss, norm
 
@@ -211,21 +384,27 @@ def train_step(model, optimizer, x, y, valid, clip):
 class Sequences(Dataset):
     """Every sequence of the run in order: number i is row i % batch of its step i // batch."""
 
-    def __init__(self, run):
-        self.corpus, self.args, self.seq, self.first = run.corpus, run.args, run.cfg.seq, run.first
+    def __init__(self, corpus, args, first):
+        self.corpus = corpus  # (n,) uint8
+        self.args = args
+        self.first = first  # the run's first step
 
     def __len__(self):
         return self.args.batch * (self.args.steps - self.first)
 
     def __getitem__(self, i):
-        a, (step, row) = self.args, divmod(i, self.args.batch)
-        x, y, valid = get_batch(self.corpus, self.seq, a.seed, self.first + step, a.batch, a.pad, rows=[row])
+        args = self.args
+        step = self.first + i // args.batch
+        row = i % args.batch
+        x, y, valid = get_batch(
+            self.corpus, args.seq, args.seed, step, args.batch, args.pad, rows=[row]
+        )
         return x[0], y[0], valid
 
 
 def loader_at_work(run):
-    """This rank's batches: the sampler deals rows out in turn, so that each step's B rows are the plain run's."""
-    data = Sequences(run)
+    """This rank's batches: the sampler deals rows out in turn, so each step has the plain run's."""
+    data = Sequences(run.corpus, run.args, run.first)
     sampler = DistributedSampler(data, shuffle=False)
     loader = DataLoader(data, batch_size=run.args.batch // run.world_size, sampler=sampler)
     sampler.set_epoch(0)  # before every epoch; with shuffle=True it is what makes epochs differ
@@ -236,7 +415,7 @@ def loader_at_work(run):
 def train_step_at_work(model, optimizer, x, y, valid, clip):
     optimizer.zero_grad()
     loss = loss_sum(model(x), y) / valid
-    (loss * dist.get_world_size()).backward()  # DistributedDataParallel averages; the sum is wanted here
+    (loss * dist.get_world_size()).backward()  # DistributedDataParallel averages; we want the sum
     norm = nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
     optimizer.step()
     return loss, norm
@@ -249,7 +428,8 @@ def refuse(args):
     """What cannot run ends here, in one line, before anything is built."""
     n = args.world_size
     scratch = args.impl == "scratch"
-    require(args.batch >= n, f"--batch {args.batch} sequences for {n} ranks: give each at least one")
+    require(args.batch >= n,
+            f"--batch {args.batch} sequences for {n} ranks: give each at least one")
     require(scratch or not args.dry_run,
             "--dry-run needs --impl scratch: torch's C++ reducer wants real ranks")
     require(scratch or args.batch % n == 0,
@@ -260,9 +440,12 @@ def set_up(run, impl):
     """-> a Side: the model of this implementation, and what a run does with it."""
     rows = share(run.args.batch, run.world_size, run.rank)  # of every batch, this rank's
     plain = run.build()
-    if impl == "scratch":
+    if impl == "scratch" and run.args.bucket_mb:
         model = parallelize(plain, None, run.args.bucket_mb)
         step = train_step
+    elif impl == "scratch":
+        model = plain
+        step = train_step_naive
     else:
         model = DistributedDataParallel(plain, gradient_as_bucket_view=True)
         step = train_step_at_work
@@ -272,7 +455,7 @@ def set_up(run, impl):
         optimizer=optimizer,
         train_step=step,
         full_gradients=lambda: full_gradients(plain),
-        full_state_dict=plain.state_dict,
+        full_state_dict=lambda: full_state_dict(plain),
         evaluate=lambda k: evaluate(plain, *run.held_out(k, rows)),
         pieces=lambda: pieces_of(plain.named_parameters(), optimizer, writes=run.rank == 0),
     )
@@ -282,9 +465,10 @@ def batches_of(run, impl):
     """This rank's rows of every step's batch: inputs, targets, valid targets of the whole batch."""
     if impl == "torch":
         yield from loader_at_work(run)
-    rows = share(run.args.batch, run.world_size, run.rank)
-    for step in range(run.first, run.last + 1):
-        yield run.batch(step, rows)
+    else:
+        rows = share(run.args.batch, run.world_size, run.rank)
+        for step in range(run.first, run.last + 1):
+            yield run.batch(step, rows)
 
 
 def account(run, model):
