@@ -249,10 +249,10 @@ def reason(error):
     return getattr(error, "strerror", None) or str(error)
 
 
-def newest(folder, flag):
+def newest(folder, flag, quiet=False):
     """-> the newest whole checkpoint in a folder, and its notes.
 
-    Those that are not whole are named and passed by. None at all is bad usage.
+    Those that are not whole are named, unless quiet, and passed by. None at all is bad usage.
     """
     try:
         is_one = "notes.json" in os.listdir(folder)
@@ -268,7 +268,7 @@ def newest(folder, flag):
         except (OSError, ValueError) as error:
             passed.append(f"{place}: {reason(error)}")
             continue
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ.get("RANK", "0") == "0" and not quiet:
             taken = f"{flag} takes {place}, {notes['steps']} steps behind it"
             print("; ".join([*passed, taken]), flush=True)
         return place, notes
@@ -523,21 +523,40 @@ def write(folder, steps, pieces, identity, keep=0, extra=None):
     failed = told(attempt(write_part, draft, rank, pieces))
     hole = ""
     if rank == 0 and not failed:
-        hole = uncovered(table_of_ranks(draft))
-        notes = {"steps": steps, "ranks": dist.get_world_size(), "identity": identity,
-                 "extra": extra or {}}
+        ranks = dist.get_world_size()
+        notes = {"steps": steps, "ranks": ranks, "identity": identity, "extra": extra or {}}
+        hole = uncovered(table_of_ranks(draft, ranks))
         if not hole:
-            failed = attempt(publish, draft, place, notes, keep)
+            failed = attempt(publish, draft, place, notes)
     hole = told(hole)
     failed = told(failed)
-    if rank == 0 and (hole or failed):
-        shutil.rmtree(draft, ignore_errors=True)
+    if rank == 0:
+        clear(place, draft, hole or failed, keep)
     if hole:
         raise RuntimeError(hole)
     if rank == 0 and failed:
         print(f"--save {place}: {failed}: not saved", file=sys.stderr, flush=True)
     dist.barrier()
     return not failed
+
+
+def clear(place, draft, failed, keep):
+    """Removes what has failed, or else what the new checkpoint has made superfluous."""
+    shutil.rmtree(draft, ignore_errors=True)
+    if failed:
+        return
+    for steps in numbered(place.parent):
+        if steps not in (int(place.name), keep):
+            shutil.rmtree(place.parent / str(steps), ignore_errors=True)
+
+
+def write_whole(folder, state, identity):
+    """Saves FOLDER/0 from {name: whole tensor}, in this process alone: --init-from reads it."""
+    draft = Path(folder, ".0")
+    draft.mkdir(parents=True)
+    write_part(draft, 0, [piece_of(name, tensor, True) for name, tensor in state.items()])
+    notes = {"steps": 0, "ranks": 1, "identity": identity, "extra": {}}
+    publish(draft, Path(folder, "0"), notes)
 
 
 def attempt(function, *arguments):
@@ -591,10 +610,10 @@ def write_boxes(path, pieces):
     return table
 
 
-def table_of_ranks(draft):
+def table_of_ranks(draft, ranks):
     """Joins the tables of contents of all ranks -> Metadata."""
     table = dcp.Metadata({}, storage_data={}, version="1.0.0")
-    for rank in range(dist.get_world_size()):
+    for rank in range(ranks):
         theirs = read_table(draft / f"__{rank}.metadata")
         table.storage_data.update(theirs.storage_data)
         for name, entry in theirs.state_dict_metadata.items():
@@ -631,9 +650,9 @@ def overlap(boxes):
     return False
 
 
-def publish(draft, place, notes, keep):
+def publish(draft, place, notes):
     """On rank 0: joins what all ranks have written, and renames it into view."""
-    table = table_of_ranks(draft)
+    table = table_of_ranks(draft, notes["ranks"])
     put(draft / ".metadata", pickle.dumps(table))
     files = {".metadata": checksum(draft / ".metadata")}
     for rank in range(notes["ranks"]):
@@ -645,9 +664,6 @@ def publish(draft, place, notes, keep):
     put(draft / "notes.json", text + b"\n" + str(zlib.crc32(text)).encode())
     shutil.rmtree(place, ignore_errors=True)  # one that is damaged, or it would have been resumed
     draft.rename(place)
-    for steps in numbered(place.parent):
-        if steps not in (int(place.name), keep):
-            shutil.rmtree(place.parent / str(steps))
 
 
 # ---- loading -----------------------------------------------------------------

@@ -201,7 +201,7 @@ def sees_the_one_before(module):
     """The folder of rank 1's machine is not up to date."""
     newest = checkpoint.newest
 
-    def stale(folder, flag):
+    def stale(folder, flag, quiet=False):
         if os.environ["RANK"] == "1":
             folder = str(Path(folder, "2"))
         return newest(folder, flag)

@@ -1,0 +1,171 @@
+"""Text from a checkpoint of any script.
+
+    python tools/sample.py DIR "def forward(" [--tokens 200] [--temperature 0.8] [--top-k 40]
+    python tools/sample.py DIR --ids "15496 995"            a model whose tokens are not bytes
+
+DIR is what --save has written, or tools/weights.py from GPT-2's weights. The models of this
+repository predict bytes, so a prompt is text. With --ids, token ids are given and printed.
+
+Keys and values of the tokens so far are kept (a cache), so that a step computes one position:
+
+    tokens     a  b  c  d                        without: every step computes all positions
+    cache      k  k  k  k     new token -> q     with:    q of the new one, k and v of all
+               v  v  v  v                k, v    one row of attention instead of a triangle
+
+A model knows --seq positions. When they are used up, the last half of the tokens becomes the
+beginning, and its keys and values are computed anew, since their positions are others.
+"""
+import argparse
+import codecs
+import sys
+import warnings
+from pathlib import Path
+
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch can do without
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+from common import GPT, require  # noqa: E402
+from tools.weights import plain_sizes, weights_of  # noqa: E402
+
+BYTES = 256
+
+
+class Cache:
+    """Keys and values of one attention layer; `attend` takes the place of the plain one."""
+
+    def __init__(self):
+        self.keys = None  # (B, H, t, D) of the t tokens so far; None: there are none
+        self.values = None  # (B, H, t, D)
+
+    def attend(self, q, k, v):
+        """Three (B, H, T, D) of the T newest tokens -> (B, H, T, D)."""
+        if self.keys is not None:
+            k = torch.cat((self.keys, k), dim=2)  # (B, H, t + T, D)
+            v = torch.cat((self.values, v), dim=2)
+        self.keys = k
+        self.values = v
+        new = q.shape[2]
+        total = k.shape[2]
+        seen = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+
+
+class Reader:
+    """Reads tokens, and says what may come next."""
+
+    def __init__(self, model, cached=True):
+        self.model = model
+        self.cached = cached
+        self.window = []  # the tokens that are seen: at most as many as there are positions
+        self.done = 0  # how many of them are in the caches
+
+    def read(self, tokens):
+        """-> logits (V) of the token that follows."""
+        seq = self.model.pos.num_embeddings
+        for token in tokens:
+            if len(self.window) == seq:
+                self.window = self.window[-max(1, seq // 2):]
+                self.done = 0
+            self.window.append(token)
+        if not self.cached:
+            self.done = 0
+        return self.compute()
+
+    @torch.no_grad()
+    def compute(self):
+        model = self.model
+        if self.done == 0:
+            for block in model.blocks:
+                block.attn.attend = Cache().attend
+        device = model.tok.weight.device
+        ids = torch.tensor([self.window[self.done:]], device=device)  # (1, T)
+        positions = torch.arange(self.done, len(self.window), device=device)
+        x = model.tok(ids) + model.pos(positions)  # (1, T, C)
+        for block in model.blocks:
+            x = block(x)
+        self.done = len(self.window)
+        return model.head(model.norm(x[0, -1]))  # (V)
+
+
+def choose(logits, temperature, top_k, rng):
+    """A token, drawn from the top_k likeliest (0: from all). Temperature 0: the likeliest."""
+    if temperature == 0:
+        return logits.argmax().item()
+    logits = logits.float() / temperature
+    if 0 < top_k < len(logits):
+        least = logits.topk(top_k).values[-1]
+        logits = logits.masked_fill(logits < least, float("-inf"))
+    return torch.multinomial(logits.softmax(0).cpu(), 1, generator=rng).item()
+
+
+def sample(model, prompt, count, temperature=0.8, top_k=0, seed=0, cached=True, vocab=None):
+    """Yields `count` tokens that follow the prompt. vocab: only the first so many may be drawn."""
+    rng = torch.Generator().manual_seed(seed)
+    reader = Reader(model, cached)
+    logits = reader.read(prompt)
+    for _ in range(count):
+        token = choose(logits[:vocab], temperature, top_k, rng)
+        yield token
+        logits = reader.read([token])
+
+
+def load(folder, device="cpu"):
+    """-> the plain GPT with a checkpoint's weights."""
+    state, identity = weights_of(folder)
+    cfg = plain_sizes(folder, identity)
+    with torch.device("meta"):
+        model = GPT(cfg)
+    model.load_state_dict({**state, "head.weight": state["tok.weight"]}, assign=True)
+    model.head.weight = model.tok.weight
+    return model.to(device).requires_grad_(False)
+
+
+def arguments():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.error = lambda message: require(False, message)
+    parser.add_argument("folder", help="what --save has written")
+    parser.add_argument("prompt", nargs="?", default="\n", help="text that is gone on with")
+    parser.add_argument("--ids", default="", help="token ids instead, which are printed as ids")
+    parser.add_argument("--tokens", type=int, default=200, help="how many (200)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest (0.8)")
+    parser.add_argument("--top-k", type=int, default=0, help="from so many; 0: from all (0)")
+    parser.add_argument("--seed", type=int, default=0, help="of the drawing (0)")
+    parser.add_argument("--no-cache", action="store_true", help="compute all positions each time")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    args = parser.parse_args()
+    require(args.tokens >= 0, f"--tokens {args.tokens}: must be 0 or more")
+    require(args.temperature >= 0, f"--temperature {args.temperature}: must be 0 or more")
+    require(args.top_k >= 0, f"--top-k {args.top_k}: must be 0 or more")
+    return args
+
+
+def main():
+    args = arguments()
+    model = load(args.folder, args.device)
+    vocab = model.tok.num_embeddings
+    prompt = list(args.prompt.encode())
+    if args.ids:
+        words = args.ids.replace(",", " ").split()
+        require(all(word.isdecimal() for word in words), f"--ids {args.ids}: are no numbers")
+        prompt = [int(word) for word in words]
+        require(max(prompt, default=vocab) < vocab, f"--ids {args.ids}: must be 0 to {vocab - 1}")
+    require(prompt, "an empty prompt: give a character to begin with")
+    drawn = sample(model, prompt, args.tokens, args.temperature, args.top_k, args.seed,
+                   not args.no_cache, None if args.ids else BYTES)
+    if args.ids:
+        print(*prompt, end="", flush=True)
+        for token in drawn:
+            print(f" {token}", end="", flush=True)
+    else:
+        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        print(args.prompt, end="", flush=True)
+        for token in drawn:
+            print(decoder.decode(bytes([token])), end="", flush=True)
+    print()
+
+
+if __name__ == "__main__":
+    main()

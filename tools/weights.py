@@ -1,0 +1,266 @@
+"""Weights from elsewhere, and for elsewhere: GPT-2 as Hugging Face keeps it, and plain files.
+
+    python tools/weights.py import FOLDER DIR       Hugging Face's GPT-2 -> for --init-from DIR
+    python tools/weights.py export DIR FOLDER       back: config.json and model.safetensors
+    python tools/weights.py plain DIR FILE.pt       the plain GPT's state_dict, for torch.load
+
+FOLDER has a config.json beside model.safetensors or pytorch_model.bin, whole or in several parts.
+DIR is what --save of any script has written, on any number of ranks: the newest checkpoint in it is
+taken. Nothing but torch is needed, and nothing in these files can run code.
+
+What differs there, for a layer of width C:
+
+    h.3.attn.c_attn.weight   (C, 3C)   blocks.3.attn.q.weight, k, v   (C, C) each
+    h.3.mlp.c_fc.weight      (C, 4C)   blocks.3.mlp.up.weight         (4C, C)
+
+Its matrices are transposed (Y = X A, a Conv1D), and q, k and v are one beside the other.
+"""
+import argparse
+import ctypes
+import json
+import math
+import struct
+import sys
+import warnings
+from pathlib import Path
+
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch can do without
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from common import GPTConfig, require  # noqa: E402
+from harness import checkpoint  # noqa: E402
+
+# ---- safetensors ---------------------------------------------------------------
+# 8 bytes: the size of the header; the header, JSON: {name: {dtype, shape, data_offsets}}; the data
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "U8": torch.uint8, "BOOL": torch.bool,
+}
+
+
+def read_safetensors(path):
+    """-> {name: tensor}. The file is mapped, not read, until a tensor is copied out of it."""
+    size = Path(path).stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if length > size - 8:
+            raise ValueError(f"{path} is no whole safetensors file")
+        header = json.loads(file.read(length))
+    data = torch.from_file(str(path), size=size, dtype=torch.uint8)[8 + length:]
+    state = {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        dtype = DTYPES[entry["dtype"]]
+        begin, end = entry["data_offsets"]
+        if end > len(data) or end - begin != math.prod(entry["shape"]) * dtype.itemsize:
+            raise ValueError(f"{path}: {name} is not whole")
+        part = data[begin:end].clone()  # the file's own bytes need not be aligned
+        state[name] = part.view(dtype).view(entry["shape"])
+    return state
+
+
+def write_safetensors(path, state):
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, t in state.items():
+        header[name] = {
+            "dtype": names[t.dtype],
+            "shape": list(t.shape),
+            "data_offsets": [offset, offset + t.nbytes],
+        }
+        offset += t.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        for t in state.values():
+            t = t.contiguous()
+            file.write(ctypes.string_at(t.data_ptr(), t.nbytes))
+
+
+# ---- Hugging Face's folder -----------------------------------------------------
+
+MODELS = ("model.safetensors", "pytorch_model.bin")
+
+
+def files_of(folder):
+    """-> the files that hold the weights."""
+    for name in MODELS:
+        if (folder / name).exists():
+            return [folder / name]
+        index = folder / f"{name}.index.json"
+        if index.exists():
+            parts = json.loads(index.read_text())["weight_map"].values()
+            return [folder / Path(part).name for part in sorted(set(parts))]
+    require(False, f"{folder}: has none of {', '.join(MODELS)}")
+
+
+def read_weights(folder):
+    """-> {name: tensor} as it is there."""
+    state = {}
+    for path in files_of(folder):
+        if path.suffix == ".safetensors":
+            state.update(read_safetensors(path))
+        else:
+            state.update(torch.load(path, map_location="cpu", weights_only=True))
+    return state
+
+
+# What our GPT computes. Other values would be another model under the same names.
+EXPECTED = {
+    "model_type": ("gpt2",),
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "layer_norm_epsilon": (1e-5,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "add_cross_attention": (False,),
+    "tie_word_embeddings": (True,),
+}
+
+
+def sizes_of(config):
+    """config.json -> GPTConfig. What our GPT is not is bad usage."""
+    for name, possible in EXPECTED.items():
+        value = config.get(name, possible[0])
+        require(value in possible, f"config.json: {name} is {value}, and must be {possible[0]}")
+    width = config["n_embd"]
+    inner = config.get("n_inner") or 4 * width
+    require(inner == 4 * width, f"config.json: n_inner is {inner}, and must be 4 x {width}")
+    return GPTConfig(config["n_layer"], width, config["n_head"], config["vocab_size"],
+                     config["n_positions"])
+
+
+def config_of(cfg, dtype):
+    """GPTConfig -> config.json."""
+    return {
+        "architectures": ["GPT2LMHeadModel"],
+        "n_layer": cfg.layers, "n_embd": cfg.width, "n_head": cfg.heads,
+        "vocab_size": cfg.vocab, "n_positions": cfg.seq, "n_ctx": cfg.seq, "n_inner": None,
+        "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        **{name: possible[0] for name, possible in EXPECTED.items()},
+    }
+
+
+# ---- names ---------------------------------------------------------------------
+
+ENDS = {"wte.weight": "tok.weight", "wpe.weight": "pos.weight",
+        "ln_f.weight": "norm.weight", "ln_f.bias": "norm.bias"}
+NORMS = {"ln_1": "norm1", "ln_2": "norm2"}
+MATRICES = {"attn.c_proj": "attn.out", "mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"}
+FUSED = ("attn.q", "attn.k", "attn.v")  # one beside the other in attn.c_attn
+
+
+def from_theirs(state, layers):
+    """Their tensors -> ours, by the names of the plain GPT."""
+    state = {name.removeprefix("transformer."): t for name, t in state.items()}
+    ours = {our_name: state[name] for name, our_name in ENDS.items()}
+    for i in range(layers):
+        theirs = f"h.{i}"
+        mine = f"blocks.{i}"
+        for kind in ("weight", "bias"):
+            for name, our_name in NORMS.items():
+                ours[f"{mine}.{our_name}.{kind}"] = state[f"{theirs}.{name}.{kind}"]
+            for name, our_name in MATRICES.items():
+                ours[f"{mine}.{our_name}.{kind}"] = state[f"{theirs}.{name}.{kind}"].t()
+            fused = state[f"{theirs}.attn.c_attn.{kind}"].t()  # (3C, C), or (3C)
+            for our_name, part in zip(FUSED, fused.chunk(3)):
+                ours[f"{mine}.{our_name}.{kind}"] = part
+    return {name: t.contiguous() for name, t in ours.items()}
+
+
+def to_theirs(state, layers):
+    """The inverse."""
+    theirs = {name: state[our_name] for name, our_name in ENDS.items()}
+    for i in range(layers):
+        mine = f"blocks.{i}"
+        for kind in ("weight", "bias"):
+            for name, our_name in NORMS.items():
+                theirs[f"h.{i}.{name}.{kind}"] = state[f"{mine}.{our_name}.{kind}"]
+            for name, our_name in MATRICES.items():
+                theirs[f"h.{i}.{name}.{kind}"] = state[f"{mine}.{our_name}.{kind}"].t()
+            parts = [state[f"{mine}.{our_name}.{kind}"] for our_name in FUSED]
+            theirs[f"h.{i}.attn.c_attn.{kind}"] = torch.cat(parts).t()
+    return {f"transformer.{name}": t.contiguous() for name, t in theirs.items()}
+
+
+# ---- our checkpoints -----------------------------------------------------------
+
+
+def weights_of(folder):
+    """A folder of checkpoints, or one -> the newest one's weights, by name, and its notes."""
+    place, notes = checkpoint.newest(folder, "checkpoints in", quiet=True)
+    state = checkpoint.read_whole(place)
+    weights = {name: t for name, t in state.items() if not checkpoint.is_state(name)}
+    return weights, notes["identity"]
+
+
+def plain_sizes(folder, identity):
+    """-> GPTConfig of a checkpoint that holds the plain GPT."""
+    require(not identity.get("experts"), f"{folder}: it has experts, which GPT-2 has not")
+    return GPTConfig(*(identity[name] for name in GPTConfig._fields))
+
+
+# ---- what the program does -----------------------------------------------------
+
+
+def import_gpt2(source, target):
+    folder = Path(source)
+    require((folder / "config.json").is_file(), f"{source}: has no config.json")
+    require(not checkpoint.numbered(target), f"{target}: has checkpoints already")
+    cfg = sizes_of(json.loads((folder / "config.json").read_text()))
+    try:
+        state = from_theirs(read_weights(folder), cfg.layers)
+    except KeyError as missing:
+        require(False, f"{source}: has no tensor {missing}")
+    except ValueError as error:
+        require(False, str(error))
+    checkpoint.write_whole(target, state, cfg._asdict())
+    flags = " ".join(f"--{name} {value}" for name, value in cfg._asdict().items())
+    print(f"{sum(t.numel() for t in state.values()):,} parameters\n--init-from {target} {flags}")
+
+
+def export_gpt2(source, target):
+    state, identity = weights_of(source)
+    cfg = plain_sizes(source, identity)
+    folder = Path(target)
+    folder.mkdir(parents=True, exist_ok=True)
+    require(not any(folder.iterdir()), f"{target}: is not empty")
+    config = config_of(cfg, state["tok.weight"].dtype)
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    write_safetensors(folder / "model.safetensors", to_theirs(state, cfg.layers))
+    print(f"{sum(t.numel() for t in state.values()):,} parameters in {target}")
+
+
+def save_plain(source, target):
+    require(not Path(target).exists(), f"{target}: is there already")
+    state, _ = weights_of(source)
+    if "tok.weight" in state:
+        state["head.weight"] = state["tok.weight"]  # tied: one tensor, in the file as well
+    torch.save(state, target)
+    print(f"{len(state)} tensors in {target}")
+
+
+TASKS = {"import": import_gpt2, "export": export_gpt2, "plain": save_plain}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.error = lambda message: require(False, message)
+    parser.add_argument("task", choices=TASKS)
+    parser.add_argument("source")
+    parser.add_argument("target")
+    args = parser.parse_args()
+    try:
+        TASKS[args.task](args.source, args.target)
+    except OSError as error:
+        require(False, f"{error.filename}: {error.strerror}")
+
+
+if __name__ == "__main__":
+    main()
