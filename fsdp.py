@@ -74,13 +74,14 @@ class Unit:
         """uses: {parameter: [Use, ..]}, several where it is tied. The rest is as in FSDP."""
         kinds = {p.dtype for p in uses}
         if len(kinds) > 1:
-            raise ValueError(f"FSDP: a unit's parameters must be of one dtype, not {kinds}")
+            raise ValueError(f"FSDP: a unit's parameters must be of one dtype, not {kinds}: make "
+                             "a block of what has another")
         kind = kinds.pop()
         n = dist.get_world_size(group)
         self.group = group  # n ranks, each with a shard of its own
         self.replicas = replicas  # ranks with the same shard, each in another copy, or None
         self.names = [names_of(places) for places in uses.values()]  # [[full name, ..], ..]
-        self.owners = {use.module for places in uses.values() for use in places}
+        self.owners = {use.module for places in uses.values() for use in places}  # their modules
         self.shapes = [p.shape for p in uses]
         self.ranges = []  # where each parameter begins and ends in full
         self.size = 0  # elements of all of them
@@ -289,10 +290,10 @@ class FSDP(nn.Module):
         super().__init__()
         blocks = list(dict.fromkeys(blocks))  # one that runs several times is one block
         check(module, blocks)
-        self.module = module
-        self.group = group
+        self.module = module  # whose parameters are borrowed from now on
+        self.group = group  # the ranks that share the shards
         self.reshard = reshard
-        self.device = torch.device(device or device_of(module))
+        self.device = torch.device(device or device_of(module))  # where it computes
         self.state_names = list(module.state_dict(keep_vars=True))  # of the module as it was
         self.frozen = []  # parameters that are not trained
         self.blocks = []  # units of the blocks, in their order
@@ -567,6 +568,10 @@ class FSDP(nn.Module):
     def _apply(self, *_, **__):
         raise RuntimeError("FSDP: give device, home and dtype when it is made")
 
+    def __reduce_ex__(self, protocol):
+        raise TypeError("FSDP: cannot be copied: make another one, of a module of its own, and "
+                        "let it load_full_state_dict()")
+
 
 # what Unit and FSDP use
 
@@ -651,11 +656,14 @@ def check(module, blocks):
     for block in blocks:
         if block not in inside:
             raise ValueError(f"FSDP: block {type(block).__name__} is no part of the module")
+        within = set(block.modules()) - {block}
         for other in blocks:
-            if other is not block and other in set(block.modules()):
+            if other in within:
                 raise ValueError(f"FSDP: of {type(block).__name__} and a {type(other).__name__} "
                                  "within it only one can be a block")
     for owner in inside:
+        if isinstance(owner, FSDP):
+            raise ValueError("FSDP: a part of the module is an FSDP already: take one for all")
         if getattr(owner, "sparse", False) and isinstance(owner, (nn.Embedding, nn.EmbeddingBag)):
             raise ValueError("FSDP: gradients are summed as dense tensors: take sparse=False")
     for name, buffer in module.named_buffers():

@@ -1,4 +1,5 @@
 """fsdp.py, alone and around modules of others."""
+import copy
 import dataclasses
 import itertools
 import shutil
@@ -637,6 +638,8 @@ def check_refused_at_construction():
     mixed = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, dtype=torch.float32))
     with pytest.raises(ValueError, match="one dtype"):
         FSDP(mixed, [])
+    with pytest.raises(ValueError, match="FSDP already"):
+        FSDP(nn.Sequential(FSDP(pair(), []), nn.Linear(3, 3)), [])
     module.register_buffer("table", torch.empty(3, device="meta"))
     with pytest.raises(ValueError, match="table is on the meta device"):
         FSDP(module, [])
@@ -653,6 +656,8 @@ def check_refused_later():
             call()
     with pytest.raises(RuntimeError, match="when it is made"):
         model.to(torch.float32)
+    with pytest.raises(TypeError, match="cannot be copied"):
+        copy.deepcopy(model)
     with pytest.raises(RuntimeError, match="create_graph"):
         model(x).sum().backward(create_graph=True)
     inputs = x.clone().requires_grad_()
