@@ -25,7 +25,8 @@ At work: torch.amp, torch.utils.checkpoint, DistributedDataParallel.no_sync (sec
 
     torchrun --standalone --nproc_per_node=2 amp_accum_ckpt.py --amp bf16 --accum 2 --ckpt full
 
-    block.forward = partial(full, block.forward)       # in your own code, or selective
+    replicate(model, group)                            # in your own code, at the start
+    block.forward = partial(full, block.forward)       # or selective
     with torch.autocast("cuda", torch.float16):        # in part_of_loss(x, y), around model(x)
     scaler = LossScaler("cuda")                        # for fp16; None for bf16
     loss = accumulate(part_of_loss, microbatches, scaler)
@@ -139,6 +140,27 @@ def full(forward, *inputs, **keywords):
         return forward(*inputs, **keywords)
 
 
+class Repetition:
+    """What forward makes when it runs again.
+
+    It does not know the Call: the second graph holds on to it, and may live longer.
+    """
+
+    def __init__(self, numbered):
+        self.numbered = numbered  # shape and dtype of every tensor, as the first forward made it
+        self.hooks = outer_hooks()  # those around backward
+        self.kept = {}  # {number: Kept}, what has not been fetched yet
+
+    def keep(self, tensor):
+        number = len(self.kept)
+        if self.numbered[number] != (tensor.shape, tensor.dtype):
+            raise RuntimeError(f"tensor {number} of a block was {self.numbered[number]}, but "
+                               f"{(tensor.shape, tensor.dtype)} when it ran again")
+        self.kept[number] = Kept(tensor, self.hooks)
+        if number == len(self.numbered) - 1:
+            raise Enough
+
+
 class Call:
     """A call of a checkpointed forward: how to repeat it, and what the repetition has made."""
 
@@ -161,39 +183,29 @@ class Call:
             enabled = torch.is_autocast_enabled(kind)
             self.autocast.append((kind, dtype, enabled, torch.is_autocast_cache_enabled()))
         self.numbered = []  # shape and dtype of every tensor that autograd wanted to keep
-        self.again = {}  # {number: Kept}, made by the repetition and not yet fetched
+        self.again = None  # the Repetition, from the first fetch on
 
     def number(self, tensor):
         self.numbered.append((tensor.shape, tensor.dtype))
         return len(self.numbered) - 1
 
     def fetch(self, number):
-        if number not in self.again:  # wanted for the first time, or by a second backward
+        if self.again is None or number not in self.again.kept:  # or by a second backward
             self.repeat()
-        return self.again.pop(number).get()
+        return self.again.kept.pop(number).get()
 
     def repeat(self):
         """Run forward again, up to the last tensor that has a number."""
-        self.again.clear()
-        hooks = outer_hooks()  # those around backward
-
-        def keep(tensor):
-            number = len(self.again)
-            if self.numbered[number] != (tensor.shape, tensor.dtype):
-                raise RuntimeError(f"tensor {number} of a block was {self.numbered[number]}, but "
-                                   f"{(tensor.shape, tensor.dtype)} when it ran again")
-            self.again[number] = Kept(tensor, hooks)
-            if number == len(self.numbered) - 1:
-                raise Enough
-
+        self.again = Repetition(self.numbered)
         states = [state.get() for state in self.states]
         before = random_states(self.device)
         try:
             with ExitStack() as stack:
                 stack.enter_context(torch.enable_grad())
-                for arguments_of_autocast in self.autocast:
-                    stack.enter_context(torch.autocast(*arguments_of_autocast))
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(keep, Kept.get))
+                for arguments in self.autocast:
+                    stack.enter_context(torch.autocast(*arguments))
+                stack.enter_context(
+                    torch.autograd.graph.saved_tensors_hooks(self.again.keep, Kept.get))
                 set_random_states(states, self.device)
                 inputs, keywords = self.inputs_again()
                 self.forward(*inputs, **keywords)
@@ -201,8 +213,8 @@ class Call:
             return
         finally:
             set_random_states(before, self.device)
-        raise RuntimeError(f"a block kept {len(self.numbered)} tensors, but {len(self.again)} when "
-                           "it ran again: it must do the same both times")
+        raise RuntimeError(f"a block kept {len(self.numbered)} tensors, but {len(self.again.kept)} "
+                           "when it ran again: it must do the same both times")
 
     def inputs_again(self):
         """-> inputs, keywords, as forward had them the first time, but cut off from the graph."""
@@ -278,6 +290,22 @@ class Recipe:
         return self.made[dtype]
 
 
+class KeptForSeveral(Kept):
+    """A tensor that recipes look at, too, besides the node that keeps it.
+
+    Outer hooks are asked once: some would do their work again, or refuse.
+    """
+
+    def __init__(self, tensor, hooks):
+        super().__init__(tensor, hooks)
+        self.unpacked = None  # from the first look on, until the node lets go of all of this
+
+    def get(self):
+        if self.unpacked is None:
+            self.unpacked = super().get()
+        return self.unpacked
+
+
 class Remade:
     """A tensor that is not kept: the recipe, and where in what it makes the tensor lies."""
 
@@ -315,9 +343,9 @@ def selective(forward, *inputs, **keywords):
     def keep(tensor):
         node, cast = origin(tensor)
         if node is None or node.name() not in AGAIN:
-            return Kept(tensor, hooks)
+            return KeptForSeveral(tensor, hooks)
         if node.name() == WEIGHT and not cast:
-            return Kept(tensor, hooks)  # it is there anyway
+            return KeptForSeveral(tensor, hooks)  # it is there anyway
         recipe = recipes.get(node)
         if recipe is None:
             recipe = Recipe(node)
@@ -342,8 +370,8 @@ class LossScaler:
         self.growth = growth  # what the scale is multiplied by after `interval` good steps
         self.backoff = backoff  # and after an overflow
         self.interval = interval
-        self.scale = torch.full((), scale, device=device)
-        self.good = torch.zeros((), device=device)  # steps without overflow since it changed
+        self.scale = torch.full((), scale, dtype=torch.float32, device=device)
+        self.good = torch.zeros_like(self.scale)  # steps without overflow since it changed
         self.found_inf = None  # 1.0 if any rank has overflowed in this step, else 0.0
 
     def unscale(self, gradients, group=None):
@@ -613,8 +641,8 @@ def set_up(run, name, plan):
     model = parallelize(run.build(), CHECKPOINT[plan.ckpt], run.args.compile)
     scaler = None
     if plan.amp == "fp16":
-        scaler = LossScaler(run.device, interval=run.args.growth)
-        scaler.scale.fill_(run.start.extra.get("scale", scaler.scale.item()))
+        scale = run.start.extra.get("scale", 65536.0)
+        scaler = LossScaler(run.device, scale, interval=run.args.growth)
         scaler.good.fill_(run.start.extra.get("good", 0))
 
     def state_of_scaler():
@@ -758,8 +786,7 @@ def kept_by_block(block, needs, s, selective):
         each += s.b * (s.C + 2)  # norm2
     if needs.up:
         each += s.low * 4 * s.C  # GELU's input
-    if not selective:
-        each += kept_of_cheap(block, s)
+    each += kept_of_cheap(block, needs, s, selective)
     weights = 0
     for linear, input_needs in linears_of(block, needs):
         made_again = selective and linear.weight.requires_grad
@@ -768,18 +795,22 @@ def kept_by_block(block, needs, s, selective):
     return each, weights
 
 
-def kept_of_cheap(block, s):
-    """-> bytes a token of what selective checkpointing makes again: the inputs of Linears."""
+def kept_of_cheap(block, needs, s, selective):
+    """-> bytes a token that Linears keep of LayerNorms' and GELU's outputs.
+
+    Selective checkpointing makes them again, if they have a place in the graph.
+    """
     attn = block.attn
-    trained = [linear.weight.requires_grad for linear in (attn.q, attn.k, attn.v)]
+    users = [linear.weight.requires_grad for linear in (attn.q, attn.k, attn.v)]
     kept = 0
-    if s.cast:
-        kept += s.low * s.C * sum(trained)  # each of q, k, v casts its own
-    elif any(trained):
-        kept += s.b * s.C
-    if block.mlp.up.weight.requires_grad:
+    if not (selective and needs.h1):
+        if s.cast:
+            kept += s.low * s.C * sum(users)  # each of q, k, v casts its own
+        elif any(users):
+            kept += s.b * s.C
+    if block.mlp.up.weight.requires_grad and not (selective and needs.h2):
         kept += s.low * s.C
-    if block.mlp.down.weight.requires_grad:
+    if block.mlp.down.weight.requires_grad and not (selective and needs.up):
         kept += s.low * 4 * s.C
     return kept
 
