@@ -1,37 +1,37 @@
 """ZeRO: data parallelism in which a rank keeps its part of what else every rank would hold whole.
 
-    a unit's parameters, end to end  | rank 0 | rank 1 | rank 2 | rank 3 |  equal chunks, then padding
+    a unit's parameters, end to end   | rank 0 | rank 1 | rank 2 | rank 3 |   equal chunks, padded
 
-    stage 3   compute     fwd 0 | fwd 1 | fwd 2 | bwd 2 | bwd 1        | bwd 0 |       | own chunks
-              meanwhile   get 1 | get 2 |       | get 1 | get 0, sum 2 | sum 1 | sum 0 |   step
+    stage 3   compute     fwd 0 | fwd 1 | fwd 2 | bwd 2 | bwd 1        | bwd 0 |       | step own
+              meanwhile   get 1 | get 2 |       | get 1 | get 0, sum 2 | sum 1 | sum 0 | chunks
 
 P numbers are trained, padding included, on dp ranks. Bytes per rank in bf16: a number takes 2, its
 gradient 2, AdamW's master and states 12. M: micro-batches per step (--accum).
 
-                held between steps   sent per step    x 2 P (dp-1)/dp
+                held between steps   sent per step, x 2 P (dp-1)/dp
     plain GPT   16 P                 0
-    stage 0     16 P                 2                all-reduce of the gradients
-    stage 1     (4 + 12/dp) P        2                optimizer cut: reduce-scatter, all-gather
-    stage 2     (2 + 14/dp) P        M + 1            gradients too: reduce-scatter M times
-    stage 3     16 P/dp              3 M              parameters too: all-gather twice M times
+    stage 0     16 P                 2          all-reduce of the gradients
+    stage 1     (4 + 12/dp) P        2          optimizer cut: reduce-scatter, then all-gather
+    stage 2     (2 + 14/dp) P        M + 1      gradients too: M times reduce-scatter
+    stage 3     16 P/dp              3 M        parameters too: M times two all-gathers
 
-In fp32 and fp64 the parameter is its own master: b, b and 2 b bytes. --offload optimizer keeps master
-and states on the CPU and steps there, --offload param (stage 3) the parameters' chunks too.
+In fp32 and fp64 a parameter is its own master: b, b and 2 b bytes. --offload optimizer keeps master
+and states on the CPU and steps there; --offload param (stage 3) keeps the parameters there too.
 
 fsdp.py does what stage 3 does by other means. Here the model keeps its own parameters, whose memory
-comes and goes under them; units run in any order, which is recorded for prefetching; a unit in which
-forward turns around stays; all stages are one class. There a unit lends parameters to the model in
-their place, blocks run in the order given, and replicas (HSDP) and the meta device are possible.
+comes and goes under them; units run in any order, which is recorded so that the next one is sent
+for in time; and all stages are one class. There a unit puts parameters of its own into the model,
+blocks run in the order given, and replicas (HSDP) and the meta device are possible.
 
 Rajbhandari et al. 2019, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv:1910.02054, sections 5 and 7; Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840.
-At work: ZeroRedundancyOptimizer (stage 1), fully_shard (2: reshard_after_forward=False, and 3).
+At work: ZeroRedundancyOptimizer (stage 1), fully_shard (stages 2 and 3), section 3 below.
 
-    zero = ZeRO(model, lambda groups: torch.optim.AdamW(groups, lr=1e-3), stage=3, units=model.blocks)
+    zero = ZeRO(model, lambda groups: AdamW(groups, lr=1e-3), stage=3, units=model.blocks)
     zero.zero_grad()
     loss_of(model, rows_of_this_rank).backward()  # its summand of the loss over all ranks
     zero.reduce()
-    zero.clip_grad_norm_(1.0)
+    norm = zero.clip_grad_norm_(1.0)
     zero.step()
 
     torchrun --standalone --nproc_per_node=2 zero.py --stage 3
@@ -61,8 +61,9 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 # Optimizers that look at shapes, at norms of tensors or at all numbers together, in small letters.
 NOT_ELEMENTWISE = {
     "adafactor", "adalomo", "adamini", "apollo", "came", "dadaptadam", "dadaptsgd", "dion",
-    "distributedshampoo", "fusedlamb", "fusednovograd", "galoreadamw", "kfac", "kron", "lamb", "lars",
-    "lbfgs", "lomo", "muon", "novograd", "prodigy", "scion", "shampoo", "sm3", "soap", "sparseadam",
+    "distributedshampoo", "fusedlamb", "fusednovograd", "galoreadamw", "kfac", "kron", "lamb",
+    "lars", "lbfgs", "lomo", "muon", "novograd", "prodigy", "scion", "shampoo", "sm3", "soap",
+    "sparseadam",
 }
 
 
@@ -108,29 +109,13 @@ class Flat:
     """
 
     def __init__(self, parameters, group, stage, offload):
-        ranks = dist.get_world_size(group) if stage else 1
-        rank = dist.get_rank(group) if stage else 0
         self.group = group  # the ranks that share the batch; None: all
         self.stage = stage  # 0 to 3
-        self.size = sum(p.numel() for p in parameters)  # numbers, without padding
-        self.chunk = -(-self.size // ranks)  # numbers of a rank
-        self.begin = rank * self.chunk  # the place in full where this rank's chunk begins
-        self.starts = {}  # {parameter: the place in full where it begins}, in the order of full
-        start = 0
-        for p in parameters:
-            self.starts[p] = start
-            start += p.numel()
-
-        length = ranks * self.chunk
-        self.full = parameters[0].new_zeros(length)  # (ranks * chunk,) parameters, padding is 0
-        self.buffer = parameters[0].new_zeros(length)  # (ranks * chunk,) gradients of this rank
-        self.places = self.views(self.full)  # {parameter: view of full, of the parameter's shape}
-        self.slots = self.views(self.buffer)  # {parameter: view of buffer, of the parameter's shape}
-        for p, place in self.places.items():
-            p.data = place.copy_(p.detach())
+        self.lay_out(parameters)
+        self.make_whole(parameters[0])
         self.make_chunk(offload)
         self.parts = self.cut()  # [Part]: this rank's chunk, parameter by parameter
-        self.versions = {}  # {parameter: autograd's count of changes in place, when master was equal}
+        self.versions = {}  # {parameter: autograd's count of its changes in place}
         self.count_changes()
 
         self.around = []  # flats of the units that this one's unit lies inside of (stage 3)
@@ -138,31 +123,52 @@ class Flat:
         self.reducing = None  # the sum of buffer over ranks that is under way, or None
         self.missing = len(parameters)  # how many gradients of this backward have not come yet
         self.closed = False  # has a sum begun, so that no further gradient may come?
-        self.used = set()  # parameters that have had a gradient on this rank since zero_grad
+        self.used = set()  # parameters that have had a gradient on this rank since zero_grad()
         if stage >= 2:
             take_back(self.buffer)
         if stage == 3:
             take_back(self.full)
 
+    def lay_out(self, parameters):
+        """Where everything is, counted in numbers."""
+        ranks = 1
+        rank = 0
+        if self.stage > 0:
+            ranks = dist.get_world_size(self.group)
+            rank = dist.get_rank(self.group)
+        self.starts = {}  # {parameter: where it begins in full}, in this order
+        self.size = 0  # of all parameters, without padding
+        for p in parameters:
+            self.starts[p] = self.size
+            self.size += p.numel()
+        self.chunk = -(-self.size // ranks)  # size of a chunk, rounded up
+        self.length = ranks * self.chunk  # of all chunks, padding included
+        self.begin = rank * self.chunk  # where this rank's chunk begins in full
+
+    def make_whole(self, like):
+        """The tensors of all chunks, (length,), and the parameters as views."""
+        self.full = like.new_zeros(self.length)  # what forward and backward use; padding is 0
+        self.buffer = like.new_zeros(self.length)  # gradients of this rank
+        self.places = self.views(self.full)  # {parameter: view of full, of the parameter's shape}
+        self.slots = self.views(self.buffer)  # {parameter: view of buffer, of its shape}
+        for p, place in self.places.items():
+            p.data = place.copy_(p.detach())
+
     def make_chunk(self, offload):
-        """This rank's chunk, (chunk,) in all of its forms."""
+        """The tensors of this rank's chunk, (chunk,)."""
         mine = slice(self.begin, self.begin + self.chunk)
-        self.own = self.full[mine]  # parameters, a view of full
-        if self.stage < 3:
-            self.shard = self.own  # parameters, in memory that is always there
-        elif offload == "param":
-            self.shard = self.own.to("cpu", copy=True)
-        else:
-            self.shard = self.own.clone()
+        self.own = self.full[mine]  # a view
+        self.shard = self.own  # parameters, in memory that is always there
+        if self.stage == 3:
+            home = "cpu" if offload == "param" else self.own.device
+            self.shard = self.own.to(home, copy=True)
         wide = torch.promote_types(self.shard.dtype, torch.float32)
+        self.master = self.shard.to(wide)  # what the optimizer steps: shard, or bf16's copy in fp32
         if offload == "optimizer":
-            self.master = self.shard.to("cpu", wide, copy=True)  # what the optimizer steps
-        else:
-            self.master = self.shard.to(wide)  # shard itself, unless bf16 or fp16 need a wider one
-        self.sum = self.buffer[mine]  # gradients summed over ranks, a view of buffer
-        if self.stage < 2:
-            self.grad = self.sum  # gradients summed over ranks and micro-batches
-        else:
+            self.master = self.shard.to("cpu", wide, copy=True)
+        self.sum = self.buffer[mine]  # gradients summed over ranks, a view
+        self.grad = self.sum  # gradients summed over ranks and micro-batches
+        if self.stage >= 2:
             self.grad = self.sum.clone()
 
     def views(self, flat):
@@ -178,15 +184,16 @@ class Flat:
         *_, last = self.starts
         for p, start in self.starts.items():
             start -= self.begin  # seen from this chunk
-            end = start + p.numel()
             low = max(start, 0)
-            high = min(end, self.chunk)
-            stop = self.chunk if p is last else high  # the padding goes with the last one
-            if low >= stop:
-                continue
-            master = nn.Parameter(self.master[low:stop])
+            high = min(start + p.numel(), self.chunk)
             size = max(high - low, 0)
-            parts.append(Part(p, low - start, size, self.shard[low:stop], master, self.grad[low:stop]))
+            if p is last:
+                high = self.chunk  # the padding goes with the last one
+            if low < high:
+                run = slice(low, high)
+                master = nn.Parameter(self.master[run])
+                part = Part(p, low - start, size, self.shard[run], master, self.grad[run])
+                parts.append(part)
         return parts
 
     # parameters
@@ -196,34 +203,35 @@ class Flat:
         lend(self.full)
         if self.stage == 3:
             self.own.copy_(self.shard)
-        self.gathering = all_gather(self.full, self.own, self.group, async_op=True)  # sharded -> replicated
+        # sharded -> replicated
+        self.gathering = all_gather(self.full, self.own, group=self.group, async_op=True)
 
     def wait(self):
-        """What was sent for is here. On GPUs the stream waits for it, not the host."""
+        """All chunks are there. On GPUs the stream waits for that, not the host."""
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
 
     def free(self):
-        self.wait()  # memory that a collective is still writing must not go
+        self.wait()  # memory into which a collective still writes must not go
         take_back(self.full)
 
     def publish(self):
-        """The parameters follow the masters; in stages 1 and 2 wait() says when those of others have."""
+        """The parameters follow the masters; in stages 1 and 2 other ranks' arrive later."""
         if self.shard is not self.master:
             self.shard.copy_(self.master)
         if self.stage in (1, 2):
             self.start_gather()
 
     def open(self):
-        """Parameters can be written into: they have memory, and this rank's chunk of it is right."""
+        """The parameters can be written into: they have memory, and this rank's chunk is right."""
         self.wait()
         if not has_memory(self.full):
             lend(self.full)
             self.own.copy_(self.shard)
 
     def adopt(self):
-        """What was written into the parameters is theirs from now on, and the master's."""
+        """What has been written into the parameters is in the shard and in the master, too."""
         if self.stage == 3 and has_memory(self.full):
             self.shard.copy_(self.own)
             take_back(self.full)
@@ -235,20 +243,20 @@ class Flat:
         self.versions = {p: p._version for p in self.starts}
 
     def refuse_changes(self):
-        """Raises where a parameter was changed behind our back, so that the step would undo it or miss it."""
+        """Raises if somebody else has changed a parameter, and step() would undo or miss that."""
         storage = self.full.untyped_storage()._cdata
         for p in self.starts:
             if p.untyped_storage()._cdata != storage:
-                raise RuntimeError("a parameter has other memory than ZeRO gave it: module.to(), .half() "
-                                   "and p.data = .. must come before ZeRO(module)")
+                raise RuntimeError("a parameter has left the memory that ZeRO gave it: "
+                                   "module.to() and p.data = .. must come before ZeRO(module)")
             if self.master is not self.own and p._version != self.versions[p]:
-                raise RuntimeError("a parameter was changed in place, which its master copy would undo: "
-                                   "change it before ZeRO(module), or by module.load_state_dict()")
+                raise RuntimeError("a parameter was changed in place, which its master would undo: "
+                                   "do it before ZeRO(module), or by module.load_state_dict()")
 
     # gradients
 
     def take_gradient(self, p):
-        """A parameter's gradient of this backward moves to its slot in buffer, if it is not there yet."""
+        """A gradient that autograd has made moves to its slot in buffer, if it is not there yet."""
         lend(self.buffer)
         slot = self.slots[p]
         if p.grad is not slot:
@@ -264,12 +272,14 @@ class Flat:
                 slot.fill_(-0.0)
             else:
                 self.used.add(p)
+                p.grad = None  # a further gradient must not be added to what is being summed
         self.buffer[self.size:].fill_(-0.0)
         self.closed = True
-        if self.stage:
-            self.reducing = reduce_scatter(self.sum, self.buffer, group=self.group, async_op=True)  # partial -> sharded
+        options = {"group": self.group, "async_op": True}
+        if self.stage == 0:
+            self.reducing = dist.all_reduce(self.buffer, **options)  # partial -> replicated
         else:
-            self.reducing = dist.all_reduce(self.buffer, group=self.group, async_op=True)  # partial -> replicated
+            self.reducing = reduce_scatter(self.sum, self.buffer, **options)  # partial -> sharded
 
     def finish_reduce(self):
         self.reducing.wait()
@@ -292,75 +302,84 @@ class Flat:
 
 
 class ZeRO:
-    """ZeRO for any module over the ranks of `group`. It takes the optimizer's place in a train step:
+    """ZeRO for any module, over the ranks of `group`. In a train step it is the optimizer:
 
         zero.zero_grad()
-        loss.backward()              # loss: this rank's summand of the global loss
-        zero.reduce()                # gradients are summed over ranks, not averaged
+        loss.backward()  # loss: this rank's summand of the loss over all ranks
+        zero.reduce()  # gradients are summed over ranks, not averaged
         norm = zero.clip_grad_norm_(1.0)
         zero.step()
 
-    make_optimizer(groups) makes a torch optimizer, such as AdamW(groups, lr=1e-3). `groups` is torch's
-    list of parameter groups, [{"params": [..], "weight_decay": 0.1}, ..], or None for one group of all
-    trained parameters. zero.optimizer then has groups in the same order, for torch's LR schedulers,
-    but of this rank's 1-D pieces: it must work number by number, as SGD and Adam do. Those that do
-    not are refused where their names tell (NOT_ELEMENTWISE), and so are counters in param_groups.
+    make_optimizer(groups) makes a torch optimizer, for example AdamW(groups, lr=1e-3). `groups` are
+    torch's parameter groups, [{"params": [..], "weight_decay": 0.1}, ..]; None is one group of all
+    that is trained. zero.optimizer has them in this order, so that torch's LR schedulers work, but
+    what it steps are 1-D pieces, this rank's: it must treat every number alike and alone, as SGD
+    and Adam do. Others are refused by their names (NOT_ELEMENTWISE), as are counters in a group.
 
-    units: modules, or tuples of modules, whose parameters lie together; they may be inside one another.
-    In stage 3 their parameters may be read in the forward of these modules alone, and all ranks must
-    use the same units in the same order. What is in no unit, in several of them, or of another dtype
-    than the rest of its unit is kept as in stage 2. Frozen parameters stay whole, and cost nothing.
+    units: modules, or tuples of modules, whose parameters lie together; one may be inside another.
+    In stage 3 these parameters can be read in the forward of these modules only, and all ranks must
+    run the same units in the same order. Parameters in no unit, in several, or of another dtype
+    than their unit's first are kept as in stage 2. Frozen ones stay whole and cost nothing else.
 
-    Micro-batches: call reduce() after every backward. While zero.sync is False stages 0 and 1 only add
-    up, so set it for the last backward of a step; stages 2 and 3 sum every time, having no room to wait.
+    With several micro-batches call reduce() after every backward. While zero.sync is False stages 0
+    and 1 only add up: set it to True for the last backward of a step. Stages 2 and 3 have no room
+    for that, and sum every time.
 
-    The module's parameters stay those that they were, but they are views of larger tensors. Between
-    steps they can be loaded by module.load_state_dict(), with the same values on every rank. In stage 3
-    they have no memory then: full_state_dict() gathers them. Buffers are never summed over ranks.
-    Raises ValueError for models and optimizers that it would train wrongly.
+    The module keeps its parameters, as views of larger tensors. Between steps they can be loaded by
+    module.load_state_dict(), with the same values on all ranks. In stage 3 they then have no
+    memory, and full_state_dict() gathers them. Buffers are not summed over ranks.
+    Raises ValueError for models and optimizers that would be trained wrongly.
     """
 
-    def __init__(self, module, make_optimizer, group=None, stage=1, units=(), offload="none", groups=None):
+    def __init__(self, module, make_optimizer, group=None, stage=1, units=(), offload="none",
+                 groups=None):
         refuse_model(module, stage, offload)
         self.module = module
         self.group = group  # the ranks that share the batch; None: all
         self.stage = stage  # 0 to 3
-        self.sync = True  # False: stages 0 and 1 do not sum yet what backward brings
+        self.sync = True  # False: stages 0 and 1 do not sum yet what the next backward brings
         self.frozen = [p for p in module.parameters() if not p.requires_grad]
-        self.flats = []  # [Flat]: all trained parameters, those in units first
-        self.pending = []  # [Flat] whose sums have not begun, in the order of their sums on all ranks
+        self.flats = []  # [Flat] of all that is trained
+        self.pending = []  # [Flat] whose sums have not begun, in the same order on all ranks
         self.reducing = None  # the Flat whose sum is under way, or None
-        # Stage 3, between two calls of reset():
-        self.inside = None  # the Flat that forward or backward came to last, or None
-        self.gathered = []  # [Flat] that have memory, or are on their way
-        self.entered = []  # [Flat]: all that forward and backward came to, in order
-        self.plan = []  # [Flat]: what `entered` was up to the last reduce()
+        self.stepping = False  # is step() under way?
+        # In stage 3, of the time since the last reset():
+        self.inside = None  # the Flat to whose unit forward or backward came last, or None
+        self.gathered = []  # [Flat] that have memory; the last one's content may be on its way
+        self.entered = []  # [Flat] to whose units forward and backward came, in order
+        self.plan = []  # [Flat]: `entered` at the last reduce()
         self.begun = set()  # forwards of units whose backward has begun
 
         for t in [*module.parameters(), *module.buffers()]:
             broadcast(t, group)
         units = [unit if isinstance(unit, tuple) else (unit,) for unit in units]
         self.make_flats(units, offload)
-        self.parts = [part for flat in self.flats for part in flat.parts]  # [Part]: all that is this rank's
-        self.optimizer = self.adopt_optimizer(make_optimizer, groups)  # a torch optimizer of the parts' masters
+        self.parts = [part for flat in self.flats for part in flat.parts]  # [Part] of this rank
+        self.optimizer = self.make_groups(make_optimizer, groups)  # torch's, of the parts' masters
+        self.optimizer.register_step_pre_hook(self.refuse_step)
         self.watch_loading()
-        self.reset()
+        self.zero_grad()
 
     def make_flats(self, units, offload):
-        """A Flat for the parameters of each unit, and the hooks by which it comes and goes."""
+        """A Flat for the parameters of each unit, and the hooks by which they come and go."""
         made = {}  # {index of a unit: its Flat}
         for (index, _), parameters in sort_by_unit(self.module, units).items():
-            stage = min(self.stage, 2) if index is None else self.stage
+            stage = self.stage
+            if index is None:
+                stage = min(stage, 2)
             flat = Flat(parameters, self.group, stage, offload)
-            self.flats.append(flat)
             made[index] = flat
+            self.flats.append(flat)
             for p in parameters:
                 p.register_post_accumulate_grad_hook(partial(self.ready, flat))
-        for index, unit in enumerate(units):
-            if self.stage == 3 and index in made:
-                self.hook(made[index], unit)
-                made[index].around = [made[outer] for outer in surroundings(units, index) if outer in made]
-        # In no unit: summed last, when stage 3 gathers no more, since ranks may use different ones of these.
+        if self.stage == 3:
+            for index, unit in enumerate(units):
+                if index in made:
+                    self.hook(made[index], unit)
+                    outer = surroundings(units, index)
+                    made[index].around = [made[i] for i in outer if i in made]
+        # In stage 3 those in no unit come first, and are summed last, when nothing is gathered any
+        # more: ranks may differ in which of them they use, and so in when their sums can begin.
         self.flats.sort(key=lambda flat: flat.stage)
 
     def hook(self, flat, unit):
@@ -370,12 +389,12 @@ class ZeRO:
                 if type(site) is not nn.Embedding:  # its backward needs no parameter
                     site.register_forward_hook(partial(self.watch, flat))
 
-    def adopt_optimizer(self, make_optimizer, groups):
-        """-> make_optimizer's optimizer of the parts' masters, in the user's groups."""
+    def make_groups(self, make_optimizer, groups):
+        """-> make_optimizer's optimizer of the parts' masters, in groups like the user's."""
         trained = [p for flat in self.flats for p in flat.starts]
         if groups is None:
             groups = [{"params": trained}]
-        homes = {}  # {parameter: index of its group}
+        homes = {}  # {parameter: the index of its group}
         ours = []  # the groups, with masters in the place of parameters
         for index, options in enumerate(groups):
             for p in options["params"]:
@@ -385,22 +404,15 @@ class ZeRO:
             ours.append({**options, "params": []})
         lost = sum(p not in homes for p in trained)
         if lost:
-            raise ValueError(f"{lost} trained parameters are in none of the groups: add or freeze them")
+            raise ValueError(f"{lost} trained parameters are in no group: add or freeze them")
         for part in self.parts:
             ours[homes[part.parameter]]["params"].append(part.master)
-        asked = [list(map(id, options["params"])) for options in ours]
+        given = [list(map(id, options["params"])) for options in ours]
         optimizer = make_optimizer(ours)
-        got = [list(map(id, options["params"])) for options in optimizer.param_groups]
-        if got != asked:
-            raise ValueError("make_optimizer must keep the groups that it is given, whose parameters are "
-                             "1-D pieces: make groups of the module's parameters, ZeRO(.., groups=[..])")
-        for kind in type(optimizer).__mro__:
-            if kind.__name__.lower() in NOT_ELEMENTWISE:
-                raise ValueError(f"{kind.__name__} does not work number by number, as ZeRO needs: its "
-                                 "optimizer sees 1-D pieces of the parameters of one rank")
+        refuse_optimizer(optimizer, given)
         return optimizer
 
-    # parameters, stage 3
+    # -- parameters in stage 3
 
     def enter(self, flat, *_):
         """Forward or backward comes to a unit. One rule for both, in four steps."""
@@ -412,14 +424,14 @@ class ZeRO:
             if other not in needed:
                 other.free()
         self.gathered = [other for other in self.gathered if other in needed]
-        # 2. What is needed is sent for, unless step 4 of the unit before has done so,
+        # 2. What is needed is sent for, unless step 4 has done so when the unit before was entered.
         for wanted in needed:
             self.send_for(wanted)
-        # 3. and waited for.
+        # 3. It is waited for.
         for wanted in needed:
             wanted.wait()
         self.inside = flat
-        # 4. If the last step came by here as well, the next unit can travel while this one computes.
+        # 4. If the last step came this way too, the next unit travels while this one computes.
         place = len(self.entered)
         self.entered.append(flat)
         if place + 1 < len(self.plan) and self.plan[place] is flat:
@@ -428,15 +440,15 @@ class ZeRO:
     def send_for(self, flat):
         if flat not in self.gathered:
             self.gathered.append(flat)
-            flat.start_gather()
+            flat.start_gather()  # sharded -> replicated
 
     def watch(self, flat, site, inputs, output):
-        """After a unit's forward: its backward begins where a gradient first comes to one of its outputs.
+        """After a unit's forward: its backward begins when an output of it has a gradient.
 
-        Later ones must not count: a tensor that passes through many units (T5's position bias) gets its
-        gradient when the backward of all of them is over.
+        Only the first of its outputs counts. A tensor that passes through many units, such as T5's
+        position bias, has its gradient when the backward of all of them is over.
         """
-        forward = object()  # this one, of however many
+        forward = object()  # stands for this one, of perhaps many
         for t in tensors_in(output):
             if t.requires_grad:
                 t.register_hook(partial(self.come_back, flat, forward))
@@ -447,40 +459,41 @@ class ZeRO:
             self.enter(flat)
 
     def free_units(self):
-        """No unit has memory in stage 3. To be called after a forward without backward, such as an evaluation."""
+        """To be called after a forward without backward, such as an evaluation: memory is freed."""
         for flat in self.gathered:
             flat.free()
         self.gathered = []
         self.entered = []
         self.inside = None
 
-    # gradients
+    # -- gradients
 
     def ready(self, flat, p):
-        """Autograd's call when a parameter's gradient is complete; of a tied one it is the sum over its uses."""
+        """Autograd's call when a gradient is complete, of a tied parameter the sum of its uses."""
         if p.grad.layout != torch.strided:
             raise RuntimeError("a sparse gradient: make the layer with sparse=False")
         if p.grad.requires_grad:
             raise RuntimeError("backward(create_graph=True): ZeRO has no gradients of gradients")
         if flat.closed:
-            raise RuntimeError("a gradient for a sum over ranks that has begun already: call zero.zero_grad() before "
-                               "each step and zero.reduce() after each backward; in stages 0 and 1 set "
-                               "zero.sync = False for all backwards of a step but the last")
+            raise RuntimeError(
+                "a gradient comes after the sum over ranks has begun: call zero.zero_grad() before "
+                "a step and zero.reduce() after each backward; in stages 0 and 1 set zero.sync to "
+                "False before all backwards of a step but the last")
         flat.take_gradient(p)
         if self.sync or self.stage >= 2:
             flat.missing -= 1
-            while self.pending and not self.pending[0].missing:
+            while self.pending and self.pending[0].missing == 0:
                 self.reduce_next()
 
     def reduce_next(self):
-        """The next sum begins. The one before ends first: there are never more than two buffers."""
+        """The next sum begins. The one before ends first, so that there are at most two buffers."""
         if self.reducing is not None:
             self.reducing.finish_reduce()
         self.reducing = self.pending.pop(0)
-        self.reducing.start_reduce()
+        self.reducing.start_reduce()  # partial -> sharded, in stage 0 replicated
 
     def reduce(self):
-        """To be called after each backward, on all ranks: what is not summed yet is, in one order on all."""
+        """To be called after each backward, on all ranks: sums what has not been summed yet."""
         if not self.sync and self.stage < 2:
             return
         while self.pending:
@@ -497,69 +510,80 @@ class ZeRO:
             wide = torch.promote_types(wide, flat.master.dtype)
         norms = [torch.linalg.vector_norm(flat.grad, dtype=wide) for flat in self.flats]
         square = torch.stack(norms).square().sum()
-        if self.stage:
+        if self.stage > 0:
             dist.all_reduce(square, group=self.group)  # partial -> replicated
         return square.sqrt()
 
     def scale_to_norm(self, max_norm, norm):
-        """Scales a gradient of this norm down to max_norm. 0 as max_norm is no limit; inf and nan are let through."""
+        """Scales the gradient, whose norm this is, down to max_norm. 0: there is no limit."""
         if max_norm and self.flats:
-            scale = max_norm / (norm.nan_to_num(0, posinf=0) + 1e-6)
-            torch._foreach_mul_([flat.grad for flat in self.flats], scale.clamp(max=1))
+            finite = norm.nan_to_num(0, posinf=0)  # inf and nan stay, for others to see
+            scale = (max_norm / (finite + 1e-6)).clamp(max=1)
+            torch._foreach_mul_([flat.grad for flat in self.flats], scale)
 
     def clip_grad_norm_(self, max_norm):
-        """-> the norm of the whole gradient, before it is scaled down to max_norm (0: no limit)."""
+        """-> the norm of the whole gradient before it was scaled down to max_norm. 0: no limit."""
         norm = self.norm()
         self.scale_to_norm(max_norm, norm)
         return norm
 
-    # a step
+    # -- a step
 
     def zero_grad(self):
         self.reset()
         for flat in self.flats:
             flat.closed = False
             flat.used.clear()
-            flat.grad.fill_(-0.0)  # no gradient: see start_reduce
+            flat.grad.fill_(-0.0)  # there is none: see start_reduce
 
     def step(self):
-        """Steps this rank's parts, and the parameters follow. What no rank has used is skipped, as in one process."""
+        """Steps this rank's parts. Those of parameters that no rank has used are skipped, as in one
+        process. The parameters follow."""
         if any(p.requires_grad for p in self.frozen):
-            raise RuntimeError("a parameter was frozen when ZeRO(module) was made: ZeRO does not train it")
+            raise RuntimeError("a parameter is trained that was frozen when ZeRO(module) was made")
         for flat in self.flats:
             flat.refuse_changes()
         skipped = self.unused()
+        before = self.options()
+        self.stepping = True
         for flat in self.flats:
-            before = self.options()
             flat.give_gradients(skipped)
-            self.optimizer.step()  # only this flat's parts have gradients, and are stepped
+            self.optimizer.step()  # parts of other flats have no gradient, and are left alone
             flat.drop_gradients()
-            if self.options() != before:
-                raise RuntimeError("this optimizer counts its steps in param_groups, but ZeRO calls it once a unit")
-            flat.publish()  # stages 1 and 2: travels while the next ones are stepped
+            flat.publish()  # in stages 1 and 2 sharded -> replicated, while the next one is stepped
+        self.stepping = False
+        if self.options() != before:
+            raise RuntimeError("this optimizer keeps account of its steps in param_groups, "
+                               "but ZeRO calls it once for each unit")
         self.reset()
 
     def unused(self):
-        """-> [Part] of parameters that no rank has used, whose sums are -0.0 throughout."""
-        doubtful = []  # a rank that has used all of its parameters need not look at values
-        for flat in self.flats:
-            doubtful += [part for part in flat.parts if part.parameter not in flat.used]
+        """-> [Part] of parameters that no rank has used: their sums are -0.0 throughout."""
+        doubtful = [part for flat in self.flats for part in flat.parts
+                    if part.parameter not in flat.used]
         if not doubtful:
-            return []
+            return []  # a rank that has used all of its parameters need not look, nor wait
         absent = [(part.grad.eq(0) & part.grad.signbit()).all() for part in doubtful]
         absent = torch.stack(absent).tolist()
         return [part for part, is_absent in zip(doubtful, absent) if is_absent]
 
     def options(self):
-        """-> the optimizer's options, a dict per group; those that are tensors are left out."""
+        """-> [the options of a group, for each group]; those that are tensors are left out."""
         found = []
         for group in self.optimizer.param_groups:
-            plain = {k: v for k, v in group.items() if k != "params" and not isinstance(v, torch.Tensor)}
-            found.append(plain)
+            options = {}
+            for name, value in group.items():
+                if name != "params" and not isinstance(value, torch.Tensor):
+                    options[name] = value
+            found.append(options)
         return found
 
+    def refuse_step(self, *_):
+        if not self.stepping:
+            raise RuntimeError("call zero.step(): zero.optimizer's own would do nothing")
+
     def reset(self):
-        """Nothing is gathered, nothing is being summed, and no parameter has a gradient of this rank's own."""
+        """Nothing is gathered or being summed, and no parameter has a gradient of this rank."""
         if self.reducing is not None:
             self.reducing.finish_reduce()
             self.reducing = None
@@ -572,18 +596,18 @@ class ZeRO:
             flat.missing = len(flat.starts)
             if flat.stage >= 2:
                 flat.closed = False
-                take_back(flat.buffer)  # an exception may have left it
+                take_back(flat.buffer)  # it is there if backward has ended in an exception
 
-    # the whole
+    # -- the whole
 
     def refresh(self):
-        """The parameters follow their masters, on all ranks: to be called when these were written into."""
+        """To be called on all ranks after masters were written into: the parameters follow."""
         for flat in self.flats:
-            flat.publish()
+            flat.publish()  # in stages 1 and 2 sharded -> replicated
         self.reset()
 
     def full_state_dict(self):
-        """-> the module's state_dict with whole tensors, copies, on every rank. All ranks must call it."""
+        """-> module.state_dict() with copies of whole tensors, on every rank. All must call it."""
         self.free_units()
         whole = {}  # {parameter: copy}
         for flat in self.flats:
@@ -602,30 +626,37 @@ class ZeRO:
         return state
 
     def full_gradients(self):
-        """-> {name: the whole gradient} of trained parameters, on every rank. All ranks must call it."""
-        found = {}  # {parameter: its gradient}
+        """-> {name: whole gradient} of all that is trained, on every rank. All must call it."""
+        found = {}  # {parameter: gradient}
         for flat in self.flats:
             full = torch.empty_like(flat.full)
-            if flat.stage:
-                all_gather(full, flat.grad, group=self.group)  # sharded -> replicated
-            else:
+            if flat.stage == 0:
                 full.copy_(flat.grad)
+            else:
+                all_gather(full, flat.grad, group=self.group)  # sharded -> replicated
             found.update(flat.views(full))
-        named = self.module.named_parameters()
-        return {name: found[p] for name, p in named if p in found}
+        gradients = {}
+        for name, p in self.module.named_parameters():
+            if p in found:
+                gradients[name] = found[p]
+            elif p.requires_grad:
+                gradients[name] = torch.zeros_like(p)  # it has no numbers
+        return gradients
 
     def held(self):
-        """-> {kind: [tensors]}: what this rank keeps between steps, as harness/ledger.py wants it."""
+        """-> {kind: [tensors]}: what this rank keeps between steps."""
         states = []
         for state in self.optimizer.state.values():
             states += [t for t in state.values() if isinstance(t, torch.Tensor)]
         masters = [flat.master for flat in self.flats if flat.master is not flat.shard]
         shards = [flat.shard for flat in self.flats]
-        return {"parameters": [*self.module.parameters(), *self.module.buffers(), *shards],
-                "gradients": [flat.grad for flat in self.flats],
-                "optimizer": states + masters}
+        return {
+            "parameters": [*self.module.parameters(), *self.module.buffers(), *shards],
+            "gradients": [flat.grad for flat in self.flats],
+            "optimizer": states + masters,
+        }
 
-    # loading
+    # -- loading
 
     def watch_loading(self):
         """module.load_state_dict() is to reach what is kept of the parameters, in every stage."""
@@ -639,7 +670,8 @@ class ZeRO:
 
     def before_load(self, flats, module, state_dict, prefix, metadata, *_):
         if metadata.get("assign_to_params_buffers"):
-            raise RuntimeError("load_state_dict(assign=True) would take ZeRO's parameters out of the module")
+            raise RuntimeError("load_state_dict(assign=True) would take ZeRO's parameters out of "
+                               "the module: leave assign out")
         self.free_units()
         for flat in flats:
             flat.open()
@@ -649,57 +681,81 @@ class ZeRO:
             flat.adopt()
 
     def before_state_dict(self, flats, module, prefix, keep_vars):
-        if not keep_vars and any(not has_memory(flat.full) for flat in flats):
-            raise RuntimeError("the parameters have no memory between steps of stage 3: use zero.full_state_dict()")
+        if not keep_vars and not all(has_memory(flat.full) for flat in flats):
+            raise RuntimeError("between steps of stage 3 the parameters have no memory: "
+                               "use zero.full_state_dict()")
 
 
 def refuse_model(module, stage, offload):
     """Raises ValueError for what would be trained wrongly, and says what to do."""
-    least = {"none": 0, "optimizer": 0, "param": 3}
+    least = {"none": 0, "optimizer": 0, "param": 3}  # {offload: the lowest stage}
     if stage not in (0, 1, 2, 3) or offload not in least or stage < least[offload]:
-        raise ValueError(f"stage {stage}, offload {offload}: stages are 0 to 3, offload is none, optimizer "
-                         "or, in stage 3, param")
+        raise ValueError(f"stage {stage}, offload {offload}: stages are 0 to 3; offload is none, "
+                         "optimizer or, in stage 3, param")
     for name, m in module.named_modules():
-        if getattr(m, "sparse", False) is True:
-            raise ValueError(f"{name}: sparse=True makes sparse gradients; make it with sparse=False")
-        if getattr(m, "max_norm", None) is not None and isinstance(m, (nn.Embedding, nn.EmbeddingBag)):
-            raise ValueError(f"{name}: max_norm changes the weight in forward; clamp it in the optimizer's place")
+        if not isinstance(m, (nn.Embedding, nn.EmbeddingBag)) or not m.weight.requires_grad:
+            continue
+        if m.sparse:
+            raise ValueError(f"{name} has sparse=True, which makes sparse gradients: leave it out")
+        if m.max_norm is not None:
+            raise ValueError(f"{name} has max_norm, which changes the weight in forward, on each "
+                             "rank other rows: leave it out")
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     for name, p in trained.items():
         if p.is_complex():
-            raise ValueError(f"{name} is complex: keep it as real numbers, torch.view_as_real")
-        if p.is_meta or p.layout != torch.strided:
-            raise ValueError(f"{name} is on the meta device or sparse: ZeRO wants dense values")
-    devices = {str(p.device) for p in trained.values()}
+            raise ValueError(f"{name} is complex: keep real numbers, and use torch.view_as_complex")
+        if p.is_meta or p.layout != torch.strided or hasattr(p, "placements"):
+            raise ValueError(f"{name} is on the meta device, sparse or a DTensor: ZeRO wants all "
+                             "of its values here")
+    devices = sorted({str(p.device) for p in trained.values()})
     if len(devices) > 1:
-        raise ValueError(f"the parameters are on {sorted(devices)}: a rank has one device")
+        raise ValueError(f"trained parameters are on {devices}: a rank has one device")
+    full = [p for p in trained.values() if p.numel()]
+    places = {(p.untyped_storage()._cdata, p.storage_offset()) for p in full}
+    if len(places) < len(full):
+        raise ValueError("two parameters share memory without being one: tie them by using the "
+                         "same nn.Parameter, as in head.weight = embedding.weight")
+
+
+def refuse_optimizer(optimizer, given):
+    """given: the ids of the parameters in its groups, as they should be."""
+    for kind in type(optimizer).__mro__:
+        if kind.__name__.lower() in NOT_ELEMENTWISE:
+            raise ValueError(f"{kind.__name__} looks at more than a number alone: ZeRO's optimizer "
+                             "sees 1-D pieces of the parameters of one rank")
+    found = [list(map(id, group["params"])) for group in optimizer.param_groups]
+    if found != given:
+        raise ValueError("make_optimizer must keep the groups that it is given, of 1-D pieces: "
+                         "make groups of the module's own parameters, ZeRO(.., groups=[..])")
 
 
 def broadcast(tensor, group):
-    """Gives all ranks the first rank's values. Bytes, because backends do not know every dtype."""
+    """Gives all ranks the first rank's values; as bytes, since backends do not know every dtype."""
     dense = tensor.detach().contiguous()
     if dense.numel():
-        dist.broadcast(dense.view(-1).view(torch.uint8), group=group, group_src=0)  # the first's -> replicated
+        numbers = dense.view(-1).view(torch.uint8)
+        dist.broadcast(numbers, group=group, group_src=0)  # the first rank's -> replicated
     if not tensor.is_contiguous():
-        tensor.detach().copy_(dense)  # dense was a copy
+        tensor.detach().copy_(dense)  # dense is a copy
 
 
 def tensors_in(output, seen=None):
-    """-> the tensors in a module's output: in tuples, lists, dicts, dataclasses and objects of other classes."""
-    seen = set() if seen is None else seen  # ids of objects on the way, which may be in a circle
+    """-> the tensors in a module's output, whatever it is: a tuple, a dict, a dataclass, .."""
+    if seen is None:
+        seen = set()  # ids of what has been looked into, since objects may refer to each other
     if isinstance(output, torch.Tensor):
         return [output]
     if id(output) in seen or isinstance(output, (str, bytes, type, nn.Module)):
         return []
     seen.add(id(output))
     if isinstance(output, dict):
-        inner = list(output.values())
+        inner = output.values()
     elif isinstance(output, (tuple, list, set)):
-        inner = list(output)
+        inner = output
     elif is_dataclass(output):
         inner = [getattr(output, field.name) for field in fields(output)]
     else:
-        inner = list(getattr(output, "__dict__", {}).values())
+        inner = getattr(output, "__dict__", {}).values()
     found = []
     for thing in inner:
         found += tensors_in(thing, seen)
@@ -707,30 +763,31 @@ def tensors_in(output, seen=None):
 
 
 def sort_by_unit(module, units):
-    """-> {(index of a unit, or None for none or several; dtype): [trained parameters that lie together]}."""
-    owner = {}  # {module: index of the innermost unit that it lies in}
-    sites = [(site, index) for index, unit in enumerate(units) for site in unit]
-    if len({site for site, _ in sites}) < len(sites):
+    """-> {(index of a unit, dtype): [trained parameters that lie together]}. The index is None for
+    those that are in no unit, in several, or of another dtype than their unit's first."""
+    places = [(site, index) for index, unit in enumerate(units) for site in unit]
+    if len({site for site, _ in places}) < len(places):
         raise ValueError("a module is in two of the units")
-    sites.sort(key=lambda place: len(list(place[0].modules())), reverse=True)
-    for site, index in sites:  # the largest come first, so that the innermost has the last word
+    places.sort(key=lambda place: len(list(place[0].modules())), reverse=True)
+    owner = {}  # {module: index of the unit it lies in}
+    for site, index in places:  # the innermost comes last, and has the last word
         for m in site.modules():
             owner[m] = index
-    homes = {}  # {parameter: the units of the modules that have it}
+    homes = {}  # {parameter: indices of the units of all modules that have it}
     for m in module.modules():
         for p in m.parameters(recurse=False):
             if p.requires_grad and p.numel():
                 homes.setdefault(p, set()).add(owner.get(m))
-    dtypes = {}  # {index of a unit: dtype of its first parameter}
-    sorted_ = {}
+    dtypes = {}  # {index: dtype of the unit's first parameter}
+    together = {}
     for p, indices in homes.items():
         index = None
         if len(indices) == 1:
-            *_, index = indices
+            [index] = indices
         if dtypes.setdefault(index, p.dtype) != p.dtype:
             index = None
-        sorted_.setdefault((index, p.dtype), []).append(p)
-    return sorted_
+        together.setdefault((index, p.dtype), []).append(p)
+    return together
 
 
 def surroundings(units, index):
@@ -747,7 +804,7 @@ def surroundings(units, index):
 
 
 def parallelize(model, lr, group=None, stage=1, offload="none"):
-    """-> ZeRO. The tied embedding is in the first unit of forward, which is its last one as well."""
+    """The tied embedding is in the first unit of forward, which is also its last. -> ZeRO"""
     ends = (model.tok, model.pos, model.head)
     *blocks, last = model.blocks
     units = [ends, *blocks, (last, model.norm)]
@@ -788,7 +845,7 @@ def evaluate(zero, x, y):
 
 
 def pieces(zero):
-    """-> [checkpoint.Piece] by the plain GPT's names: masters as the parameters, and AdamW's states."""
+    """-> [Piece] by the plain GPT's names: masters as the parameters, and AdamW's states."""
     names = {p: name for name, p in zero.module.named_parameters()}
     is_first = dist.get_rank(zero.group) == 0
     writes = zero.stage > 0 or is_first  # in stage 0 all ranks hold the same
@@ -807,7 +864,7 @@ def pieces(zero):
 
 
 def pieces_that_follow(zero, names):
-    """What computes, where it is not the master itself: it is loaded like the master, but never saved."""
+    """What computes, if it is not the master: it is loaded as the master is, but not saved."""
     found = []
     for flat in zero.flats:
         if flat.stage < 3:
@@ -867,7 +924,10 @@ def evaluate_at_work(module, x, y):
 
 
 def units_gathered(zero):
-    """-> [Flat]: the all-gathers of a micro-batch in stage 3. A unit in which forward turns around stays."""
+    """-> [Flat]: the all-gathers of a micro-batch in stage 3.
+
+    A unit in which forward turns into backward is gathered once.
+    """
     model = zero.module
     embeddings = [model.tok, model.pos]  # their backward needs no parameter
     rest = [*model.blocks, model.norm, model.head]
@@ -882,7 +942,7 @@ def units_gathered(zero):
 
 
 def held_in_stage(run, zero, stage):
-    """-> {kind: (bytes of all P numbers, over how many ranks they are cut)}, without frozen ones."""
+    """-> {kind: (bytes of all P numbers, over how many ranks they are cut)}."""
     dp = run.world_size
     P = sum(flat.full.numel() for flat in zero.flats)
     flat = zero.flats[0]
@@ -898,7 +958,7 @@ def held_in_stage(run, zero, stage):
 
 
 def sent_in_stage(run, zero, stage):
-    """-> bytes that a rank sends in a step of this stage, a formula for them; without the norm's."""
+    """-> bytes that a rank sends in a step of this stage, but for the norm; their formula."""
     dp = run.world_size
     M = run.args.accum
     P = sum(flat.full.numel() for flat in zero.flats)
@@ -915,7 +975,8 @@ def sent_in_stage(run, zero, stage):
 
 def account(run, zero):
     """The paper's figures for every stage, and what the ledger has measured for this one."""
-    run.say(f"\n{'stage':>8}{'parameters':>13}{'gradients':>13}{'optimizer':>13}{'sent':>13}   of the paper")
+    heads = ["parameters", "gradients", "optimizer", "sent"]
+    run.say(f"\n{'stage':>8}" + "".join(f"{head:>13}" for head in heads) + "   of the paper")
     for stage in range(4):
         sizes = [size / ranks for size, ranks in held_in_stage(run, zero, stage).values()]
         sent, _ = sent_in_stage(run, zero, stage)
@@ -959,10 +1020,10 @@ def refuse(args):
             f"--offload {args.offload} with --stage {stage}: needs stage {least} or more")
     require(scratch or stage >= 1, f"--impl {args.impl} --stage 0: torch's has stages 1 to 3")
     require(scratch or args.accum == 1, f"--impl {args.impl}: --accum is for --impl scratch")
-    require(scratch or args.offload == "none", f"--impl {args.impl}: --offload is for --impl scratch")
+    require(scratch or least == 0, f"--impl {args.impl}: --offload is for --impl scratch")
     saved = args.save or args.resume or args.init_from
     require(scratch or stage >= 2 or not (args.dry_run or saved),
-            f"--impl {args.impl} --stage 1: torch's optimizer there makes no dry run and is not saved")
+            f"--impl {args.impl} --stage 1: torch's optimizer has no dry run and is not saved")
     require(args.batch >= dp * args.accum,
             f"--batch {args.batch}: fewer than {dp} ranks x {args.accum} micro-batches")
 
@@ -988,12 +1049,12 @@ def set_up(run, impl, mesh):
 
 
 def set_up_at_work(run, model, rows, mesh):
-    args = run.args
-    module, optimizer = parallelize_at_work(model, args.lr, args.stage, mesh)
+    clip = run.args.clip
+    module, optimizer = parallelize_at_work(model, run.args.lr, run.args.stage, mesh)
     return Side(
         model=module,
         optimizer=optimizer,
-        train_step=lambda x, y, valid: train_step_at_work(module, optimizer, x, y, valid, args.clip),
+        train_step=lambda x, y, valid: train_step_at_work(module, optimizer, x, y, valid, clip),
         full_gradients=lambda: full_gradients_at_work(model),
         full_state_dict=lambda: full_state_dict_at_work(model),
         evaluate=lambda k: evaluate_at_work(module, *run.held_out(k, rows)),
@@ -1017,8 +1078,8 @@ def main():
         run.begin(sides)
         model = sides[run.impls[0]].model
         total = sum(p.numel() for p in getattr(model, "module", model).parameters())
-        run.say(f"zero: stage {args.stage}, {run.world_size} ranks on {run.device.type}, {args.dtype}, "
-                f"{total:,} parameters")
+        run.say(f"zero: stage {args.stage}, {run.world_size} ranks on {run.device.type}, "
+                f"{args.dtype}, {total:,} parameters")
         for impl, step in run.steps():
             side = sides[impl]
             run.set_rate(side.optimizer, step)
