@@ -354,7 +354,7 @@ class BlockwiseAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
-        need(not torch.is_grad_enabled(), "create_graph=True: the kernels have no second derivative")
+        need(not torch.is_grad_enabled(), "create_graph: the kernels have no second derivative")
         q, own, out, lse = ctx.saved_tensors
         H, tokens = q.shape[1:3]
         dq = torch.zeros_like(q, dtype=lse.dtype)
@@ -401,7 +401,8 @@ class AllToAll(torch.autograd.Function):
 class Ulysses(Ring):
     """All tokens of some heads instead of all heads of some tokens (Jacobs 2023, section 3)."""
 
-    HEADS, TOKENS = 1, 2  # dims of (B, H, T, D)
+    HEADS = 1  # dims of (B, H, T, D)
+    TOKENS = 2
 
     def attend(self, q, k, v):
         """As Ring's; the heads of q and those of k and v must be multiples of cp."""

@@ -74,7 +74,11 @@ def test_cost(flags):
     assert real["ranks"][0]["collectives"]["all_reduce"]["payload"] == size
 
 
-L, C, H, V, T = 2, 32, 4, 256, 16  # of SMALL
+L = 2  # sizes of SMALL
+C = 32
+H = 4
+V = 256
+T = 16
 
 
 def block_by_the_docstring(amp, ckpt, t):

@@ -1,4 +1,4 @@
-from collections import Counter, namedtuple
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -13,7 +13,8 @@ from amp_accum_ckpt import full
 from common import GPTConfig, adamw, build
 from conftest import SMALL, alone, copied, dry_run_agrees, proves, run, script, textbook
 from context_parallel import (
-    KINDS, AllGather, AllToAll, Hop, Ring, Ulysses, Zigzag, parallelize, picture, train_step)
+    KINDS, AllGather, AllToAll, Hop, Ring, Ulysses, Zigzag, check_head_width, parallelize, picture,
+    train_step)
 from harness.compare import worst_gap
 from harness.ledger import Ledger
 
@@ -99,8 +100,12 @@ def check_attention(T, group_size, kv_heads, D):
 
 
 @pytest.mark.parametrize("world, group_size, T, kv_heads, D", [
-    (1, 1, 512, 4, 4), (2, 2, 4096, 4, 4), (4, 4, 512, 4, 4), (4, 2, 512, 4, 4),
-    (2, 2, 24, 2, 5), (4, 4, 24, 1, 3),
+    (1, 1, 512, 4, 4),
+    (2, 2, 4096, 4, 4),
+    (4, 4, 512, 4, 4),
+    (4, 2, 512, 4, 4),
+    (2, 2, 24, 2, 5),
+    (4, 4, 24, 1, 3),
 ])
 def test_attention_alone(world, group_size, T, kv_heads, D):
     """With fewer heads of k and v than of q, too, and with odd head widths."""
@@ -131,41 +136,48 @@ def test_some_need_no_gradient(names):
     run(without_gradient_of, 2, names)
 
 
-Shapes = namedtuple("Shapes", "q k v words")
-REFUSED = [
-    Shapes((4, 6, 8), (4, 6, 8), (4, 6, 8), "each must be (B, H, T/cp, D)"),
-    Shapes((2, 4, 6, 8), (2, 4, 6, 8), (2, 4, 6, 4), "k and v must have the same shape"),
-    Shapes((2, 4, 6, 8), (1, 4, 6, 8), (1, 4, 6, 8), "the same B and D"),
-    Shapes((2, 4, 6, 8), (2, 4, 6, 4), (2, 4, 6, 4), "the same B and D"),
-    Shapes((2, 4, 6, 8), (2, 4, 8, 8), (2, 4, 8, 8), "as many keys as queries"),
-    Shapes((2, 4, 6, 8), (2, 3, 6, 8), (2, 3, 6, 8), "must divide those of q"),
-    Shapes((2, 4, 5, 8), (2, 4, 5, 8), (2, 4, 5, 8), "5 tokens on this rank do not divide into 2"),
-    Shapes((2, 4, 0, 8), (2, 4, 0, 8), (2, 4, 0, 8), "0 tokens"),
+GOOD = {"q": (2, 4, 6, 8), "k": (2, 4, 6, 8), "v": (2, 4, 6, 8)}
+REFUSED = [  # other shapes of some, and what is said
+    ({"q": (4, 6, 8)}, "each must be (B, H, T/cp, D)"),
+    ({"v": (2, 4, 6, 4)}, "k and v must have the same shape"),
+    ({"q": (1, 4, 6, 8)}, "the same B and D"),
+    ({"q": (2, 4, 6, 4)}, "the same B and D"),
+    ({"q": (2, 4, 8, 8)}, "as many keys as queries"),
+    ({"q": (2, 6, 6, 8)}, "must divide those of q"),
+    (dict.fromkeys("qkv", (2, 4, 5, 8)), "5 tokens on this rank do not divide into 2"),
+    (dict.fromkeys("qkv", (2, 4, 0, 8)), "0 tokens"),
 ]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_shapes_that_are_refused(case):
+@pytest.mark.parametrize("other, words", REFUSED)
+def test_shapes_that_are_refused(other, words):
     """Before anything is sent."""
-    ring = Zigzag(cp_rank=0, cp=2)
+    shapes = {**GOOD, **other}
+    q, k, v = (torch.ones(shape) for shape in shapes.values())
     with pytest.raises(ValueError) as error:
-        ring.attend(torch.ones(case.q), torch.ones(case.k), torch.ones(case.v))
-    assert case.words in str(error.value)
+        Zigzag(cp_rank=0, cp=2).attend(q, k, v)
+    assert words in str(error.value)
 
 
 def test_other_inputs_that_are_refused():
     q = torch.ones(2, 4, 6, 8)
     with pytest.raises(ValueError, match="cast or move them"):
         Ring(cp_rank=0, cp=2).attend(q, q.double(), q.double())
+    k = q[:, :2]
     with pytest.raises(ValueError, match="2 of k and v: ulysses on 4 ranks needs multiples"):
-        Ulysses(cp_rank=0, cp=4).attend(q, q[:, :2], q[:, :2])
+        Ulysses(cp_rank=0, cp=4).attend(q, k, k)
     with pytest.raises(ValueError, match="9 tokens do not divide into 4 chunks"):
         Zigzag(cp_rank=0, cp=2).positions(9)
-    for D, dtype in (12, torch.bfloat16), (6, torch.float32), (264, torch.float16):
-        with pytest.raises(ValueError, match=f"head width {D} in {dtype} on a GPU"):
-            context_parallel.check_head_width(D, dtype)
-    context_parallel.check_head_width(5, torch.float64)
-    context_parallel.check_head_width(24, torch.bfloat16)
+
+
+@pytest.mark.parametrize("D, dtype", [
+    (12, torch.bfloat16), (264, torch.float16), (6, torch.float32),
+])
+def test_head_widths_that_are_refused_on_gpus(D, dtype):
+    with pytest.raises(ValueError, match=f"head width {D} in {dtype} on a GPU"):
+        check_head_width(D, dtype)
+    check_head_width(24, dtype)
+    check_head_width(D, torch.float64)
 
 
 def test_second_derivatives_are_refused():
@@ -234,8 +246,9 @@ class Layer(nn.Module):
         """By an angle that grows with the position."""
         even, odd = x.chunk(2, -1)
         angle = positions[:, None] * 0.1
-        turned = [even * angle.cos() - odd * angle.sin(), even * angle.sin() + odd * angle.cos()]
-        return torch.cat(turned, -1)
+        first = even * angle.cos() - odd * angle.sin()
+        second = even * angle.sin() + odd * angle.cos()
+        return torch.cat([first, second], -1)
 
     def forward(self, x, positions):
         h = self.before(x)
@@ -313,8 +326,12 @@ def check_copy(name, heads, kv_heads, head_dim, T):
 
 
 @pytest.mark.parametrize("world, name, heads, kv_heads", [
-    (2, "Ring", 3, 3), (2, "Zigzag", 6, 2), (2, "Ulysses", 6, 2),
-    (4, "AllGather", 3, 1), (4, "Zigzag", 3, 3), (4, "Ulysses", 8, 4),
+    (2, "Ring", 3, 3),
+    (2, "Zigzag", 6, 2),
+    (2, "Ulysses", 6, 2),
+    (4, "AllGather", 3, 1),
+    (4, "Zigzag", 3, 3),
+    (4, "Ulysses", 8, 4),
 ])
 def test_section_one_alone(world, name, heads, kv_heads):
     run(check_copy, world, name, heads, kv_heads, 6, 24)
@@ -394,7 +411,11 @@ def test_bytes_of_attention(kind, world, kv_heads):
 
 
 @pytest.mark.parametrize("world, attn, flags", [
-    (4, "ring", []), (4, "zigzag", []), (4, "allgather", []), (4, "ulysses", []), (1, "zigzag", []),
+    (4, "ring", []),
+    (4, "zigzag", []),
+    (4, "allgather", []),
+    (4, "ulysses", []),
+    (1, "zigzag", []),
     (2, "ring", ["--dtype", "bf16"]),
     (3, "allgather", ["--seq", "18"]),
 ])
@@ -441,7 +462,8 @@ def check_positions_are_there():
     torch.set_default_dtype(torch.float32)
     ring = Zigzag()
     assert ring.positions(16, "cpu") is ring.positions(16, "cpu")
-    model = parallelize(build(GPTConfig(layers=1, width=16, heads=2, seq=16), 0), ring)
+    model = build(GPTConfig(layers=1, width=16, heads=2, seq=16), 0)
+    model = parallelize(model, ring)
     optimizer = adamw(model.parameters(), 1e-3)
     x = torch.zeros(2, 8, dtype=torch.int64)
     train_step(model, optimizer, x, x, 32, 1.0)
@@ -462,9 +484,10 @@ def test_a_step_makes_no_positions_and_waits_for_no_number():
 def check_under_checkpointing(kind):
     """Forward runs twice, and communicates twice, with the same gradients."""
     torch.set_default_dtype(torch.float32)
+    cfg = GPTConfig(layers=2, width=16, heads=4, seq=16)
     gradients = []
     for checkpointed in False, True:
-        model = build(GPTConfig(layers=2, width=16, heads=4, seq=16), 0, dtype=torch.float64)
+        model = build(cfg, 0, dtype=torch.float64)
         model = parallelize(model, kind())
         if checkpointed:
             for block in model.blocks:
@@ -508,15 +531,19 @@ def test_every_pair_is_seen_once(kind, cp):
     assert torch.equal(count, torch.ones(T, T).tril())
 
 
+def last_column(rows):
+    return [int(row.split()[-1]) for row in rows[1:]]
+
+
 def test_picture():
     """The docstring shows what the program prints; ring's work is 1 : 2 cp - 1, zigzag's equal."""
     ring = picture("ring", 4)
     zigzag = picture("zigzag", 4)
     for left, right in zip(ring, zigzag):
         assert f"{left}      {right}" in context_parallel.__doc__
-    assert [int(row.split()[-1]) for row in ring[1:]] == [1, 3, 5, 7]
-    assert [int(row.split()[-1]) for row in zigzag[1:]] == [4, 4, 4, 4]
-    assert [int(row.split()[-1]) for row in picture("zigzag", 16)[1:]] == [16] * 8
+    assert last_column(ring) == [1, 3, 5, 7]
+    assert last_column(zigzag) == [4, 4, 4, 4]
+    assert last_column(picture("zigzag", 16)) == [16] * 8
 
 
 def test_positions_made_in_inference_serve_training():
@@ -596,10 +623,16 @@ def gradients_not_summed(module):
 
 
 @pytest.mark.parametrize("attn, plant", [
-    ("ring", one_hop_missing), ("zigzag", one_hop_missing), ("zigzag", plain_average),
-    ("zigzag", positions_not_shifted), ("ring", last_hop_not_returned),
-    ("zigzag", last_hop_not_returned), ("allgather", not_scattered), ("ring", averaged_per_rank),
-    ("ulysses", not_turned_back), ("ulysses", gradients_not_summed),
+    ("ring", one_hop_missing),
+    ("zigzag", one_hop_missing),
+    ("zigzag", plain_average),
+    ("zigzag", positions_not_shifted),
+    ("ring", last_hop_not_returned),
+    ("zigzag", last_hop_not_returned),
+    ("allgather", not_scattered),
+    ("ring", averaged_per_rank),
+    ("ulysses", not_turned_back),
+    ("ulysses", gradients_not_summed),
 ])
 def test_planted(attn, plant):
     proves("context_parallel", 2, "--attn", attn, plant=plant)
@@ -609,9 +642,12 @@ def test_planted(attn, plant):
 
 
 @pytest.mark.parametrize("world, flags", [
-    (2, ["--attn", "ring", "--seq", "15"]), (2, ["--attn", "zigzag", "--seq", "18"]),
-    (3, ["--attn", "ulysses", "--seq", "18"]), (1, ["--attn", "spiral"]),
-    (2, ["--impl", "torch", "--device", "cpu"]), (1, ["--impl", "both", "--dry-run", "2"]),
+    (2, ["--attn", "ring", "--seq", "15"]),
+    (2, ["--attn", "zigzag", "--seq", "18"]),
+    (3, ["--attn", "ulysses", "--seq", "18"]),
+    (1, ["--attn", "spiral"]),
+    (2, ["--impl", "torch", "--device", "cpu"]),
+    (1, ["--impl", "both", "--dry-run", "2"]),
 ])
 def test_bad_usage(world, flags):
     script("context_parallel", world, *flags, code=2)
