@@ -1,0 +1,111 @@
+"""tools/curves.py: what --log has written, drawn."""
+import json
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as xml
+
+import pytest
+
+from conftest import ROOT, SMALL, script
+from tools import curves
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def tool(*words, code=0):
+    command = [sys.executable, str(ROOT / "tools" / "curves.py"), *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == code, done.stderr
+    if code:
+        assert re.fullmatch(r"curves\.py: error: .*\n", done.stderr), done.stderr
+        return done.stderr
+    return done.stdout
+
+
+def write_log(path, losses, validation):
+    lines = []
+    for step, loss in enumerate(losses):
+        figures = {"step": step, "loss": loss, "tokens": 64 * (step + 1)}
+        if step in validation:
+            figures["validation"] = validation[step]
+        lines.append(json.dumps(figures))
+    path.write_text("\n".join(lines) + "\n")
+
+
+def grid(text):
+    """The picture's rows, without labels."""
+    rows = [line.split("|", 1)[1] for line in text.splitlines() if "|" in line]
+    return [row.ljust(max(map(len, rows))) for row in rows]
+
+
+def test_points_are_where_they_belong(tmp_path):
+    """A falling line from corner to corner, and a held-out loss in the middle."""
+    write_log(tmp_path / "run.jsonl", [4.0, 3.0, 2.0, 1.0, 0.0], {2: 2.5})
+    text = tool(tmp_path / "run.jsonl", "--height", "9")
+    rows = grid(text)
+    assert len(rows) == 9
+    columns = [rows[2 * step].index("a") for step in range(5)]
+    assert columns[0] == 0 and columns == sorted(columns)
+    assert rows[3].index("A") == columns[2]
+    assert rows[8].rstrip().endswith("a")
+    assert "a  run loss: 0 at step 4" in text
+    assert "A  run held out: 2.5 at step 2" in text
+
+
+def test_several_files_and_smoothing(tmp_path):
+    write_log(tmp_path / "one.jsonl", [1.0, 3.0, 5.0], {})
+    write_log(tmp_path / "two.jsonl", [9.0, 9.0, 9.0], {})
+    files = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
+    smooth = curves.curves_of(files, ["loss"], "tokens", 2)
+    assert smooth[0].points == [(64, 1.0), (128, 2.0), (192, 4.0)]
+    assert smooth[1].points == [(64, 9.0), (128, 9.0), (192, 9.0)]
+    assert [curve.letter for curve in smooth] == ["a", "b"]
+    text = tool(*files, "--over", "tokens")
+    assert "b  two loss: 9 at tokens 192" in text
+
+
+def test_an_svg(tmp_path):
+    """Every point of a curve stands in its polyline, higher where the loss is higher."""
+    write_log(tmp_path / "run.jsonl", [4.0, 2.0, float("nan"), 3.0], {3: 1.0})
+    tool(tmp_path / "run.jsonl", "--svg", tmp_path / "run.svg")
+    root = xml.parse(tmp_path / "run.svg").getroot()
+    lines = [line.get("points").split() for line in root.iter(f"{SVG}polyline")]
+    heights = [float(point.split(",")[1]) for point in lines[1]]
+    assert len(heights) == 3  # nan is no point
+    assert heights[0] < heights[2] < heights[1]
+    words = [text.text for text in root.iter(f"{SVG}text")]
+    assert "run loss" in words and "run held out" in words
+    assert "No such file" in tool(tmp_path / "run.jsonl", "--svg", tmp_path / "x/y.svg", code=2)
+
+
+@pytest.mark.parametrize("low, high", [(0, 1), (5.39, 5.52), (-3, 1e6), (1e-9, 2e-9)])
+def test_ticks_are_round_and_inside(low, high):
+    found = curves.ticks(low, high)
+    assert 3 <= len(found) <= 11
+    for tick in found:
+        assert low <= tick <= high or tick == pytest.approx(low) or tick == pytest.approx(high)
+        assert float(f"{tick:.6g}") == pytest.approx(tick)
+
+
+def test_a_log_that_was_cut_off(tmp_path):
+    log = tmp_path / "run.jsonl"
+    write_log(log, [4.0, 2.0], {})
+    log.write_text(log.read_text() + '{"step": 2, "lo')
+    assert "2 at step 1" in tool(log)
+    log.write_text("nonsense\n")
+    assert "no line of it is a step" in tool(log, code=2)
+    assert "No such file" in tool(tmp_path / "none", code=2)
+    write_log(log, [4.0], {})
+    assert "no validation" in tool(log, "--what", "validation", code=2)
+    assert "4 at step 0" in tool(log)
+
+
+def test_the_log_of_a_run(tmp_path):
+    log = tmp_path / "ddp.jsonl"
+    report = script("ddp", 2, *SMALL, "--steps", "4", "--eval-every", "2", "--no-check", "--log",
+                    str(log))
+    text = tool(log)
+    assert f"a  ddp loss: {report['loss'][-1]:.4g} at step 3" in text
+    assert "A  ddp held out: " in text
+    assert "a  ddp rate: 0.001 at step 3" in tool(log, "--what", "rate")
