@@ -1,55 +1,171 @@
-"""What README says can be typed, can be; the figures beside dry runs and simulations are what these print."""
+"""What README and docs/ say can be typed, can be; links resolve; figures are what is printed."""
 import importlib
 import os
 import re
 import shlex
 import subprocess
 import sys
+import types
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from conftest import ROOT
+from conftest import ROOT, copied, run
+from test_bad_usage import flags_of, torchruns_parser
+from test_repo import TECHNIQUES
 
-README = (ROOT / "README.md").read_text()
-PLAIN = [line for block in re.findall(r"```\n(.*?)```", README, re.S) for line in block.splitlines()]
-SPANS = re.findall(r"`([^`\n]+)`", README)
-COMMANDS = sorted({re.split(r"\s+#", text)[0].strip() for text in PLAIN + SPANS
-                   if re.match(r"(torchrun|python|\./run\.sh|\w+\.py) ", text)} - {"torchrun", "./run.sh"})
-ROWS = re.findall(r"^\| `python (\w+)\.py ([^`]*--(?:dry-run|simulate)[^`]*)` \| (.*?)(?:; (\d+) s)? \|$", README,
-                  re.M)
-QUICK = [row[:3] for row in ROWS if os.environ.get("ALL") or int(row[3] or 1) <= 6]  # ALL=1 ./run.sh test: all rows
+PATHS = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+PAGES = {path.name: path.read_text() for path in PATHS}
+README = PAGES["README.md"]
+CHINESE = (ROOT / "README.zh.md").read_text()
+ALL = os.environ.get("ALL")  # ALL=1 ./run.sh test runs the slow commands too
+SLOW = 6  # seconds
+
+
+def fenced(text, language=""):
+    """The code blocks of a page."""
+    return re.findall(rf"```{language}\n(.*?)```", text, re.S)
+
+
+def commands(text):
+    """Lines in code blocks, and spans between backticks, that can be typed."""
+    lines = [line for block in fenced(text) for line in block.splitlines()]
+    lines += re.findall(r"`([^`\n]+)`", re.sub("```.*?```", "", text, flags=re.S))
+    found = set()
+    for line in lines:
+        typed = re.split(r"\s+#", line)[0].strip()
+        if re.match(r"(torchrun|python|\./run\.sh|\w+\.py) ", typed):
+            found.add(typed)
+    return found
+
+
+COMMANDS = sorted(set().union(*(commands(page) for page in PAGES.values())))
+SCRIPTS = [command for command in COMMANDS if re.search(r"\b[a-z_]\w+\.py\b", command)]
+
+
+# ---- the pages -----------------------------------------------------------------
+
+
+def test_readme_is_short():
+    assert README.count("\n") < 150
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_links_resolve(name):
+    folder = ROOT if name == "README.md" else ROOT / "docs"
+    for link in re.findall(r"\]\(([^)#:]+)\)", PAGES[name]):
+        assert (folder / link).exists(), link
+
+
+def test_every_technique_is_in_the_reading_order():
+    rows = re.findall(r"^\| \[(\w+)\.py\]", README, re.M)
+    assert sorted(rows) == sorted(TECHNIQUES)
+
+
+def test_the_chinese_page_says_the_same():
+    """The same commands, links and numbers."""
+    assert commands(CHINESE) == commands(README)
+    assert fenced(CHINESE, "python") == fenced(README, "python")
+
+    def links(text):
+        return sorted(re.findall(r"\]\(([^)]+)\)", text))
+
+    def numbers(text):
+        prose = re.sub("```.*?```", "", text, flags=re.S)
+        return sorted(re.findall(r"\d+(?:\.\d+)?%?", prose))
+
+    assert links(CHINESE) == links(README)
+    assert numbers(CHINESE) == numbers(README)
+
+
+# ---- the commands --------------------------------------------------------------
 
 
 class Reached(Exception):
     """The flags are good: the run would begin."""
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if re.search(r"\b[a-z_]\w+\.py\b", c)])
-def test_the_flags_of_every_command(command, monkeypatch, tmp_path):
-    """Up to the point where a run begins."""
-    monkeypatch.chdir(tmp_path)
+def reached(*args, **more):
+    raise Reached
+
+
+def split(command):
+    """-> the path of the script, its flags, how many ranks."""
     words = shlex.split(command)
     where = next(i for i, word in enumerate(words) if word.endswith(".py"))
-    ranks = next((word.split("=")[1] for word in words[:where] if word.startswith("--nproc_per_node=")), "1")
-    monkeypatch.setenv("WORLD_SIZE", ranks if ranks.isdigit() else "1")
-    monkeypatch.setattr(sys, "argv", words[where:])
-    module = importlib.import_module(words[where][:-3])
+    ranks = "1"
+    for word in words[:where]:
+        if word.startswith("--nproc_per_node=") and word[17:].isdigit():
+            ranks = word[17:]
+    return words[where], words[where + 1:], ranks
 
-    def reached(*_):
-        raise Reached
-    for name in {"Run", "simulation", "search", "table", "calibrate"} & set(vars(module)):
-        monkeypatch.setattr(module, name, reached)
+
+@pytest.mark.parametrize("command", SCRIPTS)
+def test_the_flags_of_every_command(command, monkeypatch, tmp_path):
+    """Up to the point where a run begins."""
+    path, flags, ranks = split(command)
+    name = Path(path).stem
+    if name not in [*TECHNIQUES, "plan"]:
+        assert (ROOT / path).exists() or name == "FILE", command
+        return
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "0")
+    monkeypatch.setattr(sys, "argv", [path, *[flag for flag in flags if flag != "$FLAGS"]])
+    module = importlib.import_module(name)
+    for start in {"Run", "simulation", "search", "table", "calibrate"} & set(vars(module)):
+        monkeypatch.setattr(module, start, reached)
     with pytest.raises(Reached):
         module.main()
 
 
 def test_the_words_of_run_sh():
     script = (ROOT / "run.sh").read_text()
-    used = {c.split()[1] for c in COMMANDS if c.startswith("./run.sh ") and len(c.split()) > 1}
-    assert used >= {"test", "bench", "soak", "sweep"}
-    for word in used:
-        assert re.search(rf"^  ([\w |-]*\| )?{word}( \||\))", script, re.M) or (ROOT / f"{word}.py").exists(), word
+    used = {command.split()[1] for command in COMMANDS if command.startswith("./run.sh ")}
+    assert used >= {"test", "bench", "soak"}
+    for word in used - {"FILE"}:
+        assert re.search(rf"^  ([\w |-]*\| )?{word}( \||\))", script, re.M) or word in TECHNIQUES
+
+
+TORCHRUNS = {"nnodes", "nproc_per_node", "rdzv_backend", "rdzv_endpoint", "rdzv_id"}
+SLURMS = {"nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "signal", "requeue"}
+
+
+def known_flags():
+    """All flags of our scripts, of torchrun and of SLURM; and no other word."""
+    found = {"standalone", "max-restarts"} | TORCHRUNS | SLURMS
+    for name in TECHNIQUES:
+        found |= {flag.removeprefix("--") for flag in flags_of(name)}
+    for action in torchruns_parser()._actions:
+        found |= {option.removeprefix("--") for option in action.option_strings}
+    for tool in (ROOT / "tools").glob("*.py"):
+        source = tool.read_text()
+        found |= set(re.findall(r'"--([a-z][\w-]+)"', source))
+        for name in re.findall(r'^ +"(\w+)": \(?', source, re.M):
+            found.add(name.replace("_", "-"))
+    return found | {f"no-{flag}" for flag in found}
+
+
+def test_every_flag_that_is_mentioned_exists():
+    known = known_flags()
+    for name, text in {**PAGES, "README.zh.md": CHINESE}.items():
+        if name == "old-apis.md":
+            continue  # speaks of others' flags
+        for flag in set(re.findall(r"(?<![\w-])--([a-z][\w-]+)", text)):
+            assert flag in known, f"{name}: --{flag}"
+
+
+# ---- the figures ---------------------------------------------------------------
+
+ROWS = re.findall(
+    r"^\| `python (\w+)\.py ([^`]*--(?:dry-run|simulate)[^`]*)` \| (.*?)(?:; (\d+) s)? \|$",
+    PAGES["measured.md"], re.M,
+)
+QUICK = [row[:3] for row in ROWS if ALL or int(row[3] or 1) <= SLOW]
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +174,7 @@ def printed():
     def start(row):
         command = [sys.executable, f"{row[0]}.py", *shlex.split(row[1])]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
     with ThreadPoolExecutor(2) as pool:
         return dict(zip(QUICK, pool.map(start, QUICK)))
 
@@ -71,8 +188,43 @@ def test_figures_are_printed(row, printed):
         assert figure in printed[row].stdout, figure
 
 
-def test_the_table_of_layouts(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["plan.py", "--table"])
-    importlib.import_module("plan").main()
-    printed = capsys.readouterr().out
-    assert printed.count("\n") > 5 and printed in README
+# ---- in your own code ----------------------------------------------------------
+
+EXAMPLES = {}  # {"ddp": the code of README's example}
+for block in fenced(README, "python"):
+    EXAMPLES[re.search(r"from (\w+) import", block)[1]] = block
+
+
+def test_every_technique_has_an_example():
+    assert set(EXAMPLES) == set(TECHNIQUES) - {"hybrid_3d"}
+    for block in EXAMPLES.values():
+        assert block.count("\n") <= 8
+
+
+def check_example(name):
+    """The example as it stands, with section 1 of the file in the place of an installed module."""
+    sys.modules[name] = copied(name)
+    namespace = {"__name__": "example", **vars(preamble())}
+    exec(EXAMPLES[name], namespace)
+
+
+def preamble():
+    """What README takes as given: a model, its blocks, and this rank's part of a batch."""
+    from common import GPTConfig, build, loss_sum
+
+    given = types.SimpleNamespace()
+    given.torch = torch
+    given.dist = dist
+    given.model = build(GPTConfig(2, 32, 4, 256, 16), 0, dtype=torch.float64)
+    given.blocks = given.model.blocks
+    given.x = torch.arange(64).view(4, 16)
+    given.y = given.x + 1
+    given.valid = 64 * dist.get_world_size()
+    given.loss_sum = loss_sum
+    given.group = dist.group.WORLD
+    return given
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_examples_run(name):
+    run(check_example, 2, name)
