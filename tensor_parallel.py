@@ -490,19 +490,28 @@ class VocabEmbedding(CutModule):
             raise ValueError("VocabEmbedding has no max_norm, scale_grad_by_freq or sparse: "
                              "turn them off.")
         self.cut("weight", embedding.weight, 0)
-        self.ids = extent(self.cuts["weight"], tp)  # the token ids whose rows are here
         self.padding_idx = None  # which row here gets no gradient
-        if embedding.padding_idx in self.ids:
-            self.padding_idx = embedding.padding_idx - self.ids.start
+        ids = extent(self.cuts["weight"], tp)
+        if embedding.padding_idx in ids:
+            self.padding_idx = embedding.padding_idx - ids.start
 
     def forward(self, ids):
-        here = (ids >= self.ids.start) & (ids < self.ids.stop)
-        exists = (ids >= 0) & (ids < self.cuts["weight"].whole)
-        row = (ids - self.ids.start).masked_fill(~here, 0)
-        row = row.masked_fill(~exists, len(self.weight))  # F.embedding raises
-        y = F.embedding(row, self.weight, self.padding_idx)  # (.., T, C)
-        y = y.masked_fill(~here.unsqueeze(-1), 0)  # a summand: others have the other tokens
+        rows, elsewhere = locate(ids, self.cuts["weight"], self.tp, other=0)
+        y = F.embedding(rows, self.weight, self.padding_idx)  # (.., T, C)
+        y = y.masked_fill(elsewhere.unsqueeze(-1), 0)  # a summand: others have the other tokens
         return ReduceFromTP.apply(y, self.tp)  # partial -> replicated, or sharded(T)
+
+
+def locate(ids, cut, tp, other):
+    """Token ids -> the row or column of each in this rank's piece; which ones others have.
+
+    Those get the row `other`, ids that do not exist one that does not exist: its use raises.
+    """
+    each = math.ceil(cut.whole / tp.size)
+    elsewhere = ids // each != tp.rank
+    rows = (ids - tp.rank * each).masked_fill(elsewhere, other)
+    missing = ids.clamp(0, cut.whole - 1) != ids
+    return rows.masked_fill(missing, cut.whole), elsewhere
 
 
 class Inside(nn.Module):
@@ -683,7 +692,7 @@ def compare_ranks(model, tp):
         differs.append((mine != first).any())
     differs = torch.stack(differs).int()
     dist.all_reduce(differs, dist.ReduceOp.MAX, group=tp.group)  # each its own -> replicated
-    for name, differ in zip(whole, differs.tolist()):
+    for name, differ in zip(whole, (differs > 0).tolist()):
         if differ:
             raise ValueError(f"{name} is not the same on all ranks that share a model. Load the "
                              "same weights on all, or draw them after the same torch.manual_seed.")
@@ -726,7 +735,9 @@ def vocab_parallel_cross_entropy(logits, targets, vocab, group=None, ignore_inde
     It is made in fp32 or better, and three numbers per token are sent. vocab is V. A target that is
     out of range raises as in F.cross_entropy: IndexError, or on a GPU an assertion on the device.
     """
-    mine = extent(Cut(0, vocab), WholeSequence(group))
+    tp = WholeSequence(group)
+    cut = Cut(1, vocab)
+    mine = extent(cut, tp)
     if logits.shape[-1] < len(mine):
         raise ValueError(f"{logits.shape[-1]} columns of logits: of {vocab} this rank should have "
                          f"{len(mine)}. Is vocab the size of the plain head?")
@@ -735,10 +746,7 @@ def vocab_parallel_cross_entropy(logits, targets, vocab, group=None, ignore_inde
         logits = logits.float()
     targets = targets.flatten()  # (N,)
     ignored = targets == ignore_index
-    exists = (targets >= 0) & (targets < vocab)
-    here = (targets >= mine.start) & (targets < mine.stop) & ~ignored
-    column = (targets - mine.start).masked_fill(~here, -1)
-    column = column.masked_fill(~(exists | ignored), vocab)  # nll_loss raises
+    column, _ = locate(targets.masked_fill(ignored, 0), cut, tp, other=-1)
     losses = VocabParallelCrossEntropy.apply(logits, column, group)  # replicated
     return losses.masked_fill(ignored, 0).sum()
 
