@@ -49,7 +49,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from common import POSITIVE, Flag, Run, Side, adamw, arguments, loss_sum, require, share
-from harness.checkpoint import Piece, piece_of, pieces_of, run_pieces
+from harness.checkpoint import piece_of, pieces_of, run_pieces
 from harness.report import human
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
@@ -183,20 +183,20 @@ class Flat:
         parts = []
         *_, last = self.starts
         for p, start in self.starts.items():
-            start -= self.begin  # seen from this chunk
-            low = max(start, 0)
-            high = min(start + p.numel(), self.chunk)
+            begin = start - self.begin  # seen from this chunk
+            low = max(begin, 0)
+            high = min(begin + p.numel(), self.chunk)
             size = max(high - low, 0)
             if p is last:
                 high = self.chunk  # the padding goes with the last one
             if low < high:
                 run = slice(low, high)
                 master = nn.Parameter(self.master[run])
-                part = Part(p, low - start, size, self.shard[run], master, self.grad[run])
+                part = Part(p, low - begin, size, self.shard[run], master, self.grad[run])
                 parts.append(part)
         return parts
 
-    # parameters
+    # -- parameters
 
     def start_gather(self):
         """All chunks begin to arrive in full."""
@@ -207,7 +207,7 @@ class Flat:
         self.gathering = all_gather(self.full, self.own, group=self.group, async_op=True)
 
     def wait(self):
-        """All chunks are there. On GPUs the stream waits for that, not the host."""
+        """What start_gather has sent for is here. On GPUs the stream waits for it, not the host."""
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
@@ -253,7 +253,7 @@ class Flat:
                 raise RuntimeError("a parameter was changed in place, which its master would undo: "
                                    "do it before ZeRO(module), or by module.load_state_dict()")
 
-    # gradients
+    # -- gradients
 
     def take_gradient(self, p):
         """A gradient that autograd has made moves to its slot in buffer, if it is not there yet."""
@@ -965,11 +965,14 @@ def sent_in_stage(run, zero, stage):
     G = sum(flat.full.numel() for flat in units_gathered(zero))
     b = run.dtype.itemsize
     if stage < 2:
-        numbers, formula = 2 * P, "2 P"
+        numbers = 2 * P
+        formula = "2 P"
     elif stage == 2:
-        numbers, formula = (M + 1) * P, "(M + 1) P"
+        numbers = (M + 1) * P
+        formula = "(M + 1) P"
     else:
-        numbers, formula = M * (P + G), f"M (P + {G})"
+        numbers = M * (P + G)
+        formula = f"M (P + {G} gathered)"
     return b * numbers * (dp - 1) / dp, f"b (dp-1)/dp {formula}"
 
 

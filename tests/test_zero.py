@@ -811,8 +811,10 @@ def check_refused_later(stage):
     with pytest.raises(RuntimeError, match="has left the memory"):
         ours.step()
 
+
+def check_refused_by_what_it_brings(stage):
     functional = nn.Embedding(5, 3)
-    ours = zero.ZeRO(functional, make_adamw, None, stage)
+    zero.ZeRO(functional, make_adamw, None, stage)
     with pytest.raises(RuntimeError, match="sparse"):
         F.embedding(torch.tensor([1]), functional.weight, sparse=True).sum().backward()
 
@@ -830,6 +832,7 @@ def check_refused_later(stage):
 @pytest.mark.parametrize("stage", STAGES)
 def test_refused_in_words(stage):
     run(check_refused_later, 2, stage)
+    run(check_refused_by_what_it_brings, 2, stage)
 
 
 def check_in_place(stage, dtype, offload):
