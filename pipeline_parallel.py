@@ -1,299 +1,1793 @@
-"""Pipeline parallelism: every rank holds some of the layers, and micro-batches flow through the ranks and back.
+"""Pipeline parallelism: each rank holds some of the layers, and micro-batches flow through the ranks.
 
-    1f1b, 2 stages, 4 micro-batches, B twice as long as F; time goes to the right, dots are the bubble
+    1f1b, 2 ranks, 4 micro-batches, B twice as long as F; time to the right, dots are the bubble
 
-    stage 0   F0 F1 ......B0    F2 B1    F3 B2    ...B3
-    stage 1   ...F0 B0    F1 B1    F2 B2    F3 B3    ......
+    rank 0   F0 F1 ......B0    F2 B1    F3 B2    ...B3
+    rank 1   ...F0 B0    F1 B1    F2 B2    F3 B3    ......
 
-A schedule is a list of actions for each stage (schedules.py): F forward, B backward, W the weight gradient where it is
-split from B (split_backward.py), U an update (pipedream.py). B T C numbers go from stage to stage, and as many back
-(mail.py). First and last stage both hold the tied embedding and sum its gradients; the norm is summed over all stages.
-Each rank has about 1/p of parameters, gradients and AdamW states; the plain GPT has all of them.
+A schedule is data: for each rank a list of actions, F forward, B backward, W the gradients of the
+weights where a B leaves them for later (section 1 draws each). B T C numbers go from a stage of the
+model to the next, and as many back. Each rank has about 1/p of parameters, gradients and AdamW
+states. Ranks that both hold the tied embedding sum its gradients; the norm is that of all ranks.
 
-    p stages, M micro-batches,   bubble                kept by stage s, in        sent across
-    v chunks of layers per rank                        micro-batches (M >= p)     a boundary
-    plain GPT                    -                     all M at once              -
-    naive                        (p-1) / p             1                          2 B T C
-    gpipe                        (p-1) / (M + p-1)     M                          2 B T C
-    1f1b                         (p-1) / (M + p-1)     p - s                      2 B T C
-    interleaved                  (p-1) / (v M + p-1)   p + (p-1-2s) / v           2 B T C, of v p - 1 boundaries
-    zb-h1 (W <= F)               time (p-1)(F+B-W)     p, of which s wait for W   2 B T C
-    pipedream                    that of 1f1b          p - s, and their weights   2 B T C
+    p ranks, M micro-batches,   bubble: part of a step      kept by rank r, in micro-batches
+    v stages per rank           (or its time)               (M large enough)
+    plain GPT                   -                           all M at once
+    naive                       (p-1) / p                   1
+    gpipe                       (p-1) / (M + p-1)           M
+    1f1b                        (p-1) / (M + p-1)           p - r
+    interleaved                 (p-1) / (v M + p-1)         p + (p-1-2r) / v
+    bfs                         (p-1) / (v M + p-1)         M
+    zb-h1   (W <= F)            time (p-1) (F + B - W)      p
+    zb-h2   (W <= F)            time (p-1) (F + B - 2W)     2p - 1
+    zb-v    (F = B = W)         0                           p
+    dualpipe-v (F = B = W)      time (p-1) F, pairs as one  p + 1/2
+    auto --limit X              what a search finds         X
+    pipedream                   that of 1f1b                p - r, and their weights
 
-Huang et al. 2019, "GPipe", arXiv:1811.06965; Harlap et al. 2018, "PipeDream", arXiv:1806.03377; Narayanan et al. 2021,
-arXiv:2104.04473, section 2.2; Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241.
-At work: torch.distributed.pipelining (section 3 below).
+Sources stand at each schedule; zb-*, auto: Qi et al. 2023, "Zero Bubble Pipeline Parallelism",
+arXiv:2401.10241. At work: torch.distributed.pipelining (section 3). In your own code:
 
-    torchrun --standalone --nproc_per_node=2 pipeline_parallel.py --schedule zb-h1
+    plans = make_plans("1f1b", ranks=2, microbatches=4)
+    stages = Stages([Chain(layers[:3]), Chain(layers[3:])], plans)  # layers: [(name, module), ..]
+    pipeline = Pipeline(stages.here, plans, stages.groups, Boundary(size, dtype, device))
+    loss = pipeline.step(x.split(rows), lambda output, m: loss_fn(output, targets[m]) / len(x))
+    norm = stages.sum_and_clip(1.0)                                 # then optimizer.step()
+
+    torchrun --standalone --nproc_per_node=2 pipeline_parallel.py --schedule zb-v
     python pipeline_parallel.py --simulate --schedule zb-h1 --pp 4 --micro 8 --times 1,1,1,0
 """
 import contextlib
 import json
+import math
 import sys
 import time
+from collections import Counter, deque
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.autograd.graph import get_gradient_edge
+import torch.nn.functional as F
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.overrides import TorchFunctionMode
 
-from common import GPT, POSITIVE, Run, adamw, arguments, build, clip_gradients, loss_sum, require, share
-from mail import Mail, gather
-from pipedream import Stash, stale_training, update
-from harness.timeline import SCHEDULES, chunks, compare, in_flight, is_split, planned, simulation, source, summary, transfers
-from split_backward import SplitLinears, input_gradient, weight_gradients
+from common import (
+    GPT, POSITIVE, Flag, Run, Side, adamw, arguments, loss_sum, require, share)
+from harness.checkpoint import pieces_of
+from harness.compare import Trace
+from harness.timeline import (
+    bubble_rate, compare, costs, grid, in_flight, longest, measured, simulate, typical_times)
 
-# ---- 1. the technique (copy this, schedules.py, mail.py, split_backward.py; they need only torch) ---
+# ---- 1. the technique (copy this; it needs only torch) -----------------------
+#
+# "partial -> replicated" beside a line that communicates: before it each rank has a summand, after
+# it all have the sum. "here -> there": one rank has it, then another.
+
+# ---- 1.1 schedules: what each rank does, in order ----
+
+
+class Action(NamedTuple):
+    """One piece of a rank's work."""
+
+    kind: str  # F forward; B backward; W the gradients of the weights, later; U an update
+    microbatch: int
+    stage: int  # a part of the model's layers, 0 the first; a rank may hold several
+    joined: bool = False  # an F that may run at once with the B behind it in the plan
+
+
+def key(action):
+    """What an action makes, for the one that takes it: (kind, micro-batch, stage)."""
+    return action[:3]
+
+
+def loop(ranks, chunks):
+    """-> the stages of each rank: they go through all ranks, and then through all again."""
+    return [list(range(rank, ranks * chunks, ranks)) for rank in range(ranks)]
+
+
+def vee(ranks, chunks=2):
+    """-> the stages of each rank: down the ranks and up again. Rank 0 has the first and the last."""
+    return [[rank, 2 * ranks - 1 - rank] for rank in range(ranks)]
+
+
+def sweep(kind, microbatches, stages, together):
+    """One action for each micro-batch and stage. `together` micro-batches (at most) go through one
+    stage, then through the next."""
+    order = []
+    for first in range(0, microbatches, together):
+        some = range(microbatches)[first:first + together]
+        order += [Action(kind, microbatch, stage) for stage in stages for microbatch in some]
+    return order
+
+
+def turns(microbatches, warmup, stages, together=1):
+    """`warmup` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    forwards = sweep("F", microbatches, stages, together)
+    backwards = sweep("B", microbatches, stages[::-1], together)
+    warmup = min(warmup, len(forwards))
+    plan = forwards[:warmup]
+    for forward, backward in zip(forwards[warmup:], backwards):
+        plan += [forward, backward]
+    return plan + backwards[len(forwards) - warmup:]
+
+
+def follow(plan, kind, lag):
+    """Each B is followed by an action of this kind for the micro-batch whose B came `lag` Bs before.
+    The last of them go to the end."""
+    longer = []
+    waiting = []
+    for action in plan:
+        longer.append(action)
+        if action.kind == "B":
+            waiting.append(Action(kind, action.microbatch, action.stage))
+            if len(waiting) > lag:
+                longer.append(waiting.pop(0))
+    return longer + waiting
+
+
+def naive(rank, ranks, microbatches, stages):
+    """One micro-batch at a time: one rank is at work.
+
+    rank 0   F0 .........B0    F1 .........B1
+    rank 1   ...F0 B0    .........F1 B1    ......
+    """
+    return turns(microbatches, 0, stages)
+
+
+def gpipe(rank, ranks, microbatches, stages):
+    """All forwards, then all backwards (Huang 2019, figure 2c).
+
+    rank 0   F0 F1 F2 F3 .........B0    B1    B2    B3
+    rank 1   ...F0 F1 F2 F3 B0    B1    B2    B3    ......
+    """
+    return turns(microbatches, microbatches, stages)
+
+
+def one_f_one_b(rank, ranks, microbatches, stages):
+    """As early a backward as can be: its forward comes back after the ranks behind this one
+    (Harlap 2018, figure 8). The picture is at the top of the file."""
+    return turns(microbatches, ranks - 1 - rank, stages)
+
+
+def interleaved(rank, ranks, microbatches, stages):
+    """1F1B with several stages per rank: filling and draining take less time (Narayanan 2021,
+    figure 4). Small letters: the rank's second stage.
+
+    rank 0   F0 F1 f0 f1 F2 ...b0    F3 b1    f2 B0    f3 B1    ...b2    ...b3    B2    B3
+    rank 1   ...F0 F1 f0 b0    f1 b1    F2 B0    F3 B1    f2 b2    f3 b3    B2    B3    ......
+    """
+    warmup = (len(stages) - 1) * ranks + 2 * (ranks - 1 - rank)
+    return turns(microbatches, warmup, stages, together=ranks)
+
+
+def looped_bfs(rank, ranks, microbatches, stages):
+    """GPipe with several stages per rank: all micro-batches go through one, then through the next
+    (Lamy-Poirier 2022, arXiv:2211.05953). A stage's parameters are used in two runs, which is what
+    sharded ones want.
+
+    rank 0   F0 F1 f0 f1 .........b0    b1    B0    B1
+    rank 1   ...F0 F1 f0 f1 b0    b1    B0    B1    ......
+    """
+    return turns(microbatches, len(stages) * microbatches, stages, together=microbatches)
+
+
+def zb_h1(rank, ranks, microbatches, stages):
+    """1F1B with W `rank` micro-batches late: B goes on sooner, W fills the end (Qi 2023, figure 3).
+
+    rank 0   F0 F1 ...B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
+    rank 1   ...F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3
+    """
+    return follow(one_f_one_b(rank, ranks, microbatches, stages), "W", rank)
+
+
+def zb_h2(rank, ranks, microbatches, stages):
+    """Twice the warm-up of 1F1B and a W later still: no bubble where F = B = W, for the activations
+    of 2p - 1 micro-batches (Qi 2023, figure 3). Each rank is done a little later than the one before it.
+
+    rank 0   F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3 ...
+    rank 1   ...F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
+    """
+    return follow(turns(microbatches, 2 * (ranks - 1 - rank), stages), "W", 2 * rank)
+
+
+class Score:
+    """Writes a plan for two stages, 0 and 1, in words.
+
+    F0 the next forward of stage 0; B1 the next backward of stage 1; I1 the same, but the gradient of
+    the input alone; W the weights' gradients that are due longest; F0&B1 both, joined.
+    """
+
+    def __init__(self, stages):
+        self.stages = stages
+        self.plan = []
+        self.count = Counter()  # {(F or B, stage): how many there are}
+        self.late = []  # the Ws that are due
+
+    def write(self, words, times=1):
+        for word in words.split() * times:
+            first, _, second = word.partition("&")
+            self.add(first, joined=bool(second))
+            if second:
+                self.add(second)
+
+    def add(self, word, joined=False):
+        kind = word[0]
+        if kind == "W":
+            self.plan.append(self.late.pop(0))
+            return
+        stage = self.stages[int(word[1])]
+        if kind == "I":
+            kind = "B"
+            self.late.append(Action("W", self.count["B", stage], stage))
+        self.plan.append(Action(kind, self.count[kind, stage], stage, joined))
+        self.count[kind, stage] += 1
+
+
+def zb_v(rank, ranks, microbatches, stages):
+    """Zero bubble with the memory of 1F1B, where F = B = W: a micro-batch comes back to the rank
+    that it began on, so its backward begins there soon (Qi 2023, figure 8).
+
+    rank 0   F0 F1 F2 f0 b0 w0 f1 b1 w1 F3 B0 W0 f2 b2 w2 B1 W1 f3 b3 w3 B2 W2 B3 W3 ...
+    rank 1   ...F0 f0 F1 f1 b0 w0 F2 B0 W0 f2 b1 w1 F3 B1 W1 f3 b2 w2 B2 b3 B3 W2 w3 W3
+    """
+    enough = max(microbatches, 2 * ranks - 1)  # fewer would not fill it: leave out what is too many
+    score = Score(stages)
+    score.write("F0", 2 * (ranks - rank) - 1)
+    score.write("F1 F0", rank)
+    score.write("F1 I1 W", ranks - rank)
+    score.write("F0 I0 W F1 I1 W", enough - 2 * ranks + 1 + rank)
+    score.write("I0 W F1 I1 W", ranks - 1 - rank)
+    score.write("I0 I1", rank)
+    score.write("I0 W", ranks - rank)
+    score.write("W", len(score.late))
+    return [action for action in score.plan if action.microbatch < microbatches]
+
+
+def dualpipe_v(rank, ranks, microbatches, stages):
+    """Forwards and backwards in pairs, so that a model which talks within its layers (experts) can
+    hide the one's messages behind the other's arithmetic (DeepSeek-V3, arXiv:2412.19437, section
+    3.2.1; the V is Sea AI Lab's half of DualPipe). Pipeline does a pair one after the other.
+
+    rank 0   F0 F1 F2 f0 b0 w0 f1 F3 b1    f2 B0    b2    f3 ...B1    b3    B2 W2 B3 W3
+    rank 1   ...F0 f0 F1 f1 F2 b0    f2 B0    F3 b1    f3 B1    b2    B2    b3 B3 w3 W3
+    """
+    score = Score(stages)
+    score.write("F0", 2 * (ranks - 1 - rank))
+    score.write("F0 F1", rank + 1)
+    score.write("I1 W F1", ranks - 1 - rank)
+    pairs = microbatches - 2 * ranks + rank + 1
+    if rank == ranks - 1:
+        score.write("F0 B1 F1&B0")  # the first pair of the last rank is not joined: B may go first
+        pairs -= 1
+    score.write("F0&B1 F1&B0", pairs)
+    score.write("B1 F1&B0", ranks - 1 - rank)
+    # in the second half of the drain W is left for later
+    whole = (rank + 1) // 2
+    score.write("B1 B0", whole)
+    if rank % 2 == 0:
+        score.write("B1 I0")
+    score.write("I1 I0", (rank + 1) // 2)
+    score.write("W I0", ranks - 1 - rank)
+    score.write("W", len(score.late))
+    return score.plan
+
+
+# The order that is found by search (Qi 2023, section 3.1), for given times of F, B, W and a transfer
+
+
+class Draft:
+    """All ranks' plans while they are being made, one stage a rank, with the times they would take.
+
+    times: of F, B, W and of a transfer. limit: the most micro-batches in flight on a rank.
+    waiting: the part of a micro-batch's activations that is kept between B and W.
+    """
+
+    def __init__(self, ranks, microbatches, limit, times, waiting):
+        self.microbatches = microbatches
+        self.limit = limit
+        self.times = dict(zip("FBW", times))
+        self.comm = times[3]
+        self.waiting = waiting
+        self.plans = [[] for _ in range(ranks)]
+        self.done = [Counter() for _ in range(ranks)]  # {kind: how many a rank has done}
+        self.clock = [0.0] * ranks  # when each rank is done with what is in its plan
+        self.idle = [0.0] * ranks  # how long it has waited since its first action
+        self.ends = {}  # {(kind, micro-batch, stage): when it is done}
+
+    def arrival(self, rank, kind):
+        """When the input of a rank's next F or B is there."""
+        source = rank + 1
+        if kind == "F":
+            source = rank - 1
+        end = self.ends.get((kind, self.done[rank][kind], source))
+        if end is None:
+            return 0.0
+        return end + self.comm
+
+    def put(self, rank, kind):
+        """Append a rank's next action of this kind."""
+        start = self.clock[rank]
+        if kind != "W":
+            start = max(start, self.arrival(rank, kind))
+        if self.plans[rank]:
+            self.idle[rank] += start - self.clock[rank]
+        microbatch = self.done[rank][kind]
+        self.plans[rank].append(Action(kind, microbatch, rank))
+        self.done[rank][kind] += 1
+        self.clock[rank] = start + self.times[kind]
+        self.ends[kind, microbatch, rank] = self.clock[rank]
+
+    def late(self, rank):
+        """How many Ws are due."""
+        return self.done[rank]["B"] - self.done[rank]["W"]
+
+    def kept(self, rank):
+        """Activations, in micro-batches."""
+        return self.done[rank]["F"] - self.done[rank]["B"] + self.waiting * self.late(rank)
+
+    def put_after_w(self, rank, kind):
+        """Ws where they cost nothing or are needed, then the next F or B."""
+        while kind == "F" and self.late(rank) and self.kept(rank) + 1 > self.limit:
+            self.put(rank, "W")  # makes room
+        arrival = self.arrival(rank, kind)
+        while self.late(rank) and self.clock[rank] + self.times["W"] <= arrival:
+            self.put(rank, "W")  # fills the time until the input is there
+        gap = arrival - self.clock[rank]
+        if self.late(rank) and gap > 0 and self.idle[rank] + gap > max(self.idle):
+            self.put(rank, "W")  # does not fit, but no rank has waited longer than this one would
+        self.put(rank, kind)
+
+    def warm_up(self, eager):
+        """The first F and B of each rank, and as many Fs between as there is time for.
+
+        eager: also one that is not done when the B could begin.
+        """
+        ranks = len(self.plans)
+        for rank in range(ranks):
+            self.put(rank, "F")
+        more = [0] * ranks
+        back = self.clock[-1] + self.times["B"]  # when the first B of the rank behind is done
+        for rank in reversed(range(ranks - 1)):
+            begin = back + self.comm
+            end = self.clock[rank]
+            while more[rank] + 1 < min(self.limit, self.microbatches):
+                late = end + self.times["F"] > begin
+                if end >= begin or (late and not eager):
+                    break
+                end += self.times["F"]
+                more[rank] += 1
+            back = max(end, begin) + self.times["B"]
+        for rank in range(ranks):
+            if rank > 0:  # each rank is an F ahead of the one behind it
+                more[rank] = max(0, min(more[rank], more[rank - 1] - 1))
+            for _ in range(more[rank]):
+                self.put(rank, "F")
+        for rank in reversed(range(ranks)):
+            self.put(rank, "B")
+
+    def skips(self, rank):
+        """Is it better to leave out an F here, since the rank behind has enough to do?"""
+        if self.done[rank]["F"] < self.done[rank + 1]["F"] + 2:
+            return False
+        wanted = self.clock[rank + 1] + self.times["F"] + self.times["B"] + self.comm
+        room = math.ceil((self.kept(rank) + 1 - self.limit) / self.waiting)
+        end = self.clock[rank] + self.times["F"] + max(0, room) * self.times["W"]
+        if self.clock[rank] >= wanted:
+            return True
+        gap = wanted - self.clock[rank]
+        return end > wanted and self.idle[rank] + gap <= max(self.idle)
+
+    def steady(self, skip):
+        """One F, if any is left, and one B on each rank."""
+        ranks = len(self.plans)
+        forward = [done["F"] < self.microbatches for done in self.done]
+        for rank in reversed(range(ranks - 1)):
+            if self.done[rank + 1]["F"] < self.microbatches and not forward[rank + 1]:
+                forward[rank] = False
+            elif forward[rank] and skip and self.skips(rank):
+                forward[rank] = False
+        for rank in range(ranks):
+            if forward[rank]:
+                self.put_after_w(rank, "F")
+        for rank in reversed(range(ranks)):
+            if rank == 0 and self.done[0]["F"] == self.microbatches:
+                self.put_all("W", 0, self.late(0))  # nobody waits for a B of the first rank
+            self.put_after_w(rank, "B")
+
+    def put_all(self, kind, rank, count):
+        for _ in range(count):
+            self.put(rank, kind)
+
+    def span(self):
+        """The longest time from a rank's first action to its last."""
+        starts = [self.ends["F", 0, rank] - self.times["F"] for rank in range(len(self.plans))]
+        return max(clock - start for clock, start in zip(self.clock, starts))
+
+
+def search(ranks, microbatches, limit, times, waiting=1.0):
+    """-> the plans of the shortest of four drafts (Qi 2023, section 3.1)."""
+    drafts = []
+    for eager in (False, True):
+        for skip in (False, True):
+            draft = Draft(ranks, microbatches, limit, times, waiting)
+            draft.warm_up(eager)
+            for _ in range(microbatches - 1):
+                draft.steady(skip)
+            for rank in range(ranks):
+                draft.put_all("W", rank, draft.late(rank))
+            if all(done["F"] == microbatches for done in draft.done):
+                drafts.append(draft)
+    return min(drafts, key=Draft.span).plans
+
+
+def pipedream(rank, ranks, microbatches, stages):
+    """1F1B with an update after each backward but the last, whose update is that of the step
+    (Harlap 2018, section 3). What the weights of a micro-batch are then: section 1.5.
+
+    rank 0   F0 F1 ......B0    U F2 B1    U F3 B2    U ...B3
+    rank 1   ...F0 B0    U F1 B1    U F2 B2    U F3 B3
+    """
+    return follow(one_f_one_b(rank, ranks, microbatches, stages), "U", 0)[:-1]
+
+
+class Schedule(NamedTuple):
+    order: Callable | None  # (rank, ranks, micro-batches, its stages) -> plan; None: found by search
+    place: Callable = loop  # (ranks, chunks) -> the stages of each rank
+    chunks: int | None = 1  # stages per rank; None: as many as one likes
+
+
+SCHEDULES = {
+    "naive": Schedule(naive),
+    "gpipe": Schedule(gpipe),
+    "1f1b": Schedule(one_f_one_b),
+    "interleaved": Schedule(interleaved, chunks=None),
+    "bfs": Schedule(looped_bfs, chunks=None),
+    "zb-h1": Schedule(zb_h1),
+    "zb-h2": Schedule(zb_h2),
+    "zb-v": Schedule(zb_v, vee, 2),
+    "dualpipe-v": Schedule(dualpipe_v, vee, 2),
+    "auto": Schedule(None),
+    "pipedream": Schedule(pipedream),
+}
+
+
+def chunks_of(name, chunks):
+    """How many stages a rank has in this schedule; chunks: where one may choose."""
+    return SCHEDULES[name].chunks or chunks
+
+
+def make_plans(name, ranks, microbatches, chunks=2, limit=None, times=(1.0, 1.0, 1.0, 0.0)):
+    """-> for each rank a list of actions.
+
+    chunks: stages per rank, of interleaved and bfs. limit (micro-batches in flight on a rank, the
+    number of ranks if None) and times (of F, B, W and a transfer) are for auto.
+    """
+    if name == "dualpipe-v" and microbatches < 2 * ranks:
+        raise ValueError(f"dualpipe-v needs {2 * ranks} micro-batches or more, not {microbatches}")
+    if name == "auto":
+        return search(ranks, microbatches, limit or ranks, times)
+    order, place, _ = SCHEDULES[name]
+    placement = place(ranks, chunks_of(name, chunks))
+    return [order(rank, ranks, microbatches, placement[rank]) for rank in range(ranks)]
+
+
+def stages_of(plan):
+    """-> the stages that a rank holds."""
+    return sorted({action.stage for action in plan})
+
+
+def homes(plans):
+    """-> {stage: the rank that holds it}"""
+    return {action.stage: rank for rank, plan in enumerate(plans) for action in plan}
+
+
+def split_of(plan):
+    """-> {(micro-batch, stage)} whose B makes the gradient of its input alone, and leaves a W."""
+    return {(action.microbatch, action.stage) for action in plan if action.kind == "W"}
+
+
+def without_backward(plans, first):
+    """The plans of a model in which nothing is trained before stage `first`: no gradient goes there.
+    """
+    return [[action for action in plan if action.kind == "F" or action.stage >= first]
+            for plan in plans]
+
+
+# ---- 1.2 mail: tensors between ranks, in an order in which no rank can block another ----
+
+
+class Boundary(NamedTuple):
+    """What goes from stage to stage: one tensor a micro-batch, always of this kind."""
+
+    size: tuple
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Move(NamedTuple):
+    """A tensor goes from one rank to another."""
+
+    tensor: tuple  # the key of the action that makes it
+    sender: int
+    receiver: int
+
+
+def source(action, last):
+    """The key of the other stage's action whose output this one takes; last: the model's last stage.
+    None if it takes none: the first F has the input of the model, the last B follows its own F."""
+    if action.kind == "F" and action.stage > 0:
+        return "F", action.microbatch, action.stage - 1
+    if action.kind == "B" and action.stage < last:
+        return "B", action.microbatch, action.stage + 1
+    return None
+
+
+def own_source(action):
+    """The key of this rank's own action that must come before."""
+    before = {"F": None, "B": "F", "W": "B", "U": "B"}[action.kind]
+    if before is None:
+        return None
+    return before, action.microbatch, action.stage
+
+
+def beats(plans):
+    """{key: when it is done} if F, B and W take a beat each, and a B that is not split takes two.
+
+    Raises ValueError if the plans would wait for each other for ever.
+    """
+    last = max(homes(plans))
+    split = [split_of(plan) for plan in plans]
+    beat = {"F": 1, "B": 2, "W": 1, "U": 0}
+    done = {}
+    clock = [0] * len(plans)
+    position = [0] * len(plans)
+    moving = True
+    while moving:
+        moving = False
+        for rank, plan in enumerate(plans):
+            for action in plan[position[rank]:]:
+                needs = {source(action, last), own_source(action)} - {None}
+                if not needs <= done.keys():
+                    break
+                duration = beat[action.kind]
+                if action.kind == "B" and (action.microbatch, action.stage) in split[rank]:
+                    duration = 1
+                clock[rank] = max([clock[rank]] + [done[need] for need in needs]) + duration
+                done[key(action)] = clock[rank]
+                position[rank] += 1
+                moving = True
+    for rank, plan in enumerate(plans):
+        if position[rank] < len(plan):
+            action = plan[position[rank]]
+            raise ValueError(f"rank {rank} would wait for ever to do {action.kind}"
+                             f"{action.microbatch} of stage {action.stage}")
+    return done
+
+
+def route_of(plans):
+    """-> [Move, ..], all that ranks send each other, in an order that suits all of them.
+
+    None depends on a later one, so ranks that each start their own in this order cannot deadlock.
+    What goes from one stage of a rank to another stage of it is not sent.
+    """
+    home = homes(plans)
+    last = max(home)
+    done = beats(plans)
+    moves = []
+    for rank, plan in enumerate(plans):
+        for action in plan:
+            tensor = source(action, last)
+            if tensor is not None and home[tensor[2]] != rank:
+                moves.append(Move(tensor, home[tensor[2]], rank))
+    return sorted(moves, key=lambda move: (done[move.tensor], move))
+
+
+class Groups:
+    """The process groups of this rank's pipeline."""
+
+    def __init__(self, ranks, group):
+        self.ranks = ranks  # the global ranks of the pipeline, in its order
+        self.rank = ranks.index(dist.get_rank())  # this rank's place among them
+        self.group = group  # all of them
+        self.links = {}  # {(sender, receiver): group of two}; empty: all use `group`
+        self.sharing = {}  # {stages that hold a tied parameter: group of their ranks}
+
+
+def make_groups(plans, shared=(), pipelines=None, group=None):
+    """-> the Groups of this rank's pipeline. Every rank of the world calls this.
+
+    shared: tuples of stages that hold a tied parameter. pipelines: a list of global ranks for each
+    pipeline that there is (all ranks are one). group: that of this rank's pipeline, if there is one.
+
+    Every rank makes every group, in the same order, those it is not in too: a communicator of NCCL
+    is made by all ranks of the one that it comes from. NCCL runs what goes through one group in
+    order, so that a receive which waits would block the sends behind it: each pair of ranks gets a
+    group for each direction. gloo matches every transfer by itself.
+    """
+    home = homes(plans)
+    one_pipeline = pipelines is None
+    if one_pipeline:
+        pipelines = [list(range(dist.get_world_size()))]
+    links = sorted({move[1:] for move in route_of(plans)})
+    if dist.get_backend() != "nccl":
+        links = []
+    found = None
+    for ranks in pipelines:
+        mine = dist.get_rank() in ranks
+        whole = group
+        if group is None and one_pipeline:
+            whole = dist.group.WORLD
+        elif group is None:
+            whole = dist.new_group(ranks)
+        made = {link: dist.new_group([ranks[r] for r in link]) for link in links}
+        sharing = {}
+        for stages in shared:
+            holders = sorted({ranks[home[stage]] for stage in stages})
+            if len(holders) > 1:
+                sharing[stages] = dist.new_group(holders)
+        if mine:
+            found = Groups(ranks, whole)
+            found.sharing = sharing
+            found.links = {link: g for link, g in made.items() if found.rank in link}
+    return found
+
+
+class Mail:
+    """Each rank puts what it has made and takes what it needs.
+
+    rank 0   put(F0)  put(F1)  take(B0)  put(F2)  ..      route: F0 to 1, F1 to 1, B0 to 0, ..
+    rank 1   take(F0) put(B0)  take(F1)  put(B1)  ..      the same on all ranks
+
+    A receive is started long before its tensor is taken, so that it travels while both ranks compute.
+    What is sent is kept until the next send.
+    """
+
+    def __init__(self, groups, boundary):
+        self.groups = groups
+        self.boundary = boundary
+        self.todo = deque()  # the Moves of this rank that have not been started
+        self.made = {}  # {key: tensor} that is to be sent or taken
+        self.moving = {}  # {key: (work, tensor)} that has been started
+        self.sent = None  # the key of the last send
+        # gloo moves the memory of CPUs alone: tensors of a GPU go through it
+        self.by_host = dist.get_backend(groups.group) == "gloo" and boundary.device.type != "cpu"
+        # NCCL wants all ranks of a group in its first call, and not all are in a transfer
+        dist.barrier(groups.group)
+        for link in sorted(groups.links):
+            dist.barrier(groups.links[link])
+
+    def open(self, route):
+        """Begin with all transfers of a step, in this order."""
+        rank = self.groups.rank
+        self.todo = deque(move for move in route if rank in (move.sender, move.receiver))
+        self.made = {}
+        self.moving = {}
+        self.sent = None
+        self.start()
+
+    def put(self, key, tensor):
+        self.made[key] = tensor
+        self.start()
+
+    def take(self, key):
+        if key not in self.moving:
+            return self.made.pop(key)
+        return self.arrived(key)
+
+    def close(self):
+        """Wait for the last send."""
+        if self.sent is not None:
+            self.arrived(self.sent)
+        self.sent = None
+
+    def arrived(self, key):
+        work, tensor = self.moving.pop(key)
+        work.wait()
+        if self.by_host:
+            return tensor.to(self.boundary.device)
+        return tensor
+
+    def start(self):
+        """Start transfers up to the first whose tensor is yet to be made here."""
+        while self.todo:
+            move = self.todo[0]
+            if move.sender == self.groups.rank and move.tensor not in self.made:
+                return
+            self.todo.popleft()
+            if move.sender == self.groups.rank:
+                self.send(move)
+            else:
+                self.receive(move)
+
+    def send(self, move):
+        self.close()  # one send at a time: the memory of the one before is free
+        tensor = self.made.pop(move.tensor).contiguous()
+        size, dtype, _ = self.boundary
+        if tensor.shape != size or tensor.dtype != dtype:  # the other rank would hang, or read noise
+            raise ValueError(f"{move.tensor} made {tensor.dtype} {tuple(tensor.shape)}, "
+                             f"but the boundary is {dtype} {tuple(size)}")
+        if self.by_host:
+            tensor = tensor.cpu()
+        self.sent = move.tensor
+        self.begin(dist.isend, tensor, move, self.groups.ranks[move.receiver])  # here -> there too
+
+    def receive(self, move):
+        size, dtype, device = self.boundary
+        if self.by_host:
+            device = "cpu"
+        tensor = torch.empty(size, dtype=dtype, device=device)
+        self.begin(dist.irecv, tensor, move, self.groups.ranks[move.sender])  # there -> here too
+
+    def begin(self, operation, tensor, move, peer):
+        group = self.groups.links.get(move[1:], self.groups.group)
+        works = dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, group)])
+        self.moving[move.tensor] = works[0], tensor
+
+
+# ---- 1.3 a backward in two parts, for any module ----
+#
+#     y = x A, for every Linear          B    grad_x = grad_y A^T     what the stage before waits for
+#                                        W    grad_A = x^T grad_y     nobody waits: x and grad_y are
+#                                                                     kept until then
+#
+# A Linear is whatever calls F.linear(x, A, b) with leaves A and b under autograd. The gradients of
+# all other parameters are made in B, with it, and added to .grad in W: those of norms, embeddings,
+# weights that are computed from others, all weights under autocast. What torch.utils.checkpoint
+# computes again cannot be split: it raises torch's CheckpointError. (Qi 2023, section 2)
+
+
+class WeightGradient(torch.autograd.Function):
+    """W of a Linear: a root without a value, whose backward makes the gradients of weight and bias.
+    """
+
+    @staticmethod
+    def forward(ctx, weight, bias, x, grad):
+        ctx.save_for_backward(x, grad)
+        return weight.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, _):
+        x, grad = ctx.saved_tensors  # (N, in), (N, out)
+        grad_weight = None
+        grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_weight = grad.T @ x
+        if ctx.needs_input_grad[1]:
+            grad_bias = grad.sum(0)
+        return grad_weight, grad_bias, None, None
+
+
+class SplitLinear(torch.autograd.Function):
+    """F.linear whose backward is B alone; it leaves a WeightGradient in `later`."""
+
+    @staticmethod
+    def forward(ctx, later, x, weight, bias):  # x is (N, in)
+        ctx.later = later
+        ctx.weight = weight
+        ctx.bias = bias
+        ctx.save_for_backward(x)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, = ctx.saved_tensors
+        with torch.enable_grad():
+            root = WeightGradient.apply(ctx.weight, ctx.bias, x.detach(), grad)
+        ctx.later.append((root, None))
+        grad_x = None
+        if ctx.needs_input_grad[1]:
+            grad_x = grad @ ctx.weight
+        return None, grad_x, None, None
+
+
+class SplitLinears(TorchFunctionMode):
+    """While it is entered, every F.linear is a SplitLinear, whatever module calls it."""
+
+    def __init__(self, later):
+        super().__init__()
+        self.later = later  # [(root or parameter, its gradient)], what W is to do
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func is F.linear:
+            return self.linear(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def linear(self, input, weight, bias=None):
+        parameters = [t for t in (weight, bias) if t is not None]
+        leaves = all(t.is_leaf for t in parameters)
+        trained = any(t.requires_grad for t in parameters) and torch.is_grad_enabled()
+        if not leaves or not trained or torch.is_autocast_enabled(input.device.type):
+            return F.linear(input, weight, bias)
+        # reshaped outside: a view that an autograd.Function returns may not be changed in place
+        rows = input.reshape(-1, input.shape[-1])  # (.., in) -> (N, in)
+        out = SplitLinear.apply(self.later, rows, weight, bias)
+        return out.view(*input.shape[:-1], len(weight))  # (N, out) -> (.., out)
+
+
+def input_gradient(edge, grad, leaves, later):
+    """B. edge: the gradient edge of a stage's output, whose gradient is `grad`."""
+    grads = torch.autograd.grad(edge, leaves, grad, allow_unused=True)
+    for leaf, gradient in zip(leaves, grads):
+        if gradient is not None:
+            later.append((leaf, gradient))  # added to .grad in W: hooks see each parameter once
+
+
+def weight_gradients(later):
+    """W."""
+    if later:
+        roots, grads = zip(*later)
+        torch.autograd.backward(roots, grads)
+
+
+# ---- 1.4 the pipeline ----
+
+
+class Slot:
+    """A tensor on its way into a stage's graph, and its gradient on the way out."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor  # None once it is in the graph
+        self.grad = None  # until its backward is done
+
+
+class Entry(torch.autograd.Function):
+    """Where a received tensor enters the graph: not as a leaf, so a stage may change it in place."""
+
+    @staticmethod
+    def forward(ctx, anchor, slot):
+        ctx.slot = slot
+        tensor = slot.tensor
+        slot.tensor = None
+        return tensor
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.slot.grad = grad
+        return None, None
+
+
+class Kept(NamedTuple):
+    """What is kept of a micro-batch in a stage, from F to B; then `later` alone, from B to W."""
+
+    slot: Slot | None  # of its input; None if nobody wants the gradient of that
+    edge: GradientEdge | None  # of its output (not the output: once sent, it is free)
+    later: list  # what W is to do
+
+
+def nothing(stage, last):
+    """Done around an action that adds to gradients, if nothing else is."""
 
 
 class Pipeline:
-    """Runs one rank's part of a schedule, over modules that map one tensor to one tensor.
+    """Runs one rank's plan, over modules that map one tensor to one tensor.
 
-    modules: this rank's chunks. plans: all ranks'. boundary: size, dtype and device of what goes from stage to stage.
-    sync(chunk, last) is called before a backward adds to a chunk's gradients; `last` says that it is the step's last
-    one for this chunk, so that the reduction of gradients over data can start while it runs.
+    modules: {stage: module}, this rank's. plans: all ranks'. boundary: what goes from stage to stage.
+    before(stage, last) and after(stage, last) are called around each action that adds to the
+    gradients of a stage. `last`: it is the step's last one, so that they can be reduced over copies
+    of the stage. split(later): a context in which what can be left for W is left there.
     """
 
-    def __init__(self, modules, plans, group, boundary, sync=lambda chunk, last: None):
-        self.modules, self.sync, self.device, self.clock = modules, sync, boundary["device"], time.time
-        self.rank, self.ranks, self.end = dist.get_rank(group), len(plans), len(plans) * len(modules) - 1
-        self.plan, self.split = plans[self.rank], is_split(plans[self.rank])
-        self.adds = "W" if self.split else "B"  # the kind of action that adds to .grad
-        self.final = {a.chunk: a for a in self.plan if a.kind == self.adds}  # each chunk's last
-        self.mail = Mail(transfers(plans), group, boundary)
+    def __init__(self, modules, plans, groups, boundary, before=nothing, after=nothing,
+                 split=SplitLinears):
+        self.modules = modules
+        self.groups = groups
+        self.boundary = boundary
+        self.before = before
+        self.after = after
+        self.split = split
+        self.plan = plans[groups.rank]
+        self.home = homes(plans)
+        self.end = max(self.home)  # the last stage
+        self.inputs = 1 + max(action.microbatch for action in self.plan)  # micro-batches of a step
+        self.apart = split_of(self.plan)  # the Bs that leave a W
+        # all stages that have a backward: those before the first of them have nothing to train
+        self.trained = {action.stage for plan in plans for action in plan if action.kind == "B"}
+        self.final = {}  # {stage: the last action that adds to its gradients}
+        for action in self.plan:
+            if self.adds(action):
+                self.final[action.stage] = action
+        self.route = route_of(plans)
+        self.forward_route = [move for move in self.route if move.tensor[0] == "F"]
+        self.mail = Mail(groups, boundary)
+        self.anchor = torch.empty(0, device=boundary.device, requires_grad=True)  # of all Entries
+        self.clock = None  # or an object with mark(), called before and after each action
+        self.kept = {}  # {(micro-batch, stage): Kept} of the step that runs
+        self.most = 0  # the most of these at a time in the last step
+        self.played = []  # [(action, mark, mark), ..] of the last step, if there is a clock
+        self.check()
+
+    def check(self):
+        """A plan that would leave a parameter without its gradient is refused."""
+        if sorted(self.modules) != stages_of(self.plan):
+            raise ValueError(f"the plan is for the stages {stages_of(self.plan)}, "
+                             f"the modules are {sorted(self.modules)}")
+        for stage, module in self.modules.items():
+            trained = any(p.requires_grad for p in module.parameters())
+            if trained and stage not in self.trained:
+                raise ValueError(f"stage {stage} has something to train, but no B in the plan")
+
+    def adds(self, action):
+        """Does it add to .grad?"""
+        if action.kind == "B":
+            return (action.microbatch, action.stage) not in self.apart
+        return action.kind == "W"
 
     def step(self, inputs, loss_fn, update=None):
-        """A batch forward and backward: .grad is added to. Returns this rank's sum of losses.
+        """A batch forward and backward: .grad is added to. -> this rank's sum of losses.
 
-        inputs[m]: micro-batch m, for the first stage. loss_fn(output, m): its part of the loss, for the last stage.
-        update(): what U does. self.played is [(action, start, end), ..] by clock(), self.most the most chunks kept.
+        inputs[m]: micro-batch m, for the first stage. loss_fn(output, m): its part of the loss, for
+        the last stage. update(): what U does (section 1.5).
         """
-        self.kept, self.most, self.played, loss = {}, 0, [], torch.zeros((), device=self.device)
-        self.mail.open({("F", m, None): x for m, x in enumerate(inputs)} if self.rank == 0 else {})
-        for a in self.plan:
-            stage, out = a.chunk * self.ranks + self.rank, None
-            taken = self.mail.take((a.kind, a.microbatch, source(a, stage, self.end)))  # there -> here
-            start = self.clock()
-            if a.kind == self.adds:
-                self.sync(a.chunk, a == self.final[a.chunk])
-            if a.kind == "F" and stage == self.end:
-                loss = loss + self.forward(a, taken, loss_fn)
-            elif a.kind == "F":
-                out = self.forward(a, taken)
-            elif a.kind == "B":
-                out = self.backward(a, taken)
-            elif a.kind == "W":
-                weight_gradients(self.kept.pop((a.microbatch, a.chunk)))
-            else:
-                update()
-            self.played.append((a, start, self.clock()))
+        self.kept = {}
+        self.most = 0
+        self.played = []
+        return self.play(self.plan, self.route, inputs, loss_fn, update, self.clock)
+
+    @torch.no_grad()
+    def evaluate(self, inputs, loss_fn):
+        """The forwards alone, without a graph -> this rank's sum of losses."""
+        forwards = [action for action in self.plan if action.kind == "F"]
+        return self.play(forwards, self.forward_route, inputs, loss_fn)
+
+    def play(self, plan, route, inputs, loss_fn, update=None, clock=None):
+        if 0 in self.modules and len(inputs) != self.inputs:
+            raise ValueError(f"{len(inputs)} inputs for a plan of {self.inputs} micro-batches")
+        loss = torch.zeros((), device=self.boundary.device)
+        self.mail.open(route)
+        for action in plan:
+            taken = self.take(action, inputs)  # there -> here
+            start = clock and clock.mark()
+            made = self.do(action, taken, loss_fn, update)
+            if clock:
+                self.played.append((action, start, clock.mark()))
             self.most = max(self.most, len(self.kept))
-            if out is not None:
-                self.mail.put((a.kind, a.microbatch, stage), out)  # here -> there too
+            if action.kind == "F" and action.stage == self.end:
+                loss = loss + made
+            elif made is not None:
+                self.mail.put(key(action), made)  # here -> there too
+            del taken, made  # what nobody keeps is free before the next action
         self.mail.close()
         return loss
 
-    def forward(self, a, x, loss_fn=None):
-        x, later = x.requires_grad_((self.rank, a.chunk) != (0, 0)), []  # nobody wants the gradient of the input
-        with SplitLinears(later) if self.split else contextlib.nullcontext():
-            y = self.modules[a.chunk](x)
-            y = loss_fn(y, a.microbatch) if loss_fn else y
-        self.kept[a.microbatch, a.chunk] = x, get_gradient_edge(y), later  # not y: once sent, it is free
+    def take(self, action, inputs):
+        """What an action takes from another stage, or from the batch."""
+        if action.kind == "F" and action.stage == 0:
+            return inputs[action.microbatch]
+        tensor = source(action, self.end)
+        if tensor is None:
+            return None
+        taken = self.mail.take(tensor)
+        if action.kind == "F" and self.home[tensor[2]] == self.groups.rank:
+            return taken.clone()  # the stage that made it may need it in backward: not in place
+        return taken
+
+    def do(self, action, taken, loss_fn, update):
+        """-> what the next stage takes, or the loss, or None."""
+        if action.kind == "F":
+            return self.forward(action, taken, loss_fn)
+        if action.kind == "U":
+            return update()
+        if not self.adds(action):
+            return self.backward(action, taken)
+        last = action == self.final[action.stage]
+        self.before(action.stage, last)
+        made = None
+        if action.kind == "B":
+            made = self.backward(action, taken)
+        else:
+            weight_gradients(self.kept.pop((action.microbatch, action.stage)).later)
+        self.after(action.stage, last)
+        return made
+
+    def forward(self, action, x, loss_fn):
+        place = action.microbatch, action.stage
+        slot = None
+        if action.stage - 1 in self.trained and torch.is_grad_enabled():
+            slot = Slot(x)
+            x = Entry.apply(self.anchor, slot)
+        later = []
+        context = contextlib.nullcontext()
+        if place in self.apart:
+            context = self.split(later)
+        with context:
+            y = self.modules[action.stage](x)
+            if action.stage == self.end:
+                y = loss_fn(y, action.microbatch)
+        if action.stage in self.trained and torch.is_grad_enabled():
+            edge = None  # there is nothing to train up to here
+            if y.requires_grad:
+                edge = get_gradient_edge(y)
+            self.kept[place] = Kept(slot, edge, later)
         return y.detach()
 
-    def backward(self, a, grad):
-        x, edge, later = self.kept.pop((a.microbatch, a.chunk))
-        if self.split:
-            self.kept[a.microbatch, a.chunk] = later
-            return input_gradient(x, edge, grad, self.modules[a.chunk].parameters(), later)
-        torch.autograd.backward(edge, grad)
-        return x.grad
+    def backward(self, action, grad):
+        """-> the gradient of the stage's input, None if nobody wants it."""
+        place = action.microbatch, action.stage
+        slot, edge, later = self.kept.pop(place)
+        if place in self.apart:
+            self.kept[place] = Kept(None, None, later)
+        if edge is not None and place in self.apart:
+            leaves = [p for p in self.modules[action.stage].parameters() if p.requires_grad]
+            if slot is not None:
+                leaves.append(self.anchor)
+            input_gradient(edge, grad, leaves, later)
+        elif edge is not None:
+            torch.autograd.backward(edge, grad)
+        if slot is None:
+            return None
+        if slot.grad is None:  # the output does not depend on the input, but its gradient is awaited
+            size, dtype, device = self.boundary
+            return torch.zeros(size, dtype=dtype, device=device)
+        return slot.grad
+
+
+class Chain(nn.ModuleDict):
+    """Some layers of an nn.Sequential, by their names there: [(name, layer), ..]."""
+
+    def forward(self, x):
+        for layer in self.values():
+            x = layer(x)
+        return x
+
+
+class Home(NamedTuple):
+    """Where a tensor of the model's state is."""
+
+    rank: int  # that has it, or the first of those that do
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def tied_parameters(whole):
+    """-> {parameter: the stages that hold it}, of those that several stages hold."""
+    holders = {}
+    for stage, module in enumerate(whole):
+        for p in module.parameters():
+            holders.setdefault(p, []).append(stage)
+    return {p: tuple(stages) for p, stages in holders.items() if len(stages) > 1}
+
+
+class Stages(nn.ModuleList):
+    """This rank's stages of a model, and what is known of the others.
+
+    whole: all stages of the model, in order, on every rank; this rank keeps its own. They call a
+    parameter what the whole model calls it. One that several of them hold is tied: each rank has a
+    copy, and their gradients are summed.
+    """
+
+    def __init__(self, whole, plans, groups=None):
+        table = tied_parameters(whole)
+        groups = groups or make_groups(plans, list(table.values()))
+        home = homes(plans)
+        numbers = stages_of(plans[groups.rank])
+        super().__init__([whole[number] for number in numbers])
+        self.here = dict(zip(numbers, self))  # {stage: module}
+        self.groups = groups
+        self.homes = {}  # {name: Home} of the whole model's state
+        self.aliases = {}  # {second name of a tied parameter: its first}
+        self.trained = set()  # first names of parameters that are trained
+        self.tied = {}  # {parameter that other ranks hold too: their group}
+        self.elsewhere = set()  # of them, those that count on another rank in the norm
+        self.dtype = None  # of the gradient norm, the same on all ranks
+        self.device = next(p.device for module in [*self, *whole] for p in module.parameters())
+        self.look_at(whole, home)
+        for p, stages in table.items():
+            if p.requires_grad and stages in groups.sharing and set(stages) & set(numbers):
+                self.tied[p] = groups.sharing[stages]
+                if home[stages[0]] != groups.rank:
+                    self.elsewhere.add(p)
+
+    def look_at(self, whole, home):
+        """Note the names of all stages' parameters."""
+        first_names = {}  # {parameter or buffer: its name}
+        for stage, module in enumerate(whole):
+            for name, t in module.state_dict(keep_vars=True).items():
+                if name in self.homes and first_names.get(t) != name:
+                    raise ValueError(f"two stages have a {name!r}: give each the names of the whole "
+                                     "model, as Chain does for the layers of an nn.Sequential")
+                self.homes.setdefault(name, Home(home[stage], t.shape, t.dtype))
+                if first_names.setdefault(t, name) != name:
+                    self.aliases[name] = first_names[t]
+                elif t.requires_grad:
+                    self.trained.add(name)
+                    self.dtype = torch.promote_types(t.dtype, self.dtype or t.dtype)
+
+    def named(self):
+        """-> {first name in the whole model: parameter} of this rank's parameters."""
+        found = {}
+        for stage in self:
+            for name, p in stage.named_parameters(remove_duplicate=False):
+                found[self.aliases.get(name, name)] = p
+        return found
+
+    def sum_tied_gradients(self):
+        """Ranks that hold a copy of a parameter sum what each has of its gradient."""
+        for p, group in self.tied.items():
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+            dist.all_reduce(p.grad, group=group)  # partial -> replicated among those that hold it
+
+    def gradient_norm(self):
+        """-> the norm of the whole model's gradient, in which a tied parameter counts once."""
+        counted = [p.grad for p in self.parameters() if p not in self.elsewhere]
+        counted = [grad for grad in counted if grad is not None]
+        square = torch.zeros((), dtype=self.dtype, device=self.device)
+        if counted:
+            square = nn.utils.get_total_norm(counted).square().to(self.dtype)
+        dist.all_reduce(square, group=self.groups.group)  # partial -> replicated
+        return square.sqrt()
+
+    def sum_and_clip(self, clip):
+        """What is left to do between backward and the optimizer's step -> the gradient norm."""
+        self.sum_tied_gradients()
+        norm = self.gradient_norm()
+        clip_gradients(self.parameters(), clip, norm)
+        return norm
+
+    def full_state_dict(self):
+        """-> {name: tensor} of the whole model, on every rank."""
+        mine = {}
+        for stage in self:
+            mine |= stage.state_dict()
+        return gather(mine, self.homes, self.groups, self.device)
+
+    def full_gradients(self):
+        """-> {name: gradient} of all that is trained, on every rank."""
+        mine = {}
+        for name, p in self.named().items():
+            mine[name] = p.grad
+            if p.grad is None:
+                mine[name] = torch.zeros_like(p)  # the stage has it, and does not use it
+        trained = {name: home for name, home in self.homes.items() if name in self.trained}
+        return gather(mine, trained, self.groups, self.device)
+
+
+def clip_gradients(parameters, clip, norm):
+    """Scale gradients down to a norm of at most clip (0: any). If the norm is inf or nan they stay.
+    """
+    norm = norm.nan_to_num(0, posinf=0)
+    nn.utils.clip_grads_with_norm_(parameters, clip or math.inf, norm)
+
+
+def gather(mine, homes, groups, device):
+    """{name: tensor} of this rank -> of all ranks of the pipeline. homes: {name: Home}, of all."""
+    whole = {}
+    for rank, dtype in sorted({(home.rank, home.dtype) for home in homes.values()}, key=str):
+        names = [name for name, home in homes.items() if home[::2] == (rank, dtype)]
+        shapes = [homes[name].shape for name in names]
+        sizes = [shape.numel() for shape in shapes]
+        flat = torch.empty(sum(sizes), dtype=dtype, device=device)
+        if rank == groups.rank:
+            flat = torch.cat([mine[name].flatten() for name in names])
+        dist.broadcast(flat, src=groups.ranks[rank], group=groups.group)  # on one rank -> replicated
+        for name, shape, part in zip(names, shapes, flat.split(sizes)):
+            whole[name] = part.view(shape)
+    return whole
+
+
+# ---- 1.5 PipeDream: an update after every micro-batch, while others are under way ----
+#
+#     rank 0, in order   F0 F1 B0 U F2 B1 U F3 B2 U B3    F1 sees no update, F2 one, F3 two
+#     rank 1, in order   F0 B0 U F1 B1 U F2 B2 U F3 B3    F1 sees one, F2 two, F3 three
+
+
+class Stash(nn.Module):
+    """A micro-batch's backward uses the weights of its forward, copied until then (Harlap 2018)."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        weights = {name: p.clone() for name, p in self.module.named_parameters()}
+        return torch.func.functional_call(self.module, weights, (x,))
+
+
+def update(stages, tied, optimizer, clip):
+    """U. stages: lists of parameters, whose gradients have a norm each: none waits to hear the
+    others'. The gradients of tied parameters, on which two stages would have to agree, wait for the
+    end of the step."""
+    waiting = [p.grad for p in tied]
+    for p in tied:
+        p.grad = None
+    for parameters in stages:
+        nn.utils.clip_grad_norm_(parameters, clip or math.inf)
+    optimizer.step()
+    optimizer.zero_grad()
+    for p, grad in zip(tied, waiting):
+        p.grad = grad
 
 
 # ---- 2. the toy GPT, parallelized --------------------------------------------
 
 
+def split_layers(count, plans, head=None):
+    """-> how many of the layers each stage gets.
+
+    In equal parts; or, if it is said what the head is worth in layers, so that the ranks have
+    equally much to do. The first stage has at least one layer then, and all but the last.
+    """
+    home = homes(plans)
+    stages = len(home)
+    if head is None:
+        return [len(share(count, stages, stage)) for stage in range(stages)]
+    layers = [1] * (stages - 1) + [0]
+    load = Counter(home[stage] for stage in range(stages - 1))  # {rank: layers}
+    load[home[stages - 1]] += head
+    for _ in range(count - sum(layers)):
+        # to the rank that has least, and there to the stage that has least
+        stage = min(range(stages), key=lambda s: (load[home[s]], layers[s], s))
+        layers[stage] += 1
+        load[home[stage]] += 1
+    return layers
+
+
 class Stage(nn.Module):
     """The plain GPT's modules of one stage, by the names that they have there."""
 
-    def __init__(self, model, stage, stages):
+    def __init__(self, model, layers, first, last):
         super().__init__()
-        self.first, self.last = stage == 0, stage == stages - 1
-        if self.first:
-            self.tok, self.pos = model.tok, model.pos
-        self.blocks = nn.ModuleDict({str(i): model.blocks[i] for i in share(len(model.blocks), stages, stage)})
-        if self.last:
-            self.norm, self.head = model.norm, model.head
+        self.first = first  # has it the embeddings?
+        self.last = last  # has it the head?
+        if first:
+            self.tok = model.tok
+            self.pos = model.pos
+        self.blocks = nn.ModuleDict({str(i): model.blocks[i] for i in layers})
+        if last:
+            self.norm = model.norm
+            self.head = model.head
 
     embed = GPT.embed
 
-    def forward(self, x):  # (B/M, T) first, (B/M, T, C) else -> (B/M, T, C), last (B/M, T, V)
-        x = self.embed(x) if self.first else x
+    def forward(self, x):  # the first (B/M, T), the others (B/M, T, C)
+        if self.first:
+            x = self.embed(x)
         for block in self.blocks.values():
             x = block(x)
-        return self.head(self.norm(x)) if self.last else x
+        if self.last:
+            x = self.head(self.norm(x))
+        return x  # (B/M, T, C), the last (B/M, T, V)
 
 
-def carve(model, group, virtual):
-    """The plain GPT -> this rank's stages of it, in a ModuleList that also says what every rank knows of the others."""
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    everything = [Stage(model, stage, ranks * virtual) for stage in range(ranks * virtual)]
-    stages = nn.ModuleList(everything[rank::ranks])
-    stages.group, stages.rank, stages.ranks = group, rank, ranks
-    stages.homes = {n: (i % ranks, t.shape) for i, part in enumerate(everything) for n, t in part.state_dict().items()}
-    ends = {dist.get_process_group_ranks(group)[i] for i in (0, -1)}  # the first and the last stage
-    stages.ends = dist.new_group(sorted(ends), use_local_synchronization=True)
-    stages.tied = [model.tok.weight] if ranks > 1 and rank in (0, ranks - 1) else []
-    return stages
+def carve(model, layers):
+    """The plain GPT -> all its stages, which share its modules. layers: how many each gets."""
+    whole = []
+    begin = 0
+    for stage, count in enumerate(layers):
+        last = stage == len(layers) - 1
+        whole.append(Stage(model, range(begin, begin + count), stage == 0, last))
+        begin += count
+    return whole
 
 
-def parallelize(model, plans, group, boundary, name):
-    stages, size = carve(model, group, chunks(plans[0])), boundary["size"][0]
-    modules = [Stash(stage) for stage in stages] if name == "pipedream" else list(stages)
-    stages.pipeline = Pipeline(modules, plans, group, boundary)
+def trim(whole, plans):
+    """The plans without backward where nothing is trained, neither in a stage nor before it."""
+    for stage, module in enumerate(whole):
+        if any(p.requires_grad for p in module.parameters()):
+            return without_backward(plans, stage)
+    return without_backward(plans, len(whole))
 
-    def run(x, y, valid, update):
-        targets = y.split(size)
-        return stages.pipeline.step(x.split(size), lambda out, m: loss_sum(out, targets[m]) / valid, update)
-    stages.run = run
-    return stages
+
+def as_it_is(stage):
+    return stage
+
+
+class PipelinedGPT(Stages):
+    """This rank's stages of the GPT, and the Pipeline that runs them."""
+
+    def __init__(self, whole, plans, groups, boundary, wrap=as_it_is):
+        super().__init__(whole, plans, groups)
+        self.plans = plans  # all ranks'
+        self.rows = boundary.size[0]  # of a micro-batch
+        modules = {number: wrap(stage) for number, stage in self.here.items()}
+        self.pipeline = Pipeline(modules, plans, groups, boundary)
+
+    def forward_backward(self, x, y, valid, update=None):
+        """-> this rank's part of the loss of the batch: the last stage has all of it."""
+        targets = y.split(self.rows)
+
+        def loss_of(logits, microbatch):
+            return loss_sum(logits, targets[microbatch]) / valid
+        return self.pipeline.step(x.split(self.rows), loss_of, update)
+
+    def evaluate(self, x, y):
+        """-> this rank's part of the sum of token losses; no graph."""
+        targets = y.split(self.rows)
+
+        def loss_of(logits, microbatch):
+            return loss_sum(logits, targets[microbatch])
+        return self.pipeline.evaluate(x.split(self.rows), loss_of)
+
+
+def parallelize(model, plans, boundary, layers=None, groups=None, wrap=as_it_is):
+    """The plain GPT -> this rank's part of it. wrap(stage): around each stage (PipeDream's Stash)."""
+    if layers is None:
+        layers = split_layers(len(model.blocks), plans)
+    whole = carve(model, layers)
+    if groups is None:
+        groups = make_groups(plans, list(tied_parameters(whole).values()))
+    return PipelinedGPT(whole, trim(whole, plans), groups, boundary, wrap)
 
 
 def full_state_dict(model):
-    return gather(model, {n: t for stage in model for n, t in stage.state_dict().items()})
+    return model.full_state_dict()
 
 
 def full_gradients(model):
-    mine = {n: p.grad for stage in model for n, p in stage.named_parameters(remove_duplicate=False)}
-    return {n: g for n, g in gather(model, mine).items() if n != "head.weight"}  # is tok.weight
+    return model.full_gradients()
 
 
 def train_step(model, optimizer, x, y, valid, clip):
-    """x, y: the whole batch (B, T); the first stage needs x, the last y -> this rank's part of the loss, the norm."""
+    """x, y: the whole batch (B, T); the first stage needs x, the last y -> this rank's part of the
+    loss, the gradient norm."""
     optimizer.zero_grad()
-    loss = model.run(x, y, valid, lambda: update([list(model.parameters())], model.tied, optimizer, clip))
-    for p in model.tied:
-        dist.all_reduce(p.grad, group=model.ends)  # partial -> replicated on the first and the last stage
-    elsewhere = set(model.tied if model.rank else ())  # the tied embedding counts on the first stage
-    square = nn.utils.get_total_norm([p.grad for p in model.parameters() if p not in elsewhere]).square()
-    dist.all_reduce(square, group=model.group)  # partial -> replicated
-    norm = clip_gradients(model.parameters(), clip, square.sqrt())
+    loss = model.forward_backward(x, y, valid)
+    norm = model.sum_and_clip(clip)
     optimizer.step()
     return loss, norm
 
 
-def plain_pipedream(run, plans):
-    """PipeDream in one process -> Trace: what this schedule is checked against."""
-    model = build(run.cfg, run.args.seed, run.device, run.dtype)
-    stages = [list(Stage(model, stage, len(plans)).parameters()) for stage in range(len(plans))]
-    return stale_training(run, model, adamw(model.parameters(), run.args.lr), loss_sum, stages, plans)
+def train_step_pipedream(model, optimizer, x, y, valid, clip):
+    """The same with an update of each stage after each of its backwards (section 1.5)."""
+    def update_here():
+        update([list(model.parameters())], list(model.tied), optimizer, clip)
+    optimizer.zero_grad()
+    loss = model.forward_backward(x, y, valid, update_here)
+    norm = model.sum_and_clip(clip)
+    optimizer.step()
+    return loss, norm
+
+
+def evaluate(model, x, y):
+    return model.evaluate(x, y)
+
+
+def stale_step(model, optimizer, x, y, valid, clip, stages, plans):
+    """A step of PipeDream in one process -> loss, norm: what the pipeline is checked against.
+
+    stages: the trained parameters of the plain model in each stage. It keeps every version of the
+    weights, and gives each stage the one that is as old as its plan says.
+    """
+    optimizer.zero_grad()
+    names = {p: name for name, p in model.named_parameters() if p.requires_grad}
+    tied = [p for p in names if sum(p in set(stage) for stage in stages) > 1]
+    microbatches = 1 + max(action.microbatch for action in plans[0])
+    total = 0.0
+    versions = []  # versions[n]: {parameter: its value after n updates}
+    for m, (rows, targets) in enumerate(zip(x.chunk(microbatches), y.chunk(microbatches))):
+        versions.append({p: p.detach().clone() for p in names})
+        seen = {}  # {parameter: its value in this micro-batch's forward}
+        for rank, parameters in enumerate(stages):
+            begin = plans[rank].index(Action("F", m, rank))
+            age = sum(action.kind == "U" for action in plans[rank][:begin])
+            for p in parameters:
+                seen[p] = versions[age][p].requires_grad_()
+        weights = {names[p]: value for p, value in seen.items()}
+        logits = torch.func.functional_call(model, weights, (rows,))
+        loss = loss_sum(logits, targets) / valid
+        for p, grad in zip(seen, torch.autograd.grad(loss, list(seen.values()))):
+            if p.grad is not None:
+                grad = grad + p.grad
+            p.grad = grad
+        total += loss.detach()
+        if m < microbatches - 1:
+            update(stages, tied, optimizer, clip)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
+    optimizer.step()
+    return total, norm
+
+
+def plain_pipedream(run, plans, layers):
+    """PipeDream's steps by one process -> Trace."""
+    model = run.build()
+    stages = [[p for p in stage.parameters() if p.requires_grad] for stage in carve(model, layers)]
+    optimizer = adamw(model.parameters(), run.args.lr)
+    trace = Trace()
+    for step in range(run.plain_start(model, optimizer), run.checked + 1):
+        if step == run.first and run.args.eval_every:
+            trace.validation[step - 1] = run.validate_plain(model)
+        run.set_rate(optimizer, step)
+        batch = run.batch(step)
+        loss, norm = stale_step(model, optimizer, *batch, run.args.clip, stages, plans)
+        if step >= run.first:
+            trace.log(step, loss, norm)
+            if run.validates(step):
+                trace.validation[step] = run.validate_plain(model)
+        if run.keeps(step):
+            named = model.named_parameters()
+            gradients = {name: p.grad for name, p in named if p.requires_grad}
+            trace.keep(step, gradients, model.state_dict())
+    return trace
 
 
 # ---- 3. at work: the same with torch's own API -------------------------------
 
-AT_WORK = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B", "interleaved": "ScheduleInterleaved1F1B",
-           "zb-h1": "ScheduleInterleavedZeroBubble"}
+AT_WORK = {
+    "gpipe": "ScheduleGPipe",
+    "1f1b": "Schedule1F1B",
+    "interleaved": "ScheduleInterleaved1F1B",
+    "bfs": "ScheduleLoopedBFS",
+    "zb-h1": "ScheduleInterleavedZeroBubble",
+    "zb-v": "ScheduleZBVZeroBubble",
+    "dualpipe-v": "ScheduleDualPipeV",
+}
+ONE_STAGE = "gpipe", "1f1b"  # classes for one stage per rank
 
 
-def parallelize_at_work(model, plans, group, boundary, name):
-    from torch.distributed import pipelining  # takes as long to import as all the rest
-    stages, total = carve(model, group, chunks(plans[0])), len(plans) * chunks(plans[0])
-    edge = torch.empty(**boundary, requires_grad=True)  # told all shapes, torch need not ask ranks, which takes NumPy
-    ids = edge.new_empty(edge.shape[:2], dtype=torch.int64)
-    logits = edge.new_empty(*edge.shape[:2], model.head.out_features)
-    parts = [pipelining.PipelineStage(
-        stage, stages.rank + i * stages.ranks, total, edge.device, group=group,
-        input_args=ids if stage.first else edge, output_args=logits if stage.last else edge)
-        for i, stage in enumerate(stages)]
-    first, last, valid_targets = parts[0].is_first, parts[-1].is_last, [1]
-    schedule = getattr(pipelining, AT_WORK[name])(
-        parts if name in ("interleaved", "zb-h1") else parts[0], len({a.microbatch for a in plans[0]}),
-        loss_fn=lambda out, targets: loss_sum(out, targets) / valid_targets[0], scale_grads=False)  # a sum
+class PipelinedGPTAtWork(PipelinedGPT):
+    """The same, trained by torch's schedule, whose eval() does not know V-shaped ones (2.13)."""
 
-    def run(x, y, valid, _):
-        valid_targets[0], losses = valid, []
-        schedule.step(*[x] * first, target=y if last else None, losses=losses if last else None, return_outputs=False)
+    def __init__(self, whole, plans, groups, boundary, name):
+        from torch.distributed import pipelining  # takes as long to import as all the rest
+        super().__init__(whole, plans, groups, boundary)
+        self.valid = 1  # targets of the batch that runs
+        self.has_first = 0 in self.here
+        self.has_last = len(whole) - 1 in self.here
+        stages = [self.stage_at_work(pipelining, number, len(whole), boundary)
+                  for number in self.here]
+        if name in ONE_STAGE:
+            stages, = stages
+        microbatches = 1 + max(action.microbatch for action in plans[0])
+        self.schedule = getattr(pipelining.schedules, AT_WORK[name])(
+            stages, microbatches, loss_fn=self.loss_of, scale_grads=False)  # gradients are a sum
+
+    def stage_at_work(self, pipelining, number, stages, boundary):
+        """Told all shapes, torch need not ask the other ranks, which takes NumPy."""
+        module = self.here[number]
+        edge = torch.empty(boundary.size, dtype=boundary.dtype, device=boundary.device)
+        edge.requires_grad_()
+        taken = edge
+        made = edge
+        if module.first:
+            taken = edge.new_empty(boundary.size[:2], dtype=torch.int64)
+        if module.last:
+            made = edge.new_empty(*boundary.size[:2], module.head.out_features)
+        return pipelining.PipelineStage(
+            module, number, stages, boundary.device,
+            input_args=taken, output_args=made, group=self.groups.group)
+
+    def loss_of(self, logits, targets):
+        return loss_sum(logits, targets) / self.valid
+
+    def forward_backward(self, x, y, valid):
+        self.valid = valid
+        inputs = []
+        target = None
+        losses = []
+        if self.has_first:
+            inputs = [x]
+        if self.has_last:
+            target = y
+        self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
         return sum(losses, start=torch.zeros((), device=x.device))
-    stages.run = run
-    return stages
+
+
+def parallelize_at_work(model, plans, boundary, name, layers, groups):
+    whole = carve(model, layers)
+    return PipelinedGPTAtWork(whole, trim(whole, plans), groups, boundary, name)
 
 
 # ---- 4. run ------------------------------------------------------------------
 
+FLAGS = {
+    "schedule": Flag("1f1b", "order of the work", tuple(SCHEDULES)),
+    "micro": Flag(4, "M, micro-batches", POSITIVE),
+    "chunks": Flag(2, "v, stages per rank (interleaved and bfs)", POSITIVE),
+    "limit": Flag(int, "micro-batches in flight on a rank (auto; as many as ranks)", POSITIVE),
+    "layers_per_stage": Flag("", "5,6,.. or balanced: the head counted (in equal parts)"),
+    "simulate": Flag(False, "play the schedule without ranks"),
+    "pp": Flag(int, "p, ranks (simulation only)", POSITIVE),
+    "times": Flag(str, "F,B,W,COMM of a rank and micro-batch (simulation and auto; 1,1,1,0)"),
+}
 
-def settings():
-    """-> args, all ranks' plans, and the simulation of them: what is wrong with either is said before a run starts."""
-    args = arguments(
-        __doc__, schedule=("1f1b", "order of the work", tuple(SCHEDULES)), micro=(4, "M, micro-batches", POSITIVE),
-        virtual=(2, "v, chunks of layers per rank (interleaved only)", POSITIVE),
-        simulate=(False, "play the schedule without ranks"), pp=(int, "p, stages (simulation only)", POSITIVE),
-        times=(str, "F,B,W,COMM per stage and micro-batch (simulation only; 1,1,1,0)"))
-    name, M, p, L = args.schedule, args.micro, args.pp or args.world_size, args.cfg.layers
-    require(args.simulate or not (args.pp or args.times), "--pp and --times are for --simulate only")
+
+def refuse(args):
+    """What cannot run ends here, in one line, before anything is built."""
+    name = args.schedule
+    ranks = args.pp or args.world_size
+    stages = ranks * chunks_of(name, args.chunks)
+    require(args.simulate or not args.pp, "--pp is for --simulate only")
+    require(args.simulate or not args.times or name == "auto",
+            "--times is for --simulate and --schedule auto only")
+    require(not args.limit or name == "auto", f"--limit is for --schedule auto, not for {name}")
+    require(name != "interleaved" or args.micro % ranks == 0,
+            f"--micro {args.micro}: interleaved needs a multiple of the {ranks} ranks")
+    if args.simulate:
+        return
+    scratch = args.impl == "scratch"
+    require(stages <= args.layers,
+            f"--layers {args.layers} for {stages} stages: give each at least one")
+    require(args.batch % args.micro == 0,
+            f"--batch {args.batch} does not divide into --micro {args.micro} micro-batches")
+    require(scratch or name in AT_WORK, f"--schedule {name}: torch has {', '.join(AT_WORK)} only")
+    require(scratch or not args.dry_run,
+            "--dry-run needs --impl scratch: torch's asks other ranks")
+    require(not args.dry_run or name != "auto" or args.times,
+            "--dry-run --schedule auto needs --times: nothing can be measured")
+
+
+def read_times(text):
+    """--times -> F, B, W, COMM."""
+    wrong = f"--times {text}: F,B,W,COMM are four numbers"
     try:
-        plans, played = planned(name, p, M, args.virtual, args.times or "1,1,1,0")
+        times = [float(time) for time in text.split(",")]
+    except ValueError:
+        require(False, wrong)
+    require(len(times) == 4, f"--times {text}: four are needed, not {len(times)}")
+    require(all(0 <= time <= 1e9 for time in times), f"{wrong} from 0 to 1e9")
+    require(sum(times[:3]) >= 1e-9, f"{wrong}, F + B + W 1e-9 or more")
+    return times
+
+
+def read_plans(args, times):
+    """-> all ranks' plans."""
+    ranks = args.pp or args.world_size
+    try:
+        plans = make_plans(args.schedule, ranks, args.micro, args.chunks, args.limit, times)
     except ValueError as error:
-        require(False, error)
-    if not args.simulate:
-        stages, scratch = p * chunks(plans[0]), args.impl == "scratch"
-        require(stages <= L, f"--layers {L} for {stages} stages: give each at least one")
-        require(args.batch % M == 0, f"--batch {args.batch} does not divide into --micro {M} micro-batches")
-        require(scratch or name in AT_WORK, f"--schedule {name}: torch has {', '.join(AT_WORK)} only")
-        require(scratch or not args.dry_run, "--dry-run needs --impl scratch: torch's asks other ranks")
-    return args, plans, played
+        require(False, f"--micro {args.micro}: {error}")
+    return plans
 
 
-def account(run, plans, model):
-    """The textbook's rows for this rank, s: b bytes a number, P parameters here."""
-    (_, C, _, V, T), B, b, p, s = run.cfg, run.args.batch, run.dtype.itemsize, len(plans), run.rank
-    ledger, v, sizes = run.ledger[run.impls[0]], chunks(plans[s]), [q.numel() for q in model.parameters()]
-    held, sent = ledger.memory, {kind: c["wire"] for kind, c in ledger.collectives.items()}
-    crossed = (p > 1) * (2 * v - (s == 0) - (s == p - 1))
-    run.textbook("wire send", f"b B T C, {crossed} times: v forward and v backward, but nothing beyond the ends",
-                 b * crossed * B * T * C, sent.get("send", 0))
-    run.textbook("wire all_reduce", "b V C on first and last for the tied embedding + 2 (p-1)/p b for the norm",
-                 b * (len(model.tied) * V * C + 2 * (p - 1) / p), sent.get("all_reduce", 0))
-    run.textbook("parameters held", "b P", b * sum(sizes), held["parameters"])
-    run.textbook("gradients held", "b P", b * sum(sizes), held["gradients"])
-    run.textbook("AdamW states held", "2 b P + 4 per tensor", 2 * b * sum(sizes) + 4 * len(sizes), held["optimizer"])
+def read_layers(args, plans):
+    """--layers-per-stage -> how many layers each stage has."""
+    text = args.layers_per_stage
+    stages = len(homes(plans))
+    if not text:
+        return split_layers(args.layers, plans)
+    require(stages <= args.layers,
+            f"--layers {args.layers} for {stages} stages: give each at least one")
+    if text == "balanced":
+        return split_layers(args.layers, plans, head_in_layers(args.cfg))
+    wrong = f"--layers-per-stage {text}: {stages} numbers are needed, one a stage"
+    try:
+        layers = [int(count) for count in text.split(",")]
+    except ValueError:
+        require(False, wrong)
+    require(len(layers) == stages, wrong)
+    least = min(layers[1:-1], default=1)  # the ends have the embeddings and the head
+    require(least >= 1 and min(layers) >= 0, f"--layers-per-stage {text}: give each at least one")
+    require(sum(layers) == args.layers,
+            f"--layers-per-stage {text}: they are {sum(layers)}, but --layers {args.layers}")
+    return layers
+
+
+def head_in_layers(cfg):
+    """The matmul of the head, V C, in those of a block, 12 C C."""
+    return cfg.vocab / (12 * cfg.width)
+
+
+def play(args, plans, layers, times):
+    """-> the simulation of the plans, those that are not equal stages in proportion."""
+    sizes = None
+    if args.layers_per_stage:
+        work = [float(count) for count in layers]
+        work[-1] += head_in_layers(args.cfg)
+        mean = sum(work) / len(plans)
+        sizes = [amount / mean for amount in work]
+    F, B, W, comm = times
+    try:
+        return simulate(plans, costs(plans, F, B, W, sizes), comm)
+    except RuntimeError as error:
+        require(False, f"--schedule {args.schedule}: {error}")
+
+
+def summary(plans, played):
+    return {
+        "bubble_rate": bubble_rate(played),
+        "in_flight": [in_flight(plan) for plan in plans],
+    }
+
+
+POST_VALIDATION = """\
+The rate is (cost - M (F + B + W)) / cost, cost the longest span of a rank (Qi 2023, section 5.3).
+Behind it each rank waits for the norm of all. Qi's post-validation (section 4) would spare that: a
+rank steps on what those before it have told it, and takes the step back in the rare case that the
+whole norm says otherwise."""
+
+
+def simulation(args, plans, layers, times):
+    """--simulate: no ranks, no model -> exit code."""
+    played = play(args, plans, layers, times)
+    result = dict(summary(plans, played), cost=longest(played))
+    flying = " ".join(f"{count:g}" for count in result["in_flight"])
+    print(grid(played))
+    print(f"{args.schedule}: {result['cost']:g} from first to last, bubble rate "
+          f"{result['bubble_rate']:.4f}, micro-batches in flight by rank {flying}")
+    if any(action.joined for plan in plans for action in plan):
+        F, B, W, comm = times
+        pairs = simulate(plans, costs(plans, F, B, W), comm, joined=True)
+        result["joined_bubble_rate"] = bubble_rate(pairs)
+        print(f"with each F and B that are a pair as one action: {longest(pairs):g}, bubble rate "
+              f"{bubble_rate(pairs):.4f}")
+    print(POST_VALIDATION)
+    if args.json:
+        own = {name: value for name, value in vars(args).items() if name != "cfg"}
+        report = dict(script="pipeline_parallel", args=own, **result)
+        Path(args.json).write_text(json.dumps(report, indent=1))
+    return 0
+
+
+def start_clock(run, pipeline):
+    """From here on each action is timed -> when the ranks began, together, on two clocks."""
+    if run.device.type == "cuda":
+        torch.cuda.synchronize()  # between two steps: nothing waits while one runs
+    dist.barrier()
+    pipeline.clock = run.clock
+    return time.time(), run.clock.mark()
+
+
+def read_clock(run, pipeline, begin, plans, label):
+    """What start_clock has given -> the step as all ranks have played it, in seconds."""
+    pipeline.clock = None
+    host, origin = begin
+    spans = []
+    for _, *marks in pipeline.played:
+        spans.append([host + 1e-3 * run.clock.ms(origin, mark) for mark in marks])
+    run.store.set(f"{label} {run.rank}", json.dumps(spans))
+    reports = [run.store.get(f"{label} {rank}") for rank in range(run.world_size)]
+    return measured(plans, reports)
+
+
+def measure_times(run, groups, boundary):
+    """--schedule auto without --times: F, B, W, COMM, from three forwards and backwards as zb-h1."""
+    plans = make_plans("zb-h1", run.world_size, run.args.micro)
+    model = parallelize(run.build(), plans, boundary, groups=groups)
+    plans = model.plans
+    x, y, valid = run.batch(0)
+    for trial in range(3):
+        begin = start_clock(run, model.pipeline)
+        model.forward_backward(x, y, valid)
+        played = read_clock(run, model.pipeline, begin, plans, f"trial {trial}")
+    return typical_times(plans, played)
+
+
+def set_up(run, impl, plans, layers, groups, boundary):
+    """-> a Side: the model of this implementation, and what a run does with it."""
+    name = run.args.schedule
+    step = train_step
+    if impl == "torch":
+        model = parallelize_at_work(run.build(), plans, boundary, name, layers, groups)
+    elif name == "pipedream":
+        model = parallelize(run.build(), plans, boundary, layers, groups, wrap=Stash)
+        step = train_step_pipedream
+    else:
+        model = parallelize(run.build(), plans, boundary, layers, groups)
+    optimizer = adamw(model.parameters(), run.args.lr)
+    return Side(
+        model=model,
+        optimizer=optimizer,
+        train_step=step,
+        full_gradients=lambda: full_gradients(model),
+        full_state_dict=lambda: full_state_dict(model),
+        evaluate=lambda k: evaluate(model, *run.held_out(k)),
+        pieces=lambda: pieces(model, optimizer),
+    )
+
+
+def pieces(model, optimizer):
+    """What this rank holds, by the plain GPT's names; of a tied parameter its first rank's is saved.
+    """
+    own = {name: p for name, p in model.named().items() if p not in model.elsewhere}
+    copies = {name: p for name, p in model.named().items() if p in model.elsewhere}
+    return (pieces_of(own.items(), optimizer, writes=True)
+            + pieces_of(copies.items(), optimizer, writes=False))
+
+
+def account(run, model):
+    """The textbook's rows for this rank: b bytes a number, P parameters here."""
+    ledger = run.ledger[run.impls[0]]
+    account_sent(run, model, ledger.collectives)
+    account_held(run, model, ledger.memory)
     if run.impls[0] == "scratch":
-        run.textbook("micro-batches kept", "the schedule's", in_flight(plans[s]), model.pipeline.most / v)
+        kept = model.pipeline.most / len(model)
+        run.textbook("micro-batches kept", "the schedule's",
+                     in_flight(model.plans[run.rank]), kept, unit="count")
+
+
+def account_sent(run, model, collectives):
+    cfg = run.cfg
+    b = run.dtype.itemsize
+    ranks = run.world_size
+    sent = {kind: count["wire"] for kind, count in collectives.items()}
+    crossed = crossings(model.plans, run.rank)
+    run.textbook(
+        "wire send", f"b B T C, {crossed} times: from each stage here to its neighbours elsewhere, "
+        "forward, and backward to what is trained",
+        b * crossed * run.args.batch * cfg.seq * cfg.width, sent.get("send", 0))
+    tied = len(model.tied) * cfg.vocab * cfg.width
+    run.textbook(
+        "wire all_reduce", "b V C where a rank shares the tied embedding with another "
+        "+ 2 (p-1)/p b for the norm",
+        b * (tied + 2 * (ranks - 1) / ranks), sent.get("all_reduce", 0))
+
+
+def crossings(plans, rank):
+    """How many times a micro-batch's tensor goes from this rank to another."""
+    home = homes(plans)
+    trained = {action.stage for plan in plans for action in plan if action.kind == "B"}
+    count = 0
+    for stage in stages_of(plans[rank]):
+        if home.get(stage + 1, rank) != rank:
+            count += 1
+        if home.get(stage - 1, rank) != rank and stage - 1 in trained:
+            count += 1
+    return count
+
+
+def account_held(run, model, held):
+    b = run.dtype.itemsize
+    everything = b * sum(p.numel() for p in model.parameters())
+    trained = [p for p in model.parameters() if p.requires_grad]
+    size = b * sum(p.numel() for p in trained)
+    run.textbook("parameters held", "b P", everything, held["parameters"])
+    run.textbook("gradients held", "b P that are trained", size, held["gradients"])
+    run.textbook("AdamW states held", "2 b P that are trained + 4 per tensor",
+                 2 * size + 4 * len(trained), held["optimizer"])
+
+
+def show_step(run, plans, played):
+    """The step before the last, as planned and as it was."""
+    text, figures = compare(plans, played)
+    run.say(text)
+    run.extra.update(figures)
+
+
+def train(run, sides):
+    """All steps; our last but one is timed, action by action, where there are times."""
+    watched = max(run.first, run.last - 1)
+    for impl, step in run.steps():
+        side = sides[impl]
+        run.set_rate(side.optimizer, step)
+        x, y, valid = run.batch(step)
+        begin = None
+        if impl == "scratch" and step == watched and not run.dry:
+            begin = start_clock(run, side.model.pipeline)
+        with run.measure(impl, step):
+            loss, norm = side.train_step(side.model, side.optimizer, x, y, valid, run.args.clip)
+        run.log(impl, step, loss, norm)
+        if begin:
+            plans = side.model.plans
+            show_step(run, plans, read_clock(run, side.model.pipeline, begin, plans, "step"))
 
 
 def main():
-    args, plans, played = settings()
-    if args.simulate:  # no ranks, no model
-        return simulation("pipeline_parallel", args, plans, played)
-    run, sides = Run(args), {}
-    boundary = dict(size=(args.batch // args.micro, run.cfg.seq, run.cfg.width), dtype=run.dtype, device=run.device)
-    run.extra.update(summary(plans, played))
+    args = arguments(__doc__, **FLAGS)
+    refuse(args)
+    times = read_times(args.times or "1,1,1,0")
+    plans = read_plans(args, times)
+    layers = read_layers(args, plans)
+    if args.simulate:
+        return simulation(args, plans, layers, times)
+    run = Run(args)
+    rows = args.batch // args.micro
+    boundary = Boundary(torch.Size((rows, run.cfg.seq, run.cfg.width)), run.dtype, run.device)
     with run:
+        groups = make_groups(plans, [(0, len(layers) - 1)])
+        if args.schedule == "auto" and not args.times:
+            times = measure_times(run, groups, boundary)
+            plans = read_plans(args, times)
+            run.say("auto: F, B, W, COMM take {:.3g}, {:.3g}, {:.3g}, {:.3g} s".format(*times))
+        sides = {}
         for impl in run.impls:
-            model = build(run.cfg, args.seed, run.device, run.dtype)
-            total = sum(p.numel() for p in model.parameters())
-            model = (parallelize if impl == "scratch" else parallelize_at_work)(
-                model, plans, None, boundary, args.schedule)
-            sides[impl] = model, adamw(model.parameters(), args.lr)
+            sides[impl] = set_up(run, impl, plans, layers, groups, boundary)
+        run.begin(sides)
+        model = sides[run.impls[0]].model
+        run.extra.update(summary(model.plans, play(args, model.plans, layers, times)))
+        total = sum(p.numel() for p in run.build().parameters())
         own = sum(p.numel() for p in model.parameters())
-        run.say(f"pipeline_parallel: {args.schedule}, {len(plans)} ranks on {run.device.type}, {args.dtype}, "
-                f"{total:,} parameters, {own:,} of them here")
-        for impl, step in run.steps():
-            model, optimizer = sides[impl]
-            x, y, valid = run.batch(step)
-            watched = impl == "scratch" and step == max(0, run.last - 1) and not run.dry
-            if watched and run.device.type == "cuda":  # when work is done; other streams may receive
-                model.pipeline.clock = lambda: torch.cuda.current_stream().synchronize() or time.time()
-            with run.measure(impl, step, model, optimizer):
-                loss, norm = train_step(model, optimizer, x, y, valid, args.clip)
-            run.log(impl, step, loss, norm, full_gradients, full_state_dict, model)
-            if watched:
-                run.store.set(f"played {run.rank}", json.dumps(model.pipeline.played))
-                text, figures = compare(plans, [run.store.get(f"played {r}") for r in range(run.world_size)])
-                run.say(text)
-                run.extra.update(figures)
-        account(run, plans, sides[run.impls[0]][0])
-        stale = args.schedule == "pipedream" and args.check and run.rank == 0 and not run.dry
-        return run.finish(total, own, plain_pipedream(run, plans) if stale else None)
+        run.say(f"pipeline_parallel: {args.schedule}, {run.world_size} ranks on {run.device.type}, "
+                f"{args.dtype}, {total:,} parameters, {own:,} of them here")
+        train(run, sides)
+        account(run, model)
+        plain = None
+        if args.schedule == "pipedream":
+            plain = partial(plain_pipedream, run, model.plans, layers)
+        return run.finish(total, own, plain)
 
 
 if __name__ == "__main__":

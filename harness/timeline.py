@@ -1,172 +1,187 @@
-"""Pipeline schedules as data, and a simulator that plays them. Plain Python: pipeline_parallel.py runs the same lists.
+"""Plays, times and draws lists of actions: what each rank of a pipeline does, in order.
 
-A schedule is a pure function (stage, stages, microbatches[, virtual]) -> [Action, ..], what one rank does, in order:
+    plans     for each rank a list of actions, which have a .kind, a .microbatch, a .stage and .joined
+    played    the same with times: for each rank [(action, start, end), ..]
 
-    F forward   B backward   W weight gradient, where a schedule splits it from B   U update within the step
-
-Nothing is said of communication: what an action takes from another stage follows from what it is. In the order in which
-tensors move in a simulation no transfer needs a later one: ranks that all start theirs in that order cannot deadlock.
-
-Narayanan et al. 2021, arXiv:2104.04473, section 2.2; Qi et al. 2023, "Zero Bubble Pipeline Parallelism",
-arXiv:2401.10241, section 2; Harlap et al. 2018, "PipeDream", arXiv:1806.03377, section 3.
+The kinds are F forward, B backward, W the gradients of the weights where a B leaves them for later,
+and U an update. An F takes what the stage before has made, a B what the stage behind has; a stage is
+a part of the model, and a rank may hold several. A B whose W is in the plan is "split": it makes the
+gradient of its input alone. Nothing here knows by which rule a plan was made.
 """
 import json
 import statistics
-from collections import defaultdict, namedtuple
-from pathlib import Path
+from collections import Counter, defaultdict
 
-# chunk c of rank r is stage c * ranks + r of the model; all schedules but the interleaved have one chunk per rank
-Action = namedtuple("Action", "kind microbatch chunk", defaults=(0,))
-
-# ---- schedules ---------------------------------------------------------------
+# ---- what a plan says ----------------------------------------------------------
 
 
-def turns(microbatches, warmup, together=1, virtual=1):
-    """`warmup` forwards, then a forward and a backward in turn, then the backwards that are left.
-
-    With chunks, so many micro-batches `together` (at most) go through one chunk and then through the next.
-    """
-    rounds = [range(microbatches)[first:first + together] for first in range(0, microbatches, together)]
-    order = [(m, c) for some in rounds for c in range(virtual) for m in some]
-    warmup, plan = min(warmup, len(order)), []
-    for i in range(len(order) + warmup):
-        if i < len(order):
-            plan.append(Action("F", *order[i]))
-        if i >= warmup:
-            microbatch, chunk = order[i - warmup]
-            plan.append(Action("B", microbatch, virtual - 1 - chunk))
-    return plan
+def key(action):
+    """What an action makes, for one that takes it: (kind, micro-batch, stage)."""
+    return action.kind, action.microbatch, action.stage
 
 
-def follow(plan, kind, lag):
-    """Behind the backward of micro-batch m goes an action for micro-batch m - lag; the last ones go to the end."""
-    longer = []
-    for a in plan:
-        longer.append(a)
-        if a.kind == "B" and a.microbatch >= lag:
-            longer.append(Action(kind, a.microbatch - lag))
-    last = plan[-1].microbatch
-    return longer + [Action(kind, m) for m in range(max(0, last + 1 - lag), last + 1)]
-
-
-def naive(stage, stages, microbatches):
-    """One micro-batch at a time: of all stages one is at work."""
-    return turns(microbatches, 0)
-
-
-def gpipe(stage, stages, microbatches):
-    return turns(microbatches, microbatches)
-
-
-def one_f_one_b(stage, stages, microbatches):
-    """As early a backward as can be: its forward comes back after the stages behind this one."""
-    return turns(microbatches, stages - 1 - stage)
-
-
-def interleaved(stage, stages, microbatches, virtual):
-    """Narayanan 2021, figure 4: v chunks per rank, so that filling and draining take 1/v of the time."""
-    return turns(microbatches, (virtual - 1) * stages + 2 * (stages - 1 - stage), stages, virtual)
-
-
-def zb_h1(stage, stages, microbatches):
-    """1F1B with W `stage` micro-batches late: B goes on sooner, W fills the end (Qi 2023, figure 3)."""
-    return follow(one_f_one_b(stage, stages, microbatches), "W", stage)
-
-
-def pipedream(stage, stages, microbatches):
-    """1F1B with an update after each backward but the last, whose update is the step's (Harlap 2018, section 3)."""
-    return follow(one_f_one_b(stage, stages, microbatches), "U", 0)[:-1]
-
-
-SCHEDULES = {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved, "zb-h1": zb_h1,
-             "pipedream": pipedream}
-
-
-def make_plans(name, stages, microbatches, virtual=1):
-    more = (virtual,) if name == "interleaved" else ()
-    return [SCHEDULES[name](stage, stages, microbatches, *more) for stage in range(stages)]
-
-
-# ---- simulation --------------------------------------------------------------
-
-
-def source(a, stage, last):
-    """The stage whose output an action takes: F the stage before's, B the stage behind's. None: no other stage's."""
-    there = {"F": stage - 1, "B": stage + 1}.get(a.kind, -1)
-    return there if 0 <= there <= last else None
-
-
-def is_split(plan):
-    return any(a.kind == "W" for a in plan)
+def homes(plans):
+    """-> {stage: the rank that holds it}"""
+    return {action.stage: rank for rank, plan in enumerate(plans) for action in plan}
 
 
 def chunks(plan):
-    return 1 + max(a.chunk for a in plan)
+    """How many stages a rank holds."""
+    return len({action.stage for action in plan})
 
 
-def costs(plans, F, B, W):
-    """Times of a whole stage per micro-batch -> cost(rank, action). Where W is not split off, B takes both at once."""
-    table = {"F": F, "B": B if is_split(plans[0]) else B + W, "W": W, "U": 0.0}
-    return lambda rank, a: table[a.kind] / chunks(plans[rank])
+def inputs(action, last):
+    """The actions that must be done before this one can be; last: the model's last stage."""
+    kind, microbatch, stage = key(action)
+    if kind == "F" and stage == 0:
+        return []
+    if kind == "F":
+        return [("F", microbatch, stage - 1)]
+    if kind == "B" and stage == last:
+        return [("F", microbatch, stage)]
+    if kind == "B":
+        return [("F", microbatch, stage), ("B", microbatch, stage + 1)]
+    return [("B", microbatch, stage)]
 
 
-def simulate(plans, cost, comm=0.0):
-    """Play all ranks' plans -> for each rank [(action, start, end), ..].
-
-    cost(rank, action) and comm, the time of a transfer, which occupies nobody, are in one unit. Raises RuntimeError,
-    with each rank's first stuck action, if the plans deadlock.
-    """
-    ranks, last = len(plans), len(plans) * chunks(plans[0]) - 1
-    ends, played, moved = {}, [[] for _ in plans], True
-    while moved:
-        moved = False
-        for rank, (plan, done) in enumerate(zip(plans, played)):
-            for a in plan[len(done):]:
-                stage = a.chunk * ranks + rank
-                there, before = source(a, stage, last), {"B": "F", "W": "B", "U": "B"}.get(a.kind)
-                wanted = [(before, a.microbatch, stage)] * bool(before)
-                wanted += [(a.kind, a.microbatch, there)] * (there is not None)
-                if not all(key in ends for key in wanted):
-                    break
-                ready = [ends[key] + comm * (key[2] % ranks != rank) for key in wanted]
-                start = max(ready + [end for _, _, end in done[-1:]], default=0.0)
-                ends[a.kind, a.microbatch, stage] = end = start + cost(rank, a)
-                done.append((a, start, end))
-                moved = True
-    stuck = [(rank, plan[len(done)]) for rank, (plan, done) in enumerate(zip(plans, played)) if len(done) < len(plan)]
-    if stuck:
-        raise RuntimeError("deadlock: " + ", ".join(f"stage {r} waits to do {a.kind}{a.microbatch}" for r, a in stuck))
-    return played
-
-
-def transfers(plans):
-    """[((kind, micro-batch, stage that made it), from rank, to rank), ..] in an order that suits all ranks.
-
-    None depends on a later one, so ranks that each start their own in this order cannot deadlock.
-    """
-    ranks, last, found = len(plans), len(plans) * chunks(plans[0]) - 1, []
-    played = simulate(plans, costs(plans, 1, 1, 1))
-    ends = {(a.kind, a.microbatch, a.chunk * ranks + rank): end for rank in range(ranks) for a, _, end in played[rank]}
-    for rank, plan in enumerate(plans):
-        for a in plan:
-            there = source(a, a.chunk * ranks + rank, last)
-            if there is not None and there % ranks != rank:
-                key = a.kind, a.microbatch, there
-                found.append((ends[key], key, there % ranks, rank))
-    return [move[1:] for move in sorted(found)]
+def of_kind(plan, kind):
+    """-> {(micro-batch, stage)} for which the plan has an action of this kind"""
+    return {(action.microbatch, action.stage) for action in plan if action.kind == kind}
 
 
 def in_flight(plan):
-    """The most micro-batches whose activations a rank keeps at a time, from F to the end of backward, W included.
+    """The most micro-batches whose activations a rank keeps at a time, from F to the end of backward.
 
-    In micro-batches of a whole stage: one in one of v chunks counts 1/v.
+    They are counted in micro-batches of all that the rank holds: one in one of its v stages is 1/v.
+    A stage without backward (all of it, and all before it, is frozen) keeps nothing.
     """
-    kept = most = 0
-    final = "W" if is_split(plan) else "B"
-    for a in plan:
-        kept += (a.kind == "F") - (a.kind == final)
+    backward = of_kind(plan, "B")
+    split = of_kind(plan, "W")
+    kept = 0
+    most = 0
+    for action in plan:
+        place = action.microbatch, action.stage
+        if action.kind == "F" and place in backward:
+            kept += 1
+        elif action.kind == "W" or (action.kind == "B" and place not in split):
+            kept -= 1
         most = max(most, kept)
     return most / chunks(plan)
+
+
+# ---- playing -------------------------------------------------------------------
+
+
+def costs(plans, F, B, W, sizes=None):
+    """-> cost(rank, action), for simulate.
+
+    F, B, W: the times of all of a rank's stages for a micro-batch. B is the gradient of the input
+    alone: a B that is not split takes B + W. sizes: {stage: its part of a rank's mean work}, if they
+    are not all equal.
+    """
+    table = {"F": F, "B": B, "W": W, "U": 0.0}
+    split = [of_kind(plan, "W") for plan in plans]
+
+    def cost(rank, action):
+        time = table[action.kind]
+        if action.kind == "B" and (action.microbatch, action.stage) not in split[rank]:
+            time = B + W
+        if sizes is None:
+            return time / chunks(plans[rank])
+        return time * sizes[action.stage]
+    return cost
+
+
+def simulate(plans, cost, comm=0.0, joined=False, route=None):
+    """Play all ranks' plans -> for each rank [(action, start, end), ..].
+
+    cost(rank, action) and comm, the time of a transfer, are in one unit. A transfer occupies no rank
+    and, by default, no other transfer: every pair of ranks has a line in each direction.
+    joined: an F that is marked so and the B behind it are one action. It starts when the inputs of
+    both are there, and gives both outputs at its end.
+    route: [((kind, micro-batch, stage), sender, receiver), ..]: all transfers of a rank share one
+    line, in this order.
+    Raises RuntimeError, with each rank's first stuck action, if the plans wait for each other.
+    """
+    home = homes(plans)
+    last = max(home)
+    ends = {}  # {(kind, micro-batch, stage): when it is done}
+    played = [[] for _ in plans]
+    progress = True
+    while progress:
+        progress = False
+        arrived = None
+        if route is not None:
+            arrived = on_one_line(route, ends, comm)
+        for rank, plan in enumerate(plans):
+            while len(played[rank]) < len(plan):
+                together = next_of(plan, len(played[rank]), joined)
+                needs = [need for action in together for need in inputs(action, last)]
+                times = [arrival(need, rank, home, ends, comm, arrived) for need in needs]
+                if None in times:
+                    break
+                if played[rank]:
+                    times.append(played[rank][-1][2])
+                play(together, max(times, default=0.0), rank, cost, played, ends)
+                progress = True
+    check_done(plans, played)
+    return played
+
+
+def next_of(plan, position, joined):
+    """The action at this position, with the one behind it if the two are one."""
+    if joined and plan[position].joined:
+        return plan[position:position + 2]
+    return plan[position:position + 1]
+
+
+def arrival(need, rank, home, ends, comm, arrived):
+    """When this rank has what an action has made; None: not known yet."""
+    if need not in ends:
+        return None
+    if home[need[2]] == rank:
+        return ends[need]
+    if arrived is not None:
+        return arrived.get(need)
+    return ends[need] + comm
+
+
+def on_one_line(route, ends, comm):
+    """-> {tensor: when it arrives} where a rank's transfers follow each other; those known so far."""
+    free = Counter()  # {rank: when its line is free}
+    stuck = set()  # ranks whose next transfer has not been made yet
+    arrived = {}
+    for tensor, sender, receiver in route:
+        if tensor not in ends or sender in stuck or receiver in stuck:
+            stuck |= {sender, receiver}
+            continue
+        arrived[tensor] = max(ends[tensor], free[sender], free[receiver]) + comm
+        free[sender] = arrived[tensor]
+        free[receiver] = arrived[tensor]
+    return arrived
+
+
+def play(together, start, rank, cost, played, ends):
+    """Do an action, or two that are one, on a rank."""
+    for action in together:
+        end = start + cost(rank, action)
+        played[rank].append((action, start, end))
+        start = end
+    for action in together:
+        ends[key(action)] = end
+
+
+def check_done(plans, played):
+    stuck = []
+    for rank, plan in enumerate(plans):
+        if len(played[rank]) < len(plan):
+            action = plan[len(played[rank])]
+            stuck.append(f"rank {rank} waits to do {action.kind}{action.microbatch}")
+    if stuck:
+        raise RuntimeError("deadlock: " + ", ".join(stuck))
+
+
+# ---- figures -------------------------------------------------------------------
 
 
 def longest(played):
@@ -175,71 +190,93 @@ def longest(played):
 
 
 def bubble_rate(played):
-    """The idle part of the longest span; a rank's work is M (F + B + W) (Qi 2023, section 5.3)."""
+    """The idle part of the longest span: (cost - M (F + B + W)) / cost of Qi 2023, section 5.3."""
     busy = sum(end - start for done in played for _, start, end in done) / len(played)
     return 1 - busy / longest(played)
 
 
-def grid(played, width=120):
-    """Ranks as rows, time to the right, idle as dots; odd chunks in small letters -> str."""
-    cells = [(rank, a, start, end) for rank, done in enumerate(played) for a, start, end in done if end > start]
-    first, last = min(start for _, _, start, _ in cells), max(end for *_, end in cells)
-    label = 1 + max(len(f"{a.kind}{a.microbatch}") for _, a, _, _ in cells)
-    scale = min(label / min(end - start for _, _, start, end in cells), width / (last - first))
+def grid(played, width=105):
+    """Ranks as rows, time to the right, idle as dots -> str.
+
+    A rank's second stage is in small letters. Where a cell has no room for its number it has only
+    its letter.
+    """
+    cells = []
+    for rank, done in enumerate(played):
+        stages = sorted({action.stage for action, _, _ in done})
+        for action, start, end in done:
+            kind = action.kind
+            if stages.index(action.stage) % 2:
+                kind = kind.lower()
+            if end > start:
+                cells.append((rank, kind, f"{kind}{action.microbatch}", start, end))
+    first = min(start for _, _, _, start, _ in cells)
+    last = max(end for _, _, _, _, end in cells)
+    shortest = min(end - start for _, _, _, start, end in cells)
+    label = 1 + max(len(text) for _, _, text, _, _ in cells)
+    scale = min(label / shortest, width / (last - first))
     rows = [["."] * round(scale * (last - first)) for _ in played]
-    for rank, a, start, end in cells:
-        text = f"{a.kind.lower() if a.chunk % 2 else a.kind}{a.microbatch}"
-        left, right = round(scale * (start - first)), round(scale * (end - first))
+    for rank, kind, text, start, end in cells:
+        left = round(scale * (start - first))
+        right = round(scale * (end - first))
+        if len(text) > right - left:
+            text = kind
         rows[rank][left:right] = text.ljust(right - left)[:right - left]
-    return "\n".join(f"  stage {rank:<3d} {''.join(row)}" for rank, row in enumerate(rows))
+    return "\n".join(f"  rank {rank:<3d} {''.join(row)}" for rank, row in enumerate(rows))
 
 
-# ---- reports -----------------------------------------------------------------
+# ---- a step as it was ----------------------------------------------------------
 
 
-def planned(name, stages, microbatches, virtual=1, times="1,1,1,0"):
-    """times: F,B,W,COMM -> all stages' plans, the simulation of them. Raises ValueError, which says what is wrong."""
-    if name == "interleaved" and microbatches % stages:
-        raise ValueError(f"--micro {microbatches}: interleaved needs a multiple of the {stages} stages")
-    try:
-        *work, comm = (float(t) for t in times.split(","))
-    except ValueError:
-        raise ValueError(f"--times {times}: F,B,W,COMM are four numbers") from None
-    if len(work) != 3 or not all(0 <= t < float("inf") for t in (*work, comm)) or not sum(work):
-        raise ValueError(f"--times {times}: four are needed, none below 0, F + B + W above")
-    plans = make_plans(name, stages, microbatches, virtual)
-    try:
-        return plans, simulate(plans, costs(plans, *work), comm)
-    except RuntimeError as error:
-        raise ValueError(f"--schedule {name}: {error}") from None
+def measured(plans, reports):
+    """Each rank's [(start, end), ..] in seconds, as JSON, in the order of its plan -> played."""
+    played = []
+    for plan, report in zip(plans, reports, strict=True):
+        spans = json.loads(report)
+        played.append([(action, *span) for action, span in zip(plan, spans, strict=True)])
+    return played
 
 
-def summary(plans, played):
-    return dict(bubble_rate=bubble_rate(played), in_flight=[in_flight(plan) for plan in plans])
+def typical_times(plans, played):
+    """A measured step -> F, B, W of a rank, and COMM, for which simulate gives nearly the same.
+
+    All plans must be split. COMM is the shortest time between the end of an action and the start of
+    one on another rank that takes its output.
+    """
+    home = homes(plans)
+    last = max(home)
+    ends = {key(action): end for done in played for action, _, end in done}
+    durations = defaultdict(list)
+    gaps = []
+    for rank, done in enumerate(played):
+        for action, start, end in done:
+            durations[action.kind].append((end - start) * chunks(plans[rank]))
+            gaps += [start - ends[need] for need in inputs(action, last) if home[need[2]] != rank]
+    work = [statistics.median(durations[kind]) for kind in "FBW"]
+    return *work, max(0.0, min(gaps, default=0.0))
 
 
-def simulation(script, args, plans, played):
-    """What --simulate says, and writes to args.json -> exit code."""
-    result = dict(summary(plans, played), cost=longest(played))
-    print(grid(played))
-    print(f"{args.schedule}: {result['cost']:g} from first to last, bubble rate {result['bubble_rate']:.4f},",
-          "micro-batches in flight by stage", *(f"{n:g}" for n in result["in_flight"]))
-    if args.json:
-        own = {name: value for name, value in vars(args).items() if name != "cfg"}
-        Path(args.json).write_text(json.dumps(dict(script=script, args=own, **result), indent=1))
-    return 0
+def compare(plans, played):
+    """A measured step below the simulation of it -> both as text, figures.
 
+    In the simulation all actions of one rank, kind and stage take their median time.
+    """
+    durations = defaultdict(list)
+    for rank, done in enumerate(played):
+        for action, start, end in done:
+            durations[rank, action.kind, action.stage].append(end - start)
 
-def compare(plans, reports):
-    """A step as it was, each rank's list of (action, start, end) in seconds as JSON, below the simulation of it, in
-    which all actions of one rank, kind and chunk take their median time -> both as text, figures."""
-    measured = [[(Action(*a), *span) for a, *span in json.loads(report)] for report in reports]
-    times = defaultdict(list)
-    for rank, done in enumerate(measured):
-        for a, start, end in done:
-            times[rank, a.kind, a.chunk].append(end - start)
-    simulated = simulate(plans, lambda rank, a: statistics.median(times[rank, a.kind, a.chunk]))
-    text = [f"{word}: {1e3 * longest(played):.1f} ms, bubble {bubble_rate(played):.3f}\n{grid(played)}"
-            for word, played in (("planned", simulated), ("measured", measured))]
-    return "\n".join(text), dict(bubble_rate=bubble_rate(measured), planned_bubble_rate=bubble_rate(simulated),
-                                 measured_ms=1e3 * longest(measured), planned_ms=1e3 * longest(simulated))
+    def cost(rank, action):
+        return statistics.median(durations[rank, action.kind, action.stage])
+    planned = simulate(plans, cost)
+    lines = []
+    for word, times in (("planned", planned), ("measured", played)):
+        lines.append(f"{word}: {1e3 * longest(times):.1f} ms, bubble {bubble_rate(times):.3f}")
+        lines.append(grid(times))
+    figures = {
+        "bubble_rate": bubble_rate(played),
+        "planned_bubble_rate": bubble_rate(planned),
+        "measured_ms": 1e3 * longest(played),
+        "planned_ms": 1e3 * longest(planned),
+    }
+    return "\n".join(lines), figures
