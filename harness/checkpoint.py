@@ -120,7 +120,7 @@ def boxes_of_run(shape, low, high):
         return []
     if len(shape) < 2:
         return [((low,) * len(shape), (high - low,) * len(shape), low)]
-    rows, row_shape = shape[0], shape[1:]
+    row_shape = shape[1:]
     size = math.prod(row_shape)
     first_whole = -(-low // size)  # the first row that the run has from its beginning
     behind_whole = high // size  # the row behind the last one that the run has to its end
@@ -153,10 +153,11 @@ def adamw_states(optimizer, steps):
             if not parameter.requires_grad:
                 continue  # AdamW holds nothing for it
             state = optimizer.state[parameter]
-            state["step"] = torch.tensor(
-                float(steps),
-                dtype=torch.float32 if on_device else torch.get_default_dtype(),
-                device=parameter.device if on_device else "cpu")
+            if on_device:
+                step = torch.tensor(steps, dtype=torch.float32, device=parameter.device)
+            else:
+                step = torch.tensor(steps, dtype=torch.get_default_dtype())
+            state["step"] = step
             for kind in STATES:
                 state[kind] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
 
@@ -180,14 +181,14 @@ COURSE = ("heads", "seq", "dtype", "seed", "batch", "data", "pad", "lr", "clip",
 
 def identity(args):
     """What a run tells about itself in its checkpoints -> {name: value}."""
-    told = {"script": Path(sys.argv[0]).stem, "impl": args.impl, **args.cfg._asdict()}
+    mine = {"script": Path(sys.argv[0]).stem, "impl": args.impl, **args.cfg._asdict()}
     for name in COURSE:
-        if hasattr(args, name):
-            told[name] = getattr(args, name)
-    told["held_out"] = bool(getattr(args, "eval_every", 0))  # the corpus is shorter then
+        if name not in mine and hasattr(args, name):
+            mine[name] = getattr(args, name)
+    mine["held_out"] = bool(getattr(args, "eval_every", 0))  # the corpus is shorter then
     if getattr(args, "decay", "none") != "none":
-        told["steps"] = args.steps  # the rate at every step depends on it
-    return told
+        mine["steps"] = args.steps  # the rate at every step depends on it
+    return mine
 
 
 def other_course(saved, now, fresh):
@@ -367,7 +368,7 @@ def collectives_device():
     return "cuda" if dist.get_backend() == "nccl" else "cpu"
 
 
-def told(sentence):
+def first_said(sentence):
     """-> the sentence of the first rank that has one, the same on all ranks, or ""."""
     data = sentence.encode()
     sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=collectives_device())
@@ -520,7 +521,7 @@ def write(folder, steps, pieces, identity, keep=0, extra=None):
     if rank == 0:
         shutil.rmtree(draft, ignore_errors=True)  # of a run that was killed here
     dist.barrier()
-    failed = told(attempt(write_part, draft, rank, pieces))
+    failed = first_said(attempt(write_part, draft, rank, pieces))
     hole = ""
     if rank == 0 and not failed:
         ranks = dist.get_world_size()
@@ -528,8 +529,8 @@ def write(folder, steps, pieces, identity, keep=0, extra=None):
         hole = uncovered(table_of_ranks(draft, ranks))
         if not hole:
             failed = attempt(publish, draft, place, notes)
-    hole = told(hole)
-    failed = told(failed)
+    hole = first_said(hole)
+    failed = first_said(failed)
     if rank == 0:
         clear(place, draft, hole or failed, keep)
     if hole:
@@ -560,13 +561,13 @@ def write_whole(folder, state, identity):
 
 
 def attempt(function, *arguments):
-    """-> "", or why the disk did not take it."""
+    """Calls a function that writes -> "", or in words, why the disk did not take it."""
     try:
         function(*arguments)
     except Exception as error:
         cause = error
         while cause is not None and not isinstance(cause, OSError):
-            cause = cause.__context__  # torch.save's writer has its own words for a full disk
+            cause = cause.__context__  # torch.save raises an error of its own over a full disk's
         if cause is None:
             raise
         return reason(cause)
@@ -719,8 +720,12 @@ def unclaimed(table, pieces, everyones=None):
     return ""
 
 
+@torch.no_grad()
 def load(folder, pieces):
-    """Fills the pieces' tensors, whatever their dtype. Every rank reads what it needs, alone."""
+    """Fills the pieces' tensors, whatever their dtype. Every rank reads what it needs, alone.
+
+    Raises ValueError if a name or a shape is not there.
+    """
     table = read_table(Path(folder, ".metadata"))
     wrong = misfit(table, pieces)
     if wrong:
@@ -760,7 +765,7 @@ def restore(start, pieces, optimizer):
         other = ""
         if dist.get_rank() == 0:
             other = claim(start.save)
-        other = told(other)
+        other = first_said(other)
         require(not other, other)
     if not found:
         return
@@ -768,7 +773,7 @@ def restore(start, pieces, optimizer):
         adamw_states(optimizer, start.extra.get("updates", start.steps))
     mine = pieces()
     table = read_table(Path(start.folder, ".metadata"))
-    wrong = told(misfit(table, mine))
+    wrong = first_said(misfit(table, mine))
     if not wrong:
         wrong = unclaimed(table, mine, dist.all_reduce)  # partial -> replicated
     require(not wrong, f"{start.flag} {start.folder}: {wrong}")
@@ -819,32 +824,7 @@ def pieces_of_state(state, writes):
     return [piece_of(name, tensor, writes) for name, tensor in state.items()]
 
 
-def pieces_of_side(model, optimizer, mesh, writes):
-    """Pieces of ddp.py's plain module, of fsdp.py's FSDP, and of a fully sharded module."""
-    if not hasattr(model, "units"):
-        return pieces_of(model.named_parameters(), optimizer, writes)
-    pieces = []
-    for unit in model.units:
-        begin = -mesh.get_local_rank() * len(unit.shard)
-        states = optimizer.state.get(unit.shard, {})
-        for names, shape in zip(unit.names, unit.shapes):
-            name = next((n for n in names if not n.startswith("head.")), names[0])
-            pieces += run_pieces(name, shape, -begin, unit.shard.detach(), writes)
-            for kind in STATES:
-                if kind in states:
-                    pieces += run_pieces(f"{name}.{kind}", shape, -begin, states[kind], writes)
-            begin += math.prod(shape)
-    return pieces
-
-
-_restore, _write, _due, _load = restore, write, due, load
-
-
-def restore(start, pieces, optimizer, mesh=None):
-    if callable(pieces) and not isinstance(pieces, torch.nn.Module):
-        return _restore(start, pieces, optimizer)
-    model = pieces
-    return _restore(start, lambda: pieces_of_side(model, optimizer, mesh, False), optimizer)
+_write, _due, _load = write, due, load
 
 
 def due(args, step, stopping=False):
@@ -864,11 +844,6 @@ def write(folder, steps, pieces, *rest, **more):
     require(saved or not (run.stopping or step + 1 == run.args.steps), "not saved", code=1)
     if saved:
         run.saved.append(step + 1)
-
-
-def save(run, step, model, optimizer, mesh=None, brings=True):
-    if due(run, step):
-        write(run, step, pieces_of_side(model, optimizer, mesh, brings))
 
 
 def load(folder, pieces):
