@@ -1,252 +1,498 @@
-"""Which layout for my model on my cluster? Goes through all that hybrid_3d.py runs and prints the fastest that fit.
+"""Which layout for my model on my cluster? Tries all that hybrid_3d.py runs, prints the fastest.
 
     layout    dp x tp x pp GPUs, micro-batches, schedule, sp, zero, ckpt, as hybrid_3d.py has them
-    memory    of the fullest stage, within 2% the peak of hybrid_3d's dry run: parameters, gradients, optimizer,
-              activations of the micro-batches in flight, and what comes and goes in the loss, a block's backward or
-              AdamW. CUDA, NCCL and fragmentation are not in it: --gpu-memory is what they leave.
+    memory    of the fullest stage, within 2% the peak of hybrid_3d's dry run: parameters,
+              gradients, optimizer, activations of the micro-batches in flight, and what comes and
+              goes in the loss, a block's backward or AdamW. CUDA, NCCL and fragmentation are not
+              in it: --gpu-memory is what they leave.
 
-    time of the slowest stage      what it counts                                              source
-    matmul                         72 C^2 (1 + T/6C) FLOPs per token and block, the head       Narayanan, appendix
-    recompute                      what ckpt full does again, 16 C^2 + 4 T C                   amp_accum_ckpt.py
-    memory-bound                   bytes of norms, residuals and gelu, read and written        data types and shapes
-    launch                         blocks of all micro-batches, and collectives                measured, 0 by default
-    tp                             8 B T C (t-1)/t per block, sp 10; not overlapped            Narayanan, 3.2
-    bubble                         (p-1)/M of those, / v, / 3 zb-h1 (F = B = W), tp / 1.4      Narayanan, 2.2; Qi 2023
-    pp                             B T C per boundary and direction, not overlapped            Narayanan, 3.2
-    dp                             2 (d-1)/d of the gradients, ring; the last backward hides   Narayanan, 3.3
-                                   it, but not the half of zero 1 that gathers parameters
-    adamw                          bytes of gradients and states
+    time of the slowest stage, for M micro-batches and v chunks of layers on a rank
+    part           what it counts                                                  source
+    matmul         72 C^2 (1 + T/6C) FLOPs per token and block, and the head       1, appendix
+    recompute      what ckpt full does again, 16 C^2 + 4 T C                       amp_accum_ckpt.py
+    memory-bound   bytes of norms, residuals and gelu, read and written            shapes
+    launch         blocks of all micro-batches, collectives                        measured; else 0
+    tp             8 B T C (tp-1)/tp per block, sp 10; not overlapped              1, 3.2
+    bubble         (pp-1)/M of those; / v; zb-h1 / 3 (F = B = W), with tp / 1.4    1, 2.2; 2
+    pp             B T C per boundary and direction, not overlapped                1, 3.2
+    dp             2 (dp-1)/dp of the gradients, by a ring; the last backward      1, 3.3
+                   hides it, but not the half of zero 1 that gathers parameters
+    adamw          bytes of gradients and states
 
-A group inside a node has --bandwidth-intra, one across nodes --bandwidth-inter, GB/s per GPU. Defaults: A100-80GB, 8 to
-a node. One number is fitted: --efficiency, of matmuls. 0.67 for all ten rows of Narayanan's table 1 (1.7B to 1T) gives
-their TFLOP/s within 8%, 3.5% on average; the best constant guess is 5.4% off. --megatron-2021: unfused attention, etc.
---calibrate measures all on this machine, and how many ranks share a core: they fill each other's bubbles, hide nothing.
+A group inside a node has --bandwidth-intra, one across nodes --bandwidth-inter, GB/s per GPU. The
+defaults are those of A100-80GB, 8 to a node. One number is fitted: --efficiency, of matmuls. 0.67
+for all ten rows of table 1 in source 1 (1.7B to 1T) gives their TFLOP/s within 8%, 3.5% on average;
+the best constant guess is 5.4% off. --megatron-2021: its software, unfused attention for one.
+--calibrate measures all of this on this machine, and how many ranks share a core: such ranks fill
+each other's bubbles, and hide nothing.
 
-Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
-arXiv:2104.04473; Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241.
+1  Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
+   Megatron-LM", arXiv:2104.04473
+2  Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241
 
-    python plan.py --model gpt3-175b --batch 1536 --gpus 1024 --tokens 300e9
-    torchrun --standalone --nproc_per_node=4 tools/plan.py --calibrate --dtype fp32 --batch 8 --try 3
+    python tools/plan.py --model gpt3-175b --batch 1536 --gpus 1024 --tokens 300e9
+    torchrun --standalone --nproc_per_node=4 tools/plan.py --calibrate --dtype fp32 --batch 8
 """
 import argparse
+import ast
+import inspect
 import json
 import os
-import re
 import shlex
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # run as a program: the root is not there
-from common import DTYPES, FLAGS, PRESETS, Block, GPTConfig  # noqa: E402
-from estimate import HELD, MEMORY, PARTS, SKIP, TIME, Layout, assess, divisors, search, timed  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # run as a program: the root is not there
+from common import DTYPES, FLAGS, PRESETS, Block, Flag, GPTConfig, add_flag  # noqa: E402
+from estimate import (  # noqa: E402
+    CKPTS, HELD, MEMORY, PARTS, SCHEDULES, TIME, Layout, assess, divisors, needs, search, timed)
 
-from harness.usage import require  # noqa: E402
+from harness.usage import launched, require  # noqa: E402
 
-# ---- the search ------------------------------------------------------------
+# ---- flags -------------------------------------------------------------------
+
+OWN = {
+    "model": FLAGS["model"],
+    **{name: FLAGS[name]._replace(limits=None) for name in (*GPTConfig._fields, "json")},
+    "batch": Flag(int, "B, sequences per step"),
+    "dtype": Flag("bf16", "of parameters and arithmetic", ("bf16", "fp32")),
+    "gpus": Flag(int, "how many; the ranks, under torchrun"),
+    "gpu_memory": Flag(80.0, "GB of a GPU"),
+    "gpu_tflops": Flag(312.0, "its peak"),
+    "hbm": Flag(2.0, "TB/s of its memory"),
+    "gpus_per_node": Flag(8, "GPUs"),
+    "bandwidth_intra": Flag(300.0, "GB/s per GPU inside a node"),
+    "bandwidth_inter": Flag(25.0, "GB/s per GPU across nodes"),
+    "efficiency": Flag(0.67, "of matmuls; fitted"),
+    "overhead": Flag(0.0, "s to start the kernels of a block"),
+    "latency": Flag(0.0, "s to start a collective"),
+    "share": Flag(1.0, "ranks that take turns on a GPU or core"),
+    "megatron_2021": Flag(False, "the software of Narayanan 2021"),
+    "tokens": Flag(0.0, "to train on, for the days"),
+    "dp": Flag(int, "fixed"),
+    "tp": Flag(int, "fixed"),
+    "pp": Flag(int, "fixed"),
+    "micro": Flag(int, "fixed"),
+    "zero": Flag(int, "fixed"),
+    "schedule": Flag(str, "fixed", SCHEDULES),
+    "ckpt": Flag(str, "fixed", CKPTS),
+    "explain": Flag(0, "ROW: its formulas, with the numbers put in"),
+    "try": Flag(0, "run so many rows on this machine"),
+    "calibrate": Flag(False, "measure speed and bandwidth of the ranks"),
+    "table": Flag(False, "models by GPUs, as Markdown"),
+}
+ZERO_MEANS_NONE = ("overhead", "latency", "tokens", "explain", "try")
+
+
+def read():
+    """-> the flags, all of them in bounds; .fixed: {axis: value} of the axes that are given."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], usage="%(prog)s [flags]",
+                                     allow_abbrev=False)
+    parser.error = lambda message: require(False, message)
+    for name, flag in OWN.items():
+        add_flag(parser, name, flag)
+    parser.add_argument("--sp", help="fixed", action=argparse.BooleanOptionalAction)
+    at = parser.parse_args()
+    fill_in(at)
+    refuse(at)
+    at.fixed = {}
+    for axis in Layout._fields:
+        if getattr(at, axis) is not None:
+            at.fixed[axis] = getattr(at, axis)
+    return resized(at, at.gpus)
+
+
+def fill_in(at):
+    """What presets and the launcher leave to be said."""
+    if at.gpus is None and "WORLD_SIZE" in os.environ:
+        at.gpus = ranks_here().world_size
+    if at.table:  # which has batches and GPUs of its own
+        at.batch = at.batch or 512
+        at.gpus = at.gpus or 1
+    at.batch = at.batch or 0
+    at.gpus = at.gpus or 0
+    preset = PRESETS[at.model]
+    sizes = [getattr(at, name) or getattr(preset, name) for name in GPTConfig._fields]
+    at.cfg = GPTConfig(*sizes)
+
+
+def ranks_here():
+    """-> what the launcher says of this process; bad usage if that makes no sense"""
+    try:
+        return launched()
+    except ValueError as error:
+        require(False, error)
+
+
+def refuse(at):
+    """What makes no sense ends here, in one line."""
+    for name, value in vars(at).items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue
+        if value == 0 and name in ("zero", *ZERO_MEANS_NONE):
+            continue
+        needed = "must be more than 0"
+        if name in ("gpus", "batch"):
+            needed = "give both --gpus and --batch, 1 or more"
+        require(0 < value < 1e18, f"--{name.replace('_', '-')} {value}: {needed}")
+    require(at.zero in (None, 0, 1), f"--zero {at.zero}: take 0 or 1")
+    cfg = at.cfg
+    require(cfg.width % cfg.heads == 0, f"--heads {cfg.heads} does not divide --width {cfg.width}")
+    folder = Path(at.json or ".").absolute().parent
+    require(folder.is_dir(), f"--json {at.json}: no such folder")
 
 
 def resized(at, gpus):
-    """The flags for another number of GPUs, in equal nodes of so many that they divide."""
-    return argparse.Namespace(**dict(vars(at), gpus=gpus, node=max(n for n in divisors(gpus) if n <= at.gpus_per_node)))
+    """The flags for another number of GPUs, in equal nodes of as many as divide it."""
+    node = max(n for n in divisors(gpus) if n <= at.gpus_per_node)
+    return argparse.Namespace(**{**vars(at), "gpus": gpus, "node": node})
+
+
+# ---- in words ----------------------------------------------------------------
+
+
+def text(lay, few=False):
+    """A layout -> dp 2 x tp 4, micro 8, sp. With few, without the micro-batches."""
+    axes = [f"{axis} {getattr(lay, axis)}" for axis in ("dp", "tp", "pp") if getattr(lay, axis) > 1]
+    words = [" x ".join(axes) or "one GPU"]
+    if not few:
+        words.append(f"micro {lay.micro}")
+    if lay.pp > 1:
+        words.append(lay.schedule)
+    if lay.sp:
+        words.append("sp")
+    if lay.zero:
+        words.append(f"zero {lay.zero}")
+    if lay.ckpt != "none":
+        words.append(f"ckpt {lay.ckpt}")
+    return ", ".join(words)
+
+
+def command(lay, at):
+    """-> the line that runs a layout"""
+    nodes = at.gpus // at.node
+    where = "--standalone"
+    if nodes > 1:
+        where = f"--nnodes={nodes} --rdzv_backend=c10d --rdzv_endpoint=HOST:29500"
+    words = [f"torchrun {where} --nproc_per_node={at.node} hybrid_3d.py"]
+    for name in ("model", *GPTConfig._fields):
+        if getattr(at, name):
+            words.append(f"--{name} {getattr(at, name)}")
+    words.append(f"--batch {at.batch}")
+    for axis, value in lay._asdict().items():
+        if axis != "sp":
+            words.append(f"--{axis} {value}")
+    if lay.sp:
+        words.append("--sp")
+    words.append(f"--dtype {at.dtype}")
+    return " ".join(words)
 
 
 def advice(cfg, at, least):
-    """Nothing fits: by how much, and what would make it fit."""
-    lines = [f"nothing fits {at.gpu_memory:g} GB: {text(least[1])} needs {least[0] / 1e9:.1f} GB"]
-    for change, free, gpus in ([(f"without --{axis} {value}", [axis], at.gpus) for axis, value in at.fixed.items()]
-                               + [(f"on {at.gpus * n} GPUs", at.fixed, at.gpus * n) for n in (2, 4, 8, 16, 32, 64)]):
-        fits, _ = search(cfg, resized(at, gpus), free)
-        lines += [f"  fits {change}: {text(lay)}" for _, lay in fits[:1]]
-        if fits and gpus > at.gpus:
+    """Nothing fits -> by how much, and what would make it fit."""
+    needed, lay = least
+    lines = [f"nothing fits {at.gpu_memory:g} GB: {text(lay)} needs {needed / 1e9:.1f} GB"]
+    for axis, value in at.fixed.items():
+        fits, _ = search(cfg, at, free=[axis])
+        lines += fits_with(f"without --{axis} {value}", fits)
+    for times in (2, 4, 8, 16, 32, 64):
+        gpus = at.gpus * times
+        fits, _ = search(cfg, resized(at, gpus), free=at.fixed)
+        lines += fits_with(f"on {gpus} GPUs", fits)
+        if fits:
             break
     return "\n".join(lines)
 
 
-# ---- what is printed ---------------------------------------------------------
+def fits_with(change, fits):
+    if not fits:
+        return []
+    _, fastest = fits[0]
+    return [f"  fits {change}: {text(fastest)}"]
 
 
-def text(lay, few=False):
-    axes = [f"{axis} {getattr(lay, axis)}" for axis in ("dp", "tp", "pp") if getattr(lay, axis) > 1] or ["one GPU"]
-    return " x ".join(axes) + f", micro {lay.micro}" * (not few) + f", {lay.schedule}" * (lay.pp > 1) + \
-        ", sp" * lay.sp + ", zero 1" * lay.zero + f", ckpt {lay.ckpt}" * (lay.ckpt != "none")
-
-
-def command(lay, at):
-    nodes = at.gpus // at.node
-    where = f"--nnodes={nodes} --rdzv_backend=c10d --rdzv_endpoint=HOST:29500" if nodes > 1 else "--standalone"
-    sizes = [f"--{name} {getattr(at, name)}" for name in ("model", *GPTConfig._fields) if getattr(at, name)]
-    own = [f"--{axis} {value}" for axis, value in lay._asdict().items() if axis != "sp"] + ["--sp"] * lay.sp
-    return " ".join([f"torchrun {where} --nproc_per_node={at.node} hybrid_3d.py", *sizes, f"--batch {at.batch}", *own,
-                     f"--dtype {at.dtype}"])
+# ---- tables ------------------------------------------------------------------
 
 
 def show(rows, at):
-    """Two tables: where the memory goes, and where the time."""
+    """Two tables of [(names, layout)]: where the memory goes, and where the time."""
     print(f"{'GB per GPU':>70} " + " ".join(f"{kind:>11}" for kind in HELD) + "     all")
     for i, (names, lay) in enumerate(rows, 1):
-        print(f"{i:3} {text(lay):66} " + " ".join(f"{names[kind] / 1e9:11.2f}" for kind in HELD)
-              + f" {names['memory'] / 1e9:7.2f}")
-    print("\nms  " + " ".join(f"{part.removesuffix('_time'):>9}" for part in PARTS)
-          + "      step TFLOP/s    MFU       tok/s" + "     days" * (at.tokens > 0))
+        held = " ".join(f"{names[kind] / 1e9:11.2f}" for kind in HELD)
+        print(f"{i:3} {text(lay):66} {held} {names['memory'] / 1e9:7.2f}")
+    parts = " ".join(f"{part.removesuffix('_time'):>9}" for part in PARTS)
+    head = f"\nms  {parts}      step TFLOP/s    MFU       tok/s"
+    if at.tokens:
+        head += "     days"
+    print(head)
     for i, (names, _) in enumerate(rows, 1):
-        print(f"{i:3} " + " ".join(f"{1e3 * names[part]:9.1f}" for part in (*PARTS, "seconds"))
-              + f" {names['tflops']:7.1f} {names['mfu']:6.1%} {names['rate']:11,.0f}"
-              + f" {names['days']:8.1f}" * (at.tokens > 0))
+        times = " ".join(f"{1e3 * names[part]:9.1f}" for part in (*PARTS, "seconds"))
+        line = f"{i:3} {times} {names['tflops']:7.1f} {names['mfu']:6.1%} {names['rate']:11,.0f}"
+        if at.tokens:
+            line += f" {names['days']:8.1f}"
+        print(line)
 
 
-def explain(names):
-    """Every formula, with the numbers put in."""
-    def number(match):
-        value = names.get(match[0], match[0])
-        return f"{value:.6g}" if isinstance(value, (int, float)) else f"'{value}'" if match[0] in names else value
-
-    for name, formula in (MEMORY | TIME).items():
-        put = re.sub(r"(?<!')\b[A-Za-z]\w*\b(?!')", number, formula)
-        print(f"  {name:12} = {formula}\n  {'':12} = {put} = {names[name]:.6g}")
+MODELS = {
+    "gpt2": PRESETS["gpt2"],
+    "gpt2-xl": PRESETS["gpt2-xl"],
+    "7B": GPTConfig(32, 4096, 32, 50257, 2048),
+    "30B": GPTConfig(48, 7168, 56, 50257, 2048),
+    "gpt3-175b": PRESETS["gpt3-175b"],
+}
 
 
 def table(at):
     """Markdown: the fastest layout of each model on 1, 8, 64 and 512 GPUs, and its MFU."""
-    sizes, models = (1, 8, 64, 512), {name: PRESETS[name] for name in ("gpt2", "gpt2-xl", "gpt3-175b")}
-    models |= {"7B": GPTConfig(32, 4096, 32, 50257, 2048), "30B": GPTConfig(48, 7168, 56, 50257, 2048)}
-    print("| model | " + " | ".join(f"{n} GPU{'s' * (n > 1)}" for n in sizes) + " |\n|" + "---|" * (1 + len(sizes)))
-    for model, cfg in sorted(models.items(), key=lambda item: item[1].width):
-        line = f"| {model} |"
-        for gpus in sizes:
-            fits, least = search(cfg, here := resized(at, gpus))
-            line += f" {text(fits[0][1], few=True)}: {timed(assess(cfg, here, fits[0][1]))['mfu']:.0%} |" if fits else \
-                f" needs {least[0] / 1e9:,.0f} GB |"
-        print(line)
+    sizes = (8, 64, 512)
+    print("| model | 1 GPU | " + " | ".join(f"{n} GPUs" for n in sizes) + " |")
+    print("|" + "---|" * (2 + len(sizes)))
+    for model, cfg in MODELS.items():
+        cells = [cell(cfg, resized(at, gpus)) for gpus in (1, *sizes)]
+        print(f"| {model} | " + " | ".join(cells) + " |")
+
+
+def cell(cfg, at):
+    fits, least = search(cfg, at)
+    if not fits:
+        return f"needs {least[0] / 1e9:,.0f} GB"
+    _, fastest = fits[0]
+    mfu = timed(assess(cfg, at, fastest))["mfu"]
+    return f"{text(fastest, few=True)}: {mfu:.0%}"
+
+
+# ---- formulas, explained -----------------------------------------------------
+
+
+def explain(names):
+    """Every formula: what it is, and each line of it that was executed, with the numbers put in."""
+    for formula in (*MEMORY, *TIME):
+        print(f"  {formula.__name__:12} {formula.__doc__}")
+        for line in executed(formula, [names[name] for name in needs(formula)]):
+            print(f"  {'':12}   {line}")
+
+
+def executed(formula, arguments):
+    """-> the assignments of a function, and what it returns, in the order of their execution"""
+    statements = statements_of(formula)
+    lines = []
+
+    def watch(frame, event, _):
+        number = frame.f_lineno - formula.__code__.co_firstlineno + 1
+        if event == "line" and number in statements:
+            lines.append(worked_out(statements[number], frame.f_locals))
+        return watch
+
+    before = sys.gettrace()
+    sys.settrace(watch)
+    result = formula(*arguments)
+    sys.settrace(before)
+    lines[-1] += f" = {as_text(result)}"
+    return lines
+
+
+def statements_of(function):
+    """-> {number of a line: the assignment or return that begins there}"""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    kinds = (ast.Assign, ast.AugAssign, ast.Return)
+    return {node.lineno: node for node in ast.walk(tree) if isinstance(node, kinds)}
+
+
+def worked_out(statement, values):
+    """A statement -> passes = 3, or total + 2 * x = 30 + 2 * 4096, or 2 * x / tp = 2 * 4096 / 2
+
+    Of a return of one number or name it leaves nothing: what is returned will follow.
+    """
+    formula = ast.unparse(statement.value)
+    if isinstance(statement, ast.AugAssign):
+        formula = f"{statement.target.id} + {formula}"
+    if isinstance(statement, ast.Return) and isinstance(statement.value, (ast.Name, ast.Constant)):
+        return "result"
+    numbers = ast.unparse(PutIn(values).visit(ast.parse(formula, mode="eval")))
+    formula = ast.unparse(PutIn({}).visit(ast.parse(formula, mode="eval")))
+    if numbers != formula:
+        formula = f"{formula} = {numbers}"
+    if isinstance(statement, ast.Assign):
+        formula = f"{statement.targets[0].id} = {formula}"
+    return formula
+
+
+class PutIn(ast.NodeTransformer):
+    """Names of numbers -> the numbers, and 1e12 in few digits."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def visit_Name(self, node):
+        value = self.values.get(node.id, node.id)
+        if isinstance(value, (int, float)):
+            return ast.Name(as_text(value))
+        return node
+
+    def visit_Constant(self, node):
+        return ast.Name(as_text(node.value))
+
+
+def as_text(number):
+    return f"{number:.6g}"
 
 
 # ---- this machine ------------------------------------------------------------
 
 
-def calibrate(cfg, at):
-    """On all ranks at once: matmuls of the model's size, copies, a block of one token, all-reduces; then matmuls on
-    rank 0 while the others wait -> the flags whose place they take."""
-    ranks, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
-    gpus, dtype = torch.cuda.device_count(), DTYPES[at.dtype]
-    device = f"cuda:{rank % gpus}" if gpus else "cpu"
-    if ranks > 1:
-        dist.init_process_group("nccl" if ranks <= gpus else "gloo")
+class Rates:
+    """How much of something is done in a second on this device, while all ranks are at it."""
 
-    def rate(amount, job, times=0):
-        """For half a second, so that all ranks are at it; a collective as often on every rank."""
+    def __init__(self, device):
+        self.device = device
+
+    def do(self, job, enough):
+        """Until enough(times done so far) -> times a second"""
         job()  # not counted
-        n, start = 0, time.perf_counter()
-        while n < times or not times and time.perf_counter() < start + 0.5:
+        done = 0
+        start = time.perf_counter()
+        while not enough(done):
             job()
-            if gpus:
-                torch.cuda.synchronize(device)
-            n += 1
-        return amount * n / (time.perf_counter() - start)
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            done += 1
+        return done / (time.perf_counter() - start)
 
-    rows, C, block = max(1, at.batch // at.gpus) * cfg.seq, cfg.width, Block(cfg).to(device, dtype)
-    token, x, w = (torch.randn(shape, device=device, dtype=dtype) for shape in ((1, 1, C), (rows, C), (C, 4 * C)))
-    large, matmul = torch.zeros(2, 1 << 23, device=device), (8 * rows * C * C / 1e12, lambda: x @ w)
-    flags = dict(efficiency=1.0, gpu_tflops=rate(*matmul), overhead=1 / rate(1, lambda: block(token).sum().backward()),
-                 hbm=rate(large.nbytes / 1e12, lambda: large[0].copy_(large[1])))
+    def for_a_while(self, job):
+        """Half a second. Ranks need not do it equally often."""
+        end = time.perf_counter() + 0.5
+        return self.do(job, lambda done: done > 0 and time.perf_counter() > end)
+
+    def so_often(self, times, job):
+        """A collective, which ranks must do equally often."""
+        return self.do(job, lambda done: done == times)
+
+
+def calibrate(cfg, at):
+    """Matmuls of the model's size, copies, a block of one token, all-reduces, on all ranks at once;
+    then matmuls on rank 0 while the others wait -> the flags whose place they take."""
+    launch = ranks_here()
+    ranks = launch.world_size
+    gpus = torch.cuda.device_count()
+    device = torch.device("cpu")
+    if gpus:
+        device = torch.device("cuda", launch.local_rank % gpus)
+        torch.cuda.set_device(device)
     if ranks > 1:
-        sent = 2 * (ranks - 1) / ranks * large.nbytes / 1e9
-        flags["bandwidth_intra"] = flags["bandwidth_inter"] = rate(sent, lambda: dist.all_reduce(large), 15)
-        flags["latency"] = 1 / rate(1, lambda: dist.all_reduce(large[0, :1]), 99)
-        if rank == 0:
-            flags["share"] = max(1.0, rate(*matmul) / flags["gpu_tflops"])  # the others wait below
+        backend = "gloo"
+        if gpus >= launch.local_world_size:
+            backend = "nccl"
+        dist.init_process_group(backend)
+
+    options = {"device": device, "dtype": DTYPES[at.dtype]}
+    rows = max(1, at.batch // at.gpus) * cfg.seq
+    C = cfg.width
+    x = torch.randn(rows, C, **options)
+    weight = torch.randn(C, 4 * C, **options)
+    token = torch.randn(1, 1, C, **options)
+    block = Block(cfg).to(**options)
+    large = torch.zeros(2, 1 << 23, device=device)
+    rates = Rates(device)
+    flops = 8 * rows * C * C
+    tflops = flops / 1e12 * rates.for_a_while(lambda: x @ weight)
+    flags = {"efficiency": 1.0, "gpu_tflops": tflops}
+    flags["overhead"] = 1 / rates.for_a_while(lambda: block(token).sum().backward())
+    flags["hbm"] = large.nbytes / 1e12 * rates.for_a_while(lambda: large[0].copy_(large[1]))
+    if ranks > 1:
+        flags.update(calibrate_collectives(rates, large, ranks))
+        if launch.rank == 0:  # the others wait below
+            alone = flops / 1e12 * rates.for_a_while(lambda: x @ weight)
+            flags["share"] = max(1.0, alone / tflops)
         dist.barrier()
         dist.destroy_process_group()
     return flags
 
 
+def calibrate_collectives(rates, large, ranks):
+    """-> bandwidths and latency of all-reduces"""
+    sent = 2 * (ranks - 1) / ranks * large.nbytes / 1e9
+    bandwidth = sent * rates.so_often(15, lambda: dist.all_reduce(large))  # partial -> replicated
+    small = large[0, :1]
+    starts = rates.so_often(99, lambda: dist.all_reduce(small))  # partial -> replicated
+    return {"bandwidth_intra": bandwidth, "bandwidth_inter": bandwidth, "latency": 1 / starts}
+
+
 def attempt(lay, at):
-    """Really runs a layout, on this machine -> ms per step"""
+    """Really runs a layout, on this machine -> ms per step, inf if it fails"""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "report.json")
-        flags = [*shlex.split(command(lay, at))[1:], "--no-check", "--json", str(file)]
-        done = subprocess.run([sys.executable, "-m", "torch.distributed.run", *flags], cwd=Path(__file__).parent,
-                              capture_output=True)
-        return float("inf") if done.returncode else json.loads(file.read_text())["ms_per_step"]
+        _, *words = shlex.split(command(lay, at))
+        line = [sys.executable, "-m", "torch.distributed.run", *words, "--no-check"]
+        done = subprocess.run([*line, "--json", str(file)], cwd=ROOT, capture_output=True)
+        if done.returncode:
+            return float("inf")
+        return json.loads(file.read_text())["ms_per_step"]
 
 
 # ---- run ---------------------------------------------------------------------
-
-OWN = {
-    "model": ("toy", "a preset, whose sizes the next five override", tuple(PRESETS)),
-    **{name: FLAGS[name][:2] for name in (*GPTConfig._fields, "json")}, "batch": (int, "B, sequences per step"),
-    "dtype": ("bf16", "of parameters and arithmetic", ("bf16", "fp32")), "gpus": (int, "G; the ranks, under torchrun"),
-    "gpu_memory": (80.0, "GB of a GPU"), "gpu_tflops": (312.0, "its peak"), "hbm": (2.0, "TB/s of its memory"),
-    "gpus_per_node": (8, "GPUs"), "bandwidth_intra": (300.0, "GB/s per GPU inside a node"),
-    "bandwidth_inter": (25.0, "GB/s per GPU across nodes"), "efficiency": (0.67, "of matmuls; fitted"),
-    "overhead": (0.0, "s to start the kernels of a block"), "latency": (0.0, "s to start a collective"),
-    "share": (1.0, "ranks that take turns on a GPU or core"),
-    "megatron_2021": (False, "the software of Narayanan 2021"), "tokens": (0.0, "to train on, for the days"),
-    **{axis: (int, "fixed") for axis in ("dp", "tp", "pp", "micro")}, "sp": (None, "fixed"),
-    "zero": (int, "fixed", (0, 1)), "schedule": (str, "fixed", tuple(SKIP)),
-    "ckpt": (str, "fixed", ("none", "selective", "full")),
-    "explain": (0, "ROW: its formulas, with the numbers put in"), "try": (0, "run so many rows on this machine"),
-    "calibrate": (False, "measure speed and bandwidth of the ranks"), "table": (False, "models by GPUs, as Markdown")}
-
-
-def read():
-    """-> flags, all of them in bounds; fixed: the axes that are given."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], usage="%(prog)s [flags]", allow_abbrev=False)
-    parser.error = lambda message: require(False, message)
-    for name, (default, help, *choices) in OWN.items():
-        kind = default if isinstance(default, type) else type(default)
-        options = dict(type=kind, default=None if kind is default else default, choices=choices[0] if choices else None)
-        if default is False or default is None:
-            options = dict(action="store_true" if default is False else argparse.BooleanOptionalAction)
-        parser.add_argument("--" + name.replace("_", "-"), help=help, **options)
-    at = parser.parse_args()
-    at.batch, at.gpus = at.batch or 512 * at.table, at.gpus or int(os.environ.get("WORLD_SIZE", 0)) + at.table
-    require(at.gpus > 0 and at.batch > 0, f"--gpus {at.gpus} --batch {at.batch}: give both, 1 or more")
-    for name, value in vars(at).items():
-        nothing = value in (None, False) and OWN[name][0] in (int, None, 0)  # not given, or 0 where that means no
-        require(nothing or not isinstance(value, (int, float)) or 0 < value < 1e18,
-                f"--{name.replace('_', '-')} {value}: must be more than 0")
-    at.cfg = GPTConfig(*(getattr(at, name) or size for name, size in PRESETS[at.model]._asdict().items()))
-    require(at.cfg.width % at.cfg.heads == 0, f"--heads {at.cfg.heads} does not divide --width {at.cfg.width}")
-    require(Path(at.json or ".").absolute().parent.is_dir(), f"--json {at.json}: no such folder")
-    at.fixed = {axis: getattr(at, axis) for axis in Layout._fields if getattr(at, axis) is not None}
-    return resized(at, at.gpus)
 
 
 def main():
     at = read()
     if at.calibrate:
-        vars(at).update(measured := calibrate(at.cfg, at))
-        if os.environ.get("RANK", "0") != "0":
+        measured = calibrate(at.cfg, at)
+        if ranks_here().rank > 0:
             return 0
+        vars(at).update(measured)
         print("measured: " + "  ".join(f"{name} {value:.4g}" for name, value in measured.items()))
     if at.table:
-        return table(at)
-    if at.gpus > at.gpus_per_node != at.node:
-        print(f"{at.gpus} GPUs are not full nodes of {at.gpus_per_node}: taken as {at.gpus // at.node} of {at.node}")
+        table(at)
+        return 0
+    if at.gpus > at.gpus_per_node and at.node != at.gpus_per_node:
+        nodes = at.gpus // at.node
+        print(f"{at.gpus} GPUs are not full nodes of {at.gpus_per_node}: "
+              f"taken as {nodes} of {at.node}")
     fits, least = search(at.cfg, at)
-    given = "".join(f" --{axis} {value}" for axis, value in at.fixed.items())
-    require(least, f"--batch {at.batch}{given}: no dp x tp x pp = {at.gpus} divides batch, --heads {at.cfg.heads} and "
-            f"--layers {at.cfg.layers}; take other --gpus or a --batch that is a multiple of them")
+    refuse_impossible(at, least)
     rows = [(timed(assess(at.cfg, at, lay)), lay) for _, lay in fits[:10]]
     require(at.explain <= len(rows), f"--explain {at.explain}: there are {len(rows)} rows")
-    said = "" if rows else advice(at.cfg, at, least)
+    said = ""
     if rows:
         show(rows, at)
-    print(said or f"\nrow {at.explain or 1}:  {command(rows[max(0, at.explain - 1)][1], at)}")
-    for names, _ in rows[at.explain - 1:at.explain]:
-        explain(names)
-    for seconds, lay in fits[:vars(at)["try"]]:
+        row = at.explain or 1
+        names, lay = rows[row - 1]
+        print(f"\nrow {row}:  {command(lay, at)}")
+        if at.explain:
+            explain(names)
+    else:
+        said = advice(at.cfg, at, least)
+        print(said)
+    for seconds, lay in fits[:getattr(at, "try")]:
         print(f"{attempt(lay, at):9.1f} ms, {1e3 * seconds:9.1f} expected: {text(lay)}", flush=True)
     if at.json:
-        found = [{key: value for key, value in names.items() if isinstance(value, (int, float, str))}
-                 | {"command": command(lay, at)} for names, lay in rows]
-        Path(at.json).write_text(json.dumps(dict(rows=found, fit=len(fits), advice=said, flags=vars(at)), indent=1))
-    return 0 if rows else 1
+        write(at, rows, len(fits), said)
+    return int(not rows)
+
+
+def refuse_impossible(at, least):
+    """No layout at all, whether it fits or not."""
+    given = "".join(f" --{axis} {value}" for axis, value in at.fixed.items())
+    require(least, f"--batch {at.batch}{given}: no dp x tp x pp = {at.gpus} divides batch, --heads "
+            f"{at.cfg.heads} and --layers {at.cfg.layers}; take other --gpus or a --batch that is "
+            "a multiple of them")
+
+
+def write(at, rows, fit, said):
+    found = []
+    for names, lay in rows:
+        row = {name: value for name, value in names.items() if isinstance(value, (int, float, str))}
+        row["command"] = command(lay, at)
+        found.append(row)
+    result = {"rows": found, "fit": fit, "advice": said, "flags": vars(at)}
+    Path(at.json).write_text(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":
