@@ -1,4 +1,4 @@
-"""Pipeline parallelism: each rank holds some of the layers, and micro-batches flow through the ranks.
+"""Pipeline parallelism: each rank holds some of the layers, and micro-batches flow through them.
 
     1f1b, 2 ranks, 4 micro-batches, B twice as long as F; time to the right, dots are the bubble
 
@@ -90,7 +90,7 @@ def loop(ranks, chunks):
 
 
 def vee(ranks, chunks=2):
-    """-> the stages of each rank: down the ranks and up again. Rank 0 has the first and the last."""
+    """-> the stages of each rank: down the ranks and up again. Rank 0 has the first and last."""
     return [[rank, 2 * ranks - 1 - rank] for rank in range(ranks)]
 
 
@@ -105,7 +105,7 @@ def sweep(kind, microbatches, stages, together):
 
 
 def turns(microbatches, warmup, stages, together=1):
-    """`warmup` forwards, then a forward and a backward in turn, then the backwards that are left."""
+    """`warmup` forwards, then a forward and a backward in turn, then the backwards left."""
     forwards = sweep("F", microbatches, stages, together)
     backwards = sweep("B", microbatches, stages[::-1], together)
     warmup = min(warmup, len(forwards))
@@ -116,7 +116,7 @@ def turns(microbatches, warmup, stages, together=1):
 
 
 def follow(plan, kind, lag):
-    """Each B is followed by an action of this kind for the micro-batch whose B came `lag` Bs before.
+    """Behind each B goes an action of this kind, for the micro-batch whose B came `lag` Bs before.
     The last of them go to the end."""
     longer = []
     waiting = []
@@ -186,7 +186,7 @@ def zb_h1(rank, ranks, microbatches, stages):
 
 def zb_h2(rank, ranks, microbatches, stages):
     """Twice the warm-up of 1F1B and a W later still: no bubble where F = B = W, for the activations
-    of 2p - 1 micro-batches (Qi 2023, figure 3). Each rank is done a little later than the one before it.
+    of 2p - 1 micro-batches (Qi 2023, figure 3). A rank is done a little after the one before.
 
     rank 0   F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3 ...
     rank 1   ...F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
@@ -197,8 +197,8 @@ def zb_h2(rank, ranks, microbatches, stages):
 class Score:
     """Writes a plan for two stages, 0 and 1, in words.
 
-    F0 the next forward of stage 0; B1 the next backward of stage 1; I1 the same, but the gradient of
-    the input alone; W the weights' gradients that are due longest; F0&B1 both, joined.
+    F0 the next forward of stage 0; B1 the next backward of stage 1; I1 the same, but the gradient
+    of the input alone; W the weights' gradients that are due longest; F0&B1 both, joined.
     """
 
     def __init__(self, stages):
@@ -276,7 +276,7 @@ def dualpipe_v(rank, ranks, microbatches, stages):
     return score.plan
 
 
-# The order that is found by search (Qi 2023, section 3.1), for given times of F, B, W and a transfer
+# The order that is found by search (Qi 2023, section 3.1), for given times
 
 
 class Draft:
@@ -435,7 +435,7 @@ def pipedream(rank, ranks, microbatches, stages):
 
 
 class Schedule(NamedTuple):
-    order: Callable | None  # (rank, ranks, micro-batches, its stages) -> plan; None: found by search
+    order: Callable | None  # (rank, ranks, micro-batches, its stages) -> plan; None: by search
     place: Callable = loop  # (ranks, chunks) -> the stages of each rank
     chunks: int | None = 1  # stages per rank; None: as many as one likes
 
@@ -491,8 +491,7 @@ def split_of(plan):
 
 
 def without_backward(plans, first):
-    """The plans of a model in which nothing is trained before stage `first`: no gradient goes there.
-    """
+    """The plans of a model in which nothing is trained before stage `first`."""
     return [[action for action in plan if action.kind == "F" or action.stage >= first]
             for plan in plans]
 
@@ -517,7 +516,7 @@ class Move(NamedTuple):
 
 
 def source(action, last):
-    """The key of the other stage's action whose output this one takes; last: the model's last stage.
+    """The key of the other stage's action whose output this one takes; last: the last stage.
     None if it takes none: the first F has the input of the model, the last B follows its own F."""
     if action.kind == "F" and action.stage > 0:
         return "F", action.microbatch, action.stage - 1
@@ -601,7 +600,7 @@ def make_groups(plans, shared=(), pipelines=None, group=None):
     """-> the Groups of this rank's pipeline. Every rank of the world calls this.
 
     shared: tuples of stages that hold a tied parameter. pipelines: a list of global ranks for each
-    pipeline that there is (all ranks are one). group: that of this rank's pipeline, if there is one.
+    pipeline that there is (all ranks are one). group: that of this rank's pipeline, if it exists.
 
     Every rank makes every group, in the same order, those it is not in too: a communicator of NCCL
     is made by all ranks of the one that it comes from. NCCL runs what goes through one group in
@@ -642,7 +641,7 @@ class Mail:
     rank 0   put(F0)  put(F1)  take(B0)  put(F2)  ..      route: F0 to 1, F1 to 1, B0 to 0, ..
     rank 1   take(F0) put(B0)  take(F1)  put(B1)  ..      the same on all ranks
 
-    A receive is started long before its tensor is taken, so that it travels while both ranks compute.
+    A receive is started long before its tensor is taken, so that it travels while ranks compute.
     What is sent is kept until the next send.
     """
 
@@ -707,7 +706,7 @@ class Mail:
         self.close()  # one send at a time: the memory of the one before is free
         tensor = self.made.pop(move.tensor).contiguous()
         size, dtype, _ = self.boundary
-        if tensor.shape != size or tensor.dtype != dtype:  # the other rank would hang, or read noise
+        if tensor.shape != size or tensor.dtype != dtype:  # the other rank would read noise
             raise ValueError(f"{move.tensor} made {tensor.dtype} {tuple(tensor.shape)}, "
                              f"but the boundary is {dtype} {tuple(size)}")
         if self.by_host:
@@ -730,7 +729,7 @@ class Mail:
 
 # ---- 1.3 a backward in two parts, for any module ----
 #
-#     y = x A, for every Linear          B    grad_x = grad_y A^T     what the stage before waits for
+#     y = x A, for every Linear          B    grad_x = grad_y A^T     the stage before waits for it
 #                                        W    grad_A = x^T grad_y     nobody waits: x and grad_y are
 #                                                                     kept until then
 #
@@ -835,7 +834,7 @@ class Slot:
 
 
 class Entry(torch.autograd.Function):
-    """Where a received tensor enters the graph: not as a leaf, so a stage may change it in place."""
+    """Where a received tensor enters the graph: no leaf, so that a stage may change it in place."""
 
     @staticmethod
     def forward(ctx, anchor, slot):
@@ -865,7 +864,7 @@ def nothing(stage, last):
 class Pipeline:
     """Runs one rank's plan, over modules that map one tensor to one tensor.
 
-    modules: {stage: module}, this rank's. plans: all ranks'. boundary: what goes from stage to stage.
+    modules: {stage: module}, this rank's. plans: all ranks'. boundary: what goes between stages.
     before(stage, last) and after(stage, last) are called around each action that adds to the
     gradients of a stage. `last`: it is the step's last one, so that they can be reduced over copies
     of the stage. split(later): a context in which what can be left for W is left there.
@@ -1019,7 +1018,7 @@ class Pipeline:
             torch.autograd.backward(edge, grad)
         if slot is None:
             return None
-        if slot.grad is None:  # the output does not depend on the input, but its gradient is awaited
+        if slot.grad is None:  # the output does not depend on the input, whose gradient is awaited
             size, dtype, device = self.boundary
             return torch.zeros(size, dtype=dtype, device=device)
         return slot.grad
@@ -1087,8 +1086,9 @@ class Stages(nn.ModuleList):
         for stage, module in enumerate(whole):
             for name, t in module.state_dict(keep_vars=True).items():
                 if name in self.homes and first_names.get(t) != name:
-                    raise ValueError(f"two stages have a {name!r}: give each the names of the whole "
-                                     "model, as Chain does for the layers of an nn.Sequential")
+                    raise ValueError(
+                        f"two stages have a {name!r}: give each the names of the whole model, as "
+                        "Chain does for the layers of an nn.Sequential")
                 self.homes.setdefault(name, Home(home[stage], t.shape, t.dtype))
                 if first_names.setdefault(t, name) != name:
                     self.aliases[name] = first_names[t]
@@ -1163,7 +1163,8 @@ def gather(mine, homes, groups, device):
         flat = torch.empty(sum(sizes), dtype=dtype, device=device)
         if rank == groups.rank:
             flat = torch.cat([mine[name].flatten() for name in names])
-        dist.broadcast(flat, src=groups.ranks[rank], group=groups.group)  # on one rank -> replicated
+        # on one rank -> replicated
+        dist.broadcast(flat, src=groups.ranks[rank], group=groups.group)
         for name, shape, part in zip(names, shapes, flat.split(sizes)):
             whole[name] = part.view(shape)
     return whole
@@ -1304,7 +1305,7 @@ class PipelinedGPT(Stages):
 
 
 def parallelize(model, plans, boundary, layers=None, groups=None, wrap=as_it_is):
-    """The plain GPT -> this rank's part of it. wrap(stage): around each stage (PipeDream's Stash)."""
+    """The plain GPT -> this rank's part of it. wrap(stage): around each (PipeDream's Stash)."""
     if layers is None:
         layers = split_layers(len(model.blocks), plans)
     whole = carve(model, layers)
@@ -1634,7 +1635,7 @@ def read_clock(run, pipeline, begin, plans, label):
 
 
 def measure_times(run, groups, boundary):
-    """--schedule auto without --times: F, B, W, COMM, from three forwards and backwards as zb-h1."""
+    """For --schedule auto without --times: F, B, W, COMM, from three passes as zb-h1."""
     plans = make_plans("zb-h1", run.world_size, run.args.micro)
     model = parallelize(run.build(), plans, boundary, groups=groups)
     plans = model.plans
@@ -1670,7 +1671,7 @@ def set_up(run, impl, plans, layers, groups, boundary):
 
 
 def pieces(model, optimizer):
-    """What this rank holds, by the plain GPT's names; of a tied parameter its first rank's is saved.
+    """What this rank holds, by the plain GPT's names; a tied parameter is saved by its first rank.
     """
     own = {name: p for name, p in model.named().items() if p not in model.elsewhere}
     copies = {name: p for name, p in model.named().items() if p in model.elsewhere}

@@ -1,12 +1,12 @@
 """Plays, times and draws lists of actions: what each rank of a pipeline does, in order.
 
-    plans     for each rank a list of actions, which have a .kind, a .microbatch, a .stage and .joined
+    plans     for each rank a list of actions: they have .kind, .microbatch, .stage and .joined
     played    the same with times: for each rank [(action, start, end), ..]
 
 The kinds are F forward, B backward, W the gradients of the weights where a B leaves them for later,
-and U an update. An F takes what the stage before has made, a B what the stage behind has; a stage is
-a part of the model, and a rank may hold several. A B whose W is in the plan is "split": it makes the
-gradient of its input alone. Nothing here knows by which rule a plan was made.
+and U an update. An F takes what the stage before has made, a B what the stage behind has; a stage
+is a part of the model, and a rank may hold several. A B whose W is in the plan is "split": it makes
+the gradient of its input alone. Nothing here knows by which rule a plan was made.
 """
 import json
 import statistics
@@ -50,7 +50,7 @@ def of_kind(plan, kind):
 
 
 def in_flight(plan):
-    """The most micro-batches whose activations a rank keeps at a time, from F to the end of backward.
+    """The most micro-batches whose activations a rank keeps at a time, from F to the last of B, W.
 
     They are counted in micro-batches of all that the rank holds: one in one of its v stages is 1/v.
     A stage without backward (all of it, and all before it, is frozen) keeps nothing.
@@ -76,8 +76,8 @@ def costs(plans, F, B, W, sizes=None):
     """-> cost(rank, action), for simulate.
 
     F, B, W: the times of all of a rank's stages for a micro-batch. B is the gradient of the input
-    alone: a B that is not split takes B + W. sizes: {stage: its part of a rank's mean work}, if they
-    are not all equal.
+    alone: a B that is not split takes B + W. sizes: {stage: its part of a rank's mean work}, if
+    they are not all equal.
     """
     table = {"F": F, "B": B, "W": W, "U": 0.0}
     split = [of_kind(plan, "W") for plan in plans]
@@ -95,8 +95,8 @@ def costs(plans, F, B, W, sizes=None):
 def simulate(plans, cost, comm=0.0, joined=False, route=None):
     """Play all ranks' plans -> for each rank [(action, start, end), ..].
 
-    cost(rank, action) and comm, the time of a transfer, are in one unit. A transfer occupies no rank
-    and, by default, no other transfer: every pair of ranks has a line in each direction.
+    cost(rank, action) and comm, the time of a transfer, are in one unit. A transfer occupies no
+    rank and, by default, no other transfer: a pair of ranks has a line in each direction.
     joined: an F that is marked so and the B behind it are one action. It starts when the inputs of
     both are there, and gives both outputs at its end.
     route: [((kind, micro-batch, stage), sender, receiver), ..]: all transfers of a rank share one
@@ -147,7 +147,7 @@ def arrival(need, rank, home, ends, comm, arrived):
 
 
 def on_one_line(route, ends, comm):
-    """-> {tensor: when it arrives} where a rank's transfers follow each other; those known so far."""
+    """-> {tensor: when it arrives} where a rank's transfers follow each other, as far as known."""
     free = Counter()  # {rank: when its line is free}
     stuck = set()  # ranks whose next transfer has not been made yet
     arrived = {}
@@ -273,7 +273,11 @@ def compare(plans, played):
     for word, times in (("planned", planned), ("measured", played)):
         lines.append(f"{word}: {1e3 * longest(times):.1f} ms, bubble {bubble_rate(times):.3f}")
         lines.append(grid(times))
+    begin = min(done[0][1] for done in played)
     figures = {
+        # for each rank [(kind, micro-batch, stage, start, end), ..], in ms
+        "timeline": [[(*key(action), 1e3 * (start - begin), 1e3 * (end - begin))
+                      for action, start, end in done] for done in played],
         "bubble_rate": bubble_rate(played),
         "planned_bubble_rate": bubble_rate(planned),
         "measured_ms": 1e3 * longest(played),

@@ -147,19 +147,19 @@ ONE_RANK = {
         --tp 2                                              unrecognized arguments: --tp 2
     """,
     "pipeline_parallel": """
-        --schedule zb-v                     --schedule: invalid choice: 'zb-v' (choose from 'naive',
+        --schedule zb-w                     --schedule: invalid choice: 'zb-w' (choose from 'naive',
         --dry-run 8                                         --layers 4 for 8 stages
         --dry-run 4 --schedule interleaved                  --layers 4 for 8 stages
-        --dry-run 2 --schedule interleaved --virtual 3      --layers 4 for 6 stages
+        --dry-run 2 --schedule interleaved --chunks 3       --layers 4 for 6 stages
         --dry-run 2 --schedule interleaved --micro 3  interleaved needs a multiple of the 2
         --micro 0                                           --micro 0: must be 1 or more
         --micro 3                                           --batch 8 does not divide into --micro 3
-        --virtual 0                                         --virtual 0: must be 1 or more
-        --impl torch --schedule naive    --schedule naive: torch has gpipe, 1f1b, interleaved, zb-h1
+        --chunks 0                                          --chunks 0: must be 1 or more
+        --impl torch --schedule naive    --schedule naive: torch has gpipe, 1f1b, interleaved, bfs
         --impl both --schedule pipedream    --schedule pipedream: torch has gpipe, 1f1b, interleaved
         --impl torch --dry-run 2                            --dry-run needs --impl scratch
-        --pp 4                                              --pp and --times are for --simulate only
-        --times 1,1,1,0                                     --pp and --times are for --simulate only
+        --pp 4                                              --pp is for --simulate only
+        --times 1,1,1,0                                     --times is for --simulate and
         --simulate --pp 0                                   --pp 0: must be 1 or more
         --simulate --pp x                                   --pp: invalid int value: 'x'
         --simulate --pp 4 --micro 0                         --micro 0: must be 1 or more
@@ -169,7 +169,7 @@ ONE_RANK = {
         --simulate --times 1,2,3                            --times 1,2,3: four are needed
         --simulate --times 1,2,3,4,5                        --times 1,2,3,4,5: four are needed
         --simulate --times 1,2,3,x                      --times 1,2,3,x: F,B,W,COMM are four numbers
-        --simulate --times=-1,1,1,0                         none below 0
+        --simulate --times=-1,1,1,0                         numbers from 0 to 1e9
         --simulate --times nan,1,1,0                        --times nan,1,1,0:
         --simulate --json no/such/report.json             --json no/such/report.json: no such folder
     """,

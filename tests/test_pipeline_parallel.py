@@ -377,8 +377,8 @@ def flat(actions):
 
 
 def their_plans(name, p, m, v):
-    """The same as our actions; micro-batches of F and B by counting: torch's 1F1B begins with number
-    1 on the last rank, and its BFS goes backward from the last."""
+    """The same as our actions; micro-batches of F and B by counting: torch's 1F1B begins with
+    number 1 on the last rank, and its BFS goes backward from the last."""
     plans = []
     theirs_by_rank = listed(name, p, m, v)
     for rank in range(p):
@@ -400,8 +400,14 @@ def without_pairs(plans):
 
 
 @pytest.mark.parametrize("name, v", [
-    ("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("bfs", 2), ("zb-h1", 1),
-    ("zb-v", 2), ("dualpipe-v", 2)])
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("interleaved", 2),
+    ("interleaved", 3),
+    ("bfs", 2),
+    ("zb-h1", 1),
+    ("zb-v", 2),
+    ("dualpipe-v", 2)])
 def test_torchs_schedules_are_ours(name, v):
     for p, m in [(1, 2), (2, 4), (3, 9), (4, 8), (8, 16)]:
         ours = without_pairs(make_plans(name, p, m, v))
@@ -474,8 +480,13 @@ def test_dualpipe_v_with_too_few_micro_batches_is_refused():
 
 
 PICTURES = {  # function: the plans that its docstring draws, in which F = B = W
-    "naive": ("naive", 2), "gpipe": ("gpipe", 4), "interleaved": ("interleaved", 4),
-    "looped_bfs": ("bfs", 2), "zb_h1": ("zb-h1", 4), "zb_h2": ("zb-h2", 4), "zb_v": ("zb-v", 4),
+    "naive": ("naive", 2),
+    "gpipe": ("gpipe", 4),
+    "interleaved": ("interleaved", 4),
+    "looped_bfs": ("bfs", 2),
+    "zb_h1": ("zb-h1", 4),
+    "zb_h2": ("zb-h2", 4),
+    "zb_v": ("zb-v", 4),
     "dualpipe_v": ("dualpipe-v", 4),
 }
 
@@ -648,14 +659,19 @@ def test_frozen_parameters_equal_one_process(train):
 
 
 @pytest.mark.parametrize("world, flags", [
-    (2, ["--schedule", "interleaved"]), (2, ["--schedule", "zb-v", "--micro", "8"]),
+    (2, ["--schedule", "interleaved"]),
+    (2, ["--schedule", "zb-v", "--micro", "8"]),
     (4, ["--schedule", "zb-h1", "--micro", "8", "--vocab", "257", "--clip", "0"]),
-    (2, ["--schedule", "auto", "--limit", "3"]), (2, ["--schedule", "auto", "--times", "2,1,1,0.1"]),
-    (2, ["--layers-per-stage", "1,4"]), (2, ["--layers-per-stage", "balanced", "--vocab", "999"]),
+    (2, ["--schedule", "auto", "--limit", "3"]),
+    (2, ["--schedule", "auto", "--times", "2,1,1,0.1"]),
+    (2, ["--layers-per-stage", "1,4"]),
+    (2, ["--layers-per-stage", "balanced", "--vocab", "999"]),
     (2, ["--eval-every", "1", "--warmup", "1", "--decay", "cosine", "--schedule", "zb-h2"]),
     (2, ["--train", "blocks.[34]|norm", "--schedule", "zb-h1", "--eval-every", "2"]),
-    (1, ["--schedule", "pipedream"]), (2, ["--schedule", "pipedream", "--micro", "8"]),
-    (4, ["--schedule", "pipedream"]), (4, ["--schedule", "pipedream", "--micro", "1"]),
+    (1, ["--schedule", "pipedream"]),
+    (2, ["--schedule", "pipedream", "--micro", "8"]),
+    (4, ["--schedule", "pipedream"]),
+    (4, ["--schedule", "pipedream", "--micro", "1"]),
     (2, ["--schedule", "pipedream", "--train", "blocks.[34]", "--eval-every", "1"])])
 def test_script_proves_itself(world, flags):
     report = proves("pipeline_parallel", world, "--layers", "5", *flags)
@@ -735,7 +751,12 @@ def check_any_module(name, v):
 
 
 @pytest.mark.parametrize("name, v", [
-    ("1f1b", 1), ("interleaved", 2), ("bfs", 3), ("zb-h1", 1), ("zb-h2", 1), ("zb-v", 2),
+    ("1f1b", 1),
+    ("interleaved", 2),
+    ("bfs", 3),
+    ("zb-h1", 1),
+    ("zb-h2", 1),
+    ("zb-v", 2),
     ("dualpipe-v", 2)])
 def test_any_module(name, v):
     run(check_any_module, 2, name, v)
@@ -892,7 +913,8 @@ def check_step_of_wrong_size():
             pipeline.step(list(torch.zeros(count, 3, 5)), lambda out, mb: out.sum())
         with pytest.raises(ValueError, match=f"{count} inputs for a plan of 2 micro-batches"):
             pipeline.evaluate(list(torch.zeros(count, 3, 5)), lambda out, mb: out.sum())
-    with pytest.raises(ValueError, match=r"the plan is for the stages \[0\], the modules are \[1\]"):
+    wrong = r"the plan is for the stages \[0\], the modules are \[1\]"
+    with pytest.raises(ValueError, match=wrong):
         Pipeline({1: nn.Linear(5, 5)}, plans, make_groups(plans), cpu(3, 5))
 
 
@@ -927,7 +949,7 @@ def test_two_pipelines():
 
 
 def check_every_rank_makes_every_group():
-    """Subgroups of NCCL are made by all ranks of the world; each link has two, for its directions."""
+    """Subgroups of NCCL are made by all ranks of the world; each direction of a link has one."""
     made = []
     new_group = dist.new_group
     get_backend = dist.get_backend
@@ -1139,7 +1161,12 @@ def whole_loss(loss):
 
 
 @pytest.mark.parametrize("world, name", [
-    (2, "1f1b"), (2, "zb-v"), (4, "zb-h1"), (4, "interleaved"), (2, "dualpipe-v"), (3, "auto")])
+    (2, "1f1b"),
+    (2, "zb-v"),
+    (4, "zb-h1"),
+    (4, "interleaved"),
+    (2, "dualpipe-v"),
+    (3, "auto")])
 def test_the_copy_trains_another_model(world, name):
     run(check_copy, world, name)
 
@@ -1182,8 +1209,12 @@ def test_activations_are_what_the_schedule_promises():
 
 
 @pytest.mark.parametrize("world, schedule, ranks", [
-    (4, "1f1b", [0, 1]), (2, "zb-h1", [1]), (2, "interleaved", [0]), (2, "zb-v", [0, 1]),
-    (2, "dualpipe-v", [1]), (2, "pipedream", [0])])
+    (4, "1f1b", [0, 1]),
+    (2, "zb-h1", [1]),
+    (2, "interleaved", [0]),
+    (2, "zb-v", [0, 1]),
+    (2, "dualpipe-v", [1]),
+    (2, "pipedream", [0])])
 def test_cost(world, schedule, ranks):
     """Bytes sent and held, as the textbook has them and as a dry run counts them."""
     flags = ("--layers", "4", "--schedule", schedule)
@@ -1283,9 +1314,13 @@ def newest_weights(module):
 
 
 @pytest.mark.parametrize("plant, schedule", [
-    (not_divided, "1f1b"), (tied_not_summed, "1f1b"), (tied_counted_twice, "zb-h2"),
-    (last_microbatch_only, "gpipe"), (weight_gradient_forgotten, "zb-h1"),
-    (weight_gradient_forgotten, "zb-v"), (newest_weights, "pipedream")])
+    (not_divided, "1f1b"),
+    (tied_not_summed, "1f1b"),
+    (tied_counted_twice, "zb-h2"),
+    (last_microbatch_only, "gpipe"),
+    (weight_gradient_forgotten, "zb-h1"),
+    (weight_gradient_forgotten, "zb-v"),
+    (newest_weights, "pipedream")])
 def test_planted(plant, schedule):
     proves("pipeline_parallel", 2, "--schedule", schedule, "--layers", "4", plant=plant)
 
