@@ -1,32 +1,50 @@
-"""DP x TP x PP: stages of layers, matrices cut over the ranks of a stage, and copies of it all that share the batch.
+"""Data, tensor and pipeline parallelism in one run; context, expert parallelism and ZeRO by flags.
 
-                     copy 0 (rows 0..3)      copy 1 (rows 4..7)        rank = (stage * dp + copy) * tp + slice
-    stage 0          ranks 0 1  ---- dp ---- ranks 2 3                 tp: neighbours, who talk in every layer
-      embedding,        |  |                    |  |                   dp: once per step, while backward runs
-      layers 0 1       pp pp                   pp pp                   pp: between stages, once per micro-batch,
-    stage 1             |  |                    |  |                       and once per step the tied embedding,
-      layers, head   ranks 4 5  ---- dp ---- ranks 6 7                     which first and last stage both hold
+                     copy 0 (rows 0..3)      copy 1 (rows 4..7)
+    stage 0          ranks 0 1  ---- dp ---- ranks 2 3        tp: neighbours, who talk in each layer
+      embedding,        |  |                    |  |          dp: once per step, during backward
+      layers 0 1       pp pp                   pp pp          pp: to the next stage per micro-batch;
+    stage 1             |  |                    |  |              the embedding once per step: the
+      layers, head   ranks 4 5  ---- dp ---- ranks 6 7            last stage's head is tied to it
 
-Each technique is in its own file. This one says who is who (make_mesh), in which order they are applied (parallelize),
-over which axes a gradient is summed (sum_gradients), what its norm is (gradient_norm), and what of it all is saved, so
-that any other layout can go on (layouts.py).
+    rank = ((pp_rank dp + dp_rank) cp + cp_rank) tp + tp_rank
+    ep: in each stage, ep neighbours of its dp x cp ranks share out the experts
 
-    in numbers; T, P, D ranks; S tokens   plain GPT       one rank of a middle stage
-    parameters, gradients                 12 C C L        12 C C L / (T P)
-    AdamW states                          24 C C L        24 C C L / (T P), --zero 1: / D too
-    activations, 1f1b                     16 B S C L      (4 + 12/T) B/(D M) S C L/P (P - stage), --sp: 16/T
-    sends on tp, per step                 -               8 B/D S C L/P (T-1)/T, --sp: 10
-    sends on dp, per step                 -               2 (D-1)/D of its gradients
-    sends on pp, per step                 -               2 B/D S C, --sp: / T
+Each technique is in its own file. This one says who is who (Mesh), in which order techniques are
+applied (parallelize), and along which axes ranks sum a gradient, S (sum_gradients), and then hold
+the same one, 1, so that the norm counts it once (gradient_norm):
 
-Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM",
-arXiv:2104.04473, section 3. At work: DeviceMesh, fully_shard, parallelize_module, torch.distributed.pipelining.
+    parameter        tp               cp and dp, without ep   ep        first and last stage
+    matrix           cut              S 1                     S 1       -
+    norm, row bias   1, --sp: S 1     S 1                     S 1       -
+    embedding        cut              S 1                     S 1       S 1
+    router           S 1              S 1                     S 1       -
+    expert           S 1              S 1                     cut       -
+
+    numbers (plain MLPs)   plain GPT    one rank of a middle stage
+    held, of 4 per weight  48 C^2 L     48 C^2 L / (tp pp); --zero 1, 2, 3: 2, 3, 4 of 4 / (dp cp)
+    activations, 1f1b      16 B T C L   (4 + 12/tp) B/(dp M) T/cp C L/pp (pp - stage); --sp: 16/tp
+    sent on tp, per step   -            8 B/dp T/cp C L/pp (tp-1)/tp; --sp: 10
+    sent on dp x cp        -            2 (n-1)/n of its gradients, n = dp cp
+    sent on pp, per step   -            2 B/dp T/cp C; --sp: / tp
+
+Narayanan 2021, arXiv:2104.04473, section 3; Llama team 2024, arXiv:2407.21783, section 3.3.2.
+At work: DeviceMesh, fully_shard, parallelize_module, torch.distributed.pipelining (section 3).
 
     torchrun --standalone --nproc_per_node=8 hybrid_3d.py --dp 2 --tp 2 --pp 2
-    python hybrid_3d.py --dry-run 512 --dp 8 --tp 8 --pp 8 --model gpt3-175b --batch 512 --micro 64 --sp --dtype bf16
+
+    model = Hybrid(stages, blocks, kind_of, mesh, tp, make_optimizer)  # in your own code
+    pipeline = Pipeline(stages, plans, groups, boundary, model.before_backward)
+    model.zero_grad(); pipeline.step(inputs, loss_of)
+    sum_gradients(model)
+    step(model, gradient_norm(model), clip)
 """
 import contextlib
+import math
+import re
 import sys
+from collections import defaultdict, namedtuple
+from fnmatch import fnmatchcase
 from functools import partial
 
 import torch
@@ -37,309 +55,1459 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 import amp_accum_ckpt
+import context_parallel
+import moe
 import pipeline_parallel
 import tensor_parallel
-import zero
-from common import POSITIVE, Run, adamw, arguments, build, loss_sum, share
-from harness import checkpoint
-from harness.resharding import gather, layout, restore, sharded_state, whole_shape
-from pipeline_parallel import Pipeline, Stage
-from harness.timeline import bubble_rate, chunks, costs, in_flight, make_plans, simulate
-from tensor_parallel import CutSequence, WholeSequence, unshard, vocab_parallel_cross_entropy, whole
+from common import (
+    ANY, CHECKED, POSITIVE, Flag, Run, Side, adamw, arguments, build, loss_sum, require, share)
+from harness.checkpoint import STATES, Piece, run_pieces
+from harness.timeline import bubble_rate, in_flight
+from pipeline_parallel import Boundary, Pipeline, SplitLinears, Stages
+from tensor_parallel import CutSequence, WholeSequence, unshard, vocab_parallel_cross_entropy
 from zero import ZeRO
 
-# ---- 1. the technique (copy this; it needs torch and the files it imports) ---
+# ---- 1. the technique (copy this; it needs torch and the files of the techniques) ---
 
 
-def make_mesh(device, dp, tp, pp):
-    """-> the ranks by pp, dp, tp, and this rank's group of first and last stage, which share the tied embedding.
+class Mesh:
+    """Who is who: sizes of the axes, this rank's place on each, and the group of ranks along each.
 
-    tp varies fastest: it talks most, so its ranks are neighbours; pp talks least (Narayanan 2021, section 3).
+    tp varies fastest, since its ranks talk most, and pp slowest (Narayanan 2021, section 3). The
+    dp x cp ranks of the axis "data" hold the same dense parameters. With experts, every ep of them
+    that are neighbours share these out, and those that hold the same ones are "replicas". "stage"
+    is all ranks of a pipeline's stage.
     """
-    mesh, ends = init_device_mesh(device, (pp, dp, tp), mesh_dim_names=("pp", "dp", "tp")), None
-    if pp > 1:
-        ends, _ = dist.new_subgroups_by_enumeration(mesh.mesh[[0, -1]].flatten(1).T.tolist())
-    return mesh, ends
+
+    def __init__(self, dp=1, cp=1, tp=1, pp=1, ep=None):
+        ranks = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
+        place = (ranks == dist.get_rank()).nonzero()[0].tolist()
+        self.size = {"pp": pp, "dp": dp, "cp": cp, "tp": tp, "data": dp * cp}
+        self.place = dict(zip(("pp", "dp", "cp", "tp"), place))
+        self.place["data"] = self.place["dp"] * cp + self.place["cp"]
+        self.pipelines = ranks.flatten(1).T.tolist()  # the ranks of each pipeline, by stage
+        self.group = {  # {axis: ProcessGroup}
+            "pp": group_along(ranks, [0]),
+            "tp": group_along(ranks, [3]),
+            "data": group_along(ranks, [1, 2]),
+        }
+        if cp > 1:
+            self.group["cp"] = group_along(ranks, [2])
+        if ep:
+            by_expert = ranks.view(pp, dp * cp // ep, ep, tp)
+            self.size["ep"] = ep
+            self.size["replicas"] = dp * cp // ep
+            self.place["ep"] = self.place["data"] % ep
+            self.place["replicas"] = self.place["data"] // ep
+            self.group["stage"] = group_along(ranks, [1, 2, 3])
+            self.group["replicas"] = group_along(by_expert, [1])
+            self.group["ep"] = group_along(by_expert, [2])
 
 
-class Hybrid(nn.ModuleList):
-    """This rank's stages of a model. homes: {name: (pp rank that has it, whole shape)} of all; tied: held twice."""
+def group_along(ranks, dims):
+    """ranks: all of them, with a dimension for each axis. -> the group of those that differ from
+    this rank in the dimensions `dims` alone.
 
-    def __init__(self, stages, homes, tied, mesh, ends):
-        super().__init__(stages)
-        self.homes, self.mesh, self.ends, self.group = homes, mesh, ends, mesh.get_group("pp")
-        self.names = {p: name for stage in stages[::-1] for name, p in stage.named_parameters()}
-        self.tied = [p for p, name in self.names.items() if name in tied]
-        self.cuts = tensor_parallel.cuts(self)
+    Every rank makes every group, in one order: NCCL splits a group off the world's communicator,
+    and all ranks have to take part in that.
+    """
+    others = [dim for dim in range(ranks.dim()) if dim not in dims]
+    in_rows = ranks.permute(*others, *dims).flatten(len(others)).flatten(0, -2)
+    for row in in_rows.tolist():
+        group = dist.new_group(row)
+        if dist.get_rank() in row:
+            mine = group
+    return mine
 
-    def optimize(self, zero, make_optimizer):
-        """Over dp: blocks, and apart from them the edges, whose gradients wait for the sum of the tied ones."""
-        blocks = nn.ModuleList(block for stage in self for block in stage.blocks.values())
-        edges = nn.ModuleList(m for stage in self for name, m in stage.named_children() if name != "blocks")
-        self.zeros = [ZeRO(part, make_optimizer, self.mesh.get_group("dp"), zero, units)
-                      for part, units in ((blocks, list(zip(blocks))), (edges, [tuple(edges)])) if len(part)]
-        self.flats = [flat for part in self.zeros for flat in part.flats]
-        self.held = lambda: {kind: [t for part in self.zeros for t in part.held()[kind]]
-                             for kind in ("parameters", "gradients", "optimizer")}
 
-    def sync(self, chunk, last):
-        """Before each backward: in a chunk's last one its blocks' gradients begin to be summed over dp."""
-        for part, now in zip(self.zeros, (last, False)):
-            part.sync = now
+# summed: the axes along which ranks hold a summand of a gradient, after backward
+# alike: the axes along which they hold the same sum afterwards, so that it counts once in the norm
+Kind = namedtuple("Kind", "summed alike")
 
-    def gradients(self):
-        """-> [(parameter, this rank's piece of its gradient)]"""
-        return [(part.parameter, part.grad) for zero in self.zeros for part in zero.parts]
+
+def kinds_of_parameters(sequence_parallel):
+    """-> {name: Kind}, the docstring's table.
+
+    "data" is dp x cp, which is replicas x ep. "stages" are those that share a tied parameter.
+    """
+    kinds = {
+        "matrix": Kind(summed=["data"], alike=["data"]),
+        "norm": Kind(summed=["data"], alike=["data", "tp"]),
+        "row bias": Kind(summed=["data"], alike=["data", "tp"]),
+        "embedding": Kind(summed=["stages", "data"], alike=["stages", "data"]),
+        "router": Kind(summed=["data", "tp"], alike=["data", "tp"]),
+        "expert": Kind(summed=["replicas", "tp"], alike=["replicas", "tp"]),
+    }
+    if sequence_parallel:  # norms and row biases have seen this rank's positions only
+        kinds["norm"].summed.append("tp")
+        kinds["row bias"].summed.append("tp")
+    return kinds
+
+
+class Optimizers:
+    """Several optimizers as one, for whatever sets learning rates, saves and loads."""
+
+    def __init__(self, optimizers):
+        self.param_groups = []  # of all of them
+        self.state = defaultdict(dict)  # {parameter: its states}, which they share
+        for optimizer in optimizers:
+            self.param_groups += optimizer.param_groups
+            optimizer.state = self.state
+
+
+class Hybrid(nn.Module):
+    """This rank's stages of a model, and the ZeROs that sum and step their parameters.
+
+    stages          pipeline_parallel's Stages, whose modules tp has cut already
+    blocks          {number of a stage: [modules in it]}, each of which ZeRO holds together. What is
+                    in none of them is an edge, such as the embedding
+    kind_of         function: the name of a parameter -> the name of its Kind
+    tp              tensor_parallel's WholeSequence or CutSequence
+    make_optimizer  function: torch's list of parameter groups -> optimizer
+    zero            stage of ZeRO
+    edges_wait      has the model several stages? Then gradients of edges stay whole until those of
+                    the tied embedding are summed: no more than ZeRO-1 for them
+    """
+
+    def __init__(self, stages, blocks, kind_of, mesh, tp, make_optimizer, zero=0, edges_wait=True):
+        super().__init__()
+        self.stages = stages
+        self.mesh = mesh
+        self.tp = tp
+        self.zero = zero
+        kinds = kinds_of_parameters(isinstance(tp, CutSequence))
+        self.names = {p: name for name, p in stages.named().items()}
+        self.kind = {p: kinds[kind_of(name)] for p, name in self.names.items()}
+        self.cuts = tensor_parallel.cuts(self)  # {parameter: Cut}, of those that tp has cut
+
+        self.inner = {}  # {stage: [ZeRO]}, of its blocks
+        in_blocks = set()
+        for number, modules in blocks.items():
+            self.inner[number] = self.zeros_of(modules, modules, zero, make_optimizer)
+            for module in modules:
+                in_blocks.update(module.modules())
+        edges = [m for m in self.modules() if m not in in_blocks and has_parameters(m)]
+        edges_zero = min(zero, 1) if edges_wait else zero
+        self.edges = self.zeros_of(edges, [tuple(edges)], edges_zero, make_optimizer)
+        self.zeros = self.edges + [part for parts in self.inner.values() for part in parts]
+        self.optimizer = Optimizers([part.optimizer for part in self.zeros])
+        # one over the ranks that hold it, for each of self.parts()
+        shares = [1 / self.holders(part.parameter) for part in self.parts()]
+        self.shares = torch.tensor(shares, dtype=torch.float64, device=stages.device)
+
+    def zeros_of(self, modules, units, zero, make_optimizer):
+        """-> [ZeRO] of the parameters in these modules: the dense ones are alike on all ranks of
+        data, experts on replicas."""
+        dense = []
+        experts = []
+        for module in modules:
+            for part in module.modules():
+                if not has_parameters(part):
+                    continue
+                kind = self.kind[next(part.parameters(recurse=False))]
+                if "replicas" in kind.summed:
+                    experts.append(part)
+                else:
+                    dense.append(part)
+        zeros = []
+        if dense:
+            group = self.mesh.group["data"]
+            zeros.append(ZeRO(nn.ModuleList(dense), make_optimizer, group, zero, units))
+        if experts:
+            group = self.mesh.group["replicas"]
+            zeros.append(ZeRO(nn.ModuleList(experts), make_optimizer, group, zero, experts))
+        return zeros
+
+    def wide(self):
+        """The dtype of sums of squares, on all ranks."""
+        return torch.promote_types(next(self.parameters()).dtype, torch.float32)
+
+    def parts(self):
+        """-> [zero.Part]: what this rank sums, clips and steps, a piece of a parameter each."""
+        return [part for zero in self.zeros for part in zero.parts]
+
+    def holders(self, p):
+        """How many ranks hold the same summed gradient of a parameter, or the same piece of it."""
+        count = 1
+        for axis in self.kind[p].alike:
+            if axis == "stages":
+                if p in self.stages.tied:
+                    count *= self.stages.tied[p].size()
+            elif axis == "tp" or self.zero == 0:  # ZeRO cuts it along the others
+                count *= self.mesh.size[axis]
+        return count
+
+    def zero_grad(self):
+        for zero in self.zeros:
+            zero.zero_grad()
+            zero.sync = False
+
+    def before_backward(self, stage, last):
+        """To be called before a backward adds to a stage's gradients; last: for the last time in
+        this step. ZeRO-0 and 1 then sum them over ranks while it runs."""
+        for zero in self.inner[stage]:
+            zero.sync = last
+
+    def after_backward(self, stage, last):
+        """To be called after it: ZeRO-2 and 3 have no room to wait."""
+        for zero in self.inner[stage] + self.edges:
+            if zero.stage >= 2:
+                zero.reduce()  # partial -> sharded
+
+    def held(self):
+        """-> {kind: [tensors]} that this rank keeps between steps, for a ledger."""
+        kept = defaultdict(list)
+        for zero in self.zeros:
+            for kind, tensors in zero.held().items():
+                kept[kind] += tensors
+        kept["parameters"] += self.buffers()
+        return kept
+
+
+def has_parameters(module):
+    """Has it some of its own, not those of modules inside it?"""
+    return any(True for _ in module.parameters(recurse=False))
 
 
 def sum_gradients(model):
-    """After backward: each gradient over the axes on which its copies have seen different things."""
-    for p in model.tied:
-        dist.all_reduce(p.grad, group=model.ends)  # over pp: partial -> replicated, before dp ranks cut it each its way
-    for part in model.zeros:
-        part.sync = True
-        part.reduce()  # over dp: partial -> replicated, --zero 1: sharded
-    uncut = [grad for p, grad in model.gradients() if p not in model.cuts]
-    if isinstance(model.tp, CutSequence):
-        tensor_parallel.sum_over_ranks(uncut, model.tp)  # over tp, norms and row biases: partial -> replicated
+    """After backward: along the axes that the kind of a parameter says, in this order."""
+    model.stages.sum_tied_gradients()  # over the stages that share it: partial -> replicated
+    for zero in model.zeros:
+        if zero.stage < 2:
+            zero.sync = True
+            zero.reduce()  # over data or replicas: partial -> replicated, in ZeRO-1 sharded
+    over_tp = [part.grad for part in model.parts() if "tp" in model.kind[part.parameter].summed]
+    tensor_parallel.sum_over_ranks(over_tp, model.tp)  # over tp: partial -> replicated
 
 
 def gradient_norm(model):
-    """Every number of the model's gradient once: a rank brings its part of those that others hold as well."""
-    squares, tied, copies = [], set(model.tied), 1 if model.zeros[0].stage else model.mesh["dp"].size()
-    for p, grad in model.gradients():
-        holders = copies * (1 if p in model.cuts else model.tp.size) * (1 + (p in tied))
-        norm = torch.linalg.vector_norm(grad, dtype=torch.promote_types(grad.dtype, torch.float32))
-        squares.append(norm.square() / holders)
-    square = torch.stack(squares).sum()
-    dist.all_reduce(square)  # over all axes: partial -> replicated
+    """Of the whole model, each number once: all ranks that hold it alike bring equal shares."""
+    gradients = [part.grad for part in model.parts()]
+    square = torch.zeros((), dtype=model.wide(), device=model.stages.device)
+    if gradients:
+        norms = torch._foreach_norm(gradients, dtype=model.wide())
+        square = (torch.stack(norms).square() * model.shares.to(model.wide())).sum()
+    dist.all_reduce(square)  # over all ranks: partial -> replicated
     return square.sqrt()
+
+
+def step(model, norm, clip):
+    """Clips the summed gradients to a norm of `clip` (0: does not), and steps the parameters."""
+    for zero in model.zeros:
+        zero.scale_to_norm(clip, norm)
+        zero.step()
+    moe.step_biases(model)
+
+
+def gather(model, tensors, homes):
+    """{parameter or buffer of this rank: itself, or a tensor that is cut like it} -> {name: whole
+    tensor} of all stages and experts, on every rank. homes: {name: Home}, of the whole model."""
+    mine = {}
+    for stage in model.stages:
+        for name, t in stage.state_dict(keep_vars=True).items():
+            if t in tensors:
+                cut = model.cuts.get(t)
+                mine[name] = unshard(tensors[t], cut, model.tp)  # over tp: sharded -> replicated
+    if "ep" in model.mesh.group:
+        mine = moe.gather_experts(mine, model.mesh.group["ep"])  # over ep: sharded -> replicated
+    groups = model.stages.groups
+    device = model.stages.device
+    return pipeline_parallel.gather(mine, homes, groups, device)  # on one stage -> replicated
 
 
 # ---- 2. the toy GPT, parallelized --------------------------------------------
 
+KIND_BY_NAME = [  # the first pattern that fits a parameter's name
+    ("*.experts.*", "expert"),
+    ("*.router.*", "router"),
+    ("tok.*", "embedding"),
+    ("head.*", "embedding"),
+    ("*norm*", "norm"),
+    ("*.out.bias", "row bias"),
+    ("*.down.bias", "row bias"),
+    ("*", "matrix"),  # and biases of columns, and positions, which are cut in the same way
+]
+SHARED_EXPERT = {  # tensor_parallel's plan for the expert that every token visits
+    "blocks.*.mlp.shared.up": tensor_parallel.ColumnLinear,
+    "blocks.*.mlp.shared.down": tensor_parallel.RowLinear,
+}
+ATTENTION = {
+    "ring": context_parallel.Ring,
+    "zigzag": context_parallel.Zigzag,
+    "allgather": context_parallel.AllGather,
+    "ulysses": context_parallel.Ulysses,
+}
 
-def carve(model, mesh, ends, virtual, wrap=lambda stage: None):
-    """-> this rank's stages of a model whose layers are cut already; wrap(stage) is called for each."""
-    ranks, rank = mesh["pp"].size(), mesh.get_local_rank("pp")
-    stages = [Stage(model, i, ranks * virtual) for i in range(ranks * virtual)]
-    table = tensor_parallel.cuts(model)
-    homes = {name: (i % ranks, whole_shape(p, table.get(p))) for i, stage in enumerate(stages)
-             for name, p in stage.state_dict(keep_vars=True).items()}
-    for stage in stages[rank::ranks]:
-        wrap(stage)
-    return Hybrid(stages[rank::ranks], homes, ("tok.weight", "head.weight") if ranks > 1 else (), mesh, ends)
+
+def kind_of(name):
+    for pattern, kind in KIND_BY_NAME:
+        if fnmatchcase(name, pattern):
+            return kind
 
 
-def parallelize(model, mesh, ends, plans, boundary, sp=False, zero=0, ckpt="none", lr=1e-3):
-    """The order of application: within a layer (tp), around it (ckpt), between layers (pp), copies of it all (dp)."""
-    tp, vocab = (CutSequence if sp else WholeSequence)(mesh.get_group("tp")), len(model.tok.weight)
+class PipelinedLoss:
+    """The toy GPT's loss: its batch cut into micro-batches, which a pipeline runs."""
+
+    def __init__(self, pipeline, rows, vocab, tp):
+        self.pipeline = pipeline
+        self.rows = rows  # of a micro-batch
+        self.vocab = vocab  # V
+        self.tp = tp
+
+    def part_of(self, y, valid):
+        """-> what the last stage calls: (logits, number of the micro-batch) -> its part of the loss
+        """
+        targets = y.split(self.rows)
+
+        def loss_of(logits, m):
+            if self.tp.size == 1:
+                return loss_sum(logits, targets[m]) / valid
+            loss = vocab_parallel_cross_entropy(logits, targets[m], self.vocab, self.tp.group)
+            return loss / valid
+
+        return loss_of
+
+    def step(self, x, y, valid):
+        """-> this rank's part of the loss, whose gradients are added to .grad"""
+        loss = self.pipeline.step(x.split(self.rows), self.part_of(y, valid))
+        return loss / self.tp.size  # each rank of tp has the whole
+
+    def evaluate(self, x, y):
+        """-> this rank's part of the sum of losses"""
+        loss = self.pipeline.evaluate(x.split(self.rows), self.part_of(y, 1))
+        return loss / self.tp.size
+
+
+def parallelize(model, mesh, plans, groups, boundary, layers, *, sp=False, zero=0, ckpt="none",
+                attn="zigzag", amp="off", lr=1e-3, dry=False):
+    """The plain GPT, or one with mixtures of experts -> Hybrid, PipelinedLoss.
+
+    layers: how many each stage gets. The order: within a layer (tp, cp, ep), around it (--ckpt),
+    between layers (pp), copies of it all (dp, ZeRO).
+    """
+    vocab = len(model.tok.weight)
+    tp = WholeSequence(mesh.group["tp"])
+    if sp:
+        tp = CutSequence(mesh.group["tp"])
     if tp.size > 1:
-        tensor_parallel.parallelize(model, tp)
-    amp_accum_ckpt.parallelize(model, getattr(amp_accum_ckpt, ckpt, None))
-    model, rows = carve(model, mesh, ends, chunks(plans[0])), boundary["size"][0]
-    model.optimize(zero, partial(adamw, lr=lr))
-    model.tp = tp
-    pipeline = Pipeline(list(model), plans, model.group, boundary, model.sync)
+        tensor_parallel.parallelize(model, tp, plan_of(model))
+    if mesh.size["cp"] > 1:
+        context_parallel.parallelize(model, ATTENTION[attn](mesh.group["cp"]))
+    if "ep" in mesh.group:
+        same_tokens = None
+        if tp.size > 1 and not sp:
+            same_tokens = tp.group
+        moe.parallelize(
+            model, ep=mesh.group["ep"], everyone=mesh.group["stage"], same_tokens=same_tokens,
+            microbatches=count_microbatches(plans), balanced=dry)
+    amp_accum_ckpt.parallelize(model, amp_accum_ckpt.CHECKPOINT[ckpt])
 
-    loss_of = loss_sum if tp.size == 1 else partial(vocab_parallel_cross_entropy, vocab=vocab, group=tp.group)
-
-    def run(x, y, valid):
-        targets = y.split(rows)
-        return pipeline.step(x.split(rows), lambda logits, m: loss_of(logits, targets[m]) / valid) / tp.size
-    model.run = run
-    return model
-
-
-def full_state_dict(model):
-    mine = {name: p for stage in model for name, p in stage.state_dict(keep_vars=True).items()}
-    return gather(model, {name: whole(unshard(p, model.cuts.get(p), model.tp)).detach() for name, p in mine.items()})
-
-
-def full_gradients(model):
-    mine = {p: p.grad for p in model.names}
-    for part in getattr(model, "zeros", ()):
-        parameters = dict(part.module.named_parameters())
-        mine |= {parameters[name]: grad for name, grad in zero.full_gradients(part).items()}  # over dp: -> replicated
-    found = gather(model, {model.names[p]: whole(unshard(grad, model.cuts.get(p), model.tp)) for p, grad in mine.items()})
-    return {name: grad for name, grad in found.items() if name != "head.weight"}  # is tok.weight
+    whole = pipeline_parallel.carve(model, layers)
+    plans = pipeline_parallel.trim(whole, plans)
+    stages = Stages(whole, plans, groups)
+    blocks = {number: list(stage.blocks.values()) for number, stage in stages.here.items()}
+    if amp == "bf16":
+        for stage in stages:
+            autocast = torch.autocast(boundary.device.type, torch.bfloat16)
+            stage.forward = autocast(stage.forward)
+    several = len(layers) > 1
+    hybrid = Hybrid(stages, blocks, kind_of, mesh, tp, partial(adamw, lr=lr), zero, several)
+    pipeline = Pipeline(stages.here, plans, groups, boundary, hybrid.before_backward,
+                        hybrid.after_backward, partial(weights_later, tp))
+    return hybrid, PipelinedLoss(pipeline, boundary.size[0], vocab, tp)
 
 
-def train_step(model, _, x, y, valid, clip):
-    """x, y: the rows of this dp rank (B/D, T) -> this rank's part of the loss, gradient norm."""
-    for part in model.zeros:
-        part.zero_grad()
-    loss = model.run(x, y, valid)
+@contextlib.contextmanager
+def weights_later(tp, later):
+    """What is a Linear, or tp's part of one, leaves the gradient of its weights for W."""
+    with SplitLinears(later), tp.defer_weights(later):
+        yield
+
+
+def plan_of(model):
+    """What tensor_parallel cuts: experts stay whole."""
+    plan = {**tensor_parallel.EMBEDDINGS, **tensor_parallel.ATTENTION}
+    mlp = model.blocks[0].mlp
+    if not isinstance(mlp, moe.PlainMoE):
+        plan.update(tensor_parallel.MLP)
+    elif mlp.shared is not None:
+        plan.update(SHARED_EXPERT)
+    return plan
+
+
+def count_microbatches(plans):
+    return len({action.microbatch for action in plans[0]})
+
+
+# Where the plain model's tensors will be, {name: Home}; those that are trained
+Homes = namedtuple("Homes", "all trained")
+
+
+def homes_of(model, plans, groups, layers):
+    """Of the plain model, before it is cut."""
+    stages = Stages(pipeline_parallel.carve(model, layers), plans, groups)
+    # in the order of the names, which is the same on all ranks; that of a set is not
+    trained = {name: home for name, home in stages.homes.items() if name in stages.trained}
+    return Homes(stages.homes, trained)
+
+
+def full_state_dict(model, homes):
+    found = {buffer: buffer for buffer in model.buffers()}
+    for zero in model.zeros:
+        state = zero.full_state_dict()  # over data or replicas: sharded -> replicated
+        for name, p in zero.module.named_parameters():
+            found[p] = state[name]
+    return gather(model, found, homes.all)
+
+
+def full_gradients(model, homes):
+    gradients = {}
+    for zero in model.zeros:
+        parameters = dict(zero.module.named_parameters())
+        for name, gradient in zero.full_gradients().items():  # sharded -> replicated
+            gradients[parameters[name]] = gradient
+    return gather(model, gradients, homes.trained)
+
+
+def pieces(model):
+    """-> [Piece] of the plain model's tensors: masters as the parameters, and AdamW's states."""
+    found = []
+    for zero in model.zeros:
+        for part in zero.parts:
+            p = part.parameter
+            held = {"": part.master.detach()}
+            for kind in STATES:
+                if kind in model.optimizer.state.get(part.master, {}):
+                    held["." + kind] = model.optimizer.state[part.master][kind]
+            for suffix, numbers in held.items():
+                numbers = numbers[:part.size]  # without padding
+                writes = is_first(model, p, zero.stage)
+                found += boxes(model, p, suffix, part.first, numbers, writes)
+        found += pieces_that_follow(model, zero)
+        for p in zero.frozen:
+            found += boxes(model, p, "", 0, p.detach().flatten(), is_first(model, p, 0))
+    return found
+
+
+def pieces_that_follow(model, zero):
+    """What computes, where it is not the master: it is loaded like the master, but never saved."""
+    found = []
+    if zero.stage < 3:
+        for flat in zero.flats:
+            for p, place in flat.places.items():
+                found += boxes(model, p, "", 0, place.flatten(), False)
+    else:
+        for part in zero.parts:
+            found += boxes(model, part.parameter, "", part.first, part.shard[:part.size], False)
+    return found
+
+
+def is_first(model, p, zero):
+    """Is this the first of the ranks that hold the same as this one of a parameter?"""
+    place = model.mesh.place
+    for axis in model.kind[p].alike:
+        if axis == "stages":
+            if place["pp"] != model.stages.homes[model.names[p]].rank:
+                return False
+        elif axis == "tp" or zero == 0:  # along the others ZeRO has cut it
+            if place[axis] > 0:
+                return False
+    return True
+
+
+def boxes(model, p, suffix, first, numbers, writes):
+    """Elements first, first + 1, .. of this rank's p, flattened -> [Piece] of whole tensors.
+
+    tp has cut p along a dimension and padded it, so a box of p is one of the whole, further along.
+    Experts are stacked: a box of the stack is a box of each of its experts.
+    """
+    name = model.names[p]
+    cut = model.cuts.get(p)
+    found = []
+    for piece in run_pieces(name + suffix, p.shape, first, numbers, writes):
+        if cut is not None:
+            piece = moved_along_tp(piece, cut, model.tp.rank * p.shape[cut.dim])
+        if kind_of(name) == "expert":
+            found += of_each_expert(piece, name, suffix, model.mesh.place["ep"] * len(p))
+        else:
+            found.append(piece)
+    return [piece for piece in found if piece.tensor.numel()]
+
+
+def moved_along_tp(piece, cut, distance):
+    start = list(piece.start)
+    start[cut.dim] += distance
+    shape = list(piece.shape)
+    shape[cut.dim] = cut.whole
+    room = max(0, cut.whole - start[cut.dim])  # behind it is padding
+    length = min(room, piece.tensor.shape[cut.dim])
+    tensor = piece.tensor.narrow(cut.dim, 0, length)
+    return Piece(piece.name, tuple(shape), tuple(start), tensor, piece.writes)
+
+
+def of_each_expert(piece, name, suffix, first_expert):
+    found = []
+    for i, tensor in enumerate(piece.tensor):
+        whole_name = moe.plain_name(name, first_expert + piece.start[0] + i) + suffix
+        found.append(Piece(whole_name, piece.shape[1:], piece.start[1:], tensor, piece.writes))
+    return found
+
+
+def train_step(model, loss_by_pipeline, x, y, valid, clip):
+    """x, y: this rank's rows and tokens (B/dp, T/cp); valid: targets of the whole batch.
+
+    -> this rank's part of the loss, the gradient norm."""
+    model.zero_grad()
+    loss = loss_by_pipeline.step(x, y, valid)
     sum_gradients(model)
     norm = gradient_norm(model)
-    for _, grad in model.gradients() if clip else ():
-        grad *= (clip / (norm.nan_to_num(0, posinf=0) + 1e-6)).clamp(max=1)
-    for part in model.zeros:
-        part.step()
-    return loss, norm
+    step(model, norm, clip)
+    return loss + moe.balancing_losses(model), norm
 
 
 # ---- 3. at work: the same with torch's own API -------------------------------
 
 
 def local(t):
-    return getattr(t, "_local_tensor", t)
+    """A DTensor's part on this rank; an ordinary tensor is that already."""
+    if isinstance(t, DTensor):
+        return t.to_local()
+    return t
 
 
-def parallelize_at_work(model, mesh, ends, plans, boundary, schedule, sp):
-    from torch.distributed import pipelining  # takes as long to import as all the rest
-    (_, D, T), (V, _), S = mesh.shape, model.tok.weight.shape, len(model.pos.weight)
-    if T > 1:
+def whole(t):
+    """A DTensor, sharded or (a norm) partial -> replicated; an ordinary tensor is whole already."""
+    if isinstance(t, DTensor):
+        return t.full_tensor()
+    return t
+
+
+class AtWork(nn.Module):
+    """This rank's stages of the toy GPT, and torch's schedule, which runs them."""
+
+    def __init__(self, stages, mesh, groups, vocab):
+        super().__init__()
+        self.stages = nn.ModuleList(stages)
+        self.mesh = mesh  # torch's, of pp, dp and tp
+        self.groups = groups  # of the pipeline
+        self.vocab = vocab  # V
+        self.first = any(stage.first for stage in stages)
+        self.last = any(stage.last for stage in stages)
+        self.valid = 1  # targets of the batch under way
+        self.schedule = None  # made by schedule_at_work, which needs loss_of
+
+    def tied(self):
+        """-> the tied embedding here, if another rank has it too; the group of the two"""
+        if self.first == self.last:
+            return None, None
+        named = dict(self.stages[0].named_parameters())
+        if self.last:
+            named = dict(self.stages[-1].named_parameters())
+        [group] = self.groups.sharing.values()
+        return named["tok.weight" if self.first else "head.weight"], group
+
+    def loss_of(self, logits, targets):
+        """What torch's schedule calls on the last stage."""
+        if self.mesh["tp"].size() > 1:
+            shape = *targets.shape, self.vocab
+            stride = targets.shape[1] * self.vocab, self.vocab, 1
+            logits = DTensor.from_local(
+                logits, self.mesh["tp"], [Shard(2)], shape=torch.Size(shape), stride=stride)
+        # fully_shard averages over dp
+        return loss_sum(logits, targets) * self.mesh["dp"].size() / self.valid
+
+    def run(self, run_schedule, x, y, valid):
+        """-> this rank's part of the loss. run_schedule: the schedule's step, or its eval."""
+        self.valid = valid
+        inputs = []
+        named = {}
+        losses = []
+        if self.first:
+            inputs.append(x)
+        if self.last:
+            named = {"target": y, "losses": losses}
+        cut_logits = contextlib.nullcontext()
+        if self.mesh["tp"].size() > 1:
+            cut_logits = loss_parallel()
+        with cut_logits:
+            run_schedule(*inputs, **named, return_outputs=False)
+        total = torch.zeros((), device=x.device)
+        for loss in losses:
+            total = total + local(loss.detach())
+        return total / (self.mesh["dp"].size() * self.mesh["tp"].size())  # who have it, times dp
+
+    def evaluate(self, x, y):
+        return self.run(self.schedule.eval, x, y, 1)
+
+
+def parallelize_at_work(model, mesh, plans, groups, boundary, layers, name, sp):
+    """The plain GPT -> AtWork. mesh: torch's DeviceMesh of pp, dp and tp; name: of the schedule."""
+    vocab = len(model.tok.weight)
+    if mesh["tp"].size() > 1:
         tensor_parallel.parallelize_at_work(model, mesh["tp"], sp)
-    columns, valid_targets, several = len(local(model.head.weight)), [1], schedule in ("interleaved", "zb-h1")
+    whole = pipeline_parallel.carve(model, layers)
+    here = {number: whole[number] for number in pipeline_parallel.stages_of(plans[groups.rank])}
+    for stage in here.values():
+        if stage.last and mesh["tp"].size() > 1:
+            # tensors go from stage to stage, not DTensors
+            stage.register_forward_hook(lambda module, inputs, logits: logits.to_local())
+        if mesh["dp"].size() > 1:
+            for unit in [*stage.blocks.values(), stage]:
+                fully_shard(unit, mesh=mesh["dp"], reshard_after_forward=False)
+    at_work = AtWork(here.values(), mesh, groups, vocab)
+    tokens = len(model.pos.weight)
+    columns = len(local(model.head.weight))
+    parts = []
+    for number, stage in here.items():
+        shapes = shapes_at_work(stage, boundary, tokens, columns)
+        parts.append(stage_at_work(stage, number, len(whole), groups, boundary, shapes))
+    at_work.schedule = schedule_at_work(name, parts, count_microbatches(plans), at_work.loss_of)
+    return at_work
 
-    def wrap(stage):
-        if stage.last and T > 1:
-            stage.register_forward_hook(lambda module, x, logits: logits.to_local())  # tensors go from stage to stage
-        for part in [*stage.blocks.values(), stage] if D > 1 else ():
-            fully_shard(part, mesh=mesh["dp"], reshard_after_forward=False)
 
-    def loss(logits, targets):
-        if T > 1:
-            whole = torch.empty(*targets.shape, V, device="meta")
-            logits = DTensor.from_local(logits, mesh["tp"], [Shard(2)], shape=whole.shape, stride=whole.stride())
-        return loss_sum(logits, targets) * D / valid_targets[0]  # fully_shard averages over D
+def shapes_at_work(stage, boundary, tokens, columns):
+    """-> what a stage takes and gives. Told that, torch need not ask other ranks, by NumPy."""
+    edge = torch.empty(boundary.size, dtype=boundary.dtype, device=boundary.device)
+    edge.requires_grad_()
+    taken = edge
+    given = edge
+    if stage.first:
+        taken = edge.new_empty(len(edge), tokens, dtype=torch.int64)
+    if stage.last:
+        given = edge.new_empty(len(edge), tokens, columns)
+    return taken, given
 
-    model = carve(model, mesh, ends, chunks(plans[0]), wrap)
-    edge = torch.empty(**boundary, requires_grad=True)  # told all shapes, torch need not ask ranks, which takes NumPy
-    ids = torch.empty(len(edge), S, dtype=torch.int64, device=edge.device)
-    logits, count = edge.new_empty(len(edge), S, columns), len(plans)
-    parts = [pipelining.PipelineStage(
-        stage, mesh.get_local_rank("pp") + i * count, count * len(model), edge.device, group=model.group,
-        input_args=ids if stage.first else edge, output_args=logits if stage.last else edge)
-        for i, stage in enumerate(model)]
-    order = getattr(pipelining, pipeline_parallel.AT_WORK[schedule])(
-        parts if several else parts[0], len({a.microbatch for a in plans[0]}), loss_fn=loss, scale_grads=False)  # a sum
 
-    def run(x, y, valid):
-        valid_targets[0], losses, last = valid, [], parts[-1].is_last
-        with loss_parallel() if T > 1 else contextlib.nullcontext():
-            order.step(*([x] if parts[0].is_first else []), target=y if last else None, losses=losses if last else None,
-                       return_outputs=False)
-        return sum((local(part.detach()) for part in losses), torch.zeros((), device=x.device)) / (D * T)
-    model.run, model.tp = run, None
-    return model
+def stage_at_work(stage, number, count, groups, boundary, shapes):
+    from torch.distributed import pipelining  # takes as long to import as all the rest
+
+    taken, given = shapes
+    return pipelining.PipelineStage(
+        stage, number, count, boundary.device, input_args=taken, output_args=given,
+        group=groups.group)
+
+
+def schedule_at_work(name, parts, microbatches, loss_of):
+    from torch.distributed.pipelining import schedules
+
+    if name in pipeline_parallel.ONE_STAGE:
+        [parts] = parts
+    make = getattr(schedules, pipeline_parallel.AT_WORK[name])
+    return make(parts, microbatches, loss_fn=loss_of, scale_grads=False)  # gradients are a sum
+
+
+def gather_at_work(model, tensors, homes):
+    """{name: tensor} of this rank's stages -> {name: whole tensor} of all, on every rank."""
+    mine = {name: whole(t) for name, t in tensors.items()}
+    device = next(model.parameters()).device
+    return pipeline_parallel.gather(mine, homes, model.groups, device)
+
+
+def full_state_dict_at_work(model, homes):
+    found = {}
+    for stage in model.stages:
+        found.update(stage.state_dict())
+    return gather_at_work(model, found, homes.all)
+
+
+def full_gradients_at_work(model, homes):
+    found = {}
+    for stage in model.stages:
+        for name, p in stage.named_parameters(remove_duplicate=False):
+            found[name] = p.grad
+    return gather_at_work(model, found, homes.trained)
 
 
 def train_step_at_work(model, optimizer, x, y, valid, clip):
     optimizer.zero_grad()
-    loss = model.run(x, y, valid)
-    for p in model.parameters():
+    loss = model.run(model.schedule.step, x, y, valid)
+    parameters = list(model.parameters())
+    for p in parameters:
         if isinstance(p, DTensor):
-            p.grad = p.grad.redistribute(placements=p.placements)  # of a cut embedding it is replicated
-    for p in model.tied:
-        dist.all_reduce(local(p.grad), group=model.ends)  # partial -> replicated
-    counted = set(model.parameters()) - set(model.tied if model.mesh.get_local_rank("pp") else ())
-    square = whole(nn.utils.get_total_norm([p.grad for p in counted])).square()
-    dist.all_reduce(square, group=model.group)  # partial -> replicated
-    scale = ((clip or float("inf")) / (square.sqrt() + 1e-6)).clamp(max=1)
-    torch._foreach_mul_([local(p.grad) for p in model.parameters()], scale)
+            p.grad = p.grad.redistribute(placements=p.placements)  # of a cut embedding: replicated
+    tied, sharing = model.tied()
+    if tied is not None:
+        dist.all_reduce(local(tied.grad), group=sharing)  # partial -> replicated
+    # it counts on the first stage
+    counted = [p.grad for p in parameters if p is not tied or model.first]
+    square = whole(nn.utils.get_total_norm(counted)).square()
+    dist.all_reduce(square, group=model.groups.group)  # over pp: partial -> replicated
+    norm = square.sqrt()
+    if clip:
+        scale = (clip / (norm + 1e-6)).clamp(max=1)
+        torch._foreach_mul_([local(p.grad) for p in parameters], scale)
     optimizer.step()
-    return loss, square.sqrt()
+    return loss, norm
 
 
 # ---- 4. run ------------------------------------------------------------------
 
-FLAGS = dict(
-    dp=(int, "D, copies, which share the batch", POSITIVE), tp=(int, "T, ranks of a layer", POSITIVE),
-    pp=(int, "P, stages; of the three, those left out follow from the number of ranks", POSITIVE),
-    micro=(int, "M, micro-batches of a copy (4, or as many as divide its rows)", POSITIVE),
-    schedule=("1f1b", "order of the work", ("gpipe", "1f1b", "interleaved", "zb-h1")),
-    sp=(False, "cut norms and residuals over tp, along T"), zero=(0, "1: cut optimizer states over dp", (0, 1)),
-    ckpt=("none", "what blocks compute again in backward", ("none", "full", "selective")), **checkpoint.FLAGS)
+NOT_HERE = ("naive", "pipedream")  # one never overlaps, the other trains something else
+SCHEDULES = tuple(name for name in pipeline_parallel.SCHEDULES if name not in NOT_HERE)
+PIPELINE_FLAGS = {name: pipeline_parallel.FLAGS[name]
+                  for name in ("chunks", "limit", "layers_per_stage", "times")}
+FLAGS = {
+    "dp": Flag(int, "copies, which share the batch", POSITIVE),
+    "tp": Flag(int, "ranks that share each layer", POSITIVE),
+    "pp": Flag(int, "ranks of a pipeline; of these three, those left out follow", POSITIVE),
+    "cp": Flag(1, "ranks that share each sequence", POSITIVE),
+    "attn": Flag("zigzag", "--cp: how queries meet other ranks' keys", tuple(ATTENTION)),
+    "micro": Flag(int, "M, micro-batches of a copy (4, or as many as divide its rows)", POSITIVE),
+    "schedule": Flag("1f1b", "order of the work", SCHEDULES),
+    **PIPELINE_FLAGS,
+    "sp": Flag(False, "cut norms and residuals over tp, along T"),
+    "zero": Flag(0, "over dp x cp: cut optimizer (1), gradients (2), parameters (3)", (0, 3)),
+    "ckpt": Flag("none", "what blocks compute again in backward", ("none", "full", "selective")),
+    "amp": Flag("off", "autocast to", ("off", "bf16")),
+    "experts": Flag(0, "E in each layer, in the place of its MLP (0: none)", ANY),
+    "top_k": Flag(2, "K, experts per token", POSITIVE),
+    "ep": Flag(0, "ranks of dp x cp that share out the experts (0: all)", ANY),
+    "shared": Flag(False, "an expert for every token besides"),
+    "capacity": Flag(0.0, "A: an expert takes A times its share (0: everything)", ANY),
+    "balance": Flag("aux", "a loss, a bias in the choice, or nothing", ("aux", "bias", "none")),
+}
+
+Layout = namedtuple("Layout", "dp cp tp pp ep sp micro")  # ep: None without experts
 
 
-def account(run, model, plan, rows, own):
-    """The textbook's rows for this rank; V', P' with padding; b, w: bytes of a number, of one in the optimizer."""
-    mesh, (_, C, H, V, S), args, ledger = model.mesh, run.cfg, run.args, run.ledger["scratch"]
-    _, D, T = mesh.shape
-    L, first, last = sum(len(stage.blocks) for stage in model), model[0].first, model[-1].last
-    V, sp = -(-V // T), args.sp and T > 1
-    b, w, M, N = run.dtype.itemsize, max(run.dtype.itemsize, 4), args.batch // D // rows, rows * S
-    x, t, Z, block = b * N * C, T if sp else 1, D if args.zero else 1, (12 * C + 7) * C // T + 6 * C
-    P = L * block + first * (V - (-S // T)) * C + last * (2 + V * (not first)) * C
-    padded, pairs = L * -(-block // Z) * Z + -(-(P - L * block) // Z) * Z, model.gradients()
-    run.textbook("parameters", "b (L_s [(12 C + 7) C/T + 6 C], first (V'+S') C/T, last V' C/T + 2 C)", b * P, b * own)
-    run.textbook("held", "2 b P' + (2 w, bf16 3 w) P'/Z + 4 per tensor (step)",
-                 2 * b * padded + (2 + (b == 2)) * w * padded // Z + 4 * len(pairs),
-                 sum(ledger.memory[kind] for kind in ("parameters", "gradients", "optimizer")))
-    if args.ckpt == "none" and args.schedule in ("gpipe", "1f1b") and (T > 1 or not first and not last):
-        micro = L * (4 * x // t + 12 * x // T + 4 * b * N // t + w * H // T * N) + first * 9 * (N + S)
-        micro += last * (2 * (x + b * N) // t + (w * V + 9 + w) * N)
-        run.textbook("activations", "kept x (L_s [(4/t + 12/T) b B' S C + 4 b B' S/t (norms) + w B' S H/T], first + "
-                     "ids, last + logits)", int(in_flight(plan)) * micro, ledger.memory["activations"])
-    full, uncut = args.ckpt == "full", sum(grad.nbytes for p, grad in pairs if p not in model.cuts)
-    tp = M * (L * x * (10 + 3 * full if sp else 8 + 2 * full) + first * 2 * (x + b * S * C)
-              + last * ((2 + sp) * x + 6 * w * N)) + sp * 2 * uncut
-    hops, groups = sum((not stage.last) + (not stage.first) for stage in model) if mesh.size(0) > 1 else 0, {}
-    for axis, group, formula, sent in (
-            ("tp", mesh.get_group("tp"), "(T-1)/T [M b B' S C (8 L_s, --sp 10 L_s) + ends]", tp * (T - 1) / T),
-            ("dp", mesh.get_group("dp"), "2 (D-1)/D b P'", 2 * (D - 1) * b * padded / D),
-            ("pp", model.group, "M b B' S C/t per neighbour", hops * M * x // t),
-            ("tied", model.ends, "b V' C/T", b * V * C * len(model.tied)),
-            ("norm", dist.group.WORLD, "2 w (n-1)/n", 2 * (run.world_size - 1) * w / run.world_size)):
-        if group is not None:  # axes that are all ranks have one group
-            groups.setdefault(group.group_name, []).append((axis, formula, sent))
-    for name, (axes, formulas, sent) in ((name, zip(*axis)) for name, axis in groups.items()):
-        run.textbook("wire " + ", ".join(axes), " + ".join(formulas), sum(sent), ledger.groups[name])
+def layout(args):
+    """-> the Layout that the flags ask for. What cannot run ends here, in one line."""
+    args.dp, args.tp, args.pp = axes(args)
+    refuse_axes(args)
+    data = args.dp * args.cp
+    args.micro = args.micro or math.gcd(4, args.batch // args.dp)
+    require(args.batch % (args.dp * args.micro) == 0, f"--batch {args.batch} does not divide into "
+            f"--dp {args.dp} x --micro {args.micro} micro-batches")
+    refuse_schedule(args)
+    ep = None
+    if args.experts:
+        args.ep = args.ep or data
+        ep = args.ep
+        refuse_experts(args, data)
+    for flag in ("ep", "shared", "capacity"):
+        require(args.experts or not getattr(args, flag), f"--{flag} is for --experts E")
+    if args.impl != "scratch":
+        refuse_torch(args)
+    sp = args.sp and args.tp > 1
+    return Layout(args.dp, args.cp, args.tp, args.pp, ep, sp, args.micro)
 
 
-def picture(run, model, plans):
-    """Who is where, the bubble, the FLOPs."""
-    (P, D, T), (L, C, _, V, S), near = model.mesh.shape, run.cfg, run.world_size <= 32
-    for s in range(P) if near else [model.mesh.get_local_rank("pp")]:
-        firsts = range(s * D * T, (s + 1) * D * T, T) if near else [run.rank - run.rank % T]
-        layers = [share(L, P * len(model), c * P + s) for c in range(len(model))]
-        run.say(f"  stage {s}, layers {' '.join(f'{r[0]}..{r[-1]}' for r in layers)}:  " + "   ".join(
-            f"copy {i // T % D}: ranks {i}..{i + T - 1}" for i in firsts))
-    flops = 72 * run.args.batch * S * L * C * C * (1 + S / (6 * C) + V / (12 * L * C))  # Narayanan 2021, 5.1
-    late = 1.0 if T == 1 else 5 / 12  # tensor_parallel.py makes the gradients of q, k, v and up in B
-    idle = run.extra["bubble_rate"] = bubble_rate(simulate(plans, costs(plans, 1.0, 2.0 - late, late)))
-    run.say(f"  {run.args.schedule}: bubble {idle:.1%} (matmuls alone); model FLOPs {flops:.3g} per step")
+def axes(args):
+    """-> dp, tp, pp. Those left out are 1, but the last of pp, tp, dp takes the other ranks."""
+    ranks = args.world_size // args.cp
+    sizes = {"pp": args.pp, "tp": args.tp, "dp": args.dp}
+    if not any(sizes.values()) and ranks % 4 == 0:
+        sizes["pp"] = 2
+        sizes["tp"] = 2
+    missing = [axis for axis, size in sizes.items() if size is None]
+    for axis in missing:
+        sizes[axis] = 1
+    if missing:
+        sizes[missing[-1]] = max(1, ranks // math.prod(sizes.values()))
+    return sizes["dp"], sizes["tp"], sizes["pp"]
+
+
+def refuse_axes(args):
+    cfg = args.cfg
+    dp = args.dp
+    cp = args.cp
+    tp = args.tp
+    pp = args.pp
+    given = f"--dp {dp} x --tp {tp} x --pp {pp}"
+    cut = f"--tp {tp}"
+    if cp > 1:
+        given = f"--dp {dp} x --cp {cp} x --tp {tp} x --pp {pp}"
+        cut = f"--cp {cp} x --tp {tp}"
+    require(dp * cp * tp * pp == args.world_size,
+            f"{given}: no product is {args.world_size}, the ranks there are")
+    require(cfg.heads % tp == 0, f"--heads {cfg.heads} do not divide over --tp {tp}")
+    pieces_of_sequence = ATTENTION[args.attn](cp_rank=0, cp=cp).chunk_count
+    require(cp == 1 or cfg.seq % pieces_of_sequence == 0, f"--seq {cfg.seq} does not divide into "
+            f"{pieces_of_sequence} chunks, for --attn {args.attn} with --cp {cp}")
+    require(args.attn != "ulysses" or cfg.heads // tp % cp == 0,
+            f"--heads {cfg.heads} do not divide over {cut}, which ulysses wants")
+    require(not args.sp or cfg.seq // cp % tp == 0,
+            f"--seq {cfg.seq} does not divide over {cut}, which --sp wants")
+    require(args.batch % dp == 0, f"--batch {args.batch} does not divide into --dp {dp}")
+
+
+def refuse_schedule(args):
+    name = args.schedule
+    pp = args.pp
+    stages = pp * pipeline_parallel.chunks_of(name, args.chunks)
+    require(stages <= args.layers,
+            f"--layers {args.layers} for {stages} stages: give each at least one")
+    require(name == "auto" or not (args.limit or args.times),
+            f"--limit and --times are for --schedule auto, not for {name}")
+    require(name != "interleaved" or args.micro % pp == 0,
+            f"--micro {args.micro}: interleaved wants a multiple of --pp {pp}")
+    plans = plans_of(args)
+    splits = any(pipeline_parallel.split_of(plan) for plan in plans)
+    require(not splits or args.ckpt != "full",
+            f"--schedule {name} cannot split what --ckpt full runs twice")
+    pipeline_parallel.read_layers(args, plans)
+    require(args.zero < 3 or (pp == 1 and name == "1f1b"),
+            f"--zero 3 --pp {pp} --schedule {name}: stages would gather their parameters anew for "
+            "each micro-batch, twice; take --pp 1 --schedule 1f1b, or --zero 2")
+
+
+def plans_of(args):
+    """-> what each rank of a pipeline does, in order"""
+    return pipeline_parallel.read_plans(args, times_of(args))
+
+
+def times_of(args):
+    """-> F, B, W and COMM: what is not said has the proportions of matmuls"""
+    return pipeline_parallel.read_times(args.times or "1,1,1,0")
+
+
+def refuse_experts(args, data):
+    E = args.experts
+    ep = args.ep
+    require(args.top_k <= E, f"--top-k {args.top_k} of --experts {E}: choose {E} at most")
+    require(data % ep == 0, f"--ep {ep} does not divide dp x cp = {data}: take a divisor")
+    require(E % ep == 0, f"--experts {E} for --ep {ep}: take a multiple")
+
+
+def refuse_torch(args):
+    """What section 3 does not show."""
+    tp = args.tp
+    pp = args.pp
+    ours = args.dry_run or args.save or args.resume or args.init_from or args.train
+    require(not ours and args.dtype != "bf16" and args.ckpt == "none" and args.amp == "off",
+            "--dry-run, --save, --resume, --init-from, --train, --ckpt, --amp, --dtype bf16 want "
+            "--impl scratch")
+    require(args.cp == 1 and not args.experts and args.zero < 2,
+            "--cp, --experts and --zero 2, 3 want --impl scratch")
+    name = args.schedule
+    at_work = pipeline_parallel.AT_WORK
+    require(name in at_work, f"--schedule {name}: torch has {', '.join(at_work)} only")
+    require(args.cfg.seq > (tp - 1) * -(-args.cfg.seq // tp), f"--seq {args.cfg.seq}: torch leaves "
+            f"the last of --tp {tp} no positions: take a multiple of {tp}")
+    require(name != "1f1b" or args.micro >= pp,
+            f"--micro {args.micro}: torch's 1f1b wants --pp {pp} or more")
+    chunks = pipeline_parallel.chunks_of(name, args.chunks)
+    require(pp > 1 or chunks == 1, f"--schedule {name} --pp 1: torch's gradients are wrong with "
+            f"{chunks} stages on one rank; take --impl scratch")
+
+
+def ranges(layers):
+    """How many layers each stage has -> [range of them]"""
+    found = []
+    for count in layers:
+        first = found[-1].stop if found else 0
+        found.append(range(first, first + count))
+    return found
+
+
+class Sizes:
+    """The letters of the textbook's rows, for this rank."""
+
+    def __init__(self, run, setting):
+        args = run.args
+        cfg = run.cfg
+        lay = setting.lay
+        layers = ranges(setting.layers)
+        self.args = args
+        self.lay = lay
+        self.b = run.dtype.itemsize  # bytes of a number
+        self.w = max(self.b, 4)  # of a number in AdamW's states, in the norm and in the loss
+        self.C = cfg.width
+        self.H = cfg.heads
+        self.E = args.experts
+        self.tp = lay.tp
+        self.M = lay.micro
+        self.T = cfg.seq // lay.cp  # tokens of a sequence here
+        self.N = args.batch // lay.dp // lay.micro * self.T  # tokens of a micro-batch here
+        self.x = self.b * self.N * self.C  # bytes between two blocks, all tp ranks together
+        self.cut = lay.tp if lay.sp else 1  # into how many parts they are cut
+        self.again = int(args.ckpt == "full")  # how often forward runs again in backward
+        self.V = -(-cfg.vocab // lay.tp)  # rows of the embedding here, padding included
+        first = setting.mesh.place["tp"] * self.V
+        self.columns = max(0, min(self.V, cfg.vocab - first))  # of the logits here
+        self.P = -(-cfg.seq // lay.tp)  # rows of the positions here, padding included
+        self.plan = setting.plans[setting.mesh.place["pp"]]  # what is done here
+        self.homes = pipeline_parallel.homes(setting.plans)  # {stage: pp rank}
+        self.stages = pipeline_parallel.stages_of(self.plan)  # here
+        self.last = len(layers) - 1  # the last stage of all
+        self.blocks = [i for number in self.stages for i in layers[number]]  # here
+
+    def is_trained(self, name):
+        return re.search(self.args.train, name) is not None
+
+
+# What ZeRO lays end to end: numbers that are trained and frozen, how many ranks hold the same ones,
+# its stage, and how often a step gathers it from its chunks or sums it into them
+Unit = namedtuple("Unit", "trained frozen ranks zero moved")
+
+
+def unit_of(at, numbers, ranks, zero, turn=False):
+    """numbers: {the plain model's name of a tensor: how many of its numbers are here}.
+
+    turn: is it where forward turns into backward, so that ZeRO-3 need not gather it again?
+    """
+    trained = sum(n for name, n in numbers.items() if at.is_trained(name))
+    frozen = sum(numbers.values()) - trained
+    moved = {0: 2, 1: 2, 2: at.M + 1, 3: 3 * at.M}[zero]
+    if zero == 3 and turn:
+        moved = 2 * at.M
+    return Unit(trained, frozen, ranks, zero, moved)
+
+
+def padded(unit):
+    """Its trained numbers, with padding to equal chunks."""
+    if unit.zero == 0:
+        return unit.trained
+    return -(-unit.trained // unit.ranks) * unit.ranks
+
+
+def mlp(at, prefix, ranks):
+    """{name: numbers} of an MLP that is cut over so many ranks"""
+    C = at.C
+    return {
+        f"{prefix}.up.weight": 4 * C * C // ranks, f"{prefix}.up.bias": 4 * C // ranks,
+        f"{prefix}.down.weight": 4 * C * C // ranks, f"{prefix}.down.bias": C,
+    }
+
+
+def dense(at, i):
+    """{name: numbers} of block i, without experts"""
+    C = at.C
+    numbers = {}
+    for norm in ("norm1", "norm2"):
+        numbers[f"blocks.{i}.{norm}.weight"] = C
+        numbers[f"blocks.{i}.{norm}.bias"] = C
+    for matrix in ("q", "k", "v", "out"):
+        numbers[f"blocks.{i}.attn.{matrix}.weight"] = C * C // at.tp
+        numbers[f"blocks.{i}.attn.{matrix}.bias"] = C // at.tp
+    numbers[f"blocks.{i}.attn.out.bias"] = C
+    if not at.E:
+        return {**numbers, **mlp(at, f"blocks.{i}.mlp", at.tp)}
+    numbers[f"blocks.{i}.mlp.router.weight"] = at.E * C
+    if at.args.shared:
+        numbers.update(mlp(at, f"blocks.{i}.mlp.shared", at.tp))
+    return numbers
+
+
+def experts(at, i):
+    """{name: numbers} of this rank's experts in block i; which ones they are does not matter"""
+    numbers = {}
+    for e in range(at.E // at.lay.ep):
+        numbers.update(mlp(at, f"blocks.{i}.mlp.experts.{e}", 1))
+    return numbers
+
+
+def edges(at):
+    """{name: numbers} of this rank's parameters outside of blocks"""
+    numbers = {}
+    if 0 in at.stages:
+        numbers["pos.weight"] = at.P * at.C
+    if at.last in at.stages:
+        numbers["norm.weight"] = at.C
+        numbers["norm.bias"] = at.C
+    if 0 in at.stages or at.last in at.stages:
+        numbers["tok.weight"] = at.V * at.C
+    return numbers
+
+
+def dense_units(at):
+    """-> [Unit]: this rank's blocks, without experts, and its edges"""
+    ranks = at.lay.dp * at.lay.cp
+    zero = at.args.zero
+    found = [unit_of(at, dense(at, i), ranks, zero, i == at.blocks[-1]) for i in at.blocks]
+    if at.last > 0:
+        zero = min(zero, 1)  # edges wait for the sum of the tied embedding
+    return found + [unit_of(at, edges(at), ranks, zero, True)]
+
+
+def expert_units(at):
+    if not at.E:
+        return []
+    ranks = at.lay.dp * at.lay.cp // at.lay.ep
+    zero = at.args.zero
+    return [unit_of(at, experts(at, i), ranks, zero, i == at.blocks[-1]) for i in at.blocks]
+
+
+def account_held(run, at, model, own):
+    b = at.b
+    w = at.w
+    units = dense_units(at) + expert_units(at)
+    numbers = sum(unit.trained + unit.frozen for unit in units)
+    what = "L_s [(12 C + 7) C/tp + 6 C], first (V' + T') C/tp, last V' C/tp + 2 C"
+    if at.E:
+        what = "L_s [(4 C + 3) C/tp + 5 C + E C + E/ep (8 C + 5) C], first, last"
+    run.textbook("parameters", f"b ({what})", b * numbers, b * own)
+    held = 4 * len(model.parts())
+    for unit in units:
+        chunk = padded(unit) // (unit.ranks if unit.zero else 1)  # a rank's own
+        held += b * unit.frozen
+        held += b * (chunk if unit.zero >= 3 else padded(unit))
+        held += b * (chunk if unit.zero >= 2 else padded(unit))
+        held += (3 if b == 2 else 2) * w * chunk
+    for buffer in model.buffers():
+        held += buffer.nbytes
+    memory = run.ledger["scratch"].memory
+    formula = "2 b P' + (2 w, bf16 3 w) P'/Z + 4 per tensor (step)"
+    if at.args.zero == 2:
+        formula = "b P' + b P'/Z + (2 w, bf16 3 w) P'/Z + 4 per tensor (step)"
+    elif at.args.zero == 3:
+        formula = "2 b P'/Z + (2 w, bf16 3 w) P'/Z + 4 per tensor (step)"
+    run.textbook("held", formula, held,
+                 memory["parameters"] + memory["gradients"] + memory["optimizer"])
+
+
+def account_activations(run, at):
+    """Where every tensor that autograd keeps has been written down."""
+    args = at.args
+    known = args.ckpt == "none" and args.schedule in ("gpipe", "1f1b") and not at.E
+    known = known and not (at.lay.cp > 1 and args.attn == "ulysses")
+    plain_end = at.tp == 1 and (0 in at.stages or at.last in at.stages)
+    if not known or plain_end:
+        return
+    b = at.b
+    w = at.w
+    block = 4 * at.x // at.cut + 12 * at.x // at.tp + 4 * b * at.N // at.cut
+    block += w * at.H // at.tp * at.N
+    micro = len(at.blocks) * block
+    if 0 in at.stages:
+        micro += 9 * (at.N + at.T)
+    if at.last in at.stages:
+        micro += 2 * (at.x + b * at.N) // at.cut + (w * at.columns + 9 + w) * at.N
+    formula = ("kept x (L_s [(4/t + 12/tp) b B' T' C + 4 b B' T'/t (norms) + w B' T' H/tp], "
+               "first + ids, last + logits)")
+    run.textbook(
+        "activations", formula,
+        int(in_flight(at.plan)) * micro, run.ledger["scratch"].memory["activations"])
+
+
+def sent_on_tp(at, model):
+    """f and g of attention, of MLPs, of the embedding and the head; the loss; sums of gradients."""
+    x = at.x
+    sp = at.cut > 1
+    attention = 4 * x + 2 * x * at.again
+    mlp = 4 * x
+    if sp:
+        attention = 5 * x + 2 * x * at.again
+        mlp = 5 * x + x * at.again
+    block = attention + mlp
+    if at.E:
+        block = attention
+        if at.args.shared:
+            block += mlp
+        if not sp:  # results of experts are joined, and gradients of their inputs
+            joined = at.b * -(-at.N // at.tp) * at.tp * at.C
+            block += 2 * joined
+            if at.args.shared:
+                block += joined * at.again
+    micro = len(at.blocks) * block
+    if 0 in at.stages:
+        micro += 2 * (x + at.b * at.T * at.C)
+    if at.last in at.stages:
+        micro += 3 * x if sp else 2 * x
+        micro += 2 * 3 * at.w * at.N  # three numbers a token
+    gradients = 0
+    for part in model.parts():
+        if "tp" in model.kind[part.parameter].summed:
+            gradients += part.grad.nbytes
+    return (at.tp - 1) / at.tp * (at.M * micro + 2 * gradients)
+
+
+def sent_on_cp(at):
+    cp = at.lay.cp
+    one = at.N * at.C // at.tp  # numbers of one of q, k, v
+    if at.args.attn == "ulysses":
+        layer = 4 * at.b * one * (2 + at.again) / cp
+    else:
+        layer = 2 * at.b * one * (2 + at.again) + 2 * at.w * one
+    return at.M * len(at.blocks) * (cp - 1) * layer
+
+
+def sent_by_zero(at, chosen):
+    """Of some units: gradients to the ranks that sum them, parameters to those that need them."""
+    sent = 0
+    for unit in chosen:
+        sent += unit.moved * at.b * padded(unit) * (unit.ranks - 1) / unit.ranks
+    return sent
+
+
+def sent_on_ep(at, model):
+    """Rows there and back in forward and in backward, and how many they are."""
+    ep = at.lay.ep
+    rows = 0
+    for layer in moe.layers_of(model):
+        rows += sum(layer.sent) + sum(layer.received) - 2 * layer.sent[model.mesh.place["ep"]]
+    counts = 8 * at.E * (ep - 1) / ep * len(at.blocks) * at.M
+    return at.b * at.C * rows * (2 + at.again) + counts * (1 + at.again)
+
+
+def sent_on_pp(at):
+    """To the stage behind in forward, to the stage before in backward, if another rank has it."""
+    sent = 0
+    for number in at.stages:
+        for neighbour in (number - 1, number + 1):
+            if neighbour in at.homes and at.homes[neighbour] != at.homes[number]:
+                sent += at.M * at.x // at.cut
+    return sent
+
+
+def account(run, setting, model, own):
+    """Bytes on this rank: of what it holds, and of what it sends along each axis in a step."""
+    at = Sizes(run, setting)
+    account_held(run, at, model, own)
+    if not run.args.train and run.args.amp == "off":
+        # what frozen layers need not send, or autocast halves, has no short formula
+        account_activations(run, at)
+        account_activations_sent(run, at, model, setting.groups)
+    account_gradients_sent(run, at, model)
+
+
+def wire(run, axis, formula, expected, *groups):
+    """A row of the bytes sent along an axis, which has groups of its own."""
+    sent = sum(run.ledger["scratch"].groups[group.group_name] for group in groups)
+    run.textbook(f"wire {axis}", formula, expected, sent)
+
+
+def account_activations_sent(run, at, model, groups):
+    lay = at.lay
+    group = model.mesh.group
+    wire(run, "tp", "(tp-1)/tp [M b B' T' C (8 L_s, --sp 10 L_s) + ends]", sent_on_tp(at, model),
+         group["tp"])
+    wire(run, "pp", "M b B' T' C/t per neighbour", sent_on_pp(at), groups.group,
+         *groups.links.values())
+    if lay.cp > 1:
+        formula = "M L_s (cp-1) B' T' C/tp (4 b + 2 w)"
+        if at.args.attn == "ulysses":
+            formula = "M L_s 8 (cp-1)/cp b B' T' C/tp"
+        wire(run, "cp", formula, sent_on_cp(at), group["cp"])
+    if lay.ep:
+        wire(run, "ep", "2 b C (rows out + rows in - 2 rows staying) + M L_s (ep-1)/ep 8 E",
+             sent_on_ep(at, model), group["ep"])
+        n = lay.dp * lay.cp * lay.tp
+        loads = 8 * at.E * at.M * len(at.blocks) * (1 + at.again)
+        wire(run, "load", "2 (n-1)/n 8 E M L_s, n = dp cp tp", 2 * (n - 1) / n * loads,
+             group["stage"])
+
+
+def account_gradients_sent(run, at, model):
+    group = model.mesh.group
+    formula = "2 (n-1)/n b P'"
+    if at.args.zero == 2:
+        formula = "(M+1) (n-1)/n b P'"
+    elif at.args.zero == 3:
+        formula = "3 M (n-1)/n b P', where forward turns around 2 M"
+    wire(run, "dp", f"{formula}, n = dp cp", sent_by_zero(at, dense_units(at)), group["data"])
+    if at.lay.ep:
+        wire(run, "replicas", f"{formula}, n = dp cp/ep", sent_by_zero(at, expert_units(at)),
+             group["replicas"])
+    for group in model.stages.tied.values():
+        wire(run, "tied", "b V' C/tp", at.b * at.V * at.C, group)
+    n = run.world_size
+    wire(run, "norm", "2 w (n-1)/n", 2 * at.w * (n - 1) / n, dist.group.WORLD)
+
+
+def in_words(lay):
+    words = f"dp {lay.dp} x tp {lay.tp} x pp {lay.pp}"
+    if lay.cp > 1:
+        words = f"dp {lay.dp} x cp {lay.cp} x tp {lay.tp} x pp {lay.pp}"
+    if lay.ep:
+        words += f", ep {lay.ep}"
+    return words
+
+
+def picture(run, at):
+    """Who is where: stages as rows, copies as columns."""
+    lay = at.lay
+    layers = ranges(at.layers)
+    homes = pipeline_parallel.homes(at.plans)
+    for rank in range(lay.pp):
+        mine = [number for number in sorted(homes) if homes[number] == rank]
+        runs = [f"{layers[number].start}..{layers[number].stop - 1}" for number in mine]
+        copies = []
+        for data in range(lay.dp * lay.cp):
+            first = (rank * lay.dp * lay.cp + data) * lay.tp
+            name = f"copy {data // lay.cp}"
+            if lay.cp > 1:
+                name += f", part {data % lay.cp}"
+            copies.append(f"{name}: ranks {first}..{first + lay.tp - 1}")
+        if run.world_size > 32:  # one line, this rank's
+            if rank != at.mesh.place["pp"]:
+                continue
+            copies = [copies[at.mesh.place["data"]]]
+        run.say(f"  stage {rank}, layers {' '.join(runs)}:  " + "   ".join(copies))
+
+
+def say_costs(run, at):
+    """The bubble and the FLOPs."""
+    cfg = run.cfg
+    L, C, _, V, T = cfg
+    tokens = run.args.batch * T
+    flops = 72 * tokens * L * C * C * (1 + T / (6 * C) + V / (12 * L * C))  # Narayanan 2021, 5.1
+    played = pipeline_parallel.play(run.args, at.plans, at.layers, times_of(run.args))
+    idle = bubble_rate(played)
+    run.extra["bubble_rate"] = idle
+    run.say(f"  {run.args.schedule}: bubble {idle:.1%} (matmuls alone); "
+            f"model FLOPs {flops:.3g} per step")
+
+
+def plain_model(args, lay):
+    """-> what makes the plain model of a Run: the GPT, or one with mixtures of experts"""
+    if not args.experts:
+        return build
+    return partial(build_mixture, args, lay)
+
+
+def build_mixture(args, lay, cfg, seed, device, dtype):
+    which = None  # all experts
+    if args.dry_run:  # a rank's own: the plain model may be too large
+        ep_rank = args.rank // lay.tp % (lay.dp * lay.cp) % lay.ep
+        which = share(args.experts, lay.ep, ep_rank)
+    model = build(cfg, seed, device, dtype)
+    return moe.mixture(
+        model, seed, cfg, experts=args.experts, top_k=args.top_k, shared=args.shared,
+        balance=args.balance, capacity=args.capacity, which=which)
+
+
+def count(plain):
+    """-> parameters of the plain model, experts that build_mixture has left out included"""
+    total = sum(p.numel() for p in plain.parameters())
+    for block in plain.blocks:
+        if isinstance(block.mlp, moe.PlainMoE):
+            made = list(block.mlp.experts.values())
+            left_out = block.mlp.E - len(made)
+            total += left_out * sum(p.numel() for p in made[0].parameters())
+    return total
+
+
+class Batches:
+    """Which rows and tokens of every batch are a rank's."""
+
+    def __init__(self, run, lay, mesh):
+        self.run = run
+        self.lay = lay
+        self.mesh = mesh
+        self.rows = share(run.args.batch, lay.dp, mesh.place["dp"])
+        self.tokens = None  # (T/cp,), or None: all
+        if lay.cp > 1:
+            self.tokens = self.tokens_of(mesh.place["cp"])
+
+    def tokens_of(self, cp_rank):
+        ring = ATTENTION[self.run.args.attn](cp_rank=cp_rank, cp=self.lay.cp)
+        return ring.positions(self.run.cfg.seq, self.run.device)
+
+    def cut(self, x):  # (B/dp, T) -> (B/dp, T/cp)
+        if self.tokens is None:
+            return x
+        return x[:, self.tokens]
+
+    def of_step(self, step):
+        x, y, valid = self.run.batch(step, self.rows)
+        return self.cut(x), self.cut(y), valid
+
+    def held_out(self, k):
+        x, y = self.run.held_out(k, self.rows)
+        return self.cut(x), self.cut(y)
+
+    def routed(self, m, dp_rank, cp_rank, tp_rank):
+        """-> (N,): the tokens that a rank routes to experts in micro-batch m, in its order, by
+        their numbers in the B T tokens of the batch."""
+        lay = self.lay
+        T = self.run.cfg.seq
+        device = self.run.device
+        tokens = torch.arange(T, device=device)
+        if lay.cp > 1:
+            tokens = self.tokens_of(cp_rank)
+        if lay.sp:
+            tokens = tokens.chunk(lay.tp)[tp_rank]
+        rows = self.run.args.batch // lay.dp // lay.micro
+        first = (dp_rank * lay.micro + m) * rows
+        starts = T * torch.arange(first, first + rows, device=device)
+        numbers = (starts.unsqueeze(1) + tokens).flatten()
+        if not lay.sp:  # ranks of tp bring the same tokens: each routes some of them
+            mine = share(len(numbers), lay.tp, tp_rank)
+            numbers = numbers[mine.start:mine.stop]
+        return numbers
+
+    def routed_here(self):
+        place = self.mesh.place
+        places = place["dp"], place["cp"], place["tp"]
+        return [self.routed(m, *places) for m in range(self.lay.micro)]
+
+    def routed_everywhere(self):
+        """-> of each micro-batch, of each rank, what it routes"""
+        lay = self.lay
+        found = []
+        for m in range(lay.micro):
+            of_ranks = []
+            for dp_rank in range(lay.dp):
+                for cp_rank in range(lay.cp):
+                    for tp_rank in range(lay.tp):
+                        of_ranks.append(self.routed(m, dp_rank, cp_rank, tp_rank))
+            found.append(of_ranks)
+        return found
+
+
+class Choices:
+    """Which experts the tokens of each step have chosen.
+
+    Rounding decides near ties, so the plain model is told the ranks' choices. In fp64 there are no
+    ties, and it chooses itself.
+    """
+
+    def __init__(self, run, batches, model):
+        self.run = run
+        self.batches = batches
+        self.steps = []  # of each step, (L, B T, K)
+        self.told = run.args.check and run.args.dtype != "fp64" and not run.dry
+        if self.told:
+            for layer in moe.layers_of(model):
+                layer.choices = {}
+
+    def add(self, model):
+        """Those of the last step, from all ranks. A token of a layer is routed by one of them."""
+        args = self.run.args
+        table = torch.zeros(args.layers, args.batch * args.seq, args.top_k, dtype=torch.int64,
+                            device=self.run.device)
+        mine = self.batches.routed_here()
+        for number, of_layer in zip(layers_here(model), moe.choices_here(model)):
+            for tokens, chosen in zip(mine, of_layer):
+                table[number, tokens] = chosen
+        dist.all_reduce(table)  # partial -> replicated
+        self.steps.append(table)
+
+    def plain_trace(self):
+        """The same steps by the plain model."""
+        run = self.run
+        model = run.build()
+        moe.set_sources(model, self.batches.routed_everywhere())
+        before = [None] * run.first  # steps of the run that this one resumes
+        if run.first > CHECKED:  # then the plain run begins where this one does
+            before = []
+            moe.set_biases(model, run.start.extra["biases"])
+        for i, block in enumerate(model.blocks):
+            if self.told:
+                block.mlp.choices = before + [table[i] for table in self.steps]
+        return run.plain(model, extra_loss=moe.plain_balancing_losses)
+
+
+def layers_here(model):
+    """-> [number of a layer], in the order of moe.layers_of(model)"""
+    return [int(name) for stage in model.stages for name in stage.blocks]
+
+
+def biases(run, model):
+    """What a checkpoint notes besides weights and AdamW's states."""
+    table = torch.zeros(run.cfg.layers, run.args.experts, dtype=torch.float64, device=run.device)
+    for number, layer in zip(layers_here(model), moe.layers_of(model)):
+        table[number] = layer.bias
+    dist.all_reduce(table, group=model.mesh.group["pp"])  # on one stage -> replicated
+    return {"biases": table.tolist()}
+
+
+def set_biases(model, values):
+    for number, layer in zip(layers_here(model), moe.layers_of(model)):
+        layer.bias.copy_(torch.tensor(values[number], dtype=torch.float64))
+
+
+def boundary_of(run, lay):
+    """What goes from stage to stage."""
+    rows = run.args.batch // lay.dp // lay.micro
+    tokens = run.cfg.seq // lay.cp
+    if lay.sp:
+        tokens //= lay.tp
+    return Boundary((rows, tokens, run.cfg.width), run.dtype, run.device)
+
+
+# What main() has laid out, for the functions below
+Setting = namedtuple("Setting", "lay mesh plans groups layers batches")
+
+
+def set_up(run, at):
+    """-> Side"""
+    args = run.args
+    lay = at.lay
+    plain = run.build()
+    homes = homes_of(plain, at.plans, at.groups, at.layers)
+    model, loss = parallelize(
+        plain, at.mesh, at.plans, at.groups, boundary_of(run, lay), at.layers, sp=lay.sp,
+        zero=args.zero, ckpt=args.ckpt, attn=args.attn, amp=args.amp, lr=args.lr, dry=run.dry)
+    extra = None
+    if args.experts:
+        extra = partial(biases, run, model)
+        if run.start.steps:
+            set_biases(model, run.start.extra["biases"])
+    return Side(
+        model=model,
+        optimizer=model.optimizer,
+        train_step=lambda x, y, valid: train_step(model, loss, x, y, valid, args.clip),
+        full_gradients=lambda: full_gradients(model, homes),
+        full_state_dict=lambda: full_state_dict(model, homes),
+        evaluate=lambda k: loss.evaluate(*at.batches.held_out(k)),
+        pieces=lambda: pieces(model),
+        extra=extra,
+        held=model.held,
+    )
+
+
+def set_up_at_work(run, at):
+    """-> Side"""
+    args = run.args
+    lay = at.lay
+    axes = ("pp", "dp", "tp")
+    mesh = init_device_mesh(run.device.type, (lay.pp, lay.dp, lay.tp), mesh_dim_names=axes)
+    plain = run.build()
+    homes = homes_of(plain, at.plans, at.groups, at.layers)
+    model = parallelize_at_work(plain, mesh, at.plans, at.groups, boundary_of(run, lay), at.layers,
+                                args.schedule, lay.sp)
+    optimizer = adamw(model.parameters(), args.lr)
+    return Side(
+        model=model,
+        optimizer=optimizer,
+        train_step=lambda x, y, valid: train_step_at_work(model, optimizer, x, y, valid, args.clip),
+        full_gradients=lambda: full_gradients_at_work(model, homes),
+        full_state_dict=lambda: full_state_dict_at_work(model, homes),
+        evaluate=lambda k: model.evaluate(*at.batches.held_out(k)),
+    )
 
 
 def main():
     args = arguments(__doc__, **FLAGS)
-    cfg, (D, T, P, M, virtual) = args.cfg, layout(args)
-    start = checkpoint.begin(args)
-    rows, sp, plans = args.batch // D // M, args.sp and T > 1, make_plans(args.schedule, P, M, virtual)
-    run, sides = Run(args), {}
-    mesh, ends = make_mesh(run.device.type, D, T, P)
-    dp_rows = share(args.batch, D, mesh.get_local_rank("dp"))
-    boundary = dict(size=(rows, cfg.seq // (T if sp else 1), cfg.width), dtype=run.dtype, device=run.device)
+    lay = layout(args)
+    plans = plans_of(args)
+    layers = pipeline_parallel.read_layers(args, plans)
+    run = Run(args, build=plain_model(args, lay))
+    mesh = Mesh(lay.dp, lay.cp, lay.tp, lay.pp, lay.ep)
+    ends = [(0, len(layers) - 1)]
+    groups = pipeline_parallel.make_groups(plans, ends, mesh.pipelines, mesh.group["pp"])
     with run:
-        for impl in run.impls:
-            model, optimizer = build(cfg, args.seed, run.device, run.dtype), None
-            total = sum(p.numel() for p in model.parameters())
-            if impl == "scratch":
-                model = parallelize(model, mesh, ends, plans, boundary, sp, args.zero, args.ckpt, args.lr)
-            else:
-                model = parallelize_at_work(model, mesh, ends, plans, boundary, args.schedule, sp)
-                optimizer = adamw(model.parameters(), args.lr)
-            sides[impl] = model, optimizer, train_step if impl == "scratch" else train_step_at_work
-        model = sides[run.impls[0]][0]
-        own = sum(local(p).numel() for p in model.parameters())
-        restore(model, start)
-        run.go_on(start, full_state_dict, model)
-        run.say(f"hybrid_3d: {run.world_size} ranks = dp {D} x tp {T} x pp {P} on {run.device.type}, {args.dtype}, "
-                f"{total:,} parameters, {own:,} on rank {run.rank}")
-        picture(run, model, plans)
-        for impl, step in run.steps():
-            model, optimizer, step_fn = sides[impl]
-            x, y, valid = run.batch(step, dp_rows)
-            with run.measure(impl, step, model, optimizer):
-                loss, norm = step_fn(model, optimizer, x, y, valid, args.clip)
-            run.log(impl, step, loss, norm, full_gradients, full_state_dict, model)
-            if checkpoint.due(run, step):
-                checkpoint.write(run, step, sharded_state(model))
+        batches = Batches(run, lay, mesh)
+        at = Setting(lay, mesh, plans, groups, layers, batches)
+        sides = {}
         if "scratch" in run.impls:
-            account(run, sides["scratch"][0], plans[mesh.get_local_rank("pp")], rows, own)
-        return run.finish(total, own)
+            sides["scratch"] = set_up(run, at)
+        if "torch" in run.impls:
+            sides["torch"] = set_up_at_work(run, at)
+        run.begin(sides)
+        model = sides[run.impls[0]].model
+        total = count(run.build())
+        own = sum(local(p).numel() for p in model.parameters())
+        run.say(f"hybrid_3d: {run.world_size} ranks = {in_words(lay)} on {run.device.type}, "
+                f"{args.dtype}, {total:,} parameters, {own:,} on rank {run.rank}")
+        picture(run, at)
+        say_costs(run, at)
+        choices = Choices(run, batches, model)
+        for impl, step in run.steps():
+            side = sides[impl]
+            run.set_rate(side.optimizer, step)
+            x, y, valid = batches.of_step(step)
+            with run.measure(impl, step):
+                loss, norm = side.train_step(x, y, valid)
+            run.log(impl, step, loss, norm)
+            if choices.told and args.experts and step <= run.checked:
+                choices.add(model)
+        if "scratch" in run.impls:
+            account(run, at, sides["scratch"].model, own)
+        plain = choices.plain_trace if args.experts else None
+        return run.finish(total, own, plain, "bf16" if args.amp == "bf16" else None)
 
 
 if __name__ == "__main__":

@@ -1,117 +1,330 @@
+"""hybrid_3d: layouts of all axes equal one process, their bytes are the textbook's, planted bugs
+show."""
 import math
+from functools import partial
 
 import pytest
 
-from conftest import PROOF, dry_run_agrees, proves, script, textbook
+from conftest import PROOF, SMALL, alone, proves, script, textbook
 
 ODD = ("--layers", "5", "--vocab", "257")
 
 
-def on(dp, tp, pp, *flags):
-    return "hybrid_3d", dp * tp * pp, *ODD, "--dp", str(dp), "--tp", str(tp), "--pp", str(pp), *flags
+def on(world, flags):
+    """A run on so many ranks, with sizes that do not divide evenly."""
+    return "hybrid_3d", world, *ODD, *flags.split()
 
 
-@pytest.mark.parametrize("layout, flags", [
-    ((1, 1, 1), []), ((2, 1, 1), ["--zero", "1"]), ((1, 2, 1), ["--ckpt", "full"]),
-    ((1, 1, 2), ["--schedule", "zb-h1"]),
-    ((4, 2, 1), ["--sp", "--zero", "1"]), ((2, 1, 2), ["--schedule", "interleaved", "--ckpt", "selective"]),
-    ((1, 2, 2), ["--schedule", "gpipe", "--sp", "--ckpt", "full"]), ((2, 2, 2), ["--sp", "--zero", "1"]),
-    ((1, 2, 4), ["--clip", "0"]), ((1, 2, 2), ["--impl", "torch"]), ((2, 1, 2), ["--impl", "torch"])])
-def test_equals_one_process(layout, flags):
-    proves(*on(*layout, *flags))
+# ---- equal to one process --------------------------------------------------------
+
+THREE_AXES = [
+    (1, "--dp 1 --tp 1 --pp 1"),
+    (2, "--dp 2 --tp 1 --pp 1 --zero 1"),
+    (2, "--dp 1 --tp 2 --pp 1 --ckpt full"),
+    (2, "--dp 1 --tp 1 --pp 2 --schedule zb-h1"),
+    (8, "--dp 4 --tp 2 --pp 1 --sp --zero 1"),
+    (4, "--dp 2 --tp 1 --pp 2 --schedule interleaved --ckpt selective"),
+    (4, "--dp 1 --tp 2 --pp 2 --schedule gpipe --sp --ckpt full"),
+    (8, "--dp 1 --tp 2 --pp 4 --clip 0"),
+]
+ALL_AXES = [  # twelve layouts that every axis, technique and choice is in
+    (8, "--dp 2 --tp 2 --pp 2 --sp --zero 1"),
+    (8, "--dp 2 --cp 2 --tp 2 --pp 1 --zero 2 --attn ring"),
+    (8, "--dp 1 --cp 2 --tp 2 --pp 2 --sp --attn ulysses"),
+    (4, "--dp 2 --cp 2 --tp 1 --pp 1 --zero 3 --ckpt full --attn allgather"),
+    (4, "--dp 2 --tp 2 --pp 1 --zero 3 --sp --experts 4"),
+    (8, "--dp 2 --cp 2 --tp 1 --pp 2 --zero 1 --experts 8 --ep 4 --capacity 1"),
+    (8, "--dp 2 --tp 2 --pp 2 --sp --experts 4 --shared --top-k 1 --balance none"),
+    (4, "--dp 2 --tp 2 --pp 1 --zero 2 --experts 4 --ep 1 --balance bias --ckpt full"),
+    (8, "--dp 4 --tp 1 --pp 2 --zero 2 --experts 4 --ep 2 --schedule interleaved"),
+    (4, "--dp 1 --cp 2 --tp 1 --pp 2 --schedule zb-h1 --experts 4 --ckpt selective"),
+    (16, "--dp 2 --cp 2 --tp 2 --pp 2 --sp --zero 1 --experts 4 --ep 2"),
+    (1, "--dp 1 --tp 1 --pp 1 --experts 4 --shared --zero 3"),
+]
 
 
-@pytest.mark.parametrize("layout, flags", [
-    ((1, 2, 2), ["--sp"]), ((2, 1, 1), ["--zero", "1", "--dtype", "bf16"]),
-    ((1, 1, 2), ["--schedule", "interleaved", "--ckpt", "selective"])])
-def test_cost(layout, flags):
-    """The textbook's bytes, parameters and activations on every rank, real and dry."""
-    name, world, *flags = on(*layout, *flags)
-    real = dry_run_agrees(name, world, *flags, ranks=sorted({0, world - 1}))
+@pytest.mark.parametrize("world, flags", THREE_AXES + ALL_AXES)
+def test_equals_one_process(world, flags):
+    proves(*on(world, flags))
+
+
+@pytest.mark.parametrize("world, flags", [
+    (4, "--dp 1 --tp 2 --pp 2"),
+    (4, "--dp 2 --tp 1 --pp 2"),
+    (2, "--dp 1 --tp 1 --pp 2 --schedule interleaved"),
+])
+def test_torch_equals_one_process(world, flags):
+    proves(*on(world, flags + " --impl torch"))
+
+
+@pytest.mark.parametrize("world, flags", [
+    (4, r"--dp 2 --tp 1 --pp 2 --zero 1 --train blocks\.(2|3)|norm"),
+    (4, "--dp 2 --tp 2 --pp 1 --sp --zero 3 --train attn|tok"),
+    (4, "--dp 1 --cp 2 --tp 1 --pp 2 --experts 4 --train mlp"),
+])
+def test_frozen_layers(world, flags):
+    proves(*on(world, flags))
+
+
+@pytest.mark.parametrize("world, flags", [
+    (8, "--dp 2 --tp 2 --pp 2 --sp"),
+    (4, "--dp 2 --cp 2 --tp 1 --pp 1 --zero 3 --experts 4"),
+])
+def test_held_out_text(world, flags):
+    report = proves(*on(world, flags + " --eval-every 1 --warmup 1 --decay cosine"))
+    assert len(report["validation"]) == 3  # before the first step, and after each
+
+
+@pytest.mark.parametrize("world, flags", [
+    (4, "--dp 2 --tp 1 --pp 2 --zero 1"),
+    (2, "--dp 1 --cp 2 --tp 1 --pp 1"),
+    (4, "--dp 2 --tp 1 --pp 2 --experts 4"),
+])
+def test_autocast(world, flags):
+    report = script(*on(world, flags), *SMALL, "--amp", "bf16")
+    assert report["check"]["passed"] and report["check"]["tolerance"] == 2e-2
+
+
+def test_choices_in_fp32():
+    """The plain model is told what the ranks' tokens have chosen: rounding could choose others."""
+    report = script(*on(4, "--dp 1 --tp 2 --pp 2 --sp --experts 4 --capacity 1"), *SMALL)
+    assert report["check"]["passed"]
+
+
+# ---- bytes -----------------------------------------------------------------------
+
+
+def same_bytes(dry, real, experts):
+    """A dry run's rank measures what the real one does; where tokens choose their experts, all but
+    what depends on their choice."""
+    if experts:
+        for rank in dry, real:
+            for kind in "activations", "peak":
+                rank["memory"].pop(kind)
+            rank["collectives"].pop("all_to_all")
+    assert dry == real
+
+
+@pytest.mark.parametrize("world, flags", [
+    (4, "--dp 1 --tp 2 --pp 2 --sp"),
+    (2, "--dp 2 --tp 1 --pp 1 --zero 1 --dtype bf16"),
+    (2, "--dp 1 --tp 1 --pp 2 --schedule interleaved --ckpt selective"),
+    *ALL_AXES[:7], *ALL_AXES[9:11],
+])
+def test_bytes(world, flags):
+    """Held, kept and sent along each axis: the textbook's, on every rank, real and dry."""
+    name, world, *flags = on(world, flags)
+    real = script(name, world, *SMALL, *flags, "--no-check")
     textbook(real)
-    sent = sum(c["wire"] for c in real["ranks"][0]["collectives"].values())
-    wire = [row["expected"] for row in real["textbook"] if row["what"].startswith("wire")]
-    assert math.isclose(sum(wire), sent)
+    sent = sum(figures["wire"] for figures in real["ranks"][0]["collectives"].values())
+    rows = [row["expected"] for row in real["textbook"] if row["what"].startswith("wire")]
+    assert math.isclose(sum(rows), sent)
+    dry_flags = (*SMALL, *flags, "--dry-run", str(world))
+    reports = alone(name, *((*dry_flags, "--rank", str(rank)) for rank in range(world)))
+    for rank, dry in enumerate(reports):
+        textbook(dry)
+        same_bytes(dry["ranks"][0], real["ranks"][rank], "--experts" in flags)
 
 
-def test_large():
-    """175 billion parameters on 512 ranks, of which a middle stage's holds 12 layers; here with a batch of 8."""
-    dry = script("hybrid_3d", 1, "--dry-run", "512", "--dp", "8", "--tp", "8", "--pp", "8", "--model", "gpt3-175b",
-                 "--batch", "8", "--micro", "1", "--sp", "--dtype", "bf16", "--rank", "200")
+def test_175_billion():
+    """512 ranks, of which a middle stage's holds 12 layers; here with a batch of 8."""
+    dry = script(
+        "hybrid_3d", 1, *"--dry-run 512 --dp 8 --tp 8 --pp 8 --model gpt3-175b --batch 8 --micro 1 "
+        "--sp --dtype bf16 --rank 200".split())
     textbook(dry)
-    assert dry["parameters"]["total"] == 174_604_259_328 and dry["parameters"]["per_rank"] == [2_718_922_752]
+    assert dry["parameters"]["total"] == 174_604_259_328
+    assert dry["parameters"]["per_rank"] == [2_718_922_752]
+
+
+def test_16_384_ranks():
+    """Llama 3's mesh for long sequences, with a layer for each stage."""
+    dry = script(
+        "hybrid_3d", 1, *"--dry-run 16384 --dp 8 --cp 16 --tp 8 --pp 16 --layers 16 --width 16384 "
+        "--heads 128 --seq 131072 --batch 8 --micro 1 --sp --zero 1 --attn allgather --dtype bf16 "
+        "--rank 5000".split())
+    textbook(dry)
+
+
+def test_2_048_ranks():
+    """DeepSeek-V3's mesh, with a layer for each stage."""
+    dry = script(
+        "hybrid_3d", 1, *"--dry-run 2048 --dp 128 --tp 1 --pp 16 --layers 16 --width 7168 "
+        "--heads 128 --seq 4096 --batch 128 --micro 1 --zero 1 --experts 256 --top-k 8 --ep 64 "
+        "--shared --dtype bf16 --rank 1000".split())
+    textbook(dry)
+
+
+# ---- saved and resumed -----------------------------------------------------------
+
+
+def goes_on(folder, world, flags):
+    """Resumed at step 2: losses and parameters of one process that never stopped."""
+    report = proves(*on(world, flags), "--steps", "5", "--resume", folder)
+    assert len(report["loss"]) == len(report["plain_loss"]) == 3
 
 
 def test_resume(tmp_path):
-    """Saved on one layout, gone on with on others: losses and parameters of one process that never stopped."""
-    name, world, *layout = on(2, 2, 2, "--sp", "--zero", "1")
-    script(name, world, *PROOF, *layout, "--no-check", "--save", str(tmp_path))
-    for layout in on(4, 1, 1, "--zero", "1"), on(1, 2, 1), on(1, 1, 2), on(1, 1, 1):
-        on_goes = proves(*layout, "--steps", "5", "--resume", str(tmp_path / "2"))
-        assert len(on_goes["loss"]) == len(on_goes["plain_loss"]) == 3
-    script("hybrid_3d", 1, *PROOF, *ODD, "--resume", str(tmp_path / "2"), "--width", "64", code=2)
-    proves(*on(1, 1, 2, "--steps", "5", "--resume", str(tmp_path / "2")), plant=without_optimizer)
+    """Saved on one layout, gone on with on others."""
+    place = str(tmp_path)
+    script(*on(8, "--dp 2 --tp 2 --pp 2 --sp --zero 1"), *PROOF, "--no-check", "--save", place)
+    goes_on(place, 4, "--dp 4 --tp 1 --pp 1 --zero 1")
+    goes_on(place, 2, "--dp 1 --tp 2 --pp 1")
+    goes_on(place, 1, "--dp 1 --tp 1 --pp 1")
+    goes_on(place, 8, "--dp 1 --cp 2 --tp 2 --pp 2 --zero 1")
+    goes_on(place, 4, "--dp 2 --cp 1 --tp 2 --pp 1 --sp --zero 3")
+    script("hybrid_3d", 1, *PROOF, *ODD, "--resume", place, "--width", "64", code=2)
+    proves(*on(2, "--dp 1 --tp 1 --pp 2"), "--steps", "5", "--resume", place,
+           plant=without_optimizer)
+
+
+def test_resume_with_experts(tmp_path):
+    place = str(tmp_path)
+    experts = " --experts 4 --balance bias"
+    name, world, *flags = on(8, "--dp 1 --cp 2 --tp 2 --pp 2 --zero 1" + experts)
+    script(name, world, *PROOF, *flags, "--no-check", "--save", place)
+    goes_on(place, 8, "--dp 2 --tp 2 --pp 2 --ep 2 --sp --zero 1" + experts)
+    goes_on(place, 2, "--dp 2 --tp 1 --pp 1 --ep 1 --zero 2" + experts)
+
+
+def without_optimizer(module):
+    """A resumed run starts with fresh AdamW states."""
+    begin = module.Run.begin
+
+    def broken(run, sides):
+        begin(run, sides)
+        for side in sides.values():
+            side.optimizer.state.clear()
+
+    module.Run.begin = broken
 
 
 # ---- planted bugs: each must fail the check ------------------------------------
 
 
-def without_optimizer(module):
-    """A resumed run starts with fresh AdamW states."""
-    restore = module.restore
-
-    def broken(model, start):
-        restore(model, start)
-        for zero in model.zeros:
-            zero.optimizer.state.clear()
-    module.restore = broken
-
-
 def dp_before_tied(module):
-    """Under ZeRO-1 the tied embedding is cut over dp before first and last stage have summed its gradients."""
+    """ZeRO-1 cuts the tied embedding over dp before the ends have summed its gradients."""
     total = module.sum_gradients
 
     def broken(model):
-        model.tied, tied = [], model.tied
+        tied = model.tied
+        model.tied = []
         total(model)
         model.tied = tied
+
     module.sum_gradients = broken
 
 
-def over_replicas(module):
-    """The norm counts what several ranks hold several times."""
-    norm = module.gradient_norm
-    module.gradient_norm = lambda model: norm(model) * 2 ** 0.5
+def plant_in_kinds(change, module):
+    """A bug in the docstring's table; change: {name: Kind} -> None"""
+    right = module.kinds_of_parameters
+
+    def broken(sequence_parallel):
+        kinds = right(sequence_parallel)
+        change(kinds)
+        return kinds
+
+    module.kinds_of_parameters = broken
 
 
-def not_over_tp(module):
-    """Norms and row biases of sequence parallelism keep each tp rank's own gradient."""
-    module.CutSequence = type("CutSequence", (module.CutSequence,), {})
-    total, cut = module.sum_gradients, module.CutSequence
+def norms_not_over_tp(kinds):
+    """Norms of sequence parallelism keep each tp rank's own gradient."""
+    kinds["norm"].summed.remove("tp")
 
-    def broken(model):
-        module.CutSequence = ()
-        total(model)
-        module.CutSequence = cut
-    module.sum_gradients = broken
+
+def norms_count_twice(kinds):
+    """The gradient norm counts norms on every tp rank."""
+    kinds["norm"].alike.remove("tp")
+
+
+def router_counts_ep_times(kinds):
+    kinds["router"].alike[:] = ["replicas", "tp"]
+
+
+def experts_not_over_tp(kinds):
+    kinds["expert"].summed.remove("tp")
+
+
+def plant_in_mesh(change, module):
+    """A bug in who belongs to which group; change: Mesh -> None"""
+    make = module.Mesh.__init__
+
+    def broken(mesh, *sizes):
+        make(mesh, *sizes)
+        change(mesh)
+
+    module.Mesh.__init__ = broken
+
+
+def experts_over_data(mesh):
+    """Different experts are summed, like copies of one."""
+    mesh.group["replicas"] = mesh.group["data"]
+
+
+def dense_not_over_cp(mesh):
+    """Each part of a sequence keeps its own gradients."""
+    mesh.group["data"] = mesh.group["tp"]
+
+
+def own_balance(mesh):
+    """Each rank balances the experts by its own tokens' choices."""
+    mesh.group["stage"] = mesh.group["tp"]
+
+
+def whole_positions(module):
+    """All ranks of cp take the positions of the first."""
+    module.context_parallel.cut_positions = lambda embedding, ring: None
 
 
 def mean_over_micro(module):
     """Every micro-batch is divided by its own valid targets."""
-    loss = module.loss_sum
-    module.loss_sum = lambda logits, targets: loss(logits, targets) / (targets >= 0).sum() * targets.numel()
+    loss_sum = module.loss_sum
+
+    def broken(logits, targets):
+        return loss_sum(logits, targets) / (targets >= 0).sum() * targets.numel()
+
+    module.loss_sum = broken
 
 
-@pytest.mark.parametrize("plant, layout, flags", [
-    (dp_before_tied, (2, 1, 2), ["--zero", "1"]), (over_replicas, (2, 1, 1), []), (not_over_tp, (1, 2, 1), ["--sp"]),
-    (mean_over_micro, (1, 1, 1), [])])
-def test_planted(plant, layout, flags):
-    proves(*on(*layout, *flags), plant=plant)
+@pytest.mark.parametrize("plant, world, flags", [
+    (dp_before_tied, 4, "--dp 2 --tp 1 --pp 2 --zero 1"),
+    (partial(plant_in_kinds, norms_not_over_tp), 2, "--dp 1 --tp 2 --pp 1 --sp"),
+    (partial(plant_in_kinds, norms_count_twice), 2, "--dp 1 --tp 2 --pp 1"),
+    (partial(plant_in_kinds, router_counts_ep_times), 2, "--dp 2 --tp 1 --pp 1 --experts 4"),
+    (partial(plant_in_kinds, experts_not_over_tp), 2, "--dp 1 --tp 2 --pp 1 --experts 4"),
+    (partial(plant_in_mesh, experts_over_data), 2, "--dp 2 --tp 1 --pp 1 --experts 4"),
+    (partial(plant_in_mesh, dense_not_over_cp), 2, "--dp 1 --cp 2 --tp 1 --pp 1"),
+    (partial(plant_in_mesh, own_balance), 2, "--dp 2 --tp 1 --pp 1 --experts 4"),
+    (whole_positions, 2, "--dp 1 --cp 2 --tp 1 --pp 1"),
+    (mean_over_micro, 1, "--dp 1 --tp 1 --pp 1"),
+])
+def test_planted(plant, world, flags):
+    proves(*on(world, flags), plant=plant)
+
+
+# ---- refused -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world, flags", [
-    (2, ["--dp", "2", "--tp", "2"]), (1, ["--heads", "4", "--tp", "8", "--dry-run", "8"]),
-    (1, ["--pp", "8", "--dry-run", "8"]), (1, ["--micro", "3"]), (1, ["--schedule", "zb-h1", "--ckpt", "full"]),
-    (1, ["--impl", "torch", "--dry-run", "2"])])
-def test_bad_usage(world, flags):
-    script("hybrid_3d", world, *flags, code=2)
+    (2, "--dp 2 --tp 2"),
+    (1, "--heads 4 --tp 8 --dry-run 8"),
+    (1, "--pp 8 --dry-run 8"),
+    (1, "--micro 3"),
+    (1, "--schedule zb-h1 --ckpt full"),
+    (1, "--impl torch --dry-run 2"),
+    (1, "--dry-run 2 --dp 4 --pp 1"),
+    (1, "--dry-run 4 --dp 1 --tp 4 --schedule interleaved --layers 1"),
+    (1, "--dp 1 --pp 1 --schedule interleaved --impl torch"),
+    (1, "--dry-run 2 --cp 2 --seq 30"),
+    (1, "--dry-run 4 --cp 2 --tp 2 --heads 2 --attn ulysses --seq 32"),
+    (1, "--dry-run 8 --cp 2 --tp 4 --sp --seq 36"),
+    (1, "--experts 4 --top-k 5"),
+    (1, "--dry-run 2 --dp 2 --experts 3"),
+    (1, "--dry-run 2 --dp 2 --experts 4 --ep 3"),
+    (1, "--shared"),
+    (1, "--dry-run 2 --pp 2 --zero 3"),
+    (1, "--impl torch --experts 4"),
+    (1, "--layers-per-stage 3,2"),
+    (1, "--layers-per-stage x"),
+])
+def test_refused(world, flags):
+    script("hybrid_3d", world, *flags.split(), code=2)
