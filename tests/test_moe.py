@@ -358,6 +358,40 @@ def plain_names(tensors, ep):
     return whole
 
 
+def copied_model(section, plain, replicas, ep):
+    """A plain Other -> the same with the copy's layers.
+
+    Ranks draw other weights, but for the first of those that hold the same: these are broadcast.
+    """
+    model = copy.deepcopy(plain)
+    for i, mix in enumerate(model.mix):
+        mine = [mix.ffn[e] for e in share(4, ep.size(), ep.rank())]
+        experts = section.Experts(
+            up=[expert.w3 for expert in mine], gate=[expert.w1 for expert in mine],
+            down=[expert.w2 for expert in mine], activation=F.silu)
+        model.mix[i] = section.MoE(mix.gate, experts, top_k=2, ep=ep, everyone=dist.group.WORLD)
+    of_experts = section.expert_parameters(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            first = dist.get_rank() == 0
+            if p in of_experts:
+                first = replicas.rank() == 0
+            if not first:
+                p += 1
+    section.broadcast_parameters(model, replicas, dist.group.WORLD)
+    return model
+
+
+def plain_step(plain, x, y):
+    """Backward of the whole batch, clipped -> gradient norm"""
+    loss = (plain(x) - y).square().sum() / len(x)
+    (loss + sum(mix.loss for mix in plain.mix)).backward()
+    for p in plain.parameters():
+        if p.grad is None:  # of an expert that nobody chose. AdamW is to step it all the same
+            p.grad = torch.zeros_like(p)
+    return nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+
+
 def check_copy(ep_size):
     section = copied("moe")
     world = dist.get_world_size()
@@ -368,45 +402,23 @@ def check_copy(ep_size):
     ep = mesh.get_group("ep")
     torch.manual_seed(0)
     plain = Other()
-    model = copy.deepcopy(plain)
-    with torch.no_grad():  # what a rank has drawn does not matter: the first one's is taken
-        for p in model.parameters():
-            p += rank
-    for i, mix in enumerate(model.mix):
-        mine = [mix.ffn[e] for e in share(4, ep_size, ep.rank())]
-        experts = section.Experts(
-            up=[expert.w3 for expert in mine], gate=[expert.w1 for expert in mine],
-            down=[expert.w2 for expert in mine], activation=F.silu)
-        model.mix[i] = section.MoE(mix.gate, experts, top_k=2, ep=ep, everyone=dist.group.WORLD)
-    if rank < ep_size:  # the first replica has the plain weights
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                p -= rank
-    section.broadcast_parameters(model, replicas, dist.group.WORLD)
-
+    model = copied_model(section, plain, replicas, ep)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-5) for m in (plain, model)]
     bounds = [0, 5, 8, 8, 15][:world + 1]  # unequal shares; one rank of four has nothing
+    mine = slice(bounds[rank], bounds[rank + 1])
     for step in range(3):
         torch.manual_seed(step)
         x = torch.randn(bounds[-1], 3)
         y = torch.randn(bounds[-1], 1)
         for optimizer in optimizers:
             optimizer.zero_grad()
-        loss = (plain(x) - y).square().sum() / len(x)
-        (loss + sum(mix.loss for mix in plain.mix)).backward()
-        for p in plain.parameters():
-            if p.grad is None:  # of an expert that nobody chose. AdamW is to step it all the same
-                p.grad = torch.zeros_like(p)
-        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
-
-        mine = slice(bounds[rank], bounds[rank + 1])
+        norm = plain_step(plain, x, y)
         ((model(x[mine]) - y[mine]).square().sum() / len(x)).backward()
         section.sum_gradients(model, replicas, dist.group.WORLD)
         our_norm = section.clip_gradients(model, section.gradient_norm(model, ep), 0.1)
         torch.testing.assert_close(our_norm, norm, rtol=1e-10, atol=0)
         ours = {name: p.grad for name, p in model.named_parameters()}
-        assert_same(plain_names(ours, ep),
-                    {name: p.grad for name, p in plain.named_parameters()})
+        assert_same(plain_names(ours, ep), {n: p.grad for n, p in plain.named_parameters()})
         for optimizer in optimizers:
             optimizer.step()
         section.step_biases(model)
@@ -483,6 +495,18 @@ def microbatch_sources(dp, tp, rows, T):
     return sources
 
 
+def sum_over_axes(model, dp_group, tp_group):
+    """Each kind of gradient over the axes on which it is partial."""
+    for name, p in model.named_parameters():
+        kind = name.split(".mlp.")[-1].split(".")[0]
+        if kind == "router":
+            dist.all_reduce(p.grad)  # over dp and tp: partial -> replicated
+        elif kind != "experts":
+            dist.all_reduce(p.grad, group=dp_group)  # over dp: partial -> replicated
+        elif tp_group is not None:
+            dist.all_reduce(p.grad, group=tp_group)  # over tp: partial -> replicated
+
+
 def check_microbatches(dp, tp, options, wrap):
     """Two micro-batches on dp x tp ranks, tp ranks with the same tokens, against the plain GPT."""
     cfg = GPTConfig(layers=2, width=16, heads=2, vocab=256, seq=5)
@@ -521,15 +545,7 @@ def check_microbatches(dp, tp, options, wrap):
     dist.all_reduce(ours)  # partial -> replicated
     torch.testing.assert_close(ours, loss.detach(), rtol=1e-12, atol=0)
 
-    for name, p in model.named_parameters():
-        kind = name.split(".mlp.")[-1].split(".")[0]
-        if kind == "router":
-            dist.all_reduce(p.grad)  # over dp and tp: partial -> replicated
-        elif kind == "experts":
-            if tp > 1:
-                dist.all_reduce(p.grad, group=same_tokens)  # over tp: partial -> replicated
-        else:
-            dist.all_reduce(p.grad, group=ep)  # over dp: partial -> replicated
+    sum_over_axes(model, ep, same_tokens)
     theirs = {name: p.grad for name, p in plain.named_parameters()}
     assert_same(moe.full_gradients(model, ep), theirs, 1e-13)
     moe.step_biases(model)
