@@ -175,14 +175,13 @@ def loss_sum(logits, targets):
     return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORE, reduction="sum")
 
 
-def clip_gradients(parameters, clip, norm=None):
+def clip_gradients(parameters, clip):
     """Scale the gradients down to a norm of at most clip (0: any) -> the norm before.
 
     If the norm is inf or nan they stay as they are: guard.fault then says whose fault it is.
     """
     parameters = [p for p in parameters if p.grad is not None]
-    if norm is None:  # TRANSITION: no argument
-        norm = nn.utils.get_total_norm([p.grad for p in parameters])
+    norm = nn.utils.get_total_norm([p.grad for p in parameters])
     finite = norm.nan_to_num(0, posinf=0)
     nn.utils.clip_grads_with_norm_(parameters, clip or math.inf, finite)
     return norm
@@ -362,7 +361,6 @@ def arguments(doc, **own):
     dry run too, so that a script can `require` what it needs before anything is built.
     """
     flags = {**own, **FLAGS}
-    flags = {name: Flag(*flag) for name, flag in flags.items()}  # TRANSITION
     args = parse(doc, flags)
     for name, flag in flags.items():
         check_bounds(name, getattr(args, name), flag.limits)
@@ -736,11 +734,8 @@ class Run:
                         sys.exit(0)
 
     @contextlib.contextmanager
-    def measure(self, impl, step, model=None, optimizer=None):
+    def measure(self, impl, step):
         """Times a step. The last one is watched by the ledger, the one before by the profiler."""
-        if model is not None:  # TRANSITION
-            self.sides[impl] = Side(model=model, optimizer=optimizer, full_gradients=None, full_state_dict=None,
-                                    evaluate=None, held=getattr(model, "held", None))
         side = self.sides[impl]
         with contextlib.ExitStack() as stack:
             if step == self.last:
@@ -769,10 +764,7 @@ class Run:
             return None
         return statistics.median(times[1:-1] or times)
 
-    def go_on(self, start, *_):  # TRANSITION
-        self.first = start.steps
-
-    def log(self, impl, step, loss, norm, gradients=None, state=None, *of):
+    def log(self, impl, step, loss, norm):
         """After a step: judge it, note it, save it. Collectives: every rank calls it.
 
         loss: this rank's part; the parts of all ranks add up to the loss of the global batch.
@@ -780,10 +772,6 @@ class Run:
         if self.dry:
             return
         side = self.sides[impl]
-        if gradients:  # TRANSITION
-            side.full_gradients = lambda: gradients(*of)
-            side.full_state_dict = lambda: state(*of)
-            side.may_overflow = getattr(self.args, "amp", "") == "fp16"
         loss = self.sum_losses(loss)
         self.times[impl].append(self.clock.ms(*self.marks))
         self.trace[impl].log(step, loss, norm)
@@ -795,7 +783,7 @@ class Run:
             validation = self.validate(impl, step)
         if impl == self.impls[0]:
             self.tell(impl, step, loss, norm, validation)
-        if side.pieces and checkpoint.due(self.args, step, self.stopping):
+        if checkpoint.due(self.args, step, self.stopping):
             self.save(side, step)
         if self.rank == 0:
             self.table.progress(step, self.times[impl][-1], len(self.impls))
@@ -956,10 +944,6 @@ class Run:
         self.rows.append(row)
 
     def finish(self, total, own, plain=None, judged_as=None):
-        if plain is not None and not callable(plain):  # TRANSITION
-            trace = plain
-            plain = lambda: trace
-        judged_as = judged_as or getattr(self.args, "judged_as", None)  # TRANSITION
         """Check, gather, print, write --json -> exit code.
 
         total: parameters in all; own: how many are on this rank. plain() makes the Trace to compare

@@ -230,7 +230,7 @@ def check():
     title = "every technique, compared with the plain GPT (MB = 1e6 bytes, rank 0)"
     good = table(title, reports, timed=False)
     if good:
-        print("\nAll equal one process. Next: read ddp.py, or ./run.sh ddp 4 --dtype fp64 --pad 0.3")
+        print("\nAll equal one process. Next: read ddp.py; ./run.sh ddp 4 --dtype fp64 --pad 0.3")
     return int(not good)
 
 
