@@ -225,6 +225,24 @@ def loop_over_tokens(x, scores, experts, top_k, bias, limit=None):
     return out, taken
 
 
+def loop_over_ranks(x, router, mlps, top_k, bias, factor):
+    """Every rank's outputs, how often each expert was chosen. Their gradients are made, too."""
+    want = []
+    load = torch.zeros(4)
+    limit = None
+    if factor:
+        limit = moe.capacity(factor, top_k, 10, 4)
+    for r, tokens in enumerate(x):
+        if r == 1:
+            tokens = tokens[:0]
+        scores = router(tokens).softmax(-1)
+        out, taken = loop_over_tokens(tokens, scores, mlps, top_k, bias, limit)
+        want.append(out)
+        load += torch.tensor(taken)
+    torch.cat(want).sin().sum().backward()
+    return want, load
+
+
 def alone_group():
     """A group of this rank alone. Every rank makes every group."""
     groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
@@ -253,20 +271,7 @@ def check_layer(forced, top_k, factor):
     moe.sum_gradients(layer, alone_group())
     moe.step_biases(layer, gamma=0)
 
-    want = []
-    load = torch.zeros(4)
-    limit = None
-    if factor:
-        limit = moe.capacity(factor, top_k, 10, 4)
-    for r in range(world):
-        tokens = x[r]
-        if r == 1:
-            tokens = x[r, :0]
-        scores = router(tokens).softmax(-1)
-        out, taken = loop_over_tokens(tokens, scores, mlps, top_k, bias, limit)
-        want.append(out)
-        load += torch.tensor(taken)
-    torch.cat(want).sin().sum().backward()
+    want, load = loop_over_ranks(x, router, mlps, top_k, bias, factor)
     assert layer.load.tolist() == load.tolist()
     torch.testing.assert_close(y, want[rank], rtol=0, atol=1e-13)
     torch.testing.assert_close(mine.grad, x.grad[rank, :n], rtol=0, atol=1e-12)
@@ -507,6 +512,19 @@ def sum_over_axes(model, dp_group, tp_group):
             dist.all_reduce(p.grad, group=tp_group)  # over tp: partial -> replicated
 
 
+def step_by_parts(model, x, y, parts, wrap):
+    """Backward of each part -> the sum of their losses"""
+    total = torch.zeros(())
+    for part in parts:
+        h = model.embed(x[part])
+        for block in model.blocks:
+            h = wrap(block, h)
+        loss = common.loss_sum(model.head(model.norm(h)), y[part]) / y.numel()
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
 def check_microbatches(dp, tp, options, wrap):
     """Two micro-batches on dp x tp ranks, tp ranks with the same tokens, against the plain GPT."""
     cfg = GPTConfig(layers=2, width=16, heads=2, vocab=256, seq=5)
@@ -531,20 +549,11 @@ def check_microbatches(dp, tp, options, wrap):
     loss.backward()
 
     model = moe.parallelize(build(), ep=ep, same_tokens=same_tokens, microbatches=2)
-    ours = torch.zeros(())
-    for m in range(2):
-        mine = share(rows // 2, dp, mesh.get_local_rank("dp"))
-        part = slice(m * rows // 2 + mine[0], m * rows // 2 + mine[-1] + 1)
-        h = model.embed(x[part])
-        for block in model.blocks:
-            h = wrap(block, h)
-        part_loss = common.loss_sum(model.head(model.norm(h)), y[part]) / y.numel()
-        part_loss.backward()
-        ours += part_loss.detach() / tp
-    ours += moe.balancing_losses(model)
+    mine = share(rows // 2, dp, mesh.get_local_rank("dp"))
+    parts = [slice(m * rows // 2 + mine[0], m * rows // 2 + mine[-1] + 1) for m in range(2)]
+    ours = step_by_parts(model, x, y, parts, wrap) / tp + moe.balancing_losses(model)
     dist.all_reduce(ours)  # partial -> replicated
     torch.testing.assert_close(ours, loss.detach(), rtol=1e-12, atol=0)
-
     sum_over_axes(model, ep, same_tokens)
     theirs = {name: p.grad for name, p in plain.named_parameters()}
     assert_same(moe.full_gradients(model, ep), theirs, 1e-13)
