@@ -41,14 +41,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.tensor import DTensor
 
-from harness.usage import ANY, require
-
-FLAGS = {
-    "save": ("", "folder for checkpoints, each in a folder named by its steps"),
-    "save_every": (0, "steps between checkpoints (0: one, at the end)", ANY),
-    "resume": ("", "go on from the newest checkpoint in this folder, on any number of ranks"),
-    "init_from": ("", "start with the weights of the newest checkpoint in this folder"),
-}
+from harness.usage import require
 
 # ---- pieces ------------------------------------------------------------------
 
@@ -679,7 +672,7 @@ def misfit(table, pieces):
     """-> in words, why this rank's pieces cannot be read from a checkpoint, or ""."""
     for piece in pieces:
         if piece.name not in table.state_dict_metadata:
-            return f"it has no {piece.name}{other_kind(table, piece.name)}"
+            return f"it has no {piece.name}{other_kind(table, pieces)}"
         saved = tuple(table.state_dict_metadata[piece.name].size)
         if saved == piece.shape:
             continue
@@ -692,10 +685,10 @@ def misfit(table, pieces):
     return ""
 
 
-def other_kind(table, name):
+def other_kind(table, pieces):
     """-> a hint if one of the two models has experts and the other has none."""
-    theirs = any(".experts." in known for known in table.state_dict_metadata)
-    ours = ".experts." in name
+    theirs = any(".experts." in name for name in table.state_dict_metadata)
+    ours = any(".experts." in piece.name for piece in pieces)
     if ours and not theirs:
         return ": it has plain MLPs, and this model has experts"
     if theirs and not ours:
@@ -815,39 +808,3 @@ def restore_generators(start):
         torch.set_rng_state(states["cpu"])
         if "cuda" in states and torch.cuda.is_available():
             torch.cuda.set_rng_state(states["cuda"])
-
-
-# ---- until every script hands over pieces -----------------------------------------
-
-
-def pieces_of_state(state, writes):
-    return [piece_of(name, tensor, writes) for name, tensor in state.items()]
-
-
-_write, _due, _load = write, due, load
-
-
-def due(args, step, stopping=False):
-    if hasattr(args, "args"):
-        return _due(args.args, step, args.stopping)
-    return _due(args, step, stopping)
-
-
-def write(folder, steps, pieces, *rest, **more):
-    if not hasattr(folder, "args"):
-        return _write(folder, steps, pieces, *rest, **more)
-    run, step, state = folder, steps, pieces
-    if isinstance(state, dict):
-        state = pieces_of_state(state, True)
-    keep = [run.first, *run.saved][-1]
-    saved = _write(run.args.save, step + 1, state, identity(run.args), keep)
-    require(saved or not (run.stopping or step + 1 == run.args.steps), "not saved", code=1)
-    if saved:
-        run.saved.append(step + 1)
-
-
-def load(folder, pieces):
-    if isinstance(pieces, dict):
-        _load(folder, pieces_of_state(pieces, False))
-        return pieces
-    return _load(folder, pieces)

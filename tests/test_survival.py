@@ -350,6 +350,36 @@ def test_weights_of_another_model(flags, says, good):
     assert says in script("ddp", 2, *QUICK, "--init-from", str(folder), *flags, code=2)
 
 
+RELAY = (
+    ("ddp", 2), ("zero", 2, "--stage", "3"), ("fsdp", 2), ("tensor_parallel", 2),
+    ("pipeline_parallel", 2), ("context_parallel", 2), ("amp_accum_ckpt", 2, "--amp", "off"),
+    ("hybrid_3d", 4, "--dp", "2", "--tp", "2", "--pp", "1"), ("ddp", 1),
+)
+
+
+def test_nine_runs_are_one_training(tmp_path):
+    """Every script goes on where another one has stopped, with the losses of a single run."""
+    together = []
+    folder = str(tmp_path)
+    for number, (name, ranks, *flags) in enumerate(RELAY, 1):
+        if together:
+            flags += ["--resume", folder]
+        steps = str(2 * number)
+        report = script(name, ranks, *QUICK, *flags, "--steps", steps, "--save", folder)
+        together += report["loss"]
+    alone = script("ddp", 1, *QUICK, "--steps", str(2 * len(RELAY)))
+    assert together == pytest.approx(alone["loss"], rel=1e-10, abs=0)
+
+
+def test_weights_with_and_without_experts(good, tmp_path):
+    folder, _ = good
+    said = script("moe", 2, *QUICK, "--init-from", str(folder), code=2)
+    assert "it has plain MLPs, and this model has experts" in said
+    script("moe", 2, *QUICK, "--save", str(tmp_path))
+    said = script("ddp", 2, *QUICK, "--init-from", str(tmp_path), code=2)
+    assert "it has experts, and this model has not" in said
+
+
 # ---- signals -----------------------------------------------------------------------------
 
 
