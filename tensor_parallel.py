@@ -101,6 +101,7 @@ class WholeSequence:
     def reduce(self, y):
         """From inside to outside: summands y (.., T, C) -> their sum, in the memory of y."""
         y = y.contiguous()
+        torch.autograd.graph.increment_version(y)  # if anyone has kept y, autograd will raise
         work = dist.all_reduce(y, group=self.group, async_op=True)  # partial -> replicated
         return Pending(y, work)
 
@@ -128,7 +129,7 @@ class WholeSequence:
 class CutSequence(WholeSequence):
     """Outside, x is cut along T, its second dim from the right (Korthikanti 2022, fig. 5).
 
-    So are the norms, residuals and dropout that work on it there.
+    So what stands outside has to treat each position by itself, as norms, residuals and dropout do.
     """
 
     def gather(self, x):
@@ -247,8 +248,8 @@ def weight_gradients(x, dys, needed):
 class ReduceFromTP(torch.autograd.Function):
     """g: summands y (.., T, C) -> x.
 
-    WholeSequence writes the sum into the memory of y. So the caller may not read y afterwards, nor
-    may the backward of what made y. That of a matmul does not.
+    WholeSequence writes the sum into the memory of y, which a matmul's backward does not read. Keep
+    no y: torch raises where backward, or a selective checkpoint that saves matmuls, has kept one.
     """
 
     @staticmethod
@@ -324,6 +325,18 @@ def without_padding(p, cut, tp):
     return p.narrow(cut.dim, 0, count)
 
 
+def locate(ids, cut, tp, other):
+    """Token ids -> the row or column of each in this rank's piece; which ones others have.
+
+    Those get the row `other`, ids that do not exist one that does not exist: its use raises.
+    """
+    each = math.ceil(cut.whole / tp.size)
+    elsewhere = ids // each != tp.rank
+    rows = (ids - tp.rank * each).masked_fill(elsewhere, other)
+    missing = ids.clamp(0, cut.whole - 1) != ids
+    return rows.masked_fill(missing, cut.whole), elsewhere
+
+
 def cuts(model):
     """-> {parameter: Cut} of those that are cut, in any module that contains modules from below."""
     found = {}
@@ -352,16 +365,16 @@ def cast_as_autocast(*tensors):
 class CutModule(nn.Module):
     """Stands in the place of a plain module, with pieces of its parameters under the same names."""
 
-    kind = None  # the plain class, whose forward is known
+    replaces = None  # the plain class, whose forward is known
 
     def __init__(self, plain, tp):
         super().__init__()
         made = not isinstance(plain.weight, nn.Parameter)  # by weight_norm or a parametrization
         hooked = plain._forward_hooks or plain._forward_pre_hooks
-        if type(plain).forward is not self.kind.forward or made or hooked:
-            raise TypeError(f"{type(self).__name__} replaces an nn.{self.kind.__name__}, but this "
-                            f"{type(plain).__name__} has a forward, hooks or a weight of its own. "
-                            "Cut the model before you change it so, or leave this module out.")
+        if type(plain).forward is not self.replaces.forward or made or hooked:
+            raise TypeError(f"{type(self).__name__} replaces an nn.{self.replaces.__name__}, but "
+                            f"this {type(plain).__name__} has a forward, hooks or a weight of its "
+                            "own. Cut the model before you change it so, or leave this module out.")
         self.tp = tp  # WholeSequence or CutSequence
         self.cuts = {}  # {name of a parameter: Cut} of those that are cut
         self.register_parameter("weight", None)  # this rank's piece, padded, or the whole
@@ -373,8 +386,8 @@ class CutModule(nn.Module):
         piece = shard(p.detach(), self.cuts[name], self.tp)
         setattr(self, name, nn.Parameter(piece, p.requires_grad))
 
-    def own(self, name):
-        """A parameter of this name without padding, or None."""
+    def used(self, name):
+        """The parameter of this name without padding, or None."""
         p = getattr(self, name)
         if p is None:
             return None
@@ -388,7 +401,7 @@ class ColumnLinear(CutModule):
     dim 0. Where x is cut along T, the result is not: a forward that needs T takes it from there.
     """
 
-    kind = nn.Linear
+    replaces = nn.Linear
 
     def __init__(self, linear, tp):
         super().__init__(linear, tp)
@@ -398,7 +411,7 @@ class ColumnLinear(CutModule):
 
     def operands(self):
         """-> weight and bias as this rank multiplies and adds them."""
-        return self.own("weight"), self.own("bias")
+        return self.used("weight"), self.used("bias")
 
     def forward(self, x):
         return columns(x, self)[0]
@@ -464,7 +477,7 @@ class RowLinear(CutModule):
     A row of A is a column of weight, dim 1. The bias is whole, and added once, to the sum.
     """
 
-    kind = nn.Linear
+    replaces = nn.Linear
 
     def __init__(self, linear, tp):
         super().__init__(linear, tp)
@@ -472,7 +485,8 @@ class RowLinear(CutModule):
         self.bias = linear.bias
 
     def forward(self, y):
-        y = F.linear(y, self.own("weight"))  # a summand
+        # Flat, a matmul's result is no hidden view, so that torch sees g write into it
+        y = F.linear(y.flatten(0, -2), self.used("weight")).unflatten(0, y.shape[:-1])  # a summand
         x = ReduceFromTP.apply(y, self.tp)  # partial -> replicated, or sharded(T)
         if self.bias is None:
             return x
@@ -482,7 +496,7 @@ class RowLinear(CutModule):
 class VocabEmbedding(CutModule):
     """An Embedding cut by its rows, dim 0, and g: token ids (.., T) -> x."""
 
-    kind = nn.Embedding
+    replaces = nn.Embedding
 
     def __init__(self, embedding, tp):
         super().__init__(embedding, tp)
@@ -500,18 +514,6 @@ class VocabEmbedding(CutModule):
         y = F.embedding(rows, self.weight, self.padding_idx)  # (.., T, C)
         y = y.masked_fill(elsewhere.unsqueeze(-1), 0)  # a summand: others have the other tokens
         return ReduceFromTP.apply(y, self.tp)  # partial -> replicated, or sharded(T)
-
-
-def locate(ids, cut, tp, other):
-    """Token ids -> the row or column of each in this rank's piece; which ones others have.
-
-    Those get the row `other`, ids that do not exist one that does not exist: its use raises.
-    """
-    each = math.ceil(cut.whole / tp.size)
-    elsewhere = ids // each != tp.rank
-    rows = (ids - tp.rank * each).masked_fill(elsewhere, other)
-    missing = ids.clamp(0, cut.whole - 1) != ids
-    return rows.masked_fill(missing, cut.whole), elsewhere
 
 
 class Inside(nn.Module):
@@ -592,6 +594,8 @@ def cut_model(model, tp, plan):
         tie(model, first, other)
     refuse_dropout(model)
     refuse_unnamed(model, replaced)
+    if isinstance(tp, CutSequence):
+        refuse_mixing(model)
     compare_ranks(model, tp)
     return model
 
@@ -675,24 +679,38 @@ def refuse_unnamed(model, named):
                                  "them, else outside.")
 
 
+CONVOLUTIONS = nn.modules.conv._ConvNd
+BATCH_NORMS = nn.modules.batchnorm._BatchNorm
+MIXING = (nn.MultiheadAttention, nn.RNNBase, CONVOLUTIONS, BATCH_NORMS)
+
+
+def refuse_mixing(model):
+    """What brings positions together would see this rank's positions only."""
+    for name, module in model.named_modules():
+        if isinstance(module, MIXING):
+            raise ValueError(f"{name} ({type(module).__name__}) needs all positions, but stands "
+                             "outside, where CutSequence has a part of them: take WholeSequence.")
+
+
 def compare_ranks(model, tp):
     """Raise if ranks differ in what stays whole, or in the random numbers that dropout uses."""
     if dist.get_backend(tp.group) == "fake":
         return  # a dry run has no other ranks
     table = cuts(model)
-    whole = {name: t for name, t in model.state_dict(keep_vars=True).items() if t not in table}
+    state = model.state_dict(keep_vars=True)
+    replicated = {name: t for name, t in state.items() if t not in table}
     if any(isinstance(module, InsideDropout) for module in model.modules()):
-        state = torch.get_rng_state().to(next(model.parameters()).device)
-        whole["The state of torch's default generator, which dropout uses,"] = state
+        numbers = torch.get_rng_state().to(next(model.parameters()).device)
+        replicated["The state of torch's default generator, which dropout uses,"] = numbers
     differs = []
-    for t in whole.values():
+    for t in replicated.values():
         mine = t.detach().contiguous().flatten().view(torch.uint8)
         first = mine.clone()
         dist.broadcast(first, group=tp.group, group_src=0)  # rank 0's -> replicated
         differs.append((mine != first).any())
     differs = torch.stack(differs).int()
     dist.all_reduce(differs, dist.ReduceOp.MAX, group=tp.group)  # each its own -> replicated
-    for name, differ in zip(whole, (differs > 0).tolist()):
+    for name, differ in zip(replicated, (differs > 0).tolist()):
         if differ:
             raise ValueError(f"{name} is not the same on all ranks that share a model. Load the "
                              "same weights on all, or draw them after the same torch.manual_seed.")
@@ -786,23 +804,24 @@ def sum_gradients(model, tp):
 def gradient_norm(model, tp):
     """Of the whole model's gradient: cut ones are summed over ranks, whole ones counted once."""
     table = cuts(model)
-    cut = []
-    whole = []
+    sharded = []
+    replicated = []
     for p in model.parameters():
         if p.grad is None:
             continue
         if p in table:
-            cut.append(p.grad)
+            sharded.append(p.grad)
         else:
-            whole.append(p.grad)
-    one = next(model.parameters())
-    square = squared_norm(cut, one)
+            replicated.append(p.grad)
+    any_parameter = next(model.parameters())
+    square = squared_norm(sharded, any_parameter)
     dist.all_reduce(square, group=tp.group)  # partial -> replicated
-    square = square + squared_norm(whole, one)
+    square = square + squared_norm(replicated, any_parameter)
     return square.sqrt()
 
 
 def squared_norm(tensors, like):
+    """like: a tensor of the dtype and device that the sum over no tensors has."""
     if not tensors:
         return like.new_zeros(())
     return nn.utils.get_total_norm(tensors).square()

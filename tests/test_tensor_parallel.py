@@ -10,7 +10,11 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import others
 from common import GPTConfig, adamw, build, freeze, loss_sum
@@ -33,6 +37,7 @@ from tensor_parallel import (
     InsideDropout,
     OutsideDropout,
     Pending,
+    ReduceFromTP,
     RowLinear,
     VocabEmbedding,
     WholeSequence,
@@ -577,6 +582,30 @@ def test_dropout_under_checkpointing():
 # ---- what is refused
 
 
+def keep_matmuls(context, operation, *args, **keywords):
+    if operation in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def check_kept_summands():
+    """g writes into what a matmul has made: whoever has kept that must not take it for a summand."""
+    tp = WholeSequence()
+    model = cut_model(same_everywhere(Net, F.gelu), tp, NET)
+    x, y = token_batch()
+    contexts = functools.partial(create_selective_checkpoint_contexts, keep_matmuls)
+    logits = checkpoint(model, x, use_reentrant=False, context_fn=contexts)
+    with refused(RuntimeError, "mutated"):
+        vocab_parallel_cross_entropy(logits, y, 11).backward()
+    kept = torch.ones(2, 3, requires_grad=True).exp()  # whose backward reads it
+    with refused(RuntimeError, "modified by an inplace operation"):
+        ReduceFromTP.apply(kept, tp).sum().backward()
+
+
+def test_a_summand_that_was_kept_raises():
+    run(check_kept_summands, 2)
+
+
 @contextlib.contextmanager
 def refused(kind, *words):
     with pytest.raises(kind) as caught:
@@ -627,6 +656,10 @@ def check_refused_models():
     functional.attention_dropout = 0.1
     with refused(ValueError, "attention_dropout is 0.1"):
         cut_model(functional, tp, NET)
+    pooled = same_everywhere(Net, F.gelu)
+    pooled.mixer = nn.Sequential(nn.Conv1d(6, 6, 3))
+    with refused(ValueError, "mixer.0 (Conv1d)", "WholeSequence"):
+        cut_model(pooled, CutSequence(), {**NET, "mixer.0": outside})
     three_heads = build(GPTConfig(1, 6, 3, 11, 4), 0)
     with refused(ValueError, "3 heads do not divide over 2 ranks"):
         parallelize(three_heads, tp)
@@ -898,7 +931,7 @@ def f_without_all_reduce(module):
 
 def row_bias_on_every_rank(module):
     def forward(self, y):
-        return module.ReduceFromTP.apply(F.linear(y, self.own("weight"), self.bias), self.tp)
+        return module.ReduceFromTP.apply(F.linear(y, self.used("weight"), self.bias), self.tp)
 
     module.RowLinear.forward = forward
 
