@@ -179,6 +179,7 @@ class Hybrid(nn.Module):
         self.names = {p: name for name, p in stages.named().items()}
         self.kind = {p: kinds[kind_of(name)] for p, name in self.names.items()}
         self.cuts = tensor_parallel.cuts(self)  # {parameter: Cut}, of those that tp has cut
+        self.check_kinds()
 
         self.inner = {}  # {stage: [ZeRO]}, of its blocks
         in_blocks = set()
@@ -193,7 +194,17 @@ class Hybrid(nn.Module):
         self.optimizer = Optimizers([part.optimizer for part in self.zeros])
         # one over the ranks that hold it, for each of self.parts()
         shares = [1 / self.holders(part.parameter) for part in self.parts()]
-        self.shares = torch.tensor(shares, dtype=torch.float64, device=stages.device)
+        self.shares = torch.tensor(shares, dtype=self.wide(), device=stages.device)
+
+    def check_kinds(self):
+        """Raises a ValueError where a kind is not what tp and the stages have made of it."""
+        for p, name in self.names.items():
+            whole_on_tp = "tp" in self.kind[p].alike
+            if self.tp.size > 1 and whole_on_tp == (p in self.cuts):
+                raise ValueError(f"{name} is cut over tp and of a kind that is whole, or the other "
+                                 "way round: give it another kind")
+            if p in self.stages.tied and "stages" not in self.kind[p].summed:
+                raise ValueError(f"{name} is in several stages: its kind is embedding")
 
     def zeros_of(self, modules, units, zero, make_optimizer):
         """-> [ZeRO] of the parameters in these modules: the dense ones are alike on all ranks of
@@ -286,7 +297,7 @@ def gradient_norm(model):
     square = torch.zeros((), dtype=model.wide(), device=model.stages.device)
     if gradients:
         norms = torch._foreach_norm(gradients, dtype=model.wide())
-        square = (torch.stack(norms).square() * model.shares.to(model.wide())).sum()
+        square = (torch.stack(norms).square() * model.shares).sum()
     dist.all_reduce(square)  # over all ranks: partial -> replicated
     return square.sqrt()
 
@@ -373,7 +384,7 @@ class PipelinedLoss:
         return loss / self.tp.size  # each rank of tp has the whole
 
     def evaluate(self, x, y):
-        """-> this rank's part of the sum of losses"""
+        """-> this rank's part of the sum of losses, without a graph"""
         loss = self.pipeline.evaluate(x.split(self.rows), self.part_of(y, 1))
         return loss / self.tp.size
 
@@ -446,9 +457,7 @@ Homes = namedtuple("Homes", "all trained")
 def homes_of(model, plans, groups, layers):
     """Of the plain model, before it is cut."""
     stages = Stages(pipeline_parallel.carve(model, layers), plans, groups)
-    # in the order of the names, which is the same on all ranks; that of a set is not
-    trained = {name: home for name, home in stages.homes.items() if name in stages.trained}
-    return Homes(stages.homes, trained)
+    return Homes(stages.homes, {name: stages.homes[name] for name in stages.trained})
 
 
 def full_state_dict(model, homes):
@@ -563,6 +572,14 @@ def train_step(model, loss_by_pipeline, x, y, valid, clip):
     norm = gradient_norm(model)
     step(model, norm, clip)
     return loss + moe.balancing_losses(model), norm
+
+
+def evaluate(model, loss_by_pipeline, x, y):
+    """x, y: this rank's rows and tokens of held-out text -> its part of the sum of token losses."""
+    loss = loss_by_pipeline.evaluate(x, y)
+    for zero in model.zeros:
+        zero.free_units()
+    return loss
 
 
 # ---- 3. at work: the same with torch's own API -------------------------------
@@ -886,9 +903,11 @@ def refuse_torch(args):
             f"the last of --tp {tp} no positions: take a multiple of {tp}")
     require(name != "1f1b" or args.micro >= pp,
             f"--micro {args.micro}: torch's 1f1b wants --pp {pp} or more")
-    chunks = pipeline_parallel.chunks_of(name, args.chunks)
-    require(pp > 1 or chunks == 1, f"--schedule {name} --pp 1: torch's gradients are wrong with "
-            f"{chunks} stages on one rank; take --impl scratch")
+    home = pipeline_parallel.homes(plans_of(args))
+    one_rank_has_both = len(home) > 1 and home[0] == home[max(home)]
+    require(not one_rank_has_both or args.dp == 1,
+            f"--schedule {name} --pp {pp} --dp {args.dp}: fully_shard would untie the embedding "
+            "from the head, which is in another stage of that rank; take --impl scratch")
 
 
 def ranges(layers):
@@ -1441,7 +1460,7 @@ def set_up(run, at):
         train_step=lambda x, y, valid: train_step(model, loss, x, y, valid, args.clip),
         full_gradients=lambda: full_gradients(model, homes),
         full_state_dict=lambda: full_state_dict(model, homes),
-        evaluate=lambda k: loss.evaluate(*at.batches.held_out(k)),
+        evaluate=lambda k: evaluate(model, loss, *at.batches.held_out(k)),
         pieces=lambda: pieces(model),
         extra=extra,
         held=model.held,

@@ -215,7 +215,7 @@ ONE_RANK = {
         --compile --dry-run 2                               --compile
     """,
     "hybrid_3d": """
-        --dry-run 2 --dp 2 --tp 2                           --dp 2 x --tp 2: no product is 2
+        --dry-run 2 --dp 2 --tp 2                          --dp 2 x --tp 2 x --pp 1: no product is 2
         --dry-run 4 --dp 3                                 --dp 3 x --tp 1 x --pp 1: no product is 4
         --dry-run 8 --dp 2 --tp 2 --pp 1                   --dp 2 x --tp 2 x --pp 1: no product is 8
         --dp 0                                              --dp 0: must be 1 or more
@@ -229,7 +229,16 @@ ONE_RANK = {
         --micro 3                                  --batch 8 does not divide into --dp 1 x --micro 3
         --dry-run 2 --tp 2 --sp --seq 15                    --seq 15 does not divide over --tp 2
         --schedule zb-h1 --ckpt full                  --schedule zb-h1 cannot split what --ckpt full
-        --zero 2                                            --zero 2: must be 0 or more, 1 or less
+        --zero 4                                            --zero 4: must be 0 or more, 3 or less
+        --dry-run 2 --pp 2 --zero 3                         take --pp 1 --schedule 1f1b, or --zero 2
+        --dry-run 2 --dp 4 --pp 1                          --dp 4 x --tp 1 x --pp 1: no product is 2
+        --dry-run 2 --cp 2 --seq 30                         --seq 30 does not divide into 4 chunks
+        --dry-run 2 --cp 2 --heads 1 --attn ulysses         which ulysses wants
+        --dry-run 2 --dp 2 --experts 3                      --experts 3 for --ep 2: take a multiple
+        --experts 2 --top-k 3                               --top-k 3 of --experts 2: choose 2
+        --ep 2                                              --ep is for --experts E
+        --limit 2                                           --limit and --times are for
+        --layers-per-stage 3                                --layers-per-stage 3
         --ckpt some                                         --ckpt: invalid choice: 'some'
         --impl torch --dry-run 2                            --impl scratch
         --impl torch --ckpt selective                       --impl scratch
