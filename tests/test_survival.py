@@ -187,8 +187,10 @@ def test_folders_that_are_closed(good, tmp_path):
 
 def in_a_closed_folder(module):
     """The working directory cannot be written."""
-    as_nobody(module)
+    sys.argv[sys.argv.index("--json") + 1] = ""
     os.chdir("/")
+    if os.geteuid() == 0:
+        os.setuid(65534)
 
 
 def test_a_working_directory_that_cannot_be_written():

@@ -231,6 +231,29 @@ def test_a_plain_file(saved, tmp_path):
     assert "is there already" in tool("weights", "plain", saved, tmp_path / "plain.pt", code=2)
 
 
+HYBRID = ("--dp", "2", "--tp", "2", "--pp", "2", "--zero", "2")
+
+
+def test_from_script_to_script_to_a_plain_file(saved, tmp_path):
+    """ddp on 2 ranks, hybrid_3d on 8, fsdp on 4, a plain file: the same logits.
+
+    The rate between them is so small that no number moves.
+    """
+    still = (*PROOF, "--steps", "1", "--lr", "1e-12", "--no-check")
+    hybrid = tmp_path / "hybrid"
+    sharded = tmp_path / "sharded"
+    script("hybrid_3d", 8, *still, *HYBRID, "--init-from", str(saved), "--save", str(hybrid))
+    script("fsdp", 4, *still, "--init-from", str(hybrid), "--save", str(sharded))
+    weights.save_plain(sharded, tmp_path / "plain.pt")
+    model = build(GPTConfig(2, 32, 4, 256, 16), 0, dtype=torch.float64)
+    ids = torch.randint(256, (2, 16))
+    fresh = model(ids)
+    model.load_state_dict(torch.load(tmp_path / "plain.pt"))
+    first = sample.load(saved)(ids)
+    torch.testing.assert_close(model(ids), first, rtol=0, atol=1e-8)
+    assert (fresh - first).abs().max() > 1e-3
+
+
 def test_ours_goes_out_and_trains_on(saved, tmp_path):
     """Exported and imported, it is the same model: --init-from of both gives the same losses."""
     tool("weights", "export", saved, tmp_path / "theirs")
