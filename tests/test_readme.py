@@ -7,6 +7,7 @@ import subprocess
 import sys
 import types
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -190,39 +191,74 @@ def test_figures_are_printed(row, printed):
 
 # ---- in your own code ----------------------------------------------------------
 
-EXAMPLES = {}  # {"ddp": the code of README's example}
-for block in fenced(README, "python"):
-    EXAMPLES[re.search(r"from (\w+) import", block)[1]] = block
+
+def examples():
+    """-> {"ddp": the lines of README that use its section 1}"""
+    found = {}
+    for line in "".join(fenced(README, "python")).splitlines():
+        name = re.match(r"# (\w+)\.py", line)
+        if name:
+            current = found.setdefault(name[1], [])
+        else:
+            current.append(line)
+    return found
+
+
+EXAMPLES = examples()
 
 
 def test_every_technique_has_an_example():
     assert set(EXAMPLES) == set(TECHNIQUES) - {"hybrid_3d"}
-    for block in EXAMPLES.values():
-        assert block.count("\n") <= 8
+    for lines in EXAMPLES.values():
+        assert len(lines) <= 6
 
 
 def check_example(name):
-    """The example as it stands, with section 1 of the file in the place of an installed module."""
-    sys.modules[name] = copied(name)
-    namespace = {"__name__": "example", **vars(preamble())}
-    exec(EXAMPLES[name], namespace)
+    """The lines as they stand, with the names of section 1 and what README takes as given."""
+    namespace = {**vars(given()), **vars(copied(name))}
+    exec("\n".join(EXAMPLES[name]), namespace)
 
 
-def preamble():
-    """What README takes as given: a model, its blocks, and this rank's part of a batch."""
+def given():
+    """Somebody's model, its blocks, and this rank's part of a batch."""
     from common import GPTConfig, build, loss_sum
 
-    given = types.SimpleNamespace()
-    given.torch = torch
-    given.dist = dist
-    given.model = build(GPTConfig(2, 32, 4, 256, 16), 0, dtype=torch.float64)
-    given.blocks = given.model.blocks
-    given.x = torch.arange(64).view(4, 16)
-    given.y = given.x + 1
-    given.valid = 64 * dist.get_world_size()
-    given.loss_sum = loss_sum
-    given.group = dist.group.WORLD
-    return given
+    names = types.SimpleNamespace(torch=torch, partial=partial, loss_sum=loss_sum)
+    names.group = dist.group.WORLD
+    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    names.replicas = groups[dist.get_rank()]
+    names.model = build(GPTConfig(2, 32, 4, 256, 16), 0, dtype=torch.float64)
+    names.blocks = names.model.blocks
+    names.layers = [("embed", Embedded(names.model)), ("rest", Rest(names.model))]
+    names.x = torch.arange(64).view(4, 16)
+    names.y = names.x + 1
+    names.valid = 64 * dist.get_world_size()
+    names.loss_fn = lambda logits, targets: loss_sum(logits, targets) / 64
+    names.microbatches = [(names.x[:2], names.y[:2]), (names.x[2:], names.y[2:])]
+    names.optimizer = torch.optim.AdamW(names.model.parameters())
+    names.router = torch.nn.Linear(32, 4, bias=False)
+    names.up = [torch.nn.Linear(32, 64) for _ in range(2)]
+    names.down = [torch.nn.Linear(64, 32) for _ in range(2)]
+    return names
+
+
+class Embedded(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.tok = model.tok
+
+    def forward(self, x):
+        return self.tok(x)
+
+
+class Rest(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.block = model.blocks[0]
+        self.out = torch.nn.Linear(32, 256)
+
+    def forward(self, x):
+        return self.out(self.block(x))
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
