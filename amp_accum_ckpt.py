@@ -25,11 +25,10 @@ At work: torch.amp, torch.utils.checkpoint, DistributedDataParallel.no_sync (sec
 
     torchrun --standalone --nproc_per_node=2 amp_accum_ckpt.py --amp bf16 --accum 2 --ckpt full
 
-    replicate(model, group)                            # in your own code, at the start
-    block.forward = partial(full, block.forward)       # or selective
-    with torch.autocast("cuda", torch.float16):        # in part_of_loss(x, y), around model(x)
-    scaler = LossScaler("cuda")                        # for fp16; None for bf16
-    loss = accumulate(part_of_loss, microbatches, scaler)
+    replicate(model, group)                         # in your own code, at the start
+    block.forward = partial(full, block.forward)    # for every block, or selective
+    scaler = LossScaler("cuda")                     # for fp16; else None
+    loss = accumulate(part_of_loss, microbatches, scaler)     # part_of_loss(x, y) has the autocast
     norm = update(model.parameters(), optimizer, 1.0, scaler, group)
 """
 import math
@@ -97,8 +96,19 @@ class Input(Kept):
         super().__init__(tensor, hooks)
         self.requires_grad = tensor.requires_grad
 
-    def again(self):
+    def cut_off(self):
+        """The tensor without the graph behind it, for a second forward."""
         return self.get().detach().requires_grad_(self.requires_grad)
+
+
+def device_of(tensors):
+    """The GPU that forward works on, or else the CPU."""
+    for tensor in tensors:
+        if tensor.is_cuda:
+            return tensor.device
+    if torch.cuda.is_initialized():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def random_states(device):
@@ -167,14 +177,13 @@ class Call:
     def __init__(self, forward, inputs, keywords):
         hooks = outer_hooks()
         self.forward = forward
-        self.device = torch.device("cpu")  # or the one of the first tensor among the inputs
         leaves, self.structure = tree_flatten((inputs, keywords))
-        kept = {}  # {id of a tensor: its Input}, once even if it is several inputs
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and id(leaf) not in kept:
-                if not kept:
-                    self.device = leaf.device
-                kept[id(leaf)] = Input(leaf, hooks)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self.device = device_of(tensors)
+        kept = {}  # {id of a tensor: its Input}, one even if the tensor is several inputs
+        for tensor in tensors:
+            if id(tensor) not in kept:
+                kept[id(tensor)] = Input(tensor, hooks)
         self.leaves = [kept.get(id(leaf), leaf) for leaf in leaves]  # of inputs and keywords
         self.states = [Kept(state, hooks) for state in random_states(self.device)]
         self.autocast = []  # arguments of torch.autocast
@@ -183,20 +192,22 @@ class Call:
             enabled = torch.is_autocast_enabled(kind)
             self.autocast.append((kind, dtype, enabled, torch.is_autocast_cache_enabled()))
         self.numbered = []  # shape and dtype of every tensor that autograd wanted to keep
-        self.again = None  # the Repetition, from the first fetch on
+        self.repetition = None  # from the first fetch on
 
     def number(self, tensor):
         self.numbered.append((tensor.shape, tensor.dtype))
         return len(self.numbered) - 1
 
     def fetch(self, number):
-        if self.again is None or number not in self.again.kept:  # or by a second backward
-            self.repeat()
-        return self.again.kept.pop(number).get()
+        made = self.repetition
+        if made is None or number not in made.kept:  # the first fetch, also of a second backward
+            made = self.repeat()
+        return made.kept.pop(number).get()
 
     def repeat(self):
-        """Run forward again, up to the last tensor that has a number."""
-        self.again = Repetition(self.numbered)
+        """Run forward again, up to the last tensor that has a number -> Repetition."""
+        self.repetition = Repetition(self.numbered)
+        hooks = (self.repetition.keep, Kept.get)
         states = [state.get() for state in self.states]
         before = random_states(self.device)
         try:
@@ -204,17 +215,17 @@ class Call:
                 stack.enter_context(torch.enable_grad())
                 for arguments in self.autocast:
                     stack.enter_context(torch.autocast(*arguments))
-                stack.enter_context(
-                    torch.autograd.graph.saved_tensors_hooks(self.again.keep, Kept.get))
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*hooks))
                 set_random_states(states, self.device)
                 inputs, keywords = self.inputs_again()
                 self.forward(*inputs, **keywords)
         except Enough:
-            return
+            return self.repetition
         finally:
             set_random_states(before, self.device)
-        raise RuntimeError(f"a block kept {len(self.numbered)} tensors, but {len(self.again.kept)} "
-                           "when it ran again: it must do the same both times")
+        count = len(self.repetition.kept)
+        raise RuntimeError(f"a block kept {len(self.numbered)} tensors, but {count} when it ran "
+                           "again: it must do the same both times")
 
     def inputs_again(self):
         """-> inputs, keywords, as forward had them the first time, but cut off from the graph."""
@@ -223,7 +234,7 @@ class Call:
         for leaf in self.leaves:
             if isinstance(leaf, Input):
                 if leaf not in tensors:
-                    tensors[leaf] = leaf.again()
+                    tensors[leaf] = leaf.cut_off()
                 leaf = tensors[leaf]
             leaves.append(leaf)
         return tree_unflatten(leaves, self.structure)
@@ -270,7 +281,7 @@ SAME_ORDER = {
 class Recipe:
     """How to make again what a node of the graph has made.
 
-    What is made is held by this for as long as somebody may ask once more: q, k and v want the same
+    It holds what it has made for as long as somebody may ask once more: q, k and v want the same
     LayerNorm's output.
     """
 
@@ -285,8 +296,8 @@ class Recipe:
         if self.node.name() == WEIGHT and self.node.variable._version != self.version:
             raise RuntimeError("a weight has been changed in place between forward and backward")
         if dtype not in self.made:
-            again = AGAIN[self.node.name()]
-            self.made[dtype] = again(self.node).to(dtype)
+            make_again = AGAIN[self.node.name()]
+            self.made[dtype] = make_again(self.node).to(dtype)
         return self.made[dtype]
 
 
@@ -372,7 +383,7 @@ class LossScaler:
         self.interval = interval
         self.scale = torch.full((), scale, dtype=torch.float32, device=device)
         self.good = torch.zeros_like(self.scale)  # steps without overflow since it changed
-        self.found_inf = None  # 1.0 if any rank has overflowed in this step, else 0.0
+        self.found_inf = None  # from unscale to step: 1.0 if any rank has overflowed, or 0.0
 
     def unscale(self, gradients, group=None):
         """Divide this rank's gradients, or its shards of them, by the scale, in place.
@@ -386,7 +397,7 @@ class LossScaler:
             torch._foreach_mul_(gradients, 1 / self.scale)
             largest = torch.stack(torch._foreach_norm(gradients, math.inf))
             self.found_inf += largest.isfinite().logical_not().any()
-        dist.all_reduce(self.found_inf, op=dist.ReduceOp.MAX, group=group)  # own -> replicated
+        dist.all_reduce(self.found_inf, op=dist.ReduceOp.MAX, group=group)  # partial -> replicated
 
     def step(self, optimizer):
         """Step the optimizer, unless a gradient has overflowed; then adjust the scale.
@@ -394,6 +405,8 @@ class LossScaler:
         After an overflow it backs off. After `interval` good steps in a row it grows, if it stays
         finite. A fused optimizer skips by itself, so that the host need not know.
         """
+        if self.found_inf is None:
+            raise RuntimeError("unscale the gradients before the step")
         if not getattr(optimizer, "_step_supports_amp_scaling", False):
             raise ValueError(f"{type(optimizer).__name__} would step after an overflow: take a "
                              "fused optimizer, such as AdamW(.., fused=True)")
@@ -408,6 +421,7 @@ class LossScaler:
         factor = torch.where(self.found_inf > 0, self.backoff, factor)
         self.scale = self.scale * factor
         self.good = self.good * (self.good < self.interval)
+        self.found_inf = None
 
 
 # The rest of a correct train step: ranks hold equal weights, and each has its part of the batch.
@@ -496,14 +510,14 @@ def update(parameters, optimizer, clip, scaler=None, group=None):
 CHECKPOINT = {"none": None, "full": full, "selective": selective}
 
 
-def parallelize(model, checkpoint=None, compiled=False):
-    """checkpoint: full or selective, of this file or like them; None keeps everything."""
+def parallelize(model, checkpointing=None, compiled=False):
+    """checkpointing: full or selective, or one like them; None keeps everything."""
     for block in model.blocks:
         forward = block.forward
         if compiled:
             forward = torch.compile(forward)
-        if checkpoint is not None:
-            forward = partial(checkpoint, forward)
+        if checkpointing is not None:
+            forward = partial(checkpointing, forward)
         block.forward = forward
     return model
 
@@ -607,9 +621,9 @@ Plan = namedtuple("Plan", "amp accum ckpt")
 
 def refuse(args):
     """What cannot run ends here, in one line, before anything is built."""
-    n = args.world_size
-    require(args.batch >= n * args.accum,
-            f"--batch {args.batch}: fewer than {n} ranks x --accum {args.accum}")
+    dp = args.world_size
+    require(args.batch >= dp * args.accum,
+            f"--batch {args.batch}: fewer than {dp} ranks x --accum {args.accum}")
     fits = args.dtype == "fp32" or (args.dtype == "fp64" and args.amp == "off")
     require(fits, f"--dtype {args.dtype} --amp {args.amp}: take fp32 with any --amp, or fp64 with "
             "--amp off")
@@ -623,9 +637,10 @@ def refuse(args):
 
 def plans_of(args):
     """-> {name: Plan}"""
+    if args.impl == "both":
+        return dict.fromkeys(["scratch", "torch"], Plan(args.amp, args.accum, args.ckpt))
     if not args.sweep:
-        impls = ("scratch", "torch") if args.impl == "both" else (args.impl,)
-        return {impl: Plan(args.amp, args.accum, args.ckpt) for impl in impls}
+        return {args.impl: Plan(args.amp, args.accum, args.ckpt)}
     plans = {}
     for amp in "off", "bf16":
         for accum in sorted({1, args.accum}):
@@ -697,16 +712,17 @@ def side_of(run, plan, model, plain, step, scaler, state_of_scaler):
 
 def updates(optimizer):
     """How many steps AdamW has made, without those that overflowed."""
-    for state in optimizer.state.values():
-        return int(state["step"].item())
-    return 0
+    states = list(optimizer.state.values())
+    if not states:
+        return 0
+    return int(states[0]["step"].item())
 
 
 # What the textbook says. Both the bytes that a block keeps and its FLOPs follow from which of its
 # values need a gradient: all, or with --train fewer.
 
-# of a block: its input, the outputs of norm1, attention, norm2 and up, and the block's output
-Needs = namedtuple("Needs", "x h1 attention h2 up out")
+# of a block: the outputs of norm1, attention, norm2 and up, and the block's own
+Needs = namedtuple("Needs", "h1 attention h2 up out")
 
 
 def any_trained(module):
@@ -715,7 +731,7 @@ def any_trained(module):
 
 def needs_of_blocks(model):
     """-> Needs of every block, and whether the final norm's output needs a gradient."""
-    x = any_trained(model.tok) or any_trained(model.pos)
+    x = any_trained(model.tok) or any_trained(model.pos)  # does a block's input?
     needs = []
     for block in model.blocks:
         attn = block.attn
@@ -725,7 +741,7 @@ def needs_of_blocks(model):
         h2 = middle or any_trained(block.norm2)
         up = h2 or any_trained(block.mlp.up)
         out = middle or up or any_trained(block.mlp.down)
-        needs.append(Needs(x, h1, attention, h2, up, out))
+        needs.append(Needs(h1, attention, h2, up, out))
         x = out
     return needs, x or any_trained(model.norm)
 
