@@ -91,7 +91,7 @@ SAVES = """
     --save-every 2                      --save-every wants --save DIR
     --save-every -1 --save no/such      --save-every -1: must be 0 or more
     --save no/such --dry-run 2          no dry run
-    --save no/such --impl both          --save
+    --save no/such --impl both          --impl
     --save FILE                         --save FILE
     --save FILE/saved                   --save FILE/saved
     --resume no/such                    --resume no/such:
