@@ -288,6 +288,15 @@ class Flat:
             self.grad += self.sum
             take_back(self.buffer)
 
+    def forget_gradients(self):
+        """Those of this rank, not the sums. The next backward may come."""
+        for p in self.starts:
+            p.grad = None
+        self.missing = len(self.starts)
+        if self.stage >= 2:
+            self.closed = False
+            take_back(self.buffer)  # it is there if backward has ended in an exception
+
     def give_gradients(self, skipped):
         """The optimizer's parameters get their gradients, those in `skipped` none."""
         wide = self.grad.to(self.master)  # (chunk,): a copy if master is wider or on the CPU
@@ -338,8 +347,9 @@ class ZeRO:
         self.group = group  # the ranks that share the batch; None: all
         self.stage = stage  # 0 to 3
         self.sync = True  # False: stages 0 and 1 do not sum yet what the next backward brings
-        self.frozen = [p for p in module.parameters() if not p.requires_grad]
+        self.frozen = [p for p in module.parameters() if not p.requires_grad]  # left alone
         self.flats = []  # [Flat] of all that is trained
+        self.homes = {}  # {module: {Flat} of its own parameters}
         self.pending = []  # [Flat] whose sums have not begun, in the same order on all ranks
         self.reducing = None  # the Flat whose sum is under way, or None
         self.stepping = False  # is step() under way?
@@ -357,7 +367,7 @@ class ZeRO:
         self.parts = [part for flat in self.flats for part in flat.parts]  # [Part] of this rank
         self.optimizer = self.make_groups(make_optimizer, groups)  # torch's, of the parts' masters
         self.optimizer.register_step_pre_hook(self.refuse_step)
-        self.watch_loading()
+        self.watch_states()
         self.zero_grad()
 
     def make_flats(self, units, offload):
@@ -539,10 +549,7 @@ class ZeRO:
     def step(self):
         """Steps this rank's parts. Those of parameters that no rank has used are skipped, as in one
         process. The parameters follow."""
-        if any(p.requires_grad for p in self.frozen):
-            raise RuntimeError("a parameter is trained that was frozen when ZeRO(module) was made")
-        for flat in self.flats:
-            flat.refuse_changes()
+        self.refuse_changes()
         skipped = self.unused()
         before = self.options()
         self.stepping = True
@@ -567,6 +574,17 @@ class ZeRO:
         absent = torch.stack(absent).tolist()
         return [part for part, is_absent in zip(doubtful, absent) if is_absent]
 
+    def refuse_changes(self):
+        """Raises if others have changed parameters so that they would not be trained."""
+        known = set()
+        for flat in self.flats:
+            flat.refuse_changes()
+            known.update(flat.starts)
+        for p in self.module.parameters():
+            if p.requires_grad and p.numel() and p not in known:
+                raise RuntimeError("a parameter is trained that was frozen, or not there, when "
+                                   "ZeRO(module) was made")
+
     def options(self):
         """-> [the options of a group, for each group]; those that are tensors are left out."""
         found = []
@@ -590,13 +608,9 @@ class ZeRO:
         self.pending = self.flats[::-1]  # as backward goes
         self.free_units()
         self.begun.clear()
-        self.module.zero_grad()
         for flat in self.flats:
             flat.wait()
-            flat.missing = len(flat.starts)
-            if flat.stage >= 2:
-                flat.closed = False
-                take_back(flat.buffer)  # it is there if backward has ended in an exception
+            flat.forget_gradients()
 
     # -- the whole
 
@@ -656,34 +670,40 @@ class ZeRO:
             "optimizer": states + masters,
         }
 
-    # -- loading
+    # -- the module's own state_dict, load_state_dict and copies
 
-    def watch_loading(self):
-        """module.load_state_dict() is to reach what is kept of the parameters, in every stage."""
-        homes = {p: flat for flat in self.flats for p in flat.starts}
+    def watch_states(self):
+        """load_state_dict() is to reach what is kept of the parameters, in every stage."""
+        flats = {p: flat for flat in self.flats for p in flat.starts}
         for m in self.module.modules():
-            flats = {homes[p] for p in m.parameters(recurse=False) if p in homes}
-            if flats:
-                m.register_load_state_dict_pre_hook(partial(self.before_load, flats))
-                m.register_load_state_dict_post_hook(partial(self.after_load, flats))
-                m.register_state_dict_pre_hook(partial(self.before_state_dict, flats))
+            self.homes[m] = {flats[p] for p in m.parameters(recurse=False) if p in flats}
+            if self.homes[m]:
+                m.register_load_state_dict_pre_hook(self.before_load)
+                m.register_load_state_dict_post_hook(self.after_load)
+                m.register_state_dict_pre_hook(self.before_state_dict)
 
-    def before_load(self, flats, module, state_dict, prefix, metadata, *_):
-        if metadata.get("assign_to_params_buffers"):
+    def before_load(self, module, state_dict, prefix, metadata, *_):
+        flats = self.homes.get(module, ())
+        if flats and metadata.get("assign_to_params_buffers"):
             raise RuntimeError("load_state_dict(assign=True) would take ZeRO's parameters out of "
                                "the module: leave assign out")
-        self.free_units()
         for flat in flats:
+            self.free_units()
             flat.open()
 
-    def after_load(self, flats, module, incompatible_keys):
-        for flat in flats:
+    def after_load(self, module, incompatible_keys):
+        for flat in self.homes.get(module, ()):
             flat.adopt()
 
-    def before_state_dict(self, flats, module, prefix, keep_vars):
+    def before_state_dict(self, module, prefix, keep_vars):
+        flats = self.homes.get(module, ())
         if not keep_vars and not all(has_memory(flat.full) for flat in flats):
             raise RuntimeError("between steps of stage 3 the parameters have no memory: "
                                "use zero.full_state_dict()")
+
+    def __deepcopy__(self, memo):
+        """A copy of the module, such as an average, has these hooks: they do nothing there."""
+        return self
 
 
 def refuse_model(module, stage, offload):
@@ -991,7 +1011,7 @@ def account(run, zero):
 
 def account_held(run, zero):
     apart = {
-        "parameters": sum(p.nbytes for p in zero.frozen),  # frozen ones are whole on every rank
+        "parameters": sum(p.nbytes for p in zero.frozen),  # they are whole on every rank
         "gradients": 0,
         "optimizer": 4 * len(zero.parts),  # a step counter for each
     }

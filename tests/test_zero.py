@@ -1,3 +1,4 @@
+import copy
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -824,6 +825,9 @@ def check_refused_by_what_it_brings(stage):
     module[0].weight.requires_grad_(True)
     with pytest.raises(RuntimeError, match="was frozen"):
         ours.step()
+    module[0].weight = nn.Parameter(torch.ones(3, 3))
+    with pytest.raises(RuntimeError, match="or not there"):
+        ours.step()
     module[0].weight.requires_grad_(False)
     with pytest.raises(RuntimeError, match="keeps account"):
         ours.step()
@@ -911,6 +915,80 @@ def check_load(stage, offload, dtype):
 def test_load_state_dict_after_wrapping(stage, offload):
     for dtype in (torch.float64, torch.bfloat16):
         run(check_load, 2, stage, offload, dtype)
+
+
+def check_deepcopy(stage):
+    """A copy of the module, such as an average, is nobody's: it does not touch what is trained."""
+    group = dist.new_group([0, 1])
+    torch.manual_seed(0)
+    module = owners().bfloat16()
+    ours = zero.ZeRO(module, make_adamw, group, stage, module)
+    x = torch.ones(2, 3, dtype=torch.bfloat16)
+    ours.zero_grad()
+    sum_of_squares(module, x).backward()
+    ours.reduce()
+    ours.step()  # masters are now finer than the parameters
+    masters = [flat.master.clone() for flat in ours.flats]
+    average = copy.deepcopy(module)
+    assert_same(average.state_dict(), module.state_dict())
+    average.load_state_dict({name: t + 1 for name, t in average.state_dict().items()})
+    assert all(p.grad is None for p in average.parameters())
+    sum_of_squares(average, x).backward()
+    assert all(p.grad is not None for p in average.parameters())
+    for flat, master in zip(ours.flats, masters):
+        assert torch.equal(flat.master, master)
+        assert not flat.closed or stage < 2
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_deepcopy(stage):
+    run(check_deepcopy, 2, stage)
+
+
+# ---- side by side ------------------------------------------------------------------
+
+
+def check_side_by_side(stage):
+    """Two ZeROs train different parts of the same blocks; a site has more than its unit's."""
+    plain = owners()
+    reference = make_adamw(plain.parameters())
+    module = owners()
+    module.load_state_dict(plain.state_dict())
+    inner = nn.ModuleList([module[0].a, module[2].a])
+    outer = nn.ModuleList([module[1], module[0].b, module[2].b])
+    for owner in module[0], module[2]:
+        owner.b.register_parameter("scale", owner.scale)
+    both = [
+        zero.ZeRO(inner, make_adamw, None, stage, [(m,) for m in inner]),
+        zero.ZeRO(outer, make_adamw, None, stage, [(m,) for m in module]),
+    ]
+    x = torch.randn(2, 3, generator=torch.Generator().manual_seed(1))
+    for _ in range(3):
+        reference.zero_grad()
+        sum_of_squares(plain, x).backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        reference.step()
+        for ours in both:
+            ours.zero_grad()
+        sum_of_squares(module, x[dist.get_rank():][:1]).backward()
+        for ours in both:
+            ours.reduce()
+        whole = torch.stack([ours.norm() for ours in both]).square().sum().sqrt()
+        assert_same({"norm": whole}, {"norm": norm})
+        for ours in both:
+            ours.scale_to_norm(1.0, whole)
+            ours.step()
+    want = plain.state_dict()
+    found = both[0].full_state_dict()
+    assert_same(found, {"0.weight": want["0.a.weight"], "0.bias": want["0.a.bias"],
+                        "1.weight": want["2.a.weight"], "1.bias": want["2.a.bias"]})
+    found = both[1].full_state_dict()
+    assert_same({"scale": found["1.scale"]}, {"scale": want["0.scale"]})
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_side_by_side(stage):
+    run(check_side_by_side, 2, stage)
 
 
 # ---- pure parts --------------------------------------------------------------------
