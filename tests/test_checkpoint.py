@@ -17,8 +17,13 @@ from conftest import run
 from harness import checkpoint
 from harness.checkpoint import Piece, Start, boxes_of_run, piece_of, pieces_of, run_pieces
 
-SHAPES = {"cube.weight": (3, 5, 7), "tok.weight": (13, 5), "norm.bias": (11,), "scale": (),
-          "four.weight": (2, 3, 1, 5)}
+SHAPES = {
+    "cube.weight": (3, 5, 7),
+    "tok.weight": (13, 5),
+    "norm.bias": (11,),
+    "scale": (),
+    "four.weight": (2, 3, 1, 5),
+}
 DTYPES = [torch.float64, torch.bfloat16]
 
 
@@ -27,6 +32,14 @@ def values(name, shape, dtype):
     seed = sum(name.encode())
     numbers = torch.arange(math.prod(shape), dtype=torch.float64).view(shape) + seed
     return (numbers % 199).to(dtype)
+
+
+def part_of(whole, start, box):
+    """The box of this shape that begins at `start`."""
+    index = []
+    for first, length in zip(start, box):
+        index.append(slice(first, first + length))
+    return whole[tuple(index)]
 
 
 # ---- runs of a flattened tensor ------------------------------------------------
@@ -42,8 +55,9 @@ def test_boxes_of_a_run_are_the_run():
             assert len(boxes) <= 2 * len(shape) - 1
             found = []
             for start, box, begin in boxes:
-                cut = whole[tuple(slice(a, a + n) for a, n in zip(start, box))]
-                assert cut.shape == box and cut.flatten()[0] == begin
+                cut = part_of(whole, start, box)
+                assert cut.shape == box
+                assert cut.flatten()[0] == begin
                 found += cut.flatten().tolist()
             assert found == list(range(low, high)), (shape, low, high)
 
@@ -57,7 +71,9 @@ def test_run_pieces_leave_out_what_is_not_of_the_tensor():
     assert run_pieces("w", (3, 5), 15, flat, True) == []
     assert run_pieces("w", (3, 5), -99, flat, True) == []
     pieces[0].tensor.zero_()
-    assert flat[3:18].eq(0).all() and flat[2] == -1 and flat[18] == 15  # views, not copies
+    assert flat[3:18].eq(0).all()  # views, not copies
+    assert flat[2] == -1
+    assert flat[18] == 15
 
 
 # ---- a round trip --------------------------------------------------------------
@@ -72,13 +88,14 @@ def cut(rng, shape):
         start, box = parts.pop(rng.randrange(len(parts)))
         dim = rng.randrange(len(shape))
         at = rng.randrange(box[dim] + 1)  # 0 and the whole give a part without elements
-        first = [*box]
+        first = list(box)
         first[dim] = at
-        second = [*box]
-        second[dim] = box[dim] - at
-        behind = [*start]
+        parts.append((start, tuple(first)))
+        second = list(box)
+        second[dim] -= at
+        behind = list(start)
         behind[dim] += at
-        parts += [(start, tuple(first)), (tuple(behind), tuple(second))]
+        parts.append((tuple(behind), tuple(second)))
     return parts
 
 
@@ -90,24 +107,28 @@ def boxes_for(rng, dtype, world, rank):
         for start, box in cut(rng, shape):
             writer = rng.randrange(world)
             twin = rng.randrange(world)
-            part = whole[tuple(slice(a, a + n) for a, n in zip(start, box))].clone()
-            for holder, writes in ((writer, True), (twin, False)):
-                if holder == rank:
-                    pieces.append(Piece(name, shape, start, part.clone(), writes))
+            part = part_of(whole, start, box)
+            if writer == rank:
+                pieces.append(Piece(name, shape, start, part.clone(), True))
+            if twin == rank:
+                pieces.append(Piece(name, shape, start, part.clone(), False))
     return pieces
 
 
 def runs_for(rng, dtype, world, rank):
     """The same tensors laid end to end and cut into runs, as flat shards are."""
+    flats = []
+    for name, shape in SHAPES.items():
+        flats.append(values(name, shape, dtype).flatten())
+    flat = torch.cat(flats)
+    ends = sorted(rng.randrange(len(flat)) for _ in range(world - 1))
+    borders = [0, *ends, len(flat)]
+    low = borders[rank]
+    shard = flat[low:borders[rank + 1]].clone()
     begin = 0
     pieces = []
-    total = sum(math.prod(shape) for shape in SHAPES.values())
-    ends = sorted(rng.randrange(total) for _ in range(world - 1))
-    mine = [0, *ends, total][rank:rank + 2]
-    shard = torch.cat([values(name, shape, dtype).flatten() for name, shape in SHAPES.items()])
-    shard = shard[mine[0]:mine[1]].clone()
     for name, shape in SHAPES.items():
-        pieces += run_pieces(name, shape, mine[0] - begin, shard, True)
+        pieces += run_pieces(name, shape, low - begin, shard, True)
         begin += math.prod(shape)
     return pieces
 
@@ -115,8 +136,8 @@ def runs_for(rng, dtype, world, rank):
 def check_values(pieces):
     for piece in pieces:
         whole = values(piece.name, piece.shape, piece.tensor.dtype)
-        index = tuple(slice(a, a + n) for a, n in zip(piece.start, piece.tensor.shape))
-        assert torch.equal(piece.tensor, whole[index]), piece
+        part = part_of(whole, piece.start, piece.tensor.shape)
+        assert torch.equal(piece.tensor, part), piece
 
 
 def round_trips(folder, seeds):
@@ -178,7 +199,7 @@ def holes(folder):
     nobody = [*good, Piece("b", (4, 3), (2 * rank, 0), half, False)]
     outside = [Piece("w", (4, 3), (2 * rank, rank), half, True)]
     uneven = [Piece("w", (5, 3), (2 * rank, 0), torch.zeros(2 + rank, 3), True)]
-    for wrong in twice, missing, nobody, outside:
+    for wrong in (twice, missing, nobody, outside):
         with pytest.raises(RuntimeError, match="is not written exactly once"):
             checkpoint.write(folder, 2, wrong, {}, keep=1)
     assert checkpoint.write(folder, 3, uneven, {}, keep=1)
@@ -197,16 +218,24 @@ def trained(seed):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3))
     model[1].bias.requires_grad_(False)
-    groups = [{"params": [model[0].weight, model[1].weight, model[1].bias]},
-              {"params": [model[0].bias], "weight_decay": 0, "fused": True}]
+    weights = [model[0].weight, model[1].weight, model[1].bias]
+    groups = [
+        {"params": weights},
+        {"params": [model[0].bias], "weight_decay": 0, "fused": True},
+    ]
     return model, torch.optim.AdamW(groups, lr=0.1)
+
+
+def train_once(model, optimizer):
+    model.zero_grad()
+    model(torch.ones(3)).square().sum().backward()
+    optimizer.step()
 
 
 def groups_come_back(folder):
     """Each group's moments and steps are what they were, and the next step is the same."""
     model, optimizer = trained(0)
-    model(torch.ones(3)).sum().backward()
-    optimizer.step()
+    train_once(model, optimizer)
     pieces = pieces_of(model.named_parameters(), optimizer, True)
     assert len(pieces) == 4 + 2 * 3
     checkpoint.write(folder, 1, pieces, {})
@@ -218,10 +247,8 @@ def groups_come_back(folder):
     checkpoint.restore(Start(Path(folder, "1"), 1, 1, "--resume"), fresh, again)
     assert again.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
     torch.testing.assert_close(again.state_dict(), optimizer.state_dict(), rtol=0, atol=0)
-    for one, its in ((model, optimizer), (other, again)):
-        one.zero_grad()
-        one(torch.ones(3)).square().sum().backward()
-        its.step()
+    train_once(model, optimizer)
+    train_once(other, again)
     torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=0, atol=0)
 
 
@@ -232,17 +259,25 @@ def test_groups(tmp_path):
 def dtensors(folder):
     """Cut unevenly, replicated, both: saved once and read into another placement."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    wholes = {name: values(name, shape, torch.float64) for name, shape in SHAPES.items() if shape}
-    placed = [[Replicate(), Shard(0)], [Shard(0), Replicate()], [Replicate(), Replicate()],
-              [Shard(0), Shard(0)]]
-    for steps, (first, second) in enumerate(itertools.permutations(placed, 2), 1):
+    wholes = {}
+    for name, shape in SHAPES.items():
+        if shape:
+            wholes[name] = values(name, shape, torch.float64)
+    placements = list(itertools.product((Replicate(), Shard(0)), repeat=2))
+    steps = 0
+    for first, second in itertools.permutations(placements, 2):
+        steps += 1
         state = {name: distribute_tensor(t, mesh, first) for name, t in wholes.items()}
-        pieces = [piece_of(name, t, True) for name, t in state.items()]
-        checkpoint.write(folder, steps, pieces, {})
+        checkpoint.write(folder, steps, all_pieces(state, True), {})
         state = {name: distribute_tensor(t * 0, mesh, second) for name, t in wholes.items()}
-        checkpoint.load(Path(folder, str(steps)), [piece_of(n, t, 0) for n, t in state.items()])
+        checkpoint.load(Path(folder, str(steps)), all_pieces(state, False))
         for name, t in state.items():
-            assert isinstance(t, DTensor) and torch.equal(t.full_tensor(), wholes[name]), name
+            assert isinstance(t, DTensor)
+            assert torch.equal(t.full_tensor(), wholes[name]), name
+
+
+def all_pieces(state, writes):
+    return [piece_of(name, t, writes) for name, t in state.items()]
 
 
 def test_dtensors(tmp_path):
