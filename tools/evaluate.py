@@ -1,0 +1,61 @@
+"""How well checkpoints know texts: the loss on the end of each text, which training never sees.
+
+    python tools/evaluate.py CHECKPOINTS --data TEXTS       a row for each, a column for each
+
+It is the loss that --eval-every shows: of the last 5% of a text, in nats per byte, and beside it
+the perplexity, e to the loss: among how many bytes the model is undecided.
+"""
+import argparse
+import math
+import sys
+import warnings
+from pathlib import Path
+
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch can do without
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from common import (  # noqa: E402
+    held_out_batch, held_out_batches, hold_out, load_corpus, loss_sum, require)
+from tools.sample import load  # noqa: E402
+
+
+@torch.no_grad()
+def loss_on(model, path, batch):
+    """-> the loss per token on the held-out end of a text."""
+    seq = model.pos.num_embeddings
+    _, text = hold_out(load_corpus(path, seq), seq)
+    total = 0.0
+    targets = 0
+    for k in range(held_out_batches(text, seq, batch)):
+        x, y, valid = held_out_batch(text, seq, k, batch)
+        total += loss_sum(model(x), y).item()
+        targets += valid
+    return total / targets
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.error = lambda message: require(False, message)
+    parser.add_argument("checkpoints", nargs="+", metavar="CHECKPOINT", help="what --save wrote")
+    parser.add_argument("--data", nargs="+", required=True, metavar="TEXT", help="files, folders")
+    parser.add_argument("--batch", type=int, default=8, help="windows at a time, as in the run (8)")
+    args = parser.parse_args()
+    require(args.batch > 0, f"--batch {args.batch}: must be 1 or more")
+    width = max(len(folder) for folder in args.checkpoints)
+    columns = [max(18, len(path)) for path in args.data]
+    heads = [path.rjust(column) for path, column in zip(args.data, columns)]
+    print("  ".join([" " * width, *heads]))
+    for folder in args.checkpoints:
+        model = load(folder)
+        require(model.tok.num_embeddings >= 256, f"{folder}: its tokens are no bytes")
+        cells = [folder.ljust(width)]
+        for path, column in zip(args.data, columns):
+            loss = loss_on(model, path, args.batch)
+            cells.append(f"{loss:.4f}  ({math.exp(loss):.2f})".rjust(column))
+        print("  ".join(cells), flush=True)
+
+
+if __name__ == "__main__":
+    main()
