@@ -1,4 +1,4 @@
-"""docs/fine-tuning.md and docs/old-apis.md: commands that run, figures that they give, true facts."""
+"""docs/fine-tuning.md, docs/old-apis.md: commands that run, figures that they give, true facts."""
 import importlib
 import json
 import os
