@@ -424,15 +424,8 @@ def parallelize(model, mesh, plans, groups, boundary, layers, *, sp=False, zero=
     several = len(layers) > 1
     hybrid = Hybrid(stages, blocks, kind_of, mesh, tp, partial(adamw, lr=lr), zero, several)
     pipeline = Pipeline(stages.here, plans, groups, boundary, hybrid.before_backward,
-                        hybrid.after_backward, partial(weights_later, tp))
+                        hybrid.after_backward, SplitLinears)
     return hybrid, PipelinedLoss(pipeline, boundary.size[0], vocab, tp)
-
-
-@contextlib.contextmanager
-def weights_later(tp, later):
-    """What is a Linear, or tp's part of one, leaves the gradient of its weights for W."""
-    with SplitLinears(later), tp.defer_weights(later):
-        yield
 
 
 def plan_of(model):

@@ -637,9 +637,9 @@ def programs(folder, **lines):
 
 
 def test_two_nodes_with_slurm(tmp_path):
-    """README's batch script. Its srun starts an agent for each of two nodes, of two ranks each."""
-    readme = (ROOT / "README.md").read_text()
-    text = re.search(r"```bash\n(#!/bin/bash\n#SBATCH.*?)```", readme, re.S)[1]
+    """The batch script of clusters.md. Its srun starts an agent for each of two nodes, of two ranks each."""
+    page = (ROOT / "docs/clusters.md").read_text()
+    text = re.search(r"```bash\n(#!/bin/bash\n#SBATCH.*?)```", page, re.S)[1]
     job = text.replace("29500", free_port()).replace(" ddp.py ", " both.py ")
     (tmp_path / "job.sh").write_text(job)
     (tmp_path / "both.py").write_text(BOTH.replace("{flags}", repr([*PROOF])))
