@@ -450,7 +450,9 @@ Homes = namedtuple("Homes", "all trained")
 def homes_of(model, plans, groups, layers):
     """Of the plain model, before it is cut."""
     stages = Stages(pipeline_parallel.carve(model, layers), plans, groups)
-    return Homes(stages.homes, {name: stages.homes[name] for name in stages.trained})
+    # in the order of the names, which is the same on all ranks; that of a set is not
+    trained = {name: home for name, home in stages.homes.items() if name in stages.trained}
+    return Homes(stages.homes, trained)
 
 
 def full_state_dict(model, homes):
