@@ -637,7 +637,7 @@ def programs(folder, **lines):
 
 
 def test_two_nodes_with_slurm(tmp_path):
-    """The batch script of clusters.md. Its srun starts an agent for each of two nodes, of two ranks each."""
+    """clusters.md's batch script. Its srun starts an agent for each of two nodes of two ranks."""
     page = (ROOT / "docs/clusters.md").read_text()
     text = re.search(r"```bash\n(#!/bin/bash\n#SBATCH.*?)```", page, re.S)[1]
     job = text.replace("29500", free_port()).replace(" ddp.py ", " both.py ")
