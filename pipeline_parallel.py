@@ -504,7 +504,7 @@ class Boundary(NamedTuple):
 
     size: tuple
     dtype: torch.dtype
-    device: torch.device
+    device: torch.device  # or its name
 
 
 class Move(NamedTuple):
@@ -653,7 +653,8 @@ class Mail:
         self.moving = {}  # {key: (work, tensor)} that has been started
         self.sent = None  # the key of the last send
         # gloo moves the memory of CPUs alone: tensors of a GPU go through it
-        self.by_host = dist.get_backend(groups.group) == "gloo" and boundary.device.type != "cpu"
+        on_cpu = torch.device(boundary.device).type == "cpu"
+        self.by_host = dist.get_backend(groups.group) == "gloo" and not on_cpu
         # NCCL wants all ranks of a group in its first call, and not all are in a transfer
         dist.barrier(groups.group)
         for link in sorted(groups.links):

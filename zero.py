@@ -614,12 +614,6 @@ class ZeRO:
 
     # -- the whole
 
-    def refresh(self):
-        """To be called on all ranks after masters were written into: the parameters follow."""
-        for flat in self.flats:
-            flat.publish()  # in stages 1 and 2 sharded -> replicated
-        self.reset()
-
     def full_state_dict(self):
         """-> module.state_dict() with copies of whole tensors, on every rank. All must call it."""
         self.free_units()

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 
 import amp_accum_ckpt
 from amp_accum_ckpt import (
-    CHECKPOINT, LossScaler, Row, full, full_at_work, parallelize, selective, selective_at_work,
+    LossScaler, Row, full, full_at_work, parallelize, selective, selective_at_work,
     train_step)
 from common import GPTConfig, adamw, build, loss_sum
 from conftest import SMALL, copied, dry_run_agrees, proves, run, script, textbook

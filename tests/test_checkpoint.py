@@ -1,8 +1,6 @@
 """Pieces: any tensor, cut in any way, saved and read back in any other way, exactly."""
 import itertools
-import json
 import math
-import pickle
 import random
 from pathlib import Path
 

@@ -9,13 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import fsdp
 from conftest import PROOF, SMALL, copied, dry_run_agrees, proves, run, script, textbook
-from fsdp import FSDP, Unit
+from fsdp import FSDP
 
 BLOCK = 12 * 32 * 32 + 13 * 32  # parameters of a block of width 32
 ROOT = (256 + 16 + 2) * 32

@@ -20,7 +20,7 @@ from harness.timeline import (
     bubble_rate, chunks, compare, costs, grid, in_flight, longest, measured, simulate,
     typical_times)
 from pipeline_parallel import (
-    AT_WORK, SCHEDULES, Action, Boundary, Pipeline, SplitLinears, Stages, homes, make_groups,
+    AT_WORK, SCHEDULES, Action, Boundary, Pipeline, Stages, homes, make_groups,
     make_plans, route_of, search, source, split_layers, split_of, stages_of, without_backward)
 
 SYNCHRONOUS = [name for name in SCHEDULES if name != "pipedream"]

@@ -7,7 +7,7 @@ import estimate
 import plan
 import pytest
 from conftest import alone, script
-from estimate import HELD, MEMORY, TIME, Layout, assess, layouts, stages, timed
+from estimate import MEMORY, TIME, Layout, assess, layouts, stages, timed
 
 from common import PRESETS, GPTConfig
 from harness.timeline import bubble_rate, costs, in_flight, simulate

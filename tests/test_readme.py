@@ -37,7 +37,7 @@ def commands(text):
     lines += re.findall(r"`([^`\n]+)`", re.sub("```.*?```", "", text, flags=re.S))
     found = set()
     for line in lines:
-        typed = re.split(r"\s+#", line)[0].strip()
+        typed = re.split(r"\s+#", line)[0].strip().removesuffix(" ..")
         if re.match(r"(torchrun|python|\./run\.sh|\w+\.py) ", typed):
             found.add(typed)
     return found

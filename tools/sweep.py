@@ -44,10 +44,12 @@ class Draw(random.Random):
         most = max(least, high // n)
         return n * self.randint(least, most)
 
-    def course(self):
-        """How the rate goes, what is frozen, what is held out."""
+    def course(self, freezes):
+        """How the rate goes, what is held out, and what is frozen, where the file takes that."""
         flags = self.maybe("--warmup", 1, "--decay", self.choice(("linear", "cosine")))
-        flags += self.maybe("--train", r"blocks\.[02]|tok", chance=0.2)
+        frozen = self.maybe("--train", r"blocks\.[02]|tok", chance=0.2)
+        if freezes:
+            flags += frozen
         return flags + self.maybe("--eval-every", self.randint(1, 2), chance=0.3)
 
 
@@ -212,7 +214,9 @@ def drawn(seed, i):
         clip=draw.choice((0, 0.1, 1, 10)),
         lr=draw.choice((1e-3, 1e-2)),
     )
-    own = file(draw, n, sizes) + draw.course()
+    own = file(draw, n, sizes)
+    twin_refuses = file is hybrid_3d and "torch" in own  # frozen layers
+    own += draw.course(freezes=not twin_refuses)
     sizes["width"] = sizes["heads"] * head_width
     flags = [str(word) for word in own] + ["--dtype", "fp64"]
     flags += [f"--{name}={value}" for name, value in sizes.items()]
