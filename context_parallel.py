@@ -438,18 +438,21 @@ def sum_gradients(parameters, group=None):
     process: -0.0 is put in the place of what is missing, and a sum is -0.0 only if all parts are.
     """
     trained = [p for p in parameters if p.requires_grad]
-    unused = [p for p in trained if p.grad is None]
-    for p in unused:
-        p.grad = torch.full_like(p, -0.0)
+    missing = {p for p in trained if p.grad is None}
     for dtype in sorted({p.dtype for p in trained}, key=str):
         alike = [p for p in trained if p.dtype == dtype]
-        flat = torch.cat([p.grad.flatten() for p in alike])
+        gradients = [torch.zeros_like(p) if p in missing else p.grad for p in alike]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        flat += 0.0  # makes 0.0 of -0.0
+        parts = flat.split([p.numel() for p in alike])
+        for p, part in zip(alike, parts):
+            if p in missing:
+                part.fill_(-0.0)
         dist.all_reduce(flat, group=group)  # partial -> replicated
-        sums = flat.split([p.numel() for p in alike])
-        for p, total in zip(alike, sums):
-            p.grad = total.view_as(p)
-    for p in unused:
-        if p.grad.signbit().all():
+        for p, part in zip(alike, parts):
+            p.grad = part.view_as(p)
+    for p in missing:
+        if (p.grad.eq(0) & p.grad.signbit()).all():
             p.grad = None
 
 

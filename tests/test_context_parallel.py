@@ -364,6 +364,22 @@ def test_sum_of_gradients(name):
     run(check_sum_of_gradients, 2, name)
 
 
+def check_signs(name):
+    """What rank 1 alone has used is summed on rank 0 too, be it negative or -0.0 everywhere."""
+    copy = copied(name)
+    for value in (-3.0, -0.0, 0.0, 3.0):
+        p = nn.Parameter(torch.ones(2))
+        if dist.get_rank() == 1:
+            p.grad = torch.full((2,), value)
+        copy.sum_gradients([p])
+        assert p.grad.tolist() == [value] * 2
+
+
+@pytest.mark.parametrize("name", ["context_parallel", "amp_accum_ckpt"])
+def test_signs_of_gradients_that_one_rank_has(name):
+    run(check_signs, 2, name)
+
+
 # ---- cost ----------------------------------------------------------------------
 
 
