@@ -226,9 +226,27 @@ def norms_not_over_tp(kinds):
     kinds["norm"].summed.remove("tp")
 
 
-def norms_count_twice(kinds):
+def norms_count_twice(module):
     """The gradient norm counts norms on every tp rank."""
+    holders = module.Hybrid.holders
+
+    def broken(hybrid, p):
+        if "norm" in hybrid.names[p]:
+            return holders(hybrid, p) / hybrid.tp.size
+        return holders(hybrid, p)
+
+    module.Hybrid.holders = broken
+
+
+def norms_of_another_kind(kinds):
+    """Norms, which every tp rank has whole, are said to be cut."""
     kinds["norm"].alike.remove("tp")
+
+
+def test_a_kind_that_contradicts_what_tp_cut_is_refused():
+    plant = partial(plant_in_kinds, norms_of_another_kind)
+    said = script(*on(2, "--dp 1 --tp 2 --pp 1"), *PROOF, plant=plant, code=1)
+    assert "norm1.weight is cut over tp and of a kind that is whole, or the other way round" in said
 
 
 def router_counts_ep_times(kinds):
@@ -283,7 +301,7 @@ def mean_over_micro(module):
 @pytest.mark.parametrize("plant, world, flags", [
     (dp_before_tied, 4, "--dp 2 --tp 1 --pp 2 --zero 1"),
     (partial(plant_in_kinds, norms_not_over_tp), 2, "--dp 1 --tp 2 --pp 1 --sp"),
-    (partial(plant_in_kinds, norms_count_twice), 2, "--dp 1 --tp 2 --pp 1"),
+    (norms_count_twice, 2, "--dp 1 --tp 2 --pp 1"),
     (partial(plant_in_kinds, router_counts_ep_times), 2, "--dp 2 --tp 1 --pp 1 --experts 4"),
     (partial(plant_in_kinds, experts_not_over_tp), 2, "--dp 1 --tp 2 --pp 1 --experts 4"),
     (partial(plant_in_mesh, experts_over_data), 2, "--dp 2 --tp 1 --pp 1 --experts 4"),
