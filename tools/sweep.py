@@ -1,12 +1,15 @@
 """Random runs of every file: whatever ranks, sizes and flags, it equals the plain GPT to 1e-10.
 
     python tools/sweep.py N [SEED]      N runs, a line for each; exit code 1 if any failed
+        --file hybrid_3d                of this file alone: else the files take turns
+        --ranks 16                      up to 16 ranks, often many; else up to 8
 
-All is in float64, and what a run has measured must be what its textbook says. The files take turns.
-Ranks (1 to 8), sizes and all flags of a file are drawn; run i of a seed is always the same one.
-What a file has to refuse is not drawn, so that exit code 2 is a failure too: of the file, or of
-the drawing here.
+All is in float64, and what a run has measured must be what its textbook says. Ranks, sizes and all
+flags of a file are drawn; run i of a seed, a file and a --ranks is always the same one. What a file
+has to refuse is not drawn, so that exit code 2 is a failure too: of the file, or of the drawing
+here.
 """
+import argparse
 import math
 import random
 import sys
@@ -44,6 +47,16 @@ class Draw(random.Random):
         most = max(least, high // n)
         return n * self.randint(least, most)
 
+    def spread(self, n, axes):
+        """n ranks over axes: each prime factor goes to one, rather to one that has none yet."""
+        sizes = dict.fromkeys(axes, 1)
+        for prime in primes(n):
+            free = [axis for axis in axes if sizes[axis] == 1]
+            if not free or self.random() < 0.2:
+                free = axes
+            sizes[self.choice(free)] *= prime
+        return sizes
+
     def course(self, freezes):
         """How the rate goes, what is held out, and what is frozen, where the file takes that."""
         flags = self.maybe("--warmup", 1, "--decay", self.choice(("linear", "cosine")))
@@ -51,6 +64,16 @@ class Draw(random.Random):
         if freezes:
             flags += frozen
         return flags + self.maybe("--eval-every", self.randint(1, 2), chance=0.3)
+
+
+def primes(n):
+    """-> the prime factors of n, the largest first"""
+    factors = []
+    while n > 1:
+        factor = next(d for d in range(2, n + 1) if n % d == 0)
+        factors.insert(0, factor)
+        n //= factor
+    return factors
 
 
 def ddp(draw, n, sizes):
@@ -154,37 +177,124 @@ def amp_accum_ckpt(draw, n, sizes):
 
 
 def hybrid_3d(draw, n, sizes):
-    dp = draw.divisor(n)
-    tp = draw.divisor(n // dp)
-    pp = n // dp // tp
-    impl = draw.torch()
-    sp = draw.maybe("--sp")
+    axes = draw.spread(n, ["dp", "cp", "tp", "pp"])
+    dp = axes["dp"]
+    experts = mixture(draw, dp * axes["cp"])
+    impl = []
+    if axes["cp"] == 1 and not experts:
+        impl = draw.torch()
+    schedule, zero, ckpt = combined(draw, axes["pp"], impl)
+    flags = ["--schedule", schedule, "--zero", zero, "--ckpt", ckpt]
+    chunks, micro, more = slices(draw, schedule, axes["pp"], impl)
+    if chunks > 1 and axes["pp"] == 1:  # torch has no such schedule
+        impl = []
+    if schedule in VEES and dp > 1:  # fully_shard would untie the embedding
+        impl = []
+    flags += ["--micro", micro, *more, *attention(draw, axes, sizes, impl)]
+    stages = axes["pp"] * chunks
+    sizes["layers"] = stages + draw.randrange(4)
+    sizes["batch"] = dp * micro * draw.randint(1, 2)
+    flags += uneven(draw, stages, sizes["layers"])
+    three = [["--dp", dp], ["--tp", axes["tp"]], ["--pp", axes["pp"]]]
+    flags += sum(draw.sample(three, draw.randint(2, 3)), [])  # the third follows
+    if not impl:  # which refuses frozen layers
+        trained = draw.choice((r"blocks\.[02]|tok", "norm", "mlp", "attn|pos"))
+        flags += draw.maybe("--train", trained, chance=0.2)
+    return flags + experts + impl
+
+
+VEES = "zb-v", "dualpipe-v"  # down the ranks and up again
+
+
+def mixture(draw, data):
+    """Experts, for so many ranks of dp x cp, or plain MLPs."""
+    if draw.random() < 0.4:
+        return []
+    ep = draw.choice((data, draw.divisor(data)))
+    experts = draw.multiple(ep, 1, 3 * ep)
+    flags = ["--experts", experts, "--ep", ep % data, "--top-k", draw.randint(1, min(experts, 4))]
+    flags += draw.maybe("--shared")
+    flags += ["--capacity", draw.choice((0, 0, 0.5, 1, 1.25, 2))]
+    return flags + ["--balance", draw.choice(("aux", "bias", "none"))]
+
+
+def combined(draw, pp, impl):
+    """-> schedule, zero and ckpt that go together"""
+    stages_of_zero = [0, 1]
+    if not impl:
+        stages_of_zero.append(2)
+        if pp == 1:
+            stages_of_zero.append(3)
+    zero = draw.choice(stages_of_zero)
     ckpt = "none"
     if not impl:
         ckpt = draw.choice(("none", "full", "selective"))
-    schedules = ["gpipe", "1f1b", "interleaved"]
-    if ckpt != "full":
-        schedules.append("zb-h1")
+    schedules = ["gpipe", "1f1b", "interleaved", "bfs"]
+    if ckpt != "full":  # which no schedule can split
+        schedules += ["zb-h1", "zb-v", "dualpipe-v"]
+    if ckpt != "full" and not impl:  # torch has no such schedules
+        schedules += ["zb-h2", "auto"]
     schedule = draw.choice(schedules)
+    if zero == 3:
+        schedule = "1f1b"
+    return schedule, zero, ckpt
+
+
+def slices(draw, schedule, pp, impl):
+    """-> stages of a rank, micro-batches, the flags of the schedule besides"""
+    chunks = 1
+    flags = []
     least = 1
-    if impl:
-        least = pp  # torch's 1f1b wants one for each stage
+    if impl:  # torch's 1f1b wants one for each stage
+        least = pp
     micro = draw.randint(least, max(pp, 6))
-    stages = pp
+    if schedule in ("interleaved", "bfs"):
+        chunks = draw.randint(1, 2 if pp > 4 else 3)
+        flags = ["--chunks", chunks]
     if schedule == "interleaved":
-        stages = 2 * pp
         micro = draw.multiple(pp, pp, 2 * pp)
-        if pp == 1:
-            impl = []  # refused: torch's has no such schedule
-    sizes["layers"] = stages + draw.randrange(4)
-    sizes["batch"] = dp * micro * draw.randint(1, 2)
+    if schedule in VEES:
+        chunks = 2
+    if schedule == "dualpipe-v" or (schedule == "zb-v" and impl):
+        micro = draw.randint(2 * pp, 2 * pp + 4)
+    if schedule == "auto":
+        flags = draw.maybe("--times", draw.choice(("1,2,1,0", "1,1.5,0.5,0.2")))
+        flags += draw.maybe("--limit", draw.randint(pp, 2 * pp))
+    return chunks, micro, flags
+
+
+def attention(draw, axes, sizes, impl):
+    """The flags of cp and sp, and what they ask of sequence and heads."""
+    cp = axes["cp"]
+    tp = axes["tp"]
+    sp = draw.maybe("--sp")
+    attn = draw.choice(("ring", "zigzag", "allgather", "ulysses"))
     sizes["heads"] = draw.multiple(tp, 1, 6)
+    if attn == "ulysses":
+        sizes["heads"] = draw.multiple(cp * tp, 1, 6)
+    parts = 1  # that the sequence divides into
     if sp or impl:
-        sizes["seq"] = draw.multiple(tp, 8, 32)
-    axes = [["--dp", dp], ["--tp", tp], ["--pp", pp]]
-    flags = sum(draw.sample(axes, draw.randint(2, 3)), [])  # the third follows
-    flags += ["--micro", micro, "--schedule", schedule, *sp]
-    return flags + ["--zero", draw.randrange(2), "--ckpt", ckpt, *impl]
+        parts = cp * tp
+    if cp > 1:
+        chunks = cp
+        if attn in ("zigzag", "allgather"):
+            chunks = 2 * cp
+        parts = math.lcm(parts, chunks)
+    if parts > 1:
+        sizes["seq"] = draw.multiple(parts, 8, 32)
+    if cp == 1:
+        return sp
+    return sp + ["--cp", cp, "--attn", attn]
+
+
+def uneven(draw, stages, layers):
+    """How many layers each stage has, if they are not equal parts."""
+    balanced = ["--layers-per-stage", "balanced"]
+    counts = [1] * stages
+    for _ in range(layers - stages):
+        counts[draw.randrange(stages)] += 1
+    said = ["--layers-per-stage", ",".join(map(str, counts))]
+    return draw.maybe(*draw.choice((balanced, said)), chance=0.3)
 
 
 FILES = (
@@ -195,12 +305,19 @@ FILES = (
 # ---- the runs ------------------------------------------------------------------
 
 
-def drawn(seed, i):
-    """-> file, ranks, flags of run i. Each nine runs are one of each file."""
+FEW = (1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8)  # how many ranks, each as often as it is here
+MANY = (1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8, 9, 10, 12, 12, 15, 16, 16, 16, 16, 16)
+
+
+def drawn(seed, i, only=None, most=8):
+    """-> file, ranks, flags of run i. Each nine runs are one of each file, if none is asked for."""
     order = Draw(f"{seed} round {i // len(FILES)}").sample(FILES, len(FILES))
     file = order[i % len(FILES)]
+    if only:
+        [file] = [file for file in FILES if file.__name__ == only]
     draw = Draw(f"{seed} run {i}")
-    n = draw.choice((1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8))
+    counts = MANY if most > 8 else FEW
+    n = draw.choice([count for count in counts if count <= most])
     head_width = draw.choice((4, 5, 6, 8))
     sizes = dict(
         layers=draw.randint(1, 4),
@@ -215,8 +332,7 @@ def drawn(seed, i):
         lr=draw.choice((1e-3, 1e-2)),
     )
     own = file(draw, n, sizes)
-    twin_refuses = file is hybrid_3d and "torch" in own  # frozen layers
-    own += draw.course(freezes=not twin_refuses)
+    own += draw.course(freezes=file is not hybrid_3d)  # which has drawn that itself
     sizes["width"] = sizes["heads"] * head_width
     flags = [str(word) for word in own] + ["--dtype", "fp64"]
     flags += [f"--{name}={value}" for name, value in sizes.items()]
@@ -260,13 +376,16 @@ def complaints(log, error):
     return lines + str(error).splitlines()[-20:]
 
 
-def sweep(runs, seed=0, plant=None):
-    """Prints a line per run -> those that failed. plant(module) puts in a bug."""
+def sweep(runs, seed=0, only=None, most=8, plant=None):
+    """Prints a line per run -> those that failed.
+
+    only: the name of the only file; most: ranks. plant(module) puts in a bug.
+    """
     failed = []
     worst = 0.0
     start = time.time()
     for i in runs:
-        file, n, flags = drawn(seed, i)
+        file, n, flags = drawn(seed, i, only, most)
         since = time.time()
         gap, trouble = attempt(file, n, flags, plant)
         result = "FAILED" if gap is None else f"{gap:.1e}"
@@ -286,13 +405,39 @@ def sweep(runs, seed=0, plant=None):
     return failed
 
 
+USAGE = "python tools/sweep.py N [SEED] [--file NAME] [--ranks MOST]"
+
+
 def main(words):
-    numbers = all(word.isdigit() for word in words)
-    if not numbers or len(words) not in (1, 2) or int(words[0]) < 1:
-        print("sweep.py: error: usage: python tools/sweep.py N [SEED], whole numbers, N at least 1",
-              file=sys.stderr)
+    parser = argparse.ArgumentParser(prog="sweep.py", usage=USAGE, allow_abbrev=False)
+    parser.error = wrong
+    parser.add_argument("runs", type=positive)
+    parser.add_argument("seed", type=whole, nargs="?", default=0)
+    parser.add_argument("--file", choices=[file.__name__ for file in FILES])
+    parser.add_argument("--ranks", type=positive, default=8)
+    try:
+        args = parser.parse_args(words)
+    except ValueError as error:
+        print(error, file=sys.stderr)
         return 2
-    return int(bool(sweep(range(int(words[0])), *words[1:])))
+    return int(bool(sweep(range(args.runs), args.seed, args.file, args.ranks)))
+
+
+def whole(word):
+    if not word.isdigit():
+        raise ValueError
+    return int(word)
+
+
+def positive(word):
+    number = whole(word)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+def wrong(message):
+    raise ValueError(f"sweep.py: error: {message}; usage: {USAGE}, N at least 1")
 
 
 if __name__ == "__main__":
