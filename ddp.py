@@ -15,11 +15,12 @@ still runs.
     sent per step                           -             2 (N-1)/N * 4 P
       by                                    -             all-reduces of 4 P in all
 
-    model = BucketedDDP(model)  # any module; gradients are averaged over ranks, or average=False
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)  # all ranks take the same step
-    model(x).mean().backward()  # x: this rank's rows; gradients are replicated from here on, so
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # torch's own norm and clipping do
-    optimizer.step()  # then optimizer.zero_grad(); model.module.state_dict() is what to save
+    model = BucketedDDP(model)  # any module; gradients are averaged, with average=False summed
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model(x).mean().backward()  # x: this rank's rows; now gradients are the same on all ranks
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()  # to save: model.module.state_dict()
 
 Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 arXiv:2006.15704, section 3. At work: torch.nn.parallel.DistributedDataParallel, section 3 below.
@@ -70,45 +71,43 @@ class Bucket:
         self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
         self.views = []  # into flat, the gradient of each parameter, in its shape
         for p, piece in zip(parameters, self.flat.split(sizes)):
-            strides = torch.empty_like(p).stride()  # as p lies: fused optimizers go by memory
+            # in p's order in memory (channels_last, ..): fused optimizers do not look at strides
+            strides = torch.empty_like(p).stride()
             self.views.append(piece.as_strided(p.shape, strides))
-        self.reduced = [False] * len(parameters)  # does the view hold a sum over ranks already?
+        self.reduced = [False] * len(parameters)  # has the view been summed over ranks already?
         self.missing = len(parameters)  # gradients that this backward has not made yet
         self.work = None  # Work of an all-reduce that is under way
 
     def take(self, i):
-        """Move a gradient that autograd has made into the bucket, and leave a view in its place.
-
-        Adding 0.0 is a copy that turns -0.0 into 0.0, see `finish`.
-        """
+        """Move a gradient that autograd has made into the bucket, and leave a view in its place."""
         p = self.parameters[i]
         if p.grad is not self.views[i]:
-            torch.add(p.grad, 0.0, out=self.views[i])
+            torch.add(p.grad, 0.0, out=self.views[i])  # a copy, but -0.0 becomes 0.0
             p.grad = self.views[i]
             self.reduced[i] = False
-        elif self.reduced[i] and not self.average:
+        elif self.reduced[i] and not self.average:  # the average of averages is what it was
             refuse_sum_of_sums()
 
     def start(self):
+        """Begin to sum. What this rank has not used is -0.0 here.
+
+        A sum is -0.0 only if every summand is: so the sign of zero tells what no rank has used,
+        without another collective.
+        """
         for i, p in enumerate(self.parameters):
             if p.grad is None:
-                real(self.views[i]).fill_(-0.0)  # this rank has not used it: adds nothing
+                real(self.views[i]).fill_(-0.0)
             else:
                 self.take(i)
         work = dist.all_reduce(self.flat, group=self.group, async_op=True)
         self.work = work  # partial -> replicated, while backward goes on
 
     def finish(self):
-        """Wait for the sum. What no rank has used keeps the gradient None, as in one process.
-
-        A sum is -0.0 only if every summand is: the sign of zero tells unused from used without
-        another collective. Where this rank has not used a parameter, the host must look at it.
-        """
+        """Wait for the sum. What no rank has used keeps the gradient None, as in one process."""
         self.work.wait()
         self.work = None
         for i, p in enumerate(self.parameters):
-            numbers = real(self.views[i])
-            if p.grad is None and not (numbers.eq(0) & numbers.signbit()).all():
+            if p.grad is None and used_somewhere(self.views[i]):
                 p.grad = self.views[i]
             self.reduced[i] = True
         if self.average:
@@ -154,7 +153,7 @@ class BucketedDDP(nn.Module):
             broadcast(tensor, group)
         self.frozen = [p for p in module.parameters() if not p.requires_grad]
         self.sparse = parameters_with_sparse_gradients(module)
-        self.sums = {}  # {one of them: its gradient, when that was summed over ranks}
+        self.sums = {}  # {parameter of self.sparse: its latest gradient that was summed over ranks}
         self.buckets = []
         for parameters in self.layout(bucket_mb * 1e6, first_bucket_mb * 1e6):
             self.buckets.append(Bucket(parameters, group, average))
@@ -172,17 +171,17 @@ class BucketedDDP(nn.Module):
         elsewhere = {*self.frozen, *self.sparse}
         parameters = [p for p in self.module.parameters() if p not in elsewhere]
         bytes_each = min(bytes_each, sum(p.nbytes for p in parameters) / 4)
+        room = min(bytes_each, bytes_first)  # of the next bucket
         buckets = []
         open_bucket = {}  # {(dtype, device): the bucket that is being filled}
         room_left = {}  # {(dtype, device): bytes}
         for p in reversed(parameters):
             kind = p.dtype, p.device
             if kind not in open_bucket or room_left[kind] < p.nbytes:
-                room_left[kind] = bytes_each
-                if not buckets:
-                    room_left[kind] = min(bytes_each, bytes_first)
                 open_bucket[kind] = []
                 buckets.append(open_bucket[kind])
+                room_left[kind] = room
+                room = bytes_each
             open_bucket[kind].append(p)
             room_left[kind] -= p.nbytes
         return buckets
@@ -220,8 +219,7 @@ class BucketedDDP(nn.Module):
 
     def ready_sparse(self, p):
         refuse_graph()
-        if not self.average and p.grad is self.sums.get(p):
-            refuse_sum_of_sums()
+        self.refuse_sum(p)
         if self.sync:
             self.expect_end()
 
@@ -241,11 +239,20 @@ class BucketedDDP(nn.Module):
         for bucket in self.buckets:
             bucket.finish()
         for p in self.sparse:
-            p.grad = sum_of_rows(p, self.group)
-            if self.average and p.grad is not None:
-                p.grad = p.grad / dist.get_world_size(self.group)
-            self.sums[p] = p.grad
+            self.reduce_sparse(p)
         self.reset()
+
+    def refuse_sum(self, p):
+        if p.grad is not None and p.grad is self.sums.get(p) and not self.average:
+            refuse_sum_of_sums()
+
+    def reduce_sparse(self, p):
+        self.refuse_sum(p)  # one that this backward has not used
+        total = sum_of_rows(p, self.group)
+        if total is not None and self.average:
+            total = total / dist.get_world_size(self.group)
+        p.grad = total
+        self.sums[p] = total
 
     def reset(self):
         self.started = 0
@@ -267,14 +274,18 @@ def real(tensor):
     return tensor
 
 
+def used_somewhere(total):
+    """Has any rank added a gradient to this sum? The host waits for the answer."""
+    numbers = real(total)
+    return not (numbers.eq(0) & numbers.signbit()).all()
+
+
 def broadcast(tensor, group):
     """The first rank's values -> replicated, whatever the tensor's strides."""
-    whole = tensor.detach()
-    if not tensor.is_contiguous():
-        whole = whole.clone(memory_format=torch.contiguous_format)
-    dist.broadcast(whole, group=group, group_src=0)  # the first rank's -> replicated
-    if not tensor.is_contiguous():
-        tensor.detach().copy_(whole)
+    values = tensor.detach()
+    dense = values.contiguous()  # values itself, unless it has other strides
+    dist.broadcast(dense, group=group, group_src=0)  # the first rank's -> replicated
+    values.copy_(dense)
 
 
 def parameters_with_sparse_gradients(module):
@@ -315,7 +326,7 @@ def sum_of_rows(parameter, group):
 
 def gather_rows(tensor, counts, group):
     """counts[rank] rows on each rank, or -1 for none -> the rows of all, one after the other."""
-    padded = tensor.new_zeros(max(1, *counts), *tensor.shape[1:])
+    padded = tensor.new_zeros(max(counts), *tensor.shape[1:])
     padded[:len(tensor)] = tensor
     parts = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(parts, padded, group=group)  # sharded -> replicated
@@ -403,7 +414,7 @@ class Sequences(Dataset):
 
 
 def loader_at_work(run):
-    """This rank's batches: the sampler deals rows out in turn, so each step has the plain run's."""
+    """This rank's rows of every step's batch: the sampler deals rows out to the ranks in turn."""
     data = Sequences(run.corpus, run.args, run.first)
     sampler = DistributedSampler(data, shuffle=False)
     loader = DataLoader(data, batch_size=run.args.batch // run.world_size, sampler=sampler)

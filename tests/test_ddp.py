@@ -406,14 +406,17 @@ def check_sums_are_not_summed_again():
 
 def check_unused_sums_are_not_summed_again():
     """Nor those of a parameter that the second backward does not use."""
-    layers = nn.ModuleList(nn.Linear(3, 1) for _ in range(2))
-    model = BucketedDDP(layers, average=False)
-    x = torch.ones(1, 3)
-    (layers[0](x) + layers[1](x)).sum().backward()
-    layers[0].zero_grad()
-    with pytest.raises(RuntimeError, match="summed again"):
-        layers[0](x).sum().backward()
-    assert model.started == 0
+    tokens = torch.tensor([0, 1])
+    for sparse in False, True:
+        layers = nn.ModuleList(nn.Embedding(3, 3, sparse=sparse) for _ in range(2))
+        model = BucketedDDP(layers, average=False)
+        (layers[0](tokens) + layers[1](tokens)).sum().backward()
+        before = layers[1].weight.grad.to_dense().clone()
+        layers[0].zero_grad()
+        with pytest.raises(RuntimeError, match="summed again"):
+            layers[0](tokens).sum().backward()
+        assert model.started == 0
+        assert torch.equal(layers[1].weight.grad.to_dense(), before)
 
 
 @pytest.mark.parametrize("world, check", [
