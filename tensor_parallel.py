@@ -3,7 +3,7 @@
     rank 0   x - norm -f-> [qkv]_0 heads_0 [out]_0 -g-> + - norm -f-> [up]_0 gelu [down]_0 -g-> + x
     rank 1   x - norm -f-> [qkv]_1 heads_1 [out]_1 -g-> + - norm -f-> [up]_1 gelu [down]_1 -g-> + x
 
-             f forward    f backward                  g forward        g backward   outside, x is
+             f forward    f backward                  g forward        g backward   x outside is
              nothing      all-reduce                  all-reduce       nothing      whole
     --sp     all-gather   all-gather, reduce-scatter  reduce-scatter   all-gather   cut along T
 
@@ -114,9 +114,9 @@ class WholeSequence:
 
     @contextlib.contextmanager
     def defer_weights(self, later):
-        """Forwards in here have a backward without the gradients of ColumnLinears' parameters.
+        """The backward of a forward in here leaves the gradients of ColumnLinears for later.
 
-        It appends pairs to the list `later`, and torch.autograd.backward(*zip(*later)) makes them.
+        It appends to the list `later`, and torch.autograd.backward(*zip(*later)) does the rest.
         """
         before = self.later
         self.later = later
@@ -201,7 +201,7 @@ class ColumnParallel(torch.autograd.Function):
 
 
 class DeferredWeights(torch.autograd.Function):
-    """The gradients of ColumnParallel's parameters, later: backward of this root makes them.
+    """Returns a scalar. When that goes backward, ColumnParallel's parameters get their gradients.
 
     Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241, section 2, call it W.
     """
@@ -248,8 +248,8 @@ def weight_gradients(x, dys, needed):
 class ReduceFromTP(torch.autograd.Function):
     """g: summands y (.., T, C) -> x.
 
-    WholeSequence writes the sum into the memory of y, which a matmul's backward does not read. Keep
-    no y: torch raises where backward, or a selective checkpoint that saves matmuls, has kept one.
+    WholeSequence writes the sum into the memory of y. The matmul that made y does not need it for
+    its backward. If anything else has kept y, such as a selective checkpoint, torch raises.
     """
 
     @staticmethod
@@ -273,7 +273,7 @@ class CopyToTP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dx):
-        if dx is None:
+        if dx is None:  # the result is not in the loss
             return None, None
         return ctx.tp.reduce(dx.clone()).wait(), None  # partial -> replicated
 
@@ -326,9 +326,10 @@ def without_padding(p, cut, tp):
 
 
 def locate(ids, cut, tp, other):
-    """Token ids -> the row or column of each in this rank's piece; which ones others have.
+    """Token ids -> the row or column of each in this rank's piece, and whether it is elsewhere.
 
-    Those get the row `other`, ids that do not exist one that does not exist: its use raises.
+    An id that is elsewhere gets the row `other`. One that does not exist gets a row that does not
+    exist, so that its use raises.
     """
     each = math.ceil(cut.whole / tp.size)
     elsewhere = ids // each != tp.rank
@@ -350,7 +351,7 @@ def cuts(model):
 def cast_as_autocast(*tensors):
     """Operands of a Linear, cast as torch.autocast would cast them where it is on.
 
-    It does not reach into the backward of an autograd.Function, so that is done outside of it.
+    Autocast does not reach into the backward of an autograd.Function: cast before entering one.
     """
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
@@ -370,8 +371,7 @@ class CutModule(nn.Module):
     def __init__(self, plain, tp):
         super().__init__()
         made = not isinstance(plain.weight, nn.Parameter)  # by weight_norm or a parametrization
-        hooked = plain._forward_hooks or plain._forward_pre_hooks
-        if type(plain).forward is not self.replaces.forward or made or hooked:
+        if type(plain).forward is not self.replaces.forward or made or hooks_of(plain):
             raise TypeError(f"{type(self).__name__} replaces an nn.{self.replaces.__name__}, but "
                             f"this {type(plain).__name__} has a forward, hooks or a weight of its "
                             "own. Cut the model before you change it so, or leave this module out.")
@@ -394,11 +394,20 @@ class CutModule(nn.Module):
         return without_padding(p, self.cuts[name], self.tp)
 
 
+def hooks_of(module):
+    """Hooks of a module and its parameters: what stands in their place would not call them."""
+    hooks = [module._forward_hooks, module._forward_pre_hooks,
+             module._backward_hooks, module._backward_pre_hooks]
+    for p in module.parameters():
+        hooks += [p._backward_hooks, p._post_accumulate_grad_hooks]
+    return [registered for registered in hooks if registered]
+
+
 class ColumnLinear(CutModule):
     """f, and a Linear cut by columns: x -> (.., T, out/tp).
 
     Of A in Y = X A each rank has columns. nn.Linear stores A transposed: they are rows of weight,
-    dim 0. Where x is cut along T, the result is not: a forward that needs T takes it from there.
+    dim 0. The result is whole along T also where x is cut: read T from the result's shape.
     """
 
     replaces = nn.Linear
@@ -420,7 +429,7 @@ class ColumnLinear(CutModule):
 def columns(x, *linears):
     """ColumnLinears that read the same x, with one f for all -> a tuple of what each returns.
 
-    Called one by one they are as right, but each sends for an f of its own.
+    Called one by one they return the same, but each has an f of its own, which communicates.
     """
     weights = []
     biases = []
@@ -439,7 +448,7 @@ class SharedHeadLinear(ColumnLinear):
     """
 
     def __init__(self, linear, tp, heads):
-        CutModule.__init__(self, linear, tp)
+        CutModule.__init__(self, linear, tp)  # not ColumnLinear's, which would cut
         self.weight = linear.weight
         self.bias = linear.bias
         head_dim = linear.out_features // heads
@@ -485,7 +494,7 @@ class RowLinear(CutModule):
         self.bias = linear.bias
 
     def forward(self, y):
-        # Flat, a matmul's result is no hidden view, so that torch sees g write into it
+        # In 2 dims linear's result is that of the matmul itself: torch sees that g writes into it
         y = F.linear(y.flatten(0, -2), self.used("weight")).unflatten(0, y.shape[:-1])  # a summand
         x = ReduceFromTP.apply(y, self.tp)  # partial -> replicated, or sharded(T)
         if self.bias is None:
@@ -525,8 +534,9 @@ class Inside(nn.Module):
     def __init__(self, module, tp):
         super().__init__()
         if next(module.buffers(), None) is not None or next(module.children(), None) is not None:
-            raise TypeError(f"Inside is for modules that have parameters and nothing else, "
+            raise TypeError("Inside is for modules that have parameters and nothing else, "
                             f"which {type(module).__name__} is not. Write out what it does.")
+        refuse_dropout(module)
         self.tp = tp
         self.plain = [module]  # in a list, so that it is no child and names stay as they were
         for name, p in module.named_parameters():
@@ -534,6 +544,7 @@ class Inside(nn.Module):
 
     def forward(self, *inputs):
         parameters = {name: self.tp.inside(p) for name, p in self.named_parameters()}
+        self.plain[0].training = self.training
         return torch.func.functional_call(self.plain[0], parameters, inputs)
 
 
@@ -583,10 +594,10 @@ def cut_model(model, tp, plan):
     """Put cut modules in the place of plain ones -> the model.
 
     plan: {pattern: kind}. A pattern is the name of modules, with * for any part between dots. A
-    kind is a class or function of this section; kind(plain module, tp) takes the module's place.
-    Parameters keep their names and ties. All ranks of the group call this with the same weights.
-    What cannot be right is a ValueError or TypeError that says what to do, with one exception:
-    dropout that is neither a module nor a number in one (F.dropout(x, 0.1)) cannot be seen.
+    kind is a class or function of this section, or your own: kind(plain module, tp) takes the
+    module's place. Parameters keep their names and ties. All ranks of the group call this with the
+    same weights. What cannot be right is a ValueError or TypeError that says what to do, with one
+    exception: the rate in a forward's F.dropout(x, 0.1) cannot be seen.
     """
     ties = tied_names(model)
     replaced = replace_modules(model, tp, plan)
@@ -622,9 +633,12 @@ def replace_modules(model, tp, plan):
         if not matching:
             raise ValueError(f"No module of this model is called {pattern}, as the plan has it.")
         for name in matching:
+            if name in found:
+                raise ValueError(f"{name} matches two patterns of the plan: make it one.")
             plain = modules[name]
             if plain not in replaced:
                 replaced[plain] = kind(plain, tp)
+                replaced[plain].training = plain.training
             model.set_submodule(name, replaced[plain])
         found += matching
     return found
@@ -657,8 +671,9 @@ def refuse_dropout(model):
                              "OutsideDropout.")
         for attribute, value in vars(module).items():
             if "drop" in attribute and isinstance(value, float) and value > 0:
-                raise ValueError(f"{name}.{attribute} is {value}: dropout that is no module cannot "
-                                 "be given the right masks. Set it to 0, or use an nn.Dropout.")
+                where = f"{name}.{attribute}".strip(".")
+                raise ValueError(f"{where} is {value}: dropout that is no module cannot be given "
+                                 "the right masks. Set it to 0, or use an nn.Dropout.")
 
 
 def refuse_unnamed(model, named):
@@ -722,25 +737,25 @@ def compare_ranks(model, tp):
 class VocabParallelCrossEntropy(torch.autograd.Function):
     """logits (N, V/tp), and of each target its column here or -1 -> the loss of each of N tokens.
 
-    In backward each rank makes its columns of the softmax, whose denominator all of them know.
+    In backward each rank makes its columns of the softmax: all know the log of its denominator.
     """
 
     @staticmethod
     def forward(ctx, logits, column, group):
-        denominator = logits.logsumexp(1)  # (N,), its logarithm; -inf where no column is here
-        highest = denominator.clone()
+        log_sum = logits.logsumexp(1)  # (N,), of this rank's columns; -inf if it has none
+        highest = log_sum.clone()
         dist.all_reduce(highest, dist.ReduceOp.MAX, group)  # each its own -> replicated
         chosen = -F.nll_loss(logits, column, ignore_index=-1, reduction="none")  # 0: another rank's
-        sums = torch.stack([(denominator - highest).exp(), chosen])  # (2, N)
+        sums = torch.stack([(log_sum - highest).exp(), chosen])  # (2, N)
         dist.all_reduce(sums, group=group)  # partial -> replicated
-        denominator = sums[0].log() + highest
-        ctx.save_for_backward(logits, column, denominator)
-        return denominator - sums[1]
+        log_sum = sums[0].log() + highest  # of all columns
+        ctx.save_for_backward(logits, column, log_sum)
+        return log_sum - sums[1]
 
     @staticmethod
     def backward(ctx, dloss):  # (N,)
-        logits, column, denominator = ctx.saved_tensors
-        dlogits = (logits - denominator.unsqueeze(1)).exp_()  # softmax
+        logits, column, log_sum = ctx.saved_tensors
+        dlogits = (logits - log_sum.unsqueeze(1)).exp_()  # softmax
         if dlogits.shape[1] > 0:
             here = (column >= 0).to(logits.dtype)  # (N,)
             dlogits.scatter_add_(1, column.clamp(min=0).unsqueeze(1), -here.unsqueeze(1))
@@ -828,7 +843,7 @@ def squared_norm(tensors, like):
 
 
 def clip_gradients(model, norm, clip):
-    """Scale gradients of this norm to at most clip (0: any). If it is inf or nan they stay."""
+    """Scale gradients of this norm down to clip. They stay if clip is 0 or the norm inf or nan."""
     limit = clip or math.inf
     nn.utils.clip_grads_with_norm_(model.parameters(), limit, norm.nan_to_num(0, posinf=0))
 
@@ -901,7 +916,8 @@ def train_step(model, optimizer, x, y, valid, clip, tp):
 
 @torch.no_grad()
 def evaluate(model, x, y, tp):
-    """-> this rank's part of the sum of token losses: all ranks have the whole sum."""
+    """-> 1/tp of the sum of token losses, which every rank has: a run adds up all ranks' results.
+    """
     return vocab_parallel_cross_entropy(model(x), y, vocabulary(model), tp.group) / tp.size
 
 
@@ -1086,10 +1102,10 @@ def trained(*modules):
     return any(p.requires_grad for module in modules for p in module.parameters())
 
 
-# Of the 2 L + 1 regions:
-# f          how many f's backward reaches: those with something trained before them
-# weights    how many have a trained column-parallel Linear, whose gradient needs the gathered x
-# g          how many g's it reaches, which is the token embedding's too
+# How often backward communicates, which is less often if --train freezes something:
+# f          for the f of a region, if anything before it is trained
+# weights    for the gathered x of a region, if one of its column-parallel Linears is trained
+# g          for the g of a region or of the token embedding, if anything before it is trained
 Passes = namedtuple("Passes", "f weights g")
 
 
@@ -1140,19 +1156,19 @@ def wire(run, kind, formula, payload):
     run.textbook(f"wire {kind}", f"(tp-1)/tp {formula}", sent, measured)
 
 
-def sizes(run):
-    """-> bytes of an x (B, T, C), of the positions (T, C), of the loss's and the norm's sums."""
+def payloads(run):
+    """-> bytes of an x (B, T, C), of the positions (T, C), and of the loss and the norm."""
     cfg = run.cfg
     b = run.dtype.itemsize
     s = max(b, 4)
-    x = b * run.args.batch * cfg.seq * cfg.width
-    positions = b * cfg.seq * cfg.width
-    sums = 3 * s * run.args.batch * cfg.seq + b
-    return x, positions, sums
+    x_bytes = b * run.args.batch * cfg.seq * cfg.width
+    position_bytes = b * cfg.seq * cfg.width
+    loss_bytes = 3 * s * run.args.batch * cfg.seq  # three numbers per token
+    return x_bytes, position_bytes, loss_bytes + b
 
 
 def account_reduced(run, passes):
-    x, positions, sums = sizes(run)
+    x, positions, sums = payloads(run)
     forward = 2 * run.cfg.layers + 1
     payload = (forward + passes.f) * x + positions + sums
     formula = f"2 [b (B T (2 L + 1 + {passes.f}) + T) C + 3 s B T + b]"
@@ -1160,7 +1176,7 @@ def account_reduced(run, passes):
 
 
 def account_gathered(run, passes, positions_trained):
-    x, positions, _ = sizes(run)
+    x, positions, _ = payloads(run)
     forward = 2 * run.cfg.layers + 1
     backward = passes.weights + passes.g
     payload = (forward + backward) * x
@@ -1172,7 +1188,7 @@ def account_gathered(run, passes, positions_trained):
 
 
 def account_scattered(run, passes):
-    x, positions, _ = sizes(run)
+    x, positions, _ = payloads(run)
     forward = 2 * run.cfg.layers + 1
     payload = (forward + passes.f) * x + positions
     wire(run, "reduce_scatter", f"b (B T (2 L + 1 + {passes.f}) + T) C", payload)
@@ -1180,7 +1196,7 @@ def account_scattered(run, passes):
 
 def account_summed(run, model, tp):
     """Where x is cut: the gradients of norms and row biases, the loss, the norm."""
-    _, _, sums = sizes(run)
+    _, _, sums = payloads(run)
     whole = [p for p in partial_parameters(model, tp) if p.requires_grad]
     count = sum(p.numel() for p in whole)
     formula = f"2 [b {count} + 3 s B T + b]"

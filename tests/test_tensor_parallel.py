@@ -442,6 +442,32 @@ def check_norm_inside(kind):
     train(plain, cut_model(copy.deepcopy(plain), tp, plan), tp)
 
 
+class TrainingNorm(nn.LayerNorm):
+    """A norm that does nothing but in training."""
+
+    def forward(self, x):
+        if not self.training:
+            return x
+        return super().forward(x)
+
+
+def check_mode_inside():
+    """What stands inside follows train() and eval(), also when it was cut in eval()."""
+    x = torch.ones(2, 6)
+    net = same_everywhere(Net, F.gelu, hidden=6)
+    net.inner_norm = TrainingNorm(6)
+    model = cut_model(net.eval(), WholeSequence(), {**NET, "inner_norm": Inside})
+    assert model.inner_norm(x) is x
+    model.train()
+    assert model.inner_norm(x) is not x
+    model.eval()
+    assert model.inner_norm(x) is x
+
+
+def test_a_module_inside_follows_train_and_eval():
+    run(check_mode_inside, 2)
+
+
 class PairNorm(nn.Module):
     """Normalizes each pair of numbers, as some models do it with each head's q."""
 
@@ -546,6 +572,9 @@ def check_dropout(kind):
     assert set(many.unique().tolist()) == {0.0, 1 / 0.6}
     model.eval()
     assert model.drop_inside(ones) is ones
+    evaluated = same_everywhere(Net, F.gelu, dropout=0.4).eval()
+    evaluated = cut_model(evaluated, tp, {**NET, **DROPOUTS})
+    assert evaluated.drop_inside(ones) is ones, "cut in eval(), it must stay in eval()"
 
 
 def distinct(t, tp):
@@ -627,6 +656,14 @@ def check_refusals():
     hooked.register_forward_hook(lambda module, inputs, y: 2 * y)
     with refused(TypeError, "hooks"):
         RowLinear(hooked, tp)
+    masked = nn.Linear(4, 4)
+    masked.weight.register_hook(lambda gradient: 0 * gradient)
+    with refused(TypeError, "hooks"):
+        ColumnLinear(masked, tp)
+    watched = nn.Linear(4, 4)
+    watched.register_full_backward_hook(lambda module, dx, dy: None)
+    with refused(TypeError, "hooks"):
+        ColumnLinear(watched, tp)
     for option in "max_norm", "scale_grad_by_freq", "sparse":
         with refused(ValueError, option):
             VocabEmbedding(nn.Embedding(4, 4, **{option: 1}), tp)
@@ -634,6 +671,10 @@ def check_refusals():
         key_value_linear(3)(nn.Linear(4, 6), tp)
     with refused(TypeError, "Inside"):
         Inside(nn.BatchNorm1d(4), tp)
+    dropping = nn.LayerNorm(4)
+    dropping.dropout = 0.1
+    with refused(ValueError, "dropout is 0.1"):
+        Inside(dropping, tp)
     with refused(ValueError, "7 positions"):
         CutSequence().reduce(torch.zeros(2, 7, 4))
     with refused(ValueError, "columns of logits"):
@@ -642,6 +683,8 @@ def check_refusals():
 
 def check_refused_models():
     tp = WholeSequence()
+    with refused(ValueError, "norm", "two patterns"):
+        cut_model(same_everywhere(Net, F.gelu), tp, {**NET, "nor*": outside})
     tied = same_everywhere(Net, F.gelu, bias=False)
     tied.head.weight = tied.words.weight
     with refused(ValueError, "words.weight and head.weight"):
