@@ -6,9 +6,10 @@
     rank 1   ...F0 B0    F1 B1    F2 B2    F3 B3    ......
 
 A schedule is data: for each rank a list of actions, F forward, B backward, W the gradients of the
-weights where a B leaves them for later (section 1 draws each). B T C numbers go from a stage of the
-model to the next, and as many back. Each rank has about 1/p of parameters, gradients and AdamW
-states. Ranks that both hold the tied embedding sum its gradients; the norm is that of all ranks.
+weights where a B leaves them for later (section 1 draws each). Each stage of the model sends the
+next one its output, (batch, T, C) in a step, and gets as large a gradient back. Each of p ranks has
+about 1/p of parameters, gradients and AdamW states. Ranks that both hold the tied embedding sum its
+gradients; the norm is that of all ranks.
 
     p ranks, M micro-batches,   bubble: part of a step      kept by rank r, in micro-batches
     v stages per rank           (or its time)               (M large enough)
@@ -21,9 +22,9 @@ states. Ranks that both hold the tied embedding sum its gradients; the norm is t
     zb-h1   (W <= F)            time (p-1) (F + B - W)      p
     zb-h2   (W <= F)            time (p-1) (F + B - 2W)     2p - 1
     zb-v    (F = B = W)         0                           p
-    dualpipe-v (F = B = W)      time (p-1) F, pairs as one  p + 1/2
+    dualpipe-v (F = B = W)      time (p-1) F, pairs joined  p + 1/2
     auto --limit X              what a search finds         X
-    pipedream                   that of 1f1b                p - r, and their weights
+    pipedream                   that of 1f1b                p - r, each with its weights
 
 Sources stand at each schedule; zb-*, auto: Qi et al. 2023, "Zero Bubble Pipeline Parallelism",
 arXiv:2401.10241. At work: torch.distributed.pipelining (section 3). In your own code:
@@ -80,8 +81,8 @@ class Action(NamedTuple):
 
 
 def key(action):
-    """What an action makes, for the one that takes it: (kind, micro-batch, stage)."""
-    return action[:3]
+    """What an action makes has this name, for the action that takes it."""
+    return action[:3]  # (kind, micro-batch, stage)
 
 
 def loop(ranks, chunks):
@@ -148,8 +149,8 @@ def gpipe(rank, ranks, microbatches, stages):
 
 
 def one_f_one_b(rank, ranks, microbatches, stages):
-    """As early a backward as can be: its forward comes back after the ranks behind this one
-    (Harlap 2018, figure 8). The picture is at the top of the file."""
+    """As early a backward as can be: a micro-batch comes back when it has been through all ranks
+    behind this one (Harlap 2018, figure 8). The picture is at the top of the file."""
     return turns(microbatches, ranks - 1 - rank, stages)
 
 
@@ -176,7 +177,8 @@ def looped_bfs(rank, ranks, microbatches, stages):
 
 
 def zb_h1(rank, ranks, microbatches, stages):
-    """1F1B with W `rank` micro-batches late: B goes on sooner, W fills the end (Qi 2023, figure 3).
+    """1F1B whose Ws come as many micro-batches late as there are ranks before this one: Bs are
+    sooner done, and Ws fill the end (Qi 2023, figure 3).
 
     rank 0   F0 F1 ...B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
     rank 1   ...F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3
@@ -265,12 +267,12 @@ def dualpipe_v(rank, ranks, microbatches, stages):
         pairs -= 1
     score.write("F0&B1 F1&B0", pairs)
     score.write("B1 F1&B0", ranks - 1 - rank)
-    # in the second half of the drain W is left for later
-    whole = (rank + 1) // 2
-    score.write("B1 B0", whole)
+    # rank + 1 pairs drain; from the middle on, also of a pair, W is left for later
+    half = (rank + 1) // 2
+    score.write("B1 B0", half)
     if rank % 2 == 0:
         score.write("B1 I0")
-    score.write("I1 I0", (rank + 1) // 2)
+    score.write("I1 I0", half)
     score.write("W I0", ranks - 1 - rank)
     score.write("W", len(score.late))
     return score.plan
@@ -350,19 +352,19 @@ class Draft:
         for rank in range(ranks):
             self.put(rank, "F")
         more = [0] * ranks
-        back = self.clock[-1] + self.times["B"]  # when the first B of the rank behind is done
+        done = self.clock[-1] + self.times["B"]  # when the rank behind has done its first B
         for rank in reversed(range(ranks - 1)):
-            begin = back + self.comm
+            arrival = done + self.comm  # this rank's first B can begin
             end = self.clock[rank]
             while more[rank] + 1 < min(self.limit, self.microbatches):
-                late = end + self.times["F"] > begin
-                if end >= begin or (late and not eager):
+                too_long = end + self.times["F"] > arrival
+                if end >= arrival or (too_long and not eager):
                     break
                 end += self.times["F"]
                 more[rank] += 1
-            back = max(end, begin) + self.times["B"]
+            done = max(end, arrival) + self.times["B"]
         for rank in range(ranks):
-            if rank > 0:  # each rank is an F ahead of the one behind it
+            if rank > 0:  # the rank before makes the input of each F, and is one ahead
                 more[rank] = max(0, min(more[rank], more[rank - 1] - 1))
             for _ in range(more[rank]):
                 self.put(rank, "F")
@@ -373,13 +375,15 @@ class Draft:
         """Is it better to leave out an F here, since the rank behind has enough to do?"""
         if self.done[rank]["F"] < self.done[rank + 1]["F"] + 2:
             return False
-        wanted = self.clock[rank + 1] + self.times["F"] + self.times["B"] + self.comm
-        room = math.ceil((self.kept(rank) + 1 - self.limit) / self.waiting)
-        end = self.clock[rank] + self.times["F"] + max(0, room) * self.times["W"]
-        if self.clock[rank] >= wanted:
+        # the rank behind does an F and a B, then the next B can begin here
+        gap = self.clock[rank + 1] + self.times["F"] + self.times["B"] + self.comm
+        gap -= self.clock[rank]
+        if gap <= 0:
             return True
-        gap = wanted - self.clock[rank]
-        return end > wanted and self.idle[rank] + gap <= max(self.idle)
+        too_many = self.kept(rank) + 1 - self.limit  # micro-batches that Ws must make room for
+        ws = max(0, math.ceil(too_many / self.waiting))
+        delays = self.times["F"] + ws * self.times["W"] > gap
+        return delays and self.idle[rank] + gap <= max(self.idle)
 
     def steady(self, skip):
         """One F, if any is left, and one B on each rank."""
@@ -387,7 +391,7 @@ class Draft:
         forward = [done["F"] < self.microbatches for done in self.done]
         for rank in reversed(range(ranks - 1)):
             if self.done[rank + 1]["F"] < self.microbatches and not forward[rank + 1]:
-                forward[rank] = False
+                forward[rank] = False  # the rank behind leaves one out, and needs no input
             elif forward[rank] and skip and self.skips(rank):
                 forward[rank] = False
         for rank in range(ranks):
@@ -419,7 +423,7 @@ def search(ranks, microbatches, limit, times, waiting=1.0):
                 draft.steady(skip)
             for rank in range(ranks):
                 draft.put_all("W", rank, draft.late(rank))
-            if all(done["F"] == microbatches for done in draft.done):
+            if all(done["F"] == microbatches for done in draft.done):  # has it left out too many?
                 drafts.append(draft)
     return min(drafts, key=Draft.span).plans
 
@@ -431,10 +435,13 @@ def pipedream(rank, ranks, microbatches, stages):
     rank 0   F0 F1 ......B0    U F2 B1    U F3 B2    U ...B3
     rank 1   ...F0 B0    U F1 B1    U F2 B2    U F3 B3
     """
-    return follow(one_f_one_b(rank, ranks, microbatches, stages), "U", 0)[:-1]
+    plan = follow(one_f_one_b(rank, ranks, microbatches, stages), "U", 0)
+    return plan[:-1]  # without the last U
 
 
 class Schedule(NamedTuple):
+    """How the plans of a schedule are made."""
+
     order: Callable | None  # (rank, ranks, micro-batches, its stages) -> plan; None: by search
     place: Callable = loop  # (ranks, chunks) -> the stages of each rank
     chunks: int | None = 1  # stages per rank; None: as many as one likes
@@ -490,6 +497,11 @@ def split_of(plan):
     return {(action.microbatch, action.stage) for action in plan if action.kind == "W"}
 
 
+def stages_with_backward(plans):
+    """-> {stage}: the first that has something to train, and all behind it."""
+    return {action.stage for plan in plans for action in plan if action.kind == "B"}
+
+
 def without_backward(plans, first):
     """The plans of a model in which nothing is trained before stage `first`."""
     return [[action for action in plan if action.kind == "F" or action.stage >= first]
@@ -516,8 +528,8 @@ class Move(NamedTuple):
 
 
 def source(action, last):
-    """The key of the other stage's action whose output this one takes; last: the last stage.
-    None if it takes none: the first F has the input of the model, the last B follows its own F."""
+    """The key of what an action takes from another stage; None if it takes nothing: the F of the
+    first stage has the model's input, the B of the last one (`last`) follows its own F."""
     if action.kind == "F" and action.stage > 0:
         return "F", action.microbatch, action.stage - 1
     if action.kind == "B" and action.stage < last:
@@ -602,25 +614,23 @@ def make_groups(plans, shared=(), pipelines=None, group=None):
     shared: tuples of stages that hold a tied parameter. pipelines: a list of global ranks for each
     pipeline that there is (all ranks are one). group: that of this rank's pipeline, if it exists.
 
-    Every rank makes every group, in the same order, those it is not in too: a communicator of NCCL
-    is made by all ranks of the one that it comes from. NCCL runs what goes through one group in
-    order, so that a receive which waits would block the sends behind it: each pair of ranks gets a
-    group for each direction. gloo matches every transfer by itself.
+    Every rank makes every group, in the same order, also those that it is not in: NCCL splits them
+    off the world's communicator, and all ranks have to take part in that. NCCL runs what goes
+    through one group in order, so that a receive which waits would block the sends behind it: each
+    pair of ranks gets a group for each direction. gloo matches every transfer by itself.
     """
     home = homes(plans)
-    one_pipeline = pipelines is None
-    if one_pipeline:
+    if pipelines is None:
         pipelines = [list(range(dist.get_world_size()))]
-    links = sorted({move[1:] for move in route_of(plans)})
-    if dist.get_backend() != "nccl":
-        links = []
+        if group is None:
+            group = dist.group.WORLD
+    links = []
+    if dist.get_backend() == "nccl":
+        links = sorted({move[1:] for move in route_of(plans)})
     found = None
     for ranks in pipelines:
-        mine = dist.get_rank() in ranks
         whole = group
-        if group is None and one_pipeline:
-            whole = dist.group.WORLD
-        elif group is None:
+        if group is None:
             whole = dist.new_group(ranks)
         made = {link: dist.new_group([ranks[r] for r in link]) for link in links}
         sharing = {}
@@ -628,7 +638,7 @@ def make_groups(plans, shared=(), pipelines=None, group=None):
             holders = sorted({ranks[home[stage]] for stage in stages})
             if len(holders) > 1:
                 sharing[stages] = dist.new_group(holders)
-        if mine:
+        if dist.get_rank() in ranks:
             found = Groups(ranks, whole)
             found.sharing = sharing
             found.links = {link: g for link, g in made.items() if found.rank in link}
@@ -674,22 +684,21 @@ class Mail:
         self.start()
 
     def take(self, key):
+        """-> what another rank sends, or another stage of this rank has put."""
         if key not in self.moving:
             return self.made.pop(key)
-        return self.arrived(key)
-
-    def close(self):
-        """Wait for the last send."""
-        if self.sent is not None:
-            self.arrived(self.sent)
-        self.sent = None
-
-    def arrived(self, key):
         work, tensor = self.moving.pop(key)
         work.wait()
         if self.by_host:
             return tensor.to(self.boundary.device)
         return tensor
+
+    def close(self):
+        """Wait for the last send."""
+        if self.sent is not None:
+            work, _ = self.moving.pop(self.sent)
+            work.wait()
+        self.sent = None
 
     def start(self):
         """Start transfers up to the first whose tensor is yet to be made here."""
@@ -802,15 +811,32 @@ class SplitLinears(TorchFunctionMode):
         trained = any(t.requires_grad for t in parameters) and torch.is_grad_enabled()
         if not leaves or not trained or torch.is_autocast_enabled(input.device.type):
             return F.linear(input, weight, bias)
-        # reshaped outside: a view that an autograd.Function returns may not be changed in place
+        # reshaped out here: if a Function made the view, nobody could change it in place
         rows = input.reshape(-1, input.shape[-1])  # (.., in) -> (N, in)
         out = SplitLinear.apply(self.later, rows, weight, bias)
         return out.view(*input.shape[:-1], len(weight))  # (N, out) -> (.., out)
 
 
-def input_gradient(edge, grad, leaves, later):
+def leaves_of(node):
+    """-> the tensors whose gradients a backward from this node of autograd's graph makes."""
+    found = []
+    todo = [node]
+    seen = {None}
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.name() == "torch::autograd::AccumulateGrad":
+            found.append(node.variable)
+        todo += [behind for behind, _ in node.next_functions]
+    return found
+
+
+def input_gradient(edge, grad, later):
     """B. edge: the gradient edge of a stage's output, whose gradient is `grad`."""
-    grads = torch.autograd.grad(edge, leaves, grad, allow_unused=True)
+    leaves = leaves_of(edge.node)
+    grads = torch.autograd.grad(edge, leaves, grad, allow_unused=True)  # none of split Linears
     for leaf, gradient in zip(leaves, grads):
         if gradient is not None:
             later.append((leaf, gradient))  # added to .grad in W: hooks see each parameter once
@@ -859,7 +885,7 @@ class Kept(NamedTuple):
 
 
 def nothing(stage, last):
-    """Done around an action that adds to gradients, if nothing else is."""
+    """What is called before and after an action by default."""
 
 
 class Pipeline:
@@ -882,10 +908,9 @@ class Pipeline:
         self.plan = plans[groups.rank]
         self.home = homes(plans)
         self.end = max(self.home)  # the last stage
-        self.inputs = 1 + max(action.microbatch for action in self.plan)  # micro-batches of a step
+        self.microbatches = 1 + max(action.microbatch for action in self.plan)  # of a step
         self.apart = split_of(self.plan)  # the Bs that leave a W
-        # all stages that have a backward: those before the first of them have nothing to train
-        self.trained = {action.stage for plan in plans for action in plan if action.kind == "B"}
+        self.with_backward = stages_with_backward(plans)
         self.final = {}  # {stage: the last action that adds to its gradients}
         for action in self.plan:
             if self.adds(action):
@@ -907,7 +932,7 @@ class Pipeline:
                              f"the modules are {sorted(self.modules)}")
         for stage, module in self.modules.items():
             trained = any(p.requires_grad for p in module.parameters())
-            if trained and stage not in self.trained:
+            if trained and stage not in self.with_backward:
                 raise ValueError(f"stage {stage} has something to train, but no B in the plan")
 
     def adds(self, action):
@@ -934,19 +959,24 @@ class Pipeline:
         return self.play(forwards, self.forward_route, inputs, loss_fn)
 
     def play(self, plan, route, inputs, loss_fn, update=None, clock=None):
-        if 0 in self.modules and len(inputs) != self.inputs:
-            raise ValueError(f"{len(inputs)} inputs for a plan of {self.inputs} micro-batches")
-        loss = torch.zeros((), device=self.boundary.device)
+        if 0 in self.modules and len(inputs) != self.microbatches:
+            raise ValueError(
+                f"{len(inputs)} inputs for a plan of {self.microbatches} micro-batches")
+        # of one dtype on all ranks, which may want to sum it
+        wide = torch.promote_types(self.boundary.dtype, torch.float32)
+        loss = torch.zeros((), dtype=wide, device=self.boundary.device)
         self.mail.open(route)
         for action in plan:
             taken = self.take(action, inputs)  # there -> here
-            start = clock and clock.mark()
+            start = None
+            if clock:
+                start = clock.mark()
             made = self.do(action, taken, loss_fn, update)
             if clock:
                 self.played.append((action, start, clock.mark()))
             self.most = max(self.most, len(self.kept))
             if action.kind == "F" and action.stage == self.end:
-                loss = loss + made
+                loss = loss + made.to(loss.dtype)
             elif made is not None:
                 self.mail.put(key(action), made)  # here -> there too
             del taken, made  # what nobody keeps is free before the next action
@@ -986,7 +1016,8 @@ class Pipeline:
     def forward(self, action, x, loss_fn):
         place = action.microbatch, action.stage
         slot = None
-        if action.stage - 1 in self.trained and torch.is_grad_enabled():
+        before = action.stage - 1  # the stage that takes the gradient of x
+        if before in self.with_backward and torch.is_grad_enabled():
             slot = Slot(x)
             x = Entry.apply(self.anchor, slot)
         later = []
@@ -997,7 +1028,7 @@ class Pipeline:
             y = self.modules[action.stage](x)
             if action.stage == self.end:
                 y = loss_fn(y, action.microbatch)
-        if action.stage in self.trained and torch.is_grad_enabled():
+        if action.stage in self.with_backward and torch.is_grad_enabled():
             edge = None  # there is nothing to train up to here
             if y.requires_grad:
                 edge = get_gradient_edge(y)
@@ -1011,10 +1042,7 @@ class Pipeline:
         if place in self.apart:
             self.kept[place] = Kept(None, None, later)
         if edge is not None and place in self.apart:
-            leaves = [p for p in self.modules[action.stage].parameters() if p.requires_grad]
-            if slot is not None:
-                leaves.append(self.anchor)
-            input_gradient(edge, grad, leaves, later)
+            input_gradient(edge, grad, later)
         elif edge is not None:
             torch.autograd.backward(edge, grad)
         if slot is None:
@@ -1069,33 +1097,45 @@ class Stages(nn.ModuleList):
         self.groups = groups
         self.homes = {}  # {name: Home} of the whole model's state
         self.aliases = {}  # {second name of a tied parameter: its first}
-        self.trained = set()  # first names of parameters that are trained
+        self.trained = {}  # {first name: Home} of parameters that are trained
         self.tied = {}  # {parameter that other ranks hold too: their group}
         self.elsewhere = set()  # of them, those that count on another rank in the norm
-        self.dtype = None  # of the gradient norm, the same on all ranks
+        self.dtype = torch.float32  # of the gradient norm: the widest gradient's, or this
         self.device = next(p.device for module in [*self, *whole] for p in module.parameters())
         self.look_at(whole, home)
         for p, stages in table.items():
-            if p.requires_grad and stages in groups.sharing and set(stages) & set(numbers):
-                self.tied[p] = groups.sharing[stages]
-                if home[stages[0]] != groups.rank:
-                    self.elsewhere.add(p)
+            if p.requires_grad:
+                self.note_tied(p, stages, [home[stage] for stage in stages])
 
     def look_at(self, whole, home):
         """Note the names of all stages' parameters."""
-        first_names = {}  # {parameter or buffer: its name}
+        tensors = {}  # {name: parameter or buffer}
+        names = {}  # {parameter or buffer: its first name}
         for stage, module in enumerate(whole):
             for name, t in module.state_dict(keep_vars=True).items():
-                if name in self.homes and first_names.get(t) != name:
+                if tensors.setdefault(name, t) is not t:
                     raise ValueError(
                         f"two stages have a {name!r}: give each the names of the whole model, as "
                         "Chain does for the layers of an nn.Sequential")
                 self.homes.setdefault(name, Home(home[stage], t.shape, t.dtype))
-                if first_names.setdefault(t, name) != name:
-                    self.aliases[name] = first_names[t]
+                names.setdefault(t, name)
+                if names[t] != name:
+                    self.aliases[name] = names[t]
                 elif t.requires_grad:
-                    self.trained.add(name)
-                    self.dtype = torch.promote_types(t.dtype, self.dtype or t.dtype)
+                    self.trained[name] = self.homes[name]
+                    self.dtype = torch.promote_types(t.dtype, self.dtype)
+
+    def note_tied(self, p, stages, ranks):
+        """p: a trained parameter that these stages hold, which are on these ranks."""
+        if len(set(ranks)) == 1:
+            return  # the rank has it once
+        if stages not in self.groups.sharing:
+            raise ValueError(f"the stages {stages} hold a tied parameter, and there is no group to "
+                             f"sum its gradient: make_groups(plans, shared=[{stages}]) makes one")
+        if self.groups.rank in ranks:
+            self.tied[p] = self.groups.sharing[stages]
+            if self.groups.rank != ranks[0]:
+                self.elsewhere.add(p)
 
     def named(self):
         """-> {first name in the whole model: parameter} of this rank's parameters."""
@@ -1118,7 +1158,8 @@ class Stages(nn.ModuleList):
         counted = [grad for grad in counted if grad is not None]
         square = torch.zeros((), dtype=self.dtype, device=self.device)
         if counted:
-            square = nn.utils.get_total_norm(counted).square().to(self.dtype)
+            norms = torch._foreach_norm(counted, dtype=self.dtype)
+            square = torch.stack(norms).square().sum()
         dist.all_reduce(square, group=self.groups.group)  # partial -> replicated
         return square.sqrt()
 
@@ -1143,8 +1184,7 @@ class Stages(nn.ModuleList):
             mine[name] = p.grad
             if p.grad is None:
                 mine[name] = torch.zeros_like(p)  # the stage has it, and does not use it
-        trained = {name: home for name, home in self.homes.items() if name in self.trained}
-        return gather(mine, trained, self.groups, self.device)
+        return gather(mine, self.trained, self.groups, self.device)
 
 
 def clip_gradients(parameters, clip, norm):
@@ -1155,10 +1195,13 @@ def clip_gradients(parameters, clip, norm):
 
 
 def gather(mine, homes, groups, device):
-    """{name: tensor} of this rank -> of all ranks of the pipeline. homes: {name: Home}, of all."""
+    """{name: tensor} of this rank -> of all ranks of the pipeline. homes: {name: Home} of all, in
+    the same order on all ranks."""
+    together = {}  # {(rank, dtype): names of what goes in one message}
+    for name, home in homes.items():
+        together.setdefault((home.rank, home.dtype), []).append(name)
     whole = {}
-    for rank, dtype in sorted({(home.rank, home.dtype) for home in homes.values()}, key=str):
-        names = [name for name, home in homes.items() if home[::2] == (rank, dtype)]
+    for (rank, dtype), names in together.items():
         shapes = [homes[name].shape for name in names]
         sizes = [shape.numel() for shape in shapes]
         flat = torch.empty(sum(sizes), dtype=dtype, device=device)
@@ -1190,9 +1233,9 @@ class Stash(nn.Module):
 
 
 def update(stages, tied, optimizer, clip):
-    """U. stages: lists of parameters, whose gradients have a norm each: none waits to hear the
-    others'. The gradients of tied parameters, on which two stages would have to agree, wait for the
-    end of the step."""
+    """U. stages: a list of parameters for each. A stage clips by its own norm, so that it need not
+    wait for the others'. Gradients of tied parameters, on which two stages would have to agree, are
+    kept for the end of the step."""
     waiting = [p.grad for p in tied]
     for p in tied:
         p.grad = None
@@ -1208,10 +1251,10 @@ def update(stages, tied, optimizer, clip):
 
 
 def split_layers(count, plans, head=None):
-    """-> how many of the layers each stage gets.
+    """-> how many of the layers each stage gets: as many as the others.
 
-    In equal parts; or, if it is said what the head is worth in layers, so that the ranks have
-    equally much to do. The first stage has at least one layer then, and all but the last.
+    head: what the head is worth in layers. If it is given, ranks have equally much to do, the head
+    counted; then each stage but the last has a layer at least.
     """
     home = homes(plans)
     stages = len(home)
@@ -1352,7 +1395,7 @@ def stale_step(model, optimizer, x, y, valid, clip, stages, plans):
     """A step of PipeDream in one process -> loss, norm: what the pipeline is checked against.
 
     stages: the trained parameters of the plain model in each stage. It keeps every version of the
-    weights, and gives each stage the one that is as old as its plan says.
+    weights, and gives each stage the one that its rank has by then, after so many Us of its plan.
     """
     optimizer.zero_grad()
     names = {p: name for name, p in model.named_parameters() if p.requires_grad}
@@ -1365,14 +1408,15 @@ def stale_step(model, optimizer, x, y, valid, clip, stages, plans):
         seen = {}  # {parameter: its value in this micro-batch's forward}
         for rank, parameters in enumerate(stages):
             begin = plans[rank].index(Action("F", m, rank))
-            age = sum(action.kind == "U" for action in plans[rank][:begin])
+            updates = [action for action in plans[rank][:begin] if action.kind == "U"]
+            version = versions[len(updates)]
             for p in parameters:
-                seen[p] = versions[age][p].requires_grad_()
+                seen[p] = version[p].requires_grad_()
         weights = {names[p]: value for p, value in seen.items()}
         logits = torch.func.functional_call(model, weights, (rows,))
         loss = loss_sum(logits, targets) / valid
         for p, grad in zip(seen, torch.autograd.grad(loss, list(seen.values()))):
-            if p.grad is not None:
+            if p.grad is not None:  # of a tied one, kept by update()
                 grad = grad + p.grad
             p.grad = grad
         total += loss.detach()
@@ -1421,7 +1465,8 @@ ONE_STAGE = "gpipe", "1f1b"  # classes for one stage per rank
 
 
 class PipelinedGPTAtWork(PipelinedGPT):
-    """The same, trained by torch's schedule, whose eval() does not know V-shaped ones (2.13)."""
+    """The same, trained by torch's schedule. Evaluation is ours: eval() of torch's does not know
+    V-shaped ones (2.13)."""
 
     def __init__(self, whole, plans, groups, boundary, name):
         from torch.distributed import pipelining  # takes as long to import as all the rest
@@ -1516,7 +1561,7 @@ def read_times(text):
     """--times -> F, B, W, COMM."""
     wrong = f"--times {text}: F,B,W,COMM are four numbers"
     try:
-        times = [float(time) for time in text.split(",")]
+        times = [float(number) for number in text.split(",")]
     except ValueError:
         require(False, wrong)
     require(len(times) == 4, f"--times {text}: four are needed, not {len(times)}")
@@ -1564,12 +1609,13 @@ def head_in_layers(cfg):
 
 
 def play(args, plans, layers, times):
-    """-> the simulation of the plans, those that are not equal stages in proportion."""
+    """-> the simulation of the plans. --layers-per-stage: a stage takes time in proportion to its
+    layers, the head counted."""
     sizes = None
     if args.layers_per_stage:
         work = [float(count) for count in layers]
         work[-1] += head_in_layers(args.cfg)
-        mean = sum(work) / len(plans)
+        mean = sum(work) / len(plans)  # of a rank
         sizes = [amount / mean for amount in work]
     F, B, W, comm = times
     try:
@@ -1624,7 +1670,7 @@ def start_clock(run, pipeline):
 
 
 def read_clock(run, pipeline, begin, plans, label):
-    """What start_clock has given -> the step as all ranks have played it, in seconds."""
+    """-> the step as all ranks have played it, in seconds. begin: what start_clock has given."""
     pipeline.clock = None
     host, origin = begin
     spans = []
@@ -1694,6 +1740,7 @@ def account(run, model):
 def account_sent(run, model, collectives):
     cfg = run.cfg
     b = run.dtype.itemsize
+    w = max(b, 4)
     ranks = run.world_size
     sent = {kind: count["wire"] for kind, count in collectives.items()}
     crossed = crossings(model.plans, run.rank)
@@ -1704,20 +1751,20 @@ def account_sent(run, model, collectives):
     tied = len(model.tied) * cfg.vocab * cfg.width
     run.textbook(
         "wire all_reduce", "b V C where a rank shares the tied embedding with another "
-        "+ 2 (p-1)/p b for the norm",
-        b * (tied + 2 * (ranks - 1) / ranks), sent.get("all_reduce", 0))
+        "+ 2 (p-1)/p w for the norm, w = b or 4",
+        b * tied + 2 * (ranks - 1) / ranks * w, sent.get("all_reduce", 0))
 
 
 def crossings(plans, rank):
     """How many times a micro-batch's tensor goes from this rank to another."""
     home = homes(plans)
-    trained = {action.stage for plan in plans for action in plan if action.kind == "B"}
+    with_backward = stages_with_backward(plans)
     count = 0
     for stage in stages_of(plans[rank]):
-        if home.get(stage + 1, rank) != rank:
-            count += 1
-        if home.get(stage - 1, rank) != rank and stage - 1 in trained:
-            count += 1
+        if stage + 1 in home and home[stage + 1] != rank:
+            count += 1  # its output
+        if stage - 1 in with_backward and home[stage - 1] != rank:
+            count += 1  # the gradient of its input
     return count
 
 

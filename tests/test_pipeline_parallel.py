@@ -992,10 +992,13 @@ def check_by_host():
     assert not pipeline.mail.by_host
     pipeline.mail.by_host = True
     moved = []
+    arrived = []
     to_cpu = torch.Tensor.cpu
+    to_device = torch.Tensor.to
     torch.Tensor.cpu = lambda t: moved.append(t.shape) or to_cpu(t)
+    torch.Tensor.to = lambda t, *place: arrived.append(t.shape) or to_device(t, *place)
     pipeline.step(list(torch.randn(4, 3, 5)), lambda out, mb: out.sum())
-    assert moved == [torch.Size((3, 5))] * 4
+    assert moved == arrived == [torch.Size((3, 5))] * 4  # what was sent does not come back
     assert modules[groups.rank].weight.grad is not None
 
 
@@ -1047,6 +1050,92 @@ def check_shapes_are_asserted(size, dtype):
 @pytest.mark.parametrize("size, dtype", [((3, 4), torch.float64), ((3, 5), torch.float32)])
 def test_shapes_are_asserted(size, dtype):
     run(check_shapes_are_asserted, 2, size, dtype)
+
+
+def check_parameters_outside_of_the_stage(name):
+    """The loss has a parameter of its own: a split backward finds it as an ordinary one does."""
+    plans = make_plans(name, 2, 4)
+    groups = make_groups(plans)
+    torch.manual_seed(0)
+    modules = [nn.Linear(5, 5), nn.Linear(5, 5)]
+    scale = nn.Parameter(torch.ones(5))
+    x = torch.randn(4, 3, 5)
+    (modules[1](modules[0](x)) * scale).square().sum().backward()
+    want = scale.grad
+    scale.grad = None
+    pipeline = Pipeline({groups.rank: modules[groups.rank]}, plans, groups, cpu(3, 5))
+    pipeline.step(list(x), lambda out, mb: (out * scale).square().sum())
+    if groups.rank == 1:
+        torch.testing.assert_close(scale.grad, want)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-h1"])
+def test_parameters_outside_of_the_stage(name):
+    run(check_parameters_outside_of_the_stage, 2, name)
+
+
+def check_one_dtype_of_the_loss():
+    """Whatever torch's default is, all ranks may sum their losses."""
+    torch.set_default_dtype(torch.float32)
+    plans = make_plans("1f1b", 2, 4)
+    groups = make_groups(plans)
+    module = nn.Linear(5, 5, dtype=torch.float64)
+    pipeline = Pipeline({groups.rank: module}, plans, groups, cpu(3, 5))
+    x = torch.randn(4, 3, 5, dtype=torch.float64)
+    loss = pipeline.step(list(x), lambda out, mb: out.square().sum())
+    assert loss.dtype == pipeline.evaluate(list(x), lambda out, mb: out.sum()).dtype
+    assert loss.dtype == torch.float64
+    assert (whole(loss) > 0) and (loss > 0) == (groups.rank == 1)
+
+
+def test_one_dtype_of_the_loss():
+    run(check_one_dtype_of_the_loss, 2)
+
+
+def check_norm_of_half_precision():
+    """Squares of what fp16 can hold are more than it can hold."""
+    layers = [(str(i), nn.Linear(5, 5, bias=False, dtype=torch.float16)) for i in range(2)]
+    whole = [pipeline_parallel.Chain([layer]) for layer in layers]
+    stages = Stages(whole, make_plans("1f1b", 2, 2))
+    for p in stages.parameters():
+        p.grad = torch.full_like(p, 100)
+    norm = stages.sum_and_clip(1.0)
+    assert norm.item() == pytest.approx(100 * 50 ** 0.5)
+    for p in stages.parameters():
+        torch.testing.assert_close(p.grad, torch.full_like(p, 50 ** -0.5), rtol=1e-3, atol=0)
+
+
+def test_norm_of_half_precision():
+    run(check_norm_of_half_precision, 2)
+
+
+def check_tied_without_a_group():
+    """Else their gradients would not be summed."""
+    plans = make_plans("1f1b", 2, 2)
+    layers = [("first", nn.Linear(5, 5)), ("second", nn.Linear(5, 5))]
+    layers[1][1].weight = layers[0][1].weight
+    whole = [pipeline_parallel.Chain([layer]) for layer in layers]
+    with pytest.raises(ValueError, match="no group to sum its gradient"):
+        Stages(whole, plans, make_groups(plans))
+    stages = Stages(whole, plans, make_groups(plans, [(0, 1)]))
+    assert set(stages.tied) == {layers[0][1].weight}
+    layers[0][1].weight.requires_grad_(False)
+    assert not Stages(whole, plans, make_groups(plans)).tied
+
+
+def test_a_tied_parameter_without_a_group_is_refused():
+    run(check_tied_without_a_group, 2)
+
+
+def test_trained_names_are_in_order():
+    """Ranks that gather in different orders would take one gradient for another."""
+    run(check_trained_names, 1)
+
+
+def check_trained_names():
+    layers = [(str(i), nn.Linear(5, 5)) for i in range(20)]
+    stages = Stages([pipeline_parallel.Chain(layers)], make_plans("1f1b", 1, 1))
+    assert list(stages.trained) == list(stages.homes)
 
 
 def check_stages_with_equal_names():
