@@ -34,7 +34,8 @@ At work: torch.distributed.tensor.experimental.context_parallel (section 3).
     own = ring.positions(T, device)             # (T/cp,): this rank's tokens
     attention.attend = ring.attend              # where it called scaled_dot_product_attention
     (loss_sum(model(x[:, own], positions=own), y[:, own]) / valid_targets_of_all_ranks).backward()
-    sum_gradients(model.parameters(), group); norm = clip_gradients(model.parameters(), 1.0)
+    sum_gradients(model.parameters(), group)
+    norm = clip_gradients(model.parameters(), 1.0)  # then optimizer.step()
 """
 import importlib.util
 import math
@@ -104,19 +105,24 @@ def attend_block_backward(dout, q, out, lse, k, v, causal):
     return [x.to(q.device) for x in gradients]
 
 
-def repeat_heads(x, heads):
-    """Give every query head its copy of the K or V head that it shares: (B, fewer heads, ..)."""
-    shared_by = heads // x.shape[1]
+def repeat_heads(x, H):
+    """K or V (B, fewer heads, ..) -> (B, H, ..): query heads that share one get a copy each."""
+    shared_by = H // x.shape[1]
     if shared_by == 1:
         return x
-    return x.repeat_interleave(shared_by, dim=1)  # (B, H, ..)
+    return x.repeat_interleave(shared_by, dim=1)
 
 
-def sum_heads(dx, heads):
-    """The backward of repeat_heads: (B, H, ..) -> (B, fewer heads, ..)."""
-    if dx.shape[1] == heads:
+def sum_heads(dx, fewer):
+    """The backward of repeat_heads: (B, H, ..) -> (B, fewer, ..)."""
+    if dx.shape[1] == fewer:
         return dx
-    return dx.unflatten(1, (heads, -1)).sum(2)
+    return dx.unflatten(1, (fewer, -1)).sum(2)
+
+
+def first_keys(kv, keys, H):
+    """K and V (2, B, fewer heads, T/cp, D) -> two of (B, H, keys, D)."""
+    return [repeat_heads(x[:, :, :keys], H) for x in kv]
 
 
 class Hop:
@@ -175,7 +181,7 @@ class ReturnByReduceScatter:
     def __init__(self, ring):
         self.ring = ring
         self.everyone = None  # (cp, ..): this rank's parts, in the order of the ranks they are for
-        self.part = None  # the part added last, whose memory takes the result
+        self.part = None  # the part that was added last; finish() writes the result over it
         self.hops = 0  # parts added so far
 
     def add(self, part):
@@ -186,10 +192,10 @@ class ReturnByReduceScatter:
         self.hops += 1
 
     def finish(self):
-        own = self.part
-        reduce_scatter(own.unsqueeze(0), self.everyone, group=self.ring.group)  # partial -> sharded
+        # partial -> sharded
+        reduce_scatter(self.part.unsqueeze(0), self.everyone, group=self.ring.group)
         release(self.everyone)
-        return own
+        return self.part
 
 
 def release(buffer):
@@ -201,8 +207,8 @@ def release(buffer):
     buffer.untyped_storage().resize_(0)
 
 
-# What own queries want of the keys that are here at a hop: queries from `first_query` on see the
-# first `keys` of them, causally (key j is seen by query j and those behind it) or all.
+# Which scores count at a hop. Own queries before `first_query` see no key that is here. The others
+# see the first `keys` of them: each query all of these or, if `causal`, query i those up to key i.
 Wanted = namedtuple("Wanted", "first_query keys causal")
 
 
@@ -210,8 +216,8 @@ class Ring:
     """K and V go around the ring of cp ranks, their gradients one hop behind (Liu 2023, section 3).
 
     `attend` takes the place of causal scaled_dot_product_attention. Tokens are cut as `positions`
-    says, into equally many for each rank of the group. With cp_rank and cp instead of a group it
-    only plans.
+    says, into equally many for each rank of the group. Made from cp_rank and cp, without a group,
+    it tells what that rank would do, but cannot attend.
     """
 
     def __init__(self, group=None, cp_rank=None, cp=None):
@@ -251,8 +257,8 @@ class Ring:
         mine = self.chunks()
         theirs = self.chunks(hop)
         size = tokens // len(mine)  # of a chunk
-        too_early = sum(chunk < theirs[0] for chunk in mine)  # my chunks that see none of theirs
-        seen = sum(chunk < mine[-1] for chunk in theirs)  # their chunks that any of mine sees
+        too_early = sum(chunk < theirs[0] for chunk in mine)  # chunks of queries before all keys
+        seen = sum(chunk < mine[-1] for chunk in theirs)  # chunks of keys before the last queries
         return Wanted(too_early * size, seen * size, False)
 
     def bring(self, kv):
@@ -336,14 +342,12 @@ class BlockwiseAttention(torch.autograd.Function):
         H, tokens = q.shape[1:3]
         out = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
         lse = out.new_full(q.shape[:3], -math.inf)
-        for hop, (k, v) in enumerate(ring.bring(own)):
+        for hop, kv in enumerate(ring.bring(own)):
             first, keys, causal = ring.wanted(hop, tokens)
             if keys == 0:
                 continue
-            block_out, block_lse = attend_block(
-                q[:, :, first:], repeat_heads(k[:, :, :keys], H), repeat_heads(v[:, :, :keys], H),
-                causal)
-            # These keys and those before each weigh their share of the sum of exp(score).
+            block_out, block_lse = attend_block(q[:, :, first:], *first_keys(kv, keys, H), causal)
+            # out so far and this block's: each weighs its part of the sum of exp(score) of both
             weight = torch.sigmoid(block_lse - lse[:, :, first:])
             out[:, :, first:].lerp_(block_out.to(out.dtype), weight.unsqueeze(-1))
             lse[:, :, first:] = torch.logaddexp(lse[:, :, first:], block_lse)
@@ -359,13 +363,13 @@ class BlockwiseAttention(torch.autograd.Function):
         H, tokens = q.shape[1:3]
         dq = torch.zeros_like(q, dtype=lse.dtype)
         returning = ctx.ring.bring_back()
-        for hop, (k, v) in enumerate(ctx.ring.bring(own)):
+        for hop, kv in enumerate(ctx.ring.bring(own)):
             first, keys, causal = ctx.ring.wanted(hop, tokens)
             dkv = torch.zeros_like(own, dtype=lse.dtype)
             if keys > 0:
                 block_dq, block_dk, block_dv = attend_block_backward(
                     dout[:, :, first:], q[:, :, first:], out[:, :, first:], lse[:, :, first:],
-                    repeat_heads(k[:, :, :keys], H), repeat_heads(v[:, :, :keys], H), causal)
+                    *first_keys(kv, keys, H), causal)
                 dq[:, :, first:] += block_dq
                 dkv[0, :, :, :keys] = sum_heads(block_dk, own.shape[2])
                 dkv[1, :, :, :keys] = sum_heads(block_dv, own.shape[2])
@@ -435,7 +439,8 @@ def sum_gradients(parameters, group=None):
     """Sum the gradients of all ranks, in one call per dtype; they become views of the sum.
 
     Frozen parameters are left out. One that no rank has used keeps the gradient None, as in one
-    process: -0.0 is put in the place of what is missing, and a sum is -0.0 only if all parts are.
+    process. The sum itself tells: a rank puts 0.0 in the place of each -0.0 of its gradients, and
+    -0.0 in the place of gradients that are missing. Only -0.0 on every rank has the sum -0.0.
     """
     trained = [p for p in parameters if p.requires_grad]
     missing = {p for p in trained if p.grad is None}
@@ -532,7 +537,8 @@ def train_step_at_work(model, optimizer, x, y, valid, clip, mesh):
         return order
 
     with model.pos.register_forward_pre_hook(own_positions), cut_in_place:
-        return train_step(model, optimizer, x, y, valid, clip)  # FSDP or DDP would sum gradients
+        # Gradients are summed by train_step; a program at work leaves that to FSDP or DDP
+        return train_step(model, optimizer, x, y, valid, clip)
 
 
 # ---- 4. run ------------------------------------------------------------------
@@ -558,12 +564,14 @@ def picture(name, cp):
 
 
 def work(ring, hop):
-    """Of two tokens on each rank; all pairs of two queries and two keys take 2, causal ones 1."""
-    wanted = ring.wanted(hop, 2)
-    pairs = (2 - wanted.first_query) * wanted.keys
+    """What a hop costs, if all keys for all queries cost 2. So causal attention costs 1."""
+    tokens = 2  # on each rank, which is one in each chunk of zigzag's
+    wanted = ring.wanted(hop, tokens)
+    queries = tokens - wanted.first_query
+    cost = queries * wanted.keys / tokens
     if wanted.causal:
-        pairs /= 2
-    return pairs / 2
+        cost /= 2
+    return cost
 
 
 def mark(ring, hop):
@@ -657,15 +665,15 @@ def needs_of_blocks(model):
         k = normed or any_trained(attn.k)
         v = normed or any_trained(attn.v)
         needs.append((q, k, v))
-        x = x or q or k or v or any_trained(block)
+        x = x or any_trained(block)
     return needs
 
 
 def account(run, model):
-    """The textbook's rows: P parameters that are trained, of b bytes; d bytes a number of dK, dV.
+    """The textbook's rows: P trained numbers of b bytes; a number of dK and dV has d bytes.
 
-    Attention is called in all L blocks, but R of them have a backward, and K of them one for K and
-    V: all L, if nothing is frozen.
+    Forward communicates in all L blocks. If --train freezes some, fewer have a backward, and fewer
+    still a backward for K and V.
     """
     cp = run.world_size
     b = run.dtype.itemsize
@@ -680,15 +688,15 @@ def account(run, model):
                  sent.pop("all_reduce"))
     if run.args.impl == "torch":
         return
-    R = sum(any(block) for block in needs)
+    backwards = sum(any(block) for block in needs)
     if run.args.attn == "ulysses":
-        G = R + sum(sum(block) for block in needs)  # gradients of out, and of q, k, v
-        formula = f"(cp-1)/cp S b (4 L + {G})"
-        expected = (cp - 1) * S * b * (4 * L + G) / cp
+        gradients = backwards + sum(sum(block) for block in needs)  # of out, and of q, k, v
+        formula = f"(cp-1)/cp S b (4 L + {gradients})"
+        expected = (cp - 1) * S * b * (4 * L + gradients) / cp
     else:
-        K = sum(k or v for _, k, v in needs)
-        formula = f"2 (cp-1) S (b (L + {R}) + {K} d)"
-        expected = 2 * (cp - 1) * S * (b * (L + R) + d * K)
+        backwards_of_kv = sum(k or v for _, k, v in needs)
+        formula = f"2 (cp-1) S (b (L + {backwards}) + {backwards_of_kv} d)"
+        expected = 2 * (cp - 1) * S * (b * (L + backwards) + d * backwards_of_kv)
     run.textbook("wire of attention", formula, expected, sum(sent.values()))
 
 
