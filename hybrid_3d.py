@@ -11,18 +11,18 @@
     ep: in each stage, ep neighbours of its dp x cp ranks share out the experts
 
 Each technique is in its own file. This one says who is who (Mesh), in which order techniques are
-applied (parallelize), and along which axes ranks sum a gradient, S (sum_gradients), and then hold
-the same one, 1, so that the norm counts it once (gradient_norm):
+applied (parallelize), and what becomes of a gradient along each axis (Kind). S: each rank has a
+summand, and they sum them (sum_gradients). 1: all then hold the same, and the norm counts it once.
 
-    parameter        tp               cp and dp, without ep   ep        first and last stage
-    matrix           cut              S 1                     S 1       -
-    norm, row bias   1, --sp: S 1     S 1                     S 1       -
-    embedding        cut              S 1                     S 1       S 1
-    router           S 1              S 1                     S 1       -
-    expert           S 1              S 1                     cut       -
+    parameter        tp               dp x cp / ep   ep        first and last stage
+    matrix           cut              S 1            S 1       -
+    norm, row bias   1, --sp: S 1     S 1            S 1       -
+    embedding        cut              S 1            S 1       S 1
+    router           S 1              S 1            S 1       -
+    expert           S 1              S 1            cut       -
 
     numbers (plain MLPs)   plain GPT    one rank of a middle stage
-    held, of 4 per weight  48 C^2 L     48 C^2 L / (tp pp); --zero 1, 2, 3: 2, 3, 4 of 4 / (dp cp)
+    held, 4 for a weight   48 C^2 L     48 C^2 L / (tp pp); over dp cp --zero 1, 2, 3 cut 2, 3, 4
     activations, 1f1b      16 B T C L   (4 + 12/tp) B/(dp M) T/cp C L/pp (pp - stage); --sp: 16/tp
     sent on tp, per step   -            8 B/dp T/cp C L/pp (tp-1)/tp; --sp: 10
     sent on dp x cp        -            2 (n-1)/n of its gradients, n = dp cp
@@ -34,16 +34,16 @@ At work: DeviceMesh, fully_shard, parallelize_module, torch.distributed.pipelini
     torchrun --standalone --nproc_per_node=8 hybrid_3d.py --dp 2 --tp 2 --pp 2
 
     model = Hybrid(stages, blocks, kind_of, mesh, tp, make_optimizer)  # in your own code
-    pipeline = Pipeline(stages, plans, groups, boundary, model.before_backward)
-    model.zero_grad(); pipeline.step(inputs, loss_of)
-    sum_gradients(model)
+    pipeline = Pipeline(stages.here, plans, stages.groups, boundary,
+                        model.before_backward, model.after_backward)  # this for ZeRO-2 and 3
+    model.zero_grad(); pipeline.step(inputs, loss_of); sum_gradients(model)
     step(model, gradient_norm(model), clip)
 """
 import contextlib
 import math
 import re
 import sys
-from collections import defaultdict, namedtuple
+from collections import Counter, defaultdict, namedtuple
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -74,9 +74,9 @@ class Mesh:
     """Who is who: sizes of the axes, this rank's place on each, and the group of ranks along each.
 
     tp varies fastest, since its ranks talk most, and pp slowest (Narayanan 2021, section 3). The
-    dp x cp ranks of the axis "data" hold the same dense parameters. With experts, every ep of them
-    that are neighbours share these out, and those that hold the same ones are "replicas". "stage"
-    is all ranks of a pipeline's stage.
+    dp x cp ranks of the axis "data" hold the same dense parameters. Experts are shared out among ep
+    of them, neighbours; the dp x cp / ep ranks that hold the same ones are the axis "replicas".
+    "stage" is all ranks of a pipeline's stage.
     """
 
     def __init__(self, dp=1, cp=1, tp=1, pp=1, ep=None):
@@ -112,8 +112,9 @@ def group_along(ranks, dims):
     and all ranks have to take part in that.
     """
     others = [dim for dim in range(ranks.dim()) if dim not in dims]
-    in_rows = ranks.permute(*others, *dims).flatten(len(others)).flatten(0, -2)
-    for row in in_rows.tolist():
+    count = math.prod(ranks.shape[dim] for dim in dims)
+    rows = ranks.permute(*others, *dims).reshape(-1, count)  # a group each
+    for row in rows.tolist():
         group = dist.new_group(row)
         if dist.get_rank() in row:
             mine = group
@@ -152,7 +153,7 @@ class Optimizers:
         self.state = defaultdict(dict)  # {parameter: its states}, which they share
         for optimizer in optimizers:
             self.param_groups += optimizer.param_groups
-            optimizer.state = self.state
+            optimizer.state = self.state  # none has stepped yet
 
 
 class Hybrid(nn.Module):
@@ -165,8 +166,8 @@ class Hybrid(nn.Module):
     tp              tensor_parallel's WholeSequence or CutSequence
     make_optimizer  function: torch's list of parameter groups -> optimizer
     zero            stage of ZeRO
-    edges_wait      has the model several stages? Then gradients of edges stay whole until those of
-                    the tied embedding are summed: no more than ZeRO-1 for them
+    edges_wait      are edges tied between stages? Then ZeRO is 1 at most for edges: their gradients
+                    stay whole until stages have summed them
     """
 
     def __init__(self, stages, blocks, kind_of, mesh, tp, make_optimizer, zero=0, edges_wait=True):
@@ -190,17 +191,19 @@ class Hybrid(nn.Module):
         edges = [m for m in self.modules() if m not in in_blocks and has_parameters(m)]
         edges_zero = min(zero, 1) if edges_wait else zero
         self.edges = self.zeros_of(edges, [tuple(edges)], edges_zero, make_optimizer)
-        self.zeros = self.edges + [part for parts in self.inner.values() for part in parts]
+        self.zeros = self.edges + [each for zeros in self.inner.values() for each in zeros]
+        self.check_zeros()
         self.optimizer = Optimizers([part.optimizer for part in self.zeros])
-        # one over the ranks that hold it, for each of self.parts()
+        # of each of self.parts(), what this rank brings to the norm
         shares = [1 / self.holders(part.parameter) for part in self.parts()]
-        self.shares = torch.tensor(shares, dtype=self.wide(), device=stages.device)
+        self.shares = torch.tensor(shares, dtype=stages.dtype, device=stages.device)
 
     def check_kinds(self):
         """Raises a ValueError where a kind is not what tp and the stages have made of it."""
         for p, name in self.names.items():
-            whole_on_tp = "tp" in self.kind[p].alike
-            if self.tp.size > 1 and whole_on_tp == (p in self.cuts):
+            whole = "tp" in self.kind[p].alike
+            cut = p in self.cuts
+            if self.tp.size > 1 and whole == cut:
                 raise ValueError(f"{name} is cut over tp and of a kind that is whole, or the other "
                                  "way round: give it another kind")
             if p in self.stages.tied and "stages" not in self.kind[p].summed:
@@ -209,17 +212,9 @@ class Hybrid(nn.Module):
     def zeros_of(self, modules, units, zero, make_optimizer):
         """-> [ZeRO] of the parameters in these modules: the dense ones are alike on all ranks of
         data, experts on replicas."""
-        dense = []
-        experts = []
-        for module in modules:
-            for part in module.modules():
-                if not has_parameters(part):
-                    continue
-                kind = self.kind[next(part.parameters(recurse=False))]
-                if "replicas" in kind.summed:
-                    experts.append(part)
-                else:
-                    dense.append(part)
+        inside = [part for module in modules for part in module.modules() if has_parameters(part)]
+        dense = [part for part in inside if not self.is_expert(part)]
+        experts = [part for part in inside if self.is_expert(part)]
         zeros = []
         if dense:
             group = self.mesh.group["data"]
@@ -229,9 +224,24 @@ class Hybrid(nn.Module):
             zeros.append(ZeRO(nn.ModuleList(experts), make_optimizer, group, zero, experts))
         return zeros
 
-    def wide(self):
-        """The dtype of sums of squares, on all ranks."""
-        return torch.promote_types(next(self.parameters()).dtype, torch.float32)
+    def is_expert(self, module):
+        """Are its own parameters, not those of modules inside it, an expert's?"""
+        own = list(module.parameters(recurse=False))
+        found = {"replicas" in self.kind[p].summed for p in own}
+        if len(found) == 2:
+            names = ", ".join(self.names[p] for p in own)
+            raise ValueError(f"{names} are in one module, and not all of them are of experts: give "
+                             "these a module of their own")
+        return True in found
+
+    def check_zeros(self):
+        """Raises a ValueError where two ZeROs would step one parameter."""
+        count = Counter(p for zero in self.zeros for p in zero.module.parameters())
+        for p, zeros in count.items():
+            if zeros > 1:
+                raise ValueError(f"{self.names[p]} is in a block and in an edge, or in modules of "
+                                 "two kinds: tie it to nothing outside of its block, and give what "
+                                 "a stage has besides its blocks a module of its own")
 
     def parts(self):
         """-> [zero.Part]: what this rank sums, clips and steps, a piece of a parameter each."""
@@ -240,13 +250,19 @@ class Hybrid(nn.Module):
     def holders(self, p):
         """How many ranks hold the same summed gradient of a parameter, or the same piece of it."""
         count = 1
-        for axis in self.kind[p].alike:
-            if axis == "stages":
-                if p in self.stages.tied:
-                    count *= self.stages.tied[p].size()
-            elif axis == "tp" or self.zero == 0:  # ZeRO cuts it along the others
+        for axis in self.axes_alike(p, self.zero):
+            if axis != "stages":
                 count *= self.mesh.size[axis]
+            elif p in self.stages.tied:
+                count *= self.stages.tied[p].size()
         return count
+
+    def axes_alike(self, p, zero):
+        """-> the axes along which ranks hold the same of a parameter, after this stage of ZeRO."""
+        axes = self.kind[p].alike
+        if zero > 0:  # ZeRO has cut it along "data" or "replicas"
+            axes = [axis for axis in axes if axis in ("stages", "tp")]
+        return axes
 
     def zero_grad(self):
         for zero in self.zeros:
@@ -260,7 +276,7 @@ class Hybrid(nn.Module):
             zero.sync = last
 
     def after_backward(self, stage, last):
-        """To be called after it: ZeRO-2 and 3 have no room to wait."""
+        """To be called after a backward: ZeRO-2 and 3 sum after each, they have no room to wait."""
         for zero in self.inner[stage] + self.edges:
             if zero.stage >= 2:
                 zero.reduce()  # partial -> sharded
@@ -281,7 +297,7 @@ def has_parameters(module):
 
 
 def sum_gradients(model):
-    """After backward: along the axes that the kind of a parameter says, in this order."""
+    """After backward: each gradient becomes the sum over all axes that its kind says."""
     model.stages.sum_tied_gradients()  # over the stages that share it: partial -> replicated
     for zero in model.zeros:
         if zero.stage < 2:
@@ -294,9 +310,9 @@ def sum_gradients(model):
 def gradient_norm(model):
     """Of the whole model, each number once: all ranks that hold it alike bring equal shares."""
     gradients = [part.grad for part in model.parts()]
-    square = torch.zeros((), dtype=model.wide(), device=model.stages.device)
+    square = torch.zeros((), dtype=model.stages.dtype, device=model.stages.device)
     if gradients:
-        norms = torch._foreach_norm(gradients, dtype=model.wide())
+        norms = torch._foreach_norm(gradients, dtype=model.stages.dtype)
         square = (torch.stack(norms).square() * model.shares).sum()
     dist.all_reduce(square)  # over all ranks: partial -> replicated
     return square.sqrt()
@@ -311,8 +327,11 @@ def step(model, norm, clip):
 
 
 def gather(model, tensors, homes):
-    """{parameter or buffer of this rank: itself, or a tensor that is cut like it} -> {name: whole
-    tensor} of all stages and experts, on every rank. homes: {name: Home}, of the whole model."""
+    """-> {name: whole tensor}, of all stages and experts, on every rank.
+
+    tensors: {parameter or buffer of this rank: itself, or a tensor that is cut like it}.
+    homes: {name: Home} of what is wanted, in the same order on all ranks.
+    """
     mine = {}
     for stage in model.stages:
         for name, t in stage.state_dict(keep_vars=True).items():
@@ -450,13 +469,11 @@ Homes = namedtuple("Homes", "all trained")
 def homes_of(model, plans, groups, layers):
     """Of the plain model, before it is cut."""
     stages = Stages(pipeline_parallel.carve(model, layers), plans, groups)
-    # in the order of the names, which is the same on all ranks; that of a set is not
-    trained = {name: home for name, home in stages.homes.items() if name in stages.trained}
-    return Homes(stages.homes, trained)
+    return Homes(stages.homes, stages.trained)
 
 
 def full_state_dict(model, homes):
-    found = {buffer: buffer for buffer in model.buffers()}
+    found = {buffer: buffer for buffer in model.buffers()}  # none is cut
     for zero in model.zeros:
         state = zero.full_state_dict()  # over data or replicas: sharded -> replicated
         for name, p in zero.module.named_parameters():
@@ -479,13 +496,9 @@ def pieces(model):
     for zero in model.zeros:
         for part in zero.parts:
             p = part.parameter
-            held = {"": part.master.detach()}
-            for kind in STATES:
-                if kind in model.optimizer.state.get(part.master, {}):
-                    held["." + kind] = model.optimizer.state[part.master][kind]
-            for suffix, numbers in held.items():
+            writes = is_first(model, p, zero.stage)
+            for suffix, numbers in states_of(part, model.optimizer).items():
                 numbers = numbers[:part.size]  # without padding
-                writes = is_first(model, p, zero.stage)
                 found += boxes(model, p, suffix, part.first, numbers, writes)
         found += pieces_that_follow(model, zero)
         for p in zero.frozen:
@@ -493,8 +506,18 @@ def pieces(model):
     return found
 
 
+def states_of(part, optimizer):
+    """-> {what is added to the parameter's name: 1-D tensor}: the master, and AdamW's states"""
+    held = {"": part.master.detach()}
+    states = optimizer.state.get(part.master, {})
+    for kind in STATES:
+        if kind in states:
+            held["." + kind] = states[kind]
+    return held
+
+
 def pieces_that_follow(model, zero):
-    """What computes, where it is not the master: it is loaded like the master, but never saved."""
+    """The parameters that compute: they are loaded like their masters, and never saved."""
     found = []
     if zero.stage < 3:
         for flat in zero.flats:
@@ -508,15 +531,10 @@ def pieces_that_follow(model, zero):
 
 def is_first(model, p, zero):
     """Is this the first of the ranks that hold the same as this one of a parameter?"""
-    place = model.mesh.place
-    for axis in model.kind[p].alike:
-        if axis == "stages":
-            if place["pp"] != model.stages.homes[model.names[p]].rank:
-                return False
-        elif axis == "tp" or zero == 0:  # along the others ZeRO has cut it
-            if place[axis] > 0:
-                return False
-    return True
+    place = {**model.mesh.place, "stages": 0}
+    if place["pp"] != model.stages.homes[model.names[p]].rank:
+        place["stages"] = 1
+    return all(place[axis] == 0 for axis in model.axes_alike(p, zero))
 
 
 def boxes(model, p, suffix, first, numbers, writes):
@@ -539,6 +557,7 @@ def boxes(model, p, suffix, first, numbers, writes):
 
 
 def moved_along_tp(piece, cut, distance):
+    """A box of this rank's part -> the box of the whole parameter, without padding."""
     start = list(piece.start)
     start[cut.dim] += distance
     shape = list(piece.shape)
@@ -550,6 +569,7 @@ def moved_along_tp(piece, cut, distance):
 
 
 def of_each_expert(piece, name, suffix, first_expert):
+    """A box of this rank's stack of experts -> [Piece], a box of each expert in it."""
     found = []
     for i, tensor in enumerate(piece.tensor):
         whole_name = moe.plain_name(name, first_expert + piece.start[0] + i) + suffix
@@ -573,7 +593,7 @@ def evaluate(model, loss_by_pipeline, x, y):
     """x, y: this rank's rows and tokens of held-out text -> its part of the sum of token losses."""
     loss = loss_by_pipeline.evaluate(x, y)
     for zero in model.zeros:
-        zero.free_units()
+        zero.free_units()  # ZeRO-3's, which a backward would have freed
     return loss
 
 
@@ -612,11 +632,12 @@ class AtWork(nn.Module):
         """-> the tied embedding here, if another rank has it too; the group of the two"""
         if self.first == self.last:
             return None, None
-        named = dict(self.stages[0].named_parameters())
-        if self.last:
-            named = dict(self.stages[-1].named_parameters())
-        [group] = self.groups.sharing.values()
-        return named["tok.weight" if self.first else "head.weight"], group
+        if self.first:
+            tied = self.stages[0].tok.weight
+        else:
+            tied = self.stages[-1].head.weight
+        [group] = self.groups.sharing.values()  # nothing else is tied
+        return tied, group
 
     def loss_of(self, logits, targets):
         """What torch's schedule calls on the last stage."""
@@ -646,7 +667,8 @@ class AtWork(nn.Module):
         total = torch.zeros((), device=x.device)
         for loss in losses:
             total = total + local(loss.detach())
-        return total / (self.mesh["dp"].size() * self.mesh["tp"].size())  # who have it, times dp
+        # loss_of has multiplied by dp, and each rank of tp has the whole
+        return total / (self.mesh["dp"].size() * self.mesh["tp"].size())
 
     def evaluate(self, x, y):
         return self.run(self.schedule.eval, x, y, 1)
@@ -740,8 +762,7 @@ def train_step_at_work(model, optimizer, x, y, valid, clip):
     tied, sharing = model.tied()
     if tied is not None:
         dist.all_reduce(local(tied.grad), group=sharing)  # partial -> replicated
-    # it counts on the first stage
-    counted = [p.grad for p in parameters if p is not tied or model.first]
+    counted = [p.grad for p in parameters if p is not tied or model.first]  # it counts once
     square = whole(nn.utils.get_total_norm(counted)).square()
     dist.all_reduce(square, group=model.groups.group)  # over pp: partial -> replicated
     norm = square.sqrt()
@@ -805,7 +826,9 @@ def layout(args):
 
 
 def axes(args):
-    """-> dp, tp, pp. Those left out are 1, but the last of pp, tp, dp takes the other ranks."""
+    """-> dp, tp, pp. Where all are left out and the ranks divide by 4, pp and tp are 2. Others that
+    are left out are 1, but the last of them, in the order pp, tp, dp, gets the ranks that remain.
+    """
     ranks = args.world_size // args.cp
     sizes = {"pp": args.pp, "tp": args.tp, "dp": args.dp}
     if not any(sizes.values()) and ranks % 4 == 0:
@@ -935,7 +958,9 @@ class Sizes:
         self.N = args.batch // lay.dp // lay.micro * self.T  # tokens of a micro-batch here
         self.x = self.b * self.N * self.C  # bytes between two blocks, all tp ranks together
         self.cut = lay.tp if lay.sp else 1  # into how many parts they are cut
-        self.again = int(args.ckpt == "full")  # how often forward runs again in backward
+        self.again = 0  # how often forward runs again in backward
+        if args.ckpt == "full":
+            self.again = 1
         self.V = -(-cfg.vocab // lay.tp)  # rows of the embedding here, padding included
         first = setting.mesh.place["tp"] * self.V
         self.columns = max(0, min(self.V, cfg.vocab - first))  # of the logits here
@@ -962,9 +987,13 @@ def unit_of(at, numbers, ranks, zero, turn=False):
     """
     trained = sum(n for name, n in numbers.items() if at.is_trained(name))
     frozen = sum(numbers.values()) - trained
-    moved = {0: 2, 1: 2, 2: at.M + 1, 3: 3 * at.M}[zero]
-    if zero == 3 and turn:
-        moved = 2 * at.M
+    moved = 2  # gradients are summed and parameters gathered once; an all-reduce sends as much
+    if zero == 2:
+        moved = at.M + 1  # gradients are summed in each micro-batch
+    elif zero == 3 and turn:
+        moved = 2 * at.M  # and parameters are gathered in forward
+    elif zero == 3:
+        moved = 3 * at.M  # and in backward
     return Unit(trained, frozen, ranks, zero, moved)
 
 
@@ -1053,11 +1082,14 @@ def account_held(run, at, model, own):
     run.textbook("parameters", f"b ({what})", b * numbers, b * own)
     held = 4 * len(model.parts())
     for unit in units:
-        chunk = padded(unit) // (unit.ranks if unit.zero else 1)  # a rank's own
-        held += b * unit.frozen
-        held += b * (chunk if unit.zero >= 3 else padded(unit))
-        held += b * (chunk if unit.zero >= 2 else padded(unit))
-        held += (3 if b == 2 else 2) * w * chunk
+        whole = padded(unit)
+        chunk = whole
+        if unit.zero >= 1:
+            chunk = whole // unit.ranks  # a rank's own
+        parameters = chunk if unit.zero >= 3 else whole
+        gradients = chunk if unit.zero >= 2 else whole
+        states = 3 * chunk if b == 2 else 2 * chunk  # bf16 has a master in fp32
+        held += b * (unit.frozen + parameters + gradients) + w * states
     for buffer in model.buffers():
         held += buffer.nbytes
     memory = run.ledger["scratch"].memory
@@ -1073,20 +1105,23 @@ def account_held(run, at, model, own):
 def account_activations(run, at):
     """Where every tensor that autograd keeps has been written down."""
     args = at.args
-    known = args.ckpt == "none" and args.schedule in ("gpipe", "1f1b") and not at.E
-    known = known and not (at.lay.cp > 1 and args.attn == "ulysses")
-    plain_end = at.tp == 1 and (0 in at.stages or at.last in at.stages)
-    if not known or plain_end:
+    if args.ckpt != "none" or args.schedule not in ("gpipe", "1f1b") or at.E:
+        return
+    if at.lay.cp > 1 and args.attn == "ulysses":
+        return
+    if at.tp == 1 and (0 in at.stages or at.last in at.stages):  # ends that tp has not cut
         return
     b = at.b
     w = at.w
-    block = 4 * at.x // at.cut + 12 * at.x // at.tp + 4 * b * at.N // at.cut
-    block += w * at.H // at.tp * at.N
+    norm = 2 * (at.x + b * at.N) // at.cut  # input and output; mean and 1/deviation of each token
+    block = 2 * norm + 12 * at.x // at.tp  # q k v, what attention and the MLP's two halves give
+    block += w * at.H // at.tp * at.N  # attention: log of the sum of each row and head
     micro = len(at.blocks) * block
+    ids = 8 + 1  # bytes of an id, and of whether another rank has it
     if 0 in at.stages:
-        micro += 9 * (at.N + at.T)
+        micro += ids * (at.N + at.T)
     if at.last in at.stages:
-        micro += 2 * (at.x + b * at.N) // at.cut + (w * at.columns + 9 + w) * at.N
+        micro += norm + (w * at.columns + w + ids) * at.N  # logits, log of their sum; targets
     formula = ("kept x (L_s [(4/t + 12/tp) b B' T' C + 4 b B' T'/t (norms) + w B' T' H/tp], "
                "first + ids, last + logits)")
     run.textbook(
@@ -1097,42 +1132,50 @@ def account_activations(run, at):
 def sent_on_tp(at, model):
     """f and g of attention, of MLPs, of the embedding and the head; the loss; sums of gradients."""
     x = at.x
-    sp = at.cut > 1
-    attention = 4 * x + 2 * x * at.again
-    mlp = 4 * x
-    if sp:
+    if at.cut == 1:  # all-reduces, which send 2 x: g in forward, f in backward
+        attention = 4 * x + 2 * x * at.again  # its g, if the block runs again
+        mlp = 4 * x
+        head = 2 * x  # f
+    else:  # f and g gather or scatter, which sends x: 2 in forward, 3 in backward
         attention = 5 * x + 2 * x * at.again
-        mlp = 5 * x + x * at.again
+        mlp = 5 * x + x * at.again  # its f
+        head = 3 * x
     block = attention + mlp
     if at.E:
-        block = attention
+        block = attention + joined_experts(at)
         if at.args.shared:
             block += mlp
-        if not sp:  # results of experts are joined, and gradients of their inputs
-            joined = at.b * -(-at.N // at.tp) * at.tp * at.C
-            block += 2 * joined
-            if at.args.shared:
-                block += joined * at.again
     micro = len(at.blocks) * block
     if 0 in at.stages:
-        micro += 2 * (x + at.b * at.T * at.C)
+        micro += 2 * (x + at.b * at.T * at.C)  # g of tokens, of positions
     if at.last in at.stages:
-        micro += 3 * x if sp else 2 * x
-        micro += 2 * 3 * at.w * at.N  # three numbers a token
+        micro += head + 2 * 3 * at.w * at.N  # and all-reduces of three numbers a token
     gradients = 0
     for part in model.parts():
         if "tp" in model.kind[part.parameter].summed:
-            gradients += part.grad.nbytes
-    return (at.tp - 1) / at.tp * (at.M * micro + 2 * gradients)
+            gradients += 2 * part.grad.nbytes
+    return (at.tp - 1) / at.tp * (at.M * micro + gradients)
+
+
+def joined_experts(at):
+    """Without --sp each rank of tp routes a part of the tokens: all-gathers of what experts make,
+    and of the gradients of what they take."""
+    if at.cut > 1:
+        return 0
+    x = at.b * -(-at.N // at.tp) * at.tp * at.C  # with padding to equal parts
+    if at.args.shared:  # it comes behind, so that the first is made again
+        return 2 * x + x * at.again
+    return 2 * x
 
 
 def sent_on_cp(at):
     cp = at.lay.cp
     one = at.N * at.C // at.tp  # numbers of one of q, k, v
-    if at.args.attn == "ulysses":
-        layer = 4 * at.b * one * (2 + at.again) / cp
-    else:
-        layer = 2 * at.b * one * (2 + at.again) + 2 * at.w * one
+    passes = 2 + at.again  # forward and backward
+    if at.args.attn == "ulysses":  # q, k, v and the output: all but 1/cp goes elsewhere
+        layer = 4 * at.b * one * passes / cp
+    else:  # K and V go to all other ranks, and their gradients
+        layer = 2 * at.b * one * passes + 2 * at.w * one
     return at.M * len(at.blocks) * (cp - 1) * layer
 
 
@@ -1203,16 +1246,16 @@ def account_activations_sent(run, at, model, groups):
 
 
 def account_gradients_sent(run, at, model):
-    group = model.mesh.group
+    groups = model.mesh.group
     formula = "2 (n-1)/n b P'"
     if at.args.zero == 2:
         formula = "(M+1) (n-1)/n b P'"
     elif at.args.zero == 3:
         formula = "3 M (n-1)/n b P', where forward turns around 2 M"
-    wire(run, "dp", f"{formula}, n = dp cp", sent_by_zero(at, dense_units(at)), group["data"])
+    wire(run, "dp", f"{formula}, n = dp cp", sent_by_zero(at, dense_units(at)), groups["data"])
     if at.lay.ep:
         wire(run, "replicas", f"{formula}, n = dp cp/ep", sent_by_zero(at, expert_units(at)),
-             group["replicas"])
+             groups["replicas"])
     for group in model.stages.tied.values():
         wire(run, "tied", "b V' C/tp", at.b * at.V * at.C, group)
     n = run.world_size
@@ -1228,11 +1271,11 @@ def in_words(lay):
     return words
 
 
-def picture(run, at):
+def picture(run, setting):
     """Who is where: stages as rows, copies as columns."""
-    lay = at.lay
-    layers = ranges(at.layers)
-    homes = pipeline_parallel.homes(at.plans)
+    lay = setting.lay
+    layers = ranges(setting.layers)
+    homes = pipeline_parallel.homes(setting.plans)
     for rank in range(lay.pp):
         mine = [number for number in sorted(homes) if homes[number] == rank]
         runs = [f"{layers[number].start}..{layers[number].stop - 1}" for number in mine]
@@ -1244,23 +1287,31 @@ def picture(run, at):
                 name += f", part {data % lay.cp}"
             copies.append(f"{name}: ranks {first}..{first + lay.tp - 1}")
         if run.world_size > 32:  # one line, this rank's
-            if rank != at.mesh.place["pp"]:
+            if rank != setting.mesh.place["pp"]:
                 continue
-            copies = [copies[at.mesh.place["data"]]]
+            copies = [copies[setting.mesh.place["data"]]]
         run.say(f"  stage {rank}, layers {' '.join(runs)}:  " + "   ".join(copies))
 
 
-def say_costs(run, at):
+def say_costs(run, setting):
     """The bubble and the FLOPs."""
-    cfg = run.cfg
-    L, C, _, V, T = cfg
-    tokens = run.args.batch * T
-    flops = 72 * tokens * L * C * C * (1 + T / (6 * C) + V / (12 * L * C))  # Narayanan 2021, 5.1
-    played = pipeline_parallel.play(run.args, at.plans, at.layers, times_of(run.args))
+    flops = flops_of_step(run.cfg, run.args)
+    played = pipeline_parallel.play(run.args, setting.plans, setting.layers, times_of(run.args))
     idle = bubble_rate(played)
     run.extra["bubble_rate"] = idle
     run.say(f"  {run.args.schedule}: bubble {idle:.1%} (matmuls alone); "
             f"model FLOPs {flops:.3g} per step")
+
+
+def flops_of_step(cfg, args):
+    """Matmuls of forward, and twice as many in backward (Narayanan 2021, section 5.1)."""
+    L, C, _, V, T = cfg
+    mlps = 1  # that a token visits in a layer
+    if args.experts:
+        mlps = args.top_k + args.shared
+    router = 2 * C * args.experts
+    layer = 8 * C * C + 4 * T * C + 16 * C * C * mlps + router
+    return 3 * args.batch * T * (L * layer + 2 * V * C)
 
 
 def plain_model(args, lay):
@@ -1273,7 +1324,8 @@ def plain_model(args, lay):
 def build_mixture(args, lay, cfg, seed, device, dtype):
     which = None  # all experts
     if args.dry_run:  # a rank's own: the plain model may be too large
-        ep_rank = args.rank // lay.tp % (lay.dp * lay.cp) % lay.ep
+        data_rank = args.rank // lay.tp % (lay.dp * lay.cp)  # as in Mesh
+        ep_rank = data_rank % lay.ep
         which = share(args.experts, lay.ep, ep_rank)
     model = build(cfg, seed, device, dtype)
     return moe.mixture(
@@ -1361,7 +1413,7 @@ class Batches:
 
 
 class Choices:
-    """Which experts the tokens of each step have chosen.
+    """Which experts the tokens of each step have chosen, if there are experts.
 
     Rounding decides near ties, so the plain model is told the ranks' choices. In fp64 there are no
     ties, and it chooses itself.
@@ -1371,7 +1423,8 @@ class Choices:
         self.run = run
         self.batches = batches
         self.steps = []  # of each step, (L, B T, K)
-        self.told = run.args.check and run.args.dtype != "fp64" and not run.dry
+        rounds = run.args.dtype != "fp64"
+        self.told = bool(run.args.experts) and run.args.check and rounds and not run.dry
         if self.told:
             for layer in moe.layers_of(model):
                 layer.choices = {}
@@ -1393,13 +1446,13 @@ class Choices:
         run = self.run
         model = run.build()
         moe.set_sources(model, self.batches.routed_everywhere())
-        before = [None] * run.first  # steps of the run that this one resumes
-        if run.first > CHECKED:  # then the plain run begins where this one does
-            before = []
+        earlier = run.first  # steps before those of this run, in which the plain model chooses
+        if run.first > CHECKED:  # it begins where this run does
+            earlier = 0
             moe.set_biases(model, run.start.extra["biases"])
         for i, block in enumerate(model.blocks):
             if self.told:
-                block.mlp.choices = before + [table[i] for table in self.steps]
+                block.mlp.choices = [None] * earlier + [table[i] for table in self.steps]
         return run.plain(model, extra_loss=moe.plain_balancing_losses)
 
 
@@ -1435,15 +1488,16 @@ def boundary_of(run, lay):
 Setting = namedtuple("Setting", "lay mesh plans groups layers batches")
 
 
-def set_up(run, at):
+def set_up(run, setting):
     """-> Side"""
     args = run.args
-    lay = at.lay
+    lay = setting.lay
     plain = run.build()
-    homes = homes_of(plain, at.plans, at.groups, at.layers)
+    homes = homes_of(plain, setting.plans, setting.groups, setting.layers)
     model, loss = parallelize(
-        plain, at.mesh, at.plans, at.groups, boundary_of(run, lay), at.layers, sp=lay.sp,
-        zero=args.zero, ckpt=args.ckpt, attn=args.attn, amp=args.amp, lr=args.lr, dry=run.dry)
+        plain, setting.mesh, setting.plans, setting.groups, boundary_of(run, lay), setting.layers,
+        sp=lay.sp, zero=args.zero, ckpt=args.ckpt, attn=args.attn, amp=args.amp, lr=args.lr,
+        dry=run.dry)
     extra = None
     if args.experts:
         extra = partial(biases, run, model)
@@ -1455,23 +1509,24 @@ def set_up(run, at):
         train_step=lambda x, y, valid: train_step(model, loss, x, y, valid, args.clip),
         full_gradients=lambda: full_gradients(model, homes),
         full_state_dict=lambda: full_state_dict(model, homes),
-        evaluate=lambda k: evaluate(model, loss, *at.batches.held_out(k)),
+        evaluate=lambda k: evaluate(model, loss, *setting.batches.held_out(k)),
         pieces=lambda: pieces(model),
         extra=extra,
         held=model.held,
     )
 
 
-def set_up_at_work(run, at):
+def set_up_at_work(run, setting):
     """-> Side"""
     args = run.args
-    lay = at.lay
-    axes = ("pp", "dp", "tp")
-    mesh = init_device_mesh(run.device.type, (lay.pp, lay.dp, lay.tp), mesh_dim_names=axes)
+    lay = setting.lay
+    names = ("pp", "dp", "tp")
+    mesh = init_device_mesh(run.device.type, (lay.pp, lay.dp, lay.tp), mesh_dim_names=names)
     plain = run.build()
-    homes = homes_of(plain, at.plans, at.groups, at.layers)
-    model = parallelize_at_work(plain, mesh, at.plans, at.groups, boundary_of(run, lay), at.layers,
-                                args.schedule, lay.sp)
+    homes = homes_of(plain, setting.plans, setting.groups, setting.layers)
+    model = parallelize_at_work(
+        plain, mesh, setting.plans, setting.groups, boundary_of(run, lay), setting.layers,
+        args.schedule, lay.sp)
     optimizer = adamw(model.parameters(), args.lr)
     return Side(
         model=model,
@@ -1479,7 +1534,7 @@ def set_up_at_work(run, at):
         train_step=lambda x, y, valid: train_step_at_work(model, optimizer, x, y, valid, args.clip),
         full_gradients=lambda: full_gradients_at_work(model, homes),
         full_state_dict=lambda: full_state_dict_at_work(model, homes),
-        evaluate=lambda k: model.evaluate(*at.batches.held_out(k)),
+        evaluate=lambda k: model.evaluate(*setting.batches.held_out(k)),
     )
 
 
@@ -1494,20 +1549,20 @@ def main():
     groups = pipeline_parallel.make_groups(plans, ends, mesh.pipelines, mesh.group["pp"])
     with run:
         batches = Batches(run, lay, mesh)
-        at = Setting(lay, mesh, plans, groups, layers, batches)
+        setting = Setting(lay, mesh, plans, groups, layers, batches)
         sides = {}
         if "scratch" in run.impls:
-            sides["scratch"] = set_up(run, at)
+            sides["scratch"] = set_up(run, setting)
         if "torch" in run.impls:
-            sides["torch"] = set_up_at_work(run, at)
+            sides["torch"] = set_up_at_work(run, setting)
         run.begin(sides)
         model = sides[run.impls[0]].model
         total = count(run.build())
         own = sum(local(p).numel() for p in model.parameters())
         run.say(f"hybrid_3d: {run.world_size} ranks = {in_words(lay)} on {run.device.type}, "
                 f"{args.dtype}, {total:,} parameters, {own:,} on rank {run.rank}")
-        picture(run, at)
-        say_costs(run, at)
+        picture(run, setting)
+        say_costs(run, setting)
         choices = Choices(run, batches, model)
         for impl, step in run.steps():
             side = sides[impl]
@@ -1516,10 +1571,10 @@ def main():
             with run.measure(impl, step):
                 loss, norm = side.train_step(x, y, valid)
             run.log(impl, step, loss, norm)
-            if choices.told and args.experts and step <= run.checked:
+            if choices.told and step <= run.checked:
                 choices.add(model)
         if "scratch" in run.impls:
-            account(run, at, sides["scratch"].model, own)
+            account(run, setting, sides["scratch"].model, own)
         plain = choices.plain_trace if args.experts else None
         return run.finish(total, own, plain, "bf16" if args.amp == "bf16" else None)
 

@@ -2,10 +2,17 @@
 show."""
 import math
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.nn as nn
 
-from conftest import PROOF, SMALL, alone, proves, script, textbook
+import hybrid_3d
+from common import GPTConfig
+from conftest import PROOF, SMALL, alone, proves, run, script, textbook
+from pipeline_parallel import Boundary, Chain, Pipeline, Stages, make_plans
+from tensor_parallel import WholeSequence
 
 ODD = ("--layers", "5", "--vocab", "257")
 
@@ -154,6 +161,26 @@ def test_2_048_ranks():
         "--heads 128 --seq 4096 --batch 128 --micro 1 --zero 1 --experts 256 --top-k 8 --ep 64 "
         "--shared --dtype bf16 --rank 1000".split())
     textbook(dry)
+
+
+def test_flops_are_those_of_the_experts_that_a_token_visits():
+    cfg = GPTConfig(layers=3, width=16, heads=2, vocab=97, seq=10)
+    L = cfg.layers
+    C = cfg.width
+    V = cfg.vocab
+    T = cfg.seq
+    tokens = 8 * T
+    mlp = 3 * tokens * L * 16 * C * C
+    router = 3 * tokens * L * 2 * C * 4
+
+    def flops(**flags):
+        args = {"batch": 8, "experts": 0, "top_k": 2, "shared": False, **flags}
+        return hybrid_3d.flops_of_step(cfg, SimpleNamespace(**args))
+
+    plain = 72 * tokens * L * C * C * (1 + T / (6 * C) + V / (12 * L * C))
+    assert flops() == pytest.approx(plain)
+    assert flops(experts=4, top_k=1) == flops() + router
+    assert flops(experts=4, shared=True) == flops() + router + 2 * mlp
 
 
 # ---- saved and resumed -----------------------------------------------------------
@@ -312,6 +339,103 @@ def mean_over_micro(module):
 ])
 def test_planted(plant, world, flags):
     proves(*on(world, flags), plant=plant)
+
+
+# ---- in your own code ------------------------------------------------------------
+
+
+class Mixture(nn.Module):
+    """A router and experts in one module, which their gradients' sums tell apart."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Parameter(torch.randn(5, 2))
+        self.experts = nn.Parameter(torch.randn(2, 5, 5))
+
+    def forward(self, x):
+        gates = (x @ self.router).softmax(-1)
+        return torch.einsum("nd,edf,ne->nf", x, self.experts, gates)
+
+
+def kind_of(name):
+    if "experts" in name:
+        return "expert"
+    return "norm"  # whole on every rank of tp
+
+
+def hybrid(layers, pp, blocks, **options):
+    """-> Hybrid, its Pipeline. layers: those of all stages, one each; blocks: numbers of those
+    that ZeRO holds together."""
+    mesh = hybrid_3d.Mesh(dp=torch.distributed.get_world_size() // pp, pp=pp, ep=1)
+    plans = make_plans("1f1b", pp, 4)
+    groups = hybrid_3d.pipeline_parallel.make_groups(plans, (), mesh.pipelines, mesh.group["pp"])
+    stages = Stages([Chain([layer]) for layer in layers], plans, groups)
+    of_stages = {}
+    for number, stage in stages.here.items():
+        of_stages[number] = []
+        if number in blocks:
+            of_stages[number] = list(stage.values())
+    model = hybrid_3d.Hybrid(
+        stages, of_stages, kind_of, mesh, WholeSequence(mesh.group["tp"]),
+        partial(torch.optim.SGD, lr=0.1), **options)
+    boundary = Boundary((2, 5), torch.float64, "cpu")
+    pipeline = Pipeline(stages.here, plans, groups, boundary,
+                        model.before_backward, model.after_backward)
+    return model, pipeline
+
+
+def check_own_code(zero):
+    """The docstring's lines train somebody's model as one process does."""
+    torch.manual_seed(0)
+    layers = [("first", nn.Linear(5, 5)), ("second", nn.Linear(5, 5))]
+    plain = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+    for layer, (_, other) in zip(plain, layers):
+        layer.load_state_dict(other.state_dict())
+    x = torch.randn(4 * 2 * 2, 5)  # 4 micro-batches of 2 rows of 2 copies
+    loss = plain(x).square().sum()
+    loss.backward()
+    want = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+
+    model, pipeline = hybrid(layers, 2, [0, 1], zero=zero)
+    rows = x.chunk(2)[model.mesh.place["dp"]]
+    model.zero_grad()
+    pipeline.step(rows.split(2), lambda out, m: out.square().sum())
+    hybrid_3d.sum_gradients(model)
+    norm = hybrid_3d.gradient_norm(model)
+    torch.testing.assert_close(norm, want)
+    hybrid_3d.step(model, norm, 0.5)
+    for part in model.parts():
+        number = model.mesh.place["pp"]
+        name = model.names[part.parameter].split(".")[1]
+        whole = getattr(plain[number], name).flatten()
+        run = slice(part.first, part.first + part.size)
+        torch.testing.assert_close(part.shard[:part.size], whole[run].detach())
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2])
+def test_own_code(zero):
+    run(check_own_code, 4, zero)
+
+
+def check_models_that_are_refused():
+    """Their gradients would be summed over the wrong ranks, or stepped twice."""
+    with pytest.raises(ValueError, match="moe.router, moe.experts are in one module"):
+        hybrid([("moe", Mixture())], 1, [0])
+    with pytest.raises(ValueError, match="moe.router, moe.experts are in one module"):
+        hybrid([("moe", Mixture())], 1, [])
+    stage = nn.Sequential(nn.Linear(5, 5))
+    stage.gain = nn.Parameter(torch.ones(5))
+    mesh = hybrid_3d.Mesh()
+    plans = make_plans("1f1b", 1, 1)
+    stages = Stages([stage], plans)
+    with pytest.raises(ValueError, match="0.weight is in a block and in an edge"):
+        hybrid_3d.Hybrid(stages, {0: [stage[0]]}, kind_of, mesh,
+                         WholeSequence(mesh.group["tp"]), partial(torch.optim.SGD, lr=0.1))
+
+
+def test_models_that_are_refused():
+    run(check_models_that_are_refused, 1)
 
 
 # ---- refused -----------------------------------------------------------------------
