@@ -352,9 +352,9 @@ class Draft:
         for rank in range(ranks):
             self.put(rank, "F")
         more = [0] * ranks
-        done = self.clock[-1] + self.times["B"]  # when the rank behind has done its first B
+        first_b = self.clock[-1] + self.times["B"]  # when it is done on the rank behind
         for rank in reversed(range(ranks - 1)):
-            arrival = done + self.comm  # this rank's first B can begin
+            arrival = first_b + self.comm
             end = self.clock[rank]
             while more[rank] + 1 < min(self.limit, self.microbatches):
                 too_long = end + self.times["F"] > arrival
@@ -362,9 +362,9 @@ class Draft:
                     break
                 end += self.times["F"]
                 more[rank] += 1
-            done = max(end, arrival) + self.times["B"]
+            first_b = max(end, arrival) + self.times["B"]
         for rank in range(ranks):
-            if rank > 0:  # the rank before makes the input of each F, and is one ahead
+            if rank > 0:  # one less than the rank before, which makes the inputs
                 more[rank] = max(0, min(more[rank], more[rank - 1] - 1))
             for _ in range(more[rank]):
                 self.put(rank, "F")
@@ -375,7 +375,7 @@ class Draft:
         """Is it better to leave out an F here, since the rank behind has enough to do?"""
         if self.done[rank]["F"] < self.done[rank + 1]["F"] + 2:
             return False
-        # the rank behind does an F and a B, then the next B can begin here
+        # the time until the next B can begin here: the rank behind does an F and a B before
         gap = self.clock[rank + 1] + self.times["F"] + self.times["B"] + self.comm
         gap -= self.clock[rank]
         if gap <= 0:
@@ -423,7 +423,7 @@ def search(ranks, microbatches, limit, times, waiting=1.0):
                 draft.steady(skip)
             for rank in range(ranks):
                 draft.put_all("W", rank, draft.late(rank))
-            if all(done["F"] == microbatches for done in draft.done):  # has it left out too many?
+            if all(done["F"] == microbatches for done in draft.done):  # else it has skipped some
                 drafts.append(draft)
     return min(drafts, key=Draft.span).plans
 
