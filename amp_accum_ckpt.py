@@ -2,9 +2,9 @@
 
     --amp bf16|fp16   matmuls and attention in 2 bytes a number; weights, gradients, loss in 4
     --accum M         M micro-batches in turn: gradients add up, and ranks communicate once
-    --ckpt none       x0 [all that block 0 made] x1 [all that block 1 made] x2 [..   is kept
-           selective  x0 [matmuls, attention   ] x1 [matmuls, attention   ] x2 [..   is kept
-           full       x0                         x1                         x2 ..    is kept
+    --ckpt none       keeps x0 [all that block 0 made] x1 [all that block 1 made] x2 ..
+           selective  keeps x0 [matmuls, attention   ] x1 [matmuls, attention   ] x2 ..
+           full       keeps x0                         x1                         x2 ..
 
 What is not kept for backward is made again when backward wants it, with full one block at a time.
 
@@ -14,9 +14,10 @@ What is not kept for backward is made again when backward wants it, with full on
     FLOPs done again        -                             no matmul's           t (16 C^2 + 4 T C)
 
 Here t are the tokens of a micro-batch on this rank, and 5056 bytes are the state of the random
-numbers. With full the block at work has its bytes of `none` besides. It does the block's forward,
-t (24 C^2 + 4 T C), again but for the last matmul, whose result no gradient needs. P parameters,
-gradients and AdamW states take 16 P bytes as in the plain GPT, and dp ranks all-reduce 4 P a step.
+numbers. With full the block that is made again has its bytes of `none` besides. Its forward takes
+t (24 C^2 + 4 T C) FLOPs; the last matmul is not done again, as no gradient needs its result. P
+parameters, gradients and AdamW states take 16 P bytes as in the plain GPT, and dp ranks all-reduce
+4 P a step.
 
 Micikevicius 2018, "Mixed Precision Training", arXiv:1710.03740, section 3. Chen 2016, "Training
 Deep Nets with Sublinear Memory Cost", arXiv:1604.06174, section 4. Korthikanti 2022, "Reducing
@@ -63,9 +64,9 @@ def keep_as_is(tensor):
 
 
 def outer_hooks():
-    """The pack and unpack around the caller: save_on_cpu's, a ledger's, or another checkpoint's.
+    """The pair around the caller: save_on_cpu's, a ledger's, another checkpoint's, or none.
 
-    Autograd calls only the innermost pair; ours hand on to these what they keep.
+    Autograd calls only the innermost pair; ours hand on to the outer one what they keep.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks or (keep_as_is, keep_as_is)
@@ -117,7 +118,7 @@ def random_states(device):
     if device.type == "cuda" and torch.cuda.is_available():
         states.append(torch.cuda.get_rng_state(device))
     elif device.type == "cuda":
-        states.append(torch.empty(16, dtype=torch.uint8))  # of a fake GPU: as large as a real one's
+        states.append(torch.empty(16, dtype=torch.uint8))  # a dry run's, of a real one's size
     return states
 
 
@@ -153,7 +154,7 @@ def full(forward, *inputs, **keywords):
 class Repetition:
     """What forward makes when it runs again.
 
-    It does not know the Call: the second graph holds on to it, and may live longer.
+    It has no reference to the Call, which would else live as long as the second graph.
     """
 
     def __init__(self, numbered):
@@ -184,7 +185,8 @@ class Call:
         for tensor in tensors:
             if id(tensor) not in kept:
                 kept[id(tensor)] = Input(tensor, hooks)
-        self.leaves = [kept.get(id(leaf), leaf) for leaf in leaves]  # of inputs and keywords
+        # inputs and keywords, each tensor replaced by its Input
+        self.leaves = [kept.get(id(leaf), leaf) for leaf in leaves]
         self.states = [Kept(state, hooks) for state in random_states(self.device)]
         self.autocast = []  # arguments of torch.autocast
         for kind in sorted({"cpu", self.device.type}):
@@ -199,33 +201,36 @@ class Call:
         return len(self.numbered) - 1
 
     def fetch(self, number):
-        made = self.repetition
-        if made is None or number not in made.kept:  # the first fetch, also of a second backward
-            made = self.repeat()
-        return made.kept.pop(number).get()
+        # a backward fetches each number once, so one that is gone is wanted by a second backward
+        if self.repetition is None or number not in self.repetition.kept:
+            self.repetition = Repetition(self.numbered)
+            self.repeat()
+        return self.repetition.kept.pop(number).get()
 
     def repeat(self):
-        """Run forward again, up to the last tensor that has a number -> Repetition."""
-        self.repetition = Repetition(self.numbered)
-        hooks = (self.repetition.keep, Kept.get)
+        """Run forward again, until the repetition has enough."""
         states = [state.get() for state in self.states]
         before = random_states(self.device)
+        set_random_states(states, self.device)
         try:
-            with ExitStack() as stack:
-                stack.enter_context(torch.enable_grad())
-                for arguments in self.autocast:
-                    stack.enter_context(torch.autocast(*arguments))
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*hooks))
-                set_random_states(states, self.device)
-                inputs, keywords = self.inputs_again()
-                self.forward(*inputs, **keywords)
+            self.forward_again()
         except Enough:
-            return self.repetition
+            return
         finally:
             set_random_states(before, self.device)
         count = len(self.repetition.kept)
         raise RuntimeError(f"a block kept {len(self.numbered)} tensors, but {count} when it ran "
                            "again: it must do the same both times")
+
+    def forward_again(self):
+        hooks = torch.autograd.graph.saved_tensors_hooks(self.repetition.keep, Kept.get)
+        with ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            for arguments in self.autocast:
+                stack.enter_context(torch.autocast(*arguments))
+            stack.enter_context(hooks)
+            inputs, keywords = self.inputs_again()
+            self.forward(*inputs, **keywords)
 
     def inputs_again(self):
         """-> inputs, keywords, as forward had them the first time, but cut off from the graph."""
@@ -240,8 +245,8 @@ class Call:
         return tree_unflatten(leaves, self.structure)
 
 
-# Selective checkpointing makes again what is cheap, from what the node of the graph holds that made
-# it: AGAIN has a function for each kind of node, by name.
+# Selective checkpointing makes again what is cheap. The node of an operation in autograd's graph
+# holds its inputs: AGAIN[the node's name] makes the output from them.
 
 
 def gelu_again(node):
@@ -268,10 +273,10 @@ WEIGHT = "torch::autograd::AccumulateGrad"
 AGAIN = {
     "GeluBackward0": gelu_again,
     "NativeLayerNormBackward0": layer_norm_again,
-    WEIGHT: weight_again,  # for its copies in another dtype, autocast's
+    WEIGHT: weight_again,  # autocast makes copies of weights in another dtype
 }
 CAST = "ToCopyBackward0"
-# what these make holds the same numbers, in the same order in memory
+# what these make holds the same numbers in the same order in memory, CAST in another dtype
 SAME_ORDER = {
     CAST, "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "TBackward0",
     "TransposeBackward0", "PermuteBackward0",
@@ -281,8 +286,8 @@ SAME_ORDER = {
 class Recipe:
     """How to make again what a node of the graph has made.
 
-    It holds what it has made for as long as somebody may ask once more: q, k and v want the same
-    LayerNorm's output.
+    It makes it once for all who want it, such as q, k and v the output of the same LayerNorm, and
+    lives until the last of them is done.
     """
 
     def __init__(self, node):
@@ -301,19 +306,34 @@ class Recipe:
         return self.made[dtype]
 
 
+def order_in_memory(tensor):
+    """-> its dimensions, the one of the longest stride first: of channels_last 0, 2, 3, 1."""
+    return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+
+
+def permute_back(tensor, order):
+    """The inverse of tensor.permute(order)."""
+    return tensor.permute([order.index(dim) for dim in range(len(order))])
+
+
 class KeptForSeveral(Kept):
-    """A tensor that recipes look at, too, besides the node that keeps it.
+    """A tensor that is kept by a node of the graph, and read by it and by a recipe.
 
     Outer hooks are asked once: some would do their work again, or refuse.
     """
 
     def __init__(self, tensor, hooks):
         super().__init__(tensor, hooks)
+        self.stride = tensor.stride()
+        self.order = order_in_memory(tensor)
         self.unpacked = None  # from the first look on, until the node lets go of all of this
 
     def get(self):
         if self.unpacked is None:
-            self.unpacked = super().get()
+            tensor = super().get()
+            if tensor.stride() != self.stride:  # outer hooks may lose it, and recipes go by it
+                tensor = permute_back(tensor.permute(self.order).contiguous(), self.order)
+            self.unpacked = tensor
         return self.unpacked
 
 
@@ -332,11 +352,16 @@ class Remade:
 
 
 def origin(tensor):
-    """-> the node of the graph that made the tensor's numbers, and whether they were cast since."""
+    """-> the node of the graph that made the tensor's numbers, and whether they were cast since.
+
+    Of two casts the first may have rounded: it is taken for the one that made them.
+    """
     node = tensor.grad_fn
     cast = False
     while node is not None and node.name() in SAME_ORDER:
         if node.name() == CAST:
+            if cast:
+                break
             cast = True
         node = node.next_functions[0][0]
     return node, cast
@@ -353,10 +378,9 @@ def selective(forward, *inputs, **keywords):
 
     def keep(tensor):
         node, cast = origin(tensor)
-        if node is None or node.name() not in AGAIN:
+        known = node is not None and node.name() in AGAIN
+        if not known or (node.name() == WEIGHT and not cast):  # a weight itself is there anyway
             return KeptForSeveral(tensor, hooks)
-        if node.name() == WEIGHT and not cast:
-            return KeptForSeveral(tensor, hooks)  # it is there anyway
         recipe = recipes.get(node)
         if recipe is None:
             recipe = Recipe(node)
@@ -371,8 +395,9 @@ def selective(forward, *inputs, **keywords):
 
 
 class LossScaler:
-    """Keeps gradients above 6e-8, where fp16 ends: scales the loss up, as far as nothing overflows.
+    """Scales the loss, and with it the gradients, up as far as nothing overflows.
 
+    Of fp16's numbers none is smaller than 6e-8, so without it small gradients would become zero.
     (loss * scaler.scale).backward(); unscale; sum and clip; step. Nothing waits for the device.
     (Micikevicius 2018, section 3.2)
     """
@@ -415,12 +440,12 @@ class LossScaler:
             optimizer.step()
         finally:
             del optimizer.found_inf  # or it would skip steps that others make
-        self.good = (self.good + 1) * (1 - self.found_inf)
-        grow = (self.good >= self.interval) & (self.scale * self.growth).isfinite()
+        good = (self.good + 1) * (1 - self.found_inf)  # 0 after an overflow
+        grow = (good >= self.interval) & (self.scale * self.growth).isfinite()
         factor = torch.where(grow, self.growth, 1.0)
         factor = torch.where(self.found_inf > 0, self.backoff, factor)
         self.scale = self.scale * factor
-        self.good = self.good * (self.good < self.interval)
+        self.good = good * (good < self.interval)  # and 0 after `interval` of them
         self.found_inf = None
 
 
@@ -464,8 +489,7 @@ def sum_gradients(parameters, group=None):
     missing = {p for p in trained if p.grad is None}
     for dtype in sorted({p.dtype for p in trained}, key=str):
         alike = [p for p in trained if p.dtype == dtype]
-        gradients = [torch.zeros_like(p) if p in missing else p.grad for p in alike]
-        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        flat = torch.cat([line_of_gradient(p) for p in alike])
         flat += 0.0  # makes 0.0 of -0.0
         parts = flat.split([p.numel() for p in alike])
         for p, part in zip(alike, parts):
@@ -473,10 +497,19 @@ def sum_gradients(parameters, group=None):
                 part.fill_(-0.0)
         dist.all_reduce(flat, group=group)  # partial -> replicated
         for p, part in zip(alike, parts):
-            p.grad = part.view_as(p)
+            order = order_in_memory(p)
+            p.grad = permute_back(part.view_as(p.permute(order)), order)
     for p in missing:
         if (p.grad.eq(0) & p.grad.signbit()).all():
             p.grad = None
+
+
+def line_of_gradient(p):
+    """-> (n,), in p's order in memory, since fused optimizers do not look at strides."""
+    gradient = p.grad
+    if gradient is None:
+        gradient = torch.zeros_like(p)
+    return gradient.permute(order_in_memory(p)).flatten()
 
 
 def clip_gradients(parameters, clip):
@@ -569,7 +602,7 @@ def count_attention_on_cpus():
 
 count_attention_on_cpus()
 MATMULS = [op.default for op in flop_registry if hasattr(op, "default")]
-# of several blocks at once: checkpoint_sequential
+# torch.utils.checkpoint.checkpoint_sequential takes several blocks at once
 full_at_work = partial(checkpoint, use_reentrant=False)
 keep_matmuls = partial(create_selective_checkpoint_contexts, MATMULS)
 selective_at_work = partial(full_at_work, context_fn=keep_matmuls)
@@ -618,7 +651,7 @@ FLAGS = {
     "sweep": Flag(False, "--amp off and bf16, --accum 1 and M, every --ckpt, in one table"),
     "peak": Flag(0.0, "TFLOP/s of a device in bf16, from its data sheet, for MFU", ANY),
 }
-# what a run trains: one plan for each implementation, or twelve with --sweep
+# what a run trains: one plan for each implementation, or with --sweep each combination
 Plan = namedtuple("Plan", "amp accum ckpt")
 
 
@@ -759,7 +792,7 @@ def linears_of(block, needs):
 
 @dataclass
 class Sizes:
-    """Of a step on this rank; b and low are bytes of a number outside of and in matmuls."""
+    """Sizes of a step on this rank. A number has b bytes, and `low` where it goes into matmuls."""
 
     L: int
     C: int
@@ -837,7 +870,7 @@ def kept_of_cheap(block, needs, s, selective):
 def kept_by_head(model, norm_needs, s, fp16):
     """-> bytes that the final norm, the head and the loss keep."""
     each = s.b * s.V  # log-probabilities
-    once = s.b  # the sum of weights that cross_entropy divides by, if asked to
+    once = s.b  # a scalar of cross_entropy's, by which it divides when it is asked for a mean
     once += 8 * s.rows * s.T  # targets
     if norm_needs:
         each += s.b * (s.C + 2)
@@ -862,16 +895,27 @@ def kept_by_embeddings(model, s):
 def activations(model, plan, s):
     """-> formula, and the most bytes that a step keeps for backward at one time."""
     needs, norm_needs = needs_of_blocks(model)
-    outside = kept_by_embeddings(model, s)
     head = kept_by_head(model, norm_needs, s, plan.amp == "fp16")
     sizes = [kept_by_block(block, n, s, plan.ckpt == "selective")
              for block, n in zip(model.blocks, needs)]
-    if plan.ckpt != "full":
-        each, weights = sizes[-1]
-        formula = f"L ({each} t + {weights}) + head"
-        if len(set(sizes)) > 1:
-            formula = f"blocks, the last {each} t + {weights}, + head"
-        return formula, sum(each * s.t + once for each, once in sizes) + head + outside
+    if plan.ckpt == "full":
+        formula, most = most_with_full(needs, sizes, head, s)
+    else:
+        formula, most = all_that_is_kept(sizes, head, s)
+    return formula, most + kept_by_embeddings(model, s)
+
+
+def all_that_is_kept(sizes, head, s):
+    """sizes: of the blocks, as kept_by_block says -> formula, bytes when forward is over."""
+    each, weights = sizes[-1]
+    formula = f"L ({each} t + {weights}) + head"
+    if len(set(sizes)) > 1:
+        formula = f"blocks, the last {each} t + {weights}, + head"
+    return formula, sum(each * s.t + weights for each, weights in sizes) + head
+
+
+def most_with_full(needs, sizes, head, s):
+    """The same with full checkpointing -> formula, bytes when the head or a block has most."""
     inputs = 0  # bytes of the inputs and random states of the blocks so far
     most = 0  # with those of a block that runs again
     for n, (each, weights) in zip(needs, sizes):
@@ -882,7 +926,7 @@ def activations(model, plan, s):
             each -= s.b * s.C  # norm1 keeps the input itself
         most = max(most, inputs + each * s.t + weights)
     formula = f"L ({s.b * s.C} t + {s.state}) + max(block, head)"
-    return formula, max(most, inputs + head) + outside
+    return formula, max(most, inputs + head)
 
 
 def flops_of_step(model, s):
@@ -909,10 +953,12 @@ def flops_of_step(model, s):
 
 def flops_again(model, plan, s):
     """-> FLOPs of a step that are done a second time."""
+    if plan.ckpt != "full":
+        return 0
+    needs, _ = needs_of_blocks(model)
     a_token = 0
-    for block, n in zip(model.blocks, needs_of_blocks(model)[0]):
-        keeps_something = n.up or block.mlp.down.weight.requires_grad
-        if plan.ckpt == "full" and keeps_something:
+    for block, n in zip(model.blocks, needs):
+        if n.up or block.mlp.down.weight.requires_grad:  # else backward wants nothing of it
             a_token += 16 * s.C * s.C + 4 * s.T * s.C
     return a_token * s.rows * s.T
 
@@ -942,7 +988,9 @@ def row_of(run, name, plan, counter, plain_trace):
     speed = 1e3 * args.batch * s.T / ms  # of all ranks
     total = sum(p.numel() for p in model.parameters())
     flops_a_token = 6 * total + 12 * s.L * s.C * s.T  # as MFU is defined, whatever is frozen
-    peak_flops = 1e12 * args.peak or math.inf
+    peak_flops = math.inf
+    if args.peak:
+        peak_flops = 1e12 * args.peak
     gap = 0.0
     if plain_trace:
         losses = run.trace[name].until(run.checked).loss

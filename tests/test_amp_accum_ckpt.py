@@ -382,6 +382,36 @@ def test_on_the_host():
     assert_equal(*gradients)
 
 
+def test_hooks_that_lose_the_order_in_memory():
+    """Around a GELU of a transposed input, such as save_on_cpu's with pinned memory."""
+
+    def contiguous(tensor):
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+    def gradients(how):
+        torch.manual_seed(0)
+        linear = nn.Linear(4, 4).double()
+        x = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(contiguous, lambda tensor: tensor):
+            how(lambda x: linear(F.gelu(x.t())), x).square().sum().backward()
+        return [x.grad, linear.weight.grad, linear.bias.grad]
+
+    assert_equal(gradients(selective), gradients(plainly))
+
+
+def test_selective_does_not_leave_out_a_rounding():
+    """A cast to a narrow dtype and back is not made again in one."""
+
+    def gradients(how):
+        torch.manual_seed(0)
+        linear = nn.Linear(4, 4)
+        x = torch.randn(3, 4, requires_grad=True)
+        how(lambda x: linear(F.gelu(x).bfloat16().float()), x).square().sum().backward()
+        return [x.grad, linear.weight.grad, linear.bias.grad]
+
+    assert_equal(gradients(selective), gradients(plainly))
+
+
 def test_checkpoint_sequential():
     """A second oracle: torch's, of segments of several blocks."""
 
@@ -610,6 +640,27 @@ def overflow_on_rank_1(logits, y):
     if dist.get_rank() == 1:
         loss = loss * torch.inf
     return loss
+
+
+def check_order_in_memory():
+    """Fused optimizers take gradients in the order in which the parameter lies in memory."""
+    results = []
+    for fused in False, True:
+        torch.manual_seed(0)
+        conv = nn.Conv2d(3, 4, 2).double().to(memory_format=torch.channels_last)
+        optimizer = torch.optim.AdamW(conv.parameters(), lr=0.1, fused=fused)
+        x = torch.randn(2, 3, 4, 4, dtype=torch.float64)
+        for _ in range(2):
+            optimizer.zero_grad()
+            conv(x).square().mean().backward()
+            amp_accum_ckpt.sum_gradients(conv.parameters())
+            optimizer.step()
+        results.append([p.detach() for p in conv.parameters()])
+    assert_equal(*results)
+
+
+def test_order_in_memory():
+    run(check_order_in_memory, 2)
 
 
 def check_skip():
