@@ -1,4 +1,4 @@
-"""ZeRO: data parallelism in which a rank keeps its part of what else every rank would hold whole.
+"""ZeRO: data parallelism in which a rank keeps its part of what every rank would hold otherwise.
 
     a unit's parameters, end to end   | rank 0 | rank 1 | rank 2 | rank 3 |   equal chunks, padded
 
@@ -15,13 +15,14 @@ gradient 2, AdamW's master and states 12. M: micro-batches per step (--accum).
     stage 2     (2 + 14/dp) P        M + 1      gradients too: M times reduce-scatter
     stage 3     16 P/dp              3 M        parameters too: M times two all-gathers
 
-In fp32 and fp64 a parameter is its own master: b, b and 2 b bytes. --offload optimizer keeps master
-and states on the CPU and steps there; --offload param (stage 3) keeps the parameters there too.
+In fp32 and fp64, of b = 4 and 8 bytes, a parameter is its own master: b, b and 2 b. --offload
+optimizer keeps master and states on the CPU and steps there; --offload param (stage 3) keeps the
+parameters there too.
 
 fsdp.py does what stage 3 does by other means. Here the model keeps its own parameters, whose memory
 comes and goes under them; units run in any order, which is recorded so that the next one is sent
-for in time; and all stages are one class. There a unit puts parameters of its own into the model,
-blocks run in the order given, and replicas (HSDP) and the meta device are possible.
+for in time; and all stages are one class. In fsdp.py a unit puts parameters of its own into the
+model, blocks run in the order given, and replicas (HSDP) and the meta device are possible.
 
 Rajbhandari et al. 2019, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv:1910.02054, sections 5 and 7; Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840.
@@ -85,9 +86,9 @@ def take_back(flat):
 
 @dataclass(eq=False)
 class Part:
-    """This rank's piece of a parameter: a run of its numbers, as 1-D tensors of one length.
+    """This rank's piece of a parameter: a run of its numbers, in 1-D tensors.
 
-    The last part of a flat also has the padding behind it: the tensors are then longer than size.
+    The last part of a flat has the padding, too: its tensors are longer than size.
     """
 
     parameter: nn.Parameter  # the module's own
@@ -102,7 +103,7 @@ class Flat:
     """Parameters side by side in one tensor, padded to equal chunks: each rank owns one of them.
 
         p0 | p1 | p2 | padding    full: the parameters are views of it; buffer: their gradients are
-        chunk 0 | chunk 1 | ..    own, shard, master, sum, grad: this rank's chunk
+        chunk 0 | chunk 1 | ..    for this rank's chunk see make_chunk
 
     In stage 0 there is one chunk, the whole, and every rank owns it. Tensors that are not always
     needed are without memory in between: full in stage 3, buffer in stages 2 and 3.
@@ -115,8 +116,7 @@ class Flat:
         self.make_whole(parameters[0])
         self.make_chunk(offload)
         self.parts = self.cut()  # [Part]: this rank's chunk, parameter by parameter
-        self.versions = {}  # {parameter: autograd's count of its changes in place}
-        self.count_changes()
+        self.versions = self.count_changes()  # as they may be
 
         self.around = []  # flats of the units that this one's unit lies inside of (stage 3)
         self.gathering = None  # the all-gather into full that is under way, or None
@@ -155,19 +155,26 @@ class Flat:
             p.data = place.copy_(p.detach())
 
     def make_chunk(self, offload):
-        """The tensors of this rank's chunk, (chunk,)."""
+        """The tensors of this rank's chunk, (chunk,).
+
+        own     of full, a view
+        shard   the parameters in memory that is always there: own, or in stage 3 a copy
+        master  what the optimizer steps: the shard, or a copy in fp32 or on the CPU
+        sum     of buffer, a view: gradients summed over ranks
+        grad    these summed over micro-batches too: sum, or in stages 2 and 3 apart from it
+        """
         mine = slice(self.begin, self.begin + self.chunk)
-        self.own = self.full[mine]  # a view
-        self.shard = self.own  # parameters, in memory that is always there
+        self.own = self.full[mine]
+        self.shard = self.own
         if self.stage == 3:
             home = "cpu" if offload == "param" else self.own.device
             self.shard = self.own.to(home, copy=True)
         wide = torch.promote_types(self.shard.dtype, torch.float32)
-        self.master = self.shard.to(wide)  # what the optimizer steps: shard, or bf16's copy in fp32
+        self.master = self.shard.to(wide)
         if offload == "optimizer":
             self.master = self.shard.to("cpu", wide, copy=True)
-        self.sum = self.buffer[mine]  # gradients summed over ranks, a view
-        self.grad = self.sum  # gradients summed over ranks and micro-batches
+        self.sum = self.buffer[mine]
+        self.grad = self.sum
         if self.stage >= 2:
             self.grad = self.sum.clone()
 
@@ -181,18 +188,18 @@ class Flat:
     def cut(self):
         """-> [Part] of this rank's chunk, which they cover end to end."""
         parts = []
-        *_, last = self.starts
+        last = list(self.starts)[-1]
         for p, start in self.starts.items():
-            begin = start - self.begin  # seen from this chunk
-            low = max(begin, 0)
-            high = min(begin + p.numel(), self.chunk)
+            place = start - self.begin  # where it begins, seen from this chunk: may be before it
+            low = max(place, 0)
+            high = min(place + p.numel(), self.chunk)
             size = max(high - low, 0)
             if p is last:
                 high = self.chunk  # the padding goes with the last one
             if low < high:
                 run = slice(low, high)
                 master = nn.Parameter(self.master[run])
-                part = Part(p, low - begin, size, self.shard[run], master, self.grad[run])
+                part = Part(p, low - place, size, self.shard[run], master, self.grad[run])
                 parts.append(part)
         return parts
 
@@ -217,7 +224,7 @@ class Flat:
         take_back(self.full)
 
     def publish(self):
-        """The parameters follow the masters; in stages 1 and 2 other ranks' arrive later."""
+        """The masters' numbers become the parameters', in stages 1 and 2 after wait()."""
         if self.shard is not self.master:
             self.shard.copy_(self.master)
         if self.stage in (1, 2):
@@ -237,10 +244,11 @@ class Flat:
             take_back(self.full)
         if self.master is not self.shard:
             self.master.copy_(self.shard)
-        self.count_changes()
+        self.versions = self.count_changes()
 
     def count_changes(self):
-        self.versions = {p: p._version for p in self.starts}
+        """-> {parameter: how often it has been changed in place, as autograd counts}."""
+        return {p: p._version for p in self.starts}
 
     def refuse_changes(self):
         """Raises if somebody else has changed a parameter, and step() would undo or miss that."""
@@ -249,9 +257,11 @@ class Flat:
             if p.untyped_storage()._cdata != storage:
                 raise RuntimeError("a parameter has left the memory that ZeRO gave it: "
                                    "module.to() and p.data = .. must come before ZeRO(module)")
-            if self.master is not self.own and p._version != self.versions[p]:
-                raise RuntimeError("a parameter was changed in place, which its master would undo: "
-                                   "do it before ZeRO(module), or by module.load_state_dict()")
+        if self.master is self.own:
+            return  # what has changed the parameters has changed their master
+        if self.count_changes() != self.versions:
+            raise RuntimeError("a parameter was changed in place, which its master would undo: "
+                               "do it before ZeRO(module), or by module.load_state_dict()")
 
     # -- gradients
 
@@ -275,11 +285,12 @@ class Flat:
                 p.grad = None  # a further gradient must not be added to what is being summed
         self.buffer[self.size:].fill_(-0.0)
         self.closed = True
-        options = {"group": self.group, "async_op": True}
         if self.stage == 0:
-            self.reducing = dist.all_reduce(self.buffer, **options)  # partial -> replicated
+            work = dist.all_reduce(self.buffer, group=self.group, async_op=True)
+            self.reducing = work  # partial -> replicated
         else:
-            self.reducing = reduce_scatter(self.sum, self.buffer, **options)  # partial -> sharded
+            work = reduce_scatter(self.sum, self.buffer, group=self.group, async_op=True)
+            self.reducing = work  # partial -> sharded
 
     def finish_reduce(self):
         self.reducing.wait()
@@ -289,7 +300,8 @@ class Flat:
             take_back(self.buffer)
 
     def forget_gradients(self):
-        """Those of this rank, not the sums. The next backward may come."""
+        """The parameters' gradients go, so that the next backward may come; sums over ranks stay.
+        """
         for p in self.starts:
             p.grad = None
         self.missing = len(self.starts)
@@ -373,12 +385,13 @@ class ZeRO:
     def make_flats(self, units, offload):
         """A Flat for the parameters of each unit, and the hooks by which they come and go."""
         made = {}  # {index of a unit: its Flat}
-        for (index, _), parameters in sort_by_unit(self.module, units).items():
+        for index, parameters in sort_by_unit(self.module, units):
             stage = self.stage
             if index is None:
                 stage = min(stage, 2)
             flat = Flat(parameters, self.group, stage, offload)
-            made[index] = flat
+            if index is not None:
+                made[index] = flat
             self.flats.append(flat)
             for p in parameters:
                 p.register_post_accumulate_grad_hook(partial(self.ready, flat))
@@ -404,19 +417,19 @@ class ZeRO:
         trained = [p for flat in self.flats for p in flat.starts]
         if groups is None:
             groups = [{"params": trained}]
-        homes = {}  # {parameter: the index of its group}
+        group_of = {}  # {parameter: the index of its group}
         ours = []  # the groups, with masters in the place of parameters
         for index, options in enumerate(groups):
             for p in options["params"]:
-                if p in homes:
+                if p in group_of:
                     raise ValueError("a parameter is in two of the groups")
-                homes[p] = index
+                group_of[p] = index
             ours.append({**options, "params": []})
-        lost = sum(p not in homes for p in trained)
+        lost = sum(p not in group_of for p in trained)
         if lost:
             raise ValueError(f"{lost} trained parameters are in no group: add or freeze them")
         for part in self.parts:
-            ours[homes[part.parameter]]["params"].append(part.master)
+            ours[group_of[part.parameter]]["params"].append(part.master)
         given = [list(map(id, options["params"])) for options in ours]
         optimizer = make_optimizer(ours)
         refuse_optimizer(optimizer, given)
@@ -490,10 +503,14 @@ class ZeRO:
                 "a step and zero.reduce() after each backward; in stages 0 and 1 set zero.sync to "
                 "False before all backwards of a step but the last")
         flat.take_gradient(p)
-        if self.sync or self.stage >= 2:
+        if self.sums_now():
             flat.missing -= 1
             while self.pending and self.pending[0].missing == 0:
                 self.reduce_next()
+
+    def sums_now(self):
+        """Are gradients of the backward under way to be summed over ranks?"""
+        return self.sync or self.stage >= 2
 
     def reduce_next(self):
         """The next sum begins. The one before ends first, so that there are at most two buffers."""
@@ -504,7 +521,7 @@ class ZeRO:
 
     def reduce(self):
         """To be called after each backward, on all ranks: sums what has not been summed yet."""
-        if not self.sync and self.stage < 2:
+        if not self.sums_now():
             return
         while self.pending:
             self.reduce_next()
@@ -547,8 +564,7 @@ class ZeRO:
             flat.grad.fill_(-0.0)  # there is none: see start_reduce
 
     def step(self):
-        """Steps this rank's parts. Those of parameters that no rank has used are skipped, as in one
-        process. The parameters follow."""
+        """Steps this rank's parts, but for parameters that no rank has used, as in one process."""
         self.refuse_changes()
         skipped = self.unused()
         before = self.options()
@@ -619,10 +635,9 @@ class ZeRO:
         self.free_units()
         whole = {}  # {parameter: copy}
         for flat in self.flats:
-            flat.publish()
             if flat.stage == 3:
                 flat.start_gather()  # sharded -> replicated
-            flat.wait()
+                flat.wait()
             for p, place in flat.places.items():
                 whole[p] = place.clone()
             if flat.stage == 3:
@@ -696,7 +711,10 @@ class ZeRO:
                                "use zero.full_state_dict()")
 
     def __deepcopy__(self, memo):
-        """A copy of the module, such as an average, has these hooks: they do nothing there."""
+        """Who copies the module, for an average, copies hooks that call this object.
+
+        It does nothing for modules that it does not know, and must not be copied with them.
+        """
         return self
 
 
@@ -745,12 +763,12 @@ def refuse_optimizer(optimizer, given):
 
 def broadcast(tensor, group):
     """Gives all ranks the first rank's values; as bytes, since backends do not know every dtype."""
-    dense = tensor.detach().contiguous()
+    values = tensor.detach()
+    dense = values.contiguous()  # values itself, unless it has other strides
     if dense.numel():
         numbers = dense.view(-1).view(torch.uint8)
         dist.broadcast(numbers, group=group, group_src=0)  # the first rank's -> replicated
-    if not tensor.is_contiguous():
-        tensor.detach().copy_(dense)  # dense is a copy
+    values.copy_(dense)
 
 
 def tensors_in(output, seen=None):
@@ -777,8 +795,11 @@ def tensors_in(output, seen=None):
 
 
 def sort_by_unit(module, units):
-    """-> {(index of a unit, dtype): [trained parameters that lie together]}. The index is None for
-    those that are in no unit, in several, or of another dtype than their unit's first."""
+    """-> [(index of a unit, trained parameters that lie together)].
+
+    The index is None for those that are in no unit, in several, or of another dtype than their
+    unit's first. They lie together by dtype.
+    """
     places = [(site, index) for index, unit in enumerate(units) for site in unit]
     if len({site for site, _ in places}) < len(places):
         raise ValueError("a module is in two of the units")
@@ -792,16 +813,17 @@ def sort_by_unit(module, units):
         for p in m.parameters(recurse=False):
             if p.requires_grad and p.numel():
                 homes.setdefault(p, set()).add(owner.get(m))
-    dtypes = {}  # {index: dtype of the unit's first parameter}
-    together = {}
+    first_dtype = {}  # {index: dtype of the unit's first parameter}
+    together = {}  # {(index, dtype): [parameter]}
     for p, indices in homes.items():
         index = None
         if len(indices) == 1:
             [index] = indices
-        if dtypes.setdefault(index, p.dtype) != p.dtype:
+        first_dtype.setdefault(index, p.dtype)
+        if p.dtype != first_dtype[index]:
             index = None
         together.setdefault((index, p.dtype), []).append(p)
-    return together
+    return [(index, parameters) for (index, _), parameters in together.items()]
 
 
 def surroundings(units, index):
@@ -818,7 +840,7 @@ def surroundings(units, index):
 
 
 def parallelize(model, lr, group=None, stage=1, offload="none"):
-    """The tied embedding is in the first unit of forward, which is also its last. -> ZeRO"""
+    """-> ZeRO. Forward begins and ends with the tied embedding: its two ends are one unit."""
     ends = (model.tok, model.pos, model.head)
     *blocks, last = model.blocks
     units = [ends, *blocks, (last, model.norm)]
@@ -839,16 +861,17 @@ def train_step(zero, x, y, valid, clip, accum=1):
     valid: the number of targets in the whole batch.
     """
     zero.zero_grad()
-    losses = []
-    for xs, ys in zip(x.tensor_split(accum), y.tensor_split(accum)):
+    total = 0
+    microbatches = zip(x.tensor_split(accum), y.tensor_split(accum))
+    for number, (xs, ys) in enumerate(microbatches, 1):
         loss = loss_sum(zero.module(xs), ys) / valid
-        losses.append(loss.detach())
-        zero.sync = len(losses) == accum
+        zero.sync = number == accum
         loss.backward()
         zero.reduce()  # partial -> sharded
+        total = total + loss.detach()
     norm = zero.clip_grad_norm_(clip)
     zero.step()
-    return sum(losses), norm
+    return total, norm
 
 
 def evaluate(zero, x, y):
@@ -865,20 +888,20 @@ def pieces(zero):
     writes = zero.stage > 0 or is_first  # in stage 0 all ranks hold the same
     found = []
     for part in zero.parts:
-        held = {"": part.master.detach()}  # {what a piece's name ends in: 1-D tensor}
+        held = {"": part.master.detach()}  # {end of a piece's name, such as ".exp_avg": 1-D tensor}
         for kind, state in zero.optimizer.state.get(part.master, {}).items():
             if kind != "step":
                 held["." + kind] = state
-        for kind, tensor in held.items():
+        for end, tensor in held.items():
             numbers = tensor[:part.size]  # without padding
-            name = names[part.parameter] + kind
+            name = names[part.parameter] + end
             found += run_pieces(name, part.parameter.shape, part.first, numbers, writes)
     frozen = [(names[p], p) for p in zero.frozen]
     return found + pieces_that_follow(zero, names) + pieces_of(frozen, None, is_first)
 
 
 def pieces_that_follow(zero, names):
-    """What computes, if it is not the master: it is loaded as the master is, but not saved."""
+    """-> [Piece] of what computes, beside the masters: loaded as these are, but not saved."""
     found = []
     for flat in zero.flats:
         if flat.stage < 3:
@@ -946,12 +969,12 @@ def units_gathered(zero):
     embeddings = [model.tok, model.pos]  # their backward needs no parameter
     rest = [*model.blocks, model.norm, model.head]
     sites = embeddings + rest + rest[::-1]
+    home = {p: flat for flat in zero.flats for p in flat.starts}
     visited = []
     for site in sites:
-        for flat in zero.flats:
-            is_here = any(p in flat.starts for p in site.parameters())
-            if is_here and visited[-1:] != [flat]:
-                visited.append(flat)
+        for p in site.parameters():
+            if p in home and (not visited or visited[-1] is not home[p]):
+                visited.append(home[p])
     return visited
 
 
@@ -1037,7 +1060,8 @@ def refuse(args):
             f"--offload {args.offload} with --stage {stage}: needs stage {least} or more")
     require(scratch or stage >= 1, f"--impl {args.impl} --stage 0: torch's has stages 1 to 3")
     require(scratch or args.accum == 1, f"--impl {args.impl}: --accum is for --impl scratch")
-    require(scratch or least == 0, f"--impl {args.impl}: --offload is for --impl scratch")
+    require(scratch or args.offload == "none",
+            f"--impl {args.impl}: --offload is for --impl scratch")
     saved = args.save or args.resume or args.init_from
     require(scratch or stage >= 2 or not (args.dry_run or saved),
             f"--impl {args.impl} --stage 1: torch's optimizer has no dry run and is not saved")
