@@ -181,7 +181,7 @@ def clip_gradients(parameters, clip):
     """
     parameters = [p for p in parameters if p.grad is not None]
     norm = nn.utils.get_total_norm([p.grad for p in parameters])
-    finite = norm.nan_to_num(0, posinf=0)
+    finite = norm.nan_to_num(0, posinf=0)  # a norm of 0 needs no scaling
     nn.utils.clip_grads_with_norm_(parameters, clip or math.inf, finite)
     return norm
 
@@ -195,9 +195,9 @@ def adamw(parameters, lr):
 def learning_rate(step, args):
     """The rate of a step, from --lr, --warmup, --decay and --min-lr: a pure function.
 
-    It climbs in a straight line for `warmup` steps, the last of which has the full rate. From then
-    on it stays, or falls towards min_lr, which the step after the last would have: in a straight
-    line or along half a cosine (Loshchilov 2017, "SGDR", arXiv:1608.03983, equation 5).
+    It climbs in a straight line for `warmup` steps, the last of which has the full rate. Then it
+    stays, or falls in a straight line or along half a cosine (Loshchilov 2017, "SGDR",
+    arXiv:1608.03983, equation 5). One more step than there are would have min_lr.
     """
     if step < args.warmup:
         return args.lr * (step + 1) / args.warmup
@@ -213,7 +213,7 @@ def learning_rate(step, args):
 
 IGNORE = -100  # a target that is not predicted
 HELD_OUT = 20  # one part in so many of the text is held out for validation, its end
-EVAL_BATCHES = 8  # of it are read, at most
+EVAL_BATCHES = 8  # validation reads at most so many batches of that
 
 
 def load_corpus(path, seq):
@@ -257,7 +257,7 @@ def get_batch(corpus, seq, seed, step, batch, pad=0.0, rows=None):
     tails = []
     for _ in range(batch):
         # uneven on purpose: half of the sequences lose nothing, the others up to 4 x pad of their
-        # targets, but one is left
+        # targets, and each keeps at least one
         tail = int(4 * pad * seq * rng.random() * rng.randrange(2))
         tails.append(min(seq - 1, tail))
     if rows is None:
@@ -271,22 +271,26 @@ def get_batch(corpus, seq, seed, step, batch, pad=0.0, rows=None):
 def windows(corpus, seq, starts):
     """-> inputs, targets (len(starts), T) int64: the text from each start, and one further."""
     text = torch.stack([corpus[start:start + seq + 1] for start in starts]).long()
-    return text[:, :-1].clone(), text[:, 1:].clone()  # not contiguous(): of one row that is no copy
+    # two copies, since targets may be overwritten; contiguous() would not copy a single row
+    return text[:, :-1].clone(), text[:, 1:].clone()
+
+
+def count_windows(text, seq):
+    """How many windows lie end to end in a text."""
+    return (len(text) - 1) // seq
 
 
 def held_out_batches(text, seq, batch):
     """How many batches of windows, end to end, validation reads of this text."""
-    count = (len(text) - 1) // seq
-    return min(EVAL_BATCHES, -(-count // batch))
+    return min(EVAL_BATCHES, -(-count_windows(text, seq) // batch))
 
 
 def held_out_batch(text, seq, k, batch, rows=None):
-    """Batch k of the held-out text's windows -> inputs, targets (rows, T), valid in the whole
-    batch.
+    """Batch k of the held-out text's windows -> inputs, targets (rows, T), valid.
 
-    Rows beyond the last window have no valid target.
+    valid: targets of the whole batch. Rows beyond the last window have none.
     """
-    count = (len(text) - 1) // seq
+    count = count_windows(text, seq)
     if rows is None:
         rows = range(batch)
     numbers = [k * batch + i for i in rows]
@@ -294,8 +298,8 @@ def held_out_batch(text, seq, k, batch, rows=None):
     for number, row in zip(numbers, y):
         if number >= count:
             row[:] = IGNORE
-    there = min(batch, count - k * batch)
-    return x, y, there * seq
+    full_rows = min(batch, count - k * batch)
+    return x, y, full_rows * seq
 
 
 def share(n, parts, i):
@@ -359,7 +363,7 @@ def arguments(doc, **own):
     Every value is in its bounds. args.cfg is the GPTConfig, args.world_size the ranks, those of a
     dry run too, so that a script can `require` what it needs before anything is built.
     """
-    flags = {**own, **FLAGS}
+    flags = {**own, **FLAGS}  # in this order in --help
     args = parse(doc, flags)
     for name, flag in flags.items():
         check_bounds(name, getattr(args, name), flag.limits)
@@ -388,35 +392,33 @@ def parse(doc, flags):
     return parser.parse_args()
 
 
-# A second name for a flag: torchrun's parser takes --log for one of its own that begin so
+# A second name for a flag: torchrun takes --log for an abbreviation of several flags of its own
 SECOND_NAMES = {"log": "--log-file"}
 
 
 def add_flag(parser, name, flag):
-    option = "--" + name.replace("_", "-")
+    options = ["--" + name.replace("_", "-")]
+    if name in SECOND_NAMES:
+        options.append(SECOND_NAMES[name])
+    settings = {"help": flag.help}
     if flag.default is True:
-        both = argparse.BooleanOptionalAction
-        parser.add_argument(option, help=flag.help, default=True, action=both)
-        return
-    if flag.default is False:
-        parser.add_argument(option, help=flag.help, default=False, action="store_true")
-        return
-    kind = type(flag.default)
-    default = flag.default
-    text = flag.help
-    if kind is type:
-        kind = flag.default
-        default = None
-    elif default != "":
-        text += f" ({default})"
-    if flag.limits and isinstance(flag.limits[0], str):
-        parser.add_argument(option, help=text, default=default, choices=flag.limits)
+        settings["default"] = True
+        settings["action"] = argparse.BooleanOptionalAction
+    elif flag.default is False:
+        settings["action"] = "store_true"
+    elif isinstance(flag.default, type):
+        settings["type"] = flag.default
+        settings["metavar"] = name[0].upper()
     else:
-        options = [option]
-        if name in SECOND_NAMES:
-            options.append(SECOND_NAMES[name])
-        metavar = name[0].upper()
-        parser.add_argument(*options, help=text, default=default, type=kind, metavar=metavar)
+        settings["default"] = flag.default
+        settings["type"] = type(flag.default)
+        settings["metavar"] = name[0].upper()
+        if flag.default != "":
+            settings["help"] += f" ({flag.default})"
+    if flag.limits and isinstance(flag.limits[0], str):
+        settings["choices"] = flag.limits
+        settings["metavar"] = None  # which shows the choices
+    parser.add_argument(*options, **settings)
 
 
 def check_bounds(name, value, limits):
@@ -424,7 +426,7 @@ def check_bounds(name, value, limits):
         return
     low, high = limits
     bounds = f"{low:g} or more"
-    if high < sys.maxsize or value > high:
+    if high < sys.maxsize or value > high:  # sys.maxsize is told only to those who exceed it
         bounds += f", {high:g} or less"
     require(low <= value <= high, f"--{name.replace('_', '-')} {value}: must be {bounds}")
 
@@ -499,7 +501,7 @@ def choose_backend(device, store, launch):
         return "gloo"
     if launch.local_world_size <= torch.cuda.device_count():
         return "nccl"
-    # Some launchers show each process its own GPU alone: is it the same one?
+    # some launchers let each process see one GPU only, but each another one
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", "")
     store.set(f"gpu of {launch.rank}", f"{socket.gethostname()} {uuid}")
     gpus = {store.get(f"gpu of {rank}") for rank in range(launch.world_size)}
@@ -525,7 +527,8 @@ def join_world(args, device, launch):
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     # until the first collective, nobody needs the timeout of the backend
     guard.prepare(timedelta(seconds=args.timeout or TIMEOUT["gloo"]))
-    store, rank, world_size = guard.among_the_living(*next(dist.rendezvous("env://")))
+    world = next(dist.rendezvous("env://"))
+    store, rank, world_size = guard.among_the_living(*world)
     backend = choose_backend(device, store, launch)
     timeout = timedelta(seconds=args.timeout or TIMEOUT[backend])
     guard.prepare(timeout)
@@ -539,7 +542,6 @@ def join_world(args, device, launch):
 
 TIMEOUT = {"gloo": 30, "nccl": 600}  # seconds
 BLOCK = 5  # steps of one implementation before it is the other's turn
-BOTH = {"both": ("scratch", "torch")}  # what --impl both stands for
 CHECKED = 300  # steps that the plain GPT replays, at most
 
 
@@ -549,8 +551,8 @@ class Side:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    # train_step(x, y, valid) -> this rank's part of the loss, the gradient norm; None where main()
-    # calls a function of its own
+    # what main() calls for a step, with arguments of its own choice -> this rank's part of the
+    # loss, the gradient norm; None where main() has another way
     train_step: Callable | None = None
     # () -> {the plain GPT's name: whole tensor}, on every rank; gradients of what is trained
     full_gradients: Callable
@@ -592,7 +594,9 @@ class Run:
         self.dry = bool(args.dry_run)
         self.dtype = DTYPES[args.dtype]
         self.build_plain = build
-        self.impls = impls or BOTH.get(args.impl, (args.impl,))
+        self.impls = impls or (args.impl,)
+        if self.impls == ("both",):
+            self.impls = ("scratch", "torch")
         self.sides = {}  # {impl: Side}, from begin() on
         self.start = checkpoint.begin(args)  # the checkpoint to start from; bad: exit code 2
         self.corpus = load_corpus(args.data, self.cfg.seq)
@@ -619,7 +623,7 @@ class Run:
     def plan_steps(self):
         self.first = self.start.steps  # the first step
         self.last = self.args.steps - 1
-        if self.dry:
+        if self.dry:  # one step that makes AdamW's states, one that has them
             self.last = min(self.args.steps, 2) - 1
         self.checked = min(self.last, self.first + CHECKED - 1)  # the last step that is compared
         self.step = self.first  # the one under way
@@ -672,7 +676,10 @@ class Run:
 
     def build(self):
         """The plain model, with this run's weights, device and dtype; --train freezes the rest."""
-        model = self.build_plain(self.cfg, self.args.seed, self.device, self.dtype)
+        return self.freeze(self.build_plain(self.cfg, self.args.seed, self.device, self.dtype))
+
+    def freeze(self, model):
+        """With --train freezes what it does not find -> the model."""
         if self.args.train:
             found = freeze(model, self.args.train)
             require(found, f"--train {self.args.train}: matches no parameter's name")
@@ -710,10 +717,7 @@ class Run:
             self.step_log = report.StepLog(self.args.log, self.first)
 
     def steps(self):
-        """(impl, step) in order.
-
-        With --impl both in alternating blocks, so that both meet the same noise.
-        """
+        """(impl, step) in order, --impl both in alternating blocks: both meet the same noise."""
         if self.dry:
             self.say("dry run: no values")
         elif self.rank == 0:
@@ -735,20 +739,20 @@ class Run:
     @contextlib.contextmanager
     def measure(self, impl, step):
         """Times a step. The last one is watched by the ledger, the one before by the profiler."""
-        side = self.sides[impl]
+        is_last = step == self.last
+        on_gpu = self.device.type == "cuda" and not self.dry
         with contextlib.ExitStack() as stack:
-            if step == self.last:
-                ledger = Ledger(held=side.all_held, device=self.device)
+            if is_last:
+                ledger = Ledger(held=self.sides[impl].all_held, device=self.device)
                 self.ledger[impl] = stack.enter_context(ledger)
             if self.args.profile and step == max(self.first, self.last - 1):
                 stack.enter_context(self.profiler(impl))
-            watched = self.device.type == "cuda" and not self.dry and step == self.last
-            if watched:
+            if is_last and on_gpu:
                 torch.cuda.reset_peak_memory_stats()
             start = self.clock.mark()
             yield
             self.marks = start, self.clock.mark()
-            if watched:
+            if is_last and on_gpu:
                 self.extra["allocator_peak"] = torch.cuda.max_memory_allocated()
 
     def profiler(self, impl):
@@ -756,8 +760,7 @@ class Run:
         return profiled(Path(self.args.profile, name), self.say)
 
     def ms(self, impl):
-        """Median of the timed steps, without the first, which warms up, and the last, which the
-        ledger slows down."""
+        """Median of the steps but the first, a warmup, and the last, slowed down by the ledger."""
         times = self.times.get(impl)
         if self.dry or not times:
             return None
@@ -802,8 +805,7 @@ class Run:
             sys.exit(1)  # what is wrong has been said
 
     def sum_losses(self, part):
-        """This rank's part -> the loss of the global batch. Ranks tell each other of SIGTERM too.
-        """
+        """This rank's part -> the loss of the global batch. SIGTERM is told to all ranks, too."""
         heard = bool(self.request and self.request.made)
         both = torch.stack([part.detach().double(), part.new_tensor(heard, dtype=torch.float64)])
         dist.all_reduce(both)  # partial -> replicated
@@ -855,7 +857,7 @@ class Run:
         """-> how many batches are read, how many valid targets they have."""
         seq = self.cfg.seq
         batches = held_out_batches(self.held_out_text, seq, self.args.batch)
-        count = min((len(self.held_out_text) - 1) // seq, batches * self.args.batch)
+        count = min(count_windows(self.held_out_text, seq), batches * self.args.batch)
         return batches, count * seq
 
     def validate(self, impl, step):
@@ -886,7 +888,8 @@ class Run:
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         optimizer = adamw(trainable.values(), self.args.lr)
         trace = Trace()
-        for step in range(self.plain_start(model, optimizer), self.checked + 1):
+        start = self.plain_start(model, optimizer)
+        for step in range(start, self.checked + 1):
             if step == self.first and self.args.eval_every:
                 trace.validation[step - 1] = self.validate_plain(model)
             self.set_rate(optimizer, step)
@@ -910,8 +913,8 @@ class Run:
     def plain_start(self, model, optimizer):
         """-> the step at which the plain run begins.
 
-        It is 0, so that a resumed run is compared with one that was never interrupted, unless that
-        is too far back.
+        It is 0, so that a resumed run is compared with one that was never interrupted. If that is
+        more than CHECKED steps back it is the checkpoint's step, and the checkpoint is loaded.
         """
         if self.start.folder is None:
             return 0
@@ -961,9 +964,9 @@ class Run:
         if self.rank == 0:
             ranks = [json.loads(self.store.get(f"rank {r}")) for r in range(self.world_size)]
             check, plain_loss = self.check(plain or self.plain, judged_as or self.args.dtype)
-            failed = bool(check) and not check["passed"]
-            trouble = self.publish(ranks, total, check, plain_loss)
-            self.store.set("failed", str(int(failed or trouble)))
+            unwritten = self.publish(ranks, total, check, plain_loss)
+            wrong = bool(check) and not check["passed"]
+            self.store.set("failed", str(int(wrong or unwritten)))
         self.store.wait(["failed"], timedelta(days=1))
         failed = int(self.store.get("failed"))
         dist.barrier()  # rank 0 may be the store: it leaves when all have read
