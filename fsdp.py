@@ -45,9 +45,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from common import (
-    ANY, GPT, Flag, Run, Side, adamw, arguments, build, freeze, init_weights, loss_sum, require,
-    share,
-)
+    ANY, GPT, Flag, Run, Side, adamw, arguments, build, init_weights, loss_sum, require, share)
 from harness.checkpoint import STATES, pieces_of, run_pieces
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
@@ -59,7 +57,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 # A place where a module has a parameter. path: the name of that module in the whole model
 Use = namedtuple("Use", "module attribute path")
 
-# Elements start to stop of a shard, as a parameter that an optimizer steps
+# Elements start to stop of a shard: a view of them, as a parameter that an optimizer steps
 Segment = namedtuple("Segment", "start stop parameter")
 
 
@@ -70,9 +68,9 @@ class Unit:
     The modules use views into `full`. Its memory comes and goes, the tensor object stays.
     """
 
-    def __init__(self, uses, group, replicas, device, dtype, home, init):
-        """uses: {parameter: [Use, ..]}, several where it is tied. The rest is as in FSDP."""
-        kinds = {p.dtype for p in uses}
+    def __init__(self, places, group, replicas, device, dtype, home, init):
+        """places: {parameter: [Use, ..]}, several where it is tied. The rest is as in FSDP."""
+        kinds = {p.dtype for p in places}
         if len(kinds) > 1:
             raise ValueError(f"FSDP: a unit's parameters must be of one dtype, not {kinds}: make "
                              "a block of what has another")
@@ -80,12 +78,12 @@ class Unit:
         n = dist.get_world_size(group)
         self.group = group  # n ranks, each with a shard of its own
         self.replicas = replicas  # ranks with the same shard, each in another copy, or None
-        self.names = [names_of(places) for places in uses.values()]  # [[full name, ..], ..]
-        self.owners = {use.module for places in uses.values() for use in places}  # their modules
-        self.shapes = [p.shape for p in uses]
+        self.names = [names_of(uses) for uses in places.values()]  # [[full name, ..], ..]
+        self.owners = {use.module for uses in places.values() for use in uses}  # their modules
+        self.shapes = [p.shape for p in places]
         self.ranges = []  # where each parameter begins and ends in full
         self.size = 0  # elements of all of them
-        for p in uses:
+        for p in places:
             self.ranges.append((self.size, self.size + p.numel()))
             self.size += p.numel()
         each = -(-self.size // n)  # the last shards may end in padding, which is zero and stays so
@@ -100,22 +98,27 @@ class Unit:
         self.flat = None  # (n each,), this rank's gradients while a reduce-scatter reads them
         self.part = None  # (each,), the sum for this shard until it is added to the segments'
 
-        self.replace(uses, init)
+        self.replace(places, init)
         self.free()
 
-    def replace(self, uses, init):
+    def replace(self, places, init):
         """Keep this rank's part of the parameters, and give the modules those that come and go."""
-        for i, (p, places) in enumerate(uses.items()):
-            if self.keeps(i):
+        for i, (p, uses) in enumerate(places.items()):
+            low, high = self.overlap(i)
+            if low < high:
                 if p.is_meta:  # made here, one at a time, and only where a part of it is kept
-                    p = made(p, places[0], self.full.device, init)
+                    p = made(p, uses[0], self.full.device, init)
                 self.store(i, p.detach())
-            for use in places:
+            for use in uses:
                 setattr(use.module, use.attribute, self.borrowed[i])
 
     def borrow(self, view):
+        """A parameter in the memory of the view.
+
+        Of nn.Parameter(view) autograd would take a gather for a change in place, and complain.
+        """
         parameter = nn.Parameter(torch.empty(0, dtype=view.dtype, device=view.device))
-        parameter.data = view  # Parameter(view): autograd would take a gather for a change of value
+        parameter.data = view
         return parameter
 
     def views(self, flat):
@@ -132,9 +135,6 @@ class Unit:
         high = min(stop - self.first, self.shard.numel())
         return low, high
 
-    def keeps(self, i):
-        low, high = self.overlap(i)
-        return low < high
 
     def store(self, i, whole):
         """Copy this rank's part of parameter i into the shard."""
@@ -171,7 +171,7 @@ class Unit:
 
         One that this rank's backward did not use adds zeros.
         """
-        self.keep()  # what an earlier part of this backward has reduced
+        self.collect()  # if another gradient has come since this unit was closed in this backward
         self.flat = torch.empty(self.full.numel(), dtype=self.shard.dtype, device=self.full.device)
         pieces = []
         for p in self.borrowed:
@@ -185,7 +185,7 @@ class Unit:
         self.reducing = work  # partial -> sharded
 
     def finish_reduce(self):
-        """Let go of `flat`; where there are replicas, begin to sum over them too."""
+        """Wait for the sum over the group; where there are replicas, begin to sum over them."""
         if self.flat is not None:
             self.reducing.wait()
             self.reducing = None
@@ -194,8 +194,8 @@ class Unit:
                 work = dist.all_reduce(self.part, group=self.replicas, async_op=True)
                 self.reducing = work  # partial -> replicated
 
-    def keep(self):
-        """Add what has arrived to the gradients of the segments."""
+    def collect(self):
+        """Wait for the sum, and add it to the gradients of the segments."""
         if self.reducing:
             self.reducing.wait()
             self.reducing = None
@@ -275,8 +275,8 @@ class FSDP(nn.Module):
     reshard: free blocks after forward, and gather them again for backward
     dtype: what computes and travels, if it is not the parameters' own; shards and sums keep theirs
     device, home: where the module computes, and where the shards live (None: there as well)
-    init(holder, prefix): fills the one parameter of `holder`, known by prefix and its name alone,
-        where parameters are on the meta device
+    init(holder, prefix): fills a parameter that was on the meta device. It is the only one in the
+        module `holder`, and its name in the whole model is prefix + its name there
 
     All ranks begin with the first one's parameters and buffers; then each has buffers of its own.
     Frozen parameters stay whole on every rank. All ranks must use the same units in a step. In a
@@ -304,15 +304,16 @@ class FSDP(nn.Module):
         self.grouped = False  # have the shards been cut by an optimizer's groups?
 
         self.unify(group, replicas)
+        self.move_buffers()
         places = places_of(module)
         self.keep_whole(places, dtype, init)
         options = dict(group=group, replicas=replicas, device=self.device, dtype=dtype,
                        home=home or self.device, init=init)
         for block in blocks:
-            uses = self.take(places, set(block.modules()))
-            if uses:
+            taken = self.take(places, set(block.modules()))
+            if taken:
                 self.add_hooks(block, len(self.blocks))
-                self.blocks.append(Unit(uses, **options))
+                self.blocks.append(Unit(taken, **options))
         self.units += self.blocks
         if places:
             self.root = Unit(places, **options)
@@ -330,11 +331,15 @@ class FSDP(nn.Module):
             if not tensor.is_meta:
                 broadcast(tensor, group, replicas, self.device)
 
+    def move_buffers(self):
+        for owner in self.module.modules():
+            for name, buffer in owner.named_buffers(recurse=False):
+                setattr(owner, name, buffer.to(self.device))
+
     def keep_whole(self, places, dtype, init):
-        """Take what is not trained out of `places`. It only moves to where the module computes."""
-        for p in list(places):
-            if p.requires_grad and p.numel():
-                continue
+        """Take what is frozen or empty out of `places`: it moves to where the module computes."""
+        left_alone = [p for p in places if not p.requires_grad or p.numel() == 0]
+        for p in left_alone:
             uses = places.pop(p)
             if p.is_meta:
                 p = nn.Parameter(made(p, uses[0], self.device, init), p.requires_grad)
@@ -345,17 +350,14 @@ class FSDP(nn.Module):
                 p.data = p.data.to(dtype)
             if not p.requires_grad:
                 self.frozen.append(p)
-        for owner in self.module.modules():
-            for name, buffer in owner.named_buffers(recurse=False):
-                setattr(owner, name, buffer.to(self.device))
 
     def take(self, places, inside):
         """Take those parameters out of `places` that are used within these modules alone."""
-        uses = {}
+        taken = {}
         for p in list(places):
             if all(use.module in inside for use in places[p]):
-                uses[p] = places.pop(p)
-        return uses
+                taken[p] = places.pop(p)
+        return taken
 
     def add_hooks(self, block, i):
         block.register_forward_pre_hook(partial(self.before_forward, i))
@@ -378,17 +380,20 @@ class FSDP(nn.Module):
 
     def begin(self):
         """Leave nothing behind of a forward without backward, or of a backward that broke off."""
-        thawed = any(p.requires_grad for p in self.frozen)
+        changed = any(p.requires_grad for p in self.frozen)
         for unit in self.units:
             unit.reset()
-            thawed = thawed or len({p.requires_grad for p in unit.borrowed}) > 1
-        if thawed:
+            trained = [p.requires_grad for p in unit.borrowed]
+            if any(trained) and not all(trained):
+                changed = True
+        if changed:
             raise RuntimeError("FSDP: requires_grad has changed: freeze and thaw before FSDP, or "
                                "all of a unit together")
         self.reducing = None
         self.queued = False
 
     def gather_root(self, following):
+        """The root is here after this, and the block that follows on its way."""
         if self.root:
             self.root.start_gather()
         self.prefetch(following)
@@ -438,7 +443,7 @@ class FSDP(nn.Module):
         self.gather_root(following=len(self.blocks) - 1)
 
     def backward_reaches(self, i, gradient):
-        """Backward is at the end of block i, so it is through with block i + 1."""
+        """Backward is at the end of block i: it is through with i + 1, and i - 1 comes next."""
         self.expect_end()
         if i + 1 < len(self.blocks):
             self.close(self.blocks[i + 1])
@@ -459,7 +464,7 @@ class FSDP(nn.Module):
             self.close(unit)
         for unit in self.units:
             unit.finish_reduce()
-            unit.keep()
+            unit.collect()
         self.reducing = None
         self.queued = False
 
@@ -471,11 +476,12 @@ class FSDP(nn.Module):
         A norm of inf or nan leaves them as they are, so that one can see whose it is.
         """
         gradients = [p.grad for p in self.shards if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients).to(self.device, self.units[0].shard.dtype)
-        square = norm.square()
+        norm = nn.utils.get_total_norm(gradients)
+        # from the shards' home to where ranks communicate; of no gradients it is an fp32 zero
+        square = norm.to(self.device, self.units[0].shard.dtype).square()
         dist.all_reduce(square, group=self.group)  # partial -> replicated
         norm = square.sqrt()
-        finite = norm.nan_to_num(0, posinf=0)
+        finite = norm.nan_to_num(0, posinf=0)  # a norm of 0 needs no scaling
         nn.utils.clip_grads_with_norm_(self.shards, max_norm or math.inf, finite)
         return norm
 
@@ -491,7 +497,7 @@ class FSDP(nn.Module):
         return kind(self.parameter_groups(groups), **options)
 
     def parameter_groups(self, groups=None):
-        """What an elementwise optimizer takes. A rule by p.dim() must be made here, not on it.
+        """What an elementwise optimizer takes: flat shards, of which p.dim() tells nothing.
 
         groups: None, or [{"params": parameters of the module, "weight_decay": .., ..}, ..], taken
         from the module after it was sharded: they have their names and shapes then, but no values.
@@ -558,12 +564,15 @@ class FSDP(nn.Module):
 
     def rest(self):
         """(name, tensor) of what is in no unit, but in the state_dict: frozen ones and buffers."""
-        sharded = {name for unit in self.units for names in unit.names for name in names}
+        sharded = self.sharded_names()
         tensors = dict(self.module.named_parameters(remove_duplicate=False))
         tensors.update(self.module.named_buffers(remove_duplicate=False))
         for name in self.state_names:
             if name not in sharded:
                 yield name, tensors[name].detach()
+
+    def sharded_names(self):
+        return {name for unit in self.units for names in unit.names for name in names}
 
     def _apply(self, *_, **__):
         raise RuntimeError("FSDP: give device, home and dtype when it is made")
@@ -585,8 +594,8 @@ def places_of(module):
     return places
 
 
-def names_of(places):
-    return [f"{use.path}.{use.attribute}".lstrip(".") for use in places]
+def names_of(uses):
+    return [f"{use.path}.{use.attribute}".lstrip(".") for use in uses]
 
 
 def device_of(module):
@@ -601,7 +610,7 @@ def made(parameter, use, device, init):
     if init is None:
         raise ValueError("FSDP: a parameter is on the meta device: give init=, which fills it")
     empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-    holder = nn.ParameterDict({use.attribute: empty})
+    holder = nn.ParameterDict({use.attribute: empty})  # a module with nothing else in it
     init(holder, prefix=use.path)
     return holder[use.attribute].detach()
 
@@ -679,7 +688,7 @@ def refuse_state(*_):
 def check_elementwise(kind, options, own, device):
     """Refuse an optimizer that steps pieces of a parameter otherwise than the whole of it.
 
-    options: of the optimizer. own: those of a group.
+    options: of the optimizer. own: of one of its groups.
     """
     matrix = torch.linspace(-1, 1, 24, device=device).view(4, 6)
     results = []
@@ -796,13 +805,6 @@ def dtype_of_shards(run):
     return torch.promote_types(run.dtype, torch.float32)
 
 
-def frozen(run, model):
-    """The model, of which --train leaves only some parameters to be trained."""
-    if run.args.train:
-        found = freeze(model, run.args.train)
-        require(found, f"--train {run.args.train}: matches no parameter's name")
-    return model
-
 
 def set_up(run, model, mesh):
     """model: on the meta device -> a Side: the model sharded, and what a run does with it."""
@@ -828,7 +830,7 @@ def set_up(run, model, mesh):
 
 def set_up_at_work(run, mesh):
     model = build(run.cfg, run.args.seed, run.device, dtype_of_shards(run))
-    model = parallelize_at_work(frozen(run, model), mesh, run.args.reshard, run.dtype)
+    model = parallelize_at_work(run.freeze(model), mesh, run.args.reshard, run.dtype)
     optimizer = adamw(model.parameters(), run.args.lr)
     rows = share(run.args.batch, run.world_size, run.rank)
     return Side(
@@ -854,9 +856,10 @@ def pieces(model, optimizer, writes):
             if kind in optimizer.state[unit.shard]:
                 flats["." + kind] = optimizer.state[unit.shard][kind]
         for names, shape, (start, _) in zip(unit.names, unit.shapes, unit.ranges):
+            first = unit.first - start  # where the shard begins, seen from the parameter
             for kind, flat in flats.items():
-                found += run_pieces(names[0] + kind, shape, unit.first - start, flat, writes)
-    sharded = {name for unit in model.units for names in unit.names for name in names}
+                found += run_pieces(names[0] + kind, shape, first, flat, writes)
+    sharded = model.sharded_names()
     whole = [(n, p) for n, p in model.module.named_parameters() if n not in sharded]
     return found + pieces_of(whole, None, writes=dist.get_rank() == 0)
 
@@ -910,7 +913,7 @@ def main():
                                  mesh_dim_names=("replicate", "shard"))
     with torch.device("meta"):
         model = GPT(run.cfg).to(dtype_of_shards(run))
-    model = frozen(run, model)
+    model = run.freeze(model)
     total = sum(p.numel() for p in model.parameters())
     with run:
         sides = {}

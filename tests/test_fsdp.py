@@ -974,14 +974,14 @@ def test_bad_checkpoints(tmp_path):
 
 def mean(module):
     """Gradients are averaged, not summed."""
-    keep = module.Unit.keep
+    collect = module.Unit.collect
 
     def broken(self):
         if self.part is not None:
             self.part.div_(dist.get_world_size())
-        keep(self)
+        collect(self)
 
-    module.Unit.keep = broken
+    module.Unit.collect = broken
 
 
 def stale(module):
@@ -1030,16 +1030,16 @@ def tied_twice(module):
 
 def padding_counted(module):
     """The padding is not zero, and enters the norm."""
-    keep = module.Unit.keep
+    collect = module.Unit.collect
 
     def broken(self):
-        keep(self)
+        collect(self)
         last = dist.get_rank() == dist.get_world_size() - 1
         if last and self.shard.grad is not None:
             padding = self.full.numel() - self.size
             self.shard.grad[self.shard.numel() - padding:] = 1.0
 
-    module.Unit.keep = broken
+    module.Unit.collect = broken
 
 
 def norm_of_own_shards(module):
@@ -1058,11 +1058,11 @@ def norm_of_own_shards(module):
 
 def last_backward_only(module):
     """Gradients of the parts of a batch replace each other."""
-    keep = module.Unit.keep
+    collect = module.Unit.collect
 
     def forgetful(self):
         self.shard.grad = None
-        keep(self)
+        collect(self)
 
     def in_parts(model, optimizer, x, y, valid, clip):
         optimizer.zero_grad()
@@ -1075,7 +1075,7 @@ def last_backward_only(module):
         optimizer.step()
         return total, norm
 
-    module.Unit.keep = forgetful
+    module.Unit.collect = forgetful
     module.train_step = in_parts
 
 
