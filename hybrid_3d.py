@@ -748,25 +748,28 @@ def full_gradients_at_work(model, homes):
     found = {}
     for stage in model.stages:
         for name, p in stage.named_parameters(remove_duplicate=False):
-            found[name] = p.grad
+            if p.requires_grad:
+                found[name] = p.grad
     return gather_at_work(model, found, homes.trained)
 
 
 def train_step_at_work(model, optimizer, x, y, valid, clip):
     optimizer.zero_grad()
     loss = model.run(model.schedule.step, x, y, valid)
-    parameters = list(model.parameters())
+    parameters = [p for p in model.parameters() if p.requires_grad]
     for p in parameters:
         if isinstance(p, DTensor):
             p.grad = p.grad.redistribute(placements=p.placements)  # of a cut embedding: replicated
     tied, sharing = model.tied()
-    if tied is not None:
+    if tied is not None and tied.requires_grad:
         dist.all_reduce(local(tied.grad), group=sharing)  # partial -> replicated
     counted = [p.grad for p in parameters if p is not tied or model.first]  # it counts once
-    square = whole(nn.utils.get_total_norm(counted)).square()
+    square = torch.zeros((), dtype=next(model.parameters()).dtype, device=x.device)
+    if counted:
+        square = whole(nn.utils.get_total_norm(counted)).square()
     dist.all_reduce(square, group=model.groups.group)  # over pp: partial -> replicated
     norm = square.sqrt()
-    if clip:
+    if clip and parameters:
         scale = (clip / (norm + 1e-6)).clamp(max=1)
         torch._foreach_mul_([local(p.grad) for p in parameters], scale)
     optimizer.step()
@@ -908,10 +911,10 @@ def refuse_torch(args):
     """What section 3 does not show."""
     tp = args.tp
     pp = args.pp
-    ours = args.dry_run or args.save or args.resume or args.init_from or args.train
+    ours = args.dry_run or args.save or args.resume or args.init_from
     require(not ours and args.dtype != "bf16" and args.ckpt == "none" and args.amp == "off",
-            "--dry-run, --save, --resume, --init-from, --train, --ckpt, --amp, --dtype bf16 want "
-            "--impl scratch")
+            "--dry-run, --save, --resume, --init-from, --ckpt, --amp, --dtype bf16 want --impl "
+            "scratch")
     require(args.cp == 1 and not args.experts and args.zero < 2,
             "--cp, --experts and --zero 2, 3 want --impl scratch")
     name = args.schedule

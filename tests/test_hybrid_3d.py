@@ -68,6 +68,9 @@ def test_torch_equals_one_process(world, flags):
     (4, r"--dp 2 --tp 1 --pp 2 --zero 1 --train blocks\.(2|3)|norm"),
     (4, "--dp 2 --tp 2 --pp 1 --sp --zero 3 --train attn|tok"),
     (4, "--dp 1 --cp 2 --tp 1 --pp 2 --experts 4 --train mlp"),
+    (4, "--dp 1 --tp 2 --pp 2 --impl torch --train attn|norm"),
+    (4, "--dp 2 --tp 1 --pp 2 --impl torch --train tok|blocks.0.*mlp"),
+    (2, "--dp 1 --tp 1 --pp 2 --impl torch --train blocks.4"),
 ])
 def test_frozen_layers(world, flags):
     proves(*on(world, flags))
