@@ -480,7 +480,7 @@ def accumulate(part_of_loss, microbatches, scaler=None):
 
 
 def sum_gradients(parameters, group=None):
-    """Sum the gradients of all ranks, in one call per dtype; they become views of the sum.
+    """Sum the gradients of all ranks, in one call per dtype.
 
     Frozen parameters are left out. One that no rank has used keeps the gradient None, as in one
     process: -0.0 is put in the place of what is missing, and a sum is -0.0 only if all parts are.
@@ -489,27 +489,22 @@ def sum_gradients(parameters, group=None):
     missing = {p for p in trained if p.grad is None}
     for dtype in sorted({p.dtype for p in trained}, key=str):
         alike = [p for p in trained if p.dtype == dtype]
-        flat = torch.cat([line_of_gradient(p) for p in alike])
+        gradients = [torch.zeros_like(p) if p in missing else p.grad for p in alike]
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
         flat += 0.0  # makes 0.0 of -0.0
         parts = flat.split([p.numel() for p in alike])
         for p, part in zip(alike, parts):
             if p in missing:
                 part.fill_(-0.0)
         dist.all_reduce(flat, group=group)  # partial -> replicated
-        for p, part in zip(alike, parts):
-            order = order_in_memory(p)
-            p.grad = permute_back(part.view_as(p.permute(order)), order)
+        # into the gradients, which lie in memory as p does: fused optimizers ignore strides
+        sums = [part.view_as(p) for p, part in zip(alike, parts)]
+        torch._foreach_copy_(gradients, sums)
+        for p, gradient in zip(alike, gradients):
+            p.grad = gradient
     for p in missing:
         if (p.grad.eq(0) & p.grad.signbit()).all():
             p.grad = None
-
-
-def line_of_gradient(p):
-    """-> (n,), in p's order in memory, since fused optimizers do not look at strides."""
-    gradient = p.grad
-    if gradient is None:
-        gradient = torch.zeros_like(p)
-    return gradient.permute(order_in_memory(p)).flatten()
 
 
 def clip_gradients(parameters, clip):
