@@ -4,10 +4,11 @@
     rank 0    0 0 0 1 | 2 3   0 0 0 1 0 1   experts 0, 1     0 0 0 1 2 3   sum of a token's K rows
     rank 1    0 1 | 2 2 3 3   2 3 2 2 3 3   experts 2, 3     0 1 2 2 3 3   sum of a token's K rows
 
-The ranks that share out the experts also share out the batch. When ep of all n ranks share out the
-experts (--ep), an expert is on n/ep ranks, which sum its gradient; all other gradients are summed
-over all n. Splits are uneven, and no token is dropped. Or, with --capacity A, an expert takes the
-first ceil(A K N / E) of a source rank's N tokens that chose it, and no more.
+A digit is a row, a token on its way to one of its K experts, whose number it shows. The ranks that
+share out the experts also share out the batch. When ep of all n ranks share out the experts (--ep),
+an expert is on n/ep ranks, which sum its gradient; all other gradients are summed over all n.
+Splits are uneven, and no token is dropped, unless --capacity A is given: then an expert takes at
+most ceil(A K N / E) rows from each rank of N tokens, those of the first tokens.
 
     on each rank, numbers of b bytes     plain MoE               here
     parameters, gradients, AdamW states  4 b (dense + experts)   4 b (dense + experts/ep)
@@ -21,8 +22,8 @@ arXiv:2101.03961, eq. 4 (balancing); Zoph 2022, "ST-MoE", arXiv:2202.08906, eq. 
 DeepSeek-V3 2024, arXiv:2412.19437, sec. 2.1.2 (bias, there of sigmoids). At work: torchtitan's
 models/moe, Megatron's core/transformer/moe; torch has parts of it, which section 3 uses.
 
-In your own model, on every rank: ep is the group of ranks that share out the experts, replicas that
-of the ranks that hold the same ones, everyone that of all.
+In your own model, on every rank: of three groups of ranks, those in `ep` share out the experts,
+those in `replicas` hold the same ones, and `everyone` is all.
 
     block.mlp = MoE(router, Experts(up=ups, down=downs), top_k=2, ep=ep, everyone=everyone)
     broadcast_parameters(model, replicas, everyone)          # once
@@ -80,7 +81,7 @@ def exchange_rows(rows, send, receive, group):
 
 
 def rows_of(n, group, rank):
-    """The rank's part of n rows, of which every rank of a group has nearly as many -> range."""
+    """Which of n rows are this rank's, where the group shares them out evenly -> range."""
     size = dist.get_world_size(group)
     return range(rank * n // size, (rank + 1) * n // size)
 
@@ -142,10 +143,11 @@ def route(logits, top_k, bias):
 
 
 def balancing_loss(load, logits, probs, top_k, alpha=0.1, beta=1e-3):
-    """This rank's part of alpha E sum_e f_e P_e (Switch: 0.01) + beta mean(logsumexp^2) (ST-MoE).
+    """This rank's part of alpha E sum_e f_e P_e (Switch) + beta mean(logsumexp^2) (ST-MoE).
 
     f_e is expert e's share of all choices and P_e its mean probability, both over the tokens of
     all ranks. load (E,): the choices of all ranks' tokens. logits, probs (N, E): of this rank's.
+    Switch has an alpha of 0.01.
     """
     choices = load.sum().clamp(min=1)  # 1: no rank has a token
     tokens = choices / top_k
@@ -167,7 +169,7 @@ class Routing:
     choices: torch.Tensor  # (sum(sent),) those that are sent, sorted by expert, then by token
     sent: list  # rows to each rank of ep
     received: list  # rows from each rank of ep
-    by_expert: torch.Tensor  # (sum(received),) where in the received rows the next expert's are
+    by_expert: torch.Tensor  # (sum(received),) the order that sorts received rows by expert
     sizes: list  # rows of each expert here, from all sources
     sizes_on_device: torch.Tensor  # (E/ep,) the same
 
@@ -185,6 +187,13 @@ class Routing:
         return expert_of_row.unsqueeze(1) == numbers
 
 
+def how_often(chosen, experts):
+    """Chosen experts (N, K) -> how often each of all is chosen, (E,) int64."""
+    choices = chosen.flatten()
+    counts = choices.new_zeros(experts)
+    return counts.scatter_add_(0, choices, torch.ones_like(choices))
+
+
 def plan_routing(chosen, wanted, most, ep, balanced):
     """chosen: experts (N, K) -> Routing.
 
@@ -193,7 +202,7 @@ def plan_routing(chosen, wanted, most, ep, balanced):
     ranks = dist.get_world_size(ep)
     here = len(wanted) // ranks  # experts on each rank
     taken = wanted.clamp(max=most)
-    coming = torch.empty_like(taken)  # (ep, E/ep) in a row: from each rank, for each expert here
+    coming = torch.empty_like(taken)  # (ep E/ep,): rows from rank 0 for each expert here, rank 1 ..
     # my rows for every expert -> every rank's rows for my experts
     dist.all_to_all_single(coming, taken, group=ep)
     if balanced:
@@ -206,7 +215,7 @@ def plan_routing(chosen, wanted, most, ep, balanced):
     if most < len(chosen):
         of_experts = choices.split(wanted_counts)
         choices = torch.cat([of[:count] for of, count in zip(of_experts, taken_counts)])
-    experts = torch.arange(here, device=chosen.device).repeat(ranks)  # of each number in `coming`
+    experts = torch.arange(here, device=chosen.device).repeat(ranks)  # whose rows `coming` counts
     expert_of_row = experts.repeat_interleave(coming, output_size=sum(coming_counts))
     return Routing(
         choices=choices,
@@ -337,17 +346,17 @@ class Count:
     load: torch.Tensor  # (E,) int64, how often the tokens of all ranks chose each expert
     loss: torch.Tensor  # () this rank's part of the balancing loss, without graph
     chosen: torch.Tensor  # (N, K) experts that this rank's tokens chose; None: nobody wants to know
-    number: int  # of the forward: how many with gradients were before it
+    number: int  # of the forward, among those with gradients
     sent: list  # rows to each rank of ep
     received: list  # rows from each rank of ep
 
 
 class AddLoss(torch.autograd.Function):
-    """y as it is; in backward, `loss` gets the gradient that a summand of the model's loss gets.
+    """y as it is; in backward, `loss` gets the gradient of a term of the model's loss.
 
     In the middle of a pipeline, or where checkpointing runs forward twice, a layer cannot leave a
-    loss to be added by others (Megatron's MoEAuxLossAutoScaler). For the same reason the layer does
-    its counting here: there is one backward, and none without training.
+    loss to be added by others (Megatron's MoEAuxLossAutoScaler). For the same reason the layer adds
+    up its counts here: there is one backward, and none without training.
     """
 
     @staticmethod
@@ -434,7 +443,7 @@ class MoE(nn.Module):
             tokens = CutRows.apply(tokens, self.same_tokens)  # replicated -> sharded(0)
         logits = self.score(tokens)  # (N, E)
         chosen, gates, probs = route(logits, self.top_k, self.bias)
-        wanted = self.count(chosen)  # (E,)
+        wanted = how_often(chosen, len(self.bias))  # (E,)
         load = wanted.clone()
         trains = torch.is_grad_enabled()
         if trains:
@@ -450,7 +459,7 @@ class MoE(nn.Module):
             loss = logits.new_zeros(())
             if self.balance == "aux":
                 loss = balancing_loss(load, logits, probs, self.top_k) / self.microbatches
-            count = self.note(load, loss, chosen, routing)
+            count = self.new_count(load, loss, chosen, routing)
             if y.requires_grad:
                 y = AddLoss.apply(y, loss, self, count)
             else:  # all is frozen up to here: there will be no backward
@@ -475,14 +484,8 @@ class MoE(nn.Module):
         with torch.autocast(tokens.device.type, enabled=False):
             return F.linear(tokens.to(exact), weight, bias)
 
-    def count(self, chosen):
-        """Experts (N, K) -> how often each is chosen, (E,) int64."""
-        choices = chosen.flatten()
-        counts = torch.zeros_like(self.bias, dtype=torch.int64)
-        return counts.scatter_add_(0, choices, torch.ones_like(choices))
-
     def visit(self, tokens, gates, routing):
-        """Tokens (N, C) go to their experts and come back -> the sum of their K rows times gates.
+        """Tokens (N, C) go to their experts and come back -> each one's K rows times gates, summed.
         """
         N, C = tokens.shape
         rows = tokens.index_select(0, routing.choices // self.top_k)
@@ -498,16 +501,16 @@ class MoE(nn.Module):
         y = gates.to(rows.dtype).unsqueeze(1) @ answers  # (N, 1, K) @ (N, K, C)
         return y.view(N, C)
 
-    def note(self, load, loss, chosen, routing):
-        """-> a Count of this forward."""
+    def new_count(self, load, loss, chosen, routing):
         if self.choices is None:
             chosen = None
+        count = Count(load=load, loss=loss.detach(), chosen=chosen, number=self.forwards,
+                      sent=routing.sent, received=routing.received)
         self.forwards += 1
-        return Count(load=load, loss=loss.detach(), chosen=chosen, number=self.forwards - 1,
-                     sent=routing.sent, received=routing.received)
+        return count
 
     def add_up(self, count):
-        """Counts a forward, in its backward."""
+        """Adds the count of a forward to those of the step, in its backward."""
         if self.closed:
             self.load = torch.zeros_like(count.load)
             self.loss = torch.zeros_like(count.loss)
@@ -522,8 +525,7 @@ class MoE(nn.Module):
             self.choices[count.number] = count.chosen
 
     def _apply(self, fn, recurse=True):
-        """.to(device) moves the bias; .to(bfloat16) leaves it: small steps would be rounded away.
-        """
+        """.to(device) moves the bias; .to(bfloat16), which rounds small steps away, leaves it."""
         exact = self.bias
         super()._apply(fn, recurse)
         if self.bias.dtype != exact.dtype:
@@ -634,7 +636,8 @@ def step_biases(model, gamma=1e-2):
     for layer in layers_of(model):
         trains = layer.router.weight.requires_grad
         if layer.balance == "bias" and trains and not layer.closed:
-            missing = layer.load.sum() - len(layer.load) * layer.load  # E (mean - load)
+            # in integers: E times what is missing to the mean
+            missing = layer.load.sum() - len(layer.load) * layer.load
             layer.bias += gamma * missing.sign().double()
         layer.closed = True
 
@@ -671,7 +674,8 @@ class PlainMoE(nn.Module):
             self.shared = MLP(cfg)
         self.register_buffer("bias", torch.zeros(experts, dtype=torch.float64))  # (E,)
         self.sources = None  # which tokens travel together, see set_sources; None: all do
-        # (N, K) of each training step to come; None, or nothing left: as the router chooses
+        # For each training step to come: the experts that tokens visit (N, K), or None: those that
+        # the router chooses. So it is, too, when the list has come to its end
         self.choices = []
         self.loss = 0  # the balancing loss of the last forward in training
 
@@ -713,9 +717,9 @@ class PlainMoE(nn.Module):
         kept = torch.zeros_like(chose)
         for of_ranks in self.microbatches(len(chose)):
             for tokens in of_ranks:
-                turn = chose[tokens].cumsum(0)  # the how manieth to choose this expert
+                place = chose[tokens].cumsum(0)  # in the line of those that chose this expert
                 most = capacity(self.capacity, self.top_k, len(tokens), self.E)
-                kept[tokens] = chose[tokens] * (turn <= most)
+                kept[tokens] = chose[tokens] * (place <= most)
         return kept
 
     def balance_experts(self, chose, logits, probs):
@@ -758,8 +762,7 @@ def set_sources(model, sources):
 
 def parallelize(model, *, ep, everyone=None, same_tokens=None, microbatches=1, balanced=False,
                 exchange=exchange_rows, linear=linear_by_kind):
-    """Each layer of the plain MoE -> a MoE, which explains the arguments, with this rank's experts.
-    """
+    """Each PlainMoE becomes a MoE with this rank's experts. The arguments are explained there."""
     for block in model.blocks:
         plain = block.mlp
         mine = [plain.experts[str(e)] for e in share(plain.E, ep.size(), ep.rank())]
@@ -783,8 +786,7 @@ def plain_name(name, e):
 
 
 def gather_experts(tensors, ep):
-    """{name: tensor}, some of them stacks of this rank's experts -> all by the plain MoE's names.
-    """
+    """{name: tensor or stack of this rank's experts} -> {name in the plain MoE: tensor}."""
     whole = {}
     for name, tensor in tensors.items():
         if ".experts." not in name:
@@ -848,18 +850,19 @@ def choices_here(model):
 
 def join_choices(choices, sources):
     """choices[r]: (M, N, K) of rank r's tokens -> (B T, K), in the order of the global batch."""
-    joined = None
+    top_k = choices[0].shape[-1]
+    total = sum(of_rank.numel() for of_rank in choices) // top_k  # B T
+    joined = choices[0].new_empty(total, top_k)
     for m, of_ranks in enumerate(sources):
         for r, tokens in enumerate(of_ranks):
-            if joined is None:
-                count = sum(len(numbers) for ranks in sources for numbers in ranks)
-                joined = choices[r].new_empty(count, choices[r].shape[-1])
             joined[tokens] = choices[r][m]
     return joined
 
 
 def train_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
-    """x, y: this rank's rows (B/n, T); valid: in the whole batch -> its part of the loss, the norm.
+    """x, y: this rank's rows (B/n, T); valid: targets of the whole batch.
+
+    -> this rank's part of the loss, the norm.
     """
     optimizer.zero_grad()
     loss = loss_sum(model(x), y) / valid
@@ -921,10 +924,11 @@ def plain_trace(run, choices):
     so the plain model follows the ranks. In fp64 there are none, and it chooses itself.
     """
     model = run.build()
-    before = [None] * run.first  # steps of the run that this one resumes
-    if run.first > CHECKED:  # then the plain run begins where this one does
+    if run.first > CHECKED:  # the plain run begins where this one does
         before = []
         set_biases(model, run.start.extra["biases"])
+    else:  # it begins with the steps that this run has resumed, and chooses itself
+        before = [None] * run.first
     for i, block in enumerate(model.blocks):
         block.mlp.choices = before + [of_layers[i] for of_layers in choices]
     return run.plain(model, extra_loss=plain_balancing_losses)
@@ -975,22 +979,30 @@ class Sizes:
 
 
 def exchanges(model):
-    """-> for each layer, how often its `sent` rows leave this rank in a step, and its `received`.
+    """How often as many rows leave this rank in a step as layer.sent and layer.received say.
 
-    Forward sends the first to the experts, and the second back. Backward sends gradients the other
-    ways, as far as something there is trained.
+    -> for each layer, both numbers. Forward sends tokens to experts (sent), and what experts make
+    of them back (received). Backward does so with gradients: of what experts make (sent), if
+    anything before is trained or they are, and of tokens (received), if anything before is.
     """
     counts = []
-    needs = any(p.requires_grad for p in (model.tok.weight, model.pos.weight))  # x, a gradient?
+    before = any_trained([model.tok.weight, model.pos.weight])  # is anything trained so far?
     for block in model.blocks:
-        before = [p for name, p in block.named_parameters() if not name.startswith("mlp.")]
-        needs = needs or any(p.requires_grad for p in before)
-        experts = any(p.requires_grad for p in block.mlp.experts.parameters())
-        sent = 1 + (needs or experts)
-        received = 1 + needs
+        outside = [p for name, p in block.named_parameters() if not name.startswith("mlp.")]
+        before = before or any_trained(outside)
+        sent = 1
+        received = 1
+        if before or any_trained(block.mlp.experts.parameters()):
+            sent += 1
+        if before:
+            received += 1
         counts.append((sent, received))
-        needs = needs or any(p.requires_grad for p in block.mlp.parameters())
+        before = before or any_trained(block.mlp.parameters())
     return counts
+
+
+def any_trained(parameters):
+    return any(p.requires_grad for p in parameters)
 
 
 def account_exchange(run, model, moved):
@@ -1019,12 +1031,14 @@ def account_sums(run, model, sizes, moved):
     n = run.world_size
     ep = layers[0].ep.size()
     b = run.dtype.itemsize
-    dense = (n - 1) * (b * sizes.trained_dense + 8 * len(layers) * run.args.experts)
-    experts = (n - ep) * b * sizes.trained_experts
-    square = (n - n // ep) * b
+    loads = 8 * len(layers) * run.args.experts
+    # each one's bytes by the formula, times n/2: integers have an exact sum
+    of_all = (n - 1) * (b * sizes.trained_dense + loads)
+    of_replicas = (n - ep) * b * sizes.trained_experts
+    of_the_square = (n - n // ep) * b
     run.textbook("wire all_reduce",
                  "2 (n-1)/n (b dense + 8 L E) + 2 (n-ep)/n b experts/ep + 2 (ep-1)/ep b",
-                 2 * (dense + experts + square) / n, moved["all_reduce"]["wire"])
+                 2 * (of_all + of_replicas + of_the_square) / n, moved["all_reduce"]["wire"])
 
 
 def account_held(run, model, sizes, held):
