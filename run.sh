@@ -9,6 +9,7 @@
 #   ./run.sh sweep N [SEED]       N random runs over files, ranks, sizes and flags, in fp64
 #   ./run.sh soak [KILLS]         a run whose ranks are killed ends as the one that never was
 #   ./run.sh gpu                  what needs a GPU, as one table
+#   ./run.sh papers               numbers that papers have published, beside what this code says
 # Where there is no torch >= 2.11 or no pytest it makes .venv first. PYTHON=... is another python.
 set -euo pipefail
 files="ddp zero fsdp tensor_parallel pipeline_parallel context_parallel moe amp_accum_ckpt"
@@ -79,7 +80,7 @@ one_file() { # FILE [N] [flags]
 command=${1:-}
 case $command in
   -h | --help | help)
-    sed -n '2,12s/^# \{0,1\}//p' run.sh
+    sed -n '2,13s/^# \{0,1\}//p' run.sh
     exit
     ;;
 esac
@@ -88,7 +89,7 @@ case $command in
   "") exec "$PYTHON" tools/everything.py check ;;
   bench) exec "$PYTHON" tools/everything.py "$@" ;;
   test) exec "$PYTHON" -m pytest "${@:2}" ;;
-  plan | scale | gpu) exec "$PYTHON" "tools/$command.py" "${@:2}" ;;
+  plan | scale | gpu | papers) exec "$PYTHON" "tools/$command.py" "${@:2}" ;;
   sweep | soak) OMP_NUM_THREADS=1 exec "$PYTHON" "tools/$command.py" "${@:2}" ;;
   *) one_file "$@" ;;
 esac
