@@ -998,7 +998,8 @@ def check_by_host():
     torch.Tensor.cpu = lambda t: moved.append(t.shape) or to_cpu(t)
     torch.Tensor.to = lambda t, *place: arrived.append(t.shape) or to_device(t, *place)
     pipeline.step(list(torch.randn(4, 3, 5)), lambda out, mb: out.sum())
-    assert moved == arrived == [torch.Size((3, 5))] * 4  # what was sent does not come back
+    assert moved == [torch.Size((3, 5))] * 4
+    assert [size for size in arrived if size] == moved  # what was sent does not come back
     assert modules[groups.rank].weight.grad is not None
 
 
