@@ -1116,7 +1116,10 @@ def closing(rows, papers):
 
 
 def rows_of_table(number):
-    return TABLES[number].make()
+    try:
+        return TABLES[number].make()
+    except SystemExit as end:  # a pool would wait for ever for the process that has left
+        raise RuntimeError(f"{TABLES[number].where}: exit code {end.code}") from end
 
 
 def make_all():
