@@ -93,7 +93,7 @@ def piece_of(name, tensor, writes):
 
 
 def run_pieces(name, shape, first, flat, writes):
-    """A run of the flattened whole tensor -> its boxes, at most 2n - 1 for n dimensions.
+    """Pieces of a run, a part of the flattened whole tensor: at most 2n - 1 boxes in n dimensions.
 
     flat: 1-D, holds the elements first, first + 1, .. of the flattened whole. What of it lies
     before the whole (first is negative) or behind it, such as padding, is left out.
@@ -111,12 +111,14 @@ def boxes_of_run(shape, low, high):
     """Elements low to high of a flattened tensor -> [(start, shape of the box, first element)]."""
     if low >= high:
         return []
-    if len(shape) < 2:
-        return [((low,) * len(shape), (high - low,) * len(shape), low)]
+    if len(shape) == 0:
+        return [((), (), low)]
+    if len(shape) == 1:
+        return [((low,), (high - low,), low)]
     row_shape = shape[1:]
     size = math.prod(row_shape)
-    first_whole = -(-low // size)  # the first row that the run has from its beginning
-    behind_whole = high // size  # the row behind the last one that the run has to its end
+    first_whole = -(-low // size)  # the first row whose beginning is in the run
+    behind_whole = high // size  # the row behind the last one whose end is in the run
     if first_whole > behind_whole:  # all of it lies within one row
         return boxes_in_row(row_shape, behind_whole, low, high)
     boxes = boxes_in_row(row_shape, first_whole - 1, low, first_whole * size)
@@ -185,10 +187,11 @@ def identity(args):
 
 
 def other_course(saved, now, fresh):
-    """-> in words, why what is saved is another training than this one's beginning, or "".
+    """-> in words, why this run cannot go on from a checkpoint, or "".
 
-    fresh: the weights alone are wanted. Of the course of training nothing matters then; but the
-    number of heads does, which no shape shows.
+    saved, now: identity() of the run that wrote it and of this one. fresh: the weights alone are
+    wanted. Of the course of training nothing matters then; but the number of heads does, which no
+    shape shows.
     """
     names = [*SIZES, "heads"]
     if not fresh:
@@ -203,7 +206,7 @@ def numbered(folder):
     """-> the steps of the checkpoints in a folder, in order."""
     if not folder:
         return []
-    return sorted(int(path.name) for path in Path(folder).glob("*") if path.name.isdigit())
+    return sorted(int(path.name) for path in Path(folder).glob("*") if path.name.isdecimal())
 
 
 def checksum(path):
@@ -290,9 +293,9 @@ def source(args):
 
 def begin(args):
     """Before anything is built -> Start. Bad usage: one line, exit code 2."""
-    asked = args.save or args.resume or args.init_from
-    require(not asked or not args.dry_run and args.impl != "both",
-            "--save, --resume and --init-from are for one --impl, scratch or torch, and no dry run")
+    if args.save or args.resume or args.init_from:
+        require(args.impl != "both" and not args.dry_run, "--save, --resume and --init-from are "
+                "for one --impl, scratch or torch, and no dry run")
     require(args.save or not args.save_every, "--save-every wants --save DIR")
     require(not (args.resume and args.init_from),
             "--resume goes on, --init-from starts anew: take one of them")
@@ -305,8 +308,8 @@ def begin(args):
         require(not differs, f"{flag} {place}: {differs}")
         start = start._replace(folder=place, flag=flag)
         if not fresh:
-            start = start._replace(steps=notes["steps"], ranks=notes["ranks"])
-            start = start._replace(extra=notes.get("extra", {}))
+            start = start._replace(
+                steps=notes["steps"], ranks=notes["ranks"], extra=notes.get("extra", {}))
             if flag == "--save" and start.steps == args.steps:
                 sys.exit(0)  # it was killed after its last step
             require(start.steps < args.steps,
@@ -386,11 +389,13 @@ def agree(start):
     """
     if dist.get_backend() == "fake":
         return False
-    ends = torch.tensor([start.steps, -start.steps], device=collectives_device())
-    dist.all_reduce(ends, dist.ReduceOp.MAX)  # each rank's own -> replicated
-    last, first = ends.tolist()
-    differ = f"the newest checkpoint has {last} steps behind it here, {-first} there"
-    require(last == -first, f"{start.flag or '--resume'}: {differ}", code=1)
+    steps = torch.tensor([start.steps], device=collectives_device())
+    most = steps.clone()
+    least = steps.clone()
+    dist.all_reduce(most, dist.ReduceOp.MAX)  # each rank's own -> replicated
+    dist.all_reduce(least, dist.ReduceOp.MIN)  # each rank's own -> replicated
+    differ = f"the newest checkpoint has {most.item()} steps behind it here, {least.item()} there"
+    require(most == least, f"{start.flag or '--resume'}: {differ}", code=1)
     return start.folder is not None
 
 
@@ -442,8 +447,9 @@ def read_table(path):
 
 def add_entry(entries, name, shape, dtype, boxes):
     """Adds boxes to a table's entries. The dtype of a tensor is that of its boxes."""
-    entry = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=dtype), shape, [])
-    entry = entries.setdefault(name, entry)
+    if name not in entries:
+        entries[name] = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=dtype), shape, [])
+    entry = entries[name]
     if entry.size != shape:
         raise ValueError(f"{name} is {tuple(entry.size)} and {tuple(shape)}")
     if boxes:
@@ -515,14 +521,14 @@ def write(folder, steps, pieces, identity, keep=0, extra=None):
         shutil.rmtree(draft, ignore_errors=True)  # of a run that was killed here
     dist.barrier()
     failed = first_said(attempt(write_part, draft, rank, pieces))
-    hole = ""
+    hole = ""  # which tensor is not whole
     if rank == 0 and not failed:
         ranks = dist.get_world_size()
         notes = {"steps": steps, "ranks": ranks, "identity": identity, "extra": extra or {}}
         hole = uncovered(table_of_ranks(draft, ranks))
         if not hole:
             failed = attempt(publish, draft, place, notes)
-    hole = first_said(hole)
+    hole = first_said(hole)  # by rank 0, to all
     failed = first_said(failed)
     if rank == 0:
         clear(place, draft, hole or failed, keep)
@@ -696,17 +702,17 @@ def other_kind(table, pieces):
     return ""
 
 
-def unclaimed(table, pieces, everyones=None):
-    """-> in words, which weight of a checkpoint no rank has a place for, or "".
+def unclaimed(table, pieces, sum_over_ranks=None):
+    """-> in words, which weight of a checkpoint has no place in these pieces, or "".
 
-    everyones: sums a tensor over the ranks, in place.
+    sum_over_ranks: a function that sums a tensor in place; then other ranks' pieces count, too.
     """
     names = sorted(name for name in table.state_dict_metadata if not is_state(name))
     held = {piece.name for piece in pieces}
     counts = torch.tensor([name in held for name in names], dtype=torch.int64)
-    if everyones is not None:
+    if sum_over_ranks is not None:
         counts = counts.to(collectives_device())
-        everyones(counts)
+        sum_over_ranks(counts)
     for name, count in zip(names, counts.tolist()):
         if count == 0:
             return f"its {name} is not in this model"

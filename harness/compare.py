@@ -3,7 +3,7 @@ import math
 
 import torch
 
-# The kinds of gaps, and where a Trace has what they compare
+# {kind of gap: the attribute of a Trace with what is compared}
 KINDS = {"loss": "loss", "gradient": "gradients", "grad_norm": "norm", "parameter": "state"}
 LIMITS = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 2e-2}
 FLOOR = 1e-4  # of the largest tensor: key biases have zero gradient in exact arithmetic
@@ -41,11 +41,11 @@ class Trace:
 
 
 def worst_gap(ours, plain):
-    """Two {name: tensor} -> the largest gap max|ours - plain| / max|plain|, and whose it is. NaN is
-    infinitely far.
+    """Two {name: tensor} -> the largest gap max|ours - plain| / max|plain|, and whose it is.
 
-    No denominator is below FLOOR of the largest. Raises AssertionError unless names and shapes are
-    the same."""
+    NaN is infinitely far. No denominator is below FLOOR of the largest; if all of them are 0, what
+    differs is infinitely far. Raises AssertionError unless names and shapes are the same.
+    """
     if ours.keys() != plain.keys():
         raise AssertionError(f"not the plain GPT's tensors: {sorted(ours.keys() ^ plain.keys())}")
     sizes = {}
@@ -58,10 +58,11 @@ def worst_gap(ours, plain):
     worst = -1.0
     for name, t in plain.items():
         difference = (ours[name].double() - t.double()).abs().max().item()
+        denominator = max(sizes[name], floor)
         if difference == 0:
             gap = 0.0
-        elif math.isfinite(difference):
-            gap = difference / max(sizes[name], floor)
+        elif math.isfinite(difference) and denominator > 0:
+            gap = difference / denominator
         else:
             gap = math.inf
         if gap > worst:
@@ -71,11 +72,11 @@ def worst_gap(ours, plain):
 
 
 def tolerance(dtype, steps):
-    """The largest gap that right code shows. fp64 proves: right code shows 1e-12, wrong code about
-    1.
+    """The largest gap that right code may show.
 
-    In fp32 rounding errors grow with the steps, so the tolerance does too, from 20 steps to 200 and
-    no further."""
+    fp64 proves: right code shows 1e-12, wrong code about 1. In fp32 rounding errors grow with the
+    steps, so the tolerance does too, from 20 steps to 200 and no further.
+    """
     if dtype == "fp32":
         return LIMITS[dtype] * min(max(steps, 20), 200)
     return LIMITS[dtype]
@@ -88,9 +89,9 @@ def compare(ours, plain, dtype):
     """
     limit = tolerance(dtype, len(plain.loss))
     gaps = {}
-    for gap, kind in KINDS.items():
-        gaps[gap], name = worst_gap(getattr(ours, kind), getattr(plain, kind))
-        if gap == "gradient":
+    for kind, attribute in KINDS.items():
+        gaps[kind], name = worst_gap(getattr(ours, attribute), getattr(plain, attribute))
+        if kind == "gradient":
             worst_gradient = name
     judged = set(gaps)
     if dtype == "bf16":

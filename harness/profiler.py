@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 LARGEST = 10  # entries that are printed
-TRANSPORT = ("nccl", "gloo:")  # in the names of what communicates
 
 
 @contextlib.contextmanager
@@ -59,14 +58,14 @@ def largest(profile, gpu):
 def exposed_time(events):
     """A trace's events -> microseconds of the step, and of those with transport but no computation.
 
-    Work is that of GPU kernels where there are any, else that of operators of torch on CPUs. A host
-    that waits for a collective is in no operator but the collective's own.
+    GPU kernels compute, where there are any, else torch's operators on CPUs. A host that waits for
+    a collective is in no operator of those.
     """
     timed = [event for event in events if event.get("ph") == "X" and event.get("dur", 0) > 0]
     kernels = [event for event in timed if event.get("cat") == "kernel"]
-    work = kernels or [event for event in timed if is_cpu_work(event)]
+    operators = [event for event in timed if event["name"].startswith("aten::")]
     moving = [span(event) for event in timed if is_transport(event)]
-    busy = [span(event) for event in work if not is_transport(event)]
+    busy = [span(event) for event in kernels or operators if not is_transport(event)]
     everything = union(moving + busy)
     if not everything:
         return 0.0, 0.0
@@ -76,15 +75,10 @@ def exposed_time(events):
 
 
 def is_transport(event):
-    name = event["name"].lower()
-    return any(word in name for word in TRANSPORT)
-
-
-def is_cpu_work(event):
-    """Is it an operator that computes? Those of c10d start or await a collective."""
-    if event.get("cat") not in ("cpu_op", "user_annotation"):
-        return False
-    return event["name"].startswith("aten::") or is_transport(event)
+    """Gloo's threads move bytes on the host, NCCL's kernels on the GPU, which the host launches."""
+    if event.get("cat") == "kernel":
+        return "nccl" in event["name"].lower()
+    return "gloo:" in event["name"]
 
 
 def span(event):

@@ -1,0 +1,35 @@
+"""Instruments of the harness, alone: what they say of faults and of other people's traces."""
+import math
+
+import torch
+
+from harness import checkpoint
+from harness.compare import worst_gap
+from harness.profiler import exposed_time
+
+
+def test_what_differs_from_zeros_is_infinitely_far():
+    """No gap has a denominator where every tensor of the plain run is zero."""
+    zeros = {"a": torch.zeros(2), "b": torch.zeros(3)}
+    assert worst_gap(zeros, zeros)[0] == 0
+    assert worst_gap({**zeros, "b": torch.ones(3)}, zeros) == (math.inf, "b")
+
+
+def event(name, start, length, kind):
+    return {"ph": "X", "name": name, "cat": kind, "ts": start, "dur": length}
+
+
+def test_a_host_that_launches_a_collective_moves_nothing():
+    """Of 16 units NCCL's kernel takes 6, 4 of which a multiplication hides."""
+    events = [
+        event("gemm", 0, 14, "kernel"),
+        event("ncclDevKernel_AllReduce", 10, 6, "kernel"),
+        event("nccl:all_reduce", 0, 90, "user_annotation"),
+    ]
+    assert exposed_time(events) == (16, 2)
+
+
+def test_a_folder_whose_name_is_no_number_is_no_checkpoint(tmp_path):
+    for name in "10", "\u00b2", "9", "other":
+        (tmp_path / name).mkdir()
+    assert checkpoint.numbered(tmp_path) == [9, 10]
