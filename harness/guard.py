@@ -33,11 +33,12 @@ def prepare(timeout):
 
 
 def among_the_living(store, rank, world_size):
-    """-> the store, under a prefix that only these ranks know, rank, world_size.
+    """What a rendezvous returns -> the same, the store under a prefix that only these ranks know.
 
     torchrun's store outlives the ranks that it restarts, and still has what the dead have set:
-    without this, gloo finds their addresses and fails to connect. Rank 0 makes up the prefix. Every
-    other rank makes up a name for itself, under which it is told the prefix: the dead had others.
+    without this, gloo finds their addresses and fails to connect. Rank 0 makes up the prefix. Any
+    other rank makes up a name for itself, and rank 0 tells it the prefix under that name: what the
+    store has under a dead rank's name, nobody reads.
     """
     if rank == 0:
         prefix = uuid.uuid4().hex

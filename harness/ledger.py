@@ -26,12 +26,12 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-RESULT = None  # of an operation, in the place of the number of an argument
+RESULT = None  # stands where the number of an argument stands: it is what the operation returns
 
-# A collective, and which argument of the operation is the whole logical buffer: in c10d's own
-# operations, whose output is an argument, and in the functional ones of
-# torch.distributed._functional_collectives
 Collective = namedtuple("Collective", "kind c10d functional")
+# kind         as all figures call it
+# c10d         which argument of an operation of torch.distributed's own is the whole logical buffer
+# functional   the same for torch.distributed._functional_collectives, whose outputs are returned
 COLLECTIVES = {
     re.compile("_?all_?reduce"): Collective("all_reduce", 0, 0),
     re.compile("_?all_?gather"): Collective("all_gather", 0, RESULT),
@@ -91,9 +91,7 @@ def storage_of(tensor):
 
 
 def nbytes(tensors, on=None):
-    """Bytes of the storages behind the tensors, each storage once; of those on one type of device
-    if it is given.
-    """
+    """Bytes of the storages behind tensors, each counted once. on: a type of device, None: all."""
     sizes = {}
     for tensor in tensors:
         if on is None or tensor.device.type == on:
@@ -123,8 +121,9 @@ class Ledger(TorchDispatchMode):
 
     payload is the whole logical buffer: of all_reduce the tensor, of all_gather the output, of
     reduce_scatter and all_to_all the input. wire is what the rank sends of it with ring algorithms.
-    held() -> {parameters, gradients, optimizer: [tensors]}, if it is not what the model and the
-    optimizer say."""
+    held() -> {parameters, gradients, optimizer: [tensors]}: given where model and optimizer do not
+    tell, such as sharded ones.
+    """
 
     def __init__(self, model=None, optimizer=None, held=None, device="cpu"):
         super().__init__()
@@ -134,7 +133,7 @@ class Ledger(TorchDispatchMode):
         self.groups = Counter()
         self.memory = {}  # filled at the end
         self.sizes = {}  # {key of a storage: its bytes}, of all that are alive
-        self.kinds = {}  # {key of a storage: type of device}; a fake tensor's storage does not know
+        self.places = {}  # {key of a storage: type of device}: a fake tensor's does not tell itself
         self.live = Counter()  # {type of device: bytes}
         self.peaks = Counter()  # the most of live
         self.saved = Counter()  # {key of a storage: how many boxes keep it}
@@ -159,7 +158,7 @@ class Ledger(TorchDispatchMode):
         # this is how sharded parameters come and go; no operation tells of it
         def resize_(storage, size):
             self.resize(storage, size)
-            self.follow(storage, self.kinds.get(storage._cdata, self.device))
+            self.follow(storage, self.places.get(storage._cdata, self.device))
 
         torch.UntypedStorage.resize_ = resize_
         self.hooks.__enter__()
@@ -188,7 +187,7 @@ class Ledger(TorchDispatchMode):
             self.count(operation, args, out)
         if operation is torch.ops.aten.split.Tensor:
             if storage_of(args[0])._cdata not in self.sizes:
-                return out  # of a hidden copy, in which gloo reduces and scatters
+                return out  # parts of a copy that gloo's reduce-scatter has made out of sight
         for t in tree_leaves(out):
             if isinstance(t, torch.Tensor):
                 self.follow(storage_of(t), t.device.type)
@@ -210,25 +209,25 @@ class Ledger(TorchDispatchMode):
         self.collectives[collective.kind].update(calls=1, payload=payload, wire=wire)
         self.groups[group.group_name] += wire
 
-    def follow(self, storage, kind):
+    def follow(self, storage, place):
         """Count this storage, on this type of device, until it is freed; or its new size."""
         key = storage._cdata
         size = storage.nbytes()
         if key not in self.sizes:
-            self.kinds[key] = kind
+            self.places[key] = place
             weakref.finalize(storage, self.forget, key).atexit = False
-        self.live[kind] += size - self.sizes.get(key, 0)
+        self.live[place] += size - self.sizes.get(key, 0)
         self.sizes[key] = size
-        if self.live[kind] > self.peaks[kind] and self.last and self.gloo:
+        new_peak = self.live[place] > self.peaks[place]
+        if new_peak and self.last and self.gloo:
             time.sleep(2e-4)  # gloo's thread may be about to let go of what it has sent
-        self.peaks[kind] = max(self.peaks[kind], self.live[kind])
+        self.peaks[place] = max(self.peaks[place], self.live[place])
 
     def forget(self, key):
-        self.live[self.kinds.pop(key)] -= self.sizes.pop(key)
+        self.live[self.places.pop(key)] -= self.sizes.pop(key)
 
     def save(self, tensor):
-        """Called for each tensor that autograd keeps; the box lives exactly as long as it is kept.
-        """
+        """Called for each tensor that autograd keeps -> a box that lives as long as it is kept."""
         box = Saved([tensor])
         storage = storage_of(tensor)
         key = storage._cdata

@@ -112,7 +112,7 @@ def validation_columns(loss):
 
 
 def show(report):
-    """The closing report, whose ledger is that of its first rank."""
+    """The closing report. Of bytes it shows those of the first rank it lists."""
     check = report["check"]
     if check:
         say("\n" + verdict(check))

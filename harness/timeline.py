@@ -10,7 +10,7 @@ the gradient of its input alone. Nothing here knows by which rule a plan was mad
 """
 import json
 import statistics
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, namedtuple
 
 # ---- what a plan says ----------------------------------------------------------
 
@@ -50,10 +50,11 @@ def of_kind(plan, kind):
 
 
 def in_flight(plan):
-    """The most micro-batches whose activations a rank keeps at a time, from F to the last of B, W.
+    """The most micro-batches whose activations a rank keeps at a time.
 
-    They are counted in micro-batches of all that the rank holds: one in one of its v stages is 1/v.
-    A stage without backward (all of it, and all before it, is frozen) keeps nothing.
+    It keeps them from F until B is done, or W where B is split. They are counted in micro-batches
+    of all that the rank holds: one in one of its v stages is 1/v. A stage without backward (all of
+    it, and all before it, is frozen) keeps nothing.
     """
     backward = of_kind(plan, "B")
     split = of_kind(plan, "W")
@@ -97,8 +98,8 @@ def simulate(plans, cost, comm=0.0, joined=False, route=None):
 
     cost(rank, action) and comm, the time of a transfer, are in one unit. A transfer occupies no
     rank and, by default, no other transfer: a pair of ranks has a line in each direction.
-    joined: an F that is marked so and the B behind it are one action. It starts when the inputs of
-    both are there, and gives both outputs at its end.
+    joined: play an F whose .joined is true and the B behind it as one action, which starts when the
+    inputs of both are there, and gives both outputs at its end.
     route: [((kind, micro-batch, stage), sender, receiver), ..]: all transfers of a rank share one
     line, in this order.
     Raises RuntimeError, with each rank's first stuck action, if the plans wait for each other.
@@ -195,6 +196,9 @@ def bubble_rate(played):
     return 1 - busy / longest(played)
 
 
+Cell = namedtuple("Cell", "rank letter text start end")  # text: the letter with a number
+
+
 def grid(played, width=105):
     """Ranks as rows, time to the right, idle as dots -> str.
 
@@ -209,19 +213,20 @@ def grid(played, width=105):
             if stages.index(action.stage) % 2:
                 kind = kind.lower()
             if end > start:
-                cells.append((rank, kind, f"{kind}{action.microbatch}", start, end))
-    first = min(start for _, _, _, start, _ in cells)
-    last = max(end for _, _, _, _, end in cells)
-    shortest = min(end - start for _, _, _, start, end in cells)
-    label = 1 + max(len(text) for _, _, text, _, _ in cells)
+                cells.append(Cell(rank, kind, f"{kind}{action.microbatch}", start, end))
+    first = min(cell.start for cell in cells)
+    last = max(cell.end for cell in cells)
+    shortest = min(cell.end - cell.start for cell in cells)
+    label = 1 + max(len(cell.text) for cell in cells)
     scale = min(label / shortest, width / (last - first))
     rows = [["."] * round(scale * (last - first)) for _ in played]
-    for rank, kind, text, start, end in cells:
-        left = round(scale * (start - first))
-        right = round(scale * (end - first))
+    for cell in cells:
+        left = round(scale * (cell.start - first))
+        right = round(scale * (cell.end - first))
+        text = cell.text
         if len(text) > right - left:
-            text = kind
-        rows[rank][left:right] = text.ljust(right - left)[:right - left]
+            text = cell.letter
+        rows[cell.rank][left:right] = text.ljust(right - left)[:right - left]
     return "\n".join(f"  rank {rank:<3d} {''.join(row)}" for rank, row in enumerate(rows))
 
 
@@ -261,6 +266,8 @@ def compare(plans, played):
 
     In the simulation all actions of one rank, kind and stage take their median time.
     """
+    if longest(played) == 0:
+        return "measured: the clock saw no time pass", {}
     durations = defaultdict(list)
     for rank, done in enumerate(played):
         for action, start, end in done:
@@ -273,14 +280,21 @@ def compare(plans, played):
     for word, times in (("planned", planned), ("measured", played)):
         lines.append(f"{word}: {1e3 * longest(times):.1f} ms, bubble {bubble_rate(times):.3f}")
         lines.append(grid(times))
-    begin = min(done[0][1] for done in played)
     figures = {
-        # for each rank [(kind, micro-batch, stage, start, end), ..], in ms
-        "timeline": [[(*key(action), 1e3 * (start - begin), 1e3 * (end - begin))
-                      for action, start, end in done] for done in played],
+        "timeline": in_ms(played),
         "bubble_rate": bubble_rate(played),
         "planned_bubble_rate": bubble_rate(planned),
         "measured_ms": 1e3 * longest(played),
         "planned_ms": 1e3 * longest(planned),
     }
     return "\n".join(lines), figures
+
+
+def in_ms(played):
+    """-> for each rank [(kind, micro-batch, stage, start, end), ..]; the first start is 0."""
+    begin = min(done[0][1] for done in played)
+    timeline = []
+    for done in played:
+        spans = [(1e3 * (start - begin), 1e3 * (end - begin)) for _, start, end in done]
+        timeline.append([(*key(action), *span) for (action, _, _), span in zip(done, spans)])
+    return timeline

@@ -50,19 +50,18 @@ def complain(message):
 
 
 def agents_store():
-    """The store of torchrun's agent, which is there before the ranks are, or None without torchrun.
-    """
+    """The store of torchrun's agent, which is there before the ranks are; None without torchrun."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     return next(dist.rendezvous("env://"))[0]
 
 
 def launched():
-    """What the environment says of this process and the others -> Launch. A plain `python
-    script.py` is a world of one.
+    """What the environment says of this process and the others -> Launch.
 
-    Raises ValueError if the variables contradict each other: ranks that believed them would wait
-    for ever."""
+    A plain `python script.py` is a world of one. Raises ValueError if the variables contradict each
+    other: ranks that believed them would wait for ever.
+    """
     numbers = {}
     for name, alone in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)):
         text = os.environ.get(name, str(alone))
