@@ -300,8 +300,7 @@ class Flat:
             take_back(self.buffer)
 
     def forget_gradients(self):
-        """The parameters' gradients go, so that the next backward may come; sums over ranks stay.
-        """
+        """The parameters lose theirs, so that the next backward may come; sums over ranks stay."""
         for p in self.starts:
             p.grad = None
         self.missing = len(self.starts)
@@ -348,7 +347,8 @@ class ZeRO:
 
     The module keeps its parameters, as views of larger tensors. Between steps they can be loaded by
     module.load_state_dict(), with the same values on all ranks. In stage 3 they then have no
-    memory, and full_state_dict() gathers them. Buffers are not summed over ranks.
+    memory, and to read or deepcopy them crashes: full_state_dict() gathers them. Buffers are not
+    summed over ranks.
     Raises ValueError for models and optimizers that would be trained wrongly.
     """
 
@@ -804,18 +804,18 @@ def sort_by_unit(module, units):
     if len({site for site, _ in places}) < len(places):
         raise ValueError("a module is in two of the units")
     places.sort(key=lambda place: len(list(place[0].modules())), reverse=True)
-    owner = {}  # {module: index of the unit it lies in}
+    owner = {}  # {module: index of the innermost unit it lies in}
     for site, index in places:  # the innermost comes last, and has the last word
         for m in site.modules():
             owner[m] = index
-    homes = {}  # {parameter: indices of the units of all modules that have it}
+    units_of = {}  # {parameter: indices of the units of all modules that have it}
     for m in module.modules():
         for p in m.parameters(recurse=False):
             if p.requires_grad and p.numel():
-                homes.setdefault(p, set()).add(owner.get(m))
+                units_of.setdefault(p, set()).add(owner.get(m))
     first_dtype = {}  # {index: dtype of the unit's first parameter}
     together = {}  # {(index, dtype): [parameter]}
-    for p, indices in homes.items():
+    for p, indices in units_of.items():
         index = None
         if len(indices) == 1:
             [index] = indices
