@@ -267,7 +267,7 @@ def dualpipe_v(rank, ranks, microbatches, stages):
         pairs -= 1
     score.write("F0&B1 F1&B0", pairs)
     score.write("B1 F1&B0", ranks - 1 - rank)
-    # rank + 1 pairs drain; from the middle on, also of a pair, W is left for later
+    # of the rank + 1 pairs of Bs that drain, the second half leaves its Ws for later
     half = (rank + 1) // 2
     score.write("B1 B0", half)
     if rank % 2 == 0:
