@@ -1,38 +1,42 @@
 """All layouts of hybrid_3d.py, and what each costs in bytes and seconds: a function per formula.
 
-Memory is that of hybrid_3d's dry runs, within 2%: tests/test_plan.py compares them. The time model
+Memory is that of hybrid_3d's dry runs, within 3%: tests/test_plan.py compares them. The time model
 is the textbook's, of the slowest stage: plan.py says where each term is from.
 
 A formula is a function. Its parameters are the names of what it needs: results of the functions
-above it; the model's B T C H V L (V: padded to divide by tp); the layout's dp tp pp micro sp zero
-ckpt schedule; the flags of plan.py; and
+above it; the model's B T C H V L (V: padded to divide by tp), E K of its experts, shared, capacity;
+the layout's dp cp tp pp ep micro schedule sp zero ckpt attn; the flags of plan.py; and
 
     b      bytes of a number                   stage, blocks   a rank's place on pp, its blocks
     v      chunks of layers per rank           first, last     1 or 0: has it embedding, head?
     cut    tp with sp, else 1                  most, mean      blocks of the fullest stage, and of
-    skip   see SKIP                                            all on average
-                                               heavy           most, or the last stage's with the
-                                                               head's work
+    data   dp cp                                               all on average
+    copies data / ep, of an expert             heavy           most, or the last stage's with the
+    skip   see SKIP                                            head's work
 
     evaluate([N, x], {"B": 8, "T": 128, ..})   adds {"N": .., "x": ..}
 """
 import inspect
 import itertools
+import math
 from collections import namedtuple
 from functools import cache
 
 from common import DTYPES, share
 
-Layout = namedtuple("Layout", "dp tp pp micro schedule sp zero ckpt")
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
+Layout = namedtuple("Layout", "dp tp pp micro schedule sp zero ckpt cp attn ep",
+                    defaults=(1, "zigzag", None))  # ep: None without experts
+VEES = ("zb-v", "dualpipe-v")  # down the ranks and up again: the first has embedding and head
+SPLIT = ("zb-h1", "zb-h2", "auto", *VEES)  # W is apart from B
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "bfs", *SPLIT)
 CKPTS = ("none", "selective", "full")
 
 # ---- memory of a stage, in bytes ---------------------------------------------
 
 
-def N(B, T, dp, micro):
+def N(B, T, dp, cp, micro):
     """tokens of a micro-batch"""
-    return B * T / (dp * micro)
+    return B * T / (dp * cp * micro)
 
 
 def x(b, N, C):
@@ -40,84 +44,143 @@ def x(b, N, C):
     return b * N * C
 
 
-def block(C, tp):
-    """how many parameters a block has"""
-    return (12 * C + 7) * C / tp + 6 * C
+def block(C, tp, E, shared):
+    """how many parameters a block has, without experts"""
+    mlp = (8 * C + 4) * C / tp + C
+    count = (4 * C + 3) * C / tp + 5 * C
+    if E:
+        count += E * C
+    if shared or not E:
+        count += mlp
+    return count
 
 
-def edges(first, last, pp, V, T, C, tp):
+def expert(C, E, ep):
+    """how many its experts on a rank have"""
+    return E / ep * (8 * C + 5) * C
+
+
+def edges(first, last, V, T, C, tp):
     """how many are outside the blocks: embeddings, last norm, the head's copy of tok"""
     count = 0
     if first:
         count += (V + T) * C / tp
     if last:
         count += 2 * C
-    if last and pp > 1:
+    if last and not first:
         count += V * C / tp
     return count
 
 
-def parameters(b, blocks, block, edges):
+def own_edges(edges, zero, pp, v, data):
+    """of these, what a rank keeps of gradients: in ZeRO-2 whole, until tied ones are summed"""
+    if zero < 2 or pp * v > 1:
+        return edges
+    return edges / data
+
+
+def parameters(b, blocks, block, expert, edges, zero, data, copies):
     """of a stage"""
-    return b * (blocks * block + edges)
+    if zero == 3:
+        return b * ((blocks * block + edges) / data + blocks * expert / copies)
+    return b * (blocks * (block + expert) + edges)
 
 
-def gradients(parameters):
-    """as many"""
-    return parameters
+def gradients(b, blocks, block, expert, own_edges, zero, data, copies):
+    """as many, until ZeRO-2 cuts them"""
+    if zero >= 2:
+        return b * (blocks * (block / data + expert / copies) + own_edges)
+    return b * (blocks * (block + expert) + own_edges)
 
 
-def optimizer(parameters, b, dp, zero):
+def stepped(blocks, block, expert, edges, zero, data, copies):
+    """how many parameters a rank steps"""
+    if zero:
+        return (blocks * block + edges) / data + blocks * expert / copies
+    return blocks * (block + expert) + edges
+
+
+def optimizer(stepped, b):
     """AdamW in fp32; with bf16 a copy of the parameters besides"""
     per_parameter = 8
     if b == 2:
         per_parameter = 12
-    shards = 1
-    if zero:
-        shards = dp
-    return per_parameter * parameters / b / shards
+    return per_parameter * stepped
 
 
 def flight(schedule, micro, pp, stage):
     """micro-batches in flight: between their first forward and their last backward"""
-    if schedule == "gpipe":
+    if schedule in ("gpipe", "bfs"):
         return micro
     if schedule == "1f1b":
         return min(micro, pp - stage)
-    if schedule == "zb-h1":
-        return min(micro, pp)
-    return min(2 * micro, 3 * pp - 2 * stage - 1) / 2  # of interleaved's chunks, half a stage each
+    if schedule == "interleaved":  # of its chunks, half a stage each
+        return min(2 * micro, 3 * pp - 2 * stage - 1) / 2
+    if schedule == "zb-h2":
+        return min(micro, 2 * pp - 1)
+    if schedule == "dualpipe-v":
+        return pp + 1 / 2
+    return min(micro, pp)
 
 
-def whole(x, cut, tp, b, N, H):
-    """what a block keeps for backward: Korthikanti 2022, section 4"""
-    return 4 * x / cut + 12 * x / tp + 4 * b * N / cut + 4 * N * H / tp
+def routed(N, tp, K, capacity):
+    """rows that go to experts: of the tokens of a rank of tp, as many from each"""
+    taken = K
+    if 0 < capacity < 1:
+        taken = capacity * K
+    return N / tp * taken
 
 
-def kept(ckpt, whole, x, cut, tp):
+def whole(x, cut, tp, b, N, H, C, E, K, shared, routed, attn, cp):
+    """what a block keeps for backward: Korthikanti 2022, section 4; of experts, rows in and out"""
+    total = 3 * x / cut + 4 * x / tp + 4 * b * N / cut + 4 * N * H / tp
+    if attn == "ulysses" and cp > 1:
+        total += x / tp
+    if shared or not E:
+        total += x / cut + 8 * x / tp
+    if E:
+        rows = 11 * b * routed * C + b * N / tp * K * C
+        router = 4 * N / tp * C
+        numbers = 24 * routed + N / tp * (12 * E + 24 * K)
+        total += rows + router + numbers
+    return total
+
+
+def kept(ckpt, whole, x, cut, tp, E, shared, N, C, sp):
     """what it keeps with checkpointing"""
     if ckpt == "none":
         return whole
-    if ckpt == "selective":
-        return whole - 2 * x / cut - 4 * x / tp
-    return x / cut
+    if ckpt == "full":
+        return x / cut
+    total = whole - x / cut
+    if shared or not E:
+        total -= x / cut + 4 * x / tp
+    if E and (tp == 1 or sp):
+        total -= 4 * N / tp * C
+    return total
 
 
 def late(schedule, stage, flight):
     """micro-batches in flight whose B is done, but not W"""
-    if schedule != "zb-h1":
-        return 0
-    return min(stage, flight - 1)
+    if schedule in ("zb-h1", "auto"):
+        return min(stage, flight - 1)
+    if schedule == "zb-h2":
+        return min(2 * stage, flight - 1)
+    return 0
 
 
-def waits(blocks, x, tp, b, C, first, V, last, N):
+def waits(blocks, x, tp, b, C, first, V, last, N, E, shared, expert):
     """what W of such a micro-batch waits with: inputs and gradients of Linears, or their product"""
-    if tp == 1:
-        linears = 16 * x
-        head = b * N * V + x
-    else:
-        linears = 2 * x + 5 * x / tp + 7 * b * C * C / tp
+    attention = 6 * x
+    mlp = 10 * x
+    head = b * N * V + x
+    if tp > 1:
+        attention = x + 2 * x / tp + 3 * b * C * C / tp
+        mlp = x + 3 * x / tp + 4 * b * C * C / tp
         head = b * V * C / tp
+    linears = attention + b * expert
+    if shared or not E:
+        linears += mlp
     total = blocks * linears
     if first:
         total += b * V * C / tp
@@ -140,22 +203,43 @@ def logits(last, N, V, tp, x, cut):
 
 def queue(schedule, micro):
     """micro-batches whose loss is done, but not B"""
-    if schedule == "gpipe":
+    if schedule in ("gpipe", "bfs"):
         return micro
     return 1
 
 
-def loss(queue, logits, last, tp, N, V, x, pp, v, cut):
+def sent(E, cp, tp, attn, x, b, routed, C):
+    """what the last collective of a block still holds when the loss is made"""
+    if tp > 1:
+        return 0
+    if E:
+        return b * routed * C
+    if cp == 1 or attn == "ulysses":
+        return 0
+    if attn == "allgather":
+        return 2 * cp * x
+    return 2 * x
+
+
+def gathered(zero, b, blocks, block, expert, edges):
+    """ZeRO-3: a block in use and the next one, on its way, and what is outside the blocks"""
+    if zero < 3:
+        return 0
+    return b * (min(2, blocks) * (block + expert) + edges)
+
+
+def loss(queue, logits, last, tp, N, V, x, pp, v, cut, sent, gathered):
     """log-probabilities, and what backward makes of them"""
     if not last:
-        return queue * logits
+        return queue * logits + gathered
     copies = 2
     if tp > 1:  # tensor_parallel.py makes the gradient in the place of the softmax
         copies = 1
     boundaries = 1
     if v > 1:
         boundaries += min(pp, 3)
-    return queue * logits + copies * 4 * N * V / tp + x / 4 + boundaries * x / cut
+    held = queue * logits + sent + gathered
+    return held + copies * 4 * N * V / tp + x / 4 + boundaries * x / cut
 
 
 def waiting(pp, v, micro, first, flight, queue):
@@ -171,57 +255,132 @@ def waiting(pp, v, micro, first, flight, queue):
     return 1
 
 
-def again(ckpt, whole, schedule, tp, x):
+def again(ckpt, whole, schedule, tp, x, E, shared):
     """made again for the backward of a block"""
     if ckpt == "full":
         return whole
-    if ckpt == "selective" and (schedule != "zb-h1" or tp > 1):
+    if E and not shared:
+        return 0
+    if ckpt == "selective" and (schedule not in SPLIT or tp > 1):
         return 4 * x / tp
     return 0
 
 
-def inside(again, x, tp, waiting, cut, sp, queue, logits, schedule, waits, blocks, kept):
-    """what comes and goes in the backward of a block"""
-    total = again + 5 * x / tp + x / 4 + (1 + waiting) * x / cut + (queue - 1) * logits
-    if sp:
-        total += 2 * x
-    if schedule == "zb-h1":
-        total += max(0, waits - blocks * kept)
+def buffers(zero, b, blocks, block, expert, ckpt, E):
+    """ZeRO-2: gradients of a block, and those of the block behind on their way. Activations that
+    are done with make room for one, of plain MLPs in ZeRO-3 they are too few for that"""
+    if zero < 2:
+        return 0
+    units = 1
+    if ckpt == "full" or (zero == 3 and not E):
+        units = 2
+    most = blocks
+    if not E:  # the first one's own come when its activations go
+        most = blocks - 1
+    return min(units, most) * b * (block + expert)
+
+
+def ring(cp, attn, x, tp, b, E, routed, C):
+    """in the backward of attention over cp: K and V of others, their gradients in fp32, less what
+    the MLP before it has left"""
+    if cp == 1 or attn == "ulysses":
+        return 0
+    wide = max(b, 4) / b
+    own = 2  # besides what travels
+    if wide > 1:
+        own = 9
+    travels = 2 * min(cp, 3) * wide
+    if attn == "allgather":
+        travels = 2 * cp + 2 * cp * wide
+    total = (own + travels) * x / tp
+    if E:
+        total -= 11 * b * routed * C - 9 * x / tp
     return total
 
 
-def step(b, block, edges, dp, zero):
+def gradients_inside(x, tp, sp, E, b, routed, C, ring, schedule, expert):
+    """of a block, at work. Those of experts are made one by one, and stacked then"""
+    total = 5 * x / tp + x / 4
+    if sp:
+        total += 2 * x
+    if E:
+        total = max(total, 10 * b * routed * C)
+    if E and schedule not in SPLIT:
+        total = max(total, b * expert - 8 * b * routed * C)
+    return max(total, ring)
+
+
+def split(schedule, waits, blocks, kept, v, b, expert):
+    """what a stage keeps more after B than before: gradients of experts, one of them twice"""
+    if schedule not in SPLIT:
+        return 0
+    return max(0, waits - blocks * kept) / v + b * expert / 2
+
+
+def inside(again, gradients_inside, x, waiting, cut, queue, logits, split, buffers, gathered):
+    """what comes and goes in the backward of a block"""
+    total = again + gradients_inside + (1 + waiting) * x / cut + (queue - 1) * logits
+    return total + split + buffers + gathered
+
+
+def step(b, block, expert, edges, zero, data, copies):
     """what comes and goes in AdamW: with bf16 the gradients in fp32, a unit at a time"""
     if b != 2:
         return 0
-    shards = 1
     if zero:
-        shards = dp
-    return 4 * max(block, edges) / shards
+        return 4 * max(block / data, expert / copies, edges / data)
+    return 4 * max(block, expert, edges)
 
 
-def working(loss, inside, step, activations):
-    """what comes and goes, at most. AdamW has no activations beside it"""
-    return max(loss, inside, step - activations)
+def over_tp(b, blocks, expert, copies, zero):
+    """gradients of experts, side by side, to be summed over tp"""
+    if zero:
+        expert = expert / copies
+    return b * blocks * expert
+
+
+def working(loss, inside, step, over_tp, activations):
+    """what comes and goes, at most. AdamW and sums over tp have no activations beside them"""
+    return max(loss, inside, step - activations, over_tp - activations)
 
 
 MEMORY = [
-    N, x, block, edges, parameters, gradients, optimizer, flight, whole, kept, late, waits,
-    activations, logits, queue, loss, waiting, again, inside, step, working,
+    N, x, block, expert, edges, own_edges, parameters, gradients, stepped, optimizer, flight,
+    routed, whole, kept, late, waits, activations, logits, queue, sent, gathered, loss, waiting,
+    again, buffers, ring, gradients_inside, split, inside, step, over_tp,
+    working,
 ]
 HELD = ("parameters", "gradients", "optimizer", "activations", "working")
 
 # ---- seconds of a step, all micro-batches ------------------------------------
 
 # While a pipeline fills or drains, a stage idles 1/SKIP of a micro-batch's time
-SKIP = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 3}
-# (F + B + W) / (F + B - W): W is without q, k, v and up, 5/12 of F, and B is 19/12
-SKIP_TP = {**SKIP, "zb-h1": 36 / 26}
+SKIP = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "bfs": 2, "zb-h1": 3, "auto": 3, "zb-h2": math.inf,
+        "zb-v": math.inf, "dualpipe-v": 6}
+# With tp W is without q, k, v and up, 5/12 of F, and B is 19/12. zb-h1: (F + B + W) / (F + B - W)
+SKIP_TP = {**SKIP, "zb-h1": 36 / 26, "auto": 36 / 26, "zb-h2": 36 / 21, "zb-v": 36 / 14,
+           "dualpipe-v": 36 / 16}  # the last is 36 / 13 to 36 / 16.5, by pp
 
 
-def own(B, T, dp):
-    """tokens of a copy"""
-    return B * T / dp
+def own(B, T, dp, cp):
+    """tokens of a rank"""
+    return B * T / (dp * cp)
+
+
+def mlps(E, K, capacity, shared):
+    """MLPs that a token visits"""
+    if not E:
+        return 1
+    if 0 < capacity < 1:
+        K = capacity * K
+    return K + shared
+
+
+def keys(T, attn, cp):
+    """that the busiest rank's queries meet: a ring's last rank has none to leave out"""
+    if attn == "ring":
+        return T * (2 - 1 / cp)
+    return T
 
 
 def speed(gpu_tflops, efficiency):
@@ -229,26 +388,29 @@ def speed(gpu_tflops, efficiency):
     return 1e12 * gpu_tflops * efficiency
 
 
-def matmul(own, C, T, tp, heavy, speed):
+def matmul(own, C, mlps, keys, tp, heavy, speed):
     """forward and backward of the heaviest stage"""
-    return own * (72 * C * C + 12 * T * C) / tp * heavy / speed
+    return own * ((24 + 48 * mlps) * C * C + 12 * keys * C) / tp * heavy / speed
 
 
-def recompute(ckpt, megatron_2021, own, C, T, tp, most, speed):
+def recompute(ckpt, megatron_2021, own, C, mlps, keys, tp, most, speed):
     """what ckpt full does again: all but the last matmul, which Megatron 2021 repeated as well"""
     if ckpt != "full":
         return 0
-    matmuls = 16
+    matmuls = 16 * mlps
     if megatron_2021:
-        matmuls = 24
-    return own * (matmuls * C * C + 4 * T * C) / tp * most / speed
+        matmuls = 8 + 16 * mlps
+    return own * (matmuls * C * C + 4 * keys * C) / tp * most / speed
 
 
-def traffic(megatron_2021, C, cut, tp, H, T):
+def traffic(megatron_2021, C, cut, tp, H, T, mlps, E):
     """norms, residuals, gelu, read and written: bytes per token and pass of a block, in bf16"""
     if megatron_2021:  # and, unfused, the attention's T x T
         return 22 * C / cut + (16 * C + 11 * H * T) / tp
-    return 20 * C / cut + 16 * C / tp
+    total = 20 * C / cut + 16 * mlps * C / tp
+    if E:  # rows are picked, sorted, put back and added up
+        total += 16 * mlps * C / tp
+    return total
 
 
 def bound(own, most, traffic, b, ckpt, hbm):
@@ -259,14 +421,21 @@ def bound(own, most, traffic, b, ckpt, hbm):
     return own * most * traffic * b / 2 * passes / (1e12 * hbm)
 
 
-def numbers(sp, ckpt, megatron_2021):
+def numbers(sp, ckpt, megatron_2021, E, shared):
     """sent on tp per token and block, in C, as tensor_parallel.py says"""
     if sp:
-        forward_again = 3
-        count = 10
+        forward_again = 2
+        count = 5
+        if shared or not E:
+            forward_again += 1
+            count += 5
     else:
         forward_again = 2
-        count = 8
+        count = 4
+        if shared or not E:
+            count += 4
+        if E:  # what experts say is joined, and gradients of what they are asked
+            count += 2
         if megatron_2021:
             forward_again = 4
     if ckpt == "full":
@@ -279,9 +448,45 @@ def tp_time(own, most, b, C, numbers, tp, tp_bandwidth):
     return own * most * b * C * numbers * (tp - 1) / tp / tp_bandwidth
 
 
-def calls(micro, most, tp, numbers, sp, pp, v, dp):
+def cp_sent(own, b, C, tp, cp, attn, ckpt):
+    """bytes that a block sends on cp, as context_parallel.py says: keys, values, their gradients"""
+    passes = 2
+    if ckpt == "full":
+        passes = 3
+    if attn == "ulysses":
+        return own * C / tp * 4 * b * passes * (cp - 1) / cp
+    return own * C / tp * (2 * b * passes + 2 * max(b, 4)) * (cp - 1)
+
+
+def cp_time(cp_sent, most, cp_bandwidth, attn, own, keys, C, tp, speed, share):
+    """sends on cp. Hops travel behind the attention of a block"""
+    seconds = most * cp_sent / cp_bandwidth
+    if attn in ("ring", "zigzag"):
+        attention = most * own * 12 * keys * C / tp / speed
+        seconds -= min(seconds, max(0, 2 - share) * attention)
+    return seconds
+
+
+def ep_time(own, most, b, C, tp, K, capacity, E, ckpt, ep, ep_bandwidth):
+    """rows to experts and back, forward and backward, which nothing hides"""
+    if not E:
+        return 0
+    if 0 < capacity < 1:
+        K = capacity * K
+    times = 4
+    if ckpt == "full":
+        times = 6
+    return own / tp * most * K * b * C * times * (ep - 1) / ep / ep_bandwidth
+
+
+def calls(micro, most, tp, numbers, sp, pp, v, cp, attn, E, data, zero):
     """collectives"""
     per_micro = 0
+    if cp > 1:
+        each_way = {"allgather": 1, "ulysses": 4}.get(attn, cp - 1)
+        per_micro += 2 * most * each_way
+    if E:  # counts, rows and loads
+        per_micro += 6 * most
     if tp > 1:
         each = 2  # numbers of an all-reduce
         if sp:
@@ -290,8 +495,8 @@ def calls(micro, most, tp, numbers, sp, pp, v, dp):
     if pp > 1:
         per_micro += 2 * v
     count = micro * per_micro
-    if dp > 1:
-        count += 2
+    if data > 1:
+        count += {2: micro + 1, 3: 3 * micro * most}.get(zero, 2)
     return count
 
 
@@ -300,9 +505,9 @@ def launch(micro, most, overhead, calls, latency):
     return micro * most * overhead + calls * latency
 
 
-def work(matmul, recompute, bound, tp_time, launch):
+def work(matmul, recompute, bound, tp_time, cp_time, ep_time, launch):
     """what a stage does, without waiting"""
-    return matmul + recompute + bound + tp_time + launch
+    return matmul + recompute + bound + tp_time + cp_time + ep_time + launch
 
 
 def bubble(mean, heavy, pp, micro, skip, share, work):
@@ -321,16 +526,36 @@ def pp_time(pp, v, own, b, C, megatron_2021, tp, cut, pp_bandwidth):
     return 2 * v * own * b * C / parts / pp_bandwidth
 
 
-def sums(dp, parameters, dp_bandwidth):
-    """gradients over dp, by a ring"""
-    return 2 * (dp - 1) / dp * parameters / dp_bandwidth
+def moved(zero, micro):
+    """how often a step sends a parameter or its gradient over dp, a half of an all-reduce each"""
+    return {2: micro + 1, 3: 3 * micro}.get(zero, 2)
+
+
+def sums(moved, b, blocks, block, expert, edges, pp, v, data, copies, dp_bandwidth):
+    """gradients over dp x cp, of experts over those that hold the same ones, by rings"""
+    times = moved
+    if pp * v > 1:
+        times = 2
+    dense = (moved * blocks * block + times * edges) * (data - 1) / data
+    experts = moved * blocks * expert * (copies - 1) / copies
+    return b * (dense + experts) / dp_bandwidth
 
 
 def hidden(megatron_2021, share, sums, zero, work, micro):
-    """of these, behind the last backward. Not the half of zero 1 that gathers parameters"""
+    """of these, behind backward, in ZeRO-0 and 1 the last one. Not the gathering of parameters by
+    ZeRO-1 and 2; that of ZeRO-3 is behind forward, too"""
     if megatron_2021:
         return 0
-    return max(0, 2 - share) * min(sums / (1 + zero), 2 / 3 * work / micro)
+    behind = sums
+    room = 2 / 3 * work / micro
+    if zero == 1:
+        behind = sums / 2
+    elif zero == 2:
+        behind = sums * micro / (micro + 1)
+        room = 2 / 3 * work
+    elif zero == 3:
+        room = work
+    return max(0, 2 - share) * min(behind, room)
 
 
 def dp_time(sums, hidden):
@@ -338,20 +563,17 @@ def dp_time(sums, hidden):
     return sums - hidden
 
 
-def adamw(b, parameters, dp, zero, hbm):
+def adamw(b, stepped, hbm):
     """reads and writes gradients and states"""
-    shards = 1
-    if zero:
-        shards = dp
-    return (24 + 2 * b) * parameters / b / shards / (1e12 * hbm)
+    return (24 + 2 * b) * stepped / (1e12 * hbm)
 
 
 TIME = [
-    own, speed, matmul, recompute, traffic, bound, numbers, tp_time, calls, launch, work, bubble,
-    pp_time, sums, hidden, dp_time, adamw,
+    own, speed, mlps, keys, matmul, recompute, traffic, bound, numbers, tp_time, cp_sent, cp_time,
+    ep_time, calls, launch, work, bubble, pp_time, moved, sums, hidden, dp_time, adamw,
 ]
-PARTS = ("matmul", "recompute", "bound", "launch", "tp_time", "bubble", "pp_time", "dp_time",
-         "adamw")
+PARTS = ("matmul", "recompute", "bound", "launch", "tp_time", "cp_time", "ep_time", "bubble",
+         "pp_time", "dp_time", "adamw")
 
 # ---- evaluation --------------------------------------------------------------
 
@@ -370,12 +592,31 @@ def evaluate(formulas, names):
     return names
 
 
+def apart():
+    """-> the formulas of MEMORY that are alike in all stages, and the others"""
+    known_by_stage = {"stage", "first", "last", "blocks"}
+    alike = []
+    by_stage = []
+    for formula in MEMORY:
+        if known_by_stage.isdisjoint(needs(formula)):
+            alike.append(formula)
+        else:
+            by_stage.append(formula)
+            known_by_stage.add(formula.__name__)
+    return alike, by_stage
+
+
+ALIKE, BY_STAGE = apart()
+
+
 @cache
-def stages(layers, pp, v):
+def stages(layers, pp, v, vee=False):
     """-> how many blocks each rank has, and which ranks may be the fullest"""
     counts = []
     for rank in range(pp):
         chunks = range(rank, pp * v, pp)
+        if vee:
+            chunks = [rank, 2 * pp - 1 - rank]
         counts.append(sum(len(share(layers, pp * v, chunk)) for chunk in chunks))
     fullest = {0, counts.index(max(counts)), pp - 1}
     return counts, sorted(fullest)
@@ -383,49 +624,59 @@ def stages(layers, pp, v):
 
 def assess(cfg, at, lay, stage=None):
     """-> {name: value} of MEMORY, for the fullest stage or this one. at: plan.py's flags."""
+    vee = lay.schedule in VEES
     v = 1
-    if lay.schedule == "interleaved":
+    if vee or lay.schedule in ("interleaved", "bfs"):
         v = 2
-    counts, candidates = stages(cfg.layers, lay.pp, v)
+    counts, candidates = stages(cfg.layers, lay.pp, v, vee)
     if stage is not None:
         candidates = [stage]
-    common = known(cfg, at, lay, v, counts)
+    head = lay.pp - 1  # the rank that has it
+    if vee:
+        head = 0
+    common = evaluate(ALIKE, known(cfg, at, lay, v, counts, head))
     fullest = None
     for s in candidates:
         names = dict(common)
         names["stage"] = s
         names["first"] = int(s == 0)
-        names["last"] = int(s == lay.pp - 1)
+        names["last"] = int(s == head)
         names["blocks"] = counts[s]
-        evaluate(MEMORY, names)
+        evaluate(BY_STAGE, names)
         names["memory"] = sum(names[kind] for kind in HELD)
         if fullest is None or names["memory"] > fullest["memory"]:
             fullest = names
     return fullest
 
 
-def known(cfg, at, lay, v, counts):
+def known(cfg, at, lay, v, counts, head_rank):
     """What formulas need to know of the model, the layout and the cluster -> {name: value}"""
     names = dict(vars(at))
     names.update(lay._asdict())
     names.update(B=at.batch, T=cfg.seq, C=cfg.width, H=cfg.heads, L=cfg.layers)
+    names.update(E=at.experts, K=at.top_k, shared=int(at.shared), v=v)
     names["V"] = -(-cfg.vocab // lay.tp) * lay.tp  # rounded up
     names["b"] = DTYPES[at.dtype].itemsize
-    names["v"] = v
     names["cut"] = 1
     if lay.sp:
         names["cut"] = lay.tp
-    head = cfg.vocab / (12 * cfg.width + 2 * cfg.seq)  # its work, in blocks
+    names["ep"] = lay.ep or 1
+    names["data"] = lay.dp * lay.cp
+    names["copies"] = names["data"] // names["ep"]
+    block = (4 + 8 * mlps(at.experts, at.top_k, at.capacity, names["shared"])) * cfg.width
+    head = cfg.vocab / (block + 2 * cfg.seq)  # its work, in blocks
     names["most"] = max(counts)
-    names["heavy"] = max(max(counts), counts[-1] + head)
+    names["heavy"] = max(max(counts), counts[head_rank] + head)
     names["mean"] = (cfg.layers + head) / lay.pp
     skips = SKIP_TP
     if lay.tp == 1:
         skips = SKIP
     names["skip"] = skips[lay.schedule]
     names["tp_bandwidth"] = bandwidth(at, lay.tp)
-    names["dp_bandwidth"] = bandwidth(at, lay.tp * lay.dp)
-    names["pp_bandwidth"] = bandwidth(at, lay.tp * lay.dp * lay.pp)
+    names["cp_bandwidth"] = bandwidth(at, lay.tp * lay.cp)
+    names["ep_bandwidth"] = bandwidth(at, lay.tp * names["ep"])
+    names["dp_bandwidth"] = bandwidth(at, lay.tp * names["data"])
+    names["pp_bandwidth"] = bandwidth(at, lay.tp * names["data"] * lay.pp)
     return names
 
 
@@ -439,11 +690,12 @@ def bandwidth(at, neighbours):
 def timed(names):
     """Adds TIME, and what follows from it -> names"""
     evaluate(TIME, names)
-    L, C, T, V = (names[name] for name in "LCTV")
+    L, C, T, V, mlps = (names[name] for name in ("L", "C", "T", "V", "mlps"))
     names["seconds"] = sum(names[part] for part in PARTS)
     tokens = names["B"] * T
-    # Narayanan 2021, 5.1
-    flops = 72 * tokens * L * C * C * (1 + T / (6 * C) + V / (12 * L * C))
+    # Narayanan 2021, 5.1, and with it all MLPs that a token visits
+    block = (24 + 48 * mlps) * C * C + 12 * C * T
+    flops = tokens * (L * block + 6 * C * V)
     done = 1  # in its units
     if names["megatron_2021"]:  # that paper counts what is computed again
         done += names["recompute"] / names["matmul"]
@@ -463,55 +715,101 @@ def divisors(n):
     return [d for d in range(1, n + 1) if n % d == 0]
 
 
-def layouts(cfg, batch, gpus):
-    """All that hybrid_3d.py runs, but zb-h1 with fewer micro-batches than stages: it gains nothing.
+LONG = 8192  # tokens of a sequence from which on it is cut, unless --cp says otherwise
+SHORT = 2048  # tokens of a part, at least
+
+
+def layouts(cfg, at, fixed=()):
+    """All that hybrid_3d.py runs, but for what gains nothing in this model and is not in `fixed`.
+
+    Not there: schedules with too few micro-batches to fill the pipeline; bfs, which is interleaved
+    with more memory, where that can be; zb-h2, which is zb-v with more memory; dualpipe-v, auto
+    (zb-h1 by search), ring and allgather, which hide less.
     """
-    for dp, tp, pp in meshes(cfg, gpus):
-        if batch % dp:
+    for dp, cp, tp, pp in meshes(cfg, at.gpus, fixed):
+        if at.batch % dp:
             continue
-        for micro in divisors(batch // dp):
-            for schedule in schedules(cfg, pp, micro):
-                for sp, zero, ckpt in choices(cfg, dp, tp, schedule):
-                    yield Layout(dp, tp, pp, micro, schedule, sp, zero, ckpt)
+        for micro in divisors(at.batch // dp):
+            for schedule in schedules(cfg, pp, micro, fixed):
+                for sp, ckpt, attn, ep, zero in choices(cfg, at, (dp, cp, tp, pp), schedule, fixed):
+                    yield Layout(dp, tp, pp, micro, schedule, sp, zero, ckpt, cp, attn, ep)
 
 
-def meshes(cfg, gpus):
-    """dp x tp x pp = gpus"""
+def meshes(cfg, gpus, fixed):
+    """dp x cp x tp x pp = gpus"""
     for tp in divisors(gpus):
         for pp in divisors(gpus // tp):
-            if cfg.heads % tp == 0 and pp <= cfg.layers:
-                yield gpus // tp // pp, tp, pp
+            if cfg.heads % tp or pp > cfg.layers:
+                continue
+            for cp in divisors(gpus // tp // pp):
+                few = cp == 1 or (cfg.seq >= LONG and cfg.seq // cp >= SHORT)
+                if few or "cp" in fixed:
+                    yield gpus // tp // pp // cp, cp, tp, pp
 
 
-def schedules(cfg, pp, micro):
+def schedules(cfg, pp, micro, fixed):
     if pp == 1:
         return ["1f1b"]
+    several = 2 * pp <= cfg.layers  # has every rank two stages?
+    least = {"bfs": pp, "zb-h1": pp, "auto": pp, "zb-v": 2 * pp - 1, "zb-h2": 2 * pp - 1,
+             "dualpipe-v": 2 * pp}
     possible = ["gpipe", "1f1b"]
-    if micro % pp == 0 and 2 * pp <= cfg.layers:
+    if several and micro % pp == 0:
         possible.append("interleaved")
-    if micro >= pp:
-        possible.append("zb-h1")
+    elif several:
+        possible.append("bfs")
+    possible.append("zb-h1")
+    if several:
+        possible.append("zb-v")
+    else:
+        possible.append("zb-h2")
+    wanted = dict(fixed).get("schedule")
+    if wanted in ("zb-h2", "auto") or (wanted in ("bfs", "dualpipe-v") and several):
+        possible = [wanted]
+    return [name for name in possible if micro >= least.get(name, 1)]
+
+
+def choices(cfg, at, mesh, schedule, fixed):
+    """-> all (sp, ckpt, attn, ep, zero)"""
+    dp, cp, tp, pp = mesh
+    sps = [False]
+    if tp > 1 and cfg.seq // cp % tp == 0:
+        sps.append(True)
+    ckpts = list(CKPTS)
+    if schedule in SPLIT:
+        ckpts.remove("full")
+    eps = [None]
+    if at.experts:
+        eps = divisors(math.gcd(dp * cp, at.experts))
+    zeros = [0]
+    if dp * cp > 1:
+        zeros += [1, 2]
+    if dp * cp > 1 and pp == 1:
+        zeros.append(3)
+    return itertools.product(sps, ckpts, attentions(cfg, cp, tp, fixed), eps, zeros)
+
+
+def attentions(cfg, cp, tp, fixed):
+    """-> the choices of attn"""
+    wanted = dict(fixed).get("attn")
+    if cp == 1:
+        return [wanted or "zigzag"]
+    possible = []
+    if cfg.seq % (2 * cp) == 0:
+        possible += ["zigzag"]
+        if wanted == "allgather":
+            possible = [wanted]
+    if wanted == "ring" and cfg.seq % cp == 0:
+        possible = [wanted]
+    if cfg.seq % cp == 0 and cfg.heads // tp % cp == 0:
+        possible.append("ulysses")
     return possible
 
 
-def choices(cfg, dp, tp, schedule):
-    """-> all (sp, zero, ckpt)"""
-    sps = [False]
-    if tp > 1 and cfg.seq % tp == 0:
-        sps.append(True)
-    zeros = [0]
-    if dp > 1:
-        zeros.append(1)
-    ckpts = list(CKPTS)
-    if schedule == "zb-h1":
-        ckpts.remove("full")
-    return itertools.product(sps, zeros, ckpts)
-
-
-def is_as_fixed(lay, fixed, free):
-    """Does a layout have the values that are given, but for the axes that are free?"""
+def is_as_fixed(lay, fixed):
+    """Does a layout have the values that are given?"""
     for axis, value in fixed.items():
-        if axis not in free and getattr(lay, axis) != value:
+        if getattr(lay, axis) != value:
             return False
     return True
 
@@ -519,17 +817,22 @@ def is_as_fixed(lay, fixed, free):
 def search(cfg, at, free=()):
     """-> [(seconds, layout)] of what fits, fastest first; (bytes, layout) of what needs least
 
-    at.fixed: {axis: value} to be kept, but for the axes that are free.
+    at.fixed: {axis: value} to be kept, but for the axes that are free. ZeRO-2 and 3, which only
+    send more, are tried where ZeRO-1 does not fit.
     """
+    fixed = {axis: value for axis, value in at.fixed.items() if axis not in free}
     fits = []
     least = None
-    for lay in layouts(cfg, at.batch, at.gpus):
-        if not is_as_fixed(lay, at.fixed, free):
+    enough = None  # the layout whose ZeRO-1 or 2 has fitted last, as if it had none
+    for lay in layouts(cfg, at, fixed):
+        if not is_as_fixed(lay, fixed) or (lay.zero > 1 and lay._replace(zero=0) == enough):
             continue
         names = assess(cfg, at, lay)
         needed = (names["memory"], lay)
         if names["memory"] <= 1e9 * at.gpu_memory:
             fits.append((timed(names)["seconds"], lay))
+            if lay.zero:
+                enough = lay._replace(zero=0)
         if least is None or needed < least:
             least = needed
     return sorted(fits), least

@@ -1,22 +1,29 @@
 """Which layout for my model on my cluster? Tries all that hybrid_3d.py runs, prints the fastest.
 
-    layout    dp x tp x pp GPUs, micro-batches, schedule, sp, zero, ckpt, as hybrid_3d.py has them
-    memory    of the fullest stage, within 2% the peak of hybrid_3d's dry run: parameters,
+    layout    dp x cp x tp x pp GPUs, micro-batches, schedule, sp, zero, ckpt, attn, and ep of the
+              experts (--experts 64 --top-k 8 ..), as hybrid_3d.py has them
+    memory    of the fullest stage, within 3% the peak of hybrid_3d's dry run: parameters,
               gradients, optimizer, activations of the micro-batches in flight, and what comes and
               goes in the loss, a block's backward or AdamW. CUDA, NCCL and fragmentation are not
               in it: --gpu-memory is what they leave.
 
     time of the slowest stage, for M micro-batches and v chunks of layers on a rank
     part           what it counts                                                  source
-    matmul         72 C^2 (1 + T/6C) FLOPs per token and block, and the head       1, appendix
+    matmul         72 C^2 (1 + T/6C) FLOPs per token and block, and the head;      1, appendix
+                   of the 72, 48 for each MLP that a token visits; ring: T (2 - 1/cp)
     recompute      what ckpt full does again, 16 C^2 + 4 T C                       amp_accum_ckpt.py
     memory-bound   bytes of norms, residuals and gelu, read and written            shapes
     launch         blocks of all micro-batches, collectives                        measured; else 0
     tp             8 B T C (tp-1)/tp per block, sp 10; not overlapped              1, 3.2
-    bubble         (pp-1)/M of those; / v; zb-h1 / 3 (F = B = W), with tp / 1.4    1, 2.2; 2
+    cp             (cp-1) 20 B T C/(cp tp) bytes per block in bf16; ulysses 16/cp; 3; 4
+                   hops travel behind attention, the others are not overlapped
+    ep             4 K B T C (ep-1)/ep per block, / tp; not overlapped             moe.py
+    bubble         (pp-1)/M of those; / v; zb-h1 / 3 (F = B = W), with tp / 1.4;   1, 2.2; 2
+                   zb-v and zb-h2 none, with tp / 2.6 and / 1.7; dualpipe-v / 6, / 2.2
     pp             B T C per boundary and direction, not overlapped                1, 3.2
-    dp             2 (dp-1)/dp of the gradients, by a ring; the last backward      1, 3.3
-                   hides it, but not the half of zero 1 that gathers parameters
+    dp             2 (n-1)/n of the gradients, n = dp cp, by a ring (zero 2: M+1,  1, 3.3; 5
+                   zero 3: 3 M halves); the last backward hides it, but not the half of zero 1 that
+                   gathers parameters; experts among those that hold the same ones
     adamw          bytes of gradients and states
 
 A group inside a node has --bandwidth-intra, one across nodes --bandwidth-inter, GB/s per GPU. The
@@ -29,6 +36,9 @@ each other's bubbles, and hide nothing.
 1  Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
    Megatron-LM", arXiv:2104.04473
 2  Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241
+3  Liu et al. 2023, "Ring Attention with Blockwise Transformers", arXiv:2310.01889, section 3
+4  Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv:2309.14509, section 3
+5  Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054, section 7
 
     python tools/plan.py --model gpt3-175b --batch 1536 --gpus 1024 --tokens 300e9
     torchrun --standalone --nproc_per_node=4 tools/plan.py --calibrate --dtype fp32 --batch 8
@@ -77,19 +87,28 @@ OWN = {
     "share": Flag(1.0, "ranks that take turns on a GPU or core"),
     "megatron_2021": Flag(False, "the software of Narayanan 2021"),
     "tokens": Flag(0.0, "to train on, for the days"),
+    "experts": Flag(0, "E in each layer, in the place of its MLP (0: none)"),
+    "top_k": Flag(2, "K, experts per token"),
+    "shared": Flag(False, "an expert for every token besides"),
+    "capacity": Flag(0.0, "A: an expert takes A times its share (0: everything)"),
+    "balance": Flag("aux", "how experts are balanced, which costs nothing",
+                    ("aux", "bias", "none")),
     "dp": Flag(int, "fixed"),
+    "cp": Flag(int, "fixed"),
     "tp": Flag(int, "fixed"),
     "pp": Flag(int, "fixed"),
     "micro": Flag(int, "fixed"),
     "zero": Flag(int, "fixed"),
     "schedule": Flag(str, "fixed", SCHEDULES),
     "ckpt": Flag(str, "fixed", CKPTS),
+    "attn": Flag(str, "fixed", ("ring", "zigzag", "allgather", "ulysses")),
+    "ep": Flag(int, "fixed"),
     "explain": Flag(0, "ROW: its formulas, with the numbers put in"),
     "try": Flag(0, "run so many rows on this machine"),
     "calibrate": Flag(False, "measure speed and bandwidth of the ranks"),
     "table": Flag(False, "models by GPUs, as Markdown"),
 }
-ZERO_MEANS_NONE = ("overhead", "latency", "tokens", "explain", "try")
+ZERO_MEANS_NONE = ("overhead", "latency", "tokens", "explain", "try", "experts", "capacity")
 
 
 def read():
@@ -143,8 +162,12 @@ def refuse(at):
         if name in ("gpus", "batch"):
             needed = "give both --gpus and --batch, 1 or more"
         require(0 < value < 1e18, f"--{name.replace('_', '-')} {value}: {needed}")
-    require(at.zero in (None, 0, 1), f"--zero {at.zero}: take 0 or 1")
+    require(at.zero in (None, 0, 1, 2, 3), f"--zero {at.zero}: take 0, 1, 2 or 3")
     cfg = at.cfg
+    E = at.experts
+    require(not E or at.top_k <= E, f"--top-k {at.top_k} of --experts {E}: choose {E} at most")
+    require(E or not (at.ep or at.shared or at.capacity),
+            "--ep, --shared and --capacity are for --experts E")
     require(cfg.width % cfg.heads == 0, f"--heads {cfg.heads} does not divide --width {cfg.width}")
     folder = Path(at.json or ".").absolute().parent
     require(folder.is_dir(), f"--json {at.json}: no such folder")
@@ -161,8 +184,16 @@ def resized(at, gpus):
 
 def text(lay, few=False):
     """A layout -> dp 2 x tp 4, micro 8, sp. With few, without the micro-batches."""
-    axes = [f"{axis} {getattr(lay, axis)}" for axis in ("dp", "tp", "pp") if getattr(lay, axis) > 1]
+    axes = []
+    for axis in ("dp", "cp", "tp", "pp"):
+        size = getattr(lay, axis)
+        if size > 1:
+            axes.append(f"{axis} {size}")
     words = [" x ".join(axes) or "one GPU"]
+    if lay.ep:
+        words.append(f"ep {lay.ep}")
+    if lay.cp > 1:
+        words.append(lay.attn)
     if not few:
         words.append(f"micro {lay.micro}")
     if lay.pp > 1:
@@ -188,8 +219,15 @@ def command(lay, at):
             words.append(f"--{name} {getattr(at, name)}")
     words.append(f"--batch {at.batch}")
     for axis, value in lay._asdict().items():
-        if axis != "sp":
+        if axis not in ("sp", "cp", "attn", "ep"):
             words.append(f"--{axis} {value}")
+    if lay.cp > 1:
+        words.append(f"--cp {lay.cp} --attn {lay.attn}")
+    if lay.ep:
+        words.append(f"--experts {at.experts} --top-k {at.top_k} --ep {lay.ep}")
+        words.append(f"--capacity {at.capacity:g} --balance {at.balance}")
+    if lay.ep and at.shared:
+        words.append("--shared")
     if lay.sp:
         words.append("--sp")
     words.append(f"--dtype {at.dtype}")
@@ -228,17 +266,21 @@ def show(rows, at):
     for i, (names, lay) in enumerate(rows, 1):
         held = " ".join(f"{names[kind] / 1e9:11.2f}" for kind in HELD)
         print(f"{i:3} {text(lay):66} {held} {names['memory'] / 1e9:7.2f}")
-    parts = " ".join(f"{part.removesuffix('_time'):>9}" for part in PARTS)
+    shown = [part for part in PARTS if part not in RARE or any(names[part] for names, _ in rows)]
+    parts = " ".join(f"{part.removesuffix('_time'):>9}" for part in shown)
     head = f"\nms  {parts}      step TFLOP/s    MFU       tok/s"
     if at.tokens:
         head += "     days"
     print(head)
     for i, (names, _) in enumerate(rows, 1):
-        times = " ".join(f"{1e3 * names[part]:9.1f}" for part in (*PARTS, "seconds"))
+        times = " ".join(f"{1e3 * names[part]:9.1f}" for part in (*shown, "seconds"))
         line = f"{i:3} {times} {names['tflops']:7.1f} {names['mfu']:6.1%} {names['rate']:11,.0f}"
         if at.tokens:
             line += f" {names['days']:8.1f}"
         print(line)
+
+
+RARE = ("cp_time", "ep_time")  # have a column only where there are any
 
 
 MODELS = {
@@ -275,7 +317,7 @@ def cell(cfg, at):
 def explain(names):
     """Every formula: what it is, and each line of it that was executed, with the numbers put in."""
     for formula in (*MEMORY, *TIME):
-        print(f"  {formula.__name__:12} {formula.__doc__}")
+        print(f"  {formula.__name__:12} {' '.join(formula.__doc__.split())}")
         for line in executed(formula, [names[name] for name in needs(formula)]):
             print(f"  {'':12}   {line}")
 
@@ -480,9 +522,9 @@ def main():
 def refuse_impossible(at, least):
     """No layout at all, whether it fits or not."""
     given = "".join(f" --{axis} {value}" for axis, value in at.fixed.items())
-    require(least, f"--batch {at.batch}{given}: no dp x tp x pp = {at.gpus} divides batch, --heads "
-            f"{at.cfg.heads} and --layers {at.cfg.layers}; take other --gpus or a --batch that is "
-            "a multiple of them")
+    require(least, f"--batch {at.batch}{given}: no dp x cp x tp x pp = {at.gpus} divides batch, "
+            f"--heads {at.cfg.heads} and --layers {at.cfg.layers}; take other --gpus or a --batch "
+            "that is a multiple of them")
 
 
 def write(at, rows, fit, said):
