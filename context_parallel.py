@@ -436,7 +436,7 @@ def replicate(module, group=None):
 
 
 def sum_gradients(parameters, group=None):
-    """Sum the gradients of all ranks, in one call per dtype; they become views of the sum.
+    """Sum the gradients of all ranks, in one call per dtype.
 
     Frozen parameters are left out. One that no rank has used keeps the gradient None, as in one
     process. The sum itself tells: a rank puts 0.0 in the place of each -0.0 of its gradients, and
@@ -454,8 +454,11 @@ def sum_gradients(parameters, group=None):
             if p in missing:
                 part.fill_(-0.0)
         dist.all_reduce(flat, group=group)  # partial -> replicated
-        for p, part in zip(alike, parts):
-            p.grad = part.view_as(p)
+        # into the gradients, which lie in memory as p does: fused optimizers ignore strides
+        sums = [part.view_as(p) for p, part in zip(alike, parts)]
+        torch._foreach_copy_(gradients, sums)
+        for p, gradient in zip(alike, gradients):
+            p.grad = gradient
     for p in missing:
         if (p.grad.eq(0) & p.grad.signbit()).all():
             p.grad = None

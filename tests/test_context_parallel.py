@@ -364,6 +364,24 @@ def test_sum_of_gradients(name):
     run(check_sum_of_gradients, 2, name)
 
 
+def check_order_in_memory(name):
+    """Fused optimizers ignore strides: a gradient lies in memory as its parameter does."""
+    copy = copied(name)
+    used = nn.Parameter(torch.ones(2, 3, 4).transpose(0, 2))
+    used.grad = torch.ones_like(used)
+    unused = nn.Parameter(torch.ones(2, 3, 4).transpose(0, 2))
+    if dist.get_rank() == 1:
+        unused.grad = torch.ones_like(unused)
+    copy.sum_gradients([used, unused])
+    assert used.grad.stride() == used.stride() and used.grad.eq(2).all()
+    assert unused.grad.stride() == unused.stride() and unused.grad.eq(1).all()
+
+
+@pytest.mark.parametrize("name", ["context_parallel", "amp_accum_ckpt"])
+def test_gradients_lie_in_memory_as_parameters_do(name):
+    run(check_order_in_memory, 2, name)
+
+
 def check_signs(name):
     """What rank 1 alone has used is summed on rank 0 too, be it negative or -0.0 everywhere."""
     copy = copied(name)
