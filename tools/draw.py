@@ -1,7 +1,8 @@
 """The pictures in docs/: SVG drawn from what runs have measured.
 
-    python tools/draw.py              draw docs/*.svg from the figures in docs/data/
-    python tools/draw.py --measure    run everything first (minutes), keep its figures
+    python tools/draw.py                      draw docs/*.svg from the figures in docs/data/
+    python tools/draw.py --measure            run everything first (minutes), keep its figures
+    python tools/draw.py --measure held ..    run for these pictures only
 
     held.svg        what one of 64 ranks holds of a 7.5B model, from dry runs
     timelines.svg   pipeline schedules: planned, and as a run of two ranks measured it
@@ -17,8 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-DOCS = ROOT / "docs"
-DATA = DOCS / "data"
+PLACE = ROOT / "docs"  # of the pictures
+DATA = ROOT / "docs" / "data"
 
 COLORS = {
     "parameters": "#4477aa",
@@ -32,7 +33,8 @@ COLORS = {
 }
 STYLE = """
 text { font: 12px sans-serif; fill: #222 } .small { font-size: 10px } .title { font-weight: bold }
-.axis { stroke: #888; fill: none } .idle { fill: #8884 } .line { fill: none; stroke-width: 1.5 }
+.axis { stroke: #888; fill: none } .idle { fill: #8884 } .key { stroke: #888 }
+.line { fill: none; stroke-linejoin: round }
 @media (prefers-color-scheme: dark) { text { fill: #ddd } }
 """
 
@@ -58,8 +60,10 @@ class Drawing:
             f'class="{kind}"{paint}/>'
         )
 
-    def line(self, points, color="", kind="axis"):
-        paint = f' stroke="{color}"' if color else ""
+    def line(self, points, color="", kind="axis", width=1):
+        paint = f' stroke-width="{width}"'
+        if color:
+            paint += f' stroke="{color}"'
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         self.elements.append(f'<polyline points="{path}" class="{kind}"{paint}/>')
 
@@ -68,7 +72,7 @@ class Drawing:
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
             f'width="{self.width}" height="{self.height}"><style>{STYLE}</style>\n'
         )
-        (DOCS / name).write_text(head + "\n".join(self.elements) + "\n</svg>\n")
+        (PLACE / name).write_text(head + "\n".join(self.elements) + "\n</svg>\n")
 
 
 def read(name):
@@ -93,16 +97,17 @@ def report_of(command):
 
 SIZES = "--layers 64 --width 3072 --heads 64 --vocab 51200 --seq 2048 --batch 64"
 HOLDERS = {
-    "ddp": "ddp.py --dtype bf16",
-    "zero, stage 1": "zero.py --stage 1 --dtype bf16",
-    "zero, stage 2": "zero.py --stage 2 --dtype bf16",
-    "zero, stage 3": "zero.py --stage 3 --dtype bf16",
-    "fsdp": "fsdp.py --dtype bf16",
-    "full checkpointing": "amp_accum_ckpt.py --ckpt full --amp bf16",
-    "tensor parallel": "tensor_parallel.py --sp --dtype bf16",
-    "pipeline, 1f1b": "pipeline_parallel.py --schedule 1f1b --micro 64 --dtype bf16",
-    "context parallel": "context_parallel.py --attn zigzag --dtype bf16",
+    "ddp": "ddp.py",
+    "zero, stage 1": "zero.py --stage 1",
+    "zero, stage 2": "zero.py --stage 2",
+    "zero, stage 3": "zero.py --stage 3",
+    "fsdp": "fsdp.py",
+    "ddp, full checkpointing": "amp_accum_ckpt.py --ckpt full",
+    "tensor parallel, sp": "tensor_parallel.py --sp",
+    "pipeline, 1f1b": "pipeline_parallel.py --schedule 1f1b --micro 64",
+    "context parallel": "context_parallel.py --attn zigzag",
 }
+TITLE = "What rank 0 of 64 holds of a GPT with 7.4 billion parameters, fp32"
 HELD = ("parameters", "gradients", "optimizer", "activations")
 
 
@@ -117,11 +122,10 @@ def measure_held():
 
 def draw_held():
     figures = read("held")
-    left = 140
-    scale = 560 / max(sum(sizes.values()) for sizes in figures.values())
+    left = 170
+    scale = 540 / max(sum(sizes.values()) for sizes in figures.values())
     drawing = Drawing(820, 70 + 28 * len(figures))
-    title = "What rank 0 of 64 holds of a GPT with 7.4 billion parameters"
-    drawing.text(10, 20, title, kind="title")
+    drawing.text(10, 20, TITLE, kind="title")
     x = left
     for kind in HELD:
         drawing.box(x, 32, 12, 12, COLORS[kind])
@@ -312,6 +316,8 @@ def draw_buckets():
 
 # ---- losses --------------------------------------------------------------------
 
+STEPS = 60
+MIXTURE = "mixture of experts"  # another model, which has a line of its own
 TRAINED = {
     "ddp": "2 ddp.py",
     "zero": "2 zero.py --stage 3",
@@ -319,60 +325,74 @@ TRAINED = {
     "tensor parallel": "2 tensor_parallel.py --sp",
     "pipeline": "2 pipeline_parallel.py --schedule zb-h1",
     "context parallel": "2 context_parallel.py",
-    "mixture, one expert": "2 moe.py --experts 2 --top-k 1 --balance none",
     "accumulation, checkpointing": "2 amp_accum_ckpt.py --accum 2 --ckpt full",
-    "hybrid": "4 hybrid_3d.py --dp 2 --tp 2 --pp 1",
+    "hybrid, 2 x 2": "4 hybrid_3d.py --dp 2 --tp 2 --pp 1",
+    MIXTURE: "2 moe.py",
 }
 
 
 def measure_losses():
     figures = {}
     for label, command in TRAINED.items():
-        report = report_of(f"tools/launch.py {command} --steps 60 --no-check")
+        report = report_of(f"tools/launch.py {command} --steps {STEPS} --no-check")
         figures[label] = report["loss"]
     write("losses", figures)
 
 
 def draw_losses():
+    """Eight lines that are one: each is drawn thinner than the one below it."""
     figures = read("losses")
     every = [loss for losses in figures.values() for loss in losses]
     low = min(every)
     high = max(every)
-    drawing = Drawing(820, 360)
-    drawing.text(10, 20, "Nine techniques, the same text: loss by step", kind="title")
+    drawing = Drawing(860, 360)
+    title = "Loss by step on the same text: eight techniques, one line; a mixture is another model"
+    drawing.text(10, 20, title, kind="title")
     drawing.line([(60, 40), (60, 320), (620, 320)])
     for value in (low, high):
         y = 320 - 270 * (value - low) / (high - low)
         drawing.text(54, y + 4, f"{value:.2f}", "end", "small")
     palette = (
-        "#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#bbbbbb", "#ee8866",
-        "#77aadd",
+        "#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#ffffff",
+        "#999999",
     )
     for number, (label, losses) in enumerate(figures.items()):
         points = []
         for step, loss in enumerate(losses):
             x = 60 + 560 * step / (len(losses) - 1)
             points.append((x, 320 - 270 * (loss - low) / (high - low)))
-        drawing.line(points, palette[number], "line")
-        drawing.box(640, 48 + 22 * number, 12, 12, palette[number])
+        width = 1.5
+        if label != MIXTURE:
+            width = 15 - 2 * number
+        drawing.line(points, palette[number], "line", width)
+        drawing.box(640, 48 + 22 * number, 12, 12, palette[number], "key")
         drawing.text(658, 58 + 22 * number, label)
     drawing.text(340, 345, f"{len(losses)} steps", "middle")
     drawing.save("losses.svg")
 
 
-MEASURE = (measure_held, measure_timelines, measure_hops, measure_buckets, measure_losses)
-DRAW = (draw_held, draw_timelines, draw_hops, draw_buckets, draw_losses)
+PICTURES = {
+    "held": (measure_held, draw_held),
+    "timelines": (measure_timelines, draw_timelines),
+    "hops": (measure_hops, draw_hops),
+    "buckets": (measure_buckets, draw_buckets),
+    "losses": (measure_losses, draw_losses),
+}
 
 
 def main(words):
-    if words not in ([], ["--measure"]):
-        print("draw.py: error: usage: python tools/draw.py [--measure]", file=sys.stderr)
+    wanted = words[1:] or list(PICTURES)
+    known = set(wanted) <= set(PICTURES)
+    if words and (words[0] != "--measure" or not known):
+        names = " ".join(PICTURES)
+        print(f"draw.py: error: usage: python tools/draw.py [--measure [{names}]]", file=sys.stderr)
         return 2
     if words:
-        for measure in MEASURE:
-            print(measure.__name__, flush=True)
+        for name in wanted:
+            print(f"measuring {name}", flush=True)
+            measure, _ = PICTURES[name]
             measure()
-    for draw in DRAW:
+    for _, draw in PICTURES.values():
         draw()
     return 0
 
