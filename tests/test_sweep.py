@@ -93,7 +93,7 @@ def refused(module):
 
 
 def broken(module):
-    module.train_step = None
+    module.Run.batch = None
 
 
 @pytest.mark.parametrize("plant, words", [

@@ -15,7 +15,7 @@
     memory-bound   bytes of norms, residuals and gelu, read and written            shapes
     launch         blocks of all micro-batches, collectives                        measured; else 0
     tp             8 B T C (tp-1)/tp per block, sp 10; not overlapped              1, 3.2
-    cp             (cp-1) 20 B T C/(cp tp) bytes per block in bf16; ulysses 16/cp; 3; 4
+    cp             (cp-1) 16 B T C/(cp tp) bytes per block in bf16; ulysses 16/cp; 3; 4
                    hops travel behind attention, the others are not overlapped
     ep             4 K B T C (ep-1)/ep per block, / tp; not overlapped             moe.py
     bubble         (pp-1)/M of those; / v; zb-h1 / 3 (F = B = W), with tp / 1.4;   1, 2.2; 2
