@@ -1,4 +1,4 @@
-"""docs/*.svg are drawn by tools/draw.py from docs/data, and these figures are what the code does."""
+"""docs/*.svg are drawn by tools/draw.py from docs/data, as the code is now."""
 import re
 import xml.etree.ElementTree
 
