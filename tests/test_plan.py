@@ -105,7 +105,7 @@ def of_report(report):
     args = dict(report["args"])
     cfg = GPTConfig(args["layers"], 256, 8, 1000, args["seq"])
     axes = {axis: args[axis] for axis in Layout._fields}
-    axes["ep"] = args["ep"] or None
+    axes["ep"] = axes["ep"] or None
     ranks = args["dp"] * args["cp"] * args["tp"]
     mixture = {name: args[name] for name in ("experts", "top_k", "shared", "capacity")}
     at = on(ranks * args["pp"], args["batch"], **mixture)
@@ -310,9 +310,9 @@ def report(capsys, monkeypatch, tmp_path, *flags, code=0):
 
 
 COMMANDS = [
-    ["--gpus", 4],
-    ["--gpus", 12, "--layers", 6, "--batch", 24, "--sp", "--tokens", 1e9],
-    ["--gpus", 8, "--cp", 2, "--experts", 4, "--shared", "--balance", "bias", "--zero", 2],
+    "--gpus 4",
+    "--gpus 12 --layers 6 --batch 24 --sp --tokens 1e9",
+    "--gpus 8 --cp 2 --experts 4 --shared --balance bias --zero 2",
 ]
 
 
@@ -320,7 +320,8 @@ def test_command(capsys, monkeypatch, tmp_path):
     """hybrid_3d takes the lines that are printed, and they are among all that is said."""
     lines = []
     for flags in COMMANDS:
-        found, said = report(capsys, monkeypatch, tmp_path, "--batch", 8, "--micro", 2, *flags)
+        found, said = report(capsys, monkeypatch, tmp_path, "--batch=8", "--micro=2",
+                             *flags.split())
         row = found["rows"][0]
         assert row["command"] in said
         assert f"{row['rate']:,.0f}" in said
@@ -339,8 +340,8 @@ def test_command(capsys, monkeypatch, tmp_path):
 
 def test_explain(capsys, monkeypatch, tmp_path):
     """Every formula, each line of it that was executed, with numbers that give its result."""
-    found, said = report(capsys, monkeypatch, tmp_path, "--gpus", 12, "--layers", 6, "--batch", 24,
-                         "--sp", "--explain", 2)
+    flags = "--gpus 12 --layers 6 --batch 24 --sp --explain 2"
+    found, said = report(capsys, monkeypatch, tmp_path, *flags.split())
     names = found["rows"][1]
     assert names["command"] in said
     for formula in (*MEMORY, *TIME):

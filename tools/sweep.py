@@ -197,9 +197,8 @@ def hybrid_3d(draw, n, sizes):
     flags += uneven(draw, stages, sizes["layers"])
     three = [["--dp", dp], ["--tp", axes["tp"]], ["--pp", axes["pp"]]]
     flags += sum(draw.sample(three, draw.randint(2, 3)), [])  # the third follows
-    if not impl:  # which refuses frozen layers
-        trained = draw.choice((r"blocks\.[02]|tok", "norm", "mlp", "attn|pos"))
-        flags += draw.maybe("--train", trained, chance=0.2)
+    trained = draw.choice((r"blocks\.[02]|tok", "norm", "mlp", "attn|pos"))
+    flags += draw.maybe("--train", trained, chance=0.2)
     return flags + experts + impl
 
 
