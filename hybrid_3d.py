@@ -924,6 +924,9 @@ def refuse_torch(args):
             f"the last of --tp {tp} no positions: take a multiple of {tp}")
     require(name != "1f1b" or args.micro >= pp,
             f"--micro {args.micro}: torch's 1f1b wants --pp {pp} or more")
+    require(name not in ("zb-v", "dualpipe-v") or not args.eval_every,
+            f"--schedule {name} --eval-every: eval() of torch's schedule does not know V-shaped "
+            "ones; take --impl scratch")
     home = pipeline_parallel.homes(plans_of(args))
     one_rank_has_both = len(home) > 1 and home[0] == home[max(home)]
     require(not one_rank_has_both or args.dp == 1,

@@ -243,6 +243,7 @@ ONE_RANK = {
         --impl torch --dry-run 2                            --impl scratch
         --impl torch --ckpt selective                       --impl scratch
         --impl both --dtype bf16                            --impl scratch
+        --impl torch --schedule zb-v --eval-every 1 --micro 2  does not know V-shaped ones
         --impl torch --micro 1 --dry-run 2 --pp 2           --impl scratch
     """}
 

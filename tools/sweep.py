@@ -57,13 +57,16 @@ class Draw(random.Random):
             sizes[self.choice(free)] *= prime
         return sizes
 
-    def course(self, freezes):
+    def course(self, freezes, evaluates):
         """How the rate goes, what is held out, and what is frozen, where the file takes that."""
         flags = self.maybe("--warmup", 1, "--decay", self.choice(("linear", "cosine")))
         frozen = self.maybe("--train", r"blocks\.[02]|tok", chance=0.2)
         if freezes:
             flags += frozen
-        return flags + self.maybe("--eval-every", self.randint(1, 2), chance=0.3)
+        held_out = self.maybe("--eval-every", self.randint(1, 2), chance=0.3)
+        if evaluates:
+            flags += held_out
+        return flags
 
 
 def primes(n):
@@ -331,7 +334,10 @@ def drawn(seed, i, only=None, most=8):
         lr=draw.choice((1e-3, 1e-2)),
     )
     own = file(draw, n, sizes)
-    own += draw.course(freezes=file is not hybrid_3d)  # which has drawn that itself
+    hybrid = file is hybrid_3d
+    torchs_vee = hybrid and "torch" in own and set(own) & set(VEES)
+    own += draw.course(freezes=not hybrid,  # it has drawn that itself
+                       evaluates=not torchs_vee)  # eval() of torch's does not know these
     sizes["width"] = sizes["heads"] * head_width
     flags = [str(word) for word in own] + ["--dtype", "fp64"]
     flags += [f"--{name}={value}" for name, value in sizes.items()]
