@@ -672,6 +672,13 @@ class Run:
         if self.dry or self.rank == 0:
             report.say(*words)
 
+    def show_held(self):
+        """What this rank holds in a step, by kind, as bars."""
+        memory = self.ledger[self.impls[0]].memory
+        self.say("\nheld in one step")
+        for line in report.bars(list(memory.items())):
+            self.say(line)
+
     # -- what is trained, and on what
 
     def build(self):

@@ -933,6 +933,7 @@ def main():
             run.log(impl, step, loss, norm)
         if "scratch" in sides:
             account(run, sides["scratch"].model, n)
+        run.show_held()
         held = run.ledger[run.impls[0]].memory["parameters"]
         return run.finish(total, held // dtype_of_shards(run).itemsize)
 

@@ -1130,6 +1130,7 @@ def main():
             run.log(impl, step, loss, norm)
         if "scratch" in run.impls:
             account(run, model)
+        run.show_held()
         own = run.ledger[run.impls[0]].memory["parameters"] // run.dtype.itemsize
         return run.finish(total, own)
 
