@@ -25,6 +25,8 @@ os.environ["RES_OPTIONS"] = "attempts:0"  # torch asks what 127.0.0.1 is called:
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it would say that it got no answer
 import common  # noqa: E402
 
+ALL = bool(os.environ.get("ALL"))  # ALL=1 ./run.sh test: also what takes minutes more
+
 IMPORTED = (  # by the server, once for all ranks
     "torch", "torch.distributed", "torch._dynamo", "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel", "torch.distributed.pipelining",
@@ -209,6 +211,13 @@ def dry_run_agrees(name, world, *flags, ranks=None, plant=None):
     for rank, report in zip(ranks, dry):
         assert report["ranks"] == [real["ranks"][rank]]
     return real
+
+
+def some(cases, every):
+    """Each `every`-th of the cases; with ALL=1 all of them."""
+    if ALL:
+        return cases
+    return cases[::every]
 
 
 def textbook(report):

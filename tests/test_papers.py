@@ -1,16 +1,14 @@
 """tools/papers.py: published numbers beside ours, and docs/papers.md, which is what it prints."""
 import json
-import os
 import re
 
 import pytest
 
-from conftest import ROOT
+from conftest import ALL, ROOT
 from tools import papers
 from tools.papers import BELOW, DIGIT, EQUAL, Row, agrees
 
 PAGE = (ROOT / "docs" / "papers.md").read_text()
-ALL = os.environ.get("ALL")  # ALL=1 plays the long schedules too, and makes the larger models
 LONG = ("ZERO_1", "QI_5", "QI_5_AUTO", "QI_8")
 QUICK = r"^7.5B, |, m (24|32|48|64) "
 

@@ -1,6 +1,5 @@
 """What README and docs/ say can be typed, can be; links resolve; figures are what is printed."""
 import importlib
-import os
 import re
 import shlex
 import subprocess
@@ -14,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from conftest import ROOT, copied, run
+from conftest import ALL, ROOT, copied, run
 from test_bad_usage import flags_of, torchruns_parser
 from test_repo import TECHNIQUES
 
@@ -22,7 +21,6 @@ PATHS = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
 PAGES = {path.name: path.read_text() for path in PATHS}
 README = PAGES["README.md"]
 CHINESE = (ROOT / "README.zh.md").read_text()
-ALL = os.environ.get("ALL")  # ALL=1 ./run.sh test runs the slow commands too
 SLOW = 6  # seconds
 
 
