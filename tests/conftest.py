@@ -9,6 +9,7 @@ import importlib.util
 import json
 import multiprocessing
 import os
+import runpy
 import sys
 import tempfile
 import time
@@ -154,6 +155,22 @@ def script(name, world, *flags, plant=None, code=0):
         if not path.exists():
             return said
         return json.loads(path.read_text())
+
+
+def _program(rank, world, port, path, words, folder):
+    for stream in 1, 2:
+        os.dup2(os.open(f"{folder}/{stream}", os.O_WRONLY | os.O_CREAT), stream)
+    sys.argv = [path, *words]
+    runpy.run_path(path, run_name="__main__")
+
+
+def program(path, *words):
+    """python path words.., in a process that need not import torch first -> exit code, what it has
+    said on stdout and on stderr.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        code, = _start(_program, 1, str(ROOT / path), [str(word) for word in words], folder)
+        return code, Path(folder, "1").read_text(), Path(folder, "2").read_text()
 
 
 GAPS = ("loss", "gradient", "grad_norm", "parameter")

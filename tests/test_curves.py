@@ -1,26 +1,23 @@
 """tools/curves.py: what --log has written, drawn."""
 import json
 import re
-import subprocess
-import sys
 import xml.etree.ElementTree as xml
 
 import pytest
 
-from conftest import ROOT, SMALL, script
+from conftest import SMALL, program, script
 from tools import curves
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 def tool(*words, code=0):
-    command = [sys.executable, str(ROOT / "tools" / "curves.py"), *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == code, done.stderr
+    ended, said, errors = program("tools/curves.py", *words)
+    assert ended == code, errors
     if code:
-        assert re.fullmatch(r"curves\.py: error: .*\n", done.stderr), done.stderr
-        return done.stderr
-    return done.stdout
+        assert re.fullmatch(r"curves\.py: error: .*\n", errors), errors
+        return errors
+    return said
 
 
 def write_log(path, losses, validation):

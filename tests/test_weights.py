@@ -3,13 +3,11 @@ import json
 import math
 import random
 import struct
-import subprocess
-import sys
 
 import pytest
 import torch
 
-from conftest import PROOF, ROOT, script
+from conftest import PROOF, program, script
 from common import GPT, GPTConfig, build
 from harness import checkpoint
 from tools import sample, weights
@@ -136,13 +134,12 @@ def as_pickle(folder, state):
 
 def tool(name, *words, code=0):
     """A program in tools/ -> what it says."""
-    command = [sys.executable, str(ROOT / "tools" / f"{name}.py"), *map(str, words)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == code, done.stderr
+    ended, said, errors = program(f"tools/{name}.py", *words)
+    assert ended == code, errors
     if code:
-        assert done.stderr.count("error: ") == 1 and done.stderr.count("\n") == 1, done.stderr
-        return done.stderr
-    return done.stdout
+        assert errors.count("error: ") == 1 and errors.count("\n") == 1, errors
+        return errors
+    return said
 
 
 @pytest.mark.parametrize("write", [in_one_file, in_two_files, as_pickle])
