@@ -924,7 +924,8 @@ def refuse_torch(args):
             f"the last of --tp {tp} no positions: take a multiple of {tp}")
     require(name != "1f1b" or args.micro >= pp,
             f"--micro {args.micro}: torch's 1f1b wants --pp {pp} or more")
-    require(name not in ("zb-v", "dualpipe-v") or not args.eval_every,
+    is_vee = pipeline_parallel.SCHEDULES[name].place is pipeline_parallel.vee
+    require(not is_vee or not args.eval_every,
             f"--schedule {name} --eval-every: eval() of torch's schedule does not know V-shaped "
             "ones; take --impl scratch")
     home = pipeline_parallel.homes(plans_of(args))

@@ -6,6 +6,7 @@ import torch
 from harness import checkpoint
 from harness.compare import worst_gap
 from harness.profiler import exposed_time
+from test_tools import event
 
 
 def test_what_differs_from_zeros_is_infinitely_far():
@@ -13,10 +14,6 @@ def test_what_differs_from_zeros_is_infinitely_far():
     zeros = {"a": torch.zeros(2), "b": torch.zeros(3)}
     assert worst_gap(zeros, zeros)[0] == 0
     assert worst_gap({**zeros, "b": torch.ones(3)}, zeros) == (math.inf, "b")
-
-
-def event(name, start, length, kind):
-    return {"ph": "X", "name": name, "cat": kind, "ts": start, "dur": length}
 
 
 def test_a_host_that_launches_a_collective_moves_nothing():

@@ -21,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 from conftest import GAPS, script  # noqa: E402
+from tools.estimate import VEES  # noqa: E402
 
 LIMIT = 1e-10
 
@@ -136,7 +137,7 @@ def pipeline_parallel(draw, n, sizes):
         flags += ["--chunks", chunks]
     if schedule == "interleaved":
         micro = draw.multiple(n, n, 2 * n)
-    if schedule in ("zb-v", "dualpipe-v"):
+    if schedule in VEES:
         chunks = 2
         micro = draw.randint(2 * n, 2 * n + 4)
     sizes["layers"] = n * chunks + draw.randrange(4)
@@ -203,9 +204,6 @@ def hybrid_3d(draw, n, sizes):
     trained = draw.choice((r"blocks\.[02]|tok", "norm", "mlp", "attn|pos"))
     flags += draw.maybe("--train", trained, chance=0.2)
     return flags + experts + impl
-
-
-VEES = "zb-v", "dualpipe-v"  # down the ranks and up again
 
 
 def mixture(draw, data):
