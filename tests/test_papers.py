@@ -3,6 +3,7 @@ import json
 import re
 
 import pytest
+import torch
 
 from conftest import ALL, ROOT
 from tools import papers
@@ -21,6 +22,7 @@ def quick_ones(text):
 @pytest.fixture(scope="module")
 def made():
     """[(table, its rows)]"""
+    torch.rand(1000, 1000).softmax(-1)  # with threads, which no process that is forked will have
     with pytest.MonkeyPatch.context() as patch:
         for name in LONG:
             if not ALL:
