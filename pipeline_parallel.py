@@ -1098,14 +1098,13 @@ class Stages(nn.ModuleList):
         self.homes = {}  # {name: Home} of the whole model's state
         self.aliases = {}  # {second name of a tied parameter: its first}
         self.trained = {}  # {first name: Home} of parameters that are trained
-        self.tied = {}  # {parameter that other ranks hold too: their group}
-        self.elsewhere = set()  # of them, those that count on another rank in the norm
+        self.tied = {}  # {trained parameter that other ranks hold too: their group}
+        self.elsewhere = set()  # parameters that another rank counts in the norm, and saves
         self.dtype = torch.float32  # of the gradient norm: the widest gradient's, or this
         self.device = next(p.device for module in [*self, *whole] for p in module.parameters())
         self.look_at(whole, home)
         for p, stages in table.items():
-            if p.requires_grad:
-                self.note_tied(p, stages, [home[stage] for stage in stages])
+            self.note_tied(p, stages, [home[stage] for stage in stages])
 
     def look_at(self, whole, home):
         """Note the names of all stages' parameters."""
@@ -1126,16 +1125,16 @@ class Stages(nn.ModuleList):
                     self.dtype = torch.promote_types(t.dtype, self.dtype)
 
     def note_tied(self, p, stages, ranks):
-        """p: a trained parameter that these stages hold, which are on these ranks."""
-        if len(set(ranks)) == 1:
-            return  # the rank has it once
+        """p: a parameter; stages: those that hold it; ranks: where each of these is."""
+        if self.groups.rank in ranks and self.groups.rank != ranks[0]:
+            self.elsewhere.add(p)
+        if len(set(ranks)) == 1 or not p.requires_grad:
+            return  # the rank has it once, or it has no gradient
         if stages not in self.groups.sharing:
             raise ValueError(f"the stages {stages} hold a tied parameter, and there is no group to "
                              f"sum its gradient: make_groups(plans, shared=[{stages}]) makes one")
         if self.groups.rank in ranks:
             self.tied[p] = self.groups.sharing[stages]
-            if self.groups.rank != ranks[0]:
-                self.elsewhere.add(p)
 
     def named(self):
         """-> {first name in the whole model: parameter} of this rank's parameters."""

@@ -1110,8 +1110,8 @@ def test_norm_of_half_precision():
     run(check_norm_of_half_precision, 2)
 
 
-def check_tied_without_a_group():
-    """Else their gradients would not be summed."""
+def check_tied_parameters():
+    """A trained one needs a group that sums its gradient; a frozen one is saved once, without."""
     plans = make_plans("1f1b", 2, 2)
     layers = [("first", nn.Linear(5, 5)), ("second", nn.Linear(5, 5))]
     layers[1][1].weight = layers[0][1].weight
@@ -1121,11 +1121,19 @@ def check_tied_without_a_group():
     stages = Stages(whole, plans, make_groups(plans, [(0, 1)]))
     assert set(stages.tied) == {layers[0][1].weight}
     layers[0][1].weight.requires_grad_(False)
-    assert not Stages(whole, plans, make_groups(plans)).tied
+    frozen = Stages(whole, plans, make_groups(plans))
+    assert not frozen.tied
+    writes = {}
+    for piece in pipeline_parallel.pieces(frozen, None):
+        writes[piece.name] = piece.writes
+    if dist.get_rank() == 0:
+        assert writes == {"first.weight": True, "first.bias": True}
+    else:  # rank 0 has written it
+        assert writes == {"first.weight": False, "second.bias": True}
 
 
-def test_a_tied_parameter_without_a_group_is_refused():
-    run(check_tied_without_a_group, 2)
+def test_a_tied_parameter_needs_a_group_where_it_is_trained():
+    run(check_tied_parameters, 2)
 
 
 def test_trained_names_are_in_order():
