@@ -746,7 +746,8 @@ class Mail:
 # A Linear is whatever calls F.linear(x, A, b) with leaves A and b under autograd. The gradients of
 # all other parameters are made in B, with it, and added to .grad in W: those of norms, embeddings,
 # weights that are computed from others, all weights under autocast. What torch.utils.checkpoint
-# computes again cannot be split: it raises torch's CheckpointError. (Qi 2023, section 2)
+# computes again cannot be split: it raises torch's CheckpointError. Hooks of register_hook() would
+# be called in B and in W, and are refused. (Qi 2023, section 2)
 
 
 class WeightGradient(torch.autograd.Function):
@@ -836,6 +837,9 @@ def leaves_of(node):
 def input_gradient(edge, grad, later):
     """B. edge: the gradient edge of a stage's output, whose gradient is `grad`."""
     leaves = leaves_of(edge.node)
+    if any(leaf._backward_hooks for leaf in leaves):
+        raise ValueError("a hook of register_hook() on a parameter, which B and W would call: take "
+                         "register_post_accumulate_grad_hook(), which W alone calls")
     grads = torch.autograd.grad(edge, leaves, grad, allow_unused=True)  # none of split Linears
     for leaf, gradient in zip(leaves, grads):
         if gradient is not None:

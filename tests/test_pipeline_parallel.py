@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining import schedules as theirs
 
 import pipeline_parallel
@@ -20,8 +21,9 @@ from harness.timeline import (
     bubble_rate, chunks, compare, costs, grid, in_flight, longest, measured, simulate,
     typical_times)
 from pipeline_parallel import (
-    AT_WORK, SCHEDULES, Action, Boundary, Pipeline, Stages, homes, make_groups,
-    make_plans, route_of, search, source, split_layers, split_of, stages_of, without_backward)
+    AT_WORK, SCHEDULES, Action, Boundary, Pipeline, SplitLinears, Stages, homes, input_gradient,
+    make_groups, make_plans, route_of, search, source, split_layers, split_of, stages_of,
+    without_backward)
 
 SYNCHRONOUS = [name for name in SCHEDULES if name != "pipedream"]
 FREE = ("interleaved", "bfs")  # schedules whose number of stages per rank is free
@@ -924,6 +926,19 @@ def test_a_step_with_too_many_or_too_few_inputs_is_refused():
 
 def test_nothing_goes_to_frozen_stages():
     run(check_nothing_goes_to_frozen_stages, 3)
+
+
+def test_hooks_that_a_split_backward_would_call_twice_are_refused():
+    module = Odd()
+    for p in (module.norm.weight, module.a.weight):
+        handle = p.register_hook(lambda grad: grad)
+        later = []
+        with SplitLinears(later):
+            edge = get_gradient_edge(module(torch.ones(3, 5)).sum())
+        with pytest.raises(ValueError, match="register_post_accumulate_grad_hook"):
+            input_gradient(edge, None, later)
+        handle.remove()
+        input_gradient(edge, None, later)
 
 
 def check_two_pipelines():
