@@ -159,6 +159,13 @@ class CutSequence(WholeSequence):
 # ---- f and g. Autograd does not see collectives: each function here states its own backward.
 
 
+def refuse_graph():
+    """Each backward calls this. Second derivatives would be wrong: collectives are in no graph."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("create_graph=True: a cut model has no second derivatives, since sums "
+                           "over ranks are not in the graph. Leave it out.")
+
+
 class ColumnParallel(torch.autograd.Function):
     """f, and the Linears that share it, cut by columns: x -> (.., T, out/tp) of each.
 
@@ -178,6 +185,7 @@ class ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *dys):
+        refuse_graph()
         x, *parameters = ctx.saved_tensors
         weights, _ = in_halves(parameters)
         trained = any(ctx.needs_input_grad[2:])
@@ -214,6 +222,7 @@ class DeferredWeights(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, _):
+        refuse_graph()
         x, *dys = ctx.saved_tensors
         x = ctx.tp.gather(x).wait()  # sharded(T) -> replicated
         return None, None, None, *weight_gradients(x, dys, ctx.needs_input_grad[3:])
@@ -259,6 +268,7 @@ class ReduceFromTP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dx):
+        refuse_graph()
         return ctx.tp.gather(dx).wait(), None  # as x is -> replicated
 
 
@@ -273,6 +283,7 @@ class CopyToTP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dx):
+        refuse_graph()
         if dx is None:  # the result is not in the loss
             return None, None
         return ctx.tp.reduce(dx.clone()).wait(), None  # partial -> replicated
@@ -370,11 +381,12 @@ class CutModule(nn.Module):
 
     def __init__(self, plain, tp):
         super().__init__()
-        made = not isinstance(plain.weight, nn.Parameter)  # by weight_norm or a parametrization
-        if type(plain).forward is not self.replaces.forward or made or hooks_of(plain):
+        derived = not isinstance(plain.weight, nn.Parameter)  # weight_norm or a parametrization
+        if derived or not computes_as(plain, self.replaces):
             raise TypeError(f"{type(self).__name__} replaces an nn.{self.replaces.__name__}, but "
                             f"this {type(plain).__name__} has a forward, hooks or a weight of its "
                             "own. Cut the model before you change it so, or leave this module out.")
+        self.training = plain.training
         self.tp = tp  # WholeSequence or CutSequence
         self.cuts = {}  # {name of a parameter: Cut} of those that are cut
         self.register_parameter("weight", None)  # this rank's piece, padded, or the whole
@@ -392,6 +404,12 @@ class CutModule(nn.Module):
         if p is None:
             return None
         return without_padding(p, self.cuts[name], self.tp)
+
+
+def computes_as(module, kind):
+    """Whether a module computes what its kind does: it has the kind's forward and no hooks."""
+    forward = getattr(module.forward, "__func__", None)  # None: one was set that is no method
+    return forward is kind.forward and not hooks_of(module)
 
 
 def hooks_of(module):
@@ -537,6 +555,7 @@ class Inside(nn.Module):
             raise TypeError("Inside is for modules that have parameters and nothing else, "
                             f"which {type(module).__name__} is not. Write out what it does.")
         refuse_dropout(module)
+        self.training = module.training
         self.tp = tp
         self.plain = [module]  # in a list, so that it is no child and names stay as they were
         for name, p in module.named_parameters():
@@ -562,6 +581,11 @@ class InsideDropout(nn.Module):
 
     def __init__(self, dropout, tp):
         super().__init__()
+        if not computes_as(dropout, nn.Dropout):
+            raise TypeError(f"{type(self).__name__} replaces an nn.Dropout, but this "
+                            f"{type(dropout).__name__} has a forward or hooks of its own. Set its "
+                            "rate to 0, or take an nn.Dropout.")
+        self.training = dropout.training
         self.tp = tp
         self.rate = dropout.p  # how much is dropped
 
@@ -572,6 +596,8 @@ class InsideDropout(nn.Module):
     def forward(self, x):
         if not self.training:
             return x
+        if self.rate == 1:
+            return x * 0  # nothing is left that could be scaled up
         seed = torch.randint(2 ** 48, (), device="cpu").item() + self.mask_number()
         rng = torch.Generator(x.device).manual_seed(seed)
         keep = torch.empty_like(x).bernoulli_(1 - self.rate, generator=rng)
@@ -688,7 +714,8 @@ def refuse_unnamed(model, named):
         for name, _ in parent.named_parameters():
             owner, _, _ = name.rpartition(".")
             full_name = f"{parent_name}.{owner}".strip(".")
-            if full_name not in named and not isinstance(parent.get_submodule(owner), CutModule):
+            known = isinstance(parent.get_submodule(owner), (CutModule, Inside))
+            if full_name not in named and not known:
                 raise ValueError(f"{full_name or 'The model'} has parameters next to cut Linears. "
                                  "Name it in the plan: Inside, if its forward is used between "
                                  "them, else outside.")
@@ -717,6 +744,8 @@ def compare_ranks(model, tp):
     if any(isinstance(module, InsideDropout) for module in model.modules()):
         numbers = torch.get_rng_state().to(next(model.parameters()).device)
         replicated["The state of torch's default generator, which dropout uses,"] = numbers
+    if not replicated:
+        return
     differs = []
     for t in replicated.values():
         mine = t.detach().contiguous().flatten().view(torch.uint8)
@@ -754,6 +783,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dloss):  # (N,)
+        refuse_graph()
         logits, column, log_sum = ctx.saved_tensors
         dlogits = (logits - log_sum.unsqueeze(1)).exp_()  # softmax
         if dlogits.shape[1] > 0:

@@ -468,6 +468,62 @@ def test_a_module_inside_follows_train_and_eval():
     run(check_mode_inside, 2)
 
 
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(6, 8)
+        self.norm = nn.LayerNorm(4)
+        self.drop = nn.Dropout(0.5)
+        self.down = nn.Linear(8, 6)
+
+    def forward(self, x):
+        y = self.norm(self.up(x).unflatten(-1, (-1, 4))).flatten(-2)
+        return self.down(self.drop(F.gelu(y)))
+
+
+class CutMLP(MLP):
+    """A kind of one's own, which puts several cut modules in the place of one."""
+
+    def __init__(self, plain, tp):
+        nn.Module.__init__(self)
+        self.up = ColumnLinear(plain.up, tp)
+        self.norm = Inside(plain.norm, tp)
+        self.drop = InsideDropout(plain.drop, tp)
+        self.down = RowLinear(plain.down, tp)
+
+
+def check_own_kind():
+    """It needs no names for what it has made, and each part keeps its mode."""
+    tp = WholeSequence()
+    plain = nn.Sequential(same_everywhere(MLP)).eval()
+    plain[0].up.train()
+    model = cut_model(copy.deepcopy(plain), tp, {"0": CutMLP})
+    assert [part.training for part in model[0].children()] == [True, False, False, False]
+    x = torch.arange(18.0).view(3, 6).sin()
+    for net in plain, model:
+        net(x).square().sum().backward()
+    compare_gradients(plain, full_gradients(model, tp))
+    model.train()
+    assert model[0].drop.training
+
+
+def test_a_kind_of_ones_own():
+    run(check_own_kind, 2)
+
+
+def check_all_cut():
+    """No norm, bias or buffer: ranks hold nothing alike that could be compared."""
+    tp = WholeSequence()
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 3, bias=False), nn.Linear(3, 4, bias=False))
+    model = cut_model(copy.deepcopy(plain), tp, {"0": ColumnLinear, "1": RowLinear})
+    compare(full_state_dict(model, tp), plain.state_dict())
+
+
+def test_a_model_that_is_all_cut():
+    run(check_all_cut, 2)
+
+
 class PairNorm(nn.Module):
     """Normalizes each pair of numbers, as some models do it with each head's q."""
 
@@ -567,6 +623,7 @@ def check_dropout(kind):
     assert len(distinct(model.drop_inside(ones), tp)) == tp.size
     expected = tp.size if kind is CutSequence else 1
     assert len(distinct(model.drop_outside(ones), tp)) == expected
+    assert not InsideDropout(nn.Dropout(1.0), tp)(ones).any(), "at a rate of 1 all is 0"
     many = model.drop_inside(torch.ones(100_000))
     assert abs(many.mean().item() - 1) < 0.02
     assert set(many.unique().tolist()) == {0.0, 1 / 0.6}
@@ -643,15 +700,11 @@ def refused(kind, *words):
         assert word in str(caught.value), str(caught.value)
 
 
-def check_refusals():
+def check_refused_changes():
+    """A module that does more than its kind: what stands in its place would not do it."""
     tp = WholeSequence()
-    linear = nn.Linear(4, 4)
-    with refused(ValueError, "called nowhere.*"):
-        cut_model(Net(F.gelu), tp, {"nowhere.*": ColumnLinear})
-    with refused(TypeError, "LayerNorm"):
-        cut_model(Net(F.gelu), tp, {"norm": ColumnLinear})
     with refused(TypeError, "of its own"):
-        ColumnLinear(nn.utils.parametrizations.weight_norm(linear), tp)
+        ColumnLinear(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), tp)
     hooked = nn.Linear(4, 4)
     hooked.register_forward_hook(lambda module, inputs, y: 2 * y)
     with refused(TypeError, "hooks"):
@@ -664,6 +717,25 @@ def check_refusals():
     watched.register_full_backward_hook(lambda module, dx, dy: None)
     with refused(TypeError, "hooks"):
         ColumnLinear(watched, tp)
+    changed = nn.Linear(4, 4)
+    changed.forward = types.MethodType(nn.Identity.forward, changed)
+    with refused(TypeError, "of its own"):
+        ColumnLinear(changed, tp)
+    wrapped = nn.Linear(4, 4)
+    wrapped.forward = functools.partial(nn.Linear.forward, wrapped)
+    with refused(TypeError, "of its own"):
+        RowLinear(wrapped, tp)
+    for dropout in nn.Dropout1d(0.1), nn.Dropout2d(0.1), nn.AlphaDropout(0.1):
+        with refused(TypeError, type(dropout).__name__, "take an nn.Dropout"):
+            InsideDropout(dropout, tp)
+
+
+def check_refusals():
+    tp = WholeSequence()
+    with refused(ValueError, "called nowhere.*"):
+        cut_model(Net(F.gelu), tp, {"nowhere.*": ColumnLinear})
+    with refused(TypeError, "LayerNorm"):
+        cut_model(Net(F.gelu), tp, {"norm": ColumnLinear})
     for option in "max_norm", "scale_grad_by_freq", "sparse":
         with refused(ValueError, option):
             VocabEmbedding(nn.Embedding(4, 4, **{option: 1}), tp)
@@ -726,7 +798,31 @@ def check_refused_ranks():
         cut_model(one, tp, NET)
 
 
+def check_second_derivatives():
+    """Each function of ours raises, or a model with others between them would be silently wrong."""
+    tp = WholeSequence()
+    x = torch.ones(3, 4, requires_grad=True)
+    linear = ColumnLinear(nn.Linear(4, 4), tp)
+    targets = torch.zeros(3, dtype=torch.int64)
+    results = [linear(x), ReduceFromTP.apply(x + 1, tp), tp.inside(x),
+               vocab_parallel_cross_entropy(x, targets, 8)]
+    for y in results:
+        with refused(RuntimeError, "create_graph"):
+            torch.autograd.grad(y.sum(), x, create_graph=True)
+    later = []
+    with tp.defer_weights(later):
+        y = linear(x)
+    y.sum().backward()
+    with refused(RuntimeError, "create_graph"):
+        torch.autograd.backward(*zip(*later), create_graph=True)
+
+
+def test_second_derivatives_are_refused():
+    run(check_second_derivatives, 2)
+
+
 def check_all_refusals():
+    check_refused_changes()
     check_refusals()
     check_refused_models()
     check_refused_ranks()
