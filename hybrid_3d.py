@@ -182,7 +182,7 @@ class Hybrid(nn.Module):
         self.cuts = tensor_parallel.cuts(self)  # {parameter: Cut}, of those that tp has cut
         self.check_kinds()
 
-        self.inner = {}  # {stage: [ZeRO]}, of its blocks
+        self.inner = {number: [] for number in stages.here}  # {stage: [ZeRO]}, of its blocks
         in_blocks = set()
         for number, modules in blocks.items():
             self.inner[number] = self.zeros_of(modules, modules, zero, make_optimizer)
