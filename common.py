@@ -798,9 +798,11 @@ class Run:
             self.table.progress(step, self.times[impl][-1], len(self.impls))
 
     def save(self, side, step):
-        extra = None
+        extra = {}
         if side.extra:
-            extra = side.extra()
+            extra.update(side.extra())
+        if self.is_tuning():
+            extra["tuning"] = True
         identity = checkpoint.identity(self.args)
         steps = step + 1
         written = checkpoint.write(
@@ -918,20 +920,28 @@ class Run:
         return trace
 
     def plain_start(self, model, optimizer):
+        """Load what the plain run begins with -> plain_first()."""
+        first = self.plain_first()
+        if first > 0:
+            checkpoint.read_plain(self.start, model, optimizer)
+        elif self.start.flag == "--init-from":
+            checkpoint.read_plain(self.start, model)
+        return first
+
+    def plain_first(self):
         """-> the step at which the plain run begins.
 
         It is 0, so that a resumed run is compared with one that was never interrupted. If that is
-        more than CHECKED steps back it is the checkpoint's step, and the checkpoint is loaded.
+        more than CHECKED steps back, or the weights of step 0 are those of another training, it is
+        the step at which this run resumes.
         """
-        if self.start.folder is None:
-            return 0
-        if self.start.steps == 0:
-            checkpoint.read_plain(self.start, model)
-            return 0
-        if self.start.steps <= CHECKED:
-            return 0
-        checkpoint.read_plain(self.start, model, optimizer)
-        return self.start.steps
+        if self.first > CHECKED or self.is_tuning():
+            return self.first
+        return 0
+
+    def is_tuning(self):
+        """Has this training, here or in a run before this one, begun with --init-from?"""
+        return self.start.flag == "--init-from" or "tuning" in self.start.extra
 
     def validate_plain(self, model):
         batches, targets = self.held_out_targets()

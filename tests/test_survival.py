@@ -311,6 +311,17 @@ def test_weights_alone(name, tmp_path):
     assert tuned["loss"][0] not in (first["loss"][0], plain["loss"][0])
 
 
+def test_tuning_is_resumed(good, tmp_path):
+    """The plain GPT cannot replay it from step 0, and begins where the resumed run does."""
+    folder, _ = good
+    saved = str(tmp_path)
+    script("ddp", 1, *QUICK, "--init-from", str(folder), "--save", saved)
+    script("ddp", 1, *QUICK, "--resume", saved, "--save", saved, "--steps", "3")
+    rest = script("ddp", 1, *PROOF, "--resume", saved, "--steps", "4")
+    assert len(rest["plain_loss"]) == 1
+    assert max(rest["check"][kind] for kind in GAPS) <= 1e-10
+
+
 def test_weights_for_a_shorter_sequence(good):
     """The first positions are used: the loss is that of the plain GPT with just these."""
     folder, _ = good
