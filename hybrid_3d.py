@@ -301,10 +301,19 @@ def sum_gradients(model):
     model.stages.sum_tied_gradients()  # over the stages that share it: partial -> replicated
     for zero in model.zeros:
         if zero.stage < 2:
+            take_tied_gradients(zero, model.stages.tied)
             zero.sync = True
             zero.reduce()  # over data or replicas: partial -> replicated, in ZeRO-1 sharded
     over_tp = [part.grad for part in model.parts() if "tp" in model.kind[part.parameter].summed]
     tensor_parallel.sum_over_ranks(over_tp, model.tp)  # over tp: partial -> replicated
+
+
+def take_tied_gradients(zero, tied):
+    """Where this rank has used none, the summed gradient is not in ZeRO's memory yet."""
+    for flat in zero.flats:
+        for p in tied:
+            if p in flat.starts:
+                flat.take_gradient(p)
 
 
 def gradient_norm(model):

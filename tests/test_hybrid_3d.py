@@ -366,19 +366,20 @@ class Mixture(nn.Module):
 def kind_of(name):
     if "experts" in name:
         return "expert"
+    if "tied" in name:
+        return "embedding"
     return "norm"  # whole on every rank of tp
 
 
-def hybrid(layers, pp, blocks, **options):
+def hybrid(layers, pp, blocks, shared=(), **options):
     """-> Hybrid, its Pipeline. layers: those of all stages, one each; blocks: numbers of those
-    that ZeRO holds together."""
+    that ZeRO holds together; shared: the stages that a tied parameter is in."""
     mesh = hybrid_3d.Mesh(dp=torch.distributed.get_world_size() // pp, pp=pp, ep=1)
     plans = make_plans("1f1b", pp, 4)
-    groups = hybrid_3d.pipeline_parallel.make_groups(plans, (), mesh.pipelines, mesh.group["pp"])
+    groups = hybrid_3d.pipeline_parallel.make_groups(plans, shared, mesh.pipelines, mesh.group["pp"])
     stages = Stages([Chain([layer]) for layer in layers], plans, groups)
     of_stages = {}
     for number, stage in stages.here.items():
-        of_stages[number] = []
         if number in blocks:
             of_stages[number] = list(stage.values())
     model = hybrid_3d.Hybrid(
@@ -422,6 +423,49 @@ def check_own_code(zero):
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_own_code(zero):
     run(check_own_code, 4, zero)
+
+
+class Tied(nn.Module):
+    """Uses its parameter only if it is told to."""
+
+    def __init__(self, tied):
+        super().__init__()
+        self.tied = tied
+        self.bias = nn.Parameter(torch.zeros(5))
+        self.uses = True
+
+    def forward(self, x):
+        if self.uses:
+            x = x * self.tied
+        return x + self.bias
+
+
+def check_a_stage_that_does_not_use_what_is_tied(zero):
+    """In the second step the second stage does not: what the first has of the gradient counts."""
+    torch.manual_seed(0)
+    tied = nn.Parameter(torch.randn(5))
+    ours = [("first", Tied(tied)), ("second", Tied(tied))]
+    model, pipeline = hybrid(ours, 2, [], [(0, 1)], zero=zero)
+    plain_tied = nn.Parameter(tied.detach().clone())
+    plain = nn.Sequential(Tied(plain_tied), Tied(plain_tied))
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    x = torch.randn(4, 2, 5)
+    for uses in (True, False):
+        ours[1][1].uses = uses
+        plain[1].uses = uses
+        optimizer.zero_grad()
+        plain(x).square().sum().backward()
+        optimizer.step()
+        model.zero_grad()
+        pipeline.step(list(x), lambda out, m: out.square().sum())
+        hybrid_3d.sum_gradients(model)
+        hybrid_3d.step(model, hybrid_3d.gradient_norm(model), 0)
+        torch.testing.assert_close(tied, plain_tied)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_stage_that_does_not_use_what_is_tied(zero):
+    run(check_a_stage_that_does_not_use_what_is_tied, 2, zero)
 
 
 def check_models_that_are_refused():
