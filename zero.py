@@ -371,6 +371,7 @@ class ZeRO:
         self.entered = []  # [Flat] to whose units forward and backward came, in order
         self.plan = []  # [Flat]: `entered` at the last reduce()
         self.begun = set()  # forwards of units whose backward has begun
+        self.visited = set()  # {Flat} to whose units a forward came that backward may come to
 
         for t in [*module.parameters(), *module.buffers()]:
             broadcast(t, group)
@@ -402,13 +403,13 @@ class ZeRO:
                     outer = surroundings(units, index)
                     made[index].around = [made[i] for i in outer if i in made]
         # In stage 3 those in no unit come first, and are summed last, when nothing is gathered any
-        # more: ranks may differ in which of them they use, and so in when their sums can begin.
+        # more: ranks may differ in when they use them.
         self.flats.sort(key=lambda flat: flat.stage)
 
     def hook(self, flat, unit):
         for site in unit:
             if any(p in flat.starts for p in site.parameters()):
-                site.register_forward_pre_hook(partial(self.enter, flat))
+                site.register_forward_pre_hook(partial(self.arrive, flat))
                 if type(site) is not nn.Embedding:  # its backward needs no parameter
                     site.register_forward_hook(partial(self.watch, flat))
 
@@ -437,7 +438,14 @@ class ZeRO:
 
     # -- parameters in stage 3
 
-    def enter(self, flat, *_):
+    def arrive(self, flat, site, inputs):
+        """Before a unit's forward. When its inputs have their gradients, its backward is over."""
+        if torch.is_grad_enabled():
+            self.call_back(inputs, partial(self.pass_by, set(self.visited)))
+            self.visited.add(flat)
+        self.enter(flat)
+
+    def enter(self, flat):
         """Forward or backward comes to a unit. One rule for both, in four steps."""
         if self.inside is not None and (flat is self.inside or flat in self.inside.around):
             return  # it is here already
@@ -472,14 +480,29 @@ class ZeRO:
         position bias, has its gradient when the backward of all of them is over.
         """
         forward = object()  # stands for this one, of perhaps many
-        for t in tensors_in(output):
-            if t.requires_grad:
-                t.register_hook(partial(self.come_back, flat, forward))
+        self.call_back(output, partial(self.come_back, flat, forward, set(self.visited)))
 
-    def come_back(self, flat, forward, gradient):
+    def call_back(self, output, hook):
+        """hook(gradient) is to be called when backward comes to what made one of these tensors."""
+        for t in tensors_in(output):
+            if t.grad_fn is not None:  # an input of the whole may have its gradient too early
+                t.register_hook(hook)
+
+    def come_back(self, flat, forward, visited, gradient):
         if forward not in self.begun:
             self.begun.add(forward)
+            self.pass_by(visited, gradient)
             self.enter(flat)
+
+    def pass_by(self, visited, gradient):
+        """In stage 3, sums begin here: backward is at the place where forward had `visited` these.
+
+        Autograd takes what was computed last first, so that it is through with all other units.
+        Their sums wait for no gradient: ranks may differ in which parameters of a unit they use,
+        but must agree on the order of collectives.
+        """
+        while self.pending and self.pending[0].stage == 3 and self.pending[0] not in visited:
+            self.reduce_next()
 
     def free_units(self):
         """To be called after a forward without backward, such as an evaluation: memory is freed."""
@@ -503,7 +526,7 @@ class ZeRO:
                 "a step and zero.reduce() after each backward; in stages 0 and 1 set zero.sync to "
                 "False before all backwards of a step but the last")
         flat.take_gradient(p)
-        if self.sums_now():
+        if self.stage < 3 and self.sums_now():  # for stage 3 see pass_by
             flat.missing -= 1
             while self.pending and self.pending[0].missing == 0:
                 self.reduce_next()
@@ -624,6 +647,7 @@ class ZeRO:
         self.pending = self.flats[::-1]  # as backward goes
         self.free_units()
         self.begun.clear()
+        self.visited.clear()
         for flat in self.flats:
             flat.wait()
             flat.forget_gradients()

@@ -568,6 +568,80 @@ def check_stage_3():
         assert not any(zero.has_memory(flat.full) for flat in ours.flats if flat.stage == 3)
 
 
+class Gated(nn.Module):
+    """A unit with a parameter that only some ranks use."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.gate = nn.Parameter(torch.randn(3))
+
+    def forward(self, x, gated):
+        x = self.linear(x).tanh()
+        if gated:
+            x = x * self.gate
+        return x
+
+
+class GatedTower(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 3)  # in no unit
+        self.blocks = nn.ModuleList(Gated() for _ in range(4))
+
+    def forward(self, x, gated):
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x, gated)
+        return x
+
+
+def order_of_collectives(ours, module, x, gated):
+    """-> [("gather" or "sum", which flat)] of a step, up to its reduce()."""
+    found = []
+
+    def noting(what, function):
+        def noted(flat):
+            found.append((what, ours.flats.index(flat)))
+            function(flat)
+        return noted
+
+    with pytest.MonkeyPatch.context() as patch:
+        for what, name in ("gather", "start_gather"), ("sum", "start_reduce"):
+            patch.setattr(zero.Flat, name, noting(what, getattr(zero.Flat, name)))
+        module(x, gated).square().sum().backward()
+        before = len(found)
+        ours.reduce()
+    return found, before
+
+
+def check_used_by_some_ranks():
+    """In stage 3 ranks gather and sum in one order, whichever parameters of a unit they use.
+
+    All units but the first are summed while backward runs, and that one beside what is in no unit.
+    """
+    plain = GatedTower()
+    module = GatedTower()
+    module.load_state_dict(plain.state_dict())
+    ours = zero.ZeRO(module, make_adamw, None, 3, module.blocks)
+    x = torch.randn(2, 2, 3, generator=torch.Generator().manual_seed(1))
+    rank = dist.get_rank()
+    for _ in range(2):
+        ours.zero_grad()
+        order, in_backward = order_of_collectives(ours, module, x[rank], rank == 0)
+    expected = [("gather", 1), ("gather", 2), ("gather", 3), ("gather", 4), ("gather", 3)]
+    expected += [("sum", 4), ("gather", 2), ("sum", 3), ("gather", 1), ("sum", 2), ("sum", 1)]
+    assert order == [*expected, ("sum", 0)]
+    assert in_backward == len(expected)
+    gradients = ours.full_gradients()
+    sum(plain(x[r], r == 0).square().sum() for r in range(2)).backward()
+    assert_same(gradients, {name: p.grad for name, p in plain.named_parameters()})
+
+
+def test_used_by_some_ranks():
+    run(check_used_by_some_ranks, 2)
+
+
 def test_tensors_that_cross_units():
     """Shared by units, in dataclasses, units inside units, activation checkpointing."""
     run(check_stage_3, 2)
