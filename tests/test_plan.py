@@ -1,3 +1,4 @@
+import ast
 import json
 import math
 import shlex
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 import estimate
 import plan
 import pytest
+import torch
 from conftest import alone, script
 from estimate import MEMORY, TIME, Layout, assess, layouts, stages, timed
 
@@ -83,6 +85,8 @@ ALL_AXES = [
     "--batch 12",
     "--dp 4 --tp 1 --pp 2 --schedule bfs --experts 4 --ep 2 --top-k 1 --zero 2 --layers 4 "
     "--micro 2 --capacity 0.5 --batch 16",
+    "--dp 2 --tp 2 --pp 2 --schedule zb-h2 --experts 4 --ep 2 --sp --ckpt selective --layers 6 "
+    "--micro 4 --rank 4 --batch 64",
 ]
 
 
@@ -338,9 +342,12 @@ def test_command(capsys, monkeypatch, tmp_path):
         assert dry["parameters"]["per_rank"][0] > 0
 
 
-def test_explain(capsys, monkeypatch, tmp_path):
+@pytest.mark.parametrize("flags", [
+    "--gpus 12 --layers 6 --batch 24 --sp --explain 2",
+    "--gpus 4 --batch 8 --cp 2 --experts 4 --ckpt selective --explain 2",
+])
+def test_explain(flags, capsys, monkeypatch, tmp_path):
     """Every formula, each line of it that was executed, with numbers that give its result."""
-    flags = "--gpus 12 --layers 6 --batch 24 --sp --explain 2"
     found, said = report(capsys, monkeypatch, tmp_path, *flags.split())
     names = found["rows"][1]
     assert names["command"] in said
@@ -351,6 +358,17 @@ def test_explain(capsys, monkeypatch, tmp_path):
         assert result == f"{names[name]:.6g}", name
         if numbers != "result":
             assert math.isclose(eval(numbers), names[name], rel_tol=1e-3, abs_tol=1e-9), name
+
+
+@pytest.mark.parametrize("statement, said", [
+    ("total += 2 * x", "total + 2 * x = 30 + 2 * 4"),
+    ("total -= x + y", "total - (x + y) = 30 - (4 + 0.5)"),
+    ("total = of(x, 'ring')", "total = of(x, 'ring') = of(4, 'ring')"),
+    ("total = 3", "total = 3"),
+])
+def test_worked_out(statement, said):
+    node, = ast.parse(statement).body
+    assert plan.worked_out(node, {"total": 30, "x": 4, "y": 0.5}) == said
 
 
 def explained(said, name):
@@ -373,6 +391,9 @@ def test_nothing_fits(capsys, monkeypatch, tmp_path):
     fixed = "--zero", 0, "--ckpt", "none", "--pp", 1
     _, said = report(capsys, monkeypatch, tmp_path, *large, "--gpus", 64, *fixed, code=1)
     assert "fits without --pp 1" in said
+    small = "--gpus 2 --batch 2 --seq 1024 --gpu-memory 0.012 --tp 2 --zero 0 --no-sp"
+    _, said = report(capsys, monkeypatch, tmp_path, *small.split(), code=1)
+    assert "fits without --no-sp: " in said
 
 
 def test_table(capsys, monkeypatch):
@@ -391,6 +412,8 @@ def test_table(capsys, monkeypatch):
     ("--batch 8", "--gpus 0"),
     ("--gpus 8", "--batch 0"),
     ("--gpus 1024 --batch 7", "--batch 7"),
+    ("--gpus 1024 --batch 7 --sp", "--batch 7 --sp:"),
+    ("--gpus 1024 --batch 7 --no-sp", "--batch 7 --no-sp:"),
     ("--gpus 8 --batch 8 --tp 3", "--tp 3"),
     ("--gpus 8 --batch 8 --explain 11", "--explain 11"),
     ("--gpus 8 --batch 8 --heads 3", "--heads 3"),
@@ -424,6 +447,15 @@ def test_calibrate():
     assert 0 < flags["overhead"] < 1
     assert 0 < flags["latency"] < 1
     assert 1 <= flags["share"] < 99
+
+
+def test_rates_wait_for_the_gpu(monkeypatch):
+    """Also for what is done before the clock is started."""
+    order = []
+    monkeypatch.setattr("torch.cuda.synchronize", lambda device: order.append("wait"))
+    monkeypatch.setattr("time.perf_counter", lambda: order.append("clock") or len(order))
+    plan.Rates(torch.device("cuda")).so_often(2, lambda: order.append("job"))
+    assert order == ["job", "wait", "clock", "job", "wait", "job", "wait", "clock"]
 
 
 def test_attempt(monkeypatch):

@@ -3,16 +3,23 @@
 Memory is that of hybrid_3d's dry runs, within 3%: tests/test_plan.py compares them. The time model
 is the textbook's, of the slowest stage: plan.py says where each term is from.
 
-A formula is a function. Its parameters are the names of what it needs: results of the functions
-above it; the model's B T C H V L (V: padded to divide by tp), E K of its experts, shared, capacity;
-the layout's dp cp tp pp ep micro schedule sp zero ckpt attn; the flags of plan.py; and
+A formula is a function. Its parameters name what it needs: results of the functions above it, flags
+of plan.py, values of the layout (dp cp tp pp ep micro schedule sp zero ckpt attn), sizes of the
+model (B T C H L, V padded to divide by tp; E experts, K of them per token, shared, capacity), and
 
-    b      bytes of a number                   stage, blocks   a rank's place on pp, its blocks
-    v      chunks of layers per rank           first, last     1 or 0: has it embedding, head?
-    cut    tp with sp, else 1                  most, mean      blocks of the fullest stage, and of
-    data   dp cp                                               all on average
-    copies data / ep, of an expert             heavy           most, or the last stage's with the
-    skip   see SKIP                                            head's work
+    b              bytes of a number
+    v              chunks of layers on a rank
+    cut            tp with sp, else 1
+    data           dp x cp, the ranks that hold different tokens
+    copies         data / ep, the ranks that hold the same experts
+    stage, blocks  a rank's place on pp, how many blocks it has
+    first, last    1 if it has the embedding, the head, else 0
+    most           blocks of the fullest stage
+    heavy          most, or the blocks of the head's stage with the head's work, if these are more
+    mean           blocks of a stage on average, with the head's work
+    skip           see SKIP
+
+In MEMORY a number without a reason is what dry runs have shown.
 
     evaluate([N, x], {"B": 8, "T": 128, ..})   adds {"N": .., "x": ..}
 """
@@ -22,12 +29,13 @@ import math
 from collections import namedtuple
 from functools import cache
 
-from common import DTYPES, share
+import common
 
 Layout = namedtuple("Layout", "dp tp pp micro schedule sp zero ckpt cp attn ep",
                     defaults=(1, "zigzag", None))  # ep: None without experts
 VEES = ("zb-v", "dualpipe-v")  # down the ranks and up again: the first has embedding and head
-SPLIT = ("zb-h1", "zb-h2", "auto", *VEES)  # W is apart from B
+# backward in two actions: B, gradients of inputs, and W, of weights
+SPLIT = ("zb-h1", "zb-h2", "auto", *VEES)
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "bfs", *SPLIT)
 CKPTS = ("none", "selective", "full")
 
@@ -46,17 +54,17 @@ def x(b, N, C):
 
 def block(C, tp, E, shared):
     """how many parameters a block has, without experts"""
-    mlp = (8 * C + 4) * C / tp + C
-    count = (4 * C + 3) * C / tp + 5 * C
+    mlp = (8 * C + 4) * C / tp + C  # up, down, up's bias; down's bias
+    count = (4 * C + 3) * C / tp + 5 * C  # q, k, v, out, 3 biases; out's bias, 2 norms
     if E:
-        count += E * C
+        count += E * C  # the router
     if shared or not E:
         count += mlp
     return count
 
 
 def expert(C, E, ep):
-    """how many its experts on a rank have"""
+    """how many parameters the experts of a block have that are on a rank"""
     return E / ep * (8 * C + 5) * C
 
 
@@ -73,7 +81,8 @@ def edges(first, last, V, T, C, tp):
 
 
 def own_edges(edges, zero, pp, v, data):
-    """of these, what a rank keeps of gradients: in ZeRO-2 whole, until tied ones are summed"""
+    """of these, gradients that a rank keeps. ZeRO-2 cuts them, but not where stages share tied
+    ones: these stay whole until they are summed"""
     if zero < 2 or pp * v > 1:
         return edges
     return edges / data
@@ -87,7 +96,7 @@ def parameters(b, blocks, block, expert, edges, zero, data, copies):
 
 
 def gradients(b, blocks, block, expert, own_edges, zero, data, copies):
-    """as many, until ZeRO-2 cuts them"""
+    """of a stage: as many bytes as whole parameters have; ZeRO-2 and 3 keep a part"""
     if zero >= 2:
         return b * (blocks * (block / data + expert / copies) + own_edges)
     return b * (blocks * (block + expert) + own_edges)
@@ -109,12 +118,13 @@ def optimizer(stepped, b):
 
 
 def flight(schedule, micro, pp, stage):
-    """micro-batches in flight: between their first forward and their last backward"""
+    """micro-batches in flight, between their first forward and their last backward, as
+    tests/test_plan.py counts them in the plans"""
     if schedule in ("gpipe", "bfs"):
         return micro
     if schedule == "1f1b":
         return min(micro, pp - stage)
-    if schedule == "interleaved":  # of its chunks, half a stage each
+    if schedule == "interleaved":  # counted in chunks, two of which are a rank's part
         return min(2 * micro, 3 * pp - 2 * stage - 1) / 2
     if schedule == "zb-h2":
         return min(micro, 2 * pp - 1)
@@ -124,7 +134,8 @@ def flight(schedule, micro, pp, stage):
 
 
 def routed(N, tp, K, capacity):
-    """rows that go to experts: of the tokens of a rank of tp, as many from each"""
+    """rows to experts from a rank of tp, where all experts are chosen equally often: then a
+    capacity of 1 or more drops nothing, and 0 means no limit"""
     taken = K
     if 0 < capacity < 1:
         taken = capacity * K
@@ -133,35 +144,39 @@ def routed(N, tp, K, capacity):
 
 def whole(x, cut, tp, b, N, H, C, E, K, shared, routed, attn, cp):
     """what a block keeps for backward: Korthikanti 2022, section 4; of experts, rows in and out"""
+    # inputs of two norms, the first one's result; q, k, v, heads; statistics of norms; log-sum-exps
     total = 3 * x / cut + 4 * x / tp + 4 * b * N / cut + 4 * N * H / tp
     if attn == "ulysses" and cp > 1:
-        total += x / tp
+        total += x / tp  # heads before their all-to-all, and behind it
     if shared or not E:
-        total += x / cut + 8 * x / tp
+        total += x / cut + 8 * x / tp  # the second norm's result; up, gelu
     if E:
+        # rows sorted 1, up 4, gelu 4, down 1, back again 1; K answers of a token
         rows = 11 * b * routed * C + b * N / tp * K * C
-        router = 4 * N / tp * C
+        router = 4 * N / tp * C  # its input in fp32
+        # 3 int64 of a row; logits and choices of a token
         numbers = 24 * routed + N / tp * (12 * E + 24 * K)
         total += rows + router + numbers
     return total
 
 
 def kept(ckpt, whole, x, cut, tp, E, shared, N, C, sp):
-    """what it keeps with checkpointing"""
+    """what it keeps with ckpt: of selective, all but results of norms and gelu, and casts of
+    these. Experts keep gelu's, which they take in slices"""
     if ckpt == "none":
         return whole
     if ckpt == "full":
         return x / cut
-    total = whole - x / cut
+    total = whole - x / cut  # the first norm's
     if shared or not E:
-        total -= x / cut + 4 * x / tp
-    if E and (tp == 1 or sp):
+        total -= x / cut + 4 * x / tp  # the second one's, and gelu's
+    if E and (tp == 1 or sp):  # the router's input, unless CutRows has made it
         total -= 4 * N / tp * C
     return total
 
 
 def late(schedule, stage, flight):
-    """micro-batches in flight whose B is done, but not W"""
+    """micro-batches whose B is done, but not W, when the most are in flight: none in V-shapes"""
     if schedule in ("zb-h1", "auto"):
         return min(stage, flight - 1)
     if schedule == "zb-h2":
@@ -170,20 +185,21 @@ def late(schedule, stage, flight):
 
 
 def waits(blocks, x, tp, b, C, first, V, last, N, E, shared, expert):
-    """what W of such a micro-batch waits with: inputs and gradients of Linears, or their product"""
-    attention = 6 * x
-    mlp = 10 * x
+    """bytes that such a micro-batch keeps for W: inputs and gradients of Linears. What B makes of
+    gradients of weights waits, too: of experts, embedding and, with tp, of q, k, v, up and head"""
+    attention = 6 * x  # 2 inputs, 4 gradients
+    mlp = 10 * x  # inputs x and 4 x, gradients 4 x and x
     head = b * N * V + x
     if tp > 1:
-        attention = x + 2 * x / tp + 3 * b * C * C / tp
-        mlp = x + 3 * x / tp + 4 * b * C * C / tp
+        attention = x + x / tp + 3 * b * C * C / tp  # out's gradient and input; q, k, v
+        mlp = x + 4 * x / tp + 4 * b * C * C / tp  # down's gradient and input; up
         head = b * V * C / tp
     linears = attention + b * expert
     if shared or not E:
         linears += mlp
     total = blocks * linears
     if first:
-        total += b * V * C / tp
+        total += b * V * C / tp  # the embedding
     if last:
         total += head
     return total
@@ -195,10 +211,10 @@ def activations(flight, late, blocks, kept, waits):
 
 
 def logits(last, N, V, tp, x, cut):
-    """of the last stage: what the loss of a micro-batch keeps"""
+    """what the loss of a micro-batch keeps, where the head is"""
     if not last:
         return 0
-    return 4 * N * V / tp + 2 * x / cut
+    return 4 * N * V / tp + 2 * x / cut  # probabilities in fp32; the last norm's input and result
 
 
 def queue(schedule, micro):
@@ -209,7 +225,7 @@ def queue(schedule, micro):
 
 
 def sent(E, cp, tp, attn, x, b, routed, C):
-    """what the last collective of a block still holds when the loss is made"""
+    """what the last collective of a block still holds when the loss is made, without tp"""
     if tp > 1:
         return 0
     if E:
@@ -231,19 +247,19 @@ def gathered(zero, b, blocks, block, expert, edges):
 def loss(queue, logits, last, tp, N, V, x, pp, v, cut, sent, gathered):
     """log-probabilities, and what backward makes of them"""
     if not last:
-        return queue * logits + gathered
-    copies = 2
+        return gathered
+    tensors = 2
     if tp > 1:  # tensor_parallel.py makes the gradient in the place of the softmax
-        copies = 1
+        tensors = 1
     boundaries = 1
     if v > 1:
         boundaries += min(pp, 3)
     held = queue * logits + sent + gathered
-    return held + copies * 4 * N * V / tp + x / 4 + boundaries * x / cut
+    return held + tensors * 4 * N * V / tp + x / 4 + boundaries * x / cut
 
 
 def waiting(pp, v, micro, first, flight, queue):
-    """received from other stages and not used yet: micro-batches"""
+    """micro-batches that other stages have sent and this one has not used yet"""
     if pp == 1:
         return 0
     if v > 1:
@@ -256,50 +272,51 @@ def waiting(pp, v, micro, first, flight, queue):
 
 
 def again(ckpt, whole, schedule, tp, x, E, shared):
-    """made again for the backward of a block"""
+    """bytes made again for the backward of a block: all with full, gelu's result with selective"""
     if ckpt == "full":
         return whole
     if E and not shared:
         return 0
-    if ckpt == "selective" and (schedule not in SPLIT or tp > 1):
-        return 4 * x / tp
-    return 0
+    if ckpt == "none" or (schedule in SPLIT and tp == 1):  # there it waits for W: see split
+        return 0
+    return 4 * x / tp
 
 
 def buffers(zero, b, blocks, block, expert, ckpt, E):
-    """ZeRO-2: gradients of a block, and those of the block behind on their way. Activations that
-    are done with make room for one, of plain MLPs in ZeRO-3 they are too few for that"""
+    """ZeRO-2 and 3: gradients of a block, and of the block behind, on their way. Activations that
+    are done with make room for one of the two; with ckpt full, or plain MLPs in ZeRO-3, they are
+    too few"""
     if zero < 2:
         return 0
     units = 1
     if ckpt == "full" or (zero == 3 and not E):
         units = 2
-    most = blocks
-    if not E:  # the first one's own come when its activations go
-        most = blocks - 1
-    return min(units, most) * b * (block + expert)
+    at_most = blocks
+    if not E:  # the first block's own come when its activations go
+        at_most = blocks - 1
+    return min(units, at_most) * b * (block + expert)
 
 
 def ring(cp, attn, x, tp, b, E, routed, C):
-    """in the backward of attention over cp: K and V of others, their gradients in fp32, less what
-    the MLP before it has left"""
+    """in the backward of attention over cp: K and V of others, and their gradients in fp32. With
+    experts, less what their rows have left, for backward is done with them"""
     if cp == 1 or attn == "ulysses":
         return 0
-    wide = max(b, 4) / b
-    own = 2  # besides what travels
+    wide = max(b, 4) / b  # fp32, in numbers of b bytes
+    here = 2  # besides what travels
     if wide > 1:
-        own = 9
+        here = 9
     travels = 2 * min(cp, 3) * wide
     if attn == "allgather":
         travels = 2 * cp + 2 * cp * wide
-    total = (own + travels) * x / tp
+    total = (here + travels) * x / tp
     if E:
         total -= 11 * b * routed * C - 9 * x / tp
     return total
 
 
 def gradients_inside(x, tp, sp, E, b, routed, C, ring, schedule, expert):
-    """of a block, at work. Those of experts are made one by one, and stacked then"""
+    """gradients inside a block. Experts make theirs one after the other and stack them"""
     total = 5 * x / tp + x / 4
     if sp:
         total += 2 * x
@@ -311,7 +328,8 @@ def gradients_inside(x, tp, sp, E, b, routed, C, ring, schedule, expert):
 
 
 def split(schedule, waits, blocks, kept, v, b, expert):
-    """what a stage keeps more after B than before: gradients of experts, one of them twice"""
+    """what a stage has more after B than before: what W waits with, less activations, and half of
+    the experts' gradients"""
     if schedule not in SPLIT:
         return 0
     return max(0, waits - blocks * kept) / v + b * expert / 2
@@ -340,7 +358,8 @@ def over_tp(b, blocks, expert, copies, zero):
 
 
 def working(loss, inside, step, over_tp, activations):
-    """what comes and goes, at most. AdamW and sums over tp have no activations beside them"""
+    """the most that comes and goes beside the activations. There are none beside AdamW and sums
+    over tp, which have their room"""
     return max(loss, inside, step - activations, over_tp - activations)
 
 
@@ -354,16 +373,17 @@ HELD = ("parameters", "gradients", "optimizer", "activations", "working")
 
 # ---- seconds of a step, all micro-batches ------------------------------------
 
-# While a pipeline fills or drains, a stage idles 1/SKIP of a micro-batch's time
+# The bubble is (pp - 1) / SKIP times a micro-batch's F + B + W, as tests/test_plan.py simulates it
 SKIP = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "bfs": 2, "zb-h1": 3, "auto": 3, "zb-h2": math.inf,
         "zb-v": math.inf, "dualpipe-v": 6}
-# With tp W is without q, k, v and up, 5/12 of F, and B is 19/12. zb-h1: (F + B + W) / (F + B - W)
+# With tp the gradients of q, k, v and up are made in B. In twelfths of F: F 12, B 19, W 5, all 36.
+# zb-h1 has (F + B + W) / (F + B - W).
 SKIP_TP = {**SKIP, "zb-h1": 36 / 26, "auto": 36 / 26, "zb-h2": 36 / 21, "zb-v": 36 / 14,
            "dualpipe-v": 36 / 16}  # the last is 36 / 13 to 36 / 16.5, by pp
 
 
 def own(B, T, dp, cp):
-    """tokens of a rank"""
+    """tokens of a rank, of all its micro-batches"""
     return B * T / (dp * cp)
 
 
@@ -377,7 +397,8 @@ def mlps(E, K, capacity, shared):
 
 
 def keys(T, attn, cp):
-    """that the busiest rank's queries meet: a ring's last rank has none to leave out"""
+    """twice the keys that a query of the busiest rank sees, on average: half of T, but of a ring's
+    last rank nearly all"""
     if attn == "ring":
         return T * (2 - 1 / cp)
     return T
@@ -397,6 +418,7 @@ def recompute(ckpt, megatron_2021, own, C, mlps, keys, tp, most, speed):
     """what ckpt full does again: all but the last matmul, which Megatron 2021 repeated as well"""
     if ckpt != "full":
         return 0
+    # C C FLOPs per token: 8 of attention, 16 of each MLP, less 8 of the last matmul
     matmuls = 16 * mlps
     if megatron_2021:
         matmuls = 8 + 16 * mlps
@@ -422,7 +444,7 @@ def bound(own, most, traffic, b, ckpt, hbm):
 
 
 def numbers(sp, ckpt, megatron_2021, E, shared):
-    """sent on tp per token and block, in C, as tensor_parallel.py says"""
+    """numbers sent on tp per token and block, divided by C: see tensor_parallel.py"""
     if sp:
         forward_again = 2
         count = 5
@@ -434,8 +456,8 @@ def numbers(sp, ckpt, megatron_2021, E, shared):
         count = 4
         if shared or not E:
             count += 4
-        if E:  # what experts say is joined, and gradients of what they are asked
-            count += 2
+        if E:
+            count += 2  # JoinRows in forward, CutRows in backward
         if megatron_2021:
             forward_again = 4
     if ckpt == "full":
@@ -463,6 +485,7 @@ def cp_time(cp_sent, most, cp_bandwidth, attn, own, keys, C, tp, speed, share):
     seconds = most * cp_sent / cp_bandwidth
     if attn in ("ring", "zigzag"):
         attention = most * own * 12 * keys * C / tp / speed
+        # ranks that take turns on a core have nothing to hide it behind: 1 at share 1, 0 from 2 on
         seconds -= min(seconds, max(0, 2 - share) * attention)
     return seconds
 
@@ -471,7 +494,7 @@ def ep_time(own, most, b, C, tp, K, capacity, E, ckpt, ep, ep_bandwidth):
     """rows to experts and back, forward and backward, which nothing hides"""
     if not E:
         return 0
-    if 0 < capacity < 1:
+    if 0 < capacity < 1:  # see routed
         K = capacity * K
     times = 4
     if ckpt == "full":
@@ -480,10 +503,14 @@ def ep_time(own, most, b, C, tp, K, capacity, E, ckpt, ep, ep_bandwidth):
 
 
 def calls(micro, most, tp, numbers, sp, pp, v, cp, attn, E, data, zero):
-    """collectives"""
+    """how many collectives a rank starts in a step"""
     per_micro = 0
     if cp > 1:
-        each_way = {"allgather": 1, "ulysses": 4}.get(attn, cp - 1)
+        each_way = cp - 1  # hops
+        if attn == "allgather":
+            each_way = 1
+        elif attn == "ulysses":
+            each_way = 4
         per_micro += 2 * most * each_way
     if E:  # counts, rows and loads
         per_micro += 6 * most
@@ -495,8 +522,12 @@ def calls(micro, most, tp, numbers, sp, pp, v, cp, attn, E, data, zero):
     if pp > 1:
         per_micro += 2 * v
     count = micro * per_micro
-    if data > 1:
-        count += {2: micro + 1, 3: 3 * micro * most}.get(zero, 2)
+    if data > 1 and zero == 2:
+        count += micro + 1
+    elif data > 1 and zero == 3:
+        count += 3 * micro * most
+    elif data > 1:
+        count += 2
     return count
 
 
@@ -511,7 +542,8 @@ def work(matmul, recompute, bound, tp_time, cp_time, ep_time, launch):
 
 
 def bubble(mean, heavy, pp, micro, skip, share, work):
-    """waiting for other stages. Ranks that take turns: the others work in one's waiting time"""
+    """waiting for other stages, in which ranks that share a core work"""
+    # the span of ranks with a core each, in units of work; on a shared core all its work, or that
     alone = 1 + (pp - 1) / (micro * skip) * mean / heavy
     return max(mean / heavy, alone / share) * work - work
 
@@ -528,13 +560,17 @@ def pp_time(pp, v, own, b, C, megatron_2021, tp, cut, pp_bandwidth):
 
 def moved(zero, micro):
     """how often a step sends a parameter or its gradient over dp, a half of an all-reduce each"""
-    return {2: micro + 1, 3: 3 * micro}.get(zero, 2)
+    if zero == 2:
+        return micro + 1
+    if zero == 3:
+        return 3 * micro
+    return 2
 
 
 def sums(moved, b, blocks, block, expert, edges, pp, v, data, copies, dp_bandwidth):
     """gradients over dp x cp, of experts over those that hold the same ones, by rings"""
     times = moved
-    if pp * v > 1:
+    if pp * v > 1:  # edges are tied: whole, summed once
         times = 2
     dense = (moved * blocks * block + times * edges) * (data - 1) / data
     experts = moved * blocks * expert * (copies - 1) / copies
@@ -542,8 +578,8 @@ def sums(moved, b, blocks, block, expert, edges, pp, v, data, copies, dp_bandwid
 
 
 def hidden(megatron_2021, share, sums, zero, work, micro):
-    """of these, behind backward, in ZeRO-0 and 1 the last one. Not the gathering of parameters by
-    ZeRO-1 and 2; that of ZeRO-3 is behind forward, too"""
+    """seconds of the sums that are hidden: in ZeRO-0 and 1 behind the last backward, in 2 behind
+    each, in 3 behind forward, too. Nothing hides the parameters that ZeRO-1 and 2 gather"""
     if megatron_2021:
         return 0
     behind = sums
@@ -555,11 +591,12 @@ def hidden(megatron_2021, share, sums, zero, work, micro):
         room = 2 / 3 * work
     elif zero == 3:
         room = work
+    # as in cp_time: nothing where ranks take turns
     return max(0, 2 - share) * min(behind, room)
 
 
 def dp_time(sums, hidden):
-    """what is left of them"""
+    """the part of the sums that nothing hides"""
     return sums - hidden
 
 
@@ -617,7 +654,8 @@ def stages(layers, pp, v, vee=False):
         chunks = range(rank, pp * v, pp)
         if vee:
             chunks = [rank, 2 * pp - 1 - rank]
-        counts.append(sum(len(share(layers, pp * v, chunk)) for chunk in chunks))
+        counts.append(sum(len(common.share(layers, pp * v, chunk)) for chunk in chunks))
+    # rank 0 has the embedding and most in flight, the last one the head
     fullest = {0, counts.index(max(counts)), pp - 1}
     return counts, sorted(fullest)
 
@@ -631,16 +669,16 @@ def assess(cfg, at, lay, stage=None):
     counts, candidates = stages(cfg.layers, lay.pp, v, vee)
     if stage is not None:
         candidates = [stage]
-    head = lay.pp - 1  # the rank that has it
+    head_rank = lay.pp - 1
     if vee:
-        head = 0
-    common = evaluate(ALIKE, known(cfg, at, lay, v, counts, head))
+        head_rank = 0
+    everywhere = evaluate(ALIKE, known(cfg, at, lay, v, counts, head_rank))
     fullest = None
     for s in candidates:
-        names = dict(common)
+        names = dict(everywhere)
         names["stage"] = s
         names["first"] = int(s == 0)
-        names["last"] = int(s == head)
+        names["last"] = int(s == head_rank)
         names["blocks"] = counts[s]
         evaluate(BY_STAGE, names)
         names["memory"] = sum(names[kind] for kind in HELD)
@@ -656,15 +694,16 @@ def known(cfg, at, lay, v, counts, head_rank):
     names.update(B=at.batch, T=cfg.seq, C=cfg.width, H=cfg.heads, L=cfg.layers)
     names.update(E=at.experts, K=at.top_k, shared=int(at.shared), v=v)
     names["V"] = -(-cfg.vocab // lay.tp) * lay.tp  # rounded up
-    names["b"] = DTYPES[at.dtype].itemsize
+    names["b"] = common.DTYPES[at.dtype].itemsize
     names["cut"] = 1
     if lay.sp:
         names["cut"] = lay.tp
     names["ep"] = lay.ep or 1
     names["data"] = lay.dp * lay.cp
     names["copies"] = names["data"] // names["ep"]
-    block = (4 + 8 * mlps(at.experts, at.top_k, at.capacity, names["shared"])) * cfg.width
-    head = cfg.vocab / (block + 2 * cfg.seq)  # its work, in blocks
+    # FLOPs of a token's forward by 2 C: matmuls of a block, 2 T of its attention, V of the head
+    matmuls = (4 + 8 * mlps(at.experts, at.top_k, at.capacity, names["shared"])) * cfg.width
+    head = cfg.vocab / (matmuls + 2 * cfg.seq)  # the head's work, in blocks
     names["most"] = max(counts)
     names["heavy"] = max(max(counts), counts[head_rank] + head)
     names["mean"] = (cfg.layers + head) / lay.pp
@@ -693,15 +732,15 @@ def timed(names):
     L, C, T, V, mlps = (names[name] for name in ("L", "C", "T", "V", "mlps"))
     names["seconds"] = sum(names[part] for part in PARTS)
     tokens = names["B"] * T
-    # Narayanan 2021, 5.1, and with it all MLPs that a token visits
+    # counted as in Narayanan 2021, 5.1, with all MLPs that a token visits
     block = (24 + 48 * mlps) * C * C + 12 * C * T
     flops = tokens * (L * block + 6 * C * V)
-    done = 1  # in its units
+    counted = 1  # FLOPs that tflops counts, over those of the model
     if names["megatron_2021"]:  # that paper counts what is computed again
-        done += names["recompute"] / names["matmul"]
+        counted += names["recompute"] / names["matmul"]
     tflops = flops / names["seconds"] / names["gpus"] / 1e12
     names["mfu"] = tflops / names["gpu_tflops"]
-    names["tflops"] = tflops * done
+    names["tflops"] = tflops * counted
     names["rate"] = tokens / names["seconds"]
     names["days"] = names["tokens"] / names["rate"] / 86400
     return names
@@ -719,8 +758,9 @@ LONG = 8192  # tokens of a sequence from which on it is cut, unless --cp says ot
 SHORT = 2048  # tokens of a part, at least
 
 
-def layouts(cfg, at, fixed=()):
-    """All that hybrid_3d.py runs, but for what gains nothing in this model and is not in `fixed`.
+def layouts(cfg, at, fixed):
+    """All that hybrid_3d.py runs, but for what gains nothing in this model of time and memory,
+    unless `fixed` names it.
 
     Not there: schedules with too few micro-batches to fill the pipeline; bfs, which is interleaved
     with more memory, where that can be; zb-h2, which is zb-v with more memory; dualpipe-v, auto
@@ -732,7 +772,8 @@ def layouts(cfg, at, fixed=()):
         for micro in divisors(at.batch // dp):
             for schedule in schedules(cfg, pp, micro, fixed):
                 for sp, ckpt, attn, ep, zero in choices(cfg, at, (dp, cp, tp, pp), schedule, fixed):
-                    yield Layout(dp, tp, pp, micro, schedule, sp, zero, ckpt, cp, attn, ep)
+                    yield Layout(dp=dp, tp=tp, pp=pp, micro=micro, schedule=schedule, sp=sp,
+                                 zero=zero, ckpt=ckpt, cp=cp, attn=attn, ep=ep)
 
 
 def meshes(cfg, gpus, fixed):
@@ -742,15 +783,17 @@ def meshes(cfg, gpus, fixed):
             if cfg.heads % tp or pp > cfg.layers:
                 continue
             for cp in divisors(gpus // tp // pp):
-                few = cp == 1 or (cfg.seq >= LONG and cfg.seq // cp >= SHORT)
-                if few or "cp" in fixed:
-                    yield gpus // tp // pp // cp, cp, tp, pp
+                dp = gpus // tp // pp // cp
+                is_useful = cp == 1 or (cfg.seq >= LONG and cfg.seq // cp >= SHORT)
+                if is_useful or "cp" in fixed:
+                    yield dp, cp, tp, pp
 
 
 def schedules(cfg, pp, micro, fixed):
+    """-> those worth a try; zb-h2, auto, bfs and dualpipe-v also where `fixed` names them"""
     if pp == 1:
         return ["1f1b"]
-    several = 2 * pp <= cfg.layers  # has every rank two stages?
+    several = 2 * pp <= cfg.layers  # can every rank have two stages?
     least = {"bfs": pp, "zb-h1": pp, "auto": pp, "zb-v": 2 * pp - 1, "zb-h2": 2 * pp - 1,
              "dualpipe-v": 2 * pp}
     possible = ["gpipe", "1f1b"]
@@ -763,7 +806,7 @@ def schedules(cfg, pp, micro, fixed):
         possible.append("zb-v")
     else:
         possible.append("zb-h2")
-    wanted = dict(fixed).get("schedule")
+    wanted = fixed.get("schedule")
     if wanted in ("zb-h2", "auto") or (wanted in ("bfs", "dualpipe-v") and several):
         possible = [wanted]
     return [name for name in possible if micro >= least.get(name, 1)]
@@ -790,8 +833,8 @@ def choices(cfg, at, mesh, schedule, fixed):
 
 
 def attentions(cfg, cp, tp, fixed):
-    """-> the choices of attn"""
-    wanted = dict(fixed).get("attn")
+    """-> the choices of attn, of which is_as_fixed takes one if it is fixed"""
+    wanted = fixed.get("attn")
     if cp == 1:
         return [wanted or "zigzag"]
     possible = []
@@ -823,9 +866,11 @@ def search(cfg, at, free=()):
     fixed = {axis: value for axis, value in at.fixed.items() if axis not in free}
     fits = []
     least = None
-    enough = None  # the layout whose ZeRO-1 or 2 has fitted last, as if it had none
+    enough = None  # the last layout that fitted with ZeRO, with zero=0. zero varies fastest
     for lay in layouts(cfg, at, fixed):
-        if not is_as_fixed(lay, fixed) or (lay.zero > 1 and lay._replace(zero=0) == enough):
+        if not is_as_fixed(lay, fixed):
+            continue
+        if lay.zero > 1 and lay._replace(zero=0) == enough:
             continue
         names = assess(cfg, at, lay)
         needed = (names["memory"], lay)

@@ -7,10 +7,11 @@
               goes in the loss, a block's backward or AdamW. CUDA, NCCL and fragmentation are not
               in it: --gpu-memory is what they leave.
 
-    time of the slowest stage, for M micro-batches and v chunks of layers on a rank
+    time of the slowest stage, for M micro-batches
     part           what it counts                                                  source
     matmul         72 C^2 (1 + T/6C) FLOPs per token and block, and the head;      1, appendix
-                   of the 72, 48 for each MLP that a token visits; ring: T (2 - 1/cp)
+                   48 of the 72 for each MLP that a token visits; the last rank of
+                   a ring has T (2 - 1/cp) in the place of T
     recompute      what ckpt full does again, 16 C^2 + 4 T C                       amp_accum_ckpt.py
     memory-bound   bytes of norms, residuals and gelu, read and written            shapes
     launch         blocks of all micro-batches, collectives                        measured; else 0
@@ -18,12 +19,19 @@
     cp             (cp-1) 16 B T C/(cp tp) bytes per block in bf16; ulysses 16/cp; 3; 4
                    hops travel behind attention, the others are not overlapped
     ep             4 K B T C (ep-1)/ep per block, / tp; not overlapped             moe.py
-    bubble         (pp-1)/M of those; / v; zb-h1 / 3 (F = B = W), with tp / 1.4;   1, 2.2; 2
-                   zb-v and zb-h2 none, with tp / 2.6 and / 1.7; dualpipe-v / 6, / 2.2
+    bubble         (pp-1)/M of all above, in some schedules less, where F = B = W: 1, 2.2; 2
+                                           without tp    with tp
+                       gpipe, 1f1b         all           all
+                       interleaved, bfs    1/2           1/2
+                       zb-h1, auto         1/3           1/1.4
+                       zb-h2               none          1/1.7
+                       zb-v                none          1/2.6
+                       dualpipe-v          1/6           1/2.2
     pp             B T C per boundary and direction, not overlapped                1, 3.2
-    dp             2 (n-1)/n of the gradients, n = dp cp, by a ring (zero 2: M+1,  1, 3.3; 5
-                   zero 3: 3 M halves); the last backward hides it, but not the half of zero 1 that
-                   gathers parameters; experts among those that hold the same ones
+    dp             2 (n-1)/n of the gradients, n = dp cp, by a ring: two halves;   1, 3.3; 5
+                   zero 2 M+1 halves, zero 3 3 M. Experts among those that hold
+                   the same ones. The last backward hides it, but not the half of
+                   zero 1 that gathers parameters
     adamw          bytes of gradients and states
 
 A group inside a node has --bandwidth-intra, one across nodes --bandwidth-inter, GB/s per GPU. The
@@ -71,6 +79,7 @@ from harness.usage import launched, require  # noqa: E402
 
 OWN = {
     "model": FLAGS["model"],
+    # refuse() has their bounds
     **{name: FLAGS[name]._replace(limits=None) for name in (*GPTConfig._fields, "json")},
     "batch": Flag(int, "B, sequences per step"),
     "dtype": Flag("bf16", "of parameters and arithmetic", ("bf16", "fp32")),
@@ -112,7 +121,11 @@ ZERO_MEANS_NONE = ("overhead", "latency", "tokens", "explain", "try", "experts",
 
 
 def read():
-    """-> the flags, all of them in bounds; .fixed: {axis: value} of the axes that are given."""
+    """-> the flags, all of them in bounds. Here and in estimate.py they are called `at`.
+
+    Besides, .cfg: sizes of the model; .fixed: {axis: value} of the axes that are given; .node: how
+    many GPUs a node has.
+    """
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], usage="%(prog)s [flags]",
                                      allow_abbrev=False)
     parser.error = lambda message: require(False, message)
@@ -130,13 +143,13 @@ def read():
 
 
 def fill_in(at):
-    """What presets and the launcher leave to be said."""
+    """Fills in what the flags leave open, from the launcher, --table and the preset."""
     if at.gpus is None and "WORLD_SIZE" in os.environ:
         at.gpus = ranks_here().world_size
     if at.table:  # which has batches and GPUs of its own
         at.batch = at.batch or 512
         at.gpus = at.gpus or 1
-    at.batch = at.batch or 0
+    at.batch = at.batch or 0  # refuse() says that it is missing
     at.gpus = at.gpus or 0
     preset = PRESETS[at.model]
     sizes = [getattr(at, name) or getattr(preset, name) for name in GPTConfig._fields]
@@ -240,7 +253,7 @@ def advice(cfg, at, least):
     lines = [f"nothing fits {at.gpu_memory:g} GB: {text(lay)} needs {needed / 1e9:.1f} GB"]
     for axis, value in at.fixed.items():
         fits, _ = search(cfg, at, free=[axis])
-        lines += fits_with(f"without --{axis} {value}", fits)
+        lines += fits_with(f"without {as_flag(axis, value)}", fits)
     for times in (2, 4, 8, 16, 32, 64):
         gpus = at.gpus * times
         fits, _ = search(cfg, resized(at, gpus), free=at.fixed)
@@ -248,6 +261,15 @@ def advice(cfg, at, least):
         if fits:
             break
     return "\n".join(lines)
+
+
+def as_flag(axis, value):
+    """-> --tp 2, --sp or --no-sp"""
+    if value is True:
+        return f"--{axis}"
+    if value is False:
+        return f"--no-{axis}"
+    return f"--{axis} {value}"
 
 
 def fits_with(change, fits):
@@ -260,13 +282,19 @@ def fits_with(change, fits):
 # ---- tables ------------------------------------------------------------------
 
 
+RARE = ("cp_time", "ep_time")  # have a column only where there are any
+
+
 def show(rows, at):
     """Two tables of [(names, layout)]: where the memory goes, and where the time."""
     print(f"{'GB per GPU':>70} " + " ".join(f"{kind:>11}" for kind in HELD) + "     all")
     for i, (names, lay) in enumerate(rows, 1):
         held = " ".join(f"{names[kind] / 1e9:11.2f}" for kind in HELD)
         print(f"{i:3} {text(lay):66} {held} {names['memory'] / 1e9:7.2f}")
-    shown = [part for part in PARTS if part not in RARE or any(names[part] for names, _ in rows)]
+    shown = []
+    for part in PARTS:
+        if part not in RARE or any(names[part] for names, _ in rows):
+            shown.append(part)
     parts = " ".join(f"{part.removesuffix('_time'):>9}" for part in shown)
     head = f"\nms  {parts}      step TFLOP/s    MFU       tok/s"
     if at.tokens:
@@ -278,9 +306,6 @@ def show(rows, at):
         if at.tokens:
             line += f" {names['days']:8.1f}"
         print(line)
-
-
-RARE = ("cp_time", "ep_time")  # have a column only where there are any
 
 
 MODELS = {
@@ -353,34 +378,37 @@ def worked_out(statement, values):
 
     Of a return of one number or name it leaves nothing: what is returned will follow.
     """
-    formula = ast.unparse(statement.value)
-    if isinstance(statement, ast.AugAssign):
-        formula = f"{statement.target.id} + {formula}"
-    if isinstance(statement, ast.Return) and isinstance(statement.value, (ast.Name, ast.Constant)):
+    value = statement.value
+    if isinstance(statement, ast.Return) and isinstance(value, (ast.Name, ast.Constant)):
         return "result"
+    if isinstance(statement, ast.AugAssign):
+        value = ast.BinOp(statement.target, statement.op, value)
+    formula = ast.unparse(value)
     numbers = ast.unparse(PutIn(values).visit(ast.parse(formula, mode="eval")))
     formula = ast.unparse(PutIn({}).visit(ast.parse(formula, mode="eval")))
     if numbers != formula:
         formula = f"{formula} = {numbers}"
-    if isinstance(statement, ast.Assign):
+    if isinstance(statement, ast.Assign):  # constants on both sides are written alike
         formula = f"{statement.targets[0].id} = {formula}"
     return formula
 
 
 class PutIn(ast.NodeTransformer):
-    """Names of numbers -> the numbers, and 1e12 in few digits."""
+    """Names of numbers -> the numbers. These are written as names, with few digits."""
 
     def __init__(self, values):
         self.values = values
 
     def visit_Name(self, node):
-        value = self.values.get(node.id, node.id)
+        value = self.values.get(node.id)
         if isinstance(value, (int, float)):
             return ast.Name(as_text(value))
         return node
 
     def visit_Constant(self, node):
-        return ast.Name(as_text(node.value))
+        if isinstance(node.value, (int, float)):
+            return ast.Name(as_text(node.value))
+        return node
 
 
 def as_text(number):
@@ -397,16 +425,19 @@ class Rates:
         self.device = device
 
     def do(self, job, enough):
-        """Until enough(times done so far) -> times a second"""
-        job()  # not counted
+        """Does the job until enough(how often it was done) is true -> times a second."""
+        self.once(job)  # not counted
         done = 0
         start = time.perf_counter()
         while not enough(done):
-            job()
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            self.once(job)
             done += 1
         return done / (time.perf_counter() - start)
+
+    def once(self, job):
+        job()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def for_a_while(self, job):
         """Half a second. Ranks need not do it equally often."""
@@ -419,8 +450,8 @@ class Rates:
 
 
 def calibrate(cfg, at):
-    """Matmuls of the model's size, copies, a block of one token, all-reduces, on all ranks at once;
-    then matmuls on rank 0 while the others wait -> the flags whose place they take."""
+    """-> the flags whose place is taken by what is measured: matmuls of the model's size, copies, a
+    block of one token and all-reduces, on all ranks at once; then matmuls on rank 0 alone."""
     launch = ranks_here()
     ranks = launch.world_size
     gpus = torch.cuda.device_count()
@@ -441,7 +472,7 @@ def calibrate(cfg, at):
     weight = torch.randn(C, 4 * C, **options)
     token = torch.randn(1, 1, C, **options)
     block = Block(cfg).to(**options)
-    large = torch.zeros(2, 1 << 23, device=device)
+    large = torch.zeros(2, 1 << 23, device=device)  # half of it is read, half is written
     rates = Rates(device)
     flops = 8 * rows * C * C
     tflops = flops / 1e12 * rates.for_a_while(lambda: x @ weight)
@@ -460,10 +491,11 @@ def calibrate(cfg, at):
 
 def calibrate_collectives(rates, large, ranks):
     """-> bandwidths and latency of all-reduces"""
-    sent = 2 * (ranks - 1) / ranks * large.nbytes / 1e9
-    bandwidth = sent * rates.so_often(15, lambda: dist.all_reduce(large))  # partial -> replicated
+    gigabytes = 2 * (ranks - 1) / ranks * large.nbytes / 1e9  # that a rank sends in a ring
+    times = rates.so_often(15, lambda: dist.all_reduce(large))  # partial -> replicated
     small = large[0, :1]
     starts = rates.so_often(99, lambda: dist.all_reduce(small))  # partial -> replicated
+    bandwidth = gigabytes * times
     return {"bandwidth_intra": bandwidth, "bandwidth_inter": bandwidth, "latency": 1 / starts}
 
 
@@ -471,7 +503,7 @@ def attempt(lay, at):
     """Really runs a layout, on this machine -> ms per step, inf if it fails"""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "report.json")
-        _, *words = shlex.split(command(lay, at))
+        _, *words = shlex.split(command(lay, at))  # without "torchrun"
         line = [sys.executable, "-m", "torch.distributed.run", *words, "--no-check"]
         done = subprocess.run([*line, "--json", str(file)], cwd=ROOT, capture_output=True)
         if done.returncode:
@@ -521,7 +553,7 @@ def main():
 
 def refuse_impossible(at, least):
     """No layout at all, whether it fits or not."""
-    given = "".join(f" --{axis} {value}" for axis, value in at.fixed.items())
+    given = "".join(" " + as_flag(axis, value) for axis, value in at.fixed.items())
     require(least, f"--batch {at.batch}{given}: no dp x cp x tp x pp = {at.gpus} divides batch, "
             f"--heads {at.cfg.heads} and --layers {at.cfg.layers}; take other --gpus or a --batch "
             "that is a multiple of them")
