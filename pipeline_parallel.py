@@ -951,6 +951,8 @@ class Pipeline:
         inputs[m]: micro-batch m, for the first stage. loss_fn(output, m): its part of the loss, for
         the last stage. update(): what U does (section 1.5).
         """
+        if update is None and any(action.kind == "U" for action in self.plan):
+            raise ValueError("the plan has updates: step(inputs, loss_fn, update) makes them")
         self.kept = {}
         self.most = 0
         self.played = []

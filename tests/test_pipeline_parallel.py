@@ -907,7 +907,7 @@ def check_nothing_goes_to_frozen_stages():
         Pipeline({rank: nn.Linear(5, 5)}, without_backward(plans, p), stages.groups, cpu(3, 5))
 
 
-def check_step_of_wrong_size():
+def check_steps_that_are_refused():
     plans = make_plans("gpipe", 1, 2)
     pipeline = Pipeline({0: nn.Linear(5, 5)}, plans, make_groups(plans), cpu(3, 5))
     for count in (1, 3):
@@ -918,10 +918,14 @@ def check_step_of_wrong_size():
     wrong = r"the plan is for the stages \[0\], the modules are \[1\]"
     with pytest.raises(ValueError, match=wrong):
         Pipeline({1: nn.Linear(5, 5)}, plans, make_groups(plans), cpu(3, 5))
+    plans = make_plans("pipedream", 1, 2)
+    pipeline = Pipeline({0: nn.Linear(5, 5)}, plans, make_groups(plans), cpu(3, 5))
+    with pytest.raises(ValueError, match="the plan has updates"):
+        pipeline.step(list(torch.zeros(2, 3, 5)), lambda out, mb: out.sum())
 
 
-def test_a_step_with_too_many_or_too_few_inputs_is_refused():
-    run(check_step_of_wrong_size, 1)
+def test_a_step_with_wrong_inputs_or_without_its_update_is_refused():
+    run(check_steps_that_are_refused, 1)
 
 
 def test_nothing_goes_to_frozen_stages():
