@@ -33,7 +33,9 @@ At work: torch.distributed.tensor.experimental.context_parallel (section 3).
     ring = Zigzag(group)
     own = ring.positions(T, device)             # (T/cp,): this rank's tokens
     attention.attend = ring.attend              # where it called scaled_dot_product_attention
-    (loss_sum(model(x[:, own], positions=own), y[:, own]) / valid_targets_of_all_ranks).backward()
+    logits = model(x[:, own], positions=own)    # (B, T/cp, V)
+    loss = F.cross_entropy(logits.flatten(0, 1), y[:, own].flatten(), reduction="sum")
+    (loss / valid_targets_of_all_ranks).backward()
     sum_gradients(model.parameters(), group)
     norm = clip_gradients(model.parameters(), 1.0)  # then optimizer.step()
 """
@@ -229,6 +231,9 @@ class Ring:
         self.cp = cp
         self.chunk_count = cp * len(self.chunks())  # of a whole sequence
         self.known_positions = {}  # {(T, device): (T/cp,)}
+
+    def __deepcopy__(self, memo):
+        return self  # the copy of a model attends with the same ranks
 
     def source(self, hop):
         """The rank whose K and V are here after so many hops."""

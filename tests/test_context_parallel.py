@@ -1,3 +1,5 @@
+import textwrap
+import types
 from collections import Counter
 from functools import partial
 
@@ -337,6 +339,34 @@ def test_section_one_alone(world, name, heads, kv_heads):
     run(check_copy, world, name, heads, kv_heads, 6, 24)
 
 
+def check_usage():
+    """The docstring's lines for code of one's own, with section 1 and torch alone."""
+    lines = context_parallel.__doc__.split("context_parallel.py --attn zigzag\n\n")[1]
+    model = Reader(heads=2, kv_heads=2, head_dim=4)
+    attention = types.SimpleNamespace(attend=model.layers[0].attention)
+    for layer in model.layers:
+        layer.attention = lambda q, k, v: attention.attend(q, k, v)
+    rng = torch.Generator().manual_seed(1)
+    text = torch.randint(0, 23, (2, 17), generator=rng)
+    x = text[:, :-1]
+    y = text[:, 1:]
+    known = vars(copied("context_parallel"))
+    known["replicate"](model)
+    (loss_sum(model(x, torch.arange(16)), y) / 32).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    wanted = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    known.update(model=model, attention=attention, group=None, T=16, device="cpu", x=x, y=y,
+                 valid_targets_of_all_ranks=32)
+    exec(textwrap.dedent(lines), known)
+    found = {name: p.grad for name, p in model.named_parameters()}
+    assert worst_gap(found, wanted)[0] <= 1e-10
+
+
+def test_the_docstrings_usage():
+    run(check_usage, 2)
+
+
 def check_sum_of_gradients(name):
     """Unused here, unused everywhere, frozen, of another dtype: as if one process had done it."""
     copy = copied(name)
@@ -535,6 +565,20 @@ def check_under_checkpointing(kind):
 @pytest.mark.parametrize("kind", [Zigzag, AllGather, Ulysses])
 def test_under_activation_checkpointing(kind):
     run(check_under_checkpointing, 2, kind)
+
+
+def check_deepcopy(kind):
+    """A copy of a model, such as a moving average of its weights, attends with the same ranks."""
+    model = build(GPTConfig(layers=1, width=16, heads=4, seq=16), 0)
+    model = parallelize(model, kind(dist.new_group([0, 1])))
+    average = torch.optim.swa_utils.AveragedModel(model)
+    x = torch.arange(16).view(2, 8) + dist.get_rank()
+    torch.testing.assert_close(average(x), model(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", [Zigzag, Ulysses])
+def test_a_deepcopy_attends_too(kind):
+    run(check_deepcopy, 2, kind)
 
 
 # ---- pure parts ------------------------------------------------------------------
