@@ -80,11 +80,12 @@ class Kept:
         self.version = tensor._version  # grows with every change in place
         if tensor.requires_grad:
             tensor = tensor.detach()  # or it would keep the graph behind it
+        self.itself = weakref.ref(tensor)  # None as soon as the hooks keep only a copy
         self.packed = pack(tensor)
 
     def get(self):
         tensor = self.unpack(self.packed)
-        if tensor._version > self.version:
+        if tensor is self.itself() and tensor._version > self.version:
             raise RuntimeError("a tensor that backward needs has been changed in place: checkpoint "
                                "less, or take the operation that is not in place")
         return tensor
@@ -139,7 +140,7 @@ def full(forward, *inputs, **keywords):
     first one, forward runs again, with the same random numbers and autocast, until it has made the
     last tensor that has a number. The last matmul, and a reduction of its result, so do not run
     twice; collectives before it do, on every rank in the same order. What forward changes besides,
-    such as running statistics, changes twice.
+    such as running statistics, changes twice, and once more for every torch.autograd.grad in it.
 
     Inputs may be anything; tensors in tuples, lists and dicts among them are found. full may be
     nested in itself, in selective and in torch's checkpoint, and they in it.
@@ -148,7 +149,9 @@ def full(forward, *inputs, **keywords):
         return forward(*inputs, **keywords)
     call = Call(forward, inputs, keywords)
     with torch.autograd.graph.saved_tensors_hooks(call.number, call.fetch):
-        return forward(*inputs, **keywords)
+        outputs = forward(*inputs, **keywords)
+    call.hooks = None  # forward has ended
+    return outputs
 
 
 class Repetition:
@@ -157,9 +160,9 @@ class Repetition:
     It has no reference to the Call, which would else live as long as the second graph.
     """
 
-    def __init__(self, numbered):
+    def __init__(self, numbered, hooks):
         self.numbered = numbered  # shape and dtype of every tensor, as the first forward made it
-        self.hooks = outer_hooks()  # those around backward
+        self.hooks = hooks  # a pair that keeps what the repetition makes
         self.kept = {}  # {number: Kept}, what has not been fetched yet
 
     def keep(self, tensor):
@@ -167,9 +170,16 @@ class Repetition:
         if self.numbered[number] != (tensor.shape, tensor.dtype):
             raise RuntimeError(f"tensor {number} of a block was {self.numbered[number]}, but "
                                f"{(tensor.shape, tensor.dtype)} when it ran again")
-        self.kept[number] = Kept(tensor, self.hooks)
+        kept = Kept(tensor, self.hooks)
+        self.kept[number] = kept
         if number == len(self.numbered) - 1:
-            raise Enough
+            raise Enough(self)
+        return weakref.ref(kept)  # the second graph may outlive the fetching
+
+
+def look_up(reference):
+    """For a backward inside the forward that runs again: what keep() has kept."""
+    return reference().get()
 
 
 class Call:
@@ -195,6 +205,9 @@ class Call:
             self.autocast.append((kind, dtype, enabled, torch.is_autocast_cache_enabled()))
         self.numbered = []  # shape and dtype of every tensor that autograd wanted to keep
         self.repetition = None  # from the first fetch on
+        # While forward runs it may ask for gradients itself, and the pair around that backward
+        # would be this Call's own. Afterwards None: a repetition takes the pair around backward
+        self.hooks = (keep_as_is, keep_as_is)
 
     def number(self, tensor):
         self.numbered.append((tensor.shape, tensor.dtype))
@@ -203,7 +216,7 @@ class Call:
     def fetch(self, number):
         # a backward fetches each number once, so one that is gone is wanted by a second backward
         if self.repetition is None or number not in self.repetition.kept:
-            self.repetition = Repetition(self.numbered)
+            self.repetition = Repetition(self.numbered, self.hooks or outer_hooks())
             self.repeat()
         return self.repetition.kept.pop(number).get()
 
@@ -214,7 +227,9 @@ class Call:
         set_random_states(states, self.device)
         try:
             self.forward_again()
-        except Enough:
+        except Enough as enough:
+            if enough.args[0] is not self.repetition:  # but another's, around this one
+                raise
             return
         finally:
             set_random_states(before, self.device)
@@ -223,7 +238,7 @@ class Call:
                            "again: it must do the same both times")
 
     def forward_again(self):
-        hooks = torch.autograd.graph.saved_tensors_hooks(self.repetition.keep, Kept.get)
+        hooks = torch.autograd.graph.saved_tensors_hooks(self.repetition.keep, look_up)
         with ExitStack() as stack:
             stack.enter_context(torch.enable_grad())
             for arguments in self.autocast:
@@ -275,12 +290,10 @@ AGAIN = {
     "NativeLayerNormBackward0": layer_norm_again,
     WEIGHT: weight_again,  # autocast makes copies of weights in another dtype
 }
-CAST = "ToCopyBackward0"
-# what these make holds the same numbers in the same order in memory, CAST in another dtype
-SAME_ORDER = {
-    CAST, "ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0", "TBackward0",
-    "TransposeBackward0", "PermuteBackward0",
-}
+# These make a tensor in the memory of another
+VIEWS = {"ViewBackward0", "ReshapeAliasBackward0"}
+TRANSPOSES = {"TBackward0", "TransposeBackward0", "PermuteBackward0"}
+CAST = "ToCopyBackward0"  # makes a copy, in another dtype, on another device, or in another order
 
 
 class Recipe:
@@ -311,9 +324,10 @@ def order_in_memory(tensor):
     return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
 
 
-def permute_back(tensor, order):
-    """The inverse of tensor.permute(order)."""
-    return tensor.permute([order.index(dim) for dim in range(len(order))])
+def put_in_order(tensor, order):
+    """-> the same tensor, with its dimensions in this order in memory."""
+    in_order = tensor.permute(order).contiguous()
+    return in_order.permute([order.index(dim) for dim in range(len(order))])
 
 
 class KeptForSeveral(Kept):
@@ -332,37 +346,46 @@ class KeptForSeveral(Kept):
         if self.unpacked is None:
             tensor = super().get()
             if tensor.stride() != self.stride:  # outer hooks may lose it, and recipes go by it
-                tensor = permute_back(tensor.permute(self.order).contiguous(), self.order)
+                tensor = put_in_order(tensor, self.order)
             self.unpacked = tensor
         return self.unpacked
 
 
 class Remade:
-    """A tensor that is not kept: the recipe, and where in what it makes the tensor lies."""
+    """A tensor that is not kept: a recipe, and the tensor's place in what the recipe makes."""
 
     def __init__(self, recipe, tensor):
         self.recipe = recipe
         self.dtype = tensor.dtype
+        self.device = tensor.device
+        whole = tensor  # what the recipe makes, or its cast
+        if tensor._base is not None:  # the tensor is a view of it
+            whole = tensor._base
+        self.whole_size = whole.size()
+        self.whole_order = order_in_memory(whole)
         self.size = tensor.size()
         self.stride = tensor.stride()
-        self.offset = tensor.storage_offset()
+        self.offset = tensor.storage_offset() - whole.storage_offset()
 
     def get(self):
-        return self.recipe.make(self.dtype).as_strided(self.size, self.stride, self.offset)
+        made = self.recipe.make(self.dtype).to(self.device)
+        whole = put_in_order(made.view(self.whole_size), self.whole_order)
+        return whole.as_strided(self.size, self.stride, whole.storage_offset() + self.offset)
 
 
 def origin(tensor):
     """-> the node of the graph that made the tensor's numbers, and whether they were cast since.
 
-    Of two casts the first may have rounded: it is taken for the one that made them.
+    Behind a cast only views are passed: an earlier cast may have rounded, and how a transposed
+    tensor lies in memory is not known.
     """
     node = tensor.grad_fn
     cast = False
-    while node is not None and node.name() in SAME_ORDER:
+    passed = VIEWS | TRANSPOSES | {CAST}
+    while node is not None and node.name() in passed:
         if node.name() == CAST:
-            if cast:
-                break
             cast = True
+            passed = VIEWS
         node = node.next_functions[0][0]
     return node, cast
 
@@ -413,9 +436,11 @@ class LossScaler:
     def unscale(self, gradients, group=None):
         """Divide this rank's gradients, or its shards of them, by the scale, in place.
 
-        If any rank of the group has overflowed, all of them will skip the step. None among the
-        gradients is left out.
+        If any rank of the group has overflowed, all of them will skip the step. A gradient that is
+        None or empty is passed over.
         """
+        if self.found_inf is not None:
+            raise RuntimeError("a second unscale before step: give it all gradients in one call")
         gradients = [g for g in gradients if g is not None and g.numel() > 0]
         self.found_inf = torch.zeros_like(self.good)
         if gradients:
@@ -706,6 +731,8 @@ def set_up_at_work(run, plan):
     scaler = torch.amp.GradScaler(
         run.device.type, enabled=fp16, growth_interval=run.args.growth,
         init_scale=run.start.extra.get("scale", 65536.0))
+    good = int(run.start.extra.get("good", 0))
+    scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": good})
 
     def state_of_scaler():
         return {"scale": scaler.get_scale(), "good": scaler.state_dict()["_growth_tracker"]}

@@ -399,6 +399,121 @@ def test_hooks_that_lose_the_order_in_memory():
     assert_equal(gradients(selective), gradients(plainly))
 
 
+@pytest.mark.parametrize("how", [full, selective])
+def test_hooks_that_copy(how):
+    """They write into a tensor of their own, as save_on_cpu does with pinned memory.
+
+    That is no change in place of what is kept.
+    """
+
+    def pack(tensor):
+        copy = torch.empty_like(tensor)
+        return copy.copy_(tensor)
+
+    def gradients(how):
+        torch.manual_seed(0)
+        linear = nn.Linear(4, 4).double()
+        x = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = how(lambda x: F.dropout(linear(F.gelu(x)), 0.2).exp(), x)
+        y.square().sum().backward()
+        return [x.grad, linear.weight.grad, linear.bias.grad]
+
+    assert_equal(gradients(how), gradients(plainly))
+
+
+def forces(x, weight):
+    """Gradients of an energy, as models of molecules have them: a backward inside forward."""
+    energy = (x.tanh() @ weight).sin().square().sum()
+    return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("outer", [plainly, full, selective, full_at_work])
+@pytest.mark.parametrize("inner", [full, selective])
+@pytest.mark.parametrize("more", [False, True])
+def test_gradients_inside_forward(outer, inner, more):
+
+    def gradients(outer, inner):
+        rng = torch.Generator().manual_seed(0)
+        x = torch.randn(3, 4, generator=rng, dtype=torch.float64, requires_grad=True)
+        weight = torch.randn(4, 2, generator=rng, dtype=torch.float64, requires_grad=True)
+
+        def forward(x):
+            y = inner(forces, x.sin(), weight)
+            if more:
+                y = y.exp() * x
+            return y
+
+        outer(forward, x).square().sum().backward()
+        return [x.grad, weight.grad]
+
+    assert_equal(gradients(outer, inner), gradients(plainly, plainly))
+
+
+def test_gradients_inside_two_forwards():
+    """The outer one's go back through the inner one."""
+
+    def gradients(how):
+        x = torch.linspace(-1, 1, 6, dtype=torch.float64).view(3, 2).requires_grad_()
+        weight = torch.ones(2, 2, dtype=torch.float64, requires_grad=True)
+
+        def forward(x):
+            y = how(forces, x.sin(), weight)
+            return y + torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+
+        how(forward, x).square().sum().backward()
+        return [x.grad, weight.grad]
+
+    assert_equal(gradients(full), gradients(plainly))
+    assert_equal(gradients(selective), gradients(plainly))
+
+
+CASTS = {
+    "order": lambda x: x.to(memory_format=torch.channels_last),
+    "order and dtype": lambda x: x.to(torch.float64, memory_format=torch.channels_last),
+    "back": lambda x: x.transpose(1, 3).to(torch.float64, memory_format=torch.contiguous_format),
+    "after a view": lambda x: x.view(2, 3, 20, 1).to(memory_format=torch.channels_last),
+    "before a transpose": lambda x: x.to(memory_format=torch.channels_last).transpose(1, 3),
+    "neither": lambda x: x.double(),
+}
+
+
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("cheap", [F.gelu, lambda x: F.layer_norm(x, (5,))])
+def test_selective_of_a_cast_to_another_order_in_memory(cast, cheap):
+
+    def gradients(how):
+        torch.manual_seed(0)
+        x = torch.randn(2, 3, 4, 5, requires_grad=True)
+        shape = CASTS[cast](x).shape
+        weight = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+        how(lambda x: (CASTS[cast](cheap(x)) * weight).sin(), x).sum().backward()
+        return [x.grad, weight.grad]
+
+    assert_equal(gradients(selective), gradients(plainly))
+
+
+def test_selective_of_a_weight_in_the_midst_of_memory():
+    """Its copy in another order is made again from where the weight lies."""
+
+    def gradients(how):
+        flat = torch.arange(100, dtype=torch.float64)
+        weight = nn.Parameter(flat[40:].view(1, 3, 4, 5))
+        x = torch.ones(1, 3, 4, 5, dtype=torch.float64, requires_grad=True)
+        how(lambda x: x * weight.to(memory_format=torch.channels_last), x).sum().backward()
+        return [x.grad, weight.grad]
+
+    assert_equal(gradients(selective), gradients(plainly))
+
+
+def test_selective_of_a_move_to_another_device():
+    """What is made again lies on the device that the tensor was moved to."""
+    x = torch.randn(3, 4, requires_grad=True)
+    weight = torch.randn(4, 4, device="meta", requires_grad=True)
+    y = selective(lambda x: F.gelu(x).to("meta") @ weight, x)
+    assert torch.autograd.grad(y.sum(), weight)[0].is_meta
+
+
 def test_selective_does_not_leave_out_a_rounding():
     """A cast to a narrow dtype and back is not made again in one."""
 
@@ -569,10 +684,24 @@ def test_scaler_walks_as_torch_does(world_of_one):
 
 
 def test_shards_may_be_empty_or_missing(world_of_one):
-    scaler = LossScaler("cpu")
     for gradients in [torch.ones(0), None], [torch.ones(2), torch.ones(0), None]:
+        scaler = LossScaler("cpu")
         scaler.unscale(gradients)
         assert scaler.found_inf == 0
+
+
+def test_a_second_unscale_is_refused(world_of_one):
+    """It would forget an overflow that the first has found, or divide the same gradients again."""
+    side = OneParameter(LossScaler("cpu"))
+    side.weight.grad = torch.full((3,), torch.inf)
+    side.scaler.unscale([side.weight.grad])
+    with pytest.raises(RuntimeError, match="in one call"):
+        side.scaler.unscale([torch.ones(3)])
+    side.scaler.step(side.optimizer)
+    assert side.weight.tolist() == [1.0] * 3
+    side.weight.grad = torch.ones(3)
+    step_by_ours(side)
+    assert (side.weight < 1.0).all()
 
 
 def test_an_optimizer_that_would_not_skip_is_refused(world_of_one):
@@ -625,13 +754,19 @@ def test_scales_of_a_run():
     assert any(after < before for before, after in itertools.pairwise(ours[5:]))
 
 
-def test_a_resumed_run_has_the_scale(tmp_path):
-    """As one that was never interrupted, the number of updates included."""
-    flags = ("amp_accum_ckpt", 2, *SMALL[:-2], "--amp", "fp16", "--growth", "3", "--no-check")
+@pytest.mark.parametrize("impl", ["scratch", "torch"])
+def test_a_resumed_run_has_the_scale(tmp_path, impl):
+    """As one that was never interrupted, the number of updates included.
+
+    It grows after three good steps: one is before the interruption, two are after.
+    """
+    flags = ("amp_accum_ckpt", 2, *SMALL[:-2], "--amp", "fp16", "--growth", "3", "--no-check",
+             "--impl", impl)
     whole = script(*flags, "--steps", "9", plant=inject)
     script(*flags, "--steps", "4", "--save", str(tmp_path), plant=inject)
     rest = script(*flags, "--steps", "9", "--resume", str(tmp_path))
-    assert rest["scale scratch"] == whole["scale scratch"][4:]
+    scales = rest[f"scale {impl}"]
+    assert scales == whole[f"scale {impl}"][4:] and scales[0] < scales[1]
     assert rest["loss"] == whole["loss"][4:]
 
 
