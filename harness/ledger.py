@@ -62,11 +62,11 @@ def group_of(args):
 
 
 def splits_of(args):
-    """The input splits of an all_to_all, or None where they are even."""
-    lists = [a for a in args if isinstance(a, list) and a and isinstance(a[0], int)]
+    """The input splits of an all_to_all; empty or None where they are even."""
+    lists = [a for a in args if isinstance(a, list) and all(isinstance(n, int) for n in a)]
     if not lists:
         return None
-    return lists[-1]  # the output splits come first
+    return lists[-1]  # the output splits come first, and are there even if empty
 
 
 def sent_fraction(kind, group, splits):

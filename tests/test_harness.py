@@ -2,9 +2,12 @@
 import math
 
 import torch
+import torch.distributed as dist
 
+from conftest import run
 from harness import checkpoint
 from harness.compare import worst_gap
+from harness.ledger import Ledger
 from harness.profiler import exposed_time
 from test_tools import event
 
@@ -14,6 +17,20 @@ def test_what_differs_from_zeros_is_infinitely_far():
     zeros = {"a": torch.zeros(2), "b": torch.zeros(3)}
     assert worst_gap(zeros, zeros)[0] == 0
     assert worst_gap({**zeros, "b": torch.ones(3)}, zeros) == (math.inf, "b")
+
+
+def check_output_splits():
+    """Rank r sends r + 1 numbers to each: its input is even, what it receives is not."""
+    rank = dist.get_rank()
+    layer = torch.nn.Linear(1, 1)
+    with Ledger(layer, torch.optim.SGD(layer.parameters())) as ledger:
+        x = torch.zeros(2 * (rank + 1))
+        dist.all_to_all_single(torch.empty(3), x, output_split_sizes=[1, 2])
+    assert ledger.collectives["all_to_all"]["wire"] == x.nbytes / 2
+
+
+def test_all_to_all_with_output_splits_alone():
+    run(check_output_splits, 2)
 
 
 def test_a_host_that_launches_a_collective_moves_nothing():
