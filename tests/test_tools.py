@@ -1,5 +1,8 @@
 """The table of run.sh, the profiler's summary, and the launcher, without long runs."""
+import os
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -35,11 +38,12 @@ def test_gpu_kernels_are_what_counts():
     assert exposed_time(events) == (8, 3)
 
 
-def report(ms, ranks=2, **more):
+def report(ms, ranks=2, exit_code=0, **more):
     memory = {"parameters": 1e6, "gradients": 1e6, "optimizer": 2e6, "peak": 5e6}
     collectives = {"all_reduce": {"wire": 3e6}}
     return dict(
         world_size=ranks, ms_per_step=ms, tokens_per_second=1e6 / ms, check=None,
+        exit_code=exit_code,
         ranks=[{"memory": memory, "collectives": collectives}],
         textbook=[{"what": "wire all_reduce", "expected": 3e6}], **more,
     )
@@ -50,7 +54,7 @@ def test_the_table(capsys):
     reports = {
         "one_process": report(100.0, 1),
         "ddp": report(60.0, speedup=1.25),
-        "zero": {**report(70.0), "check": check},
+        "zero": {**report(70.0, exit_code=1), "check": check},
         "fsdp": None,
     }
     assert not everything.table("title", reports, timed=True)
@@ -58,9 +62,50 @@ def test_the_table(capsys):
     assert "1.25x" in lines[4] and "83%" in lines[4] and lines[4].endswith("ran")
     assert "2.0e-05" in lines[5] and lines[5].endswith("FAILED")
     assert lines[6].split() == ["fsdp", "FAILED"]
-    check["passed"] = True
     del reports["fsdp"]
+    reports["zero"] = {**report(70.0), "check": {**check, "passed": True}}
     assert everything.table("title", reports, timed=False)
+    reports["ddp"] = report(60.0, exit_code=1)  # it has written its report, and then failed
+    assert not everything.table("title", reports, timed=False)
+
+
+def runs(monkeypatch, code, text):
+    """-> the environments of subprocess.run's calls, which end so and leave this report"""
+    seen = []
+
+    def fake(command, env=None, **options):
+        seen.append(env or dict(os.environ))
+        Path(command[command.index("--json") + 1]).write_text(text)
+        return SimpleNamespace(returncode=code)
+
+    monkeypatch.setattr("subprocess.run", fake)
+    return seen
+
+
+def test_the_report_of_a_failed_check_is_shown(monkeypatch):
+    runs(monkeypatch, 1, '{"check": {"passed": false}}')
+    found = everything.run_all([everything.Row("ddp", "ddp", 2)], [])
+    assert found == {"ddp": {"check": {"passed": False}, "exit_code": 1}}
+
+
+def test_threads_are_as_many_as_the_user_says(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    seen = runs(monkeypatch, 0, "{}")
+    everything.run_all(everything.check_rows(), [])
+    assert {one["OMP_NUM_THREADS"] for one in seen} == {"3"}
+
+
+@pytest.mark.parametrize("flags, half", [
+    ([], "4"), (["--batch", "16"], "8"), (["--batch=6"], "3"), (["--batch", "1"], "1")])
+def test_processes_apart_have_half_of_the_batch(flags, half, monkeypatch):
+    started = []
+    monkeypatch.setattr(
+        "subprocess.Popen", lambda command, **options: started.append(command) or SimpleNamespace(
+            wait=lambda: 0))
+    runs(monkeypatch, 0, '{"ms_per_step": 7}')
+    assert everything.apart([*everything.BENCH_SIZES.split(), *flags]) == 7
+    [command] = started
+    assert command[-2:] == ["--batch", half]
 
 
 def test_bench_rows_name_files_and_baselines():
@@ -100,6 +145,12 @@ def test_scale_doubles_the_ranks(monkeypatch, capsys):
     assert scale.main(["ddp", "--width", "64"]) == 0
     last = capsys.readouterr().out.splitlines()[-1].split()
     assert last == ["4", "40.0", "25,000", "2.50", "62%"]
+
+
+def test_scale_takes_no_flag_for_another():
+    args, flags = scale.arguments(["ddp", "--batch", "16"])
+    assert args.batch_per_rank == 0
+    assert flags == ["--batch", "16"]
 
 
 def test_everything_refuses_other_words(capsys):

@@ -8,6 +8,7 @@ import time
 import torch
 import torch.distributed as dist
 
+# both were renamed in torch 2.13
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

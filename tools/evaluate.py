@@ -2,8 +2,8 @@
 
     python tools/evaluate.py CHECKPOINTS --data TEXTS       a row for each, a column for each
 
-It is the loss that --eval-every shows: of the last 5% of a text, in nats per byte, and beside it
-the perplexity, e to the loss: among how many bytes the model is undecided.
+It is the loss that --eval-every shows: of up to 8 batches of the last 5% of a text, in nats per
+byte. Beside it stands the perplexity, e to the loss: among how many bytes the model is undecided.
 """
 import argparse
 import math
@@ -43,17 +43,17 @@ def main():
     parser.add_argument("--batch", type=int, default=8, help="windows at a time, as in the run (8)")
     args = parser.parse_args()
     require(args.batch > 0, f"--batch {args.batch}: must be 1 or more")
-    width = max(len(folder) for folder in args.checkpoints)
-    columns = [max(18, len(path)) for path in args.data]
-    heads = [path.rjust(column) for path, column in zip(args.data, columns)]
-    print("  ".join([" " * width, *heads]))
+    first = max(len(folder) for folder in args.checkpoints)  # width of the first column
+    widths = [max(18, len(path)) for path in args.data]
+    heads = [path.rjust(width) for path, width in zip(args.data, widths)]
+    print("  ".join([" " * first, *heads]))
     for folder in args.checkpoints:
         model = load(folder)
         require(model.tok.num_embeddings >= 256, f"{folder}: its tokens are no bytes")
-        cells = [folder.ljust(width)]
-        for path, column in zip(args.data, columns):
+        cells = [folder.ljust(first)]
+        for path, width in zip(args.data, widths):
             loss = loss_on(model, path, args.batch)
-            cells.append(f"{loss:.4f}  ({math.exp(loss):.2f})".rjust(column))
+            cells.append(f"{loss:.4f}  ({math.exp(loss):.2f})".rjust(width))
         print("  ".join(cells), flush=True)
 
 

@@ -6,6 +6,7 @@
 The exit code is 1 if any of them failed. After a bench it says what the machine allows: how long
 two processes take that have nothing to tell each other, and how fast gloo is.
 """
+import argparse
 import json
 import os
 import subprocess
@@ -18,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from harness.report import RED, colored  # noqa: E402
-from tools.launch import threads_each, usual_ranks  # noqa: E402
+from tools.launch import usual_ranks  # noqa: E402
 
 Row = namedtuple("Row", "label file ranks flags", defaults=("",))
 
@@ -29,8 +30,8 @@ FILES = (
 BENCH_SIZES = "--layers 4 --width 256 --heads 8 --seq 256 --batch 8 --steps 20 --no-check"
 LONG = "--impl scratch --seq 4096 --layers 2 --batch 1"
 
-# What is timed, after the single process that efficiency refers to. context_parallel's twin in
-# torch runs on GPUs only.
+# What is timed. A row is compared with the row of one process that does the same work, see
+# baseline(). torch's context parallelism runs on GPUs only: LONG has no side of torch's.
 BENCH = (
     Row("one_process", "ddp", 1, "--impl scratch"),
     Row("ddp", "ddp", 2),
@@ -51,6 +52,7 @@ BENCH = (
     Row("hybrid_tp_pp", "hybrid_3d", 4, "--dp 1 --tp 2 --pp 2"),
     Row("hybrid_dp_pp", "hybrid_3d", 4, "--dp 2 --tp 1 --pp 2"),
     Row("hybrid_dp_tp", "hybrid_3d", 4, "--dp 2 --tp 2 --pp 1"),
+    # baseline() goes by the end of a label: _long, _moe
     Row("one_process_long", "context_parallel", 1, LONG),
     Row("zigzag_long", "context_parallel", 2, f"--attn zigzag {LONG}"),
     Row("one_process_moe", "moe", 1, "--impl scratch"),
@@ -73,26 +75,23 @@ def check_rows():
 
 def start(row, flags, path):
     """-> the exit code of a row's run, whose report goes to `path`."""
-    environment = dict(os.environ)
-    threads = os.environ.get("THREADS") or str(threads_each(row.ranks))
-    environment["OMP_NUM_THREADS"] = threads
-    words = [*flags, *row.flags.split(), "--json", str(path)]
+    words = [*flags, *row.flags.split(), "--json", str(path)]  # of two flags the later one counts
     print(f"\n==== {row.label}: {row.file}.py on {row.ranks} ranks {row.flags} ====", flush=True)
     launch = [sys.executable, "tools/launch.py", str(row.ranks), f"{row.file}.py", *words]
-    return subprocess.run(launch, cwd=ROOT, env=environment).returncode
+    return subprocess.run(launch, cwd=ROOT).returncode
 
 
 def run_all(rows, flags):
-    """-> {label: report, or None where the run failed}"""
+    """-> {label: report, or None where the run has ended without one}"""
     reports = {}
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         for done, row in enumerate(rows):
             path = Path(folder, row.label + ".json")
-            failed = start(row, flags, path)
+            code = start(row, flags, path)
             reports[row.label] = None
-            if not failed and path.exists():
-                reports[row.label] = json.loads(path.read_text())
+            if path.exists():  # also where the check failed
+                reports[row.label] = {**json.loads(path.read_text()), "exit_code": code}
             if sys.stdout.isatty():
                 each = (time.monotonic() - began) / (done + 1)
                 left = each * (len(rows) - done - 1)
@@ -128,12 +127,12 @@ def worst_gap(check):
     return f"{worst:.1e}"
 
 
-def verdict(check):
-    if not check:
-        return "ran"
-    if check["passed"]:
+def verdict(report):
+    if report["exit_code"] != 0:
+        return "FAILED"
+    if report["check"]:
         return "passed"
-    return "FAILED"
+    return "ran"
 
 
 def head(timed):
@@ -157,7 +156,7 @@ def line(label, report, one_process, timed):
     )
     if timed:
         text += beside_torch(report) + efficiency(report, one_process)
-    return f"{text}  {verdict(report['check'])}"
+    return f"{text}  {verdict(report)}"
 
 
 def beside_torch(report):
@@ -168,7 +167,7 @@ def beside_torch(report):
 
 def efficiency(report, one_process):
     ranks = report["world_size"]
-    if one_process is None or ranks > 2:
+    if one_process is None or ranks > 2:  # these may share cores, where less is to be gained
         return f"{'-':>12}"
     return f"{one_process / report['ms_per_step'] / ranks:12.0%}"
 
@@ -192,9 +191,11 @@ def table(title, reports, timed):
             print(f"{label:18}" + colored("FAILED", RED))
             continue
         one = reports.get(baseline(label))
-        ms = one and one["ms_per_step"]
+        ms = None
+        if one is not None:
+            ms = one["ms_per_step"]
         print(line(label, report, ms, timed))
-        if report["check"] and not report["check"]["passed"]:
+        if report["exit_code"] != 0:
             good = False
     return good
 
@@ -202,11 +203,19 @@ def table(title, reports, timed):
 # ---- what the machine allows ---------------------------------------------------
 
 
+def half_of_batch(sizes):
+    """-> half of what is said behind the last --batch"""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--batch", type=int)
+    known, _ = parser.parse_known_args(sizes)
+    return max(1, known.batch // 2)
+
+
 def apart(sizes):
     """ms a step of two processes that have nothing to tell each other, with half a batch each."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "apart.json")
-        flags = [*sizes, "--impl", "scratch", "--batch", "4"]
+        flags = [*sizes, "--impl", "scratch", "--batch", str(half_of_batch(sizes))]
         command = [sys.executable, "ddp.py", *flags]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         quiet = dict(cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
@@ -235,7 +244,7 @@ def check():
 
 
 def bench(flags):
-    os.environ["THREADS"] = "1"
+    os.environ["OMP_NUM_THREADS"] = "1"
     sizes = BENCH_SIZES.split() + flags
     reports = run_all(BENCH, ["--impl", "both", *sizes])
     good = table("ours against torch's own: medians of alternating blocks", reports, timed=True)
@@ -244,7 +253,7 @@ def bench(flags):
 
 
 def main(words):
-    if words[:1] == ["check"] and len(words) == 1:
+    if words == ["check"]:
         return check()
     if words[:1] == ["bench"]:
         return bench(words[1:])

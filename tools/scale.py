@@ -47,7 +47,7 @@ def measure(file, ranks, flags):
 
 
 def arguments(words):
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.add_argument("file", help="a technique, e.g. ddp")
     parser.add_argument("--batch-per-rank", type=int, default=0, metavar="B")
     args, flags = parser.parse_known_args(words)

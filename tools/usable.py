@@ -5,4 +5,5 @@ import pytest  # noqa: F401
 import torch
 
 major, minor = torch.__version__.split(".")[:2]
-sys.exit((int(major), int(minor)) < (2, 11))
+is_too_old = (int(major), int(minor)) < (2, 11)
+sys.exit(int(is_too_old))
