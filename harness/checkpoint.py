@@ -553,6 +553,7 @@ def clear(place, draft, failed, keep):
 def write_whole(folder, state, identity):
     """Saves FOLDER/0 from {name: whole tensor}, in this process alone: --init-from reads it."""
     draft = Path(folder, ".0")
+    shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed here
     draft.mkdir(parents=True)
     write_part(draft, 0, [piece_of(name, tensor, True) for name, tensor in state.items()])
     notes = {"steps": 0, "ranks": 1, "identity": identity, "extra": {}}

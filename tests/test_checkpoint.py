@@ -183,6 +183,13 @@ def test_torch_reads_it(tmp_path):
     run(read_by_torch, 2, str(tmp_path))
 
 
+def test_what_a_kill_has_left_is_written_over(tmp_path):
+    state = {"w": torch.arange(3.0)}
+    (tmp_path / ".0").mkdir()
+    checkpoint.write_whole(tmp_path, state, {})
+    assert torch.equal(checkpoint.read_whole(tmp_path / "0")["w"], state["w"])
+
+
 # ---- what must not be saved ----------------------------------------------------
 
 
