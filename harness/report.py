@@ -200,17 +200,25 @@ class StepLog:
     """
 
     def __init__(self, path, first):
-        kept = []
-        if first and Path(path).exists():
-            for line in Path(path).read_text().splitlines():
-                if is_before(line, first):
-                    kept.append(line)
-        self.file = open(path, "w", buffering=1)  # by lines
-        for line in kept:
-            self.file.write(line + "\n")
+        mode = "w"
+        if first and Path(path).is_file():
+            keep_before(first, os.path.realpath(path))
+            mode = "a"
+        self.file = open(path, mode, buffering=1)  # by lines
 
     def write(self, **figures):
         self.file.write(json.dumps(figures) + "\n")
+
+
+def keep_before(first, path):
+    """Leave the lines of a log that are of steps before this one. A kill leaves them, too."""
+    kept = []
+    for line in Path(path).read_text().splitlines():
+        if is_before(line, first):
+            kept.append(line + "\n")
+    new = Path(f"{path}.new")
+    new.write_text("".join(kept))
+    os.replace(new, path)
 
 
 def is_before(line, first):

@@ -1,6 +1,8 @@
 """Instruments of the harness, alone: what they say of faults and of other people's traces."""
 import math
+import resource
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -8,6 +10,7 @@ from conftest import run
 from harness import checkpoint
 from harness.compare import worst_gap
 from harness.ledger import Ledger
+from harness.report import StepLog
 from harness.profiler import exposed_time
 from test_tools import event
 
@@ -17,6 +20,18 @@ def test_what_differs_from_zeros_is_infinitely_far():
     zeros = {"a": torch.zeros(2), "b": torch.zeros(3)}
     assert worst_gap(zeros, zeros)[0] == 0
     assert worst_gap({**zeros, "b": torch.ones(3)}, zeros) == (math.inf, "b")
+
+
+def test_what_ends_a_run_at_once_leaves_the_log_of_earlier_steps(tmp_path):
+    """No file may be longer than 8 bytes: what is to be kept cannot be written."""
+    path = tmp_path / "log"
+    path.write_text('{"step": 0}\n{"step": 1}\n')
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, limits[1]))
+    with pytest.raises(OSError):
+        StepLog(str(path), 1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_text() == '{"step": 0}\n{"step": 1}\n'
 
 
 def check_output_splits():
