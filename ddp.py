@@ -154,14 +154,16 @@ class BucketedDDP(nn.Module):
         self.frozen = [p for p in module.parameters() if not p.requires_grad]
         self.sparse = parameters_with_sparse_gradients(module)
         self.sums = {}  # {parameter of self.sparse: its latest gradient that was summed over ranks}
+        self.hooks = []  # handles of the hooks on the parameters
         self.buckets = []
         for parameters in self.layout(bucket_mb * 1e6, first_bucket_mb * 1e6):
             self.buckets.append(Bucket(parameters, group, average))
         for bucket in self.buckets:
             for i, p in enumerate(bucket.parameters):
-                p.register_post_accumulate_grad_hook(partial(self.ready, bucket, i))
+                hook = p.register_post_accumulate_grad_hook(partial(self.ready, bucket, i))
+                self.hooks.append(hook)
         for p in self.sparse:
-            p.register_post_accumulate_grad_hook(self.ready_sparse)
+            self.hooks.append(p.register_post_accumulate_grad_hook(self.ready_sparse))
 
     def layout(self, bytes_each, bytes_first):
         """Trained parameters -> lists of them, a bucket's each.
@@ -189,10 +191,16 @@ class BucketedDDP(nn.Module):
     def forward(self, *args, **kwargs):
         if any(p.requires_grad for p in self.frozen):
             raise RuntimeError("BucketedDDP: a parameter that was frozen when it was made is not "
-                               "any more: thaw before, or make another one")
+                               "any more: thaw before, or BucketedDDP(model.unwrap())")
         if self.queued:  # the backward before ended in an exception
             self.reset()
         return self.module(*args, **kwargs)
+
+    def unwrap(self):
+        """-> the module, whose gradients are not reduced any more. Another one may wrap it then."""
+        for hook in self.hooks:
+            hook.remove()
+        return self.module
 
     @contextlib.contextmanager
     def no_sync(self):

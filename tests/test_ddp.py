@@ -373,7 +373,7 @@ def check_refused():
     module.bias.requires_grad_(False)
     model = BucketedDDP(module)
     module.bias.requires_grad_(True)
-    with pytest.raises(RuntimeError, match="frozen when it was made"):
+    with pytest.raises(RuntimeError, match="frozen when it was made.*unwrap"):
         model(x)
 
     words = nn.Embedding(3, 3, sparse=True)
@@ -419,7 +419,22 @@ def check_unused_sums_are_not_summed_again():
         assert torch.equal(layers[1].weight.grad.to_dense(), before)
 
 
+def check_thawed():
+    """Around the module of another one: what that has left behind would sum a second time."""
+    module = nn.Linear(3, 3)
+    module.bias.requires_grad_(False)
+    first = BucketedDDP(module, average=False)
+    module.bias.requires_grad_(True)
+    second = BucketedDDP(first.unwrap(), average=False)
+    for _ in range(2):
+        second(torch.ones(2, 3)).sum().backward()
+        assert (module.weight.grad == 4).all() and (module.bias.grad == 4).all()
+        assert not any(bucket.flat.any() for bucket in first.buckets)
+        second.zero_grad()
+
+
 @pytest.mark.parametrize("world, check", [
+    (2, check_thawed),
     (1, check_refused),
     (2, check_sums_are_not_summed_again),
     (2, check_unused_sums_are_not_summed_again),
