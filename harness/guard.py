@@ -115,13 +115,14 @@ def testify(rank, step):
 
 # ---- values --------------------------------------------------------------------
 
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes per element
+# by bytes per element; one of 16 is two words
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 def digest(t):
     """64 bits that differ between tensors that differ in one number.
 
-    It is the sum of (2 i + 1) bits_i modulo 2^64 over the elements i.
+    It is the sum of (2 i + 1) bits_i modulo 2^64 over the words i.
     """
     bits = t.detach().contiguous().flatten().view(WORDS[t.dtype.itemsize]).long()
     factors = torch.arange(1, 2 * len(bits), 2, device=t.device)

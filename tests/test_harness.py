@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from conftest import run
-from harness import checkpoint
+from harness import checkpoint, guard
 from harness.compare import worst_gap
 from harness.ledger import Ledger
 from harness.report import StepLog
@@ -46,6 +46,19 @@ def check_output_splits():
 
 def test_all_to_all_with_output_splits_alone():
     run(check_output_splits, 2)
+
+
+def test_tensors_without_elements_are_equal():
+    empty = torch.zeros(0, 3)
+    assert worst_gap({"a": empty}, {"a": empty}) == (0, "a")
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float64, torch.complex128])
+def test_a_digest_tells_tensors_of_any_dtype_apart(dtype):
+    zeros = torch.zeros(3, dtype=dtype)
+    other = zeros.clone()
+    other[2] = 1
+    assert guard.digest(zeros) == guard.digest(zeros.clone()) != guard.digest(other)
 
 
 def test_a_host_that_launches_a_collective_moves_nothing():
