@@ -188,6 +188,7 @@ def test_safetensors_of_any_dtype(tmp_path):
     ({"model_type": "llama"}, "model_type is llama"),
     ({"tie_word_embeddings": False}, "tie_word_embeddings is False"),
     ({"n_layer": 4}, "has no tensor 'h.3.ln_1.weight'"),
+    ({"n_embd": None}, "n_embd is no number"),
 ])
 def test_other_models_are_refused(change, says, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **change}))
@@ -201,10 +202,16 @@ def test_files_that_are_no_weights(tmp_path):
     assert "has none of" in tool("weights", "import", tmp_path, tmp_path / "ours", code=2)
     in_one_file(tmp_path, random_gpt2())
     file = tmp_path / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-8])
+    whole = file.read_bytes()
+    file.write_bytes(whole.replace(b'"F64"', b'"I16"'))
+    said = tool("weights", "import", tmp_path, tmp_path / "ours", code=2)
+    assert "is of dtype I16" in said and "no tensor" not in said
+    file.write_bytes(whole[:-8])
     assert "is not whole" in tool("weights", "import", tmp_path, tmp_path / "ours", code=2)
     file.write_bytes(file.read_bytes()[:100])
     assert "no whole safetensors" in tool("weights", "import", tmp_path, tmp_path / "ours", code=2)
+    (tmp_path / "config.json").write_text("{nothing}")
+    assert "is no JSON" in tool("weights", "import", tmp_path, tmp_path / "ours", code=2)
 
 
 # ---- our checkpoints -------------------------------------------------------------
@@ -289,6 +296,15 @@ def test_the_cache_equals_the_whole_forward(saved):
         for other in others:
             torch.testing.assert_close(logits, other, rtol=0, atol=1e-12)
     assert full >= 2
+
+
+@pytest.mark.parametrize("seq", [1, 3])
+def test_a_context_may_be_short(seq):
+    """Each position is one that the model has."""
+    model = build(GPTConfig(1, 8, 2, 256, seq), 0).requires_grad_(False)
+    cached = list(sample.sample(model, [1, 2], 5, temperature=0))
+    assert cached == list(sample.sample(model, [1, 2], 5, temperature=0, cached=False))
+    assert len(cached) == 5
 
 
 def test_what_is_drawn():

@@ -8,9 +8,12 @@ repository predict bytes, so a prompt is text. With --ids, token ids are given a
 
 Keys and values of the tokens so far are kept (a cache), so that a step computes one position:
 
-    tokens     a  b  c  d                        without: every step computes all positions
-    cache      k  k  k  k     new token -> q     with:    q of the new one, k and v of all
-               v  v  v  v                k, v    one row of attention instead of a triangle
+    tokens    a  b  c  d     new: e
+    cache     k  k  k  k     k of e is added
+              v  v  v  v     v of e is added
+
+    with it       a step computes q, k, v of e, and one row of attention
+    without it    a step computes q, k, v of all tokens, and a triangle
 
 A model knows --seq positions. When they are used up, the last half of the tokens becomes the
 beginning, and its keys and values are computed anew, since their positions are others.
@@ -67,7 +70,7 @@ class Reader:
         seq = self.model.pos.num_embeddings
         for token in tokens:
             if len(self.window) == seq:
-                self.window = self.window[-max(1, seq // 2):]
+                self.window = self.window[seq - seq // 2:]
                 self.done = 0
             self.window.append(token)
         if not self.cached:
@@ -79,7 +82,7 @@ class Reader:
         model = self.model
         if self.done == 0:
             for block in model.blocks:
-                block.attn.attend = Cache().attend
+                block.attn.attend = Cache().attend  # new and empty
         device = model.tok.weight.device
         ids = torch.tensor([self.window[self.done:]], device=device)  # (1, T)
         positions = torch.arange(self.done, len(self.window), device=device)
@@ -151,10 +154,14 @@ def main():
         words = args.ids.replace(",", " ").split()
         require(all(word.isdecimal() for word in words), f"--ids {args.ids}: are no numbers")
         prompt = [int(word) for word in words]
-        require(max(prompt, default=vocab) < vocab, f"--ids {args.ids}: must be 0 to {vocab - 1}")
+        require(all(token < vocab for token in prompt),
+                f"--ids {args.ids}: must be 0 to {vocab - 1}")
     require(prompt, "an empty prompt: give a character to begin with")
-    drawn = sample(model, prompt, args.tokens, args.temperature, args.top_k, args.seed,
-                   not args.no_cache, None if args.ids else BYTES)
+    known = BYTES  # tokens that may be drawn: text is bytes
+    if args.ids:
+        known = None
+    drawn = sample(model, prompt, args.tokens, temperature=args.temperature, top_k=args.top_k,
+                   seed=args.seed, cached=not args.no_cache, vocab=known)
     if args.ids:
         print(*prompt, end="", flush=True)
         for token in drawn:

@@ -10,6 +10,7 @@ taken. Nothing but torch is needed, and nothing in these files can run code.
 
 What differs there, for a layer of width C:
 
+    there                              here
     h.3.attn.c_attn.weight   (C, 3C)   blocks.3.attn.q.weight, k, v   (C, C) each
     h.3.mlp.c_fc.weight      (C, 4C)   blocks.3.mlp.up.weight         (4C, C)
 
@@ -54,6 +55,9 @@ def read_safetensors(path):
     for name, entry in header.items():
         if name == "__metadata__":
             continue
+        if entry["dtype"] not in DTYPES:
+            raise ValueError(f"{path}: {name} is of dtype {entry['dtype']}, which is unknown here: "
+                             f"save it as one of {', '.join(DTYPES)}")
         dtype = DTYPES[entry["dtype"]]
         begin, end = entry["data_offsets"]
         if end > len(data) or end - begin != math.prod(entry["shape"]) * dtype.itemsize:
@@ -80,7 +84,7 @@ def write_safetensors(path, state):
         file.write(struct.pack("<Q", len(text)) + text)
         for t in state.values():
             t = t.contiguous()
-            file.write(ctypes.string_at(t.data_ptr(), t.nbytes))
+            file.write(ctypes.string_at(t.data_ptr(), t.nbytes))  # NumPy may be missing
 
 
 # ---- Hugging Face's folder -----------------------------------------------------
@@ -121,18 +125,20 @@ EXPECTED = {
     "add_cross_attention": (False,),
     "tie_word_embeddings": (True,),
 }
+SIZES = ("n_layer", "n_embd", "n_head", "vocab_size", "n_positions")
 
 
 def sizes_of(config):
     """config.json -> GPTConfig. What our GPT is not is bad usage."""
+    for name in SIZES:
+        require(isinstance(config.get(name), int), f"config.json: {name} is no number")
     for name, possible in EXPECTED.items():
         value = config.get(name, possible[0])
         require(value in possible, f"config.json: {name} is {value}, and must be {possible[0]}")
     width = config["n_embd"]
     inner = config.get("n_inner") or 4 * width
     require(inner == 4 * width, f"config.json: n_inner is {inner}, and must be 4 x {width}")
-    return GPTConfig(config["n_layer"], width, config["n_head"], config["vocab_size"],
-                     config["n_positions"])
+    return GPTConfig(*(config[name] for name in SIZES))
 
 
 def config_of(cfg, dtype):
@@ -161,16 +167,16 @@ def from_theirs(state, layers):
     state = {name.removeprefix("transformer."): t for name, t in state.items()}
     ours = {our_name: state[name] for name, our_name in ENDS.items()}
     for i in range(layers):
-        theirs = f"h.{i}"
-        mine = f"blocks.{i}"
+        their_block = f"h.{i}"
+        our_block = f"blocks.{i}"
         for kind in ("weight", "bias"):
             for name, our_name in NORMS.items():
-                ours[f"{mine}.{our_name}.{kind}"] = state[f"{theirs}.{name}.{kind}"]
-            for name, our_name in MATRICES.items():
-                ours[f"{mine}.{our_name}.{kind}"] = state[f"{theirs}.{name}.{kind}"].t()
-            fused = state[f"{theirs}.attn.c_attn.{kind}"].t()  # (3C, C), or (3C)
+                ours[f"{our_block}.{our_name}.{kind}"] = state[f"{their_block}.{name}.{kind}"]
+            for name, our_name in MATRICES.items():  # of a bias .t() is the bias itself
+                ours[f"{our_block}.{our_name}.{kind}"] = state[f"{their_block}.{name}.{kind}"].t()
+            fused = state[f"{their_block}.attn.c_attn.{kind}"].t()  # (3C, C), or (3C)
             for our_name, part in zip(FUSED, fused.chunk(3)):
-                ours[f"{mine}.{our_name}.{kind}"] = part
+                ours[f"{our_block}.{our_name}.{kind}"] = part
     return {name: t.contiguous() for name, t in ours.items()}
 
 
@@ -178,14 +184,15 @@ def to_theirs(state, layers):
     """The inverse."""
     theirs = {name: state[our_name] for name, our_name in ENDS.items()}
     for i in range(layers):
-        mine = f"blocks.{i}"
+        their_block = f"h.{i}"
+        our_block = f"blocks.{i}"
         for kind in ("weight", "bias"):
             for name, our_name in NORMS.items():
-                theirs[f"h.{i}.{name}.{kind}"] = state[f"{mine}.{our_name}.{kind}"]
+                theirs[f"{their_block}.{name}.{kind}"] = state[f"{our_block}.{our_name}.{kind}"]
             for name, our_name in MATRICES.items():
-                theirs[f"h.{i}.{name}.{kind}"] = state[f"{mine}.{our_name}.{kind}"].t()
-            parts = [state[f"{mine}.{our_name}.{kind}"] for our_name in FUSED]
-            theirs[f"h.{i}.attn.c_attn.{kind}"] = torch.cat(parts).t()
+                theirs[f"{their_block}.{name}.{kind}"] = state[f"{our_block}.{our_name}.{kind}"].t()
+            parts = [state[f"{our_block}.{our_name}.{kind}"] for our_name in FUSED]
+            theirs[f"{their_block}.attn.c_attn.{kind}"] = torch.cat(parts).t()
     return {f"transformer.{name}": t.contiguous() for name, t in theirs.items()}
 
 
@@ -193,7 +200,8 @@ def to_theirs(state, layers):
 
 
 def weights_of(folder):
-    """A folder of checkpoints, or one -> the newest one's weights, by name, and its notes."""
+    """A folder of checkpoints, or one -> the newest one's weights, by name, and the identity of
+    the model."""
     place, notes = checkpoint.newest(folder, "checkpoints in", quiet=True)
     state = checkpoint.read_whole(place)
     weights = {name: t for name, t in state.items() if not checkpoint.is_state(name)}
@@ -213,7 +221,12 @@ def import_gpt2(source, target):
     folder = Path(source)
     require((folder / "config.json").is_file(), f"{source}: has no config.json")
     require(not checkpoint.numbered(target), f"{target}: has checkpoints already")
-    cfg = sizes_of(json.loads((folder / "config.json").read_text()))
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except ValueError as error:
+        require(False, f"{source}: config.json is no JSON: {error}")
+    require(isinstance(config, dict), f"{source}: config.json has no names")
+    cfg = sizes_of(config)
     try:
         state = from_theirs(read_weights(folder), cfg.layers)
     except KeyError as missing:
