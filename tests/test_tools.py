@@ -1,5 +1,6 @@
 """The table of run.sh, the profiler's summary, and the launcher, without long runs."""
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from harness.profiler import exposed_time, union
-from tools import everything, gpu, launch, scale
+from tools import everything, gpu, launch, scale, soak
 
 
 def event(name, start, length, kind="cpu_op"):
@@ -99,9 +100,12 @@ def test_threads_are_as_many_as_the_user_says(monkeypatch):
     ([], "4"), (["--batch", "16"], "8"), (["--batch=6"], "3"), (["--batch", "1"], "1")])
 def test_processes_apart_have_half_of_the_batch(flags, half, monkeypatch):
     started = []
-    monkeypatch.setattr(
-        "subprocess.Popen", lambda command, **options: started.append(command) or SimpleNamespace(
-            wait=lambda: 0))
+
+    def other(command, **options):
+        started.append(command)
+        return SimpleNamespace(wait=lambda: 0)
+
+    monkeypatch.setattr("subprocess.Popen", other)
     runs(monkeypatch, 0, '{"ms_per_step": 7}')
     assert everything.apart([*everything.BENCH_SIZES.split(), *flags]) == 7
     [command] = started
@@ -159,6 +163,14 @@ def test_everything_refuses_other_words(capsys):
     assert sys.modules["tools.everything"] is everything
 
 
+@pytest.mark.parametrize("words", ["x", "3 x", "3 0 ddp", "3 0 ddp two"])
+def test_soak_wants_numbers(words, capsys):
+    assert soak.main(words.split()) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("soak.py: error: usage: ") and said.err.count("\n") == 1
+    assert not said.out
+
+
 # ---- tools/gpu.py, as far as it goes without one -----------------------------------
 
 
@@ -173,7 +185,34 @@ def test_every_file_is_run_on_a_gpu():
 def test_cards_are_known_by_their_longest_name():
     assert gpu.peak_of("NVIDIA H100 PCIe") == 756
     assert gpu.peak_of("NVIDIA H100 80GB HBM3") == 989
+    assert gpu.peak_of("NVIDIA A100-SXM4-80GB") == 312
+    assert gpu.peak_of("NVIDIA L4") == 121
+    assert gpu.peak_of("NVIDIA L40S") == 362
+    assert gpu.peak_of("NVIDIA L40") is None
     assert gpu.peak_of("GeForce 256") is None
+
+
+class Endless:
+    """A process that goes on until it is asked to end, which takes it a while."""
+
+    def __init__(self):
+        self.asked = []
+
+    def communicate(self, timeout=None):
+        self.asked.append("wait")
+        if "terminate" not in self.asked:
+            raise subprocess.TimeoutExpired("python", timeout)
+
+    def terminate(self):
+        self.asked.append("terminate")
+
+
+def test_a_gpu_run_without_end_can_end_its_ranks(monkeypatch):
+    """It is asked to, and not killed: else its ranks would stay."""
+    job = Endless()
+    monkeypatch.setattr("subprocess.Popen", lambda words, **options: job)
+    assert gpu.report_of(["python"]) == "no end after 300 s"
+    assert job.asked == ["wait", "terminate", "wait"]
 
 
 def test_no_gpu_is_said(capsys):

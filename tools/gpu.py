@@ -10,6 +10,7 @@
 Exit code 1 if any run failed, 2 where there is no GPU.
 """
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ import torch  # noqa: E402
 
 Case = namedtuple("Case", "label file ranks flags")
 LIMIT = 300  # seconds a run may take
+GRACE = 60  # seconds for launch.py to end its ranks, of which it waits 30 before it kills them
 
 # Dense bf16 TFLOP/s without sparsity, from data sheets
 PEAK_TFLOPS = {
@@ -29,7 +31,8 @@ PEAK_TFLOPS = {
     "L4": 121, "V100": 125, "RTX 4090": 165, "RTX 3090": 71,
 }
 
-VARIANTS = (  # of every file: its flags on one rank, and on several
+# of every file but hybrid_3d; the same ones on one rank and on several
+VARIANTS = (
     ("ddp", ""),
     ("ddp", "--bucket-mb 0"),
     ("zero", "--stage 0"),
@@ -90,14 +93,28 @@ def report_of(command):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "report.json")
         words = [*command, "--json", str(path)]
+        pipe = subprocess.PIPE
+        job = subprocess.Popen(words, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
         try:
-            done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
+            out, errors = job.communicate(timeout=LIMIT)
         except subprocess.TimeoutExpired:
+            stop(job)
             return f"no end after {LIMIT} s"
         if path.exists():
             return json.loads(path.read_text())
-        said = (done.stderr or done.stdout).strip().splitlines() or ["nothing said"]
-        return f"exit code {done.returncode}: {said[-1]}"
+        said = errors or out
+        lines = said.strip().splitlines() or ["nothing said"]
+        return f"exit code {job.returncode}: {lines[-1]}"
+
+
+def stop(job):
+    """Ends a job and its ranks. These are in sessions of their own: launch.py has to end them."""
+    job.terminate()
+    try:
+        job.communicate(timeout=GRACE)
+    except subprocess.TimeoutExpired:
+        job.kill()
+        job.wait()
 
 
 def launch(ranks, file, flags):
@@ -124,16 +141,16 @@ def run(case):
 
 
 def peaks(report, case):
-    """The ledger's peak beside the allocator's; of one rank, beside the dry run's too."""
+    """The ledger's peak beside the allocator's; of one rank in fp32, beside the dry run's too."""
     ledger = report["ranks"][0]["memory"]["peak"]
     allocator = report["allocator_peak"]
     text = f"  peak {ledger / 1e6:8.3f} MB, allocator {allocator / 1e6:8.3f}"
     if case.label != "nccl fp32":
         return text
-    paper = dry(case.file, case.flags)
-    if isinstance(paper, str):
-        return f"{text}, dry run: {paper}"
-    difference = paper["ranks"][0]["memory"]["peak"] - ledger
+    planned = dry(case.file, case.flags)
+    if isinstance(planned, str):
+        return f"{text}, dry run: {planned}"
+    difference = planned["ranks"][0]["memory"]["peak"] - ledger
     return f"{text}, dry run {difference:+d} bytes"
 
 
@@ -141,15 +158,15 @@ def peaks(report, case):
 
 
 def peak_of(name):
-    """TFLOP/s of a card by its name; the longest name that fits."""
-    fitting = [known for known in PEAK_TFLOPS if known in name]
+    """TFLOP/s of a card by its name; the longest name that fits, and whole: an L40 is no L4."""
+    fitting = [known for known in PEAK_TFLOPS if re.search(rf"\b{known}\b", name)]
     if not fitting:
         return None
     return PEAK_TFLOPS[max(fitting, key=len)]
 
 
 def utilization(model, batch, compiled, peak):
-    """-> a line: ms, tokens per second and MFU of GPT-2 in bf16 on one card."""
+    """-> a line: ms, tokens per second and MFU of GPT-2 in bf16 on one card; has it run?"""
     flags = f"--model {model} --batch {batch} --amp bf16 --no-check --steps 12 --peak {peak}"
     if compiled:
         flags += " --compile"

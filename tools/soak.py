@@ -4,7 +4,8 @@
 
 torchrun --max-restarts starts the ranks again, which go on from the newest whole checkpoint. One of
 them is killed with SIGKILL at a random moment after each new checkpoint; every fourth time while
-one is being written. Unless a FILE is named, ddp loses ranks, and then hybrid_3d with all its axes.
+one is being written. Unless a FILE is named, ddp loses ranks, and then hybrid_3d with dp, tp and
+ZeRO-1.
 """
 import json
 import os
@@ -44,7 +45,7 @@ def writing(folder):
 
 
 def wait_for(happened, job):
-    """-> whether happened() has become true before the job was over."""
+    """Waits until happened() or the job's end -> has it happened?"""
     end = time.monotonic() + PATIENCE
     while job.poll() is None:
         if happened():
@@ -55,7 +56,7 @@ def wait_for(happened, job):
 
 
 def kill_one(job, rng):
-    """Ends a random rank, if there is one. -> has there been one?"""
+    """Ends a random rank, if there is one -> has there been one?"""
     command = ["ps", "-o", "pid=", "--ppid", str(job.pid)]
     ranks = subprocess.run(command, capture_output=True, text=True).stdout.split()
     if not ranks:
@@ -84,6 +85,7 @@ def kill_again_and_again(job, folder, kills, pace, rng):
 
 def parameters_of(folder, steps):
     """Sizes and checksums of the files of a checkpoint that hold tensors."""
+    # the last line is a checksum
     text, _, _ = Path(folder, str(steps), "notes.json").read_bytes().rpartition(b"\n")
     files = json.loads(text)["files"]
     return {name: sums for name, sums in files.items() if name.endswith(".distcp")}
@@ -117,15 +119,18 @@ def soak(kills, seed, name, ranks, *flags, steps=200, every=5, undisturbed=None)
         seen = kill_again_and_again(job, killed, kills, pace, rng)
         assert job.wait() == 0, "the run did not survive"
         out.seek(0)
-        taken = [int(steps) for steps in re.findall(r"--save takes \S+?/(\d+),", out.read())]
-        kept = all(later >= earlier for earlier, later in zip(seen, taken))
-        assert len(taken) == len(seen) and kept, f"lost: {seen}, resumed {taken}"
+        # what harness/checkpoint.py has said at each restart
+        resumed = re.findall(r"--save takes \S+?/(\d+),", out.read())
+        taken = [int(number) for number in resumed]
+        none_older = all(later >= earlier for earlier, later in zip(seen, taken))
+        assert len(taken) == len(seen) and none_older, f"lost: {seen}, resumed {taken}"
         same = parameters_of(whole, steps) == parameters_of(killed, steps)
         assert same, "the parameters are not those of the run that was never killed"
         return len(seen)
 
 
-def main(words):
+def arguments(words):
+    """-> how many kills, a seed, the runs. Raises ValueError where a number is missing."""
     kills = 20
     seed = 0
     runs = USUAL
@@ -136,6 +141,16 @@ def main(words):
     if len(words) > 2:
         name, ranks, *flags = words[2:]
         runs = [(name, int(ranks), *flags)]
+    return kills, seed, runs
+
+
+def main(words):
+    try:
+        kills, seed, runs = arguments(words)
+    except ValueError:
+        print("soak.py: error: usage: soak.py [KILLS] [SEED] [FILE RANKS flags...], with numbers",
+              file=sys.stderr)
+        return 2
     missed = False
     for name, ranks, *flags in runs:
         print(f"{name} on {ranks} ranks {' '.join(flags)}", flush=True)
