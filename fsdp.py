@@ -477,8 +477,10 @@ class FSDP(nn.Module):
         """
         gradients = [p.grad for p in self.shards if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
-        # from the shards' home to where ranks communicate; of no gradients it is an fp32 zero
-        square = norm.to(self.device, self.units[0].shard.dtype).square()
+        wide = torch.float32  # at least: in fp16 the square of 256 is inf
+        for unit in self.units:
+            wide = torch.promote_types(wide, unit.shard.dtype)
+        square = norm.to(self.device, wide).square()  # the norm is at the shards' home
         dist.all_reduce(square, group=self.group)  # partial -> replicated
         norm = square.sqrt()
         finite = norm.nan_to_num(0, posinf=0)  # a norm of 0 needs no scaling

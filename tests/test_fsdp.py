@@ -352,6 +352,24 @@ def test_frozen_in_every_mix():
     run(check_frozen, 2)
 
 
+def check_clips_in_any_dtype():
+    """A norm whose square is beyond fp16, and one of which an fp64 unit has all but a little."""
+    mixed = torch.float32, torch.float64
+    for dtypes, tolerance in ([torch.float16] * 2, 1e-2), (mixed, 1e-14):
+        module = nn.Sequential(*(nn.Linear(2, 2, bias=False, dtype=d) for d in dtypes))
+        model = FSDP(module, [*module])
+        for unit, size in zip(model.units, (1e-6, 300.1)):
+            unit.shard.grad = torch.full_like(unit.shard, size)
+        norm = model.clip_grad_norm_(1.0)
+        assert norm.item() == pytest.approx(600.2, rel=tolerance)
+        clipped = model.clip_grad_norm_(1.0)
+        assert clipped.item() == pytest.approx(1.0, rel=max(tolerance, 1e-6))
+
+
+def test_clips_in_any_dtype():
+    run(check_clips_in_any_dtype, 1)
+
+
 def check_blocks_alone():
     """Nothing to train outside the blocks."""
     rows = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(1))
