@@ -1312,7 +1312,8 @@ def picture(run, setting):
 def say_costs(run, setting):
     """The bubble and the FLOPs."""
     flops = flops_of_step(run.cfg, run.args)
-    played = pipeline_parallel.play(run.args, setting.plans, setting.layers, times_of(run.args))
+    played = pipeline_parallel.simulated(
+        run.args, setting.plans, setting.layers, times_of(run.args))
     idle = bubble_rate(played)
     run.extra["bubble_rate"] = idle
     run.say(f"  {run.args.schedule}: bubble {idle:.1%} (matmuls alone); "

@@ -1613,9 +1613,9 @@ def head_in_layers(cfg):
     return cfg.vocab / (12 * cfg.width)
 
 
-def play(args, plans, layers, times):
-    """-> the simulation of the plans. --layers-per-stage: a stage takes time in proportion to its
-    layers, the head counted."""
+def simulated(args, plans, layers, times, joined=False):
+    """-> the plans, played. --layers-per-stage: a stage takes time in proportion to its layers, the
+    head counted."""
     sizes = None
     if args.layers_per_stage:
         work = [float(count) for count in layers]
@@ -1624,7 +1624,7 @@ def play(args, plans, layers, times):
         sizes = [amount / mean for amount in work]
     F, B, W, comm = times
     try:
-        return simulate(plans, costs(plans, F, B, W, sizes), comm)
+        return simulate(plans, costs(plans, F, B, W, sizes), comm, joined)
     except RuntimeError as error:
         require(False, f"--schedule {args.schedule}: {error}")
 
@@ -1645,15 +1645,14 @@ whole norm says otherwise."""
 
 def simulation(args, plans, layers, times):
     """--simulate: no ranks, no model -> exit code."""
-    played = play(args, plans, layers, times)
+    played = simulated(args, plans, layers, times)
     result = dict(summary(plans, played), cost=longest(played))
     flying = " ".join(f"{count:g}" for count in result["in_flight"])
     print(grid(played))
     print(f"{args.schedule}: {result['cost']:g} from first to last, bubble rate "
           f"{result['bubble_rate']:.4f}, micro-batches in flight by rank {flying}")
     if any(action.joined for plan in plans for action in plan):
-        F, B, W, comm = times
-        pairs = simulate(plans, costs(plans, F, B, W), comm, joined=True)
+        pairs = simulated(args, plans, layers, times, joined=True)
         result["joined_bubble_rate"] = bubble_rate(pairs)
         print(f"with each F and B that are a pair as one action: {longest(pairs):g}, bubble rate "
               f"{bubble_rate(pairs):.4f}")
@@ -1834,7 +1833,7 @@ def main():
             sides[impl] = set_up(run, impl, plans, layers, groups, boundary)
         run.begin(sides)
         model = sides[run.impls[0]].model
-        run.extra.update(summary(model.plans, play(args, model.plans, layers, times)))
+        run.extra.update(summary(model.plans, simulated(args, model.plans, layers, times)))
         total = sum(p.numel() for p in run.build().parameters())
         own = sum(p.numel() for p in model.parameters())
         run.say(f"pipeline_parallel: {args.schedule}, {run.world_size} ranks on {run.device.type}, "

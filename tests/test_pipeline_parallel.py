@@ -547,6 +547,10 @@ def test_simulate_prints_json():
     flags = ("--simulate", "--schedule", "dualpipe-v", "--pp", "4", "--micro", "20")
     report = script("pipeline_parallel", 1, *flags, "--times", "2,2,2,0")
     assert report["joined_bubble_rate"] == pytest.approx(6 / 126)
+    flags = ("--simulate", "--schedule", "dualpipe-v", "--pp", "2", "--times", "2,2,2,0")
+    uneven = script("pipeline_parallel", 1, *flags, "--layers-per-stage", "1,1,1,5", "--layers", "8")
+    even = script("pipeline_parallel", 1, *flags)
+    assert uneven["joined_bubble_rate"] > even["joined_bubble_rate"]
 
 
 def test_uneven_stages():
