@@ -1294,7 +1294,7 @@ def picture(run, setting):
     homes = pipeline_parallel.homes(setting.plans)
     for rank in range(lay.pp):
         mine = [number for number in sorted(homes) if homes[number] == rank]
-        runs = [f"{layers[number].start}..{layers[number].stop - 1}" for number in mine]
+        runs = [numbers_of(layers[number]) for number in mine]
         copies = []
         for data in range(lay.dp * lay.cp):
             first = (rank * lay.dp * lay.cp + data) * lay.tp
@@ -1307,6 +1307,13 @@ def picture(run, setting):
                 continue
             copies = [copies[setting.mesh.place["data"]]]
         run.say(f"  stage {rank}, layers {' '.join(runs)}:  " + "   ".join(copies))
+
+
+def numbers_of(layers):
+    """A range of layers, in words: "2..3"."""
+    if not layers:
+        return "none"
+    return f"{layers.start}..{layers.stop - 1}"
 
 
 def say_costs(run, setting):

@@ -189,6 +189,12 @@ def test_flops_are_those_of_the_experts_that_a_token_visits():
     assert flops(experts=4, shared=True) == flops() + router + 2 * mlp
 
 
+def test_the_layers_of_a_stage_in_words():
+    """--layers-per-stage may give the ends none: they have the embedding and the head."""
+    found = [hybrid_3d.numbers_of(layers) for layers in hybrid_3d.ranges([0, 3, 1])]
+    assert found == ["none", "0..2", "3..3"]
+
+
 # ---- saved and resumed -----------------------------------------------------------
 
 
