@@ -426,9 +426,7 @@ class ZeRO:
                     raise ValueError("a parameter is in two of the groups")
                 group_of[p] = index
             ours.append({**options, "params": []})
-        lost = sum(p not in group_of for p in trained)
-        if lost:
-            raise ValueError(f"{lost} trained parameters are in no group: add or freeze them")
+        refuse_groups(group_of, trained)
         for part in self.parts:
             ours[group_of[part.parameter]]["params"].append(part.master)
         given = [list(map(id, options["params"])) for options in ours]
@@ -771,6 +769,17 @@ def refuse_model(module, stage, offload):
     if len(places) < len(full):
         raise ValueError("two parameters share memory without being one: tie them by using the "
                          "same nn.Parameter, as in head.weight = embedding.weight")
+
+
+def refuse_groups(grouped, trained):
+    """grouped: the parameters in the user's groups. trained: those of the module."""
+    lost = len(set(trained) - set(grouped))
+    if lost:
+        raise ValueError(f"{lost} trained parameters are in no group: add or freeze them")
+    for p in set(grouped) - set(trained):
+        if p.requires_grad and p.numel():
+            raise ValueError("a group has a parameter to train that the module has not: make "
+                             "groups of module.parameters()")
 
 
 def refuse_optimizer(optimizer, given):

@@ -833,12 +833,14 @@ def shared_memory():
 def check_refused_at_construction():
     linear = linears()
     everything = list(linear.parameters())
+    strange = list(linears().parameters())
     cases = [
         ("number alone", linear, Lamb, {}),
         ("number alone", linear, Heir, {}),
         ("number alone", linear, torch.optim.LBFGS, {"groups": [{"params": everything}]}),
         ("must keep the groups", linear, by_shape, {}),
         ("in no group", linear, sgd, {"groups": [{"params": everything[1:]}]}),
+        ("module has not", linear, sgd, {"groups": [{"params": everything + strange}]}),
         ("two of the groups", linear, sgd, {"groups": [{"params": everything + everything[:1]}]}),
         ("two of the units", linear, sgd, {"units": [linear[0], (linear[0], linear[1])]}),
         ("sparse=True", nn.Embedding(5, 3, sparse=True), sgd, {}),
