@@ -326,14 +326,22 @@ class Experts(nn.Module):
 
 
 def refuse_others(name, linear):
-    """What has more to it than a weight and a bias would lose it when it is stacked."""
+    """Raise if a Linear is more than a weight and a bias: stacking would lose the rest."""
     if type(linear) is not nn.Linear:
         kind = type(linear).__name__
         raise TypeError(f"Experts: {name} has a {kind}, but only nn.Linear can be stacked")
     parameters = {kind for kind, _ in linear.named_parameters()}
-    if not parameters <= {"weight", "bias"} or linear._forward_pre_hooks or linear._forward_hooks:
+    if not parameters <= {"weight", "bias"} or has_hooks(linear):
         raise TypeError(f"Experts: {name} has a Linear with hooks, or whose weight is made of other"
                         " parameters: remove them (torch.nn.utils.parametrize, weight_norm) first")
+
+
+def has_hooks(linear):
+    hooks = [linear._forward_hooks, linear._forward_pre_hooks,
+             linear._backward_hooks, linear._backward_pre_hooks]
+    for p in linear.parameters():
+        hooks += [p._backward_hooks, p._post_accumulate_grad_hooks]
+    return any(hooks)
 
 
 def what_is_stacked(linear):
@@ -374,6 +382,8 @@ class AddLoss(torch.autograd.Function):
 
 class MoE(nn.Module):
     """E experts behind a router, an nn.Linear(C, E), in place of an MLP: (.., C) -> (.., C).
+
+    The router may have hooks, more parameters or a forward of its own, from tokens to logits.
 
     experts       the Experts of this rank, E/ep of them, from number ep_rank E/ep on
     top_k         K, the experts that a token visits
@@ -474,15 +484,12 @@ class MoE(nn.Module):
     def score(self, tokens):
         """Tokens (N, C) -> logits (N, E), in fp32 or better even under autocast.
 
-        In bf16 rounding would choose other experts.
+        In bf16, rounding would make tokens choose other experts.
         """
         exact = torch.promote_types(tokens.dtype, torch.float32)
-        weight = self.router.weight.to(exact)
-        bias = self.router.bias
-        if bias is not None:
-            bias = bias.to(exact)
+        parameters = {name: p.to(exact) for name, p in self.router.named_parameters()}
         with torch.autocast(tokens.device.type, enabled=False):
-            return F.linear(tokens.to(exact), weight, bias)
+            return torch.func.functional_call(self.router, parameters, tokens.to(exact))
 
     def visit(self, tokens, gates, routing):
         """Tokens (N, C) go to their experts and come back -> each one's K rows times gates, summed.
@@ -630,11 +637,12 @@ def clip_gradients(model, norm, clip):
 def step_biases(model, gamma=1e-2):
     """After the optimizer's step, whatever the balance: moves biases, and completes the counts.
 
-    An expert that was chosen less often than the mean, in all backwards since the last call,
-    becomes likelier by gamma (DeepSeek-V3: 1e-3, in 10^5 steps), unless the router is frozen.
+    The bias of an expert that was chosen less often than the mean, in all backwards since the last
+    call, grows by gamma (DeepSeek-V3: 1e-3, in 10^5 steps), and that of one chosen more often
+    shrinks by it. Where the router is frozen, biases stay.
     """
     for layer in layers_of(model):
-        trains = layer.router.weight.requires_grad
+        trains = any(p.requires_grad for p in layer.router.parameters())
         if layer.balance == "bias" and trains and not layer.closed:
             # in integers: E times what is missing to the mean
             missing = layer.load.sum() - len(layer.load) * layer.load
@@ -773,6 +781,7 @@ def parallelize(model, *, ep, everyone=None, same_tokens=None, microbatches=1, b
             everyone=everyone, same_tokens=same_tokens, shared=plain.shared, balance=plain.balance,
             capacity=plain.capacity, microbatches=microbatches, balanced=balanced,
             exchange=exchange)
+        block.mlp.bias.copy_(plain.bias)
     return model
 
 

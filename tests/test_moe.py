@@ -676,6 +676,78 @@ def test_fine_tuning():
     run(check_fine_tuning, 1)
 
 
+class Sharper(nn.Linear):
+    """A router with a forward and a parameter of its own."""
+
+    def __init__(self, width, experts):
+        super().__init__(width, experts)
+        self.scale = nn.Parameter(torch.tensor(3.0))
+
+    def forward(self, x):
+        return self.scale * super().forward(x)
+
+
+def check_router(dtype):
+    """The router is called, with its hooks, in fp32 or better; all that is its own is trained."""
+    torch.manual_seed(0)
+    layer = make_layer(dist.group.WORLD, balance="bias")
+    layer.router = Sharper(6, 4)
+    layer = layer.to(dtype)
+    layer.router.weight.requires_grad_(False)
+    layer.router.register_forward_hook(lambda module, inputs, out: -out)
+    seen = []
+    layer.router.register_full_backward_hook(lambda module, *grads: seen.append(module))
+    x = torch.randn(20, 6, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = layer.score(x)
+        layer(x).square().sum().backward()
+    exact = copy.deepcopy(layer.router).to(logits.dtype)
+    want = exact(x.to(logits.dtype))
+    assert logits.dtype == torch.promote_types(dtype, torch.float32)
+    torch.testing.assert_close(logits, want, rtol=1e-6, atol=1e-6)
+    assert seen == [layer.router] and layer.router.scale.grad.abs() > 0
+    moe.step_biases(layer)
+    assert layer.bias.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_router_of_any_kind(dtype):
+    run(check_router, 1, dtype)
+
+
+def check_biases_go_along():
+    """The layers begin with the biases of the plain model."""
+    cfg = GPTConfig(layers=2, width=16, heads=2, vocab=256, seq=4)
+    model = moe.mixture(common.build(cfg, 0, dtype=torch.float64), 0, cfg, experts=4, top_k=2)
+    biases = [[0.5, 0.0, -0.25, 1.0], [0.0, 3.0, 0.0, 1e-9]]
+    moe.set_biases(model, biases)
+    model = moe.parallelize(model, ep=dist.group.WORLD)
+    assert moe.biases(model)["biases"] == biases
+
+
+def test_biases_go_along():
+    run(check_biases_go_along, 2)
+
+
+HOOKS = [
+    lambda linear: linear.register_forward_hook(print),
+    lambda linear: linear.register_forward_pre_hook(print),
+    lambda linear: linear.register_full_backward_hook(print),
+    lambda linear: linear.register_full_backward_pre_hook(print),
+    lambda linear: linear.weight.register_hook(print),
+    lambda linear: linear.bias.register_post_accumulate_grad_hook(print),
+]
+
+
+@pytest.mark.parametrize("register", HOOKS)
+def test_experts_with_hooks_are_refused(register):
+    """What is stacked would not call them."""
+    linears = [nn.Linear(6, 8), nn.Linear(6, 8)]
+    register(linears[1])
+    with pytest.raises(TypeError, match="up has a Linear with hooks"):
+        moe.Experts(up=linears, down=[nn.Linear(8, 6), nn.Linear(8, 6)])
+
+
 def check_refused():
     def experts(count=4, **more):
         return moe.Experts(up=[nn.Linear(6, 8) for _ in range(count)],
