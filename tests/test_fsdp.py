@@ -501,8 +501,9 @@ def check_optimizers():
         assert wrapped().optimizer(getattr(torch.optim, name), lr=0.1)
     wrapped().optimizer(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True)
     for kind in Layerwise, DecayByShape, torch.optim.Adafactor:
-        with pytest.raises(ValueError, match="elementwise"):
-            wrapped().optimizer(kind, lr=0.1)
+        for lr in 0.1, 0.0:  # a schedule may begin with 0
+            with pytest.raises(ValueError, match="elementwise"):
+                wrapped().optimizer(kind, lr=lr)
     for name in "Muon", "LBFGS":  # these say so themselves, in the trial step
         with pytest.raises((ValueError, TypeError)):
             wrapped().optimizer(getattr(torch.optim, name), lr=0.1)
