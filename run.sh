@@ -19,7 +19,7 @@ if [[ ${PYTHON:-} == */* && $PYTHON != /* ]]; then
 fi
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-# torch's, where NumPy is not installed
+# torch warns where NumPy is not installed
 export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore:Failed to initialize NumPy}"
 
 is_usable() { # has this Python what the project needs?
@@ -80,14 +80,14 @@ one_file() { # FILE [N] [flags]
 command=${1:-}
 case $command in
   -h | --help | help)
-    sed -n '2,13s/^# \{0,1\}//p' run.sh
+    sed -n '2,13s/^# \{0,1\}//p' run.sh # the lines at the top
     exit
     ;;
 esac
 find_python
 case $command in
   "") exec "$PYTHON" tools/everything.py check ;;
-  bench) exec "$PYTHON" tools/everything.py "$@" ;;
+  bench) exec "$PYTHON" tools/everything.py bench "${@:2}" ;;
   test) exec "$PYTHON" -m pytest "${@:2}" ;;
   plan | scale | gpu | papers) exec "$PYTHON" "tools/$command.py" "${@:2}" ;;
   sweep | soak) OMP_NUM_THREADS=1 exec "$PYTHON" "tools/$command.py" "${@:2}" ;;

@@ -1,7 +1,7 @@
 """Draws what --log FILE has written: in the terminal, and as SVG.
 
     python tools/curves.py FILES                        loss, and held-out loss where there is one
-    python tools/curves.py FILES --what rate            or norm, rate, ms, loss, validation
+    python tools/curves.py FILES --what rate            or norm, ms, loss, validation
     python tools/curves.py FILES --over tokens --smooth 10 --svg curves.svg
 
 Every file is a letter, small for training and capital for held-out text. A log that a kill has cut
@@ -28,7 +28,8 @@ WHAT = ("loss", "validation", "norm", "rate", "ms")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")
 
-Curve = namedtuple("Curve", "label letter points")  # points: [(x, y)], finite and by x
+# points: [(x, y)] in the order of the log, y finite
+Curve = namedtuple("Curve", "label letter points")
 
 
 # ---- reading -------------------------------------------------------------------
@@ -40,7 +41,7 @@ def read_log(path):
     try:
         text = Path(path).read_text()
     except OSError as error:
-        require(False, f"{path}: {error.strerror}")
+        require(False, f"{path}: {error.strerror}")  # ends the program
     for line in text.splitlines():
         try:
             figures = json.loads(line)
@@ -67,7 +68,8 @@ def smoothed(points, count):
     """Each y is the mean of the last `count`."""
     smooth = []
     for i, (x, _) in enumerate(points):
-        last = [y for _, y in points[max(0, i + 1 - count):i + 1]]
+        first = max(0, i + 1 - count)
+        last = [y for _, y in points[first:i + 1]]
         smooth.append((x, sum(last) / len(last)))
     return smooth
 
@@ -81,14 +83,12 @@ def curves_of(files, wanted, over, count):
             points = points_of(lines, what, over)
             if not points:
                 continue
-            label = f"{Path(path).stem} {what}"
-            mark = letter
-            if what == "validation":
-                label = f"{Path(path).stem} held out"
-                mark = letter.upper()
+            name = Path(path).stem
+            if what == "validation":  # not smoothed: each is a mean over batches already
+                curve = Curve(f"{name} held out", letter.upper(), points)
             else:
-                points = smoothed(points, count)
-            curves.append(Curve(label, mark, points))
+                curve = Curve(f"{name} {what}", letter, smoothed(points, count))
+            curves.append(curve)
     require(curves, f"no {' or '.join(wanted)} in {', '.join(map(str, files))}")
     return curves
 
@@ -139,7 +139,8 @@ def ticks(low, high, count=5):
     """Round numbers between low and high, `count` or so."""
     rough = (high - low) / count
     power = 10 ** math.floor(math.log10(rough))
-    step = power * min((1, 2, 5, 10), key=lambda factor: abs(factor * power - rough))
+    steps = [power, 2 * power, 5 * power, 10 * power]
+    step = min(steps, key=lambda one: abs(one - rough))
     first = math.ceil(low / step)
     last = math.floor(high / step)
     return [i * step for i in range(first, last + 1)]
@@ -169,7 +170,7 @@ def as_svg(curves, over, path):
         drawing.box(60, 344 + 16 * i, 12, 10, color)
         drawing.text(78, 353 + 16 * i, curve.label)
     try:
-        drawing.save(Path(path).resolve())
+        drawing.save(Path(path).resolve())  # a relative path would be one in docs/
     except OSError as error:
         require(False, f"--svg {path}: {error.strerror}")
 
@@ -202,8 +203,9 @@ def main():
     width = max(20, shutil.get_terminal_size().columns - 14)
     try:
         print("\n".join(in_the_terminal(curves, args.over, width, args.height)), flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # | head has seen enough
+    except BrokenPipeError:  # whoever reads, such as `| head`, has closed the pipe
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # else the flush at exit fails as well
     if args.svg:
         as_svg(curves, args.over, args.svg)
 

@@ -4,7 +4,7 @@
     python tools/draw.py --measure            run everything first (minutes), keep its figures
     python tools/draw.py --measure held ..    run for these pictures only
 
-    held.svg        what one of 64 ranks holds of a 7.5B model, from dry runs
+    held.svg        what one of 64 ranks holds of a 7.4B model, from dry runs
     timelines.svg   pipeline schedules: planned, and as a run of two ranks measured it
     hops.svg        who works how much at which hop of ring and zigzag attention
     buckets.svg     ddp's buckets travelling while backward runs, from a profile
@@ -26,6 +26,7 @@ COLORS = {
     "gradients": "#ee6677",
     "optimizer": "#ccbb44",
     "activations": "#66ccee",
+    # actions of a pipeline: forward, backward, gradients of weights, update
     "F": "#4477aa",
     "B": "#ee6677",
     "W": "#ccbb44",
@@ -68,6 +69,7 @@ class Drawing:
         self.elements.append(f'<polyline points="{path}" class="{kind}"{paint}/>')
 
     def save(self, name):
+        """Into docs/, or where an absolute path says."""
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
             f'width="{self.width}" height="{self.height}"><style>{STYLE}</style>\n'
@@ -85,7 +87,7 @@ def write(name, figures):
 
 
 def report_of(command):
-    """-> the --json report of a script that is run alone."""
+    """Runs python with this command -> the --json report that it has written."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "report.json")
         words = [sys.executable, *command.split(), "--json", str(path)]
@@ -152,7 +154,7 @@ DRAWN = (
 
 
 def simulated(schedule):
-    """-> {ms: 0, rows: for each rank [(kind, micro-batch, start, end)]}, F = B = W = 1."""
+    """-> {bubble: idle part, rows: [(kind, micro-batch, start, end)] per rank}; F = B = W = 1."""
     from harness.timeline import bubble_rate, costs, simulate
     from pipeline_parallel import make_plans
 
@@ -187,8 +189,8 @@ def measure_timelines():
 def draw_rows(drawing, x, y, width, played):
     """The ranks of a timeline, one below the other, each 12 high."""
     actions = [action for row in played["rows"] for action in row]
-    first = min(start for *_, start, _ in actions)
-    last = max(end for *_, end in actions)
+    first = min(start for _, _, start, _ in actions)
+    last = max(end for _, _, _, end in actions)
     scale = width / (last - first)
     for number, row in enumerate(played["rows"]):
         top = y + 14 * number
@@ -210,7 +212,8 @@ def draw_timelines():
         for x, side in ((110, "planned"), (510, "measured")):
             drawing.text(x, y + 10, f"{side}: bubble {sides[side]['bubble']:.1%}", kind="small")
             draw_rows(drawing, x, y + 16, 370, sides[side])
-    for number, (kind, words) in enumerate((("F", "forward"), ("B", "backward"), ("W", "weights"))):
+    legend = (("F", "forward"), ("B", "backward"), ("W", "weights"))
+    for number, (kind, words) in enumerate(legend):
         x = 620 + 90 * number
         drawing.box(x, 10, 12, 12, COLORS[kind])
         drawing.text(x + 16, 20, words)
@@ -223,8 +226,9 @@ RANKS = 4
 
 
 def work_of(kind):
-    """-> for each rank the work at each hop, in causal attention within one rank's tokens."""
+    """-> for each rank its work at each hop. 1 is causal attention among a rank's own tokens."""
     tokens = 2  # a rank's: one for each chunk of zigzag
+    unit = tokens * tokens / 2
     rows = []
     for cp_rank in range(RANKS):
         ring = kind(cp_rank=cp_rank, cp=RANKS)
@@ -234,7 +238,7 @@ def work_of(kind):
             pairs = (tokens - wanted.first_query) * wanted.keys
             if wanted.causal:
                 pairs /= 2
-            row.append(pairs / 2)
+            row.append(pairs / unit)
         rows.append(row)
     return rows
 
@@ -259,6 +263,7 @@ def draw_hops():
             y = 72 + 30 * rank
             drawing.text(x, y + 15, f"rank {rank}")
             for hop, work in enumerate(row):
+                # the box is full at 2, attention without a mask
                 drawing.box(x + 60 + 60 * hop, y, 52, 22, kind="idle")
                 drawing.box(x + 60 + 60 * hop, y, 52 * work / 2, 22, COLORS["parameters"])
             drawing.text(x + 304, y + 15, f"{sum(row):g}")
@@ -318,7 +323,7 @@ def draw_buckets():
 
 STEPS = 60
 MIXTURE = "mixture of experts"  # another model, which has a line of its own
-TRAINED = {
+TRAINED = {  # ranks, file and flags, as tools/launch.py takes them
     "ddp": "2 ddp.py",
     "zero": "2 zero.py --stage 3",
     "fsdp": "2 fsdp.py",
@@ -381,13 +386,13 @@ PICTURES = {
 
 
 def main(words):
-    wanted = words[1:] or list(PICTURES)
-    known = set(wanted) <= set(PICTURES)
-    if words and (words[0] != "--measure" or not known):
+    known = words[:1] in ([], ["--measure"]) and set(words[1:]) <= set(PICTURES)
+    if not known:
         names = " ".join(PICTURES)
         print(f"draw.py: error: usage: python tools/draw.py [--measure [{names}]]", file=sys.stderr)
         return 2
     if words:
+        wanted = words[1:] or PICTURES
         for name in wanted:
             print(f"measuring {name}", flush=True)
             measure, _ = PICTURES[name]
