@@ -61,10 +61,10 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 # Optimizers that look at shapes, at norms of tensors or at all numbers together, in small letters.
 NOT_ELEMENTWISE = {
-    "adafactor", "adalomo", "adamini", "apollo", "came", "dadaptadam", "dadaptsgd", "dion",
+    "adafactor", "adalomo", "adamini", "adamp", "apollo", "came", "dadaptadam", "dadaptsgd", "dion",
     "distributedshampoo", "fusedlamb", "fusednovograd", "galoreadamw", "kfac", "kron", "lamb",
-    "lars", "lbfgs", "lomo", "muon", "novograd", "prodigy", "scion", "shampoo", "sm3", "soap",
-    "sparseadam",
+    "lars", "lbfgs", "lomo", "muon", "novograd", "prodigy", "scion", "sgdp", "shampoo", "sm3", "soap",
+    "sparseadam", "stableadamw",
 }
 
 
@@ -82,6 +82,11 @@ def take_back(flat):
     """Free a flat tensor's memory, under all views of it."""
     if has_memory(flat):
         flat.untyped_storage().resize_(0)
+
+
+def refuse_copy(memo):
+    raise TypeError("in stage 3 a parameter has no memory between steps: copy what "
+                    "zero.full_state_dict() gathers")
 
 
 @dataclass(eq=False)
@@ -128,6 +133,8 @@ class Flat:
             take_back(self.buffer)
         if stage == 3:
             take_back(self.full)
+            for p in parameters:
+                p.__deepcopy__ = refuse_copy  # copy.deepcopy(p) would crash the process
 
     def lay_out(self, parameters):
         """Where everything is, counted in numbers."""
@@ -347,8 +354,8 @@ class ZeRO:
 
     The module keeps its parameters, as views of larger tensors. Between steps they can be loaded by
     module.load_state_dict(), with the same values on all ranks. In stage 3 they then have no
-    memory, and to read or deepcopy them crashes: full_state_dict() gathers them. Buffers are not
-    summed over ranks.
+    memory, and to read them crashes: full_state_dict() gathers them. Buffers are not summed over
+    ranks.
     Raises ValueError for models and optimizers that would be trained wrongly.
     """
 

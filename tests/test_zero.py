@@ -804,6 +804,10 @@ class Lamb(torch.optim.AdamW):
     """Not elementwise, by its name."""
 
 
+class AdamP(torch.optim.AdamW):
+    """Not elementwise, by its name: it projects a parameter's gradient."""
+
+
 class Heir(torch.optim.Adafactor):
     """Not elementwise, by its parent's name."""
 
@@ -837,6 +841,7 @@ def check_refused_at_construction():
     cases = [
         ("number alone", linear, Lamb, {}),
         ("number alone", linear, Heir, {}),
+        ("number alone", linear, AdamP, {}),
         ("number alone", linear, torch.optim.LBFGS, {"groups": [{"params": everything}]}),
         ("must keep the groups", linear, by_shape, {}),
         ("in no group", linear, sgd, {"groups": [{"params": everything[1:]}]}),
@@ -884,6 +889,8 @@ def check_refused_later(stage):
     if stage == 3:
         with pytest.raises(RuntimeError, match="full_state_dict"):
             module.state_dict()
+        with pytest.raises(TypeError, match="full_state_dict"):
+            copy.deepcopy(module)
     module[0].weight.data = torch.ones(3, 3)
     with pytest.raises(RuntimeError, match="has left the memory"):
         ours.step()
