@@ -25,11 +25,12 @@ At work: torch.distributed.tensor.parallel.parallelize_module, loss_parallel (se
 
     torchrun --standalone --nproc_per_node=2 tensor_parallel.py --sp
 
-Section 1 in your own code, where all ranks of `group` have the same batch:
+Section 1 in your own code, where all ranks of `group` have the same batch, of `valid` targets in
+a vocabulary of V:
 
     tp = WholeSequence(group)  # or CutSequence(group), which is --sp
     model = cut_model(model, tp, {"layers.*.up": ColumnLinear, "layers.*.down": RowLinear, ...})
-    (vocab_parallel_cross_entropy(model(x), y, vocabulary, group) / valid).backward()
+    (vocab_parallel_cross_entropy(model(x), y, V, group) / valid).backward()
     sum_gradients(model, tp)
     clip_gradients(model, gradient_norm(model, tp), 1.0)  # then optimizer.step()
 """
@@ -101,7 +102,8 @@ class WholeSequence:
     def reduce(self, y):
         """From inside to outside: summands y (.., T, C) -> their sum, in the memory of y."""
         y = y.contiguous()
-        torch.autograd.graph.increment_version(y)  # if anyone has kept y, autograd will raise
+        # all_reduce does not tell autograd that it writes into y: whoever has kept y is to raise
+        torch.autograd.graph.increment_version(y)
         work = dist.all_reduce(y, group=self.group, async_op=True)  # partial -> replicated
         return Pending(y, work)
 
@@ -114,9 +116,11 @@ class WholeSequence:
 
     @contextlib.contextmanager
     def defer_weights(self, later):
-        """The backward of a forward in here leaves the gradients of ColumnLinears for later.
+        """ColumnLinears called in here leave the gradients of their parameters for later.
 
-        It appends to the list `later`, and torch.autograd.backward(*zip(*later)) does the rest.
+        Backward then makes that of x alone, and appends to the list `later` a root and its
+        gradient. torch.autograd.backward(*zip(*later)) takes all roots and all their gradients, and
+        makes the gradients of the parameters.
         """
         before = self.later
         self.later = later
@@ -135,9 +139,9 @@ class CutSequence(WholeSequence):
     def gather(self, x):
         """Pieces (.., T/tp, C) -> (.., T, C)."""
         x = x.contiguous()
-        pieces = x.new_empty(self.size, *x.shape)
-        joined = pieces.flatten(0, 1)
-        work = all_gather(joined, x, self.group, async_op=True)  # sharded(T) -> replicated
+        pieces = x.new_empty(self.size, *x.shape)  # (tp, .., T/tp, C)
+        flat = pieces.flatten(0, 1)  # the same memory
+        work = all_gather(flat, x, self.group, async_op=True)  # sharded(T) -> replicated
         return PendingGather(pieces, work, x)
 
     def reduce(self, y):
@@ -147,8 +151,8 @@ class CutSequence(WholeSequence):
                              "ranks. Take a multiple of it, or WholeSequence.")
         pieces = y.unflatten(-2, (self.size, -1)).movedim(-3, 0).contiguous()  # (tp, .., T/tp, C)
         x = torch.empty_like(pieces[0])
-        joined = pieces.flatten(0, 1)
-        work = reduce_scatter(x, joined, group=self.group, async_op=True)  # partial -> sharded(T)
+        flat = pieces.flatten(0, 1)  # the same memory
+        work = reduce_scatter(x, flat, group=self.group, async_op=True)  # partial -> sharded(T)
         return Pending(x, work, pieces)
 
     def inside(self, p):
@@ -202,7 +206,7 @@ class ColumnParallel(torch.autograd.Function):
         elif trained:
             with torch.enable_grad():
                 root = DeferredWeights.apply(ctx.tp, x.detach(), dys, *parameters)
-            ctx.later.append((root, None))
+            ctx.later.append((root, None))  # None: 1, with which a scalar's backward begins
         if ctx.needs_input_grad[0]:
             dx = reducing.wait()
         return dx, None, *gradients
@@ -247,7 +251,8 @@ def weight_gradients(x, dys, needed):
     x = x.flatten(0, -2)  # (N, C)
     of_weights = []
     of_biases = []
-    for dy, weight_needed, bias_needed in zip(dys, *in_halves(needed)):
+    weights_needed, biases_needed = in_halves(needed)
+    for dy, weight_needed, bias_needed in zip(dys, weights_needed, biases_needed):
         dy = dy.flatten(0, -2)  # (N, out/tp)
         of_weights.append(dy.t() @ x if weight_needed else None)
         of_biases.append(dy.sum(0) if bias_needed else None)
@@ -264,7 +269,8 @@ class ReduceFromTP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, tp):
         ctx.tp = tp
-        return tp.reduce(y.detach()).wait()  # partial -> replicated, or sharded(T)
+        y = y.detach()  # the output is in y's memory, but must be another tensor than the input
+        return tp.reduce(y).wait()  # partial -> replicated, or sharded(T)
 
     @staticmethod
     def backward(ctx, dx):
@@ -286,7 +292,8 @@ class CopyToTP(torch.autograd.Function):
         refuse_graph()
         if dx is None:  # the result is not in the loss
             return None, None
-        return ctx.tp.reduce(dx.clone()).wait(), None  # partial -> replicated
+        dx = dx.clone()  # reduce writes into it, and others may hold the one that came
+        return ctx.tp.reduce(dx).wait(), None  # partial -> replicated
 
 
 # ---- pieces of parameters
@@ -328,7 +335,7 @@ def unshard(t, cut, tp):
 def without_padding(p, cut, tp):
     """A piece without the zeros that it is filled up with.
 
-    Nothing is computed with them: an activation that is not 0 at 0 would give them a gradient.
+    Nothing is computed with them, or sigmoid, which makes 0.5 of 0, would give them a gradient.
     """
     count = len(extent(cut, tp))
     if count == p.shape[cut.dim]:
@@ -350,7 +357,7 @@ def locate(ids, cut, tp, other):
 
 
 def cuts(model):
-    """-> {parameter: Cut} of those that are cut, in any module that contains modules from below."""
+    """-> {parameter: its Cut} of all that are cut in a model, or in a part of one."""
     found = {}
     for module in model.modules():
         if isinstance(module, CutModule):
@@ -368,7 +375,12 @@ def cast_as_autocast(*tensors):
     if not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return [t if t is None or t.dtype == torch.float64 else t.to(dtype) for t in tensors]
+    operands = []
+    for t in tensors:
+        if t is not None and t.dtype != torch.float64:
+            t = t.to(dtype)
+        operands.append(t)
+    return operands
 
 
 # ---- modules, built from plain ones whose weights they slice
@@ -512,8 +524,10 @@ class RowLinear(CutModule):
         self.bias = linear.bias
 
     def forward(self, y):
-        # In 2 dims linear's result is that of the matmul itself: torch sees that g writes into it
-        y = F.linear(y.flatten(0, -2), self.used("weight")).unflatten(0, y.shape[:-1])  # a summand
+        # In 2 dims, since in 3 F.linear hides from torch that its result is in the memory of the
+        # matmul's: whoever has kept that would not be told that g writes into it
+        rows = F.linear(y.flatten(0, -2), self.used("weight"))  # (N, C)
+        y = rows.unflatten(0, y.shape[:-1])  # (.., T, C), a summand
         x = ReduceFromTP.apply(y, self.tp)  # partial -> replicated, or sharded(T)
         if self.bias is None:
             return x
@@ -622,8 +636,8 @@ def cut_model(model, tp, plan):
     plan: {pattern: kind}. A pattern is the name of modules, with * for any part between dots. A
     kind is a class or function of this section, or your own: kind(plain module, tp) takes the
     module's place. Parameters keep their names and ties. All ranks of the group call this with the
-    same weights. What cannot be right is a ValueError or TypeError that says what to do, with one
-    exception: the rate in a forward's F.dropout(x, 0.1) cannot be seen.
+    same weights. What cannot be right is a ValueError or TypeError that says what to do. One thing
+    goes unseen: the rate in a forward's F.dropout(x, 0.1).
     """
     ties = tied_names(model)
     replaced = replace_modules(model, tp, plan)
@@ -652,7 +666,7 @@ def tied_names(model):
 def replace_modules(model, tp, plan):
     """-> the names of the modules that the plan has replaced."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    replaced = {}  # {plain module: the one in its place}, one that has several names only once
+    replaced = {}  # {plain module: the one in its place}
     found = []
     for pattern, kind in plan.items():
         matching = [name for name in modules if matches(name, pattern)]
@@ -662,7 +676,7 @@ def replace_modules(model, tp, plan):
             if name in found:
                 raise ValueError(f"{name} matches two patterns of the plan: make it one.")
             plain = modules[name]
-            if plain not in replaced:
+            if plain not in replaced:  # else under another of its names
                 replaced[plain] = kind(plain, tp)
                 replaced[plain].training = plain.training
             model.set_submodule(name, replaced[plain])
@@ -689,7 +703,7 @@ def tie(model, first, other):
 
 
 def refuse_dropout(model):
-    """A mask that is drawn by each rank for itself would let copies drift apart."""
+    """Raise if each rank would draw a dropout mask of its own: copies would drift apart."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
             raise ValueError(f"{name} drops {module.p}: set it to 0 or name it in the plan, as "
@@ -703,9 +717,10 @@ def refuse_dropout(model):
 
 
 def refuse_unnamed(model, named):
-    """Beside a ColumnLinear and a RowLinear, what is not cut may stand inside or outside.
+    """Raise for parameters beside a ColumnLinear and a RowLinear that the plan says nothing of.
 
-    The forward of the module that has them decides, and nobody can look into it: the plan says it.
+    Whether they stand inside or outside is decided by the forward of the module that has them, and
+    nobody can look into that.
     """
     for parent_name, parent in model.named_modules():
         kinds = {type(child) for child in parent.children()}
@@ -752,10 +767,10 @@ def compare_ranks(model, tp):
         first = mine.clone()
         dist.broadcast(first, group=tp.group, group_src=0)  # rank 0's -> replicated
         differs.append((mine != first).any())
-    differs = torch.stack(differs).int()
-    dist.all_reduce(differs, dist.ReduceOp.MAX, group=tp.group)  # each its own -> replicated
-    for name, differ in zip(replicated, (differs > 0).tolist()):
-        if differ:
+    anywhere = torch.stack(differs).int()
+    dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=tp.group)  # each its own -> replicated
+    for name, differing in zip(replicated, anywhere.tolist()):
+        if differing:
             raise ValueError(f"{name} is not the same on all ranks that share a model. Load the "
                              "same weights on all, or draw them after the same torch.manual_seed.")
 
@@ -766,16 +781,19 @@ def compare_ranks(model, tp):
 class VocabParallelCrossEntropy(torch.autograd.Function):
     """logits (N, V/tp), and of each target its column here or -1 -> the loss of each of N tokens.
 
-    In backward each rank makes its columns of the softmax: all know the log of its denominator.
+    In backward each rank makes its columns of the softmax: it has kept log_sum, the log of the
+    denominator that all columns share.
     """
 
     @staticmethod
     def forward(ctx, logits, column, group):
-        log_sum = logits.logsumexp(1)  # (N,), of this rank's columns; -inf if it has none
-        highest = log_sum.clone()
+        own_log_sum = logits.logsumexp(1)  # (N,), of this rank's columns; -inf if it has none
+        highest = own_log_sum.clone()
         dist.all_reduce(highest, dist.ReduceOp.MAX, group)  # each its own -> replicated
-        chosen = -F.nll_loss(logits, column, ignore_index=-1, reduction="none")  # 0: another rank's
-        sums = torch.stack([(log_sum - highest).exp(), chosen])  # (2, N)
+        # Each target's logit, or 0 if another rank has it. nll_loss returns minus the logit, and
+        # raises for a column that does not exist
+        chosen = -F.nll_loss(logits, column, ignore_index=-1, reduction="none")
+        sums = torch.stack([(own_log_sum - highest).exp(), chosen])  # (2, N)
         dist.all_reduce(sums, group=group)  # partial -> replicated
         log_sum = sums[0].log() + highest  # of all columns
         ctx.save_for_backward(logits, column, log_sum)
@@ -786,7 +804,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         refuse_graph()
         logits, column, log_sum = ctx.saved_tensors
         dlogits = (logits - log_sum.unsqueeze(1)).exp_()  # softmax
-        if dlogits.shape[1] > 0:
+        if dlogits.shape[1] > 0:  # the last ranks may have no columns
             here = (column >= 0).to(logits.dtype)  # (N,)
             dlogits.scatter_add_(1, column.clamp(min=0).unsqueeze(1), -here.unsqueeze(1))
         return dlogits.mul_(dloss.unsqueeze(1)), None, None
@@ -798,7 +816,7 @@ def vocab_parallel_cross_entropy(logits, targets, vocab, group=None, ignore_inde
     It is made in fp32 or better, and three numbers per token are sent. vocab is V. A target that is
     out of range raises as in F.cross_entropy: IndexError, or on a GPU an assertion on the device.
     """
-    tp = WholeSequence(group)
+    tp = WholeSequence(group)  # for its rank and size: logits are whole along T in any case
     cut = Cut(1, vocab)
     mine = extent(cut, tp)
     if logits.shape[-1] < len(mine):
@@ -847,7 +865,7 @@ def sum_gradients(model, tp):
 
 
 def gradient_norm(model, tp):
-    """Of the whole model's gradient: cut ones are summed over ranks, whole ones counted once."""
+    """The norm of the whole model's gradient: pieces add up over ranks, whole ones count once."""
     table = cuts(model)
     sharded = []
     replicated = []
@@ -875,7 +893,8 @@ def squared_norm(tensors, like):
 def clip_gradients(model, norm, clip):
     """Scale gradients of this norm down to clip. They stay if clip is 0 or the norm inf or nan."""
     limit = clip or math.inf
-    nn.utils.clip_grads_with_norm_(model.parameters(), limit, norm.nan_to_num(0, posinf=0))
+    finite = norm.nan_to_num(0, posinf=0)  # with a norm of 0 nothing is scaled
+    nn.utils.clip_grads_with_norm_(model.parameters(), limit, finite)
 
 
 def full_state_dict(model, tp):
@@ -960,7 +979,8 @@ def parallelize_at_work(model, mesh, sp):
     column = at_work.ColwiseParallel()
     row = at_work.RowwiseParallel(output_layouts=x)
     norm = at_work.SequenceParallel()
-    norm.sequence_sharding = (x,)  # without --sp: not cut, but DTensors like all other parameters
+    # It makes DTensors of the norms' parameters, as all others are; x is cut only with --sp
+    norm.sequence_sharding = (x,)
     f = at_work.PrepareModuleInput(input_layouts=x, desired_input_layouts=Replicate())
     at_work.parallelize_module(model, mesh, {
         "tok": at_work.RowwiseParallel(input_layouts=Replicate(), output_layouts=x),
@@ -978,9 +998,10 @@ def parallelize_at_work(model, mesh, sp):
         "blocks.*.mlp.down": row,
         "norm": norm,
         "head": at_work.ColwiseParallel(
-            input_layouts=x, output_layouts=Shard(-1), use_local_output=False),
+            input_layouts=x, output_layouts=Shard(-1),
+            use_local_output=False),  # loss_parallel wants a DTensor
     })
-    model.head.weight = model.tok.weight
+    model.head.weight = model.tok.weight  # torch has made two parameters of one
     for name, p in model.named_parameters():
         p.requires_grad_(name not in frozen)  # which torch forgets
     return model
@@ -1156,11 +1177,11 @@ def count_passes(model):
             reached = True
         if region.row is None:
             break
-        if region.row.weight.requires_grad:
+        if region.row.weight.requires_grad:  # inside, before g
             reached = True
         if reached:
             g += 1
-        if trained(region.row):
+        if region.row.bias.requires_grad:  # outside, after g
             reached = True
     return Passes(f, weights, g)
 
@@ -1199,7 +1220,7 @@ def payloads(run):
 
 def account_reduced(run, passes):
     x, positions, sums = payloads(run)
-    forward = 2 * run.cfg.layers + 1
+    forward = 2 * run.cfg.layers + 1  # the g of all blocks, and that of the token embedding
     payload = (forward + passes.f) * x + positions + sums
     formula = f"2 [b (B T (2 L + 1 + {passes.f}) + T) C + 3 s B T + b]"
     wire(run, "all_reduce", formula, payload)
@@ -1207,7 +1228,7 @@ def account_reduced(run, passes):
 
 def account_gathered(run, passes, positions_trained):
     x, positions, _ = payloads(run)
-    forward = 2 * run.cfg.layers + 1
+    forward = 2 * run.cfg.layers + 1  # the f of all blocks, and that of the head
     backward = passes.weights + passes.g
     payload = (forward + backward) * x
     formula = f"b B T (2 L + 1 + {backward}) C"
@@ -1219,7 +1240,7 @@ def account_gathered(run, passes, positions_trained):
 
 def account_scattered(run, passes):
     x, positions, _ = payloads(run)
-    forward = 2 * run.cfg.layers + 1
+    forward = 2 * run.cfg.layers + 1  # the g of all blocks, and that of the token embedding
     payload = (forward + passes.f) * x + positions
     wire(run, "reduce_scatter", f"b (B T (2 L + 1 + {passes.f}) + T) C", payload)
 
@@ -1230,7 +1251,7 @@ def account_summed(run, model, tp):
     whole = [p for p in partial_parameters(model, tp) if p.requires_grad]
     count = sum(p.numel() for p in whole)
     formula = f"2 [b {count} + 3 s B T + b]"
-    if len(whole) == 6 * run.cfg.layers + 2:
+    if len(whole) == 6 * run.cfg.layers + 2:  # nothing is frozen
         formula = "2 [b (6 L + 2) C + 3 s B T + b]"
     wire(run, "all_reduce", formula, run.dtype.itemsize * count + sums)
 
@@ -1238,7 +1259,7 @@ def account_summed(run, model, tp):
 def account_parameters(run):
     L, C, _, V, T = run.cfg
     tp = run.world_size
-    rows = math.ceil(V / tp) + math.ceil(T / tp)  # of embeddings, V'/tp and T'/tp
+    rows = math.ceil(V / tp) + math.ceil(T / tp)  # of embeddings: V'/tp and T'/tp
     cut = (12 * C + 7) * L * C // tp + rows * C
     whole = (6 * L + 2) * C
     formula = "b [((12 C + 7) L + V' + T') C / tp + (6 L + 2) C], V' and T' with padding"

@@ -2,6 +2,7 @@ import contextlib
 import copy
 import functools
 import math
+import textwrap
 import types
 import weakref
 
@@ -296,6 +297,41 @@ def check_copy(kind, kv_heads, tied):
         for optimizer in optimizers:
             optimizer.step()
     compare(section.full_state_dict(model, tp), plain.state_dict())
+
+
+class Embedded(nn.Module):
+    """Has the names of the docstring's plan."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(11, 6)
+        self.layers = nn.ModuleList(nn.ModuleDict({"up": nn.Linear(6, 7), "down": nn.Linear(7, 6)})
+                                    for _ in range(2))
+        self.head = nn.Linear(6, 11)
+
+    def forward(self, tokens):
+        x = self.words(tokens)
+        for layer in self.layers:
+            x = x + layer["down"](F.gelu(layer["up"](x)))
+        return self.head(x)
+
+
+def check_usage():
+    """The docstring's lines for code of one's own, with section 1 and torch alone."""
+    lines = tensor_parallel.__doc__.split("a vocabulary of V:\n\n")[1]
+    lines = lines.replace("...}", '"head": ColumnLinear}')
+    plain = same_everywhere(Embedded)
+    x, y = token_batch()
+    known = vars(copied("tensor_parallel"))
+    known.update(model=copy.deepcopy(plain), group=None, x=x, y=y, V=11, valid=y.numel())
+    exec(textwrap.dedent(lines), known)
+    F.cross_entropy(plain(x).flatten(0, 1), y.flatten()).backward()
+    nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    compare_gradients(plain, known["full_gradients"](known["model"], known["tp"]))
+
+
+def test_the_docstrings_usage():
+    run(check_usage, 2)
 
 
 def compare_gradients(plain, gradients):
