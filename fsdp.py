@@ -294,7 +294,7 @@ class FSDP(nn.Module):
         self.group = group  # the ranks that share the shards
         self.reshard = reshard
         self.device = torch.device(device or device_of(module))  # where it computes
-        self.state_names = list(module.state_dict(keep_vars=True))  # of the module as it was
+        self.state_names = names_in_state(module)  # {name in its state_dict: the module's own}
         self.frozen = []  # parameters that are not trained
         self.blocks = []  # units of the blocks, in their order
         self.root = None  # the unit of what is in no block, if there is anything
@@ -542,7 +542,7 @@ class FSDP(nn.Module):
         found = dict(self.rest())
         for unit in self.units:
             found.update(unit.gathered(unit.shard))
-        return {name: found[name] for name in self.state_names}
+        return {name: found[own] for name, own in self.state_names.items()}
 
     def full_gradients(self):
         """-> {name: whole gradient}, of what is trained, a tied one once; collective."""
@@ -556,20 +556,26 @@ class FSDP(nn.Module):
         if set(state) != set(self.state_names):
             different = sorted(set(state) ^ set(self.state_names))
             raise KeyError(f"FSDP: names that the module or the state has not: {different}")
+        given = {own: state[name] for name, own in self.state_names.items()}
+        shapes = {name: tensor.shape for name, tensor in self.rest()}
+        for unit in self.units:
+            for names, shape in zip(unit.names, unit.shapes):
+                shapes[names[0]] = shape
+        for name, shape in shapes.items():
+            if given[name].shape != shape:
+                raise ValueError(f"FSDP: {name} is {tuple(shape)} here: nothing was loaded")
         for unit in self.units:
             for i, names in enumerate(unit.names):
-                if state[names[0]].shape != unit.shapes[i]:
-                    raise ValueError(f"FSDP: {names[0]} is {tuple(unit.shapes[i])} here")
-                unit.store(i, state[names[0]])
+                unit.store(i, given[names[0]])
         for name, tensor in self.rest():
-            tensor.copy_(state[name])
+            tensor.copy_(given[name])
 
     def rest(self):
         """(name, tensor) of what is in no unit, but in the state_dict: frozen ones and buffers."""
         sharded = self.sharded_names()
         tensors = dict(self.module.named_parameters(remove_duplicate=False))
         tensors.update(self.module.named_buffers(remove_duplicate=False))
-        for name in self.state_names:
+        for name in dict.fromkeys(self.state_names.values()):
             if name not in sharded:
                 yield name, tensors[name].detach()
 
@@ -594,6 +600,28 @@ def places_of(module):
         for name, p in owner.named_parameters(recurse=False, remove_duplicate=False):
             places.setdefault(p, []).append(Use(owner, name, path))
     return places
+
+
+def names_in_state(module):
+    """-> {name in its state_dict: name among its parameters and buffers}.
+
+    torch's CheckpointWrapper hides itself in the former.
+    """
+    own = dict(module.named_parameters(remove_duplicate=False))
+    own.update(module.named_buffers(remove_duplicate=False))
+    name_of = {}  # {tensor: its first name}
+    for name, tensor in own.items():
+        name_of.setdefault(tensor, name)
+    found = {}
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if name in own:
+            found[name] = name
+        elif isinstance(tensor, torch.Tensor) and tensor in name_of:
+            found[name] = name_of[tensor]
+        else:
+            raise ValueError(f"FSDP: {name} of the state_dict is no parameter or buffer: FSDP can "
+                             "neither gather nor load it")
+    return found
 
 
 def names_of(uses):

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -615,14 +616,49 @@ def check_state():
     torch.testing.assert_close(second.full_state_dict(), state, rtol=0, atol=0)
     plain = build()
     plain.load_state_dict(state)
+    second.load_full_state_dict({name: 2 * t for name, t in state.items()})
+    wrong = {**state, "2.bias": torch.ones(2)}
+    with pytest.raises(ValueError, match="2.bias is"):
+        second.load_full_state_dict(wrong)
+    with pytest.raises(ValueError, match="running_mean is"):
+        second.load_full_state_dict({**state, "1.running_mean": torch.ones(1)})
+    assert torch.equal(second.full_state_dict()["0.weight"], 2 * state["0.weight"])
     with pytest.raises(KeyError, match="more"):
         second.load_full_state_dict({**state, "more": state["0.bias"]})
     with pytest.raises(ValueError, match="0.weight is"):
         second.load_full_state_dict({**state, "0.weight": torch.ones(2, 3)})
 
 
+class Extra(nn.Linear):
+    """Its state_dict has more than tensors."""
+
+    def get_extra_state(self):
+        return {"scale": 1}
+
+
+def check_wrapped_state():
+    """What CheckpointWrapper wraps has its names in the state_dict, and other ones elsewhere."""
+    def build():
+        module = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3)), nn.Linear(3, 3))
+        module[1] = checkpoint_wrapper(module[1])
+        module[2].weight = module[1][0].weight
+        return module
+
+    plain = build()
+    model = FSDP(build(), [])
+    model.load_full_state_dict(plain.state_dict())
+    torch.testing.assert_close(model.full_state_dict(), plain.state_dict(), rtol=0, atol=0)
+    model(torch.ones(2, 3)).sum().backward()
+    plain(torch.ones(2, 3)).sum().backward()
+    want = {name: p.grad * dist.get_world_size() for name, p in plain.named_parameters()}
+    torch.testing.assert_close(model.full_gradients(), want)
+    with pytest.raises(ValueError, match="0._extra_state"):
+        FSDP(nn.Sequential(Extra(3, 3)), [])
+
+
 def test_state_round_trip():
     run(check_state, 3)
+    run(check_wrapped_state, 2)
 
 
 # ---- refused, in words --------------------------------------------------------------
