@@ -8,7 +8,7 @@
 
 A sequence is cut into chunks 0, 1, .. The table shows whose keys and values (K and V) a rank has
 at each hop, and which pairs of its queries and these keys count: * the causal half of its own,
-/ half, - none since all keys are later, no mark: all.
+/ half, - none since all keys are later, no mark: all. Work is counted in units of one *.
 
 ring, zigzag: K and V go around, and results are merged by their log-sum-exp. In backward they go
 around again, with dK and dV one hop behind. allgather: zigzag's blocks, but all K and V of a layer
@@ -75,11 +75,11 @@ def attend_block(q, k, v, causal):
     -> the output, like q, and the log-sum-exp of each query's scores (B, H, queries).
     """
     if q.is_cuda and q.dtype.itemsize == 2:
-        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
+        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, is_causal=causal)
         return out, lse
     if q.is_cuda and q.dtype.itemsize == 4:
         out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-            q, k, v, None, True, 0.0, causal)
+            q, k, v, attn_bias=None, compute_log_sumexp=True, is_causal=causal)
         return out, lse[:, :, :q.shape[2]]  # it was padded to a multiple of 32
     # GPUs have no such kernel in fp64, which is for proofs: there the CPU does it
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
@@ -95,15 +95,20 @@ def attend_block_backward(dout, q, out, lse, k, v, causal):
     rng = torch.empty(0, dtype=torch.int64, device=q.device)  # there is no dropout
     if q.is_cuda and q.dtype.itemsize == 2:
         return aten._scaled_dot_product_flash_attention_backward(
-            dout, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2],
-            0.0, causal, rng, rng)
+            dout, q, k, v, out, lse.contiguous(),
+            cum_seq_q=None, cum_seq_k=None,  # all sequences are of one length
+            max_q=q.shape[2], max_k=k.shape[2],
+            dropout_p=0.0, is_causal=causal, philox_seed=rng, philox_offset=rng)
     if q.is_cuda and q.dtype.itemsize == 4:
+        # padded again, so that padding counts for nothing: exp(score - inf) is 0
         lse = F.pad(lse, (0, -lse.shape[2] % 32), value=math.inf)
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-            dout, q, k, v, None, out, lse, rng, rng, 0.0, [True, True, True, False], causal)
+            dout, q, k, v, None, out, lse, rng, rng,  # None: no bias, and no gradient of it
+            dropout_p=0.0, grad_input_mask=[True, True, True, False], is_causal=causal)
         return dq, dk, dv
     inputs = [x.cpu() for x in (dout, q, k, v, out, lse)]
-    gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(*inputs, 0.0, causal)
+    gradients = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *inputs, dropout_p=0.0, is_causal=causal)
     return [x.to(q.device) for x in gradients]
 
 
@@ -161,7 +166,7 @@ class ReturnByHops:
         """Take what this rank adds to the gradient of the K and V that are here now.
 
         It joins the sum that comes from the rank before, and both go on while the caller makes the
-        next part. Parts that are all zero travel, too: the ranks behind wait for them.
+        next part. Parts that are all zero travel, too: the next rank waits for them.
         """
         if self.own is None:
             self.own = part
@@ -209,8 +214,10 @@ def release(buffer):
     buffer.untyped_storage().resize_(0)
 
 
-# Which scores count at a hop. Own queries before `first_query` see no key that is here. The others
-# see the first `keys` of them: each query all of these or, if `causal`, query i those up to key i.
+# Which pairs of own queries and of the keys that are here count at a hop.
+# first_query  queries before this one see no key
+# keys         how many keys, the first ones, the other queries see
+# causal       of these keys query i sees those up to key i; if False, every query sees all
 Wanted = namedtuple("Wanted", "first_query keys causal")
 
 
@@ -249,7 +256,7 @@ class Ring:
              f"{T} tokens do not divide into {self.chunk_count} chunks: pad them")
         key = (T, str(device))
         if key not in self.known_positions:
-            with torch.inference_mode(False):  # training will use them, too
+            with torch.inference_mode(False):  # or training could not use what evaluation has made
                 by_chunk = torch.arange(T, device=device).view(self.chunk_count, -1)
                 own = [by_chunk[chunk] for chunk in self.chunks()]
                 self.known_positions[key] = torch.cat(own)
@@ -261,6 +268,7 @@ class Ring:
             return Wanted(0, tokens, True)
         mine = self.chunks()
         theirs = self.chunks(hop)
+        # Of one or two chunks each, the pairs that count are of late queries with early keys
         size = tokens // len(mine)  # of a chunk
         too_early = sum(chunk < theirs[0] for chunk in mine)  # chunks of queries before all keys
         seen = sum(chunk < mine[-1] for chunk in theirs)  # chunks of keys before the last queries
@@ -316,7 +324,7 @@ class AllGather(Zigzag):
 
 
 def check_shapes(q, k, v, chunks):
-    """Refuse what would be silently wrong, or end in a kernel's words; chunks: of this rank."""
+    """Refuse what would be silently wrong or fail in a kernel. chunks: how many this rank has."""
     shapes = f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
     need(q.dim() == k.dim() == v.dim() == 4, f"{shapes}: each must be (B, H, T/cp, D)")
     need(k.shape == v.shape, f"{shapes}: k and v must have the same shape")
@@ -333,7 +341,10 @@ def check_shapes(q, k, v, chunks):
 
 
 def check_head_width(D, dtype):
-    """GPUs' kernels take up to 256 numbers a head, and read 16 bytes at a time; fp64 has none."""
+    """GPUs' kernels take up to 256 numbers a head, and read 16 bytes at a time.
+
+    None takes fp64: there the CPU attends, and any width will do.
+    """
     step = 16 // dtype.itemsize
     need(dtype == torch.float64 or (D % step == 0 and D <= 256),
          f"head width {D} in {dtype} on a GPU must be a multiple of {step}, up to 256")
@@ -352,7 +363,8 @@ class BlockwiseAttention(torch.autograd.Function):
             if keys == 0:
                 continue
             block_out, block_lse = attend_block(q[:, :, first:], *first_keys(kv, keys, H), causal)
-            # out so far and this block's: each weighs its part of the sum of exp(score) of both
+            # A softmax of all keys so far weighs each output by its sum of exp(score): this block's
+            # is e^block_lse / (e^block_lse + e^lse), and that is a sigmoid
             weight = torch.sigmoid(block_lse - lse[:, :, first:])
             out[:, :, first:].lerp_(block_out.to(out.dtype), weight.unsqueeze(-1))
             lse[:, :, first:] = torch.logaddexp(lse[:, :, first:], block_lse)
@@ -366,6 +378,7 @@ class BlockwiseAttention(torch.autograd.Function):
         need(not torch.is_grad_enabled(), "create_graph: the kernels have no second derivative")
         q, own, out, lse = ctx.saved_tensors
         H, tokens = q.shape[1:3]
+        fewer = own.shape[2]  # heads of K and V
         dq = torch.zeros_like(q, dtype=lse.dtype)
         returning = ctx.ring.bring_back()
         for hop, kv in enumerate(ctx.ring.bring(own)):
@@ -376,8 +389,8 @@ class BlockwiseAttention(torch.autograd.Function):
                     dout[:, :, first:], q[:, :, first:], out[:, :, first:], lse[:, :, first:],
                     *first_keys(kv, keys, H), causal)
                 dq[:, :, first:] += block_dq
-                dkv[0, :, :, :keys] = sum_heads(block_dk, own.shape[2])
-                dkv[1, :, :, :keys] = sum_heads(block_dv, own.shape[2])
+                dkv[0, :, :, :keys] = sum_heads(block_dk, fewer)
+                dkv[1, :, :, :keys] = sum_heads(block_dv, fewer)
             if ctx.needs_input_grad[1]:
                 returning.add(dkv)
         if not ctx.needs_input_grad[1]:
@@ -387,7 +400,7 @@ class BlockwiseAttention(torch.autograd.Function):
 
 
 class AllToAll(torch.autograd.Function):
-    """Cut a tensor along one dim, a part for every rank; join what comes along another."""
+    """Cut a tensor along one dim, a part for every rank, and join along another what arrives."""
 
     @staticmethod
     def forward(ctx, x, cut, join, group):
@@ -444,8 +457,8 @@ def sum_gradients(parameters, group=None):
     """Sum the gradients of all ranks, in one call per dtype.
 
     Frozen parameters are left out. One that no rank has used keeps the gradient None, as in one
-    process. The sum itself tells: a rank puts 0.0 in the place of each -0.0 of its gradients, and
-    -0.0 in the place of gradients that are missing. Only -0.0 on every rank has the sum -0.0.
+    process. Its sum shows that by the sign of zero: a rank sends -0.0 for what is missing, and for
+    its own zeros 0.0. The sum is -0.0 only if every rank has sent -0.0.
     """
     trained = [p for p in parameters if p.requires_grad]
     missing = {p for p in trained if p.grad is None}
@@ -477,7 +490,8 @@ def clip_gradients(parameters, clip):
     with_gradient = [p for p in parameters if p.grad is not None]
     norm = nn.utils.get_total_norm([p.grad for p in with_gradient])
     if clip:
-        nn.utils.clip_grads_with_norm_(with_gradient, clip, norm.nan_to_num(0, posinf=0))
+        finite = norm.nan_to_num(0, posinf=0)  # with a norm of 0 nothing is scaled
+        nn.utils.clip_grads_with_norm_(with_gradient, clip, finite)
     return norm
 
 
@@ -485,7 +499,10 @@ def clip_gradients(parameters, clip):
 
 
 def parallelize(model, ring):
-    """The model, or a stage of it, then takes a rank's own tokens, x[:, ring.positions(T)]."""
+    """Let a model, or a stage of one, attend by the ring -> it.
+
+    It then takes a rank's own tokens, x[:, ring.positions(T)].
+    """
     for block in model.blocks:
         block.attn.attend = ring.attend
     if hasattr(model, "pos"):
@@ -494,7 +511,7 @@ def parallelize(model, ring):
 
 
 def cut_positions(embedding, ring):
-    """The GPT counts the tokens that it is given 0, 1, ..; they stand elsewhere in the sequence."""
+    """Have this rank's positions looked up: the GPT numbers the tokens that it is given 0, 1, .."""
 
     def own_positions(_, inputs):
         counted = inputs[0]  # (T/cp,)
@@ -537,7 +554,7 @@ def train_step(model, optimizer, x, y, valid, clip, group=None):
 def train_step_at_work(model, optimizer, x, y, valid, clip, mesh):
     """x, y: all tokens (B, T), which torch cuts in place, as zigzag does."""
     from torch.distributed.tensor.experimental import context_parallel  # takes seconds, and NumPy
-    order = torch.arange(x.shape[1]).to(x)
+    order = torch.arange(x.shape[1]).to(x)  # where each token of x stands; it is cut as x is
     cut_in_place = context_parallel(mesh, buffers=[x, y, order], buffer_seq_dims=[1, 1, 0],
                                     no_restore_buffers={x, y, order})
 
@@ -545,6 +562,7 @@ def train_step_at_work(model, optimizer, x, y, valid, clip, mesh):
         return order
 
     with model.pos.register_forward_pre_hook(own_positions), cut_in_place:
+        # x and y are (B, T/cp) in here, and order (T/cp,).
         # Gradients are summed by train_step; a program at work leaves that to FSDP or DDP
         return train_step(model, optimizer, x, y, valid, clip)
 
@@ -696,9 +714,10 @@ def account(run, model):
                  sent.pop("all_reduce"))
     if run.args.impl == "torch":
         return
-    backwards = sum(any(block) for block in needs)
+    backwards = sum(any(qkv) for qkv in needs)  # blocks whose attention has a backward
     if run.args.attn == "ulysses":
-        gradients = backwards + sum(sum(block) for block in needs)  # of out, and of q, k, v
+        of_inputs = sum(sum(qkv) for qkv in needs)  # gradients of q, of k and of v
+        gradients = backwards + of_inputs  # one of out for each backward
         formula = f"(cp-1)/cp S b (4 L + {gradients})"
         expected = (cp - 1) * S * b * (4 * L + gradients) / cp
     else:
@@ -720,6 +739,7 @@ def main():
         T = run.cfg.seq
         own = ring.positions(T, run.device)
         total = sum(p.numel() for p in sides[run.impls[0]].model.parameters())
+        # of one *, in all layers: two matmuls, each for half of (T/cp)^2 scores
         unit = run.cfg.layers * args.batch * run.cfg.width * (T // cp) ** 2
         run.say(f"context_parallel: {cp} ranks on {run.device.type}, {args.dtype}, "
                 f"{total:,} parameters on each; work in {unit:,} multiply-adds")
