@@ -135,7 +135,6 @@ class Unit:
         high = min(stop - self.first, self.shard.numel())
         return low, high
 
-
     def store(self, i, whole):
         """Copy this rank's part of parameter i into the shard."""
         low, high = self.overlap(i)
@@ -275,11 +274,12 @@ class FSDP(nn.Module):
     reshard: free blocks after forward, and gather them again for backward
     dtype: what computes and travels, if it is not the parameters' own; shards and sums keep theirs
     device, home: where the module computes, and where the shards live (None: there as well)
-    init(holder, prefix): fills a parameter that was on the meta device. It is the only one in the
-        module `holder`, and its name in the whole model is prefix + its name there
+    init(holder, prefix): fills a parameter that was on the meta device, with the same values on
+        every rank. It is the only one in the module `holder`, and holder.named_parameters(prefix=
+        prefix) gives the name that it has in the whole model
 
-    All ranks begin with the first one's parameters and buffers; then each has buffers of its own.
-    Frozen parameters stay whole on every rank. All ranks must use the same units in a step. In a
+    All ranks begin with the first one's parameters and buffers, but for what init fills; then each
+    has buffers of its own. Frozen parameters stay whole on every rank, in `dtype`. All ranks must use the same units in a step. In a
     unit that is used, a parameter that no rank uses has a gradient of zeros, not None. Between
     steps the module's parameters have no memory. The module is used by calling FSDP, its blocks by
     calling them; they return tensors, or tuples, lists, dicts and dataclasses of them.
@@ -538,7 +538,10 @@ class FSDP(nn.Module):
     # the state, gathered
 
     def full_state_dict(self):
-        """-> {name: whole tensor}, the state_dict of the module as it was; collective."""
+        """-> {name: whole tensor}, the state_dict of the module as it was; collective.
+
+        Frozen parameters are of `dtype` here, if that was given, and all others of their own.
+        """
         found = dict(self.rest())
         for unit in self.units:
             found.update(unit.gathered(unit.shard))
@@ -640,9 +643,10 @@ def made(parameter, use, device, init):
     if init is None:
         raise ValueError("FSDP: a parameter is on the meta device: give init=, which fills it")
     empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-    holder = nn.ParameterDict({use.attribute: empty})  # a module with nothing else in it
+    holder = nn.Module()  # with nothing else in it
+    holder.register_parameter(use.attribute, nn.Parameter(empty, parameter.requires_grad))
     init(holder, prefix=use.path)
-    return holder[use.attribute].detach()
+    return getattr(holder, use.attribute).detach()
 
 
 def broadcast(tensor, group, replicas, device):
@@ -839,7 +843,6 @@ def refuse(args, n):
 def dtype_of_shards(run):
     """--dtype bf16 is for computing: shards, sums of gradients and AdamW's states are fp32."""
     return torch.promote_types(run.dtype, torch.float32)
-
 
 
 def set_up(run, model, mesh):

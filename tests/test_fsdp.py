@@ -559,6 +559,7 @@ def check_meta():
     def build():
         module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
         module[2].weight = module[0].weight
+        module[2].keys = nn.Parameter(torch.ones(3))  # a name that containers have methods of
         module[1].bias.requires_grad_(False)
         return module
 
