@@ -147,9 +147,11 @@ def build(cfg, seed, device="cpu", dtype=torch.float32):
     """The plain GPT, with the same weights on every rank and device."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
-    with torch.device(device):
-        model = GPT(cfg)
-    torch.set_default_dtype(before)
+    try:
+        with torch.device(device):
+            model = GPT(cfg)
+    finally:
+        torch.set_default_dtype(before)
     init_weights(model, cfg.layers, seed)
     return model
 
@@ -496,7 +498,10 @@ def choose_device(args, launch):
 
 
 def choose_backend(device, store, launch):
-    """NCCL wants a GPU for every rank; gloo shares GPUs, and works on CPUs."""
+    """NCCL wants a GPU for every rank; gloo shares GPUs, and works on CPUs.
+
+    Each node decides for itself: either all have a GPU for every rank, or none.
+    """
     if device.type == "cpu":
         return "gloo"
     if launch.local_world_size <= torch.cuda.device_count():
@@ -525,8 +530,6 @@ def join_world(args, device, launch):
     for name, value in alone.items():
         os.environ.setdefault(name, str(value))  # plain `python script.py` is a world of one
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    # until the first collective, nobody needs the timeout of the backend
-    guard.prepare(timedelta(seconds=args.timeout or TIMEOUT["gloo"]))
     world = next(dist.rendezvous("env://"))
     store, rank, world_size = guard.among_the_living(*world)
     backend = choose_backend(device, store, launch)
@@ -549,7 +552,7 @@ CHECKED = 300  # steps that the plain GPT replays, at most
 class Side:
     """One implementation of a technique, ready to train: what a run steps, judges and saves."""
 
-    model: nn.Module
+    model: object  # what main() trains: a module, or a ZeRO around one
     optimizer: torch.optim.Optimizer
     # what main() calls for a step, with arguments of its own choice -> this rank's part of the
     # loss, the gradient norm; None where main() has another way
@@ -659,7 +662,7 @@ class Run:
         if self.dry:
             self.fake.__exit__(None, None, None)
         if kind is KeyboardInterrupt:
-            done = len(self.times[self.impls[0]])
+            done = self.first + len(self.times[self.impls[0]])
             self.say(f"interrupted after {done} of {self.args.steps} steps")
             os._exit(130)
         if kind not in (None, SystemExit):
@@ -759,7 +762,7 @@ class Run:
             start = self.clock.mark()
             yield
             self.marks = start, self.clock.mark()
-            if is_last and on_gpu:
+            if is_last and on_gpu and impl == self.impls[0]:
                 self.extra["allocator_peak"] = torch.cuda.max_memory_allocated()
 
     def profiler(self, impl):

@@ -2,6 +2,7 @@
 import json
 import math
 import os
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -120,6 +121,23 @@ def test_every_window_is_read_once():
 
 def test_share():
     assert [list(common.share(7, 3, i)) for i in range(3)] == [[0, 1], [2, 3], [4, 5, 6]]
+
+
+def test_a_model_that_cannot_be_built_leaves_the_default_dtype():
+    before = torch.get_default_dtype()
+    with pytest.raises(ZeroDivisionError):
+        build(common.GPTConfig(heads=0), 0, dtype=torch.bfloat16)
+    assert torch.get_default_dtype() == before
+
+
+def test_an_interrupted_run_counts_the_steps_it_has_resumed(monkeypatch):
+    said = []
+    monkeypatch.setattr(os, "_exit", sys.exit)
+    run = SimpleNamespace(dry=False, impls=["scratch"], times={"scratch": [1.0] * 3}, first=10,
+                          args=SimpleNamespace(steps=20), say=said.append)
+    with pytest.raises(SystemExit):
+        common.Run.__exit__(run, KeyboardInterrupt)
+    assert said == ["interrupted after 13 of 20 steps"]
 
 
 # ---- the rate ------------------------------------------------------------------
