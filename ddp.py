@@ -153,7 +153,7 @@ class BucketedDDP(nn.Module):
             broadcast(tensor, group)
         self.frozen = [p for p in module.parameters() if not p.requires_grad]
         self.sparse = parameters_with_sparse_gradients(module)
-        self.sums = {}  # {parameter of self.sparse: its latest gradient that was summed over ranks}
+        self.sums = {}  # {parameter of self.sparse: its latest sum over ranks}, if not averaged
         self.hooks = []  # handles of the hooks on the parameters
         self.buckets = []
         for parameters in self.layout(bucket_mb * 1e6, first_bucket_mb * 1e6):
@@ -260,7 +260,8 @@ class BucketedDDP(nn.Module):
         if total is not None and self.average:
             total = total / dist.get_world_size(self.group)
         p.grad = total
-        self.sums[p] = total
+        if not self.average:
+            self.sums[p] = total
 
     def reset(self):
         self.started = 0

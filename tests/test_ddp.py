@@ -345,6 +345,7 @@ def check_sparse(average):
                 found.append(p.grad.to_dense().clone())
             optimizer.step()
             optimizer.zero_grad()
+        assert not (average and model.sums)  # which would keep gradients
         results.append([*found, *model.parameters()])
     torch.testing.assert_close(*results)
 
