@@ -597,12 +597,15 @@ class ZeRO:
         skipped = self.unused()
         before = self.options()
         self.stepping = True
-        for flat in self.flats:
-            flat.give_gradients(skipped)
-            self.optimizer.step()  # parts of other flats have no gradient, and are left alone
-            flat.drop_gradients()
-            flat.publish()  # in stages 1 and 2 sharded -> replicated, while the next one is stepped
-        self.stepping = False
+        try:
+            for flat in self.flats:
+                flat.give_gradients(skipped)
+                self.optimizer.step()  # parts of other flats have no gradient, and are left alone
+                flat.drop_gradients()
+                # in stages 1 and 2 sharded -> replicated, while the next one is stepped
+                flat.publish()
+        finally:
+            self.stepping = False
         if self.options() != before:
             raise RuntimeError("this optimizer keeps account of its steps in param_groups, "
                                "but ZeRO calls it once for each unit")
@@ -749,10 +752,10 @@ class ZeRO:
 
 def refuse_model(module, stage, offload):
     """Raises ValueError for what would be trained wrongly, and says what to do."""
-    least = {"none": 0, "optimizer": 0, "param": 3}  # {offload: the lowest stage}
+    least = {"none": 0, "optimizer": 1, "param": 3}  # {offload: the lowest stage}
     if stage not in (0, 1, 2, 3) or offload not in least or stage < least[offload]:
         raise ValueError(f"stage {stage}, offload {offload}: stages are 0 to 3; offload is none, "
-                         "optimizer or, in stage 3, param")
+                         "from stage 1 optimizer, in stage 3 param")
     for name, m in module.named_modules():
         if not isinstance(m, (nn.Embedding, nn.EmbeddingBag)) or not m.weight.requires_grad:
             continue

@@ -855,6 +855,7 @@ def check_refused_at_construction():
         ("share memory", shared_memory(), sgd, {}),
         ("stages are 0 to 3", linear, sgd, {"stage": 4}),
         ("stages are 0 to 3", linear, sgd, {"offload": "param"}),
+        ("stages are 0 to 3", linear, sgd, {"stage": 0, "offload": "optimizer"}),
     ]
     for words, module, make, options in cases:
         with pytest.raises(ValueError, match=words):
@@ -880,6 +881,9 @@ def check_refused_later(stage):
     ours.zero_grad()
     sum_of_squares(module, x).backward()
     ours.reduce()
+    with pytest.raises(ZeroDivisionError), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ours.optimizer, "step", lambda: 1 / 0)
+        ours.step()
     with pytest.raises(RuntimeError, match="zero.step"):
         ours.optimizer.step()
     ours.step()
