@@ -3,7 +3,8 @@
   GPT          GPT-2, plain, written so that each script can change one thing
   get_batch    real text; any rank can make any part of any step's global batch
   arguments    the flags every script takes; bad usage is one line and exit code 2
-  Side, Run    one run of a script: process group, steps, rate, clock, checkpoints, the plain GPT's
+  Side         one implementation of a technique, ready to train
+  Run          one run of a script: process group, steps, rate, clock, checkpoints, the plain GPT's
                steps, report; main() of ddp.py shows the order of use
 
 The instruments that a run uses are in harness/: the ledger of bytes, the comparison with one
@@ -126,8 +127,8 @@ class GPT(nn.Module):
 def init_weights(module, layers, seed, prefix=""):
     """GPT-2's N(0, 0.02), smaller by 1/sqrt(2L) on residual projections.
 
-    Every parameter is drawn by its own full name, prefix + its name in module: any part of the
-    model can be made anywhere, in any order, with the same values.
+    Every parameter is drawn by its own full name, which named_parameters(prefix=prefix) gives: any
+    part of the model can be made anywhere, in any order, with the same values.
     """
     for name, p in module.named_parameters(prefix=prefix):
         if p.dim() == 2:
@@ -177,13 +178,14 @@ def loss_sum(logits, targets):
 
 
 def clip_gradients(parameters, clip):
-    """Scale the gradients down to a norm of at most clip (0: any) -> the norm before.
+    """Scale the gradients down to a norm of at most clip (0: no limit) -> the norm before.
 
     If the norm is inf or nan they stay as they are: guard.fault then says whose fault it is.
     """
     parameters = [p for p in parameters if p.grad is not None]
     norm = nn.utils.get_total_norm([p.grad for p in parameters])
-    finite = norm.nan_to_num(0, posinf=0)  # a norm of 0 needs no scaling
+    # inf and nan are passed on as 0, since gradients of norm 0 are not scaled
+    finite = norm.nan_to_num(0, posinf=0)
     nn.utils.clip_grads_with_norm_(parameters, clip or math.inf, finite)
     return norm
 
@@ -199,7 +201,7 @@ def learning_rate(step, args):
 
     It climbs in a straight line for `warmup` steps, the last of which has the full rate. Then it
     stays, or falls in a straight line or along half a cosine (Loshchilov 2017, "SGDR",
-    arXiv:1608.03983, equation 5). One more step than there are would have min_lr.
+    arXiv:1608.03983, equation 5). The step after the last would have min_lr.
     """
     if step < args.warmup:
         return args.lr * (step + 1) / args.warmup
@@ -214,14 +216,15 @@ def learning_rate(step, args):
 # ---- data --------------------------------------------------------------------
 
 IGNORE = -100  # a target that is not predicted
-HELD_OUT = 20  # one part in so many of the text is held out for validation, its end
-EVAL_BATCHES = 8  # validation reads at most so many batches of that
+HELD_OUT = 20  # the last 1/20 of the text is held out for validation
+EVAL_BATCHES = 8  # validation reads at most this many batches of the held-out text
 
 
 def load_corpus(path, seq):
     """The bytes of a text file or of a folder's files, in order -> (n,) uint8.
 
-    path "" is the standard library's sources. Bad: one line, exit code 2.
+    path "" stands for the standard library's sources. A path that cannot be read ends every rank
+    with one line and exit code 2.
     """
     root = Path(path or sysconfig.get_paths()["stdlib"])
     require(root.exists(), f"--data {path}: no such file or folder")
@@ -258,9 +261,11 @@ def get_batch(corpus, seq, seed, step, batch, pad=0.0, rows=None):
     starts = [rng.randrange(len(corpus) - seq) for _ in range(batch)]
     tails = []
     for _ in range(batch):
-        # uneven on purpose: half of the sequences lose nothing, the others up to 4 x pad of their
-        # targets, and each keeps at least one
-        tail = int(4 * pad * seq * rng.random() * rng.randrange(2))
+        # uneven on purpose: one sequence in two loses nothing, the other up to 4 x pad of its
+        # targets, which is pad on average; each keeps at least one
+        tail = int(4 * pad * seq * rng.random())
+        if rng.randrange(2) == 0:
+            tail = 0
         tails.append(min(seq - 1, tail))
     if rows is None:
         rows = range(batch)
@@ -271,7 +276,7 @@ def get_batch(corpus, seq, seed, step, batch, pad=0.0, rows=None):
 
 
 def windows(corpus, seq, starts):
-    """-> inputs, targets (len(starts), T) int64: the text from each start, and one further."""
+    """T bytes from each start, and the T that begin one later: inputs, targets (len(starts), T)."""
     text = torch.stack([corpus[start:start + seq + 1] for start in starts]).long()
     # two copies, since targets may be overwritten; contiguous() would not copy a single row
     return text[:, :-1].clone(), text[:, 1:].clone()
@@ -296,6 +301,7 @@ def held_out_batch(text, seq, k, batch, rows=None):
     if rows is None:
         rows = range(batch)
     numbers = [k * batch + i for i in rows]
+    # a row beyond the last window reads some other window, and all of its targets are ignored
     x, y = windows(text, seq, [seq * (number % count) for number in numbers])
     for number, row in zip(numbers, y):
         if number >= count:
@@ -362,8 +368,8 @@ FLAGS = {**MODEL_FLAGS, **TRAINING_FLAGS, **RUN_FLAGS}
 def arguments(doc, **own):
     """The common flags and a script's own, e.g. micro=Flag(4, "micro-batches", POSITIVE) -> args.
 
-    Every value is in its bounds. args.cfg is the GPTConfig, args.world_size the ranks, those of a
-    dry run too, so that a script can `require` what it needs before anything is built.
+    Every value is in its bounds. args.cfg is the GPTConfig. args.world_size is the number of ranks,
+    in a dry run that of --dry-run: a script can `require` what it needs before anything is built.
     """
     flags = {**own, **FLAGS}  # in this order in --help
     args = parse(doc, flags)
@@ -452,14 +458,15 @@ def refuse(args, launch):
     require(cfg.width % cfg.heads == 0, f"--heads {cfg.heads} does not divide --width {cfg.width}")
     require(not args.dry_run or ranks == 1,
             f"--dry-run is one rank alone: use python, not torchrun with {ranks}")
-    require(args.rank < (args.dry_run or 1),
+    ranks_to_choose_from = args.dry_run or 1  # without a dry run there is the default alone, 0
+    require(args.rank < ranks_to_choose_from,
             f"--rank {args.rank}: is for --dry-run, up to {args.world_size - 1}")
     if args.device == "cuda" and args.dry_run:
         require(torch.backends.cuda.is_built(), "--device cuda: this torch has no CUDA")
     elif args.device == "cuda":
         require(torch.cuda.is_available(), "--device cuda: torch finds no GPU")
     require(args.min_lr <= args.lr, f"--min-lr {args.min_lr} is above --lr {args.lr}")
-    require(args.warmup < args.steps or not args.warmup,
+    require(args.warmup < args.steps,
             f"--warmup {args.warmup}: leave a step of --steps {args.steps} for the full rate")
     try:
         re.compile(args.train)
@@ -506,7 +513,7 @@ def choose_backend(device, store, launch):
         return "gloo"
     if launch.local_world_size <= torch.cuda.device_count():
         return "nccl"
-    # some launchers let each process see one GPU only, but each another one
+    # some launchers show each process one GPU only, and every process a different one
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", "")
     store.set(f"gpu of {launch.rank}", f"{socket.gethostname()} {uuid}")
     gpus = {store.get(f"gpu of {rank}") for rank in range(launch.world_size)}
@@ -554,8 +561,8 @@ class Side:
 
     model: object  # what main() trains: a module, or a ZeRO around one
     optimizer: torch.optim.Optimizer
-    # what main() calls for a step, with arguments of its own choice -> this rank's part of the
-    # loss, the gradient norm; None where main() has another way
+    # main() calls it for every step, with arguments that the script chooses -> this rank's part of
+    # the loss, the gradient norm. None where main() has another way
     train_step: Callable | None = None
     # () -> {the plain GPT's name: whole tensor}, on every rank; gradients of what is trained
     full_gradients: Callable
@@ -569,7 +576,7 @@ class Side:
     # () -> {"parameters", "gradients", "optimizer": [tensors]} for the ledger, if model and
     # optimizer do not say it
     held: Callable | None = None
-    # may a norm be inf, since the step is then skipped (fp16 with loss scaling)?
+    # True where a step whose norm is inf is skipped (fp16 with loss scaling): it is no fault then
     may_overflow: bool = False
 
     def all_held(self):
@@ -581,14 +588,15 @@ class Side:
         """Give the memory back. The side is of no use afterwards."""
         for tensors in self.all_held().values():
             for t in tensors:
-                getattr(t, "_local_tensor", t).untyped_storage().resize_(0)
+                local = getattr(t, "_local_tensor", t)  # of a DTensor: this rank's
+                local.untyped_storage().resize_(0)
 
 
 class Run:
     """One run of a script, real or dry: main() of ddp.py shows the order of use.
 
-    impls: names of what is trained, if not --impl's. build(cfg, seed, device, dtype) makes the
-    plain model, if it is not the GPT.
+    impls: the names of what is trained; None takes them from --impl. build(cfg, seed, device,
+    dtype) makes the plain model, if it is not the GPT.
     """
 
     def __init__(self, args, impls=None, build=build):
@@ -631,8 +639,8 @@ class Run:
         self.checked = min(self.last, self.first + CHECKED - 1)  # the last step that is compared
         self.step = self.first  # the one under way
         self.saved = self.first  # steps behind the newest checkpoint
-        self.request = None  # has SIGTERM been heard? Only where there is something to save
-        self.stopping = False  # has any rank heard it?
+        self.request = None  # a guard.Request that listens for SIGTERM; None where nothing is saved
+        self.stopping = False  # has any rank heard SIGTERM?
         if self.args.save and not self.dry:
             self.request = guard.Request()
 
@@ -668,7 +676,8 @@ class Run:
         if kind not in (None, SystemExit):
             guard.testify(self.rank, self.step)
             return  # the other ranks may still wait in a collective
-        gc.collect()  # a group that outlives destroy, in a closure or a cycle: gloo aborts at exit
+        # a closure or a cycle may keep a group alive beyond destroy; gloo would abort at exit
+        gc.collect()
         dist.destroy_process_group()
 
     def say(self, *words):
@@ -686,7 +695,8 @@ class Run:
 
     def build(self):
         """The plain model, with this run's weights, device and dtype; --train freezes the rest."""
-        return self.freeze(self.build_plain(self.cfg, self.args.seed, self.device, self.dtype))
+        model = self.build_plain(self.cfg, self.args.seed, self.device, self.dtype)
+        return self.freeze(model)
 
     def freeze(self, model):
         """With --train freezes what it does not find -> the model."""
@@ -727,7 +737,10 @@ class Run:
             self.step_log = report.StepLog(self.args.log, self.first)
 
     def steps(self):
-        """(impl, step) in order, --impl both in alternating blocks: both meet the same noise."""
+        """Yields (impl, step) in order.
+
+        With --impl both the two take turns of BLOCK steps, so that both meet the same noise.
+        """
         if self.dry:
             self.say("dry run: no values")
         elif self.rank == 0:
@@ -736,9 +749,9 @@ class Run:
             count = self.checked + 1 - self.first
             self.say(f"the check covers the first {count} steps; the others run unchecked")
         self.validate_first()
-        for start in range(self.first, self.last + 1, BLOCK):
+        for first in range(self.first, self.last + 1, BLOCK):
             for impl in self.impls:
-                for step in range(start, min(start + BLOCK, self.last + 1)):
+                for step in range(first, min(first + BLOCK, self.last + 1)):
                     self.step = step
                     yield impl, step
                     if self.stopping and step < self.last:
@@ -759,9 +772,9 @@ class Run:
                 stack.enter_context(self.profiler(impl))
             if is_last and on_gpu:
                 torch.cuda.reset_peak_memory_stats()
-            start = self.clock.mark()
+            before = self.clock.mark()
             yield
-            self.marks = start, self.clock.mark()
+            self.marks = before, self.clock.mark()
             if is_last and on_gpu and impl == self.impls[0]:
                 self.extra["allocator_peak"] = torch.cuda.max_memory_allocated()
 
@@ -770,7 +783,10 @@ class Run:
         return profiled(Path(self.args.profile, name), self.say)
 
     def ms(self, impl):
-        """Median of the steps but the first, a warmup, and the last, slowed down by the ledger."""
+        """The median over the steps, without the first and the last if there are others.
+
+        The first is a warmup, and the ledger slows the last one down.
+        """
         times = self.times.get(impl)
         if self.dry or not times:
             return None
@@ -817,7 +833,10 @@ class Run:
             sys.exit(1)  # what is wrong has been said
 
     def sum_losses(self, part):
-        """This rank's part -> the loss of the global batch. SIGTERM is told to all ranks, too."""
+        """This rank's part -> the loss of the global batch.
+
+        The same all-reduce sets self.stopping: it tells all ranks whether any has heard SIGTERM.
+        """
         heard = bool(self.request and self.request.made)
         both = torch.stack([part.detach().double(), part.new_tensor(heard, dtype=torch.float64)])
         dist.all_reduce(both)  # partial -> replicated
@@ -900,8 +919,8 @@ class Run:
         trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
         optimizer = adamw(trainable.values(), self.args.lr)
         trace = Trace()
-        start = self.plain_start(model, optimizer)
-        for step in range(start, self.checked + 1):
+        begin = self.plain_start(model, optimizer)
+        for step in range(begin, self.checked + 1):
             if step == self.first and self.args.eval_every:
                 trace.validation[step - 1] = self.validate_plain(model)
             self.set_rate(optimizer, step)
@@ -927,7 +946,7 @@ class Run:
         first = self.plain_first()
         if first > 0:
             checkpoint.read_plain(self.start, model, optimizer)
-        elif self.start.flag == "--init-from":
+        elif self.start.flag == "--init-from":  # step 0 begins with the checkpoint's weights
             checkpoint.read_plain(self.start, model)
         return first
 
@@ -1008,11 +1027,13 @@ class Run:
         return check, [loss.item() for loss in trace.loss.values()]
 
     def publish(self, ranks, total, check, plain_loss):
-        """Print the report, write it to --json -> did that fail?"""
+        """Print the report, write it to --json -> True if it could not be written."""
         impl = self.impls[0]
         ms = self.ms(impl)
         args = {name: value for name, value in vars(self.args).items() if name != "cfg"}
-        per_rank = [rank.pop("own") for rank in ranks]
+        per_rank = []
+        for rank in ranks:
+            per_rank.append(rank.pop("own"))  # it is not reported among `ranks`, but under its name
         result = dict(
             script=Path(program()).stem, impl=self.args.impl, world_size=self.world_size,
             backend=dist.get_backend(), device=self.device.type, dtype=self.args.dtype,
@@ -1028,7 +1049,9 @@ class Run:
         if self.args.impl == "both":
             theirs = self.ms("torch")
             result["torch_ms_per_step"] = theirs
-            result["speedup"] = ms and theirs / ms
+            result["speedup"] = None
+            if ms:
+                result["speedup"] = theirs / ms
         result.update(self.extra)
         report.show(result)
         if not self.args.json:
