@@ -4,18 +4,19 @@
     rank 0    0 0 0 1 | 2 3   0 0 0 1 0 1   experts 0, 1     0 0 0 1 2 3   sum of a token's K rows
     rank 1    0 1 | 2 2 3 3   2 3 2 2 3 3   experts 2, 3     0 1 2 2 3 3   sum of a token's K rows
 
-A digit is a row, a token on its way to one of its K experts, whose number it shows. The ranks that
-share out the experts also share out the batch. When ep of all n ranks share out the experts (--ep),
-an expert is on n/ep ranks, which sum its gradient; all other gradients are summed over all n.
-Splits are uneven, and no token is dropped, unless --capacity A is given: then an expert takes at
-most ceil(A K N / E) rows from each rank of N tokens, those of the first tokens.
+A digit is a row: a token on its way to one of its K experts. The digit is that expert's number, and
+| divides the rows for one rank from those for the next. The ranks that share out the experts also
+share out the batch. When ep of all n ranks share out the experts (--ep), an expert is on n/ep
+ranks, which sum its gradient; all other gradients are summed over all n. Splits are uneven, and no
+token is dropped, unless --capacity A is given: then an expert takes at most ceil(A K N / E) rows
+from each rank of N tokens, those of the first tokens.
 
-    on each rank, numbers of b bytes     plain MoE               here
+    on each rank, a number has b bytes   plain MoE               here
     parameters, gradients, AdamW states  4 b (dense + experts)   4 b (dense + experts/ep)
     rows of C, to experts and back       -                       2 K N per layer, in backward again
     all-to-alls per layer                -                       4 of rows, 1 of 8 E bytes
     all-reduced in a step                -                       b (dense + experts/ep)
-    all-reduced per layer                -                       8 E
+    all-reduced per layer                -                       8 E bytes
 
 Lepikhin 2020, "GShard", arXiv:2006.16668 (all-to-all, capacity); Fedus 2021, "Switch Transformers",
 arXiv:2101.03961, eq. 4 (balancing); Zoph 2022, "ST-MoE", arXiv:2202.08906, eq. 5 (z-loss);
@@ -203,7 +204,7 @@ def plan_routing(chosen, wanted, most, ep, balanced):
     here = len(wanted) // ranks  # experts on each rank
     taken = wanted.clamp(max=most)
     coming = torch.empty_like(taken)  # (ep E/ep,): rows from rank 0 for each expert here, rank 1 ..
-    # my rows for every expert -> every rank's rows for my experts
+    # this rank's rows for every expert -> every rank's rows for the experts here
     dist.all_to_all_single(coming, taken, group=ep)
     if balanced:
         counts = balanced_counts(chosen.numel(), len(wanted), most, ep)
@@ -211,12 +212,15 @@ def plan_routing(chosen, wanted, most, ep, balanced):
         counts = torch.stack([wanted, taken, coming]).tolist()  # here alone the host waits
     wanted_counts, taken_counts, coming_counts = counts
 
-    choices = chosen.flatten().argsort(stable=True)  # sorted by expert
-    if most < len(chosen):
-        of_experts = choices.split(wanted_counts)
-        choices = torch.cat([of[:count] for of, count in zip(of_experts, taken_counts)])
+    all_choices = chosen.flatten().argsort(stable=True)  # sorted by expert
+    choices = all_choices
+    if most < len(chosen):  # a token chooses an expert once at most: else there is room for all
+        of_experts = all_choices.split(wanted_counts)
+        taken_choices = [of_one[:count] for of_one, count in zip(of_experts, taken_counts)]
+        choices = torch.cat(taken_choices)
     experts = torch.arange(here, device=chosen.device).repeat(ranks)  # whose rows `coming` counts
     expert_of_row = experts.repeat_interleave(coming, output_size=sum(coming_counts))
+    # counts lie by rank, then by expert: a rank's are a run, an expert's are every here-th
     return Routing(
         choices=choices,
         sent=[sum(taken_counts[r * here:(r + 1) * here]) for r in range(ranks)],
@@ -239,8 +243,9 @@ def balanced_counts(choices, experts, most, ep):
 
 
 def linear_by_loop(rows, weight, bias, routing):
-    """Rows (n, C), sorted by expert, times each one's weight (E/ep, F, C), plus its bias -> (n, F).
+    """Rows (n, C), sorted by expert, times their expert's weight, plus its bias -> (n, F).
 
+    weight (E/ep, F, C) and bias (E/ep, F) are stacked, an expert after the other; bias may be None.
     An expert without rows gets zeros for a gradient, not None.
     """
     weights = weight.unbind()
@@ -256,8 +261,8 @@ def linear_by_loop(rows, weight, bias, routing):
 def linear_in_one_kernel(rows, weight, bias, routing):
     """The same as linear_by_loop.
 
-    The bias is added by a matmul, whose backward is a matmul as well: it sums in fp32, and no two
-    rows are added to the same number at a time, as they would be by an index_add.
+    The bias is added by a matmul, whose backward is a matmul as well: it sums in fp32. That of an
+    index_select would be an index_add, which on GPUs adds rows in any order and rounds each sum.
     """
     y = F.grouped_mm(rows, weight.transpose(1, 2), offs=routing.ends)
     if bias is None:
@@ -360,7 +365,7 @@ class Count:
 
 
 class AddLoss(torch.autograd.Function):
-    """y as it is; in backward, `loss` gets the gradient of a term of the model's loss.
+    """Returns y. In backward, `loss` gets the gradient that a term of the model's loss has.
 
     In the middle of a pipeline, or where checkpointing runs forward twice, a layer cannot leave a
     loss to be added by others (Megatron's MoEAuxLossAutoScaler). For the same reason the layer adds
@@ -395,9 +400,9 @@ class MoE(nn.Module):
     shared        a module that every token visits besides, or None
     balance       "aux": a loss; "bias": step_biases moves a bias in the choice; "none"
     capacity      A, or 0: no token is dropped
-    microbatches  the forwards, of equally many tokens, that make up a step. Its balancing loss is
-                  the mean of theirs, each over the tokens of all ranks in that forward: when the
-                  first goes backward, nobody knows what the last will choose
+    microbatches  how many forwards, of equally many tokens, make up a step. The step's balancing
+                  loss is the mean of those of its forwards, each over all ranks' tokens in it: when
+                  the first goes backward, nobody knows what the last will choose
     balanced      for dry runs: no number is read from the device; all experts are taken to be
                   chosen equally often
     exchange      the function that moves rows between ranks
@@ -420,7 +425,7 @@ class MoE(nn.Module):
         self.balanced = balanced
         self.exchange = exchange
         self.check()
-        # float64: .to(bfloat16) leaves it, see _apply
+        # float64, so that no small step is rounded away; _apply keeps it so in .to(bfloat16)
         bias = torch.zeros(router.out_features, dtype=torch.float64, device=router.weight.device)
         self.register_buffer("bias", bias)  # (E,) is added to probabilities, for the choice alone
         self.loss_scale = 1.0  # what the model's loss is multiplied by, by a loss scaler say
@@ -495,7 +500,8 @@ class MoE(nn.Module):
         """Tokens (N, C) go to their experts and come back -> each one's K rows times gates, summed.
         """
         N, C = tokens.shape
-        rows = tokens.index_select(0, routing.choices // self.top_k)
+        token_of_row = routing.choices // self.top_k  # choice n K + k is token n's
+        rows = tokens.index_select(0, token_of_row)
         # on the tokens' ranks -> on the experts' ranks
         rows = self.exchange(rows, routing.sent, routing.received, self.ep)
         rows = rows.index_select(0, routing.by_expert)
@@ -532,7 +538,7 @@ class MoE(nn.Module):
             self.choices[count.number] = count.chosen
 
     def _apply(self, fn, recurse=True):
-        """.to(device) moves the bias; .to(bfloat16), which rounds small steps away, leaves it."""
+        """.to(device) moves the bias, but .to(bfloat16) does not cast it."""
         exact = self.bias
         super()._apply(fn, recurse)
         if self.bias.dtype != exact.dtype:
@@ -611,13 +617,13 @@ def gradient_norm(model, ep):
     """After sum_gradients: the norm of the whole model's gradient, each expert counted once."""
     dense, experts = trained_parameters(model)
     like = next(model.parameters())
-    of_experts = square_sum(experts, like)
-    dist.all_reduce(of_experts, group=ep)  # partial -> replicated
-    return (square_sum(dense, like) + of_experts).sqrt()
+    square = square_sum(experts, like)
+    dist.all_reduce(square, group=ep)  # partial -> replicated
+    return (square_sum(dense, like) + square).sqrt()
 
 
 def square_sum(parameters, like):
-    """Of their gradients. Where there are none: zero, on the device of `like`."""
+    """The squared norm of their gradients. Without parameters: 0, on the device of `like`."""
     if not parameters:
         return like.new_zeros(())
     return nn.utils.get_total_norm([p.grad for p in parameters]).square()
@@ -628,7 +634,7 @@ def clip_gradients(model, norm, clip):
 
     If it is inf or nan they stay as they are, and whoever looks at it can tell.
     """
-    finite = norm.nan_to_num(0, posinf=0)
+    finite = norm.nan_to_num(0, posinf=0)  # a norm of 0 needs no scaling
     nn.utils.clip_grads_with_norm_(model.parameters(), clip or math.inf, finite)
     return norm
 
@@ -682,8 +688,8 @@ class PlainMoE(nn.Module):
             self.shared = MLP(cfg)
         self.register_buffer("bias", torch.zeros(experts, dtype=torch.float64))  # (E,)
         self.sources = None  # which tokens travel together, see set_sources; None: all do
-        # For each training step to come: the experts that tokens visit (N, K), or None: those that
-        # the router chooses. So it is, too, when the list has come to its end
+        # For each training step to come, the experts that tokens visit (N, K). None means that the
+        # router chooses, and so does the end of the list
         self.choices = []
         self.loss = 0  # the balancing loss of the last forward in training
 
@@ -691,19 +697,19 @@ class PlainMoE(nn.Module):
         tokens = x.flatten(0, 1)  # (N, C)
         logits = self.router(tokens)  # (N, E)
         probs = logits.softmax(-1)
-        chose = F.one_hot(self.choose(probs), self.E).sum(1)  # (N, E) of 0 and 1
-        gates = probs * chose
+        visits = F.one_hot(self.choose(probs), self.E).sum(1)  # (N, E) of 0 and 1
+        gates = probs * visits
         if self.top_k > 1:
             gates = gates / gates.sum(-1, keepdim=True)
         if self.capacity:
-            gates = gates * self.in_time(chose)
+            gates = gates * self.in_time(visits)
         y = torch.zeros_like(tokens)
         for e in range(self.E):
             y = y + gates[:, e:e + 1] * self.experts[str(e)](tokens)
         if self.shared is not None:
             y = y + self.shared(tokens)
         if torch.is_grad_enabled():  # not in evaluation
-            self.balance_experts(chose, logits, probs)
+            self.balance_experts(visits, logits, probs)
         return y.view_as(x)
 
     def choose(self, probs):
@@ -720,29 +726,29 @@ class PlainMoE(nn.Module):
             return [[torch.arange(tokens)]]
         return self.sources
 
-    def in_time(self, chose):
-        """(N, E) of 0 and 1 -> the same without the choices for which an expert had no room."""
-        kept = torch.zeros_like(chose)
-        for of_ranks in self.microbatches(len(chose)):
+    def in_time(self, visits):
+        """Visits (N, E) -> the same without those for which an expert had no room."""
+        kept = torch.zeros_like(visits)
+        for of_ranks in self.microbatches(len(visits)):
             for tokens in of_ranks:
-                place = chose[tokens].cumsum(0)  # in the line of those that chose this expert
+                place = visits[tokens].cumsum(0)  # in the line of those that chose this expert
                 most = capacity(self.capacity, self.top_k, len(tokens), self.E)
-                kept[tokens] = chose[tokens] * (place <= most)
+                kept[tokens] = visits[tokens] * (place <= most)
         return kept
 
-    def balance_experts(self, chose, logits, probs):
+    def balance_experts(self, visits, logits, probs):
         """The loss of this step, or the bias for the next."""
         if self.balance == "aux":
             losses = []
-            for of_ranks in self.microbatches(len(chose)):
+            for of_ranks in self.microbatches(len(visits)):
                 tokens = torch.cat(of_ranks)
-                load = chose[tokens].sum(0).to(probs.dtype)
+                load = visits[tokens].sum(0).to(probs.dtype)
                 switch = self.E * (load * probs[tokens].mean(0)).sum() / load.sum()
                 z = logits[tokens].logsumexp(-1).square().mean()
                 losses.append(0.1 * switch + 1e-3 * z)
             self.loss = sum(losses) / len(losses)
         if self.balance == "bias" and self.router.weight.requires_grad:
-            load = chose.sum(0).double()
+            load = visits.sum(0).double()
             self.bias += 1e-2 * (load.mean() - load).sign()
 
 
@@ -875,7 +881,7 @@ def train_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
     """
     optimizer.zero_grad()
     loss = loss_sum(model(x), y) / valid
-    loss.backward()  # and that of the balancing losses
+    loss.backward()  # AddLoss adds the balancing losses' gradients
     sum_gradients(model, replicas)  # partial -> replicated
     norm = clip_gradients(model, gradient_norm(model, ep), clip)
     optimizer.step()
@@ -988,11 +994,11 @@ class Sizes:
 
 
 def exchanges(model):
-    """How often as many rows leave this rank in a step as layer.sent and layer.received say.
+    """How often a step sends the rows of layer.sent, and how often those of layer.received.
 
-    -> for each layer, both numbers. Forward sends tokens to experts (sent), and what experts make
-    of them back (received). Backward does so with gradients: of what experts make (sent), if
-    anything before is trained or they are, and of tokens (received), if anything before is.
+    -> for each layer, both numbers. In forward, tokens go to experts (sent) and results come back
+    (received). In backward, gradients of results go to experts (sent), if experts or anything
+    before them is trained, and gradients of tokens come back (received), if anything before is.
     """
     counts = []
     before = any_trained([model.tok.weight, model.pos.weight])  # is anything trained so far?
@@ -1022,16 +1028,17 @@ def account_exchange(run, model, moved):
     counts = 8 * len(layers) * run.args.experts
     rows = 0
     staying = 0  # of these, rows for experts of this rank
-    for layer, (sent, received) in zip(layers, exchanges(model)):
-        rows += sent * sum(layer.sent) + received * sum(layer.received)
-        staying += (sent + received) * layer.sent[ep.rank()]
-    moved = moved["all_to_all"]
+    for layer, (times_sent, times_received) in zip(layers, exchanges(model)):
+        rows += times_sent * sum(layer.sent) + times_received * sum(layer.received)
+        # what a rank sends to itself it also receives from itself
+        staying += (times_sent + times_received) * layer.sent[ep.rank()]
+    measured = moved["all_to_all"]
     run.textbook("all-to-all", "2 b C (rows out + rows in) + 8 L E", row * rows + counts,
-                 moved["payload"])
+                 measured["payload"])
     wire = row * (rows - staying) + counts * (ep.size() - 1) / ep.size()
     run.textbook("wire all_to_all",
                  "2 b C (rows out + rows in - 2 rows staying) + (ep-1)/ep 8 L E", wire,
-                 moved["wire"])
+                 measured["wire"])
 
 
 def account_sums(run, model, sizes, moved):
@@ -1041,7 +1048,7 @@ def account_sums(run, model, sizes, moved):
     ep = layers[0].ep.size()
     b = run.dtype.itemsize
     loads = 8 * len(layers) * run.args.experts
-    # each one's bytes by the formula, times n/2: integers have an exact sum
+    # the formula's three terms, each times n/2: so all are integers, and their sum is exact
     of_all = (n - 1) * (b * sizes.trained_dense + loads)
     of_replicas = (n - ep) * b * sizes.trained_experts
     of_the_square = (n - n // ep) * b
@@ -1062,12 +1069,13 @@ def account_held(run, model, sizes, held):
 
 
 def picture(run, model, loads):
-    """How often each expert is chosen, of the layer that is worst. loads: of each step, (L, E)."""
+    """Print how often experts are chosen in the worst layer. loads: of each step, (L, E)."""
     load = torch.stack(loads) / loads[0].double().mean()  # (steps, L, E)
     n = math.ceil(len(loads) / 10)  # a tenth of the steps
     first = load[:n].mean(0)  # (L, E)
     last = load[-n:].mean(0)
     worst = last.max(1).values.argmax()
+    # of the last step, but all steps have equally many choices
     rows = sum(sum(layer.sent) for layer in layers_of(model))
     dropped = 1 - rows * run.world_size / loads[0].sum().item()
     run.extra["load"] = {"first": first.tolist(), "last": last.tolist()}
@@ -1114,7 +1122,7 @@ def refuse(args):
 
 def refuse_other_sources(run):
     """With a capacity, who has which tokens decides which of them are dropped."""
-    ranks = run.start.ranks
+    ranks = run.start.ranks  # 0: this run does not go on from steps of another
     require(not run.args.capacity or ranks in (0, run.world_size),
             f"--resume: {ranks} ranks have saved it, and with --capacity only {ranks} can go on")
 
@@ -1166,8 +1174,9 @@ def make_groups(run):
 def train(run, sides):
     """All steps -> loads of each step, (L, E), and choices of each, a (B T, K) for each layer."""
     first = sides[run.impls[0]].model
-    asked = run.args.check and run.args.dtype != "fp64" and not run.dry  # for choices
-    if asked:
+    # the plain run will follow these choices
+    keeps_choices = run.args.check and run.args.dtype != "fp64" and not run.dry
+    if keeps_choices:
         for layer in layers_of(first):
             layer.choices = {}
     rows = share(run.args.batch, run.world_size, run.rank)
@@ -1182,7 +1191,7 @@ def train(run, sides):
         run.log(impl, step, loss, norm)
         if side.model is first:
             loads.append(loads_of(first))
-            if asked and step <= run.checked:
+            if keeps_choices and step <= run.checked:
                 choices.append(gather_choices(run, first))
     return loads, choices
 
