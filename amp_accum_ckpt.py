@@ -6,7 +6,8 @@
            selective  keeps x0 [matmuls, attention   ] x1 [matmuls, attention   ] x2 ..
            full       keeps x0                         x1                         x2 ..
 
-What is not kept for backward is made again when backward wants it, with full one block at a time.
+What is not kept for backward is made again when backward wants it. With full that is one block at
+a time.
 
     bytes kept by a block   none                          selective             full
     fp32                    t (64 C + 4 H + 16)           t (40 C + 4 H + 16)   4 C t + 5056
@@ -14,10 +15,10 @@ What is not kept for backward is made again when backward wants it, with full on
     FLOPs done again        -                             no matmul's           t (16 C^2 + 4 T C)
 
 Here t are the tokens of a micro-batch on this rank, and 5056 bytes are the state of the random
-numbers. With full the block that is made again has its bytes of `none` besides. Its forward takes
-t (24 C^2 + 4 T C) FLOPs; the last matmul is not done again, as no gradient needs its result. P
-parameters, gradients and AdamW states take 16 P bytes as in the plain GPT, and dp ranks all-reduce
-4 P a step.
+numbers. With full, the one block that is being made again also has its bytes of `none`. A block's
+forward takes t (24 C^2 + 4 T C) FLOPs; the last matmul is not done again, as no gradient needs its
+result. P parameters, gradients and AdamW states take 16 P bytes as in the plain GPT, and dp ranks
+all-reduce 4 P a step.
 
 Micikevicius 2018, "Mixed Precision Training", arXiv:1710.03740, section 3. Chen 2016, "Training
 Deep Nets with Sublinear Memory Cost", arXiv:1604.06174, section 4. Korthikanti 2022, "Reducing
@@ -64,16 +65,17 @@ def keep_as_is(tensor):
 
 
 def outer_hooks():
-    """The pair around the caller: save_on_cpu's, a ledger's, another checkpoint's, or none.
+    """The pair that stands around the caller's: save_on_cpu's, another checkpoint's, or none.
 
-    Autograd calls only the innermost pair; ours hand on to the outer one what they keep.
+    Autograd calls only the innermost pair, which hands on to the outer one what it keeps.
     """
+    # False: none while torch.compile traces, when autograd calls none either
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks or (keep_as_is, keep_as_is)
 
 
 class Kept:
-    """A tensor that is kept, by the hooks that stand around ours."""
+    """A tensor that is kept, by the hooks that stand around those of a checkpoint."""
 
     def __init__(self, tensor, hooks):
         pack, self.unpack = hooks
@@ -138,9 +140,10 @@ def full(forward, *inputs, **keywords):
 
     The graph is built as always, but holds numbers in the place of tensors. When backward wants the
     first one, forward runs again, with the same random numbers and autocast, until it has made the
-    last tensor that has a number. The last matmul, and a reduction of its result, so do not run
-    twice; collectives before it do, on every rank in the same order. What forward changes besides,
-    such as running statistics, changes twice, and once more for every torch.autograd.grad in it.
+    last tensor that has a number. So the last matmul, and a reduction of its result, run once.
+    Collectives before it run twice, on every rank in the same order. What forward changes besides,
+    such as running statistics, changes twice. For each torch.autograd.grad in forward, it runs once
+    more.
 
     Inputs may be anything; tensors in tuples, lists and dicts among them are found. full may be
     nested in itself, in selective and in torch's checkpoint, and they in it.
@@ -166,7 +169,7 @@ class Repetition:
         self.kept = {}  # {number: Kept}, what has not been fetched yet
 
     def keep(self, tensor):
-        number = len(self.kept)
+        number = len(self.kept)  # nothing is fetched before this forward has ended
         if self.numbered[number] != (tensor.shape, tensor.dtype):
             raise RuntimeError(f"tensor {number} of a block was {self.numbered[number]}, but "
                                f"{(tensor.shape, tensor.dtype)} when it ran again")
@@ -233,6 +236,7 @@ class Call:
             return
         finally:
             set_random_states(before, self.device)
+        # forward has come to its end: it has made fewer tensors than the first time
         count = len(self.repetition.kept)
         raise RuntimeError(f"a block kept {len(self.numbered)} tensors, but {count} when it ran "
                            "again: it must do the same both times")
@@ -272,6 +276,7 @@ def layer_norm_again(node):
     x = node._saved_input
     mean = node._saved_result1
     reciprocal_std = node._saved_result2
+    # contiguous, as forward's result was: Remade finds its tensor by its place in memory
     out = (x.contiguous() - mean).mul_(reciprocal_std)
     if node._saved_weight is not None:
         out.mul_(node._saved_weight)
@@ -299,8 +304,8 @@ CAST = "ToCopyBackward0"  # makes a copy, in another dtype, on another device, o
 class Recipe:
     """How to make again what a node of the graph has made.
 
-    It makes it once for all who want it, such as q, k and v the output of the same LayerNorm, and
-    lives until the last of them is done.
+    It is made once for all who want it: the Linears q, k and v want the same LayerNorm's output. A
+    Recipe lives until the last of them is done.
     """
 
     def __init__(self, node):
@@ -402,7 +407,8 @@ def selective(forward, *inputs, **keywords):
     def keep(tensor):
         node, cast = origin(tensor)
         known = node is not None and node.name() in AGAIN
-        if not known or (node.name() == WEIGHT and not cast):  # a weight itself is there anyway
+        weight_itself = known and node.name() == WEIGHT and not cast
+        if not known or weight_itself:  # a weight is there anyway
             return KeptForSeveral(tensor, hooks)
         recipe = recipes.get(node)
         if recipe is None:
@@ -420,7 +426,7 @@ def selective(forward, *inputs, **keywords):
 class LossScaler:
     """Scales the loss, and with it the gradients, up as far as nothing overflows.
 
-    Of fp16's numbers none is smaller than 6e-8, so without it small gradients would become zero.
+    The smallest number of fp16 is 6e-8: without scaling, small gradients would become zero.
     (loss * scaler.scale).backward(); unscale; sum and clip; step. Nothing waits for the device.
     (Micikevicius 2018, section 3.2)
     """
@@ -508,7 +514,8 @@ def sum_gradients(parameters, group=None):
     """Sum the gradients of all ranks, in one call per dtype.
 
     Frozen parameters are left out. One that no rank has used keeps the gradient None, as in one
-    process: -0.0 is put in the place of what is missing, and a sum is -0.0 only if all parts are.
+    process. The sign of a zero sum shows which: a rank sends its own zeros as 0.0, and -0.0 for a
+    gradient that is missing. The sum is -0.0 only if every rank has sent -0.0.
     """
     trained = [p for p in parameters if p.requires_grad]
     missing = {p for p in trained if p.grad is None}
@@ -540,7 +547,8 @@ def clip_gradients(parameters, clip):
     with_gradient = [p for p in parameters if p.grad is not None]
     norm = nn.utils.get_total_norm([p.grad for p in with_gradient])
     if clip:
-        nn.utils.clip_grads_with_norm_(with_gradient, clip, norm.nan_to_num(0, posinf=0))
+        finite = norm.nan_to_num(0, posinf=0)  # a norm of 0 needs no scaling
+        nn.utils.clip_grads_with_norm_(with_gradient, clip, finite)
     return norm
 
 
@@ -621,8 +629,9 @@ def count_attention_on_cpus():
 
 
 count_attention_on_cpus()
+# what the FLOP counter knows, matmuls and attention; not all entries have a `default`
 MATMULS = [op.default for op in flop_registry if hasattr(op, "default")]
-# torch.utils.checkpoint.checkpoint_sequential takes several blocks at once
+# for several blocks at once torch also has checkpoint_sequential, which is not used here
 full_at_work = partial(checkpoint, use_reentrant=False)
 keep_matmuls = partial(create_selective_checkpoint_contexts, MATMULS)
 selective_at_work = partial(full_at_work, context_fn=keep_matmuls)
@@ -716,7 +725,7 @@ def set_up(run, name, plan):
         scaler = LossScaler(run.device, scale, interval=run.args.growth)
         scaler.good.fill_(run.start.extra.get("good", 0))
 
-    def state_of_scaler():
+    def state_of_scaler():  # is called with fp16 only
         return {"scale": scaler.scale.item(), "good": scaler.good.item()}
 
     return side_of(run, plan, model, model, train_step, scaler, state_of_scaler)
@@ -847,44 +856,48 @@ def sizes_of(run, plan):
     )
 
 
-def kept_by_block(block, needs, s, selective):
-    """-> bytes that a block keeps for backward: for each token, and of weights that are cast."""
+def kept_by_block(block, needs, s, makes_again):
+    """-> bytes that a block keeps for backward: for each token, and of weights that are cast.
+
+    makes_again: is checkpointing selective?
+    """
     each = 0
     if needs.h1:
         each += s.b * (s.C + 2)  # norm1: its input, mean, 1/std
     if needs.attention:
         each += s.low * 4 * s.C + s.b * s.H  # q, k, v, out, log-sum-exp
     elif block.attn.out.weight.requires_grad:
-        each += s.low * s.C
+        each += s.low * s.C  # attention's output alone: the Linear behind it keeps it
     if needs.h2:
         each += s.b * (s.C + 2)  # norm2
     if needs.up:
         each += s.low * 4 * s.C  # GELU's input
-    each += kept_of_cheap(block, needs, s, selective)
+    each += kept_of_cheap(block, needs, s, makes_again)
     weights = 0
     for linear, input_needs in linears_of(block, needs):
-        made_again = selective and linear.weight.requires_grad
+        # autocast's copy, which the input's gradient needs; only a trained weight has a recipe
+        made_again = makes_again and linear.weight.requires_grad
         if s.cast and input_needs and not made_again:
             weights += s.low * linear.weight.numel()
     return each, weights
 
 
-def kept_of_cheap(block, needs, s, selective):
-    """-> bytes a token that Linears keep of LayerNorms' and GELU's outputs.
+def kept_of_cheap(block, needs, s, makes_again):
+    """-> bytes per token of LayerNorms' and GELU's outputs that Linears keep.
 
     Selective checkpointing makes them again, if they have a place in the graph.
     """
     attn = block.attn
     users = [linear.weight.requires_grad for linear in (attn.q, attn.k, attn.v)]
     kept = 0
-    if not (selective and needs.h1):
+    if not (makes_again and needs.h1):
         if s.cast:
             kept += s.low * s.C * sum(users)  # each of q, k, v casts its own
         elif any(users):
             kept += s.b * s.C
-    if block.mlp.up.weight.requires_grad and not (selective and needs.h2):
+    if block.mlp.up.weight.requires_grad and not (makes_again and needs.h2):
         kept += s.low * s.C
-    if block.mlp.down.weight.requires_grad and not (selective and needs.up):
+    if block.mlp.down.weight.requires_grad and not (makes_again and needs.up):
         kept += s.low * 4 * s.C
     return kept
 
@@ -918,30 +931,30 @@ def activations(model, plan, s):
     """-> formula, and the most bytes that a step keeps for backward at one time."""
     needs, norm_needs = needs_of_blocks(model)
     head = kept_by_head(model, norm_needs, s, plan.amp == "fp16")
-    sizes = [kept_by_block(block, n, s, plan.ckpt == "selective")
-             for block, n in zip(model.blocks, needs)]
+    of_blocks = [kept_by_block(block, n, s, plan.ckpt == "selective")
+                 for block, n in zip(model.blocks, needs)]
     if plan.ckpt == "full":
-        formula, most = most_with_full(needs, sizes, head, s)
+        formula, most = most_with_full(needs, of_blocks, head, s)
     else:
-        formula, most = all_that_is_kept(sizes, head, s)
+        formula, most = all_that_is_kept(of_blocks, head, s)
     return formula, most + kept_by_embeddings(model, s)
 
 
-def all_that_is_kept(sizes, head, s):
-    """sizes: of the blocks, as kept_by_block says -> formula, bytes when forward is over."""
-    each, weights = sizes[-1]
+def all_that_is_kept(of_blocks, head, s):
+    """of_blocks: what kept_by_block says of each -> formula, bytes when forward is over."""
+    each, weights = of_blocks[-1]
     formula = f"L ({each} t + {weights}) + head"
-    if len(set(sizes)) > 1:
+    if len(set(of_blocks)) > 1:
         formula = f"blocks, the last {each} t + {weights}, + head"
-    return formula, sum(each * s.t + weights for each, weights in sizes) + head
+    return formula, sum(each * s.t + weights for each, weights in of_blocks) + head
 
 
-def most_with_full(needs, sizes, head, s):
-    """The same with full checkpointing -> formula, bytes when the head or a block has most."""
+def most_with_full(needs, of_blocks, head, s):
+    """The same with full: formula, and the bytes at the worst moment, of the head or a block."""
     inputs = 0  # bytes of the inputs and random states of the blocks so far
     most = 0  # with those of a block that runs again
-    for n, (each, weights) in zip(needs, sizes):
-        if not n.out:
+    for n, (each, weights) in zip(needs, of_blocks):
+        if not n.out:  # no backward comes here, so nothing is kept
             continue
         inputs += s.b * s.C * s.t + s.state
         if n.h1:
@@ -959,7 +972,7 @@ def flops_of_step(model, s):
     a_token = s.L * (24 * s.C * s.C + attention) + head  # forward
     for block, n in zip(model.blocks, needs):
         if n.attention:
-            a_token += 2.5 * attention
+            a_token += 2.5 * attention  # 5 matmuls; forward has 2
         for linear, input_needs in linears_of(block, n):
             matmul = 2 * linear.weight.numel()
             if input_needs:
@@ -1082,7 +1095,7 @@ def main():
                 run.extra.setdefault(f"scale {name}", []).append(side.extra()["scale"])
         account(run, plans)
 
-        def plain():
+        def plain():  # finish() calls it, on rank 0; only then the table's loss gaps are known
             trace = run.plain()
             compare_plans(run, plans, counters, trace)
             return trace
