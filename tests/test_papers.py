@@ -1,6 +1,8 @@
 """tools/papers.py: published numbers beside ours, and docs/papers.md, which is what it prints."""
 import json
 import re
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -87,6 +89,22 @@ def test_a_wrong_published_number_differs(rows):
 ])
 def test_what_is_the_same(published, ours, within, same):
     assert agrees(Row("", "", published, ours, within)) == same
+
+
+def test_strides_are_those_of_the_mesh(monkeypatch):
+    data = list(range(0, 1000, 5))
+    mesh = SimpleNamespace(group={"tp": [0, 3], "data": data, "pp": [0, 7]})
+    monkeypatch.setattr(papers, "Mesh", lambda *sizes: mesh)
+    monkeypatch.setattr("torch.distributed.get_process_group_ranks", lambda ranks: ranks)
+    last = papers.llama_4()[-5:]
+    assert [row.ours for row in last] == [16384, 3, 5, 7, data[16]]
+
+
+def test_the_command_line_stays_where_plan_leaves():
+    before = sys.argv
+    with pytest.raises(SystemExit):
+        papers.cluster(0, 8)
+    assert sys.argv is before
 
 
 # ---- the page --------------------------------------------------------------------

@@ -31,7 +31,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]  # run as a program: they are not there
+# the root when run as a program, tools/ when imported
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 import amp_accum_ckpt  # noqa: E402
 import context_parallel  # noqa: E402
 import ddp  # noqa: E402
@@ -57,8 +58,8 @@ BELOW = "below"  # what is published is a bound
 
 # published: text as printed. within: one of the three above, or a part of the published number
 Row = namedtuple("Row", "line column published ours within why", defaults=(DIGIT, ""))
-# paper, where in it, what the numbers are; ours: what of this project says them; make() -> [Row];
-# cost: about how much of the time it takes
+# paper, where: the source; what: what its numbers are; ours: what of this project says them
+# make() -> [Row]; cost: about how much of the time it takes
 Table = namedtuple("Table", "paper where what ours make cost", defaults=(1,))
 
 SCALES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12, "%": 0.01}
@@ -107,7 +108,7 @@ def text_of(row):
 
 
 def rows_of(text, columns, ours, **more):
-    """Lines of a table, "a label | 1.2 3.4", and ours(label) -> [numbers] -> [Row]"""
+    """-> [Row]. text: lines "a label | 1.2 3.4"; ours(label) -> [a number for each column]"""
     rows = []
     for line in text.strip().splitlines():
         label, _, published = line.partition(" | ")
@@ -118,17 +119,17 @@ def rows_of(text, columns, ours, **more):
 
 
 def loosened(rows, within):
-    """Those that are not the same to the last digit are said to be so within this part."""
+    """Rows that do not agree are held to this relative tolerance instead."""
     return [row if agrees(row) else row._replace(within=within) for row in rows]
 
 
 def explained(rows, why):
-    """Those that are not the same say why."""
+    """Rows that do not agree get a reason."""
     return [row if agrees(row) else row._replace(why=why) for row in rows]
 
 
 def numbers_in(label):
-    """'7.5B, 64 GPUs' -> ['7.5B', '64'], what stands at the places of numbers"""
+    """'7.5B, 64 GPUs' -> ['7.5B', '64'], the words that begin with a digit"""
     return [word for word in label.replace(",", "").split() if word[0].isdigit()]
 
 
@@ -207,13 +208,13 @@ def train_by_zero(size, ranks, stage, pairs=1):
         for _ in range(pairs):
             model.append(nn.Linear(rows, columns, bias=False, dtype=torch.bfloat16))
             model.append(nn.Linear(columns, rows, bias=False, dtype=torch.bfloat16))
-        ours = ZeRO(model, partial(adamw, lr=1e-3), stage=stage, units=list(model))
-        with Ledger(held=ours.held) as ledger:
-            ours.zero_grad()
+        zero = ZeRO(model, partial(adamw, lr=1e-3), stage=stage, units=list(model))
+        with Ledger(held=zero.held) as ledger:
+            zero.zero_grad()
             model(torch.ones(1, rows, dtype=torch.bfloat16)).sum().backward()
-            ours.reduce()
-            ours.clip_grad_norm_(1.0)
-            ours.step()
+            zero.reduce()
+            zero.clip_grad_norm_(1.0)
+            zero.step()
     return ledger
 
 
@@ -233,8 +234,8 @@ def zero_models():
     held = [held_by_zero("7.5B", 64, stage) / 7.5e9 for stage in range(4)]
 
     def ours(label):
-        cut, _ = numbers_in(label)  # a model-parallel rank has this part of the model
-        return [32e9 / each * int(cut) for each in held]
+        mp, _ = numbers_in(label)  # a rank has 1/mp of the model
+        return [32e9 / each * int(mp) for each in held]
     return loosened(rows_of(ZERO_2, ("baseline", *STAGES), ours), 0.01)
 
 
@@ -342,13 +343,14 @@ MODEL_TIME = 0.08  # how well the time model of plan.py agrees with these runs
 
 
 def cluster(gpus, batch, *flags):
-    """What plan.py reads from its command line."""
+    """plan.py's flags, as it reads them from a command line of these words."""
     words = ["plan.py", "--gpus", gpus, "--batch", batch, *flags]
     before = sys.argv
     sys.argv = [str(word) for word in words]
-    at = plan.read()
-    sys.argv = before
-    return at
+    try:
+        return plan.read()
+    finally:
+        sys.argv = before
 
 
 def layout(dp, tp, pp, micro, schedule="1f1b", sp=False, ckpt="full"):
@@ -378,7 +380,8 @@ def with_tolerance(rows, column):
 def narayanan_1():
     def ours(label):
         size, gpus = numbers_in(label)
-        tflops = run_of(size, int(gpus), RUNS[size][-1])["tflops"]
+        *_, batch = RUNS[size]
+        tflops = run_of(size, int(gpus), batch)["tflops"]
         return [size_of(size), tflops, tflops * int(gpus) / 1e3]
     columns = ("parameters", "TFLOP/s per GPU", "PFLOP/s")
     return with_tolerance(rows_of(NARAYANAN_1, columns, ours), "parameters")
@@ -415,8 +418,6 @@ MODELS = {  # table 3: heads, width, micro-batch
     "530B": (128, 20480, 1),
     "1T": (160, 25600, 1),
 }
-# table 2, in s b h bytes, for t = 8 and A = 5 a s / h
-COLUMNS = ("22B", "175B", "530B", "1T")
 
 
 class Dropped(nn.Module):
@@ -456,26 +457,32 @@ def block_of(heads, width, kind, attend):
     return block
 
 
-def play_block(label, kind=None, ranks=1, attend=attend_unfused, forward=None, backward=False):
-    """-> the ledger of a forward, and backward; bytes that are kept between the two; FLOPs."""
-    heads, width, batch = MODELS[label]
+def play_block(label, kind=None, ranks=1, attend=attend_unfused, forward=nn.Module.__call__,
+               backward=False):
+    """-> the ledger of a block's forward, and backward; bytes kept between the two; FLOPs.
+
+    kind: how tensor_parallel.py cuts it, None: not. forward(block, x) runs it.
+    """
+    heads, width, micro_batch = MODELS[label]
     with one_of(ranks):
         block = block_of(heads, width, kind, attend)
         tokens = 2048
         if kind is tensor_parallel.CutSequence:
             tokens //= ranks
-        x = torch.ones(batch, tokens, width, dtype=torch.bfloat16, requires_grad=True)
+        x = torch.ones(micro_batch, tokens, width, dtype=torch.bfloat16, requires_grad=True)
         held = {**NOTHING, "parameters": list(block.parameters())}
         counter = FlopCounterMode(display=False)
         with Ledger(held=lambda: held) as ledger, counter:
-            y = (forward or nn.Module.__call__)(block, x)
+            y = forward(block, x)
             kept = ledger.saved_bytes
             if backward:
                 y.backward(torch.ones_like(y))
     return ledger, kept, counter.get_total_flops()
 
 
-TABLE_2 = {  # what it is called there: how we do it, its formula
+# What table 2 calls it: (how play_block does it, the bytes that table 2 says, by s b h).
+# t: ranks, 8. A: 5 a s / h.
+TABLE_2 = {
     "no parallelism": (dict(), lambda t, A: 34 + A),
     "tensor parallel": (
         dict(kind=tensor_parallel.WholeSequence, ranks=8), lambda t, A: 10 + 24 / t + A / t),
@@ -495,9 +502,9 @@ TABLE_2 = {  # what it is called there: how we do it, its formula
 def kept_by(name, label):
     """-> what a block keeps, in s b h bytes"""
     how, _ = TABLE_2[name]
-    _, width, batch = MODELS[label]
+    _, width, micro_batch = MODELS[label]
     _, kept, _ = play_block(label, **how)
-    return kept / (2048 * batch * width)
+    return kept / (2048 * micro_batch * width)
 
 
 def korthikanti_2():
@@ -507,6 +514,11 @@ def korthikanti_2():
             published = f"{formula(8, 5 * heads * 2048 / width):.2f}"
             rows.append(Row(name, label, published, kept_by(name, label)))
     return rows
+
+
+HALF_AGAIN = ("the paper's equation 8 adds 12 s h FLOPs per token, as much as three forwards of "
+              "attention. One has 4 s h; amp_accum_ckpt.py repeats half of it, Q K^T, since nobody "
+              "wants the product with V again")
 
 
 def korthikanti_savings():
@@ -523,9 +535,6 @@ def korthikanti_savings():
     return explained(rows, HALF_AGAIN)
 
 
-HALF_AGAIN = ("the paper's equation 8 adds 12 s h FLOPs per token, as much as three forwards of "
-              "attention. One has 4 s h; amp_accum_ckpt.py repeats half of it, Q K^T, since nobody "
-              "wants the product with V again")
 OWN_FORMULA = "the text says so; by the paper's own table 2 it is (34/8) / (10 + 24/8 + 64/8)"
 
 
@@ -556,9 +565,9 @@ ONE_EFFICIENCY = ("plan.py has one efficiency of matmuls for all sizes, fitted t
 def korthikanti_5():
     def ours(label):
         size, gpus = label.removesuffix(" GPUs").split(", ")
-        heads, width, rows = MODELS[size]
+        heads, width, micro_batch = MODELS[size]
         layers, pp, batch, schedule = TABLE_3[size]
-        lay = layout(1, 8, pp, batch // rows, schedule, sp=True, ckpt="none")
+        lay = layout(1, 8, pp, batch // micro_batch, schedule, sp=True, ckpt="none")
         cfg = GPTConfig(layers, width, heads, 51200, 2048)
         return [timed(assess(cfg, cluster(int(gpus), batch), lay))["mfu"]]
     rows = rows_of(KORTHIKANTI_5, ["MFU"], ours, within=MODEL_TIME)
@@ -575,7 +584,7 @@ def sent_by_block(label, kind, ranks, backward=True):
 
 
 def tp_volume():
-    """8 b s h (t-1)/t numbers per layer, 4 all-reduces (sections 3.2, 2.3 of 2021)"""
+    """8 b s h (t-1)/t numbers per layer, 4 all-reduces (Narayanan 2021, sections 2.3 and 3.2)"""
     def ours(label):
         ranks = int(numbers_in(label)[0])
         ledger = sent_by_block("175B", tensor_parallel.WholeSequence, ranks)
@@ -584,8 +593,9 @@ def tp_volume():
     return rows_of("\n".join(lines), ("numbers / (b s h)", "all-reduces"), ours, within=EQUAL)
 
 
-MORE_GATHERS = ("the paper says so too: the input of a column-parallel Linear is gathered again in "
-                "backward, which it counts apart, as one that computation hides. There are two")
+MORE_GATHERS = ("the paper says so too: inputs of column-parallel Linears are gathered again in "
+                "backward, which it counts apart, as gathers that computation hides: two of our "
+                "six")
 
 
 def sp_collectives():
@@ -635,11 +645,14 @@ TPU-v5e, 196 TFLOP/s, 186 GB/s           | 1.1
 SLIP = "312e12 / 12.5e9 is 24,960: by the paper's own formula, c >= FLOP/s / bandwidth, 25.0"
 
 
+WIDTH = 4096  # 64 heads of 64
+
+
 def hop_of_ring():
     """-> bytes that a hop sends per token of a block, FLOPs of a block per token squared"""
     ranks = 8
     tokens = 1024
-    ledger = attention(context_parallel.Ring, ranks, ranks * tokens, 4096)
+    ledger = attention(context_parallel.Ring, ranks, ranks * tokens, WIDTH)
     with one_of(ranks):
         q = torch.ones(1, 64, tokens, 64, dtype=torch.bfloat16)
         counter = FlopCounterMode(display=False)
@@ -655,14 +668,16 @@ def ring_blocks():
 
     def ours(label):
         tflops, bandwidth = [float(number) for number in numbers_in(label)]
-        return [bytes_of_token / (1e9 * bandwidth) * 1e12 * tflops / flops / 1e3]
+        seconds = bytes_of_token / (1e9 * bandwidth)  # of a token's journey
+        tokens = seconds * 1e12 * tflops / flops  # c of them: c seconds = c^2 flops / (1e12 tflops)
+        return [tokens / 1e3]
     return explained(rows_of(RING, ["thousand tokens"], ours), SLIP)
 
 
 def ring_hop():
     def ours(_):
         bytes_of_token, flops = hop_of_ring()
-        return [bytes_of_token / 4096, flops / 4096]
+        return [bytes_of_token / WIDTH, flops / WIDTH]
     return rows_of("a block | 4 4", ("bytes / (c d)", "FLOPs / (d c^2)"), ours, within=EQUAL)
 
 
@@ -778,7 +793,8 @@ def qi_5_auto():
 
     def ours(label):
         (_, width, heads), p, m = sizes_in(label)
-        waiting = 32 * width / (34 * width + 5 * heads * 1024)  # part of the bytes that W needs
+        # W needs 32 of the (34 + 5 a s / h) s b h bytes that a block keeps; s is 1024
+        waiting = 32 * width / (34 * width + 5 * heads * 1024)
         plans = [search(p, m, limit, times[label], waiting) for limit in (p, 2 * p)]
         return [rate_of(one, times[label]) for one in plans]
     return explained(rows_of(QI_5_AUTO, ("ZB-1p", "ZB-2p"), ours), SEARCH)
@@ -821,8 +837,10 @@ def deepseek_2():
         name, ranks = OURS_2[label]
         plans = make_plans(name, ranks, 20)
         stages = chunks(plans[0])
+        # costs() takes a rank's times for all its stages, and B without W
         played = simulate(plans, costs(plans, stages, stages, stages), joined=True)
-        return [longest(played) - 60 * stages, stages * max(map(in_flight, plans))]
+        busy = 20 * 3 * stages
+        return [longest(played) - busy, stages * max(map(in_flight, plans))]
     return rows_of(DEEPSEEK_2, ("bubble", "activations"), ours, within=EQUAL)
 
 
@@ -889,12 +907,13 @@ DeepSeek-V3's bias speed, section 4.2     | 0.001
 
 def coefficients():
     def ours(label):
-        name = label.split(",")[0]
-        return [{
+        name, _, _ = label.partition(",")
+        defaults = {
             "Switch's alpha": default_of(moe.balancing_loss, "alpha"),
             "ST-MoE's c_z": default_of(moe.balancing_loss, "beta"),
             "DeepSeek-V3's bias speed": default_of(moe.step_biases, "gamma"),
-        }[name]]
+        }
+        return [defaults[name]]
     return explained(rows_of(COEFFICIENTS, ["default"], ours, within=EQUAL), SHORT_RUNS)
 
 
@@ -930,7 +949,8 @@ def llama_4():
         ranks = {axis: dist.get_process_group_ranks(group) for axis, group in mesh.group.items()}
         world = dist.get_world_size()
         dist.destroy_process_group()
-        strides = [ranks["tp"][1], tp, ranks["pp"][1], ranks["data"][cp]]
+        # data is dp x cp, cp fastest: its place 1 is next on cp, or where that would be if cp is 1
+        strides = [ranks["tp"][1], ranks["data"][1], ranks["pp"][1], ranks["data"][cp]]
         return [world, *strides]
     columns = ("GPUs", "tp apart", "cp apart", "pp apart", "dp apart")
     return explained(rows_of(LLAMA_4, columns, ours, within=EQUAL), ORDER)
@@ -981,70 +1001,255 @@ COUNTED = "the parameters of common.GPT"
 UNIFORM = "moe.balancing_loss of tokens that choose all experts equally often"
 
 TABLES = [
-    Table(ZERO, "table 1", "GB of model states per GPU", "the ledger of a step of two Linears, "
-          "which have so many parameters, by zero.py as rank 0", zero_memory, 8),
-    Table(ZERO, "table 2", "the largest model for 32 GB", "from the bytes per parameter of the "
-          "same step on 64 GPUs", zero_models),
-    Table(ZERO, "section 7", "numbers sent per step and parameter", "the ledger. The paper leaves "
-          "out (N-1)/N, and zero.py gathers the unit where forward turns round once, not twice",
-          zero_sent, 5),
-    Table("GPT-2 (Radford 2019) and GPT-3 (Brown 2020, arXiv:2005.14165)", "GPT-2, table 2",
-          "parameters", COUNTED, gpt_2),
-    Table("GPT-2 (Radford 2019) and GPT-3 (Brown 2020, arXiv:2005.14165)", "GPT-3, table 2.1",
-          "parameters", COUNTED, gpt_3),
-    Table("Shoeybi 2019, Megatron-LM, arXiv:1909.08053", "table 1", "parameters", COUNTED,
-          partial(counted, MEGATRON_2019, 51200, 1024, 96)),
-    Table(NARAYANAN, "table 1", "sizes and speed", f"{COUNTED}; plan.py's time model, with one "
-          "efficiency for all", narayanan_1, 3),
-    Table(NARAYANAN, "table 2, PTD-P", "speed, and days for 300e9 tokens", "the same; nothing is "
-          "fitted to these", narayanan_2),
-    Table(NARAYANAN, "section 5.1", "days", "the same", narayanan_days),
-    Table(NARAYANAN, "sections 2.3 and 3.2", "communication of a layer with tensor parallelism",
-          LEDGER_OF_TP, tp_volume, 2),
-    Table(KORTHIKANTI, "table 2", "activations of a layer in s b h bytes, t = 8", "what autograd "
-          "keeps of a block by tensor_parallel.py, with the paper's attention and dropouts; "
-          "recomputation is amp_accum_ckpt.full, of attention or of the block", korthikanti_2, 8),
-    Table(KORTHIKANTI, "section 5", "selective recomputation", "the same; FLOPs by torch's counter",
-          korthikanti_savings, 4),
-    Table(KORTHIKANTI, "figure 7 and its text", "both techniques, part of tensor parallelism's "
-          "bytes", "the same", korthikanti_figure_7),
-    Table(KORTHIKANTI, "section 4.2.2", "collectives of a layer with sequence parallelism",
-          LEDGER_OF_TP, sp_collectives),
-    Table(KORTHIKANTI, "table 5", "model FLOPs utilization", "plan.py's time model, which has two "
-          "chunks per rank where the paper has three", korthikanti_5),
-    Table(QI, "table 5, with the times of table 9", "bubble rates", f"{PLAYED}; a layer is a "
-          "stage of 1F1B-I", qi_5, 17),
-    Table(QI, "table 5", "bubble rates of schedules found by search", "pipeline_parallel.search, "
-          "played", qi_5_auto, 14),
-    Table(QI, "table 8, with the times of the authors' program", "bubble rates", f"{PLAYED}; "
-          "a rank's layers are stages of 1F1B-I", qi_8, 40),
-    Table(QI, "sections 2 and 6", "activations in micro-batches, m = 4 p", "harness.timeline's "
-          "in_flight of the plans", qi_memory),
-    Table(DEEPSEEK, "table 2, PP = 8", "bubble for F = W = 1 and B = 2, and activations of a stage",
-          f"{PLAYED}; DualPipe is dualpipe-v, half of it, on 4 ranks", deepseek_2),
-    Table(DEEPSEEK, "section 4.2", "balancing loss at uniform load", UNIFORM, deepseek_loss),
-    Table(SWITCH, "section 2.2", "balancing loss at uniform load, alpha = 0.01", UNIFORM,
-          switch_loss),
-    Table(SWITCH, "section 2.2", "expert capacity", "moe.capacity", switch_capacity),
-    Table(GSHARD, "algorithm 1", "balancing loss at uniform load", f"{UNIFORM}, alpha = 1",
-          gshard_loss),
-    Table(GSHARD, "top-2 gating", "expert capacity 2 N / (G E)", "moe.capacity", gshard_capacity),
-    Table("Switch, ST-MoE (Zoph 2022, arXiv:2202.08906), DeepSeek-V3", "their sections",
-          "coefficients", "defaults of moe.py", coefficients),
-    Table(LIU, "section 3.2", "a block of c tokens, d wide, in bf16", "the ledger of "
-          "context_parallel.Ring and torch's counter of FLOPs", ring_hop),
-    Table(LIU, "table 2", "the smallest block that hides a hop", "from the same", ring_blocks),
-    Table(ULYSSES, "section 3.2", "numbers sent for attention, forward", "the ledger of "
-          "context_parallel.Ulysses", ulysses_volume),
-    Table(ULYSSES, "section 3.2", "Megatron's sequence parallelism, a layer forward", "the ledger "
-          "of a block that tensor_parallel.py cuts", megatron_volume),
-    Table(LLAMA, "table 4 and section 3.3.2", "GPUs, and how far apart neighbours on an axis are, "
-          "by the order tp, cp, pp, dp", "hybrid_3d.Mesh", llama_4),
-    Table(LLAMA, "table 4", "BF16 MFU", "by tools/gpu.py's peak of an H100", llama_mfu),
-    Table("PyTorch's documentation", "torch.amp.GradScaler", "defaults",
-          "amp_accum_ckpt.LossScaler's", scaler_defaults),
-    Table("PyTorch's documentation", "DistributedDataParallel, 25 MiB and a first bucket of 1 MiB",
-          "defaults", "ddp.BucketedDDP's", ddp_defaults),
+    Table(
+        ZERO,
+        "table 1",
+        "GB of model states per GPU",
+        "the ledger of a step of two Linears, which have so many parameters, by zero.py as rank 0",
+        zero_memory,
+        cost=8,
+    ),
+    Table(
+        ZERO,
+        "table 2",
+        "the largest model for 32 GB",
+        "from the bytes per parameter of the same step on 64 GPUs",
+        zero_models,
+    ),
+    Table(
+        ZERO,
+        "section 7",
+        "numbers sent per step and parameter",
+        ("the ledger. The paper leaves out (N-1)/N, and zero.py gathers the unit where forward "
+         "turns round once, not twice"),
+        zero_sent,
+        cost=5,
+    ),
+    Table(
+        "GPT-2 (Radford 2019) and GPT-3 (Brown 2020, arXiv:2005.14165)",
+        "GPT-2, table 2",
+        "parameters",
+        COUNTED,
+        gpt_2,
+    ),
+    Table(
+        "GPT-2 (Radford 2019) and GPT-3 (Brown 2020, arXiv:2005.14165)",
+        "GPT-3, table 2.1",
+        "parameters",
+        COUNTED,
+        gpt_3,
+    ),
+    Table(
+        "Shoeybi 2019, Megatron-LM, arXiv:1909.08053",
+        "table 1",
+        "parameters",
+        COUNTED,
+        partial(counted, MEGATRON_2019, 51200, 1024, 96),
+    ),
+    Table(
+        NARAYANAN,
+        "table 1",
+        "sizes and speed",
+        f"{COUNTED}; plan.py's time model, with one efficiency for all",
+        narayanan_1,
+        cost=3,
+    ),
+    Table(
+        NARAYANAN,
+        "table 2, PTD-P",
+        "speed, and days for 300e9 tokens",
+        "the same; nothing is fitted to these",
+        narayanan_2,
+    ),
+    Table(
+        NARAYANAN,
+        "section 5.1",
+        "days",
+        "the same",
+        narayanan_days,
+    ),
+    Table(
+        NARAYANAN,
+        "sections 2.3 and 3.2",
+        "communication of a layer with tensor parallelism",
+        LEDGER_OF_TP,
+        tp_volume,
+        cost=2,
+    ),
+    Table(
+        KORTHIKANTI,
+        "table 2",
+        "activations of a layer in s b h bytes, t = 8",
+        ("what autograd keeps of a block by tensor_parallel.py, with the paper's attention and "
+         "dropouts; recomputation is amp_accum_ckpt.full, of attention or of the block"),
+        korthikanti_2,
+        cost=8,
+    ),
+    Table(
+        KORTHIKANTI,
+        "section 5",
+        "selective recomputation",
+        "the same; FLOPs by torch's counter",
+        korthikanti_savings,
+        cost=4,
+    ),
+    Table(
+        KORTHIKANTI,
+        "figure 7 and its text",
+        "both techniques, part of tensor parallelism's bytes",
+        "the same",
+        korthikanti_figure_7,
+    ),
+    Table(
+        KORTHIKANTI,
+        "section 4.2.2",
+        "collectives of a layer with sequence parallelism",
+        LEDGER_OF_TP,
+        sp_collectives,
+    ),
+    Table(
+        KORTHIKANTI,
+        "table 5",
+        "model FLOPs utilization",
+        "plan.py's time model, which has two chunks per rank where the paper has three",
+        korthikanti_5,
+    ),
+    Table(
+        QI,
+        "table 5, with the times of table 9",
+        "bubble rates",
+        f"{PLAYED}; a layer is a stage of 1F1B-I",
+        qi_5,
+        cost=17,
+    ),
+    Table(
+        QI,
+        "table 5",
+        "bubble rates of schedules found by search",
+        "pipeline_parallel.search, played",
+        qi_5_auto,
+        cost=14,
+    ),
+    Table(
+        QI,
+        "table 8, with the times of the authors' program",
+        "bubble rates",
+        f"{PLAYED}; a rank's layers are stages of 1F1B-I",
+        qi_8,
+        cost=40,
+    ),
+    Table(
+        QI,
+        "sections 2 and 6",
+        "activations in micro-batches, m = 4 p",
+        "harness.timeline's in_flight of the plans",
+        qi_memory,
+    ),
+    Table(
+        DEEPSEEK,
+        "table 2, PP = 8",
+        "bubble for F = W = 1 and B = 2, and activations of a stage",
+        f"{PLAYED}; DualPipe is dualpipe-v, half of it, on 4 ranks",
+        deepseek_2,
+    ),
+    Table(
+        DEEPSEEK,
+        "section 4.2",
+        "balancing loss at uniform load",
+        UNIFORM,
+        deepseek_loss,
+    ),
+    Table(
+        SWITCH,
+        "section 2.2",
+        "balancing loss at uniform load, alpha = 0.01",
+        UNIFORM,
+        switch_loss,
+    ),
+    Table(
+        SWITCH,
+        "section 2.2",
+        "expert capacity",
+        "moe.capacity",
+        switch_capacity,
+    ),
+    Table(
+        GSHARD,
+        "algorithm 1",
+        "balancing loss at uniform load",
+        f"{UNIFORM}, alpha = 1",
+        gshard_loss,
+    ),
+    Table(
+        GSHARD,
+        "top-2 gating",
+        "expert capacity 2 N / (G E)",
+        "moe.capacity",
+        gshard_capacity,
+    ),
+    Table(
+        "Switch, ST-MoE (Zoph 2022, arXiv:2202.08906), DeepSeek-V3",
+        "their sections",
+        "coefficients",
+        "defaults of moe.py",
+        coefficients,
+    ),
+    Table(
+        LIU,
+        "section 3.2",
+        "a block of c tokens, d wide, in bf16",
+        "the ledger of context_parallel.Ring and torch's counter of FLOPs",
+        ring_hop,
+    ),
+    Table(
+        LIU,
+        "table 2",
+        "the smallest block that hides a hop",
+        "from the same",
+        ring_blocks,
+    ),
+    Table(
+        ULYSSES,
+        "section 3.2",
+        "numbers sent for attention, forward",
+        "the ledger of context_parallel.Ulysses",
+        ulysses_volume,
+    ),
+    Table(
+        ULYSSES,
+        "section 3.2",
+        "Megatron's sequence parallelism, a layer forward",
+        "the ledger of a block that tensor_parallel.py cuts",
+        megatron_volume,
+    ),
+    Table(
+        LLAMA,
+        "table 4 and section 3.3.2",
+        "GPUs, and how far apart neighbours on an axis are, by the order tp, cp, pp, dp",
+        "hybrid_3d.Mesh",
+        llama_4,
+    ),
+    Table(
+        LLAMA,
+        "table 4",
+        "BF16 MFU",
+        "by tools/gpu.py's peak of an H100",
+        llama_mfu,
+    ),
+    Table(
+        "PyTorch's documentation",
+        "torch.amp.GradScaler",
+        "defaults",
+        "amp_accum_ckpt.LossScaler's",
+        scaler_defaults,
+    ),
+    Table(
+        "PyTorch's documentation",
+        "DistributedDataParallel, 25 MiB and a first bucket of 1 MiB",
+        "defaults",
+        "ddp.BucketedDDP's",
+        ddp_defaults,
+    ),
 ]
 
 INTRO = """# Published numbers, and ours
@@ -1088,11 +1293,12 @@ def cell(row, reasons):
 
 def tolerances(rows):
     """-> " Within 8%: days." """
-    columns = {}
+    columns = {}  # {tolerance: {column: True}}: a dict keeps their order, and each once
     for row in rows:
         if isinstance(row.within, float):
             columns.setdefault(row.within, {})[row.column] = True
-    return "".join(f" Within {part:.0%}: {', '.join(names)}." for part, names in columns.items())
+    texts = [f" Within {part:.0%}: {', '.join(names)}." for part, names in columns.items()]
+    return "".join(texts)
 
 
 def closing(rows, papers):
@@ -1125,7 +1331,8 @@ def rows_of_table(number):
 def make_all():
     """Yields each table with its rows, in order; two processes make them."""
     numbers = range(len(TABLES))
-    with multiprocessing.get_context("fork").Pool(2) as pool:
+    # with a thread each: a forked process hangs where it waits for threads that its parent had
+    with multiprocessing.get_context("fork").Pool(2, torch.set_num_threads, (1,)) as pool:
         yield from zip(TABLES, pool.imap(rows_of_table, numbers))
 
 
