@@ -319,10 +319,10 @@ class Experts(nn.Module):
         weights = weights / weights.sum(-1, keepdim=True)
         out = torch.zeros_like(tokens)
         for i, expert in enumerate(self.experts):
-            picks, places = torch.where(chosen == i)
-            if len(picks):
-                weighted = expert(tokens[picks]) * weights[picks, places, None]
-                out = out.index_add(0, picks, weighted)
+            rows, slots = torch.where(chosen == i)  # tokens that picked it, as first or second
+            if len(rows):
+                weighted = expert(tokens[rows]) * weights[rows, slots, None]
+                out = out.index_add(0, rows, weighted)
         return out.view_as(x), router_logits
 
 
@@ -497,7 +497,7 @@ def lstm_loss(model, tokens, targets):
 
 
 class LoRALinear(nn.Module):
-    """Y = X W + X A B, of which A and B alone are trained (Hu et al. 2021)."""
+    """Y = X W + X A^T B^T, of which A and B alone are trained (Hu et al. 2021)."""
 
     def __init__(self, linear, rank=2):
         super().__init__()

@@ -591,7 +591,7 @@ def hidden(megatron_2021, share, sums, zero, work, micro):
         room = 2 / 3 * work
     elif zero == 3:
         room = work
-    # as in cp_time: nothing where ranks take turns
+    # less where ranks take turns, as in cp_time
     return max(0, 2 - share) * min(behind, room)
 
 
@@ -763,8 +763,8 @@ def layouts(cfg, at, fixed):
     unless `fixed` names it.
 
     Not there: schedules with too few micro-batches to fill the pipeline; bfs, which is interleaved
-    with more memory, where that can be; zb-h2, which is zb-v with more memory; dualpipe-v, auto
-    (zb-h1 by search), ring and allgather, which hide less.
+    with more memory, and zb-h2, which is zb-v with more memory, where these can be; dualpipe-v,
+    auto (zb-h1 by search), ring and allgather, which hide less.
     """
     for dp, cp, tp, pp in meshes(cfg, at.gpus, fixed):
         if at.batch % dp:

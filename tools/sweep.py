@@ -27,7 +27,7 @@ LIMIT = 1e-10
 
 # ---- what a file takes ---------------------------------------------------------
 # Each function draws the flags of one file for n ranks. `sizes` holds the common flags drawn
-# already; a function changes those that its own flags ask something of.
+# already; a function changes those that its own flags constrain.
 
 
 class Draw(random.Random):
@@ -37,6 +37,7 @@ class Draw(random.Random):
         return []
 
     def torch(self):
+        """--impl torch, now and then, else nothing"""
         return self.maybe("--impl", "torch", chance=0.2)
 
     def divisor(self, n):
@@ -61,6 +62,7 @@ class Draw(random.Random):
     def course(self, freezes, evaluates):
         """How the rate goes, what is held out, and what is frozen, where the file takes that."""
         flags = self.maybe("--warmup", 1, "--decay", self.choice(("linear", "cosine")))
+        # drawn in any case: what is drawn behind it stays the same
         frozen = self.maybe("--train", r"blocks\.[02]|tok", chance=0.2)
         if freezes:
             flags += frozen
@@ -116,7 +118,8 @@ def tensor_parallel(draw, n, sizes):
     sizes["heads"] = draw.multiple(n, 1, 6)
     sp = draw.maybe("--sp")
     impl = draw.torch()
-    if sp or impl:  # of 20 positions torch gives 5 ranks 4, and fails on the sixth, which has none
+    if sp or impl:
+        # torch cuts 20 positions for 6 ranks into 4 4 4 4 4 0, and fails on 0
         sizes["seq"] = draw.multiple(n, 8, 32)
     return sp + impl
 
@@ -163,6 +166,7 @@ def moe(draw, n, sizes):
     ep = draw.divisor(n)
     experts = draw.multiple(ep, 1, 3 * ep)
     sizes["batch"] = draw.multiple(n, n, 3 * n)
+    # --ep 0 stands for all ranks
     flags = ["--experts", experts, "--ep", ep % n, "--top-k", draw.randint(1, min(experts, 4))]
     flags += draw.maybe("--shared")
     flags += ["--capacity", draw.choice((0, 0, 0.5, 1, 1.25, 2))]
@@ -200,7 +204,8 @@ def hybrid_3d(draw, n, sizes):
     sizes["batch"] = dp * micro * draw.randint(1, 2)
     flags += uneven(draw, stages, sizes["layers"])
     three = [["--dp", dp], ["--tp", axes["tp"]], ["--pp", axes["pp"]]]
-    flags += sum(draw.sample(three, draw.randint(2, 3)), [])  # the third follows
+    for flag_and_size in draw.sample(three, draw.randint(2, 3)):  # of two the third one follows
+        flags += flag_and_size
     trained = draw.choice((r"blocks\.[02]|tok", "norm", "mlp", "attn|pos"))
     flags += draw.maybe("--train", trained, chance=0.2)
     return flags + experts + impl
@@ -212,6 +217,7 @@ def mixture(draw, data):
         return []
     ep = draw.choice((data, draw.divisor(data)))
     experts = draw.multiple(ep, 1, 3 * ep)
+    # --ep 0 stands for all of them
     flags = ["--experts", experts, "--ep", ep % data, "--top-k", draw.randint(1, min(experts, 4))]
     flags += draw.maybe("--shared")
     flags += ["--capacity", draw.choice((0, 0, 0.5, 1, 1.25, 2))]
@@ -249,7 +255,10 @@ def slices(draw, schedule, pp, impl):
         least = pp
     micro = draw.randint(least, max(pp, 6))
     if schedule in ("interleaved", "bfs"):
-        chunks = draw.randint(1, 2 if pp > 4 else 3)
+        most = 3
+        if pp > 4:
+            most = 2
+        chunks = draw.randint(1, most)
         flags = ["--chunks", chunks]
     if schedule == "interleaved":
         micro = draw.multiple(pp, pp, 2 * pp)
@@ -294,7 +303,8 @@ def uneven(draw, stages, layers):
     for _ in range(layers - stages):
         counts[draw.randrange(stages)] += 1
     said = ["--layers-per-stage", ",".join(map(str, counts))]
-    return draw.maybe(*draw.choice((balanced, said)), chance=0.3)
+    flags = draw.choice((balanced, said))
+    return draw.maybe(*flags, chance=0.3)
 
 
 FILES = (
@@ -314,7 +324,8 @@ def drawn(seed, i, only=None, most=8):
     order = Draw(f"{seed} round {i // len(FILES)}").sample(FILES, len(FILES))
     file = order[i % len(FILES)]
     if only:
-        [file] = [file for file in FILES if file.__name__ == only]
+        by_name = {one.__name__: one for one in FILES}
+        file = by_name[only]
     draw = Draw(f"{seed} run {i}")
     counts = MANY if most > 8 else FEW
     n = draw.choice([count for count in counts if count <= most])
@@ -334,8 +345,9 @@ def drawn(seed, i, only=None, most=8):
     own = file(draw, n, sizes)
     hybrid = file is hybrid_3d
     torchs_vee = hybrid and "torch" in own and set(own) & set(VEES)
-    own += draw.course(freezes=not hybrid,  # it has drawn that itself
-                       evaluates=not torchs_vee)  # eval() of torch's does not know these
+    freezes = not hybrid  # hybrid_3d has drawn that itself
+    evaluates = not torchs_vee  # eval() of torch's does not know these
+    own += draw.course(freezes, evaluates)
     sizes["width"] = sizes["heads"] * head_width
     flags = [str(word) for word in own] + ["--dtype", "fp64"]
     flags += [f"--{name}={value}" for name, value in sizes.items()]
@@ -350,7 +362,10 @@ def to_file(log, plant, module):
 
 
 def attempt(file, n, flags, plant=None):
-    """-> worst gap, []; or None and what was said, if the run failed."""
+    """-> worst gap, []; or None and what was said, if the run failed.
+
+    plant(module) is what every rank calls before main().
+    """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
         try:
@@ -427,6 +442,7 @@ def main(words):
 
 
 def whole(word):
+    """argparse makes bad usage of its ValueError."""
     if not word.isdigit():
         raise ValueError
     return int(word)
@@ -440,6 +456,7 @@ def positive(word):
 
 
 def wrong(message):
+    """In the place of parser.error, which prints several lines: main() prints this one."""
     raise ValueError(f"sweep.py: error: {message}; usage: {USAGE}, N at least 1")
 
 
