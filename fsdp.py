@@ -7,7 +7,8 @@
 0 to 3 are blocks. One is gathered while its neighbour computes, and freed when it is done. What is
 in no block, here the tied embedding, the positions and the last norm, is the root: it is gathered
 from the beginning of a step to its end. Each block and the root is a unit: its parameters lie end
-to end, so that one all-gather brings them and one reduce-scatter sums their gradients.
+to end, so that one all-gather brings them and one reduce-scatter sums their gradients. P_blocks of
+the P parameters lie in blocks.
 
     on each rank, P parameters of 4 bytes   plain GPT     here, on N ranks
     parameters, gradients, AdamW states     16 P          16 P/N
@@ -26,7 +27,9 @@ ever needs the whole model (meta device), and groups of ranks can be replicas (-
     optimizer = model.optimizer(torch.optim.AdamW, lr=1e-3)
     (loss_sum(model(x), y) / valid_targets_of_all_ranks).backward()  # x, y: this rank's rows
     norm = model.clip_grad_norm_(1.0)
-    optimizer.step()  # then optimizer.zero_grad(); model.full_state_dict() gathers what to save
+    optimizer.step()
+    optimizer.zero_grad()
+    state = model.full_state_dict()  # gathers what to save
 
 Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel",
 arXiv:2304.11277, sections 3 and 4. At work: torch.distributed.fsdp.fully_shard, section 3 below.
@@ -70,11 +73,11 @@ class Unit:
 
     def __init__(self, places, group, replicas, device, dtype, home, init):
         """places: {parameter: [Use, ..]}, several where it is tied. The rest is as in FSDP."""
-        kinds = {p.dtype for p in places}
-        if len(kinds) > 1:
-            raise ValueError(f"FSDP: a unit's parameters must be of one dtype, not {kinds}: make "
+        dtypes = {p.dtype for p in places}
+        if len(dtypes) > 1:
+            raise ValueError(f"FSDP: a unit's parameters must be of one dtype, not {dtypes}: make "
                              "a block of what has another")
-        kind = kinds.pop()
+        own_dtype = dtypes.pop()
         n = dist.get_world_size(group)
         self.group = group  # n ranks, each with a shard of its own
         self.replicas = replicas  # ranks with the same shard, each in another copy, or None
@@ -86,14 +89,15 @@ class Unit:
         for p in places:
             self.ranges.append((self.size, self.size + p.numel()))
             self.size += p.numel()
-        each = -(-self.size // n)  # the last shards may end in padding, which is zero and stays so
+        # elements of a shard; the last shards may end in padding, which is zero and stays so
+        each = -(-self.size // n)
         self.first = dist.get_rank(group) * each  # where this rank's shard begins in full
-        self.shard = nn.Parameter(torch.zeros(each, dtype=kind, device=home))  # (each,)
-        self.full = torch.empty(n * each, dtype=dtype or kind, device=device)  # (n each,)
+        self.shard = nn.Parameter(torch.zeros(each, dtype=own_dtype, device=home))  # (each,)
+        self.full = torch.empty(n * each, dtype=dtype or own_dtype, device=device)  # (n each,)
         self.borrowed = [self.borrow(view) for view in self.views(self.full)]  # what modules use
         self.segments = [Segment(0, each, self.shard)]  # what optimizers step
         self.gathering = None  # Work of an all-gather that is under way
-        self.sending = None  # (each,), what it reads
+        self.sending = None  # (each,), what that all-gather reads: kept until it is over
         self.reducing = None  # Work of a reduce-scatter or an all-reduce that is under way
         self.flat = None  # (n each,), this rank's gradients while a reduce-scatter reads them
         self.part = None  # (each,), the sum for this shard until it is added to the segments'
@@ -115,7 +119,8 @@ class Unit:
     def borrow(self, view):
         """A parameter in the memory of the view.
 
-        Of nn.Parameter(view) autograd would take a gather for a change in place, and complain.
+        nn.Parameter(view) would share its count of changes with `full`: autograd would take a
+        gather for a change of the parameter, and refuse to go backward.
         """
         parameter = nn.Parameter(torch.empty(0, dtype=view.dtype, device=view.device))
         parameter.data = view
@@ -185,7 +190,7 @@ class Unit:
 
     def finish_reduce(self):
         """Wait for the sum over the group; where there are replicas, begin to sum over them."""
-        if self.flat is not None:
+        if self.flat is not None:  # a reduce-scatter is under way
             self.reducing.wait()
             self.reducing = None
             self.flat = None
@@ -194,7 +199,7 @@ class Unit:
                 self.reducing = work  # partial -> replicated
 
     def collect(self):
-        """Wait for the sum, and add it to the gradients of the segments."""
+        """After finish_reduce: wait for the sum, and add it to the gradients of the segments."""
         if self.reducing:
             self.reducing.wait()
             self.reducing = None
@@ -226,15 +231,14 @@ class Unit:
 
         groups: for each parameter a number, or None -> [(number or None, nn.Parameter), ..].
         """
-        runs = []  # [number, start, stop]
+        runs = []  # [(number, start, stop)]
         for i, number in enumerate(groups):
             low, high = self.overlap(i)
             if low >= high:
-                continue
+                continue  # nothing of it is in this shard
             if runs and runs[-1][0] == number:
-                runs[-1][2] = high
-            else:
-                runs.append([number, low, high])
+                _, low, _ = runs.pop()  # the run before goes on
+            runs.append((number, low, high))
         self.segments = []
         result = []
         for number, start, stop in runs:
@@ -245,11 +249,11 @@ class Unit:
 
     def gradient(self):
         """(each,), the gradient of the shard; zeros where there is none."""
-        whole = torch.zeros_like(self.shard)
+        gradient = torch.zeros_like(self.shard)
         for start, stop, parameter in self.segments:
             if parameter.grad is not None:
-                whole[start:stop] = parameter.grad
-        return whole
+                gradient[start:stop] = parameter.grad
+        return gradient
 
     def gathered(self, shard):
         """(each,) -> {name: whole tensor}, a tied one under each of its names; collective."""
@@ -279,10 +283,11 @@ class FSDP(nn.Module):
         prefix) gives the name that it has in the whole model
 
     All ranks begin with the first one's parameters and buffers, but for what init fills; then each
-    has buffers of its own. Frozen parameters stay whole on every rank, in `dtype`. All ranks must use the same units in a step. In a
-    unit that is used, a parameter that no rank uses has a gradient of zeros, not None. Between
-    steps the module's parameters have no memory. The module is used by calling FSDP, its blocks by
-    calling them; they return tensors, or tuples, lists, dicts and dataclasses of them.
+    has buffers of its own. Frozen parameters stay whole on every rank, in `dtype`. All ranks must
+    use the same units in a step. In a unit that is used, a parameter that no rank uses has a
+    gradient of zeros, not None. Between steps the module's parameters have no memory. Call the
+    FSDP, and let the module call its blocks (not a method of theirs). Blocks return tensors, or
+    tuples, lists, dicts and dataclasses of them.
     """
 
     def __init__(self, module, blocks, group=None, replicas=None, reshard=True, dtype=None,
@@ -299,7 +304,7 @@ class FSDP(nn.Module):
         self.blocks = []  # units of the blocks, in their order
         self.root = None  # the unit of what is in no block, if there is anything
         self.units = []  # all of them, the root last
-        self.reducing = None  # the unit whose reduce-scatter is under way
+        self.summed = None  # the unit whose reduce-scatter is under way
         self.queued = False  # will autograd call finish() when this backward is over?
         self.grouped = False  # have the shards been cut by an optimizer's groups?
 
@@ -372,7 +377,7 @@ class FSDP(nn.Module):
         output = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
             watch(tensors_in(output), self.backward_begins)
-        elif not in_backward():
+        elif not in_backward():  # an evaluation: no backward will come and free the units
             self.refuse_own(self.root, output)
             for unit in self.units:
                 unit.free()
@@ -384,12 +389,12 @@ class FSDP(nn.Module):
         for unit in self.units:
             unit.reset()
             trained = [p.requires_grad for p in unit.borrowed]
-            if any(trained) and not all(trained):
+            if any(trained) and not all(trained):  # a whole unit may be frozen or thawed
                 changed = True
         if changed:
             raise RuntimeError("FSDP: requires_grad has changed: freeze and thaw before FSDP, or "
                                "all of a unit together")
-        self.reducing = None
+        self.summed = None
         self.queued = False
 
     def gather_root(self, following):
@@ -406,7 +411,7 @@ class FSDP(nn.Module):
 
     def before_forward(self, i, block, inputs):
         self.blocks[i].start_gather()
-        if not in_backward():
+        if not in_backward():  # recomputation goes through the blocks from the last to the first
             self.prefetch(i + 1)
         self.blocks[i].wait()
 
@@ -454,36 +459,40 @@ class FSDP(nn.Module):
     def close(self, unit):
         unit.free()
         if unit.has_gradients():
-            if self.reducing:
-                self.reducing.finish_reduce()  # it had the time of this unit's backward to travel
+            if self.summed:
+                self.summed.finish_reduce()  # it had the time of this unit's backward to travel
             unit.start_reduce()
-            self.reducing = unit
+            self.summed = unit
 
     def finish(self):
         for unit in self.units:
-            self.close(unit)
+            self.close(unit)  # block 0, the root, and those that have had a further gradient
         for unit in self.units:
             unit.finish_reduce()
             unit.collect()
-        self.reducing = None
+        self.summed = None
         self.queued = False
 
     # the step
 
     def clip_grad_norm_(self, max_norm):
-        """Scale gradients to a norm of at most max_norm (0: any) over all ranks -> what it was.
+        """Scale gradients to a norm of at most max_norm over all ranks -> what it was.
 
-        A norm of inf or nan leaves them as they are, so that one can see whose it is.
+        Where max_norm is 0 there is no limit. A norm of inf or nan leaves them as they are, so that
+        one can see whose it is.
         """
         gradients = [p.grad for p in self.shards if p.grad is not None]
         norm = nn.utils.get_total_norm(gradients)
         wide = torch.float32  # at least: in fp16 the square of 256 is inf
         for unit in self.units:
             wide = torch.promote_types(wide, unit.shard.dtype)
-        square = norm.to(self.device, wide).square()  # the norm is at the shards' home
+        # the norm is at the shards' home, and ranks communicate on self.device; without gradients
+        # it is a zero in fp32, whatever other ranks' dtype is
+        square = norm.to(self.device, wide).square()
         dist.all_reduce(square, group=self.group)  # partial -> replicated
         norm = square.sqrt()
-        finite = norm.nan_to_num(0, posinf=0)  # a norm of 0 needs no scaling
+        # inf and nan are passed on as 0, since gradients of norm 0 are not scaled
+        finite = norm.nan_to_num(0, posinf=0)
         nn.utils.clip_grads_with_norm_(self.shards, max_norm or math.inf, finite)
         return norm
 
@@ -493,7 +502,10 @@ class FSDP(nn.Module):
         A shard is a flat piece of several parameters. What looks at a parameter's shape or norm,
         such as Adafactor, Muon or LAMB, would train something else. groups: see parameter_groups.
         """
-        for group in groups or [{}]:
+        tried = [{}]  # without groups there are no options but **options
+        if groups:
+            tried = groups
+        for group in tried:
             own = {name: value for name, value in group.items() if name != "params"}
             check_elementwise(kind, options, own, self.units[0].shard.device)
         return kind(self.parameter_groups(groups), **options)
@@ -507,14 +519,15 @@ class FSDP(nn.Module):
         """
         if groups is None:
             return [{"params": list(self.shards)}]
-        numbers = self.numbers(groups)
+        number_of = self.numbers(groups)
         if self.grouped or any(p.grad is not None for p in self.shards):
             raise RuntimeError("FSDP: groups are made once, and before the first backward")
         self.grouped = True
         result = [{**group, "params": []} for group in groups]
         shards = []
         for unit in self.units:
-            for number, parameter in unit.cut([numbers.get(p) for p in unit.borrowed]):
+            numbers = [number_of.get(p) for p in unit.borrowed]  # None: it is in no group
+            for number, parameter in unit.cut(numbers):
                 shards.append(parameter)
                 if number is not None:
                     result[number]["params"].append(parameter)
@@ -652,13 +665,13 @@ def made(parameter, use, device, init):
 def broadcast(tensor, group, replicas, device):
     """Give all ranks the first one's values, whatever the tensor's strides and its device."""
     whole = tensor.detach()
-    elsewhere = tensor.device != device or not tensor.is_contiguous()
-    if elsewhere:
+    needs_copy = tensor.device != device or not tensor.is_contiguous()
+    if needs_copy:
         whole = whole.to(device, memory_format=torch.contiguous_format, copy=True)
     dist.broadcast(whole, group=group, group_src=0)  # the first rank's -> replicated in the group
     if replicas:
         dist.broadcast(whole, group=replicas, group_src=0)  # the first group's -> replicated
-    if elsewhere:
+    if needs_copy:
         tensor.detach().copy_(whole)
 
 
@@ -731,8 +744,10 @@ def check_elementwise(kind, options, own, device):
         if settings.get("lr") is not None:
             settings["lr"] = 0.1
     matrix = torch.linspace(-1, 1, 24, device=device).view(4, 6)
+    pieces = matrix.flatten().split(10)
     results = []
-    for tensors in ([matrix], matrix.flatten().split(10)):
+    # two steps on the whole matrix, then two on its pieces: they must agree
+    for tensors in ([matrix], pieces):
         parameters = [nn.Parameter(t.clone()) for t in tensors]
         optimizer = kind([{"params": parameters, **own}], **options)
         for _ in range(2):
@@ -791,15 +806,19 @@ def train_step(model, optimizer, x, y, valid, clip):
 
 
 def parallelize_at_work(model, mesh, reshard=True, dtype=None):
-    """On GPUs fully_shard also takes offload_policy=CPUOffloadPolicy()."""
+    """fully_shard for each block and for the rest. reshard: as in FSDP; dtype: what computes.
+
+    On GPUs it also takes offload_policy=CPUOffloadPolicy().
+    """
     if mesh["replicate"].size() == 1:
         mesh = mesh["shard"]
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=model.tok.weight.dtype)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=precision)
+    # fully_shard finds out by itself what to prefetch in backward
     for block, following in zip(model.blocks, model.blocks[1:]):
-        block.set_modules_to_forward_prefetch([following])  # backward's it finds itself
+        block.set_modules_to_forward_prefetch([following])
     return model
 
 
@@ -855,7 +874,7 @@ def set_up(run, model, mesh):
                         device=run.device, home=home)
     optimizer = adamw(list(model.shards), args.lr)
     rows = share(args.batch, run.world_size, run.rank)  # of every batch, this rank's
-    first = mesh.get_local_rank("replicate") == 0  # of the ranks with the same shard
+    is_first = mesh.get_local_rank("replicate") == 0  # of the ranks with the same shard
     return Side(
         model=model,
         optimizer=optimizer,
@@ -863,7 +882,7 @@ def set_up(run, model, mesh):
         full_gradients=lambda: full_gradients(model),
         full_state_dict=lambda: full_state_dict(model),
         evaluate=lambda k: evaluate(model, *run.held_out(k, rows)),
-        pieces=lambda: pieces(model, optimizer, first),
+        pieces=lambda: pieces(model, optimizer, is_first),
     )
 
 
@@ -890,14 +909,15 @@ def pieces(model, optimizer, writes):
     """
     found = []
     for unit in model.units:
-        flats = {"": unit.shard.detach()}
+        flats = {"": unit.shard.detach()}  # {end of a piece's name, such as ".exp_avg": (each,)}
         for kind in STATES:
             if kind in optimizer.state[unit.shard]:
                 flats["." + kind] = optimizer.state[unit.shard][kind]
         for names, shape, (start, _) in zip(unit.names, unit.shapes, unit.ranges):
             first = unit.first - start  # where the shard begins, seen from the parameter
-            for kind, flat in flats.items():
-                found += run_pieces(names[0] + kind, shape, first, flat, writes)
+            for end, flat in flats.items():
+                name = names[0] + end  # of a tied one, the first name
+                found += run_pieces(name, shape, first, flat, writes)
     sharded = model.sharded_names()
     whole = [(n, p) for n, p in model.module.named_parameters() if n not in sharded]
     return found + pieces_of(whole, None, writes=dist.get_rank() == 0)
@@ -942,7 +962,7 @@ def main():
     args = arguments(
         __doc__,
         reshard=Flag(True, "free blocks after forward, gather them again for backward"),
-        hsdp=Flag(0, "R, ranks that share the shards: groups of R are replicas (0: all)", ANY),
+        hsdp=Flag(0, "ranks that share the shards, N: groups of N are replicas (0: all)", ANY),
         offload=Flag(False, "keep shards and optimizer states in the CPU's memory"),
     )
     n = args.hsdp or args.world_size  # ranks that share the shards
