@@ -12,7 +12,7 @@
 
 Each technique is in its own file. This one says who is who (Mesh), in which order techniques are
 applied (parallelize), and what becomes of a gradient along each axis (Kind). S: each rank has a
-summand, and they sum them (sum_gradients). 1: all then hold the same, and the norm counts it once.
+summand, which sum_gradients adds up. 1: all ranks then hold the same, and the norm counts it once.
 
     parameter        tp               dp x cp / ep   ep        first and last stage
     matrix           cut              S 1            S 1       -
@@ -22,7 +22,7 @@ summand, and they sum them (sum_gradients). 1: all then hold the same, and the n
     expert           S 1              S 1            cut       -
 
     numbers (plain MLPs)   plain GPT    one rank of a middle stage
-    held, 4 for a weight   48 C^2 L     48 C^2 L / (tp pp); over dp cp --zero 1, 2, 3 cut 2, 3, 4
+    held, 4 per weight     48 C^2 L     48 C^2 L / (tp pp); --zero 1, 2, 3 cut 2, 3, 4 of 4 by dp cp
     activations, 1f1b      16 B T C L   (4 + 12/tp) B/(dp M) T/cp C L/pp (pp - stage); --sp: 16/tp
     sent on tp, per step   -            8 B/dp T/cp C L/pp (tp-1)/tp; --sp: 10
     sent on dp x cp        -            2 (n-1)/n of its gradients, n = dp cp
@@ -35,7 +35,7 @@ At work: DeviceMesh, fully_shard, parallelize_module, torch.distributed.pipelini
 
     model = Hybrid(stages, blocks, kind_of, mesh, tp, make_optimizer)  # in your own code
     pipeline = Pipeline(stages.here, plans, stages.groups, boundary,
-                        model.before_backward, model.after_backward)  # this for ZeRO-2 and 3
+                        model.before_backward, model.after_backward)  # the second: for ZeRO-2 and 3
     model.zero_grad(); pipeline.step(inputs, loss_of); sum_gradients(model)
     step(model, gradient_norm(model), clip)
 """
@@ -63,7 +63,7 @@ from common import (
     ANY, CHECKED, POSITIVE, Flag, Run, Side, adamw, arguments, build, loss_sum, require, share)
 from harness.checkpoint import STATES, Piece, run_pieces
 from harness.timeline import bubble_rate, in_flight
-from pipeline_parallel import Boundary, Pipeline, SplitLinears, Stages
+from pipeline_parallel import Boundary, Pipeline, Stages
 from tensor_parallel import CutSequence, WholeSequence, unshard, vocab_parallel_cross_entropy
 from zero import ZeRO
 
@@ -165,17 +165,18 @@ class Hybrid(nn.Module):
     kind_of         function: the name of a parameter -> the name of its Kind
     tp              tensor_parallel's WholeSequence or CutSequence
     make_optimizer  function: torch's list of parameter groups -> optimizer
-    zero            stage of ZeRO
+    zero_stage      0 to 3
     edges_wait      are edges tied between stages? Then ZeRO is 1 at most for edges: their gradients
                     stay whole until stages have summed them
     """
 
-    def __init__(self, stages, blocks, kind_of, mesh, tp, make_optimizer, zero=0, edges_wait=True):
+    def __init__(self, stages, blocks, kind_of, mesh, tp, make_optimizer, zero_stage=0,
+                 edges_wait=True):
         super().__init__()
         self.stages = stages
         self.mesh = mesh
         self.tp = tp
-        self.zero = zero
+        self.zero_stage = zero_stage
         kinds = kinds_of_parameters(isinstance(tp, CutSequence))
         self.names = {p: name for name, p in stages.named().items()}
         self.kind = {p: kinds[kind_of(name)] for p, name in self.names.items()}
@@ -185,31 +186,34 @@ class Hybrid(nn.Module):
         self.inner = {number: [] for number in stages.here}  # {stage: [ZeRO]}, of its blocks
         in_blocks = set()
         for number, modules in blocks.items():
-            self.inner[number] = self.zeros_of(modules, modules, zero, make_optimizer)
+            # each block is a unit of ZeRO's
+            self.inner[number] = self.zeros_of(modules, modules, zero_stage, make_optimizer)
             for module in modules:
                 in_blocks.update(module.modules())
         edges = [m for m in self.modules() if m not in in_blocks and has_parameters(m)]
-        edges_zero = min(zero, 1) if edges_wait else zero
-        self.edges = self.zeros_of(edges, [tuple(edges)], edges_zero, make_optimizer)
+        if edges_wait:
+            zero_stage = min(zero_stage, 1)
+        # all edges together are one unit
+        self.edges = self.zeros_of(edges, [tuple(edges)], zero_stage, make_optimizer)
         self.zeros = self.edges + [each for zeros in self.inner.values() for each in zeros]
         self.check_zeros()
         self.optimizer = Optimizers([part.optimizer for part in self.zeros])
-        # of each of self.parts(), what this rank brings to the norm
+        # for each of self.parts(): the share of its square that this rank brings to the norm
         shares = [1 / self.holders(part.parameter) for part in self.parts()]
         self.shares = torch.tensor(shares, dtype=stages.dtype, device=stages.device)
 
     def check_kinds(self):
         """Raises a ValueError where a kind is not what tp and the stages have made of it."""
         for p, name in self.names.items():
-            whole = "tp" in self.kind[p].alike
-            cut = p in self.cuts
-            if self.tp.size > 1 and whole == cut:
+            is_whole = "tp" in self.kind[p].alike
+            is_cut = p in self.cuts
+            if self.tp.size > 1 and is_whole == is_cut:  # it must be one of the two
                 raise ValueError(f"{name} is cut over tp and of a kind that is whole, or the other "
                                  "way round: give it another kind")
             if p in self.stages.tied and "stages" not in self.kind[p].summed:
                 raise ValueError(f"{name} is in several stages: its kind is embedding")
 
-    def zeros_of(self, modules, units, zero, make_optimizer):
+    def zeros_of(self, modules, units, zero_stage, make_optimizer):
         """-> [ZeRO] of the parameters in these modules: the dense ones are alike on all ranks of
         data, experts on replicas."""
         inside = [part for module in modules for part in module.modules() if has_parameters(part)]
@@ -218,21 +222,22 @@ class Hybrid(nn.Module):
         zeros = []
         if dense:
             group = self.mesh.group["data"]
-            zeros.append(ZeRO(nn.ModuleList(dense), make_optimizer, group, zero, units))
+            zeros.append(ZeRO(nn.ModuleList(dense), make_optimizer, group, zero_stage, units))
         if experts:
             group = self.mesh.group["replicas"]
-            zeros.append(ZeRO(nn.ModuleList(experts), make_optimizer, group, zero, experts))
+            module = nn.ModuleList(experts)
+            zeros.append(ZeRO(module, make_optimizer, group, zero_stage, experts))
         return zeros
 
     def is_expert(self, module):
         """Are its own parameters, not those of modules inside it, an expert's?"""
         own = list(module.parameters(recurse=False))
-        found = {"replicas" in self.kind[p].summed for p in own}
-        if len(found) == 2:
+        of_experts = ["replicas" in self.kind[p].summed for p in own]
+        if any(of_experts) and not all(of_experts):
             names = ", ".join(self.names[p] for p in own)
             raise ValueError(f"{names} are in one module, and not all of them are of experts: give "
                              "these a module of their own")
-        return True in found
+        return any(of_experts)
 
     def check_zeros(self):
         """Raises a ValueError where two ZeROs would step one parameter."""
@@ -250,17 +255,17 @@ class Hybrid(nn.Module):
     def holders(self, p):
         """How many ranks hold the same summed gradient of a parameter, or the same piece of it."""
         count = 1
-        for axis in self.axes_alike(p, self.zero):
+        for axis in self.axes_alike(p, self.zero_stage):
             if axis != "stages":
                 count *= self.mesh.size[axis]
             elif p in self.stages.tied:
                 count *= self.stages.tied[p].size()
         return count
 
-    def axes_alike(self, p, zero):
+    def axes_alike(self, p, zero_stage):
         """-> the axes along which ranks hold the same of a parameter, after this stage of ZeRO."""
         axes = self.kind[p].alike
-        if zero > 0:  # ZeRO has cut it along "data" or "replicas"
+        if zero_stage > 0:  # ZeRO has cut it along "data" or "replicas"
             axes = [axis for axis in axes if axis in ("stages", "tp")]
         return axes
 
@@ -269,14 +274,15 @@ class Hybrid(nn.Module):
             zero.zero_grad()
             zero.sync = False
 
-    def before_backward(self, stage, last):
-        """To be called before a backward adds to a stage's gradients; last: for the last time in
+    def before_backward(self, stage, is_last):
+        """To be called before a backward adds to a stage's gradients; is_last: for the last time in
         this step. ZeRO-0 and 1 then sum them over ranks while it runs."""
         for zero in self.inner[stage]:
-            zero.sync = last
+            zero.sync = is_last
 
-    def after_backward(self, stage, last):
+    def after_backward(self, stage, is_last):
         """To be called after a backward: ZeRO-2 and 3 sum after each, they have no room to wait."""
+        # edges have stage 2 or 3 only where they wait for no other stage
         for zero in self.inner[stage] + self.edges:
             if zero.stage >= 2:
                 zero.reduce()  # partial -> sharded
@@ -335,11 +341,11 @@ def step(model, norm, clip):
     moe.step_biases(model)
 
 
-def gather(model, tensors, homes):
+def gather(model, tensors, origins):
     """-> {name: whole tensor}, of all stages and experts, on every rank.
 
     tensors: {parameter or buffer of this rank: itself, or a tensor that is cut like it}.
-    homes: {name: Home} of what is wanted, in the same order on all ranks.
+    origins: {name: Origin} of what is wanted, in the same order on all ranks.
     """
     mine = {}
     for stage in model.stages:
@@ -351,7 +357,7 @@ def gather(model, tensors, homes):
         mine = moe.gather_experts(mine, model.mesh.group["ep"])  # over ep: sharded -> replicated
     groups = model.stages.groups
     device = model.stages.device
-    return pipeline_parallel.gather(mine, homes, groups, device)  # on one stage -> replicated
+    return pipeline_parallel.gather(mine, origins, groups, device)  # on one stage -> replicated
 
 
 # ---- 2. the toy GPT, parallelized --------------------------------------------
@@ -441,18 +447,18 @@ def parallelize(model, mesh, plans, groups, boundary, layers, *, sp=False, zero=
             microbatches=count_microbatches(plans), balanced=dry)
     amp_accum_ckpt.parallelize(model, amp_accum_ckpt.CHECKPOINT[ckpt])
 
-    whole = pipeline_parallel.carve(model, layers)
-    plans = pipeline_parallel.trim(whole, plans)
-    stages = Stages(whole, plans, groups)
+    all_stages = pipeline_parallel.carve(model, layers)
+    plans = pipeline_parallel.trim(all_stages, plans)
+    stages = Stages(all_stages, plans, groups)
     blocks = {number: list(stage.blocks.values()) for number, stage in stages.here.items()}
     if amp == "bf16":
         for stage in stages:
             autocast = torch.autocast(boundary.device.type, torch.bfloat16)
             stage.forward = autocast(stage.forward)
-    several = len(layers) > 1
-    hybrid = Hybrid(stages, blocks, kind_of, mesh, tp, partial(adamw, lr=lr), zero, several)
+    hybrid = Hybrid(stages, blocks, kind_of, mesh, tp, partial(adamw, lr=lr), zero,
+                    edges_wait=len(layers) > 1)
     pipeline = Pipeline(stages.here, plans, groups, boundary, hybrid.before_backward,
-                        hybrid.after_backward, SplitLinears)
+                        hybrid.after_backward)
     return hybrid, PipelinedLoss(pipeline, boundary.size[0], vocab, tp)
 
 
@@ -471,32 +477,33 @@ def count_microbatches(plans):
     return len({action.microbatch for action in plans[0]})
 
 
-# Where the plain model's tensors will be, {name: Home}; those that are trained
-Homes = namedtuple("Homes", "all trained")
+# all      {name: Origin}: where the plain model's tensors will be
+# trained  the same, of parameters that are trained
+Origins = namedtuple("Origins", "all trained")
 
 
-def homes_of(model, plans, groups, layers):
-    """Of the plain model, before it is cut."""
+def origins_of(model, plans, groups, layers):
+    """-> Origins of the plain model's tensors, before it is cut."""
     stages = Stages(pipeline_parallel.carve(model, layers), plans, groups)
-    return Homes(stages.homes, stages.trained)
+    return Origins(stages.origins, stages.trained)
 
 
-def full_state_dict(model, homes):
+def full_state_dict(model, origins):
     found = {buffer: buffer for buffer in model.buffers()}  # none is cut
     for zero in model.zeros:
         state = zero.full_state_dict()  # over data or replicas: sharded -> replicated
         for name, p in zero.module.named_parameters():
             found[p] = state[name]
-    return gather(model, found, homes.all)
+    return gather(model, found, origins.all)
 
 
-def full_gradients(model, homes):
+def full_gradients(model, origins):
     gradients = {}
     for zero in model.zeros:
         parameters = dict(zero.module.named_parameters())
         for name, gradient in zero.full_gradients().items():  # sharded -> replicated
             gradients[parameters[name]] = gradient
-    return gather(model, gradients, homes.trained)
+    return gather(model, gradients, origins.trained)
 
 
 def pieces(model):
@@ -538,18 +545,18 @@ def pieces_that_follow(model, zero):
     return found
 
 
-def is_first(model, p, zero):
-    """Is this the first of the ranks that hold the same as this one of a parameter?"""
+def is_first(model, p, zero_stage):
+    """Is this the first of the ranks that hold the same piece of this parameter?"""
     place = {**model.mesh.place, "stages": 0}
-    if place["pp"] != model.stages.homes[model.names[p]].rank:
+    if place["pp"] != model.stages.origins[model.names[p]].rank:
         place["stages"] = 1
-    return all(place[axis] == 0 for axis in model.axes_alike(p, zero))
+    return all(place[axis] == 0 for axis in model.axes_alike(p, zero_stage))
 
 
 def boxes(model, p, suffix, first, numbers, writes):
     """Elements first, first + 1, .. of this rank's p, flattened -> [Piece] of whole tensors.
 
-    tp has cut p along a dimension and padded it, so a box of p is one of the whole, further along.
+    tp has cut p along a dimension and padded it: a box of p is a box of the whole, moved along it.
     Experts are stacked: a box of the stack is a box of each of its experts.
     """
     name = model.names[p]
@@ -639,7 +646,7 @@ class AtWork(nn.Module):
 
     def tied(self):
         """-> the tied embedding here, if another rank has it too; the group of the two"""
-        if self.first == self.last:
+        if self.first == self.last:  # both ends are here, or none
             return None, None
         if self.first:
             tied = self.stages[0].tok.weight
@@ -668,10 +675,10 @@ class AtWork(nn.Module):
             inputs.append(x)
         if self.last:
             named = {"target": y, "losses": losses}
-        cut_logits = contextlib.nullcontext()
+        context = contextlib.nullcontext()
         if self.mesh["tp"].size() > 1:
-            cut_logits = loss_parallel()
-        with cut_logits:
+            context = loss_parallel()  # the logits are cut
+        with context:
             run_schedule(*inputs, **named, return_outputs=False)
         total = torch.zeros((), device=x.device)
         for loss in losses:
@@ -688,8 +695,9 @@ def parallelize_at_work(model, mesh, plans, groups, boundary, layers, name, sp):
     vocab = len(model.tok.weight)
     if mesh["tp"].size() > 1:
         tensor_parallel.parallelize_at_work(model, mesh["tp"], sp)
-    whole = pipeline_parallel.carve(model, layers)
-    here = {number: whole[number] for number in pipeline_parallel.stages_of(plans[groups.rank])}
+    all_stages = pipeline_parallel.carve(model, layers)
+    numbers = pipeline_parallel.stages_of(plans[groups.rank])
+    here = {number: all_stages[number] for number in numbers}
     for stage in here.values():
         if stage.last and mesh["tp"].size() > 1:
             # tensors go from stage to stage, not DTensors
@@ -703,13 +711,13 @@ def parallelize_at_work(model, mesh, plans, groups, boundary, layers, name, sp):
     parts = []
     for number, stage in here.items():
         shapes = shapes_at_work(stage, boundary, tokens, columns)
-        parts.append(stage_at_work(stage, number, len(whole), groups, boundary, shapes))
+        parts.append(stage_at_work(stage, number, len(all_stages), groups, boundary, shapes))
     at_work.schedule = schedule_at_work(name, parts, count_microbatches(plans), at_work.loss_of)
     return at_work
 
 
 def shapes_at_work(stage, boundary, tokens, columns):
-    """-> what a stage takes and gives. Told that, torch need not ask other ranks, by NumPy."""
+    """-> what a stage takes and gives. Told that, torch need not ask other ranks, with NumPy."""
     edge = torch.empty(boundary.size, dtype=boundary.dtype, device=boundary.device)
     edge.requires_grad_()
     taken = edge
@@ -739,27 +747,27 @@ def schedule_at_work(name, parts, microbatches, loss_of):
     return make(parts, microbatches, loss_fn=loss_of, scale_grads=False)  # gradients are a sum
 
 
-def gather_at_work(model, tensors, homes):
+def gather_at_work(model, tensors, origins):
     """{name: tensor} of this rank's stages -> {name: whole tensor} of all, on every rank."""
     mine = {name: whole(t) for name, t in tensors.items()}
     device = next(model.parameters()).device
-    return pipeline_parallel.gather(mine, homes, model.groups, device)
+    return pipeline_parallel.gather(mine, origins, model.groups, device)
 
 
-def full_state_dict_at_work(model, homes):
+def full_state_dict_at_work(model, origins):
     found = {}
     for stage in model.stages:
         found.update(stage.state_dict())
-    return gather_at_work(model, found, homes.all)
+    return gather_at_work(model, found, origins.all)
 
 
-def full_gradients_at_work(model, homes):
+def full_gradients_at_work(model, origins):
     found = {}
     for stage in model.stages:
         for name, p in stage.named_parameters(remove_duplicate=False):
             if p.requires_grad:
                 found[name] = p.grad
-    return gather_at_work(model, found, homes.trained)
+    return gather_at_work(model, found, origins.trained)
 
 
 def train_step_at_work(model, optimizer, x, y, valid, clip):
@@ -768,11 +776,13 @@ def train_step_at_work(model, optimizer, x, y, valid, clip):
     parameters = [p for p in model.parameters() if p.requires_grad]
     for p in parameters:
         if isinstance(p, DTensor):
-            p.grad = p.grad.redistribute(placements=p.placements)  # of a cut embedding: replicated
+            # the gradient of a cut embedding comes replicated
+            p.grad = p.grad.redistribute(placements=p.placements)
     tied, sharing = model.tied()
     if tied is not None and tied.requires_grad:
         dist.all_reduce(local(tied.grad), group=sharing)  # partial -> replicated
-    counted = [p.grad for p in parameters if p is not tied or model.first]  # it counts once
+    # the tied one counts on the first stage only
+    counted = [p.grad for p in parameters if p is not tied or model.first]
     square = torch.zeros((), dtype=next(model.parameters()).dtype, device=x.device)
     if counted:
         square = whole(nn.utils.get_total_norm(counted)).square()
@@ -794,7 +804,7 @@ PIPELINE_FLAGS = {name: pipeline_parallel.FLAGS[name]
 FLAGS = {
     "dp": Flag(int, "copies, which share the batch", POSITIVE),
     "tp": Flag(int, "ranks that share each layer", POSITIVE),
-    "pp": Flag(int, "ranks of a pipeline; of these three, those left out follow", POSITIVE),
+    "pp": Flag(int, "ranks of a pipeline; of dp, tp, pp those left out are chosen", POSITIVE),
     "cp": Flag(1, "ranks that share each sequence", POSITIVE),
     "attn": Flag("zigzag", "--cp: how queries meet other ranks' keys", tuple(ATTENTION)),
     "micro": Flag(int, "M, micro-batches of a copy (4, or as many as divide its rows)", POSITIVE),
@@ -816,7 +826,10 @@ Layout = namedtuple("Layout", "dp cp tp pp ep sp micro")  # ep: None without exp
 
 
 def layout(args):
-    """-> the Layout that the flags ask for. What cannot run ends here, in one line."""
+    """-> the Layout that the flags ask for. What cannot run ends here, in one line.
+
+    It also fills in args, so that a report shows what was used.
+    """
     args.dp, args.tp, args.pp = axes(args)
     refuse_axes(args)
     data = args.dp * args.cp
@@ -838,8 +851,10 @@ def layout(args):
 
 
 def axes(args):
-    """-> dp, tp, pp. Where all are left out and the ranks divide by 4, pp and tp are 2. Others that
-    are left out are 1, but the last of them, in the order pp, tp, dp, gets the ranks that remain.
+    """-> dp, tp, pp. If all three are left out and the ranks divide by 4, pp and tp are 2.
+
+    Any other that is left out is 1; but the last such, in the order pp, tp, dp, gets the remaining
+    ranks.
     """
     ranks = args.world_size // args.cp
     sizes = {"pp": args.pp, "tp": args.tp, "dp": args.dp}
@@ -904,7 +919,7 @@ def plans_of(args):
 
 
 def times_of(args):
-    """-> F, B, W and COMM: what is not said has the proportions of matmuls"""
+    """-> F, B, W and COMM; without --times those of matmuls alone: F, B and W take the same"""
     return pipeline_parallel.read_times(args.times or "1,1,1,0")
 
 
@@ -991,12 +1006,16 @@ class Sizes:
         return re.search(self.args.train, name) is not None
 
 
-# What ZeRO lays end to end: numbers that are trained and frozen, how many ranks hold the same ones,
-# its stage, and how often a step gathers it from its chunks or sums it into them
-Unit = namedtuple("Unit", "trained frozen ranks zero moved")
+# What ZeRO lays end to end.
+# trained     how many of its numbers here are
+# frozen      likewise
+# ranks       how many ranks hold the same ones
+# zero_stage  0 to 3
+# moved       how often a step gathers it from its chunks, or sums it into them
+Unit = namedtuple("Unit", "trained frozen ranks zero_stage moved")
 
 
-def unit_of(at, numbers, ranks, zero, turn=False):
+def unit_of(at, numbers, ranks, zero_stage, turn=False):
     """numbers: {the plain model's name of a tensor: how many of its numbers are here}.
 
     turn: is it where forward turns into backward, so that ZeRO-3 need not gather it again?
@@ -1004,18 +1023,18 @@ def unit_of(at, numbers, ranks, zero, turn=False):
     trained = sum(n for name, n in numbers.items() if at.is_trained(name))
     frozen = sum(numbers.values()) - trained
     moved = 2  # gradients are summed and parameters gathered once; an all-reduce sends as much
-    if zero == 2:
-        moved = at.M + 1  # gradients are summed in each micro-batch
-    elif zero == 3 and turn:
-        moved = 2 * at.M  # and parameters are gathered in forward
-    elif zero == 3:
-        moved = 3 * at.M  # and in backward
-    return Unit(trained, frozen, ranks, zero, moved)
+    if zero_stage == 2:
+        moved = at.M + 1  # gradients are summed in each micro-batch, parameters gathered once
+    elif zero_stage == 3 and turn:
+        moved = 2 * at.M  # in each: gradients summed, parameters gathered in forward
+    elif zero_stage == 3:
+        moved = 3 * at.M  # in each: the same, and parameters gathered in backward
+    return Unit(trained, frozen, ranks, zero_stage, moved)
 
 
 def padded(unit):
     """Its trained numbers, with padding to equal chunks."""
-    if unit.zero == 0:
+    if unit.zero_stage == 0:
         return unit.trained
     return -(-unit.trained // unit.ranks) * unit.ranks
 
@@ -1039,7 +1058,7 @@ def dense(at, i):
     for matrix in ("q", "k", "v", "out"):
         numbers[f"blocks.{i}.attn.{matrix}.weight"] = C * C // at.tp
         numbers[f"blocks.{i}.attn.{matrix}.bias"] = C // at.tp
-    numbers[f"blocks.{i}.attn.out.bias"] = C
+    numbers[f"blocks.{i}.attn.out.bias"] = C  # not C/tp: whole on every rank
     if not at.E:
         return {**numbers, **mlp(at, f"blocks.{i}.mlp", at.tp)}
     numbers[f"blocks.{i}.mlp.router.weight"] = at.E * C
@@ -1072,19 +1091,29 @@ def edges(at):
 def dense_units(at):
     """-> [Unit]: this rank's blocks, without experts, and its edges"""
     ranks = at.lay.dp * at.lay.cp
-    zero = at.args.zero
-    found = [unit_of(at, dense(at, i), ranks, zero, i == at.blocks[-1]) for i in at.blocks]
+    zero_stage = at.args.zero
+    found = []
+    for i in at.blocks:
+        found.append(unit_of(at, dense(at, i), ranks, zero_stage, turn=(i == at.blocks[-1])))
     if at.last > 0:
-        zero = min(zero, 1)  # edges wait for the sum of the tied embedding
-    return found + [unit_of(at, edges(at), ranks, zero, True)]
+        zero_stage = min(zero_stage, 1)  # edges wait for the sum of the tied embedding
+    found.append(unit_of(at, edges(at), ranks, zero_stage, turn=True))
+    return found
 
 
 def expert_units(at):
     if not at.E:
         return []
     ranks = at.lay.dp * at.lay.cp // at.lay.ep
-    zero = at.args.zero
-    return [unit_of(at, experts(at, i), ranks, zero, i == at.blocks[-1]) for i in at.blocks]
+    found = []
+    for i in at.blocks:
+        found.append(unit_of(at, experts(at, i), ranks, at.args.zero, turn=(i == at.blocks[-1])))
+    return found
+
+
+# In the formulas of the rows below: L_s blocks here, B' rows of a micro-batch, T' tokens of a
+# sequence here, t = tp with --sp and else 1; with padding V' rows of the embedding over all of tp,
+# S' positions and P' trained numbers here; Z the ranks that ZeRO cuts over.
 
 
 def account_held(run, at, model, own):
@@ -1092,18 +1121,18 @@ def account_held(run, at, model, own):
     w = at.w
     units = dense_units(at) + expert_units(at)
     numbers = sum(unit.trained + unit.frozen for unit in units)
-    what = "L_s [(12 C + 7) C/tp + 6 C], first (V' + T') C/tp, last V' C/tp + 2 C"
+    what = "L_s [(12 C + 7) C/tp + 6 C], first (V' + S') C/tp, last V' C/tp + 2 C"
     if at.E:
         what = "L_s [(4 C + 3) C/tp + 5 C + E C + E/ep (8 C + 5) C], first, last"
     run.textbook("parameters", f"b ({what})", b * numbers, b * own)
-    held = 4 * len(model.parts())
+    held = 4 * len(model.parts())  # AdamW's count of steps, one for each part
     for unit in units:
-        whole = padded(unit)
-        chunk = whole
-        if unit.zero >= 1:
-            chunk = whole // unit.ranks  # a rank's own
-        parameters = chunk if unit.zero >= 3 else whole
-        gradients = chunk if unit.zero >= 2 else whole
+        length = padded(unit)
+        chunk = length
+        if unit.zero_stage >= 1:
+            chunk = length // unit.ranks  # a rank's own
+        parameters = chunk if unit.zero_stage >= 3 else length
+        gradients = chunk if unit.zero_stage >= 2 else length
         states = 3 * chunk if b == 2 else 2 * chunk  # bf16 has a master in fp32
         held += b * (unit.frozen + parameters + gradients) + w * states
     for buffer in model.buffers():
@@ -1119,7 +1148,7 @@ def account_held(run, at, model, own):
 
 
 def account_activations(run, at):
-    """Where every tensor that autograd keeps has been written down."""
+    """The row of activations, for layouts in which all that autograd keeps is known here."""
     args = at.args
     if args.ckpt != "none" or args.schedule not in ("gpipe", "1f1b") or at.E:
         return
@@ -1129,25 +1158,28 @@ def account_activations(run, at):
         return
     b = at.b
     w = at.w
-    norm = 2 * (at.x + b * at.N) // at.cut  # input and output; mean and 1/deviation of each token
+    norm = 2 * at.x  # input and output
+    norm += 2 * b * at.N  # mean and 1/deviation of each token
+    norm //= at.cut
     block = 2 * norm + 12 * at.x // at.tp  # q k v, what attention and the MLP's two halves give
     block += w * at.H // at.tp * at.N  # attention: log of the sum of each row and head
-    micro = len(at.blocks) * block
+    of_microbatch = len(at.blocks) * block
     ids = 8 + 1  # bytes of an id, and of whether another rank has it
     if 0 in at.stages:
-        micro += ids * (at.N + at.T)
+        of_microbatch += ids * (at.N + at.T)
     if at.last in at.stages:
-        micro += norm + (w * at.columns + w + ids) * at.N  # logits, log of their sum; targets
+        of_microbatch += norm + (w * at.columns + w + ids) * at.N  # logits, log of the sum; targets
     formula = ("kept x (L_s [(4/t + 12/tp) b B' T' C + 4 b B' T'/t (norms) + w B' T' H/tp], "
                "first + ids, last + logits)")
     run.textbook(
         "activations", formula,
-        int(in_flight(at.plan)) * micro, run.ledger["scratch"].memory["activations"])
+        int(in_flight(at.plan)) * of_microbatch, run.ledger["scratch"].memory["activations"])
 
 
 def sent_on_tp(at, model):
     """f and g of attention, of MLPs, of the embedding and the head; the loss; sums of gradients."""
     x = at.x
+    # a block that runs again stops before the MLP's g: nothing in it needs that result
     if at.cut == 1:  # all-reduces, which send 2 x: g in forward, f in backward
         attention = 4 * x + 2 * x * at.again  # its g, if the block runs again
         mlp = 4 * x
@@ -1161,16 +1193,16 @@ def sent_on_tp(at, model):
         block = attention + joined_experts(at)
         if at.args.shared:
             block += mlp
-    micro = len(at.blocks) * block
+    of_microbatch = len(at.blocks) * block
     if 0 in at.stages:
-        micro += 2 * (x + at.b * at.T * at.C)  # g of tokens, of positions
+        of_microbatch += 2 * (x + at.b * at.T * at.C)  # g of tokens, of positions
     if at.last in at.stages:
-        micro += head + 2 * 3 * at.w * at.N  # and all-reduces of three numbers a token
+        of_microbatch += head + 2 * 3 * at.w * at.N  # and all-reduces of three numbers a token
     gradients = 0
     for part in model.parts():
         if "tp" in model.kind[part.parameter].summed:
             gradients += 2 * part.grad.nbytes
-    return (at.tp - 1) / at.tp * (at.M * micro + gradients)
+    return (at.tp - 1) / at.tp * (at.M * of_microbatch + gradients)
 
 
 def joined_experts(at):
@@ -1179,7 +1211,7 @@ def joined_experts(at):
     if at.cut > 1:
         return 0
     x = at.b * -(-at.N // at.tp) * at.tp * at.C  # with padding to equal parts
-    if at.args.shared:  # it comes behind, so that the first is made again
+    if at.args.shared:  # it runs behind the first all-gather, which is then made again
         return 2 * x + x * at.again
     return 2 * x
 
@@ -1332,7 +1364,9 @@ def flops_of_step(cfg, args):
     L, C, _, V, T = cfg
     mlps = 1  # that a token visits in a layer
     if args.experts:
-        mlps = args.top_k + args.shared
+        mlps = args.top_k
+        if args.shared:
+            mlps += 1
     router = 2 * C * args.experts
     layer = 8 * C * C + 4 * T * C + 16 * C * C * mlps + router
     return 3 * args.batch * T * (L * layer + 2 * V * C)
@@ -1471,7 +1505,7 @@ class Choices:
         model = run.build()
         moe.set_sources(model, self.batches.routed_everywhere())
         earlier = run.first  # steps before those of this run, in which the plain model chooses
-        if run.first > CHECKED:  # it begins where this run does
+        if run.first > CHECKED:  # the plain run begins where this one does
             earlier = 0
             moe.set_biases(model, run.start.extra["biases"])
         for i, block in enumerate(model.blocks):
@@ -1517,8 +1551,8 @@ def set_up(run, setting):
     args = run.args
     lay = setting.lay
     plain = run.build()
-    homes = homes_of(plain, setting.plans, setting.groups, setting.layers)
-    model, loss = parallelize(
+    origins = origins_of(plain, setting.plans, setting.groups, setting.layers)
+    model, loss_by_pipeline = parallelize(
         plain, setting.mesh, setting.plans, setting.groups, boundary_of(run, lay), setting.layers,
         sp=lay.sp, zero=args.zero, ckpt=args.ckpt, attn=args.attn, amp=args.amp, lr=args.lr,
         dry=run.dry)
@@ -1530,10 +1564,11 @@ def set_up(run, setting):
     return Side(
         model=model,
         optimizer=model.optimizer,
-        train_step=lambda x, y, valid: train_step(model, loss, x, y, valid, args.clip),
-        full_gradients=lambda: full_gradients(model, homes),
-        full_state_dict=lambda: full_state_dict(model, homes),
-        evaluate=lambda k: evaluate(model, loss, *setting.batches.held_out(k)),
+        train_step=lambda x, y, valid: train_step(
+            model, loss_by_pipeline, x, y, valid, args.clip),
+        full_gradients=lambda: full_gradients(model, origins),
+        full_state_dict=lambda: full_state_dict(model, origins),
+        evaluate=lambda k: evaluate(model, loss_by_pipeline, *setting.batches.held_out(k)),
         pieces=lambda: pieces(model),
         extra=extra,
         held=model.held,
@@ -1547,7 +1582,7 @@ def set_up_at_work(run, setting):
     names = ("pp", "dp", "tp")
     mesh = init_device_mesh(run.device.type, (lay.pp, lay.dp, lay.tp), mesh_dim_names=names)
     plain = run.build()
-    homes = homes_of(plain, setting.plans, setting.groups, setting.layers)
+    origins = origins_of(plain, setting.plans, setting.groups, setting.layers)
     model = parallelize_at_work(
         plain, mesh, setting.plans, setting.groups, boundary_of(run, lay), setting.layers,
         args.schedule, lay.sp)
@@ -1556,10 +1591,13 @@ def set_up_at_work(run, setting):
         model=model,
         optimizer=optimizer,
         train_step=lambda x, y, valid: train_step_at_work(model, optimizer, x, y, valid, args.clip),
-        full_gradients=lambda: full_gradients_at_work(model, homes),
-        full_state_dict=lambda: full_state_dict_at_work(model, homes),
+        full_gradients=lambda: full_gradients_at_work(model, origins),
+        full_state_dict=lambda: full_state_dict_at_work(model, origins),
         evaluate=lambda k: model.evaluate(*setting.batches.held_out(k)),
     )
+
+
+SET_UP = {"scratch": set_up, "torch": set_up_at_work}
 
 
 def main():
@@ -1569,16 +1607,12 @@ def main():
     layers = pipeline_parallel.read_layers(args, plans)
     run = Run(args, build=plain_model(args, lay))
     mesh = Mesh(lay.dp, lay.cp, lay.tp, lay.pp, lay.ep)
-    ends = [(0, len(layers) - 1)]
-    groups = pipeline_parallel.make_groups(plans, ends, mesh.pipelines, mesh.group["pp"])
+    shared = [(0, len(layers) - 1)]  # the stages of the tied embedding
+    groups = pipeline_parallel.make_groups(plans, shared, mesh.pipelines, mesh.group["pp"])
     with run:
         batches = Batches(run, lay, mesh)
         setting = Setting(lay, mesh, plans, groups, layers, batches)
-        sides = {}
-        if "scratch" in run.impls:
-            sides["scratch"] = set_up(run, setting)
-        if "torch" in run.impls:
-            sides["torch"] = set_up_at_work(run, setting)
+        sides = {impl: SET_UP[impl](run, setting) for impl in run.impls}
         run.begin(sides)
         model = sides[run.impls[0]].model
         total = count(run.build())
@@ -1600,7 +1634,10 @@ def main():
         if "scratch" in run.impls:
             account(run, setting, sides["scratch"].model, own)
         plain = choices.plain_trace if args.experts else None
-        return run.finish(total, own, plain, "bf16" if args.amp == "bf16" else None)
+        judged_as = None
+        if args.amp == "bf16":
+            judged_as = "bf16"
+        return run.finish(total, own, plain, judged_as)
 
 
 if __name__ == "__main__":

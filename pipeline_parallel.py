@@ -66,7 +66,8 @@ from harness.timeline import (
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
 #
 # "partial -> replicated" beside a line that communicates: before it each rank has a summand, after
-# it all have the sum. "here -> there": one rank has it, then another.
+# it all have the sum. "here -> there": one rank has it, then another; with "too" both have it.
+# A stage or rank "behind" another takes its output; the one "before" it makes its input.
 
 # ---- 1.1 schedules: what each rank does, in order ----
 
@@ -81,7 +82,7 @@ class Action(NamedTuple):
 
 
 def key(action):
-    """What an action makes has this name, for the action that takes it."""
+    """-> the name by which other actions know what this one makes."""
     return action[:3]  # (kind, micro-batch, stage)
 
 
@@ -100,7 +101,7 @@ def sweep(kind, microbatches, stages, together):
     stage, then through the next."""
     order = []
     for first in range(0, microbatches, together):
-        some = range(microbatches)[first:first + together]
+        some = range(first, min(first + together, microbatches))
         order += [Action(kind, microbatch, stage) for stage in stages for microbatch in some]
     return order
 
@@ -236,7 +237,8 @@ def zb_v(rank, ranks, microbatches, stages):
     rank 0   F0 F1 F2 f0 b0 w0 f1 b1 w1 F3 B0 W0 f2 b2 w2 B1 W1 f3 b3 w3 B2 W2 B3 W3 ...
     rank 1   ...F0 f0 F1 f1 b0 w0 F2 B0 W0 f2 b1 w1 F3 B1 W1 f3 b2 w2 B2 b3 B3 W2 w3 W3
     """
-    enough = max(microbatches, 2 * ranks - 1)  # fewer would not fill it: leave out what is too many
+    # fewer would not fill the plan: the last line leaves out what is too many
+    enough = max(microbatches, 2 * ranks - 1)
     score = Score(stages)
     score.write("F0", 2 * (ranks - rank) - 1)
     score.write("F1 F0", rank)
@@ -263,7 +265,8 @@ def dualpipe_v(rank, ranks, microbatches, stages):
     score.write("I1 W F1", ranks - 1 - rank)
     pairs = microbatches - 2 * ranks + rank + 1
     if rank == ranks - 1:
-        score.write("F0 B1 F1&B0")  # the first pair of the last rank is not joined: B may go first
+        # the first pair, F0 and B1, is not joined here, which makes the bubble smaller
+        score.write("F0 B1 F1&B0")
         pairs -= 1
     score.write("F0&B1 F1&B0", pairs)
     score.write("B1 F1&B0", ranks - 1 - rank)
@@ -301,12 +304,12 @@ class Draft:
         self.ends = {}  # {(kind, micro-batch, stage): when it is done}
 
     def arrival(self, rank, kind):
-        """When the input of a rank's next F or B is there."""
-        source = rank + 1
+        """When the input of a rank's next F or B is there; 0.0 if it takes none."""
+        sender = rank + 1
         if kind == "F":
-            source = rank - 1
-        end = self.ends.get((kind, self.done[rank][kind], source))
-        if end is None:
+            sender = rank - 1
+        end = self.ends.get((kind, self.done[rank][kind], sender))
+        if end is None:  # the F of the first rank, the B of the last
             return 0.0
         return end + self.comm
 
@@ -340,21 +343,22 @@ class Draft:
             self.put(rank, "W")  # fills the time until the input is there
         gap = arrival - self.clock[rank]
         if self.late(rank) and gap > 0 and self.idle[rank] + gap > max(self.idle):
-            self.put(rank, "W")  # does not fit, but no rank has waited longer than this one would
+            # it does not fit; but to wait would make this rank the one that has waited longest
+            self.put(rank, "W")
         self.put(rank, kind)
 
     def warm_up(self, eager):
         """The first F and B of each rank, and as many Fs between as there is time for.
 
-        eager: also one that is not done when the B could begin.
+        eager: also an F that would not be done yet when the B could begin.
         """
         ranks = len(self.plans)
         for rank in range(ranks):
             self.put(rank, "F")
         more = [0] * ranks
-        first_b = self.clock[-1] + self.times["B"]  # when it is done on the rank behind
+        b_done = self.clock[-1] + self.times["B"]  # when the first B is done on the rank behind
         for rank in reversed(range(ranks - 1)):
-            arrival = first_b + self.comm
+            arrival = b_done + self.comm
             end = self.clock[rank]
             while more[rank] + 1 < min(self.limit, self.microbatches):
                 too_long = end + self.times["F"] > arrival
@@ -362,9 +366,9 @@ class Draft:
                     break
                 end += self.times["F"]
                 more[rank] += 1
-            first_b = max(end, arrival) + self.times["B"]
+            b_done = max(end, arrival) + self.times["B"]
         for rank in range(ranks):
-            if rank > 0:  # one less than the rank before, which makes the inputs
+            if rank > 0:  # at least one fewer than on the rank before, as in 1F1B
                 more[rank] = max(0, min(more[rank], more[rank - 1] - 1))
             for _ in range(more[rank]):
                 self.put(rank, "F")
@@ -374,7 +378,7 @@ class Draft:
     def skips(self, rank):
         """Is it better to leave out an F here, since the rank behind has enough to do?"""
         if self.done[rank]["F"] < self.done[rank + 1]["F"] + 2:
-            return False
+            return False  # it would have no input left after its next F
         # the time until the next B can begin here: the rank behind does an F and a B before
         gap = self.clock[rank + 1] + self.times["F"] + self.times["B"] + self.comm
         gap -= self.clock[rank]
@@ -383,6 +387,7 @@ class Draft:
         too_many = self.kept(rank) + 1 - self.limit  # micro-batches that Ws must make room for
         ws = max(0, math.ceil(too_many / self.waiting))
         delays = self.times["F"] + ws * self.times["W"] > gap
+        # to wait must not make this rank the one that has waited longest
         return delays and self.idle[rank] + gap <= max(self.idle)
 
     def steady(self, skip):
@@ -399,10 +404,10 @@ class Draft:
                 self.put_after_w(rank, "F")
         for rank in reversed(range(ranks)):
             if rank == 0 and self.done[0]["F"] == self.microbatches:
-                self.put_all("W", 0, self.late(0))  # nobody waits for a B of the first rank
+                self.put_all(0, "W", self.late(0))  # nobody waits for a B of the first rank
             self.put_after_w(rank, "B")
 
-    def put_all(self, kind, rank, count):
+    def put_all(self, rank, kind, count):
         for _ in range(count):
             self.put(rank, kind)
 
@@ -422,15 +427,15 @@ def search(ranks, microbatches, limit, times, waiting=1.0):
             for _ in range(microbatches - 1):
                 draft.steady(skip)
             for rank in range(ranks):
-                draft.put_all("W", rank, draft.late(rank))
+                draft.put_all(rank, "W", draft.late(rank))
             if all(done["F"] == microbatches for done in draft.done):  # else it has skipped some
                 drafts.append(draft)
     return min(drafts, key=Draft.span).plans
 
 
 def pipedream(rank, ranks, microbatches, stages):
-    """1F1B with an update after each backward but the last, whose update is that of the step
-    (Harlap 2018, section 3). What the weights of a micro-batch are then: section 1.5.
+    """1F1B with an update after each backward; the last one's is the step's own, not in the plan
+    (Harlap 2018, section 3). Section 1.5 says which weights a micro-batch meets.
 
     rank 0   F0 F1 ......B0    U F2 B1    U F3 B2    U ...B3
     rank 1   ...F0 B0    U F1 B1    U F2 B2    U F3 B3
@@ -498,7 +503,7 @@ def split_of(plan):
 
 
 def stages_with_backward(plans):
-    """-> {stage}: the first that has something to train, and all behind it."""
+    """-> {stage} that have a B in the plans: without_backward() leaves none to frozen ones."""
     return {action.stage for plan in plans for action in plan if action.kind == "B"}
 
 
@@ -522,9 +527,13 @@ class Boundary(NamedTuple):
 class Move(NamedTuple):
     """A tensor goes from one rank to another."""
 
-    tensor: tuple  # the key of the action that makes it
+    key: tuple  # of the action that makes the tensor
     sender: int
     receiver: int
+
+    @property
+    def link(self):
+        return self.sender, self.receiver
 
 
 def source(action, last):
@@ -591,10 +600,13 @@ def route_of(plans):
     moves = []
     for rank, plan in enumerate(plans):
         for action in plan:
-            tensor = source(action, last)
-            if tensor is not None and home[tensor[2]] != rank:
-                moves.append(Move(tensor, home[tensor[2]], rank))
-    return sorted(moves, key=lambda move: (done[move.tensor], move))
+            need = source(action, last)
+            if need is None:
+                continue
+            _, _, stage = need
+            if home[stage] != rank:
+                moves.append(Move(need, home[stage], rank))
+    return sorted(moves, key=lambda move: (done[move.key], move))
 
 
 class Groups:
@@ -611,8 +623,9 @@ class Groups:
 def make_groups(plans, shared=(), pipelines=None, group=None):
     """-> the Groups of this rank's pipeline. Every rank of the world calls this.
 
-    shared: tuples of stages that hold a tied parameter. pipelines: a list of global ranks for each
-    pipeline that there is (all ranks are one). group: that of this rank's pipeline, if it exists.
+    shared: tuples of stages that hold a tied parameter. pipelines: for each pipeline its list of
+    global ranks; None: all ranks are one pipeline. group: that of this rank's pipeline; None: one
+    is made for each.
 
     Every rank makes every group, in the same order, also those that it is not in: NCCL splits them
     off the world's communicator, and all ranks have to take part in that. NCCL runs what goes
@@ -626,10 +639,10 @@ def make_groups(plans, shared=(), pipelines=None, group=None):
             group = dist.group.WORLD
     links = []
     if dist.get_backend() == "nccl":
-        links = sorted({move[1:] for move in route_of(plans)})
+        links = sorted({move.link for move in route_of(plans)})
     found = None
     for ranks in pipelines:
-        whole = group
+        whole = group  # right for this rank's pipeline, and no other is kept
         if group is None:
             whole = dist.new_group(ranks)
         made = {link: dist.new_group([ranks[r] for r in link]) for link in links}
@@ -693,8 +706,8 @@ class Mail:
             return tensor.to(self.boundary.device)
         return tensor
 
-    def close(self):
-        """Wait for the last send."""
+    def finish_send(self):
+        """Wait until what was sent last has left."""
         if self.sent is not None:
             work, _ = self.moving.pop(self.sent)
             work.wait()
@@ -704,7 +717,7 @@ class Mail:
         """Start transfers up to the first whose tensor is yet to be made here."""
         while self.todo:
             move = self.todo[0]
-            if move.sender == self.groups.rank and move.tensor not in self.made:
+            if move.sender == self.groups.rank and move.key not in self.made:
                 return
             self.todo.popleft()
             if move.sender == self.groups.rank:
@@ -713,15 +726,15 @@ class Mail:
                 self.receive(move)
 
     def send(self, move):
-        self.close()  # one send at a time: the memory of the one before is free
-        tensor = self.made.pop(move.tensor).contiguous()
+        self.finish_send()  # one send at a time: the memory of the one before is free
+        tensor = self.made.pop(move.key).contiguous()
         size, dtype, _ = self.boundary
         if tensor.shape != size or tensor.dtype != dtype:  # the other rank would read noise
-            raise ValueError(f"{move.tensor} made {tensor.dtype} {tuple(tensor.shape)}, "
+            raise ValueError(f"{move.key} made {tensor.dtype} {tuple(tensor.shape)}, "
                              f"but the boundary is {dtype} {tuple(size)}")
         if self.by_host:
             tensor = tensor.cpu()
-        self.sent = move.tensor
+        self.sent = move.key
         self.begin(dist.isend, tensor, move, self.groups.ranks[move.receiver])  # here -> there too
 
     def receive(self, move):
@@ -732,9 +745,10 @@ class Mail:
         self.begin(dist.irecv, tensor, move, self.groups.ranks[move.sender])  # there -> here too
 
     def begin(self, operation, tensor, move, peer):
-        group = self.groups.links.get(move[1:], self.groups.group)
+        group = self.groups.links.get(move.link, self.groups.group)
+        # in a batch NCCL uses the group's own communicator, begun in __init__, and makes no other
         works = dist.batch_isend_irecv([dist.P2POp(operation, tensor, peer, group)])
-        self.moving[move.tensor] = works[0], tensor
+        self.moving[move.key] = works[0], tensor
 
 
 # ---- 1.3 a backward in two parts, for any module ----
@@ -744,8 +758,9 @@ class Mail:
 #                                                                     kept until then
 #
 # A Linear is whatever calls F.linear(x, A, b) with leaves A and b under autograd. The gradients of
-# all other parameters are made in B, with it, and added to .grad in W: those of norms, embeddings,
-# weights that are computed from others, all weights under autocast. What torch.utils.checkpoint
+# all other parameters are made in B, beside grad_x, and added to .grad in W: those of norms,
+# embeddings, weights that are computed from others, all weights under autocast, those of
+# nn.MultiheadAttention, whose calls of F.linear are not seen. What torch.utils.checkpoint
 # computes again cannot be split: it raises torch's CheckpointError. Hooks of register_hook() would
 # be called in B and in W, and are refused. (Qi 2023, section 2)
 
@@ -777,6 +792,7 @@ class SplitLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, later, x, weight, bias):  # x is (N, in)
         ctx.later = later
+        # the leaves themselves, past saved_tensors_hooks: W adds to their .grad
         ctx.weight = weight
         ctx.bias = bias
         ctx.save_for_backward(x)
@@ -787,7 +803,7 @@ class SplitLinear(torch.autograd.Function):
         x, = ctx.saved_tensors
         with torch.enable_grad():
             root = WeightGradient.apply(ctx.weight, ctx.bias, x.detach(), grad)
-        ctx.later.append((root, None))
+        ctx.later.append((root, None))  # None: the gradient of a scalar is 1
         grad_x = None
         if ctx.needs_input_grad[1]:
             grad_x = grad @ ctx.weight
@@ -795,7 +811,8 @@ class SplitLinear(torch.autograd.Function):
 
 
 class SplitLinears(TorchFunctionMode):
-    """While it is entered, every F.linear is a SplitLinear, whatever module calls it."""
+    """While it is entered, every F.linear is a SplitLinear, but for those that are called inside
+    another of torch's functions."""
 
     def __init__(self, later):
         super().__init__()
@@ -822,7 +839,7 @@ def leaves_of(node):
     """-> the tensors whose gradients a backward from this node of autograd's graph makes."""
     found = []
     todo = [node]
-    seen = {None}
+    seen = {None}  # next_functions have None where no gradient goes
     while todo:
         node = todo.pop()
         if node in seen:
@@ -840,10 +857,11 @@ def input_gradient(edge, grad, later):
     if any(leaf._backward_hooks for leaf in leaves):
         raise ValueError("a hook of register_hook() on a parameter, which B and W would call: take "
                          "register_post_accumulate_grad_hook(), which W alone calls")
-    grads = torch.autograd.grad(edge, leaves, grad, allow_unused=True)  # none of split Linears
+    # weights of split Linears get None; they are asked for so that SplitLinear.backward runs
+    grads = torch.autograd.grad(edge, leaves, grad, allow_unused=True)
     for leaf, gradient in zip(leaves, grads):
         if gradient is not None:
-            later.append((leaf, gradient))  # added to .grad in W: hooks see each parameter once
+            later.append((leaf, gradient))  # added to .grad in W: post-accumulate hooks run once
 
 
 def weight_gradients(later):
@@ -865,7 +883,10 @@ class Slot:
 
 
 class Entry(torch.autograd.Function):
-    """Where a received tensor enters the graph: no leaf, so that a stage may change it in place."""
+    """Where a received tensor enters the graph: no leaf, so that a stage may change it in place.
+
+    anchor: an empty tensor that wants a gradient; a Function without one makes no graph.
+    """
 
     @staticmethod
     def forward(ctx, anchor, slot):
@@ -888,7 +909,7 @@ class Kept(NamedTuple):
     later: list  # what W is to do
 
 
-def nothing(stage, last):
+def nothing(stage, is_last):
     """What is called before and after an action by default."""
 
 
@@ -896,9 +917,9 @@ class Pipeline:
     """Runs one rank's plan, over modules that map one tensor to one tensor.
 
     modules: {stage: module}, this rank's. plans: all ranks'. boundary: what goes between stages.
-    before(stage, last) and after(stage, last) are called around each action that adds to the
-    gradients of a stage. `last`: it is the step's last one, so that they can be reduced over copies
-    of the stage. split(later): a context in which what can be left for W is left there.
+    before(stage, is_last) and after(stage, is_last) are called around each action that adds to the
+    gradients of a stage. is_last: it is the step's last one, so that they can be reduced over
+    copies of the stage. split(later): a context in which what can be left for W is left there.
     """
 
     def __init__(self, modules, plans, groups, boundary, before=nothing, after=nothing,
@@ -920,9 +941,9 @@ class Pipeline:
             if self.adds(action):
                 self.final[action.stage] = action
         self.route = route_of(plans)
-        self.forward_route = [move for move in self.route if move.tensor[0] == "F"]
+        self.forward_route = [move for move in self.route if move.key[0] == "F"]
         self.mail = Mail(groups, boundary)
-        self.anchor = torch.empty(0, device=boundary.device, requires_grad=True)  # of all Entries
+        self.anchor = torch.empty(0, device=boundary.device, requires_grad=True)  # see Entry
         self.clock = None  # or an object with mark(), called before and after each action
         self.kept = {}  # {(micro-batch, stage): Kept} of the step that runs
         self.most = 0  # the most of these at a time in the last step
@@ -986,19 +1007,22 @@ class Pipeline:
             elif made is not None:
                 self.mail.put(key(action), made)  # here -> there too
             del taken, made  # what nobody keeps is free before the next action
-        self.mail.close()
+        self.mail.finish_send()
         return loss
 
     def take(self, action, inputs):
         """What an action takes from another stage, or from the batch."""
         if action.kind == "F" and action.stage == 0:
             return inputs[action.microbatch]
-        tensor = source(action, self.end)
-        if tensor is None:
+        need = source(action, self.end)
+        if need is None:
             return None
-        taken = self.mail.take(tensor)
-        if action.kind == "F" and self.home[tensor[2]] == self.groups.rank:
-            return taken.clone()  # the stage that made it may need it in backward: not in place
+        taken = self.mail.take(need)
+        _, _, stage = need
+        if action.kind == "F" and self.home[stage] == self.groups.rank:
+            # the stage before is on this rank, and may need its output in backward: this stage gets
+            # a copy, which it may change in place
+            return taken.clone()
         return taken
 
     def do(self, action, taken, loss_fn, update):
@@ -1007,23 +1031,23 @@ class Pipeline:
             return self.forward(action, taken, loss_fn)
         if action.kind == "U":
             return update()
-        if not self.adds(action):
+        if not self.adds(action):  # a B that leaves a W
             return self.backward(action, taken)
-        last = action == self.final[action.stage]
-        self.before(action.stage, last)
+        is_last = action == self.final[action.stage]
+        self.before(action.stage, is_last)
         made = None
         if action.kind == "B":
             made = self.backward(action, taken)
         else:
             weight_gradients(self.kept.pop((action.microbatch, action.stage)).later)
-        self.after(action.stage, last)
+        self.after(action.stage, is_last)
         return made
 
     def forward(self, action, x, loss_fn):
         place = action.microbatch, action.stage
         slot = None
-        before = action.stage - 1  # the stage that takes the gradient of x
-        if before in self.with_backward and torch.is_grad_enabled():
+        upstream = action.stage - 1  # the stage that takes the gradient of x
+        if upstream in self.with_backward and torch.is_grad_enabled():
             slot = Slot(x)
             x = Entry.apply(self.anchor, slot)
         later = []
@@ -1068,8 +1092,8 @@ class Chain(nn.ModuleDict):
         return x
 
 
-class Home(NamedTuple):
-    """Where a tensor of the model's state is."""
+class Origin(NamedTuple):
+    """Where a tensor of the model's state comes from."""
 
     rank: int  # that has it, or the first of those that do
     shape: torch.Size
@@ -1101,12 +1125,12 @@ class Stages(nn.ModuleList):
         super().__init__([whole[number] for number in numbers])
         self.here = dict(zip(numbers, self))  # {stage: module}
         self.groups = groups
-        self.homes = {}  # {name: Home} of the whole model's state
+        self.origins = {}  # {name: Origin} of the whole model's state
         self.aliases = {}  # {second name of a tied parameter: its first}
-        self.trained = {}  # {first name: Home} of parameters that are trained
+        self.trained = {}  # {first name: Origin} of parameters that are trained
         self.tied = {}  # {trained parameter that other ranks hold too: their group}
         self.elsewhere = set()  # parameters that another rank counts in the norm, and saves
-        self.dtype = torch.float32  # of the gradient norm: the widest gradient's, or this
+        self.dtype = torch.float32  # of the gradient norm: this, or wider where a gradient is
         self.device = next(p.device for module in [*self, *whole] for p in module.parameters())
         self.look_at(whole, home)
         for p, stages in table.items():
@@ -1122,12 +1146,12 @@ class Stages(nn.ModuleList):
                     raise ValueError(
                         f"two stages have a {name!r}: give each the names of the whole model, as "
                         "Chain does for the layers of an nn.Sequential")
-                self.homes.setdefault(name, Home(home[stage], t.shape, t.dtype))
+                self.origins.setdefault(name, Origin(home[stage], t.shape, t.dtype))
                 names.setdefault(t, name)
                 if names[t] != name:
                     self.aliases[name] = names[t]
                 elif t.requires_grad:
-                    self.trained[name] = self.homes[name]
+                    self.trained[name] = self.origins[name]
                     self.dtype = torch.promote_types(t.dtype, self.dtype)
 
     def note_tied(self, p, stages, ranks):
@@ -1180,7 +1204,7 @@ class Stages(nn.ModuleList):
         mine = {}
         for stage in self:
             mine |= stage.state_dict()
-        return gather(mine, self.homes, self.groups, self.device)
+        return gather(mine, self.origins, self.groups, self.device)
 
     def full_gradients(self):
         """-> {name: gradient} of all that is trained, on every rank."""
@@ -1199,15 +1223,15 @@ def clip_gradients(parameters, clip, norm):
     nn.utils.clip_grads_with_norm_(parameters, clip or math.inf, norm)
 
 
-def gather(mine, homes, groups, device):
-    """{name: tensor} of this rank -> of all ranks of the pipeline. homes: {name: Home} of all, in
-    the same order on all ranks."""
+def gather(mine, origins, groups, device):
+    """{name: tensor} of this rank -> of all ranks of the pipeline. origins: {name: Origin} of all,
+    in the same order on all ranks."""
     together = {}  # {(rank, dtype): names of what goes in one message}
-    for name, home in homes.items():
-        together.setdefault((home.rank, home.dtype), []).append(name)
+    for name, origin in origins.items():
+        together.setdefault((origin.rank, origin.dtype), []).append(name)
     whole = {}
     for (rank, dtype), names in together.items():
-        shapes = [homes[name].shape for name in names]
+        shapes = [origins[name].shape for name in names]
         sizes = [shape.numel() for shape in shapes]
         flat = torch.empty(sum(sizes), dtype=dtype, device=device)
         if rank == groups.rank:
@@ -1237,7 +1261,7 @@ class Stash(nn.Module):
         return torch.func.functional_call(self.module, weights, (x,))
 
 
-def update(stages, tied, optimizer, clip):
+def update_stages(stages, tied, optimizer, clip):
     """U. stages: a list of parameters for each. A stage clips by its own norm, so that it need not
     wait for the others'. Gradients of tied parameters, on which two stages would have to agree, are
     kept for the end of the step."""
@@ -1256,7 +1280,7 @@ def update(stages, tied, optimizer, clip):
 
 
 def split_layers(count, plans, head=None):
-    """-> how many of the layers each stage gets: as many as the others.
+    """-> how many of the layers each stage gets: about equally many.
 
     head: what the head is worth in layers. If it is given, ranks have equally much to do, the head
     counted; then each stage but the last has a layer at least.
@@ -1384,7 +1408,7 @@ def train_step(model, optimizer, x, y, valid, clip):
 def train_step_pipedream(model, optimizer, x, y, valid, clip):
     """The same with an update of each stage after each of its backwards (section 1.5)."""
     def update_here():
-        update([list(model.parameters())], list(model.tied), optimizer, clip)
+        update_stages([list(model.parameters())], list(model.tied), optimizer, clip)
     optimizer.zero_grad()
     loss = model.forward_backward(x, y, valid, update_here)
     norm = model.sum_and_clip(clip)
@@ -1404,14 +1428,15 @@ def stale_step(model, optimizer, x, y, valid, clip, stages, plans):
     """
     optimizer.zero_grad()
     names = {p: name for name, p in model.named_parameters() if p.requires_grad}
-    tied = [p for p in names if sum(p in set(stage) for stage in stages) > 1]
+    held = Counter(p for parameters in stages for p in parameters)  # {parameter: its stages}
+    tied = [p for p in names if held[p] > 1]
     microbatches = 1 + max(action.microbatch for action in plans[0])
     total = 0.0
     versions = []  # versions[n]: {parameter: its value after n updates}
     for m, (rows, targets) in enumerate(zip(x.chunk(microbatches), y.chunk(microbatches))):
         versions.append({p: p.detach().clone() for p in names})
         seen = {}  # {parameter: its value in this micro-batch's forward}
-        for rank, parameters in enumerate(stages):
+        for rank, parameters in enumerate(stages):  # one stage a rank
             begin = plans[rank].index(Action("F", m, rank))
             updates = [action for action in plans[rank][:begin] if action.kind == "U"]
             version = versions[len(updates)]
@@ -1420,13 +1445,14 @@ def stale_step(model, optimizer, x, y, valid, clip, stages, plans):
         weights = {names[p]: value for p, value in seen.items()}
         logits = torch.func.functional_call(model, weights, (rows,))
         loss = loss_sum(logits, targets) / valid
-        for p, grad in zip(seen, torch.autograd.grad(loss, list(seen.values()))):
-            if p.grad is not None:  # of a tied one, kept by update()
+        grads = torch.autograd.grad(loss, list(seen.values()))
+        for p, grad in zip(seen, grads):
+            if p.grad is not None:  # of a tied one, kept by update_stages()
                 grad = grad + p.grad
             p.grad = grad
         total += loss.detach()
         if m < microbatches - 1:
-            update(stages, tied, optimizer, clip)
+            update_stages(stages, tied, optimizer, clip)
     norm = nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
     optimizer.step()
     return total, norm
@@ -1442,8 +1468,8 @@ def plain_pipedream(run, plans, layers):
         if step == run.first and run.args.eval_every:
             trace.validation[step - 1] = run.validate_plain(model)
         run.set_rate(optimizer, step)
-        batch = run.batch(step)
-        loss, norm = stale_step(model, optimizer, *batch, run.args.clip, stages, plans)
+        x, y, valid = run.batch(step)
+        loss, norm = stale_step(model, optimizer, x, y, valid, run.args.clip, stages, plans)
         if step >= run.first:
             trace.log(step, loss, norm)
             if run.validates(step):
@@ -1470,8 +1496,8 @@ ONE_STAGE = "gpipe", "1f1b"  # classes for one stage per rank
 
 
 class PipelinedGPTAtWork(PipelinedGPT):
-    """The same, trained by torch's schedule. Evaluation is ours: eval() of torch's does not know
-    V-shaped ones (2.13)."""
+    """The same, trained by torch's schedule. Evaluation is ours: torch 2.13's eval() does not know
+    V-shaped schedules."""
 
     def __init__(self, whole, plans, groups, boundary, name):
         from torch.distributed import pipelining  # takes as long to import as all the rest
@@ -1482,7 +1508,7 @@ class PipelinedGPTAtWork(PipelinedGPT):
         stages = [self.stage_at_work(pipelining, number, len(whole), boundary)
                   for number in self.here]
         if name in ONE_STAGE:
-            stages, = stages
+            [stages] = stages  # these classes take the stage itself, not a list
         microbatches = 1 + max(action.microbatch for action in plans[0])
         self.schedule = getattr(pipelining.schedules, AT_WORK[name])(
             stages, microbatches, loss_fn=self.loss_of, scale_grads=False)  # gradients are a sum
@@ -1667,7 +1693,7 @@ def simulation(args, plans, layers, times):
 def start_clock(run, pipeline):
     """From here on each action is timed -> when the ranks began, together, on two clocks."""
     if run.device.type == "cuda":
-        torch.cuda.synchronize()  # between two steps: nothing waits while one runs
+        torch.cuda.synchronize()  # between two steps the host may wait: no action is being timed
     dist.barrier()
     pipeline.clock = run.clock
     return time.time(), run.clock.mark()
@@ -1686,12 +1712,12 @@ def read_clock(run, pipeline, begin, plans, label):
 
 
 def measure_times(run, groups, boundary):
-    """For --schedule auto without --times: F, B, W, COMM, from three passes as zb-h1."""
+    """For --schedule auto without --times: F, B, W, COMM of the third pass as zb-h1."""
     plans = make_plans("zb-h1", run.world_size, run.args.micro)
     model = parallelize(run.build(), plans, boundary, groups=groups)
-    plans = model.plans
+    plans = model.plans  # without backward where nothing is trained
     x, y, valid = run.batch(0)
-    for trial in range(3):
+    for trial in range(3):  # the first two warm up
         begin = start_clock(run, model.pipeline)
         model.forward_backward(x, y, valid)
         played = read_clock(run, model.pipeline, begin, plans, f"trial {trial}")
@@ -1739,7 +1765,7 @@ def account(run, model):
     account_sent(run, model, ledger.collectives)
     account_held(run, model, ledger.memory)
     if run.impls[0] == "scratch":
-        kept = model.pipeline.most / len(model)
+        kept = model.pipeline.most / len(model.here)  # `most` counts each stage's
         run.textbook("micro-batches kept", "the schedule's",
                      in_flight(model.plans[run.rank]), kept, unit="count")
 
@@ -1794,7 +1820,7 @@ def show_step(run, plans, played):
 
 
 def train(run, sides):
-    """All steps; our last but one is timed, action by action, where there are times."""
+    """All steps. Of ours the last but one is timed, action by action, but not in a dry run."""
     watched = max(run.first, run.last - 1)
     for impl, step in run.steps():
         side = sides[impl]
@@ -1823,7 +1849,8 @@ def main():
     rows = args.batch // args.micro
     boundary = Boundary(torch.Size((rows, run.cfg.seq, run.cfg.width)), run.dtype, run.device)
     with run:
-        groups = make_groups(plans, [(0, len(layers) - 1)])
+        shared = [(0, len(layers) - 1)]  # the stages of the tied embedding
+        groups = make_groups(plans, shared)
         if args.schedule == "auto" and not args.times:
             times = measure_times(run, groups, boundary)
             plans = read_plans(args, times)

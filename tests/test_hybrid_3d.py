@@ -11,7 +11,7 @@ import torch.nn as nn
 import hybrid_3d
 from common import GPTConfig
 from conftest import ALL, PROOF, SMALL, alone, proves, run, script, some, textbook
-from pipeline_parallel import Boundary, Chain, Pipeline, Stages, make_plans
+from pipeline_parallel import Boundary, Chain, Pipeline, Stages, make_groups, make_plans
 from tensor_parallel import WholeSequence
 
 ODD = ("--layers", "5", "--vocab", "257")
@@ -382,7 +382,7 @@ def hybrid(layers, pp, blocks, shared=(), **options):
     that ZeRO holds together; shared: the stages that a tied parameter is in."""
     mesh = hybrid_3d.Mesh(dp=torch.distributed.get_world_size() // pp, pp=pp, ep=1)
     plans = make_plans("1f1b", pp, 4)
-    groups = hybrid_3d.pipeline_parallel.make_groups(plans, shared, mesh.pipelines, mesh.group["pp"])
+    groups = make_groups(plans, shared, mesh.pipelines, mesh.group["pp"])
     stages = Stages([Chain([layer]) for layer in layers], plans, groups)
     of_stages = {}
     for number, stage in stages.here.items():
@@ -410,7 +410,7 @@ def check_own_code(zero):
     want = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
 
-    model, pipeline = hybrid(layers, 2, [0, 1], zero=zero)
+    model, pipeline = hybrid(layers, 2, [0, 1], zero_stage=zero)
     rows = x.chunk(2)[model.mesh.place["dp"]]
     model.zero_grad()
     pipeline.step(rows.split(2), lambda out, m: out.square().sum())
@@ -451,7 +451,7 @@ def check_a_stage_that_does_not_use_what_is_tied(zero):
     torch.manual_seed(0)
     tied = nn.Parameter(torch.randn(5))
     ours = [("first", Tied(tied)), ("second", Tied(tied))]
-    model, pipeline = hybrid(ours, 2, [], [(0, 1)], zero=zero)
+    model, pipeline = hybrid(ours, 2, [], [(0, 1)], zero_stage=zero)
     plain_tied = nn.Parameter(tied.detach().clone())
     plain = nn.Sequential(Tied(plain_tied), Tied(plain_tied))
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)

@@ -115,7 +115,7 @@ def rendezvous(plans):
     ranks = len(plans)
     home = homes(plans)
     last = max(home)
-    routes = [[move for move in route_of(plans) if rank in move[1:]] for rank in range(ranks)]
+    routes = [[move for move in route_of(plans) if rank in move.link] for rank in range(ranks)]
     at = [0] * ranks
     done = [0] * ranks
     sending = [None] * ranks
@@ -135,7 +135,7 @@ def rendezvous(plans):
                 met[tensor] += 1
                 at[rank] += 1
                 moved = True
-            waits = at[rank] < len(routes[rank]) and routes[rank][at[rank]].tensor in made
+            waits = at[rank] < len(routes[rank]) and routes[rank][at[rank]].key in made
             if done[rank] == len(plan) or waits:
                 continue
             action = plan[done[rank]]
@@ -348,7 +348,7 @@ def test_the_route_is_in_the_order_of_a_simulation():
         ends = {}
         for done in simulate(plans, costs(plans, v, v, v)):
             ends |= {action[:3]: end for action, _, end in done}
-        times = [ends[move.tensor] for move in route_of(plans)]
+        times = [ends[move.key] for move in route_of(plans)]
         assert times == sorted(times)
 
 
@@ -548,7 +548,8 @@ def test_simulate_prints_json():
     report = script("pipeline_parallel", 1, *flags, "--times", "2,2,2,0")
     assert report["joined_bubble_rate"] == pytest.approx(6 / 126)
     flags = ("--simulate", "--schedule", "dualpipe-v", "--pp", "2", "--times", "2,2,2,0")
-    uneven = script("pipeline_parallel", 1, *flags, "--layers-per-stage", "1,1,1,5", "--layers", "8")
+    uneven = script("pipeline_parallel", 1, *flags, "--layers", "8", "--layers-per-stage",
+                    "1,1,1,5")
     even = script("pipeline_parallel", 1, *flags)
     assert uneven["joined_bubble_rate"] > even["joined_bubble_rate"]
 
@@ -1167,7 +1168,7 @@ def test_trained_names_are_in_order():
 def check_trained_names():
     layers = [(str(i), nn.Linear(5, 5)) for i in range(20)]
     stages = Stages([pipeline_parallel.Chain(layers)], make_plans("1f1b", 1, 1))
-    assert list(stages.trained) == list(stages.homes)
+    assert list(stages.trained) == list(stages.origins)
 
 
 def check_stages_with_equal_names():
