@@ -45,7 +45,7 @@ load_from_disk = common.load_corpus
 
 def load_corpus(path, seq):
     if path or len(STDLIB) <= seq:
-        return load_from_disk(path, seq)
+        return load_from_disk(path, seq)  # which says so where the text is too short
     return STDLIB
 
 
@@ -64,7 +64,7 @@ def _environment(rank, world, port):
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE=str(port > 0),
+        TORCHELASTIC_USE_AGENT_STORE=str(port > 0),  # port 0: alone, without a store
     )
     torch.set_num_threads(1)
 
@@ -93,7 +93,7 @@ def _start(target, world, *args, limit=120):
 
     A rank that fails ends the others, a few seconds later.
     """
-    # as torchrun's agent has
+    # the store that torchrun's agent would have
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("forkserver")
     ranks = []
@@ -111,7 +111,10 @@ def _start(target, world, *args, limit=120):
 
 
 def wait_for(processes, limit, patience=5):
-    """Until all have ended, `limit` seconds, or `patience` after one has failed -> has one?"""
+    """Waits until all have ended, for `limit` seconds, or for `patience` once one has failed.
+
+    -> has one failed?
+    """
     end = time.time() + limit
     failed = False
     while any(process.is_alive() for process in processes) and time.time() < end:
@@ -198,7 +201,8 @@ def _alone(rank, world, _, name, runs, folder):
     for i in range(rank, len(runs), world):
         flags = (*runs[i], "--json", f"{folder}/{i}")
         try:
-            _script(0, 1, 0, name, flags, None, f"{folder}/stderr")
+            _script(rank=0, world=1, port=0, name=name, flags=flags, plant=None,
+                    errors=f"{folder}/stderr")
         except SystemExit as end:
             if end.code:
                 raise
@@ -224,7 +228,8 @@ def dry_run_agrees(name, world, *flags, ranks=None, plant=None):
     if ranks is None:
         ranks = range(world)
     common_flags = (*SMALL, *flags, "--dry-run", str(world))
-    dry = alone(name, *((*common_flags, "--rank", str(rank)) for rank in ranks))
+    runs = [(*common_flags, "--rank", str(rank)) for rank in ranks]
+    dry = alone(name, *runs)
     for rank, report in zip(ranks, dry):
         assert report["ranks"] == [real["ranks"][rank]]
     return real
@@ -292,6 +297,8 @@ def copied(name):
     here = os.getcwd()
     with tempfile.TemporaryDirectory() as empty:
         os.chdir(empty)
-        exec(code, module.__dict__)
-        os.chdir(here)
+        try:
+            exec(code, module.__dict__)
+        finally:
+            os.chdir(here)
     return module
