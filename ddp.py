@@ -20,7 +20,8 @@ still runs.
     model(x).mean().backward()  # x: this rank's rows; now gradients are the same on all ranks
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    optimizer.zero_grad()  # to save: model.module.state_dict()
+    optimizer.zero_grad()
+    state = model.module.state_dict()  # what to save
 
 Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 arXiv:2006.15704, section 3. At work: torch.nn.parallel.DistributedDataParallel, section 3 below.
@@ -82,10 +83,12 @@ class Bucket:
         """Move a gradient that autograd has made into the bucket, and leave a view in its place."""
         p = self.parameters[i]
         if p.grad is not self.views[i]:
-            torch.add(p.grad, 0.0, out=self.views[i])  # a copy, but -0.0 becomes 0.0
+            # a copy in which -0.0 becomes 0.0: start() gives -0.0 the meaning "not used"
+            torch.add(p.grad, 0.0, out=self.views[i])
             p.grad = self.views[i]
             self.reduced[i] = False
-        elif self.reduced[i] and not self.average:  # the average of averages is what it was
+        elif self.reduced[i] and not self.average:
+            # a sum over ranks would be summed again; averaging an average changes nothing
             refuse_sum_of_sums()
 
     def start(self):
@@ -173,7 +176,7 @@ class BucketedDDP(nn.Module):
         elsewhere = {*self.frozen, *self.sparse}
         parameters = [p for p in self.module.parameters() if p not in elsewhere]
         bytes_each = min(bytes_each, sum(p.nbytes for p in parameters) / 4)
-        room = min(bytes_each, bytes_first)  # of the next bucket
+        room = min(bytes_each, bytes_first)  # bytes for the bucket that is opened next
         buckets = []
         open_bucket = {}  # {(dtype, device): the bucket that is being filled}
         room_left = {}  # {(dtype, device): bytes}
@@ -255,7 +258,8 @@ class BucketedDDP(nn.Module):
             refuse_sum_of_sums()
 
     def reduce_sparse(self, p):
-        self.refuse_sum(p)  # one that this backward has not used
+        # ready_sparse has asked this of those that this backward has used; here it is the others
+        self.refuse_sum(p)
         total = sum_of_rows(p, self.group)
         if total is not None and self.average:
             total = total / dist.get_world_size(self.group)
@@ -298,7 +302,7 @@ def broadcast(tensor, group):
 
 
 def parameters_with_sparse_gradients(module):
-    found = {}
+    found = {}  # {parameter: True}: a set that keeps its order
     for owner in module.modules():
         if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.sparse:
             if owner.weight.requires_grad:
@@ -311,7 +315,7 @@ def sum_of_rows(parameter, group):
 
     A rank that has not used the parameter has None. The host must know how many rows there are.
     """
-    count = -1
+    count = -1  # this rank has not used the parameter; 0 is a gradient without rows
     rows = torch.empty(0, dtype=torch.int64, device=parameter.device)
     values = torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)
     if parameter.grad is not None:
@@ -319,18 +323,19 @@ def sum_of_rows(parameter, group):
             raise RuntimeError("BucketedDDP: a gradient of Embedding(sparse=True) is dense, since "
                                "its weight is also used elsewhere: take sparse=False")
         gradient = parameter.grad.coalesce()
-        [rows] = gradient.indices()
+        [rows] = gradient.indices()  # (1, count) -> (count,)
         values = gradient.values()
         count = len(rows)
     own_count = torch.tensor([count], device=parameter.device)
-    counts = [torch.empty_like(own_count) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(counts, own_count, group=group)  # sharded -> replicated
-    counts = torch.cat(counts).tolist()
+    gathered = [torch.empty_like(own_count) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(gathered, own_count, group=group)  # sharded -> replicated
+    counts = torch.cat(gathered).tolist()
     if max(counts) < 0:
-        return None
+        return None  # no rank has used it
     rows = gather_rows(rows, counts, group)
     values = gather_rows(values, counts, group)
-    return torch.sparse_coo_tensor(rows[None], values, parameter.shape).coalesce()
+    indices = rows[None]  # (1, rows of all ranks)
+    return torch.sparse_coo_tensor(indices, values, parameter.shape).coalesce()
 
 
 def gather_rows(tensor, counts, group):
@@ -362,10 +367,12 @@ def parallelize(model, group=None, bucket_mb=25.0):
 
 
 def full_state_dict(model):
+    """model: the plain one, which is inside BucketedDDP."""
     return model.state_dict()
 
 
 def full_gradients(model):
+    """model: the plain one, which is inside BucketedDDP."""
     return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
 
 
@@ -427,7 +434,9 @@ def loader_at_work(run):
     data = Sequences(run.corpus, run.args, run.first)
     sampler = DistributedSampler(data, shuffle=False)
     loader = DataLoader(data, batch_size=run.args.batch // run.world_size, sampler=sampler)
-    sampler.set_epoch(0)  # before every epoch; with shuffle=True it is what makes epochs differ
+    # With shuffle=True all epochs would have the same order without this, which is called before
+    # each of them. This run is one epoch, and shuffles nothing.
+    sampler.set_epoch(0)
     for x, y, valid in loader:
         yield x.to(run.device), y.to(run.device), valid[0].item()
 
@@ -459,7 +468,7 @@ def refuse(args):
 def set_up(run, impl):
     """-> a Side: the model of this implementation, and what a run does with it."""
     rows = share(run.args.batch, run.world_size, run.rank)  # of every batch, this rank's
-    plain = run.build()
+    plain = run.build()  # its parameters are trained in all three cases
     if impl == "scratch" and run.args.bucket_mb:
         model = parallelize(plain, None, run.args.bucket_mb)
         step = train_step
@@ -496,9 +505,9 @@ def account(run, model):
     n = run.world_size
     b = run.dtype.itemsize
     trained = [p for p in model.parameters() if p.requires_grad]
-    size = b * sum(p.numel() for p in trained)
-    whole = b * sum(p.numel() for p in model.parameters())
-    counters = 4 * len(trained)
+    size = b * sum(p.numel() for p in trained)  # b P
+    whole = b * sum(p.numel() for p in model.parameters())  # b (P + F)
+    counters = 4 * len(trained)  # AdamW's step, 4 bytes for each tensor
     ledger = run.ledger[run.impls[0]]
     held = ledger.memory
     reduced = ledger.collectives["all_reduce"]
