@@ -108,7 +108,10 @@ def run_pieces(name, shape, first, flat, writes):
 
 
 def boxes_of_run(shape, low, high):
-    """Elements low to high of a flattened tensor -> [(start, shape of the box, first element)]."""
+    """Elements low to high of a flattened tensor -> [(start, shape of the box, first element)].
+
+    A run is the end of a row, then whole rows, then the beginning of a row; rows are cut likewise.
+    """
     if low >= high:
         return []
     if len(shape) == 0:
@@ -129,7 +132,7 @@ def boxes_of_run(shape, low, high):
 
 
 def boxes_in_row(row_shape, row, low, high):
-    """The same for elements low to high of the whole that all lie in this row of it."""
+    """As boxes_of_run, for elements low to high of the whole, all of which lie in this row."""
     before = row * math.prod(row_shape)
     boxes = []
     for start, box, begin in boxes_of_run(row_shape, low - before, high - before):
@@ -190,8 +193,8 @@ def other_course(saved, now, fresh):
     """-> in words, why this run cannot go on from a checkpoint, or "".
 
     saved, now: identity() of the run that wrote it and of this one. fresh: the weights alone are
-    wanted. Of the course of training nothing matters then; but the number of heads does, which no
-    shape shows.
+    wanted. Then the course of training does not matter, but the sizes do, and the number of heads,
+    which no shape shows.
     """
     names = [*SIZES, "heads"]
     if not fresh:
@@ -252,11 +255,11 @@ def newest(folder, flag, quiet=False):
     Those that are not whole are named, unless quiet, and passed by. None at all is bad usage.
     """
     try:
-        is_one = "notes.json" in os.listdir(folder)
+        is_checkpoint = "notes.json" in os.listdir(folder)
     except OSError as error:
         require(False, f"{flag} {folder}: {reason(error)}")
     places = [Path(folder)]
-    if not is_one:
+    if not is_checkpoint:
         places = [Path(folder, str(steps)) for steps in reversed(numbered(folder))]
     passed = []
     for place in places:
@@ -315,12 +318,12 @@ def begin(args):
             require(start.steps < args.steps,
                     f"--steps {args.steps}: {place} has {start.steps} behind it already")
     if args.save:
-        usable(args.save, start)
+        refuse_unusable(args.save, start)
     return start
 
 
-def usable(folder, start):
-    """Can the checkpoints of this run be saved there? If not, that is bad usage."""
+def refuse_unusable(folder, start):
+    """Ends the run if its checkpoints cannot be saved there."""
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -406,6 +409,7 @@ class Properties(dcp.TensorProperties):
     """Properties as any torch has written them: newer ones append what nothing here needs."""
 
     def __setstate__(self, state):
+        # dtype, layout, requires_grad, memory format, pin_memory
         super().__setstate__(state[:5])
 
 
@@ -462,7 +466,7 @@ def box_of(piece):
 
 
 def common_part(one, other):
-    """Two boxes of a tensor -> where what they share begins in it, its shape; None if nothing."""
+    """Two boxes of a tensor -> start (in the tensor) and shape of what both have, or None."""
     start = []
     shape = []
     for dim in range(len(one.sizes)):
@@ -555,7 +559,7 @@ def write_whole(folder, state, identity):
     draft = Path(folder, ".0")
     shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed here
     draft.mkdir(parents=True)
-    write_part(draft, 0, [piece_of(name, tensor, True) for name, tensor in state.items()])
+    write_part(draft, 0, [piece_of(name, tensor, writes=True) for name, tensor in state.items()])
     notes = {"steps": 0, "ranks": 1, "identity": identity, "extra": {}}
     publish(draft, Path(folder, "0"), notes)
 
@@ -644,6 +648,7 @@ def overlap(boxes):
     boxes = sorted(boxes, key=lambda box: tuple(box.offsets))
     for i, box in enumerate(boxes):
         for other in boxes[i + 1:]:
+            # a scalar has no dimensions
             if box.sizes and other.offsets[0] >= box.offsets[0] + box.sizes[0]:
                 break  # those behind it begin later still
             if common_part(box, other):
@@ -741,8 +746,9 @@ def load(folder, pieces):
             saved = read_box(folder, table.storage_data[dcp.MetadataIndex(name, box.offsets)])
             for piece, common in zip(wanted, shared):
                 if common:
-                    target = part(piece.tensor, box_of(piece), *common)
-                    target.copy_(part(saved, box, *common))
+                    start, shape = common
+                    target = part(piece.tensor, box_of(piece), start, shape)
+                    target.copy_(part(saved, box, start, shape))
 
 
 def read_box(folder, where):
@@ -770,6 +776,7 @@ def restore(start, pieces, optimizer):
     if not found:
         return
     if start.ranks:
+        # in fp16 some steps are skipped, and "updates" says how many were not
         adamw_states(optimizer, start.extra.get("updates", start.steps))
     mine = pieces()
     table = read_table(Path(start.folder, ".metadata"))
@@ -789,8 +796,9 @@ def read_plain(start, model, optimizer=None):
     shapes differ.
     """
     if optimizer is not None:
+        # as in restore()
         adamw_states(optimizer, start.extra.get("updates", start.steps))
-    pieces = pieces_of(model.named_parameters(), optimizer, False)
+    pieces = pieces_of(model.named_parameters(), optimizer, writes=False)
     wrong = unclaimed(read_table(Path(start.folder, ".metadata")), pieces)
     if wrong:
         raise ValueError(f"{start.folder}: {wrong}")
@@ -803,7 +811,7 @@ def read_whole(folder):
     state = {}
     for name, entry in table.state_dict_metadata.items():
         state[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    load(folder, [piece_of(name, tensor, False) for name, tensor in state.items()])
+    load(folder, [piece_of(name, tensor, writes=False) for name, tensor in state.items()])
     return state
 
 

@@ -5,7 +5,8 @@ import torch
 
 
 class Clock:
-    """Marks in the work of a device: on GPUs events in the current stream, on CPUs the time of day.
+    """Marks in the work of a device: on GPUs events in the current stream, on CPUs the seconds of a
+    clock that never goes back.
 
     Nobody waits when a mark is made. Reading the time between two marks waits for the second.
     """

@@ -6,7 +6,9 @@ import torch
 # {kind of gap: the attribute of a Trace with what is compared}
 KINDS = {"loss": "loss", "gradient": "gradients", "grad_norm": "norm", "parameter": "state"}
 LIMITS = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 2e-2}
-FLOOR = 1e-4  # of the largest tensor: key biases have zero gradient in exact arithmetic
+# No denominator is below this part of the largest tensor's. Key biases need it: their gradient is
+# zero in exact arithmetic.
+FLOOR = 1e-4
 
 
 class Trace:
@@ -43,8 +45,9 @@ class Trace:
 def worst_gap(ours, plain):
     """Two {name: tensor} -> the largest gap max|ours - plain| / max|plain|, and whose it is.
 
-    NaN is infinitely far. No denominator is below FLOOR of the largest; if all of them are 0, what
-    differs is infinitely far. Raises AssertionError unless names and shapes are the same.
+    NaN is infinitely far. No denominator is below FLOOR times the largest max|plain|; if all of
+    them are 0, what differs is infinitely far. Raises AssertionError unless names and shapes are
+    the same.
     """
     if ours.keys() != plain.keys():
         raise AssertionError(f"not the plain GPT's tensors: {sorted(ours.keys() ^ plain.keys())}")

@@ -155,8 +155,8 @@ def fault(loss, norm, watched, gradients, state):
     """At the end of a step -> what is wrong, in words, the same on all ranks, or "".
 
     loss, norm: of the whole batch. gradients(), state() -> {name: tensor} of all parameters, whole.
-    Parameters of which every rank has its own copy come from that copy: if `watched`, the copies
-    are compared.
+    Where every rank has a copy of a parameter, state() gives this rank's own; if watched is true,
+    the copies are compared.
     """
     if not math.isfinite(loss) or not math.isfinite(norm):
         names = not_finite(gradients()) or not_finite(state()) or ["no parameter"]

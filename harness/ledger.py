@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-RESULT = None  # stands where the number of an argument stands: it is what the operation returns
+RESULT = None  # in the place of an argument's number: the buffer is what the operation returns
 
 Collective = namedtuple("Collective", "kind c10d functional")
 # kind         as all figures call it
@@ -51,12 +51,13 @@ def collective_of(operation):
 
 
 def group_of(args):
-    """The process group among a collective's arguments, where it is bare, boxed or a name."""
+    """The process group among a collective's arguments: bare, boxed, or by its name."""
     for a in args:
         if isinstance(a, torch.ScriptObject) and str(a._type()).endswith("ProcessGroup"):
             return dist.ProcessGroup.unbox(a)
         if isinstance(a, dist.ProcessGroup):
             return a
+    # the last string: the name of the reduction comes before
     names = [a for a in args if isinstance(a, str)]
     return dist.distributed_c10d._resolve_process_group(names[-1])
 
@@ -81,7 +82,7 @@ def sent_fraction(kind, group, splits):
     if kind == "all_to_all" and splits:
         rows = sum(splits)
         if rows == 0:
-            return Fraction(1)
+            return Fraction(1)  # of nothing
         return 1 - Fraction(splits[group.rank()], rows)  # what a rank keeps is not sent
     return Fraction(n - 1, n)
 
@@ -133,7 +134,7 @@ class Ledger(TorchDispatchMode):
         self.groups = Counter()
         self.memory = {}  # filled at the end
         self.sizes = {}  # {key of a storage: its bytes}, of all that are alive
-        self.places = {}  # {key of a storage: type of device}: a fake tensor's does not tell itself
+        self.places = {}  # {key of a storage: type of device}: a fake one does not tell
         self.live = Counter()  # {type of device: bytes}
         self.peaks = Counter()  # the most of live
         self.saved = Counter()  # {key of a storage: how many boxes keep it}
@@ -197,12 +198,12 @@ class Ledger(TorchDispatchMode):
         collective = collective_of(operation)
         if collective is None:
             return
-        place = collective.functional
+        index = collective.functional
         if operation.namespace == "c10d":
-            place = collective.c10d
+            index = collective.c10d
         buffer = out
-        if place is not RESULT:
-            buffer = args[place]
+        if index is not RESULT:
+            buffer = args[index]
         payload = sum(t.nbytes for t in tree_leaves(buffer))
         group = group_of(args)
         wire = payload * sent_fraction(collective.kind, group, splits_of(args))
@@ -210,12 +211,14 @@ class Ledger(TorchDispatchMode):
         self.groups[group.group_name] += wire
 
     def follow(self, storage, place):
-        """Count this storage, on this type of device, until it is freed; or its new size."""
+        """Count this storage on this type of device until it is freed; if known, take its new size.
+        """
         key = storage._cdata
         size = storage.nbytes()
         if key not in self.sizes:
             self.places[key] = place
-            weakref.finalize(storage, self.forget, key).atexit = False
+            end = weakref.finalize(storage, self.forget, key)
+            end.atexit = False  # at the end of the process nothing is counted
         self.live[place] += size - self.sizes.get(key, 0)
         self.sizes[key] = size
         new_peak = self.live[place] > self.peaks[place]
@@ -237,7 +240,8 @@ class Ledger(TorchDispatchMode):
                 self.saved_bytes += size
                 self.activations = max(self.activations, self.saved_bytes)
             self.saved[key] += 1
-            weakref.finalize(box, self.release, key, size).atexit = False
+            end = weakref.finalize(box, self.release, key, size)
+            end.atexit = False
         return box
 
     def release(self, key, size):

@@ -58,14 +58,15 @@ def largest(profile, gpu):
 def exposed_time(events):
     """A trace's events -> microseconds of the step, and of those with transport but no computation.
 
-    GPU kernels compute, where there are any, else torch's operators on CPUs. A host that waits for
-    a collective is in no operator of those.
+    GPU kernels compute, where there are any, else torch's operators on CPUs. A host that only waits
+    for a collective runs none of these.
     """
     timed = [event for event in events if event.get("ph") == "X" and event.get("dur", 0) > 0]
     kernels = [event for event in timed if event.get("cat") == "kernel"]
     operators = [event for event in timed if event["name"].startswith("aten::")]
     moving = [span(event) for event in timed if is_transport(event)]
-    busy = [span(event) for event in kernels or operators if not is_transport(event)]
+    working = kernels or operators  # kernels, where there are any
+    busy = [span(event) for event in working if not is_transport(event)]
     everything = union(moving + busy)
     if not everything:
         return 0.0, 0.0

@@ -100,6 +100,7 @@ class Table:
             say(f"\r{step:6d} of {self.last + 1}, {seconds:.0f} s left   ", end="")
 
     def wipe(self):
+        """Back to the beginning of the line: the row that follows is longer, and covers it."""
         if on_terminal():
             say("\r", end="")
 
@@ -165,13 +166,13 @@ def outcome(check):
 
 
 def textbook_line(row):
-    unit = human
+    in_words = human
     if row.get("unit") == "count":
-        unit = "{:g}".format
-    line = f"{row['what']} = {row['formula']} = {unit(row['expected'])}: "
+        in_words = "{:g}".format
+    line = f"{row['what']} = {row['formula']} = {in_words(row['expected'])}: "
     if row["expected"] == row["measured"]:
         return line + "equal"
-    return line + f"measured {unit(row['measured'])}"
+    return line + f"measured {in_words(row['measured'])}"
 
 
 def speed_line(report):

@@ -16,7 +16,7 @@ from collections import Counter, defaultdict, namedtuple
 
 
 def key(action):
-    """What an action makes, for one that takes it: (kind, micro-batch, stage)."""
+    """-> the name of what an action makes: (kind, micro-batch, stage)."""
     return action.kind, action.microbatch, action.stage
 
 
@@ -77,8 +77,8 @@ def costs(plans, F, B, W, sizes=None):
     """-> cost(rank, action), for simulate.
 
     F, B, W: the times of all of a rank's stages for a micro-batch. B is the gradient of the input
-    alone: a B that is not split takes B + W. sizes: {stage: its part of a rank's mean work}, if
-    they are not all equal.
+    alone: a B that is not split takes B + W. sizes: of each stage, its part of a rank's mean work;
+    None: they are all equal.
     """
     table = {"F": F, "B": B, "W": W, "U": 0.0}
     split = [of_kind(plan, "W") for plan in plans]
@@ -111,7 +111,7 @@ def simulate(plans, cost, comm=0.0, joined=False, route=None):
     progress = True
     while progress:
         progress = False
-        arrived = None
+        arrived = None  # as far as known when this round begins; the next one knows more
         if route is not None:
             arrived = on_one_line(route, ends, comm)
         for rank, plan in enumerate(plans):
@@ -168,6 +168,7 @@ def play(together, start, rank, cost, played, ends):
         end = start + cost(rank, action)
         played[rank].append((action, start, end))
         start = end
+    # what they make is there when the last of them ends
     for action in together:
         ends[key(action)] = end
 
@@ -218,6 +219,7 @@ def grid(played, width=105):
     last = max(cell.end for cell in cells)
     shortest = min(cell.end - cell.start for cell in cells)
     label = 1 + max(len(cell.text) for cell in cells)
+    # characters per unit of time: the shortest cell has room, unless the grid were too wide
     scale = min(label / shortest, width / (last - first))
     rows = [["."] * round(scale * (last - first)) for _ in played]
     for cell in cells:
