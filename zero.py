@@ -2,13 +2,13 @@
 
     a unit's parameters, end to end   | rank 0 | rank 1 | rank 2 | rank 3 |   equal chunks, padded
 
-    stage 3   compute     fwd 0 | fwd 1 | fwd 2 | bwd 2 | bwd 1        | bwd 0 |       | step own
-              meanwhile   get 1 | get 2 |       | get 1 | get 0, sum 2 | sum 1 | sum 0 | chunks
+    stage 3   compute     fwd 0 | fwd 1 | fwd 2 | bwd 2 | bwd 1        | bwd 0 |       | step
+              meanwhile   get 1 | get 2 |       | get 1 | get 0, sum 2 | sum 1 | sum 0 |
 
 P numbers are trained, padding included, on dp ranks. Bytes per rank in bf16: a number takes 2, its
 gradient 2, AdamW's master and states 12. M: micro-batches per step (--accum).
 
-                held between steps   sent per step, x 2 P (dp-1)/dp
+                held between steps   sent per step, in units of 2 P (dp-1)/dp
     plain GPT   16 P                 0
     stage 0     16 P                 2          all-reduce of the gradients
     stage 1     (4 + 12/dp) P        2          optimizer cut: reduce-scatter, then all-gather
@@ -63,8 +63,8 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 NOT_ELEMENTWISE = {
     "adafactor", "adalomo", "adamini", "adamp", "apollo", "came", "dadaptadam", "dadaptsgd", "dion",
     "distributedshampoo", "fusedlamb", "fusednovograd", "galoreadamw", "kfac", "kron", "lamb",
-    "lars", "lbfgs", "lomo", "muon", "novograd", "prodigy", "scion", "sgdp", "shampoo", "sm3", "soap",
-    "sparseadam", "stableadamw",
+    "lars", "lbfgs", "lomo", "muon", "novograd", "prodigy", "scion", "sgdp", "shampoo", "sm3",
+    "soap", "sparseadam", "stableadamw",
 }
 
 
@@ -107,11 +107,12 @@ class Part:
 class Flat:
     """Parameters side by side in one tensor, padded to equal chunks: each rank owns one of them.
 
-        p0 | p1 | p2 | padding    full: the parameters are views of it; buffer: their gradients are
-        chunk 0 | chunk 1 | ..    for this rank's chunk see make_chunk
+        p0 | p1 | p2 | padding    full: the parameters are views of it
+        chunk 0 | chunk 1 | ..    buffer: their gradients are views of it
 
-    In stage 0 there is one chunk, the whole, and every rank owns it. Tensors that are not always
-    needed are without memory in between: full in stage 3, buffer in stages 2 and 3.
+    In stage 0 there is one chunk, the whole, and every rank owns it. make_chunk lists this rank's
+    tensors. Those that are not always needed are without memory in between: full in stage 3, buffer
+    in stages 2 and 3.
     """
 
     def __init__(self, parameters, group, stage, offload):
@@ -121,7 +122,7 @@ class Flat:
         self.make_whole(parameters[0])
         self.make_chunk(offload)
         self.parts = self.cut()  # [Part]: this rank's chunk, parameter by parameter
-        self.versions = self.count_changes()  # as they may be
+        self.versions = self.count_changes()  # as step() expects to find them
 
         self.around = []  # flats of the units that this one's unit lies inside of (stage 3)
         self.gathering = None  # the all-gather into full that is under way, or None
@@ -177,7 +178,7 @@ class Flat:
             home = "cpu" if offload == "param" else self.own.device
             self.shard = self.own.to(home, copy=True)
         wide = torch.promote_types(self.shard.dtype, torch.float32)
-        self.master = self.shard.to(wide)
+        self.master = self.shard.to(wide)  # the shard itself if it is wide already, else a copy
         if offload == "optimizer":
             self.master = self.shard.to("cpu", wide, copy=True)
         self.sum = self.buffer[mine]
@@ -197,16 +198,16 @@ class Flat:
         parts = []
         last = list(self.starts)[-1]
         for p, start in self.starts.items():
-            place = start - self.begin  # where it begins, seen from this chunk: may be before it
-            low = max(place, 0)
-            high = min(place + p.numel(), self.chunk)
+            offset = start - self.begin  # where it begins, seen from this chunk: may be before it
+            low = max(offset, 0)
+            high = min(offset + p.numel(), self.chunk)
             size = max(high - low, 0)
             if p is last:
-                high = self.chunk  # the padding goes with the last one
+                high = self.chunk  # its tensors also have the padding, which size does not count
             if low < high:
                 run = slice(low, high)
                 master = nn.Parameter(self.master[run])
-                part = Part(p, low - place, size, self.shard[run], master, self.grad[run])
+                part = Part(p, low - offset, size, self.shard[run], master, self.grad[run])
                 parts.append(part)
         return parts
 
@@ -231,7 +232,10 @@ class Flat:
         take_back(self.full)
 
     def publish(self):
-        """The masters' numbers become the parameters', in stages 1 and 2 after wait()."""
+        """The parameters take over the masters' numbers.
+
+        In stages 1 and 2 those of the other ranks are then under way: wait() waits for them.
+        """
         if self.shard is not self.master:
             self.shard.copy_(self.master)
         if self.stage in (1, 2):
@@ -277,7 +281,8 @@ class Flat:
         lend(self.buffer)
         slot = self.slots[p]
         if p.grad is not slot:
-            torch.add(p.grad, 0.0, out=slot)  # a copy, but -0.0 becomes 0.0
+            # a copy in which -0.0 becomes 0.0: start_reduce gives -0.0 the meaning "not used"
+            torch.add(p.grad, 0.0, out=slot)
             p.grad = slot
 
     def start_reduce(self):
@@ -290,7 +295,7 @@ class Flat:
             else:
                 self.used.add(p)
                 p.grad = None  # a further gradient must not be added to what is being summed
-        self.buffer[self.size:].fill_(-0.0)
+        self.buffer[self.size:].fill_(-0.0)  # padding: the last part may be unused with it
         self.closed = True
         if self.stage == 0:
             work = dist.all_reduce(self.buffer, group=self.group, async_op=True)
@@ -317,9 +322,9 @@ class Flat:
 
     def give_gradients(self, skipped):
         """The optimizer's parameters get their gradients, those in `skipped` none."""
-        wide = self.grad.to(self.master)  # (chunk,): a copy if master is wider or on the CPU
+        grads = self.grad.to(self.master)  # (chunk,): a copy if master is wider or on the CPU
         lengths = [len(part.master) for part in self.parts]
-        for part, grad in zip(self.parts, wide.split(lengths)):
+        for part, grad in zip(self.parts, grads.split(lengths)):
             if part not in skipped:
                 part.master.grad = grad
 
@@ -345,8 +350,9 @@ class ZeRO:
 
     units: modules, or tuples of modules, whose parameters lie together; one may be inside another.
     In stage 3 these parameters can be read in the forward of these modules only, and all ranks must
-    run the same units in the same order. Parameters in no unit, in several, or of another dtype
-    than their unit's first are kept as in stage 2. Frozen ones stay whole and cost nothing else.
+    run the same units in the same order, whichever of their parameters they use. Parameters in no
+    unit, in several, or of another dtype than their unit's first are kept as in stage 2. Frozen
+    ones stay whole and cost nothing else. Reentrant checkpointing puts all sums off to reduce().
 
     With several micro-batches call reduce() after every backward. While zero.sync is False stages 0
     and 1 only add up: set it to True for the last backward of a step. Stages 2 and 3 have no room
@@ -409,12 +415,12 @@ class ZeRO:
                     self.hook(made[index], unit)
                     outer = surroundings(units, index)
                     made[index].around = [made[i] for i in outer if i in made]
-        # In stage 3 those in no unit come first, and are summed last, when nothing is gathered any
-        # more: ranks may differ in when they use them.
+        # In stage 3 those in no unit are of stage 2. They come first, and are summed last, in
+        # reduce(): ranks may differ in when they use them.
         self.flats.sort(key=lambda flat: flat.stage)
 
     def hook(self, flat, unit):
-        for site in unit:
+        for site in unit:  # a module of the unit's tuple
             if any(p in flat.starts for p in site.parameters()):
                 site.register_forward_pre_hook(partial(self.arrive, flat))
                 if type(site) is not nn.Embedding:  # its backward needs no parameter
@@ -436,6 +442,7 @@ class ZeRO:
         refuse_groups(group_of, trained)
         for part in self.parts:
             ours[group_of[part.parameter]]["params"].append(part.master)
+        # before make_optimizer has the groups in its hands: it may change the lists
         given = [list(map(id, options["params"])) for options in ours]
         optimizer = make_optimizer(ours)
         refuse_optimizer(optimizer, given)
@@ -467,11 +474,12 @@ class ZeRO:
         for wanted in needed:
             wanted.wait()
         self.inside = flat
-        # 4. If the last step came this way too, the next unit travels while this one computes.
-        place = len(self.entered)
+        # 4. If the pass before the last reduce() came this way too, the next unit travels while
+        # this one computes.
+        visit = len(self.entered)
         self.entered.append(flat)
-        if place + 1 < len(self.plan) and self.plan[place] is flat:
-            self.send_for(self.plan[place + 1])
+        if visit + 1 < len(self.plan) and self.plan[visit] is flat:
+            self.send_for(self.plan[visit + 1])
 
     def send_for(self, flat):
         if flat not in self.gathered:
@@ -479,18 +487,19 @@ class ZeRO:
             flat.start_gather()  # sharded -> replicated
 
     def watch(self, flat, site, inputs, output):
-        """After a unit's forward: its backward begins when an output of it has a gradient.
+        """After a unit's forward: its backward begins when one of its outputs gets a gradient.
 
-        Only the first of its outputs counts. A tensor that passes through many units, such as T5's
-        position bias, has its gradient when the backward of all of them is over.
+        The first output to get one counts. Another may get its own only when the backward of many
+        units is over: T5's position bias, for example, which passes through all of them.
         """
-        forward = object()  # stands for this one, of perhaps many
+        forward = object()  # stands for this run of forward, since a unit may run several times
         self.call_back(output, partial(self.come_back, flat, forward, set(self.visited)))
 
-    def call_back(self, output, hook):
+    def call_back(self, value, hook):
         """hook(gradient) is to be called when backward comes to what made one of these tensors."""
-        for t in tensors_in(output):
-            if t.grad_fn is not None:  # an input of the whole may have its gradient too early
+        for t in tensors_in(value):
+            # a leaf gets its gradient sooner, when what uses it is through, and not the rest
+            if t.grad_fn is not None:
                 t.register_hook(hook)
 
     def come_back(self, flat, forward, visited, gradient):
@@ -506,8 +515,19 @@ class ZeRO:
         Their sums wait for no gradient: ranks may differ in which parameters of a unit they use,
         but must agree on the order of collectives.
         """
+        if not self.is_trained_now():
+            return
         while self.pending and self.pending[0].stage == 3 and self.pending[0] not in visited:
             self.reduce_next()
+
+    def is_trained_now(self):
+        """Does the backward under way end in parameters? torch.autograd.grad(loss, x) does not."""
+        for flat in self.pending:
+            for p in flat.starts:
+                node = torch.autograd.graph.get_gradient_edge(p).node
+                if torch._C._will_engine_execute_node(node):
+                    return True
+        return False
 
     def free_units(self):
         """To be called after a forward without backward, such as an evaluation: memory is freed."""
@@ -617,8 +637,8 @@ class ZeRO:
                     if part.parameter not in flat.used]
         if not doubtful:
             return []  # a rank that has used all of its parameters need not look, nor wait
-        absent = [(part.grad.eq(0) & part.grad.signbit()).all() for part in doubtful]
-        absent = torch.stack(absent).tolist()
+        verdicts = [(part.grad.eq(0) & part.grad.signbit()).all() for part in doubtful]
+        absent = torch.stack(verdicts).tolist()  # the host waits
         return [part for part, is_absent in zip(doubtful, absent) if is_absent]
 
     def refuse_changes(self):
@@ -743,9 +763,9 @@ class ZeRO:
                                "use zero.full_state_dict()")
 
     def __deepcopy__(self, memo):
-        """Who copies the module, for an average, copies hooks that call this object.
+        """A copy of the module, such as one for an average of weights, shares this object.
 
-        It does nothing for modules that it does not know, and must not be copied with them.
+        The copied hooks call it; for modules that it does not know they do nothing.
         """
         return self
 
@@ -774,9 +794,9 @@ def refuse_model(module, stage, offload):
     devices = sorted({str(p.device) for p in trained.values()})
     if len(devices) > 1:
         raise ValueError(f"trained parameters are on {devices}: a rank has one device")
-    full = [p for p in trained.values() if p.numel()]
-    places = {(p.untyped_storage()._cdata, p.storage_offset()) for p in full}
-    if len(places) < len(full):
+    filled = [p for p in trained.values() if p.numel()]
+    addresses = {(p.untyped_storage()._cdata, p.storage_offset()) for p in filled}
+    if len(addresses) < len(filled):
         raise ValueError("two parameters share memory without being one: tie them by using the "
                          "same nn.Parameter, as in head.weight = embedding.weight")
 
@@ -843,19 +863,13 @@ def sort_by_unit(module, units):
     The index is None for those that are in no unit, in several, or of another dtype than their
     unit's first. They lie together by dtype.
     """
-    places = [(site, index) for index, unit in enumerate(units) for site in unit]
-    if len({site for site, _ in places}) < len(places):
-        raise ValueError("a module is in two of the units")
-    places.sort(key=lambda place: len(list(place[0].modules())), reverse=True)
-    owner = {}  # {module: index of the innermost unit it lies in}
-    for site, index in places:  # the innermost comes last, and has the last word
-        for m in site.modules():
-            owner[m] = index
+    owner = innermost(units)
     units_of = {}  # {parameter: indices of the units of all modules that have it}
     for m in module.modules():
         for p in m.parameters(recurse=False):
             if p.requires_grad and p.numel():
-                units_of.setdefault(p, set()).add(owner.get(m))
+                found = units_of.setdefault(p, set())
+                found.add(owner.get(m))  # None: m is in no unit
     first_dtype = {}  # {index: dtype of the unit's first parameter}
     together = {}  # {(index, dtype): [parameter]}
     for p, indices in units_of.items():
@@ -867,6 +881,24 @@ def sort_by_unit(module, units):
             index = None
         together.setdefault((index, p.dtype), []).append(p)
     return [(index, parameters) for (index, _), parameters in together.items()]
+
+
+def innermost(units):
+    """-> {module: index of the innermost unit it lies in}."""
+    unit_of = {}  # {a unit's module: index of the unit}
+    for index, unit in enumerate(units):
+        for site in unit:
+            if site in unit_of:
+                raise ValueError("a module is in two of the units")
+            unit_of[site] = index
+    # what lies inside another module has fewer modules: the innermost comes last, and has the last
+    # word
+    outer_first = sorted(unit_of, key=lambda site: len(list(site.modules())), reverse=True)
+    owner = {}
+    for site in outer_first:
+        for m in site.modules():
+            owner[m] = unit_of[site]
+    return owner
 
 
 def surroundings(units, index):
@@ -883,7 +915,11 @@ def surroundings(units, index):
 
 
 def parallelize(model, lr, group=None, stage=1, offload="none"):
-    """-> ZeRO. Forward begins and ends with the tied embedding: its two ends are one unit."""
+    """-> ZeRO, with a unit for each block.
+
+    The head is tied to the embedding, so the two ends of forward are one unit. The last norm runs
+    right behind the last block, and travels with it.
+    """
     ends = (model.tok, model.pos, model.head)
     *blocks, last = model.blocks
     units = [ends, *blocks, (last, model.norm)]
@@ -963,13 +999,15 @@ def pieces_that_follow(zero, names):
 
 def parallelize_at_work(model, lr, stage, mesh):
     """-> the module to call, its optimizer."""
-    trained = [p for p in model.parameters() if p.requires_grad]
     if stage == 1:
+        trained = [p for p in model.parameters() if p.requires_grad]
         module = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        # it calls adamw(this rank's parameters, lr=lr) as it would call an optimizer's class
         return module, ZeroRedundancyOptimizer(trained, adamw, lr=lr)
     for unit in [*model.blocks, model]:
         fully_shard(unit, mesh=mesh, reshard_after_forward=stage == 3)
-    return model, adamw([p for p in model.parameters() if p.requires_grad], lr)
+    trained = [p for p in model.parameters() if p.requires_grad]  # DTensors now
+    return model, adamw(trained, lr)
 
 
 def whole(t):
@@ -1059,7 +1097,9 @@ def sent_in_stage(run, zero, stage):
 def account(run, zero):
     """The paper's figures for every stage, and what the ledger has measured for this one."""
     heads = ["parameters", "gradients", "optimizer", "sent"]
-    run.say(f"\n{'stage':>8}" + "".join(f"{head:>13}" for head in heads) + "   of the paper")
+    columns = [f"{head:>13}" for head in heads]
+    # these are computed, not measured
+    run.say(f"\n{'stage':>8}" + "".join(columns) + "   of the paper")
     for stage in range(4):
         sizes = [size / ranks for size, ranks in held_in_stage(run, zero, stage).values()]
         sent, _ = sent_in_stage(run, zero, stage)
@@ -1161,7 +1201,8 @@ def main():
         sides = {impl: set_up(run, impl, mesh) for impl in run.impls}
         run.begin(sides)
         model = sides[run.impls[0]].model
-        total = sum(p.numel() for p in getattr(model, "module", model).parameters())
+        plain = getattr(model, "module", model)  # fully_shard puts nothing around the model
+        total = sum(p.numel() for p in plain.parameters())
         run.say(f"zero: stage {args.stage}, {run.world_size} ranks on {run.device.type}, "
                 f"{args.dtype}, {total:,} parameters")
         for impl, step in run.steps():
@@ -1172,7 +1213,7 @@ def main():
                 loss, norm = side.train_step(x, y, valid)
             run.log(impl, step, loss, norm)
         if "scratch" in run.impls:
-            account(run, model)
+            account(run, sides["scratch"].model)
         run.show_held()
         own = run.ledger[run.impls[0]].memory["parameters"] // run.dtype.itemsize
         return run.finish(total, own)

@@ -689,6 +689,12 @@ def check_many_forwards():
     ours.reduce()
     one = ours.full_gradients()
     assert_same(many, {name: 50 * gradient for name, gradient in one.items()})
+    ours.zero_grad()
+    leaf = x.clone().requires_grad_()
+    torch.autograd.grad(sum_of_squares(module, leaf), leaf)  # is no reason to sum anything
+    sum_of_squares(module, x).backward()
+    ours.reduce()
+    assert_same(ours.full_gradients(), one)
 
 
 def test_many_forwards():
