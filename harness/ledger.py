@@ -223,7 +223,8 @@ class Ledger(TorchDispatchMode):
         self.sizes[key] = size
         new_peak = self.live[place] > self.peaks[place]
         if new_peak and self.last and self.gloo:
-            time.sleep(2e-4)  # gloo's thread may be about to let go of what it has sent
+            # gloo's thread may let go of what it has sent: then live is lower below
+            time.sleep(2e-4)
         self.peaks[place] = max(self.peaks[place], self.live[place])
 
     def forget(self, key):
