@@ -60,7 +60,7 @@ import moe
 import pipeline_parallel
 import tensor_parallel
 from common import (
-    ANY, CHECKED, POSITIVE, Flag, Run, Side, adamw, arguments, build, loss_sum, require, share)
+    ANY, POSITIVE, Flag, Run, Side, adamw, arguments, build, loss_sum, require, share)
 from harness.checkpoint import STATES, Piece, run_pieces
 from harness.timeline import bubble_rate, in_flight
 from pipeline_parallel import Boundary, Pipeline, Stages
@@ -1505,7 +1505,7 @@ class Choices:
         model = run.build()
         moe.set_sources(model, self.batches.routed_everywhere())
         earlier = run.first  # steps before those of this run, in which the plain model chooses
-        if run.first > CHECKED:  # the plain run begins where this one does
+        if run.plain_first() > 0:  # the plain run begins where this one does
             earlier = 0
             moe.set_biases(model, run.start.extra["biases"])
         for i, block in enumerate(model.blocks):

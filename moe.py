@@ -48,7 +48,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from common import (
-    ANY, CHECKED, MLP, POSITIVE, Flag, Run, Side, adamw, arguments, build, init_weights, loss_sum,
+    ANY, MLP, POSITIVE, Flag, Run, Side, adamw, arguments, build, init_weights, loss_sum,
     require, share)
 from harness.checkpoint import STATES, Piece, pieces_of
 
@@ -939,7 +939,7 @@ def plain_trace(run, choices):
     so the plain model follows the ranks. In fp64 there are none, and it chooses itself.
     """
     model = run.build()
-    if run.first > CHECKED:  # the plain run begins where this one does
+    if run.plain_first() > 0:  # the plain run begins where this one does
         before = []
         set_biases(model, run.start.extra["biases"])
     else:  # it begins with the steps that this run has resumed, and chooses itself
