@@ -55,41 +55,41 @@ def test_equals_one_process(world, flags):
     proves(*on(world, flags))
 
 
-@pytest.mark.parametrize("world, flags", [
+@pytest.mark.parametrize("world, flags", some([
     (4, "--dp 1 --tp 2 --pp 2"),
     (4, "--dp 2 --tp 1 --pp 2"),
     (2, "--dp 1 --tp 1 --pp 2 --schedule interleaved"),
-])
+], every=2))
 def test_torch_equals_one_process(world, flags):
     proves(*on(world, flags + " --impl torch"))
 
 
-@pytest.mark.parametrize("world, flags", [
+@pytest.mark.parametrize("world, flags", some([
     (4, r"--dp 2 --tp 1 --pp 2 --zero 1 --train blocks\.(2|3)|norm"),
     (4, "--dp 2 --tp 2 --pp 1 --sp --zero 3 --train attn|tok"),
     (4, "--dp 1 --cp 2 --tp 1 --pp 2 --experts 4 --train mlp"),
     (4, "--dp 1 --tp 2 --pp 2 --impl torch --train attn|norm"),
     (4, "--dp 2 --tp 1 --pp 2 --impl torch --train tok|blocks.0.*mlp"),
     (2, "--dp 1 --tp 1 --pp 2 --impl torch --train blocks.4"),
-])
+], every=2))
 def test_frozen_layers(world, flags):
     proves(*on(world, flags))
 
 
-@pytest.mark.parametrize("world, flags", [
+@pytest.mark.parametrize("world, flags", some([
     (8, "--dp 2 --tp 2 --pp 2 --sp"),
     (4, "--dp 2 --cp 2 --tp 1 --pp 1 --zero 3 --experts 4"),
-])
+], every=2))
 def test_held_out_text(world, flags):
     report = proves(*on(world, flags + " --eval-every 1 --warmup 1 --decay cosine"))
     assert len(report["validation"]) == 3  # before the first step, and after each
 
 
-@pytest.mark.parametrize("world, flags", [
+@pytest.mark.parametrize("world, flags", some([
     (4, "--dp 2 --tp 1 --pp 2 --zero 1"),
     (2, "--dp 1 --cp 2 --tp 1 --pp 1"),
     (4, "--dp 2 --tp 1 --pp 2 --experts 4"),
-])
+], every=2))
 def test_autocast(world, flags):
     name, world, *flags = on(world, flags)
     report = script(name, world, *SMALL, *flags, "--amp", "bf16")
