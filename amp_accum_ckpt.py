@@ -69,7 +69,7 @@ def outer_hooks():
 
     Autograd calls only the innermost pair, which hands on to the outer one what it keeps.
     """
-    # False: none while torch.compile traces, when autograd calls none either
+    # False: while torch.compile traces, report no pair, since autograd calls none then either
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks or (keep_as_is, keep_as_is)
 
@@ -208,8 +208,9 @@ class Call:
             self.autocast.append((kind, dtype, enabled, torch.is_autocast_cache_enabled()))
         self.numbered = []  # shape and dtype of every tensor that autograd wanted to keep
         self.repetition = None  # from the first fetch on
-        # While forward runs it may ask for gradients itself, and the pair around that backward
-        # would be this Call's own. Afterwards None: a repetition takes the pair around backward
+        # The pair that keeps what a repetition makes. For a backward inside forward it is this,
+        # as outer_hooks() would find this Call's own. full() then sets None, and a repetition asks
+        # outer_hooks() for the pair around backward
         self.hooks = (keep_as_is, keep_as_is)
 
     def number(self, tensor):
@@ -381,8 +382,9 @@ class Remade:
 def origin(tensor):
     """-> the node of the graph that made the tensor's numbers, and whether they were cast since.
 
-    Behind a cast only views are passed: an earlier cast may have rounded, and how a transposed
-    tensor lies in memory is not known.
+    The walk goes from the tensor back to its origin. Beyond the first cast it passes only views: a
+    second one, made earlier, may have rounded, and how a transposed tensor lies in memory is not
+    known.
     """
     node = tensor.grad_fn
     cast = False

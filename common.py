@@ -491,7 +491,7 @@ def refuse_file(flag, path):
 
 
 def choose_device(args, launch):
-    """-> the device of this rank. A dry run's stays on the CPU unless it is asked for."""
+    """-> the device of this rank. In a dry run it is the CPU, unless --device cuda asks."""
     if args.dry_run:
         if args.device == "cuda":
             return torch.device("cuda", 0)
@@ -538,6 +538,7 @@ def join_world(args, device, launch):
         os.environ.setdefault(name, str(value))  # plain `python script.py` is a world of one
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     world = next(dist.rendezvous("env://"))
+    # the same three, but nothing that dead ranks have set before a restart is in this store
     store, rank, world_size = guard.among_the_living(*world)
     backend = choose_backend(device, store, launch)
     timeout = timedelta(seconds=args.timeout or TIMEOUT[backend])
@@ -564,7 +565,8 @@ class Side:
     # main() calls it for every step, with arguments that the script chooses -> this rank's part of
     # the loss, the gradient norm. None where main() has another way
     train_step: Callable | None = None
-    # () -> {the plain GPT's name: whole tensor}, on every rank; gradients of what is trained
+    # () -> {the plain GPT's name: whole tensor}, on every rank. full_gradients leaves out what is
+    # frozen
     full_gradients: Callable
     full_state_dict: Callable
     # (k) -> this rank's part of the sum of token losses of held-out batch k
@@ -638,7 +640,7 @@ class Run:
             self.last = min(self.args.steps, 2) - 1
         self.checked = min(self.last, self.first + CHECKED - 1)  # the last step that is compared
         self.step = self.first  # the one under way
-        self.saved = self.first  # steps behind the newest checkpoint
+        self.saved = self.first  # the newest checkpoint was written after so many steps
         self.request = None  # a guard.Request that listens for SIGTERM; None where nothing is saved
         self.stopping = False  # has any rank heard SIGTERM?
         if self.args.save and not self.dry:
@@ -953,9 +955,9 @@ class Run:
     def plain_first(self):
         """-> the step at which the plain run begins.
 
-        It is 0, so that a resumed run is compared with one that was never interrupted. If that is
-        more than CHECKED steps back, or the weights of step 0 are those of another training, it is
-        the step at which this run resumes.
+        It is 0, so that a resumed run is compared with one that was never interrupted. It is the
+        step at which this run resumes if that is more than CHECKED, or if the training began from
+        other weights (--init-from), from which its step 0 cannot be replayed.
         """
         if self.first > CHECKED or self.is_tuning():
             return self.first

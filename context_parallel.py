@@ -268,7 +268,7 @@ class Ring:
             return Wanted(0, tokens, True)
         mine = self.chunks()
         theirs = self.chunks(hop)
-        # Of one or two chunks each, the pairs that count are of late queries with early keys
+        # Both have one or two chunks: then late queries see early keys, and no other pair counts
         size = tokens // len(mine)  # of a chunk
         too_early = sum(chunk < theirs[0] for chunk in mine)  # chunks of queries before all keys
         seen = sum(chunk < mine[-1] for chunk in theirs)  # chunks of keys before the last queries

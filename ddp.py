@@ -130,8 +130,9 @@ class BucketedDDP(nn.Module):
     group: the ranks, each with rows of its own. average=False sums gradients instead; then call
         zero_grad() before the next backward that is synchronized
     bucket_mb: the largest bucket (MB = 1e6 bytes). The first is of first_bucket_mb, so that
-        communication starts early, and none above a quarter of the whole, since nothing hides the
-        last. A larger parameter, such as GPT-2's embedding, has a bucket of its own
+        communication starts early. None is above a quarter of the whole, since backward is over
+        when the last is sent, and its time is not hidden. A larger parameter, such as GPT-2's
+        embedding, has a bucket of its own
 
     All ranks begin with the first one's parameters and buffers; then each has buffers of its own
     (DistributedDataParallel sends them again in every forward). Frozen parameters are left out,
@@ -193,9 +194,10 @@ class BucketedDDP(nn.Module):
 
     def forward(self, *args, **kwargs):
         if any(p.requires_grad for p in self.frozen):
-            raise RuntimeError("BucketedDDP: a parameter that was frozen when it was made is not "
-                               "any more: thaw before, or BucketedDDP(model.unwrap())")
-        if self.queued:  # the backward before ended in an exception
+            raise RuntimeError("BucketedDDP: a parameter that was frozen when BucketedDDP was made "
+                               "is trained now: thaw it before, or BucketedDDP(model.unwrap())")
+        in_backward = torch._C._current_graph_task_id() != -1  # a checkpoint runs forward again
+        if self.queued and not in_backward:  # the backward before ended in an exception
             self.reset()
         return self.module(*args, **kwargs)
 
@@ -258,7 +260,7 @@ class BucketedDDP(nn.Module):
             refuse_sum_of_sums()
 
     def reduce_sparse(self, p):
-        # ready_sparse has asked this of those that this backward has used; here it is the others
+        # ready_sparse has checked the parameters that this backward used, and this checks the rest
         self.refuse_sum(p)
         total = sum_of_rows(p, self.group)
         if total is not None and self.average:

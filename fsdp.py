@@ -100,13 +100,13 @@ class Unit:
         self.sending = None  # (each,), what that all-gather reads: kept until it is over
         self.reducing = None  # Work of a reduce-scatter or an all-reduce that is under way
         self.flat = None  # (n each,), this rank's gradients while a reduce-scatter reads them
-        self.part = None  # (each,), the sum for this shard until it is added to the segments'
+        self.part = None  # (each,), the sum for this shard until the segments' gradients have it
 
         self.replace(places, init)
         self.free()
 
     def replace(self, places, init):
-        """Keep this rank's part of the parameters, and give the modules those that come and go."""
+        """Keep this rank's part of the parameters, and give the modules the borrowed ones."""
         for i, (p, uses) in enumerate(places.items()):
             low, high = self.overlap(i)
             if low < high:
@@ -175,7 +175,7 @@ class Unit:
 
         One that this rank's backward did not use adds zeros.
         """
-        self.collect()  # if another gradient has come since this unit was closed in this backward
+        self.collect()  # an earlier sum, if this backward has come to a unit again after close()
         self.flat = torch.empty(self.full.numel(), dtype=self.shard.dtype, device=self.full.device)
         pieces = []
         for p in self.borrowed:
@@ -299,7 +299,7 @@ class FSDP(nn.Module):
         self.group = group  # the ranks that share the shards
         self.reshard = reshard
         self.device = torch.device(device or device_of(module))  # where it computes
-        self.state_names = names_in_state(module)  # {name in its state_dict: the module's own}
+        self.state_names = names_in_state(module)  # {state_dict name: parameter or buffer name}
         self.frozen = []  # parameters that are not trained
         self.blocks = []  # units of the blocks, in their order
         self.root = None  # the unit of what is in no block, if there is anything
@@ -736,7 +736,7 @@ def check_elementwise(kind, options, own, device):
     """Refuse an optimizer that steps pieces of a parameter otherwise than the whole of it.
 
     options: of the optimizer. own: of one of its groups. With a rate near 0 all steps would agree,
-    so the trial has its own.
+    so the trial takes 0.1.
     """
     options = dict(options)
     own = dict(own)
@@ -958,6 +958,16 @@ def account(run, model, n):
                  norm + among_replicas, sent["all_reduce"]["wire"])
 
 
+def parameters_here(run, sides):
+    """-> how many parameters this rank keeps between steps, padding included."""
+    size = dtype_of_shards(run).itemsize
+    held = run.ledger[run.impls[0]].memory["parameters"]
+    if run.impls[0] == "scratch":
+        for p in sides["scratch"].model.frozen:  # of the dtype that computes
+            held += p.numel() * (size - p.itemsize)
+    return held // size
+
+
 def main():
     args = arguments(
         __doc__,
@@ -993,8 +1003,7 @@ def main():
         if "scratch" in sides:
             account(run, sides["scratch"].model, n)
         run.show_held()
-        held = run.ledger[run.impls[0]].memory["parameters"]
-        return run.finish(total, held // dtype_of_shards(run).itemsize)
+        return run.finish(total, parameters_here(run, sides))
 
 
 if __name__ == "__main__":

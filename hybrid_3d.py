@@ -282,7 +282,7 @@ class Hybrid(nn.Module):
 
     def after_backward(self, stage, is_last):
         """To be called after a backward: ZeRO-2 and 3 sum after each, they have no room to wait."""
-        # edges have stage 2 or 3 only where they wait for no other stage
+        # edges are of ZeRO-2 or 3 only where no other pipeline stage shares in their gradients
         for zero in self.inner[stage] + self.edges:
             if zero.stage >= 2:
                 zero.reduce()  # partial -> sharded
@@ -315,7 +315,7 @@ def sum_gradients(model):
 
 
 def take_tied_gradients(zero, tied):
-    """Where this rank has used none, the summed gradient is not in ZeRO's memory yet."""
+    """Where this rank made no gradient of its own, the summed one is not in ZeRO's memory yet."""
     for flat in zero.flats:
         for p in tied:
             if p in flat.starts:
@@ -695,6 +695,7 @@ def parallelize_at_work(model, mesh, plans, groups, boundary, layers, name, sp):
     vocab = len(model.tok.weight)
     if mesh["tp"].size() > 1:
         tensor_parallel.parallelize_at_work(model, mesh["tp"], sp)
+    columns = len(local(model.head.weight))  # before fully_shard cuts it again
     all_stages = pipeline_parallel.carve(model, layers)
     numbers = pipeline_parallel.stages_of(plans[groups.rank])
     here = {number: all_stages[number] for number in numbers}
@@ -707,7 +708,6 @@ def parallelize_at_work(model, mesh, plans, groups, boundary, layers, name, sp):
                 fully_shard(unit, mesh=mesh["dp"], reshard_after_forward=False)
     at_work = AtWork(here.values(), mesh, groups, vocab)
     tokens = len(model.pos.weight)
-    columns = len(local(model.head.weight))
     parts = []
     for number, stage in here.items():
         shapes = shapes_at_work(stage, boundary, tokens, columns)
@@ -717,7 +717,7 @@ def parallelize_at_work(model, mesh, plans, groups, boundary, layers, name, sp):
 
 
 def shapes_at_work(stage, boundary, tokens, columns):
-    """-> what a stage takes and gives. Told that, torch need not ask other ranks, with NumPy."""
+    """-> what a stage takes and gives. Without it torch asks other ranks, and that takes NumPy."""
     edge = torch.empty(boundary.size, dtype=boundary.dtype, device=boundary.device)
     edge.requires_grad_()
     taken = edge
@@ -881,7 +881,7 @@ def refuse_axes(args):
         given = f"--dp {dp} x --cp {cp} x --tp {tp} x --pp {pp}"
         cut = f"--cp {cp} x --tp {tp}"
     require(dp * cp * tp * pp == args.world_size,
-            f"{given}: no product is {args.world_size}, the ranks there are")
+            f"{given}: their product is not {args.world_size}, the number of ranks")
     require(cfg.heads % tp == 0, f"--heads {cfg.heads} do not divide over --tp {tp}")
     pieces_of_sequence = ATTENTION[args.attn](cp_rank=0, cp=cp).chunk_count
     require(cp == 1 or cfg.seq % pieces_of_sequence == 0, f"--seq {cfg.seq} does not divide into "
@@ -1112,8 +1112,8 @@ def expert_units(at):
 
 
 # In the formulas of the rows below: L_s blocks here, B' rows of a micro-batch, T' tokens of a
-# sequence here, t = tp with --sp and else 1; with padding V' rows of the embedding over all of tp,
-# S' positions and P' trained numbers here; Z the ranks that ZeRO cuts over.
+# sequence here, t = tp with --sp and else 1; Z the ranks that ZeRO cuts over. Padding counts in
+# these: V' rows of the embedding and S' positions, over all of tp, and P' trained numbers here.
 
 
 def account_held(run, at, model, own):
@@ -1211,7 +1211,7 @@ def joined_experts(at):
     if at.cut > 1:
         return 0
     x = at.b * -(-at.N // at.tp) * at.tp * at.C  # with padding to equal parts
-    if at.args.shared:  # it runs behind the first all-gather, which is then made again
+    if at.args.shared:  # it runs after the first all-gather: a block that runs again repeats that
         return 2 * x + x * at.again
     return 2 * x
 

@@ -214,7 +214,7 @@ def plan_routing(chosen, wanted, most, ep, balanced):
 
     all_choices = chosen.flatten().argsort(stable=True)  # sorted by expert
     choices = all_choices
-    if most < len(chosen):  # a token chooses an expert once at most: else there is room for all
+    if most < len(chosen):  # else there is room for all: a token chooses an expert once at most
         of_experts = all_choices.split(wanted_counts)
         taken_choices = [of_one[:count] for of_one, count in zip(of_experts, taken_counts)]
         choices = torch.cat(taken_choices)
@@ -688,8 +688,8 @@ class PlainMoE(nn.Module):
             self.shared = MLP(cfg)
         self.register_buffer("bias", torch.zeros(experts, dtype=torch.float64))  # (E,)
         self.sources = None  # which tokens travel together, see set_sources; None: all do
-        # For each training step to come, the experts that tokens visit (N, K). None means that the
-        # router chooses, and so does the end of the list
+        # For each training step to come, the experts that tokens visit (N, K). The router chooses
+        # where that is None, and after the end of the list
         self.choices = []
         self.loss = 0  # the balancing loss of the last forward in training
 
@@ -942,7 +942,7 @@ def plain_trace(run, choices):
     if run.plain_first() > 0:  # the plain run begins where this one does
         before = []
         set_biases(model, run.start.extra["biases"])
-    else:  # it begins with the steps that this run has resumed, and chooses itself
+    else:  # it also repeats the steps before the resume, and chooses itself in those
         before = [None] * run.first
     for i, block in enumerate(model.blocks):
         block.mlp.choices = before + [of_layers[i] for of_layers in choices]

@@ -198,7 +198,7 @@ def zb_h2(rank, ranks, microbatches, stages):
 
 
 class Score:
-    """Writes a plan for two stages, 0 and 1, in words.
+    """Writes a rank's plan in words, whose digit is a stage: 0 the rank's first, 1 its second.
 
     F0 the next forward of stage 0; B1 the next backward of stage 1; I1 the same, but the gradient
     of the input alone; W the weights' gradients that are due longest; F0&B1 both, joined.
@@ -237,7 +237,8 @@ def zb_v(rank, ranks, microbatches, stages):
     rank 0   F0 F1 F2 f0 b0 w0 f1 b1 w1 F3 B0 W0 f2 b2 w2 B1 W1 f3 b3 w3 B2 W2 B3 W3 ...
     rank 1   ...F0 f0 F1 f1 b0 w0 F2 B0 W0 f2 b1 w1 F3 B1 W1 f3 b2 w2 B2 b3 B3 W2 w3 W3
     """
-    # fewer would not fill the plan: the last line leaves out what is too many
+    # the words below are for at least 2p - 1 micro-batches: where there are fewer, the plan is
+    # written for that many, and the return leaves out the actions of those beyond
     enough = max(microbatches, 2 * ranks - 1)
     score = Score(stages)
     score.write("F0", 2 * (ranks - rank) - 1)
@@ -642,7 +643,7 @@ def make_groups(plans, shared=(), pipelines=None, group=None):
         links = sorted({move.link for move in route_of(plans)})
     found = None
     for ranks in pipelines:
-        whole = group  # right for this rank's pipeline, and no other is kept
+        whole = group  # wrong for the other pipelines, but only this rank's is kept, below
         if group is None:
             whole = dist.new_group(ranks)
         made = {link: dist.new_group([ranks[r] for r in link]) for link in links}
@@ -829,7 +830,7 @@ class SplitLinears(TorchFunctionMode):
         trained = any(t.requires_grad for t in parameters) and torch.is_grad_enabled()
         if not leaves or not trained or torch.is_autocast_enabled(input.device.type):
             return F.linear(input, weight, bias)
-        # reshaped out here: if a Function made the view, nobody could change it in place
+        # reshaped out here: what follows could not change in place a view that a Function returns
         rows = input.reshape(-1, input.shape[-1])  # (.., in) -> (N, in)
         out = SplitLinear.apply(self.later, rows, weight, bias)
         return out.view(*input.shape[:-1], len(weight))  # (N, out) -> (.., out)
@@ -1514,7 +1515,7 @@ class PipelinedGPTAtWork(PipelinedGPT):
             stages, microbatches, loss_fn=self.loss_of, scale_grads=False)  # gradients are a sum
 
     def stage_at_work(self, pipelining, number, stages, boundary):
-        """Told all shapes, torch need not ask the other ranks, which takes NumPy."""
+        """-> torch's stage, told all shapes: to ask other ranks for them torch needs NumPy."""
         module = self.here[number]
         edge = torch.empty(boundary.size, dtype=boundary.dtype, device=boundary.device)
         edge.requires_grad_()
@@ -1556,7 +1557,7 @@ FLAGS = {
     "micro": Flag(4, "M, micro-batches", POSITIVE),
     "chunks": Flag(2, "v, stages per rank (interleaved and bfs)", POSITIVE),
     "limit": Flag(int, "micro-batches in flight on a rank (auto; as many as ranks)", POSITIVE),
-    "layers_per_stage": Flag("", "5,6,.. or balanced: the head counted (in equal parts)"),
+    "layers_per_stage": Flag("", "5,6,..; or balanced, the head counted (equally many each)"),
     "simulate": Flag(False, "play the schedule without ranks"),
     "pp": Flag(int, "p, ranks (simulation only)", POSITIVE),
     "times": Flag(str, "F,B,W,COMM of a rank and micro-batch (simulation and auto; 1,1,1,0)"),
@@ -1664,9 +1665,9 @@ def summary(plans, played):
 
 POST_VALIDATION = """\
 The rate is (cost - M (F + B + W)) / cost, cost the longest span of a rank (Qi 2023, section 5.3).
-Behind it each rank waits for the norm of all. Qi's post-validation (section 4) would spare that: a
-rank steps on what those before it have told it, and takes the step back in the rare case that the
-whole norm says otherwise."""
+When its plan is done, each rank waits for the norm of all. Qi's post-validation (section 4) would
+spare that: a rank steps on what those before it have told it, and takes the step back in the rare
+case that the whole norm says otherwise."""
 
 
 def simulation(args, plans, layers, times):
@@ -1691,7 +1692,7 @@ def simulation(args, plans, layers, times):
 
 
 def start_clock(run, pipeline):
-    """From here on each action is timed -> when the ranks began, together, on two clocks."""
+    """From here on each action is timed -> when all began, by the host's clock and by the run's."""
     if run.device.type == "cuda":
         torch.cuda.synchronize()  # between two steps the host may wait: no action is being timed
     dist.barrier()
@@ -1765,7 +1766,8 @@ def account(run, model):
     account_sent(run, model, ledger.collectives)
     account_held(run, model, ledger.memory)
     if run.impls[0] == "scratch":
-        kept = model.pipeline.most / len(model.here)  # `most` counts each stage's
+        # `most` counts a micro-batch once for each stage that keeps it
+        kept = model.pipeline.most / len(model.here)
         run.textbook("micro-batches kept", "the schedule's",
                      in_flight(model.plans[run.rank]), kept, unit="count")
 

@@ -102,7 +102,8 @@ class WholeSequence:
     def reduce(self, y):
         """From inside to outside: summands y (.., T, C) -> their sum, in the memory of y."""
         y = y.contiguous()
-        # all_reduce does not tell autograd that it writes into y: whoever has kept y is to raise
+        # all_reduce writes into y without telling autograd. The new version does: backward raises
+        # if anything has kept the old y
         torch.autograd.graph.increment_version(y)
         work = dist.all_reduce(y, group=self.group, async_op=True)  # partial -> replicated
         return Pending(y, work)
@@ -335,7 +336,7 @@ def unshard(t, cut, tp):
 def without_padding(p, cut, tp):
     """A piece without the zeros that it is filled up with.
 
-    Nothing is computed with them, or sigmoid, which makes 0.5 of 0, would give them a gradient.
+    Padding takes part in no computation: sigmoid, which makes 0.5 of 0, would give it a gradient.
     """
     count = len(extent(cut, tp))
     if count == p.shape[cut.dim]:
@@ -524,8 +525,8 @@ class RowLinear(CutModule):
         self.bias = linear.bias
 
     def forward(self, y):
-        # In 2 dims, since in 3 F.linear hides from torch that its result is in the memory of the
-        # matmul's: whoever has kept that would not be told that g writes into it
+        # In 2 dims: in 3, F.linear returns what its matmul made under a version of its own, and
+        # torch would not notice that g writes into memory that others have kept
         rows = F.linear(y.flatten(0, -2), self.used("weight"))  # (N, C)
         y = rows.unflatten(0, y.shape[:-1])  # (.., T, C), a summand
         x = ReduceFromTP.apply(y, self.tp)  # partial -> replicated, or sharded(T)

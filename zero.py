@@ -295,7 +295,8 @@ class Flat:
             else:
                 self.used.add(p)
                 p.grad = None  # a further gradient must not be added to what is being summed
-        self.buffer[self.size:].fill_(-0.0)  # padding: the last part may be unused with it
+        # the padding too, or else the last part would never look unused to unused()
+        self.buffer[self.size:].fill_(-0.0)
         self.closed = True
         if self.stage == 0:
             work = dist.all_reduce(self.buffer, group=self.group, async_op=True)
@@ -346,13 +347,14 @@ class ZeRO:
     torch's parameter groups, [{"params": [..], "weight_decay": 0.1}, ..]; None is one group of all
     that is trained. zero.optimizer has them in this order, so that torch's LR schedulers work, but
     what it steps are 1-D pieces, this rank's: it must treat every number alike and alone, as SGD
-    and Adam do. Others are refused by their names (NOT_ELEMENTWISE), as are counters in a group.
+    and Adam do. Others are refused by their names (NOT_ELEMENTWISE). step() refuses one that counts
+    its steps in a group.
 
     units: modules, or tuples of modules, whose parameters lie together; one may be inside another.
     In stage 3 these parameters can be read in the forward of these modules only, and all ranks must
     run the same units in the same order, whichever of their parameters they use. Parameters in no
     unit, in several, or of another dtype than their unit's first are kept as in stage 2. Frozen
-    ones stay whole and cost nothing else. Reentrant checkpointing puts all sums off to reduce().
+    ones stay whole and cost nothing else. With reentrant checkpointing all sums wait for reduce().
 
     With several micro-batches call reduce() after every backward. While zero.sync is False stages 0
     and 1 only add up: set it to True for the last backward of a step. Stages 2 and 3 have no room
@@ -384,7 +386,7 @@ class ZeRO:
         self.entered = []  # [Flat] to whose units forward and backward came, in order
         self.plan = []  # [Flat]: `entered` at the last reduce()
         self.begun = set()  # forwards of units whose backward has begun
-        self.visited = set()  # {Flat} to whose units a forward came that backward may come to
+        self.visited = set()  # {Flat} of units that have run a forward with gradients enabled
 
         for t in [*module.parameters(), *module.buffers()]:
             broadcast(t, group)
@@ -474,8 +476,8 @@ class ZeRO:
         for wanted in needed:
             wanted.wait()
         self.inside = flat
-        # 4. If the pass before the last reduce() came this way too, the next unit travels while
-        # this one computes.
+        # 4. If the micro-batch before, up to its reduce(), entered the same unit at this point, the
+        # unit that came next then is sent for, and travels while this one computes.
         visit = len(self.entered)
         self.entered.append(flat)
         if visit + 1 < len(self.plan) and self.plan[visit] is flat:
@@ -498,7 +500,7 @@ class ZeRO:
     def call_back(self, value, hook):
         """hook(gradient) is to be called when backward comes to what made one of these tensors."""
         for t in tensors_in(value):
-            # a leaf gets its gradient sooner, when what uses it is through, and not the rest
+            # not of a leaf: its hook runs as soon as its gradient is complete, not in reverse order
             if t.grad_fn is not None:
                 t.register_hook(hook)
 
@@ -509,9 +511,10 @@ class ZeRO:
             self.enter(flat)
 
     def pass_by(self, visited, gradient):
-        """In stage 3, sums begin here: backward is at the place where forward had `visited` these.
+        """In stage 3, sums begin here: of all units but `visited`, whose backward is still to come.
 
-        Autograd takes what was computed last first, so that it is through with all other units.
+        visited: the units that had run when forward was at this place. Autograd takes what was
+        computed last first: when it is back at this place, all other units are through.
         Their sums wait for no gradient: ranks may differ in which parameters of a unit they use,
         but must agree on the order of collectives.
         """
@@ -980,7 +983,7 @@ def pieces(zero):
 
 
 def pieces_that_follow(zero, names):
-    """-> [Piece] of what computes, beside the masters: loaded as these are, but not saved."""
+    """-> [Piece] of the tensors that forward reads or gathers: loaded like masters, not saved."""
     found = []
     for flat in zero.flats:
         if flat.stage < 3:

@@ -170,7 +170,7 @@ Start = namedtuple("Start", "folder steps ranks flag save extra", defaults=(None
 # save     the folder that this run saves to, or ""
 # extra    what the run that wrote it has given to write()
 
-SIZES = ("layers", "width", "vocab")  # other ones would have other names or shapes
+SIZES = ("layers", "width", "vocab")  # where they differ, so do names or shapes of tensors
 # What the losses of a run and of its continuation depend on. Those that one of the two scripts has
 # no flag for are not compared.
 COURSE = ("heads", "seq", "dtype", "seed", "batch", "data", "pad", "lr", "clip",
@@ -209,7 +209,21 @@ def numbered(folder):
     """-> the steps of the checkpoints in a folder, in order."""
     if not folder:
         return []
-    return sorted(int(path.name) for path in Path(folder).glob("*") if path.name.isdecimal())
+    found = []
+    for path in Path(folder).glob("*"):
+        if path.name.isdecimal() and path.name == str(int(path.name)):
+            found.append(int(path.name))
+    return sorted(found)
+
+
+def is_foreign(place):
+    """Is this anything but a checkpoint, or what is left of one? It must not be removed then."""
+    if not place.is_dir():
+        return True
+    for path in place.iterdir():
+        if path.name not in ("notes.json", ".metadata") and not path.name.startswith("__"):
+            return True
+    return False
 
 
 def checksum(path):
@@ -245,7 +259,7 @@ def is_whole(folder):
 
 
 def reason(error):
-    """-> what an exception says, without numbers and paths of the operating system's."""
+    """-> what an exception says; of the operating system's, without its number and path."""
     return getattr(error, "strerror", None) or str(error)
 
 
@@ -335,10 +349,13 @@ def refuse_unusable(folder, start):
         require(False, f"--save {folder}: {wrong}")
     goes_on = start.ranks and start.folder.resolve().parent == Path(folder).resolve()
     for steps in reversed(numbered(folder)):
+        place = Path(folder, str(steps))
+        require(not is_foreign(place),
+                f"--save {folder}: {steps} in it is no checkpoint, save elsewhere")
         if goes_on and steps <= start.steps:
             continue
         # one that is damaged may be written over
-        require(not is_whole(Path(folder, str(steps))),
+        require(not is_whole(place),
                 f"--save {folder}: holds step {steps} already: --resume it, or save elsewhere")
 
 
@@ -347,7 +364,10 @@ def claim(folder):
 
     The operating system drops the lock when the process ends, however it ends: none is left behind.
     """
-    lock = os.open(Path(folder, ".lock"), os.O_RDWR | os.O_CREAT)  # closed with the process
+    try:
+        lock = os.open(Path(folder, ".lock"), os.O_RDWR | os.O_CREAT)  # closed with the process
+    except OSError as error:
+        return f"--save {folder}: .lock: {reason(error)}"
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
@@ -442,7 +462,7 @@ def read_table(path):
     with open(path, "rb") as file:
         try:
             table = TableUnpickler(file).load()
-        except Exception as error:  # what bytes can make of an unpickler has no end
+        except Exception as error:  # damaged bytes can make an unpickler raise anything
             raise ValueError(f"{path}: {error}") from error
     if not isinstance(table, dcp.Metadata):
         raise ValueError(f"{path} is no table of contents")
@@ -529,8 +549,11 @@ def write(folder, steps, pieces, identity, keep=0, extra=None):
     if rank == 0 and not failed:
         ranks = dist.get_world_size()
         notes = {"steps": steps, "ranks": ranks, "identity": identity, "extra": extra or {}}
-        hole = uncovered(table_of_ranks(draft, ranks))
-        if not hole:
+        try:
+            hole = uncovered(table_of_ranks(draft, ranks))
+        except (OSError, ValueError) as error:
+            failed = reason(error)
+        if not hole and not failed:
             failed = attempt(publish, draft, place, notes)
     hole = first_said(hole)  # by rank 0, to all
     failed = first_said(failed)
@@ -550,8 +573,9 @@ def clear(place, draft, failed, keep):
     if failed:
         return
     for steps in numbered(place.parent):
-        if steps not in (int(place.name), keep):
-            shutil.rmtree(place.parent / str(steps), ignore_errors=True)
+        other = place.parent / str(steps)
+        if steps not in (int(place.name), keep) and not is_foreign(other):
+            shutil.rmtree(other, ignore_errors=True)
 
 
 def write_whole(folder, state, identity):
@@ -816,7 +840,7 @@ def read_whole(folder):
 
 
 def restore_generators(start):
-    """Random number generators; a rank that the saved run had not keeps its own."""
+    """Random number generators; a rank beyond those of the saved run keeps its own."""
     if dist.get_rank() < start.ranks:
         file = Path(start.folder, f"__{dist.get_rank()}_generators.pt")
         states = torch.load(file, weights_only=True)

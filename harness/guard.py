@@ -1,7 +1,7 @@
 """Keeps a long run from failing silently. It serves any PyTorch program, and needs only torch.
 
     prepare           collectives give up after a while, also those of groups that are made later
-    among_the_living  a store without what is left of ranks that torchrun has restarted
+    among_the_living  a store that hides what ranks have set before torchrun restarted them
     last_collective   what this rank called last: the first call that differs between ranks is the
                       cause of a hang
     fault             what is wrong at the end of a step: numbers that are inf or nan, copies that

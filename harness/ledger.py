@@ -223,7 +223,7 @@ class Ledger(TorchDispatchMode):
         self.sizes[key] = size
         new_peak = self.live[place] > self.peaks[place]
         if new_peak and self.last and self.gloo:
-            # gloo's thread may let go of what it has sent: then live is lower below
+            # gloo's thread may be about to free what it has sent, which makes live lower
             time.sleep(2e-4)
         self.peaks[place] = max(self.peaks[place], self.live[place])
 

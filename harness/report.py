@@ -212,7 +212,7 @@ class StepLog:
 
 
 def keep_before(first, path):
-    """Leave the lines of a log that are of steps before this one. A kill leaves them, too."""
+    """Keeps only a log's lines of steps before this one. A kill meanwhile leaves it as it was."""
     kept = []
     for line in Path(path).read_text().splitlines():
         if is_before(line, first):

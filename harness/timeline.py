@@ -264,7 +264,7 @@ def typical_times(plans, played):
 
 
 def compare(plans, played):
-    """A measured step below the simulation of it -> both as text, figures.
+    """A measured step -> its simulation and, below that, the step itself, as text; figures.
 
     In the simulation all actions of one rank, kind and stage take their median time.
     """

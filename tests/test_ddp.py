@@ -9,6 +9,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from conftest import SMALL, copied, dry_run_agrees, proves, run, script, textbook
 from ddp import BucketedDDP
@@ -221,6 +222,32 @@ def check_exception():
     torch.testing.assert_close(gradients_after(broken=True), gradients_after(broken=False))
 
 
+class Chosen(nn.Module):
+    """Each call uses one of its two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+
+    def forward(self, x, number):
+        return self.layers[number](x).tanh()
+
+
+def check_checkpoint_around_it():
+    """In backward a checkpoint calls the wrapper again, when a bucket may be on its way already."""
+    found = []
+    for wrap in (lambda module: module, partial(BucketedDDP, bucket_mb=1e-6, average=False)):
+        torch.manual_seed(0)
+        module = Chosen()
+        model = wrap(module)
+        y = checkpoint(model, torch.arange(12.0).view(4, 3), 0, use_reentrant=False)
+        checkpoint(model, y, 1, use_reentrant=False).square().sum().backward()
+        found.append([p.grad for p in module.parameters()])
+    one_process, ours = found
+    # all ranks have the same rows
+    torch.testing.assert_close(ours, [g * dist.get_world_size() for g in one_process])
+
+
 def check_strides():
     """Gradients lie in memory as their parameters do: fused optimizers go by memory."""
     def trained(wrap):
@@ -256,7 +283,8 @@ def check_all_begin_alike():
 
 
 @pytest.mark.parametrize("check", [
-    check_drop_in, check_unused_then_used, check_exception, check_strides, check_all_begin_alike,
+    check_drop_in, check_unused_then_used, check_exception, check_checkpoint_around_it,
+    check_strides, check_all_begin_alike,
 ])
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_drop_in(check, world):

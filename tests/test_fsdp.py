@@ -49,6 +49,15 @@ def test_bf16():
     assert rank["collectives"]["reduce_scatter"]["payload"] == 4 * P
 
 
+def test_frozen_ones_in_bf16_count_as_much():
+    """They are kept in what computes, in half of the bytes."""
+    counts = []
+    for dtype in ("bf16", "fp32"):
+        flags = (*SMALL, "--no-check", "--train", "blocks.1", "--dtype", dtype)
+        counts.append(script("fsdp", 2, *flags)["parameters"])
+    assert counts[0] == counts[1]
+
+
 def padded(size, n):
     return -(-size // n) * n
 

@@ -170,6 +170,17 @@ def test_folders_that_are_no_checkpoints(good, tmp_path):
     assert "holds step 4 already" in script("ddp", 1, *flags, "--save", str(folder), code=2)
 
 
+def test_other_peoples_folders_stay(tmp_path):
+    """A folder with a number for a name may hold something else than a checkpoint."""
+    photo = tmp_path / "2024" / "photo"
+    photo.parent.mkdir()
+    photo.touch()
+    said = script("ddp", 1, *QUICK, "--steps", "2", "--save", str(tmp_path), code=2)
+    assert "2024 in it is no checkpoint" in said
+    checkpoint.clear(tmp_path / "2", tmp_path / ".2", failed="", keep=0)
+    assert photo.exists()
+
+
 def test_folders_that_are_closed(good, tmp_path):
     folder, _ = good
     closed = tmp_path / "closed"
