@@ -13,9 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from conftest import ALL, ROOT, copied, run
+from conftest import ALL, ROOT, alone, copied, run
 from test_bad_usage import flags_of, torchruns_parser
 from test_repo import TECHNIQUES
+from tools import everything
 
 PATHS = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
 PAGES = {path.name: path.read_text() for path in PATHS}
@@ -262,3 +263,22 @@ class Rest(torch.nn.Module):
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_run(name):
     run(check_example, 2, name)
+
+
+BENCHED = dict(re.findall(r"^\| ([\w-]+) \| \d \| (.*) \|$", PAGES["measured.md"], re.M))
+
+
+def test_the_table_of_times_has_the_rows_of_bench():
+    assert list(BENCHED) == [row.label for row in everything.BENCH]
+
+
+@pytest.mark.parametrize("label", ["zero_3", "1f1b"])
+def test_bytes_beside_the_times_are_those_of_a_dry_run(label):
+    [row] = [row for row in everything.BENCH if row.label == label]
+    sizes = everything.BENCH_SIZES.replace("--no-check", "").split()
+    flags = [*sizes, *row.flags.split(), "--dry-run", str(row.ranks)]
+    [report] = alone(row.file, flags)
+    figures = [everything.sent(report), everything.held(report)]
+    figures.append(report["ranks"][0]["memory"]["peak"])
+    said = BENCHED[label].split(" | ")[:3]
+    assert said == [everything.megabytes(figure) for figure in figures]
