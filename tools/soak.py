@@ -44,24 +44,33 @@ def writing(folder):
     return any(Path(folder).glob(".[0-9]*"))
 
 
-def wait_for(happened, job):
-    """Waits until happened() or the job's end -> has it happened?"""
+def wait_for(happened, job, pause=0.002):
+    """Asks every `pause` seconds until happened() or the job's end -> has it happened?"""
     end = time.monotonic() + PATIENCE
     while job.poll() is None:
         if happened():
             return True
         assert time.monotonic() < end, "nothing goes on"
-        time.sleep(0.002)
+        time.sleep(pause)
     return happened()
 
 
-def kill_one(job, rng):
-    """Ends a random rank, if there is one -> has there been one?"""
+def ranks_of(job):
+    """-> the process ids of torchrun's ranks."""
     command = ["ps", "-o", "pid=", "--ppid", str(job.pid)]
-    ranks = subprocess.run(command, capture_output=True, text=True).stdout.split()
+    return subprocess.run(command, capture_output=True, text=True).stdout.split()
+
+
+def kill_one(job, rng):
+    """Ends a random rank, if there is one, and waits until torchrun has ended all -> was there one?
+
+    Until then another rank may still publish a checkpoint, and a kill would hit what is ending.
+    """
+    ranks = ranks_of(job)
     if not ranks:
         return False
     os.kill(int(rng.choice(ranks)), signal.SIGKILL)
+    wait_for(lambda: not set(ranks) & set(ranks_of(job)), job, pause=0.05)
     return True
 
 
