@@ -402,7 +402,7 @@ def check_refused():
     module.bias.requires_grad_(False)
     model = BucketedDDP(module)
     module.bias.requires_grad_(True)
-    with pytest.raises(RuntimeError, match="frozen when it was made.*unwrap"):
+    with pytest.raises(RuntimeError, match="frozen when BucketedDDP was made.*unwrap"):
         model(x)
 
     words = nn.Embedding(3, 3, sparse=True)
