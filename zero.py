@@ -354,7 +354,7 @@ class ZeRO:
     In stage 3 these parameters can be read in the forward of these modules only, and all ranks must
     run the same units in the same order, whichever of their parameters they use. Parameters in no
     unit, in several, or of another dtype than their unit's first are kept as in stage 2. Frozen
-    ones stay whole and cost nothing else. With reentrant checkpointing all sums wait for reduce().
+    ones stay whole and cost nothing else. With reentrant checkpointing stage 3 sums in reduce().
 
     With several micro-batches call reduce() after every backward. While zero.sync is False stages 0
     and 1 only add up: set it to True for the last backward of a step. Stages 2 and 3 have no room

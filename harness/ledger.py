@@ -211,8 +211,7 @@ class Ledger(TorchDispatchMode):
         self.groups[group.group_name] += wire
 
     def follow(self, storage, place):
-        """Count this storage on this type of device until it is freed; if known, take its new size.
-        """
+        """Count a storage on this device until it is freed, or take the new size of a known one."""
         key = storage._cdata
         size = storage.nbytes()
         if key not in self.sizes:

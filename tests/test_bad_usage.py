@@ -215,9 +215,9 @@ ONE_RANK = {
         --compile --dry-run 2                               --compile
     """,
     "hybrid_3d": """
-        --dry-run 2 --dp 2 --tp 2      --dp 2 x --tp 2 x --pp 1: their product
-        --dry-run 4 --dp 3      --dp 3 x --tp 1 x --pp 1: their product
-        --dry-run 8 --dp 2 --tp 2 --pp 1      --dp 2 x --tp 2 x --pp 1: their product
+        --dry-run 2 --dp 2 --tp 2      --dp 2 x --tp 2 x --pp 1: their product is not 2
+        --dry-run 4 --dp 3      --dp 3 x --tp 1 x --pp 1: their product is not 4
+        --dry-run 8 --dp 2 --tp 2 --pp 1      --dp 2 x --tp 2 x --pp 1: their product is not 8
         --dp 0                                              --dp 0: must be 1 or more
         --tp x                                              --tp: invalid int value: 'x'
         --dry-run 8 --tp 8                                  --heads 4 do not divide over --tp 8
@@ -231,7 +231,7 @@ ONE_RANK = {
         --schedule zb-h1 --ckpt full                  --schedule zb-h1 cannot split what --ckpt full
         --zero 4                                            --zero 4: must be 0 or more, 3 or less
         --dry-run 2 --pp 2 --zero 3                         take --pp 1 --schedule 1f1b, or --zero 2
-        --dry-run 2 --dp 4 --pp 1      --dp 4 x --tp 1 x --pp 1: their product
+        --dry-run 2 --dp 4 --pp 1      --dp 4 x --tp 1 x --pp 1: their product is not 2
         --dry-run 2 --cp 2 --seq 30                         --seq 30 does not divide into 4 chunks
         --dry-run 2 --cp 2 --heads 1 --attn ulysses         which ulysses wants
         --dry-run 2 --dp 2 --experts 3                      --experts 3 for --ep 2: take a multiple

@@ -14,6 +14,8 @@ from test_bad_usage import flags_of
 FINE_TUNING = (ROOT / "docs" / "fine-tuning.md").read_text()
 OLD_APIS = (ROOT / "docs" / "old-apis.md").read_text()
 NUMBER = r"\d+\.\d+"
+# the pages' figures are of Python 3.11's texts; another Python's differ
+SAME_TEXTS = sys.version_info[:2] == (3, 11)
 
 
 # ---- fine-tuning ---------------------------------------------------------------
@@ -45,9 +47,8 @@ def losses(text):
 
 
 def test_the_figures_are_those_of_the_commands(recipe):
-    """The page's are of Python 3.11's texts. Others' differ, and so do the figures."""
     rel = 0.1
-    if sys.version_info[:2] != (3, 11):
+    if not SAME_TEXTS:
         rel = 0.2  # 3.13: the loss of `all` on code is 2.87, on the page 3.28
     printed = losses(recipe)
     stated = losses(FINE_TUNING)
@@ -72,6 +73,8 @@ def test_what_the_page_says_of_the_four(recipe):
     manual = {name: figures[1] for name, figures in found.items()}
     assert min(manual, key=manual.get) == "all"
     assert code["all"] > code["base"] + 0.5
+    if SAME_TEXTS:
+        assert code["all"] > code["base"] + 1
     assert code["base"] < code["low"] < code["all"]
     assert manual["all"] < manual["low"] < manual["base"]
     tuned = ("all", "low", "part", "replay")
