@@ -30,7 +30,8 @@ def require(condition, message, code=2):
         return
     store = agents_store()
     if store is None:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        alone = os.environ.get("WORLD_SIZE", "1") == "1"  # whatever a stale LOCAL_RANK says
+        if alone or os.environ.get("LOCAL_RANK", "0") == "0":
             complain(message)
         sys.exit(code)
     key = f"leaving, attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"

@@ -44,6 +44,7 @@ load_from_disk = common.load_corpus
 
 
 def load_corpus(path, seq):
+    """common's, which reads this Python's library anew in every process."""
     if path or len(STDLIB) <= seq:
         return load_from_disk(path, seq)  # which says so where the text is too short
     return STDLIB
@@ -60,11 +61,11 @@ PROOF = (*SMALL, "--dtype", "fp64", "--pad", "0.3", "--clip", "0.5")
 
 
 def _environment(rank, world, port):
-    """As torchrun would make it."""
+    """As torchrun would make it. port: of the store; 0 for a rank that has none."""
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE=str(port > 0),  # port 0: alone, without a store
+        TORCHELASTIC_USE_AGENT_STORE=str(port > 0),
     )
     torch.set_num_threads(1)
 
@@ -72,6 +73,7 @@ def _environment(rank, world, port):
 def _check(rank, world, port, check, args):
     _environment(rank, world, port)
     torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)  # plain models are alike on all ranks
     dist.init_process_group("gloo")
     check(*args)
     gc.collect()
@@ -91,7 +93,8 @@ def _script(rank, world, port, name, flags, plant, errors):
 def _start(target, world, *args, limit=120):
     """Run target(rank, world, port, *args) on `world` ranks -> their exit codes.
 
-    A rank that fails ends the others, a few seconds later.
+    When one has failed the others have a few seconds more, then they are killed. If all hang, with
+    none that has failed, the test fails.
     """
     # the store that torchrun's agent would have
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -138,9 +141,9 @@ def run(check, world, *args):
 def script(name, world, *flags, plant=None, code=0):
     """name.py's main() with these flags on `world` ranks -> its --json report.
 
-    All ranks must end with `code`. With code=2 nothing may be on stderr but one line "name.py:
-    error: ...", which is returned. A run that ends before its report returns what it said on
-    stderr. plant(module) is called before main, on every rank: it puts in a bug.
+    Where no report is written, and with code=2, it returns what was said on stderr. All ranks must
+    end with `code`. With 2 nothing but one line "name.py: error: .." may be on stderr.
+    plant(module) is called before main, on every rank: it puts in a bug.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "report.json")
@@ -220,9 +223,9 @@ def alone(name, *runs):
 
 
 def dry_run_agrees(name, world, *flags, ranks=None, plant=None):
-    """A dry run at this world size counts the very bytes that a real run measures -> report.
+    """A dry run counts the very bytes that a real run measures -> the real run's report.
 
-    On the given ranks, or on all.
+    It is each of `ranks` in turn, by default all.
     """
     real = script(name, world, *SMALL, *flags, "--no-check", plant=plant)
     if ranks is None:
@@ -280,9 +283,9 @@ def section_one(name):
 
 
 def copied(name):
-    """Execute section 1 of name.py alone, in an empty folder -> module.
+    """Section 1 of name.py, executed in an empty folder -> module.
 
-    It may import torch and the standard library, and nothing else.
+    An import of anything but torch and the standard library fails the test.
     """
     module = types.ModuleType("copied_" + name)
 

@@ -13,7 +13,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from conftest import ROOT, run, script
+from conftest import ROOT, program, run, script
 
 # Flags and, after two spaces or more, what the line has to say. FILE is a file, FOLDER an empty
 # folder, EMPTY an empty file
@@ -123,10 +123,11 @@ ONE_RANK = {
         --accum 0                                           --accum 0: must be 1 or more
         --accum 9                                    --batch 8: fewer than 1 ranks x 9 micro-batches
         --dry-run 4 --accum 2 --batch 7              --batch 7: fewer than 4 ranks x 2 micro-batches
-        --impl torch --stage 0                              --impl torch
-        --impl torch --offload optimizer                    --impl torch
-        --impl both --accum 2                               --impl both
-        --impl torch --dry-run 2                            --impl torch
+        --impl torch --stage 0                   --impl torch --stage 0: torch's has stages 1 to 3
+        --impl torch --offload optimizer         --impl torch: --offload is for --impl scratch
+        --impl both --accum 2                    --impl both: --accum is for --impl scratch
+        --impl torch --stage 1 --dry-run 2                  has no dry run and is not saved
+        --impl torch --stage 1 --save there                 has no dry run and is not saved
         --hsdp 2                                            unrecognized arguments: --hsdp 2
     """,
     "fsdp": """
@@ -151,7 +152,7 @@ ONE_RANK = {
         --dry-run 8                                         --layers 4 for 8 stages
         --dry-run 4 --schedule interleaved                  --layers 4 for 8 stages
         --dry-run 2 --schedule interleaved --chunks 3       --layers 4 for 6 stages
-        --dry-run 2 --schedule interleaved --micro 3  interleaved needs a multiple of the 2
+        --dry-run 2 --schedule interleaved --micro 3 --batch 9  interleaved needs a multiple of
         --micro 0                                           --micro 0: must be 1 or more
         --micro 3                                           --batch 8 does not divide into --micro 3
         --chunks 0                                          --chunks 0: must be 1 or more
@@ -160,6 +161,12 @@ ONE_RANK = {
         --impl torch --dry-run 2                            --dry-run needs --impl scratch
         --pp 4                                              --pp is for --simulate only
         --times 1,1,1,0                                     --times is for --simulate and
+        --limit 4                               --limit is for --schedule auto, not for 1f1b
+        --dry-run 2 --schedule auto             --dry-run --schedule auto needs --times
+        --dry-run 2 --schedule dualpipe-v --micro 2         --micro 2: dualpipe-v
+        --dry-run 2 --layers-per-stage 1,1      they are 2, but --layers 4
+        --dry-run 2 --layers-per-stage 4        --layers-per-stage 4: 2 numbers are needed
+        --dry-run 2 --layers-per-stage two,two  --layers-per-stage two,two: 2 numbers are needed
         --simulate --pp 0                                   --pp 0: must be 1 or more
         --simulate --pp x                                   --pp: invalid int value: 'x'
         --simulate --pp 4 --micro 0                         --micro 0: must be 1 or more
@@ -171,6 +178,8 @@ ONE_RANK = {
         --simulate --times 1,2,3,x                      --times 1,2,3,x: F,B,W,COMM are four numbers
         --simulate --times=-1,1,1,0                         numbers from 0 to 1e9
         --simulate --times nan,1,1,0                        --times nan,1,1,0:
+        --simulate --times 0,0,0,0                          F + B + W 1e-9 or more
+        --simulate --times 5e-324,0,0,0                     F + B + W 1e-9 or more
         --simulate --json no/such/report.json             --json no/such/report.json: no such folder
     """,
     "context_parallel": """
@@ -224,7 +233,7 @@ ONE_RANK = {
         --dry-run 8 --pp 8                                  --layers 4 for 8 stages
         --dry-run 4 --pp 4 --schedule interleaved           --layers 4 for 8 stages
         --dry-run 2 --pp 2 --schedule naive                 --schedule: invalid choice: 'naive'
-        --dry-run 2 --pp 2 --schedule interleaved --micro 1  interleaved wants a multiple
+        --dry-run 2 --pp 2 --schedule interleaved --micro 1  --micro 1: interleaved
         --dry-run 2 --dp 2 --batch 7                        --batch 7 does not divide into --dp 2
         --micro 3                                  --batch 8 does not divide into --dp 1 x --micro 3
         --dry-run 2 --tp 2 --sp --seq 15                    --seq 15 does not divide over --tp 2
@@ -234,17 +243,20 @@ ONE_RANK = {
         --dry-run 2 --dp 4 --pp 1      --dp 4 x --tp 1 x --pp 1: their product is not 2
         --dry-run 2 --cp 2 --seq 30                         --seq 30 does not divide into 4 chunks
         --dry-run 2 --cp 2 --heads 1 --attn ulysses         which ulysses wants
+        --dry-run 8 --cp 2 --tp 4 --sp --seq 36             which --sp wants
         --dry-run 2 --dp 2 --experts 3                      --experts 3 for --ep 2: take a multiple
         --experts 2 --top-k 3                               --top-k 3 of --experts 2: choose 2
+        --dry-run 2 --dp 2 --experts 4 --ep 3               --ep 3 does not divide dp x cp = 2
         --ep 2                                              --ep is for --experts E
+        --shared                                            --shared is for --experts E
         --limit 2                                           --limit and --times are for
         --layers-per-stage 3                                --layers-per-stage 3
         --ckpt some                                         --ckpt: invalid choice: 'some'
-        --impl torch --dry-run 2                            --impl scratch
-        --impl torch --ckpt selective                       --impl scratch
-        --impl both --dtype bf16                            --impl scratch
+        --impl torch --dry-run 2                            --dry-run, --save, --resume
+        --impl torch --ckpt selective                       --ckpt, --amp, --dtype bf16 want
+        --impl both --dtype bf16                            --ckpt, --amp, --dtype bf16 want
+        --impl torch --experts 4                   --cp, --experts and --zero 2, 3 want
         --impl torch --schedule zb-v --eval-every 1 --micro 2  does not know V-shaped ones
-        --impl torch --micro 1 --dry-run 2 --pp 2           --impl scratch
     """}
 
 TWO_RANKS = {  # the same for all files, and what only shows with real ranks
@@ -256,7 +268,11 @@ TWO_RANKS = {  # the same for all files, and what only shows with real ranks
     "context_parallel": "--seq 30                           --seq 30 does not divide into 4 chunks",
     "moe": "--experts 3                              --experts 3 for 2 ranks: take a multiple of 2",
     "amp_accum_ckpt": "--batch 1                         --batch 1: fewer than 2 ranks x --accum 1",
-    "hybrid_3d": "--tp 2 --heads 1                             --heads 1 do not divide over --tp 2"}
+    "hybrid_3d": """
+        --tp 2 --heads 1                                    --heads 1 do not divide over --tp 2
+        --impl torch --pp 2 --micro 1                       --micro 1: torch's 1f1b wants
+        --impl torch --dp 2 --pp 1 --schedule interleaved   fully_shard would untie the embedding
+    """}
 EVERY_TWO = """
     --dry-run 4                         --dry-run is one rank alone: use python, not torchrun with 2
     --heads 3                           --heads 3 does not divide --width 128
@@ -349,12 +365,6 @@ LINE = ("fsdp.py", "--resume", "no/such")
 WANT = "fsdp.py: error: --resume no/such: "
 
 
-def test_as_typed_with_python():
-    done = typed(*LINE)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(WANT) and done.stderr.count("\n") == 1, done.stderr
-
-
 def test_as_typed_with_torchrun():
     """One line beside torchrun's own report, although it ends all ranks when one has exited."""
     done = typed(*TORCHRUN, *LINE)
@@ -374,23 +384,26 @@ def test_as_typed_with_run_sh():
     assert done.stderr.startswith(WANT) and done.stderr.count("\n") == 1, done.stderr
 
 
-@pytest.mark.parametrize("environment, words", [
-    ({"RANK": "1"}, "RANK=1 in the environment, of WORLD_SIZE=1: unset it, or start with torchrun"),
-    ({"WORLD_SIZE": "abc"}, "WORLD_SIZE=abc in the environment is no number"),
-    ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 in the environment, but no MASTER_ADDR"),
-    ({"LOCAL_RANK": "-1"}, "LOCAL_RANK=-1 in the environment is no number"),
+@pytest.mark.parametrize("environment, flags, words", [
+    ({"RANK": "1"}, [],
+     "RANK=1 in the environment, of WORLD_SIZE=1: unset it, or start with torchrun"),
+    ({"WORLD_SIZE": "abc"}, [], "WORLD_SIZE=abc in the environment is no number"),
+    ({"WORLD_SIZE": "2"}, [], "WORLD_SIZE=2 in the environment, but no MASTER_ADDR"),
+    ({"LOCAL_RANK": "-1"}, [], "LOCAL_RANK=-1 in the environment is no number"),
+    ({"LOCAL_RANK": "1"}, ["--nonsense"], "unrecognized arguments: --nonsense"),
+    ({"LOCAL_RANK": "1", "WORLD_SIZE": "1"}, ["--steps", "0"], "--steps 0: must be 1 or more"),
 ])
-def test_stale_environments_are_refused_at_once(environment, words, monkeypatch, capsys):
-    """They used to hang until a timeout."""
+def test_stale_environments_are_refused_at_once(environment, flags, words, monkeypatch, capsys):
+    """In words, though LOCAL_RANK may be another rank's; they used to hang until a timeout."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "argv", ["ddp.py"])
+    monkeypatch.setattr(sys, "argv", ["ddp.py", *flags])
     with pytest.raises(SystemExit) as end:
         importlib.import_module("ddp").main()
     assert end.value.code == 2
-    assert environment.get("LOCAL_RANK") or words in capsys.readouterr().err
+    assert is_clear("ddp", capsys.readouterr().err, words)
 
 
 def test_the_first_rank_that_sees_a_fault_speaks():
@@ -402,10 +415,11 @@ def test_the_first_rank_that_sees_a_fault_speaks():
 
 def forget_the_text(module):
     """On rank 1 alone, as if the file were not there; rank 0 would wait for it."""
-    from harness.usage import require
+    from harness import usage
 
     def gone(path, seq):
-        require(os.environ["RANK"] != "1", "--data README.md: gone")
+        usage.PATIENCE = 0  # rank 0 will not come
+        usage.require(os.environ["RANK"] != "1", "--data README.md: gone")
         time.sleep(60)
 
     sys.modules["common"].load_corpus = gone
@@ -464,9 +478,9 @@ def test_a_closed_stdout_ends_nothing(tmp_path):
 
 
 def test_a_report_that_cannot_be_written():
-    done = typed(*QUICK, "--no-check", "--json", "/dev/full")
-    assert done.returncode == 1
-    assert done.stderr == "ddp.py: error: --json /dev/full: No space left on device\n"
+    code, _, said = program(*QUICK, "--no-check", "--json", "/dev/full")
+    assert code == 1
+    assert said == "ddp.py: error: --json /dev/full: No space left on device\n"
 
 
 def test_a_pipe_is_no_text(tmp_path):
