@@ -23,7 +23,6 @@ from ddp import BucketedDDP
     (2, ["--bucket-mb", "0"]),
     (4, ["--bucket-mb", "0.01"]),
     (2, ["--vocab", "257", "--clip", "0"]),
-    (2, ["--warmup", "1", "--decay", "cosine", "--eval-every", "1"]),
     (2, ["--impl", "torch"]),
     (4, ["--impl", "torch", "--batch", "4"]),
 ])
@@ -31,9 +30,9 @@ def test_equals_one_process(world, flags):
     proves("ddp", world, *flags)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 3])
 def test_cost(world):
-    real = dry_run_agrees("ddp", world, "--bucket-mb", "0.02")
+    real = dry_run_agrees("ddp", world, "--bucket-mb", "0.02", ranks=[world - 1])
     textbook(real)
     gradients = 4 * real["parameters"]["total"]
     for rank in real["ranks"]:
@@ -54,13 +53,13 @@ def test_frozen_cost_nothing(train):
         memory = real["ranks"][0]["memory"]
         assert real["ranks"][0]["collectives"]["all_reduce"]["payload"] == size
         assert memory["gradients"] == size
-        assert memory["optimizer"] == 2 * size + 4 * 16
+        assert memory["optimizer"] == 2 * size + 4 * 16  # a step counter for each of 16 tensors
 
 
 def test_both_times_both():
     flags = "--steps", "4", "--layers", "1", "--width", "32", "--impl", "both"
     report = script("ddp", 2, *flags)
-    assert report["speedup"] == report["torch_ms_per_step"] / report["ms_per_step"] > 0
+    assert report["ms_per_step"] > 0 and report["torch_ms_per_step"] > 0
 
 
 def test_resume(tmp_path):
@@ -92,17 +91,21 @@ class Gated(nn.Module):
 
 
 def check_copy(bucketed):
-    """Three AdamW steps with clipping equal those of one process."""
+    """Three AdamW steps with clipping equal those of one process.
+
+    bucketed: by BucketedDDP, else by all_reduce_gradients().
+    """
     module = copied("ddp")
     rank = dist.get_rank()
     n = dist.get_world_size()
     torch.manual_seed(0)
     plain = Gated()
-    torch.manual_seed(rank if bucketed else 0)
+    torch.manual_seed(rank if bucketed else 0)  # BucketedDDP gives all the first one's weights
     inner = Gated()
     ours = inner
     if bucketed:
-        ours = module.BucketedDDP(inner, bucket_mb=0.001, average=False)
+        ours = module.BucketedDDP(inner, bucket_mb=0.0005, first_bucket_mb=0.0001, average=False)
+        assert len(ours.buckets) > 2
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.1, eps=1e-5) for m in (plain, inner)]
     for x in torch.randn(3, 8, 5, generator=torch.Generator().manual_seed(1)):
         plain(x).square().sum().backward()
@@ -119,7 +122,7 @@ def check_copy(bucketed):
     torch.testing.assert_close(inner.state_dict(), plain.state_dict(), rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("world, bucketed", [(2, True), (4, True), (2, False)])
+@pytest.mark.parametrize("world, bucketed", [(4, True), (2, False)])
 def test_copy(world, bucketed):
     run(check_copy, world, bucketed)
 
@@ -282,17 +285,25 @@ def check_all_begin_alike():
         assert torch.equal(tensor, want[name]), name
 
 
-@pytest.mark.parametrize("check", [
-    check_drop_in, check_unused_then_used, check_exception, check_checkpoint_around_it,
-    check_strides, check_all_begin_alike,
+def check_each(checks):
+    """In one world: each begins with a seed of its own."""
+    for check in checks:
+        check()
+
+
+@pytest.mark.parametrize("world, checks", [
+    (2, [check_drop_in, check_unused_then_used, check_exception, check_checkpoint_around_it,
+         check_strides, check_all_begin_alike]),
+    (3, [check_drop_in]),
 ])
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_drop_in(check, world):
-    run(check, world)
+def test_drop_in(world, checks):
+    run(check_each, world, checks)
 
 
 class Odd(nn.Module):
-    """A zero-sized last parameter, complex ones used by some ranks, by one or by none."""
+    """A last parameter without numbers, and complex ones: one that all ranks use, one that rank 0
+    alone does, one that nobody does.
+    """
 
     def __init__(self):
         super().__init__()
@@ -327,9 +338,8 @@ def check_odd():
     assert module.empty.grad.shape == (0, 3)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_complex_and_empty_parameters(world):
-    run(check_odd, world)
+def test_complex_and_empty_parameters():
+    run(check_odd, 2)
 
 
 class Words(nn.Module):
@@ -361,9 +371,9 @@ def check_sparse(average):
         rng = torch.Generator().manual_seed(rank)
         tokens = torch.randint(0, 9, (3, 2, 4), generator=rng)
         found = []
-        for first, last in (0, 0), (1, 2):
+        for waiting, last in ([], 0), ([1], 2):  # numbers of micro-batches
             with model.no_sync():
-                for i in range(first, last):
+                for i in waiting:
                     model(tokens[i], rare=False).square().sum().backward()
             model(tokens[last], rare=rank == n - 1).square().sum().backward()
             assert model.module.unused.weight.grad is None
@@ -373,7 +383,8 @@ def check_sparse(average):
                 found.append(p.grad.to_dense().clone())
             optimizer.step()
             optimizer.zero_grad()
-        assert not (average and model.sums)  # which would keep gradients
+        if average:
+            assert not model.sums  # an average may be averaged again: no gradient need be kept
         results.append([*found, *model.parameters()])
     torch.testing.assert_close(*results)
 
@@ -388,12 +399,11 @@ def test_sparse_embeddings(world, average):
 
 def check_refused():
     x = torch.ones(2, 3)
-    for bucket_mb in 0.00001, 25:
-        model = BucketedDDP(nn.Linear(3, 3), bucket_mb=bucket_mb)
-        with pytest.raises(RuntimeError, match="create_graph"):
-            model(x).sum().backward(create_graph=True)
-        model.zero_grad()
-        model(x).sum().backward()
+    model = BucketedDDP(nn.Linear(3, 3))
+    with pytest.raises(RuntimeError, match="create_graph"):
+        model(x).sum().backward(create_graph=True)
+    model.zero_grad()
+    model(x).sum().backward()
     with pytest.raises(TypeError, match="copy the module inside"):
         copy.deepcopy(model)
     copy.deepcopy(model.module)
@@ -448,8 +458,14 @@ def check_unused_sums_are_not_summed_again():
         assert torch.equal(layers[1].weight.grad.to_dense(), before)
 
 
-def check_thawed():
-    """Around the module of another one: what that has left behind would sum a second time."""
+def test_refused():
+    checks = [check_refused, check_sums_are_not_summed_again,
+              check_unused_sums_are_not_summed_again]
+    run(check_each, 2, checks)
+
+
+def check_wrapped_again():
+    """A second BucketedDDP around what the first has unwrapped: the first sums nothing any more."""
     module = nn.Linear(3, 3)
     module.bias.requires_grad_(False)
     first = BucketedDDP(module, average=False)
@@ -462,14 +478,8 @@ def check_thawed():
         second.zero_grad()
 
 
-@pytest.mark.parametrize("world, check", [
-    (2, check_thawed),
-    (1, check_refused),
-    (2, check_sums_are_not_summed_again),
-    (2, check_unused_sums_are_not_summed_again),
-])
-def test_refused(world, check):
-    run(check, world)
+def test_wrapped_again():
+    run(check_wrapped_again, 2)
 
 
 # ---- layout and order --------------------------------------------------------------
@@ -571,13 +581,3 @@ def test_planted(plant):
 
 def test_planted_naive():
     proves("ddp", 2, "--bucket-mb", "0", plant=no_reduction)
-
-
-@pytest.mark.parametrize("world, flags", [
-    (2, ["--batch", "1"]),
-    (3, ["--impl", "torch", "--batch", "8"]),
-    (1, ["--impl", "torch", "--dry-run", "2"]),
-    (1, ["--bucket-mb", "-1"]),
-])
-def test_bad_usage(world, flags):
-    script("ddp", world, *flags, code=2)
