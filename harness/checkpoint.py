@@ -22,6 +22,7 @@ somebody else can at worst fail to load: tensors are read with weights_only, and
 contents, .metadata, through an unpickler that admits the classes of that table alone.
 """
 import fcntl
+import functools
 import io
 import json
 import math
@@ -31,6 +32,7 @@ import shutil
 import socket
 import sys
 import tempfile
+import uuid
 import zlib
 from collections import namedtuple
 from pathlib import Path
@@ -41,7 +43,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.tensor import DTensor
 
-from harness.usage import require
+from harness.usage import agents_store, require
 
 # ---- pieces ------------------------------------------------------------------
 
@@ -124,6 +126,8 @@ def boxes_of_run(shape, low, high):
     behind_whole = high // size  # the row behind the last one whose end is in the run
     if first_whole > behind_whole:  # all of it lies within one row
         return boxes_in_row(row_shape, behind_whole, low, high)
+    # The row that an end lies in may not exist (-1, or one too many): then that end is empty, and
+    # gives no boxes.
     boxes = boxes_in_row(row_shape, first_whole - 1, low, first_whole * size)
     if first_whole < behind_whole:
         start = (first_whole,) + (0,) * len(row_shape)
@@ -184,9 +188,31 @@ def identity(args):
         if name not in mine and hasattr(args, name):
             mine[name] = getattr(args, name)
     mine["held_out"] = bool(getattr(args, "eval_every", 0))  # the corpus is shorter then
+    mine["job"] = job()
     if getattr(args, "decay", "none") != "none":
         mine["steps"] = args.steps  # the rate at every step depends on it
     return mine
+
+
+def job():
+    """-> {launcher: its name for this job, which stays when it starts the job's ranks again}."""
+    return {"TORCHELASTIC": name_by_torchrun(), "SLURM": os.environ.get("SLURM_JOB_ID", "")}
+
+
+@functools.cache
+def name_by_torchrun():
+    """The --rdzv_id, which --standalone makes up; "" without torchrun.
+
+    Without either it is "none", for any job. Then the name is made up here, by the first rank that
+    asks, and kept in the store of torchrun's agent, which stays as long as torchrun does.
+    """
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    if name != "none":
+        return name
+    store = agents_store()
+    if store is None:
+        return ""
+    return store.compare_set("the job's name", "", uuid.uuid4().hex).decode()
 
 
 def other_course(saved, now, fresh):
@@ -217,7 +243,7 @@ def numbered(folder):
 
 
 def is_foreign(place):
-    """Is this anything but a checkpoint, or what is left of one? It must not be removed then."""
+    """Is it no folder, or is there a file in it that no checkpoint has? Then it must stay."""
     if not place.is_dir():
         return True
     for path in place.iterdir():
@@ -237,12 +263,17 @@ def checksum(path):
     return [size, crc]
 
 
-def verify(folder):
-    """-> the notes of a checkpoint. Raises OSError or ValueError unless all files are as saved."""
+def notes_of(folder):
+    """-> the notes of a checkpoint. Raises OSError or ValueError unless they are as saved."""
     text, _, crc = Path(folder, "notes.json").read_bytes().rpartition(b"\n")
     if crc != str(zlib.crc32(text)).encode():
         raise ValueError("notes.json is damaged")
-    notes = json.loads(text)
+    return json.loads(text)
+
+
+def verify(folder):
+    """-> the notes of a checkpoint. Raises OSError or ValueError unless all files are as saved."""
+    notes = notes_of(folder)
     for name, saved in notes["files"].items():
         if checksum(Path(folder, name)) != saved:
             raise ValueError(f"{name} is damaged")
@@ -294,18 +325,30 @@ def source(args):
     """-> (flag, folder) that say where to begin, or ("", "").
 
     Ranks that torchrun has restarted, and jobs that SLURM has requeued, go on from what they have
-    saved themselves, if there is something.
+    saved themselves, if there is something. What another job has saved there is as little theirs as
+    it was at the first start.
     """
-    restarts = 0
     for launcher in ("TORCHELASTIC", "SLURM"):
-        restarts += int(os.environ.get(f"{launcher}_RESTART_COUNT", 0))
-    if restarts and numbered(args.save):
-        return "--save", args.save
+        restarts = int(os.environ.get(f"{launcher}_RESTART_COUNT", 0))
+        if restarts and has_own(args.save, launcher):
+            return "--save", args.save
     if args.resume:
         return "--resume", args.resume
     if args.init_from:
         return "--init-from", args.init_from
     return "", ""
+
+
+def has_own(folder, launcher):
+    """Is there a checkpoint in a folder that this job has saved, as its launcher names jobs?"""
+    for steps in numbered(folder):
+        try:
+            notes = notes_of(Path(folder, str(steps)))
+        except (OSError, ValueError):
+            continue
+        if notes.get("identity", {}).get("job", {}).get(launcher) == job()[launcher]:
+            return True
+    return False
 
 
 def begin(args):
@@ -408,7 +451,7 @@ def agree(start):
     """-> is there something to restore? The same on all ranks, or it ends the run.
 
     Each rank has looked for itself, and a folder that machines share may show one of them what it
-    was a moment ago.
+    was a moment ago. The steps alone do not tell: where the weights alone are wanted, they are 0.
     """
     if dist.get_backend() == "fake":
         return False
@@ -419,6 +462,16 @@ def agree(start):
     dist.all_reduce(least, dist.ReduceOp.MIN)  # each rank's own -> replicated
     differ = f"the newest checkpoint has {most.item()} steps behind it here, {least.item()} there"
     require(most == least, f"{start.flag or '--resume'}: {differ}", code=1)
+    place = "no checkpoint"
+    if start.folder is not None:
+        place = f"{start.flag} {start.folder.name}"  # machines may have folders of their own
+    first = first_said(place)
+    other = ""
+    if place != first:
+        other = place
+    other = first_said(other)
+    require(not other, f"ranks begin with different checkpoints: {first} here, {other} there",
+            code=1)
     return start.folder is not None
 
 
@@ -470,7 +523,11 @@ def read_table(path):
 
 
 def add_entry(entries, name, shape, dtype, boxes):
-    """Adds boxes to a table's entries. The dtype of a tensor is that of its boxes."""
+    """Adds boxes to a tensor's entry in a table, which is made where there is none.
+
+    A piece that is not written brings no boxes, and may be of another dtype (a bf16 copy of an fp32
+    master): the entry has the dtype of what is written.
+    """
     if name not in entries:
         entries[name] = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=dtype), shape, [])
     entry = entries[name]
@@ -544,8 +601,8 @@ def write(folder, steps, pieces, identity, keep=0, extra=None):
     if rank == 0:
         shutil.rmtree(draft, ignore_errors=True)  # of a run that was killed here
     dist.barrier()
-    failed = first_said(attempt(write_part, draft, rank, pieces))
-    hole = ""  # which tensor is not whole
+    failed = first_said(attempt(write_part, draft, rank, pieces))  # the same on all ranks
+    hole = ""  # which tensor is not whole: the caller's fault, not the disk's
     if rank == 0 and not failed:
         ranks = dist.get_world_size()
         notes = {"steps": steps, "ranks": ranks, "identity": identity, "extra": extra or {}}
@@ -555,7 +612,7 @@ def write(folder, steps, pieces, identity, keep=0, extra=None):
             failed = reason(error)
         if not hole and not failed:
             failed = attempt(publish, draft, place, notes)
-    hole = first_said(hole)  # by rank 0, to all
+    hole = first_said(hole)  # what has gone wrong since is known to rank 0 alone
     failed = first_said(failed)
     if rank == 0:
         clear(place, draft, hole or failed, keep)
@@ -628,7 +685,8 @@ def write_boxes(path, pieces):
             if piece.writes and piece.tensor.numel():
                 boxes = [box_of(piece)]
                 begin = file.tell()
-                tensor = piece.tensor.to("cpu", copy=True)  # of a view, all it views would be saved
+                # a copy: of a view torch.save would write the whole storage
+                tensor = piece.tensor.to("cpu", copy=True)
                 torch.save(tensor, file)
                 where = _StorageInfo(path.name, begin, file.tell() - begin)
                 table.storage_data[dcp.MetadataIndex(piece.name, piece.start)] = where
@@ -692,7 +750,8 @@ def publish(draft, place, notes):
         (draft / f"__{rank}.metadata").unlink()
     text = json.dumps({**notes, "files": files}).encode()
     put(draft / "notes.json", text + b"\n" + str(zlib.crc32(text)).encode())
-    shutil.rmtree(place, ignore_errors=True)  # one that is damaged, or it would have been resumed
+    # what is there is damaged: refuse_unusable() has refused folders with a whole one
+    shutil.rmtree(place, ignore_errors=True)
     draft.rename(place)
 
 
@@ -799,7 +858,7 @@ def restore(start, pieces, optimizer):
         require(not other, other)
     if not found:
         return
-    if start.ranks:
+    if start.ranks:  # not --init-from, which takes the weights alone
         # in fp16 some steps are skipped, and "updates" says how many were not
         adamw_states(optimizer, start.extra.get("updates", start.steps))
     mine = pieces()

@@ -2,7 +2,11 @@
 import itertools
 import math
 import random
+import socket
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from conftest import run
+from conftest import PROOF, ROOT, run
 from harness import checkpoint
 from harness.checkpoint import Piece, Start, boxes_of_run, piece_of, pieces_of, run_pieces
 
@@ -287,3 +291,94 @@ def all_pieces(state, writes):
 
 def test_dtensors(tmp_path):
     run(dtensors, 4, str(tmp_path))
+
+
+# ---- where a run begins ----------------------------------------------------------
+
+
+STUMBLES = """
+import os
+import signal
+import sys
+sys.path.insert(0, {root!r})
+import ddp
+step = ddp.train_step
+calls = []
+def train_step(*args):
+    calls.append(1)
+    if len(calls) == 4 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(*args)
+ddp.train_step = train_step
+sys.exit(ddp.main())
+"""
+
+
+def torchrun(script, *flags):
+    """One rank that is started three times at most; all of torchrun's jobs are called "none"."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--master_port={port}",
+               "--max-restarts=2", script, *flags]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
+
+
+def test_restarts_go_on_from_what_their_own_job_has_saved(tmp_path):
+    """The first job is killed in its fourth step, the second one finds what the first has saved."""
+    program = tmp_path / "stumbles.py"
+    program.write_text(STUMBLES.format(root=str(ROOT)))
+    folder = tmp_path / "saved"
+    flags = (*PROOF, "--no-check", "--save", str(folder), "--save-every", "2", "--steps")
+    first = torchrun(str(program), *flags, "5")
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.count(f"--save takes {folder}/2, 2 steps behind it") == 1
+    second = torchrun("ddp.py", *flags, "5")
+    assert second.returncode != 0 and "takes" not in second.stdout
+    assert second.stderr.count("holds step 5 already") == 3, second.stderr
+
+
+@pytest.mark.parametrize("launcher, own", [("TORCHELASTIC", "7"), ("SLURM", "8")])
+def test_a_restart_asks_the_launcher_that_has_made_it(launcher, own, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "name_by_torchrun", lambda: "7")
+    monkeypatch.setenv("SLURM_JOB_ID", "8")
+    args = SimpleNamespace(save=str(tmp_path), resume="there", init_from="")
+    monkeypatch.setenv(f"{launcher}_RESTART_COUNT", "1")
+    checkpoint.write_whole(tmp_path, {}, {"layers": 2})  # whoever imports weights has no job
+    assert checkpoint.source(args) == ("--resume", "there")
+    checkpoint.write_whole(tmp_path, {}, {"job": {**checkpoint.job(), launcher: "6"}})
+    assert checkpoint.source(args) == ("--resume", "there")
+    checkpoint.write_whole(tmp_path, {}, {"job": {launcher: own}})
+    assert checkpoint.source(args) == ("--save", str(tmp_path))
+    monkeypatch.setenv(f"{launcher}_RESTART_COUNT", "0")
+    assert checkpoint.source(args) == ("--resume", "there")
+
+
+def raises(condition, message, code):
+    """In the place of require: the process goes on."""
+    if not condition:
+        raise RuntimeError(message)
+
+
+def different_folders():
+    """The steps that are behind ranks may be equal, and what they begin with may not."""
+    checkpoint.require = raises
+    rank = dist.get_rank()
+    for fresh in (True, False):
+        if fresh:
+            start = Start(Path("saved", str(4 + rank)), flag="--init-from")
+            says = "--init-from 4 here, --init-from 5 there"
+        else:
+            start = Start(Path("saved/4"), 4, 2, ("--save", "--resume")[rank])
+            says = "--save 4 here, --resume 4 there"
+        with pytest.raises(RuntimeError, match=says):
+            checkpoint.agree(start)
+    with pytest.raises(RuntimeError, match="no checkpoint here, --init-from 4 there"):
+        checkpoint.agree((Start(), Start(Path("4"), flag="--init-from"))[rank])
+    # machines may have folders of their own
+    assert checkpoint.agree(Start(Path(f"machine {rank}", "4"), flag="--init-from"))
+    assert not checkpoint.agree(Start())
+
+
+def test_ranks_begin_with_one_checkpoint():
+    run(different_folders, 2)
