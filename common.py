@@ -507,7 +507,8 @@ def choose_device(args, launch):
 def choose_backend(device, store, launch):
     """NCCL wants a GPU for every rank; gloo shares GPUs, and works on CPUs.
 
-    Each node decides for itself: either all have a GPU for every rank, or none.
+    All nodes must be alike, with a GPU for every rank or without: a rank asks the others only if
+    it sees fewer GPUs than its node has ranks.
     """
     if device.type == "cpu":
         return "gloo"
@@ -553,7 +554,7 @@ def join_world(args, device, launch):
 
 TIMEOUT = {"gloo": 30, "nccl": 600}  # seconds
 BLOCK = 5  # steps of one implementation before it is the other's turn
-CHECKED = 300  # steps that the plain GPT replays, at most
+CHECKED = 300  # steps of one run that are compared, at most
 
 
 @dataclass(kw_only=True)
@@ -611,6 +612,7 @@ class Run:
         if self.impls == ("both",):
             self.impls = ("scratch", "torch")
         self.sides = {}  # {impl: Side}, from begin() on
+        self.replays = True  # could the plain run do all steps since step 0 as this training did?
         self.start = checkpoint.begin(args)  # the checkpoint to start from; bad: exit code 2
         self.corpus = load_corpus(args.data, self.cfg.seq)
         self.held_out_text = None  # unless --eval-every
@@ -955,11 +957,11 @@ class Run:
     def plain_first(self):
         """-> the step at which the plain run begins.
 
-        It is 0, so that a resumed run is compared with one that was never interrupted. It is the
-        step at which this run resumes if that is more than CHECKED, or if the training began from
-        other weights (--init-from), from which its step 0 cannot be replayed.
+        As a rule it is 0, so that a resumed run is compared with one that was never interrupted.
+        It is self.first, where this run resumes, if that is beyond CHECKED, or if what came before
+        cannot be replayed: where the training began from other weights (--init-from), for one.
         """
-        if self.first > CHECKED or self.is_tuning():
+        if self.first > CHECKED or self.is_tuning() or not self.replays:
             return self.first
         return 0
 
@@ -989,8 +991,8 @@ class Run:
     def finish(self, total, own, plain=None, judged_as=None):
         """Check, gather, print, write --json -> exit code.
 
-        total: parameters in all; own: how many are on this rank. plain() makes the Trace to compare
-        with, if not self.plain. judged_as: the dtype whose tolerance counts, if not --dtype.
+        total: parameters in all; own: how many are on this rank. plain: () -> the Trace to compare
+        with (default: self.plain). judged_as: the dtype whose tolerance counts (default: --dtype).
         """
         impl = self.impls[0]
         mine = dict(

@@ -60,7 +60,9 @@ def all_reduce_gradients(module, group=None):
 class Bucket:
     """Gradients of some parameters, side by side in one flat tensor, for one all-reduce.
 
-    The parameters are of one dtype and on one device.
+    The parameters are of one dtype and on one device. Here -0.0 stands for "this rank has not used
+    the parameter", so a gradient of -0.0 is stored as 0.0. A sum is -0.0 only if every summand is:
+    so the sign of zero tells what no rank has used, without another collective.
     """
 
     def __init__(self, parameters, group, average):
@@ -83,20 +85,17 @@ class Bucket:
         """Move a gradient that autograd has made into the bucket, and leave a view in its place."""
         p = self.parameters[i]
         if p.grad is not self.views[i]:
-            # a copy in which -0.0 becomes 0.0: start() gives -0.0 the meaning "not used"
+            # a copy in which -0.0 becomes 0.0: it is a gradient, not the sign of none
             torch.add(p.grad, 0.0, out=self.views[i])
             p.grad = self.views[i]
             self.reduced[i] = False
         elif self.reduced[i] and not self.average:
-            # a sum over ranks would be summed again; averaging an average changes nothing
+            # The view has the old sum on every rank, and summing would count it N times. An old
+            # average is allowed: it is alike on all ranks, so their mean leaves it as it is.
             refuse_sum_of_sums()
 
     def start(self):
-        """Begin to sum. What this rank has not used is -0.0 here.
-
-        A sum is -0.0 only if every summand is: so the sign of zero tells what no rank has used,
-        without another collective.
-        """
+        """Begin to sum. What this rank has not used is -0.0 here."""
         for i, p in enumerate(self.parameters):
             if p.grad is None:
                 real(self.views[i]).fill_(-0.0)
@@ -130,8 +129,8 @@ class BucketedDDP(nn.Module):
     group: the ranks, each with rows of its own. average=False sums gradients instead; then call
         zero_grad() before the next backward that is synchronized
     bucket_mb: the largest bucket (MB = 1e6 bytes). The first is of first_bucket_mb, so that
-        communication starts early. None is above a quarter of the whole, since backward is over
-        when the last is sent, and its time is not hidden. A larger parameter, such as GPT-2's
+        communication starts early. No bucket is above a quarter of the whole, since backward is
+        over when the last is sent, and its time is not hidden. A larger parameter, such as GPT-2's
         embedding, has a bucket of its own
 
     All ranks begin with the first one's parameters and buffers; then each has buffers of its own

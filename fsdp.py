@@ -72,7 +72,11 @@ class Unit:
     """
 
     def __init__(self, places, group, replicas, device, dtype, home, init):
-        """places: {parameter: [Use, ..]}, several where it is tied. The rest is as in FSDP."""
+        """places: {parameter: [Use, ..]}, several where it is tied. replicas: a group or None.
+
+        device, dtype: where and in what it computes (dtype None: the parameters' own). home: where
+        the shard lives. init: fills parameters that are on the meta device, see FSDP.
+        """
         dtypes = {p.dtype for p in places}
         if len(dtypes) > 1:
             raise ValueError(f"FSDP: a unit's parameters must be of one dtype, not {dtypes}: make "
@@ -175,7 +179,9 @@ class Unit:
 
         One that this rank's backward did not use adds zeros.
         """
-        self.collect()  # an earlier sum, if this backward has come to a unit again after close()
+        # A unit that backward comes to a second time has an earlier sum. FSDP.close() has already
+        # called finish_reduce() for it, so the sum over replicas has begun, too.
+        self.collect()
         self.flat = torch.empty(self.full.numel(), dtype=self.shard.dtype, device=self.full.device)
         pieces = []
         for p in self.borrowed:
@@ -553,7 +559,8 @@ class FSDP(nn.Module):
     def full_state_dict(self):
         """-> {name: whole tensor}, the state_dict of the module as it was; collective.
 
-        Frozen parameters are of `dtype` here, if that was given, and all others of their own.
+        Frozen parameters are of `dtype` here, if that was given, and all others of their own. What
+        no unit has (frozen parameters, buffers) is not copied: it is the module's own memory.
         """
         found = dict(self.rest())
         for unit in self.units:
@@ -808,7 +815,7 @@ def train_step(model, optimizer, x, y, valid, clip):
 def parallelize_at_work(model, mesh, reshard=True, dtype=None):
     """fully_shard for each block and for the rest. reshard: as in FSDP; dtype: what computes.
 
-    On GPUs it also takes offload_policy=CPUOffloadPolicy().
+    On GPUs fully_shard also takes offload_policy=CPUOffloadPolicy().
     """
     if mesh["replicate"].size() == 1:
         mesh = mesh["shard"]
@@ -914,7 +921,9 @@ def pieces(model, optimizer, writes):
             if kind in optimizer.state[unit.shard]:
                 flats["." + kind] = optimizer.state[unit.shard][kind]
         for names, shape, (start, _) in zip(unit.names, unit.shapes, unit.ranges):
-            first = unit.first - start  # where the shard begins, seen from the parameter
+            # Where the shard begins, seen from the parameter: negative if the parameter begins
+            # inside it. run_pieces leaves out what is not the parameter's.
+            first = unit.first - start
             for end, flat in flats.items():
                 name = names[0] + end  # of a tied one, the first name
                 found += run_pieces(name, shape, first, flat, writes)
@@ -963,7 +972,8 @@ def parameters_here(run, sides):
     size = dtype_of_shards(run).itemsize
     held = run.ledger[run.impls[0]].memory["parameters"]
     if run.impls[0] == "scratch":
-        for p in sides["scratch"].model.frozen:  # of the dtype that computes
+        # `held` has frozen parameters in bytes of the dtype that computes: make it `size` each
+        for p in sides["scratch"].model.frozen:
             held += p.numel() * (size - p.itemsize)
     return held // size
 

@@ -10,16 +10,16 @@
     rank = ((pp_rank dp + dp_rank) cp + cp_rank) tp + tp_rank
     ep: in each stage, ep neighbours of its dp x cp ranks share out the experts
 
-Each technique is in its own file. This one says who is who (Mesh), in which order techniques are
-applied (parallelize), and what becomes of a gradient along each axis (Kind). S: each rank has a
-summand, which sum_gradients adds up. 1: all ranks then hold the same, and the norm counts it once.
+Here is said who is who (Mesh), in which order techniques are applied (parallelize), what becomes
+of a gradient along each axis (Kind). cut: each rank has its own part. S: each has a summand, which
+sum_gradients adds up. 1: in the end all have the same, and the norm counts it once.
 
-    parameter        tp               dp x cp / ep   ep        first and last stage
-    matrix           cut              S 1            S 1       -
-    norm, row bias   1, --sp: S 1     S 1            S 1       -
-    embedding        cut              S 1            S 1       S 1
-    router           S 1              S 1            S 1       -
-    expert           S 1              S 1            cut       -
+    parameter        tp               (dp x cp) / ep   ep        first and last stage
+    matrix           cut              S 1              S 1       -
+    norm, row bias   1, --sp: S 1     S 1              S 1       -
+    embedding        cut              S 1              S 1       S 1
+    router           S 1              S 1              S 1       -
+    expert           S 1              S 1              cut       -
 
     numbers (plain MLPs)   plain GPT    one rank of a middle stage
     held, 4 per weight     48 C^2 L     48 C^2 L / (tp pp); --zero 1, 2, 3 cut 2, 3, 4 of 4 by dp cp
@@ -214,8 +214,12 @@ class Hybrid(nn.Module):
                 raise ValueError(f"{name} is in several stages: its kind is embedding")
 
     def zeros_of(self, modules, units, zero_stage, make_optimizer):
-        """-> [ZeRO] of the parameters in these modules: the dense ones are alike on all ranks of
-        data, experts on replicas."""
+        """-> [ZeRO]: one for the dense parameters in these modules, which are alike on all ranks of
+        data, and one for the experts, alike on replicas.
+
+        units: modules or tuples of modules, whose dense parameters lie together in ZeRO. Each
+        module of experts is a unit of its own.
+        """
         inside = [part for module in modules for part in module.modules() if has_parameters(part)]
         dense = [part for part in inside if not self.is_expert(part)]
         experts = [part for part in inside if self.is_expert(part)]
@@ -554,10 +558,11 @@ def is_first(model, p, zero_stage):
 
 
 def boxes(model, p, suffix, first, numbers, writes):
-    """Elements first, first + 1, .. of this rank's p, flattened -> [Piece] of whole tensors.
+    """Elements first, first + 1, .. of this rank's p.flatten() -> [Piece] of the plain tensors.
 
-    tp has cut p along a dimension and padded it: a box of p is a box of the whole, moved along it.
-    Experts are stacked: a box of the stack is a box of each of its experts.
+    A Piece is a box, a slice in each dimension of a whole tensor; a run of elements is one box or
+    several. Where tp has cut p, a box is moved to its place in the whole, and loses its padding.
+    Where p is a stack of experts, a box of the stack is a box of each of its experts.
     """
     name = model.names[p]
     cut = model.cuts.get(p)
@@ -853,8 +858,8 @@ def layout(args):
 def axes(args):
     """-> dp, tp, pp. If all three are left out and the ranks divide by 4, pp and tp are 2.
 
-    Any other that is left out is 1; but the last such, in the order pp, tp, dp, gets the remaining
-    ranks.
+    Of those that are still open, the last in the order pp, tp, dp gets all the ranks that remain,
+    and the others are 1.
     """
     ranks = args.world_size // args.cp
     sizes = {"pp": args.pp, "tp": args.tp, "dp": args.dp}
@@ -897,12 +902,12 @@ def refuse_schedule(args):
     name = args.schedule
     pp = args.pp
     stages = pp * pipeline_parallel.chunks_of(name, args.chunks)
-    require(stages <= args.layers,
-            f"--layers {args.layers} for {stages} stages: give each at least one")
+    require(args.layers_per_stage or stages <= args.layers,
+            pipeline_parallel.too_few(args.layers, stages))
+    require(name != "interleaved" or args.micro % pp == 0,
+            f"--micro {args.micro}: interleaved needs a multiple of --pp {pp}")
     require(name == "auto" or not (args.limit or args.times),
             f"--limit and --times are for --schedule auto, not for {name}")
-    require(name != "interleaved" or args.micro % pp == 0,
-            f"--micro {args.micro}: interleaved wants a multiple of --pp {pp}")
     plans = plans_of(args)
     splits = any(pipeline_parallel.split_of(plan) for plan in plans)
     require(not splits or args.ckpt != "full",
@@ -946,8 +951,7 @@ def refuse_torch(args):
     require(name in at_work, f"--schedule {name}: torch has {', '.join(at_work)} only")
     require(args.cfg.seq > (tp - 1) * -(-args.cfg.seq // tp), f"--seq {args.cfg.seq}: torch leaves "
             f"the last of --tp {tp} no positions: take a multiple of {tp}")
-    require(name != "1f1b" or args.micro >= pp,
-            f"--micro {args.micro}: torch's 1f1b wants --pp {pp} or more")
+    pipeline_parallel.refuse_rounds_at_work(name, args.micro, pp)
     is_vee = pipeline_parallel.SCHEDULES[name].place is pipeline_parallel.vee
     require(not is_vee or not args.eval_every,
             f"--schedule {name} --eval-every: eval() of torch's schedule does not know V-shaped "
@@ -969,7 +973,7 @@ def ranges(layers):
 
 
 class Sizes:
-    """The letters of the textbook's rows, for this rank."""
+    """The letters of the textbook's rows, for this rank. The functions below call it `at`."""
 
     def __init__(self, run, setting):
         args = run.args
@@ -1006,9 +1010,9 @@ class Sizes:
         return re.search(self.args.train, name) is not None
 
 
-# What ZeRO lays end to end.
-# trained     how many of its numbers here are
-# frozen      likewise
+# Parameters that ZeRO lays end to end: one of its units, on this rank.
+# trained     how many numbers the trained ones of them have here
+# frozen      how many the frozen ones have
 # ranks       how many ranks hold the same ones
 # zero_stage  0 to 3
 # moved       how often a step gathers it from its chunks, or sums it into them
@@ -1124,6 +1128,8 @@ def account_held(run, at, model, own):
     what = "L_s [(12 C + 7) C/tp + 6 C], first (V' + S') C/tp, last V' C/tp + 2 C"
     if at.E:
         what = "L_s [(4 C + 3) C/tp + 5 C + E C + E/ep (8 C + 5) C], first, last"
+        if at.args.shared:
+            what += " + L_s [(8 C + 4) C/tp + C] (shared)"
     run.textbook("parameters", f"b ({what})", b * numbers, b * own)
     held = 4 * len(model.parts())  # AdamW's count of steps, one for each part
     for unit in units:
@@ -1176,26 +1182,34 @@ def account_activations(run, at):
         int(in_flight(at.plan)) * of_microbatch, run.ledger["scratch"].memory["activations"])
 
 
-def sent_on_tp(at, model):
-    """f and g of attention, of MLPs, of the embedding and the head; the loss; sums of gradients."""
+def sent_on_tp_by_block(at):
+    """f and g of attention and of MLPs, in forward and backward; of 2 ranks a half of it goes."""
     x = at.x
     # a block that runs again stops before the MLP's g: nothing in it needs that result
     if at.cut == 1:  # all-reduces, which send 2 x: g in forward, f in backward
         attention = 4 * x + 2 * x * at.again  # its g, if the block runs again
         mlp = 4 * x
-        head = 2 * x  # f
     else:  # f and g gather or scatter, which sends x: 2 in forward, 3 in backward
-        attention = 5 * x + 2 * x * at.again
+        attention = 5 * x + 2 * x * at.again  # its f and g, if the block runs again
         mlp = 5 * x + x * at.again  # its f
+    if not at.E:
+        return attention + mlp
+    block = attention + joined_experts(at)
+    if at.args.shared:
+        block += mlp
+    return block
+
+
+def sent_on_tp(at, model):
+    """Of blocks, of the embedding and the head; the loss; sums of gradients."""
+    x = at.x
+    head = 2 * x  # an all-reduce: f
+    if at.cut > 1:
         head = 3 * x
-    block = attention + mlp
-    if at.E:
-        block = attention + joined_experts(at)
-        if at.args.shared:
-            block += mlp
-    of_microbatch = len(at.blocks) * block
+    of_microbatch = len(at.blocks) * sent_on_tp_by_block(at)
     if 0 in at.stages:
-        of_microbatch += 2 * (x + at.b * at.T * at.C)  # g of tokens, of positions
+        # tokens and positions, each with g: an all-reduce, or with --sp a scatter and a gather
+        of_microbatch += 2 * (x + at.b * at.T * at.C)
     if at.last in at.stages:
         of_microbatch += head + 2 * 3 * at.w * at.N  # and all-reduces of three numbers a token
     gradients = 0
@@ -1275,21 +1289,24 @@ def wire(run, axis, formula, expected, *groups):
 def account_activations_sent(run, at, model, groups):
     lay = at.lay
     group = model.mesh.group
-    wire(run, "tp", "(tp-1)/tp [M b B' T' C (8 L_s, --sp 10 L_s) + ends]", sent_on_tp(at, model),
+    times = sent_on_tp_by_block(at) / at.x
+    wire(run, "tp", f"(tp-1)/tp [M b B' T' C {times:g} L_s + ends]", sent_on_tp(at, model),
          group["tp"])
     wire(run, "pp", "M b B' T' C/t per neighbour", sent_on_pp(at), groups.group,
          *groups.links.values())
     if lay.cp > 1:
-        formula = "M L_s (cp-1) B' T' C/tp (4 b + 2 w)"
+        passes = 2 + at.again
+        formula = f"M L_s (cp-1) B' T' C/tp ({2 * passes} b + 2 w)"
         if at.args.attn == "ulysses":
-            formula = "M L_s 8 (cp-1)/cp b B' T' C/tp"
+            formula = f"M L_s {4 * passes} (cp-1)/cp b B' T' C/tp"
         wire(run, "cp", formula, sent_on_cp(at), group["cp"])
     if lay.ep:
-        wire(run, "ep", "2 b C (rows out + rows in - 2 rows staying) + M L_s (ep-1)/ep 8 E",
-             sent_on_ep(at, model), group["ep"])
+        forwards = 1 + at.again
+        wire(run, "ep", f"{1 + forwards} b C (rows out + rows in - 2 rows staying) "
+             f"+ {forwards} M L_s (ep-1)/ep 8 E", sent_on_ep(at, model), group["ep"])
         n = lay.dp * lay.cp * lay.tp
-        loads = 8 * at.E * at.M * len(at.blocks) * (1 + at.again)
-        wire(run, "load", "2 (n-1)/n 8 E M L_s, n = dp cp tp", 2 * (n - 1) / n * loads,
+        loads = 8 * at.E * at.M * len(at.blocks) * forwards
+        wire(run, "load", f"{forwards} 2 (n-1)/n 8 E M L_s, n = dp cp tp", 2 * (n - 1) / n * loads,
              group["stage"])
 
 
@@ -1297,7 +1314,7 @@ def account_gradients_sent(run, at, model):
     groups = model.mesh.group
     formula = "2 (n-1)/n b P'"
     if at.args.zero == 2:
-        formula = "(M+1) (n-1)/n b P'"
+        formula = "(M+1) (n-1)/n b P', of ends that are tied 2"
     elif at.args.zero == 3:
         formula = "3 M (n-1)/n b P', where forward turns around 2 M"
     wire(run, "dp", f"{formula}, n = dp cp", sent_by_zero(at, dense_units(at)), groups["data"])
@@ -1355,7 +1372,10 @@ def say_costs(run, setting):
         run.args, setting.plans, setting.layers, times_of(run.args))
     idle = bubble_rate(played)
     run.extra["bubble_rate"] = idle
-    run.say(f"  {run.args.schedule}: bubble {idle:.1%} (matmuls alone); "
+    by = "matmuls alone"
+    if run.args.times:
+        by = "by --times"
+    run.say(f"  {run.args.schedule}: bubble {idle:.1%} ({by}); "
             f"model FLOPs {flops:.3g} per step")
 
 
@@ -1487,8 +1507,11 @@ class Choices:
             for layer in moe.layers_of(model):
                 layer.choices = {}
 
-    def add(self, model):
-        """Those of the last step, from all ranks. A token of a layer is routed by one of them."""
+    def add(self, model, is_last):
+        """Those of the last step, from all ranks. A token of a layer is routed by one of them.
+
+        is_last: no further step is compared, and layers need not remember more.
+        """
         args = self.run.args
         table = torch.zeros(args.layers, args.batch * args.seq, args.top_k, dtype=torch.int64,
                             device=self.run.device)
@@ -1498,13 +1521,18 @@ class Choices:
                 table[number, tokens] = chosen
         dist.all_reduce(table)  # partial -> replicated
         self.steps.append(table)
+        if is_last:
+            for layer in moe.layers_of(model):
+                layer.choices = None
 
     def plain_trace(self):
         """The same steps by the plain model."""
         run = self.run
         model = run.build()
         moe.set_sources(model, self.batches.routed_everywhere())
-        earlier = run.first  # steps before those of this run, in which the plain model chooses
+        # A plain layer takes a step's choices from a list. Where it finds None it chooses itself,
+        # as it does in the steps before this run, whose choices are not known here.
+        earlier = run.first
         if run.plain_first() > 0:  # the plain run begins where this one does
             earlier = 0
             moe.set_biases(model, run.start.extra["biases"])
@@ -1519,13 +1547,36 @@ def layers_here(model):
     return [int(name) for stage in model.stages for name in stage.blocks]
 
 
-def biases(run, model):
+def routed_together(args, lay):
+    """What decides which tokens are balanced together, or are in each other's way."""
+    if args.capacity:  # a rank drops the last of its own
+        return [lay.dp, lay.cp, lay.tp, lay.micro, lay.sp, args.attn]
+    if args.balance == "aux":  # the loss of a micro-batch is that of all its tokens
+        return [lay.dp, lay.micro]
+    return []
+
+
+def notes(run, model, lay):
     """What a checkpoint notes besides weights and AdamW's states."""
+    return {"biases": biases(run, model), "routed": routings(run, lay)}
+
+
+def routings(run, lay):
+    """-> how tokens were routed together in this training, here and in the runs before this one"""
+    found = list(run.start.extra.get("routed", []))
+    mine = routed_together(run.args, lay)
+    if mine not in found:
+        found.append(mine)
+    return found
+
+
+def biases(run, model):
+    """-> that of each expert, of all layers"""
     table = torch.zeros(run.cfg.layers, run.args.experts, dtype=torch.float64, device=run.device)
     for number, layer in zip(layers_here(model), moe.layers_of(model)):
         table[number] = layer.bias
     dist.all_reduce(table, group=model.mesh.group["pp"])  # on one stage -> replicated
-    return {"biases": table.tolist()}
+    return table.tolist()
 
 
 def set_biases(model, values):
@@ -1551,6 +1602,8 @@ def set_up(run, setting):
     args = run.args
     lay = setting.lay
     plain = run.build()
+    if args.experts:
+        moe.refuse_mixed(plain)
     origins = origins_of(plain, setting.plans, setting.groups, setting.layers)
     model, loss_by_pipeline = parallelize(
         plain, setting.mesh, setting.plans, setting.groups, boundary_of(run, lay), setting.layers,
@@ -1558,7 +1611,7 @@ def set_up(run, setting):
         dry=run.dry)
     extra = None
     if args.experts:
-        extra = partial(biases, run, model)
+        extra = partial(notes, run, model, lay)
         if run.start.steps:
             set_biases(model, run.start.extra["biases"])
     return Side(
@@ -1606,6 +1659,8 @@ def main():
     plans = plans_of(args)
     layers = pipeline_parallel.read_layers(args, plans)
     run = Run(args, build=plain_model(args, lay))
+    # steps that were routed in another way cannot be replayed in this one
+    run.replays = not args.experts or len(routings(run, lay)) == 1
     mesh = Mesh(lay.dp, lay.cp, lay.tp, lay.pp, lay.ep)
     shared = [(0, len(layers) - 1)]  # the stages of the tied embedding
     groups = pipeline_parallel.make_groups(plans, shared, mesh.pipelines, mesh.group["pp"])
@@ -1630,13 +1685,11 @@ def main():
                 loss, norm = side.train_step(x, y, valid)
             run.log(impl, step, loss, norm)
             if choices.told and step <= run.checked:
-                choices.add(model)
+                choices.add(model, is_last=step == run.checked)
         if "scratch" in run.impls:
             account(run, setting, sides["scratch"].model, own)
         plain = choices.plain_trace if args.experts else None
-        judged_as = None
-        if args.amp == "bf16":
-            judged_as = "bf16"
+        judged_as = "bf16" if args.amp == "bf16" else None
         return run.finish(total, own, plain, judged_as)
 
 

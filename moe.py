@@ -126,7 +126,8 @@ class JoinRows(torch.autograd.Function):
         return all_rows(rows, n, group)  # sharded(0) -> replicated
 
     @staticmethod
-    def backward(ctx, grad):  # which all ranks have
+    def backward(ctx, grad):
+        # all ranks of the group have the same gradient, and each keeps that of its own rows
         return own_rows(grad, ctx.group), None, None
 
 
@@ -203,7 +204,8 @@ def plan_routing(chosen, wanted, most, ep, balanced):
     ranks = dist.get_world_size(ep)
     here = len(wanted) // ranks  # experts on each rank
     taken = wanted.clamp(max=most)
-    coming = torch.empty_like(taken)  # (ep E/ep,): rows from rank 0 for each expert here, rank 1 ..
+    # (E,), to be seen as (ep, E/ep): from each rank, its rows for each of the experts here
+    coming = torch.empty_like(taken)
     # this rank's rows for every expert -> every rank's rows for the experts here
     dist.all_to_all_single(coming, taken, group=ep)
     if balanced:
@@ -359,7 +361,7 @@ class Count:
     load: torch.Tensor  # (E,) int64, how often the tokens of all ranks chose each expert
     loss: torch.Tensor  # () this rank's part of the balancing loss, without graph
     chosen: torch.Tensor  # (N, K) experts that this rank's tokens chose; None: nobody wants to know
-    number: int  # of the forward, among those with gradients
+    number: int  # how many forwards with grad enabled came before: the key in MoE.choices
     sent: list  # rows to each rank of ep
     received: list  # rows from each rank of ep
 
@@ -851,7 +853,7 @@ def pieces(model, optimizer, *, replicas, ep):
 
 
 def choices_here(model):
-    """What this rank's tokens chose in the step: (layers here, M, N, K).
+    """What this rank's tokens chose in the step: of each layer here (M, N, K).
 
     Every layer's `choices` must be a dict; it is empty afterwards.
     """
@@ -860,7 +862,7 @@ def choices_here(model):
         of_forwards = [layer.choices[number] for number in sorted(layer.choices)]
         of_layers.append(torch.stack(of_forwards))
         layer.choices.clear()
-    return torch.stack(of_layers)
+    return of_layers
 
 
 def join_choices(choices, sources):
@@ -955,7 +957,7 @@ def plain_balancing_losses(model):
 
 def gather_choices(run, model):
     """-> for each layer, what all ranks' tokens have chosen in the step, (B T, K)"""
-    mine = choices_here(model)  # (L, 1, B T / n, K)
+    mine = torch.stack(choices_here(model))  # (L, 1, B T / n, K)
     of_ranks = [torch.empty_like(mine) for _ in range(run.world_size)]
     dist.all_gather(of_ranks, mine)  # sharded(2) -> replicated
     sources = sources_of(run.args, run.device)
@@ -1048,7 +1050,8 @@ def account_sums(run, model, sizes, moved):
     ep = layers[0].ep.size()
     b = run.dtype.itemsize
     loads = 8 * len(layers) * run.args.experts
-    # the formula's three terms, each times n/2: so all are integers, and their sum is exact
+    # 2/n is taken out of the formula's three terms. What is left are integers, so their sum is
+    # exact: 2 (ep-1)/ep b, for example, is 2/n (n - n/ep) b.
     of_all = (n - 1) * (b * sizes.trained_dense + loads)
     of_replicas = (n - ep) * b * sizes.trained_experts
     of_the_square = (n - n // ep) * b
@@ -1193,6 +1196,9 @@ def train(run, sides):
             loads.append(loads_of(first))
             if keeps_choices and step <= run.checked:
                 choices.append(gather_choices(run, first))
+            if keeps_choices and step == run.checked:
+                for layer in layers_of(first):
+                    layer.choices = None  # nobody empties it any more
     return loads, choices
 
 

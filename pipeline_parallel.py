@@ -26,6 +26,7 @@ gradients; the norm is that of all ranks.
     auto --limit X              what a search finds         X
     pipedream                   that of 1f1b                p - r, each with its weights
 
+Where a W is named, B is the gradient of the input alone: any other backward takes B + W.
 Sources stand at each schedule; zb-*, auto: Qi et al. 2023, "Zero Bubble Pipeline Parallelism",
 arXiv:2401.10241. At work: torch.distributed.pipelining (section 3). In your own code:
 
@@ -198,10 +199,10 @@ def zb_h2(rank, ranks, microbatches, stages):
 
 
 class Score:
-    """Writes a rank's plan in words, whose digit is a stage: 0 the rank's first, 1 its second.
+    """Makes a rank's plan out of words. A digit is a stage: 0 the rank's first, 1 its second.
 
     F0 the next forward of stage 0; B1 the next backward of stage 1; I1 the same, but the gradient
-    of the input alone; W the weights' gradients that are due longest; F0&B1 both, joined.
+    of the input alone, which leaves a W; W the oldest W that is left; F0&B1 both, joined.
     """
 
     def __init__(self, stages):
@@ -289,7 +290,7 @@ class Draft:
     """All ranks' plans while they are being made, one stage a rank, with the times they would take.
 
     times: of F, B, W and of a transfer. limit: the most micro-batches in flight on a rank.
-    waiting: the part of a micro-batch's activations that is kept between B and W.
+    waiting: the part of a micro-batch's activations that is kept between B and W, more than 0.
     """
 
     def __init__(self, ranks, microbatches, limit, times, waiting):
@@ -356,7 +357,7 @@ class Draft:
         ranks = len(self.plans)
         for rank in range(ranks):
             self.put(rank, "F")
-        more = [0] * ranks
+        more = [0] * ranks  # how many Fs each rank puts between its first F and its first B
         b_done = self.clock[-1] + self.times["B"]  # when the first B is done on the rank behind
         for rank in reversed(range(ranks - 1)):
             arrival = b_done + self.comm
@@ -379,7 +380,7 @@ class Draft:
     def skips(self, rank):
         """Is it better to leave out an F here, since the rank behind has enough to do?"""
         if self.done[rank]["F"] < self.done[rank + 1]["F"] + 2:
-            return False  # it would have no input left after its next F
+            return False  # the rank behind would have no input left after its next F
         # the time until the next B can begin here: the rank behind does an F and a B before
         gap = self.clock[rank + 1] + self.times["F"] + self.times["B"] + self.comm
         gap -= self.clock[rank]
@@ -394,10 +395,12 @@ class Draft:
     def steady(self, skip):
         """One F, if any is left, and one B on each rank."""
         ranks = len(self.plans)
+        # does a rank do an F in this round? It does not if all are done, or if it leaves one out
         forward = [done["F"] < self.microbatches for done in self.done]
         for rank in reversed(range(ranks - 1)):
-            if self.done[rank + 1]["F"] < self.microbatches and not forward[rank + 1]:
-                forward[rank] = False  # the rank behind leaves one out, and needs no input
+            behind_skips = self.done[rank + 1]["F"] < self.microbatches and not forward[rank + 1]
+            if behind_skips:
+                forward[rank] = False  # the rank behind needs no input in this round
             elif forward[rank] and skip and self.skips(rank):
                 forward[rank] = False
         for rank in range(ranks):
@@ -420,6 +423,8 @@ class Draft:
 
 def search(ranks, microbatches, limit, times, waiting=1.0):
     """-> the plans of the shortest of four drafts (Qi 2023, section 3.1)."""
+    if not waiting > 0:
+        raise ValueError(f"waiting {waiting}: W keeps some of a micro-batch's activations")
     drafts = []
     for eager in (False, True):
         for skip in (False, True):
@@ -474,7 +479,10 @@ def chunks_of(name, chunks):
 
 
 def make_plans(name, ranks, microbatches, chunks=2, limit=None, times=(1.0, 1.0, 1.0, 0.0)):
-    """-> for each rank a list of actions.
+    """-> for each rank a list of actions. Raises ValueError where dualpipe-v has none.
+
+    interleaved is meant for multiples of the ranks: of other numbers of micro-batches it makes some
+    plans that cannot be run, and route_of refuses these.
 
     chunks: stages per rank, of interleaved and bfs. limit (micro-batches in flight on a rank, the
     number of ranks if None) and times (of F, B, W and a transfer) are for auto.
@@ -592,8 +600,8 @@ def beats(plans):
 def route_of(plans):
     """-> [Move, ..], all that ranks send each other, in an order that suits all of them.
 
-    None depends on a later one, so ranks that each start their own in this order cannot deadlock.
-    What goes from one stage of a rank to another stage of it is not sent.
+    No move depends on a later one, so ranks that each start their own in this order cannot
+    deadlock. What goes from one stage of a rank to another stage of it is not sent.
     """
     home = homes(plans)
     last = max(home)
@@ -625,8 +633,8 @@ def make_groups(plans, shared=(), pipelines=None, group=None):
     """-> the Groups of this rank's pipeline. Every rank of the world calls this.
 
     shared: tuples of stages that hold a tied parameter. pipelines: for each pipeline its list of
-    global ranks; None: all ranks are one pipeline. group: that of this rank's pipeline; None: one
-    is made for each.
+    global ranks; None: all ranks are one pipeline, and its group is the world unless one is given.
+    group: that of this rank's pipeline; None, beside pipelines: one is made for each of them.
 
     Every rank makes every group, in the same order, also those that it is not in: NCCL splits them
     off the world's communicator, and all ranks have to take part in that. NCCL runs what goes
@@ -643,7 +651,7 @@ def make_groups(plans, shared=(), pipelines=None, group=None):
         links = sorted({move.link for move in route_of(plans)})
     found = None
     for ranks in pipelines:
-        whole = group  # wrong for the other pipelines, but only this rank's is kept, below
+        whole = group  # if given, it is this rank's pipeline's: the only one that is kept, below
         if group is None:
             whole = dist.new_group(ranks)
         made = {link: dist.new_group([ranks[r] for r in link]) for link in links}
@@ -754,16 +762,16 @@ class Mail:
 
 # ---- 1.3 a backward in two parts, for any module ----
 #
-#     y = x A, for every Linear          B    grad_x = grad_y A^T     the stage before waits for it
-#                                        W    grad_A = x^T grad_y     nobody waits: x and grad_y are
+#     y = x A^T, for every Linear        B    grad_x = grad_y A       the stage before waits for it
+#                                        W    grad_A = grad_y^T x     nobody waits: x and grad_y are
 #                                                                     kept until then
 #
 # A Linear is whatever calls F.linear(x, A, b) with leaves A and b under autograd. The gradients of
 # all other parameters are made in B, beside grad_x, and added to .grad in W: those of norms,
 # embeddings, weights that are computed from others, all weights under autocast, those of
 # nn.MultiheadAttention, whose calls of F.linear are not seen. What torch.utils.checkpoint
-# computes again cannot be split: it raises torch's CheckpointError. Hooks of register_hook() would
-# be called in B and in W, and are refused. (Qi 2023, section 2)
+# computes again cannot be split: torch raises a RuntimeError. Hooks of register_hook() would be
+# called in B and in W, and are refused. (Qi 2023, section 2)
 
 
 class WeightGradient(torch.autograd.Function):
@@ -830,7 +838,8 @@ class SplitLinears(TorchFunctionMode):
         trained = any(t.requires_grad for t in parameters) and torch.is_grad_enabled()
         if not leaves or not trained or torch.is_autocast_enabled(input.device.type):
             return F.linear(input, weight, bias)
-        # reshaped out here: what follows could not change in place a view that a Function returns
+        # reshaped out here and not inside SplitLinear: autograd lets nobody change in place a view
+        # that a Function has returned, and the modules that follow may want to
         rows = input.reshape(-1, input.shape[-1])  # (.., in) -> (N, in)
         out = SplitLinear.apply(self.later, rows, weight, bias)
         return out.view(*input.shape[:-1], len(weight))  # (N, out) -> (.., out)
@@ -919,8 +928,9 @@ class Pipeline:
 
     modules: {stage: module}, this rank's. plans: all ranks'. boundary: what goes between stages.
     before(stage, is_last) and after(stage, is_last) are called around each action that adds to the
-    gradients of a stage. is_last: it is the step's last one, so that they can be reduced over
-    copies of the stage. split(later): a context in which what can be left for W is left there.
+    gradients of a stage. is_last: no later action of the step adds to them, so that they can be
+    reduced over copies of the stage. split(later): a context in which what can be left for W is
+    left there.
     """
 
     def __init__(self, modules, plans, groups, boundary, before=nothing, after=nothing,
@@ -1424,8 +1434,9 @@ def evaluate(model, x, y):
 def stale_step(model, optimizer, x, y, valid, clip, stages, plans):
     """A step of PipeDream in one process -> loss, norm: what the pipeline is checked against.
 
-    stages: the trained parameters of the plain model in each stage. It keeps every version of the
-    weights, and gives each stage the one that its rank has by then, after so many Us of its plan.
+    stages: the trained parameters of the plain model in each stage. versions[n] are the weights
+    after n updates. In micro-batch m a stage uses versions[n] if its rank's plan has n Us before
+    its F of m.
     """
     optimizer.zero_grad()
     names = {p: name for name, p in model.named_parameters() if p.requires_grad}
@@ -1577,9 +1588,8 @@ def refuse(args):
             f"--micro {args.micro}: interleaved needs a multiple of the {ranks} ranks")
     if args.simulate:
         return
+    require(args.layers_per_stage or stages <= args.layers, too_few(args.layers, stages))
     scratch = args.impl == "scratch"
-    require(stages <= args.layers,
-            f"--layers {args.layers} for {stages} stages: give each at least one")
     require(args.batch % args.micro == 0,
             f"--batch {args.batch} does not divide into --micro {args.micro} micro-batches")
     require(scratch or name in AT_WORK, f"--schedule {name}: torch has {', '.join(AT_WORK)} only")
@@ -1587,6 +1597,21 @@ def refuse(args):
             "--dry-run needs --impl scratch: torch's asks other ranks")
     require(not args.dry_run or name != "auto" or args.times,
             "--dry-run --schedule auto needs --times: nothing can be measured")
+    if not scratch:
+        refuse_rounds_at_work(name, args.micro, ranks)
+
+
+def refuse_rounds_at_work(name, micro, ranks):
+    """What torch's schedules raise with so many micro-batches."""
+    require(name != "1f1b" or micro >= ranks,
+            f"--micro {micro}: torch's 1f1b wants {ranks} or more, one for each stage")
+    rounds = max(1, micro // ranks)
+    require(name != "zb-h1" or micro % rounds == 0,
+            f"--micro {micro}: torch's zb-h1 wants {rounds} rounds of equally many")
+
+
+def too_few(layers, stages):
+    return f"--layers {layers} for {stages} stages: give each at least one"
 
 
 def read_times(text):
@@ -1618,9 +1643,8 @@ def read_layers(args, plans):
     stages = len(homes(plans))
     if not text:
         return split_layers(args.layers, plans)
-    require(stages <= args.layers,
-            f"--layers {args.layers} for {stages} stages: give each at least one")
     if text == "balanced":
+        require(stages <= args.layers, too_few(args.layers, stages))
         return split_layers(args.layers, plans, head_in_layers(args.cfg))
     wrong = f"--layers-per-stage {text}: {stages} numbers are needed, one a stage"
     try:
@@ -1786,7 +1810,7 @@ def account_sent(run, model, collectives):
     tied = len(model.tied) * cfg.vocab * cfg.width
     run.textbook(
         "wire all_reduce", "b V C where a rank shares the tied embedding with another "
-        "+ 2 (p-1)/p w for the norm, w = b or 4",
+        "+ 2 (p-1)/p w for the norm, w = max(b, 4)",
         b * tied + 2 * (ranks - 1) / ranks * w, sent.get("all_reduce", 0))
 
 

@@ -15,9 +15,9 @@ gradient 2, AdamW's master and states 12. M: micro-batches per step (--accum).
     stage 2     (2 + 14/dp) P        M + 1      gradients too: M times reduce-scatter
     stage 3     16 P/dp              3 M        parameters too: M times two all-gathers
 
-In fp32 and fp64, of b = 4 and 8 bytes, a parameter is its own master: b, b and 2 b. --offload
-optimizer keeps master and states on the CPU and steps there; --offload param (stage 3) keeps the
-parameters there too.
+In fp32 and fp64, of b = 4 and 8 bytes, a parameter is its own master: a number takes b, its
+gradient b, its states 2 b. --offload optimizer keeps master and states on the CPU and steps there;
+--offload param (stage 3) keeps the parameters there too.
 
 fsdp.py does what stage 3 does by other means. Here the model keeps its own parameters, whose memory
 comes and goes under them; units run in any order, which is recorded so that the next one is sent
@@ -61,10 +61,10 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 # Optimizers that look at shapes, at norms of tensors or at all numbers together, in small letters.
 NOT_ELEMENTWISE = {
-    "adafactor", "adalomo", "adamini", "adamp", "apollo", "came", "dadaptadam", "dadaptsgd", "dion",
-    "distributedshampoo", "fusedlamb", "fusednovograd", "galoreadamw", "kfac", "kron", "lamb",
-    "lars", "lbfgs", "lomo", "muon", "novograd", "prodigy", "scion", "sgdp", "shampoo", "sm3",
-    "soap", "sparseadam", "stableadamw",
+    "adafactor", "adalomo", "adam_mini", "adammini", "adamp", "apollo", "came", "dadaptadam",
+    "dadaptsgd", "dion", "distributedshampoo", "fusedlamb", "fusednovograd", "galoreadamw", "kfac",
+    "kron", "lamb", "lars", "lbfgs", "lomo", "muon", "novograd", "prodigy", "scion", "sgdp",
+    "shampoo", "sm3", "soap", "sparseadam", "stableadamw",
 }
 
 
@@ -107,8 +107,9 @@ class Part:
 class Flat:
     """Parameters side by side in one tensor, padded to equal chunks: each rank owns one of them.
 
-        p0 | p1 | p2 | padding    full: the parameters are views of it
-        chunk 0 | chunk 1 | ..    buffer: their gradients are views of it
+        full      p0 | p1 | p2 | padding    the parameters are views of it
+        buffer    g0 | g1 | g2 | padding    their gradients are views of it
+                  chunk 0 | chunk 1 | ..    where both are cut, wherever that is in a parameter
 
     In stage 0 there is one chunk, the whole, and every rank owns it. make_chunk lists this rank's
     tensors. Those that are not always needed are without memory in between: full in stage 3, buffer
@@ -248,14 +249,19 @@ class Flat:
             lend(self.full)
             self.own.copy_(self.shard)
 
+    @torch.no_grad()
     def adopt(self):
         """What has been written into the parameters is in the shard and in the master, too."""
         if self.stage == 3 and has_memory(self.full):
             self.shard.copy_(self.own)
             take_back(self.full)
+        changes = self.count_changes()
         if self.master is not self.shard:
-            self.master.copy_(self.shard)
-        self.versions = self.count_changes()
+            for part in self.parts:
+                p = part.parameter
+                if changes[p] != self.versions[p]:  # any other keeps what only its master knows
+                    part.master.copy_(part.shard)
+        self.versions = changes
 
     def count_changes(self):
         """-> {parameter: how often it has been changed in place, as autograd counts}."""
@@ -317,6 +323,7 @@ class Flat:
         for p in self.starts:
             p.grad = None
         self.missing = len(self.starts)
+        # In stages 0 and 1 the sum lies in buffer itself, which stays closed until zero_grad().
         if self.stage >= 2:
             self.closed = False
             take_back(self.buffer)  # it is there if backward has ended in an exception
@@ -455,7 +462,9 @@ class ZeRO:
     def arrive(self, flat, site, inputs):
         """Before a unit's forward. When its inputs have their gradients, its backward is over."""
         if torch.is_grad_enabled():
-            self.call_back(inputs, partial(self.pass_by, set(self.visited)))
+            # Without this unit: when backward is back at its inputs, its sum may begin (pass_by).
+            before = set(self.visited)
+            self.call_back(inputs, partial(self.pass_by, before))
             self.visited.add(flat)
         self.enter(flat)
 
@@ -495,12 +504,15 @@ class ZeRO:
         units is over: T5's position bias, for example, which passes through all of them.
         """
         forward = object()  # stands for this run of forward, since a unit may run several times
-        self.call_back(output, partial(self.come_back, flat, forward, set(self.visited)))
+        # with this unit, which arrive() has added: its own backward is still to come
+        visited = set(self.visited)
+        self.call_back(output, partial(self.come_back, flat, forward, visited))
 
     def call_back(self, value, hook):
         """hook(gradient) is to be called when backward comes to what made one of these tensors."""
         for t in tensors_in(value):
-            # not of a leaf: its hook runs as soon as its gradient is complete, not in reverse order
+            # Not of a leaf: autograd hands over its gradient as soon as that is complete, while
+            # what ran later in forward may still wait. What was computed comes in reverse order.
             if t.grad_fn is not None:
                 t.register_hook(hook)
 

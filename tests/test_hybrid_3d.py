@@ -50,6 +50,16 @@ ALL_AXES = [  # twelve layouts that every axis, technique and choice is in
 ]
 
 
+NO_LAYERS = 2, "--dp 1 --tp 1 --pp 2 --experts 4 --layers-per-stage 0,5"
+
+
+def test_a_stage_without_layers():
+    """In fp32, too, where the plain run is told which experts were chosen."""
+    name, world, *flags = on(*NO_LAYERS)
+    proves(name, world, *flags)
+    assert script(name, world, *flags, "--steps", "2")["check"]["passed"]
+
+
 @pytest.mark.parametrize("world, flags", some(THREE_AXES, every=2) + ALL_AXES)
 def test_equals_one_process(world, flags):
     proves(*on(world, flags))
@@ -226,6 +236,17 @@ def test_resume_with_experts(tmp_path):
     script(name, world, *PROOF, *flags, "--no-check", "--save", place)
     goes_on(place, 8, "--dp 2 --tp 2 --pp 2 --ep 2 --sp --zero 1" + experts)
     goes_on(place, 2, "--dp 2 --tp 1 --pp 1 --ep 1 --zero 2" + experts)
+
+
+def test_resume_where_tokens_are_balanced_in_other_company(tmp_path):
+    """Steps that were balanced by other micro-batches cannot be replayed: the check starts here."""
+    place = str(tmp_path)
+    name, world, *flags = on(1, "--dp 1 --tp 1 --pp 1 --experts 4")
+    script(name, world, *PROOF, *flags, "--no-check", "--save", place)
+    goes_on(place, 2, f"--dp 2 --tp 1 --pp 1 --experts 4 --save {place}")
+    # also where both layouts are behind it
+    back = script(name, world, *PROOF, *flags, "--steps", "7", "--resume", place)
+    assert back["check"]["passed"] and len(back["plain_loss"]) == 2
 
 
 def without_optimizer(module):

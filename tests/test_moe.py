@@ -594,13 +594,34 @@ def check_choices():
         outputs.append(layer(x.flatten(0, 1)[sources[m][rank]]))
     for y in reversed(outputs):  # in which order they go backward does not matter
         y.sum().backward()
-    mine = moe.choices_here(model)
-    assert mine.shape == (1, 2, 8, 2) and not layer.choices
+    [mine] = moe.choices_here(model)
+    assert mine.shape == (2, 8, 2) and not layer.choices
     parts = [torch.empty_like(mine) for _ in range(2)]
-    dist.all_gather(parts, mine)  # sharded(2) -> replicated
-    joined = moe.join_choices([part[0] for part in parts], sources)
+    dist.all_gather(parts, mine)  # sharded(1) -> replicated
+    joined = moe.join_choices(parts, sources)
     want = moe.route(router(x.flatten(0, 1)), 2, layer.bias)[0]
     assert torch.equal(joined, want)
+
+
+def compares_two_steps(module):
+    """The layers must have stopped to remember what was chosen when training is over."""
+    import common
+
+    common.CHECKED = 2
+    train = module.train
+
+    def watched(run, sides):
+        found = train(run, sides)
+        layers = module.layers_of(sides["scratch"].model)
+        assert [layer.choices for layer in layers] == [None, None]
+        return found
+
+    module.train = watched
+
+
+def test_choices_are_kept_while_steps_are_compared():
+    """A layer that remembered them for ever would fill the memory of a long run."""
+    script("moe", 2, *SMALL, "--steps", "4", plant=compares_two_steps)
 
 
 def test_choices_of_microbatches():

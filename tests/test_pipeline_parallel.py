@@ -14,7 +14,7 @@ from torch.distributed.pipelining import schedules as theirs
 
 import pipeline_parallel
 from common import GPTConfig, adamw, build, freeze, loss_sum
-from conftest import ROOT, copied, dry_run_agrees, proves, run, script, some, textbook
+from conftest import ROOT, SMALL, copied, dry_run_agrees, proves, run, script, some, textbook
 from ddp import BucketedDDP
 from harness.ledger import Ledger
 from harness.timeline import (
@@ -477,9 +477,26 @@ def test_deadlock_names_the_first_stuck_actions():
         route_of(plans)
 
 
-def test_dualpipe_v_with_too_few_micro_batches_is_refused():
+def test_what_a_schedule_cannot_do_is_refused():
+    """By make_plans itself, which is there to be copied."""
     with pytest.raises(ValueError, match="8 micro-batches or more, not 7"):
         make_plans("dualpipe-v", 4, 7)
+    with pytest.raises(ValueError, match="rank 0 would wait for ever to do F4 of stage 8"):
+        route_of(make_plans("interleaved", 4, 5, 3))
+    with pytest.raises(ValueError, match="waiting 0.0"):
+        search(2, 4, 2, (1, 1, 1, 0), waiting=0.0)
+
+
+def test_a_stage_of_the_ends_may_have_no_layers():
+    proves("pipeline_parallel", 3, "--layers-per-stage", "0,2,0")
+
+
+def test_rounds_of_torchs_schedules(tmp_path):
+    """What these would raise when all is built is refused before, in one line."""
+    for schedule, micro, said in ("1f1b", "1", "wants 2 or more"), ("zb-h1", "5", "2 rounds"):
+        flags = ["--impl", "torch", "--schedule", schedule, "--micro", micro, "--batch", "5"]
+        line = script("pipeline_parallel", 2, *SMALL, *flags, code=2)
+        assert said in line
 
 
 PICTURES = {  # function: the plans that its docstring draws, in which F = B = W
