@@ -770,7 +770,7 @@ def compare_ranks(model, tp):
         differs.append((mine != first).any())
     anywhere = torch.stack(differs).int()
     dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=tp.group)  # each its own -> replicated
-    for name, differing in zip(replicated, anywhere.tolist()):
+    for name, differing in zip(replicated, anywhere.bool().tolist()):
         if differing:
             raise ValueError(f"{name} is not the same on all ranks that share a model. Load the "
                              "same weights on all, or draw them after the same torch.manual_seed.")
