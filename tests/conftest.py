@@ -138,6 +138,15 @@ def run(check, world, *args):
     assert codes == [0] * world, f"exit codes {codes}: see the tracebacks"
 
 
+def each(check, cases):
+    """check(*case) for each of them, in one world. The traceback ends with the case that failed."""
+    for case in cases:
+        try:
+            check(*case)
+        except Exception as error:
+            raise AssertionError(f"{check.__name__}{case}") from error
+
+
 def script(name, world, *flags, plant=None, code=0):
     """name.py's main() with these flags on `world` ranks -> its --json report.
 

@@ -56,7 +56,7 @@ FINE_TUNING = ("--train", r"blocks\.1|norm", "--warmup", "1", "--decay", "cosine
 def test_fine_tuning_equals_one_process(world, flags):
     """Frozen layers, a schedule of the rate, and a loss on held-out text."""
     report = proves("zero", world, *ODD, *FINE_TUNING, *flags)
-    assert list(report["validation"]) == ["0", "2", "4"]
+    assert list(report["validation"]) == ["-1", "1", "3"]  # before the first step, behind others
 
 
 def check_agree():
