@@ -5,6 +5,7 @@ import torch
 
 # {kind of gap: the attribute of a Trace with what is compared}
 KINDS = {"loss": "loss", "gradient": "gradients", "grad_norm": "norm", "parameter": "state"}
+# the largest gap that passes; of fp32 for each step, of which 20 to 200 count: see tolerance()
 LIMITS = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 2e-2}
 # No denominator is below this part of the largest tensor's. Key biases need it: their gradient is
 # zero in exact arithmetic.
@@ -103,16 +104,17 @@ def compare(ours, plain, dtype):
         gaps[kind], name = worst_gap(getattr(ours, attribute), getattr(plain, attribute))
         if kind == "gradient":
             worst_gradient = name
-    judged = set(gaps)
+    judged = [*KINDS]
     if dtype == "bf16":
-        judged = {"loss"}
+        judged = ["loss"]
     if plain.validation:
         gaps["validation"], _ = worst_gap(ours.validation, plain.validation)
-        judged.add("validation")
+        judged.append("validation")
     return {
         **gaps,
         "gradient_worst": worst_gradient,
         "gradients_compared": len({name.rpartition(", step ")[0] for name in plain.gradients}),
         "tolerance": limit,
+        "judged": judged,
         "passed": all(gaps[kind] <= limit for kind in judged),
     }

@@ -52,12 +52,16 @@ def among_the_living(store, rank, world_size):
 
 
 def tell_the_others(store, prefix, world_size):
-    """Rank 0's part: until every other rank has heard the prefix, or the store's patience ends."""
+    """Rank 0's part: until every other rank has heard the prefix, or the store's patience ends.
+
+    A rank may be late, and what stands under "here RANK" until then is the name of a dead one: so
+    it is read again and again, and whoever is named there is told the prefix.
+    """
     silent = set(range(1, world_size))
     end = time.monotonic() + store.timeout.total_seconds()
     while silent and time.monotonic() < end:
         for rank in silent:
-            if store.check([f"here {rank}"]):  # by the living, or still by one of the dead
+            if store.check([f"here {rank}"]):
                 name = store.get(f"here {rank}").decode()
                 store.set(f"prefix for {name}", prefix)
         silent = {rank for rank in silent if not store.check([f"{prefix} {rank}"])}
@@ -65,15 +69,12 @@ def tell_the_others(store, prefix, world_size):
 
 
 def recorded():
-    """-> the entries of torch's flight recorders, dicts, of all groups in no order.
-
-    Up to torch 2.13 NCCL's recorder has functions of its own. Later ones keep a recorder for every
-    backend behind one function, and nccl2 is what "nccl" has become.
-    """
-    dumps = [c10d._dump_fr_trace_json(True, False)]
+    """-> the entries of torch's flight recorders, dicts, of all groups in no order."""
+    dumps = [c10d._dump_fr_trace_json(True, False)]  # of gloo
     if hasattr(c10d, "_dump_nccl_trace_json"):
-        dumps.append(c10d._dump_nccl_trace_json(True, False))
+        dumps.append(c10d._dump_nccl_trace_json(True, False))  # of NCCL, up to torch 2.13
     try:
+        # of NCCL in later ones, which call it nccl2
         dumps.append(c10d._dump_fr_trace_json(True, False, backend="nccl2"))
     except TypeError:
         pass  # an older torch, which does not know the argument
@@ -115,25 +116,26 @@ def testify(rank, step):
 
 # ---- values --------------------------------------------------------------------
 
-# by bytes per element; one of 16 is two words
+# by bytes per element; one of 16 (complex128) is two words
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 def digest(t):
-    """64 bits that differ between tensors that differ in one number.
+    """64 bits that differ between tensors that differ in one word, which is one number.
 
-    It is the sum of (2 i + 1) bits_i modulo 2^64 over the words i.
+    It is the sum of (2 i + 1) bits_i modulo 2^64 over the words i. What two words add to it may
+    cancel: also the two of one complex128.
     """
     bits = t.detach().contiguous().flatten().view(WORDS[t.dtype.itemsize]).long()
-    factors = torch.arange(1, 2 * len(bits), 2, device=t.device)
+    factors = torch.arange(1, 2 * len(bits) + 1, 2, device=t.device)
     return (bits * factors).sum()
 
 
 def different(tensors, group=None):
     """-> (name, rank) of the first tensor that ranks of a group hold different values of, or None.
 
-    tensors: {name: tensor}, the same names on all ranks. The rank is one of the group that does not
-    have what the group's first has.
+    tensors: {name: tensor}, the same names on all ranks. The rank, by its number in the world, is
+    the first of the group that does not have what the group's first one has.
     """
     mine = torch.stack([digest(t) for t in tensors.values()])
     everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
@@ -142,7 +144,8 @@ def different(tensors, group=None):
     unlike = (table != table[0]).cpu()
     for i, name in enumerate(tensors):
         if unlike[:, i].any():
-            return name, unlike[:, i].int().argmax().item()
+            position = unlike[:, i].int().argmax().item()
+            return name, dist.get_process_group_ranks(group)[position]
     return None
 
 

@@ -26,12 +26,13 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-RESULT = None  # in the place of an argument's number: the buffer is what the operation returns
-
 Collective = namedtuple("Collective", "kind c10d functional")
 # kind         as all figures call it
-# c10d         which argument of an operation of torch.distributed's own is the whole logical buffer
-# functional   the same for torch.distributed._functional_collectives, whose outputs are returned
+# Where the whole logical buffer is found, as the number of an argument; torch has two families of
+# operations:
+# c10d         what torch.distributed calls: argument 0 is the output, which it writes to
+# functional   what torch.distributed._functional_collectives calls: they return their output
+RESULT = None  # no argument: the buffer is what the operation returns
 COLLECTIVES = {
     re.compile("_?all_?reduce"): Collective("all_reduce", 0, 0),
     re.compile("_?all_?gather"): Collective("all_gather", 0, RESULT),
@@ -64,14 +65,17 @@ def group_of(args):
 
 def splits_of(args):
     """The input splits of an all_to_all; empty or None where they are even."""
-    lists = [a for a in args if isinstance(a, list) and all(isinstance(n, int) for n in a)]
+    lists = [a for a in args if isinstance(a, list)]
+    if lists and all(isinstance(t, torch.Tensor) for t in lists[-1]):
+        return [t.numel() for t in lists[-1]]  # dist.all_to_all: a list of outputs, one of inputs
     if not lists:
         return None
     return lists[-1]  # the output splits come first, and are there even if empty
 
 
 def sent_fraction(kind, group, splits):
-    """How much of the payload this rank sends with ring algorithms."""
+    """How much of the payload this rank sends with ring algorithms; of a broadcast, whose last rank
+    sends nothing, the mean over ranks."""
     n = group.size()
     if kind == "send":
         return Fraction(1)
@@ -79,7 +83,7 @@ def sent_fraction(kind, group, splits):
         return Fraction(0)
     if kind == "all_reduce":
         return Fraction(2 * (n - 1), n)
-    if kind == "all_to_all" and splits:
+    if splits:
         rows = sum(splits)
         if rows == 0:
             return Fraction(1)  # of nothing
@@ -178,17 +182,23 @@ class Ledger(TorchDispatchMode):
             self.memory["host"] = self.peaks["cpu"]
         for figures in self.collectives.values():
             figures["wire"] = float(figures["wire"])  # was a Fraction: exact sums
+        for name, wire in self.groups.items():
+            self.groups[name] = float(wire)
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         if any(t.__name__ == "DTensor" for t in types):
             return NotImplemented  # let it unfold into local tensors and collectives first
         out = operation(*args, **(kwargs or {}))
         if "c10d" in operation.namespace:
-            self.last = args  # gloo lets go of them a moment after wait(): hold them until the next
+            # gloo's thread lets go of them a moment after wait(). Held until the next collective,
+            # they are counted for as long in every run.
+            self.last = args
             self.count(operation, args, out)
         if operation is torch.ops.aten.split.Tensor:
             if storage_of(args[0])._cdata not in self.sizes:
-                return out  # parts of a copy that gloo's reduce-scatter has made out of sight
+                # Parts of a copy of its input that gloo's reduce-scatter has made out of sight.
+                # They would bring in the copy's storage, which is gloo's own: a dry run has none.
+                return out
         for t in tree_leaves(out):
             if isinstance(t, torch.Tensor):
                 self.follow(storage_of(t), t.device.type)
@@ -206,7 +216,10 @@ class Ledger(TorchDispatchMode):
             buffer = args[index]
         payload = sum(t.nbytes for t in tree_leaves(buffer))
         group = group_of(args)
-        wire = payload * sent_fraction(collective.kind, group, splits_of(args))
+        splits = None
+        if collective.kind == "all_to_all":
+            splits = splits_of(args)
+        wire = payload * sent_fraction(collective.kind, group, splits)
         self.collectives[collective.kind].update(calls=1, payload=payload, wire=wire)
         self.groups[group.group_name] += wire
 
@@ -222,7 +235,8 @@ class Ledger(TorchDispatchMode):
         self.sizes[key] = size
         new_peak = self.live[place] > self.peaks[place]
         if new_peak and self.last and self.gloo:
-            # gloo's thread may be about to free what it has sent, which makes live lower
+            # gloo's thread may still hold arguments of the collective before the last one, which
+            # self.last holds no more. When it lets go of them, live is lower: this is no peak then.
             time.sleep(2e-4)
         self.peaks[place] = max(self.peaks[place], self.live[place])
 

@@ -60,7 +60,7 @@ def bars(rows):
 
 
 class Table:
-    """The steps of a run, about ten lines of them; between these, on a terminal, the time left."""
+    """The steps of a run, at most 19 lines of them; between these, on a terminal, the time left."""
 
     def __init__(self, first, last, validates):
         self.first = first  # step
@@ -149,14 +149,15 @@ def verdict(check):
     relation = "equal"
     if not check["passed"]:
         relation = "are to equal"
+    proved = (f"{check['gradients_compared']} tensors' gradients {relation} one process's, "
+              "and all else that training does")
+    if "gradient" not in check["judged"]:
+        proved = f"losses {relation} one process's, and nothing else is judged in bf16"
     gaps = []
     for kind, word in WORDS.items():
         if kind in check:
             gaps.append(f"{word} {check[kind]:.1e}")
-    return (
-        f"{check['gradients_compared']} tensors' gradients {relation} one process's, and all else "
-        f"that training does; worst gaps:\n  {', '.join(gaps)} (tolerance {check['tolerance']:.0e})"
-    )
+    return f"{proved}; worst gaps:\n  {', '.join(gaps)} (tolerance {check['tolerance']:.0e})"
 
 
 def outcome(check):

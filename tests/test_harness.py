@@ -1,16 +1,18 @@
 """Instruments of the harness, alone: what they say of faults and of other people's traces."""
+import json
 import math
 import resource
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from conftest import run
 from harness import checkpoint, guard
-from harness.compare import worst_gap
+from harness.compare import Trace, compare, worst_gap
 from harness.ledger import Ledger
-from harness.report import StepLog
+from harness.report import StepLog, Table, verdict
 from harness.profiler import exposed_time
 from test_tools import event
 
@@ -48,6 +50,19 @@ def test_all_to_all_with_output_splits_alone():
     run(check_output_splits, 2)
 
 
+def test_all_to_all_of_lists():
+    """Of 10 numbers rank 0 keeps 1. gloo refuses uneven ones; the figures are for JSON."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    layer = torch.nn.Linear(1, 1)
+    with Ledger(layer, torch.optim.SGD(layer.parameters())) as ledger:
+        dist.all_to_all([torch.zeros(1), torch.zeros(9)], [torch.zeros(1), torch.zeros(9)])
+        dist.all_reduce(torch.zeros(3))
+    dist.destroy_process_group()
+    sent = ledger.collectives["all_to_all"]
+    assert (sent["payload"], sent["wire"]) == (10 * 4, 9 * 4)
+    assert list(json.loads(json.dumps(ledger.groups)).values()) == [9 * 4 + 3 * 4]
+
+
 def test_tensors_without_elements_are_equal():
     empty = torch.zeros(0, 3)
     assert worst_gap({"a": empty}, {"a": empty}) == (0, "a")
@@ -59,6 +74,42 @@ def test_a_digest_tells_tensors_of_any_dtype_apart(dtype):
     other = zeros.clone()
     other[2] = 1
     assert guard.digest(zeros) == guard.digest(zeros.clone()) != guard.digest(other)
+    assert guard.digest(zeros[:0]) == 0
+
+
+def check_a_part_of_the_world():
+    """Ranks 1 and 2 compare, and rank 2 is the second of their group."""
+    group = dist.new_group([1, 2])
+    rank = dist.get_rank()
+    if rank > 0:
+        state = {"same": torch.zeros(0), "other": torch.full((3,), float(rank))}
+        assert guard.different(state, group) == ("other", 2)
+
+
+def test_a_rank_that_differs_is_named_by_its_number_in_the_world():
+    run(check_a_part_of_the_world, 3)
+
+
+@pytest.mark.parametrize("dtype, says", [
+    ("bf16", "losses equal one process's, and nothing else is judged in bf16; worst gaps:"),
+    ("fp64", "1 tensors' gradients are to equal one process's, and all else that training does; "),
+])
+def test_what_was_judged_is_said(dtype, says):
+    """Gradients are far from the plain run's, and losses are not."""
+    ours = Trace()
+    plain = Trace()
+    for trace, gradient in ((ours, 1.0), (plain, 2.0)):
+        trace.log(0, torch.tensor(5.0), 1.0)
+        trace.keep(0, {"w": torch.tensor([gradient])}, {"w": torch.tensor([1.0])})
+    check = compare(ours, plain, dtype)
+    assert check["passed"] == (dtype == "bf16")
+    assert verdict(check).startswith(says)
+    assert "gradients 5.0e-01" in verdict(check)
+
+
+def test_how_many_lines_a_table_has():
+    counts = [sum(map(Table(0, last, False).is_due, range(last + 1))) for last in range(300)]
+    assert max(counts) == counts[18] == 19
 
 
 def test_a_host_that_launches_a_collective_moves_nothing():
