@@ -2,7 +2,6 @@
 import copy
 import dataclasses
 import itertools
-import shutil
 import weakref
 
 import pytest
@@ -14,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import fsdp
-from conftest import PROOF, SMALL, copied, dry_run_agrees, proves, run, script, textbook
+from conftest import PROOF, SMALL, copied, dry_run_agrees, each, proves, run, script, textbook
 from fsdp import FSDP
 
 BLOCK = 12 * 32 * 32 + 13 * 32  # parameters of a block of width 32
@@ -23,12 +22,10 @@ ROOT = (256 + 16 + 2) * 32
 
 @pytest.mark.parametrize("world, flags", [
     (1, []),
-    (2, []),
     (4, ["--no-reshard"]),
     (3, ["--batch", "7", "--vocab", "257", "--clip", "0"]),
     (4, ["--hsdp", "2"]),
     (4, ["--hsdp", "1", "--offload"]),
-    (2, ["--offload"]),
     (2, ["--impl", "torch"]),
     (2, ["--warmup", "1", "--decay", "cosine", "--eval-every", "1"]),
 ])
@@ -98,13 +95,13 @@ def test_frozen_cost_nothing(train):
 
 def test_both_times_both():
     report = script("fsdp", 2, *SMALL, "--no-check", "--impl", "both")
-    assert report["speedup"] == report["torch_ms_per_step"] / report["ms_per_step"] > 0
+    assert report["ms_per_step"] > 0 and report["torch_ms_per_step"] > 0
 
 
 # ---- against one process, on modules of others -----------------------------------
 
 
-def equal_training(build, rows, blocks_of, loss_of, steps=3, **options):
+def equal_training(build, rows, blocks_of, loss_of, wrap=FSDP, **options):
     """Trains two copies, one in one process and one by FSDP: they remain equal.
 
     Compared are gradients and the norm of every step, then parameters and buffers.
@@ -116,7 +113,7 @@ def equal_training(build, rows, blocks_of, loss_of, steps=3, **options):
     plain = build()
     torch.manual_seed(rank)  # FSDP gives all ranks the first one's weights
     inner = build()
-    ours = FSDP(inner, blocks_of(inner), **options)
+    ours = wrap(inner, blocks_of(inner), **options)
     trained = [p for p in plain.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=0.1, eps=1e-5)
     our_optimizer = ours.optimizer(torch.optim.AdamW, lr=0.1, eps=1e-5)
@@ -162,18 +159,12 @@ class Gated(nn.Module):
 def check_copy():
     """Section 1 alone, as somebody would copy it."""
     rows = torch.randn(3, 8, 5, generator=torch.Generator().manual_seed(1))
-    alone = copied("fsdp")
-    here = fsdp.FSDP
-    try:
-        globals()["FSDP"] = alone.FSDP
-        equal_training(Gated, rows, lambda m: m.layers, lambda m, x: m(x).square().sum())
-    finally:
-        globals()["FSDP"] = here
+    equal_training(Gated, rows, lambda m: m.layers, lambda m, x: m(x).square().sum(),
+                   wrap=copied("fsdp").FSDP)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_copy(world):
-    run(check_copy, world)
+def test_copy():
+    run(check_copy, 4)
 
 
 class Awkward(nn.Module):
@@ -208,8 +199,7 @@ def check_drop_in(reshard):
     assert "blocks.3.2.weight" in found and "blocks.1.0.weight" not in found
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("world, reshard", [(1, True), (2, False), (3, True)])
 def test_drop_in(world, reshard):
     run(check_drop_in, world, reshard)
 
@@ -339,7 +329,7 @@ def test_output_of_the_root_need_not_be_found():
 
 
 def partly_frozen(mask):
-    """Seven parts, a weight of the first block tied to the last; those of the mask are trained."""
+    """Of six parts those of the mask are trained, all else is. The last weight is the first one."""
     blocks = [nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)) for _ in range(3)]
     model = nn.Sequential(nn.Linear(3, 3), *blocks, nn.Linear(3, 3))
     model[4].weight = model[0].weight
@@ -363,7 +353,8 @@ def test_frozen_in_every_mix():
 
 
 def check_clips_in_any_dtype():
-    """A norm whose square is beyond fp16, and one of which an fp64 unit has all but a little."""
+    """A norm of 600.2: in fp16 its square would be inf. In fp64 one unit has all but a little of it.
+    """
     mixed = torch.float32, torch.float64
     for dtypes, tolerance in ([torch.float16] * 2, 1e-2), (mixed, 1e-14):
         module = nn.Sequential(*(nn.Linear(2, 2, bias=False, dtype=d) for d in dtypes))
@@ -414,7 +405,7 @@ def test_one_layer_run_often():
 
 
 def groups_of(module):
-    """Three groups: matrices, the rest of the layers; the embedding is in none."""
+    """Three groups: matrices of the layers, the rest of these, and `leave`; `enter` is in none."""
     layers = list(module.layers.parameters())
     return [
         {"params": [p for p in layers if p.dim() >= 2], "weight_decay": 0.3},
@@ -458,7 +449,7 @@ def check_groups(home, reshard):
 
 
 @pytest.mark.parametrize("world, home, reshard", [
-    (1, None, True), (2, None, True), (3, "cpu", False), (4, None, True),
+    (1, None, True), (3, "cpu", False), (4, None, True),
 ])
 def test_parameter_groups(world, home, reshard):
     run(check_groups, world, home, reshard)
@@ -539,15 +530,13 @@ class Strided(nn.Module):
 
 
 def check_all_begin_alike():
-    torch.manual_seed(0)
-    rng = torch.get_rng_state()
     torch.manual_seed(dist.get_rank())
     module = Strided()
     replicas = dist.new_group([0, 2]), dist.new_group([1, 3])
     shards = dist.new_group([0, 1]), dist.new_group([2, 3])
     rank = dist.get_rank()
     ours = FSDP(module, [module.conv], group=shards[rank // 2], replicas=replicas[rank % 2])
-    torch.set_rng_state(rng)
+    torch.manual_seed(0)
     want = Strided().state_dict()
     want["count"].zero_()
     assert list(ours.full_state_dict()) == list(want)
@@ -712,6 +701,7 @@ def check_refused_at_construction():
 def check_refused_later():
     x = torch.ones(2, 3)
     module = pair()
+    plain = copy.deepcopy(module)
     model = FSDP(module, [module[1]])
     for call in (module.state_dict, module[1].state_dict, model.state_dict,
                  lambda: module.load_state_dict(model.full_state_dict()),
@@ -731,7 +721,10 @@ def check_refused_later():
     with pytest.raises(RuntimeError, match="requires_grad has changed"):
         model(x)
     module[1].bias.requires_grad_(True)
-    model(x).sum().backward()  # still right after all that
+    model(x).sum().backward()
+    plain(x).sum().backward()
+    want = {name: p.grad for name, p in plain.named_parameters()}
+    torch.testing.assert_close(model.full_gradients(), want)  # still right after all that
 
     module = nn.Sequential(nn.Linear(3, 3), Returning(nn.Linear(3, 3), Opaque))
     with pytest.raises(TypeError, match="Opaque"):
@@ -799,19 +792,22 @@ class Reentrant(Checkpointed):
 
 
 class Gathered:
-    """Watches which of these units are gathered."""
+    """Watches which of these units are gathered: how often in all, how many at a time."""
 
     def __init__(self, units):
         self.here = set()
         self.most = 0
+        self.count = 0
         for unit in units:
             unit.start_gather = self.watched(unit, unit.start_gather, self.here.add)
             unit.free = self.watched(unit, unit.free, self.here.discard)
 
     def watched(self, unit, method, then):
         def call():
+            before = len(self.here)
             method()
             then(unit)
+            self.count += len(self.here) > before
             self.most = max(self.most, len(self.here))
 
         return call
@@ -829,18 +825,20 @@ def check_transient(reshard, container):
     model = FSDP(plain, blocks, reshard=reshard)
     watch = Gathered(model.blocks)
     with set_checkpoint_early_stop(False):
-        model(x).sum().backward()
+        loss = model(x).sum()
+        assert watch.count == 6
+        loss.backward()
     torch.testing.assert_close(model.full_gradients(), want)
     assert watch.most == (2 if reshard else 6) and not watch.here
+    assert watch.count == (12 if reshard else 6)
     with torch.no_grad():
         model(x)
     assert not watch.here and model.root.full.untyped_storage().nbytes() == 0
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("container", [nn.Sequential, Checkpointed, Reentrant])
-def test_transient(reshard, container):
-    run(check_transient, 2, reshard, container)
+def test_transient():
+    containers = nn.Sequential, Checkpointed, Reentrant
+    run(each, 2, check_transient, [*itertools.product((True, False), containers)])
 
 
 class Pending:
@@ -921,17 +919,25 @@ def check_memory_outlives_collectives(plant):
     with pytest.raises(ZeroDivisionError):
         model(x, True).sum().backward()
     model(x).sum().backward()
-    assert len(works) > 12 and all(work.waited for work in works)
+    assert len(works) > 12
+    assert all(work.waited for work in works), "dropped before wait()"
 
 
 def test_memory_outlives_collectives():
     run(check_memory_outlives_collectives, 2, None)
 
 
-@pytest.mark.parametrize("plant", [no_owner, no_wait, no_end])
-def test_memory_that_goes_early_is_found(plant):
-    with pytest.raises(AssertionError, match="exit codes"):
-        run(check_memory_outlives_collectives, 2, plant)
+def check_memory_that_goes_early(plant, words):
+    with pytest.raises(AssertionError, match=words):
+        check_memory_outlives_collectives(plant)
+
+
+def test_memory_that_goes_early_is_found():
+    run(each, 2, check_memory_that_goes_early, [
+        (no_owner, r"freed before wait\(\)"),
+        (no_wait, r"resized before wait\(\)"),
+        (no_end, r"dropped before wait\(\)"),
+    ])
 
 
 class NoHostReads(TorchDispatchMode):
@@ -965,14 +971,14 @@ def test_no_host_reads_in_a_step():
 
 
 def test_resume(tmp_path):
-    """Saved on 4 ranks, resumed on 2 and 1, from replicas too: as the run that went through."""
+    """Saved by replicas on 4 ranks, resumed on other ranks: as the run that went through."""
     flags = [*PROOF, "--steps", "6"]
     save = ["--save", str(tmp_path), "--save-every", "2"]
-    whole = script("fsdp", 4, *flags, *save)
-    for world, steps, more in (2, 4, []), (1, 4, []), (4, 4, ["--hsdp", "2"]):
-        rest = script("fsdp", world, *flags, "--resume", str(tmp_path / str(steps)), *more)
-        assert rest["check"]["passed"] and len(rest["loss"]) == len(rest["plain_loss"]) == 6 - steps
-        assert rest["loss"] == pytest.approx(whole["loss"][steps:], rel=1e-10, abs=0)
+    whole = script("fsdp", 4, *flags, "--hsdp", "2", "--no-check", *save)
+    for world, *more in (2,), (1,), (4, "--hsdp", "2"):
+        rest = script("fsdp", world, *flags, "--resume", str(tmp_path / "4"), *more)
+        assert rest["check"]["passed"] and len(rest["loss"]) == len(rest["plain_loss"]) == 2
+        assert rest["loss"] == pytest.approx(whole["loss"][4:], rel=1e-10, abs=0)
 
 
 def test_resume_torchs_own_and_frozen(tmp_path):
@@ -980,58 +986,6 @@ def test_resume_torchs_own_and_frozen(tmp_path):
     script("fsdp", 3, *flags, "--impl", "torch", "--save", str(tmp_path))
     rest = script("fsdp", 2, *flags, "--steps", "5", "--resume", str(tmp_path))
     assert rest["check"]["passed"]
-
-
-def truncate(folder):
-    file = folder / "__1_0.distcp"
-    file.write_bytes(file.read_bytes()[:-100])
-
-
-def flip(folder):
-    file = folder / "__0_0.distcp"
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-
-
-def flip_contents(folder):
-    file = folder / ".metadata"
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-
-
-def lose_part(folder):
-    (folder / "__1_0.distcp").unlink()
-
-
-def lose_contents(folder):
-    (folder / ".metadata").unlink()
-
-
-DAMAGES = truncate, flip, flip_contents, lose_part, lose_contents, shutil.rmtree
-
-
-def files_in(folder):
-    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-def test_bad_checkpoints(tmp_path):
-    good = tmp_path / "good"
-    script("fsdp", 2, *SMALL, "--no-check", "--save", str(good))
-    for i, damage in enumerate(DAMAGES):
-        bad = tmp_path / str(i)
-        shutil.copytree(good, bad)
-        damage(bad / "2")
-        script("fsdp", 1, *SMALL, "--steps", "5", "--resume", str(bad), code=2)
-    resume = ["--resume", str(good), "--steps", "5"]
-    assert "width" in script("fsdp", 1, *SMALL, *resume, "--width", "64", code=2)
-    assert "dtype fp32, not fp64" in script("fsdp", 1, *SMALL, *resume, "--dtype", "fp64", code=2)
-    script("fsdp", 1, *SMALL, *resume, "--steps", "2", code=2)
-    before = files_in(tmp_path)
-    said = script("fsdp", 1, *SMALL, "--save", str(good), code=2)
-    assert "holds step 2 already" in said
-    assert before == files_in(tmp_path)
 
 
 # ---- planted bugs: each must fail the check ------------------------------------
@@ -1063,14 +1017,14 @@ def stale(module):
 
 
 def own_gradient(module):
-    """The shard gets this rank's gradient in place of the sum."""
+    """The shard gets its part of this rank's gradient in place of the sum."""
     finish_reduce = module.Unit.finish_reduce
 
     def broken(self):
         flat = self.flat
         finish_reduce(self)
         if flat is not None:
-            self.part.copy_(flat[:self.part.numel()])
+            self.part.copy_(flat.chunk(dist.get_world_size())[dist.get_rank()])
 
     module.Unit.finish_reduce = broken
 
@@ -1150,18 +1104,3 @@ def last_backward_only(module):
 ])
 def test_planted(world, plant):
     proves("fsdp", world, plant=plant)
-
-
-@pytest.mark.parametrize("world, flags", [
-    (2, ["--batch", "1"]),
-    (4, ["--hsdp", "3"]),
-    (2, ["--hsdp", "-1"]),
-    (1, ["--save-every", "2"]),
-    (1, ["--resume", "no/such/folder"]),
-    (1, ["--save", "x", "--dry-run", "2"]),
-    (1, ["--save", "x", "--impl", "both"]),
-    (2, ["--offload", "--impl", "torch"]),
-    (2, ["--train", "no such name"]),
-])
-def test_bad_usage(world, flags):
-    script("fsdp", world, *flags, code=2)
