@@ -188,12 +188,30 @@ def test_safetensors_of_any_dtype(tmp_path):
     ({"model_type": "llama"}, "model_type is llama"),
     ({"tie_word_embeddings": False}, "tie_word_embeddings is False"),
     ({"n_layer": 4}, "has no tensor 'h.3.ln_1.weight'"),
+    ({"n_layer": 2}, "the weights have h.2.ln_1.weight, which a GPT-2 of 2 layers has not"),
     ({"n_embd": None}, "n_embd is no number"),
 ])
 def test_other_models_are_refused(change, says, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **change}))
     in_one_file(tmp_path, random_gpt2())
     assert says in tool("weights", "import", tmp_path, tmp_path / "ours", code=2)
+
+
+def test_buffers_and_a_tied_head_are_not_read(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    more = {"h.0.attn.masked_bias": torch.tensor(-1e4), "lm_head.weight": torch.zeros(301, 12)}
+    as_pickle(tmp_path, {**random_gpt2(), **more})
+    weights.import_gpt2(tmp_path, tmp_path / "ours")
+
+
+@pytest.mark.parametrize("left", [0, 1, 5000])
+def test_a_pickle_that_is_cut_off(left, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    as_pickle(tmp_path, random_gpt2())
+    file = tmp_path / "pytorch_model.bin"
+    file.write_bytes(file.read_bytes()[:left])
+    said = tool("weights", "import", tmp_path, tmp_path / "ours", code=2)
+    assert f"{file} is no whole file of torch.save's: " in said
 
 
 def test_files_that_are_no_weights(tmp_path):
@@ -338,3 +356,13 @@ def test_checkpoints_with_experts_are_refused(tmp_path):
     identity = {**GPTConfig(1, 8, 2, 256, 4)._asdict(), "experts": 4}
     checkpoint.write_whole(tmp_path, state, identity)
     assert "it has experts" in tool("sample", tmp_path, "x", code=2)
+
+
+def test_half_a_character_at_the_end_is_shown(monkeypatch, capsys):
+    """Of its two bytes only the first one is drawn."""
+    model = build(GPTConfig(1, 8, 2, 256, 4), 0)
+    monkeypatch.setattr(sample, "load", lambda folder, device: model)
+    monkeypatch.setattr(sample, "sample", lambda *args, **options: iter([97, 0xC3]))
+    monkeypatch.setattr("sys.argv", ["sample.py", "there", "x"])
+    sample.main()
+    assert capsys.readouterr().out == "xa\ufffd\n"

@@ -1,10 +1,11 @@
-"""Text from a checkpoint of any script.
+"""Text from a checkpoint of any script that holds the plain GPT.
 
     python tools/sample.py DIR "def forward(" [--tokens 200] [--temperature 0.8] [--top-k 40]
     python tools/sample.py DIR --ids "15496 995"            a model whose tokens are not bytes
 
-DIR is what --save has written, or tools/weights.py from GPT-2's weights. The models of this
-repository predict bytes, so a prompt is text. With --ids, token ids are given and printed.
+DIR is what --save has written, or tools/weights.py from GPT-2's weights. A mixture of experts is
+refused: this reads the plain GPT. The models of this repository predict bytes, so a prompt is text.
+With --ids, token ids are given and printed.
 
 Keys and values of the tokens so far are kept (a cache), so that a step computes one position:
 
@@ -171,6 +172,7 @@ def main():
         print(args.prompt, end="", flush=True)
         for token in drawn:
             print(decoder.decode(bytes([token])), end="", flush=True)
+        print(decoder.decode(b"", final=True), end="")  # of a character that is not whole
     print()
 
 

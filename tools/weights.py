@@ -20,6 +20,7 @@ import argparse
 import ctypes
 import json
 import math
+import re
 import struct
 import sys
 import warnings
@@ -111,8 +112,19 @@ def read_weights(folder):
         if path.suffix == ".safetensors":
             state.update(read_safetensors(path))
         else:
-            state.update(torch.load(path, map_location="cpu", weights_only=True))
+            state.update(read_pickled(path))
     return state
+
+
+def read_pickled(path):
+    """-> {name: tensor} of a file that torch.save has written; ValueError if it is not whole."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # damaged bytes can make torch.load raise anything
+        if getattr(error, "filename", None):
+            raise  # the operating system's: it cannot be opened
+        why = str(error).splitlines() or ["it ends too early"]
+        raise ValueError(f"{path} is no whole file of torch.save's: {why[0]}") from error
 
 
 # What our GPT computes. Other values would be another model under the same names.
@@ -160,23 +172,32 @@ ENDS = {"wte.weight": "tok.weight", "wpe.weight": "pos.weight",
 NORMS = {"ln_1": "norm1", "ln_2": "norm2"}
 MATRICES = {"attn.c_proj": "attn.out", "mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"}
 FUSED = ("attn.q", "attn.k", "attn.v")  # one beside the other in attn.c_attn
+# not read: the causal mask, which older files hold, and the head, which is wte.weight
+NOT_READ = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|lm_head\.weight")
 
 
 def from_theirs(state, layers):
-    """Their tensors -> ours, by the names of the plain GPT."""
+    """Their tensors -> ours, by the names of the plain GPT.
+
+    Raises KeyError if one is missing, ValueError if one has no place here.
+    """
     state = {name.removeprefix("transformer."): t for name, t in state.items()}
-    ours = {our_name: state[name] for name, our_name in ENDS.items()}
+    ours = {our_name: state.pop(name) for name, our_name in ENDS.items()}
     for i in range(layers):
         their_block = f"h.{i}"
         our_block = f"blocks.{i}"
         for kind in ("weight", "bias"):
             for name, our_name in NORMS.items():
-                ours[f"{our_block}.{our_name}.{kind}"] = state[f"{their_block}.{name}.{kind}"]
-            for name, our_name in MATRICES.items():  # of a bias .t() is the bias itself
-                ours[f"{our_block}.{our_name}.{kind}"] = state[f"{their_block}.{name}.{kind}"].t()
-            fused = state[f"{their_block}.attn.c_attn.{kind}"].t()  # (3C, C), or (3C)
+                ours[f"{our_block}.{our_name}.{kind}"] = state.pop(f"{their_block}.{name}.{kind}")
+            for name, our_name in MATRICES.items():
+                theirs = state.pop(f"{their_block}.{name}.{kind}")
+                ours[f"{our_block}.{our_name}.{kind}"] = theirs.t()  # of a bias: itself
+            fused = state.pop(f"{their_block}.attn.c_attn.{kind}").t()  # (3C, C), or (3C)
             for our_name, part in zip(FUSED, fused.chunk(3)):
                 ours[f"{our_block}.{our_name}.{kind}"] = part
+    for name in state:
+        if not NOT_READ.fullmatch(name):
+            raise ValueError(f"the weights have {name}, which a GPT-2 of {layers} layers has not")
     return {name: t.contiguous() for name, t in ours.items()}
 
 
@@ -211,7 +232,8 @@ def weights_of(folder):
 def plain_sizes(folder, identity):
     """-> GPTConfig of a checkpoint that holds the plain GPT."""
     require(not identity.get("experts"), f"{folder}: it has experts, which GPT-2 has not")
-    return GPTConfig(*(identity[name] for name in GPTConfig._fields))
+    sizes = {name: identity[name] for name in GPTConfig._fields}
+    return GPTConfig(**sizes)
 
 
 # ---- what the program does -----------------------------------------------------
