@@ -106,3 +106,8 @@ def test_the_log_of_a_run(tmp_path):
     assert f"a  ddp loss: {report['loss'][-1]:.4g} at step 3" in text
     assert "A  ddp held out: " in text
     assert "a  ddp rate: 0.001 at step 3" in tool(log, "--what", "rate")
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    (tmp_path / "picture").write_bytes(b"\x89PNG\xff")
+    assert "picture: is no text" in tool(tmp_path / "picture", code=2)

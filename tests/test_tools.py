@@ -112,6 +112,50 @@ def test_processes_apart_have_half_of_the_batch(flags, half, monkeypatch):
     assert command[-2:] == ["--batch", half]
 
 
+def test_a_bench_that_cannot_run_ends_with_code_1(monkeypatch, capsys):
+    """What is wrong is said by the script."""
+    monkeypatch.setattr(everything, "BENCH", [everything.Row("ddp", "ddp", 2)])
+    monkeypatch.setattr("subprocess.Popen", lambda command, **options: SimpleNamespace(
+        wait=lambda: 2))
+    monkeypatch.setattr("subprocess.run", lambda command, **options: SimpleNamespace(returncode=2))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert everything.main(["bench", "--lr", "nope"]) == 1
+    assert "apart" not in capsys.readouterr().out
+
+
+def test_processes_apart_have_at_least_one_sequence(monkeypatch, capsys):
+    monkeypatch.setattr(everything, "apart", lambda sizes: 7)
+    monkeypatch.setattr("subprocess.run", lambda command, **options: SimpleNamespace(returncode=0))
+    assert everything.limits(["--batch", "1"])
+    said = "\ntwo processes apart, with a batch of 1 each, take 7.0 ms a step\n"
+    assert capsys.readouterr().out == said
+
+
+@pytest.mark.parametrize("flags, batches", [
+    ([], [16, 16, 16, 16, 16]), (["--batch", "32"], [32, 32, 32, 32, 32]),
+    (["--batch-per-rank", "2"], [2, 4, 8, 16, 32])])
+def test_scale_keeps_the_batch(flags, batches, monkeypatch):
+    """Also where there are more ranks than 8, the usual batch."""
+    seen = []
+
+    def measure(file, ranks, flags):
+        places = [i for i, word in enumerate(flags) if word == "--batch"]
+        seen.append(int(flags[places[-1] + 1]))  # of two flags the later one counts
+        return report(60.0, ranks)
+
+    monkeypatch.setattr(scale, "rank_counts", lambda: [1, 2, 4, 8, 16])
+    monkeypatch.setattr(scale, "measure", measure)
+    assert scale.main(["ddp", *flags]) == 0
+    assert seen == batches
+
+
+def test_bandwidth_on_three_ranks():
+    launch_it = [sys.executable, "tools/launch.py", "3", "tools/bandwidth.py"]
+    done = subprocess.run(launch_it, cwd=everything.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("gloo moves 16.8 MB at, in GB/s, all_reduce ")
+
+
 def test_bench_rows_name_files_and_baselines():
     labels = [row.label for row in everything.BENCH]
     for row in everything.BENCH:
@@ -213,6 +257,19 @@ def test_a_gpu_run_without_end_can_end_its_ranks(monkeypatch):
     monkeypatch.setattr("subprocess.Popen", lambda words, **options: job)
     assert gpu.report_of(["python"]) == "no end after 300 s"
     assert job.asked == ["wait", "terminate", "wait"]
+
+
+@pytest.mark.parametrize("planned, passes", [("exit code 1: no", False), (None, True)])
+def test_a_dry_run_that_fails_on_a_gpu_is_a_failure(planned, passes, monkeypatch):
+    gaps = dict.fromkeys(("loss", "gradient", "grad_norm", "parameter"), 0.0)
+    ran = {**report(7.0, 1), "allocator_peak": 9e6}
+    ran["check"] = {**gaps, "passed": True}
+    ran["ranks"] = [{"memory": {"peak": 5}}]
+    monkeypatch.setattr(gpu, "launch", lambda ranks, file, flags: ran)
+    monkeypatch.setattr(gpu, "dry", lambda file, flags: planned or ran)
+    line, passed = gpu.run(gpu.Case("nccl fp32", "ddp", 1, gpu.STEPS))
+    assert passed == passes
+    assert ("dry run FAILED: exit code 1: no" in line) == (not passes)
 
 
 def test_no_gpu_is_said(capsys):

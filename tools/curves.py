@@ -42,6 +42,8 @@ def read_log(path):
         text = Path(path).read_text()
     except OSError as error:
         require(False, f"{path}: {error.strerror}")  # ends the program
+    except UnicodeDecodeError:
+        require(False, f"{path}: is no text")
     for line in text.splitlines():
         try:
             figures = json.loads(line)

@@ -1,4 +1,4 @@
-"""What needs a GPU: every file and flag on one card, in under ten minutes, as one table.
+"""What needs a GPU: every file on one card, in under ten minutes, as one table.
 
     ./run.sh gpu            python tools/gpu.py
 
@@ -7,7 +7,10 @@
     peak    the ledger's peak beside the allocator's, and beside the dry run's
     MFU     GPT-2 124M and 350M in bf16, plain and compiled: FLOPs of the model over the card's
 
-Exit code 1 if any run failed, 2 where there is no GPU.
+The flags are those of VARIANTS, MIXED and hybrid(): of the schedules gpipe, 1f1b and zb-h1, of
+hybrid_3d dp, tp and pp alone; no --hsdp and no --ep.
+
+Exit code 1 if any run failed, dry ones included; 2 where there is no GPU.
 """
 import json
 import re
@@ -137,21 +140,25 @@ def run(case):
     check = report["check"]
     gap = max(check[kind] for kind in ("loss", "gradient", "grad_norm", "parameter"))
     verdict = "passed" if check["passed"] else "FAILED"
-    return f"{name} {gap:9.1e} {verdict}{peaks(report, case)}", check["passed"]
+    beside, planned = peaks(report, case)
+    return f"{name} {gap:9.1e} {verdict}{beside}", check["passed"] and planned
 
 
 def peaks(report, case):
-    """The ledger's peak beside the allocator's; of one rank in fp32, beside the dry run's too."""
+    """The ledger's peak beside the allocator's; of one rank in fp32, beside the dry run's too.
+
+    -> the end of the case's line, False if a dry run failed.
+    """
     ledger = report["ranks"][0]["memory"]["peak"]
     allocator = report["allocator_peak"]
     text = f"  peak {ledger / 1e6:8.3f} MB, allocator {allocator / 1e6:8.3f}"
     if case.label != "nccl fp32":
-        return text
+        return text, True
     planned = dry(case.file, case.flags)
     if isinstance(planned, str):
-        return f"{text}, dry run: {planned}"
+        return f"{text}, dry run FAILED: {planned}", False
     difference = planned["ranks"][0]["memory"]["peak"] - ledger
-    return f"{text}, dry run {difference:+d} bytes"
+    return f"{text}, dry run {difference:+d} bytes", True
 
 
 # ---- how much of the card is used ----------------------------------------------

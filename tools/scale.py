@@ -2,8 +2,9 @@
 
     python tools/scale.py FILE [flags]        ./run.sh scale ddp --width 256
 
-Ranks double up to the number of GPUs, or of cores. The global batch stays (strong scaling), unless
---batch-per-rank B makes it grow with the ranks (weak scaling).
+Ranks double up to the number of GPUs, or of cores. The global batch stays (strong scaling): it is
+what --batch says, or 8, or one sequence for each of the most ranks. --batch-per-rank B makes it
+grow with the ranks (weak scaling).
 
     speed-up      tokens per second over those of one rank
     efficiency    speed-up over ranks
@@ -61,7 +62,10 @@ def main(words):
     args, flags = arguments(words)
     print(f"{'ranks':>6}{'ms/step':>10}{'tok/s':>12}{'speed-up':>10}{'efficiency':>12}")
     first = None  # tokens per second of one rank
-    for ranks in rank_counts():
+    counts = rank_counts()
+    # The default grows with the ranks; what the user says comes behind it, and counts.
+    flags = ["--batch", str(max(8, counts[-1])), *flags]
+    for ranks in counts:
         batch = []
         if args.batch_per_rank:
             batch = ["--batch", str(args.batch_per_rank * ranks)]
