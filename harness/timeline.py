@@ -41,7 +41,7 @@ def inputs(action, last):
         return [("F", microbatch, stage)]
     if kind == "B":
         return [("F", microbatch, stage), ("B", microbatch, stage + 1)]
-    return [("B", microbatch, stage)]
+    return [("B", microbatch, stage)]  # W and U follow the B of their micro-batch and stage
 
 
 def of_kind(plan, kind):
@@ -111,8 +111,9 @@ def simulate(plans, cost, comm=0.0, joined=False, route=None):
     progress = True
     while progress:
         progress = False
-        arrived = None  # as far as known when this round begins; the next one knows more
+        arrived = None  # without a route, arrival() needs no more than `ends`
         if route is not None:
+            # what has been made before this round; the next round knows of more
             arrived = on_one_line(route, ends, comm)
         for rank, plan in enumerate(plans):
             while len(played[rank]) < len(plan):

@@ -8,7 +8,7 @@
     timelines.svg   pipeline schedules: planned, and as a run of two ranks measured it
     hops.svg        who works how much at which hop of ring and zigzag attention
     buckets.svg     ddp's buckets travelling while backward runs, from a profile
-    losses.svg      nine techniques, one loss curve
+    losses.svg      eight techniques, one loss curve; a mixture of experts beside it
 """
 import json
 import subprocess
@@ -386,14 +386,16 @@ PICTURES = {
 
 
 def main(words):
-    known = words[:1] in ([], ["--measure"]) and set(words[1:]) <= set(PICTURES)
-    if not known:
+    asked = words[1:]  # behind --measure
+    usable = set(asked) <= set(PICTURES)
+    if words and words[0] != "--measure":
+        usable = False
+    if not usable:
         names = " ".join(PICTURES)
         print(f"draw.py: error: usage: python tools/draw.py [--measure [{names}]]", file=sys.stderr)
         return 2
     if words:
-        wanted = words[1:] or PICTURES
-        for name in wanted:
+        for name in asked or PICTURES:
             print(f"measuring {name}", flush=True)
             measure, _ = PICTURES[name]
             measure()

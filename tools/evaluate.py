@@ -1,9 +1,10 @@
-"""How well checkpoints know texts: the loss on the end of each text, which training never sees.
+"""How well checkpoints know texts: the loss on the last 5% of each text.
 
     python tools/evaluate.py CHECKPOINTS --data TEXTS       a row for each, a column for each
 
-It is the loss that --eval-every shows: of up to 8 batches of the last 5% of a text, in nats per
-byte. Beside it stands the perplexity, e to the loss: among how many bytes the model is undecided.
+It is the loss that --eval-every shows: of up to 8 batches, in nats per byte. A run that had this
+flag has not seen that part of its text; one without it was trained on it, too. Beside the loss
+stands the perplexity, e to the loss: among how many bytes the model is undecided.
 """
 import argparse
 import math

@@ -3,7 +3,8 @@
     python tools/launch.py RANKS FILE.py [flags]        ./run.sh FILE RANKS [flags]
 
 Its exit code is that of the script: 2 for bad usage, which the script itself has explained in one
-line. The cores are shared out among the ranks' threads, where OMP_NUM_THREADS does not say how.
+line. After Ctrl-C or SIGTERM it is 130, also where all ranks have saved and ended with 0. The cores
+are shared out among the ranks' threads, where OMP_NUM_THREADS does not say how.
 """
 import logging
 import os

@@ -114,7 +114,8 @@ def train_and_time(folder, out, steps, undisturbed, name, ranks, *flags):
 def soak(kills, seed, name, ranks, *flags, steps=200, every=5, undisturbed=None):
     """-> how often ranks were killed; raises AssertionError if anything is lost.
 
-    undisturbed(folder, flags) is the run that nobody kills; by default torchrun's, too.
+    Two runs are made, one that is killed and one that is not. undisturbed: a function of a folder
+    and flags that makes the second one; None: torchrun makes it as well.
     """
     rng = random.Random(seed)
     flags = ("--steps", str(steps), "--save-every", str(every), *flags)

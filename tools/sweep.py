@@ -204,7 +204,8 @@ def hybrid_3d(draw, n, sizes):
     sizes["batch"] = dp * micro * draw.randint(1, 2)
     flags += uneven(draw, stages, sizes["layers"])
     three = [["--dp", dp], ["--tp", axes["tp"]], ["--pp", axes["pp"]]]
-    for flag_and_size in draw.sample(three, draw.randint(2, 3)):  # of two the third one follows
+    # where one of the three is not said, it follows from the other two and the ranks
+    for flag_and_size in draw.sample(three, draw.randint(2, 3)):
         flags += flag_and_size
     trained = draw.choice((r"blocks\.[02]|tok", "norm", "mlp", "attn|pos"))
     flags += draw.maybe("--train", trained, chance=0.2)
@@ -236,7 +237,7 @@ def combined(draw, pp, impl):
     if not impl:
         ckpt = draw.choice(("none", "full", "selective"))
     schedules = ["gpipe", "1f1b", "interleaved", "bfs"]
-    if ckpt != "full":  # which no schedule can split
+    if ckpt != "full":  # a backward that makes all again cannot be split into B and W
         schedules += ["zb-h1", "zb-v", "dualpipe-v"]
     if ckpt != "full" and not impl:  # torch has no such schedules
         schedules += ["zb-h2", "auto"]
