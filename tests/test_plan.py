@@ -79,14 +79,16 @@ PLAIN = [  # layouts, and whose dry run it is
     "--dp 1 --tp 2 --pp 2 --schedule zb-h1 --sp --layers 4 --micro 2 --rank 2 --batch 16",
 ]
 ALL_AXES = [
-    "--dp 2 --tp 1 --pp 1 --zero 3 --ckpt full --layers 2 --micro 1 --seq 256 --batch 8",
+    "--dp 2 --tp 2 --pp 1 --zero 3 --ckpt selective --layers 1 --micro 2 --batch 8 --rank 3",
     "--dp 2 --tp 2 --pp 1 --experts 8 --ep 2 --shared --zero 2 --sp --layers 2 --micro 1 --batch 8",
     "--dp 1 --cp 2 --tp 1 --pp 2 --attn ulysses --schedule zb-v --experts 4 --layers 4 --micro 3 "
     "--batch 12",
-    "--dp 4 --tp 1 --pp 2 --schedule bfs --experts 4 --ep 2 --top-k 1 --zero 2 --layers 4 "
-    "--micro 2 --capacity 0.5 --batch 16",
-    "--dp 2 --tp 2 --pp 2 --schedule zb-h2 --experts 4 --ep 2 --sp --ckpt selective --layers 6 "
-    "--micro 4 --rank 4 --batch 64",
+    "--dp 2 --cp 2 --tp 1 --pp 2 --attn allgather --zero 2 --ckpt selective --layers 2 --micro 3 "
+    "--batch 12 --rank 4",
+    "--dp 2 --tp 1 --pp 2 --schedule zb-h2 --experts 4 --ep 1 --zero 2 --layers 2 --micro 4 "
+    "--capacity 0.5 --batch 32 --rank 3",
+    # few tokens: at the peak are gradients of two blocks, and no activations worth mentioning
+    "--dp 2 --tp 1 --pp 1 --zero 3 --ckpt full --layers 3 --micro 1 --batch 2",
 ]
 
 
@@ -394,6 +396,16 @@ def test_nothing_fits(capsys, monkeypatch, tmp_path):
     small = "--gpus 2 --batch 2 --seq 1024 --gpu-memory 0.012 --tp 2 --zero 0 --no-sp"
     _, said = report(capsys, monkeypatch, tmp_path, *small.split(), code=1)
     assert "fits without --no-sp: " in said
+
+
+@pytest.mark.parametrize("gigabytes, more", [(0.006, "8 GPUs without --tp 1:"), (0.012, "8 GPUs:")])
+def test_more_gpus_keep_what_is_fixed(gigabytes, more, capsys, monkeypatch, tmp_path):
+    """On more GPUs, too, the flags that are given count; where they cannot, advice says so."""
+    small = f"--gpus 2 --batch 4 --seq 1024 --tp 1 --gpu-memory {gigabytes}"
+    _, said = report(capsys, monkeypatch, tmp_path, *small.split(), code=1)
+    line, = [line for line in said.split("\n") if "fits on" in line]
+    assert f"fits on {more}" in line
+    assert ("tp" in line.partition(":")[2]) == ("without" in more)
 
 
 def test_table(capsys, monkeypatch):

@@ -1,4 +1,6 @@
-"""All layouts of hybrid_3d.py, and what each costs in bytes and seconds: a function per formula.
+"""Layouts of hybrid_3d.py, and what each costs in bytes and seconds: a function per formula.
+
+Not all that it runs are tried: layouts() says which ones are not.
 
 Memory is that of hybrid_3d's dry runs, within 3%: tests/test_plan.py compares them. The time model
 is the textbook's, of the slowest stage: plan.py says where each term is from.
@@ -36,6 +38,8 @@ Layout = namedtuple("Layout", "dp tp pp micro schedule sp zero ckpt cp attn ep",
 VEES = ("zb-v", "dualpipe-v")  # down the ranks and up again: the first has embedding and head
 # backward in two actions: B, gradients of inputs, and W, of weights
 SPLIT = ("zb-h1", "zb-h2", "auto", *VEES)
+# those in which W waits when the most is alive. dualpipe-v splits only its first and last backwards
+APART = ("zb-h1", "zb-h2", "auto", "zb-v")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "bfs", *SPLIT)
 CKPTS = ("none", "selective", "full")
 
@@ -161,8 +165,8 @@ def whole(x, cut, tp, b, N, H, C, E, K, shared, routed, attn, cp):
 
 
 def kept(ckpt, whole, x, cut, tp, E, shared, N, C, sp):
-    """what it keeps with ckpt: of selective, all but results of norms and gelu, and casts of
-    these. Experts keep gelu's, which they take in slices"""
+    """what a block keeps with ckpt: with selective, all but results of norms and gelu, and what is
+    cast from them. Of experts gelu's result is kept, of which each expert takes a slice"""
     if ckpt == "none":
         return whole
     if ckpt == "full":
@@ -185,8 +189,9 @@ def late(schedule, stage, flight):
 
 
 def waits(blocks, x, tp, b, C, first, V, last, N, E, shared, expert):
-    """bytes that such a micro-batch keeps for W: inputs and gradients of Linears. What B makes of
-    gradients of weights waits, too: of experts, embedding and, with tp, of q, k, v, up and head"""
+    """bytes that such a micro-batch keeps for W: inputs and gradients of Linears. Some weights have
+    their gradients from B already, and these wait, too: of experts, embedding and, with tp, of q,
+    k, v, up and head"""
     attention = 6 * x  # 2 inputs, 4 gradients
     mlp = 10 * x  # inputs x and 4 x, gradients 4 x and x
     head = b * N * V + x
@@ -244,62 +249,80 @@ def gathered(zero, b, blocks, block, expert, edges):
     return b * (min(2, blocks) * (block + expert) + edges)
 
 
-def loss(queue, logits, last, tp, N, V, x, pp, v, cut, sent, gathered):
+def passing(pp, tp, cp, E):
+    """micro-batches' gradients that a message or the last collective still holds in backward"""
+    if pp * tp * cp > 1 or E:
+        return 1
+    return 0
+
+
+def loss(queue, logits, last, tp, N, V, x, pp, v, cut, sent, gathered, passing):
     """log-probabilities, and what backward makes of them"""
     if not last:
         return gathered
     tensors = 2
     if tp > 1:  # tensor_parallel.py makes the gradient in the place of the softmax
         tensors = 1
-    boundaries = 1
+    boundaries = passing
     if v > 1:
         boundaries += min(pp, 3)
     held = queue * logits + sent + gathered
-    return held + tensors * 4 * N * V / tp + x / 4 + boundaries * x / cut
+    return held + tensors * 4 * N * V / tp + boundaries * x / cut
 
 
-def waiting(pp, v, micro, first, flight, queue):
-    """micro-batches that other stages have sent and this one has not used yet"""
+def waiting(pp, v, micro, first, flight, queue, passing):
+    """the gradient that passes, and micro-batches that other stages have sent and this one has not
+    used yet"""
     if pp == 1:
-        return 0
+        return passing
     if v > 1:
-        return min(3, micro - 1)
+        return passing + min(3, micro - 1)
     if first:
-        return flight
+        return passing + flight
     if queue == 1:
-        return 2
-    return 1
+        return passing + 2
+    return passing + 1
 
 
-def again(ckpt, whole, schedule, tp, x, E, shared):
+def again(ckpt, whole, schedule, tp, x, cut, E, shared):
     """bytes made again for the backward of a block: all with full, gelu's result with selective"""
     if ckpt == "full":
-        return whole
+        return whole - x / cut  # its input was kept
     if E and not shared:
         return 0
-    if ckpt == "none" or (schedule in SPLIT and tp == 1):  # there it waits for W: see split
+    if ckpt == "none" or (schedule in APART and tp == 1):  # there it waits for W: see split
         return 0
     return 4 * x / tp
 
 
-def buffers(zero, b, blocks, block, expert, ckpt, E):
-    """ZeRO-2 and 3: gradients of a block, and of the block behind, on their way. Activations that
-    are done with make room for one of the two; with ckpt full, or plain MLPs in ZeRO-3, they are
-    too few"""
+def buffers(zero, b, blocks, block, expert, v, kept, edges, own_edges):
+    """ZeRO-2 and 3: gradients that are whole until ranks have summed them. A block's first one
+    brings room for all of its own, while those of the block behind are on their way"""
     if zero < 2:
         return 0
-    units = 1
-    if ckpt == "full" or (zero == 3 and not E):
-        units = 2
-    at_most = blocks
-    if not E:  # the first block's own come when its activations go
-        at_most = blocks - 1
-    return min(units, at_most) * b * (block + expert)
+    unit = b * (block + expert)
+    last = unit  # in the backward of a stage's last block
+    before = 2 * unit - kept  # in that of the block before: the last one's activations have gone
+    if zero == 3 and blocks == 2:
+        before -= unit  # no third block is gathered then: one is, where `gathered` has two
+    total = last
+    if blocks > v:
+        total = max(last, before)
+    if own_edges < edges:  # those of edges have room from the last norm's on
+        total += b * edges
+    return total
+
+
+def tied(b, V, C, tp, pp, v):
+    """the head's gradient of the tied weight, which autograd keeps until it has the embedding's"""
+    if pp * v > 1:
+        return 0
+    return b * V * C / tp
 
 
 def ring(cp, attn, x, tp, b, E, routed, C):
     """in the backward of attention over cp: K and V of others, and their gradients in fp32. With
-    experts, less what their rows have left, for backward is done with them"""
+    experts the room counts that their rows have left: backward is done with them by then"""
     if cp == 1 or attn == "ulysses":
         return 0
     wide = max(b, 4) / b  # fp32, in numbers of b bytes
@@ -315,30 +338,58 @@ def ring(cp, attn, x, tp, b, E, routed, C):
     return total
 
 
-def gradients_inside(x, tp, sp, E, b, routed, C, ring, schedule, expert):
-    """gradients inside a block. Experts make theirs one after the other and stack them"""
-    total = 5 * x / tp + x / 4
-    if sp:
-        total += 2 * x
+def mlp_gradients(x, tp, cut, zero, b, C, E, shared, routed, schedule, expert):
+    """gradients in the backward of an MLP. Experts make theirs one by one, and stack them"""
+    total = x / cut + 4 * x / tp  # of the block's result, and of gelu's
+    if cut > 1:
+        total += 2 * x  # of the block's, gathered
+    if (shared or not E) and schedule not in APART:
+        down = 4 * b * C * C / tp  # of its weight, which moves to its place among the gradients
+        if zero >= 2 and tp == 1:
+            # its place comes when gelu's result has gone: here, or a step later at gelu's gradient
+            total = x + max(4 * x, down)
+        else:
+            total += down
     if E:
         total = max(total, 10 * b * routed * C)
-    if E and schedule not in SPLIT:
+    if E and schedule not in APART:
         total = max(total, b * expert - 8 * b * routed * C)
-    return max(total, ring)
+    return total
 
 
-def split(schedule, waits, blocks, kept, v, b, expert):
-    """what a stage has more after B than before: what W waits with, less activations, and half of
-    the experts' gradients"""
-    if schedule not in SPLIT:
+def split(schedule, waits, blocks, kept, v):
+    """what a stage has more after B than before: what W waits with, less activations. Of v chunks
+    on a rank, one is at work"""
+    if schedule not in APART:
         return 0
-    return max(0, waits - blocks * kept) / v + b * expert / 2
+    return max(0, waits - blocks * kept) / v
 
 
-def inside(again, gradients_inside, x, waiting, cut, queue, logits, split, buffers, gathered):
-    """what comes and goes in the backward of a block"""
-    total = again + gradients_inside + (1 + waiting) * x / cut + (queue - 1) * logits
-    return total + split + buffers + gathered
+def attention(ring, split, schedule, E, x, tp, b, expert):
+    """what comes and goes when backward is done with the MLP, and has come to attention over cp"""
+    if ring == 0 or schedule not in APART:
+        return ring
+    if E:
+        return ring + max(split, b * expert)  # the experts' gradients are there, and wait for W
+    return ring + split + 4 * x / tp  # gelu's result is still there: it waits for W
+
+
+def weights(schedule, split, b, expert, buffers):
+    """the same in W: half of the experts' gradients a second time, on their way to ZeRO's room"""
+    if schedule not in APART:
+        return 0
+    return split + b * expert / 2 + buffers
+
+
+def inside(again, mlp_gradients, split, attention, schedule, buffers, weights, waiting, x, cut,
+           queue, logits, gathered, tied):
+    """what comes and goes in the backward of a block: the most of its MLP, attention and W"""
+    most = again + max(mlp_gradients + split, attention)
+    if schedule in APART:  # only W has gradients for ZeRO
+        most = max(most, weights)
+    else:
+        most += buffers
+    return most + waiting * x / cut + (queue - 1) * logits + gathered + tied
 
 
 def step(b, block, expert, edges, zero, data, copies):
@@ -358,16 +409,16 @@ def over_tp(b, blocks, expert, copies, zero):
 
 
 def working(loss, inside, step, over_tp, activations):
-    """the most that comes and goes beside the activations. There are none beside AdamW and sums
-    over tp, which have their room"""
+    """the most that comes and goes beside the activations. AdamW and sums over tp come when these
+    are gone, and have their room: only what they need beyond it counts"""
     return max(loss, inside, step - activations, over_tp - activations)
 
 
 MEMORY = [
     N, x, block, expert, edges, own_edges, parameters, gradients, stepped, optimizer, flight,
-    routed, whole, kept, late, waits, activations, logits, queue, sent, gathered, loss, waiting,
-    again, buffers, ring, gradients_inside, split, inside, step, over_tp,
-    working,
+    routed, whole, kept, late, waits, activations, logits, queue, sent, gathered, passing, loss,
+    waiting, again, buffers, tied, ring, mlp_gradients, split, attention, weights, inside, step,
+    over_tp, working,
 ]
 HELD = ("parameters", "gradients", "optimizer", "activations", "working")
 
@@ -397,8 +448,8 @@ def mlps(E, K, capacity, shared):
 
 
 def keys(T, attn, cp):
-    """twice the keys that a query of the busiest rank sees, on average: half of T, but of a ring's
-    last rank nearly all"""
+    """keys of a query as papers count them: T, where causal attention sees half of T on average. A
+    ring's last rank sees nearly all of T, and counts nearly twice as many"""
     if attn == "ring":
         return T * (2 - 1 / cp)
     return T
@@ -444,22 +495,26 @@ def bound(own, most, traffic, b, ckpt, hbm):
 
 
 def numbers(sp, ckpt, megatron_2021, E, shared):
-    """numbers sent on tp per token and block, divided by C: see tensor_parallel.py"""
+    """numbers sent on tp per token and block, divided by C: see tensor_parallel.py. An all-gather
+    or a reduce-scatter sends 1, an all-reduce 2"""
+    has_mlp = shared or not E  # that tp cuts
     if sp:
-        forward_again = 2
-        count = 5
-        if shared or not E:
-            forward_again += 1
+        # forward gathers and scatters; backward gathers, gathers the input again, and scatters
+        count = 5  # of attention
+        if has_mlp:
             count += 5
+        forward_again = 2  # of attention, what forward sends
+        if has_mlp:
+            forward_again += 1  # the MLP's input; what is behind the last matmul is not done again
     else:
-        forward_again = 2
-        count = 4
-        if shared or not E:
+        count = 4  # of attention, an all-reduce in forward and one in backward
+        if has_mlp:
             count += 4
         if E:
-            count += 2  # JoinRows in forward, CutRows in backward
+            count += 2  # an all-gather in forward, JoinRows, and one in backward, CutRows
+        forward_again = 2  # of attention; the MLP's is behind the last matmul, not done again
         if megatron_2021:
-            forward_again = 4
+            forward_again = 4  # which did that, too
     if ckpt == "full":
         count += forward_again
     return count
@@ -542,8 +597,10 @@ def work(matmul, recompute, bound, tp_time, cp_time, ep_time, launch):
 
 
 def bubble(mean, heavy, pp, micro, skip, share, work):
-    """waiting for other stages, in which ranks that share a core work"""
-    # the span of ranks with a core each, in units of work; on a shared core all its work, or that
+    """waiting for other stages: the span of a step, less the heaviest stage's work. Of the ranks
+    that share a core, others work meanwhile"""
+    # In units of `work`: the span if every rank has a core to itself, and the work of an average
+    # stage. Ranks that share a core take at least that work each, or else their part of the span.
     alone = 1 + (pp - 1) / (micro * skip) * mean / heavy
     return max(mean / heavy, alone / share) * work - work
 
@@ -701,7 +758,8 @@ def known(cfg, at, lay, v, counts, head_rank):
     names["ep"] = lay.ep or 1
     names["data"] = lay.dp * lay.cp
     names["copies"] = names["data"] // names["ep"]
-    # FLOPs of a token's forward by 2 C: matmuls of a block, 2 T of its attention, V of the head
+    # FLOPs of a token's forward, divided by 2 C: matmuls of a block, 2 T of its attention, V of the
+    # head
     matmuls = (4 + 8 * mlps(at.experts, at.top_k, at.capacity, names["shared"])) * cfg.width
     head = cfg.vocab / (matmuls + 2 * cfg.seq)  # the head's work, in blocks
     names["most"] = max(counts)
@@ -759,8 +817,8 @@ SHORT = 2048  # tokens of a part, at least
 
 
 def layouts(cfg, at, fixed):
-    """All that hybrid_3d.py runs, but for what gains nothing in this model of time and memory,
-    unless `fixed` names it.
+    """What hybrid_3d.py runs, but for what gains nothing in this model of time and memory, unless
+    `fixed` names it.
 
     Not there: schedules with too few micro-batches to fill the pipeline; bfs, which is interleaved
     with more memory, and zb-h2, which is zb-v with more memory, where these can be; dualpipe-v,
@@ -858,15 +916,18 @@ def is_as_fixed(lay, fixed):
 
 
 def search(cfg, at, free=()):
-    """-> [(seconds, layout)] of what fits, fastest first; (bytes, layout) of what needs least
+    """-> [(seconds, layout)] of what fits, fastest first; (bytes, layout) of what needs least of
+    all that was tried, None if there is no layout
 
-    at.fixed: {axis: value} to be kept, but for the axes that are free. ZeRO-2 and 3, which only
-    send more, are tried where ZeRO-1 does not fit.
+    at.fixed: {axis: value} to be kept, but for the axes that are free. Of ZeRO-1,
+    2 and 3, each of which sends more than the one before, none is tried behind one that fits.
     """
     fixed = {axis: value for axis, value in at.fixed.items() if axis not in free}
     fits = []
     least = None
-    enough = None  # the last layout that fitted with ZeRO, with zero=0. zero varies fastest
+    # The last layout that fitted with ZeRO, written with zero=0. layouts() yields those that differ
+    # in zero alone in a row, 0 first: where 1 or 2 has fitted, the higher ones are the next.
+    enough = None
     for lay in layouts(cfg, at, fixed):
         if not is_as_fixed(lay, fixed):
             continue

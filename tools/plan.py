@@ -1,4 +1,7 @@
-"""Which layout for my model on my cluster? Tries all that hybrid_3d.py runs, prints the fastest.
+"""Which layout for my model on my cluster? Tries hybrid_3d.py's, and prints the fastest ones.
+
+Of its choices dualpipe-v, auto, ring and allgather are tried only where --schedule or --attn names
+them, some others only where they can be of use: see layouts() in estimate.py.
 
     layout    dp x cp x tp x pp GPUs, micro-batches, schedule, sp, zero, ckpt, attn, and ep of the
               experts (--experts 64 --top-k 8 ..), as hybrid_3d.py has them
@@ -16,8 +19,9 @@
     memory-bound   bytes of norms, residuals and gelu, read and written            shapes
     launch         blocks of all micro-batches, collectives                        measured; else 0
     tp             8 B T C (tp-1)/tp per block, sp 10; not overlapped              1, 3.2
-    cp             (cp-1) 16 B T C/(cp tp) bytes per block in bf16; ulysses 16/cp; 3; 4
-                   hops travel behind attention, the others are not overlapped
+    cp             (cp-1) 16 B T C/(cp tp) bytes per block in bf16, ulysses' are   3; 4
+                   1/cp of that; hops travel behind attention, the others are not
+                   overlapped
     ep             4 K B T C (ep-1)/ep per block, / tp; not overlapped             moe.py
     bubble         (pp-1)/M of all above, in some schedules less, where F = B = W: 1, 2.2; 2
                                            without tp    with tp
@@ -254,13 +258,21 @@ def advice(cfg, at, least):
     for axis, value in at.fixed.items():
         fits, _ = search(cfg, at, free=[axis])
         lines += fits_with(f"without {as_flag(axis, value)}", fits)
+    on_more = fits_on_more(cfg, at)
+    if at.fixed and not on_more:
+        given = " ".join(as_flag(axis, value) for axis, value in at.fixed.items())
+        on_more = fits_on_more(cfg, at, free=at.fixed, change=f" without {given}")
+    return "\n".join(lines + on_more)
+
+
+def fits_on_more(cfg, at, free=(), change=""):
+    """-> the line on the least multiple of the GPUs on which something fits; none if none does"""
     for times in (2, 4, 8, 16, 32, 64):
         gpus = at.gpus * times
-        fits, _ = search(cfg, resized(at, gpus), free=at.fixed)
-        lines += fits_with(f"on {gpus} GPUs", fits)
+        fits, _ = search(cfg, resized(at, gpus), free=free)
         if fits:
-            break
-    return "\n".join(lines)
+            return fits_with(f"on {gpus} GPUs{change}", fits)
+    return []
 
 
 def as_flag(axis, value):
@@ -376,7 +388,7 @@ def statements_of(function):
 def worked_out(statement, values):
     """A statement -> passes = 3, or total + 2 * x = 30 + 2 * 4096, or 2 * x / tp = 2 * 4096 / 2
 
-    Of a return of one number or name it leaves nothing: what is returned will follow.
+    A return of one number or name becomes "result".
     """
     value = statement.value
     if isinstance(statement, ast.Return) and isinstance(value, (ast.Name, ast.Constant)):
@@ -385,10 +397,11 @@ def worked_out(statement, values):
         value = ast.BinOp(statement.target, statement.op, value)
     formula = ast.unparse(value)
     numbers = ast.unparse(PutIn(values).visit(ast.parse(formula, mode="eval")))
+    # constants are written as they are in `numbers`: else 8.0 would differ from 8
     formula = ast.unparse(PutIn({}).visit(ast.parse(formula, mode="eval")))
     if numbers != formula:
         formula = f"{formula} = {numbers}"
-    if isinstance(statement, ast.Assign):  # constants on both sides are written alike
+    if isinstance(statement, ast.Assign):
         formula = f"{statement.targets[0].id} = {formula}"
     return formula
 
@@ -450,8 +463,9 @@ class Rates:
 
 
 def calibrate(cfg, at):
-    """-> the flags whose place is taken by what is measured: matmuls of the model's size, copies, a
-    block of one token and all-reduces, on all ranks at once; then matmuls on rank 0 alone."""
+    """Measures this machine -> {flag: value}, to be used instead of what the flags say: on all
+    ranks at once matmuls of the model's size, copies, a block of one token and all-reduces; then
+    matmuls on rank 0 alone."""
     launch = ranks_here()
     ranks = launch.world_size
     gpus = torch.cuda.device_count()
