@@ -4,11 +4,14 @@ Ranks fork from a server that has imported torch already: 0.1 s each instead of 
 """
 import ast
 import builtins
+import contextlib
 import gc
 import importlib.util
+import io
 import json
 import multiprocessing
 import os
+import re
 import runpy
 import sys
 import tempfile
@@ -187,6 +190,52 @@ def program(path, *words):
         code, = _start(_program, 1, str(ROOT / path), [str(word) for word in words], folder)
         return code, Path(folder, "1").read_text(), Path(folder, "2").read_text()
 
+
+# ---- refusals, in one process ---------------------------------------------------
+
+
+def outcome(name, flags):
+    """name.py's main() with these flags -> exit code, what it printed, what it said on stderr."""
+    sys.argv = [f"{name}.py", *flags]
+    out = io.StringIO()
+    said = io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(said):
+        try:
+            code = importlib.import_module(name).main()
+        except SystemExit as end:
+            code = end.code
+        except Exception as error:  # what is accepted gets here: the process group is made already
+            code = repr(error)
+    return code, out.getvalue(), said.getvalue()
+
+
+def is_clear(name, said, words):
+    start = f"{name}.py: error: "
+    one_line = said.startswith(start) and said.count("\n") == 1
+    return one_line and words in said and len(said) < 300
+
+
+def check_refused(name, lines):
+    """Each of these lines is refused on every rank. Without an agent local rank 0 alone speaks.
+
+    lines: [(flags, what the line has to say)]. On stdout nothing may be but which checkpoint is
+    taken.
+    """
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+    wrong = []
+    for flags, words in lines:
+        code, out, said = outcome(name, flags)
+        good = code == 2 and re.fullmatch(r"(--\S+ takes .*\n)?", out)
+        if dist.get_rank() == 0:
+            good = good and is_clear(name, said, words)
+        else:
+            good = good and said == ""
+        if not good:
+            wrong.append(f"{' '.join(flags)}: exit code {code}, not {words!r} but {said + out!r}")
+    assert not wrong, "\n".join(wrong)
+
+
+# ---- proofs ---------------------------------------------------------------------
 
 GAPS = ("loss", "gradient", "grad_norm", "parameter")
 

@@ -11,9 +11,8 @@ import sys
 import time
 
 import pytest
-import torch.distributed as dist
 
-from conftest import ROOT, program, run, script
+from conftest import ROOT, check_refused, is_clear, program, run, script
 
 # Flags and, after two spaces or more, what the line has to say. FILE is a file, FOLDER an empty
 # folder, EMPTY an empty file
@@ -303,43 +302,6 @@ def lines_of(table, folder):
             flags, words = re.split(" {2,}", line.strip())
             found.append(([put(flag) for flag in flags.split()], put(words)))
     return found
-
-
-def outcome(name, flags):
-    """name.py's main() with these flags -> exit code, what it printed, what it said on stderr."""
-    sys.argv = [f"{name}.py", *flags]
-    out = io.StringIO()
-    said = io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(said):
-        try:
-            code = importlib.import_module(name).main()
-        except SystemExit as end:
-            code = end.code
-        except Exception as error:  # what is accepted gets here: the process group is made already
-            code = repr(error)
-    return code, out.getvalue(), said.getvalue()
-
-
-def is_clear(name, said, words):
-    start = f"{name}.py: error: "
-    one_line = said.startswith(start) and said.count("\n") == 1
-    return one_line and words in said and len(said) < 300
-
-
-def check_refused(name, lines):
-    """Each of these lines is refused on every rank. Without an agent local rank 0 alone speaks."""
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-    wrong = []
-    for flags, words in lines:
-        code, out, said = outcome(name, flags)
-        good = code == 2 and not out
-        if dist.get_rank() == 0:
-            good = good and is_clear(name, said, words)
-        else:
-            good = good and said == ""
-        if not good:
-            wrong.append(f"{' '.join(flags)}: exit code {code}, not {words!r} but {said + out!r}")
-    assert not wrong, "\n".join(wrong)
 
 
 @pytest.mark.parametrize("name", ONE_RANK)

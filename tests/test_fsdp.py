@@ -353,7 +353,7 @@ def test_frozen_in_every_mix():
 
 
 def check_clips_in_any_dtype():
-    """A norm of 600.2: in fp16 its square would be inf. In fp64 one unit has all but a little of it.
+    """A norm of 600.2: in fp16 its square would be inf, and in fp64 one unit has nearly all of it.
     """
     mixed = torch.float32, torch.float64
     for dtypes, tolerance in ([torch.float16] * 2, 1e-2), (mixed, 1e-14):
