@@ -320,21 +320,21 @@ def tied(b, V, C, tp, pp, v):
     return b * V * C / tp
 
 
-def ring(cp, attn, x, tp, b, E, routed, C):
+def ring(cp, attn, x, tp, cut, b, E, routed, C):
     """in the backward of attention over cp: K and V of others, and their gradients in fp32. With
     experts the room counts that their rows have left: backward is done with them by then"""
     if cp == 1 or attn == "ulysses":
         return 0
     wide = max(b, 4) / b  # fp32, in numbers of b bytes
-    here = 2  # besides what travels
+    here = 3  # besides what travels
     if wide > 1:
-        here = 9
+        here = 10
     travels = 2 * min(cp, 3) * wide
     if attn == "allgather":
         travels = 2 * cp + 2 * cp * wide
-    total = (here + travels) * x / tp
+    total = (here + travels) * x / tp - x / cut  # the second norm's result has left, too
     if E:
-        total -= 11 * b * routed * C - 9 * x / tp
+        total -= 11 * b * routed * C - 8 * x / tp - x / cut
     return total
 
 
@@ -350,11 +350,15 @@ def mlp_gradients(x, tp, cut, zero, b, C, E, shared, routed, schedule, expert):
             total = x + max(4 * x, down)
         else:
             total += down
-    if E:
-        total = max(total, 10 * b * routed * C)
-    if E and schedule not in APART:
-        total = max(total, b * expert - 8 * b * routed * C)
-    return total
+    if not E:
+        return total
+    rows = 10 * b * routed * C
+    if schedule in APART:
+        return max(total, rows)
+    stacked = b * expert - 8 * b * routed * C  # when most rows have gone
+    if zero >= 2:
+        rows -= b * expert  # these experts' gradients have no room yet, which `buffers` counts
+    return max(total, rows, stacked)
 
 
 def split(schedule, waits, blocks, kept, v):
@@ -374,11 +378,18 @@ def attention(ring, split, schedule, E, x, tp, b, expert):
     return ring + split + 4 * x / tp  # gelu's result is still there: it waits for W
 
 
-def weights(schedule, split, b, expert, buffers):
-    """the same in W: half of the experts' gradients a second time, on their way to ZeRO's room"""
+def weights(schedule, split, blocks, v, block, b, expert, E, shared, C, tp, zero):
+    """the same in W. Gradients that B has made move to their places first, in every block: with
+    ZeRO-2 all get room at once, and keep it, for the last block's sum is the first"""
     if schedule not in APART:
         return 0
-    return split + b * expert / 2 + buffers
+    moves = b * expert / 2  # the experts' gradients of up or down, a second time
+    if shared or not E:
+        moves = max(moves, 4 * b * C * C / tp)  # the gradient of down's weight
+    total = split + moves
+    if zero >= 2:
+        total += blocks / v * b * (block + expert)
+    return total
 
 
 def inside(again, mlp_gradients, split, attention, schedule, buffers, weights, waiting, x, cut,
