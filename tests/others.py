@@ -2,8 +2,8 @@
 
 They are what section 1 of a technique file must serve besides the toy GPT. Sizes are odd where the
 structure allows it. Each model has `blocks()`, the modules that are worth a unit of their own, in
-the order in which they run, and each returns what its original returns: a tensor, a tuple, a list,
-a dict or a dataclass. A Structure adds the inputs and a loss that is a sum over rows, so that the
+the order in which they run. Between them they return all that models do: tensors, tuples, lists,
+dicts and dataclasses. A Structure adds the inputs and a loss that is a sum over rows, so that the
 gradients of parts of a batch add up to those of the whole.
 """
 import math
@@ -497,7 +497,7 @@ def lstm_loss(model, tokens, targets):
 
 
 class LoRALinear(nn.Module):
-    """Y = X W + X A^T B^T, of which A and B alone are trained (Hu et al. 2021)."""
+    """Y = X W^T + X A^T B^T, of which A and B alone are trained (Hu et al. 2021)."""
 
     def __init__(self, linear, rank=2):
         super().__init__()
@@ -510,7 +510,7 @@ class LoRALinear(nn.Module):
 
 
 def lora():
-    """All but the adapters is frozen: the whole of block 1, and all that is outside the blocks."""
+    """All but the adapters is frozen. Block 1 has none, nor has what is outside the blocks."""
     model = Llama()
     model.requires_grad_(False)
     for layer in (model.layers[0], model.layers[2]):

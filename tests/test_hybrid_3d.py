@@ -10,7 +10,7 @@ import torch.nn as nn
 
 import hybrid_3d
 from common import GPTConfig
-from conftest import ALL, PROOF, SMALL, alone, proves, run, script, some, textbook
+from conftest import ALL, PROOF, SMALL, alone, each, proves, run, script, some, textbook
 from pipeline_parallel import Boundary, Chain, Pipeline, Stages, make_groups, make_plans
 from tensor_parallel import WholeSequence
 
@@ -224,7 +224,6 @@ def test_resume(tmp_path):
     goes_on(place, 1, "--dp 1 --tp 1 --pp 1")
     goes_on(place, 8, "--dp 1 --cp 2 --tp 2 --pp 2 --zero 1")
     goes_on(place, 4, "--dp 2 --cp 1 --tp 2 --pp 1 --sp --zero 3")
-    script("hybrid_3d", 1, *PROOF, *ODD, "--resume", place, "--width", "64", code=2)
     proves(*on(2, "--dp 1 --tp 1 --pp 2"), "--steps", "5", "--resume", place,
            plant=without_optimizer)
 
@@ -447,9 +446,8 @@ def check_own_code(zero):
         torch.testing.assert_close(part.shard[:part.size], whole[run].detach())
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
-def test_own_code(zero):
-    run(check_own_code, 4, zero)
+def test_own_code():
+    run(each, 4, check_own_code, [(0,), (1,), (2,)])
 
 
 class Tied(nn.Module):
@@ -490,9 +488,8 @@ def check_a_stage_that_does_not_use_what_is_tied(zero):
         torch.testing.assert_close(tied, plain_tied)
 
 
-@pytest.mark.parametrize("zero", [0, 1])
-def test_a_stage_that_does_not_use_what_is_tied(zero):
-    run(check_a_stage_that_does_not_use_what_is_tied, 2, zero)
+def test_a_stage_that_does_not_use_what_is_tied():
+    run(each, 2, check_a_stage_that_does_not_use_what_is_tied, [(0,), (1,)])
 
 
 def check_models_that_are_refused():
@@ -513,32 +510,3 @@ def check_models_that_are_refused():
 
 def test_models_that_are_refused():
     run(check_models_that_are_refused, 1)
-
-
-# ---- refused -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("world, flags", [
-    (2, "--dp 2 --tp 2"),
-    (1, "--heads 4 --tp 8 --dry-run 8"),
-    (1, "--pp 8 --dry-run 8"),
-    (1, "--micro 3"),
-    (1, "--schedule zb-h1 --ckpt full"),
-    (1, "--impl torch --dry-run 2"),
-    (1, "--dry-run 2 --dp 4 --pp 1"),
-    (1, "--dry-run 4 --dp 1 --tp 4 --schedule interleaved --layers 1"),
-    (2, "--dp 2 --pp 1 --schedule interleaved --impl torch"),
-    (1, "--dry-run 2 --cp 2 --seq 30"),
-    (1, "--dry-run 4 --cp 2 --tp 2 --heads 2 --attn ulysses --seq 32"),
-    (1, "--dry-run 8 --cp 2 --tp 4 --sp --seq 36"),
-    (1, "--experts 4 --top-k 5"),
-    (1, "--dry-run 2 --dp 2 --experts 3"),
-    (1, "--dry-run 2 --dp 2 --experts 4 --ep 3"),
-    (1, "--shared"),
-    (1, "--dry-run 2 --pp 2 --zero 3"),
-    (1, "--impl torch --experts 4"),
-    (1, "--layers-per-stage 3,2"),
-    (1, "--layers-per-stage x"),
-])
-def test_refused(world, flags):
-    script("hybrid_3d", world, *flags.split(), code=2)
