@@ -82,13 +82,14 @@ def costs(plans, F, B, W, sizes=None):
     """
     table = {"F": F, "B": B, "W": W, "U": 0.0}
     split = [of_kind(plan, "W") for plan in plans]
+    parts = [chunks(plan) for plan in plans]
 
     def cost(rank, action):
         time = table[action.kind]
         if action.kind == "B" and (action.microbatch, action.stage) not in split[rank]:
             time = B + W
         if sizes is None:
-            return time / chunks(plans[rank])
+            return time / parts[rank]
         return time * sizes[action.stage]
     return cost
 
