@@ -33,6 +33,8 @@ At work: torch.amp, torch.utils.checkpoint, DistributedDataParallel.no_sync (sec
     loss = accumulate(part_of_loss, microbatches, scaler)     # part_of_loss(x, y) has the autocast
     norm = update(model.parameters(), optimizer, 1.0, scaler, group)
 """
+import harness  # before torch, which warns where NumPy is missing
+
 import math
 import shutil
 import sys

@@ -39,6 +39,8 @@ At work: torch.distributed.tensor.experimental.context_parallel (section 3).
     sum_gradients(model.parameters(), group)
     norm = clip_gradients(model.parameters(), 1.0)  # then optimizer.step()
 """
+import harness  # before torch, which warns where NumPy is missing
+
 import importlib.util
 import math
 import sys

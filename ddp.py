@@ -28,6 +28,8 @@ arXiv:2006.15704, section 3. At work: torch.nn.parallel.DistributedDataParallel,
 
     torchrun --standalone --nproc_per_node=2 ddp.py
 """
+import harness  # before torch, which warns where NumPy is missing
+
 import contextlib
 import math
 import sys

@@ -36,6 +36,8 @@ arXiv:2304.11277, sections 3 and 4. At work: torch.distributed.fsdp.fully_shard,
 
     torchrun --standalone --nproc_per_node=2 fsdp.py
 """
+import harness  # before torch, which warns where NumPy is missing
+
 import dataclasses
 import math
 import sys

@@ -22,7 +22,7 @@ sum_gradients adds up. 1: in the end all have the same, and the norm counts it o
     expert           S 1              S 1              cut       -
 
     numbers (plain MLPs)   plain GPT    one rank of a middle stage
-    held, 4 per weight     48 C^2 L     48 C^2 L / (tp pp); --zero 1, 2, 3 cut 2, 3, 4 of 4 by dp cp
+    held, 4 per weight     48 C^2 L     48 C^2 L / (tp pp); --zero z > 0 cuts z + 1 of 4 by dp cp
     activations, 1f1b      16 B T C L   (4 + 12/tp) B/(dp M) T/cp C L/pp (pp - stage); --sp: 16/tp
     sent on tp, per step   -            8 B/dp T/cp C L/pp (tp-1)/tp; --sp: 10
     sent on dp x cp        -            2 (n-1)/n of its gradients, n = dp cp
@@ -39,6 +39,8 @@ At work: DeviceMesh, fully_shard, parallelize_module, torch.distributed.pipelini
     model.zero_grad(); pipeline.step(inputs, loss_of); sum_gradients(model)
     step(model, gradient_norm(model), clip)
 """
+import harness  # before torch, which warns where NumPy is missing
+
 import contextlib
 import math
 import re
@@ -286,7 +288,8 @@ class Hybrid(nn.Module):
 
     def after_backward(self, stage, is_last):
         """To be called after a backward: ZeRO-2 and 3 sum after each, they have no room to wait."""
-        # edges are of ZeRO-2 or 3 only where no other pipeline stage shares in their gradients
+        # Edges are of ZeRO-2 or 3 only if edges_wait is False: then no other part of the pipeline
+        # shares in them. zero.stage is 0 to 3, `stage` is a number of a part of the model
         for zero in self.inner[stage] + self.edges:
             if zero.stage >= 2:
                 zero.reduce()  # partial -> sharded
@@ -319,7 +322,11 @@ def sum_gradients(model):
 
 
 def take_tied_gradients(zero, tied):
-    """Where this rank made no gradient of its own, the summed one is not in ZeRO's memory yet."""
+    """The summed gradients of tied parameters go to ZeRO's memory, if they are not there yet.
+
+    Where backward has made a gradient, it lies there, and was summed in its place. Where it has
+    made none, sum_tied_gradients() has summed into a new tensor.
+    """
     for flat in zero.flats:
         for p in tied:
             if p in flat.starts:
@@ -443,6 +450,8 @@ def parallelize(model, mesh, plans, groups, boundary, layers, *, sp=False, zero=
     if mesh.size["cp"] > 1:
         context_parallel.parallelize(model, ATTENTION[attn](mesh.group["cp"]))
     if "ep" in mesh.group:
+        # Without --sp all ranks of tp come to the router with the same tokens: each routes a part.
+        # In a dry run nobody can read what was chosen: experts are taken to be balanced
         same_tokens = None
         if tp.size > 1 and not sp:
             same_tokens = tp.group
@@ -1101,6 +1110,8 @@ def dense_units(at):
         found.append(unit_of(at, dense(at, i), ranks, zero_stage, turn=(i == at.blocks[-1])))
     if at.last > 0:
         zero_stage = min(zero_stage, 1)  # edges wait for the sum of the tied embedding
+    # turn: edges are the one unit of a ZeRO of their own, so that nothing else takes their memory
+    # between forward and backward
     found.append(unit_of(at, edges(at), ranks, zero_stage, turn=True))
     return found
 
@@ -1183,7 +1194,7 @@ def account_activations(run, at):
 
 
 def sent_on_tp_by_block(at):
-    """f and g of attention and of MLPs, in forward and backward; of 2 ranks a half of it goes."""
+    """What f and g of a block send in forward and backward, but for the factor (tp-1)/tp."""
     x = at.x
     # a block that runs again stops before the MLP's g: nothing in it needs that result
     if at.cut == 1:  # all-reduces, which send 2 x: g in forward, f in backward
@@ -1225,7 +1236,9 @@ def joined_experts(at):
     if at.cut > 1:
         return 0
     x = at.b * -(-at.N // at.tp) * at.tp * at.C  # with padding to equal parts
-    if at.args.shared:  # it runs after the first all-gather: a block that runs again repeats that
+    if at.args.shared:
+        # A block that runs again stops behind the last tensor that backward needs. The shared
+        # expert keeps some, and it runs after the all-gather of what experts make: that is repeated
         return 2 * x + x * at.again
     return 2 * x
 
@@ -1337,7 +1350,7 @@ def in_words(lay):
 
 
 def picture(run, setting):
-    """Who is where: stages as rows, copies as columns."""
+    """Who is where: ranks of pp as rows, copies as columns."""
     lay = setting.lay
     layers = ranges(setting.layers)
     homes = pipeline_parallel.homes(setting.plans)
@@ -1355,7 +1368,7 @@ def picture(run, setting):
             if rank != setting.mesh.place["pp"]:
                 continue
             copies = [copies[setting.mesh.place["data"]]]
-        run.say(f"  stage {rank}, layers {' '.join(runs)}:  " + "   ".join(copies))
+        run.say(f"  pp rank {rank}, layers {' '.join(runs)}:  " + "   ".join(copies))
 
 
 def numbers_of(layers):
@@ -1548,7 +1561,10 @@ def layers_here(model):
 
 
 def routed_together(args, lay):
-    """What decides which tokens are balanced together, or are in each other's way."""
+    """-> [what decides which tokens are balanced together, or compete for room in an expert].
+
+    Two runs compute the same only if it is the same in both: see routings().
+    """
     if args.capacity:  # a rank drops the last of its own
         return [lay.dp, lay.cp, lay.tp, lay.micro, lay.sp, args.attn]
     if args.balance == "aux":  # the loss of a micro-batch is that of all its tokens

@@ -36,6 +36,8 @@ those in `replicas` hold the same ones, and `everyone` is all.
 
     torchrun --standalone --nproc_per_node=2 moe.py
 """
+import harness  # before torch, which warns where NumPy is missing
+
 import copy
 import math
 import sys

@@ -12,7 +12,7 @@ about 1/p of parameters, gradients and AdamW states. Ranks that both hold the ti
 gradients; the norm is that of all ranks.
 
     p ranks, M micro-batches,   bubble: part of a step      kept by rank r, in micro-batches
-    v stages per rank           (or its time)               (M large enough)
+    v stages per rank           (its time: M >= 2p - 1)     (M large enough)
     plain GPT                   -                           all M at once
     naive                       (p-1) / p                   1
     gpipe                       (p-1) / (M + p-1)           M
@@ -20,7 +20,7 @@ gradients; the norm is that of all ranks.
     interleaved                 (p-1) / (v M + p-1)         p + (p-1-2r) / v
     bfs                         (p-1) / (v M + p-1)         M
     zb-h1   (W <= F)            time (p-1) (F + B - W)      p
-    zb-h2   (W <= F)            time (p-1) (F + B - 2W)     2p - 1
+    zb-h2   (2W <= F + B)       time (p-1) (F + B - 2W)     2p - 1
     zb-v    (F = B = W)         0                           p
     dualpipe-v (F = B = W)      time (p-1) F, pairs joined  p + 1/2
     auto --limit X              what a search finds         X
@@ -39,6 +39,8 @@ arXiv:2401.10241. At work: torch.distributed.pipelining (section 3). In your own
     torchrun --standalone --nproc_per_node=2 pipeline_parallel.py --schedule zb-v
     python pipeline_parallel.py --simulate --schedule zb-h1 --pp 4 --micro 8 --times 1,1,1,0
 """
+import harness  # before torch, which warns where NumPy is missing
+
 import contextlib
 import json
 import math
@@ -179,7 +181,7 @@ def looped_bfs(rank, ranks, microbatches, stages):
 
 
 def zb_h1(rank, ranks, microbatches, stages):
-    """1F1B whose Ws come as many micro-batches late as there are ranks before this one: Bs are
+    """1F1B in which rank r does the W of micro-batch m behind the B of micro-batch m + r: Bs are
     sooner done, and Ws fill the end (Qi 2023, figure 3).
 
     rank 0   F0 F1 ...B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
@@ -272,13 +274,13 @@ def dualpipe_v(rank, ranks, microbatches, stages):
         pairs -= 1
     score.write("F0&B1 F1&B0", pairs)
     score.write("B1 F1&B0", ranks - 1 - rank)
-    # of the rank + 1 pairs of Bs that drain, the second half leaves its Ws for later
+    # no Fs are left: rank + 1 pairs of Bs follow, and those of the second half leave their Ws
     half = (rank + 1) // 2
     score.write("B1 B0", half)
     if rank % 2 == 0:
-        score.write("B1 I0")
+        score.write("B1 I0")  # the middle one of an odd number of pairs
     score.write("I1 I0", half)
-    score.write("W I0", ranks - 1 - rank)
+    score.write("W I0", ranks - 1 - rank)  # the Bs of stage 0 that have no partner
     score.write("W", len(score.late))
     return score.plan
 
@@ -345,7 +347,8 @@ class Draft:
             self.put(rank, "W")  # fills the time until the input is there
         gap = arrival - self.clock[rank]
         if self.late(rank) and gap > 0 and self.idle[rank] + gap > max(self.idle):
-            # it does not fit; but to wait would make this rank the one that has waited longest
+            # A W takes longer than the gap, and delays what follows. It is done all the same where
+            # to wait would make this rank the one that has waited longest
             self.put(rank, "W")
         self.put(rank, kind)
 
@@ -385,7 +388,7 @@ class Draft:
         gap = self.clock[rank + 1] + self.times["F"] + self.times["B"] + self.comm
         gap -= self.clock[rank]
         if gap <= 0:
-            return True
+            return True  # the B could begin at once, and any F would delay it
         too_many = self.kept(rank) + 1 - self.limit  # micro-batches that Ws must make room for
         ws = max(0, math.ceil(too_many / self.waiting))
         delays = self.times["F"] + ws * self.times["W"] > gap
@@ -481,8 +484,8 @@ def chunks_of(name, chunks):
 def make_plans(name, ranks, microbatches, chunks=2, limit=None, times=(1.0, 1.0, 1.0, 0.0)):
     """-> for each rank a list of actions. Raises ValueError where dualpipe-v has none.
 
-    interleaved is meant for multiples of the ranks: of other numbers of micro-batches it makes some
-    plans that cannot be run, and route_of refuses these.
+    interleaved is meant for as many micro-batches as there are ranks, or a multiple of that. For
+    other numbers some of its plans cannot be run, and route_of refuses these.
 
     chunks: stages per rank, of interleaved and bfs. limit (micro-batches in flight on a rank, the
     number of ranks if None) and times (of F, B, W and a transfer) are for auto.
@@ -633,8 +636,9 @@ def make_groups(plans, shared=(), pipelines=None, group=None):
     """-> the Groups of this rank's pipeline. Every rank of the world calls this.
 
     shared: tuples of stages that hold a tied parameter. pipelines: for each pipeline its list of
-    global ranks; None: all ranks are one pipeline, and its group is the world unless one is given.
-    group: that of this rank's pipeline; None, beside pipelines: one is made for each of them.
+    global ranks; None: all ranks are one pipeline. group: that of this rank's pipeline, if it has
+    been made already. If it is None, it is the world where all ranks are one pipeline; otherwise a
+    group is made for each pipeline.
 
     Every rank makes every group, in the same order, also those that it is not in: NCCL splits them
     off the world's communicator, and all ranks have to take part in that. NCCL runs what goes
@@ -684,7 +688,7 @@ class Mail:
         self.made = {}  # {key: tensor} that is to be sent or taken
         self.moving = {}  # {key: (work, tensor)} that has been started
         self.sent = None  # the key of the last send
-        # gloo moves the memory of CPUs alone: tensors of a GPU go through it
+        # gloo sends and receives the memory of CPUs alone: tensors of a GPU go through it
         on_cpu = torch.device(boundary.device).type == "cpu"
         self.by_host = dist.get_backend(groups.group) == "gloo" and not on_cpu
         # NCCL wants all ranks of a group in its first call, and not all are in a transfer
@@ -929,8 +933,8 @@ class Pipeline:
     modules: {stage: module}, this rank's. plans: all ranks'. boundary: what goes between stages.
     before(stage, is_last) and after(stage, is_last) are called around each action that adds to the
     gradients of a stage. is_last: no later action of the step adds to them, so that they can be
-    reduced over copies of the stage. split(later): a context in which what can be left for W is
-    left there.
+    reduced over copies of the stage. split(later): a context for the forward of a micro-batch whose
+    B leaves a W. The modules' backward then appends what W is to do to the list `later`.
     """
 
     def __init__(self, modules, plans, groups, boundary, before=nothing, after=nothing,
@@ -970,6 +974,12 @@ class Pipeline:
             trained = any(p.requires_grad for p in module.parameters())
             if trained and stage not in self.with_backward:
                 raise ValueError(f"stage {stage} has something to train, but no B in the plan")
+        done = {kind: set() for kind in "FBWU"}
+        for action in self.plan:
+            done[action.kind].add((action.microbatch, action.stage))
+        for microbatch, stage in sorted(done["F"] - done["B"]):
+            if stage in self.with_backward:
+                raise ValueError(f"the plan has no B of micro-batch {microbatch} in stage {stage}")
 
     def adds(self, action):
         """Does it add to .grad?"""
@@ -1070,7 +1080,7 @@ class Pipeline:
             if action.stage == self.end:
                 y = loss_fn(y, action.microbatch)
         if action.stage in self.with_backward and torch.is_grad_enabled():
-            edge = None  # there is nothing to train up to here
+            edge = None  # where a plan has this B, but nothing is trained up to here: see trim()
             if y.requires_grad:
                 edge = get_gradient_edge(y)
             self.kept[place] = Kept(slot, edge, later)
@@ -1453,6 +1463,8 @@ def stale_step(model, optimizer, x, y, valid, clip, stages, plans):
             updates = [action for action in plans[rank][:begin] if action.kind == "U"]
             version = versions[len(updates)]
             for p in parameters:
+                # a tied p is in two stages, but all its versions are equal: update_stages() does
+                # not step it
                 seen[p] = version[p].requires_grad_()
         weights = {names[p]: value for p, value in seen.items()}
         logits = torch.func.functional_call(model, weights, (rows,))

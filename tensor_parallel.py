@@ -34,6 +34,8 @@ a vocabulary of V:
     sum_gradients(model, tp)
     clip_gradients(model, gradient_norm(model, tp), 1.0)  # then optimizer.step()
 """
+import harness  # before torch, which warns where NumPy is missing
+
 import contextlib
 import fnmatch
 import math
@@ -102,8 +104,8 @@ class WholeSequence:
     def reduce(self, y):
         """From inside to outside: summands y (.., T, C) -> their sum, in the memory of y."""
         y = y.contiguous()
-        # all_reduce writes into y without telling autograd. The new version does: backward raises
-        # if anything has kept the old y
+        # all_reduce writes into y, and autograd does not notice. With the version counted up by
+        # hand, a backward that has kept the old y raises, and does not compute with the sum
         torch.autograd.graph.increment_version(y)
         work = dist.all_reduce(y, group=self.group, async_op=True)  # partial -> replicated
         return Pending(y, work)
@@ -120,8 +122,8 @@ class WholeSequence:
         """ColumnLinears called in here leave the gradients of their parameters for later.
 
         Backward then makes that of x alone, and appends to the list `later` a root and its
-        gradient. torch.autograd.backward(*zip(*later)) takes all roots and all their gradients, and
-        makes the gradients of the parameters.
+        gradient, if anything is trained. torch.autograd.backward(*zip(*later)) takes all roots and
+        all their gradients, and makes the gradients of the parameters.
         """
         before = self.later
         self.later = later
@@ -157,7 +159,8 @@ class CutSequence(WholeSequence):
         return Pending(x, work, pieces)
 
     def inside(self, p):
-        """Outside there are summands too: sum_gradients adds up all of them, at the end."""
+        """Nothing is to be done: here the gradient of every whole parameter is a summand, inside or
+        outside, and sum_gradients adds them all up after backward."""
         return p
 
 
@@ -207,7 +210,7 @@ class ColumnParallel(torch.autograd.Function):
         elif trained:
             with torch.enable_grad():
                 root = DeferredWeights.apply(ctx.tp, x.detach(), dys, *parameters)
-            ctx.later.append((root, None))  # None: 1, with which a scalar's backward begins
+            ctx.later.append((root, None))  # root is a scalar: autograd takes None for a 1
         if ctx.needs_input_grad[0]:
             dx = reducing.wait()
         return dx, None, *gradients
@@ -336,7 +339,8 @@ def unshard(t, cut, tp):
 def without_padding(p, cut, tp):
     """A piece without the zeros that it is filled up with.
 
-    Padding takes part in no computation: sigmoid, which makes 0.5 of 0, would give it a gradient.
+    Padding must stay out of the forward, or it may be trained: of a padded column of up, which is
+    0, sigmoid would make 0.5, and down's padding would get a gradient by that 0.5.
     """
     count = len(extent(cut, tp))
     if count == p.shape[cut.dim]:
@@ -394,7 +398,8 @@ class CutModule(nn.Module):
 
     def __init__(self, plain, tp):
         super().__init__()
-        derived = not isinstance(plain.weight, nn.Parameter)  # weight_norm or a parametrization
+        # weight_norm, a parametrization, or no weight at all
+        derived = not isinstance(getattr(plain, "weight", None), nn.Parameter)
         if derived or not computes_as(plain, self.replaces):
             raise TypeError(f"{type(self).__name__} replaces an nn.{self.replaces.__name__}, but "
                             f"this {type(plain).__name__} has a forward, hooks or a weight of its "
@@ -525,8 +530,9 @@ class RowLinear(CutModule):
         self.bias = linear.bias
 
     def forward(self, y):
-        # In 2 dims: in 3, F.linear returns what its matmul made under a version of its own, and
-        # torch would not notice that g writes into memory that others have kept
+        # y goes in as a matrix. For 3 dims F.linear would return a second tensor in the memory of
+        # its matmul's result, with a version counter of its own. Who has saved the matmul's result
+        # (a selective checkpoint) would not see g count up the version, and would not raise
         rows = F.linear(y.flatten(0, -2), self.used("weight"))  # (N, C)
         y = rows.unflatten(0, y.shape[:-1])  # (.., T, C), a summand
         x = ReduceFromTP.apply(y, self.tp)  # partial -> replicated, or sharded(T)
@@ -620,7 +626,8 @@ class InsideDropout(nn.Module):
 
 
 class OutsideDropout(InsideDropout):
-    """Dropout outside: of a whole x all ranks drop the same, of a cut one each its own."""
+    """Dropout outside. Where x is whole, all ranks draw the same mask. Where it is cut along T,
+    each draws one of its own."""
 
     def mask_number(self):
         if isinstance(self.tp, CutSequence):
@@ -637,10 +644,13 @@ def cut_model(model, tp, plan):
     plan: {pattern: kind}. A pattern is the name of modules, with * for any part between dots. A
     kind is a class or function of this section, or your own: kind(plain module, tp) takes the
     module's place. Parameters keep their names and ties. All ranks of the group call this with the
-    same weights. What cannot be right is a ValueError or TypeError that says what to do. One thing
-    goes unseen: the rate in a forward's F.dropout(x, 0.1).
+    same weights. What can be told to be wrong is a ValueError or TypeError that says what to do.
+    What a forward does itself goes unseen: the rate of an F.dropout(x, 0.1); and between a
+    ColumnLinear and a RowLinear whatever looks at the last dim as a whole, such as chunk(2, -1) of
+    a projection that two are fused in (take one ColumnLinear for each), softmax or a norm.
     """
     ties = tied_names(model)
+    compare_ranks(model.state_dict(keep_vars=True), tp)
     replaced = replace_modules(model, tp, plan)
     for first, other in ties:
         tie(model, first, other)
@@ -648,7 +658,9 @@ def cut_model(model, tp, plan):
     refuse_unnamed(model, replaced)
     if isinstance(tp, CutSequence):
         refuse_mixing(model)
-    compare_ranks(model, tp)
+    if any(isinstance(module, InsideDropout) for module in model.modules()):
+        numbers = torch.get_rng_state().to(next(model.parameters()).device)
+        compare_ranks({"The state of torch's default generator, which dropout uses,": numbers}, tp)
     return model
 
 
@@ -718,10 +730,10 @@ def refuse_dropout(model):
 
 
 def refuse_unnamed(model, named):
-    """Raise for parameters beside a ColumnLinear and a RowLinear that the plan says nothing of.
+    """Raise if a module with a ColumnLinear and a RowLinear has other parameters, and the plan does
+    not name them.
 
-    Whether they stand inside or outside is decided by the forward of the module that has them, and
-    nobody can look into that.
+    Its forward decides whether it uses them inside or outside, and nobody can look into that.
     """
     for parent_name, parent in model.named_modules():
         kinds = {type(child) for child in parent.children()}
@@ -750,27 +762,19 @@ def refuse_mixing(model):
                              "outside, where CutSequence has a part of them: take WholeSequence.")
 
 
-def compare_ranks(model, tp):
-    """Raise if ranks differ in what stays whole, or in the random numbers that dropout uses."""
-    if dist.get_backend(tp.group) == "fake":
+def compare_ranks(tensors, tp):
+    """Raise if one of the tensors, by their names, is not the same on all ranks of the group."""
+    if dist.get_backend(tp.group) == "fake" or not tensors:
         return  # a dry run has no other ranks
-    table = cuts(model)
-    state = model.state_dict(keep_vars=True)
-    replicated = {name: t for name, t in state.items() if t not in table}
-    if any(isinstance(module, InsideDropout) for module in model.modules()):
-        numbers = torch.get_rng_state().to(next(model.parameters()).device)
-        replicated["The state of torch's default generator, which dropout uses,"] = numbers
-    if not replicated:
-        return
     differs = []
-    for t in replicated.values():
+    for t in tensors.values():
         mine = t.detach().contiguous().flatten().view(torch.uint8)
         first = mine.clone()
         dist.broadcast(first, group=tp.group, group_src=0)  # rank 0's -> replicated
         differs.append((mine != first).any())
     anywhere = torch.stack(differs).int()
     dist.all_reduce(anywhere, dist.ReduceOp.MAX, group=tp.group)  # each its own -> replicated
-    for name, differing in zip(replicated, anywhere.bool().tolist()):
+    for name, differing in zip(tensors, anywhere.bool().tolist()):
         if differing:
             raise ValueError(f"{name} is not the same on all ranks that share a model. Load the "
                              "same weights on all, or draw them after the same torch.manual_seed.")

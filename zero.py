@@ -37,6 +37,8 @@ At work: ZeroRedundancyOptimizer (stage 1), fully_shard (stages 2 and 3), sectio
 
     torchrun --standalone --nproc_per_node=2 zero.py --stage 3
 """
+import harness  # before torch, which warns where NumPy is missing
+
 import sys
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
@@ -354,8 +356,8 @@ class ZeRO:
     torch's parameter groups, [{"params": [..], "weight_decay": 0.1}, ..]; None is one group of all
     that is trained. zero.optimizer has them in this order, so that torch's LR schedulers work, but
     what it steps are 1-D pieces, this rank's: it must treat every number alike and alone, as SGD
-    and Adam do. Others are refused by their names (NOT_ELEMENTWISE). step() refuses one that counts
-    its steps in a group.
+    and Adam do. Others are refused by their names (NOT_ELEMENTWISE) or after a trial, for which
+    make_optimizer is called twice more. step() refuses one that counts its steps in a group.
 
     units: modules, or tuples of modules, whose parameters lie together; one may be inside another.
     In stage 3 these parameters can be read in the forward of these modules only, and all ranks must
@@ -449,12 +451,15 @@ class ZeRO:
                 group_of[p] = index
             ours.append({**options, "params": []})
         refuse_groups(group_of, trained)
+        if self.parts and dist.get_backend(self.group) != "fake":  # a dry run has no numbers
+            refuse_after_trial(make_optimizer, groups, self.parts[0].master)
         for part in self.parts:
             ours[group_of[part.parameter]]["params"].append(part.master)
         # before make_optimizer has the groups in its hands: it may change the lists
         given = [list(map(id, options["params"])) for options in ours]
         optimizer = make_optimizer(ours)
-        refuse_optimizer(optimizer, given)
+        refuse_by_name(optimizer)
+        refuse_other_groups(optimizer, given)
         return optimizer
 
     # -- parameters in stage 3
@@ -827,16 +832,43 @@ def refuse_groups(grouped, trained):
                              "groups of module.parameters()")
 
 
-def refuse_optimizer(optimizer, given):
-    """given: the ids of the parameters in its groups, as they should be."""
+def refuse_by_name(optimizer):
     for kind in type(optimizer).__mro__:
         if kind.__name__.lower() in NOT_ELEMENTWISE:
             raise ValueError(f"{kind.__name__} looks at more than a number alone: ZeRO's optimizer "
                              "sees 1-D pieces of the parameters of one rank")
+
+
+def refuse_other_groups(optimizer, given):
+    """given: the ids of the parameters in its groups, as they should be."""
     found = [list(map(id, group["params"])) for group in optimizer.param_groups]
     if found != given:
         raise ValueError("make_optimizer must keep the groups that it is given, of 1-D pieces: "
                          "make groups of the module's own parameters, ZeRO(.., groups=[..])")
+
+
+def refuse_after_trial(make_optimizer, groups, like):
+    """Raises if the optimizer steps pieces of a matrix otherwise than the whole of it."""
+    matrix = torch.linspace(-1, 1, 24).view(4, 6).to(like)
+    results = []
+    for tensors in [matrix], matrix.flatten().split(10):
+        trial = []
+        for options in groups:
+            trial.append({**options, "params": [nn.Parameter(t.clone()) for t in tensors]})
+        tried = [p for options in trial for p in options["params"]]
+        optimizer = make_optimizer(trial)
+        refuse_by_name(optimizer)  # before a step: some want a closure
+        for options in optimizer.param_groups:
+            if "lr" in options:
+                options["lr"] = 0.1  # of no rate, or a small one, all results would be alike
+        for _ in range(2):
+            for p in tried:
+                p.grad = p.detach().square() + 0.1
+            optimizer.step()
+        results.append(torch.cat([p.detach().flatten() for p in tried]))
+    if not torch.allclose(*results):
+        raise ValueError(f"{type(optimizer).__name__} looks at more than a number alone: ZeRO's "
+                         "optimizer sees 1-D pieces of the parameters of one rank")
 
 
 def broadcast(tensor, group):

@@ -14,7 +14,9 @@ BAR = 40  # characters of the longest bar
 
 
 def say(*words, end="\n"):
-    """Print, or go on in silence if nobody reads any more (`| head -1`): the run is worth more."""
+    """Print, or go on in silence if nobody reads (`| head -1`, `>&-`): the run is worth more."""
+    if sys.stdout is None:  # it was closed before this process began
+        silence()
     try:
         print(*words, end=end, flush=True)
     except (BrokenPipeError, ValueError):
@@ -24,13 +26,14 @@ def say(*words, end="\n"):
 def silence():
     """From here on, what is printed goes nowhere. One line on stderr says so."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    sys.stdout = os.fdopen(1, "w", closefd=False)
+    if sys.stdout is not None:  # else the number 1 may be another file's by now
+        os.dup2(nowhere, 1)
+    sys.stdout = os.fdopen(nowhere, "w", closefd=False)
     print("stdout is closed: the run goes on without it", file=sys.stderr, flush=True)
 
 
 def on_terminal():
-    return not sys.stdout.closed and sys.stdout.isatty()
+    return sys.stdout is not None and not sys.stdout.closed and sys.stdout.isatty()
 
 
 def colored(text, color):

@@ -207,6 +207,8 @@ ONE_RANK = {
         --balance loss                         --balance: invalid choice: 'loss' (choose from 'aux',
         --shared 2                                          unrecognized arguments: 2
         --dry-run 2 --batch 3                  --batch 3 sequences for 2 ranks: take a multiple of 2
+        --impl torch --dtype bf16 --width 36                wants a multiple of 8 in bf16
+        --impl torch --width 6 --heads 2                    wants a multiple of 4 in fp32
     """,
     "amp_accum_ckpt": """
         --amp fp8                           --amp: invalid choice: 'fp8' (choose from 'off', 'bf16',
@@ -221,6 +223,7 @@ ONE_RANK = {
         --impl torch --dry-run 2                           --dry-run and --sweep want --impl scratch
         --impl both --sweep                                --dry-run and --sweep want --impl scratch
         --compile --dry-run 2                               --compile
+        --sweep --save no/such                              --save wants one plan
     """,
     "hybrid_3d": """
         --dry-run 2 --dp 2 --tp 2      --dp 2 x --tp 2 x --pp 1: their product is not 2
@@ -240,6 +243,7 @@ ONE_RANK = {
         --zero 4                                            --zero 4: must be 0 or more, 3 or less
         --dry-run 2 --pp 2 --zero 3                         take --pp 1 --schedule 1f1b, or --zero 2
         --dry-run 2 --dp 4 --pp 1      --dp 4 x --tp 1 x --pp 1: their product is not 2
+        --dp 1 --tp 4 --schedule interleaved   --dp 1 x --tp 4 x --pp 1: their product is not 1
         --dry-run 2 --cp 2 --seq 30                         --seq 30 does not divide into 4 chunks
         --dry-run 2 --cp 2 --heads 1 --attn ulysses         which ulysses wants
         --dry-run 8 --cp 2 --tp 4 --sp --seq 36             which --sp wants
@@ -263,7 +267,11 @@ TWO_RANKS = {  # the same for all files, and what only shows with real ranks
     "zero": "--batch 3 --accum 2                   --batch 3: fewer than 2 ranks x 2 micro-batches",
     "fsdp": "--batch 1                                          --batch 1 sequences for 2 ranks",
     "tensor_parallel": "--heads 1                               --heads 1, --width 128: 2 ranks",
-    "pipeline_parallel": "--layers 1                            --layers 1 for 2 stages",
+    "pipeline_parallel": """
+        --layers 1                                          --layers 1 for 2 stages
+        --impl torch --schedule 1f1b --micro 1              --micro 1: torch's 1f1b wants 2 or more
+        --impl torch --schedule zb-h1 --micro 5 --batch 5   --micro 5: torch's zb-h1 wants 2 rounds
+    """,
     "context_parallel": "--seq 30                           --seq 30 does not divide into 4 chunks",
     "moe": "--experts 3                              --experts 3 for 2 ranks: take a multiple of 2",
     "amp_accum_ckpt": "--batch 1                         --batch 1: fewer than 2 ranks x --accum 1",
@@ -435,6 +443,17 @@ def test_a_closed_stdout_ends_nothing(tmp_path):
         ["bash", "-c", f"set -o pipefail; {words} | head -1"], cwd=ROOT, text=True,
         capture_output=True, env=environment,
     )
+    assert done.returncode == 0 and path.exists()
+    assert done.stderr == "stdout is closed: the run goes on without it\n", done.stderr
+
+
+def test_a_run_without_a_stdout(tmp_path):
+    """`>&-`: Python has no sys.stdout then. Nor does torch say that NumPy is missing."""
+    path = tmp_path / "report.json"
+    words = shlex.join([sys.executable, *QUICK, "--json", str(path)])
+    environment = {**os.environ, "PYTHONWARNINGS": ""}
+    done = subprocess.run(["bash", "-c", f"{words} >&-"], cwd=ROOT, text=True, capture_output=True,
+                          env=environment)
     assert done.returncode == 0 and path.exists()
     assert done.stderr == "stdout is closed: the run goes on without it\n", done.stderr
 

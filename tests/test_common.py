@@ -12,7 +12,7 @@ import torch.nn as nn
 
 import common
 from common import IGNORE, PRESETS, build, get_batch, hold_out, learning_rate, load_corpus
-from conftest import SMALL, run, script
+from conftest import SMALL, alone, run, script
 from harness.compare import Trace, compare, tolerance, worst_gap
 from harness.ledger import Ledger, storage_of
 from harness.report import StepLog, bars, colored
@@ -411,3 +411,25 @@ def test_colors_are_for_terminals_alone():
 
 def test_this_suite_runs_on_cpus():
     assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def no_room_for_the_plain_model(module):
+    def plain(run):
+        raise torch.OutOfMemoryError
+
+    common.Run.plain = plain
+
+
+def test_where_the_plain_model_does_not_fit_the_run_goes_on_unchecked():
+    report = script("ddp", 2, *SMALL, plant=no_room_for_the_plain_model)
+    assert report["check"] is None and report["plain_loss"] is None
+    assert len(report["loss"]) == 2
+
+
+def test_the_report_has_args_as_resolved():
+    result, = alone("ddp", ["--layers", "2", "--steps", "1", "--no-check"])
+    args = result["args"]
+    preset = PRESETS[args["model"]]
+    for name in "width", "heads", "vocab", "seq":
+        assert args[name] == getattr(preset, name), name
+    assert args["layers"] == 2 and args["batch"] == 8

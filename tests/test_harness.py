@@ -12,7 +12,7 @@ from conftest import run
 from harness import checkpoint, guard
 from harness.compare import Trace, compare, worst_gap
 from harness.ledger import Ledger
-from harness.report import StepLog, Table, verdict
+from harness.report import StepLog, Table, textbook_line, verdict
 from harness.profiler import exposed_time
 from test_tools import event
 
@@ -126,3 +126,10 @@ def test_a_folder_whose_name_is_no_number_is_no_checkpoint(tmp_path):
     for name in "10", "\u00b2", "9", "other":
         (tmp_path / name).mkdir()
     assert checkpoint.numbered(tmp_path) == [9, 10]
+
+
+def test_a_count_is_not_shown_in_bytes():
+    row = {"what": "micro-batches kept", "formula": "p", "expected": 2.0, "measured": 3.0}
+    line = "micro-batches kept = p = "
+    assert textbook_line({**row, "unit": "count"}) == line + "2: measured 3"
+    assert textbook_line({**row, "unit": "bytes"}) == line + "2 B: measured 3 B"

@@ -930,6 +930,12 @@ def check_nothing_goes_to_frozen_stages():
     assert (ledger.memory["activations"] > 0) == (rank == 2)
     with pytest.raises(ValueError, match="has something to train, but no B in the plan"):
         Pipeline({rank: nn.Linear(5, 5)}, without_backward(plans, p), stages.groups, cpu(3, 5))
+    plans[2] = [action for action in plans[2] if action.kind == "F" or action.microbatch != 1]
+    if rank < 2:
+        Pipeline({rank: nn.Identity()}, plans, stages.groups, cpu(3, 5))
+    else:
+        with pytest.raises(ValueError, match="has no B of micro-batch 1 in stage 2"):
+            Pipeline({2: nn.Linear(5, 5)}, plans, stages.groups, cpu(3, 5))
 
 
 def test_nothing_goes_to_frozen_stages():

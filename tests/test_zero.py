@@ -811,6 +811,24 @@ class Lamb(torch.optim.AdamW):
     """Not elementwise, by its name."""
 
 
+class Layerwise(torch.optim.SGD):
+    """As LAMB and LARS, under no name that is known: an update is as large as the parameter."""
+
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.sub_(p.grad / p.grad.norm() * p.data.norm(), alpha=group["lr"])
+
+
+class DecayByShape(torch.optim.SGD):
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.dim() > 1:
+                    p.data.mul_(0.9)
+
+
 class AdamP(torch.optim.AdamW):
     """Not elementwise, by its name: it projects a parameter's gradient."""
 
@@ -850,6 +868,8 @@ def check_refused_at_construction():
         ("number alone", linear, Heir, {}),
         ("number alone", linear, AdamP, {}),
         ("number alone", linear, torch.optim.LBFGS, {"groups": [{"params": everything}]}),
+        ("number alone", linear, partial(Layerwise, lr=0.0), {}),
+        ("number alone", linear, partial(DecayByShape, lr=0.1), {}),
         ("must keep the groups", linear, by_shape, {}),
         ("in no group", linear, sgd, {"groups": [{"params": everything[1:]}]}),
         ("module has not", linear, sgd, {"groups": [{"params": everything + strange}]}),
