@@ -471,8 +471,19 @@ def parallelize(model, mesh, plans, groups, boundary, layers, *, sp=False, zero=
     hybrid = Hybrid(stages, blocks, kind_of, mesh, tp, partial(adamw, lr=lr), zero,
                     edges_wait=len(layers) > 1)
     pipeline = Pipeline(stages.here, plans, groups, boundary, hybrid.before_backward,
-                        hybrid.after_backward)
+                        hybrid.after_backward, split=partial(leave_weights, tp))
     return hybrid, PipelinedLoss(pipeline, boundary.size[0], vocab, tp)
+
+
+@contextlib.contextmanager
+def leave_weights(tp, later):
+    """For forwards whose B leaves a W: that of all Linears, of those too that tp cuts by columns.
+
+    In a B that makes all, ColumnParallel hides the sum of dx over tp behind the gradients of the
+    weights. Here it has nothing to hide it behind.
+    """
+    with pipeline_parallel.SplitLinears(later), tp.defer_weights(later):
+        yield
 
 
 def plan_of(model):

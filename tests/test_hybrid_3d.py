@@ -9,8 +9,9 @@ import torch
 import torch.nn as nn
 
 import hybrid_3d
+import pipeline_parallel
 from common import GPTConfig
-from conftest import ALL, PROOF, SMALL, alone, each, proves, run, script, some, textbook
+from conftest import ALL, GAPS, PROOF, SMALL, alone, each, proves, run, script, some, textbook
 from pipeline_parallel import Boundary, Chain, Pipeline, Stages, make_groups, make_plans
 from tensor_parallel import WholeSequence
 
@@ -48,6 +49,26 @@ ALL_AXES = [  # twelve layouts that every axis, technique and choice is in
     (16, "--dp 2 --cp 2 --tp 2 --pp 2 --sp --zero 1 --experts 4 --ep 2"),
     (1, "--dp 1 --tp 1 --pp 1 --experts 4 --shared --zero 3"),
 ]
+
+
+def leaves_all_linears_for_w(module):
+    """B makes no gradient of a matrix but of the embeddings, which have other numbers of rows."""
+    input_gradient = pipeline_parallel.input_gradient
+
+    def watched(edge, grad, later):
+        input_gradient(edge, grad, later)
+        made = [leaf for leaf, _ in later if leaf.is_leaf and leaf.dim() > 1]
+        assert not {len(leaf) for leaf in made} & {16, 32, 64}, [leaf.shape for leaf in made]
+
+    pipeline_parallel.input_gradient = watched
+
+
+@pytest.mark.parametrize("flags", ["", "--sp"])
+def test_w_of_what_tp_cuts_is_apart(flags):
+    words = f"--dp 1 --tp 2 --pp 2 --schedule zb-h1 {flags}"
+    name, world, *flags = on(4, words)
+    report = script(name, world, *PROOF, *flags, plant=leaves_all_linears_for_w)
+    assert max(report["check"][gap] for gap in GAPS) <= 1e-10
 
 
 NO_LAYERS = 2, "--dp 1 --tp 1 --pp 2 --experts 4 --layers-per-stage 0,5"

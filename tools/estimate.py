@@ -188,17 +188,12 @@ def late(schedule, stage, flight):
     return 0
 
 
-def waits(blocks, x, tp, b, C, first, V, last, N, E, shared, expert):
-    """bytes that such a micro-batch keeps for W: inputs and gradients of Linears. Some weights have
-    their gradients from B already, and these wait, too: of experts, embedding and, with tp, of q,
-    k, v, up and head"""
-    attention = 6 * x  # 2 inputs, 4 gradients
-    mlp = 10 * x  # inputs x and 4 x, gradients 4 x and x
-    head = b * N * V + x
-    if tp > 1:
-        attention = x + x / tp + 3 * b * C * C / tp  # out's gradient and input; q, k, v
-        mlp = x + 4 * x / tp + 4 * b * C * C / tp  # down's gradient and input; up
-        head = b * V * C / tp
+def waits(blocks, x, tp, cut, b, C, first, V, last, N, E, shared, expert):
+    """bytes that such a micro-batch keeps for W: inputs and gradients of Linears. Experts and the
+    embedding have the gradients of their weights from B already, and these wait, too"""
+    attention = x / cut + 3 * x / tp + x / tp + x  # inputs and gradients of q, k, v; of out
+    mlp = x / cut + 4 * x / tp + 4 * x / tp + x  # of up; of down
+    head = x / cut + b * N * V / tp
     linears = attention + b * expert
     if shared or not E:
         linears += mlp
@@ -290,7 +285,7 @@ def again(ckpt, whole, schedule, tp, x, cut, E, shared):
         return whole - x / cut  # its input was kept
     if E and not shared:
         return 0
-    if ckpt == "none" or (schedule in APART and tp == 1):  # there it waits for W: see split
+    if ckpt == "none" or schedule in APART:  # there it waits for W: see split
         return 0
     return 4 * x / tp
 
@@ -438,10 +433,6 @@ HELD = ("parameters", "gradients", "optimizer", "activations", "working")
 # The bubble is (pp - 1) / SKIP times a micro-batch's F + B + W, as tests/test_plan.py simulates it
 SKIP = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "bfs": 2, "zb-h1": 3, "auto": 3, "zb-h2": math.inf,
         "zb-v": math.inf, "dualpipe-v": 6}
-# With tp the gradients of q, k, v and up are made in B. In twelfths of F: F 12, B 19, W 5, all 36.
-# zb-h1 has (F + B + W) / (F + B - W).
-SKIP_TP = {**SKIP, "zb-h1": 36 / 26, "auto": 36 / 26, "zb-h2": 36 / 21, "zb-v": 36 / 14,
-           "dualpipe-v": 36 / 16}  # the last is 36 / 13 to 36 / 16.5, by pp
 
 
 def own(B, T, dp, cp):
@@ -776,10 +767,7 @@ def known(cfg, at, lay, v, counts, head_rank):
     names["most"] = max(counts)
     names["heavy"] = max(max(counts), counts[head_rank] + head)
     names["mean"] = (cfg.layers + head) / lay.pp
-    skips = SKIP_TP
-    if lay.tp == 1:
-        skips = SKIP
-    names["skip"] = skips[lay.schedule]
+    names["skip"] = SKIP[lay.schedule]
     names["tp_bandwidth"] = bandwidth(at, lay.tp)
     names["cp_bandwidth"] = bandwidth(at, lay.tp * lay.cp)
     names["ep_bandwidth"] = bandwidth(at, lay.tp * names["ep"])
