@@ -1120,7 +1120,7 @@ def check_one_dtype_of_the_loss():
     loss = pipeline.step(list(x), lambda out, mb: out.square().sum())
     assert loss.dtype == pipeline.evaluate(list(x), lambda out, mb: out.sum()).dtype
     assert loss.dtype == torch.float64
-    assert (whole(loss) > 0) and (loss > 0) == (groups.rank == 1)
+    assert (summed(loss) > 0) and (loss > 0) == (groups.rank == 1)
 
 
 def check_norm_of_half_precision():
