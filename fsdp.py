@@ -763,7 +763,7 @@ def check_elementwise(kind, options, own, device):
             for p in parameters:
                 p.grad = p.detach().square() + 0.1
             optimizer.step()
-        results.append(torch.cat([p.detach().flatten() for p in parameters]))
+        results.append(torch.cat([p.detach().flatten() for p in parameters]).cpu())
     if not torch.allclose(*results):
         raise ValueError(f"FSDP: {kind.__name__} looks at whole parameters, and a rank has flat "
                          "pieces of them: take an elementwise optimizer, such as AdamW or SGD")

@@ -865,7 +865,7 @@ def refuse_after_trial(make_optimizer, groups, like):
             for p in tried:
                 p.grad = p.detach().square() + 0.1
             optimizer.step()
-        results.append(torch.cat([p.detach().flatten() for p in tried]))
+        results.append(torch.cat([p.detach().flatten() for p in tried]).cpu())
     if not torch.allclose(*results):
         raise ValueError(f"{type(optimizer).__name__} looks at more than a number alone: ZeRO's "
                          "optimizer sees 1-D pieces of the parameters of one rank")
