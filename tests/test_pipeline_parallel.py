@@ -14,8 +14,7 @@ from torch.distributed.pipelining import schedules as theirs
 
 import pipeline_parallel
 from common import GPTConfig, adamw, build, freeze, loss_sum
-from conftest import (
-    ROOT, SMALL, copied, dry_run_agrees, each, proves, run, script, some, textbook)
+from conftest import ROOT, copied, dry_run_agrees, each, proves, run, script, some, textbook
 from ddp import BucketedDDP
 from harness.ledger import Ledger
 from harness.timeline import (
