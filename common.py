@@ -542,7 +542,8 @@ def join_world(args, device, launch):
     # the same three, but nothing that dead ranks have set before a restart is in this store
     store, rank, world_size = guard.among_the_living(*world)
     backend = choose_backend(device, store, launch)
-    timeout = timedelta(seconds=args.timeout or TIMEOUT[backend])
+    args.timeout = args.timeout or TIMEOUT[backend]
+    timeout = timedelta(seconds=args.timeout)
     guard.prepare(timeout)
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world_size, timeout=timeout

@@ -424,6 +424,7 @@ def test_where_the_plain_model_does_not_fit_the_run_goes_on_unchecked():
     report = script("ddp", 2, *SMALL, plant=no_room_for_the_plain_model)
     assert report["check"] is None and report["plain_loss"] is None
     assert len(report["loss"]) == 2
+    assert report["args"]["timeout"] == common.TIMEOUT["gloo"]  # as resolved
 
 
 def test_the_report_has_args_as_resolved():
