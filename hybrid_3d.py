@@ -1325,12 +1325,14 @@ def account_activations_sent(run, at, model, groups):
             formula = f"M L_s {4 * passes} (cp-1)/cp b B' T' C/tp"
         wire(run, "cp", formula, sent_on_cp(at), group["cp"])
     if lay.ep:
-        forwards = 1 + at.again
-        wire(run, "ep", f"{1 + forwards} b C (rows out + rows in - 2 rows staying) "
-             f"+ {forwards} M L_s (ep-1)/ep 8 E", sent_on_ep(at, model), group["ep"])
+        of_blocks = "M L_s"
+        if at.again:
+            of_blocks = "2 M L_s"
+        wire(run, "ep", f"{2 + at.again} b C (rows out + rows in - 2 rows staying) "
+             f"+ {of_blocks} (ep-1)/ep 8 E", sent_on_ep(at, model), group["ep"])
         n = lay.dp * lay.cp * lay.tp
-        loads = 8 * at.E * at.M * len(at.blocks) * forwards
-        wire(run, "load", f"{forwards} 2 (n-1)/n 8 E M L_s, n = dp cp tp", 2 * (n - 1) / n * loads,
+        loads = 8 * at.E * at.M * len(at.blocks) * (1 + at.again)
+        wire(run, "load", f"2 (n-1)/n 8 E {of_blocks}, n = dp cp tp", 2 * (n - 1) / n * loads,
              group["stage"])
 
 
