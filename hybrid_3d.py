@@ -1529,9 +1529,7 @@ class Choices:
         self.steps = []  # of each step, (L, B T, K)
         rounds = run.args.dtype != "fp64"
         self.told = bool(run.args.experts) and run.args.check and rounds and not run.dry
-        if self.told:
-            for layer in moe.layers_of(model):
-                layer.choices = {}
+        moe.remember_choices(model, self.told)
 
     def add(self, model, is_last):
         """Those of the last step, from all ranks. A token of a layer is routed by one of them.
@@ -1548,8 +1546,7 @@ class Choices:
         dist.all_reduce(table)  # partial -> replicated
         self.steps.append(table)
         if is_last:
-            for layer in moe.layers_of(model):
-                layer.choices = None
+            moe.remember_choices(model, False)
 
     def plain_trace(self):
         """The same steps by the plain model."""

@@ -854,10 +854,16 @@ def pieces(model, optimizer, *, replicas, ep):
     return found
 
 
+def remember_choices(model, wanted):
+    """From here on every layer keeps which experts its tokens choose, or none does."""
+    for layer in layers_of(model):
+        layer.choices = {} if wanted else None
+
+
 def choices_here(model):
     """What this rank's tokens chose in the step: of each layer here (M, N, K).
 
-    Every layer's `choices` must be a dict; it is empty afterwards.
+    remember_choices(model, True) comes before the step. The layers have forgotten them afterwards.
     """
     of_layers = []
     for layer in layers_of(model):
@@ -1181,9 +1187,7 @@ def train(run, sides):
     first = sides[run.impls[0]].model
     # the plain run will follow these choices
     keeps_choices = run.args.check and run.args.dtype != "fp64" and not run.dry
-    if keeps_choices:
-        for layer in layers_of(first):
-            layer.choices = {}
+    remember_choices(first, keeps_choices)
     rows = share(run.args.batch, run.world_size, run.rank)
     loads = []
     choices = []
@@ -1198,9 +1202,8 @@ def train(run, sides):
             loads.append(loads_of(first))
             if keeps_choices and step <= run.checked:
                 choices.append(gather_choices(run, first))
-            if keeps_choices and step == run.checked:
-                for layer in layers_of(first):
-                    layer.choices = None  # nobody empties it any more
+            if step == run.checked:
+                remember_choices(first, False)  # nobody takes them any more
     return loads, choices
 
 

@@ -974,12 +974,12 @@ class Pipeline:
             trained = any(p.requires_grad for p in module.parameters())
             if trained and stage not in self.with_backward:
                 raise ValueError(f"stage {stage} has something to train, but no B in the plan")
-        done = {kind: set() for kind in "FBWU"}
+        backward = {(a.microbatch, a.stage) for a in self.plan if a.kind == "B"}
         for action in self.plan:
-            done[action.kind].add((action.microbatch, action.stage))
-        for microbatch, stage in sorted(done["F"] - done["B"]):
-            if stage in self.with_backward:
-                raise ValueError(f"the plan has no B of micro-batch {microbatch} in stage {stage}")
+            place = (action.microbatch, action.stage)
+            wanted = action.kind == "F" and action.stage in self.with_backward
+            if wanted and place not in backward:
+                raise ValueError("the plan has no B of micro-batch {} in stage {}".format(*place))
 
     def adds(self, action):
         """Does it add to .grad?"""

@@ -832,11 +832,15 @@ def refuse_groups(grouped, trained):
                              "groups of module.parameters()")
 
 
+def not_elementwise(kind):
+    return ValueError(f"{kind.__name__} looks at more than a number alone: ZeRO's optimizer sees "
+                      "1-D pieces of the parameters of one rank")
+
+
 def refuse_by_name(optimizer):
     for kind in type(optimizer).__mro__:
         if kind.__name__.lower() in NOT_ELEMENTWISE:
-            raise ValueError(f"{kind.__name__} looks at more than a number alone: ZeRO's optimizer "
-                             "sees 1-D pieces of the parameters of one rank")
+            raise not_elementwise(kind)
 
 
 def refuse_other_groups(optimizer, given):
@@ -867,8 +871,7 @@ def refuse_after_trial(make_optimizer, groups, like):
             optimizer.step()
         results.append(torch.cat([p.detach().flatten() for p in tried]).cpu())
     if not torch.allclose(*results):
-        raise ValueError(f"{type(optimizer).__name__} looks at more than a number alone: ZeRO's "
-                         "optimizer sees 1-D pieces of the parameters of one rank")
+        raise not_elementwise(type(optimizer))
 
 
 def broadcast(tensor, group):

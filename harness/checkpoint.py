@@ -451,25 +451,16 @@ def agree(start):
     """-> is there something to restore? The same on all ranks, or it ends the run.
 
     Each rank has looked for itself, and a folder that machines share may show one of them what it
-    was a moment ago. The steps alone do not tell: where the weights alone are wanted, they are 0.
+    was a moment ago.
     """
     if dist.get_backend() == "fake":
         return False
-    steps = torch.tensor([start.steps], device=collectives_device())
-    most = steps.clone()
-    least = steps.clone()
-    dist.all_reduce(most, dist.ReduceOp.MAX)  # each rank's own -> replicated
-    dist.all_reduce(least, dist.ReduceOp.MIN)  # each rank's own -> replicated
-    differ = f"the newest checkpoint has {most.item()} steps behind it here, {least.item()} there"
-    require(most == least, f"{start.flag or '--resume'}: {differ}", code=1)
     place = "no checkpoint"
     if start.folder is not None:
-        place = f"{start.flag} {start.folder.name}"  # machines may have folders of their own
+        # the last part of the path alone: machines may have folders of their own
+        place = f"{start.flag} {start.folder.name} with {start.steps} steps behind it"
     first = first_said(place)
-    other = ""
-    if place != first:
-        other = place
-    other = first_said(other)
+    other = first_said("" if place == first else place)
     require(not other, f"ranks begin with different checkpoints: {first} here, {other} there",
             code=1)
     return start.folder is not None

@@ -1,10 +1,10 @@
-"""Structures of models that people train, written out small and plain.
+"""Structures of models that people train, written out small and plain; and two optimizers.
 
-They are what section 1 of a technique file must serve besides the toy GPT. Sizes are odd where the
-structure allows it. Each model has `blocks()`, the modules that are worth a unit of their own, in
-the order in which they run. Between them they return all that models do: tensors, tuples, lists,
-dicts and dataclasses. A Structure adds the inputs and a loss that is a sum over rows, so that the
-gradients of parts of a batch add up to those of the whole.
+The models are what section 1 of a technique file must serve besides the toy GPT. Sizes are odd
+where the structure allows it. Each model has `blocks()`, the modules that are worth a unit of their
+own, in the order in which they run. Between them they return all that models do: tensors, tuples,
+lists, dicts and dataclasses. A Structure adds the inputs and a loss that is a sum over rows, so
+that the gradients of parts of a batch add up to those of the whole.
 """
 import math
 from collections import namedtuple
@@ -536,3 +536,24 @@ STRUCTURES = {
     "lstm": Structure(LSTMModel, token_rows, lstm_loss),
     "lora": Structure(lora, token_rows, llama_loss),
 }
+
+
+# ---- optimizers that look at whole parameters, under no name that is known -------------------
+
+
+class Layerwise(torch.optim.SGD):
+    """As LAMB and LARS: an update is as large as the whole parameter's norm says."""
+
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data.sub_(p.grad / p.grad.norm() * p.data.norm(), alpha=group["lr"])
+
+
+class DecayByShape(torch.optim.SGD):
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.dim() > 1:
+                    p.data.mul_(0.9)

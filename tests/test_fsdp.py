@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 import fsdp
 from conftest import PROOF, SMALL, copied, dry_run_agrees, each, proves, run, script, textbook
 from fsdp import FSDP
+from others import DecayByShape, Layerwise
 
 BLOCK = 12 * 32 * 32 + 13 * 32  # parameters of a block of width 32
 ROOT = (256 + 16 + 2) * 32
@@ -470,24 +471,6 @@ def check_wrong_groups():
 
 def test_wrong_groups_are_refused():
     run(check_wrong_groups, 1)
-
-
-class Layerwise(torch.optim.SGD):
-    """As LAMB and LARS: an update is as large as the whole parameter's norm says."""
-
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data.sub_(p.grad / p.grad.norm() * p.data.norm(), alpha=group["lr"])
-
-
-class DecayByShape(torch.optim.SGD):
-    def step(self):
-        super().step()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.dim() > 1:
-                    p.data.mul_(0.9)
 
 
 ELEMENTWISE = "SGD Adam AdamW NAdam RAdam Adamax Adadelta Adagrad RMSprop Rprop ASGD".split()

@@ -10,7 +10,7 @@ import plan
 import pytest
 import torch
 from conftest import alone, script
-from estimate import MEMORY, TIME, Layout, assess, layouts, stages, timed
+from estimate import MEMORY, TIME, Layout, assess, layouts, timed
 
 import hybrid_3d
 from common import PRESETS, GPTConfig, arguments

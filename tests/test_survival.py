@@ -242,7 +242,7 @@ def test_ranks_that_find_different_checkpoints(name, tmp_path):
     script(name, 2, *QUICK, "--steps", "4", "--save", folder, "--save-every", "2")
     said = script(name, 2, *QUICK, "--steps", "6", "--resume", folder, plant=sees_the_one_before,
                   code=1)
-    assert "4 steps behind it here, 2 there" in said
+    assert "--resume 4 with 4 steps behind it here, --resume 2 with 2 steps behind it there" in said
 
 
 # ---- one run saves, on a disk that may be full -------------------------------------------

@@ -17,6 +17,7 @@ from common import GPTConfig, adamw, build, get_batch
 from conftest import (
     PROOF, SMALL, alone, copied, dry_run_agrees, each, proves, run, script, some, textbook)
 from harness.compare import worst_gap
+from others import DecayByShape, Layerwise
 
 # flat sizes that 2, 3 and 4 ranks do not divide
 ODD = ("--vocab", "257", "--width", "33", "--heads", "3")
@@ -809,24 +810,6 @@ def test_parameter_groups_and_schedules():
 
 class Lamb(torch.optim.AdamW):
     """Not elementwise, by its name."""
-
-
-class Layerwise(torch.optim.SGD):
-    """As LAMB and LARS, under no name that is known: an update is as large as the parameter."""
-
-    def step(self):
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data.sub_(p.grad / p.grad.norm() * p.data.norm(), alpha=group["lr"])
-
-
-class DecayByShape(torch.optim.SGD):
-    def step(self):
-        super().step()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.dim() > 1:
-                    p.data.mul_(0.9)
 
 
 class AdamP(torch.optim.AdamW):
