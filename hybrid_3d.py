@@ -23,9 +23,9 @@ sum_gradients adds up. 1: in the end all have the same, and the norm counts it o
 
     numbers (plain MLPs)   plain GPT    one rank of a middle stage
     held, 4 per weight     48 C^2 L     48 C^2 L / (tp pp); --zero z > 0 cuts z + 1 of 4 by dp cp
-    activations, 1f1b      16 B T C L   (4 + 12/tp) B/(dp M) T/cp C L/pp (pp - stage); --sp: 16/tp
-    sent on tp, per step   -            8 B/dp T/cp C L/pp (tp-1)/tp; --sp: 10
-    sent on dp x cp        -            2 (n-1)/n of its gradients, n = dp cp
+    activations, M >= pp   16 B T C L   (4 + 12/tp) B/(dp M) T/cp C L/pp (pp - stage); --sp: 16/tp
+    sent on tp, per step   -            8 B/dp T/cp C L/pp (tp-1)/tp; --sp: 10, and small sums
+    sent on dp x cp        -            2 (n-1)/n of its gradients, n = dp cp; --zero 2: M+1, 3: 3 M
     sent on pp, per step   -            2 B/dp T/cp C; --sp: / tp
 
 Narayanan 2021, arXiv:2104.04473, section 3; Llama team 2024, arXiv:2407.21783, section 3.3.2.
@@ -33,11 +33,11 @@ At work: DeviceMesh, fully_shard, parallelize_module, torch.distributed.pipelini
 
     torchrun --standalone --nproc_per_node=8 hybrid_3d.py --dp 2 --tp 2 --pp 2
 
-    model = Hybrid(stages, blocks, kind_of, mesh, tp, make_optimizer)  # in your own code
+    model = Hybrid(stages, blocks, kind_of, Mesh(dp=2, tp=2, pp=2), tp, make_optimizer)
     pipeline = Pipeline(stages.here, plans, stages.groups, boundary,
-                        model.before_backward, model.after_backward)  # the second: for ZeRO-2 and 3
+                        model.before_backward, model.after_backward)
     model.zero_grad(); pipeline.step(inputs, loss_of); sum_gradients(model)
-    step(model, gradient_norm(model), clip)
+    step(model, gradient_norm(model), clip)  # in your own code; the names: see parallelize
 """
 import harness  # before torch, which warns where NumPy is missing
 
@@ -269,7 +269,10 @@ class Hybrid(nn.Module):
         return count
 
     def axes_alike(self, p, zero_stage):
-        """-> the axes along which ranks hold the same of a parameter, after this stage of ZeRO."""
+        """-> the axes along which ranks hold the same of a parameter, after this stage of ZeRO.
+
+        The answer is one for stages 1 to 3: that edges may be of a lower one does not matter.
+        """
         axes = self.kind[p].alike
         if zero_stage > 0:  # ZeRO has cut it along "data" or "replicas"
             axes = [axis for axis in axes if axis in ("stages", "tp")]
@@ -288,8 +291,8 @@ class Hybrid(nn.Module):
 
     def after_backward(self, stage, is_last):
         """To be called after a backward: ZeRO-2 and 3 sum after each, they have no room to wait."""
-        # Edges are of ZeRO-2 or 3 only if edges_wait is False: then no other part of the pipeline
-        # shares in them. zero.stage is 0 to 3, `stage` is a number of a part of the model
+        # `stage` numbers parts of the model; zero.stage is ZeRO's, 0 to 3. It is 2 or 3 for edges
+        # only where edges_wait is False: all their gradients are this rank's, and can be summed
         for zero in self.inner[stage] + self.edges:
             if zero.stage >= 2:
                 zero.reduce()  # partial -> sharded
@@ -477,7 +480,8 @@ def parallelize(model, mesh, plans, groups, boundary, layers, *, sp=False, zero=
 
 @contextlib.contextmanager
 def leave_weights(tp, later):
-    """For forwards whose B leaves a W: that of all Linears, of those too that tp cuts by columns.
+    """The context of forwards whose B leaves a W. All Linears, also those that tp cuts by columns,
+    leave the gradients of their weights for the W.
 
     In a B that makes all, ColumnParallel hides the sum of dx over tp behind the gradients of the
     weights. Here it has nothing to hide it behind.
@@ -836,7 +840,8 @@ FLAGS = {
     "schedule": Flag("1f1b", "order of the work", SCHEDULES),
     **PIPELINE_FLAGS,
     "sp": Flag(False, "cut norms and residuals over tp, along T"),
-    "zero": Flag(0, "over dp x cp: cut optimizer (1), gradients (2), parameters (3)", (0, 3)),
+    "zero": Flag(0, "over dp x cp: cut optimizer (1), gradients (2), parameters (3); --impl torch "
+                 "cuts all", (0, 3)),
     "ckpt": Flag("none", "what blocks compute again in backward", ("none", "full", "selective")),
     "amp": Flag("off", "autocast to", ("off", "bf16")),
     "experts": Flag(0, "E in each layer, in the place of its MLP (0: none)", ANY),
@@ -879,7 +884,7 @@ def axes(args):
     """-> dp, tp, pp. If all three are left out and the ranks divide by 4, pp and tp are 2.
 
     Of those that are still open, the last in the order pp, tp, dp gets all the ranks that remain,
-    and the others are 1.
+    and the others are 1. On 8 ranks, --pp 2 alone makes dp 4 and tp 1; --dp 2 alone tp 4 and pp 1.
     """
     ranks = args.world_size // args.cp
     sizes = {"pp": args.pp, "tp": args.tp, "dp": args.dp}
@@ -934,8 +939,8 @@ def refuse_schedule(args):
             f"--schedule {name} cannot split what --ckpt full runs twice")
     pipeline_parallel.read_layers(args, plans)
     require(args.zero < 3 or (pp == 1 and name == "1f1b"),
-            f"--zero 3 --pp {pp} --schedule {name}: stages would gather their parameters anew for "
-            "each micro-batch, twice; take --pp 1 --schedule 1f1b, or --zero 2")
+            f"--zero 3 --pp {pp} --schedule {name}: ZeRO-3 wants the backward of a micro-batch "
+            "right behind its forward; take --pp 1 --schedule 1f1b, or --zero 2")
 
 
 def plans_of(args):
@@ -1012,14 +1017,14 @@ class Sizes:
         self.T = cfg.seq // lay.cp  # tokens of a sequence here
         self.N = args.batch // lay.dp // lay.micro * self.T  # tokens of a micro-batch here
         self.x = self.b * self.N * self.C  # bytes between two blocks, all tp ranks together
-        self.cut = lay.tp if lay.sp else 1  # into how many parts they are cut
+        self.cut = lay.tp if lay.sp else 1  # into how many parts tp cuts what is between blocks
         self.again = 0  # how often forward runs again in backward
         if args.ckpt == "full":
             self.again = 1
         self.V = -(-cfg.vocab // lay.tp)  # rows of the embedding here, padding included
         first = setting.mesh.place["tp"] * self.V
         self.columns = max(0, min(self.V, cfg.vocab - first))  # of the logits here
-        self.P = -(-cfg.seq // lay.tp)  # rows of the positions here, padding included
+        self.S = -(-cfg.seq // lay.tp)  # rows of the positions here, padding included
         self.plan = setting.plans[setting.mesh.place["pp"]]  # what is done here
         self.homes = pipeline_parallel.homes(setting.plans)  # {stage: pp rank}
         self.stages = pipeline_parallel.stages_of(self.plan)  # here
@@ -1103,7 +1108,7 @@ def edges(at):
     """{name: numbers} of this rank's parameters outside of blocks"""
     numbers = {}
     if 0 in at.stages:
-        numbers["pos.weight"] = at.P * at.C
+        numbers["pos.weight"] = at.S * at.C
     if at.last in at.stages:
         numbers["norm.weight"] = at.C
         numbers["norm.bias"] = at.C
@@ -1140,6 +1145,7 @@ def expert_units(at):
 # In the formulas of the rows below: L_s blocks here, B' rows of a micro-batch, T' tokens of a
 # sequence here, t = tp with --sp and else 1; Z the ranks that ZeRO cuts over. Padding counts in
 # these: V' rows of the embedding and S' positions, over all of tp, and P' trained numbers here.
+# ends: what the first and the last stage have or send besides.
 
 
 def account_held(run, at, model, own):
@@ -1147,7 +1153,7 @@ def account_held(run, at, model, own):
     w = at.w
     units = dense_units(at) + expert_units(at)
     numbers = sum(unit.trained + unit.frozen for unit in units)
-    what = "L_s [(12 C + 7) C/tp + 6 C], first (V' + S') C/tp, last V' C/tp + 2 C"
+    what = "L_s [(12 C + 7) C/tp + 6 C], first (V' + S') C/tp, last V' C/tp + 2 C, V' once"
     if at.E:
         what = "L_s [(4 C + 3) C/tp + 5 C + E C + E/ep (8 C + 5) C], first, last"
         if at.args.shared:
@@ -1168,7 +1174,7 @@ def account_held(run, at, model, own):
     memory = run.ledger["scratch"].memory
     formula = "2 b P' + (2 w, bf16 3 w) P'/Z + 4 per tensor (step)"
     if at.args.zero == 2:
-        formula = "b P' + b P'/Z + (2 w, bf16 3 w) P'/Z + 4 per tensor (step)"
+        formula = "b P' + b P'/Z (tied ends: b P') + (2 w, bf16 3 w) P'/Z + 4 per tensor (step)"
     elif at.args.zero == 3:
         formula = "2 b P'/Z + (2 w, bf16 3 w) P'/Z + 4 per tensor (step)"
     run.textbook("held", formula, held,
@@ -1189,7 +1195,8 @@ def account_activations(run, at):
     norm = 2 * at.x  # input and output
     norm += 2 * b * at.N  # mean and 1/deviation of each token
     norm //= at.cut
-    block = 2 * norm + 12 * at.x // at.tp  # q k v, what attention and the MLP's two halves give
+    block = 2 * norm
+    block += 12 * at.x // at.tp  # q, k, v: 3; heads: 1; the MLP's up: 4, and its gelu: 4
     block += w * at.H // at.tp * at.N  # attention: log of the sum of each row and head
     of_microbatch = len(at.blocks) * block
     ids = 8 + 1  # bytes of an id, and of whether another rank has it
@@ -1248,8 +1255,8 @@ def joined_experts(at):
         return 0
     x = at.b * -(-at.N // at.tp) * at.tp * at.C  # with padding to equal parts
     if at.args.shared:
-        # A block that runs again stops behind the last tensor that backward needs. The shared
-        # expert keeps some, and it runs after the all-gather of what experts make: that is repeated
+        # A block that runs again stops once it has all tensors that backward needs. The shared
+        # expert, which runs last, keeps some: so the all-gather before it is done again, too
         return 2 * x + x * at.again
     return 2 * x
 
@@ -1274,11 +1281,14 @@ def sent_by_zero(at, chosen):
 
 
 def sent_on_ep(at, model):
-    """Rows there and back in forward and in backward, and how many they are."""
+    """Rows of tokens, to experts and back, in forward and in backward. Before that each rank says
+    how many will come for every expert."""
     ep = at.lay.ep
     rows = 0
     for layer in moe.layers_of(model):
-        rows += sum(layer.sent) + sum(layer.received) - 2 * layer.sent[model.mesh.place["ep"]]
+        stay = layer.sent[model.mesh.place["ep"]]  # for this rank's own experts
+        rows += sum(layer.sent) - stay
+        rows += sum(layer.received) - stay
     counts = 8 * at.E * (ep - 1) / ep * len(at.blocks) * at.M
     return at.b * at.C * rows * (2 + at.again) + counts * (1 + at.again)
 
@@ -1314,8 +1324,8 @@ def account_activations_sent(run, at, model, groups):
     lay = at.lay
     group = model.mesh.group
     times = sent_on_tp_by_block(at) / at.x
-    wire(run, "tp", f"(tp-1)/tp [M b B' T' C {times:g} L_s + ends]", sent_on_tp(at, model),
-         group["tp"])
+    wire(run, "tp", f"(tp-1)/tp [M b B' T' C {times:g} L_s + ends + sums of gradients]",
+         sent_on_tp(at, model), group["tp"])
     wire(run, "pp", "M b B' T' C/t per neighbour", sent_on_pp(at), groups.group,
          *groups.links.values())
     if lay.cp > 1:
@@ -1340,9 +1350,9 @@ def account_gradients_sent(run, at, model):
     groups = model.mesh.group
     formula = "2 (n-1)/n b P'"
     if at.args.zero == 2:
-        formula = "(M+1) (n-1)/n b P', of ends that are tied 2"
+        formula = "(M+1) (n-1)/n b P', for ends that are tied 2 in the place of M+1"
     elif at.args.zero == 3:
-        formula = "3 M (n-1)/n b P', where forward turns around 2 M"
+        formula = "3 M (n-1)/n b P', for the last block and for the ends 2 M"
     wire(run, "dp", f"{formula}, n = dp cp", sent_by_zero(at, dense_units(at)), groups["data"])
     if at.lay.ep:
         wire(run, "replicas", f"{formula}, n = dp cp/ep", sent_by_zero(at, expert_units(at)),
@@ -1573,7 +1583,8 @@ def layers_here(model):
 def routed_together(args, lay):
     """-> [what decides which tokens are balanced together, or compete for room in an expert].
 
-    Two runs compute the same only if it is the same in both: see routings().
+    Where it is the same in two runs they route alike: see routings(). Where it is not, they are
+    taken to differ, even if a case can be found in which they would not.
     """
     if args.capacity:  # a rank drops the last of its own
         return [lay.dp, lay.cp, lay.tp, lay.micro, lay.sp, args.attn]

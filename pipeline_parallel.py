@@ -11,22 +11,22 @@ next one its output, (batch, T, C) in a step, and gets as large a gradient back.
 about 1/p of parameters, gradients and AdamW states. Ranks that both hold the tied embedding sum its
 gradients; the norm is that of all ranks.
 
-    p ranks, M micro-batches,   bubble: part of a step      kept by rank r, in micro-batches
-    v stages per rank           (its time: M >= 2p - 1)     (M large enough)
+    p ranks, M micro-batches,   bubble: part of a step,     kept by rank r, in micro-batches
+    v stages per rank           or in time (M >= 2p - 1)    (M large enough)
     plain GPT                   -                           all M at once
     naive                       (p-1) / p                   1
     gpipe                       (p-1) / (M + p-1)           M
     1f1b                        (p-1) / (M + p-1)           p - r
     interleaved                 (p-1) / (v M + p-1)         p + (p-1-2r) / v
     bfs                         (p-1) / (v M + p-1)         M
-    zb-h1   (W <= F)            time (p-1) (F + B - W)      p
-    zb-h2   (2W <= F + B)       time (p-1) (F + B - 2W)     2p - 1
-    zb-v    (F = B = W)         0                           p
+    zb-h1 (W <= F)              time (p-1) (F + B - W)      p
+    zb-h2 (W <= F, 2W <= F+B)   time (p-1) (F + B - 2W)     2p - 1
+    zb-v (F = B = W)            0                           p
     dualpipe-v (F = B = W)      time (p-1) F, pairs joined  p + 1/2
     auto --limit X              what a search finds         X
     pipedream                   that of 1f1b                p - r, each with its weights
 
-Where a W is named, B is the gradient of the input alone: any other backward takes B + W.
+F, B, W are the times of these actions. Where no W is left, as in naive to bfs, B takes B + W.
 Sources stand at each schedule; zb-*, auto: Qi et al. 2023, "Zero Bubble Pipeline Parallelism",
 arXiv:2401.10241. At work: torch.distributed.pipelining (section 3). In your own code:
 
@@ -81,7 +81,7 @@ class Action(NamedTuple):
     kind: str  # F forward; B backward; W the gradients of the weights, later; U an update
     microbatch: int
     stage: int  # a part of the model's layers, 0 the first; a rank may hold several
-    joined: bool = False  # an F that may run at once with the B behind it in the plan
+    joined: bool = False  # an F that may run in parallel with the B that follows it in the plan
 
 
 def key(action):
@@ -191,8 +191,9 @@ def zb_h1(rank, ranks, microbatches, stages):
 
 
 def zb_h2(rank, ranks, microbatches, stages):
-    """Twice the warm-up of 1F1B and a W later still: no bubble where F = B = W, for the activations
-    of 2p - 1 micro-batches (Qi 2023, figure 3). A rank is done a little after the one before.
+    """Twice the warm-up of 1F1B, and each W later still: no bubble where F = B = W, at the price of
+    the activations of 2p - 1 micro-batches (Qi 2023, figure 3). A rank is done a little after the
+    one before.
 
     rank 0   F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3 ...
     rank 1   ...F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
@@ -258,7 +259,8 @@ def zb_v(rank, ranks, microbatches, stages):
 def dualpipe_v(rank, ranks, microbatches, stages):
     """Forwards and backwards in pairs, so that a model which talks within its layers (experts) can
     hide the one's messages behind the other's arithmetic (DeepSeek-V3, arXiv:2412.19437, section
-    3.2.1; the V is Sea AI Lab's half of DualPipe). Pipeline does a pair one after the other.
+    3.2.1). DualPipe is two pipelines, one from each end; folded into a V, one is enough (Sea AI
+    Lab). Pipeline does a pair one after the other.
 
     rank 0   F0 F1 F2 f0 b0 w0 f1 F3 b1    f2 B0    b2    f3 ...B1    b3    B2 W2 B3 W3
     rank 1   ...F0 f0 F1 f1 F2 b0    f2 B0    F3 b1    f3 B1    b2    B2    b3 B3 w3 W3
@@ -347,8 +349,8 @@ class Draft:
             self.put(rank, "W")  # fills the time until the input is there
         gap = arrival - self.clock[rank]
         if self.late(rank) and gap > 0 and self.idle[rank] + gap > max(self.idle):
-            # A W takes longer than the gap, and delays what follows. It is done all the same where
-            # to wait would make this rank the one that has waited longest
+            # A W takes longer than the gap, and delays what follows. But waiting would make this
+            # rank the one that has waited longest, so the W is done all the same
             self.put(rank, "W")
         self.put(rank, kind)
 
@@ -637,8 +639,8 @@ def make_groups(plans, shared=(), pipelines=None, group=None):
 
     shared: tuples of stages that hold a tied parameter. pipelines: for each pipeline its list of
     global ranks; None: all ranks are one pipeline. group: that of this rank's pipeline, if it has
-    been made already. If it is None, it is the world where all ranks are one pipeline; otherwise a
-    group is made for each pipeline.
+    been made already. Without it the one pipeline of all ranks takes the world's group, and for
+    several pipelines groups are made here.
 
     Every rank makes every group, in the same order, also those that it is not in: NCCL splits them
     off the world's communicator, and all ranks have to take part in that. NCCL runs what goes
@@ -655,7 +657,7 @@ def make_groups(plans, shared=(), pipelines=None, group=None):
         links = sorted({move.link for move in route_of(plans)})
     found = None
     for ranks in pipelines:
-        whole = group  # if given, it is this rank's pipeline's: the only one that is kept, below
+        whole = group  # wrong for other ranks' pipelines, but only this rank's is kept
         if group is None:
             whole = dist.new_group(ranks)
         made = {link: dist.new_group([ranks[r] for r in link]) for link in links}
@@ -871,7 +873,8 @@ def input_gradient(edge, grad, later):
     if any(leaf._backward_hooks for leaf in leaves):
         raise ValueError("a hook of register_hook() on a parameter, which B and W would call: take "
                          "register_post_accumulate_grad_hook(), which W alone calls")
-    # weights of split Linears get None; they are asked for so that SplitLinear.backward runs
+    # The weights of split Linears and the anchor of Entry get None. They are asked for so that
+    # SplitLinear.backward and Entry.backward run, which put gradients elsewhere
     grads = torch.autograd.grad(edge, leaves, grad, allow_unused=True)
     for leaf, gradient in zip(leaves, grads):
         if gradient is not None:
@@ -1080,7 +1083,7 @@ class Pipeline:
             if action.stage == self.end:
                 y = loss_fn(y, action.microbatch)
         if action.stage in self.with_backward and torch.is_grad_enabled():
-            edge = None  # where a plan has this B, but nothing is trained up to here: see trim()
+            edge = None  # stays None if nothing is trained up to here, and B has nothing to do
             if y.requires_grad:
                 edge = get_gradient_edge(y)
             self.kept[place] = Kept(slot, edge, later)
@@ -1133,9 +1136,9 @@ def tied_parameters(whole):
 class Stages(nn.ModuleList):
     """This rank's stages of a model, and what is known of the others.
 
-    whole: all stages of the model, in order, on every rank; this rank keeps its own. They call a
-    parameter what the whole model calls it. One that several of them hold is tied: each rank has a
-    copy, and their gradients are summed.
+    whole: all stages of the model, in order, on every rank; this rank keeps its own. In its stage a
+    parameter has the name that it has in the whole model. A parameter that several stages hold is
+    tied: each of their ranks has a copy, and their gradients are summed.
     """
 
     def __init__(self, whole, plans, groups=None):

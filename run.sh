@@ -2,7 +2,7 @@
 # The front door.
 #   ./run.sh                      every technique on real text, compared with one process; a table
 #   ./run.sh test [args]          the tests (args go to pytest)
-#   ./run.sh FILE [N] [flags]     one file on N ranks, e.g. ./run.sh ddp 4 --steps 50
+#   ./run.sh FILE [N] [flags]     one file on N ranks (all GPUs, else 2): ./run.sh ddp 4 --steps 50
 #   ./run.sh bench [flags]        ours against torch's own, for every file that has both
 #   ./run.sh plan [flags]         which layout of hybrid_3d for my model on my cluster
 #   ./run.sh scale FILE [flags]   1, 2, 4, .. ranks: speed-up and efficiency
@@ -11,6 +11,7 @@
 #   ./run.sh gpu                  what needs a GPU, as one table
 #   ./run.sh papers               numbers that papers have published, beside what this code says
 # Where there is no torch >= 2.11 or no pytest it makes .venv first. PYTHON=... is another python.
+# Paths in flags are relative to this folder, wherever run.sh is called from.
 set -euo pipefail
 files="ddp zero fsdp tensor_parallel pipeline_parallel context_parallel moe amp_accum_ckpt"
 files+=" hybrid_3d"
@@ -38,6 +39,7 @@ fail() {
 find_python() {
   local candidate
   if [[ -n ${PYTHON:-} ]]; then
+    command -v "$PYTHON" >/dev/null || fail "PYTHON=$PYTHON: no such program"
     is_usable "$PYTHON" || fail "PYTHON=$PYTHON has no torch >= 2.11 or no pytest"
     return
   fi
@@ -67,7 +69,7 @@ make_environment() {
 one_file() { # FILE [N] [flags]
   local file=${1%.py} ranks
   shift
-  [[ -f $file.py ]] || fail "no file $file.py; one of: $files"
+  [[ " $files " == *" $file "* ]] || fail "no technique $file; one of: $files"
   if [[ ${1:-} =~ ^[0-9]+$ ]]; then
     ranks=$1
     shift
@@ -80,7 +82,7 @@ one_file() { # FILE [N] [flags]
 command=${1:-}
 case $command in
   -h | --help | help)
-    sed -n '2,13s/^# \{0,1\}//p' run.sh # the lines at the top
+    sed -n '2,14s/^# \{0,1\}//p' run.sh # the lines at the top
     exit
     ;;
 esac

@@ -102,7 +102,7 @@ class WholeSequence:
         return Pending(x)
 
     def reduce(self, y):
-        """From inside to outside: summands y (.., T, C) -> their sum, in the memory of y."""
+        """From inside to outside: summands y (.., T, C) -> their sum, made in y's own memory."""
         y = y.contiguous()
         # all_reduce writes into y, and autograd does not notice. With the version counted up by
         # hand, a backward that has kept the old y raises, and does not compute with the sum
@@ -121,9 +121,10 @@ class WholeSequence:
     def defer_weights(self, later):
         """ColumnLinears called in here leave the gradients of their parameters for later.
 
-        Backward then makes that of x alone, and appends to the list `later` a root and its
-        gradient, if anything is trained. torch.autograd.backward(*zip(*later)) takes all roots and
-        all their gradients, and makes the gradients of the parameters.
+        Their backward makes the gradient of x alone. If it has a parameter that is trained, it also
+        appends a pair to the list `later`: the scalar root of a small graph whose backward makes
+        the gradients of the parameters, and None, which stands for the root's own gradient 1.
+        torch.autograd.backward(*zip(*later)) goes through all of them, if there are any.
         """
         before = self.later
         self.later = later
@@ -242,7 +243,7 @@ def in_halves(items):
 
 
 def input_gradient(dys, weights):
-    """This rank's summand of dx: the sum of dy A^T over the Linears that share f."""
+    """This rank's summand of dx: the sum of dy @ weight over the Linears that share f."""
     first, *others = [dy.flatten(0, -2) for dy in dys]  # (N, out/tp)
     dx = first @ weights[0]
     for dy, weight in zip(others, weights[1:]):
@@ -339,8 +340,8 @@ def unshard(t, cut, tp):
 def without_padding(p, cut, tp):
     """A piece without the zeros that it is filled up with.
 
-    Padding must stay out of the forward, or it may be trained: of a padded column of up, which is
-    0, sigmoid would make 0.5, and down's padding would get a gradient by that 0.5.
+    Padding must stay out of the forward, or it may be trained. A padded column of up gives 0. If a
+    sigmoid follows, the 0 becomes 0.5, and by that down's padding would get a gradient.
     """
     count = len(extent(cut, tp))
     if count == p.shape[cut.dim]:
@@ -426,7 +427,7 @@ class CutModule(nn.Module):
 
 def computes_as(module, kind):
     """Whether a module computes what its kind does: it has the kind's forward and no hooks."""
-    forward = getattr(module.forward, "__func__", None)  # None: one was set that is no method
+    forward = getattr(module.forward, "__func__", None)  # None: module.forward was replaced
     return forward is kind.forward and not hooks_of(module)
 
 
@@ -530,9 +531,9 @@ class RowLinear(CutModule):
         self.bias = linear.bias
 
     def forward(self, y):
-        # y goes in as a matrix. For 3 dims F.linear would return a second tensor in the memory of
-        # its matmul's result, with a version counter of its own. Who has saved the matmul's result
-        # (a selective checkpoint) would not see g count up the version, and would not raise
+        # y goes in as a matrix. With 3 dims F.linear would return a reshaped copy of its matmul's
+        # result, in the same memory but with a version counter of its own. A selective checkpoint
+        # that has saved the result would then not see that g changes it, and would not raise
         rows = F.linear(y.flatten(0, -2), self.used("weight"))  # (N, C)
         y = rows.unflatten(0, y.shape[:-1])  # (.., T, C), a summand
         x = ReduceFromTP.apply(y, self.tp)  # partial -> replicated, or sharded(T)
@@ -644,10 +645,11 @@ def cut_model(model, tp, plan):
     plan: {pattern: kind}. A pattern is the name of modules, with * for any part between dots. A
     kind is a class or function of this section, or your own: kind(plain module, tp) takes the
     module's place. Parameters keep their names and ties. All ranks of the group call this with the
-    same weights. What can be told to be wrong is a ValueError or TypeError that says what to do.
-    What a forward does itself goes unseen: the rate of an F.dropout(x, 0.1); and between a
-    ColumnLinear and a RowLinear whatever looks at the last dim as a whole, such as chunk(2, -1) of
-    a projection that two are fused in (take one ColumnLinear for each), softmax or a norm.
+    same weights. Where they can be seen to be wrong, a ValueError or TypeError says what to do.
+    Two things that a forward does itself are not seen. One is a dropout with a rate that is written
+    there, F.dropout(x, 0.1). The other stands between a ColumnLinear and a RowLinear, and needs the
+    whole last dim: softmax, a norm, or chunk(2, -1) of one Linear that makes two projections (take
+    a ColumnLinear for each of the two).
     """
     ties = tied_names(model)
     compare_ranks(model.state_dict(keep_vars=True), tp)
@@ -824,7 +826,8 @@ def vocab_parallel_cross_entropy(logits, targets, vocab, group=None, ignore_inde
     tp = WholeSequence(group)  # for its rank and size: logits are whole along T in any case
     cut = Cut(1, vocab)
     mine = extent(cut, tp)
-    if logits.shape[-1] < len(mine):
+    with_padding = -(-vocab // tp.size)
+    if logits.shape[-1] not in (len(mine), with_padding):
         raise ValueError(f"{logits.shape[-1]} columns of logits: of {vocab} this rank should have "
                          f"{len(mine)}. Is vocab the size of the plain head?")
     logits = logits.flatten(0, -2)[:, :len(mine)]  # (N, V/tp)
@@ -983,8 +986,9 @@ def parallelize_at_work(model, mesh, sp):
     x = Shard(1) if sp else Replicate()  # as it is outside
     column = at_work.ColwiseParallel()
     row = at_work.RowwiseParallel(output_layouts=x)
+    # SequenceParallel makes DTensors of the norms' parameters, as all others are. It takes its
+    # input to be cut along T, which x is with --sp only: it is told how x is
     norm = at_work.SequenceParallel()
-    # It makes DTensors of the norms' parameters, as all others are; x is cut only with --sp
     norm.sequence_sharding = (x,)
     f = at_work.PrepareModuleInput(input_layouts=x, desired_input_layouts=Replicate())
     at_work.parallelize_module(model, mesh, {

@@ -1,8 +1,7 @@
-"""Instruments, each useful alone, which import nothing from elsewhere.
+"""Instruments, each useful alone. Of this repository they import nothing but each other.
 
-They know no technique, but for the flags that checkpoint.py writes down: some are one script's.
-Imported before torch, this package keeps torch from a warning that NumPy, which it can do without,
-is missing.
+They know no technique; only checkpoint.py writes down flags of which some are one script's. Import
+this package before torch, which otherwise warns where NumPy is missing. Nothing here needs NumPy.
 """
 import warnings
 

@@ -11,7 +11,7 @@ lie in its memory, and that is a Piece. So every script and every layout reads e
     rank 0     Piece("up.weight", (8, 4), (0, 0), its rows 0 to 3, writes=True)
     rank 1     Piece("up.weight", (8, 4), (4, 0), its rows 4 to 7, writes=True)
 
-They are files of torch.distributed.checkpoint (DCP), which torch's own tools read as well. A
+The files are those of torch.distributed.checkpoint (DCP), which torch's own tools read as well. A
 checkpoint is written aside and renamed into view: it is there as a whole or not at all, and is
 checked to the last byte (sizes and checksums, in notes.json) before use. The last two are kept.
 What makes the run the same is inside: parameters, AdamW states, the steps behind it (hence the
@@ -122,17 +122,17 @@ def boxes_of_run(shape, low, high):
         return [((low,), (high - low,), low)]
     row_shape = shape[1:]
     size = math.prod(row_shape)
-    first_whole = -(-low // size)  # the first row whose beginning is in the run
-    behind_whole = high // size  # the row behind the last one whose end is in the run
-    if first_whole > behind_whole:  # all of it lies within one row
-        return boxes_in_row(row_shape, behind_whole, low, high)
+    begin = -(-low // size)  # the rows from begin to end - 1 lie in the run as a whole
+    end = high // size
+    if begin > end:  # the run begins and ends inside one row
+        return boxes_in_row(row_shape, end, low, high)
     # The row that an end lies in may not exist (-1, or one too many): then that end is empty, and
     # gives no boxes.
-    boxes = boxes_in_row(row_shape, first_whole - 1, low, first_whole * size)
-    if first_whole < behind_whole:
-        start = (first_whole,) + (0,) * len(row_shape)
-        boxes.append((start, (behind_whole - first_whole, *row_shape), first_whole * size))
-    return boxes + boxes_in_row(row_shape, behind_whole, behind_whole * size, high)
+    boxes = boxes_in_row(row_shape, begin - 1, low, begin * size)
+    if begin < end:
+        start = (begin,) + (0,) * len(row_shape)
+        boxes.append((start, (end - begin, *row_shape), begin * size))
+    return boxes + boxes_in_row(row_shape, end, end * size, high)
 
 
 def boxes_in_row(row_shape, row, low, high):
@@ -203,8 +203,9 @@ def job():
 def name_by_torchrun():
     """The --rdzv_id, which --standalone makes up; "" without torchrun.
 
-    Without either it is "none", for any job. Then the name is made up here, by the first rank that
-    asks, and kept in the store of torchrun's agent, which stays as long as torchrun does.
+    Where neither flag is given, torchrun calls every job "none". Then the first rank that asks
+    makes up a name here, and it is kept in the store of torchrun's agent, which stays as long as
+    torchrun does.
     """
     name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if name != "none":
@@ -268,17 +269,27 @@ def notes_of(folder):
     text, _, crc = Path(folder, "notes.json").read_bytes().rpartition(b"\n")
     if crc != str(zlib.crc32(text)).encode():
         raise ValueError("notes.json is damaged")
-    return json.loads(text)
+    notes = json.loads(text)
+    if not isinstance(notes, dict) or not {"steps", "ranks", "files"} <= notes.keys():
+        raise ValueError("notes.json is no checkpoint's")
+    return notes
 
 
 def verify(folder):
     """-> the notes of a checkpoint. Raises OSError or ValueError unless all files are as saved."""
     notes = notes_of(folder)
     for name, saved in notes["files"].items():
-        if checksum(Path(folder, name)) != saved:
+        if checksum(file_in(folder, name)) != saved:
             raise ValueError(f"{name} is damaged")
     read_table(Path(folder, ".metadata"))
     return notes
+
+
+def file_in(folder, name):
+    """-> the path of a file of a checkpoint. Raises ValueError for a name that leads elsewhere."""
+    if Path(name).name != name:
+        raise ValueError(f"{name} is not in the folder")
+    return Path(folder, name)
 
 
 def is_whole(folder):
@@ -325,8 +336,8 @@ def source(args):
     """-> (flag, folder) that say where to begin, or ("", "").
 
     Ranks that torchrun has restarted, and jobs that SLURM has requeued, go on from what they have
-    saved themselves, if there is something. What another job has saved there is as little theirs as
-    it was at the first start.
+    saved themselves, if there is something. What another job has saved there does not count: the
+    first start did not take it either.
     """
     for launcher in ("TORCHELASTIC", "SLURM"):
         restarts = int(os.environ.get(f"{launcher}_RESTART_COUNT", 0))
@@ -346,7 +357,8 @@ def has_own(folder, launcher):
             notes = notes_of(Path(folder, str(steps)))
         except (OSError, ValueError):
             continue
-        if notes.get("identity", {}).get("job", {}).get(launcher) == job()[launcher]:
+        name = notes.get("identity", {}).get("job", {}).get(launcher)
+        if name and name == job()[launcher]:
             return True
     return False
 
@@ -390,6 +402,7 @@ def refuse_unusable(folder, start):
         if os.path.isfile(folder):
             wrong = "is a file, give a folder"
         require(False, f"--save {folder}: {wrong}")
+    # Does this run go on from a checkpoint of this folder? ranks is 0 if it takes weights alone.
     goes_on = start.ranks and start.folder.resolve().parent == Path(folder).resolve()
     for steps in reversed(numbered(folder)):
         place = Path(folder, str(steps))
@@ -577,7 +590,7 @@ def write(folder, steps, pieces, identity, keep=0, extra=None):
     """Saves FOLDER/STEPS, all ranks together -> whether that has been possible.
 
     If not (a full disk), rank 0 has said so in a line, nothing of it is left, and what was saved
-    before is still there. A tensor that its pieces do not make up exactly once is a RuntimeError.
+    before is still there. Raises RuntimeError unless ranks write each number of a tensor once.
 
     pieces: this rank's. identity: identity(args). keep: the steps of one earlier checkpoint that
     stays; all others go. extra: a dict of numbers and words, which comes back as Start.extra.
@@ -593,7 +606,7 @@ def write(folder, steps, pieces, identity, keep=0, extra=None):
         shutil.rmtree(draft, ignore_errors=True)  # of a run that was killed here
     dist.barrier()
     failed = first_said(attempt(write_part, draft, rank, pieces))  # the same on all ranks
-    hole = ""  # which tensor is not whole: the caller's fault, not the disk's
+    hole = ""  # in words, a tensor that is not whole: the caller's fault, not the disk's
     if rank == 0 and not failed:
         ranks = dist.get_world_size()
         notes = {"steps": steps, "ranks": ranks, "identity": identity, "extra": extra or {}}
@@ -603,7 +616,7 @@ def write(folder, steps, pieces, identity, keep=0, extra=None):
             failed = reason(error)
         if not hole and not failed:
             failed = attempt(publish, draft, place, notes)
-    hole = first_said(hole)  # what has gone wrong since is known to rank 0 alone
+    hole = first_said(hole)  # what has gone wrong meanwhile, rank 0 alone knows
     failed = first_said(failed)
     if rank == 0:
         clear(place, draft, hole or failed, keep)
@@ -627,7 +640,10 @@ def clear(place, draft, failed, keep):
 
 
 def write_whole(folder, state, identity):
-    """Saves FOLDER/0 from {name: whole tensor}, in this process alone: --init-from reads it."""
+    """Saves FOLDER/0 from {name: whole tensor}, in this process alone: --init-from reads it.
+
+    A FOLDER/0 that is there already is replaced.
+    """
     draft = Path(folder, ".0")
     shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed here
     draft.mkdir(parents=True)
@@ -641,9 +657,10 @@ def attempt(function, *arguments):
     try:
         function(*arguments)
     except Exception as error:
+        # on a full disk torch.save raises an error of its own, with the OSError as its context
         cause = error
         while cause is not None and not isinstance(cause, OSError):
-            cause = cause.__context__  # torch.save raises an error of its own over a full disk's
+            cause = cause.__context__
         if cause is None:
             raise
         return reason(cause)
@@ -664,7 +681,7 @@ def write_part(draft, rank, pieces):
 
 
 def write_boxes(path, pieces):
-    """Writes one after the other -> their table of contents.
+    """Writes this rank's boxes into a file, one after the other -> their table of contents.
 
     What this rank holds and does not write has an entry without boxes, so that a tensor that
     nobody writes is seen.
@@ -741,7 +758,7 @@ def publish(draft, place, notes):
         (draft / f"__{rank}.metadata").unlink()
     text = json.dumps({**notes, "files": files}).encode()
     put(draft / "notes.json", text + b"\n" + str(zlib.crc32(text)).encode())
-    # what is there is damaged: refuse_unusable() has refused folders with a whole one
+    # what write() finds there is damaged: refuse_unusable() has refused folders with a whole one
     shutil.rmtree(place, ignore_errors=True)
     draft.rename(place)
 
@@ -785,7 +802,8 @@ def other_kind(table, pieces):
 def unclaimed(table, pieces, sum_over_ranks=None):
     """-> in words, which weight of a checkpoint has no place in these pieces, or "".
 
-    sum_over_ranks: a function that sums a tensor in place; then other ranks' pieces count, too.
+    sum_over_ranks: dist.all_reduce if the pieces of all ranks together are to have the places; None
+    if this process is alone.
     """
     names = sorted(name for name in table.state_dict_metadata if not is_state(name))
     held = {piece.name for piece in pieces}
@@ -826,7 +844,7 @@ def load(folder, pieces):
 
 
 def read_box(folder, where):
-    with open(Path(folder, where.relative_path), "rb") as file:
+    with open(file_in(folder, where.relative_path), "rb") as file:
         file.seek(where.offset)
         data = io.BytesIO(file.read(where.length))
     return torch.load(data, map_location="cpu", weights_only=True)

@@ -5,7 +5,7 @@ import torch
 
 # {kind of gap: the attribute of a Trace with what is compared}
 KINDS = {"loss": "loss", "gradient": "gradients", "grad_norm": "norm", "parameter": "state"}
-# the largest gap that passes; of fp32 for each step, of which 20 to 200 count: see tolerance()
+# the largest gap that passes. That of fp32 is multiplied by the steps: see tolerance()
 LIMITS = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 2e-2}
 # No denominator is below this part of the largest tensor's. Key biases need it: their gradient is
 # zero in exact arithmetic.
@@ -23,7 +23,7 @@ class Trace:
         self.state = {}  # {"name, step 3": tensor} after these steps
 
     def until(self, last):
-        """-> the same without steps after `last`."""
+        """-> the same, with the numbers of each step up to `last` alone."""
         cut = Trace()
         for kind in ("loss", "norm", "validation"):
             steps = getattr(self, kind)

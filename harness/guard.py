@@ -2,8 +2,8 @@
 
     prepare           collectives give up after a while, also those of groups that are made later
     among_the_living  a store that hides what ranks have set before torchrun restarted them
-    last_collective   what this rank called last: the first call that differs between ranks is the
-                      cause of a hang
+    last_collective   what this rank called last. After a hang compare what ranks say: the first
+                      call that some of them have made and others have not is its cause
     fault             what is wrong at the end of a step: numbers that are inf or nan, copies that
                       differ between ranks
     Request           SIGTERM, which is heard at the end of a step
@@ -121,10 +121,10 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 
 
 def digest(t):
-    """64 bits that differ between tensors that differ in one word, which is one number.
+    """64 bits that differ between tensors that differ in exactly one word.
 
-    It is the sum of (2 i + 1) bits_i modulo 2^64 over the words i. What two words add to it may
-    cancel: also the two of one complex128.
+    A word is one number, or half of one complex128. The digest is the sum of (2 i + 1) bits_i
+    modulo 2^64 over the words i, in which the differences of two words may cancel.
     """
     bits = t.detach().contiguous().flatten().view(WORDS[t.dtype.itemsize]).long()
     factors = torch.arange(1, 2 * len(bits) + 1, 2, device=t.device)

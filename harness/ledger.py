@@ -28,10 +28,10 @@ from torch.utils._pytree import tree_leaves
 
 Collective = namedtuple("Collective", "kind c10d functional")
 # kind         as all figures call it
-# Where the whole logical buffer is found, as the number of an argument; torch has two families of
-# operations:
-# c10d         what torch.distributed calls: argument 0 is the output, which it writes to
-# functional   what torch.distributed._functional_collectives calls: they return their output
+# c10d         which argument has the whole logical buffer, in operations that torch.distributed
+#              calls: 0 is what they write to, or send; 1 is their input
+# functional   the same in those of torch.distributed._functional_collectives: 0 is their input,
+#              and their output is what they return
 RESULT = None  # no argument: the buffer is what the operation returns
 COLLECTIVES = {
     re.compile("_?all_?reduce"): Collective("all_reduce", 0, 0),
@@ -164,6 +164,7 @@ class Ledger(TorchDispatchMode):
         def resize_(storage, size):
             self.resize(storage, size)
             self.follow(storage, self.places.get(storage._cdata, self.device))
+            return storage
 
         torch.UntypedStorage.resize_ = resize_
         self.hooks.__enter__()
@@ -190,14 +191,14 @@ class Ledger(TorchDispatchMode):
             return NotImplemented  # let it unfold into local tensors and collectives first
         out = operation(*args, **(kwargs or {}))
         if "c10d" in operation.namespace:
-            # gloo's thread lets go of them a moment after wait(). Held until the next collective,
-            # they are counted for as long in every run.
+            # gloo's thread lets go of the arguments a moment after wait(). Held until the next
+            # collective, they are counted for as long in every run.
             self.last = args
             self.count(operation, args, out)
         if operation is torch.ops.aten.split.Tensor:
             if storage_of(args[0])._cdata not in self.sizes:
-                # Parts of a copy of its input that gloo's reduce-scatter has made out of sight.
-                # They would bring in the copy's storage, which is gloo's own: a dry run has none.
+                # Gloo's reduce-scatter splits a copy of its input that it has made out of sight.
+                # The parts would bring in the copy's storage, and a dry run has no such copy.
                 return out
         for t in tree_leaves(out):
             if isinstance(t, torch.Tensor):
@@ -235,8 +236,8 @@ class Ledger(TorchDispatchMode):
         self.sizes[key] = size
         new_peak = self.live[place] > self.peaks[place]
         if new_peak and self.last and self.gloo:
-            # gloo's thread may still hold arguments of the collective before the last one, which
-            # self.last holds no more. When it lets go of them, live is lower: this is no peak then.
+            # gloo's thread may still hold arguments of the collective before self.last. It has a
+            # moment to let go of them: then live is lower, and the line below sees no peak.
             time.sleep(2e-4)
         self.peaks[place] = max(self.peaks[place], self.live[place])
 

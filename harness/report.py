@@ -17,8 +17,11 @@ def say(*words, end="\n"):
     """Print, or go on in silence if nobody reads (`| head -1`, `>&-`): the run is worth more."""
     if sys.stdout is None:  # it was closed before this process began
         silence()
+    text = " ".join(map(str, words))
     try:
-        print(*words, end=end, flush=True)
+        print(text, end=end, flush=True)
+    except UnicodeEncodeError:  # a path has letters that are not in stdout's encoding
+        print(text.encode("ascii", "backslashreplace").decode(), end=end, flush=True)
     except (BrokenPipeError, ValueError):
         silence()
 
@@ -63,7 +66,9 @@ def bars(rows):
 
 
 class Table:
-    """The steps of a run, at most 19 lines of them; between these, on a terminal, the time left."""
+    """The steps of a run: at most 19 lines of them, or more if more have a loss on held-out text.
+    Between these, on a terminal, the time left.
+    """
 
     def __init__(self, first, last, validates):
         self.first = first  # step
@@ -82,7 +87,6 @@ class Table:
         line = f"{step:6d} {loss:9.4f} {norm:9.4f} {rate:9.2e} {tokens_per_second:9,.0f}"
         if validation is not None:
             line += validation_columns(validation)
-        self.wipe()
         say(line)
 
     def before(self, validation):
@@ -100,12 +104,8 @@ class Table:
         if on_terminal():
             steps_left = implementations * (self.last + 1 - self.first) - self.done
             seconds = self.spent / 1e3 / self.done * steps_left
-            say(f"\r{step:6d} of {self.last + 1}, {seconds:.0f} s left   ", end="")
-
-    def wipe(self):
-        """Back to the beginning of the line: the row that follows is longer, and covers it."""
-        if on_terminal():
-            say("\r", end="")
+            # back to the beginning of the line: what follows is longer, and covers it
+            say(f"{step + 1:6d} of {self.last + 1}, {seconds:.0f} s left   \r", end="")
 
 
 def validation_columns(loss):
@@ -151,11 +151,11 @@ def verdict(check):
     """What was proved, in a sentence."""
     relation = "equal"
     if not check["passed"]:
-        relation = "are to equal"
+        relation = "should equal"
     proved = (f"{check['gradients_compared']} tensors' gradients {relation} one process's, "
               "and all else that training does")
     if "gradient" not in check["judged"]:
-        proved = f"losses {relation} one process's, and nothing else is judged in bf16"
+        proved = f"losses {relation} one process's, and nothing else is judged in low precision"
     gaps = []
     for kind, word in WORDS.items():
         if kind in check:

@@ -4,9 +4,9 @@
     played    the same with times: for each rank [(action, start, end), ..]
 
 The kinds are F forward, B backward, W the gradients of the weights where a B leaves them for later,
-and U an update. An F takes what the stage before has made, a B what the stage behind has; a stage
-is a part of the model, and a rank may hold several. A B whose W is in the plan is "split": it makes
-the gradient of its input alone. Nothing here knows by which rule a plan was made.
+and U an update. A stage is a part of the model, and a rank may hold several. An F takes what the F
+of stage - 1 has made, a B what the B of stage + 1 has. A B whose W is in the plan is "split": it
+makes the gradient of its input alone. Nothing here knows by which rule a plan was made.
 """
 import json
 import statistics
@@ -52,9 +52,9 @@ def of_kind(plan, kind):
 def in_flight(plan):
     """The most micro-batches whose activations a rank keeps at a time.
 
-    It keeps them from F until B is done, or W where B is split. They are counted in micro-batches
-    of all that the rank holds: one in one of its v stages is 1/v. A stage without backward (all of
-    it, and all before it, is frozen) keeps nothing.
+    It keeps them from F until B is done, or W where B is split. In each of the rank's v stages a
+    micro-batch counts 1/v. A stage without backward (all of it, and all before it, is frozen) keeps
+    nothing.
     """
     backward = of_kind(plan, "B")
     split = of_kind(plan, "W")
@@ -77,8 +77,8 @@ def costs(plans, F, B, W, sizes=None):
     """-> cost(rank, action), for simulate.
 
     F, B, W: the times of all of a rank's stages for a micro-batch. B is the gradient of the input
-    alone: a B that is not split takes B + W. sizes: of each stage, its part of a rank's mean work;
-    None: they are all equal.
+    alone: a B that is not split takes B + W. sizes[stage]: the stage's work over a rank's mean
+    work; None: a rank's stages share its time equally.
     """
     table = {"F": F, "B": B, "W": W, "U": 0.0}
     split = [of_kind(plan, "W") for plan in plans]
@@ -205,8 +205,8 @@ Cell = namedtuple("Cell", "rank letter text start end")  # text: the letter with
 def grid(played, width=105):
     """Ranks as rows, time to the right, idle as dots -> str.
 
-    A rank's second stage is in small letters. Where a cell has no room for its number it has only
-    its letter.
+    Every second stage of a rank is in small letters. Where a cell has no room for its number it has
+    only its letter.
     """
     cells = []
     for rank, done in enumerate(played):

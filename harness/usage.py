@@ -52,7 +52,8 @@ def complain(message):
 
 
 def agents_store():
-    """The store of torchrun's agent, which is there before the ranks are; None without torchrun."""
+    """The store of torchrun's agent, which is there before the ranks are. None without torchrun, or
+    where it keeps its store to itself."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     return next(dist.rendezvous("env://"))[0]
@@ -75,8 +76,9 @@ def launched():
         raise ValueError(
             f"RANK={found.rank} in the environment, of WORLD_SIZE={found.world_size}: {REMEDY}"
         )
-    if found.world_size > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
-        raise ValueError(
-            f"WORLD_SIZE={found.world_size} in the environment, but no MASTER_ADDR: {REMEDY}"
-        )
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if found.world_size > 1 and name not in os.environ:
+            raise ValueError(
+                f"WORLD_SIZE={found.world_size} in the environment, but no {name}: {REMEDY}"
+            )
     return found

@@ -28,6 +28,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests are for CPUs; ./run.sh gp
 os.environ["RES_OPTIONS"] = "attempts:0"  # torch asks what 127.0.0.1 is called: up to 5 s
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it would say that it got no answer
 import common  # noqa: E402
+from halves import pytest_runtestloop  # noqa: E402, F401
 
 ALL = bool(os.environ.get("ALL"))  # ALL=1 ./run.sh test: also what takes minutes more
 

@@ -359,6 +359,7 @@ def test_as_typed_with_run_sh():
      "RANK=1 in the environment, of WORLD_SIZE=1: unset it, or start with torchrun"),
     ({"WORLD_SIZE": "abc"}, [], "WORLD_SIZE=abc in the environment is no number"),
     ({"WORLD_SIZE": "2"}, [], "WORLD_SIZE=2 in the environment, but no MASTER_ADDR"),
+    ({"WORLD_SIZE": "2", "MASTER_ADDR": "a"}, [], "but no MASTER_PORT: unset it"),
     ({"LOCAL_RANK": "-1"}, [], "LOCAL_RANK=-1 in the environment is no number"),
     ({"LOCAL_RANK": "1"}, ["--nonsense"], "unrecognized arguments: --nonsense"),
     ({"LOCAL_RANK": "1", "WORLD_SIZE": "1"}, ["--steps", "0"], "--steps 0: must be 1 or more"),

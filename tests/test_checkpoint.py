@@ -1,10 +1,12 @@
 """Pieces: any tensor, cut in any way, saved and read back in any other way, exactly."""
 import itertools
+import json
 import math
 import random
 import socket
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -192,6 +194,28 @@ def test_what_a_kill_has_left_is_written_over(tmp_path):
     (tmp_path / ".0").mkdir()
     checkpoint.write_whole(tmp_path, state, {})
     assert torch.equal(checkpoint.read_whole(tmp_path / "0")["w"], state["w"])
+
+
+def test_a_folder_from_somebody_else_names_its_own_files_alone(tmp_path):
+    """Its notes may have a right checksum, and say what they like."""
+    checkpoint.write_whole(tmp_path, {"w": torch.arange(3.0)}, {})
+    folder = tmp_path / "0"
+    good = checkpoint.notes_of(folder)
+    (tmp_path / "outside").write_text("private")
+    assert checkpoint.is_whole(folder)
+    for name in "../outside", str(tmp_path / "outside"):
+        note(folder, {**good, "files": {name: checkpoint.checksum(tmp_path / "outside")}})
+        assert not checkpoint.is_whole(folder)
+        with pytest.raises(ValueError, match="is not in the folder"):
+            checkpoint.read_box(folder, SimpleNamespace(relative_path=name))
+    for notes in {}, [], 3, {"files": {}}:
+        note(folder, notes)
+        assert not checkpoint.is_whole(folder)
+
+
+def note(folder, notes):
+    text = json.dumps(notes).encode()
+    checkpoint.put(folder / "notes.json", text + b"\n" + str(zlib.crc32(text)).encode())
 
 
 # ---- what must not be saved ----------------------------------------------------

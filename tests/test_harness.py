@@ -12,7 +12,7 @@ from conftest import run
 from harness import checkpoint, guard
 from harness.compare import Trace, compare, worst_gap
 from harness.ledger import Ledger
-from harness.report import StepLog, Table, textbook_line, verdict
+from harness.report import StepLog, Table, say, textbook_line, verdict
 from harness.profiler import exposed_time
 from test_tools import event
 
@@ -91,8 +91,8 @@ def test_a_rank_that_differs_is_named_by_its_number_in_the_world():
 
 
 @pytest.mark.parametrize("dtype, says", [
-    ("bf16", "losses equal one process's, and nothing else is judged in bf16; worst gaps:"),
-    ("fp64", "1 tensors' gradients are to equal one process's, and all else that training does; "),
+    ("bf16", "losses equal one process's, and nothing else is judged in low precision; worst"),
+    ("fp64", "1 tensors' gradients should equal one process's, and all else that training does; "),
 ])
 def test_what_was_judged_is_said(dtype, says):
     """Gradients are far from the plain run's, and losses are not."""
@@ -105,6 +105,13 @@ def test_what_was_judged_is_said(dtype, says):
     assert check["passed"] == (dtype == "bf16")
     assert verdict(check).startswith(says)
     assert "gradients 5.0e-01" in verdict(check)
+
+
+def test_letters_that_stdout_has_not_are_escaped(capfd, monkeypatch):
+    monkeypatch.setattr("sys.stdout", open(1, "w", encoding="ascii", closefd=False))
+    say("saved in", "\u00fcber", end="!\n")
+    say("and on")
+    assert capfd.readouterr() == ("saved in \\xfcber!\nand on\n", "")
 
 
 def test_how_many_lines_a_table_has():

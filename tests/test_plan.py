@@ -156,11 +156,10 @@ def test_bytes(row, dry):
 # ---- time, against the simulator ---------------------------------------------
 
 
-@pytest.mark.parametrize("schedule, v, tp", [
-    ("gpipe", 1, 1), ("1f1b", 1, 1), ("interleaved", 2, 1), ("bfs", 2, 1), ("zb-h1", 1, 1),
-    ("zb-h2", 1, 1), ("zb-v", 2, 1), ("dualpipe-v", 2, 1), ("auto", 1, 1), ("1f1b", 1, 2),
-    ("zb-h1", 1, 2), ("zb-h2", 1, 2), ("zb-v", 2, 2)])
-def test_simulator(schedule, v, tp):
+@pytest.mark.parametrize("schedule, v", [
+    ("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("bfs", 2), ("zb-h1", 1), ("zb-h2", 1),
+    ("zb-v", 2), ("dualpipe-v", 2), ("auto", 1)])
+def test_simulator(schedule, v):
     """The bubble, and the micro-batches in flight, are what the simulator says."""
     for pp in range(2, 7):
         least = pp
@@ -173,8 +172,7 @@ def test_simulator(schedule, v, tp):
             step = pp
         for micro in range(least, 3 * pp + 1, step):
             plans = make_plans(schedule, pp, micro, chunks=v)
-            assert math.isclose(bubble_of(schedule, pp, tp, micro, v), idle(plans),
-                                abs_tol=1e-9)
+            assert math.isclose(bubble_of(schedule, pp, micro, v), idle(plans), abs_tol=1e-9)
             for stage, one in enumerate(plans):
                 assert estimate.flight(schedule, micro, pp, stage) == in_flight(one)
 
@@ -185,10 +183,10 @@ def idle(plans):
     return rate / (1 - rate)
 
 
-def bubble_of(schedule, pp, tp, micro, v):
+def bubble_of(schedule, pp, micro, v):
     """-> the same in the time model"""
-    lay = layout(tp=tp, pp=pp, micro=micro, schedule=schedule)
-    names = timed(assess(GPTConfig(pp * v, 64, 2, 1, 8), on(pp * tp, micro), lay))
+    lay = layout(pp=pp, micro=micro, schedule=schedule)
+    names = timed(assess(GPTConfig(pp * v, 64, 2, 1, 8), on(pp, micro), lay))
     return names["bubble"] / names["work"] * names["heavy"] / names["mean"]
 
 
@@ -406,6 +404,9 @@ def test_table(capsys, monkeypatch):
     said = capsys.readouterr().out
     assert said.count("\n") == 2 + len(plan.MODELS)
     assert "| wide | needs " in said
+    monkeypatch.setattr("sys.argv", ["plan.py", "--table", "--tp", "4"])
+    assert plan.main() == 0
+    assert "| gpt2 | no layout | dp 2 x tp 4" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("flags, said", [
@@ -417,6 +418,8 @@ def test_table(capsys, monkeypatch):
     ("--gpus 1024 --batch 7 --sp", "--batch 7 --sp:"),
     ("--gpus 1024 --batch 7 --no-sp", "--batch 7 --no-sp:"),
     ("--gpus 8 --batch 8 --tp 3", "--tp 3"),
+    ("--gpus 8 --batch 64 --schedule zb-h1 --ckpt full", "have to go together"),
+    ("--gpus 8 --batch 8 --json .", "--json .: is a folder"),
     ("--gpus 8 --batch 8 --explain 11", "--explain 11"),
     ("--gpus 8 --batch 8 --heads 3", "--heads 3"),
     ("--gpus 8 --batch 8 --gpu-tflops nan", "--gpu-tflops nan"),

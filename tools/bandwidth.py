@@ -4,9 +4,11 @@
 """
 import statistics
 import time
+import warnings
 
-import torch
-import torch.distributed as dist
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch can do without
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 
 # both were renamed in torch 2.13
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

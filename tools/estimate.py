@@ -17,9 +17,9 @@ model (B T C H L, V padded to divide by tp; E experts, K of them per token, shar
     stage, blocks  a rank's place on pp, how many blocks it has
     first, last    1 if it has the embedding, the head, else 0
     most           blocks of the fullest stage
-    heavy          most, or the blocks of the head's stage with the head's work, if these are more
-    mean           blocks of a stage on average, with the head's work
-    skip           see SKIP
+    heavy          blocks of the stage with the most work; the head counts as so many blocks
+    mean           blocks of a stage on average, the head counted in the same way
+    idle           see IDLE
 
 In MEMORY a number without a reason is what dry runs have shown.
 
@@ -85,8 +85,8 @@ def edges(first, last, V, T, C, tp):
 
 
 def own_edges(edges, zero, pp, v, data):
-    """of these, gradients that a rank keeps. ZeRO-2 cuts them, but not where stages share tied
-    ones: these stay whole until they are summed"""
+    """of the edges, gradients that a rank keeps. ZeRO-2 and 3 cut them, but not where stages share
+    tied ones: there they stay whole until stages have summed them"""
     if zero < 2 or pp * v > 1:
         return edges
     return edges / data
@@ -165,8 +165,8 @@ def whole(x, cut, tp, b, N, H, C, E, K, shared, routed, attn, cp):
 
 
 def kept(ckpt, whole, x, cut, tp, E, shared, N, C, sp):
-    """what a block keeps with ckpt: with selective, all but results of norms and gelu, and what is
-    cast from them. Of experts gelu's result is kept, of which each expert takes a slice"""
+    """what a block keeps with ckpt. Selective leaves out results of norms and gelu, and what is
+    cast from them; but gelu's result in experts is kept, since each expert takes a slice of it"""
     if ckpt == "none":
         return whole
     if ckpt == "full":
@@ -189,8 +189,8 @@ def late(schedule, stage, flight):
 
 
 def waits(blocks, x, tp, cut, b, C, first, V, last, N, E, shared, expert):
-    """bytes that such a micro-batch keeps for W: inputs and gradients of Linears. Experts and the
-    embedding have the gradients of their weights from B already, and these wait, too"""
+    """bytes that a micro-batch keeps between its B and its W: inputs and gradients of Linears, and
+    gradients of the weights of experts and embedding, which B has made already"""
     attention = x / cut + 3 * x / tp + x / tp + x  # inputs and gradients of q, k, v; of out
     mlp = x / cut + 4 * x / tp + 4 * x / tp + x  # of up; of down
     head = x / cut + b * N * V / tp
@@ -225,7 +225,7 @@ def queue(schedule, micro):
 
 
 def sent(E, cp, tp, attn, x, b, routed, C):
-    """what the last collective of a block still holds when the loss is made, without tp"""
+    """what the last collective of a block still holds when the loss is made; none with tp"""
     if tp > 1:
         return 0
     if E:
@@ -291,19 +291,18 @@ def again(ckpt, whole, schedule, tp, x, cut, E, shared):
 
 
 def buffers(zero, b, blocks, block, expert, v, kept, edges, own_edges):
-    """ZeRO-2 and 3: gradients that are whole until ranks have summed them. A block's first one
-    brings room for all of its own, while those of the block behind are on their way"""
+    """ZeRO-2 and 3: gradients that are whole until ranks have summed them. A block's first gradient
+    makes room for all of the block's, while those of the block after it may be on their way"""
     if zero < 2:
         return 0
     unit = b * (block + expert)
-    last = unit  # in the backward of a stage's last block
-    before = 2 * unit - kept  # in that of the block before: the last one's activations have gone
-    if zero == 3 and blocks == 2:
-        before -= unit  # no third block is gathered then: one is, where `gathered` has two
-    total = last
+    total = unit  # in the backward of a stage's last block
     if blocks > v:
-        total = max(last, before)
-    if own_edges < edges:  # those of edges have room from the last norm's on
+        two = 2 * unit - kept  # one block earlier: the last one's activations have gone
+        if zero == 3 and blocks == 2:
+            two -= unit  # no third block is gathered then: one is, where `gathered` has two
+        total = max(unit, two)
+    if own_edges < edges:  # edges make room when backward comes to the last norm
         total += b * edges
     return total
 
@@ -316,8 +315,8 @@ def tied(b, V, C, tp, pp, v):
 
 
 def ring(cp, attn, x, tp, cut, b, E, routed, C):
-    """in the backward of attention over cp: K and V of others, and their gradients in fp32. With
-    experts the room counts that their rows have left: backward is done with them by then"""
+    """in the backward of attention over cp: K and V of others, and their gradients in fp32, less
+    what has gone by then: the second norm's result, or with experts their rows"""
     if cp == 1 or attn == "ulysses":
         return 0
     wide = max(b, 4) / b  # fp32, in numbers of b bytes
@@ -327,10 +326,10 @@ def ring(cp, attn, x, tp, cut, b, E, routed, C):
     travels = 2 * min(cp, 3) * wide
     if attn == "allgather":
         travels = 2 * cp + 2 * cp * wide
-    total = (here + travels) * x / tp - x / cut  # the second norm's result has left, too
+    gone = x / cut
     if E:
-        total -= 11 * b * routed * C - 8 * x / tp - x / cut
-    return total
+        gone = 11 * b * routed * C - 8 * x / tp
+    return (here + travels) * x / tp - gone
 
 
 def mlp_gradients(x, tp, cut, zero, b, C, E, shared, routed, schedule, expert):
@@ -341,7 +340,8 @@ def mlp_gradients(x, tp, cut, zero, b, C, E, shared, routed, schedule, expert):
     if (shared or not E) and schedule not in APART:
         down = 4 * b * C * C / tp  # of its weight, which moves to its place among the gradients
         if zero >= 2 and tp == 1:
-            # its place comes when gelu's result has gone: here, or a step later at gelu's gradient
+            # it gets its place when gelu's result has gone: now, or a step later, when gelu's
+            # gradient is there. The larger of the two counts
             total = x + max(4 * x, down)
         else:
             total += down
@@ -357,8 +357,8 @@ def mlp_gradients(x, tp, cut, zero, b, C, E, shared, routed, schedule, expert):
 
 
 def split(schedule, waits, blocks, kept, v):
-    """what a stage has more after B than before: what W waits with, less activations. Of v chunks
-    on a rank, one is at work"""
+    """what B leaves for W, less the activations that it frees. Of v chunks on a rank, one is at
+    work"""
     if schedule not in APART:
         return 0
     return max(0, waits - blocks * kept) / v
@@ -374,8 +374,9 @@ def attention(ring, split, schedule, E, x, tp, b, expert):
 
 
 def weights(schedule, split, blocks, v, block, b, expert, E, shared, C, tp, zero):
-    """the same in W. Gradients that B has made move to their places first, in every block: with
-    ZeRO-2 all get room at once, and keep it, for the last block's sum is the first"""
+    """what comes and goes in W. In every block, the gradients that B has made move to their places
+    first. ZeRO-2 makes room for all blocks' then: the last block is summed first, but W does it
+    last"""
     if schedule not in APART:
         return 0
     moves = b * expert / 2  # the experts' gradients of up or down, a second time
@@ -430,9 +431,9 @@ HELD = ("parameters", "gradients", "optimizer", "activations", "working")
 
 # ---- seconds of a step, all micro-batches ------------------------------------
 
-# The bubble is (pp - 1) / SKIP times a micro-batch's F + B + W, as tests/test_plan.py simulates it
-SKIP = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "bfs": 2, "zb-h1": 3, "auto": 3, "zb-h2": math.inf,
-        "zb-v": math.inf, "dualpipe-v": 6}
+# The bubble is IDLE (pp - 1) times a micro-batch's F + B + W, as tests/test_plan.py simulates it
+IDLE = {"gpipe": 1, "1f1b": 1, "interleaved": 1 / 2, "bfs": 1 / 2, "zb-h1": 1 / 3, "auto": 1 / 3,
+        "zb-h2": 0, "zb-v": 0, "dualpipe-v": 1 / 6}
 
 
 def own(B, T, dp, cp):
@@ -542,7 +543,7 @@ def cp_time(cp_sent, most, cp_bandwidth, attn, own, keys, C, tp, speed, share):
     seconds = most * cp_sent / cp_bandwidth
     if attn in ("ring", "zigzag"):
         attention = most * own * 12 * keys * C / tp / speed
-        # ranks that take turns on a core have nothing to hide it behind: 1 at share 1, 0 from 2 on
+        # ranks that take turns on a core hide nothing: the factor is 1 at share 1, 0 from 2 on
         seconds -= min(seconds, max(0, 2 - share) * attention)
     return seconds
 
@@ -572,10 +573,12 @@ def calls(micro, most, tp, numbers, sp, pp, v, cp, attn, E, data, zero):
     if E:  # counts, rows and loads
         per_micro += 6 * most
     if tp > 1:
-        each = 2  # numbers of an all-reduce
+        each = 2  # an all-reduce counts 2 in `numbers`, a gather or a scatter 1
         if sp:
             each = 1
         per_micro += most * numbers / each
+        if E and not sp:
+            per_micro += most  # JoinRows and CutRows are two gathers, not one all-reduce
     if pp > 1:
         per_micro += 2 * v
     count = micro * per_micro
@@ -598,13 +601,14 @@ def work(matmul, recompute, bound, tp_time, cp_time, ep_time, launch):
     return matmul + recompute + bound + tp_time + cp_time + ep_time + launch
 
 
-def bubble(mean, heavy, pp, micro, skip, share, work):
-    """waiting for other stages: the span of a step, less the heaviest stage's work. Of the ranks
-    that share a core, others work meanwhile"""
-    # In units of `work`: the span if every rank has a core to itself, and the work of an average
-    # stage. Ranks that share a core take at least that work each, or else their part of the span.
-    alone = 1 + (pp - 1) / (micro * skip) * mean / heavy
-    return max(mean / heavy, alone / share) * work - work
+def bubble(mean, heavy, pp, micro, idle, share, work):
+    """waiting for other stages: the span of a step, less the heaviest stage's work. It is negative
+    where ranks share a core, and the heaviest stage has it to itself while others wait"""
+    # in units of `work`: the span if every rank has a core to itself, and a stage's mean work
+    alone = 1 + (pp - 1) / micro * idle * mean / heavy
+    least = mean / heavy
+    # ranks that share a core fill each other's waits, until the core has nothing but work
+    return max(least, alone / share) * work - work
 
 
 def pp_time(pp, v, own, b, C, megatron_2021, tp, cut, pp_bandwidth):
@@ -767,7 +771,7 @@ def known(cfg, at, lay, v, counts, head_rank):
     names["most"] = max(counts)
     names["heavy"] = max(max(counts), counts[head_rank] + head)
     names["mean"] = (cfg.layers + head) / lay.pp
-    names["skip"] = SKIP[lay.schedule]
+    names["idle"] = IDLE[lay.schedule]
     names["tp_bandwidth"] = bandwidth(at, lay.tp)
     names["cp_bandwidth"] = bandwidth(at, lay.tp * lay.cp)
     names["ep_bandwidth"] = bandwidth(at, lay.tp * names["ep"])
@@ -788,17 +792,17 @@ def timed(names):
     evaluate(TIME, names)
     L, C, T, V, mlps = (names[name] for name in ("L", "C", "T", "V", "mlps"))
     names["seconds"] = sum(names[part] for part in PARTS)
-    tokens = names["B"] * T
+    of_step = names["B"] * T  # tokens; names["tokens"] are those of the whole training
     # counted as in Narayanan 2021, 5.1, with all MLPs that a token visits
     block = (24 + 48 * mlps) * C * C + 12 * C * T
-    flops = tokens * (L * block + 6 * C * V)
+    flops = of_step * (L * block + 6 * C * V)
     counted = 1  # FLOPs that tflops counts, over those of the model
     if names["megatron_2021"]:  # that paper counts what is computed again
         counted += names["recompute"] / names["matmul"]
     tflops = flops / names["seconds"] / names["gpus"] / 1e12
     names["mfu"] = tflops / names["gpu_tflops"]
     names["tflops"] = tflops * counted
-    names["rate"] = tokens / names["seconds"]
+    names["rate"] = of_step / names["seconds"]
     names["days"] = names["tokens"] / names["rate"] / 86400
     return names
 
@@ -890,20 +894,20 @@ def choices(cfg, at, mesh, schedule, fixed):
 
 
 def attentions(cfg, cp, tp, fixed):
-    """-> the choices of attn, of which is_as_fixed takes one if it is fixed"""
+    """-> the choices of attn that hybrid_3d.py can run: the fixed one, or those worth a try"""
     wanted = fixed.get("attn")
     if cp == 1:
-        return [wanted or "zigzag"]
-    possible = []
-    if cfg.seq % (2 * cp) == 0:
-        possible += ["zigzag"]
-        if wanted == "allgather":
-            possible = [wanted]
-    if wanted == "ring" and cfg.seq % cp == 0:
-        possible = [wanted]
-    if cfg.seq % cp == 0 and cfg.heads // tp % cp == 0:
-        possible.append("ulysses")
-    return possible
+        return [wanted or "zigzag"]  # which nothing uses
+    runs = {
+        "ring": cfg.seq % cp == 0,
+        "zigzag": cfg.seq % (2 * cp) == 0,
+        "allgather": cfg.seq % (2 * cp) == 0,
+        "ulysses": cfg.seq % cp == 0 and cfg.heads // tp % cp == 0,
+    }
+    tried = ["zigzag", "ulysses"]
+    if wanted:
+        tried = [wanted]
+    return [name for name in tried if runs[name]]
 
 
 def is_as_fixed(lay, fixed):
@@ -918,8 +922,8 @@ def search(cfg, at, free=()):
     """-> [(seconds, layout)] of what fits, fastest first; (bytes, layout) of what needs least of
     all that was tried, None if there is no layout
 
-    at.fixed: {axis: value} to be kept, but for the axes that are free. Of ZeRO-1,
-    2 and 3, each of which sends more than the one before, none is tried behind one that fits.
+    at.fixed: {axis: value} to be kept, but for the axes that are free. Each stage of ZeRO sends
+    more than the one below: where ZeRO-1 or 2 fits, those above it are not tried.
     """
     fixed = {axis: value for axis, value in at.fixed.items() if axis not in free}
     fits = []

@@ -23,14 +23,9 @@ them, some others only where they can be of use: see layouts() in estimate.py.
                    1/cp of that; hops travel behind attention, the others are not
                    overlapped
     ep             4 K B T C (ep-1)/ep per block, / tp; not overlapped             moe.py
-    bubble         (pp-1)/M of all above, in some schedules less, where F = B = W: 1, 2.2; 2
-                                           without tp    with tp
-                       gpipe, 1f1b         all           all
-                       interleaved, bfs    1/2           1/2
-                       zb-h1, auto         1/3           1/1.4
-                       zb-h2               none          1/1.7
-                       zb-v                none          1/2.6
-                       dualpipe-v          1/6           1/2.2
+    bubble         (pp-1)/M of all above in gpipe and 1f1b. Where F = B = W,       1, 2.2; 2
+                   interleaved and bfs have 1/2 of that, zb-h1 and auto 1/3,
+                   dualpipe-v 1/6, zb-h2 and zb-v none
     pp             B T C per boundary and direction, not overlapped                1, 3.2
     dp             2 (n-1)/n of the gradients, n = dp cp, by a ring: two halves;   1, 3.3; 5
                    zero 2 M+1 halves, zero 3 3 M. Experts among those that hold
@@ -41,9 +36,10 @@ them, some others only where they can be of use: see layouts() in estimate.py.
 A group inside a node has --bandwidth-intra, one across nodes --bandwidth-inter, GB/s per GPU. The
 defaults are those of A100-80GB, 8 to a node. One number is fitted: --efficiency, of matmuls. 0.67
 for all ten rows of table 1 in source 1 (1.7B to 1T) gives their TFLOP/s within 8%, 3.5% on average;
-the best constant guess is 5.4% off. --megatron-2021: its software, unfused attention for one.
---calibrate measures all of this on this machine, and how many ranks share a core: such ranks fill
-each other's bubbles, and hide nothing.
+one number for the TFLOP/s of all ten rows would be 5.4% off at best. --megatron-2021 is the
+software of source 1, in which attention is not fused, for one. --calibrate measures all of this on
+this machine, and how many ranks share a core: such ranks fill each other's bubbles, and hide
+nothing.
 
 1  Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
    Megatron-LM", arXiv:2104.04473
@@ -68,11 +64,11 @@ import textwrap
 import time
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run as a program: the root is not there
+import harness  # noqa: E402, F401, before torch, which warns where NumPy is missing
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 from common import DTYPES, FLAGS, PRESETS, Block, Flag, GPTConfig, add_flag  # noqa: E402
 from estimate import (  # noqa: E402
     CKPTS, HELD, MEMORY, PARTS, SCHEDULES, TIME, Layout, assess, divisors, needs, search, timed)
@@ -186,8 +182,9 @@ def refuse(at):
     require(E or not (at.ep or at.shared or at.capacity),
             "--ep, --shared and --capacity are for --experts E")
     require(cfg.width % cfg.heads == 0, f"--heads {cfg.heads} does not divide --width {cfg.width}")
-    folder = Path(at.json or ".").absolute().parent
-    require(folder.is_dir(), f"--json {at.json}: no such folder")
+    if at.json:
+        require(Path(at.json).absolute().parent.is_dir(), f"--json {at.json}: no such folder")
+        require(not Path(at.json).is_dir(), f"--json {at.json}: is a folder, give a file")
 
 
 def resized(at, gpus):
@@ -266,7 +263,7 @@ def advice(cfg, at, least):
 
 
 def fits_on_more(cfg, at, free=(), change=""):
-    """-> the line on the least multiple of the GPUs on which something fits; none if none does"""
+    """-> [the line on the least of 2, 4, .. 64 times the GPUs on which something fits], or []"""
     for times in (2, 4, 8, 16, 32, 64):
         gpus = at.gpus * times
         fits, _ = search(cfg, resized(at, gpus), free=free)
@@ -341,6 +338,8 @@ def table(at):
 
 def cell(cfg, at):
     fits, least = search(cfg, at)
+    if least is None:
+        return "no layout"
     if not fits:
         return f"needs {least[0] / 1e9:,.0f} GB"
     _, fastest = fits[0]
@@ -386,9 +385,12 @@ def statements_of(function):
 
 
 def worked_out(statement, values):
-    """A statement -> passes = 3, or total + 2 * x = 30 + 2 * 4096, or 2 * x / tp = 2 * 4096 / 2
+    """A statement -> its formula and, where they differ, the same with the numbers put in:
 
-    A return of one number or name becomes "result".
+    total = 2 * x     total = 2 * x = 2 * 4096
+    total += 2 * x    total + 2 * x = 30 + 2 * 4096
+    return x / tp     x / tp = 4096 / 2
+    return total      result
     """
     value = statement.value
     if isinstance(statement, ast.Return) and isinstance(value, (ast.Name, ast.Constant)):
@@ -407,7 +409,8 @@ def worked_out(statement, values):
 
 
 class PutIn(ast.NodeTransformer):
-    """Names of numbers -> the numbers. These are written as names, with few digits."""
+    """Replaces names by their numbers. A number becomes an ast.Name, so that unparse writes what
+    as_text has made of it, with few digits."""
 
     def __init__(self, values):
         self.values = values
@@ -463,9 +466,9 @@ class Rates:
 
 
 def calibrate(cfg, at):
-    """Measures this machine -> {flag: value}, to be used instead of what the flags say: on all
-    ranks at once matmuls of the model's size, copies, a block of one token and all-reduces; then
-    matmuls on rank 0 alone."""
+    """Measures this machine -> {flag: value}, which replace what the flags say. All ranks at once
+    do matmuls of the model's size, copies, a block of one token and all-reduces; then rank 0 does
+    the matmuls alone."""
     launch = ranks_here()
     ranks = launch.world_size
     gpus = torch.cuda.device_count()
@@ -568,9 +571,9 @@ def main():
 def refuse_impossible(at, least):
     """No layout at all, whether it fits or not."""
     given = "".join(" " + as_flag(axis, value) for axis, value in at.fixed.items())
-    require(least, f"--batch {at.batch}{given}: no dp x cp x tp x pp = {at.gpus} divides batch, "
-            f"--heads {at.cfg.heads} and --layers {at.cfg.layers}; take other --gpus or a --batch "
-            "that is a multiple of them")
+    require(least, f"--batch {at.batch}{given}: no layout with dp x cp x tp x pp = {at.gpus}. They "
+            f"have to divide the batch, --heads {at.cfg.heads} and --layers {at.cfg.layers}, and "
+            "flags that are given have to go together")
 
 
 def write(at, rows, fit, said):

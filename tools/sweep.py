@@ -4,7 +4,7 @@
         --file hybrid_3d                of this file alone: else the files take turns
         --ranks 16                      up to 16 ranks, often many; else up to 8
 
-All is in float64, and what a run has measured must be what its textbook says. Ranks, sizes and all
+All is in float64, and what a run has measured must be what its textbook says. Ranks, sizes and most
 flags of a file are drawn; run i of a seed, a file and a --ranks is always the same one. What a file
 has to refuse is not drawn, so that exit code 2 is a failure too: of the file, or of the drawing
 here.
@@ -20,6 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+import harness  # noqa: E402, F401, before torch, which warns where NumPy is missing
 from conftest import GAPS, script  # noqa: E402
 from tools.estimate import VEES  # noqa: E402
 
@@ -62,7 +63,7 @@ class Draw(random.Random):
     def course(self, freezes, evaluates):
         """How the rate goes, what is held out, and what is frozen, where the file takes that."""
         flags = self.maybe("--warmup", 1, "--decay", self.choice(("linear", "cosine")))
-        # drawn in any case: what is drawn behind it stays the same
+        # drawn even where it is not used: so the draws after it are the same for all files
         frozen = self.maybe("--train", r"blocks\.[02]|tok", chance=0.2)
         if freezes:
             flags += frozen
@@ -443,7 +444,7 @@ def main(words):
 
 
 def whole(word):
-    """argparse makes bad usage of its ValueError."""
+    """A type for argparse, which calls parser.error where this raises a ValueError."""
     if not word.isdigit():
         raise ValueError
     return int(word)
@@ -457,7 +458,7 @@ def positive(word):
 
 
 def wrong(message):
-    """In the place of parser.error, which prints several lines: main() prints this one."""
+    """In the place of parser.error, which prints several lines: main() catches this, prints one."""
     raise ValueError(f"sweep.py: error: {message}; usage: {USAGE}, N at least 1")
 
 
