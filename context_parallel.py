@@ -614,9 +614,7 @@ def refuse(args):
     cp = args.world_size
     T = args.cfg.seq
     H = args.cfg.heads
-    on_gpu = args.device == "cuda"
-    if args.device == "auto" and not args.dry_run:
-        on_gpu = torch.cuda.is_available()
+    on_gpu = is_on_gpu(args)
     if args.impl != "scratch":
         refuse_at_work(args, on_gpu)
     chunks = KINDS[args.attn](cp_rank=0, cp=cp).chunk_count
@@ -625,10 +623,21 @@ def refuse(args):
     if args.attn == "ulysses":
         require(H % cp == 0, f"--heads {H} does not divide over {cp} ranks, for ulysses")
     elif on_gpu:
-        try:
-            check_head_width(args.cfg.width // H, DTYPES[args.dtype])
-        except ValueError as error:
-            require(False, f"--width {args.cfg.width} --heads {H}: {error}; ulysses takes any")
+        refuse_head_width(args.cfg, DTYPES[args.dtype])
+
+
+def is_on_gpu(args):
+    """Will this run be on a GPU, or count as if it were?"""
+    if args.device == "auto" and not args.dry_run:
+        return torch.cuda.is_available()
+    return args.device == "cuda"
+
+
+def refuse_head_width(cfg, dtype):
+    try:
+        check_head_width(cfg.width // cfg.heads, dtype)
+    except ValueError as error:
+        require(False, f"--width {cfg.width} --heads {cfg.heads}: {error}; ulysses takes any")
 
 
 def refuse_at_work(args, on_gpu):

@@ -8,13 +8,13 @@
       layers, head   ranks 4 5  ---- dp ---- ranks 6 7            last stage's head is tied to it
 
     rank = ((pp_rank dp + dp_rank) cp + cp_rank) tp + tp_rank
-    ep: in each stage, ep neighbours of its dp x cp ranks share out the experts
+    dp x cp = replicas x ep: ep neighbours share out the experts, replicas hold the same ones
 
 Here is said who is who (Mesh), in which order techniques are applied (parallelize), what becomes
 of a gradient along each axis (Kind). cut: each rank has its own part. S: each has a summand, which
 sum_gradients adds up. 1: in the end all have the same, and the norm counts it once.
 
-    parameter        tp               (dp x cp) / ep   ep        first and last stage
+    parameter        tp               replicas         ep        first and last stage
     matrix           cut              S 1              S 1       -
     norm, row bias   1, --sp: S 1     S 1              S 1       -
     embedding        cut              S 1              S 1       S 1
@@ -32,12 +32,12 @@ Narayanan 2021, arXiv:2104.04473, section 3; Llama team 2024, arXiv:2407.21783, 
 At work: DeviceMesh, fully_shard, parallelize_module, torch.distributed.pipelining (section 3).
 
     torchrun --standalone --nproc_per_node=8 hybrid_3d.py --dp 2 --tp 2 --pp 2
-
-    model = Hybrid(stages, blocks, kind_of, Mesh(dp=2, tp=2, pp=2), tp, make_optimizer)
+    mesh = Mesh(dp=2, tp=2, pp=2)  # tp and stages are made with its groups: see parallelize
+    model = Hybrid(stages, blocks, kind_of, mesh, tp, make_optimizer)
     pipeline = Pipeline(stages.here, plans, stages.groups, boundary,
                         model.before_backward, model.after_backward)
     model.zero_grad(); pipeline.step(inputs, loss_of); sum_gradients(model)
-    step(model, gradient_norm(model), clip)  # in your own code; the names: see parallelize
+    step(model, gradient_norm(model), clip)
 """
 import harness  # before torch, which warns where NumPy is missing
 
@@ -62,7 +62,7 @@ import moe
 import pipeline_parallel
 import tensor_parallel
 from common import (
-    ANY, POSITIVE, Flag, Run, Side, adamw, arguments, build, loss_sum, require, share)
+    ANY, DTYPES, POSITIVE, Flag, Run, Side, adamw, arguments, build, loss_sum, require, share)
 from harness.checkpoint import STATES, Piece, run_pieces
 from harness.timeline import bubble_rate, in_flight
 from pipeline_parallel import Boundary, Pipeline, Stages
@@ -76,9 +76,9 @@ class Mesh:
     """Who is who: sizes of the axes, this rank's place on each, and the group of ranks along each.
 
     tp varies fastest, since its ranks talk most, and pp slowest (Narayanan 2021, section 3). The
-    dp x cp ranks of the axis "data" hold the same dense parameters. Experts are shared out among ep
-    of them, neighbours; the dp x cp / ep ranks that hold the same ones are the axis "replicas".
-    "stage" is all ranks of a pipeline's stage.
+    dp x cp ranks of the axis "data" hold the same dense parameters. With ep there are three more
+    groups: experts are shared out among the ranks of "ep", neighbours on "data"; the dp x cp / ep
+    ranks of "replicas" hold the same ones; "stage" is all ranks with the same place on pp.
     """
 
     def __init__(self, dp=1, cp=1, tp=1, pp=1, ep=None):
@@ -193,6 +193,8 @@ class Hybrid(nn.Module):
             for module in modules:
                 in_blocks.update(module.modules())
         edges = [m for m in self.modules() if m not in in_blocks and has_parameters(m)]
+        if stages.tied and zero_stage > 1 and not edges_wait:
+            raise ValueError("a parameter is tied between stages: edges_wait has to be True")
         if edges_wait:
             zero_stage = min(zero_stage, 1)
         # all edges together are one unit
@@ -246,7 +248,8 @@ class Hybrid(nn.Module):
         return any(of_experts)
 
     def check_zeros(self):
-        """Raises a ValueError where two ZeROs would step one parameter."""
+        """Raises a ValueError where two ZeROs would step one parameter: one that is tied, or one
+        inside of a module that has parameters of its own, too, which takes all inside it along."""
         count = Counter(p for zero in self.zeros for p in zero.module.parameters())
         for p, zeros in count.items():
             if zeros > 1:
@@ -271,7 +274,7 @@ class Hybrid(nn.Module):
     def axes_alike(self, p, zero_stage):
         """-> the axes along which ranks hold the same of a parameter, after this stage of ZeRO.
 
-        The answer is one for stages 1 to 3: that edges may be of a lower one does not matter.
+        Stages 1 to 3 give the same answer: edges may be of a lower one of them than blocks.
         """
         axes = self.kind[p].alike
         if zero_stage > 0:  # ZeRO has cut it along "data" or "replicas"
@@ -285,7 +288,8 @@ class Hybrid(nn.Module):
 
     def before_backward(self, stage, is_last):
         """To be called before a backward adds to a stage's gradients; is_last: for the last time in
-        this step. ZeRO-0 and 1 then sum them over ranks while it runs."""
+        this step. ZeRO-0 and 1 then sum them over ranks while it runs. Those of edges wait for
+        sum_gradients: another stage may have a summand of them."""
         for zero in self.inner[stage]:
             zero.sync = is_last
 
@@ -390,12 +394,6 @@ SHARED_EXPERT = {  # tensor_parallel's plan for the expert that every token visi
     "blocks.*.mlp.shared.up": tensor_parallel.ColumnLinear,
     "blocks.*.mlp.shared.down": tensor_parallel.RowLinear,
 }
-ATTENTION = {
-    "ring": context_parallel.Ring,
-    "zigzag": context_parallel.Zigzag,
-    "allgather": context_parallel.AllGather,
-    "ulysses": context_parallel.Ulysses,
-}
 
 
 def kind_of(name):
@@ -451,7 +449,7 @@ def parallelize(model, mesh, plans, groups, boundary, layers, *, sp=False, zero=
     if tp.size > 1:
         tensor_parallel.parallelize(model, tp, plan_of(model))
     if mesh.size["cp"] > 1:
-        context_parallel.parallelize(model, ATTENTION[attn](mesh.group["cp"]))
+        context_parallel.parallelize(model, context_parallel.KINDS[attn](mesh.group["cp"]))
     if "ep" in mesh.group:
         # Without --sp all ranks of tp come to the router with the same tokens: each routes a part.
         # In a dry run nobody can read what was chosen: experts are taken to be balanced
@@ -575,9 +573,10 @@ def pieces_that_follow(model, zero):
 
 def is_first(model, p, zero_stage):
     """Is this the first of the ranks that hold the same piece of this parameter?"""
-    place = {**model.mesh.place, "stages": 0}
-    if place["pp"] != model.stages.origins[model.names[p]].rank:
-        place["stages"] = 1
+    place = dict(model.mesh.place)
+    # along "stages", which Mesh does not know: 0 on the first rank of the pipeline that has it
+    first_holder = model.stages.origins[model.names[p]].rank
+    place["stages"] = int(place["pp"] != first_holder)
     return all(place[axis] == 0 for axis in model.axes_alike(p, zero_stage))
 
 
@@ -835,7 +834,8 @@ FLAGS = {
     "tp": Flag(int, "ranks that share each layer", POSITIVE),
     "pp": Flag(int, "ranks of a pipeline; of dp, tp, pp those left out are chosen", POSITIVE),
     "cp": Flag(1, "ranks that share each sequence", POSITIVE),
-    "attn": Flag("zigzag", "--cp: how queries meet other ranks' keys", tuple(ATTENTION)),
+    "attn": Flag("zigzag", "--cp: how queries meet other ranks' keys",
+                 tuple(context_parallel.KINDS)),
     "micro": Flag(int, "M, micro-batches of a copy (4, or as many as divide its rows)", POSITIVE),
     "schedule": Flag("1f1b", "order of the work", SCHEDULES),
     **PIPELINE_FLAGS,
@@ -881,7 +881,8 @@ def layout(args):
 
 
 def axes(args):
-    """-> dp, tp, pp. If all three are left out and the ranks divide by 4, pp and tp are 2.
+    """-> dp, tp, pp. Their product is to be ranks / cp. If all three are left out and that divides
+    by 4, pp and tp are 2.
 
     Of those that are still open, the last in the order pp, tp, dp gets all the ranks that remain,
     and the others are 1. On 8 ranks, --pp 2 alone makes dp 4 and tp 1; --dp 2 alone tp 4 and pp 1.
@@ -913,11 +914,14 @@ def refuse_axes(args):
     require(dp * cp * tp * pp == args.world_size,
             f"{given}: their product is not {args.world_size}, the number of ranks")
     require(cfg.heads % tp == 0, f"--heads {cfg.heads} do not divide over --tp {tp}")
-    pieces_of_sequence = ATTENTION[args.attn](cp_rank=0, cp=cp).chunk_count
+    pieces_of_sequence = context_parallel.KINDS[args.attn](cp_rank=0, cp=cp).chunk_count
     require(cp == 1 or cfg.seq % pieces_of_sequence == 0, f"--seq {cfg.seq} does not divide into "
             f"{pieces_of_sequence} chunks, for --attn {args.attn} with --cp {cp}")
     require(args.attn != "ulysses" or cfg.heads // tp % cp == 0,
             f"--heads {cfg.heads} do not divide over {cut}, which ulysses wants")
+    if cp > 1 and args.attn != "ulysses" and context_parallel.is_on_gpu(args):
+        dtype = torch.bfloat16 if args.amp == "bf16" else DTYPES[args.dtype]
+        context_parallel.refuse_head_width(cfg, dtype)
     require(not args.sp or cfg.seq // cp % tp == 0,
             f"--seq {cfg.seq} does not divide over {cut}, which --sp wants")
     require(args.batch % dp == 0, f"--batch {args.batch} does not divide into --dp {dp}")
@@ -1471,7 +1475,7 @@ class Batches:
             self.tokens = self.tokens_of(mesh.place["cp"])
 
     def tokens_of(self, cp_rank):
-        ring = ATTENTION[self.run.args.attn](cp_rank=cp_rank, cp=self.lay.cp)
+        ring = context_parallel.KINDS[self.run.args.attn](cp_rank=cp_rank, cp=self.lay.cp)
         return ring.positions(self.run.cfg.seq, self.run.device)
 
     def cut(self, x):  # (B/dp, T) -> (B/dp, T/cp)
@@ -1563,15 +1567,15 @@ class Choices:
         run = self.run
         model = run.build()
         moe.set_sources(model, self.batches.routed_everywhere())
-        # A plain layer takes a step's choices from a list. Where it finds None it chooses itself,
-        # as it does in the steps before this run, whose choices are not known here.
-        earlier = run.first
+        # A plain layer takes a step's choices from a list. Where it finds None it chooses itself.
         if run.plain_first() > 0:  # the plain run begins where this one does
-            earlier = 0
+            before = []
             moe.set_biases(model, run.start.extra["biases"])
+        else:  # it also repeats the steps before this run, whose choices are not known here
+            before = [None] * run.first
         for i, block in enumerate(model.blocks):
             if self.told:
-                block.mlp.choices = [None] * earlier + [table[i] for table in self.steps]
+                block.mlp.choices = before + [table[i] for table in self.steps]
         return run.plain(model, extra_loss=moe.plain_balancing_losses)
 
 
@@ -1583,8 +1587,9 @@ def layers_here(model):
 def routed_together(args, lay):
     """-> [what decides which tokens are balanced together, or compete for room in an expert].
 
-    Where it is the same in two runs they route alike: see routings(). Where it is not, they are
-    taken to differ, even if a case can be found in which they would not.
+    What a resumed run checks begins at step 0 only if this list was the same in all runs of the
+    training (run.replays in main). Lists that differ count as different routing, even if a case can
+    be found in which they route alike.
     """
     if args.capacity:  # a rank drops the last of its own
         return [lay.dp, lay.cp, lay.tp, lay.micro, lay.sp, args.attn]
@@ -1602,6 +1607,8 @@ def routings(run, lay):
     """-> how tokens were routed together in this training, here and in the runs before this one"""
     found = list(run.start.extra.get("routed", []))
     mine = routed_together(run.args, lay)
+    if run.start.steps and not found and mine:
+        found.append("as in moe.py")  # whose checkpoints do not say it
     if mine not in found:
         found.append(mine)
     return found
@@ -1649,7 +1656,7 @@ def set_up(run, setting):
     extra = None
     if args.experts:
         extra = partial(notes, run, model, lay)
-        if run.start.steps:
+        if "biases" in run.start.extra:  # else from a run without experts: begin() will refuse it
             set_biases(model, run.start.extra["biases"])
     return Side(
         model=model,

@@ -972,9 +972,13 @@ def gather_choices(run, model):
     return [join_choices([of_rank[i] for of_rank in of_ranks], sources) for i in range(len(mine))]
 
 
-def biases(model):
+def notes(run, model):
     """What a checkpoint notes besides weights and AdamW's states."""
-    return {"biases": [block.mlp.bias.tolist() for block in model.blocks]}
+    found = {"biases": [block.mlp.bias.tolist() for block in model.blocks]}
+    routed = run.start.extra.get("routed", [])  # hybrid_3d.py's: how tokens were routed together
+    if any(routed):
+        found["routed"] = [*routed, "as in moe.py"]
+    return found
 
 
 def set_biases(model, values):
@@ -1156,7 +1160,7 @@ def set_up(run, impl, replicas, ep):
         model = parallelize(model, ep=ep, balanced=run.dry)
     else:
         model = parallelize_at_work(model, ep=ep, balanced=run.dry)
-    if run.start.steps:
+    if "biases" in run.start.extra:  # else from a run without experts: begin() will refuse it
         set_biases(model, run.start.extra["biases"])
     broadcast_parameters(model, replicas)  # they are equal already; copies of section 1 need it
     optimizer = adamw(model.parameters(), args.lr)
@@ -1169,7 +1173,7 @@ def set_up(run, impl, replicas, ep):
         full_state_dict=lambda: full_state_dict(model, ep),
         evaluate=lambda k: evaluate(model, *run.held_out(k, rows)),
         pieces=lambda: pieces(model, optimizer, replicas=replicas, ep=ep),
-        extra=lambda: biases(model),
+        extra=partial(notes, run, model),
     )
 
 
@@ -1212,6 +1216,8 @@ def main():
     refuse(args)
     run = Run(args, build=partial(build_plain, args))
     refuse_other_sources(run)
+    # steps that hybrid_3d.py has routed in another way cannot be replayed
+    run.replays = not any(run.start.extra.get("routed", []))
     replicas, ep = make_groups(run)
     with run:
         sides = {impl: set_up(run, impl, replicas, ep) for impl in run.impls}

@@ -28,6 +28,7 @@ import json
 import math
 import os
 import pickle
+import re
 import shutil
 import socket
 import sys
@@ -43,6 +44,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.tensor import DTensor
 
+from harness.report import say
 from harness.usage import agents_store, require
 
 # ---- pieces ------------------------------------------------------------------
@@ -89,7 +91,7 @@ def piece_of(name, tensor, writes):
         if placement.is_replicate() and position > 0:
             writes = False
     local = tensor.to_local()
-    if local.shape != box.sizes:
+    if local.shape != box.sizes:  # _StridedShard: what this rank has does not lie side by side
         raise ValueError(f"{name}: {tensor.placements} of {tuple(tensor.shape)} is no box")
     return Piece(name, tuple(tensor.shape), tuple(box.offsets), local, writes)
 
@@ -126,8 +128,8 @@ def boxes_of_run(shape, low, high):
     end = high // size
     if begin > end:  # the run begins and ends inside one row
         return boxes_in_row(row_shape, end, low, high)
-    # The row that an end lies in may not exist (-1, or one too many): then that end is empty, and
-    # gives no boxes.
+    # The run begins inside row begin - 1 and ends inside row end. Where it begins or ends between
+    # two rows that part is empty, gives no boxes, and its row need not exist (-1, or one too many).
     boxes = boxes_in_row(row_shape, begin - 1, low, begin * size)
     if begin < end:
         start = (begin,) + (0,) * len(row_shape)
@@ -247,10 +249,8 @@ def is_foreign(place):
     """Is it no folder, or is there a file in it that no checkpoint has? Then it must stay."""
     if not place.is_dir():
         return True
-    for path in place.iterdir():
-        if path.name not in ("notes.json", ".metadata") and not path.name.startswith("__"):
-            return True
-    return False
+    own = re.compile(r"notes\.json|\.metadata|__\d+_0\.distcp|__\d+_generators\.pt")
+    return not all(own.fullmatch(path.name) for path in place.iterdir())
 
 
 def checksum(path):
@@ -326,7 +326,7 @@ def newest(folder, flag, quiet=False):
             continue
         if os.environ.get("RANK", "0") == "0" and not quiet:
             taken = f"{flag} takes {place}, {notes['steps']} steps behind it"
-            print("; ".join([*passed, taken]), flush=True)
+            say("; ".join([*passed, taken]))
         return place, notes
     why = "; ".join(["no whole checkpoint there", *passed])
     require(False, f"{flag} {folder}: {why}")
@@ -336,8 +336,8 @@ def source(args):
     """-> (flag, folder) that say where to begin, or ("", "").
 
     Ranks that torchrun has restarted, and jobs that SLURM has requeued, go on from what they have
-    saved themselves, if there is something. What another job has saved there does not count: the
-    first start did not take it either.
+    saved themselves. Until there is something, they begin as the first start of the job did: with
+    --resume or --init-from, or at step 0. What other jobs have saved does not count as their own.
     """
     for launcher in ("TORCHELASTIC", "SLURM"):
         restarts = int(os.environ.get(f"{launcher}_RESTART_COUNT", 0))
@@ -351,14 +351,15 @@ def source(args):
 
 
 def has_own(folder, launcher):
-    """Is there a checkpoint in a folder that this job has saved, as its launcher names jobs?"""
+    """Is there a whole checkpoint in a folder that this job has saved, as its launcher names jobs?
+    """
     for steps in numbered(folder):
         try:
             notes = notes_of(Path(folder, str(steps)))
         except (OSError, ValueError):
             continue
         name = notes.get("identity", {}).get("job", {}).get(launcher)
-        if name and name == job()[launcher]:
+        if name and name == job()[launcher] and is_whole(Path(folder, str(steps))):
             return True
     return False
 
@@ -445,15 +446,16 @@ def collectives_device():
 
 def first_said(sentence):
     """-> the sentence of the first rank that has one, the same on all ranks, or ""."""
-    data = sentence.encode()
+    data = sentence.encode(errors="backslashreplace")
     sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=collectives_device())
     sizes[dist.get_rank()] = len(data)
     dist.all_reduce(sizes)  # partial -> replicated
-    speakers = sizes.nonzero().flatten().tolist()
+    sizes = sizes.tolist()
+    speakers = [rank for rank, size in enumerate(sizes) if size]
     if not speakers:
         return ""
     first = speakers[0]
-    letters = torch.zeros(int(sizes[first]), dtype=torch.uint8, device=collectives_device())
+    letters = torch.zeros(sizes[first], dtype=torch.uint8, device=collectives_device())
     if dist.get_rank() == first:
         letters.copy_(torch.tensor([*data], dtype=torch.uint8))
     dist.broadcast(letters, first)  # the first speaker's -> replicated
@@ -466,14 +468,12 @@ def agree(start):
     Each rank has looked for itself, and a folder that machines share may show one of them what it
     was a moment ago.
     """
-    if dist.get_backend() == "fake":
-        return False
     place = "no checkpoint"
     if start.folder is not None:
         # the last part of the path alone: machines may have folders of their own
         place = f"{start.flag} {start.folder.name} with {start.steps} steps behind it"
-    first = first_said(place)
-    other = first_said("" if place == first else place)
+    first = first_said(place)  # rank 0's
+    other = first_said("" if place == first else place)  # the first that is not the same
     require(not other, f"ranks begin with different checkpoints: {first} here, {other} there",
             code=1)
     return start.folder is not None
@@ -606,26 +606,39 @@ def write(folder, steps, pieces, identity, keep=0, extra=None):
         shutil.rmtree(draft, ignore_errors=True)  # of a run that was killed here
     dist.barrier()
     failed = first_said(attempt(write_part, draft, rank, pieces))  # the same on all ranks
-    hole = ""  # in words, a tensor that is not whole: the caller's fault, not the disk's
+    wrong = ""
     if rank == 0 and not failed:
         ranks = dist.get_world_size()
         notes = {"steps": steps, "ranks": ranks, "identity": identity, "extra": extra or {}}
-        try:
-            hole = uncovered(table_of_ranks(draft, ranks))
-        except (OSError, ValueError) as error:
-            failed = reason(error)
-        if not hole and not failed:
-            failed = attempt(publish, draft, place, notes)
-    hole = first_said(hole)  # what has gone wrong meanwhile, rank 0 alone knows
+        wrong, failed = join(draft, place, notes)
+    wrong = first_said(wrong)  # rank 0 alone knew these two
     failed = first_said(failed)
     if rank == 0:
-        clear(place, draft, hole or failed, keep)
-    if hole:
-        raise RuntimeError(hole)
+        clear(place, draft, wrong or failed, keep)
+    if wrong:
+        raise RuntimeError(wrong)
     if rank == 0 and failed:
         print(f"--save {place}: {failed}: not saved", file=sys.stderr, flush=True)
     dist.barrier()
     return not failed
+
+
+def join(draft, place, notes):
+    """On rank 0: makes a checkpoint of what all ranks have written -> wrong, failed.
+
+    Both are words, or "". wrong: which pieces do not make up a tensor, the caller's fault. failed:
+    why the disk did not take it.
+    """
+    try:
+        table = table_of_ranks(draft, notes["ranks"])
+    except OSError as error:
+        return "", reason(error)
+    except ValueError as error:  # ranks differ in the shape of a tensor
+        return str(error), ""
+    wrong = uncovered(table)
+    if wrong:
+        return wrong, ""
+    return "", attempt(publish, draft, place, notes, table)
 
 
 def clear(place, draft, failed, keep):
@@ -649,7 +662,7 @@ def write_whole(folder, state, identity):
     draft.mkdir(parents=True)
     write_part(draft, 0, [piece_of(name, tensor, writes=True) for name, tensor in state.items()])
     notes = {"steps": 0, "ranks": 1, "identity": identity, "extra": {}}
-    publish(draft, Path(folder, "0"), notes)
+    publish(draft, Path(folder, "0"), notes, table_of_ranks(draft, 1))
 
 
 def attempt(function, *arguments):
@@ -746,9 +759,8 @@ def overlap(boxes):
     return False
 
 
-def publish(draft, place, notes):
-    """On rank 0: joins what all ranks have written, and renames it into view."""
-    table = table_of_ranks(draft, notes["ranks"])
+def publish(draft, place, notes, table):
+    """On rank 0: completes what all ranks have written, and renames it into view."""
     put(draft / ".metadata", pickle.dumps(table))
     files = {".metadata": checksum(draft / ".metadata")}
     for rank in range(notes["ranks"]):

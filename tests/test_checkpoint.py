@@ -232,6 +232,9 @@ def holes(folder):
     nobody = [*good, Piece("b", (4, 3), (2 * rank, 0), half, False)]
     outside = [Piece("w", (4, 3), (2 * rank, rank), half, True)]
     uneven = [Piece("w", (5, 3), (2 * rank, 0), torch.zeros(2 + rank, 3), True)]
+    other = [Piece("w", (4, 3 + rank), (2 * rank, 0), torch.zeros(2, 3 + rank), True)]
+    with pytest.raises(RuntimeError, match=r"w is \(4, 3\) and \(4, 4\)"):
+        checkpoint.write(folder, 2, other, {}, keep=1)
     for wrong in (twice, missing, nobody, outside):
         with pytest.raises(RuntimeError, match="is not written exactly once"):
             checkpoint.write(folder, 2, wrong, {}, keep=1)

@@ -272,6 +272,29 @@ def test_resume_where_tokens_are_balanced_in_other_company(tmp_path):
     assert len(back["plain_loss"]) == 2
 
 
+MIXED = ("--experts", "4", "--layers", "2", "--batch", "8")
+
+
+@pytest.mark.parametrize("balance", ["aux", "bias"])
+def test_goes_on_from_moe_and_back(balance, tmp_path):
+    """There a batch is balanced as a whole, here by micro-batches. A bias does not see that."""
+    flags = (*PROOF, *MIXED, "--balance", balance, "--save", str(tmp_path))
+    resume = ("--resume", str(tmp_path), "--steps")
+    script("moe", 1, *flags)
+    there = script("hybrid_3d", 2, *flags, "--dp", "2", "--micro", "4", *resume, "4")
+    back = script("moe", 2, *flags, *resume, "6")
+    again = script("hybrid_3d", 1, *flags, "--micro", "4", *resume, "8")
+    for report in there, back, again:
+        assert max(report["check"][gap] for gap in GAPS) <= 1e-10
+
+
+def test_experts_do_not_go_on_from_plain_mlps(tmp_path):
+    script("ddp", 1, *SMALL, "--save", str(tmp_path))
+    resume = (*SMALL, "--experts", "4", "--resume", str(tmp_path), "--steps", "3")
+    for name in "hybrid_3d", "moe":
+        assert "it has plain MLPs" in script(name, 1, *resume, code=2)
+
+
 def without_optimizer(module):
     """A resumed run starts with fresh AdamW states."""
     begin = module.Run.begin

@@ -310,7 +310,7 @@ def test_a_full_disk_does_not_end_a_run(tmp_path):
 
 
 def requeued(module):
-    os.environ["SLURM_RESTART_COUNT"] = "1"
+    os.environ.update(SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1")
 
 
 def test_a_job_that_slurm_has_requeued(tmp_path):
