@@ -6,10 +6,10 @@
     rank 1   ...F0 B0    F1 B1    F2 B2    F3 B3    ......
 
 A schedule is data: for each rank a list of actions, F forward, B backward, W the gradients of the
-weights where a B leaves them for later (section 1 draws each). Each stage of the model sends the
-next one its output, (batch, T, C) in a step, and gets as large a gradient back. Each of p ranks has
-about 1/p of parameters, gradients and AdamW states. Ranks that both hold the tied embedding sum its
-gradients; the norm is that of all ranks.
+weights where a B leaves them for later. Section 1 has pictures of schedules. Each stage of the
+model sends the next one its output, (batch, T, C) in a step, and gets as large a gradient back.
+Each of p ranks has about 1/p of parameters, gradients and AdamW states. Ranks that both hold the
+tied embedding sum its gradients; the norm is that of all ranks.
 
     p ranks, M micro-batches,   bubble: part of a step,     kept by rank r, in micro-batches
     v stages per rank           or in time (M >= 2p - 1)    (M large enough)
@@ -26,7 +26,7 @@ gradients; the norm is that of all ranks.
     auto --limit X              what a search finds         X
     pipedream                   that of 1f1b                p - r, each with its weights
 
-F, B, W are the times of these actions. Where no W is left, as in naive to bfs, B takes B + W.
+F, B, W are the times of these actions. A B that leaves no W, as in naive to bfs, takes B + W.
 Sources stand at each schedule; zb-*, auto: Qi et al. 2023, "Zero Bubble Pipeline Parallelism",
 arXiv:2401.10241. At work: torch.distributed.pipelining (section 3). In your own code:
 
@@ -241,7 +241,8 @@ def zb_v(rank, ranks, microbatches, stages):
     rank 0   F0 F1 F2 f0 b0 w0 f1 b1 w1 F3 B0 W0 f2 b2 w2 B1 W1 f3 b3 w3 B2 W2 B3 W3 ...
     rank 1   ...F0 f0 F1 f1 b0 w0 F2 B0 W0 f2 b1 w1 F3 B1 W1 f3 b2 w2 B2 b3 B3 W2 w3 W3
     """
-    # the words below are for at least 2p - 1 micro-batches: where there are fewer, the plan is
+    # In these words the digit is a stage; in the picture above it is a micro-batch.
+    # They are for at least 2p - 1 micro-batches: where there are fewer, the plan is
     # written for that many, and the return leaves out the actions of those beyond
     enough = max(microbatches, 2 * ranks - 1)
     score = Score(stages)
@@ -265,7 +266,7 @@ def dualpipe_v(rank, ranks, microbatches, stages):
     rank 0   F0 F1 F2 f0 b0 w0 f1 F3 b1    f2 B0    b2    f3 ...B1    b3    B2 W2 B3 W3
     rank 1   ...F0 f0 F1 f1 F2 b0    f2 B0    F3 b1    f3 B1    b2    B2    b3 B3 w3 W3
     """
-    score = Score(stages)
+    score = Score(stages)  # in its words the digit is a stage; above it is a micro-batch
     score.write("F0", 2 * (ranks - 1 - rank))
     score.write("F0 F1", rank + 1)
     score.write("I1 W F1", ranks - 1 - rank)
@@ -384,8 +385,9 @@ class Draft:
 
     def skips(self, rank):
         """Is it better to leave out an F here, since the rank behind has enough to do?"""
-        if self.done[rank]["F"] < self.done[rank + 1]["F"] + 2:
-            return False  # the rank behind would have no input left after its next F
+        ready = self.done[rank]["F"] - self.done[rank + 1]["F"]  # inputs that the rank behind has
+        if ready < 2:
+            return False  # its next F would leave it none
         # the time until the next B can begin here: the rank behind does an F and a B before
         gap = self.clock[rank + 1] + self.times["F"] + self.times["B"] + self.comm
         gap -= self.clock[rank]
@@ -445,8 +447,8 @@ def search(ranks, microbatches, limit, times, waiting=1.0):
 
 
 def pipedream(rank, ranks, microbatches, stages):
-    """1F1B with an update after each backward; the last one's is the step's own, not in the plan
-    (Harlap 2018, section 3). Section 1.5 says which weights a micro-batch meets.
+    """1F1B with an update after each backward. The last update is not in the plan: whoever calls
+    step() makes it (Harlap 2018, section 3). Section 1.5 says which weights a micro-batch meets.
 
     rank 0   F0 F1 ......B0    U F2 B1    U F3 B2    U ...B3
     rank 1   ...F0 B0    U F1 B1    U F2 B2    U F3 B3
@@ -517,7 +519,8 @@ def split_of(plan):
 
 
 def stages_with_backward(plans):
-    """-> {stage} that have a B in the plans: without_backward() leaves none to frozen ones."""
+    """-> {stage} that have a B in the plans. Frozen ones at the front have none in the plans that
+    without_backward() has made."""
     return {action.stage for plan in plans for action in plan if action.kind == "B"}
 
 
@@ -807,7 +810,8 @@ class SplitLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, later, x, weight, bias):  # x is (N, in)
         ctx.later = later
-        # the leaves themselves, past saved_tensors_hooks: W adds to their .grad
+        # not by save_for_backward: saved_tensors_hooks may hand back copies, but W has to add to
+        # the .grad of the leaves themselves
         ctx.weight = weight
         ctx.bias = bias
         ctx.save_for_backward(x)
@@ -873,7 +877,8 @@ def input_gradient(edge, grad, later):
     if any(leaf._backward_hooks for leaf in leaves):
         raise ValueError("a hook of register_hook() on a parameter, which B and W would call: take "
                          "register_post_accumulate_grad_hook(), which W alone calls")
-    # The weights of split Linears and the anchor of Entry get None. They are asked for so that
+    # Two kinds of leaves get None: the weights of split Linears, and the anchor of Entry (section
+    # 1.4), by which a stage's input enters the graph. They are asked for so that
     # SplitLinear.backward and Entry.backward run, which put gradients elsewhere
     grads = torch.autograd.grad(edge, leaves, grad, allow_unused=True)
     for leaf, gradient in zip(leaves, grads):
@@ -1154,7 +1159,7 @@ class Stages(nn.ModuleList):
         self.trained = {}  # {first name: Origin} of parameters that are trained
         self.tied = {}  # {trained parameter that other ranks hold too: their group}
         self.elsewhere = set()  # parameters that another rank counts in the norm, and saves
-        self.dtype = torch.float32  # of the gradient norm: this, or wider where a gradient is
+        self.dtype = torch.float32  # of the gradient norm: fp32, or that of a wider gradient
         self.device = next(p.device for module in [*self, *whole] for p in module.parameters())
         self.look_at(whole, home)
         for p, stages in table.items():
@@ -1166,15 +1171,18 @@ class Stages(nn.ModuleList):
         names = {}  # {parameter or buffer: its first name}
         for stage, module in enumerate(whole):
             for name, t in module.state_dict(keep_vars=True).items():
-                if tensors.setdefault(name, t) is not t:
+                if name in tensors and tensors[name] is not t:
                     raise ValueError(
                         f"two stages have a {name!r}: give each the names of the whole model, as "
                         "Chain does for the layers of an nn.Sequential")
-                self.origins.setdefault(name, Origin(home[stage], t.shape, t.dtype))
-                names.setdefault(t, name)
-                if names[t] != name:
+                tensors[name] = t
+                if name not in self.origins:
+                    self.origins[name] = Origin(home[stage], t.shape, t.dtype)
+                if t in names and names[t] != name:
                     self.aliases[name] = names[t]
-                elif t.requires_grad:
+                    continue
+                names[t] = name
+                if t.requires_grad:
                     self.trained[name] = self.origins[name]
                     self.dtype = torch.promote_types(t.dtype, self.dtype)
 
@@ -1607,6 +1615,9 @@ def refuse(args):
     scratch = args.impl == "scratch"
     require(args.batch % args.micro == 0,
             f"--batch {args.batch} does not divide into --micro {args.micro} micro-batches")
+    require(name != "pipedream" or not (args.save or args.resume),
+            "--schedule pipedream takes no --save and no --resume: checkpoints do not say how "
+            "often each parameter was updated, which differs here")
     require(scratch or name in AT_WORK, f"--schedule {name}: torch has {', '.join(AT_WORK)} only")
     require(scratch or not args.dry_run,
             "--dry-run needs --impl scratch: torch's asks other ranks")
@@ -1680,8 +1691,11 @@ def head_in_layers(cfg):
 
 
 def simulated(args, plans, layers, times, joined=False):
-    """-> the plans, played. --layers-per-stage: a stage takes time in proportion to its layers, the
-    head counted."""
+    """-> the plans with times, for each rank [(action, start, end), ..].
+
+    With --layers-per-stage a stage takes time in proportion to its layers, the head counted, and F,
+    B, W are what a rank takes on average.
+    """
     sizes = None
     if args.layers_per_stage:
         work = [float(count) for count in layers]
@@ -1857,7 +1871,7 @@ def show_step(run, plans, played):
     """The step before the last, as planned and as it was."""
     text, figures = compare(plans, played)
     run.say(text)
-    run.extra.update(figures)
+    run.extra.update(figures)  # its bubble_rate takes the place of the simulation's
 
 
 def train(run, sides):

@@ -102,7 +102,8 @@ class WholeSequence:
         return Pending(x)
 
     def reduce(self, y):
-        """From inside to outside: summands y (.., T, C) -> their sum, made in y's own memory."""
+        """From inside to outside: summands y (.., T, C) -> their sum, in y's memory if that is
+        contiguous."""
         y = y.contiguous()
         # all_reduce writes into y, and autograd does not notice. With the version counted up by
         # hand, a backward that has kept the old y raises, and does not compute with the sum
@@ -531,9 +532,9 @@ class RowLinear(CutModule):
         self.bias = linear.bias
 
     def forward(self, y):
-        # y goes in as a matrix. With 3 dims F.linear would return a reshaped copy of its matmul's
-        # result, in the same memory but with a version counter of its own. A selective checkpoint
-        # that has saved the result would then not see that g changes it, and would not raise
+        # y goes in as a matrix. With 3 dims F.linear would return a reshaped tensor, in the memory
+        # of its matmul's result but with a version counter of its own. A selective checkpoint that
+        # has saved the result would then not see that g changes it, and would not raise
         rows = F.linear(y.flatten(0, -2), self.used("weight"))  # (N, C)
         y = rows.unflatten(0, y.shape[:-1])  # (.., T, C), a summand
         x = ReduceFromTP.apply(y, self.tp)  # partial -> replicated, or sharded(T)
@@ -645,11 +646,14 @@ def cut_model(model, tp, plan):
     plan: {pattern: kind}. A pattern is the name of modules, with * for any part between dots. A
     kind is a class or function of this section, or your own: kind(plain module, tp) takes the
     module's place. Parameters keep their names and ties. All ranks of the group call this with the
-    same weights. Where they can be seen to be wrong, a ValueError or TypeError says what to do.
-    Two things that a forward does itself are not seen. One is a dropout with a rate that is written
-    there, F.dropout(x, 0.1). The other stands between a ColumnLinear and a RowLinear, and needs the
-    whole last dim: softmax, a norm, or chunk(2, -1) of one Linear that makes two projections (take
-    a ColumnLinear for each of the two).
+    same weights. If the model or the plan is seen to be wrong, a ValueError or TypeError says what
+    to do. Some things that a forward does itself are not seen:
+
+    - a dropout whose rate is in no attribute with "drop" in its name, such as F.dropout(x, 0.1)
+    - a number of heads, view(B, T, heads, -1), where a rank has fewer: write -1 for the heads
+    - between a ColumnLinear and a RowLinear, what needs the whole last dim: softmax, a norm, or
+      chunk(2, -1) of one Linear that makes two projections (take a ColumnLinear for each of them)
+    - with CutSequence, what brings positions together outside and is no module: x.mean(1)
     """
     ties = tied_names(model)
     compare_ranks(model.state_dict(keep_vars=True), tp)
@@ -662,7 +666,8 @@ def cut_model(model, tp, plan):
         refuse_mixing(model)
     if any(isinstance(module, InsideDropout) for module in model.modules()):
         numbers = torch.get_rng_state().to(next(model.parameters()).device)
-        compare_ranks({"The state of torch's default generator, which dropout uses,": numbers}, tp)
+        what = "The state of torch's default generator, which dropout uses,"  # begins the message
+        compare_ranks({what: numbers}, tp)
     return model
 
 

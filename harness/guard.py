@@ -36,9 +36,9 @@ def among_the_living(store, rank, world_size):
     """What a rendezvous returns -> the same, the store under a prefix that only these ranks know.
 
     torchrun's store outlives the ranks that it restarts, and still has what the dead have set:
-    without this, gloo finds their addresses and fails to connect. Rank 0 makes up the prefix. Any
-    other rank makes up a name for itself, and rank 0 tells it the prefix under that name: what the
-    store has under a dead rank's name, nobody reads.
+    without this, gloo finds their addresses and fails to connect. Rank 0 makes up the prefix. It
+    cannot leave it under a fixed key, where a rank might read what a dead rank 0 has left. So every
+    other rank makes up a name, sets it under "here RANK", and waits for "prefix for NAME".
     """
     if rank == 0:
         prefix = uuid.uuid4().hex
@@ -70,6 +70,7 @@ def tell_the_others(store, prefix, world_size):
 
 def recorded():
     """-> the entries of torch's flight recorders, dicts, of all groups in no order."""
+    # True, False: collectives are in it, and not only those that are still under way
     dumps = [c10d._dump_fr_trace_json(True, False)]  # of gloo
     if hasattr(c10d, "_dump_nccl_trace_json"):
         dumps.append(c10d._dump_nccl_trace_json(True, False))  # of NCCL, up to torch 2.13
@@ -101,7 +102,10 @@ def last_collective():
     if tensors:
         words += " of " + ", ".join(tensors)
     name, description = last["process_group"]
-    return f"{words}, number {last['collective_seq_id']} of group {name} ({description})"
+    number = last["collective_seq_id"]
+    if last.get("is_p2p"):  # sends and receives are counted by themselves
+        number = last["p2p_seq_id"]
+    return f"{words}, number {number} of group {name} ({description})"
 
 
 def testify(rank, step):

@@ -28,10 +28,10 @@ from torch.utils._pytree import tree_leaves
 
 Collective = namedtuple("Collective", "kind c10d functional")
 # kind         as all figures call it
-# c10d         which argument has the whole logical buffer, in operations that torch.distributed
-#              calls: 0 is what they write to, or send; 1 is their input
-# functional   the same in those of torch.distributed._functional_collectives: 0 is their input,
-#              and their output is what they return
+# An operation comes in two families. c10d and functional are the place of the argument that has the
+# whole logical buffer in each of them:
+# c10d         what torch.distributed calls: (output, input, ..), or (buffer, ..) that is both
+# functional   torch.distributed._functional_collectives: (input, ..), and they return the output
 RESULT = None  # no argument: the buffer is what the operation returns
 COLLECTIVES = {
     re.compile("_?all_?reduce"): Collective("all_reduce", 0, 0),
@@ -230,14 +230,17 @@ class Ledger(TorchDispatchMode):
         size = storage.nbytes()
         if key not in self.sizes:
             self.places[key] = place
+            # torch keeps this Python object as long as the storage lives, even if nothing in
+            # Python refers to it: it is finalized when the memory is freed
             end = weakref.finalize(storage, self.forget, key)
             end.atexit = False  # at the end of the process nothing is counted
         self.live[place] += size - self.sizes.get(key, 0)
         self.sizes[key] = size
         new_peak = self.live[place] > self.peaks[place]
         if new_peak and self.last and self.gloo:
-            # gloo's thread may still hold arguments of the collective before self.last. It has a
-            # moment to let go of them: then live is lower, and the line below sees no peak.
+            # gloo's thread may still hold the arguments of the collective before self.last (see
+            # __torch_dispatch__). If it lets go of them now, forget() lowers live, and the line
+            # below sees no peak.
             time.sleep(2e-4)
         self.peaks[place] = max(self.peaks[place], self.live[place])
 

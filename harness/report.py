@@ -29,7 +29,7 @@ def say(*words, end="\n"):
 def silence():
     """From here on, what is printed goes nowhere. One line on stderr says so."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    if sys.stdout is not None:  # else the number 1 may be another file's by now
+    if sys.stdout is not None:  # else 1 was closed, and may be a file that was opened since
         os.dup2(nowhere, 1)
     sys.stdout = os.fdopen(nowhere, "w", closefd=False)
     print("stdout is closed: the run goes on without it", file=sys.stderr, flush=True)
@@ -101,8 +101,8 @@ class Table:
         """One more step has taken so many ms."""
         self.spent += ms
         self.done += 1
-        if on_terminal():
-            steps_left = implementations * (self.last + 1 - self.first) - self.done
+        steps_left = implementations * (self.last + 1 - self.first) - self.done
+        if on_terminal() and steps_left > 0:
             seconds = self.spent / 1e3 / self.done * steps_left
             # back to the beginning of the line: what follows is longer, and covers it
             say(f"{step + 1:6d} of {self.last + 1}, {seconds:.0f} s left   \r", end="")
@@ -155,7 +155,10 @@ def verdict(check):
     proved = (f"{check['gradients_compared']} tensors' gradients {relation} one process's, "
               "and all else that training does")
     if "gradient" not in check["judged"]:
-        proved = f"losses {relation} one process's, and nothing else is judged in low precision"
+        what = "losses"
+        if "validation" in check["judged"]:
+            what = "losses, also on held-out text,"
+        proved = f"{what} {relation} one process's, and nothing else is judged in low precision"
     gaps = []
     for kind, word in WORDS.items():
         if kind in check:

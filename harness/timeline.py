@@ -98,7 +98,7 @@ def simulate(plans, cost, comm=0.0, joined=False, route=None):
     """Play all ranks' plans -> for each rank [(action, start, end), ..].
 
     cost(rank, action) and comm, the time of a transfer, are in one unit. A transfer occupies no
-    rank and, by default, no other transfer: a pair of ranks has a line in each direction.
+    rank and, by default, waits for no other: what is made arrives `comm` later.
     joined: play an F whose .joined is true and the B behind it as one action, which starts when the
     inputs of both are there, and gives both outputs at its end.
     route: [((kind, micro-batch, stage), sender, receiver), ..]: all transfers of a rank share one
@@ -259,6 +259,7 @@ def typical_times(plans, played):
     gaps = []
     for rank, done in enumerate(played):
         for action, start, end in done:
+            # an action is of one of the rank's stages, and costs() wants the time of all of them
             durations[action.kind].append((end - start) * chunks(plans[rank]))
             gaps += [start - ends[need] for need in inputs(action, last) if home[need[2]] != rank]
     work = [statistics.median(durations[kind]) for kind in "FBW"]

@@ -25,8 +25,9 @@ def pytest_runtestloop(session):
         run_from_the_back(session, Path(os.environ.pop(FOLDER)))
         return True
     option = session.config.option
-    is_watched = option.usepdb or option.capture == "no"
-    if session.testsfailed or option.collectonly or is_watched or len(session.items) < MANY:
+    is_watched = option.usepdb or option.trace or option.capture == "no"
+    is_alone = is_watched or option.basetemp  # a folder that the second one would empty
+    if session.testsfailed or option.collectonly or is_alone or len(session.items) < MANY:
         return None
     with tempfile.TemporaryDirectory() as folder:
         run_from_the_front(session, Path(folder))
@@ -111,7 +112,8 @@ def run_unclaimed(session, items, folder):
     unclaimed = (item for item in items if claim(item, folder))
     item = next(unclaimed, None)
     while item:
-        following = next(unclaimed, None)  # fixtures that it needs, too, are kept
+        # claimed before `item` runs, since pytest keeps the fixtures that both of them need
+        following = next(unclaimed, None)
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
         stop_if_asked(session)
         yield

@@ -157,6 +157,8 @@ ONE_RANK = {
         --chunks 0                                          --chunks 0: must be 1 or more
         --impl torch --schedule naive    --schedule naive: torch has gpipe, 1f1b, interleaved, bfs
         --impl both --schedule pipedream    --schedule pipedream: torch has gpipe, 1f1b, interleaved
+        --schedule pipedream --save NONE                    pipedream takes no --save and no
+        --schedule pipedream --resume NONE                  pipedream takes no --save and no
         --impl torch --dry-run 2                            --dry-run needs --impl scratch
         --pp 4                                              --pp is for --simulate only
         --times 1,1,1,0                                     --times is for --simulate and

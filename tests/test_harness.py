@@ -114,6 +114,15 @@ def test_letters_that_stdout_has_not_are_escaped(capfd, monkeypatch):
     assert capfd.readouterr() == ("saved in \\xfcber!\nand on\n", "")
 
 
+def test_the_number_of_a_send(monkeypatch):
+    """NCCL's sends are counted apart from its collectives, which stay at the last one's number."""
+    entry = {"profiling_name": "nccl:send 0->1", "time_created_ns": 1, "input_sizes": [[2, 3]],
+             "input_dtypes": ["Float"], "process_group": ("1", "pp"), "is_p2p": True,
+             "collective_seq_id": 7, "p2p_seq_id": 12}
+    monkeypatch.setattr(guard, "recorded", lambda: [entry])
+    assert guard.last_collective() == "send 0->1 of (2, 3) float, number 12 of group 1 (pp)"
+
+
 def test_how_many_lines_a_table_has():
     counts = [sum(map(Table(0, last, False).is_due, range(last + 1))) for last in range(300)]
     assert max(counts) == counts[18] == 19

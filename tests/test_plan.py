@@ -422,6 +422,7 @@ def test_table(capsys, monkeypatch):
     ("--gpus 8 --batch 8 --json .", "--json .: is a folder"),
     ("--gpus 8 --batch 8 --explain 11", "--explain 11"),
     ("--gpus 8 --batch 8 --heads 3", "--heads 3"),
+    ("--gpus 8 --batch 8 --vocab 100", "--vocab 100: must be 256 or more"),
     ("--gpus 8 --batch 8 --gpu-tflops nan", "--gpu-tflops nan"),
     ("--gpus 8 --batch 8 --zero 4", "--zero 4"),
     ("--gpus 8 --batch 8 --experts 4 --top-k 5", "--top-k 5"),

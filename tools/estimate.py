@@ -14,10 +14,12 @@ model (B T C H L, V padded to divide by tp; E experts, K of them per token, shar
     cut            tp with sp, else 1
     data           dp x cp, the ranks that hold different tokens
     copies         data / ep, the ranks that hold the same experts
-    stage, blocks  a rank's place on pp, how many blocks it has
+    stage, blocks  a rank's place on pp, how many blocks it has. A stage is here all that a rank of
+                   pp holds, its v chunks together
     first, last    1 if it has the embedding, the head, else 0
     most           blocks of the fullest stage
-    heavy          blocks of the stage with the most work; the head counts as so many blocks
+    heavy          blocks of the stage with the most work; the head counts as the number of blocks
+                   that have as much work as it has
     mean           blocks of a stage on average, the head counted in the same way
     idle           see IDLE
 
@@ -174,7 +176,9 @@ def kept(ckpt, whole, x, cut, tp, E, shared, N, C, sp):
     total = whole - x / cut  # the first norm's
     if shared or not E:
         total -= x / cut + 4 * x / tp  # the second one's, and gelu's
-    if E and (tp == 1 or sp):  # the router's input, unless CutRows has made it
+    if E and (tp == 1 or sp):
+        # the router's input in fp32, cast from the norm's result. With tp and without sp it is cast
+        # from the result of CutRows, which is kept
         total -= 4 * N / tp * C
     return total
 
@@ -191,12 +195,14 @@ def late(schedule, stage, flight):
 def waits(blocks, x, tp, cut, b, C, first, V, last, N, E, shared, expert):
     """bytes that a micro-batch keeps between its B and its W: inputs and gradients of Linears, and
     gradients of the weights of experts and embedding, which B has made already"""
-    attention = x / cut + 3 * x / tp + x / tp + x  # inputs and gradients of q, k, v; of out
-    mlp = x / cut + 4 * x / tp + 4 * x / tp + x  # of up; of down
+    q_k_v = x / cut + 3 * x / tp  # the input that they share, and the gradient of each
+    out = x / tp + x  # its input, and its gradient, which is whole
+    up = x / cut + 4 * x / tp
+    down = 4 * x / tp + x
     head = x / cut + b * N * V / tp
-    linears = attention + b * expert
+    linears = q_k_v + out + b * expert
     if shared or not E:
-        linears += mlp
+        linears += up + down
     total = blocks * linears
     if first:
         total += b * V * C / tp  # the embedding
@@ -295,12 +301,15 @@ def buffers(zero, b, blocks, block, expert, v, kept, edges, own_edges):
     makes room for all of the block's, while those of the block after it may be on their way"""
     if zero < 2:
         return 0
-    unit = b * (block + expert)
+    unit = b * (block + expert)  # gradients of a block, whole
     total = unit  # in the backward of a stage's last block
     if blocks > v:
-        two = 2 * unit - kept  # one block earlier: the last one's activations have gone
+        # one block earlier: two blocks' gradients are whole, the last one's activations have gone
+        two = 2 * unit - kept
         if zero == 3 and blocks == 2:
-            two -= unit  # no third block is gathered then: one is, where `gathered` has two
+            # `gathered` counts the parameters of two blocks, but there is no block before this one
+            # that would be gathered now
+            two -= unit
         total = max(unit, two)
     if own_edges < edges:  # edges make room when backward comes to the last norm
         total += b * edges
@@ -374,9 +383,9 @@ def attention(ring, split, schedule, E, x, tp, b, expert):
 
 
 def weights(schedule, split, blocks, v, block, b, expert, E, shared, C, tp, zero):
-    """what comes and goes in W. In every block, the gradients that B has made move to their places
-    first. ZeRO-2 makes room for all blocks' then: the last block is summed first, but W does it
-    last"""
+    """what comes and goes in W. Block by block, gradients that B has made move to their places: the
+    largest move counts. With ZeRO-2 there is room for all of a chunk's blocks by then, since the
+    last block is summed first, and W comes to it last"""
     if schedule not in APART:
         return 0
     moves = b * expert / 2  # the experts' gradients of up or down, a second time
@@ -516,6 +525,8 @@ def numbers(sp, ckpt, megatron_2021, E, shared):
         if E:
             count += 2  # an all-gather in forward, JoinRows, and one in backward, CutRows
         forward_again = 2  # of attention; the MLP's is behind the last matmul, not done again
+        if E and shared:
+            forward_again += 1  # JoinRows: the shared expert runs behind it
         if megatron_2021:
             forward_again = 4  # which did that, too
     if ckpt == "full":
@@ -604,11 +615,11 @@ def work(matmul, recompute, bound, tp_time, cp_time, ep_time, launch):
 def bubble(mean, heavy, pp, micro, idle, share, work):
     """waiting for other stages: the span of a step, less the heaviest stage's work. It is negative
     where ranks share a core, and the heaviest stage has it to itself while others wait"""
-    # in units of `work`: the span if every rank has a core to itself, and a stage's mean work
-    alone = 1 + (pp - 1) / micro * idle * mean / heavy
-    least = mean / heavy
-    # ranks that share a core fill each other's waits, until the core has nothing but work
-    return max(least, alone / share) * work - work
+    # all in units of `work`
+    alone = 1 + (pp - 1) / micro * idle * mean / heavy  # the span if each rank has its own core
+    least = mean / heavy  # the span of a core that never waits: ranks fill each other's waits
+    span = max(least, alone / share)
+    return span * work - work
 
 
 def pp_time(pp, v, own, b, C, megatron_2021, tp, cut, pp_bandwidth):
@@ -617,7 +628,7 @@ def pp_time(pp, v, own, b, C, megatron_2021, tp, cut, pp_bandwidth):
         return 0
     parts = cut
     if megatron_2021:
-        parts = tp
+        parts = tp  # what all ranks of tp have is sent once (Narayanan 2021, section 4.1)
     return 2 * v * own * b * C / parts / pp_bandwidth
 
 
@@ -820,12 +831,12 @@ SHORT = 2048  # tokens of a part, at least
 
 
 def layouts(cfg, at, fixed):
-    """What hybrid_3d.py runs, but for what gains nothing in this model of time and memory, unless
-    `fixed` names it.
+    """What hybrid_3d.py runs and may gain something in this model of time and memory.
 
-    Not there: schedules with too few micro-batches to fill the pipeline; bfs, which is interleaved
-    with more memory, and zb-h2, which is zb-v with more memory, where these can be; dualpipe-v,
-    auto (zb-h1 by search), ring and allgather, which hide less.
+    Not there: with pp 1 another schedule than 1f1b; schedules with too few micro-batches to fill
+    the pipeline. Not there unless `fixed` names them: bfs where interleaved is possible, and zb-h2
+    where zb-v is, which have the same time with less memory; auto, which is zb-h1 by search;
+    dualpipe-v, ring and allgather, which hide less; cp for short sequences.
     """
     for dp, cp, tp, pp in meshes(cfg, at.gpus, fixed):
         if at.batch % dp:
@@ -922,8 +933,8 @@ def search(cfg, at, free=()):
     """-> [(seconds, layout)] of what fits, fastest first; (bytes, layout) of what needs least of
     all that was tried, None if there is no layout
 
-    at.fixed: {axis: value} to be kept, but for the axes that are free. Each stage of ZeRO sends
-    more than the one below: where ZeRO-1 or 2 fits, those above it are not tried.
+    at.fixed: {axis: value} to be kept, but for the axes that are free. No stage of ZeRO sends less
+    than the one below: where ZeRO-1 or 2 fits, those above it are not tried.
     """
     fixed = {axis: value for axis, value in at.fixed.items() if axis not in free}
     fits = []

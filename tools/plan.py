@@ -5,12 +5,12 @@ them, some others only where they can be of use: see layouts() in estimate.py.
 
     layout    dp x cp x tp x pp GPUs, micro-batches, schedule, sp, zero, ckpt, attn, and ep of the
               experts (--experts 64 --top-k 8 ..), as hybrid_3d.py has them
-    memory    of the fullest stage, within 3% the peak of hybrid_3d's dry run: parameters,
+    memory    of the fullest stage: the peak of hybrid_3d's dry run, within 3%. It is parameters,
               gradients, optimizer, activations of the micro-batches in flight, and what comes and
               goes in the loss, a block's backward or AdamW. CUDA, NCCL and fragmentation are not
-              in it: --gpu-memory is what they leave.
+              in it: take --gpu-memory less what they need.
 
-    time of the slowest stage, for M micro-batches
+    time of the slowest stage, dp and adamw of the fullest, for M micro-batches
     part           what it counts                                                  source
     matmul         72 C^2 (1 + T/6C) FLOPs per token and block, and the head;      1, appendix
                    48 of the 72 for each MLP that a token visits; the last rank of
@@ -27,19 +27,19 @@ them, some others only where they can be of use: see layouts() in estimate.py.
                    interleaved and bfs have 1/2 of that, zb-h1 and auto 1/3,
                    dualpipe-v 1/6, zb-h2 and zb-v none
     pp             B T C per boundary and direction, not overlapped                1, 3.2
-    dp             2 (n-1)/n of the gradients, n = dp cp, by a ring: two halves;   1, 3.3; 5
-                   zero 2 M+1 halves, zero 3 3 M. Experts among those that hold
-                   the same ones. The last backward hides it, but not the half of
-                   zero 1 that gathers parameters
+    dp             2 (n-1)/n of the gradients, n = dp cp, by a ring. zero 2 has    1, 3.3; 5
+                   M + 1, and zero 3 has 3 M, in the place of the 2. Experts among
+                   those that hold the same ones. The last backward hides it, but
+                   not the half of zero 1 that gathers parameters
     adamw          bytes of gradients and states
 
 A group inside a node has --bandwidth-intra, one across nodes --bandwidth-inter, GB/s per GPU. The
 defaults are those of A100-80GB, 8 to a node. One number is fitted: --efficiency, of matmuls. 0.67
-for all ten rows of table 1 in source 1 (1.7B to 1T) gives their TFLOP/s within 8%, 3.5% on average;
-one number for the TFLOP/s of all ten rows would be 5.4% off at best. --megatron-2021 is the
-software of source 1, in which attention is not fused, for one. --calibrate measures all of this on
-this machine, and how many ranks share a core: such ranks fill each other's bubbles, and hide
-nothing.
+for all ten rows of table 1 in source 1 (1.7B to 1T) gives their TFLOP/s within 8%, 3.5% on average.
+(Without this model, the best single number for all ten would be 5.4% off on average.)
+--megatron-2021 is the software of source 1, in which attention is not fused, for one. --calibrate
+measures all of this on this machine, and how many ranks share a core: such ranks fill each other's
+bubbles, and hide nothing.
 
 1  Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
    Megatron-LM", arXiv:2104.04473
@@ -181,6 +181,8 @@ def refuse(at):
     require(not E or at.top_k <= E, f"--top-k {at.top_k} of --experts {E}: choose {E} at most")
     require(E or not (at.ep or at.shared or at.capacity),
             "--ep, --shared and --capacity are for --experts E")
+    least, _ = FLAGS["vocab"].limits
+    require(cfg.vocab >= least, f"--vocab {cfg.vocab}: must be {least} or more")
     require(cfg.width % cfg.heads == 0, f"--heads {cfg.heads} does not divide --width {cfg.width}")
     if at.json:
         require(Path(at.json).absolute().parent.is_dir(), f"--json {at.json}: no such folder")
@@ -188,7 +190,7 @@ def refuse(at):
 
 
 def resized(at, gpus):
-    """The flags for another number of GPUs, in equal nodes of as many as divide it."""
+    """The flags for another number of GPUs, in nodes of equal size, --gpus-per-node at most."""
     node = max(n for n in divisors(gpus) if n <= at.gpus_per_node)
     return argparse.Namespace(**{**vars(at), "gpus": gpus, "node": node})
 
@@ -549,7 +551,8 @@ def main():
     fits, least = search(at.cfg, at)
     refuse_impossible(at, least)
     rows = [(timed(assess(at.cfg, at, lay)), lay) for _, lay in fits[:10]]
-    require(at.explain <= len(rows), f"--explain {at.explain}: there are {len(rows)} rows")
+    require(not rows or at.explain <= len(rows),
+            f"--explain {at.explain}: there are {len(rows)} rows")
     said = ""
     if rows:
         show(rows, at)
