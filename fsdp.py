@@ -181,8 +181,8 @@ class Unit:
 
         One that this rank's backward did not use adds zeros.
         """
-        # A unit that backward comes to a second time has an earlier sum. FSDP.close() has already
-        # called finish_reduce() for it, so the sum over replicas has begun, too.
+        # An earlier sum of this unit, if backward has come to it before (a block that runs twice).
+        # FSDP.close() has already called finish_reduce() for that one, as collect() wants.
         self.collect()
         self.flat = torch.empty(self.full.numel(), dtype=self.shard.dtype, device=self.full.device)
         pieces = []
@@ -286,9 +286,9 @@ class FSDP(nn.Module):
     reshard: free blocks after forward, and gather them again for backward
     dtype: what computes and travels, if it is not the parameters' own; shards and sums keep theirs
     device, home: where the module computes, and where the shards live (None: there as well)
-    init(holder, prefix): fills a parameter that was on the meta device, with the same values on
-        every rank. It is the only one in the module `holder`, and holder.named_parameters(prefix=
-        prefix) gives the name that it has in the whole model
+    init(holder, prefix): fills the only parameter of the module `holder`, which was on the meta
+        device, with the same values on every rank. holder.named_parameters(prefix=prefix) gives
+        the name that the parameter has in the whole model
 
     All ranks begin with the first one's parameters and buffers, but for what init fills; then each
     has buffers of its own. Frozen parameters stay whole on every rank, in `dtype`. All ranks must
@@ -392,7 +392,10 @@ class FSDP(nn.Module):
         return output
 
     def begin(self):
-        """Leave nothing behind of a forward without backward, or of a backward that broke off."""
+        """Leave nothing behind of a forward without backward, or of a backward that broke off.
+
+        Raises where requires_grad has changed since FSDP was made, unless of a whole unit.
+        """
         changed = any(p.requires_grad for p in self.frozen)
         for unit in self.units:
             unit.reset()
@@ -519,7 +522,7 @@ class FSDP(nn.Module):
         return kind(self.parameter_groups(groups), **options)
 
     def parameter_groups(self, groups=None):
-        """What an elementwise optimizer takes: flat shards, of which p.dim() tells nothing.
+        """What an elementwise optimizer takes: flat shards. All are 1-D, matrices and biases alike.
 
         groups: None, or [{"params": parameters of the module, "weight_decay": .., ..}, ..], taken
         from the module after it was sharded: they have their names and shapes then, but no values.
@@ -630,7 +633,7 @@ def places_of(module):
 def names_in_state(module):
     """-> {name in its state_dict: name among its parameters and buffers}.
 
-    torch's CheckpointWrapper hides itself in the former.
+    They differ where torch's CheckpointWrapper is: it leaves its own name out of the state_dict's.
     """
     own = dict(module.named_parameters(remove_duplicate=False))
     own.update(module.named_buffers(remove_duplicate=False))
@@ -702,8 +705,12 @@ def tensors_in(value):
 
 
 def watch(tensors, reached):
-    """Call `reached` when backward comes to the first of these tensors."""
-    wanted = [t for t in tensors if t.requires_grad]
+    """Call `reached` when backward comes to the first of these tensors.
+
+    Leaves do not count: a parameter that is handed on has its gradient as soon as its last use is
+    through, while what ran later in forward may still wait for its backward.
+    """
+    wanted = [t for t in tensors if t.grad_fn is not None]
     if wanted:
         torch.autograd.graph.register_multi_grad_hook(wanted, reached, mode="any")
 
@@ -745,7 +752,7 @@ def check_elementwise(kind, options, own, device):
     """Refuse an optimizer that steps pieces of a parameter otherwise than the whole of it.
 
     options: of the optimizer. own: of one of its groups. With a rate near 0 all steps would agree,
-    so the trial takes 0.1.
+    so the trial takes 0.1 where a rate is given.
     """
     options = dict(options)
     own = dict(own)
@@ -974,7 +981,8 @@ def parameters_here(run, sides):
     size = dtype_of_shards(run).itemsize
     held = run.ledger[run.impls[0]].memory["parameters"]
     if run.impls[0] == "scratch":
-        # `held` has frozen parameters in bytes of the dtype that computes: make it `size` each
+        # Frozen parameters are held in the dtype that computes. Each of their numbers is to count
+        # `size` bytes, as all others do, since the sum is divided by `size`
         for p in sides["scratch"].model.frozen:
             held += p.numel() * (size - p.itemsize)
     return held // size

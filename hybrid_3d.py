@@ -22,7 +22,7 @@ sum_gradients adds up. 1: in the end all have the same, and the norm counts it o
     expert           S 1              S 1              cut       -
 
     numbers (plain MLPs)   plain GPT    one rank of a middle stage
-    held, 4 per weight     48 C^2 L     48 C^2 L / (tp pp); --zero z > 0 cuts z + 1 of 4 by dp cp
+    held, 4 per weight     48 C^2 L     48 C^2 L / (tp pp); --zero 1, 2, 3: 2, 3, 4 of 4 / (dp cp)
     activations, M >= pp   16 B T C L   (4 + 12/tp) B/(dp M) T/cp C L/pp (pp - stage); --sp: 16/tp
     sent on tp, per step   -            8 B/dp T/cp C L/pp (tp-1)/tp; --sp: 10, and small sums
     sent on dp x cp        -            2 (n-1)/n of its gradients, n = dp cp; --zero 2: M+1, 3: 3 M
@@ -73,7 +73,7 @@ from zero import ZeRO
 
 
 class Mesh:
-    """Who is who: sizes of the axes, this rank's place on each, and the group of ranks along each.
+    """Who is who: sizes of the axes, this rank's place on each, groups along those that need one.
 
     tp varies fastest, since its ranks talk most, and pp slowest (Narayanan 2021, section 3). The
     dp x cp ranks of the axis "data" hold the same dense parameters. With ep there are three more
@@ -87,7 +87,7 @@ class Mesh:
         self.size = {"pp": pp, "dp": dp, "cp": cp, "tp": tp, "data": dp * cp}
         self.place = dict(zip(("pp", "dp", "cp", "tp"), place))
         self.place["data"] = self.place["dp"] * cp + self.place["cp"]
-        self.pipelines = ranks.flatten(1).T.tolist()  # the ranks of each pipeline, by stage
+        self.pipelines = ranks.flatten(1).T.tolist()  # ranks of each pipeline, by place on pp
         self.group = {  # {axis: ProcessGroup}
             "pp": group_along(ranks, [0]),
             "tp": group_along(ranks, [3]),
@@ -201,7 +201,7 @@ class Hybrid(nn.Module):
         self.edges = self.zeros_of(edges, [tuple(edges)], zero_stage, make_optimizer)
         self.zeros = self.edges + [each for zeros in self.inner.values() for each in zeros]
         self.check_zeros()
-        self.optimizer = Optimizers([part.optimizer for part in self.zeros])
+        self.optimizer = Optimizers([zero.optimizer for zero in self.zeros])
         # for each of self.parts(): the share of its square that this rank brings to the norm
         shares = [1 / self.holders(part.parameter) for part in self.parts()]
         self.shares = torch.tensor(shares, dtype=stages.dtype, device=stages.device)
@@ -224,9 +224,9 @@ class Hybrid(nn.Module):
         units: modules or tuples of modules, whose dense parameters lie together in ZeRO. Each
         module of experts is a unit of its own.
         """
-        inside = [part for module in modules for part in module.modules() if has_parameters(part)]
-        dense = [part for part in inside if not self.is_expert(part)]
-        experts = [part for part in inside if self.is_expert(part)]
+        inside = [m for module in modules for m in module.modules() if has_parameters(m)]
+        dense = [m for m in inside if not self.is_expert(m)]
+        experts = [m for m in inside if self.is_expert(m)]
         zeros = []
         if dense:
             group = self.mesh.group["data"]
@@ -248,8 +248,9 @@ class Hybrid(nn.Module):
         return any(of_experts)
 
     def check_zeros(self):
-        """Raises a ValueError where two ZeROs would step one parameter: one that is tied, or one
-        inside of a module that has parameters of its own, too, which takes all inside it along."""
+        """Raises a ValueError where two ZeROs would step one parameter. Either it is tied, or the
+        module that has it lies inside of another one with parameters of its own, whose ZeRO takes
+        all that is inside."""
         count = Counter(p for zero in self.zeros for p in zero.module.parameters())
         for p, zeros in count.items():
             if zeros > 1:
@@ -262,7 +263,11 @@ class Hybrid(nn.Module):
         return [part for zero in self.zeros for part in zero.parts]
 
     def holders(self, p):
-        """How many ranks hold the same summed gradient of a parameter, or the same piece of it."""
+        """How many ranks hold the same summed gradient of a parameter, or the same piece of it.
+
+        Along "stages" pieces may begin at different places: then those of one stage's ranks
+        together are the same as those of another's, which is enough for a sum of squares.
+        """
         count = 1
         for axis in self.axes_alike(p, self.zero_stage):
             if axis != "stages":
@@ -272,9 +277,10 @@ class Hybrid(nn.Module):
         return count
 
     def axes_alike(self, p, zero_stage):
-        """-> the axes along which ranks hold the same of a parameter, after this stage of ZeRO.
+        """-> the axes along which ranks hold the same of a parameter, with this stage of ZeRO.
 
-        Stages 1 to 3 give the same answer: edges may be of a lower one of them than blocks.
+        1, 2 and 3 give the same answer. So holders() may ask with that of blocks for edges, too,
+        which may have a lower one.
         """
         axes = self.kind[p].alike
         if zero_stage > 0:  # ZeRO has cut it along "data" or "replicas"
@@ -296,7 +302,7 @@ class Hybrid(nn.Module):
     def after_backward(self, stage, is_last):
         """To be called after a backward: ZeRO-2 and 3 sum after each, they have no room to wait."""
         # `stage` numbers parts of the model; zero.stage is ZeRO's, 0 to 3. It is 2 or 3 for edges
-        # only where edges_wait is False: all their gradients are this rank's, and can be summed
+        # only where edges_wait is False: no other stage has a summand of their gradients
         for zero in self.inner[stage] + self.edges:
             if zero.stage >= 2:
                 zero.reduce()  # partial -> sharded
@@ -561,12 +567,12 @@ def states_of(part, optimizer):
 def pieces_that_follow(model, zero):
     """The parameters that compute: they are loaded like their masters, and never saved."""
     found = []
-    if zero.stage < 3:
-        for flat in zero.flats:
+    for flat in zero.flats:
+        if flat.stage < 3:
             for p, place in flat.places.items():
                 found += boxes(model, p, "", 0, place.flatten(), False)
-    else:
-        for part in zero.parts:
+            continue
+        for part in flat.parts:
             found += boxes(model, part.parameter, "", part.first, part.shard[:part.size], False)
     return found
 
@@ -729,7 +735,7 @@ def parallelize_at_work(model, mesh, plans, groups, boundary, layers, name, sp):
     here = {number: all_stages[number] for number in numbers}
     for stage in here.values():
         if stage.last and mesh["tp"].size() > 1:
-            # tensors go from stage to stage, not DTensors
+            # torch's pipeline takes ordinary tensors; loss_of makes a DTensor of them again
             stage.register_forward_hook(lambda module, inputs, logits: logits.to_local())
         if mesh["dp"].size() > 1:
             for unit in [*stage.blocks.values(), stage]:
@@ -836,7 +842,7 @@ FLAGS = {
     "cp": Flag(1, "ranks that share each sequence", POSITIVE),
     "attn": Flag("zigzag", "--cp: how queries meet other ranks' keys",
                  tuple(context_parallel.KINDS)),
-    "micro": Flag(int, "M, micro-batches of a copy (4, or as many as divide its rows)", POSITIVE),
+    "micro": Flag(int, "M, micro-batches of a copy (4, or 2 or 1 if 4 do not fit)", POSITIVE),
     "schedule": Flag("1f1b", "order of the work", SCHEDULES),
     **PIPELINE_FLAGS,
     "sp": Flag(False, "cut norms and residuals over tp, along T"),
@@ -876,13 +882,13 @@ def layout(args):
         require(args.experts or not getattr(args, flag), f"--{flag} is for --experts E")
     if args.impl != "scratch":
         refuse_torch(args)
-    sp = args.sp and args.tp > 1
-    return Layout(args.dp, args.cp, args.tp, args.pp, ep, sp, args.micro)
+    args.sp = args.sp and args.tp > 1
+    return Layout(args.dp, args.cp, args.tp, args.pp, ep, args.sp, args.micro)
 
 
 def axes(args):
-    """-> dp, tp, pp. Their product is to be ranks / cp. If all three are left out and that divides
-    by 4, pp and tp are 2.
+    """-> dp, tp, pp. Their product is to be ranks / cp. If all three are left out, and 4 divides
+    ranks / cp, pp and tp are 2.
 
     Of those that are still open, the last in the order pp, tp, dp gets all the ranks that remain,
     and the others are 1. On 8 ranks, --pp 2 alone makes dp 4 and tp 1; --dp 2 alone tp 4 and pp 1.
@@ -1020,7 +1026,7 @@ class Sizes:
         self.M = lay.micro
         self.T = cfg.seq // lay.cp  # tokens of a sequence here
         self.N = args.batch // lay.dp // lay.micro * self.T  # tokens of a micro-batch here
-        self.x = self.b * self.N * self.C  # bytes between two blocks, all tp ranks together
+        self.x = self.b * self.N * self.C  # bytes between two blocks, before --sp cuts them
         self.cut = lay.tp if lay.sp else 1  # into how many parts tp cuts what is between blocks
         self.again = 0  # how often forward runs again in backward
         if args.ckpt == "full":
@@ -1157,7 +1163,7 @@ def account_held(run, at, model, own):
     w = at.w
     units = dense_units(at) + expert_units(at)
     numbers = sum(unit.trained + unit.frozen for unit in units)
-    what = "L_s [(12 C + 7) C/tp + 6 C], first (V' + S') C/tp, last V' C/tp + 2 C, V' once"
+    what = "L_s [(12 C + 7) C/tp + 6 C], first (V' + S') C/tp, last V' C/tp + 2 C; V' once if both"
     if at.E:
         what = "L_s [(4 C + 3) C/tp + 5 C + E C + E/ep (8 C + 5) C], first, last"
         if at.args.shared:
@@ -1176,11 +1182,16 @@ def account_held(run, at, model, own):
     for buffer in model.buffers():
         held += buffer.nbytes
     memory = run.ledger["scratch"].memory
-    formula = "2 b P' + (2 w, bf16 3 w) P'/Z + 4 per tensor (step)"
+    formula = "2 b P'"
     if at.args.zero == 2:
-        formula = "b P' + b P'/Z (tied ends: b P') + (2 w, bf16 3 w) P'/Z + 4 per tensor (step)"
+        formula = "b P' + b P'/Z (tied ends: b P')"
     elif at.args.zero == 3:
-        formula = "2 b P'/Z + (2 w, bf16 3 w) P'/Z + 4 per tensor (step)"
+        formula = "2 b P'/Z"
+    formula += " + (2 w, bf16 3 w) P'/Z + 4 per tensor (step)"
+    if at.args.train:
+        formula += " + b frozen"
+    if at.E:
+        formula += " + 8 E L_s (biases)"
     run.textbook("held", formula, held,
                  memory["parameters"] + memory["gradients"] + memory["optimizer"])
 
@@ -1546,7 +1557,8 @@ class Choices:
         moe.remember_choices(model, self.told)
 
     def add(self, model, is_last):
-        """Those of the last step, from all ranks. A token of a layer is routed by one of them.
+        """Notes the choices of the step that has just run, from all ranks. A token of a layer is
+        routed by one of them, so that the sum is its choice.
 
         is_last: no further step is compared, and layers need not remember more.
         """
@@ -1587,9 +1599,9 @@ def layers_here(model):
 def routed_together(args, lay):
     """-> [what decides which tokens are balanced together, or compete for room in an expert].
 
-    What a resumed run checks begins at step 0 only if this list was the same in all runs of the
-    training (run.replays in main). Lists that differ count as different routing, even if a case can
-    be found in which they route alike.
+    The check of a resumed run replays all steps from step 0 on, but only if this list was the same
+    in all runs of the training (run.replays in main). Lists that differ count as different routing,
+    even if a case can be found in which they route alike.
     """
     if args.capacity:  # a rank drops the last of its own
         return [lay.dp, lay.cp, lay.tp, lay.micro, lay.sp, args.attn]
@@ -1607,8 +1619,9 @@ def routings(run, lay):
     """-> how tokens were routed together in this training, here and in the runs before this one"""
     found = list(run.start.extra.get("routed", []))
     mine = routed_together(run.args, lay)
+    # a checkpoint of moe.py does not say how it routed. If `mine` is empty, that does not matter
     if run.start.steps and not found and mine:
-        found.append("as in moe.py")  # whose checkpoints do not say it
+        found.append("as in moe.py")
     if mine not in found:
         found.append(mine)
     return found

@@ -222,7 +222,8 @@ def plan_routing(chosen, wanted, most, ep, balanced):
         of_experts = all_choices.split(wanted_counts)
         taken_choices = [of_one[:count] for of_one, count in zip(of_experts, taken_counts)]
         choices = torch.cat(taken_choices)
-    experts = torch.arange(here, device=chosen.device).repeat(ranks)  # whose rows `coming` counts
+    # of each entry of `coming`: the expert whose rows it counts, numbered from 0 on this rank
+    experts = torch.arange(here, device=chosen.device).repeat(ranks)
     expert_of_row = experts.repeat_interleave(coming, output_size=sum(coming_counts))
     # counts lie by rank, then by expert: a rank's are a run, an expert's are every here-th
     return Routing(
@@ -265,8 +266,9 @@ def linear_by_loop(rows, weight, bias, routing):
 def linear_in_one_kernel(rows, weight, bias, routing):
     """The same as linear_by_loop.
 
-    The bias is added by a matmul, whose backward is a matmul as well: it sums in fp32. That of an
-    index_select would be an index_add, which on GPUs adds rows in any order and rounds each sum.
+    The bias is added by a matmul, whose backward is a matmul as well: it sums in fp32. With an
+    index_select the backward would be an index_add, which on GPUs adds rows in any order and rounds
+    each sum.
     """
     y = F.grouped_mm(rows, weight.transpose(1, 2), offs=routing.ends)
     if bias is None:
@@ -692,8 +694,8 @@ class PlainMoE(nn.Module):
             self.shared = MLP(cfg)
         self.register_buffer("bias", torch.zeros(experts, dtype=torch.float64))  # (E,)
         self.sources = None  # which tokens travel together, see set_sources; None: all do
-        # For each training step to come, the experts that tokens visit (N, K). The router chooses
-        # where that is None, and after the end of the list
+        # [(N, K) or None] of the training steps to come: the experts that tokens visit. The router
+        # chooses in a step that has None, and in all steps after the end of the list
         self.choices = []
         self.loss = 0  # the balancing loss of the last forward in training
 
@@ -975,7 +977,9 @@ def gather_choices(run, model):
 def notes(run, model):
     """What a checkpoint notes besides weights and AdamW's states."""
     found = {"biases": [block.mlp.bias.tolist() for block in model.blocks]}
-    routed = run.start.extra.get("routed", [])  # hybrid_3d.py's: how tokens were routed together
+    # An entry for each way in which runs of hybrid_3d.py have routed, see routed_together() there.
+    # An empty one says that the way makes no difference
+    routed = run.start.extra.get("routed", [])
     if any(routed):
         found["routed"] = [*routed, "as in moe.py"]
     return found

@@ -11,8 +11,8 @@ model sends the next one its output, (batch, T, C) in a step, and gets as large 
 Each of p ranks has about 1/p of parameters, gradients and AdamW states. Ranks that both hold the
 tied embedding sum its gradients; the norm is that of all ranks.
 
-    p ranks, M micro-batches,   bubble: part of a step,     kept by rank r, in micro-batches
-    v stages per rank           or in time (M >= 2p - 1)    (M large enough)
+    p ranks, M micro-batches,   bubble, for M >= 2p - 1:    kept by rank r, in micro-batches
+    v stages per rank           part of a step, or a time   (M large enough)
     plain GPT                   -                           all M at once
     naive                       (p-1) / p                   1
     gpipe                       (p-1) / (M + p-1)           M
@@ -121,8 +121,8 @@ def turns(microbatches, warmup, stages, together=1):
 
 
 def follow(plan, kind, lag):
-    """Behind each B goes an action of this kind, for the micro-batch whose B came `lag` Bs before.
-    The last of them go to the end."""
+    """Right after each B comes an action of this kind, for the micro-batch whose B came `lag` Bs
+    before. The last of them go to the end."""
     longer = []
     waiting = []
     for action in plan:
@@ -144,7 +144,7 @@ def naive(rank, ranks, microbatches, stages):
 
 
 def gpipe(rank, ranks, microbatches, stages):
-    """All forwards, then all backwards (Huang 2019, figure 2c).
+    """All forwards, then all backwards (Huang 2019, arXiv:1811.06965, figure 2c).
 
     rank 0   F0 F1 F2 F3 .........B0    B1    B2    B3
     rank 1   ...F0 F1 F2 F3 B0    B1    B2    B3    ......
@@ -154,13 +154,14 @@ def gpipe(rank, ranks, microbatches, stages):
 
 def one_f_one_b(rank, ranks, microbatches, stages):
     """As early a backward as can be: a micro-batch comes back when it has been through all ranks
-    behind this one (Harlap 2018, figure 8). The picture is at the top of the file."""
+    behind this one (Harlap 2018, arXiv:1806.03377, figure 8). The picture is at the top of the
+    file."""
     return turns(microbatches, ranks - 1 - rank, stages)
 
 
 def interleaved(rank, ranks, microbatches, stages):
     """1F1B with several stages per rank: filling and draining take less time (Narayanan 2021,
-    figure 4). Small letters: the rank's second stage.
+    arXiv:2104.04473, figure 4). Small letters: the rank's second stage.
 
     rank 0   F0 F1 f0 f1 F2 ...b0    F3 b1    f2 B0    f3 B1    ...b2    ...b3    B2    B3
     rank 1   ...F0 F1 f0 b0    f1 b1    F2 B0    F3 B1    f2 b2    f3 b3    B2    B3    ......
@@ -171,8 +172,8 @@ def interleaved(rank, ranks, microbatches, stages):
 
 def looped_bfs(rank, ranks, microbatches, stages):
     """GPipe with several stages per rank: all micro-batches go through one, then through the next
-    (Lamy-Poirier 2022, arXiv:2211.05953). A stage's parameters are used in two runs, which is what
-    sharded ones want.
+    (Lamy-Poirier 2022, arXiv:2211.05953). A stage's parameters are used in one run of forwards and
+    one of backwards, so that sharded ones (FSDP) are gathered only twice in a step.
 
     rank 0   F0 F1 f0 f1 .........b0    b1    B0    B1
     rank 1   ...F0 F1 f0 f1 b0    b1    B0    B1    ......
@@ -246,12 +247,12 @@ def zb_v(rank, ranks, microbatches, stages):
     # written for that many, and the return leaves out the actions of those beyond
     enough = max(microbatches, 2 * ranks - 1)
     score = Score(stages)
-    score.write("F0", 2 * (ranks - rank) - 1)
-    score.write("F1 F0", rank)
-    score.write("F1 I1 W", ranks - rank)
-    score.write("F0 I0 W F1 I1 W", enough - 2 * ranks + 1 + rank)
-    score.write("I0 W F1 I1 W", ranks - 1 - rank)
-    score.write("I0 I1", rank)
+    score.write("F0", 2 * (ranks - rank) - 1)  # until the first micro-batch is back, at stage 1
+    score.write("F1 F0", rank)  # until its gradient arrives
+    score.write("F1 I1 W", ranks - rank)  # the first gradients are on their way to stage 0
+    score.write("F0 I0 W F1 I1 W", enough - 2 * ranks + 1 + rank)  # the steady state
+    score.write("I0 W F1 I1 W", ranks - 1 - rank)  # no F0 is left
+    score.write("I0 I1", rank)  # no F is left; Bs come first, since other ranks wait for them
     score.write("I0 W", ranks - rank)
     score.write("W", len(score.late))
     return [action for action in score.plan if action.microbatch < microbatches]
@@ -261,7 +262,7 @@ def dualpipe_v(rank, ranks, microbatches, stages):
     """Forwards and backwards in pairs, so that a model which talks within its layers (experts) can
     hide the one's messages behind the other's arithmetic (DeepSeek-V3, arXiv:2412.19437, section
     3.2.1). DualPipe is two pipelines, one from each end; folded into a V, one is enough (Sea AI
-    Lab). Pipeline does a pair one after the other.
+    Lab). The class Pipeline (section 1.4) runs the two of a pair one after the other.
 
     rank 0   F0 F1 F2 f0 b0 w0 f1 F3 b1    f2 B0    b2    f3 ...B1    b3    B2 W2 B3 W3
     rank 1   ...F0 f0 F1 f1 F2 b0    f2 B0    F3 b1    f3 B1    b2    B2    b3 B3 w3 W3
@@ -295,7 +296,8 @@ class Draft:
     """All ranks' plans while they are being made, one stage a rank, with the times they would take.
 
     times: of F, B, W and of a transfer. limit: the most micro-batches in flight on a rank.
-    waiting: the part of a micro-batch's activations that is kept between B and W, more than 0.
+    waiting: how much of a micro-batch's activations is kept from its B to its W, as a part of what
+    is kept from F to B. It must be above 0.
     """
 
     def __init__(self, ranks, microbatches, limit, times, waiting):
@@ -364,9 +366,10 @@ class Draft:
         for rank in range(ranks):
             self.put(rank, "F")
         more = [0] * ranks  # how many Fs each rank puts between its first F and its first B
-        b_done = self.clock[-1] + self.times["B"]  # when the first B is done on the rank behind
+        # From the last rank to the first: when its first B can begin, and how many Fs fit before
+        b_done = self.clock[-1] + self.times["B"]  # of the first B on the last rank
         for rank in reversed(range(ranks - 1)):
-            arrival = b_done + self.comm
+            arrival = b_done + self.comm  # b_done is still that of the rank behind
             end = self.clock[rank]
             while more[rank] + 1 < min(self.limit, self.microbatches):
                 too_long = end + self.times["F"] > arrival
@@ -387,7 +390,7 @@ class Draft:
         """Is it better to leave out an F here, since the rank behind has enough to do?"""
         ready = self.done[rank]["F"] - self.done[rank + 1]["F"]  # inputs that the rank behind has
         if ready < 2:
-            return False  # its next F would leave it none
+            return False  # it takes one in this round, and would have none for the next
         # the time until the next B can begin here: the rank behind does an F and a B before
         gap = self.clock[rank + 1] + self.times["F"] + self.times["B"] + self.comm
         gap -= self.clock[rank]
@@ -641,9 +644,9 @@ def make_groups(plans, shared=(), pipelines=None, group=None):
     """-> the Groups of this rank's pipeline. Every rank of the world calls this.
 
     shared: tuples of stages that hold a tied parameter. pipelines: for each pipeline its list of
-    global ranks; None: all ranks are one pipeline. group: that of this rank's pipeline, if it has
-    been made already. Without it the one pipeline of all ranks takes the world's group, and for
-    several pipelines groups are made here.
+    global ranks; None: all ranks are one pipeline, in the world's group unless another is given.
+    group: the one of this rank's pipeline, if it exists already; None: each of `pipelines` gets a
+    new one here.
 
     Every rank makes every group, in the same order, also those that it is not in: NCCL splits them
     off the world's communicator, and all ranks have to take part in that. NCCL runs what goes
@@ -656,7 +659,7 @@ def make_groups(plans, shared=(), pipelines=None, group=None):
         if group is None:
             group = dist.group.WORLD
     links = []
-    if dist.get_backend() == "nccl":
+    if dist.get_backend() not in ("gloo", "fake"):  # NCCL, alone or beside gloo
         links = sorted({move.link for move in route_of(plans)})
     found = None
     for ranks in pipelines:
@@ -716,6 +719,8 @@ class Mail:
 
     def take(self, key):
         """-> what another rank sends, or another stage of this rank has put."""
+        # What this rank has to receive is moving by now: the sends before it in the route are of
+        # earlier actions. What is not moving is of another stage of this rank
         if key not in self.moving:
             return self.made.pop(key)
         work, tensor = self.moving.pop(key)
@@ -778,13 +783,16 @@ class Mail:
 # A Linear is whatever calls F.linear(x, A, b) with leaves A and b under autograd. The gradients of
 # all other parameters are made in B, beside grad_x, and added to .grad in W: those of norms,
 # embeddings, weights that are computed from others, all weights under autocast, those of
-# nn.MultiheadAttention, whose calls of F.linear are not seen. What torch.utils.checkpoint
-# computes again cannot be split: torch raises a RuntimeError. Hooks of register_hook() would be
-# called in B and in W, and are refused. (Qi 2023, section 2)
+# nn.MultiheadAttention, whose calls of F.linear are not seen. With a Linear in what
+# torch.utils.checkpoint computes again torch raises a RuntimeError, unless it comes last there.
+# Hooks of register_hook() would be called in B and in W, and are refused. (Qi 2023, section 2)
 
 
 class WeightGradient(torch.autograd.Function):
-    """W of a Linear: a root without a value, whose backward makes the gradients of weight and bias.
+    """W of a Linear, set up in its B, when x and the output's gradient are known.
+
+    It is a scalar that means nothing, but a backward from it makes the gradients of weight and
+    bias.
     """
 
     @staticmethod
@@ -877,9 +885,9 @@ def input_gradient(edge, grad, later):
     if any(leaf._backward_hooks for leaf in leaves):
         raise ValueError("a hook of register_hook() on a parameter, which B and W would call: take "
                          "register_post_accumulate_grad_hook(), which W alone calls")
-    # Two kinds of leaves get None: the weights of split Linears, and the anchor of Entry (section
-    # 1.4), by which a stage's input enters the graph. They are asked for so that
-    # SplitLinear.backward and Entry.backward run, which put gradients elsewhere
+    # All leaves are asked for, so that autograd runs through the whole graph. Two kinds get no
+    # gradient (None) here, since a backward on the way puts it elsewhere: weights of split Linears
+    # (SplitLinear.backward), and the anchor of Entry in section 1.4 (Entry.backward)
     grads = torch.autograd.grad(edge, leaves, grad, allow_unused=True)
     for leaf, gradient in zip(leaves, grads):
         if gradient is not None:
@@ -1023,7 +1031,7 @@ class Pipeline:
         loss = torch.zeros((), dtype=wide, device=self.boundary.device)
         self.mail.open(route)
         for action in plan:
-            taken = self.take(action, inputs)  # there -> here
+            taken = self.take(action, inputs)  # there -> here too
             start = None
             if clock:
                 start = clock.mark()
@@ -1059,7 +1067,8 @@ class Pipeline:
         if action.kind == "F":
             return self.forward(action, taken, loss_fn)
         if action.kind == "U":
-            return update()
+            update()
+            return None
         if not self.adds(action):  # a B that leaves a W
             return self.backward(action, taken)
         is_last = action == self.final[action.stage]
@@ -1176,14 +1185,12 @@ class Stages(nn.ModuleList):
                         f"two stages have a {name!r}: give each the names of the whole model, as "
                         "Chain does for the layers of an nn.Sequential")
                 tensors[name] = t
-                if name not in self.origins:
-                    self.origins[name] = Origin(home[stage], t.shape, t.dtype)
-                if t in names and names[t] != name:
-                    self.aliases[name] = names[t]
-                    continue
-                names[t] = name
-                if t.requires_grad:
-                    self.trained[name] = self.origins[name]
+                origin = self.origins.setdefault(name, Origin(home[stage], t.shape, t.dtype))
+                first_name = names.setdefault(t, name)
+                if first_name != name:
+                    self.aliases[name] = first_name
+                elif t.requires_grad:
+                    self.trained[name] = origin
                     self.dtype = torch.promote_types(t.dtype, self.dtype)
 
     def note_tied(self, p, stages, ranks):
@@ -1594,7 +1601,7 @@ FLAGS = {
     "layers_per_stage": Flag("", "5,6,..; or balanced, the head counted (equally many each)"),
     "simulate": Flag(False, "play the schedule without ranks"),
     "pp": Flag(int, "p, ranks (simulation only)", POSITIVE),
-    "times": Flag(str, "F,B,W,COMM of a rank and micro-batch (simulation and auto; 1,1,1,0)"),
+    "times": Flag(str, "F,B,W,COMM of a rank and micro-batch (simulation: 1,1,1,0; auto measures)"),
 }
 
 
@@ -1628,7 +1635,7 @@ def refuse(args):
 
 
 def refuse_rounds_at_work(name, micro, ranks):
-    """What torch's schedules raise with so many micro-batches."""
+    """Refuses numbers of micro-batches for which torch's schedules would raise."""
     require(name != "1f1b" or micro >= ranks,
             f"--micro {micro}: torch's 1f1b wants {ranks} or more, one for each stage")
     rounds = max(1, micro // ranks)
@@ -1679,7 +1686,8 @@ def read_layers(args, plans):
         require(False, wrong)
     require(len(layers) == stages, wrong)
     least = min(layers[1:-1], default=1)  # the ends have the embeddings and the head
-    require(least >= 1 and min(layers) >= 0, f"--layers-per-stage {text}: give each at least one")
+    require(least >= 1 and min(layers) >= 0,
+            f"--layers-per-stage {text}: give each at least one, but for the first and the last")
     require(sum(layers) == args.layers,
             f"--layers-per-stage {text}: they are {sum(layers)}, but --layers {args.layers}")
     return layers
@@ -1745,7 +1753,8 @@ def simulation(args, plans, layers, times):
 
 
 def start_clock(run, pipeline):
-    """From here on each action is timed -> when all began, by the host's clock and by the run's."""
+    """From here on each action is timed -> this moment by two clocks: the host's, by which ranks
+    are compared (those of several nodes have to agree), and the run's, which times actions."""
     if run.device.type == "cuda":
         torch.cuda.synchronize()  # between two steps the host may wait: no action is being timed
     dist.barrier()

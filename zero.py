@@ -61,7 +61,8 @@ from harness.report import human
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# Optimizers that look at shapes, at norms of tensors or at all numbers together, in small letters.
+# Names, in small letters, of optimizers that look at shapes, at norms of tensors or at all numbers
+# together.
 NOT_ELEMENTWISE = {
     "adafactor", "adalomo", "adam_mini", "adammini", "adamp", "apollo", "came", "dadaptadam",
     "dadaptsgd", "dion", "distributedshampoo", "fusedlamb", "fusednovograd", "galoreadamw", "kfac",
@@ -261,7 +262,9 @@ class Flat:
         if self.master is not self.shard:
             for part in self.parts:
                 p = part.parameter
-                if changes[p] != self.versions[p]:  # any other keeps what only its master knows
+                # A parameter that nobody has written into keeps its master, which is more exact
+                # than the shard.
+                if changes[p] != self.versions[p]:
                     part.master.copy_(part.shard)
         self.versions = changes
 
@@ -363,7 +366,8 @@ class ZeRO:
     In stage 3 these parameters can be read in the forward of these modules only, and all ranks must
     run the same units in the same order, whichever of their parameters they use. Parameters in no
     unit, in several, or of another dtype than their unit's first are kept as in stage 2. Frozen
-    ones stay whole and cost nothing else. With reentrant checkpointing stage 3 sums in reduce().
+    ones stay whole and cost nothing else. With reentrant checkpointing the sums of stage 3 begin in
+    reduce(), not during backward.
 
     With several micro-batches call reduce() after every backward. While zero.sync is False stages 0
     and 1 only add up: set it to True for the last backward of a step. Stages 2 and 3 have no room
@@ -389,11 +393,11 @@ class ZeRO:
         self.pending = []  # [Flat] whose sums have not begun, in the same order on all ranks
         self.reducing = None  # the Flat whose sum is under way, or None
         self.stepping = False  # is step() under way?
+        self.plan = []  # [Flat]: stage 3's `entered` at the last reduce()
         # In stage 3, of the time since the last reset():
         self.inside = None  # the Flat to whose unit forward or backward came last, or None
         self.gathered = []  # [Flat] that have memory; the last one's content may be on its way
         self.entered = []  # [Flat] to whose units forward and backward came, in order
-        self.plan = []  # [Flat]: `entered` at the last reduce()
         self.begun = set()  # forwards of units whose backward has begun
         self.visited = set()  # {Flat} of units that have run a forward with gradients enabled
 
@@ -467,7 +471,8 @@ class ZeRO:
     def arrive(self, flat, site, inputs):
         """Before a unit's forward. When its inputs have their gradients, its backward is over."""
         if torch.is_grad_enabled():
-            # Without this unit: when backward is back at its inputs, its sum may begin (pass_by).
+            # The copy is made before this unit is added: when backward is back at the inputs, the
+            # unit is through, and its sum may begin, too (pass_by).
             before = set(self.visited)
             self.call_back(inputs, partial(self.pass_by, before))
             self.visited.add(flat)
@@ -490,8 +495,8 @@ class ZeRO:
         for wanted in needed:
             wanted.wait()
         self.inside = flat
-        # 4. If the micro-batch before, up to its reduce(), entered the same unit at this point, the
-        # unit that came next then is sent for, and travels while this one computes.
+        # 4. Suppose the last micro-batch entered this unit at this point as well. Then the unit
+        # that it entered next is sent for now, and travels while this one computes.
         visit = len(self.entered)
         self.entered.append(flat)
         if visit + 1 < len(self.plan) and self.plan[visit] is flat:
@@ -516,8 +521,9 @@ class ZeRO:
     def call_back(self, value, hook):
         """hook(gradient) is to be called when backward comes to what made one of these tensors."""
         for t in tensors_in(value):
-            # Not of a leaf: autograd hands over its gradient as soon as that is complete, while
-            # what ran later in forward may still wait. What was computed comes in reverse order.
+            # Not of a leaf, such as a parameter that is handed on: autograd calls its hook as soon
+            # as its last use is through, while what ran later in forward may still wait. The hooks
+            # of computed tensors are called in the reverse order of forward.
             if t.grad_fn is not None:
                 t.register_hook(hook)
 
@@ -854,8 +860,9 @@ def refuse_other_groups(optimizer, given):
 def refuse_after_trial(make_optimizer, groups, like):
     """Raises if the optimizer steps pieces of a matrix otherwise than the whole of it."""
     matrix = torch.linspace(-1, 1, 24).view(4, 6).to(like)
+    pieces = matrix.flatten().split(10)
     results = []
-    for tensors in [matrix], matrix.flatten().split(10):
+    for tensors in ([matrix], pieces):
         trial = []
         for options in groups:
             trial.append({**options, "params": [nn.Parameter(t.clone()) for t in tensors]})
@@ -864,7 +871,7 @@ def refuse_after_trial(make_optimizer, groups, like):
         refuse_by_name(optimizer)  # before a step: some want a closure
         for options in optimizer.param_groups:
             if "lr" in options:
-                options["lr"] = 0.1  # of no rate, or a small one, all results would be alike
+                options["lr"] = 0.1  # with a rate of 0, or a small one, all results would be alike
         for _ in range(2):
             for p in tried:
                 p.grad = p.detach().square() + 0.1
@@ -996,7 +1003,7 @@ def train_step(zero, x, y, valid, clip, accum=1):
         loss = loss_sum(zero.module(xs), ys) / valid
         zero.sync = number == accum
         loss.backward()
-        zero.reduce()  # partial -> sharded
+        zero.reduce()  # partial -> sharded, in stage 0 replicated
         total = total + loss.detach()
     norm = zero.clip_grad_norm_(clip)
     zero.step()

@@ -326,6 +326,43 @@ def test_output_of_the_root_need_not_be_found():
     run(check_hidden_output, 2)
 
 
+class HandsOn(nn.Module):
+    """Returns a parameter of the root beside its output: a leaf, whose gradient comes early."""
+
+    def __init__(self, adds):
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+        self.adds = adds
+
+    def forward(self, x, bias):
+        x = self.linear(x)
+        if self.adds:
+            x = x + bias
+        return x, bias
+
+
+class OneBias(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.ones(5))
+        self.blocks = nn.ModuleList(HandsOn(adds) for adds in (False, True, True))
+
+    def forward(self, x):
+        bias = self.bias
+        for block in self.blocks:
+            x, bias = block(x, bias)
+        return x
+
+
+def check_a_leaf_that_is_handed_on():
+    rows = torch.randn(2, 4, 5, generator=torch.Generator().manual_seed(1))
+    equal_training(OneBias, rows, lambda m: m.blocks, lambda m, x: m(x).square().sum())
+
+
+def test_a_parameter_may_be_handed_on_from_block_to_block():
+    run(check_a_leaf_that_is_handed_on, 2)
+
+
 # ---- frozen parameters --------------------------------------------------------------
 
 

@@ -209,7 +209,8 @@ def test_launch():
     names = timed(assess(GPTConfig(8, 64, 4, 64, 8), at, layout(dp=2, tp=2, pp=2, micro=4)))
     micro = 4
     blocks = 4
-    collectives = micro * (blocks * 4 + 2) + 2
+    units = blocks + 1  # of gradients: each block, and the embedding or the head
+    collectives = micro * (blocks * 4 + 2) + units
     assert names["launch"] == micro * blocks * 1 + 100 * collectives
 
 
@@ -289,7 +290,6 @@ def test_new_axes():
     _, least = plan.search(model, on(8, 16, gpu_memory=0.01, fixed={"tp": 1, "pp": 1}))
     _, lay = least
     assert lay.zero > 1
-    assert all(lay.zero < 2 for _, lay in plan.search(model, on(8, 16))[0])  # nothing wants it
 
 
 # ---- the program -------------------------------------------------------------

@@ -18,8 +18,8 @@ model (B T C H L, V padded to divide by tp; E experts, K of them per token, shar
                    pp holds, its v chunks together
     first, last    1 if it has the embedding, the head, else 0
     most           blocks of the fullest stage
-    heavy          blocks of the stage with the most work; the head counts as the number of blocks
-                   that have as much work as it has
+    heavy          blocks of the stage with the most work. The head counts as a number of blocks:
+                   its work over that of a block
     mean           blocks of a stage on average, the head counted in the same way
     idle           see IDLE
 
@@ -40,7 +40,8 @@ Layout = namedtuple("Layout", "dp tp pp micro schedule sp zero ckpt cp attn ep",
 VEES = ("zb-v", "dualpipe-v")  # down the ranks and up again: the first has embedding and head
 # backward in two actions: B, gradients of inputs, and W, of weights
 SPLIT = ("zb-h1", "zb-h2", "auto", *VEES)
-# those in which W waits when the most is alive. dualpipe-v splits only its first and last backwards
+# those that split the backwards in which the most is alive. dualpipe-v splits only its first and
+# last ones
 APART = ("zb-h1", "zb-h2", "auto", "zb-v")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "bfs", *SPLIT)
 CKPTS = ("none", "selective", "full")
@@ -184,7 +185,8 @@ def kept(ckpt, whole, x, cut, tp, E, shared, N, C, sp):
 
 
 def late(schedule, stage, flight):
-    """micro-batches whose B is done, but not W, when the most are in flight: none in V-shapes"""
+    """micro-batches whose B is done, but not their W, when the most are in flight. In zb-v there
+    are none: only the backward under way has a W to come"""
     if schedule in ("zb-h1", "auto"):
         return min(stage, flight - 1)
     if schedule == "zb-h2":
@@ -230,8 +232,8 @@ def queue(schedule, micro):
     return 1
 
 
-def sent(E, cp, tp, attn, x, b, routed, C):
-    """what the last collective of a block still holds when the loss is made; none with tp"""
+def left_over(E, cp, tp, attn, x, b, routed, C):
+    """bytes that the last collective of a block still holds when the loss is made; none with tp"""
     if tp > 1:
         return 0
     if E:
@@ -257,7 +259,7 @@ def passing(pp, tp, cp, E):
     return 0
 
 
-def loss(queue, logits, last, tp, N, V, x, pp, v, cut, sent, gathered, passing):
+def loss(queue, logits, last, tp, N, V, x, pp, v, cut, left_over, gathered, passing):
     """log-probabilities, and what backward makes of them"""
     if not last:
         return gathered
@@ -267,7 +269,7 @@ def loss(queue, logits, last, tp, N, V, x, pp, v, cut, sent, gathered, passing):
     boundaries = passing
     if v > 1:
         boundaries += min(pp, 3)
-    held = queue * logits + sent + gathered
+    held = queue * logits + left_over + gathered
     return held + tensors * 4 * N * V / tp + boundaries * x / cut
 
 
@@ -291,7 +293,7 @@ def again(ckpt, whole, schedule, tp, x, cut, E, shared):
         return whole - x / cut  # its input was kept
     if E and not shared:
         return 0
-    if ckpt == "none" or schedule in APART:  # there it waits for W: see split
+    if ckpt == "none" or schedule in APART:  # APART: it is an input of down, and waits in `split`
         return 0
     return 4 * x / tp
 
@@ -303,7 +305,7 @@ def buffers(zero, b, blocks, block, expert, v, kept, edges, own_edges):
         return 0
     unit = b * (block + expert)  # gradients of a block, whole
     total = unit  # in the backward of a stage's last block
-    if blocks > v:
+    if blocks > v:  # a chunk has two blocks or more
         # one block earlier: two blocks' gradients are whole, the last one's activations have gone
         two = 2 * unit - kept
         if zero == 3 and blocks == 2:
@@ -328,8 +330,8 @@ def ring(cp, attn, x, tp, cut, b, E, routed, C):
     what has gone by then: the second norm's result, or with experts their rows"""
     if cp == 1 or attn == "ulysses":
         return 0
-    wide = max(b, 4) / b  # fp32, in numbers of b bytes
-    here = 3  # besides what travels
+    wide = max(b, 4) / b  # a number in fp32, counted in numbers of b bytes
+    here = 3  # tensors of x / tp besides those that travel; in bf16 10
     if wide > 1:
         here = 10
     travels = 2 * min(cp, 3) * wide
@@ -349,8 +351,8 @@ def mlp_gradients(x, tp, cut, zero, b, C, E, shared, routed, schedule, expert):
     if (shared or not E) and schedule not in APART:
         down = 4 * b * C * C / tp  # of its weight, which moves to its place among the gradients
         if zero >= 2 and tp == 1:
-            # it gets its place when gelu's result has gone: now, or a step later, when gelu's
-            # gradient is there. The larger of the two counts
+            # the weight's gradient moves to its place before gelu's gradient is made: only the
+            # larger of the two counts
             total = x + max(4 * x, down)
         else:
             total += down
@@ -418,7 +420,7 @@ def step(b, block, expert, edges, zero, data, copies):
 
 
 def over_tp(b, blocks, expert, copies, zero):
-    """gradients of experts, side by side, to be summed over tp"""
+    """gradients of experts, side by side, to be summed over tp; laid so even where tp is 1"""
     if zero:
         expert = expert / copies
     return b * blocks * expert
@@ -432,9 +434,9 @@ def working(loss, inside, step, over_tp, activations):
 
 MEMORY = [
     N, x, block, expert, edges, own_edges, parameters, gradients, stepped, optimizer, flight,
-    routed, whole, kept, late, waits, activations, logits, queue, sent, gathered, passing, loss,
-    waiting, again, buffers, tied, ring, mlp_gradients, split, attention, weights, inside, step,
-    over_tp, working,
+    routed, whole, kept, late, waits, activations, logits, queue, left_over, gathered, passing,
+    loss, waiting, again, buffers, tied, ring, mlp_gradients, split, attention, weights, inside,
+    step, over_tp, working,
 ]
 HELD = ("parameters", "gradients", "optimizer", "activations", "working")
 
@@ -477,13 +479,14 @@ def matmul(own, C, mlps, keys, tp, heavy, speed):
     return own * ((24 + 48 * mlps) * C * C + 12 * keys * C) / tp * heavy / speed
 
 
-def recompute(ckpt, megatron_2021, own, C, mlps, keys, tp, most, speed):
+def recompute(ckpt, megatron_2021, own, C, mlps, keys, tp, most, speed, E, shared):
     """what ckpt full does again: all but the last matmul, which Megatron 2021 repeated as well"""
     if ckpt != "full":
         return 0
-    # C C FLOPs per token: 8 of attention, 16 of each MLP, less 8 of the last matmul
+    # C C FLOPs per token: 8 of attention, 16 of each MLP, less 8 of the last matmul. That of
+    # experts is done again, too: the gradients of the gates need its result
     matmuls = 16 * mlps
-    if megatron_2021:
+    if megatron_2021 or (E and not shared):
         matmuls = 8 + 16 * mlps
     return own * (matmuls * C * C + 4 * keys * C) / tp * most / speed
 
@@ -571,8 +574,11 @@ def ep_time(own, most, b, C, tp, K, capacity, E, ckpt, ep, ep_bandwidth):
     return own / tp * most * K * b * C * times * (ep - 1) / ep / ep_bandwidth
 
 
-def calls(micro, most, tp, numbers, sp, pp, v, cp, attn, E, data, zero):
+def calls(micro, most, tp, numbers, sp, pp, v, cp, attn, E, data, zero, ckpt):
     """how many collectives a rank starts in a step"""
+    again = 0
+    if ckpt == "full":
+        again = 1
     per_micro = 0
     if cp > 1:
         each_way = cp - 1  # hops
@@ -580,25 +586,25 @@ def calls(micro, most, tp, numbers, sp, pp, v, cp, attn, E, data, zero):
             each_way = 1
         elif attn == "ulysses":
             each_way = 4
-        per_micro += 2 * most * each_way
-    if E:  # counts, rows and loads
-        per_micro += 6 * most
+        per_micro += (2 + again) * most * each_way
+    if E:  # forward: counts, loads, rows out and back; backward: rows out and back
+        per_micro += (4 + 2 + 4 * again) * most
     if tp > 1:
         each = 2  # an all-reduce counts 2 in `numbers`, a gather or a scatter 1
         if sp:
             each = 1
         per_micro += most * numbers / each
         if E and not sp:
-            per_micro += most  # JoinRows and CutRows are two gathers, not one all-reduce
+            # `numbers` has 2 for JoinRows and CutRows, which `each` takes for one all-reduce
+            per_micro += most
     if pp > 1:
         per_micro += 2 * v
     count = micro * per_micro
-    if data > 1 and zero == 2:
-        count += micro + 1
-    elif data > 1 and zero == 3:
-        count += 3 * micro * most
-    elif data > 1:
-        count += 2
+    if data > 1:
+        units = most + 1  # of ZeRO: blocks and edges
+        if E:
+            units += most
+        count += units * {0: 1, 1: 2, 2: micro + 1, 3: 3 * micro}[zero]
     return count
 
 
@@ -615,10 +621,10 @@ def work(matmul, recompute, bound, tp_time, cp_time, ep_time, launch):
 def bubble(mean, heavy, pp, micro, idle, share, work):
     """waiting for other stages: the span of a step, less the heaviest stage's work. It is negative
     where ranks share a core, and the heaviest stage has it to itself while others wait"""
-    # all in units of `work`
-    alone = 1 + (pp - 1) / micro * idle * mean / heavy  # the span if each rank has its own core
+    # in units of `work`, the time of the heaviest stage at the speed of a rank that shares its core
+    alone = 1 + (pp - 1) / micro * idle * mean / heavy  # the span if all kept that speed
     least = mean / heavy  # the span of a core that never waits: ranks fill each other's waits
-    span = max(least, alone / share)
+    span = max(least, alone / share)  # a rank that has the core to itself is `share` times as fast
     return span * work - work
 
 
@@ -703,7 +709,7 @@ def evaluate(formulas, names):
     return names
 
 
-def apart():
+def sorted_by_stage():
     """-> the formulas of MEMORY that are alike in all stages, and the others"""
     known_by_stage = {"stage", "first", "last", "blocks"}
     alike = []
@@ -717,7 +723,7 @@ def apart():
     return alike, by_stage
 
 
-ALIKE, BY_STAGE = apart()
+ALIKE, BY_STAGE = sorted_by_stage()
 
 
 @cache
@@ -833,10 +839,11 @@ SHORT = 2048  # tokens of a part, at least
 def layouts(cfg, at, fixed):
     """What hybrid_3d.py runs and may gain something in this model of time and memory.
 
-    Not there: with pp 1 another schedule than 1f1b; schedules with too few micro-batches to fill
-    the pipeline. Not there unless `fixed` names them: bfs where interleaved is possible, and zb-h2
-    where zb-v is, which have the same time with less memory; auto, which is zb-h1 by search;
-    dualpipe-v, ring and allgather, which hide less; cp for short sequences.
+    Not there: with pp 1 another schedule than 1f1b; others than gpipe and 1f1b with too few
+    micro-batches to fill the pipeline. Not there unless `fixed` names them: bfs where interleaved
+    is possible, and zb-h2 where zb-v is, since interleaved and zb-v take the same time with less
+    memory; auto, which is zb-h1 by search; dualpipe-v, ring and allgather, which hide less; cp for
+    short sequences.
     """
     for dp, cp, tp, pp in meshes(cfg, at.gpus, fixed):
         if at.batch % dp:
@@ -933,26 +940,18 @@ def search(cfg, at, free=()):
     """-> [(seconds, layout)] of what fits, fastest first; (bytes, layout) of what needs least of
     all that was tried, None if there is no layout
 
-    at.fixed: {axis: value} to be kept, but for the axes that are free. No stage of ZeRO sends less
-    than the one below: where ZeRO-1 or 2 fits, those above it are not tried.
+    at.fixed: {axis: value} to be kept, but for the axes that are free.
     """
     fixed = {axis: value for axis, value in at.fixed.items() if axis not in free}
     fits = []
     least = None
-    # The last layout that fitted with ZeRO, written with zero=0. layouts() yields those that differ
-    # in zero alone in a row, 0 first: where 1 or 2 has fitted, the higher ones are the next.
-    enough = None
     for lay in layouts(cfg, at, fixed):
         if not is_as_fixed(lay, fixed):
-            continue
-        if lay.zero > 1 and lay._replace(zero=0) == enough:
             continue
         names = assess(cfg, at, lay)
         needed = (names["memory"], lay)
         if names["memory"] <= 1e9 * at.gpu_memory:
             fits.append((timed(names)["seconds"], lay))
-            if lay.zero:
-                enough = lay._replace(zero=0)
         if least is None or needed < least:
             least = needed
     return sorted(fits), least

@@ -57,6 +57,7 @@ import inspect
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -534,6 +535,7 @@ def attempt(lay, at):
 
 
 def main():
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it, without a traceback
     at = read()
     if at.calibrate:
         measured = calibrate(at.cfg, at)
