@@ -1,5 +1,6 @@
 import copy
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -614,7 +615,8 @@ def check_biases_go_along():
     biases = [[0.5, 0.0, -0.25, 1.0], [0.0, 3.0, 0.0, 1e-9]]
     moe.set_biases(model, biases)
     model = moe.parallelize(model, ep=dist.group.WORLD)
-    assert moe.biases(model)["biases"] == biases
+    run = SimpleNamespace(start=SimpleNamespace(extra={}))
+    assert moe.notes(run, model) == {"biases": biases}
 
 
 def check_models():

@@ -176,8 +176,10 @@ def test_bubbles_are_those_of_the_papers(F, B, W):
         plans = make_plans(name, p, m, v)
         played = simulate(plans, costs(plans, F, B, W))
         want = bubble_of(name, p, m, v, F, B, W)
-        assert longest(played) - m * (F + B + W) == pytest.approx(want, abs=1e-9), (name, p, m, v)
-        rate = want / (m * (F + B + W) + want)
+        work = m * (F + B + W)
+        idle = longest(played) - work
+        assert idle == pytest.approx(want, abs=1e-9), (name, p, m, v)
+        rate = want / (work + want)
         assert bubble_rate(played) == pytest.approx(rate)
 
 
@@ -1124,7 +1126,9 @@ def check_one_dtype_of_the_loss():
 
 def check_norm_of_half_precision():
     """Squares of what fp16 can hold are more than it can hold."""
-    layers = [(str(i), nn.Linear(5, 5, bias=False, dtype=torch.float16)) for i in range(2)]
+    layers = []
+    for name in "01":
+        layers.append((name, nn.Linear(5, 5, bias=False, dtype=torch.float16)))
     whole = [pipeline_parallel.Chain([layer]) for layer in layers]
     stages = Stages(whole, make_plans("1f1b", 2, 2))
     for p in stages.parameters():
