@@ -332,8 +332,8 @@ def test_what_is_drawn():
     assert sample.choose(logits, 0, 0, rng) == 1
     drawn = [sample.choose(logits, 0.7, 2, rng) for _ in range(4000)]
     assert set(drawn) == {1, 3}
-    logits = torch.tensor([3.0, 2.0]) / 0.7
-    expected = logits.softmax(0)[0].item()
+    likeliest = torch.tensor([3.0, 2.0]) / 0.7
+    expected = likeliest.softmax(0)[0].item()
     assert drawn.count(1) / 4000 == pytest.approx(expected, abs=0.03)
     everything = [sample.choose(logits, 2.0, 0, rng) for _ in range(2000)]
     assert set(everything) == {0, 1, 2, 3}
