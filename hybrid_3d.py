@@ -1621,7 +1621,7 @@ def routings(run, lay):
     mine = routed_together(run.args, lay)
     # a checkpoint of moe.py does not say how it routed. If `mine` is empty, that does not matter
     if run.start.steps and not found and mine:
-        found.append("as in moe.py")
+        found.append(moe.ROUTED_HERE)
     if mine not in found:
         found.append(mine)
     return found

@@ -974,6 +974,9 @@ def gather_choices(run, model):
     return [join_choices([of_rank[i] for of_rank in of_ranks], sources) for i in range(len(mine))]
 
 
+ROUTED_HERE = "as in moe.py"  # an entry of "routed": each batch as one micro-batch, see sources_of
+
+
 def notes(run, model):
     """What a checkpoint notes besides weights and AdamW's states."""
     found = {"biases": [block.mlp.bias.tolist() for block in model.blocks]}
@@ -981,7 +984,9 @@ def notes(run, model):
     # An empty one says that the way makes no difference
     routed = run.start.extra.get("routed", [])
     if any(routed):
-        found["routed"] = [*routed, "as in moe.py"]
+        found["routed"] = [*routed]
+        if ROUTED_HERE not in routed:
+            found["routed"].append(ROUTED_HERE)
     return found
 
 
