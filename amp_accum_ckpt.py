@@ -210,9 +210,10 @@ class Call:
             self.autocast.append((kind, dtype, enabled, torch.is_autocast_cache_enabled()))
         self.numbered = []  # shape and dtype of every tensor that autograd wanted to keep
         self.repetition = None  # from the first fetch on
-        # The pair that keeps what a repetition makes. For a backward inside forward it is this,
-        # as outer_hooks() would find this Call's own. full() then sets None, and a repetition asks
-        # outer_hooks() for the pair around backward
+        # The pair that keeps what a repetition makes. None stands for the pair around the backward
+        # that wants it, which outer_hooks() finds then: full() sets None when forward has ended.
+        # Until then only a backward inside forward (torch.autograd.grad) can want it. There
+        # outer_hooks() would find this Call's own number() and fetch(), so it is this pair
         self.hooks = (keep_as_is, keep_as_is)
 
     def number(self, tensor):
@@ -360,7 +361,12 @@ class KeptForSeveral(Kept):
 
 
 class Remade:
-    """A tensor that is not kept: a recipe, and the tensor's place in what the recipe makes."""
+    """A tensor that is not kept: a recipe, and the tensor's place in what the recipe makes.
+
+    Only tensors come here that are what the recipe makes, a view of that, a cast of either, or a
+    view of the cast: origin() sees to that. A cast has memory of its own, in the shape of what was
+    cast, and perhaps with its dimensions in another order.
+    """
 
     def __init__(self, recipe, tensor):
         self.recipe = recipe
@@ -384,9 +390,9 @@ class Remade:
 def origin(tensor):
     """-> the node of the graph that made the tensor's numbers, and whether they were cast since.
 
-    The walk goes from the tensor back to its origin. Beyond the first cast it passes only views: a
-    second one, made earlier, may have rounded, and how a transposed tensor lies in memory is not
-    known.
+    The walk goes back in time, from the tensor to its origin. It passes views and transposes as far
+    as a cast, and from there on only views: what was cast before may have been rounded, and how the
+    cast of a transposed tensor lies in memory is not known.
     """
     node = tensor.grad_fn
     cast = False

@@ -208,7 +208,7 @@ class ReturnByReduceScatter:
 
 
 def release(buffer):
-    """Free at once what a finished collective has read.
+    """Free at once what a finished collective has read or written.
 
     A thread of gloo may hold on to it for a while. NCCL is safe: the stream that waited for the
     collective is the one that gets the memory back, so nothing reuses it earlier.
@@ -270,7 +270,9 @@ class Ring:
             return Wanted(0, tokens, True)
         mine = self.chunks()
         theirs = self.chunks(hop)
-        # Both have one or two chunks: then late queries see early keys, and no other pair counts
+        # Queries see the chunks of keys before theirs. Where there are two of each and queries 0,7
+        # meet keys 3,4, 0 sees none and 7 sees both; where 3,4 meet 2,5, both see 2 alone. So what
+        # counts is always a rectangle: the last queries and the first keys
         size = tokens // len(mine)  # of a chunk
         too_early = sum(chunk < theirs[0] for chunk in mine)  # chunks of queries before all keys
         seen = sum(chunk < mine[-1] for chunk in theirs)  # chunks of keys before the last queries

@@ -257,11 +257,15 @@ class BucketedDDP(nn.Module):
         self.reset()
 
     def refuse_sum(self, p):
+        """Raises if p.grad is an old sum over ranks, or one to which backward has added since.
+
+        Autograd adds in place: p.grad is still the object that reduce_sparse has put there.
+        """
         if p.grad is not None and p.grad is self.sums.get(p) and not self.average:
             refuse_sum_of_sums()
 
     def reduce_sparse(self, p):
-        # ready_sparse has checked the parameters that this backward used, and this checks the rest
+        # ready_sparse refuses early, but autograd calls it only for what this backward has used
         self.refuse_sum(p)
         total = sum_of_rows(p, self.group)
         if total is not None and self.average:
@@ -542,7 +546,7 @@ def main():
                 loss, norm = side.train_step(side.model, side.optimizer, x, y, valid, args.clip)
             run.log(impl, step, loss, norm)
         account(run, model)
-        return run.finish(total, total)
+        return run.finish(total, own=total)  # every rank has all parameters
 
 
 if __name__ == "__main__":

@@ -181,8 +181,9 @@ class Unit:
 
         One that this rank's backward did not use adds zeros.
         """
-        # An earlier sum of this unit, if backward has come to it before (a block that runs twice).
-        # FSDP.close() has already called finish_reduce() for that one, as collect() wants.
+        # If backward has come to this unit before (a block that runs twice), self.part may still
+        # hold that sum. It goes to the segments first, since self.part is made anew. By now it is
+        # complete: FSDP.close() finishes every sum before it begins the next.
         self.collect()
         self.flat = torch.empty(self.full.numel(), dtype=self.shard.dtype, device=self.full.device)
         pieces = []

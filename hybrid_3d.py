@@ -22,10 +22,10 @@ sum_gradients adds up. 1: in the end all have the same, and the norm counts it o
     expert           S 1              S 1              cut       -
 
     numbers (plain MLPs)   plain GPT    one rank of a middle stage
-    held, 4 per weight     48 C^2 L     48 C^2 L / (tp pp); --zero 1, 2, 3: 2, 3, 4 of 4 / (dp cp)
+    held, 4 per weight     48 C^2 L     48 C^2 L / (tp pp); zero z: z + 1 of the 4 / (dp cp), too
     activations, M >= pp   16 B T C L   (4 + 12/tp) B/(dp M) T/cp C L/pp (pp - stage); --sp: 16/tp
     sent on tp, per step   -            8 B/dp T/cp C L/pp (tp-1)/tp; --sp: 10, and small sums
-    sent on dp x cp        -            2 (n-1)/n of its gradients, n = dp cp; --zero 2: M+1, 3: 3 M
+    sent on dp x cp        -            k gradients (n-1)/n, n = dp cp; k = 2; zero 2: M+1, 3: 3 M
     sent on pp, per step   -            2 B/dp T/cp C; --sp: / tp
 
 Narayanan 2021, arXiv:2104.04473, section 3; Llama team 2024, arXiv:2407.21783, section 3.3.2.
@@ -138,6 +138,8 @@ def kinds_of_parameters(sequence_parallel):
         "norm": Kind(summed=["data"], alike=["data", "tp"]),
         "row bias": Kind(summed=["data"], alike=["data", "tp"]),
         "embedding": Kind(summed=["stages", "data"], alike=["stages", "data"]),
+        # tp leaves experts whole. Each of its ranks routes a part of the tokens, with and without
+        # --sp, and so has a summand of these gradients
         "router": Kind(summed=["data", "tp"], alike=["data", "tp"]),
         "expert": Kind(summed=["replicas", "tp"], alike=["replicas", "tp"]),
     }
@@ -168,8 +170,9 @@ class Hybrid(nn.Module):
     tp              tensor_parallel's WholeSequence or CutSequence
     make_optimizer  function: torch's list of parameter groups -> optimizer
     zero_stage      0 to 3
-    edges_wait      are edges tied between stages? Then ZeRO is 1 at most for edges: their gradients
-                    stay whole until stages have summed them
+    edges_wait      True: ZeRO is 1 at most for edges. It has to be True if zero_stage is 2 or 3 and
+                    an edge is tied to another rank's stage: its gradient stays whole until the
+                    stages have summed it
     """
 
     def __init__(self, stages, blocks, kind_of, mesh, tp, make_optimizer, zero_stage=0,
@@ -221,8 +224,9 @@ class Hybrid(nn.Module):
         """-> [ZeRO]: one for the dense parameters in these modules, which are alike on all ranks of
         data, and one for the experts, alike on replicas.
 
-        units: modules or tuples of modules, whose dense parameters lie together in ZeRO. Each
-        module of experts is a unit of its own.
+        units: modules or tuples of modules, whose dense parameters lie together in ZeRO. A unit may
+        have experts inside as well: a ZeRO takes no parameters but those of the module that it
+        gets. Each module of experts is a unit of its own.
         """
         inside = [m for module in modules for m in module.modules() if has_parameters(m)]
         dense = [m for m in inside if not self.is_expert(m)]
@@ -265,8 +269,10 @@ class Hybrid(nn.Module):
     def holders(self, p):
         """How many ranks hold the same summed gradient of a parameter, or the same piece of it.
 
-        Along "stages" pieces may begin at different places: then those of one stage's ranks
-        together are the same as those of another's, which is enough for a sum of squares.
+        Along "stages" ZeRO cuts a tied parameter at different places, since each stage lays it end
+        to end with other edges. But the pieces of one stage's ranks together are the whole
+        gradient, and so are those of another's. The sum of squares is right if each stage brings
+        an equal share of its own.
         """
         count = 1
         for axis in self.axes_alike(p, self.zero_stage):
@@ -279,8 +285,8 @@ class Hybrid(nn.Module):
     def axes_alike(self, p, zero_stage):
         """-> the axes along which ranks hold the same of a parameter, with this stage of ZeRO.
 
-        1, 2 and 3 give the same answer. So holders() may ask with that of blocks for edges, too,
-        which may have a lower one.
+        Stages 1, 2 and 3 give the same answer. So holders() may pass the zero_stage of the blocks
+        for an edge, too, even if the ZeRO of edges has a lower one.
         """
         axes = self.kind[p].alike
         if zero_stage > 0:  # ZeRO has cut it along "data" or "replicas"
@@ -484,11 +490,12 @@ def parallelize(model, mesh, plans, groups, boundary, layers, *, sp=False, zero=
 
 @contextlib.contextmanager
 def leave_weights(tp, later):
-    """The context of forwards whose B leaves a W. All Linears, also those that tp cuts by columns,
-    leave the gradients of their weights for the W.
+    """The context of the forward of a micro-batch whose B leaves a W: `later` gets what W is to do.
 
-    In a B that makes all, ColumnParallel hides the sum of dx over tp behind the gradients of the
-    weights. Here it has nothing to hide it behind.
+    SplitLinears is for calls of F.linear, tp.defer_weights for the Linears that tp cuts by columns,
+    which are an autograd function of tensor_parallel's own. In a B that has no W this function
+    hides the sum of dx over tp behind the gradients of its weights. Here these come later, in the
+    W, and nothing hides the sum.
     """
     with pipeline_parallel.SplitLinears(later), tp.defer_weights(later):
         yield
@@ -986,7 +993,7 @@ def refuse_torch(args):
     require(name in at_work, f"--schedule {name}: torch has {', '.join(at_work)} only")
     require(args.cfg.seq > (tp - 1) * -(-args.cfg.seq // tp), f"--seq {args.cfg.seq}: torch leaves "
             f"the last of --tp {tp} no positions: take a multiple of {tp}")
-    pipeline_parallel.refuse_rounds_at_work(name, args.micro, pp)
+    pipeline_parallel.refuse_at_work(name, args.micro, pp)
     is_vee = pipeline_parallel.SCHEDULES[name].place is pipeline_parallel.vee
     require(not is_vee or not args.eval_every,
             f"--schedule {name} --eval-every: eval() of torch's schedule does not know V-shaped "
@@ -1136,8 +1143,8 @@ def dense_units(at):
         found.append(unit_of(at, dense(at, i), ranks, zero_stage, turn=(i == at.blocks[-1])))
     if at.last > 0:
         zero_stage = min(zero_stage, 1)  # edges wait for the sum of the tied embedding
-    # turn: edges are the one unit of a ZeRO of their own, so that nothing else takes their memory
-    # between forward and backward
+    # turn: a ZeRO frees a unit only when it comes to the next one. Edges are the one unit of their
+    # ZeRO, so they stay gathered from their first use in forward to the last in backward
     found.append(unit_of(at, edges(at), ranks, zero_stage, turn=True))
     return found
 
@@ -1619,7 +1626,8 @@ def routings(run, lay):
     """-> how tokens were routed together in this training, here and in the runs before this one"""
     found = list(run.start.extra.get("routed", []))
     mine = routed_together(run.args, lay)
-    # a checkpoint of moe.py does not say how it routed. If `mine` is empty, that does not matter
+    # moe.py notes no routing where it found none, and it is moe.py's checkpoint which has steps and
+    # no such list. If `mine` is empty, it makes no difference how those steps were routed
     if run.start.steps and not found and mine:
         found.append(moe.ROUTED_HERE)
     if mine not in found:

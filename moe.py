@@ -980,8 +980,10 @@ ROUTED_HERE = "as in moe.py"  # an entry of "routed": each batch as one micro-ba
 def notes(run, model):
     """What a checkpoint notes besides weights and AdamW's states."""
     found = {"biases": [block.mlp.bias.tolist() for block in model.blocks]}
-    # An entry for each way in which runs of hybrid_3d.py have routed, see routed_together() there.
-    # An empty one says that the way makes no difference
+    # hybrid_3d.py resumes from runs of this script, and this script from its runs. It notes in
+    # "routed" which tokens it has routed together: a list for each way in which this training did
+    # so, which is empty where that makes no difference. If it made one, main() below replays no
+    # step of the runs before, and this script's way is added for those who resume next
     routed = run.start.extra.get("routed", [])
     if any(routed):
         found["routed"] = [*routed]
@@ -1169,7 +1171,8 @@ def set_up(run, impl, replicas, ep):
         model = parallelize(model, ep=ep, balanced=run.dry)
     else:
         model = parallelize_at_work(model, ep=ep, balanced=run.dry)
-    if "biases" in run.start.extra:  # else from a run without experts: begin() will refuse it
+    # a fresh start has none, nor a run without experts, whose checkpoint begin() will refuse
+    if "biases" in run.start.extra:
         set_biases(model, run.start.extra["biases"])
     broadcast_parameters(model, replicas)  # they are equal already; copies of section 1 need it
     optimizer = adamw(model.parameters(), args.lr)

@@ -318,7 +318,9 @@ class Draft:
         if kind == "F":
             sender = rank - 1
         end = self.ends.get((kind, self.done[rank][kind], sender))
-        if end is None:  # the F of the first rank, the B of the last
+        # Whoever asks has put the sender's action before. So None means that there is no sender:
+        # this is the F of the first rank or the B of the last.
+        if end is None:
             return 0.0
         return end + self.comm
 
@@ -719,8 +721,9 @@ class Mail:
 
     def take(self, key):
         """-> what another rank sends, or another stage of this rank has put."""
-        # What this rank has to receive is moving by now: the sends before it in the route are of
-        # earlier actions. What is not moving is of another stage of this rank
+        # start() stops at nothing but a send whose tensor is not made yet. Sends that stand before
+        # this receive in the route are of actions that this rank has done already, so the receive
+        # is moving by now. A key that is not moving is of another stage of this rank.
         if key not in self.moving:
             return self.made.pop(key)
         work, tensor = self.moving.pop(key)
@@ -783,8 +786,8 @@ class Mail:
 # A Linear is whatever calls F.linear(x, A, b) with leaves A and b under autograd. The gradients of
 # all other parameters are made in B, beside grad_x, and added to .grad in W: those of norms,
 # embeddings, weights that are computed from others, all weights under autocast, those of
-# nn.MultiheadAttention, whose calls of F.linear are not seen. With a Linear in what
-# torch.utils.checkpoint computes again torch raises a RuntimeError, unless it comes last there.
+# nn.MultiheadAttention, whose calls of F.linear are not seen. torch.utils.checkpoint around a
+# Linear makes torch raise a RuntimeError, unless that Linear is the last to be computed again.
 # Hooks of register_hook() would be called in B and in W, and are refused. (Qi 2023, section 2)
 
 
@@ -1631,11 +1634,15 @@ def refuse(args):
     require(not args.dry_run or name != "auto" or args.times,
             "--dry-run --schedule auto needs --times: nothing can be measured")
     if not scratch:
-        refuse_rounds_at_work(name, args.micro, ranks)
+        refuse_at_work(name, args.micro, ranks)
 
 
-def refuse_rounds_at_work(name, micro, ranks):
-    """Refuses numbers of micro-batches for which torch's schedules would raise."""
+def refuse_at_work(name, micro, ranks):
+    """Refuses what torch's schedules would raise for."""
+    is_vee = SCHEDULES[name].place is vee
+    require(not is_vee or torch.__version__ >= (2, 13),
+            f"--schedule {name}: torch {torch.__version__} sends from a rank to itself there, and "
+            "gloo cannot: take torch 2.13, or --impl scratch")
     require(name != "1f1b" or micro >= ranks,
             f"--micro {micro}: torch's 1f1b wants {ranks} or more, one for each stage")
     rounds = max(1, micro // ranks)

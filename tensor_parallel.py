@@ -122,10 +122,10 @@ class WholeSequence:
     def defer_weights(self, later):
         """ColumnLinears called in here leave the gradients of their parameters for later.
 
-        Their backward makes the gradient of x alone. If it has a parameter that is trained, it also
-        appends a pair to the list `later`: the scalar root of a small graph whose backward makes
-        the gradients of the parameters, and None, which stands for the root's own gradient 1.
-        torch.autograd.backward(*zip(*later)) goes through all of them, if there are any.
+        Their backward makes the gradient of x alone. If one of their parameters is trained, it also
+        appends (root, None) to the list `later`. root is a scalar whose backward makes the
+        gradients of the parameters, and None is what autograd takes for its gradient, 1. All that
+        was left is made by: if later: torch.autograd.backward(*zip(*later))
         """
         before = self.later
         self.later = later
@@ -534,7 +534,8 @@ class RowLinear(CutModule):
     def forward(self, y):
         # y goes in as a matrix. With 3 dims F.linear would return a reshaped tensor, in the memory
         # of its matmul's result but with a version counter of its own. A selective checkpoint that
-        # has saved the result would then not see that g changes it, and would not raise
+        # has saved the result would then not see that g changes it, and would not raise. The view
+        # that unflatten returns shares the counter of `rows`
         rows = F.linear(y.flatten(0, -2), self.used("weight"))  # (N, C)
         y = rows.unflatten(0, y.shape[:-1])  # (.., T, C), a summand
         x = ReduceFromTP.apply(y, self.tp)  # partial -> replicated, or sharded(T)
@@ -1026,6 +1027,10 @@ def train_step_at_work(model, optimizer, x, y, valid, clip):
     with at_work.loss_parallel():
         loss = loss_sum(model(x), y) / valid
         loss.backward()
+    for p in model.parameters():
+        if p.grad is not None:
+            # SequenceParallel leaves a norm's gradient partial, and torch 2.11 would not clip it
+            p.grad = p.grad.redistribute(placements=p.placements)  # partial -> replicated
     norm = nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
     optimizer.step()
     return loss.full_tensor(), norm.full_tensor()

@@ -164,6 +164,8 @@ class Flat:
         self.places = self.views(self.full)  # {parameter: view of full, of the parameter's shape}
         self.slots = self.views(self.buffer)  # {parameter: view of buffer, of its shape}
         for p, place in self.places.items():
+            # A parameter that gets its memory in this way keeps a count of changes of its own
+            # (p._version). What a gather or a step writes into full is no change of p to autograd.
             p.data = place.copy_(p.detach())
 
     def make_chunk(self, offload):
@@ -269,7 +271,7 @@ class Flat:
         self.versions = changes
 
     def count_changes(self):
-        """-> {parameter: how often it has been changed in place, as autograd counts}."""
+        """-> {parameter: how often others have changed it in place}, as autograd counts."""
         return {p: p._version for p in self.starts}
 
     def refuse_changes(self):
@@ -471,8 +473,9 @@ class ZeRO:
     def arrive(self, flat, site, inputs):
         """Before a unit's forward. When its inputs have their gradients, its backward is over."""
         if torch.is_grad_enabled():
-            # The copy is made before this unit is added: when backward is back at the inputs, the
-            # unit is through, and its sum may begin, too (pass_by).
+            # Backward takes units in the reverse order of forward. When it is back at these inputs,
+            # only the units that have run before this one are still to come, and pass_by() begins
+            # the sums of all others. This unit is one of these: it is added after the copy.
             before = set(self.visited)
             self.call_back(inputs, partial(self.pass_by, before))
             self.visited.add(flat)
@@ -514,7 +517,8 @@ class ZeRO:
         units is over: T5's position bias, for example, which passes through all of them.
         """
         forward = object()  # stands for this run of forward, since a unit may run several times
-        # with this unit, which arrive() has added: its own backward is still to come
+        # When backward is at these outputs, this unit is still to come, and so it is in this copy:
+        # arrive() has added it.
         visited = set(self.visited)
         self.call_back(output, partial(self.come_back, flat, forward, visited))
 
@@ -745,7 +749,11 @@ class ZeRO:
         return gradients
 
     def held(self):
-        """-> {kind: [tensors]}: what this rank keeps between steps."""
+        """-> {kind: [tensors]}: what this rank keeps between steps.
+
+        The ledger counts the storages behind these, each of them once and whole. Views of one
+        tensor count as that tensor: in stages 0 and 1, flat.grad stands for all of flat.buffer.
+        """
         states = []
         for state in self.optimizer.state.values():
             states += [t for t in state.values() if isinstance(t, torch.Tensor)]

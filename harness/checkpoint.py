@@ -176,7 +176,9 @@ Start = namedtuple("Start", "folder steps ranks flag save extra", defaults=(None
 # save     the folder that this run saves to, or ""
 # extra    what the run that wrote it has given to write()
 
-SIZES = ("layers", "width", "vocab")  # where they differ, so do names or shapes of tensors
+# Where these differ, so do names or shapes of tensors. seq is not among them, although pos.weight
+# has a row for each position: --init-from may take the first rows of a longer one, see misfit().
+SIZES = ("layers", "width", "vocab")
 # What the losses of a run and of its continuation depend on. Those that one of the two scripts has
 # no flag for are not compared.
 COURSE = ("heads", "seq", "dtype", "seed", "batch", "data", "pad", "lr", "clip",

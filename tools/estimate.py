@@ -76,7 +76,8 @@ def expert(C, E, ep):
 
 
 def edges(first, last, V, T, C, tp):
-    """how many are outside the blocks: embeddings, last norm, the head's copy of tok"""
+    """how many are outside the blocks: embeddings, last norm, the head's copy of tok. tp cuts the
+    table of positions, too"""
     count = 0
     if first:
         count += (V + T) * C / tp
@@ -178,8 +179,9 @@ def kept(ckpt, whole, x, cut, tp, E, shared, N, C, sp):
     if shared or not E:
         total -= x / cut + 4 * x / tp  # the second one's, and gelu's
     if E and (tp == 1 or sp):
-        # the router's input in fp32, cast from the norm's result. With tp and without sp it is cast
-        # from the result of CutRows, which is kept
+        # The router's input in fp32, cast from the norm's result. With tp and without sp it is cast
+        # from what moe.py's CutRows returns. selective repeats nothing behind a function that it
+        # does not know, and so keeps the cast
         total -= 4 * N / tp * C
     return total
 
@@ -293,7 +295,7 @@ def again(ckpt, whole, schedule, tp, x, cut, E, shared):
         return whole - x / cut  # its input was kept
     if E and not shared:
         return 0
-    if ckpt == "none" or schedule in APART:  # APART: it is an input of down, and waits in `split`
+    if ckpt == "none" or schedule in APART:  # APART: `waits` has gelu's result, as down's input
         return 0
     return 4 * x / tp
 
@@ -339,7 +341,7 @@ def ring(cp, attn, x, tp, cut, b, E, routed, C):
         travels = 2 * cp + 2 * cp * wide
     gone = x / cut
     if E:
-        gone = 11 * b * routed * C - 8 * x / tp
+        gone = 11 * b * routed * C
     return (here + travels) * x / tp - gone
 
 
@@ -351,8 +353,8 @@ def mlp_gradients(x, tp, cut, zero, b, C, E, shared, routed, schedule, expert):
     if (shared or not E) and schedule not in APART:
         down = 4 * b * C * C / tp  # of its weight, which moves to its place among the gradients
         if zero >= 2 and tp == 1:
-            # the weight's gradient moves to its place before gelu's gradient is made: only the
-            # larger of the two counts
+            # `buffers` has room for the weight's gradient only when that is made. It moves there
+            # and goes. Then gelu's backward makes one more tensor of 4 x: the larger one counts
             total = x + max(4 * x, down)
         else:
             total += down
@@ -386,8 +388,9 @@ def attention(ring, split, schedule, E, x, tp, b, expert):
 
 def weights(schedule, split, blocks, v, block, b, expert, E, shared, C, tp, zero):
     """what comes and goes in W. Block by block, gradients that B has made move to their places: the
-    largest move counts. With ZeRO-2 there is room for all of a chunk's blocks by then, since the
-    last block is summed first, and W comes to it last"""
+    largest move counts. With ZeRO-2 the whole gradients of all of a chunk's blocks are there at the
+    end: ranks sum the last block first, W comes to it last, and until then none is summed or freed
+    """
     if schedule not in APART:
         return 0
     moves = b * expert / 2  # the experts' gradients of up or down, a second time
@@ -622,9 +625,10 @@ def bubble(mean, heavy, pp, micro, idle, share, work):
     """waiting for other stages: the span of a step, less the heaviest stage's work. It is negative
     where ranks share a core, and the heaviest stage has it to itself while others wait"""
     # in units of `work`, the time of the heaviest stage at the speed of a rank that shares its core
-    alone = 1 + (pp - 1) / micro * idle * mean / heavy  # the span if all kept that speed
-    least = mean / heavy  # the span of a core that never waits: ranks fill each other's waits
-    span = max(least, alone / share)  # a rank that has the core to itself is `share` times as fast
+    chain = 1 + (pp - 1) / micro * idle * mean / heavy  # the span if all ranks kept that speed
+    busy = mean / heavy  # the span if no core ever waits: the work of its ranks, in turns
+    # no rank is faster than with the core to itself, which is `share` times as fast
+    span = max(busy, chain / share)
     return span * work - work
 
 
@@ -872,7 +876,7 @@ def schedules(cfg, pp, micro, fixed):
     """-> those worth a try; zb-h2, auto, bfs and dualpipe-v also where `fixed` names them"""
     if pp == 1:
         return ["1f1b"]
-    several = 2 * pp <= cfg.layers  # can every rank have two stages?
+    several = 2 * pp <= cfg.layers  # can every rank have two chunks?
     least = {"bfs": pp, "zb-h1": pp, "auto": pp, "zb-v": 2 * pp - 1, "zb-h2": 2 * pp - 1,
              "dualpipe-v": 2 * pp}
     possible = ["gpipe", "1f1b"]

@@ -36,7 +36,7 @@ them, some others only where they can be of use: see layouts() in estimate.py.
 A group inside a node has --bandwidth-intra, one across nodes --bandwidth-inter, GB/s per GPU. The
 defaults are those of A100-80GB, 8 to a node. One number is fitted: --efficiency, of matmuls. 0.67
 for all ten rows of table 1 in source 1 (1.7B to 1T) gives their TFLOP/s within 8%, 3.5% on average.
-(Without this model, the best single number for all ten would be 5.4% off on average.)
+(To expect the same TFLOP/s in all ten, without any model, would be 5.4% off on average at best.)
 --megatron-2021 is the software of source 1, in which attention is not fused, for one. --calibrate
 measures all of this on this machine, and how many ranks share a core: such ranks fill each other's
 bubbles, and hide nothing.
