@@ -243,11 +243,14 @@ def load_corpus(path, seq):
     return torch.frombuffer(text, dtype=torch.uint8)
 
 
-def hold_out(corpus, seq):
-    """-> the text to train on, and its end, which is not trained on: one window at least."""
+def hold_out(corpus, seq, flag):
+    """-> the text to train on, and its end, which is not trained on: one window at least.
+
+    flag: what the user has said to get this, for the line that says that the text is too short.
+    """
     size = max(len(corpus) // HELD_OUT, seq + 1)
-    require(len(corpus) - size > seq, f"--data: {len(corpus)} bytes are too few to hold out "
-            f"--seq {seq} + 1 of them for --eval-every")
+    require(len(corpus) - size > seq,
+            f"{flag}: {len(corpus)} bytes of text are too few to hold out {seq} + 1 of them")
     return corpus[:-size], corpus[-size:]
 
 
@@ -573,7 +576,8 @@ class Side:
     full_state_dict: Callable
     # (k) -> this rank's part of the sum of token losses of held-out batch k
     evaluate: Callable
-    # () -> [checkpoint.Piece], what this rank holds of parameters and AdamW states
+    # () -> [checkpoint.Piece], what this rank holds of parameters and AdamW states. A script that
+    # gives none refuses --save, --resume and --init-from itself
     pieces: Callable | None = None
     # () -> a small dict that is saved with the pieces, and is run.start.extra when a run resumes
     extra: Callable | None = None
@@ -613,12 +617,15 @@ class Run:
         if self.impls == ("both",):
             self.impls = ("scratch", "torch")
         self.sides = {}  # {impl: Side}, from begin() on
-        self.replays = True  # could the plain run do all steps since step 0 as this training did?
+        # Could the plain run do all steps since step 0 as this training did? moe.py and hybrid_3d
+        # set it to False where earlier runs of the training have routed tokens in another way
+        self.replays = True
         self.start = checkpoint.begin(args)  # the checkpoint to start from; bad: exit code 2
         self.corpus = load_corpus(args.data, self.cfg.seq)
         self.held_out_text = None  # unless --eval-every
         if args.eval_every:
-            self.corpus, self.held_out_text = hold_out(self.corpus, self.cfg.seq)
+            texts = hold_out(self.corpus, self.cfg.seq, "--eval-every")
+            self.corpus, self.held_out_text = texts
         self.join()
         self.plan_steps()
         self.open_books()
@@ -817,7 +824,7 @@ class Run:
         if impl == self.impls[0]:
             self.tell(impl, step, loss, norm, validation)
         if checkpoint.due(self.args, step, self.stopping):
-            self.save(side, step)
+            self.save(side, step)  # there is one side: checkpoint.begin() refuses --impl both here
         if self.rank == 0:
             self.table.progress(step, self.times[impl][-1], len(self.impls))
 

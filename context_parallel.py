@@ -651,6 +651,11 @@ def refuse_at_work(args, on_gpu):
     chunks = 2 * args.world_size
     require(args.cfg.seq % chunks == 0,
             f"--seq {args.cfg.seq} does not divide into torch's {chunks} chunks")
+    # its attention in fp32 pads the log-sums of a chunk to a multiple of 32, and then torch cannot
+    # put hops together
+    require(args.world_size == 1 or args.dtype != "fp32" or args.cfg.seq % (32 * chunks) == 0,
+            f"--seq {args.cfg.seq} --impl {args.impl}: torch wants a multiple of {32 * chunks} in "
+            "fp32, 32 for each of its chunks; take that or --dtype bf16")
 
 
 def set_up(run, impl, ring):

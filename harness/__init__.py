@@ -1,7 +1,8 @@
 """Instruments, each useful alone. Of this repository they import nothing but each other.
 
-They know no technique; only checkpoint.py writes down flags of which some are one script's. Import
-this package before torch, which otherwise warns where NumPy is missing. Nothing here needs NumPy.
+They know no technique, but for this: of the flags that checkpoint.py writes into a checkpoint some
+belong to one script alone. Import this package before torch, as every script does ahead of
+common.py: torch warns where NumPy is missing, and nothing here needs NumPy.
 """
 import warnings
 

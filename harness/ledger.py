@@ -27,9 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 Collective = namedtuple("Collective", "kind c10d functional")
-# kind         as all figures call it
-# An operation comes in two families. c10d and functional are the place of the argument that has the
-# whole logical buffer in each of them:
+# kind: the name under which it is counted. Every operation exists in two forms, and in each of them
+# another argument may be the whole logical buffer. c10d and functional are its place among them:
 # c10d         what torch.distributed calls: (output, input, ..), or (buffer, ..) that is both
 # functional   torch.distributed._functional_collectives: (input, ..), and they return the output
 RESULT = None  # no argument: the buffer is what the operation returns
@@ -238,9 +237,9 @@ class Ledger(TorchDispatchMode):
         self.sizes[key] = size
         new_peak = self.live[place] > self.peaks[place]
         if new_peak and self.last and self.gloo:
-            # gloo's thread may still hold the arguments of the collective before self.last (see
-            # __torch_dispatch__). If it lets go of them now, forget() lowers live, and the line
-            # below sees no peak.
+            # The new peak may be an accident of timing: gloo's thread may not have let go yet of
+            # the arguments of the collective before self.last (see __torch_dispatch__). It gets
+            # time to do so. Then forget() lowers live, and the line below records what is left.
             time.sleep(2e-4)
         self.peaks[place] = max(self.peaks[place], self.live[place])
 

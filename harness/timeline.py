@@ -77,8 +77,9 @@ def costs(plans, F, B, W, sizes=None):
     """-> cost(rank, action), for simulate.
 
     F, B, W: the times of all of a rank's stages for a micro-batch. B is the gradient of the input
-    alone: a B that is not split takes B + W. sizes[stage]: the stage's work over a rank's mean
-    work; None: a rank's stages share its time equally.
+    alone: a B that is not split takes B + W. sizes[stage]: the stage's work in units of what a
+    rank has on average, so that all of them add up to the number of ranks. None: a rank's stages
+    share its time equally.
     """
     table = {"F": F, "B": B, "W": W, "U": 0.0}
     split = [of_kind(plan, "W") for plan in plans]
@@ -99,8 +100,8 @@ def simulate(plans, cost, comm=0.0, joined=False, route=None):
 
     cost(rank, action) and comm, the time of a transfer, are in one unit. A transfer occupies no
     rank and, by default, waits for no other: what is made arrives `comm` later.
-    joined: play an F whose .joined is true and the B behind it as one action, which starts when the
-    inputs of both are there, and gives both outputs at its end.
+    joined: play an F whose .joined is true and the B behind it, of another micro-batch, as one
+    action, which starts when the inputs of both are there, and gives both outputs at its end.
     route: [((kind, micro-batch, stage), sender, receiver), ..]: all transfers of a rank share one
     line, in this order.
     Raises RuntimeError, with each rank's first stuck action, if the plans wait for each other.

@@ -100,7 +100,7 @@ def test_data_of_ones_own(tmp_path):
 @pytest.mark.parametrize("size", [300, 1000, 12345])
 def test_held_out_text_is_the_end_and_never_trained_on(size):
     corpus = torch.arange(size) % 251
-    text, held_out = hold_out(corpus, 16)
+    text, held_out = hold_out(corpus, 16, "--eval-every")
     assert torch.equal(torch.cat([text, held_out]), corpus)
     assert len(held_out) == max(size // 20, 17)
 

@@ -736,3 +736,18 @@ def test_bad_usage_on_gpus(flags, words, monkeypatch):
     monkeypatch.setattr(sys, "argv", sys.argv)  # outcome() changes it
     code, _, said = outcome("context_parallel", flags)
     assert code == 2 and is_clear("context_parallel", said, words), (code, said)
+
+
+@pytest.mark.parametrize("world, seq, dtype, taken", [
+    (2, 128, "fp32", True), (2, 64, "fp32", False), (2, 96, "fp32", False), (4, 128, "fp32", False),
+    (2, 32, "bf16", True), (1, 40, "fp32", True), (2, 34, "bf16", False)])
+def test_lengths_that_torch_takes(world, seq, dtype, taken, monkeypatch):
+    """By torch 2.15: it ends in a traceback with others."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    args = types.SimpleNamespace(impl="torch", dtype=dtype, dry_run=0, world_size=world,
+                                 cfg=types.SimpleNamespace(seq=seq))
+    if taken:
+        context_parallel.refuse_at_work(args, on_gpu=True)
+    else:
+        with pytest.raises(SystemExit):
+            context_parallel.refuse_at_work(args, on_gpu=True)

@@ -169,8 +169,9 @@ def whole(x, cut, tp, b, N, H, C, E, K, shared, routed, attn, cp):
 
 
 def kept(ckpt, whole, x, cut, tp, E, shared, N, C, sp):
-    """what a block keeps with ckpt. Selective leaves out results of norms and gelu, and what is
-    cast from them; but gelu's result in experts is kept, since each expert takes a slice of it"""
+    """what a block keeps with ckpt. Selective makes norms, gelu and casts of them again, but only
+    if nothing but views is between them and what wants them (amp_accum_ckpt.py). In experts a
+    split() is between, a slice for each of them, and so gelu's result is kept"""
     if ckpt == "none":
         return whole
     if ckpt == "full":
@@ -179,9 +180,8 @@ def kept(ckpt, whole, x, cut, tp, E, shared, N, C, sp):
     if shared or not E:
         total -= x / cut + 4 * x / tp  # the second one's, and gelu's
     if E and (tp == 1 or sp):
-        # The router's input in fp32, cast from the norm's result. With tp and without sp it is cast
-        # from what moe.py's CutRows returns. selective repeats nothing behind a function that it
-        # does not know, and so keeps the cast
+        # The router's input in fp32, cast from the norm's result. With tp and without sp moe.py's
+        # CutRows is between the two, and the cast is kept
         total -= 4 * N / tp * C
     return total
 
@@ -262,9 +262,9 @@ def passing(pp, tp, cp, E):
 
 
 def loss(queue, logits, last, tp, N, V, x, pp, v, cut, left_over, gathered, passing):
-    """log-probabilities, and what backward makes of them"""
+    """what comes and goes at the loss: log-probabilities, and what backward makes of them"""
     if not last:
-        return gathered
+        return 0
     tensors = 2
     if tp > 1:  # tensor_parallel.py makes the gradient in the place of the softmax
         tensors = 1
@@ -276,13 +276,14 @@ def loss(queue, logits, last, tp, N, V, x, pp, v, cut, left_over, gathered, pass
 
 
 def waiting(pp, v, micro, first, flight, queue, passing):
-    """the gradient that passes, and micro-batches that other stages have sent and this one has not
-    used yet"""
+    """the gradient that passes, and receives that have been started: each has its tensor from then
+    on. pipeline_parallel.Mail starts a rank's transfers in order, up to a send that is not made yet
+    """
     if pp == 1:
         return passing
     if v > 1:
         return passing + min(3, micro - 1)
-    if first:
+    if first:  # it sends no gradients: once its last F is sent, all receives to come are started
         return passing + flight
     if queue == 1:
         return passing + 2
@@ -353,8 +354,9 @@ def mlp_gradients(x, tp, cut, zero, b, C, E, shared, routed, schedule, expert):
     if (shared or not E) and schedule not in APART:
         down = 4 * b * C * C / tp  # of its weight, which moves to its place among the gradients
         if zero >= 2 and tp == 1:
-            # `buffers` has room for the weight's gradient only when that is made. It moves there
-            # and goes. Then gelu's backward makes one more tensor of 4 x: the larger one counts
+            # The room that `buffers` counts is made when down's backward is done. By then gelu's
+            # result has gone, which `activations` still counts: 4 x, enough for the gradient of it.
+            # Then `down` goes, and gelu's backward makes 4 x. (With tp, dry runs have both at once)
             total = x + max(4 * x, down)
         else:
             total += down
@@ -383,14 +385,15 @@ def attention(ring, split, schedule, E, x, tp, b, expert):
         return ring
     if E:
         return ring + max(split, b * expert)  # the experts' gradients are there, and wait for W
-    return ring + split + 4 * x / tp  # gelu's result is still there: it waits for W
+    # `ring` takes gelu's result, 4 x / tp, for gone (in `here`). But it is there, and waits for W
+    return ring + split + 4 * x / tp
 
 
 def weights(schedule, split, blocks, v, block, b, expert, E, shared, C, tp, zero):
-    """what comes and goes in W. Block by block, gradients that B has made move to their places: the
-    largest move counts. With ZeRO-2 the whole gradients of all of a chunk's blocks are there at the
-    end: ranks sum the last block first, W comes to it last, and until then none is summed or freed
-    """
+    """what comes and goes in W. Block by block gradients move to their places: those of experts,
+    which B has made, and those of Linears, made in W. The largest move counts. With ZeRO-2 the
+    whole gradients of all of a chunk's blocks are there at the end: ranks sum the last block first,
+    W comes to it last, and until then none is summed or freed"""
     if schedule not in APART:
         return 0
     moves = b * expert / 2  # the experts' gradients of up or down, a second time
@@ -626,7 +629,9 @@ def bubble(mean, heavy, pp, micro, idle, share, work):
     where ranks share a core, and the heaviest stage has it to itself while others wait"""
     # in units of `work`, the time of the heaviest stage at the speed of a rank that shares its core
     chain = 1 + (pp - 1) / micro * idle * mean / heavy  # the span if all ranks kept that speed
-    busy = mean / heavy  # the span if no core ever waits: the work of its ranks, in turns
+    # The span if no core ever waits. A core has `share` ranks, with `mean` blocks each on average;
+    # in `work` all of these have `heavy` blocks, and go on in turns
+    busy = mean / heavy
     # no rank is faster than with the core to itself, which is `share` times as fast
     span = max(busy, chain / share)
     return span * work - work

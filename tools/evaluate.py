@@ -26,7 +26,7 @@ from tools.sample import load  # noqa: E402
 def loss_on(model, path, batch):
     """-> the loss per token on the held-out end of a text."""
     seq = model.pos.num_embeddings
-    _, text = hold_out(load_corpus(path, seq), seq)
+    _, text = hold_out(load_corpus(path, seq), seq, f"--data {path}")
     total = 0.0
     targets = 0
     for k in range(held_out_batches(text, seq, batch)):

@@ -3,10 +3,10 @@
     ./run.sh papers > docs/papers.md            all of it, as Markdown; no network, no GPU
     python tools/papers.py --json papers.json   besides, a list of all numbers
 
-"Published" stands below as it is printed in the paper. "Ours" is never typed in: it is measured by
-the ledger on fake tensors, played by the simulator of schedules, counted on a model, or worked out
-by tools/estimate.py, which is what tools/plan.py uses. The exit code is 1 if a number is not as
-published and nothing says why.
+"Published" stands below as it is printed in the paper, or is what a formula printed there gives.
+"Ours" is never typed in: it is measured by the ledger on fake tensors, played by the simulator of
+schedules, counted on a model, or worked out by tools/estimate.py, which is what tools/plan.py uses.
+The exit code is 1 if a number is not as published and nothing says why.
 """
 import argparse
 import contextlib
@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
-# the root when run as a program, tools/ when imported
+# run as a program, this lacks the root on its path; imported from the root, it lacks tools/
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 import amp_accum_ckpt  # noqa: E402
 import context_parallel  # noqa: E402
@@ -949,7 +949,8 @@ def llama_4():
         ranks = {axis: dist.get_process_group_ranks(group) for axis, group in mesh.group.items()}
         world = dist.get_world_size()
         dist.destroy_process_group()
-        # data is dp x cp, cp fastest: its place 1 is next on cp, or where that would be if cp is 1
+        # The ranks of "data" go by dp, and then by cp: number cp is the next on dp, and number 1
+        # the next on cp. If cp is 1, number 1 is the next on dp, as far away as one on cp would be
         strides = [ranks["tp"][1], ranks["data"][1], ranks["pp"][1], ranks["data"][cp]]
         return [world, *strides]
     columns = ("GPUs", "tp apart", "cp apart", "pp apart", "dp apart")
@@ -1254,9 +1255,10 @@ TABLES = [
 
 INTRO = """# Published numbers, and ours
 
-Each cell is "published / ours". Ours is never typed in: the code here says it, on fake tensors, in
-the simulator of schedules, or by the formulas of tools/estimate.py. Where no tolerance is named, it
-is the last digit that is printed in the paper, since papers round or cut off. A letter says why a
+Each cell is "published / ours". Published is what the paper prints, or what a formula printed there
+gives. Ours is never typed in: the code here says it, on fake tensors, in the simulator of
+schedules, or by the formulas of tools/estimate.py. Where no tolerance is named, it is the last
+digit that is shown of the published number, since papers round or cut off. A letter says why a
 number is not the same. `./run.sh papers > docs/papers.md` makes this page anew."""
 
 

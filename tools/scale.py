@@ -2,9 +2,9 @@
 
     python tools/scale.py FILE [flags]        ./run.sh scale ddp --width 256
 
-Ranks double up to the number of GPUs, or of cores. The global batch stays (strong scaling): it is
-what --batch says, or 8, or one sequence for each of the most ranks. --batch-per-rank B makes it
-grow with the ranks (weak scaling).
+Ranks double up to the number of GPUs, or of cores. The global batch is the same for all of these
+counts (strong scaling): what --batch says, or else 8, or the largest count if that is more.
+--batch-per-rank B makes it grow with the ranks (weak scaling).
 
     speed-up      tokens per second over those of one rank
     efficiency    speed-up over ranks
@@ -64,7 +64,8 @@ def main(words):
     print(f"{'ranks':>6}{'ms/step':>10}{'tok/s':>12}{'speed-up':>10}{'efficiency':>12}")
     first = None  # tokens per second of one rank
     counts = rank_counts()
-    # The default grows with the ranks; what the user says comes behind it, and counts.
+    # The default: one sequence or more for each rank of the largest count. A --batch among the
+    # user's flags comes behind it, and of two flags the later one counts.
     flags = ["--batch", str(max(8, counts[-1])), *flags]
     for ranks in counts:
         batch = []

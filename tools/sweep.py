@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import harness  # noqa: E402, F401, before torch, which warns where NumPy is missing
 from conftest import GAPS, script  # noqa: E402
-from tools.estimate import VEES  # noqa: E402
+from tools.estimate import VEES  # noqa: E402, schedules with two stages a rank, placed as a V
 
 LIMIT = 1e-10
 
