@@ -162,7 +162,8 @@ def full(forward, *inputs, **keywords):
 class Repetition:
     """What forward makes when it runs again.
 
-    It has no reference to the Call, which would else live as long as the second graph.
+    Autograd keeps the hooks with every tensor that they have packed, so the second graph keeps this
+    object alive by keep(). It has no reference to the Call, which would else live as long.
     """
 
     def __init__(self, numbered, hooks):
@@ -210,10 +211,10 @@ class Call:
             self.autocast.append((kind, dtype, enabled, torch.is_autocast_cache_enabled()))
         self.numbered = []  # shape and dtype of every tensor that autograd wanted to keep
         self.repetition = None  # from the first fetch on
-        # The pair that keeps what a repetition makes. None stands for the pair around the backward
-        # that wants it, which outer_hooks() finds then: full() sets None when forward has ended.
-        # Until then only a backward inside forward (torch.autograd.grad) can want it. There
-        # outer_hooks() would find this Call's own number() and fetch(), so it is this pair
+        # The pair that keeps what a repetition makes, or None: then it is the pair around the
+        # backward that fetches, and outer_hooks() finds it at that time. full() sets None when
+        # forward has ended. Before, a backward inside forward (torch.autograd.grad) may fetch, and
+        # outer_hooks() would find number() and fetch() of this Call: there it is the pair below
         self.hooks = (keep_as_is, keep_as_is)
 
     def number(self, tensor):
@@ -391,8 +392,9 @@ def origin(tensor):
     """-> the node of the graph that made the tensor's numbers, and whether they were cast since.
 
     The walk goes back in time, from the tensor to its origin. It passes views and transposes as far
-    as a cast, and from there on only views: what was cast before may have been rounded, and how the
-    cast of a transposed tensor lies in memory is not known.
+    as a cast: Remade notes how they lie in what was cast. From there on it passes only views, as
+    Remade takes the numbers of the recipe's result in their order, and a transpose before the cast
+    has changed that. A second cast may have rounded: there the walk ends.
     """
     node = tensor.grad_fn
     cast = False

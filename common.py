@@ -617,8 +617,9 @@ class Run:
         if self.impls == ("both",):
             self.impls = ("scratch", "torch")
         self.sides = {}  # {impl: Side}, from begin() on
-        # Could the plain run do all steps since step 0 as this training did? moe.py and hybrid_3d
-        # set it to False where earlier runs of the training have routed tokens in another way
+        # May plain() repeat this training from step 0 on, so that a resumed run is compared with
+        # one that was never interrupted? See plain_first(). moe.py and hybrid_3d.py set it to False
+        # where earlier runs of the training have routed tokens in another way
         self.replays = True
         self.start = checkpoint.begin(args)  # the checkpoint to start from; bad: exit code 2
         self.corpus = load_corpus(args.data, self.cfg.seq)

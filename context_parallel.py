@@ -167,8 +167,10 @@ class ReturnByHops:
     def add(self, part):
         """Take what this rank adds to the gradient of the K and V that are here now.
 
-        It joins the sum that comes from the rank before, and both go on while the caller makes the
-        next part. Parts that are all zero travel, too: the next rank waits for them.
+        At hop h that is the gradient for rank r - h. The rank before, r - 1, has made its part for
+        the same rank one hop earlier, and that part comes here now. The sum of both goes on to rank
+        r + 1 while the caller makes the next part, and the last hop brings it to its owner. Parts
+        that are all zero travel, too: the next rank waits for them.
         """
         if self.own is None:
             self.own = part
@@ -651,6 +653,9 @@ def refuse_at_work(args, on_gpu):
     chunks = 2 * args.world_size
     require(args.cfg.seq % chunks == 0,
             f"--seq {args.cfg.seq} does not divide into torch's {chunks} chunks")
+    require(not args.eval_every or args.batch >= args.world_size,
+            f"--batch {args.batch} --eval-every: --impl {args.impl} wants a sequence for each of "
+            f"{args.world_size} ranks")
     # its attention in fp32 pads the log-sums of a chunk to a multiple of 32, and then torch cannot
     # put hops together
     require(args.world_size == 1 or args.dtype != "fp32" or args.cfg.seq % (32 * chunks) == 0,

@@ -131,9 +131,9 @@ class BucketedDDP(nn.Module):
     group: the ranks, each with rows of its own. average=False sums gradients instead; then call
         zero_grad() before the next backward that is synchronized
     bucket_mb: the largest bucket (MB = 1e6 bytes). The first is of first_bucket_mb, so that
-        communication starts early. No bucket is above a quarter of the whole, since backward is
-        over when the last is sent, and its time is not hidden. A larger parameter, such as GPT-2's
-        embedding, has a bucket of its own
+        communication starts early. No bucket is above a quarter of the whole: the last one is full
+        only when backward is over, so nothing hides its all-reduce. A larger parameter, such as
+        GPT-2's embedding, has a bucket of its own
 
     All ranks begin with the first one's parameters and buffers; then each has buffers of its own
     (DistributedDataParallel sends them again in every forward). Frozen parameters are left out,

@@ -478,7 +478,9 @@ class FSDP(nn.Module):
 
     def finish(self):
         for unit in self.units:
-            self.close(unit)  # block 0, the root, and those that have had a further gradient
+            # Block 0 and the root are closed here for the first time. A unit that was closed before
+            # has something to sum only if autograd has given it a gradient since
+            self.close(unit)
         for unit in self.units:
             unit.finish_reduce()
             unit.collect()
@@ -708,8 +710,9 @@ def tensors_in(value):
 def watch(tensors, reached):
     """Call `reached` when backward comes to the first of these tensors.
 
-    Leaves do not count: a parameter that is handed on has its gradient as soon as its last use is
-    through, while what ran later in forward may still wait for its backward.
+    Leaves do not count. A parameter that a block hands on has its gradient as soon as its own uses
+    are through. The next block may not have begun its backward by then, and backward_reaches()
+    would free that block too early.
     """
     wanted = [t for t in tensors if t.grad_fn is not None]
     if wanted:

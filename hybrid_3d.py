@@ -22,7 +22,7 @@ sum_gradients adds up. 1: in the end all have the same, and the norm counts it o
     expert           S 1              S 1              cut       -
 
     numbers (plain MLPs)   plain GPT    one rank of a middle stage
-    held, 4 per weight     48 C^2 L     48 C^2 L / (tp pp); zero z: z + 1 of the 4 / (dp cp), too
+    held, 4 per weight     48 C^2 L     48 C^2 L / (tp pp); zero 1, 2, 3: 2, 3, 4 of the 4 / (dp cp)
     activations, M >= pp   16 B T C L   (4 + 12/tp) B/(dp M) T/cp C L/pp (pp - stage); --sp: 16/tp
     sent on tp, per step   -            8 B/dp T/cp C L/pp (tp-1)/tp; --sp: 10, and small sums
     sent on dp x cp        -            k gradients (n-1)/n, n = dp cp; k = 2; zero 2: M+1, 3: 3 M
@@ -1014,6 +1014,10 @@ def ranges(layers):
     return found
 
 
+# What main() has laid out, for the functions below
+Setting = namedtuple("Setting", "lay mesh plans groups layers batches")
+
+
 class Sizes:
     """The letters of the textbook's rows, for this rank. The functions below call it `at`."""
 
@@ -1626,8 +1630,8 @@ def routings(run, lay):
     """-> how tokens were routed together in this training, here and in the runs before this one"""
     found = list(run.start.extra.get("routed", []))
     mine = routed_together(run.args, lay)
-    # moe.py notes no routing where it found none, and it is moe.py's checkpoint which has steps and
-    # no such list. If `mine` is empty, it makes no difference how those steps were routed
+    # A checkpoint with steps and no such list was written by moe.py, whose steps were routed in
+    # moe.py's way. That is noted, unless `mine` is empty: then no way makes a difference
     if run.start.steps and not found and mine:
         found.append(moe.ROUTED_HERE)
     if mine not in found:
@@ -1658,10 +1662,6 @@ def boundary_of(run, lay):
     return Boundary((rows, tokens, run.cfg.width), run.dtype, run.device)
 
 
-# What main() has laid out, for the functions below
-Setting = namedtuple("Setting", "lay mesh plans groups layers batches")
-
-
 def set_up(run, setting):
     """-> Side"""
     args = run.args
@@ -1677,7 +1677,8 @@ def set_up(run, setting):
     extra = None
     if args.experts:
         extra = partial(notes, run, model, lay)
-        if "biases" in run.start.extra:  # else from a run without experts: begin() will refuse it
+        # a fresh start has none, nor a run without experts, whose checkpoint begin() will refuse
+        if "biases" in run.start.extra:
             set_biases(model, run.start.extra["biases"])
     return Side(
         model=model,

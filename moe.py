@@ -980,10 +980,11 @@ ROUTED_HERE = "as in moe.py"  # an entry of "routed": each batch as one micro-ba
 def notes(run, model):
     """What a checkpoint notes besides weights and AdamW's states."""
     found = {"biases": [block.mlp.bias.tolist() for block in model.blocks]}
-    # hybrid_3d.py resumes from runs of this script, and this script from its runs. It notes in
-    # "routed" which tokens it has routed together: a list for each way in which this training did
-    # so, which is empty where that makes no difference. If it made one, main() below replays no
-    # step of the runs before, and this script's way is added for those who resume next
+    # Checkpoints of this script and of hybrid_3d.py can be resumed by either. "routed" lists the
+    # ways in which the runs of this training have put tokens together for routing. An entry of
+    # hybrid_3d.py is a list, and an empty one says that the way made no difference. If all entries
+    # are empty, or there are none, this run notes nothing. Else it adds its own way, and main()
+    # below replays no step of the runs before
     routed = run.start.extra.get("routed", [])
     if any(routed):
         found["routed"] = [*routed]

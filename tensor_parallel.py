@@ -124,8 +124,12 @@ class WholeSequence:
 
         Their backward makes the gradient of x alone. If one of their parameters is trained, it also
         appends (root, None) to the list `later`. root is a scalar whose backward makes the
-        gradients of the parameters, and None is what autograd takes for its gradient, 1. All that
-        was left is made by: if later: torch.autograd.backward(*zip(*later))
+        gradients of the parameters. What was left is made by torch.autograd.backward, which takes
+        the roots and a gradient for each of them, where None stands for 1:
+
+            if later: torch.autograd.backward(*zip(*later))
+
+        Zero-bubble pipelines want it: hybrid_3d.py enters this, nothing here does.
         """
         before = self.later
         self.later = later
@@ -993,7 +997,8 @@ def parallelize_at_work(model, mesh, sp):
     column = at_work.ColwiseParallel()
     row = at_work.RowwiseParallel(output_layouts=x)
     # SequenceParallel makes DTensors of the norms' parameters, as all others are. It takes its
-    # input to be cut along T, which x is with --sp only: it is told how x is
+    # input for a piece along T, which is true with --sp only. sequence_sharding is where torch's
+    # class keeps that placement
     norm = at_work.SequenceParallel()
     norm.sequence_sharding = (x,)
     f = at_work.PrepareModuleInput(input_layouts=x, desired_input_layouts=Replicate())

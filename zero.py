@@ -9,7 +9,7 @@ P numbers are trained, padding included, on dp ranks. Bytes per rank in bf16: a 
 gradient 2, AdamW's master and states 12. M: micro-batches per step (--accum).
 
                 held between steps   sent per step, in units of 2 P (dp-1)/dp
-    plain GPT   16 P                 0
+    plain GPT   8 P                  0          no master: in bf16 AdamW's states are bf16, too
     stage 0     16 P                 2          all-reduce of the gradients
     stage 1     (4 + 12/dp) P        2          optimizer cut: reduce-scatter, then all-gather
     stage 2     (2 + 14/dp) P        M + 1      gradients too: M times reduce-scatter
@@ -392,7 +392,7 @@ class ZeRO:
         self.frozen = [p for p in module.parameters() if not p.requires_grad]  # left alone
         self.flats = []  # [Flat] of all that is trained
         self.homes = {}  # {module: {Flat} of its own parameters}
-        self.pending = []  # [Flat] whose sums have not begun, in the same order on all ranks
+        self.pending = []  # [Flat] whose sums have not begun, on all ranks from the last one back
         self.reducing = None  # the Flat whose sum is under way, or None
         self.stepping = False  # is step() under way?
         self.plan = []  # [Flat]: stage 3's `entered` at the last reduce()
@@ -475,7 +475,7 @@ class ZeRO:
         if torch.is_grad_enabled():
             # Backward takes units in the reverse order of forward. When it is back at these inputs,
             # only the units that have run before this one are still to come, and pass_by() begins
-            # the sums of all others. This unit is one of these: it is added after the copy.
+            # the sums of all others, this unit's too: it is added to visited after the copy.
             before = set(self.visited)
             self.call_back(inputs, partial(self.pass_by, before))
             self.visited.add(flat)

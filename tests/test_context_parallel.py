@@ -738,16 +738,26 @@ def test_bad_usage_on_gpus(flags, words, monkeypatch):
     assert code == 2 and is_clear("context_parallel", said, words), (code, said)
 
 
-@pytest.mark.parametrize("world, seq, dtype, taken", [
-    (2, 128, "fp32", True), (2, 64, "fp32", False), (2, 96, "fp32", False), (4, 128, "fp32", False),
-    (2, 32, "bf16", True), (1, 40, "fp32", True), (2, 34, "bf16", False)])
-def test_lengths_that_torch_takes(world, seq, dtype, taken, monkeypatch):
-    """By torch 2.15: it ends in a traceback with others."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
-    args = types.SimpleNamespace(impl="torch", dtype=dtype, dry_run=0, world_size=world,
-                                 cfg=types.SimpleNamespace(seq=seq))
-    if taken:
+def taken_at_work(world, seq, dtype, batch=8, eval_every=0):
+    """Would --impl torch run with these flags, on GPUs and with NumPy?"""
+    args = types.SimpleNamespace(
+        impl="torch", dry_run=0, world_size=world, cfg=types.SimpleNamespace(seq=seq), dtype=dtype,
+        batch=batch, eval_every=eval_every)
+    try:
         context_parallel.refuse_at_work(args, on_gpu=True)
-    else:
-        with pytest.raises(SystemExit):
-            context_parallel.refuse_at_work(args, on_gpu=True)
+    except SystemExit:
+        return False
+    return True
+
+
+def test_what_torch_takes(monkeypatch):
+    """As torch 2.15 does. What it does not take would end in a traceback."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: True)
+    for world, seq, dtype in [(1, 40, "fp32"), (2, 128, "fp32"), (8, 512, "fp32"), (2, 32, "bf16")]:
+        assert taken_at_work(world, seq, dtype), (world, seq, dtype)
+    for world, seq, dtype in [(2, 64, "fp32"), (2, 96, "fp32"), (4, 128, "fp32"), (2, 34, "bf16")]:
+        assert not taken_at_work(world, seq, dtype), (world, seq, dtype)
+    # it trains whole batches, and evaluates rows of each rank's own
+    assert taken_at_work(2, 128, "fp32", batch=1)
+    assert taken_at_work(2, 128, "fp32", batch=2, eval_every=1)
+    assert not taken_at_work(2, 128, "fp32", batch=1, eval_every=1)

@@ -214,6 +214,28 @@ def test_launch():
     assert names["launch"] == micro * blocks * 1 + 100 * collectives
 
 
+def test_calls_on_cp():
+    """As many as a dry run of context_parallel.py counts: hops, or collectives, of three blocks."""
+    kinds = ("ring", "zigzag", "allgather", "ulysses")
+    runs = [["--dry-run", "4", "--attn", attn, "--layers", "3"] for attn in kinds]
+    for attn, report in zip(kinds, alone("context_parallel", *runs)):
+        counted = report["ranks"][0]["collectives"]
+        started = sum(figures["calls"] for figures in counted.values())
+        started -= counted["all_reduce"]["calls"]  # of gradients
+        started -= counted.get("recv", {"calls": 0})["calls"]  # a hop sends and receives
+        lay = layout(cp=4, attn=attn)
+        names = timed(assess(GPTConfig(3, 128, 4, 256, 128), on(4, 8), lay))
+        units = names["most"] + 1
+        assert names["calls"] == started + units, attn
+
+
+def test_rows_of_the_routed_alone():
+    """A shared expert is one MLP more in the traffic, but its rows are not sorted."""
+    plain = estimate.traffic(False, 1, 1, 1, 4, 128, mlps=1, E=8, shared=0)
+    shared = estimate.traffic(False, 1, 1, 1, 4, 128, mlps=2, E=8, shared=1)
+    assert shared - plain == 16
+
+
 def test_formulas_can_be_called():
     """Each is a function of what its parameters name, and all of these are there before it."""
     names = assess(GPTConfig(4, 64, 4, 256, 8), on(4, 8), layout(tp=2, pp=2, micro=4, sp=True))

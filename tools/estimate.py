@@ -1,6 +1,7 @@
 """Layouts of hybrid_3d.py, and what each costs in bytes and seconds: a function per formula.
 
-Not all that it runs are tried: layouts() says which ones are not.
+Not all that it runs are tried: layouts() says which ones are not. An interleaved rank has two
+chunks, layers are shared out evenly, auto has no --limit, and --amp is off.
 
 Memory is that of hybrid_3d's dry runs, within 3%: tests/test_plan.py compares them. The time model
 is the textbook's, of the slowest stage: plan.py says where each term is from.
@@ -13,6 +14,7 @@ model (B T C H L, V padded to divide by tp; E experts, K of them per token, shar
     v              chunks of layers on a rank
     cut            tp with sp, else 1
     data           dp x cp, the ranks that hold different tokens
+    tp_bandwidth   bytes a second among the ranks of tp; so for cp, ep, dp, pp. See bandwidth()
     copies         data / ep, the ranks that hold the same experts
     stage, blocks  a rank's place on pp, how many blocks it has. A stage is here all that a rank of
                    pp holds, its v chunks together
@@ -40,8 +42,8 @@ Layout = namedtuple("Layout", "dp tp pp micro schedule sp zero ckpt cp attn ep",
 VEES = ("zb-v", "dualpipe-v")  # down the ranks and up again: the first has embedding and head
 # backward in two actions: B, gradients of inputs, and W, of weights
 SPLIT = ("zb-h1", "zb-h2", "auto", *VEES)
-# those that split the backwards in which the most is alive. dualpipe-v splits only its first and
-# last ones
+# Of these, the ones that have B and W apart where memory is fullest. dualpipe-v has not: it splits
+# only its first and its last backwards, and is fullest between them
 APART = ("zb-h1", "zb-h2", "auto", "zb-v")
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "bfs", *SPLIT)
 CKPTS = ("none", "selective", "full")
@@ -89,8 +91,9 @@ def edges(first, last, V, T, C, tp):
 
 
 def own_edges(edges, zero, pp, v, data):
-    """of the edges, gradients that a rank keeps. ZeRO-2 and 3 cut them, but not where stages share
-    tied ones: there they stay whole until stages have summed them"""
+    """of the edges, gradients that a rank keeps. ZeRO-3, which has pp 1 (see choices), cuts them.
+    ZeRO-2 does, too, but not where stages share tied ones: there they stay whole until stages have
+    summed them"""
     if zero < 2 or pp * v > 1:
         return edges
     return edges / data
@@ -137,7 +140,7 @@ def flight(schedule, micro, pp, stage):
     if schedule == "zb-h2":
         return min(micro, 2 * pp - 1)
     if schedule == "dualpipe-v":
-        return pp + 1 / 2
+        return pp + 1 / 2  # with 2 pp micro-batches or more: see schedules
     return min(micro, pp)
 
 
@@ -170,8 +173,8 @@ def whole(x, cut, tp, b, N, H, C, E, K, shared, routed, attn, cp):
 
 def kept(ckpt, whole, x, cut, tp, E, shared, N, C, sp):
     """what a block keeps with ckpt. Selective makes norms, gelu and casts of them again, but only
-    if nothing but views is between them and what wants them (amp_accum_ckpt.py). In experts a
-    split() is between, a slice for each of them, and so gelu's result is kept"""
+    if nothing but view(), transposes and casts is between them and what wants them (origin() in
+    amp_accum_ckpt.py). In experts split() is between, and so gelu's result is kept"""
     if ckpt == "none":
         return whole
     if ckpt == "full":
@@ -235,7 +238,8 @@ def queue(schedule, micro):
 
 
 def left_over(E, cp, tp, attn, x, b, routed, C):
-    """bytes that the last collective of a block still holds when the loss is made; none with tp"""
+    """bytes of a block's last collective when the loss is made: the ledger holds a collective's
+    tensors until the next one. None with tp, where the loss has collectives of its own"""
     if tp > 1:
         return 0
     if E:
@@ -255,7 +259,8 @@ def gathered(zero, b, blocks, block, expert, edges):
 
 
 def passing(pp, tp, cp, E):
-    """micro-batches' gradients that a message or the last collective still holds in backward"""
+    """how many micro-batches' gradients are held in backward, by a message on its way or by the
+    ledger, which holds a collective's tensors until the next one"""
     if pp * tp * cp > 1 or E:
         return 1
     return 0
@@ -276,27 +281,28 @@ def loss(queue, logits, last, tp, N, V, x, pp, v, cut, left_over, gathered, pass
 
 
 def waiting(pp, v, micro, first, flight, queue, passing):
-    """the gradient that passes, and receives that have been started: each has its tensor from then
-    on. pipeline_parallel.Mail starts a rank's transfers in order, up to a send that is not made yet
-    """
+    """how many tensors of x / cut: the gradient that passes, and receives that have been started,
+    which have a tensor each from then on. pipeline_parallel.Mail starts a rank's transfers in
+    order, up to a send whose tensor is not made yet"""
     if pp == 1:
         return passing
     if v > 1:
         return passing + min(3, micro - 1)
     if first:  # it sends no gradients: once its last F is sent, all receives to come are started
         return passing + flight
-    if queue == 1:
+    if queue == 1:  # not gpipe: between backwards there are forwards, which receive as well
         return passing + 2
     return passing + 1
 
 
 def again(ckpt, whole, schedule, tp, x, cut, E, shared):
-    """bytes made again for the backward of a block: all with full, gelu's result with selective"""
+    """bytes made again for the backward of a block: all with full. With selective gelu's result:
+    norms and casts, which `kept` leaves out as well, are made when it has gone, and need less"""
     if ckpt == "full":
         return whole - x / cut  # its input was kept
     if E and not shared:
         return 0
-    if ckpt == "none" or schedule in APART:  # APART: `waits` has gelu's result, as down's input
+    if ckpt == "none" or schedule in APART:  # APART: gelu's result waits for W, see split
         return 0
     return 4 * x / tp
 
@@ -330,15 +336,17 @@ def tied(b, V, C, tp, pp, v):
 
 def ring(cp, attn, x, tp, cut, b, E, routed, C):
     """in the backward of attention over cp: K and V of others, and their gradients in fp32, less
-    what has gone by then: the second norm's result, or with experts their rows"""
+    what has gone by then: gelu's result, and the second norm's or with experts their rows"""
     if cp == 1 or attn == "ulysses":
         return 0
     wide = max(b, 4) / b  # a number in fp32, counted in numbers of b bytes
-    here = 3  # tensors of x / tp besides those that travel; in bf16 10
-    if wide > 1:
+    # Tensors of x / tp: K and V that travel, and what a hop computes, less the 4 of gelu's result
+    here = 3
+    if wide > 1:  # in bf16
         here = 10
+    # Pairs of gradients of K and V: one is made here, one comes and one goes
     travels = 2 * min(cp, 3) * wide
-    if attn == "allgather":
+    if attn == "allgather":  # K and V of all ranks, and their gradients
         travels = 2 * cp + 2 * cp * wide
     gone = x / cut
     if E:
@@ -354,9 +362,13 @@ def mlp_gradients(x, tp, cut, zero, b, C, E, shared, routed, schedule, expert):
     if (shared or not E) and schedule not in APART:
         down = 4 * b * C * C / tp  # of its weight, which moves to its place among the gradients
         if zero >= 2 and tp == 1:
-            # The room that `buffers` counts is made when down's backward is done. By then gelu's
-            # result has gone, which `activations` still counts: 4 x, enough for the gradient of it.
-            # Then `down` goes, and gelu's backward makes 4 x. (With tp, dry runs have both at once)
+            # 1. down's backward makes the gradient of gelu's result, 4 x, and `down`.
+            # 2. gelu's result goes. `activations` counts its 4 x to the end, so from here on one
+            #    4 x is paid for.
+            # 3. The room that `buffers` counts is made, and `down` moves into it: x + down.
+            # 4. `down` is in that room only, and gelu's backward makes 4 x more: x + 4 x.
+            # 1 has 5 x + down without that room, of which `down` is a part, and so less than 4.
+            # (With tp, dry runs have both at once)
             total = x + max(4 * x, down)
         else:
             total += down
@@ -367,7 +379,7 @@ def mlp_gradients(x, tp, cut, zero, b, C, E, shared, routed, schedule, expert):
         return max(total, rows)
     stacked = b * expert - 8 * b * routed * C  # when most rows have gone
     if zero >= 2:
-        rows -= b * expert  # these experts' gradients have no room yet, which `buffers` counts
+        rows -= b * expert  # `buffers` counts room for these experts' gradients: not made yet
     return max(total, rows, stacked)
 
 
@@ -385,7 +397,7 @@ def attention(ring, split, schedule, E, x, tp, b, expert):
         return ring
     if E:
         return ring + max(split, b * expert)  # the experts' gradients are there, and wait for W
-    # `ring` takes gelu's result, 4 x / tp, for gone (in `here`). But it is there, and waits for W
+    # `ring` takes gelu's result, 4 x / tp, for gone. But it is there, and waits for W
     return ring + split + 4 * x / tp
 
 
@@ -497,13 +509,13 @@ def recompute(ckpt, megatron_2021, own, C, mlps, keys, tp, most, speed, E, share
     return own * (matmuls * C * C + 4 * keys * C) / tp * most / speed
 
 
-def traffic(megatron_2021, C, cut, tp, H, T, mlps, E):
+def traffic(megatron_2021, C, cut, tp, H, T, mlps, E, shared):
     """norms, residuals, gelu, read and written: bytes per token and pass of a block, in bf16"""
     if megatron_2021:  # and, unfused, the attention's T x T
         return 22 * C / cut + (16 * C + 11 * H * T) / tp
     total = 20 * C / cut + 16 * mlps * C / tp
-    if E:  # rows are picked, sorted, put back and added up
-        total += 16 * mlps * C / tp
+    if E:  # rows are picked, sorted, put back and added up; not those of the shared expert
+        total += 16 * (mlps - shared) * C / tp
     return total
 
 
@@ -588,11 +600,13 @@ def calls(micro, most, tp, numbers, sp, pp, v, cp, attn, E, data, zero, ckpt):
     per_micro = 0
     if cp > 1:
         each_way = cp - 1  # hops
+        ways = 3  # K and V in forward; K and V again, and their gradients, in backward
         if attn == "allgather":
             each_way = 1
         elif attn == "ulysses":
             each_way = 4
-        per_micro += (2 + again) * most * each_way
+            ways = 2
+        per_micro += (ways + again) * most * each_way
     if E:  # forward: counts, loads, rows out and back; backward: rows out and back
         per_micro += (4 + 2 + 4 * again) * most
     if tp > 1:
@@ -627,12 +641,14 @@ def work(matmul, recompute, bound, tp_time, cp_time, ep_time, launch):
 def bubble(mean, heavy, pp, micro, idle, share, work):
     """waiting for other stages: the span of a step, less the heaviest stage's work. It is negative
     where ranks share a core, and the heaviest stage has it to itself while others wait"""
-    # in units of `work`, the time of the heaviest stage at the speed of a rank that shares its core
-    chain = 1 + (pp - 1) / micro * idle * mean / heavy  # the span if all ranks kept that speed
-    # The span if no core ever waits. A core has `share` ranks, with `mean` blocks each on average;
-    # in `work` all of these have `heavy` blocks, and go on in turns
+    # Two lower bounds of the span, in units of `work`; the larger one is taken. `speed`, and so
+    # `work`, is that of a rank whose core has `share` ranks, all of them busy.
+    # A core that is never idle: its ranks would do `share` times `heavy` blocks in the time `work`,
+    # and have `share` times `mean` to do
     busy = mean / heavy
-    # no rank is faster than with the core to itself, which is `share` times as fast
+    # The pipeline's own chain, if every rank kept that speed. At best each rank has the core to
+    # itself whenever it works, and is `share` times as fast
+    chain = 1 + (pp - 1) / micro * idle * mean / heavy
     span = max(busy, chain / share)
     return span * work - work
 
