@@ -195,6 +195,7 @@ class Hybrid(nn.Module):
             self.inner[number] = self.zeros_of(modules, modules, zero_stage, make_optimizer)
             for module in modules:
                 in_blocks.update(module.modules())
+        # modules outside of blocks that have parameters of their own, not only in modules inside
         edges = [m for m in self.modules() if m not in in_blocks and has_parameters(m)]
         if stages.tied and zero_stage > 1 and not edges_wait:
             raise ValueError("a parameter is tied between stages: edges_wait has to be True")
@@ -474,6 +475,7 @@ def parallelize(model, mesh, plans, groups, boundary, layers, *, sp=False, zero=
     amp_accum_ckpt.parallelize(model, amp_accum_ckpt.CHECKPOINT[ckpt])
 
     all_stages = pipeline_parallel.carve(model, layers)
+    # no backward in the first stages, as far as all that they have is frozen (--train)
     plans = pipeline_parallel.trim(all_stages, plans)
     stages = Stages(all_stages, plans, groups)
     blocks = {number: list(stage.blocks.values()) for number, stage in stages.here.items()}
@@ -1312,6 +1314,8 @@ def sent_on_ep(at, model):
     ep = at.lay.ep
     rows = 0
     for layer in moe.layers_of(model):
+        # layer.sent, layer.received: rows to and from each rank of ep, of all micro-batches of the
+        # last step. What a forward that runs again sends is not among them
         stay = layer.sent[model.mesh.place["ep"]]  # for this rank's own experts
         rows += sum(layer.sent) - stay
         rows += sum(layer.received) - stay
@@ -1589,6 +1593,7 @@ class Choices:
         """The same steps by the plain model."""
         run = self.run
         model = run.build()
+        # which tokens are balanced together, and compete for room in an expert
         moe.set_sources(model, self.batches.routed_everywhere())
         # A plain layer takes a step's choices from a list. Where it finds None it chooses itself.
         if run.plain_first() > 0:  # the plain run begins where this one does

@@ -40,9 +40,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import metadata as dcp
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.tensor import DTensor
 
 from harness.report import say
 from harness.usage import agents_store, require
@@ -82,7 +79,7 @@ def pieces_of(named_parameters, optimizer, writes):
 def piece_of(name, tensor, writes):
     """A whole tensor or a DTensor -> its piece on this rank."""
     tensor = tensor.detach()
-    if not isinstance(tensor, DTensor):
+    if type(tensor).__name__ != "DTensor":  # by its name: the import takes long, see dcp()
         start = (0,) * tensor.dim()
         return Piece(name, tuple(tensor.shape), start, tensor, writes)
     [box] = tensor.__create_chunk_list__()
@@ -484,36 +481,46 @@ def agree(start):
 # ---- DCP's table of contents --------------------------------------------------
 
 
-class Properties(dcp.TensorProperties):
-    """Properties as any torch has written them: newer ones append what nothing here needs."""
+def dcp():
+    """-> the module of DCP's classes. It is imported when a checkpoint is written or read: it takes
+    half as long as the import of torch, which a run without checkpoints need not wait for."""
+    from torch.distributed.checkpoint import metadata
+    return metadata
 
-    def __setstate__(self, state):
-        # dtype, layout, requires_grad, memory format, pin_memory
-        super().__setstate__(state[:5])
+
+@functools.cache
+def admitted():
+    """-> {torch's name in the pickle of a table of contents: what it becomes here}."""
+    from torch.distributed.checkpoint import filesystem, metadata
+
+    class Properties(metadata.TensorProperties):
+        """Properties as any torch has written them: newer ones append what nothing here needs."""
+
+        def __setstate__(self, state):
+            # dtype, layout, requires_grad, memory format, pin_memory
+            super().__setstate__(state[:5])
+
+    found = {"torch.distributed.checkpoint.filesystem._StorageInfo": filesystem._StorageInfo,
+             "torch.serialization._get_layout": torch.serialization._get_layout,
+             "torch.Size": torch.Size}
+    for name in ("Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata",
+                 "_MEM_FORMAT_ENCODING"):
+        found[f"torch.distributed.checkpoint.metadata.{name}"] = getattr(metadata, name)
+    found["torch.distributed.checkpoint.metadata.TensorProperties"] = Properties
+    for kind in vars(torch).values():
+        if isinstance(kind, torch.dtype):
+            found[str(kind)] = kind
+    return found
 
 
 class TableUnpickler(pickle.Unpickler):
     """Unpickles DCP's table of contents, and nothing that could run code."""
 
-    # torch's names in the pickle -> what they become here
-    ADMITTED = {
-        "torch.distributed.checkpoint.metadata.Metadata": dcp.Metadata,
-        "torch.distributed.checkpoint.metadata.MetadataIndex": dcp.MetadataIndex,
-        "torch.distributed.checkpoint.metadata.TensorProperties": Properties,
-        "torch.distributed.checkpoint.metadata.TensorStorageMetadata": dcp.TensorStorageMetadata,
-        "torch.distributed.checkpoint.metadata.ChunkStorageMetadata": dcp.ChunkStorageMetadata,
-        "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING": dcp._MEM_FORMAT_ENCODING,
-        "torch.distributed.checkpoint.filesystem._StorageInfo": _StorageInfo,
-        "torch.serialization._get_layout": torch.serialization._get_layout,
-        "torch.Size": torch.Size,
-        **{str(kind): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)},
-    }
-
     def find_class(self, module, name):
         full_name = f"{module}.{name}"
-        if full_name not in self.ADMITTED:
+        if full_name not in admitted():
             raise pickle.UnpicklingError(f"{full_name} has no place in a table of contents")
-        return self.ADMITTED[full_name]
+        return admitted()[full_name]
 
 
 def read_table(path):
@@ -523,7 +530,7 @@ def read_table(path):
             table = TableUnpickler(file).load()
         except Exception as error:  # damaged bytes can make an unpickler raise anything
             raise ValueError(f"{path}: {error}") from error
-    if not isinstance(table, dcp.Metadata):
+    if not isinstance(table, dcp().Metadata):
         raise ValueError(f"{path} is no table of contents")
     return table
 
@@ -535,17 +542,17 @@ def add_entry(entries, name, shape, dtype, boxes):
     master): the entry has the dtype of what is written.
     """
     if name not in entries:
-        entries[name] = dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=dtype), shape, [])
+        entries[name] = dcp().TensorStorageMetadata(dcp().TensorProperties(dtype=dtype), shape, [])
     entry = entries[name]
     if entry.size != shape:
         raise ValueError(f"{name} is {tuple(entry.size)} and {tuple(shape)}")
     if boxes:
-        entry.properties = dcp.TensorProperties(dtype=dtype)
+        entry.properties = dcp().TensorProperties(dtype=dtype)
         entry.chunks.extend(boxes)
 
 
 def box_of(piece):
-    return dcp.ChunkStorageMetadata(torch.Size(piece.start), piece.tensor.shape)
+    return dcp().ChunkStorageMetadata(torch.Size(piece.start), piece.tensor.shape)
 
 
 def common_part(one, other):
@@ -701,7 +708,9 @@ def write_boxes(path, pieces):
     What this rank holds and does not write has an entry without boxes, so that a tensor that
     nobody writes is seen.
     """
-    table = dcp.Metadata({}, storage_data={})
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # see dcp()
+
+    table = dcp().Metadata({}, storage_data={})
     with open(path, "wb") as file:
         for piece in pieces:
             boxes = []
@@ -712,7 +721,7 @@ def write_boxes(path, pieces):
                 tensor = piece.tensor.to("cpu", copy=True)
                 torch.save(tensor, file)
                 where = _StorageInfo(path.name, begin, file.tell() - begin)
-                table.storage_data[dcp.MetadataIndex(piece.name, piece.start)] = where
+                table.storage_data[dcp().MetadataIndex(piece.name, piece.start)] = where
             add_entry(table.state_dict_metadata, piece.name, torch.Size(piece.shape),
                       piece.tensor.dtype, boxes)
         file.flush()
@@ -722,7 +731,7 @@ def write_boxes(path, pieces):
 
 def table_of_ranks(draft, ranks):
     """Joins the tables of contents of all ranks -> Metadata."""
-    table = dcp.Metadata({}, storage_data={}, version="1.0.0")
+    table = dcp().Metadata({}, storage_data={}, version="1.0.0")
     for rank in range(ranks):
         theirs = read_table(draft / f"__{rank}.metadata")
         table.storage_data.update(theirs.storage_data)
@@ -849,7 +858,7 @@ def load(folder, pieces):
             shared = [common_part(box, box_of(piece)) for piece in wanted]
             if not any(shared):
                 continue
-            saved = read_box(folder, table.storage_data[dcp.MetadataIndex(name, box.offsets)])
+            saved = read_box(folder, table.storage_data[dcp().MetadataIndex(name, box.offsets)])
             for piece, common in zip(wanted, shared):
                 if common:
                     start, shape = common

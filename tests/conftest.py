@@ -35,6 +35,7 @@ ALL = bool(os.environ.get("ALL"))  # ALL=1 ./run.sh test: also what takes minute
 IMPORTED = (  # by the server, once for all ranks
     "torch", "torch.distributed", "torch._dynamo", "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel", "torch.distributed.pipelining",
+    "torch.distributed.checkpoint",
     "torch.testing._internal.distributed.fake_pg", "pytest", "conftest",
 )
 ROOT_MODULES = tuple(path.stem for path in ROOT.glob("*.py"))
