@@ -1,14 +1,34 @@
-"""Imported last by the server that ranks fork from.
+"""Imported by the server that ranks fork from: they inherit what it has imported.
 
-They inherit what torch learns in a process's first dry run, and objects that no garbage collection
-looks through again.
+They inherit as well what torch learns in a process's first dry run, and objects that no garbage
+collection looks through again. The server would find modules in the current folder alone, such as
+tests.warm: this file tells it where the others are.
 """
 import contextlib
 import gc
+import importlib
 import io
 import sys
+from pathlib import Path
 
-import ddp
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = [str(ROOT / "tests"), str(ROOT), str(ROOT / "tools")]
+sys.path[:0] = [folder for folder in FOLDERS if folder not in sys.path]
+
+import harness  # noqa: E402, F401, before torch, which warns where NumPy is missing
+import torch  # noqa: E402
+
+torch.set_num_threads(1)  # other threads would not be there in a process that is forked
+IMPORTED = (
+    "torch.distributed", "torch._dynamo", "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel", "torch.distributed.pipelining",
+    "torch.distributed.checkpoint", "torch.testing._internal.distributed.fake_pg", "pytest",
+    "conftest", "plan", *(path.stem for path in ROOT.glob("*.py")),
+)
+for name in IMPORTED:
+    importlib.import_module(name)
+
+import ddp  # noqa: E402
 
 SIZES = ("--layers", "1", "--width", "8", "--heads", "1", "--seq", "4")
 sys.argv = ["ddp.py", "--dry-run", "2", *SIZES]
