@@ -211,10 +211,10 @@ class Call:
             self.autocast.append((kind, dtype, enabled, torch.is_autocast_cache_enabled()))
         self.numbered = []  # shape and dtype of every tensor that autograd wanted to keep
         self.repetition = None  # from the first fetch on
-        # The pair that keeps what a repetition makes, or None: then it is the pair around the
-        # backward that fetches, and outer_hooks() finds it at that time. full() sets None when
-        # forward has ended. Before, a backward inside forward (torch.autograd.grad) may fetch, and
-        # outer_hooks() would find number() and fetch() of this Call: there it is the pair below
+        # The pair of hooks that keeps what a repetition makes. Once forward has ended, full() sets
+        # None, and fetch() takes the pair that stands around the backward. While forward still
+        # runs, a backward inside it (torch.autograd.grad) may fetch. The innermost pair is then
+        # number() and fetch() of this very Call, so the repetition keeps its tensors as they are
         self.hooks = (keep_as_is, keep_as_is)
 
     def number(self, tensor):
@@ -391,10 +391,11 @@ class Remade:
 def origin(tensor):
     """-> the node of the graph that made the tensor's numbers, and whether they were cast since.
 
-    The walk goes back in time, from the tensor to its origin. It passes views and transposes as far
-    as a cast: Remade notes how they lie in what was cast. From there on it passes only views, as
-    Remade takes the numbers of the recipe's result in their order, and a transpose before the cast
-    has changed that. A second cast may have rounded: there the walk ends.
+    The walk goes back in time, from the tensor to its origin. Views and transposes of the cast's
+    result are passed: Remade notes the tensor's place in that result. What was done before the
+    cast is passed only if it is a view: Remade fills the cast's result with the recipe's numbers in
+    their order, which a transpose has changed. A second cast may have rounded, so the walk ends
+    there, and the tensor is kept. Without any cast, all views and transposes are passed.
     """
     node = tensor.grad_fn
     cast = False
@@ -918,7 +919,7 @@ def kept_by_head(model, norm_needs, s, fp16):
     """-> bytes that the final norm, the head and the loss keep."""
     each = s.b * s.V  # log-probabilities
     once = s.b  # a scalar of cross_entropy's, by which it divides when it is asked for a mean
-    once += 8 * s.rows * s.T  # targets
+    once += 8 * s.rows * s.T  # targets: of all micro-batches, since views keep the whole tensor
     if norm_needs:
         each += s.b * (s.C + 2)
         if s.cast:
@@ -933,7 +934,7 @@ def kept_by_head(model, norm_needs, s, fp16):
 def kept_by_embeddings(model, s):
     indices = 0
     if model.tok.weight.requires_grad:
-        indices += 8 * s.rows * s.T
+        indices += 8 * s.rows * s.T  # of all micro-batches, as targets
     if model.pos.weight.requires_grad:
         indices += 8 * s.T
     return indices

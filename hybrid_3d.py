@@ -336,7 +336,8 @@ def sum_gradients(model):
         if zero.stage < 2:
             take_tied_gradients(zero, model.stages.tied)
             zero.sync = True
-            zero.reduce()  # over data or replicas: partial -> replicated, in ZeRO-1 sharded
+            # what no backward has summed yet, those of edges above all, over data or replicas
+            zero.reduce()  # partial -> replicated, in ZeRO-1 sharded
     over_tp = [part.grad for part in model.parts() if "tp" in model.kind[part.parameter].summed]
     tensor_parallel.sum_over_ranks(over_tp, model.tp)  # over tp: partial -> replicated
 
@@ -495,9 +496,9 @@ def leave_weights(tp, later):
     """The context of the forward of a micro-batch whose B leaves a W: `later` gets what W is to do.
 
     SplitLinears is for calls of F.linear, tp.defer_weights for the Linears that tp cuts by columns,
-    which are an autograd function of tensor_parallel's own. In a B that has no W this function
-    hides the sum of dx over tp behind the gradients of its weights. Here these come later, in the
-    W, and nothing hides the sum.
+    which are an autograd function of tensor_parallel's own. Where a B has no W, the backward of
+    that autograd function hides the sum of dx over tp behind the gradients of its weights. Here
+    these come later, in the W, and nothing hides the sum.
     """
     with pipeline_parallel.SplitLinears(later), tp.defer_weights(later):
         yield
@@ -578,8 +579,8 @@ def pieces_that_follow(model, zero):
     found = []
     for flat in zero.flats:
         if flat.stage < 3:
-            for p, place in flat.places.items():
-                found += boxes(model, p, "", 0, place.flatten(), False)
+            for p, numbers in flat.places.items():  # a view of the tensor that forward reads
+                found += boxes(model, p, "", 0, numbers.flatten(), False)
             continue
         for part in flat.parts:
             found += boxes(model, part.parameter, "", part.first, part.shard[:part.size], False)

@@ -974,7 +974,8 @@ def gather_choices(run, model):
     return [join_choices([of_rank[i] for of_rank in of_ranks], sources) for i in range(len(mine))]
 
 
-ROUTED_HERE = "as in moe.py"  # an entry of "routed": each batch as one micro-batch, see sources_of
+# This script's way to put tokens together for routing (see notes): each batch is one micro-batch.
+ROUTED_HERE = "as in moe.py"
 
 
 def notes(run, model):
@@ -982,9 +983,10 @@ def notes(run, model):
     found = {"biases": [block.mlp.bias.tolist() for block in model.blocks]}
     # Checkpoints of this script and of hybrid_3d.py can be resumed by either. "routed" lists the
     # ways in which the runs of this training have put tokens together for routing. An entry of
-    # hybrid_3d.py is a list, and an empty one says that the way made no difference. If all entries
-    # are empty, or there are none, this run notes nothing. Else it adds its own way, and main()
-    # below replays no step of the runs before
+    # hybrid_3d.py is a list, which is empty where the way makes no difference. Without an entry
+    # all steps count as routed in this script's way, so there is nothing to note until
+    # hybrid_3d.py has noted another. From then on there are two ways: this run adds its own, and
+    # main() below replays no step of the runs before
     routed = run.start.extra.get("routed", [])
     if any(routed):
         found["routed"] = [*routed]

@@ -721,9 +721,10 @@ class Mail:
 
     def take(self, key):
         """-> what another rank sends, or another stage of this rank has put."""
-        # start() stops at nothing but a send whose tensor is not made yet. Sends that stand before
-        # this receive in the route are of actions that this rank has done already, so the receive
-        # is moving by now. A key that is not moving is of another stage of this rank.
+        # start() stops at nothing but a send whose tensor is not made yet. The route is in the
+        # order in which beats() has the tensors made. So what this rank sends before this receive
+        # is made before the action that takes what it receives: it has been put already, and the
+        # receive is moving by now. A key that is not moving is of another stage of this rank.
         if key not in self.moving:
             return self.made.pop(key)
         work, tensor = self.moving.pop(key)

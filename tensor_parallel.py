@@ -1074,7 +1074,8 @@ def refuse(args):
             f"--heads {cfg.heads}, --width {cfg.width}: {tp} ranks cannot share heads evenly")
     require(not args.sp or cfg.seq % tp == 0,
             f"--seq {cfg.seq} does not divide by {tp} ranks, as --sp needs")
-    positions = math.ceil(cfg.seq / tp)  # torch's share of each rank but the last
+    # torch cuts the embedding of positions by its rows: so many for each rank but the last
+    positions = math.ceil(cfg.seq / tp)
     require(args.impl == "scratch" or cfg.seq > (tp - 1) * positions,
             f"--seq {cfg.seq}: torch leaves the last of {tp} ranks no positions: "
             f"take a multiple of {tp}")

@@ -525,9 +525,10 @@ class ZeRO:
     def call_back(self, value, hook):
         """hook(gradient) is to be called when backward comes to what made one of these tensors."""
         for t in tensors_in(value):
-            # Not of a leaf, such as a parameter that is handed on: autograd calls its hook as soon
-            # as its last use is through, while what ran later in forward may still wait. The hooks
-            # of computed tensors are called in the reverse order of forward.
+            # Not of a leaf, such as a parameter that a unit hands on. Its hook is called as soon as
+            # backward is through with all of its uses, perhaps far behind this place in forward:
+            # units that ran between this place and those uses may not have gone backward yet. The
+            # hook of a computed tensor is called when all that ran after it in forward is through.
             if t.grad_fn is not None:
                 t.register_hook(hook)
 

@@ -1,13 +1,10 @@
 """Imported by the server that ranks fork from: they inherit what it has imported.
 
-They inherit as well what torch learns in a process's first dry run, and objects that no garbage
-collection looks through again. The server would find modules in the current folder alone, such as
-tests.warm: this file tells it where the others are.
+The server would find modules in the current folder alone, such as tests.warm: this file tells it
+where the others are. It must run no backward: after one, torch with CUDA refuses those of a fork.
 """
-import contextlib
 import gc
 import importlib
-import io
 import sys
 from pathlib import Path
 
@@ -27,11 +24,4 @@ IMPORTED = (
 )
 for name in IMPORTED:
     importlib.import_module(name)
-
-import ddp  # noqa: E402
-
-SIZES = ("--layers", "1", "--width", "8", "--heads", "1", "--seq", "4")
-sys.argv = ["ddp.py", "--dry-run", "2", *SIZES]
-with contextlib.redirect_stdout(io.StringIO()):
-    ddp.main()
-gc.freeze()
+gc.freeze()  # no garbage collection looks through these again
