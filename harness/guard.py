@@ -166,9 +166,11 @@ def fault(loss, norm, watched, gradients, state):
     the copies are compared.
     """
     if not math.isfinite(loss) or not math.isfinite(norm):
-        names = not_finite(gradients()) or not_finite(state()) or ["no parameter"]
-        return (f"loss {loss:g}, gradient norm {norm:g}; "
-                f"not finite: {names[0]} and {len(names) - 1} more")
+        found = "all gradients and parameters are finite"
+        names = not_finite(gradients()) or not_finite(state())
+        if names:
+            found = f"not finite: {names[0]} and {len(names) - 1} more"
+        return f"loss {loss:g}, gradient norm {norm:g}; {found}"
     if watched:
         return drift(state())
     return ""

@@ -27,11 +27,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 Collective = namedtuple("Collective", "kind c10d functional")
-# kind: the name under which it is counted. Every operation exists in two forms, and in each of them
-# another argument may be the whole logical buffer. c10d and functional are its place among them:
+# kind: the name under which it is counted. What is counted is one tensor, or one list of them: the
+# payload, see Ledger. Every operation exists in two forms, which have the payload in different
+# places. c10d and functional are the number of that argument in each form:
 # c10d         what torch.distributed calls: (output, input, ..), or (buffer, ..) that is both
 # functional   torch.distributed._functional_collectives: (input, ..), and they return the output
-RESULT = None  # no argument: the buffer is what the operation returns
+RESULT = None  # no argument: the payload is what the operation returns
 COLLECTIVES = {
     re.compile("_?all_?reduce"): Collective("all_reduce", 0, 0),
     re.compile("_?all_?gather"): Collective("all_gather", 0, RESULT),

@@ -1,5 +1,6 @@
 """Runs that are killed, stopped, resumed or disturbed: harness/checkpoint.py, harness/guard.py."""
 import json
+import math
 import os
 import pickle
 import re
@@ -609,6 +610,14 @@ def test_nan_stops_with_step_and_parameter():
     _, said = fails("ddp", plant=poisons)
     line = r"step 1: loss 5\.\d+, gradient norm nan; not finite: blocks.0.attn.q.bias and 0 more"
     assert re.search(line, said), said
+
+
+FINITE = {"up.weight": torch.ones(2)}
+
+
+def test_a_loss_that_is_infinite_alone():
+    said = guard.fault(math.inf, 1.0, False, lambda: FINITE, lambda: FINITE)
+    assert said == "loss inf, gradient norm 1; all gradients and parameters are finite"
 
 
 # ---- several machines --------------------------------------------------------------------

@@ -302,7 +302,9 @@ def again(ckpt, whole, schedule, tp, x, cut, E, shared):
         return whole - x / cut  # its input was kept
     if E and not shared:
         return 0
-    if ckpt == "none" or schedule in APART:  # APART: gelu's result waits for W, see split
+    if ckpt == "none":
+        return 0
+    if schedule in APART:  # gelu's result stays for W: `waits` has it, as the input of down
         return 0
     return 4 * x / tp
 
@@ -340,7 +342,8 @@ def ring(cp, attn, x, tp, cut, b, E, routed, C):
     if cp == 1 or attn == "ulysses":
         return 0
     wide = max(b, 4) / b  # a number in fp32, counted in numbers of b bytes
-    # Tensors of x / tp: K and V that travel, and what a hop computes, less the 4 of gelu's result
+    # Tensors of x / tp: K and V that travel, and what a hop computes, less the 4 of gelu's result.
+    # With experts gelu's result is among the rows below, and dry runs show the same 3 and 10
     here = 3
     if wide > 1:  # in bf16
         here = 10
@@ -358,17 +361,17 @@ def mlp_gradients(x, tp, cut, zero, b, C, E, shared, routed, schedule, expert):
     """gradients in the backward of an MLP. Experts make theirs one by one, and stack them"""
     total = x / cut + 4 * x / tp  # of the block's result, and of gelu's
     if cut > 1:
-        total += 2 * x  # of the block's, gathered
+        total += 2 * x  # of the block's, gathered: x. Dry runs show twice that
     if (shared or not E) and schedule not in APART:
         down = 4 * b * C * C / tp  # of its weight, which moves to its place among the gradients
         if zero >= 2 and tp == 1:
             # 1. down's backward makes the gradient of gelu's result, 4 x, and `down`.
-            # 2. gelu's result goes. `activations` counts its 4 x to the end, so from here on one
-            #    4 x is paid for.
-            # 3. The room that `buffers` counts is made, and `down` moves into it: x + down.
-            # 4. `down` is in that room only, and gelu's backward makes 4 x more: x + 4 x.
-            # 1 has 5 x + down without that room, of which `down` is a part, and so less than 4.
-            # (With tp, dry runs have both at once)
+            # 2. gelu's result goes, but `activations` counts its 4 x to the end. That pays for the
+            #    4 x of its gradient: both are left out from here on.
+            # 3. The room that `buffers` counts is made, and `down` is copied into it: x + down.
+            # 4. The first copy of `down` goes, and gelu's backward makes 4 x more: x + 4 x.
+            # Moment 1 has x + 4 x + down, but not yet that room, which is larger than `down`: so it
+            # has less than 4. (With tp, dry runs have both `down` and the 4 x at once)
             total = x + max(4 * x, down)
         else:
             total += down
@@ -641,13 +644,13 @@ def work(matmul, recompute, bound, tp_time, cp_time, ep_time, launch):
 def bubble(mean, heavy, pp, micro, idle, share, work):
     """waiting for other stages: the span of a step, less the heaviest stage's work. It is negative
     where ranks share a core, and the heaviest stage has it to itself while others wait"""
-    # Two lower bounds of the span, in units of `work`; the larger one is taken. `speed`, and so
-    # `work`, is that of a rank whose core has `share` ranks, all of them busy.
-    # A core that is never idle: its ranks would do `share` times `heavy` blocks in the time `work`,
-    # and have `share` times `mean` to do
+    # Two lower bounds of the span, in units of `work`; the larger one is taken. `work` is measured
+    # while all `share` ranks of a core are busy.
+    # First, the core: in the time `work` it does `heavy` blocks for each of its ranks. They have
+    # `mean` blocks each, on average, so that it is busy at least this long
     busy = mean / heavy
-    # The pipeline's own chain, if every rank kept that speed. At best each rank has the core to
-    # itself whenever it works, and is `share` times as fast
+    # Second, the pipeline's own chain, if every rank kept that speed. At best each rank has the
+    # core to itself whenever it works, and is `share` times as fast
     chain = 1 + (pp - 1) / micro * idle * mean / heavy
     span = max(busy, chain / share)
     return span * work - work

@@ -10,7 +10,8 @@ them, some others only where they can be of use: see layouts() in estimate.py.
               goes in the loss, a block's backward or AdamW. CUDA, NCCL and fragmentation are not
               in it: take --gpu-memory less what they need.
 
-    time of the slowest stage, dp and adamw of the fullest, for M micro-batches
+    time of the slowest stage, for M micro-batches; dp and adamw alone are those of the fullest one.
+    B T are the tokens of a rank; for cp, of its cp ranks together. Numbers, unless bytes are said
     part           what it counts                                                  source
     matmul         72 C^2 (1 + T/6C) FLOPs per token and block, and the head;      1, appendix
                    48 of the 72 for each MLP that a token visits; the last rank of
