@@ -996,11 +996,11 @@ def refuse_torch(args):
     require(name in at_work, f"--schedule {name}: torch has {', '.join(at_work)} only")
     require(args.cfg.seq > (tp - 1) * -(-args.cfg.seq // tp), f"--seq {args.cfg.seq}: torch leaves "
             f"the last of --tp {tp} no positions: take a multiple of {tp}")
-    pipeline_parallel.refuse_at_work(name, args.micro, pp)
     is_vee = pipeline_parallel.SCHEDULES[name].place is pipeline_parallel.vee
     require(not is_vee or not args.eval_every,
             f"--schedule {name} --eval-every: eval() of torch's schedule does not know V-shaped "
             "ones; take --impl scratch")
+    pipeline_parallel.refuse_at_work(name, args.micro, pp)
     home = pipeline_parallel.homes(plans_of(args))
     one_rank_has_both = len(home) > 1 and home[0] == home[max(home)]
     require(not one_rank_has_both or args.dp == 1,

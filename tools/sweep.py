@@ -21,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import harness  # noqa: E402, F401, before torch, which warns where NumPy is missing
+import torch  # noqa: E402
 from conftest import GAPS, script  # noqa: E402
 from tools.estimate import VEES  # noqa: E402, schedules with two stages a rank, placed as a V
 
@@ -198,6 +199,8 @@ def hybrid_3d(draw, n, sizes):
     if chunks > 1 and axes["pp"] == 1:  # torch has no such schedule
         impl = []
     if schedule in VEES and dp > 1:  # fully_shard would untie the embedding
+        impl = []
+    if schedule in VEES and torch.__version__ < (2, 13):  # whose schedules gloo cannot run
         impl = []
     flags += ["--micro", micro, *more, *attention(draw, axes, sizes, impl)]
     stages = axes["pp"] * chunks
