@@ -76,10 +76,16 @@ def pieces_of(named_parameters, optimizer, writes):
     return pieces
 
 
+def is_dtensor(tensor):
+    """Does not import what makes DTensors, which takes long: where nobody has, there are none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
 def piece_of(name, tensor, writes):
     """A whole tensor or a DTensor -> its piece on this rank."""
     tensor = tensor.detach()
-    if type(tensor).__name__ != "DTensor":  # by its name: the import takes long, see dcp()
+    if not is_dtensor(tensor):
         start = (0,) * tensor.dim()
         return Piece(name, tuple(tensor.shape), start, tensor, writes)
     [box] = tensor.__create_chunk_list__()
