@@ -578,7 +578,8 @@ class Run:
         except torch.OutOfMemoryError:
             self.say("not checked: the plain GPT does not fit on one device")
             return None, None
-        check = compare(self.trace[self.impls[0]].until(self.checked), trace, dtype, self.world_size)
+        ours = self.trace[self.impls[0]].until(self.checked)
+        check = compare(ours, trace, dtype, self.world_size)
         return check, [loss.item() for loss in trace.loss.values()]
 
     def publish(self, ranks, total, check, plain_loss):

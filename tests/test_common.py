@@ -59,7 +59,8 @@ def test_common_needs_torch_alone(tmp_path):
     """Imported in a folder where nothing else is."""
     (tmp_path / "common.py").write_bytes((ROOT / "common.py").read_bytes())
     code = "import common, sys; print(sorted({'harness', 'tools'} & sys.modules.keys()))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout == "[]\n", done.stderr
 
 
