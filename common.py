@@ -341,6 +341,8 @@ def load_corpus(path, seq):
         files = sorted(file for file in root.glob(pattern) if file.is_file())
     parts = []
     for file in files:
+        if not file.is_file() and file.exists():
+            raise ValueError("a pipe or device, no file or folder: every rank reads it")
         file.open("rb").close()  # raises where torch would not say why
         if file.stat().st_size:
             text = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
