@@ -48,7 +48,7 @@ import sys
 from collections import deque
 from functools import partial
 
-from common import MLP, GPTConfig, adamw, build, init_weights, loss_sum, share
+from common import MLPS, GPTConfig, adamw, build, init_weights, loss_sum, share
 from harness.checkpoint import Piece, pieces_of
 from harness.flags import ANY, POSITIVE, Flag, arguments, require
 from harness.run import Run, Side
@@ -453,11 +453,12 @@ class PlainMoE(nn.Module):
         self.top_k = top_k
         self.capacity = capacity
         self.alpha, self.beta, self.gamma = BALANCES[balance]
+        mlp = MLPS[cfg.form]
         self.router = nn.Linear(cfg.width, experts, bias=False)
-        self.experts = nn.ModuleList(MLP(cfg) for _ in range(experts))
+        self.experts = nn.ModuleList(mlp(cfg) for _ in range(experts))
         self.shared = None
         if shared:
-            self.shared = MLP(cfg)
+            self.shared = mlp(cfg)
         self.register_buffer("bias_steps", torch.zeros(experts, dtype=torch.int64))  # (E,)
         # sources[m][r]: of micro-batch m, the tokens that rank r routes: their numbers in the B T
         # tokens of the global batch, in its order. None: all tokens travel together
@@ -855,7 +856,11 @@ def main():
         run.textbook(account(run, model, ep, traffic))
         if not run.dry:
             picture(run, loads, traffic)
-        return run.finish(total, dense + experts, plain=partial(plain_trace, run))
+        judged_as = args.dtype
+        if args.check and args.dtype == "fp32":
+            judged_as = "bf16"  # of which the losses are judged
+            run.say("\nin fp32 rounding decides near ties: losses are judged alone, all by fp64")
+        return run.finish(total, dense + experts, partial(plain_trace, run), judged_as)
 
 
 if __name__ == "__main__":
