@@ -805,7 +805,7 @@ def count(model):
 
 def picture(run, loads, rows):
     """Prints how often experts are chosen in the worst layer. loads: of each step, (L, E)."""
-    load = torch.stack(loads).double()
+    load = torch.stack(loads).double().cpu()
     load = (load / load[0].mean()).nan_to_num()  # (steps, L, E)
     n = math.ceil(len(loads) / 10)  # a tenth of the steps
     first = load[:n].mean(0)  # (L, E)
