@@ -52,7 +52,7 @@ import sys
 
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from common import GPT, adamw, init_weights, loss_sum, share
+from common import GPT, adamw, build, init_weights, loss_sum, share
 from harness.checkpoint import parts_pieces, pieces_of
 from harness.flags import ANY, Flag, arguments, require
 from harness.run import Run, Side
@@ -90,12 +90,11 @@ class Flat:
         assert all(p.dtype == own for p in olds), "FSDP: a unit's parameters must be of one dtype"
         self.group = group  # n ranks
         self.replicas = replicas
-        self.nothing = torch.empty(0, dtype=dtype or own, device=device)
         self.starts = {}  # {parameter: where it begins in full}
         self.shapes = {}  # {parameter: its shape}
         self.size = 0  # of all parameters, without padding
         for old in olds:
-            p = nn.Parameter(self.nothing)
+            p = nn.Parameter(torch.empty(0, dtype=dtype or own, device=device))
             self.starts[p] = self.size
             self.shapes[p] = old.shape
             self.size += old.numel()
@@ -103,7 +102,7 @@ class Flat:
         self.chunk = -(-self.size // n)  # rounded up
         self.begin = dist.get_rank(group) * self.chunk  # of this rank's chunk in full
         self.shard = torch.zeros(self.chunk, dtype=own, device=home or device)  # (chunk,)
-        self.full = self.nothing.new_empty(n * self.chunk)  # (n chunk,)
+        self.full = torch.empty(n * self.chunk, dtype=dtype or own, device=device)  # (n chunk,)
         self.places = self.views(self.full)
         self.parts = self.cut()
         self.gathering = None  # Work of an all-gather that is under way
@@ -167,7 +166,7 @@ class Flat:
     def free(self):
         self.wait()  # memory into which a collective still writes must not go
         for p in self.places:
-            p.data = self.nothing
+            p.data = self.full[:0]  # who reads it now finds no elements
         self.full.untyped_storage().resize_(0)  # also under the views of it that autograd keeps
 
     def gathered(self, shard):
@@ -290,9 +289,9 @@ class FSDP(nn.Module):
     def value_of(self, tensor, name):
         """-> what a parameter or buffer begins with, whole; collective."""
         if tensor.is_meta:
-            p = nn.Parameter(torch.empty_like(tensor, device=self.device))
-            self.init(name, p)
-            return p.detach()
+            value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
+            self.init(name, nn.Parameter(value))
+            return value
         value = tensor.detach().to(self.device)
         dist.broadcast(value, group=self.group, group_src=0)  # the first rank's -> replicated
         if self.replicas:
@@ -538,50 +537,51 @@ def refuse(args, n):
             "--offload is for --impl scratch; torch's own wants a GPU")
 
 
-def set_up(run, mesh):
-    """-> a Side: the model sharded, from the meta device."""
-    home = run.device
-    if run.args.offload:
-        home = "cpu"
-    with torch.device("meta"):
-        model = GPT(run.cfg).to(dtype_of_shards(run))
-    model = parallelize(run.freeze(model), mesh, run.args.seed, reshard=run.args.reshard,
-                        dtype=run.dtype, device=run.device, home=home)
-    optimizer = adamw(model.parameter_groups(), run.args.lr)
-    is_first = mesh.get_local_rank("replicate") == 0  # of the ranks with the same shard
-    return Side(model, optimizer, train_step, pieces=lambda: pieces(model, optimizer, is_first))
-
-
-def set_up_at_work(run, mesh):
-    model = run.build().to(dtype_of_shards(run))
-    model = parallelize_at_work(model, mesh, run.args.reshard, run.dtype)
-    return Side(model, adamw(model.parameters(), run.args.lr), train_step_at_work)
-
-
 def dtype_of_shards(run):
     """--dtype bf16 is for computing: shards, sums of gradients and AdamW's states are fp32."""
     return torch.promote_types(run.dtype, torch.float32)
 
 
+def set_up(run, model, mesh):
+    """model: on the meta device."""
+    home = run.device
+    if run.args.offload:
+        home = "cpu"
+    model = parallelize(model, mesh, run.args.seed, reshard=run.args.reshard, dtype=run.dtype,
+                        device=run.device, home=home)
+    optimizer = adamw(model.parameter_groups(), run.args.lr)
+    is_first = mesh.get_local_rank("replicate") == 0  # of the ranks with the same shard
+    return Side(model=model, optimizer=optimizer, train_step=train_step,
+                pieces=lambda: pieces(model, optimizer, writes=is_first))
+
+
+def set_up_at_work(run, mesh):
+    model = build(run.cfg, run.args.seed, run.device, dtype_of_shards(run))
+    model = parallelize_at_work(run.freeze(model), mesh, run.args.reshard, run.dtype)
+    optimizer = adamw(model.parameters(), run.args.lr)
+    return Side(model=model, optimizer=optimizer, train_step=train_step_at_work,
+                pieces=lambda: pieces_of(model.named_parameters(), optimizer, writes=True))
+
+
 def pieces(model, optimizer, writes):
-    """What a checkpoint gets of this rank. writes: is it the first with its shard?"""
+    """What this rank gives to a checkpoint, or takes from it. writes: does it save its shards?"""
+    whole = []  # frozen
     parts = []
-    whole = []
     for name, p in model.module.named_parameters():
-        if p not in model.unit_of:
+        unit = model.unit_of.get(p)
+        if unit is None:
             whole.append((name, p))
-        elif p in model.unit_of[p].parts:
-            part = model.unit_of[p].parts[p]
-            parts.append((name, model.unit_of[p].shapes[p], part.first, part.shard))
+        elif p in unit.parts:
+            part = unit.parts[p]
+            parts.append((name, unit.shapes[p], part.first, part.shard))
     frozen = pieces_of(whole, None, writes=dist.get_rank() == 0)
-    return parts_pieces(parts, optimizer, writes) + frozen
+    return frozen + parts_pieces(parts, optimizer, writes)
 
 
 def textbook(model, n, replicas):
-    """Rows of what is expected: P parameters, with the padding of all units, on n ranks.
+    """P parameters, with the padding of all units, on n ranks, and own on this one, without padding.
 
-    b bytes each in a shard, c where they compute. AdamW has no states for padding, and counts the
-    steps of every part of a parameter in 4 bytes.
+    A number takes b bytes in a shard, c where it computes.
     """
     b = model.units[0].shard.itemsize
     c = model.units[0].full.itemsize
@@ -590,15 +590,16 @@ def textbook(model, n, replicas):
     if model.reshard:
         P_again = sum(unit.full.numel() for unit in model.blocks[:-1])
     own = sum(p.numel() for p in model.shards)
-    part = (n - 1) / n
+    sent = (n - 1) / n
     among_replicas = 2 * b * P / n * (replicas - 1) / replicas
     return [
-        ("held states", f"2 b P/N + 2 b own + 4 a part, P = {P:,} with padding",
-         2 * b * P / n + 2 * b * own + 4 * len(model.shards)),
-        ("wire all_gather", "c (P + P_again if resharded) (N-1)/N", c * (P + P_again) * part),
-        ("wire reduce_scatter", "b P (N-1)/N", b * P * part),
+        ("held parameters", f"b P/N, P = {P:,} with padding", b * P / n),
+        ("held gradients", "b P/N", b * P / n),
+        ("held optimizer", "2 b own + 4 per piece", 2 * b * own + 4 * len(model.shards)),
+        ("wire all_gather", "c (P + P_again if resharded) (N-1)/N", c * (P + P_again) * sent),
+        ("wire reduce_scatter", "b P (N-1)/N", b * P * sent),
         ("wire all_reduce", "norm: 2 b (N-1)/N, R replicas: 2 b P/N (R-1)/R",
-         2 * b * part + among_replicas),
+         2 * b * sent + among_replicas),
     ]
 
 
@@ -615,20 +616,28 @@ def main():
     run = Run(args)
     mesh = dist.init_device_mesh(run.device.type, (replicas, n),
                                  mesh_dim_names=("replicate", "shard"))
+    with torch.device("meta"):
+        plain = run.freeze(GPT(run.cfg).to(dtype_of_shards(run)))
+    total = sum(p.numel() for p in plain.parameters())
     with run:
         sides = {}
         if "scratch" in run.impls:
-            sides["scratch"] = set_up(run, mesh)
+            sides["scratch"] = set_up(run, plain, mesh)
         if "torch" in run.impls:
             sides["torch"] = set_up_at_work(run, mesh)
-        rows = share(args.batch, run.world_size, run.rank)
+        first = sides[run.impls[0]].model
+        own = sum(getattr(p, "_local_tensor", p).numel() for p in first.parameters())
+        run.say(f"fsdp: {run.world_size} ranks on {run.device.type}, {args.dtype}, "
+                f"{total:,} parameters, {own:,} of them on this rank")
+        rows = share(args.batch, run.world_size, run.rank)  # of every batch, this rank's
         for impl, step, x, y, valid in run.steps(sides, rows):
             side = sides[impl]
             with run.measure(impl, step):
                 loss, norm = side.train_step(side.model, side.optimizer, x, y, valid, args.clip)
             run.log(impl, step, loss, norm)
         if "scratch" in sides:
-            run.textbook(textbook(sides["scratch"].model, n, replicas))
+            run.textbook(textbook(first, n, replicas))
+        run.show_held()
         return run.finish(total, own)
 
 
