@@ -18,9 +18,9 @@ gradients. Of the P parameters P_again lie in blocks that are gathered twice: al
       by                                    -             2L all-gathers, L+1 reduce-scatters
     with --no-reshard                       -             8 P (N-1)/N, all blocks stay gathered
 
-zero.py --stage 3 holds the same 16 P/N. It takes lists of parameters and finds out by itself in
-which order they are used. FSDP takes a module and is told its blocks; no rank ever needs the whole
-model (meta device), and groups of ranks can be replicas (--hsdp).
+zero.py --stage 3 holds the same 16 P/N, and finds out by itself in which order units are used. FSDP
+is told its blocks; no rank ever needs the whole model (meta device), and groups of ranks can be
+replicas (--hsdp).
 
     model = FSDP(model, model.blocks)  # gradients are summed over ranks, not averaged
     optimizer = torch.optim.AdamW(model.parameter_groups(), lr=1e-3)
@@ -254,7 +254,7 @@ class FSDP(nn.Module):
         self.keep_frozen(names, dtype)
         for block in blocks:
             inside = names_of(block)
-            # What is tied to something outside of the block is left to the root
+            # what is tied to something outside of the block is left to the root
             within = [p for p in inside if p in names and len(inside[p]) == len(names[p])]
             if within:
                 i = len(self.blocks)
@@ -278,7 +278,7 @@ class FSDP(nn.Module):
             self.replace(names.pop(p), nn.Parameter(whole.to(dtype or whole.dtype), False))
 
     def unit(self, names, dtype, home):
-        """These parameters move into a Flat, whose own ones take their places in the module."""
+        """-> Flat, whose parameters take the places of these in the module."""
         flat = Flat(list(names), self.group, self.replicas, self.device, dtype, home)
         for old, p in zip(names, flat.places):
             self.replace(names[old], p)
