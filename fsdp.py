@@ -579,9 +579,9 @@ def pieces(model, optimizer, writes):
 
 
 def textbook(model, n, replicas):
-    """P parameters, with the padding of all units, on n ranks, and own on this one, without padding.
+    """P: parameters with the padding of all units. own: those of this rank, without padding.
 
-    A number takes b bytes in a shard, c where it computes.
+    A number takes b bytes in a shard, c where it computes. AdamW counts the steps of each piece.
     """
     b = model.units[0].shard.itemsize
     c = model.units[0].full.itemsize
