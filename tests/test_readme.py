@@ -262,7 +262,8 @@ def given(name):
 def example_training(name, block):
     """The lines as they stand, with the names of section 1 and what README takes as given."""
     lines = block.splitlines()
-    first = next(i for i, line in enumerate(lines) if re.search("loss_sum|cross_entropy", line))
+    begins = re.compile("zero_grad|loss_sum|cross_entropy")  # what stands before it is done once
+    first = next(i for i, line in enumerate(lines) if begins.search(line))
     names = {**vars(copied(name)), **given(name)}
     whole = names["model"]
     exec("\n".join(lines[:first]), names)
