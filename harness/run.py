@@ -140,6 +140,7 @@ class Run:
         # where earlier runs of the training have routed tokens in another way
         self.replays = True
         self.start = checkpoint.begin(args)  # the checkpoint to start from; bad: exit code 2
+        self.cfg = args.cfg = self.cfg._replace(**self.start.constants)
         self.load_text()
         self.join()
         self.plan_steps()
