@@ -18,6 +18,7 @@ from torch.utils.checkpoint import (
 )
 
 
+import tensor_parallel
 from conftest import PROOF, SMALL, alone, copied, dry_run_agrees, each, proves, run, script, textbook
 
 SP = ["--sp"]
@@ -45,8 +46,9 @@ class Attention(nn.Module):
         k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, 4))).transpose(-3, -2)
         v = self.v_proj(x).unflatten(-1, (-1, 4)).transpose(-3, -2)
         angles = torch.arange(q.shape[-2])[:, None] / torch.tensor([1.0, 100.0])  # T is read from q
-        y = F.scaled_dot_product_attention(turned(q, angles), turned(k, angles), v,
-                                           is_causal=True, enable_gqa=True)
+        q = turned(q, angles).to(v.dtype)
+        k = turned(k, angles).to(v.dtype)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.o_proj(y.transpose(-3, -2).flatten(-2))
 
 
@@ -170,3 +172,243 @@ CASES = [(False, None), (True, "layers.0"), (False, "_proj"), (False, "norm"), (
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_copy_trains_a_llama(world):
     run(each, world, check_copy, [(kind, *case) for kind in KINDS for case in CASES])
+
+
+def check_usage():
+    """The docstring's lines for code of one's own."""
+    lines = tensor_parallel.__doc__.split("V words:\n\n")[1].split("\n\n")[0]
+    lines = lines.replace('"layers.*.up"', '**plan_of(types.SimpleNamespace(**known)), "*.up_proj"')
+    lines = lines.replace("layers.*.down", "*.down_proj").replace(", ...}", "}")
+    torch.manual_seed(0)
+    plain = Llama(tied=False)
+    x, y = token_batch()
+    known = {**vars(copied("tensor_parallel")), "plan_of": plan_of, "types": types}
+    known.update(model=copy.deepcopy(plain), group=None, x=x, y=y, V=29, valid=7, known=known)
+    exec(textwrap.dedent(lines), known)
+    (plain_loss(plain, x, y) / 7).backward()
+    nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    compare_gradients(plain, known["full_gradients"](known["model"], known["tp"]))
+
+
+def check_autocast(kind):
+    """As the plain model under autocast: the same dtypes, values to what bf16 can tell apart."""
+    section = copied("tensor_parallel")
+    plain, model, tp = both(section, kind)
+    plain.float()
+    model.float()
+    x, y = token_batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(x)
+        plain_loss(plain, x, y).backward()
+        section.vocab_parallel_cross_entropy(logits, y, 29, tp).backward()
+    assert logits.dtype == torch.bfloat16
+    section.sum_gradients(model, tp)
+    for name, gradient in section.full_gradients(model, tp).items():
+        want = plain.get_parameter(name).grad
+        assert gradient.dtype == want.dtype == torch.float32
+        gap = (gradient - want).norm() / want.norm()
+        assert gap < 0.03, f"{name}: {gap}"
+
+
+def distinct(t, tp):
+    """The different values that ranks have of a tensor."""
+    parts = [torch.empty_like(t) for _ in range(tp.size)]
+    dist.all_gather(parts, t.detach())
+    return {tuple(part.flatten().tolist()) for part in parts}
+
+
+def check_dropout(kind):
+    """Copies stay equal; masks of what is cut differ, of what is whole they do not."""
+    section = copied("tensor_parallel")
+    tp = getattr(section, kind)()
+    torch.manual_seed(tp.rank)  # cut_model gives all the first rank's weights and random state
+    plan = plan_of(section)
+    plan.update({name: getattr(section, dropout) for name, dropout in DROPOUTS.items()})
+    model = section.cut_model(Llama(tied=False, dropout=0.4), tp, plan)
+    x, y = token_batch()
+    gradients = []
+    for forward in model, functools.partial(checkpoint, model, use_reentrant=False):
+        model.zero_grad()
+        torch.manual_seed(1)
+        section.vocab_parallel_cross_entropy(forward(x), y, 29, tp).backward()
+        section.sum_gradients(model, tp)
+        gradients.append(section.full_gradients(model, tp))
+    compare(*gradients)  # recomputed, the masks are the same
+    for name, p in model.named_parameters():
+        assert p in tp.cuts or len(distinct(p.grad, tp)) == 1, name
+    layer = model.layers[0]
+    ones = torch.ones(40)
+    assert len(distinct(layer.drop_inside(ones), tp)) == tp.size
+    assert len(distinct(layer.drop_outside(ones), tp)) == (tp.size if kind == KINDS[1] else 1)
+    many = layer.drop_inside(torch.ones(100_000))
+    assert abs(many.mean().item() - 1) < 0.02
+    assert set(many.unique().tolist()) == {0.0, 1 / 0.6}
+    model.eval()
+    assert layer.drop_inside(ones) is ones
+
+
+def check_split_weights(kind):
+    """hybrid_3d.py puts functions of its own in the place of the two that make weights' gradients."""
+    section = copied("tensor_parallel")
+    plain, model, tp = both(section, kind)
+    called = []
+
+    def column_parallel(tp, x, *parameters):
+        called.append("column")
+        return section.ColumnParallel.apply(tp, x, *parameters)
+
+    def linear(x, weight, bias):
+        called.append("row")
+        return F.linear(x, weight, bias)
+
+    tp.column_parallel = column_parallel
+    tp.linear = linear
+    x, y = token_batch()
+    section.vocab_parallel_cross_entropy(model(x), y, 29, tp)
+    assert called.count("column") == 2 * 5 + 1 and called.count("row") == 2 * 2
+
+
+def keep_matmuls(context, operation, *args, **keywords):
+    if operation is torch.ops.aten.mm.default:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def check_kept_summands():
+    """g writes into what a matmul has made: whoever has kept that must hear of it."""
+    section = copied("tensor_parallel")
+    _, model, tp = both(section, "WholeSequence")
+    contexts = functools.partial(create_selective_checkpoint_contexts, keep_matmuls)
+    x, y = token_batch()
+    logits = checkpoint(model, x, use_reentrant=False, context_fn=contexts)
+    with pytest.raises(RuntimeError, match="mutated"):
+        section.vocab_parallel_cross_entropy(logits, y, 29, tp).backward()
+
+
+def check_loss():
+    """F.cross_entropy itself: bf16, huge and infinite logits, ranks of which some have no columns."""
+    section = copied("tensor_parallel")
+    tp = section.WholeSequence()
+    for vocab, dtype, scale in (8, None, 1), (7, None, 1e4), (1, None, 1), (8, torch.bfloat16, 1):
+        logits = (scale * torch.randn(2, 5, vocab)).to(dtype)
+        if vocab == 8:
+            logits[..., :4] = -math.inf  # all of rank 0's
+        logits.requires_grad_()
+        targets = torch.full((2, 5), vocab - 1)
+        targets[0, 3] = 3
+        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        want = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="sum",
+                               ignore_index=3)
+        want.backward()
+        cut = section.Cut(2, vocab)
+        mine = section.shard(logits.detach(), cut, tp).requires_grad_()
+        got = section.vocab_parallel_cross_entropy(mine, targets, vocab, tp, ignore_index=3)
+        got.backward()
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(mine.grad, section.shard(logits.grad, cut, tp))
+
+
+def check_shards():
+    """A shard and its cut make the whole again; all shards are of one size."""
+    section = copied("tensor_parallel")
+    tp = section.WholeSequence()
+    for shape, dim in ((3, 7), 0), ((7, 3), 1), ((8, 5), 0), ((1, 5), 0), ((5,), 0):
+        whole = torch.randn(shape)
+        cut = section.Cut(dim, shape[dim])
+        piece = section.shard(whole, cut, tp)
+        assert piece.is_contiguous() and piece.shape[dim] == math.ceil(shape[dim] / tp.size)
+        assert section.unshard(piece, cut, tp).equal(whole)
+
+
+def check_ids():
+    """Each id is on one rank. One that does not exist is there in a row that does not exist."""
+    section = copied("tensor_parallel")
+    tp = section.WholeSequence()
+    rows, here = section.locate(torch.tensor([0, 3, 4, 7, -1, 8, 1000]), 4, tp)
+    if tp.rank == 0:
+        assert here.tolist() == [True, True, False, False, True, False, False]
+        assert rows.tolist() == [0, 3, 0, 0, -1, 0, 0]
+    else:
+        assert here.tolist() == [False, False, True, True, False, True, True]
+        assert rows.tolist() == [0, 0, 0, 3, 0, 4, 996]
+
+
+class SlowWork:
+    """A collective that reads its tensor as late as it may: when it is waited for."""
+
+    def __init__(self, reads):
+        self.reads = reads
+
+    def wait(self):
+        assert self.reads() is not None, "freed while a collective reads it"
+
+
+def check_pending():
+    reads = torch.zeros(3)
+    seen = weakref.ref(reads)
+    pending = tensor_parallel.Pending(torch.ones(3), SlowWork(seen), reads)
+    del reads
+    assert pending.wait().sum() == 3
+    assert seen() is None  # not longer than that
+
+
+def check_parts():
+    check_usage()
+    check_kept_summands()
+    check_loss()
+    check_shards()
+    check_ids()
+    check_pending()
+    for check in check_autocast, check_dropout, check_split_weights:
+        each(check, [(kind,) for kind in KINDS])
+
+
+def test_parts():
+    run(check_parts, 2)
+
+
+def refusals():
+    section = copied("tensor_parallel")
+    whole = section.WholeSequence
+
+    def cut(plan, model=None, tp=None, **options):
+        if model is None:
+            model = Llama(tied=False, **options)
+        section.cut_model(model, tp or whole(), plan)
+        return model
+
+    def use(**shapes):
+        x = torch.zeros(2, shapes.get("T", 8), dtype=torch.int64)
+        _, model, tp = both(section, shapes.get("kind", "WholeSequence"))
+        section.vocab_parallel_cross_entropy(model(x), x, shapes.get("vocab", 29), tp)
+
+    def copied_model():
+        _, model, tp = both(section, "WholeSequence")
+        section.sum_gradients(copy.deepcopy(model), tp)
+
+    norm = {"norm": section.ColumnLinear}
+    table = [
+        (lambda: cut({"nowhere.*": section.ColumnLinear}), "called nowhere.*"),
+        (lambda: cut(norm), "ColumnLinear in the place of RMSNorm"),
+        (lambda: cut({}, dropout=0.1), "layers.0.drop_inside: the plan must call it"),
+        (lambda: cut({"lm_head": section.ColumnLinear}, Llama(tied=True)), "embed_tokens is tied"),
+        (lambda: section.RowLinear(nn.Linear(7, 4), whole()), "2 ranks do not divide it"),
+        (lambda: use(T=7, kind="CutSequence"), "multiply up to the size"),
+        (lambda: use(vocab=31), "Is the head cut"),
+        (copied_model, "other parameters, as by deepcopy"),
+    ]
+    return table
+
+
+def check_refusals():
+    for act, words in refusals():
+        try:
+            act()
+        except Exception as error:
+            assert words in str(error), f"not {words!r} but {error!r}"
+            continue
+        assert dist.get_rank() == 0, f"not refused: {words}"
+
+
+def test_what_would_be_silently_wrong_raises():
+    run(check_refusals, 2)
