@@ -28,8 +28,8 @@ In your own code, where all ranks of `group` have the same batch, of `valid` tar
     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, gradient_norm(model, tp))
 
 Not for: fewer key-value heads than ranks; one Linear that makes q, k and v, or gate and up; an
-Embedding with padding_idx or max_norm; optimizers that look at whole matrices, such as Muon; second
-derivatives. What else a model must not do, since nothing would notice, stands at cut_model.
+Embedding with padding_idx or max_norm; optimizers that look at whole matrices, such as Muon; a
+deepcopy of a cut model. What else a forward must not do, as nothing would notice: see cut_model.
 
 Shoeybi 2019, "Megatron-LM", arXiv:1909.08053, section 3. Korthikanti 2022, "Reducing Activation
 Recomputation in Large Transformer Models", arXiv:2205.05198, section 4.2.
@@ -499,9 +499,6 @@ def sum_over_ranks(tensors, group):
 
 def sum_gradients(model, tp):
     """After backward, of one micro-batch or several: sums over ranks what are still summands."""
-    for module in model.modules():
-        known = not isinstance(module, CutModule) or module.weight in tp.cuts
-        assert known, "After cut_model the model has got other parameters, as by deepcopy."
     trained = [p for p in model.parameters() if p.grad is not None]
     summands = [p.grad for p in trained if tp.leaves_summands(p)]
     if summands:
@@ -690,33 +687,30 @@ def refuse(args):
     require(cfg.hidden % tp == 0, f"--hidden {cfg.hidden} does not divide by {tp} ranks")
     require(not args.sp or cfg.seq % tp == 0,
             f"--seq {cfg.seq} does not divide by {tp} ranks, as --sp needs")
-    # torch cuts the embedding of positions by its rows: so many for each rank but the last
-    positions = math.ceil(cfg.seq / tp)
-    require(args.impl == "scratch" or cfg.form != "gpt2" or cfg.seq > (tp - 1) * positions,
-            f"--seq {cfg.seq}: torch leaves the last of {tp} ranks no positions: "
-            f"take a multiple of {tp}")
 
 
 def pieces(model, optimizer, tp):
     """-> [Piece]: what this rank holds of parameters and AdamW states, without padding."""
     found = []
     for name, p in model.named_parameters():
-        whole = pieces_of([(name, p)], optimizer, writes=tp.rank == 0)
-        if p in tp.cuts:
-            found += [piece_of_cut(piece, tp.cuts[p], tp) for piece in whole]
-        else:
-            found += whole
+        for piece in pieces_of([(name, p)], optimizer, writes=tp.rank == 0):
+            if p in tp.cuts:
+                piece = of_whole(piece, tp.cuts[p], tp)
+            if piece.tensor.numel() > 0:
+                found.append(piece)
     return found
 
 
-def piece_of_cut(piece, cut, tp):
+def of_whole(piece, cut, tp):
+    """What pieces_of takes for a whole tensor -> the piece of the plain one that it is."""
     each = piece.shape[cut.dim]
     first = min(tp.rank * each, cut.whole)
+    count = min(each, cut.whole - first)
     shape = list(piece.shape)
     shape[cut.dim] = cut.whole
-    start = [0] * len(shape)
+    start = list(piece.start)
     start[cut.dim] = first
-    tensor = piece.tensor.narrow(cut.dim, 0, min(each, cut.whole - first))
+    tensor = piece.tensor.narrow(cut.dim, 0, count)
     return Piece(piece.name, tuple(shape), tuple(start), tensor, writes=True)
 
 
@@ -743,12 +737,57 @@ def set_up(run, impl, tp, mesh):
     )
 
 
-def textbook(run, model):
-    """-> rows (what, formula, expected). A number has b bytes, in the loss s bytes. V' and T' are
-    V and T with padding; P is what this rank holds."""
+def numbers_here(cfg, tp):
+    """-> how many numbers a rank holds of parameters that are cut, and of those that are whole."""
+    C = cfg.width
+    F = cfg.hidden
+    keys = cfg.kv_heads * C // cfg.heads  # rows of k, and of v
+    block = 2 * C * (C + keys) + 3 * C * F
+    rows = 2 * math.ceil(cfg.vocab / tp)  # of embedding and head, with padding
+    norms = 2 * cfg.layers + 1
+    if cfg.form == "gpt2":
+        block = 12 * C * C + 7 * C  # column biases, too
+        rows = math.ceil(cfg.vocab / tp) + math.ceil(cfg.seq / tp)
+        norms = 6 * cfg.layers + 2  # and row biases
+    return cfg.layers * block // tp + rows * C, norms * C
+
+
+def textbook(run, tensors):
+    """-> rows (what, formula, expected). A number has b bytes, those in the loss have s.
+
+    V', T': vocabulary and positions with padding. P: numbers held, W: those of whole parameters.
+    """
     cfg = run.cfg
-    L, C = cfg.layers, cfg.width
-    ...
+    tp = run.world_size
+    b = run.dtype.itemsize
+    tokens = run.args.batch * cfg.seq
+    cut, whole = numbers_here(cfg, tp)
+    held = "[(12 C + 7) L / tp + V' + T' + 6 L + 2] C"
+    T = "T"
+    positions = cfg.seq  # embedded once, not for each sequence
+    if cfg.form == "llama":
+        held = "[(2 C + 2 K_v D + 3 F) L / tp + 2 V' + 2 L + 1] C"
+        T = "0"
+        positions = 0
+    rows = [
+        ("held parameters", f"b P, P = {held}", b * (cut + whole)),
+        ("held gradients", "b P", b * (cut + whole)),
+        ("held optimizer", "2 b P + 4 per tensor", 2 * b * (cut + whole) + 4 * tensors),
+    ]
+    share = (tp - 1) / tp
+    f_and_g = b * (tokens * (4 * cfg.layers + 2) + positions) * cfg.width
+    again = b * tokens * (2 * cfg.layers + 1) * cfg.width  # x, for the gradients of weights
+    sums = 3 * max(b, 4) * tokens + b  # of the loss, and of the gradient norm
+    if run.args.sp:
+        rows += [
+            ("wire all_gather", f"(tp-1)/tp b [B T (6 L + 3) + {T}] C", share * (f_and_g + again)),
+            ("wire reduce_scatter", f"(tp-1)/tp b [B T (4 L + 2) + {T}] C", share * f_and_g),
+            ("wire all_reduce", "2 (tp-1)/tp (b W + 3 s B T + b)", 2 * share * (b * whole + sums)),
+        ]
+    else:
+        formula = f"2 (tp-1)/tp (b [B T (4 L + 2) + {T}] C + 3 s B T + b)"
+        rows.append(("wire all_reduce", formula, 2 * share * (f_and_g + sums)))
+    return rows
 
 
 def main():
@@ -759,7 +798,20 @@ def main():
     with run:
         tp = CutSequence() if args.sp else WholeSequence()
         sides = {impl: set_up(run, impl, tp, mesh) for impl in run.impls}
-        return run.finish(0, 0)
+        total = sum(numbers_here(run.cfg, 1))
+        own = sum(numbers_here(run.cfg, tp.size))
+        run.say(f"tensor_parallel: {tp.size} ranks on {run.device.type}, {args.dtype}, "
+                f"{total:,} parameters, {own:,} here")
+        everything = range(args.batch)  # every rank has the whole batch
+        for impl, step, x, y, valid in run.steps(sides, everything):
+            side = sides[impl]
+            with run.measure(impl, step):
+                loss, norm = side.train_step(side.model, side.optimizer, x, y, valid, args.clip)
+            run.log(impl, step, loss / tp.size, norm)  # a run adds up all ranks' parts
+        if "scratch" in sides:
+            tensors = len(list(sides["scratch"].model.parameters()))
+            run.textbook(textbook(run, tensors))
+        return run.finish(total, own)
 
 
 if __name__ == "__main__":

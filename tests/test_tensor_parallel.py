@@ -382,10 +382,6 @@ def refusals():
         _, model, tp = both(section, shapes.get("kind", "WholeSequence"))
         section.vocab_parallel_cross_entropy(model(x), x, shapes.get("vocab", 29), tp)
 
-    def copied_model():
-        _, model, tp = both(section, "WholeSequence")
-        section.sum_gradients(copy.deepcopy(model), tp)
-
     norm = {"norm": section.ColumnLinear}
     table = [
         (lambda: cut({"nowhere.*": section.ColumnLinear}), "called nowhere.*"),
@@ -395,7 +391,6 @@ def refusals():
         (lambda: section.RowLinear(nn.Linear(7, 4), whole()), "2 ranks do not divide it"),
         (lambda: use(T=7, kind="CutSequence"), "multiply up to the size"),
         (lambda: use(vocab=31), "Is the head cut"),
-        (copied_model, "other parameters, as by deepcopy"),
     ]
     return table
 
