@@ -407,3 +407,212 @@ def check_refusals():
 
 def test_what_would_be_silently_wrong_raises():
     run(check_refusals, 2)
+
+
+# ---- the program: equal to one process ----------------------------------------------
+
+ODD = ["--vocab", "257"]
+SOME_FROZEN = ["--train", r"blocks\.1\.|norm1", *ODD]
+
+
+@pytest.mark.parametrize("world, flags", [
+    (1, LLAMA),
+    (3, ["--heads", "6", "--width", "24", "--seq", "15", *SP]),
+    (4, ODD),
+    (4, [*ODD, *SP]),
+    (2, [*ODD, *LLAMA]),
+    (4, [*ODD, *LLAMA, "--kv-heads", "4", *SP]),
+    (2, [*ODD, *SP, "--impl", "torch"]),
+    (2, [*ODD, *LLAMA, "--impl", "torch"]),
+])
+def test_equals_one_process(world, flags):
+    proves("tensor_parallel", world, *flags)
+
+
+@pytest.mark.parametrize("flags", [SP, ["--impl", "torch"]])
+def test_frozen_layers_rates_and_held_out_text_equal_one_process(flags):
+    rates = ["--warmup", "1", "--decay", "cosine"]
+    proves("tensor_parallel", 2, *SOME_FROZEN, *rates, "--eval-every", "1", *flags)
+
+
+def test_goes_on_from_a_checkpoint_of_another_layout(tmp_path):
+    saving = [*PROOF, *ODD, "--no-check", "--save", str(tmp_path)]
+    script("tensor_parallel", 4, *saving, *SP)
+    report = proves("tensor_parallel", 2, *ODD, "--steps", "4", "--resume", str(tmp_path))
+    assert len(report["loss"]) == 2
+
+
+def test_both_times_both():
+    sizes = ["--layers", "1", "--width", "32", "--dtype", "bf16"]
+    report = script("tensor_parallel", 2, "--steps", "4", *sizes, "--impl", "both")
+    assert report["speedup"] > 0
+    textbook(report)
+
+
+# ---- what it costs: the docstring's table --------------------------------------------
+
+
+@pytest.mark.parametrize("world, flags", [
+    (2, []),
+    (4, SP),
+    (2, LLAMA),
+    (2, [*LLAMA, *SP]),
+])
+def test_cost(world, flags):
+    textbook(dry_run_agrees("tensor_parallel", world, *ODD, *flags, ranks=[world - 1]))
+
+
+# conftest's SMALL
+B = 8
+T = 16
+C = 32
+
+
+@functools.cache
+def of_a_block(form, tp, *flags):
+    """A third block is what is added to two -> calls, bytes sent, bytes that autograd keeps."""
+    sizes = ["--width", "32", "--heads", "4", "--seq", "16", "--model", form]
+    dry = [*sizes, "--dry-run", str(tp), *flags, "--layers"]
+    reports = alone("tensor_parallel", (*dry, "2"), (*dry, "3"))
+    two, three = [report["ranks"][0] for report in reports]
+    calls = {}
+    sent = 0
+    for kind, figures in three["collectives"].items():
+        before = two["collectives"][kind]
+        calls[kind] = figures["calls"] - before["calls"]
+        sent += figures["wire"] - before["wire"]
+    kept = three["memory"]["activations"] - two["memory"]["activations"]
+    return calls, sent, kept
+
+
+def test_a_block():
+    x = 4 * B * T * C
+    calls, sent, kept = of_a_block("toy", 4)
+    assert calls == {"all_reduce": 4}
+    assert sent == 8 * x * 3 / 4
+    # mean and 1/std of two LayerNorms; attention's log-sum-exp, of the heads here
+    statistics = 4 * (4 * B * T + B * T * 4 / 4)
+    assert kept - statistics == 4 * x + 12 * x / 4
+
+
+@pytest.mark.parametrize("form, whole", [("toy", 6 * C), ("llama-toy", 2 * C)])
+def test_a_block_of_a_cut_sequence(form, whole):
+    x = 4 * B * T * C
+    calls, sent, kept = of_a_block(form, 2, *SP)
+    assert calls == {"all_gather": 6, "reduce_scatter": 4, "all_reduce": 0}
+    assert sent == 10 * x / 2 + 4 * whole  # gradients of norms and row biases, in one all-reduce
+    if form == "toy":
+        assert kept == of_a_block(form, 1)[2] / 2
+
+
+def test_no_rank_has_whole_logits():
+    """Three numbers per token are sent for the loss: 50,000 more words cost no byte more."""
+    flags = "--dry-run", "4", "--layers", "1", "--vocab"
+    reports = alone("tensor_parallel", (*flags, "256"), (*flags, "50256"))
+    few, many = [report["ranks"][0] for report in reports]
+    assert few["collectives"] == many["collectives"]
+    kept = many["memory"]["activations"] - few["memory"]["activations"]
+    assert kept == 4 * 8 * 128 * 50000 / 4  # the logits, cut
+
+
+# ---- planted bugs: each must fail the check ------------------------------------------
+
+
+def f_without_all_reduce(module):
+    """Every rank goes on with its own part of the gradient."""
+    backward = module.ColumnParallel.backward
+
+    def broken(ctx, *dys):
+        ctx.tp = types.SimpleNamespace(gather=ctx.tp.gather, reduce=module.Pending)
+        return backward(ctx, *dys)
+
+    module.ColumnParallel.backward = staticmethod(broken)
+
+
+def not_gathered_again(module):
+    """Weight gradients are made from this rank's own positions, tp times."""
+    backward = module.ColumnParallel.backward
+
+    def broken(ctx, *dys):
+        tp = ctx.tp
+
+        def gather(x):
+            return module.Pending(x.repeat(1, tp.size, 1))
+
+        ctx.tp = types.SimpleNamespace(gather=gather, reduce=tp.reduce)
+        return backward(ctx, *dys)
+
+    module.ColumnParallel.backward = staticmethod(broken)
+
+
+def row_bias_on_every_rank(module):
+    def forward(self, y):
+        return module.ReduceFromTP.apply(F.linear(y, self.weight, self.bias), self.tp)
+
+    module.RowLinear.forward = forward
+
+
+def norms_not_summed(module):
+    module.sum_gradients = lambda model, tp: None
+
+
+def highest_not_shared(module):
+    """Each rank subtracts the log-sum-exp of its own columns."""
+    all_reduce = dist.all_reduce
+
+    def broken(x, op=dist.ReduceOp.SUM, *args, **kwargs):
+        if op == dist.ReduceOp.MAX:
+            return None
+        return all_reduce(x, op, *args, **kwargs)
+
+    module.dist = types.SimpleNamespace(**{**vars(dist), "all_reduce": broken})
+
+
+def replicated_counted_on_each_rank(module):
+    """The norm's all-reduce adds up what every rank has whole, too."""
+    norm = module.gradient_norm
+
+    def broken(model, tp):
+        tp.cuts.update({p: None for p in model.parameters() if p not in tp.cuts})
+        found = norm(model, tp)
+        for p in [p for p, cut in tp.cuts.items() if cut is None]:
+            del tp.cuts[p]
+        return found
+
+    module.gradient_norm = broken
+
+
+def padding_not_masked(module):
+    """The head makes a logit for the padding, and the loss counts it."""
+    loss = module.vocab_parallel_cross_entropy
+
+    def broken(logits, targets, vocab, tp):
+        return loss(logits, targets, vocab + 1, tp)
+
+    module.vocab_parallel_cross_entropy = broken
+
+
+def positions_of_a_piece(module):
+    """Rotary positions as if each rank had the first tokens."""
+    attention = module.TPAttention
+    init = attention.__init__
+
+    def broken(self, plain, tp):
+        init(self, plain, tp)
+        self.positions = lambda length, device: torch.arange(length) % (length // tp.size)
+
+    attention.__init__ = broken
+
+
+@pytest.mark.parametrize("plant, flags", [
+    (f_without_all_reduce, []),
+    (not_gathered_again, [*LLAMA, *SP]),
+    (row_bias_on_every_rank, []),
+    (norms_not_summed, [*LLAMA, *SP]),
+    (highest_not_shared, LLAMA),
+    (replicated_counted_on_each_rank, []),
+    (padding_not_masked, ODD),
+    (positions_of_a_piece, [*LLAMA, *SP]),
+])
+def test_planted(plant, flags):
+    proves("tensor_parallel", 2, *flags, plant=plant)
