@@ -571,21 +571,18 @@ class TPSwiGLU(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
-GPT2 = {
-    "tok": VocabEmbedding,
-    "pos": VocabEmbedding,
-    "blocks.*.attn": TPAttention,
-    "blocks.*.mlp.up": ColumnLinear,
-    "blocks.*.mlp.down": RowLinear,
-    "head": ColumnLinear,
+EMBEDDINGS = {"tok": VocabEmbedding, "head": ColumnLinear}
+ATTENTION = {"blocks.*.attn": TPAttention}
+PLANS = {
+    "gpt2": {
+        **EMBEDDINGS,
+        "pos": VocabEmbedding,
+        **ATTENTION,
+        "blocks.*.mlp.up": ColumnLinear,
+        "blocks.*.mlp.down": RowLinear,
+    },
+    "llama": {**EMBEDDINGS, **ATTENTION, "blocks.*.mlp": TPSwiGLU},
 }
-LLAMA = {
-    "tok": VocabEmbedding,
-    "blocks.*.attn": TPAttention,
-    "blocks.*.mlp": TPSwiGLU,
-    "head": ColumnLinear,
-}
-PLANS = {"gpt2": GPT2, "llama": LLAMA}
 
 
 def parallelize(model, tp, form="gpt2"):
@@ -604,7 +601,8 @@ def train_step(model, optimizer, x, y, valid, clip, tp):
     loss.backward()
     sum_gradients(model, tp)  # partial -> replicated
     norm = gradient_norm(model, tp)
-    nn.utils.clip_grads_with_norm_(model.parameters(), clip or math.inf, norm)
+    finite = norm.nan_to_num(0, posinf=0)  # else gradients stay, which show whose fault it is
+    nn.utils.clip_grads_with_norm_(model.parameters(), clip or math.inf, finite)
     optimizer.step()
     return loss, norm
 
