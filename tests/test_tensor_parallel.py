@@ -1,10 +1,8 @@
 import copy
-import functools
 import math
 import re
 import textwrap
 import types
-import weakref
 from functools import partial
 
 import pytest
@@ -20,7 +18,7 @@ from torch.utils.checkpoint import (
 
 
 import tensor_parallel
-from conftest import PROOF, SMALL, alone, copied, dry_run_agrees, each, proves, run, script, textbook
+from conftest import PROOF, alone, copied, dry_run_agrees, each, proves, run, script, textbook
 
 SP = ["--sp"]
 LLAMA = ["--model", "llama-toy"]
@@ -240,9 +238,7 @@ def check_dropout(kind):
     ones = torch.ones(40)
     assert len(distinct(layer.drop_inside(ones), tp)) == tp.size
     assert len(distinct(layer.drop_outside(ones), tp)) == (tp.size if kind == KINDS[1] else 1)
-    many = layer.drop_inside(torch.ones(100_000))
-    assert abs(many.mean().item() - 1) < 0.02
-    assert set(many.unique().tolist()) == {0.0, 1 / 0.6}
+    assert set(layer.drop_inside(ones).tolist()) == {0.0, 1 / 0.6}
     model.eval()
     assert layer.drop_inside(ones) is ones
 
@@ -265,7 +261,7 @@ def check_kept_summands():
 
 
 def check_loss():
-    """F.cross_entropy itself: bf16, huge and infinite logits, ranks of which some have no columns."""
+    """F.cross_entropy itself: bf16, huge and infinite logits, a rank without columns."""
     section = copied("tensor_parallel")
     tp = section.WholeSequence()
     for vocab, dtype, scale in (8, None, 1), (7, None, 1e4), (1, None, 1), (8, torch.bfloat16, 1):
@@ -312,32 +308,12 @@ def check_ids():
         assert rows.tolist() == [0, 0, 0, 3, 0, 4, 996]
 
 
-class SlowWork:
-    """A collective that reads its tensor as late as it may: when it is waited for."""
-
-    def __init__(self, reads):
-        self.reads = reads
-
-    def wait(self):
-        assert self.reads() is not None, "freed while a collective reads it"
-
-
-def check_pending():
-    reads = torch.zeros(3)
-    seen = weakref.ref(reads)
-    pending = tensor_parallel.Pending(torch.ones(3), SlowWork(seen), reads)
-    del reads
-    assert pending.wait().sum() == 3
-    assert seen() is None  # not longer than that
-
-
 def check_parts():
     check_usage()
     check_kept_summands()
     check_loss()
     check_shards()
     check_ids()
-    check_pending()
     for check in check_autocast, check_dropout:
         each(check, [(kind,) for kind in KINDS])
 
@@ -446,7 +422,6 @@ T = 16
 C = 32
 
 
-@functools.cache
 def of_a_block(form, tp, *flags):
     """A third block is what is added to two -> calls, bytes sent, bytes that autograd keeps."""
     sizes = ["--width", "32", "--heads", "4", "--seq", "16", "--model", form]
@@ -473,14 +448,12 @@ def test_a_block():
     assert kept - statistics == 4 * x + 12 * x / 4
 
 
-@pytest.mark.parametrize("form, whole", [("toy", 6 * C), ("llama-toy", 2 * C)])
-def test_a_block_of_a_cut_sequence(form, whole):
+def test_a_block_of_a_cut_sequence():
     x = 4 * B * T * C
-    calls, sent, kept = of_a_block(form, 2, *SP)
+    calls, sent, kept = of_a_block("toy", 2, *SP)
     assert calls == {"all_gather": 6, "reduce_scatter": 4, "all_reduce": 0}
-    assert sent == 10 * x / 2 + 4 * whole  # gradients of norms and row biases, in one all-reduce
-    if form == "toy":
-        assert kept == of_a_block(form, 1)[2] / 2
+    assert sent == 10 * x / 2 + 4 * 6 * C  # gradients of norms and row biases, in one all-reduce
+    assert kept == of_a_block("toy", 1)[2] / 2
 
 
 # ---- planted bugs: each must fail the check ------------------------------------------
@@ -524,28 +497,12 @@ def norms_not_summed(module):
     module.sum_gradients = lambda model, tp: None
 
 
-def highest_not_shared(module):
-    """Each rank subtracts the log-sum-exp of its own columns."""
-    all_reduce = dist.all_reduce
-
-    def broken(x, op=dist.ReduceOp.SUM, *args, **kwargs):
-        if op == dist.ReduceOp.MAX:
-            return None
-        return all_reduce(x, op, *args, **kwargs)
-
-    module.dist = types.SimpleNamespace(**{**vars(dist), "all_reduce": broken})
-
-
 def replicated_counted_on_each_rank(module):
     """The norm's all-reduce adds up what every rank has whole, too."""
-    norm = module.gradient_norm
-
     def broken(model, tp):
-        tp.cuts.update({p: None for p in model.parameters() if p not in tp.cuts})
-        found = norm(model, tp)
-        for p in [p for p, cut in tp.cuts.items() if cut is None]:
-            del tp.cuts[p]
-        return found
+        square = nn.utils.get_total_norm([p.grad for p in model.parameters()]).square()
+        dist.all_reduce(square)
+        return square.sqrt()
 
     module.gradient_norm = broken
 
@@ -577,7 +534,6 @@ def positions_of_a_piece(module):
     (not_gathered_again, [*LLAMA, *SP]),
     (row_bias_on_every_rank, []),
     (norms_not_summed, [*LLAMA, *SP]),
-    (highest_not_shared, LLAMA),
     (replicated_counted_on_each_rank, []),
     (padding_not_masked, ODD),
     (positions_of_a_piece, [*LLAMA, *SP]),
