@@ -754,6 +754,7 @@ def textbook(run, tensors):
     """-> rows (what, formula, expected). A number has b bytes, those in the loss have s.
 
     V', T': vocabulary and positions with padding. P: numbers held, W: those of whole parameters.
+    The other letters are common.py's.
     """
     cfg = run.cfg
     tp = run.world_size
@@ -764,7 +765,7 @@ def textbook(run, tensors):
     T = "T"
     positions = cfg.seq  # embedded once, not for each sequence
     if cfg.form == "llama":
-        held = "[(2 C + 2 K_v D + 3 F) L / tp + 2 V' + 2 L + 1] C"
+        held = "[(2 C + 2 K D + 3 F) L / tp + 2 V' + 2 L + 1] C"
         T = "0"
         positions = 0
     rows = [
