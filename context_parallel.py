@@ -86,17 +86,17 @@ def attend_block_backward(dout, q, out, lse, k, v, causal):
         rng = torch.empty(0, dtype=torch.int64, device=q.device)  # there is no dropout
         return aten._scaled_dot_product_flash_attention_backward(
             dout, q, k, v, out, lse.contiguous(),
-            cum_seq_q=None, cum_seq_k=None,  # all sequences are of one length
-            max_q=q.shape[2], max_k=k.shape[2],
+            cum_seq_q=None, cum_seq_k=None, max_q=q.shape[2], max_k=k.shape[2],  # of one length
             dropout_p=0.0, is_causal=causal, philox_seed=rng, philox_offset=rng)
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dout, q, k, v, out, lse, dropout_p=0.0, is_causal=causal)
 
 
-def repeat_heads(x, H):
-    """K or V (B, fewer heads, ..) -> (B, H, ..): query heads that share one get a copy each."""
-    shared_by = H // x.shape[1]
-    return x.unsqueeze(2).expand(-1, -1, shared_by, -1, -1).flatten(1, 2)  # 1: no copy
+def repeat_heads(kv, H):
+    """K and V (2, B, fewer heads, keys, D) -> two of (B, H, ..): heads that share get copies."""
+    shared_by = H // kv.shape[2]
+    repeated = kv.unsqueeze(3).expand(-1, -1, -1, shared_by, -1, -1)
+    return repeated.flatten(2, 3).unbind()  # where shared_by is 1 nothing is copied
 
 
 def sum_heads(dx, out):
@@ -159,16 +159,19 @@ class ReturnByReduceScatter:
     def __init__(self, ring):
         self.ring = ring
         self.everyone = None  # (cp, ..): this rank's parts, in the order of the ranks they are for
+        self.part = None  # the last of them; finish() writes the result over it
 
     def add(self, part, hop):
         if hop == 0:
             self.everyone = part.new_empty(self.ring.cp, *part.shape)
         self.everyone[self.ring.source(hop)] = part
+        self.part = part
 
     def finish(self):
-        own = torch.empty_like(self.everyone[:1])
-        reduce_scatter(own, self.everyone, group=self.ring.group)  # partial -> sharded
-        return own[0]
+        # partial -> sharded
+        reduce_scatter(self.part.unsqueeze(0), self.everyone, group=self.ring.group)
+        self.everyone.untyped_storage().resize_(0)  # gloo's thread would keep it for a while
+        return self.part
 
 
 # Which pairs of own queries and of the keys that are here count at a hop.
@@ -190,8 +193,7 @@ class Ring:
         self.causal = causal  # False: each query sees all keys, as in an encoder
         self.cp_rank = dist.get_rank(group)
         self.cp = dist.get_world_size(group)
-        # other kernels and other ways to the next rank can take the place of these
-        self.attend_block = attend_block
+        self.attend_block = attend_block  # this and the next two can be exchanged
         self.attend_block_backward = attend_block_backward
         self.send_on = Hop
 
@@ -226,8 +228,7 @@ class Ring:
         return Wanted(too_early * size, seen * size, False)
 
     def bring(self, kv):
-        """Yield own K and V, then those of each rank before, while the next ones are on their way.
-        """
+        """Yield own K and V, then those of each rank before, while the next are on their way."""
         for _ in range(self.cp - 1):
             hop = self.send_on(kv, self)
             yield kv
@@ -247,6 +248,8 @@ class Ring:
         tokens = q.shape[2]
         assert k.shape[2] == tokens, f"{k.shape[2]} keys for {tokens} queries"
         assert tokens % len(self.chunks()) == 0, f"{tokens} tokens: cut them as positions() says"
+        if torch.is_autocast_enabled(q.device.type):  # RoPE may have made fp32 of q and k
+            q, k, v = [x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v)]
         return BlockwiseAttention.apply(q, torch.stack([k, v]), self)
 
 
@@ -284,8 +287,8 @@ class BlockwiseAttention(torch.autograd.Function):
             first, keys, causal = ring.wanted(hop, tokens)
             if keys == 0:
                 continue
-            k, v = [repeat_heads(x[:, :, :keys], H) for x in kv]
-            block_out, block_lse = ring.attend_block(q[:, :, first:], k, v, causal)
+            block_out, block_lse = ring.attend_block(
+                q[:, :, first:], *repeat_heads(kv[..., :keys, :], H), causal)
             # A softmax of all keys so far weighs each output by its sum of exp(score): this block's
             # is e^block_lse / (e^block_lse + e^lse), and that is a sigmoid
             weight = torch.sigmoid(block_lse - lse[:, :, first:])
@@ -308,10 +311,9 @@ class BlockwiseAttention(torch.autograd.Function):
             first, keys, causal = ring.wanted(hop, tokens)
             dkv = torch.zeros_like(own, dtype=lse.dtype)
             if keys > 0:
-                k, v = [repeat_heads(x[:, :, :keys], H) for x in kv]
                 block_dq, block_dk, block_dv = ring.attend_block_backward(
                     dout[:, :, first:], q[:, :, first:], out[:, :, first:], lse[:, :, first:],
-                    k, v, causal)
+                    *repeat_heads(kv[..., :keys, :], H), causal)
                 dq[:, :, first:] += block_dq
                 sum_heads(block_dk, out=dkv[0, :, :, :keys])
                 sum_heads(block_dv, out=dkv[1, :, :, :keys])
@@ -325,17 +327,18 @@ class AllToAll(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, cut, join, group):
-        ctx.cut = cut
-        ctx.join = join
-        ctx.group = group
+        ctx.way_back = (join, cut, group)
         parts = torch.stack(x.chunk(dist.get_world_size(group), cut)).contiguous()
         received = torch.empty_like(parts)
         dist.all_to_all_single(received, parts, group=group)  # sharded(join) -> sharded(cut)
-        return torch.cat(received.unbind(), join)
+        joined = torch.cat(received.unbind(), join)
+        for buffer in (parts, received):
+            buffer.untyped_storage().resize_(0)  # gloo's thread would keep them for a while
+        return joined
 
     @staticmethod
     def backward(ctx, grad):
-        return AllToAll.apply(grad, ctx.join, ctx.cut, ctx.group), None, None, None
+        return AllToAll.apply(grad, *ctx.way_back), None, None, None
 
 
 class Ulysses(Ring):

@@ -416,7 +416,7 @@ def not_turned_back(module):
     """Heads and tokens come back from the wrong ranks."""
 
     def broken(ctx, grad):
-        back = AllToAll.apply(grad, ctx.join, ctx.cut, ctx.group)
+        back = AllToAll.apply(grad, *ctx.way_back)
         return back.flip(2), None, None, None
 
     AllToAll.backward = staticmethod(broken)
