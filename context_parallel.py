@@ -542,9 +542,8 @@ def refuse(args):
     require(cfg.seq % chunks == 0,
             f"--seq {cfg.seq} does not divide into {chunks} chunks, for {args.attn} on {cp} ranks")
     if args.attn == "ulysses":
-        require(cfg.heads % cp == 0 and cfg.kv_heads % cp == 0,
-                f"--heads {cfg.heads} --kv-heads {cfg.kv_heads}: ulysses on {cp} ranks needs "
-                "multiples of that")
+        for flag, heads in (("--heads", cfg.heads), ("--kv-heads", cfg.kv_heads)):
+            require(heads % cp == 0, f"{flag} {heads} does not divide over {cp} ranks, for ulysses")
     if args.impl == "scratch":
         return
     on_gpu = torch.cuda.is_available() and args.device != "cpu" and not args.dry_run
@@ -571,7 +570,7 @@ def set_up(run, impl, ring):
         def evaluate(x, y):
             return loss_sum(model(x[:, own]), y[:, own])
 
-        return Side(model, optimizer, train_step, evaluate=evaluate)
+        return Side(model=model, optimizer=optimizer, train_step=train_step, evaluate=evaluate)
 
     count_as(model, Zigzag())
     mesh = dist.init_device_mesh(run.device.type, (ring.cp,))
@@ -581,7 +580,7 @@ def set_up(run, impl, ring):
             return loss_sum(model(x), y)
 
     step = functools.partial(train_step_at_work, mesh=mesh)
-    return Side(model, optimizer, step, evaluate=evaluate_at_work)
+    return Side(model=model, optimizer=optimizer, train_step=step, evaluate=evaluate_at_work)
 
 
 def textbook(run, cp, P):

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import context_parallel
 from conftest import (
-    check_refused, copied, dry_run_agrees, each, is_clear, outcome, proves, run, script, textbook,
+    copied, dry_run_agrees, each, is_clear, outcome, proves, run, script, textbook,
     SMALL)
 from context_parallel import KINDS, AllGather, AllToAll, Ring, Ulysses, on_paper, picture
 from harness.ledger import Ledger
@@ -449,7 +449,8 @@ def test_bad_usage(monkeypatch):
     lines = [
         (["--dry-run", "2", "--attn", "ring", "--seq", "15"], "does not divide into 2 chunks"),
         (["--dry-run", "2", "--seq", "18"], "--seq 18 does not divide into 4 chunks, for zigzag"),
-        (["--dry-run", "3", "--attn", "ulysses", "--seq", "18"], "--heads 4 --kv-heads 4"),
+        (["--dry-run", "3", "--attn", "ulysses", "--seq", "18"], "--heads 4 does not divide over 3"),
+        (["--dry-run", "4", "--attn", "ulysses", *LLAMA], "--kv-heads 2 does not divide over 4"),
         (["--impl", "torch", "--device", "cpu"], "needs GPUs"),
         (["--impl", "both", "--dry-run", "2"], "take --impl scratch"),
     ]
