@@ -115,8 +115,8 @@ class Call:
 
     def __init__(self, forward, inputs):
         self.forward = forward
-        self.hooks = hooks_around()
-        self.inputs = [Kept(x, self.hooks) if isinstance(x, torch.Tensor) else x for x in inputs]
+        hooks = hooks_around()
+        self.inputs = [Kept(x, hooks) if isinstance(x, torch.Tensor) else x for x in inputs]
         self.states = random_states()
         device = inputs[0].device.type
         self.autocast = torch.autocast(
@@ -135,25 +135,27 @@ class Call:
 
     def repeat(self):
         self.made = {}
-        self.hooks = hooks_around()  # around this backward
+        made = self.made
+        layouts = self.layouts
+        hooks = hooks_around()
+
+        def keep(tensor):  # a function without self, which the second graph would keep alive
+            number = len(made)  # nothing is fetched before this forward has ended
+            assert layout(tensor) == layouts[number], "forward made others when it ran again"
+            made[number] = Kept(tensor.detach(), hooks)  # without the second graph behind it
+            if len(made) == len(layouts):
+                raise Enough
+
         inputs = [make(x) for x in self.inputs]
         before = random_states()
         set_random_states(*self.states)
         try:
-            with torch.enable_grad(), self.autocast, saved_tensors_hooks(self.keep, self.fetch):
+            with torch.enable_grad(), self.autocast, saved_tensors_hooks(keep, make):
                 self.forward(*inputs)
         except Enough:
             pass
         set_random_states(*before)
-        assert len(self.made) == len(self.layouts), "forward made fewer tensors when it ran again"
-
-    def keep(self, tensor):
-        number = len(self.made)  # nothing is fetched before this forward has ended
-        assert layout(tensor) == self.layouts[number], "forward made others when it ran again"
-        self.made[number] = Kept(tensor.detach(), self.hooks)  # or it would keep the second graph
-        if len(self.made) == len(self.layouts):
-            raise Enough
-        return number
+        assert len(made) == len(layouts), "forward made fewer tensors when it ran again"
 
 
 def layout(tensor):
