@@ -431,7 +431,7 @@ def no_sync(model):
 
 AMP = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FLAGS = {
-    "amp": Flag("off", "autocast to", tuple(AMP)),
+    "amp": Flag("off", "autocast to", tuple(AMP), course=True),
     "accum": Flag(1, "M, micro-batches", POSITIVE),
     "ckpt": Flag("none", "keep less for backward", tuple(CHECKPOINT)),
     "compile": Flag(False, "torch.compile blocks"),

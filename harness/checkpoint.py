@@ -197,21 +197,22 @@ Start = namedtuple("Start", "folder steps ranks flag save extra constants",
 # extra    what the run that wrote it has given to write()
 # constants  of the model there which have no flags: the base of rotary angles, eps of the norms
 
-# Where these differ, so do names or shapes of tensors. seq is not among them, although pos.weight
-# has a row for each position: --init-from may take the first rows of a longer one, see misfit().
+# Where these differ, so do names or shapes of tensors. seq is not among them, although learned
+# positions have a row for each: --init-from may take the first rows of more, see misfit().
 SIZES = ("layers", "width", "vocab", "form", "kv_heads", "hidden")
 # What the losses of a run and of its continuation depend on. Those that one of the two scripts has
 # no flag for are not compared.
 COURSE = ("heads", "seq", "dtype", "seed", "batch", "data", "pad", "lr", "clip",
-          "warmup", "decay", "min_lr", "train", "amp", "experts", "top_k", "capacity", "balance")
+          "warmup", "decay", "min_lr", "train")  # and what a script names: Flag.course
 
 
 def identity(args):
     """What a run tells about itself in its checkpoints -> {name: value}."""
     mine = {"script": Path(sys.argv[0]).stem, "impl": args.impl, **args.cfg._asdict()}
-    for name in COURSE:
+    for name in (*COURSE, *args.course):
         if name not in mine and hasattr(args, name):
             mine[name] = getattr(args, name)
+    mine["course"] = args.course
     mine["held_out"] = bool(getattr(args, "eval_every", 0))  # the corpus is shorter then
     mine["job"] = job()
     if getattr(args, "decay", "none") != "none":
@@ -248,9 +249,9 @@ def other_course(saved, now, fresh):
     wanted. Then the course of training does not matter, but the sizes do, and the number of heads,
     which no shape shows.
     """
-    names = [*SIZES, "heads"]
+    names = ["heads", *SIZES]
     if not fresh:
-        names += [*COURSE, "held_out", "steps"]
+        names += [*COURSE, *now["course"], "held_out", "steps"]
     for name in names:
         if name in saved and name in now and saved[name] != now[name]:
             return f"saved with {name} {saved[name]}, not {now[name]}"
@@ -824,27 +825,15 @@ def misfit(table, pieces):
     """-> in words, why this rank's pieces cannot be read from a checkpoint, or ""."""
     for piece in pieces:
         if piece.name not in table.state_dict_metadata:
-            return f"it has no {piece.name}{other_kind(table, pieces)}"
+            return f"it has no {piece.name}"
         saved = tuple(table.state_dict_metadata[piece.name].size)
         if saved == piece.shape:
             continue
-        if piece.name.startswith("pos.weight") and saved[1:] == piece.shape[1:]:
-            if saved[0] > piece.shape[0]:
-                continue  # a shorter --seq: the first positions are used
-            return (f"its pos.weight has {saved[0]} positions, fewer than --seq {piece.shape[0]}: "
-                    f"take --seq {saved[0]} or less")
+        # What has a row for each position: a shorter --seq uses the first ones. Other first
+        # dimensions are SIZES, which have been compared.
+        if saved[1:] == piece.shape[1:] and saved[0] > piece.shape[0]:
+            continue
         return f"{piece.name} is {saved} there, {piece.shape} here"
-    return ""
-
-
-def other_kind(table, pieces):
-    """-> a hint if one of the two models has experts and the other has none."""
-    theirs = any(".experts." in name for name in table.state_dict_metadata)
-    ours = any(".experts." in piece.name for piece in pieces)
-    if ours and not theirs:
-        return ": it has plain MLPs, and this model has experts"
-    if theirs and not ours:
-        return ": it has experts, and this model has not"
     return ""
 
 

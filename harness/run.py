@@ -209,6 +209,7 @@ class Run:
         self.table = report.Table(self.first, self.last, bool(self.args.eval_every))
         self.step_log = None  # --log-file, on rank 0
         self.rows = None  # this rank's of every batch, from steps() on
+        self.ties = None  # names of the plain model's tied parameters, once --watch asks
 
     def __enter__(self):
         if self.dry:
@@ -401,7 +402,10 @@ class Run:
         watched = bool(self.args.watch) and (step + 1) % self.args.watch == 0
         if side.may_overflow:
             norm = 0.0
-        fault = guard.fault(loss, norm, watched, side.full_gradients, side.full_state_dict)
+        if watched and self.ties is None:
+            self.ties = guard.ties_of(self.build())
+        fault = guard.fault(loss, norm, watched, side.full_gradients, side.full_state_dict,
+                            self.ties)
         require(not fault, f"step {step}: {fault}", code=1)
 
     def tell(self, impl, step, loss, norm, validation):
