@@ -542,7 +542,7 @@ class Run:
     def measured(self, kind, what):
         ledger = self.ledger[self.impls[0]]
         if kind != "held":
-            return ledger.collectives[what][kind]
+            return ledger.collectives.get(what, {}).get(kind, 0)
         if what == "states":
             return sum(ledger.memory[k] for k in ("parameters", "gradients", "optimizer"))
         return ledger.memory[what]
