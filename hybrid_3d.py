@@ -1013,7 +1013,8 @@ def build_plain(args, cfg, seed, device, dtype):
     if args.experts:
         moe.mixture(model, seed, cfg, experts=args.experts, top_k=args.top_k, shared=args.shared,
                     balance=args.balance, capacity=args.capacity)
-        moe.set_sources(model, sources(args))
+        if not args.dry_run:
+            moe.set_sources(model, sources(args))
     return model
 
 
@@ -1067,7 +1068,7 @@ def set_up(run, mesh, plans, layers):
     if args.experts:
         extra = partial(notes, model)
     return Side(
-        model, optimizer, train_step,
+        model=model, optimizer=optimizer, train_step=train_step,
         full_gradients=partial(full_gradients, model),
         full_state_dict=partial(full_state_dict, model),
         evaluate=lambda x, y: evaluate(model, x[:, tokens], y[:, tokens]),
@@ -1086,7 +1087,7 @@ def set_up_at_work(run, mesh, plans, layers):
                                 args)
     optimizer = adamw(model.parameters(), args.lr)
     return Side(
-        model, optimizer, train_step_at_work,
+        model=model, optimizer=optimizer, train_step=train_step_at_work,
         full_gradients=partial(full_gradients_at_work, model),
         full_state_dict=partial(full_state_dict_at_work, model),
         evaluate=model.evaluate,
