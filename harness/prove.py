@@ -1,0 +1,295 @@
+"""Is a parallel training right? It is compared with the same training in one process.
+
+    def plain():                                   # one process, the whole batch
+        model, optimizer = ..
+        for step in range(3):
+            ..
+            yield loss, gradients, parameters      # {name: whole tensor}; loss: a number, or None
+
+    def parallel():                                # the training in question, on every rank
+        for step in range(3):
+            ..
+            yield loss, zero.full_gradients(), zero.full_state_dict()
+
+    sys.exit(0 if prove(plain, parallel) else 1)
+
+Seed both alike, and do both in fp64: there right code differs by rounding, 1e-12 or less, and wrong
+code by about 1. In fp32 a wrong factor or a missing piece shows, in bf16 what is large. Torch alone.
+"""
+import itertools
+import json
+import math
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+# (precision, the largest eps that has it, the largest gap of each kind that may be rounding)
+PRECISIONS = (
+    ("fp64", 1e-15, {"loss": 1e-10, "gradient": 1e-10, "parameter": 1e-10}),
+    ("fp32", 1e-6, {"loss": 1e-4, "gradient": 2e-3, "parameter": 2e-2}),
+    ("half precision", math.inf, {"loss": 2e-2, "gradient": 0.25, "parameter": 0.25}),
+)
+# No denominator is below this part of the largest tensor's. Key biases need it: their gradient is
+# zero in exact arithmetic.
+FLOOR = 1e-4
+STEPS = 100  # are compared at most
+SHOWN = 6  # tensors that differ
+HINTS = {  # beyond single tensors
+    "loss": "the loss is wrong, or only what is reported of it",
+    "gradient": "look at what becomes of gradients in and after backward",
+    "parameter": "gradients are equal: look at the optimizer (what it was made of, what it sees), "
+                 "the clipping, the rate",
+}
+
+
+def prove(plain, parallel, tolerance=None):
+    """plain, parallel: generator functions, see above -> are they equal? The same on all ranks.
+
+    Every rank of the default process group calls it; without one this is a world of one. Rank 0
+    runs plain, after parallel, and prints. tolerance: of max|parallel - plain| / max|plain|; None
+    takes that of the narrowest dtype. What plain or parallel raises is passed on.
+    """
+    group = None
+    if dist.is_initialized():
+        group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+    random = torch.get_rng_state()
+    dtype = torch.get_default_dtype()
+    ours, trouble = all_steps(parallel(), group)
+    torch.set_rng_state(random)  # both begin with the same
+    torch.set_default_dtype(dtype)
+    theirs = []
+    if group is None or dist.get_rank() == 0:
+        theirs = [snapshot(*step) for step in itertools.islice(plain(), len(ours) + 1)]
+    count = exchange(len(theirs), group)[0]
+    if not trouble and count != len(ours):
+        trouble = [f"parallel makes {len(ours)} steps, plain {min(count, len(ours))}, or more"]
+    eps = max(exchange(max(map(eps_of, ours + theirs), default=0.0), group))
+    precision, _, limits = next(row for row in PRECISIONS if eps <= row[1])
+    if tolerance is not None:
+        limits = dict.fromkeys(limits, tolerance)
+    worst = {}  # {kind: (gap, name)}
+    moved = False  # has plain had any gradient that is not zero?
+    for number, (mine, wanted) in enumerate(itertools.zip_longest(ours, theirs[:len(ours)])):
+        if not trouble:
+            wanted = from_first(wanted, group)
+            moved = moved or any(t.any() for t in wanted["gradient"].values())
+            trouble = judge(number, mine, wanted, limits, group, worst, is_exact=eps < 1e-15)
+    if not trouble and not (moved and "parameter" in worst):
+        trouble = ["nothing is proved: no parameters, or no gradients but zeros"]
+    if group is None or dist.get_rank() == 0:
+        tell(trouble, worst, precision, len(ours))
+    return not trouble
+
+
+def all_steps(training, group):
+    """Runs a generator to its end on every rank -> snapshots of its steps, what is wrong."""
+    steps = []
+    while True:
+        step = next(training, None)
+        there = exchange(step is not None, group)
+        if not any(there):
+            return steps, []
+        if not all(there):
+            return steps, [f"rank {there.index(False)} ends after {len(steps)} steps, "
+                           f"rank {there.index(True)} goes on"]
+        if len(steps) == STEPS:
+            return steps, [f"more than {STEPS} steps: let both generators end before"]
+        steps.append(snapshot(*step))
+
+
+def snapshot(loss, gradients, parameters):
+    """-> {kind: {name: tensor}}, in memory of their own on the CPU. DTensors become whole."""
+    losses = {}
+    if loss is not None:
+        losses["loss"] = torch.as_tensor(loss)
+    found = {}
+    for kind, tensors in (("loss", losses), ("gradient", gradients), ("parameter", parameters)):
+        found[kind] = {}
+        for name, t in tensors.items():
+            if hasattr(t, "full_tensor"):
+                t = t.full_tensor()
+            if t is not None:
+                found[kind][name] = t.detach().to("cpu", copy=True)
+    return found
+
+
+def judge(number, ours, plain, limits, group, worst, is_exact):
+    """Two snapshots of a step, plain's from rank 0 -> what is wrong, in lines. Updates worst."""
+    trouble = []
+    for kind, limit in limits.items():
+        if kind == "loss" and not all(exchange(bool(ours[kind] and plain[kind]), group)):
+            continue  # somebody says nothing of it
+        noise = set()
+        if kind == "parameter" and not is_exact:
+            noise = without_direction(plain["gradient"])
+        ranks = 1 if group is None else dist.get_world_size()
+        found = differences(ours[kind], plain[kind], limit, ranks, noise)
+        lines = merge(exchange(found, group), limit, kind, worst)
+        if lines:
+            heading = f"step {number}, {kind}: {len(lines)} of {len(found)} differ"
+            trouble += [heading, *lines[:SHOWN], "  " + HINTS[kind]]
+        if trouble and kind == "gradient":
+            break  # then so do parameters
+    if trouble and number > 0:
+        trouble.append(f"  equal until step {number - 1}: something does not follow the step "
+                       "(zero_grad, the rate, the data, a stale copy)")
+    return trouble
+
+
+def merge(of_ranks, limit, kind, worst):
+    """What differences() has found on each rank -> a line for each tensor that differs."""
+    lines = []
+    for name in dict.fromkeys(itertools.chain(*of_ranks)):
+        gaps, words, sizes = zip(*(found.get(name, (0.0, "", 0.0)) for found in of_ranks))
+        rank = gaps.index(max(gaps))
+        worst[kind] = max(worst.get(kind, (0.0, name)), (gaps[rank], name))
+        wrong = [str(rank) for rank, gap in enumerate(gaps) if gap > limit]
+        line = f"  {name} {words[rank]}"
+        if len(wrong) < len(gaps):
+            line = f"  {name} on rank {', '.join(wrong)} alone {words[rank]}"
+        elif max(sizes) - min(sizes) > 1e-6 * max(sizes):
+            line += "; ranks disagree with each other"
+        if wrong:
+            lines.append(line)
+    return lines
+
+
+def tell(trouble, worst, precision, steps):
+    for line in trouble:
+        print(f"prove: {line}")
+    gaps = [f"{kind} {gap:.1e} ({name})" for kind, (gap, name) in worst.items()]
+    if precision != "fp64":
+        precision += ", where smaller mistakes cannot be told from rounding (fp64 can)"
+    print(f"prove: {steps} steps in {precision}; worst gaps: {', '.join(gaps) or 'none'}")
+    print("prove: NOT EQUAL" if trouble else "prove: EQUAL", flush=True)
+
+
+# ---- two sets of tensors -------------------------------------------------------
+
+
+def differences(ours, plain, limit, ranks, noise=()):
+    """Two {name: tensor} -> {name: (gap, in words what a gap above limit looks like, a size)}.
+
+    The gap is max|ours - plain| / max|plain|. NaN is infinitely far, and so is what one side lacks.
+    No denominator is below FLOOR times the largest max|plain|. noise: names that are not judged.
+    """
+    sizes = {name: largest(t) for name, t in plain.items()}
+    floor = FLOOR * max(sizes.values(), default=0.0)
+    found = {}
+    for name in dict.fromkeys([*plain, *ours]):
+        if name not in ours:
+            found[name] = math.inf, "is missing in parallel", 0.0
+        elif name not in plain:
+            found[name] = math.inf, "is unknown in plain", 0.0
+        elif ours[name].shape != plain[name].shape:
+            shapes = f"{tuple(ours[name].shape)}, not {tuple(plain[name].shape)}"
+            found[name] = math.inf, f"has the shape {shapes}: a piece that nobody gathers?", 0.0
+        elif name not in noise:
+            scale = max(sizes[name], floor)
+            mine = ours[name].double()
+            theirs = plain[name].double()
+            gap = gap_of(mine, theirs, scale)
+            words = ""
+            if gap > limit:
+                words = looks_like(mine, theirs, limit * scale, ranks)
+            found[name] = gap, words, mine.abs().sum().item()
+    return found
+
+
+def gap_of(ours, plain, scale):
+    difference = largest(ours - plain)
+    if difference == 0:
+        return 0.0
+    if math.isfinite(difference) and scale > 0:
+        return difference / scale
+    return math.inf
+
+
+def largest(t):
+    """-> max|t|, of a tensor without elements 0."""
+    if t.numel() == 0:
+        return 0.0
+    return t.double().abs().max().item()
+
+
+def looks_like(ours, plain, limit, ranks):
+    """In words: how do two tensors of fp64 differ? limit: of |ours - plain|, below is rounding."""
+    if not ours.isfinite().all():
+        return "is not finite"
+    for dim, lines in zip(range(plain.dim()), ("rows", "columns")):
+        size = plain.shape[dim]
+        wrong = ((ours - plain).abs() > limit).transpose(0, dim).reshape(size, -1).any(1).nonzero()
+        first = int(wrong[0])
+        count = int(wrong[-1]) + 1 - first
+        if ours.any() and len(wrong) == count < size:
+            whose = ""
+            if count * ranks == size and first % count == 0:
+                whose = f" (rank {first // count}'s piece)"
+            part = pattern(ours.narrow(dim, first, count), plain.narrow(dim, first, count), ranks)
+            return f"differs in {lines} {first} to {first + count - 1} of {size}{whose}: {part}"
+    return "is " + pattern(ours, plain, ranks)
+
+
+def pattern(ours, plain, ranks):
+    if not ours.any():
+        return "zero: nothing arrives"
+    factor = ((ours * plain).sum() / (plain * plain).sum()).item()
+    if not largest(ours - factor * plain) <= 1e-3 * largest(ours):
+        return "another tensor, with no simple pattern"
+    words = f"{factor:.3f} times what it should be"
+    for count in range(2, 1025):
+        parts = f"{count} micro-batches, or the ranks of one axis,"
+        if count == ranks:
+            parts = f"the {count} ranks, or as many micro-batches,"
+        if math.isclose(factor, count, rel_tol=1e-3):
+            return f"{words}: a sum over {parts} where a mean belongs, or it counts {count} times"
+        if math.isclose(factor, 1 / count, rel_tol=1e-3):
+            return f"{words}: a mean over {parts} where a sum belongs, or one of {count} summands"
+    return f"{words}: another clipping, loss scale, rate or number of targets"
+
+
+def without_direction(gradients):
+    """-> names of gradients that are zero but for rounding, of which Adam makes whole steps."""
+    floor = FLOOR * max(map(largest, gradients.values()), default=0.0)
+    return {name for name, t in gradients.items() if largest(t) <= floor}
+
+
+def eps_of(snapshot):
+    """Of the narrowest dtype among its gradients and parameters."""
+    tensors = [*snapshot["gradient"].values(), *snapshot["parameter"].values()]
+    return max((torch.finfo(t.dtype).eps for t in tensors if t.is_floating_point()), default=0.0)
+
+
+# ---- between ranks -------------------------------------------------------------
+
+
+def exchange(thing, group):
+    """What each rank has, of what JSON can say -> the list of all ranks' things."""
+    if group is None:
+        return [thing]
+    mine = json.dumps(thing).encode()
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(mine)]), group=group)
+    padded = torch.tensor(list(mine.ljust(max(map(int, sizes)))), dtype=torch.uint8)
+    rows = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(rows, padded, group=group)
+    return [json.loads(bytes(row.tolist())) for row in rows]
+
+
+def from_first(snapshot, group):
+    """Rank 0's snapshot -> on every rank, in fp64."""
+    if group is None:
+        return snapshot
+    shapes = None
+    if snapshot is not None:
+        shapes = {kind: {name: t.shape for name, t in tensors.items()}
+                  for kind, tensors in snapshot.items()}
+    received = exchange(shapes, group)[0]
+    for kind, tensors in received.items():
+        for name, shape in tensors.items():
+            tensors[name] = torch.empty(shape, dtype=torch.float64)
+            if snapshot is not None:
+                tensors[name].copy_(snapshot[kind][name])
+            dist.broadcast(tensors[name], 0, group=group)
+    return received
