@@ -114,6 +114,22 @@ def run_pieces(name, shape, first, flat, writes):
     return pieces
 
 
+def parts_pieces(parts, optimizer, writes):
+    """Pieces of flat shards and of their AdamW states.
+
+    parts: (name, shape, first, p): p is a 1-D parameter, the optimizer's, which holds the elements
+    first, first + 1, .. of the flattened tensor `name` of this shape.
+    """
+    pieces = []
+    for name, shape, first, p in parts:
+        pieces += run_pieces(name, shape, first, p.detach(), writes)
+        for kind in STATES:
+            if kind in optimizer.state.get(p, {}):
+                state = optimizer.state[p][kind]
+                pieces += run_pieces(f"{name}.{kind}", shape, first, state, writes)
+    return pieces
+
+
 def boxes_of_run(shape, low, high):
     """Elements low to high of a flattened tensor -> [(start, shape of the box, first element)].
 
@@ -181,7 +197,7 @@ Start = namedtuple("Start", "folder steps ranks flag save extra", defaults=(None
 
 # Where these differ, so do names or shapes of tensors. seq is not among them, although pos.weight
 # has a row for each position: --init-from may take the first rows of a longer one, see misfit().
-SIZES = ("layers", "width", "vocab")
+SIZES = ("layers", "width", "vocab", "form", "kv_heads", "hidden")
 # What the losses of a run and of its continuation depend on. Those that one of the two scripts has
 # no flag for are not compared.
 COURSE = ("heads", "seq", "dtype", "seed", "batch", "data", "pad", "lr", "clip",

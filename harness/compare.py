@@ -1,15 +1,12 @@
-"""How far a training run is from the plain run, which is that of one process."""
-import math
-
+"""A run's own check: what it has done beside what one process does. The comparison is prove.py's."""
 import torch
+
+from harness.prove import differences
 
 # {kind of gap: the attribute of a Trace with what is compared}
 KINDS = {"loss": "loss", "gradient": "gradients", "grad_norm": "norm", "parameter": "state"}
 # the largest gap that passes. That of fp32 is multiplied by the steps: see tolerance()
 LIMITS = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 2e-2}
-# No denominator is below this part of the largest tensor's. Key biases need it: their gradient is
-# zero in exact arithmetic.
-FLOOR = 1e-4
 
 
 class Trace:
@@ -43,45 +40,6 @@ class Trace:
             self.state[f"{name}, step {step}"] = t.detach().to("cpu", copy=True)
 
 
-def worst_gap(ours, plain):
-    """Two {name: tensor} -> the largest gap max|ours - plain| / max|plain|, and whose it is.
-
-    NaN is infinitely far. No denominator is below FLOOR times the largest max|plain|; if all of
-    them are 0, what differs is infinitely far. Raises AssertionError unless names and shapes are
-    the same.
-    """
-    if ours.keys() != plain.keys():
-        raise AssertionError(f"not the plain GPT's tensors: {sorted(ours.keys() ^ plain.keys())}")
-    sizes = {}
-    for name, t in plain.items():
-        if ours[name].shape != t.shape:
-            shapes = f"{tuple(ours[name].shape)}, not {tuple(t.shape)}"
-            raise AssertionError(f"not the plain GPT's shape: {name} is {shapes}")
-        sizes[name] = largest(t)
-    floor = FLOOR * max(sizes.values())
-    worst = -1.0
-    for name, t in plain.items():
-        difference = largest(ours[name].double() - t.double())
-        denominator = max(sizes[name], floor)
-        if difference == 0:
-            gap = 0.0
-        elif math.isfinite(difference) and denominator > 0:
-            gap = difference / denominator
-        else:
-            gap = math.inf
-        if gap > worst:
-            worst = gap
-            whose = name
-    return worst, whose
-
-
-def largest(t):
-    """-> max|t|, of a tensor without elements 0."""
-    if t.numel() == 0:
-        return 0.0
-    return t.abs().max().item()
-
-
 def tolerance(dtype, steps):
     """The largest gap that right code may show.
 
@@ -93,28 +51,30 @@ def tolerance(dtype, steps):
     return LIMITS[dtype]
 
 
-def compare(ours, plain, dtype):
+def compare(ours, plain, dtype, ranks):
     """Two traces -> the report's `check`.
 
     In bf16 single tensors are mostly rounding, and only the losses are held to the tolerance.
     """
     limit = tolerance(dtype, len(plain.loss))
-    gaps = {}
-    for kind, attribute in KINDS.items():
-        gaps[kind], name = worst_gap(getattr(ours, attribute), getattr(plain, attribute))
-        if kind == "gradient":
-            worst_gradient = name
-    judged = [*KINDS]
+    found = {}
+    for kind, attribute in {**KINDS, "validation": "validation"}.items():
+        theirs = getattr(plain, attribute)
+        if theirs or kind != "validation":
+            found[kind] = differences(getattr(ours, attribute), theirs, limit, ranks)
+    worst = {kind: max(of_kind, key=lambda name: of_kind[name][0])
+             for kind, of_kind in found.items()}
+    gaps = {kind: found[kind][name][0] for kind, name in worst.items()}
+    judged = list(found)
     if dtype == "bf16":
-        judged = ["loss"]
-    if plain.validation:
-        gaps["validation"], _ = worst_gap(ours.validation, plain.validation)
-        judged.append("validation")
+        judged = [kind for kind in found if kind in ("loss", "validation")]
     return {
         **gaps,
-        "gradient_worst": worst_gradient,
+        "gradient_worst": worst["gradient"].rpartition(", step ")[0],
         "gradients_compared": len({name.rpartition(", step ")[0] for name in plain.gradients}),
         "tolerance": limit,
         "judged": judged,
         "passed": all(gaps[kind] <= limit for kind in judged),
+        "differ": [f"{kind} {name} {words}" for kind in judged
+                   for name, (_, words) in found[kind].items() if words],
     }

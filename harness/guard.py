@@ -33,7 +33,7 @@ def prepare(timeout):
 
 
 def among_the_living(store, rank, world_size):
-    """What a rendezvous returns -> the same, the store under a prefix that only these ranks know.
+    """A rendezvous' store -> the same under a prefix that only these ranks know.
 
     torchrun's store outlives the ranks that it restarts, and still has what the dead have set:
     without this, gloo finds their addresses and fails to connect. Rank 0 makes up the prefix. It
@@ -48,7 +48,7 @@ def among_the_living(store, rank, world_size):
         store.set(f"here {rank}", myself)
         prefix = store.get(f"prefix for {myself}").decode()  # waits for rank 0
         store.set(f"{prefix} {rank}", "heard")
-    return dist.PrefixStore(prefix, store), rank, world_size
+    return dist.PrefixStore(prefix, store)
 
 
 def tell_the_others(store, prefix, world_size):
@@ -200,3 +200,9 @@ class Request:
 
     def hear(self, *_):
         self.made = True
+
+    def heard_by_any(self, device):
+        """Have ranks, of which all call this, heard it?"""
+        heard = torch.tensor(float(self.made), device=device)
+        dist.all_reduce(heard)  # partial -> replicated
+        return heard.item() > 0

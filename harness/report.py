@@ -8,6 +8,7 @@ from pathlib import Path
 GREEN = "32"
 RED = "31"
 BAR = 40  # characters of the longest bar
+SHOWN = 6  # tensors that differ
 
 
 # ---- the terminal ------------------------------------------------------------
@@ -169,6 +170,8 @@ def verdict(check):
 def outcome(check):
     if check["passed"]:
         return colored("PASSED", GREEN)
+    for line in check["differ"][:SHOWN]:
+        say("  " + line)
     return colored(f"FAILED, worst gradient: {check['gradient_worst']}", RED)
 
 

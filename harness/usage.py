@@ -2,17 +2,13 @@
 import os
 import sys
 import time
-from collections import namedtuple
 from pathlib import Path
 
 import torch.distributed as dist
 
 ANY = (0, sys.maxsize)  # bounds of a number
 POSITIVE = (1, sys.maxsize)
-REMEDY = "unset it, or start with torchrun"
 PATIENCE = 5  # seconds in which ranks that leave wait for each other
-
-Launch = namedtuple("Launch", "rank world_size local_rank local_world_size")
 
 
 def program():
@@ -57,28 +53,3 @@ def agents_store():
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     return next(dist.rendezvous("env://"))[0]
-
-
-def launched():
-    """What the environment says of this process and the others -> Launch.
-
-    A plain `python script.py` is a world of one. Raises ValueError if the variables contradict each
-    other: ranks that believed them would wait for ever.
-    """
-    numbers = {}
-    for name, alone in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)):
-        text = os.environ.get(name, str(alone))
-        if not text.isdecimal():
-            raise ValueError(f"{name}={text} in the environment is no number: {REMEDY}")
-        numbers[name.lower()] = int(text)
-    found = Launch(**numbers)
-    if found.rank >= found.world_size:
-        raise ValueError(
-            f"RANK={found.rank} in the environment, of WORLD_SIZE={found.world_size}: {REMEDY}"
-        )
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if found.world_size > 1 and name not in os.environ:
-            raise ValueError(
-                f"WORLD_SIZE={found.world_size} in the environment, but no {name}: {REMEDY}"
-            )
-    return found

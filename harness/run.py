@@ -1,0 +1,613 @@
+"""One run of a script, real or dry: main() of ddp.py shows the order of use."""
+import contextlib
+import gc
+import json
+import os
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from common import (
+    adamw, build, choose_backend, choose_device, freeze, get_batch, join_fake_world, join_world,
+    launched, learning_rate, load_corpus, loss_sum, plain_steps, rendezvous,
+)
+from harness import checkpoint, guard, report
+from harness.clock import Clock
+from harness.compare import Trace, compare
+from harness.flags import DTYPES, require
+from harness.ledger import Ledger, held_by
+from harness.profiler import profiled
+from harness.usage import program
+from harness.validate import HeldOut
+
+TIMEOUT = {"gloo": 30, "nccl": 600}  # seconds
+BLOCK = 5  # steps of one implementation before it is the other's turn
+CHECKED = 300  # steps of one run that are compared, at most
+
+# ---- what is trained -----------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class Side:
+    """One implementation of a technique, ready to train: what a run steps, judges and saves.
+
+    Where a function is not given, the model's method of that name is taken; where it has none, what
+    is right for a module with whole parameters, or DTensors, on every rank.
+    """
+
+    model: object  # what main() trains: a module, or a ZeRO around one
+    optimizer: torch.optim.Optimizer
+    train_step: Callable | None = None  # main() calls it -> this rank's part of the loss, the norm
+    # () -> {the plain GPT's name: whole tensor}, on every rank. Gradients: of what is trained
+    full_gradients: Callable | None = None
+    full_state_dict: Callable | None = None
+    evaluate: Callable | None = None  # x, y -> this rank's part of the sum of token losses
+    pieces: Callable | None = None  # () -> [checkpoint.Piece]: parameters and AdamW states here
+    held: Callable | None = None  # () -> {"parameters", "gradients", "optimizer": [tensors]}
+    # () -> a small dict that is saved with the pieces, and is run.start.extra when a run resumes
+    extra: Callable | None = None
+    # True where a step whose norm is inf is skipped (fp16 with loss scaling): it is no fault then
+    may_overflow: bool = False
+
+    def __post_init__(self):
+        for name, usual in USUAL.items():
+            if getattr(self, name) is None:
+                own = getattr(self.model, name, None)
+                setattr(self, name, own or partial(usual, self))
+
+    def release(self):
+        """Give the memory back. The side is of no use afterwards."""
+        for tensors in self.held().values():
+            for t in tensors:
+                local = getattr(t, "_local_tensor", t)  # of a DTensor: this rank's
+                local.untyped_storage().resize_(0)
+
+
+def plain_module(side):
+    """The module that a wrapper such as DistributedDataParallel is around."""
+    return getattr(side.model, "module", side.model)
+
+
+def whole(t):
+    if hasattr(t, "full_tensor"):
+        return t.full_tensor()  # of a DTensor
+    return t
+
+
+def usual_gradients(side):
+    named = plain_module(side).named_parameters()
+    return {name: whole(p.grad) for name, p in named if p.requires_grad}
+
+
+def usual_state_dict(side):
+    return {name: whole(t) for name, t in plain_module(side).state_dict().items()}
+
+
+def usual_evaluate(side, x, y):
+    return loss_sum(side.model(x), y)
+
+
+def usual_pieces(side):
+    named = plain_module(side).named_parameters()
+    return checkpoint.pieces_of(named, side.optimizer, writes=dist.get_rank() == 0)
+
+
+def usual_held(side):
+    return held_by(side.model, side.optimizer)
+
+
+USUAL = {
+    "full_gradients": usual_gradients,
+    "full_state_dict": usual_state_dict,
+    "evaluate": usual_evaluate,
+    "pieces": usual_pieces,
+    "held": usual_held,
+}
+
+# ---- a run ---------------------------------------------------------------------
+
+
+class Run:
+    """One run of a script, real or dry: main() of ddp.py shows the order of use.
+
+    impls: the names of what is trained; None takes them from --impl. build(cfg, seed, device,
+    dtype) makes the plain model, if it is not the GPT.
+    """
+
+    def __init__(self, args, impls=None, build=build):
+        self.args = args
+        self.cfg = args.cfg
+        self.dry = bool(args.dry_run)
+        self.dtype = DTYPES[args.dtype]
+        self.build_plain = build
+        self.impls = impls or (args.impl,)
+        if self.impls == ("both",):
+            self.impls = ("scratch", "torch")
+        self.sides = {}  # {impl: Side}, from begin() on
+        # May plain() repeat this training from step 0 on, so that a resumed run is compared with
+        # one that was never interrupted? See plain_first(). moe.py and hybrid_3d.py set it to False
+        # where earlier runs of the training have routed tokens in another way
+        self.replays = True
+        self.start = checkpoint.begin(args)  # the checkpoint to start from; bad: exit code 2
+        self.load_text()
+        self.join()
+        self.plan_steps()
+        self.open_books()
+
+    def load_text(self):
+        args = self.args
+        self.corpus = None  # (n,) uint8
+        self.text = None  # a HeldOut, with --eval-every
+        try:
+            self.corpus = load_corpus(args.data, self.cfg.seq)
+            if args.eval_every:
+                self.text = HeldOut(self.corpus, self.cfg.seq, args.batch)
+                self.corpus = self.text.rest
+        except OSError as error:
+            require(False, f"--data {args.data}: {error.strerror}: {error.filename}")
+        except (ValueError, RuntimeError) as error:
+            require(False, f"--data {args.data}: {error}")
+
+    def join(self):
+        """The process group."""
+        launch = launched()
+        args = self.args
+        self.store = None  # what ranks see without a collective; none in a dry run
+        self.fake = None  # the FakeTensorMode of a dry run, while it is entered
+        self.device = torch.device("cpu")
+        if self.dry:
+            if args.device == "cuda":
+                self.device = torch.device("cuda", 0)
+            join_fake_world(args.rank, args.dry_run)
+        else:
+            self.device = choose_device(launch, args.device)
+            self.store = guard.among_the_living(rendezvous(), launch.rank, launch.world_size)
+            backend = choose_backend(self.device, self.store, launch)
+            args.timeout = args.timeout or TIMEOUT[backend]
+            timeout = timedelta(seconds=args.timeout)
+            guard.prepare(timeout)
+            join_world(self.store, launch, backend, timeout)
+        self.rank = dist.get_rank()
+        self.world_size = dist.get_world_size()
+
+    def plan_steps(self):
+        self.first = self.start.steps  # the first step
+        self.last = self.args.steps - 1
+        if self.dry:  # one step that makes AdamW's states, one that has them
+            self.last = min(self.args.steps, 2) - 1
+        self.checked = min(self.last, self.first + CHECKED - 1)  # the last step that is compared
+        self.step = self.first  # the one under way
+        self.saved = self.first  # the newest checkpoint was written after so many steps
+        self.request = None  # a guard.Request that listens for SIGTERM; None where nothing is saved
+        self.stopping = False  # has any rank heard SIGTERM?
+        if self.args.save and not self.dry:
+            self.request = guard.Request()
+
+    def open_books(self):
+        self.clock = Clock("cpu" if self.dry else self.device)
+        self.marks = None  # the clock's marks before and after a step
+        self.trace = {impl: Trace() for impl in self.impls}
+        self.times = {impl: [] for impl in self.impls}  # ms of every step
+        self.ledger = {}  # {impl: Ledger} of the last step
+        self.book = []  # rows of the textbook
+        self.extra = {}  # a script's own keys of the report
+        self.table = report.Table(self.first, self.last, bool(self.args.eval_every))
+        self.step_log = None  # --log-file, on rank 0
+        self.rows = None  # this rank's of every batch, from steps() on
+
+    def __enter__(self):
+        if self.dry:
+            from torch._subclasses.fake_tensor import FakeTensorMode
+
+            self.fake = FakeTensorMode()
+            self.corpus = self.fake.from_tensor(self.corpus)
+            self.fake.__enter__()
+        return self
+
+    def __exit__(self, kind, *_):
+        if self.dry:
+            self.fake.__exit__(None, None, None)
+        if kind is KeyboardInterrupt:
+            done = self.first + len(self.times[self.impls[0]])
+            self.say(f"interrupted after {done} of {self.args.steps} steps")
+            os._exit(130)
+        if kind not in (None, SystemExit):
+            guard.testify(self.rank, self.step)
+            return  # the other ranks may still wait in a collective
+        # a closure or a cycle may keep a group alive beyond destroy; gloo would abort at exit
+        gc.collect()
+        dist.destroy_process_group()
+
+    def say(self, *words):
+        if self.dry or self.rank == 0:
+            report.say(*words)
+
+    def show_held(self):
+        """What this rank holds in a step, by kind, as bars."""
+        memory = self.ledger[self.impls[0]].memory
+        self.say("\nheld in one step")
+        for line in report.bars(list(memory.items())):
+            self.say(line)
+
+    # -- what is trained, and on what
+
+    def build(self):
+        """The plain model, with this run's weights, device and dtype; --train freezes the rest."""
+        model = self.build_plain(self.cfg, self.args.seed, self.device, self.dtype)
+        return self.freeze(model)
+
+    def freeze(self, model):
+        """With --train freezes what it does not find -> the model."""
+        if self.args.train:
+            found = freeze(model, self.args.train)
+            require(found, f"--train {self.args.train}: matches no parameter's name")
+        return model
+
+    def batch(self, step, rows=None):
+        """Rows (default: all) of a step's global batch -> inputs, targets, valid in all of it."""
+        args = self.args
+        x, y, valid = get_batch(
+            self.corpus, self.cfg.seq, args.seed, step, args.batch, args.pad, rows
+        )
+        return x.to(self.device), y.to(self.device), valid
+
+    def held_out(self, k, rows=None):
+        """Rows of held-out batch k, which has as many as a global batch -> inputs, targets."""
+        x, y = self.text.batch(k, rows)
+        return x.to(self.device), y.to(self.device)
+
+    def rate(self, step):
+        return learning_rate(step, self.args)
+
+    def set_rate(self, optimizer, step):
+        for group in optimizer.param_groups:
+            group["lr"] = self.rate(step)
+
+    # -- the steps
+
+    def begin(self, sides, rows):
+        """sides: {impl: Side}. Loads the checkpoint that they start from."""
+        self.sides = sides
+        self.rows = rows
+        for side in sides.values():
+            if not self.dry:
+                checkpoint.restore(self.start, side.pieces, side.optimizer)
+        if self.args.log_file and self.rank == 0 and not self.dry:
+            self.step_log = report.StepLog(self.args.log_file, self.first)
+        if self.dry:
+            self.say("dry run: no values")
+        elif self.rank == 0:
+            self.table.head()
+        if self.args.check and not self.dry and self.checked < self.last:
+            count = self.checked + 1 - self.first
+            self.say(f"the check covers the first {count} steps; the others run unchecked")
+
+    def steps(self, sides, rows):
+        """Yields (impl, step, inputs, targets, valid targets of the whole batch), in order.
+
+        sides: {impl: Side}, built. rows: this rank's of every batch. With --impl both the two take
+        turns of BLOCK steps, so that both meet the same noise.
+        """
+        self.begin(sides, rows)
+        self.validate_first()
+        for first in range(self.first, self.last + 1, BLOCK):
+            for impl in self.impls:
+                for step in range(first, min(first + BLOCK, self.last + 1)):
+                    self.step = step
+                    self.set_rate(sides[impl].optimizer, step)
+                    yield impl, step, *self.batch(step, rows)
+                    if self.stopping and step < self.last:
+                        self.say(f"stopped by SIGTERM; {self.args.save} has all {step + 1} "
+                                 "steps: --resume it")
+                        sys.exit(0)
+
+    @contextlib.contextmanager
+    def measure(self, impl, step):
+        """Times a step. The last one is watched by the ledger, the one before by the profiler."""
+        is_last = step == self.last
+        on_gpu = self.device.type == "cuda" and not self.dry
+        with contextlib.ExitStack() as stack:
+            if is_last:
+                ledger = Ledger(held=self.sides[impl].held, device=self.device)
+                self.ledger[impl] = stack.enter_context(ledger)
+            if self.args.profile and step == max(self.first, self.last - 1):
+                stack.enter_context(self.profiler(impl))
+            if is_last and on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+            before = self.clock.mark()
+            yield
+            self.marks = before, self.clock.mark()
+            if is_last and on_gpu and impl == self.impls[0]:
+                self.extra["allocator_peak"] = torch.cuda.max_memory_allocated()
+
+    def profiler(self, impl):
+        name = f"{Path(program()).stem}-{impl}-rank{self.rank}.json"
+        return profiled(Path(self.args.profile, name), self.say)
+
+    def ms(self, impl):
+        """The median over the steps, without the first and the last if there are others.
+
+        The first is a warmup, and the ledger slows the last one down.
+        """
+        times = self.times.get(impl)
+        if self.dry or not times:
+            return None
+        return statistics.median(times[1:-1] or times)
+
+    def log(self, impl, step, loss, norm):
+        """After a step: judge it, note it, save it. Collectives: every rank calls it.
+
+        loss: this rank's part; the parts of all ranks add up to the loss of the global batch.
+        """
+        if self.dry:
+            return
+        side = self.sides[impl]
+        loss = self.sum_losses(loss)
+        self.times[impl].append(self.clock.ms(*self.marks))
+        self.trace[impl].log(step, loss, norm)
+        self.look_for_faults(side, step, loss, norm)
+        if self.keeps(step):
+            self.trace[impl].keep(step, side.full_gradients(), side.full_state_dict())
+        validation = None
+        if self.validates(step):
+            validation = self.validate(impl, step)
+        if impl == self.impls[0]:
+            self.tell(impl, step, loss, norm, validation)
+        if checkpoint.due(self.args, step, self.stopping):
+            self.save(side, step)  # there is one side: checkpoint.begin() refuses --impl both here
+        if self.rank == 0:
+            self.table.progress(step, self.times[impl][-1], len(self.impls))
+
+    def save(self, side, step):
+        extra = {}
+        if side.extra:
+            extra.update(side.extra())
+        if self.is_tuning():
+            extra["tuning"] = True
+        identity = checkpoint.identity(self.args)
+        steps = step + 1
+        written = checkpoint.write(
+            self.args.save, steps, side.pieces(), identity, keep=self.saved, extra=extra
+        )
+        if written:
+            self.saved = steps
+        elif step == self.last or self.stopping:
+            sys.exit(1)  # what is wrong has been said
+
+    def sum_losses(self, part):
+        """This rank's part -> the loss of the global batch."""
+        total = part.detach().double()
+        dist.all_reduce(total)  # partial -> replicated
+        if self.request:
+            self.stopping = self.request.heard_by_any(self.device)
+        return total
+
+    def look_for_faults(self, side, step, loss, norm):
+        watched = bool(self.args.watch) and (step + 1) % self.args.watch == 0
+        if side.may_overflow:
+            norm = 0.0
+        fault = guard.fault(loss, norm, watched, side.full_gradients, side.full_state_dict)
+        require(not fault, f"step {step}: {fault}", code=1)
+
+    def tell(self, impl, step, loss, norm, validation):
+        """A line of the table, a line of --log."""
+        if self.rank != 0:
+            return
+        ms = self.times[impl][-1]
+        speed = 1e3 * self.args.batch * self.cfg.seq / ms
+        if self.table.is_due(step) or validation is not None:
+            self.table.row(step, loss.item(), float(norm), self.rate(step), speed, validation)
+        if self.step_log:
+            figures = dict(
+                step=step, loss=loss.item(), norm=float(norm), rate=self.rate(step), ms=ms,
+                tokens=(step + 1) * self.args.batch * self.cfg.seq,
+            )
+            if validation is not None:
+                figures["validation"] = validation
+            self.step_log.write(**figures)
+
+    # -- held-out text
+
+    def validates(self, step):
+        """Is the loss on held-out text due after this step?"""
+        every = self.args.eval_every
+        return bool(every) and ((step + 1) % every == 0 or step == self.last)
+
+    def validate_first(self):
+        """Before the first step."""
+        if not self.args.eval_every or self.dry:
+            return
+        for impl in self.impls:
+            loss = self.validate(impl, self.first - 1)
+            if self.rank == 0 and impl == self.impls[0]:
+                self.table.before(loss)
+
+    def validate(self, impl, step):
+        """-> the loss on held-out text, a number, after this step."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        with torch.no_grad():
+            for k in range(self.text.batches):
+                total += self.sides[impl].evaluate(*self.held_out(k, self.rows))
+        dist.all_reduce(total)  # partial -> replicated
+        loss = total.cpu() / self.text.targets
+        self.trace[impl].validation[step] = loss
+        return loss.item()
+
+    # -- the plain run
+
+    def keeps(self, step):
+        """Is this a step of which every gradient and parameter is compared?"""
+        return self.args.check and not self.dry and step in (self.first, self.checked)
+
+    def plain(self, model=None, extra_loss=None):
+        """The same steps by the plain GPT (or this model) in this process -> Trace.
+
+        extra_loss(model), after a forward, is added to the loss.
+        """
+        if model is None:
+            model = self.build()
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        optimizer = adamw(trained.values(), self.args.lr)
+        trace = Trace()
+        begin = self.plain_start(model, optimizer)
+        if begin == self.first and self.args.eval_every:
+            trace.validation[begin - 1] = self.validate_plain(model)
+        steps = range(begin, self.checked + 1)
+        batches = ((self.rate(step), *self.batch(step)) for step in steps)
+        plain = plain_steps(model, optimizer, batches, self.args.clip, extra_loss)
+        for step, (loss, norm) in zip(steps, plain):
+            if step >= self.first:
+                trace.log(step, loss, norm)
+            if self.keeps(step):
+                gradients = {name: p.grad for name, p in trained.items()}
+                trace.keep(step, gradients, model.state_dict())
+            if self.args.eval_every and (self.validates(step) or step == self.first - 1):
+                trace.validation[step] = self.validate_plain(model)
+        return trace
+
+    def plain_start(self, model, optimizer):
+        """Load what the plain run begins with -> plain_first()."""
+        first = self.plain_first()
+        if first > 0:
+            checkpoint.read_plain(self.start, model, optimizer)
+        elif self.start.flag == "--init-from":  # step 0 begins with the checkpoint's weights
+            checkpoint.read_plain(self.start, model)
+        return first
+
+    def plain_first(self):
+        """-> the step at which the plain run begins.
+
+        As a rule it is 0, so that a resumed run is compared with one that was never interrupted.
+        It is self.first, where this run resumes, if that is beyond CHECKED, or if what came before
+        cannot be replayed: where the training began from other weights (--init-from), for one.
+        """
+        if self.first > CHECKED or self.is_tuning() or not self.replays:
+            return self.first
+        return 0
+
+    def is_tuning(self):
+        """Has this training, here or in a run before this one, begun with --init-from?"""
+        return self.start.flag == "--init-from" or "tuning" in self.start.extra
+
+    def validate_plain(self, model):
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        with torch.no_grad():
+            for k in range(self.text.batches):
+                x, y = self.held_out(k)
+                total += loss_sum(model(x), y)
+        return total.cpu() / self.text.targets
+
+    # -- the report
+
+    def textbook(self, rows):
+        """The rows of the textbook: (what, formula, expected), or with what was measured.
+
+        what: "calls", "payload" or "wire" and a collective, or "held" and a kind of memory, of
+        which "states" are parameters, gradients and AdamW states: measured by the ledger. With
+        --train the textbook has no rows: it trains everything.
+        """
+        if self.args.train:
+            return
+        for what, formula, expected, *measured in rows:
+            kind = what.split()[0]
+            if not measured:
+                measured = [self.measured(*what.split())]
+            unit = "bytes"
+            if kind == "calls":
+                unit = "count"
+            self.book.append({
+                "what": what, "formula": formula, "expected": round(float(expected), 6),
+                "measured": round(float(measured[0]), 6), "unit": unit,
+            })
+
+    def measured(self, kind, what):
+        ledger = self.ledger[self.impls[0]]
+        if kind != "held":
+            return ledger.collectives[what][kind]
+        if what == "states":
+            return sum(ledger.memory[k] for k in ("parameters", "gradients", "optimizer"))
+        return ledger.memory[what]
+
+    def finish(self, total, own, plain=None, judged_as=None):
+        """Check, gather, print, write --json -> exit code.
+
+        total: parameters in all; own: how many are on this rank. plain: () -> the Trace to compare
+        with (default: self.plain). judged_as: the dtype whose tolerance counts (default: --dtype).
+        """
+        impl = self.impls[0]
+        mine = dict(
+            rank=self.rank, own=own, memory=self.ledger[impl].memory,
+            collectives=self.ledger[impl].collectives,
+        )
+        if self.dry:
+            self.publish([mine], total, None, None)
+            return 0
+        # by the store, not by collectives: these may wait for as long as the plain run takes
+        self.store.set(f"rank {self.rank}", json.dumps(mine))
+        if self.rank == 0:
+            ranks = [json.loads(self.store.get(f"rank {r}")) for r in range(self.world_size)]
+            check, plain_loss = self.check(plain or self.plain, judged_as or self.args.dtype)
+            unwritten = self.publish(ranks, total, check, plain_loss)
+            wrong = bool(check) and not check["passed"]
+            self.store.set("failed", str(int(wrong or unwritten)))
+        self.store.wait(["failed"], timedelta(days=1))
+        failed = int(self.store.get("failed"))
+        dist.barrier()  # rank 0 may be the store: it leaves when all have read
+        return failed
+
+    def check(self, plain, dtype):
+        """-> the report's check, the plain run's losses; both None without --check."""
+        if not self.args.check:
+            return None, None
+        if self.device.type == "cuda":
+            for side in self.sides.values():
+                side.release()  # the plain GPT does not meet the trained ones in memory
+        try:
+            trace = plain()
+        except torch.OutOfMemoryError:
+            self.say("not checked: the plain GPT does not fit on one device")
+            return None, None
+        check = compare(self.trace[self.impls[0]].until(self.checked), trace, dtype, self.world_size)
+        return check, [loss.item() for loss in trace.loss.values()]
+
+    def publish(self, ranks, total, check, plain_loss):
+        """Print the report, write it to --json -> True if it could not be written."""
+        impl = self.impls[0]
+        ms = self.ms(impl)
+        args = {name: value for name, value in vars(self.args).items() if name != "cfg"}
+        per_rank = []
+        for rank in ranks:
+            per_rank.append(rank.pop("own"))  # it is not reported among `ranks`, but under its name
+        result = dict(
+            script=Path(program()).stem, impl=self.args.impl, world_size=self.world_size,
+            backend=dist.get_backend(), device=self.device.type, dtype=self.args.dtype,
+            dry_run=self.dry, torch=torch.__version__, args=args,
+            parameters=dict(total=total, per_rank=per_rank), ranks=ranks, textbook=self.book,
+            loss=[loss.item() for loss in self.trace[impl].loss.values()],
+            plain_loss=plain_loss, check=check, ms_per_step=ms, tokens_per_second=None,
+        )
+        if self.trace[impl].validation:
+            result["validation"] = {s: v.item() for s, v in self.trace[impl].validation.items()}
+        if ms:
+            result["tokens_per_second"] = 1e3 * self.args.batch * self.cfg.seq / ms
+        if self.args.impl == "both":
+            theirs = self.ms("torch")
+            result["torch_ms_per_step"] = theirs
+            result["speedup"] = None
+            if ms:
+                result["speedup"] = theirs / ms
+        result.update(self.extra)
+        report.show(result)
+        if not self.args.json:
+            return False
+        trouble = report.write_json(self.args.json, result)
+        if trouble:
+            print(f"{program()}: error: {trouble}", file=sys.stderr, flush=True)
+        return bool(trouble)
