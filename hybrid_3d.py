@@ -53,8 +53,9 @@ import moe
 import pipeline_parallel
 import tensor_parallel
 from pipeline_parallel import Mail, Pipeline, SplitLinear, carve
-from tensor_parallel import ColumnParallel, CutSequence, WholeSequence
-from zero import Unit, ZeRO
+from tensor_parallel import (
+    ColumnParallel, CutSequence, WholeSequence, vocab_parallel_cross_entropy)
+from zero import Unit, ZeRO, held
 
 import contextlib
 import sys
@@ -66,7 +67,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import amp_accum_ckpt
 from common import adamw, build, loss_sum, share
-from harness.checkpoint import STATES, Piece, run_pieces
+from harness.checkpoint import Piece, parts_pieces, pieces_of, run_pieces
 from harness.flags import ANY, POSITIVE, Flag, arguments, require
 from harness.run import Run, Side
 
@@ -85,7 +86,7 @@ def parallelize(model, mesh, plans, layers, boundary, *, sp=False, attend=None, 
     recompute  amp_accum_ckpt's full or selective; autocast: a context, such as torch.autocast
     zero       ZeRO's level
     """
-    origins = pipeline_parallel.origins_of(carve(model, layers), plans)
+    origins = origins_of(model, layers, plans)
     # 1. Within a layer: ranks share its matrices (tp), its sequence (cp) and its experts (ep).
     tp = within_layers(model, mesh, plans, sp, attend)
     # 2. Between layers: of all stages this rank keeps those that its plan names (pp).
@@ -200,7 +201,7 @@ class Hybrid(nn.Module):
     here     {stage: module}, which tp has cut already
     tied     the parameters that several stages have
     kinds    {name of a kind: Kind}
-    origins  pipeline_parallel's, of the plain model
+    origins  {name in the plain model: Origin}
     level    ZeRO's, 0 to 3
     """
 
@@ -210,10 +211,6 @@ class Hybrid(nn.Module):
         self.mesh = mesh
         self.tp = tp
         self.origins = origins
-        self.trained = {}  # of them, parameters that are trained
-        for name, (rank, like) in origins.items():
-            if like.requires_grad:
-                self.trained[name] = rank, like
         self.level = level
         self.pipeline = None  # the Pipeline that runs the stages, and calls the two hooks below
         self.names = {}  # {parameter: its name in the plain model}
@@ -226,6 +223,7 @@ class Hybrid(nn.Module):
             zero = ZeRO(list(units.values()), mesh.group[axis], own_level)
             self.zeros_of[stage].append(zero)
         self.zeros = [zero for zeros in self.zeros_of.values() for zero in zeros]
+        self.flats = [flat for zero in self.zeros for flat in zero.flats]
         self.parts = [part for zero in self.zeros for part in zero.parts]
         shares = [1 / self.holders(part.parameter) for part in self.parts]
         p = next(self.parameters())
@@ -304,10 +302,10 @@ def step(model, optimizer, norm, clip):
 
 def full_state_dict(model):
     """-> {name in the plain model: parameter or buffer}, on every rank."""
-    found = {t: t for t in model.state_dict(keep_vars=True).values()}
+    found = {}
     for zero in model.zeros:
         found.update(zero.full_parameters())  # over data or replicas: sharded -> replicated
-    return gather(model, found, model.origins)
+    return gather(model, found, list(model.origins))
 
 
 def full_gradients(model):
@@ -315,20 +313,22 @@ def full_gradients(model):
     found = {}
     for zero in model.zeros:
         found.update(zero.full_gradients())  # over data or replicas: sharded -> replicated
-    return gather(model, found, model.trained)
+    trained = [name for name, origin in model.origins.items() if origin.is_trained]
+    return gather(model, found, trained)
 
 
-def gather(model, found, origins):
-    """found: {parameter or buffer of this rank: itself, or its gradient}
+def gather(model, found, names):
+    """found: {parameter of this rank: itself or its gradient, whole along data or replicas}
 
-    -> {name in the plain model: tensor} of all stages and experts, whole, on every rank.
+    -> {name in the plain model: tensor} of these names, of all stages and experts, on every rank.
     """
     mine = {}
     for stage in model.stages:
         for name, t in stage.state_dict(keep_vars=True).items():
-            if t in found:  # over tp: sharded -> replicated
-                mine[name] = tensor_parallel.unshard(found[t], model.tp.cuts.get(t), model.tp)
+            # over tp: sharded -> replicated
+            mine[name] = tensor_parallel.unshard(found.get(t, t), model.tp.cuts.get(t), model.tp)
     mine = moe.gather_experts(mine, model.mesh.group["ep"])  # over ep: sharded -> replicated
+    origins = {name: model.origins[name][:2] for name in names}
     # over pp: on one stage -> replicated
     return pipeline_parallel.gather(mine, origins, model.mesh.group["pp"])
 
@@ -361,6 +361,22 @@ def unit_of(name):
 
 def in_block(name):
     return name.startswith("blocks.")
+
+
+# rank: the first of a pipeline that has a tensor. like: one like it, without memory. is_trained: of
+# a parameter by its first name
+Origin = namedtuple("Origin", "rank like is_trained")
+
+
+def origins_of(model, layers, plans):
+    """-> {name in the plain model: Origin}, before the model is cut."""
+    home = pipeline_parallel.homes(plans)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    found = {}
+    for number, stage in enumerate(carve(model, layers)):
+        for name, t in stage.state_dict().items():
+            found.setdefault(name, Origin(home[number], t.to("meta"), name in trained))
+    return found
 
 
 def within_layers(model, mesh, plans, sp, attend):
@@ -483,13 +499,12 @@ def in_microbatches(model, x, y, valid):
     """-> what Pipeline.step takes: the inputs, and (logits, number of a micro-batch) -> its part of
     the loss, which every rank of tp has."""
     targets = y.chunk(model.pipeline.microbatches)
-    _, embedding = model.origins["tok.weight"]  # (V, C), as in the plain model
+    vocab = len(model.origins["tok.weight"].like)  # V, as in the plain model
 
     def loss_of(logits, m):
         if model.tp.size == 1:
             return loss_sum(logits, targets[m]) / valid
-        loss = tensor_parallel.vocab_parallel_cross_entropy(
-            logits, targets[m], len(embedding), model.tp)
+        loss = vocab_parallel_cross_entropy(logits, targets[m], vocab, model.tp)
         return loss / valid
 
     return x.chunk(model.pipeline.microbatches), loss_of
@@ -539,9 +554,9 @@ class AtWork(nn.Module):
     def loss_of(self, logits, targets):
         """What torch's schedule calls on the last stage."""
         if self.mesh.size["tp"] > 1:
-            _, embedding = self.origins["tok.weight"]  # (V, C), as in the plain model
-            shape = torch.Size((*targets.shape, len(embedding)))
-            stride = targets.shape[1] * len(embedding), len(embedding), 1
+            vocab = len(self.origins["tok.weight"].like)  # V, as in the plain model
+            shape = torch.Size((*targets.shape, vocab))
+            stride = targets.shape[1] * vocab, vocab, 1
             logits = DTensor.from_local(
                 logits, self.device_mesh["tp"], [Shard(2)], shape=shape, stride=stride)
         # fully_shard averages over dp
@@ -571,7 +586,7 @@ class AtWork(nn.Module):
 
 def parallelize_at_work(model, mesh, device_mesh, plans, layers, boundary, args):
     """The plain GPT -> AtWork. device_mesh: torch's, of pp, dp and tp."""
-    origins = pipeline_parallel.origins_of(carve(model, layers), plans)
+    origins = origins_of(model, layers, plans)
     if mesh.size["tp"] > 1:
         tensor_parallel.parallelize_at_work(model, device_mesh["tp"], args.sp)
     columns = len(local(model.head.weight))  # before fully_shard cuts it again
@@ -622,26 +637,22 @@ def schedule_at_work(args, parts, loss_of):
     return make(parts, args.micro, loss_fn=loss_of, scale_grads=False)  # gradients are a sum
 
 
-def gather_at_work(model, tensors):
-    """{name: tensor} of this rank's stages -> {name: whole tensor} of all, on every rank."""
-    mine = {name: whole(t) for name, t in tensors.items()}
-    return pipeline_parallel.gather(mine, model.origins, model.mesh.group["pp"])
-
-
 def full_state_dict_at_work(model):
-    found = {}
+    mine = {}
     for stage in model.stages:
-        found.update(stage.state_dict())
-    return gather_at_work(model, found)
+        mine.update({name: whole(t) for name, t in stage.state_dict().items()})
+    origins = {name: origin[:2] for name, origin in model.origins.items()}
+    return pipeline_parallel.gather(mine, origins, model.mesh.group["pp"])
 
 
 def full_gradients_at_work(model):
-    found = {}
+    mine = {"any": torch.zeros((), device=next(model.parameters()).device)}
     for stage in model.stages:
         for name, p in stage.named_parameters(remove_duplicate=False):
             if p.requires_grad:
-                found[name] = p.grad
-    return gather_at_work(model, found)
+                mine[name] = whole(p.grad)
+    origins = {name: origin[:2] for name, origin in model.origins.items() if origin.is_trained}
+    return pipeline_parallel.gather(mine, origins, model.mesh.group["pp"])
 
 
 def train_step_at_work(model, optimizer, x, y, valid, clip):
@@ -865,12 +876,11 @@ def sent_by_sums(model, axis):
 def bytes_held(model, b):
     """Parameters, gradients and AdamW's states, with padding."""
     held = 4 * len(model.parts)  # counts of steps
-    for zero in model.zeros:
-        for flat in zero.flats:
-            parameters = flat.chunk if flat.level == 3 else len(flat.full)
-            gradients = flat.chunk if flat.level >= 2 else len(flat.full)
-            states = 3 if b == 2 else 2  # bf16 has masters
-            held += b * (parameters + gradients) + states * max(b, 4) * flat.chunk
+    for flat in model.flats:
+        parameters = flat.chunk if flat.level == 3 else len(flat.full)
+        gradients = flat.chunk if flat.level >= 2 else len(flat.full)
+        states = 3 if b == 2 else 2  # bf16 has masters
+        held += b * (parameters + gradients) + states * max(b, 4) * flat.chunk
     return held + sum(buffer.nbytes for buffer in model.buffers())
 
 
@@ -907,49 +917,33 @@ def textbook(run, plans, layers, model):
         on_cp = sent_on_cp(args, b, blocks)
         rows.append(wire("cp", "M (cp-1) L (4 b + 2 w) B' T' C_k/tp", on_cp))
         on_pp = sent_on_pp(args, b, neighbours)
-        groups = [group for link, group in model.pipeline.mail.links.items() if rank in link]
-        links = sum(ledger.groups[group.group_name] for group in groups)
-        rows.append(("wire pp", "M b B' T' C, --sp /tp, per neighbour", on_pp, links))
+        links = model.pipeline.mail.links  # of gloo none: it sends in the group of all
+        groups = [mesh.group["pp"], *(links[link] for link in links if rank in link)]
+        sent = sum(ledger.groups[group.group_name] for group in groups)
+        rows.append(("wire pp", "M b B' T' C, --sp /tp, per neighbour", on_pp, sent))
     return rows
 
 
 # ---- checkpoints: who holds what of the plain model
 
 
-def held(model, optimizer):
-    """-> {kind: [tensors]} that this rank keeps between steps."""
-    kept = {"parameters": [*model.parameters(), *model.buffers()], "gradients": [], "optimizer": []}
-    for zero in model.zeros:
-        for flat in zero.flats:
-            kept["parameters"] += [flat.full, flat.shard]
-            kept["gradients"] += [flat.buffer, flat.grad]
-            if flat.master is not flat.shard:
-                kept["optimizer"].append(flat.master)
-    for state in optimizer.state.values():
-        kept["optimizer"] += state.values()
-    return kept
-
-
 def pieces(model, optimizer):
     """-> [Piece] of the plain model's tensors: masters as the parameters, and AdamW's states."""
     found = []
-    for zero in model.zeros:
-        for part in zero.parts:
+    for flat in model.flats:
+        for part in flat.parts:
             p = part.parameter
-            writes = is_first(model, p, zero.level)
-            found += boxes(model, p, "", part.first, part.master.detach(), writes)
-            found += boxes(model, p, "", part.first, part.shard, False)  # what computes is loaded
-            for name in STATES:
-                if name in optimizer.state[part.master]:
-                    state = optimizer.state[part.master][name]
-                    found += boxes(model, p, "." + name, part.first, state, writes)
-        for flat in zero.flats:
-            if flat.level < 3:
-                for p, place in flat.places.items():
-                    found += boxes(model, p, "", 0, place.flatten(), False)
-    for p in model.kind:
+            run = model.names[p], flat.shapes[p], part.first
+            writes = is_first(model, p, flat.level)
+            found += in_plain(model, p, parts_pieces([(*run, part.master)], optimizer, writes))
+            # what computes is loaded likewise, and not saved
+            found += in_plain(model, p, run_pieces(*run, flat.shard[part.span], False))
+        if flat.level < 3:
+            for p, place in flat.places.items():
+                found += in_plain(model, p, pieces_of([(model.names[p], place)], None, False))
+    for p, name in model.names.items():
         if not p.requires_grad:
-            found += boxes(model, p, "", 0, p.detach().flatten(), is_first(model, p, 0))
+            found += in_plain(model, p, pieces_of([(name, p)], None, is_first(model, p, 0)))
     return found
 
 
@@ -961,32 +955,30 @@ def is_first(model, p, level):
     return all(dist.get_rank(model.mesh.group[axis]) == 0 for axis in axes)
 
 
-def boxes(model, p, suffix, first, numbers, writes):
-    """Elements first, first + 1, .. of this rank's p.flatten() -> [Piece] of the plain tensors.
+def in_plain(model, p, pieces):
+    """Boxes of this rank's p -> boxes of the plain model's tensors.
 
-    A Piece is a box; a run of elements is one or several. What tp has cut is moved to its place in
-    the whole, and loses its padding. A stack of experts is a box of each expert.
+    What tp has cut is moved to its place in the whole, and loses its padding. A box of a stack of
+    experts is one of each expert.
     """
-    name = model.names[p]
     cut = model.tp.cuts.get(p)
+    if cut is not None:
+        pieces = [moved_along_tp(piece, cut, model.tp.rank) for piece in pieces]
     found = []
-    for piece in run_pieces(name + suffix, p.shape, first, numbers, writes):
-        if cut is not None:
-            piece = moved_along_tp(piece, cut, model.tp.rank * p.shape[cut.dim])
+    for name, shape, start, tensor, writes in pieces:
         if "ep" not in model.kind[p].cut:
-            found.append(piece)
+            found.append(Piece(name, shape, start, tensor, writes))
             continue
-        before = dist.get_rank(model.mesh.group["ep"]) * len(p) + piece.start[0]
-        for i, tensor in enumerate(piece.tensor):
-            of_expert = moe.plain_name(name, before + i) + suffix
-            found.append(Piece(of_expert, piece.shape[1:], piece.start[1:], tensor, writes))
+        first = dist.get_rank(model.mesh.group["ep"]) * shape[0] + start[0]
+        for i, of_expert in enumerate(tensor):
+            of_name = moe.plain_name(name, first + i)
+            found.append(Piece(of_name, shape[1:], start[1:], of_expert, writes))
     return [piece for piece in found if piece.tensor.numel()]
 
 
-def moved_along_tp(piece, cut, distance):
-    """A box of this rank's part -> the box of the whole parameter, without padding."""
+def moved_along_tp(piece, cut, tp_rank):
     start = list(piece.start)
-    start[cut.dim] += distance
+    start[cut.dim] += tp_rank * piece.shape[cut.dim]
     shape = list(piece.shape)
     shape[cut.dim] = cut.whole
     room = max(0, cut.whole - start[cut.dim])  # behind it is padding
@@ -996,12 +988,8 @@ def moved_along_tp(piece, cut, distance):
 
 def notes(model):
     """What a checkpoint holds besides: the biases of all layers' experts."""
-    mine = {}
-    for stage in model.stages:
-        mine.update(stage.state_dict())
-    wanted = {name: origin for name, origin in model.origins.items() if "bias_steps" in name}
-    found = pipeline_parallel.gather(mine, wanted, model.mesh.group["pp"])
-    return {"bias_steps": [found[name].tolist() for name in wanted]}
+    names = [name for name in model.origins if name.endswith("bias_steps")]
+    return {"bias_steps": [biases.tolist() for biases in gather(model, {}, names).values()]}
 
 
 # ---- a run
@@ -1073,7 +1061,7 @@ def set_up(run, mesh, plans, layers):
         full_state_dict=partial(full_state_dict, model),
         evaluate=lambda x, y: evaluate(model, x[:, tokens], y[:, tokens]),
         pieces=partial(pieces, model, optimizer),
-        held=partial(held, model, optimizer),
+        held=partial(held, model, model, optimizer),  # the second for its flats
         extra=extra,
     )
 
@@ -1119,7 +1107,7 @@ def main():
     layout(args)
     plans = plans_of(args)
     home = pipeline_parallel.homes(plans)
-    layers = [len(share(args.layers, len(home), stage)) for stage in range(len(home))]
+    layers = pipeline_parallel.split_layers(args.layers, len(home))
     run = Run(args, build=partial(build_plain, args))
     ends = home[0], home[len(home) - 1]
     mesh = Mesh(args.dp, args.cp, args.tp, args.pp, args.ep, ends)
@@ -1128,10 +1116,8 @@ def main():
     with run:
         total = sum(p.numel() for p in run.build().parameters())
         sides = {impl: SET_UP[impl](run, mesh, plans, layers) for impl in run.impls}
-        model = sides[run.impls[0]].model
-        own = sum(local(p).numel() for p in model.parameters())
-        run.say(f"hybrid_3d: {run.world_size} ranks on {run.device.type}, {args.dtype}, {total:,} "
-                f"parameters, {own:,} on rank {run.rank}")
+        run.say(f"hybrid_3d: {run.world_size} ranks on {run.device.type}, {args.dtype}, "
+                f"{total:,} parameters")
         picture(run, plans, layers)
         rows = share(args.batch, args.dp, mesh.place["dp"])
         tokens = tokens_of_rank(args, mesh.place["cp"])
@@ -1143,13 +1129,14 @@ def main():
                 loss, norm = side.train_step(side.model, side.optimizer, x, y, valid, args.clip)
             run.log(impl, step, loss, norm)
         if "scratch" in run.impls:
-            run.textbook(textbook(run, plans, layers, model))
+            run.textbook(textbook(run, plans, layers, sides["scratch"].model))
         plain = None
         if args.experts:
             plain = partial(moe.plain_trace, run)
         judged_as = None
         if args.amp == "bf16":
             judged_as = "bf16"
+        own = run.ledger[run.impls[0]].memory["parameters"] // run.dtype.itemsize
         return run.finish(total, own, plain, judged_as)
 
 
