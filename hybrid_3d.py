@@ -20,15 +20,14 @@ same. sum: each has a summand, and sum_gradients makes the sum. The norm counts 
     expert                      sum (with --sp)            sum         cut
     tied: embedding and head    cut                sum                        sum
 
-    sent by a rank of a middle stage in a step: M micro-batches of x = B/(dp M) T/cp C numbers
-    tp    8 M x L/pp (tp-1)/tp; --sp: 10 in the place of 8, and the small sums of the table
-    pp    2 M x; --sp: 1/tp of it
-    cp    4 M x L/pp (cp-1) 1/tp K_v/H, and as much of gradients again in fp32: 2 of 6
-    data  k P (n-1)/n of its P parameters, n = dp cp; k = 2, ZeRO-2: M + 1, ZeRO-3: 3 M
+    numbers that a rank of a middle stage sends in a step of M micro-batches, x = B/(dp M) T/cp C
+    tp    M L/pp 8 x (tp-1)/tp; --sp: 10, and the small sums of the table
+    pp    M 2 x; --sp: 1/tp of it
+    cp    M L/pp 6 x (cp-1)/tp K/H: keys and values twice, their gradients (fp32 or wider) once
+    data  k P (n-1)/n, of P parameters here, n = dp cp; k is 2, ZeRO-2: M + 1, ZeRO-3: 3 M
 
-Not for: q/k norms and other parameters that are whole, but used inside of what tp cuts (they would
-need a row of the table), optimizers that look at whole matrices (see zero.py), more than one tie
-between stages. See the files of the techniques for theirs.
+Not for: parameters that are whole, but used inside of what tp cuts (norms of q and k need a row of
+the table), optimizers that look at whole matrices, several ties between stages.
 Narayanan 2021, arXiv:2104.04473, section 3; Llama team 2024, arXiv:2407.21783, section 3.3.2.
 At work: DeviceMesh, fully_shard, parallelize_module, torch.distributed.pipelining (section 3).
 
@@ -166,7 +165,7 @@ def kinds_of_parameters(sp):
     return {
         "matrix": Kind(summed=["data"], same=[], cut=["tp"]),
         "outside": outside,
-        "expert": Kind(summed=["replicas", "tp"], same=[], cut=["ep"]),
+        "expert": Kind(summed=["replicas", "tp"], same=[], cut=["ep"]),  # with tp: --sp alone
         "tied": Kind(summed=["data", "ends"], same=[], cut=["tp"]),
     }
 
@@ -237,15 +236,16 @@ class Hybrid(nn.Module):
             for name, p in module.named_parameters():
                 if p in self.kind:  # the other end of the tied one
                     continue
-                self.names[p] = name
-                self.kind[p] = kind = kinds["tied" if p in tied else kind_of(name)]
+                kind = kinds["tied" if p in tied else kind_of(name)]
                 is_cut = p in self.tp.cuts
                 assert self.tp.size == 1 or is_cut == ("tp" in kind.cut), f"{name}: another kind?"
+                self.names[p] = name
+                self.kind[p] = kind
                 if p.requires_grad:
-                    key = "tied" if p in tied else stage, kind.summed[0]
+                    place = ("tied" if p in tied else stage), kind.summed[0]
                     site = module.get_submodule(unit_of(name))
                     unit = Unit([], [site], stays=not in_block(name))
-                    units[key].setdefault(unit_of(name), unit).parameters.append(p)
+                    units[place].setdefault(unit_of(name), unit).parameters.append(p)
         return units
 
     def holders(self, p):
@@ -772,8 +772,8 @@ def refuse_together(args):
     require(args.pp > 1 or not any(action.kind == "W" for action in plans_of(args)[0]),
             f"--schedule {name} --pp 1: no rank waits that W could serve; take 1f1b")
     require(args.zero < 3 or (args.pp == 1 and name == "1f1b"),
-            f"--zero 3 --pp {args.pp} --schedule {name}: ZeRO-3 wants the backward of a micro-batch "
-            "right behind its forward; take --pp 1 --schedule 1f1b, or --zero 2")
+            f"--zero 3 --pp {args.pp} --schedule {name}: ZeRO-3 wants a micro-batch's backward right "
+            "behind its forward; take --pp 1 --schedule 1f1b, or --zero 2")
     require(not args.experts or args.tp == 1 or args.sp, f"--experts {args.experts} --tp {args.tp}:"
             " its ranks would all route the same tokens; add --sp")
 
@@ -1002,27 +1002,29 @@ def build_plain(args, cfg, seed, device, dtype):
         moe.mixture(model, seed, cfg, experts=args.experts, top_k=args.top_k, shared=args.shared,
                     balance=args.balance, capacity=args.capacity)
         if not args.dry_run:
-            moe.set_sources(model, sources(args))
+            moe.set_sources(model, sources(args, device))
     return model
 
 
-def sources(args):
+def sources(args, device):
     """-> of each micro-batch, of each rank, the tokens that it routes: their numbers of all B T."""
-    numbers = torch.arange(args.batch * args.seq).view(args.dp, args.micro, -1, args.seq)
+    numbers = torch.arange(args.batch * args.seq, device=device)
+    numbers = numbers.view(args.dp, args.micro, -1, args.seq)
+    pieces_of_sequence = args.tp if args.sp else 1
     found = [[] for _ in range(args.micro)]
     for dp_rank in range(args.dp):
         for m in range(args.micro):
             for cp_rank in range(args.cp):
-                here = numbers[dp_rank, m][:, tokens_of_rank(args, cp_rank)]  # (B', T')
-                found[m] += [piece.flatten() for piece in here.chunk(args.tp if args.sp else 1, 1)]
+                here = numbers[dp_rank, m][:, tokens_of_rank(args, cp_rank, device)]  # (B', T')
+                found[m] += [piece.flatten() for piece in here.chunk(pieces_of_sequence, 1)]
     return found
 
 
-def tokens_of_rank(args, cp_rank):
+def tokens_of_rank(args, cp_rank, device):
     """-> which tokens of every sequence, an index"""
     if args.cp == 1:
         return slice(None)
-    return context_parallel.on_paper(args.attn, cp_rank, args.cp).positions(args.seq)
+    return context_parallel.on_paper(args.attn, cp_rank, args.cp).positions(args.seq, device)
 
 
 def boundary_of(run):
@@ -1052,7 +1054,7 @@ def set_up(run, mesh, plans, layers):
         plain, mesh, plans, layers, boundary_of(run), sp=args.sp, attend=attend,
         recompute=amp_accum_ckpt.CHECKPOINT[args.ckpt], autocast=autocast, zero=args.zero)
     optimizer = adamw(model.parameter_groups(), args.lr)
-    tokens = tokens_of_rank(args, mesh.place["cp"])
+    tokens = tokens_of_rank(args, mesh.place["cp"], run.device)
     if args.experts:
         extra = partial(notes, model)
     return Side(
@@ -1120,7 +1122,7 @@ def main():
                 f"{total:,} parameters")
         picture(run, plans, layers)
         rows = share(args.batch, args.dp, mesh.place["dp"])
-        tokens = tokens_of_rank(args, mesh.place["cp"])
+        tokens = tokens_of_rank(args, mesh.place["cp"], run.device)
         for impl, step, x, y, valid in run.steps(sides, rows):
             side = sides[impl]
             x = x[:, tokens]
