@@ -772,7 +772,7 @@ def refuse_together(args):
     require(args.pp > 1 or not any(action.kind == "W" for action in plans_of(args)[0]),
             f"--schedule {name} --pp 1: no rank waits that W could serve; take 1f1b")
     require(args.zero < 3 or (args.pp == 1 and name == "1f1b"),
-            f"--zero 3 --pp {args.pp} --schedule {name}: ZeRO-3 wants a micro-batch's backward right "
+            f"--zero 3 --pp {args.pp} --schedule {name}: ZeRO-3 wants each backward right "
             "behind its forward; take --pp 1 --schedule 1f1b, or --zero 2")
     require(not args.experts or args.tp == 1 or args.sp, f"--experts {args.experts} --tp {args.tp}:"
             " its ranks would all route the same tokens; add --sp")

@@ -13,7 +13,7 @@ import moe
 import pipeline_parallel
 from common import PRESETS, adamw, build, get_batch, loss_sum
 from conftest import (
-    GAPS, PROOF, SMALL, alone, check_refused, each, proves, run, script, some, textbook)
+    PROOF, SMALL, alone, check_refused, each, proves, run, script, some, textbook)
 
 FORMS = {
     "gpt2": ("--layers", "3", "--vocab", "257"),
