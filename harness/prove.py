@@ -19,6 +19,7 @@ code by about 1. In fp32 a wrong factor or a missing piece shows, in bf16 what i
 import itertools
 import json
 import math
+import time
 from datetime import timedelta
 
 import torch
@@ -50,21 +51,24 @@ def prove(plain, parallel, tolerance=None):
     runs plain, after parallel, and prints. tolerance: of max|parallel - plain| / max|plain|; None
     takes that of the narrowest dtype. What plain or parallel raises is passed on.
     """
-    group = None
-    if dist.is_initialized():
-        group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+    ranks = Ranks()
     random = torch.get_rng_state()
     dtype = torch.get_default_dtype()
-    ours, trouble = all_steps(parallel(), group)
+    try:
+        ours, trouble = all_steps(parallel(), ranks)
+    except TimeoutError:  # the others are not there to agree on it
+        print(f"prove: rank {ranks.rank} makes no more steps, others go on\nprove: NOT EQUAL",
+              flush=True)
+        return False
     torch.set_rng_state(random)  # both begin with the same
     torch.set_default_dtype(dtype)
     theirs = []
-    if group is None or dist.get_rank() == 0:
+    if ranks.rank == 0:
         theirs = [snapshot(*step) for step in itertools.islice(plain(), len(ours) + 1)]
-    count = exchange(len(theirs), group)[0]
+    count = ranks.exchange(len(theirs))[0]
     if not trouble and count != len(ours):
-        trouble = [f"parallel makes {len(ours)} steps, plain {min(count, len(ours))}, or more"]
-    eps = max(exchange(max(map(eps_of, ours + theirs), default=0.0), group))
+        trouble = [f"parallel makes {len(ours)} steps, plain {count} or more"]
+    eps = max(ranks.exchange(max(map(eps_of, ours + theirs), default=0.0)))
     precision, _, limits = next(row for row in PRECISIONS if eps <= row[1])
     if tolerance is not None:
         limits = dict.fromkeys(limits, tolerance)
@@ -72,22 +76,28 @@ def prove(plain, parallel, tolerance=None):
     moved = False  # has plain had any gradient that is not zero?
     for number, (mine, wanted) in enumerate(itertools.zip_longest(ours, theirs[:len(ours)])):
         if not trouble:
-            wanted = from_first(wanted, group)
+            wanted = ranks.from_first(wanted)
             moved = moved or any(t.any() for t in wanted["gradient"].values())
-            trouble = judge(number, mine, wanted, limits, group, worst, is_exact=eps < 1e-15)
+            trouble = judge(number, mine, wanted, limits, ranks, worst, is_exact=eps < 1e-15)
     if not trouble and not (moved and "parameter" in worst):
         trouble = ["nothing is proved: no parameters, or no gradients but zeros"]
-    if group is None or dist.get_rank() == 0:
+    if ranks.rank == 0:
         tell(trouble, worst, precision, len(ours))
     return not trouble
 
 
-def all_steps(training, group):
-    """Runs a generator to its end on every rank -> snapshots of its steps, what is wrong."""
+def all_steps(training, ranks):
+    """Runs a generator to its end on every rank -> snapshots of its steps, what is wrong.
+
+    Raises TimeoutError on a rank that has ended where others seem to wait for it in a collective.
+    """
     steps = []
+    patience = 20.0  # seconds
     while True:
+        start = time.monotonic()
         step = next(training, None)
-        there = exchange(step is not None, group)
+        patience = max(patience, 10 * (time.monotonic() - start))
+        there = ranks.exchange(step is not None, 86400.0 if step else patience)
         if not any(there):
             return steps, []
         if not all(there):
@@ -114,18 +124,17 @@ def snapshot(loss, gradients, parameters):
     return found
 
 
-def judge(number, ours, plain, limits, group, worst, is_exact):
+def judge(number, ours, plain, limits, ranks, worst, is_exact):
     """Two snapshots of a step, plain's from rank 0 -> what is wrong, in lines. Updates worst."""
     trouble = []
     for kind, limit in limits.items():
-        if kind == "loss" and not all(exchange(bool(ours[kind] and plain[kind]), group)):
+        if kind == "loss" and not all(ranks.exchange(bool(ours[kind] and plain[kind]))):
             continue  # somebody says nothing of it
         noise = set()
         if kind == "parameter" and not is_exact:
             noise = without_direction(plain["gradient"])
-        ranks = 1 if group is None else dist.get_world_size()
-        found = differences(ours[kind], plain[kind], limit, ranks, noise)
-        lines = merge(exchange(found, group), limit, kind, worst)
+        found = differences(ours[kind], plain[kind], limit, ranks.size, noise)
+        lines = merge(ranks.exchange(found), limit, kind, worst)
         if lines:
             heading = f"step {number}, {kind}: {len(lines)} of {len(found)} differ"
             trouble += [heading, *lines[:SHOWN], "  " + HINTS[kind]]
@@ -264,32 +273,50 @@ def eps_of(snapshot):
 # ---- between ranks -------------------------------------------------------------
 
 
-def exchange(thing, group):
-    """What each rank has, of what JSON can say -> the list of all ranks' things."""
-    if group is None:
-        return [thing]
-    mine = json.dumps(thing).encode()
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(mine)]), group=group)
-    padded = torch.tensor(list(mine.ljust(max(map(int, sizes)))), dtype=torch.uint8)
-    rows = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(rows, padded, group=group)
-    return [json.loads(bytes(row.tolist())) for row in rows]
+class Ranks:
+    """The ranks of the default process group, or this process alone. What they say to each other
+    goes through the store: a rank that waits for another is not stuck in a collective."""
 
+    def __init__(self):
+        self.rank = 0
+        self.size = 1
+        self.said = 0  # so many things so far
+        if dist.is_initialized():
+            self.rank = dist.get_rank()
+            self.size = dist.get_world_size()
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+            store = dist.distributed_c10d._get_default_store()
+            self.store = dist.PrefixStore(f"prove {self.group.group_name}", store)
 
-def from_first(snapshot, group):
-    """Rank 0's snapshot -> on every rank, in fp64."""
-    if group is None:
-        return snapshot
-    shapes = None
-    if snapshot is not None:
-        shapes = {kind: {name: t.shape for name, t in tensors.items()}
-                  for kind, tensors in snapshot.items()}
-    received = exchange(shapes, group)[0]
-    for kind, tensors in received.items():
-        for name, shape in tensors.items():
-            tensors[name] = torch.empty(shape, dtype=torch.float64)
-            if snapshot is not None:
-                tensors[name].copy_(snapshot[kind][name])
-            dist.broadcast(tensors[name], 0, group=group)
-    return received
+    def exchange(self, thing, patience=86400.0):
+        """What each rank has, of what JSON can say -> the list of all ranks' things.
+
+        Raises TimeoutError if the others are not there after so many seconds.
+        """
+        if self.size == 1:
+            return [thing]
+        self.said += 1
+        self.store.set(f"{self.said} {self.rank}", json.dumps(thing))
+        keys = [f"{self.said} {rank}" for rank in range(self.size)]
+        try:
+            self.store.wait(keys, timedelta(seconds=patience))
+        except RuntimeError as error:
+            raise TimeoutError from error
+        return [json.loads(self.store.get(key)) for key in keys]
+
+    def from_first(self, snapshot):
+        """Rank 0's snapshot -> on every rank, in fp64."""
+        if self.size == 1:
+            return snapshot
+        shapes = None
+        if snapshot is not None:
+            shapes = {kind: {name: t.shape for name, t in tensors.items()}
+                      for kind, tensors in snapshot.items()}
+        received = self.exchange(shapes)[0]
+        for kind, tensors in received.items():
+            for name, shape in tensors.items():
+                tensors[name] = torch.empty(shape, dtype=torch.float64)
+                if snapshot is not None:
+                    tensors[name].copy_(snapshot[kind][name])
+                dist.broadcast(tensors[name], 0, group=self.group)
+        return received
