@@ -98,6 +98,7 @@ class Part:
     parameter: nn.Parameter  # the module's own
     first: int  # the place in parameter.flatten() where the piece begins
     span: slice  # the place of the piece in this rank's chunk
+    shard: torch.Tensor  # 1-D: what this rank keeps of the parameter
     master: nn.Parameter  # 1-D: what the optimizer steps; it has a gradient during step() only
     grad: torch.Tensor  # 1-D: the sum of the gradient over micro-batches and ranks
 
@@ -190,8 +191,9 @@ class Flat:
             offset = start - self.begin  # where it begins, seen from this chunk: may be before it
             span = slice(max(offset, 0), min(offset + p.numel(), self.chunk))
             if span.start < span.stop:
+                shard = self.shard[span]
                 master = nn.Parameter(self.master[span])
-                parts.append(Part(p, span.start - offset, span, master, self.grad[span]))
+                parts.append(Part(p, span.start - offset, span, shard, master, self.grad[span]))
         return parts
 
     # -- parameters
@@ -496,21 +498,27 @@ def refuse_state_dict(site, prefix, keep_vars):
 def units_of(model, blocks):
     """-> [Unit] of all that is trained: what comes before the blocks, each block, what comes after.
 
-    Modules are registered in the order in which they run, and outside of blocks each reads its own
-    parameters alone. Where an embedding is tied to the head both sides are one unit.
+    Modules are registered in the order in which they run, and each reads its own parameters alone.
+    Those of a module with blocks inside, such as the model itself, are kept as in level 2.
+    If the head is tied to the embedding, it belongs to what comes before.
     """
     modules = list(model.modules())
     start = modules.index(blocks[0])
     inside = {m for block in blocks for m in block.modules()}
-    before = unit_of(modules[:start])
-    after = unit_of(m for m in modules[start:] if m not in inside)
-    if set(before.parameters) & set(after.parameters):
-        before = unit_of(before.sites + after.sites)
-        after = Unit([], [])
-    units = [before]
+    around = [m for m in modules[:start] if blocks[0] in m.modules()]
+    before = [m for m in modules[:start] if m not in around]
+    after = [m for m in modules[start:] if m not in inside]
+    shared = {p for m in before for p in m.parameters(recurse=False)}
+    tied = [m for m in after if shared & set(m.parameters(recurse=False))]
+    rest = unit_of(m for m in after if m not in tied)
+    units = [Unit(unit_of(around).parameters, []), unit_of(before + tied)]
     for block in blocks:
         units.append(Unit(unit_of(block.modules()).parameters, [block]))
-    units.append(after)
+    if tied:  # what is left is a norm: it travels with the last block
+        units[-1].parameters += rest.parameters
+        units[-1].sites += rest.sites
+    else:
+        units.append(rest)
     return [unit for unit in units if unit.parameters]
 
 
@@ -631,7 +639,7 @@ def pieces(model, zero, optimizer):
         for part in flat.parts:
             of = (names[part.parameter], flat.shapes[part.parameter], part.first)
             masters.append((*of, part.master))
-            shards.append((*of, flat.shard[part.span]))
+            shards.append((*of, part.shard))
         if flat.level < 3:
             whole += [(names[p], place) for p, place in flat.places.items()]
     frozen = [(name, p) for p, name in names.items() if not p.requires_grad]
