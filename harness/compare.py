@@ -76,5 +76,5 @@ def compare(ours, plain, dtype, ranks):
         "judged": judged,
         "passed": all(gaps[kind] <= limit for kind in judged),
         "differ": [f"{kind} {name} {words}" for kind in judged
-                   for name, (_, words) in found[kind].items() if words],
+                   for name, (_, words, _) in found[kind].items() if words],
     }
