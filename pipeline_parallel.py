@@ -347,7 +347,7 @@ class Mail:
             if mine and sender != self.rank:
                 self.coming[sender] = mine
                 self.moving[sender] = deque()
-        self.receive()
+                self.receive(sender)
 
     def receiver(self, action):
         """The rank that takes what an action makes; None: nobody."""
@@ -357,21 +357,21 @@ class Mail:
             return self.home.get(action.stage - 1)
         return None
 
-    def receive(self):
-        """Start receives: of each link the next one, and all that its sender has made by now, if it
-        is as far in its plan as this rank is in its own."""
-        for sender, coming in self.coming.items():
-            moving = self.moving[sender]
-            while coming and (not moving or coming[0][0] <= self.position):
-                _, name = coming.popleft()
-                tensor = torch.empty(self.size, dtype=self.dtype, device=self.device)
-                work = self.begin(dist.irecv, tensor, sender, (sender, self.rank))  # there -> here too
-                moving.append((name, work, tensor))
+    def receive(self, sender):
+        """Start the next receive from this rank."""
+        _, name = self.coming[sender].popleft()
+        tensor = torch.empty(self.size, dtype=self.dtype, device=self.device)
+        work = self.begin(dist.irecv, tensor, sender, (sender, self.rank))  # there -> here too
+        self.moving[sender].append((name, work, tensor))
 
     def put(self, action, tensor):
         """Called after each action, with what it has made."""
         self.position += 1
-        self.receive()
+        for sender, coming in self.coming.items():
+            # the next one, and what the sender has made by now, if it is as far in its plan as
+            # this rank is
+            while coming and (not self.moving[sender] or coming[0][0] <= self.position):
+                self.receive(sender)
         receiver = self.receiver(action)
         if receiver == self.rank:
             self.here[key(action)] = tensor
@@ -385,10 +385,11 @@ class Mail:
 
     def take(self, name):
         """-> the tensor of this key, which another rank sends or another stage of this rank has put."""
-        moving = self.moving.get(self.home[name[2]])
+        sender = self.home[name[2]]
         while name not in self.here:
-            arrived, work, tensor = moving.popleft()
-            self.receive()
+            if not self.moving[sender]:
+                self.receive(sender)
+            arrived, work, tensor = self.moving[sender].popleft()
             work.wait()  # on a GPU the stream waits, not the host
             self.here[arrived] = tensor
         return self.here.pop(name)
@@ -461,25 +462,35 @@ class SplitLinear(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        x, = ctx.saved_tensors  # (.., in); grad is (.., out)
+        x, = ctx.saved_tensors
         weight, _ = ctx.parameters
-        add = partial(add_gradients, x, grad, *ctx.parameters)
-        if SplitLinear.later is None:
-            add()
-        else:
-            SplitLinear.later.append(add)
+        if any(p is not None and p.requires_grad for p in ctx.parameters):
+            with torch.enable_grad():
+                w = WeightGradient.apply(x.detach(), grad, *ctx.parameters)
+            if SplitLinear.later is None:
+                w.backward()
+            else:
+                SplitLinear.later.append(w.backward)
         # under autocast x, the weight and grad may be of three dtypes
         return (grad @ weight.to(grad.dtype)).to(x.dtype), None
 
 
-def add_gradients(x, grad, weight, bias):
-    """W of a Linear. A backward from the leaves, and not +=, calls their hooks."""
-    grad = grad.flatten(0, -2)  # (N, out)
-    if weight.requires_grad:
+class WeightGradient(torch.autograd.Function):
+    """W of a Linear. Its output, a scalar, means nothing, but a backward from it is W."""
+
+    @staticmethod
+    def forward(ctx, x, grad, weight, bias):
+        ctx.save_for_backward(x, grad)
+        return weight.new_zeros(())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, _):
+        x, grad = ctx.saved_tensors
         x = x.flatten(0, -2).to(grad.dtype)  # (N, in)
-        torch.autograd.backward(weight, (grad.T @ x).to(weight.dtype))
-    if bias is not None and bias.requires_grad:
-        torch.autograd.backward(bias, grad.sum(0).to(bias.dtype))
+        grad = grad.flatten(0, -2)  # (N, out)
+        # for a frozen one autograd drops what is returned
+        return None, None, grad.T @ x, grad.sum(0)
 
 
 def split_linear(x, weight, bias):
@@ -1115,7 +1126,8 @@ def main():
         model = sides[run.impls[0]].model
         _, figures = planned(plans, times, sizes_of(args, layers))
         run.extra.update(figures)
-        total = sum(like.numel() for _, like in model.origins.values())
+        with torch.device("meta"):
+            total = sum(p.numel() for p in GPT(run.cfg).parameters())
         own = sum(p.numel() for p in model.parameters())
         run.say(f"pipeline_parallel: {args.schedule}, {run.world_size} ranks on {run.device.type}, "
                 f"{args.dtype}, {total:,} parameters, {own:,} of them here")
