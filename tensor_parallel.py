@@ -571,21 +571,18 @@ class TPSwiGLU(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
-GPT2 = {
-    "tok": VocabEmbedding,
-    "pos": VocabEmbedding,
-    "blocks.*.attn": TPAttention,
-    "blocks.*.mlp.up": ColumnLinear,
-    "blocks.*.mlp.down": RowLinear,
-    "head": ColumnLinear,
+EMBEDDINGS = {"tok": VocabEmbedding, "head": ColumnLinear}
+ATTENTION = {"blocks.*.attn": TPAttention}
+PLANS = {
+    "gpt2": {
+        **EMBEDDINGS,
+        "pos": VocabEmbedding,
+        **ATTENTION,
+        "blocks.*.mlp.up": ColumnLinear,
+        "blocks.*.mlp.down": RowLinear,
+    },
+    "llama": {**EMBEDDINGS, **ATTENTION, "blocks.*.mlp": TPSwiGLU},
 }
-LLAMA = {
-    "tok": VocabEmbedding,
-    "blocks.*.attn": TPAttention,
-    "blocks.*.mlp": TPSwiGLU,
-    "head": ColumnLinear,
-}
-PLANS = {"gpt2": GPT2, "llama": LLAMA}
 
 
 def parallelize(model, tp, form="gpt2"):
@@ -604,7 +601,8 @@ def train_step(model, optimizer, x, y, valid, clip, tp):
     loss.backward()
     sum_gradients(model, tp)  # partial -> replicated
     norm = gradient_norm(model, tp)
-    nn.utils.clip_grads_with_norm_(model.parameters(), clip or math.inf, norm)
+    finite = norm.nan_to_num(0, posinf=0)  # else gradients stay, which show whose fault it is
+    nn.utils.clip_grads_with_norm_(model.parameters(), clip or math.inf, finite)
     optimizer.step()
     return loss, norm
 
@@ -756,6 +754,7 @@ def textbook(run, tensors):
     """-> rows (what, formula, expected). A number has b bytes, those in the loss have s.
 
     V', T': vocabulary and positions with padding. P: numbers held, W: those of whole parameters.
+    The other letters are common.py's.
     """
     cfg = run.cfg
     tp = run.world_size
@@ -766,7 +765,7 @@ def textbook(run, tensors):
     T = "T"
     positions = cfg.seq  # embedded once, not for each sequence
     if cfg.form == "llama":
-        held = "[(2 C + 2 K_v D + 3 F) L / tp + 2 V' + 2 L + 1] C"
+        held = "[(2 C + 2 K D + 3 F) L / tp + 2 V' + 2 L + 1] C"
         T = "0"
         positions = 0
     rows = [

@@ -1,10 +1,9 @@
-import contextlib
 import copy
-import functools
 import math
+import re
 import textwrap
 import types
-import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from torch.utils.checkpoint import (
 
 
 import tensor_parallel
-from conftest import PROOF, SMALL, alone, copied, dry_run_agrees, each, proves, run, script, textbook
+from conftest import PROOF, alone, copied, dry_run_agrees, each, proves, run, script, textbook
 
 SP = ["--sp"]
 LLAMA = ["--model", "llama-toy"]
@@ -78,7 +77,7 @@ class Layer(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(self, tied, dropout=0.0):
+    def __init__(self, tied=False, dropout=0.0):
         super().__init__()
         self.embed_tokens = nn.Embedding(29, 12)
         self.layers = nn.ModuleList(Layer(dropout) for _ in range(2))
@@ -141,14 +140,14 @@ def compare_gradients(plain, gradients):
 
 
 def check_copy(kind, tied, frozen):
-    """Three steps of two micro-batches, recomputed in backward: gradients, norms, parameters."""
+    """Two steps of two micro-batches, recomputed in backward: gradients, norms, parameters."""
     section = copied("tensor_parallel")
     plain, model, tp = both(section, kind, tied)
     for m in plain, model:
         for name, p in m.named_parameters():
-            p.requires_grad_(frozen is None or frozen not in name)
+            p.requires_grad_(not frozen or not re.search(frozen, name))
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, model)]
-    for step in range(3):
+    for step in range(2):
         for optimizer in optimizers:
             optimizer.zero_grad()
         for x, y in zip(*(t.chunk(2) for t in token_batch(step))):
@@ -166,12 +165,11 @@ def check_copy(kind, tied, frozen):
     compare(section.full_state_dict(model, tp), plain.state_dict())
 
 
-CASES = [(False, None), (True, "layers.0"), (False, "_proj"), (False, "norm"), (False, "embed")]
+CASES = [(False, None), (True, "layers.0"), (False, "embed|_proj|lm_head")]
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_the_copy_trains_a_llama(world):
-    run(each, world, check_copy, [(kind, *case) for kind in KINDS for case in CASES])
+def test_the_copy_trains_a_llama():
+    run(each, 2, check_copy, [(kind, *case) for kind in KINDS for case in CASES])
 
 
 def check_usage():
@@ -180,7 +178,7 @@ def check_usage():
     lines = lines.replace('"layers.*.up"', '**plan_of(types.SimpleNamespace(**known)), "*.up_proj"')
     lines = lines.replace("layers.*.down", "*.down_proj").replace(", ...}", "}")
     torch.manual_seed(0)
-    plain = Llama(tied=False)
+    plain = Llama()
     x, y = token_batch()
     known = {**vars(copied("tensor_parallel")), "plan_of": plan_of, "types": types}
     known.update(model=copy.deepcopy(plain), group=None, x=x, y=y, V=29, valid=7, known=known)
@@ -224,10 +222,10 @@ def check_dropout(kind):
     torch.manual_seed(tp.rank)  # cut_model gives all the first rank's weights and random state
     plan = plan_of(section)
     plan.update({name: getattr(section, dropout) for name, dropout in DROPOUTS.items()})
-    model = section.cut_model(Llama(tied=False, dropout=0.4), tp, plan)
+    model = section.cut_model(Llama(dropout=0.4), tp, plan)
     x, y = token_batch()
     gradients = []
-    for forward in model, functools.partial(checkpoint, model, use_reentrant=False):
+    for forward in model, partial(checkpoint, model, use_reentrant=False):
         model.zero_grad()
         torch.manual_seed(1)
         section.vocab_parallel_cross_entropy(forward(x), y, 29, tp).backward()
@@ -240,32 +238,9 @@ def check_dropout(kind):
     ones = torch.ones(40)
     assert len(distinct(layer.drop_inside(ones), tp)) == tp.size
     assert len(distinct(layer.drop_outside(ones), tp)) == (tp.size if kind == KINDS[1] else 1)
-    many = layer.drop_inside(torch.ones(100_000))
-    assert abs(many.mean().item() - 1) < 0.02
-    assert set(many.unique().tolist()) == {0.0, 1 / 0.6}
+    assert set(layer.drop_inside(ones).tolist()) == {0.0, 1 / 0.6}
     model.eval()
     assert layer.drop_inside(ones) is ones
-
-
-def check_split_weights(kind):
-    """hybrid_3d.py puts functions of its own in the place of the two that make weights' gradients."""
-    section = copied("tensor_parallel")
-    plain, model, tp = both(section, kind)
-    called = []
-
-    def column_parallel(tp, x, *parameters):
-        called.append("column")
-        return section.ColumnParallel.apply(tp, x, *parameters)
-
-    def linear(x, weight, bias):
-        called.append("row")
-        return F.linear(x, weight, bias)
-
-    tp.column_parallel = column_parallel
-    tp.linear = linear
-    x, y = token_batch()
-    section.vocab_parallel_cross_entropy(model(x), y, 29, tp)
-    assert called.count("column") == 2 * 5 + 1 and called.count("row") == 2 * 2
 
 
 def keep_matmuls(context, operation, *args, **keywords):
@@ -278,7 +253,7 @@ def check_kept_summands():
     """g writes into what a matmul has made: whoever has kept that must hear of it."""
     section = copied("tensor_parallel")
     _, model, tp = both(section, "WholeSequence")
-    contexts = functools.partial(create_selective_checkpoint_contexts, keep_matmuls)
+    contexts = partial(create_selective_checkpoint_contexts, keep_matmuls)
     x, y = token_batch()
     logits = checkpoint(model, x, use_reentrant=False, context_fn=contexts)
     with pytest.raises(RuntimeError, match="mutated"):
@@ -286,7 +261,7 @@ def check_kept_summands():
 
 
 def check_loss():
-    """F.cross_entropy itself: bf16, huge and infinite logits, ranks of which some have no columns."""
+    """F.cross_entropy itself: bf16, huge and infinite logits, a rank without columns."""
     section = copied("tensor_parallel")
     tp = section.WholeSequence()
     for vocab, dtype, scale in (8, None, 1), (7, None, 1e4), (1, None, 1), (8, torch.bfloat16, 1):
@@ -333,33 +308,13 @@ def check_ids():
         assert rows.tolist() == [0, 0, 0, 3, 0, 4, 996]
 
 
-class SlowWork:
-    """A collective that reads its tensor as late as it may: when it is waited for."""
-
-    def __init__(self, reads):
-        self.reads = reads
-
-    def wait(self):
-        assert self.reads() is not None, "freed while a collective reads it"
-
-
-def check_pending():
-    reads = torch.zeros(3)
-    seen = weakref.ref(reads)
-    pending = tensor_parallel.Pending(torch.ones(3), SlowWork(seen), reads)
-    del reads
-    assert pending.wait().sum() == 3
-    assert seen() is None  # not longer than that
-
-
 def check_parts():
     check_usage()
     check_kept_summands()
     check_loss()
     check_shards()
     check_ids()
-    check_pending()
-    for check in check_autocast, check_dropout, check_split_weights:
+    for check in check_autocast, check_dropout:
         each(check, [(kind,) for kind in KINDS])
 
 
@@ -367,46 +322,45 @@ def test_parts():
     run(check_parts, 2)
 
 
-def refusals():
-    section = copied("tensor_parallel")
-    whole = section.WholeSequence
-
-    def cut(plan, model=None, tp=None, **options):
-        if model is None:
-            model = Llama(tied=False, **options)
-        section.cut_model(model, tp or whole(), plan)
-        return model
-
-    def use(**shapes):
-        x = torch.zeros(2, shapes.get("T", 8), dtype=torch.int64)
-        _, model, tp = both(section, shapes.get("kind", "WholeSequence"))
-        section.vocab_parallel_cross_entropy(model(x), x, shapes.get("vocab", 29), tp)
-
-    norm = {"norm": section.ColumnLinear}
-    table = [
-        (lambda: cut({"nowhere.*": section.ColumnLinear}), "called nowhere.*"),
-        (lambda: cut(norm), "ColumnLinear in the place of RMSNorm"),
-        (lambda: cut({}, dropout=0.1), "layers.0.drop_inside: the plan must call it"),
-        (lambda: cut({"lm_head": section.ColumnLinear}, Llama(tied=True)), "embed_tokens is tied"),
-        (lambda: section.RowLinear(nn.Linear(7, 4), whole()), "2 ranks do not divide it"),
-        (lambda: use(T=7, kind="CutSequence"), "multiply up to the size"),
-        (lambda: use(vocab=31), "Is the head cut"),
-    ]
-    return table
-
-
 def check_refusals():
-    for act, words in refusals():
-        try:
+    section = copied("tensor_parallel")
+    tp = section.WholeSequence()
+
+    def cut(plan, **options):
+        section.cut_model(Llama(**options), section.WholeSequence(), plan)
+
+    def train(kind, T, vocab):
+        _, model, tp = both(section, kind)
+        x = torch.zeros(2, T, dtype=torch.int64)
+        section.vocab_parallel_cross_entropy(model(x), x, vocab, tp)
+
+    head = {"lm_head": section.ColumnLinear}
+    for act, words in [
+        (partial(cut, {"nowhere.*": section.ColumnLinear}), "called nowhere.*"),
+        (partial(cut, {"norm": section.ColumnLinear}), "ColumnLinear in the place of RMSNorm"),
+        (partial(cut, {}, dropout=0.1), "layers.0.drop_inside: the plan must call it"),
+        (partial(cut, head, tied=True), "embed_tokens is tied"),
+        (partial(section.RowLinear, nn.Linear(7, 4), tp), "2 ranks do not divide it"),
+        (partial(train, "CutSequence", T=7, vocab=29), "multiply up to the size"),
+        (partial(train, "WholeSequence", T=8, vocab=31), "Is the head cut"),
+    ]:
+        with pytest.raises(Exception) as caught:
             act()
-        except Exception as error:
-            assert words in str(error), f"not {words!r} but {error!r}"
-            continue
-        assert dist.get_rank() == 0, f"not refused: {words}"
+        assert words in str(caught.value), str(caught.value)
 
 
 def test_what_would_be_silently_wrong_raises():
     run(check_refusals, 2)
+
+
+@pytest.mark.parametrize("flags, words", [
+    (["--heads", "3", "--width", "12"], "3 heads"),
+    ([*LLAMA, "--kv-heads", "1"], "1 of keys and values: 2 ranks cannot share them"),
+    ([*LLAMA, "--hidden", "7"], "--hidden 7 does not divide by 2 ranks"),
+    (["--seq", "15", "--sp"], "--seq 15 does not divide by 2 ranks, as --sp needs"),
+])
+def test_refused_flags(flags, words):
+    assert words in script("tensor_parallel", 1, "--dry-run", "2", *flags, code=2)
 
 
 # ---- the program: equal to one process ----------------------------------------------
@@ -456,7 +410,7 @@ def test_both_times_both():
     (2, []),
     (4, SP),
     (2, LLAMA),
-    (2, [*LLAMA, *SP]),
+    (4, [*LLAMA, "--kv-heads", "4", *SP]),
 ])
 def test_cost(world, flags):
     textbook(dry_run_agrees("tensor_parallel", world, *ODD, *flags, ranks=[world - 1]))
@@ -468,7 +422,6 @@ T = 16
 C = 32
 
 
-@functools.cache
 def of_a_block(form, tp, *flags):
     """A third block is what is added to two -> calls, bytes sent, bytes that autograd keeps."""
     sizes = ["--width", "32", "--heads", "4", "--seq", "16", "--model", form]
@@ -495,24 +448,12 @@ def test_a_block():
     assert kept - statistics == 4 * x + 12 * x / 4
 
 
-@pytest.mark.parametrize("form, whole", [("toy", 6 * C), ("llama-toy", 2 * C)])
-def test_a_block_of_a_cut_sequence(form, whole):
+def test_a_block_of_a_cut_sequence():
     x = 4 * B * T * C
-    calls, sent, kept = of_a_block(form, 2, *SP)
+    calls, sent, kept = of_a_block("toy", 2, *SP)
     assert calls == {"all_gather": 6, "reduce_scatter": 4, "all_reduce": 0}
-    assert sent == 10 * x / 2 + 4 * whole  # gradients of norms and row biases, in one all-reduce
-    if form == "toy":
-        assert kept == of_a_block(form, 1)[2] / 2
-
-
-def test_no_rank_has_whole_logits():
-    """Three numbers per token are sent for the loss: 50,000 more words cost no byte more."""
-    flags = "--dry-run", "4", "--layers", "1", "--vocab"
-    reports = alone("tensor_parallel", (*flags, "256"), (*flags, "50256"))
-    few, many = [report["ranks"][0] for report in reports]
-    assert few["collectives"] == many["collectives"]
-    kept = many["memory"]["activations"] - few["memory"]["activations"]
-    assert kept == 4 * 8 * 128 * 50000 / 4  # the logits, cut
+    assert sent == 10 * x / 2 + 4 * 6 * C  # gradients of norms and row biases, in one all-reduce
+    assert kept == of_a_block("toy", 1)[2] / 2
 
 
 # ---- planted bugs: each must fail the check ------------------------------------------
@@ -556,28 +497,12 @@ def norms_not_summed(module):
     module.sum_gradients = lambda model, tp: None
 
 
-def highest_not_shared(module):
-    """Each rank subtracts the log-sum-exp of its own columns."""
-    all_reduce = dist.all_reduce
-
-    def broken(x, op=dist.ReduceOp.SUM, *args, **kwargs):
-        if op == dist.ReduceOp.MAX:
-            return None
-        return all_reduce(x, op, *args, **kwargs)
-
-    module.dist = types.SimpleNamespace(**{**vars(dist), "all_reduce": broken})
-
-
 def replicated_counted_on_each_rank(module):
     """The norm's all-reduce adds up what every rank has whole, too."""
-    norm = module.gradient_norm
-
     def broken(model, tp):
-        tp.cuts.update({p: None for p in model.parameters() if p not in tp.cuts})
-        found = norm(model, tp)
-        for p in [p for p, cut in tp.cuts.items() if cut is None]:
-            del tp.cuts[p]
-        return found
+        square = nn.utils.get_total_norm([p.grad for p in model.parameters()]).square()
+        dist.all_reduce(square)
+        return square.sqrt()
 
     module.gradient_norm = broken
 
@@ -609,7 +534,6 @@ def positions_of_a_piece(module):
     (not_gathered_again, [*LLAMA, *SP]),
     (row_bias_on_every_rank, []),
     (norms_not_summed, [*LLAMA, *SP]),
-    (highest_not_shared, LLAMA),
     (replicated_counted_on_each_rank, []),
     (padding_not_masked, ODD),
     (positions_of_a_piece, [*LLAMA, *SP]),
