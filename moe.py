@@ -58,10 +58,7 @@ from harness.run import Run, Side
 
 
 class AllToAll(torch.autograd.Function):
-    """Rows (sum(send), C) -> (sum(receive), C).
-
-    send[r] of this rank's rows go to rank r of the group; receive[r] rows come from it.
-    """
+    """Rows (sum(send), C) -> (sum(receive), C): send[r] go to rank r, receive[r] come from it."""
 
     @staticmethod
     def forward(ctx, rows, send, receive, group):
@@ -131,10 +128,7 @@ class Routing:
     """
 
     def __init__(self, chosen, wanted, most, ep):
-        """chosen: experts (N, K).
-
-        wanted (E,): how often each expert is chosen. most: the rows that it takes of this rank.
-        """
+        """chosen (N, K). wanted (E,): how often each expert is chosen. most: rows that it takes."""
         taken = wanted.clamp(max=most)
         coming = torch.empty_like(taken)
         # this rank's rows for every expert -> every rank's rows for the experts here
@@ -196,14 +190,11 @@ class StackedLinear(nn.Module):
         return torch.cat([F.linear(*of_expert) for of_expert in of_experts])
 
     def in_one_kernel(self, rows, routing):
-        """The bias is added by a matmul, whose backward is a matmul as well: it sums in fp32.
-
-        With an index_select the backward would be an index_add, which on GPUs adds rows in any
-        order and rounds each sum.
-        """
         y = F.grouped_mm(rows, self.weight.transpose(1, 2), offs=routing.ends)
         if self.bias is None:
             return y
+        # A matmul, since its backward is one, too, and sums in fp32. That of an index_select would
+        # be an index_add, which on GPUs adds rows in any order and rounds each sum
         return torch.addmm(y, routing.one_hot.to(y.dtype), self.bias)
 
 
@@ -244,8 +235,7 @@ class AddLoss(torch.autograd.Function):
     """Returns y. In backward, `loss` gets the gradient that a term of the model's loss has.
 
     In the middle of a pipeline, or where checkpointing runs forward twice, a layer cannot leave a
-    loss to be added by others (Megatron's MoEAuxLossAutoScaler). For the same reason the layer adds
-    up its load here: there is one backward, and none without training.
+    loss to be added by others (Megatron's MoEAuxLossAutoScaler). Its load is added up here, too.
     """
 
     @staticmethod
@@ -329,10 +319,7 @@ class MoE(nn.Module):
         return y
 
     def score(self, tokens):
-        """Tokens (N, C) -> logits (N, E), in fp32 or better even under autocast.
-
-        In bf16, rounding would make tokens choose other experts.
-        """
+        """Tokens (N, C) -> logits (N, E), in fp32 or better: rounding changes the choice."""
         exact = torch.promote_types(tokens.dtype, torch.float32)
         with torch.autocast(tokens.device.type, enabled=False):
             return F.linear(tokens.to(exact), self.router.weight.to(exact))
@@ -396,7 +383,7 @@ def sum_over_ranks(tensors, group):
 def gradient_norm(model, ep):
     """After sum_gradients: the norm of the whole model's gradient, each expert counted once."""
     dense, experts = dense_and_experts(model)
-    # what all ranks of ep have alike, each of them counts in part
+    # of what all ranks of ep have alike, each brings a part
     square = square_sum(dense) / dist.get_world_size(ep) + square_sum(experts)
     dist.all_reduce(square, group=ep)  # partial -> replicated
     return square.sqrt()
@@ -409,8 +396,8 @@ def square_sum(parameters):
 
 def clip_gradients(model, norm, clip):
     """Scales gradients down until their norm is `clip` at most (0: leaves them)."""
-    if clip:
-        nn.utils.clip_grads_with_norm_(model.parameters(), clip, norm)
+    finite = norm.nan_to_num(0, posinf=0)  # else they stay, so that one sees whose fault it is
+    nn.utils.clip_grads_with_norm_(model.parameters(), clip or math.inf, finite)
 
 
 @torch.no_grad()
@@ -444,8 +431,7 @@ BALANCES = {  # alpha, beta and gamma of MoE, for runs of some hundred steps
 
 
 class PlainMoE(nn.Module):
-    """The definition, in one process: all experts times their gates, all but K of which are zero.
-    """
+    """The definition: all experts, times their gates, of which all but K are zero."""
 
     def __init__(self, cfg, *, experts, top_k, shared=False, balance="aux", capacity=0.0):
         super().__init__()
@@ -610,10 +596,8 @@ def train_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
     return loss, norm, loads
 
 
-def loads_of(model):
-    # load is 0 where nothing up to the layer is trained
-    loads = [torch.zeros_like(layer.bias_steps) + layer.load for layer in layers_of(model)]
-    return torch.stack(loads)
+def loads_of(model):  # (L, E). A load is a mere 0 where nothing up to the layer is trained
+    return torch.stack([layer.load + 0 * layer.bias_steps for layer in layers_of(model)])
 
 
 # ---- 3. at work: the same with torch's own API -------------------------------
@@ -682,7 +666,7 @@ def build_plain(args, cfg, seed, device, dtype):
     mixture(model, seed, cfg, experts=args.experts, top_k=args.top_k, shared=args.shared,
             balance=args.balance, capacity=args.capacity)
     tokens = torch.arange(args.batch * cfg.seq, device=device)
-    set_sources(model, [list(tokens.chunk(args.world_size))])
+    set_sources(model, [tokens.chunk(args.world_size)])
     return model
 
 
@@ -714,33 +698,23 @@ def balanced_counts(counts, choices, most, ep_rank):
     _, ranks, here = counts.shape
     experts = ranks * here
     wanted = [(choices + e) // experts for e in range(experts)]
-    taken = [min(most, count) for count in wanted]
-    mine = slice(ep_rank * here, (ep_rank + 1) * here)
-    by_rank = [slice(r * here, (r + 1) * here) for r in range(ranks)]
-    return [wanted[r] for r in by_rank], [taken[r] for r in by_rank], [taken[mine]] * ranks
-
-
-def assume_balance():
-    global read_counts
-    read_counts = balanced_counts
+    lines = [wanted[first:first + here] for first in range(0, experts, here)]
+    leaving = [[min(most, length) for length in of_rank] for of_rank in lines]
+    return lines, leaving, [leaving[ep_rank]] * ranks
 
 
 def make_groups(run):
     """-> the groups of the ranks that hold the same experts, and of those that share them out."""
     ep = run.args.ep or run.world_size
-    shape = (run.world_size // ep, ep)
-    names = ("replicas", "ep")
-    mesh = dist.init_device_mesh(run.device.type, shape, mesh_dim_names=names)
+    mesh = dist.init_device_mesh(run.device.type, (run.world_size // ep, ep),
+                                 mesh_dim_names=("replicas", "ep"))
     return mesh.get_group("replicas"), mesh.get_group("ep")
 
 
 def set_up(run, impl, replicas, ep):
     """-> a Side: the model of this implementation, and what a run does with it."""
-    model = run.build()
-    if impl == "scratch":
-        parallelize(model, ep)
-    else:
-        parallelize_at_work(model, ep)
+    cut = {"scratch": parallelize, "torch": parallelize_at_work}[impl]
+    model = cut(run.build(), ep)
     set_biases(model, run)
     broadcast_parameters(model, replicas)  # they are equal already; copies of section 1 need it
     optimizer = adamw(model.parameters(), run.args.lr)
@@ -756,8 +730,7 @@ def set_up(run, impl, replicas, ep):
 
 
 def watch_rows(model):
-    """-> [(rows sent to each rank of ep, rows received from each)] of every layer's last forward in
-    training, always up to date."""
+    """-> of every layer's last forward in training, (rows sent to each rank of ep, received)."""
     layers = layers_of(model)
     rows = deque(maxlen=len(layers))
 
@@ -781,8 +754,7 @@ def account(run, model, ep, rows):
     row = 2 * b * run.cfg.width  # forward and backward
     dense, experts = count(model)
     tensors = len(list(model.parameters()))
-    # 2/n is taken out of the formula's three terms. What is left are integers, so their sum is
-    # exact: 2 (ep-1)/ep b, for example, is 2/n (n - n/ep) b.
+    # n/2 times the sum of the formula's three terms, in integers
     reduced = (n - 1) * (b * dense + counts)
     reduced += (n - ep.size()) * b * experts
     reduced += (n - n // ep.size()) * b
@@ -830,9 +802,13 @@ def main():
     args = arguments(__doc__, presets=PRESETS, **FLAGS)
     refuse(args)
     run = Run(args, build=partial(build_plain, args))
+    ranks = run.start.ranks  # that have saved the checkpoint, 0: there is none
+    require(not args.capacity or ranks in (0, run.world_size),
+            f"--resume: with --capacity only {ranks} ranks can go on, as many as saved it")
     replicas, ep = make_groups(run)
     if run.dry:
-        assume_balance()
+        global read_counts
+        read_counts = balanced_counts
     with run:
         sides = {impl: set_up(run, impl, replicas, ep) for impl in run.impls}
         model = sides[run.impls[0]].model
