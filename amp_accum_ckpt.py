@@ -115,8 +115,8 @@ class Call:
 
     def __init__(self, forward, inputs):
         self.forward = forward
-        self.hooks = hooks_around()
-        self.inputs = [Kept(x, self.hooks) if isinstance(x, torch.Tensor) else x for x in inputs]
+        hooks = hooks_around()
+        self.inputs = [Kept(x, hooks) if isinstance(x, torch.Tensor) else x for x in inputs]
         self.states = random_states()
         device = inputs[0].device.type
         self.autocast = torch.autocast(
@@ -135,25 +135,27 @@ class Call:
 
     def repeat(self):
         self.made = {}
-        self.hooks = hooks_around()  # around this backward
+        made = self.made
+        layouts = self.layouts
+        hooks = hooks_around()
+
+        def keep(tensor):  # a function without self, which the second graph would keep alive
+            number = len(made)  # nothing is fetched before this forward has ended
+            assert layout(tensor) == layouts[number], "forward made others when it ran again"
+            made[number] = Kept(tensor.detach(), hooks)  # without the second graph behind it
+            if len(made) == len(layouts):
+                raise Enough
+
         inputs = [make(x) for x in self.inputs]
         before = random_states()
         set_random_states(*self.states)
         try:
-            with torch.enable_grad(), self.autocast, saved_tensors_hooks(self.keep, self.fetch):
+            with torch.enable_grad(), self.autocast, saved_tensors_hooks(keep, make):
                 self.forward(*inputs)
         except Enough:
             pass
         set_random_states(*before)
-        assert len(self.made) == len(self.layouts), "forward made fewer tensors when it ran again"
-
-    def keep(self, tensor):
-        number = len(self.made)  # nothing is fetched before this forward has ended
-        assert layout(tensor) == self.layouts[number], "forward made others when it ran again"
-        self.made[number] = Kept(tensor.detach(), self.hooks)  # or it would keep the second graph
-        if len(self.made) == len(self.layouts):
-            raise Enough
-        return number
+        assert len(made) == len(layouts), "forward made fewer tensors when it ran again"
 
 
 def layout(tensor):
@@ -525,33 +527,29 @@ def side_of(run, plan, model, optimizer, step, scaler, state_of_scaler):
 
 
 def kept_by_block(cfg, plan, b):
-    """-> bytes that a block keeps on a CPU, of numbers of b bytes: for each token, and besides."""
+    """The docstring's table -> bytes for each token, and besides. b: bytes of a number."""
     C = cfg.width
     F = cfg.hidden
-    heads = cfg.kv_heads * C // cfg.heads  # K D, the width of keys
-    low = b  # bytes of what goes into matmuls
-    if plan.amp != "off":
-        low = 2
-    each = b * cfg.heads  # log-sum-exp
-    besides = 0
+    D = C // cfg.heads
+    KD = cfg.kv_heads * D
+    copies = 2 * matrices(cfg)
+    table = 8 * cfg.seq * D  # cos and sin, of q and of k
     if cfg.form == "gpt2":
-        each += 2 * b * (C + 2)  # of the norms: input, mean, 1/std
-        each += low * (4 * C + F)  # q, k, v, attention's output; up
-        cheap = low * (2 * C + F)  # the norms' output, GELU's
-        casts = 2 * C  # q, k, v: each has its own
+        s = 4 * cfg.heads + 16
+        none = (64 * C + s, 0)
+        cast = (40 * C + s, copies)
+        selective = (40 * C + s, 0)
+        cast_selective = (24 * C + s, 0)
     else:
-        each += 2 * b * (C + 1)  # of the norms: input, 1/rms
-        each += low * (2 * C + 2 * heads + 2 * F)  # q, k, v, attention's output; gate, up
-        cheap = 2 * b * C  # the norms' output before their weight
-        cheap += low * (3 * C + 2 * F)  # and after it, attention's in another order; SiLU's, product
-        casts = 3 * C  # q, k, v; gate, up
-        besides += 2 * cfg.seq * C // cfg.heads * low  # cos and sin, of q and of k
-    if plan.ckpt == "selective":
-        return each, besides * b // low  # it keeps cos and sin before their cast
+        s = 4 * cfg.heads + 8
+        none = (36 * C + 16 * F + 8 * KD + s, table)
+        cast = (32 * C + 8 * F + 4 * KD + s, copies + table // 2)
+        selective = (16 * C + 8 * F + 8 * KD + s, table)
+        cast_selective = (12 * C + 4 * F + 4 * KD + s, table)
     if plan.amp != "off":
-        cheap += low * casts
-        besides += low * matrices(cfg)
-    return each + cheap, besides
+        return cast_selective if plan.ckpt == "selective" else cast
+    each, besides = selective if plan.ckpt == "selective" else none
+    return each * b // 4, besides * b // 4
 
 
 def matrices(cfg):
@@ -671,7 +669,8 @@ def main():
             else:
                 sides[name] = set_up(run, plan)
         counters = {name: FlopCounterMode(display=False) for name in plans}
-        for name, step, x, y, valid in run.steps(sides, share(args.batch, run.world_size, run.rank)):
+        rows = share(args.batch, run.world_size, run.rank)
+        for name, step, x, y, valid in run.steps(sides, rows):
             side = sides[name]
             counter = counters[name] if step == run.last else nullcontext()
             with run.measure(name, step), counter:
@@ -682,10 +681,10 @@ def main():
 
         dp = run.world_size
         total = sum(p.numel() for p in sides[run.impls[0]].model.parameters())
-        rows = [("wire all_reduce", "2 (dp-1)/dp b P", 2 * (dp - 1) / dp * run.dtype.itemsize * total)]
+        sent = 2 * (dp - 1) / dp * run.dtype.itemsize * total
+        run.textbook([("wire all_reduce", "2 (dp-1)/dp b P", sent)])
         if run.impls[0] != "torch":
-            rows.append(("held activations", *activations(run, plans[run.impls[0]])))
-        run.textbook(rows)
+            run.textbook([("held activations", *activations(run, plans[run.impls[0]]))])
 
         def plain():  # finish() calls it, on rank 0; only then the table's loss gaps are known
             trace = run.plain()
