@@ -356,7 +356,10 @@ def unit_of(name):
 
     The embedding and the head are alone, so that ZeRO cuts the tied weight alike at both ends.
     """
-    return ".".join(name.split(".")[:2 if in_block(name) else 1])
+    words = name.split(".")
+    if in_block(name):
+        return f"blocks.{words[1]}"
+    return words[0]
 
 
 def in_block(name):
@@ -381,7 +384,9 @@ def origins_of(model, layers, plans):
 
 def within_layers(model, mesh, plans, sp, attend):
     """-> tensor_parallel's WholeSequence or CutSequence"""
-    tp = (CutSequence if sp else WholeSequence)(mesh.group["tp"])
+    tp = WholeSequence(mesh.group["tp"])
+    if sp:
+        tp = CutSequence(mesh.group["tp"])
     if any(action.kind == "W" for action in plans[0]):
         tp.column_parallel = split_columns
         tp.linear = pipeline_parallel.split_linear
@@ -491,7 +496,7 @@ def evaluate(model, x, y):
     inputs, loss_of = in_microbatches(model, x, y, 1)
     loss = model.pipeline.evaluate(inputs, loss_of) / model.tp.size
     for zero in model.zeros:
-        zero.free_units()  # ZeRO-3's, which a backward would have freed
+        zero.free_units()  # ZeRO-3's, which reduce() would have freed
     return loss
 
 
@@ -582,6 +587,9 @@ class AtWork(nn.Module):
             total = total + local(loss.detach())
         # loss_of has multiplied by dp, and each rank of tp has the whole
         return total / (self.mesh.size["data"] * self.mesh.size["tp"])
+
+    def evaluate(self, x, y):
+        return self.run(self.schedule.eval, x, y, 1)
 
 
 def parallelize_at_work(model, mesh, device_mesh, plans, layers, boundary, args):
@@ -1080,7 +1088,6 @@ def set_up_at_work(run, mesh, plans, layers):
         model=model, optimizer=optimizer, train_step=train_step_at_work,
         full_gradients=partial(full_gradients_at_work, model),
         full_state_dict=partial(full_state_dict_at_work, model),
-        evaluate=model.evaluate,
     )
 
 
@@ -1114,7 +1121,7 @@ def main():
     ends = home[0], home[len(home) - 1]
     mesh = Mesh(args.dp, args.cp, args.tp, args.pp, args.ep, ends)
     if run.dry:
-        moe.assume_balance()
+        moe.read_counts = moe.balanced_counts  # nobody knows what tokens would choose
     with run:
         total = sum(p.numel() for p in run.build().parameters())
         sides = {impl: SET_UP[impl](run, mesh, plans, layers) for impl in run.impls}
