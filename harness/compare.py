@@ -1,4 +1,4 @@
-"""A run's own check: what it has done beside what one process does. The comparison is prove.py's."""
+"""A run's own check: what it has done beside what one process does, by prove.py's comparison."""
 import torch
 
 from harness.prove import differences
@@ -76,5 +76,5 @@ def compare(ours, plain, dtype, ranks):
         "judged": judged,
         "passed": all(gaps[kind] <= limit for kind in judged),
         "differ": [f"{kind} {name} {words}" for kind in judged
-                   for name, (_, words) in found[kind].items() if words],
+                   for name, (_, words, _) in found[kind].items() if words],
     }

@@ -13,11 +13,14 @@
 
     sys.exit(0 if prove(plain, parallel) else 1)
 
-Seed both alike, and do both in fp64: there right code differs by rounding, 1e-12 or less, and wrong
-code by about 1. In fp32 a wrong factor or a missing piece shows, in bf16 what is large. Torch alone.
+Seed both alike, and do both in fp64: there right code differs by rounding, 1e-12 or less, and
+wrong code by about 1. In fp32 a wrong factor or a missing piece shows, in bf16 what is large.
+Needs torch alone.
 """
+import itertools
 import json
 import math
+import time
 from datetime import timedelta
 
 import torch
@@ -49,34 +52,53 @@ def prove(plain, parallel, tolerance=None):
     runs plain, after parallel, and prints. tolerance: of max|parallel - plain| / max|plain|; None
     takes that of the narrowest dtype. What plain or parallel raises is passed on.
     """
-    group = None
-    if dist.is_initialized():
-        group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+    ranks = Ranks()
     random = torch.get_rng_state()
     dtype = torch.get_default_dtype()
-    steps, trouble = all_steps(parallel(), group)
+    try:
+        ours, trouble = all_steps(parallel(), ranks)
+    except TimeoutError:  # the others are not there to agree on it
+        print(f"prove: rank {ranks.rank} makes no more steps, others go on\nprove: NOT EQUAL",
+              flush=True)
+        return False
     torch.set_rng_state(random)  # both begin with the same
     torch.set_default_dtype(dtype)
-    is_first = group is None or dist.get_rank() == 0
-    reference = iter(())
-    if is_first and not trouble:
-        reference = plain()
-    proof = Proof(trouble, tolerance, group)
-    for number, ours in enumerate(steps):
-        if not proof.trouble:
-            proof.judge(number, ours, next(reference, None))
-    proof.conclude(len(steps), next(reference, None) is not None)
-    if is_first:
-        proof.tell(len(steps))
-    return not proof.trouble
+    theirs = []
+    if ranks.rank == 0:
+        theirs = [snapshot(*step) for step in itertools.islice(plain(), len(ours) + 1)]
+    count = ranks.exchange(len(theirs))[0]
+    if not trouble and count != len(ours):
+        trouble = [f"parallel makes {len(ours)} steps, plain {count} or more"]
+    eps = max(ranks.exchange(max(map(eps_of, ours + theirs), default=0.0)))
+    precision, _, limits = next(row for row in PRECISIONS if eps <= row[1])
+    if tolerance is not None:
+        limits = dict.fromkeys(limits, tolerance)
+    worst = {}  # {kind: (gap, name)}
+    moved = False  # has plain had any gradient that is not zero?
+    for number, (mine, wanted) in enumerate(itertools.zip_longest(ours, theirs[:len(ours)])):
+        if not trouble:
+            wanted = ranks.from_first(wanted)
+            moved = moved or any(t.any() for t in wanted["gradient"].values())
+            trouble = judge(number, mine, wanted, limits, ranks, worst, is_exact=eps < 1e-15)
+    if not trouble and not (moved and "parameter" in worst):
+        trouble = ["nothing is proved: no parameters, or no gradients but zeros"]
+    if ranks.rank == 0:
+        tell(trouble, worst, precision, len(ours))
+    return not trouble
 
 
-def all_steps(training, group):
-    """Runs a generator to its end on every rank -> snapshots of its steps, what is wrong."""
+def all_steps(training, ranks):
+    """Runs a generator to its end on every rank -> snapshots of its steps, what is wrong.
+
+    Raises TimeoutError on a rank that has ended where others seem to wait for it in a collective.
+    """
     steps = []
+    patience = 20.0  # seconds
     while True:
+        start = time.monotonic()
         step = next(training, None)
-        there = exchange(step is not None, group)
+        patience = max(patience, 10 * (time.monotonic() - start))
+        there = ranks.exchange(step is not None, 86400.0 if step else patience)
         if not any(there):
             return steps, []
         if not all(there):
@@ -89,10 +111,9 @@ def all_steps(training, group):
 
 def snapshot(loss, gradients, parameters):
     """-> {kind: {name: tensor}}, in memory of their own on the CPU. DTensors become whole."""
-    if loss is None:
-        losses = {}
-    else:
-        losses = {"loss": torch.as_tensor(loss)}
+    losses = {}
+    if loss is not None:
+        losses["loss"] = torch.as_tensor(loss)
     found = {}
     for kind, tensors in (("loss", losses), ("gradient", gradients), ("parameter", parameters)):
         found[kind] = {}
@@ -104,91 +125,61 @@ def snapshot(loss, gradients, parameters):
     return found
 
 
-class Proof:
-    """What has been compared so far, and what is wrong: the same on all ranks."""
+def judge(number, ours, plain, limits, ranks, worst, is_exact):
+    """Two snapshots of a step, plain's from rank 0 -> what is wrong, in lines. Updates worst."""
+    trouble = []
+    for kind, limit in limits.items():
+        if kind == "loss" and not all(ranks.exchange(bool(ours[kind] and plain[kind]))):
+            continue  # somebody says nothing of it
+        noise = set()
+        if kind == "parameter" and not is_exact:
+            noise = without_direction(plain["gradient"])
+        found = differences(ours[kind], plain[kind], limit, ranks.size, noise)
+        lines = merge(ranks.exchange(found), limit, kind, worst)
+        if lines:
+            heading = f"step {number}, {kind}: {len(lines)} of {len(found)} differ"
+            trouble += [heading, *lines[:SHOWN], "  " + HINTS[kind]]
+        if trouble and kind == "gradient":
+            break  # then so do parameters
+    if trouble and number > 0:
+        trouble.append(f"  equal until step {number - 1}: something does not follow the step "
+                       "(zero_grad, the rate, the data, a stale copy)")
+    return trouble
 
-    def __init__(self, trouble, tolerance, group):
-        self.trouble = trouble  # lines
-        self.tolerance = tolerance  # None: that of the precision
-        self.group = group
-        self.ranks = 1 if group is None else dist.get_world_size()
-        self.eps = 0.0  # of the narrowest dtype
-        self.worst = {}  # {kind: (gap, name)}
-        self.moved = False  # was any gradient of plain not zero?
 
-    def judge(self, number, ours, plain):
-        """ours: this rank's snapshot of a step. plain: the step, on rank 0; None: there is none."""
-        if plain is not None:
-            plain = snapshot(*plain)
-        self.eps = max(self.eps, *exchange(max(eps_of(ours), eps_of(plain)), self.group))
-        plain = from_first(plain, self.group)
-        if plain is None:
-            self.trouble = [f"plain ends after {number} steps, parallel goes on"]
-            return
-        self.moved = self.moved or any(t.any() for t in plain["gradient"].values())
-        for kind in plain:
-            if kind == "loss" and not (ours[kind] and plain[kind]):
-                continue  # one of them says nothing
-            noise = set()
-            if kind == "parameter" and self.eps > 1e-15:
-                noise = without_direction(plain["gradient"])
-            found = differences(ours[kind], plain[kind], self.limit(kind), self.ranks, noise)
-            lines = self.merge(kind, exchange(found, self.group))
-            if lines:  # what comes of it differs as well: one kind is enough
-                self.trouble = [f"step {number}, {kind}: {len(lines)} of {len(found)} differ",
-                                *lines[:SHOWN], "  " + HINTS[kind]]
-                if number > 0:
-                    self.trouble.append(f"  equal until step {number - 1}: something does not "
-                                        "follow the step (zero_grad, rate, data, a stale copy)")
-                return
+def merge(of_ranks, limit, kind, worst):
+    """What differences() has found on each rank -> a line for each tensor that differs."""
+    lines = []
+    for name in dict.fromkeys(itertools.chain(*of_ranks)):
+        gaps, words, sizes = zip(*(found.get(name, (0.0, "", 0.0)) for found in of_ranks))
+        rank = gaps.index(max(gaps))
+        worst[kind] = max(worst.get(kind, (0.0, name)), (gaps[rank], name))
+        wrong = [str(rank) for rank, gap in enumerate(gaps) if gap > limit]
+        line = f"  {name} {words[rank]}"
+        if len(wrong) < len(gaps):
+            line = f"  {name} on rank {', '.join(wrong)} alone {words[rank]}"
+        elif max(sizes) - min(sizes) > 1e-6 * max(sizes):
+            line += "; ranks disagree with each other"
+        if wrong:
+            lines.append(line)
+    return lines
 
-    def limit(self, kind):
-        if self.tolerance is not None:
-            return self.tolerance
-        return precision(self.eps)[2][kind]
 
-    def merge(self, kind, of_ranks):
-        """of_ranks: what differences() says on each of them -> a line for each that differs."""
-        lines = []
-        for name in dict.fromkeys(name for found in of_ranks for name in found):
-            gaps = [found.get(name, (0.0, ""))[0] for found in of_ranks]
-            worst = max(range(len(gaps)), key=gaps.__getitem__)
-            if gaps[worst] >= self.worst.get(kind, (0.0, ""))[0]:
-                self.worst[kind] = gaps[worst], name
-            wrong = [str(rank) for rank, gap in enumerate(gaps) if gap > self.limit(kind)]
-            if wrong:
-                where = ""
-                if len(wrong) < len(gaps):
-                    where = f"on rank {', '.join(wrong)} alone "
-                lines.append(f"  {name} {where}{of_ranks[worst][name][1]}")
-        return lines
-
-    def conclude(self, steps, plain_goes_on):
-        goes_on = exchange(plain_goes_on, self.group)[0]
-        if self.trouble:
-            return
-        if goes_on:
-            self.trouble = [f"parallel ends after {steps} steps, plain goes on"]
-        elif "parameter" not in self.worst or not self.moved:
-            self.trouble = ["nothing is proved: no parameters, or no gradients but zeros"]
-
-    def tell(self, steps):
-        for line in self.trouble:
-            print(f"prove: {line}")
-        gaps = [f"{kind} {gap:.1e} ({name})" for kind, (gap, name) in self.worst.items()]
-        words = precision(self.eps)[0]
-        if words != "fp64":
-            words += ", where smaller mistakes cannot be told from rounding (fp64 can)"
-        print(f"prove: {steps} steps on {self.ranks} ranks in {words}; worst gaps:",
-              ", ".join(gaps) or "none")
-        print("prove: NOT EQUAL" if self.trouble else "prove: EQUAL", flush=True)
+def tell(trouble, worst, precision, steps):
+    for line in trouble:
+        print(f"prove: {line}")
+    gaps = [f"{kind} {gap:.1e} ({name})" for kind, (gap, name) in worst.items()]
+    if precision != "fp64":
+        precision += ", where smaller mistakes cannot be told from rounding (fp64 can)"
+    print(f"prove: {steps} steps in {precision}; worst gaps: {', '.join(gaps) or 'none'}")
+    print("prove: NOT EQUAL" if trouble else "prove: EQUAL", flush=True)
 
 
 # ---- two sets of tensors -------------------------------------------------------
 
 
 def differences(ours, plain, limit, ranks, noise=()):
-    """Two {name: tensor} -> {name: (gap, in words what a gap above limit looks like)}.
+    """Two {name: tensor} -> {name: (gap, in words what a gap above limit looks like, a size)}.
 
     The gap is max|ours - plain| / max|plain|. NaN is infinitely far, and so is what one side lacks.
     No denominator is below FLOOR times the largest max|plain|. noise: names that are not judged.
@@ -198,12 +189,12 @@ def differences(ours, plain, limit, ranks, noise=()):
     found = {}
     for name in dict.fromkeys([*plain, *ours]):
         if name not in ours:
-            found[name] = math.inf, "is missing in parallel"
+            found[name] = math.inf, "is missing in parallel", 0.0
         elif name not in plain:
-            found[name] = math.inf, "is unknown in plain"
+            found[name] = math.inf, "is unknown in plain", 0.0
         elif ours[name].shape != plain[name].shape:
             shapes = f"{tuple(ours[name].shape)}, not {tuple(plain[name].shape)}"
-            found[name] = math.inf, f"has the shape {shapes}: a piece that nobody has gathered?"
+            found[name] = math.inf, f"has the shape {shapes}: a piece that nobody gathers?", 0.0
         elif name not in noise:
             scale = max(sizes[name], floor)
             mine = ours[name].double()
@@ -212,7 +203,7 @@ def differences(ours, plain, limit, ranks, noise=()):
             words = ""
             if gap > limit:
                 words = looks_like(mine, theirs, limit * scale, ranks)
-            found[name] = gap, words
+            found[name] = gap, words, mine.abs().sum().item()
     return found
 
 
@@ -243,7 +234,7 @@ def looks_like(ours, plain, limit, ranks):
         count = int(wrong[-1]) + 1 - first
         if ours.any() and len(wrong) == count < size:
             whose = ""
-            if size % ranks == 0 and count == size // ranks and first % count == 0:
+            if count * ranks == size and first % count == 0:
                 whose = f" (rank {first // count}'s piece)"
             part = pattern(ours.narrow(dim, first, count), plain.narrow(dim, first, count), ranks)
             return f"differs in {lines} {first} to {first + count - 1} of {size}{whose}: {part}"
@@ -276,48 +267,57 @@ def without_direction(gradients):
 
 def eps_of(snapshot):
     """Of the narrowest dtype among its gradients and parameters."""
-    if snapshot is None:
-        return 0.0
     tensors = [*snapshot["gradient"].values(), *snapshot["parameter"].values()]
     return max((torch.finfo(t.dtype).eps for t in tensors if t.is_floating_point()), default=0.0)
-
-
-def precision(eps):
-    return next(row for row in PRECISIONS if eps <= row[1])
 
 
 # ---- between ranks -------------------------------------------------------------
 
 
-def exchange(thing, group):
-    """What each rank has, of what JSON can say -> the list of all ranks' things."""
-    if group is None:
-        return [thing]
-    mine = json.dumps(thing).encode()
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(mine)]), group=group)
-    padded = torch.tensor(list(mine.ljust(max(map(int, sizes)))), dtype=torch.uint8)
-    rows = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(rows, padded, group=group)
-    return [json.loads(bytes(row.tolist())) for row in rows]
+class Ranks:
+    """The ranks of the default process group, or this process alone. What they say to each other
+    goes through the store: a rank that waits for another is not stuck in a collective."""
 
+    def __init__(self):
+        self.rank = 0
+        self.size = 1
+        self.said = 0  # so many things so far
+        if dist.is_initialized():
+            self.rank = dist.get_rank()
+            self.size = dist.get_world_size()
+            self.group = dist.new_group(backend="gloo", timeout=timedelta(days=1))
+            store = dist.distributed_c10d._get_default_store()
+            self.store = dist.PrefixStore(f"prove {self.group.group_name}", store)
 
-def from_first(snapshot, group):
-    """Rank 0's snapshot, or None -> on every rank, in fp64 on those that had none."""
-    shapes = None
-    if snapshot is not None:
-        shapes = {kind: {name: t.shape for name, t in of_kind.items()}
-                  for kind, of_kind in snapshot.items()}
-    shapes = exchange(shapes, group)[0]
-    if group is None or shapes is None:
-        return snapshot
-    received = {}
-    for kind, of_kind in shapes.items():
-        received[kind] = {}
-        for name, shape in of_kind.items():
-            t = torch.empty(shape, dtype=torch.float64)
-            if dist.get_rank() == 0:
-                t.copy_(snapshot[kind][name])
-            dist.broadcast(t, 0, group=group)
-            received[kind][name] = t
-    return received
+    def exchange(self, thing, patience=86400.0):
+        """What each rank has, of what JSON can say -> the list of all ranks' things.
+
+        Raises TimeoutError if the others are not there after so many seconds.
+        """
+        if self.size == 1:
+            return [thing]
+        self.said += 1
+        self.store.set(f"{self.said} {self.rank}", json.dumps(thing))
+        keys = [f"{self.said} {rank}" for rank in range(self.size)]
+        try:
+            self.store.wait(keys, timedelta(seconds=patience))
+        except RuntimeError as error:
+            raise TimeoutError from error
+        return [json.loads(self.store.get(key)) for key in keys]
+
+    def from_first(self, snapshot):
+        """Rank 0's snapshot -> on every rank, in fp64."""
+        if self.size == 1:
+            return snapshot
+        shapes = None
+        if snapshot is not None:
+            shapes = {kind: {name: t.shape for name, t in tensors.items()}
+                      for kind, tensors in snapshot.items()}
+        received = self.exchange(shapes)[0]
+        for kind, tensors in received.items():
+            for name, shape in tensors.items():
+                tensors[name] = torch.empty(shape, dtype=torch.float64)
+                if snapshot is not None:
+                    tensors[name].copy_(snapshot[kind][name])
+                dist.broadcast(tensors[name], 0, group=self.group)
+        return received

@@ -1,0 +1,222 @@
+"""harness/prove.py: right training is equal, each planted mistake is seen, named and guessed."""
+import contextlib
+import io
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from conftest import each, run
+from harness.prove import prove
+
+STEPS = 3
+
+
+def make(dtype=torch.float64):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4)).to(dtype)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def batches(dtype=torch.float64):
+    rng = torch.Generator().manual_seed(1)
+    for _ in range(STEPS):
+        yield torch.randn(8, 6, generator=rng, dtype=torch.float64).to(dtype)
+
+
+def gradients_of(model):
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def plain(dtype=torch.float64):
+    model, optimizer = make(dtype)
+    for x in batches(dtype):
+        optimizer.zero_grad()
+        loss = model(x).square().sum() / len(x)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        yield loss, gradients_of(model), model.state_dict()
+
+
+def training(spoil=lambda where, model, optimizer, step: None, dtype=torch.float64):
+    """Data parallel by hand. spoil() is called at every place where something can go wrong."""
+    rank = dist.get_rank()
+    n = dist.get_world_size()
+
+    def parallel():
+        model, optimizer = make(dtype)
+        for step, x in enumerate(batches(dtype)):
+            if not spoil("begin", model, optimizer, step):
+                optimizer.zero_grad()
+            loss = model(x.chunk(n)[rank]).square().sum() / len(x)
+            loss.backward()
+            if not spoil("sum", model, optimizer, step):
+                for p in model.parameters():
+                    dist.all_reduce(p.grad)
+            spoil("gradient", model, optimizer, step)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            spoil("step", model, optimizer, step)
+            optimizer.step()
+            spoil("end", model, optimizer, step)
+            total = loss.detach().clone()
+            dist.all_reduce(total)
+            yield total, gradients_of(model), model.state_dict()
+
+    return parallel
+
+
+def rate(where, model, optimizer, step):
+    if where == "step":
+        optimizer.param_groups[0]["lr"] = 0.9e-2
+
+
+def stale(where, model, optimizer, step):
+    return where == "begin" and step > 0
+
+
+def unsummed(where, model, optimizer, step):
+    return where == "sum"
+
+
+def unclipped_mean(where, model, optimizer, step):
+    if where == "step":
+        for p in model.parameters():
+            p.grad /= dist.get_world_size()
+
+
+def rows(where, model, optimizer, step):
+    if where == "step":
+        model[0].weight.grad[4:] = 0
+
+
+def column(where, model, optimizer, step):
+    if where == "step":
+        model[0].weight.grad[:, 2] *= 3
+
+
+def one_rank(where, model, optimizer, step):
+    if where == "end" and dist.get_rank() == 1:
+        model[2].bias.data += 1e-6
+
+
+def missing(where, model, optimizer, step):
+    if where == "end":
+        model[0].bias.grad = None
+
+
+def nothing_arrives(where, model, optimizer, step):
+    if where == "step":
+        model[2].weight.grad.zero_()
+
+
+def not_finite(where, model, optimizer, step):
+    if where == "step" and step == 1:
+        model[2].weight.grad[0, 0] = math.nan
+
+
+MISTAKES = [
+    (rate, "parameter", "gradients are equal: look at the optimizer"),
+    (stale, "step 1, gradient", "equal until step 0"),
+    (unsummed, "gradient", "ranks disagree with each other"),
+    (unclipped_mean, "gradient", "0.500 times what it should be: a mean over the 2 ranks"),
+    (rows, "0.weight differs in rows 4 to 7 of 8 (rank 1's piece)", "zero: nothing arrives"),
+    (column, "0.weight differs in columns 2 to 2 of 6", "3.000 times"),
+    (one_rank, "parameter: 1 of 4", "2.bias on rank 1 alone"),
+    (missing, "0.bias", "missing in parallel"),
+    (nothing_arrives, "2.weight", "zero: nothing arrives"),
+    (not_finite, "step 1, gradient: 1 of 4", "2.weight is not finite"),
+]
+
+
+def check_right():
+    assert prove(plain, training())
+    assert not prove(plain, training(rate), tolerance=1e-10)
+    assert prove(plain, training(rate), tolerance=1.0)
+
+
+def check_precisions(dtype):
+    """Right code passes, and a factor of two shows."""
+    assert prove(lambda: plain(dtype), training(dtype=dtype))
+    assert not prove(lambda: plain(dtype), training(unclipped_mean, dtype))
+
+
+def check_mistake(spoil, where, words):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        assert not prove(plain, training(spoil))
+    if dist.get_rank() == 0:
+        for expected in (where, words, "NOT EQUAL"):
+            assert expected in said.getvalue(), said.getvalue()
+
+
+def test_mistakes():
+    run(each, 2, check_mistake, MISTAKES)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_right(world):
+    run(check_right, world)
+
+
+def test_precisions():
+    run(check_all_precisions, 2)
+
+
+def check_all_precisions():
+    for dtype in (torch.float32, torch.bfloat16):
+        check_precisions(dtype)
+
+
+# ---- what is no proof ------------------------------------------------------------
+
+
+def nothing():
+    return iter(())
+
+
+def empty():
+    yield None, {}, {}
+
+
+def zeros():
+    yield 0.0, {"a": torch.zeros(2)}, {"a": torch.ones(2)}
+
+
+def cut(training, count):
+    """The first so many steps of a training."""
+    for step, _ in zip(training(), range(count)):
+        yield step
+
+
+def other_steps(training):
+    """Ranks make different numbers of steps."""
+    return cut(training, 2 - dist.get_rank())
+
+
+def without_end():
+    while True:
+        yield from zeros()
+
+
+def check_nothing_proved():
+    for generator in (nothing, empty, zeros):
+        assert not prove(generator, generator)
+    parallel = training()
+    assert not prove(plain, lambda: other_steps(parallel))
+    assert not prove(plain, lambda: cut(parallel, 2))
+    assert not prove(lambda: cut(plain, 2), parallel)
+    assert not prove(zeros, without_end)
+    assert not prove(without_end, zeros)
+
+
+def test_nothing_proved():
+    run(check_nothing_proved, 2)
+
+
+def test_alone():
+    """Without a process group."""
+    assert prove(plain, plain)
+    assert not prove(plain, lambda: cut(plain, 1))
