@@ -277,16 +277,14 @@ class ZeRO:
     must run the same ones in the same order. One without sites is kept as in level 2.
     offload: "none"; "optimizer": masters and states are on the CPU; "param", in level 3: shards too
 
-    The loss of a rank is its summand: gradients are summed over ranks, not averaged. The optimizer
-    steps 1-D pieces, this rank's, one unit after the other: it must treat every number alone.
+    A rank's loss is its summand: gradients are summed over ranks, not averaged. The optimizer steps
+    1-D pieces, this rank's, one unit after the other. It must treat every number alone.
 
     With several micro-batches call reduce() after every backward. While zero.sync is False levels 0
-    and 1 only add up: set it to True for the last backward of a step. Levels 2 and 3 have no room
-    for that: leave it True.
+    and 1 only add up: it has to be True for a step's last backward. Leave it so in levels 2 and 3.
 
     The module keeps its parameters, as views of larger tensors; in level 3 they are empty while
-    they are not gathered. Weights are loaded before, or by load_full_parameters(): to the module's
-    own load_state_dict() the masters would not listen.
+    they are not gathered. Load weights before: a master does not see what is loaded later.
     """
 
     def __init__(self, units, group=None, level=1, offload="none"):
@@ -395,8 +393,8 @@ class ZeRO:
     def ready(self, flat, p):
         """Autograd's call when a gradient is complete, of a tied parameter the sum of its uses."""
         assert flat in self.pending, (
-            "a gradient comes after its sum has begun: call zero_grad() before a step and reduce() "
-            "after each backward; in levels 0 and 1 set sync to False for all but a step's last")
+            "its sum has begun: call zero_grad() before a step, reduce() after each backward, and "
+            "in levels 0 and 1 set sync to False for all but a step's last")
         flat.take_gradient(p)
         if self.sync or self.level >= 2:
             flat.missing.discard(p)
@@ -465,19 +463,6 @@ class ZeRO:
             whole.update({p: place.clone() for p, place in flat.places.items()})
             self.free_units()
         return whole
-
-    @torch.no_grad()
-    def load_full_parameters(self, whole):
-        """The inverse: every rank is given all of it, and keeps its part."""
-        self.free_units()
-        for flat in self.flats:
-            lend(flat.full)
-            for p, place in flat.places.items():
-                place.copy_(whole[p])
-            flat.shard.copy_(flat.own)
-            flat.master.copy_(flat.shard)
-            if flat.level == 3:
-                take_back(flat.full)
 
     def full_gradients(self):
         """-> {parameter: its whole gradient}, on every rank. All must call it."""
@@ -684,12 +669,12 @@ def set_up(run, impl, model, mesh):
 
 
 def textbook(run, zero):
-    """Rows of the docstring's table. What --offload keeps beside a GPU is not in them."""
+    """The docstring's table. What --offload keeps beside a GPU is not in it."""
     n = run.world_size
     b = run.dtype.itemsize
     M = run.args.accum
     P = sum(flat.full.numel() for flat in zero.flats)
-    G = 2 * P  # level 3 gathers
+    G = 2 * P  # level 3 gathers them
     if run.cfg.form == "llama":  # embedding and head once: they are untied
         G -= zero.flats[0].full.numel() + zero.flats[-1].full.numel()
     wide = zero.flats[0].master.itemsize
@@ -697,34 +682,26 @@ def textbook(run, zero):
     if zero.flats[0].master is not zero.flats[0].shard:
         states += wide
     counters = 4 * len(zero.parts)  # AdamW's step
-
+    cut = {level: n if zero.level >= level else 1 for level in (1, 2, 3)}
+    sums = M if zero.level >= 2 else 1
+    gathered = M * G if zero.level == 3 else P
+    other = (n - 1) / n  # what is sent of a tensor
     rows = []
-    held = [  # and the level from which on it is cut
-        ("parameters", "b P", b * P, 3),
-        ("gradients", "b P", b * P, 2),
-        ("optimizer", f"{states} P", states * P, 1),
+    if run.args.offload == "none" or run.device.type == "cpu":
+        rows = [
+            ("held parameters", "b P, from level 3 on / n", b * P / cut[3]),
+            ("held gradients", "b P, from level 2 on / n", b * P / cut[2]),
+            ("held optimizer", f"{states} P, from level 1 on / n, + 4 a part (step counter)",
+             states * P / cut[1] + counters),
+        ]
+    if zero.level == 0:
+        return [*rows, ("wire all_reduce", "2 b P (n-1)/n", 2 * b * P * other)]
+    return [
+        *rows,
+        ("wire reduce_scatter", "b P (n-1)/n, from level 2 on M times", sums * b * P * other),
+        ("wire all_gather", "b P (n-1)/n, level 3: M b G (n-1)/n", b * gathered * other),
+        ("wire all_reduce", f"2 {wide} (n-1)/n, the norm", 2 * wide * other),
     ]
-    for kind, formula, size, level in held:
-        if zero.level >= level:
-            formula += " / n"
-            size /= n
-        if kind == "optimizer":
-            formula += " + 4 per part (step counter)"
-            size += counters
-        if run.args.offload == "none" or run.device.type == "cpu":
-            rows.append((f"held {kind}", formula, size))
-    sums = ("reduce_scatter", "b P", b * P)
-    sums_of_each = ("reduce_scatter", "M b P", M * b * P)
-    norm = ("all_reduce", f"2 {wide}, the norm", 2 * wide)
-    sent = {
-        0: [("all_reduce", "2 b P", 2 * b * P)],
-        1: [sums, ("all_gather", "b P", b * P), norm],
-        2: [sums_of_each, ("all_gather", "b P", b * P), norm],
-        3: [sums_of_each, ("all_gather", f"M b {G}", M * b * G), norm],
-    }
-    for kind, formula, size in sent[zero.level]:
-        rows.append((f"wire {kind}", f"(n-1)/n {formula}", size * (n - 1) / n))
-    return rows
 
 
 def main():
