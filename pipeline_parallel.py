@@ -65,9 +65,8 @@ from harness.run import Run, Side
 from harness.timeline import Timed, compare, planned, span, typical_times
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
-#
-# "partial -> replicated" beside a line that communicates: before it each rank has a summand, after
-# it all have the sum. "here -> there": one rank has it, then another; with "too" both have it.
+# "partial -> replicated": before this line each rank has a summand, after it all have the sum.
+# "here -> there": one rank has it, then another; with "too" both have it.
 
 # ---- 1.1 schedules: what each rank does, in order ----
 
@@ -82,13 +81,11 @@ class Action(NamedTuple):
 
 
 def key(action):
-    """-> the name by which other actions know what this one makes."""
-    return action[:3]  # (kind, micro-batch, stage)
+    return action[:3]  # (kind, micro-batch, stage), the name of what it makes
 
 
 def sweep(kind, microbatches, stages, together):
-    """One action for each micro-batch and stage. `together` micro-batches (at most) go through one
-    stage, then through the next."""
+    """All micro-batches and stages. `together` of them go through one stage, then the next."""
     order = []
     for first in range(0, microbatches, together):
         some = range(first, min(first + together, microbatches))
@@ -108,8 +105,8 @@ def turns(microbatches, warmup, stages, together=1):
 
 
 def follow(plan, kind, lag):
-    """Right after each B comes an action of this kind, for the micro-batch whose B came `lag` Bs
-    before. The last of them go to the end."""
+    """After each B comes an action of this kind for the B that was `lag` Bs before. The last of
+    them go to the end."""
     longer = []
     waiting = []
     for action in plan:
@@ -122,11 +119,10 @@ def follow(plan, kind, lag):
 
 
 def score(stages, *lines):
-    """A plan in words: lines of (words, how many times). A digit is a stage of the rank, 0 or 1.
+    """A plan in words: lines of (words, how many times). A digit is one of the rank's stages.
 
-    F0 the next forward of stage 0; B1 the next backward of stage 1; I1 the same, but the gradient
-    of the input alone, which leaves a W; W the oldest W that is left; F0& joined with what follows.
-    Ws that the words leave are done at the end.
+    F0 the next forward of stage 0; B1 the next backward of stage 1; I1 the same, but it leaves a W;
+    W the oldest W that is left; F0& joined with what follows. At the end come the Ws still left.
     """
     plan = []
     count = Counter()  # {(F or B, stage): how many there are}
@@ -181,7 +177,7 @@ def dualpipe_v(r, p, M, stages):
 
 
 def loop(ranks, chunks):
-    """-> the stages of each rank: they go through all ranks, and then through all again."""
+    """-> the stages of each rank, when they go through all ranks and then through all again."""
     return [list(range(rank, ranks * chunks, ranks)) for rank in range(ranks)]
 
 
@@ -260,12 +256,12 @@ def make_plans(name, ranks, microbatches, chunks=2):
 
 
 def search(ranks, microbatches, limit, span, waiting=1.0):
-    """-> the plans with the least span(plans), their time, in a family to which 1f1b, zb-h1 and
-    zb-h2 belong: so many more Fs in the warm-up and Ws so much later, for each rank on the way to
-    the last or to the first (for Qi 2023, section 3.1, another search).
+    """-> the quickest of a family of plans to which zb-h1 and zb-h2 belong. slope: how many more Fs
+    a rank's warm-up has than the next one's; lag: how many more Bs later its Ws are than the last
+    one's. (In the place of the search of Qi 2023, section 3.1.)
 
-    limit: what a rank may keep, in micro-batches. waiting: how much of a micro-batch's activations
-    is kept from its B to its W, as a part of what is kept from F to B.
+    limit: what a rank may keep, in micro-batches. span(plans): the time that they take. waiting:
+    what is kept of a micro-batch from B to W, as a part of what is kept from F to B.
     """
     family = []
     # 2.05: a transfer, too, takes some of the time that more Fs fill
@@ -278,7 +274,7 @@ def search(ranks, microbatches, limit, span, waiting=1.0):
                 if kept(plan, waiting) > limit + 1e-9:
                     break
                 plans.append(plan)
-            if len(plans) == ranks:  # a shorter warm-up has only more bubble
+            if len(plans) == ranks:  # all keep to the limit; a shorter warm-up has more bubble
                 family.append(plans)
                 break
     return min(family, key=span)
@@ -296,8 +292,7 @@ def homes(plans):
 
 
 def source(action, last):
-    """The key of what an action takes from another stage; None if it takes nothing: the F of the
-    first stage has the model's input, the B of the last one (`last`) follows its own F."""
+    """The key of what an action takes from another stage, or None. last: the model's last stage."""
     if action.kind == "F" and action.stage > 0:
         return "F", action.microbatch, action.stage - 1
     if action.kind == "B" and action.stage < last:
@@ -311,12 +306,9 @@ def source(action, last):
 class Mail:
     """Each rank puts what it has made and takes what it needs.
 
-    rank 0   put(F0)  put(F1)  take(B0)  put(F2)  ..
-    rank 1   take(F0) put(B0)  take(F1)  put(B1)  ..
-
     Each pair of ranks has a link for each direction. Both of its ends go through it in the order in
-    which the sender's plan makes the tensors. Two receives of a link are started ahead, so that
-    tensors travel while ranks compute.
+    which the sender's plan makes the tensors. Receives are started ahead, so that tensors travel
+    while ranks compute.
 
     plans: all ranks'. ranks: the global ranks of this pipeline, group: theirs. links: make_links's.
     size, dtype, device: of every tensor.
@@ -368,23 +360,24 @@ class Mail:
         """Called after each action, with what it has made."""
         self.position += 1
         for sender, coming in self.coming.items():
-            # the next one, and what the sender has made by now, if it is as far in its plan as
-            # this rank is
+            # the next one, and all that the sender makes up to this point of the plans: with one
+            # alone bfs would block, whose ranks send early what is taken late
             while coming and (not self.moving[sender] or coming[0][0] <= self.position):
                 self.receive(sender)
         receiver = self.receiver(action)
         if receiver == self.rank:
             self.here[key(action)] = tensor
         elif receiver is not None:
-            kind = tensor.shape, tensor.dtype  # if it is another, the receiver reads noise
-            assert kind == (self.size, self.dtype), f"{kind}, but Mail is for {self.size}, {self.dtype}"
+            made = tensor.shape, tensor.dtype  # of another size or dtype it would arrive as noise
+            assert made == (self.size, self.dtype), f"{made}, not {self.size}, {self.dtype}"
             self.finish_send()
             tensor = tensor.contiguous()
-            work = self.begin(dist.isend, tensor, receiver, (self.rank, receiver))  # here -> there too
+            link = self.rank, receiver
+            work = self.begin(dist.isend, tensor, receiver, link)  # here -> there too
             self.sent = work, tensor
 
     def take(self, name):
-        """-> the tensor of this key, which another rank sends or another stage of this rank has put."""
+        """-> the tensor of this key, which another rank sends, or this one has put."""
         sender = self.home[name[2]]
         while name not in self.here:
             if not self.moving[sender]:
@@ -395,7 +388,7 @@ class Mail:
         return self.here.pop(name)
 
     def finish_send(self):
-        """Wait until the last send has ended: only then its memory is free."""
+        """Wait for the last send: until then its memory is not free."""
         if self.sent:
             work, _ = self.sent
             work.wait()
@@ -408,11 +401,10 @@ class Mail:
 
 
 def make_links(plans, pipelines):
-    """-> {(sender, receiver): group of two}, the links of this rank's pipeline. Every rank calls it.
+    """-> {(sender, receiver): group}, the links of this rank's pipeline. Every rank calls it.
 
-    pipelines: for each its global ranks. NCCL runs what goes through one group in order: a receive
-    that waits would hold up the sends behind it. So each pair of ranks gets a group for each
-    direction. gloo needs none, since it matches the transfers of each pair by itself.
+    pipelines: the global ranks of each. NCCL runs a group's transfers in order: a receive that
+    waits would hold up the sends behind it. gloo matches those of each pair by itself.
     """
     if dist.get_backend() in ("gloo", "fake"):
         return {}
@@ -426,22 +418,20 @@ def make_links(plans, pipelines):
     mine = {}
     for ranks in pipelines:
         for link in sorted(needs):
-            # every rank makes every group, in one order: NCCL splits them off the world's
-            # communicator, and all ranks have to take part in that
+            # by every rank, also if it is not in it: NCCL splits it off the world's communicator
             group = dist.new_group([ranks[end] for end in link])
             if dist.get_rank() in ranks:
                 mine[link] = group
     for link, group in mine.items():
         if dist.get_rank(group) >= 0:
-            dist.barrier(group)  # the first call of a group makes its two ranks wait for each other
+            dist.barrier(group)  # in a group's first call its ranks wait for each other
     return mine
 
 
 # ---- 1.3 a backward in two parts ----
 #
-#     y = x A^T, for every Linear        B    grad_x = grad_y A       the stage before waits for it
-#                                        W    grad_A = grad_y^T x     nobody waits: x and grad_y are
-#                                                                     kept until then  (Qi 2023, 2)
+#     y = x A^T, for every Linear     B    grad_x = grad_y A       the stage before waits for it
+#     (Qi 2023, section 2)            W    grad_A = grad_y^T x     nobody waits: both are kept
 
 
 class SplitLinear(torch.autograd.Function):
@@ -464,9 +454,9 @@ class SplitLinear(torch.autograd.Function):
     def backward(ctx, grad):
         x, = ctx.saved_tensors
         weight, _ = ctx.parameters
-        if any(p is not None and p.requires_grad for p in ctx.parameters):
-            with torch.enable_grad():
-                w = WeightGradient.apply(x.detach(), grad, *ctx.parameters)
+        with torch.enable_grad():
+            w = WeightGradient.apply(x.detach(), grad, *ctx.parameters)
+        if w.requires_grad:
             if SplitLinear.later is None:
                 w.backward()
             else:
@@ -489,12 +479,14 @@ class WeightGradient(torch.autograd.Function):
         x, grad = ctx.saved_tensors
         x = x.flatten(0, -2).to(grad.dtype)  # (N, in)
         grad = grad.flatten(0, -2)  # (N, out)
-        # for a frozen one autograd drops what is returned
-        return None, None, grad.T @ x, grad.sum(0)
+        grad_weight = grad.T @ x if ctx.needs_input_grad[2] else None
+        grad_bias = grad.sum(0) if ctx.needs_input_grad[3] else None
+        return None, None, grad_weight, grad_bias
 
 
 def split_linear(x, weight, bias):
-    if weight.requires_grad and torch.is_grad_enabled() and not x.requires_grad:
+    trained = weight.requires_grad or (bias is not None and bias.requires_grad)
+    if trained and torch.is_grad_enabled() and not x.requires_grad:
         x = x.detach().requires_grad_()  # else nothing would lead backward here
     return SplitLinear.apply(x, (weight, bias))
 
@@ -593,7 +585,7 @@ class Pipeline:
         if stage == self.end:
             y = loss_fn(y, m)
         if trains:
-            # the edge and not y: once that is sent, its memory is free. None: all is frozen up to here
+            # not y, whose memory is free once it is sent. None: all is frozen up to here
             edge = get_gradient_edge(y) if y.requires_grad else None
             self.kept[m, stage] = x, edge
         return y.detach()
@@ -664,9 +656,8 @@ class Stages(nn.ModuleList):
             for name, p in module.named_parameters(remove_duplicate=False):
                 names.setdefault(p, name)
                 holders[p].add(home[stage])
-        # {name: its origin} of what is trained
-        self.trained = {name: self.origins[name] for p, name in names.items() if p.requires_grad}
         self.names = {p: names[p] for p in self.parameters()}
+        self.trained = [name for p, name in names.items() if p.requires_grad]  # of all ranks
         self.counted = [p for p in self.parameters() if min(holders[p]) == rank]  # in the norm
         self.tied = {}  # {trained parameter that other ranks hold, too: their group}
         for p, ranks in holders.items():
@@ -684,7 +675,7 @@ class Stages(nn.ModuleList):
         return norm
 
     def gradient_norm(self):
-        """-> the norm of the whole model's gradient, in which a tied parameter counts once."""
+        """Of the whole model; a tied parameter counts once."""
         one = next(self.parameters())
         wide = torch.promote_types(one.dtype, torch.float32)
         square = torch.zeros((), dtype=wide, device=one.device)
@@ -700,13 +691,6 @@ class Stages(nn.ModuleList):
         for stage in self:
             mine.update(stage.named_parameters(remove_duplicate=False))
         return gather(mine, self.origins, None)
-
-    def full_gradients(self):
-        """-> {name: gradient} of all that is trained, on every rank."""
-        mine = {}
-        for p, name in self.names.items():
-            mine[name] = torch.zeros_like(p) if p.grad is None else p.grad
-        return gather(mine, self.trained, None)
 
 
 # ---- 1.5 PipeDream: an update after every micro-batch, while others are under way ----
@@ -809,6 +793,13 @@ class PipelinedGPT(Stages):
     def evaluate(self, x, y):
         """-> this rank's part of the sum of token losses."""
         return self.pipeline.evaluate(*self.in_microbatches(x, y, 1))
+
+    def full_gradients(self):
+        """-> {name: gradient} of all that is trained, on every rank."""
+        mine = {}
+        for p, name in self.names.items():
+            mine[name] = torch.zeros_like(p) if p.grad is None else p.grad
+        return gather(mine, {name: self.origins[name] for name in self.trained}, None)
 
     def in_microbatches(self, x, y, valid):
         """-> the inputs, and what makes a micro-batch's part of the loss."""
@@ -1101,7 +1092,8 @@ def textbook(run, model, plans):
         ends = [end for stage in model.here for end in (stage - 1, stage + 1)]
         n = sum(home.get(end, run.rank) != run.rank for end in ends)
         batch = b * run.args.batch * run.cfg.seq * run.cfg.width
-        rows.append(("wire send", f"n b B T C, n = {n}: outputs and gradients of inputs", n * batch))
+        what = f"n b B T C, n = {n}: outputs and gradients of inputs"
+        rows.append(("wire send", what, n * batch))
     return rows
 
 
