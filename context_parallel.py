@@ -31,8 +31,8 @@ ulysses: an all-to-all turns all heads of T/cp tokens into H/cp heads of all tok
     (loss / valid_targets_of_all_ranks).backward()
     sum_gradients(model.parameters(), group)   # then clip and step, as one process does
 
-Not for: masks other than causal (documents packed into one sequence, sliding windows), dropout of
-attention's weights, KV caches, and layers besides attention that look at other tokens.
+Not for: masks other than causal or none (packed documents, sliding windows), dropout of attention's
+weights, KV caches, and layers besides attention that look at other tokens (convolutions, means).
 Liu 2023, "Ring Attention", arXiv:2310.01889, section 3. Llama team 2024, arXiv:2407.21783, section
 3.3.2 (zigzag, all-gather). Jacobs 2023, "DeepSpeed Ulysses", arXiv:2309.14509, section 3.
 At work: torch.distributed.tensor.experimental.context_parallel (section 3).
@@ -382,10 +382,7 @@ def sum_over_ranks(tensors, group):
 
 
 def parallelize(model, ring):
-    """Let a model, or a stage of one, attend by the ring -> it.
-
-    It then takes a rank's own tokens, x[:, ring.positions(T)].
-    """
+    """Let a model attend by the ring -> it. It then takes own tokens, x[:, ring.positions(T)]."""
     for block in model.blocks:
         block.attn.attend = ring.attend
     count_as(model, ring)

@@ -92,12 +92,28 @@ def check_attention(T, group_size, kv_heads, D, causal):
 def test_attention_alone():
     """Longer than a block of the kernel, with fewer heads of k and v, without the causal mask."""
     run(each, 4, check_attention, [  # T, group_size, kv_heads, D, causal
-        (2048, 4, 4, 4, True),
+        (1024, 4, 4, 4, True),
         (512, 2, 4, 4, True),
         (24, 4, 1, 3, True),
         (24, 2, 2, 5, False),
         (256, 4, 4, 4, False),
     ])
+
+
+def check_autocast():
+    """As scaled_dot_product_attention, attend casts what RoPE has made fp32."""
+    q, k, v, _ = [x.float() for x in sequences(16)]
+    wanted = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    ring = KINDS["zigzag"]()
+    own = ring.positions(16)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = ring.attend(q[:, :, own], k[:, :, own], v[:, :, own].bfloat16())
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found.float(), wanted[:, :, own], rtol=0, atol=0.03)
+
+
+def test_autocast():
+    run(check_autocast, 2)
 
 
 # ---- the copy --------------------------------------------------------------------
@@ -215,7 +231,7 @@ def test_section_one_alone():
         ("Ring", 3, 3), ("Zigzag", 6, 2), ("AllGather", 3, 1), ("Ulysses", 6, 2)])
 
 
-def check_usage(wrong=""):
+def check_usage():
     """The docstring's lines for code of one's own, with section 1 and torch alone."""
     lines = textwrap.dedent(context_parallel.__doc__.split("\n\n")[5])
     assert lines.startswith("replicate(")
@@ -449,7 +465,7 @@ def test_bad_usage(monkeypatch):
     lines = [
         (["--dry-run", "2", "--attn", "ring", "--seq", "15"], "does not divide into 2 chunks"),
         (["--dry-run", "2", "--seq", "18"], "--seq 18 does not divide into 4 chunks, for zigzag"),
-        (["--dry-run", "3", "--attn", "ulysses", "--seq", "18"], "--heads 4 does not divide over 3"),
+        (["--dry-run", "3", "--attn", "ulysses", "--seq", "18"], "--heads 4 does not divide"),
         (["--dry-run", "4", "--attn", "ulysses", *LLAMA], "--kv-heads 2 does not divide over 4"),
         (["--impl", "torch", "--device", "cpu"], "needs GPUs"),
         (["--impl", "both", "--dry-run", "2"], "take --impl scratch"),
