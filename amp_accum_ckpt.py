@@ -472,8 +472,10 @@ def plans_of(args):
     return plans
 
 
-def set_up(run, plan):
+def set_up(run, name, plan):
     """-> a Side: the model of this plan, and what a run does with it."""
+    if name == "torch":
+        return set_up_at_work(run, plan)
     model = parallelize(run.build(), CHECKPOINT[plan.ckpt], run.args.compile)
     optimizer = adamw(model.parameters(), run.args.lr)
     scaler = None
@@ -662,12 +664,7 @@ def main():
     refuse(args)
     plans = plans_of(args)
     with Run(args, impls=tuple(plans)) as run:
-        sides = {}
-        for name, plan in plans.items():
-            if name == "torch":
-                sides[name] = set_up_at_work(run, plan)
-            else:
-                sides[name] = set_up(run, plan)
+        sides = {name: set_up(run, name, plan) for name, plan in plans.items()}
         counters = {name: FlopCounterMode(display=False) for name in plans}
         rows = share(args.batch, run.world_size, run.rank)
         for name, step, x, y, valid in run.steps(sides, rows):
