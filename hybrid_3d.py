@@ -198,7 +198,7 @@ class Hybrid(nn.Module):
     """This rank's stages, and the ZeROs that sum and step their parameters.
 
     here     {stage: module}, which tp has cut already
-    tied     the parameters that several stages have
+    tied     {parameter that several stages have: its name in the first}
     kinds    {name of a kind: Kind}
     origins  {name in the plain model: Origin}
     level    ZeRO's, 0 to 3
@@ -239,7 +239,7 @@ class Hybrid(nn.Module):
                 kind = kinds["tied" if p in tied else kind_of(name)]
                 is_cut = p in self.tp.cuts
                 assert self.tp.size == 1 or is_cut == ("tp" in kind.cut), f"{name}: another kind?"
-                self.names[p] = name
+                self.names[p] = tied.get(p, name)
                 self.kind[p] = kind
                 if p.requires_grad:
                     place = ("tied" if p in tied else stage), kind.summed[0]
@@ -457,14 +457,16 @@ def add_gradients(tp, x, dys, parameters):
 
 
 def between_layers(model, layers, plan):
-    """-> {stage: module} of this rank, the parameters that several stages of the model have"""
+    """-> {stage: module} of this rank, {parameter that several stages have: its name in the first}
+    """
     stages = carve(model, layers)
-    first = {}  # {parameter: the first stage that has it}
-    tied = set()
+    first = {}  # {parameter: the first stage that has it, its name there}
+    tied = {}
     for number, stage in enumerate(stages):
-        for p in stage.parameters():
-            if first.setdefault(p, number) != number:
-                tied.add(p)
+        for name, p in stage.named_parameters():
+            first_number, first_name = first.setdefault(p, (number, name))
+            if number != first_number:
+                tied[p] = first_name
     return {action.stage: stages[action.stage] for action in plan}, tied
 
 
