@@ -173,7 +173,7 @@ def kinds_of_parameters(sp):
 def sum_gradients_plainly(model):
     """After backward each gradient becomes its sum over all axes for which the table says so.
 
-    This is all there is to it, where level is 0 and the pipeline has no hooks.
+    Where level is 0 and the pipeline has no hooks, these are the gradients of sum_gradients.
     """
     for part in model.parts:
         for axis in model.kind[part.parameter].summed:
