@@ -187,13 +187,15 @@ def adamw_states(optimizer, steps):
 
 # ---- which one ---------------------------------------------------------------
 
-Start = namedtuple("Start", "folder steps ranks flag save extra", defaults=(None, 0, 0, "", "", {}))
+Start = namedtuple("Start", "folder steps ranks flag save extra constants",
+                   defaults=(None, 0, 0, "", "", {}, {}))
 # folder   of the checkpoint to begin with, None: there is none
 # steps    that training has behind it there; 0 if the weights alone are wanted
 # ranks    how many have saved it; 0 if the weights alone are wanted
 # flag     what the user has said to get it: --resume, --init-from, or --save after a restart
 # save     the folder that this run saves to, or ""
 # extra    what the run that wrote it has given to write()
+# constants  of the model there which have no flags: the base of rotary angles, eps of the norms
 
 # Where these differ, so do names or shapes of tensors. seq is not among them, although pos.weight
 # has a row for each position: --init-from may take the first rows of a longer one, see misfit().
@@ -400,7 +402,9 @@ def begin(args):
         place, notes = newest(folder, flag)
         differs = other_course(notes.get("identity", {}), identity(args), fresh)
         require(not differs, f"{flag} {place}: {differs}")
-        start = start._replace(folder=place, flag=flag)
+        found = notes.get("identity", {})
+        constants = {name: found[name] for name in ("theta", "eps") if name in found}
+        start = start._replace(folder=place, flag=flag, constants=constants)
         if not fresh:
             start = start._replace(
                 steps=notes["steps"], ranks=notes["ranks"], extra=notes.get("extra", {}))

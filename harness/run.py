@@ -5,6 +5,7 @@ import json
 import os
 import statistics
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -27,6 +28,8 @@ from harness.profiler import profiled
 from harness.usage import program
 from harness.validate import HeldOut
 
+# torch can do without, but says so in dry runs
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 TIMEOUT = {"gloo": 30, "nccl": 600}  # seconds
 BLOCK = 5  # steps of one implementation before it is the other's turn
 CHECKED = 300  # steps of one run that are compared, at most
@@ -140,6 +143,7 @@ class Run:
         # where earlier runs of the training have routed tokens in another way
         self.replays = True
         self.start = checkpoint.begin(args)  # the checkpoint to start from; bad: exit code 2
+        self.cfg = args.cfg = self.cfg._replace(**self.start.constants)
         self.load_text()
         self.join()
         self.plan_steps()
