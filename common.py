@@ -6,6 +6,8 @@ the process group. It knows nothing of parallelism, and needs torch alone.
     get_batch     a pure function of text, seed and step: any rank makes any part of any batch
     join_world    the process group that torchrun describes, or a world of one
 """
+import bisect
+import itertools
 import math
 import os
 import random
@@ -297,24 +299,58 @@ def learning_rate(step, args):
 # ---- data --------------------------------------------------------------------
 
 
-def load_corpus(path, seq):
-    """The bytes of a text file or of a folder's files, in order -> (n,) uint8.
+class Text:
+    """The bytes of files, end to end: mapped, so that what nobody asks for is not read."""
 
-    path "" stands for the standard library's sources. A file is mapped, not read. Raises OSError
-    for what cannot be read, ValueError for a text without a window of seq + 1 bytes.
+    def __init__(self, parts, low=0, high=None):
+        self.parts = parts  # [(n,) uint8]
+        self.ends = list(itertools.accumulate(map(len, parts)))
+        self.low = low  # the text is bytes low to high - 1 of the parts
+        self.high = self.ends[-1] if high is None else high
+
+    def __len__(self):
+        return self.high - self.low
+
+    def between(self, low, high):
+        return Text(self.parts, self.low + low, self.low + high)
+
+    def window(self, start, size):
+        """-> bytes start to start + size - 1, (size,) uint8"""
+        first = self.low + start
+        last = first + size
+        pieces = []
+        i = bisect.bisect_right(self.ends, first)
+        while first < last:
+            begin = self.ends[i] - len(self.parts[i])
+            pieces.append(self.parts[i][first - begin:last - begin])
+            first = self.ends[i]
+            i += 1
+        return torch.cat(pieces)
+
+
+def load_corpus(path, seq):
+    """A text file, or a folder's files in order with a newline between -> Text.
+
+    path "" stands for the standard library's sources. Raises OSError for what cannot be read,
+    ValueError for a text without a window of seq + 1 bytes.
     """
     root = Path(path or sysconfig.get_paths()["stdlib"])
+    files = [root]
     if root.is_dir():
         pattern = "**/*" if path else "*.py"
         files = sorted(file for file in root.glob(pattern) if file.is_file())
-        text = torch.frombuffer(bytearray(b"\n".join(map(Path.read_bytes, files))) or b"\n",
-                                dtype=torch.uint8)
-    else:
-        root.open("rb").close()  # raises where torch would not say why
-        text = torch.from_file(str(root), size=root.stat().st_size, dtype=torch.uint8)
-    if len(text) <= seq:
-        raise ValueError(f"{len(text)} bytes of text, but a sequence of {seq} needs {seq + 1}")
-    return text
+    parts = []
+    for file in files:
+        if not file.is_file() and file.exists():
+            raise ValueError("a pipe or device, no file or folder: every rank reads it")
+        file.open("rb").close()  # raises where torch would not say why
+        if file.stat().st_size:
+            text = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
+            parts += [text, torch.tensor([10], dtype=torch.uint8)]
+    corpus = Text(parts[:-1] or [torch.zeros(0)])
+    if len(corpus) <= seq:
+        raise ValueError(f"{len(corpus)} bytes of text, but a sequence of {seq} needs {seq + 1}")
+    return corpus
 
 
 def get_batch(corpus, seq, seed, step, batch, pad=0.0, rows=None):
@@ -343,7 +379,7 @@ def get_batch(corpus, seq, seed, step, batch, pad=0.0, rows=None):
 
 def windows(corpus, seq, starts):
     """T bytes from each start, and the T that begin one later: inputs, targets (len(starts), T)."""
-    text = torch.stack([corpus[start:start + seq + 1] for start in starts]).long()
+    text = torch.stack([corpus.window(start, seq + 1) for start in starts]).long()
     # two copies, since targets may be overwritten; contiguous() would not copy a single row
     return text[:, :-1].clone(), text[:, 1:].clone()
 

@@ -4,12 +4,11 @@
     rank 0    0 0 0 1 | 2 3   0 0 0 1 0 1   experts 0, 1     0 0 0 1 2 3   sum of a token's K rows
     rank 1    0 1 | 2 2 3 3   2 3 2 2 3 3   experts 2, 3     0 1 2 2 3 3   sum of a token's K rows
 
-A digit is a row: a token on its way to one of its K experts. The digit is that expert's number, and
-| divides the rows for one rank from those for the next. The ranks that share out the experts also
-share out the batch. When ep of all n ranks share out the experts (--ep), an expert is on n/ep
-ranks, which sum its gradient; all other gradients are summed over all n. Splits are uneven, and no
-token is dropped, unless --capacity A is given: then an expert takes at most ceil(A K N / E) rows
-from each rank of N tokens, those of the first tokens.
+A digit is a row: a token on its way to the expert of that number. | divides the rows for one rank
+from those for the next. Of all n ranks, those of a group `ep` share out the experts, those of
+`replicas` (n/ep of them) hold the same ones, and each has its own part of the batch. No token is
+dropped, unless a capacity A is given: then an expert takes the first ceil(A K N / E) rows of each
+rank's N tokens.
 
     on each rank, a number has b bytes   plain MoE               here
     parameters, gradients, AdamW states  4 b (dense + experts)   4 b (dense + experts/ep)
@@ -18,51 +17,48 @@ from each rank of N tokens, those of the first tokens.
     all-reduced in a step                -                       b (dense + experts/ep)
     all-reduced per layer                -                       8 E bytes
 
-Lepikhin 2020, "GShard", arXiv:2006.16668 (all-to-all, capacity); Fedus 2021, "Switch Transformers",
-arXiv:2101.03961, eq. 4 (balancing); Zoph 2022, "ST-MoE", arXiv:2202.08906, eq. 5 (z-loss);
-DeepSeek-V3 2024, arXiv:2412.19437, sec. 2.1.2 (bias, there of sigmoids). At work: torchtitan's
-models/moe, Megatron's core/transformer/moe; torch has parts of it, which section 3 uses.
-
-In your own model, on every rank: of three groups of ranks, those in `ep` share out the experts,
-those in `replicas` hold the same ones, and `everyone` is all.
-
-    block.mlp = MoE(router, Experts(up=ups, down=downs), top_k=2, ep=ep, everyone=everyone)
-    broadcast_parameters(model, replicas, everyone)          # once
+    block.mlp = MoE(router, Experts(F.silu, ups, downs, gates), top_k=2, normalize=True, ep=ep)
+    broadcast_parameters(model, replicas)                                    # once
     (token_losses.sum() / valid_targets_of_all_ranks).backward()
-    sum_gradients(model, replicas, everyone)
+    sum_gradients(model, replicas)
     clip_gradients(model, gradient_norm(model, ep), 1.0)
     optimizer.step()
-    step_biases(model)
+    step_biases(model)                                                       # after every step
+
+Not for: routers with a bias or a forward of their own (sigmoids, groups of experts), experts that
+are no MLPs of nn.Linear, some of a layer's experts frozen and others not, reading `load` and `loss`
+of a layer after step_biases, evaluating on some ranks alone.
+
+Lepikhin 2020, "GShard", arXiv:2006.16668 (all-to-all, capacity); Fedus 2021, "Switch Transformers",
+arXiv:2101.03961, eq. 4 (balancing); Zoph 2022, "ST-MoE", arXiv:2202.08906, eq. 5 (z-loss); Jiang
+2024, "Mixtral", arXiv:2401.04088 (gated experts); DeepSeek-V3 2024, arXiv:2412.19437, sec. 2.1.2
+(bias). At work: torchtitan's models/moe, Megatron's core/transformer/moe; torch has parts of it.
 
     torchrun --standalone --nproc_per_node=2 moe.py
 """
-import harness  # before torch, which warns where NumPy is missing
-
-import copy
 import math
-import sys
-from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from common import (
-    ANY, MLP, POSITIVE, Flag, Run, Side, adamw, arguments, build, init_weights, loss_sum,
-    require, share)
-from harness.checkpoint import STATES, Piece, pieces_of
+import sys
+from collections import deque
+from functools import partial
+
+from common import MLPS, GPTConfig, adamw, build, init_weights, loss_sum, share
+from harness.checkpoint import Piece, pieces_of
+from harness.flags import ANY, POSITIVE, Flag, arguments, require
+from harness.run import Run, Side
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
 # Autograd does not see collectives: each one here states its own backward.
 
 
 class AllToAll(torch.autograd.Function):
-    """Rows (sum(send), C) -> (sum(receive), C).
-
-    send[r] of this rank's rows go to rank r of the group; receive[r] rows come from it.
-    """
+    """Rows (sum(send), C) -> (sum(receive), C): send[r] go to rank r, receive[r] come from it."""
 
     @staticmethod
     def forward(ctx, rows, send, receive, group):
@@ -79,61 +75,7 @@ class AllToAll(torch.autograd.Function):
         return AllToAll.apply(grad, ctx.receive, ctx.send, ctx.group), None, None, None
 
 
-def exchange_rows(rows, send, receive, group):
-    return AllToAll.apply(rows, send, receive, group)
-
-
-def rows_of(n, group, rank):
-    """Which of n rows are this rank's, where the group shares them out evenly -> range."""
-    size = dist.get_world_size(group)
-    return range(rank * n // size, (rank + 1) * n // size)
-
-
-def own_rows(rows, group):
-    """Rows (n, C) that all ranks of the group have -> this rank's part of them."""
-    mine = rows_of(len(rows), group, dist.get_rank(group))
-    return rows[mine.start:mine.stop]
-
-
-def all_rows(rows, n, group):
-    """This rank's part of n rows -> all of them, (n, C)."""
-    counts = [len(rows_of(n, group, rank)) for rank in range(dist.get_world_size(group))]
-    padding = max(counts) - len(rows)  # all_gather takes parts of one size
-    padded = F.pad(rows, (0, 0, 0, padding))
-    parts = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(parts, padded, group=group)  # sharded(0) -> replicated
-    return torch.cat([part[:count] for part, count in zip(parts, counts)])
-
-
-class CutRows(torch.autograd.Function):
-    """Rows (n, C) that all ranks have -> this rank's part: so each is routed and sent once."""
-
-    @staticmethod
-    def forward(ctx, rows, group):
-        ctx.n = len(rows)
-        ctx.group = group
-        return own_rows(rows, group).clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return all_rows(grad, ctx.n, ctx.group), None  # sharded(0) -> replicated
-
-
-class JoinRows(torch.autograd.Function):
-    """This rank's part of n rows -> all of them, (n, C)."""
-
-    @staticmethod
-    def forward(ctx, rows, n, group):
-        ctx.group = group
-        return all_rows(rows, n, group)  # sharded(0) -> replicated
-
-    @staticmethod
-    def backward(ctx, grad):
-        # all ranks of the group have the same gradient, and each keeps that of its own rows
-        return own_rows(grad, ctx.group), None, None
-
-
-def route(logits, top_k, bias):
+def route(logits, top_k, bias, normalize):
     """Logits (N, E) -> chosen experts (N, K), their gates (N, K), probabilities (N, E).
 
     The bias (E,) has a say in the choice alone.
@@ -141,54 +83,9 @@ def route(logits, top_k, bias):
     probs = logits.softmax(-1)
     chosen = (probs + bias).topk(top_k).indices
     gates = probs.gather(-1, chosen)
-    if top_k > 1:  # they sum to 1. A single one would then always be 1, and teach nothing
+    if normalize and top_k > 1:  # a single one would always be 1, and teach the router nothing
         gates = gates / gates.sum(-1, keepdim=True)
     return chosen, gates, probs
-
-
-def balancing_loss(load, logits, probs, top_k, alpha=0.1, beta=1e-3):
-    """This rank's part of alpha E sum_e f_e P_e (Switch) + beta mean(logsumexp^2) (ST-MoE).
-
-    f_e is expert e's share of all choices and P_e its mean probability, both over the tokens of
-    all ranks. load (E,): the choices of all ranks' tokens. logits, probs (N, E): of this rank's.
-    Switch has an alpha of 0.01.
-    """
-    choices = load.sum().clamp(min=1)  # 1: no rank has a token
-    tokens = choices / top_k
-    f = load.to(probs.dtype) / choices
-    switch = len(f) * (f @ probs.sum(0))
-    z = logits.logsumexp(-1).square().sum()
-    return (alpha * switch + beta * z) / tokens
-
-
-def capacity(factor, top_k, tokens, experts):
-    """The rows that an expert takes of one source rank's tokens."""
-    rows = factor * top_k * tokens / experts
-    return math.ceil(round(rows, 6))  # 1.1 * 2 * 40 / 8 is 11.000000000000002
-
-
-@dataclass
-class Routing:
-    """Which rows go where. Choice number n K + k is the k-th expert that token n has chosen."""
-    choices: torch.Tensor  # (sum(sent),) those that are sent, sorted by expert, then by token
-    sent: list  # rows to each rank of ep
-    received: list  # rows from each rank of ep
-    by_expert: torch.Tensor  # (sum(received),) the order that sorts received rows by expert
-    sizes: list  # rows of each expert here, from all sources
-    sizes_on_device: torch.Tensor  # (E/ep,) the same
-
-    @cached_property
-    def ends(self):
-        """Where each expert's rows end, once they are sorted: (E/ep,) int32."""
-        return self.sizes_on_device.cumsum(0).int()
-
-    @cached_property
-    def one_hot(self):
-        """(n, E/ep) of False and True: is the sorted row this expert's?"""
-        sizes = self.sizes_on_device
-        numbers = torch.arange(len(sizes), device=sizes.device)
-        expert_of_row = numbers.repeat_interleave(sizes, output_size=sum(self.sizes))
-        return expert_of_row.unsqueeze(1) == numbers
 
 
 def how_often(chosen, experts):
@@ -198,94 +95,113 @@ def how_often(chosen, experts):
     return counts.scatter_add_(0, choices, torch.ones_like(choices))
 
 
-def plan_routing(chosen, wanted, most, ep, balanced):
-    """chosen: experts (N, K) -> Routing.
+def balancing_loss(load, logits, probs, top_k, alpha, beta):
+    """This rank's part of alpha E sum_e f_e P_e (Switch) + beta mean(logsumexp^2) (ST-MoE).
 
-    wanted (E,): how often each expert is chosen here. most: the rows that it takes of one source.
+    f_e is expert e's share of all choices and P_e its mean probability, both over the tokens of
+    all ranks. load (E,): the choices of all ranks' tokens. logits, probs (N, E): of this rank's.
     """
-    ranks = dist.get_world_size(ep)
-    here = len(wanted) // ranks  # experts on each rank
-    taken = wanted.clamp(max=most)
-    # (E,), to be seen as (ep, E/ep): from each rank, its rows for each of the experts here
-    coming = torch.empty_like(taken)
-    # this rank's rows for every expert -> every rank's rows for the experts here
-    dist.all_to_all_single(coming, taken, group=ep)
-    if balanced:
-        counts = balanced_counts(chosen.numel(), len(wanted), most, ep)
-    else:
-        counts = torch.stack([wanted, taken, coming]).tolist()  # here alone the host waits
-    wanted_counts, taken_counts, coming_counts = counts
-
-    all_choices = chosen.flatten().argsort(stable=True)  # sorted by expert
-    choices = all_choices
-    if most < len(chosen):  # else there is room for all: a token chooses an expert once at most
-        of_experts = all_choices.split(wanted_counts)
-        taken_choices = [of_one[:count] for of_one, count in zip(of_experts, taken_counts)]
-        choices = torch.cat(taken_choices)
-    # of each entry of `coming`: the expert whose rows it counts, numbered from 0 on this rank
-    experts = torch.arange(here, device=chosen.device).repeat(ranks)
-    expert_of_row = experts.repeat_interleave(coming, output_size=sum(coming_counts))
-    # counts lie by rank, then by expert: a rank's are a run, an expert's are every here-th
-    return Routing(
-        choices=choices,
-        sent=[sum(taken_counts[r * here:(r + 1) * here]) for r in range(ranks)],
-        received=[sum(coming_counts[r * here:(r + 1) * here]) for r in range(ranks)],
-        by_expert=expert_of_row.argsort(stable=True),
-        sizes=[sum(coming_counts[e::here]) for e in range(here)],
-        sizes_on_device=coming.view(ranks, here).sum(0),
-    )
+    choices = load.sum()
+    f = load.to(probs.dtype) / choices
+    switch = len(f) * (f @ probs.sum(0))
+    z = logits.logsumexp(-1).square().sum()
+    tokens = choices / top_k
+    return (alpha * switch + beta * z) / tokens
 
 
-def balanced_counts(choices, experts, most, ep):
-    """The three counts of plan_routing where all ranks choose all experts equally often."""
-    ranks = dist.get_world_size(ep)
-    here = experts // ranks
-    first = dist.get_rank(ep) * here  # number of the first expert here
-    wanted = [(choices + e) // experts for e in range(experts)]
-    taken = [min(most, count) for count in wanted]
-    coming = taken[first:first + here] * ranks
-    return wanted, taken, coming
+def capacity(factor, top_k, tokens, experts):
+    """The rows that an expert takes of one source rank's tokens."""
+    rows = factor * top_k * tokens / experts
+    return math.ceil(round(rows, 6))  # 1.1 * 2 * 40 / 8 is 11.000000000000002
 
 
-def linear_by_loop(rows, weight, bias, routing):
-    """Rows (n, C), sorted by expert, times their expert's weight, plus its bias -> (n, F).
+def read_counts(counts, choices, most, ep_rank):
+    """Here alone the host waits. It needs `counts` only: the rest is for balanced_counts."""
+    return counts.tolist()
 
-    weight (E/ep, F, C) and bias (E/ep, F) are stacked, an expert after the other; bias may be None.
-    An expert without rows gets zeros for a gradient, not None.
+
+class Routing:
+    """Which rows go where. A row is a token on its way to one of its K experts.
+
+    Choice number n K + k is the k-th expert that token n has chosen. Rows leave sorted by expert,
+    so they arrive in a grid of blocks: by source rank, and from each rank by expert.
     """
-    weights = weight.unbind()
-    biases = [None] * len(weights)
-    if bias is not None:
-        biases = bias.unbind()
-    outputs = []
-    for e, of_expert in enumerate(rows.split(routing.sizes)):
-        outputs.append(F.linear(of_expert, weights[e], biases[e]))
-    return torch.cat(outputs)
+
+    def __init__(self, chosen, wanted, most, ep):
+        """chosen (N, K). wanted (E,): how often each expert is chosen. most: rows that it takes."""
+        taken = wanted.clamp(max=most)
+        coming = torch.empty_like(taken)
+        # this rank's rows for every expert -> every rank's rows for the experts here
+        dist.all_to_all_single(coming, taken, group=ep)
+        choices = chosen.flatten().argsort(stable=True)  # by expert, then by token
+        counts = torch.stack([wanted, taken, coming]).view(3, dist.get_world_size(ep), -1)
+        self.ends = counts[2].sum(0).cumsum(0).int()  # (E/ep,) of each expert's rows, on the device
+        # three lists of lists: [rank][one of its experts], [the same], [rank][an expert here]
+        lines, leaving, arriving = read_counts(counts, len(choices), most, dist.get_rank(ep))
+        if most < len(chosen):  # else there is room for all: a token chooses an expert once at most
+            of_experts = choices.split([length for of_rank in lines for length in of_rank])
+            choices = torch.cat([line[:most] for line in of_experts])
+        self.choices = choices  # those that are sent
+        self.sent = [sum(of_rank) for of_rank in leaving]  # rows to each rank of ep
+        self.received = [sum(of_rank) for of_rank in arriving]  # rows from each rank of ep
+        self.by_source = arriving
+        self.by_expert = list(zip(*arriving))  # [expert here][rank]
+        self.sizes = [sum(of_expert) for of_expert in self.by_expert]  # rows of each expert here
+
+    @cached_property
+    def one_hot(self):
+        """(n, E/ep) of False and True: which expert's is a row, once they are sorted by expert?"""
+        rows = torch.arange(sum(self.sizes), dtype=torch.int32, device=self.ends.device)
+        expert_of_row = torch.bucketize(rows, self.ends, right=True)
+        return expert_of_row.unsqueeze(1) == torch.arange(len(self.sizes), device=rows.device)
 
 
-def linear_in_one_kernel(rows, weight, bias, routing):
-    """The same as linear_by_loop.
-
-    The bias is added by a matmul, whose backward is a matmul as well: it sums in fp32. With an
-    index_select the backward would be an index_add, which on GPUs adds rows in any order and rounds
-    each sum.
-    """
-    y = F.grouped_mm(rows, weight.transpose(1, 2), offs=routing.ends)
-    if bias is None:
-        return y
-    return torch.addmm(y, routing.one_hot.to(y.dtype), bias)
+def transpose_blocks(rows, grid):
+    """Rows in blocks of grid[i][j] rows each, sorted by i, then by j -> by j, then by i."""
+    blocks = rows.split([size for line in grid for size in line])
+    n = len(grid[0])
+    return torch.cat([block for j in range(n) for block in blocks[j::n]])
 
 
-def linear_by_kind(rows, weight, bias, routing):
-    """One kernel where that pays (bf16 on GPUs) and runs (widths of multiples of 8), else loop."""
+def stack(parameters):
+    """One parameter, trained if these are, of the experts' own: an expert after the other."""
+    stacked = torch.stack([p.detach() for p in parameters])
+    return nn.Parameter(stacked, parameters[0].requires_grad)
+
+
+class StackedLinear(nn.Module):
+    """One nn.Linear of each expert here: weight (E/ep, F, C), bias (E/ep, F) or None."""
+
+    def __init__(self, linears):
+        super().__init__()
+        self.weight = stack([linear.weight for linear in linears])
+        self.bias = None
+        if linears[0].bias is not None:
+            self.bias = stack([linear.bias for linear in linears])
+
+    def forward(self, rows, routing):  # (n, C) sorted by expert -> (n, F)
+        if suits_one_kernel(self.weight):
+            return self.in_one_kernel(rows, routing)
+        biases = [None] * len(self.weight)
+        if self.bias is not None:
+            biases = self.bias.unbind()
+        of_experts = zip(rows.split(routing.sizes), self.weight.unbind(), biases)
+        # an expert without rows gets zeros for a gradient, not None
+        return torch.cat([F.linear(*of_expert) for of_expert in of_experts])
+
+    def in_one_kernel(self, rows, routing):
+        y = F.grouped_mm(rows, self.weight.transpose(1, 2), offs=routing.ends)
+        if self.bias is None:
+            return y
+        # A matmul, since its backward is one, too, and sums in fp32. That of an index_select would
+        # be an index_add, which on GPUs adds rows in any order and rounds each sum
+        return torch.addmm(y, routing.one_hot.to(y.dtype), self.bias)
+
+
+def suits_one_kernel(weight):
+    """Where that pays (bf16 on GPUs) and runs (widths of multiples of 8)."""
     aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
-    if weight.is_cuda and weight.dtype == torch.bfloat16 and aligned:
-        return linear_in_one_kernel(rows, weight, bias, routing)
-    return linear_by_loop(rows, weight, bias, routing)
-
-
-def gelu(x):
-    return F.gelu(x, approximate="tanh")
+    return weight.is_cuda and weight.dtype == torch.bfloat16 and aligned
 
 
 class Experts(nn.Module):
@@ -293,226 +209,130 @@ class Experts(nn.Module):
 
         y = down(activation(up(x)))    or, with gate,    y = down(activation(gate(x)) * up(x))
 
-    up, down, gate: lists of nn.Linear, with biases or without, one for each expert, in order. All
-    of a list have one shape, and are all trained or all frozen, on the other ranks, too.
-    linear: one of the three functions above.
+    up, down, gate: lists of nn.Linear, one for each expert here, in order. GPT-2 has GELU and no
+    gate, Mixtral has SiLU and gate.
     """
 
-    def __init__(self, up, down, gate=None, activation=gelu, linear=linear_by_kind):
+    def __init__(self, activation, up, down, gate=None):
         super().__init__()
         self.activation = activation
-        self.linear = linear
-        self.stack("up", up)  # up_weight (E/ep, F, C), up_bias (E/ep, F) or None
-        self.stack("down", down)  # down_weight (E/ep, C, F), down_bias (E/ep, C) or None
-        self.stack("gate", gate)  # gate_weight and gate_bias like up's, or None
-        lengths = {len(linears) for linears in (up, down, gate) if linears is not None}
-        if len(lengths) != 1:
-            raise ValueError("Experts: give up, down and gate as many Linears, one for each expert")
-
-    def stack(self, name, linears):
-        """A list of Linears -> two parameters, which are None where there is nothing."""
-        self.register_parameter(f"{name}_weight", None)
-        self.register_parameter(f"{name}_bias", None)
-        if linears is None:
-            return
-        if not linears:
-            raise ValueError(f"Experts: {name} is empty, but each rank holds an expert or more")
-        for linear in linears:
-            refuse_others(name, linear)
-            if what_is_stacked(linear) != what_is_stacked(linears[0]):
-                raise ValueError(f"Experts: {name} has Linears of different shapes or types, with a"
-                                 " bias and without, or trained and frozen: make them alike")
-        for kind, p in linears[0].named_parameters():
-            stacked = torch.stack([getattr(linear, kind).detach() for linear in linears])
-            setattr(self, f"{name}_{kind}", nn.Parameter(stacked, p.requires_grad))
+        self.up = StackedLinear(up)
+        self.down = StackedLinear(down)
+        self.gate = None
+        if gate is not None:
+            self.gate = StackedLinear(gate)
 
     def forward(self, rows, routing):  # (n, C) sorted by expert -> (n, C)
-        hidden = self.linear(rows, self.up_weight, self.up_bias, routing)  # (n, F)
-        if self.gate_weight is None:
+        hidden = self.up(rows, routing)  # (n, F)
+        if self.gate is None:
             hidden = self.activation(hidden)
         else:
-            gate = self.linear(rows, self.gate_weight, self.gate_bias, routing)
-            hidden = self.activation(gate) * hidden
-        return self.linear(hidden, self.down_weight, self.down_bias, routing)
-
-
-def refuse_others(name, linear):
-    """Raise if a Linear is more than a weight and a bias: stacking would lose the rest."""
-    if type(linear) is not nn.Linear:
-        kind = type(linear).__name__
-        raise TypeError(f"Experts: {name} has a {kind}, but only nn.Linear can be stacked")
-    parameters = {kind for kind, _ in linear.named_parameters()}
-    if not parameters <= {"weight", "bias"} or has_hooks(linear):
-        raise TypeError(f"Experts: {name} has a Linear with hooks, or whose weight is made of other"
-                        " parameters: remove them (torch.nn.utils.parametrize, weight_norm) first")
-
-
-def has_hooks(linear):
-    hooks = [linear._forward_hooks, linear._forward_pre_hooks,
-             linear._backward_hooks, linear._backward_pre_hooks]
-    for p in linear.parameters():
-        hooks += [p._backward_hooks, p._post_accumulate_grad_hooks]
-    return any(hooks)
-
-
-def what_is_stacked(linear):
-    return [(p.shape, p.dtype, p.device, p.requires_grad) for p in linear.parameters()]
-
-
-@dataclass
-class Count:
-    """What the layer counts of a forward."""
-    load: torch.Tensor  # (E,) int64, how often the tokens of all ranks chose each expert
-    loss: torch.Tensor  # () this rank's part of the balancing loss, without graph
-    chosen: torch.Tensor  # (N, K) experts that this rank's tokens chose; None: nobody wants to know
-    number: int  # how many forwards with grad enabled came before: the key in MoE.choices
-    sent: list  # rows to each rank of ep
-    received: list  # rows from each rank of ep
+            hidden = self.activation(self.gate(rows, routing)) * hidden
+        return self.down(hidden, routing)
 
 
 class AddLoss(torch.autograd.Function):
     """Returns y. In backward, `loss` gets the gradient that a term of the model's loss has.
 
     In the middle of a pipeline, or where checkpointing runs forward twice, a layer cannot leave a
-    loss to be added by others (Megatron's MoEAuxLossAutoScaler). For the same reason the layer adds
-    up its counts here: there is one backward, and none without training.
+    loss to be added by others (Megatron's MoEAuxLossAutoScaler). Its load is added up here, too.
     """
 
     @staticmethod
-    def forward(ctx, y, loss, layer, count):
+    def forward(ctx, y, loss, load, layer):
+        ctx.loss = loss.detach()
+        ctx.load = load
         ctx.layer = layer
-        ctx.count = count
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.layer.add_up(ctx.count)
-        grad_loss = torch.ones_like(ctx.count.loss) * ctx.layer.loss_scale
-        return grad, grad_loss, None, None
+        ctx.layer.loss = ctx.layer.loss + ctx.loss
+        ctx.layer.load = ctx.layer.load + ctx.load
+        return grad, torch.ones_like(ctx.loss) * ctx.layer.loss_scale, None, None
 
 
 class MoE(nn.Module):
     """E experts behind a router, an nn.Linear(C, E), in place of an MLP: (.., C) -> (.., C).
 
-    The router may have hooks, more parameters or a forward of its own, from tokens to logits.
+    experts    the Experts of this rank, E/ep of them, from number ep_rank E/ep on
+    top_k      K, the experts that a token visits
+    normalize  do the gates of K > 1 experts sum to 1? Mixtral: yes. OLMoE, Qwen2-MoE: no
+    ep         group of the ranks that share out the experts; each brings its own tokens
+    everyone   group of the ranks whose tokens are balanced together; None: the world
+    shared     a module that every token visits besides, or None
+    capacity   A, or 0: no token is dropped
+    alpha      of Switch's balancing loss, and beta of ST-MoE's z-loss. For M micro-batches give
+               alpha/M and beta/M: a step's loss is the mean of those of its forwards
+    gamma      how far step_biases moves a bias in the choice; 0: there is none
 
-    experts       the Experts of this rank, E/ep of them, from number ep_rank E/ep on
-    top_k         K, the experts that a token visits
-    ep            group of the ranks that share out the experts; each brings its own tokens
-    everyone      group of the ranks whose tokens are balanced together; None: the world
-    same_tokens   None, or a group of ranks that all bring the same tokens (tensor parallel ranks,
-                  without --sp): each routes its part of them, and results are joined. Gradients of
-                  router and experts are then partial over this group as well
-    shared        a module that every token visits besides, or None
-    balance       "aux": a loss; "bias": step_biases moves a bias in the choice; "none"
-    capacity      A, or 0: no token is dropped
-    microbatches  how many forwards, of equally many tokens, make up a step. The step's balancing
-                  loss is the mean of those of its forwards, each over all ranks' tokens in it: when
-                  the first goes backward, nobody knows what the last will choose
-    balanced      for dry runs: no number is read from the device; all experts are taken to be
-                  chosen equally often
-    exchange      the function that moves rows between ranks
+    Every forward is made by all ranks of `everyone` together, in evaluation as well.
     """
 
-    def __init__(self, router, experts, *, top_k, ep, everyone=None, same_tokens=None, shared=None,
-                 balance="aux", capacity=0.0, microbatches=1, balanced=False,
-                 exchange=exchange_rows):
+    exchange = staticmethod(AllToAll.apply)  # how rows change ranks
+
+    def __init__(self, router, experts, *, top_k, normalize, ep, everyone=None, shared=None,
+                 capacity=0.0, alpha=0.01, beta=1e-3, gamma=0.0):
         super().__init__()
+        assert router.bias is None, "MoE: a router without bias is wanted, the bias would be lost"
+        E = len(experts.up.weight) * dist.get_world_size(ep)
+        assert router.out_features == E, f"MoE: {router.out_features} logits for {E} experts"
         self.router = router
         self.experts = experts
         self.top_k = top_k
+        self.normalize = normalize
         self.ep = ep
         self.everyone = everyone
-        self.same_tokens = same_tokens
         self.shared = shared
-        self.balance = balance
         self.capacity = capacity
-        self.microbatches = microbatches
-        self.balanced = balanced
-        self.exchange = exchange
-        self.check()
-        # float64, so that no small step is rounded away; _apply keeps it so in .to(bfloat16)
-        bias = torch.zeros(router.out_features, dtype=torch.float64, device=router.weight.device)
-        self.register_buffer("bias", bias)  # (E,) is added to probabilities, for the choice alone
+        self.alpha = alpha
+        self.beta = beta
+        self.gamma = gamma
+        # (E,) a bias is gamma times this: whole numbers, which .to(bfloat16) does not round
+        steps = torch.zeros(E, dtype=torch.int64, device=router.weight.device)
+        self.register_buffer("bias_steps", steps)
         self.loss_scale = 1.0  # what the model's loss is multiplied by, by a loss scaler say
-        self.choices = None  # put a dict here: it gets {number of a forward: chosen (N, K)}
-        self.forwards = 0  # how many with gradients there have been
-        # What the backwards of a step have counted. To be read after step_biases; the next
-        # backward begins a new count
-        self.closed = True  # is the count complete?
-        self.load = None  # (E,) int64, how often the tokens of all ranks chose each expert
-        self.loss = None  # () this rank's part of balancing losses, already in the gradients
-        self.sent = None  # [rows to each rank of ep]
-        self.received = None  # [rows from each rank of ep]
-
-    def check(self):
-        experts = len(self.experts.up_weight) * dist.get_world_size(self.ep)
-        if self.router.out_features != experts:
-            raise ValueError(f"MoE: the router knows {self.router.out_features} experts, the ranks "
-                             f"of ep hold {experts}: give each rank as many, in order")
-        if not 1 <= self.top_k <= experts:
-            raise ValueError(f"MoE: top_k {self.top_k} of {experts} experts: take 1 to {experts}")
-        if self.balance not in ("aux", "bias", "none"):
-            raise ValueError(f"MoE: balance {self.balance}: take aux, bias or none")
-        if self.capacity < 0 or self.microbatches < 1:
-            raise ValueError("MoE: capacity is 0 or more, microbatches 1 or more")
+        # What the backwards of a step have added up, until step_biases
+        self.load = 0  # (E,) int64, how often the tokens of all ranks chose each expert
+        self.loss = 0  # () this rank's part of balancing losses, already in the gradients
 
     def forward(self, x):  # (.., C)
         tokens = x.flatten(0, -2)  # (N, C)
-        total = len(tokens)
-        if self.same_tokens is not None:
-            tokens = CutRows.apply(tokens, self.same_tokens)  # replicated -> sharded(0)
         logits = self.score(tokens)  # (N, E)
-        chosen, gates, probs = route(logits, self.top_k, self.bias)
-        wanted = how_often(chosen, len(self.bias))  # (E,)
+        bias = self.gamma * self.bias_steps
+        chosen, gates, probs = route(logits, self.top_k, bias, self.normalize)
+        wanted = how_often(chosen, len(bias))  # (E,)
         load = wanted.clone()
-        trains = torch.is_grad_enabled()
-        if trains:
-            # partial -> replicated, while the experts are at work
-            summing = dist.all_reduce(load, group=self.everyone, async_op=True)
+        # partial -> replicated, while the experts are at work
+        summing = dist.all_reduce(load, group=self.everyone, async_op=True)
         most = len(tokens)
         if self.capacity:
             most = capacity(self.capacity, self.top_k, len(tokens), len(wanted))
-        routing = plan_routing(chosen, wanted, most, self.ep, self.balanced)
-        y = self.visit(tokens, gates, routing)  # (N, C)
-        if trains:
-            summing.wait()
-            loss = logits.new_zeros(())
-            if self.balance == "aux":
-                loss = balancing_loss(load, logits, probs, self.top_k) / self.microbatches
-            count = self.new_count(load, loss, chosen, routing)
-            if y.requires_grad:
-                y = AddLoss.apply(y, loss, self, count)
-            else:  # all is frozen up to here: there will be no backward
-                self.add_up(count)
-        if self.same_tokens is not None:
-            y = JoinRows.apply(y, total, self.same_tokens)  # sharded(0) -> replicated
-        y = y.view(x.shape)
+        y = self.visit(tokens, gates, Routing(chosen, wanted, most, self.ep))  # (N, C)
+        summing.wait()
+        loss = logits.new_zeros(())
+        if self.alpha or self.beta:
+            loss = balancing_loss(load, logits, probs, self.top_k, self.alpha, self.beta)
+        y = AddLoss.apply(y, loss, load, self).view(x.shape)
         if self.shared is not None:
             y = y + self.shared(x)
         return y
 
     def score(self, tokens):
-        """Tokens (N, C) -> logits (N, E), in fp32 or better even under autocast.
-
-        In bf16, rounding would make tokens choose other experts.
-        """
+        """Tokens (N, C) -> logits (N, E), in fp32 or better: rounding changes the choice."""
         exact = torch.promote_types(tokens.dtype, torch.float32)
-        parameters = {name: p.to(exact) for name, p in self.router.named_parameters()}
         with torch.autocast(tokens.device.type, enabled=False):
-            return torch.func.functional_call(self.router, parameters, tokens.to(exact))
+            return F.linear(tokens.to(exact), self.router.weight.to(exact))
 
     def visit(self, tokens, gates, routing):
-        """Tokens (N, C) go to their experts and come back -> each one's K rows times gates, summed.
-        """
+        """Tokens (N, C) go to their experts and back -> sums of each one's K rows times gates."""
         N, C = tokens.shape
-        token_of_row = routing.choices // self.top_k  # choice n K + k is token n's
-        rows = tokens.index_select(0, token_of_row)
+        rows = tokens.index_select(0, routing.choices // self.top_k)  # choice n K + k is token n's
         # on the tokens' ranks -> on the experts' ranks
         rows = self.exchange(rows, routing.sent, routing.received, self.ep)
-        rows = rows.index_select(0, routing.by_expert)
+        rows = transpose_blocks(rows, routing.by_source)  # sorted by source -> sorted by expert
         rows = self.experts(rows, routing)
-        rows = torch.empty_like(rows).index_copy(0, routing.by_expert, rows)  # by source again
+        rows = transpose_blocks(rows, routing.by_expert)  # sorted by expert -> sorted by source
         # on the experts' ranks -> on the tokens' ranks
         rows = self.exchange(rows, routing.received, routing.sent, self.ep)
         answers = rows.new_zeros(N * self.top_k, C)  # of choices that are dropped: zeros
@@ -520,217 +340,137 @@ class MoE(nn.Module):
         y = gates.to(rows.dtype).unsqueeze(1) @ answers  # (N, 1, K) @ (N, K, C)
         return y.view(N, C)
 
-    def new_count(self, load, loss, chosen, routing):
-        if self.choices is None:
-            chosen = None
-        count = Count(load=load, loss=loss.detach(), chosen=chosen, number=self.forwards,
-                      sent=routing.sent, received=routing.received)
-        self.forwards += 1
-        return count
-
-    def add_up(self, count):
-        """Adds the count of a forward to those of the step, in its backward."""
-        if self.closed:
-            self.load = torch.zeros_like(count.load)
-            self.loss = torch.zeros_like(count.loss)
-            self.sent = [0] * len(count.sent)
-            self.received = [0] * len(count.received)
-            self.closed = False
-        self.load += count.load
-        self.loss += count.loss
-        self.sent = [a + b for a, b in zip(self.sent, count.sent)]
-        self.received = [a + b for a, b in zip(self.received, count.received)]
-        if self.choices is not None and count.chosen is not None:
-            self.choices[count.number] = count.chosen
-
-    def _apply(self, fn, recurse=True):
-        """.to(device) moves the bias, but .to(bfloat16) does not cast it."""
-        exact = self.bias
-        super()._apply(fn, recurse)
-        if self.bias.dtype != exact.dtype:
-            self.bias = exact.to(self.bias.device)
-        return self
-
-    def __deepcopy__(self, memo):
-        """A copy, of a moving average say, talks to the same ranks."""
-        for group in (self.ep, self.everyone, self.same_tokens):
-            memo[id(group)] = group
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return twin
-
 
 def layers_of(model):
     return [module for module in model.modules() if isinstance(module, MoE)]
 
 
-def expert_parameters(model):
-    """Those that differ from one rank of ep to the next. All others are dense: alike everywhere."""
-    return {p for layer in layers_of(model) for p in layer.experts.parameters()}
-
-
-def trained_parameters(model):
-    """-> the dense ones, and those of experts: two lists, without what is frozen."""
-    of_experts = expert_parameters(model)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    dense = [p for p in trained if p not in of_experts]
-    experts = [p for p in trained if p in of_experts]
+def dense_and_experts(model):
+    """-> parameters that are alike on all ranks, and those of experts."""
+    experts = [p for layer in layers_of(model) for p in layer.experts.parameters()]
+    of_experts = set(experts)
+    dense = [p for p in model.parameters() if p not in of_experts]
     return dense, experts
 
 
 @torch.no_grad()
 def broadcast_parameters(model, replicas, everyone=None):
     """Before training: all start with the values of the first rank of those that hold the same."""
-    of_experts = expert_parameters(model)
-    for tensor in [*model.parameters(), *model.buffers()]:
-        group = everyone
-        if tensor in of_experts:
-            group = replicas
-        values = tensor.detach().clone(memory_format=torch.contiguous_format)
-        dist.broadcast(values, group=group, group_src=0)  # the first rank's -> replicated
-        tensor.detach().copy_(values)
+    dense, experts = dense_and_experts(model)
+    for tensor in [*dense, *model.buffers()]:
+        dist.broadcast(tensor, group=everyone, group_src=0)  # the first rank's -> replicated
+    for tensor in experts:
+        dist.broadcast(tensor, group=replicas, group_src=0)  # the first rank's -> replicated
 
 
 def sum_gradients(model, replicas, everyone=None):
-    """After backward: dense gradients over everyone, experts' over those that hold the same ones.
+    """After backward: sums dense gradients over everyone, and those of experts over replicas."""
+    dense, experts = dense_and_experts(model)
+    for parameters, group in (dense, everyone), (experts, replicas):
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if gradients and dist.get_world_size(group) > 1:
+            sum_over_ranks(gradients, group)  # partial -> replicated; ddp.py hides it
 
-    What has no gradient, because this rank's forward did not use it, counts as zero.
-    """
-    dense, experts = trained_parameters(model)
-    sum_together(dense, everyone)  # partial -> replicated; ddp.py hides it behind backward
-    sum_together(experts, replicas)  # partial -> replicated
 
-
-def sum_together(parameters, group):
-    """All gradients of one dtype in one all-reduce."""
-    by_dtype = {}  # {dtype: gradients}
-    for p in parameters:
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-        by_dtype.setdefault(p.dtype, []).append(p.grad)
-    if dist.get_world_size(group) == 1:
-        return
-    for gradients in by_dtype.values():
-        flat = torch.cat([grad.flatten() for grad in gradients])
-        dist.all_reduce(flat, group=group)  # partial -> replicated
-        parts = flat.split([grad.numel() for grad in gradients])
-        sums = [part.view_as(grad) for part, grad in zip(parts, gradients)]
-        torch._foreach_copy_(gradients, sums)
+def sum_over_ranks(tensors, group):
+    """Sum each tensor over the ranks, in its place, by one all-reduce for all of them."""
+    flat = torch.cat([t.flatten() for t in tensors])
+    dist.all_reduce(flat, group=group)  # partial -> replicated
+    parts = flat.split([t.numel() for t in tensors])
+    torch._foreach_copy_(tensors, [part.view_as(t) for t, part in zip(tensors, parts)])
 
 
 def gradient_norm(model, ep):
     """After sum_gradients: the norm of the whole model's gradient, each expert counted once."""
-    dense, experts = trained_parameters(model)
-    like = next(model.parameters())
-    square = square_sum(experts, like)
+    dense, experts = dense_and_experts(model)
+    # of what all ranks of ep have alike, each brings a part
+    square = square_sum(dense) / dist.get_world_size(ep) + square_sum(experts)
     dist.all_reduce(square, group=ep)  # partial -> replicated
-    return (square_sum(dense, like) + square).sqrt()
+    return square.sqrt()
 
 
-def square_sum(parameters, like):
-    """The squared norm of their gradients. Without parameters: 0, on the device of `like`."""
-    if not parameters:
-        return like.new_zeros(())
-    return nn.utils.get_total_norm([p.grad for p in parameters]).square()
+def square_sum(parameters):
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    return nn.utils.get_total_norm(gradients).square()
 
 
 def clip_gradients(model, norm, clip):
-    """Scales gradients down until their norm is `clip` at most (0: any) -> the norm before.
-
-    If it is inf or nan they stay as they are, and whoever looks at it can tell.
-    """
-    finite = norm.nan_to_num(0, posinf=0)  # a norm of 0 needs no scaling
+    """Scales gradients down until their norm is `clip` at most (0: leaves them)."""
+    finite = norm.nan_to_num(0, posinf=0)  # else they stay, so that one sees whose fault it is
     nn.utils.clip_grads_with_norm_(model.parameters(), clip or math.inf, finite)
-    return norm
 
 
 @torch.no_grad()
-def step_biases(model, gamma=1e-2):
-    """After the optimizer's step, whatever the balance: moves biases, and completes the counts.
+def step_biases(model):
+    """After the optimizer's step, always: moves biases, and forgets what the step has added up.
 
-    The bias of an expert that was chosen less often than the mean, in all backwards since the last
-    call, grows by gamma (DeepSeek-V3: 1e-3, in 10^5 steps), and that of one chosen more often
-    shrinks by it. Where the router is frozen, biases stay.
+    The bias of an expert that was chosen less often than the mean grows by gamma (DeepSeek-V3:
+    1e-3), and that of one chosen more often shrinks by it. With a frozen router it stays.
     """
     for layer in layers_of(model):
-        trains = any(p.requires_grad for p in layer.router.parameters())
-        if layer.balance == "bias" and trains and not layer.closed:
+        if layer.gamma and layer.router.weight.requires_grad:
             # in integers: E times what is missing to the mean
             missing = layer.load.sum() - len(layer.load) * layer.load
-            layer.bias += gamma * missing.sign().double()
-        layer.closed = True
+            layer.bias_steps += missing.sign()
+        layer.load = 0
+        layer.loss = 0
 
 
 def balancing_losses(model):
-    """This rank's part of the step's balancing losses of all layers, to be printed."""
-    losses = [layer.loss for layer in layers_of(model) if layer.loss is not None]
-    return sum(losses, torch.zeros((), device=next(model.parameters()).device))
+    """Before step_biases: this rank's part of the step's balancing losses, to be printed."""
+    return sum(layer.loss for layer in layers_of(model))
 
 
 # ---- 2. the toy GPT, parallelized --------------------------------------------
 
+BALANCES = {  # alpha, beta and gamma of MoE, for runs of some hundred steps
+    "aux": (0.1, 1e-3, 0.0),
+    "bias": (0.0, 0.0, 1e-2),
+    "none": (0.0, 0.0, 0.0),
+}
+
 
 class PlainMoE(nn.Module):
-    """The definition, in one process: all experts times their gates, all but K of which are zero.
+    """The definition: all experts, times their gates, of which all but K are zero."""
 
-    which: the numbers of the experts to be built (None: all), for a model that parallelize() will
-    take apart.
-    """
-
-    def __init__(self, cfg, *, experts, top_k, shared=False, balance="aux", capacity=0.0,
-                 which=None):
+    def __init__(self, cfg, *, experts, top_k, shared=False, balance="aux", capacity=0.0):
         super().__init__()
         self.E = experts
         self.top_k = top_k
-        self.balance = balance
         self.capacity = capacity
+        self.alpha, self.beta, self.gamma = BALANCES[balance]
+        mlp = MLPS[cfg.form]
         self.router = nn.Linear(cfg.width, experts, bias=False)
-        if which is None:
-            which = range(experts)
-        self.experts = nn.ModuleDict({str(e): MLP(cfg) for e in which})
+        self.experts = nn.ModuleList(mlp(cfg) for _ in range(experts))
         self.shared = None
         if shared:
-            self.shared = MLP(cfg)
-        self.register_buffer("bias", torch.zeros(experts, dtype=torch.float64))  # (E,)
-        self.sources = None  # which tokens travel together, see set_sources; None: all do
-        # [(N, K) or None] of the training steps to come: the experts that tokens visit. The router
-        # chooses in a step that has None, and in all steps after the end of the list
-        self.choices = []
+            self.shared = mlp(cfg)
+        self.register_buffer("bias_steps", torch.zeros(experts, dtype=torch.int64))  # (E,)
+        # sources[m][r]: of micro-batch m, the tokens that rank r routes: their numbers in the B T
+        # tokens of the global batch, in its order. None: all tokens travel together
+        self.sources = None
         self.loss = 0  # the balancing loss of the last forward in training
 
     def forward(self, x):  # (B, T, C) of all ranks
         tokens = x.flatten(0, 1)  # (N, C)
         logits = self.router(tokens)  # (N, E)
         probs = logits.softmax(-1)
-        visits = F.one_hot(self.choose(probs), self.E).sum(1)  # (N, E) of 0 and 1
+        chosen = (probs + self.gamma * self.bias_steps).topk(self.top_k).indices
+        visits = F.one_hot(chosen, self.E).sum(1)  # (N, E) of 0 and 1
         gates = probs * visits
         if self.top_k > 1:
             gates = gates / gates.sum(-1, keepdim=True)
         if self.capacity:
             gates = gates * self.in_time(visits)
-        y = torch.zeros_like(tokens)
-        for e in range(self.E):
-            y = y + gates[:, e:e + 1] * self.experts[str(e)](tokens)
+        y = sum(gates[:, e:e + 1] * self.experts[e](tokens) for e in range(self.E))
         if self.shared is not None:
             y = y + self.shared(tokens)
-        if torch.is_grad_enabled():  # not in evaluation
-            self.balance_experts(visits, logits, probs)
+        if y.requires_grad:  # not in evaluation
+            self.balance(visits, logits, probs)
         return y.view_as(x)
 
-    def choose(self, probs):
-        chosen = None
-        if self.choices and torch.is_grad_enabled():
-            chosen = self.choices.pop(0)
-        if chosen is not None:
-            return chosen
-        return (probs + self.bias).topk(self.top_k).indices
-
-    def microbatches(self, tokens):
-        """-> for each micro-batch, for each rank, the numbers of its tokens."""
-        if self.sources is None:
-            return [[torch.arange(tokens)]]
-        return self.sources
+    def microbatches(self, N):
+        return self.sources or [[torch.arange(N)]]
 
     def in_time(self, visits):
         """Visits (N, E) -> the same without those for which an expert had no room."""
@@ -742,20 +482,19 @@ class PlainMoE(nn.Module):
                 kept[tokens] = visits[tokens] * (place <= most)
         return kept
 
-    def balance_experts(self, visits, logits, probs):
-        """The loss of this step, or the bias for the next."""
-        if self.balance == "aux":
-            losses = []
-            for of_ranks in self.microbatches(len(visits)):
-                tokens = torch.cat(of_ranks)
-                load = visits[tokens].sum(0).to(probs.dtype)
-                switch = self.E * (load * probs[tokens].mean(0)).sum() / load.sum()
-                z = logits[tokens].logsumexp(-1).square().mean()
-                losses.append(0.1 * switch + 1e-3 * z)
-            self.loss = sum(losses) / len(losses)
-        if self.balance == "bias" and self.router.weight.requires_grad:
+    def balance(self, visits, logits, probs):
+        """The loss of this step, and the bias for the next."""
+        losses = []
+        for of_ranks in self.microbatches(len(visits)):
+            tokens = torch.cat(of_ranks)
+            load = visits[tokens].sum(0).to(probs.dtype)
+            switch = self.E * (load * probs[tokens].mean(0)).sum() / load.sum()
+            z = logits[tokens].logsumexp(-1).square().mean()
+            losses.append(self.alpha * switch + self.beta * z)
+        self.loss = sum(losses) / len(losses)
+        if self.gamma and self.router.weight.requires_grad:
             load = visits.sum(0).double()
-            self.bias += 1e-2 * (load.mean() - load).sign()
+            self.bias_steps += (load.mean() - load).sign().long()
 
 
 def mixture(model, seed, cfg, **options):
@@ -771,39 +510,36 @@ def mixture(model, seed, cfg, **options):
 
 
 def set_sources(model, sources):
-    """Tells a plain model which tokens travel together.
-
-    sources[m][r]: of micro-batch m, the tokens that rank r routes, 1-D and in its order: their
-    numbers in the B T tokens of the global batch.
-    """
+    """Tells a plain model which tokens travel together: see PlainMoE."""
     for block in model.blocks:
         block.mlp.sources = sources
 
 
-def parallelize(model, *, ep, everyone=None, same_tokens=None, microbatches=1, balanced=False,
-                exchange=exchange_rows, linear=linear_by_kind):
+def parallelize(model, ep, everyone=None, microbatches=1):
     """Each PlainMoE becomes a MoE with this rank's experts. The arguments are explained there."""
     for block in model.blocks:
         plain = block.mlp
-        mine = [plain.experts[str(e)] for e in share(plain.E, ep.size(), ep.rank())]
-        ups = [mlp.up for mlp in mine]
-        downs = [mlp.down for mlp in mine]
+        mine = [plain.experts[e] for e in share(plain.E, ep.size(), ep.rank())]
         block.mlp = MoE(
-            plain.router, Experts(up=ups, down=downs, linear=linear), top_k=plain.top_k, ep=ep,
-            everyone=everyone, same_tokens=same_tokens, shared=plain.shared, balance=plain.balance,
-            capacity=plain.capacity, microbatches=microbatches, balanced=balanced,
-            exchange=exchange)
-        block.mlp.bias.copy_(plain.bias)
+            plain.router, experts_of(mine), top_k=plain.top_k, normalize=True, ep=ep,
+            everyone=everyone, shared=plain.shared, capacity=plain.capacity,
+            alpha=plain.alpha / microbatches, beta=plain.beta / microbatches, gamma=plain.gamma)
+        block.mlp.bias_steps.copy_(plain.bias_steps)
     return model
 
 
-def plain_name(name, e):
-    """blocks.0.mlp.experts.up_weight, 5 -> blocks.0.mlp.experts.5.up.weight
+def experts_of(mlps):
+    """MLPs of the toy, in either form -> Experts"""
+    up = [mlp.up for mlp in mlps]
+    down = [mlp.down for mlp in mlps]
+    if hasattr(mlps[0], "gate"):
+        return Experts(F.silu, up, down, [mlp.gate for mlp in mlps])
+    return Experts(partial(F.gelu, approximate="tanh"), up, down)
 
-    What follows the name, such as .exp_avg, stays.
-    """
-    stem, kind = name.split(".experts.")
-    return f"{stem}.experts.{e}.{kind.replace('_', '.', 1)}"
+
+def plain_name(name, e):
+    """blocks.0.mlp.experts.up.weight, 5 -> blocks.0.mlp.experts.5.up.weight"""
+    return name.replace(".experts.", f".experts.{e}.")
 
 
 def gather_experts(tensors, ep):
@@ -829,82 +565,39 @@ def full_gradients(model, ep):
     return gather_experts(gradients, ep)
 
 
-def expert_pieces(name, stacked, first, writes):
-    """A stack of this rank's experts, from number `first` on, or of their states -> [Piece]"""
-    found = []
-    for i, of_expert in enumerate(stacked.detach()):
-        shape = tuple(of_expert.shape)
-        start = (0,) * len(shape)
-        found.append(Piece(plain_name(name, first + i), shape, start, of_expert, writes))
-    return found
-
-
-def pieces(model, optimizer, *, replicas, ep):
+def pieces(model, optimizer, replicas, ep):
     """What this rank holds of the plain MoE: all that is dense, and some experts, each whole."""
-    of_experts = expert_parameters(model)
-    dense = [(name, p) for name, p in model.named_parameters() if p not in of_experts]
-    stacks = [(name, p) for name, p in model.named_parameters() if p in of_experts]
+    named = list(model.named_parameters())
+    dense = [(name, p) for name, p in named if ".experts." not in name]
+    experts = [(name, p) for name, p in named if ".experts." in name]
     found = pieces_of(dense, optimizer, writes=replicas.rank() == 0 and ep.rank() == 0)
-    writes = replicas.rank() == 0
-    for name, p in stacks:
-        first = ep.rank() * len(p)
-        found += expert_pieces(name, p, first, writes)
-        states = optimizer.state.get(p, {})
-        for kind in STATES:
-            if kind in states:
-                found += expert_pieces(f"{name}.{kind}", states[kind], first, writes)
+    for name, _, start, stacked, writes in pieces_of(experts, optimizer, replicas.rank() == 0):
+        for i, of_expert in enumerate(stacked):
+            whole_name = plain_name(name, ep.rank() * len(stacked) + i)
+            found.append(Piece(whole_name, of_expert.shape, start[1:], of_expert, writes))
     return found
-
-
-def remember_choices(model, wanted):
-    """From here on every layer keeps which experts its tokens choose, or none does."""
-    for layer in layers_of(model):
-        layer.choices = {} if wanted else None
-
-
-def choices_here(model):
-    """What this rank's tokens chose in the step: of each layer here (M, N, K).
-
-    remember_choices(model, True) comes before the step. The layers have forgotten them afterwards.
-    """
-    of_layers = []
-    for layer in layers_of(model):
-        of_forwards = [layer.choices[number] for number in sorted(layer.choices)]
-        of_layers.append(torch.stack(of_forwards))
-        layer.choices.clear()
-    return of_layers
-
-
-def join_choices(choices, sources):
-    """choices[r]: (M, N, K) of rank r's tokens -> (B T, K), in the order of the global batch."""
-    top_k = choices[0].shape[-1]
-    total = sum(of_rank.numel() for of_rank in choices) // top_k  # B T
-    joined = choices[0].new_empty(total, top_k)
-    for m, of_ranks in enumerate(sources):
-        for r, tokens in enumerate(of_ranks):
-            joined[tokens] = choices[r][m]
-    return joined
 
 
 def train_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
     """x, y: this rank's rows (B/n, T); valid: targets of the whole batch.
 
-    -> this rank's part of the loss, the norm.
+    -> this rank's part of the loss, the norm, how often experts have been chosen (L, E).
     """
     optimizer.zero_grad()
     loss = loss_sum(model(x), y) / valid
     loss.backward()  # AddLoss adds the balancing losses' gradients
     sum_gradients(model, replicas)  # partial -> replicated
-    norm = clip_gradients(model, gradient_norm(model, ep), clip)
+    norm = gradient_norm(model, ep)
+    clip_gradients(model, norm, clip)
     optimizer.step()
+    loss = loss.detach() + balancing_losses(model)
+    loads = loads_of(model)
     step_biases(model)
-    return loss.detach() + balancing_losses(model), norm
+    return loss, norm, loads
 
 
-def evaluate(model, x, y):
-    """-> this rank's part of the sum of token losses."""
-    with torch.no_grad():
-        return loss_sum(model(x), y)
+def loads_of(model):  # (L, E). A load is a mere 0 where nothing up to the layer is trained
+    return torch.stack([layer.load + 0 * layer.bias_steps for layer in layers_of(model)])
 
 
 # ---- 3. at work: the same with torch's own API -------------------------------
@@ -917,216 +610,33 @@ def exchange_at_work(rows, send, receive, group):
     return functional.all_to_all_single_autograd(rows, receive, send, group)
 
 
-def parallelize_at_work(model, **groups):
+def parallelize_at_work(model, ep):
     """torch has no such layer: routing, sorting and bookkeeping stay section 1's."""
-    linear = linear_in_one_kernel
-    if model.tok.weight.dtype == torch.float64:  # which grouped_mm does not know
-        linear = linear_by_loop
-    return parallelize(model, exchange=exchange_at_work, linear=linear, **groups)
+    parallelize(model, ep)
+    for module in model.modules():
+        if isinstance(module, MoE):
+            module.exchange = exchange_at_work
+        # grouped_mm does not know float64
+        if isinstance(module, StackedLinear) and module.weight.dtype != torch.float64:
+            module.forward = module.in_one_kernel
+    return model
 
 
 # ---- 4. run ------------------------------------------------------------------
 
-
-def build_plain(args, cfg, seed, device, dtype):
-    """The plain model, told which tokens are which rank's."""
-    model = build(cfg, seed, device, dtype)
-    model = mixture(
-        model, seed, cfg, experts=args.experts, top_k=args.top_k, shared=args.shared,
-        balance=args.balance, capacity=args.capacity)
-    set_sources(model, sources_of(args, device))
-    return model
-
-
-def sources_of(args, device):
-    """One micro-batch, in which each rank has the tokens of its rows."""
-    tokens = torch.arange(args.batch * args.cfg.seq, device=device)
-    return [list(tokens.chunk(args.world_size))]
-
-
-def plain_trace(run, choices):
-    """The same steps by the plain model.
-
-    choices: of the steps of this run, for each layer (B T, K). In fp32 rounding decides near ties,
-    so the plain model follows the ranks. In fp64 there are none, and it chooses itself.
-    """
-    model = run.build()
-    if run.plain_first() > 0:  # the plain run begins where this one does
-        before = []
-        set_biases(model, run.start.extra["biases"])
-    else:  # it also repeats the steps before the resume, and chooses itself in those
-        before = [None] * run.first
-    for i, block in enumerate(model.blocks):
-        block.mlp.choices = before + [of_layers[i] for of_layers in choices]
-    return run.plain(model, extra_loss=plain_balancing_losses)
-
-
-def plain_balancing_losses(model):
-    return sum(block.mlp.loss for block in model.blocks)
-
-
-def gather_choices(run, model):
-    """-> for each layer, what all ranks' tokens have chosen in the step, (B T, K)"""
-    mine = torch.stack(choices_here(model))  # (L, 1, B T / n, K)
-    of_ranks = [torch.empty_like(mine) for _ in range(run.world_size)]
-    dist.all_gather(of_ranks, mine)  # sharded(2) -> replicated
-    sources = sources_of(run.args, run.device)
-    return [join_choices([of_rank[i] for of_rank in of_ranks], sources) for i in range(len(mine))]
-
-
-# This script's way to put tokens together for routing (see notes): each batch is one micro-batch.
-ROUTED_HERE = "as in moe.py"
-
-
-def notes(run, model):
-    """What a checkpoint notes besides weights and AdamW's states."""
-    found = {"biases": [block.mlp.bias.tolist() for block in model.blocks]}
-    # Checkpoints of this script and of hybrid_3d.py can be resumed by either. "routed" lists the
-    # ways in which the runs of this training have put tokens together for routing. An entry of
-    # hybrid_3d.py is a list, which is empty where the way makes no difference. Without an entry
-    # all steps count as routed in this script's way, so there is nothing to note until
-    # hybrid_3d.py has noted another. From then on there are two ways: this run adds its own, and
-    # main() below replays no step of the runs before
-    routed = run.start.extra.get("routed", [])
-    if any(routed):
-        found["routed"] = [*routed]
-        if ROUTED_HERE not in routed:
-            found["routed"].append(ROUTED_HERE)
-    return found
-
-
-def set_biases(model, values):
-    for block, value in zip(model.blocks, values):
-        block.mlp.bias.copy_(torch.tensor(value, dtype=torch.float64))
-
-
-def loads_of(model):
-    """-> how often the experts of each layer have been chosen in the step, (L, E)"""
-    return torch.stack([layer.load for layer in layers_of(model)])
-
-
-class Sizes:
-    """How many numbers a rank holds."""
-
-    def __init__(self, model):
-        dense, experts = trained_parameters(model)
-        self.own = sum(p.numel() for p in model.parameters())  # parameters here
-        self.experts = sum(p.numel() for p in expert_parameters(model))  # of these, experts'
-        self.trained_dense = sum(p.numel() for p in dense)
-        self.trained_experts = sum(p.numel() for p in experts)
-        self.trained_tensors = len(dense) + len(experts)
-
-    def total(self, ep):
-        """Parameters of the plain model."""
-        return self.own + (ep.size() - 1) * self.experts
-
-
-def exchanges(model):
-    """How often a step sends the rows of layer.sent, and how often those of layer.received.
-
-    -> for each layer, both numbers. In forward, tokens go to experts (sent) and results come back
-    (received). In backward, gradients of results go to experts (sent), if experts or anything
-    before them is trained, and gradients of tokens come back (received), if anything before is.
-    """
-    counts = []
-    before = any_trained([model.tok.weight, model.pos.weight])  # is anything trained so far?
-    for block in model.blocks:
-        outside = [p for name, p in block.named_parameters() if not name.startswith("mlp.")]
-        before = before or any_trained(outside)
-        sent = 1
-        received = 1
-        if before or any_trained(block.mlp.experts.parameters()):
-            sent += 1
-        if before:
-            received += 1
-        counts.append((sent, received))
-        before = before or any_trained(block.mlp.parameters())
-    return counts
-
-
-def any_trained(parameters):
-    return any(p.requires_grad for p in parameters)
-
-
-def account_exchange(run, model, moved):
-    """The all-to-alls: of rows, and of how many there will be."""
-    layers = layers_of(model)
-    ep = layers[0].ep
-    row = run.dtype.itemsize * run.cfg.width
-    counts = 8 * len(layers) * run.args.experts
-    rows = 0
-    staying = 0  # of these, rows for experts of this rank
-    for layer, (times_sent, times_received) in zip(layers, exchanges(model)):
-        rows += times_sent * sum(layer.sent) + times_received * sum(layer.received)
-        # what a rank sends to itself it also receives from itself
-        staying += (times_sent + times_received) * layer.sent[ep.rank()]
-    measured = moved["all_to_all"]
-    run.textbook("all-to-all", "2 b C (rows out + rows in) + 8 L E", row * rows + counts,
-                 measured["payload"])
-    wire = row * (rows - staying) + counts * (ep.size() - 1) / ep.size()
-    run.textbook("wire all_to_all",
-                 "2 b C (rows out + rows in - 2 rows staying) + (ep-1)/ep 8 L E", wire,
-                 measured["wire"])
-
-
-def account_sums(run, model, sizes, moved):
-    """The all-reduces: of gradients and loads, over n ranks or fewer, and of a square."""
-    layers = layers_of(model)
-    n = run.world_size
-    ep = layers[0].ep.size()
-    b = run.dtype.itemsize
-    loads = 8 * len(layers) * run.args.experts
-    # 2/n is taken out of the formula's three terms. What is left are integers, so their sum is
-    # exact: 2 (ep-1)/ep b, for example, is 2/n (n - n/ep) b.
-    of_all = (n - 1) * (b * sizes.trained_dense + loads)
-    of_replicas = (n - ep) * b * sizes.trained_experts
-    of_the_square = (n - n // ep) * b
-    run.textbook("wire all_reduce",
-                 "2 (n-1)/n (b dense + 8 L E) + 2 (n-ep)/n b experts/ep + 2 (ep-1)/ep b",
-                 2 * (of_all + of_replicas + of_the_square) / n, moved["all_reduce"]["wire"])
-
-
-def account_held(run, model, sizes, held):
-    b = run.dtype.itemsize
-    trained = sizes.trained_dense + sizes.trained_experts
-    biases = 8 * len(layers_of(model)) * run.args.experts
-    steps = 4 * sizes.trained_tensors  # AdamW counts its steps for each tensor
-    run.textbook("parameters, gradients, AdamW states",
-                 "b (dense + experts/ep) + 3 b of those trained + 4 per tensor (steps) + 8 L E",
-                 b * sizes.own + 3 * b * trained + steps + biases,
-                 held["parameters"] + held["gradients"] + held["optimizer"])
-
-
-def picture(run, model, loads):
-    """Print how often experts are chosen in the worst layer. loads: of each step, (L, E)."""
-    load = torch.stack(loads) / loads[0].double().mean()  # (steps, L, E)
-    n = math.ceil(len(loads) / 10)  # a tenth of the steps
-    first = load[:n].mean(0)  # (L, E)
-    last = load[-n:].mean(0)
-    worst = last.max(1).values.argmax()
-    # of the last step, but all steps have equally many choices
-    rows = sum(sum(layer.sent) for layer in layers_of(model))
-    dropped = 1 - rows * run.world_size / loads[0].sum().item()
-    run.extra["load"] = {"first": first.tolist(), "last": last.tolist()}
-    run.extra["dropped"] = dropped
-    run.say(f"\nload over the mean in layer {worst}, first and last {n} steps; "
-            f"rank 0 dropped {dropped:.1%}")
-    for e in range(run.args.experts):
-        run.say(f"  expert {e:<3} {bar(first[worst, e])}   {bar(last[worst, e])}")
-
-
-def bar(load):
-    marks = "#" * round(10 * load.item())
-    return f"{load.item():5.2f} {marks:30.30}"
-
-
+# Mixtral: the Llama form, with experts in the place of every MLP
+PRESETS = {
+    "mixtral-toy": GPTConfig(form="llama", kv_heads=2, hidden=448, theta=1e6, eps=1e-5),
+    "mixtral-8x7b": GPTConfig(layers=32, width=4096, heads=32, vocab=32000, seq=4096, form="llama",
+                              kv_heads=8, hidden=14336, theta=1e6, eps=1e-5),
+}
 FLAGS = {
     "experts": Flag(8, "E in each layer", POSITIVE),
     "top_k": Flag(2, "K, experts per token", POSITIVE),
     "ep": Flag(0, "ranks that share out the experts (0: all)", ANY),
     "shared": Flag(False, "one for every token"),
     "capacity": Flag(0.0, "A: an expert takes A times its share (0: everything)", ANY),
-    "balance": Flag("aux", "a loss, a bias in the choice, or nothing", ("aux", "bias", "none")),
+    "balance": Flag("aux", "a loss, a bias in the choice, or nothing", tuple(BALANCES)),
 }
 
 
@@ -1145,113 +655,188 @@ def refuse(args):
     if args.impl != "scratch":
         require(args.dtype == "bf16" or not args.dry_run, "torch's dry run wants --dtype bf16")
         aligned = {"bf16": 8, "fp32": 4, "fp64": 1}[args.dtype]  # 16 bytes; fp64 goes without
-        require(args.cfg.width % aligned == 0, f"--width {args.cfg.width}: torch's grouped_mm "
-                f"wants a multiple of {aligned} in {args.dtype}")
+        sizes = args.cfg.width, args.cfg.hidden
+        require(all(size % aligned == 0 for size in sizes), f"--width and --hidden {sizes}: "
+                f"torch's grouped_mm wants multiples of {aligned} in {args.dtype}")
 
 
-def refuse_other_sources(run):
-    """With a capacity, who has which tokens decides which of them are dropped."""
-    ranks = run.start.ranks  # 0: this run does not go on from steps of another
-    require(not run.args.capacity or ranks in (0, run.world_size),
-            f"--resume: {ranks} ranks have saved it, and with --capacity only {ranks} can go on")
+def build_plain(args, cfg, seed, device, dtype):
+    """The plain model, told which tokens are which rank's: those of its rows."""
+    model = build(cfg, seed, device, dtype)
+    mixture(model, seed, cfg, experts=args.experts, top_k=args.top_k, shared=args.shared,
+            balance=args.balance, capacity=args.capacity)
+    tokens = torch.arange(args.batch * cfg.seq, device=device)
+    set_sources(model, [tokens.chunk(args.world_size)])
+    return model
 
 
-def refuse_mixed(model):
-    """--train takes the experts of a layer together: their weights are stacked."""
-    for i, block in enumerate(model.blocks):
-        for kind in ("up.weight", "up.bias", "down.weight", "down.bias"):
-            trained = {mlp.get_parameter(kind).requires_grad for mlp in block.mlp.experts.values()}
-            require(len(trained) == 1, f"--train: takes {kind} of some experts of block {i}, not "
-                    "of others: their weights are one tensor, take all or none")
-
-
-def set_up(run, impl, replicas, ep):
-    """-> a Side: the model of this implementation, and what a run does with it."""
-    args = run.args
+def plain_trace(run):
+    """The same steps by the plain model."""
     model = run.build()
-    refuse_mixed(model)
-    if impl == "scratch":
-        model = parallelize(model, ep=ep, balanced=run.dry)
-    else:
-        model = parallelize_at_work(model, ep=ep, balanced=run.dry)
-    # a fresh start has none, nor a run without experts, whose checkpoint begin() will refuse
-    if "biases" in run.start.extra:
-        set_biases(model, run.start.extra["biases"])
-    broadcast_parameters(model, replicas)  # they are equal already; copies of section 1 need it
-    optimizer = adamw(model.parameters(), args.lr)
-    rows = share(args.batch, run.world_size, run.rank)  # of every batch, this rank's
-    return Side(
-        model=model,
-        optimizer=optimizer,
-        train_step=partial(train_step, replicas=replicas, ep=ep),
-        full_gradients=lambda: full_gradients(model, ep),
-        full_state_dict=lambda: full_state_dict(model, ep),
-        evaluate=lambda k: evaluate(model, *run.held_out(k, rows)),
-        pieces=lambda: pieces(model, optimizer, replicas=replicas, ep=ep),
-        extra=partial(notes, run, model),
-    )
+    if run.plain_first() > 0:  # the plain run begins where this one does
+        set_biases(model, run)
+    return run.plain(model, extra_loss=plain_balancing_losses)
+
+
+def plain_balancing_losses(model):
+    return sum(block.mlp.loss for block in model.blocks)
+
+
+def notes(model):
+    """What a checkpoint holds besides weights and AdamW's states."""
+    return {"bias_steps": [block.mlp.bias_steps.tolist() for block in model.blocks]}
+
+
+def set_biases(model, run):
+    """As the checkpoint has them, if the run starts from one."""
+    for block, steps in zip(model.blocks, run.start.extra.get("bias_steps", [])):
+        block.mlp.bias_steps.copy_(torch.tensor(steps))
+
+
+def balanced_counts(counts, choices, most, ep_rank):
+    """read_counts where there are no numbers: all ranks choose all experts equally often."""
+    _, ranks, here = counts.shape
+    experts = ranks * here
+    wanted = [(choices + e) // experts for e in range(experts)]
+    lines = [wanted[first:first + here] for first in range(0, experts, here)]
+    leaving = [[min(most, length) for length in of_rank] for of_rank in lines]
+    return lines, leaving, [leaving[ep_rank]] * ranks
 
 
 def make_groups(run):
     """-> the groups of the ranks that hold the same experts, and of those that share them out."""
     ep = run.args.ep or run.world_size
-    shape = (run.world_size // ep, ep)
-    names = ("replicas", "ep")
-    mesh = dist.init_device_mesh(run.device.type, shape, mesh_dim_names=names)
+    mesh = dist.init_device_mesh(run.device.type, (run.world_size // ep, ep),
+                                 mesh_dim_names=("replicas", "ep"))
     return mesh.get_group("replicas"), mesh.get_group("ep")
 
 
-def train(run, sides):
-    """All steps -> loads of each step, (L, E), and choices of each, a (B T, K) for each layer."""
-    first = sides[run.impls[0]].model
-    # the plain run will follow these choices
-    keeps_choices = run.args.check and run.args.dtype != "fp64" and not run.dry
-    remember_choices(first, keeps_choices)
-    rows = share(run.args.batch, run.world_size, run.rank)
-    loads = []
-    choices = []
-    for impl, step in run.steps():
-        side = sides[impl]
-        run.set_rate(side.optimizer, step)
-        x, y, valid = run.batch(step, rows)
-        with run.measure(impl, step):
-            loss, norm = side.train_step(side.model, side.optimizer, x, y, valid, run.args.clip)
-        run.log(impl, step, loss, norm)
-        if side.model is first:
-            loads.append(loads_of(first))
-            if keeps_choices and step <= run.checked:
-                choices.append(gather_choices(run, first))
-            if step == run.checked:
-                remember_choices(first, False)  # nobody takes them any more
-    return loads, choices
+def set_up(run, impl, replicas, ep):
+    """-> a Side: the model of this implementation, and what a run does with it."""
+    cut = {"scratch": parallelize, "torch": parallelize_at_work}[impl]
+    model = cut(run.build(), ep)
+    set_biases(model, run)
+    broadcast_parameters(model, replicas)  # they are equal already; copies of section 1 need it
+    optimizer = adamw(model.parameters(), run.args.lr)
+    return Side(
+        model=model,
+        optimizer=optimizer,
+        train_step=partial(train_step, replicas=replicas, ep=ep),
+        full_gradients=partial(full_gradients, model, ep),
+        full_state_dict=partial(full_state_dict, model, ep),
+        pieces=partial(pieces, model, optimizer, replicas, ep),
+        extra=partial(notes, model),
+    )
+
+
+def watch_rows(model):
+    """-> of every layer's last forward in training, (rows sent to each rank of ep, received)."""
+    layers = layers_of(model)
+    rows = deque(maxlen=len(layers))
+
+    def note(experts, inputs, output):
+        if torch.is_grad_enabled():
+            _, routing = inputs
+            rows.append((routing.sent, routing.received))
+
+    for layer in layers:
+        layer.experts.register_forward_hook(note)
+    return rows
+
+
+def account(run, model, ep, rows):
+    """The textbook: the all-to-alls, the all-reduces, and what is held. rows: of watch_rows."""
+    n = run.world_size
+    b = run.dtype.itemsize
+    counts = 8 * len(rows) * run.args.experts  # of rows for each expert, and as much for the loads
+    moving = sum(sum(sent) + sum(received) for sent, received in rows)
+    staying = sum(sent[ep.rank()] for sent, _ in rows)  # and as many of those received
+    row = 2 * b * run.cfg.width  # forward and backward
+    dense, experts = count(model)
+    tensors = len(list(model.parameters()))
+    # n/2 times the sum of the formula's three terms, in integers
+    reduced = (n - 1) * (b * dense + counts)
+    reduced += (n - ep.size()) * b * experts
+    reduced += (n - n // ep.size()) * b
+    return [
+        ("calls all_to_all", "5 L", 5 * len(rows)),
+        ("payload all_to_all", "2 b C (rows out + rows in) + 8 L E", row * moving + counts),
+        ("wire all_to_all", "2 b C (rows out + rows in - 2 rows staying) + (ep-1)/ep 8 L E",
+         row * (moving - 2 * staying) + counts * (ep.size() - 1) / ep.size()),
+        ("wire all_reduce",
+         "2 (n-1)/n (b dense + 8 L E) + 2 (n-ep)/n b experts/ep + 2 (ep-1)/ep b", 2 * reduced / n),
+        ("held states", "4 b (dense + experts/ep) + 4 per tensor (steps) + 8 L E",
+         4 * b * (dense + experts) + 4 * tensors + counts),
+    ]
+
+
+def count(model):
+    """-> how many numbers this rank's dense parameters have, and its experts'."""
+    return [sum(p.numel() for p in parameters) for parameters in dense_and_experts(model)]
+
+
+def picture(run, loads, rows):
+    """Prints how often experts are chosen in the worst layer. loads: of each step, (L, E)."""
+    load = torch.stack(loads).double().cpu()
+    load = (load / load[0].mean()).nan_to_num()  # (steps, L, E)
+    n = math.ceil(len(loads) / 10)  # a tenth of the steps
+    first = load[:n].mean(0)  # (L, E)
+    last = load[-n:].mean(0)
+    worst = last.max(1).values.argmax()
+    choices = len(rows) * run.args.top_k * run.args.batch * run.cfg.seq // run.world_size
+    dropped = 1 - sum(sum(sent) for sent, _ in rows) / choices
+    run.extra["load"] = {"first": first.tolist(), "last": last.tolist()}
+    run.extra["dropped"] = dropped
+    run.say(f"\nload over the mean in layer {worst}, first and last {n} steps; "
+            f"rank 0 dropped {dropped:.1%}")
+    for e in range(run.args.experts):
+        run.say(f"  expert {e:<3} {bar(first[worst, e])}   {bar(last[worst, e])}")
+
+
+def bar(load):
+    marks = "#" * round(10 * load.item())
+    return f"{load.item():5.2f} {marks:30.30}"
 
 
 def main():
-    args = arguments(__doc__, **FLAGS)
+    args = arguments(__doc__, presets=PRESETS, **FLAGS)
     refuse(args)
     run = Run(args, build=partial(build_plain, args))
-    refuse_other_sources(run)
-    # steps that hybrid_3d.py has routed in another way cannot be replayed
-    run.replays = not any(run.start.extra.get("routed", []))
+    ranks = run.start.ranks  # that have saved the checkpoint, 0: there is none
+    require(not args.capacity or ranks in (0, run.world_size),
+            f"--resume: with --capacity only {ranks} ranks can go on, as many as saved it")
     replicas, ep = make_groups(run)
+    if run.dry:
+        global read_counts
+        read_counts = balanced_counts
     with run:
         sides = {impl: set_up(run, impl, replicas, ep) for impl in run.impls}
-        run.begin(sides)
         model = sides[run.impls[0]].model
-        sizes = Sizes(model)
+        traffic = watch_rows(model)
+        dense, experts = count(model)
+        total = dense + ep.size() * experts
         run.say(f"moe: {run.world_size} ranks on {run.device.type}, {args.dtype}, "
-                f"{sizes.total(ep):,} parameters, {sizes.own:,} here")
+                f"{total:,} parameters, {dense + experts:,} here")
         if run.dry:
             run.say("experts are taken to be balanced")
-        loads, choices = train(run, sides)
-        moved = run.ledger[run.impls[0]].collectives
-        held = run.ledger[run.impls[0]].memory
-        account_exchange(run, model, moved)
-        account_sums(run, model, sizes, moved)
-        account_held(run, model, sizes, held)
+        loads = []
+        rows = share(args.batch, run.world_size, run.rank)  # of every batch, this rank's
+        for impl, step, x, y, valid in run.steps(sides, rows):
+            side = sides[impl]
+            with run.measure(impl, step):
+                loss, norm, load = side.train_step(
+                    side.model, side.optimizer, x, y, valid, args.clip)
+            run.log(impl, step, loss, norm)
+            if impl == run.impls[0]:
+                loads.append(load)
+        run.textbook(account(run, model, ep, traffic))
         if not run.dry:
-            picture(run, model, loads)
-        return run.finish(sizes.total(ep), sizes.own, plain=lambda: plain_trace(run, choices))
+            picture(run, loads, traffic)
+        judged_as = args.dtype
+        if args.check and args.dtype == "fp32":
+            judged_as = "bf16"  # of which the losses are judged
+            run.say("\nin fp32 rounding decides near ties: losses are judged alone, all by fp64")
+        return run.finish(total, dense + experts, partial(plain_trace, run), judged_as)
 
 
 if __name__ == "__main__":

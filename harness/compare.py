@@ -1,4 +1,4 @@
-"""A run's own check: what it has done beside what one process does. The comparison is prove.py's."""
+"""A run's own check: what it has done beside what one process does, by prove.py's comparison."""
 import torch
 
 from harness.prove import differences

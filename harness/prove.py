@@ -13,8 +13,9 @@
 
     sys.exit(0 if prove(plain, parallel) else 1)
 
-Seed both alike, and do both in fp64: there right code differs by rounding, 1e-12 or less, and wrong
-code by about 1. In fp32 a wrong factor or a missing piece shows, in bf16 what is large. Torch alone.
+Seed both alike, and do both in fp64: there right code differs by rounding, 1e-12 or less, and
+wrong code by about 1. In fp32 a wrong factor or a missing piece shows, in bf16 what is large.
+Needs torch alone.
 """
 import itertools
 import json

@@ -95,8 +95,12 @@ def usual_evaluate(side, x, y):
 
 
 def usual_pieces(side):
-    named = plain_module(side).named_parameters()
-    return checkpoint.pieces_of(named, side.optimizer, writes=dist.get_rank() == 0)
+    pieces = []
+    for name, p in plain_module(side).named_parameters():
+        # of a DTensor every rank writes its own, of what all have the first
+        writes = hasattr(p, "full_tensor") or dist.get_rank() == 0
+        pieces += checkpoint.pieces_of([(name, p)], side.optimizer, writes)
+    return pieces
 
 
 def usual_held(side):
@@ -143,7 +147,7 @@ class Run:
 
     def load_text(self):
         args = self.args
-        self.corpus = None  # (n,) uint8
+        self.corpus = None  # a common.Text
         self.text = None  # a HeldOut, with --eval-every
         try:
             self.corpus = load_corpus(args.data, self.cfg.seq)
@@ -207,7 +211,7 @@ class Run:
             from torch._subclasses.fake_tensor import FakeTensorMode
 
             self.fake = FakeTensorMode()
-            self.corpus = self.fake.from_tensor(self.corpus)
+            self.corpus.parts = [self.fake.from_tensor(part) for part in self.corpus.parts]
             self.fake.__enter__()
         return self
 
@@ -574,7 +578,8 @@ class Run:
         except torch.OutOfMemoryError:
             self.say("not checked: the plain GPT does not fit on one device")
             return None, None
-        check = compare(self.trace[self.impls[0]].until(self.checked), trace, dtype, self.world_size)
+        ours = self.trace[self.impls[0]].until(self.checked)
+        check = compare(ours, trace, dtype, self.world_size)
         return check, [loss.item() for loss in trace.loss.values()]
 
     def publish(self, ranks, total, check, plain_loss):

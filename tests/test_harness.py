@@ -6,15 +6,17 @@ import resource
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from common import adamw
 from conftest import run
 from harness import checkpoint, guard
-from harness.compare import Trace, compare, worst_gap
-from harness.ledger import Ledger
-from harness.report import StepLog, Table, say, textbook_line, verdict
+from harness.compare import Trace, compare, tolerance
+from harness.ledger import Ledger, storage_of
 from harness.profiler import exposed_time
-from test_tools import event
+from harness.prove import differences
+from harness.report import StepLog, Table, bars, colored, say, textbook_line, verdict
 
 
 def test_what_differs_from_zeros_is_infinitely_far():
@@ -101,7 +103,7 @@ def test_what_was_judged_is_said(dtype, says):
     for trace, gradient in ((ours, 1.0), (plain, 2.0)):
         trace.log(0, torch.tensor(5.0), 1.0)
         trace.keep(0, {"w": torch.tensor([gradient])}, {"w": torch.tensor([1.0])})
-    check = compare(ours, plain, dtype)
+    check = compare(ours, plain, dtype, 2)
     assert check["passed"] == (dtype == "bf16")
     assert verdict(check).startswith(says)
     assert "gradients 5.0e-01" in verdict(check)
@@ -128,6 +130,10 @@ def test_how_many_lines_a_table_has():
     assert max(counts) == counts[18] == 19
 
 
+def event(name, start, length, kind="cpu_op"):
+    return {"ph": "X", "name": name, "ts": start, "dur": length, "cat": kind}
+
+
 def test_a_host_that_launches_a_collective_moves_nothing():
     """Of 16 units NCCL's kernel takes 6, 4 of which a multiplication hides."""
     events = [
@@ -149,3 +155,172 @@ def test_a_count_is_not_shown_in_bytes():
     line = "micro-batches kept = p = "
     assert textbook_line({**row, "unit": "count"}) == line + "2: measured 3"
     assert textbook_line({**row, "unit": "bytes"}) == line + "2 B: measured 3 B"
+
+
+# ---- the ledger ----------------------------------------------------------------
+
+
+def exchange(x):
+    """Ranks 0 and 1 swap tensors."""
+    other = 1 - dist.get_rank()
+    sending = dist.P2POp(dist.isend, x, other)
+    receiving = dist.P2POp(dist.irecv, x.clone(), other)
+    for work in dist.batch_isend_irecv([sending, receiving]):
+        work.wait()
+
+
+def check_collectives():
+    n = dist.get_world_size()
+    rank = dist.get_rank()
+    model = nn.Linear(1, 1)
+    x = torch.zeros(6)
+    big = torch.zeros(6 * n)
+    half = dist.new_group([0, 1])
+    splits = [1, 2, 3]
+    mine = splits[rank]
+    inside = rank < 2
+    with Ledger(model, torch.optim.SGD(model.parameters())) as ledger:
+        dist.all_reduce(x)
+        dist.all_gather(list(big.split(6)), x)
+        dist.all_to_all_single(torch.empty_like(big), big)
+        dist.all_to_all_single(torch.empty(3 * mine), x, [mine] * 3, splits)
+        dist.broadcast(x, 0)
+        if inside:
+            dist.all_reduce(x, group=half)
+            exchange(x)
+    want = {  # calls, payload, wire
+        "all_reduce": (1, 48, 48 * 4 / 3),
+        "all_gather": (1, 144, 96),
+        "all_to_all": (2, 144 + 48, 96 + 48 * (1 - mine / 6)),
+        "broadcast": (1, 48, 32),
+    }
+    if inside:
+        want["all_reduce"] = (2, 96, 48 * 4 / 3 + 48)
+        want["send"] = (1, 48, 48)
+        want["recv"] = (1, 48, 0)
+    assert {kind: tuple(c.values()) for kind, c in ledger.collectives.items()} == want
+
+
+def test_collectives_are_counted():
+    run(check_collectives, 3)
+
+
+def test_memory_is_counted():
+    layer = nn.Linear(10, 20, bias=False)  # 800 bytes
+    optimizer = adamw(layer.parameters(), 1e-3)
+    x = torch.ones(5, 10)
+    for _ in range(2):
+        with Ledger(layer, optimizer) as ledger:
+            optimizer.zero_grad()
+            y = layer(x)  # 400 bytes; x is kept for backward: 200
+            z = y.square()  # 400 bytes, y is kept: 400
+            z.sum().backward()
+            optimizer.step()
+            del y, z
+    held = {"parameters": 800, "gradients": 800, "optimizer": 1604}
+    assert ledger.memory == {**held, "activations": 600, "peak": ledger.peak}
+    # at the peak, in backward: weights, states, gradient, y, z, the sum, and up to three tensors
+    # of the sum's size on the way
+    assert 800 + 1604 + 800 + 800 <= ledger.peak <= 800 + 1604 + 2 * 800 + 5 * 400
+    assert ledger.saved_bytes == 0
+
+
+def test_resized_storage_is_followed():
+    layer = nn.Linear(4, 4)
+    with Ledger(layer, torch.optim.SGD(layer.parameters())) as ledger:
+        before = ledger.live["cpu"]
+        t = torch.empty(1000)
+        assert ledger.live["cpu"] == before + 4000
+        assert storage_of(t).resize_(0) is not None
+        assert ledger.live["cpu"] == before
+        storage_of(t).resize_(8000)
+        assert ledger.live["cpu"] == before + 8000
+        del t
+        assert ledger.live["cpu"] == before
+        assert ledger.peak == before + 8000
+
+
+def test_ledgers_may_be_nested():
+    layer = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(layer.parameters())
+    resize = torch.UntypedStorage.resize_
+    with Ledger(layer, optimizer) as outer:
+        with Ledger(layer, optimizer) as inner:
+            t = torch.empty(1000)
+            storage_of(t).resize_(8000)
+        assert outer.peak == inner.peak
+        storage_of(t).resize_(16000)
+        assert outer.peak == inner.peak + 8000
+    assert torch.UntypedStorage.resize_ is resize
+
+
+def test_host_and_device_bytes_are_apart():
+    with Ledger(held=lambda: {"parameters": [], "gradients": []}, device="meta") as ledger:
+        on_device = torch.empty(100, device="meta")
+        on_host = torch.empty(50)
+    assert (ledger.memory["peak"], ledger.memory["host"]) == (on_device.nbytes, on_host.nbytes)
+
+
+# ---- the comparison ------------------------------------------------------------
+
+PLAIN = {"a": torch.tensor([1.0, -2.0]), "b": torch.zeros(2), "c": torch.tensor(1e-3)}
+
+
+def worst_gap(ours, plain):
+    found = differences(ours, plain, limit=1e-10, ranks=2)
+    name = max(found, key=lambda name: found[name][0])
+    return found[name][0], name
+
+
+def test_gaps():
+    assert worst_gap(PLAIN, PLAIN)[0] == 0
+    off = {**PLAIN, "a": torch.tensor([1.0, -2.2])}
+    assert worst_gap(off, PLAIN) == (pytest.approx(0.1), "a")
+    off = {**PLAIN, "b": torch.full((2,), 2e-6)}
+    assert worst_gap(off, PLAIN) == (pytest.approx(0.01), "b")  # over the floor, 1e-4 of 2
+    off = {**PLAIN, "a": torch.tensor([1.0, math.nan])}
+    assert worst_gap(off, PLAIN) == (math.inf, "a")
+
+
+@pytest.mark.parametrize("wrong", [
+    {"a": PLAIN["a"]},
+    {**PLAIN, "d": PLAIN["a"]},
+    {**PLAIN, "b": torch.zeros(3)},
+])
+def test_every_tensor_must_be_there(wrong):
+    assert worst_gap(wrong, PLAIN)[0] == math.inf
+
+
+def trace(loss=2.0, norm=1.0, gradient=1.0, weight=1.0, validation=3.0):
+    made = Trace()
+    made.log(0, torch.tensor(loss), norm)
+    made.validation[0] = torch.tensor(validation)
+    made.keep(0, {"w": torch.tensor([gradient])}, {"w": torch.tensor([weight])})
+    return made
+
+
+@pytest.mark.parametrize("wrong", ["loss", "norm", "gradient", "weight", "validation"])
+def test_compare_judges_everything(wrong):
+    assert compare(trace(), trace(), "fp64", 2)["passed"]
+    check = compare(trace(**{wrong: 1.1}), trace(), "fp64", 2)
+    assert not check["passed"] and check["gradient_worst"] == "w"
+    assert not compare(trace(**{wrong: math.nan}), trace(), "fp32", 2)["passed"]
+
+
+def test_the_tolerance_is_bounded():
+    assert tolerance("fp32", 3) == tolerance("fp32", 20) == pytest.approx(2e-3)
+    assert tolerance("fp32", 200) == tolerance("fp32", 10**6) == pytest.approx(2e-2)
+    assert tolerance("fp64", 10**6) == 1e-10
+
+
+# ---- the terminal --------------------------------------------------------------
+
+
+def test_bars():
+    lines = bars([("parameters", 2e6), ("gradients", 1e6)])
+    assert lines[0].count("#") == 2 * lines[1].count("#") == 40
+    assert lines[1].endswith("1.000 MB")
+
+
+def test_colors_are_for_terminals_alone():
+    assert colored("PASSED", "32") == "PASSED"
