@@ -242,7 +242,7 @@ SCHEDULES = {
     # 1f1b with an update after each backward. The last one is not in the plan: whoever calls step()
     # makes it (Harlap 2018, section 3). Section 1.5 says which weights a micro-batch meets.
     #     rank 0   F0 F1 ......B0    U F2 B1    U F3 B2    U ...B3
-    #     rank 1   ...F0 B0    U F1 B1    U F2 B2    U F3 B3
+    #     rank 1   ...F0 B0    U F1 B1    U F2 B2    U F3 B3    ......
     "pipedream": Schedule(
         loop, 1, lambda r, p, M, s: follow(turns(M, p - 1 - r, s), "U", 0)[:-1]),
 }
@@ -360,9 +360,9 @@ class Mail:
         """Called after each action, with what it has made."""
         self.position += 1
         for sender, coming in self.coming.items():
-            # the next one, and all that the sender makes up to this point of the plans: with one
-            # alone bfs would block, whose ranks send early what is taken late
-            while coming and (not self.moving[sender] or coming[0][0] <= self.position):
+            # the next one, and all that its sender makes until one action later than this in the
+            # plans: with the next alone bfs would block, whose ranks send early what is taken late
+            while coming and (not self.moving[sender] or coming[0][0] <= self.position + 1):
                 self.receive(sender)
         receiver = self.receiver(action)
         if receiver == self.rank:
@@ -692,6 +692,13 @@ class Stages(nn.ModuleList):
             mine.update(stage.named_parameters(remove_duplicate=False))
         return gather(mine, self.origins, None)
 
+    def full_gradients(self):
+        """-> {name: gradient} of all that is trained, on every rank."""
+        mine = {}
+        for p, name in self.names.items():
+            mine[name] = torch.zeros_like(p) if p.grad is None else p.grad
+        return gather(mine, {name: self.origins[name] for name in self.trained}, None)
+
 
 # ---- 1.5 PipeDream: an update after every micro-batch, while others are under way ----
 #
@@ -793,13 +800,6 @@ class PipelinedGPT(Stages):
     def evaluate(self, x, y):
         """-> this rank's part of the sum of token losses."""
         return self.pipeline.evaluate(*self.in_microbatches(x, y, 1))
-
-    def full_gradients(self):
-        """-> {name: gradient} of all that is trained, on every rank."""
-        mine = {}
-        for p, name in self.names.items():
-            mine[name] = torch.zeros_like(p) if p.grad is None else p.grad
-        return gather(mine, {name: self.origins[name] for name in self.trained}, None)
 
     def in_microbatches(self, x, y, valid):
         """-> the inputs, and what makes a micro-batch's part of the loss."""
@@ -1069,8 +1069,9 @@ def pieces(model, optimizer):
     """What this rank holds, by the plain GPT's names; a tied parameter is saved by its first rank.
     """
     found = []
+    counted = set(model.counted)
     for p, name in model.names.items():
-        found += pieces_of([(name, p)], optimizer, writes=p in model.counted)
+        found += pieces_of([(name, p)], optimizer, writes=p in counted)
     return found
 
 

@@ -1,5 +1,4 @@
 """pipeline_parallel.py: its schedules on paper, and trained in both forms of the toy."""
-import contextlib
 import itertools
 import json
 import re
@@ -303,7 +302,7 @@ def test_pictures_are_what_the_schedules_do():
         else:  # the comment above its row of the table
             comments = re.findall(rf'((?:    #.*\n)+)    "{name}": ', text)
             [picture] = comments
-        if name == "pipedream":  # its updates take no time, and are drawn in the picture all the same
+        if name == "pipedream":  # its updates take no time, so that the grid does not draw them
             rows = [re.sub(r" +", " ", row) for row in rows]
             picture = re.sub(r" +", " ", picture.replace(" U ", " "))
         for row in rows:
@@ -320,7 +319,7 @@ def test_times_of_a_measured_step():
     assert typical_times(plans, again) == pytest.approx((3.0, 2.0, 1.0, 0.25))
     text, figures = compare(plans, again)
     assert figures["measured_ms"] > figures["planned_ms"] > 0 and text.count("rank 2") == 2
-    with pytest.raises(RuntimeError, match="deadlock: rank 0 waits to do B3, rank 1 waits to do W3"):
+    with pytest.raises(RuntimeError, match="deadlock: rank 0 waits to do W3, rank 1 waits to do W3"):
         simulate([plan[::-1] for plan in make_plans("zb-h1", 2, 4)], lambda rank, action: 1)
 
 
@@ -401,9 +400,13 @@ def check_equal(form, names, microbatches, train=""):
         torch.testing.assert_close(loss, loss_sum(plain(x), y))
 
 
-@pytest.mark.parametrize("world, microbatches", [(1, [4]), (2, [1, 4, 8]), (3, [6]), (4, [8])])
-def test_every_schedule_equals_one_process(world, microbatches):
-    run(each, world, check_equal, [(form, SYNCHRONOUS, microbatches) for form in CONFIGS])
+@pytest.mark.parametrize("world, forms, microbatches", [
+    (1, ["llama"], [4]),
+    (2, ["gpt2", "llama"], [1, 4]),
+    (3, ["llama"], [6]),
+    (4, ["gpt2", "llama"], [8])])
+def test_every_schedule_equals_one_process(world, forms, microbatches):
+    run(each, world, check_equal, [(form, SYNCHRONOUS, microbatches) for form in forms])
 
 
 def test_frozen_parameters_equal_one_process():
@@ -483,8 +486,8 @@ def check_pipedream(planted=False):
     plans = make_plans("pipedream", p, 8)
     model = pipelined(built("gpt2", ""), "pipedream", 8, 8, wrap=Stash)
     stages = [[] for _ in range(p)]
-    for name, (rank, _) in model.trained.items():
-        stages[rank].append(name)
+    for name in model.trained:
+        stages[model.origins[name][0]].append(name)
     if planted:  # a reference without staleness: all stages take the last one's weights
         first = [[Action(a.kind, a.microbatch, rank) for a in plans[-1]] for rank in range(p)]
         plans = first
@@ -599,10 +602,6 @@ class Layer(nn.Module):
         x = x + self.out(y.transpose(1, 2).reshape(B, T, C))
         gate, up = self.gate_up(self.norm(x)).chunk(2, dim=-1)
         return x + self.dropout(self.back(F.silu(gate) * up))
-
-
-class Readout(nn.Linear):
-    pass
 
 
 def stranger(wraps, tied):
@@ -780,7 +779,7 @@ def check_links():
         torch.testing.assert_close(loss, whole[1](whole[0](x)).square().sum().detach())
     for size, dtype in (((3, 4), torch.float64), ((3, 5), torch.float32)):
         wrong = Mail(plans, pair, None, links, size, dtype, "cpu")
-        with pytest.raises(AssertionError, match="but Mail is for"):
+        with pytest.raises(AssertionError, match=r"not torch.Size\(\[3, .\]\), torch.float"):
             wrong.put(Action("F", 0, 0) if mail.rank == 0 else Action("B", 0, 1), x[0])
 
 
