@@ -173,8 +173,8 @@ def main():
     known = BYTES  # tokens that may be drawn: text is bytes
     if args.ids:
         known = None
-    drawn = sample(model, cfg.seq, prompt, args.tokens, temperature=args.temperature, top_k=args.top_k,
-                   seed=args.seed, cached=not args.no_cache, vocab=known)
+    drawn = sample(model, cfg.seq, prompt, args.tokens, temperature=args.temperature,
+                   top_k=args.top_k, seed=args.seed, cached=not args.no_cache, vocab=known)
     if args.ids:
         print(*prompt, end="", flush=True)
         for token in drawn:

@@ -167,7 +167,8 @@ def sizes_of(config):
         value = config.get(name, possible[0])
         require(value in possible, f"config.json: {name} is {value}, and must be {possible[0]}")
     sizes = []
-    for name in (GPT2_SIZES if is_gpt2 else LLAMA_SIZES):
+    names = GPT2_SIZES if is_gpt2 else LLAMA_SIZES
+    for name in names:
         value = config.get(name)
         require(type(value) is int and value > 0, f"config.json: {name} is {value}, no size")
         sizes.append(value)
@@ -183,7 +184,8 @@ def sizes_of(config):
 def llama_sizes(config, sizes):
     layers, width, heads, vocab, seq, kv_heads, hidden = sizes
     head_dim = config.get("head_dim") or width // heads
-    require(head_dim * heads == width, f"config.json: head_dim is {head_dim}, not {width} / {heads}")
+    require(head_dim * heads == width,
+            f"config.json: head_dim is {head_dim}, not {width} / {heads}")
     require(heads % kv_heads == 0, f"config.json: {kv_heads} key-value heads for {heads} heads")
     window = config.get("sliding_window")
     require(window is None or window >= seq or config["model_type"] == "qwen2",
