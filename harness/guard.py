@@ -1,5 +1,6 @@
 """Keeps a long run from failing silently. It serves any PyTorch program, and needs only torch.
 
+    patience          a line about what one waits for, if it takes long
     prepare           collectives give up after a while, also those of groups that are made later
     among_the_living  a store that hides what ranks have set before torchrun restarted them
     last_collective   what this rank called last. After a hang compare what ranks say: the first
@@ -8,11 +9,13 @@
                       differ between ranks
     Request           SIGTERM, which is heard at the end of a step
 """
+import contextlib
 import faulthandler
 import json
 import math
 import signal
 import sys
+import threading
 import time
 import uuid
 
@@ -30,6 +33,18 @@ def prepare(timeout):
     # new_group has these defaults, whatever the first group was given
     dist.distributed_c10d.default_pg_timeout = timeout
     dist.distributed_c10d.default_pg_nccl_timeout = timeout
+
+
+@contextlib.contextmanager
+def patience(words, seconds=5):
+    """Says the words on stderr if what is inside takes so long."""
+    timer = threading.Timer(seconds, print, [words], {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def among_the_living(store, rank, world_size):

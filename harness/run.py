@@ -31,6 +31,7 @@ from harness.validate import HeldOut
 # torch can do without, but says so in dry runs
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 TIMEOUT = {"gloo": 30, "nccl": 600}  # seconds
+START = 300  # seconds until a rank gives up to find the others
 BLOCK = 5  # steps of one implementation before it is the other's turn
 CHECKED = 300  # steps of one run that are compared, at most
 
@@ -176,14 +177,27 @@ class Run:
             join_fake_world(args.rank, args.dry_run)
         else:
             self.device = choose_device(launch, args.device)
-            self.store = guard.among_the_living(rendezvous(), launch.rank, launch.world_size)
-            backend = choose_backend(self.device, self.store, launch)
-            args.timeout = args.timeout or TIMEOUT[backend]
-            timeout = timedelta(seconds=args.timeout)
-            guard.prepare(timeout)
-            join_world(self.store, launch, backend, timeout)
+            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            who = f"rank {launch.rank} of {launch.world_size}"
+            try:
+                with guard.patience(f"{program()}: {who} waits for the others at {where}"):
+                    self.meet(launch)
+            except (RuntimeError, OSError) as error:
+                reason = str(error).splitlines()[0]
+                require(False, f"{who} has not met the others at {where}: {reason}", code=1)
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
+
+    def meet(self, launch):
+        """Finds the other ranks, and makes the process group with them."""
+        args = self.args
+        store = rendezvous(timedelta(seconds=args.timeout or START))
+        self.store = guard.among_the_living(store, launch.rank, launch.world_size)
+        backend = choose_backend(self.device, self.store, launch)
+        args.timeout = args.timeout or TIMEOUT[backend]
+        timeout = timedelta(seconds=args.timeout)
+        guard.prepare(timeout)
+        join_world(self.store, launch, backend, timeout)
 
     def plan_steps(self):
         self.first = self.start.steps  # the first step
