@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import zero
-from common import GPTConfig, adamw, build, clip_gradients, freeze, get_batch, plain_steps
+from common import GPTConfig, Text, adamw, build, clip_gradients, freeze, get_batch, plain_steps
 from conftest import (
     PROOF, SMALL, alone, copied, dry_run_agrees, each, proves, run, script, textbook)
 
 # flat sizes that 2, 3 and 4 ranks do not divide
 GPT2 = GPTConfig(2, 9, 3, 257, 8)
 LLAMA = GPTConfig(2, 12, 3, 257, 8, "llama", 1, 13)
-CORPUS = torch.arange(10_000, dtype=torch.int64).mul(7919).remainder(251).to(torch.uint8)
+CORPUS = Text([torch.arange(10_000).mul(7919).remainder(251).to(torch.uint8)])
 BATCH = 12
 LEVELS = [0, 1, 2, 3]
 ONE_LEVEL_EACH = [(level,) for level in LEVELS]
