@@ -1123,6 +1123,8 @@ def main():
     if args.schedule == "pipedream":
         args.check = False  # its weights are stale by design: tests have an oracle of their own
     with Run(args) as run:
+        require(run.dry or run.device.type == "cpu" or dist.get_backend() == "nccl",
+                "ranks that share a GPU talk by gloo, which sends CPU tensors alone: --device cpu")
         size = torch.Size((args.batch // args.micro, run.cfg.seq, run.cfg.width))
         boundary = size, run.dtype, run.device
         if args.schedule == "auto" and not args.times:
