@@ -110,6 +110,18 @@ class Meeting:
         assert self.both.wait(20), "deadlock"
 
 
+def play_mail(mail, kinds):
+    """A step, or its forwards, as Pipeline.play does it."""
+    mail.open(kinds)
+    for action in [a for a in mail.plans[mail.rank] if a.kind in kinds]:
+        need = source(action, max(mail.home))
+        if need:
+            mail.take(need)
+        mail.put(action, torch.empty(1, dtype=torch.float32))
+    mail.finish_send()
+    assert not mail.here and not any(mail.moving.values())
+
+
 def deliver(plans, monkeypatch):
     """Play the Mail of all ranks, in threads -> the exceptions."""
     local = threading.local()
@@ -134,14 +146,7 @@ def deliver(plans, monkeypatch):
         try:
             mail = Mail(plans, list(range(len(plans))), None, {}, (1,), torch.float32, "cpu")
             for kinds in ("FBWU", "F"):
-                mail.open(kinds)
-                for action in [a for a in plans[rank] if a.kind in kinds]:
-                    need = source(action, max(mail.home))
-                    if need:
-                        mail.take(need)
-                    mail.put(action, torch.empty(1, dtype=torch.float32))
-                mail.finish_send()
-                assert not mail.here and not any(mail.moving.values())
+                play_mail(mail, kinds)
         except Exception as error:
             errors.append(error)
 
