@@ -54,6 +54,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -1051,6 +1052,19 @@ def measure_times(run, boundary):
     return *work, transfer
 
 
+@contextlib.contextmanager
+def watched(run, impl, step, plans, model):
+    """Shows the last of our steps but one as planned and as it was, action by action."""
+    if impl != "scratch" or run.dry or step != max(run.first, run.last - 1):
+        yield
+        return
+    timed = Timed(run, model.pipeline)
+    yield
+    text, figures = compare(plans, timed.read(plans, "step"))
+    run.say(text)
+    run.extra.update(figures)  # its bubble_rate takes the place of the simulation's
+
+
 def set_up(run, impl, plans, layers, boundary):
     """-> a Side: the model of this implementation, and what a run does with it."""
     name = run.args.schedule
@@ -1109,6 +1123,8 @@ def main():
     if args.schedule == "pipedream":
         args.check = False  # its weights are stale by design: tests have an oracle of their own
     with Run(args) as run:
+        require(run.dry or run.device.type == "cpu" or dist.get_backend() == "nccl",
+                "ranks that share a GPU talk by gloo, which sends CPU tensors alone: --device cpu")
         size = torch.Size((args.batch // args.micro, run.cfg.seq, run.cfg.width))
         boundary = size, run.dtype, run.device
         if args.schedule == "auto" and not args.times:
@@ -1124,19 +1140,11 @@ def main():
         own = sum(p.numel() for p in model.parameters())
         run.say(f"pipeline_parallel: {args.schedule}, {run.world_size} ranks on {run.device.type}, "
                 f"{args.dtype}, {total:,} parameters, {own:,} of them here")
-        watched = max(run.first, run.last - 1)  # the step of ours whose actions are timed
         for impl, step, x, y, valid in run.steps(sides, range(args.batch)):
             side = sides[impl]
-            timed = None
-            if impl == "scratch" and step == watched and not run.dry:
-                timed = Timed(run, side.model.pipeline)
-            with run.measure(impl, step):
+            with watched(run, impl, step, plans, side.model), run.measure(impl, step):
                 loss, norm = side.train_step(side.model, side.optimizer, x, y, valid, args.clip)
             run.log(impl, step, loss, norm)
-            if timed:
-                text, figures = compare(plans, timed.read(plans, "step"))
-                run.say(text)
-                run.extra.update(figures)  # its bubble_rate takes the place of the simulation's
         run.textbook(textbook(run, model, plans))
         return run.finish(total, own)
 

@@ -255,7 +255,7 @@ case that the whole norm says otherwise."""
 
 
 def planned(plans, times, sizes=None):
-    """-> a step as text, figures. times: F, B, W of a rank and of a transfer. sizes: see costs()."""
+    """-> a step as text, figures. times: F, B, W of a rank, and a transfer. sizes: see costs()."""
     F, B, W, comm = times
     cost = costs(plans, F, B, W, sizes)
     played = simulate(plans, cost, comm)
