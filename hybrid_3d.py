@@ -4,410 +4,345 @@
     stage 0          ranks 0 1  ---- dp ---- ranks 2 3        tp: neighbours, who talk in each layer
       embedding,        |  |                    |  |          dp: once per step, during backward
       layers 0 1       pp pp                   pp pp          pp: to the next stage per micro-batch;
-    stage 1             |  |                    |  |              the embedding once per step: the
-      layers, head   ranks 4 5  ---- dp ---- ranks 6 7            last stage's head is tied to it
+    stage 1             |  |                    |  |              once per step both ends, where the
+      layers, head   ranks 4 5  ---- dp ---- ranks 6 7            head is tied to the embedding
 
     rank = ((pp_rank dp + dp_rank) cp + cp_rank) tp + tp_rank
-    dp x cp = replicas x ep: ep neighbours share out the experts, replicas hold the same ones
+    data = dp x cp = replicas x ep: ep neighbours share out the experts, replicas hold the same ones
 
-Here is said who is who (Mesh), in which order techniques are applied (parallelize), what becomes
-of a gradient along each axis (Kind). cut: each rank has its own part. S: each has a summand, which
-sum_gradients adds up. 1: in the end all have the same, and the norm counts it once.
+What becomes of a gradient along each axis. cut: each rank has its own part. same: all have the
+same. sum: each has a summand, and sum_gradients makes the sum. The norm counts each number once.
 
-    parameter        tp               replicas         ep        first and last stage
-    matrix           cut              S 1              S 1       -
-    norm, row bias   1, --sp: S 1     S 1              S 1       -
-    embedding        cut              S 1              S 1       S 1
-    router           S 1              S 1              S 1       -
-    expert           S 1              S 1              cut       -
+    kind of parameter           tp                 data    replicas    ep     ends
+    matrix                      cut                sum
+    outside: norm, row bias,    same, --sp: sum    sum
+      router
+    expert                      sum (with --sp)            sum         cut
+    tied: embedding and head    cut                sum                        sum
 
-    numbers (plain MLPs)   plain GPT    one rank of a middle stage
-    held, 4 per weight     48 C^2 L     48 C^2 L / (tp pp); zero 1, 2, 3: 2, 3, 4 of the 4 / (dp cp)
-    activations, M >= pp   16 B T C L   (4 + 12/tp) B/(dp M) T/cp C L/pp (pp - stage); --sp: 16/tp
-    sent on tp, per step   -            8 B/dp T/cp C L/pp (tp-1)/tp; --sp: 10, and small sums
-    sent on dp x cp        -            k gradients (n-1)/n, n = dp cp; k = 2; zero 2: M+1, 3: 3 M
-    sent on pp, per step   -            2 B/dp T/cp C; --sp: / tp
+    numbers that a rank of a middle stage sends in a step of M micro-batches, x = B/(dp M) T/cp C
+    tp    M L/pp 8 x (tp-1)/tp; --sp: 10, and the small sums of the table
+    pp    M 2 x; --sp: 1/tp of it
+    cp    M L/pp 6 x (cp-1)/tp K/H: keys and values twice, their gradients (fp32 or wider) once
+    data  k P (n-1)/n, of P parameters here, n = dp cp; k is 2, ZeRO-2: M + 1, ZeRO-3: 3 M
 
+Not for: parameters that are whole, but used inside of what tp cuts (norms of q and k need a row of
+the table), optimizers that look at whole matrices, several ties between stages.
 Narayanan 2021, arXiv:2104.04473, section 3; Llama team 2024, arXiv:2407.21783, section 3.3.2.
 At work: DeviceMesh, fully_shard, parallelize_module, torch.distributed.pipelining (section 3).
 
     torchrun --standalone --nproc_per_node=8 hybrid_3d.py --dp 2 --tp 2 --pp 2
-    mesh = Mesh(dp=2, tp=2, pp=2)  # tp and stages are made with its groups: see parallelize
-    model = Hybrid(stages, blocks, kind_of, mesh, tp, make_optimizer)
-    pipeline = Pipeline(stages.here, plans, stages.groups, boundary,
-                        model.before_backward, model.after_backward)
-    model.zero_grad(); pipeline.step(inputs, loss_of); sum_gradients(model)
-    step(model, gradient_norm(model), clip)
+    mesh = Mesh(dp=2, tp=2, pp=2)
+    model = parallelize(plain, mesh, plans, layers, boundary)
+    optimizer = AdamW(model.parameter_groups(), lr=1e-3)
+    model.zero_grad(); model.pipeline.step(inputs, loss_of); sum_gradients(model)
+    step(model, optimizer, gradient_norm(model), clip)
 """
-import harness  # before torch, which warns where NumPy is missing
-
-import contextlib
 import math
-import re
-import sys
-from collections import Counter, defaultdict, namedtuple
+from collections import defaultdict, namedtuple
 from fnmatch import fnmatchcase
 from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+
+import context_parallel
+import moe
+import pipeline_parallel
+import tensor_parallel
+from pipeline_parallel import Mail, Pipeline, SplitLinear, carve
+from tensor_parallel import (
+    ColumnParallel, CutSequence, WholeSequence, vocab_parallel_cross_entropy)
+from zero import Unit, ZeRO, held
+
+import contextlib
+import sys
+from itertools import accumulate
+
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 import amp_accum_ckpt
-import context_parallel
-import moe
-import pipeline_parallel
-import tensor_parallel
-from common import (
-    ANY, DTYPES, POSITIVE, Flag, Run, Side, adamw, arguments, build, loss_sum, require, share)
-from harness.checkpoint import STATES, Piece, run_pieces
-from harness.timeline import bubble_rate, in_flight
-from pipeline_parallel import Boundary, Pipeline, Stages
-from tensor_parallel import CutSequence, WholeSequence, unshard, vocab_parallel_cross_entropy
-from zero import ZeRO
+from common import adamw, build, loss_sum, share
+from harness.checkpoint import Piece, parts_pieces, pieces_of, run_pieces
+from harness.flags import ANY, POSITIVE, Flag, arguments, require
+from harness.run import Run, Side
 
 # ---- 1. the technique (copy this; it needs torch and the files of the techniques) ---
 
 
-class Mesh:
-    """Who is who: sizes of the axes, this rank's place on each, groups along those that need one.
+def parallelize(model, mesh, plans, layers, boundary, *, sp=False, attend=None, recompute=None,
+                autocast=None, zero=0):
+    """A plain model -> Hybrid: this rank's part of it, with the Pipeline that runs it.
 
-    tp varies fastest, since its ranks talk most, and pp slowest (Narayanan 2021, section 3). The
-    dp x cp ranks of the axis "data" hold the same dense parameters. With ep there are three more
-    groups: experts are shared out among the ranks of "ep", neighbours on "data"; the dp x cp / ep
-    ranks of "replicas" hold the same ones; "stage" is all ranks with the same place on pp.
+    plans      pipeline_parallel's, of all ranks
+    layers     how many each stage gets
+    boundary   the size, dtype and device of what goes from stage to stage
+    sp         norms and residuals are cut over tp, along T
+    attend     one of context_parallel's classes, for cp > 1
+    recompute  amp_accum_ckpt's full or selective; autocast: a context, such as torch.autocast
+    zero       ZeRO's level
+    """
+    origins = origins_of(model, layers, plans)
+    # 1. Within a layer: ranks share its matrices (tp), its sequence (cp) and its experts (ep).
+    tp = within_layers(model, mesh, plans, sp, attend)
+    # 2. Between layers: of all stages this rank keeps those that its plan names (pp).
+    here, tied = between_layers(model, layers, plans[mesh.place["pp"]])
+    # 3. Around layers: what a block computes again in backward, and in which precision.
+    around_layers(here, recompute, autocast)
+    # 4. Copies of it all: they sum gradients (dp, cp), and share out what all of them hold (ZeRO).
+    hybrid = Hybrid(here, tied, mesh, tp, kinds_of_parameters(sp), origins, level=zero)
+
+    links = pipeline_parallel.make_links(plans, mesh.pipelines)
+    mail = Mail(plans, mesh.pipeline, mesh.group["pp"], links, *boundary)
+    hybrid.pipeline = Pipeline(
+        here, plans, mail, hybrid.before_backward, hybrid.after_backward)
+    return hybrid
+
+
+# ---- who is who
+
+
+class Mesh:
+    """The sizes of the axes, this rank's place on them, and its group along each.
+
+    tp varies fastest, since its ranks talk most, and pp slowest (Narayanan 2021, section 3).
+    "peers" are all ranks with the same stages. "ends" are the ranks of the first and the last
+    stage, `ends` of a pipeline: one rank, if it has both.
     """
 
-    def __init__(self, dp=1, cp=1, tp=1, pp=1, ep=None):
+    def __init__(self, dp=1, cp=1, tp=1, pp=1, ep=1, ends=(0, -1)):
         ranks = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
         place = (ranks == dist.get_rank()).nonzero()[0].tolist()
-        self.size = {"pp": pp, "dp": dp, "cp": cp, "tp": tp, "data": dp * cp}
         self.place = dict(zip(("pp", "dp", "cp", "tp"), place))
-        self.place["data"] = self.place["dp"] * cp + self.place["cp"]
-        self.pipelines = ranks.flatten(1).T.tolist()  # ranks of each pipeline, by place on pp
-        self.group = {  # {axis: ProcessGroup}
-            "pp": group_along(ranks, [0]),
-            "tp": group_along(ranks, [3]),
-            "data": group_along(ranks, [1, 2]),
-        }
-        if cp > 1:
-            self.group["cp"] = group_along(ranks, [2])
-        if ep:
-            by_expert = ranks.view(pp, dp * cp // ep, ep, tp)
-            self.size["ep"] = ep
-            self.size["replicas"] = dp * cp // ep
-            self.place["ep"] = self.place["data"] % ep
-            self.place["replicas"] = self.place["data"] // ep
-            self.group["stage"] = group_along(ranks, [1, 2, 3])
-            self.group["replicas"] = group_along(by_expert, [1])
-            self.group["ep"] = group_along(by_expert, [2])
+        self.pipelines = ranks.flatten(1).T.tolist()
+        [self.pipeline] = [line for line in self.pipelines if dist.get_rank() in line]
+        self.size = {}
+        self.group = {}
+        self.add("pp", ranks, [0])
+        self.add("cp", ranks, [2])
+        self.add("tp", ranks, [3])
+        self.add("data", ranks, [1, 2])
+        self.add("peers", ranks, [1, 2, 3])
+        by_expert = ranks.view(pp, -1, ep, tp)
+        self.add("replicas", by_expert, [1])
+        self.add("ep", by_expert, [2])
+        both = sorted({end % pp for end in ends})
+        self.add("ends", ranks[both], [0])
+
+    def add(self, axis, ranks, dims):
+        """A group for each set of ranks that differ in the dimensions `dims` of `ranks` alone.
+
+        Every rank makes every group, in one order: NCCL splits a group off the world's
+        communicator, and all ranks have to take part in that.
+        """
+        others = [dim for dim in range(ranks.dim()) if dim not in dims]
+        self.size[axis] = math.prod(ranks.shape[dim] for dim in dims)
+        rows = ranks.permute(*others, *dims).reshape(-1, self.size[axis])  # a group each
+        for row in rows.tolist():
+            group = dist.new_group(row)
+            if dist.get_rank() in row:
+                self.group[axis] = group
 
 
-def group_along(ranks, dims):
-    """ranks: all of them, with a dimension for each axis. -> the group of those that differ from
-    this rank in the dimensions `dims` alone.
+# ---- what becomes of a gradient
 
-    Every rank makes every group, in one order: NCCL splits a group off the world's communicator,
-    and all ranks have to take part in that.
-    """
-    others = [dim for dim in range(ranks.dim()) if dim not in dims]
-    count = math.prod(ranks.shape[dim] for dim in dims)
-    rows = ranks.permute(*others, *dims).reshape(-1, count)  # a group each
-    for row in rows.tolist():
-        group = dist.new_group(row)
-        if dist.get_rank() in row:
-            mine = group
-    return mine
+# summed  the axes along which, after backward, each rank has a summand
+# same    the axes along which all have the same already
+# cut     the axes along which each has its own part
+Kind = namedtuple("Kind", "summed same cut")
+
+COPIES = ("data", "replicas")  # the axes whose ranks hold copies, which ZeRO may cut
 
 
-# summed: the axes along which ranks hold a summand of a gradient, after backward
-# alike: the axes along which they hold the same sum afterwards, so that it counts once in the norm
-Kind = namedtuple("Kind", "summed alike")
-
-
-def kinds_of_parameters(sequence_parallel):
-    """-> {name: Kind}, the docstring's table.
-
-    "data" is dp x cp, which is replicas x ep. "stages" are those that share a tied parameter.
-    """
-    kinds = {
-        "matrix": Kind(summed=["data"], alike=["data"]),
-        "norm": Kind(summed=["data"], alike=["data", "tp"]),
-        "row bias": Kind(summed=["data"], alike=["data", "tp"]),
-        "embedding": Kind(summed=["stages", "data"], alike=["stages", "data"]),
-        # tp leaves experts whole. Each of its ranks routes a part of the tokens, with and without
-        # --sp, and so has a summand of these gradients
-        "router": Kind(summed=["data", "tp"], alike=["data", "tp"]),
-        "expert": Kind(summed=["replicas", "tp"], alike=["replicas", "tp"]),
+def kinds_of_parameters(sp):
+    """-> {name of a kind: Kind}, the docstring's table."""
+    outside = Kind(summed=["data"], same=["tp"], cut=[])
+    if sp:  # a rank has seen a part of the tokens
+        outside = Kind(summed=["data", "tp"], same=[], cut=[])
+    return {
+        "matrix": Kind(summed=["data"], same=[], cut=["tp"]),
+        "outside": outside,
+        "expert": Kind(summed=["replicas", "tp"], same=[], cut=["ep"]),  # with tp: --sp alone
+        "tied": Kind(summed=["data", "ends"], same=[], cut=["tp"]),
     }
-    if sequence_parallel:  # norms and row biases have seen this rank's positions only
-        kinds["norm"].summed.append("tp")
-        kinds["row bias"].summed.append("tp")
-    return kinds
 
 
-class Optimizers:
-    """Several optimizers as one, for whatever sets learning rates, saves and loads."""
+def sum_gradients_plainly(model):
+    """After backward each gradient becomes its sum over all axes for which the table says so.
 
-    def __init__(self, optimizers):
-        self.param_groups = []  # of all of them
-        self.state = defaultdict(dict)  # {parameter: its states}, which they share
-        for optimizer in optimizers:
-            self.param_groups += optimizer.param_groups
-            optimizer.state = self.state  # none has stepped yet
+    Where level is 0 and the pipeline has no hooks, these are the gradients of sum_gradients.
+    """
+    for part in model.parts:
+        for axis in model.kind[part.parameter].summed:
+            dist.all_reduce(part.grad, group=model.mesh.group[axis])  # partial -> replicated
+
+
+def sum_gradients(model):
+    """The same, in one call an axis. Along data and replicas the last backward has begun it, and
+    what is left is done here."""
+    for zero in model.zeros:
+        if zero.level < 2:  # else after_backward has summed
+            zero.sync = True
+            zero.reduce()  # partial -> replicated, in ZeRO-1 sharded
+    for axis in ("tp", "ends"):
+        summands = [part.grad for part in model.parts if axis in model.kind[part.parameter].summed]
+        if summands and model.mesh.size[axis] > 1:
+            # partial -> replicated
+            tensor_parallel.sum_over_ranks(summands, model.mesh.group[axis])
 
 
 class Hybrid(nn.Module):
-    """This rank's stages of a model, and the ZeROs that sum and step their parameters.
+    """This rank's stages, and the ZeROs that sum and step their parameters.
 
-    stages          pipeline_parallel's Stages, whose modules tp has cut already
-    blocks          {number of a stage: [modules in it]}, each of which ZeRO holds together. What is
-                    in none of them is an edge, such as the embedding
-    kind_of         function: the name of a parameter -> the name of its Kind
-    tp              tensor_parallel's WholeSequence or CutSequence
-    make_optimizer  function: torch's list of parameter groups -> optimizer
-    zero_stage      0 to 3
-    edges_wait      True: ZeRO is 1 at most for edges. It has to be True if zero_stage is 2 or 3 and
-                    an edge is tied to another rank's stage: its gradient stays whole until the
-                    stages have summed it
+    here     {stage: module}, which tp has cut already
+    tied     {parameter that several stages have: its name in the first}
+    kinds    {name of a kind: Kind}
+    origins  {name in the plain model: Origin}
+    level    ZeRO's, 0 to 3
     """
 
-    def __init__(self, stages, blocks, kind_of, mesh, tp, make_optimizer, zero_stage=0,
-                 edges_wait=True):
+    def __init__(self, here, tied, mesh, tp, kinds, origins, level):
         super().__init__()
-        self.stages = stages
+        self.stages = nn.ModuleList(here.values())
         self.mesh = mesh
         self.tp = tp
-        self.zero_stage = zero_stage
-        kinds = kinds_of_parameters(isinstance(tp, CutSequence))
-        self.names = {p: name for name, p in stages.named().items()}
-        self.kind = {p: kinds[kind_of(name)] for p, name in self.names.items()}
-        self.cuts = tensor_parallel.cuts(self)  # {parameter: Cut}, of those that tp has cut
-        self.check_kinds()
+        self.origins = origins
+        self.level = level
+        self.pipeline = None  # the Pipeline that runs the stages, and calls the two hooks below
+        self.names = {}  # {parameter: its name in the plain model}
+        self.kind = {}  # {parameter: Kind}
+        self.zeros_of = defaultdict(list)  # {stage: [ZeRO]}; "tied": they wait for all stages
+        for (stage, axis), units in self.lay_out(here, tied, kinds).items():
+            own_level = level
+            if stage == "tied":
+                own_level = min(level, 1)  # a gradient stays whole until the last backward
+            zero = ZeRO(list(units.values()), mesh.group[axis], own_level)
+            self.zeros_of[stage].append(zero)
+        self.zeros = [zero for zeros in self.zeros_of.values() for zero in zeros]
+        self.flats = [flat for zero in self.zeros for flat in zero.flats]
+        self.parts = [part for zero in self.zeros for part in zero.parts]
+        shares = [1 / self.holders(part.parameter) for part in self.parts]
+        p = next(self.parameters())
+        wide = torch.promote_types(p.dtype, torch.float32)
+        self.shares = torch.tensor(shares, dtype=wide, device=p.device)
 
-        self.inner = {number: [] for number in stages.here}  # {stage: [ZeRO]}, of its blocks
-        in_blocks = set()
-        for number, modules in blocks.items():
-            # each block is a unit of ZeRO's
-            self.inner[number] = self.zeros_of(modules, modules, zero_stage, make_optimizer)
-            for module in modules:
-                in_blocks.update(module.modules())
-        # modules outside of blocks that have parameters of their own, not only in modules inside
-        edges = [m for m in self.modules() if m not in in_blocks and has_parameters(m)]
-        if stages.tied and zero_stage > 1 and not edges_wait:
-            raise ValueError("a parameter is tied between stages: edges_wait has to be True")
-        if edges_wait:
-            zero_stage = min(zero_stage, 1)
-        # all edges together are one unit
-        self.edges = self.zeros_of(edges, [tuple(edges)], zero_stage, make_optimizer)
-        self.zeros = self.edges + [each for zeros in self.inner.values() for each in zeros]
-        self.check_zeros()
-        self.optimizer = Optimizers([zero.optimizer for zero in self.zeros])
-        # for each of self.parts(): the share of its square that this rank brings to the norm
-        shares = [1 / self.holders(part.parameter) for part in self.parts()]
-        self.shares = torch.tensor(shares, dtype=stages.dtype, device=stages.device)
-
-    def check_kinds(self):
-        """Raises a ValueError where a kind is not what tp and the stages have made of it."""
-        for p, name in self.names.items():
-            is_whole = "tp" in self.kind[p].alike
-            is_cut = p in self.cuts
-            if self.tp.size > 1 and is_whole == is_cut:  # it must be one of the two
-                raise ValueError(f"{name} is cut over tp and of a kind that is whole, or the other "
-                                 "way round: give it another kind")
-            if p in self.stages.tied and "stages" not in self.kind[p].summed:
-                raise ValueError(f"{name} is in several stages: its kind is embedding")
-
-    def zeros_of(self, modules, units, zero_stage, make_optimizer):
-        """-> [ZeRO]: one for the dense parameters in these modules, which are alike on all ranks of
-        data, and one for the experts, alike on replicas.
-
-        units: modules or tuples of modules, whose dense parameters lie together in ZeRO. A unit may
-        have experts inside as well: a ZeRO takes no parameters but those of the module that it
-        gets. Each module of experts is a unit of its own.
-        """
-        inside = [m for module in modules for m in module.modules() if has_parameters(m)]
-        dense = [m for m in inside if not self.is_expert(m)]
-        experts = [m for m in inside if self.is_expert(m)]
-        zeros = []
-        if dense:
-            group = self.mesh.group["data"]
-            zeros.append(ZeRO(nn.ModuleList(dense), make_optimizer, group, zero_stage, units))
-        if experts:
-            group = self.mesh.group["replicas"]
-            module = nn.ModuleList(experts)
-            zeros.append(ZeRO(module, make_optimizer, group, zero_stage, experts))
-        return zeros
-
-    def is_expert(self, module):
-        """Are its own parameters, not those of modules inside it, an expert's?"""
-        own = list(module.parameters(recurse=False))
-        of_experts = ["replicas" in self.kind[p].summed for p in own]
-        if any(of_experts) and not all(of_experts):
-            names = ", ".join(self.names[p] for p in own)
-            raise ValueError(f"{names} are in one module, and not all of them are of experts: give "
-                             "these a module of their own")
-        return any(of_experts)
-
-    def check_zeros(self):
-        """Raises a ValueError where two ZeROs would step one parameter. Either it is tied, or the
-        module that has it lies inside of another one with parameters of its own, whose ZeRO takes
-        all that is inside."""
-        count = Counter(p for zero in self.zeros for p in zero.module.parameters())
-        for p, zeros in count.items():
-            if zeros > 1:
-                raise ValueError(f"{self.names[p]} is in a block and in an edge, or in modules of "
-                                 "two kinds: tie it to nothing outside of its block, and give what "
-                                 "a stage has besides its blocks a module of its own")
-
-    def parts(self):
-        """-> [zero.Part]: what this rank sums, clips and steps, a piece of a parameter each."""
-        return [part for zero in self.zeros for part in zero.parts]
+    def lay_out(self, here, tied, kinds):
+        """-> {(stage, axis of copies): {name of a module: Unit}} of what is trained."""
+        units = defaultdict(dict)
+        for stage, module in here.items():
+            for name, p in module.named_parameters():
+                if p in self.kind:  # the other end of the tied one
+                    continue
+                kind = kinds["tied" if p in tied else kind_of(name)]
+                is_cut = p in self.tp.cuts
+                assert self.tp.size == 1 or is_cut == ("tp" in kind.cut), f"{name}: another kind?"
+                self.names[p] = tied.get(p, name)
+                self.kind[p] = kind
+                if p.requires_grad:
+                    place = ("tied" if p in tied else stage), kind.summed[0]
+                    site = module.get_submodule(unit_of(name))
+                    unit = Unit([], [site], stays=not in_block(name))
+                    units[place].setdefault(unit_of(name), unit).parameters.append(p)
+        return units
 
     def holders(self, p):
-        """How many ranks hold the same summed gradient of a parameter, or the same piece of it.
+        """How many ranks hold the same number of the summed gradient."""
+        axes = self.kind[p].summed + self.kind[p].same
+        if self.level:  # ZeRO has cut it
+            axes = [axis for axis in axes if axis not in COPIES]
+        return math.prod(self.mesh.size[axis] for axis in axes)
 
-        Along "stages" ZeRO cuts a tied parameter at different places, since each stage lays it end
-        to end with other edges. But the pieces of one stage's ranks together are the whole
-        gradient, and so are those of another's. The sum of squares is right if each stage brings
-        an equal share of its own.
-        """
-        count = 1
-        for axis in self.axes_alike(p, self.zero_stage):
-            if axis != "stages":
-                count *= self.mesh.size[axis]
-            elif p in self.stages.tied:
-                count *= self.stages.tied[p].size()
-        return count
-
-    def axes_alike(self, p, zero_stage):
-        """-> the axes along which ranks hold the same of a parameter, with this stage of ZeRO.
-
-        Stages 1, 2 and 3 give the same answer. So holders() may pass the zero_stage of the blocks
-        for an edge, too, even if the ZeRO of edges has a lower one.
-        """
-        axes = self.kind[p].alike
-        if zero_stage > 0:  # ZeRO has cut it along "data" or "replicas"
-            axes = [axis for axis in axes if axis in ("stages", "tp")]
-        return axes
+    def parameter_groups(self):
+        """What an elementwise optimizer takes."""
+        return [{"params": [part.master for part in self.parts]}]
 
     def zero_grad(self):
         for zero in self.zeros:
             zero.zero_grad()
             zero.sync = False
 
-    def before_backward(self, stage, is_last):
-        """To be called before a backward adds to a stage's gradients; is_last: for the last time in
-        this step. ZeRO-0 and 1 then sum them over ranks while it runs. Those of edges wait for
-        sum_gradients: another stage may have a summand of them."""
-        for zero in self.inner[stage]:
-            zero.sync = is_last
+    def before_backward(self, stage, is_last, is_whole):
+        """Before a backward that adds to a stage's gradients. ZeRO-0 and 1 sum over copies during
+        the last one, ZeRO-2 and 3 during each one after which a micro-batch's are whole."""
+        for zero in self.zeros_of[stage]:
+            zero.sync = is_whole if zero.level >= 2 else is_last
 
-    def after_backward(self, stage, is_last):
-        """To be called after a backward: ZeRO-2 and 3 sum after each, they have no room to wait."""
-        # `stage` numbers parts of the model; zero.stage is ZeRO's, 0 to 3. It is 2 or 3 for edges
-        # only where edges_wait is False: no other stage has a summand of their gradients
-        for zero in self.inner[stage] + self.edges:
-            if zero.stage >= 2:
+    def after_backward(self, stage):
+        for zero in self.zeros_of[stage]:
+            if zero.sync and zero.level >= 2:  # it has no room to wait
                 zero.reduce()  # partial -> sharded
 
-    def held(self):
-        """-> {kind: [tensors]} that this rank keeps between steps, for a ledger."""
-        kept = defaultdict(list)
-        for zero in self.zeros:
-            for kind, tensors in zero.held().items():
-                kept[kind] += tensors
-        kept["parameters"] += self.buffers()
-        return kept
 
-
-def has_parameters(module):
-    """Has it some of its own, not those of modules inside it?"""
-    return any(True for _ in module.parameters(recurse=False))
-
-
-def sum_gradients(model):
-    """After backward: each gradient becomes the sum over all axes that its kind says."""
-    model.stages.sum_tied_gradients()  # over the stages that share it: partial -> replicated
-    for zero in model.zeros:
-        if zero.stage < 2:
-            take_tied_gradients(zero, model.stages.tied)
-            zero.sync = True
-            # what no backward has summed yet, those of edges above all, over data or replicas
-            zero.reduce()  # partial -> replicated, in ZeRO-1 sharded
-    over_tp = [part.grad for part in model.parts() if "tp" in model.kind[part.parameter].summed]
-    tensor_parallel.sum_over_ranks(over_tp, model.tp)  # over tp: partial -> replicated
-
-
-def take_tied_gradients(zero, tied):
-    """The summed gradients of tied parameters go to ZeRO's memory, if they are not there yet.
-
-    Where backward has made a gradient, it lies there, and was summed in its place. Where it has
-    made none, sum_tied_gradients() has summed into a new tensor.
-    """
-    for flat in zero.flats:
-        for p in tied:
-            if p in flat.starts:
-                flat.take_gradient(p)
+# ---- the rest of a step
 
 
 def gradient_norm(model):
-    """Of the whole model, each number once: all ranks that hold it alike bring equal shares."""
-    gradients = [part.grad for part in model.parts()]
-    square = torch.zeros((), dtype=model.stages.dtype, device=model.stages.device)
-    if gradients:
-        norms = torch._foreach_norm(gradients, dtype=model.stages.dtype)
+    """Of the whole model: of n ranks that hold a number, each brings 1/n of its square."""
+    square = model.shares.new_zeros(())
+    if model.parts:
+        norms = torch._foreach_norm([part.grad for part in model.parts], dtype=square.dtype)
         square = (torch.stack(norms).square() * model.shares).sum()
     dist.all_reduce(square)  # over all ranks: partial -> replicated
     return square.sqrt()
 
 
-def step(model, norm, clip):
+def step(model, optimizer, norm, clip):
     """Clips the summed gradients to a norm of `clip` (0: does not), and steps the parameters."""
+    if clip and model.parts:
+        finite = norm.nan_to_num(0, posinf=0)  # else every gradient would become nan
+        scale = (clip / (finite + 1e-6)).clamp(max=1)
+        torch._foreach_mul_([part.grad for part in model.parts], scale)
     for zero in model.zeros:
-        zero.scale_to_norm(clip, norm)
-        zero.step()
+        zero.step(optimizer)
     moe.step_biases(model)
 
 
-def gather(model, tensors, origins):
-    """-> {name: whole tensor}, of all stages and experts, on every rank.
+def full_state_dict(model):
+    """-> {name in the plain model: parameter or buffer}, on every rank."""
+    found = {}
+    for zero in model.zeros:
+        found.update(zero.full_parameters())  # over data or replicas: sharded -> replicated
+    return gather(model, found, list(model.origins))
 
-    tensors: {parameter or buffer of this rank: itself, or a tensor that is cut like it}.
-    origins: {name: Origin} of what is wanted, in the same order on all ranks.
+
+def full_gradients(model):
+    """-> {name in the plain model: gradient} of what is trained, on every rank."""
+    found = {}
+    for zero in model.zeros:
+        found.update(zero.full_gradients())  # over data or replicas: sharded -> replicated
+    trained = [name for name, origin in model.origins.items() if origin.is_trained]
+    return gather(model, found, trained)
+
+
+def gather(model, found, names):
+    """found: {parameter of this rank: itself or its gradient, whole along data or replicas}
+
+    -> {name in the plain model: tensor} of these names, of all stages and experts, on every rank.
     """
     mine = {}
     for stage in model.stages:
         for name, t in stage.state_dict(keep_vars=True).items():
-            if t in tensors:
-                cut = model.cuts.get(t)
-                mine[name] = unshard(tensors[t], cut, model.tp)  # over tp: sharded -> replicated
-    if "ep" in model.mesh.group:
-        mine = moe.gather_experts(mine, model.mesh.group["ep"])  # over ep: sharded -> replicated
-    groups = model.stages.groups
-    device = model.stages.device
-    return pipeline_parallel.gather(mine, origins, groups, device)  # on one stage -> replicated
+            # over tp: sharded -> replicated
+            mine[name] = tensor_parallel.unshard(found.get(t, t), model.tp.cuts.get(t), model.tp)
+    mine = moe.gather_experts(mine, model.mesh.group["ep"])  # over ep: sharded -> replicated
+    origins = {name: model.origins[name][:2] for name in names}
+    # over pp: on one stage -> replicated
+    return pipeline_parallel.gather(mine, origins, model.mesh.group["pp"])
 
 
 # ---- 2. the toy GPT, parallelized --------------------------------------------
 
 KIND_BY_NAME = [  # the first pattern that fits a parameter's name
     ("*.experts.*", "expert"),
-    ("*.router.*", "router"),
-    ("tok.*", "embedding"),
-    ("head.*", "embedding"),
-    ("*norm*", "norm"),
-    ("*.out.bias", "row bias"),
-    ("*.down.bias", "row bias"),
-    ("*", "matrix"),  # and biases of columns, and positions, which are cut in the same way
+    ("*.router.*", "outside"),
+    ("*norm*", "outside"),
+    ("*.out.bias", "outside"),  # row biases, added to the sum over tp
+    ("*.down.bias", "outside"),
+    ("*", "matrix"),  # and biases of columns, embeddings and positions, which are cut as they are
 ]
-SHARED_EXPERT = {  # tensor_parallel's plan for the expert that every token visits
-    "blocks.*.mlp.shared.up": tensor_parallel.ColumnLinear,
-    "blocks.*.mlp.shared.down": tensor_parallel.RowLinear,
-}
 
 
 def kind_of(name):
@@ -416,245 +351,170 @@ def kind_of(name):
             return kind
 
 
-class PipelinedLoss:
-    """The toy GPT's loss: its batch cut into micro-batches, which a pipeline runs."""
+def unit_of(name):
+    """-> the module whose parameters ZeRO keeps together: a block, or one outside of blocks.
 
-    def __init__(self, pipeline, rows, vocab, tp):
-        self.pipeline = pipeline
-        self.rows = rows  # of a micro-batch
-        self.vocab = vocab  # V
-        self.tp = tp
-
-    def part_of(self, y, valid):
-        """-> what the last stage calls: (logits, number of the micro-batch) -> its part of the loss
-        """
-        targets = y.split(self.rows)
-
-        def loss_of(logits, m):
-            if self.tp.size == 1:
-                return loss_sum(logits, targets[m]) / valid
-            loss = vocab_parallel_cross_entropy(logits, targets[m], self.vocab, self.tp.group)
-            return loss / valid
-
-        return loss_of
-
-    def step(self, x, y, valid):
-        """-> this rank's part of the loss, whose gradients are added to .grad"""
-        loss = self.pipeline.step(x.split(self.rows), self.part_of(y, valid))
-        return loss / self.tp.size  # each rank of tp has the whole
-
-    def evaluate(self, x, y):
-        """-> this rank's part of the sum of losses, without a graph"""
-        loss = self.pipeline.evaluate(x.split(self.rows), self.part_of(y, 1))
-        return loss / self.tp.size
-
-
-def parallelize(model, mesh, plans, groups, boundary, layers, *, sp=False, zero=0, ckpt="none",
-                attn="zigzag", amp="off", lr=1e-3, dry=False):
-    """The plain GPT, or one with mixtures of experts -> Hybrid, PipelinedLoss.
-
-    layers: how many each stage gets. The order: within a layer (tp, cp, ep), around it (--ckpt),
-    between layers (pp), copies of it all (dp, ZeRO).
+    The embedding and the head are alone, so that ZeRO cuts the tied weight alike at both ends.
     """
-    vocab = len(model.tok.weight)
+    words = name.split(".")
+    if in_block(name):
+        return f"blocks.{words[1]}"
+    return words[0]
+
+
+def in_block(name):
+    return name.startswith("blocks.")
+
+
+# rank: the first of a pipeline that has a tensor. like: one like it, without memory. is_trained: of
+# a parameter by its first name
+Origin = namedtuple("Origin", "rank like is_trained")
+
+
+def origins_of(model, layers, plans):
+    """-> {name in the plain model: Origin}, before the model is cut."""
+    home = pipeline_parallel.homes(plans)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    found = {}
+    for number, stage in enumerate(carve(model, layers)):
+        for name, t in stage.state_dict().items():
+            found.setdefault(name, Origin(home[number], t.to("meta"), name in trained))
+    return found
+
+
+def within_layers(model, mesh, plans, sp, attend):
+    """-> tensor_parallel's WholeSequence or CutSequence"""
     tp = WholeSequence(mesh.group["tp"])
     if sp:
         tp = CutSequence(mesh.group["tp"])
+    if any(action.kind == "W" for action in plans[0]):
+        tp.column_parallel = split_columns
+        tp.linear = pipeline_parallel.split_linear
     if tp.size > 1:
-        tensor_parallel.parallelize(model, tp, plan_of(model))
+        tensor_parallel.cut_model(model, tp, replacements(model))
     if mesh.size["cp"] > 1:
-        context_parallel.parallelize(model, context_parallel.KINDS[attn](mesh.group["cp"]))
-    if "ep" in mesh.group:
-        # Without --sp all ranks of tp come to the router with the same tokens: each routes a part.
-        # In a dry run nobody can read what was chosen: experts are taken to be balanced
-        same_tokens = None
-        if tp.size > 1 and not sp:
-            same_tokens = tp.group
-        moe.parallelize(
-            model, ep=mesh.group["ep"], everyone=mesh.group["stage"], same_tokens=same_tokens,
-            microbatches=count_microbatches(plans), balanced=dry)
-    amp_accum_ckpt.parallelize(model, amp_accum_ckpt.CHECKPOINT[ckpt])
-
-    all_stages = pipeline_parallel.carve(model, layers)
-    # no backward in the first stages, as far as all that they have is frozen (--train)
-    plans = pipeline_parallel.trim(all_stages, plans)
-    stages = Stages(all_stages, plans, groups)
-    blocks = {number: list(stage.blocks.values()) for number, stage in stages.here.items()}
-    if amp == "bf16":
-        for stage in stages:
-            autocast = torch.autocast(boundary.device.type, torch.bfloat16)
-            stage.forward = autocast(stage.forward)
-    hybrid = Hybrid(stages, blocks, kind_of, mesh, tp, partial(adamw, lr=lr), zero,
-                    edges_wait=len(layers) > 1)
-    pipeline = Pipeline(stages.here, plans, groups, boundary, hybrid.before_backward,
-                        hybrid.after_backward, split=partial(leave_weights, tp))
-    return hybrid, PipelinedLoss(pipeline, boundary.size[0], vocab, tp)
+        context_parallel.parallelize(model, attend(mesh.group["cp"]))
+    if has_experts(model):
+        microbatches = 1 + max(action.microbatch for action in plans[0])
+        moe.parallelize(model, mesh.group["ep"], mesh.group["peers"], microbatches)
+    return tp
 
 
-@contextlib.contextmanager
-def leave_weights(tp, later):
-    """The context of the forward of a micro-batch whose B leaves a W: `later` gets what W is to do.
-
-    SplitLinears is for calls of F.linear, tp.defer_weights for the Linears that tp cuts by columns,
-    which are an autograd function of tensor_parallel's own. Where a B has no W, the backward of
-    that autograd function hides the sum of dx over tp behind the gradients of its weights. Here
-    these come later, in the W, and nothing hides the sum.
-    """
-    with pipeline_parallel.SplitLinears(later), tp.defer_weights(later):
-        yield
-
-
-def plan_of(model):
-    """What tensor_parallel cuts: experts stay whole."""
-    plan = {**tensor_parallel.EMBEDDINGS, **tensor_parallel.ATTENTION}
-    mlp = model.blocks[0].mlp
-    if not isinstance(mlp, moe.PlainMoE):
-        plan.update(tensor_parallel.MLP)
-    elif mlp.shared is not None:
-        plan.update(SHARED_EXPERT)
-    return plan
-
-
-def count_microbatches(plans):
-    return len({action.microbatch for action in plans[0]})
-
-
-# all      {name: Origin}: where the plain model's tensors will be
-# trained  the same, of parameters that are trained
-Origins = namedtuple("Origins", "all trained")
-
-
-def origins_of(model, plans, groups, layers):
-    """-> Origins of the plain model's tensors, before it is cut."""
-    stages = Stages(pipeline_parallel.carve(model, layers), plans, groups)
-    return Origins(stages.origins, stages.trained)
-
-
-def full_state_dict(model, origins):
-    found = {buffer: buffer for buffer in model.buffers()}  # none is cut
-    for zero in model.zeros:
-        state = zero.full_state_dict()  # over data or replicas: sharded -> replicated
-        for name, p in zero.module.named_parameters():
-            found[p] = state[name]
-    return gather(model, found, origins.all)
-
-
-def full_gradients(model, origins):
-    gradients = {}
-    for zero in model.zeros:
-        parameters = dict(zero.module.named_parameters())
-        for name, gradient in zero.full_gradients().items():  # sharded -> replicated
-            gradients[parameters[name]] = gradient
-    return gather(model, gradients, origins.trained)
-
-
-def pieces(model):
-    """-> [Piece] of the plain model's tensors: masters as the parameters, and AdamW's states."""
-    found = []
-    for zero in model.zeros:
-        for part in zero.parts:
-            p = part.parameter
-            writes = is_first(model, p, zero.stage)
-            for suffix, numbers in states_of(part, model.optimizer).items():
-                numbers = numbers[:part.size]  # without padding
-                found += boxes(model, p, suffix, part.first, numbers, writes)
-        found += pieces_that_follow(model, zero)
-        for p in zero.frozen:
-            found += boxes(model, p, "", 0, p.detach().flatten(), is_first(model, p, 0))
+def replacements(model):
+    """-> tensor_parallel's plan, by which experts stay as they are"""
+    found = {}
+    for pattern, kind in tensor_parallel.PLANS[form_of(model)].items():
+        if has_experts(model) and ".mlp" in pattern:
+            if model.blocks[0].mlp.shared is None:
+                continue
+            pattern = pattern.replace(".mlp", ".mlp.shared")
+        found[pattern] = kind
     return found
 
 
-def states_of(part, optimizer):
-    """-> {what is added to the parameter's name: 1-D tensor}: the master, and AdamW's states"""
-    held = {"": part.master.detach()}
-    states = optimizer.state.get(part.master, {})
-    for kind in STATES:
-        if kind in states:
-            held["." + kind] = states[kind]
-    return held
+def form_of(model):
+    return "llama" if model.pos is None else "gpt2"
 
 
-def pieces_that_follow(model, zero):
-    """The parameters that compute: they are loaded like their masters, and never saved."""
-    found = []
-    for flat in zero.flats:
-        if flat.stage < 3:
-            for p, numbers in flat.places.items():  # a view of the tensor that forward reads
-                found += boxes(model, p, "", 0, numbers.flatten(), False)
-            continue
-        for part in flat.parts:
-            found += boxes(model, part.parameter, "", part.first, part.shard[:part.size], False)
-    return found
+def has_experts(model):
+    return hasattr(model.blocks[0].mlp, "experts")
 
 
-def is_first(model, p, zero_stage):
-    """Is this the first of the ranks that hold the same piece of this parameter?"""
-    place = dict(model.mesh.place)
-    # along "stages", which Mesh does not know: 0 on the first rank of the pipeline that has it
-    first_holder = model.stages.origins[model.names[p]].rank
-    place["stages"] = int(place["pp"] != first_holder)
-    return all(place[axis] == 0 for axis in model.axes_alike(p, zero_stage))
+def split_columns(tp, x, *parameters):
+    return SplitColumns.apply(tp, x, parameters)  # in a tuple: autograd does not see them
 
 
-def boxes(model, p, suffix, first, numbers, writes):
-    """Elements first, first + 1, .. of this rank's p.flatten() -> [Piece] of the plain tensors.
+class SplitColumns(torch.autograd.Function):
+    """tp's Linears cut by columns, for zero-bubble schedules, as SplitLinear is for ordinary ones.
 
-    A Piece is a box, a slice in each dimension of a whole tensor; a run of elements is one box or
-    several. Where tp has cut p, a box is moved to its place in the whole, and loses its padding.
-    Where p is a stack of experts, a box of the stack is a box of each of its experts.
+    If the gradients of weights come later, nothing hides the sum of dx over tp.
     """
-    name = model.names[p]
-    cut = model.cuts.get(p)
-    found = []
-    for piece in run_pieces(name + suffix, p.shape, first, numbers, writes):
-        if cut is not None:
-            piece = moved_along_tp(piece, cut, model.tp.rank * p.shape[cut.dim])
-        if kind_of(name) == "expert":
-            found += of_each_expert(piece, name, suffix, model.mesh.place["ep"] * len(p))
+
+    @staticmethod
+    def forward(ctx, tp, x, parameters):
+        ctx.parameters = parameters
+        return ColumnParallel.forward(ctx, tp, x, *parameters)
+
+    @staticmethod
+    def backward(ctx, *dys):
+        x = ctx.saved_tensors[0]
+        dx = ctx.tp.reduce(tensor_parallel.input_gradient(dys, ctx.parameters[::2]))
+        make = partial(add_gradients, ctx.tp, x, dys, ctx.parameters)
+        if SplitLinear.later is None:
+            make()
         else:
-            found.append(piece)
-    return [piece for piece in found if piece.tensor.numel()]
+            SplitLinear.later.append(make)
+        return None, dx.wait(), None
 
 
-def moved_along_tp(piece, cut, distance):
-    """A box of this rank's part -> the box of the whole parameter, without padding."""
-    start = list(piece.start)
-    start[cut.dim] += distance
-    shape = list(piece.shape)
-    shape[cut.dim] = cut.whole
-    room = max(0, cut.whole - start[cut.dim])  # behind it is padding
-    length = min(room, piece.tensor.shape[cut.dim])
-    tensor = piece.tensor.narrow(cut.dim, 0, length)
-    return Piece(piece.name, tuple(shape), tuple(start), tensor, piece.writes)
+def add_gradients(tp, x, dys, parameters):
+    """W of some Linears that read the same x."""
+    x = tp.gather(x).wait()  # sharded(T) -> replicated
+    gradients = tensor_parallel.weight_gradients(x, dys, parameters[1::2])
+    for p, gradient in zip(parameters, gradients):
+        if gradient is not None and p.requires_grad:
+            torch.autograd.backward(p, gradient)
 
 
-def of_each_expert(piece, name, suffix, first_expert):
-    """A box of this rank's stack of experts -> [Piece], a box of each expert in it."""
-    found = []
-    for i, tensor in enumerate(piece.tensor):
-        whole_name = moe.plain_name(name, first_expert + piece.start[0] + i) + suffix
-        found.append(Piece(whole_name, piece.shape[1:], piece.start[1:], tensor, piece.writes))
-    return found
+def between_layers(model, layers, plan):
+    """-> {stage: module} of this rank, {parameter that several stages have: its name in the first}
+    """
+    stages = carve(model, layers)
+    first = {}  # {parameter: the first stage that has it, its name there}
+    tied = {}
+    for number, stage in enumerate(stages):
+        for name, p in stage.named_parameters():
+            first_number, first_name = first.setdefault(p, (number, name))
+            if number != first_number:
+                tied[p] = first_name
+    return {action.stage: stages[action.stage] for action in plan}, tied
 
 
-def train_step(model, loss_by_pipeline, x, y, valid, clip):
+def around_layers(here, recompute, autocast):
+    for stage in here.values():
+        if recompute:
+            for block in stage.blocks.values():
+                block.forward = partial(recompute, block.forward)
+        if autocast:
+            stage.forward = autocast(stage.forward)
+
+
+def train_step(model, optimizer, x, y, valid, clip):
     """x, y: this rank's rows and tokens (B/dp, T/cp); valid: targets of the whole batch.
 
     -> this rank's part of the loss, the gradient norm."""
     model.zero_grad()
-    loss = loss_by_pipeline.step(x, y, valid)
+    inputs, loss_of = in_microbatches(model, x, y, valid)
+    loss = model.pipeline.step(inputs, loss_of) / model.tp.size
     sum_gradients(model)
     norm = gradient_norm(model)
-    step(model, norm, clip)
-    return loss + moe.balancing_losses(model), norm
+    balancing = moe.balancing_losses(model)
+    step(model, optimizer, norm, clip)
+    return loss + balancing, norm
 
 
-def evaluate(model, loss_by_pipeline, x, y):
-    """x, y: this rank's rows and tokens of held-out text -> its part of the sum of token losses."""
-    loss = loss_by_pipeline.evaluate(x, y)
+def evaluate(model, x, y):
+    """-> this rank's part of the sum of token losses."""
+    inputs, loss_of = in_microbatches(model, x, y, 1)
+    loss = model.pipeline.evaluate(inputs, loss_of) / model.tp.size
     for zero in model.zeros:
-        zero.free_units()  # ZeRO-3's, which a backward would have freed
+        zero.free_units()  # ZeRO-3's, which reduce() would have freed
     return loss
+
+
+def in_microbatches(model, x, y, valid):
+    """-> what Pipeline.step takes: the inputs, and (logits, number of a micro-batch) -> its part of
+    the loss, which every rank of tp has."""
+    targets = y.chunk(model.pipeline.microbatches)
+    vocab = len(model.origins["tok.weight"].like)  # V, as in the plain model
+
+    def loss_of(logits, m):
+        if model.tp.size == 1:
+            return loss_sum(logits, targets[m]) / valid
+        loss = vocab_parallel_cross_entropy(logits, targets[m], vocab, model.tp)
+        return loss / valid
+
+    return x.chunk(model.pipeline.microbatches), loss_of
 
 
 # ---- 3. at work: the same with torch's own API -------------------------------
@@ -677,37 +537,37 @@ def whole(t):
 class AtWork(nn.Module):
     """This rank's stages of the toy GPT, and torch's schedule, which runs them."""
 
-    def __init__(self, stages, mesh, groups, vocab):
+    def __init__(self, here, ends_are_tied, mesh, device_mesh, origins):
         super().__init__()
-        self.stages = nn.ModuleList(stages)
-        self.mesh = mesh  # torch's, of pp, dp and tp
-        self.groups = groups  # of the pipeline
-        self.vocab = vocab  # V
-        self.first = any(stage.first for stage in stages)
-        self.last = any(stage.last for stage in stages)
+        self.stages = nn.ModuleList(here.values())
+        self.first = self.stages[0].first
+        self.last = self.stages[-1].last
+        # the embedding is tied to the head, which another rank has
+        self.ends_are_tied = ends_are_tied and self.first != self.last
+        self.mesh = mesh
+        self.device_mesh = device_mesh  # torch's, of pp, dp and tp
+        self.origins = origins
         self.valid = 1  # targets of the batch under way
         self.schedule = None  # made by schedule_at_work, which needs loss_of
 
     def tied(self):
-        """-> the tied embedding here, if another rank has it too; the group of the two"""
-        if self.first == self.last:  # both ends are here, or none
-            return None, None
+        """-> the embedding or head here, if it is tied to another rank's, else None"""
+        if not self.ends_are_tied:
+            return None
         if self.first:
-            tied = self.stages[0].tok.weight
-        else:
-            tied = self.stages[-1].head.weight
-        [group] = self.groups.sharing.values()  # nothing else is tied
-        return tied, group
+            return self.stages[0].tok.weight
+        return self.stages[-1].head.weight
 
     def loss_of(self, logits, targets):
         """What torch's schedule calls on the last stage."""
-        if self.mesh["tp"].size() > 1:
-            shape = *targets.shape, self.vocab
-            stride = targets.shape[1] * self.vocab, self.vocab, 1
+        if self.mesh.size["tp"] > 1:
+            vocab = len(self.origins["tok.weight"].like)  # V, as in the plain model
+            shape = torch.Size((*targets.shape, vocab))
+            stride = targets.shape[1] * vocab, vocab, 1
             logits = DTensor.from_local(
-                logits, self.mesh["tp"], [Shard(2)], shape=torch.Size(shape), stride=stride)
+                logits, self.device_mesh["tp"], [Shard(2)], shape=shape, stride=stride)
         # fully_shard averages over dp
-        return loss_sum(logits, targets) * self.mesh["dp"].size() / self.valid
+        return loss_sum(logits, targets) * self.mesh.size["data"] / self.valid
 
     def run(self, run_schedule, x, y, valid):
         """-> this rank's part of the loss. run_schedule: the schedule's step, or its eval."""
@@ -720,7 +580,7 @@ class AtWork(nn.Module):
         if self.last:
             named = {"target": y, "losses": losses}
         context = contextlib.nullcontext()
-        if self.mesh["tp"].size() > 1:
+        if self.mesh.size["tp"] > 1:
             context = loss_parallel()  # the logits are cut
         with context:
             run_schedule(*inputs, **named, return_outputs=False)
@@ -728,90 +588,81 @@ class AtWork(nn.Module):
         for loss in losses:
             total = total + local(loss.detach())
         # loss_of has multiplied by dp, and each rank of tp has the whole
-        return total / (self.mesh["dp"].size() * self.mesh["tp"].size())
+        return total / (self.mesh.size["data"] * self.mesh.size["tp"])
 
     def evaluate(self, x, y):
         return self.run(self.schedule.eval, x, y, 1)
 
 
-def parallelize_at_work(model, mesh, plans, groups, boundary, layers, name, sp):
-    """The plain GPT -> AtWork. mesh: torch's DeviceMesh of pp, dp and tp; name: of the schedule."""
-    vocab = len(model.tok.weight)
-    if mesh["tp"].size() > 1:
-        tensor_parallel.parallelize_at_work(model, mesh["tp"], sp)
+def parallelize_at_work(model, mesh, device_mesh, plans, layers, boundary, args):
+    """The plain GPT -> AtWork. device_mesh: torch's, of pp, dp and tp."""
+    origins = origins_of(model, layers, plans)
+    if mesh.size["tp"] > 1:
+        tensor_parallel.parallelize_at_work(model, device_mesh["tp"], args.sp)
     columns = len(local(model.head.weight))  # before fully_shard cuts it again
-    all_stages = pipeline_parallel.carve(model, layers)
-    numbers = pipeline_parallel.stages_of(plans[groups.rank])
-    here = {number: all_stages[number] for number in numbers}
+    here, tied = between_layers(model, layers, plans[mesh.place["pp"]])
     for stage in here.values():
-        if stage.last and mesh["tp"].size() > 1:
+        if stage.last and mesh.size["tp"] > 1:
             # torch's pipeline takes ordinary tensors; loss_of makes a DTensor of them again
             stage.register_forward_hook(lambda module, inputs, logits: logits.to_local())
-        if mesh["dp"].size() > 1:
+        if mesh.size["data"] > 1:
             for unit in [*stage.blocks.values(), stage]:
-                fully_shard(unit, mesh=mesh["dp"], reshard_after_forward=False)
-    at_work = AtWork(here.values(), mesh, groups, vocab)
-    tokens = len(model.pos.weight)
+                fully_shard(unit, mesh=device_mesh["dp"], reshard_after_forward=False)
+    at_work = AtWork(here, bool(tied), mesh, device_mesh, origins)
     parts = []
     for number, stage in here.items():
-        shapes = shapes_at_work(stage, boundary, tokens, columns)
-        parts.append(stage_at_work(stage, number, len(all_stages), groups, boundary, shapes))
-    at_work.schedule = schedule_at_work(name, parts, count_microbatches(plans), at_work.loss_of)
+        shapes = shapes_at_work(stage, boundary, args.seq, columns)
+        parts.append(stage_at_work(stage, number, len(layers), mesh.group["pp"], shapes))
+    at_work.schedule = schedule_at_work(args, parts, at_work.loss_of)
     return at_work
 
 
-def shapes_at_work(stage, boundary, tokens, columns):
+def shapes_at_work(stage, boundary, T, columns):
     """-> what a stage takes and gives. Without it torch asks other ranks, and that takes NumPy."""
-    edge = torch.empty(boundary.size, dtype=boundary.dtype, device=boundary.device)
-    edge.requires_grad_()
+    size, dtype, device = boundary
+    edge = torch.empty(size, dtype=dtype, device=device, requires_grad=True)
     taken = edge
     given = edge
     if stage.first:
-        taken = edge.new_empty(len(edge), tokens, dtype=torch.int64)
+        taken = edge.new_empty(size[0], T, dtype=torch.int64)
     if stage.last:
-        given = edge.new_empty(len(edge), tokens, columns)
+        given = edge.new_empty(size[0], T, columns)
     return taken, given
 
 
-def stage_at_work(stage, number, count, groups, boundary, shapes):
+def stage_at_work(stage, number, count, group, shapes):
     from torch.distributed import pipelining  # takes as long to import as all the rest
 
     taken, given = shapes
     return pipelining.PipelineStage(
-        stage, number, count, boundary.device, input_args=taken, output_args=given,
-        group=groups.group)
+        stage, number, count, taken.device, input_args=taken, output_args=given, group=group)
 
 
-def schedule_at_work(name, parts, microbatches, loss_of):
+def schedule_at_work(args, parts, loss_of):
     from torch.distributed.pipelining import schedules
 
-    if name in pipeline_parallel.ONE_STAGE:
+    if args.schedule in pipeline_parallel.ONE_STAGE:
         [parts] = parts
-    make = getattr(schedules, pipeline_parallel.AT_WORK[name])
-    return make(parts, microbatches, loss_fn=loss_of, scale_grads=False)  # gradients are a sum
+    make = getattr(schedules, pipeline_parallel.AT_WORK[args.schedule])
+    return make(parts, args.micro, loss_fn=loss_of, scale_grads=False)  # gradients are a sum
 
 
-def gather_at_work(model, tensors, origins):
-    """{name: tensor} of this rank's stages -> {name: whole tensor} of all, on every rank."""
-    mine = {name: whole(t) for name, t in tensors.items()}
-    device = next(model.parameters()).device
-    return pipeline_parallel.gather(mine, origins, model.groups, device)
-
-
-def full_state_dict_at_work(model, origins):
-    found = {}
+def full_state_dict_at_work(model):
+    mine = {}
     for stage in model.stages:
-        found.update(stage.state_dict())
-    return gather_at_work(model, found, origins.all)
+        mine.update({name: whole(t) for name, t in stage.state_dict().items()})
+    origins = {name: origin[:2] for name, origin in model.origins.items()}
+    return pipeline_parallel.gather(mine, origins, model.mesh.group["pp"])
 
 
-def full_gradients_at_work(model, origins):
-    found = {}
+def full_gradients_at_work(model):
+    mine = {"any": torch.zeros((), device=next(model.parameters()).device)}
     for stage in model.stages:
         for name, p in stage.named_parameters(remove_duplicate=False):
             if p.requires_grad:
-                found[name] = p.grad
-    return gather_at_work(model, found, origins.trained)
+                mine[name] = whole(p.grad)
+    origins = {name: origin[:2] for name, origin in model.origins.items() if origin.is_trained}
+    return pipeline_parallel.gather(mine, origins, model.mesh.group["pp"])
 
 
 def train_step_at_work(model, optimizer, x, y, valid, clip):
@@ -822,15 +673,15 @@ def train_step_at_work(model, optimizer, x, y, valid, clip):
         if isinstance(p, DTensor):
             # the gradient of a cut embedding comes replicated
             p.grad = p.grad.redistribute(placements=p.placements)
-    tied, sharing = model.tied()
+    tied = model.tied()
     if tied is not None and tied.requires_grad:
-        dist.all_reduce(local(tied.grad), group=sharing)  # partial -> replicated
+        dist.all_reduce(local(tied.grad), group=model.mesh.group["ends"])  # partial -> replicated
     # the tied one counts on the first stage only
     counted = [p.grad for p in parameters if p is not tied or model.first]
     square = torch.zeros((), dtype=next(model.parameters()).dtype, device=x.device)
     if counted:
         square = whole(nn.utils.get_total_norm(counted)).square()
-    dist.all_reduce(square, group=model.groups.group)  # over pp: partial -> replicated
+    dist.all_reduce(square, group=model.mesh.group["pp"])  # partial -> replicated
     norm = square.sqrt()
     if clip and parameters:
         scale = (clip / (norm + 1e-6)).clamp(max=1)
@@ -841,10 +692,9 @@ def train_step_at_work(model, optimizer, x, y, valid, clip):
 
 # ---- 4. run ------------------------------------------------------------------
 
-NOT_HERE = ("naive", "pipedream")  # one never overlaps, the other trains something else
+# naive never overlaps, pipedream trains something else, auto wants --limit and --times
+NOT_HERE = ("naive", "pipedream")
 SCHEDULES = tuple(name for name in pipeline_parallel.SCHEDULES if name not in NOT_HERE)
-PIPELINE_FLAGS = {name: pipeline_parallel.FLAGS[name]
-                  for name in ("chunks", "limit", "layers_per_stage", "times")}
 FLAGS = {
     "dp": Flag(int, "copies, which share the batch", POSITIVE),
     "tp": Flag(int, "ranks that share each layer", POSITIVE),
@@ -854,914 +704,450 @@ FLAGS = {
                  tuple(context_parallel.KINDS)),
     "micro": Flag(int, "M, micro-batches of a copy (4, or 2 or 1 if 4 do not fit)", POSITIVE),
     "schedule": Flag("1f1b", "order of the work", SCHEDULES),
-    **PIPELINE_FLAGS,
+    "chunks": Flag(2, "stages of a rank, for interleaved and bfs", POSITIVE),
     "sp": Flag(False, "cut norms and residuals over tp, along T"),
     "zero": Flag(0, "over dp x cp: cut optimizer (1), gradients (2), parameters (3); --impl torch "
                  "cuts all", (0, 3)),
     "ckpt": Flag("none", "what blocks compute again in backward", ("none", "full", "selective")),
     "amp": Flag("off", "autocast to", ("off", "bf16")),
+    **moe.FLAGS,
     "experts": Flag(0, "E in each layer, in the place of its MLP (0: none)", ANY),
-    "top_k": Flag(2, "K, experts per token", POSITIVE),
-    "ep": Flag(0, "ranks of dp x cp that share out the experts (0: all)", ANY),
-    "shared": Flag(False, "an expert for every token besides"),
-    "capacity": Flag(0.0, "A: an expert takes A times its share (0: everything)", ANY),
-    "balance": Flag("aux", "a loss, a bias in the choice, or nothing", ("aux", "bias", "none")),
 }
-
-Layout = namedtuple("Layout", "dp cp tp pp ep sp micro")  # ep: None without experts
 
 
 def layout(args):
-    """-> the Layout that the flags ask for. What cannot run ends here, in one line.
-
-    It also fills in args, so that a report shows what was used.
-    """
-    args.dp, args.tp, args.pp = axes(args)
-    refuse_axes(args)
-    data = args.dp * args.cp
+    """Fills in what the flags leave open. What cannot run ends here, in one line."""
+    fill_axes(args)
     args.micro = args.micro or math.gcd(4, args.batch // args.dp)
-    require(args.batch % (args.dp * args.micro) == 0, f"--batch {args.batch} does not divide into "
-            f"--dp {args.dp} x --micro {args.micro} micro-batches")
-    refuse_schedule(args)
-    ep = None
-    if args.experts:
-        args.ep = args.ep or data
-        ep = args.ep
-        refuse_experts(args, data)
     for flag in ("ep", "shared", "capacity"):
         require(args.experts or not getattr(args, flag), f"--{flag} is for --experts E")
+    args.ep = args.ep or args.dp * args.cp
+    if not args.experts:
+        args.ep = 1
+    refuse_sizes(args)
+    refuse_together(args)
     if args.impl != "scratch":
         refuse_torch(args)
     args.sp = args.sp and args.tp > 1
-    return Layout(args.dp, args.cp, args.tp, args.pp, ep, args.sp, args.micro)
 
 
-def axes(args):
-    """-> dp, tp, pp. Their product is to be ranks / cp. If all three are left out, and 4 divides
-    ranks / cp, pp and tp are 2.
-
-    Of those that are still open, the last in the order pp, tp, dp gets all the ranks that remain,
-    and the others are 1. On 8 ranks, --pp 2 alone makes dp 4 and tp 1; --dp 2 alone tp 4 and pp 1.
-    """
+def fill_axes(args):
+    """dp, tp and pp that are left out. If all are, and 4 divides the ranks, tp and pp are 2. The
+    last that is open in the order pp, tp, dp gets the ranks that remain, the others are 1."""
     ranks = args.world_size // args.cp
-    sizes = {"pp": args.pp, "tp": args.tp, "dp": args.dp}
-    if not any(sizes.values()) and ranks % 4 == 0:
-        sizes["pp"] = 2
-        sizes["tp"] = 2
-    missing = [axis for axis, size in sizes.items() if size is None]
+    missing = [axis for axis in ("pp", "tp", "dp") if getattr(args, axis) is None]
     for axis in missing:
-        sizes[axis] = 1
+        setattr(args, axis, 1)
+    if len(missing) == 3 and ranks % 4 == 0:
+        args.pp = 2
+        args.tp = 2
     if missing:
-        sizes[missing[-1]] = max(1, ranks // math.prod(sizes.values()))
-    return sizes["dp"], sizes["tp"], sizes["pp"]
+        setattr(args, missing[-1], max(1, ranks // (args.dp * args.tp * args.pp)))
 
 
-def refuse_axes(args):
+def refuse_sizes(args):
+    """What does not divide."""
     cfg = args.cfg
-    dp = args.dp
-    cp = args.cp
     tp = args.tp
-    pp = args.pp
-    given = f"--dp {dp} x --tp {tp} x --pp {pp}"
-    cut = f"--tp {tp}"
-    if cp > 1:
-        given = f"--dp {dp} x --cp {cp} x --tp {tp} x --pp {pp}"
-        cut = f"--cp {cp} x --tp {tp}"
-    require(dp * cp * tp * pp == args.world_size,
-            f"{given}: their product is not {args.world_size}, the number of ranks")
-    require(cfg.heads % tp == 0, f"--heads {cfg.heads} do not divide over --tp {tp}")
-    pieces_of_sequence = context_parallel.KINDS[args.attn](cp_rank=0, cp=cp).chunk_count
-    require(cp == 1 or cfg.seq % pieces_of_sequence == 0, f"--seq {cfg.seq} does not divide into "
-            f"{pieces_of_sequence} chunks, for --attn {args.attn} with --cp {cp}")
-    require(args.attn != "ulysses" or cfg.heads // tp % cp == 0,
-            f"--heads {cfg.heads} do not divide over {cut}, which ulysses wants")
-    if cp > 1 and args.attn != "ulysses" and context_parallel.is_on_gpu(args):
-        dtype = torch.bfloat16 if args.amp == "bf16" else DTYPES[args.dtype]
-        context_parallel.refuse_head_width(cfg, dtype)
-    require(not args.sp or cfg.seq // cp % tp == 0,
-            f"--seq {cfg.seq} does not divide over {cut}, which --sp wants")
-    require(args.batch % dp == 0, f"--batch {args.batch} does not divide into --dp {dp}")
+    data = args.dp * args.cp
+    heads = f"--heads {cfg.heads}, --kv-heads {cfg.kv_heads}"
+    chunks = args.cp * len(context_parallel.on_paper(args.attn, 0, args.cp).chunks())
+    stages = args.pp * pipeline_parallel.chunks_of(args.schedule, args.chunks)
+    require(data * tp * args.pp == args.world_size,
+            f"--dp {args.dp} x --cp {args.cp} x --tp {tp} x --pp {args.pp}: their product is not "
+            f"{args.world_size}, the number of ranks")
+    require(cfg.kv_heads % tp == 0, f"{heads}: do not divide over --tp {tp}")
+    require(cfg.hidden % tp == 0, f"--hidden {cfg.hidden} does not divide over --tp {tp}")
+    require(args.cp == 1 or cfg.seq % chunks == 0, f"--seq {cfg.seq} does not divide into "
+            f"{chunks} chunks, for --attn {args.attn} with --cp {args.cp}")
+    require(args.attn != "ulysses" or cfg.kv_heads // tp % args.cp == 0,
+            f"{heads}: do not divide over --cp {args.cp} x --tp {tp}, which ulysses wants")
+    require(not args.sp or cfg.seq // args.cp % tp == 0,
+            f"--seq {cfg.seq} does not divide over --cp {args.cp} x --tp {tp}, which --sp wants")
+    require(args.batch % (args.dp * args.micro) == 0, f"--batch {args.batch} does not divide into "
+            f"--dp {args.dp} x --micro {args.micro} micro-batches")
+    require(stages <= args.layers, pipeline_parallel.too_few(args.layers, stages))
+    require(args.schedule != "interleaved" or args.micro % args.pp == 0,
+            f"--micro {args.micro}: interleaved needs a multiple of --pp {args.pp}")
+    require(not args.experts or args.top_k <= args.experts,
+            f"--top-k {args.top_k} of --experts {args.experts}: choose {args.experts} at most")
+    require(data % args.ep == 0, f"--ep {args.ep} does not divide dp x cp = {data}: take a divisor")
+    require(args.experts % args.ep == 0,
+            f"--experts {args.experts} for --ep {args.ep}: take a multiple")
 
 
-def refuse_schedule(args):
+def refuse_together(args):
+    """What does not go together."""
     name = args.schedule
-    pp = args.pp
-    stages = pp * pipeline_parallel.chunks_of(name, args.chunks)
-    require(args.layers_per_stage or stages <= args.layers,
-            pipeline_parallel.too_few(args.layers, stages))
-    require(name != "interleaved" or args.micro % pp == 0,
-            f"--micro {args.micro}: interleaved needs a multiple of --pp {pp}")
-    require(name == "auto" or not (args.limit or args.times),
-            f"--limit and --times are for --schedule auto, not for {name}")
-    plans = plans_of(args)
-    splits = any(pipeline_parallel.split_of(plan) for plan in plans)
-    require(not splits or args.ckpt != "full",
-            f"--schedule {name} cannot split what --ckpt full runs twice")
-    pipeline_parallel.read_layers(args, plans)
-    require(args.zero < 3 or (pp == 1 and name == "1f1b"),
-            f"--zero 3 --pp {pp} --schedule {name}: ZeRO-3 wants the backward of a micro-batch "
-            "right behind its forward; take --pp 1 --schedule 1f1b, or --zero 2")
-
-
-def plans_of(args):
-    """-> what each rank of a pipeline does, in order"""
-    return pipeline_parallel.read_plans(args, times_of(args))
-
-
-def times_of(args):
-    """-> F, B, W and COMM; without --times those of matmuls alone: F, B and W take the same"""
-    return pipeline_parallel.read_times(args.times or "1,1,1,0")
-
-
-def refuse_experts(args, data):
-    E = args.experts
-    ep = args.ep
-    require(args.top_k <= E, f"--top-k {args.top_k} of --experts {E}: choose {E} at most")
-    require(data % ep == 0, f"--ep {ep} does not divide dp x cp = {data}: take a divisor")
-    require(E % ep == 0, f"--experts {E} for --ep {ep}: take a multiple")
+    require(args.pp > 1 or not any(action.kind == "W" for action in plans_of(args)[0]),
+            f"--schedule {name} --pp 1: no rank waits that W could serve; take 1f1b")
+    require(args.zero < 3 or (args.pp == 1 and name == "1f1b"),
+            f"--zero 3 --pp {args.pp} --schedule {name}: ZeRO-3 wants each backward right "
+            "behind its forward; take --pp 1 --schedule 1f1b, or --zero 2")
+    require(not args.experts or args.tp == 1 or args.sp, f"--experts {args.experts} --tp {args.tp}:"
+            " its ranks would all route the same tokens; add --sp")
 
 
 def refuse_torch(args):
     """What section 3 does not show."""
-    tp = args.tp
-    pp = args.pp
+    name = args.schedule
     ours = args.dry_run or args.save or args.resume or args.init_from
     require(not ours and args.dtype != "bf16" and args.ckpt == "none" and args.amp == "off",
             "--dry-run, --save, --resume, --init-from, --ckpt, --amp, --dtype bf16 want --impl "
             "scratch")
     require(args.cp == 1 and not args.experts and args.zero < 2,
             "--cp, --experts and --zero 2, 3 want --impl scratch")
-    name = args.schedule
     at_work = pipeline_parallel.AT_WORK
     require(name in at_work, f"--schedule {name}: torch has {', '.join(at_work)} only")
-    require(args.cfg.seq > (tp - 1) * -(-args.cfg.seq // tp), f"--seq {args.cfg.seq}: torch leaves "
-            f"the last of --tp {tp} no positions: take a multiple of {tp}")
-    is_vee = pipeline_parallel.SCHEDULES[name].place is pipeline_parallel.vee
-    require(not is_vee or not args.eval_every,
-            f"--schedule {name} --eval-every: eval() of torch's schedule does not know V-shaped "
-            "ones; take --impl scratch")
-    pipeline_parallel.refuse_at_work(name, args.micro, pp)
+    require(args.cfg.seq % args.tp == 0, f"--seq {args.cfg.seq}: torch wants a multiple of --tp")
+    pipeline_parallel.refuse_at_work(name, args.micro, args.pp)
     home = pipeline_parallel.homes(plans_of(args))
-    one_rank_has_both = len(home) > 1 and home[0] == home[max(home)]
-    require(not one_rank_has_both or args.dp == 1,
-            f"--schedule {name} --pp {pp} --dp {args.dp}: fully_shard would untie the embedding "
-            "from the head, which is in another stage of that rank; take --impl scratch")
+    ends_on_one_rank = len(home) > 1 and home[0] == home[max(home)]
+    require(not ends_on_one_rank or (args.dp == 1 and not args.eval_every),
+            f"--schedule {name} --pp {args.pp}: torch's eval() does not know V-shaped ones, and "
+            "fully_shard would untie the embedding; take --dp 1 without --eval-every")
 
 
-def ranges(layers):
-    """How many layers each stage has -> [range of them]"""
-    found = []
-    for count in layers:
-        first = found[-1].stop if found else 0
-        found.append(range(first, first + count))
-    return found
+def plans_of(args):
+    """-> what each rank of a pipeline does, in order"""
+    return pipeline_parallel.make_plans(args.schedule, args.pp, args.micro, args.chunks)
 
 
-# What main() has laid out, for the functions below
-Setting = namedtuple("Setting", "lay mesh plans groups layers batches")
+# ---- bytes. b: of a number; B', T': rows of a micro-batch and tokens of a sequence on this rank
 
 
-class Sizes:
-    """The letters of the textbook's rows, for this rank. The functions below call it `at`."""
-
-    def __init__(self, run, setting):
-        args = run.args
-        cfg = run.cfg
-        lay = setting.lay
-        layers = ranges(setting.layers)
-        self.args = args
-        self.lay = lay
-        self.b = run.dtype.itemsize  # bytes of a number
-        self.w = max(self.b, 4)  # of a number in AdamW's states, in the norm and in the loss
-        self.C = cfg.width
-        self.H = cfg.heads
-        self.E = args.experts
-        self.tp = lay.tp
-        self.M = lay.micro
-        self.T = cfg.seq // lay.cp  # tokens of a sequence here
-        self.N = args.batch // lay.dp // lay.micro * self.T  # tokens of a micro-batch here
-        self.x = self.b * self.N * self.C  # bytes between two blocks, before --sp cuts them
-        self.cut = lay.tp if lay.sp else 1  # into how many parts tp cuts what is between blocks
-        self.again = 0  # how often forward runs again in backward
-        if args.ckpt == "full":
-            self.again = 1
-        self.V = -(-cfg.vocab // lay.tp)  # rows of the embedding here, padding included
-        first = setting.mesh.place["tp"] * self.V
-        self.columns = max(0, min(self.V, cfg.vocab - first))  # of the logits here
-        self.S = -(-cfg.seq // lay.tp)  # rows of the positions here, padding included
-        self.plan = setting.plans[setting.mesh.place["pp"]]  # what is done here
-        self.homes = pipeline_parallel.homes(setting.plans)  # {stage: pp rank}
-        self.stages = pipeline_parallel.stages_of(self.plan)  # here
-        self.last = len(layers) - 1  # the last stage of all
-        self.blocks = [i for number in self.stages for i in layers[number]]  # here
-
-    def is_trained(self, name):
-        return re.search(self.args.train, name) is not None
+def tokens_of(args):
+    """Of a micro-batch on a rank."""
+    return args.batch // args.dp // args.micro * (args.seq // args.cp)
 
 
-# Parameters that ZeRO lays end to end: one of its units, on this rank.
-# trained     how many numbers the trained ones of them have here
-# frozen      how many the frozen ones have
-# ranks       how many ranks hold the same ones
-# zero_stage  0 to 3
-# moved       how often a step gathers it from its chunks, or sums it into them
-Unit = namedtuple("Unit", "trained frozen ranks zero_stage moved")
+def sent_on_tp(args, b, layers, is_first, is_last):
+    """By so many layers, the embedding and the head in a step, but for the sums of gradients."""
+    x = b * tokens_of(args) * args.width  # between two blocks, before --sp cuts it
+    half = 5 if args.sp else 4  # f and g of half a block
+    halves = 1 if args.experts and not args.shared else 2
+    block = half * halves
+    if args.ckpt == "full":  # once more, but for the last g
+        block += 1 + halves if args.sp else 2
+    sent = layers * block * x
+    if is_first:
+        sent += 2 * x
+    if is_first and args.cfg.form == "gpt2":
+        sent += 2 * b * args.seq // args.cp * args.width  # positions
+    if is_last:
+        sent += (half - 2) * x
+        sent += 2 * 3 * max(b, 4) * tokens_of(args)  # three numbers of a token's loss
+    return (args.tp - 1) / args.tp * args.micro * sent
 
 
-def unit_of(at, numbers, ranks, zero_stage, turn=False):
-    """numbers: {the plain model's name of a tensor: how many of its numbers are here}.
-
-    turn: is it where forward turns into backward, so that ZeRO-3 need not gather it again?
-    """
-    trained = sum(n for name, n in numbers.items() if at.is_trained(name))
-    frozen = sum(numbers.values()) - trained
-    moved = 2  # gradients are summed and parameters gathered once; an all-reduce sends as much
-    if zero_stage == 2:
-        moved = at.M + 1  # gradients are summed in each micro-batch, parameters gathered once
-    elif zero_stage == 3 and turn:
-        moved = 2 * at.M  # in each: gradients summed, parameters gathered in forward
-    elif zero_stage == 3:
-        moved = 3 * at.M  # in each: the same, and parameters gathered in backward
-    return Unit(trained, frozen, ranks, zero_stage, moved)
+def sent_on_cp(args, b, layers):
+    """K and V to all other ranks, and their gradients; ulysses: q, k, v and the output."""
+    queries = tokens_of(args) * args.width // args.tp
+    keys = queries * args.kv_heads // args.heads
+    passes = 3 if args.ckpt == "full" else 2  # forward, again, backward
+    sent = args.cp * 2 * keys * (b * passes + max(b, 4))
+    if args.attn == "ulysses":
+        sent = 2 * (queries + keys) * b * passes
+    return (args.cp - 1) / args.cp * args.micro * layers * sent
 
 
-def padded(unit):
-    """Its trained numbers, with padding to equal chunks."""
-    if unit.zero_stage == 0:
-        return unit.trained
-    return -(-unit.trained // unit.ranks) * unit.ranks
+def sent_on_pp(args, b, neighbours):
+    """neighbours: how many stages before and behind those of this rank are on another one."""
+    cut = args.tp if args.sp else 1
+    return neighbours * args.micro * b * tokens_of(args) * args.width // cut
 
 
-def mlp(at, prefix, ranks):
-    """{name: numbers} of an MLP that is cut over so many ranks"""
-    C = at.C
-    return {
-        f"{prefix}.up.weight": 4 * C * C // ranks, f"{prefix}.up.bias": 4 * C // ranks,
-        f"{prefix}.down.weight": 4 * C * C // ranks, f"{prefix}.down.bias": C,
-    }
-
-
-def dense(at, i):
-    """{name: numbers} of block i, without experts"""
-    C = at.C
-    numbers = {}
-    for norm in ("norm1", "norm2"):
-        numbers[f"blocks.{i}.{norm}.weight"] = C
-        numbers[f"blocks.{i}.{norm}.bias"] = C
-    for matrix in ("q", "k", "v", "out"):
-        numbers[f"blocks.{i}.attn.{matrix}.weight"] = C * C // at.tp
-        numbers[f"blocks.{i}.attn.{matrix}.bias"] = C // at.tp
-    numbers[f"blocks.{i}.attn.out.bias"] = C  # not C/tp: whole on every rank
-    if not at.E:
-        return {**numbers, **mlp(at, f"blocks.{i}.mlp", at.tp)}
-    numbers[f"blocks.{i}.mlp.router.weight"] = at.E * C
-    if at.args.shared:
-        numbers.update(mlp(at, f"blocks.{i}.mlp.shared", at.tp))
-    return numbers
-
-
-def experts(at, i):
-    """{name: numbers} of this rank's experts in block i; which ones they are does not matter"""
-    numbers = {}
-    for e in range(at.E // at.lay.ep):
-        numbers.update(mlp(at, f"blocks.{i}.mlp.experts.{e}", 1))
-    return numbers
-
-
-def edges(at):
-    """{name: numbers} of this rank's parameters outside of blocks"""
-    numbers = {}
-    if 0 in at.stages:
-        numbers["pos.weight"] = at.S * at.C
-    if at.last in at.stages:
-        numbers["norm.weight"] = at.C
-        numbers["norm.bias"] = at.C
-    if 0 in at.stages or at.last in at.stages:
-        numbers["tok.weight"] = at.V * at.C
-    return numbers
-
-
-def dense_units(at):
-    """-> [Unit]: this rank's blocks, without experts, and its edges"""
-    ranks = at.lay.dp * at.lay.cp
-    zero_stage = at.args.zero
-    found = []
-    for i in at.blocks:
-        found.append(unit_of(at, dense(at, i), ranks, zero_stage, turn=(i == at.blocks[-1])))
-    if at.last > 0:
-        zero_stage = min(zero_stage, 1)  # edges wait for the sum of the tied embedding
-    # turn: a ZeRO frees a unit only when it comes to the next one. Edges are the one unit of their
-    # ZeRO, so they stay gathered from their first use in forward to the last in backward
-    found.append(unit_of(at, edges(at), ranks, zero_stage, turn=True))
-    return found
-
-
-def expert_units(at):
-    if not at.E:
-        return []
-    ranks = at.lay.dp * at.lay.cp // at.lay.ep
-    found = []
-    for i in at.blocks:
-        found.append(unit_of(at, experts(at, i), ranks, at.args.zero, turn=(i == at.blocks[-1])))
-    return found
-
-
-# In the formulas of the rows below: L_s blocks here, B' rows of a micro-batch, T' tokens of a
-# sequence here, t = tp with --sp and else 1; Z the ranks that ZeRO cuts over. Padding counts in
-# these: V' rows of the embedding and S' positions, over all of tp, and P' trained numbers here.
-# ends: what the first and the last stage have or send besides.
-
-
-def account_held(run, at, model, own):
-    b = at.b
-    w = at.w
-    units = dense_units(at) + expert_units(at)
-    numbers = sum(unit.trained + unit.frozen for unit in units)
-    what = "L_s [(12 C + 7) C/tp + 6 C], first (V' + S') C/tp, last V' C/tp + 2 C; V' once if both"
-    if at.E:
-        what = "L_s [(4 C + 3) C/tp + 5 C + E C + E/ep (8 C + 5) C], first, last"
-        if at.args.shared:
-            what += " + L_s [(8 C + 4) C/tp + C] (shared)"
-    run.textbook("parameters", f"b ({what})", b * numbers, b * own)
-    held = 4 * len(model.parts())  # AdamW's count of steps, one for each part
-    for unit in units:
-        length = padded(unit)
-        chunk = length
-        if unit.zero_stage >= 1:
-            chunk = length // unit.ranks  # a rank's own
-        parameters = chunk if unit.zero_stage >= 3 else length
-        gradients = chunk if unit.zero_stage >= 2 else length
-        states = 3 * chunk if b == 2 else 2 * chunk  # bf16 has a master in fp32
-        held += b * (unit.frozen + parameters + gradients) + w * states
-    for buffer in model.buffers():
-        held += buffer.nbytes
-    memory = run.ledger["scratch"].memory
-    formula = "2 b P'"
-    if at.args.zero == 2:
-        formula = "b P' + b P'/Z (tied ends: b P')"
-    elif at.args.zero == 3:
-        formula = "2 b P'/Z"
-    formula += " + (2 w, bf16 3 w) P'/Z + 4 per tensor (step)"
-    if at.args.train:
-        formula += " + b frozen"
-    if at.E:
-        formula += " + 8 E L_s (biases)"
-    run.textbook("held", formula, held,
-                 memory["parameters"] + memory["gradients"] + memory["optimizer"])
-
-
-def account_activations(run, at):
-    """The row of activations, for layouts in which all that autograd keeps is known here."""
-    args = at.args
-    if args.ckpt != "none" or args.schedule not in ("gpipe", "1f1b") or at.E:
-        return
-    if at.lay.cp > 1 and args.attn == "ulysses":
-        return
-    if at.tp == 1 and (0 in at.stages or at.last in at.stages):  # ends that tp has not cut
-        return
-    b = at.b
-    w = at.w
-    norm = 2 * at.x  # input and output
-    norm += 2 * b * at.N  # mean and 1/deviation of each token
-    norm //= at.cut
-    block = 2 * norm
-    block += 12 * at.x // at.tp  # q, k, v: 3; heads: 1; the MLP's up: 4, and its gelu: 4
-    block += w * at.H // at.tp * at.N  # attention: log of the sum of each row and head
-    of_microbatch = len(at.blocks) * block
-    ids = 8 + 1  # bytes of an id, and of whether another rank has it
-    if 0 in at.stages:
-        of_microbatch += ids * (at.N + at.T)
-    if at.last in at.stages:
-        of_microbatch += norm + (w * at.columns + w + ids) * at.N  # logits, log of the sum; targets
-    formula = ("kept x (L_s [(4/t + 12/tp) b B' T' C + 4 b B' T'/t (norms) + w B' T' H/tp], "
-               "first + ids, last + logits)")
-    run.textbook(
-        "activations", formula,
-        int(in_flight(at.plan)) * of_microbatch, run.ledger["scratch"].memory["activations"])
-
-
-def sent_on_tp_by_block(at):
-    """What f and g of a block send in forward and backward, but for the factor (tp-1)/tp."""
-    x = at.x
-    # a block that runs again stops before the MLP's g: nothing in it needs that result
-    if at.cut == 1:  # all-reduces, which send 2 x: g in forward, f in backward
-        attention = 4 * x + 2 * x * at.again  # its g, if the block runs again
-        mlp = 4 * x
-    else:  # f and g gather or scatter, which sends x: 2 in forward, 3 in backward
-        attention = 5 * x + 2 * x * at.again  # its f and g, if the block runs again
-        mlp = 5 * x + x * at.again  # its f
-    if not at.E:
-        return attention + mlp
-    block = attention + joined_experts(at)
-    if at.args.shared:
-        block += mlp
-    return block
-
-
-def sent_on_tp(at, model):
-    """Of blocks, of the embedding and the head; the loss; sums of gradients."""
-    x = at.x
-    head = 2 * x  # an all-reduce: f
-    if at.cut > 1:
-        head = 3 * x
-    of_microbatch = len(at.blocks) * sent_on_tp_by_block(at)
-    if 0 in at.stages:
-        # tokens and positions, each with g: an all-reduce, or with --sp a scatter and a gather
-        of_microbatch += 2 * (x + at.b * at.T * at.C)
-    if at.last in at.stages:
-        of_microbatch += head + 2 * 3 * at.w * at.N  # and all-reduces of three numbers a token
-    gradients = 0
-    for part in model.parts():
-        if "tp" in model.kind[part.parameter].summed:
-            gradients += 2 * part.grad.nbytes
-    return (at.tp - 1) / at.tp * (at.M * of_microbatch + gradients)
-
-
-def joined_experts(at):
-    """Without --sp each rank of tp routes a part of the tokens: all-gathers of what experts make,
-    and of the gradients of what they take."""
-    if at.cut > 1:
-        return 0
-    x = at.b * -(-at.N // at.tp) * at.tp * at.C  # with padding to equal parts
-    if at.args.shared:
-        # A block that runs again stops once it has all tensors that backward needs. The shared
-        # expert, which runs last, keeps some: so the all-gather before it is done again, too
-        return 2 * x + x * at.again
-    return 2 * x
-
-
-def sent_on_cp(at):
-    cp = at.lay.cp
-    one = at.N * at.C // at.tp  # numbers of one of q, k, v
-    passes = 2 + at.again  # forward and backward
-    if at.args.attn == "ulysses":  # q, k, v and the output: all but 1/cp goes elsewhere
-        layer = 4 * at.b * one * passes / cp
-    else:  # K and V go to all other ranks, and their gradients
-        layer = 2 * at.b * one * passes + 2 * at.w * one
-    return at.M * len(at.blocks) * (cp - 1) * layer
-
-
-def sent_by_zero(at, chosen):
-    """Of some units: gradients to the ranks that sum them, parameters to those that need them."""
+def sent_by_zero(model, axis, micro):
     sent = 0
-    for unit in chosen:
-        sent += unit.moved * at.b * padded(unit) * (unit.ranks - 1) / unit.ranks
+    for zero in model.zeros:
+        if zero.group is not model.mesh.group[axis]:
+            continue
+        blocks = [flat for flat in zero.flats if not flat.stays]
+        for flat in zero.flats:
+            moved = 2  # an all-reduce sends twice; or a sum and a gather
+            if flat.level == 2:
+                moved = micro + 1
+            elif flat.level == 3 and (flat.stays or flat is blocks[-1]):
+                moved = 2 * micro
+            elif flat.level == 3:  # a sum, and gathers in forward and backward
+                moved = 3 * micro
+            n = model.mesh.size[axis]
+            sent += moved * flat.full.nbytes * (n - 1) / n
     return sent
 
 
-def sent_on_ep(at, model):
-    """Rows of tokens, to experts and back, in forward and in backward. Before that each rank says
-    how many will come for every expert."""
-    ep = at.lay.ep
-    rows = 0
-    for layer in moe.layers_of(model):
-        # layer.sent, layer.received: rows to and from each rank of ep, of all micro-batches of the
-        # last step. What a forward that runs again sends is not among them
-        stay = layer.sent[model.mesh.place["ep"]]  # for this rank's own experts
-        rows += sum(layer.sent) - stay
-        rows += sum(layer.received) - stay
-    counts = 8 * at.E * (ep - 1) / ep * len(at.blocks) * at.M
-    return at.b * at.C * rows * (2 + at.again) + counts * (1 + at.again)
+def sent_by_sums(model, axis):
+    """By sum_gradients, along tp or ends."""
+    summed = [part for part in model.parts if axis in model.kind[part.parameter].summed]
+    n = model.mesh.size[axis]
+    return 2 * (n - 1) / n * sum(part.grad.nbytes for part in summed)
 
 
-def sent_on_pp(at):
-    """To the stage behind in forward, to the stage before in backward, if another rank has it."""
-    sent = 0
-    for number in at.stages:
-        for neighbour in (number - 1, number + 1):
-            if neighbour in at.homes and at.homes[neighbour] != at.homes[number]:
-                sent += at.M * at.x // at.cut
-    return sent
+def bytes_held(model, b):
+    """Parameters, gradients and AdamW's states, with padding."""
+    held = 4 * len(model.parts)  # counts of steps
+    for flat in model.flats:
+        parameters = flat.chunk if flat.level == 3 else len(flat.full)
+        gradients = flat.chunk if flat.level >= 2 else len(flat.full)
+        states = 3 if b == 2 else 2  # bf16 has masters
+        held += b * (parameters + gradients) + states * max(b, 4) * flat.chunk
+    return held + sum(buffer.nbytes for buffer in model.buffers())
 
 
-def account(run, setting, model, own):
-    """Bytes on this rank: of what it holds, and of what it sends along each axis in a step."""
-    at = Sizes(run, setting)
-    account_held(run, at, model, own)
-    if not run.args.train and run.args.amp == "off":
-        # what frozen layers need not send, or autocast halves, has no short formula
-        account_activations(run, at)
-        account_activations_sent(run, at, model, setting.groups)
-    account_gradients_sent(run, at, model)
+def textbook(run, plans, layers, model):
+    """-> rows: what a rank holds, and what it sends along each axis."""
+    args = run.args
+    mesh = model.mesh
+    b = run.dtype.itemsize
+    rank = mesh.place["pp"]
+    home = pipeline_parallel.homes(plans)
+    here = [stage for stage in home if home[stage] == rank]
+    ends = 0 in here, len(layers) - 1 in here
+    blocks = sum(layers[stage] for stage in here)
+    beside = [home.get(stage + step, rank) for stage in here for step in (-1, 1)]
+    neighbours = sum(other != rank for other in beside)
+    ledger = run.ledger["scratch"]
 
+    def wire(axis, formula, expected):
+        return f"wire {axis}", formula, expected, ledger.groups[mesh.group[axis].group_name]
 
-def wire(run, axis, formula, expected, *groups):
-    """A row of the bytes sent along an axis, which has groups of its own."""
-    sent = sum(run.ledger["scratch"].groups[group.group_name] for group in groups)
-    run.textbook(f"wire {axis}", formula, expected, sent)
-
-
-def account_activations_sent(run, at, model, groups):
-    lay = at.lay
-    group = model.mesh.group
-    times = sent_on_tp_by_block(at) / at.x
-    wire(run, "tp", f"(tp-1)/tp [M b B' T' C {times:g} L_s + ends + sums of gradients]",
-         sent_on_tp(at, model), group["tp"])
-    wire(run, "pp", "M b B' T' C/t per neighbour", sent_on_pp(at), groups.group,
-         *groups.links.values())
-    if lay.cp > 1:
-        passes = 2 + at.again
-        formula = f"M L_s (cp-1) B' T' C/tp ({2 * passes} b + 2 w)"
-        if at.args.attn == "ulysses":
-            formula = f"M L_s {4 * passes} (cp-1)/cp b B' T' C/tp"
-        wire(run, "cp", formula, sent_on_cp(at), group["cp"])
-    if lay.ep:
-        of_blocks = "M L_s"
-        if at.again:
-            of_blocks = "2 M L_s"
-        wire(run, "ep", f"{2 + at.again} b C (rows out + rows in - 2 rows staying) "
-             f"+ {of_blocks} (ep-1)/ep 8 E", sent_on_ep(at, model), group["ep"])
-        n = lay.dp * lay.cp * lay.tp
-        loads = 8 * at.E * at.M * len(at.blocks) * (1 + at.again)
-        wire(run, "load", f"2 (n-1)/n 8 E {of_blocks}, n = dp cp tp", 2 * (n - 1) / n * loads,
-             group["stage"])
-
-
-def account_gradients_sent(run, at, model):
-    groups = model.mesh.group
-    formula = "2 (n-1)/n b P'"
-    if at.args.zero == 2:
-        formula = "(M+1) (n-1)/n b P', for ends that are tied 2 in the place of M+1"
-    elif at.args.zero == 3:
-        formula = "3 M (n-1)/n b P', for the last block and for the ends 2 M"
-    wire(run, "dp", f"{formula}, n = dp cp", sent_by_zero(at, dense_units(at)), groups["data"])
-    if at.lay.ep:
-        wire(run, "replicas", f"{formula}, n = dp cp/ep", sent_by_zero(at, expert_units(at)),
-             groups["replicas"])
-    for group in model.stages.tied.values():
-        wire(run, "tied", "b V' C/tp", at.b * at.V * at.C, group)
-    n = run.world_size
-    wire(run, "norm", "2 w (n-1)/n", 2 * at.w * (n - 1) / n, dist.group.WORLD)
-
-
-def in_words(lay):
-    words = f"dp {lay.dp} x tp {lay.tp} x pp {lay.pp}"
-    if lay.cp > 1:
-        words = f"dp {lay.dp} x cp {lay.cp} x tp {lay.tp} x pp {lay.pp}"
-    if lay.ep:
-        words += f", ep {lay.ep}"
-    return words
-
-
-def picture(run, setting):
-    """Who is where: ranks of pp as rows, copies as columns."""
-    lay = setting.lay
-    layers = ranges(setting.layers)
-    homes = pipeline_parallel.homes(setting.plans)
-    for rank in range(lay.pp):
-        mine = [number for number in sorted(homes) if homes[number] == rank]
-        runs = [numbers_of(layers[number]) for number in mine]
-        copies = []
-        for data in range(lay.dp * lay.cp):
-            first = (rank * lay.dp * lay.cp + data) * lay.tp
-            name = f"copy {data // lay.cp}"
-            if lay.cp > 1:
-                name += f", part {data % lay.cp}"
-            copies.append(f"{name}: ranks {first}..{first + lay.tp - 1}")
-        if run.world_size > 32:  # one line, this rank's
-            if rank != setting.mesh.place["pp"]:
-                continue
-            copies = [copies[setting.mesh.place["data"]]]
-        run.say(f"  pp rank {rank}, layers {' '.join(runs)}:  " + "   ".join(copies))
-
-
-def numbers_of(layers):
-    """A range of layers, in words: "2..3"."""
-    if not layers:
-        return "none"
-    return f"{layers.start}..{layers.stop - 1}"
-
-
-def say_costs(run, setting):
-    """The bubble and the FLOPs."""
-    flops = flops_of_step(run.cfg, run.args)
-    played = pipeline_parallel.simulated(
-        run.args, setting.plans, setting.layers, times_of(run.args))
-    idle = bubble_rate(played)
-    run.extra["bubble_rate"] = idle
-    by = "matmuls alone"
-    if run.args.times:
-        by = "by --times"
-    run.say(f"  {run.args.schedule}: bubble {idle:.1%} ({by}); "
-            f"model FLOPs {flops:.3g} per step")
-
-
-def flops_of_step(cfg, args):
-    """Matmuls of forward, and twice as many in backward (Narayanan 2021, section 5.1)."""
-    L, C, _, V, T = cfg
-    mlps = 1  # that a token visits in a layer
+    by_zero = "2 b P (n-1)/n; ZeRO-2: M + 1, ZeRO-3: 3 M (ends: 2 M) for the 2; n = dp cp"
+    rows = [
+        ("held states", "2 b P + 2 w P, of it cut: ZeRO", bytes_held(model, b)),
+        wire("data", by_zero, sent_by_zero(model, "data", args.micro)),
+    ]
     if args.experts:
-        mlps = args.top_k
-        if args.shared:
-            mlps += 1
-    router = 2 * C * args.experts
-    layer = 8 * C * C + 4 * T * C + 16 * C * C * mlps + router
-    return 3 * args.batch * T * (L * layer + 2 * V * C)
+        replicas = sent_by_zero(model, "replicas", args.micro)
+        rows.append(wire("replicas", by_zero + "/ep", replicas))
+    if mesh.size["ends"] > 1 and any(ends):
+        rows.append(wire("ends", "b V C/tp; ZeRO: /(dp cp)", sent_by_sums(model, "ends")))
+    if args.amp == "off":  # which would halve some
+        on_tp = sent_on_tp(args, b, blocks, *ends) + sent_by_sums(model, "tp")
+        rows.append(wire("tp", "M (tp-1)/tp (8, --sp 10) L b B' T' C + ends + sums", on_tp))
+        on_cp = sent_on_cp(args, b, blocks)
+        rows.append(wire("cp", "M (cp-1) L (4 b + 2 w) B' T' C_k/tp", on_cp))
+        on_pp = sent_on_pp(args, b, neighbours)
+        links = model.pipeline.mail.links  # of gloo none: it sends in the group of all
+        groups = [mesh.group["pp"], *(links[link] for link in links if rank in link)]
+        sent = sum(ledger.groups[group.group_name] for group in groups)
+        rows.append(("wire pp", "M b B' T' C, --sp /tp, per neighbour", on_pp, sent))
+    return rows
 
 
-def plain_model(args, lay):
-    """-> what makes the plain model of a Run: the GPT, or one with mixtures of experts"""
-    if not args.experts:
-        return build
-    return partial(build_mixture, args, lay)
+# ---- checkpoints: who holds what of the plain model
 
 
-def build_mixture(args, lay, cfg, seed, device, dtype):
-    which = None  # all experts
-    if args.dry_run:  # a rank's own: the plain model may be too large
-        data_rank = args.rank // lay.tp % (lay.dp * lay.cp)  # as in Mesh
-        ep_rank = data_rank % lay.ep
-        which = share(args.experts, lay.ep, ep_rank)
-    model = build(cfg, seed, device, dtype)
-    return moe.mixture(
-        model, seed, cfg, experts=args.experts, top_k=args.top_k, shared=args.shared,
-        balance=args.balance, capacity=args.capacity, which=which)
-
-
-def count(plain):
-    """-> parameters of the plain model, experts that build_mixture has left out included"""
-    total = sum(p.numel() for p in plain.parameters())
-    for block in plain.blocks:
-        if isinstance(block.mlp, moe.PlainMoE):
-            made = list(block.mlp.experts.values())
-            left_out = block.mlp.E - len(made)
-            total += left_out * sum(p.numel() for p in made[0].parameters())
-    return total
-
-
-class Batches:
-    """Which rows and tokens of every batch are a rank's."""
-
-    def __init__(self, run, lay, mesh):
-        self.run = run
-        self.lay = lay
-        self.mesh = mesh
-        self.rows = share(run.args.batch, lay.dp, mesh.place["dp"])
-        self.tokens = None  # (T/cp,), or None: all
-        if lay.cp > 1:
-            self.tokens = self.tokens_of(mesh.place["cp"])
-
-    def tokens_of(self, cp_rank):
-        ring = context_parallel.KINDS[self.run.args.attn](cp_rank=cp_rank, cp=self.lay.cp)
-        return ring.positions(self.run.cfg.seq, self.run.device)
-
-    def cut(self, x):  # (B/dp, T) -> (B/dp, T/cp)
-        if self.tokens is None:
-            return x
-        return x[:, self.tokens]
-
-    def of_step(self, step):
-        x, y, valid = self.run.batch(step, self.rows)
-        return self.cut(x), self.cut(y), valid
-
-    def held_out(self, k):
-        x, y = self.run.held_out(k, self.rows)
-        return self.cut(x), self.cut(y)
-
-    def routed(self, m, dp_rank, cp_rank, tp_rank):
-        """-> (N,): the tokens that a rank routes to experts in micro-batch m, in its order, by
-        their numbers in the B T tokens of the batch."""
-        lay = self.lay
-        T = self.run.cfg.seq
-        device = self.run.device
-        tokens = torch.arange(T, device=device)
-        if lay.cp > 1:
-            tokens = self.tokens_of(cp_rank)
-        if lay.sp:
-            tokens = tokens.chunk(lay.tp)[tp_rank]
-        rows = self.run.args.batch // lay.dp // lay.micro
-        first = (dp_rank * lay.micro + m) * rows
-        starts = T * torch.arange(first, first + rows, device=device)
-        numbers = (starts.unsqueeze(1) + tokens).flatten()
-        if not lay.sp:  # ranks of tp bring the same tokens: each routes some of them
-            mine = share(len(numbers), lay.tp, tp_rank)
-            numbers = numbers[mine.start:mine.stop]
-        return numbers
-
-    def routed_here(self):
-        place = self.mesh.place
-        places = place["dp"], place["cp"], place["tp"]
-        return [self.routed(m, *places) for m in range(self.lay.micro)]
-
-    def routed_everywhere(self):
-        """-> of each micro-batch, of each rank, what it routes"""
-        lay = self.lay
-        found = []
-        for m in range(lay.micro):
-            of_ranks = []
-            for dp_rank in range(lay.dp):
-                for cp_rank in range(lay.cp):
-                    for tp_rank in range(lay.tp):
-                        of_ranks.append(self.routed(m, dp_rank, cp_rank, tp_rank))
-            found.append(of_ranks)
-        return found
-
-
-class Choices:
-    """Which experts the tokens of each step have chosen, if there are experts.
-
-    Rounding decides near ties, so the plain model is told the ranks' choices. In fp64 there are no
-    ties, and it chooses itself.
-    """
-
-    def __init__(self, run, batches, model):
-        self.run = run
-        self.batches = batches
-        self.steps = []  # of each step, (L, B T, K)
-        rounds = run.args.dtype != "fp64"
-        self.told = bool(run.args.experts) and run.args.check and rounds and not run.dry
-        moe.remember_choices(model, self.told)
-
-    def add(self, model, is_last):
-        """Notes the choices of the step that has just run, from all ranks. A token of a layer is
-        routed by one of them, so that the sum is its choice.
-
-        is_last: no further step is compared, and layers need not remember more.
-        """
-        args = self.run.args
-        table = torch.zeros(args.layers, args.batch * args.seq, args.top_k, dtype=torch.int64,
-                            device=self.run.device)
-        mine = self.batches.routed_here()
-        for number, of_layer in zip(layers_here(model), moe.choices_here(model)):
-            for tokens, chosen in zip(mine, of_layer):
-                table[number, tokens] = chosen
-        dist.all_reduce(table)  # partial -> replicated
-        self.steps.append(table)
-        if is_last:
-            moe.remember_choices(model, False)
-
-    def plain_trace(self):
-        """The same steps by the plain model."""
-        run = self.run
-        model = run.build()
-        # which tokens are balanced together, and compete for room in an expert
-        moe.set_sources(model, self.batches.routed_everywhere())
-        # A plain layer takes a step's choices from a list. Where it finds None it chooses itself.
-        if run.plain_first() > 0:  # the plain run begins where this one does
-            before = []
-            moe.set_biases(model, run.start.extra["biases"])
-        else:  # it also repeats the steps before this run, whose choices are not known here
-            before = [None] * run.first
-        for i, block in enumerate(model.blocks):
-            if self.told:
-                block.mlp.choices = before + [table[i] for table in self.steps]
-        return run.plain(model, extra_loss=moe.plain_balancing_losses)
-
-
-def layers_here(model):
-    """-> [number of a layer], in the order of moe.layers_of(model)"""
-    return [int(name) for stage in model.stages for name in stage.blocks]
-
-
-def routed_together(args, lay):
-    """-> [what decides which tokens are balanced together, or compete for room in an expert].
-
-    The check of a resumed run replays all steps from step 0 on, but only if this list was the same
-    in all runs of the training (run.replays in main). Lists that differ count as different routing,
-    even if a case can be found in which they route alike.
-    """
-    if args.capacity:  # a rank drops the last of its own
-        return [lay.dp, lay.cp, lay.tp, lay.micro, lay.sp, args.attn]
-    if args.balance == "aux":  # the loss of a micro-batch is that of all its tokens
-        return [lay.dp, lay.micro]
-    return []
-
-
-def notes(run, model, lay):
-    """What a checkpoint notes besides weights and AdamW's states."""
-    return {"biases": biases(run, model), "routed": routings(run, lay)}
-
-
-def routings(run, lay):
-    """-> how tokens were routed together in this training, here and in the runs before this one"""
-    found = list(run.start.extra.get("routed", []))
-    mine = routed_together(run.args, lay)
-    # A checkpoint with steps and no such list was written by moe.py, whose steps were routed in
-    # moe.py's way. That is noted, unless `mine` is empty: then no way makes a difference
-    if run.start.steps and not found and mine:
-        found.append(moe.ROUTED_HERE)
-    if mine not in found:
-        found.append(mine)
+def pieces(model, optimizer):
+    """-> [Piece] of the plain model's tensors: masters as the parameters, and AdamW's states."""
+    found = []
+    for flat in model.flats:
+        for part in flat.parts:
+            p = part.parameter
+            run = model.names[p], flat.shapes[p], part.first
+            writes = is_first(model, p, flat.level)
+            found += in_plain(model, p, parts_pieces([(*run, part.master)], optimizer, writes))
+            # what computes is loaded likewise, and not saved
+            found += in_plain(model, p, run_pieces(*run, flat.shard[part.span], False))
+        if flat.level < 3:
+            for p, place in flat.places.items():
+                found += in_plain(model, p, pieces_of([(model.names[p], place)], None, False))
+    for p, name in model.names.items():
+        if not p.requires_grad:
+            found += in_plain(model, p, pieces_of([(name, p)], None, is_first(model, p, 0)))
     return found
 
 
-def biases(run, model):
-    """-> that of each expert, of all layers"""
-    table = torch.zeros(run.cfg.layers, run.args.experts, dtype=torch.float64, device=run.device)
-    for number, layer in zip(layers_here(model), moe.layers_of(model)):
-        table[number] = layer.bias
-    dist.all_reduce(table, group=model.mesh.group["pp"])  # on one stage -> replicated
-    return table.tolist()
+def is_first(model, p, level):
+    """Is this the first of the ranks that hold the same piece of this parameter?"""
+    axes = model.kind[p].summed + model.kind[p].same
+    if level:  # ZeRO has cut it
+        axes = [axis for axis in axes if axis not in COPIES]
+    return all(dist.get_rank(model.mesh.group[axis]) == 0 for axis in axes)
 
 
-def set_biases(model, values):
-    for number, layer in zip(layers_here(model), moe.layers_of(model)):
-        layer.bias.copy_(torch.tensor(values[number], dtype=torch.float64))
+def in_plain(model, p, pieces):
+    """Boxes of this rank's p -> boxes of the plain model's tensors.
+
+    What tp has cut is moved to its place in the whole, and loses its padding. A box of a stack of
+    experts is one of each expert.
+    """
+    cut = model.tp.cuts.get(p)
+    if cut is not None:
+        pieces = [moved_along_tp(piece, cut, model.tp.rank) for piece in pieces]
+    found = []
+    for name, shape, start, tensor, writes in pieces:
+        if "ep" not in model.kind[p].cut:
+            found.append(Piece(name, shape, start, tensor, writes))
+            continue
+        first = dist.get_rank(model.mesh.group["ep"]) * shape[0] + start[0]
+        for i, of_expert in enumerate(tensor):
+            of_name = moe.plain_name(name, first + i)
+            found.append(Piece(of_name, shape[1:], start[1:], of_expert, writes))
+    return [piece for piece in found if piece.tensor.numel()]
 
 
-def boundary_of(run, lay):
-    """What goes from stage to stage."""
-    rows = run.args.batch // lay.dp // lay.micro
-    tokens = run.cfg.seq // lay.cp
-    if lay.sp:
-        tokens //= lay.tp
-    return Boundary((rows, tokens, run.cfg.width), run.dtype, run.device)
+def moved_along_tp(piece, cut, tp_rank):
+    start = list(piece.start)
+    start[cut.dim] += tp_rank * piece.shape[cut.dim]
+    shape = list(piece.shape)
+    shape[cut.dim] = cut.whole
+    room = max(0, cut.whole - start[cut.dim])  # behind it is padding
+    tensor = piece.tensor.narrow(cut.dim, 0, min(room, piece.tensor.shape[cut.dim]))
+    return Piece(piece.name, tuple(shape), tuple(start), tensor, piece.writes)
 
 
-def set_up(run, setting):
+def notes(model):
+    """What a checkpoint holds besides: the biases of all layers' experts."""
+    names = [name for name in model.origins if name.endswith("bias_steps")]
+    return {"bias_steps": [biases.tolist() for biases in gather(model, {}, names).values()]}
+
+
+# ---- a run
+
+
+def build_plain(args, cfg, seed, device, dtype):
+    """The plain model. If it has experts, it is told which tokens are routed together."""
+    model = build(cfg, seed, device, dtype)
+    if args.experts:
+        moe.mixture(model, seed, cfg, experts=args.experts, top_k=args.top_k, shared=args.shared,
+                    balance=args.balance, capacity=args.capacity)
+        if not args.dry_run:
+            moe.set_sources(model, sources(args, device))
+    return model
+
+
+def sources(args, device):
+    """-> of each micro-batch, of each rank, the tokens that it routes: their numbers of all B T."""
+    numbers = torch.arange(args.batch * args.seq, device=device)
+    numbers = numbers.view(args.dp, args.micro, -1, args.seq)
+    pieces_of_sequence = args.tp if args.sp else 1
+    found = [[] for _ in range(args.micro)]
+    for dp_rank in range(args.dp):
+        for m in range(args.micro):
+            for cp_rank in range(args.cp):
+                here = numbers[dp_rank, m][:, tokens_of_rank(args, cp_rank, device)]  # (B', T')
+                found[m] += [piece.flatten() for piece in here.chunk(pieces_of_sequence, 1)]
+    return found
+
+
+def tokens_of_rank(args, cp_rank, device):
+    """-> which tokens of every sequence, an index"""
+    if args.cp == 1:
+        return slice(None)
+    return context_parallel.on_paper(args.attn, cp_rank, args.cp).positions(args.seq, device)
+
+
+def boundary_of(run):
+    """-> size, dtype and device of what goes from stage to stage"""
+    args = run.args
+    tokens = args.seq // args.cp
+    if args.sp:
+        tokens //= args.tp
+    return (args.batch // args.dp // args.micro, tokens, args.width), run.dtype, run.device
+
+
+def set_up(run, mesh, plans, layers):
     """-> Side"""
     args = run.args
-    lay = setting.lay
     plain = run.build()
-    if args.experts:
-        moe.refuse_mixed(plain)
-    origins = origins_of(plain, setting.plans, setting.groups, setting.layers)
-    model, loss_by_pipeline = parallelize(
-        plain, setting.mesh, setting.plans, setting.groups, boundary_of(run, lay), setting.layers,
-        sp=lay.sp, zero=args.zero, ckpt=args.ckpt, attn=args.attn, amp=args.amp, lr=args.lr,
-        dry=run.dry)
     extra = None
     if args.experts:
-        extra = partial(notes, run, model, lay)
-        # a fresh start has none, nor a run without experts, whose checkpoint begin() will refuse
-        if "biases" in run.start.extra:
-            set_biases(model, run.start.extra["biases"])
+        moe.set_biases(plain, run)
+    autocast = None
+    if args.amp == "bf16":
+        autocast = torch.autocast(run.device.type, torch.bfloat16)
+
+    def attend(group):
+        return context_parallel.for_proofs(context_parallel.KINDS[args.attn](group))
+
+    model = parallelize(
+        plain, mesh, plans, layers, boundary_of(run), sp=args.sp, attend=attend,
+        recompute=amp_accum_ckpt.CHECKPOINT[args.ckpt], autocast=autocast, zero=args.zero)
+    optimizer = adamw(model.parameter_groups(), args.lr)
+    tokens = tokens_of_rank(args, mesh.place["cp"], run.device)
+    if args.experts:
+        extra = partial(notes, model)
     return Side(
-        model=model,
-        optimizer=model.optimizer,
-        train_step=lambda x, y, valid: train_step(
-            model, loss_by_pipeline, x, y, valid, args.clip),
-        full_gradients=lambda: full_gradients(model, origins),
-        full_state_dict=lambda: full_state_dict(model, origins),
-        evaluate=lambda k: evaluate(model, loss_by_pipeline, *setting.batches.held_out(k)),
-        pieces=lambda: pieces(model),
+        model=model, optimizer=optimizer, train_step=train_step,
+        full_gradients=partial(full_gradients, model),
+        full_state_dict=partial(full_state_dict, model),
+        evaluate=lambda x, y: evaluate(model, x[:, tokens], y[:, tokens]),
+        pieces=partial(pieces, model, optimizer),
+        held=partial(held, model, model, optimizer),  # the second for its flats
         extra=extra,
-        held=model.held,
     )
 
 
-def set_up_at_work(run, setting):
+def set_up_at_work(run, mesh, plans, layers):
     """-> Side"""
     args = run.args
-    lay = setting.lay
-    names = ("pp", "dp", "tp")
-    mesh = init_device_mesh(run.device.type, (lay.pp, lay.dp, lay.tp), mesh_dim_names=names)
-    plain = run.build()
-    origins = origins_of(plain, setting.plans, setting.groups, setting.layers)
-    model = parallelize_at_work(
-        plain, mesh, setting.plans, setting.groups, boundary_of(run, lay), setting.layers,
-        args.schedule, lay.sp)
+    sizes = (args.pp, args.dp, args.tp)
+    device_mesh = init_device_mesh(run.device.type, sizes, mesh_dim_names=("pp", "dp", "tp"))
+    model = parallelize_at_work(run.build(), mesh, device_mesh, plans, layers, boundary_of(run),
+                                args)
     optimizer = adamw(model.parameters(), args.lr)
     return Side(
-        model=model,
-        optimizer=optimizer,
-        train_step=lambda x, y, valid: train_step_at_work(model, optimizer, x, y, valid, args.clip),
-        full_gradients=lambda: full_gradients_at_work(model, origins),
-        full_state_dict=lambda: full_state_dict_at_work(model, origins),
-        evaluate=lambda k: model.evaluate(*setting.batches.held_out(k)),
+        model=model, optimizer=optimizer, train_step=train_step_at_work,
+        full_gradients=partial(full_gradients_at_work, model),
+        full_state_dict=partial(full_state_dict_at_work, model),
     )
 
 
 SET_UP = {"scratch": set_up, "torch": set_up_at_work}
 
 
+def picture(run, plans, layers):
+    """Who is where: ranks of pp as rows, copies as columns. On many ranks: this one's."""
+    args = run.args
+    data = args.dp * args.cp
+    ends = list(accumulate(layers))
+    for rank, plan in enumerate(plans):
+        stages = sorted({action.stage for action in plan})
+        words = " ".join(f"{ends[s] - layers[s]}..{ends[s] - 1}" for s in stages)
+        copies = [range(first, first + args.tp)
+                  for first in range(rank * data * args.tp, (rank + 1) * data * args.tp, args.tp)]
+        if run.world_size > 32:
+            copies = [ranks for ranks in copies if run.rank in ranks]
+        if copies:
+            columns = "   ".join(f"ranks {ranks[0]}..{ranks[-1]}" for ranks in copies)
+            run.say(f"  layers {words}:  {columns}")
+
+
 def main():
-    args = arguments(__doc__, **FLAGS)
-    lay = layout(args)
+    args = arguments(__doc__, presets=moe.PRESETS, **FLAGS)
+    layout(args)
     plans = plans_of(args)
-    layers = pipeline_parallel.read_layers(args, plans)
-    run = Run(args, build=plain_model(args, lay))
-    # steps that were routed in another way cannot be replayed in this one
-    run.replays = not args.experts or len(routings(run, lay)) == 1
-    mesh = Mesh(lay.dp, lay.cp, lay.tp, lay.pp, lay.ep)
-    shared = [(0, len(layers) - 1)]  # the stages of the tied embedding
-    groups = pipeline_parallel.make_groups(plans, shared, mesh.pipelines, mesh.group["pp"])
+    home = pipeline_parallel.homes(plans)
+    layers = pipeline_parallel.split_layers(args.layers, len(home))
+    run = Run(args, build=partial(build_plain, args))
+    ends = home[0], home[len(home) - 1]
+    mesh = Mesh(args.dp, args.cp, args.tp, args.pp, args.ep, ends)
+    if run.dry:
+        moe.read_counts = moe.balanced_counts  # nobody knows what tokens would choose
     with run:
-        batches = Batches(run, lay, mesh)
-        setting = Setting(lay, mesh, plans, groups, layers, batches)
-        sides = {impl: SET_UP[impl](run, setting) for impl in run.impls}
-        run.begin(sides)
-        model = sides[run.impls[0]].model
-        total = count(run.build())
-        own = sum(local(p).numel() for p in model.parameters())
-        run.say(f"hybrid_3d: {run.world_size} ranks = {in_words(lay)} on {run.device.type}, "
-                f"{args.dtype}, {total:,} parameters, {own:,} on rank {run.rank}")
-        picture(run, setting)
-        say_costs(run, setting)
-        choices = Choices(run, batches, model)
-        for impl, step in run.steps():
+        total = sum(p.numel() for p in run.build().parameters())
+        sides = {impl: SET_UP[impl](run, mesh, plans, layers) for impl in run.impls}
+        run.say(f"hybrid_3d: {run.world_size} ranks on {run.device.type}, {args.dtype}, "
+                f"{total:,} parameters")
+        picture(run, plans, layers)
+        rows = share(args.batch, args.dp, mesh.place["dp"])
+        tokens = tokens_of_rank(args, mesh.place["cp"], run.device)
+        for impl, step, x, y, valid in run.steps(sides, rows):
             side = sides[impl]
-            run.set_rate(side.optimizer, step)
-            x, y, valid = batches.of_step(step)
+            x = x[:, tokens]
+            y = y[:, tokens]
             with run.measure(impl, step):
-                loss, norm = side.train_step(x, y, valid)
+                loss, norm = side.train_step(side.model, side.optimizer, x, y, valid, args.clip)
             run.log(impl, step, loss, norm)
-            if choices.told and step <= run.checked:
-                choices.add(model, is_last=step == run.checked)
         if "scratch" in run.impls:
-            account(run, setting, sides["scratch"].model, own)
-        plain = choices.plain_trace if args.experts else None
-        judged_as = "bf16" if args.amp == "bf16" else None
+            run.textbook(textbook(run, plans, layers, sides["scratch"].model))
+        plain = None
+        if args.experts:
+            plain = partial(moe.plain_trace, run)
+        judged_as = None
+        if args.amp == "bf16":
+            judged_as = "bf16"
+        own = run.ledger[run.impls[0]].memory["parameters"] // run.dtype.itemsize
         return run.finish(total, own, plain, judged_as)
 
 

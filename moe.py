@@ -631,12 +631,13 @@ PRESETS = {
                               kv_heads=8, hidden=14336, theta=1e6, eps=1e-5),
 }
 FLAGS = {
-    "experts": Flag(8, "E in each layer", POSITIVE),
-    "top_k": Flag(2, "K, experts per token", POSITIVE),
+    "experts": Flag(8, "E in each layer", POSITIVE, course=True),
+    "top_k": Flag(2, "K, experts per token", POSITIVE, course=True),
     "ep": Flag(0, "ranks that share out the experts (0: all)", ANY),
     "shared": Flag(False, "one for every token"),
-    "capacity": Flag(0.0, "A: an expert takes A times its share (0: everything)", ANY),
-    "balance": Flag("aux", "a loss, a bias in the choice, or nothing", tuple(BALANCES)),
+    "capacity": Flag(0.0, "A: an expert takes A times its share (0: everything)", ANY, course=True),
+    "balance": Flag("aux", "a loss, a bias in the choice, or nothing", tuple(BALANCES),
+                    course=True),
 }
 
 

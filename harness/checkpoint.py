@@ -187,29 +187,32 @@ def adamw_states(optimizer, steps):
 
 # ---- which one ---------------------------------------------------------------
 
-Start = namedtuple("Start", "folder steps ranks flag save extra", defaults=(None, 0, 0, "", "", {}))
+Start = namedtuple("Start", "folder steps ranks flag save extra constants",
+                   defaults=(None, 0, 0, "", "", {}, {}))
 # folder   of the checkpoint to begin with, None: there is none
 # steps    that training has behind it there; 0 if the weights alone are wanted
 # ranks    how many have saved it; 0 if the weights alone are wanted
 # flag     what the user has said to get it: --resume, --init-from, or --save after a restart
 # save     the folder that this run saves to, or ""
 # extra    what the run that wrote it has given to write()
+# constants  of the model there which have no flags: the base of rotary angles, eps of the norms
 
-# Where these differ, so do names or shapes of tensors. seq is not among them, although pos.weight
-# has a row for each position: --init-from may take the first rows of a longer one, see misfit().
+# Where these differ, so do names or shapes of tensors. seq is not among them, although learned
+# positions have a row for each: --init-from may take the first rows of more, see misfit().
 SIZES = ("layers", "width", "vocab", "form", "kv_heads", "hidden")
 # What the losses of a run and of its continuation depend on. Those that one of the two scripts has
 # no flag for are not compared.
 COURSE = ("heads", "seq", "dtype", "seed", "batch", "data", "pad", "lr", "clip",
-          "warmup", "decay", "min_lr", "train", "amp", "experts", "top_k", "capacity", "balance")
+          "warmup", "decay", "min_lr", "train")  # and what a script names: Flag.course
 
 
 def identity(args):
     """What a run tells about itself in its checkpoints -> {name: value}."""
     mine = {"script": Path(sys.argv[0]).stem, "impl": args.impl, **args.cfg._asdict()}
-    for name in COURSE:
+    for name in (*COURSE, *args.course):
         if name not in mine and hasattr(args, name):
             mine[name] = getattr(args, name)
+    mine["course"] = args.course
     mine["held_out"] = bool(getattr(args, "eval_every", 0))  # the corpus is shorter then
     mine["job"] = job()
     if getattr(args, "decay", "none") != "none":
@@ -246,9 +249,9 @@ def other_course(saved, now, fresh):
     wanted. Then the course of training does not matter, but the sizes do, and the number of heads,
     which no shape shows.
     """
-    names = [*SIZES, "heads"]
+    names = ["heads", *SIZES]
     if not fresh:
-        names += [*COURSE, "held_out", "steps"]
+        names += [*COURSE, *now["course"], "held_out", "steps"]
     for name in names:
         if name in saved and name in now and saved[name] != now[name]:
             return f"saved with {name} {saved[name]}, not {now[name]}"
@@ -400,7 +403,9 @@ def begin(args):
         place, notes = newest(folder, flag)
         differs = other_course(notes.get("identity", {}), identity(args), fresh)
         require(not differs, f"{flag} {place}: {differs}")
-        start = start._replace(folder=place, flag=flag)
+        found = notes.get("identity", {})
+        constants = {name: found[name] for name in ("theta", "eps") if name in found}
+        start = start._replace(folder=place, flag=flag, constants=constants)
         if not fresh:
             start = start._replace(
                 steps=notes["steps"], ranks=notes["ranks"], extra=notes.get("extra", {}))
@@ -820,27 +825,15 @@ def misfit(table, pieces):
     """-> in words, why this rank's pieces cannot be read from a checkpoint, or ""."""
     for piece in pieces:
         if piece.name not in table.state_dict_metadata:
-            return f"it has no {piece.name}{other_kind(table, pieces)}"
+            return f"it has no {piece.name}"
         saved = tuple(table.state_dict_metadata[piece.name].size)
         if saved == piece.shape:
             continue
-        if piece.name.startswith("pos.weight") and saved[1:] == piece.shape[1:]:
-            if saved[0] > piece.shape[0]:
-                continue  # a shorter --seq: the first positions are used
-            return (f"its pos.weight has {saved[0]} positions, fewer than --seq {piece.shape[0]}: "
-                    f"take --seq {saved[0]} or less")
+        # What has a row for each position: a shorter --seq uses the first ones. Other first
+        # dimensions are SIZES, which have been compared.
+        if saved[1:] == piece.shape[1:] and saved[0] > piece.shape[0]:
+            continue
         return f"{piece.name} is {saved} there, {piece.shape} here"
-    return ""
-
-
-def other_kind(table, pieces):
-    """-> a hint if one of the two models has experts and the other has none."""
-    theirs = any(".experts." in name for name in table.state_dict_metadata)
-    ours = any(".experts." in piece.name for piece in pieces)
-    if ours and not theirs:
-        return ": it has plain MLPs, and this model has experts"
-    if theirs and not ours:
-        return ": it has experts, and this model has not"
     return ""
 
 

@@ -16,7 +16,8 @@ DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 
 # default: a value, or a type for a flag that has none; True makes --name and --no-name
 # limits: the choices, the bounds of a number, or None
-Flag = namedtuple("Flag", "default help limits", defaults=(None,))
+# course: does what is trained depend on it, so that no checkpoint goes on with another value?
+Flag = namedtuple("Flag", "default help limits course", defaults=(None, False))
 
 MODEL_FLAGS = {
     "impl": Flag("scratch", "ours, torch's own, or both in turn", ("scratch", "torch", "both")),
@@ -75,6 +76,7 @@ def arguments(doc, presets=None, **own):
     args = parse(doc, flags)
     for name, flag in flags.items():
         check_bounds(name, getattr(args, name), flag.limits)
+    args.course = [name for name, flag in flags.items() if flag.course]
     try:
         launch = launched()
     except ValueError as error:

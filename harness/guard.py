@@ -1,5 +1,6 @@
 """Keeps a long run from failing silently. It serves any PyTorch program, and needs only torch.
 
+    patience          a line about what one waits for, if it takes long
     prepare           collectives give up after a while, also those of groups that are made later
     among_the_living  a store that hides what ranks have set before torchrun restarted them
     last_collective   what this rank called last. After a hang compare what ranks say: the first
@@ -8,11 +9,13 @@
                       differ between ranks
     Request           SIGTERM, which is heard at the end of a step
 """
+import contextlib
 import faulthandler
 import json
 import math
 import signal
 import sys
+import threading
 import time
 import uuid
 
@@ -30,6 +33,18 @@ def prepare(timeout):
     # new_group has these defaults, whatever the first group was given
     dist.distributed_c10d.default_pg_timeout = timeout
     dist.distributed_c10d.default_pg_nccl_timeout = timeout
+
+
+@contextlib.contextmanager
+def patience(words, seconds=5):
+    """Says the words on stderr if what is inside takes so long."""
+    timer = threading.Timer(seconds, print, [words], {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def among_the_living(store, rank, world_size):
@@ -158,12 +173,12 @@ def not_finite(tensors):
     return [name for name, t in tensors.items() if not t.isfinite().all()]
 
 
-def fault(loss, norm, watched, gradients, state):
+def fault(loss, norm, watched, gradients, state, ties=()):
     """At the end of a step -> what is wrong, in words, the same on all ranks, or "".
 
     loss, norm: of the whole batch. gradients(), state() -> {name: tensor} of all parameters, whole.
     Where every rank has a copy of a parameter, state() gives this rank's own; if watched is true,
-    the copies are compared.
+    the copies are compared, and so are two names of one parameter, which are the ties.
     """
     if not math.isfinite(loss) or not math.isfinite(norm):
         found = "all gradients and parameters are finite"
@@ -172,20 +187,31 @@ def fault(loss, norm, watched, gradients, state):
             found = f"not finite: {names[0]} and {len(names) - 1} more"
         return f"loss {loss:g}, gradient norm {norm:g}; {found}"
     if watched:
-        return drift(state())
+        return drift(state(), ties)
     return ""
 
 
-def drift(state):
+def drift(state, ties=()):
     """-> in words, which parameter has gone another way on some rank, or ""."""
     unlike = different(state)
     if unlike:
         name, rank = unlike
         return f"{name} of rank {rank} is not what it is on rank 0"
-    if "head.weight" in state and "tok.weight" in state:
-        if digest(state["head.weight"]) != digest(state["tok.weight"]):
-            return "head.weight is not tok.weight, to which it is tied"
+    for name, other in ties:
+        if digest(state[name]) != digest(state[other]):
+            return f"{name} is not {other}, to which it is tied"
     return ""
+
+
+def ties_of(module):
+    """-> [(name, the first name of the same parameter)]"""
+    first = {}
+    found = []
+    for name, p in module.named_parameters(remove_duplicate=False):
+        if p in first:
+            found.append((name, first[p]))
+        first.setdefault(p, name)
+    return found
 
 
 # ---- the end -------------------------------------------------------------------

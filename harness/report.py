@@ -205,7 +205,7 @@ def write_json(path, report):
 
 
 class StepLog:
-    """--log FILE: a line of JSON per step, written as it happens, so that it survives a kill.
+    """--log-file FILE: a line of JSON per step, written as it happens, so that it survives a kill.
 
     A run that goes on from a checkpoint keeps the lines before it.
     """

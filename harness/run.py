@@ -28,6 +28,7 @@ from harness.usage import program
 from harness.validate import HeldOut
 
 TIMEOUT = {"gloo": 30, "nccl": 600}  # seconds
+START = 300  # seconds until a rank gives up to find the others
 BLOCK = 5  # steps of one implementation before it is the other's turn
 CHECKED = 300  # steps of one run that are compared, at most
 
@@ -140,6 +141,7 @@ class Run:
         # where earlier runs of the training have routed tokens in another way
         self.replays = True
         self.start = checkpoint.begin(args)  # the checkpoint to start from; bad: exit code 2
+        self.cfg = args.cfg = self.cfg._replace(**self.start.constants)
         self.load_text()
         self.join()
         self.plan_steps()
@@ -172,14 +174,27 @@ class Run:
             join_fake_world(args.rank, args.dry_run)
         else:
             self.device = choose_device(launch, args.device)
-            self.store = guard.among_the_living(rendezvous(), launch.rank, launch.world_size)
-            backend = choose_backend(self.device, self.store, launch)
-            args.timeout = args.timeout or TIMEOUT[backend]
-            timeout = timedelta(seconds=args.timeout)
-            guard.prepare(timeout)
-            join_world(self.store, launch, backend, timeout)
+            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            who = f"rank {launch.rank} of {launch.world_size}"
+            try:
+                with guard.patience(f"{program()}: {who} waits for the others at {where}"):
+                    self.meet(launch)
+            except (RuntimeError, OSError) as error:
+                reason = str(error).splitlines()[0]
+                require(False, f"{who} has not met the others at {where}: {reason}", code=1)
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
+
+    def meet(self, launch):
+        """Finds the other ranks, and makes the process group with them."""
+        args = self.args
+        store = rendezvous(timedelta(seconds=args.timeout or START))
+        self.store = guard.among_the_living(store, launch.rank, launch.world_size)
+        backend = choose_backend(self.device, self.store, launch)
+        args.timeout = args.timeout or TIMEOUT[backend]
+        timeout = timedelta(seconds=args.timeout)
+        guard.prepare(timeout)
+        join_world(self.store, launch, backend, timeout)
 
     def plan_steps(self):
         self.first = self.start.steps  # the first step
@@ -205,6 +220,7 @@ class Run:
         self.table = report.Table(self.first, self.last, bool(self.args.eval_every))
         self.step_log = None  # --log-file, on rank 0
         self.rows = None  # this rank's of every batch, from steps() on
+        self.ties = None  # names of the plain model's tied parameters, once --watch asks
 
     def __enter__(self):
         if self.dry:
@@ -397,7 +413,10 @@ class Run:
         watched = bool(self.args.watch) and (step + 1) % self.args.watch == 0
         if side.may_overflow:
             norm = 0.0
-        fault = guard.fault(loss, norm, watched, side.full_gradients, side.full_state_dict)
+        if watched and self.ties is None:
+            self.ties = guard.ties_of(self.build())
+        fault = guard.fault(loss, norm, watched, side.full_gradients, side.full_state_dict,
+                            self.ties)
         require(not fault, f"step {step}: {fault}", code=1)
 
     def tell(self, impl, step, loss, norm, validation):
@@ -534,7 +553,7 @@ class Run:
     def measured(self, kind, what):
         ledger = self.ledger[self.impls[0]]
         if kind != "held":
-            return ledger.collectives[what][kind]
+            return ledger.collectives.get(what, {}).get(kind, 0)
         if what == "states":
             return sum(ledger.memory[k] for k in ("parameters", "gradients", "optimizer"))
         return ledger.memory[what]

@@ -10,7 +10,11 @@ makes the gradient of its input alone. Nothing here knows by which rule a plan w
 """
 import json
 import statistics
+import time
 from collections import Counter, defaultdict, namedtuple
+
+import torch
+import torch.distributed as dist
 
 # ---- what a plan says ----------------------------------------------------------
 
@@ -194,6 +198,12 @@ def longest(played):
     return max(done[-1][2] - done[0][1] for done in played)
 
 
+def span(plans, times):
+    """How long the plans take. times: F, B, W of a rank and of a transfer, as in costs()."""
+    F, B, W, comm = times
+    return longest(simulate(plans, costs(plans, F, B, W), comm))
+
+
 def bubble_rate(played):
     """The idle part of the longest span: (cost - M (F + B + W)) / cost of Qi 2023, section 5.3."""
     busy = sum(end - start for done in played for _, start, end in done) / len(played)
@@ -235,7 +245,73 @@ def grid(played, width=105):
     return "\n".join(f"  rank {rank:<3d} {''.join(row)}" for rank, row in enumerate(rows))
 
 
-# ---- a step as it was ----------------------------------------------------------
+# ---- a step as it is planned, and as it was --------------------------------------
+
+POST_VALIDATION = """\
+The rate is (cost - M (F + B + W)) / cost, cost the longest span of a rank (Qi 2023, section 5.3).
+When its plan is done, each rank waits for the norm of all. Qi's post-validation (section 4) would
+spare that: a rank steps on what those before it have told it, and takes the step back in the rare
+case that the whole norm says otherwise."""
+
+
+def planned(plans, times, sizes=None):
+    """-> a step as text, figures. times: F, B, W of a rank, and a transfer. sizes: see costs()."""
+    F, B, W, comm = times
+    cost = costs(plans, F, B, W, sizes)
+    played = simulate(plans, cost, comm)
+    figures = {
+        "bubble_rate": bubble_rate(played),
+        "in_flight": [in_flight(plan) for plan in plans],
+        "cost": longest(played),
+    }
+    flying = " ".join(f"{count:g}" for count in figures["in_flight"])
+    lines = [grid(played)]
+    lines.append(f"{longest(played):g} from first to last, bubble rate {bubble_rate(played):.4f}, "
+                 f"micro-batches in flight by rank {flying}")
+    if any(action.joined for plan in plans for action in plan):
+        pairs = simulate(plans, cost, comm, joined=True)
+        figures["joined_bubble_rate"] = bubble_rate(pairs)
+        lines.append(f"with each F and B that are a pair as one action: {longest(pairs):g}, bubble "
+                     f"rate {bubble_rate(pairs):.4f}")
+    return "\n".join([*lines, POST_VALIDATION]), figures
+
+
+class Timed:
+    """Times the actions of a pipeline's next step: its do() is another until read().
+
+    Every rank makes one. run has the device, its clock, and a store; see harness/run.py.
+    """
+
+    def __init__(self, run, pipeline):
+        self.run = run
+        self.pipeline = pipeline
+        self.do = pipeline.do
+        self.marks = []  # [(before, after)] of each action
+        pipeline.do = self.timed
+        if run.device.type == "cuda":
+            torch.cuda.synchronize()  # the host may wait here: no action is being timed
+        dist.barrier()
+        # this moment by two clocks: the host's, by which ranks are compared (those of several nodes
+        # have to agree), and the run's, which times actions
+        self.host = time.time()
+        self.origin = run.clock.mark()
+
+    def timed(self, action, *rest):
+        start = self.run.clock.mark()
+        made = self.do(action, *rest)
+        self.marks.append((start, self.run.clock.mark()))
+        return made
+
+    def read(self, plans, label):
+        """-> the step as all ranks have played it, in seconds. label: of the store's entries."""
+        self.pipeline.do = self.do
+        spans = []
+        for marks in self.marks:
+            spans.append([self.host + 1e-3 * self.run.clock.ms(self.origin, m) for m in marks])
+        store = self.run.store
+        store.set(f"{label} {self.run.rank}", json.dumps(spans))
+        reports = [store.get(f"{label} {rank}") for rank in range(self.run.world_size)]
+        return measured(plans, reports)
 
 
 def measured(plans, reports):

@@ -29,6 +29,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests are for CPUs; ./run.sh gp
 os.environ["RES_OPTIONS"] = "attempts:0"  # torch asks what 127.0.0.1 is called: up to 5 s
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it would say that it got no answer
 import common  # noqa: E402
+import lines  # noqa: E402
 from halves import pytest_runtestloop  # noqa: E402, F401
 
 ALL = bool(os.environ.get("ALL"))  # ALL=1 ./run.sh test: also what takes minutes more
@@ -71,6 +72,7 @@ def _environment(rank, world, port):
 
 def _check(rank, world, port, check, args):
     _environment(rank, world, port)
+    lines.watch()
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)  # plain models are alike on all ranks
     dist.init_process_group("gloo")
@@ -81,6 +83,7 @@ def _check(rank, world, port, check, args):
 
 def _script(rank, world, port, name, flags, plant, errors):
     _environment(rank, world, port)
+    lines.watch()
     os.dup2(os.open(errors, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
     sys.argv = [f"{name}.py", *flags]
     module = importlib.import_module(name)
@@ -322,18 +325,18 @@ def modules_of(node):
 
 def section_one(name):
     """What somebody would copy from name.py: its imports of torch and the standard library, and
-    section 1.
+    section 1. Each line stands where it stands there.
     """
     source = (ROOT / f"{name}.py").read_text()
     lines = source.splitlines()
-    kept = []
+    kept = set()
     for node in ast.parse(source).body:
         roots = {module.split(".")[0] for module in modules_of(node)}
         if roots and roots <= ALLOWED:
-            kept += lines[node.lineno - 1:node.end_lineno]
-    first = source.index("\n# ---- 1. ")
-    second = source.index("\n# ---- 2. ")
-    return "\n".join(kept) + "\n" + source[first:second]
+            kept |= set(range(node.lineno - 1, node.end_lineno))
+    rulers = {line[:10]: i for i, line in enumerate(lines) if line.startswith("# ---- ")}
+    kept |= set(range(rulers["# ---- 1. "], rulers["# ---- 2. "]))
+    return "\n".join(line if i in kept else "" for i, line in enumerate(lines))
 
 
 def copied(name):
@@ -350,7 +353,7 @@ def copied(name):
 
     module.__dict__["__builtins__"] = {**vars(builtins), "__import__": only_torch}
     sys.modules[module.__name__] = module  # dataclasses look their module up
-    code = compile(section_one(name), f"section 1 of {name}.py", "exec")
+    code = compile(section_one(name), str(ROOT / f"{name}.py"), "exec")
     here = os.getcwd()
     with tempfile.TemporaryDirectory() as empty:
         os.chdir(empty)

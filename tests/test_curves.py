@@ -1,4 +1,4 @@
-"""tools/curves.py: what --log has written, drawn."""
+"""tools/curves.py: what --log-file has written, drawn."""
 import json
 import re
 import xml.etree.ElementTree as xml
@@ -100,7 +100,7 @@ def test_a_log_that_was_cut_off(tmp_path):
 
 def test_the_log_of_a_run(tmp_path):
     log = tmp_path / "ddp.jsonl"
-    report = script("ddp", 2, *SMALL, "--steps", "4", "--eval-every", "2", "--no-check", "--log",
+    report = script("ddp", 2, *SMALL, "--steps", "4", "--eval-every", "2", "--no-check", "--log-file",
                     str(log))
     text = tool(log)
     assert f"a  ddp loss: {report['loss'][-1]:.4g} at step 3" in text

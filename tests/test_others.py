@@ -4,7 +4,6 @@ Three AdamW steps in fp64 on two ranks, with clipping, two parameter groups and 
 rate, equal those of one process: every gradient by name, the norm, every parameter and buffer.
 """
 from collections import namedtuple
-from functools import partial
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from conftest import run
 from ddp import BucketedDDP
 from fsdp import FSDP
 from others import STRUCTURES
-from zero import ZeRO
+from zero import ZeRO, units_of
 
 ROWS = 6
 CLIP = 1.0
@@ -57,8 +56,9 @@ def by_ddp(module, structure):
 
 
 def by_fsdp(module, structure):
+    groups = groups_of(module)
     model = FSDP(module, module.blocks())
-    optimizer = model.optimizer(torch.optim.AdamW, groups_of(module), eps=1e-5)
+    optimizer = torch.optim.AdamW(model.parameter_groups(groups), eps=1e-5)
     return Wrapped(
         model=model,
         optimizer=optimizer,
@@ -70,27 +70,40 @@ def by_fsdp(module, structure):
     )
 
 
-def by_zero(stage):
+def by_zero(level):
     def wrap(module, structure):
-        make = partial(torch.optim.AdamW, eps=1e-5)
-        zero = ZeRO(module, make, stage=stage, units=module.blocks(), groups=groups_of(module))
+        groups = groups_of(module)
+        names = {p: name for name, p in module.named_parameters()}
+        zero = ZeRO(units_of(module, module.blocks()), level=level)
+        optimizer = torch.optim.AdamW(zero.parameter_groups(groups), eps=1e-5)
         zero.zero_grad()
 
         def gradients():
             zero.reduce()
-            return zero.full_gradients()
+            return {names[p]: g for p, g in zero.full_gradients().items()}
+
+        def state():
+            found = zero.full_parameters()
+            kept = module.state_dict(keep_vars=True) if level < 3 else dict(names_of_state(module))
+            return {name: found.get(t, t).detach() for name, t in kept.items()}
 
         return Wrapped(
             model=module,
-            optimizer=zero.optimizer,
+            optimizer=optimizer,
             clip=lambda: zero.clip_grad_norm_(CLIP),
             gradients=gradients,
-            state=zero.full_state_dict,
-            step=zero.step,
+            state=state,
+            step=lambda: zero.step(optimizer),
             zero_grad=zero.zero_grad,
         )
 
     return wrap
+
+
+def names_of_state(module):
+    """What a state_dict would have."""
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers()
 
 
 WRAPPERS = {
@@ -99,21 +112,13 @@ WRAPPERS = {
 }
 
 
-def share_of(name, rows):
-    """This rank's rows, and how much they count.
-
-    BatchNorm's statistics are those of the rows that a rank has. To be comparable with one process
-    every rank has all rows, and each counts 1/N.
-    """
-    n = dist.get_world_size()
-    if name == "resnet":
-        return rows, 1 / n
-    return [t.chunk(n)[dist.get_rank()] for t in rows], 1
+def share_of(rows):
+    return [t.chunk(dist.get_world_size())[dist.get_rank()] for t in rows]
 
 
-def step(side, structure, rows, weight):
+def step(side, structure, rows):
     """-> gradients by name and the norm, before clipping."""
-    loss = structure.loss(side.model, *rows) / ROWS * weight
+    loss = structure.loss(side.model, *rows) / ROWS
     loss.backward()
     gradients = {name: g.clone() for name, g in side.gradients().items()}
     norm = side.clip()
@@ -135,8 +140,8 @@ def check_structure(name, wrapper):
     rng = torch.Generator().manual_seed(1)
     for _ in range(3):
         rows = structure.rows(rng, ROWS)
-        want, want_norm = step(plain, structure, rows, 1)
-        found, norm = step(ours, structure, *share_of(name, rows))
+        want, want_norm = step(plain, structure, rows)
+        found, norm = step(ours, structure, share_of(rows))
         assert found.keys() == want.keys(), name
         assert_equal(name, found, want)
         assert_equal(name, {"norm": norm}, {"norm": want_norm})

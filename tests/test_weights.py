@@ -7,8 +7,9 @@ import struct
 import pytest
 import torch
 
-from conftest import PROOF, program, script
-from common import GPT, GPTConfig, build
+import moe
+from conftest import PROOF, ROOT, program, script
+from common import GPT, GPTConfig, build, get_batch, load_corpus, loss_sum
 from harness import checkpoint
 from tools import sample, weights
 
@@ -150,14 +151,14 @@ def test_gpt2_comes_in_and_goes_out(write, prefix, tmp_path):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG))
     write(folder, random_gpt2(prefix))
-    weights.import_gpt2(folder, tmp_path / "ours")
-    model = sample.load(tmp_path / "ours")
+    weights.import_weights(folder, tmp_path / "ours")
+    model, _ = sample.load(tmp_path / "ours")
     ids = torch.randint(CONFIG["vocab_size"], (10,))
     state = random_gpt2()
     expected = logits_of(state, ids)
     gap = (model(ids[None])[0] - expected).abs().max()
     assert gap <= 1e-12 * expected.abs().max()
-    weights.export_gpt2(tmp_path / "ours", tmp_path / "back")
+    weights.export_weights(tmp_path / "ours", tmp_path / "back")
     back = weights.read_weights(tmp_path / "back")
     for name, t in state.items():
         if not name.endswith(".attn.bias"):
@@ -185,11 +186,14 @@ def test_safetensors_of_any_dtype(tmp_path):
 @pytest.mark.parametrize("change, says", [
     ({"activation_function": "relu"}, "activation_function is relu"),
     ({"n_inner": 13}, "n_inner is 13"),
-    ({"model_type": "llama"}, "model_type is llama"),
+    ({"model_type": "bert"}, "model_type is bert"),
     ({"tie_word_embeddings": False}, "tie_word_embeddings is False"),
     ({"n_layer": 4}, "has no tensor 'h.3.ln_1.weight'"),
     ({"n_layer": 2}, "the weights have h.2.ln_1.weight, which a GPT-2 of 2 layers has not"),
-    ({"n_embd": None}, "n_embd is no number"),
+    ({"n_embd": None}, "n_embd is None, no size"),
+    ({"n_head": 0}, "n_head is 0, no size"),
+    ({"n_head": 5}, "5 heads do not divide a width of 12"),
+    ({"n_layer": True}, "n_layer is True, no size"),
 ])
 def test_other_models_are_refused(change, says, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **change}))
@@ -201,7 +205,7 @@ def test_buffers_and_a_tied_head_are_not_read(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     more = {"h.0.attn.masked_bias": torch.tensor(-1e4), "lm_head.weight": torch.zeros(301, 12)}
     as_pickle(tmp_path, {**random_gpt2(), **more})
-    weights.import_gpt2(tmp_path, tmp_path / "ours")
+    weights.import_weights(tmp_path, tmp_path / "ours")
 
 
 @pytest.mark.parametrize("left", [0, 1, 5000])
@@ -249,7 +253,7 @@ def test_a_plain_file(saved, tmp_path):
     model = GPT(GPTConfig(2, 32, 4, 256, 16)).double()
     model.load_state_dict(torch.load(tmp_path / "plain.pt"))
     ids = torch.randint(256, (2, 16))
-    assert torch.equal(model(ids), sample.load(saved)(ids))
+    assert torch.equal(model(ids), sample.load(saved)[0](ids))
     assert "is there already" in tool("weights", "plain", saved, tmp_path / "plain.pt", code=2)
 
 
@@ -271,7 +275,7 @@ def test_from_script_to_script_to_a_plain_file(saved, tmp_path):
     ids = torch.randint(256, (2, 16))
     fresh = model(ids)
     model.load_state_dict(torch.load(tmp_path / "plain.pt"))
-    first = sample.load(saved)(ids)
+    first = sample.load(saved)[0](ids)
     torch.testing.assert_close(model(ids), first, rtol=0, atol=1e-8)
     assert (fresh - first).abs().max() > 1e-3
 
@@ -289,6 +293,73 @@ def test_ours_goes_out_and_trains_on(saved, tmp_path):
     assert "has checkpoints already" in said
 
 
+# ---- Llama's form: folders that Hugging Face's own code has made, see data/make.py -------
+
+
+def theirs(name):
+    folder = ROOT / "tests" / "data" / name
+    made = json.loads((folder / "logits.json").read_text())
+    return folder, torch.tensor([made["ids"]]), torch.tensor(made["logits"])
+
+
+def test_llama(tmp_path):
+    """Logits as theirs; what goes out is what came in; the cache of key-value heads."""
+    folder, ids, logits = theirs("llama")
+    weights.import_weights(folder, tmp_path / "ours")
+    model, cfg = sample.load(tmp_path / "ours")
+    assert (cfg.kv_heads, cfg.theta, cfg.eps) == (1, 5e3, 1e-6)
+    torch.testing.assert_close(model(ids)[0], logits, rtol=1e-5, atol=1e-5)
+    reader = sample.Reader(model, cfg.seq)
+    for token, row in zip(ids[0].tolist(), logits):
+        torch.testing.assert_close(reader.read([token]), row, rtol=1e-5, atol=1e-5)
+    same_again(folder, tmp_path)
+
+
+def same_again(folder, tmp_path):
+    weights.export_weights(tmp_path / "ours", tmp_path / "back")
+    back = weights.read_weights(tmp_path / "back")
+    for name, t in weights.read_weights(folder).items():
+        assert torch.equal(back.pop(name), t), name
+    assert not back
+    configs = [json.loads((place / "config.json").read_text())
+               for place in (folder, tmp_path / "back")]
+    assert weights.sizes_of(configs[0]) == weights.sizes_of(configs[1])
+
+
+def test_mixtral(tmp_path):
+    folder, ids, logits = theirs("mixtral")
+    weights.import_weights(folder, tmp_path / "ours")
+    state, identity = weights.weights_of(tmp_path / "ours")
+    cfg = weights.sizes_in(identity)
+    assert (identity["experts"], identity["top_k"]) == (4, 2)
+    model = moe.mixture(build(cfg, 0), 0, cfg, experts=4, top_k=2, shared=False, balance="none",
+                        capacity=0.0)
+    missing = model.load_state_dict(state, strict=False)
+    assert not missing.unexpected_keys
+    assert all(name.endswith("bias_steps") for name in missing.missing_keys)
+    moe.set_sources(model, [[torch.arange(16)]])
+    torch.testing.assert_close(model(ids)[0], logits, rtol=1e-5, atol=1e-5)
+    same_again(folder, tmp_path)
+
+
+def test_what_is_no_llama_of_ours(tmp_path):
+    said = tool("weights", "import", theirs("qwen2")[0], tmp_path / "ours", code=2)
+    assert "self_attn.k_proj.bias, which has no place" in said or "q_proj.bias" in said
+
+
+def test_theirs_trains(tmp_path):
+    """Its base of rotary angles and its eps come with it: the same model on two ranks."""
+    cfg = GPTConfig(1, 8, 2, 256, 16, "llama", 1, 12, 1e3, 1e-3)
+    state = build(cfg, 5).state_dict()
+    checkpoint.write_whole(tmp_path, state, cfg._asdict())
+    flags = weights.flags_for(cfg).split()
+    report = script("ddp", 2, *flags, "--init-from", str(tmp_path), "--steps", "1")
+    assert (report["args"]["kv_heads"], report["check"]["passed"]) == (1, True)
+    model = build(cfg, 5)
+    x, y, valid = get_batch(load_corpus("", 16), 16, 0, 0, 8)
+    assert report["loss"][0] == pytest.approx((loss_sum(model(x), y) / valid).item(), rel=1e-6)
+
+
 # ---- text ------------------------------------------------------------------------
 
 
@@ -301,9 +372,9 @@ def plain_logits(state, window):
 
 def test_the_cache_equals_the_whole_forward(saved):
     """Token by token and by several, and past the 16 positions that the model has."""
-    cached = sample.Reader(sample.load(saved))
-    uncached = sample.Reader(sample.load(saved), cached=False)
-    state = sample.load(saved).state_dict()
+    cached = sample.Reader(sample.load(saved)[0], 16)
+    uncached = sample.Reader(sample.load(saved)[0], 16, cached=False)
+    state = sample.load(saved)[0].state_dict()
     full = 0
     rng = random.Random(0)
     for count in [1] * 30 + [3, 7, 1, 2, 7, 1, 16, 5]:
@@ -320,8 +391,8 @@ def test_the_cache_equals_the_whole_forward(saved):
 def test_a_context_may_be_short(seq):
     """Each position is one that the model has."""
     model = build(GPTConfig(1, 8, 2, 256, seq), 0).requires_grad_(False)
-    cached = list(sample.sample(model, [1, 2], 5, temperature=0))
-    assert cached == list(sample.sample(model, [1, 2], 5, temperature=0, cached=False))
+    cached = list(sample.sample(model, seq, [1, 2], 5, temperature=0))
+    assert cached == list(sample.sample(model, seq, [1, 2], 5, temperature=0, cached=False))
     assert len(cached) == 5
 
 
@@ -362,7 +433,8 @@ def test_checkpoints_with_experts_are_refused(tmp_path):
 def test_half_a_character_at_the_end_is_shown(monkeypatch, capsys):
     """Of its two bytes only the first one is drawn."""
     model = build(GPTConfig(1, 8, 2, 256, 4), 0)
-    monkeypatch.setattr(sample, "load", lambda folder, device: model)
+    cfg = GPTConfig(1, 8, 2, 256, 4)
+    monkeypatch.setattr(sample, "load", lambda folder, device: (model, cfg))
     monkeypatch.setattr(sample, "sample", lambda *args, **options: iter([97, 0xC3]))
     monkeypatch.setattr("sys.argv", ["sample.py", "there", "x"])
     sample.main()

@@ -1,4 +1,4 @@
-"""Draws what --log FILE has written: in the terminal, and as SVG.
+"""Draws what --log-file FILE has written: in the terminal, and as SVG.
 
     python tools/curves.py FILES                        loss, and held-out loss where there is one
     python tools/curves.py FILES --what rate            or norm, ms, loss, validation
@@ -51,7 +51,7 @@ def read_log(path):
             continue
         if isinstance(figures, dict) and "step" in figures:
             lines.append(figures)
-    require(lines, f"{path}: no line of it is a step: --log FILE of any script writes them")
+    require(lines, f"{path}: no line of it is a step: --log-file FILE of any script writes them")
     return lines
 
 
@@ -183,7 +183,7 @@ def as_svg(curves, over, path):
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.error = lambda message: require(False, message)
-    parser.add_argument("files", nargs="+", metavar="FILE", help="what --log has written")
+    parser.add_argument("files", nargs="+", metavar="FILE", help="what --log-file has written")
     parser.add_argument("--what", choices=WHAT, help="one figure (loss and validation)")
     parser.add_argument("--over", choices=("step", "tokens"), default="step", help="along (step)")
     parser.add_argument("--smooth", type=int, default=1, help="mean of so many steps (1)")

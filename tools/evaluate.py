@@ -17,23 +17,21 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from common import (  # noqa: E402
-    held_out_batch, held_out_batches, hold_out, load_corpus, loss_sum, require)
+from common import load_corpus, loss_sum  # noqa: E402
+from harness.usage import require  # noqa: E402
+from harness.validate import HeldOut  # noqa: E402
 from tools.sample import load  # noqa: E402
 
 
 @torch.no_grad()
-def loss_on(model, path, batch):
+def loss_on(model, seq, path, batch):
     """-> the loss per token on the held-out end of a text."""
-    seq = model.pos.num_embeddings
-    _, text = hold_out(load_corpus(path, seq), seq, f"--data {path}")
-    total = 0.0
-    targets = 0
-    for k in range(held_out_batches(text, seq, batch)):
-        x, y, valid = held_out_batch(text, seq, k, batch)
-        total += loss_sum(model(x), y).item()
-        targets += valid
-    return total / targets
+    try:
+        text = HeldOut(load_corpus(path, seq), seq, batch)
+    except (OSError, ValueError) as error:
+        require(False, f"--data {path}: {error}")
+    losses = [loss_sum(model(x), y) for x, y in map(text.batch, range(text.batches))]
+    return sum(losses).item() / text.targets
 
 
 def main():
@@ -49,11 +47,11 @@ def main():
     heads = [path.rjust(width) for path, width in zip(args.data, widths)]
     print("  ".join([" " * first, *heads]))
     for folder in args.checkpoints:
-        model = load(folder)
-        require(model.tok.num_embeddings >= 256, f"{folder}: its tokens are no bytes")
+        model, cfg = load(folder)
+        require(cfg.vocab >= 256, f"{folder}: its tokens are no bytes")
         cells = [folder.ljust(first)]
         for path, width in zip(args.data, widths):
-            loss = loss_on(model, path, args.batch)
+            loss = loss_on(model, cfg.seq, path, args.batch)
             cells.append(f"{loss:.4f}  ({math.exp(loss):.2f})".rjust(width))
         print("  ".join(cells), flush=True)
 

@@ -22,7 +22,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-import harness  # noqa: E402, F401, before torch, which warns where NumPy is missing
 import torch  # noqa: E402
 
 Case = namedtuple("Case", "label file ranks flags")

@@ -3,7 +3,7 @@
     python tools/sample.py DIR "def forward(" [--tokens 200] [--temperature 0.8] [--top-k 40]
     python tools/sample.py DIR --ids "15496 995"            a model whose tokens are not bytes
 
-DIR is what --save has written, or tools/weights.py from GPT-2's weights. A mixture of experts is
+DIR is what --save has written, or tools/weights.py from elsewhere. A mixture of experts is
 refused: this reads the plain GPT. The models of this repository predict bytes, so a prompt is text.
 With --ids, token ids are given and printed.
 
@@ -31,7 +31,8 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
-from common import GPT, require  # noqa: E402
+from common import GPT  # noqa: E402
+from harness.usage import require  # noqa: E402
 from tools.weights import plain_sizes, weights_of  # noqa: E402
 
 BYTES = 256
@@ -41,42 +42,48 @@ class Cache:
     """Keys and values of one attention layer; `attend` takes the place of the plain one."""
 
     def __init__(self):
-        self.keys = None  # (B, H, t, D) of the t tokens so far; None: there are none
-        self.values = None  # (B, H, t, D)
+        self.keys = None  # (B, K, t, D) of the t tokens so far; None: there are none
+        self.values = None  # (B, K, t, D)
 
     def attend(self, q, k, v):
-        """Three (B, H, T, D) of the T newest tokens -> (B, H, T, D)."""
+        """q (B, H, T, D), k and v (B, K, T, D) of the T newest tokens -> (B, H, T, D)."""
         if self.keys is not None:
-            k = torch.cat((self.keys, k), dim=2)  # (B, H, t + T, D)
+            k = torch.cat((self.keys, k), dim=2)  # (B, K, t + T, D)
             v = torch.cat((self.values, v), dim=2)
         self.keys = k
         self.values = v
         new = q.shape[2]
         total = k.shape[2]
         seen = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        shared = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=shared)
 
 
 class Reader:
     """Reads tokens, and says what may come next."""
 
-    def __init__(self, model, cached=True):
+    def __init__(self, model, seq, cached=True):
         self.model = model
+        self.seq = seq  # positions that the model knows
         self.cached = cached
+        for module in (model, *(block.attn for block in model.blocks)):
+            module.positions = self.positions
         self.window = []  # the tokens that are seen: at most as many as there are positions
         self.done = 0  # how many of them are in the caches
 
     def read(self, tokens):
         """-> logits (V) of the token that follows."""
-        seq = self.model.pos.num_embeddings
         for token in tokens:
-            if len(self.window) == seq:
-                self.window = self.window[seq - seq // 2:]
+            if len(self.window) == self.seq:
+                self.window = self.window[self.seq - self.seq // 2:]
                 self.done = 0
             self.window.append(token)
         if not self.cached:
             self.done = 0
         return self.compute()
+
+    def positions(self, length, device):
+        return torch.arange(self.done, self.done + length, device=device)
 
     @torch.no_grad()
     def compute(self):
@@ -86,8 +93,7 @@ class Reader:
                 block.attn.attend = Cache().attend  # new and empty
         device = model.tok.weight.device
         ids = torch.tensor([self.window[self.done:]], device=device)  # (1, T)
-        positions = torch.arange(self.done, len(self.window), device=device)
-        x = model.tok(ids) + model.pos(positions)  # (1, T, C)
+        x = model.embed(ids)  # (1, T, C)
         for block in model.blocks:
             x = block(x)
         self.done = len(self.window)
@@ -105,10 +111,13 @@ def choose(logits, temperature, top_k, rng):
     return torch.multinomial(logits.softmax(0).cpu(), 1, generator=rng).item()
 
 
-def sample(model, prompt, count, temperature=0.8, top_k=0, seed=0, cached=True, vocab=None):
-    """Yields `count` tokens that follow the prompt. vocab: only the first so many may be drawn."""
+def sample(model, seq, prompt, count, temperature=0.8, top_k=0, seed=0, cached=True, vocab=None):
+    """Yields `count` tokens that follow the prompt.
+
+    seq: positions that the model knows. vocab: only the first so many tokens may be drawn.
+    """
     rng = torch.Generator().manual_seed(seed)
-    reader = Reader(model, cached)
+    reader = Reader(model, seq, cached)
     logits = reader.read(prompt)
     for _ in range(count):
         token = choose(logits[:vocab], temperature, top_k, rng)
@@ -117,14 +126,17 @@ def sample(model, prompt, count, temperature=0.8, top_k=0, seed=0, cached=True, 
 
 
 def load(folder, device="cpu"):
-    """-> the plain GPT with a checkpoint's weights."""
+    """-> the plain GPT with a checkpoint's weights, its GPTConfig."""
     state, identity = weights_of(folder)
     cfg = plain_sizes(folder, identity)
     with torch.device("meta"):
         model = GPT(cfg)
-    model.load_state_dict({**state, "head.weight": state["tok.weight"]}, assign=True)
-    model.head.weight = model.tok.weight
-    return model.to(device).requires_grad_(False)
+    if cfg.form == "gpt2":
+        state["head.weight"] = state["tok.weight"]
+    model.load_state_dict(state, assign=True)
+    if cfg.form == "gpt2":
+        model.head.weight = model.tok.weight
+    return model.to(device).requires_grad_(False), cfg
 
 
 def arguments():
@@ -148,8 +160,8 @@ def arguments():
 
 def main():
     args = arguments()
-    model = load(args.folder, args.device)
-    vocab = model.tok.num_embeddings
+    model, cfg = load(args.folder, args.device)
+    vocab = cfg.vocab
     prompt = list(args.prompt.encode())
     if args.ids:
         words = args.ids.replace(",", " ").split()
@@ -161,8 +173,8 @@ def main():
     known = BYTES  # tokens that may be drawn: text is bytes
     if args.ids:
         known = None
-    drawn = sample(model, prompt, args.tokens, temperature=args.temperature, top_k=args.top_k,
-                   seed=args.seed, cached=not args.no_cache, vocab=known)
+    drawn = sample(model, cfg.seq, prompt, args.tokens, temperature=args.temperature,
+                   top_k=args.top_k, seed=args.seed, cached=not args.no_cache, vocab=known)
     if args.ids:
         print(*prompt, end="", flush=True)
         for token in drawn:

@@ -19,7 +19,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-import harness  # noqa: E402, F401, before torch, which warns where NumPy is missing
 import torch  # noqa: E402
 
 from tools.launch import cores  # noqa: E402

@@ -20,7 +20,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-import harness  # noqa: E402, F401, before torch, which warns where NumPy is missing
 import torch  # noqa: E402
 from conftest import GAPS, script  # noqa: E402
 from tools.estimate import VEES  # noqa: E402, schedules with two stages a rank, placed as a V

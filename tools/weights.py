@@ -1,6 +1,6 @@
-"""Weights from elsewhere, and for elsewhere: GPT-2 as Hugging Face keeps it, and plain files.
+"""Weights from elsewhere, and for elsewhere: as Hugging Face keeps them, and plain files.
 
-    python tools/weights.py import FOLDER DIR       Hugging Face's GPT-2 -> for --init-from DIR
+    python tools/weights.py import FOLDER DIR       GPT-2, Llama, Mixtral -> for --init-from DIR
     python tools/weights.py export DIR FOLDER       back: config.json and model.safetensors
     python tools/weights.py plain DIR FILE.pt       the plain GPT's state_dict, for torch.load
 
@@ -10,11 +10,14 @@ taken. Nothing but torch is needed, and nothing in these files can run code.
 
 What differs there, for a layer of width C:
 
-    there                              here
-    h.3.attn.c_attn.weight   (C, 3C)   blocks.3.attn.q.weight, k, v   (C, C) each
-    h.3.mlp.c_fc.weight      (C, 4C)   blocks.3.mlp.up.weight         (4C, C)
+    GPT-2   h.3.attn.c_attn.weight   (C, 3C)    blocks.3.attn.q.weight, k, v   (C, C) each
+            h.3.mlp.c_fc.weight      (C, 4C)    blocks.3.mlp.up.weight         (4C, C)
+    Llama   model.layers.3.self_attn.q_proj     blocks.3.attn.q                the same shape
+    Mixtral ..block_sparse_moe.experts.5.w1     blocks.3.mlp.experts.5.gate    the same shape
 
-Its matrices are transposed (Y = X A, a Conv1D), and q, k and v are one beside the other.
+GPT-2's matrices are transposed (Y = X A, a Conv1D), and q, k and v are one beside the other. Pairs
+of rotary positions are the two halves of a head, there as here. Biases of q, k and v (Qwen2), heads
+tied to the embedding, stretched rotary positions and sliding windows are refused.
 """
 import argparse
 import ctypes
@@ -31,8 +34,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-from common import GPTConfig, require  # noqa: E402
+from common import GPTConfig  # noqa: E402
 from harness import checkpoint  # noqa: E402
+from harness.usage import require  # noqa: E402
 
 # ---- safetensors ---------------------------------------------------------------
 # 8 bytes: the size of the header; the header, JSON: {name: {dtype, shape, data_offsets}}; the data
@@ -51,6 +55,8 @@ def read_safetensors(path):
         if length > size - 8:
             raise ValueError(f"{path} is no whole safetensors file")
         header = json.loads(file.read(length))
+    if not isinstance(header, dict):
+        raise ValueError(f"{path}: its header has no names")
     data = torch.from_file(str(path), size=size, dtype=torch.uint8)[8 + length:]
     state = {}
     for name, entry in header.items():
@@ -100,8 +106,11 @@ def files_of(folder):
             return [folder / name]
         index = folder / f"{name}.index.json"
         if index.exists():
-            parts = json.loads(index.read_text())["weight_map"].values()
-            return [folder / Path(part).name for part in sorted(set(parts))]
+            table = json.loads(index.read_text())
+            if not (isinstance(table, dict) and isinstance(table.get("weight_map"), dict)):
+                raise ValueError(f"{index}: has no weight_map")
+            parts = set(map(str, table["weight_map"].values()))
+            return [folder / Path(part).name for part in sorted(parts)]
     require(False, f"{folder}: has none of {', '.join(MODELS)}")
 
 
@@ -128,7 +137,7 @@ def read_pickled(path):
 
 
 # What our GPT computes. Other values would be another model under the same names.
-EXPECTED = {
+GPT2 = {
     "model_type": ("gpt2",),
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "layer_norm_epsilon": (1e-5,),
@@ -137,32 +146,76 @@ EXPECTED = {
     "add_cross_attention": (False,),
     "tie_word_embeddings": (True,),
 }
-SIZES = ("n_layer", "n_embd", "n_head", "vocab_size", "n_positions")
+LLAMA = {
+    "model_type": ("llama", "mistral", "mixtral", "qwen2"),
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "tie_word_embeddings": (False,),
+    "rope_scaling": (None,),
+    "use_sliding_window": (False,),
+}
+GPT2_SIZES = ("n_layer", "n_embd", "n_head", "vocab_size", "n_positions")
+LLAMA_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size",
+               "max_position_embeddings", "num_key_value_heads", "intermediate_size")
 
 
 def sizes_of(config):
     """config.json -> GPTConfig. What our GPT is not is bad usage."""
-    for name in SIZES:
-        require(isinstance(config.get(name), int), f"config.json: {name} is no number")
-    for name, possible in EXPECTED.items():
+    is_gpt2 = config.get("model_type") == "gpt2"
+    for name, possible in (GPT2 if is_gpt2 else LLAMA).items():
         value = config.get(name, possible[0])
         require(value in possible, f"config.json: {name} is {value}, and must be {possible[0]}")
-    width = config["n_embd"]
-    inner = config.get("n_inner") or 4 * width
-    require(inner == 4 * width, f"config.json: n_inner is {inner}, and must be 4 x {width}")
-    return GPTConfig(*(config[name] for name in SIZES))
+    sizes = []
+    names = GPT2_SIZES if is_gpt2 else LLAMA_SIZES
+    for name in names:
+        value = config.get(name)
+        require(type(value) is int and value > 0, f"config.json: {name} is {value}, no size")
+        sizes.append(value)
+    layers, width, heads, *rest = sizes
+    require(width % heads == 0, f"config.json: {heads} heads do not divide a width of {width}")
+    if is_gpt2:
+        inner = config.get("n_inner") or 4 * width
+        require(inner == 4 * width, f"config.json: n_inner is {inner}, and must be 4 x {width}")
+        return GPTConfig(*sizes, kv_heads=heads, hidden=inner)
+    return llama_sizes(config, sizes)
 
 
-def config_of(cfg, dtype):
-    """GPTConfig -> config.json."""
-    return {
-        "architectures": ["GPT2LMHeadModel"],
-        "n_layer": cfg.layers, "n_embd": cfg.width, "n_head": cfg.heads,
-        "vocab_size": cfg.vocab, "n_positions": cfg.seq, "n_ctx": cfg.seq, "n_inner": None,
-        "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0,
-        "torch_dtype": str(dtype).removeprefix("torch."),
-        **{name: possible[0] for name, possible in EXPECTED.items()},
-    }
+def llama_sizes(config, sizes):
+    layers, width, heads, vocab, seq, kv_heads, hidden = sizes
+    head_dim = config.get("head_dim") or width // heads
+    require(head_dim * heads == width,
+            f"config.json: head_dim is {head_dim}, not {width} / {heads}")
+    require(heads % kv_heads == 0, f"config.json: {kv_heads} key-value heads for {heads} heads")
+    window = config.get("sliding_window")
+    require(window is None or window >= seq or config["model_type"] == "qwen2",
+            f"config.json: sliding_window is {window}, less than its {seq} positions")
+    rotary = config.get("rope_parameters") or {}
+    kind = rotary.get("rope_type", "default")
+    require(kind == "default", f"config.json: rope_type is {kind}, and must be default")
+    theta = rotary.get("rope_theta", config.get("rope_theta", 1e4))
+    return GPTConfig(*sizes[:5], "llama", kv_heads, hidden, float(theta), config["rms_norm_eps"])
+
+
+def config_of(cfg, dtype, experts):
+    """GPTConfig -> config.json. experts: (E, K) or None."""
+    kind = {"torch_dtype": str(dtype).removeprefix("torch.")}
+    if cfg.form == "gpt2":
+        return {
+            "architectures": ["GPT2LMHeadModel"],
+            **dict(zip(GPT2_SIZES, cfg)), "n_ctx": cfg.seq, "n_inner": None,
+            "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, **kind,
+            **{name: possible[0] for name, possible in GPT2.items()},
+        }
+    found = {"architectures": ["LlamaForCausalLM"],
+             **{name: possible[0] for name, possible in LLAMA.items()}}
+    if experts:
+        found["architectures"] = ["MixtralForCausalLM"]
+        found["model_type"] = "mixtral"
+        found["num_local_experts"], found["num_experts_per_tok"] = experts
+    sizes = (*cfg[:5], cfg.kv_heads, cfg.hidden)
+    return {**found, **dict(zip(LLAMA_SIZES, sizes)), "rope_theta": cfg.theta,
+            "rms_norm_eps": cfg.eps, "head_dim": cfg.width // cfg.heads, **kind}
 
 
 # ---- names ---------------------------------------------------------------------
@@ -217,6 +270,50 @@ def to_theirs(state, layers):
     return {f"transformer.{name}": t.contiguous() for name, t in theirs.items()}
 
 
+LLAMA_ENDS = {"tok.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight",
+              "head.weight": "lm_head.weight"}
+LLAMA_BLOCK = {
+    "norm1": "input_layernorm", "norm2": "post_attention_layernorm",
+    "attn.q": "self_attn.q_proj", "attn.k": "self_attn.k_proj", "attn.v": "self_attn.v_proj",
+    "attn.out": "self_attn.o_proj",
+    "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj",
+}
+EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}
+
+
+def llama_names(layers, experts):
+    """-> {our name: theirs}. experts: how many a layer has, 0: an MLP."""
+    names = dict(LLAMA_ENDS)
+    for i in range(layers):
+        ours = f"blocks.{i}"
+        theirs = f"model.layers.{i}"
+        for ours_part, theirs_part in LLAMA_BLOCK.items():
+            if not (experts and ours_part.startswith("mlp.")):
+                names[f"{ours}.{ours_part}.weight"] = f"{theirs}.{theirs_part}.weight"
+        if experts:
+            names[f"{ours}.mlp.router.weight"] = f"{theirs}.block_sparse_moe.gate.weight"
+        for e in range(experts):
+            for ours_part, theirs_part in EXPERT.items():
+                names[f"{ours}.mlp.experts.{e}.{ours_part}.weight"] = (
+                    f"{theirs}.block_sparse_moe.experts.{e}.{theirs_part}.weight")
+    return names
+
+
+def from_llama(state, layers, experts):
+    """As from_theirs."""
+    state = dict(state)
+    ours = {name: state.pop(theirs) for name, theirs in llama_names(layers, experts).items()}
+    for name in state:
+        if not name.endswith("rotary_emb.inv_freq"):  # older files have it
+            raise ValueError(f"the weights have {name}, which has no place in this model")
+    return {name: t.contiguous() for name, t in ours.items()}
+
+
+def to_llama(state, layers, experts):
+    names = llama_names(layers, experts)
+    return {theirs: state[name].contiguous() for name, theirs in names.items()}
+
+
 # ---- our checkpoints -----------------------------------------------------------
 
 
@@ -230,17 +327,21 @@ def weights_of(folder):
     return weights, notes["identity"]
 
 
+def sizes_in(identity):
+    """-> GPTConfig of a checkpoint."""
+    return GPTConfig(**{name: identity[name] for name in GPTConfig._fields if name in identity})
+
+
 def plain_sizes(folder, identity):
     """-> GPTConfig of a checkpoint that holds the plain GPT."""
-    require(not identity.get("experts"), f"{folder}: it has experts, which GPT-2 has not")
-    sizes = {name: identity[name] for name in GPTConfig._fields}
-    return GPTConfig(**sizes)
+    require(not identity.get("experts"), f"{folder}: it has experts, which the plain GPT has not")
+    return sizes_in(identity)
 
 
 # ---- what the program does -----------------------------------------------------
 
 
-def import_gpt2(source, target):
+def import_weights(source, target):
     folder = Path(source)
     require((folder / "config.json").is_file(), f"{source}: has no config.json")
     require(not checkpoint.numbered(target), f"{target}: has checkpoints already")
@@ -250,39 +351,68 @@ def import_gpt2(source, target):
         require(False, f"{source}: config.json is no JSON: {error}")
     require(isinstance(config, dict), f"{source}: config.json has no names")
     cfg = sizes_of(config)
+    identity = cfg._asdict()
+    words = flags_for(cfg)
+    experts = config.get("num_local_experts", 0)
+    if experts:
+        identity["experts"] = experts
+        identity["top_k"] = config.get("num_experts_per_tok", 2)
+        words += f" --experts {experts} --top-k {identity['top_k']}"
     try:
-        state = from_theirs(read_weights(folder), cfg.layers)
+        state = read_weights(folder)
+        if cfg.form == "gpt2":
+            state = from_theirs(state, cfg.layers)
+        else:
+            state = from_llama(state, cfg.layers, experts)
     except KeyError as missing:
         require(False, f"{source}: has no tensor {missing}")
     except ValueError as error:
         require(False, str(error))
-    checkpoint.write_whole(target, state, cfg._asdict())
-    flags = " ".join(f"--{name} {value}" for name, value in cfg._asdict().items())
-    print(f"{sum(t.numel() for t in state.values()):,} parameters\n--init-from {target} {flags}")
+    checkpoint.write_whole(target, state, identity)
+    print(f"{sum(t.numel() for t in state.values()):,} parameters\n--init-from {target}{words}")
 
 
-def export_gpt2(source, target):
+def flags_for(cfg):
+    """What a run has to be told beside --init-from."""
+    names = ["layers", "width", "heads", "vocab", "seq"]
+    words = ""
+    if cfg.form == "llama":
+        names += ["kv_heads", "hidden"]
+        words = " --model llama-toy"
+    for name in names:
+        words += f" --{name.replace('_', '-')} {getattr(cfg, name)}"
+    return words
+
+
+def export_weights(source, target):
     state, identity = weights_of(source)
-    cfg = plain_sizes(source, identity)
+    cfg = sizes_in(identity)
+    experts = identity.get("experts", 0)
+    require(not experts or cfg.form == "llama", f"{source}: GPT-2 with experts has no format there")
     folder = Path(target)
     folder.mkdir(parents=True, exist_ok=True)
     require(not any(folder.iterdir()), f"{target}: is not empty")
-    config = config_of(cfg, state["tok.weight"].dtype)
+    chosen = (experts, identity["top_k"]) if experts else None
+    config = config_of(cfg, state["tok.weight"].dtype, chosen)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    write_safetensors(folder / "model.safetensors", to_theirs(state, cfg.layers))
+    if cfg.form == "gpt2":
+        theirs = to_theirs(state, cfg.layers)
+    else:
+        theirs = to_llama(state, cfg.layers, experts)
+    write_safetensors(folder / "model.safetensors", theirs)
     print(f"{sum(t.numel() for t in state.values()):,} parameters in {target}")
 
 
 def save_plain(source, target):
     require(not Path(target).exists(), f"{target}: is there already")
-    state, _ = weights_of(source)
-    if "tok.weight" in state:
+    state, identity = weights_of(source)
+    if identity.get("form", "gpt2") == "gpt2" and "tok.weight" in state:
         state["head.weight"] = state["tok.weight"]  # tied: one tensor, in the file as well
     torch.save(state, target)
     print(f"{len(state)} tensors in {target}")
 
 
-TASKS = {"import": import_gpt2, "export": export_gpt2, "plain": save_plain}
+TASKS = {"import": import_weights, "export": export_weights, "plain": save_plain}
 
 
 def main():

@@ -1,0 +1,39 @@
+"""How the folders beside this file were made: python tests/data/make.py tests/data
+
+Random weights of tiny models and the logits that Hugging Face's implementation gives for some
+tokens: transformers 5.23.0 with torch 2.15.0. The tests need neither; run it to make them anew.
+"""
+import json
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import (
+    LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM,
+)
+
+torch.manual_seed(0)
+SIZES = dict(
+    hidden_size=8, intermediate_size=12, num_hidden_layers=2, num_attention_heads=2,
+    num_key_value_heads=1, vocab_size=19, max_position_embeddings=16, tie_word_embeddings=False,
+    initializer_range=0.5,
+)
+IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 18, 3]
+MODELS = {
+    "llama": LlamaForCausalLM(LlamaConfig(**SIZES, rms_norm_eps=1e-6, rope_theta=5e3)),
+    "mixtral": MixtralForCausalLM(MixtralConfig(
+        **SIZES, num_local_experts=4, num_experts_per_tok=2, rms_norm_eps=1e-5,
+        sliding_window=None, rope_theta=1e4)),
+    "qwen2": Qwen2ForCausalLM(Qwen2Config(**SIZES, rms_norm_eps=1e-6, rope_theta=1e4)),
+}
+
+for name, model in MODELS.items():
+    folder = Path(sys.argv[1], name)
+    model.float().eval().save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    with torch.no_grad():
+        logits = model(torch.tensor([IDS])).logits[0]
+    rows = [[round(x, 6) for x in row] for row in logits.tolist()]
+    made = {"transformers": transformers.__version__, "ids": IDS, "logits": rows}
+    (folder / "logits.json").write_text(json.dumps(made))

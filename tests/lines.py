@@ -1,0 +1,112 @@
+"""Which statements of a section 1 does ordinary training never run?
+
+    python tests/lines.py            all nine files, by their own tests less planted bugs, refusals
+    python tests/lines.py zero fsdp  these
+
+Every rank that a test starts notes the lines that it runs, if LINES_TO names a folder.
+"""
+import ast
+import atexit
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FILES = (
+    "ddp zero fsdp tensor_parallel pipeline_parallel context_parallel moe amp_accum_ckpt hybrid_3d"
+).split()
+PATHS = {str(ROOT / f"{name}.py"): name for name in FILES}
+
+
+def watch():
+    """From here on this process notes what it runs of the nine files."""
+    folder = os.environ.get("LINES_TO")
+    if not folder:
+        return
+    run = set()
+
+    def trace_line(frame, event, _):
+        run.add((frame.f_code.co_filename, frame.f_lineno))
+        return trace_line
+
+    def trace(frame, event, _):
+        if frame.f_code.co_filename in PATHS:
+            return trace_line(frame, event, _)
+        return None
+
+    def write():
+        text = "\n".join(f"{PATHS[path]} {line}" for path, line in run)
+        Path(folder, f"{os.getpid()}").write_text(text)
+
+    threading.settrace(trace)
+    sys.settrace(trace)
+    end = os._exit  # a process of multiprocessing ends here, without atexit
+
+    def write_and_end(code):
+        sys.settrace(None)
+        write()
+        end(code)
+
+    os._exit = write_and_end
+    atexit.register(write)
+
+
+def statements(name):
+    """-> [(first line, last line)] of section 1's statements inside of functions."""
+    source = (ROOT / f"{name}.py").read_text()
+    lines = source.splitlines()
+    rulers = [i for i, line in enumerate(lines, 1) if line.startswith(("# ---- 1. ", "# ---- 2. "))]
+    found = []
+    for function in ast.walk(ast.parse(source)):
+        if isinstance(function, ast.FunctionDef) and rulers[0] < function.lineno < rulers[1]:
+            for node in ast.walk(function):
+                if isinstance(node, ast.stmt) and node is not function:
+                    found.append(node)
+    return {span(node) for node in found if not is_docstring(node)}
+
+
+def is_docstring(node):
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+
+
+def span(node):
+    """Of an if or a for: its head alone."""
+    last = node.end_lineno
+    if hasattr(node, "body"):
+        last = max(node.lineno, node.body[0].lineno - 1)
+    return node.lineno, last
+
+
+def never_run(name):
+    """-> the statements of section 1, those that no rank has run, by the file's own tests."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "pytest", "-q", f"tests/test_{name}.py", "-k",
+                   "not planted and not refuse"]
+        done = subprocess.run(command, cwd=ROOT, env={**os.environ, "LINES_TO": folder},
+                              capture_output=True, text=True)
+        if done.returncode:
+            print(done.stdout[-2000:])
+        run = set()
+        for path in Path(folder).iterdir():
+            run |= set(path.read_text().splitlines())
+    every = statements(name)
+    missed = []
+    for first, last in sorted(every):
+        if not any(f"{name} {line}" in run for line in range(first, last + 1)):
+            missed.append(first)
+    return every, missed
+
+
+def main():
+    for name in sys.argv[1:] or FILES:
+        every, missed = never_run(name)
+        share = len(missed) / len(every)
+        print(f"{name:18} {len(every)} statements, never run {len(missed)} ({share:.1%}): "
+              f"lines {', '.join(map(str, missed)) or 'none'}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
