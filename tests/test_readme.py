@@ -26,7 +26,7 @@ PATHS = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
 PAGES = {path.name: path.read_text() for path in PATHS}
 README = PAGES["README.md"]
 CHINESE = (ROOT / "README.zh.md").read_text()
-SLOW = 6  # seconds
+SLOW = 2  # seconds
 
 
 def fenced(text, language=""):
@@ -69,7 +69,7 @@ def links(text):
 
 
 def test_the_chinese_page_is_short_and_says_nothing_else():
-    """Half as long: its commands, links and figures are among README's; it leaves out the blocks."""
+    """Half as long, without the blocks: its commands, links and figures are among README's."""
     assert CHINESE.count("\n") <= 72
     assert commands(CHINESE) <= commands(README)
     assert links(CHINESE) <= links(README) | {"README.md"}
@@ -193,7 +193,8 @@ def test_figures_are_printed(row, printed):
 def examples():
     """-> {"ddp": the block of README that uses its section 1}"""
     found = {}
-    for name, text in re.findall(r"^\[(\w+)\.py\]\(\1\.py\):(.*?)^(?=\[|## )", README, re.M | re.S):
+    files = r"^\[(\w+)\.py\]\(\1\.py\):(.*?)^(?=\[|## )"
+    for name, text in re.findall(files, README, re.M | re.S):
         found[name] = "".join(fenced(text, "python"))
     return found
 
@@ -237,9 +238,11 @@ def plain_training(name):
     if name == "moe":
         extra_loss = moe.plain_balancing_losses
     rated = [(1e-3, *batch) for batch in batches()]
-    for (_, norm), valid in zip(plain_steps(model, optimizer, rated, 1.0, extra_loss), (10, 10_000)):
-        assert (norm > 1) == (valid == 10)  # once clipped, once not
+    clipped = []
+    for _, norm in plain_steps(model, optimizer, rated, 1.0, extra_loss):
+        clipped.append(norm > 1)
         yield None, gradients_of(model), model.state_dict()
+    assert clipped == [True, False]
 
 
 def gradients_of(model):
@@ -272,7 +275,8 @@ def example_training(name, block):
     for x, y, valid in batches():
         names.update(x=x, y=y, valid=valid)
         if name in ROWS:
-            names["x"], names["y"] = (t.chunk(2)[dist.get_rank()] for t in (x, y))
+            names["x"] = x.chunk(2)[dist.get_rank()]
+            names["y"] = y.chunk(2)[dist.get_rank()]
         names["optimizer"].zero_grad()
         exec("\n".join(lines[first:]), names)
         yield None, *gathered(name, names, whole)
