@@ -137,6 +137,27 @@ def check_right():
     assert prove(plain, training(rate), tolerance=1.0)
 
 
+def half_told(training):
+    """Losses are Python's numbers, of rank 0 alone; a buffer in fp32 is among the parameters."""
+    for loss, gradients, parameters in training():
+        said = float(loss) if dist.get_rank() == 0 else None
+        yield said, gradients, {**parameters, "table": torch.ones(2, dtype=torch.float32)}
+
+
+def off_by_little(training):
+    for loss, gradients, parameters in half_told(training):
+        yield loss and loss + 1e-6, gradients, parameters
+
+
+def check_half_told():
+    assert prove(lambda: half_told(plain), lambda: half_told(training()))
+    assert not prove(lambda: half_told(plain), lambda: off_by_little(training()))
+
+
+def test_a_loss_may_be_told_by_one_rank():
+    run(check_half_told, 2)
+
+
 def check_precisions(dtype):
     """Right code passes, and a factor of two shows."""
     assert prove(lambda: plain(dtype), training(dtype=dtype))
