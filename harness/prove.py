@@ -113,8 +113,10 @@ def all_steps(training, ranks):
 def snapshot(loss, gradients, parameters):
     """-> {kind: {name: tensor}}, in memory of their own on the CPU. DTensors become whole."""
     losses = {}
+    if isinstance(loss, torch.Tensor):
+        loss = loss.item()
     if loss is not None:
-        losses["loss"] = torch.tensor(float(loss), dtype=torch.float64)
+        losses["loss"] = torch.tensor(loss, dtype=torch.float64)
     found = {}
     for kind, tensors in (("loss", losses), ("gradient", gradients), ("parameter", parameters)):
         found[kind] = {}
@@ -248,7 +250,9 @@ def pattern(ours, plain, ranks):
     factor = ((ours * plain).sum() / (plain * plain).sum()).item()
     if not largest(ours - factor * plain) <= 1e-3 * largest(ours):
         return "another tensor, with no simple pattern"
-    words = f"{factor:.3f} times what it should be"
+    words = f"{factor:.7g} times what it should be"
+    if math.isclose(factor, 1, rel_tol=1e-3):
+        return f"{words}: as if clipping hid a factor; compare without it"
     for count in range(2, 1025):
         parts = f"{count} micro-batches, or the ranks of one axis,"
         if count == ranks:
