@@ -250,9 +250,9 @@ def pattern(ours, plain, ranks):
     factor = ((ours * plain).sum() / (plain * plain).sum()).item()
     if not largest(ours - factor * plain) <= 1e-3 * largest(ours):
         return "another tensor, with no simple pattern"
-    words = f"{factor:.7g} times what it should be"
     if math.isclose(factor, 1, rel_tol=1e-3):
-        return f"{words}: as if clipping hid a factor; compare without it"
+        return f"{factor:.7f} times what it should be: does clipping hide a factor? Leave it out"
+    words = f"{factor:.3f} times what it should be"
     for count in range(2, 1025):
         parts = f"{count} micro-batches, or the ranks of one axis,"
         if count == ranks:
