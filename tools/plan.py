@@ -6,9 +6,10 @@ some others only where they can be of use: see layouts() in estimate.py.
     layout    dp x cp x tp x pp GPUs, micro-batches, schedule, sp, zero, ckpt, attn, and ep of the
               experts (--experts 64 --top-k 8 ..), as hybrid_3d.py has them
     memory    of the fullest stage: parameters, gradients and optimizer are exact, activations and
-              what comes and goes are within 12% of a dry run's peak, all together. CUDA, NCCL and
-              fragmentation are not in it: take --gpu-memory less what they need. RMSNorm is taken
-              for torch's fused one; where a CPU has none, a dry run there keeps 3 x more for each
+              what comes and goes are estimates, mostly within 6% of a dry run's peak, all
+              together. CUDA, NCCL and fragmentation are not in it: take --gpu-memory less what
+              they need. RMSNorm is taken for torch's fused one. Where a CPU has none, it keeps
+              its input in fp32 and more, and a small Llama's dry run there peaks up to 30% higher
 
     time of the slowest stage, for M micro-batches; dp and adamw are those of the fullest one.
     B T are the tokens of a rank; for cp, of its cp ranks together. Numbers, unless bytes are said.
