@@ -68,7 +68,7 @@ import amp_accum_ckpt
 from common import adamw, build, loss_sum, share
 from harness.checkpoint import Piece, parts_pieces, pieces_of, run_pieces
 from harness.flags import ANY, POSITIVE, Flag, arguments, require
-from harness.run import Run, Side
+from harness.run import Run, Side, whole
 
 # ---- 1. the technique (copy this; it needs torch and the files of the techniques) ---
 
@@ -386,7 +386,7 @@ def within_layers(model, mesh, plans, sp, attend):
     tp = WholeSequence(mesh.group["tp"])
     if sp:
         tp = CutSequence(mesh.group["tp"])
-    if any(action.kind == "W" for action in plans[0]):
+    if has_w(plans):
         tp.column_parallel = split_columns
         tp.linear = pipeline_parallel.split_linear
     if tp.size > 1:
@@ -397,6 +397,10 @@ def within_layers(model, mesh, plans, sp, attend):
         microbatches = 1 + max(action.microbatch for action in plans[0])
         moe.parallelize(model, mesh.group["ep"], mesh.group["peers"], microbatches)
     return tp
+
+
+def has_w(plans):
+    return any(action.kind == "W" for action in plans[0])
 
 
 def replacements(model):
@@ -522,36 +526,20 @@ def local(t):
     return t
 
 
-def whole(t):
-    """A DTensor, sharded or (a norm) partial -> replicated; an ordinary tensor is whole already."""
-    if isinstance(t, DTensor):
-        return t.full_tensor()
-    return t
-
-
 class AtWork(nn.Module):
     """This rank's stages of the toy GPT, and torch's schedule, which runs them."""
 
-    def __init__(self, here, ends_are_tied, mesh, device_mesh, origins):
+    def __init__(self, here, mesh, device_mesh, origins):
         super().__init__()
         self.stages = nn.ModuleList(here.values())
         self.first = self.stages[0].first
         self.last = self.stages[-1].last
-        # the embedding is tied to the head, which another rank has
-        self.ends_are_tied = ends_are_tied and self.first != self.last
         self.mesh = mesh
         self.device_mesh = device_mesh  # torch's, of pp, dp and tp
         self.origins = origins
         self.valid = 1  # targets of the batch under way
-        self.schedule = None  # made by schedule_at_work, which needs loss_of
-
-    def tied(self):
-        """-> the embedding or head here, if it is tied to another rank's, else None"""
-        if not self.ends_are_tied:
-            return None
-        if self.first:
-            return self.stages[0].tok.weight
-        return self.stages[-1].head.weight
+        self.schedule = None  # torch's, which calls loss_of
+        self.tied = None  # the embedding or head, if it is tied to another rank's
 
     def loss_of(self, logits, targets):
         """What torch's schedule calls on the last stage."""
@@ -567,30 +555,41 @@ class AtWork(nn.Module):
     def run(self, run_schedule, x, y, valid):
         """-> this rank's part of the loss. run_schedule: the schedule's step, or its eval."""
         self.valid = valid
-        inputs = []
-        named = {}
+        inputs = [x] if self.first else []
         losses = []
-        if self.first:
-            inputs.append(x)
-        if self.last:
-            named = {"target": y, "losses": losses}
         context = contextlib.nullcontext()
         if self.mesh.size["tp"] > 1:
             context = loss_parallel()  # the logits are cut
         with context:
-            run_schedule(*inputs, **named, return_outputs=False)
-        total = torch.zeros((), device=x.device)
-        for loss in losses:
-            total = total + local(loss.detach())
+            run_schedule(*inputs, target=y, losses=losses, return_outputs=False)
+        total = sum((local(loss.detach()) for loss in losses), torch.zeros((), device=x.device))
         # loss_of has multiplied by dp, and each rank of tp has the whole
         return total / (self.mesh.size["data"] * self.mesh.size["tp"])
 
     def evaluate(self, x, y):
         return self.run(self.schedule.eval, x, y, 1)
 
+    def full_state_dict(self):
+        return self.gather(lambda t: t, list(self.origins))
+
+    def full_gradients(self):
+        trained = [name for name, origin in self.origins.items() if origin.is_trained]
+        return self.gather(lambda p: p.grad if p.requires_grad else p, trained)
+
+    def gather(self, of_parameter, names):
+        """-> {name in the plain model: tensor} of these names, on every rank."""
+        mine = {}
+        for stage in self.stages:
+            for name, p in stage.state_dict(keep_vars=True).items():
+                mine[name] = whole(of_parameter(p))  # over dp and tp: sharded -> replicated
+        origins = {name: self.origins[name][:2] for name in names}
+        return pipeline_parallel.gather(mine, origins, self.mesh.group["pp"])
+
 
 def parallelize_at_work(model, mesh, device_mesh, plans, layers, boundary, args):
     """The plain GPT -> AtWork. device_mesh: torch's, of pp, dp and tp."""
+    from torch.distributed.pipelining import PipelineStage, schedules  # long to import
+
     origins = origins_of(model, layers, plans)
     if mesh.size["tp"] > 1:
         tensor_parallel.parallelize_at_work(model, device_mesh["tp"], args.sp)
@@ -603,12 +602,21 @@ def parallelize_at_work(model, mesh, device_mesh, plans, layers, boundary, args)
         if mesh.size["data"] > 1:
             for unit in [*stage.blocks.values(), stage]:
                 fully_shard(unit, mesh=device_mesh["dp"], reshard_after_forward=False)
-    at_work = AtWork(here, bool(tied), mesh, device_mesh, origins)
+    at_work = AtWork(here, mesh, device_mesh, origins)
+    if tied and at_work.first and not at_work.last:
+        at_work.tied = at_work.stages[0].tok.weight
+    if tied and at_work.last and not at_work.first:
+        at_work.tied = at_work.stages[-1].head.weight
     parts = []
     for number, stage in here.items():
         shapes = shapes_at_work(stage, boundary, args.seq, columns)
-        parts.append(stage_at_work(stage, number, len(layers), mesh.group["pp"], shapes))
-    at_work.schedule = schedule_at_work(args, parts, at_work.loss_of)
+        parts.append(PipelineStage(
+            stage, number, len(layers), boundary[-1], *shapes, group=mesh.group["pp"]))
+    if args.schedule in pipeline_parallel.ONE_STAGE:
+        [parts] = parts  # these classes take the stage itself, not a list
+    make = getattr(schedules, pipeline_parallel.AT_WORK[args.schedule])
+    # scale_grads: they are a sum
+    at_work.schedule = make(parts, args.micro, loss_fn=at_work.loss_of, scale_grads=False)
     return at_work
 
 
@@ -625,41 +633,6 @@ def shapes_at_work(stage, boundary, T, columns):
     return taken, given
 
 
-def stage_at_work(stage, number, count, group, shapes):
-    from torch.distributed import pipelining  # takes as long to import as all the rest
-
-    taken, given = shapes
-    return pipelining.PipelineStage(
-        stage, number, count, taken.device, input_args=taken, output_args=given, group=group)
-
-
-def schedule_at_work(args, parts, loss_of):
-    from torch.distributed.pipelining import schedules
-
-    if args.schedule in pipeline_parallel.ONE_STAGE:
-        [parts] = parts
-    make = getattr(schedules, pipeline_parallel.AT_WORK[args.schedule])
-    return make(parts, args.micro, loss_fn=loss_of, scale_grads=False)  # gradients are a sum
-
-
-def full_state_dict_at_work(model):
-    mine = {}
-    for stage in model.stages:
-        mine.update({name: whole(t) for name, t in stage.state_dict().items()})
-    origins = {name: origin[:2] for name, origin in model.origins.items()}
-    return pipeline_parallel.gather(mine, origins, model.mesh.group["pp"])
-
-
-def full_gradients_at_work(model):
-    mine = {"any": torch.zeros((), device=next(model.parameters()).device)}
-    for stage in model.stages:
-        for name, p in stage.named_parameters(remove_duplicate=False):
-            if p.requires_grad:
-                mine[name] = whole(p.grad)
-    origins = {name: origin[:2] for name, origin in model.origins.items() if origin.is_trained}
-    return pipeline_parallel.gather(mine, origins, model.mesh.group["pp"])
-
-
 def train_step_at_work(model, optimizer, x, y, valid, clip):
     optimizer.zero_grad()
     loss = model.run(model.schedule.step, x, y, valid)
@@ -668,11 +641,10 @@ def train_step_at_work(model, optimizer, x, y, valid, clip):
         if isinstance(p, DTensor):
             # the gradient of a cut embedding comes replicated
             p.grad = p.grad.redistribute(placements=p.placements)
-    tied = model.tied()
-    if tied is not None and tied.requires_grad:
-        dist.all_reduce(local(tied.grad), group=model.mesh.group["ends"])  # partial -> replicated
+    if model.tied is not None and model.tied.requires_grad:
+        dist.all_reduce(local(model.tied.grad), group=model.mesh.group["ends"])  # -> replicated
     # the tied one counts on the first stage only
-    counted = [p.grad for p in parameters if p is not tied or model.first]
+    counted = [p.grad for p in parameters if p is not model.tied or model.first]
     square = torch.zeros((), dtype=next(model.parameters()).dtype, device=x.device)
     if counted:
         square = whole(nn.utils.get_total_norm(counted)).square()
@@ -755,6 +727,8 @@ def refuse(args):
     require(stages <= args.layers, pipeline_parallel.too_few(args.layers, stages))
     require(args.schedule != "interleaved" or args.micro % args.pp == 0,
             f"--micro {args.micro}: interleaved needs a multiple of --pp {args.pp}")
+    require(args.pp > 1 or not has_w(plans_of(args)),
+            f"--schedule {args.schedule} --pp 1: no rank waits that W could serve; take 1f1b")
     require(args.zero < 3 or (args.pp == 1 and args.schedule == "1f1b"),
             "--zero 3 wants each backward right behind its forward: --pp 1 --schedule 1f1b")
     require(not args.experts or tp == 1 or args.sp,
@@ -859,10 +833,11 @@ def textbook(run, plans, layers, model):
         sent = sum(groups[group.group_name] for group in axis_groups)
         rows.append((f"wire {axis}", formula, expected, sent))
 
-    for axis in COPIES:
-        expected = [sent_by_zero(zero, args.micro) for zero in model.zeros
-                    if zero.group is mesh.group[axis]]
-        row(axis, "k P b (n-1)/n", sum(expected), [mesh.group[axis]])
+    for axis in COPIES:  # only experts have replicas
+        own = [zero for zero in model.zeros if zero.group is mesh.group[axis]]
+        if own:
+            expected = sum(sent_by_zero(zero, args.micro) for zero in own)
+            row(axis, "k P b (n-1)/n", expected, [mesh.group[axis]])
     if args.amp == "off":  # which would halve some
         row("tp", "M L/pp 8 x b (tp-1)/tp, --sp 10, + ends + sums", on_tp, [mesh.group["tp"]])
         row("cp", "M L/pp (4 b + 2 w) x (cp-1)/tp K/H", sent_on_cp(args, b, blocks),
@@ -1004,14 +979,10 @@ def set_up_at_work(run, mesh, plans, layers):
     args = run.args
     sizes = (args.pp, args.dp, args.tp)
     device_mesh = init_device_mesh(run.device.type, sizes, mesh_dim_names=("pp", "dp", "tp"))
-    model = parallelize_at_work(run.build(), mesh, device_mesh, plans, layers, boundary_of(run),
-                                args)
+    model = parallelize_at_work(
+        run.build(), mesh, device_mesh, plans, layers, boundary_of(run), args)
     optimizer = adamw(model.parameters(), args.lr)
-    return Side(
-        model=model, optimizer=optimizer, train_step=train_step_at_work,
-        full_gradients=partial(full_gradients_at_work, model),
-        full_state_dict=partial(full_state_dict_at_work, model),
-    )
+    return Side(model=model, optimizer=optimizer, train_step=train_step_at_work)
 
 
 SET_UP = {"scratch": set_up, "torch": set_up_at_work}
@@ -1054,7 +1025,7 @@ def main():
             run.log(impl, step, loss, norm)
         if "scratch" in run.impls:
             run.textbook(textbook(run, plans, layers, sides["scratch"].model))
-        plain = partial(moe.plain_trace, run) if args.experts else None
+        plain = partial(moe.plain_trace, run) if args.experts else run.plain
         judged_as = "bf16" if args.amp == "bf16" else args.dtype
         own = run.ledger[run.impls[0]].memory["parameters"] // run.dtype.itemsize
         return run.finish(total, own, plain, judged_as)

@@ -372,13 +372,14 @@ REFUSED = """
     --micro 3 | --batch 8 does not divide into --dp 1 x --micro 3 micro-batches
     --dry-run 8 --pp 8 | --layers 4 for 8 stages
     --dry-run 2 --pp 2 --schedule interleaved --micro 1 | --micro 1: interleaved needs a multiple
+    --schedule zb-h1 | --schedule zb-h1 --pp 1: no rank waits that W could serve
     --dry-run 2 --pp 2 --zero 3 | right behind its forward: --pp 1 --schedule 1f1b
     --dry-run 2 --tp 2 --experts 4 | its ranks would all route the same tokens; add --sp
     --dry-run 2 --dp 2 --experts 3 | --ep 2 has to divide dp x cp = 2 and --experts 3
     --dry-run 2 --dp 2 --experts 4 --ep 3 | --ep 3 has to divide dp x cp = 2
     --shared | --ep, --shared and --capacity are for --experts E
     --impl torch --ckpt selective | --ckpt, --amp and --dtype bf16 want --impl scratch
-    --impl torch --schedule zb-h2 | --schedule zb-h2: torch has gpipe
+    --impl torch --experts 4 | --experts, --cp, --zero 2, 3, --ckpt, --amp and --dtype bf16 want
 """
 
 
