@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import tensor_parallel
-from conftest import PROOF, alone, copied, dry_run_agrees, each, proves, run, script, textbook
+from conftest import (
+    PROOF, SMALL, alone, copied, dry_run_agrees, each, proves, run, script, textbook)
 
 SP = ["--sp"]
 LLAMA = ["--model", "llama-toy"]
@@ -99,9 +100,6 @@ def plan_of(section):
         "*.down_proj": section.RowLinear,
         "lm_head": section.ColumnLinear,
     }
-
-
-DROPOUTS = {"*.drop_inside": "InsideDropout", "*.drop_outside": "OutsideDropout"}
 
 
 def both(section, kind, tied=False):
@@ -220,7 +218,8 @@ def check_dropout(kind):
     tp = getattr(section, kind)()
     torch.manual_seed(tp.rank)  # cut_model gives all the first rank's weights and random state
     plan = plan_of(section)
-    plan.update({name: getattr(section, dropout) for name, dropout in DROPOUTS.items()})
+    plan["*.drop_inside"] = section.InsideDropout
+    plan["*.drop_outside"] = section.OutsideDropout
     model = section.cut_model(Llama(dropout=0.4), tp, plan)
     x, y = token_batch()
     gradients = []
@@ -236,7 +235,8 @@ def check_dropout(kind):
     layer = model.layers[0]
     ones = torch.ones(40)
     assert len(distinct(layer.drop_inside(ones), tp)) == tp.size
-    assert len(distinct(layer.drop_outside(ones), tp)) == (tp.size if kind == KINDS[1] else 1)
+    masks = {"WholeSequence": 1, "CutSequence": tp.size}
+    assert len(distinct(layer.drop_outside(ones), tp)) == masks[kind]
     assert set(layer.drop_inside(ones).tolist()) == {0.0, 1 / 0.6}
     model.eval()
     assert layer.drop_inside(ones) is ones
@@ -373,15 +373,13 @@ def test_equals_one_process(world, flags):
 
 
 def test_goes_on_from_a_checkpoint_of_another_layout(tmp_path):
-    saving = [*PROOF, *ODD, "--no-check", "--save", str(tmp_path)]
-    script("tensor_parallel", 4, *saving, *SP)
+    script("tensor_parallel", 4, *PROOF, *ODD, *SP, "--no-check", "--save", str(tmp_path))
     report = proves("tensor_parallel", 2, *ODD, "--steps", "4", "--resume", str(tmp_path))
     assert len(report["loss"]) == 2
 
 
 def test_both_times_both():
-    sizes = ["--layers", "1", "--width", "32", "--dtype", "bf16"]
-    report = script("tensor_parallel", 2, "--steps", "4", *sizes, "--impl", "both")
+    report = script("tensor_parallel", 2, *SMALL, "--dtype", "bf16", "--impl", "both")
     assert report["speedup"] > 0
     textbook(report)
 
@@ -407,16 +405,14 @@ C = 32
 
 def of_a_block(form, tp, *flags):
     """A third block is what is added to two -> calls, bytes sent, bytes that autograd keeps."""
-    sizes = ["--width", "32", "--heads", "4", "--seq", "16", "--model", form]
-    dry = [*sizes, "--dry-run", str(tp), *flags, "--layers"]
+    dry = [*SMALL, "--model", form, "--dry-run", str(tp), *flags, "--layers"]
     reports = alone("tensor_parallel", (*dry, "2"), (*dry, "3"))
     two, three = [report["ranks"][0] for report in reports]
     calls = {}
     sent = 0
     for kind, figures in three["collectives"].items():
-        before = two["collectives"][kind]
-        calls[kind] = figures["calls"] - before["calls"]
-        sent += figures["wire"] - before["wire"]
+        calls[kind] = figures["calls"] - two["collectives"][kind]["calls"]
+        sent += figures["wire"] - two["collectives"][kind]["wire"]
     kept = three["memory"]["activations"] - two["memory"]["activations"]
     return calls, sent, kept
 
