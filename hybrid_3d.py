@@ -721,7 +721,13 @@ def refuse(args):
             f"{axes}: their product is not {args.world_size}, the number of ranks")
     require(args.kv_heads % heads == 0,
             f"--heads {args.heads}, --kv-heads {args.kv_heads}: do not divide over {heads} ranks")
+    chunks = args.cp * len(context_parallel.on_paper(args.attn, 0, args.cp).chunks())
     require(args.seq % tokens == 0, f"--seq {args.seq} does not divide over {tokens} ranks")
+    require(args.cp == 1 or args.seq % chunks == 0,
+            f"--seq {args.seq} does not divide into {chunks} chunks")
+    require(args.hidden % tp == 0, f"--hidden {args.hidden} does not divide over --tp {tp}")
+    require(args.top_k <= args.experts or not args.experts,
+            f"--top-k {args.top_k} of --experts {args.experts}: choose fewer")
     require(args.batch % (args.dp * args.micro) == 0, f"--batch {args.batch} does not divide into "
             f"--dp {args.dp} x --micro {args.micro} micro-batches")
     require(stages <= args.layers, pipeline_parallel.too_few(args.layers, stages))

@@ -4,8 +4,8 @@
     rank 0    0 0 0 1 | 2 3   0 0 0 1 0 1   experts 0, 1     0 0 0 1 2 3   sum of a token's K rows
     rank 1    0 1 | 2 2 3 3   2 3 2 2 3 3   experts 2, 3     0 1 2 2 3 3   sum of a token's K rows
 
-A digit is a row: a token on its way to the expert of that number. Rows left of | go to rank 0, those
-right of it to rank 1. Of all n ranks, those of a group `ep` share out the experts, those of
+A digit is a row: a token on its way to the expert of that number. Rows left of | go to rank 0,
+those right of it to rank 1. Of all n ranks, those of a group `ep` share out the experts, those of
 `replicas` (n/ep of them) hold the same ones, and each has its own part of the batch. No token is
 dropped, unless a capacity A is given: then an expert takes the first ceil(A K N / E) rows of each
 rank's N tokens.

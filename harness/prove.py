@@ -48,10 +48,9 @@ HINTS = {  # beyond single tensors
 def prove(plain, parallel, tolerance=None):
     """plain, parallel: generator functions, see above -> are they equal? The same on all ranks.
 
-    Every rank of the default process group calls it; without one this is a world of one. Rank 0
-    runs plain, after parallel, and prints. tolerance: of max|parallel - plain| / max|plain|; None
-    takes that of the narrowest dtype of gradients (under autocast say one, such as 0.05). What
-    plain or parallel raises is passed on.
+    Every rank calls it, in the default process group or without one. Rank 0 runs plain, after
+    parallel, and prints. tolerance: of max|parallel - plain| / max|plain|; None takes that of the
+    gradients' narrowest dtype (under autocast say one, such as 0.05). What they raise is passed on.
     """
     ranks = Ranks()
     random = torch.get_rng_state()
