@@ -4,8 +4,8 @@
     rank 0    0 0 0 1 | 2 3   0 0 0 1 0 1   experts 0, 1     0 0 0 1 2 3   sum of a token's K rows
     rank 1    0 1 | 2 2 3 3   2 3 2 2 3 3   experts 2, 3     0 1 2 2 3 3   sum of a token's K rows
 
-A digit is a row: a token on its way to the expert of that number. Rows left of | go to rank 0,
-those right of it to rank 1. Of all n ranks, those of a group `ep` share out the experts, those of
+A digit is a row: a token on its way to the expert of that number. Rows left of | go to rank 0, rows
+right of it to rank 1. Of all n ranks, those of a group `ep` share out the experts, those of
 `replicas` (n/ep of them) hold the same ones, and each has its own part of the batch. No token is
 dropped, unless a capacity A is given: then an expert takes the first ceil(A K N / E) rows of each
 rank's N tokens.
@@ -165,7 +165,7 @@ def transpose_blocks(rows, grid):
 
 
 def stack(parameters):
-    """The experts' parameters -> one, a copy, with an expert after the other."""
+    """Parameters of the experts -> one, a copy, trained if these are: an expert after the other."""
     stacked = torch.stack([p.detach() for p in parameters])
     return nn.Parameter(stacked, parameters[0].requires_grad)
 
@@ -250,7 +250,7 @@ class AddLoss(torch.autograd.Function):
     def backward(ctx, grad):
         ctx.layer.loss = ctx.layer.loss + ctx.loss
         ctx.layer.load = ctx.layer.load + ctx.load
-        return grad, torch.full_like(ctx.loss, ctx.layer.loss_scale), None, None
+        return grad, torch.ones_like(ctx.loss) * ctx.layer.loss_scale, None, None
 
 
 class MoE(nn.Module):

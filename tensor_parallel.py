@@ -51,7 +51,7 @@ import sys
 from functools import partial
 
 import torch.distributed.tensor.parallel as at_work
-from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, init_device_mesh
 
 from common import adamw, loss_sum
 from harness.checkpoint import Piece, pieces_of

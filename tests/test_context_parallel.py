@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import context_parallel
 from conftest import (
     copied, dry_run_agrees, each, is_clear, outcome, proves, run, textbook)
-from context_parallel import KINDS, AllGather, AllToAll, Ring, Ulysses, on_paper, picture
+from context_parallel import KINDS, AllGather, AllToAll, Ulysses, on_paper, picture
 from harness.ledger import Ledger
 
 LLAMA = ("--model", "llama-toy")

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import common
 import moe
 from conftest import (
-    PROOF, SMALL, alone, copied, dry_run_agrees, each, proves, run, script, textbook)
+    SMALL, alone, copied, dry_run_agrees, each, proves, run, script, textbook)
 
 LLAMA = "--model", "llama-toy"
 MIXTRAL = "--model", "mixtral-toy", "--kv-heads", "2", "--hidden", "40"
