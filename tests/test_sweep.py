@@ -71,12 +71,8 @@ def mean_of_means(module):
 
 def one_byte_more(module):
     """In what is measured."""
-    old = module.Run.textbook
-
-    def wrong(run, what, formula, expected, measured, **more):
-        old(run, what, formula, expected, measured + 1, **more)
-
-    module.Run.textbook = wrong
+    old = module.Run.measured
+    module.Run.measured = lambda run, *what: old(run, *what) + 1
 
 
 def refused(module):
