@@ -69,7 +69,7 @@ class Part:
     """This rank's piece of a parameter: a run of its numbers."""
 
     first: int  # the place in parameter.flatten() where the piece begins
-    run: slice  # where the piece lies in this rank's chunk
+    span: slice  # the place of the piece in this rank's chunk
     shard: nn.Parameter  # 1-D, what the optimizer steps. Its grad: the sum over ranks and backwards
 
 
@@ -125,18 +125,15 @@ class Flat:
         parts = {}
         for p, start in self.starts.items():
             offset = start - self.begin  # where it begins, seen from this chunk: may be before it
-            low = max(offset, 0)
-            high = min(offset + self.shapes[p].numel(), self.chunk)
-            if low < high:
-                run = slice(low, high)
-                parts[p] = Part(low - offset, run, nn.Parameter(self.shard[run]))
+            span = slice(max(offset, 0), min(offset + self.shapes[p].numel(), self.chunk))
+            if span.start < span.stop:
+                parts[p] = Part(span.start - offset, span, nn.Parameter(self.shard[span]))
         return parts
 
     @torch.no_grad()
     def store(self, p, whole):
         """Keep this rank's piece of a parameter that is given whole."""
-        shape = self.shapes[p]
-        assert whole.shape == shape, f"FSDP: {tuple(whole.shape)} is given for {tuple(shape)}"
+        assert whole.shape == self.shapes[p], f"{whole.shape} is given for {self.shapes[p]}"
         if p in self.parts:
             part = self.parts[p]
             part.shard.copy_(whole.flatten()[part.first:part.first + part.shard.numel()])
@@ -211,16 +208,16 @@ class Flat:
             self.sum = None
             for part in self.parts.values():
                 if part.shard.grad is None:
-                    part.shard.grad = gradient[part.run]
+                    part.shard.grad = gradient[part.span]
                 else:
-                    part.shard.grad += gradient[part.run]
+                    part.shard.grad += gradient[part.span]
 
 
 class FSDP(nn.Module):
     """Shards a module over the ranks of `group`: a unit for each of `blocks`, one for the rest.
 
-    model(x) and loss.backward() are as ever. When backward returns, each rank has its part of the
-    gradients, summed over all ranks and added to what was there before.
+    When loss.backward() returns, each rank has its part of the gradients, summed over all ranks and
+    added to what was there before.
 
     blocks: submodules, in the order in which they run
     replicas: a group of the ranks that hold the same shard in other copies of the model, or None
@@ -253,14 +250,15 @@ class FSDP(nn.Module):
         names = names_of(module)
         self.keep_frozen(names, dtype)
         for block in blocks:
-            inside = names_of(block)
-            # what is tied to something outside of the block is left to the root
-            within = [p for p in inside if p in names and len(inside[p]) == len(names[p])]
-            if within:
+            own = {}  # without what has a name outside of the block too: it is left to the root
+            for p, inside in names_of(block).items():
+                if p in names and len(inside) == len(names[p]):
+                    own[p] = names.pop(p)
+            if own:
                 i = len(self.blocks)
                 block.register_forward_pre_hook(partial(self.before_forward, i))
                 block.register_forward_hook(partial(self.after_forward, i))
-                self.blocks.append(self.unit({p: names.pop(p) for p in within}, dtype, home))
+                self.blocks.append(self.unit(own, dtype, home))
         self.units = list(self.blocks)
         if names:
             self.root = self.unit(names, dtype, home)
@@ -273,17 +271,19 @@ class FSDP(nn.Module):
 
     def keep_frozen(self, names, dtype):
         """Take the frozen parameters out of `names`: they stay whole."""
-        for p in [p for p in names if not p.requires_grad]:
-            whole = self.value_of(p, names[p][0])
-            self.replace(names.pop(p), nn.Parameter(whole.to(dtype or whole.dtype), False))
+        for p in list(names):
+            if not p.requires_grad:
+                whole = self.value_of(p, names[p][0])
+                self.replace(names.pop(p), nn.Parameter(whole.to(dtype or whole.dtype), False))
 
     def unit(self, names, dtype, home):
         """-> Flat, whose parameters take the places of these in the module."""
         flat = Flat(list(names), self.group, self.replicas, self.device, dtype, home)
         for old, p in zip(names, flat.places):
             self.replace(names[old], p)
-            if p in flat.parts or not old.is_meta:  # only what is kept need be made
-                flat.store(p, self.value_of(old, names[old][0]))  # one at a time is here whole
+            # what is on the meta device is made, one at a time, where a piece of it is kept
+            if not old.is_meta or p in flat.parts:
+                flat.store(p, self.value_of(old, names[old][0]))
         return flat
 
     def value_of(self, tensor, name):
@@ -378,17 +378,15 @@ class FSDP(nn.Module):
     # the step
 
     def parameter_groups(self, groups=None):
-        """What an elementwise optimizer takes: this rank's pieces of the parameters, all 1-D.
+        """What an optimizer takes: the user's groups, with this rank's shards for parameters.
 
-        groups: None, or [{"params": parameters of the module, "weight_decay": .., ..}, ..], taken
-        from the module after FSDP was made. A rank may have nothing of a group.
+        groups are made of the module's parameters after FSDP was made.
         """
         if groups is None:
             return [{"params": list(self.shards)}]
         ours = []
         for group in groups:
-            trained = [p for p in group["params"] if p.requires_grad]
-            parts = [self.unit_of[p].parts.get(p) for p in trained]
+            parts = [self.unit_of[p].parts.get(p) for p in group["params"] if p.requires_grad]
             ours.append({**group, "params": [part.shard for part in parts if part]})
         return ours
 
@@ -428,7 +426,7 @@ class FSDP(nn.Module):
         for unit in self.units:
             gradient = torch.zeros_like(unit.shard)
             for part in unit.parts.values():
-                gradient[part.run] = part.shard.grad
+                gradient[part.span] = part.shard.grad
             whole.update(unit.gathered(gradient))
         return {name: whole[p] for name, p in self.module.named_parameters() if p in whole}
 
@@ -457,8 +455,7 @@ def watch(output, reached):
 
 def refuse_state(module, prefix, keep_vars):
     if not keep_vars:  # FSDP itself asks for the parameters, not for what is in them
-        raise RuntimeError("FSDP: parameters are sharded: take FSDP's full_state_dict() or "
-                           "load_full_state_dict(state)")
+        raise RuntimeError("parameters are sharded: see full_state_dict(), load_full_state_dict()")
 
 
 # ---- 2. the toy GPT, parallelized --------------------------------------------
@@ -537,45 +534,37 @@ def refuse(args, n):
             "--offload is for --impl scratch; torch's own wants a GPU")
 
 
-def dtype_of_shards(run):
-    """--dtype bf16 is for computing: shards, sums of gradients and AdamW's states are fp32."""
-    return torch.promote_types(run.dtype, torch.float32)
-
-
-def set_up(run, model, mesh):
-    """model: on the meta device."""
-    home = run.device
-    if run.args.offload:
-        home = "cpu"
-    model = parallelize(model, mesh, run.args.seed, reshard=run.args.reshard, dtype=run.dtype,
-                        device=run.device, home=home)
-    optimizer = adamw(model.parameter_groups(), run.args.lr)
+def set_up(run, impl, plain, mesh, wide):
+    """plain: on the meta device; wide: the dtype of shards."""
+    args = run.args
+    if impl == "torch":
+        model = run.freeze(build(run.cfg, args.seed, run.device, wide))
+        model = parallelize_at_work(model, mesh, args.reshard, run.dtype)
+        optimizer = adamw(model.parameters(), args.lr)
+        return Side(model=model, optimizer=optimizer, train_step=train_step_at_work)
+    model = parallelize(plain, mesh, args.seed, reshard=args.reshard, dtype=run.dtype,
+                        device=run.device, home="cpu" if args.offload else run.device)
+    optimizer = adamw(model.parameter_groups(), args.lr)
     is_first = mesh.get_local_rank("replicate") == 0  # of the ranks with the same shard
     return Side(model=model, optimizer=optimizer, train_step=train_step,
                 pieces=lambda: pieces(model, optimizer, writes=is_first))
 
 
-def set_up_at_work(run, mesh):
-    model = build(run.cfg, run.args.seed, run.device, dtype_of_shards(run))
-    model = parallelize_at_work(run.freeze(model), mesh, run.args.reshard, run.dtype)
-    optimizer = adamw(model.parameters(), run.args.lr)
-    return Side(model=model, optimizer=optimizer, train_step=train_step_at_work,
-                pieces=lambda: pieces_of(model.named_parameters(), optimizer, writes=True))
-
-
 def pieces(model, optimizer, writes):
     """What this rank gives to a checkpoint, or takes from it. writes: does it save its shards?"""
-    whole = []  # frozen
+    frozen = []
     parts = []
     for name, p in model.module.named_parameters():
         unit = model.unit_of.get(p)
         if unit is None:
-            whole.append((name, p))
+            frozen.append((name, p))
         elif p in unit.parts:
             part = unit.parts[p]
             parts.append((name, unit.shapes[p], part.first, part.shard))
-    frozen = pieces_of(whole, None, writes=dist.get_rank() == 0)
-    return frozen + parts_pieces(parts, optimizer, writes)
+    return [
+        *pieces_of(frozen, None, writes=dist.get_rank() == 0),
+        *parts_pieces(parts, optimizer, writes),
+    ]
 
 
 def textbook(model, n, replicas):
@@ -586,9 +575,7 @@ def textbook(model, n, replicas):
     b = model.units[0].shard.itemsize
     c = model.units[0].full.itemsize
     P = sum(unit.full.numel() for unit in model.units)
-    P_again = 0
-    if model.reshard:
-        P_again = sum(unit.full.numel() for unit in model.blocks[:-1])
+    P_again = sum(unit.full.numel() for unit in model.blocks[:-1]) if model.reshard else 0
     own = sum(p.numel() for p in model.shards)
     sent = (n - 1) / n
     among_replicas = 2 * b * P / n * (replicas - 1) / replicas
@@ -616,15 +603,13 @@ def main():
     run = Run(args)
     mesh = dist.init_device_mesh(run.device.type, (replicas, n),
                                  mesh_dim_names=("replicate", "shard"))
+    # --dtype bf16 is for computing: shards, sums of gradients and AdamW's states are fp32
+    wide = torch.promote_types(run.dtype, torch.float32)
     with torch.device("meta"):
-        plain = run.freeze(GPT(run.cfg).to(dtype_of_shards(run)))
+        plain = run.freeze(GPT(run.cfg).to(wide))
     total = sum(p.numel() for p in plain.parameters())
     with run:
-        sides = {}
-        if "scratch" in run.impls:
-            sides["scratch"] = set_up(run, plain, mesh)
-        if "torch" in run.impls:
-            sides["torch"] = set_up_at_work(run, mesh)
+        sides = {impl: set_up(run, impl, plain, mesh, wide) for impl in run.impls}
         first = sides[run.impls[0]].model
         own = sum(getattr(p, "_local_tensor", p).numel() for p in first.parameters())
         run.say(f"fsdp: {run.world_size} ranks on {run.device.type}, {args.dtype}, "

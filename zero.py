@@ -114,28 +114,29 @@ class Flat:
     needed are without memory in between: full in level 3, buffer in levels 2 and 3.
     """
 
-    def __init__(self, parameters, group, level, offload):
+    def __init__(self, unit, group, level, offload):
+        parameters = unit.parameters
         dtypes = {p.dtype for p in parameters}
-        assert len(dtypes) == 1, f"a unit of {dtypes}: make one for the parameters of each dtype"
+        assert len(dtypes) == 1, f"a unit of {dtypes}: make one for each dtype"
         self.group = group  # the ranks that share the batch; None: all
         self.level = level  # 0 to 3
+        self.stays = unit.stays
         self.shapes = {p: p.shape for p in parameters}
         self.starts = {}  # {parameter: where it begins in full}, in this order
         size = 0
         for p in parameters:
             self.starts[p] = size
             size += p.numel()
-        ranks = dist.get_world_size(group) if level else 1
-        self.chunk = -(-size // ranks)  # its size, rounded up
-        self.begin = dist.get_rank(group) * self.chunk if level else 0  # of this rank's chunk
+        chunks = dist.get_world_size(group) if level > 0 else 1
+        mine = dist.get_rank(group) if level > 0 else 0
+        self.chunk = -(-size // chunks)  # its size, rounded up
+        self.begin = mine * self.chunk  # where this rank's chunk begins in full
 
-        self.full = parameters[0].new_zeros(ranks * self.chunk)  # what forward and backward use
+        self.full = parameters[0].new_zeros(chunks * self.chunk)  # what forward and backward use
         self.buffer = torch.zeros_like(self.full)
         self.places = self.views(self.full)
         self.slots = self.views(self.buffer)
         self.padding = self.buffer[size:]
-        # what a parameter is while full has no memory: of no elements, and with the same strides
-        self.empty = {p: self.full[:0].view(0, *p.shape[1:]) for p in parameters}
         for p, place in self.places.items():
             # A parameter that gets its memory in this way keeps a count of changes of its own
             # (p._version). What a gather or a step writes into full is no change of p to autograd.
@@ -154,25 +155,18 @@ class Flat:
             self.free()
 
     def make_chunk(self, offload):
-        """The tensors of this rank's chunk, (chunk,).
-
-        own     of full, a view
-        shard   the parameters in memory that is always there: own, or in level 3 a copy
-        master  what the optimizer steps: the shard, or a copy in fp32 or on the CPU
-        sum     of buffer, a view: gradients summed over ranks
-        grad    these summed over micro-batches too: sum, or in levels 2 and 3 apart from it
-        """
+        """The tensors of this rank's chunk, all (chunk,)."""
         mine = slice(self.begin, self.begin + self.chunk)
         self.own = self.full[mine]
-        self.shard = self.own
+        self.shard = self.own  # the parameters in memory that is always there
         if self.level == 3:
             home = "cpu" if offload == "param" else self.own.device
             self.shard = self.own.to(home, copy=True)
-        home = "cpu" if offload == "optimizer" else self.shard.device
-        wide = torch.promote_types(self.shard.dtype, torch.float32)
-        self.master = self.shard.to(home, wide, copy=offload == "optimizer")
-        self.sum = self.buffer[mine]
-        self.grad = self.sum
+        self.master = self.shard.to(torch.promote_types(self.shard.dtype, torch.float32))
+        if offload == "optimizer":
+            self.master = self.master.to("cpu", copy=True)
+        self.sum = self.buffer[mine]  # the gradient summed over ranks
+        self.grad = self.sum  # the same summed over micro-batches as well
         if self.level >= 2:
             self.grad = self.sum.clone()
 
@@ -199,7 +193,6 @@ class Flat:
     # -- parameters
 
     def start_gather(self):
-        """All chunks begin to arrive in full."""
         if self.level == 3:
             lend(self.full)
             self.own.copy_(self.shard)
@@ -217,8 +210,10 @@ class Flat:
     def free(self):
         self.wait()  # memory into which a collective still writes must not go
         take_back(self.full)
-        for p, empty in self.empty.items():
-            p.data = empty  # to read without memory would end the process
+        for p, place in self.places.items():
+            # To read what has no memory would end the process: p gets no elements, and keeps its
+            # strides, to which autograd fits an embedding's gradient.
+            p.data = torch.atleast_1d(place)[:0]
 
     # -- gradients
 
@@ -273,15 +268,12 @@ class Flat:
 class ZeRO:
     """ZeRO for lists of parameters, over the ranks of `group`, which share the batch.
 
-    units: [Unit], in the order of forward, for example units_of(model, model.blocks). All ranks
-    must run the same ones in the same order. One without sites is kept as in level 2.
+    units: [Unit], in the order of forward, for example units_of(model, model.blocks). One without
+    sites is kept as in level 2.
     offload: "none"; "optimizer": masters and states are on the CPU; "param", in level 3: shards too
 
-    A rank's loss is its summand: gradients are summed over ranks, not averaged. The optimizer steps
-    1-D pieces, this rank's, one unit after the other. It must treat every number alone.
-
-    With several micro-batches call reduce() after every backward. While zero.sync is False levels 0
-    and 1 only add up: it has to be True for a step's last backward. Leave it so in levels 2 and 3.
+    Gradients are summed over ranks, not averaged. With several micro-batches call reduce() after
+    every backward; in levels 0 and 1 sync is False for all but a step's last.
 
     The module keeps its parameters, as views of larger tensors; in level 3 they are empty while
     they are not gathered. Load weights before: a master does not see what is loaded later.
@@ -292,7 +284,7 @@ class ZeRO:
         assert len(trained) == len(set(trained)), "a parameter is twice in the units: name it once"
         self.group = group
         self.level = level
-        self.sync = True  # False: levels 0 and 1 do not sum yet what the next backward brings
+        self.sync = True  # False: what the next backward brings is not summed over ranks yet
         self.flats = []
         self.pending = []  # [Flat] whose sums have not begun, on all ranks from the last one back
         self.reducing = None  # the Flat whose sum is under way, or None
@@ -304,8 +296,7 @@ class ZeRO:
 
         for unit in units:
             own_level = level if unit.sites else min(level, 2)
-            flat = Flat(unit.parameters, group, own_level, offload)
-            flat.stays = unit.stays
+            flat = Flat(unit, group, own_level, offload)
             self.add_hooks(flat, unit.sites)
             self.flats.append(flat)
         self.parts = [part for flat in self.flats for part in flat.parts]
@@ -378,10 +369,9 @@ class ZeRO:
     # -- gradients
 
     def zero_grad(self):
-        self.finish()
+        self.free_units()
         self.open()
         for flat in self.flats:
-            flat.filled.clear()
             flat.grad.zero_()
 
     def open(self):
@@ -411,20 +401,17 @@ class ZeRO:
 
     def reduce(self):
         """To be called after each backward, on all ranks: sums what has not been summed yet."""
-        if self.sync or self.level >= 2:
-            while self.pending:
-                self.reduce_next()
-            self.expected = self.entered
-            self.finish()
-        if self.level >= 2:
-            self.open()  # a further backward is added to what has been summed
-
-    def finish(self):
-        """Nothing is gathered or being summed any more."""
+        if not self.sync:
+            return
+        while self.pending:
+            self.reduce_next()
         if self.reducing is not None:
             self.reducing.finish_reduce()
             self.reducing = None
+        self.expected = self.entered
         self.free_units()
+        if self.level >= 2:
+            self.open()  # a further backward is added to what has been summed
 
     def clip_grad_norm_(self, max_norm):
         """-> the norm of the whole gradient before it was scaled down to max_norm. 0: no limit."""
@@ -487,36 +474,30 @@ def units_of(model, blocks):
     Those of a module with blocks inside, such as the model itself, are kept as in level 2.
     If the head is tied to the embedding, it belongs to what comes before.
     """
-    modules = list(model.modules())
-    start = modules.index(blocks[0])
+    around = Unit([], [])
+    before = Unit([], [])
+    middle = [Unit([p for p in block.parameters() if p.requires_grad], [block]) for block in blocks]
+    after = Unit([], [])
     inside = {m for block in blocks for m in block.modules()}
-    around = [m for m in modules[:start] if blocks[0] in m.modules()]
-    before = [m for m in modules[:start] if m not in around]
-    after = [m for m in modules[start:] if m not in inside]
-    shared = {p for m in before for p in m.parameters(recurse=False)}
-    tied = [m for m in after if shared & set(m.parameters(recurse=False))]
-    rest = unit_of(m for m in after if m not in tied)
-    units = [Unit(unit_of(around).parameters, []), unit_of(before + tied)]
-    for block in blocks:
-        units.append(Unit(unit_of(block.modules()).parameters, [block]))
-    if tied:  # what is left is a norm: it travels with the last block
-        units[-1].parameters += rest.parameters
-        units[-1].sites += rest.sites
-    else:
-        units.append(rest)
-    return [unit for unit in units if unit.parameters]
-
-
-def unit_of(modules):
-    """-> Unit of what is trained of these modules' own parameters, each of them once."""
-    parameters = {}  # as an ordered set
-    sites = []
-    for m in modules:
-        own = [p for p in m.parameters(recurse=False) if p.requires_grad]
-        parameters.update(dict.fromkeys(own))
-        if own:
-            sites.append(m)
-    return Unit(list(parameters), sites)
+    here = before
+    for m in model.modules():
+        if m in inside:
+            here = after
+            continue
+        trained = [p for p in m.parameters(recurse=False) if p.requires_grad]
+        home = here
+        if blocks[0] in m.modules():
+            home = around
+        elif set(trained) & set(before.parameters):  # a tied head
+            home = before
+        home.parameters = list(dict.fromkeys(home.parameters + trained))  # a tied one once
+        if trained and home is not around:
+            home.sites.append(m)
+    if all(p.dim() == 1 for p in after.parameters):  # the last norm travels with the last block
+        middle[-1].parameters += after.parameters
+        middle[-1].sites += after.sites
+        after = Unit([], [])
+    return [unit for unit in (around, before, *middle, after) if unit.parameters]
 
 # ---- 2. the toy GPT, parallelized --------------------------------------------
 
@@ -556,13 +537,6 @@ def train_step(model, zero, optimizer, x, y, valid, clip, accum=1):
     norm = zero.clip_grad_norm_(clip)
     zero.step(optimizer)
     return total, norm
-
-
-def evaluate(model, zero, x, y):
-    """x, y: this rank's rows of held-out text -> its part of the sum of token losses."""
-    loss = loss_sum(model(x), y)
-    zero.free_units()
-    return loss
 
 
 # ---- 3. at work: the same with torch's own API -------------------------------
@@ -605,10 +579,9 @@ def refuse(args):
     require(args.batch >= n * args.accum,
             f"--batch {args.batch}: fewer than {n} ranks x {args.accum} micro-batches")
     if args.impl != "scratch":
+        plain = level >= 1 and args.accum == 1 and args.offload == "none"
+        require(plain, f"--impl {args.impl} wants --stage 1 to 3, --accum 1 and --offload none")
         saved = args.save or args.resume or args.init_from
-        require(level >= 1, f"--impl {args.impl} --stage 0: torch's has stages 1 to 3")
-        require(args.accum == 1, f"--impl {args.impl}: --accum is for --impl scratch")
-        require(args.offload == "none", f"--impl {args.impl}: --offload is for --impl scratch")
         require(level >= 2 or not (args.dry_run or saved),
                 f"--impl {args.impl} --stage 1: torch's optimizer has no dry run and is not saved")
 
@@ -618,20 +591,18 @@ def pieces(model, zero, optimizer):
     names = {p: name for name, p in model.named_parameters()}
     is_first = dist.get_rank(zero.group) == 0
     masters = []
-    shards = []  # and what forward reads follows the masters: it is loaded likewise, not saved
-    whole = []
+    copies = []  # what forward reads follows the masters: it is loaded likewise, not saved
     for flat in zero.flats:
         for part in flat.parts:
             of = (names[part.parameter], flat.shapes[part.parameter], part.first)
             masters.append((*of, part.master))
-            shards.append((*of, part.shard))
+            copies.append((*of, part.shard))
         if flat.level < 3:
-            whole += [(names[p], place) for p, place in flat.places.items()]
+            copies += [(names[p], p.shape, 0, p.flatten()) for p in flat.places]  # a view
     frozen = [(name, p) for p, name in names.items() if not p.requires_grad]
     return [
         *parts_pieces(masters, optimizer, writes=zero.level > 0 or is_first),
-        *parts_pieces(shards, optimizer, writes=False),
-        *pieces_of(whole, None, writes=False),
+        *parts_pieces(copies, optimizer, writes=False),
         *pieces_of(frozen, None, writes=is_first),
     ]
 
@@ -652,8 +623,7 @@ def set_up(run, impl, model, mesh):
     args = run.args
     if impl == "torch":
         module, optimizer = parallelize_at_work(model, args.lr, args.stage, mesh)
-        saved = partial(pieces_of, list(model.named_parameters()), optimizer, writes=True)
-        return Side(model=module, optimizer=optimizer, train_step=train_step_at_work, pieces=saved)
+        return Side(model=module, optimizer=optimizer, train_step=train_step_at_work)
     zero = parallelize(model, None, args.stage, args.offload)
     optimizer = adamw(zero.parameter_groups(), args.lr)
     return Side(
@@ -662,7 +632,7 @@ def set_up(run, impl, model, mesh):
         train_step=partial(train_step, model, accum=args.accum),
         full_gradients=partial(full_gradients, model, zero),
         full_state_dict=partial(full_state_dict, model, zero),
-        evaluate=partial(evaluate, model, zero),
+        evaluate=lambda x, y: loss_sum(model(x), y),
         pieces=partial(pieces, model, zero, optimizer),
         held=partial(held, model, zero, optimizer),
     )
@@ -670,37 +640,35 @@ def set_up(run, impl, model, mesh):
 
 def textbook(run, zero):
     """The docstring's table. What --offload keeps beside a GPU is not in it."""
-    n = run.world_size
     b = run.dtype.itemsize
     M = run.args.accum
     P = sum(flat.full.numel() for flat in zero.flats)
+    own = sum(flat.chunk for flat in zero.flats)  # P/n, in level 0 P
     G = 2 * P  # level 3 gathers them
     if run.cfg.form == "llama":  # embedding and head once: they are untied
         G -= zero.flats[0].full.numel() + zero.flats[-1].full.numel()
     wide = zero.flats[0].master.itemsize
     states = 2 * wide
-    if zero.flats[0].master is not zero.flats[0].shard:
-        states += wide
-    counters = 4 * len(zero.parts)  # AdamW's step
-    cut = {level: n if zero.level >= level else 1 for level in (1, 2, 3)}
+    if wide > b or run.args.offload == "optimizer":
+        states += wide  # masters
     sums = M if zero.level >= 2 else 1
     gathered = M * G if zero.level == 3 else P
-    other = (n - 1) / n  # what is sent of a tensor
-    rows = []
-    if run.args.offload == "none" or run.device.type == "cpu":
-        rows = [
-            ("held parameters", "b P, from level 3 on / n", b * P / cut[3]),
-            ("held gradients", "b P, from level 2 on / n", b * P / cut[2]),
-            ("held optimizer", f"{states} P, from level 1 on / n, + 4 a part (step counter)",
-             states * P / cut[1] + counters),
-        ]
+    sent = (run.world_size - 1) / run.world_size  # what is sent of a tensor
+    rows = [
+        ("wire reduce_scatter", "b P (n-1)/n, from level 2 on M times", sums * b * P * sent),
+        ("wire all_gather", "b P (n-1)/n, level 3: M b G (n-1)/n", b * gathered * sent),
+        ("wire all_reduce", f"2 {wide} (n-1)/n, the norm", 2 * wide * sent),
+    ]
     if zero.level == 0:
-        return [*rows, ("wire all_reduce", "2 b P (n-1)/n", 2 * b * P * other)]
+        rows = [("wire all_reduce", "2 b P (n-1)/n", 2 * b * P * sent)]
+    if run.args.offload != "none" and run.device.type == "cuda":
+        return rows
     return [
+        ("held parameters", "b P, from level 3 on / n", b * (own if zero.level == 3 else P)),
+        ("held gradients", "b P, from level 2 on / n", b * (own if zero.level >= 2 else P)),
+        ("held optimizer", f"{states} P, from level 1 on / n, + 4 a part (step counter)",
+         states * own + 4 * len(zero.parts)),
         *rows,
-        ("wire reduce_scatter", "b P (n-1)/n, from level 2 on M times", sums * b * P * other),
-        ("wire all_gather", "b P (n-1)/n, level 3: M b G (n-1)/n", b * gathered * other),
-        ("wire all_reduce", f"2 {wide} (n-1)/n, the norm", 2 * wide * other),
     ]
 
 
@@ -715,9 +683,11 @@ def main():
     run = Run(args)
     mesh = dist.init_device_mesh(run.device.type, (run.world_size,))
     with run:
-        models = {impl: run.build() for impl in run.impls}
-        total = sum(p.numel() for p in models[run.impls[0]].parameters())
-        sides = {impl: set_up(run, impl, model, mesh) for impl, model in models.items()}
+        sides = {}
+        for impl in run.impls:
+            model = run.build()
+            total = sum(p.numel() for p in model.parameters())
+            sides[impl] = set_up(run, impl, model, mesh)
         run.say(f"zero: stage {args.stage}, {run.world_size} ranks on {run.device.type}, "
                 f"{args.dtype}, {total:,} parameters")
         rows = share(args.batch, run.world_size, run.rank)  # of every batch, this rank's

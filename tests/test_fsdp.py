@@ -249,9 +249,7 @@ def check_reading():
     model = FSDP(inner, inner.layers)
     for _ in range(2):
         for p in inner.parameters():
-            assert p.numel() == 0 and "[]" in str(p) and p.norm() == 0
-            assert copy.deepcopy(p).numel() == 0 and (p + 1).numel() == 0
-        copy.deepcopy(inner)
+            assert p.numel() == 0 and "[]" in str(p) and (p + 1).numel() == 0
         with pytest.raises(RuntimeError):
             inner(tokens)  # around FSDP
         llama_loss(model, tokens, targets).backward()
@@ -269,7 +267,7 @@ def check_refused():
         (model.state_dict, RuntimeError, "full_state_dict"),
         (inner.layers[0].state_dict, RuntimeError, "full_state_dict"),
         (lambda: inner.load_state_dict(state), RuntimeError, "size mismatch"),
-        (lambda: model.load_full_state_dict(wrong), AssertionError, r"\(1,\) is given for \(12,\)"),
+        (lambda: model.load_full_state_dict(wrong), AssertionError, r"\[1\].* is given for .*\[12\]"),
         (lambda: model.to(torch.float32), RuntimeError, "when it is made"),
         (lambda: FSDP(mixed, []), AssertionError, "one dtype"),
         (lambda: model.parameter_groups([{"params": early}]), KeyError, ""),
@@ -493,33 +491,9 @@ def norm_of_own_shards(module):
     module.FSDP.clip_grad_norm_ = broken
 
 
-def last_backward_only(module):
-    """Gradients of the parts of a batch replace each other."""
-    collect = module.Flat.collect
-
-    def forgetful(self):
-        for part in self.parts.values():
-            part.shard.grad = None
-        collect(self)
-
-    def in_parts(model, optimizer, x, y, valid, clip):
-        optimizer.zero_grad()
-        total = 0
-        for xs, ys in zip(x.split(1), y.split(1)):
-            loss = module.loss_sum(model(xs), ys) / valid
-            loss.backward()
-            total += loss.detach()
-        norm = model.clip_grad_norm_(clip)
-        optimizer.step()
-        return total, norm
-
-    module.Flat.collect = forgetful
-    module.train_step = in_parts
-
-
 @pytest.mark.parametrize("plant, flags", [
     (mean, LLAMA), (stale, ()), (own_gradient, LLAMA), (no_replicas, ("--hsdp", "1")),
-    (tied_twice, ()), (norm_of_own_shards, LLAMA), (last_backward_only, ()),
+    (tied_twice, ()), (norm_of_own_shards, LLAMA),
 ])
 def test_planted(plant, flags):
     proves("fsdp", 2, *flags, plant=plant)

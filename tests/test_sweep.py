@@ -20,9 +20,15 @@ def test_runs_equal_one_process(capsys):
 
 def test_a_run_can_be_repeated():
     """Run i is the same one, however many are drawn; another seed draws others."""
-    assert [drawn(7, i) for i in range(30)] == [drawn("7", i) for i in range(30)]
-    assert len({str(drawn(seed, i)) for seed in range(10) for i in range(30)}) == 300
-    assert {drawn(SEED, i)[1] for i in range(100)} == set(range(1, 9))
+    for i in range(30):
+        assert drawn(7, i) == drawn("7", i)
+    different = set()
+    for seed in range(10):
+        for i in range(30):
+            different.add(str(drawn(seed, i)))
+    assert len(different) == 300
+    ranks = {drawn(SEED, i)[1] for i in range(100)}
+    assert ranks == set(range(1, 9))
     for name in FILES:
         drawn_for_it = [" ".join(drawn(SEED, i, name)[2]) for i in range(20)]
         forms = {"--model llama-toy" in flags for flags in drawn_for_it}
@@ -33,8 +39,14 @@ def args_of(i, monkeypatch):
     """-> run i of hybrid_3d's on up to 16 ranks, as it reads its flags; what it refuses, exits"""
     _, n, flags = drawn(SEED, i, "hybrid_3d", 16)
     monkeypatch.setattr("sys.argv", ["hybrid_3d.py", *flags])
-    launcher = dict(WORLD_SIZE=n, LOCAL_WORLD_SIZE=n, RANK=0, LOCAL_RANK=0, MASTER_PORT=29500,
-                    MASTER_ADDR="127.0.0.1")
+    launcher = {
+        "WORLD_SIZE": n,
+        "LOCAL_WORLD_SIZE": n,
+        "RANK": 0,
+        "LOCAL_RANK": 0,
+        "MASTER_PORT": 29500,
+        "MASTER_ADDR": "127.0.0.1",
+    }
     for name, value in launcher.items():
         monkeypatch.setenv(name, str(value))
     args = arguments(hybrid_3d.__doc__, **hybrid_3d.FLAGS)
@@ -51,7 +63,8 @@ def test_layouts_of_all_axes(monkeypatch):
         above_one.append(sum(size > 1 for size in axes))
     assert above_one.count(4) > 30 and above_one.count(5) > 5
     for name in ("attn", "schedule", "ckpt", "balance"):
-        assert {getattr(args, name) for args in runs} == set(hybrid_3d.FLAGS[name].limits)
+        values = {getattr(args, name) for args in runs}
+        assert values == set(hybrid_3d.FLAGS[name].limits)
     assert {args.zero for args in runs} == {0, 1, 2, 3}
     assert {args.impl for args in runs} == {"scratch", "torch"}
     for name in ("sp", "shared", "pad", "capacity", "train", "eval_every", "model"):
@@ -72,7 +85,11 @@ def mean_of_means(module):
 def one_byte_more(module):
     """In what is measured."""
     old = module.Run.measured
-    module.Run.measured = lambda run, *what: old(run, *what) + 1
+
+    def wrong(run, kind, what):
+        return old(run, kind, what) + 1
+
+    module.Run.measured = wrong
 
 
 def refused(module):
@@ -80,7 +97,9 @@ def refused(module):
 
 
 @pytest.mark.parametrize("plant, words", [
-    (mean_of_means, "worst gradient: "), (one_byte_more, "'formula': "), (refused, "exit codes [2"),
+    (mean_of_means, "worst gradient: "),
+    (one_byte_more, "'formula': "),
+    (refused, "exit codes [2"),
 ])
 def test_catches(plant, words, capsys):
     i = place_of("fsdp")

@@ -1,4 +1,3 @@
-import copy
 import math
 
 import pytest
@@ -78,7 +77,7 @@ def gap_of_training(cfg, level, offload="none", accum=1, train="", steps=3):
         gaps.append(gap(zero.full_state_dict(model, ours), plain.state_dict()))
         x, y, _ = batch(step)
         with torch.no_grad():  # an evaluation in between leaves nothing stale
-            held_out = zero.evaluate(model, ours, x, y)
+            held_out = zero.loss_sum(model(x), y)
             gaps.append(gap({"loss": held_out}, {"loss": zero.loss_sum(plain(x), y)}))
     return float(torch.tensor(gaps).max())
 
@@ -394,15 +393,6 @@ def test_split_backward():
 # ---- what is silent elsewhere ------------------------------------------------------
 
 
-def no_numbers(read, p):
-    """Does reading it raise, or give what has no numbers, or those of nothing?"""
-    try:
-        found = read(p)
-    except RuntimeError:
-        return True
-    return found.numel() == 0 or found == 0
-
-
 def check_empty_between_steps():
     """In level 3 a parameter that is read while it is not gathered does not end the process."""
     model = build(LLAMA, 0, dtype=torch.float64)
@@ -410,10 +400,7 @@ def check_empty_between_steps():
     x, y, _ = batch(0, rows_here())
     for _ in range(2):
         for p in model.parameters():
-            assert p.numel() == 0 and "size=(0" in str(p) or p.dim() <= 1
-            for read in (torch.clone, copy.deepcopy, torch.norm, torch.sum, lambda p: p + 1):
-                assert no_numbers(read, p)
-        assert not any(p.numel() for p in copy.deepcopy(model).parameters())
+            assert p.numel() == p.clone().numel() == 0 and p.sum() == 0
         ours.zero_grad()
         zero.loss_sum(model(x), y).backward()
         ours.reduce()
@@ -595,8 +582,8 @@ def test_planted():
     (["--stage", "2", "--offload", "param"], "needs stage 3"),
     (["--stage", "0", "--offload", "optimizer"], "needs stage 1"),
     (["--batch", "3", "--accum", "2"], "2 micro-batches"),
-    (["--impl", "torch", "--stage", "0"], "stages 1 to 3"),
-    (["--impl", "torch", "--accum", "2"], "--impl scratch"),
+    (["--impl", "torch", "--stage", "0"], "--stage 1 to 3"),
+    (["--impl", "torch", "--accum", "2"], "--accum 1"),
     (["--impl", "torch", "--dry-run", "2"], "no dry run"),
 ])
 def test_refused_flags(flags, words):

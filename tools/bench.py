@@ -96,7 +96,8 @@ def run_all(rows, flags):
     reports = {}
     began = time.monotonic()
     for done, row in enumerate(rows):
-        print(f"\n==== {row.label}: {row.file}.py on {row.ranks} ranks {row.flags} ====", flush=True)
+        words = f"{row.label}: {row.file}.py on {row.ranks} ranks {row.flags}"
+        print(f"\n==== {words} ====", flush=True)
         words = [*flags, *row.flags.split()]  # of two flags the later one counts
         try:
             reports[row.label] = report(row.ranks, f"{row.file}.py", words, shown=True)

@@ -8,8 +8,8 @@
     MFU     GPT-2 124M and 350M in bf16, plain and compiled: FLOPs of the model over the card's
 
 The flags are those of VARIANTS, MIXED and hybrid(): of the schedules gpipe, 1f1b and zb-h1, of
-hybrid_3d dp, tp and pp alone; no --hsdp and no --ep. All of them in GPT-2's form, and in fp64 on one
-rank in Llama's too. Pipelines want a card for each rank: gloo sends CPU tensors alone.
+hybrid_3d dp, tp and pp alone; no --hsdp and no --ep. All of them in GPT-2's form, and in fp64 on
+one rank in Llama's too. Pipelines want a card for each rank: gloo sends CPU tensors alone.
 
 Exit code 1 if any run failed, dry ones included; 2 where there is no GPU.
 """
