@@ -281,7 +281,7 @@ def rank_counts():
 
 def scale_arguments(words):
     parser = argparse.ArgumentParser(prog="bench.py scale", allow_abbrev=False)
-    parser.error = lambda message: usage(f"{message}; ./run.sh scale FILE [flags]")
+    parser.error = lambda message: usage(f"{message}; usage: ./run.sh scale FILE [flags]")
     parser.add_argument("file")
     parser.add_argument("--batch-per-rank", type=int, default=0, metavar="B")
     args, flags = parser.parse_known_args(words)
