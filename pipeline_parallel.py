@@ -483,9 +483,9 @@ class Pipeline:
         self.apart = {(a.microbatch, a.stage) for a in self.plan if a.kind == "W"}  # split Bs
         last_b = {a.stage: a for a in self.plan if a.kind == "B"}
         last = {a.stage: a for a in self.plan if a.kind in "BW"}
-        self.last = {*last_b.values(), *last.values()}
-        # {(micro-batch, stage): its input, the edge of its output; from B to W: what W is to do}
-        self.kept = {}
+        self.last = {*last_b.values(), *last.values()}  # actions that are the last of a stage
+        self.kept = {}  # {(micro-batch, stage): its input, the edge of its output}, until B
+        self.later = {}  # {(micro-batch, stage): what each Linear has left to do}, until W
         if self.apart:
             for module in modules.values():
                 split_linears(module)
@@ -536,7 +536,7 @@ class Pipeline:
         if kind == "B":
             made = self.backward(m, stage, taken)
         else:
-            later = self.kept.pop((m, stage))
+            later = self.later.pop((m, stage))
             while later:  # from the last layer to the first, as in backward
                 later.pop(0)()  # popped, so that what it keeps is free at once
         if self.after:
@@ -560,7 +560,8 @@ class Pipeline:
         """-> the gradient of the stage's input."""
         x, edge = self.kept.pop((m, stage))
         if (m, stage) in self.apart:
-            SplitLinear.later = self.kept[m, stage] = []
+            SplitLinear.later = []
+            self.later[m, stage] = SplitLinear.later
         if edge is not None:
             torch.autograd.backward(edge, grad)
         SplitLinear.later = None
@@ -1014,8 +1015,7 @@ def set_up(run, impl, plans, layers, boundary):
 
 
 def pieces(model, optimizer):
-    """What this rank holds, by the plain GPT's names; a tied parameter is saved by its first rank.
-    """
+    """What this rank holds, by the plain GPT's names. The first rank saves a tied parameter."""
     found = []
     counted = set(model.counted)
     for p, name in model.names.items():

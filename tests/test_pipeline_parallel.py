@@ -676,6 +676,9 @@ def check_calls(pipeline, stages, before, left, hooked):
                  for i, kind in enumerate(kinds)]
         assert [is_last for _, is_last, _ in mine] == 3 * lasts
         assert sum(is_whole for _, _, is_whole in mine) == 24
+        own = dict(stages.here[stage].named_parameters())
+        layers = [name for name in hooked if name in own and "qkv" in name]
+        assert layers == sorted(layers, reverse=True)  # sums over data can begin early
 
 
 @pytest.mark.parametrize("world, cases", [
