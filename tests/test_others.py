@@ -25,10 +25,13 @@ Wrapped = namedtuple("Wrapped", "model optimizer clip gradients state step zero_
 
 
 def groups_of(module):
-    """Weight decay for matrices only, and another rate for all else: what everybody uses."""
-    trained = [p for p in module.parameters() if p.requires_grad]
-    matrices = [p for p in trained if p.dim() >= 2]
-    others = [p for p in trained if p.dim() < 2]
+    """Weight decay for matrices only, and another rate for all else: what everybody uses.
+
+    By name, since FSDP's parameters have no shape between steps.
+    """
+    trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    matrices = [p for name, p in trained if "norm" not in name]
+    others = [p for name, p in trained if "norm" in name]
     return [{"params": matrices, "weight_decay": 0.1, "lr": 0.01},
             {"params": others, "weight_decay": 0.0, "lr": 0.02}]
 
@@ -56,9 +59,8 @@ def by_ddp(module, structure):
 
 
 def by_fsdp(module, structure):
-    groups = groups_of(module)
     model = FSDP(module, module.blocks())
-    optimizer = torch.optim.AdamW(model.parameter_groups(groups), eps=1e-5)
+    optimizer = torch.optim.AdamW(model.parameter_groups(groups_of(module)), eps=1e-5)
     return Wrapped(
         model=model,
         optimizer=optimizer,
@@ -84,8 +86,8 @@ def by_zero(level):
 
         def state():
             found = zero.full_parameters()
-            kept = module.state_dict(keep_vars=True) if level < 3 else dict(names_of_state(module))
-            return {name: found.get(t, t).detach() for name, t in kept.items()}
+            tensors = dict(names_of_state(module))
+            return {name: found.get(t, t).detach() for name, t in tensors.items()}
 
         return Wrapped(
             model=module,
