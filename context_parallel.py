@@ -46,9 +46,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-import functools
-import importlib.util
 import sys
+from functools import cache, partial
 
 from common import adamw, clip_gradients, loss_sum
 from harness.flags import Flag, arguments, require
@@ -71,10 +70,11 @@ def attend_block(q, k, v, causal):
 
     -> the output, like q, and the log-sum-exp of each query's scores (B, H, queries).
     """
+    kernel = aten._scaled_dot_product_flash_attention_for_cpu
     if q.is_cuda:
-        out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, is_causal=causal)
-        return out, lse
-    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, is_causal=causal)
+        kernel = aten._scaled_dot_product_flash_attention
+    out, lse, *_ = kernel(q, k, v, is_causal=causal)
+    return out, lse
 
 
 def attend_block_backward(dout, q, out, lse, k, v, causal):
@@ -82,8 +82,8 @@ def attend_block_backward(dout, q, out, lse, k, v, causal):
 
     out and lse are those of all blocks together: exp(score - lse) is then the true probability.
     """
+    rng = q.new_empty(0, dtype=torch.int64)  # there is no dropout
     if q.is_cuda:
-        rng = torch.empty(0, dtype=torch.int64, device=q.device)  # there is no dropout
         return aten._scaled_dot_product_flash_attention_backward(
             dout, q, k, v, out, lse.contiguous(),
             cum_seq_q=None, cum_seq_k=None, max_q=q.shape[2], max_k=k.shape[2],  # of one length
@@ -134,10 +134,10 @@ class ReturnByHops:
     def add(self, part, hop):
         """Take what this rank adds to the gradient of the K and V that are here at this hop.
 
-        At hop h that is the gradient for rank r - h. The rank before, r - 1, has made its part for
-        the same rank one hop earlier, and that part comes here now. The sum of both goes on to rank
-        r + 1 while the caller makes the next part, and the last hop brings it to its owner. Parts
-        that are all zero travel, too: the next rank waits for them.
+        At hop h that is the gradient for rank r - h. From the rank before comes the sum of what
+        others have made for the same rank. With this part it goes on to the rank after, while the
+        caller makes the next part, and the last hop brings it to its owner. Parts that are all zero
+        travel, too: the next rank waits for them.
         """
         if hop == 0:
             self.own = part
@@ -246,7 +246,6 @@ class Ring:
         few travel. Every rank of the group calls it, with equal shapes.
         """
         tokens = q.shape[2]
-        assert k.shape[2] == tokens, f"{k.shape[2]} keys for {tokens} queries"
         assert tokens % len(self.chunks()) == 0, f"{tokens} tokens: cut them as positions() says"
         if torch.is_autocast_enabled(q.device.type):  # RoPE may have made fp32 of q and k
             q, k, v = [x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v)]
@@ -289,8 +288,8 @@ class BlockwiseAttention(torch.autograd.Function):
                 continue
             block_out, block_lse = ring.attend_block(
                 q[:, :, first:], *repeat_heads(kv[..., :keys, :], H), causal)
-            # A softmax of all keys so far weighs each output by its sum of exp(score): this block's
-            # is e^block_lse / (e^block_lse + e^lse), and that is a sigmoid
+            # The softmax of all keys so far gives this block's output a weight, of all its keys:
+            # e^block_lse / (e^block_lse + e^lse), which is a sigmoid
             weight = torch.sigmoid(block_lse - lse[:, :, first:])
             out[:, :, first:].lerp_(block_out.to(out.dtype), weight.unsqueeze(-1))
             lse[:, :, first:] = torch.logaddexp(lse[:, :, first:], block_lse)
@@ -392,7 +391,7 @@ def parallelize(model, ring):
 def count_as(model, ring):
     """Number tokens by where they stand in the sequence, instead of 0, 1, .., T/cp - 1."""
 
-    @functools.cache  # in Llama form every layer asks
+    @cache  # in Llama form every layer asks
     def positions(length, device):
         return ring.positions(ring.cp * length, device)
 
@@ -433,10 +432,16 @@ def train_step_at_work(model, optimizer, x, y, valid, clip, mesh):
         return train_step(model, optimizer, x, y, valid, clip)
 
 
+def evaluate_at_work(model, mesh, x, y):
+    with cut_in_place(mesh, x, y):
+        return loss_sum(model(x), y)
+
+
 # ---- 4. run ------------------------------------------------------------------
 
 KINDS = {"ring": Ring, "zigzag": Zigzag, "allgather": AllGather, "ulysses": Ulysses}
 SHOWN = 8  # ranks and hops of the picture, at most
+MARKS = {0: "-", 1: "/", 2: ""}  # what it shows of a hop's work
 
 
 def on_paper(attn, cp_rank, cp):
@@ -450,36 +455,29 @@ def on_paper(attn, cp_rank, cp):
 
 def picture(attn, cp):
     """The docstring's table -> lines. Work is in units of causal attention within T/cp tokens."""
+    if attn == "ulysses":
+        return [f"rank r: all chunks of heads r H/cp .., work {cp}"]
     shown = min(cp, SHOWN)
     hops = "".join(f"  hop {hop}" for hop in range(shown))
     lines = [f"{attn:9}{hops}  work"]
     for cp_rank in range(shown):
         ring = on_paper(attn, cp_rank, cp)
+        costs = [work(ring, hop) for hop in range(cp)]
         cells = ""
         for hop in range(shown):
             chunks = ",".join(str(chunk) for chunk in ring.chunks(hop))
-            cells += f"{chunks + mark(ring, hop):>7}"
-        total = sum(work(ring, hop) for hop in range(cp))
-        lines.append(f"rank {cp_rank:<4}{cells}{total:6.0f}")
+            mark = "*" if hop == 0 else MARKS[costs[hop]]
+            cells += f"{chunks + mark:>7}"
+        lines.append(f"rank {cp_rank:<4}{cells}{sum(costs):6.0f}")
     return lines
 
 
 def work(ring, hop):
     """What a hop costs, if all keys for all queries cost 2. So causal attention costs 1."""
     tokens = 2  # on each rank, which is one in each chunk of zigzag's
-    wanted = ring.wanted(hop, tokens)
-    queries = tokens - wanted.first_query
-    cost = queries * wanted.keys / tokens
-    if wanted.causal:
-        cost /= 2
-    return cost
-
-
-def mark(ring, hop):
-    if hop == 0:
-        return "*"
-    marks = {0: "-", 1: "/", 2: ""}
-    return marks[work(ring, hop)]
+    first_query, keys, causal = ring.wanted(hop, tokens)
+    cost = (tokens - first_query) * keys / tokens
+    return cost / 2 if causal else cost
 
 
 # Section 1 attends on GPUs in bf16 and fp16. Proofs want more digits, and ranks that share a GPU.
@@ -541,43 +539,24 @@ def refuse(args):
     if args.attn == "ulysses":
         for flag, heads in (("--heads", cfg.heads), ("--kv-heads", cfg.kv_heads)):
             require(heads % cp == 0, f"{flag} {heads} does not divide over {cp} ranks, for ulysses")
-    if args.impl == "scratch":
-        return
     on_gpu = torch.cuda.is_available() and args.device != "cpu" and not args.dry_run
-    require(on_gpu and args.dtype != "fp64",
-            f"--impl {args.impl}: torch's context_parallel needs GPUs and fp32 or bf16; take "
-            "--impl scratch")
-    require(importlib.util.find_spec("numpy"),
-            f"--impl {args.impl}: torch's context_parallel needs NumPy: pip install numpy")
-    multiple = 2 * cp
-    if args.dtype == "fp32" and cp > 1:
-        multiple *= 32  # its kernel pads the log-sums of a chunk to that, and then they do not fit
-    require(cfg.seq % multiple == 0,
-            f"--seq {cfg.seq} --impl {args.impl}: torch wants a multiple of {multiple}")
+    require(args.impl == "scratch" or on_gpu and args.dtype != "fp64",
+            f"--impl {args.impl}: torch's needs GPUs and fp32 or bf16; take --impl scratch")
 
 
 def set_up(run, impl, ring):
-    """-> a Side: the model of this implementation, and what a run does with it."""
     model = run.build()
     optimizer = adamw(model.parameters(), run.args.lr)
     if impl == "scratch":
         parallelize(model, ring)
         own = ring.positions(run.cfg.seq, run.device)
-
-        def evaluate(x, y):
-            return loss_sum(model(x[:, own]), y[:, own])
-
-        return Side(model=model, optimizer=optimizer, train_step=train_step, evaluate=evaluate)
-
+        return Side(model=model, optimizer=optimizer, train_step=train_step,
+                    evaluate=lambda x, y: loss_sum(model(x[:, own]), y[:, own]))
     count_as(model, Zigzag())
     mesh = dist.init_device_mesh(run.device.type, (ring.cp,))
-
-    def evaluate_at_work(x, y):
-        with cut_in_place(mesh, x, y):
-            return loss_sum(model(x), y)
-
-    step = functools.partial(train_step_at_work, mesh=mesh)
-    return Side(model=model, optimizer=optimizer, train_step=step, evaluate=evaluate_at_work)
+    return Side(model=model, optimizer=optimizer,
+                train_step=partial(train_step_at_work, mesh=mesh),
+                evaluate=partial(evaluate_at_work, model, mesh))
 
 
 def textbook(run, cp, P):
@@ -586,37 +565,26 @@ def textbook(run, cp, P):
     A number has b bytes, but one of dK and dV has d.
     """
     cfg = run.cfg
+    attn = run.args.attn
     L = cfg.layers
     Q = run.args.batch * cfg.seq // cp * cfg.width
     S = Q * cfg.kv_heads // cfg.heads
     b = run.dtype.itemsize
     d = max(4, b)
-    of_gradients = ("wire all_reduce", "2 (cp-1)/cp b P", 2 * (cp - 1) * b * P / cp)
-    of_hops = ("wire send", "2 (cp-1) L (2 b + d) S", 2 * (cp - 1) * L * (2 * b + d) * S)
-    of_attention = {
-        "ring": [of_hops],
-        "zigzag": [of_hops],
-        "allgather": [
-            ("wire all_gather", "4 (cp-1) L b S", 4 * (cp - 1) * L * b * S),
-            ("wire reduce_scatter", "2 (cp-1) L d S", 2 * (cp - 1) * L * d * S),
-        ],
-        "ulysses": [
-            ("wire all_to_all", "4 (cp-1)/cp L b (S + Q)", 4 * (cp - 1) * L * b * (S + Q) / cp),
-        ],
-    }
+    rows = [("wire all_reduce", "2 (cp-1)/cp b P", 2 * (cp - 1) * b * P / cp)]
     if run.args.impl == "torch":
-        return [of_gradients]
-    return [of_gradients, *of_attention[run.args.attn]]
-
-
-def introduce(run, cp, total):
-    """A line of facts, and the picture."""
-    run.say(f"context_parallel: {cp} ranks on {run.device.type}, {run.args.dtype}, "
-            f"{total:,} parameters on each")
-    if run.args.attn == "ulysses":
-        run.say(f"rank r: all chunks of heads r H/cp .., work {cp}")
+        return rows
+    if attn == "allgather":
+        gathered = 4 * (cp - 1) * L * b * S
+        rows.append(("wire all_gather", "4 (cp-1) L b S", gathered))
+        rows.append(("wire reduce_scatter", "2 (cp-1) L d S", 2 * (cp - 1) * L * d * S))
+    elif attn == "ulysses":
+        moved = 4 * (cp - 1) * L * b * (S + Q) / cp
+        rows.append(("wire all_to_all", "4 (cp-1)/cp L b (S + Q)", moved))
     else:
-        run.say("\n".join(picture(run.args.attn, cp)))
+        moved = 2 * (cp - 1) * L * (2 * b + d) * S
+        rows.append(("wire send", "2 (cp-1) L (2 b + d) S", moved))
+    return rows
 
 
 def main():
@@ -627,7 +595,9 @@ def main():
         own = ring.positions(run.cfg.seq, run.device)
         sides = {impl: set_up(run, impl, ring) for impl in run.impls}
         total = sum(p.numel() for p in sides[run.impls[0]].model.parameters())
-        introduce(run, ring.cp, total)
+        run.say(f"context_parallel: {ring.cp} ranks on {run.device.type}, {args.dtype}, "
+                f"{total:,} parameters on each")
+        run.say("\n".join(picture(args.attn, ring.cp)))
         for impl, step, x, y, valid in run.steps(sides, range(args.batch)):
             side = sides[impl]
             if impl == "scratch":

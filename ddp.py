@@ -107,6 +107,8 @@ class BucketedDDP(nn.Module):
 
     def __init__(self, module, group=None, bucket_mb=25, first_bucket_mb=1, average=True):
         super().__init__()
+        wrapped = [m for m in module.modules() if isinstance(m, BucketedDDP)]
+        assert not wrapped, "in a BucketedDDP already: gradients would be summed twice"
         self.module = module
         self.sync = True  # False within no_sync()
         self.queued = False  # will autograd call finish() when this backward is over?

@@ -58,7 +58,7 @@ from zero import Unit, ZeRO, held
 
 import contextlib
 import sys
-from itertools import accumulate
+from itertools import product
 
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
@@ -68,7 +68,7 @@ import amp_accum_ckpt
 from common import adamw, build, loss_sum, share
 from harness.checkpoint import Piece, parts_pieces, pieces_of, run_pieces
 from harness.flags import ANY, POSITIVE, Flag, arguments, require
-from harness.run import Run, Side
+from harness.run import Run, Side, whole
 
 # ---- 1. the technique (copy this; it needs torch and the files of the techniques) ---
 
@@ -181,8 +181,7 @@ def sum_gradients_plainly(model):
 
 
 def sum_gradients(model):
-    """The same, in one call an axis. Along data and replicas the last backward has begun it, and
-    what is left is done here."""
+    """The same, in one call an axis. Along data and replicas backward has begun it."""
     for zero in model.zeros:
         if zero.level < 2:  # else after_backward has summed
             zero.sync = True
@@ -224,7 +223,9 @@ class Hybrid(nn.Module):
         self.zeros = [zero for zeros in self.zeros_of.values() for zero in zeros]
         self.flats = [flat for zero in self.zeros for flat in zero.flats]
         self.parts = [part for zero in self.zeros for part in zero.parts]
-        shares = [1 / self.holders(part.parameter) for part in self.parts]
+        # for each part 1/n, where n ranks hold the same numbers of its summed gradient
+        shares = [1 / math.prod(mesh.size[axis] for axis in self.same_along(part.parameter))
+                  for part in self.parts]
         p = next(self.parameters())
         wide = torch.promote_types(p.dtype, torch.float32)
         self.shares = torch.tensor(shares, dtype=wide, device=p.device)
@@ -237,23 +238,25 @@ class Hybrid(nn.Module):
                 if p in self.kind:  # the other end of the tied one
                     continue
                 kind = kinds["tied" if p in tied else kind_of(name)]
-                is_cut = p in self.tp.cuts
-                assert self.tp.size == 1 or is_cut == ("tp" in kind.cut), f"{name}: another kind?"
+                contradicts = self.tp.size > 1 and ("tp" in kind.cut) != (p in self.tp.cuts)
+                assert not contradicts, f"{name}: another kind?"
                 self.names[p] = tied.get(p, name)
                 self.kind[p] = kind
                 if p.requires_grad:
-                    place = ("tied" if p in tied else stage), kind.summed[0]
-                    site = module.get_submodule(unit_of(name))
-                    unit = Unit([], [site], stays=not in_block(name))
-                    units[place].setdefault(unit_of(name), unit).parameters.append(p)
+                    own = units["tied" if p in tied else stage, kind.summed[0]]
+                    site = unit_of(name)
+                    if site not in own:
+                        stays = not site.startswith("blocks.")
+                        own[site] = Unit([], [module.get_submodule(site)], stays)
+                    own[site].parameters.append(p)
         return units
 
-    def holders(self, p):
-        """How many ranks hold the same number of the summed gradient."""
+    def same_along(self, p):
+        """-> the axes along which, gradients being summed, ranks hold the same numbers of p's."""
         axes = self.kind[p].summed + self.kind[p].same
-        if self.level:  # ZeRO has cut it
+        if self.level and p.requires_grad:  # ZeRO has cut it
             axes = [axis for axis in axes if axis not in COPIES]
-        return math.prod(self.mesh.size[axis] for axis in axes)
+        return axes
 
     def parameter_groups(self):
         """What an elementwise optimizer takes."""
@@ -356,14 +359,10 @@ def unit_of(name):
 
     The embedding and the head are alone, so that ZeRO cuts the tied weight alike at both ends.
     """
-    words = name.split(".")
-    if in_block(name):
-        return f"blocks.{words[1]}"
-    return words[0]
-
-
-def in_block(name):
-    return name.startswith("blocks.")
+    first, second, *_ = name.split(".")
+    if first == "blocks":
+        return f"blocks.{second}"
+    return first
 
 
 # rank: the first of a pipeline that has a tensor. like: one like it, without memory. is_trained: of
@@ -387,7 +386,7 @@ def within_layers(model, mesh, plans, sp, attend):
     tp = WholeSequence(mesh.group["tp"])
     if sp:
         tp = CutSequence(mesh.group["tp"])
-    if any(action.kind == "W" for action in plans[0]):
+    if has_w(plans):
         tp.column_parallel = split_columns
         tp.linear = pipeline_parallel.split_linear
     if tp.size > 1:
@@ -400,20 +399,21 @@ def within_layers(model, mesh, plans, sp, attend):
     return tp
 
 
+def has_w(plans):
+    return any(action.kind == "W" for action in plans[0])
+
+
 def replacements(model):
     """-> tensor_parallel's plan, by which experts stay as they are"""
     found = {}
-    for pattern, kind in tensor_parallel.PLANS[form_of(model)].items():
+    form = "llama" if model.pos is None else "gpt2"
+    for pattern, kind in tensor_parallel.PLANS[form].items():
         if has_experts(model) and ".mlp" in pattern:
             if model.blocks[0].mlp.shared is None:
                 continue
             pattern = pattern.replace(".mlp", ".mlp.shared")
         found[pattern] = kind
     return found
-
-
-def form_of(model):
-    return "llama" if model.pos is None else "gpt2"
 
 
 def has_experts(model):
@@ -457,16 +457,16 @@ def add_gradients(tp, x, dys, parameters):
 
 
 def between_layers(model, layers, plan):
-    """-> {stage: module} of this rank, {parameter that several stages have: its name in the first}
-    """
+    """-> this rank's {stage: module}, {parameter of several stages: its name in the first}"""
     stages = carve(model, layers)
-    first = {}  # {parameter: the first stage that has it, its name there}
+    names = {}  # {parameter: its name in the first stage that has it}
     tied = {}
-    for number, stage in enumerate(stages):
+    for stage in stages:
         for name, p in stage.named_parameters():
-            first_number, first_name = first.setdefault(p, (number, name))
-            if number != first_number:
-                tied[p] = first_name
+            if p in names:
+                tied[p] = names[p]
+            else:
+                names[p] = name
     return {action.stage: stages[action.stage] for action in plan}, tied
 
 
@@ -503,16 +503,15 @@ def evaluate(model, x, y):
 
 
 def in_microbatches(model, x, y, valid):
-    """-> what Pipeline.step takes: the inputs, and (logits, number of a micro-batch) -> its part of
-    the loss, which every rank of tp has."""
+    """-> what Pipeline.step takes: inputs, and a function -> a micro-batch's part of the loss."""
     targets = y.chunk(model.pipeline.microbatches)
     vocab = len(model.origins["tok.weight"].like)  # V, as in the plain model
 
     def loss_of(logits, m):
         if model.tp.size == 1:
             return loss_sum(logits, targets[m]) / valid
-        loss = vocab_parallel_cross_entropy(logits, targets[m], vocab, model.tp)
-        return loss / valid
+        # every rank of tp has the whole
+        return vocab_parallel_cross_entropy(logits, targets[m], vocab, model.tp) / valid
 
     return x.chunk(model.pipeline.microbatches), loss_of
 
@@ -527,36 +526,20 @@ def local(t):
     return t
 
 
-def whole(t):
-    """A DTensor, sharded or (a norm) partial -> replicated; an ordinary tensor is whole already."""
-    if isinstance(t, DTensor):
-        return t.full_tensor()
-    return t
-
-
 class AtWork(nn.Module):
     """This rank's stages of the toy GPT, and torch's schedule, which runs them."""
 
-    def __init__(self, here, ends_are_tied, mesh, device_mesh, origins):
+    def __init__(self, here, mesh, device_mesh, origins):
         super().__init__()
         self.stages = nn.ModuleList(here.values())
         self.first = self.stages[0].first
         self.last = self.stages[-1].last
-        # the embedding is tied to the head, which another rank has
-        self.ends_are_tied = ends_are_tied and self.first != self.last
         self.mesh = mesh
         self.device_mesh = device_mesh  # torch's, of pp, dp and tp
         self.origins = origins
         self.valid = 1  # targets of the batch under way
-        self.schedule = None  # made by schedule_at_work, which needs loss_of
-
-    def tied(self):
-        """-> the embedding or head here, if it is tied to another rank's, else None"""
-        if not self.ends_are_tied:
-            return None
-        if self.first:
-            return self.stages[0].tok.weight
-        return self.stages[-1].head.weight
+        self.schedule = None  # torch's, which calls loss_of
+        self.tied = None  # the embedding or head, if it is tied to another rank's
 
     def loss_of(self, logits, targets):
         """What torch's schedule calls on the last stage."""
@@ -572,30 +555,41 @@ class AtWork(nn.Module):
     def run(self, run_schedule, x, y, valid):
         """-> this rank's part of the loss. run_schedule: the schedule's step, or its eval."""
         self.valid = valid
-        inputs = []
-        named = {}
+        inputs = [x] if self.first else []
         losses = []
-        if self.first:
-            inputs.append(x)
-        if self.last:
-            named = {"target": y, "losses": losses}
         context = contextlib.nullcontext()
         if self.mesh.size["tp"] > 1:
             context = loss_parallel()  # the logits are cut
         with context:
-            run_schedule(*inputs, **named, return_outputs=False)
-        total = torch.zeros((), device=x.device)
-        for loss in losses:
-            total = total + local(loss.detach())
+            run_schedule(*inputs, target=y, losses=losses, return_outputs=False)
+        total = sum((local(loss.detach()) for loss in losses), torch.zeros((), device=x.device))
         # loss_of has multiplied by dp, and each rank of tp has the whole
         return total / (self.mesh.size["data"] * self.mesh.size["tp"])
 
     def evaluate(self, x, y):
         return self.run(self.schedule.eval, x, y, 1)
 
+    def full_state_dict(self):
+        return self.gather(lambda t: t, list(self.origins))
+
+    def full_gradients(self):
+        trained = [name for name, origin in self.origins.items() if origin.is_trained]
+        return self.gather(lambda p: p.grad if p.requires_grad else p, trained)
+
+    def gather(self, of_parameter, names):
+        """-> {name in the plain model: tensor} of these names, on every rank."""
+        mine = {}
+        for stage in self.stages:
+            for name, p in stage.state_dict(keep_vars=True).items():
+                mine[name] = whole(of_parameter(p))  # over dp and tp: sharded -> replicated
+        origins = {name: self.origins[name][:2] for name in names}
+        return pipeline_parallel.gather(mine, origins, self.mesh.group["pp"])
+
 
 def parallelize_at_work(model, mesh, device_mesh, plans, layers, boundary, args):
     """The plain GPT -> AtWork. device_mesh: torch's, of pp, dp and tp."""
+    from torch.distributed.pipelining import PipelineStage, schedules  # long to import
+
     origins = origins_of(model, layers, plans)
     if mesh.size["tp"] > 1:
         tensor_parallel.parallelize_at_work(model, device_mesh["tp"], args.sp)
@@ -608,12 +602,21 @@ def parallelize_at_work(model, mesh, device_mesh, plans, layers, boundary, args)
         if mesh.size["data"] > 1:
             for unit in [*stage.blocks.values(), stage]:
                 fully_shard(unit, mesh=device_mesh["dp"], reshard_after_forward=False)
-    at_work = AtWork(here, bool(tied), mesh, device_mesh, origins)
+    at_work = AtWork(here, mesh, device_mesh, origins)
+    if tied and at_work.first and not at_work.last:
+        at_work.tied = at_work.stages[0].tok.weight
+    if tied and at_work.last and not at_work.first:
+        at_work.tied = at_work.stages[-1].head.weight
     parts = []
     for number, stage in here.items():
         shapes = shapes_at_work(stage, boundary, args.seq, columns)
-        parts.append(stage_at_work(stage, number, len(layers), mesh.group["pp"], shapes))
-    at_work.schedule = schedule_at_work(args, parts, at_work.loss_of)
+        parts.append(PipelineStage(
+            stage, number, len(layers), boundary[-1], *shapes, group=mesh.group["pp"]))
+    if args.schedule in pipeline_parallel.ONE_STAGE:
+        [parts] = parts  # these classes take the stage itself, not a list
+    make = getattr(schedules, pipeline_parallel.AT_WORK[args.schedule])
+    # scale_grads: they are a sum
+    at_work.schedule = make(parts, args.micro, loss_fn=at_work.loss_of, scale_grads=False)
     return at_work
 
 
@@ -630,41 +633,6 @@ def shapes_at_work(stage, boundary, T, columns):
     return taken, given
 
 
-def stage_at_work(stage, number, count, group, shapes):
-    from torch.distributed import pipelining  # takes as long to import as all the rest
-
-    taken, given = shapes
-    return pipelining.PipelineStage(
-        stage, number, count, taken.device, input_args=taken, output_args=given, group=group)
-
-
-def schedule_at_work(args, parts, loss_of):
-    from torch.distributed.pipelining import schedules
-
-    if args.schedule in pipeline_parallel.ONE_STAGE:
-        [parts] = parts
-    make = getattr(schedules, pipeline_parallel.AT_WORK[args.schedule])
-    return make(parts, args.micro, loss_fn=loss_of, scale_grads=False)  # gradients are a sum
-
-
-def full_state_dict_at_work(model):
-    mine = {}
-    for stage in model.stages:
-        mine.update({name: whole(t) for name, t in stage.state_dict().items()})
-    origins = {name: origin[:2] for name, origin in model.origins.items()}
-    return pipeline_parallel.gather(mine, origins, model.mesh.group["pp"])
-
-
-def full_gradients_at_work(model):
-    mine = {"any": torch.zeros((), device=next(model.parameters()).device)}
-    for stage in model.stages:
-        for name, p in stage.named_parameters(remove_duplicate=False):
-            if p.requires_grad:
-                mine[name] = whole(p.grad)
-    origins = {name: origin[:2] for name, origin in model.origins.items() if origin.is_trained}
-    return pipeline_parallel.gather(mine, origins, model.mesh.group["pp"])
-
-
 def train_step_at_work(model, optimizer, x, y, valid, clip):
     optimizer.zero_grad()
     loss = model.run(model.schedule.step, x, y, valid)
@@ -673,11 +641,10 @@ def train_step_at_work(model, optimizer, x, y, valid, clip):
         if isinstance(p, DTensor):
             # the gradient of a cut embedding comes replicated
             p.grad = p.grad.redistribute(placements=p.placements)
-    tied = model.tied()
-    if tied is not None and tied.requires_grad:
-        dist.all_reduce(local(tied.grad), group=model.mesh.group["ends"])  # partial -> replicated
+    if model.tied is not None and model.tied.requires_grad:
+        dist.all_reduce(local(model.tied.grad), group=model.mesh.group["ends"])  # -> replicated
     # the tied one counts on the first stage only
-    counted = [p.grad for p in parameters if p is not tied or model.first]
+    counted = [p.grad for p in parameters if p is not model.tied or model.first]
     square = torch.zeros((), dtype=next(model.parameters()).dtype, device=x.device)
     if counted:
         square = whole(nn.utils.get_total_norm(counted)).square()
@@ -692,8 +659,7 @@ def train_step_at_work(model, optimizer, x, y, valid, clip):
 
 # ---- 4. run ------------------------------------------------------------------
 
-# naive never overlaps, pipedream trains something else, auto wants --limit and --times
-NOT_HERE = ("naive", "pipedream")
+NOT_HERE = ("naive", "pipedream")  # the first never overlaps, the second trains something else
 SCHEDULES = tuple(name for name in pipeline_parallel.SCHEDULES if name not in NOT_HERE)
 FLAGS = {
     "dp": Flag(int, "copies, which share the batch", POSITIVE),
@@ -718,17 +684,16 @@ FLAGS = {
 def layout(args):
     """Fills in what the flags leave open. What cannot run ends here, in one line."""
     fill_axes(args)
+    args.sp = args.sp and args.tp > 1
     args.micro = args.micro or math.gcd(4, args.batch // args.dp)
-    for flag in ("ep", "shared", "capacity"):
-        require(args.experts or not getattr(args, flag), f"--{flag} is for --experts E")
+    require(args.experts or not (args.ep or args.shared or args.capacity),
+            "--ep, --shared and --capacity are for --experts E")
     args.ep = args.ep or args.dp * args.cp
     if not args.experts:
         args.ep = 1
-    refuse_sizes(args)
-    refuse_together(args)
+    refuse(args)
     if args.impl != "scratch":
         refuse_torch(args)
-    args.sp = args.sp and args.tp > 1
 
 
 def fill_axes(args):
@@ -745,67 +710,52 @@ def fill_axes(args):
         setattr(args, missing[-1], max(1, ranks // (args.dp * args.tp * args.pp)))
 
 
-def refuse_sizes(args):
-    """What does not divide."""
-    cfg = args.cfg
+def refuse(args):
     tp = args.tp
-    data = args.dp * args.cp
-    heads = f"--heads {cfg.heads}, --kv-heads {cfg.kv_heads}"
-    chunks = args.cp * len(context_parallel.on_paper(args.attn, 0, args.cp).chunks())
+    copies = args.dp * args.cp
     stages = args.pp * pipeline_parallel.chunks_of(args.schedule, args.chunks)
-    require(data * tp * args.pp == args.world_size,
-            f"--dp {args.dp} x --cp {args.cp} x --tp {tp} x --pp {args.pp}: their product is not "
-            f"{args.world_size}, the number of ranks")
-    require(cfg.kv_heads % tp == 0, f"{heads}: do not divide over --tp {tp}")
-    require(cfg.hidden % tp == 0, f"--hidden {cfg.hidden} does not divide over --tp {tp}")
-    require(args.cp == 1 or cfg.seq % chunks == 0, f"--seq {cfg.seq} does not divide into "
-            f"{chunks} chunks, for --attn {args.attn} with --cp {args.cp}")
-    require(args.attn != "ulysses" or cfg.kv_heads // tp % args.cp == 0,
-            f"{heads}: do not divide over --cp {args.cp} x --tp {tp}, which ulysses wants")
-    require(not args.sp or cfg.seq // args.cp % tp == 0,
-            f"--seq {cfg.seq} does not divide over --cp {args.cp} x --tp {tp}, which --sp wants")
+    heads = tp * args.cp if args.attn == "ulysses" else tp  # among so many ranks
+    tokens = args.cp * tp if args.sp else args.cp
+    axes = f"--dp {args.dp} x --cp {args.cp} x --tp {tp} x --pp {args.pp}"
+    require(copies * tp * args.pp == args.world_size,
+            f"{axes}: their product is not {args.world_size}, the number of ranks")
+    require(args.kv_heads % heads == 0,
+            f"--heads {args.heads}, --kv-heads {args.kv_heads}: do not divide over {heads} ranks")
+    chunks = args.cp * len(context_parallel.on_paper(args.attn, 0, args.cp).chunks())
+    require(args.seq % tokens == 0, f"--seq {args.seq} does not divide over {tokens} ranks")
+    require(args.cp == 1 or args.seq % chunks == 0,
+            f"--seq {args.seq} does not divide into {chunks} chunks")
+    require(args.hidden % tp == 0, f"--hidden {args.hidden} does not divide over --tp {tp}")
+    require(args.top_k <= args.experts or not args.experts,
+            f"--top-k {args.top_k} of --experts {args.experts}: choose fewer")
     require(args.batch % (args.dp * args.micro) == 0, f"--batch {args.batch} does not divide into "
             f"--dp {args.dp} x --micro {args.micro} micro-batches")
     require(stages <= args.layers, pipeline_parallel.too_few(args.layers, stages))
     require(args.schedule != "interleaved" or args.micro % args.pp == 0,
             f"--micro {args.micro}: interleaved needs a multiple of --pp {args.pp}")
-    require(not args.experts or args.top_k <= args.experts,
-            f"--top-k {args.top_k} of --experts {args.experts}: choose {args.experts} at most")
-    require(data % args.ep == 0, f"--ep {args.ep} does not divide dp x cp = {data}: take a divisor")
-    require(args.experts % args.ep == 0,
-            f"--experts {args.experts} for --ep {args.ep}: take a multiple")
-
-
-def refuse_together(args):
-    """What does not go together."""
-    name = args.schedule
-    require(args.pp > 1 or not any(action.kind == "W" for action in plans_of(args)[0]),
-            f"--schedule {name} --pp 1: no rank waits that W could serve; take 1f1b")
-    require(args.zero < 3 or (args.pp == 1 and name == "1f1b"),
-            f"--zero 3 --pp {args.pp} --schedule {name}: ZeRO-3 wants each backward right "
-            "behind its forward; take --pp 1 --schedule 1f1b, or --zero 2")
-    require(not args.experts or args.tp == 1 or args.sp, f"--experts {args.experts} --tp {args.tp}:"
-            " its ranks would all route the same tokens; add --sp")
+    require(args.pp > 1 or not has_w(plans_of(args)),
+            f"--schedule {args.schedule} --pp 1: no rank waits that W could serve; take 1f1b")
+    require(args.zero < 3 or (args.pp == 1 and args.schedule == "1f1b"),
+            "--zero 3 wants each backward right behind its forward: --pp 1 --schedule 1f1b")
+    require(not args.experts or tp == 1 or args.sp,
+            f"--experts with --tp {tp}: its ranks would all route the same tokens; add --sp")
+    require(copies % args.ep == 0 and args.experts % args.ep == 0,
+            f"--ep {args.ep} has to divide dp x cp = {copies} and --experts {args.experts}")
 
 
 def refuse_torch(args):
     """What section 3 does not show."""
-    name = args.schedule
-    ours = args.dry_run or args.save or args.resume or args.init_from
-    require(not ours and args.dtype != "bf16" and args.ckpt == "none" and args.amp == "off",
-            "--dry-run, --save, --resume, --init-from, --ckpt, --amp, --dtype bf16 want --impl "
-            "scratch")
-    require(args.cp == 1 and not args.experts and args.zero < 2,
-            "--cp, --experts and --zero 2, 3 want --impl scratch")
-    at_work = pipeline_parallel.AT_WORK
-    require(name in at_work, f"--schedule {name}: torch has {', '.join(at_work)} only")
-    require(args.cfg.seq % args.tp == 0, f"--seq {args.cfg.seq}: torch wants a multiple of --tp")
-    pipeline_parallel.refuse_at_work(name, args.micro, args.pp)
+    ours = (args.dry_run, args.save, args.resume, args.init_from, args.experts, args.cp > 1,
+            args.zero > 1, args.ckpt != "none", args.amp != "off", args.dtype == "bf16")
+    require(not any(ours), "--dry-run, --save, --resume, --init-from, --experts, --cp, --zero 2, "
+            "3, --ckpt, --amp and --dtype bf16 want --impl scratch")
+    require(args.seq % args.tp == 0, f"--seq {args.seq}: torch wants a multiple of --tp {args.tp}")
+    pipeline_parallel.refuse_at_work(args.schedule, args.micro, args.pp)
     home = pipeline_parallel.homes(plans_of(args))
     ends_on_one_rank = len(home) > 1 and home[0] == home[max(home)]
     require(not ends_on_one_rank or (args.dp == 1 and not args.eval_every),
-            f"--schedule {name} --pp {args.pp}: torch's eval() does not know V-shaped ones, and "
-            "fully_shard would untie the embedding; take --dp 1 without --eval-every")
+            f"--schedule {args.schedule} --pp {args.pp}: fully_shard would untie the embedding, "
+            "torch's eval() does not know V-shaped ones; take --dp 1 without --eval-every")
 
 
 def plans_of(args):
@@ -813,16 +763,16 @@ def plans_of(args):
     return pipeline_parallel.make_plans(args.schedule, args.pp, args.micro, args.chunks)
 
 
-# ---- bytes. b: of a number; B', T': rows of a micro-batch and tokens of a sequence on this rank
+# ---- bytes that a rank sends in a step. b: of a number
 
 
 def tokens_of(args):
-    """Of a micro-batch on a rank."""
+    """Of a micro-batch on a rank, not yet cut over tp."""
     return args.batch // args.dp // args.micro * (args.seq // args.cp)
 
 
 def sent_on_tp(args, b, layers, is_first, is_last):
-    """By so many layers, the embedding and the head in a step, but for the sums of gradients."""
+    """By so many layers, the embedding and the head, but for the sums of gradients."""
     x = b * tokens_of(args) * args.width  # between two blocks, before --sp cuts it
     half = 5 if args.sp else 4  # f and g of half a block
     halves = 1 if args.experts and not args.shared else 2
@@ -857,80 +807,50 @@ def sent_on_pp(args, b, neighbours):
     return neighbours * args.micro * b * tokens_of(args) * args.width // cut
 
 
-def sent_by_zero(model, axis, micro):
+def sent_by_zero(zero, micro):
+    blocks = [flat for flat in zero.flats if not flat.stays]
     sent = 0
-    for zero in model.zeros:
-        if zero.group is not model.mesh.group[axis]:
-            continue
-        blocks = [flat for flat in zero.flats if not flat.stays]
-        for flat in zero.flats:
-            moved = 2  # an all-reduce sends twice; or a sum and a gather
-            if flat.level == 2:
-                moved = micro + 1
-            elif flat.level == 3 and (flat.stays or flat is blocks[-1]):
-                moved = 2 * micro
-            elif flat.level == 3:  # a sum, and gathers in forward and backward
-                moved = 3 * micro
-            n = model.mesh.size[axis]
-            sent += moved * flat.full.nbytes * (n - 1) / n
-    return sent
-
-
-def sent_by_sums(model, axis):
-    """By sum_gradients, along tp or ends."""
-    summed = [part for part in model.parts if axis in model.kind[part.parameter].summed]
-    n = model.mesh.size[axis]
-    return 2 * (n - 1) / n * sum(part.grad.nbytes for part in summed)
-
-
-def bytes_held(model, b):
-    """Parameters, gradients and AdamW's states, with padding."""
-    held = 4 * len(model.parts)  # counts of steps
-    for flat in model.flats:
-        parameters = flat.chunk if flat.level == 3 else len(flat.full)
-        gradients = flat.chunk if flat.level >= 2 else len(flat.full)
-        states = 3 if b == 2 else 2  # bf16 has masters
-        held += b * (parameters + gradients) + states * max(b, 4) * flat.chunk
-    return held + sum(buffer.nbytes for buffer in model.buffers())
+    for flat in zero.flats:
+        moves = (2, 2, micro + 1, 3 * micro)[flat.level]
+        if flat.level == 3 and (flat.stays or flat is blocks[-1]):
+            moves -= micro  # one gather is for forward and backward
+        sent += moves * flat.full.nbytes
+    ranks = dist.get_world_size(zero.group)
+    return sent * (ranks - 1) / ranks
 
 
 def textbook(run, plans, layers, model):
-    """-> rows: what a rank holds, and what it sends along each axis."""
+    """-> rows: the docstring's table of what is sent, at this rank's place"""
     args = run.args
     mesh = model.mesh
     b = run.dtype.itemsize
-    rank = mesh.place["pp"]
+    groups = run.ledger["scratch"].groups
     home = pipeline_parallel.homes(plans)
-    here = [stage for stage in home if home[stage] == rank]
-    ends = 0 in here, len(layers) - 1 in here
+    here = [stage for stage in home if home[stage] == mesh.place["pp"]]
     blocks = sum(layers[stage] for stage in here)
-    beside = [home.get(stage + step, rank) for stage in here for step in (-1, 1)]
-    neighbours = sum(other != rank for other in beside)
-    ledger = run.ledger["scratch"]
+    on_tp = sent_on_tp(args, b, blocks, 0 in here, len(layers) - 1 in here)
+    summed = [part.grad.nbytes for part in model.parts if "tp" in model.kind[part.parameter].summed]
+    on_tp += 2 * (args.tp - 1) / args.tp * sum(summed)
+    beside = [home.get(stage + step) for stage in here for step in (-1, 1)]
+    neighbours = sum(rank not in (None, mesh.place["pp"]) for rank in beside)
+    rows = []
 
-    def wire(axis, formula, expected):
-        return f"wire {axis}", formula, expected, ledger.groups[mesh.group[axis].group_name]
+    def row(axis, formula, expected, axis_groups):
+        sent = sum(groups[group.group_name] for group in axis_groups)
+        rows.append((f"wire {axis}", formula, expected, sent))
 
-    by_zero = "2 b P (n-1)/n; ZeRO-2: M + 1, ZeRO-3: 3 M (ends: 2 M) for the 2; n = dp cp"
-    rows = [
-        ("held states", "2 b P + 2 w P, of it cut: ZeRO", bytes_held(model, b)),
-        wire("data", by_zero, sent_by_zero(model, "data", args.micro)),
-    ]
-    if args.experts:
-        replicas = sent_by_zero(model, "replicas", args.micro)
-        rows.append(wire("replicas", by_zero + "/ep", replicas))
-    if mesh.size["ends"] > 1 and any(ends):
-        rows.append(wire("ends", "b V C/tp; ZeRO: /(dp cp)", sent_by_sums(model, "ends")))
+    for axis in COPIES:  # only experts have replicas
+        own = [zero for zero in model.zeros if zero.group is mesh.group[axis]]
+        if own:
+            expected = sum(sent_by_zero(zero, args.micro) for zero in own)
+            row(axis, "k P b (n-1)/n", expected, [mesh.group[axis]])
     if args.amp == "off":  # which would halve some
-        on_tp = sent_on_tp(args, b, blocks, *ends) + sent_by_sums(model, "tp")
-        rows.append(wire("tp", "M (tp-1)/tp (8, --sp 10) L b B' T' C + ends + sums", on_tp))
-        on_cp = sent_on_cp(args, b, blocks)
-        rows.append(wire("cp", "M (cp-1) L (4 b + 2 w) B' T' C_k/tp", on_cp))
-        on_pp = sent_on_pp(args, b, neighbours)
-        links = model.pipeline.mail.links  # of gloo none: it sends in the group of all
-        groups = [mesh.group["pp"], *(links[link] for link in links if rank in link)]
-        sent = sum(ledger.groups[group.group_name] for group in groups)
-        rows.append(("wire pp", "M b B' T' C, --sp /tp, per neighbour", on_pp, sent))
+        row("tp", "M L/pp 8 x b (tp-1)/tp, --sp 10, + ends + sums", on_tp, [mesh.group["tp"]])
+        row("cp", "M L/pp (4 b + 2 w) x (cp-1)/tp K/H", sent_on_cp(args, b, blocks),
+            [mesh.group["cp"]])
+        links = model.pipeline.mail.links  # {its two places: group}; gloo sends in that of all
+        row("pp", "M x b, --sp /tp, per neighbour", sent_on_pp(args, b, neighbours),
+            [mesh.group["pp"], *(links[ends] for ends in links if mesh.place["pp"] in ends)])
     return rows
 
 
@@ -939,54 +859,43 @@ def textbook(run, plans, layers, model):
 
 def pieces(model, optimizer):
     """-> [Piece] of the plain model's tensors: masters as the parameters, and AdamW's states."""
-    found = []
+    found = []  # (parameter, pieces of its tensor on this rank)
     for flat in model.flats:
         for part in flat.parts:
             p = part.parameter
             run = model.names[p], flat.shapes[p], part.first
-            writes = is_first(model, p, flat.level)
-            found += in_plain(model, p, parts_pieces([(*run, part.master)], optimizer, writes))
+            found.append((p, parts_pieces([(*run, part.master)], optimizer, is_first(model, p))))
             # what computes is loaded likewise, and not saved
-            found += in_plain(model, p, run_pieces(*run, flat.shard[part.span], False))
+            found.append((p, run_pieces(*run, part.shard, False)))
         if flat.level < 3:
             for p, place in flat.places.items():
-                found += in_plain(model, p, pieces_of([(model.names[p], place)], None, False))
+                found.append((p, pieces_of([(model.names[p], place)], None, False)))
     for p, name in model.names.items():
         if not p.requires_grad:
-            found += in_plain(model, p, pieces_of([(name, p)], None, is_first(model, p, 0)))
-    return found
+            found.append((p, pieces_of([(name, p)], None, is_first(model, p))))
+    of_plain = [piece for p, own in found for box in own for piece in in_plain(model, p, box)]
+    return [piece for piece in of_plain if piece.tensor.numel()]
 
 
-def is_first(model, p, level):
+def is_first(model, p):
     """Is this the first of the ranks that hold the same piece of this parameter?"""
-    axes = model.kind[p].summed + model.kind[p].same
-    if level:  # ZeRO has cut it
-        axes = [axis for axis in axes if axis not in COPIES]
-    return all(dist.get_rank(model.mesh.group[axis]) == 0 for axis in axes)
+    return all(dist.get_rank(model.mesh.group[axis]) == 0 for axis in model.same_along(p))
 
 
-def in_plain(model, p, pieces):
-    """Boxes of this rank's p -> boxes of the plain model's tensors.
-
-    What tp has cut is moved to its place in the whole, and loses its padding. A box of a stack of
-    experts is one of each expert.
-    """
-    cut = model.tp.cuts.get(p)
-    if cut is not None:
-        pieces = [moved_along_tp(piece, cut, model.tp.rank) for piece in pieces]
-    found = []
-    for name, shape, start, tensor, writes in pieces:
-        if "ep" not in model.kind[p].cut:
-            found.append(Piece(name, shape, start, tensor, writes))
-            continue
-        first = dist.get_rank(model.mesh.group["ep"]) * shape[0] + start[0]
-        for i, of_expert in enumerate(tensor):
-            of_name = moe.plain_name(name, first + i)
-            found.append(Piece(of_name, shape[1:], start[1:], of_expert, writes))
-    return [piece for piece in found if piece.tensor.numel()]
+def in_plain(model, p, piece):
+    """A box of this rank's p -> boxes of the plain model's tensors: of a stack, one per expert."""
+    if p in model.tp.cuts:
+        return [moved_along_tp(piece, model.tp.cuts[p], model.tp.rank)]
+    if "ep" not in model.kind[p].cut:
+        return [piece]
+    name, shape, start, stack, writes = piece
+    first = dist.get_rank(model.mesh.group["ep"]) * shape[0] + start[0]
+    return [Piece(moe.plain_name(name, number), shape[1:], start[1:], of_expert, writes)
+            for number, of_expert in enumerate(stack, first)]
 
 
 def moved_along_tp(piece, cut, tp_rank):
+    """Moved to its place in the whole, without padding."""
     start = list(piece.start)
     start[cut.dim] += tp_rank * piece.shape[cut.dim]
     shape = list(piece.shape)
@@ -1020,13 +929,10 @@ def sources(args, device):
     """-> of each micro-batch, of each rank, the tokens that it routes: their numbers of all B T."""
     numbers = torch.arange(args.batch * args.seq, device=device)
     numbers = numbers.view(args.dp, args.micro, -1, args.seq)
-    pieces_of_sequence = args.tp if args.sp else 1
     found = [[] for _ in range(args.micro)]
-    for dp_rank in range(args.dp):
-        for m in range(args.micro):
-            for cp_rank in range(args.cp):
-                here = numbers[dp_rank, m][:, tokens_of_rank(args, cp_rank, device)]  # (B', T')
-                found[m] += [piece.flatten() for piece in here.chunk(pieces_of_sequence, 1)]
+    for dp_rank, m, cp_rank in product(range(args.dp), range(args.micro), range(args.cp)):
+        here = numbers[dp_rank, m][:, tokens_of_rank(args, cp_rank, device)]  # (B', T')
+        found[m] += [piece.flatten() for piece in here.chunk(args.tp, 1)]
     return found
 
 
@@ -1050,7 +956,6 @@ def set_up(run, mesh, plans, layers):
     """-> Side"""
     args = run.args
     plain = run.build()
-    extra = None
     if args.experts:
         moe.set_biases(plain, run)
     autocast = None
@@ -1065,8 +970,6 @@ def set_up(run, mesh, plans, layers):
         recompute=amp_accum_ckpt.CHECKPOINT[args.ckpt], autocast=autocast, zero=args.zero)
     optimizer = adamw(model.parameter_groups(), args.lr)
     tokens = tokens_of_rank(args, mesh.place["cp"], run.device)
-    if args.experts:
-        extra = partial(notes, model)
     return Side(
         model=model, optimizer=optimizer, train_step=train_step,
         full_gradients=partial(full_gradients, model),
@@ -1074,8 +977,7 @@ def set_up(run, mesh, plans, layers):
         evaluate=lambda x, y: evaluate(model, x[:, tokens], y[:, tokens]),
         pieces=partial(pieces, model, optimizer),
         held=partial(held, model, model, optimizer),  # the second for its flats
-        extra=extra,
-    )
+        extra=partial(notes, model) if args.experts else None)
 
 
 def set_up_at_work(run, mesh, plans, layers):
@@ -1083,34 +985,22 @@ def set_up_at_work(run, mesh, plans, layers):
     args = run.args
     sizes = (args.pp, args.dp, args.tp)
     device_mesh = init_device_mesh(run.device.type, sizes, mesh_dim_names=("pp", "dp", "tp"))
-    model = parallelize_at_work(run.build(), mesh, device_mesh, plans, layers, boundary_of(run),
-                                args)
+    model = parallelize_at_work(
+        run.build(), mesh, device_mesh, plans, layers, boundary_of(run), args)
     optimizer = adamw(model.parameters(), args.lr)
-    return Side(
-        model=model, optimizer=optimizer, train_step=train_step_at_work,
-        full_gradients=partial(full_gradients_at_work, model),
-        full_state_dict=partial(full_state_dict_at_work, model),
-    )
+    return Side(model=model, optimizer=optimizer, train_step=train_step_at_work)
 
 
 SET_UP = {"scratch": set_up, "torch": set_up_at_work}
 
 
 def picture(run, plans, layers):
-    """Who is where: ranks of pp as rows, copies as columns. On many ranks: this one's."""
-    args = run.args
-    data = args.dp * args.cp
-    ends = list(accumulate(layers))
-    for rank, plan in enumerate(plans):
+    """Which ranks have which layers."""
+    each = run.world_size // len(plans)
+    for place, plan in enumerate(plans):
         stages = sorted({action.stage for action in plan})
-        words = " ".join(f"{ends[s] - layers[s]}..{ends[s] - 1}" for s in stages)
-        copies = [range(first, first + args.tp)
-                  for first in range(rank * data * args.tp, (rank + 1) * data * args.tp, args.tp)]
-        if run.world_size > 32:
-            copies = [ranks for ranks in copies if run.rank in ranks]
-        if copies:
-            columns = "   ".join(f"ranks {ranks[0]}..{ranks[-1]}" for ranks in copies)
-            run.say(f"  layers {words}:  {columns}")
+        words = " ".join(f"{sum(layers[:s])}..{sum(layers[:s + 1]) - 1}" for s in stages)
+        run.say(f"  layers {words}:  ranks {place * each}..{(place + 1) * each - 1}")
 
 
 def main():
@@ -1141,12 +1031,8 @@ def main():
             run.log(impl, step, loss, norm)
         if "scratch" in run.impls:
             run.textbook(textbook(run, plans, layers, sides["scratch"].model))
-        plain = None
-        if args.experts:
-            plain = partial(moe.plain_trace, run)
-        judged_as = None
-        if args.amp == "bf16":
-            judged_as = "bf16"
+        plain = partial(moe.plain_trace, run) if args.experts else run.plain
+        judged_as = "bf16" if args.amp == "bf16" else args.dtype
         own = run.ledger[run.impls[0]].memory["parameters"] // run.dtype.itemsize
         return run.finish(total, own, plain, judged_as)
 

@@ -4,8 +4,8 @@
     rank 0    0 0 0 1 | 2 3   0 0 0 1 0 1   experts 0, 1     0 0 0 1 2 3   sum of a token's K rows
     rank 1    0 1 | 2 2 3 3   2 3 2 2 3 3   experts 2, 3     0 1 2 2 3 3   sum of a token's K rows
 
-A digit is a row: a token on its way to the expert of that number. | divides the rows for one rank
-from those for the next. Of all n ranks, those of a group `ep` share out the experts, those of
+A digit is a row: a token on its way to the expert of that number. Rows left of | go to rank 0, rows
+right of it to rank 1. Of all n ranks, those of a group `ep` share out the experts, those of
 `replicas` (n/ep of them) hold the same ones, and each has its own part of the batch. No token is
 dropped, unless a capacity A is given: then an expert takes the first ceil(A K N / E) rows of each
 rank's N tokens.
@@ -136,9 +136,10 @@ class Routing:
         choices = chosen.flatten().argsort(stable=True)  # by expert, then by token
         counts = torch.stack([wanted, taken, coming]).view(3, dist.get_world_size(ep), -1)
         self.ends = counts[2].sum(0).cumsum(0).int()  # (E/ep,) of each expert's rows, on the device
-        # three lists of lists: [rank][one of its experts], [the same], [rank][an expert here]
+        # [rank][one of its experts]: rows that want to go there, those of them that leave. And
+        # [rank][an expert here]: rows that arrive
         lines, leaving, arriving = read_counts(counts, len(choices), most, dist.get_rank(ep))
-        if most < len(chosen):  # else there is room for all: a token chooses an expert once at most
+        if most < len(chosen):  # N tokens choose an expert N times at most
             of_experts = choices.split([length for of_rank in lines for length in of_rank])
             choices = torch.cat([line[:most] for line in of_experts])
         self.choices = choices  # those that are sent
@@ -164,7 +165,7 @@ def transpose_blocks(rows, grid):
 
 
 def stack(parameters):
-    """One parameter, trained if these are, of the experts' own: an expert after the other."""
+    """Parameters of the experts -> one, a copy, trained if these are: an expert after the other."""
     stacked = torch.stack([p.detach() for p in parameters])
     return nn.Parameter(stacked, parameters[0].requires_grad)
 
@@ -596,8 +597,10 @@ def train_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
     return loss, norm, loads
 
 
-def loads_of(model):  # (L, E). A load is a mere 0 where nothing up to the layer is trained
-    return torch.stack([layer.load + 0 * layer.bias_steps for layer in layers_of(model)])
+def loads_of(model):  # (L, E)
+    zeros = torch.zeros_like(layers_of(model)[0].bias_steps)
+    # a load is a mere 0 where nothing up to the layer is trained
+    return torch.stack([layer.load + zeros for layer in layers_of(model)])
 
 
 # ---- 3. at work: the same with torch's own API -------------------------------
@@ -624,6 +627,7 @@ def parallelize_at_work(model, ep):
 
 # ---- 4. run ------------------------------------------------------------------
 
+IMPLS = {"scratch": parallelize, "torch": parallelize_at_work}
 # Mixtral: the Llama form, with experts in the place of every MLP
 PRESETS = {
     "mixtral-toy": GPTConfig(form="llama", kv_heads=2, hidden=448, theta=1e6, eps=1e-5),
@@ -653,12 +657,6 @@ def refuse(args):
             f"--experts {experts} for {ep} ranks: take a multiple of {ep}, or another --ep")
     require(args.batch % n == 0,
             f"--batch {args.batch} sequences for {n} ranks: take a multiple of {n}")
-    if args.impl != "scratch":
-        require(args.dtype == "bf16" or not args.dry_run, "torch's dry run wants --dtype bf16")
-        aligned = {"bf16": 8, "fp32": 4, "fp64": 1}[args.dtype]  # 16 bytes; fp64 goes without
-        sizes = args.cfg.width, args.cfg.hidden
-        require(all(size % aligned == 0 for size in sizes), f"--width and --hidden {sizes}: "
-                f"torch's grouped_mm wants multiples of {aligned} in {args.dtype}")
 
 
 def build_plain(args, cfg, seed, device, dtype):
@@ -713,15 +711,11 @@ def make_groups(run):
 
 
 def set_up(run, impl, replicas, ep):
-    """-> a Side: the model of this implementation, and what a run does with it."""
-    cut = {"scratch": parallelize, "torch": parallelize_at_work}[impl]
-    model = cut(run.build(), ep)
+    model = IMPLS[impl](run.build(), ep)
     set_biases(model, run)
-    broadcast_parameters(model, replicas)  # they are equal already; copies of section 1 need it
     optimizer = adamw(model.parameters(), run.args.lr)
     return Side(
-        model=model,
-        optimizer=optimizer,
+        model=model, optimizer=optimizer,
         train_step=partial(train_step, replicas=replicas, ep=ep),
         full_gradients=partial(full_gradients, model, ep),
         full_state_dict=partial(full_state_dict, model, ep),
@@ -746,7 +740,7 @@ def watch_rows(model):
 
 
 def account(run, model, ep, rows):
-    """The textbook: the all-to-alls, the all-reduces, and what is held. rows: of watch_rows."""
+    """The textbook. rows: of watch_rows. A number has b bytes."""
     n = run.world_size
     b = run.dtype.itemsize
     counts = 8 * len(rows) * run.args.experts  # of rows for each expert, and as much for the loads
@@ -755,17 +749,15 @@ def account(run, model, ep, rows):
     row = 2 * b * run.cfg.width  # forward and backward
     dense, experts = count(model)
     tensors = len(list(model.parameters()))
-    # n/2 times the sum of the formula's three terms, in integers
-    reduced = (n - 1) * (b * dense + counts)
-    reduced += (n - ep.size()) * b * experts
-    reduced += (n - n // ep.size()) * b
+    others = (ep.size() - 1) / ep.size()  # of ep
+    reduced = 2 * (n - 1) / n * (b * dense + counts)
+    reduced += 2 * (n - ep.size()) / n * b * experts
+    reduced += 2 * others * b  # for the gradient norm
     return [
-        ("calls all_to_all", "5 L", 5 * len(rows)),
-        ("payload all_to_all", "2 b C (rows out + rows in) + 8 L E", row * moving + counts),
         ("wire all_to_all", "2 b C (rows out + rows in - 2 rows staying) + (ep-1)/ep 8 L E",
-         row * (moving - 2 * staying) + counts * (ep.size() - 1) / ep.size()),
+         row * (moving - 2 * staying) + others * counts),
         ("wire all_reduce",
-         "2 (n-1)/n (b dense + 8 L E) + 2 (n-ep)/n b experts/ep + 2 (ep-1)/ep b", 2 * reduced / n),
+         "2 (n-1)/n (b dense + 8 L E) + 2 (n-ep)/n b experts/ep + 2 (ep-1)/ep b", reduced),
         ("held states", "4 b (dense + experts/ep) + 4 per tensor (steps) + 8 L E",
          4 * b * (dense + experts) + 4 * tensors + counts),
     ]
@@ -777,39 +769,31 @@ def count(model):
 
 
 def picture(run, loads, rows):
-    """Prints how often experts are chosen in the worst layer. loads: of each step, (L, E)."""
-    load = torch.stack(loads).double().cpu()
-    load = (load / load[0].mean()).nan_to_num()  # (steps, L, E)
-    n = math.ceil(len(loads) / 10)  # a tenth of the steps
-    first = load[:n].mean(0)  # (L, E)
-    last = load[-n:].mean(0)
-    worst = last.max(1).values.argmax()
+    """Prints how often experts are chosen, in the worst layer. loads: of each step, (L, E)."""
+    n = math.ceil(len(loads) / 10)
+    load = torch.stack(loads[-n:]).double().mean(0).cpu()  # (L, E), in the last tenth of the steps
+    load = (load / load.mean(1, keepdim=True)).nan_to_num()  # a layer without load shows zeros
+    worst = load.max(1).values.argmax()
     choices = len(rows) * run.args.top_k * run.args.batch * run.cfg.seq // run.world_size
     dropped = 1 - sum(sum(sent) for sent, _ in rows) / choices
-    run.extra["load"] = {"first": first.tolist(), "last": last.tolist()}
+    run.extra["load"] = load.tolist()
     run.extra["dropped"] = dropped
-    run.say(f"\nload over the mean in layer {worst}, first and last {n} steps; "
-            f"rank 0 dropped {dropped:.1%}")
-    for e in range(run.args.experts):
-        run.say(f"  expert {e:<3} {bar(first[worst, e])}   {bar(last[worst, e])}")
-
-
-def bar(load):
-    marks = "#" * round(10 * load.item())
-    return f"{load.item():5.2f} {marks:30.30}"
+    run.say(f"\nload over the mean in layer {worst}, last {n} steps; rank 0 dropped {dropped:.1%}")
+    for e, times in enumerate(load[worst].tolist()):
+        marks = "#" * round(10 * times)
+        run.say(f"  expert {e:<3} {times:5.2f} {marks:.60}")
 
 
 def main():
     args = arguments(__doc__, presets=PRESETS, **FLAGS)
     refuse(args)
     run = Run(args, build=partial(build_plain, args))
-    ranks = run.start.ranks  # that have saved the checkpoint, 0: there is none
-    require(not args.capacity or ranks in (0, run.world_size),
-            f"--resume: with --capacity only {ranks} ranks can go on, as many as saved it")
+    run.replays = not args.capacity  # as other ranks may have saved, and dropped other tokens
     replicas, ep = make_groups(run)
     if run.dry:
         global read_counts
         read_counts = balanced_counts
+        run.say("experts are taken to be balanced")
     with run:
         sides = {impl: set_up(run, impl, replicas, ep) for impl in run.impls}
         model = sides[run.impls[0]].model
@@ -818,8 +802,6 @@ def main():
         total = dense + ep.size() * experts
         run.say(f"moe: {run.world_size} ranks on {run.device.type}, {args.dtype}, "
                 f"{total:,} parameters, {dense + experts:,} here")
-        if run.dry:
-            run.say("experts are taken to be balanced")
         loads = []
         rows = share(args.batch, run.world_size, run.rank)  # of every batch, this rank's
         for impl, step, x, y, valid in run.steps(sides, rows):

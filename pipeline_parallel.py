@@ -7,8 +7,8 @@
 
 A schedule is data: for each rank a list of actions, F forward, B backward, W the gradients of the
 weights where a B leaves them for later. Each stage of the model sends the next one its output,
-(batch, T, C) in a step, and gets as large a gradient back. Each of p ranks has about 1/p of
-parameters, gradients and AdamW states. F, B, W below are times; a B that leaves no W takes B + W.
+(batch, T, C) in a step, and gets as large a gradient back. Each of p ranks has about 1/p of all
+parameters. F, B, W below are times; a B that leaves no W takes B + W.
 
     p ranks, M micro-batches,   bubble, for M >= 2p - 1:    kept by rank r, in micro-batches
     v stages per rank           part of a step, or a time   (M large enough)
@@ -31,9 +31,8 @@ parameters, gradients and AdamW states. F, B, W below are times; a B that leaves
     loss = Pipeline(stages.here, plans, mail).step(inputs, loss_fn)  # loss_fn(output, m)
     norm = stages.sum_and_clip(1.0)                                  # then optimizer.step()
 
-Not for: stages that pass on anything but one tensor of one size; stages that change their input in
-place; buffers in full_state_dict; several pipelines beside each other (hybrid_3d.py does that).
-Zero bubble splits nn.Linear alone: the gradients of all other parameters are made in B.
+Not for: stages that pass on anything but one tensor of one size, or change their input in place;
+buffers in full_state_dict; several pipelines beside each other (hybrid_3d.py does that).
 Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241; others stand at each schedule.
 At work: torch.distributed.pipelining (section 3).
 
@@ -44,7 +43,6 @@ import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from functools import partial
-from itertools import accumulate, product
 from typing import NamedTuple
 
 import torch
@@ -54,16 +52,15 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
-import contextlib
-import json
 import sys
-from pathlib import Path
+from itertools import accumulate, product, takewhile
 
 from common import GPT, adamw, loss_sum, share
 from harness.checkpoint import pieces_of
 from harness.flags import POSITIVE, Flag, arguments, require
 from harness.run import Run, Side
-from harness.timeline import Timed, compare, planned, span, typical_times
+from harness.timeline import (
+    Timed, numbers, planned, read_times, simulation, span, typical_times, watched)
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
 # "partial -> replicated": before this line each rank has a summand, after it all have the sum.
@@ -233,10 +230,9 @@ SCHEDULES = {
     #     rank 0   F0 F1 F2 f0 b0 w0 f1 b1 w1 F3 B0 W0 f2 b2 w2 B1 W1 f3 b3 w3 B2 W2 B3 W3 ...
     #     rank 1   ...F0 f0 F1 f1 b0 w0 F2 B0 W0 f2 b1 w1 F3 B1 W1 f3 b2 w2 B2 b3 B3 W2 w3 W3
     "zb-v": Schedule(vee, 2, zb_v),
-    # Forwards and backwards in pairs, so that a model which talks within its layers (experts) can
-    # hide the one's messages behind the other's arithmetic (DeepSeek-V3, arXiv:2412.19437, section
-    # 3.2.1). DualPipe is two pipelines, one from each end; folded into a V, one is enough (Sea AI
-    # Lab). M is 2p or more. The class Pipeline runs the two of a pair one after the other.
+    # Forwards and backwards in pairs, so that the messages of one (experts have some) can hide
+    # behind the other's arithmetic (DeepSeek-V3, arXiv:2412.19437, section 3.2.1; folded into a V
+    # by Sea AI Lab). M is 2p or more. Pipeline runs the two of a pair one after the other.
     #     rank 0   F0 F1 F2 f0 b0 w0 f1 F3 b1    f2 B0    b2    f3 ...B1    b3    B2 W2 B3 W3
     #     rank 1   ...F0 f0 F1 f1 F2 b0    f2 B0    F3 b1    f3 B1    b2    B2    b3 B3 w3 W3
     "dualpipe-v": Schedule(vee, 2, dualpipe_v),
@@ -254,37 +250,6 @@ def make_plans(name, ranks, microbatches, chunks=2):
     place, fixed, order = SCHEDULES[name]
     placement = place(ranks, fixed or chunks)
     return [order(rank, ranks, microbatches, placement[rank]) for rank in range(ranks)]
-
-
-def search(ranks, microbatches, limit, span, waiting=1.0):
-    """-> the quickest of a family of plans to which zb-h1 and zb-h2 belong. slope: how many more Fs
-    a rank's warm-up has than the next one's; lag: how many more Bs later its Ws are than the last
-    one's. (In the place of the search of Qi 2023, section 3.1.)
-
-    limit: what a rank may keep, in micro-batches. span(plans): the time that they take. waiting:
-    what is kept of a micro-batch from B to W, as a part of what is kept from F to B.
-    """
-    family = []
-    # 2.05: a transfer, too, takes some of the time that more Fs fill
-    for slope, lag in product((0.5, 1, 1.5, 2, 2.05, 2.5, 3), (0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4)):
-        for most in range(min(int(slope * (ranks - 1)), limit - 1), -1, -1):
-            plans = []
-            for rank in range(ranks):
-                warmup = min(int(slope * (ranks - 1 - rank)), most)
-                plan = follow(turns(microbatches, warmup, [rank]), "W", int(lag * rank))
-                if kept(plan, waiting) > limit + 1e-9:
-                    break
-                plans.append(plan)
-            if len(plans) == ranks:  # all keep to the limit; a shorter warm-up has more bubble
-                family.append(plans)
-                break
-    return min(family, key=span)
-
-
-def kept(plan, waiting):
-    """The most that a rank keeps at a time, in micro-batches."""
-    change = {"F": 1, "B": waiting - 1, "W": -waiting}
-    return max(accumulate(change[action.kind] for action in plan))
 
 
 def homes(plans):
@@ -332,7 +297,7 @@ class Mail:
         self.position = 0  # in this rank's plan
 
     def open(self, kinds="FBWU"):
-        """Begin a step, or with kinds="F" its forwards alone."""
+        """Begin with all actions of these kinds."""
         self.position = 0
         for sender, plan in enumerate(self.plans):
             played = enumerate(action for action in plan if action.kind in kinds)
@@ -410,15 +375,13 @@ def make_links(plans, pipelines):
     if dist.get_backend() in ("gloo", "fake"):
         return {}
     home = homes(plans)
-    last = max(home)
     needs = set()
-    for rank, plan in enumerate(plans):
-        for name in [source(action, last) for action in plan]:
-            if name and home[name[2]] != rank:
-                needs.add((home[name[2]], rank))
+    for stage in range(max(home)):
+        needs.add((home[stage], home[stage + 1]))  # an F's output
+        needs.add((home[stage + 1], home[stage]))  # a B's gradient
     mine = {}
     for ranks in pipelines:
-        for link in sorted(needs):
+        for link in sorted(link for link in needs if link[0] != link[1]):
             # by every rank, also if it is not in it: NCCL splits it off the world's communicator
             group = dist.new_group([ranks[end] for end in link])
             if dist.get_rank() in ranks:
@@ -505,8 +468,8 @@ class Pipeline:
     """Runs one rank's plan, over modules that map one tensor to one tensor.
 
     modules: {stage: module}, this rank's. plans: all ranks'. before(stage, is_last, is_whole) and
-    after(stage) are called around each B and W. is_last: it is the last of its kind in the stage.
-    is_whole: after it all gradients of the micro-batch are there, since no W is to come.
+    after(stage) are called around each B and W. is_last: no B of the stage comes after it and, if
+    it is a W, no W either. is_whole: after it the micro-batch's gradients are all there.
     """
 
     def __init__(self, modules, plans, mail, before=None, after=None):
@@ -518,7 +481,9 @@ class Pipeline:
         self.end = max(homes(plans))  # the last stage
         self.microbatches = 1 + max(action.microbatch for action in self.plan)
         self.apart = {(a.microbatch, a.stage) for a in self.plan if a.kind == "W"}  # split Bs
-        self.final = {(a.kind, a.stage): a for a in self.plan}  # the last of its kind in a stage
+        last_b = {a.stage: a for a in self.plan if a.kind == "B"}
+        last = {a.stage: a for a in self.plan if a.kind in "BW"}
+        self.last = {*last_b.values(), *last.values()}
         # {(micro-batch, stage): its input, the edge of its output; from B to W: what W is to do}
         self.kept = {}
         if self.apart:
@@ -531,18 +496,18 @@ class Pipeline:
         inputs[m]: micro-batch m, for the first stage. loss_fn(output, m): its part of the loss, for
         the last stage. update(): what U does (section 1.5).
         """
-        return self.play(self.plan, inputs, loss_fn, update)
+        return self.play("FBWU", inputs, loss_fn, update)
 
     @torch.no_grad()
     def evaluate(self, inputs, loss_fn):
         """The forwards alone, without a graph -> this rank's sum of losses."""
-        return self.play([a for a in self.plan if a.kind == "F"], inputs, loss_fn)
+        return self.play("F", inputs, loss_fn)
 
-    def play(self, plan, inputs, loss_fn, update=None):
+    def play(self, kinds, inputs, loss_fn, update=None):
         wide = torch.promote_types(self.mail.dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=self.mail.device)
-        self.mail.open("FBWU" if torch.is_grad_enabled() else "F")
-        for action in plan:
+        self.mail.open(kinds)
+        for action in [action for action in self.plan if action.kind in kinds]:
             taken = None
             need = source(action, self.end)
             if need:
@@ -566,14 +531,14 @@ class Pipeline:
             return update()
         if self.before:
             is_whole = kind == "W" or (m, stage) not in self.apart
-            self.before(stage, action == self.final[kind, stage], is_whole)
+            self.before(stage, action in self.last, is_whole)
         made = None
         if kind == "B":
             made = self.backward(m, stage, taken)
         else:
             later = self.kept.pop((m, stage))
-            while later:
-                later.pop()()  # popped, so that what it keeps is free at once
+            while later:  # from the last layer to the first, as in backward
+                later.pop(0)()  # popped, so that what it keeps is free at once
         if self.after:
             self.after(stage)
         return made
@@ -611,19 +576,11 @@ class Chain(nn.ModuleDict):
         return x
 
 
-def origins_of(whole, plans):
-    """whole: all stages -> {name of a parameter: (the first rank that has it, one like it without
-    memory)}"""
-    home = homes(plans)
-    found = {}
-    for stage, module in enumerate(whole):
-        for name, p in module.named_parameters(remove_duplicate=False):
-            found.setdefault(name, (home[stage], p.detach().to("meta")))
-    return found
-
-
 def gather(mine, origins, group):
-    """{name: tensor} of this rank -> of the whole model, on every rank of the pipeline."""
+    """{name: tensor} of this rank -> of the whole model, on every rank of the pipeline.
+
+    origins: {name: (the first rank that has it, one like it without memory)}
+    """
     whole = {}
     device = next(iter(mine.values())).device
     for name, (rank, like) in origins.items():
@@ -650,11 +607,12 @@ class Stages(nn.ModuleList):
         numbers = [stage for stage in sorted(home) if home[stage] == rank]
         super().__init__([whole[stage] for stage in numbers])
         self.here = dict(zip(numbers, self))  # {stage: module}
-        self.origins = origins_of(whole, plans)
+        self.origins = {}  # of all parameters, as gather() takes them
         names = {}  # {parameter: its first name}
         holders = defaultdict(set)  # {parameter: the ranks that have it}
         for stage, module in enumerate(whole):
             for name, p in module.named_parameters(remove_duplicate=False):
+                self.origins.setdefault(name, (home[stage], p.detach().to("meta")))
                 names.setdefault(p, name)
                 holders[p].add(home[stage])
         self.names = {p: names[p] for p in self.parameters()}
@@ -884,19 +842,50 @@ class PipelinedGPTAtWork(PipelinedGPT):
 
     def forward_backward(self, x, y, valid, update=None):
         self.valid = valid
-        inputs = []
-        target = None
+        inputs = [x] if any(stage.first for stage in self) else []
+        target = y if any(stage.last for stage in self) else None
         losses = []
-        for stage in self.here.values():
-            if stage.first:
-                inputs = [x]
-            if stage.last:
-                target = y
         self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
         return sum(losses, start=torch.zeros((), device=x.device))
 
 
 # ---- 4. run ------------------------------------------------------------------
+
+
+def search(ranks, microbatches, limit, span, waiting=1.0):
+    """-> the quickest of a family of plans to which zb-h1 and zb-h2 belong. (In the place of the
+    search of Qi 2023, section 3.1.)
+
+    limit: what a rank may keep, in micro-batches. span(plans): the time that they take. waiting:
+    what is kept of a micro-batch from B to W, as a part of what is kept from F to B.
+    """
+    def fits(plan):
+        return kept(plan, waiting) <= limit + 1e-9
+
+    family = []
+    # 2.05: a transfer, too, takes some of the time that more Fs fill
+    for slope, lag in product((0.5, 1, 1.5, 2, 2.05, 2.5, 3), (0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4)):
+        for most in range(min(int(slope * (ranks - 1)), limit - 1), -1, -1):
+            every = (sloped(rank, ranks, microbatches, slope, most, lag) for rank in range(ranks))
+            plans = list(takewhile(fits, every))
+            if len(plans) == ranks:
+                family.append(plans)
+                break  # a shorter warm-up has more bubble
+    return min(family, key=span)
+
+
+def sloped(rank, ranks, microbatches, slope, most, lag):
+    """-> a rank's plan. Its warm-up has `slope` more Fs than the next rank's, and `most` at most.
+    Its Ws are `lag` more Bs late than those of the rank before."""
+    warmup = min(int(slope * (ranks - 1 - rank)), most)
+    return follow(turns(microbatches, warmup, [rank]), "W", int(lag * rank))
+
+
+def kept(plan, waiting):
+    """The most that a rank keeps at a time, in micro-batches."""
+    change = {"F": 1, "B": waiting - 1, "W": -waiting}
+    return max(accumulate(change[action.kind] for action in plan))
+
 
 NAMES = (*SCHEDULES, "auto")
 FLAGS = {
@@ -921,68 +910,44 @@ def chunks_of(name, chunks):
 def refuse(args):
     """What cannot run ends here, in one line, before anything is built."""
     name = args.schedule
-    ranks = args.pp or args.world_size
-    stages = ranks * chunks_of(name, args.chunks)
+    M = args.micro
+    p = args.pp or args.world_size
+    auto = name == "auto"
+    require(auto or not args.limit, f"--limit is for --schedule auto, not for {name}")
+    require(name != "interleaved" or M % p == 0, f"--micro {M}: interleaved takes multiples of {p}")
+    require(name != "dualpipe-v" or M >= 2 * p, f"--micro {M}: dualpipe-v needs {2 * p} or more")
     require(args.simulate or not args.pp, "--pp is for --simulate only")
-    require(args.simulate or not args.times or name == "auto",
-            "--times is for --simulate and --schedule auto only")
-    refuse_schedule(args, ranks)
+    require(args.simulate or auto or not args.times, "--times is for --simulate and auto only")
     if args.simulate:
         return
+    stages = p * chunks_of(name, args.chunks)
     require(args.layers_per_stage or stages <= args.layers, too_few(args.layers, stages))
-    require(args.batch % args.micro == 0,
-            f"--batch {args.batch} does not divide into --micro {args.micro} micro-batches")
-    require(name != "pipedream" or not (args.save or args.resume),
-            "--schedule pipedream takes no --save and no --resume: checkpoints do not say how "
-            "often each parameter was updated, which differs here")
-    require(not args.dry_run or name != "auto" or args.times,
-            "--dry-run --schedule auto needs --times: nothing can be measured")
+    require(args.batch % M == 0, f"--batch {args.batch} does not divide into --micro {M}")
+    # checkpoints do not say how often each parameter was updated
+    saved = args.save or args.resume
+    require(name != "pipedream" or not saved, "--schedule pipedream takes no --save, --resume")
+    measures = auto and not args.times
+    require(not args.dry_run or not measures, "--dry-run --schedule auto needs --times")
     if args.impl != "scratch":
         require(not args.dry_run, "--dry-run needs --impl scratch: torch's asks other ranks")
-        refuse_at_work(name, args.micro, ranks)
-
-
-def refuse_schedule(args, ranks):
-    """Sizes for which a schedule has no plans."""
-    name = args.schedule
-    require(not args.limit or name == "auto", f"--limit is for --schedule auto, not for {name}")
-    require(name != "interleaved" or args.micro % ranks == 0,
-            f"--micro {args.micro}: interleaved needs a multiple of the {ranks} ranks")
-    require(name != "dualpipe-v" or args.micro >= 2 * ranks,
-            f"--micro {args.micro}: dualpipe-v needs {2 * ranks} micro-batches or more")
+        refuse_at_work(name, M, p)
 
 
 def refuse_at_work(name, micro, ranks):
     """Refuses what torch's schedules would raise for."""
     require(name in AT_WORK, f"--schedule {name}: torch has {', '.join(AT_WORK)} only")
-    require(SCHEDULES[name].place is loop or torch.__version__ >= (2, 13),
-            f"--schedule {name}: torch {torch.__version__} sends from a rank to itself there, and "
-            "gloo cannot: take torch 2.13, or --impl scratch")
-    require(name != "1f1b" or micro >= ranks,
-            f"--micro {micro}: torch's 1f1b wants {ranks} or more, one for each stage")
+    # before that, a rank that has two stages in a row sends to itself, and gloo cannot
+    able = SCHEDULES[name].place is loop or torch.__version__ >= (2, 13)
+    require(able, f"--schedule {name}: needs torch 2.13, or --impl scratch")
+    enough = name != "1f1b" or micro >= ranks
+    require(enough, f"--micro {micro}: torch's 1f1b wants {ranks} or more, one for each stage")
     rounds = max(1, micro // ranks)
-    require(name != "zb-h1" or micro % rounds == 0,
-            f"--micro {micro}: torch's zb-h1 wants {rounds} rounds of equally many")
+    fits = name != "zb-h1" or micro % rounds == 0
+    require(fits, f"--micro {micro}: torch's zb-h1 wants {rounds} rounds of equally many")
 
 
 def too_few(layers, stages):
     return f"--layers {layers} for {stages} stages: give each at least one"
-
-
-def read_times(text):
-    """--times -> F, B, W, COMM."""
-    times = numbers(text, float, f"--times {text}: F,B,W,COMM are four numbers")
-    require(len(times) == 4, f"--times {text}: four are needed, not {len(times)}")
-    require(all(0 <= time <= 1e9 for time in times) and sum(times[:3]) >= 1e-9,
-            f"--times {text}: F,B,W,COMM are from 0 to 1e9, F + B + W 1e-9 or more")
-    return times
-
-
-def numbers(text, kind, wrong):
-    try:
-        return [kind(number) for number in text.split(",")]
-    except ValueError:
-        require(False, wrong)
 
 
 def read_plans(args, times):
@@ -1004,14 +969,12 @@ def read_layers(args, plans):
     stages = len(homes(plans))
     if not text:
         return split_layers(args.layers, stages)
-    wrong = f"--layers-per-stage {text}: {stages} numbers are needed, one a stage"
-    layers = numbers(text, int, wrong)
-    require(len(layers) == stages, wrong)
-    least = min(layers[1:-1], default=1)  # the ends have the embeddings and the head
-    require(least >= 1 and min(layers) >= 0,
-            f"--layers-per-stage {text}: give each at least one, but for the first and the last")
-    require(sum(layers) == args.layers,
-            f"--layers-per-stage {text}: they are {sum(layers)}, but --layers {args.layers}")
+    layers = numbers("--layers-per-stage", text, stages, int)
+    # the first has the embeddings, the last the head
+    enough = min(layers) >= 0 and 0 not in layers[1:-1]
+    require(enough, f"--layers-per-stage {text}: the first and the last alone may have none")
+    total = sum(layers)
+    require(total == args.layers, f"--layers-per-stage: they are {total}, --layers {args.layers}")
     return layers
 
 
@@ -1020,21 +983,9 @@ def sizes_of(args, layers):
     V / 12 C layers. Else None: all are equal."""
     if not args.layers_per_stage:
         return None
-    head = args.vocab / (12 * args.width)
-    ranks = args.pp or args.world_size
-    mean = (sum(layers) + head) / ranks
-    return [count / mean for count in layers[:-1]] + [(layers[-1] + head) / mean]
-
-
-def simulation(args, plans, layers, times):
-    """--simulate: no ranks, no model -> exit code."""
-    text, figures = planned(plans, times, sizes_of(args, layers))
-    print(text)
-    if args.json:
-        own = {name: value for name, value in vars(args).items() if name != "cfg"}
-        report = dict(script="pipeline_parallel", args=own, **figures)
-        Path(args.json).write_text(json.dumps(report, indent=1))
-    return 0
+    work = [*layers[:-1], layers[-1] + args.vocab / (12 * args.width)]
+    mean = sum(work) / (args.pp or args.world_size)
+    return [part / mean for part in work]
 
 
 def measure_times(run, boundary):
@@ -1046,23 +997,7 @@ def measure_times(run, boundary):
         timed = Timed(run, model.pipeline)
         model.forward_backward(*run.batch(0))
         played = timed.read(plans, f"trial {trial}")
-    *work, transfer = typical_times(plans, played)
-    if not all(work):  # the clock saw no time pass
-        work = [1.0, 1.0, 1.0]
-    return *work, transfer
-
-
-@contextlib.contextmanager
-def watched(run, impl, step, plans, model):
-    """Shows the last of our steps but one as planned and as it was, action by action."""
-    if impl != "scratch" or run.dry or step != max(run.first, run.last - 1):
-        yield
-        return
-    timed = Timed(run, model.pipeline)
-    yield
-    text, figures = compare(plans, timed.read(plans, "step"))
-    run.say(text)
-    run.extra.update(figures)  # its bubble_rate takes the place of the simulation's
+    return typical_times(plans, played)
 
 
 def set_up(run, impl, plans, layers, boundary):
@@ -1070,10 +1005,9 @@ def set_up(run, impl, plans, layers, boundary):
     name = run.args.schedule
     if impl == "torch":
         model = PipelinedGPTAtWork(run.build(), plans, layers, boundary, name)
-    elif name == "pipedream":
-        model = parallelize(run.build(), plans, layers, boundary, wrap=Stash)
     else:
-        model = parallelize(run.build(), plans, layers, boundary)
+        wrap = Stash if name == "pipedream" else None
+        model = parallelize(run.build(), plans, layers, boundary, wrap)
     optimizer = adamw(model.parameters(), run.args.lr)
     return Side(model=model, optimizer=optimizer, train_step=train_step,
                 pieces=partial(pieces, model, optimizer))
@@ -1119,13 +1053,13 @@ def main():
     plans = read_plans(args, times)
     layers = read_layers(args, plans)
     if args.simulate:
-        return simulation(args, plans, layers, times)
+        return simulation("pipeline_parallel", args, plans, times, sizes_of(args, layers))
     if args.schedule == "pipedream":
         args.check = False  # its weights are stale by design: tests have an oracle of their own
     with Run(args) as run:
         require(run.dry or run.device.type == "cpu" or dist.get_backend() == "nccl",
                 "ranks that share a GPU talk by gloo, which sends CPU tensors alone: --device cpu")
-        size = torch.Size((args.batch // args.micro, run.cfg.seq, run.cfg.width))
+        size = args.batch // args.micro, run.cfg.seq, run.cfg.width
         boundary = size, run.dtype, run.device
         if args.schedule == "auto" and not args.times:
             times = measure_times(run, boundary)
@@ -1142,7 +1076,7 @@ def main():
                 f"{args.dtype}, {total:,} parameters, {own:,} of them here")
         for impl, step, x, y, valid in run.steps(sides, range(args.batch)):
             side = sides[impl]
-            with watched(run, impl, step, plans, side.model), run.measure(impl, step):
+            with watched(run, impl, step, plans, side.model.pipeline), run.measure(impl, step):
                 loss, norm = side.train_step(side.model, side.optimizer, x, y, valid, args.clip)
             run.log(impl, step, loss, norm)
         run.textbook(textbook(run, model, plans))

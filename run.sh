@@ -6,6 +6,9 @@
 #   ./run.sh bench [flags]        ours against torch's own, for every file that has both
 #   ./run.sh plan [flags]         which layout of hybrid_3d for my model on my cluster
 #   ./run.sh scale FILE [flags]   1, 2, 4, .. ranks: speed-up and efficiency
+#   ./run.sh weights [flags]      take weights from Hugging Face's files, or give them
+#   ./run.sh sample [flags]       text from a checkpoint
+#   ./run.sh curves FILES         what --log-file has written, drawn
 #   ./run.sh sweep N [SEED]       N random runs over files, ranks, sizes and flags, in fp64
 #   ./run.sh soak [KILLS]         a run whose ranks are killed ends as the one that never was
 #   ./run.sh gpu                  what needs a GPU, as one table
@@ -24,7 +27,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore:Failed to initialize NumPy}"
 
 is_usable() { # has this Python what the project needs?
-  command -v "$1" >/dev/null && "$1" tools/usable.py 2>/dev/null
+  local check='import pytest, torch, sys; v = torch.__version__.split(".")'
+  check+='; sys.exit((int(v[0]), int(v[1])) < (2, 11))'
+  command -v "$1" >/dev/null && "$1" -c "$check" 2>/dev/null
 }
 
 is_new_enough() {
@@ -82,16 +87,16 @@ one_file() { # FILE [N] [flags]
 command=${1:-}
 case $command in
   -h | --help | help)
-    sed -n '2,14s/^# \{0,1\}//p' run.sh # the lines at the top
+    sed -n '2,17s/^# \{0,1\}//p' run.sh # the lines at the top
     exit
     ;;
 esac
 find_python
 case $command in
-  "") exec "$PYTHON" tools/everything.py check ;;
-  bench) exec "$PYTHON" tools/everything.py bench "${@:2}" ;;
+  "") exec "$PYTHON" tools/bench.py check ;;
+  bench | scale) exec "$PYTHON" tools/bench.py "$@" ;;
   test) exec "$PYTHON" -m pytest "${@:2}" ;;
-  plan | scale | gpu | papers) exec "$PYTHON" "tools/$command.py" "${@:2}" ;;
+  plan | gpu | papers | weights | sample | curves) exec "$PYTHON" "tools/$command.py" "${@:2}" ;;
   sweep | soak) OMP_NUM_THREADS=1 exec "$PYTHON" "tools/$command.py" "${@:2}" ;;
   *) one_file "$@" ;;
 esac

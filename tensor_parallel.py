@@ -3,9 +3,10 @@
     rank 0   x - norm -f-> [qkv]_0 heads_0 [out]_0 -g-> + - norm -f-> [up]_0 gelu [down]_0 -g-> + x
     rank 1   x - norm -f-> [qkv]_1 heads_1 [out]_1 -g-> + - norm -f-> [up]_1 gelu [down]_1 -g-> + x
 
-             f forward    f backward                  g forward        g backward   x outside is
-             nothing      all-reduce                  all-reduce       nothing      whole
-    --sp     all-gather   all-gather, reduce-scatter  reduce-scatter   all-gather   cut along T
+    x outside is  f forward   f backward                  g forward       g backward
+    whole         nothing     all-reduce                  all-reduce      nothing
+    --sp: cut     all-gather  all-gather, reduce-scatter  reduce-scatter  all-gather
+      along T
 
 Inside is from f to g. q, k, v, up (and Llama's gate) are cut by columns, out and down by rows. A
 head needs no other head, and gelu takes one number at a time, so nothing is exchanged inside. Token
@@ -19,7 +20,7 @@ embedding and head are cut by vocabulary, and each rank makes its part of the lo
     a block sends, in 4 all-reduces                 -                8 B T C (tp-1)/tp
               in 6 all-gathers, 4 reduce-scatters   -                10 B T C (tp-1)/tp
 
-In your own code, where all ranks of `group` have the same batch, of `valid` targets out of V words:
+In your own code all ranks of `group` have the same batch, with `valid` targets out of V words:
 
     tp = WholeSequence(group)  # or CutSequence(group), which is --sp
     model = cut_model(model, tp, {"layers.*.up": ColumnLinear, "layers.*.down": RowLinear, ...})
@@ -50,7 +51,7 @@ import sys
 from functools import partial
 
 import torch.distributed.tensor.parallel as at_work
-from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, init_device_mesh
 
 from common import adamw, loss_sum
 from harness.checkpoint import Piece, pieces_of
@@ -172,7 +173,7 @@ class ColumnParallel(torch.autograd.Function):
         x, *parameters = ctx.saved_tensors
         trained = any(ctx.needs_input_grad[2:])
         gradients = [None] * len(parameters)
-        reducing = Pending(None)  # of dx, unless all before x is frozen
+        reducing = Pending(None)  # no dx is wanted where all that comes before x is frozen
         if trained:
             gathering = ctx.tp.gather(x)  # sharded(T) -> replicated, behind dx
         if ctx.needs_input_grad[1]:
@@ -226,10 +227,11 @@ Cut = namedtuple("Cut", "dim whole")
 
 def cut(p, dim, tp):
     """Leave this rank's piece of a parameter in p, which so keeps its names and ties."""
-    if p not in tp.cuts:  # else it is tied, and cut already
-        tp.cuts[p] = Cut(dim, p.shape[dim])
-        p.data = shard(p.data, tp.cuts[p], tp)
-    assert tp.cuts[p].dim == dim, "Tied parameters are cut along the same dim, or not at all."
+    if p in tp.cuts:  # by the module that it is tied to
+        assert tp.cuts[p].dim == dim, "Tied parameters are cut along the same dim, or not at all."
+        return
+    tp.cuts[p] = Cut(dim, p.shape[dim])
+    p.data = shard(p.data, tp.cuts[p], tp)
 
 
 def shard(t, cut, tp):
@@ -253,7 +255,7 @@ def unshard(t, cut, tp):
 def locate(ids, each, tp):
     """Token ids, of which every rank has so many -> the row of each in this rank's piece, and
     whether it is here. Those that are elsewhere get row 0."""
-    # an id that does not exist, such as -1, is the first or the last rank's, whose lookup raises
+    # clamp: ids below 0 or above V fall to the first or the last rank, where the lookup raises
     here = (ids // each).clamp(0, tp.size - 1) == tp.rank
     rows = ids - tp.rank * each
     return rows.masked_fill(~here, 0), here
@@ -331,8 +333,8 @@ class RowLinear(CutModule):
         super().__init__(linear, tp)
 
     def forward(self, y):
-        # as a matrix, since F.linear of 3 dims returns a tensor with a version counter of its own,
-        # and who has kept the matmul's result would not see that g writes into it
+        # g writes into y. Only a matmul of 2 dims returns the very tensor that a selective
+        # checkpoint may keep, with the version counter that tells it so
         rows = self.tp.linear(y.flatten(0, -2), self.weight, None)  # (N, C)
         y = rows.unflatten(0, y.shape[:-1])  # (.., T, C), a summand
         x = ReduceFromTP.apply(y, self.tp)  # partial -> replicated, or sharded(T)
@@ -355,10 +357,8 @@ class VocabEmbedding(CutModule):
 
 
 def inside(module, tp):
-    """For a plan: a module that stays whole although it stands inside, such as a norm of q's heads.
-
-    A rank uses it for its own heads, and so has a summand of its gradient.
-    """
+    """For a plan: a whole module that stands inside, such as a norm of q's heads. Each rank uses it
+    for its own heads, and so has a summand of its gradient."""
     tp.inside.update(module.parameters())
     return module
 
@@ -427,7 +427,8 @@ def cut_model(model, tp, plan):
             own = module.parameters(recurse=False)
             assert tp.cuts.keys().isdisjoint(own), f"{name} is tied to a cut module: cut it, too."
     if any(isinstance(module, OutsideDropout) for module in model.modules()):
-        state = torch.get_rng_state().to(t.device)  # of the generator that makes dropout's seeds
+        # of the generator that makes dropout's seeds
+        state = torch.get_rng_state().to(next(model.parameters()).device)
         dist.broadcast(state, group=tp.group, group_src=0)  # the first rank's -> replicated
         torch.set_rng_state(state.cpu())
     return model
@@ -439,9 +440,8 @@ def cut_model(model, tp, plan):
 class VocabParallelCrossEntropy(torch.autograd.Function):
     """logits (N, V/tp), each target's column (N, 1) and if it is here (N, 1) -> losses (N,).
 
-    Of the columns the first `mine` count: those behind them only fill up the last ranks' logits.
-    In backward each rank makes its columns of the softmax: it has kept log_sum, the log of the
-    denominator that all columns share.
+    mine: how many columns are words; those behind them are padding. In backward each rank makes its
+    columns of the softmax from log_sum, the log of the denominator that all columns share.
     """
 
     @staticmethod
@@ -470,8 +470,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 def vocab_parallel_cross_entropy(logits, targets, vocab, tp, ignore_index=-100):
     """This rank's logits (.., V/tp), targets (..) -> the sum of token losses, on every rank.
 
-    It is made in fp32 or better, and three numbers per token are sent. vocab is V: the columns that
-    fill up the last rank's logits are left out, so they get no gradient and stay zero.
+    It is made in fp32 or better, and three numbers per token are sent. vocab: V, without padding.
     """
     each = logits.shape[-1]
     assert each == math.ceil(vocab / tp.size), "Is the head cut, and vocab that of the plain one?"
@@ -590,14 +589,16 @@ def parallelize(model, tp, form="gpt2"):
     return cut_model(model, tp, PLANS[form])
 
 
-def vocabulary(model, tp):
-    return tp.cuts[model.tok.weight].whole
+def token_losses(model, x, y, tp):
+    """x, y: the whole batch (B, T), on every rank -> the sum of token losses, on every rank."""
+    vocab = tp.cuts[model.tok.weight].whole
+    return vocab_parallel_cross_entropy(model(x), y, vocab, tp)
 
 
 def train_step(model, optimizer, x, y, valid, clip, tp):
-    """x, y: the whole batch (B, T), on every rank -> the loss and gradient norm, on every rank."""
+    """-> the loss and the gradient norm, on every rank."""
     optimizer.zero_grad()
-    loss = vocab_parallel_cross_entropy(model(x), y, vocabulary(model, tp), tp) / valid
+    loss = token_losses(model, x, y, tp) / valid
     loss.backward()
     sum_gradients(model, tp)  # partial -> replicated
     norm = gradient_norm(model, tp)
@@ -607,26 +608,16 @@ def train_step(model, optimizer, x, y, valid, clip, tp):
     return loss, norm
 
 
-def evaluate(model, x, y, tp):
-    """-> 1/tp of the sum of token losses, which every rank has: a run adds up all ranks' results.
-    """
-    return vocab_parallel_cross_entropy(model(x), y, vocabulary(model, tp), tp) / tp.size
-
-
 # ---- 3. at work: the same with torch's own API -------------------------------
 
 
 def parallelize_at_work(model, mesh, sp):
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-    tied = model.head.weight is model.tok.weight
     x = Shard(1) if sp else Replicate()  # as it is outside
     column = at_work.ColwiseParallel()
     row = at_work.RowwiseParallel(output_layouts=x)
-    # SequenceParallel makes DTensors of the norms' parameters, as all others are. It takes its
-    # input for a piece along T, which is true with --sp only. sequence_sharding is where torch's
-    # class keeps that placement
-    norm = at_work.SequenceParallel()
-    norm.sequence_sharding = (x,)
+    norm = at_work.SequenceParallel()  # makes DTensors of a norm's parameters
+    norm.sequence_sharding = (x,)  # what it takes its input for: without --sp that is whole
     f = at_work.PrepareModuleInput(input_layouts=x, desired_input_layouts=Replicate())
     at_work.parallelize_module(model, mesh, {
         "tok": at_work.RowwiseParallel(input_layouts=Replicate(), output_layouts=x),
@@ -646,8 +637,8 @@ def parallelize_at_work(model, mesh, sp):
             input_layouts=x, output_layouts=Shard(-1),
             use_local_output=False),  # loss_parallel wants a DTensor
     })
-    if tied:
-        model.head.weight = model.tok.weight  # torch has made two parameters of one
+    if model.pos is not None:
+        model.head.weight = model.tok.weight  # they are tied: torch has made two of one
     for name, p in model.named_parameters():
         p.requires_grad_(name not in frozen)  # which torch forgets
     return model
@@ -667,9 +658,9 @@ def train_step_at_work(model, optimizer, x, y, valid, clip):
     return loss.full_tensor(), norm.full_tensor()
 
 
-def evaluate_at_work(model, x, y, ranks):
+def evaluate_at_work(model, x, y):
     with at_work.loss_parallel():
-        return loss_sum(model(x), y).full_tensor() / ranks
+        return loss_sum(model(x), y).full_tensor() / dist.get_world_size()
 
 
 # ---- 4. run ------------------------------------------------------------------
@@ -679,58 +670,49 @@ def refuse(args):
     """What cannot run ends here, in one line, before anything is built."""
     tp = args.world_size
     cfg = args.cfg
-    require(cfg.kv_heads % tp == 0,
-            f"{cfg.heads} heads, {cfg.kv_heads} of keys and values: {tp} ranks cannot share them "
-            "evenly: change --heads, --kv-heads or the number of ranks")
+    require(cfg.kv_heads % tp == 0, f"{tp} ranks cannot share {cfg.heads} heads, {cfg.kv_heads} "
+            "of keys and values, evenly: change --heads or --kv-heads")
     require(cfg.hidden % tp == 0, f"--hidden {cfg.hidden} does not divide by {tp} ranks")
-    require(not args.sp or cfg.seq % tp == 0,
-            f"--seq {cfg.seq} does not divide by {tp} ranks, as --sp needs")
+    require(not args.sp or cfg.seq % tp == 0, f"--sp: {tp} ranks cannot cut --seq {cfg.seq} evenly")
 
 
 def pieces(model, optimizer, tp):
-    """-> [Piece]: what this rank holds of parameters and AdamW states, without padding."""
+    """-> [Piece]: what this rank holds of the plain model's parameters and AdamW states."""
     found = []
     for name, p in model.named_parameters():
-        for piece in pieces_of([(name, p)], optimizer, writes=tp.rank == 0):
-            if p in tp.cuts:
-                piece = of_whole(piece, tp.cuts[p], tp)
-            if piece.tensor.numel() > 0:
-                found.append(piece)
-    return found
+        whole = pieces_of([(name, p)], optimizer, writes=tp.rank == 0)
+        if p in tp.cuts:
+            whole = [of_whole(piece, tp.cuts[p], tp.rank) for piece in whole]
+        found += whole
+    return [piece for piece in found if piece.tensor.numel() > 0]
 
 
-def of_whole(piece, cut, tp):
-    """What pieces_of takes for a whole tensor -> the piece of the plain one that it is."""
+def of_whole(piece, cut, tp_rank):
+    """What pieces_of has taken for a whole tensor -> the box of the plain one, without padding."""
     each = piece.shape[cut.dim]
-    first = min(tp.rank * each, cut.whole)
-    count = min(each, cut.whole - first)
+    first = min(tp_rank * each, cut.whole)
     shape = list(piece.shape)
     shape[cut.dim] = cut.whole
     start = list(piece.start)
     start[cut.dim] = first
-    tensor = piece.tensor.narrow(cut.dim, 0, count)
+    tensor = piece.tensor.narrow(cut.dim, 0, min(each, cut.whole - first))
     return Piece(piece.name, tuple(shape), tuple(start), tensor, writes=True)
 
 
 def set_up(run, impl, tp, mesh):
-    """-> a Side: the model of this implementation, and what a run does with it."""
+    args = run.args
     if impl == "torch":
-        model = parallelize_at_work(run.build(), mesh, run.args.sp)
-        return Side(
-            model=model,
-            optimizer=adamw(model.parameters(), run.args.lr),
-            train_step=train_step_at_work,
-            evaluate=partial(evaluate_at_work, model, ranks=tp.size),
-        )
+        model = parallelize_at_work(run.build(), mesh, args.sp)
+        optimizer = adamw(model.parameters(), args.lr)
+        return Side(model=model, optimizer=optimizer, train_step=train_step_at_work,
+                    evaluate=partial(evaluate_at_work, model))
     model = parallelize(run.build(), tp, run.cfg.form)
-    optimizer = adamw(model.parameters(), run.args.lr)
+    optimizer = adamw(model.parameters(), args.lr)
     return Side(
-        model=model,
-        optimizer=optimizer,
-        train_step=partial(train_step, tp=tp),
+        model=model, optimizer=optimizer, train_step=partial(train_step, tp=tp),
         full_gradients=partial(full_gradients, model, tp),
         full_state_dict=partial(full_state_dict, model, tp),
-        evaluate=partial(evaluate, model, tp=tp),
+        evaluate=lambda x, y: token_losses(model, x, y, tp) / tp.size,  # a run adds up all ranks'
         pieces=partial(pieces, model, optimizer, tp),
     )
 
@@ -751,42 +733,32 @@ def numbers_here(cfg, tp):
 
 
 def textbook(run, tensors):
-    """-> rows (what, formula, expected). A number has b bytes, those in the loss have s.
+    """-> rows (what, formula, expected). A number has b bytes, one in the loss has s.
 
-    V', T': vocabulary and positions with padding. P: numbers held, W: those of whole parameters.
-    The other letters are common.py's.
+    P: numbers here, W: those of whole parameters, T': learned positions, embedded once per batch.
     """
     cfg = run.cfg
     tp = run.world_size
     b = run.dtype.itemsize
     tokens = run.args.batch * cfg.seq
+    positions = 0
+    if cfg.form == "gpt2":
+        positions = cfg.seq
     cut, whole = numbers_here(cfg, tp)
-    held = "[(12 C + 7) L / tp + V' + T' + 6 L + 2] C"
-    T = "T"
-    positions = cfg.seq  # embedded once, not for each sequence
-    if cfg.form == "llama":
-        held = "[(2 C + 2 K D + 3 F) L / tp + 2 V' + 2 L + 1] C"
-        T = "0"
-        positions = 0
-    rows = [
-        ("held parameters", f"b P, P = {held}", b * (cut + whole)),
-        ("held gradients", "b P", b * (cut + whole)),
-        ("held optimizer", "2 b P + 4 per tensor", 2 * b * (cut + whole) + 4 * tensors),
-    ]
     share = (tp - 1) / tp
     f_and_g = b * (tokens * (4 * cfg.layers + 2) + positions) * cfg.width
     again = b * tokens * (2 * cfg.layers + 1) * cfg.width  # x, for the gradients of weights
     sums = 3 * max(b, 4) * tokens + b  # of the loss, and of the gradient norm
-    if run.args.sp:
-        rows += [
-            ("wire all_gather", f"(tp-1)/tp b [B T (6 L + 3) + {T}] C", share * (f_and_g + again)),
-            ("wire reduce_scatter", f"(tp-1)/tp b [B T (4 L + 2) + {T}] C", share * f_and_g),
-            ("wire all_reduce", "2 (tp-1)/tp (b W + 3 s B T + b)", 2 * share * (b * whole + sums)),
-        ]
-    else:
-        formula = f"2 (tp-1)/tp (b [B T (4 L + 2) + {T}] C + 3 s B T + b)"
-        rows.append(("wire all_reduce", formula, 2 * share * (f_and_g + sums)))
-    return rows
+    held = ("held states", "4 b P + 4 per tensor (steps)", 4 * b * (cut + whole) + 4 * tensors)
+    if not run.args.sp:
+        formula = "2 (tp-1)/tp (b [B T (4 L + 2) + T'] C + 3 s B T + b)"
+        return [held, ("wire all_reduce", formula, 2 * share * (f_and_g + sums))]
+    return [
+        held,
+        ("wire all_gather", "(tp-1)/tp b [B T (6 L + 3) + T'] C", share * (f_and_g + again)),
+        ("wire reduce_scatter", "(tp-1)/tp b [B T (4 L + 2) + T'] C", share * f_and_g),
+        ("wire all_reduce", "2 (tp-1)/tp (b W + 3 s B T + b)", 2 * share * (b * whole + sums)),
+    ]
 
 
 def main():

@@ -5,7 +5,6 @@ import json
 import os
 import statistics
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -28,8 +27,6 @@ from harness.profiler import profiled
 from harness.usage import program
 from harness.validate import HeldOut
 
-# torch can do without, but says so in dry runs
-warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 TIMEOUT = {"gloo": 30, "nccl": 600}  # seconds
 START = 300  # seconds until a rank gives up to find the others
 BLOCK = 5  # steps of one implementation before it is the other's turn

@@ -8,13 +8,17 @@ and U an update. A stage is a part of the model, and a rank may hold several. An
 of stage - 1 has made, a B what the B of stage + 1 has. A B whose W is in the plan is "split": it
 makes the gradient of its input alone. Nothing here knows by which rule a plan was made.
 """
+import contextlib
 import json
 import statistics
 import time
 from collections import Counter, defaultdict, namedtuple
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+
+from harness.usage import require
 
 # ---- what a plan says ----------------------------------------------------------
 
@@ -276,6 +280,35 @@ def planned(plans, times, sizes=None):
     return "\n".join([*lines, POST_VALIDATION]), figures
 
 
+def numbers(flag, text, count, kind=float):
+    """A flag's text, such as 1,1,1,0 -> as many numbers as it must have."""
+    try:
+        found = [kind(word) for word in text.split(",")]
+    except ValueError:
+        found = []
+    require(len(found) == count, f"{flag} {text}: {count} numbers are needed")
+    return found
+
+
+def read_times(text):
+    """--times -> F, B, W, COMM."""
+    times = numbers("--times", text, 4)
+    require(all(0 <= time <= 1e9 for time in times) and sum(times[:3]) >= 1e-9,
+            f"--times {text}: F,B,W,COMM are from 0 to 1e9, F + B + W 1e-9 or more")
+    return times
+
+
+def simulation(script, args, plans, times, sizes=None):
+    """--simulate: no ranks, no model -> exit code."""
+    text, figures = planned(plans, times, sizes)
+    print(text)
+    if args.json:
+        own = {name: value for name, value in vars(args).items() if name != "cfg"}
+        report = dict(script=script, args=own, **figures)
+        Path(args.json).write_text(json.dumps(report, indent=1))
+    return 0
+
+
 class Timed:
     """Times the actions of a pipeline's next step: its do() is another until read().
 
@@ -340,6 +373,8 @@ def typical_times(plans, played):
             durations[action.kind].append((end - start) * chunks(plans[rank]))
             gaps += [start - ends[need] for need in inputs(action, last) if home[need[2]] != rank]
     work = [statistics.median(durations[kind]) for kind in "FBW"]
+    if not all(work):  # the clock saw no time pass
+        work = [1.0, 1.0, 1.0]
     return *work, max(0.0, min(gaps, default=0.0))
 
 
@@ -370,6 +405,19 @@ def compare(plans, played):
         "planned_ms": 1e3 * longest(planned),
     }
     return "\n".join(lines), figures
+
+
+@contextlib.contextmanager
+def watched(run, impl, step, plans, pipeline):
+    """Shows the last of our steps but one as planned and as it was, action by action."""
+    if impl != "scratch" or run.dry or step != max(run.first, run.last - 1):
+        yield
+        return
+    timed = Timed(run, pipeline)
+    yield
+    text, figures = compare(plans, timed.read(plans, "step"))
+    run.say(text)
+    run.extra.update(figures)  # its bubble_rate takes the place of the simulation's
 
 
 def in_ms(played):

@@ -159,11 +159,12 @@ class MixtralLayer(nn.Module):
         self.self_attn = LlamaAttention(width, 4, 2, 4)
         self.post_norm = nn.RMSNorm(width)
         self.moe = Experts(width, 10, experts)
+        self.router_logits = None  # (N, E) of the last forward
 
     def forward(self, x):
         x = x + self.self_attn(self.input_norm(x))
-        out, router_logits = self.moe(self.post_norm(x))
-        return [x + out, router_logits]
+        out, self.router_logits = self.moe(self.post_norm(x))
+        return x + out
 
 
 class Mixtral(nn.Module):
@@ -181,8 +182,8 @@ class Mixtral(nn.Module):
         x = self.embed_tokens(tokens)
         router_logits = []
         for layer in self.layers:
-            x, logits = layer(x)
-            router_logits.append(logits)
+            x = layer(x)
+            router_logits.append(layer.router_logits)
         return {"logits": self.lm_head(self.norm(x)), "router_logits": router_logits}
 
 

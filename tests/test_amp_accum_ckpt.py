@@ -46,7 +46,8 @@ def test_equals_one_process(world, flags):
 def test_frozen_parameters_and_held_out_text(ckpt, train):
     """Equal to one process; the textbook, which trains everything, is left out."""
     flags = ("--accum", "2", "--ckpt", ckpt, "--train", train)
-    report = proves("amp_accum_ckpt", 2, *flags, "--steps", "3", "--warmup", "1", "--eval-every", "2")
+    course = ("--steps", "3", "--warmup", "1", "--eval-every", "2")
+    report = proves("amp_accum_ckpt", 2, *flags, *course)
     assert report["check"]["validation"] <= 1e-10 and report["textbook"] == []
 
 

@@ -365,24 +365,21 @@ def test_resume_without_optimizer(tmp_path):
 
 REFUSED = """
     --dry-run 8 --dp 2 --tp 2 --pp 1 | --dp 2 x --cp 1 x --tp 2 x --pp 1: their product is not 8
-    --dry-run 8 --tp 8 | --heads 4, --kv-heads 4: do not divide over --tp 8
-    --dry-run 4 --tp 4 --model llama-toy | --kv-heads 2: do not divide over --tp 4
-    --dry-run 2 --tp 2 --model llama-toy --hidden 33 | --hidden 33 does not divide over --tp 2
-    --dry-run 2 --cp 2 --seq 30 | --seq 30 does not divide into 4 chunks
-    --dry-run 4 --cp 4 --model llama-toy --attn ulysses | which ulysses wants
-    --dry-run 2 --tp 2 --sp --seq 15 | --seq 15 does not divide over --cp 1 x --tp 2, which --sp
+    --dry-run 8 --tp 8 | --heads 4, --kv-heads 4: do not divide over 8 ranks
+    --dry-run 4 --tp 4 --model llama-toy | --kv-heads 2: do not divide over 4 ranks
+    --dry-run 4 --cp 4 --model llama-toy --attn ulysses | --kv-heads 2: do not divide over 4 ranks
+    --dry-run 2 --tp 2 --sp --seq 15 | --seq 15 does not divide over 2 ranks
     --micro 3 | --batch 8 does not divide into --dp 1 x --micro 3 micro-batches
     --dry-run 8 --pp 8 | --layers 4 for 8 stages
     --dry-run 2 --pp 2 --schedule interleaved --micro 1 | --micro 1: interleaved needs a multiple
     --schedule zb-h1 | --schedule zb-h1 --pp 1: no rank waits that W could serve
-    --dry-run 2 --pp 2 --zero 3 | take --pp 1 --schedule 1f1b, or --zero 2
+    --dry-run 2 --pp 2 --zero 3 | right behind its forward: --pp 1 --schedule 1f1b
     --dry-run 2 --tp 2 --experts 4 | its ranks would all route the same tokens; add --sp
-    --experts 2 --top-k 3 | --top-k 3 of --experts 2: choose 2 at most
-    --dry-run 2 --dp 2 --experts 3 | --experts 3 for --ep 2: take a multiple
-    --dry-run 2 --dp 2 --experts 4 --ep 3 | --ep 3 does not divide dp x cp = 2
-    --shared | --shared is for --experts E
-    --impl torch --ckpt selective | --ckpt, --amp, --dtype bf16 want --impl scratch
-    --impl torch --experts 4 | --cp, --experts and --zero 2, 3 want --impl scratch
+    --dry-run 2 --dp 2 --experts 3 | --ep 2 has to divide dp x cp = 2 and --experts 3
+    --dry-run 2 --dp 2 --experts 4 --ep 3 | --ep 3 has to divide dp x cp = 2
+    --shared | --ep, --shared and --capacity are for --experts E
+    --impl torch --ckpt selective | --ckpt, --amp and --dtype bf16 want --impl scratch
+    --impl torch --experts 4 | --experts, --cp, --zero 2, 3, --ckpt, --amp and --dtype bf16 want
 """
 
 

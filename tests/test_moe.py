@@ -1,4 +1,6 @@
+import copy
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import common
 import moe
 from conftest import (
-    PROOF, SMALL, alone, copied, dry_run_agrees, each, proves, run, script, textbook)
+    SMALL, alone, copied, dry_run_agrees, each, proves, run, script, textbook)
 
 LLAMA = "--model", "llama-toy"
 MIXTRAL = "--model", "mixtral-toy", "--kv-heads", "2", "--hidden", "40"
@@ -55,11 +57,11 @@ def test_saved_and_resumed(tmp_path):
     assert len(resumed["loss"]) == 2
 
 
-def test_capacity_is_of_the_ranks_that_saved(tmp_path):
-    flags = *PROOF, "--capacity", "0.8"
-    script("moe", 1, *flags, "--save", str(tmp_path))
-    said = script("moe", 2, *flags, "--steps", "3", "--resume", str(tmp_path), code=2)
-    assert "only 1 ranks can go on" in said
+def test_resumed_with_capacity(tmp_path):
+    """Other ranks drop other tokens: compared from the checkpoint on."""
+    flags = "--capacity", "0.8", "--balance", "bias"
+    proves("moe", 1, *flags, "--save", str(tmp_path))
+    proves("moe", 2, *flags, "--steps", "3", "--resume", str(tmp_path))
 
 
 # ---- cost ------------------------------------------------------------------------------
@@ -120,14 +122,12 @@ def check_host_reads(in_one_kernel):
     router = nn.Linear(8, 4, bias=False)
     layer = section.MoE(router, experts, top_k=2, normalize=True, ep=dist.group.WORLD)
     reads = []
-    read = section.read_counts
-    section.read_counts = lambda *args: reads.append(1) or read(*args)
     tolist = torch.Tensor.tolist
-    torch.Tensor.tolist = lambda tensor: reads.append(1) or tolist(tensor)
+    torch.Tensor.tolist = lambda tensor: reads.append(tensor) or tolist(tensor)
     with Operations() as step:
-        layer(torch.randn(40, 8, requires_grad=True)).square().sum().backward()
+        layer(torch.randn(40, 8, requires_grad=True)).sum().backward()
     torch.Tensor.tolist = tolist
-    assert len(reads) == 2  # in read_counts alone
+    assert len(reads) == 1  # in read_counts
     assert not step.names & {"_local_scalar_dense", "lift_fresh", "nonzero"}
 
 
@@ -170,11 +170,11 @@ def test_one_kernel_is_the_loop(dtype, tolerance):
 class GatedExpert(nn.Module):
     """The MLP of a Llama-like model: no biases, names of its own."""
 
-    def __init__(self, width, hidden):
+    def __init__(self):
         super().__init__()
-        self.w1 = nn.Linear(width, hidden, bias=False)
-        self.w2 = nn.Linear(hidden, width, bias=False)
-        self.w3 = nn.Linear(width, hidden, bias=False)
+        self.w1 = nn.Linear(7, 5, bias=False)
+        self.w2 = nn.Linear(5, 7, bias=False)
+        self.w3 = nn.Linear(7, 5, bias=False)
 
     def forward(self, x):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
@@ -183,62 +183,65 @@ class GatedExpert(nn.Module):
 class SlowMixture(nn.Module):
     """The slowest definition: one token and one expert at a time, rank after rank."""
 
-    def __init__(self, width, hidden, top_k, normalize, factor, experts=4):
+    def __init__(self, top_k, normalize, factor):
         super().__init__()
         self.top_k = top_k
         self.normalize = normalize
         self.factor = factor  # of the capacity, or 0
-        self.gate = nn.Linear(width, experts, bias=False)
-        self.ffn = nn.ModuleList(GatedExpert(width, hidden) for _ in range(experts))
+        self.gate = nn.Linear(7, 4, bias=False)
+        self.ffn = nn.ModuleList(GatedExpert() for _ in range(4))
         self.sizes = []  # how many of the tokens are each rank's
-        self.bias = torch.zeros(experts)
-        self.load = torch.zeros(experts)
+        self.bias = torch.zeros(4)
+        self.load = torch.zeros(4)
 
     def forward(self, x):
         logits = self.gate(x)
         scores = logits.softmax(-1)
-        of_ranks = zip(x.split(self.sizes), scores.split(self.sizes))
-        out = [self.of_a_rank(*of_rank) for of_rank in of_ranks]
         chosen = (scores + self.bias).topk(self.top_k).indices
-        load = torch.bincount(chosen.flatten(), minlength=len(self.ffn)).double()
+        out = []
+        for numbers in torch.arange(len(x)).split(self.sizes):
+            taken = [0] * 4
+            most = len(numbers)
+            if self.factor:
+                most = moe.capacity(self.factor, self.top_k, most, 4)
+            for n in numbers:
+                out.append(self.of_token(x[n], scores[n], chosen[n].tolist(), taken, most))
+        load = torch.bincount(chosen.flatten(), minlength=4).double()
         self.load = self.load + load
-        switch = len(load) * (load / load.sum() @ scores.mean(0))
+        switch = 4 * (load / load.sum() @ scores.mean(0))
         self.loss = 0.1 * switch + 1e-3 * logits.logsumexp(-1).square().mean()
-        return torch.cat(out)
+        return torch.stack(out)
 
-    def of_a_rank(self, x, scores):
-        taken = [0] * len(self.ffn)
-        out = [torch.zeros_like(x[:0])]
-        for token, score in zip(x, scores):
-            order = sorted(range(len(score)), key=lambda e: -(score[e] + self.bias[e]).item())
-            chosen = order[:self.top_k]
-            total = 1
-            if self.normalize and self.top_k > 1:
-                total = sum(score[e] for e in chosen)
-            y = torch.zeros_like(token)
-            for e in chosen:
-                taken[e] += 1
-                if not self.factor or taken[e] <= moe.capacity(self.factor, self.top_k, len(x), 4):
-                    y = y + score[e] / total * self.ffn[e](token)
-            out.append(y.unsqueeze(0))
-        return torch.cat(out)
+    def of_token(self, x, scores, chosen, taken, most):
+        total = 1
+        if self.normalize and self.top_k > 1:
+            total = scores[chosen].sum()
+        y = torch.zeros_like(x)
+        for e in chosen:
+            taken[e] += 1
+            if taken[e] <= most:
+                y = y + scores[e] / total * self.ffn[e](x)
+        return y
 
 
 class Other(nn.Module):
     """A model that is not the GPT: RMSNorm, no biases, residuals, two mixtures."""
 
-    def __init__(self, *kind, width=7, hidden=5):
+    def __init__(self, *kind):
         super().__init__()
-        self.inp = nn.Linear(3, width, bias=False)
-        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
-        self.mix = nn.ModuleList(SlowMixture(width, hidden, *kind) for _ in range(2))
-        self.out = nn.Linear(width, 1, bias=False)
-        self.wrap = lambda module, x: module(x)
+        self.inp = nn.Linear(3, 7, bias=False)
+        self.norms = nn.ModuleList([nn.RMSNorm(7), nn.RMSNorm(7)])
+        self.mix = nn.ModuleList([SlowMixture(*kind), SlowMixture(*kind)])
+        self.out = nn.Linear(7, 1, bias=False)
+        self.recompute = False
 
     def forward(self, x):  # (N, 3) -> (N, 1)
         x = self.inp(x)
         for norm, mix in zip(self.norms, self.mix):
-            x = x + self.wrap(mix, norm(x))
+            if self.recompute:
+                x = x + checkpoint(mix, norm(x), use_reentrant=False)
+            else:
+                x = x + mix(norm(x))
         return self.out(x)
 
 
@@ -255,38 +258,48 @@ def plain_names(tensors, ep):
     return whole
 
 
-MICROBATCHES = 2
-SIZES = [[[5, 3, 4, 0], [3, 0, 6, 2]], [[4, 4, 1, 1], [2, 2, 3, 3]], [[9, 0, 1, 0], [6, 1, 0, 0]]]
+SIZES = [  # of each step, of its two micro-batches: how many tokens each rank has
+    [[5, 3, 4, 0], [3, 0, 6, 2]],
+    [[4, 4, 1, 1], [2, 2, 3, 3]],
+    [[9, 0, 1, 0], [6, 1, 0, 0]],
+]
 
 
 def copied_model(section, plain, replicas, ep):
     """Other with the copy's layers, and the plain one's weights on the ranks that broadcast."""
-    model = Other(*plain.kind)
-    model.load_state_dict(plain.state_dict())
-    each_has = 4 // ep.size()
-    mine = slice(ep.rank() * each_has, (ep.rank() + 1) * each_has)
+    model = copy.deepcopy(plain)
     for i, mix in enumerate(model.mix):
-        linears = {name: [getattr(e, name) for e in mix.ffn[mine]] for name in ("w1", "w2", "w3")}
-        experts = section.Experts(F.silu, linears["w3"], linears["w2"], linears["w1"])
+        mlps = [mix.ffn[e] for e in common.share(4, ep.size(), ep.rank())]
+        ups = [mlp.w3 for mlp in mlps]
+        downs = [mlp.w2 for mlp in mlps]
+        experts = section.Experts(F.silu, ups, downs, [mlp.w1 for mlp in mlps])
         model.mix[i] = section.MoE(
             mix.gate, experts, top_k=mix.top_k, normalize=mix.normalize, capacity=mix.factor,
-            ep=ep, alpha=0.1 / MICROBATCHES, beta=1e-3 / MICROBATCHES, gamma=0.05)
+            ep=ep, alpha=0.1 / 2, beta=1e-3 / 2, gamma=0.05)
     if replicas.rank() > 0:
-        model.requires_grad_(False).apply(lambda m: [p.add_(1) for p in m.parameters(False)])
-        model.requires_grad_(True)
+        for p in model.parameters():
+            p.data.add_(1)
     section.broadcast_parameters(model, replicas)
     return model
 
 
-def plain_step(plain, optimizer, batches, sizes):
-    """A step of the whole batch, all ranks' tokens in order -> the loss, the gradient norm."""
+def results(total, norm, biases, gradients, state):
+    found = {"loss": total, "norm": norm, **state}
+    for i, bias in enumerate(biases):
+        found[f"bias {i}"] = bias
+    for name, gradient in gradients.items():
+        found[f"gradient of {name}"] = gradient
+    return found
+
+
+def plain_step(plain, optimizer, batches):
+    """A step of the whole batch, all ranks' tokens in order."""
     optimizer.zero_grad()
     total = 0
-    for (x, y), of_ranks in zip(batches, sizes):
+    for x, y, sizes in batches:
         for mix in plain.mix:
-            mix.sizes = of_ranks
-        loss = (plain(x) - y).square().sum() / sum(map(len, batches[0]))
-        loss = loss + sum(mix.loss for mix in plain.mix) / MICROBATCHES
+            mix.sizes = sizes
+        loss = (plain(x) - y).square().sum() + sum(mix.loss for mix in plain.mix) / 2
         loss.backward()
         total += loss.detach()
     for p in plain.parameters():
@@ -297,17 +310,16 @@ def plain_step(plain, optimizer, batches, sizes):
     for mix in plain.mix:
         mix.bias = mix.bias + 0.05 * (mix.load.mean() - mix.load).sign()
         mix.load = torch.zeros(4)
-    return total, norm
+    gradients = {name: p.grad for name, p in plain.named_parameters()}
+    return results(total, norm, [mix.bias for mix in plain.mix], gradients, plain.state_dict())
 
 
-def our_step(section, model, optimizer, batches, sizes, replicas, ep):
+def our_step(section, model, optimizer, batches, replicas, ep):
     rank = dist.get_rank()
     optimizer.zero_grad()
     total = 0
-    for (x, y), of_ranks in zip(batches, sizes):
-        x = x.split(of_ranks)[rank]
-        y = y.split(of_ranks)[rank]
-        loss = (model(x) - y).square().sum() / sum(map(len, batches[0]))
+    for x, y, sizes in batches:
+        loss = (model(x.split(sizes)[rank]) - y.split(sizes)[rank]).square().sum()
         loss.backward()
         total += loss.detach()
     section.sum_gradients(model, replicas)
@@ -317,10 +329,13 @@ def our_step(section, model, optimizer, batches, sizes, replicas, ep):
     total = total + section.balancing_losses(model)
     section.step_biases(model)
     dist.all_reduce(total)
-    return total, norm
+    biases = [layer.gamma * layer.bias_steps for layer in model.mix]
+    gradients = plain_names({name: p.grad for name, p in model.named_parameters()}, ep)
+    state = plain_names(dict(model.named_parameters()), ep)
+    return results(total, norm, biases, gradients, state)
 
 
-def gap_of_copy(section, ep_size, kind, wrap=None):
+def gap_of_copy(section, ep_size, kind, recompute=False):
     """Three steps of the plain model and of the copy's, two micro-batches each -> worst gap."""
     world = dist.get_world_size()
     mesh = dist.init_device_mesh("cpu", (world // ep_size, ep_size),
@@ -329,31 +344,22 @@ def gap_of_copy(section, ep_size, kind, wrap=None):
     ep = mesh.get_group("ep")
     torch.manual_seed(0)
     plain = Other(*kind)
-    plain.kind = kind
     model = copied_model(section, plain, replicas, ep)
-    model.wrap = wrap or model.wrap
+    model.recompute = recompute
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-5) for m in (plain, model)]
-    gap = torch.zeros(())
-    for sizes in SIZES:
-        sizes = [of_ranks[:world] for of_ranks in sizes]
-        batches = [(torch.randn(sum(n), 3), torch.randn(sum(n), 1)) for n in sizes]
-        want = plain_step(plain, optimizers[0], batches, sizes)
-        found = our_step(section, model, optimizers[1], batches, sizes, replicas, ep)
-        differences = [a - b for a, b in zip(found, want)]
-        ours = plain_names({name: p.grad for name, p in model.named_parameters()}, ep)
-        state = plain_names({name: p.detach() for name, p in model.named_parameters()}, ep)
-        for name, p in plain.named_parameters():
-            differences += [ours.pop(name) - p.grad, state[name] - p.detach()]
-        assert not ours
-        for mix, layer in zip(plain.mix, model.mix):
-            differences.append(layer.gamma * layer.bias_steps - mix.bias)
-        gap = torch.stack([gap, *[d.abs().max() for d in differences]]).max()
+    gaps = []
+    for step in SIZES:
+        batches = []
+        for sizes in step:
+            n = sum(sizes[:world])
+            batches.append((torch.randn(n, 3), torch.randn(n, 1), sizes[:world]))
+        want = plain_step(plain, optimizers[0], batches)
+        found = our_step(section, model, optimizers[1], batches, replicas, ep)
+        assert found.keys() == want.keys()
+        gaps += [(found[name] - want[name]).abs().max() for name in want]
+    gap = torch.stack(gaps).max().detach()
     dist.all_reduce(gap, op=dist.ReduceOp.MAX)
     return gap.item()
-
-
-def recompute(module, x):
-    return checkpoint(module, x, use_reentrant=False)
 
 
 def check_copy(*case):
@@ -361,10 +367,10 @@ def check_copy(*case):
     assert gap < 1e-12, gap
 
 
-@pytest.mark.parametrize("world, cases", [  # ep, (top_k, normalize, capacity), wrap
+@pytest.mark.parametrize("world, cases", [  # ep, (top_k, normalize, capacity), recompute
     (1, [(1, (2, True, 0.7))]),
-    (2, [(2, (2, True, 0.0)), (2, (2, False, 0.6), recompute), (1, (1, True, 1.1))]),
-    (4, [(2, (2, True, 0.9), recompute), (4, (3, False, 0.0))]),
+    (2, [(2, (2, True, 0.0)), (2, (2, False, 0.6), True), (1, (1, True, 1.1))]),
+    (4, [(2, (2, True, 0.9), True), (4, (3, False, 0.0))]),
 ])
 def test_copy(world, cases):
     run(each, world, check_copy, cases)
@@ -452,9 +458,10 @@ def test_planted_in_the_script():
 def check_dtypes():
     """Under autocast and in bf16 the router chooses in fp32; no change of dtype rounds a bias."""
     torch.set_default_dtype(torch.float32)
-    mlps = [common.MLP(common.GPTConfig(width=6, hidden=24)) for _ in range(4)]
-    router = nn.Linear(6, 4, bias=False)
-    layer = moe.MoE(router, moe.experts_of(mlps), top_k=2, normalize=True, ep=dist.group.WORLD)
+    cfg = common.GPTConfig(width=6, hidden=24)
+    experts = moe.experts_of([common.MLP(cfg) for _ in range(4)])
+    make = partial(moe.MoE, experts=experts, top_k=2, normalize=True, ep=dist.group.WORLD)
+    layer = make(nn.Linear(6, 4, bias=False))
     x = torch.randn(64, 6)
     with torch.autocast("cpu", torch.bfloat16):
         assert layer.score(x).dtype == torch.float32
@@ -464,10 +471,9 @@ def check_dtypes():
     assert layer.bias_steps.tolist() == [1001] * 4
     assert layer.score(x.bfloat16()).dtype == torch.float32
     with pytest.raises(AssertionError, match="5 logits for 4 experts"):
-        wrong = nn.Linear(6, 5, bias=False)
-        moe.MoE(wrong, layer.experts, top_k=2, normalize=True, ep=dist.group.WORLD)
+        make(nn.Linear(6, 5, bias=False))
     with pytest.raises(AssertionError, match="a router without bias"):
-        moe.MoE(nn.Linear(6, 4), layer.experts, top_k=2, normalize=True, ep=dist.group.WORLD)
+        make(nn.Linear(6, 4))
 
 
 def test_dtypes_and_asserts():
@@ -485,10 +491,9 @@ def test_uniform_routing_costs_alpha():
 
 
 def test_capacity():
-    for factor, top_k, tokens, experts in [
-            (1.0, 1, 40, 8), (1.25, 2, 33, 8), (1.1, 2, 40, 8), (0.5, 2, 3, 8)]:
-        hundredths = round(100 * factor) * top_k * tokens
-        assert moe.capacity(factor, top_k, tokens, experts) == -(-hundredths // (100 * experts))
+    assert moe.capacity(1.0, 1, 40, 8) == 5
+    assert moe.capacity(1.25, 2, 33, 8) == 11  # 10.3
+    assert moe.capacity(1.1, 2, 40, 8) == 11
 
 
 def test_balance():
@@ -496,7 +501,7 @@ def test_balance():
     flags = ("--layers", "1", "--width", "32", "--heads", "2", "--seq", "64", "--batch", "16",
              "--no-check", "--steps", "70")
     reports = alone("moe", *((*flags, "--balance", kind) for kind in ("aux", "bias", "none")))
-    aux, bias, none = [max(report["load"]["last"][0]) for report in reports]
+    aux, bias, none = [max(report["load"][0]) for report in reports]
     assert aux < 2 and bias < 2 < none, (aux, bias, none)
 
 
@@ -505,7 +510,6 @@ def test_balance():
     (["--batch", "7", "--dry-run", "2"], "take a multiple of 2"),
     (["--ep", "3", "--dry-run", "4", "--batch", "12"], "take a divisor of 4"),
     (["--experts", "6", "--dry-run", "4"], "take a multiple of 4"),
-    (["--impl", "torch", "--width", "36", "--dtype", "bf16"], "multiples of 8 in bf16"),
 ])
 def test_refused(flags, words):
     assert words in script("moe", 1, *flags, code=2)

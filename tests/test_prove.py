@@ -87,6 +87,12 @@ def unclipped_mean(where, model, optimizer, step):
             p.grad /= dist.get_world_size()
 
 
+def clipped_mean(where, model, optimizer, step):
+    if where == "gradient":
+        for p in model.parameters():
+            p.grad /= dist.get_world_size()
+
+
 def rows(where, model, optimizer, step):
     if where == "step":
         model[0].weight.grad[4:] = 0
@@ -122,6 +128,7 @@ MISTAKES = [
     (stale, "step 1, gradient", "equal until step 0"),
     (unsummed, "gradient", "ranks disagree with each other"),
     (unclipped_mean, "gradient", "0.500 times what it should be: a mean over the 2 ranks"),
+    (clipped_mean, "gradient", "does clipping hide a factor"),
     (rows, "0.weight differs in rows 4 to 7 of 8 (rank 1's piece)", "zero: nothing arrives"),
     (column, "0.weight differs in columns 2 to 2 of 6", "3.000 times"),
     (one_rank, "parameter: 1 of 4", "2.bias on rank 1 alone"),
@@ -135,6 +142,27 @@ def check_right():
     assert prove(plain, training())
     assert not prove(plain, training(rate), tolerance=1e-10)
     assert prove(plain, training(rate), tolerance=1.0)
+
+
+def half_told(training):
+    """Losses are Python's numbers, of rank 0 alone; a buffer in fp32 is among the parameters."""
+    for loss, gradients, parameters in training():
+        said = float(loss) if dist.get_rank() == 0 else None
+        yield said, gradients, {**parameters, "table": torch.ones(2, dtype=torch.float32)}
+
+
+def off_by_little(training):
+    for loss, gradients, parameters in half_told(training):
+        yield loss and loss + 1e-6, gradients, parameters
+
+
+def check_half_told():
+    assert prove(lambda: half_told(plain), lambda: half_told(training()))
+    assert not prove(lambda: half_told(plain), lambda: off_by_little(training()))
+
+
+def test_a_loss_may_be_told_by_one_rank():
+    run(check_half_told, 2)
 
 
 def check_precisions(dtype):

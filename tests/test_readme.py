@@ -4,7 +4,6 @@ import re
 import shlex
 import subprocess
 import sys
-import types
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -12,11 +11,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
 
+import moe
+from common import GPTConfig, build, loss_sum, plain_steps
 from conftest import ALL, ROOT, alone, copied, run
+from harness.prove import prove
 from test_bad_usage import flags_of, torchruns_parser
 from test_repo import TECHNIQUES
-from tools import everything
+from tools import bench
 
 PATHS = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
 PAGES = {path.name: path.read_text() for path in PATHS}
@@ -60,25 +64,20 @@ def test_links_resolve(name):
         assert (folder / link).exists(), link
 
 
-def test_every_technique_is_in_the_reading_order():
-    rows = re.findall(r"^\| \[(\w+)\.py\]", README, re.M)
-    assert sorted(rows) == sorted(TECHNIQUES)
+def links(text):
+    return set(re.findall(r"\]\(([^)]+)\)", text))
 
 
-def test_the_chinese_page_says_the_same():
-    """The same commands, links and numbers."""
-    assert commands(CHINESE) == commands(README)
-    assert fenced(CHINESE, "python") == fenced(README, "python")
-
-    def links(text):
-        return sorted(re.findall(r"\]\(([^)]+)\)", text))
-
-    def numbers(text):
-        prose = re.sub("```.*?```", "", text, flags=re.S)
-        return sorted(re.findall(r"\d+(?:\.\d+)?%?", prose))
-
-    assert links(CHINESE) == links(README)
-    assert numbers(CHINESE) == numbers(README)
+def test_the_chinese_page_is_short_and_says_nothing_else():
+    """Half as long, without the blocks: its commands, links and figures are among README's."""
+    assert CHINESE.count("\n") <= 72
+    assert commands(CHINESE) <= commands(README)
+    assert links(CHINESE) <= links(README) | {"README.md"}
+    assert fenced(CHINESE)[:2] == fenced(README)[:2]
+    prose = re.sub("```.*?```", "", CHINESE, flags=re.S)
+    figures = re.findall(r"\d+(?:\.\d+)?%?", prose)
+    assert set(figures) <= set(re.findall(r"\d+(?:\.\d+)?%?", README))
+    assert all(f"[{name}.py]({name}.py)" in CHINESE for name in TECHNIQUES)
 
 
 # ---- the commands --------------------------------------------------------------
@@ -161,11 +160,11 @@ def test_every_flag_that_is_mentioned_exists():
 
 # ---- the figures ---------------------------------------------------------------
 
-ROWS = re.findall(
+MEASURED = re.findall(
     r"^\| `python (\w+)\.py ([^`]*--(?:dry-run|simulate)[^`]*)` \| (.*?)(?:; (\d+) s)? \|$",
     PAGES["measured.md"], re.M,
 )
-QUICK = [row[:3] for row in ROWS if ALL or int(row[3] or 1) <= SLOW]
+QUICK = [row[:3] for row in MEASURED if ALL or int(row[3] or 1) <= SLOW]
 
 
 @pytest.fixture(scope="module")
@@ -192,93 +191,162 @@ def test_figures_are_printed(row, printed):
 
 
 def examples():
-    """-> {"ddp": the lines of README that use its section 1}"""
+    """-> {"ddp": the block of README that uses its section 1}"""
     found = {}
-    for line in "".join(fenced(README, "python")).splitlines():
-        name = re.match(r"# (\w+)\.py", line)
-        if name:
-            current = found.setdefault(name[1], [])
-        else:
-            current.append(line)
+    files = r"^\[(\w+)\.py\]\(\1\.py\):(.*?)^(?=\[|## )"
+    for name, text in re.findall(files, README, re.M | re.S):
+        found[name] = "".join(fenced(text, "python"))
     return found
 
 
 EXAMPLES = examples()
+ROWS = {"ddp", "zero", "fsdp", "amp_accum_ckpt", "moe"}  # a rank has rows; others the whole batch
+T = 16
 
 
-def test_every_technique_has_an_example():
-    assert set(EXAMPLES) == set(TECHNIQUES) - {"hybrid_3d"}
-    for lines in EXAMPLES.values():
-        assert len(lines) <= 6
+def test_every_technique_is_in_the_reading_order():
+    assert sorted(EXAMPLES) == sorted(TECHNIQUES)
+    for name, block in EXAMPLES.items():
+        assert bool(block) == (name != "hybrid_3d")
+        assert block.count("\n") <= 9
 
 
-def check_example(name):
+def somebodys_model(name):
+    """Two blocks of Llama's form; with moe, its MLPs are mixtures of four experts."""
+    cfg = GPTConfig(2, 32, 4, 256, T, "llama", 2, 44)
+    model = build(cfg, 0, dtype=torch.float64)
+    if name == "moe":
+        moe.mixture(model, 0, cfg, experts=4, top_k=2)
+        for block in model.blocks:
+            block.mlp.alpha = 0.01  # what MoE takes where nothing is said
+            block.mlp.beta = 1e-3
+    return model
+
+
+def batches():
+    """The second one's gradient is too small to be clipped."""
+    rng = torch.Generator().manual_seed(0)
+    for valid in (10, 10_000):
+        ids = torch.randint(256, (8, T + 1), generator=rng)
+        yield ids[:, :-1], ids[:, 1:], valid
+
+
+def plain_training(name):
+    model = somebodys_model(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    extra_loss = None
+    if name == "moe":
+        extra_loss = moe.plain_balancing_losses
+    rated = [(1e-3, *batch) for batch in batches()]
+    clipped = []
+    for _, norm in plain_steps(model, optimizer, rated, 1.0, extra_loss):
+        clipped.append(norm > 1)
+        yield None, gradients_of(model), model.state_dict()
+    assert clipped == [True, False]
+
+
+def gradients_of(model):
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def given(name):
+    """What README takes as given."""
+    rank = dist.get_rank()
+    replicas = [dist.new_group([other]) for other in range(dist.get_world_size())]
+    return {
+        "model": somebodys_model(name), "AdamW": torch.optim.AdamW, "partial": partial, "F": F,
+        "clip_grad_norm_": nn.utils.clip_grad_norm_, "loss_sum": loss_sum, "rank": rank,
+        "clip_grads_with_norm_": nn.utils.clip_grads_with_norm_, "ep": dist.group.WORLD,
+        "replicas": replicas[rank], "B": 8, "T": T, "C": 32, "dtype": torch.float64,
+        "device": torch.device("cpu"),
+    }
+
+
+def example_training(name, block):
     """The lines as they stand, with the names of section 1 and what README takes as given."""
-    namespace = {**vars(given()), **vars(copied(name))}
-    exec("\n".join(EXAMPLES[name]), namespace)
+    lines = block.splitlines()
+    begins = re.compile("zero_grad|loss_sum|cross_entropy")  # what stands before it is done once
+    first = next(i for i, line in enumerate(lines) if begins.search(line))
+    names = {**vars(copied(name)), **given(name)}
+    whole = names["model"]
+    exec("\n".join(lines[:first]), names)
+    if "optimizer" not in names:
+        names["optimizer"] = torch.optim.AdamW(names["model"].parameters(), lr=1e-3)
+    for x, y, valid in batches():
+        names.update(x=x, y=y, valid=valid)
+        if name in ROWS:
+            names["x"] = x.chunk(2)[dist.get_rank()]
+            names["y"] = y.chunk(2)[dist.get_rank()]
+        names["optimizer"].zero_grad()
+        exec("\n".join(lines[first:]), names)
+        yield None, *gathered(name, names, whole)
 
 
-def given():
-    """Somebody's model, its blocks, and this rank's part of a batch."""
-    from common import GPTConfig, build, loss_sum
-
-    names = types.SimpleNamespace(torch=torch, partial=partial, loss_sum=loss_sum)
-    names.group = dist.group.WORLD
-    groups = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    names.replicas = groups[dist.get_rank()]
-    names.model = build(GPTConfig(2, 32, 4, 256, 16), 0, dtype=torch.float64)
-    names.blocks = names.model.blocks
-    names.layers = [("embed", Embedded(names.model)), ("rest", Rest(names.model))]
-    names.x = torch.arange(64).view(4, 16)
-    names.y = names.x + 1
-    names.valid = 64 * dist.get_world_size()
-    names.loss_fn = lambda logits, targets: loss_sum(logits, targets) / 64
-    names.microbatches = [(names.x[:2], names.y[:2]), (names.x[2:], names.y[2:])]
-    names.optimizer = torch.optim.AdamW(names.model.parameters())
-    names.router = torch.nn.Linear(32, 4, bias=False)
-    names.up = [torch.nn.Linear(32, 64) for _ in range(2)]
-    names.down = [torch.nn.Linear(64, 32) for _ in range(2)]
-    return names
-
-
-class Embedded(torch.nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.tok = model.tok
-
-    def forward(self, x):
-        return self.tok(x)
+def gathered(name, names, whole):
+    """-> gradients and parameters of the whole model, by its names."""
+    model = names["model"]
+    if name == "ddp":
+        return gradients_of(model.module), model.module.state_dict()
+    if name == "zero":
+        zero = names["zero"]
+        called = {p: name for name, p in whole.named_parameters()}
+        found = zero.full_gradients(), zero.full_parameters()
+        return [{called[p]: t for p, t in of_kind.items()} for of_kind in found]
+    if name == "tensor_parallel":
+        tp = names["tp"]
+        return names["full_gradients"](model, tp), names["full_state_dict"](model, tp)
+    if name == "moe":
+        ep = names["ep"]
+        return moe.full_gradients(model, ep), moe.full_state_dict(model, ep)
+    if name == "pipeline_parallel":
+        found = model.full_gradients(), model.full_state_dict()
+        return [{re.sub(r"^(?=\d)", "blocks.", n): t for n, t in of_kind.items()}
+                for of_kind in found]
+    if name == "fsdp":
+        return model.full_gradients(), model.full_state_dict()
+    return gradients_of(model), model.state_dict()
 
 
-class Rest(torch.nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.block = model.blocks[0]
-        self.out = torch.nn.Linear(32, 256)
+# a mistake in the block of README, which has to show
+PLANTED = {
+    "context_parallel": ("for block in model.blocks:", "for block in model.blocks[:1]:"),
+    "ddp": ("average=False", "average=True"),
+    "zero": ("zero.clip_grad_norm_(1.0)\n", ""),
+    "moe": ("sum_gradients(model, replicas)\n", ""),
+    "pipeline_parallel": (" / valid", " / valid / 2"),
+}
 
-    def forward(self, x):
-        return self.out(self.block(x))
+
+def check_examples():
+    """Each block trains what one process trains, and a planted mistake shows."""
+    for name, block in EXAMPLES.items():
+        if block:
+            plain = partial(plain_training, name)
+            assert prove(plain, partial(example_training, name, block)), name
+            if name in PLANTED:
+                spoiled = block.replace(*PLANTED[name])
+                assert spoiled != block
+                assert not prove(plain, partial(example_training, name, spoiled)), name
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_examples_run(name):
-    run(check_example, 2, name)
+def test_examples_train_as_one_process_does():
+    run(check_examples, 2)
 
 
 BENCHED = dict(re.findall(r"^\| ([\w-]+) \| \d \| (.*) \|$", PAGES["measured.md"], re.M))
 
 
 def test_the_table_of_times_has_the_rows_of_bench():
-    assert list(BENCHED) == [row.label for row in everything.BENCH]
+    assert list(BENCHED) == [row.label for row in bench.BENCH]
 
 
 @pytest.mark.parametrize("label", ["zero_3", "1f1b"])
 def test_bytes_beside_the_times_are_those_of_a_dry_run(label):
-    [row] = [row for row in everything.BENCH if row.label == label]
-    sizes = everything.BENCH_SIZES.replace("--no-check", "").split()
+    [row] = [row for row in bench.BENCH if row.label == label]
+    sizes = bench.BENCH_SIZES.replace("--no-check", "").split()
     flags = [*sizes, *row.flags.split(), "--dry-run", str(row.ranks)]
     [report] = alone(row.file, flags)
-    figures = [everything.sent(report), everything.held(report)]
+    figures = [bench.sent(report), bench.held(report)]
     figures.append(report["ranks"][0]["memory"]["peak"])
     said = BENCHED[label].split(" | ")[:3]
-    assert said == [everything.megabytes(figure) for figure in figures]
+    assert said == [bench.megabytes(figure) for figure in figures]

@@ -418,11 +418,11 @@ def asked_in_the_third(module):
     step = module.train_step
     calls = []
 
-    def train_step(*args):
+    def train_step(*args, **options):
         calls.append(1)
         if len(calls) == 3 and os.environ["RANK"] == "1":
             os.kill(os.getpid(), signal.SIGTERM)
-        return step(*args)
+        return step(*args, **options)
 
     module.train_step = train_step
 
@@ -542,8 +542,8 @@ def drifts(module):
     step = module.train_step
     calls = []
 
-    def train_step(model, *args):
-        out = step(model, *args)
+    def train_step(model, *args, **options):
+        out = step(model, *args, **options)
         calls.append(1)
         if os.environ["RANK"] == "1" and len(calls) == 2:
             with torch.no_grad():

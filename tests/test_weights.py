@@ -37,7 +37,8 @@ def random_gpt2(prefix=""):
     state = {}
 
     def draw(name, *shape):
-        state[prefix + name] = 0.3 * torch.randn(shape, dtype=torch.float64, generator=rng)
+        drawn = torch.randn(shape, dtype=torch.float64, generator=rng)
+        state[prefix + name] = 0.3 * drawn
 
     draw("wte.weight", CONFIG["vocab_size"], width)
     draw("wpe.weight", CONFIG["n_positions"], width)
@@ -332,8 +333,14 @@ def test_mixtral(tmp_path):
     state, identity = weights.weights_of(tmp_path / "ours")
     cfg = weights.sizes_in(identity)
     assert (identity["experts"], identity["top_k"]) == (4, 2)
-    model = moe.mixture(build(cfg, 0), 0, cfg, experts=4, top_k=2, shared=False, balance="none",
-                        capacity=0.0)
+    options = {
+        "experts": 4,
+        "top_k": 2,
+        "shared": False,
+        "balance": "none",
+        "capacity": 0.0,
+    }
+    model = moe.mixture(build(cfg, 0), 0, cfg, **options)
     missing = model.load_state_dict(state, strict=False)
     assert not missing.unexpected_keys
     assert all(name.endswith("bias_steps") for name in missing.missing_keys)
@@ -356,8 +363,10 @@ def test_theirs_trains(tmp_path):
     report = script("ddp", 2, *flags, "--init-from", str(tmp_path), "--steps", "1")
     assert (report["args"]["kv_heads"], report["check"]["passed"]) == (1, True)
     model = build(cfg, 5)
-    x, y, valid = get_batch(load_corpus("", 16), 16, 0, 0, 8)
-    assert report["loss"][0] == pytest.approx((loss_sum(model(x), y) / valid).item(), rel=1e-6)
+    corpus = load_corpus("", 16)
+    x, y, valid = get_batch(corpus, 16, 0, 0, 8)
+    loss = loss_sum(model(x), y) / valid
+    assert report["loss"][0] == pytest.approx(loss.item(), rel=1e-6)
 
 
 # ---- text ------------------------------------------------------------------------
@@ -392,7 +401,8 @@ def test_a_context_may_be_short(seq):
     """Each position is one that the model has."""
     model = build(GPTConfig(1, 8, 2, 256, seq), 0).requires_grad_(False)
     cached = list(sample.sample(model, seq, [1, 2], 5, temperature=0))
-    assert cached == list(sample.sample(model, seq, [1, 2], 5, temperature=0, cached=False))
+    uncached = list(sample.sample(model, seq, [1, 2], 5, temperature=0, cached=False))
+    assert cached == uncached
     assert len(cached) == 5
 
 

@@ -1,17 +1,18 @@
 """Draws what --log-file FILE has written: in the terminal, and as SVG.
 
-    python tools/curves.py FILES                        loss, and held-out loss where there is one
-    python tools/curves.py FILES --what rate            or norm, ms, loss, validation
-    python tools/curves.py FILES --over tokens --smooth 10 --svg curves.svg
+    ./run.sh curves FILES                           loss, and held-out loss where there is one
+    ./run.sh curves FILES --what rate               or speed (tokens a second), or what the log has
+    ./run.sh curves FILES --over tokens --smooth 10 --svg curves.svg
 
-Every file is a letter, small for training and capital for held-out text. A log that a kill has cut
-off, or one that is still being written, is drawn as far as it goes.
+The SVG has a panel for each figure in the logs, unless --what asks for one. Every file is a letter,
+small for training and capital for held-out text. A log that a kill has cut off, or one that is
+still being written, is drawn as far as it goes.
 """
 import argparse
 import json
 import math
-import os
 import shutil
+import signal
 import sys
 import warnings
 from collections import namedtuple
@@ -22,11 +23,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from harness.usage import require  # noqa: E402
-from tools.draw import Drawing  # noqa: E402
+from tools.draw import PALETTE, Drawing  # noqa: E402
 
-WHAT = ("loss", "validation", "norm", "rate", "ms")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-COLORS = ("#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377")
+ALONG = ("step", "tokens")
 
 # points: [(x, y)] in the order of the log, y finite
 Curve = namedtuple("Curve", "label letter points")
@@ -50,9 +50,21 @@ def read_log(path):
         except ValueError:
             continue
         if isinstance(figures, dict) and "step" in figures:
+            if figures.get("ms") and "tokens" in figures:
+                of_a_step = figures["tokens"] / (figures["step"] + 1)
+                figures["speed"] = 1e3 * of_a_step / figures["ms"]
             lines.append(figures)
     require(lines, f"{path}: no line of it is a step: --log-file FILE of any script writes them")
     return lines
+
+
+def figures_in(logs):
+    """-> what can be drawn of logs, loss first. Held-out loss is drawn with the loss."""
+    names = {}
+    for lines in logs.values():
+        for figures in lines:
+            names.update(dict.fromkeys(figures))
+    return [name for name in names if name not in (*ALONG, "validation")]
 
 
 def points_of(lines, what, over):
@@ -61,7 +73,7 @@ def points_of(lines, what, over):
     for figures in lines:
         x = figures.get(over)
         y = figures.get(what)
-        if x is not None and y is not None and math.isfinite(y):
+        if x is not None and isinstance(y, (int, float)) and math.isfinite(y):
             points.append((x, y))
     return points
 
@@ -76,22 +88,17 @@ def smoothed(points, count):
     return smooth
 
 
-def curves_of(files, wanted, over, count):
-    """-> [Curve], those with points."""
+def curves_of(logs, what, over, count):
+    """logs: {path: lines} -> [Curve], those with points."""
     curves = []
-    for letter, path in zip(LETTERS, files):
-        lines = read_log(path)
-        for what in wanted:
-            points = points_of(lines, what, over)
-            if not points:
-                continue
-            name = Path(path).stem
-            if what == "validation":  # not smoothed: each is a mean over batches already
-                curve = Curve(f"{name} held out", letter.upper(), points)
-            else:
-                curve = Curve(f"{name} {what}", letter, smoothed(points, count))
-            curves.append(curve)
-    require(curves, f"no {' or '.join(wanted)} in {', '.join(map(str, files))}")
+    for letter, (path, lines) in zip(LETTERS, logs.items()):
+        name = Path(path).stem
+        points = points_of(lines, what, over)
+        if points:
+            curves.append(Curve(f"{name} {what}", letter, smoothed(points, count)))
+        held_out = points_of(lines, "validation", over)
+        if what == "loss" and held_out:  # not smoothed: each is a mean over batches already
+            curves.append(Curve(f"{name} held out", letter.upper(), held_out))
     return curves
 
 
@@ -148,31 +155,37 @@ def ticks(low, high, count=5):
     return [i * step for i in range(first, last + 1)]
 
 
-def as_svg(curves, over, path):
-    drawing = Drawing(720, 360 + 16 * len(curves))
+def panel(drawing, curves, over, down):
+    """One figure's curves, `down` from the top of the picture."""
     left, right = bounds(curves, 0)
     bottom, top = bounds(curves, 1)
 
     def place(x, y):
-        across = 60 + (x - left) / (right - left) * 640
-        down = 20 + (top - y) / (top - bottom) * 280
-        return across, down
+        return (60 + (x - left) / (right - left) * 640,
+                down + 20 + (top - y) / (top - bottom) * 180)
 
     drawing.line([place(left, top), place(left, bottom), place(right, bottom)])
     for x in ticks(left, right):
-        across, down = place(x, bottom)
-        drawing.text(across, down + 16, number(x), "middle")
-    for y in ticks(bottom, top):
-        across, down = place(left, y)
-        drawing.text(across - 6, down + 4, number(y), "end")
-    drawing.text(380, 332, over, "middle")
+        across, low = place(x, bottom)
+        drawing.text(across, low + 16, number(x), "middle")
+    for y in ticks(bottom, top, 4):
+        across, low = place(left, y)
+        drawing.text(across - 6, low + 4, number(y), "end")
+    drawing.text(380, down + 232, over, "middle")
     for i, curve in enumerate(curves):
-        color = COLORS[i % len(COLORS)]
+        color = PALETTE[i % len(PALETTE)]
         drawing.line([place(x, y) for x, y in curve.points], color, "line")
-        drawing.box(60, 344 + 16 * i, 12, 10, color)
-        drawing.text(78, 353 + 16 * i, curve.label)
+        drawing.box(60, down + 244 + 16 * i, 12, 10, color)
+        drawing.text(78, down + 253 + 16 * i, curve.label)
+
+
+def as_svg(panels, over, path):
+    heights = [270 + 16 * len(curves) for curves in panels]
+    drawing = Drawing(720, sum(heights))
+    for i, curves in enumerate(panels):
+        panel(drawing, curves, over, sum(heights[:i]))
     try:
-        drawing.save(Path(path).resolve())  # a relative path would be one in docs/
+        drawing.save(path)
     except OSError as error:
         require(False, f"--svg {path}: {error.strerror}")
 
@@ -184,8 +197,8 @@ def arguments():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.error = lambda message: require(False, message)
     parser.add_argument("files", nargs="+", metavar="FILE", help="what --log-file has written")
-    parser.add_argument("--what", choices=WHAT, help="one figure (loss and validation)")
-    parser.add_argument("--over", choices=("step", "tokens"), default="step", help="along (step)")
+    parser.add_argument("--what", help="one figure (in the terminal: loss)")
+    parser.add_argument("--over", choices=ALONG, default="step", help="along (step)")
     parser.add_argument("--smooth", type=int, default=1, help="mean of so many steps (1)")
     parser.add_argument("--height", type=int, default=16, help="lines in the terminal (16)")
     parser.add_argument("--svg", default="", metavar="FILE", help="draw that, too")
@@ -197,19 +210,20 @@ def arguments():
 
 
 def main():
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it, without a traceback
     args = arguments()
-    wanted = ("loss", "validation")
+    logs = {path: read_log(path) for path in args.files}
+    names = figures_in(logs)
     if args.what:
-        wanted = (args.what,)
-    curves = curves_of(args.files, wanted, args.over, args.smooth)
+        require(args.what in names, f"--what {args.what}: the logs have {', '.join(names)}")
+        names = [args.what]
+    panels = [curves_of(logs, name, args.over, args.smooth) for name in names]
+    panels = [curves for curves in panels if curves]
+    require(panels, f"no finite number to draw in {', '.join(args.files)}")
     width = max(20, shutil.get_terminal_size().columns - 14)
-    try:
-        print("\n".join(in_the_terminal(curves, args.over, width, args.height)), flush=True)
-    except BrokenPipeError:  # whoever reads, such as `| head`, has closed the pipe
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())  # else the flush at exit fails as well
+    print("\n".join(in_the_terminal(panels[0], args.over, width, args.height)), flush=True)
     if args.svg:
-        as_svg(curves, args.over, args.svg)
+        as_svg(panels, args.over, args.svg)
 
 
 if __name__ == "__main__":

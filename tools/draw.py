@@ -11,13 +11,19 @@
     losses.svg      eight techniques, one loss curve; a mixture of experts beside it
 """
 import json
-import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch can do without
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from context_parallel import on_paper  # noqa: E402
+from harness.timeline import bubble_rate, costs, simulate  # noqa: E402
+from pipeline_parallel import make_plans  # noqa: E402
+from tools.launch import report  # noqa: E402
+
 PLACE = ROOT / "docs"  # of the pictures
 DATA = ROOT / "docs" / "data"
 
@@ -32,6 +38,10 @@ COLORS = {
     "W": "#ccbb44",
     "U": "#aa3377",
 }
+PALETTE = (
+    "#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#ffffff",
+    "#999999",
+)
 STYLE = """
 text { font: 12px sans-serif; fill: #222 } .small { font-size: 10px } .title { font-weight: bold }
 .axis { stroke: #888; fill: none } .idle { fill: #8884 } .key { stroke: #888 }
@@ -68,13 +78,12 @@ class Drawing:
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         self.elements.append(f'<polyline points="{path}" class="{kind}"{paint}/>')
 
-    def save(self, name):
-        """Into docs/, or where an absolute path says."""
+    def save(self, path):
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
             f'width="{self.width}" height="{self.height}"><style>{STYLE}</style>\n'
         )
-        (PLACE / name).write_text(head + "\n".join(self.elements) + "\n</svg>\n")
+        Path(path).write_text(head + "\n".join(self.elements) + "\n</svg>\n")
 
 
 def read(name):
@@ -82,17 +91,9 @@ def read(name):
 
 
 def write(name, figures):
+    """In a line."""
     DATA.mkdir(parents=True, exist_ok=True)
-    (DATA / f"{name}.json").write_text(json.dumps(figures, indent=1) + "\n")
-
-
-def report_of(command):
-    """Runs python with this command -> the --json report that it has written."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "report.json")
-        words = [sys.executable, *command.split(), "--json", str(path)]
-        subprocess.run(words, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-        return json.loads(path.read_text())
+    (DATA / f"{name}.json").write_text(json.dumps(figures, separators=(",", ":")) + "\n")
 
 
 # ---- what a rank holds ---------------------------------------------------------
@@ -116,8 +117,9 @@ HELD = ("parameters", "gradients", "optimizer", "activations")
 def measure_held():
     figures = {}
     for label, command in HOLDERS.items():
-        report = report_of(f"{command} {SIZES} --dry-run 64")
-        memory = report["ranks"][0]["memory"]
+        script, *flags = command.split()
+        found = report(1, script, [*flags, *SIZES.split(), "--dry-run", 64])
+        memory = found["ranks"][0]["memory"]
         figures[label] = {kind: memory[kind] for kind in HELD}
     write("held", figures)
 
@@ -141,83 +143,73 @@ def draw_held():
             drawing.box(x, y, scale * sizes[kind], 20, COLORS[kind])
             x += scale * sizes[kind]
         drawing.text(x + 6, y + 14, f"{sum(sizes.values()) / 1e9:.1f} GB")
-    drawing.save("held.svg")
+    drawing.save(PLACE / "held.svg")
 
 
 # ---- schedules -----------------------------------------------------------------
 
 STAGES = 4
 MICRO = 8
-DRAWN = (
-    "naive", "gpipe", "1f1b", "interleaved", "bfs", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "auto",
-)
+DRAWN = ("gpipe", "1f1b", "interleaved", "zb-v")
 
 
 def simulated(schedule):
-    """-> {bubble: idle part, rows: [(kind, micro-batch, start, end)] per rank}; F = B = W = 1."""
-    from harness.timeline import bubble_rate, costs, simulate
-    from pipeline_parallel import make_plans
-
+    """-> the idle part, for each rank [(kind, start, end), ..]; F = B = W = 1."""
     plans = make_plans(schedule, STAGES, MICRO)
     played = simulate(plans, costs(plans, 1.0, 1.0, 1.0))
     rows = []
     for done in played:
-        rows.append([(action.kind, action.microbatch, start, end) for action, start, end in done])
-    return {"bubble": bubble_rate(played), "rows": rows}
-
-
-def measured(schedule):
-    """The same of a run on two ranks, in ms."""
-    command = (
-        f"tools/launch.py 2 pipeline_parallel.py --schedule {schedule} --micro {MICRO} --layers 8 "
-        "--width 256 --heads 8 --seq 256 --batch 16 --steps 4 --no-check"
-    )
-    report = report_of(command)
-    rows = []
-    for done in report["timeline"]:
-        rows.append([(kind, micro, start, end) for kind, micro, _, start, end in done])
-    return {"bubble": report["bubble_rate"], "rows": rows}
+        rows.append([(action.kind, start, end) for action, start, end in done])
+    return bubble_rate(played), rows
 
 
 def measure_timelines():
+    """As a run of two ranks goes, in ms."""
     figures = {}
     for schedule in DRAWN:
-        figures[schedule] = {"planned": simulated(schedule), "measured": measured(schedule)}
+        flags = (
+            f"--schedule {schedule} --micro {MICRO} --layers 8 --width 256 --heads 8 --seq 256 "
+            "--batch 16 --steps 4 --no-check"
+        )
+        found = report(2, "pipeline_parallel.py", flags.split())
+        rows = []
+        for done in found["timeline"]:
+            rows.append([(kind, round(start, 2), round(end, 2)) for kind, _, _, start, end in done])
+        figures[schedule] = [round(found["bubble_rate"], 4), rows]
     write("timelines", figures)
 
 
-def draw_rows(drawing, x, y, width, played):
+def draw_rows(drawing, x, y, width, rows):
     """The ranks of a timeline, one below the other, each 12 high."""
-    actions = [action for row in played["rows"] for action in row]
-    first = min(start for _, _, start, _ in actions)
-    last = max(end for _, _, _, end in actions)
+    first = min(start for row in rows for _, start, _ in row)
+    last = max(end for row in rows for _, _, end in row)
     scale = width / (last - first)
-    for number, row in enumerate(played["rows"]):
+    for number, row in enumerate(rows):
         top = y + 14 * number
         drawing.box(x, top, width, 12, kind="idle")
-        for kind, _, start, end in row:
+        for kind, start, end in row:
             left = x + scale * (start - first)
             drawing.box(left, top, scale * (end - start) - 0.4, 12, COLORS[kind])
 
 
 def draw_timelines():
     figures = read("timelines")
-    height = 40 + 84 * len(figures)
-    drawing = Drawing(900, height)
+    drawing = Drawing(900, 40 + 84 * len(figures))
     title = f"{MICRO} micro-batches: 4 stages as planned, F = B = W, and 2 ranks as measured"
     drawing.text(10, 20, title, kind="title")
-    for number, (schedule, sides) in enumerate(figures.items()):
+    for number, (schedule, measured) in enumerate(figures.items()):
         y = 40 + 84 * number
         drawing.text(10, y + 12, schedule, kind="title")
-        for x, side in ((110, "planned"), (510, "measured")):
-            drawing.text(x, y + 10, f"{side}: bubble {sides[side]['bubble']:.1%}", kind="small")
-            draw_rows(drawing, x, y + 16, 370, sides[side])
+        sides = (110, "planned", simulated(schedule)), (510, "measured", measured)
+        for x, side, (bubble, rows) in sides:
+            drawing.text(x, y + 10, f"{side}: bubble {bubble:.1%}", kind="small")
+            draw_rows(drawing, x, y + 16, 370, rows)
     legend = (("F", "forward"), ("B", "backward"), ("W", "weights"))
     for number, (kind, words) in enumerate(legend):
         x = 620 + 90 * number
         drawing.box(x, 10, 12, 12, COLORS[kind])
         drawing.text(x + 16, 20, words)
-    drawing.save("timelines.svg")
+    drawing.save(PLACE / "timelines.svg")
 
 
 # ---- rings ---------------------------------------------------------------------
@@ -225,13 +217,13 @@ def draw_timelines():
 RANKS = 4
 
 
-def work_of(kind):
+def work_of(attn):
     """-> for each rank its work at each hop. 1 is causal attention among a rank's own tokens."""
     tokens = 2  # a rank's: one for each chunk of zigzag
     unit = tokens * tokens / 2
     rows = []
     for cp_rank in range(RANKS):
-        ring = kind(cp_rank=cp_rank, cp=RANKS)
+        ring = on_paper(attn, cp_rank, RANKS)
         row = []
         for hop in range(RANKS):
             wanted = ring.wanted(hop, tokens)
@@ -243,23 +235,16 @@ def work_of(kind):
     return rows
 
 
-def measure_hops():
-    from context_parallel import Ring, Zigzag
-
-    write("hops", {"ring": work_of(Ring), "zigzag": work_of(Zigzag)})
-
-
 def draw_hops():
-    figures = read("hops")
     drawing = Drawing(760, 210)
     drawing.text(10, 20, "Work at each hop around a ring of 4 ranks; a hop takes as long as its "
                  "slowest rank", kind="title")
-    for place, (label, rows) in enumerate(figures.items()):
+    for place, attn in enumerate(("ring", "zigzag")):
         x = 30 + 370 * place
-        drawing.text(x, 46, label, kind="title")
+        drawing.text(x, 46, attn, kind="title")
         for hop in range(RANKS):
             drawing.text(x + 60 + 60 * hop, 64, f"hop {hop}", kind="small")
-        for rank, row in enumerate(rows):
+        for rank, row in enumerate(work_of(attn)):
             y = 72 + 30 * rank
             drawing.text(x, y + 15, f"rank {rank}")
             for hop, work in enumerate(row):
@@ -267,36 +252,45 @@ def draw_hops():
                 drawing.box(x + 60 + 60 * hop, y, 52, 22, kind="idle")
                 drawing.box(x + 60 + 60 * hop, y, 52 * work / 2, 22, COLORS["parameters"])
             drawing.text(x + 304, y + 15, f"{sum(row):g}")
-    drawing.save("hops.svg")
+    drawing.save(PLACE / "hops.svg")
 
 
 # ---- buckets -------------------------------------------------------------------
 
 
+APART = 100  # microseconds: operators of backward that are nearer are drawn as one
+
+
 def measure_buckets():
     """Spans in microseconds of a step: backward's operators, and each bucket's all-reduce."""
     with tempfile.TemporaryDirectory() as folder:
-        command = (
-            "tools/launch.py 2 ddp.py --layers 8 --width 256 --heads 8 --seq 256 --steps 4 "
-            f"--bucket-mb 4 --no-check --profile {folder}"
+        flags = (
+            "--layers 8 --width 256 --heads 8 --seq 256 --steps 4 --bucket-mb 4 --no-check "
+            f"--profile {folder}"
         )
-        report_of(command)
+        report(2, "ddp.py", flags.split())
         trace = json.loads(Path(folder, "ddp-scratch-rank0.json").read_text())["traceEvents"]
-    backward = []
-    buckets = []
+    backward = spans_of(trace, "autograd::engine::evaluate_function")
+    first = backward[0][0]
+    merged = [backward[0]]
+    for start, end in backward[1:]:
+        if start - merged[-1][1] < APART:
+            merged[-1][1] = max(end, merged[-1][1])
+        else:
+            merged.append([start, end])
+    figures = {"backward": merged, "buckets": spans_of(trace, "gloo:all_reduce")}
+    for name, spans in figures.items():
+        figures[name] = [[round(start - first), round(end - first)] for start, end in spans]
+    write("buckets", figures)
+
+
+def spans_of(trace, name):
+    """-> [[start, end]] of the events whose name begins so, in order"""
+    spans = []
     for event in trace:
-        if event.get("ph") != "X":
-            continue
-        span = [event["ts"], event["ts"] + event["dur"]]
-        if event["name"].startswith("gloo:all_reduce"):
-            buckets.append(span)
-        elif event["name"].startswith("autograd::engine::evaluate_function"):
-            backward.append(span)
-    first = min(start for start, _ in backward)
-    write("buckets", {
-        "backward": [[start - first, end - first] for start, end in backward],
-        "buckets": [[start - first, end - first] for start, end in sorted(buckets)],
-    })
+        if event.get("ph") == "X" and event["name"].startswith(name):
+            spans.append([event["ts"], event["ts"] + event["dur"]])
+    return sorted(spans)
 
 
 def draw_buckets():
@@ -316,14 +310,14 @@ def draw_buckets():
         drawing.box(120 + scale * start, y, scale * (end - start), 16, COLORS["F"])
     drawing.text(120, 80 + 22 * len(buckets), "0 ms", kind="small")
     drawing.text(760, 80 + 22 * len(buckets), f"{last / 1e3:.0f} ms", "end", "small")
-    drawing.save("buckets.svg")
+    drawing.save(PLACE / "buckets.svg")
 
 
 # ---- losses --------------------------------------------------------------------
 
 STEPS = 60
 MIXTURE = "mixture of experts"  # another model, which has a line of its own
-TRAINED = {  # ranks, file and flags, as tools/launch.py takes them
+TRAINED = {  # ranks, file and flags
     "ddp": "2 ddp.py",
     "zero": "2 zero.py --stage 3",
     "fsdp": "2 fsdp.py",
@@ -339,8 +333,9 @@ TRAINED = {  # ranks, file and flags, as tools/launch.py takes them
 def measure_losses():
     figures = {}
     for label, command in TRAINED.items():
-        report = report_of(f"tools/launch.py {command} --steps {STEPS} --no-check")
-        figures[label] = report["loss"]
+        ranks, script, *flags = command.split()
+        found = report(ranks, script, [*flags, "--steps", STEPS, "--no-check"])
+        figures[label] = [round(loss, 5) for loss in found["loss"]]
     write("losses", figures)
 
 
@@ -357,10 +352,6 @@ def draw_losses():
     for value in (low, high):
         y = 320 - 270 * (value - low) / (high - low)
         drawing.text(54, y + 4, f"{value:.2f}", "end", "small")
-    palette = (
-        "#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#ffffff",
-        "#999999",
-    )
     for number, (label, losses) in enumerate(figures.items()):
         points = []
         for step, loss in enumerate(losses):
@@ -369,37 +360,39 @@ def draw_losses():
         width = 1.5
         if label != MIXTURE:
             width = 15 - 2 * number
-        drawing.line(points, palette[number], "line", width)
-        drawing.box(640, 48 + 22 * number, 12, 12, palette[number], "key")
+        drawing.line(points, PALETTE[number], "line", width)
+        drawing.box(640, 48 + 22 * number, 12, 12, PALETTE[number], "key")
         drawing.text(658, 58 + 22 * number, label)
     drawing.text(340, 345, f"{len(losses)} steps", "middle")
-    drawing.save("losses.svg")
+    drawing.save(PLACE / "losses.svg")
 
 
-PICTURES = {
-    "held": (measure_held, draw_held),
-    "timelines": (measure_timelines, draw_timelines),
-    "hops": (measure_hops, draw_hops),
-    "buckets": (measure_buckets, draw_buckets),
-    "losses": (measure_losses, draw_losses),
+DRAW = {
+    "held": draw_held,
+    "timelines": draw_timelines,
+    "hops": draw_hops,
+    "buckets": draw_buckets,
+    "losses": draw_losses,
+}
+MEASURE = {  # hops need none
+    "held": measure_held,
+    "timelines": measure_timelines,
+    "buckets": measure_buckets,
+    "losses": measure_losses,
 }
 
 
 def main(words):
     asked = words[1:]  # behind --measure
-    usable = set(asked) <= set(PICTURES)
-    if words and words[0] != "--measure":
-        usable = False
-    if not usable:
-        names = " ".join(PICTURES)
+    if words[:1] not in ([], ["--measure"]) or not set(asked) <= set(MEASURE):
+        names = " ".join(MEASURE)
         print(f"draw.py: error: usage: python tools/draw.py [--measure [{names}]]", file=sys.stderr)
         return 2
     if words:
-        for name in asked or PICTURES:
+        for name in asked or MEASURE:
             print(f"measuring {name}", flush=True)
-            measure, _ = PICTURES[name]
-            measure()
-    for _, draw in PICTURES.values():
+            MEASURE[name]()
+    for draw in DRAW.values():
         draw()
     return 0
 

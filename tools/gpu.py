@@ -8,25 +8,26 @@
     MFU     GPT-2 124M and 350M in bf16, plain and compiled: FLOPs of the model over the card's
 
 The flags are those of VARIANTS, MIXED and hybrid(): of the schedules gpipe, 1f1b and zb-h1, of
-hybrid_3d dp, tp and pp alone; no --hsdp and no --ep.
+hybrid_3d dp, tp and pp alone; no --hsdp and no --ep. All of them in GPT-2's form, and in fp64 on
+one rank in Llama's too. Pipelines want a card for each rank: gloo sends CPU tensors alone.
 
 Exit code 1 if any run failed, dry ones included; 2 where there is no GPU.
 """
-import json
 import re
-import subprocess
 import sys
-import tempfile
+import warnings
 from collections import namedtuple
 from pathlib import Path
 
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch can do without
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
+from tools.launch import Failed, report, worst_gap  # noqa: E402
+
 Case = namedtuple("Case", "label file ranks flags")
 LIMIT = 300  # seconds a run may take
-GRACE = 60  # seconds for launch.py to end its ranks, of which it waits 30 before it kills them
 
 # Dense bf16 TFLOP/s without sparsity, from data sheets
 PEAK_TFLOPS = {
@@ -68,13 +69,16 @@ STEPS = "--steps 3"
 
 def hybrid(ranks):
     """Flags of hybrid_3d on so many ranks."""
-    return {1: "--dp 1 --tp 1 --pp 1", 2: "--dp 1 --tp 2 --pp 1", 4: "--dp 1 --tp 2 --pp 2"}[ranks]
+    return {1: "--dp 1 --tp 1 --pp 1", 2: "--dp 1 --tp 2 --pp 1", 4: "--dp 2 --tp 2 --pp 1"}[ranks]
 
 
 def cases():
     found = []
     for dtype in ("fp64", "fp32", "bf16"):
         for file, flags in (*VARIANTS, ("hybrid_3d", hybrid(1))):
+            if dtype == "fp64":
+                llama = f"--model llama-toy {flags}"
+                found.append(Case("nccl Llama", file, 1, f"{llama} --dtype fp64 {STEPS}"))
             if file == "amp_accum_ckpt" and dtype == "bf16":
                 continue  # it takes --amp bf16 instead
             label = f"nccl {dtype}"
@@ -83,6 +87,8 @@ def cases():
         found.append(Case("nccl amp", "amp_accum_ckpt", 1, f"{flags} {STEPS}"))
     for ranks in (2, 4):
         for file, flags in (*VARIANTS, ("hybrid_3d", hybrid(ranks))):
+            if file == "pipeline_parallel":
+                continue  # gloo sends CPU tensors alone
             label = f"gloo x{ranks} fp64"
             found.append(Case(label, file, ranks, f"{flags} --dtype fp64 {STEPS}"))
     return found
@@ -91,74 +97,33 @@ def cases():
 # ---- running -----------------------------------------------------------------
 
 
-def report_of(command):
-    """-> the --json report of a command, or what went wrong, in a line."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "report.json")
-        words = [*command, "--json", str(path)]
-        pipe = subprocess.PIPE
-        job = subprocess.Popen(words, cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
-        try:
-            out, errors = job.communicate(timeout=LIMIT)
-        except subprocess.TimeoutExpired:
-            stop(job)
-            return f"no end after {LIMIT} s"
-        if path.exists():
-            return json.loads(path.read_text())
-        said = errors or out
-        lines = said.strip().splitlines() or ["nothing said"]
-        return f"exit code {job.returncode}: {lines[-1]}"
-
-
-def stop(job):
-    """Ends a job and its ranks. These are in sessions of their own: launch.py has to end them."""
-    job.terminate()
-    try:
-        job.communicate(timeout=GRACE)
-    except subprocess.TimeoutExpired:
-        job.kill()
-        job.wait()
-
-
-def launch(ranks, file, flags):
-    words = ["tools/launch.py", str(ranks), f"{file}.py", "--device", "cuda", *flags.split()]
-    return report_of([sys.executable, *words])
-
-
-def dry(file, flags):
-    """The same as rank 0 of a dry run."""
-    words = [f"{file}.py", "--device", "cuda", "--dry-run", "1", *flags.split()]
-    return report_of([sys.executable, *words])
+def measure(ranks, file, flags):
+    """-> the report of a file on the card"""
+    return report(ranks, f"{file}.py", ["--device", "cuda", *flags.split()], limit=LIMIT)
 
 
 def run(case):
     """-> the line of a case, has it passed?"""
-    name = f"{case.label:14} {case.file:18} {case.flags.replace(STEPS, '').strip():42}"
-    report = launch(case.ranks, case.file, case.flags)
-    if isinstance(report, str):
-        return f"{name} FAILED: {report}", False
-    check = report["check"]
-    gap = max(check[kind] for kind in ("loss", "gradient", "grad_norm", "parameter"))
-    verdict = "passed" if check["passed"] else "FAILED"
-    beside, planned = peaks(report, case)
-    return f"{name} {gap:9.1e} {verdict}{beside}", check["passed"] and planned
+    line = f"{case.label:14} {case.file:18} {case.flags.replace(STEPS, '').strip():42}"
+    try:
+        found = measure(case.ranks, case.file, case.flags)
+        passed = found["check"]["passed"]
+        line += f" {worst_gap(found):9.1e} {'passed' if passed else 'FAILED'}"
+        return line + peaks(found, case), passed
+    except Failed as failure:
+        return f"{line} FAILED: {failure}", False
 
 
-def peaks(report, case):
-    """The ledger's peak beside the allocator's; of one rank in fp32, beside the dry run's too.
-
-    -> the end of the case's line, False if a dry run failed.
-    """
-    ledger = report["ranks"][0]["memory"]["peak"]
-    allocator = report["allocator_peak"]
+def peaks(found, case):
+    """The ledger's peak beside the allocator's; of one rank in fp32, beside the dry run's too."""
+    ledger = found["ranks"][0]["memory"]["peak"]
+    allocator = found["allocator_peak"]
     text = f"  peak {ledger / 1e6:8.3f} MB, allocator {allocator / 1e6:8.3f}"
     if case.label != "nccl fp32":
-        return text, True
-    planned = dry(case.file, case.flags)
-    if isinstance(planned, str):
-        return f"{text}, dry run FAILED: {planned}", False
+        return text
+    planned = measure(1, case.file, f"{case.flags} --dry-run 1")
     difference = planned["ranks"][0]["memory"]["peak"] - ledger
-    return f"{text}, dry run {difference:+d} bytes", True
+    return f"{text}, dry run {difference:+d} bytes"
 
 
 # ---- how much of the card is used ----------------------------------------------
@@ -177,15 +142,21 @@ def utilization(model, batch, compiled, peak):
     flags = f"--model {model} --batch {batch} --amp bf16 --no-check --steps 12 --peak {peak}"
     if compiled:
         flags += " --compile"
-    name = f"{'MFU':14} {model:18} {flags.replace(' --no-check --steps 12', ''):42}"
-    report = launch(1, "amp_accum_ckpt", flags)
-    if isinstance(report, str):
-        return f"{name} FAILED: {report}", False
-    layers, width, seq = (report["args"][k] for k in ("layers", "width", "seq"))
-    flops = 6 * report["parameters"]["total"] + 12 * layers * width * seq  # a token's
-    speed = report["tokens_per_second"]
+    line = f"{'MFU':14} {model:18} {flags.replace(' --no-check --steps 12', ''):42}"
+    try:
+        found = measure(1, "amp_accum_ckpt", flags)
+    except Failed as failure:
+        return f"{line} FAILED: {failure}", False
+    layers, width, seq = (found["args"][k] for k in ("layers", "width", "seq"))
+    flops = 6 * found["parameters"]["total"] + 12 * layers * width * seq  # a token's
+    speed = found["tokens_per_second"]
     share = speed * flops / (1e12 * peak)
-    return f"{name} {report['ms_per_step']:9.1f} ms {speed:11,.0f} tok/s {share:7.1%}", True
+    return f"{line} {found['ms_per_step']:9.1f} ms {speed:11,.0f} tok/s {share:7.1%}", True
+
+
+def tell(line, passed):
+    print(line, flush=True)
+    return passed
 
 
 def main():
@@ -196,18 +167,14 @@ def main():
     print(f"{card}, torch {torch.__version__}")
     good = True
     for case in cases():
-        line, passed = run(case)
-        print(line, flush=True)
-        good = good and passed
+        good = tell(*run(case)) and good
     peak = peak_of(card)
     if peak is None:
         print(f"no data sheet of {card} is known here: MFU is left out")
         return int(not good)
     for model, batch in (("gpt2", 32), ("gpt2-medium", 16)):
         for compiled in (False, True):
-            line, passed = utilization(model, batch, compiled, peak)
-            print(line, flush=True)
-            good = good and passed
+            good = tell(*utilization(model, batch, compiled, peak)) and good
     return int(not good)
 
 

@@ -5,13 +5,19 @@
 Its exit code is that of the script: 2 for bad usage, which the script itself has explained in one
 line. After Ctrl-C or SIGTERM it is 130, also where all ranks have saved and ended with 0. The cores
 are shared out among the ranks' threads, where OMP_NUM_THREADS does not say how.
+
+report() does the same for other tools, and hands them what the script has measured.
 """
+import json
 import logging
 import os
 import signal
+import subprocess
 import sys
+import tempfile
 import uuid
 import warnings
+from pathlib import Path
 
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch can do without
 
@@ -20,7 +26,12 @@ from torch.distributed.elastic.multiprocessing import SignalException  # noqa: E
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: E402
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch  # noqa: E402
 
+ROOT = Path(__file__).resolve().parent.parent
 INTERRUPTED = 128 + signal.SIGINT
+GRACE = 60  # seconds for the launcher to end its ranks, of which it waits 30 before it kills them
+
+
+# ---- starting ranks --------------------------------------------------------------
 
 
 def cores():
@@ -34,8 +45,9 @@ def usual_ranks():
     return torch.cuda.device_count() or 2
 
 
-def threads_each(ranks):
-    return max(1, cores() // ranks)
+def most_ranks():
+    """More than these a machine only starts to swap for. A rank takes a third of a GB."""
+    return max(64, 4 * cores())
 
 
 def launch(ranks, script, flags):
@@ -72,16 +84,80 @@ def explain(script, rank, failure):
     return code
 
 
+def refused(words):
+    """-> what is wrong with a command line, or None."""
+    if len(words) < 2 or not words[0].isdecimal():
+        return "usage: launch.py RANKS FILE.py [flags]"
+    ranks = words[0]
+    if not 1 <= int(ranks) <= most_ranks():
+        return (f"{ranks} ranks: on this machine 1 to {most_ranks()}; one of any number, without "
+                f"the others, is python {words[1]} --dry-run N")
+    return None
+
+
 def main(words):
-    if len(words) < 2 or not words[0].isdecimal() or int(words[0]) < 1:
-        print("launch.py: error: usage: launch.py RANKS FILE.py [flags]", file=sys.stderr)
+    wrong = refused(words)
+    if wrong:
+        print(f"run.sh: error: {wrong}", file=sys.stderr)
         return 2
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL + 1)
     ranks = int(words[0])
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads_each(ranks)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("PYTHONWARNINGS", "ignore:Failed to initialize NumPy")
     return launch(ranks, words[1], words[2:])
+
+
+# ---- for other tools -------------------------------------------------------------
+
+
+class Failed(Exception):
+    """A run has left no report; what went wrong, in a line, and its exit code."""
+
+    def __init__(self, words, code):
+        super().__init__(words)
+        self.code = code
+
+
+def report(ranks, script, flags, shown=False, limit=None):
+    """Runs a script -> its --json report, and "exit_code", since a failed check leaves one too.
+
+    flags: a list of words. shown: what it says goes where our own words go. limit: seconds.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "report.json")
+        command = [sys.executable, __file__, str(ranks), script, *map(str, flags)]
+        stream = None if shown else subprocess.PIPE
+        job = subprocess.Popen([*command, "--json", str(path)], cwd=ROOT, text=True, stdout=stream,
+                               stderr=stream)
+        try:
+            out, errors = job.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            stop(job)
+            raise Failed(f"no end after {limit} s", None) from None
+        if path.exists():
+            return {**json.loads(path.read_text()), "exit_code": job.returncode}
+    lines = (errors or out or "nothing said").strip().splitlines()
+    raise Failed(f"exit code {job.returncode}: {lines[-1]}", job.returncode)
+
+
+def stop(job):
+    """Ends a job and its ranks. These are in sessions of their own: the launcher has to end them,
+    so it is asked to."""
+    job.terminate()
+    try:
+        job.communicate(timeout=GRACE)
+    except subprocess.TimeoutExpired:
+        job.kill()
+        job.wait()
+
+
+def worst_gap(report):
+    """Of loss, gradients, norm and parameters; None without a check."""
+    check = report["check"]
+    if not check:
+        return None
+    return max(check[kind] for kind in ("loss", "gradient", "grad_norm", "parameter"))
 
 
 if __name__ == "__main__":

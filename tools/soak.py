@@ -7,7 +7,8 @@ them is killed with SIGKILL at a random moment after each new checkpoint; every 
 one is being written. Unless a FILE is named, ddp loses ranks, and then hybrid_3d with dp, tp and
 ZeRO-1.
 """
-import json
+import argparse
+import hashlib
 import os
 import random
 import re
@@ -21,6 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 HYBRID = ("--dp", "2", "--tp", "2", "--pp", "1", "--zero", "1")
 USUAL = (("ddp", 2), ("hybrid_3d", 4, *HYBRID))
+FILES = sorted(path.stem for path in ROOT.glob("*.py") if path.stem != "common")
 PATIENCE = 240  # seconds in which something has to happen
 
 
@@ -93,11 +95,11 @@ def kill_again_and_again(job, folder, kills, pace, rng):
 
 
 def parameters_of(folder, steps):
-    """Sizes and checksums of the files of a checkpoint that hold tensors."""
-    # the last line is a checksum
-    text, _, _ = Path(folder, str(steps), "notes.json").read_bytes().rpartition(b"\n")
-    files = json.loads(text)["files"]
-    return {name: sums for name, sums in files.items() if name.endswith(".distcp")}
+    """-> checksums of the files of a checkpoint that hold tensors"""
+    sums = {}
+    for path in Path(folder, str(steps)).glob("*.distcp"):
+        sums[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return sums
 
 
 def train_and_time(folder, out, steps, undisturbed, name, ranks, *flags):
@@ -139,35 +141,32 @@ def soak(kills, seed, name, ranks, *flags, steps=200, every=5, undisturbed=None)
         return len(seen)
 
 
-def arguments(words):
-    """-> how many kills, a seed, the runs. Raises ValueError where a number is missing."""
-    kills = 20
-    seed = 0
-    runs = USUAL
-    if words:
-        kills = int(words[0])
-    if len(words) > 1:
-        seed = int(words[1])
-    if len(words) > 2:
-        name, ranks, *flags = words[2:]
-        runs = [(name, int(ranks), *flags)]
-    return kills, seed, runs
+def refuse(message):
+    print(f"soak.py: error: {message}", file=sys.stderr)
+    return 2
 
 
 def main(words):
-    try:
-        kills, seed, runs = arguments(words)
-    except ValueError:
-        print("soak.py: error: usage: soak.py [KILLS] [SEED] [FILE RANKS flags...], with numbers",
-              file=sys.stderr)
-        return 2
+    usage = "soak.py [KILLS] [SEED] [FILE RANKS flags...], KILLS and RANKS at least 1"
+    parser = argparse.ArgumentParser(prog="soak.py", allow_abbrev=False)
+    parser.error = lambda message: sys.exit(refuse(f"{message}; usage: {usage}"))
+    parser.add_argument("kills", type=int, nargs="?", default=20)
+    parser.add_argument("seed", type=int, nargs="?", default=0)
+    parser.add_argument("name", nargs="?", choices=FILES)
+    parser.add_argument("ranks", type=int, nargs="?", default=2)
+    args, flags = parser.parse_known_args(words)
+    if args.kills < 1 or args.ranks < 1 or (flags and not args.name):
+        parser.error(f"{' '.join(words)}: cannot be")
+    runs = USUAL
+    if args.name:
+        runs = [(args.name, args.ranks, *flags)]
     missed = False
     for name, ranks, *flags in runs:
         print(f"{name} on {ranks} ranks {' '.join(flags)}", flush=True)
-        done = soak(kills, seed, name, ranks, *flags)
+        done = soak(args.kills, args.seed, name, ranks, *flags)
         print(f"{done} kills: nothing lost but the steps since a checkpoint, "
               "final parameters identical bit for bit", flush=True)
-        missed = missed or done < kills
+        missed = missed or done < args.kills
     return int(missed)
 
 

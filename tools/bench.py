@@ -1,0 +1,365 @@
+"""Run techniques in turn and print one table.
+
+    ./run.sh                        each on real text, compared with one process (bench.py check)
+    ./run.sh bench [flags]          ours against torch's own, in alternating blocks
+    ./run.sh scale FILE [flags]     the same step on 1, 2, 4, .. ranks
+
+The exit code is 1 if any of them failed, 2 for a flag that the first of them refuses. After a bench
+it says what the machine allows: how long two processes take that have nothing to tell each other,
+and how fast gloo is.
+
+scale doubles the ranks up to the number of GPUs, or of cores. The global batch is the same for all
+counts (strong scaling): what --batch says, or else 8, or the largest count if that is more.
+--batch-per-rank B makes it grow with the ranks (weak scaling). Speed-up is tokens per second over
+those of one rank, efficiency is speed-up over ranks.
+"""
+import argparse
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch can do without
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from harness.report import RED, colored, write_json  # noqa: E402
+from tools.launch import INTERRUPTED, Failed, cores, report, usual_ranks, worst_gap  # noqa: E402
+
+Row = namedtuple("Row", "label file ranks flags", defaults=("",))
+
+FILES = (
+    "ddp", "zero", "fsdp", "tensor_parallel", "pipeline_parallel", "context_parallel", "moe",
+    "amp_accum_ckpt",
+)
+BENCH_SIZES = "--layers 4 --width 256 --heads 8 --seq 256 --batch 8 --steps 20 --no-check"
+LONG = "--impl scratch --seq 4096 --layers 2 --batch 1"
+
+# What is timed. A row is compared with the row of one process that does the same work, see
+# baseline(). torch's context parallelism runs on GPUs only: LONG has no side of torch's.
+BENCH = (
+    Row("one_process", "ddp", 1, "--impl scratch"),
+    Row("ddp", "ddp", 2),
+    Row("zero_1", "zero", 2, "--stage 1"),
+    Row("zero_2", "zero", 2, "--stage 2"),
+    Row("zero_3", "zero", 2, "--stage 3"),
+    Row("fsdp", "fsdp", 2),
+    Row("tensor_parallel", "tensor_parallel", 2),
+    Row("tensor_parallel_sp", "tensor_parallel", 2, "--sp"),
+    Row("gpipe", "pipeline_parallel", 2, "--micro 8 --schedule gpipe"),
+    Row("1f1b", "pipeline_parallel", 2, "--micro 8 --schedule 1f1b"),
+    Row("interleaved", "pipeline_parallel", 2, "--micro 8 --schedule interleaved"),
+    Row("zb-h1", "pipeline_parallel", 2, "--micro 8 --schedule zb-h1"),
+    Row("zb-v", "pipeline_parallel", 2, "--micro 8 --schedule zb-v"),
+    Row("dualpipe-v", "pipeline_parallel", 2, "--micro 8 --schedule dualpipe-v"),
+    Row("amp_accum_ckpt", "amp_accum_ckpt", 2),
+    Row("hybrid_dp", "hybrid_3d", 2, "--dp 2 --tp 1 --pp 1"),
+    Row("hybrid_tp_pp", "hybrid_3d", 4, "--dp 1 --tp 2 --pp 2"),
+    Row("hybrid_dp_pp", "hybrid_3d", 4, "--dp 2 --tp 1 --pp 2"),
+    Row("hybrid_dp_tp", "hybrid_3d", 4, "--dp 2 --tp 2 --pp 1"),
+    # baseline() goes by the end of a label: _long, _moe
+    Row("one_process_long", "context_parallel", 1, LONG),
+    Row("zigzag_long", "context_parallel", 2, f"--attn zigzag {LONG}"),
+    Row("one_process_moe", "moe", 1, "--impl scratch"),
+    Row("moe_moe", "moe", 2),
+)
+
+
+def check_rows():
+    """Every technique once; hybrid_3d on 8 ranks, since fewer would not show all three axes, and
+    once more in Llama's form."""
+    ranks = min(usual_ranks(), 4)  # the toy has 4 heads and 4 layers
+    if ranks == 3:
+        ranks = 2
+    rows = [Row(file, file, ranks) for file in FILES]
+    rows.append(Row("hybrid_3d", "hybrid_3d", 8, "--dp 2 --tp 2 --pp 2"))
+    llama = "--model llama-toy --dp 1 --tp 2 --pp 2 --sp"
+    rows.append(Row("hybrid_3d, Llama", "hybrid_3d", 4, llama))
+    return rows
+
+
+# ---- running -----------------------------------------------------------------
+
+
+class Refused(Exception):
+    """The first script has refused a flag, and said so."""
+
+
+def run_all(rows, flags):
+    """-> {label: report, or None where the run has ended without one}"""
+    reports = {}
+    began = time.monotonic()
+    for done, row in enumerate(rows):
+        words = f"{row.label}: {row.file}.py on {row.ranks} ranks {row.flags}"
+        print(f"\n==== {words} ====", flush=True)
+        words = [*flags, *row.flags.split()]  # of two flags the later one counts
+        try:
+            reports[row.label] = report(row.ranks, f"{row.file}.py", words, shown=True)
+        except Failed as failure:
+            if failure.code == 2 and done == 0:
+                raise Refused from None
+            reports[row.label] = None
+        if sys.stdout.isatty():
+            each = (time.monotonic() - began) / (done + 1)
+            left = each * (len(rows) - done - 1)
+            print(f"[{done + 1} of {len(rows)}, about {left:.0f} s left]", flush=True)
+    return reports
+
+
+# ---- the table ---------------------------------------------------------------
+
+
+def megabytes(n):
+    return f"{n / 1e6:.2f}"
+
+
+def sent(report):
+    return sum(c["wire"] for c in report["ranks"][0]["collectives"].values())
+
+
+def textbook_sent(report):
+    rows = [row for row in report["textbook"] if row["what"].startswith("wire")]
+    return sum(row["expected"] for row in rows)
+
+
+def held(report):
+    memory = report["ranks"][0]["memory"]
+    return memory["parameters"] + memory["gradients"] + memory["optimizer"]
+
+
+def verdict(report):
+    if report["exit_code"] != 0:
+        return "FAILED"
+    if report["check"]:
+        return "passed"
+    return "ran"
+
+
+def head(timed):
+    line = (
+        f"{'':18}{'ranks':>6}{'worst gap':>11}{'sent MB':>10}{'textbook':>10}{'held MB':>9}"
+        f"{'peak MB':>9}{'ms/step':>9}{'tok/s':>9}"
+    )
+    if timed:
+        line += f"{'vs torch':>10}{'efficiency':>12}"
+    return line + "  verdict"
+
+
+def line(label, report, one_process, timed):
+    """A row of the table. one_process: ms of the same work in one process, or None."""
+    gap = worst_gap(report)
+    peak = report["ranks"][0]["memory"]["peak"]
+    text = (
+        f"{label:18}{report['world_size']:6}{'-' if gap is None else f'{gap:.1e}':>11}"
+        f"{megabytes(sent(report)):>10}{megabytes(textbook_sent(report)):>10}"
+        f"{megabytes(held(report)):>9}{megabytes(peak):>9}"
+        f"{report['ms_per_step']:9.1f}{report['tokens_per_second']:9,.0f}"
+    )
+    if timed:
+        text += beside_torch(report) + efficiency(report, one_process)
+    return f"{text}  {verdict(report)}"
+
+
+def beside_torch(report):
+    if "speedup" not in report:
+        return f"{'-':>10}"
+    return f"{report['speedup']:9.2f}x"
+
+
+def efficiency(report, one_process):
+    ranks = report["world_size"]
+    if one_process is None or ranks > 2:  # these may share cores, where less is to be gained
+        return f"{'-':>12}"
+    return f"{one_process / report['ms_per_step'] / ranks:12.0%}"
+
+
+def baseline(label):
+    """The label of the run in one process that does the same work."""
+    for kind in ("_long", "_moe"):
+        if label.endswith(kind):
+            return "one_process" + kind
+    return "one_process"
+
+
+def table(title, reports, timed):
+    """Print it -> did all pass?"""
+    print(f"\n==== {title} ====")
+    print(head(timed))
+    good = True
+    for label, report in reports.items():
+        if report is None:
+            good = False
+            print(f"{label:18}" + colored("FAILED", RED))
+            continue
+        one = reports.get(baseline(label))
+        ms = None
+        if one is not None:
+            ms = one["ms_per_step"]
+        print(line(label, report, ms, timed))
+        if report["exit_code"] != 0:
+            good = False
+    return good
+
+
+# ---- what the machine allows ---------------------------------------------------
+
+
+def half_of_batch(sizes):
+    """-> half of what is said behind the last --batch"""
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--batch", type=int)
+    known, _ = parser.parse_known_args(sizes)
+    return max(1, known.batch // 2)
+
+
+def limits(sizes):
+    """Print what two processes take that have nothing to tell each other, and how fast gloo is."""
+    half = half_of_batch(sizes)
+    flags = [*sizes, "--impl", "scratch", "--batch", half]
+    with ThreadPoolExecutor() as both:
+        runs = [both.submit(report, 1, "ddp.py", flags) for _ in range(2)]
+    ms = runs[0].result()["ms_per_step"]
+    print(f"\ntwo processes apart, with a batch of {half} each, take {ms:.1f} ms a step")
+    rates = report(2, "tools/bench.py", ["gloo"])["GB/s"]
+    said = ", ".join(f"{name} {rate:.2f}" for name, rate in rates.items())
+    print(f"gloo moves 16.8 MB at, in GB/s, {said}")
+
+
+NUMBERS = 2**22  # of 4 bytes, or as many less as leaves equal parts for all ranks
+TIMES = 9
+
+
+def gloo(path):
+    """What limits() starts on two ranks: GB/s of payload go to a report."""
+    # both were renamed in torch 2.13
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    dist.init_process_group("gloo")
+    part = torch.ones(NUMBERS // dist.get_world_size())
+    whole = torch.ones(len(part) * dist.get_world_size())
+    other = torch.empty_like(whole)
+    calls = {
+        "all_reduce": lambda: dist.all_reduce(whole),
+        "all_gather": lambda: all_gather(whole, part),
+        "reduce_scatter": lambda: reduce_scatter(part, whole),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole),
+    }
+    rates = {name: whole.nbytes / seconds(call) / 1e9 for name, call in calls.items()}
+    if dist.get_rank() == 0:
+        write_json(path, {"GB/s": rates})
+    dist.destroy_process_group()
+    return 0
+
+
+def seconds(call):
+    """The median of several calls."""
+    times = []
+    for _ in range(TIMES):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+# ---- more and more ranks ---------------------------------------------------------
+
+
+def rank_counts():
+    """1, 2, 4, .. as far as there are GPUs or cores."""
+    most = torch.cuda.device_count() or cores()
+    counts = [1]
+    while 2 * counts[-1] <= most:
+        counts.append(2 * counts[-1])
+    return counts
+
+
+def scale_arguments(words):
+    parser = argparse.ArgumentParser(prog="bench.py scale", allow_abbrev=False)
+    parser.error = lambda message: usage(f"{message}; usage: ./run.sh scale FILE [flags]")
+    parser.add_argument("file")
+    parser.add_argument("--batch-per-rank", type=int, default=0, metavar="B")
+    args, flags = parser.parse_known_args(words)
+    args.file = args.file.removesuffix(".py")
+    if args.file not in (*FILES, "hybrid_3d"):
+        usage(f"no technique {args.file}")
+    return args, flags
+
+
+def scale(words):
+    args, flags = scale_arguments(words)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    counts = rank_counts()
+    print(f"{'ranks':>6}{'ms/step':>10}{'tok/s':>12}{'speed-up':>10}{'efficiency':>12}", flush=True)
+    first = None  # tokens per second of one rank
+    for ranks in counts:
+        batch = ["--batch", max(8, counts[-1])]  # of two flags the later one counts
+        if args.batch_per_rank:
+            flags = [*flags, "--batch", args.batch_per_rank * ranks]
+        try:
+            found = report(ranks, f"{args.file}.py", [*batch, *flags, "--no-check"])
+        except Failed as failure:
+            print(f"{ranks:6}   FAILED: {failure}", file=sys.stderr)
+            return failure.code
+        speed = found["tokens_per_second"]
+        first = first or speed
+        gain = speed / first
+        line = f"{ranks:6}{found['ms_per_step']:10.1f}{speed:12,.0f}{gain:10.2f}"
+        print(f"{line}{gain / ranks:12.0%}", flush=True)
+    return 0
+
+
+# ---- the commands --------------------------------------------------------------
+
+
+def check():
+    reports = run_all(check_rows(), [])
+    title = "every technique, compared with the plain GPT (MB = 1e6 bytes, rank 0)"
+    good = table(title, reports, timed=False)
+    if good:
+        print("\nAll equal one process. Next: read ddp.py; ./run.sh ddp 4 --dtype fp64 --pad 0.3")
+    return int(not good)
+
+
+def bench(flags):
+    os.environ["OMP_NUM_THREADS"] = "1"
+    sizes = BENCH_SIZES.split() + flags
+    reports = run_all(BENCH, ["--impl", "both", *sizes])
+    good = table("ours against torch's own: medians of alternating blocks", reports, timed=True)
+    limits(sizes)
+    return int(not good)
+
+
+def usage(message):
+    print(f"bench.py: error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def main(words):
+    command = words[:1]
+    if words == ["check"]:
+        return check()
+    if command == ["bench"]:
+        return bench(words[1:])
+    if command == ["scale"]:
+        return scale(words[1:])
+    if command == ["gloo"]:
+        return gloo(words[-1])
+    usage("usage: bench.py check | bench [flags] | scale FILE [flags]")
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except Refused:
+        sys.exit(2)
+    except Failed as failure:
+        print(f"bench.py: {failure}", file=sys.stderr)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
