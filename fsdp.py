@@ -162,8 +162,8 @@ class Flat:
 
     def free(self):
         self.wait()  # memory into which a collective still writes must not go
-        for p in self.places:
-            p.data = self.full[:0]  # who reads it now finds no elements
+        for p, place in self.places.items():
+            p.data = torch.atleast_1d(place)[:0]  # who reads it now finds no elements
         self.full.untyped_storage().resize_(0)  # also under the views of it that autograd keeps
 
     def gathered(self, shard):

@@ -202,16 +202,18 @@ def check_layout():
     module = nn.ModuleDict({"a": nn.Linear(11, 1, bias=False), "b": nn.Linear(3, 1, bias=False)})
     for i, p in enumerate(module.parameters()):
         p.data.copy_(torch.arange(p.numel()) + 100 * i)
+    module.register_buffer("angles", torch.ones(5))
     want = {name: t.clone() for name, t in module.state_dict().items()}
     rank = dist.get_rank()
     model = FSDP(module, [])
     [unit] = model.units
-    flat = torch.cat([*(t.flatten() for t in want.values()), torch.zeros(14)])
+    flat = torch.cat([want["a.weight"][0], want["b.weight"][0], torch.zeros(14)])
     chunk = -(-14 // dist.get_world_size())
     assert torch.equal(unit.shard, flat[rank * chunk:(rank + 1) * chunk])
     torch.testing.assert_close(model.full_state_dict(), want, rtol=0, atol=0)
     model.load_full_state_dict({name: 2 * t for name, t in want.items()})
     assert torch.equal(unit.shard, 2 * flat[rank * chunk:(rank + 1) * chunk])
+    assert torch.equal(module.angles, torch.full((5,), 2.0))
 
 
 @pytest.mark.parametrize("world", [1, 3, 4])
@@ -250,6 +252,7 @@ def check_reading():
     for _ in range(2):
         for p in inner.parameters():
             assert p.numel() == 0 and "[]" in str(p) and (p + 1).numel() == 0
+        assert inner.lm_head.weight.dim() == 2  # groups may be made by it
         with pytest.raises(RuntimeError):
             inner(tokens)  # around FSDP
         llama_loss(model, tokens, targets).backward()
