@@ -675,9 +675,9 @@ FLAGS = {
     "zero": Flag(0, "over dp x cp: cut optimizer (1), gradients (2), parameters (3); --impl torch "
                  "cuts all", (0, 3)),
     "ckpt": Flag("none", "what blocks compute again in backward", ("none", "full", "selective")),
-    "amp": Flag("off", "autocast to", ("off", "bf16")),
+    "amp": Flag("off", "autocast to", ("off", "bf16"), course=True),
     **moe.FLAGS,
-    "experts": Flag(0, "E in each layer, in the place of its MLP (0: none)", ANY),
+    "experts": Flag(0, "E in each layer, in the place of its MLP (0: none)", ANY, course=True),
 }
 
 
