@@ -16,7 +16,6 @@ import re
 import runpy
 import sys
 import tempfile
-import time
 import types
 from pathlib import Path
 
@@ -30,6 +29,8 @@ os.environ["RES_OPTIONS"] = "attempts:0"  # torch asks what 127.0.0.1 is called:
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it would say that it got no answer
 import common  # noqa: E402
 import lines  # noqa: E402
+from tools.ranks import environment as _environment  # noqa: E402
+from tools.ranks import start as _start  # noqa: E402
 from halves import pytest_runtestloop  # noqa: E402, F401
 
 ALL = bool(os.environ.get("ALL"))  # ALL=1 ./run.sh test: also what takes minutes more
@@ -60,16 +61,6 @@ PROOF = (*SMALL, "--dtype", "fp64", "--pad", "0.3", "--clip", "0.5")
 # ---- ranks ---------------------------------------------------------------------
 
 
-def _environment(rank, world, port):
-    """As torchrun would make it. port: of the store; 0 for a rank that has none."""
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE=str(port > 0),
-    )
-    torch.set_num_threads(1)
-
-
 def _check(rank, world, port, check, args):
     _environment(rank, world, port)
     lines.watch()
@@ -90,45 +81,6 @@ def _script(rank, world, port, name, flags, plant, errors):
     if plant:
         plant(module)
     sys.exit(module.main())
-
-
-def _start(target, world, *args, limit=120):
-    """Run target(rank, world, port, *args) on `world` ranks -> their exit codes.
-
-    When one has failed the others have a few seconds more, then they are killed. If all hang, with
-    none that has failed, the test fails.
-    """
-    # the store that torchrun's agent would have
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("forkserver")
-    ranks = []
-    for rank in range(world):
-        ranks.append(context.Process(target=target, args=(rank, world, store.port, *args)))
-    for process in ranks:
-        process.start()
-    failed = wait_for(ranks, limit)
-    hung = [rank for rank, process in enumerate(ranks) if process.is_alive()]
-    for process in ranks:
-        process.kill()
-        process.join()
-    assert failed or not hung, f"ranks {hung} hang"
-    return [process.exitcode for process in ranks]
-
-
-def wait_for(processes, limit, patience=5):
-    """Waits until all have ended, for `limit` seconds, or for `patience` once one has failed.
-
-    -> has one failed?
-    """
-    end = time.time() + limit
-    failed = False
-    while any(process.is_alive() for process in processes) and time.time() < end:
-        alive = [process.sentinel for process in processes if process.is_alive()]
-        multiprocessing.connection.wait(alive, 1)
-        if not failed and any(process.exitcode for process in processes):
-            failed = True
-            end = min(end, time.time() + patience)
-    return failed
 
 
 def run(check, world, *args):
