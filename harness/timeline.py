@@ -12,7 +12,7 @@ import contextlib
 import json
 import statistics
 import time
-from collections import Counter, defaultdict, namedtuple
+from collections import defaultdict, namedtuple
 from pathlib import Path
 
 import torch
@@ -103,15 +103,13 @@ def costs(plans, F, B, W, sizes=None):
     return cost
 
 
-def simulate(plans, cost, comm=0.0, joined=False, route=None):
+def simulate(plans, cost, comm=0.0, joined=False):
     """Play all ranks' plans -> for each rank [(action, start, end), ..].
 
     cost(rank, action) and comm, the time of a transfer, are in one unit. A transfer occupies no
-    rank and, by default, waits for no other: what is made arrives `comm` later.
+    rank and waits for no other: what is made arrives `comm` later.
     joined: play an F whose .joined is true and the B behind it, of another micro-batch, as one
     action, which starts when the inputs of both are there, and gives both outputs at its end.
-    route: [((kind, micro-batch, stage), sender, receiver), ..]: all transfers of a rank share one
-    line, in this order.
     Raises RuntimeError, with each rank's first stuck action, if the plans wait for each other.
     """
     home = homes(plans)
@@ -121,17 +119,18 @@ def simulate(plans, cost, comm=0.0, joined=False, route=None):
     progress = True
     while progress:
         progress = False
-        arrived = None  # without a route, arrival() needs no more than `ends`
-        if route is not None:
-            # what has been made before this round; the next round knows of more
-            arrived = on_one_line(route, ends, comm)
         for rank, plan in enumerate(plans):
             while len(played[rank]) < len(plan):
                 together = next_of(plan, len(played[rank]), joined)
                 needs = [need for action in together for need in inputs(action, last)]
-                times = [arrival(need, rank, home, ends, comm, arrived) for need in needs]
-                if None in times:
+                if any(need not in ends for need in needs):
                     break
+                times = []
+                for need in needs:
+                    delay = 0.0
+                    if home[need[2]] != rank:
+                        delay = comm
+                    times.append(ends[need] + delay)
                 if played[rank]:
                     times.append(played[rank][-1][2])
                 play(together, max(times, default=0.0), rank, cost, played, ends)
@@ -145,32 +144,6 @@ def next_of(plan, position, joined):
     if joined and plan[position].joined:
         return plan[position:position + 2]
     return plan[position:position + 1]
-
-
-def arrival(need, rank, home, ends, comm, arrived):
-    """When this rank has what an action has made; None: not known yet."""
-    if need not in ends:
-        return None
-    if home[need[2]] == rank:
-        return ends[need]
-    if arrived is not None:
-        return arrived.get(need)
-    return ends[need] + comm
-
-
-def on_one_line(route, ends, comm):
-    """-> {tensor: when it arrives} where a rank's transfers follow each other, as far as known."""
-    free = Counter()  # {rank: when its line is free}
-    stuck = set()  # ranks whose next transfer has not been made yet
-    arrived = {}
-    for tensor, sender, receiver in route:
-        if tensor not in ends or sender in stuck or receiver in stuck:
-            stuck |= {sender, receiver}
-            continue
-        arrived[tensor] = max(ends[tensor], free[sender], free[receiver]) + comm
-        free[sender] = arrived[tensor]
-        free[receiver] = arrived[tensor]
-    return arrived
 
 
 def play(together, start, rank, cost, played, ends):
