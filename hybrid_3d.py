@@ -733,6 +733,8 @@ def refuse(args):
     require(stages <= args.layers, pipeline_parallel.too_few(args.layers, stages))
     require(args.schedule != "interleaved" or args.micro % args.pp == 0,
             f"--micro {args.micro}: interleaved needs a multiple of --pp {args.pp}")
+    require(args.schedule != "dualpipe-v" or args.micro >= 2 * args.pp,
+            f"--micro {args.micro}: dualpipe-v needs {2 * args.pp} or more")
     require(args.pp > 1 or not has_w(plans_of(args)),
             f"--schedule {args.schedule} --pp 1: no rank waits that W could serve; take 1f1b")
     require(args.zero < 3 or (args.pp == 1 and args.schedule == "1f1b"),
