@@ -373,7 +373,6 @@ REFUSED = """
     --dry-run 8 --pp 8 | --layers 4 for 8 stages
     --dry-run 2 --pp 2 --schedule interleaved --micro 1 | --micro 1: interleaved needs a multiple
     --dry-run 4 --dp 1 --tp 1 --pp 4 --schedule dualpipe-v --layers 8 | dualpipe-v needs 8 or more
-    --schedule zb-h1 | --schedule zb-h1 --pp 1: no rank waits that W could serve
     --dry-run 2 --pp 2 --zero 3 | right behind its forward: --pp 1 --schedule 1f1b
     --dry-run 2 --tp 2 --experts 4 | its ranks would all route the same tokens; add --sp
     --dry-run 2 --dp 2 --experts 3 | --ep 2 has to divide dp x cp = 2 and --experts 3
