@@ -25,6 +25,7 @@ same. sum: each has a summand, and sum_gradients makes the sum. The norm counts 
     pp    M 2 x; --sp: 1/tp of it
     cp    M L/pp 6 x (cp-1)/tp K/H: keys and values twice, their gradients (fp32 or wider) once
     data  k P (n-1)/n, of P parameters here, n = dp cp; k is 2, ZeRO-2: M + 1, ZeRO-3: 3 M
+    ends  2 V C/tp (n-1)/n, n = 2, of the embedding if it is tied; from ZeRO-1 on 1/(dp cp) of it
 
 Not for: parameters that are whole, but used inside of what tp cuts (norms of q and k need a row of
 the table), optimizers that look at whole matrices, several ties between stages.
@@ -83,19 +84,20 @@ def parallelize(model, mesh, plans, layers, boundary, *, sp=False, attend=None, 
     or selective. autocast: a context, such as torch.autocast. zero: ZeRO's level.
     """
     origins = origins_of(model, layers, plans)
+    microbatches = 1 + max(action.microbatch for action in plans[0])
+    splits = any(action.kind == "W" for action in plans[0])  # has a backward two parts, B and W?
     # 1. Within a layer: ranks share its matrices (tp), its sequence (cp) and its experts (ep).
-    tp = within_layers(model, mesh, plans, sp, attend)
+    tp = within_layers(model, mesh, microbatches, splits, sp, attend)
     # 2. Between layers: of all stages this rank keeps those that its plan names (pp).
     here, tied = between_layers(model, layers, plans[mesh.place["pp"]])
     # 3. Around layers: what a block computes again in backward, and in which precision.
     around_layers(here, recompute, autocast)
     # 4. Copies of it all: they sum gradients (dp, cp), and share out what all of them hold (ZeRO).
-    hybrid = Hybrid(here, tied, mesh, tp, kinds_of_parameters(sp), origins, zero, has_w(plans))
+    hybrid = Hybrid(here, tied, mesh, tp, kinds_of_parameters(sp), origins, zero, splits)
 
     links = pipeline_parallel.make_links(plans, mesh.pipelines)
     mail = Mail(plans, mesh.pipeline, mesh.group["pp"], links, *boundary)
-    hybrid.pipeline = Pipeline(
-        here, plans, mail, hybrid.before_backward, hybrid.after_backward)
+    hybrid.pipeline = Pipeline(here, plans, mail, hybrid.before_backward, hybrid.after_backward)
     return hybrid
 
 
@@ -376,12 +378,10 @@ def trained(origins):
     return {name: origin for name, origin in origins.items() if origin[1].requires_grad}
 
 
-def within_layers(model, mesh, plans, sp, attend):
+def within_layers(model, mesh, microbatches, splits, sp, attend):
     """-> tensor_parallel's WholeSequence or CutSequence"""
-    tp = WholeSequence(mesh.group["tp"])
-    if sp:
-        tp = CutSequence(mesh.group["tp"])
-    if has_w(plans):
+    tp = CutSequence(mesh.group["tp"]) if sp else WholeSequence(mesh.group["tp"])
+    if splits:
         tp.column_parallel = split_columns
         tp.linear = pipeline_parallel.split_linear
     if tp.size > 1:
@@ -389,13 +389,8 @@ def within_layers(model, mesh, plans, sp, attend):
     if mesh.size["cp"] > 1:
         context_parallel.parallelize(model, attend(mesh.group["cp"]))
     if has_experts(model):
-        microbatches = 1 + max(action.microbatch for action in plans[0])
         moe.parallelize(model, mesh.group["ep"], mesh.group["peers"], microbatches)
     return tp
-
-
-def has_w(plans):
-    return any(action.kind == "W" for action in plans[0])
 
 
 def replacements(model):
@@ -663,9 +658,7 @@ def layout(args):
     args.micro = args.micro or math.gcd(4, args.batch // args.dp)
     require(args.experts or not (args.ep or args.shared or args.capacity),
             "--ep, --shared and --capacity are for --experts E")
-    args.ep = args.ep or args.dp * args.cp
-    if not args.experts:
-        args.ep = 1
+    args.ep = (args.ep or args.dp * args.cp) if args.experts else 1
     refuse(args)
     if args.impl != "scratch":
         refuse_torch(args)
@@ -825,9 +818,9 @@ def textbook(run, plans, layers, model):
         if axis == "data" or args.experts:  # only experts have replicas
             sent = sum(sent_by_zero(zero, args.micro) for zero in zeros)
             row(axis, "k P b (n-1)/n", sent, group[axis])
-    if "ends" in group:
-        row("ends", "2 b V C/tp (n-1)/n if tied, ZeRO: /data", sent_by_sums(model, "ends"),
-            group["ends"])
+    on_ends = sent_by_sums(model, "ends")
+    if on_ends:  # if they are tied
+        row("ends", "2 (n-1)/n b V C/tp, ZeRO: /data", on_ends, group["ends"])
     row("norm", "2 w (n-1)/n", 2 * max(b, 4) * (world - 1) / world, dist.group.WORLD)
     if args.amp == "off":  # which would halve some
         on_tp = sent_on_tp(args, b, blocks, 0 in here, len(layers) - 1 in here)
