@@ -56,7 +56,7 @@ def test_zero_bubble_needs_no_more_memory():
     flags = (*SMALL, "--layers", "8", *"--dp 2 --tp 1 --pp 2 --zero 2 --dry-run 4".split())
     usual, split = alone("hybrid_3d", flags, (*flags, "--schedule", "zb-h1"))
     peaks = [dry["ranks"][0]["memory"]["peak"] for dry in (usual, split)]
-    assert peaks[1] < 1.25 * peaks[0], peaks
+    assert peaks[1] <= peaks[0], peaks
 
 
 @pytest.mark.parametrize("form, world, flags", some([
