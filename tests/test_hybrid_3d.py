@@ -21,8 +21,8 @@ LAYOUTS = [
     (4, "--dp 2 --tp 2 --pp 1 --sp --zero 2 --experts 4 --shared --balance bias"),
     (4, "--dp 1 --tp 2 --pp 2 --schedule interleaved --layers 4 --micro 2"),
     (4, "--dp 2 --tp 1 --pp 2 --schedule zb-h2 --experts 4 --ep 1 --top-k 1 --balance none"),
-    (2, "--dp 1 --tp 1 --pp 2 --schedule bfs --layers 4"),
     (4, "--dp 1 --tp 2 --pp 2 --sp --schedule dualpipe-v --layers 4 --micro 4"),
+    (2, "--dp 1 --tp 1 --pp 2 --schedule bfs --layers 4"),
 ]
 IN_BOTH_FORMS = []  # one after the other, so that every second one is of the other form
 for i, layout in enumerate(LAYOUTS):
