@@ -25,6 +25,7 @@ same. sum: each has a summand, and sum_gradients makes the sum. The norm counts 
     pp    M 2 x; --sp: 1/tp of it
     cp    M L/pp 6 x (cp-1)/tp K/H: keys and values twice, their gradients (fp32 or wider) once
     data  k P (n-1)/n, of P parameters here, n = dp cp; k is 2, ZeRO-2: M + 1, ZeRO-3: 3 M
+    ends  2 V C/tp (n-1)/n, n = 2, of the embedding if it is tied; from ZeRO-1 on 1/(dp cp) of it
 
 Not for: parameters that are whole, but used inside of what tp cuts (norms of q and k need a row of
 the table), optimizers that look at whole matrices, several ties between stages.
@@ -39,7 +40,7 @@ At work: DeviceMesh, fully_shard, parallelize_module, torch.distributed.pipelini
     step(model, optimizer, gradient_norm(model), clip)
 """
 import math
-from collections import defaultdict, namedtuple
+from collections import Counter, defaultdict, namedtuple
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -77,28 +78,26 @@ def parallelize(model, mesh, plans, layers, boundary, *, sp=False, attend=None, 
                 autocast=None, zero=0):
     """A plain model -> Hybrid: this rank's part of it, with the Pipeline that runs it.
 
-    plans      pipeline_parallel's, of all ranks
-    layers     how many each stage gets
-    boundary   the size, dtype and device of what goes from stage to stage
-    sp         norms and residuals are cut over tp, along T
-    attend     one of context_parallel's classes, for cp > 1
-    recompute  amp_accum_ckpt's full or selective; autocast: a context, such as torch.autocast
-    zero       ZeRO's level
+    plans: pipeline_parallel's, of all ranks. layers: how many each stage gets. boundary: the size,
+    dtype and device of what goes from stage to stage. sp: norms and residuals are cut over tp,
+    along T. attend: one of context_parallel's classes, for cp > 1. recompute: amp_accum_ckpt's full
+    or selective. autocast: a context, such as torch.autocast. zero: ZeRO's level.
     """
     origins = origins_of(model, layers, plans)
+    microbatches = 1 + max(action.microbatch for action in plans[0])
+    splits = any(action.kind == "W" for action in plans[0])  # has a backward two parts, B and W?
     # 1. Within a layer: ranks share its matrices (tp), its sequence (cp) and its experts (ep).
-    tp = within_layers(model, mesh, plans, sp, attend)
+    tp = within_layers(model, mesh, microbatches, splits, sp, attend)
     # 2. Between layers: of all stages this rank keeps those that its plan names (pp).
     here, tied = between_layers(model, layers, plans[mesh.place["pp"]])
     # 3. Around layers: what a block computes again in backward, and in which precision.
     around_layers(here, recompute, autocast)
     # 4. Copies of it all: they sum gradients (dp, cp), and share out what all of them hold (ZeRO).
-    hybrid = Hybrid(here, tied, mesh, tp, kinds_of_parameters(sp), origins, level=zero)
+    hybrid = Hybrid(here, tied, mesh, tp, kinds_of_parameters(sp), origins, zero, splits)
 
     links = pipeline_parallel.make_links(plans, mesh.pipelines)
     mail = Mail(plans, mesh.pipeline, mesh.group["pp"], links, *boundary)
-    hybrid.pipeline = Pipeline(
-        here, plans, mail, hybrid.before_backward, hybrid.after_backward)
+    hybrid.pipeline = Pipeline(here, plans, mail, hybrid.before_backward, hybrid.after_backward)
     return hybrid
 
 
@@ -199,11 +198,12 @@ class Hybrid(nn.Module):
     here     {stage: module}, which tp has cut already
     tied     {parameter that several stages have: its name in the first}
     kinds    {name of a kind: Kind}
-    origins  {name in the plain model: Origin}
+    origins  {name in the plain model: (the first rank of a pipeline that has it, one like it)}
     level    ZeRO's, 0 to 3
+    splits   has a backward two parts, B and W?
     """
 
-    def __init__(self, here, tied, mesh, tp, kinds, origins, level):
+    def __init__(self, here, tied, mesh, tp, kinds, origins, level, splits):
         super().__init__()
         self.stages = nn.ModuleList(here.values())
         self.mesh = mesh
@@ -214,10 +214,9 @@ class Hybrid(nn.Module):
         self.names = {}  # {parameter: its name in the plain model}
         self.kind = {}  # {parameter: Kind}
         self.zeros_of = defaultdict(list)  # {stage: [ZeRO]}; "tied": they wait for all stages
-        for (stage, axis), units in self.lay_out(here, tied, kinds).items():
-            own_level = level
-            if stage == "tied":
-                own_level = min(level, 1)  # a gradient stays whole until the last backward
+        for (stage, axis), units in self.lay_out(here, tied, kinds, splits).items():
+            # the tied one's gradient stays whole until the last backward of all stages
+            own_level = min(level, 1) if stage == "tied" else level
             zero = ZeRO(list(units.values()), mesh.group[axis], own_level)
             self.zeros_of[stage].append(zero)
         self.zeros = [zero for zeros in self.zeros_of.values() for zero in zeros]
@@ -230,7 +229,7 @@ class Hybrid(nn.Module):
         wide = torch.promote_types(p.dtype, torch.float32)
         self.shares = torch.tensor(shares, dtype=wide, device=p.device)
 
-    def lay_out(self, here, tied, kinds):
+    def lay_out(self, here, tied, kinds, splits):
         """-> {(stage, axis of copies): {name of a module: Unit}} of what is trained."""
         units = defaultdict(dict)
         for stage, module in here.items():
@@ -243,12 +242,13 @@ class Hybrid(nn.Module):
                 self.names[p] = tied.get(p, name)
                 self.kind[p] = kind
                 if p.requires_grad:
-                    own = units["tied" if p in tied else stage, kind.summed[0]]
                     site = unit_of(name)
-                    if site not in own:
-                        stays = not site.startswith("blocks.")
-                        own[site] = Unit([], [module.get_submodule(site)], stays)
-                    own[site].parameters.append(p)
+                    if splits and self.level == 2 and kind is kinds["outside"]:
+                        site = ""  # B makes these gradients: ZeRO lends a block's memory in W only
+                    own = units["tied" if p in tied else stage, kind.summed[0]]
+                    stays = not site.startswith("blocks.")
+                    unit = own.setdefault(site, Unit([], [module.get_submodule(site)], stays))
+                    unit.parameters.append(p)
         return units
 
     def same_along(self, p):
@@ -305,25 +305,22 @@ def step(model, optimizer, norm, clip):
 
 def full_state_dict(model):
     """-> {name in the plain model: parameter or buffer}, on every rank."""
-    found = {}
-    for zero in model.zeros:
-        found.update(zero.full_parameters())  # over data or replicas: sharded -> replicated
-    return gather(model, found, list(model.origins))
+    # over data or replicas: sharded -> replicated
+    found = {p: whole for zero in model.zeros for p, whole in zero.full_parameters().items()}
+    return gather(model, found, model.origins)
 
 
 def full_gradients(model):
     """-> {name in the plain model: gradient} of what is trained, on every rank."""
-    found = {}
-    for zero in model.zeros:
-        found.update(zero.full_gradients())  # over data or replicas: sharded -> replicated
-    trained = [name for name, origin in model.origins.items() if origin.is_trained]
-    return gather(model, found, trained)
+    # over data or replicas: sharded -> replicated
+    found = {p: whole for zero in model.zeros for p, whole in zero.full_gradients().items()}
+    return gather(model, found, trained(model.origins))
 
 
-def gather(model, found, names):
+def gather(model, found, origins):
     """found: {parameter of this rank: itself or its gradient, whole along data or replicas}
 
-    -> {name in the plain model: tensor} of these names, of all stages and experts, on every rank.
+    -> {name in the plain model: tensor} of these, of all stages and experts, on every rank.
     """
     mine = {}
     for stage in model.stages:
@@ -331,7 +328,6 @@ def gather(model, found, names):
             # over tp: sharded -> replicated
             mine[name] = tensor_parallel.unshard(found.get(t, t), model.tp.cuts.get(t), model.tp)
     mine = moe.gather_experts(mine, model.mesh.group["ep"])  # over ep: sharded -> replicated
-    origins = {name: model.origins[name][:2] for name in names}
     # over pp: on one stage -> replicated
     return pipeline_parallel.gather(mine, origins, model.mesh.group["pp"])
 
@@ -359,34 +355,33 @@ def unit_of(name):
 
     The embedding and the head are alone, so that ZeRO cuts the tied weight alike at both ends.
     """
-    first, second, *_ = name.split(".")
-    if first == "blocks":
-        return f"blocks.{second}"
-    return first
-
-
-# rank: the first of a pipeline that has a tensor. like: one like it, without memory. is_trained: of
-# a parameter by its first name
-Origin = namedtuple("Origin", "rank like is_trained")
+    words = name.split(".")
+    return ".".join(words[:2]) if words[0] == "blocks" else words[0]
 
 
 def origins_of(model, layers, plans):
-    """-> {name in the plain model: Origin}, before the model is cut."""
+    """Before the model is cut -> {name: (the first rank of a pipeline that has it, one like it)}
+
+    The latter has no memory. It requires a gradient if it is trained, and this is its first name.
+    """
     home = pipeline_parallel.homes(plans)
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
     found = {}
     for number, stage in enumerate(carve(model, layers)):
         for name, t in stage.state_dict().items():
-            found.setdefault(name, Origin(home[number], t.to("meta"), name in trained))
+            like = t.to("meta").requires_grad_(name in names)
+            found.setdefault(name, (home[number], like))
     return found
 
 
-def within_layers(model, mesh, plans, sp, attend):
+def trained(origins):
+    return {name: origin for name, origin in origins.items() if origin[1].requires_grad}
+
+
+def within_layers(model, mesh, microbatches, splits, sp, attend):
     """-> tensor_parallel's WholeSequence or CutSequence"""
-    tp = WholeSequence(mesh.group["tp"])
-    if sp:
-        tp = CutSequence(mesh.group["tp"])
-    if has_w(plans):
+    tp = CutSequence(mesh.group["tp"]) if sp else WholeSequence(mesh.group["tp"])
+    if splits:
         tp.column_parallel = split_columns
         tp.linear = pipeline_parallel.split_linear
     if tp.size > 1:
@@ -394,26 +389,18 @@ def within_layers(model, mesh, plans, sp, attend):
     if mesh.size["cp"] > 1:
         context_parallel.parallelize(model, attend(mesh.group["cp"]))
     if has_experts(model):
-        microbatches = 1 + max(action.microbatch for action in plans[0])
         moe.parallelize(model, mesh.group["ep"], mesh.group["peers"], microbatches)
     return tp
 
 
-def has_w(plans):
-    return any(action.kind == "W" for action in plans[0])
-
-
 def replacements(model):
-    """-> tensor_parallel's plan, by which experts stay as they are"""
-    found = {}
-    form = "llama" if model.pos is None else "gpt2"
-    for pattern, kind in tensor_parallel.PLANS[form].items():
-        if has_experts(model) and ".mlp" in pattern:
-            if model.blocks[0].mlp.shared is None:
-                continue
-            pattern = pattern.replace(".mlp", ".mlp.shared")
-        found[pattern] = kind
-    return found
+    """-> tensor_parallel's plan. Of experts it cuts the shared one alone."""
+    plan = tensor_parallel.PLANS["llama" if model.pos is None else "gpt2"]
+    if not has_experts(model):
+        return plan
+    if model.blocks[0].mlp.shared is None:
+        return {name: kind for name, kind in plan.items() if ".mlp" not in name}
+    return {name.replace(".mlp", ".mlp.shared"): kind for name, kind in plan.items()}
 
 
 def has_experts(model):
@@ -459,14 +446,8 @@ def add_gradients(tp, x, dys, parameters):
 def between_layers(model, layers, plan):
     """-> this rank's {stage: module}, {parameter of several stages: its name in the first}"""
     stages = carve(model, layers)
-    names = {}  # {parameter: its name in the first stage that has it}
-    tied = {}
-    for stage in stages:
-        for name, p in stage.named_parameters():
-            if p in names:
-                tied[p] = names[p]
-            else:
-                names[p] = name
+    count = Counter(p for stage in stages for p in stage.parameters())
+    tied = {p: name for name, p in model.named_parameters() if count[p] > 1}
     return {action.stage: stages[action.stage] for action in plan}, tied
 
 
@@ -505,7 +486,7 @@ def evaluate(model, x, y):
 def in_microbatches(model, x, y, valid):
     """-> what Pipeline.step takes: inputs, and a function -> a micro-batch's part of the loss."""
     targets = y.chunk(model.pipeline.microbatches)
-    vocab = len(model.origins["tok.weight"].like)  # V, as in the plain model
+    vocab = len(model.origins["tok.weight"][1])  # V, as in the plain model
 
     def loss_of(logits, m):
         if model.tp.size == 1:
@@ -536,6 +517,7 @@ class AtWork(nn.Module):
         self.last = self.stages[-1].last
         self.mesh = mesh
         self.device_mesh = device_mesh  # torch's, of pp, dp and tp
+        self.tp = WholeSequence(mesh.group["tp"])  # to it nothing is cut: torch has DTensors
         self.origins = origins
         self.valid = 1  # targets of the batch under way
         self.schedule = None  # torch's, which calls loss_of
@@ -544,7 +526,7 @@ class AtWork(nn.Module):
     def loss_of(self, logits, targets):
         """What torch's schedule calls on the last stage."""
         if self.mesh.size["tp"] > 1:
-            vocab = len(self.origins["tok.weight"].like)  # V, as in the plain model
+            vocab = len(self.origins["tok.weight"][1])  # V, as in the plain model
             shape = torch.Size((*targets.shape, vocab))
             stride = targets.shape[1] * vocab, vocab, 1
             logits = DTensor.from_local(
@@ -570,20 +552,13 @@ class AtWork(nn.Module):
         return self.run(self.schedule.eval, x, y, 1)
 
     def full_state_dict(self):
-        return self.gather(lambda t: t, list(self.origins))
+        found = {p: whole(p) for p in self.parameters()}  # over dp, tp: sharded -> replicated
+        return gather(self, found, self.origins)
 
     def full_gradients(self):
-        trained = [name for name, origin in self.origins.items() if origin.is_trained]
-        return self.gather(lambda p: p.grad if p.requires_grad else p, trained)
-
-    def gather(self, of_parameter, names):
-        """-> {name in the plain model: tensor} of these names, on every rank."""
-        mine = {}
-        for stage in self.stages:
-            for name, p in stage.state_dict(keep_vars=True).items():
-                mine[name] = whole(of_parameter(p))  # over dp and tp: sharded -> replicated
-        origins = {name: self.origins[name][:2] for name in names}
-        return pipeline_parallel.gather(mine, origins, self.mesh.group["pp"])
+        # likewise
+        found = {p: whole(p.grad) for p in self.parameters() if p.requires_grad}
+        return gather(self, found, trained(self.origins))
 
 
 def parallelize_at_work(model, mesh, device_mesh, plans, layers, boundary, args):
@@ -603,10 +578,9 @@ def parallelize_at_work(model, mesh, device_mesh, plans, layers, boundary, args)
             for unit in [*stage.blocks.values(), stage]:
                 fully_shard(unit, mesh=device_mesh["dp"], reshard_after_forward=False)
     at_work = AtWork(here, mesh, device_mesh, origins)
-    if tied and at_work.first and not at_work.last:
-        at_work.tied = at_work.stages[0].tok.weight
-    if tied and at_work.last and not at_work.first:
-        at_work.tied = at_work.stages[-1].head.weight
+    if tied and at_work.first != at_work.last:
+        stages = at_work.stages
+        at_work.tied = stages[0].tok.weight if at_work.first else stages[-1].head.weight
     parts = []
     for number, stage in here.items():
         shapes = shapes_at_work(stage, boundary, args.seq, columns)
@@ -624,12 +598,8 @@ def shapes_at_work(stage, boundary, T, columns):
     """-> what a stage takes and gives. Without it torch asks other ranks, and that takes NumPy."""
     size, dtype, device = boundary
     edge = torch.empty(size, dtype=dtype, device=device, requires_grad=True)
-    taken = edge
-    given = edge
-    if stage.first:
-        taken = edge.new_empty(size[0], T, dtype=torch.int64)
-    if stage.last:
-        given = edge.new_empty(size[0], T, columns)
+    taken = edge.new_empty(size[0], T, dtype=torch.int64) if stage.first else edge
+    given = edge.new_empty(size[0], T, columns) if stage.last else edge
     return taken, given
 
 
@@ -688,9 +658,7 @@ def layout(args):
     args.micro = args.micro or math.gcd(4, args.batch // args.dp)
     require(args.experts or not (args.ep or args.shared or args.capacity),
             "--ep, --shared and --capacity are for --experts E")
-    args.ep = args.ep or args.dp * args.cp
-    if not args.experts:
-        args.ep = 1
+    args.ep = (args.ep or args.dp * args.cp) if args.experts else 1
     refuse(args)
     if args.impl != "scratch":
         refuse_torch(args)
@@ -733,8 +701,8 @@ def refuse(args):
     require(stages <= args.layers, pipeline_parallel.too_few(args.layers, stages))
     require(args.schedule != "interleaved" or args.micro % args.pp == 0,
             f"--micro {args.micro}: interleaved needs a multiple of --pp {args.pp}")
-    require(args.pp > 1 or not has_w(plans_of(args)),
-            f"--schedule {args.schedule} --pp 1: no rank waits that W could serve; take 1f1b")
+    require(args.schedule != "dualpipe-v" or args.micro >= 2 * args.pp,
+            f"--micro {args.micro}: dualpipe-v needs {2 * args.pp} or more")
     require(args.zero < 3 or (args.pp == 1 and args.schedule == "1f1b"),
             "--zero 3 wants each backward right behind its forward: --pp 1 --schedule 1f1b")
     require(not args.experts or tp == 1 or args.sp,
@@ -819,38 +787,48 @@ def sent_by_zero(zero, micro):
     return sent * (ranks - 1) / ranks
 
 
+def sent_by_sums(model, axis):
+    """By sum_gradients along an axis that it sums after backward."""
+    n = model.mesh.size[axis]
+    summed = [part.grad.nbytes for part in model.parts if axis in model.kind[part.parameter].summed]
+    return 2 * (n - 1) / n * sum(summed)
+
+
 def textbook(run, plans, layers, model):
     """-> rows: the docstring's table of what is sent, at this rank's place"""
     args = run.args
-    mesh = model.mesh
+    group = model.mesh.group
     b = run.dtype.itemsize
-    groups = run.ledger["scratch"].groups
+    place = model.mesh.place["pp"]
     home = pipeline_parallel.homes(plans)
-    here = [stage for stage in home if home[stage] == mesh.place["pp"]]
-    blocks = sum(layers[stage] for stage in here)
-    on_tp = sent_on_tp(args, b, blocks, 0 in here, len(layers) - 1 in here)
-    summed = [part.grad.nbytes for part in model.parts if "tp" in model.kind[part.parameter].summed]
-    on_tp += 2 * (args.tp - 1) / args.tp * sum(summed)
+    here = [stage for stage in home if home[stage] == place]
     beside = [home.get(stage + step) for stage in here for step in (-1, 1)]
-    neighbours = sum(rank not in (None, mesh.place["pp"]) for rank in beside)
+    neighbours = sum(rank not in (None, place) for rank in beside)
+    blocks = sum(layers[stage] for stage in here)
+    links = model.pipeline.mail.links  # {its two places: group}; gloo sends in that of all
+    world = dist.get_world_size()
     rows = []
 
-    def row(axis, formula, expected, axis_groups):
-        sent = sum(groups[group.group_name] for group in axis_groups)
+    def row(axis, formula, expected, *groups):
+        sent = sum(run.ledger["scratch"].groups[each.group_name] for each in groups)
         rows.append((f"wire {axis}", formula, expected, sent))
 
-    for axis in COPIES:  # only experts have replicas
-        own = [zero for zero in model.zeros if zero.group is mesh.group[axis]]
-        if own:
-            expected = sum(sent_by_zero(zero, args.micro) for zero in own)
-            row(axis, "k P b (n-1)/n", expected, [mesh.group[axis]])
+    for axis in COPIES:
+        zeros = [zero for zero in model.zeros if zero.group is group[axis]]
+        if axis == "data" or args.experts:  # only experts have replicas
+            sent = sum(sent_by_zero(zero, args.micro) for zero in zeros)
+            row(axis, "k P b (n-1)/n", sent, group[axis])
+    on_ends = sent_by_sums(model, "ends")
+    if on_ends:  # if they are tied
+        row("ends", "2 (n-1)/n b V C/tp, ZeRO: /data", on_ends, group["ends"])
+    row("norm", "2 w (n-1)/n", 2 * max(b, 4) * (world - 1) / world, dist.group.WORLD)
     if args.amp == "off":  # which would halve some
-        row("tp", "M L/pp 8 x b (tp-1)/tp, --sp 10, + ends + sums", on_tp, [mesh.group["tp"]])
-        row("cp", "M L/pp (4 b + 2 w) x (cp-1)/tp K/H", sent_on_cp(args, b, blocks),
-            [mesh.group["cp"]])
-        links = model.pipeline.mail.links  # {its two places: group}; gloo sends in that of all
+        on_tp = sent_on_tp(args, b, blocks, 0 in here, len(layers) - 1 in here)
+        row("tp", "M L/pp 8 x b (tp-1)/tp, --sp 10, + ends + sums",
+            on_tp + sent_by_sums(model, "tp"), group["tp"])
+        row("cp", "M L/pp (4 b + 2 w) x (cp-1)/tp K/H", sent_on_cp(args, b, blocks), group["cp"])
         row("pp", "M x b, --sp /tp, per neighbour", sent_on_pp(args, b, neighbours),
-            [mesh.group["pp"], *(links[ends] for ends in links if mesh.place["pp"] in ends)])
+            group["pp"], *(links[ends] for ends in links if place in ends))
     return rows
 
 
@@ -867,12 +845,9 @@ def pieces(model, optimizer):
             found.append((p, parts_pieces([(*run, part.master)], optimizer, is_first(model, p))))
             # what computes is loaded likewise, and not saved
             found.append((p, run_pieces(*run, part.shard, False)))
-        if flat.level < 3:
-            for p, place in flat.places.items():
-                found.append((p, pieces_of([(model.names[p], place)], None, False)))
-    for p, name in model.names.items():
-        if not p.requires_grad:
-            found.append((p, pieces_of([(name, p)], None, is_first(model, p))))
+    for p, name in model.names.items():  # in level 3 those that are trained have no elements
+        writes = not p.requires_grad and is_first(model, p)
+        found.append((p, pieces_of([(name, p)], None, writes)))
     of_plain = [piece for p, own in found for box in own for piece in in_plain(model, p, box)]
     return [piece for piece in of_plain if piece.tensor.numel()]
 
@@ -885,7 +860,7 @@ def is_first(model, p):
 def in_plain(model, p, piece):
     """A box of this rank's p -> boxes of the plain model's tensors: of a stack, one per expert."""
     if p in model.tp.cuts:
-        return [moved_along_tp(piece, model.tp.cuts[p], model.tp.rank)]
+        return [tensor_parallel.of_whole(piece, model.tp.cuts[p], model.tp.rank)]
     if "ep" not in model.kind[p].cut:
         return [piece]
     name, shape, start, stack, writes = piece
@@ -894,21 +869,10 @@ def in_plain(model, p, piece):
             for number, of_expert in enumerate(stack, first)]
 
 
-def moved_along_tp(piece, cut, tp_rank):
-    """Moved to its place in the whole, without padding."""
-    start = list(piece.start)
-    start[cut.dim] += tp_rank * piece.shape[cut.dim]
-    shape = list(piece.shape)
-    shape[cut.dim] = cut.whole
-    room = max(0, cut.whole - start[cut.dim])  # behind it is padding
-    tensor = piece.tensor.narrow(cut.dim, 0, min(room, piece.tensor.shape[cut.dim]))
-    return Piece(piece.name, tuple(shape), tuple(start), tensor, piece.writes)
-
-
 def notes(model):
     """What a checkpoint holds besides: the biases of all layers' experts."""
-    names = [name for name in model.origins if name.endswith("bias_steps")]
-    return {"bias_steps": [biases.tolist() for biases in gather(model, {}, names).values()]}
+    biases = {name: origin for name, origin in model.origins.items() if "bias_steps" in name}
+    return {"bias_steps": [steps.tolist() for steps in gather(model, {}, biases).values()]}
 
 
 # ---- a run
@@ -946,9 +910,7 @@ def tokens_of_rank(args, cp_rank, device):
 def boundary_of(run):
     """-> size, dtype and device of what goes from stage to stage"""
     args = run.args
-    tokens = args.seq // args.cp
-    if args.sp:
-        tokens //= args.tp
+    tokens = args.seq // args.cp // (args.tp if args.sp else 1)
     return (args.batch // args.dp // args.micro, tokens, args.width), run.dtype, run.device
 
 

@@ -54,7 +54,7 @@ import torch.distributed.tensor.parallel as at_work
 from torch.distributed.tensor import Replicate, Shard, init_device_mesh
 
 from common import adamw, loss_sum
-from harness.checkpoint import Piece, pieces_of
+from harness.checkpoint import pieces_of
 from harness.flags import Flag, arguments, require
 from harness.run import Run, Side
 
@@ -680,23 +680,22 @@ def pieces(model, optimizer, tp):
     """-> [Piece]: what this rank holds of the plain model's parameters and AdamW states."""
     found = []
     for name, p in model.named_parameters():
-        whole = pieces_of([(name, p)], optimizer, writes=tp.rank == 0)
+        own = pieces_of([(name, p)], optimizer, writes=p in tp.cuts or tp.rank == 0)
         if p in tp.cuts:
-            whole = [of_whole(piece, tp.cuts[p], tp.rank) for piece in whole]
-        found += whole
+            own = [of_whole(piece, tp.cuts[p], tp.rank) for piece in own]
+        found += own
     return [piece for piece in found if piece.tensor.numel() > 0]
 
 
 def of_whole(piece, cut, tp_rank):
-    """What pieces_of has taken for a whole tensor -> the box of the plain one, without padding."""
-    each = piece.shape[cut.dim]
-    first = min(tp_rank * each, cut.whole)
+    """A box of this rank's piece of a parameter -> the same of the plain one, without padding."""
+    start = list(piece.start)
+    start[cut.dim] += tp_rank * piece.shape[cut.dim]
     shape = list(piece.shape)
     shape[cut.dim] = cut.whole
-    start = list(piece.start)
-    start[cut.dim] = first
-    tensor = piece.tensor.narrow(cut.dim, 0, min(each, cut.whole - first))
-    return Piece(piece.name, tuple(shape), tuple(start), tensor, writes=True)
+    room = max(0, cut.whole - start[cut.dim])  # behind it is padding
+    tensor = piece.tensor.narrow(cut.dim, 0, min(room, piece.tensor.shape[cut.dim]))
+    return piece._replace(shape=tuple(shape), start=tuple(start), tensor=tensor)
 
 
 def set_up(run, impl, tp, mesh):
