@@ -18,9 +18,8 @@ gradients. Of the P parameters P_again lie in blocks that are gathered twice: al
       by                                    -             2L all-gathers, L+1 reduce-scatters
     with --no-reshard                       -             8 P (N-1)/N, all blocks stay gathered
 
-zero.py --stage 3 holds the same 16 P/N, and finds out by itself in which order units are used. FSDP
-is told its blocks; no rank ever needs the whole model (meta device), and groups of ranks can be
-replicas (--hsdp).
+zero.py --stage 3 holds the same, and finds out by itself in which order units are used. FSDP is
+told its blocks; no rank needs the whole model (meta device); replicas are groups of ranks (--hsdp).
 
     model = FSDP(model, model.blocks)  # gradients are summed over ranks, not averaged
     optimizer = torch.optim.AdamW(model.parameter_groups(), lr=1e-3)
@@ -31,8 +30,8 @@ replicas (--hsdp).
     state = model.full_state_dict()  # gathers what to save
 
 Not for: optimizers that look at whole matrices (Muon, Shampoo, LAMB, Adafactor); ranks that use
-different blocks in a step (data-dependent depth); blocks that run twice in a forward; sparse
-gradients, second derivatives, reentrant checkpointing; freezing or thawing after FSDP is made.
+different blocks in a step (data-dependent depth); blocks that run twice in a forward, or share
+parameters; sparse gradients; second derivatives; reentrant checkpointing; freezing later.
 
 Zhao et al. 2023, "PyTorch FSDP", arXiv:2304.11277, sections 3 and 4.
 At work: torch.distributed.fsdp.fully_shard, section 3 below.
@@ -111,8 +110,7 @@ class Flat:
 
     def views(self, flat):
         """-> {parameter: its place in a tensor that is laid out like full}."""
-        sizes = [shape.numel() for shape in self.shapes.values()]
-        pieces = flat[:self.size].split(sizes)
+        pieces = flat[:self.size].split([shape.numel() for shape in self.shapes.values()])
         return {p: piece.view(self.shapes[p]) for p, piece in zip(self.shapes, pieces)}
 
     def cut(self):
@@ -141,7 +139,7 @@ class Flat:
         """Begin to gather, unless the parameters are here or on their way."""
         memory = self.full.untyped_storage()
         if memory.nbytes() == 0:
-            memory.resize_(self.full.numel() * self.full.itemsize)
+            memory.resize_(self.full.nbytes)
             for p, place in self.places.items():
                 # A p made by nn.Parameter(place) would share the count of changes of full:
                 # autograd would take a gather for a change of p, and refuse to go backward.
@@ -204,10 +202,10 @@ class Flat:
             gradient = self.sum.to(self.shard.device)
             self.sum = None
             for part in self.parts.values():
-                if part.shard.grad is None:
-                    part.shard.grad = gradient[part.span]
-                else:
-                    part.shard.grad += gradient[part.span]
+                piece = gradient[part.span]
+                if part.shard.grad is not None:
+                    piece += part.shard.grad
+                part.shard.grad = piece
 
 
 class FSDP(nn.Module):
@@ -375,10 +373,8 @@ class FSDP(nn.Module):
 
         groups are made of the module's parameters after FSDP was made.
         """
-        if groups is None:
-            return [{"params": list(self.shards)}]
         ours = []
-        for group in groups:
+        for group in groups or [{"params": list(self.unit_of)}]:
             parts = [self.unit_of[p].parts.get(p) for p in group["params"] if p.requires_grad]
             ours.append({**group, "params": [part.shard for part in parts if part]})
         return ours
@@ -537,19 +533,16 @@ def set_up(run, impl, plain, mesh, wide):
 
 def pieces(model, optimizer, writes):
     """What this rank gives to a checkpoint, or takes from it. writes: does it save its shards?"""
-    frozen = []
-    parts = []
+    found = []
     for name, p in model.module.named_parameters():
         unit = model.unit_of.get(p)
-        if unit is None:
-            frozen.append((name, p))
+        if unit is None:  # frozen
+            found += pieces_of([(name, p)], None, writes=dist.get_rank() == 0)
         elif p in unit.parts:
             part = unit.parts[p]
-            parts.append((name, unit.shapes[p], part.first, part.shard))
-    return [
-        *pieces_of(frozen, None, writes=dist.get_rank() == 0),
-        *parts_pieces(parts, optimizer, writes),
-    ]
+            place = name, unit.shapes[p], part.first
+            found += parts_pieces([(*place, part.shard)], optimizer, writes)
+    return found
 
 
 def textbook(model, n, replicas):

@@ -53,8 +53,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from common import adamw, loss_sum, share
-from harness.checkpoint import parts_pieces, pieces_of
+from harness.checkpoint import parts_pieces, pieces_of, run_pieces
 from harness.flags import POSITIVE, Flag, arguments, require
+from harness.ledger import held_by
 from harness.run import Run, Side
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
@@ -74,7 +75,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 def lend(flat):
     """Give a flat tensor its memory, under all views of it. What is in it is not defined."""
     if flat.untyped_storage().size() == 0:
-        flat.untyped_storage().resize_(flat.numel() * flat.itemsize)
+        flat.untyped_storage().resize_(flat.nbytes)
 
 
 def take_back(flat):
@@ -122,17 +123,17 @@ class Flat:
         self.level = level  # 0 to 3
         self.stays = unit.stays
         self.shapes = {p: p.shape for p in parameters}  # in this order in full
-        size = sum(p.numel() for p in parameters)  # without padding
+        self.size = sum(p.numel() for p in parameters)  # without padding
         chunks = dist.get_world_size(group) if level > 0 else 1
         mine = dist.get_rank(group) if level > 0 else 0
-        self.chunk = -(-size // chunks)  # its size, rounded up
+        self.chunk = -(-self.size // chunks)  # rounded up
         self.begin = mine * self.chunk  # where this rank's chunk begins in full
 
         self.full = parameters[0].new_zeros(chunks * self.chunk)  # what forward and backward use
         self.buffer = torch.zeros_like(self.full)
         self.places = self.views(self.full)
         self.slots = self.views(self.buffer)
-        self.padding = self.buffer[size:]
+        self.padding = self.buffer[self.size:]
         for p, place in self.places.items():
             # A parameter that gets its memory in this way keeps a count of changes of its own
             # (p._version). What a gather or a step writes into full is no change of p to autograd.
@@ -168,8 +169,7 @@ class Flat:
 
     def views(self, flat):
         """-> {parameter: its place in a tensor that is laid out like full}."""
-        sizes = [shape.numel() for shape in self.shapes.values()]
-        pieces = flat[:sum(sizes)].split(sizes)
+        pieces = flat[:self.size].split([shape.numel() for shape in self.shapes.values()])
         return {p: piece.view(self.shapes[p]) for p, piece in zip(self.shapes, pieces)}
 
     def cut(self):
@@ -263,8 +263,7 @@ class Flat:
         optimizer.step()  # parts of other flats have no gradient, and are left alone
         for part in self.parts:
             part.master.grad = None
-        if self.shard is not self.master:
-            self.shard.copy_(self.master)
+        self.shard.copy_(self.master)  # nothing is to be done where they are one
         if self.level in (1, 2):
             self.is_here = False  # of full this rank's chunk is new, the others are old
             self.start_gather()  # sharded -> replicated
@@ -388,9 +387,8 @@ class ZeRO:
             return
         while self.pending:
             self.reduce_next()
-        if self.reducing is not None:
-            self.reducing.finish_reduce()
-            self.reducing = None
+        self.reducing.finish_reduce()
+        self.reducing = None
         self.expected = self.entered
         self.free_units()
         if self.level >= 2:
@@ -548,17 +546,15 @@ def train_step_at_work(module, optimizer, x, y, valid, clip):
 def refuse(args):
     """What cannot run ends here, in one line, before anything is built."""
     n = args.world_size
-    level = args.stage
     least = {"none": 0, "optimizer": 1, "param": 3}[args.offload]
-    require(level >= least,
-            f"--offload {args.offload} with --stage {level}: needs stage {least} or more")
+    require(args.stage >= least, f"--offload {args.offload} needs --stage {least} or more")
     require(args.batch >= n * args.accum,
             f"--batch {args.batch}: fewer than {n} ranks x {args.accum} micro-batches")
     if args.impl != "scratch":
-        plain = level >= 1 and args.accum == 1 and args.offload == "none"
-        require(plain, f"--impl {args.impl} wants --stage 1 to 3, --accum 1 and --offload none")
-        saved = args.save or args.resume or args.init_from
-        require(level >= 2 or not (args.dry_run or saved),
+        require(args.stage >= 1 and args.accum == 1 and args.offload == "none",
+                f"--impl {args.impl} wants --stage 1 to 3, --accum 1 and --offload none")
+        kept = args.dry_run or args.save or args.resume or args.init_from
+        require(args.stage >= 2 or not kept,
                 f"--impl {args.impl} --stage 1: torch's optimizer has no dry run and is not saved")
 
 
@@ -566,33 +562,28 @@ def pieces(model, zero, optimizer):
     """-> [Piece] by the plain GPT's names: masters as the parameters, and AdamW's states."""
     names = {p: name for name, p in model.named_parameters()}
     is_first = dist.get_rank(zero.group) == 0
-    masters = []
-    copies = []  # what forward reads follows the masters: it is loaded likewise, not saved
+    frozen = [(name, p) for p, name in names.items() if not p.requires_grad]
+    found = pieces_of(frozen, None, writes=is_first)
     for flat in zero.flats:
         for part in flat.parts:
-            of = (names[part.parameter], flat.shapes[part.parameter], part.first)
-            masters.append((*of, part.master))
-            copies.append((*of, part.shard))
+            p = part.parameter
+            place = names[p], flat.shapes[p], part.first
+            writes = zero.level > 0 or is_first
+            found += parts_pieces([(*place, part.master)], optimizer, writes)
+            # what forward reads follows the masters: it is loaded likewise, not saved
+            found += run_pieces(*place, part.shard, writes=False)
         if flat.level < 3:
-            copies += [(names[p], p.shape, 0, p.flatten()) for p in flat.places]  # a view
-    frozen = [(name, p) for p, name in names.items() if not p.requires_grad]
-    return [
-        *parts_pieces(masters, optimizer, writes=zero.level > 0 or is_first),
-        *parts_pieces(copies, optimizer, writes=False),
-        *pieces_of(frozen, None, writes=is_first),
-    ]
+            found += pieces_of([(names[p], p) for p in flat.places], None, writes=False)
+    return found
 
 
 def held(model, zero, optimizer):
     """-> {kind: [tensors]}: what this rank keeps between steps; the ledger counts storages once."""
-    states = [t for state in optimizer.state.values() for t in state.values()]
-    masters = [flat.master for flat in zero.flats if flat.master is not flat.shard]
-    shards = [flat.shard for flat in zero.flats]
-    return {
-        "parameters": [*model.parameters(), *model.buffers(), *shards],
-        "gradients": [flat.grad for flat in zero.flats],
-        "optimizer": states + masters,
-    }
+    kinds = held_by(model, optimizer)
+    kinds["parameters"] += [flat.shard for flat in zero.flats]
+    kinds["gradients"] += [flat.grad for flat in zero.flats]
+    kinds["optimizer"] += [flat.master for flat in zero.flats if flat.master is not flat.shard]
+    return kinds
 
 
 def set_up(run, impl, model, mesh):
@@ -617,13 +608,13 @@ def set_up(run, impl, model, mesh):
 def textbook(run, zero):
     """The docstring's table. What --offload keeps beside a GPU is not in it."""
     b = run.dtype.itemsize
+    wide = zero.flats[0].master.itemsize
     M = run.args.accum
     P = sum(flat.full.numel() for flat in zero.flats)
     own = sum(flat.chunk for flat in zero.flats)  # P/n, in level 0 P
     G = 2 * P  # level 3 gathers them
     if run.cfg.form == "llama":  # embedding and head once: they are untied
         G -= zero.flats[0].full.numel() + zero.flats[-1].full.numel()
-    wide = zero.flats[0].master.itemsize
     states = 2 * wide
     if wide > b or run.args.offload == "optimizer":
         states += wide  # masters

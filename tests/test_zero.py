@@ -411,8 +411,8 @@ def test_planted():
 
 
 REFUSED = [
-    ("--stage 2 --offload param", "needs stage 3"),
-    ("--stage 0 --offload optimizer", "needs stage 1"),
+    ("--stage 2 --offload param", "needs --stage 3"),
+    ("--stage 0 --offload optimizer", "needs --stage 1"),
     ("--batch 3 --accum 2", "2 micro-batches"),
     ("--impl torch --stage 0", "--stage 1 to 3"),
     ("--impl torch --save no/such", "no dry run"),
