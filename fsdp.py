@@ -18,9 +18,8 @@ gradients. Of the P parameters P_again lie in blocks that are gathered twice: al
       by                                    -             2L all-gathers, L+1 reduce-scatters
     with --no-reshard                       -             8 P (N-1)/N, all blocks stay gathered
 
-zero.py --stage 3 holds the same 16 P/N, and finds out by itself in which order units are used. FSDP
-is told its blocks; no rank ever needs the whole model (meta device), and groups of ranks can be
-replicas (--hsdp).
+zero.py --stage 3 holds the same, and finds out by itself in which order units are used. FSDP is
+told its blocks; no rank needs the whole model (meta device); replicas are groups of ranks (--hsdp).
 
     model = FSDP(model, model.blocks)  # gradients are summed over ranks, not averaged
     optimizer = torch.optim.AdamW(model.parameter_groups(), lr=1e-3)
@@ -31,8 +30,8 @@ replicas (--hsdp).
     state = model.full_state_dict()  # gathers what to save
 
 Not for: optimizers that look at whole matrices (Muon, Shampoo, LAMB, Adafactor); ranks that use
-different blocks in a step (data-dependent depth); blocks that run twice in a forward; sparse
-gradients, second derivatives, reentrant checkpointing; freezing or thawing after FSDP is made.
+different blocks in a step (data-dependent depth); blocks that run twice in a forward, or share
+parameters; sparse gradients; second derivatives; reentrant checkpointing; freezing later.
 
 Zhao et al. 2023, "PyTorch FSDP", arXiv:2304.11277, sections 3 and 4.
 At work: torch.distributed.fsdp.fully_shard, section 3 below.
@@ -90,14 +89,11 @@ class Flat:
         assert all(p.dtype == own for p in olds), "FSDP: a unit's parameters must be of one dtype"
         self.group = group  # n ranks
         self.replicas = replicas
-        self.starts = {}  # {parameter: where it begins in full}
-        self.shapes = {}  # {parameter: its shape}
-        self.size = 0  # of all parameters, without padding
+        self.shapes = {}  # {parameter: its shape}, in this order in full
         for old in olds:
             p = nn.Parameter(torch.empty(0, dtype=dtype or own, device=device))
-            self.starts[p] = self.size
             self.shapes[p] = old.shape
-            self.size += old.numel()
+        self.size = sum(old.numel() for old in olds)  # without padding
         n = dist.get_world_size(group)
         self.chunk = -(-self.size // n)  # rounded up
         self.begin = dist.get_rank(group) * self.chunk  # of this rank's chunk in full
@@ -114,20 +110,19 @@ class Flat:
 
     def views(self, flat):
         """-> {parameter: its place in a tensor that is laid out like full}."""
-        found = {}
-        for p, start in self.starts.items():
-            shape = self.shapes[p]
-            found[p] = flat[start:start + shape.numel()].view(shape)
-        return found
+        pieces = flat[:self.size].split([shape.numel() for shape in self.shapes.values()])
+        return {p: piece.view(self.shapes[p]) for p, piece in zip(self.shapes, pieces)}
 
     def cut(self):
         """-> {parameter: Part} of this rank's chunk; its padding is in none, and stays zero."""
         parts = {}
-        for p, start in self.starts.items():
-            offset = start - self.begin  # where it begins, seen from this chunk: may be before it
-            span = slice(max(offset, 0), min(offset + self.shapes[p].numel(), self.chunk))
+        start = -self.begin  # where a parameter begins, seen from this chunk: may be before it
+        for p, shape in self.shapes.items():
+            end = start + shape.numel()
+            span = slice(max(start, 0), min(end, self.chunk))
             if span.start < span.stop:
-                parts[p] = Part(span.start - offset, span, nn.Parameter(self.shard[span]))
+                parts[p] = Part(span.start - start, span, nn.Parameter(self.shard[span]))
+            start = end
         return parts
 
     @torch.no_grad()
@@ -144,7 +139,7 @@ class Flat:
         """Begin to gather, unless the parameters are here or on their way."""
         memory = self.full.untyped_storage()
         if memory.nbytes() == 0:
-            memory.resize_(self.full.numel() * self.full.itemsize)
+            memory.resize_(self.full.nbytes)
             for p, place in self.places.items():
                 # A p made by nn.Parameter(place) would share the count of changes of full:
                 # autograd would take a gather for a change of p, and refuse to go backward.
@@ -207,10 +202,10 @@ class Flat:
             gradient = self.sum.to(self.shard.device)
             self.sum = None
             for part in self.parts.values():
-                if part.shard.grad is None:
-                    part.shard.grad = gradient[part.span]
-                else:
-                    part.shard.grad += gradient[part.span]
+                piece = gradient[part.span]
+                if part.shard.grad is not None:
+                    piece += part.shard.grad
+                part.shard.grad = piece
 
 
 class FSDP(nn.Module):
@@ -247,13 +242,13 @@ class FSDP(nn.Module):
 
         for name, buffer in module.named_buffers():
             buffer.data = self.value_of(buffer, name)
-        names = names_of(module)
-        self.keep_frozen(names, dtype)
+        names = {p: name for name, p in module.named_parameters()}  # of what has no unit yet
+        for p in list(names):
+            if not p.requires_grad:
+                whole = self.value_of(p, names.pop(p))
+                self.replace({p: nn.Parameter(whole.to(dtype or whole.dtype), False)})
         for block in blocks:
-            own = {}  # without what has a name outside of the block too: it is left to the root
-            for p, inside in names_of(block).items():
-                if p in names and len(inside) == len(names[p]):
-                    own[p] = names.pop(p)
+            own = {p: names.pop(p) for p in list(block.parameters()) if p in names}
             if own:
                 i = len(self.blocks)
                 block.register_forward_pre_hook(partial(self.before_forward, i))
@@ -269,21 +264,15 @@ class FSDP(nn.Module):
         for owner in module.modules():
             owner.register_state_dict_pre_hook(refuse_state)
 
-    def keep_frozen(self, names, dtype):
-        """Take the frozen parameters out of `names`: they stay whole."""
-        for p in list(names):
-            if not p.requires_grad:
-                whole = self.value_of(p, names[p][0])
-                self.replace(names.pop(p), nn.Parameter(whole.to(dtype or whole.dtype), False))
-
     def unit(self, names, dtype, home):
         """-> Flat, whose parameters take the places of these in the module."""
         flat = Flat(list(names), self.group, self.replicas, self.device, dtype, home)
-        for old, p in zip(names, flat.places):
-            self.replace(names[old], p)
+        new = dict(zip(names, flat.places))
+        self.replace(new)
+        for old, p in new.items():
             # what is on the meta device is made, one at a time, where a piece of it is kept
             if not old.is_meta or p in flat.parts:
-                flat.store(p, self.value_of(old, names[old][0]))
+                flat.store(p, self.value_of(old, names[old]))
         return flat
 
     def value_of(self, tensor, name):
@@ -298,10 +287,12 @@ class FSDP(nn.Module):
             dist.broadcast(value, group=self.replicas, group_src=0)  # the first group's, too
         return value
 
-    def replace(self, names, parameter):
-        for name in names:
-            path, _, attribute = name.rpartition(".")
-            setattr(self.module.get_submodule(path), attribute, parameter)
+    def replace(self, new):
+        """new: {a parameter of the module: what is in its places from now on}."""
+        for owner in self.module.modules():
+            for name, p in list(owner.named_parameters(recurse=False)):
+                if p in new:
+                    setattr(owner, name, new[p])
 
     # forward: a block is gathered while the one before it computes
 
@@ -338,7 +329,7 @@ class FSDP(nn.Module):
 
     def after_forward(self, i, block, inputs, output):
         watch(output, partial(self.backward_reaches, i))
-        is_last = i + 1 == len(self.blocks)  # its backward comes next
+        is_last = i + 1 == len(self.blocks)  # it stays through the loss: its backward comes next
         if self.reshard and not is_last and not self.in_backward:
             self.blocks[i].free()
 
@@ -382,10 +373,8 @@ class FSDP(nn.Module):
 
         groups are made of the module's parameters after FSDP was made.
         """
-        if groups is None:
-            return [{"params": list(self.shards)}]
         ours = []
-        for group in groups:
+        for group in groups or [{"params": list(self.unit_of)}]:
             parts = [self.unit_of[p].parts.get(p) for p in group["params"] if p.requires_grad]
             ours.append({**group, "params": [part.shard for part in parts if part]})
         return ours
@@ -435,14 +424,6 @@ class FSDP(nn.Module):
 
 
 # what FSDP uses
-
-
-def names_of(module):
-    """-> {parameter: its names}, several where it is tied."""
-    names = {}
-    for name, p in module.named_parameters(remove_duplicate=False):
-        names.setdefault(p, []).append(name)
-    return names
 
 
 def watch(output, reached):
@@ -552,19 +533,16 @@ def set_up(run, impl, plain, mesh, wide):
 
 def pieces(model, optimizer, writes):
     """What this rank gives to a checkpoint, or takes from it. writes: does it save its shards?"""
-    frozen = []
-    parts = []
+    found = []
     for name, p in model.module.named_parameters():
         unit = model.unit_of.get(p)
-        if unit is None:
-            frozen.append((name, p))
+        if unit is None:  # frozen
+            found += pieces_of([(name, p)], None, writes=dist.get_rank() == 0)
         elif p in unit.parts:
             part = unit.parts[p]
-            parts.append((name, unit.shapes[p], part.first, part.shard))
-    return [
-        *pieces_of(frozen, None, writes=dist.get_rank() == 0),
-        *parts_pieces(parts, optimizer, writes),
-    ]
+            place = name, unit.shapes[p], part.first
+            found += parts_pieces([(*place, part.shard)], optimizer, writes)
+    return found
 
 
 def textbook(model, n, replicas):

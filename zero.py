@@ -53,8 +53,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from common import adamw, loss_sum, share
-from harness.checkpoint import parts_pieces, pieces_of
+from harness.checkpoint import parts_pieces, pieces_of, run_pieces
 from harness.flags import POSITIVE, Flag, arguments, require
+from harness.ledger import held_by
 from harness.run import Run, Side
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
@@ -74,7 +75,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 def lend(flat):
     """Give a flat tensor its memory, under all views of it. What is in it is not defined."""
     if flat.untyped_storage().size() == 0:
-        flat.untyped_storage().resize_(flat.numel() * flat.itemsize)
+        flat.untyped_storage().resize_(flat.nbytes)
 
 
 def take_back(flat):
@@ -121,22 +122,18 @@ class Flat:
         self.group = group  # the ranks that share the batch; None: all
         self.level = level  # 0 to 3
         self.stays = unit.stays
-        self.shapes = {p: p.shape for p in parameters}
-        self.starts = {}  # {parameter: where it begins in full}, in this order
-        size = 0
-        for p in parameters:
-            self.starts[p] = size
-            size += p.numel()
+        self.shapes = {p: p.shape for p in parameters}  # in this order in full
+        self.size = sum(p.numel() for p in parameters)  # without padding
         chunks = dist.get_world_size(group) if level > 0 else 1
         mine = dist.get_rank(group) if level > 0 else 0
-        self.chunk = -(-size // chunks)  # its size, rounded up
+        self.chunk = -(-self.size // chunks)  # rounded up
         self.begin = mine * self.chunk  # where this rank's chunk begins in full
 
         self.full = parameters[0].new_zeros(chunks * self.chunk)  # what forward and backward use
         self.buffer = torch.zeros_like(self.full)
         self.places = self.views(self.full)
         self.slots = self.views(self.buffer)
-        self.padding = self.buffer[size:]
+        self.padding = self.buffer[self.size:]
         for p, place in self.places.items():
             # A parameter that gets its memory in this way keeps a count of changes of its own
             # (p._version). What a gather or a step writes into full is no change of p to autograd.
@@ -145,14 +142,14 @@ class Flat:
         self.make_chunk(offload)
         self.parts = self.cut()
 
+        self.is_here = True  # has full what it is for, or is it on its way there?
         self.gathering = None  # the all-gather into full that is under way, or None
         self.reducing = None  # the sum of buffer over ranks that is under way, or None
         self.filled = set()  # parameters that have a gradient in buffer which is not summed yet
-        self.missing = set()  # parameters whose gradients of this backward have not come yet
+        self.missing = set(parameters)  # those whose gradients of this backward have not come yet
         if level >= 2:
             take_back(self.buffer)
-        if level == 3:
-            self.free()
+        self.free()
 
     def make_chunk(self, offload):
         """The tensors of this rank's chunk, all (chunk,)."""
@@ -172,27 +169,30 @@ class Flat:
 
     def views(self, flat):
         """-> {parameter: its place in a tensor that is laid out like full}."""
-        found = {}
-        for p, shape in self.shapes.items():
-            start = self.starts[p]
-            found[p] = flat[start:start + shape.numel()].view(shape)
-        return found
+        pieces = flat[:self.size].split([shape.numel() for shape in self.shapes.values()])
+        return {p: piece.view(self.shapes[p]) for p, piece in zip(self.shapes, pieces)}
 
     def cut(self):
         """-> [Part] of this rank's chunk; its padding is in none of them, and stays zero."""
         parts = []
-        for p, start in self.starts.items():
-            offset = start - self.begin  # where it begins, seen from this chunk: may be before it
-            span = slice(max(offset, 0), min(offset + p.numel(), self.chunk))
+        start = -self.begin  # where a parameter begins, seen from this chunk: may be before it
+        for p, shape in self.shapes.items():
+            end = start + shape.numel()
+            span = slice(max(start, 0), min(end, self.chunk))
             if span.start < span.stop:
                 shard = self.shard[span]
                 master = nn.Parameter(self.master[span])
-                parts.append(Part(p, span.start - offset, span, shard, master, self.grad[span]))
+                parts.append(Part(p, span.start - start, span, shard, master, self.grad[span]))
+            start = end
         return parts
 
     # -- parameters
 
     def start_gather(self):
+        """Begin to gather, unless the parameters are here or on their way."""
+        if self.is_here:
+            return
+        self.is_here = True
         if self.level == 3:
             lend(self.full)
             self.own.copy_(self.shard)
@@ -208,7 +208,10 @@ class Flat:
             self.gathering = None
 
     def free(self):
+        if self.level < 3 or not self.is_here:
+            return
         self.wait()  # memory into which a collective still writes must not go
+        self.is_here = False
         take_back(self.full)
         for p, place in self.places.items():
             # To read what has no memory would end the process: p gets no elements, and keeps its
@@ -235,6 +238,7 @@ class Flat:
                 slot.zero_()
         self.padding.zero_()
         self.filled.clear()
+        self.missing.update(self.shapes)
         if self.level == 0:
             # partial -> replicated
             self.reducing = dist.all_reduce(self.buffer, group=self.group, async_op=True)
@@ -259,17 +263,16 @@ class Flat:
         optimizer.step()  # parts of other flats have no gradient, and are left alone
         for part in self.parts:
             part.master.grad = None
-        if self.shard is not self.master:
-            self.shard.copy_(self.master)
+        self.shard.copy_(self.master)  # nothing is to be done where they are one
         if self.level in (1, 2):
+            self.is_here = False  # of full this rank's chunk is new, the others are old
             self.start_gather()  # sharded -> replicated
 
 
 class ZeRO:
     """ZeRO for lists of parameters, over the ranks of `group`, which share the batch.
 
-    units: [Unit], in the order of forward, for example units_of(model, model.blocks). One without
-    sites is kept as in level 2.
+    units: [Unit], in the order of forward, for example units_of(model, model.blocks)
     offload: "none"; "optimizer": masters and states are on the CPU; "param", in level 3: shards too
 
     Gradients are summed over ranks, not averaged. With several micro-batches call reduce() after
@@ -288,22 +291,18 @@ class ZeRO:
         self.flats = []
         self.pending = []  # [Flat] whose sums have not begun, on all ranks from the last one back
         self.reducing = None  # the Flat whose sum is under way, or None
-        self.expected = []  # [Flat]: level 3's `entered` at the last reduce()
-        # In level 3, of the time since the last reduce():
-        self.inside = None  # the Flat to whose unit forward or backward came last, or None
-        self.gathered = []  # [Flat] that have memory; the last one's content may be on its way
-        self.entered = []  # [Flat] to whose units forward and backward came, in order
+        self.expected = []  # [Flat]: `entered` at the last reduce()
+        self.entered = []  # [Flat] of level 3 to which forward and backward came since then
 
         for unit in units:
-            own_level = level if unit.sites else min(level, 2)
-            flat = Flat(unit, group, own_level, offload)
+            flat = Flat(unit, group, level, offload)
             self.add_hooks(flat, unit.sites)
             self.flats.append(flat)
         self.parts = [part for flat in self.flats for part in flat.parts]
         self.zero_grad()
 
     def add_hooks(self, flat, sites):
-        for p in flat.starts:
+        for p in flat.shapes:
             p.register_post_accumulate_grad_hook(partial(self.ready, flat))
         if flat.level == 3:
             for site in sites:
@@ -315,7 +314,7 @@ class ZeRO:
     def parameter_groups(self, groups=None):
         """What an optimizer takes: the user's groups, with this rank's masters for parameters."""
         if groups is None:
-            groups = [{"params": [p for flat in self.flats for p in flat.starts]}]
+            groups = [{"params": [p for flat in self.flats for p in flat.shapes]}]
         group_of = {p: i for i, options in enumerate(groups) for p in options["params"]}
         ours = [{**options, "params": []} for options in groups]
         for part in self.parts:
@@ -331,54 +330,37 @@ class ZeRO:
 
     def enter(self, flat, *_):
         """Forward or backward comes to a unit: a pre-hook of forward, or a hook of its output."""
-        if flat is self.inside:
+        if self.entered[-1:] == [flat]:  # still in it
             return
-        if flat.stays:
-            self.send_for(flat)
-            flat.wait()
-            return
-        self.inside = flat
         # 1. What lies behind is freed.
-        behind = [other for other in self.gathered if other is not flat and not other.stays]
-        for other in behind:
-            other.free()
-            self.gathered.remove(other)
+        for other in self.flats:
+            if not (flat.stays or other.stays or other is flat):
+                other.free()
         # 2. This unit is sent for, unless step 3 has done so when the unit before was entered.
-        self.send_for(flat)
+        flat.start_gather()
         flat.wait()
+        if flat.stays:
+            return
         # 3. Suppose the last micro-batch entered this unit at this point as well. Then the unit
         # that it entered next is sent for now, and travels while this one computes.
         visit = len(self.entered)
         self.entered.append(flat)
         if visit + 1 < len(self.expected) and self.expected[visit] is flat:
-            self.send_for(self.expected[visit + 1])
-
-    def send_for(self, flat):
-        if flat not in self.gathered:
-            self.gathered.append(flat)
-            flat.start_gather()  # sharded -> replicated
+            self.expected[visit + 1].start_gather()
 
     def free_units(self):
         """To be called after a forward without backward, such as an evaluation: memory is freed."""
-        for flat in self.gathered:
+        for flat in self.flats:
             flat.free()
-        self.gathered = []
         self.entered = []
-        self.inside = None
 
     # -- gradients
 
     def zero_grad(self):
         self.free_units()
-        self.open()
-        for flat in self.flats:
-            flat.grad.zero_()
-
-    def open(self):
-        """Gradients may come."""
         self.pending = self.flats[::-1]  # as backward goes
         for flat in self.flats:
-            flat.missing.update(flat.starts)
+            flat.grad.zero_()
 
     def ready(self, flat, p):
         """Autograd's call when a gradient is complete, of a tied parameter the sum of its uses."""
@@ -405,19 +387,17 @@ class ZeRO:
             return
         while self.pending:
             self.reduce_next()
-        if self.reducing is not None:
-            self.reducing.finish_reduce()
-            self.reducing = None
+        self.reducing.finish_reduce()
+        self.reducing = None
         self.expected = self.entered
         self.free_units()
         if self.level >= 2:
-            self.open()  # a further backward is added to what has been summed
+            self.pending = self.flats[::-1]  # a further backward is added to what has been summed
 
     def clip_grad_norm_(self, max_norm):
         """-> the norm of the whole gradient before it was scaled down to max_norm. 0: no limit."""
         grads = [flat.grad for flat in self.flats]
-        wide = self.flats[0].master.dtype
-        norms = [torch.linalg.vector_norm(grad, dtype=wide) for grad in grads]
+        norms = torch._foreach_norm(grads, dtype=self.flats[0].master.dtype)
         square = torch.stack(norms).square().sum()
         if self.level > 0:
             dist.all_reduce(square, group=self.group)  # partial -> replicated
@@ -444,9 +424,8 @@ class ZeRO:
         """-> {parameter: copy of it, whole}, on every rank. All must call it."""
         whole = {}  # {parameter: copy}
         for flat in self.flats:
-            if flat.level == 3:
-                self.send_for(flat)  # sharded -> replicated
-                flat.wait()
+            flat.start_gather()  # sharded -> replicated
+            flat.wait()
             whole.update({p: place.clone() for p, place in flat.places.items()})
             self.free_units()
         return whole
@@ -471,10 +450,8 @@ def units_of(model, blocks):
     """-> [Unit] of all that is trained: what comes before the blocks, each block, what comes after.
 
     Modules are registered in the order in which they run, and each reads its own parameters alone.
-    Those of a module with blocks inside, such as the model itself, are kept as in level 2.
     If the head is tied to the embedding, it belongs to what comes before.
     """
-    around = Unit([], [])
     before = Unit([], [])
     middle = [Unit([p for p in block.parameters() if p.requires_grad], [block]) for block in blocks]
     after = Unit([], [])
@@ -485,19 +462,16 @@ def units_of(model, blocks):
             here = after
             continue
         trained = [p for p in m.parameters(recurse=False) if p.requires_grad]
-        home = here
-        if blocks[0] in m.modules():
-            home = around
-        elif set(trained) & set(before.parameters):  # a tied head
-            home = before
-        home.parameters = list(dict.fromkeys(home.parameters + trained))  # a tied one once
-        if trained and home is not around:
-            home.sites.append(m)
+        tied = set(trained) & set(before.parameters)
+        unit = before if tied else here
+        unit.parameters += [p for p in trained if p not in tied]
+        if trained:
+            unit.sites.append(m)
     if all(p.dim() == 1 for p in after.parameters):  # the last norm travels with the last block
         middle[-1].parameters += after.parameters
         middle[-1].sites += after.sites
         after = Unit([], [])
-    return [unit for unit in (around, before, *middle, after) if unit.parameters]
+    return [unit for unit in (before, *middle, after) if unit.parameters]
 
 # ---- 2. the toy GPT, parallelized --------------------------------------------
 
@@ -572,17 +546,15 @@ def train_step_at_work(module, optimizer, x, y, valid, clip):
 def refuse(args):
     """What cannot run ends here, in one line, before anything is built."""
     n = args.world_size
-    level = args.stage
     least = {"none": 0, "optimizer": 1, "param": 3}[args.offload]
-    require(level >= least,
-            f"--offload {args.offload} with --stage {level}: needs stage {least} or more")
+    require(args.stage >= least, f"--offload {args.offload} needs --stage {least} or more")
     require(args.batch >= n * args.accum,
             f"--batch {args.batch}: fewer than {n} ranks x {args.accum} micro-batches")
     if args.impl != "scratch":
-        plain = level >= 1 and args.accum == 1 and args.offload == "none"
-        require(plain, f"--impl {args.impl} wants --stage 1 to 3, --accum 1 and --offload none")
-        saved = args.save or args.resume or args.init_from
-        require(level >= 2 or not (args.dry_run or saved),
+        require(args.stage >= 1 and args.accum == 1 and args.offload == "none",
+                f"--impl {args.impl} wants --stage 1 to 3, --accum 1 and --offload none")
+        kept = args.dry_run or args.save or args.resume or args.init_from
+        require(args.stage >= 2 or not kept,
                 f"--impl {args.impl} --stage 1: torch's optimizer has no dry run and is not saved")
 
 
@@ -590,33 +562,28 @@ def pieces(model, zero, optimizer):
     """-> [Piece] by the plain GPT's names: masters as the parameters, and AdamW's states."""
     names = {p: name for name, p in model.named_parameters()}
     is_first = dist.get_rank(zero.group) == 0
-    masters = []
-    copies = []  # what forward reads follows the masters: it is loaded likewise, not saved
+    frozen = [(name, p) for p, name in names.items() if not p.requires_grad]
+    found = pieces_of(frozen, None, writes=is_first)
     for flat in zero.flats:
         for part in flat.parts:
-            of = (names[part.parameter], flat.shapes[part.parameter], part.first)
-            masters.append((*of, part.master))
-            copies.append((*of, part.shard))
+            p = part.parameter
+            place = names[p], flat.shapes[p], part.first
+            writes = zero.level > 0 or is_first
+            found += parts_pieces([(*place, part.master)], optimizer, writes)
+            # what forward reads follows the masters: it is loaded likewise, not saved
+            found += run_pieces(*place, part.shard, writes=False)
         if flat.level < 3:
-            copies += [(names[p], p.shape, 0, p.flatten()) for p in flat.places]  # a view
-    frozen = [(name, p) for p, name in names.items() if not p.requires_grad]
-    return [
-        *parts_pieces(masters, optimizer, writes=zero.level > 0 or is_first),
-        *parts_pieces(copies, optimizer, writes=False),
-        *pieces_of(frozen, None, writes=is_first),
-    ]
+            found += pieces_of([(names[p], p) for p in flat.places], None, writes=False)
+    return found
 
 
 def held(model, zero, optimizer):
     """-> {kind: [tensors]}: what this rank keeps between steps; the ledger counts storages once."""
-    states = [t for state in optimizer.state.values() for t in state.values()]
-    masters = [flat.master for flat in zero.flats if flat.master is not flat.shard]
-    shards = [flat.shard for flat in zero.flats]
-    return {
-        "parameters": [*model.parameters(), *model.buffers(), *shards],
-        "gradients": [flat.grad for flat in zero.flats],
-        "optimizer": states + masters,
-    }
+    kinds = held_by(model, optimizer)
+    kinds["parameters"] += [flat.shard for flat in zero.flats]
+    kinds["gradients"] += [flat.grad for flat in zero.flats]
+    kinds["optimizer"] += [flat.master for flat in zero.flats if flat.master is not flat.shard]
+    return kinds
 
 
 def set_up(run, impl, model, mesh):
@@ -641,13 +608,13 @@ def set_up(run, impl, model, mesh):
 def textbook(run, zero):
     """The docstring's table. What --offload keeps beside a GPU is not in it."""
     b = run.dtype.itemsize
+    wide = zero.flats[0].master.itemsize
     M = run.args.accum
     P = sum(flat.full.numel() for flat in zero.flats)
     own = sum(flat.chunk for flat in zero.flats)  # P/n, in level 0 P
     G = 2 * P  # level 3 gathers them
     if run.cfg.form == "llama":  # embedding and head once: they are untied
         G -= zero.flats[0].full.numel() + zero.flats[-1].full.numel()
-    wide = zero.flats[0].master.itemsize
     states = 2 * wide
     if wide > b or run.args.offload == "optimizer":
         states += wide  # masters
