@@ -53,10 +53,9 @@ from contextlib import nullcontext
 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from common import adamw, loss_sum, share
-from harness.flags import ANY, POSITIVE, Flag, arguments, require
+from harness.flags import POSITIVE, Flag, arguments, require
 from harness.run import Run, Side
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
@@ -163,9 +162,7 @@ def layout(tensor):
 
 def random_states():
     """The states of the random numbers of the CPU and, if one is in use, of the GPU."""
-    gpu = None
-    if torch.cuda.is_initialized():
-        gpu = torch.cuda.get_rng_state()
+    gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     return torch.get_rng_state(), gpu
 
 
@@ -387,13 +384,10 @@ def evaluate(model, autocast, x, y):
 
 # ---- 3. at work: the same with torch's own API -------------------------------
 
-# torch's FLOP counter knows the attention of GPUs; that of CPUs counts the same
-for name in "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_backward":
-    on_cpu = name.replace("flash_attention", "flash_attention_for_cpu")
-    flop_registry[getattr(aten, on_cpu)] = flop_registry[getattr(aten, name)]
-
-# what the FLOP counter knows, matmuls and attention; not all entries have a `default`
-MATMULS = [op.default for op in flop_registry if hasattr(op, "default")]
+MATMULS = [op.default for op in (
+    aten.mm, aten.addmm, aten.bmm, aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_cudnn_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu)]
 full_at_work = partial(checkpoint, use_reentrant=False)
 keep_matmuls = partial(create_selective_checkpoint_contexts, MATMULS)
 selective_at_work = partial(full_at_work, context_fn=keep_matmuls)
@@ -569,27 +563,24 @@ def activations(run, plan):
     return formula, cfg.layers * x * t + max(again, head) + indices
 
 
-def compare_plans(run, plans, counters):
-    """Prints what each plan keeps and costs. Losses are compared with those of the first one."""
-    run.say(f"\n{'amp  M ckpt':16} {'MB kept':>9} {'textbook':>9} {'peak':>9} {'MFLOP again':>11} "
-            f"{'ms/step':>9} {'loss gap':>8}")
+def compare_plans(run, plans):
+    """Prints what each plan keeps and takes. Losses are compared with those of the first one."""
+    run.say(f"\n{'amp  M ckpt':16} {'MB kept':>9} {'textbook':>9} {'peak':>9} {'ms/step':>9} "
+            f"{'loss gap':>8}")
     run.extra["plans"] = {}
     losses = run.trace[run.impls[0]].loss
     for name, plan in plans.items():
-        without = counters[f"{plan.amp} {plan.accum} none"].get_total_flops()
         gaps = [abs(loss / losses[step] - 1) for step, loss in run.trace[name].loss.items()]
         row = dict(
             kept=run.ledger[name].memory["activations"],
             textbook=activations(run, plan)[1],
             peak=run.ledger[name].memory["peak"],
-            again=counters[name].get_total_flops() - without,
             ms=run.ms(name) or 0.0,
             gap=float(max(gaps, default=0.0)),
         )
         run.extra["plans"][name] = row
         run.say(f"{name:16} {row['kept'] / 1e6:9.3f} {row['textbook'] / 1e6:9.3f} "
-                f"{row['peak'] / 1e6:9.3f} {row['again'] / 1e6:11.3f} {row['ms']:9.1f} "
-                f"{row['gap']:8.1e}")
+                f"{row['peak'] / 1e6:9.3f} {row['ms']:9.1f} {row['gap']:8.1e}")
 
 
 def main():
@@ -598,14 +589,10 @@ def main():
     plans = plans_of(args)
     with Run(args, impls=tuple(plans)) as run:
         sides = {name: set_up(run, name, plan) for name, plan in plans.items()}
-        counters = {name: FlopCounterMode(display=False) for name in plans}
         rows = share(args.batch, run.world_size, run.rank)
         for name, step, x, y, valid in run.steps(sides, rows):
             side = sides[name]
-            counter = nullcontext()
-            if args.sweep and step == run.last:
-                counter = counters[name]
-            with run.measure(name, step), counter:
+            with run.measure(name, step):
                 loss, norm = side.train_step(side.model, side.optimizer, x, y, valid, args.clip)
             run.log(name, step, loss, norm)
             if side.extra and not run.dry:
@@ -618,7 +605,7 @@ def main():
         if run.impls[0] != "torch":
             run.textbook([("held activations", *activations(run, plans[run.impls[0]]))])
         if args.sweep:
-            compare_plans(run, plans, counters)
+            compare_plans(run, plans)
         judged_as = args.dtype
         if plans[run.impls[0]].amp != "off":
             judged_as = "bf16"  # the loss to 2%: see compare
