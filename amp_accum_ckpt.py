@@ -53,10 +53,9 @@ from contextlib import nullcontext
 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from common import adamw, loss_sum, share
-from harness.flags import ANY, POSITIVE, Flag, arguments, require
+from harness.flags import POSITIVE, Flag, arguments, require
 from harness.run import Run, Side
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
@@ -155,7 +154,6 @@ class Call:
         except Enough:
             pass
         set_random_states(*before)
-        assert len(made) == len(layouts), "forward made fewer tensors when it ran again"
 
 
 def layout(tensor):
@@ -164,9 +162,7 @@ def layout(tensor):
 
 def random_states():
     """The states of the random numbers of the CPU and, if one is in use, of the GPU."""
-    gpu = None
-    if torch.cuda.is_initialized():
-        gpu = torch.cuda.get_rng_state()
+    gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
     return torch.get_rng_state(), gpu
 
 
@@ -388,15 +384,10 @@ def evaluate(model, autocast, x, y):
 
 # ---- 3. at work: the same with torch's own API -------------------------------
 
-aten = torch.ops.aten
-# torch's FLOP counter knows the attention of GPUs; that of CPUs counts the same
-flop_registry[aten._scaled_dot_product_flash_attention_for_cpu] = (
-    flop_registry[aten._scaled_dot_product_flash_attention])
-flop_registry[aten._scaled_dot_product_flash_attention_for_cpu_backward] = (
-    flop_registry[aten._scaled_dot_product_flash_attention_backward])
-
-# what the FLOP counter knows, matmuls and attention; not all entries have a `default`
-MATMULS = [op.default for op in flop_registry if hasattr(op, "default")]
+MATMULS = [op.default for op in (
+    aten.mm, aten.addmm, aten.bmm, aten._scaled_dot_product_flash_attention,
+    aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_cudnn_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu)]
 full_at_work = partial(checkpoint, use_reentrant=False)
 keep_matmuls = partial(create_selective_checkpoint_contexts, MATMULS)
 selective_at_work = partial(full_at_work, context_fn=keep_matmuls)
@@ -408,7 +399,8 @@ def train_step_at_work(model, optimizer, x, y, valid, clip, accum, autocast, sca
     optimizer.zero_grad()
     loss = 0.0
     for i, (x, y) in enumerate(zip(x.tensor_split(accum), y.tensor_split(accum))):
-        with nullcontext() if i == accum - 1 else no_sync(model):
+        only_adds_up = ranks > 1 and i < accum - 1  # DDP does not communicate then
+        with model.no_sync() if only_adds_up else nullcontext():
             with autocast():
                 part = loss_sum(model(x), y) / valid
             scaler.scale(part * ranks).backward()  # DDP averages; the sum is wanted
@@ -420,13 +412,6 @@ def train_step_at_work(model, optimizer, x, y, valid, clip, accum, autocast, sca
     return loss, norm
 
 
-def no_sync(model):
-    """Where gradients only add up: DistributedDataParallel then does not communicate."""
-    if isinstance(model, DistributedDataParallel):
-        return model.no_sync()
-    return nullcontext()
-
-
 # ---- 4. run ------------------------------------------------------------------
 
 AMP = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -436,7 +421,6 @@ FLAGS = {
     "ckpt": Flag("none", "keep less for backward", tuple(CHECKPOINT)),
     "compile": Flag(False, "torch.compile blocks"),
     "sweep": Flag(False, "every --amp, --accum 1 and M, every --ckpt, in one table"),
-    "peak": Flag(0.0, "TFLOP/s of a device in bf16, from its data sheet, for MFU", ANY),
 }
 # what a run trains: one plan for each implementation, or with --sweep each combination
 Plan = namedtuple("Plan", "amp accum ckpt")
@@ -474,95 +458,79 @@ def plans_of(args):
 
 def set_up(run, name, plan):
     """-> a Side: the model of this plan, and what a run does with it."""
-    if name == "torch":
-        return set_up_at_work(run, plan)
-    model = parallelize(run.build(), CHECKPOINT[plan.ckpt], run.args.compile)
-    optimizer = adamw(model.parameters(), run.args.lr)
-    scaler = None
-    if plan.amp == "fp16":
-        scaler = LossScaler(optimizer, run.start.extra.get("scale", 65536.0))
-        scaler.good.fill_(run.start.extra.get("good", 0))
-
-    def state_of_scaler():
-        return {"scale": scaler.scale.item(), "good": scaler.good.item()}
-
-    return side_of(run, plan, model, optimizer, train_step, scaler, state_of_scaler)
-
-
-def set_up_at_work(run, plan):
-    model = parallelize(run.build(), CHECKPOINT_AT_WORK[plan.ckpt], run.args.compile)
-    if run.world_size > 1:
-        model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = adamw(model.parameters(), run.args.lr)
-    scale = run.start.extra.get("scale", 65536.0)
-    scaler = torch.amp.GradScaler(run.device.type, scale, enabled=plan.amp == "fp16")
-    good = int(run.start.extra.get("good", 0))
-    scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": good})
-
-    def state_of_scaler():
-        return {"scale": scaler.get_scale(), "good": scaler.state_dict()["_growth_tracker"]}
-
-    return side_of(run, plan, model, optimizer, train_step_at_work, scaler, state_of_scaler)
-
-
-def side_of(run, plan, model, optimizer, step, scaler, state_of_scaler):
-    autocast = partial(torch.autocast, run.device.type, AMP[plan.amp], enabled=plan.amp != "off")
     fp16 = plan.amp == "fp16"
-
-    def extra():
-        updates = 0  # AdamW's, without those that overflowed
-        for state in optimizer.state.values():
-            updates = int(state["step"].item())
-        return {**state_of_scaler(), "updates": updates}
-
+    start = {"scale": 65536.0, "good": 0, **run.start.extra}  # of a run that goes on
+    if name == "torch":
+        step = train_step_at_work
+        model = parallelize(run.build(), CHECKPOINT_AT_WORK[plan.ckpt], run.args.compile)
+        if run.world_size > 1:
+            model = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        optimizer = adamw(model.parameters(), run.args.lr)
+        scaler = torch.amp.GradScaler(run.device.type, start["scale"], enabled=fp16)
+        scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": int(start["good"])})
+    else:
+        step = train_step
+        model = parallelize(run.build(), CHECKPOINT[plan.ckpt], run.args.compile)
+        optimizer = adamw(model.parameters(), run.args.lr)
+        scaler = None
+        if fp16:
+            scaler = LossScaler(optimizer, start["scale"])
+            scaler.good.fill_(start["good"])
+    autocast = partial(torch.autocast, run.device.type, AMP[plan.amp], enabled=plan.amp != "off")
     return Side(
         model=model,
         optimizer=optimizer,
         train_step=partial(step, accum=plan.accum, autocast=autocast, scaler=scaler),
         evaluate=partial(evaluate, model, autocast),
-        extra=extra if fp16 else None,
+        extra=partial(state_of, scaler, optimizer) if fp16 else None,
         may_overflow=fp16,
     )
 
 
-# What the textbook says, where all is trained.
+def state_of(scaler, optimizer):
+    """-> what a checkpoint holds besides: the scaler's state, AdamW's steps without overflow."""
+    updates = 0
+    for state in optimizer.state.values():
+        updates = int(state["step"].item())
+    if isinstance(scaler, LossScaler):
+        return {"scale": scaler.scale.item(), "good": scaler.good.item(), "updates": updates}
+    state = scaler.state_dict()
+    return {"scale": state["scale"], "good": state["_growth_tracker"], "updates": updates}
 
 
-def kept_by_block(cfg, plan, b):
-    """The docstring's table -> bytes for each token, and besides. b: bytes of a number."""
-    C = cfg.width
-    F = cfg.hidden
-    D = C // cfg.heads
-    KD = cfg.kv_heads * D
-    copies = 2 * matrices(cfg)
-    table = 8 * cfg.seq * D  # cos and sin, of q and of k
-    if cfg.form == "gpt2":
-        s = 4 * cfg.heads + 16
-        none = (64 * C + s, 0)
-        cast = (40 * C + s, copies)
-        selective = (40 * C + s, 0)
-        cast_selective = (24 * C + s, 0)
-    else:
-        s = 4 * cfg.heads + 8
-        none = (36 * C + 16 * F + 8 * KD + s, table)
-        cast = (32 * C + 8 * F + 4 * KD + s, copies + table // 2)
-        selective = (16 * C + 8 * F + 8 * KD + s, table)
-        cast_selective = (12 * C + 4 * F + 4 * KD + s, table)
-    if plan.amp != "off":
-        return cast_selective if plan.ckpt == "selective" else cast
-    each, besides = selective if plan.ckpt == "selective" else none
-    return each * b // 4, besides * b // 4
+# What the textbook says, where all is trained: the docstring's table.
+# Bytes that a block keeps for C, F, K D of each token, and besides for W and T D
+KEPT = {  # (form, autocast, selective)
+    ("gpt2", False, False): (64, 0, 0, 0, 0),
+    ("gpt2", False, True): (40, 0, 0, 0, 0),
+    ("gpt2", True, False): (40, 0, 0, 2, 0),
+    ("gpt2", True, True): (24, 0, 0, 0, 0),
+    ("llama", False, False): (36, 16, 8, 0, 8),
+    ("llama", False, True): (16, 8, 8, 0, 8),
+    ("llama", True, False): (32, 8, 4, 2, 4),
+    ("llama", True, True): (12, 4, 4, 0, 8),
+}
+OF_NORMS = {"gpt2": 16, "llama": 8}
 
 
-def matrices(cfg):
-    """-> numbers in the matrices of a block"""
-    heads = 2 * cfg.width + 2 * cfg.kv_heads * cfg.width // cfg.heads
-    of_mlp = 2 if cfg.form == "gpt2" else 3
-    return cfg.width * heads + of_mlp * cfg.width * cfg.hidden
+def kept_by_block(run, plan):
+    """-> bytes for each token, and besides"""
+    cfg = run.cfg
+    D = cfg.width // cfg.heads
+    block = run.sides[run.impls[0]].model.blocks[0]
+    W = sum(p.numel() for p in block.parameters() if p.dim() == 2)
+    of_c, of_f, of_kd, of_w, of_td = KEPT[cfg.form, plan.amp != "off", plan.ckpt == "selective"]
+    each = of_c * cfg.width + of_f * cfg.hidden + of_kd * cfg.kv_heads * D
+    each += 4 * cfg.heads + OF_NORMS[cfg.form]  # softmax and norms
+    besides = of_w * W + of_td * cfg.seq * D
+    wide = run.dtype.itemsize // 4  # 2: fp64
+    return each * wide, besides * wide
 
 
-def kept_by_head(cfg, plan, b, t, rows):
+def kept_by_head(run, plan, t, rows):
     """-> bytes that the final norm, the head and the loss keep. rows: of all micro-batches."""
+    cfg = run.cfg
+    b = run.dtype.itemsize
     low = b
     once = b + 8 * rows * cfg.seq  # a scalar of cross_entropy's, targets: views keep all of them
     if plan.amp != "off":
@@ -579,84 +547,40 @@ def kept_by_head(cfg, plan, b, t, rows):
 def activations(run, plan):
     """-> formula, and the most bytes that a step keeps for backward at one time."""
     cfg = run.cfg
-    b = run.dtype.itemsize
     rows = len(share(run.args.batch, run.world_size, run.rank))
     t = math.ceil(rows / plan.accum) * cfg.seq  # tokens of the largest micro-batch
-    each, besides = kept_by_block(cfg, plan, b)
-    head = kept_by_head(cfg, plan, b, t, rows)
+    each, besides = kept_by_block(run, plan)
+    head = kept_by_head(run, plan, t, rows)
     indices = 8 * rows * cfg.seq
     if cfg.form == "gpt2":
         indices += 8 * cfg.seq  # positions
     if plan.ckpt != "full":
         formula = f"on a CPU: L ({each} t + {besides}) + head"
         return formula, cfg.layers * (each * t + besides) + head + indices
-    x = b * cfg.width  # the input, which the block that is made again has kept already
+    x = run.dtype.itemsize * cfg.width  # the input: the block that is made again has kept it
     again = (each - x) * t + besides
     formula = f"on a CPU: L {x} t + max(block, head)"
     return formula, cfg.layers * x * t + max(again, head) + indices
 
 
-def flops(run, plan):
-    """-> FLOPs of a step on this rank, and how many of them are done a second time."""
-    cfg = run.cfg
-    tokens = cfg.seq * len(share(run.args.batch, run.world_size, run.rank))
-    attention = 4 * cfg.seq * cfg.width  # of a token: 2 matmuls, and 5 in backward
-    block = 6 * matrices(cfg) + 3.5 * attention
-    head = 6 * cfg.width * cfg.vocab
-    again = 0
-    if plan.ckpt == "full":
-        again = 2 * (matrices(cfg) - cfg.width * cfg.hidden) + attention  # all but down
-    step = cfg.layers * (block + again) + head
-    return step * tokens, cfg.layers * again * tokens
-
-# a plan's row of the table: textbook and measured, in bytes, FLOPs, ms and tokens per second
-Row = namedtuple("Row", "amp accum ckpt kept kept_textbook peak again again_textbook ms speed mfu "
-                 "loss_gap")
-HEAD = (f"\n{'amp':>4} {'M':>3} {'ckpt':9} {'MB kept':>10} {'textbook':>10} {'peak':>9} "
-        f"{'MFLOP again':>11} {'textbook':>9} {'ms/step':>9} {'tok/s':>9} {'MFU':>6} "
-        f"{'loss gap':>8}")
-
-
-def line(row):
-    return (f"{row.amp:>4} {row.accum:3} {row.ckpt:9} {row.kept / 1e6:10.3f} "
-            f"{row.kept_textbook / 1e6:10.3f} {row.peak / 1e6:9.3f} {row.again / 1e6:11.3f} "
-            f"{row.again_textbook / 1e6:9.3f} {row.ms:9.1f} {row.speed:9,.0f} {row.mfu:6.1%} "
-            f"{row.loss_gap:8.1e}")
-
-
-def row_of(run, name, plan, counter, plain_trace):
-    cfg = run.cfg
-    memory = run.ledger[name].memory
-    ms = run.ms(name) or math.inf
-    speed = 1e3 * run.args.batch * cfg.seq / ms  # of all ranks
-    total = sum(p.numel() for p in run.sides[name].model.parameters())
-    flops_a_token = 6 * total + 12 * cfg.layers * cfg.width * cfg.seq
-    peak_flops = 1e12 * run.args.peak or math.inf
-    all_flops, again = flops(run, plan)
-    gap = 0.0
-    if plain_trace:
-        losses = run.trace[name].until(run.checked).loss
-        gap = max(abs(loss / plain_trace.loss[step] - 1).item() for step, loss in losses.items())
-    return Row(
-        *plan,
-        kept=memory["activations"],
-        kept_textbook=activations(run, plan)[1],
-        peak=memory["peak"],
-        again=counter.get_total_flops() - (all_flops - again),
-        again_textbook=again,
-        ms=ms, speed=speed,
-        mfu=speed * flops_a_token / run.world_size / peak_flops,
-        loss_gap=gap,
-    )
-
-
-def compare_plans(run, plans, counters, plain_trace=None):
-    """Print the table."""
-    rows = [row_of(run, name, plans[name], counters[name], plain_trace) for name in plans]
-    run.extra["plans"] = rows
-    run.say(HEAD)
-    for row in rows:
-        run.say(line(row))
+def compare_plans(run, plans):
+    """Prints what each plan keeps and takes. Losses are compared with those of the first one."""
+    run.say(f"\n{'amp  M ckpt':16} {'MB kept':>9} {'textbook':>9} {'peak':>9} {'ms/step':>9} "
+            f"{'loss gap':>8}")
+    run.extra["plans"] = {}
+    losses = run.trace[run.impls[0]].loss
+    for name, plan in plans.items():
+        gaps = [abs(loss / losses[step] - 1) for step, loss in run.trace[name].loss.items()]
+        row = dict(
+            kept=run.ledger[name].memory["activations"],
+            textbook=activations(run, plan)[1],
+            peak=run.ledger[name].memory["peak"],
+            ms=run.ms(name) or 0.0,
+            gap=float(max(gaps, default=0.0)),
+        )
+        run.extra["plans"][name] = row
+        run.say(f"{name:16} {row['kept'] / 1e6:9.3f} {row['textbook'] / 1e6:9.3f} "
+                f"{row['peak'] / 1e6:9.3f} {row['ms']:9.1f} {row['gap']:8.1e}")
 
 
 def main():
@@ -665,12 +589,10 @@ def main():
     plans = plans_of(args)
     with Run(args, impls=tuple(plans)) as run:
         sides = {name: set_up(run, name, plan) for name, plan in plans.items()}
-        counters = {name: FlopCounterMode(display=False) for name in plans}
         rows = share(args.batch, run.world_size, run.rank)
         for name, step, x, y, valid in run.steps(sides, rows):
             side = sides[name]
-            counter = counters[name] if step == run.last else nullcontext()
-            with run.measure(name, step), counter:
+            with run.measure(name, step):
                 loss, norm = side.train_step(side.model, side.optimizer, x, y, valid, args.clip)
             run.log(name, step, loss, norm)
             if side.extra and not run.dry:
@@ -682,18 +604,12 @@ def main():
         run.textbook([("wire all_reduce", "2 (dp-1)/dp b P", sent)])
         if run.impls[0] != "torch":
             run.textbook([("held activations", *activations(run, plans[run.impls[0]]))])
-
-        def plain():  # finish() calls it, on rank 0; only then the table's loss gaps are known
-            trace = run.plain()
-            compare_plans(run, plans, counters, trace)
-            return trace
-
-        if run.dry or not args.check:
-            compare_plans(run, plans, counters)
+        if args.sweep:
+            compare_plans(run, plans)
         judged_as = args.dtype
         if plans[run.impls[0]].amp != "off":
             judged_as = "bf16"  # the loss to 2%: see compare
-        return run.finish(total, total, plain=plain, judged_as=judged_as)
+        return run.finish(total, total, judged_as=judged_as)
 
 
 if __name__ == "__main__":

@@ -45,12 +45,12 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import sys
-from collections import deque
 from functools import partial
+from itertools import chain
 
 from common import MLPS, GPTConfig, adamw, build, init_weights, loss_sum, share
 from harness.checkpoint import Piece, pieces_of
-from harness.flags import ANY, POSITIVE, Flag, arguments, require
+from harness.flags import ANY, DTYPES, POSITIVE, Flag, arguments, require
 from harness.run import Run, Side
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
@@ -112,6 +112,8 @@ def balancing_loss(load, logits, probs, top_k, alpha, beta):
 def capacity(factor, top_k, tokens, experts):
     """The rows that an expert takes of one source rank's tokens."""
     rows = factor * top_k * tokens / experts
+    if not factor:
+        rows = tokens  # all that can choose it
     return math.ceil(round(rows, 6))  # 1.1 * 2 * 40 / 8 is 11.000000000000002
 
 
@@ -166,6 +168,8 @@ def transpose_blocks(rows, grid):
 
 def stack(parameters):
     """Parameters of the experts -> one, a copy, trained if these are: an expert after the other."""
+    if parameters[0] is None:
+        return None  # no biases
     stacked = torch.stack([p.detach() for p in parameters])
     return nn.Parameter(stacked, parameters[0].requires_grad)
 
@@ -176,17 +180,13 @@ class StackedLinear(nn.Module):
     def __init__(self, linears):
         super().__init__()
         self.weight = stack([linear.weight for linear in linears])
-        self.bias = None
-        if linears[0].bias is not None:
-            self.bias = stack([linear.bias for linear in linears])
+        self.bias = stack([linear.bias for linear in linears])
 
     def forward(self, rows, routing):  # (n, C) sorted by expert -> (n, F)
         if suits_one_kernel(self.weight):
             return self.in_one_kernel(rows, routing)
-        biases = [None] * len(self.weight)
-        if self.bias is not None:
-            biases = self.bias.unbind()
-        of_experts = zip(rows.split(routing.sizes), self.weight.unbind(), biases)
+        biases = [None] * len(self.weight) if self.bias is None else self.bias
+        of_experts = zip(rows.split(routing.sizes), self.weight, biases)
         # an expert without rows gets zeros for a gradient, not None
         return torch.cat([F.linear(*of_expert) for of_expert in of_experts])
 
@@ -219,9 +219,7 @@ class Experts(nn.Module):
         self.activation = activation
         self.up = StackedLinear(up)
         self.down = StackedLinear(down)
-        self.gate = None
-        if gate is not None:
-            self.gate = StackedLinear(gate)
+        self.gate = None if gate is None else StackedLinear(gate)
 
     def forward(self, rows, routing):  # (n, C) sorted by expert -> (n, C)
         hidden = self.up(rows, routing)  # (n, F)
@@ -306,9 +304,7 @@ class MoE(nn.Module):
         load = wanted.clone()
         # partial -> replicated, while the experts are at work
         summing = dist.all_reduce(load, group=self.everyone, async_op=True)
-        most = len(tokens)
-        if self.capacity:
-            most = capacity(self.capacity, self.top_k, len(tokens), len(wanted))
+        most = capacity(self.capacity, self.top_k, len(tokens), len(wanted))
         y = self.visit(tokens, gates, Routing(chosen, wanted, most, self.ep))  # (N, C)
         summing.wait()
         loss = logits.new_zeros(())
@@ -354,6 +350,12 @@ def dense_and_experts(model):
     return dense, experts
 
 
+def gradients_of(model):
+    """-> the same of gradients, where there are any"""
+    dense, experts = dense_and_experts(model)
+    return [[p.grad for p in ps if p.grad is not None] for ps in (dense, experts)]
+
+
 @torch.no_grad()
 def broadcast_parameters(model, replicas, everyone=None):
     """Before training: all start with the values of the first rank of those that hold the same."""
@@ -366,9 +368,8 @@ def broadcast_parameters(model, replicas, everyone=None):
 
 def sum_gradients(model, replicas, everyone=None):
     """After backward: sums dense gradients over everyone, and those of experts over replicas."""
-    dense, experts = dense_and_experts(model)
-    for parameters, group in (dense, everyone), (experts, replicas):
-        gradients = [p.grad for p in parameters if p.grad is not None]
+    dense, experts = gradients_of(model)
+    for gradients, group in (dense, everyone), (experts, replicas):
         if gradients and dist.get_world_size(group) > 1:
             sum_over_ranks(gradients, group)  # partial -> replicated; ddp.py hides it
 
@@ -383,16 +384,11 @@ def sum_over_ranks(tensors, group):
 
 def gradient_norm(model, ep):
     """After sum_gradients: the norm of the whole model's gradient, each expert counted once."""
-    dense, experts = dense_and_experts(model)
+    dense, experts = [nn.utils.get_total_norm(gradients) for gradients in gradients_of(model)]
     # of what all ranks of ep have alike, each brings a part
-    square = square_sum(dense) / dist.get_world_size(ep) + square_sum(experts)
+    square = dense.square() / dist.get_world_size(ep) + experts.square()
     dist.all_reduce(square, group=ep)  # partial -> replicated
     return square.sqrt()
-
-
-def square_sum(parameters):
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    return nn.utils.get_total_norm(gradients).square()
 
 
 def clip_gradients(model, norm, clip):
@@ -461,8 +457,7 @@ class PlainMoE(nn.Module):
         gates = probs * visits
         if self.top_k > 1:
             gates = gates / gates.sum(-1, keepdim=True)
-        if self.capacity:
-            gates = gates * self.in_time(visits)
+        gates = gates * self.in_time(visits)
         y = sum(gates[:, e:e + 1] * self.experts[e](tokens) for e in range(self.E))
         if self.shared is not None:
             y = y + self.shared(tokens)
@@ -470,28 +465,26 @@ class PlainMoE(nn.Module):
             self.balance(visits, logits, probs)
         return y.view_as(x)
 
+    def in_time(self, visits):
+        """Visits (N, E) -> 1 where the expert has room for the token, else 0 (N, E)."""
+        room = torch.ones_like(visits)
+        for tokens in chain(*self.microbatches(len(visits))):
+            place = visits[tokens].cumsum(0)  # in the line of those that chose this expert
+            most = capacity(self.capacity, self.top_k, len(tokens), self.E)
+            room[tokens] = (place <= most).long()
+        return room
+
     def microbatches(self, N):
         return self.sources or [[torch.arange(N)]]
-
-    def in_time(self, visits):
-        """Visits (N, E) -> the same without those for which an expert had no room."""
-        kept = torch.zeros_like(visits)
-        for of_ranks in self.microbatches(len(visits)):
-            for tokens in of_ranks:
-                place = visits[tokens].cumsum(0)  # in the line of those that chose this expert
-                most = capacity(self.capacity, self.top_k, len(tokens), self.E)
-                kept[tokens] = visits[tokens] * (place <= most)
-        return kept
 
     def balance(self, visits, logits, probs):
         """The loss of this step, and the bias for the next."""
         losses = []
         for of_ranks in self.microbatches(len(visits)):
             tokens = torch.cat(of_ranks)
-            load = visits[tokens].sum(0).to(probs.dtype)
-            switch = self.E * (load * probs[tokens].mean(0)).sum() / load.sum()
-            z = logits[tokens].logsumexp(-1).square().mean()
-            losses.append(self.alpha * switch + self.beta * z)
+            load = visits[tokens].sum(0)
+            losses.append(balancing_loss(load, logits[tokens], probs[tokens], self.top_k,
+                                         self.alpha, self.beta))
         self.loss = sum(losses) / len(losses)
         if self.gamma and self.router.weight.requires_grad:
             load = visits.sum(0).double()
@@ -657,6 +650,13 @@ def refuse(args):
             f"--experts {experts} for {ep} ranks: take a multiple of {ep}, or another --ep")
     require(args.batch % n == 0,
             f"--batch {args.batch} sequences for {n} ranks: take a multiple of {n}")
+    if args.impl != "scratch" and args.dtype != "fp64":  # torch's grouped_mm
+        unit = 16 // DTYPES[args.dtype].itemsize
+        require(args.width % unit == 0 and args.hidden % unit == 0,
+                f"--impl {args.impl} --dtype {args.dtype}: --width {args.width}, hidden "
+                f"{args.hidden}: take multiples of {unit}")
+        require(args.dtype == "bf16" or not args.dry_run,
+                f"--impl {args.impl} --dry-run: take --dtype bf16 or fp64")
 
 
 def build_plain(args, cfg, seed, device, dtype):
@@ -726,17 +726,15 @@ def set_up(run, impl, replicas, ep):
 
 def watch_rows(model):
     """-> of every layer's last forward in training, (rows sent to each rank of ep, received)."""
-    layers = layers_of(model)
-    rows = deque(maxlen=len(layers))
+    rows = {}
 
     def note(experts, inputs, output):
         if torch.is_grad_enabled():
-            _, routing = inputs
-            rows.append((routing.sent, routing.received))
+            rows[experts] = inputs[1].sent, inputs[1].received
 
-    for layer in layers:
+    for layer in layers_of(model):
         layer.experts.register_forward_hook(note)
-    return rows
+    return rows.values()
 
 
 def account(run, model, ep, rows):
