@@ -24,19 +24,30 @@ class Attention(nn.Module):
         self.attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
 
     def forward(self, x, positions):
-        q, k, v = [project(x).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)  # (B, heads, T, D)
-                   for project in (self.q_proj, self.k_proj, self.v_proj)]
+        q = self.q_norm(by_head(self.q_proj(x)))
+        k = self.k_norm(by_head(self.k_proj(x)))
+        v = by_head(self.v_proj(x))
         if positions is None:
             positions = torch.arange(q.shape[2])  # of q, since x may be a piece
-        q = turned(self.q_norm(q), positions).to(v.dtype)
-        k = turned(self.k_norm(k), positions).to(v.dtype)
-        return self.o_proj(self.attend(q, k, v).transpose(1, 2).flatten(2))
+        q = turned(q, positions).to(v.dtype)
+        k = turned(k, positions).to(v.dtype)
+        y = self.attend(q, k, v)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+def by_head(x):
+    return x.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)  # (B, heads, T, D)
 
 
 def turned(x, positions):
+    """By angles that grow with the position."""
     angles = positions[:, None] / torch.tensor([1.0, 100.0])
+    cos = angles.cos()
+    sin = angles.sin()
     a, b = x.chunk(2, -1)
-    return torch.cat([a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()], -1)
+    first = a * cos - b * sin
+    second = a * sin + b * cos
+    return torch.cat([first, second], -1)
 
 
 class Layer(nn.Module):
@@ -81,7 +92,8 @@ def batch(seed, B=4, T=8):
     """-> tokens, targets, some of which are ignored"""
     rng = torch.Generator().manual_seed(seed)
     text = torch.randint(VOCABULARY, (B, T + 1), generator=rng)
-    return text[:, :-1], text[:, 1:].masked_fill(text[:, 1:] > 26, -100)
+    targets = text[:, 1:]
+    return text[:, :-1], targets.masked_fill(targets > 26, -100)
 
 
 def loss_sum(logits, targets):
