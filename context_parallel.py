@@ -529,8 +529,8 @@ def refuse(args):
     require(cfg.seq % chunks == 0,
             f"--seq {cfg.seq} does not divide into {chunks} chunks, for {args.attn} on {cp} ranks")
     require(args.attn != "ulysses" or cfg.kv_heads % cp == 0,
-            f"--attn ulysses: {cp} ranks cannot share {cfg.heads} heads, {cfg.kv_heads} of keys and "
-            "values, evenly: change --heads or --kv-heads")
+            f"--attn ulysses: {cp} ranks cannot share {cfg.heads} heads, {cfg.kv_heads} of keys "
+            "and values, evenly: change --heads or --kv-heads")
     if args.impl != "scratch":
         torchs = f"--impl {args.impl}: torch's context_parallel"
         on_gpu = torch.cuda.is_available() and args.device != "cpu" and not args.dry_run
