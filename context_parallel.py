@@ -48,6 +48,7 @@ from torch.autograd.function import once_differentiable
 
 import sys
 from functools import cache, partial
+from importlib.util import find_spec
 
 from common import adamw, clip_gradients, loss_sum
 from harness.flags import Flag, arguments, require
@@ -134,10 +135,9 @@ class ReturnByHops:
     def add(self, part, hop):
         """Take what this rank adds to the gradient of the K and V that are here at this hop.
 
-        At hop h that is the gradient for rank r - h. From the rank before comes the sum of what
-        others have made for the same rank. With this part it goes on to the rank after, while the
-        caller makes the next part, and the last hop brings it to its owner. Parts that are all zero
-        travel, too: the next rank waits for them.
+        From the rank before comes the sum of what others have made for the same K and V. With this
+        part it goes on to the rank after, while the caller makes the next part, and the last hop
+        brings it to its owner. Parts that are all zero travel, too: the next rank waits for them.
         """
         if hop == 0:
             self.own = part
@@ -188,6 +188,8 @@ class Ring:
     `positions` says, and the model numbers them so, for its position embedding or RoPE.
     """
 
+    returns = ReturnByHops  # takes the gradients of the K and V that `bring` yields, in their order
+
     def __init__(self, group=None, causal=True):
         self.group = group  # None: the world
         self.causal = causal  # False: each query sees all keys, as in an encoder
@@ -235,10 +237,6 @@ class Ring:
             kv = hop.wait()
         yield kv
 
-    def bring_back(self):
-        """-> what takes the gradients of the K and V that `bring` yields, in their order."""
-        return ReturnByHops(self)
-
     def attend(self, q, k, v):
         """Attention within the whole sequence: (B, H, T/cp, D) -> (B, H, T/cp, D).
 
@@ -264,14 +262,13 @@ class Zigzag(Ring):
 class AllGather(Zigzag):
     """The same blocks, but one collective each way (Llama 3, section 3.3.2)."""
 
+    returns = ReturnByReduceScatter
+
     def bring(self, kv):
         everyone = kv.new_empty(self.cp, *kv.shape)
         all_gather(everyone, kv.unsqueeze(0), group=self.group)  # sharded -> replicated
         for hop in range(self.cp):
             yield everyone[self.source(hop)]
-
-    def bring_back(self):
-        return ReturnByReduceScatter(self)
 
 
 class BlockwiseAttention(torch.autograd.Function):
@@ -305,7 +302,7 @@ class BlockwiseAttention(torch.autograd.Function):
         q, own, out, lse = ctx.saved_tensors
         H, tokens = q.shape[1:3]
         dq = torch.zeros_like(q, dtype=lse.dtype)
-        returning = ring.bring_back()
+        returning = ring.returns(ring)
         for hop, kv in enumerate(ring.bring(own)):
             first, keys, causal = ring.wanted(hop, tokens)
             dkv = torch.zeros_like(own, dtype=lse.dtype)
@@ -364,17 +361,12 @@ def replicate(model, group=None):
 
 
 def sum_gradients(parameters, group=None):
-    """After backward, of one micro-batch or several."""
+    """After backward, of one micro-batch or several: one all-reduce for all gradients."""
     gradients = [p.grad for p in parameters if p.grad is not None]
-    sum_over_ranks(gradients, group)
-
-
-def sum_over_ranks(tensors, group):
-    """Sum each tensor over the ranks, in its place, by one all-reduce for all of them."""
-    flat = torch.cat([t.flatten() for t in tensors])
+    flat = torch.cat([t.flatten() for t in gradients])
     dist.all_reduce(flat, group=group)  # partial -> replicated
-    parts = flat.split([t.numel() for t in tensors])
-    torch._foreach_copy_(tensors, [part.view_as(t) for t, part in zip(tensors, parts)])
+    parts = flat.split([t.numel() for t in gradients])
+    torch._foreach_copy_(gradients, [part.view_as(t) for t, part in zip(gradients, parts)])
 
 
 # ---- 2. the toy GPT, parallelized --------------------------------------------
@@ -457,18 +449,18 @@ def picture(attn, cp):
     """The docstring's table -> lines. Work is in units of causal attention within T/cp tokens."""
     if attn == "ulysses":
         return [f"rank r: all chunks of heads r H/cp .., work {cp}"]
-    shown = min(cp, SHOWN)
-    hops = "".join(f"  hop {hop}" for hop in range(shown))
+    shown = range(min(cp, SHOWN))
+    hops = "".join(f"  hop {hop}" for hop in shown)
     lines = [f"{attn:9}{hops}  work"]
-    for cp_rank in range(shown):
+    for cp_rank in shown:
         ring = on_paper(attn, cp_rank, cp)
-        costs = [work(ring, hop) for hop in range(cp)]
-        cells = ""
-        for hop in range(shown):
+        line = f"rank {cp_rank:<4}"
+        for hop in shown:
             chunks = ",".join(str(chunk) for chunk in ring.chunks(hop))
-            mark = "*" if hop == 0 else MARKS[costs[hop]]
-            cells += f"{chunks + mark:>7}"
-        lines.append(f"rank {cp_rank:<4}{cells}{sum(costs):6.0f}")
+            mark = "*" if hop == 0 else MARKS[work(ring, hop)]
+            line += f"{chunks + mark:>7}"
+        total = sum(work(ring, hop) for hop in range(cp))
+        lines.append(f"{line}{total:6.0f}")
     return lines
 
 
@@ -536,12 +528,17 @@ def refuse(args):
     chunks = cp * len(on_paper(args.attn, 0, cp).chunks())
     require(cfg.seq % chunks == 0,
             f"--seq {cfg.seq} does not divide into {chunks} chunks, for {args.attn} on {cp} ranks")
-    if args.attn == "ulysses":
-        for flag, heads in (("--heads", cfg.heads), ("--kv-heads", cfg.kv_heads)):
-            require(heads % cp == 0, f"{flag} {heads} does not divide over {cp} ranks, for ulysses")
-    on_gpu = torch.cuda.is_available() and args.device != "cpu" and not args.dry_run
-    require(args.impl == "scratch" or on_gpu and args.dtype != "fp64",
-            f"--impl {args.impl}: torch's needs GPUs and fp32 or bf16; take --impl scratch")
+    require(args.attn != "ulysses" or cfg.kv_heads % cp == 0,
+            f"--attn ulysses: {cp} ranks cannot share {cfg.heads} heads, {cfg.kv_heads} of keys "
+            "and values, evenly: change --heads or --kv-heads")
+    if args.impl != "scratch":
+        torchs = f"--impl {args.impl}: torch's context_parallel"
+        on_gpu = torch.cuda.is_available() and args.device != "cpu" and not args.dry_run
+        require(on_gpu and args.dtype != "fp64",
+                f"{torchs} needs GPUs and fp32 or bf16; take --impl scratch")
+        require(find_spec("numpy"), f"{torchs} needs NumPy: install it, or take --impl scratch")
+        require(args.dtype == "bf16" or cfg.seq % (64 * cp) == 0,
+                f"{torchs} wants --seq in multiples of {64 * cp} for fp32 on {cp} ranks")
 
 
 def set_up(run, impl, ring):
@@ -565,26 +562,23 @@ def textbook(run, cp, P):
     A number has b bytes, but one of dK and dV has d.
     """
     cfg = run.cfg
-    attn = run.args.attn
     L = cfg.layers
     Q = run.args.batch * cfg.seq // cp * cfg.width
     S = Q * cfg.kv_heads // cfg.heads
     b = run.dtype.itemsize
     d = max(4, b)
-    rows = [("wire all_reduce", "2 (cp-1)/cp b P", 2 * (cp - 1) * b * P / cp)]
-    if run.args.impl == "torch":
-        return rows
-    if attn == "allgather":
-        gathered = 4 * (cp - 1) * L * b * S
-        rows.append(("wire all_gather", "4 (cp-1) L b S", gathered))
-        rows.append(("wire reduce_scatter", "2 (cp-1) L d S", 2 * (cp - 1) * L * d * S))
-    elif attn == "ulysses":
-        moved = 4 * (cp - 1) * L * b * (S + Q) / cp
-        rows.append(("wire all_to_all", "4 (cp-1)/cp L b (S + Q)", moved))
-    else:
-        moved = 2 * (cp - 1) * L * (2 * b + d) * S
-        rows.append(("wire send", "2 (cp-1) L (2 b + d) S", moved))
-    return rows
+    hops = [("wire send", "2 (cp-1) L (2 b + d) S", 2 * (cp - 1) * L * (2 * b + d) * S)]
+    of_kind = {
+        "ring": hops,
+        "zigzag": hops,
+        "allgather": [
+            ("wire all_gather", "4 (cp-1) L b S", 4 * (cp - 1) * L * b * S),
+            ("wire reduce_scatter", "2 (cp-1) L d S", 2 * (cp - 1) * L * d * S)],
+        "ulysses": [
+            ("wire all_to_all", "4 (cp-1)/cp L b (S + Q)", 4 * (cp - 1) * L * b * (S + Q) / cp)],
+    }
+    weights = ("wire all_reduce", "2 (cp-1)/cp b P", 2 * (cp - 1) * b * P / cp)
+    return [weights, *of_kind[run.args.attn]]
 
 
 def main():
@@ -606,7 +600,8 @@ def main():
             with run.measure(impl, step):
                 loss, norm = side.train_step(side.model, side.optimizer, x, y, valid, args.clip)
             run.log(impl, step, loss, norm)
-        run.textbook(textbook(run, ring.cp, total))
+        if "scratch" in sides:
+            run.textbook(textbook(run, ring.cp, total))
         return run.finish(total, total)
 
 

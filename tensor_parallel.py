@@ -53,7 +53,7 @@ from functools import partial
 import torch.distributed.tensor.parallel as at_work
 from torch.distributed.tensor import Replicate, Shard, init_device_mesh
 
-from common import adamw, loss_sum
+from common import GPT, adamw, loss_sum
 from harness.checkpoint import pieces_of
 from harness.flags import Flag, arguments, require
 from harness.run import Run, Side
@@ -227,19 +227,19 @@ Cut = namedtuple("Cut", "dim whole")
 
 def cut(p, dim, tp):
     """Leave this rank's piece of a parameter in p, which so keeps its names and ties."""
-    if p in tp.cuts:  # by the module that it is tied to
-        assert tp.cuts[p].dim == dim, "Tied parameters are cut along the same dim, or not at all."
-        return
-    tp.cuts[p] = Cut(dim, p.shape[dim])
-    p.data = shard(p.data, tp.cuts[p], tp)
+    if p not in tp.cuts:  # else it is tied, and cut already
+        tp.cuts[p] = Cut(dim, p.shape[dim])
+        p.data = shard(p.data, tp.cuts[p], tp)
 
 
 def shard(t, cut, tp):
-    """A whole tensor -> this rank's piece. All have the same size: zeros fill up the last ones."""
-    padding = list(t.shape)
-    padding[cut.dim] = -cut.whole % tp.size
-    t = torch.cat([t, t.new_zeros(padding)], cut.dim)
-    piece = t.chunk(tp.size, cut.dim)[tp.rank]
+    """A whole tensor -> this rank's piece. All have the same size: zeros fill up the last ones.
+
+    They stay zeros: the loss leaves out their columns, and gelu and silu make 0 of 0.
+    """
+    padding = -cut.whole % tp.size
+    padded = F.pad(t.movedim(cut.dim, -1), (0, padding)).movedim(-1, cut.dim)
+    piece = padded.chunk(tp.size, cut.dim)[tp.rank]
     return piece.clone(memory_format=torch.contiguous_format)
 
 
@@ -259,18 +259,6 @@ def locate(ids, each, tp):
     here = (ids // each).clamp(0, tp.size - 1) == tp.rank
     rows = ids - tp.rank * each
     return rows.masked_fill(~here, 0), here
-
-
-def cast_as_autocast(*tensors):
-    """Operands of a Linear, cast as torch.autocast would cast them where it is on.
-
-    Autocast does not reach into the backward of an autograd.Function: cast before entering one.
-    """
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return [None if t is None else t.to(dtype) for t in tensors]
 
 
 # ---- modules that take the places of plain ones
@@ -314,10 +302,14 @@ def columns(x, *linears):
     own, which communicates.
     """
     tp = linears[0].tp
-    parameters = []
+    operands = [x]
     for linear in linears:
-        parameters += [linear.weight, linear.bias]
-    return tp.column_parallel(tp, *cast_as_autocast(x, *parameters))
+        operands += [linear.weight, linear.bias]
+    device = x.device.type
+    if torch.is_autocast_enabled(device):  # which does not reach into a Function's backward
+        dtype = torch.get_autocast_dtype(device)
+        operands = [None if t is None else t.to(dtype) for t in operands]
+    return tp.column_parallel(tp, *operands)
 
 
 class RowLinear(CutModule):
@@ -327,10 +319,6 @@ class RowLinear(CutModule):
     """
 
     dims = {"weight": 1}
-
-    def __init__(self, linear, tp):
-        assert linear.in_features % tp.size == 0, f"{linear}: {tp.size} ranks do not divide it"
-        super().__init__(linear, tp)
 
     def forward(self, y):
         # g writes into y. Only a matmul of 2 dims returns the very tensor that a selective
@@ -363,7 +351,7 @@ def inside(module, tp):
     return module
 
 
-class OutsideDropout(nn.Module):
+class OutsideDropout(nn.Dropout):
     """Dropout outside: where x is whole, all ranks draw the same mask.
 
     Its seed comes from the CPU's default generator, which is the same on all ranks, and which torch
@@ -371,9 +359,8 @@ class OutsideDropout(nn.Module):
     """
 
     def __init__(self, dropout, tp):
-        super().__init__()
+        super().__init__(dropout.p)
         self.training = dropout.training
-        self.rate = dropout.p  # how much is dropped
         self.number = 0  # ranks with the same number draw the same mask
         if isinstance(tp, CutSequence):
             self.number = tp.rank
@@ -383,8 +370,8 @@ class OutsideDropout(nn.Module):
             return x
         seed = torch.randint(2 ** 48, (), device="cpu").item() + self.number
         rng = torch.Generator(x.device).manual_seed(seed)
-        keep = torch.empty_like(x).bernoulli_(1 - self.rate, generator=rng)
-        return x * keep / (1 - self.rate)
+        keep = torch.empty_like(x).bernoulli_(1 - self.p, generator=rng)
+        return x * keep / (1 - self.p)
 
 
 class InsideDropout(OutsideDropout):
@@ -421,8 +408,8 @@ def cut_model(model, tp, plan):
         for name in names:
             model.set_submodule(name, kind(modules[name], tp))
     for name, module in model.named_modules():
-        drops = isinstance(module, nn.Dropout) and module.p > 0
-        assert not drops, f"{name}: the plan must call it OutsideDropout or InsideDropout."
+        unnamed = type(module) is nn.Dropout and module.p > 0
+        assert not unnamed, f"{name}: the plan must call it OutsideDropout or InsideDropout."
         if not isinstance(module, CutModule):
             own = module.parameters(recurse=False)
             assert tp.cuts.keys().isdisjoint(own), f"{name} is tied to a cut module: cut it, too."
@@ -570,18 +557,9 @@ class TPSwiGLU(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
-EMBEDDINGS = {"tok": VocabEmbedding, "head": ColumnLinear}
-ATTENTION = {"blocks.*.attn": TPAttention}
-PLANS = {
-    "gpt2": {
-        **EMBEDDINGS,
-        "pos": VocabEmbedding,
-        **ATTENTION,
-        "blocks.*.mlp.up": ColumnLinear,
-        "blocks.*.mlp.down": RowLinear,
-    },
-    "llama": {**EMBEDDINGS, **ATTENTION, "blocks.*.mlp": TPSwiGLU},
-}
+BOTH = {"tok": VocabEmbedding, "blocks.*.attn": TPAttention, "head": ColumnLinear}
+GPT2 = {"pos": VocabEmbedding, "blocks.*.mlp.up": ColumnLinear, "blocks.*.mlp.down": RowLinear}
+PLANS = {"gpt2": {**BOTH, **GPT2}, "llama": {**BOTH, "blocks.*.mlp": TPSwiGLU}}
 
 
 def parallelize(model, tp, form="gpt2"):
@@ -621,13 +599,12 @@ def parallelize_at_work(model, mesh, sp):
     f = at_work.PrepareModuleInput(input_layouts=x, desired_input_layouts=Replicate())
     at_work.parallelize_module(model, mesh, {
         "tok": at_work.RowwiseParallel(input_layouts=Replicate(), output_layouts=x),
-        "pos": at_work.RowwiseParallel(input_layouts=Replicate(),
-                                       output_layouts=Shard(0) if sp else Replicate()),
-        "blocks.*.norm1": norm,
+        "pos": at_work.RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=Shard(0) if sp else Replicate()),
+        "blocks.*.norm[12]": norm,
         "blocks.*.attn": f,  # once for q, k and v
         "blocks.*.attn.[qkv]": column,
         "blocks.*.attn.out": row,
-        "blocks.*.norm2": norm,
         "blocks.*.mlp": f,
         "blocks.*.mlp.gate": column,
         "blocks.*.mlp.up": column,
@@ -699,14 +676,12 @@ def of_whole(piece, cut, tp_rank):
 
 
 def set_up(run, impl, tp, mesh):
-    args = run.args
     if impl == "torch":
-        model = parallelize_at_work(run.build(), mesh, args.sp)
-        optimizer = adamw(model.parameters(), args.lr)
-        return Side(model=model, optimizer=optimizer, train_step=train_step_at_work,
-                    evaluate=partial(evaluate_at_work, model))
+        model = parallelize_at_work(run.build(), mesh, run.args.sp)
+        return Side(model=model, optimizer=adamw(model.parameters(), run.args.lr),
+                    train_step=train_step_at_work, evaluate=partial(evaluate_at_work, model))
     model = parallelize(run.build(), tp, run.cfg.form)
-    optimizer = adamw(model.parameters(), args.lr)
+    optimizer = adamw(model.parameters(), run.args.lr)
     return Side(
         model=model, optimizer=optimizer, train_step=partial(train_step, tp=tp),
         full_gradients=partial(full_gradients, model, tp),
@@ -716,47 +691,31 @@ def set_up(run, impl, tp, mesh):
     )
 
 
-def numbers_here(cfg, tp):
-    """-> how many numbers a rank holds of parameters that are cut, and of those that are whole."""
-    C = cfg.width
-    F = cfg.hidden
-    keys = cfg.kv_heads * C // cfg.heads  # rows of k, and of v
-    block = 2 * C * (C + keys) + 3 * C * F
-    rows = 2 * math.ceil(cfg.vocab / tp)  # of embedding and head, with padding
-    norms = 2 * cfg.layers + 1
-    if cfg.form == "gpt2":
-        block = 12 * C * C + 7 * C  # column biases, too
-        rows = math.ceil(cfg.vocab / tp) + math.ceil(cfg.seq / tp)
-        norms = 6 * cfg.layers + 2  # and row biases
-    return cfg.layers * block // tp + rows * C, norms * C
-
-
-def textbook(run, tensors):
+def textbook(run, model, tp):
     """-> rows (what, formula, expected). A number has b bytes, one in the loss has s.
 
     P: numbers here, W: those of whole parameters, T': learned positions, embedded once per batch.
     """
     cfg = run.cfg
-    tp = run.world_size
     b = run.dtype.itemsize
+    parameters = list(model.parameters())
+    P = sum(p.numel() for p in parameters)
+    W = sum(p.numel() for p in parameters if p not in tp.cuts)
     tokens = run.args.batch * cfg.seq
-    positions = 0
-    if cfg.form == "gpt2":
-        positions = cfg.seq
-    cut, whole = numbers_here(cfg, tp)
-    share = (tp - 1) / tp
-    f_and_g = b * (tokens * (4 * cfg.layers + 2) + positions) * cfg.width
-    again = b * tokens * (2 * cfg.layers + 1) * cfg.width  # x, for the gradients of weights
-    sums = 3 * max(b, 4) * tokens + b  # of the loss, and of the gradient norm
-    held = ("held states", "4 b P + 4 per tensor (steps)", 4 * b * (cut + whole) + 4 * tensors)
+    positions = cfg.seq if cfg.form == "gpt2" else 0
+    sent = (tp.size - 1) / tp.size
+    f_and_g = sent * b * (tokens * (4 * cfg.layers + 2) + positions) * cfg.width
+    again = sent * b * tokens * (2 * cfg.layers + 1) * cfg.width  # x, for gradients of weights
+    sums = 2 * sent * (3 * max(b, 4) * tokens + b)  # of the loss, and of the gradient norm
+    held = ("held states", "4 b P + 4 per tensor (steps)", 4 * b * P + 4 * len(parameters))
     if not run.args.sp:
         formula = "2 (tp-1)/tp (b [B T (4 L + 2) + T'] C + 3 s B T + b)"
-        return [held, ("wire all_reduce", formula, 2 * share * (f_and_g + sums))]
+        return [held, ("wire all_reduce", formula, 2 * f_and_g + sums)]
     return [
         held,
-        ("wire all_gather", "(tp-1)/tp b [B T (6 L + 3) + T'] C", share * (f_and_g + again)),
-        ("wire reduce_scatter", "(tp-1)/tp b [B T (4 L + 2) + T'] C", share * f_and_g),
-        ("wire all_reduce", "2 (tp-1)/tp (b W + 3 s B T + b)", 2 * share * (b * whole + sums)),
+        ("wire all_gather", "(tp-1)/tp b [B T (6 L + 3) + T'] C", f_and_g + again),
+        ("wire reduce_scatter", "(tp-1)/tp b [B T (4 L + 2) + T'] C", f_and_g),
+        ("wire all_reduce", "2 (tp-1)/tp (b W + 3 s B T + b)", 2 * sent * b * W + sums),
     ]
 
 
@@ -765,11 +724,13 @@ def main():
     refuse(args)
     run = Run(args)
     mesh = init_device_mesh(run.device.type, (run.world_size,))
+    with torch.device("meta"):
+        total = sum(p.numel() for p in GPT(run.cfg).parameters())
     with run:
         tp = CutSequence() if args.sp else WholeSequence()
         sides = {impl: set_up(run, impl, tp, mesh) for impl in run.impls}
-        total = sum(numbers_here(run.cfg, 1))
-        own = sum(numbers_here(run.cfg, tp.size))
+        first = sides[run.impls[0]].model
+        own = sum(getattr(p, "_local_tensor", p).numel() for p in first.parameters())
         run.say(f"tensor_parallel: {tp.size} ranks on {run.device.type}, {args.dtype}, "
                 f"{total:,} parameters, {own:,} here")
         everything = range(args.batch)  # every rank has the whole batch
@@ -779,8 +740,7 @@ def main():
                 loss, norm = side.train_step(side.model, side.optimizer, x, y, valid, args.clip)
             run.log(impl, step, loss / tp.size, norm)  # a run adds up all ranks' parts
         if "scratch" in sides:
-            tensors = len(list(sides["scratch"].model.parameters()))
-            run.textbook(textbook(run, tensors))
+            run.textbook(textbook(run, first, tp))
         return run.finish(total, own)
 
 

@@ -1,6 +1,4 @@
 import copy
-import math
-import re
 import textwrap
 import types
 from functools import partial
@@ -13,80 +11,21 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import tensor_parallel
+from common import GPT, GPTConfig
 from conftest import (
-    PROOF, SMALL, alone, copied, dry_run_agrees, each, proves, run, script, textbook)
+    PROOF, copied, dry_run_agrees, each, is_clear, outcome, proves, run, script, textbook)
+from decoder import Decoder, batch, compare, gradients_of, loss_sum
+from harness.ledger import Ledger
 
 SP = ["--sp"]
 LLAMA = ["--model", "llama-toy"]
-KINDS = ["WholeSequence", "CutSequence"]
+NOTHING = {"parameters": [], "gradients": [], "optimizer": []}
+B = 2
+T = 8
+C = 16
 
 
 # ---- section 1 alone, on a model that is not ours -----------------------------------
-
-
-class Attention(nn.Module):
-    """Grouped queries, norms of each head's q and k, rotary positions."""
-
-    def __init__(self):
-        super().__init__()
-        self.q_proj = nn.Linear(12, 16, bias=False)
-        self.k_proj = nn.Linear(12, 8, bias=False)
-        self.v_proj = nn.Linear(12, 8, bias=False)
-        self.q_norm = nn.RMSNorm(4)
-        self.k_norm = nn.RMSNorm(4)
-        self.o_proj = nn.Linear(16, 12, bias=False)
-
-    def forward(self, x):
-        q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, 4))).transpose(-3, -2)
-        k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, 4))).transpose(-3, -2)
-        v = self.v_proj(x).unflatten(-1, (-1, 4)).transpose(-3, -2)
-        angles = torch.arange(q.shape[-2])[:, None] / torch.tensor([1.0, 100.0])  # T is read from q
-        q = turned(q, angles).to(v.dtype)
-        k = turned(k, angles).to(v.dtype)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.o_proj(y.transpose(-3, -2).flatten(-2))
-
-
-def turned(x, angles):
-    first, second = x.chunk(2, -1)
-    return torch.cat([first * angles.cos() - second * angles.sin(),
-                      first * angles.sin() + second * angles.cos()], -1)
-
-
-class Layer(nn.Module):
-    def __init__(self, dropout):
-        super().__init__()
-        self.input_norm = nn.RMSNorm(12)
-        self.self_attn = Attention()
-        self.post_norm = nn.RMSNorm(12)
-        self.gate_proj = nn.Linear(12, 20)
-        self.up_proj = nn.Linear(12, 20)
-        self.drop_inside = nn.Dropout(dropout)
-        self.down_proj = nn.Linear(20, 12)
-        self.drop_outside = nn.Dropout(dropout)
-
-    def forward(self, x):
-        x = x + self.self_attn(self.input_norm(x))
-        y = self.post_norm(x)
-        y = self.drop_inside(F.silu(self.gate_proj(y)) * self.up_proj(y))
-        return x + self.drop_outside(self.down_proj(y))
-
-
-class Llama(nn.Module):
-    def __init__(self, tied=False, dropout=0.0):
-        super().__init__()
-        self.embed_tokens = nn.Embedding(29, 12)
-        self.layers = nn.ModuleList(Layer(dropout) for _ in range(2))
-        self.norm = nn.RMSNorm(12)
-        self.lm_head = nn.Linear(12, 29, bias=False)
-        if tied:
-            self.lm_head.weight = self.embed_tokens.weight
-
-    def forward(self, tokens):
-        x = self.embed_tokens(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return self.lm_head(self.norm(x))
 
 
 def plan_of(section):
@@ -105,35 +44,13 @@ def plan_of(section):
 def both(section, kind, tied=False):
     """-> a plain model, its cut copy, and tp."""
     torch.manual_seed(0)
-    plain = Llama(tied)
+    plain = Decoder(tied)
     tp = getattr(section, kind)()
     return plain, section.cut_model(copy.deepcopy(plain), tp, plan_of(section)), tp
 
 
-def token_batch(seed=0):
-    tokens = torch.randint(29, (4, 9), generator=torch.Generator().manual_seed(seed))
-    targets = tokens[:, 1:].masked_fill(tokens[:, 1:] > 26, -100)
-    return tokens[:, :-1], targets
-
-
-def plain_loss(model, x, y):
-    return F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum")
-
-
 def backward(section, logits, y, tp):
     section.vocab_parallel_cross_entropy(logits, y, 29, tp).backward()
-
-
-def compare(tensors, wanted):
-    """Every one, by name; those that are None in `wanted` may not be there."""
-    assert tensors.keys() == {name for name, want in wanted.items() if want is not None}
-    for name, got in tensors.items():
-        gap = (got - wanted[name]).abs().max().item()
-        assert gap < 1e-10, f"{name}: {gap}"
-
-
-def compare_gradients(plain, gradients):
-    compare(gradients, {name: p.grad for name, p in plain.named_parameters()})
 
 
 def check_copy(kind, tied, frozen):
@@ -142,13 +59,13 @@ def check_copy(kind, tied, frozen):
     plain, model, tp = both(section, kind, tied)
     for m in plain, model:
         for name, p in m.named_parameters():
-            p.requires_grad_(not frozen or not re.search(frozen, name))
+            p.requires_grad_(not name.startswith(frozen))
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, model)]
     for step in range(2):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        for x, y in zip(*(t.chunk(2) for t in token_batch(step))):
-            plain_loss(plain, x, y).backward()
+        for x, y in zip(*(t.chunk(2) for t in batch(step))):
+            loss_sum(plain(x), y).backward()
             logits = checkpoint(model, x, use_reentrant=False)
             backward(section, logits, y, tp)
         section.sum_gradients(model, tp)
@@ -156,17 +73,10 @@ def check_copy(kind, tied, frozen):
         want = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
         torch.testing.assert_close(norm, want, rtol=1e-10, atol=0)
         nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
-        compare_gradients(plain, section.full_gradients(model, tp))
+        compare(section.full_gradients(model, tp), gradients_of(plain))
         for optimizer in optimizers:
             optimizer.step()
     compare(section.full_state_dict(model, tp), plain.state_dict())
-
-
-CASES = [(False, None), (True, "layers.0"), (False, "embed|_proj|lm_head")]
-
-
-def test_the_copy_trains_a_llama():
-    run(each, 2, check_copy, [(kind, *case) for kind in KINDS for case in CASES])
 
 
 def check_usage():
@@ -175,26 +85,26 @@ def check_usage():
     lines = lines.replace('"layers.*.up"', '**plan_of(types.SimpleNamespace(**known)), "*.up_proj"')
     lines = lines.replace("layers.*.down", "*.down_proj").replace(", ...}", "}")
     torch.manual_seed(0)
-    plain = Llama()
-    x, y = token_batch()
+    plain = Decoder()
+    x, y = batch(0)
     known = {**vars(copied("tensor_parallel")), "plan_of": plan_of, "types": types}
     known.update(model=copy.deepcopy(plain), group=None, x=x, y=y, V=29, valid=7, known=known)
     exec(textwrap.dedent(lines), known)
-    (plain_loss(plain, x, y) / 7).backward()
+    (loss_sum(plain(x), y) / 7).backward()
     nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-    compare_gradients(plain, known["full_gradients"](known["model"], known["tp"]))
+    compare(known["full_gradients"](known["model"], known["tp"]), gradients_of(plain))
 
 
-def check_autocast(kind):
+def check_autocast():
     """As the plain model under autocast: the same dtypes, values to what bf16 can tell apart."""
     section = copied("tensor_parallel")
-    plain, model, tp = both(section, kind)
+    plain, model, tp = both(section, "CutSequence")
     plain.float()
     model.float()
-    x, y = token_batch()
+    x, y = batch(0)
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(x)
-        plain_loss(plain, x, y).backward()
+        loss_sum(plain(x), y).backward()
         backward(section, logits, y, tp)
     assert logits.dtype == torch.bfloat16
     section.sum_gradients(model, tp)
@@ -220,8 +130,8 @@ def check_dropout(kind):
     plan = plan_of(section)
     plan["*.drop_inside"] = section.InsideDropout
     plan["*.drop_outside"] = section.OutsideDropout
-    model = section.cut_model(Llama(dropout=0.4), tp, plan)
-    x, y = token_batch()
+    model = section.cut_model(Decoder(dropout=0.4), tp, plan)
+    x, y = batch(0)
     gradients = []
     for forward in model, partial(checkpoint, model, use_reentrant=False):
         model.zero_grad()
@@ -230,14 +140,11 @@ def check_dropout(kind):
         section.sum_gradients(model, tp)
         gradients.append(section.full_gradients(model, tp))
     compare(*gradients)  # recomputed, the masks are the same
-    for name, p in model.named_parameters():
-        assert p in tp.cuts or len(distinct(p.grad, tp)) == 1, name
-    layer = model.layers[0]
+    layer = model.blocks[0]
     ones = torch.ones(40)
-    assert len(distinct(layer.drop_inside(ones), tp)) == tp.size
     masks = {"WholeSequence": 1, "CutSequence": tp.size}
+    assert len(distinct(layer.drop_inside(ones), tp)) == tp.size
     assert len(distinct(layer.drop_outside(ones), tp)) == masks[kind]
-    assert set(layer.drop_inside(ones).tolist()) == {0.0, 1 / 0.6}
     model.eval()
     assert layer.drop_inside(ones) is ones
 
@@ -247,45 +154,28 @@ def check_kept_summands():
     section = copied("tensor_parallel")
     _, model, tp = both(section, "WholeSequence")
     contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
-    x, y = token_batch()
+    x, y = batch(0)
     logits = checkpoint(model, x, use_reentrant=False, context_fn=contexts)
     with pytest.raises(RuntimeError, match="mutated"):
         backward(section, logits, y, tp)
 
 
 def check_loss():
-    """F.cross_entropy itself: bf16, huge and infinite logits, a rank without columns."""
+    """F.cross_entropy itself: huge logits, a rank without columns, bf16."""
     section = copied("tensor_parallel")
     tp = section.WholeSequence()
-    for vocab, dtype, scale in (8, None, 1), (7, None, 1e4), (1, None, 1), (8, torch.bfloat16, 1):
-        logits = (scale * torch.randn(2, 5, vocab)).to(dtype)
-        if vocab == 8:
-            logits[..., :4] = -math.inf  # all of rank 0's
-        logits.requires_grad_()
+    for vocab, scale, dtype in (7, 1e4, None), (1, 1, None), (8, 1, torch.bfloat16):
+        logits = (scale * torch.randn(2, 5, vocab)).to(dtype).requires_grad_()
         targets = torch.full((2, 5), vocab - 1)
-        targets[0, 3] = 3
-        wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        want = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="sum",
-                               ignore_index=3)
+        targets[0, 3] = -100
+        want = loss_sum(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets)
         want.backward()
         cut = section.Cut(2, vocab)
         mine = section.shard(logits.detach(), cut, tp).requires_grad_()
-        got = section.vocab_parallel_cross_entropy(mine, targets, vocab, tp, ignore_index=3)
+        got = section.vocab_parallel_cross_entropy(mine, targets, vocab, tp)
         got.backward()
         torch.testing.assert_close(got, want)
         torch.testing.assert_close(mine.grad, section.shard(logits.grad, cut, tp))
-
-
-def check_shards():
-    """A shard and its cut make the whole again; all shards are of one size."""
-    section = copied("tensor_parallel")
-    tp = section.WholeSequence()
-    for shape, dim in ((3, 7), 0), ((7, 3), 1), ((8, 5), 0), ((1, 5), 0), ((5,), 0):
-        whole = torch.randn(shape)
-        cut = section.Cut(dim, shape[dim])
-        piece = section.shard(whole, cut, tp)
-        assert piece.is_contiguous() and piece.shape[dim] == math.ceil(shape[dim] / tp.size)
-        assert section.unshard(piece, cut, tp).equal(whole)
 
 
 def check_ids():
@@ -294,24 +184,40 @@ def check_ids():
     tp = section.WholeSequence()
     rows, here = section.locate(torch.tensor([0, 3, 4, 7, -1, 8]), 4, tp)
     assert rows[here].tolist() == [[0, 3, -1], [0, 3, 4]][tp.rank]
-    assert not rows[~here].any()
+
+
+def check_block(kind):
+    """The docstring's table: what a block holds, keeps and sends."""
+    tp = getattr(tensor_parallel, kind)()
+    model = GPT(GPTConfig(1, C, 4, 256, T)).float()
+    block = tensor_parallel.parallelize(model, tp).blocks[0]
+    parameters = list(block.parameters())
+    with Ledger(held=lambda: {**NOTHING, "parameters": parameters}) as ledger:
+        outside = T // tp.size if kind == "CutSequence" else T
+        y = block(torch.ones(B, outside, C, dtype=torch.float32, requires_grad=True))
+        kept = ledger.saved_bytes
+        y.sum().backward()
+    calls = {name: figures["calls"] for name, figures in ledger.collectives.items()}
+    sent = sum(figures["wire"] for figures in ledger.collectives.values())
+    x = 4 * B * T * C
+    norms = 4 * 4 * B * T  # mean and 1/std of two LayerNorms
+    scores = 4 * 4 * B * T  # attention's log-sum-exp
+    assert sum(p.numel() for p in parameters) == (12 * C * C + 7 * C) / 2 + 6 * C
+    if kind == "WholeSequence":
+        assert calls == {"all_reduce": 4} and sent == 8 * x / 2
+        assert kept == norms + 4 * x + (scores + 12 * x) / 2
+    else:
+        assert calls == {"all_gather": 6, "reduce_scatter": 4} and sent == 10 * x / 2
+        assert kept == (norms + scores + 16 * x) / 2
 
 
 def check_parts():
-    for check in check_usage, check_kept_summands, check_loss, check_shards, check_ids:
+    each(check_copy, [("WholeSequence", False, "nothing"), ("CutSequence", True, "blocks.0")])
+    for check in check_dropout, check_block:
+        each(check, [("WholeSequence",), ("CutSequence",)])
+    for check in check_usage, check_autocast, check_kept_summands, check_loss, check_ids:
         check()
-    for check in check_autocast, check_dropout:
-        each(check, [(kind,) for kind in KINDS])
-
-
-def test_parts():
-    run(check_parts, 2)
-
-
-def refused(words, act, *args):
-    with pytest.raises(Exception) as caught:
-        act(*args)
-    assert words in str(caught.value), str(caught.value)
+    check_refusals()
 
 
 def check_refusals():
@@ -319,7 +225,7 @@ def check_refusals():
     tp = section.WholeSequence()
 
     def cut(plan, *options):
-        section.cut_model(Llama(*options), section.WholeSequence(), plan)
+        section.cut_model(Decoder(*options), tp, plan)
 
     def train(kind, T, vocab):
         _, model, tp = both(section, kind)
@@ -327,27 +233,32 @@ def check_refusals():
         section.vocab_parallel_cross_entropy(model(x), x, vocab, tp)
 
     column = section.ColumnLinear
-    refused("called nowhere.*", cut, {"nowhere.*": column})
-    refused("ColumnLinear in the place of RMSNorm", cut, {"norm": column})
-    refused("layers.0.drop_inside: the plan must call it", cut, {}, False, 0.1)
-    refused("embed_tokens is tied", cut, {"lm_head": column}, True)
-    refused("2 ranks do not divide it", section.RowLinear, nn.Linear(7, 4), tp)
-    refused("multiply up to the size", train, "CutSequence", 7, 29)
-    refused("Is the head cut", train, "WholeSequence", 8, 31)
+    for words, act, *options in [
+        ("called nowhere.*", cut, {"nowhere.*": column}),
+        ("ColumnLinear in the place of RMSNorm", cut, {"norm": column}),
+        ("blocks.0.drop_inside: the plan must call it", cut, {}, False, 0.1),
+        ("embed_tokens is tied", cut, {"lm_head": column}, True),
+        ("multiply up to the size", train, "CutSequence", 7, 29),
+        ("Is the head cut", train, "WholeSequence", 8, 31),
+    ]:
+        with pytest.raises(Exception, match=words):
+            act(*options)
 
 
-def test_what_would_be_silently_wrong_raises():
-    run(check_refusals, 2)
+def test_the_copy():
+    """It trains as the plain model does; what would be silently wrong raises."""
+    run(check_parts, 2)
 
 
-@pytest.mark.parametrize("flags, words", [
-    (["--heads", "3", "--width", "12"], "3 heads"),
-    ([*LLAMA, "--kv-heads", "1"], "2 ranks cannot share 4 heads, 1 of keys and values"),
-    ([*LLAMA, "--hidden", "7"], "--hidden 7 does not divide by 2 ranks"),
-    (["--seq", "15", "--sp"], "2 ranks cannot cut --seq 15 evenly"),
-])
-def test_refused_flags(flags, words):
-    assert words in script("tensor_parallel", 1, "--dry-run", "2", *flags, code=2)
+def test_refused_flags():
+    for flags, words in [
+        (["--heads", "3", "--width", "12"], "3 heads"),
+        ([*LLAMA, "--kv-heads", "1"], "2 ranks cannot share 4 heads, 1 of keys and values"),
+        ([*LLAMA, "--hidden", "7"], "--hidden 7 does not divide by 2 ranks"),
+        (["--seq", "15", "--sp"], "2 ranks cannot cut --seq 15 evenly"),
+    ]:
+        code, _, said = outcome("tensor_parallel", ["--dry-run", "2", *flags])
+        assert code == 2 and is_clear("tensor_parallel", said, words), (code, said)
 
 
 # ---- the program: equal to one process ----------------------------------------------
@@ -358,14 +269,11 @@ SOME_FROZEN = ["--train", r"blocks\.1\.|norm1", *ODD, "--warmup", "1", "--eval-e
 
 @pytest.mark.parametrize("world, flags", [
     (1, LLAMA),
-    (3, ["--heads", "6", "--width", "24", "--seq", "15", *SP]),
     (4, ODD),
-    (4, [*ODD, *SP]),
-    (2, [*ODD, *LLAMA]),
     (4, [*ODD, *LLAMA, "--kv-heads", "4", *SP]),
-    (2, [*ODD, *SP, "--impl", "torch"]),
-    (2, [*ODD, *LLAMA, "--impl", "torch"]),
-    (2, [*SOME_FROZEN, *SP]),
+    (2, [*ODD, *LLAMA]),
+    (2, [*SOME_FROZEN, *SP, "--impl", "both"]),
+    (2, [*ODD, *LLAMA, *SP, "--impl", "torch"]),
     (2, [*SOME_FROZEN, "--impl", "torch"]),
 ])
 def test_equals_one_process(world, flags):
@@ -378,61 +286,12 @@ def test_goes_on_from_a_checkpoint_of_another_layout(tmp_path):
     assert len(report["loss"]) == 2
 
 
-def test_both_times_both():
-    report = script("tensor_parallel", 2, *SMALL, "--dtype", "bf16", "--impl", "both")
-    assert report["speedup"] > 0
-    textbook(report)
-
-
 # ---- what it costs: the docstring's table --------------------------------------------
 
 
-@pytest.mark.parametrize("world, flags", [
-    (2, []),
-    (4, SP),
-    (2, LLAMA),
-    (4, [*LLAMA, "--kv-heads", "4", *SP]),
-])
+@pytest.mark.parametrize("world, flags", [(4, SP), (2, [*LLAMA, "--dtype", "bf16"])])
 def test_cost(world, flags):
     textbook(dry_run_agrees("tensor_parallel", world, *ODD, *flags, ranks=[world - 1]))
-
-
-# conftest's SMALL
-B = 8
-T = 16
-C = 32
-
-
-def of_a_block(form, tp, *flags):
-    """A third block is what is added to two -> calls, bytes sent, bytes that autograd keeps."""
-    dry = [*SMALL, "--model", form, "--dry-run", str(tp), *flags, "--layers"]
-    reports = alone("tensor_parallel", (*dry, "2"), (*dry, "3"))
-    two, three = [report["ranks"][0] for report in reports]
-    calls = {}
-    sent = 0
-    for kind, figures in three["collectives"].items():
-        calls[kind] = figures["calls"] - two["collectives"][kind]["calls"]
-        sent += figures["wire"] - two["collectives"][kind]["wire"]
-    kept = three["memory"]["activations"] - two["memory"]["activations"]
-    return calls, sent, kept
-
-
-def test_a_block():
-    x = 4 * B * T * C
-    calls, sent, kept = of_a_block("toy", 4)
-    assert calls == {"all_reduce": 4}
-    assert sent == 8 * x * 3 / 4
-    # mean and 1/std of two LayerNorms; attention's log-sum-exp, of the heads here
-    statistics = 4 * (4 * B * T + B * T * 4 / 4)
-    assert kept - statistics == 4 * x + 12 * x / 4
-
-
-def test_a_block_of_a_cut_sequence():
-    x = 4 * B * T * C
-    calls, sent, kept = of_a_block("toy", 2, *SP)
-    assert calls == {"all_gather": 6, "reduce_scatter": 4, "all_reduce": 0}
-    assert sent == 10 * x / 2 + 4 * 6 * C  # gradients of norms and row biases, in one all-reduce
-    assert kept == of_a_block("toy", 1)[2] / 2
 
 
 # ---- planted bugs: each must fail the check ------------------------------------------
