@@ -25,7 +25,7 @@ same. sum: each has a summand, and sum_gradients makes the sum. The norm counts 
     pp    M 2 x; --sp: 1/tp of it
     cp    M L/pp 6 x (cp-1)/tp K/H: keys and values twice, their gradients (fp32 or wider) once
     data  k P (n-1)/n, of P parameters here, n = dp cp; k is 2, ZeRO-2: M + 1, ZeRO-3: 3 M
-    ends  2 V C/tp (n-1)/n, n = 2, of the embedding if it is tied; from ZeRO-1 on 1/(dp cp) of it
+    ends  V C/tp by the first stage and the last, if the embedding is tied; from ZeRO-1 on /(dp cp)
 
 Not for: parameters that are whole, but used inside of what tp cuts (norms of q and k need a row of
 the table), optimizers that look at whole matrices, several ties between stages.
