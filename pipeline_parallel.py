@@ -26,7 +26,7 @@ parameters. F, B, W below are times; a B that leaves no W takes B + W.
     pipedream                   that of 1f1b                p - r, each with its weights
 
     plans = make_plans("1f1b", ranks=2, microbatches=4)
-    stages = Stages([Chain(layers[:3]), Chain(layers[3:])], plans)  # layers: [(name, module), ..]
+    stages = Stages([model[:3], model[3:]], plans)  # of an nn.Sequential
     mail = Mail(plans, [0, 1], None, make_links(plans, [[0, 1]]), size, dtype, device)
     loss = Pipeline(stages.here, plans, mail).step(inputs, loss_fn)  # loss_fn(output, m)
     norm = stages.sum_and_clip(1.0)                                  # then optimizer.step()
@@ -43,6 +43,7 @@ import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -53,7 +54,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 import sys
-from itertools import accumulate, product, takewhile
+from itertools import accumulate, takewhile
 
 from common import GPT, adamw, loss_sum, share
 from harness.checkpoint import pieces_of
@@ -289,50 +290,41 @@ class Mail:
         self.size = torch.Size(size)
         self.dtype = dtype
         self.device = device
-        self.home = homes(plans)
-        self.here = {}  # {key: tensor} that another stage of this rank has put, or that has come
-        self.coming = {}  # {sender: [(position in its plan, key)] of what it has yet to send}
-        self.moving = {}  # {sender: [(key, work, tensor)] of receives that have been started}
+        self.end = max(homes(plans))  # the last stage
+        # {key of an action: the rank that takes what it makes}
+        self.receiver = {source(a, self.end): r for r, plan in enumerate(plans) for a in plan}
+        self.coming = deque()  # [(position in the sender's plan, sender, key)] of receives to start
+        self.here = {}  # {key: (work, tensor)} of receives that have been started; no work: made here
         self.sent = None  # (work, tensor) of the last send
         self.position = 0  # in this rank's plan
 
     def open(self, kinds="FBWU"):
         """Begin with all actions of these kinds."""
-        self.position = 0
+        coming = []
         for sender, plan in enumerate(self.plans):
-            played = enumerate(action for action in plan if action.kind in kinds)
-            mine = deque((n, key(a)) for n, a in played if self.receiver(a) == self.rank)
-            if mine and sender != self.rank:
-                self.coming[sender] = mine
-                self.moving[sender] = deque()
-                self.receive(sender)
+            played = enumerate(key(action) for action in plan if action.kind in kinds)
+            if sender != self.rank:
+                coming += [(n, sender, k) for n, k in played if self.receiver.get(k) == self.rank]
+        self.coming = deque(sorted(coming))
+        self.position = 0
 
-    def receiver(self, action):
-        """The rank that takes what an action makes; None: nobody."""
-        if action.kind == "F":
-            return self.home.get(action.stage + 1)
-        if action.kind == "B":
-            return self.home.get(action.stage - 1)
-        return None
-
-    def receive(self, sender):
-        """Start the next receive from this rank."""
-        _, name = self.coming[sender].popleft()
+    def receive(self):
+        """Start the next receive."""
+        _, sender, name = self.coming.popleft()
         tensor = torch.empty(self.size, dtype=self.dtype, device=self.device)
         work = self.begin(dist.irecv, tensor, sender, (sender, self.rank))  # there -> here too
-        self.moving[sender].append((name, work, tensor))
+        self.here[name] = work, tensor
 
     def put(self, action, tensor):
         """Called after each action, with what it has made."""
         self.position += 1
-        for sender, coming in self.coming.items():
-            # the next one, and all that its sender makes until one action later than this in the
-            # plans: with the next alone bfs would block, whose ranks send early what is taken late
-            while coming and (not self.moving[sender] or coming[0][0] <= self.position + 1):
-                self.receive(sender)
-        receiver = self.receiver(action)
+        # of all that others make until one action later than this in their plans: with the next
+        # alone bfs would block, whose ranks send early what is taken late
+        while self.coming and self.coming[0][0] <= self.position + 1:
+            self.receive()
+        receiver = self.receiver.get(key(action))
         if receiver == self.rank:
-            self.here[key(action)] = tensor
+            self.here[key(action)] = None, tensor
         elif receiver is not None:
             made = tensor.shape, tensor.dtype  # of another size or dtype it would arrive as noise
             assert made == (self.size, self.dtype), f"{made}, not {self.size}, {self.dtype}"
@@ -342,16 +334,17 @@ class Mail:
             work = self.begin(dist.isend, tensor, receiver, link)  # here -> there too
             self.sent = work, tensor
 
-    def take(self, name):
-        """-> the tensor of this key, which another rank sends, or this one has put."""
-        sender = self.home[name[2]]
+    def take(self, action):
+        """-> what it needs of another stage: another rank sends it, or this one has put it."""
+        name = source(action, self.end)
+        if not name:
+            return None
         while name not in self.here:
-            if not self.moving[sender]:
-                self.receive(sender)
-            arrived, work, tensor = self.moving[sender].popleft()
+            self.receive()
+        work, tensor = self.here.pop(name)
+        if work:
             work.wait()  # on a GPU the stream waits, not the host
-            self.here[arrived] = tensor
-        return self.here.pop(name)
+        return tensor
 
     def finish_send(self):
         """Wait for the last send: until then its memory is not free."""
@@ -367,7 +360,7 @@ class Mail:
 
 
 def make_links(plans, pipelines):
-    """-> {(sender, receiver): group}, the links of this rank's pipeline. Every rank calls it.
+    """-> {(sender, receiver): group} of this rank's links. Every rank calls it.
 
     pipelines: the global ranks of each. NCCL runs a group's transfers in order: a receive that
     waits would hold up the sends behind it. gloo matches those of each pair by itself.
@@ -375,20 +368,16 @@ def make_links(plans, pipelines):
     if dist.get_backend() in ("gloo", "fake"):
         return {}
     home = homes(plans)
-    needs = set()
-    for stage in range(max(home)):
-        needs.add((home[stage], home[stage + 1]))  # an F's output
-        needs.add((home[stage + 1], home[stage]))  # a B's gradient
+    pairs = {(home[stage], home[stage + 1]) for stage in range(max(home))}  # an F's output
+    pairs |= {(after, before) for before, after in pairs}  # a B's gradient
     mine = {}
-    for ranks in pipelines:
-        for link in sorted(link for link in needs if link[0] != link[1]):
+    for ranks, link in product(pipelines, sorted(pairs)):
+        if link[0] != link[1]:
             # by every rank, also if it is not in it: NCCL splits it off the world's communicator
             group = dist.new_group([ranks[end] for end in link])
-            if dist.get_rank() in ranks:
+            if dist.get_rank(group) >= 0:
                 mine[link] = group
-    for link, group in mine.items():
-        if dist.get_rank(group) >= 0:
-            dist.barrier(group)  # in a group's first call its ranks wait for each other
+                dist.barrier(group)  # in a group's first call its ranks wait for each other
     return mine
 
 
@@ -420,11 +409,10 @@ class SplitLinear(torch.autograd.Function):
         weight, _ = ctx.parameters
         with torch.enable_grad():
             w = WeightGradient.apply(x.detach(), grad, *ctx.parameters)
-        if w.requires_grad:
-            if SplitLinear.later is None:
-                w.backward()
-            else:
-                SplitLinear.later.append(w.backward)
+        if SplitLinear.later is None:
+            w.backward()
+        else:
+            SplitLinear.later.append(w.backward)
         # under autocast x, the weight and grad may be of three dtypes
         return (grad @ weight.to(grad.dtype)).to(x.dtype), None
 
@@ -449,8 +437,9 @@ class WeightGradient(torch.autograd.Function):
 
 
 def split_linear(x, weight, bias):
-    trained = weight.requires_grad or (bias is not None and bias.requires_grad)
-    if trained and torch.is_grad_enabled() and not x.requires_grad:
+    if not weight.requires_grad and (bias is None or not bias.requires_grad):
+        return F.linear(x, weight, bias)  # no W
+    if torch.is_grad_enabled() and not x.requires_grad:
         x = x.detach().requires_grad_()  # else nothing would lead backward here
     return SplitLinear.apply(x, (weight, bias))
 
@@ -478,8 +467,9 @@ class Pipeline:
         self.before = before
         self.after = after
         self.plan = plans[mail.rank]
-        self.end = max(homes(plans))  # the last stage
+        self.end = mail.end  # the last stage
         self.microbatches = 1 + max(action.microbatch for action in self.plan)
+        self.updates = any(action.kind == "U" for action in self.plan)
         self.apart = {(a.microbatch, a.stage) for a in self.plan if a.kind == "W"}  # split Bs
         last_b = {a.stage: a for a in self.plan if a.kind == "B"}
         last = {a.stage: a for a in self.plan if a.kind in "BW"}
@@ -508,11 +498,8 @@ class Pipeline:
         loss = torch.zeros((), dtype=wide, device=self.mail.device)
         self.mail.open(kinds)
         for action in [action for action in self.plan if action.kind in kinds]:
-            taken = None
-            need = source(action, self.end)
-            if need:
-                taken = self.mail.take(need)  # there -> here too
-            elif action.kind == "F":
+            taken = self.mail.take(action)  # there -> here too
+            if action.kind == "F" and action.stage == 0:
                 taken = inputs[action.microbatch]
             made = self.do(action, taken, loss_fn, update)
             if action.kind == "F" and action.stage == self.end:
@@ -547,7 +534,11 @@ class Pipeline:
         trains = torch.is_grad_enabled()
         if stage > 0 and trains:
             x = x.detach().requires_grad_()  # detached: the stage before may be on this rank
-        y = self.modules[stage](x)
+        module = self.modules[stage]
+        if self.updates:  # until its backward a micro-batch keeps the weights of its forward
+            weights = {name: p.clone() for name, p in module.named_parameters()}
+            module = partial(torch.func.functional_call, module, weights)
+        y = module(x)
         if stage == self.end:
             y = loss_fn(y, m)
         if trains:
@@ -566,15 +557,6 @@ class Pipeline:
             torch.autograd.backward(edge, grad)
         SplitLinear.later = None
         return x.grad
-
-
-class Chain(nn.ModuleDict):
-    """Some layers of an nn.Sequential, by their names there: [(name, layer), ..]."""
-
-    def forward(self, x):
-        for layer in self.values():
-            x = layer(x)
-        return x
 
 
 def gather(mine, origins, group):
@@ -605,9 +587,9 @@ class Stages(nn.ModuleList):
     def __init__(self, whole, plans):
         home = homes(plans)
         rank = dist.get_rank()
-        numbers = [stage for stage in sorted(home) if home[stage] == rank]
-        super().__init__([whole[stage] for stage in numbers])
-        self.here = dict(zip(numbers, self))  # {stage: module}
+        here = {stage: whole[stage] for stage in sorted(home) if home[stage] == rank}
+        super().__init__(here.values())
+        self.here = here  # {stage: module}
         self.origins = {}  # of all parameters, as gather() takes them
         names = {}  # {parameter: its first name}
         holders = defaultdict(set)  # {parameter: the ranks that have it}
@@ -618,7 +600,7 @@ class Stages(nn.ModuleList):
                 holders[p].add(home[stage])
         self.names = {p: names[p] for p in self.parameters()}
         self.trained = [name for p, name in names.items() if p.requires_grad]  # of all ranks
-        self.counted = [p for p in self.parameters() if min(holders[p]) == rank]  # in the norm
+        self.counted = [p for p in self.parameters() if min(holders[p]) == rank]  # in the norm, once
         self.tied = {}  # {trained parameter that other ranks hold, too: their group}
         for p, ranks in holders.items():
             if len(ranks) > 1 and p.requires_grad:
@@ -630,20 +612,15 @@ class Stages(nn.ModuleList):
         """What is left to do between backward and the optimizer's step -> the gradient norm."""
         for p, group in self.tied.items():
             dist.all_reduce(p.grad, group=group)  # partial -> replicated
-        norm = self.gradient_norm()
-        nn.utils.clip_grads_with_norm_(self.parameters(), clip or math.inf, norm)
-        return norm
-
-    def gradient_norm(self):
-        """Of the whole model; a tied parameter counts once."""
         one = next(self.parameters())
         wide = torch.promote_types(one.dtype, torch.float32)
-        square = torch.zeros((), dtype=wide, device=one.device)
         grads = [p.grad for p in self.counted if p.grad is not None]
-        if grads:
-            square = torch.stack(torch._foreach_norm(grads, dtype=wide)).square().sum()
+        grads.append(one.new_zeros(1))  # where all is frozen there are no others
+        square = torch.stack(torch._foreach_norm(grads, dtype=wide)).square().sum()
         dist.all_reduce(square)  # partial -> replicated
-        return square.sqrt()
+        norm = square.sqrt()
+        nn.utils.clip_grads_with_norm_(self.parameters(), clip or math.inf, norm)
+        return norm
 
     def full_state_dict(self):
         """-> {name: parameter} of the whole model, on every rank."""
@@ -654,9 +631,8 @@ class Stages(nn.ModuleList):
 
     def full_gradients(self):
         """-> {name: gradient} of all that is trained, on every rank."""
-        mine = {}
-        for p, name in self.names.items():
-            mine[name] = torch.zeros_like(p) if p.grad is None else p.grad
+        mine = {name: torch.zeros_like(p) if p.grad is None else p.grad
+                for p, name in self.names.items()}
         return gather(mine, {name: self.origins[name] for name in self.trained}, None)
 
 
@@ -666,28 +642,16 @@ class Stages(nn.ModuleList):
 #     rank 1, in order   F0 B0 U F1 B1 U F2 B2 U F3 B3    F1 sees one, F2 two, F3 three
 
 
-class Stash(nn.Module):
-    """A micro-batch's backward uses the weights of its forward, copied until then (Harlap 2018)."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, x):
-        weights = {name: p.clone() for name, p in self.module.named_parameters()}
-        return torch.func.functional_call(self.module, weights, (x,))
-
-
-def update_stage(parameters, tied, optimizer, clip):
+def update_stage(stages, optimizer, clip):
     """U. A stage clips by its own norm, so that it need not wait for the others'. Gradients of tied
     parameters, on which two stages would have to agree, are kept for the end of the step."""
-    waiting = [p.grad for p in tied]
-    for p in tied:
+    waiting = {p: p.grad for p in stages.tied}
+    for p in waiting:
         p.grad = None
-    nn.utils.clip_grad_norm_(parameters, clip or math.inf)
+    nn.utils.clip_grad_norm_(stages.parameters(), clip or math.inf)
     optimizer.step()
     optimizer.zero_grad()
-    for p, grad in zip(tied, waiting):
+    for p, grad in waiting.items():
         p.grad = grad
 
 
@@ -730,28 +694,24 @@ class Stage(nn.Module):
 def carve(model, layers):
     """The plain GPT -> all its stages, which share its modules. layers: how many each gets."""
     whole = []
-    begin = 0
     for stage, count in enumerate(layers):
+        begin = sum(layers[:stage])
         last = stage == len(layers) - 1
         whole.append(Stage(model, range(begin, begin + count), stage == 0, last))
-        begin += count
     return whole
 
 
 class PipelinedGPT(Stages):
     """This rank's stages of the GPT, and the Pipeline that runs them.
 
-    boundary: size, dtype and device of what goes between stages. wrap(stage): PipeDream's Stash.
+    boundary: size, dtype and device of what goes between stages.
     """
 
-    def __init__(self, model, plans, layers, boundary, wrap=None):
+    def __init__(self, model, plans, layers, boundary):
         super().__init__(carve(model, layers), plans)
-        modules = dict(self.here)
-        if wrap:
-            modules = {number: wrap(stage) for number, stage in self.here.items()}
         ranks = list(range(dist.get_world_size()))
         mail = Mail(plans, ranks, None, make_links(plans, [ranks]), *boundary)
-        self.pipeline = Pipeline(modules, plans, mail)
+        self.pipeline = Pipeline(self.here, plans, mail)
 
     def forward_backward(self, x, y, valid, update=None):
         """-> this rank's part of the loss of the batch: the last stage has all of it."""
@@ -770,24 +730,15 @@ class PipelinedGPT(Stages):
         return x.chunk(self.pipeline.microbatches), loss_of
 
 
-def parallelize(model, plans, layers, boundary, wrap=None):
+def parallelize(model, plans, layers, boundary):
     """The plain GPT -> this rank's part of it."""
-    return PipelinedGPT(model, plans, layers, boundary, wrap)
-
-
-def full_state_dict(model):
-    return model.full_state_dict()
-
-
-def full_gradients(model):
-    return model.full_gradients()
+    return PipelinedGPT(model, plans, layers, boundary)
 
 
 def train_step(model, optimizer, x, y, valid, clip):
     """x, y: the whole batch (B, T); the first stage needs x, the last y -> this rank's part of the
     loss, the gradient norm."""
-    # what a U of PipeDream's does; other plans have none
-    update = partial(update_stage, list(model.parameters()), list(model.tied), optimizer, clip)
+    update = partial(update_stage, model, optimizer, clip)  # of PipeDream's plan alone
     optimizer.zero_grad()
     loss = model.forward_backward(x, y, valid, update)
     norm = model.sum_and_clip(clip)
@@ -843,10 +794,8 @@ class PipelinedGPTAtWork(PipelinedGPT):
 
     def forward_backward(self, x, y, valid, update=None):
         self.valid = valid
-        inputs = [x] if any(stage.first for stage in self) else []
-        target = y if any(stage.last for stage in self) else None
         losses = []
-        self.schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
+        self.schedule.step(x, target=y, losses=losses, return_outputs=False)
         return sum(losses, start=torch.zeros((), device=x.device))
 
 
@@ -942,9 +891,6 @@ def refuse_at_work(name, micro, ranks):
     require(able, f"--schedule {name}: needs torch 2.13, or --impl scratch")
     enough = name != "1f1b" or micro >= ranks
     require(enough, f"--micro {micro}: torch's 1f1b wants {ranks} or more, one for each stage")
-    rounds = max(1, micro // ranks)
-    fits = name != "zb-h1" or micro % rounds == 0
-    require(fits, f"--micro {micro}: torch's zb-h1 wants {rounds} rounds of equally many")
 
 
 def too_few(layers, stages):
@@ -972,10 +918,9 @@ def read_layers(args, plans):
         return split_layers(args.layers, stages)
     layers = numbers("--layers-per-stage", text, stages, int)
     # the first has the embeddings, the last the head
-    enough = min(layers) >= 0 and 0 not in layers[1:-1]
-    require(enough, f"--layers-per-stage {text}: the first and the last alone may have none")
-    total = sum(layers)
-    require(total == args.layers, f"--layers-per-stage: they are {total}, --layers {args.layers}")
+    good = sum(layers) == args.layers and min(layers) >= 0 and 0 not in layers[1:-1]
+    require(good, f"--layers-per-stage {text}: they are {sum(layers)}, --layers {args.layers}; the "
+            "first and the last alone may have none")
     return layers
 
 
@@ -1007,8 +952,7 @@ def set_up(run, impl, plans, layers, boundary):
     if impl == "torch":
         model = PipelinedGPTAtWork(run.build(), plans, layers, boundary, name)
     else:
-        wrap = Stash if name == "pipedream" else None
-        model = parallelize(run.build(), plans, layers, boundary, wrap)
+        model = parallelize(run.build(), plans, layers, boundary)
     optimizer = adamw(model.parameters(), run.args.lr)
     return Side(model=model, optimizer=optimizer, train_step=train_step,
                 pieces=partial(pieces, model, optimizer))
@@ -1029,21 +973,18 @@ def textbook(run, model, plans):
     b = run.dtype.itemsize
     parameters = list(model.parameters())
     size = b * sum(q.numel() for q in parameters)
-    rows = [
+    home = homes(plans)
+    ends = [end for stage in model.here for end in (stage - 1, stage + 1)]
+    n = sum(home.get(end, run.rank) != run.rank for end in ends)
+    batch = b * run.args.batch * run.cfg.seq * run.cfg.width
+    return [
         ("held parameters", "b P", size),
         ("held gradients", "b P", size),
         ("held optimizer", "2 b P + 4 per tensor (step counter)", 2 * size + 4 * len(parameters)),
         ("wire all_reduce", "b V C where a rank shares a tied embedding + 2 (p-1)/p w for the norm,"
          " w = max(b, 4)", sum(b * q.numel() for q in model.tied) + 2 * (p - 1) / p * max(b, 4)),
+        ("wire send", f"n b B T C, n = {n}: outputs and gradients of inputs", n * batch),
     ]
-    if p > 1:
-        home = homes(plans)
-        ends = [end for stage in model.here for end in (stage - 1, stage + 1)]
-        n = sum(home.get(end, run.rank) != run.rank for end in ends)
-        batch = b * run.args.batch * run.cfg.seq * run.cfg.width
-        what = f"n b B T C, n = {n}: outputs and gradients of inputs"
-        rows.append(("wire send", what, n * batch))
-    return rows
 
 
 def main():

@@ -299,9 +299,10 @@ def gathered(name, names, whole):
         ep = names["ep"]
         return moe.full_gradients(model, ep), moe.full_state_dict(model, ep)
     if name == "pipeline_parallel":
+        layers = ["tok", *[f"blocks.{i}" for i in range(len(whole.blocks))], "norm", "head"]
         found = model.full_gradients(), model.full_state_dict()
-        return [{re.sub(r"^(?=\d)", "blocks.", n): t for n, t in of_kind.items()}
-                for of_kind in found]
+        return [{re.sub(r"^\d+", lambda number: layers[int(number[0])], name): t
+                 for name, t in of_kind.items()} for of_kind in found]
     if name == "fsdp":
         return model.full_gradients(), model.full_state_dict()
     return gradients_of(model), model.state_dict()
