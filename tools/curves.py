@@ -14,11 +14,9 @@ import math
 import shutil
 import signal
 import sys
-import warnings
 from collections import namedtuple
 from pathlib import Path
 
-warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch can do without
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 

@@ -13,10 +13,8 @@
 import json
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 
-warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch can do without
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from context_parallel import on_paper  # noqa: E402

@@ -15,11 +15,9 @@ Exit code 1 if any run failed, dry ones included; 2 where there is no GPU.
 """
 import re
 import sys
-import warnings
 from collections import namedtuple
 from pathlib import Path
 
-warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch can do without
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402

@@ -12,12 +12,9 @@ import contextlib
 import inspect
 import math
 import sys
-import warnings
 from collections import namedtuple
 from functools import cache, partial
 from pathlib import Path
-
-warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch can do without
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402

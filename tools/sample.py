@@ -3,9 +3,8 @@
     python tools/sample.py DIR "def forward(" [--tokens 200] [--temperature 0.8] [--top-k 40]
     python tools/sample.py DIR --ids "15496 995"            a model whose tokens are not bytes
 
-DIR is what --save has written, or tools/weights.py from elsewhere. A mixture of experts is
-refused: this reads the plain GPT. The models of this repository predict bytes, so a prompt is text.
-With --ids, token ids are given and printed.
+DIR is what --save has written, or tools/weights.py from elsewhere; a mixture of experts is refused.
+The models of this repository predict bytes: a prompt is text, unless --ids gives token ids.
 
 Keys and values of the tokens so far are kept (a cache), so that a step computes one position:
 
@@ -22,10 +21,8 @@ beginning, and its keys and values are computed anew, since their positions are 
 import argparse
 import codecs
 import sys
-import warnings
 from pathlib import Path
 
-warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch can do without
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -33,7 +30,7 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from common import GPT  # noqa: E402
 from harness.usage import require  # noqa: E402
-from tools.weights import plain_sizes, weights_of  # noqa: E402
+from tools.weights import sizes_in, weights_of  # noqa: E402
 
 BYTES = 256
 
@@ -128,7 +125,8 @@ def sample(model, seq, prompt, count, temperature=0.8, top_k=0, seed=0, cached=T
 def load(folder, device="cpu"):
     """-> the plain GPT with a checkpoint's weights, its GPTConfig."""
     state, identity = weights_of(folder)
-    cfg = plain_sizes(folder, identity)
+    require(not identity.get("experts"), f"{folder}: it has experts, which the plain GPT has not")
+    cfg = sizes_in(identity)
     with torch.device("meta"):
         model = GPT(cfg)
     if cfg.form == "gpt2":
