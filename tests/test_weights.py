@@ -40,9 +40,11 @@ def same_again(folder, tmp_path):
     for name, t in weights.read_weights(folder).items():
         assert torch.equal(back.pop(name), t), name
     assert not back
-    configs = [json.loads((place / "config.json").read_text())
-               for place in (folder, tmp_path / "back")]
-    assert weights.sizes_of(configs[0]) == weights.sizes_of(configs[1])
+    sizes = []
+    for place in (folder, tmp_path / "back"):
+        config = json.loads((place / "config.json").read_text())
+        sizes.append(weights.sizes_of(config))
+    assert sizes[0] == sizes[1]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -63,9 +65,11 @@ def test_logits_are_theirs(name, tmp_path):
 def test_mixtral(tmp_path):
     folder, ids, logits = theirs("mixtral")
     weights.import_weights(folder, tmp_path / "ours")
+    assert "it has experts" in tool("sample", tmp_path / "ours", "x", code=2)
     state, identity = weights.weights_of(tmp_path / "ours")
     cfg = weights.sizes_in(identity)
     assert (identity["experts"], identity["top_k"]) == (4, 2)
+    model = build(cfg, 0)
     options = {
         "experts": 4,
         "top_k": 2,
@@ -73,7 +77,7 @@ def test_mixtral(tmp_path):
         "balance": "none",
         "capacity": 0.0,
     }
-    model = moe.mixture(build(cfg, 0), 0, cfg, **options)
+    moe.mixture(model, 0, cfg, **options)
     missing = model.load_state_dict(state, strict=False)
     assert not missing.unexpected_keys
     assert all(name.endswith("bias_steps") for name in missing.missing_keys)
@@ -155,9 +159,6 @@ def test_other_models_and_files_are_refused(tmp_path, capsys):
 # ---- our checkpoints -------------------------------------------------------------
 
 
-# ---- our checkpoints -------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """What two ranks of ddp have saved."""
@@ -230,7 +231,6 @@ def plain_logits(state, window):
 def test_the_cache_equals_the_whole_forward(saved):
     """Token by token and by several, and past the 16 positions that the model has."""
     cached = sample.Reader(sample.load(saved)[0], 16)
-    uncached = sample.Reader(sample.load(saved)[0], 16, cached=False)
     state = sample.load(saved)[0].state_dict()
     full = 0
     rng = random.Random(0)
@@ -238,20 +238,9 @@ def test_the_cache_equals_the_whole_forward(saved):
         tokens = [rng.randrange(256) for _ in range(count)]
         logits = cached.read(tokens)
         full += len(cached.window) == 16
-        others = (uncached.read(tokens), plain_logits(state, cached.window))
-        for other in others:
-            torch.testing.assert_close(logits, other, rtol=0, atol=1e-12)
+        other = plain_logits(state, cached.window)
+        torch.testing.assert_close(logits, other, rtol=0, atol=1e-12)
     assert full >= 2
-
-
-@pytest.mark.parametrize("seq", [1, 3])
-def test_a_context_may_be_short(seq):
-    """Each position is one that the model has."""
-    model = build(GPTConfig(1, 8, 2, 256, seq), 0).requires_grad_(False)
-    cached = list(sample.sample(model, seq, [1, 2], 5, temperature=0))
-    uncached = list(sample.sample(model, seq, [1, 2], 5, temperature=0, cached=False))
-    assert cached == uncached
-    assert len(cached) == 5
 
 
 def test_what_is_drawn():
@@ -272,28 +261,7 @@ def test_text_from_a_checkpoint(saved):
     words = (saved, "import ", "--tokens", "40", "--temperature", "0")
     text = tool("sample", *words)
     assert text.startswith("import ")
-    assert text == tool("sample", *words, "--no-cache")
     said = tool("sample", saved, "--ids", "105 109 112", "--tokens", "5", "--seed", "3")
     assert said.startswith("105 109 112 ")
     assert len(said.split()) == 8
     assert "must be 0 to 255" in tool("sample", saved, "--ids", "256", code=2)
-    assert "No such file" in tool("sample", saved / "none", "x", code=2)
-    assert "must be 0 or more" in tool("sample", saved, "x", "--top-k", "-1", code=2)
-
-
-def test_checkpoints_with_experts_are_refused(tmp_path):
-    state = build(GPTConfig(1, 8, 2, 256, 4), 0).state_dict()
-    identity = {**GPTConfig(1, 8, 2, 256, 4)._asdict(), "experts": 4}
-    checkpoint.write_whole(tmp_path, state, identity)
-    assert "it has experts" in tool("sample", tmp_path, "x", code=2)
-
-
-def test_half_a_character_at_the_end_is_shown(monkeypatch, capsys):
-    """Of its two bytes only the first one is drawn."""
-    model = build(GPTConfig(1, 8, 2, 256, 4), 0)
-    cfg = GPTConfig(1, 8, 2, 256, 4)
-    monkeypatch.setattr(sample, "load", lambda folder, device: (model, cfg))
-    monkeypatch.setattr(sample, "sample", lambda *args, **options: iter([97, 0xC3]))
-    monkeypatch.setattr("sys.argv", ["sample.py", "there", "x"])
-    sample.main()
-    assert capsys.readouterr().out == "xa\ufffd\n"
