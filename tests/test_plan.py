@@ -44,11 +44,9 @@ def test_narayanan():
     assert sum(gaps) / len(gaps) < 0.036
 
 
-@pytest.mark.parametrize("model, parameters", [
-    ("gpt2-xl", 1_557_611_200), ("llama3-405b", 405_853_388_800), ("mixtral-8x7b", 46_702_792_704)])
-def test_parameters(model, parameters):
-    experts = 8 if model in MIXTURES else 0
-    assert parameters_of(plan.MODELS[model], experts) == parameters
+def test_parameters():
+    assert parameters_of(PRESETS["llama3-405b"]) == 405_853_388_800
+    assert parameters_of(MIXTURES["mixtral-8x7b"], experts=8) == 46_702_792_704
 
 
 def test_llama3_70b():
@@ -177,16 +175,13 @@ CUT = ["--seq", "16384", "--layers", "4", "--width", "64", "--heads", "8"]
 
 
 def test_new_axes():
-    """Long sequences want cp, experts ep, small memories ZeRO."""
+    """Long sequences want cp, experts ep."""
     at = on(8, 8, *CUT, "--gpu-memory", "0.04")
     fits, _ = search(at.cfg, at)
     assert fits[0][1].cp > 1
     at = on(8, 16, "--experts", "64", "--width", "512", "--gpu-memory", "3")
     fits, _ = search(at.cfg, at)
     assert fits[0][1].ep > 1
-    at = on(8, 16, "--tp", "1", "--pp", "1", "--width", "1024", "--gpu-memory", "0.01")
-    _, least = search(at.cfg, at)
-    assert least[1].zero > 1
 
 
 @pytest.mark.parametrize("gpus, flags", [

@@ -156,9 +156,8 @@ def held(job, stage):
     if ends(job, stage)[1]:
         logits = 4 * job.tokens * job.vocab / job.tp  # in fp32
     found["activations"] = in_flight(job, stage) * job.blocks[stage] * kept
-    if logits:  # and the last norm's input and result, of all whose backward has not begun
-        waiting = job.micro if job.schedule in ("gpipe", "bfs") else 1
-        found["activations"] += waiting * (logits + 2 * job.x / job.cut)
+    if logits and job.schedule in ("gpipe", "bfs"):  # backward begins when all are there
+        found["activations"] += (job.micro - 1) * (logits + 2 * job.x / job.cut)
     found["working"] = working(job, stage, logits)
     found["memory"] = sum(found.values())
     return found
@@ -246,8 +245,9 @@ def kept_by_block(job, ckpt):
 
 def working(job, stage, logits):
     """What comes and goes beside the activations: the most of the loss and a block's backward."""
-    # log-probabilities and their gradient. tp's cross-entropy makes it in their place
-    at_loss = logits * (1 if job.tp > 1 else 2)
+    # the last norm's input and result, logits, log-probabilities, and the gradient: tp's
+    # cross-entropy makes it in the place of these
+    at_loss = 2 * job.x / job.cut + logits * (2 if job.tp > 1 else 3)
     # gradients of a block's widest tensors, and what it makes again
     hidden = job.visits * job.hidden / job.width * job.x / job.tp
     inside = 2 * job.x + (1 if job.form == "gpt2" else 2) * hidden

@@ -6,7 +6,7 @@ estimate.py.
     layout    dp x cp x tp x pp GPUs, micro-batches, schedule, sp, zero, ckpt, attn, and ep of the
               experts (--experts 64 --top-k 8 ..), as hybrid_3d.py has them
     memory    of the fullest stage: parameters, gradients and optimizer are exact, activations and
-              what comes and goes are estimates, all together within 10% of a dry run's peak,
+              what comes and goes are estimates, all together within 11% of a dry run's peak,
               which --exact N adds for the best N. CUDA, NCCL and fragmentation are not in it:
               take --gpu-memory less what they need. RMSNorm is taken for torch's fused one. A
               CPU has none: the norm keeps its input in fp32 and more, and a small Llama's dry
