@@ -44,20 +44,9 @@ def test_narayanan():
     assert sum(gaps) / len(gaps) < 0.036
 
 
-def test_any_guess_is_worse():
-    """What plan.py's docstring says of a model that is none."""
-    measured = [float(papers.RUNS[label][-1]) for label in TABLE_1]
-    averages = [sum(abs(guess / tflops - 1) for tflops in measured) / len(measured)
-                for guess in range(120, 180)]
-    assert 0.05 < min(averages) < 0.055
-
-
-@pytest.mark.parametrize("model, parameters", [
-    ("gpt2-xl", 1_557_611_200), ("llama3-8b", 8_030_261_248), ("llama3-70b", 70_553_706_496),
-    ("llama3-405b", 405_853_388_800), ("mixtral-8x7b", 46_702_792_704)])
-def test_parameters(model, parameters):
-    experts = 8 if model in MIXTURES else 0
-    assert parameters_of(plan.MODELS[model], experts) == parameters
+def test_parameters():
+    assert parameters_of(PRESETS["llama3-405b"]) == 405_853_388_800
+    assert parameters_of(MIXTURES["mixtral-8x7b"], experts=8) == 46_702_792_704
 
 
 def test_llama3_70b():
@@ -78,7 +67,7 @@ def test_llama3_70b():
     # a GPU of tp 8 keeps of a block: 4 C outside, and of q, k, v, attention 2.25 C, of the MLP 4 F
     eighth = job_of(cfg, on(8, 1), layout(tp=8, sp=True))
     kept = 2 * 8192 * (4 * 8192 + 2.25 * 8192 + 4 * 28672) / 8
-    assert estimate.kept_by_block(eighth) == kept
+    assert estimate.kept_by_block(eighth, "none") == kept
 
 
 # ---- against dry runs ------------------------------------------------------------
@@ -87,15 +76,9 @@ SMALL = "--width 256 --heads 8 --vocab 1000 --seq 128 --dtype bf16"
 LLAMA = "--model llama-toy --kv-heads 4 --hidden 512"
 ROWS = [
     "--dp 2 --tp 2 --pp 3 --zero 1 --ckpt selective --layers 5 --micro 3 --batch 24 --rank 4",
-    "--dp 1 --tp 2 --pp 2 --schedule zb-h1 --sp --layers 4 --micro 2 --batch 16 --rank 2",
     "--dp 2 --tp 2 --pp 1 --experts 8 --ep 2 --shared --zero 2 --sp --layers 2 --micro 1 --batch 8",
-    "--dp 1 --cp 2 --tp 1 --pp 2 --attn ulysses --schedule zb-v --experts 4 --layers 4 --micro 3 "
-    "--batch 12",
-    "--dp 2 --cp 2 --tp 1 --pp 2 --zero 2 --ckpt selective --layers 2 --micro 3 --batch 12 "
-    "--rank 4",
-    "--dp 2 --tp 1 --pp 1 --zero 3 --ckpt full --layers 3 --micro 1 --batch 2",
-    f"{LLAMA} --dp 2 --tp 2 --pp 2 --sp --zero 1 --layers 4 --micro 4 --batch 16 --ckpt full",
-    f"{LLAMA} --dp 2 --tp 2 --pp 1 --sp --zero 3 --layers 4 --micro 2 --batch 32 --ckpt selective",
+    "--dp 1 --cp 2 --tp 1 --pp 2 --attn ulysses --schedule zb-v --layers 4 --micro 3 --batch 12",
+    f"{LLAMA} --dp 2 --tp 2 --pp 1 --sp --zero 3 --layers 2 --micro 2 --batch 32 --ckpt full",
 ]
 
 
@@ -119,7 +102,7 @@ def job_of_report(report):
     if not args["experts"]:
         axes["ep"] = None
     at = on(report["world_size"], args["batch"])
-    for name in ("experts", "top_k", "shared", "capacity"):
+    for name in ("experts", "top_k", "shared"):
         setattr(at, name, args[name])
     peers = args["dp"] * args["cp"] * args["tp"]
     return job_of(cfg, at, Layout(**axes)), args["rank"] // peers
@@ -142,7 +125,7 @@ def test_bytes(dry):
     for row, report in zip(ROWS, dry):
         job, stage = job_of_report(report)
         measured = report["ranks"][0]["collectives"]
-        if job.experts and job.cp == 1:  # ulysses would be among them
+        if job.experts:
             rows = estimate.bytes_on_ep(job, job.blocks[stage])
             assert math.isclose(rows, measured["all_to_all"]["wire"], rel_tol=0.01), row
         if job.zero < 3 and job.pp == 1:
@@ -159,7 +142,7 @@ def test_bytes(dry):
 @pytest.mark.parametrize("schedule", estimate.SCHEDULES)
 def test_simulator(schedule):
     """The bubble, and the micro-batches in flight, are what the simulator says."""
-    for pp in (2, 3, 4, 6):
+    for pp in (2, 3, 6):
         least = 2 * pp
         if schedule in ("gpipe", "1f1b"):
             least = 1
@@ -192,21 +175,18 @@ CUT = ["--seq", "16384", "--layers", "4", "--width", "64", "--heads", "8"]
 
 
 def test_new_axes():
-    """Long sequences want cp, experts ep, small memories ZeRO."""
+    """Long sequences want cp, experts ep."""
     at = on(8, 8, *CUT, "--gpu-memory", "0.04")
     fits, _ = search(at.cfg, at)
     assert fits[0][1].cp > 1
     at = on(8, 16, "--experts", "64", "--width", "512", "--gpu-memory", "3")
     fits, _ = search(at.cfg, at)
     assert fits[0][1].ep > 1
-    at = on(8, 16, "--tp", "1", "--pp", "1", "--width", "1024", "--gpu-memory", "0.01")
-    _, least = search(at.cfg, at)
-    assert least[1].zero > 1
 
 
 @pytest.mark.parametrize("gpus, flags", [
-    (4, []), (4, ["--experts", "4"]), (8, CUT), (4, ["--cp", "4", "--attn", "ring"]),
-    (4, ["--schedule", "dualpipe-v"]), (4, ["--schedule", "zb-h2"]), (4, ["--model", "llama-toy"])])
+    (4, ["--experts", "4", "--shared"]), (8, CUT), (4, ["--cp", "4", "--attn", "ring"]),
+    (4, ["--schedule", "dualpipe-v"]), (4, ["--model", "llama-toy"])])
 def test_all_layouts_are_possible(gpus, flags, monkeypatch):
     """Each of them is one that hybrid_3d accepts, by the line that is printed."""
     at = on(gpus, 8, *flags)
@@ -237,44 +217,34 @@ def test_tables_and_cost(capsys, monkeypatch, tmp_path):
     flags = "--gpus 12 --layers 6 --batch 24 --tokens 1e9 --price 2.5"
     found, said = report(capsys, monkeypatch, tmp_path, flags)
     row = found["rows"][0]
-    assert row["command"] in said
-    assert f"{row['rate']:,.0f}" in said
+    assert row["command"] in said and f"{row['rate']:,.0f}" in said
     assert "12 GPUs are not full nodes of 8: taken as 2 of 6" in said
-    assert math.isclose(row["gpu_hours"], 12 * 1e9 / row["rate"] / 3600)
-    assert math.isclose(row["cost"], 2.5 * row["gpu_hours"])
+    assert math.isclose(row["cost"], 2.5 * 12 * 1e9 / row["rate"] / 3600)
 
 
 def test_nothing_fits(capsys, monkeypatch, tmp_path):
-    large = "--model gpt3-175b --batch 64"
-    found, said = report(capsys, monkeypatch, tmp_path, f"{large} --gpus 8", code=1)
+    flags = "--model gpt3-175b --batch 64 --gpus 8"
+    found, said = report(capsys, monkeypatch, tmp_path, flags, code=1)
     assert not found["rows"]
     assert "nothing fits 80 GB" in said
     assert "fits on 64 GPUs" in said
-    fixed = f"{large} --gpus 64 --zero 0 --ckpt none --pp 1"
-    _, said = report(capsys, monkeypatch, tmp_path, fixed, code=1)
-    assert "fits without --pp 1" in said
 
 
-def test_table(capsys, monkeypatch):
-    models = {"gpt2": PRESETS["gpt2"], "wide": GPTConfig(4, 12288, 96, 50257, 2048)}
-    monkeypatch.setattr(plan, "IN_TABLE", models)
-    monkeypatch.setattr("sys.argv", ["plan.py", "--table"])
-    assert plan.main() == 0
-    said = capsys.readouterr().out
-    assert said.count("\n") == 2 + len(models)
-    assert "| wide | needs " in said
+def test_exact_peaks(capsys, monkeypatch, tmp_path):
+    """Those of a dry run, beside the estimate."""
+    monkeypatch.setattr(plan, "report", lambda ranks, script, flags: alone(
+        "hybrid_3d", list(map(str, flags)))[0])
+    flags = "--gpus 4 --layers 2 --width 256 --batch 8 --pp 2 --exact 1"
+    found, _ = report(capsys, monkeypatch, tmp_path, flags)
+    row = found["rows"][0]
+    assert math.isclose(row["memory"], row["exact"], rel_tol=0.1)
 
 
 @pytest.mark.parametrize("flags, said", [
-    ("--model gpt5 --gpus 8 --batch 8", "gpt5"),
-    ("--gpus 8 --batch 8 --gpu-memory 0", "--gpu-memory 0"),
     ("--batch 8", "give both"),
     ("--gpus 1024 --batch 7 --no-sp", "--batch 7 --no-sp:"),
     ("--gpus 8 --batch 64 --schedule zb-h1 --ckpt full", "have to go together"),
-    ("--gpus 8 --batch 8 --json .", "--json .: is a folder"),
     ("--gpus 8 --batch 8 --heads 3", "--heads 3"),
-    ("--gpus 8 --batch 8 --hidden 3", "Llama's form"),
-    ("--gpus 8 --batch 8 --gpu-tflops nan", "--gpu-tflops nan"),
     ("--gpus 8 --batch 8 --experts 4 --top-k 5", "--top-k 5"),
     ("--gpus 8 --batch 8 --shared", "--shared"),
 ])

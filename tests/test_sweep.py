@@ -1,6 +1,4 @@
 """tools/sweep.py: what it draws, and that it catches what is wrong. All nine files with ALL=1."""
-import sys
-
 import pytest
 
 import hybrid_3d
@@ -18,20 +16,14 @@ def test_runs_equal_one_process(capsys):
     assert not sweep(runs, SEED), capsys.readouterr().out
 
 
-def test_a_run_can_be_repeated():
-    """Run i is the same one, however many are drawn; another seed draws others."""
-    for i in range(30):
-        assert drawn(7, i) == drawn("7", i)
-    different = set()
-    for seed in range(10):
-        for i in range(30):
-            different.add(str(drawn(seed, i)))
-    assert len(different) == 300
-    ranks = {drawn(SEED, i)[1] for i in range(100)}
-    assert ranks == set(range(1, 9))
+def test_what_is_drawn():
+    """Run i is the same one, however many are drawn; ranks, forms and flags vary."""
+    runs = [drawn(SEED, i) for i in range(100)]
+    assert runs == [drawn(str(SEED), i) for i in range(100)]
+    assert len({str(run) for run in runs}) == 100
+    assert {n for _, n, _ in runs} == set(range(1, 9))
     for name in FILES:
-        drawn_for_it = [" ".join(drawn(SEED, i, name)[2]) for i in range(20)]
-        forms = {"--model llama-toy" in flags for flags in drawn_for_it}
+        forms = {"--model llama-toy" in " ".join(drawn(SEED, i, name)[2]) for i in range(20)}
         assert forms == {True, False}, name
 
 
@@ -39,14 +31,8 @@ def args_of(i, monkeypatch):
     """-> run i of hybrid_3d's on up to 16 ranks, as it reads its flags; what it refuses, exits"""
     _, n, flags = drawn(SEED, i, "hybrid_3d", 16)
     monkeypatch.setattr("sys.argv", ["hybrid_3d.py", *flags])
-    launcher = {
-        "WORLD_SIZE": n,
-        "LOCAL_WORLD_SIZE": n,
-        "RANK": 0,
-        "LOCAL_RANK": 0,
-        "MASTER_PORT": 29500,
-        "MASTER_ADDR": "127.0.0.1",
-    }
+    launcher = {"WORLD_SIZE": n, "LOCAL_WORLD_SIZE": n, "RANK": 0, "LOCAL_RANK": 0,
+                "MASTER_PORT": 29500, "MASTER_ADDR": "127.0.0.1"}
     for name, value in launcher.items():
         monkeypatch.setenv(name, str(value))
     args = arguments(hybrid_3d.__doc__, **hybrid_3d.FLAGS)
@@ -92,14 +78,9 @@ def one_byte_more(module):
     module.Run.measured = wrong
 
 
-def refused(module):
-    sys.argv.append("--nonsense")
-
-
 @pytest.mark.parametrize("plant, words", [
     (mean_of_means, "worst gradient: "),
     (one_byte_more, "'formula': "),
-    (refused, "exit codes [2"),
 ])
 def test_catches(plant, words, capsys):
     i = place_of("fsdp")
@@ -108,15 +89,9 @@ def test_catches(plant, words, capsys):
     assert words in said and "FAILED  torchrun" in said and f"FAILED: [{i}]" in said
 
 
-@pytest.mark.parametrize("words", ["", "x", "0", "1 -1", "1 2 3", "1 --file x", "1 --ranks 0"])
+@pytest.mark.parametrize("words", ["", "0", "1 --file x"])
 def test_bad_command_lines(words, capsys):
     with pytest.raises(SystemExit):
         main(words.split())
     said = capsys.readouterr().err
     assert "usage: python tools/sweep.py N [SEED]" in said and said.count("\n") == 1
-
-
-@pytest.mark.parametrize("failed, code", [([], 0), ([0], 1)])
-def test_the_exit_code(failed, code, monkeypatch):
-    monkeypatch.setattr("tools.sweep.sweep", lambda runs, seed, only, most: failed)
-    assert main(["7", "1", "--file", "moe", "--ranks", "16"]) == code

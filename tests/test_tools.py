@@ -86,7 +86,7 @@ def test_scale(flags, batches, monkeypatch, capsys):
 def test_what_gloo_moves_is_reported():
     """By way of launch.report, on three ranks."""
     rates = launch.report(3, "tools/bench.py", ["gloo"])["GB/s"]
-    assert set(rates) == {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
+    assert set(rates) == {"all_reduce", "all_gather", "all_to_all"}
     assert min(rates.values()) > 0
 
 
@@ -142,13 +142,6 @@ def test_every_file_is_run_on_a_gpu():
         files = {case.file for case in gpu.cases() if case.label == label}
         missing = {*bench.FILES, "hybrid_3d"} - files
         assert missing <= {"amp_accum_ckpt", "pipeline_parallel"}, label
-
-
-def test_cards_are_known_by_their_longest_name():
-    assert gpu.peak_of("NVIDIA H100 PCIe") == 756
-    assert gpu.peak_of("NVIDIA H100 80GB HBM3") == 989
-    assert gpu.peak_of("NVIDIA L40S") == 362
-    assert gpu.peak_of("NVIDIA L40") is None
 
 
 def test_a_dry_run_that_fails_on_a_gpu_is_a_failure(monkeypatch):

@@ -18,12 +18,10 @@ import os
 import statistics
 import sys
 import time
-import warnings
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch can do without
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
@@ -115,68 +113,51 @@ def run_all(rows, flags):
 # ---- the table ---------------------------------------------------------------
 
 
-def megabytes(n):
-    return f"{n / 1e6:.2f}"
+def megabytes(report):
+    """-> what rank 0 has sent, by the textbook, what it held and its peak, in words"""
+    first = report["ranks"][0]
+    sent = sum(figures["wire"] for figures in first["collectives"].values())
+    expected = sum(row["expected"] for row in report["textbook"] if row["what"].startswith("wire"))
+    memory = first["memory"]
+    held = memory["parameters"] + memory["gradients"] + memory["optimizer"]
+    return [f"{size / 1e6:.2f}" for size in (sent, expected, held, memory["peak"])]
 
 
-def sent(report):
-    return sum(c["wire"] for c in report["ranks"][0]["collectives"].values())
-
-
-def textbook_sent(report):
-    rows = [row for row in report["textbook"] if row["what"].startswith("wire")]
-    return sum(row["expected"] for row in rows)
-
-
-def held(report):
-    memory = report["ranks"][0]["memory"]
-    return memory["parameters"] + memory["gradients"] + memory["optimizer"]
-
-
-def verdict(report):
-    if report["exit_code"] != 0:
-        return "FAILED"
-    if report["check"]:
-        return "passed"
-    return "ran"
-
-
-def head(timed):
-    line = (
-        f"{'':18}{'ranks':>6}{'worst gap':>11}{'sent MB':>10}{'textbook':>10}{'held MB':>9}"
-        f"{'peak MB':>9}{'ms/step':>9}{'tok/s':>9}"
-    )
-    if timed:
-        line += f"{'vs torch':>10}{'efficiency':>12}"
-    return line + "  verdict"
-
-
-def line(label, report, one_process, timed):
-    """A row of the table. one_process: ms of the same work in one process, or None."""
+def line(label, report, reports, timed):
+    """A row of the table."""
     gap = worst_gap(report)
-    peak = report["ranks"][0]["memory"]["peak"]
-    text = (
-        f"{label:18}{report['world_size']:6}{'-' if gap is None else f'{gap:.1e}':>11}"
-        f"{megabytes(sent(report)):>10}{megabytes(textbook_sent(report)):>10}"
-        f"{megabytes(held(report)):>9}{megabytes(peak):>9}"
-        f"{report['ms_per_step']:9.1f}{report['tokens_per_second']:9,.0f}"
-    )
+    cells = [f"{label:18}{report['world_size']:6}", "-" if gap is None else f"{gap:.1e}"]
+    cells += megabytes(report)
+    cells += [f"{report['ms_per_step']:.1f}", f"{report['tokens_per_second']:,.0f}"]
     if timed:
-        text += beside_torch(report) + efficiency(report, one_process)
-    return f"{text}  {verdict(report)}"
+        cells += [beside_torch(report), efficiency(report, reports.get(baseline(label)))]
+    verdict = "passed" if report["check"] else "ran"
+    if report["exit_code"] != 0:
+        verdict = "FAILED"
+    return aligned(cells) + "  " + verdict
+
+
+def aligned(cells):
+    return cells[0] + "".join(f"{cell:>{width}}" for cell, width in zip(cells[1:], WIDTHS))
+
+
+HEAD = ("worst gap", "sent MB", "textbook", "held MB", "peak MB", "ms/step", "tok/s", "vs torch",
+        "efficiency")
+WIDTHS = (11, 10, 10, 9, 9, 9, 9, 10, 12)
 
 
 def beside_torch(report):
     if "speedup" not in report:
-        return f"{'-':>10}"
-    return f"{report['speedup']:9.2f}x"
+        return "-"
+    return f"{report['speedup']:.2f}x"
 
 
 def efficiency(report, one_process):
+    """one_process: the report of the same work in one process, or None"""
     ranks = report["world_size"]
     if one_process is None or ranks > 2:  # these may share cores, where less is to be gained
-        return f"{'-':>12}"
-    return f"{one_process / report['ms_per_step'] / ranks:12.0%}"
+        return "-"
+    return f"{one_process['ms_per_step'] / report['ms_per_step'] / ranks:.0%}"
 
 
 def baseline(label):
@@ -190,37 +171,24 @@ def baseline(label):
 def table(title, reports, timed):
     """Print it -> did all pass?"""
     print(f"\n==== {title} ====")
-    print(head(timed))
+    print(aligned([f"{'':18} ranks", *HEAD[:None if timed else 7]]) + "  verdict")
     good = True
     for label, report in reports.items():
         if report is None:
             good = False
             print(f"{label:18}" + colored("FAILED", RED))
             continue
-        one = reports.get(baseline(label))
-        ms = None
-        if one is not None:
-            ms = one["ms_per_step"]
-        print(line(label, report, ms, timed))
-        if report["exit_code"] != 0:
-            good = False
+        print(line(label, report, reports, timed))
+        good = good and report["exit_code"] == 0
     return good
 
 
 # ---- what the machine allows ---------------------------------------------------
 
 
-def half_of_batch(sizes):
-    """-> half of what is said behind the last --batch"""
-    parser = argparse.ArgumentParser(allow_abbrev=False)
-    parser.add_argument("--batch", type=int)
-    known, _ = parser.parse_known_args(sizes)
-    return max(1, known.batch // 2)
-
-
 def limits(sizes):
     """Print what two processes take that have nothing to tell each other, and how fast gloo is."""
-    half = half_of_batch(sizes)
+    half = max(1, int(sizes[len(sizes) - sizes[::-1].index("--batch")]) // 2)  # of the last one
     flags = [*sizes, "--impl", "scratch", "--batch", half]
     with ThreadPoolExecutor() as both:
         runs = [both.submit(report, 1, "ddp.py", flags) for _ in range(2)]
@@ -237,18 +205,15 @@ TIMES = 9
 
 def gloo(path):
     """What limits() starts on two ranks: GB/s of payload go to a report."""
-    # both were renamed in torch 2.13
+    # it was renamed in torch 2.13
     all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     dist.init_process_group("gloo")
     part = torch.ones(NUMBERS // dist.get_world_size())
     whole = torch.ones(len(part) * dist.get_world_size())
-    other = torch.empty_like(whole)
     calls = {
         "all_reduce": lambda: dist.all_reduce(whole),
         "all_gather": lambda: all_gather(whole, part),
-        "reduce_scatter": lambda: reduce_scatter(part, whole),
-        "all_to_all": lambda: dist.all_to_all_single(other, whole),
+        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole),
     }
     rates = {name: whole.nbytes / seconds(call) / 1e9 for name, call in calls.items()}
     if dist.get_rank() == 0:

@@ -14,16 +14,14 @@ import math
 import shutil
 import signal
 import sys
-import warnings
 from collections import namedtuple
 from pathlib import Path
 
-warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch can do without
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from harness.usage import require  # noqa: E402
-from tools.draw import PALETTE, Drawing  # noqa: E402
+from tools.draw import PALETTE, Drawing, bounds, plot  # noqa: E402
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 ALONG = ("step", "tokens")
@@ -39,11 +37,9 @@ def read_log(path):
     """-> the lines of a log, dicts; one that is not whole is left out."""
     lines = []
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(errors="replace")
     except OSError as error:
         require(False, f"{path}: {error.strerror}")  # ends the program
-    except UnicodeDecodeError:
-        require(False, f"{path}: is no text")
     for line in text.splitlines():
         try:
             figures = json.loads(line)
@@ -105,24 +101,14 @@ def curves_of(logs, what, over, count):
 # ---- drawing -------------------------------------------------------------------
 
 
-def bounds(curves, axis):
-    """-> (low, high) of all points' x (axis 0) or y (axis 1), never the same."""
-    values = [point[axis] for curve in curves for point in curve.points]
-    low = min(values)
-    high = max(values)
-    if low == high:
-        return low - 0.5, high + 0.5
-    return low, high
-
-
 def number(value):
     return f"{value:.4g}"
 
 
-def in_the_terminal(curves, over, width, height):
+def in_the_terminal(curves, over, width, height=16):
     """-> lines of text. Where curves meet, the later one is seen."""
-    left, right = bounds(curves, 0)
-    bottom, top = bounds(curves, 1)
+    left, right = bounds([curve.points for curve in curves], 0)
+    bottom, top = bounds([curve.points for curve in curves], 1)
     rows = [[" "] * width for _ in range(height)]
     for curve in curves:
         for x, y in curve.points:
@@ -144,46 +130,17 @@ def in_the_terminal(curves, over, width, height):
     return lines
 
 
-def ticks(low, high, count=5):
-    """Round numbers between low and high, `count` or so."""
-    rough = (high - low) / count
-    power = 10 ** math.floor(math.log10(rough))
-    steps = [power, 2 * power, 5 * power, 10 * power]
-    step = min(steps, key=lambda one: abs(one - rough))
-    first = math.ceil(low / step)
-    last = math.floor(high / step)
-    return [i * step for i in range(first, last + 1)]
-
-
-def panel(drawing, curves, over, down):
-    """One figure's curves, `down` from the top of the picture."""
-    left, right = bounds(curves, 0)
-    bottom, top = bounds(curves, 1)
-
-    def place(x, y):
-        return (60 + (x - left) / (right - left) * 640,
-                down + 20 + (top - y) / (top - bottom) * 180)
-
-    drawing.line([place(left, top), place(left, bottom), place(right, bottom)])
-    for x in ticks(left, right):
-        across, low = place(x, bottom)
-        drawing.text(across, low + 16, number(x), "middle")
-    for y in ticks(bottom, top, 4):
-        across, low = place(left, y)
-        drawing.text(across - 6, low + 4, number(y), "end")
-    drawing.text(380, down + 232, over, "middle")
-    for i, curve in enumerate(curves):
-        color = PALETTE[i % len(PALETTE)]
-        drawing.line([place(x, y) for x, y in curve.points], color, "line")
-        drawing.box(60, down + 244 + 16 * i, 12, 10, color)
-        drawing.text(78, down + 253 + 16 * i, curve.label)
-
-
 def as_svg(panels, over, path):
-    heights = [270 + 16 * len(curves) for curves in panels]
-    drawing = Drawing(720, sum(heights))
-    for i, curves in enumerate(panels):
-        panel(drawing, curves, over, sum(heights[:i]))
+    """A panel for each figure, one below the other."""
+    drawing = Drawing(720, sum(270 + 16 * len(curves) for curves in panels))
+    down = 0
+    for curves in panels:
+        plot(drawing, 60, down + 20, 640, 180, [curve.points for curve in curves])
+        drawing.text(380, down + 232, over, "middle")
+        for i, curve in enumerate(curves):
+            drawing.box(60, down + 244 + 16 * i, 12, 10, PALETTE[i % len(PALETTE)])
+            drawing.text(78, down + 253 + 16 * i, curve.label)
+        down += 270 + 16 * len(curves)
     try:
         drawing.save(path)
     except OSError as error:
@@ -200,11 +157,9 @@ def arguments():
     parser.add_argument("--what", help="one figure (in the terminal: loss)")
     parser.add_argument("--over", choices=ALONG, default="step", help="along (step)")
     parser.add_argument("--smooth", type=int, default=1, help="mean of so many steps (1)")
-    parser.add_argument("--height", type=int, default=16, help="lines in the terminal (16)")
     parser.add_argument("--svg", default="", metavar="FILE", help="draw that, too")
     args = parser.parse_args()
     require(args.smooth >= 1, f"--smooth {args.smooth}: must be 1 or more")
-    require(args.height >= 2, f"--height {args.height}: must be 2 or more")
     require(len(args.files) <= len(LETTERS), f"{len(args.files)} files: {len(LETTERS)} at most")
     return args
 
@@ -221,7 +176,7 @@ def main():
     panels = [curves for curves in panels if curves]
     require(panels, f"no finite number to draw in {', '.join(args.files)}")
     width = max(20, shutil.get_terminal_size().columns - 14)
-    print("\n".join(in_the_terminal(panels[0], args.over, width, args.height)), flush=True)
+    print("\n".join(in_the_terminal(panels[0], args.over, width)), flush=True)
     if args.svg:
         as_svg(panels, args.over, args.svg)
 

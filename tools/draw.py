@@ -2,7 +2,6 @@
 
     python tools/draw.py                      draw docs/*.svg from the figures in docs/data/
     python tools/draw.py --measure            run everything first (minutes), keep its figures
-    python tools/draw.py --measure held ..    run for these pictures only
 
     held.svg        what one of 64 ranks holds of a 7.4B model, from dry runs
     timelines.svg   pipeline schedules: planned, and as a run of two ranks measured it
@@ -13,10 +12,8 @@
 import json
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 
-warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch can do without
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from context_parallel import on_paper  # noqa: E402
@@ -78,12 +75,46 @@ class Drawing:
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         self.elements.append(f'<polyline points="{path}" class="{kind}"{paint}/>')
 
+    def legend(self, x, y, kinds):
+        """kinds: {one of COLORS: what it is}"""
+        for number, (kind, words) in enumerate(kinds.items()):
+            self.box(x + 110 * number, y, 12, 12, COLORS[kind])
+            self.text(x + 110 * number + 16, y + 10, words)
+
     def save(self, path):
         head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
             f'width="{self.width}" height="{self.height}"><style>{STYLE}</style>\n'
         )
         Path(path).write_text(head + "\n".join(self.elements) + "\n</svg>\n")
+
+
+def bounds(lines, axis):
+    """lines: [[(x, y)]] -> the smallest and largest x (axis 0) or y (axis 1), never the same."""
+    values = [point[axis] for points in lines for point in points]
+    low = min(values)
+    high = max(values)
+    if low == high:
+        return low - 0.5, high + 0.5
+    return low, high
+
+
+def plot(drawing, x, y, width, height, lines, widths=None):
+    """Curves in a frame whose corners have their numbers. lines: [[(x, y)]], each in a color."""
+    left, right = bounds(lines, 0)
+    bottom, top = bounds(lines, 1)
+    drawing.line([(x, y), (x, y + height), (x + width, y + height)])
+    drawing.text(x - 6, y + 4, f"{top:.4g}", "end", "small")
+    drawing.text(x - 6, y + height + 4, f"{bottom:.4g}", "end", "small")
+    drawing.text(x, y + height + 16, f"{left:.4g}", "start", "small")
+    drawing.text(x + width, y + height + 16, f"{right:.4g}", "end", "small")
+    for number, points in enumerate(lines):
+        placed = []
+        for along, value in points:
+            across = x + width * (along - left) / (right - left)
+            placed.append((across, y + height * (top - value) / (top - bottom)))
+        thick = widths[number] if widths else 1
+        drawing.line(placed, PALETTE[number % len(PALETTE)], "line", thick)
 
 
 def read(name):
@@ -130,11 +161,7 @@ def draw_held():
     scale = 540 / max(sum(sizes.values()) for sizes in figures.values())
     drawing = Drawing(820, 70 + 28 * len(figures))
     drawing.text(10, 20, TITLE, kind="title")
-    x = left
-    for kind in HELD:
-        drawing.box(x, 32, 12, 12, COLORS[kind])
-        drawing.text(x + 16, 42, kind)
-        x += 110
+    drawing.legend(left, 32, {kind: kind for kind in HELD})
     for number, (label, sizes) in enumerate(figures.items()):
         y = 58 + 28 * number
         drawing.text(left - 8, y + 14, label, "end")
@@ -204,11 +231,7 @@ def draw_timelines():
         for x, side, (bubble, rows) in sides:
             drawing.text(x, y + 10, f"{side}: bubble {bubble:.1%}", kind="small")
             draw_rows(drawing, x, y + 16, 370, rows)
-    legend = (("F", "forward"), ("B", "backward"), ("W", "weights"))
-    for number, (kind, words) in enumerate(legend):
-        x = 620 + 90 * number
-        drawing.box(x, 10, 12, 12, COLORS[kind])
-        drawing.text(x + 16, 20, words)
+    drawing.legend(570, 10, {"F": "forward", "B": "backward", "W": "weights"})
     drawing.save(PLACE / "timelines.svg")
 
 
@@ -258,11 +281,8 @@ def draw_hops():
 # ---- buckets -------------------------------------------------------------------
 
 
-APART = 100  # microseconds: operators of backward that are nearer are drawn as one
-
-
 def measure_buckets():
-    """Spans in microseconds of a step: backward's operators, and each bucket's all-reduce."""
+    """In microseconds: how long backward takes, and each bucket's all-reduce from its start on."""
     with tempfile.TemporaryDirectory() as folder:
         flags = (
             "--layers 8 --width 256 --heads 8 --seq 256 --steps 4 --bucket-mb 4 --no-check "
@@ -272,16 +292,10 @@ def measure_buckets():
         trace = json.loads(Path(folder, "ddp-scratch-rank0.json").read_text())["traceEvents"]
     backward = spans_of(trace, "autograd::engine::evaluate_function")
     first = backward[0][0]
-    merged = [backward[0]]
-    for start, end in backward[1:]:
-        if start - merged[-1][1] < APART:
-            merged[-1][1] = max(end, merged[-1][1])
-        else:
-            merged.append([start, end])
-    figures = {"backward": merged, "buckets": spans_of(trace, "gloo:all_reduce")}
-    for name, spans in figures.items():
-        figures[name] = [[round(start - first), round(end - first)] for start, end in spans]
-    write("buckets", figures)
+    buckets = []
+    for start, end in spans_of(trace, "gloo:all_reduce"):
+        buckets.append([round(start - first), round(end - first)])
+    write("buckets", {"backward": round(backward[-1][1] - first), "buckets": buckets})
 
 
 def spans_of(trace, name):
@@ -296,14 +310,13 @@ def spans_of(trace, name):
 def draw_buckets():
     figures = read("buckets")
     buckets = figures["buckets"]
-    last = max(end for spans in figures.values() for _, end in spans)
+    last = max(figures["backward"], buckets[-1][1])
     scale = 640 / last
     drawing = Drawing(820, 90 + 22 * len(buckets))
     drawing.text(10, 20, "Backward on one of two ranks, and the buckets that travel meanwhile",
                  kind="title")
     drawing.text(112, 52, "backward", "end")
-    for start, end in figures["backward"]:
-        drawing.box(120 + scale * start, 40, scale * (end - start), 16, COLORS["B"])
+    drawing.box(120, 40, scale * figures["backward"], 16, COLORS["B"])
     for number, (start, end) in enumerate(buckets):
         y = 64 + 22 * number
         drawing.text(112, y + 12, f"bucket {number}", "end")
@@ -316,7 +329,6 @@ def draw_buckets():
 # ---- losses --------------------------------------------------------------------
 
 STEPS = 60
-MIXTURE = "mixture of experts"  # another model, which has a line of its own
 TRAINED = {  # ranks, file and flags
     "ddp": "2 ddp.py",
     "zero": "2 zero.py --stage 3",
@@ -326,7 +338,7 @@ TRAINED = {  # ranks, file and flags
     "context parallel": "2 context_parallel.py",
     "accumulation, checkpointing": "2 amp_accum_ckpt.py --accum 2 --ckpt full",
     "hybrid, 2 x 2": "4 hybrid_3d.py --dp 2 --tp 2 --pp 1",
-    MIXTURE: "2 moe.py",
+    "mixture of experts": "2 moe.py",  # another model, which has a line of its own
 }
 
 
@@ -342,57 +354,31 @@ def measure_losses():
 def draw_losses():
     """Eight lines that are one: each is drawn thinner than the one below it."""
     figures = read("losses")
-    every = [loss for losses in figures.values() for loss in losses]
-    low = min(every)
-    high = max(every)
     drawing = Drawing(860, 360)
     title = "Loss by step on the same text: eight techniques, one line; a mixture is another model"
     drawing.text(10, 20, title, kind="title")
-    drawing.line([(60, 40), (60, 320), (620, 320)])
-    for value in (low, high):
-        y = 320 - 270 * (value - low) / (high - low)
-        drawing.text(54, y + 4, f"{value:.2f}", "end", "small")
-    for number, (label, losses) in enumerate(figures.items()):
-        points = []
-        for step, loss in enumerate(losses):
-            x = 60 + 560 * step / (len(losses) - 1)
-            points.append((x, 320 - 270 * (loss - low) / (high - low)))
-        width = 1.5
-        if label != MIXTURE:
-            width = 15 - 2 * number
-        drawing.line(points, PALETTE[number], "line", width)
+    widths = [15 - 2 * number for number in range(len(figures) - 1)] + [1.5]
+    lines = [list(enumerate(losses)) for losses in figures.values()]
+    plot(drawing, 60, 40, 560, 280, lines, widths)
+    for number, label in enumerate(figures):
         drawing.box(640, 48 + 22 * number, 12, 12, PALETTE[number], "key")
         drawing.text(658, 58 + 22 * number, label)
-    drawing.text(340, 345, f"{len(losses)} steps", "middle")
+    drawing.text(340, 345, "step", "middle")
     drawing.save(PLACE / "losses.svg")
 
 
-DRAW = {
-    "held": draw_held,
-    "timelines": draw_timelines,
-    "hops": draw_hops,
-    "buckets": draw_buckets,
-    "losses": draw_losses,
-}
-MEASURE = {  # hops need none
-    "held": measure_held,
-    "timelines": measure_timelines,
-    "buckets": measure_buckets,
-    "losses": measure_losses,
-}
+DRAW = (draw_held, draw_timelines, draw_hops, draw_buckets, draw_losses)
+MEASURE = (measure_held, measure_timelines, measure_buckets, measure_losses)  # hops need none
 
 
 def main(words):
-    asked = words[1:]  # behind --measure
-    if words[:1] not in ([], ["--measure"]) or not set(asked) <= set(MEASURE):
-        names = " ".join(MEASURE)
-        print(f"draw.py: error: usage: python tools/draw.py [--measure [{names}]]", file=sys.stderr)
+    if words not in ([], ["--measure"]):
+        print("draw.py: error: usage: python tools/draw.py [--measure]", file=sys.stderr)
         return 2
     if words:
-        for name in asked or MEASURE:
-            print(f"measuring {name}", flush=True)
-            MEASURE[name]()
-    for draw in DRAW.values():
+        for measure in MEASURE:
+            measure()
+    for draw in DRAW:
         draw()
     return 0
 

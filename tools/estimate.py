@@ -4,9 +4,8 @@ looks for the fastest layout.
 Parameters, gradients and optimizer are counted on the model itself. Bytes that are sent are those
 of hybrid_3d.py's textbook. Activations are what a block keeps for backward times the micro-batches
 in flight. What comes and goes besides (logits, gradients inside of a block, what ZeRO gathers) is
-its largest tensors alone. All together are mostly within 6% of the peak of a dry run, which is
-exact, and within 12%. RMSNorm is taken for torch's fused one: see plan.py.
-plan.py says where each term of the time model is from.
+its largest tensors alone: a dry run has the exact peak, see plan.py, which also says where each
+term of the time model is from.
 
     cfg   common.GPTConfig          at   plan.py's flags: the cluster and the batch
     lay   a Layout                  job  all of these, with what several formulas need: see job_of
@@ -22,7 +21,7 @@ from types import SimpleNamespace
 import torch
 
 import hybrid_3d
-from common import Block, share
+from common import GPT, Block, share
 from harness.flags import DTYPES
 
 Layout = namedtuple("Layout", "dp tp pp micro schedule sp zero ckpt cp attn ep",
@@ -56,50 +55,21 @@ def counts(cfg):
 
 
 def count(prefix, module):
-    cut = 0
-    whole = 0
-    multiplied = 0
-    for name, p in module.named_parameters(prefix):
-        if hybrid_3d.kind_of(name) == "matrix":
-            cut += p.numel()
-        else:
-            whole += p.numel()
-        if p.dim() == 2:
-            multiplied += p.numel()
-    return Count(cut, whole, multiplied)
+    named = dict(module.named_parameters(prefix))
+    cut = sum(p.numel() for name, p in named.items() if hybrid_3d.kind_of(name) == "matrix")
+    total = sum(p.numel() for p in named.values())
+    return Count(cut, total - cut, sum(p.numel() for p in named.values() if p.dim() == 2))
 
 
 def parameters_of(cfg, experts=0, shared=False):
     """-> how many parameters the whole model has"""
-    cfg = resolved(cfg)
-    rest, mlp = counts(cfg)
-    block = rest.cut + rest.whole
-    mlps = 1
-    if experts:
-        mlps = experts + shared
-        block += experts * cfg.width
-    block += mlps * (mlp.cut + mlp.whole)
-    ends = cfg.vocab * cfg.width
-    if cfg.form == "gpt2":
-        ends += cfg.seq * cfg.width + 2 * cfg.width
-    else:
-        ends += cfg.vocab * cfg.width + cfg.width
-    return cfg.layers * block + ends
-
-
-def visits(at):
-    """How many MLPs a token visits."""
-    if not at.experts:
-        return 1
-    return routed(at) + at.shared
-
-
-def routed(at):
-    """How many experts a token visits, if all are chosen equally often: a capacity of 1 or more
-    then drops nothing, and 0 means no limit."""
-    if 0 < at.capacity < 1:
-        return at.capacity * at.top_k
-    return at.top_k
+    with torch.device("meta"):
+        model = GPT(cfg)
+    total = sum(p.numel() for p in model.parameters())
+    if experts:  # and a router, in the place of an MLP
+        mlp = sum(p.numel() for p in model.blocks[0].mlp.parameters())
+        total += cfg.layers * (experts * cfg.width + (experts + shared - 1) * mlp)
+    return total
 
 
 # ---- a job ---------------------------------------------------------------------
@@ -114,14 +84,17 @@ def job_of(cfg, at, lay):
     cut       tp with sp, else 1: what is outside of tp's Linears is cut by it
     data      dp x cp, the ranks that hold different tokens; copies: those with the same experts
     dense     parameters of a block on a rank, without experts; expert: of its experts
+    routed    experts that a token visits, all being chosen equally often; visits: MLPs, all told
     vee       has rank 0 the embedding and the head?
-    blocks    of each rank of pp
+    blocks    of each rank of pp; most: of the rank that has most
     """
     cfg = resolved(cfg)
     job = SimpleNamespace(**lay._asdict(), **cfg._asdict(), cfg=cfg, at=at, batch=at.batch)
     job.experts = at.experts
     job.shared = at.shared
     job.has_mlp = at.shared or not at.experts  # one that tp cuts
+    job.routed = at.top_k if at.experts else 0
+    job.visits = job.routed + job.has_mlp
     job.ep = lay.ep or 1
     job.b = DTYPES[at.dtype].itemsize
     job.tokens = at.batch * cfg.seq / (lay.dp * lay.cp * lay.micro)
@@ -135,11 +108,12 @@ def job_of(cfg, at, lay):
         job.dense += mlp.cut / lay.tp + mlp.whole
     job.expert = at.experts / job.ep * (mlp.cut + mlp.whole)
     # FLOPs of a token's forward
-    job.matmuls = 2 * (rest.multiplied + visits(at) * mlp.multiplied)
+    job.matmuls = 2 * (rest.multiplied + job.visits * mlp.multiplied)
     job.of_head = 2 * cfg.width * cfg.vocab
     job.vee = lay.schedule in VEES
     job.v = 2 if job.vee or lay.schedule in ("interleaved", "bfs") else 1
     job.blocks = blocks_of(cfg.layers, lay.pp, job.v, job.vee)
+    job.most = max(job.blocks)
     return job
 
 
@@ -168,7 +142,7 @@ HELD = ("parameters", "gradients", "optimizer", "activations", "working")
 def assess(job, stage=None):
     """-> {what: bytes} of HELD and "memory", all of it; of the fullest stage, or of this one."""
     # rank 0 has the embedding and most in flight, the last one the head
-    stages = {0, job.blocks.index(max(job.blocks)), job.pp - 1}
+    stages = {0, job.blocks.index(job.most), job.pp - 1}
     if stage is not None:
         stages = {stage}
     return max((held(job, one) for one in stages), key=lambda found: found["memory"])
@@ -176,16 +150,15 @@ def assess(job, stage=None):
 
 def held(job, stage):
     """-> the same of a stage"""
-    outside = outside_of_blocks(job, stage)
-    found = states(job, stage, outside)
-    kept = kept_by_block(job)
+    found = states(job, stage)
+    kept = kept_by_block(job, job.ckpt)
     logits = 0
     if ends(job, stage)[1]:
         logits = 4 * job.tokens * job.vocab / job.tp  # in fp32
     found["activations"] = in_flight(job, stage) * job.blocks[stage] * kept
-    if logits:  # and the last norm's input and result
-        found["activations"] += before_loss(job) * (logits + 2 * job.x / job.cut)
-    found["working"] = working(job, stage, outside, kept, logits)
+    if logits and job.schedule in ("gpipe", "bfs"):  # backward begins when all are there
+        found["activations"] += (job.micro - 1) * (logits + 2 * job.x / job.cut)
+    found["working"] = working(job, stage, logits)
     found["memory"] = sum(found.values())
     return found
 
@@ -194,8 +167,7 @@ def outside_of_blocks(job, stage):
     """-> how many parameters a stage has there"""
     C = job.width
     first, last = ends(job, stage)
-    padded = -(-job.vocab // job.tp) * job.tp
-    embedding = padded * C / job.tp
+    embedding = -(-job.vocab // job.tp) * C  # with padding
     tied = job.form == "gpt2"
     total = 0
     if first:
@@ -215,8 +187,9 @@ def cut_by_zero(job, stage):
     return dense / job.data + job.blocks[stage] * job.expert / job.copies
 
 
-def states(job, stage, outside):
+def states(job, stage):
     """Parameters, gradients and AdamW's states."""
+    outside = outside_of_blocks(job, stage)
     whole = job.blocks[stage] * (job.dense + job.expert) + outside
     cut = cut_by_zero(job, stage)
     per_parameter = 12 if job.b == 2 else 8  # with bf16 a copy in fp32 besides
@@ -248,83 +221,50 @@ def in_flight(job, stage):
     return min(M, pp)
 
 
-def kept_by_block(job):
+def kept_by_block(job, ckpt):
     """What a block keeps of a micro-batch for backward (Korthikanti 2022, section 4)."""
-    if job.ckpt == "full":
+    if ckpt == "full":
         return job.x / job.cut
     outside = 4  # the inputs of two norms and their results, in units of x
     inside = 2 + 2 * job.kv_heads / job.heads  # q, what attention makes; k, v
-    if job.attn == "ulysses" and job.cp > 1:
-        inside += 1  # what it makes, before and behind the all-to-all
+    # up and gelu's result; gate, up, silu's result and their product
+    of_mlp = (2 if job.form == "gpt2" else 4) * job.hidden / job.width
+    if ckpt == "selective":
+        of_mlp /= 2
+        outside -= 1 + job.has_mlp
     if job.has_mlp:
-        inside += kept_by_mlp(job)
+        inside += of_mlp
     else:
         outside -= 1
-    if job.ckpt == "selective":
-        outside -= 2 if job.has_mlp else 1
-    total = outside * job.x / job.cut + inside * job.x / job.tp
-    if job.experts:
-        # a row to an expert: sorted, in its MLP, its answer, back again; K answers of a token
-        rows = routed(job.at) * (3 + kept_by_mlp(job)) + job.at.top_k
-        router = 0 if job.ckpt == "selective" else 4 / job.b  # its input in fp32
-        total += (rows + router) * job.x / job.tp
-    return total
+    # a row to an expert: sorted, in its MLP, its answer, back again; K answers of a token
+    inside += job.routed * (3 + of_mlp) + job.routed
+    if job.experts and ckpt == "none":
+        inside += 4 / job.b  # the router's input in fp32
+    return outside * job.x / job.cut + inside * job.x / job.tp
 
 
-def kept_by_mlp(job):
-    """In units of x: up and gelu's result; gate, up, silu's result and their product."""
-    tensors = 2 if job.form == "gpt2" else 4
-    if job.ckpt == "selective":
-        tensors //= 2
-    return tensors * job.hidden / job.width
-
-
-def before_loss(job):
-    """Micro-batches whose logits are there, and whose backward has not begun."""
-    if job.schedule in ("gpipe", "bfs"):
-        return job.micro
-    return 1
-
-
-def working(job, stage, outside, kept, logits):
+def working(job, stage, logits):
     """What comes and goes beside the activations: the most of the loss and a block's backward."""
-    # log-probabilities and their gradient. tp's cross-entropy makes it in their place
-    at_loss = logits * (1 if job.tp > 1 else 2)
-    inside = in_backward(job, stage, kept)
-    gathered = 0
+    # the last norm's input and result, logits, log-probabilities, and the gradient: tp's
+    # cross-entropy makes it in the place of these
+    at_loss = 2 * job.x / job.cut + logits * (2 if job.tp > 1 else 3)
+    # gradients of a block's widest tensors, and what it makes again
+    hidden = job.visits * job.hidden / job.width * job.x / job.tp
+    inside = 2 * job.x + (1 if job.form == "gpt2" else 2) * hidden
+    inside += kept_by_block(job, "none") - kept_by_block(job, job.ckpt)
+    if job.schedule in SPLIT:  # from B to W gradients of all Linears wait
+        inside *= 1 + job.blocks[stage] / job.v
     unit = job.b * (job.dense + job.expert)
+    outside = job.b * outside_of_blocks(job, stage)
+    gathered = 0
     if job.zero == 3:  # a block in use, the next one on its way, and what is outside of blocks
-        gathered = min(2, job.blocks[stage]) * unit + job.b * outside
+        gathered = min(2, job.blocks[stage]) * unit + outside
     if job.zero >= 2:  # gradients of a block are whole until ranks have summed them
         inside += unit
         if job.pp == 1:
-            inside += job.b * outside
+            inside += outside
     return max(at_loss, inside) + gathered
 
-
-def in_backward(job, stage, kept):
-    """What is made again of a block, and gradients of its widest tensors."""
-    again = 0
-    if job.ckpt == "full":
-        whole = SimpleNamespace(**vars(job))
-        whole.ckpt = "none"
-        again = kept_by_block(whole) - kept
-    # a tensor of all the hidden widths that a token visits
-    hidden = visits(job.at) * job.hidden / job.width * job.x / job.tp
-    if job.ckpt == "selective":
-        again = hidden
-    of_mlp = 1 if job.form == "gpt2" else 2
-    wide = 2 * job.x + of_mlp * hidden
-    total = again + wide
-    if job.schedule in SPLIT:
-        # from B to W gradients of all Linears wait: out and down; q, k, v; up and gate
-        of_qkv = (1 + 2 * job.kv_heads / job.heads) * job.x / job.tp
-        total += job.blocks[stage] / job.v * (wide + of_qkv)
-    if job.cp > 1 and job.attn != "ulysses":
-        # keys and values of another rank, and two pairs of gradients in fp32 or more
-        pairs = 1 + 2 * max(job.b, 4) / job.b
-        total += pairs * 2 * job.kv_heads / job.heads * job.x / job.tp
-    return total
 
 # ---- seconds of a step -----------------------------------------------------------
 
@@ -339,25 +279,33 @@ def timed(job):
     "mfu" of a GPU, "rate" in tokens a second, "days" and "gpu_hours" for at.tokens, their "cost".
     """
     at = job.at
-    heavy, mean, peak = shares(job)
-    most = max(job.blocks)
+    # the work of the heaviest rank and that of an average one, in blocks; the head is some of them
+    head = job.of_head / forward(job, job.seq)
+    heavy = max(job.most, job.blocks[0 if job.vee else -1] + head)
+    mean = (job.layers + head) / job.pp
     speed = 1e12 * at.gpu_tflops * at.efficiency
     own = job.micro * job.tokens  # a rank's tokens of a step
     found = {
         "matmul": 3 * own * forward(job) / job.tp * heavy / speed,
-        "recompute": own * forward_again(job) / job.tp * most / speed,
-        "bound": own * most * memory_traffic(job) / (1e12 * at.hbm),
-        "tp": bytes_on_tp(job, most) / bandwidth(at, job.tp),
-        "cp": seconds_on_cp(job, most, speed),
-        "ep": bytes_on_ep(job, most) / bandwidth(at, job.tp * job.ep),
+        "recompute": own * forward_again(job) / job.tp * job.most / speed,
+        "bound": own * job.most * memory_traffic(job) / (1e12 * at.hbm),
+        "tp": bytes_on_tp(job) / bandwidth(at, job.tp),
+        "cp": seconds_on_cp(job, speed),
+        "ep": bytes_on_ep(job, job.most) / bandwidth(at, job.tp * job.ep),
     }
     work = sum(found.values())
     found["bubble"] = (job.pp - 1) / job.micro * IDLE[job.schedule] * mean / heavy * work
-    found["pp"] = bytes_on_pp(job) / bandwidth(at, at.gpus)
-    found["dp"] = seconds_on_dp(job, peak, work)
-    stepped = cut_by_zero(job, peak)
+    found["pp"] = 0
+    if job.pp > 1:  # of a rank whose stages all have two neighbours; nothing hides it
+        sent = hybrid_3d.sent_on_pp(job, job.b, 2 * job.v)
+        if at.megatron_2021:  # what all ranks of tp have is sent once (Narayanan 2021, 4.1)
+            sent *= job.cut / job.tp
+        found["pp"] = sent / bandwidth(at, at.gpus)
+    fullest = job.blocks.index(job.most)
+    found["dp"] = seconds_on_dp(job, fullest, work)
+    stepped = cut_by_zero(job, fullest)
     if not job.zero:
-        stepped = job.blocks[peak] * (job.dense + job.expert) + outside_of_blocks(job, peak)
+        stepped = job.most * (job.dense + job.expert) + outside_of_blocks(job, fullest)
     # AdamW reads and writes gradients and states
     found["adamw"] = (24 + 2 * job.b) * stepped / (1e12 * at.hbm)
     found["seconds"] = sum(found.values())
@@ -378,15 +326,6 @@ def with_rates(job, found):
     found["gpu_hours"] = found["days"] * 24 * at.gpus
     found["cost"] = found["gpu_hours"] * at.price
     return found
-
-
-def shares(job):
-    """-> the work of the heaviest rank and that of an average one, in blocks, where the head counts
-    as so many as its FLOPs are; the rank with the most blocks"""
-    head = job.of_head / forward(job, job.seq)
-    head_rank = 0 if job.vee else job.pp - 1
-    heavy = max(max(job.blocks), job.blocks[head_rank] + head)
-    return heavy, (job.layers + head) / job.pp, job.blocks.index(max(job.blocks))
 
 
 def bandwidth(at, neighbours):
@@ -424,47 +363,34 @@ def memory_traffic(job):
         numbers = 11 * C / job.cut + (8 * C + 5.5 * job.heads * job.seq) / job.tp
     else:
         of_mlp = 2 if job.form == "gpt2" else 5  # gelu; silu and the product with up
-        numbers = 10 * C / job.cut + of_mlp * visits(job.at) * job.hidden / job.tp
-        if job.experts:  # rows are picked, sorted, put back and added up
-            numbers += 8 * routed(job.at) * C / job.tp
+        numbers = 10 * C / job.cut + of_mlp * job.visits * job.hidden / job.tp
+        numbers += 8 * job.routed * C / job.tp  # rows are picked, sorted, put back and added up
     passes = 3 if job.ckpt == "none" else 4
     return passes * job.b * numbers
 
 
-def bytes_on_tp(job, blocks):
+def bytes_on_tp(job):
     """Nothing hides them."""
-    sent = hybrid_3d.sent_on_tp(job, job.b, blocks, False, False)
+    sent = hybrid_3d.sent_on_tp(job, job.b, job.most, False, False)
     if job.at.megatron_2021 and job.ckpt == "full":  # both all-reduces of a block again, not one
-        sent += 2 * blocks * (job.tp - 1) / job.tp * job.micro * job.x
+        sent += 2 * job.most * (job.tp - 1) / job.tp * job.micro * job.x
     return sent
 
 
-def seconds_on_cp(job, blocks, speed):
+def seconds_on_cp(job, speed):
     """Hops travel behind attention, other collectives do not."""
-    seconds = hybrid_3d.sent_on_cp(job, job.b, blocks) / bandwidth(job.at, job.tp * job.cp)
+    seconds = hybrid_3d.sent_on_cp(job, job.b, job.most) / bandwidth(job.at, job.tp * job.cp)
     if job.attn in ("ring", "zigzag"):
         attention = 3 * job.micro * job.tokens * (forward(job) - job.matmuls) / job.tp
-        seconds -= min(seconds, blocks * attention / speed)
+        seconds -= min(seconds, job.most * attention / speed)
     return seconds
 
 
 def bytes_on_ep(job, blocks):
     """Rows to experts and back, in forward and backward, which nothing hides."""
-    if not job.experts:
-        return 0
     times = 6 if job.ckpt == "full" else 4
-    rows = job.micro * job.tokens / job.tp * routed(job.at)
+    rows = job.micro * job.tokens / job.tp * job.routed
     return blocks * times * rows * job.b * job.width * (job.ep - 1) / job.ep
-
-
-def bytes_on_pp(job):
-    """Of a rank whose stages all have two neighbours; nothing hides them."""
-    if job.pp == 1:
-        return 0
-    sent = hybrid_3d.sent_on_pp(job, job.b, 2 * job.v)
-    if job.at.megatron_2021:  # what all ranks of tp have is sent once (Narayanan 2021, 4.1)
-        sent *= job.cut / job.tp
-    return sent
 
 
 def seconds_on_dp(job, rank, work):
@@ -501,11 +427,10 @@ SHORT = 2048  # tokens of a part, at least
 def layouts(cfg, at, fixed):
     """What hybrid_3d.py runs and may gain something in this model of time and memory.
 
-    Not there: with pp 1 another schedule than 1f1b; others than gpipe and 1f1b with too few
-    micro-batches to fill the pipeline; ckpt full where backward is in two actions, for W would
-    wait with all that was made again. Not there unless `fixed` names them: bfs where interleaved
-    is possible, and zb-h2 where zb-v is, since interleaved and zb-v take the same time with less
-    memory; dualpipe-v, ring and allgather, which hide less; cp for short sequences.
+    Not there: with pp 1 another schedule than 1f1b; schedules with too few micro-batches to fill
+    the pipeline; ckpt full where backward is in two actions, for W would wait with all that was
+    made again. Not there unless `fixed` names them: bfs, zb-h2 and dualpipe-v, to which interleaved
+    and zb-v are equal or better; ring and allgather, which hide less; cp for short sequences.
     """
     cfg = resolved(cfg)
     for dp, cp, tp, pp in meshes(cfg, at.gpus, fixed):
@@ -534,24 +459,20 @@ def meshes(cfg, gpus, fixed):
 
 
 def schedules(cfg, pp, micro, fixed):
-    """-> those worth a try; zb-h2, bfs and dualpipe-v also where `fixed` names them"""
+    """-> the fixed one if it can run, or those worth a try"""
     if pp == 1:
         return ["1f1b"]
-    several = 2 * pp <= cfg.layers  # can every rank have two chunks?
     least = {"bfs": pp, "zb-h1": pp, "zb-v": 2 * pp - 1, "zb-h2": 2 * pp - 1, "dualpipe-v": 2 * pp}
-    possible = ["gpipe", "1f1b", "zb-h1"]
-    if several and micro % pp == 0:
-        possible.append("interleaved")
-    elif several:
-        possible.append("bfs")
-    if several:
-        possible.append("zb-v")
-    else:
-        possible.append("zb-h2")
-    wanted = fixed.get("schedule")
-    if wanted == "zb-h2" or (wanted in ("bfs", "dualpipe-v") and several):
-        possible = [wanted]
-    return [name for name in possible if micro >= least.get(name, 1)]
+    wanted = ["gpipe", "1f1b", "zb-h1", "interleaved", "zb-v"]
+    if "schedule" in fixed:
+        wanted = [fixed["schedule"]]
+    found = []
+    for name in wanted:
+        two_chunks = name in ("interleaved", "bfs", *VEES)
+        runs = (2 * pp <= cfg.layers or not two_chunks) and micro >= least.get(name, 1)
+        if runs and (name != "interleaved" or micro % pp == 0):
+            found.append(name)
+    return found
 
 
 def choices(cfg, at, mesh, schedule, fixed):
@@ -581,26 +502,21 @@ def attentions(cfg, cp, tp, fixed):
     wanted = fixed.get("attn")
     if cp == 1:
         return [wanted or "zigzag"]  # which nothing uses
-    runs = {
-        "ring": cfg.seq % cp == 0,
-        "zigzag": cfg.seq % (2 * cp) == 0,
-        "allgather": cfg.seq % (2 * cp) == 0,
-        "ulysses": cfg.seq % cp == 0 and cfg.kv_heads // tp % cp == 0,
-    }
     tried = [wanted] if wanted else ["zigzag", "ulysses"]
-    return [name for name in tried if runs[name]]
+    runs = {"zigzag": cfg.seq % (2 * cp) == 0, "allgather": cfg.seq % (2 * cp) == 0,
+            "ring": True, "ulysses": cfg.kv_heads // tp % cp == 0}
+    return [name for name in tried if cfg.seq % cp == 0 and runs[name]]
 
 
-def search(cfg, at, free=()):
+def search(cfg, at):
     """-> [(seconds, layout)] of what fits, fastest first; (bytes, layout) of what needs least of
     all that was tried, None if there is no layout
 
-    at.fixed: {axis: value} to be kept, but for the axes that are free.
+    at.fixed: {axis: value} to be kept
     """
-    fixed = {axis: value for axis, value in at.fixed.items() if axis not in free}
     fits = []
     least = None
-    for lay in layouts(cfg, at, fixed):
+    for lay in layouts(cfg, at, at.fixed):
         job = job_of(cfg, at, lay)
         needed = (assess(job)["memory"], lay)
         if needed[0] <= 1e9 * at.gpu_memory:

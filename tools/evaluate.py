@@ -9,10 +9,8 @@ stands the perplexity, e to the loss: among how many bytes the model is undecide
 import argparse
 import math
 import sys
-import warnings
 from pathlib import Path
 
-warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch can do without
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 

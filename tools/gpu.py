@@ -7,19 +7,16 @@
     peak    the ledger's peak beside the allocator's, and beside the dry run's
     MFU     GPT-2 124M and 350M in bf16, plain and compiled: FLOPs of the model over the card's
 
-The flags are those of VARIANTS, MIXED and hybrid(): of the schedules gpipe, 1f1b and zb-h1, of
+The flags are those of VARIANTS, MIXED and HYBRID: of the schedules gpipe, 1f1b and zb-h1, of
 hybrid_3d dp, tp and pp alone; no --hsdp and no --ep. All of them in GPT-2's form, and in fp64 on
 one rank in Llama's too. Pipelines want a card for each rank: gloo sends CPU tensors alone.
 
 Exit code 1 if any run failed, dry ones included; 2 where there is no GPU.
 """
-import re
 import sys
-import warnings
 from collections import namedtuple
 from pathlib import Path
 
-warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch can do without
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
@@ -29,11 +26,9 @@ from tools.launch import Failed, report, worst_gap  # noqa: E402
 Case = namedtuple("Case", "label file ranks flags")
 LIMIT = 300  # seconds a run may take
 
-# Dense bf16 TFLOP/s without sparsity, from data sheets
-PEAK_TFLOPS = {
-    "H100 PCIe": 756, "H100": 989, "H200": 989, "GH200": 989, "A100": 312, "A10": 125, "L40S": 362,
-    "L4": 121, "V100": 125, "RTX 4090": 165, "RTX 3090": 71,
-}
+# Dense bf16 TFLOP/s without sparsity, from data sheets; the first that fits
+PEAK_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "A100": 312, "L40S": 362, "L4 ": 121,
+               "RTX 4090": 165, "RTX 3090": 71}
 
 # of every file but hybrid_3d; the same ones on one rank and on several
 VARIANTS = (
@@ -67,15 +62,13 @@ MIXED = ("--amp bf16", "--amp fp16 --ckpt full", "--amp bf16 --ckpt selective --
 STEPS = "--steps 3"
 
 
-def hybrid(ranks):
-    """Flags of hybrid_3d on so many ranks."""
-    return {1: "--dp 1 --tp 1 --pp 1", 2: "--dp 1 --tp 2 --pp 1", 4: "--dp 2 --tp 2 --pp 1"}[ranks]
+HYBRID = {1: "--dp 1 --tp 1 --pp 1", 2: "--dp 1 --tp 2 --pp 1", 4: "--dp 2 --tp 2 --pp 1"}
 
 
 def cases():
     found = []
     for dtype in ("fp64", "fp32", "bf16"):
-        for file, flags in (*VARIANTS, ("hybrid_3d", hybrid(1))):
+        for file, flags in (*VARIANTS, ("hybrid_3d", HYBRID[1])):
             if dtype == "fp64":
                 llama = f"--model llama-toy {flags}"
                 found.append(Case("nccl Llama", file, 1, f"{llama} --dtype fp64 {STEPS}"))
@@ -86,7 +79,7 @@ def cases():
     for flags in MIXED:
         found.append(Case("nccl amp", "amp_accum_ckpt", 1, f"{flags} {STEPS}"))
     for ranks in (2, 4):
-        for file, flags in (*VARIANTS, ("hybrid_3d", hybrid(ranks))):
+        for file, flags in (*VARIANTS, ("hybrid_3d", HYBRID[ranks])):
             if file == "pipeline_parallel":
                 continue  # gloo sends CPU tensors alone
             label = f"gloo x{ranks} fp64"
@@ -129,14 +122,6 @@ def peaks(found, case):
 # ---- how much of the card is used ----------------------------------------------
 
 
-def peak_of(name):
-    """TFLOP/s of a card by its name; the longest name that fits, and whole: an L40 is no L4."""
-    fitting = [known for known in PEAK_TFLOPS if re.search(rf"\b{known}\b", name)]
-    if not fitting:
-        return None
-    return PEAK_TFLOPS[max(fitting, key=len)]
-
-
 def utilization(model, batch, compiled, peak):
     """-> a line: ms, tokens per second and MFU of GPT-2 in bf16 on one card; has it run?"""
     flags = f"--model {model} --batch {batch} --amp bf16 --no-check --steps 12"
@@ -154,11 +139,6 @@ def utilization(model, batch, compiled, peak):
     return f"{line} {found['ms_per_step']:9.1f} ms {speed:11,.0f} tok/s {share:7.1%}", True
 
 
-def tell(line, passed):
-    print(line, flush=True)
-    return passed
-
-
 def main():
     if not torch.cuda.is_available():
         print("gpu.py: error: torch finds no GPU here", file=sys.stderr)
@@ -167,14 +147,18 @@ def main():
     print(f"{card}, torch {torch.__version__}")
     good = True
     for case in cases():
-        good = tell(*run(case)) and good
-    peak = peak_of(card)
+        line, passed = run(case)
+        print(line, flush=True)
+        good = good and passed
+    peak = next((PEAK_TFLOPS[name] for name in PEAK_TFLOPS if name in card + " "), None)
     if peak is None:
         print(f"no data sheet of {card} is known here: MFU is left out")
         return int(not good)
     for model, batch in (("gpt2", 32), ("gpt2-medium", 16)):
         for compiled in (False, True):
-            good = tell(*utilization(model, batch, compiled, peak)) and good
+            line, passed = utilization(model, batch, compiled, peak)
+            print(line, flush=True)
+            good = good and passed
     return int(not good)
 
 

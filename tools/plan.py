@@ -1,15 +1,16 @@
 """Which layout for my model on my cluster? Tries hybrid_3d.py's, and prints the fastest ones.
 
-Of its choices dualpipe-v, ring and allgather are tried only where --schedule or --attn names them,
-some others only where they can be of use: see layouts() in estimate.py.
+Of its choices some are tried only where --schedule or --attn names them: see layouts() in
+estimate.py.
 
     layout    dp x cp x tp x pp GPUs, micro-batches, schedule, sp, zero, ckpt, attn, and ep of the
               experts (--experts 64 --top-k 8 ..), as hybrid_3d.py has them
     memory    of the fullest stage: parameters, gradients and optimizer are exact, activations and
-              what comes and goes are estimates, mostly within 6% of a dry run's peak, all
-              together. CUDA, NCCL and fragmentation are not in it: take --gpu-memory less what
-              they need. RMSNorm is taken for torch's fused one. Where a CPU has none, it keeps
-              its input in fp32 and more, and a small Llama's dry run there peaks up to 30% higher
+              what comes and goes are estimates, all together within 11% of a dry run's peak,
+              which --exact N adds for the best N. CUDA, NCCL and fragmentation are not in it:
+              take --gpu-memory less what they need. RMSNorm is taken for torch's fused one. A
+              CPU has none: the norm keeps its input in fp32 and more, and a small Llama's dry
+              run there peaks up to a third higher
 
     time of the slowest stage, for M micro-batches; dp and adamw are those of the fullest one.
     B T are the tokens of a rank; for cp, of its cp ranks together. Numbers, unless bytes are said.
@@ -37,7 +38,6 @@ some others only where they can be of use: see layouts() in estimate.py.
 A group inside a node has --bandwidth-intra, one across nodes --bandwidth-inter, GB/s per GPU. The
 defaults are those of A100-80GB, 8 to a node. One number is fitted: --efficiency, of matmuls. 0.67
 for all ten rows of table 1 in source 1 (1.7B to 1T) gives their TFLOP/s within 8%, 3.6% on average.
-(To expect the same TFLOP/s in all ten, without any model, would be 5.4% off on average at best.)
 --megatron-2021 is the software of source 1, in which attention is not fused, for one.
 
 1  Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
@@ -51,7 +51,6 @@ for all ten rows of table 1 in source 1 (1.7B to 1T) gives their TFLOP/s within 
 """
 import argparse
 import json
-import math
 import signal
 import sys
 from pathlib import Path
@@ -59,11 +58,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run as a program: the root is not there
 import moe  # noqa: E402
-from common import PRESETS, GPTConfig  # noqa: E402
+from common import PRESETS  # noqa: E402
 from harness.flags import (  # noqa: E402
     ANY, FLAGS, POSITIVE, Flag, add_flag, check_bounds, refuse_file, require)
 from tools.estimate import (  # noqa: E402
-    CKPTS, HELD, PARTS, SCHEDULES, Layout, assess, divisors, job_of, parameters_of, search, timed)
+    CKPTS, HELD, PARTS, SCHEDULES, Layout, assess, divisors, held, job_of, parameters_of, search,
+    timed)
+from tools.launch import report  # noqa: E402
 
 # ---- flags ---------------------------------------------------------------------
 
@@ -86,8 +87,9 @@ OWN = {
     "megatron_2021": Flag(False, "the software of Narayanan 2021"),
     "tokens": Flag(0.0, "to train on, for days and GPU-hours", (0, 1e18)),
     "price": Flag(0.0, "of a GPU for an hour, for the cost", (0, 1e18)),
-    **moe.FLAGS,
     "experts": Flag(int, "E in each layer, in the place of its MLP (0: none)", ANY),
+    "top_k": moe.FLAGS["top_k"],
+    "shared": moe.FLAGS["shared"],
     "dp": Flag(int, "fixed", POSITIVE),
     "cp": Flag(int, "fixed", POSITIVE),
     "tp": Flag(int, "fixed", POSITIVE),
@@ -98,7 +100,7 @@ OWN = {
     "ckpt": Flag(str, "fixed", CKPTS),
     "attn": Flag(str, "fixed", ("ring", "zigzag", "allgather", "ulysses")),
     "ep": Flag(int, "fixed", POSITIVE),
-    "table": Flag(False, "models by GPUs, as Markdown"),
+    "exact": Flag(0, "so many rows get the peak of a dry run, which takes minutes", ANY),
 }
 
 
@@ -117,9 +119,6 @@ def read(words=None):
     at = parser.parse_args(words)
     for name, flag in OWN.items():
         check_bounds(name, getattr(at, name), flag.limits)
-    if at.table:  # which has GPUs of its own
-        at.batch = at.batch or 512
-        at.gpus = at.gpus or 1
     require(at.gpus and at.batch, "give both --gpus and --batch")
     given = {name: getattr(at, name) for name in SIZES if getattr(at, name) is not None}
     at.cfg = MODELS[at.model]._replace(**given)
@@ -141,8 +140,7 @@ def refuse(at):
     require(cfg.heads % heads == 0, f"--kv-heads {heads} does not divide --heads {cfg.heads}")
     E = at.experts
     require(not E or at.top_k <= E, f"--top-k {at.top_k} of --experts {E}: choose {E} at most")
-    require(E or not (at.ep or at.shared or at.capacity),
-            "--ep, --shared and --capacity are for --experts E")
+    require(E or not (at.ep or at.shared), "--ep and --shared are for --experts E")
     refuse_file("--json", at.json)
 
 
@@ -155,8 +153,8 @@ def resized(at, gpus):
 # ---- in words ------------------------------------------------------------------
 
 
-def text(lay, few=False):
-    """A layout -> dp 2 x tp 4, micro 8, sp. With few, without the micro-batches."""
+def text(lay):
+    """A layout -> dp 2 x tp 4, micro 8, sp"""
     axes = []
     for axis in ("dp", "cp", "tp", "pp"):
         size = getattr(lay, axis)
@@ -167,8 +165,7 @@ def text(lay, few=False):
         words.append(f"ep {lay.ep}")
     if lay.cp > 1:
         words.append(lay.attn)
-    if not few:
-        words.append(f"micro {lay.micro}")
+    words.append(f"micro {lay.micro}")
     if lay.pp > 1:
         words.append(lay.schedule)
     if lay.sp:
@@ -180,62 +177,46 @@ def text(lay, few=False):
     return ", ".join(words)
 
 
+def flags_of(lay, at):
+    """-> the words for hybrid_3d.py"""
+    words = []
+    for name in ("model", *SIZES, "batch", "dtype"):
+        if getattr(at, name):
+            words += [f"--{name.replace('_', '-')}", str(getattr(at, name))]
+    left_out = {"ep"}
+    if lay.cp == 1:
+        left_out |= {"cp", "attn"}
+    for axis, value in lay._asdict().items():
+        if axis not in left_out and value is not False:
+            words += as_flag(axis, value).split()
+    if lay.ep:
+        words += f"--experts {at.experts} --top-k {at.top_k} --ep {lay.ep}".split()
+        if at.shared:
+            words.append("--shared")
+    return words
+
+
 def command(lay, at):
     """-> the line that runs a layout"""
     where = "--standalone"
     if at.gpus > at.node:
         nodes = at.gpus // at.node
         where = f"--nnodes={nodes} --rdzv_backend=c10d --rdzv_endpoint=HOST:29500"
-    words = [f"torchrun {where} --nproc_per_node={at.node} hybrid_3d.py"]
-    for name in ("model", *SIZES):
-        if getattr(at, name):
-            words.append(f"--{name.replace('_', '-')} {getattr(at, name)}")
-    words.append(f"--batch {at.batch}")
-    for axis, value in lay._asdict().items():
-        if axis not in ("sp", "cp", "attn", "ep"):
-            words.append(f"--{axis} {value}")
-    if lay.cp > 1:
-        words.append(f"--cp {lay.cp} --attn {lay.attn}")
-    if lay.ep:
-        words.append(f"--experts {at.experts} --top-k {at.top_k} --ep {lay.ep}")
-        words.append(f"--capacity {at.capacity:g} --balance {at.balance}")
-    if lay.ep and at.shared:
-        words.append("--shared")
-    if lay.sp:
-        words.append("--sp")
-    words.append(f"--dtype {at.dtype}")
-    return " ".join(words)
+    words = " ".join(flags_of(lay, at))
+    return f"torchrun {where} --nproc_per_node={at.node} hybrid_3d.py {words}"
 
 
 def advice(at, least):
-    """Nothing fits -> by how much, and what would make it fit."""
+    """Nothing fits -> by how much, and on how many GPUs it would."""
     needed, lay = least
     lines = [f"nothing fits {at.gpu_memory:g} GB: {text(lay)} needs {needed / 1e9:.1f} GB"]
-    for axis, value in at.fixed.items():
-        lines += fits_with(f"without {as_flag(axis, value)}", at, free=[axis])
-    on_more = fits_on_more(at)
-    if at.fixed and not on_more:
-        given = " ".join(as_flag(axis, value) for axis, value in at.fixed.items())
-        on_more = fits_on_more(at, free=at.fixed, change=f" without {given}")
-    return "\n".join(lines + on_more)
-
-
-def fits_on_more(at, free=(), change=""):
-    """-> [the line on the least of 2, 4, .. 64 times the GPUs on which something fits], or []"""
     for times in (2, 4, 8, 16, 32, 64):
         gpus = at.gpus * times
-        found = fits_with(f"on {gpus} GPUs{change}", resized(at, gpus), free)
-        if found:
-            return found
-    return []
-
-
-def fits_with(change, at, free):
-    fits, _ = search(at.cfg, at, free)
-    if not fits:
-        return []
-    _, fastest = fits[0]
-    return [f"  fits {change}: {text(fastest)}"]
+        fits, _ = search(at.cfg, resized(at, gpus))
+        if fits:
+            lines.append(f"  fits on {gpus} GPUs: {text(fits[0][1])}")
+            break
+    return "\n".join(lines)
 
 
 def as_flag(axis, value):
@@ -249,67 +230,34 @@ def as_flag(axis, value):
 
 # ---- tables --------------------------------------------------------------------
 
-RARE = ("cp", "ep")  # have a column only where there are any
-
-
 def show(rows, at):
     """Two tables of [(layout, memory, time)]: where the memory goes, and where the time."""
     total = parameters_of(at.cfg, at.experts, at.shared)
     print(f"{at.model}: {total:,} parameters, {at.gpus} GPUs\n")
     print(f"{'GB per GPU':>70} " + " ".join(f"{kind:>11}" for kind in HELD) + "     all")
     for i, (lay, memory, _) in enumerate(rows, 1):
-        held = " ".join(f"{memory[kind] / 1e9:11.2f}" for kind in HELD)
-        print(f"{i:3} {text(lay):66} {held} {memory['memory'] / 1e9:7.2f}")
-    shown = []
-    for part in PARTS:
-        if part not in RARE or any(time[part] for _, _, time in rows):
-            shown.append(part)
+        cells = " ".join(f"{memory[kind] / 1e9:11.2f}" for kind in HELD)
+        print(f"{i:3} {text(lay):66} {cells} {memory['memory'] / 1e9:7.2f}")
+    used = {part for _, _, time in rows for part in PARTS if time[part]}
+    shown = [part for part in PARTS if part in used]
     head = " ".join(f"{part:>9}" for part in shown)
-    head = f"\nms  {head}      step TFLOP/s    MFU       tok/s"
-    if at.tokens:
-        head += "     days    GPU-hours"
-    if at.tokens and at.price:
-        head += "           cost"
-    print(head)
+    print(f"\nms  {head}      step TFLOP/s    MFU       tok/s")
     for i, (_, _, time) in enumerate(rows, 1):
         times = " ".join(f"{1e3 * time[part]:9.1f}" for part in (*shown, "seconds"))
-        line = f"{i:3} {times} {time['tflops']:7.1f} {time['mfu']:6.1%} {time['rate']:11,.0f}"
-        if at.tokens:
-            line += f" {time['days']:8.1f} {time['gpu_hours']:12,.0f}"
-        if at.tokens and at.price:
-            line += f" {time['cost']:14,.0f}"
-        print(line)
+        print(f"{i:3} {times} {time['tflops']:7.1f} {time['mfu']:6.1%} {time['rate']:11,.0f}")
+    lay, _, time = rows[0]
+    if at.tokens:
+        print(f"\nrow 1 takes {time['days']:.1f} days, {time['gpu_hours']:,.0f} GPU-hours, "
+              f"which cost {time['cost']:,.0f}")
+    print(f"\nrow 1:  {command(lay, at)}")
 
 
-COLUMNS = (1, 8, 64, 512)  # GPUs
-IN_TABLE = {
-    "gpt2": PRESETS["gpt2"],
-    "gpt2-xl": PRESETS["gpt2-xl"],
-    "llama3-8b": PRESETS["llama3-8b"],
-    "30B": GPTConfig(48, 7168, 56, 50257, 2048),
-    "llama3-70b": PRESETS["llama3-70b"],
-    "gpt3-175b": PRESETS["gpt3-175b"],
-}
-
-
-def table(at):
-    """Markdown: the fastest layout of each model on so many GPUs, and its MFU."""
-    print("| model | 1 GPU | " + " | ".join(f"{n} GPUs" for n in COLUMNS[1:]) + " |")
-    print("|" + "---|" * (1 + len(COLUMNS)))
-    for model, cfg in IN_TABLE.items():
-        cells = [cell(cfg, resized(at, gpus)) for gpus in COLUMNS]
-        print(f"| {model} | " + " | ".join(cells) + " |")
-
-
-def cell(cfg, at):
-    fits, least = search(cfg, at)
-    if least is None:
-        return "no layout"
-    if not fits:
-        return f"needs {least[0] / 1e9:,.0f} GB"
-    _, fastest = fits[0]
-    mfu = timed(job_of(cfg, at, fastest))["mfu"]
-    return f"{text(fastest, few=True)}: {mfu:.0%}"
+def exact_peak(lay, at):
+    """-> what a dry run of the fullest stage's first rank says, in bytes"""
+    job = job_of(at.cfg, at, lay)
+    fullest = max(range(lay.pp), key=lambda stage: held(job, stage)["memory"])
+    flags = [*flags_of(lay, at), "--dry-run", at.gpus, "--rank", fullest * at.gpus // lay.pp]
+    return report(1, "hybrid_3d.py", flags)["ranks"][0]["memory"]["peak"]
 
 
 # ---- run -----------------------------------------------------------------------
@@ -318,9 +266,6 @@ def cell(cfg, at):
 def main():
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it, without a traceback
     at = read()
-    if at.table:
-        table(at)
-        return 0
     if at.gpus > at.gpus_per_node and at.node != at.gpus_per_node:
         print(f"{at.gpus} GPUs are not full nodes of {at.gpus_per_node}: "
               f"taken as {at.gpus // at.node} of {at.node}")
@@ -336,8 +281,9 @@ def main():
     said = ""
     if rows:
         show(rows, at)
-        print(f"\nrow 1:  {command(rows[0][0], at)}\n"
-              f"its exact bytes: by python, with --dry-run {at.gpus} at the end")
+        for i, (lay, memory, _) in enumerate(rows[:at.exact], 1):
+            memory["exact"] = exact_peak(lay, at)
+            print(f"row {i}: a dry run peaks at {memory['exact'] / 1e9:.2f} GB", flush=True)
     else:
         said = advice(at, least)
         print(said)

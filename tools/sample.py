@@ -3,9 +3,8 @@
     python tools/sample.py DIR "def forward(" [--tokens 200] [--temperature 0.8] [--top-k 40]
     python tools/sample.py DIR --ids "15496 995"            a model whose tokens are not bytes
 
-DIR is what --save has written, or tools/weights.py from elsewhere. A mixture of experts is
-refused: this reads the plain GPT. The models of this repository predict bytes, so a prompt is text.
-With --ids, token ids are given and printed.
+DIR is what --save has written, or tools/weights.py from elsewhere; a mixture of experts is refused.
+The models of this repository predict bytes: a prompt is text, unless --ids gives token ids.
 
 Keys and values of the tokens so far are kept (a cache), so that a step computes one position:
 
@@ -22,10 +21,8 @@ beginning, and its keys and values are computed anew, since their positions are 
 import argparse
 import codecs
 import sys
-import warnings
 from pathlib import Path
 
-warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch can do without
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
@@ -33,7 +30,7 @@ import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from common import GPT  # noqa: E402
 from harness.usage import require  # noqa: E402
-from tools.weights import plain_sizes, weights_of  # noqa: E402
+from tools.weights import sizes_in, weights_of  # noqa: E402
 
 BYTES = 256
 
@@ -62,10 +59,9 @@ class Cache:
 class Reader:
     """Reads tokens, and says what may come next."""
 
-    def __init__(self, model, seq, cached=True):
+    def __init__(self, model, seq):
         self.model = model
         self.seq = seq  # positions that the model knows
-        self.cached = cached
         for module in (model, *(block.attn for block in model.blocks)):
             module.positions = self.positions
         self.window = []  # the tokens that are seen: at most as many as there are positions
@@ -78,8 +74,6 @@ class Reader:
                 self.window = self.window[self.seq - self.seq // 2:]
                 self.done = 0
             self.window.append(token)
-        if not self.cached:
-            self.done = 0
         return self.compute()
 
     def positions(self, length, device):
@@ -111,13 +105,13 @@ def choose(logits, temperature, top_k, rng):
     return torch.multinomial(logits.softmax(0).cpu(), 1, generator=rng).item()
 
 
-def sample(model, seq, prompt, count, temperature=0.8, top_k=0, seed=0, cached=True, vocab=None):
+def sample(model, seq, prompt, count, temperature=0.8, top_k=0, seed=0, vocab=None):
     """Yields `count` tokens that follow the prompt.
 
     seq: positions that the model knows. vocab: only the first so many tokens may be drawn.
     """
     rng = torch.Generator().manual_seed(seed)
-    reader = Reader(model, seq, cached)
+    reader = Reader(model, seq)
     logits = reader.read(prompt)
     for _ in range(count):
         token = choose(logits[:vocab], temperature, top_k, rng)
@@ -128,7 +122,8 @@ def sample(model, seq, prompt, count, temperature=0.8, top_k=0, seed=0, cached=T
 def load(folder, device="cpu"):
     """-> the plain GPT with a checkpoint's weights, its GPTConfig."""
     state, identity = weights_of(folder)
-    cfg = plain_sizes(folder, identity)
+    require(not identity.get("experts"), f"{folder}: it has experts, which the plain GPT has not")
+    cfg = sizes_in(identity)
     with torch.device("meta"):
         model = GPT(cfg)
     if cfg.form == "gpt2":
@@ -149,7 +144,6 @@ def arguments():
     parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest (0.8)")
     parser.add_argument("--top-k", type=int, default=0, help="from so many; 0: from all (0)")
     parser.add_argument("--seed", type=int, default=0, help="of the drawing (0)")
-    parser.add_argument("--no-cache", action="store_true", help="compute all positions each time")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     require(args.tokens >= 0, f"--tokens {args.tokens}: must be 0 or more")
@@ -174,7 +168,7 @@ def main():
     if args.ids:
         known = None
     drawn = sample(model, cfg.seq, prompt, args.tokens, temperature=args.temperature,
-                   top_k=args.top_k, seed=args.seed, cached=not args.no_cache, vocab=known)
+                   top_k=args.top_k, seed=args.seed, vocab=known)
     if args.ids:
         print(*prompt, end="", flush=True)
         for token in drawn:

@@ -20,6 +20,9 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+from harness.usage import require  # noqa: E402
+
 HYBRID = ("--dp", "2", "--tp", "2", "--pp", "1", "--zero", "1")
 USUAL = (("ddp", 2), ("hybrid_3d", 4, *HYBRID))
 FILES = sorted(path.stem for path in ROOT.glob("*.py") if path.stem != "common")
@@ -102,17 +105,6 @@ def parameters_of(folder, steps):
     return sums
 
 
-def train_and_time(folder, out, steps, undisturbed, name, ranks, *flags):
-    """The run that nobody kills -> its seconds per step."""
-    start = time.monotonic()
-    if undisturbed:
-        undisturbed(folder, flags)
-    else:
-        job = torchrun(0, folder, out, name, ranks, *flags)
-        assert job.wait() == 0, "the run that nobody kills failed"
-    return (time.monotonic() - start) / steps
-
-
 def soak(kills, seed, name, ranks, *flags, steps=200, every=5, undisturbed=None):
     """-> how often ranks were killed; raises AssertionError if anything is lost.
 
@@ -126,7 +118,13 @@ def soak(kills, seed, name, ranks, *flags, steps=200, every=5, undisturbed=None)
         tempfile.TemporaryDirectory() as killed,
         tempfile.TemporaryFile("w+") as out,
     ):
-        pace = every * train_and_time(whole, out, steps, undisturbed, name, ranks, *flags)
+        start = time.monotonic()
+        if undisturbed:
+            undisturbed(whole, flags)
+        else:
+            job = torchrun(0, whole, out, name, ranks, *flags)
+            assert job.wait() == 0, "the run that nobody kills failed"
+        pace = every / steps * (time.monotonic() - start)
         job = torchrun(kills + 3, killed, out, name, ranks, *flags)
         seen = kill_again_and_again(job, killed, kills, pace, rng)
         assert job.wait() == 0, "the run did not survive"
@@ -141,15 +139,10 @@ def soak(kills, seed, name, ranks, *flags, steps=200, every=5, undisturbed=None)
         return len(seen)
 
 
-def refuse(message):
-    print(f"soak.py: error: {message}", file=sys.stderr)
-    return 2
-
-
 def main(words):
     usage = "soak.py [KILLS] [SEED] [FILE RANKS flags...], KILLS and RANKS at least 1"
     parser = argparse.ArgumentParser(prog="soak.py", allow_abbrev=False)
-    parser.error = lambda message: sys.exit(refuse(f"{message}; usage: {usage}"))
+    parser.error = lambda message: require(False, f"{message}; usage: {usage}")
     parser.add_argument("kills", type=int, nargs="?", default=20)
     parser.add_argument("seed", type=int, nargs="?", default=0)
     parser.add_argument("name", nargs="?", choices=FILES)

@@ -16,10 +16,8 @@ import os
 import random
 import sys
 import time
-import warnings
 from pathlib import Path
 
-warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch can do without
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
@@ -29,10 +27,10 @@ import hybrid_3d  # noqa: E402
 import pipeline_parallel  # noqa: E402
 from harness.usage import require  # noqa: E402
 from tools import ranks  # noqa: E402
+from tools.estimate import VEES, divisors  # noqa: E402
 from tools.launch import worst_gap  # noqa: E402
 
 LIMIT = 1e-10
-VEES = ("zb-v", "dualpipe-v")  # two stages a rank, placed as a V
 CAPACITIES = (0, 0, 0.5, 1, 1.25, 2)
 BALANCES = ("aux", "bias", "none")
 
@@ -52,7 +50,7 @@ class Draw(random.Random):
         return self.maybe("--impl", "torch", chance=0.2)
 
     def divisor(self, n):
-        return self.choice([d for d in range(1, n + 1) if n % d == 0])
+        return self.choice(divisors(n))
 
     def multiple(self, n, low, high):
         """A multiple of n between low and high, or the first one above."""
@@ -88,12 +86,10 @@ class Draw(random.Random):
 
 def primes(n):
     """-> the prime factors of n, the largest first"""
-    factors = []
-    while n > 1:
-        factor = next(d for d in range(2, n + 1) if n % d == 0)
-        factors.insert(0, factor)
-        n //= factor
-    return factors
+    if n == 1:
+        return []
+    least = divisors(n)[1]
+    return primes(n // least) + [least]
 
 
 def of_ddp(draw, n, sizes):
@@ -138,10 +134,8 @@ def of_pipeline_parallel(draw, n, sizes):
     chunks, micro, flags = slices(draw, schedule, n)
     sizes["layers"] = n * chunks + draw.randrange(4)
     sizes["batch"] = micro * draw.randint(1, 2)
-    if schedule == "auto":
-        flags += draw.maybe("--times", draw.choice(("1,2,1,0", "1,1.5,0.5,0.2")))
-        flags += draw.maybe("--limit", draw.randint(n, 2 * n))
-    flags += uneven(draw, n * chunks, sizes["layers"])
+    counts = [sizes["layers"] - n * chunks + 1] + [1] * (n * chunks - 1)
+    flags += draw.maybe("--layers-per-stage", ",".join(map(str, counts)), chance=0.3)
     if schedule in pipeline_parallel.ONE_STAGE and micro >= n:
         flags += draw.torch()
     return ["--schedule", schedule, *flags]
@@ -161,14 +155,6 @@ def slices(draw, schedule, pp):
         chunks = 2
         micro = draw.randint(2 * pp, 2 * pp + 4)
     return chunks, micro, [*flags, "--micro", micro]
-
-
-def uneven(draw, stages, layers):
-    """How many layers each stage has, if they are not equal parts."""
-    counts = [1] * stages
-    for _ in range(layers - stages):
-        counts[draw.randrange(stages)] += 1
-    return draw.maybe("--layers-per-stage", ",".join(map(str, counts)), chance=0.3)
 
 
 def of_context_parallel(draw, n, sizes):
@@ -192,7 +178,7 @@ def of_amp_accum_ckpt(draw, n, sizes):
     accum = draw.randint(1, 4)
     sizes["batch"] = n * accum + draw.randrange(6)
     flags = ["--accum", accum, "--ckpt", draw.choice(("none", "full", "selective"))]
-    return flags + (draw.torch() or draw.maybe("--sweep", chance=0.1))
+    return flags + draw.torch()
 
 
 def of_hybrid_3d(draw, n, sizes):
@@ -262,8 +248,8 @@ FILES = {
 # ---- the runs ------------------------------------------------------------------
 
 
-FEW = (1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8)  # how many ranks, each as often as it is here
-MANY = (1, 2, 3, 4, 5, 6, 7, 8, 8, 8, 8, 9, 10, 12, 12, 15, 16, 16, 16, 16, 16)
+# how many ranks, each as often as it is here
+COUNTS = (1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8, 8, 9, 10, 12, 15, 16, 16, 16, 16, 16)
 
 
 def drawn(seed, i, only=None, most=8):
@@ -271,8 +257,7 @@ def drawn(seed, i, only=None, most=8):
     order = Draw(f"{seed} round {i // len(FILES)}").sample(list(FILES), len(FILES))
     name = only or order[i % len(FILES)]
     draw = Draw(f"{seed} run {i}")
-    counts = MANY if most > 8 else FEW
-    n = draw.choice([count for count in counts if count <= most])
+    n = draw.choice([count for count in COUNTS if count <= most])
     sizes = dict(
         layers=draw.randint(1, 4),
         vocab=draw.choice((256, 257, 263, 300)),
@@ -335,13 +320,10 @@ def attempt(name, n, flags, plant=None):
 
 
 def sweep(runs, seed=0, only=None, most=8, plant=None):
-    """Prints a line per run -> those that failed.
-
-    only: the name of the only file; most: ranks. plant(module) puts in a bug.
-    """
+    """Prints a line per run -> those that failed. only: the name of the only file; most: ranks.
+    plant(module) puts in a bug."""
     failed = []
     worst = 0.0
-    start = time.time()
     for i in runs:
         name, n, flags = drawn(seed, i, only, most)
         since = time.time()
@@ -349,9 +331,7 @@ def sweep(runs, seed=0, only=None, most=8, plant=None):
         result = "FAILED" if gap is None else f"{gap:.1e}"
         command = f"torchrun --standalone --nproc_per_node={n} {name}.py"
         seconds = time.time() - since
-        print(f"{i:4} {seconds:5.1f} s {result:>8}  {command}", *flags, flush=True)
-        for line in trouble:
-            print("     " + line, flush=True)
+        print(f"{i:4} {seconds:5.1f} s {result:>8}  {command}", *flags, *trouble, flush=True)
         if gap is None:
             failed.append(i)
         else:
@@ -359,7 +339,7 @@ def sweep(runs, seed=0, only=None, most=8, plant=None):
     result = f"each equal to the plain GPT, the worst gap is {worst:.1e}"
     if failed:
         result = f"FAILED: {failed}"
-    print(f"seed {seed}: {len(runs)} runs in {time.time() - start:.0f} s, {result}")
+    print(f"seed {seed}: {len(runs)} runs, {result}")
     return failed
 
 

@@ -26,12 +26,10 @@ import math
 import re
 import struct
 import sys
-import warnings
 from pathlib import Path
 
-warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch can do without
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT))  # run as a program: the root is not there
 
 import torch  # noqa: E402
 from common import GPTConfig  # noqa: E402
@@ -49,22 +47,14 @@ DTYPES = {
 
 def read_safetensors(path):
     """-> {name: tensor}. The file is mapped, not read, until a tensor is copied out of it."""
-    size = Path(path).stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        if length > size - 8:
-            raise ValueError(f"{path} is no whole safetensors file")
         header = json.loads(file.read(length))
-    if not isinstance(header, dict):
-        raise ValueError(f"{path}: its header has no names")
-    data = torch.from_file(str(path), size=size, dtype=torch.uint8)[8 + length:]
+    data = torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8)[8 + length:]
     state = {}
     for name, entry in header.items():
         if name == "__metadata__":
             continue
-        if entry["dtype"] not in DTYPES:
-            raise ValueError(f"{path}: {name} is of dtype {entry['dtype']}, which is unknown here: "
-                             f"save it as one of {', '.join(DTYPES)}")
         dtype = DTYPES[entry["dtype"]]
         begin, end = entry["data_offsets"]
         if end > len(data) or end - begin != math.prod(entry["shape"]) * dtype.itemsize:
@@ -79,11 +69,8 @@ def write_safetensors(path, state):
     header = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, t in state.items():
-        header[name] = {
-            "dtype": names[t.dtype],
-            "shape": list(t.shape),
-            "data_offsets": [offset, offset + t.nbytes],
-        }
+        offsets = [offset, offset + t.nbytes]
+        header[name] = {"dtype": names[t.dtype], "shape": list(t.shape), "data_offsets": offsets}
         offset += t.nbytes
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -94,47 +81,26 @@ def write_safetensors(path, state):
             file.write(ctypes.string_at(t.data_ptr(), t.nbytes))  # NumPy may be missing
 
 
-# ---- Hugging Face's folder -----------------------------------------------------
-
-MODELS = ("model.safetensors", "pytorch_model.bin")
-
-
-def files_of(folder):
-    """-> the files that hold the weights."""
-    for name in MODELS:
-        if (folder / name).exists():
-            return [folder / name]
-        index = folder / f"{name}.index.json"
-        if index.exists():
-            table = json.loads(index.read_text())
-            if not (isinstance(table, dict) and isinstance(table.get("weight_map"), dict)):
-                raise ValueError(f"{index}: has no weight_map")
-            parts = set(map(str, table["weight_map"].values()))
-            return [folder / Path(part).name for part in sorted(parts)]
-    require(False, f"{folder}: has none of {', '.join(MODELS)}")
-
-
 def read_weights(folder):
-    """-> {name: tensor} as it is there."""
+    """Hugging Face's folder -> {name: tensor} as it is there."""
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        files = [folder / name]
+        index = folder / f"{name}.index.json"
+        if index.exists():  # several parts
+            parts = json.loads(index.read_text())["weight_map"].values()
+            files = [folder / Path(part).name for part in sorted(set(parts))]
+        if files[0].exists():
+            break
     state = {}
-    for path in files_of(folder):
+    for path in files:
         if path.suffix == ".safetensors":
             state.update(read_safetensors(path))
         else:
-            state.update(read_pickled(path))
+            state.update(torch.load(path, map_location="cpu", weights_only=True))
     return state
 
 
-def read_pickled(path):
-    """-> {name: tensor} of a file that torch.save has written; ValueError if it is not whole."""
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # damaged bytes can make torch.load raise anything
-        if getattr(error, "filename", None):
-            raise  # the operating system's: it cannot be opened
-        why = str(error).splitlines() or ["it ends too early"]
-        raise ValueError(f"{path} is no whole file of torch.save's: {why[0]}") from error
-
+# ---- config.json -----------------------------------------------------------------
 
 # What our GPT computes. Other values would be another model under the same names.
 GPT2 = {
@@ -143,7 +109,6 @@ GPT2 = {
     "layer_norm_epsilon": (1e-5,),
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
-    "add_cross_attention": (False,),
     "tie_word_embeddings": (True,),
 }
 LLAMA = {
@@ -166,19 +131,13 @@ def sizes_of(config):
     for name, possible in (GPT2 if is_gpt2 else LLAMA).items():
         value = config.get(name, possible[0])
         require(value in possible, f"config.json: {name} is {value}, and must be {possible[0]}")
-    sizes = []
-    names = GPT2_SIZES if is_gpt2 else LLAMA_SIZES
-    for name in names:
-        value = config.get(name)
-        require(type(value) is int and value > 0, f"config.json: {name} is {value}, no size")
-        sizes.append(value)
-    layers, width, heads, *rest = sizes
-    require(width % heads == 0, f"config.json: {heads} heads do not divide a width of {width}")
     if is_gpt2:
+        sizes = [config[name] for name in GPT2_SIZES]
+        width = sizes[1]
         inner = config.get("n_inner") or 4 * width
         require(inner == 4 * width, f"config.json: n_inner is {inner}, and must be 4 x {width}")
-        return GPTConfig(*sizes, kv_heads=heads, hidden=inner)
-    return llama_sizes(config, sizes)
+        return GPTConfig(*sizes, kv_heads=sizes[2], hidden=inner)
+    return llama_sizes(config, [config[name] for name in LLAMA_SIZES])
 
 
 def llama_sizes(config, sizes):
@@ -186,7 +145,6 @@ def llama_sizes(config, sizes):
     head_dim = config.get("head_dim") or width // heads
     require(head_dim * heads == width,
             f"config.json: head_dim is {head_dim}, not {width} / {heads}")
-    require(heads % kv_heads == 0, f"config.json: {kv_heads} key-value heads for {heads} heads")
     window = config.get("sliding_window")
     require(window is None or window >= seq or config["model_type"] == "qwen2",
             f"config.json: sliding_window is {window}, less than its {seq} positions")
@@ -197,121 +155,89 @@ def llama_sizes(config, sizes):
     return GPTConfig(*sizes[:5], "llama", kv_heads, hidden, float(theta), config["rms_norm_eps"])
 
 
-def config_of(cfg, dtype, experts):
-    """GPTConfig -> config.json. experts: (E, K) or None."""
-    kind = {"torch_dtype": str(dtype).removeprefix("torch.")}
-    if cfg.form == "gpt2":
-        return {
-            "architectures": ["GPT2LMHeadModel"],
-            **dict(zip(GPT2_SIZES, cfg)), "n_ctx": cfg.seq, "n_inner": None,
-            "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0, **kind,
-            **{name: possible[0] for name, possible in GPT2.items()},
-        }
-    found = {"architectures": ["LlamaForCausalLM"],
-             **{name: possible[0] for name, possible in LLAMA.items()}}
+def config_of(cfg, dtype, experts, top_k):
+    """GPTConfig -> config.json. experts: how many a layer has, 0: an MLP."""
+    fixed = LLAMA
+    sizes = dict(zip(LLAMA_SIZES, (*cfg[:5], cfg.kv_heads, cfg.hidden)))
+    more = {"architectures": ["LlamaForCausalLM"], "rope_theta": cfg.theta,
+            "rms_norm_eps": cfg.eps, "head_dim": cfg.width // cfg.heads}
     if experts:
-        found["architectures"] = ["MixtralForCausalLM"]
-        found["model_type"] = "mixtral"
-        found["num_local_experts"], found["num_experts_per_tok"] = experts
-    sizes = (*cfg[:5], cfg.kv_heads, cfg.hidden)
-    return {**found, **dict(zip(LLAMA_SIZES, sizes)), "rope_theta": cfg.theta,
-            "rms_norm_eps": cfg.eps, "head_dim": cfg.width // cfg.heads, **kind}
+        more.update(architectures=["MixtralForCausalLM"], model_type="mixtral",
+                    num_local_experts=experts, num_experts_per_tok=top_k)
+    if cfg.form == "gpt2":
+        fixed = GPT2
+        sizes = dict(zip(GPT2_SIZES, cfg))
+        more = {"architectures": ["GPT2LMHeadModel"], "n_ctx": cfg.seq, "n_inner": None,
+                "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    plain = {name: possible[0] for name, possible in fixed.items()}
+    return {**plain, **sizes, "torch_dtype": str(dtype).removeprefix("torch."), **more}
 
 
 # ---- names ---------------------------------------------------------------------
 
-ENDS = {"wte.weight": "tok.weight", "wpe.weight": "pos.weight",
-        "ln_f.weight": "norm.weight", "ln_f.bias": "norm.bias"}
-NORMS = {"ln_1": "norm1", "ln_2": "norm2"}
-MATRICES = {"attn.c_proj": "attn.out", "mlp.c_fc": "mlp.up", "mlp.c_proj": "mlp.down"}
-FUSED = ("attn.q", "attn.k", "attn.v")  # one beside the other in attn.c_attn
-# not read: the causal mask, which older files hold, and the head, which is wte.weight
-NOT_READ = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|lm_head\.weight")
+GPT2_ENDS = {"wte.weight": "tok.weight", "wpe.weight": "pos.weight",
+             "ln_f.weight": "norm.weight", "ln_f.bias": "norm.bias"}
+GPT2_BLOCK = {"ln_1": ["norm1"], "ln_2": ["norm2"], "attn.c_attn": ["attn.q", "attn.k", "attn.v"],
+              "attn.c_proj": ["attn.out"], "mlp.c_fc": ["mlp.up"], "mlp.c_proj": ["mlp.down"]}
+LLAMA_ENDS = {"model.embed_tokens.weight": "tok.weight", "model.norm.weight": "norm.weight",
+              "lm_head.weight": "head.weight"}
+LLAMA_BLOCK = {
+    "input_layernorm": "norm1", "post_attention_layernorm": "norm2", "self_attn.q_proj": "attn.q",
+    "self_attn.k_proj": "attn.k", "self_attn.v_proj": "attn.v", "self_attn.o_proj": "attn.out",
+}
+MLP = {"mlp.gate_proj": "mlp.gate", "mlp.up_proj": "mlp.up", "mlp.down_proj": "mlp.down"}
+EXPERT = {"w1": "gate", "w3": "up", "w2": "down"}
+# not read: the causal mask and angles, which older files hold, and GPT-2's head, which is wte
+NOT_READ = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|lm_head\.weight|.*rotary_emb\.inv_freq")
 
 
-def from_theirs(state, layers):
-    """Their tensors -> ours, by the names of the plain GPT.
+def names_of(cfg, experts):
+    """-> {their name: [ours]}; in one tensor of GPT-2's q, k and v are one beside the other."""
+    found = {}
+    if cfg.form == "gpt2":
+        for i in range(cfg.layers):
+            for kind in ("weight", "bias"):
+                for theirs, ours in GPT2_BLOCK.items():
+                    found[f"h.{i}.{theirs}.{kind}"] = [f"blocks.{i}.{name}.{kind}" for name in ours]
+        return {**{theirs: [ours] for theirs, ours in GPT2_ENDS.items()}, **found}
+    block = {**LLAMA_BLOCK, **MLP}
+    if experts:
+        block = {**LLAMA_BLOCK, "block_sparse_moe.gate": "mlp.router"}
+    for e in range(experts):
+        for theirs, ours in EXPERT.items():
+            block[f"block_sparse_moe.experts.{e}.{theirs}"] = f"mlp.experts.{e}.{ours}"
+    for i in range(cfg.layers):
+        for theirs, ours in block.items():
+            found[f"model.layers.{i}.{theirs}.weight"] = [f"blocks.{i}.{ours}.weight"]
+    return {**{theirs: [ours] for theirs, ours in LLAMA_ENDS.items()}, **found}
 
-    Raises KeyError if one is missing, ValueError if one has no place here.
-    """
+
+def turned(theirs, t):
+    """GPT-2's matrices are (in, out), as in Y = X A."""
+    return t.t() if theirs.startswith("h.") else t
+
+
+def from_theirs(state, cfg, experts):
+    """Their tensors -> ours, by the names of the plain GPT. KeyError if one is missing, ValueError
+    if one has no place here."""
     state = {name.removeprefix("transformer."): t for name, t in state.items()}
-    ours = {our_name: state.pop(name) for name, our_name in ENDS.items()}
-    for i in range(layers):
-        their_block = f"h.{i}"
-        our_block = f"blocks.{i}"
-        for kind in ("weight", "bias"):
-            for name, our_name in NORMS.items():
-                ours[f"{our_block}.{our_name}.{kind}"] = state.pop(f"{their_block}.{name}.{kind}")
-            for name, our_name in MATRICES.items():
-                theirs = state.pop(f"{their_block}.{name}.{kind}")
-                ours[f"{our_block}.{our_name}.{kind}"] = theirs.t()  # of a bias: itself
-            fused = state.pop(f"{their_block}.attn.c_attn.{kind}").t()  # (3C, C), or (3C)
-            for our_name, part in zip(FUSED, fused.chunk(3)):
-                ours[f"{our_block}.{our_name}.{kind}"] = part
+    ours = {}
+    for theirs, names in names_of(cfg, experts).items():
+        parts = turned(theirs, state.pop(theirs)).chunk(len(names))
+        ours.update(zip(names, parts))
     for name in state:
         if not NOT_READ.fullmatch(name):
-            raise ValueError(f"the weights have {name}, which a GPT-2 of {layers} layers has not")
-    return {name: t.contiguous() for name, t in ours.items()}
-
-
-def to_theirs(state, layers):
-    """The inverse."""
-    theirs = {name: state[our_name] for name, our_name in ENDS.items()}
-    for i in range(layers):
-        their_block = f"h.{i}"
-        our_block = f"blocks.{i}"
-        for kind in ("weight", "bias"):
-            for name, our_name in NORMS.items():
-                theirs[f"{their_block}.{name}.{kind}"] = state[f"{our_block}.{our_name}.{kind}"]
-            for name, our_name in MATRICES.items():
-                theirs[f"{their_block}.{name}.{kind}"] = state[f"{our_block}.{our_name}.{kind}"].t()
-            parts = [state[f"{our_block}.{our_name}.{kind}"] for our_name in FUSED]
-            theirs[f"{their_block}.attn.c_attn.{kind}"] = torch.cat(parts).t()
-    return {f"transformer.{name}": t.contiguous() for name, t in theirs.items()}
-
-
-LLAMA_ENDS = {"tok.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight",
-              "head.weight": "lm_head.weight"}
-LLAMA_BLOCK = {
-    "norm1": "input_layernorm", "norm2": "post_attention_layernorm",
-    "attn.q": "self_attn.q_proj", "attn.k": "self_attn.k_proj", "attn.v": "self_attn.v_proj",
-    "attn.out": "self_attn.o_proj",
-    "mlp.gate": "mlp.gate_proj", "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj",
-}
-EXPERT = {"gate": "w1", "up": "w3", "down": "w2"}
-
-
-def llama_names(layers, experts):
-    """-> {our name: theirs}. experts: how many a layer has, 0: an MLP."""
-    names = dict(LLAMA_ENDS)
-    for i in range(layers):
-        ours = f"blocks.{i}"
-        theirs = f"model.layers.{i}"
-        for ours_part, theirs_part in LLAMA_BLOCK.items():
-            if not (experts and ours_part.startswith("mlp.")):
-                names[f"{ours}.{ours_part}.weight"] = f"{theirs}.{theirs_part}.weight"
-        if experts:
-            names[f"{ours}.mlp.router.weight"] = f"{theirs}.block_sparse_moe.gate.weight"
-        for e in range(experts):
-            for ours_part, theirs_part in EXPERT.items():
-                names[f"{ours}.mlp.experts.{e}.{ours_part}.weight"] = (
-                    f"{theirs}.block_sparse_moe.experts.{e}.{theirs_part}.weight")
-    return names
-
-
-def from_llama(state, layers, experts):
-    """As from_theirs."""
-    state = dict(state)
-    ours = {name: state.pop(theirs) for name, theirs in llama_names(layers, experts).items()}
-    for name in state:
-        if not name.endswith("rotary_emb.inv_freq"):  # older files have it
             raise ValueError(f"the weights have {name}, which has no place in this model")
     return {name: t.contiguous() for name, t in ours.items()}
 
 
-def to_llama(state, layers, experts):
-    names = llama_names(layers, experts)
-    return {theirs: state[name].contiguous() for name, theirs in names.items()}
+def to_theirs(state, cfg, experts):
+    """The inverse."""
+    prefix = "transformer." if cfg.form == "gpt2" else ""
+    theirs = {}
+    for name, ours in names_of(cfg, experts).items():
+        theirs[prefix + name] = turned(name, torch.cat([state[part] for part in ours]))
+    return theirs
 
 
 # ---- our checkpoints -----------------------------------------------------------
@@ -332,42 +258,22 @@ def sizes_in(identity):
     return GPTConfig(**{name: identity[name] for name in GPTConfig._fields if name in identity})
 
 
-def plain_sizes(folder, identity):
-    """-> GPTConfig of a checkpoint that holds the plain GPT."""
-    require(not identity.get("experts"), f"{folder}: it has experts, which the plain GPT has not")
-    return sizes_in(identity)
-
-
 # ---- what the program does -----------------------------------------------------
 
 
 def import_weights(source, target):
     folder = Path(source)
-    require((folder / "config.json").is_file(), f"{source}: has no config.json")
     require(not checkpoint.numbered(target), f"{target}: has checkpoints already")
-    try:
-        config = json.loads((folder / "config.json").read_text())
-    except ValueError as error:
-        require(False, f"{source}: config.json is no JSON: {error}")
-    require(isinstance(config, dict), f"{source}: config.json has no names")
+    config = json.loads((folder / "config.json").read_text())
     cfg = sizes_of(config)
     identity = cfg._asdict()
     words = flags_for(cfg)
     experts = config.get("num_local_experts", 0)
     if experts:
         identity["experts"] = experts
-        identity["top_k"] = config.get("num_experts_per_tok", 2)
+        identity["top_k"] = config["num_experts_per_tok"]
         words += f" --experts {experts} --top-k {identity['top_k']}"
-    try:
-        state = read_weights(folder)
-        if cfg.form == "gpt2":
-            state = from_theirs(state, cfg.layers)
-        else:
-            state = from_llama(state, cfg.layers, experts)
-    except KeyError as missing:
-        require(False, f"{source}: has no tensor {missing}")
-    except ValueError as error:
-        require(False, str(error))
+    state = from_theirs(read_weights(folder), cfg, experts)
     checkpoint.write_whole(target, state, identity)
     print(f"{sum(t.numel() for t in state.values()):,} parameters\n--init-from {target}{words}")
 
@@ -392,14 +298,9 @@ def export_weights(source, target):
     folder = Path(target)
     folder.mkdir(parents=True, exist_ok=True)
     require(not any(folder.iterdir()), f"{target}: is not empty")
-    chosen = (experts, identity["top_k"]) if experts else None
-    config = config_of(cfg, state["tok.weight"].dtype, chosen)
+    config = config_of(cfg, state["tok.weight"].dtype, experts, identity.get("top_k"))
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    if cfg.form == "gpt2":
-        theirs = to_theirs(state, cfg.layers)
-    else:
-        theirs = to_llama(state, cfg.layers, experts)
-    write_safetensors(folder / "model.safetensors", theirs)
+    write_safetensors(folder / "model.safetensors", to_theirs(state, cfg, experts))
     print(f"{sum(t.numel() for t in state.values()):,} parameters in {target}")
 
 
@@ -426,6 +327,10 @@ def main():
         TASKS[args.task](args.source, args.target)
     except OSError as error:
         require(False, f"{error.filename}: {error.strerror}")
+    except KeyError as missing:
+        require(False, f"{args.source}: has no {missing}")
+    except ValueError as error:
+        require(False, error)
 
 
 if __name__ == "__main__":

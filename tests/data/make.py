@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 import transformers
 from transformers import (
-    LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM,
+    GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM,
+    Qwen2Config, Qwen2ForCausalLM,
 )
 
 torch.manual_seed(0)
@@ -26,6 +27,8 @@ MODELS = {
         **SIZES, num_local_experts=4, num_experts_per_tok=2, rms_norm_eps=1e-5,
         sliding_window=None, rope_theta=1e4)),
     "qwen2": Qwen2ForCausalLM(Qwen2Config(**SIZES, rms_norm_eps=1e-6, rope_theta=1e4)),
+    "gpt2": GPT2LMHeadModel(GPT2Config(
+        n_embd=8, n_layer=2, n_head=2, n_positions=16, vocab_size=19, initializer_range=0.5)),
 }
 
 for name, model in MODELS.items():
