@@ -350,15 +350,15 @@ def import_weights(source, target):
     except ValueError as error:
         require(False, f"{source}: config.json is no JSON: {error}")
     require(isinstance(config, dict), f"{source}: config.json has no names")
-    cfg = sizes_of(config)
-    identity = cfg._asdict()
-    words = flags_for(cfg)
-    experts = config.get("num_local_experts", 0)
-    if experts:
-        identity["experts"] = experts
-        identity["top_k"] = config.get("num_experts_per_tok", 2)
-        words += f" --experts {experts} --top-k {identity['top_k']}"
     try:
+        cfg = sizes_of(config)
+        identity = cfg._asdict()
+        words = flags_for(cfg)
+        experts = config.get("num_local_experts", 0)
+        if experts:
+            identity["experts"] = experts
+            identity["top_k"] = config.get("num_experts_per_tok", 2)
+            words += f" --experts {experts} --top-k {identity['top_k']}"
         state = read_weights(folder)
         if cfg.form == "gpt2":
             state = from_theirs(state, cfg.layers)
@@ -368,6 +368,8 @@ def import_weights(source, target):
         require(False, f"{source}: has no tensor {missing}")
     except ValueError as error:
         require(False, str(error))
+    except (AttributeError, TypeError) as error:  # JSON of another kind
+        require(False, f"{source}: {error}")
     checkpoint.write_whole(target, state, identity)
     print(f"{sum(t.numel() for t in state.values()):,} parameters\n--init-from {target}{words}")
 
