@@ -3,8 +3,6 @@ import json
 import re
 import xml.etree.ElementTree as xml
 
-import pytest
-
 from conftest import SMALL, program, script
 from tools import curves
 
@@ -58,7 +56,8 @@ def test_several_files_and_smoothing(tmp_path):
     assert smooth[0].points == [(64, 1.0), (128, 2.0), (192, 4.0)]
     assert smooth[1].points == [(64, 9.0), (128, 9.0), (192, 9.0)]
     assert [curve.letter for curve in smooth] == ["a", "b"]
-    assert curves.curves_of(logs, "speed", "step", 1)[0].points == [(0, 2e3), (1, 2e3), (2, 2e3)]
+    speeds = curves.curves_of(logs, "speed", "step", 1)[0].points
+    assert speeds == [(0, 2e3), (1, 2e3), (2, 2e3)]
 
 
 def test_a_panel_for_each_figure(tmp_path):
@@ -73,15 +72,6 @@ def test_a_panel_for_each_figure(tmp_path):
     words = [text.text for text in root.iter(f"{SVG}text")]
     assert {"run loss", "run held out", "run ms", "run speed"} < set(words)
     assert "No such file" in tool(tmp_path / "run.jsonl", "--svg", tmp_path / "x/y.svg", code=2)
-
-
-@pytest.mark.parametrize("low, high", [(0, 1), (5.39, 5.52), (-3, 1e6), (1e-9, 2e-9)])
-def test_ticks_are_round_and_inside(low, high):
-    found = curves.ticks(low, high)
-    assert 3 <= len(found) <= 11
-    for tick in found:
-        assert low <= tick <= high or tick == pytest.approx(low) or tick == pytest.approx(high)
-        assert float(f"{tick:.6g}") == pytest.approx(tick)
 
 
 def test_what_is_no_whole_log(tmp_path):
@@ -103,4 +93,5 @@ def test_the_log_of_a_run(tmp_path):
     text = tool(log)
     assert f"a  ddp loss: {report['loss'][-1]:.4g} at step 3" in text
     assert "A  ddp held out: " in text
-    assert "a  ddp rate: 0.001 at step 3" in tool(log, "--what", "rate")
+    for what in ("rate", "speed", "held", "peak"):
+        assert f"a  ddp {what}: " in tool(log, "--what", what)
