@@ -35,15 +35,16 @@ def rotary(T, head_dim, like):
     rates = 10000.0 ** -exponents
     positions = torch.arange(T, device=like.device)
     angles = positions[:, None] * rates
-    angles = torch.cat([angles, angles], dim=1)
-    return angles.cos().to(like.dtype), angles.sin().to(like.dtype)
+    angles = torch.cat([angles, angles], dim=1).to(like.dtype)
+    return angles.cos(), angles.sin()
 
 
 def rotated(x, angles):
     """(B, H, T, D), turned by each position's angles."""
     cosines, sines = angles
     first, second = x.chunk(2, dim=-1)
-    return x * cosines + torch.cat([-second, first], dim=-1) * sines
+    turned = torch.cat([-second, first], dim=-1)
+    return x * cosines + turned * sines
 
 
 class LlamaAttention(nn.Module):
@@ -62,8 +63,9 @@ class LlamaAttention(nn.Module):
         k = heads_of(self.k_proj(x), self.head_dim)
         v = heads_of(self.v_proj(x), self.head_dim)
         angles = rotary(x.shape[1], self.head_dim, x)
-        y = F.scaled_dot_product_attention(rotated(q, angles), rotated(k, angles), v,
-                                           is_causal=True, enable_gqa=True)
+        q = rotated(q, angles)
+        k = rotated(k, angles)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.o_proj(joined(y))
 
 
@@ -109,7 +111,7 @@ class Llama(nn.Module):
         x = self.embed_tokens(tokens)
         for layer in self.layers:
             x = layer(x)
-        return {"logits": self.lm_head(self.norm(x)), "layers": len(self.layers)}
+        return {"logits": self.lm_head(self.norm(x))}
 
 
 def token_rows(rng, rows, T=6):
