@@ -418,8 +418,8 @@ def launched():
                 f"WORLD_SIZE={found.world_size} in the environment, but no {name}: {REMEDY}"
             )
     port = os.environ.get("MASTER_PORT", "0")
-    if not port.isdecimal():
-        raise ValueError(f"MASTER_PORT={port} in the environment is no number: {REMEDY}")
+    if not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"MASTER_PORT={port} in the environment is no port: {REMEDY}")
     return found
 
 
@@ -462,7 +462,8 @@ def rendezvous(timeout=None):
         os.environ.setdefault(name, str(value))
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     options = {"timeout": timeout} if timeout else {}
-    return next(dist.rendezvous("env://", **options))[0]
+    # one, whatever WORLD_SIZE says: else rank 0 would wait here for the others, in silence
+    return next(dist.rendezvous("env://?world_size=1", **options))[0]
 
 
 def join_world(store, launch, backend, timeout=None):

@@ -294,7 +294,7 @@ class Mail:
         # {key of an action: the rank that takes what it makes}
         self.receiver = {source(a, self.end): r for r, plan in enumerate(plans) for a in plan}
         self.coming = deque()  # [(position in the sender's plan, sender, key)] of receives to start
-        self.here = {}  # {key: (work, tensor)} of receives that have been started; no work: made here
+        self.here = {}  # {key: (work, tensor)} of started receives; no work: made on this rank
         self.sent = None  # (work, tensor) of the last send
         self.position = 0  # in this rank's plan
 

@@ -8,6 +8,7 @@ from collections import namedtuple
 import torch
 
 from common import PRESETS, GPTConfig, launched
+from harness import report
 from harness.usage import ANY, POSITIVE, require
 
 __all__ = ["ANY", "DTYPES", "POSITIVE", "Flag", "arguments", "require"]
@@ -70,6 +71,7 @@ def arguments(doc, presets=None, **own):
     the GPTConfig. args.world_size is the number of ranks, in a dry run that of --dry-run: a script
     can `require` what it needs before anything is built.
     """
+    report.open_stderr()
     presets = {**PRESETS, **(presets or {})}
     flags = {**own, **FLAGS}  # in this order in --help
     flags["model"] = FLAGS["model"]._replace(limits=tuple(presets))
@@ -167,10 +169,8 @@ def refuse(args, launch):
     ranks_to_choose_from = args.dry_run or 1  # without a dry run there is the default alone, 0
     require(args.rank < ranks_to_choose_from,
             f"--rank {args.rank}: is for --dry-run, up to {args.world_size - 1}")
-    if args.device == "cuda" and args.dry_run:
-        require(torch.backends.cuda.is_built(), "--device cuda: this torch has no CUDA")
-    elif args.device == "cuda":
-        require(torch.cuda.is_available(), "--device cuda: torch finds no GPU")
+    require(args.device != "cuda" or torch.cuda.is_available(),
+            "--device cuda: torch finds no GPU, which it wants in a dry run, too")
     require(args.min_lr <= args.lr, f"--min-lr {args.min_lr} is above --lr {args.lr}")
     require(args.warmup < args.steps,
             f"--warmup {args.warmup}: leave a step of --steps {args.steps} for the full rate")

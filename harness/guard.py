@@ -1,6 +1,6 @@
 """Keeps a long run from failing silently. It serves any PyTorch program, and needs only torch.
 
-    patience          a line about what one waits for, if it takes long
+    patience          a line about what one waits for, if it takes long, and an end
     prepare           collectives give up after a while, also those of groups that are made later
     among_the_living  a store that hides what ranks have set before torchrun restarted them
     last_collective   what this rank called last. After a hang compare what ranks say: the first
@@ -13,6 +13,7 @@ import contextlib
 import faulthandler
 import json
 import math
+import os
 import signal
 import sys
 import threading
@@ -29,26 +30,38 @@ from torch._C import _distributed_c10d as c10d
 def prepare(timeout):
     """Call it before init_process_group. timeout: a timedelta, for the groups made by new_group."""
     # gloo aborts the process where sizes differ between ranks: this names the line
-    faulthandler.enable(sys.__stderr__)
+    faulthandler.enable(2)  # sys.stderr may be pytest's, which is no file
     # new_group has these defaults, whatever the first group was given
     dist.distributed_c10d.default_pg_timeout = timeout
     dist.distributed_c10d.default_pg_nccl_timeout = timeout
 
 
 @contextlib.contextmanager
-def patience(words, seconds=5):
-    """Says the words on stderr if what is inside takes so long."""
-    timer = threading.Timer(seconds, print, [words], {"file": sys.stderr, "flush": True})
-    timer.daemon = True
-    timer.start()
+def patience(words, limit=threading.TIMEOUT_MAX, seconds=5):
+    """Says words() on stderr if what is inside takes so long; ends the process after `limit`."""
+    over = threading.Event()
+
+    def watch():
+        if over.wait(min(seconds, limit)):
+            return
+        if seconds < limit:
+            print(words(), file=sys.stderr, flush=True)
+            if over.wait(limit - seconds):
+                return
+        print(f"{words()}: given up after {limit} s", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
     try:
         yield
     finally:
-        timer.cancel()
+        over.set()
 
 
-def among_the_living(store, rank, world_size):
+def among_the_living(store, rank, missing):
     """A rendezvous' store -> the same under a prefix that only these ranks know.
+
+    missing: the ranks that this one waits for, a set that empties: rank 0 for the others.
 
     torchrun's store outlives the ranks that it restarts, and still has what the dead have set:
     without this, gloo finds their addresses and fails to connect. Rank 0 makes up the prefix. It
@@ -57,29 +70,29 @@ def among_the_living(store, rank, world_size):
     """
     if rank == 0:
         prefix = uuid.uuid4().hex
-        tell_the_others(store, prefix, world_size)
+        tell_the_others(store, prefix, missing)
     else:
         myself = uuid.uuid4().hex
         store.set(f"here {rank}", myself)
         prefix = store.get(f"prefix for {myself}").decode()  # waits for rank 0
         store.set(f"{prefix} {rank}", "heard")
+        missing.clear()
     return dist.PrefixStore(prefix, store)
 
 
-def tell_the_others(store, prefix, world_size):
-    """Rank 0's part: until every other rank has heard the prefix, or the store's patience ends.
+def tell_the_others(store, prefix, missing):
+    """Rank 0's part: until every other rank has heard the prefix.
 
     A rank may be late, and what stands under "here RANK" until then is the name of a dead one: so
     it is read again and again, and whoever is named there is told the prefix.
     """
-    silent = set(range(1, world_size))
-    end = time.monotonic() + store.timeout.total_seconds()
-    while silent and time.monotonic() < end:
-        for rank in silent:
+    while missing:
+        for rank in sorted(missing):
             if store.check([f"here {rank}"]):
                 name = store.get(f"here {rank}").decode()
                 store.set(f"prefix for {name}", prefix)
-        silent = {rank for rank in silent if not store.check([f"{prefix} {rank}"])}
+            if store.check([f"{prefix} {rank}"]):
+                missing.remove(rank)
         time.sleep(0.001)
 
 

@@ -14,16 +14,20 @@ LARGEST = 10  # entries that are printed
 
 @contextlib.contextmanager
 def profiled(path, say):
-    """Profile what is inside -> a trace in this file; its summary goes to say(line)."""
+    """Profile what is inside -> a trace in this file; its summary goes to say(line).
+
+    Yields a dict that has milliseconds at the end: "communication", and of it what is "exposed".
+    """
+    found = {}
     path.parent.mkdir(parents=True, exist_ok=True)
     with torch.profiler.profile() as profile:
-        yield
+        yield found
     profile.export_chrome_trace(str(path))
-    for line in summary(profile, path):
+    for line in summary(profile, path, found):
         say(line)
 
 
-def summary(profile, path):
+def summary(profile, path, found):
     """-> lines: the largest entries, and for how much of the step only transport is at work."""
     gpu = any(row.self_device_time_total for row in profile.key_averages())
     lines = ["", f"profile of one step, in {path}; its largest entries:"]
@@ -31,7 +35,8 @@ def summary(profile, path):
         name = row.key[:50]
         lines.append(f"  {name:52} {own_time(row, gpu) / 1e3:9.3f} ms in {row.count} calls")
     events = json.loads(Path(path).read_text())["traceEvents"]
-    whole, exposed = exposed_time(events)
+    whole, moving, exposed = exposed_time(events)
+    found.update(communication=moving / 1e3, exposed=exposed / 1e3)
     if whole:
         lines.append(
             f"  communication that no computation hides: {exposed / 1e3:.3f} of {whole / 1e3:.3f} "
@@ -56,7 +61,8 @@ def largest(profile, gpu):
 
 
 def exposed_time(events):
-    """A trace's events -> microseconds of the step, and of those with transport but no computation.
+    """A trace's events -> microseconds of the step, with transport, and with transport but no
+    computation.
 
     GPU kernels compute, where there are any, else torch's operators on CPUs. A host that only waits
     for a collective runs none of these.
@@ -69,10 +75,10 @@ def exposed_time(events):
     busy = [span(event) for event in working if not is_transport(event)]
     everything = union(moving + busy)
     if not everything:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     whole = everything[-1][1] - everything[0][0]
     exposed = length(everything) - length(union(busy))
-    return whole, exposed
+    return whole, length(union(moving)), exposed
 
 
 def is_transport(event):

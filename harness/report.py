@@ -36,6 +36,13 @@ def silence():
     print("stdout is closed: the run goes on without it", file=sys.stderr, flush=True)
 
 
+def open_stderr():
+    """After `2>&-` Python has none, and the next file to be opened would be what C++ writes to."""
+    if sys.stderr is None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        sys.stderr = os.fdopen(2, "w", closefd=False)
+
+
 def on_terminal():
     return sys.stdout is not None and not sys.stdout.closed and sys.stdout.isatty()
 
@@ -218,7 +225,12 @@ class StepLog:
         self.file = open(path, mode, buffering=1)  # by lines
 
     def write(self, **figures):
-        self.file.write(json.dumps(figures) + "\n")
+        """-> what went wrong, in words, or "". The run goes on without a log that is full."""
+        try:
+            self.file.write(json.dumps(figures) + "\n")
+        except OSError as error:
+            return f"--log-file {self.file.name}: {error.strerror}"
+        return ""
 
 
 def keep_before(first, path):

@@ -3,6 +3,7 @@ import contextlib
 import gc
 import json
 import os
+import resource
 import statistics
 import sys
 from collections.abc import Callable
@@ -18,13 +19,12 @@ from common import (
     adamw, build, choose_backend, choose_device, freeze, get_batch, join_fake_world, join_world,
     launched, learning_rate, load_corpus, loss_sum, plain_steps, rendezvous,
 )
-from harness import checkpoint, guard, report
+from harness import checkpoint, guard, report, usage
 from harness.clock import Clock
 from harness.compare import Trace, compare
 from harness.flags import DTYPES, require
-from harness.ledger import Ledger, held_by
+from harness.ledger import Ledger, held_by, nbytes
 from harness.profiler import profiled
-from harness.usage import program
 from harness.validate import HeldOut
 
 TIMEOUT = {"gloo": 30, "nccl": 600}  # seconds
@@ -174,25 +174,36 @@ class Run:
             join_fake_world(args.rank, args.dry_run)
         else:
             self.device = choose_device(launch, args.device)
-            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            who = f"rank {launch.rank} of {launch.world_size}"
-            try:
-                with guard.patience(f"{program()}: {who} waits for the others at {where}"):
-                    self.meet(launch)
-            except (RuntimeError, OSError) as error:
-                reason = str(error).splitlines()[0]
-                require(False, f"{who} has not met the others at {where}: {reason}", code=1)
+            self.meet(launch)
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
 
     def meet(self, launch):
         """Finds the other ranks, and makes the process group with them."""
-        args = self.args
-        store = rendezvous(timedelta(seconds=args.timeout or START))
-        self.store = guard.among_the_living(store, launch.rank, launch.world_size)
-        backend = choose_backend(self.device, self.store, launch)
-        args.timeout = args.timeout or TIMEOUT[backend]
-        timeout = timedelta(seconds=args.timeout)
+        limit = self.args.timeout or START
+        missing = set(range(1, launch.world_size)) if launch.rank == 0 else {0}
+
+        def waiting():
+            whom = ", ".join(f"rank {rank}" for rank in sorted(missing)[:8]) or "the others"
+            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            who = f"{usage.program()}: rank {launch.rank} of {launch.world_size}"
+            return f"{who} waits for {whom} at {where}"
+
+        try:
+            with guard.patience(waiting, limit):
+                # a little longer than our own patience, whose words are clearer
+                store = rendezvous(timedelta(seconds=limit + 10))
+                self.store = guard.among_the_living(store, launch.rank, missing)
+                backend = choose_backend(self.device, self.store, launch)
+            with guard.patience(waiting):
+                self.make_group(launch, backend)
+        except (RuntimeError, OSError) as error:
+            print(f"{waiting()}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+            sys.exit(1)
+
+    def make_group(self, launch, backend):
+        self.args.timeout = self.args.timeout or TIMEOUT[backend]
+        timeout = timedelta(seconds=self.args.timeout)
         guard.prepare(timeout)
         join_world(self.store, launch, backend, timeout)
 
@@ -219,6 +230,8 @@ class Run:
         self.extra = {}  # a script's own keys of the report
         self.table = report.Table(self.first, self.last, bool(self.args.eval_every))
         self.step_log = None  # --log-file, on rank 0
+        self.full = False  # could a line of it not be written?
+        self.profile = {}  # milliseconds of communication in the last step, if --profile knows
         self.rows = None  # this rank's of every batch, from steps() on
         self.ties = None  # names of the plain model's tied parameters, once --watch asks
 
@@ -337,9 +350,10 @@ class Run:
             if is_last:
                 ledger = Ledger(held=self.sides[impl].held, device=self.device)
                 self.ledger[impl] = stack.enter_context(ledger)
+            self.profile = {}
             if self.args.profile and step == max(self.first, self.last - 1):
-                stack.enter_context(self.profiler(impl))
-            if is_last and on_gpu:
+                self.profile = stack.enter_context(self.profiler(impl))
+            if on_gpu:
                 torch.cuda.reset_peak_memory_stats()
             before = self.clock.mark()
             yield
@@ -348,7 +362,7 @@ class Run:
                 self.extra["allocator_peak"] = torch.cuda.max_memory_allocated()
 
     def profiler(self, impl):
-        name = f"{Path(program()).stem}-{impl}-rank{self.rank}.json"
+        name = f"{Path(usage.program()).stem}-{impl}-rank{self.rank}.json"
         return profiled(Path(self.args.profile, name), self.say)
 
     def ms(self, impl):
@@ -430,11 +444,24 @@ class Run:
         if self.step_log:
             figures = dict(
                 step=step, loss=loss.item(), norm=float(norm), rate=self.rate(step), ms=ms,
-                tokens=(step + 1) * self.args.batch * self.cfg.seq,
+                tokens=(step + 1) * self.args.batch * self.cfg.seq, **self.memory(impl),
+                **self.profile,
             )
             if validation is not None:
                 figures["validation"] = validation
-            self.step_log.write(**figures)
+            trouble = self.step_log.write(**figures)
+            if trouble and not self.full:
+                usage.complain(f"{trouble}: the run goes on without it")
+                self.full = True
+
+    def memory(self, impl):
+        """-> bytes: what is held on this rank, and the most that there was. That is the allocator's
+        in this step on a GPU, else the whole process's since it began."""
+        held = sum(nbytes(tensors) for tensors in self.sides[impl].held().values())
+        peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        if self.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated()
+        return {"held": held, "peak": peak}
 
     # -- held-out text
 
@@ -579,7 +606,7 @@ class Run:
             check, plain_loss = self.check(plain or self.plain, judged_as or self.args.dtype)
             unwritten = self.publish(ranks, total, check, plain_loss)
             wrong = bool(check) and not check["passed"]
-            self.store.set("failed", str(int(wrong or unwritten)))
+            self.store.set("failed", str(int(wrong or unwritten or self.full)))
         self.store.wait(["failed"], timedelta(days=1))
         failed = int(self.store.get("failed"))
         dist.barrier()  # rank 0 may be the store: it leaves when all have read
@@ -610,7 +637,7 @@ class Run:
         for rank in ranks:
             per_rank.append(rank.pop("own"))  # it is not reported among `ranks`, but under its name
         result = dict(
-            script=Path(program()).stem, impl=self.args.impl, world_size=self.world_size,
+            script=Path(usage.program()).stem, impl=self.args.impl, world_size=self.world_size,
             backend=dist.get_backend(), device=self.device.type, dtype=self.args.dtype,
             dry_run=self.dry, torch=torch.__version__, args=args,
             parameters=dict(total=total, per_rank=per_rank), ranks=ranks, textbook=self.book,
@@ -633,5 +660,5 @@ class Run:
             return False
         trouble = report.write_json(self.args.json, result)
         if trouble:
-            print(f"{program()}: error: {trouble}", file=sys.stderr, flush=True)
+            usage.complain(trouble)
         return bool(trouble)

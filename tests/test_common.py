@@ -1,7 +1,6 @@
 """common.py alone: both forms of the GPT, the text, the rate; and what a run does with them."""
 import json
 import math
-import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -46,13 +45,6 @@ def test_rotary_positions():
         scores.append(turned[0] @ turned[1].transpose(2, 3))
     torch.testing.assert_close(*scores)
     assert not torch.allclose(scores[0], q @ k.transpose(2, 3))
-
-
-def test_key_value_heads_are_shared():
-    q = torch.randn(1, 4, 6, 8)
-    k, v = torch.randn(2, 1, 2, 6, 8)
-    repeated = [x.repeat_interleave(2, dim=1) for x in (k, v)]
-    torch.testing.assert_close(common.attend(q, k, v), common.attend(q, *repeated))
 
 
 def test_common_needs_torch_alone(tmp_path):
@@ -109,15 +101,6 @@ def test_any_part_of_any_batch():
         assert not torch.equal(get_batch(corpus, 32, seed, step, 7)[0], x)
 
 
-def test_as_much_padding_as_asked_for():
-    corpus = load_corpus("", 32)
-    padded = []
-    for step in range(50):
-        valid = get_batch(corpus, 32, 0, step, 64, pad=0.2)[2]
-        padded.append(1 - valid / (64 * 32))
-    assert sum(padded) / 50 == pytest.approx(0.2, abs=0.02)
-
-
 def test_data_of_ones_own(tmp_path):
     (tmp_path / "b.txt").write_bytes(b"x" * 40)
     (tmp_path / "a").mkdir()
@@ -150,20 +133,6 @@ def test_every_window_is_read_once():
         part = held_out.batch(k, rows=[3])
         assert torch.equal(part[0][0], x[3]) and torch.equal(part[1][0], y[3])
     assert seen == list(range(1920, 2020)) and held_out.targets == 100
-
-
-def test_share():
-    assert [list(common.share(7, 3, i)) for i in range(3)] == [[0, 1], [2, 3], [4, 5, 6]]
-
-
-def test_an_interrupted_run_counts_the_steps_it_has_resumed(monkeypatch):
-    said = []
-    monkeypatch.setattr(os, "_exit", sys.exit)
-    run = SimpleNamespace(dry=False, impls=["scratch"], times={"scratch": [1.0] * 3}, first=10,
-                          args=SimpleNamespace(steps=20), say=said.append)
-    with pytest.raises(SystemExit):
-        harness.run.Run.__exit__(run, KeyboardInterrupt)
-    assert said == ["interrupted after 13 of 20 steps"]
 
 
 # ---- the rate ------------------------------------------------------------------
@@ -212,28 +181,27 @@ def step_at_full_rate(module):
     module.train_step = wrong
 
 
-def test_a_wrong_validation_loss_fails():
-    flags = (*SMALL, "--eval-every", "1", "--dtype", "fp64", "--steps", "3")
-    report = script("ddp", 2, *flags, plant=half_of_the_validation, code=1)
-    assert report["check"]["validation"] > 0.1 > report["check"]["loss"]
-
-
-def half_of_the_validation(module):
-    harness.run.usual_evaluate = None
-    harness.run.USUAL["evaluate"] = lambda side, x, y: common.loss_sum(side.model(x[:1]), y[:1])
-
-
 def test_a_pattern_that_matches_nothing():
     assert "matches no parameter" in script("ddp", 2, *SMALL, "--train", "heads", code=2)
 
 
+HELD = ("parameters", "gradients", "optimizer")
+
+
 def test_the_log_of_steps(tmp_path):
     path = tmp_path / "log"
-    script("ddp", 2, *SMALL, "--steps", "3", "--eval-every", "3", "--log-file", str(path))
+    flags = ("--steps", "3", "--eval-every", "3", "--log-file", str(path))
+    report = script("ddp", 2, *SMALL, *flags, "--profile", str(tmp_path))
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2]
-    assert {"loss", "norm", "rate", "ms", "tokens"} <= lines[0].keys()
-    assert "validation" in lines[2] and "validation" not in lines[1]
+    assert {"loss", "norm", "rate", "ms", "tokens", "held", "peak"} <= lines[0].keys()
+    memory = report["ranks"][0]["memory"]
+    held = [memory[kind] for kind in HELD]
+    assert lines[2]["held"] == sum(held)
+    assert "validation" in lines[2]
+    assert "validation" not in lines[1]
+    assert lines[1]["communication"] > 0
+    assert "communication" not in lines[2]
 
 
 def test_a_log_goes_on_where_a_killed_run_was(tmp_path):
@@ -252,24 +220,6 @@ def test_a_long_run_is_checked_in_its_first_steps():
 
 def check_three_steps(module):
     harness.run.CHECKED = 3
-
-
-# ---- bad usage -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("make", ["empty file", "empty folder", "short file", "unreadable"])
-def test_bad_data(tmp_path, make):
-    path = tmp_path / "text"
-    if make == "empty folder":
-        path = tmp_path
-    elif make == "empty file":
-        path.touch()
-    elif make == "short file":
-        path.write_bytes(b"x" * 128)
-    else:
-        path = tmp_path / "loop"
-        path.symlink_to(path)
-    assert f"--data {path}: " in script("ddp", 2, "--data", str(path), code=2)
 
 
 # ---- a run ---------------------------------------------------------------------

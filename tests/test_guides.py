@@ -79,144 +79,7 @@ FSDP = changed(
     ("model.state_dict()", "ddp.full_state_dict()"),
 )
 BEGIN = "def parallel():\n"
-LORA = '''
-class Adapted(torch.nn.Module):
-    def __init__(self, linear):
-        super().__init__()
-        self.weight = linear.weight
-        self.a = torch.nn.Linear(linear.in_features, 4, bias=False)
-        self.b = torch.nn.Linear(4, linear.out_features, bias=False)
-
-    def forward(self, x):
-        return x @ self.weight.T + self.b(self.a(x))
-
-def adapt(model):
-    torch.manual_seed(1)
-    for layer in model.layers:
-        layer.q = Adapted(layer.q)
-
-def plain():
-    import mine
-    before = mine.make
-    def adapted():
-        model = before()
-        adapt(model)
-        return model
-    mine.make = adapted
-    yield from mine.plain()
-    mine.make = before
-
-'''
-LIMITED = '''
-class Limited(torch.optim.SGD):
-    """Takes smaller steps if the norm of everything it has is above 0.01."""
-
-    def step(self):
-        everything = [p.grad for p in self.param_groups[0]["params"] if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(everything)
-        self.param_groups[0]["lr"] = min(1.0, 0.01 / norm.item())
-        super().step()
-
-torch.optim.AdamW = Limited  # of this script and of mine.py
-
-'''
 UNCLIPPED = "torch.nn.utils.clip_grad_norm_ = lambda *_: None  # here and in mine.py\n\n"
-ONE_KEY = '''
-import mine
-before = mine.Model
-
-def make():
-    mine.Model = lambda: before(kv_heads=1)
-    model = mine.make()
-    mine.Model = before
-    return model
-
-def plain():
-    mine.Model = lambda: before(kv_heads=1)
-    yield from mine.plain()
-    mine.Model = before
-
-'''
-SCALER = '''
-class Scaled:
-    """An optimizer behind torch's GradScaler. In step 1 a gradient of the last rows overflows."""
-
-    def __init__(self, model, lr):
-        self.model = model
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
-        self.number = 0
-
-    def zero_grad(self):
-        self.optimizer.zero_grad()
-
-    def step(self, is_last):
-        up = self.model.layers[1].up.weight
-        if self.number == 1 and is_last:
-            up.grad[-1, 0] = torch.inf
-        self.number += 1
-        self.scaler.unscale_(self.optimizer)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-
-def finite(tensors):
-    return {name: t for name, t in tensors.items() if t.isfinite().all()}
-
-def plain():
-    from mine import gradients_of, loss_sum
-    model = make()
-    optimizer = Scaled(model, 1e-2)
-    for x, y, valid in batches():
-        optimizer.zero_grad()
-        loss = loss_sum(model(x), y) / valid
-        optimizer.scaler.scale(loss).backward()
-        optimizer.step(is_last=True)
-        yield loss, finite(gradients_of(model)), model.state_dict()
-
-'''
-MIXTURE = '''# a mixture of experts whose gates are not normalized
-import sys
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-import moe
-from common import GPTConfig, build, loss_sum
-from harness.prove import prove
-
-class Mixture(moe.PlainMoE):
-    def forward(self, x):
-        probs = self.router(x).softmax(-1)
-        gates = probs * F.one_hot(probs.topk(self.top_k).indices, self.E).sum(-2)
-        return sum(gates[..., e:e + 1] * self.experts[e](x) for e in range(self.E))
-
-def make():
-    cfg = GPTConfig(2, 32, 4, 256, 16, "llama", 2, 44)
-    model = build(cfg, 0, dtype=torch.float64)
-    moe.mixture(model, 0, cfg, experts=4, top_k=2, balance="none")
-    for block in model.blocks:
-        block.mlp.__class__ = Mixture
-    return model
-
-def plain():
-    model = make()
-    x = torch.arange(64).view(4, 16)
-    loss = loss_sum(model(x), x + 1) / 64
-    loss.backward()
-    yield loss, {name: p.grad for name, p in model.named_parameters()}, model.state_dict()
-
-def parallel():
-    ep = dist.group.WORLD
-    model = moe.parallelize(make(), ep)  # which says normalize=True
-    x = torch.arange(64).view(4, 16).chunk(2)[dist.get_rank()]
-    loss = loss_sum(model(x), x + 1) / 64
-    loss.backward()
-    moe.sum_gradients(model, dist.new_group([dist.get_rank()], use_local_synchronization=True))
-    loss = loss.detach()
-    dist.all_reduce(loss)
-    yield loss, moe.full_gradients(model, ep), moe.full_state_dict(model, ep)
-
-prove(plain, parallel)
-'''
 MADE_BEFORE = "    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)\n"
 COUNT = "(y[rows] != -100).sum()"
 # {mistake, as the page has it: [scripts that make it]}
@@ -237,47 +100,20 @@ MISTAKES = {
         changed(ZERO, ("zero.zero_grad()", "model.zero_grad()")),
         changed(ZERO, ("zero.zero_grad()", "model.zero_grad()"), ("level=2", "level=3")),
     ],
-    "a parameter added after wrapping (LoRA)": [
-        changed(DDP, (BEGIN, LORA + BEGIN),
-                ("average=False)\n", "average=False)\n    adapt(model)\n")),
-        changed(ZERO, (BEGIN, LORA + BEGIN), ("level=2)\n", "level=2)\n    adapt(model)\n")),
-    ],
     "gradients summed twice": [
         changed(DDP, (BEGIN, UNCLIPPED + BEGIN),
                 ("import BucketedDDP", "import BucketedDDP, all_reduce_gradients"),
                 ("loss.backward()\n", "loss.backward()\n        all_reduce_gradients(model)\n")),
     ],
-    "an optimizer that limits its step by the norm of everything": [
-        changed(ZERO, (BEGIN, LIMITED + BEGIN)),
-    ],
-    "multi-query attention, whose whole keys and values nobody sums": [
-        changed(TP, (BEGIN, ONE_KEY + BEGIN), ("layers.*.[qkv]", "layers.*.q")),
-    ],
-    "gates normalized where the model does not": [MIXTURE],
     "a mean of means": [
         changed(DDP, ("y[rows]) / valid", f"y[rows]) / {COUNT}"), ("average=False", "average=True"),
                 ("loss.detach()", "loss.detach() / dist.get_world_size()")),
-    ],
-    "torch's `GradScaler` on shards": [
-        changed(TP, ("torch.optim.AdamW(model.parameters(), ", "Scaled(model, "),
-                ("loss.backward()", "optimizer.scaler.scale(loss).backward()"),
-                ("        nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, "
-                 "gradient_norm(model, tp))\n", ""),
-                ("optimizer.step()", "optimizer.step(is_last=dist.get_rank() == 1)"),
-                ("full_gradients(model, tp), ", "finite(full_gradients(model, tp)), "),
-                (BEGIN, SCALER + BEGIN)),
     ],
 }
 # {what the page says raises: the script}
 RAISES = {
     "call zero_grad()": changed(
         ZERO, ("zero.zero_grad()", "model.zero_grad()"), ("level=2", "level=1")),
-    "copy_()": changed(
-        ZERO, ("    zero = ", "    ZeRO(units_of(model, model.layers))\n    zero = ")),
-    "No inf checks were recorded": changed(
-        ZERO, ("loss.backward()", "scaler.scale(loss).backward()"),
-        ("zero.step(optimizer)", "scaler.step(optimizer)"),
-        (ADAMW, ADAMW + "    scaler = torch.amp.GradScaler(\"cpu\")\n")),
 }
 
 
@@ -346,25 +182,16 @@ def test_the_commands_print_what_the_page_says(said):
         assert without_rounding(said[name]) == without_rounding(printed) + "exit 0"
 
 
-def test_the_words_of_the_page_differ_by_the_technique_alone():
-    """Outside of parallel() both scripts are alike: what is new is there."""
-    ends = {PAGE[name].split("\n\n\n")[-1] for name in ("with_zero", "with_tp")}
-    assert len(ends) == 1
-
-
 def mistakes_of_the_page():
     rows = re.findall(r"^\| (.*) \|$", YOUR_MODEL.split("## The commonest")[1], re.M)
     return [row.split(" | ") for row in rows[1:]]
 
 
-def test_the_page_has_all_mistakes():
-    assert [row[0] for row in mistakes_of_the_page()] == list(MISTAKES)
-
-
-@pytest.mark.parametrize("row", mistakes_of_the_page(), ids=lambda row: row[0].strip("`")[:30])
-def test_what_prove_prints_of_a_mistake(row, said):
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_prove_prints_of_a_mistake(mistake, said):
     """Word for word. What follows "of ZeRO" is of the second script."""
-    mistake, where, prints, _ = row
+    rows = {row[0]: row for row in mistakes_of_the_page()}
+    _, where, prints, _ = rows[mistake]
     for i, words in enumerate(prints.split("; of ZeRO ")):
         assert "prove: NOT EQUAL" in said[f"{mistake} {i}"]
         for fragment in re.findall(r"`(.*?)`", words):
@@ -430,20 +257,6 @@ def losses(text):
     return found
 
 
-def check_order(found):
-    """What the page says of the four ways."""
-    code = {name: figures[0] for name, figures in found.items()}
-    manual = {name: figures[1] for name, figures in found.items()}
-    tuned = ("all", "low", "part", "replay")
-    assert min(manual, key=manual.get) == "all"
-    assert code["all"] > code["base"] + 0.5
-    assert code["base"] < code["low"] < code["all"]
-    assert manual["all"] < manual["low"] < manual["base"]
-    assert max(tuned, key=manual.get) == "part"
-    assert min(tuned, key=code.get) == "replay"
-    assert manual["replay"] < manual["low"]
-
-
 def run_recipe(folder):
     """What the recipe's commands print, run one after the other in an empty folder."""
     for path in ROOT.glob("*.py"):
@@ -460,17 +273,17 @@ def run_recipe(folder):
 
 
 def test_what_the_page_says_of_the_four(tmp_path):
-    """Of the page's figures; with ALL=1 also of those that its commands print."""
+    """`all` learns the manual best; and with ALL=1 the commands print the page's figures."""
     stated = losses(FINE_TUNING)
-    check_order(stated)
-    if ALL:
-        printed = losses(run_recipe(tmp_path))
-        check_order(printed)
-        rel = 0.1
-        if not SAME_TEXTS:
-            rel = 0.2  # 3.13: the loss of `all` on code is 2.87, on the page 3.28
-        for name, figures in stated.items():
-            assert printed[name] == pytest.approx(figures, rel=rel), name
+    assert min(stated, key=lambda name: stated[name][1]) == "all"
+    if not ALL:
+        return
+    printed = losses(run_recipe(tmp_path))
+    rel = 0.1
+    if not SAME_TEXTS:
+        rel = 0.2  # 3.13: the loss of `all` on code is 2.87, on the page 3.28
+    for name, figures in stated.items():
+        assert printed[name] == pytest.approx(figures, rel=rel), name
 
 
 ADAPTERS, PLAN = re.findall(r"```python\n(.*?)```", FINE_TUNING, re.S)
@@ -591,11 +404,6 @@ def test_what_is_there_today():
         assert any(resolves(f"{home}.{name}") for home in HOMES), name
 
 
-def test_what_is_gone():
-    assert "`torch.distributed.pipeline.sync.Pipe`" in cells(0)[6]
-    assert not resolves("torch.distributed.pipeline.sync.Pipe")
-
-
 def test_the_flags_of_our_files():
     for cell in cells(2):
         names = re.findall(r"\[(\w+)\.py\]", cell)
@@ -603,28 +411,3 @@ def test_the_flags_of_our_files():
             flag = flag.removeprefix("no-")
             for name in names:
                 assert {f"--{flag}", flag} & set(flags_of(name)), f"{name} --{flag}"
-
-
-PRINTS = """
-import json, os
-if os.environ["RANK"] == "0":  # torchrun's python -u writes a line and its end one after the other
-    print(json.dumps(sorted(os.environ)))
-"""
-
-
-def test_the_variables_that_torchrun_sets(tmp_path):
-    """Those that the table says it sets, in an environment that has none of them."""
-    (tmp_path / "prints.py").write_text(PRINTS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-               str(tmp_path / "prints.py")]
-    kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-    done = subprocess.run(command, capture_output=True, text=True, env=kept)
-    found = set(json.loads(done.stdout.splitlines()[-1]))
-    rows = OLD_APIS.split("## Environment variables")[1].splitlines()
-    claimed = set()
-    for row in rows:
-        if row.startswith("| `") and "torchrun |" in row:
-            claimed |= set(re.findall(r"`(\w+)", row.split(" | ")[0]))
-    assert claimed >= {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS"}
-    assert claimed <= found, claimed - found
-    assert "CUDA_VISIBLE_DEVICES" not in found

@@ -41,12 +41,3 @@ def test_each_test_runs_once(tmp_path):
     runs = [line.split() for line in (tmp_path / "runs").read_text().splitlines()]
     assert sorted(int(i) for i, _ in runs) == list(range(300))
     assert len({process for _, process in runs}) == 2
-
-
-def test_both_end_at_the_first_failure(tmp_path):
-    (tmp_path / "conftest.py").write_text(CONFTEST)
-    (tmp_path / "test_cases.py").write_text(CASES)
-    done = pytest_in(tmp_path, "--maxfail=1")
-    assert done.returncode == 1
-    assert "1 failed" in done.stdout and "stopping after 1 failures" in done.stdout
-    assert len((tmp_path / "runs").read_text().splitlines()) < 300

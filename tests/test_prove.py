@@ -113,11 +113,6 @@ def missing(where, model, optimizer, step):
         model[0].bias.grad = None
 
 
-def nothing_arrives(where, model, optimizer, step):
-    if where == "step":
-        model[2].weight.grad.zero_()
-
-
 def not_finite(where, model, optimizer, step):
     if where == "step" and step == 1:
         model[2].weight.grad[0, 0] = math.nan
@@ -133,7 +128,6 @@ MISTAKES = [
     (column, "0.weight differs in columns 2 to 2 of 6", "3.000 times"),
     (one_rank, "parameter: 1 of 4", "2.bias on rank 1 alone"),
     (missing, "0.bias", "missing in parallel"),
-    (nothing_arrives, "2.weight", "zero: nothing arrives"),
     (not_finite, "step 1, gradient: 1 of 4", "2.weight is not finite"),
 ]
 
@@ -142,27 +136,6 @@ def check_right():
     assert prove(plain, training())
     assert not prove(plain, training(rate), tolerance=1e-10)
     assert prove(plain, training(rate), tolerance=1.0)
-
-
-def half_told(training):
-    """Losses are Python's numbers, of rank 0 alone; a buffer in fp32 is among the parameters."""
-    for loss, gradients, parameters in training():
-        said = float(loss) if dist.get_rank() == 0 else None
-        yield said, gradients, {**parameters, "table": torch.ones(2, dtype=torch.float32)}
-
-
-def off_by_little(training):
-    for loss, gradients, parameters in half_told(training):
-        yield loss and loss + 1e-6, gradients, parameters
-
-
-def check_half_told():
-    assert prove(lambda: half_told(plain), lambda: half_told(training()))
-    assert not prove(lambda: half_told(plain), lambda: off_by_little(training()))
-
-
-def test_a_loss_may_be_told_by_one_rank():
-    run(check_half_told, 2)
 
 
 def check_precisions(dtype):

@@ -1,6 +1,9 @@
 """The table of run.sh, the launcher, gpu.py as far as it goes without one, and soak's words."""
+from types import SimpleNamespace
+
 import pytest
 
+from conftest import ALL
 from tools import bench, gpu, launch, soak
 
 
@@ -37,16 +40,6 @@ def test_the_table(capsys):
     assert not bench.table("title", reports, timed=False)
 
 
-def test_bench_rows_name_files_and_baselines():
-    labels = [row.label for row in bench.BENCH]
-    for row in bench.BENCH:
-        assert (bench.ROOT / f"{row.file}.py").exists()
-        assert bench.baseline(row.label) in labels
-    checked = {row.file for row in bench.check_rows()}
-    assert checked == {*bench.FILES, "hybrid_3d"}
-    assert any("llama" in row.flags for row in bench.check_rows())
-
-
 def failing(code):
     def run(*args, **options):
         raise launch.Failed("no", code)
@@ -63,7 +56,7 @@ def test_a_run_that_fails_is_a_row_and_a_flag_that_is_refused_is_the_end(monkeyp
 
 
 @pytest.mark.parametrize("flags, batches", [
-    ([], [16, 16, 16]), (["--batch", "32"], [32, 32, 32]), (["--batch-per-rank", "2"], [2, 4, 32])])
+    ([], [16, 16, 16]), (["--batch-per-rank", "2"], [2, 4, 32])])
 def test_scale(flags, batches, monkeypatch, capsys):
     """The batch stays, also where there are more ranks than 8, the usual one."""
     seen = []
@@ -83,22 +76,15 @@ def test_scale(flags, batches, monkeypatch, capsys):
     assert last == ["16", "40.0", "25,000", "2.50", "16%"]
 
 
-def test_what_gloo_moves_is_reported():
-    """By way of launch.report, on three ranks."""
-    rates = launch.report(3, "tools/bench.py", ["gloo"])["GB/s"]
-    assert set(rates) == {"all_reduce", "all_gather", "all_to_all"}
-    assert min(rates.values()) > 0
-
-
-def test_a_refused_flag_leaves_no_report():
+def test_reports():
+    """Of what gloo moves on three ranks, with ALL=1; and none of a flag that is refused."""
+    if ALL:
+        rates = launch.report(3, "tools/bench.py", ["gloo"])["GB/s"]
+        assert set(rates) == {"all_reduce", "all_gather", "all_to_all"}
+        assert min(rates.values()) > 0
     with pytest.raises(launch.Failed, match="ddp.py: error: .*--bogus") as failure:
         launch.report(1, "ddp.py", ["--bogus"])
     assert failure.value.code == 2
-
-
-class Failure:
-    def __init__(self, exitcode):
-        self.exitcode = exitcode
 
 
 @pytest.mark.parametrize("exitcode, code, words", [
@@ -108,7 +94,7 @@ class Failure:
     (130, 130, ""),
 ])
 def test_exit_codes_of_the_launcher(exitcode, code, words, capsys):
-    assert launch.explain("ddp.py", 3, Failure(exitcode)) == code
+    assert launch.explain("ddp.py", 3, SimpleNamespace(exitcode=exitcode)) == code
     said = capsys.readouterr().err
     assert words in said and bool(said) == bool(words)
 
@@ -121,9 +107,8 @@ def test_bad_launches_end_in_a_line(words, capsys):
 
 
 @pytest.mark.parametrize("tool, words", [
-    (bench, "all"), (bench, ""), (bench, "scale"), (bench, "scale nope"),
-    (soak, "x"), (soak, "-1"), (soak, "0"), (soak, "3 x"), (soak, "3 0 nope"),
-    (soak, "3 0 ddp two"), (soak, "3 --steps 4"),
+    (bench, "all"), (bench, "scale"), (bench, "scale nope"),
+    (soak, "x"), (soak, "-1"), (soak, "3 0 nope"), (soak, "3 0 ddp two"),
 ])
 def test_bad_words_end_in_a_line(tool, words, capsys):
     with pytest.raises(SystemExit) as end:

@@ -2,6 +2,7 @@
 import json
 import random
 import shutil
+import struct
 import sys
 
 import pytest
@@ -124,6 +125,9 @@ REFUSED = [
     ({"model_type": "bert"}, "model_type is bert"),
     ({"n_layer": 3}, "has no 'h.2.ln_1.weight'"),
     ({"n_layer": 1}, "the weights have h.1."),
+    ({"n_layer": True}, "n_layer is True, no size"),
+    ({"n_head": 0}, "n_head is 0, no size"),
+    ({"n_head": 5}, "5 heads do not divide"),
 ]
 
 
@@ -150,8 +154,15 @@ def test_other_models_and_files_are_refused(tmp_path, capsys):
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
     assert "is not whole" in refused(capsys, *words)
+    header = struct.pack("<Q", 2)
+    for other in (header + b"[]", header + b"{}"):
+        file.write_bytes(other)
+        refused(capsys, *words)
     file.unlink()
     assert "No such file" in refused(capsys, *words)
+    for other in ("[]", '{"weight_map": []}'):
+        (tmp_path / "model.safetensors.index.json").write_text(other)
+        refused(capsys, *words)
     said = refused(capsys, theirs("qwen2")[0], tmp_path / "ours")
     assert "_proj.bias, which has no place" in said
 
