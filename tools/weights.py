@@ -131,18 +131,16 @@ def sizes_of(config):
     for name, possible in (GPT2 if is_gpt2 else LLAMA).items():
         value = config.get(name, possible[0])
         require(value in possible, f"config.json: {name} is {value}, and must be {possible[0]}")
-    for name in GPT2_SIZES if is_gpt2 else LLAMA_SIZES:
-        size = config[name]
+    sizes = {name: config[name] for name in (GPT2_SIZES if is_gpt2 else LLAMA_SIZES)}
+    for name, size in sizes.items():
         require(type(size) is int and size > 0, f"config.json: {name} is {size}, no size")
     if is_gpt2:
-        sizes = [config[name] for name in GPT2_SIZES]
-        width = sizes[1]
-        require(width % sizes[2] == 0,
-                f"config.json: {sizes[2]} heads do not divide a width of {width}")
+        _, width, heads, *_ = sizes.values()
+        require(width % heads == 0, f"config.json: {heads} heads do not divide a width of {width}")
         inner = config.get("n_inner") or 4 * width
         require(inner == 4 * width, f"config.json: n_inner is {inner}, and must be 4 x {width}")
-        return GPTConfig(*sizes, kv_heads=sizes[2], hidden=inner)
-    return llama_sizes(config, [config[name] for name in LLAMA_SIZES])
+        return GPTConfig(*sizes.values(), kv_heads=heads, hidden=inner)
+    return llama_sizes(config, sizes.values())
 
 
 def llama_sizes(config, sizes):
