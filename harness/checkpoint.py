@@ -1,6 +1,7 @@
 """Saved training: what N ranks have saved, any other number of ranks in any layout reads.
 
     --save DIR [--save-every K]    DIR/100, DIR/200, ..: a folder per checkpoint, named by its steps
+    --save-async                   training goes on while they are written
     --resume DIR                   go on from the newest that is whole (or from DIR/100 itself)
     --init-from DIR                take the weights alone, and start at step 0
 
@@ -11,31 +12,29 @@ lie in its memory, and that is a Piece. So every script and every layout reads e
     rank 0     Piece("up.weight", (8, 4), (0, 0), its rows 0 to 3, writes=True)
     rank 1     Piece("up.weight", (8, 4), (4, 0), its rows 4 to 7, writes=True)
 
-The files are those of torch.distributed.checkpoint (DCP), which torch's own tools read as well. A
-checkpoint is written aside and renamed into view: it is there as a whole or not at all, and is
-checked to the last byte (sizes and checksums, in notes.json) before use. The last two are kept.
+The files are those of torch.distributed.checkpoint: see dcp.py. A checkpoint is written aside and
+renamed into view: it is there as a whole or not at all. Before use the ranks share out its files,
+and check each to the last byte (sizes and checksums, in notes.json). The last two are kept.
 What makes the run the same is inside: parameters, AdamW states, the steps behind it (hence the
 place in the data), the flags, every rank's random number generator.
 
-DIR is a folder that all ranks see. One run at a time saves there: it holds a lock. A folder from
-somebody else can at worst fail to load: tensors are read with weights_only, and DCP's own table of
-contents, .metadata, through an unpickler that admits the classes of that table alone.
+DIR is a folder that all ranks see. One run at a time saves there: it holds a lock.
 """
 import fcntl
 import functools
-import io
 import json
 import math
 import os
 import pickle
 import re
 import shutil
-import socket
 import sys
 import tempfile
 import uuid
 import zlib
 from collections import namedtuple
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -66,26 +65,24 @@ def pieces_of(named_parameters, optimizer, writes):
     """
     pieces = []
     for name, parameter in named_parameters:
-        pieces.append(piece_of(name, parameter, writes))
-        if optimizer is None or parameter not in optimizer.state:
-            continue
-        for kind in STATES:
-            if kind in optimizer.state[parameter]:
-                state = optimizer.state[parameter][kind]
-                pieces.append(piece_of(f"{name}.{kind}", state, writes))
+        for full_name, tensor in with_states(name, parameter, optimizer):
+            pieces.append(piece_of(full_name, tensor, writes))
     return pieces
 
 
-def is_dtensor(tensor):
-    """Does not import what makes DTensors, which takes long: where nobody has, there are none."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+def with_states(name, parameter, optimizer):
+    """-> [(name, tensor)] of a parameter and of what AdamW, if it has run, holds for it."""
+    found = [(name, parameter.detach())]
+    if optimizer is not None:
+        states = optimizer.state.get(parameter, {})
+        found += [(f"{name}.{kind}", states[kind]) for kind in STATES if kind in states]
+    return found
 
 
 def piece_of(name, tensor, writes):
     """A whole tensor or a DTensor -> its piece on this rank."""
     tensor = tensor.detach()
-    if not is_dtensor(tensor):
+    if not hasattr(tensor, "full_tensor"):
         start = (0,) * tensor.dim()
         return Piece(name, tuple(tensor.shape), start, tensor, writes)
     [box] = tensor.__create_chunk_list__()
@@ -122,11 +119,8 @@ def parts_pieces(parts, optimizer, writes):
     """
     pieces = []
     for name, shape, first, p in parts:
-        pieces += run_pieces(name, shape, first, p.detach(), writes)
-        for kind in STATES:
-            if kind in optimizer.state.get(p, {}):
-                state = optimizer.state[p][kind]
-                pieces += run_pieces(f"{name}.{kind}", shape, first, state, writes)
+        for full_name, flat in with_states(name, p, optimizer):
+            pieces += run_pieces(full_name, shape, first, flat, writes)
     return pieces
 
 
@@ -134,34 +128,25 @@ def boxes_of_run(shape, low, high):
     """Elements low to high of a flattened tensor -> [(start, shape of the box, first element)].
 
     A run is the end of a row, then whole rows, then the beginning of a row; rows are cut likewise.
+    So from `low` on each box is as large as it can be.
     """
-    if low >= high:
-        return []
-    if len(shape) == 0:
-        return [((), (), low)]
-    if len(shape) == 1:
-        return [((low,), (high - low,), low)]
-    row_shape = shape[1:]
-    size = math.prod(row_shape)
-    begin = -(-low // size)  # the rows from begin to end - 1 lie in the run as a whole
-    end = high // size
-    if begin > end:  # the run begins and ends inside one row
-        return boxes_in_row(row_shape, end, low, high)
-    # The run begins inside row begin - 1 and ends inside row end. Where it begins or ends between
-    # two rows that part is empty, gives no boxes, and its row need not exist (-1, or one too many).
-    boxes = boxes_in_row(row_shape, begin - 1, low, begin * size)
-    if begin < end:
-        start = (begin,) + (0,) * len(row_shape)
-        boxes.append((start, (end - begin, *row_shape), begin * size))
-    return boxes + boxes_in_row(row_shape, end, end * size, high)
-
-
-def boxes_in_row(row_shape, row, low, high):
-    """As boxes_of_run, for elements low to high of the whole, all of which lie in this row."""
-    before = row * math.prod(row_shape)
     boxes = []
-    for start, box, begin in boxes_of_run(row_shape, low - before, high - before):
-        boxes.append(((row, *start), (1, *box), begin + before))
+    while low < high:
+        dim = len(shape)
+        size = 1  # of a part that is whole in the dimensions from `dim` on
+        while dim > 0:
+            larger = size * shape[dim - 1]
+            if low % larger or low + larger > high:
+                break
+            dim -= 1
+            size = larger
+        box = [1] * dim + list(shape[dim:])
+        if dim > 0:  # several such parts, up to the end of their row or of the run
+            behind = shape[dim - 1] - low // size % shape[dim - 1]
+            box[dim - 1] = min(behind, (high - low) // size)
+        start = [low // math.prod(shape[i + 1:]) % shape[i] for i in range(len(shape))]
+        boxes.append((tuple(start), tuple(box), low))
+        low += math.prod(box)
     return boxes
 
 
@@ -187,14 +172,17 @@ def adamw_states(optimizer, steps):
 
 # ---- which one ---------------------------------------------------------------
 
-Start = namedtuple("Start", "folder steps ranks flag save extra constants",
-                   defaults=(None, 0, 0, "", "", {}, {}))
+Start = namedtuple("Start", "folder files flag save passed group steps ranks extra constants",
+                   defaults=(None, {}, "", "", {}, None, 0, 0, {}, {}))
 # folder   of the checkpoint to begin with, None: there is none
-# steps    that training has behind it there; 0 if the weights alone are wanted
-# ranks    how many have saved it; 0 if the weights alone are wanted
+# files    of it: {name: checksum()}
 # flag     what the user has said to get it: --resume, --init-from, or --save after a restart
 # save     the folder that this run saves to, or ""
-# extra    what the run that wrote it has given to write()
+# passed   {folder: why it is not taken} of newer ones
+# group    of all ranks, on the CPU: what they tell each other about checkpoints goes through it
+# steps    that training has behind it there; 0 if the weights alone are wanted
+# ranks    how many have saved it; 0 if the weights alone are wanted
+# extra    what the run that wrote it has added
 # constants  of the model there which have no flags: the base of rotary angles, eps of the norms
 
 # Where these differ, so do names or shapes of tensors. seq is not among them, although learned
@@ -208,32 +196,26 @@ COURSE = ("heads", "seq", "dtype", "seed", "batch", "data", "pad", "lr", "clip",
 
 def identity(args):
     """What a run tells about itself in its checkpoints -> {name: value}."""
-    mine = {"script": Path(sys.argv[0]).stem, "impl": args.impl, **args.cfg._asdict()}
-    for name in (*COURSE, *args.course):
-        if name not in mine and hasattr(args, name):
-            mine[name] = getattr(args, name)
+    mine = {name: getattr(args, name) for name in (*COURSE, *args.course)}
+    mine.update(args.cfg._asdict())
+    mine["script"] = Path(sys.argv[0]).stem
+    mine["impl"] = args.impl
     mine["course"] = args.course
-    mine["held_out"] = bool(getattr(args, "eval_every", 0))  # the corpus is shorter then
+    mine["held_out"] = bool(args.eval_every)  # the corpus is shorter then
     mine["job"] = job()
-    if getattr(args, "decay", "none") != "none":
+    if args.decay != "none":
         mine["steps"] = args.steps  # the rate at every step depends on it
     return mine
 
 
-def job():
-    """-> {launcher: its name for this job, which stays when it starts the job's ranks again}."""
-    return {"TORCHELASTIC": name_by_torchrun(), "SLURM": os.environ.get("SLURM_JOB_ID", "")}
-
-
 @functools.cache
-def name_by_torchrun():
-    """The --rdzv_id, which --standalone makes up; "" without torchrun.
+def job():
+    """-> the launcher's name for this job, which stays when its ranks are started again, or "".
 
-    Where neither flag is given, torchrun calls every job "none". Then the first rank that asks
-    makes up a name here, and it is kept in the store of torchrun's agent, which stays as long as
-    torchrun does.
+    Without a --rdzv_id torchrun calls every job "none". Then the first rank that asks makes up a
+    name, which torchrun's agent keeps in its store for as long as it lives.
     """
-    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    name = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "none")
     if name != "none":
         return name
     store = agents_store()
@@ -260,8 +242,6 @@ def other_course(saved, now, fresh):
 
 def numbered(folder):
     """-> the steps of the checkpoints in a folder, in order."""
-    if not folder:
-        return []
     found = []
     for path in Path(folder).glob("*"):
         if path.name.isdecimal() and path.name == str(int(path.name)):
@@ -289,39 +269,39 @@ def checksum(path):
 
 
 def notes_of(folder):
-    """-> the notes of a checkpoint. Raises OSError or ValueError unless they are as saved."""
+    """-> the notes of a checkpoint. Raises OSError or ValueError unless they are as saved, and all
+    files there and as long as they were. What is in the files is not read: see damage().
+    """
     text, _, crc = Path(folder, "notes.json").read_bytes().rpartition(b"\n")
     if crc != str(zlib.crc32(text)).encode():
         raise ValueError("notes.json is damaged")
     notes = json.loads(text)
     if not isinstance(notes, dict) or not {"steps", "ranks", "files"} <= notes.keys():
         raise ValueError("notes.json is no checkpoint's")
-    return notes
-
-
-def verify(folder):
-    """-> the notes of a checkpoint. Raises OSError or ValueError unless all files are as saved."""
-    notes = notes_of(folder)
-    for name, saved in notes["files"].items():
-        if checksum(file_in(folder, name)) != saved:
+    for name, (size, _) in notes["files"].items():
+        if Path(name).name != name:
+            raise ValueError(f"{name} is not in the folder")
+        if Path(folder, name).stat().st_size != size:
             raise ValueError(f"{name} is damaged")
-    read_table(Path(folder, ".metadata"))
     return notes
 
 
-def file_in(folder, name):
-    """-> the path of a file of a checkpoint. Raises ValueError for a name that leads elsewhere."""
-    if Path(name).name != name:
-        raise ValueError(f"{name} is not in the folder")
-    return Path(folder, name)
+def damage(folder, files, rank=0, ranks=1):
+    """-> in words, what is wrong with a checkpoint's files, or "".
 
+    files: of its notes. Each of `ranks` ranks looks at another part of them.
+    """
+    from harness import dcp  # it takes half as long as torch, and a run without need not wait
 
-def is_whole(folder):
+    largest_first = sorted(files, key=lambda name: files[name], reverse=True)
     try:
-        verify(folder)
-    except (OSError, ValueError):
-        return False
-    return True
+        for name in largest_first[rank::ranks]:
+            if checksum(Path(folder, name)) != files[name]:
+                return f"{name} is damaged"
+        dcp.read_table(folder)
+    except (OSError, ValueError) as error:
+        return reason(error)
+    return ""
 
 
 def reason(error):
@@ -329,10 +309,10 @@ def reason(error):
     return getattr(error, "strerror", None) or str(error)
 
 
-def newest(folder, flag, quiet=False):
-    """-> the newest whole checkpoint in a folder, and its notes.
+def newest(folder, flag, passed):
+    """-> the newest checkpoint in a folder, and its notes. None at all is bad usage.
 
-    Those that are not whole are named, unless quiet, and passed by. None at all is bad usage.
+    passed: {folder: why it is not taken}; those whose notes are damaged are added.
     """
     try:
         is_checkpoint = "notes.json" in os.listdir(folder)
@@ -341,19 +321,19 @@ def newest(folder, flag, quiet=False):
     places = [Path(folder)]
     if not is_checkpoint:
         places = [Path(folder, str(steps)) for steps in reversed(numbered(folder))]
-    passed = []
     for place in places:
-        try:
-            notes = verify(place)
-        except (OSError, ValueError) as error:
-            passed.append(f"{place}: {reason(error)}")
+        if place in passed:
             continue
-        if os.environ.get("RANK", "0") == "0" and not quiet:
-            taken = f"{flag} takes {place}, {notes['steps']} steps behind it"
-            say("; ".join([*passed, taken]))
-        return place, notes
-    why = "; ".join(["no whole checkpoint there", *passed])
+        try:
+            return place, notes_of(place)
+        except (OSError, ValueError) as error:
+            passed[place] = reason(error)
+    why = "; ".join(["no whole checkpoint there", *words_for(passed)])
     require(False, f"{flag} {folder}: {why}")
+
+
+def words_for(passed):
+    return [f"{place}: {why}" for place, why in passed.items()]
 
 
 def source(args):
@@ -363,10 +343,10 @@ def source(args):
     saved themselves. Until there is something, they begin as the first start of the job did: with
     --resume or --init-from, or at step 0. What other jobs have saved does not count as their own.
     """
-    for launcher in ("TORCHELASTIC", "SLURM"):
-        restarts = int(os.environ.get(f"{launcher}_RESTART_COUNT", 0))
-        if restarts and has_own(args.save, launcher):
-            return "--save", args.save
+    counts = [os.environ.get(f"{launcher}_RESTART_COUNT", "0")
+              for launcher in ("TORCHELASTIC", "SLURM")]
+    if args.save and counts != ["0", "0"] and has_own(args.save):
+        return "--save", args.save
     if args.resume:
         return "--resume", args.resume
     if args.init_from:
@@ -374,72 +354,118 @@ def source(args):
     return "", ""
 
 
-def has_own(folder, launcher):
-    """Is there a whole checkpoint in a folder that this job has saved, as its launcher names jobs?
-    """
+def has_own(folder):
+    """Is there a checkpoint in a folder that this job has saved?"""
     for steps in numbered(folder):
         try:
             notes = notes_of(Path(folder, str(steps)))
         except (OSError, ValueError):
             continue
-        name = notes.get("identity", {}).get("job", {}).get(launcher)
-        if name and name == job()[launcher] and is_whole(Path(folder, str(steps))):
+        if job() and notes.get("identity", {}).get("job") == job():
             return True
     return False
 
 
-def begin(args):
-    """Before anything is built -> Start. Bad usage: one line, exit code 2."""
+def begin(args, passed=None):
+    """Before anything is built -> Start; settle() is next. Bad usage: one line, exit code 2."""
     if args.save or args.resume or args.init_from:
         require(args.impl != "both" and not args.dry_run, "--save, --resume and --init-from are "
                 "for one --impl, scratch or torch, and no dry run")
     require(args.save or not args.save_every, "--save-every wants --save DIR")
+    require(args.save or not args.save_async, "--save-async wants --save DIR")
     require(not (args.resume and args.init_from),
             "--resume goes on, --init-from starts anew: take one of them")
     flag, folder = source(args)
-    start = Start(save=args.save)
+    start = Start(flag=flag, save=args.save, passed=passed or {})
     if flag:
-        fresh = flag == "--init-from"
-        place, notes = newest(folder, flag)
-        differs = other_course(notes.get("identity", {}), identity(args), fresh)
-        require(not differs, f"{flag} {place}: {differs}")
-        found = notes.get("identity", {})
-        constants = {name: found[name] for name in ("theta", "eps") if name in found}
-        start = start._replace(folder=place, flag=flag, constants=constants)
-        if not fresh:
-            start = start._replace(
-                steps=notes["steps"], ranks=notes["ranks"], extra=notes.get("extra", {}))
-            if flag == "--save" and start.steps == args.steps:
-                sys.exit(0)  # it was killed after its last step
-            require(start.steps < args.steps,
-                    f"--steps {args.steps}: {place} has {start.steps} behind it already")
+        start = start_from(folder, args, start)
     if args.save:
-        refuse_unusable(args.save, start)
+        refuse_unusable(start)
     return start
 
 
-def refuse_unusable(folder, start):
+def start_from(folder, args, start):
+    """-> the Start with the newest checkpoint in a folder."""
+    flag = start.flag
+    place, notes = newest(folder, flag, start.passed)
+    found = notes.get("identity", {})
+    differs = other_course(found, identity(args), flag == "--init-from")
+    require(not differs, f"{flag} {place}: {differs}")
+    constants = {name: found[name] for name in ("theta", "eps") if name in found}
+    start = start._replace(folder=place, files=notes["files"], constants=constants)
+    if flag == "--init-from":
+        return start
+    steps = notes["steps"]
+    is_done = flag == "--save" and steps == args.steps  # it was killed after its last step
+    require(steps < args.steps or is_done,
+            f"--steps {args.steps}: {place} has {steps} behind it already")
+    return start._replace(steps=steps, ranks=notes["ranks"], extra=notes.get("extra", {}))
+
+
+def refuse_unusable(start):
     """Ends the run if its checkpoints cannot be saved there."""
+    folder = Path(start.save)
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        wrong = reason(error)
-        if os.path.isfile(folder):
-            wrong = "is a file, give a folder"
-        require(False, f"--save {folder}: {wrong}")
+        require(False, f"--save {folder}: {reason(error)}")
     # Does this run go on from a checkpoint of this folder? ranks is 0 if it takes weights alone.
-    goes_on = start.ranks and start.folder.resolve().parent == Path(folder).resolve()
+    goes_on = start.ranks and start.folder.resolve().parent == folder.resolve()
     for steps in reversed(numbered(folder)):
-        place = Path(folder, str(steps))
+        place = folder / str(steps)
         require(not is_foreign(place),
                 f"--save {folder}: {steps} in it is no checkpoint, save elsewhere")
-        if goes_on and steps <= start.steps:
+        if place in start.passed or (goes_on and steps <= start.steps):
             continue
-        # one that is damaged may be written over
-        require(not is_whole(place),
+        try:
+            notes_of(place)
+        except (OSError, ValueError):
+            continue  # it is damaged, and may be written over
+        require(False,
                 f"--save {folder}: holds step {steps} already: --resume it, or save elsewhere")
+
+
+def settle(args, start):
+    """When the process group is there -> the Start of all ranks: what begin() has found, or what an
+    older checkpoint has where a file of the newest one is damaged."""
+    if not start.flag and not start.save:
+        return start
+    # a disk may be slow, and NCCL's collectives are not for a thread beside the training
+    patience = timedelta(seconds=max(600, args.timeout))
+    group = dist.new_group(backend="gloo", timeout=patience, group_desc="checkpoints")
+    agree(start, group)
+    rank = dist.get_rank()
+    if start.save:
+        other = first_said(claim(start.save) if rank == 0 else "", group)
+        require(not other, other)
+    while start.folder:
+        wrong = damage(start.folder, start.files, rank, dist.get_world_size())
+        wrong = first_said(wrong, group)
+        if not wrong:
+            break
+        start = begin(args, {**start.passed, start.folder: wrong})
+        agree(start, group)
+    if start.folder and rank == 0:
+        behind = f"{start.steps} steps behind it" if start.ranks else "its weights alone"
+        say("; ".join([*words_for(start.passed), f"{start.flag} takes {start.folder}, {behind}"]))
+    if start.flag == "--save" and start.steps == args.steps:
+        sys.exit(0)
+    return start._replace(group=group)
+
+
+def agree(start, group):
+    """Each rank has looked for itself, and a folder that machines share may show one of them what
+    it was a moment ago: that ends the run."""
+    place = "no checkpoint"
+    if start.folder:
+        # the last part of the path alone: machines may have folders of their own
+        place = f"{start.flag} {start.folder.name} with {start.steps} steps behind it"
+    first = first_said(place, group)  # rank 0's
+    other = first_said("" if place == first else place, group)  # the first that is not the same
+    require(not other, f"ranks begin with different checkpoints: {first} here, {other} there",
+            code=1)
 
 
 def claim(folder):
@@ -449,169 +475,35 @@ def claim(folder):
     """
     try:
         lock = os.open(Path(folder, ".lock"), os.O_RDWR | os.O_CREAT)  # closed with the process
-    except OSError as error:
-        return f"--save {folder}: .lock: {reason(error)}"
-    try:
         fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
-        owner = os.read(lock, 1000).decode().strip()
-        return f"--save {folder}: {owner} is saving there: take another folder"
+        return f"--save {folder}: another run is saving there: take another folder"
     except OSError:
-        return ""  # a file system without locks
-    os.truncate(lock, 0)
-    os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        pass  # a file system without locks
     return ""
 
 
-# ---- what ranks tell each other (no object collectives: these need NumPy) -----
+def first_said(sentence, group=None):
+    """-> the sentence of the first rank that has one, the same on all ranks, or "".
 
-
-def collectives_device():
-    return "cuda" if dist.get_backend() == "nccl" else "cpu"
-
-
-def first_said(sentence):
-    """-> the sentence of the first rank that has one, the same on all ranks, or ""."""
+    Not by object collectives: these need NumPy.
+    """
     data = sentence.encode(errors="backslashreplace")
-    sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64, device=collectives_device())
+    sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64)
     sizes[dist.get_rank()] = len(data)
-    dist.all_reduce(sizes)  # partial -> replicated
-    sizes = sizes.tolist()
-    speakers = [rank for rank, size in enumerate(sizes) if size]
+    dist.all_reduce(sizes, group=group)  # partial -> replicated
+    speakers = sizes.nonzero().flatten().tolist()
     if not speakers:
         return ""
     first = speakers[0]
-    letters = torch.zeros(sizes[first], dtype=torch.uint8, device=collectives_device())
+    letters = torch.zeros(sizes[first], dtype=torch.uint8)
     if dist.get_rank() == first:
         letters.copy_(torch.tensor([*data], dtype=torch.uint8))
-    dist.broadcast(letters, first)  # the first speaker's -> replicated
+    dist.broadcast(letters, first, group=group)  # the first speaker's -> replicated
     return bytes(letters.tolist()).decode()
 
 
-def agree(start):
-    """-> is there something to restore? The same on all ranks, or it ends the run.
-
-    Each rank has looked for itself, and a folder that machines share may show one of them what it
-    was a moment ago.
-    """
-    place = "no checkpoint"
-    if start.folder is not None:
-        # the last part of the path alone: machines may have folders of their own
-        place = f"{start.flag} {start.folder.name} with {start.steps} steps behind it"
-    first = first_said(place)  # rank 0's
-    other = first_said("" if place == first else place)  # the first that is not the same
-    require(not other, f"ranks begin with different checkpoints: {first} here, {other} there",
-            code=1)
-    return start.folder is not None
-
-
-# ---- DCP's table of contents --------------------------------------------------
-
-
-def dcp():
-    """-> the module of DCP's classes. It is imported when a checkpoint is written or read: it takes
-    half as long as the import of torch, which a run without checkpoints need not wait for."""
-    from torch.distributed.checkpoint import metadata
-    return metadata
-
-
-@functools.cache
-def admitted():
-    """-> {torch's name in the pickle of a table of contents: what it becomes here}."""
-    from torch.distributed.checkpoint import filesystem, metadata
-
-    class Properties(metadata.TensorProperties):
-        """Properties as any torch has written them: newer ones append what nothing here needs."""
-
-        def __setstate__(self, state):
-            # dtype, layout, requires_grad, memory format, pin_memory
-            super().__setstate__(state[:5])
-
-    found = {"torch.distributed.checkpoint.filesystem._StorageInfo": filesystem._StorageInfo,
-             "torch.serialization._get_layout": torch.serialization._get_layout,
-             "torch.Size": torch.Size}
-    for name in ("Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata",
-                 "_MEM_FORMAT_ENCODING"):
-        found[f"torch.distributed.checkpoint.metadata.{name}"] = getattr(metadata, name)
-    found["torch.distributed.checkpoint.metadata.TensorProperties"] = Properties
-    for kind in vars(torch).values():
-        if isinstance(kind, torch.dtype):
-            found[str(kind)] = kind
-    return found
-
-
-class TableUnpickler(pickle.Unpickler):
-    """Unpickles DCP's table of contents, and nothing that could run code."""
-
-    def find_class(self, module, name):
-        full_name = f"{module}.{name}"
-        if full_name not in admitted():
-            raise pickle.UnpicklingError(f"{full_name} has no place in a table of contents")
-        return admitted()[full_name]
-
-
-def read_table(path):
-    """-> the Metadata in a file of DCP's. Raises ValueError if there is anything else in it."""
-    with open(path, "rb") as file:
-        try:
-            table = TableUnpickler(file).load()
-        except Exception as error:  # damaged bytes can make an unpickler raise anything
-            raise ValueError(f"{path}: {error}") from error
-    if not isinstance(table, dcp().Metadata):
-        raise ValueError(f"{path} is no table of contents")
-    return table
-
-
-def add_entry(entries, name, shape, dtype, boxes):
-    """Adds boxes to a tensor's entry in a table, which is made where there is none.
-
-    A piece that is not written brings no boxes, and may be of another dtype (a bf16 copy of an fp32
-    master): the entry has the dtype of what is written.
-    """
-    if name not in entries:
-        entries[name] = dcp().TensorStorageMetadata(dcp().TensorProperties(dtype=dtype), shape, [])
-    entry = entries[name]
-    if entry.size != shape:
-        raise ValueError(f"{name} is {tuple(entry.size)} and {tuple(shape)}")
-    if boxes:
-        entry.properties = dcp().TensorProperties(dtype=dtype)
-        entry.chunks.extend(boxes)
-
-
-def box_of(piece):
-    return dcp().ChunkStorageMetadata(torch.Size(piece.start), piece.tensor.shape)
-
-
-def common_part(one, other):
-    """Two boxes of a tensor -> start (in the tensor) and shape of what both have, or None."""
-    start = []
-    shape = []
-    for dim in range(len(one.sizes)):
-        low = max(one.offsets[dim], other.offsets[dim])
-        high = min(one.offsets[dim] + one.sizes[dim], other.offsets[dim] + other.sizes[dim])
-        if low >= high:
-            return None
-        start.append(low)
-        shape.append(high - low)
-    return start, shape
-
-
-def part(tensor, box, start, shape):
-    """The view of a box's tensor that begins at `start` of the whole."""
-    for dim, length in enumerate(shape):
-        tensor = tensor.narrow(dim, start[dim] - box.offsets[dim], length)
-    return tensor
-
-
 # ---- saving ------------------------------------------------------------------
-
-
-def put(path, data):
-    """Writes a file that is on the disk when this returns."""
-    with open(path, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def due(args, step, stopping=False):
@@ -622,59 +514,138 @@ def due(args, step, stopping=False):
     return behind % (args.save_every or args.steps) == 0 or behind == args.steps or stopping
 
 
-def write(folder, steps, pieces, identity, keep=0, extra=None):
+class Saver:
+    """Writes a run's checkpoints, one after the other; in_background: while training goes on.
+
+    Then a save takes as long as a copy of what this rank writes, and waits for the one before.
+    """
+
+    def __init__(self, start, in_background=False):
+        self.start = start
+        self.kept = start.steps  # the newest that is written
+        self.written = True  # is the last one?
+        self.pending = None  # the Future of one that is under way
+        self.copies = {}
+        self.thread = None
+        if in_background:
+            self.thread = ThreadPoolExecutor(1)
+
+    def save(self, steps, pieces, notes):
+        self.wait()
+        generators = {"cpu": torch.get_rng_state()}
+        if torch.cuda.is_available():
+            generators["cuda"] = torch.cuda.get_rng_state()
+        if self.thread:
+            copies = self.copies_of(pieces)
+            self.pending = self.thread.submit(self.write, steps, copies, notes, generators)
+        else:
+            self.write(steps, pieces, notes, generators)
+
+    def copies_of(self, pieces):
+        """What this rank writes, in memory that is kept for the next time."""
+        copies = []
+        for piece in pieces:
+            if piece.writes:
+                box = piece.name, piece.start, piece.tensor.shape
+                if box not in self.copies:
+                    self.copies[box] = torch.empty_like(
+                        piece.tensor, device="cpu", pin_memory=piece.tensor.is_cuda)
+                copies.append(piece._replace(tensor=self.copies[box].copy_(piece.tensor)))
+        return copies
+
+    def write(self, steps, *contents):
+        self.written = write(self.start.save, steps, *contents, self.kept, self.start.group)
+        if self.written:
+            self.kept = steps
+
+    def wait(self):
+        """-> is the last checkpoint written? Raises what its writing has raised."""
+        if self.pending:
+            self.pending.result()
+            self.pending = None
+        return self.written
+
+
+def write(folder, steps, pieces, notes, generators=None, keep=0, group=None):
     """Saves FOLDER/STEPS, all ranks together -> whether that has been possible.
 
     If not (a full disk), rank 0 has said so in a line, nothing of it is left, and what was saved
-    before is still there. Raises RuntimeError unless ranks write each number of a tensor once.
+    before is still there.
 
-    pieces: this rank's. identity: identity(args). keep: the steps of one earlier checkpoint that
-    stays; all others go. extra: a dict of numbers and words, which comes back as Start.extra.
-
-    With NumPy a bare dcp.save would do: its ranks agree by object collectives, which need it, and
-    hang without. So here each rank writes alone, and the first joins their tables of contents to
-    what dcp.save would have written.
+    pieces: this rank's; together they must write each number of a tensor once. notes: {"identity",
+    "extra"}, of numbers and words, which come back in Start. keep: the steps of one earlier
+    checkpoint that stays; all others go.
     """
     rank = dist.get_rank()
     place = Path(folder, str(steps))
     draft = Path(folder, f".{steps}")
     if rank == 0:
         shutil.rmtree(draft, ignore_errors=True)  # of a run that was killed here
-    dist.barrier()
-    failed = first_said(attempt(write_part, draft, rank, pieces))  # the same on all ranks
-    wrong = ""
+    dist.barrier(group)
+    failed = first_said(attempt(write_part, draft, rank, pieces, generators), group)
     if rank == 0 and not failed:
-        ranks = dist.get_world_size()
-        notes = {"steps": steps, "ranks": ranks, "identity": identity, "extra": extra or {}}
-        wrong, failed = join(draft, place, notes)
-    wrong = first_said(wrong)  # rank 0 alone knew these two
-    failed = first_said(failed)
+        notes = {"steps": steps, "ranks": dist.get_world_size(), **notes}
+        failed = attempt(publish, draft, place, notes)
+    failed = first_said(failed, group)
     if rank == 0:
-        clear(place, draft, wrong or failed, keep)
-    if wrong:
-        raise RuntimeError(wrong)
+        clear(place, draft, failed, keep)
     if rank == 0 and failed:
         print(f"--save {place}: {failed}: not saved", file=sys.stderr, flush=True)
-    dist.barrier()
     return not failed
 
 
-def join(draft, place, notes):
-    """On rank 0: makes a checkpoint of what all ranks have written -> wrong, failed.
-
-    Both are words, or "". wrong: which pieces do not make up a tensor, the caller's fault. failed:
-    why the disk did not take it.
-    """
+def attempt(function, *arguments):
+    """Calls a function that writes -> "", or in words, why it could not."""
     try:
-        table = table_of_ranks(draft, notes["ranks"])
-    except OSError as error:
-        return "", reason(error)
-    except ValueError as error:  # ranks differ in the shape of a tensor
-        return str(error), ""
-    wrong = uncovered(table)
-    if wrong:
-        return wrong, ""
-    return "", attempt(publish, draft, place, notes, table)
+        function(*arguments)
+    except Exception as error:
+        # on a full disk torch.save raises an error of its own, with the OSError as its context
+        cause = error
+        while cause is not None and not isinstance(cause, (OSError, ValueError)):
+            cause = cause.__context__
+        if cause is None:
+            raise
+        return reason(cause)
+    return ""
+
+
+def write_part(draft, rank, pieces, generators=None):
+    """This rank's files: its boxes, its random number generators, a table and checksums of them."""
+    from harness import dcp
+
+    draft.mkdir(exist_ok=True)
+    table = dcp.write_boxes(draft, rank, pieces)
+    torch.save(generators, draft / f"__{rank}_generators.pt")
+    table.planner_data = {file.name: checksum(file) for file in draft.glob(f"__{rank}_*")}
+    put(draft / f"__{rank}.metadata", pickle.dumps(table))
+
+
+def put(path, data):
+    """Writes a file that is on the disk when this returns."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def publish(draft, place, notes):
+    """On rank 0: makes a checkpoint of what all ranks have written, and renames it into view."""
+    from harness import dcp
+
+    files = {}
+    tables = []
+    for rank in range(notes["ranks"]):
+        name = f"__{rank}.metadata"
+        tables.append(dcp.read_table(draft, name))
+        files.update(tables[-1].planner_data)
+        (draft / name).unlink()
+    put(draft / ".metadata", pickle.dumps(dcp.joined(tables)))
+    files[".metadata"] = checksum(draft / ".metadata")
+    text = json.dumps({**notes, "files": files}).encode()
+    put(draft / "notes.json", text + b"\n" + str(zlib.crc32(text)).encode())
+    # what is there is damaged: refuse_unusable() has refused folders with a whole one
+    shutil.rmtree(place, ignore_errors=True)
+    draft.rename(place)
 
 
 def clear(place, draft, failed, keep):
@@ -697,120 +668,7 @@ def write_whole(folder, state, identity):
     shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed here
     draft.mkdir(parents=True)
     write_part(draft, 0, [piece_of(name, tensor, writes=True) for name, tensor in state.items()])
-    notes = {"steps": 0, "ranks": 1, "identity": identity, "extra": {}}
-    publish(draft, Path(folder, "0"), notes, table_of_ranks(draft, 1))
-
-
-def attempt(function, *arguments):
-    """Calls a function that writes -> "", or in words, why the disk did not take it."""
-    try:
-        function(*arguments)
-    except Exception as error:
-        # on a full disk torch.save raises an error of its own, with the OSError as its context
-        cause = error
-        while cause is not None and not isinstance(cause, OSError):
-            cause = cause.__context__
-        if cause is None:
-            raise
-        return reason(cause)
-    return ""
-
-
-def write_part(draft, rank, pieces):
-    """This rank's files: its boxes, its random number generators, a table and checksums of them."""
-    draft.mkdir(exist_ok=True)
-    table = write_boxes(draft / f"__{rank}_0.distcp", pieces)
-    put(draft / f"__{rank}.metadata", pickle.dumps(table))
-    generators = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        generators["cuda"] = torch.cuda.get_rng_state()
-    torch.save(generators, draft / f"__{rank}_generators.pt")
-    sums = {file.name: checksum(file) for file in draft.glob(f"__{rank}_*")}
-    put(draft / f"{rank}.json", json.dumps(sums).encode())
-
-
-def write_boxes(path, pieces):
-    """Writes this rank's boxes into a file, one after the other -> their table of contents.
-
-    What this rank holds and does not write has an entry without boxes, so that a tensor that
-    nobody writes is seen.
-    """
-    from torch.distributed.checkpoint.filesystem import _StorageInfo  # see dcp()
-
-    table = dcp().Metadata({}, storage_data={})
-    with open(path, "wb") as file:
-        for piece in pieces:
-            boxes = []
-            if piece.writes and piece.tensor.numel():
-                boxes = [box_of(piece)]
-                begin = file.tell()
-                # a copy: of a view torch.save would write the whole storage
-                tensor = piece.tensor.to("cpu", copy=True)
-                torch.save(tensor, file)
-                where = _StorageInfo(path.name, begin, file.tell() - begin)
-                table.storage_data[dcp().MetadataIndex(piece.name, piece.start)] = where
-            add_entry(table.state_dict_metadata, piece.name, torch.Size(piece.shape),
-                      piece.tensor.dtype, boxes)
-        file.flush()
-        os.fsync(file.fileno())
-    return table
-
-
-def table_of_ranks(draft, ranks):
-    """Joins the tables of contents of all ranks -> Metadata."""
-    table = dcp().Metadata({}, storage_data={}, version="1.0.0")
-    for rank in range(ranks):
-        theirs = read_table(draft / f"__{rank}.metadata")
-        table.storage_data.update(theirs.storage_data)
-        for name, entry in theirs.state_dict_metadata.items():
-            add_entry(table.state_dict_metadata, name, entry.size, entry.properties.dtype,
-                      entry.chunks)
-    return table
-
-
-def uncovered(table):
-    """-> in words, which tensor is not written exactly once, or ""."""
-    for name, entry in table.state_dict_metadata.items():
-        written = sum(math.prod(box.sizes) for box in entry.chunks)
-        inside = all(is_inside(box, entry.size) for box in entry.chunks)
-        if written != math.prod(entry.size) or not inside or overlap(entry.chunks):
-            return (f"checkpoint: {name} of {tuple(entry.size)} is not written exactly once: "
-                    f"{written} of {math.prod(entry.size)} elements, in {len(entry.chunks)} boxes")
-    return ""
-
-
-def is_inside(box, shape):
-    ends = [start + size for start, size in zip(box.offsets, box.sizes)]
-    return all(end <= size for end, size in zip(ends, shape))
-
-
-def overlap(boxes):
-    """Do any two of these boxes have an element in common?"""
-    boxes = sorted(boxes, key=lambda box: tuple(box.offsets))
-    for i, box in enumerate(boxes):
-        for other in boxes[i + 1:]:
-            # a scalar has no dimensions
-            if box.sizes and other.offsets[0] >= box.offsets[0] + box.sizes[0]:
-                break  # those behind it begin later still
-            if common_part(box, other):
-                return True
-    return False
-
-
-def publish(draft, place, notes, table):
-    """On rank 0: completes what all ranks have written, and renames it into view."""
-    put(draft / ".metadata", pickle.dumps(table))
-    files = {".metadata": checksum(draft / ".metadata")}
-    for rank in range(notes["ranks"]):
-        sums = draft / f"{rank}.json"
-        files.update(json.loads(sums.read_text()))
-        sums.unlink()
-        (draft / f"__{rank}.metadata").unlink()
-    text = json.dumps({**notes, "files": files}).encode()
-    put(draft / "notes.json", text + b"\n" + str(zlib.crc32(text)).encode())
-    # what write() finds there is damaged: refuse_unusable() has refused folders with a whole one
-    shutil.rmtree(place, ignore_errors=True)
-    draft.rename(place)
+    publish(draft, Path(folder, "0"), {"steps": 0, "ranks": 1, "identity": identity, "extra": {}})
 
 
 # ---- loading -----------------------------------------------------------------
@@ -837,111 +695,64 @@ def misfit(table, pieces):
     return ""
 
 
-def unclaimed(table, pieces, sum_over_ranks=None):
-    """-> in words, which weight of a checkpoint has no place in these pieces, or "".
-
-    sum_over_ranks: dist.all_reduce if the pieces of all ranks together are to have the places; None
-    if this process is alone.
-    """
+def unclaimed(table, pieces, group):
+    """-> in words, which weight of a checkpoint has no place in the pieces of all ranks, or ""."""
     names = sorted(name for name in table.state_dict_metadata if not is_state(name))
     held = {piece.name for piece in pieces}
     counts = torch.tensor([name in held for name in names], dtype=torch.int64)
-    if sum_over_ranks is not None:
-        counts = counts.to(collectives_device())
-        sum_over_ranks(counts)
+    dist.all_reduce(counts, group=group)  # partial -> replicated
     for name, count in zip(names, counts.tolist()):
         if count == 0:
             return f"its {name} is not in this model"
     return ""
 
 
-@torch.no_grad()
-def load(folder, pieces):
-    """Fills the pieces' tensors, whatever their dtype. Every rank reads what it needs, alone.
-
-    Raises ValueError if a name or a shape is not there.
-    """
-    table = read_table(Path(folder, ".metadata"))
-    wrong = misfit(table, pieces)
-    if wrong:
-        raise ValueError(f"{folder}: {wrong}")
-    by_name = {}
-    for piece in pieces:
-        by_name.setdefault(piece.name, []).append(piece)
-    for name, wanted in by_name.items():
-        for box in table.state_dict_metadata[name].chunks:
-            shared = [common_part(box, box_of(piece)) for piece in wanted]
-            if not any(shared):
-                continue
-            saved = read_box(folder, table.storage_data[dcp().MetadataIndex(name, box.offsets)])
-            for piece, common in zip(wanted, shared):
-                if common:
-                    start, shape = common
-                    target = part(piece.tensor, box_of(piece), start, shape)
-                    target.copy_(part(saved, box, start, shape))
-
-
-def read_box(folder, where):
-    with open(file_in(folder, where.relative_path), "rb") as file:
-        file.seek(where.offset)
-        data = io.BytesIO(file.read(where.length))
-    return torch.load(data, map_location="cpu", weights_only=True)
-
-
 def restore(start, pieces, optimizer):
     """Begins where a checkpoint ends, all ranks together.
 
-    start: what begin() has returned. pieces: callable -> this rank's pieces. optimizer: an AdamW
+    start: what settle() has returned. pieces: callable -> this rank's pieces. optimizer: an AdamW
     that has not run yet, or something with its param_groups and state.
     """
-    if not start.flag and not start.save:
+    if not start.folder:
         return
-    found = agree(start)
-    if start.save:
-        other = ""
-        if dist.get_rank() == 0:
-            other = claim(start.save)
-        other = first_said(other)
-        require(not other, other)
-    if not found:
-        return
+    from harness import dcp
+
     if start.ranks:  # not --init-from, which takes the weights alone
-        # in fp16 some steps are skipped, and "updates" says how many were not
-        adamw_states(optimizer, start.extra.get("updates", start.steps))
+        adamw_states(optimizer, updates_behind(start))
     mine = pieces()
-    table = read_table(Path(start.folder, ".metadata"))
-    wrong = first_said(misfit(table, mine))
-    if not wrong:
-        wrong = unclaimed(table, mine, dist.all_reduce)  # partial -> replicated
+    table = dcp.read_table(start.folder)
+    wrong = first_said(misfit(table, mine), start.group) or unclaimed(table, mine, start.group)
     require(not wrong, f"{start.flag} {start.folder}: {wrong}")
-    load(start.folder, mine)
+    dcp.load(start.folder, table, mine)
     if start.ranks:
         restore_generators(start)
 
 
-def read_plain(start, model, optimizer=None):
-    """Loads a checkpoint into an ordinary module, in this process alone.
+def updates_behind(start):
+    """In fp16 some steps are skipped, and "updates" says how many were not."""
+    return start.extra.get("updates", start.steps)
 
-    With an AdamW that has not run yet its states are loaded, too. Raises ValueError if names or
-    shapes differ.
-    """
+
+def read_plain(start, model, optimizer=None):
+    """Loads a checkpoint into an ordinary module, in this process alone; with an AdamW that has not
+    run yet its states, too."""
+    from harness import dcp
+
     if optimizer is not None:
-        # as in restore()
-        adamw_states(optimizer, start.extra.get("updates", start.steps))
+        adamw_states(optimizer, updates_behind(start))
     pieces = pieces_of(model.named_parameters(), optimizer, writes=False)
-    wrong = unclaimed(read_table(Path(start.folder, ".metadata")), pieces)
-    if wrong:
-        raise ValueError(f"{start.folder}: {wrong}")
-    load(start.folder, pieces)
+    dcp.load(start.folder, dcp.read_table(start.folder), pieces)
 
 
 def read_whole(folder):
     """-> {name: tensor} of all that a checkpoint holds, AdamW's states among them."""
-    table = read_table(Path(folder, ".metadata"))
+    from harness import dcp
+
+    table = dcp.read_table(folder)
     state = {}
     for name, entry in table.state_dict_metadata.items():
         state[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    load(folder, [piece_of(name, tensor, writes=False) for name, tensor in state.items()])
+    dcp.load(folder, table, [piece_of(name, tensor, False) for name, tensor in state.items()])
     return state
 
 

@@ -58,6 +58,7 @@ RUN_FLAGS = {
     "profile": Flag("", "folder for a torch.profiler trace of each rank"),
     "save": Flag("", "folder for checkpoints, each in a folder named by its steps"),
     "save_every": Flag(0, "steps between checkpoints (0: one, at the end)", ANY),
+    "save_async": Flag(False, "train on while a checkpoint is written, from a copy"),
     "resume": Flag("", "go on from the newest checkpoint in this folder, on any ranks"),
     "init_from": Flag("", "start with the weights of the newest checkpoint in this folder"),
 }

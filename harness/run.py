@@ -141,9 +141,11 @@ class Run:
         # where earlier runs of the training have routed tokens in another way
         self.replays = True
         self.start = checkpoint.begin(args)  # the checkpoint to start from; bad: exit code 2
-        self.cfg = args.cfg = self.cfg._replace(**self.start.constants)
         self.load_text()
         self.join()
+        if not self.dry:
+            self.start = checkpoint.settle(args, self.start)
+        self.cfg = args.cfg = self.cfg._replace(**self.start.constants)
         self.plan_steps()
         self.open_books()
 
@@ -214,11 +216,12 @@ class Run:
             self.last = min(self.args.steps, 2) - 1
         self.checked = min(self.last, self.first + CHECKED - 1)  # the last step that is compared
         self.step = self.first  # the one under way
-        self.saved = self.first  # the newest checkpoint was written after so many steps
+        self.saver = None  # of checkpoints
         self.request = None  # a guard.Request that listens for SIGTERM; None where nothing is saved
         self.stopping = False  # has any rank heard SIGTERM?
         if self.args.save and not self.dry:
             self.request = guard.Request()
+            self.saver = checkpoint.Saver(self.start, self.args.save_async)
 
     def open_books(self):
         self.clock = Clock("cpu" if self.dry else self.device)
@@ -254,6 +257,7 @@ class Run:
         if kind not in (None, SystemExit):
             guard.testify(self.rank, self.step)
             return  # the other ranks may still wait in a collective
+        self.finish_saving()
         # a closure or a cycle may keep a group alive beyond destroy; gloo would abort at exit
         gc.collect()
         dist.destroy_process_group()
@@ -405,15 +409,14 @@ class Run:
             extra.update(side.extra())
         if self.is_tuning():
             extra["tuning"] = True
-        identity = checkpoint.identity(self.args)
-        steps = step + 1
-        written = checkpoint.write(
-            self.args.save, steps, side.pieces(), identity, keep=self.saved, extra=extra
-        )
-        if written:
-            self.saved = steps
-        elif step == self.last or self.stopping:
+        notes = {"identity": checkpoint.identity(self.args), "extra": extra}
+        self.saver.save(step + 1, side.pieces(), notes)
+        if (step == self.last or self.stopping) and not self.finish_saving():
             sys.exit(1)  # what is wrong has been said
+
+    def finish_saving(self):
+        """With --save-async waits for the last checkpoint -> is it there?"""
+        return not self.saver or self.saver.wait()
 
     def sum_losses(self, part):
         """This rank's part -> the loss of the global batch."""
@@ -431,6 +434,8 @@ class Run:
             self.ties = guard.ties_of(self.build())
         fault = guard.fault(loss, norm, watched, side.full_gradients, side.full_state_dict,
                             self.ties)
+        if fault:
+            self.finish_saving()
         require(not fault, f"step {step}: {fault}", code=1)
 
     def tell(self, impl, step, loss, norm, validation):
