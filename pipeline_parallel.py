@@ -600,7 +600,8 @@ class Stages(nn.ModuleList):
                 holders[p].add(home[stage])
         self.names = {p: names[p] for p in self.parameters()}
         self.trained = [name for p, name in names.items() if p.requires_grad]  # of all ranks
-        self.counted = [p for p in self.parameters() if min(holders[p]) == rank]  # in the norm, once
+        # in the norm each parameter is counted on one rank
+        self.counted = [p for p in self.parameters() if min(holders[p]) == rank]
         self.tied = {}  # {trained parameter that other ranks hold, too: their group}
         for p, ranks in holders.items():
             if len(ranks) > 1 and p.requires_grad:
