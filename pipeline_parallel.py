@@ -6,9 +6,10 @@
     rank 1   ...F0 B0    F1 B1    F2 B2    F3 B3    ......
 
 A schedule is data: for each rank a list of actions, F forward, B backward, W the gradients of the
-weights where a B leaves them for later. Each stage of the model sends the next one its output,
-(batch, T, C) in a step, and gets as large a gradient back. Each of p ranks has about 1/p of all
-parameters. F, B, W below are times; a B that leaves no W takes B + W.
+weights where a B leaves them for later. For each micro-batch a stage of the model sends the next
+one its output, (batch/M, T, C), and gets as large a gradient back. Each of p ranks has about 1/p of
+all parameters. F, B, W below are times; a B that leaves no W takes B + W. The bubble is that of the
+rank that takes longest from its first action to its last.
 
     p ranks, M micro-batches,   bubble, for M >= 2p - 1:    kept by rank r, in micro-batches
     v stages per rank           part of a step, or a time   (M large enough)
@@ -21,18 +22,21 @@ parameters. F, B, W below are times; a B that leaves no W takes B + W.
     zb-h1 (W <= F)              time (p-1) (F + B - W)      p
     zb-h2 (W <= F, 2W <= F+B)   time (p-1) (F + B - 2W)     2p - 1
     zb-v (F = B = W)            0                           p
-    dualpipe-v (F = B = W)      time (p-1) F, pairs joined  p + 1/2
+    dualpipe-v (F = B = W)      time (p-1) F, pairs as one  p + 1/2
     auto --limit X              what a search finds         X
     pipedream                   that of 1f1b                p - r, each with its weights
 
     plans = make_plans("1f1b", ranks=2, microbatches=4)
     stages = Stages([model[:3], model[3:]], plans)  # of an nn.Sequential
-    mail = Mail(plans, [0, 1], None, make_links(plans, [[0, 1]]), size, dtype, device)
-    loss = Pipeline(stages.here, plans, mail).step(inputs, loss_fn)  # loss_fn(output, m)
+    links = make_links(plans, pipelines=[[0, 1]])
+    mail = Mail(plans, [0, 1], None, links, size=(batch // 4, T, C), dtype=dtype, device=device)
+    # loss_fn(output, m); the loss is 0 where the last stage is not
+    loss = Pipeline(stages.here, plans, mail).step(inputs, loss_fn)
     norm = stages.sum_and_clip(1.0)                                  # then optimizer.step()
 
 Not for: stages that pass on anything but one tensor of one size, or change their input in place;
-buffers in full_state_dict; several pipelines beside each other (hybrid_3d.py does that).
+parameters that are replaced after Pipeline() is made; buffers in full_state_dict; stages without
+parameters; Stages of several pipelines beside each other (hybrid_3d.py does that).
 Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241; others stand at each schedule.
 At work: torch.distributed.pipelining (section 3).
 
@@ -65,7 +69,7 @@ from harness.timeline import (
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
 # "partial -> replicated": before this line each rank has a summand, after it all have the sum.
-# "here -> there": one rank has it, then another; with "too" both have it.
+# "here -> there": this rank sends it to another one; "there -> here": the other way round.
 
 # ---- 1.1 schedules: what each rank does, in order ----
 
@@ -76,7 +80,7 @@ class Action(NamedTuple):
     kind: str  # F forward; B backward; W the gradients of the weights, later; U an update
     microbatch: int
     stage: int  # a part of the model's layers, 0 the first; a rank may hold several
-    joined: bool = False  # an F that may run in parallel with the B that follows it in the plan
+    joined: bool = False  # an F that a simulation may play as one action with the B behind it
 
 
 def key(action):
@@ -84,7 +88,8 @@ def key(action):
 
 
 def sweep(kind, microbatches, stages, together):
-    """All micro-batches and stages. `together` of them go through one stage, then the next."""
+    """All micro-batches through these stages: `together` go through one stage, then through the
+    next, and so on; then the next `together`."""
     order = []
     for first in range(0, microbatches, together):
         some = range(first, min(first + together, microbatches))
@@ -97,15 +102,16 @@ def turns(microbatches, warmup, stages, together=1):
     forwards = sweep("F", microbatches, stages, together)
     backwards = sweep("B", microbatches, stages[::-1], together)
     warmup = min(warmup, len(forwards))
+    steady = len(forwards) - warmup
     plan = forwards[:warmup]
-    for forward, backward in zip(forwards[warmup:], backwards):
+    for forward, backward in zip(forwards[warmup:], backwards[:steady]):
         plan += [forward, backward]
-    return plan + backwards[len(forwards) - warmup:]
+    return plan + backwards[steady:]
 
 
 def follow(plan, kind, lag):
-    """After each B comes an action of this kind for the B that was `lag` Bs before. The last of
-    them go to the end."""
+    """After each B comes an action of this kind, for the B that was `lag` Bs before: with 0 for
+    that B itself. What is left waiting goes to the end."""
     longer = []
     waiting = []
     for action in plan:
@@ -117,7 +123,7 @@ def follow(plan, kind, lag):
     return longer + waiting
 
 
-def score(stages, *lines):
+def in_words(stages, *lines):
     """A plan in words: lines of (words, how many times). A digit is one of the rank's stages.
 
     F0 the next forward of stage 0; B1 the next backward of stage 1; I1 the same, but it leaves a W;
@@ -142,11 +148,11 @@ def score(stages, *lines):
 
 
 def zb_v(r, p, M, stages):
-    n = max(M, 2 * p - 1)  # the words are for so many; the last line leaves out those beyond M
-    plan = score(
+    n = max(M, 2 * p - 1)  # the words need so many; the last line drops micro-batches beyond M
+    plan = in_words(
         stages,
         ("F0", 2 * (p - r) - 1),  # until the first micro-batch is back, at stage 1
-        ("F1 F0", r),  # until its gradient arrives
+        ("F1 F0", r),  # until the first gradient arrives at stage 1
         ("F1 I1 W", p - r),  # the first gradients are on their way to stage 0
         ("F0 I0 W F1 I1 W", n - 2 * p + 1 + r),  # the steady state
         ("I0 W F1 I1 W", p - 1 - r),  # no F0 is left
@@ -160,7 +166,7 @@ def dualpipe_v(r, p, M, stages):
     pairs = [("F0& B1 F1& B0", M - 2 * p + r + 1)]
     if r == p - 1:  # the first pair is not joined here, which makes the bubble smaller
         pairs = [("F0 B1 F1& B0", 1), ("F0& B1 F1& B0", M - p - 1)]
-    return score(
+    return in_words(
         stages,
         ("F0", 2 * (p - 1 - r)),
         ("F0 F1", r + 1),
@@ -206,7 +212,7 @@ SCHEDULES = {
     # ranks (Harlap 2018, arXiv:1806.03377, figure 8). The picture is at the top of the file.
     "1f1b": Schedule(loop, 1, lambda r, p, M, s: turns(M, p - 1 - r, s)),
     # 1f1b with several stages per rank: filling and draining take less time (Narayanan 2021,
-    # arXiv:2104.04473, figure 4). M is a multiple of p.
+    # arXiv:2104.04473, figure 4). M has to be a multiple of p.
     #     rank 0   F0 F1 f0 f1 F2 ...b0    F3 b1    f2 B0    f3 B1    ...b2    ...b3    B2    B3
     #     rank 1   ...F0 F1 f0 b0    f1 b1    F2 B0    F3 B1    f2 b2    f3 b3    B2    B3    ......
     "interleaved": Schedule(
@@ -233,7 +239,7 @@ SCHEDULES = {
     "zb-v": Schedule(vee, 2, zb_v),
     # Forwards and backwards in pairs, so that the messages of one (experts have some) can hide
     # behind the other's arithmetic (DeepSeek-V3, arXiv:2412.19437, section 3.2.1; folded into a V
-    # by Sea AI Lab). M is 2p or more. Pipeline runs the two of a pair one after the other.
+    # by Sea AI Lab). M has to be 2p or more. Pipeline runs the two of a pair one after the other.
     #     rank 0   F0 F1 F2 f0 b0 w0 f1 F3 b1    f2 B0    b2    f3 ...B1    b3    B2 W2 B3 W3
     #     rank 1   ...F0 f0 F1 f1 F2 b0    f2 B0    F3 b1    f3 B1    b2    B2    b3 B3 w3 W3
     "dualpipe-v": Schedule(vee, 2, dualpipe_v),
@@ -248,6 +254,9 @@ SCHEDULES = {
 
 def make_plans(name, ranks, microbatches, chunks=2):
     """-> for each rank a list of actions. chunks: stages per rank, of interleaved and bfs."""
+    # others would wait for each other for ever
+    assert name != "interleaved" or microbatches % ranks == 0, "micro-batches: a multiple of ranks"
+    assert name != "dualpipe-v" or microbatches >= 2 * ranks, "micro-batches: 2 x ranks or more"
     place, fixed, order = SCHEDULES[name]
     placement = place(ranks, fixed or chunks)
     return [order(rank, ranks, microbatches, placement[rank]) for rank in range(ranks)]
@@ -291,47 +300,52 @@ class Mail:
         self.dtype = dtype
         self.device = device
         self.end = max(homes(plans))  # the last stage
-        # {key of an action: the rank that takes what it makes}
-        self.receiver = {source(a, self.end): r for r, plan in enumerate(plans) for a in plan}
-        self.coming = deque()  # [(position in the sender's plan, sender, key)] of receives to start
+        self.receiver = {}  # {key of an action: the rank that takes what it makes}
+        for rank, plan in enumerate(plans):
+            self.receiver.update({source(action, self.end): rank for action in plan})
+        self.coming = deque()  # [(position among the sender's actions, sender, key)], not started
         self.here = {}  # {key: (work, tensor)} of started receives; no work: made on this rank
         self.sent = None  # (work, tensor) of the last send
         self.position = 0  # in this rank's plan
 
     def open(self, kinds="FBWU"):
-        """Begin with all actions of these kinds."""
+        """Before the actions of these kinds are played: list what this rank will receive."""
         coming = []
         for sender, plan in enumerate(self.plans):
-            played = enumerate(key(action) for action in plan if action.kind in kinds)
-            if sender != self.rank:
-                coming += [(n, sender, k) for n, k in played if self.receiver.get(k) == self.rank]
-        self.coming = deque(sorted(coming))
+            if sender == self.rank:
+                continue
+            made = [key(action) for action in plan if action.kind in kinds]
+            coming += [(position, sender, name) for position, name in enumerate(made)
+                       if self.receiver.get(name) == self.rank]
+        self.coming = deque(sorted(coming))  # in the order in which they are made
         self.position = 0
 
     def receive(self):
         """Start the next receive."""
         _, sender, name = self.coming.popleft()
         tensor = torch.empty(self.size, dtype=self.dtype, device=self.device)
-        work = self.begin(dist.irecv, tensor, sender, (sender, self.rank))  # there -> here too
+        work = self.begin(dist.irecv, tensor, sender, (sender, self.rank))  # there -> here
         self.here[name] = work, tensor
 
     def put(self, action, tensor):
         """Called after each action, with what it has made."""
         self.position += 1
-        # of all that others make until one action later than this in their plans: with the next
-        # alone bfs would block, whose ranks send early what is taken late
+        # Start to receive all that the others make up to one action later in their plans than we
+        # are in ours. To start only what is taken next would not do: a rank of bfs sends much
+        # earlier than it is taken, and its sends would wait for us.
         while self.coming and self.coming[0][0] <= self.position + 1:
             self.receive()
         receiver = self.receiver.get(key(action))
         if receiver == self.rank:
             self.here[key(action)] = None, tensor
         elif receiver is not None:
-            made = tensor.shape, tensor.dtype  # of another size or dtype it would arrive as noise
-            assert made == (self.size, self.dtype), f"{made}, not {self.size}, {self.dtype}"
+            sent = tensor.shape, tensor.dtype
+            # of another size or dtype it would arrive as noise
+            assert sent == (self.size, self.dtype), f"{sent}, not {self.size}, {self.dtype}"
             self.finish_send()
             tensor = tensor.contiguous()
             link = self.rank, receiver
-            work = self.begin(dist.isend, tensor, receiver, link)  # here -> there too
+            work = self.begin(dist.isend, tensor, receiver, link)  # here -> there
             self.sent = work, tensor
 
     def take(self, action):
@@ -355,7 +369,7 @@ class Mail:
 
     def begin(self, operation, tensor, peer, link):
         group = self.links.get(link, self.group)
-        # in a batch NCCL uses the group's own communicator, and makes no other
+        # as a batch of one: for a bare isend NCCL would make another communicator for the pair
         return dist.batch_isend_irecv([dist.P2POp(operation, tensor, self.ranks[peer], group)])[0]
 
 
@@ -373,7 +387,8 @@ def make_links(plans, pipelines):
     mine = {}
     for ranks, link in product(pipelines, sorted(pairs)):
         if link[0] != link[1]:
-            # by every rank, also if it is not in it: NCCL splits it off the world's communicator
+            # every rank calls new_group, also one that is not in the group: NCCL splits it off the
+            # world's communicator
             group = dist.new_group([ranks[end] for end in link])
             if dist.get_rank(group) >= 0:
                 mine[link] = group
@@ -390,8 +405,8 @@ def make_links(plans, pipelines):
 class SplitLinear(torch.autograd.Function):
     """F.linear. While `later` is a list its backward is B alone, and appends what W is to do.
 
-    parameters: weight and bias in a tuple, so that autograd does not see them: from torch 2.13 on a
-    backward that returns None for a leaf calls the leaf's post-accumulate hooks all the same.
+    parameters: weight and bias in a tuple, so that autograd does not see them. Else B, which
+    returns None for them, would call their post-accumulate hooks (from torch 2.13 on) before W.
     """
 
     later = None
@@ -408,17 +423,18 @@ class SplitLinear(torch.autograd.Function):
         x, = ctx.saved_tensors
         weight, _ = ctx.parameters
         with torch.enable_grad():
-            w = WeightGradient.apply(x.detach(), grad, *ctx.parameters)
+            handle = WeightGradient.apply(x.detach(), grad, *ctx.parameters)
         if SplitLinear.later is None:
-            w.backward()
+            handle.backward()
         else:
-            SplitLinear.later.append(w.backward)
+            SplitLinear.later.append(handle.backward)
         # under autocast x, the weight and grad may be of three dtypes
         return (grad @ weight.to(grad.dtype)).to(x.dtype), None
 
 
 class WeightGradient(torch.autograd.Function):
-    """W of a Linear. Its output, a scalar, means nothing, but a backward from it is W."""
+    """W of a Linear. Its output is a scalar that means nothing: a backward from it is W. So
+    autograd adds to .grad and calls the parameters' hooks, as in any backward."""
 
     @staticmethod
     def forward(ctx, x, grad, weight, bias):
@@ -440,7 +456,7 @@ def split_linear(x, weight, bias):
     if not weight.requires_grad and (bias is None or not bias.requires_grad):
         return F.linear(x, weight, bias)  # no W
     if torch.is_grad_enabled() and not x.requires_grad:
-        x = x.detach().requires_grad_()  # else nothing would lead backward here
+        x = x.detach().requires_grad_()  # else autograd, which sees no parameters, has no backward
     return SplitLinear.apply(x, (weight, bias))
 
 
@@ -457,8 +473,9 @@ class Pipeline:
     """Runs one rank's plan, over modules that map one tensor to one tensor.
 
     modules: {stage: module}, this rank's. plans: all ranks'. before(stage, is_last, is_whole) and
-    after(stage) are called around each B and W. is_last: no B of the stage comes after it and, if
-    it is a W, no W either. is_whole: after it the micro-batch's gradients are all there.
+    after(stage) are called around each B and W, for hooks on gradients, as hybrid_3d.py has them.
+    is_last: it is the stage's last B, or its last W: some of the gradients are complete after it.
+    is_whole: after it the micro-batch has made all of its gradients.
     """
 
     def __init__(self, modules, plans, mail, before=None, after=None):
@@ -472,10 +489,10 @@ class Pipeline:
         self.updates = any(action.kind == "U" for action in self.plan)
         self.apart = {(a.microbatch, a.stage) for a in self.plan if a.kind == "W"}  # split Bs
         last_b = {a.stage: a for a in self.plan if a.kind == "B"}
-        last = {a.stage: a for a in self.plan if a.kind in "BW"}
-        self.last = {*last_b.values(), *last.values()}  # actions that are the last of a stage
+        last_of_all = {a.stage: a for a in self.plan if a.kind in "BW"}  # a W, where there are any
+        self.last = {*last_b.values(), *last_of_all.values()}
         self.kept = {}  # {(micro-batch, stage): its input, the edge of its output}, until B
-        self.later = {}  # {(micro-batch, stage): what each Linear has left to do}, until W
+        self.left = {}  # {(micro-batch, stage): [what each Linear has left to do]}, until W
         if self.apart:
             for module in modules.values():
                 split_linears(module)
@@ -498,13 +515,13 @@ class Pipeline:
         loss = torch.zeros((), dtype=wide, device=self.mail.device)
         self.mail.open(kinds)
         for action in [action for action in self.plan if action.kind in kinds]:
-            taken = self.mail.take(action)  # there -> here too
+            taken = self.mail.take(action)  # there -> here
             if action.kind == "F" and action.stage == 0:
                 taken = inputs[action.microbatch]
             made = self.do(action, taken, loss_fn, update)
             if action.kind == "F" and action.stage == self.end:
                 loss += made
-            self.mail.put(action, made)  # here -> there too
+            self.mail.put(action, made)  # here -> there
             del taken, made  # what nobody keeps is free before the next action
         self.mail.finish_send()
         return loss
@@ -523,9 +540,9 @@ class Pipeline:
         if kind == "B":
             made = self.backward(m, stage, taken)
         else:
-            later = self.later.pop((m, stage))
-            while later:  # from the last layer to the first, as in backward
-                later.pop(0)()  # popped, so that what it keeps is free at once
+            left = self.left.pop((m, stage))
+            while left:  # from the last layer to the first, as in backward
+                left.pop(0)()  # popped, so that what it keeps is free at once
         if self.after:
             self.after(stage)
         return made
@@ -542,8 +559,9 @@ class Pipeline:
         if stage == self.end:
             y = loss_fn(y, m)
         if trains:
-            # not y, whose memory is free once it is sent. None: all is frozen up to here
-            edge = get_gradient_edge(y) if y.requires_grad else None
+            edge = None  # where all is frozen up to here
+            if y.requires_grad:
+                edge = get_gradient_edge(y)  # not y itself, whose memory is free once it is sent
             self.kept[m, stage] = x, edge
         return y.detach()
 
@@ -551,8 +569,8 @@ class Pipeline:
         """-> the gradient of the stage's input."""
         x, edge = self.kept.pop((m, stage))
         if (m, stage) in self.apart:
-            SplitLinear.later = []
-            self.later[m, stage] = SplitLinear.later
+            self.left[m, stage] = []
+            SplitLinear.later = self.left[m, stage]  # each SplitLinear appends to it
         if edge is not None:
             torch.autograd.backward(edge, grad)
         SplitLinear.later = None
@@ -562,7 +580,7 @@ class Pipeline:
 def gather(mine, origins, group):
     """{name: tensor} of this rank -> of the whole model, on every rank of the pipeline.
 
-    origins: {name: (the first rank that has it, one like it without memory)}
+    origins: {name: (the first rank that has it, a meta tensor like it)}
     """
     whole = {}
     device = next(iter(mine.values())).device
@@ -591,11 +609,13 @@ class Stages(nn.ModuleList):
         super().__init__(here.values())
         self.here = here  # {stage: module}
         self.origins = {}  # of all parameters, as gather() takes them
+        by_name = {}  # {name: parameter}
         names = {}  # {parameter: its first name}
         holders = defaultdict(set)  # {parameter: the ranks that have it}
         for stage, module in enumerate(whole):
             for name, p in module.named_parameters(remove_duplicate=False):
                 self.origins.setdefault(name, (home[stage], p.detach().to("meta")))
+                assert by_name.setdefault(name, p) is p, f"{name}: two stages have another one"
                 names.setdefault(p, name)
                 holders[p].add(home[stage])
         self.names = {p: names[p] for p in self.parameters()}
@@ -620,7 +640,9 @@ class Stages(nn.ModuleList):
         square = torch.stack(torch._foreach_norm(grads, dtype=wide)).square().sum()
         dist.all_reduce(square)  # partial -> replicated
         norm = square.sqrt()
-        nn.utils.clip_grads_with_norm_(self.parameters(), clip or math.inf, norm)
+        if clip:
+            finite = norm.nan_to_num(0, posinf=0)  # inf and nan: gradients stay as they are
+            nn.utils.clip_grads_with_norm_(self.parameters(), clip, finite)
         return norm
 
     def full_state_dict(self):
@@ -773,7 +795,7 @@ class PipelinedGPTAtWork(PipelinedGPT):
         for number in self.here:
             stages.append(self.stage_at_work(pipelining, number, len(layers), *boundary))
         if name in ONE_STAGE:
-            [stages] = stages  # these classes take the stage itself, not a list
+            stages = stages[0]  # these classes take the stage itself, not a list
         self.schedule = getattr(pipelining.schedules, AT_WORK[name])(
             stages, self.pipeline.microbatches, loss_fn=self.loss_of, scale_grads=False)
 
@@ -814,11 +836,12 @@ def search(ranks, microbatches, limit, span, waiting=1.0):
         return kept(plan, waiting) <= limit + 1e-9
 
     family = []
-    # 2.05: a transfer, too, takes some of the time that more Fs fill
+    # 2.05: a little more than 2 fills the time of the transfers, too
     for slope, lag in product((0.5, 1, 1.5, 2, 2.05, 2.5, 3), (0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4)):
         for most in range(min(int(slope * (ranks - 1)), limit - 1), -1, -1):
-            every = (sloped(rank, ranks, microbatches, slope, most, lag) for rank in range(ranks))
-            plans = list(takewhile(fits, every))
+            of_ranks = (sloped(rank, ranks, microbatches, slope, most, lag)
+                        for rank in range(ranks))
+            plans = list(takewhile(fits, of_ranks))
             if len(plans) == ranks:
                 family.append(plans)
                 break  # a shorter warm-up has more bubble
@@ -827,7 +850,7 @@ def search(ranks, microbatches, limit, span, waiting=1.0):
 
 def sloped(rank, ranks, microbatches, slope, most, lag):
     """-> a rank's plan. Its warm-up has `slope` more Fs than the next rank's, and `most` at most.
-    Its Ws are `lag` more Bs late than those of the rank before."""
+    Rank r's Ws come `lag` r Bs late."""
     warmup = min(int(slope * (ranks - 1 - rank)), most)
     return follow(turns(microbatches, warmup, [rank]), "W", int(lag * rank))
 
@@ -888,7 +911,7 @@ def refuse_at_work(name, micro, ranks):
     """Refuses what torch's schedules would raise for."""
     require(name in AT_WORK, f"--schedule {name}: torch has {', '.join(AT_WORK)} only")
     # before that, a rank that has two stages in a row sends to itself, and gloo cannot
-    able = SCHEDULES[name].place is loop or torch.__version__ >= (2, 13)
+    able = SCHEDULES[name].place is loop or torch.__version__ >= (2, 13)  # it compares with tuples
     require(able, f"--schedule {name}: needs torch 2.13, or --impl scratch")
     enough = name != "1f1b" or micro >= ranks
     require(enough, f"--micro {micro}: torch's 1f1b wants {ranks} or more, one for each stage")
