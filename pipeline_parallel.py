@@ -6,10 +6,9 @@
     rank 1   ...F0 B0    F1 B1    F2 B2    F3 B3    ......
 
 A schedule is data: for each rank a list of actions, F forward, B backward, W the gradients of the
-weights where a B leaves them for later. For each micro-batch a stage of the model sends the next
-one its output, (batch/M, T, C), and gets as large a gradient back. Each of p ranks has about 1/p of
-all parameters. F, B, W below are times; a B that leaves no W takes B + W. The bubble is that of the
-rank that takes longest from its first action to its last.
+weights where a B leaves them for later. For each micro-batch a stage sends the next one its output,
+(batch/M, T, C), and gets as large a gradient back. Each of p ranks has about 1/p of all parameters.
+F, B, W below are times; a B that leaves no W takes B + W. The bubble is the slowest rank's.
 
     p ranks, M micro-batches,   bubble, for M >= 2p - 1:    kept by rank r, in micro-batches
     v stages per rank           part of a step, or a time   (M large enough)
@@ -28,15 +27,12 @@ rank that takes longest from its first action to its last.
 
     plans = make_plans("1f1b", ranks=2, microbatches=4)
     stages = Stages([model[:3], model[3:]], plans)  # of an nn.Sequential
-    links = make_links(plans, pipelines=[[0, 1]])
-    mail = Mail(plans, [0, 1], None, links, size=(batch // 4, T, C), dtype=dtype, device=device)
-    # loss_fn(output, m); the loss is 0 where the last stage is not
-    loss = Pipeline(stages.here, plans, mail).step(inputs, loss_fn)
+    mail = Mail(plans, [0, 1], None, make_links(plans, [[0, 1]]), (B // 4, T, C), dtype, device)
+    loss = Pipeline(stages.here, plans, mail).step(inputs, loss_fn)  # loss_fn(output, m)
     norm = stages.sum_and_clip(1.0)                                  # then optimizer.step()
 
 Not for: stages that pass on anything but one tensor of one size, or change their input in place;
-parameters that are replaced after Pipeline() is made; buffers in full_state_dict; stages without
-parameters; Stages of several pipelines beside each other (hybrid_3d.py does that).
+parameters replaced later; buffers in full_state_dict; several pipelines (see hybrid_3d.py).
 Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241; others stand at each schedule.
 At work: torch.distributed.pipelining (section 3).
 
