@@ -17,15 +17,15 @@ same. sum: each has a summand, and sum_gradients makes the sum. The norm counts 
     matrix                      cut                sum
     outside: norm, row bias,    same, --sp: sum    sum
       router
-    expert                      sum (with --sp)            sum         cut
+    expert (tp > 1: --sp)       sum                        sum         cut
     tied: embedding and head    cut                sum                        sum
 
-    numbers that a rank of a middle stage sends in a step of M micro-batches, x = B/(dp M) T/cp C
-    tp    M L/pp 8 x (tp-1)/tp; --sp: 10, and the small sums of the table
-    pp    M 2 x; --sp: 1/tp of it
-    cp    M L/pp 6 x (cp-1)/tp K/H: keys and values twice, their gradients (fp32 or wider) once
+    numbers that a rank of a middle stage sends in a step of M micro-batches, A = B/(dp M) T/cp C
+    tp    M L/pp 8 A (tp-1)/tp; --sp: 10 for 8, and the sums over tp of the table above
+    pp    M 2 A; --sp: 1/tp of it
+    cp    M L/pp 6 A (cp-1)/tp K/H, K key-value heads: these twice, their gradients (fp32) once
     data  k P (n-1)/n, of P parameters here, n = dp cp; k is 2, ZeRO-2: M + 1, ZeRO-3: 3 M
-    ends  V C/tp by the first stage and the last, if the embedding is tied; from ZeRO-1 on /(dp cp)
+    ends  V C/tp by the first stage and the last, if the embedding is tied; ZeRO: 1/(dp cp) of it
 
 Not for: parameters that are whole, but used inside of what tp cuts (norms of q and k need a row of
 the table), optimizers that look at whole matrices, several ties between stages.
@@ -33,7 +33,7 @@ Narayanan 2021, arXiv:2104.04473, section 3; Llama team 2024, arXiv:2407.21783, 
 At work: DeviceMesh, fully_shard, parallelize_module, torch.distributed.pipelining (section 3).
 
     torchrun --standalone --nproc_per_node=8 hybrid_3d.py --dp 2 --tp 2 --pp 2
-    mesh = Mesh(dp=2, tp=2, pp=2)
+    mesh = Mesh(dp=2, tp=2, pp=2)  # plans, layers, inputs, loss_of as in pipeline_parallel.py
     model = parallelize(plain, mesh, plans, layers, boundary)
     optimizer = AdamW(model.parameter_groups(), lr=1e-3)
     model.zero_grad(); model.pipeline.step(inputs, loss_of); sum_gradients(model)
@@ -81,8 +81,10 @@ def parallelize(model, mesh, plans, layers, boundary, *, sp=False, attend=None, 
     plans: pipeline_parallel's, of all ranks. layers: how many each stage gets. boundary: the size,
     dtype and device of what goes from stage to stage. sp: norms and residuals are cut over tp,
     along T. attend: one of context_parallel's classes, for cp > 1. recompute: amp_accum_ckpt's full
-    or selective. autocast: a context, such as torch.autocast. zero: ZeRO's level.
+    or selective. autocast: torch.autocast(..), which decorates forwards. zero: ZeRO's level.
     """
+    home = pipeline_parallel.homes(plans)
+    assert mesh.ends == {home[0], home[max(home)]}, f"the ends of these plans are not {mesh.ends}"
     origins = origins_of(model, layers, plans)
     microbatches = 1 + max(action.microbatch for action in plans[0])
     splits = any(action.kind == "W" for action in plans[0])  # has a backward two parts, B and W?
@@ -108,15 +110,15 @@ class Mesh:
     """The sizes of the axes, this rank's place on them, and its group along each.
 
     tp varies fastest, since its ranks talk most, and pp slowest (Narayanan 2021, section 3).
-    "peers" are all ranks with the same stages. "ends" are the ranks of the first and the last
-    stage, `ends` of a pipeline: one rank, if it has both.
+    "peers" are all ranks with the same stages. ends: the places along pp of the first and of the
+    last stage (-1: the last place); the group "ends" joins their ranks.
     """
 
     def __init__(self, dp=1, cp=1, tp=1, pp=1, ep=1, ends=(0, -1)):
         ranks = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
         place = (ranks == dist.get_rank()).nonzero()[0].tolist()
         self.place = dict(zip(("pp", "dp", "cp", "tp"), place))
-        self.pipelines = ranks.flatten(1).T.tolist()
+        self.pipelines = ranks.flatten(1).T.tolist()  # for each the ranks of its places, in order
         [self.pipeline] = [line for line in self.pipelines if dist.get_rank() in line]
         self.size = {}
         self.group = {}
@@ -128,8 +130,8 @@ class Mesh:
         by_expert = ranks.view(pp, -1, ep, tp)
         self.add("replicas", by_expert, [1])
         self.add("ep", by_expert, [2])
-        both = sorted({end % pp for end in ends})
-        self.add("ends", ranks[both], [0])
+        self.ends = {end % pp for end in ends}
+        self.add("ends", ranks[sorted(self.ends)], [0])
 
     def add(self, axis, ranks, dims):
         """A group for each set of ranks that differ in the dimensions `dims` of `ranks` alone.
@@ -164,7 +166,8 @@ def kinds_of_parameters(sp):
     return {
         "matrix": Kind(summed=["data"], same=[], cut=["tp"]),
         "outside": outside,
-        "expert": Kind(summed=["replicas", "tp"], same=[], cut=["ep"]),  # with tp: --sp alone
+        # without sp all ranks of tp would have the same tokens: tp > 1 wants sp
+        "expert": Kind(summed=["replicas", "tp"], same=[], cut=["ep"]),
         "tied": Kind(summed=["data", "ends"], same=[], cut=["tp"]),
     }
 
@@ -172,7 +175,7 @@ def kinds_of_parameters(sp):
 def sum_gradients_plainly(model):
     """After backward each gradient becomes its sum over all axes for which the table says so.
 
-    Where level is 0 and the pipeline has no hooks, these are the gradients of sum_gradients.
+    To be read, and for tests of level 0 without the pipeline's two hooks. A run has sum_gradients.
     """
     for part in model.parts:
         for axis in model.kind[part.parameter].summed:
@@ -183,7 +186,7 @@ def sum_gradients(model):
     """The same, in one call an axis. Along data and replicas backward has begun it."""
     for zero in model.zeros:
         if zero.level < 2:  # else after_backward has summed
-            zero.sync = True
+            zero.sync = True  # also the "tied", for which no backward has set it
             zero.reduce()  # partial -> replicated, in ZeRO-1 sharded
     for axis in ("tp", "ends"):
         summands = [part.grad for part in model.parts if axis in model.kind[part.parameter].summed]
@@ -198,7 +201,7 @@ class Hybrid(nn.Module):
     here     {stage: module}, which tp has cut already
     tied     {parameter that several stages have: its name in the first}
     kinds    {name of a kind: Kind}
-    origins  {name in the plain model: (the first rank of a pipeline that has it, one like it)}
+    origins  {name in the plain model: (first place along pp that has it, a meta tensor like it)}
     level    ZeRO's, 0 to 3
     splits   has a backward two parts, B and W?
     """
@@ -213,7 +216,8 @@ class Hybrid(nn.Module):
         self.pipeline = None  # the Pipeline that runs the stages, and calls the two hooks below
         self.names = {}  # {parameter: its name in the plain model}
         self.kind = {}  # {parameter: Kind}
-        self.zeros_of = defaultdict(list)  # {stage: [ZeRO]}; "tied": they wait for all stages
+        # {stage: [ZeRO]}. Those of "tied" are summed after the last backward of all stages
+        self.zeros_of = defaultdict(list)
         for (stage, axis), units in self.lay_out(here, tied, kinds, splits).items():
             # the tied one's gradient stays whole until the last backward of all stages
             own_level = min(level, 1) if stage == "tied" else level
@@ -222,7 +226,7 @@ class Hybrid(nn.Module):
         self.zeros = [zero for zeros in self.zeros_of.values() for zero in zeros]
         self.flats = [flat for zero in self.zeros for flat in zero.flats]
         self.parts = [part for zero in self.zeros for part in zero.parts]
-        # for each part 1/n, where n ranks hold the same numbers of its summed gradient
+        # 1/n for each part: after sum_gradients n ranks hold the same numbers, and each brings 1/n
         shares = [1 / math.prod(mesh.size[axis] for axis in self.same_along(part.parameter))
                   for part in self.parts]
         p = next(self.parameters())
@@ -237,15 +241,20 @@ class Hybrid(nn.Module):
                 if p in self.kind:  # the other end of the tied one
                     continue
                 kind = kinds["tied" if p in tied else kind_of(name)]
-                contradicts = self.tp.size > 1 and ("tp" in kind.cut) != (p in self.tp.cuts)
-                assert not contradicts, f"{name}: another kind?"
+                is_cut = self.tp.size > 1 and p in self.tp.cuts
+                assert self.tp.size == 1 or is_cut == ("tp" in kind.cut), (
+                    f"{name}: its kind and the plan of tensor parallelism differ")
                 self.names[p] = tied.get(p, name)
                 self.kind[p] = kind
                 if p.requires_grad:
                     site = unit_of(name)
                     if splits and self.level == 2 and kind is kinds["outside"]:
-                        site = ""  # B makes these gradients: ZeRO lends a block's memory in W only
-                    own = units["tied" if p in tied else stage, kind.summed[0]]
+                        # B makes these gradients. In a unit of their own ("", the whole stage) they
+                        # do not make ZeRO lend a block's memory before W.
+                        site = ""
+                    where = "tied" if p in tied else stage
+                    [copies] = [axis for axis in kind.summed if axis in COPIES]
+                    own = units[where, copies]
                     stays = not site.startswith("blocks.")
                     unit = own.setdefault(site, Unit([], [module.get_submodule(site)], stays))
                     unit.parameters.append(p)
@@ -265,17 +274,17 @@ class Hybrid(nn.Module):
     def zero_grad(self):
         for zero in self.zeros:
             zero.zero_grad()
-            zero.sync = False
+            zero.sync = False  # until before_backward, or sum_gradients, says so
 
     def before_backward(self, stage, is_last, is_whole):
         """Before a backward that adds to a stage's gradients. ZeRO-0 and 1 sum over copies during
-        the last one, ZeRO-2 and 3 during each one after which a micro-batch's are whole."""
+        the last one, ZeRO-2 and 3 during each that completes the gradients of a micro-batch."""
         for zero in self.zeros_of[stage]:
             zero.sync = is_whole if zero.level >= 2 else is_last
 
     def after_backward(self, stage):
         for zero in self.zeros_of[stage]:
-            if zero.sync and zero.level >= 2:  # it has no room to wait
+            if zero.sync and zero.level >= 2:  # which have no room for the next ones' until then
                 zero.reduce()  # partial -> sharded
 
 
@@ -295,7 +304,7 @@ def gradient_norm(model):
 def step(model, optimizer, norm, clip):
     """Clips the summed gradients to a norm of `clip` (0: does not), and steps the parameters."""
     if clip and model.parts:
-        finite = norm.nan_to_num(0, posinf=0)  # else every gradient would become nan
+        finite = norm.nan_to_num(0, posinf=0)  # inf and nan: gradients stay as they are
         scale = (clip / (finite + 1e-6)).clamp(max=1)
         torch._foreach_mul_([part.grad for part in model.parts], scale)
     for zero in model.zeros:
@@ -320,13 +329,14 @@ def full_gradients(model):
 def gather(model, found, origins):
     """found: {parameter of this rank: itself or its gradient, whole along data or replicas}
 
-    -> {name in the plain model: tensor} of these, of all stages and experts, on every rank.
+    -> {name in the plain model: tensor} of origins' names, of all stages, on every rank.
     """
     mine = {}
     for stage in model.stages:
         for name, t in stage.state_dict(keep_vars=True).items():
             # over tp: sharded -> replicated
-            mine[name] = tensor_parallel.unshard(found.get(t, t), model.tp.cuts.get(t), model.tp)
+            t_here = found.get(t, t)  # what is not found is a buffer, or not in origins
+            mine[name] = tensor_parallel.unshard(t_here, model.tp.cuts.get(t), model.tp)
     mine = moe.gather_experts(mine, model.mesh.group["ep"])  # over ep: sharded -> replicated
     # over pp: on one stage -> replicated
     return pipeline_parallel.gather(mine, origins, model.mesh.group["pp"])
@@ -360,9 +370,9 @@ def unit_of(name):
 
 
 def origins_of(model, layers, plans):
-    """Before the model is cut -> {name: (the first rank of a pipeline that has it, one like it)}
+    """Before the model is cut -> {name: (first place along pp that has it, a meta tensor like it)}
 
-    The latter has no memory. It requires a gradient if it is trained, and this is its first name.
+    What is trained requires a gradient there: of a tied one, under its first name alone.
     """
     home = pipeline_parallel.homes(plans)
     names = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -408,6 +418,10 @@ def has_experts(model):
 
 
 def split_columns(tp, x, *parameters):
+    if not any(p is not None and p.requires_grad for p in parameters):
+        return ColumnParallel.apply(tp, x, *parameters)  # no W
+    if torch.is_grad_enabled() and not x.requires_grad:
+        x = x.detach().requires_grad_()  # as in pipeline_parallel.split_linear
     return SplitColumns.apply(tp, x, parameters)  # in a tuple: autograd does not see them
 
 
@@ -440,7 +454,7 @@ def add_gradients(tp, x, dys, parameters):
     gradients = tensor_parallel.weight_gradients(x, dys, parameters[1::2])
     for p, gradient in zip(parameters, gradients):
         if gradient is not None and p.requires_grad:
-            torch.autograd.backward(p, gradient)
+            torch.autograd.backward(p, gradient)  # adds to p.grad, and calls ZeRO's hook
 
 
 def between_layers(model, layers, plan):
@@ -466,7 +480,7 @@ def train_step(model, optimizer, x, y, valid, clip):
     -> this rank's part of the loss, the gradient norm."""
     model.zero_grad()
     inputs, loss_of = in_microbatches(model, x, y, valid)
-    loss = model.pipeline.step(inputs, loss_of) / model.tp.size
+    loss = model.pipeline.step(inputs, loss_of) / model.tp.size  # every rank of tp has all of it
     sum_gradients(model)
     norm = gradient_norm(model)
     balancing = moe.balancing_losses(model)
@@ -491,7 +505,6 @@ def in_microbatches(model, x, y, valid):
     def loss_of(logits, m):
         if model.tp.size == 1:
             return loss_sum(logits, targets[m]) / valid
-        # every rank of tp has the whole
         return vocab_parallel_cross_entropy(logits, targets[m], vocab, model.tp) / valid
 
     return x.chunk(model.pipeline.microbatches), loss_of
@@ -517,7 +530,7 @@ class AtWork(nn.Module):
         self.last = self.stages[-1].last
         self.mesh = mesh
         self.device_mesh = device_mesh  # torch's, of pp, dp and tp
-        self.tp = WholeSequence(mesh.group["tp"])  # to it nothing is cut: torch has DTensors
+        self.tp = WholeSequence(mesh.group["tp"])  # without cuts: DTensors know theirs
         self.origins = origins
         self.valid = 1  # targets of the batch under way
         self.schedule = None  # torch's, which calls loss_of
@@ -742,11 +755,11 @@ def tokens_of(args):
 def sent_on_tp(args, b, layers, is_first, is_last):
     """By so many layers, the embedding and the head, but for the sums of gradients."""
     x = b * tokens_of(args) * args.width  # between two blocks, before --sp cuts it
-    half = 5 if args.sp else 4  # f and g of half a block
+    half = 5 if args.sp else 4  # f and g of half a block, in units of (tp-1)/tp numbers
     halves = 1 if args.experts and not args.shared else 2
     block = half * halves
     if args.ckpt == "full":  # once more, but for the last g
-        block += 1 + halves if args.sp else 2
+        block += (1 + halves) if args.sp else 2
     sent = layers * block * x
     if is_first:
         sent += 2 * x
@@ -824,10 +837,10 @@ def textbook(run, plans, layers, model):
     row("norm", "2 w (n-1)/n", 2 * max(b, 4) * (world - 1) / world, dist.group.WORLD)
     if args.amp == "off":  # which would halve some
         on_tp = sent_on_tp(args, b, blocks, 0 in here, len(layers) - 1 in here)
-        row("tp", "M L/pp 8 x b (tp-1)/tp, --sp 10, + ends + sums",
+        row("tp", "M L/pp 8 A b (tp-1)/tp, --sp 10, + ends + sums",
             on_tp + sent_by_sums(model, "tp"), group["tp"])
-        row("cp", "M L/pp (4 b + 2 w) x (cp-1)/tp K/H", sent_on_cp(args, b, blocks), group["cp"])
-        row("pp", "M x b, --sp /tp, per neighbour", sent_on_pp(args, b, neighbours),
+        row("cp", "M L/pp (4 b + 2 w) A (cp-1)/tp K/H", sent_on_cp(args, b, blocks), group["cp"])
+        row("pp", "M A b, --sp /tp, per neighbour", sent_on_pp(args, b, neighbours),
             group["pp"], *(links[ends] for ends in links if place in ends))
     return rows
 
@@ -841,10 +854,10 @@ def pieces(model, optimizer):
     for flat in model.flats:
         for part in flat.parts:
             p = part.parameter
-            run = model.names[p], flat.shapes[p], part.first
-            found.append((p, parts_pieces([(*run, part.master)], optimizer, is_first(model, p))))
+            place = model.names[p], flat.shapes[p], part.first
+            found.append((p, parts_pieces([(*place, part.master)], optimizer, is_first(model, p))))
             # what computes is loaded likewise, and not saved
-            found.append((p, run_pieces(*run, part.shard, False)))
+            found.append((p, run_pieces(*place, part.shard, False)))
     for p, name in model.names.items():  # in level 3 those that are trained have no elements
         writes = not p.requires_grad and is_first(model, p)
         found.append((p, pieces_of([(name, p)], None, writes)))
@@ -872,7 +885,9 @@ def in_plain(model, p, piece):
 def notes(model):
     """What a checkpoint holds besides: the biases of all layers' experts."""
     biases = {name: origin for name, origin in model.origins.items() if "bias_steps" in name}
-    return {"bias_steps": [steps.tolist() for steps in gather(model, {}, biases).values()]}
+    mine = {name: t for stage in model.stages for name, t in stage.named_buffers()}
+    found = pipeline_parallel.gather(mine, biases, model.mesh.group["pp"])
+    return {"bias_steps": [steps.tolist() for steps in found.values()]}
 
 
 # ---- a run
@@ -938,7 +953,7 @@ def set_up(run, mesh, plans, layers):
         full_state_dict=partial(full_state_dict, model),
         evaluate=lambda x, y: evaluate(model, x[:, tokens], y[:, tokens]),
         pieces=partial(pieces, model, optimizer),
-        held=partial(held, model, model, optimizer),  # the second for its flats
+        held=partial(held, model, model, optimizer),  # of its parameters and its flats
         extra=partial(notes, model) if args.experts else None)
 
 

@@ -308,7 +308,7 @@ def check_copy(name, wraps=(), frozen=None, plant=None):
 
     def watched(m, stage, grad):
         made = backward(m, stage, grad)
-        left[stage] += len(pipeline.later.get((m, stage), []))
+        left[stage] += len(pipeline.left.get((m, stage), []))
         return made
     pipeline.backward = watched
     step = plain_step
