@@ -243,7 +243,7 @@ class Hybrid(nn.Module):
                 kind = kinds["tied" if p in tied else kind_of(name)]
                 is_cut = self.tp.size > 1 and p in self.tp.cuts
                 assert self.tp.size == 1 or is_cut == ("tp" in kind.cut), (
-                    f"{name}: its kind and the plan of tensor parallelism differ")
+                    f"{name}: another kind? The plan of tp and the table disagree on a cut")
                 self.names[p] = tied.get(p, name)
                 self.kind[p] = kind
                 if p.requires_grad:
