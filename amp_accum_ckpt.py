@@ -551,7 +551,7 @@ def activations(run, plan):
         return f"on a CPU: L {block} + head", cfg.layers * block + head + indices
     x = run.dtype.itemsize * t * cfg.width  # the input: the block that is made again has kept it
     most = cfg.layers * x + max(block - x, head)
-    return f"on a CPU: L {x} + max(block, head)", most + indices
+    return "on a CPU: L b C t + max(block, head)", most + indices
 
 
 def compare_plans(run, plans):
