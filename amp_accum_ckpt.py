@@ -50,6 +50,7 @@ import shutil
 import sys
 from collections import namedtuple
 from contextlib import nullcontext
+from itertools import product
 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -446,14 +447,10 @@ def plans_of(args):
     plan = Plan(args.amp, args.accum, args.ckpt)
     if args.impl == "both":
         return {"scratch": plan, "torch": plan}
-    if not args.sweep:
-        return {args.impl: plan}
-    plans = {}
-    for amp in AMP:
-        for accum in sorted({1, args.accum}):
-            for ckpt in CHECKPOINT:
-                plans[f"{amp} {accum} {ckpt}"] = Plan(amp, accum, ckpt)
-    return plans
+    if args.sweep:
+        every = product(AMP, sorted({1, args.accum}), CHECKPOINT)
+        return {" ".join(map(str, plan)): Plan(*plan) for plan in every}
+    return {args.impl: plan}
 
 
 def set_up(run, name, plan):
@@ -489,13 +486,12 @@ def set_up(run, name, plan):
 
 def state_of(scaler, optimizer):
     """-> what a checkpoint holds besides: the scaler's state, AdamW's steps without overflow."""
-    updates = 0
-    for state in optimizer.state.values():
-        updates = int(state["step"].item())
+    steps = [state["step"] for state in optimizer.state.values()]
+    found = {"updates": int(max(steps, default=0))}
     if isinstance(scaler, LossScaler):
-        return {"scale": scaler.scale.item(), "good": scaler.good.item(), "updates": updates}
+        return {**found, "scale": scaler.scale.item(), "good": scaler.good.item()}
     state = scaler.state_dict()
-    return {"scale": state["scale"], "good": state["_growth_tracker"], "updates": updates}
+    return {**found, "scale": state["scale"], "good": state["_growth_tracker"]}
 
 
 # What the textbook says, where all is trained: the docstring's table.
@@ -513,35 +509,32 @@ KEPT = {  # (form, autocast, selective)
 OF_NORMS = {"gpt2": 16, "llama": 8}
 
 
-def kept_by_block(run, plan):
-    """-> bytes for each token, and besides"""
+def kept_by_block(run, plan, t):
+    """-> bytes that a block keeps of t tokens"""
     cfg = run.cfg
     D = cfg.width // cfg.heads
     block = run.sides[run.impls[0]].model.blocks[0]
     W = sum(p.numel() for p in block.parameters() if p.dim() == 2)
-    of_c, of_f, of_kd, of_w, of_td = KEPT[cfg.form, plan.amp != "off", plan.ckpt == "selective"]
-    each = of_c * cfg.width + of_f * cfg.hidden + of_kd * cfg.kv_heads * D
-    each += 4 * cfg.heads + OF_NORMS[cfg.form]  # softmax and norms
-    besides = of_w * W + of_td * cfg.seq * D
-    wide = run.dtype.itemsize // 4  # 2: fp64
-    return each * wide, besides * wide
+    sizes = t * cfg.width, t * cfg.hidden, t * cfg.kv_heads * D, W, cfg.seq * D
+    coefficients = KEPT[cfg.form, plan.amp != "off", plan.ckpt == "selective"]
+    kept = sum(bytes_each * size for bytes_each, size in zip(coefficients, sizes))
+    kept += t * (4 * cfg.heads + OF_NORMS[cfg.form])  # softmax and norms
+    return kept * run.dtype.itemsize // 4  # in fp64 twice as many
 
 
 def kept_by_head(run, plan, t, rows):
     """-> bytes that the final norm, the head and the loss keep. rows: of all micro-batches."""
     cfg = run.cfg
     b = run.dtype.itemsize
-    low = b
-    once = b + 8 * rows * cfg.seq  # a scalar of cross_entropy's, targets: views keep all of them
+    low = b if plan.amp == "off" else 2
+    norm = b * (cfg.width + 2) if cfg.form == "gpt2" else b * (2 * cfg.width + 1)
+    kept = t * (norm + low * cfg.width + b * cfg.vocab)  # its output, log-probabilities
+    kept += b + 8 * rows * cfg.seq  # a scalar of cross_entropy's; targets: views keep all of them
     if plan.amp != "off":
-        low = 2
-        once += low * cfg.vocab * cfg.width  # the head's weight, cast
+        kept += low * cfg.vocab * cfg.width  # the head's weight, cast
     if plan.amp == "fp16":
-        once += 4  # the scale
-    norm = b * (2 * cfg.width + 1)
-    if cfg.form == "gpt2":
-        norm = b * (cfg.width + 2)
-    return t * (norm + low * cfg.width + b * cfg.vocab) + once  # its output, log-probabilities
+        kept += 4  # the scale
+    return kept
 
 
 def activations(run, plan):
@@ -549,18 +542,16 @@ def activations(run, plan):
     cfg = run.cfg
     rows = len(share(run.args.batch, run.world_size, run.rank))
     t = math.ceil(rows / plan.accum) * cfg.seq  # tokens of the largest micro-batch
-    each, besides = kept_by_block(run, plan)
+    block = kept_by_block(run, plan, t)
     head = kept_by_head(run, plan, t, rows)
     indices = 8 * rows * cfg.seq
     if cfg.form == "gpt2":
         indices += 8 * cfg.seq  # positions
     if plan.ckpt != "full":
-        formula = f"on a CPU: L ({each} t + {besides}) + head"
-        return formula, cfg.layers * (each * t + besides) + head + indices
-    x = run.dtype.itemsize * cfg.width  # the input: the block that is made again has kept it
-    again = (each - x) * t + besides
-    formula = f"on a CPU: L {x} t + max(block, head)"
-    return formula, cfg.layers * x * t + max(again, head) + indices
+        return f"on a CPU: L {block} + head", cfg.layers * block + head + indices
+    x = run.dtype.itemsize * t * cfg.width  # the input: the block that is made again has kept it
+    most = cfg.layers * x + max(block - x, head)
+    return "on a CPU: L b C t + max(block, head)", most + indices
 
 
 def compare_plans(run, plans):

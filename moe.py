@@ -46,7 +46,6 @@ import torch.nn.functional as F
 
 import sys
 from functools import partial
-from itertools import chain
 
 from common import MLPS, GPTConfig, adamw, build, init_weights, loss_sum, share
 from harness.checkpoint import Piece, pieces_of
@@ -448,8 +447,8 @@ class PlainMoE(nn.Module):
         self.sources = None
         self.loss = 0  # the balancing loss of the last forward in training
 
-    def forward(self, x):  # (B, T, C) of all ranks
-        tokens = x.flatten(0, 1)  # (N, C)
+    def forward(self, x):  # (.., C) of all ranks
+        tokens = x.flatten(0, -2)  # (N, C)
         logits = self.router(tokens)  # (N, E)
         probs = logits.softmax(-1)
         chosen = (probs + self.gamma * self.bias_steps).topk(self.top_k).indices
@@ -457,38 +456,30 @@ class PlainMoE(nn.Module):
         gates = probs * visits
         if self.top_k > 1:
             gates = gates / gates.sum(-1, keepdim=True)
-        gates = gates * self.in_time(visits)
+        in_time = torch.ones_like(visits)  # 1 where the expert has room for the token
+        losses = []
+        for ranks in self.sources or [[torch.arange(len(tokens))]]:
+            for mine in ranks:
+                place = visits[mine].cumsum(0)  # in the line of those that chose this expert
+                most = capacity(self.capacity, self.top_k, len(mine), self.E)
+                in_time[mine] = (place <= most).long()
+            together = torch.cat(ranks)
+            losses.append(balancing_loss(
+                visits[together].sum(0), logits[together], probs[together],
+                self.top_k, self.alpha, self.beta))
+        gates = gates * in_time
         y = sum(gates[:, e:e + 1] * self.experts[e](tokens) for e in range(self.E))
         if self.shared is not None:
             y = y + self.shared(tokens)
         if y.requires_grad:  # not in evaluation
-            self.balance(visits, logits, probs)
+            self.loss = sum(losses) / len(losses)
+            self.step_bias(visits.sum(0))
         return y.view_as(x)
 
-    def in_time(self, visits):
-        """Visits (N, E) -> 1 where the expert has room for the token, else 0 (N, E)."""
-        room = torch.ones_like(visits)
-        for tokens in chain(*self.microbatches(len(visits))):
-            place = visits[tokens].cumsum(0)  # in the line of those that chose this expert
-            most = capacity(self.capacity, self.top_k, len(tokens), self.E)
-            room[tokens] = (place <= most).long()
-        return room
-
-    def microbatches(self, N):
-        return self.sources or [[torch.arange(N)]]
-
-    def balance(self, visits, logits, probs):
-        """The loss of this step, and the bias for the next."""
-        losses = []
-        for of_ranks in self.microbatches(len(visits)):
-            tokens = torch.cat(of_ranks)
-            load = visits[tokens].sum(0)
-            losses.append(balancing_loss(load, logits[tokens], probs[tokens], self.top_k,
-                                         self.alpha, self.beta))
-        self.loss = sum(losses) / len(losses)
+    def step_bias(self, load):
+        """For the next forward."""
         if self.gamma and self.router.weight.requires_grad:
-            load = visits.sum(0).double()
-            self.bias_steps += (load.mean() - load).sign().long()
+            self.bias_steps += (load.sum() - self.E * load).sign()
 
 
 def mixture(model, seed, cfg, **options):
@@ -561,14 +552,15 @@ def full_gradients(model, ep):
 
 def pieces(model, optimizer, replicas, ep):
     """What this rank holds of the plain MoE: all that is dense, and some experts, each whole."""
-    named = list(model.named_parameters())
-    dense = [(name, p) for name, p in named if ".experts." not in name]
-    experts = [(name, p) for name, p in named if ".experts." in name]
-    found = pieces_of(dense, optimizer, writes=replicas.rank() == 0 and ep.rank() == 0)
-    for name, _, start, stacked, writes in pieces_of(experts, optimizer, replicas.rank() == 0):
-        for i, of_expert in enumerate(stacked):
-            whole_name = plain_name(name, ep.rank() * len(stacked) + i)
-            found.append(Piece(whole_name, of_expert.shape, start[1:], of_expert, writes))
+    found = []
+    for piece in pieces_of(model.named_parameters(), optimizer, writes=replicas.rank() == 0):
+        name, _, start, stacked, writes = piece
+        if ".experts." not in name:
+            found.append(piece._replace(writes=writes and ep.rank() == 0))
+            continue
+        for e, of_expert in enumerate(stacked, ep.rank() * len(stacked)):
+            found.append(
+                Piece(plain_name(name, e), of_expert.shape, start[1:], of_expert, writes))
     return found
 
 
@@ -585,15 +577,10 @@ def train_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
     clip_gradients(model, norm, clip)
     optimizer.step()
     loss = loss.detach() + balancing_losses(model)
-    loads = loads_of(model)
-    step_biases(model)
-    return loss, norm, loads
-
-
-def loads_of(model):  # (L, E)
-    zeros = torch.zeros_like(layers_of(model)[0].bias_steps)
     # a load is a mere 0 where nothing up to the layer is trained
-    return torch.stack([layer.load + zeros for layer in layers_of(model)])
+    loads = [layer.load + torch.zeros_like(layer.bias_steps) for layer in layers_of(model)]
+    step_biases(model)
+    return loss, norm, torch.stack(loads)
 
 
 # ---- 3. at work: the same with torch's own API -------------------------------
@@ -741,19 +728,17 @@ def account(run, model, ep, rows):
     """The textbook. rows: of watch_rows. A number has b bytes."""
     n = run.world_size
     b = run.dtype.itemsize
-    counts = 8 * len(rows) * run.args.experts  # of rows for each expert, and as much for the loads
-    moving = sum(sum(sent) + sum(received) for sent, received in rows)
-    staying = sum(sent[ep.rank()] for sent, _ in rows)  # and as many of those received
-    row = 2 * b * run.cfg.width  # forward and backward
     dense, experts = count(model)
     tensors = len(list(model.parameters()))
+    counts = 8 * len(rows) * run.args.experts  # of rows for each expert, and as much for the loads
+    moving = sum(sum(of_rank) - of_rank[ep.rank()] for both in rows for of_rank in both)
     others = (ep.size() - 1) / ep.size()  # of ep
     reduced = 2 * (n - 1) / n * (b * dense + counts)
     reduced += 2 * (n - ep.size()) / n * b * experts
     reduced += 2 * others * b  # for the gradient norm
     return [
-        ("wire all_to_all", "2 b C (rows out + rows in - 2 rows staying) + (ep-1)/ep 8 L E",
-         row * (moving - 2 * staying) + others * counts),
+        ("wire all_to_all", "2 b C (rows out + rows in, but those that stay) + (ep-1)/ep 8 L E",
+         2 * b * run.cfg.width * moving + others * counts),  # forward and backward
         ("wire all_reduce",
          "2 (n-1)/n (b dense + 8 L E) + 2 (n-ep)/n b experts/ep + 2 (ep-1)/ep b", reduced),
         ("held states", "4 b (dense + experts/ep) + 4 per tensor (steps) + 8 L E",
@@ -769,7 +754,7 @@ def count(model):
 def picture(run, loads, rows):
     """Prints how often experts are chosen, in the worst layer. loads: of each step, (L, E)."""
     n = math.ceil(len(loads) / 10)
-    load = torch.stack(loads[-n:]).double().mean(0).cpu()  # (L, E), in the last tenth of the steps
+    load = sum(loads[-n:]).double().cpu()  # in the last tenth of the steps
     load = (load / load.mean(1, keepdim=True)).nan_to_num()  # a layer without load shows zeros
     worst = load.max(1).values.argmax()
     choices = len(rows) * run.args.top_k * run.args.batch * run.cfg.seq // run.world_size

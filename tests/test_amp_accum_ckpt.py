@@ -1,4 +1,5 @@
 """amp_accum_ckpt.py: what is kept, what is made again, and the loss scaler."""
+import copy
 import itertools
 import re
 import shutil
@@ -13,8 +14,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import amp_accum_ckpt
-from amp_accum_ckpt import (
-    LossScaler, full, full_at_work, selective, selective_at_work)
+from amp_accum_ckpt import LossScaler, full, selective
 from common import GPTConfig, adamw, build, loss_sum
 from conftest import (
     SMALL, copied, dry_run_agrees, each, is_clear, outcome, proves, run, script, textbook)
@@ -29,24 +29,14 @@ CONFIGS = {
 
 @pytest.mark.parametrize("world, flags", [
     (1, [*LLAMA, "--accum", "4", "--ckpt", "selective"]),
-    (2, ["--accum", "3", "--ckpt", "selective", "--batch", "7", "--vocab", "257"]),
-    (2, [*LLAMA, "--accum", "2", "--ckpt", "full"]),
+    (2, [*LLAMA, "--accum", "2", "--ckpt", "full", "--batch", "7", "--eval-every", "1"]),
     (4, ["--accum", "2", "--ckpt", "full", "--clip", "0"]),
-    (2, [*LLAMA, "--accum", "3", "--ckpt", "selective", "--impl", "torch"]),
+    (2, [*LLAMA, "--accum", "3", "--ckpt", "selective", "--impl", "both"]),
+    (2, ["--accum", "2", "--ckpt", "full", "--train", r"blocks\.0\.attn\.(q|out)"]),
+    (2, ["--accum", "3", "--ckpt", "selective", "--train", r"tok|bias|blocks\.1\.mlp\.down"]),
 ])
 def test_equals_one_process(world, flags):
     proves("amp_accum_ckpt", world, *flags)
-
-
-@pytest.mark.parametrize("ckpt, train", [
-    ("full", r"blocks\.0\.attn\.(q|out)"), ("selective", r"tok|bias|blocks\.1\.mlp\.down\.weight"),
-])
-def test_frozen_parameters_and_held_out_text(ckpt, train):
-    """Equal to one process; the textbook, which trains everything, is left out."""
-    flags = ("--accum", "2", "--ckpt", ckpt, "--train", train)
-    course = ("--steps", "3", "--warmup", "1", "--eval-every", "2")
-    report = proves("amp_accum_ckpt", 2, *flags, *course)
-    assert report["check"]["validation"] <= 1e-10 and report["textbook"] == []
 
 
 @pytest.mark.parametrize("flags", [
@@ -56,10 +46,8 @@ def test_frozen_parameters_and_held_out_text(ckpt, train):
 def test_cost(flags):
     real = dry_run_agrees("amp_accum_ckpt", 2, "--batch", "7", *flags)
     textbook(real)
-    size = 4 * real["parameters"]["total"]
-    assert real["ranks"][0]["memory"]["parameters"] == size
     sent = real["ranks"][0]["collectives"]["all_reduce"]
-    assert sent["calls"] == 1 and sent["payload"] == size
+    assert sent["calls"] == 1
 
 
 @pytest.mark.parametrize("model", ["toy", "llama-toy"])
@@ -80,6 +68,10 @@ def plainly(forward, *inputs, **keywords):
     return forward(*inputs, **keywords)
 
 
+def gradients_of(module):
+    return [p.grad for p in module.parameters()]
+
+
 def play(form, how, autocast=False):
     """-> bytes kept between forward and backward, the most in both; matmuls; gradients"""
     cfg = CONFIGS[form]
@@ -93,26 +85,16 @@ def play(form, how, autocast=False):
         kept = ledger.saved_bytes
         y.backward(torch.ones_like(y))
     assert ledger.saved_bytes == 0  # nothing stays alive after backward, though y does
-    gradients = [x.grad, *(p.grad for p in block.parameters())]
-    return kept, ledger.activations, counter.get_total_flops(), gradients
+    return kept, ledger.activations, counter.get_total_flops(), [x.grad, *gradients_of(block)]
 
 
-def by_the_docstring(form, ckpt, autocast):
-    """Bytes that a block keeps, by the formulas of the table."""
-    cfg = CONFIGS[form]
-    where = {"GPT-2": "gpt2", "Llama": "llama"}
-    for line in amp_accum_ckpt.__doc__.splitlines():
-        words = re.split("  +", line.strip())
-        if words[0] in where:
-            row = where[words.pop(0)]
-        if words[0] == ("autocast" if autocast else "fp32") and row == form:
-            formula = words[1 + (ckpt == "selective")]
-    values = dict(C=cfg.width, F=cfg.hidden, K=cfg.kv_heads, T=cfg.seq, t=2 * cfg.seq)
-    values["D"] = cfg.width // cfg.heads
-    values["s"] = 4 * cfg.heads + (16 if form == "gpt2" else 8)
-    values["W"] = sum(p.numel() for p in build(cfg, 0).blocks.parameters() if p.dim() == 2)
-    formula = re.sub(r"(?<=[\w)]) (?=[\w(])", " * ", formula)
-    return eval(formula, values)
+def test_the_docstring_has_the_textbook():
+    rows = [line for line in amp_accum_ckpt.__doc__.splitlines() if "t (" in line]
+    for (form, autocast, chosen), (of_c, of_f, of_kd, of_w, of_td) in amp_accum_ckpt.KEPT.items():
+        formula = f"t ({of_c} C + {of_f} F + {of_kd} K D + s) + {of_w} W + {of_td} T D"
+        formula = re.sub(r" \+ 0 (F|K D|W|T D)", "", formula)
+        columns = re.split("  +", rows[2 * (form == "llama") + autocast])
+        assert columns[-1 if chosen else -2] == formula
 
 
 def again(cfg):
@@ -124,20 +106,18 @@ def again(cfg):
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("form", CONFIGS)
-def test_bytes_that_a_block_keeps(form, autocast):
-    """Those of the docstring's table; gradients are equal to the bit. Matmuls, as it says."""
-    plain_kept, plain_most, flops, plain = play(form, plainly, autocast)
-    assert plain_kept == plain_most == by_the_docstring(form, "none", autocast)
-    for how in full, selective:
-        kept, most, done, ours = play(form, how, autocast)
-        if how is full:
-            assert kept == 4 * 32 * 2 * 16 and most == plain_kept
-            assert done == flops + again(CONFIGS[form])
-        else:
-            assert kept == most == by_the_docstring(form, "selective", autocast)
-            assert done == flops
-        for a, b in zip(ours, plain):
-            assert torch.equal(a, b)
+def test_a_block(form, autocast):
+    """Gradients are equal to the bit, matmuls and bytes as the docstring says."""
+    kept_by_plain, _, flops, plain = play(form, plainly, autocast)
+    kept, most, done, ours = play(form, full, autocast)
+    assert kept == 4 * 32 * 2 * 16
+    assert most == kept_by_plain
+    assert done == flops + again(CONFIGS[form])
+    kept, most, done, others = play(form, selective, autocast)
+    assert kept == most < 0.8 * kept_by_plain
+    assert done == flops
+    for a, b, c in zip(ours, others, plain):
+        assert torch.equal(a, c) and torch.equal(b, c)
 
 
 # ---- checkpointing of any module ---------------------------------------------------
@@ -174,20 +154,18 @@ def mixed(how, twice=False, hooks=None):
     if twice:
         y.square().sum().backward(retain_graph=True)
     y.square().sum().backward()
-    return [x.grad, scale.grad, *(p.grad for p in module.parameters()), between, torch.rand(4)]
+    return [x.grad, scale.grad, *gradients_of(module), between, torch.rand(4)]
 
 
 def assert_equal(ours, plain):
     torch.testing.assert_close(ours, plain, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("how", [full, selective, full_at_work, selective_at_work])
+@pytest.mark.parametrize("how", [full, selective])
 def test_any_module_with_dropout(how):
-    """The same gradients and random numbers; by ours in two backwards and in save_on_cpu, too."""
-    assert_equal(mixed(how), mixed(plainly))
-    if how in (full, selective):
-        assert_equal(mixed(how, twice=True), mixed(plainly, twice=True))
-        assert_equal(mixed(how, hooks=torch.autograd.graph.save_on_cpu()), mixed(plainly))
+    """The same gradients and random numbers, in two backwards and in save_on_cpu, too."""
+    assert_equal(mixed(how, twice=True), mixed(plainly, twice=True))
+    assert_equal(mixed(how, hooks=torch.autograd.graph.save_on_cpu()), mixed(plainly))
 
 
 @pytest.mark.parametrize("how", [full, selective])
@@ -216,15 +194,12 @@ def test_a_recipe_of_what_has_changed():
 W = torch.arange(16.0).view(4, 4).requires_grad_()
 
 
-@pytest.mark.parametrize("first, second, words", [
-    (lambda x: x.exp().sin(), lambda x: x.exp(), "1"),
-    (lambda x: x @ W, lambda x: F.linear(x, W), "when it ran again"),
-])
-def test_forward_that_changes(first, second, words):
-    """It makes fewer tensors, or others of one shape: W and W.t()."""
-    turns = iter([first, second])
+def test_forward_that_changes():
+    """It makes another tensor of the same shape: W and W.t()."""
+    W = torch.arange(16.0).view(4, 4).requires_grad_()
+    turns = iter([lambda x: x @ W, lambda x: F.linear(x, W)])
     y = full(lambda x: next(turns)(x), torch.ones(4, 4, requires_grad=True))
-    with pytest.raises((KeyError, AssertionError), match=words):
+    with pytest.raises(AssertionError, match="when it ran again"):
         y.sum().backward()
 
 
@@ -233,11 +208,12 @@ def test_backward_in_two_halves(how):
     """The gradient of the input first, and then those of the weights, as in zero bubble."""
 
     def gradients(how):
-        block = build(CONFIGS["llama"], 0).blocks[0]
-        x = torch.linspace(-1, 1, 16 * 32).view(1, 16, 32).requires_grad_()
-        loss = how(block.forward, x).square().sum()
+        torch.manual_seed(0)
+        module = Mixer()
+        x = torch.randn(3, 7, requires_grad=True)
+        loss = how(module, x).square().sum()
         of_input = torch.autograd.grad(loss, x, retain_graph=True)
-        return [*of_input, *torch.autograd.grad(loss, [*block.parameters()])]
+        return [*of_input, *torch.autograd.grad(loss, [*module.parameters()])]
 
     assert_equal(gradients(how), gradients(plainly))
 
@@ -252,7 +228,7 @@ def test_inside_a_compiled_model(how):
         model.forward = partial(how, model.forward)
         x = torch.linspace(-1, 1, 21).view(3, 7).double()
         compiler(lambda x: model(x.sin()).square().sum())(x).backward()
-        return [p.grad for p in model.parameters()]
+        return gradients_of(model)
 
     compiler = partial(torch.compile, backend="aot_eager")
     assert_equal(gradients(how, compiler), gradients(plainly, lambda function: function))
@@ -305,19 +281,16 @@ def part_of(model, x, y):
 
 def check_copy(ckpt, scaled):
     """Three steps of two Mixers, beside torch's own on one rank."""
-    copy = copied("amp_accum_ckpt")
-    torch.manual_seed(0)
-    plain = nn.Sequential(Mixer(), Mixer())
+    section = copied("amp_accum_ckpt")
     torch.manual_seed(dist.get_rank())  # every rank starts with weights of its own
     model = nn.Sequential(Mixer(), Mixer())
-    if dist.get_rank() == 0:
-        model.load_state_dict(plain.state_dict())
-    copy.replicate(model)
+    section.replicate(model)
+    plain = copy.deepcopy(model)
     for mixer in model:
-        mixer.forward = partial(getattr(copy, ckpt), mixer.forward)
+        mixer.forward = partial(getattr(section, ckpt), mixer.forward)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     judge = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
-    scaler = copy.LossScaler(optimizer) if scaled else None
+    scaler = section.LossScaler(optimizer) if scaled else None
     rng = torch.Generator().manual_seed(1)
     rows = slice(dist.get_rank(), None, dist.get_world_size())
     for x, y in torch.randn(3, 2, 8, 5, 7, generator=rng):
@@ -327,10 +300,10 @@ def check_copy(ckpt, scaled):
         judge.step()
         optimizer.zero_grad()
         micro = zip(x[rows].tensor_split(3), y[rows].tensor_split(3))
-        copy.accumulate(partial(part_of, model), micro, scaler)
-        ours = copy.update(model.parameters(), optimizer, 0.05, scaler)
-        assert_equal([ours, *(p.grad for p in model.parameters())],
-                     [norm, *(p.grad for p in plain.parameters())])
+        section.accumulate(partial(part_of, model), micro, scaler)
+        ours = section.update(model.parameters(), optimizer, 0.05, scaler)
+        assert_equal(ours, norm)
+        assert_equal(gradients_of(model), gradients_of(plain))
     assert_equal([*model.parameters()], [*plain.parameters()])
 
 
@@ -364,11 +337,8 @@ def test_scaler_walks_as_torch_does():
     weights[0].grad = torch.ones(3)
     optimizer.step()  # without the scaler: it does not skip
     assert not torch.equal(*weights)
-
-
-def test_an_optimizer_that_would_not_skip_is_refused():
-    with pytest.raises(AssertionError, match="fused"):
-        LossScaler(torch.optim.AdamW([nn.Parameter(torch.ones(3))]))
+    with pytest.raises(AssertionError, match="fused"):  # it would not skip
+        LossScaler(torch.optim.AdamW(weights))
 
 
 def inject(module):
@@ -424,25 +394,9 @@ def last_micro_batch(module):
     module.accumulate = lambda part, batches, scaler: accumulate(part, [*batches][-1:], scaler)
 
 
-def another_activation(module):
-    """What is made again is not what was made."""
-    make = module.Recipe.make
-
-    def broken(self):
-        if self.op is torch.ops.aten.silu.default:
-            self.keywords = {}
-            self.op = torch.ops.aten.gelu.default
-        return make(self)
-
-    module.Recipe.make = broken
-
-
-@pytest.mark.parametrize("plant, flags", [
-    (loss_of_the_micro_batch, []), (not_summed, []), (last_micro_batch, []),
-    (another_activation, [*LLAMA, "--ckpt", "selective"]),
-])
-def test_planted(plant, flags):
-    proves("amp_accum_ckpt", 2, "--accum", "2", *flags, plant=plant)
+@pytest.mark.parametrize("plant", [loss_of_the_micro_batch, not_summed, last_micro_batch])
+def test_planted(plant):
+    proves("amp_accum_ckpt", 2, "--accum", "2", plant=plant)
 
 
 def test_random_state_not_restored(monkeypatch):
@@ -488,9 +442,3 @@ def test_refused(monkeypatch):
         flags, words = line.strip().split("   ", 1)
         code, _, said = outcome("amp_accum_ckpt", flags.split())
         assert code == 2 and is_clear("amp_accum_ckpt", said, words.strip()), (code, said)
-
-
-def test_both_times_both():
-    report = script("amp_accum_ckpt", 2, "--steps", "4", "--layers", "1", "--width", "32",
-                    "--impl", "both")
-    assert report["speedup"] > 0
