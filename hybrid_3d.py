@@ -23,20 +23,20 @@ same. sum: each has a summand, and sum_gradients makes the sum. The norm counts 
     numbers that a rank of a middle stage sends in a step of M micro-batches, A = B/(dp M) T/cp C
     tp    M L/pp 8 A (tp-1)/tp; --sp: 10 for 8, and the sums over tp of the table above
     pp    M 2 A; --sp: 1/tp of it
-    cp    M L/pp 6 A (cp-1)/tp K/H, K key-value heads: these twice, their gradients (fp32) once
+    cp    M L/pp 6 A (cp-1)/tp K/H, K of H heads: keys and values twice, gradients (fp32) once
     data  k P (n-1)/n, of P parameters here, n = dp cp; k is 2, ZeRO-2: M + 1, ZeRO-3: 3 M
     ends  V C/tp by the first stage and the last, if the embedding is tied; ZeRO: 1/(dp cp) of it
 
-Not for: parameters that are whole, but used inside of what tp cuts (norms of q and k need a row of
-the table), optimizers that look at whole matrices, several ties between stages.
+Not for: norms of q and k (which need a row of the table), optimizers that look at whole matrices,
+several ties between stages.
 Narayanan 2021, arXiv:2104.04473, section 3; Llama team 2024, arXiv:2407.21783, section 3.3.2.
 At work: DeviceMesh, fully_shard, parallelize_module, torch.distributed.pipelining (section 3).
 
     torchrun --standalone --nproc_per_node=8 hybrid_3d.py --dp 2 --tp 2 --pp 2
-    mesh = Mesh(dp=2, tp=2, pp=2)  # plans, layers, inputs, loss_of as in pipeline_parallel.py
+    mesh = Mesh(dp=2, tp=2, pp=2)  # loss_of gets logits cut by vocabulary: see in_microbatches
     model = parallelize(plain, mesh, plans, layers, boundary)
     optimizer = AdamW(model.parameter_groups(), lr=1e-3)
-    model.zero_grad(); model.pipeline.step(inputs, loss_of); sum_gradients(model)
+    model.zero_grad(); loss = model.pipeline.step(inputs, loss_of); sum_gradients(model)
     step(model, optimizer, gradient_norm(model), clip)
 """
 import math
@@ -47,6 +47,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.autograd.function import once_differentiable
 
 import context_parallel
 import moe
@@ -55,7 +56,7 @@ import tensor_parallel
 from pipeline_parallel import Mail, Pipeline, SplitLinear, carve
 from tensor_parallel import (
     ColumnParallel, CutSequence, WholeSequence, vocab_parallel_cross_entropy)
-from zero import Unit, ZeRO, held
+from zero import Unit, ZeRO
 
 import contextlib
 import sys
@@ -70,8 +71,11 @@ from common import adamw, build, loss_sum, share
 from harness.checkpoint import Piece, parts_pieces, pieces_of, run_pieces
 from harness.flags import ANY, POSITIVE, Flag, arguments, require
 from harness.run import Run, Side, whole
+from zero import held
 
 # ---- 1. the technique (copy this; it needs torch and the files of the techniques) ---
+# For another model write what section 2 has for the toy: kind_of, unit_of, origins_of,
+# within_layers, between_layers, around_layers.
 
 
 def parallelize(model, mesh, plans, layers, boundary, *, sp=False, attend=None, recompute=None,
@@ -118,7 +122,7 @@ class Mesh:
         ranks = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
         place = (ranks == dist.get_rank()).nonzero()[0].tolist()
         self.place = dict(zip(("pp", "dp", "cp", "tp"), place))
-        self.pipelines = ranks.flatten(1).T.tolist()  # for each the ranks of its places, in order
+        self.pipelines = ranks.flatten(1).T.tolist()  # [[ranks of a pipeline, first place first]]
         [self.pipeline] = [line for line in self.pipelines if dist.get_rank() in line]
         self.size = {}
         self.group = {}
@@ -186,7 +190,7 @@ def sum_gradients(model):
     """The same, in one call an axis. Along data and replicas backward has begun it."""
     for zero in model.zeros:
         if zero.level < 2:  # else after_backward has summed
-            zero.sync = True  # also the "tied", for which no backward has set it
+            zero.sync = True  # for "tied", which belongs to no stage, no backward has set it
             zero.reduce()  # partial -> replicated, in ZeRO-1 sharded
     for axis in ("tp", "ends"):
         summands = [part.grad for part in model.parts if axis in model.kind[part.parameter].summed]
@@ -241,16 +245,15 @@ class Hybrid(nn.Module):
                 if p in self.kind:  # the other end of the tied one
                     continue
                 kind = kinds["tied" if p in tied else kind_of(name)]
-                is_cut = self.tp.size > 1 and p in self.tp.cuts
-                assert self.tp.size == 1 or is_cut == ("tp" in kind.cut), (
-                    f"{name}: another kind? The plan of tp and the table disagree on a cut")
+                if self.tp.size > 1:
+                    assert (p in self.tp.cuts) == ("tp" in kind.cut), f"{name}: another kind?"
                 self.names[p] = tied.get(p, name)
                 self.kind[p] = kind
                 if p.requires_grad:
                     site = unit_of(name)
                     if splits and self.level == 2 and kind is kinds["outside"]:
-                        # B makes these gradients. In a unit of their own ("", the whole stage) they
-                        # do not make ZeRO lend a block's memory before W.
+                        # B makes these gradients already. In a block's unit they would bring its
+                        # buffer to life before W: so they have a unit of the whole stage.
                         site = ""
                     where = "tied" if p in tied else stage
                     [copies] = [axis for axis in kind.summed if axis in COPIES]
@@ -284,7 +287,7 @@ class Hybrid(nn.Module):
 
     def after_backward(self, stage):
         for zero in self.zeros_of[stage]:
-            if zero.sync and zero.level >= 2:  # which have no room for the next ones' until then
+            if zero.sync and zero.level >= 2:  # which have no room for the next micro-batch's
                 zero.reduce()  # partial -> sharded
 
 
@@ -334,8 +337,8 @@ def gather(model, found, origins):
     mine = {}
     for stage in model.stages:
         for name, t in stage.state_dict(keep_vars=True).items():
+            t_here = found.get(t, t)  # not found: a buffer, or frozen, and whole here already
             # over tp: sharded -> replicated
-            t_here = found.get(t, t)  # what is not found is a buffer, or not in origins
             mine[name] = tensor_parallel.unshard(t_here, model.tp.cuts.get(t), model.tp)
     mine = moe.gather_experts(mine, model.mesh.group["ep"])  # over ep: sharded -> replicated
     # over pp: on one stage -> replicated
@@ -350,7 +353,7 @@ KIND_BY_NAME = [  # the first pattern that fits a parameter's name
     ("*norm*", "outside"),
     ("*.out.bias", "outside"),  # row biases, added to the sum over tp
     ("*.down.bias", "outside"),
-    ("*", "matrix"),  # and biases of columns, embeddings and positions, which are cut as they are
+    ("*", "matrix"),  # and biases of columns, embeddings and positions: cut like matrices
 ]
 
 
@@ -372,7 +375,8 @@ def unit_of(name):
 def origins_of(model, layers, plans):
     """Before the model is cut -> {name: (first place along pp that has it, a meta tensor like it)}
 
-    What is trained requires a gradient there: of a tied one, under its first name alone.
+    The meta tensor requires a gradient if the parameter is trained; a tied one under its first
+    name alone.
     """
     home = pipeline_parallel.homes(plans)
     names = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -437,15 +441,16 @@ class SplitColumns(torch.autograd.Function):
         return ColumnParallel.forward(ctx, tp, x, *parameters)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, *dys):
-        x = ctx.saved_tensors[0]
-        dx = ctx.tp.reduce(tensor_parallel.input_gradient(dys, ctx.parameters[::2]))
+        x, *_ = ctx.saved_tensors
+        reducing = ctx.tp.reduce(tensor_parallel.input_gradient(dys, ctx.parameters[::2]))
         make = partial(add_gradients, ctx.tp, x, dys, ctx.parameters)
         if SplitLinear.later is None:
             make()
         else:
             SplitLinear.later.append(make)
-        return None, dx.wait(), None
+        return None, reducing.wait(), None
 
 
 def add_gradients(tp, x, dys, parameters):
@@ -454,7 +459,8 @@ def add_gradients(tp, x, dys, parameters):
     gradients = tensor_parallel.weight_gradients(x, dys, parameters[1::2])
     for p, gradient in zip(parameters, gradients):
         if gradient is not None and p.requires_grad:
-            torch.autograd.backward(p, gradient)  # adds to p.grad, and calls ZeRO's hook
+            # adds to p.grad, calls ZeRO's hook, and goes through a cast that autocast has made
+            torch.autograd.backward(p, gradient)
 
 
 def between_layers(model, layers, plan):
@@ -483,7 +489,7 @@ def train_step(model, optimizer, x, y, valid, clip):
     loss = model.pipeline.step(inputs, loss_of) / model.tp.size  # every rank of tp has all of it
     sum_gradients(model)
     norm = gradient_norm(model)
-    balancing = moe.balancing_losses(model)
+    balancing = moe.balancing_losses(model)  # before step(), which forgets them
     step(model, optimizer, norm, clip)
     return loss + balancing, norm
 
@@ -678,8 +684,8 @@ def layout(args):
 
 
 def fill_axes(args):
-    """dp, tp and pp that are left out. If all are, and 4 divides the ranks, tp and pp are 2. The
-    last that is open in the order pp, tp, dp gets the ranks that remain, the others are 1."""
+    """dp, tp and pp that are left out. If all are, and 4 divides the ranks, tp and pp are 2. Else
+    the last one left out, in the order pp, tp, dp, gets all other ranks, the ones before it 1."""
     ranks = args.world_size // args.cp
     missing = [axis for axis in ("pp", "tp", "dp") if getattr(args, axis) is None]
     for axis in missing:
@@ -695,13 +701,13 @@ def refuse(args):
     tp = args.tp
     copies = args.dp * args.cp
     stages = args.pp * pipeline_parallel.chunks_of(args.schedule, args.chunks)
-    heads = tp * args.cp if args.attn == "ulysses" else tp  # among so many ranks
+    sharing = tp * args.cp if args.attn == "ulysses" else tp  # ranks that share the heads
     tokens = args.cp * tp if args.sp else args.cp
     axes = f"--dp {args.dp} x --cp {args.cp} x --tp {tp} x --pp {args.pp}"
     require(copies * tp * args.pp == args.world_size,
             f"{axes}: their product is not {args.world_size}, the number of ranks")
-    require(args.kv_heads % heads == 0,
-            f"--heads {args.heads}, --kv-heads {args.kv_heads}: do not divide over {heads} ranks")
+    require(args.kv_heads % sharing == 0,
+            f"--heads {args.heads}, --kv-heads {args.kv_heads}: do not divide over {sharing} ranks")
     chunks = args.cp * len(context_parallel.on_paper(args.attn, 0, args.cp).chunks())
     require(args.seq % tokens == 0, f"--seq {args.seq} does not divide over {tokens} ranks")
     require(args.cp == 1 or args.seq % chunks == 0,
@@ -753,7 +759,7 @@ def tokens_of(args):
 
 
 def sent_on_tp(args, b, layers, is_first, is_last):
-    """By so many layers, the embedding and the head, but for the sums of gradients."""
+    """By so many layers, the embedding and the head, without the sums of gradients."""
     x = b * tokens_of(args) * args.width  # between two blocks, before --sp cuts it
     half = 5 if args.sp else 4  # f and g of half a block, in units of (tp-1)/tp numbers
     halves = 1 if args.experts and not args.shared else 2
@@ -818,7 +824,7 @@ def textbook(run, plans, layers, model):
     beside = [home.get(stage + step) for stage in here for step in (-1, 1)]
     neighbours = sum(rank not in (None, place) for rank in beside)
     blocks = sum(layers[stage] for stage in here)
-    links = model.pipeline.mail.links  # {its two places: group}; gloo sends in that of all
+    links = model.pipeline.mail.links  # {its two places: group}; with gloo none, but group["pp"]
     world = dist.get_world_size()
     rows = []
 
@@ -856,7 +862,7 @@ def pieces(model, optimizer):
             p = part.parameter
             place = model.names[p], flat.shapes[p], part.first
             found.append((p, parts_pieces([(*place, part.master)], optimizer, is_first(model, p))))
-            # what computes is loaded likewise, and not saved
+            # part.shard, which forward reads, is loaded likewise, and never saved
             found.append((p, run_pieces(*place, part.shard, False)))
     for p, name in model.names.items():  # in level 3 those that are trained have no elements
         writes = not p.requires_grad and is_first(model, p)
@@ -905,7 +911,7 @@ def build_plain(args, cfg, seed, device, dtype):
 
 
 def sources(args, device):
-    """-> of each micro-batch, of each rank, the tokens that it routes: their numbers of all B T."""
+    """-> [[the tokens, of 0 to B T - 1, that a rank routes], of each rank] of each micro-batch"""
     numbers = torch.arange(args.batch * args.seq, device=device)
     numbers = numbers.view(args.dp, args.micro, -1, args.seq)
     found = [[] for _ in range(args.micro)]
@@ -953,7 +959,7 @@ def set_up(run, mesh, plans, layers):
         full_state_dict=partial(full_state_dict, model),
         evaluate=lambda x, y: evaluate(model, x[:, tokens], y[:, tokens]),
         pieces=partial(pieces, model, optimizer),
-        held=partial(held, model, model, optimizer),  # of its parameters and its flats
+        held=partial(held, model=model, zero=model, optimizer=optimizer),
         extra=partial(notes, model) if args.experts else None)
 
 

@@ -54,7 +54,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 import sys
-from itertools import accumulate, takewhile
+from itertools import accumulate
 
 from common import GPT, adamw, loss_sum, share
 from harness.checkpoint import pieces_of
@@ -194,7 +194,7 @@ class Schedule(NamedTuple):
 
 
 # In pictures F = B = W, 2 ranks have 4 micro-batches (naive, bfs: 2), and the second stage of a
-# rank has small letters. A B that leaves no W is as long as both.
+# rank has small letters. A B that leaves no W is twice as long: it does the W, too.
 SCHEDULES = {
     # One micro-batch at a time: one rank is at work.
     #     rank 0   F0 .........B0    F1 .........B1
@@ -212,12 +212,12 @@ SCHEDULES = {
     #     rank 0   F0 F1 f0 f1 F2 ...b0    F3 b1    f2 B0    f3 B1    ...b2    ...b3    B2    B3
     #     rank 1   ...F0 F1 f0 b0    f1 b1    F2 B0    F3 B1    f2 b2    f3 b3    B2    B3    ......
     "interleaved": Schedule(
-        loop, None, lambda r, p, M, s: turns(M, (len(s) - 1) * p + 2 * (p - 1 - r), s, p)),
+        loop, None, lambda r, p, M, s: turns(M, (len(s) - 1) * p + 2 * (p - 1 - r), s, together=p)),
     # gpipe with several stages per rank (Lamy-Poirier 2022, arXiv:2211.05953): all micro-batches go
     # through one, then through the next. So sharded parameters (FSDP) are gathered only twice.
     #     rank 0   F0 F1 f0 f1 .........b0    b1    B0    B1
     #     rank 1   ...F0 F1 f0 f1 b0    b1    B0    B1    ......
-    "bfs": Schedule(loop, None, lambda r, p, M, s: turns(M, len(s) * M, s, M)),
+    "bfs": Schedule(loop, None, lambda r, p, M, s: turns(M, len(s) * M, s, together=M)),
     # 1f1b in which rank r does the W of micro-batch m behind the B of micro-batch m + r: Bs are
     # sooner done, and Ws fill the end (Qi 2023, figure 3).
     #     rank 0   F0 F1 ...B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
@@ -250,7 +250,7 @@ SCHEDULES = {
 
 def make_plans(name, ranks, microbatches, chunks=2):
     """-> for each rank a list of actions. chunks: stages per rank, of interleaved and bfs."""
-    # others would wait for each other for ever
+    # with other numbers of micro-batches the ranks would wait for each other for ever
     assert name != "interleaved" or microbatches % ranks == 0, "micro-batches: a multiple of ranks"
     assert name != "dualpipe-v" or microbatches >= 2 * ranks, "micro-batches: 2 x ranks or more"
     place, fixed, order = SCHEDULES[name]
@@ -278,7 +278,7 @@ def source(action, last):
 class Mail:
     """Each rank puts what it has made and takes what it needs.
 
-    Each pair of ranks has a link for each direction. Both of its ends go through it in the order in
+    Each pair of ranks has a link for each direction. Sends and receives on it are in the order in
     which the sender's plan makes the tensors. Receives are started ahead, so that tensors travel
     while ranks compute.
 
@@ -298,7 +298,8 @@ class Mail:
         self.end = max(homes(plans))  # the last stage
         self.receiver = {}  # {key of an action: the rank that takes what it makes}
         for rank, plan in enumerate(plans):
-            self.receiver.update({source(action, self.end): rank for action in plan})
+            needs = [source(action, self.end) for action in plan]
+            self.receiver.update({need: rank for need in needs if need})
         self.coming = deque()  # [(position among the sender's actions, sender, key)], not started
         self.here = {}  # {key: (work, tensor)} of started receives; no work: made on this rank
         self.sent = None  # (work, tensor) of the last send
@@ -326,9 +327,9 @@ class Mail:
     def put(self, action, tensor):
         """Called after each action, with what it has made."""
         self.position += 1
-        # Start to receive all that the others make up to one action later in their plans than we
-        # are in ours. To start only what is taken next would not do: a rank of bfs sends much
-        # earlier than it is taken, and its sends would wait for us.
+        # Start to receive all that the others make up to one action later in their plans than our
+        # next one is in ours. What is taken next alone would not do: a rank of bfs sends a tensor
+        # long before we take it, and would wait for us there.
         while self.coming and self.coming[0][0] <= self.position + 1:
             self.receive()
         receiver = self.receiver.get(key(action))
@@ -394,8 +395,9 @@ def make_links(plans, pipelines):
 
 # ---- 1.3 a backward in two parts ----
 #
-#     y = x A^T, for every Linear     B    grad_x = grad_y A       the stage before waits for it
-#     (Qi 2023, section 2)            W    grad_A = grad_y^T x     nobody waits: both are kept
+# Of every Linear, y = x A^T (Qi 2023, section 2):
+#     B    grad_x = grad_y A       the stage before waits for it
+#     W    grad_A = grad_y^T x     nobody waits for it: grad_y and x are kept until then
 
 
 class SplitLinear(torch.autograd.Function):
@@ -470,7 +472,7 @@ class Pipeline:
 
     modules: {stage: module}, this rank's. plans: all ranks'. before(stage, is_last, is_whole) and
     after(stage) are called around each B and W, for hooks on gradients, as hybrid_3d.py has them.
-    is_last: it is the stage's last B, or its last W: some of the gradients are complete after it.
+    is_last: it is the stage's last B or W. After these all of its gradients are complete.
     is_whole: after it the micro-batch has made all of its gradients.
     """
 
@@ -485,8 +487,8 @@ class Pipeline:
         self.updates = any(action.kind == "U" for action in self.plan)
         self.apart = {(a.microbatch, a.stage) for a in self.plan if a.kind == "W"}  # split Bs
         last_b = {a.stage: a for a in self.plan if a.kind == "B"}
-        last_of_all = {a.stage: a for a in self.plan if a.kind in "BW"}  # a W, where there are any
-        self.last = {*last_b.values(), *last_of_all.values()}
+        last_of_all = {a.stage: a for a in self.plan if a.kind in "BW"}  # its last B or W
+        self.last_actions = {*last_b.values(), *last_of_all.values()}
         self.kept = {}  # {(micro-batch, stage): its input, the edge of its output}, until B
         self.left = {}  # {(micro-batch, stage): [what each Linear has left to do]}, until W
         if self.apart:
@@ -531,7 +533,7 @@ class Pipeline:
             return update()
         if self.before:
             is_whole = kind == "W" or (m, stage) not in self.apart
-            self.before(stage, action in self.last, is_whole)
+            self.before(stage, action in self.last_actions, is_whole)
         made = None
         if kind == "B":
             made = self.backward(m, stage, taken)
@@ -611,7 +613,7 @@ class Stages(nn.ModuleList):
         for stage, module in enumerate(whole):
             for name, p in module.named_parameters(remove_duplicate=False):
                 self.origins.setdefault(name, (home[stage], p.detach().to("meta")))
-                assert by_name.setdefault(name, p) is p, f"{name}: two stages have another one"
+                assert by_name.setdefault(name, p) is p, f"{name}: stages have different ones"
                 names.setdefault(p, name)
                 holders[p].add(home[stage])
         self.names = {p: names[p] for p in self.parameters()}
@@ -832,13 +834,11 @@ def search(ranks, microbatches, limit, span, waiting=1.0):
         return kept(plan, waiting) <= limit + 1e-9
 
     family = []
-    # 2.05: a little more than 2 fills the time of the transfers, too
+    # 2.05: from 21 ranks on a little more than 2 fills the time of the transfers, too
     for slope, lag in product((0.5, 1, 1.5, 2, 2.05, 2.5, 3), (0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4)):
         for most in range(min(int(slope * (ranks - 1)), limit - 1), -1, -1):
-            of_ranks = (sloped(rank, ranks, microbatches, slope, most, lag)
-                        for rank in range(ranks))
-            plans = list(takewhile(fits, of_ranks))
-            if len(plans) == ranks:
+            plans = [sloped(rank, ranks, microbatches, slope, most, lag) for rank in range(ranks)]
+            if all(fits(plan) for plan in plans):
                 family.append(plans)
                 break  # a shorter warm-up has more bubble
     return min(family, key=span)
@@ -906,7 +906,7 @@ def refuse(args):
 def refuse_at_work(name, micro, ranks):
     """Refuses what torch's schedules would raise for."""
     require(name in AT_WORK, f"--schedule {name}: torch has {', '.join(AT_WORK)} only")
-    # before that, a rank that has two stages in a row sends to itself, and gloo cannot
+    # before torch 2.13 a rank that has two stages in a row sends to itself, and gloo cannot
     able = SCHEDULES[name].place is loop or torch.__version__ >= (2, 13)  # it compares with tuples
     require(able, f"--schedule {name}: needs torch 2.13, or --impl scratch")
     enough = name != "1f1b" or micro >= ranks
