@@ -84,7 +84,7 @@ class Flat:
     """
 
     def __init__(self, olds, group, replicas, device, dtype, home):
-        """olds: the module's parameters. New ones replace them: .data cannot leave the meta device."""
+        """olds: the module's own. New ones replace them, as p.data cannot leave the meta device."""
         own = olds[0].dtype
         assert all(p.dtype == own for p in olds), "FSDP: a unit's parameters must be of one dtype"
         self.group = group  # n ranks

@@ -337,7 +337,7 @@ class ZeRO:
         for other in self.flats:
             if other is not flat and not other.stays and not flat.stays:
                 other.free()
-        # The unit is sent for, unless the last lines did it when the unit before was entered.
+        # The unit is sent for, unless the lines below did it when the unit before was entered.
         flat.start_gather()
         flat.wait()
         if flat.stays:
