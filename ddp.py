@@ -1,9 +1,9 @@
 r"""Data parallelism: every rank has the whole model and a part of the batch; gradients are summed.
 
-    rank 0   rows 0..3   forward | backward: block 3   block 2   block 1   block 0 | step
-    rank 1   rows 4..7   forward | backward: block 3   block 2   block 1   block 0 | step
-                                                  \_________\_________\_________\
-                                   all-reduce        bucket 0  bucket 1  bucket 2
+    rank 0   rows 0..3   forward | backward: block 3   block 2   block 1   block 0 |         | step
+    rank 1   rows 4..7   forward | backward: block 3   block 2   block 1   block 0 |         | step
+                                                    \_________\_________\_________\_________\
+                                   all-reduce         bucket 0  bucket 1  bucket 2  bucket 3
 
 Gradients are views into flat buckets, filled in the order in which backward makes them. The
 all-reduce of a bucket starts as soon as it is full, so that all but the last travel while backward
@@ -13,7 +13,7 @@ still runs.
     parameters, gradients, AdamW states     16 P          16 P
     activations                             whole batch   1/N
     sent per step                           -             2 (N-1)/N * 4 P
-      by                                    -             all-reduces of 4 P in all
+      in                                    -             all-reduces of tensors of 4 P in all
 
     model = BucketedDDP(model)  # gradients are averaged over ranks, with average=False summed
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -24,7 +24,8 @@ still runs.
 
 Not for: sparse embedding gradients, second derivatives (create_graph=True), reentrant
 checkpointing, parameters that are added or frozen after wrapping, backwards that end in an
-exception. All ranks must use the same parameters, or at least make as many backwards.
+exception, BatchNorm (buffers are made equal once). Ranks may use different parameters (gradients of
+unused ones are zero), but all ranks must make the same number of backwards.
 
 Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 arXiv:2006.15704, section 3. At work: torch.nn.parallel.DistributedDataParallel, section 3 below.
@@ -38,6 +39,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+# section 1 needs what stands above, the others what follows
 import math
 import sys
 
@@ -61,12 +63,11 @@ class Bucket:
     """Gradients of some parameters, side by side in one flat tensor, for one all-reduce."""
 
     def __init__(self, parameters, group, average):
-        first = parameters[0]
         sizes = [p.numel() for p in parameters]
         self.parameters = parameters
         self.group = group
         self.average = average
-        self.flat = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
+        self.flat = parameters[0].new_zeros(sum(sizes))
         self.views = [piece.view_as(p) for p, piece in zip(parameters, self.flat.split(sizes))]
         self.missing = len(parameters)  # gradients that this backward has not made yet
         self.work = None  # Work of the all-reduce that is under way
@@ -74,7 +75,7 @@ class Bucket:
     def take(self, i):
         """Move a gradient that autograd has made into the bucket, and leave a view in its place."""
         p = self.parameters[i]
-        if p.grad is not self.views[i]:
+        if p.grad is not self.views[i]:  # else autograd has added to the view, after no_sync()
             p.grad = self.views[i].copy_(p.grad)
 
     def start(self):
@@ -85,7 +86,7 @@ class Bucket:
         self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
 
     def finish(self):
-        self.work.wait()
+        self.work.wait()  # on GPUs the stream waits for it, not the host
         if self.average:
             self.flat.div_(dist.get_world_size(self.group))
         self.missing = len(self.parameters)
@@ -95,9 +96,9 @@ class BucketedDDP(nn.Module):
     """Data parallelism for a module: when loss.backward() returns, gradients are reduced.
 
     group: the ranks, each with rows of its own
-    bucket_mb: the largest bucket (MB = 1e6 bytes). The first is of first_bucket_mb, so that
-        communication starts early. No bucket is above a quarter of the whole: nothing hides the
-        last one's all-reduce
+    bucket_mb: how large a bucket may be (MB = 1e6 bytes). The first one may be first_bucket_mb, so
+        that communication starts early. None may exceed a quarter of the whole, since the last one
+        travels when backward is over. A larger parameter has a bucket of its own
     average: False sums gradients instead
 
     All ranks begin with the first one's parameters and buffers. Frozen parameters are left out,
@@ -107,7 +108,7 @@ class BucketedDDP(nn.Module):
 
     def __init__(self, module, group=None, bucket_mb=25, first_bucket_mb=1, average=True):
         super().__init__()
-        wrapped = [m for m in module.modules() if isinstance(m, BucketedDDP)]
+        wrapped = any(hasattr(p, "is_in_bucket") for p in module.parameters())
         assert not wrapped, "in a BucketedDDP already: gradients would be summed twice"
         self.module = module
         self.sync = True  # False within no_sync()
@@ -120,6 +121,7 @@ class BucketedDDP(nn.Module):
             bucket = Bucket(parameters, group, average)
             self.buckets.append(bucket)
             for i, p in enumerate(parameters):
+                p.is_in_bucket = True
                 p.register_post_accumulate_grad_hook(partial(self.ready, bucket, i))
 
     def layout(self, bytes_each, bytes_first):
@@ -151,8 +153,8 @@ class BucketedDDP(nn.Module):
         finally:
             self.sync = True
 
-    def ready(self, bucket, i, p):
-        """Autograd's call when a gradient is complete: of a tied parameter, the sum of all uses."""
+    def ready(self, bucket, i, _):
+        """Autograd's call when a gradient is complete: a tied parameter's once, with all uses."""
         bucket.take(i)
         if not self.sync:
             return

@@ -15,11 +15,11 @@ gradients. Of the P parameters P_again lie in blocks that are gathered twice: al
     gathered at one time                    -             the root and at most 2 blocks
     activations                             whole batch   1/N
     sent per step                           -             4 (2 P + P_again) (N-1)/N
-      by                                    -             2L all-gathers, L+1 reduce-scatters
+      in, with L blocks and the root        -             2L all-gathers, L+1 reduce-scatters
     with --no-reshard                       -             8 P (N-1)/N, all blocks stay gathered
 
 zero.py --stage 3 holds the same, and finds out by itself in which order units are used. FSDP is
-told its blocks; no rank needs the whole model (meta device); replicas are groups of ranks (--hsdp).
+told its blocks; no rank needs the whole model (meta device). --hsdp N: a copy for every N ranks.
 
     model = FSDP(model, model.blocks)  # gradients are summed over ranks, not averaged
     optimizer = torch.optim.AdamW(model.parameter_groups(), lr=1e-3)
@@ -47,6 +47,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.utils._pytree import tree_leaves
 
+# section 1 needs what stands above, the others what follows
 import sys
 
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -67,24 +68,23 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 class Part:
     """This rank's piece of a parameter: a run of its numbers."""
 
-    first: int  # the place in parameter.flatten() where the piece begins
-    span: slice  # the place of the piece in this rank's chunk
+    first: int  # the piece begins at this index of parameter.flatten()
+    span: slice  # the piece is these numbers of this rank's chunk
     shard: nn.Parameter  # 1-D, what the optimizer steps. Its grad: the sum over ranks and backwards
 
 
 class Flat:
     """A unit's parameters, side by side in one tensor that is padded to equal chunks.
 
-        full      p0 | p1 | p2 | padding    while it has memory, the parameters are views of it
-        buffer    g0 | g1 | g2 | padding    this rank's gradients, while they are summed
+        full      p0 | p1 | p2 | padding    (n * chunk,): the parameters are views of it
+        buffer    g0 | g1 | g2 | padding    likewise: gradients of this rank, while they are summed
                   chunk 0 | chunk 1 | ..    where both are cut, wherever that is in a parameter
 
-    Each rank keeps its chunk of full, the shard. Where the unit is not gathered full has no memory,
-    and the parameters have no elements.
+    Each rank keeps its chunk, the shard. Between uses full has no memory, parameters no elements.
     """
 
     def __init__(self, olds, group, replicas, device, dtype, home):
-        """olds: the parameters whose places new ones will take. For the rest see FSDP."""
+        """olds: the module's own. New ones replace them, as p.data cannot leave the meta device."""
         own = olds[0].dtype
         assert all(p.dtype == own for p in olds), "FSDP: a unit's parameters must be of one dtype"
         self.group = group  # n ranks
@@ -96,10 +96,10 @@ class Flat:
         self.size = sum(old.numel() for old in olds)  # without padding
         n = dist.get_world_size(group)
         self.chunk = -(-self.size // n)  # rounded up
-        self.begin = dist.get_rank(group) * self.chunk  # of this rank's chunk in full
+        self.begin = dist.get_rank(group) * self.chunk  # where this rank's chunk begins in full
         self.shard = torch.zeros(self.chunk, dtype=own, device=home or device)  # (chunk,)
         self.full = torch.empty(n * self.chunk, dtype=dtype or own, device=device)  # (n chunk,)
-        self.places = self.views(self.full)
+        self.places = self.views(self.full)  # {parameter: its view of full}
         self.parts = self.cut()
         self.gathering = None  # Work of an all-gather that is under way
         self.sending = None  # (chunk,), what that all-gather reads: kept until it is over
@@ -109,7 +109,7 @@ class Flat:
         self.free()
 
     def views(self, flat):
-        """-> {parameter: its place in a tensor that is laid out like full}."""
+        """-> {parameter: its view of a tensor that is laid out like full}."""
         pieces = flat[:self.size].split([shape.numel() for shape in self.shapes.values()])
         return {p: piece.view(self.shapes[p]) for p, piece in zip(self.shapes, pieces)}
 
@@ -141,8 +141,8 @@ class Flat:
         if memory.nbytes() == 0:
             memory.resize_(self.full.nbytes)
             for p, place in self.places.items():
-                # A p made by nn.Parameter(place) would share the count of changes of full:
-                # autograd would take a gather for a change of p, and refuse to go backward.
+                # A p made by nn.Parameter(place) would share the count of changes of full: autograd
+                # would take a gather for a change of p, and refuse to go backward.
                 p.data = place
             self.sending = self.shard.to(self.full.device, self.full.dtype)
             # sharded -> replicated
@@ -158,7 +158,8 @@ class Flat:
     def free(self):
         self.wait()  # memory into which a collective still writes must not go
         for p, place in self.places.items():
-            p.data = torch.atleast_1d(place)[:0]  # who reads it now finds no elements
+            # Who reads p finds no elements. Its dims stay: they lay out an embedding's gradient.
+            p.data = torch.atleast_1d(place)[:0]  # a scalar cannot be sliced
         self.full.untyped_storage().resize_(0)  # also under the views of it that autograd keeps
 
     def gathered(self, shard):
@@ -171,7 +172,7 @@ class Flat:
 
     def start_reduce(self):
         """Begin to sum over ranks what autograd has left in the parameters' grad."""
-        self.collect()  # of an earlier forward that shares this backward
+        self.collect()  # if two forwards share this backward, it comes to the unit twice
         self.buffer = torch.empty_like(self.full, dtype=self.shard.dtype)
         self.buffer[self.size:].zero_()
         for p, slot in self.views(self.buffer).items():
@@ -215,15 +216,14 @@ class FSDP(nn.Module):
     added to what was there before.
 
     blocks: submodules, in the order in which they run
-    replicas: a group of the ranks that hold the same shard in other copies of the model, or None
+    replicas: the group of the ranks with the same shard, one of each copy of the model (None: one)
     reshard: free blocks after forward, and gather them again for backward
     dtype: what computes and travels, if it is not the parameters' own; shards and sums keep theirs
     device, home: where the module computes, and where the shards live (None: there as well)
-    init(name, parameter): fills one that was on the meta device, alike on every rank
+    init(name, tensor): fills what was on the meta device, alike on every rank; give device, too
 
     All ranks begin with the first one's parameters and buffers, but for what init fills. Frozen
-    parameters stay whole on every rank, in `dtype`. Between steps the module's other parameters
-    have no elements.
+    parameters stay whole on every rank, in `dtype`. Between steps the others have no elements.
     """
 
     def __init__(self, module, blocks, group=None, replicas=None, reshard=True, dtype=None,
@@ -237,11 +237,11 @@ class FSDP(nn.Module):
         self.init = init
         self.blocks = []  # the blocks' units, in their order
         self.root = None  # the unit of what is in no block, if there is anything
-        self.reducing = None  # the unit whose sum over the group is under way
+        self.summing = None  # the unit whose sum over the group is under way
         self.in_backward = False
 
-        for name, buffer in module.named_buffers():
-            buffer.data = self.value_of(buffer, name)
+        for name, buffer in list(module.named_buffers()):
+            self.replace({buffer: self.value_of(buffer, name)})
         names = {p: name for name, p in module.named_parameters()}  # of what has no unit yet
         for p in list(names):
             if not p.requires_grad:
@@ -262,7 +262,7 @@ class FSDP(nn.Module):
         parts = [part for unit in self.units for part in unit.parts.values()]
         self.shards = nn.ParameterList(part.shard for part in parts)  # what optimizers step
         for owner in module.modules():
-            owner.register_state_dict_pre_hook(refuse_state)
+            owner.register_state_dict_pre_hook(refuse_state_dict)
 
     def unit(self, names, dtype, home):
         """-> Flat, whose parameters take the places of these in the module."""
@@ -270,16 +270,16 @@ class FSDP(nn.Module):
         new = dict(zip(names, flat.places))
         self.replace(new)
         for old, p in new.items():
-            # what is on the meta device is made, one at a time, where a piece of it is kept
+            # all ranks broadcast; what is on the meta device is made by those that keep a piece
             if not old.is_meta or p in flat.parts:
                 flat.store(p, self.value_of(old, names[old]))
         return flat
 
     def value_of(self, tensor, name):
-        """-> what a parameter or buffer begins with, whole; collective."""
+        """-> what a parameter or buffer begins with, whole; collective, but for the meta device."""
         if tensor.is_meta:
             value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-            self.init(name, nn.Parameter(value))
+            self.init(name, nn.Parameter(value, requires_grad=False))
             return value
         value = tensor.detach().to(self.device)
         dist.broadcast(value, group=self.group, group_src=0)  # the first rank's -> replicated
@@ -288,11 +288,11 @@ class FSDP(nn.Module):
         return value
 
     def replace(self, new):
-        """new: {a parameter of the module: what is in its places from now on}."""
+        """new: {a parameter or buffer of the module: what replaces it, under all its names}."""
         for owner in self.module.modules():
-            for name, p in list(owner.named_parameters(recurse=False)):
-                if p in new:
-                    setattr(owner, name, new[p])
+            for name, old in [*owner._parameters.items(), *owner._buffers.items()]:
+                if old in new:
+                    setattr(owner, name, new[old])
 
     # forward: a block is gathered while the one before it computes
 
@@ -352,16 +352,16 @@ class FSDP(nn.Module):
     def close(self, unit):
         unit.free()
         if any(p.grad is not None for p in unit.places):
-            if self.reducing:
-                self.reducing.finish_reduce()  # it had the time of this unit's backward to travel
+            if self.summing:
+                self.summing.finish_reduce()  # it had the time of this unit's backward to travel
             unit.start_reduce()
-            self.reducing = unit
+            self.summing = unit
 
     def backward_ends(self):
         for unit in self.units:
             self.close(unit)  # of the blocks the first one is still open
-        self.reducing.finish_reduce()
-        self.reducing = None
+        self.summing.finish_reduce()
+        self.summing = None
         for unit in self.units:
             unit.collect()
         self.in_backward = False
@@ -371,7 +371,7 @@ class FSDP(nn.Module):
     def parameter_groups(self, groups=None):
         """What an optimizer takes: the user's groups, with this rank's shards for parameters.
 
-        groups are made of the module's parameters after FSDP was made.
+        groups are made of the module's parameters after FSDP was made. Of some this rank has none.
         """
         ours = []
         for group in groups or [{"params": list(self.unit_of)}]:
@@ -382,12 +382,13 @@ class FSDP(nn.Module):
     def clip_grad_norm_(self, max_norm):
         """Scale gradients to a norm of at most max_norm (0: no limit) -> what it was."""
         norm = nn.utils.get_total_norm([p.grad for p in self.shards if p.grad is not None])
-        # in fp16 the square of 256 is inf; and a rank without gradients has a zero in fp32 here
+        # in fp16 the square of 256 is inf; without gradients the norm is an fp32 zero, on the CPU
         wide = torch.promote_types(torch.float32, self.units[0].shard.dtype)
         square = norm.to(self.device, wide).square()
         dist.all_reduce(square, group=self.group)  # partial -> replicated
         norm = square.sqrt()
-        nn.utils.clip_grads_with_norm_(self.shards, max_norm or math.inf, norm)
+        finite = norm.nan_to_num(0, posinf=0)  # if it is inf or nan, gradients are not scaled
+        nn.utils.clip_grads_with_norm_(self.shards, max_norm or math.inf, finite)
         return norm
 
     # the state, gathered
@@ -415,7 +416,8 @@ class FSDP(nn.Module):
         for unit in self.units:
             gradient = torch.zeros_like(unit.shard)
             for part in unit.parts.values():
-                gradient[part.span] = part.shard.grad
+                if part.shard.grad is not None:
+                    gradient[part.span] = part.shard.grad
             whole.update(unit.gathered(gradient))
         return {name: whole[p] for name, p in self.module.named_parameters() if p in whole}
 
@@ -423,18 +425,15 @@ class FSDP(nn.Module):
         raise RuntimeError("FSDP: give device, home and dtype when it is made, not to() and such")
 
 
-# what FSDP uses
-
-
 def watch(output, reached):
     """Call `reached` when backward comes to one of the tensors that a module has returned."""
     tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
-    assert tensors or not torch.is_grad_enabled(), "FSDP: no tensor found in a module's output"
+    assert tensors or not torch.is_grad_enabled(), "FSDP: a module's output has no tensor to train"
     for t in tensors:
         t.register_hook(reached)
 
 
-def refuse_state(module, prefix, keep_vars):
+def refuse_state_dict(module, prefix, keep_vars):
     if not keep_vars:  # FSDP itself asks for the parameters, not for what is in them
         raise RuntimeError("parameters are sharded: see full_state_dict(), load_full_state_dict()")
 
@@ -444,11 +443,11 @@ def refuse_state(module, prefix, keep_vars):
 
 def parallelize(model, mesh, seed, **options):
     """mesh: (replicate, shard). With a model on the meta device no rank ever holds all of it."""
-    replicas = None
+    replicas = None  # there is one copy
     if mesh["replicate"].size() > 1:
         replicas = mesh["replicate"].get_group()
 
-    def init(name, parameter):
+    def init(name, parameter):  # the toy has no buffers
         path, _, attribute = name.rpartition(".")
         holder = nn.Module()  # with nothing else in it
         holder.register_parameter(attribute, parameter)
@@ -516,7 +515,7 @@ def refuse(args, n):
 
 
 def set_up(run, impl, plain, mesh, wide):
-    """plain: on the meta device; wide: the dtype of shards."""
+    """plain: on the meta device, for FSDP; wide: the dtype of shards."""
     args = run.args
     if impl == "torch":
         model = run.freeze(build(run.cfg, args.seed, run.device, wide))
@@ -545,7 +544,7 @@ def pieces(model, optimizer, writes):
     return found
 
 
-def textbook(model, n, replicas):
+def textbook(model, n, copies):
     """P: parameters with the padding of all units. own: those of this rank, without padding.
 
     A number takes b bytes in a shard, c where it computes. AdamW counts the steps of each piece.
@@ -556,14 +555,14 @@ def textbook(model, n, replicas):
     P_again = sum(unit.full.numel() for unit in model.blocks[:-1]) if model.reshard else 0
     own = sum(p.numel() for p in model.shards)
     sent = (n - 1) / n
-    among_replicas = 2 * b * P / n * (replicas - 1) / replicas
+    among_replicas = 2 * b * P / n * (copies - 1) / copies
     return [
         ("held parameters", f"b P/N, P = {P:,} with padding", b * P / n),
         ("held gradients", "b P/N", b * P / n),
         ("held optimizer", "2 b own + 4 per piece", 2 * b * own + 4 * len(model.shards)),
         ("wire all_gather", "c (P + P_again if resharded) (N-1)/N", c * (P + P_again) * sent),
         ("wire reduce_scatter", "b P (N-1)/N", b * P * sent),
-        ("wire all_reduce", "norm: 2 b (N-1)/N, R replicas: 2 b P/N (R-1)/R",
+        ("wire all_reduce", "norm: 2 b (N-1)/N, R copies: 2 b P/N (R-1)/R",
          2 * b * sent + among_replicas),
     ]
 
@@ -572,23 +571,24 @@ def main():
     args = arguments(
         __doc__,
         reshard=Flag(True, "free blocks after forward, gather them again for backward"),
-        hsdp=Flag(0, "ranks that share the shards, N: groups of N are replicas (0: all)", ANY),
+        hsdp=Flag(0, "N, ranks that share one copy of the model (0: all)", ANY),
         offload=Flag(False, "keep shards and optimizer states in the CPU's memory"),
     )
-    n = args.hsdp or args.world_size  # ranks that share the shards
-    replicas = args.world_size // n
+    n = args.hsdp or args.world_size  # ranks that share one copy
+    copies = args.world_size // n  # of the model
     refuse(args, n)
     run = Run(args)
-    mesh = dist.init_device_mesh(run.device.type, (replicas, n),
+    mesh = dist.init_device_mesh(run.device.type, (copies, n),
                                  mesh_dim_names=("replicate", "shard"))
     # --dtype bf16 is for computing: shards, sums of gradients and AdamW's states are fp32
     wide = torch.promote_types(run.dtype, torch.float32)
     with torch.device("meta"):
         plain = run.freeze(GPT(run.cfg).to(wide))
     total = sum(p.numel() for p in plain.parameters())
-    with run:
+    with run:  # from here on a dry run's tensors have no memory
         sides = {impl: set_up(run, impl, plain, mesh, wide) for impl in run.impls}
         first = sides[run.impls[0]].model
+        # torch's DTensors, or our shards: the module's own parameters are empty
         own = sum(getattr(p, "_local_tensor", p).numel() for p in first.parameters())
         run.say(f"fsdp: {run.world_size} ranks on {run.device.type}, {args.dtype}, "
                 f"{total:,} parameters, {own:,} of them on this rank")
@@ -599,7 +599,7 @@ def main():
                 loss, norm = side.train_step(side.model, side.optimizer, x, y, valid, args.clip)
             run.log(impl, step, loss, norm)
         if "scratch" in sides:
-            run.textbook(textbook(first, n, replicas))
+            run.textbook(textbook(first, n, copies))
         run.show_held()
         return run.finish(total, own)
 

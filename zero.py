@@ -14,7 +14,7 @@ bf16 a number takes 2 bytes, its gradient 2, AdamW's fp32 master and two states 
     level 0     16 P                       2       all-reduce of the gradients
     level 1     (4 + 12/n) P               2       states cut: reduce-scatter, then all-gather
     level 2     (2 + 14/n) P               M + 1   gradients too: M times reduce-scatter
-    level 3     16 P/n                     3 M     parameters too: M times two all-gathers
+    level 3     16 P/n                     3 M     parameters too: M times that + 2 all-gathers
 
 In fp32 and fp64, of b bytes, a parameter is its own master: it takes b, its gradient b, its states
 2 b. In level 3 an untied embedding and an untied head are gathered once, not twice. --offload
@@ -22,7 +22,7 @@ optimizer keeps masters and states on the CPU and steps there; param (level 3) p
 
     zero = ZeRO(units_of(model, model.blocks), level=3)
     optimizer = AdamW(zero.parameter_groups(), lr=1e-3)
-    zero.zero_grad()
+    zero.zero_grad()  # in every step; model.zero_grad() would not find the gradients
     loss_of(model, rows_of_this_rank).backward()  # its summand of the loss over all ranks
     zero.reduce()
     norm = zero.clip_grad_norm_(1.0)
@@ -46,6 +46,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+# section 1 needs what stands above, the others what follows
 import sys
 
 from torch.distributed.fsdp import fully_shard
@@ -88,8 +89,8 @@ class Unit:
     """Trained parameters of one dtype that are gathered, summed and freed together."""
 
     parameters: list
-    sites: list  # the modules in whose forward alone they are read. Level 3 needs it
-    stays: bool = False  # in level 3: gathered once per micro-batch, and not freed in between
+    sites: list  # modules; nobody reads the parameters outside their forward. For level 3
+    stays: bool = False  # hybrid_3d's, level 3: gathered once per micro-batch, not freed in between
 
 
 @dataclass(eq=False)
@@ -97,8 +98,8 @@ class Part:
     """This rank's piece of a parameter: a run of its numbers."""
 
     parameter: nn.Parameter  # the module's own
-    first: int  # the place in parameter.flatten() where the piece begins
-    span: slice  # the place of the piece in this rank's chunk
+    first: int  # the piece begins at this index of parameter.flatten()
+    span: slice  # the piece is these numbers of this rank's chunk
     shard: torch.Tensor  # 1-D: what this rank keeps of the parameter
     master: nn.Parameter  # 1-D: what the optimizer steps; it has a gradient during step() only
     grad: torch.Tensor  # 1-D: the sum of the gradient over micro-batches and ranks
@@ -111,8 +112,8 @@ class Flat:
         buffer    g0 | g1 | g2 | padding    likewise: gradients of this rank
                   chunk 0 | chunk 1 | ..    where both are cut, wherever that is in a parameter
 
-    In level 0 there is one chunk, the whole, and every rank owns it. Those that are not always
-    needed are without memory in between: full in level 3, buffer in levels 2 and 3.
+    In level 0 there is one chunk, the whole, and every rank owns it. Between uses full has no
+    memory in level 3, and buffer has none in levels 2 and 3.
     """
 
     def __init__(self, unit, group, level, offload):
@@ -131,18 +132,18 @@ class Flat:
 
         self.full = parameters[0].new_zeros(chunks * self.chunk)  # what forward and backward use
         self.buffer = torch.zeros_like(self.full)
-        self.places = self.views(self.full)
-        self.slots = self.views(self.buffer)
-        self.padding = self.buffer[self.size:]
+        self.places = self.views(self.full)  # {parameter: its view of full}
+        self.slots = self.views(self.buffer)  # {parameter: its gradient's view of buffer}
+        self.padding = self.buffer[self.size:]  # zeroed before each sum
         for p, place in self.places.items():
-            # A parameter that gets its memory in this way keeps a count of changes of its own
-            # (p._version). What a gather or a step writes into full is no change of p to autograd.
+            # A p made by nn.Parameter(place) would share the count of changes of full: autograd
+            # would take a gather for a change of p, and refuse to go backward.
             p.data = place.copy_(p.detach())
         dist.broadcast(self.full, group=group, group_src=0)  # the first rank's -> replicated
         self.make_chunk(offload)
         self.parts = self.cut()
 
-        self.is_here = True  # has full what it is for, or is it on its way there?
+        self.is_here = True  # full holds all chunks, or a gather into it is under way
         self.gathering = None  # the all-gather into full that is under way, or None
         self.reducing = None  # the sum of buffer over ranks that is under way, or None
         self.filled = set()  # parameters that have a gradient in buffer which is not summed yet
@@ -152,23 +153,27 @@ class Flat:
         self.free()
 
     def make_chunk(self, offload):
-        """The tensors of this rank's chunk, all (chunk,)."""
+        """The tensors of this rank's chunk, all (chunk,). A copy is made only where it is needed.
+
+            own     a view of full; sum: of buffer, a backward's gradient summed over ranks
+            shard   the parameters, between uses too: own, in level 3 a copy
+            master  what is stepped: shard, a copy if it is to be wider, or on the CPU
+            grad    the step's gradient: sum (buffer adds micro-batches up), from level 2 on a copy
+        """
         mine = slice(self.begin, self.begin + self.chunk)
         self.own = self.full[mine]
-        self.shard = self.own  # the parameters in memory that is always there
+        self.shard = self.own
         if self.level == 3:
             home = "cpu" if offload == "param" else self.own.device
             self.shard = self.own.to(home, copy=True)
         self.master = self.shard.to(torch.promote_types(self.shard.dtype, torch.float32))
         if offload == "optimizer":
             self.master = self.master.to("cpu", copy=True)
-        self.sum = self.buffer[mine]  # the gradient summed over ranks
-        self.grad = self.sum  # the same summed over micro-batches as well
-        if self.level >= 2:
-            self.grad = self.sum.clone()
+        self.sum = self.buffer[mine]
+        self.grad = self.sum.clone() if self.level >= 2 else self.sum
 
     def views(self, flat):
-        """-> {parameter: its place in a tensor that is laid out like full}."""
+        """-> {parameter: its view of a tensor that is laid out like full}."""
         pieces = flat[:self.size].split([shape.numel() for shape in self.shapes.values()])
         return {p: piece.view(self.shapes[p]) for p, piece in zip(self.shapes, pieces)}
 
@@ -202,7 +207,7 @@ class Flat:
         self.gathering = all_gather(self.full, self.own, group=self.group, async_op=True)
 
     def wait(self):
-        """What start_gather has sent for is here. On GPUs the stream waits for it, not the host."""
+        """After this the parameters can be used. On GPUs the stream waits for it, not the host."""
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
@@ -214,9 +219,8 @@ class Flat:
         self.is_here = False
         take_back(self.full)
         for p, place in self.places.items():
-            # To read what has no memory would end the process: p gets no elements, and keeps its
-            # strides, to which autograd fits an embedding's gradient.
-            p.data = torch.atleast_1d(place)[:0]
+            # Who reads p finds no elements. Its dims stay: they lay out an embedding's gradient.
+            p.data = torch.atleast_1d(place)[:0]  # a scalar cannot be sliced
 
     # -- gradients
 
@@ -232,9 +236,9 @@ class Flat:
 
     def start_reduce(self):
         """The gradients begin to be summed over ranks."""
-        lend(self.buffer)  # where this rank has used nothing of the unit it has none yet
+        lend(self.buffer)  # no memory yet, if this rank has used nothing of the unit
         for p, slot in self.slots.items():
-            if p not in self.filled:
+            if p not in self.filled:  # this backward has not used it
                 slot.zero_()
         self.padding.zero_()
         self.filled.clear()
@@ -261,8 +265,7 @@ class Flat:
         for part in self.parts:
             part.master.grad = grad[part.span]
         optimizer.step()  # parts of other flats have no gradient, and are left alone
-        for part in self.parts:
-            part.master.grad = None
+        optimizer.zero_grad()
         self.shard.copy_(self.master)  # nothing is to be done where they are one
         if self.level in (1, 2):
             self.is_here = False  # of full this rank's chunk is new, the others are old
@@ -276,7 +279,7 @@ class ZeRO:
     offload: "none"; "optimizer": masters and states are on the CPU; "param", in level 3: shards too
 
     Gradients are summed over ranks, not averaged. With several micro-batches call reduce() after
-    every backward; in levels 0 and 1 sync is False for all but a step's last.
+    every backward; in levels 0 and 1 set zero.sync = False before all but a step's last.
 
     The module keeps its parameters, as views of larger tensors; in level 3 they are empty while
     they are not gathered. Load weights before: a master does not see what is loaded later.
@@ -289,10 +292,10 @@ class ZeRO:
         self.level = level
         self.sync = True  # False: what the next backward brings is not summed over ranks yet
         self.flats = []
-        self.pending = []  # [Flat] whose sums have not begun, on all ranks from the last one back
+        self.pending = []  # [Flat] not summed yet, in the order of summing: the last unit first
         self.reducing = None  # the Flat whose sum is under way, or None
-        self.expected = []  # [Flat]: `entered` at the last reduce()
-        self.entered = []  # [Flat] of level 3 to which forward and backward came since then
+        self.entered = []  # [Flat], as this micro-batch's forward and backward came to them
+        self.expected = []  # [Flat], as those of the last micro-batch did
 
         for unit in units:
             flat = Flat(unit, group, level, offload)
@@ -313,12 +316,11 @@ class ZeRO:
 
     def parameter_groups(self, groups=None):
         """What an optimizer takes: the user's groups, with this rank's masters for parameters."""
-        if groups is None:
-            groups = [{"params": [p for flat in self.flats for p in flat.shapes]}]
-        group_of = {p: i for i, options in enumerate(groups) for p in options["params"]}
-        ours = [{**options, "params": []} for options in groups]
-        for part in self.parts:
-            ours[group_of[part.parameter]]["params"].append(part.master)
+        part_of = {part.parameter: part for part in self.parts}
+        ours = []
+        for group in groups or [{"params": list(part_of)}]:
+            parts = [part_of.get(p) for p in group["params"]]  # None: this rank has no piece of p
+            ours.append({**group, "params": [part.master for part in parts if part]})
         return ours
 
     # -- parameters in level 3
@@ -332,17 +334,16 @@ class ZeRO:
         """Forward or backward comes to a unit: a pre-hook of forward, or a hook of its output."""
         if self.entered[-1:] == [flat]:  # still in it
             return
-        # 1. What lies behind is freed.
         for other in self.flats:
-            if not (flat.stays or other.stays or other is flat):
+            if other is not flat and not other.stays and not flat.stays:
                 other.free()
-        # 2. This unit is sent for, unless step 3 has done so when the unit before was entered.
+        # The unit is sent for, unless the lines below did it when the unit before was entered.
         flat.start_gather()
         flat.wait()
         if flat.stays:
             return
-        # 3. Suppose the last micro-batch entered this unit at this point as well. Then the unit
-        # that it entered next is sent for now, and travels while this one computes.
+        # Where the last micro-batch entered this unit at this point as well, the unit that it
+        # entered next is sent for, and travels while this one computes.
         visit = len(self.entered)
         self.entered.append(flat)
         if visit + 1 < len(self.expected) and self.expected[visit] is flat:
@@ -365,10 +366,10 @@ class ZeRO:
     def ready(self, flat, p):
         """Autograd's call when a gradient is complete, of a tied parameter the sum of its uses."""
         assert flat in self.pending, (
-            "its sum has begun: call zero_grad() before a step, reduce() after each backward, and "
-            "in levels 0 and 1 set sync to False for all but a step's last")
+            "its sum has begun: call zero_grad() before a step, reduce() after each backward; set "
+            "sync to False in levels 0 and 1 alone, for all but a step's last")
         flat.take_gradient(p)
-        if self.sync or self.level >= 2:
+        if self.sync or self.level >= 2:  # hybrid_3d splits a backward: sync is True in the second
             flat.missing.discard(p)
         # in the order of the list: ranks must agree on collectives
         while self.sync and self.pending and not self.pending[0].missing:
@@ -403,7 +404,7 @@ class ZeRO:
             dist.all_reduce(square, group=self.group)  # partial -> replicated
         norm = square.sqrt()
         if max_norm:
-            finite = norm.nan_to_num(0, posinf=0)  # inf and nan stay, for others to see
+            finite = norm.nan_to_num(0, posinf=0)  # if it is inf or nan, gradients are not scaled
             torch._foreach_mul_(grads, (max_norm / (finite + 1e-6)).clamp(max=1))
         return norm
 
@@ -443,14 +444,15 @@ class ZeRO:
 
 
 def refuse_state_dict(site, prefix, keep_vars):
+    # ZeRO itself asks for the parameters, not for what is in them
     assert keep_vars, "in level 3 parameters are empty: save what zero.full_parameters() gathers"
 
 
 def units_of(model, blocks):
     """-> [Unit] of all that is trained: what comes before the blocks, each block, what comes after.
 
-    Modules are registered in the order in which they run, and each reads its own parameters alone.
-    If the head is tied to the embedding, it belongs to what comes before.
+    The model must register its modules in the order in which they run, and none may read another's
+    parameters. A head that is tied to the embedding belongs to what comes before.
     """
     before = Unit([], [])
     middle = [Unit([p for p in block.parameters() if p.requires_grad], [block]) for block in blocks]
@@ -472,6 +474,7 @@ def units_of(model, blocks):
         middle[-1].sites += after.sites
         after = Unit([], [])
     return [unit for unit in (before, *middle, after) if unit.parameters]
+
 
 # ---- 2. the toy GPT, parallelized --------------------------------------------
 
@@ -570,8 +573,9 @@ def pieces(model, zero, optimizer):
             place = names[p], flat.shapes[p], part.first
             writes = zero.level > 0 or is_first
             found += parts_pieces([(*place, part.master)], optimizer, writes)
-            # what forward reads follows the masters: it is loaded likewise, not saved
-            found += run_pieces(*place, part.shard, writes=False)
+            if flat.level == 3:
+                found += run_pieces(*place, part.shard, writes=False)
+        # what forward reads is not saved, as the masters are; it is loaded, here whole
         if flat.level < 3:
             found += pieces_of([(names[p], p) for p in flat.places], None, writes=False)
     return found
@@ -649,7 +653,7 @@ def main():
     refuse(args)
     run = Run(args)
     mesh = dist.init_device_mesh(run.device.type, (run.world_size,))
-    with run:
+    with run:  # from here on a dry run's tensors have no memory
         sides = {}
         for impl in run.impls:
             model = run.build()

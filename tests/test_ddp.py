@@ -264,3 +264,16 @@ def no_reduction(module):
 
 def test_planted_naive():
     proves("ddp", 2, "--bucket-mb", "0", plant=no_reduction)
+
+
+def check_twice():
+    inner = nn.Linear(3, 3)
+    wrapped = copied("ddp").BucketedDDP
+    wrapped(inner)
+    for again in inner, nn.Sequential(inner):
+        with pytest.raises(AssertionError, match="already"):
+            wrapped(again)
+
+
+def test_twice():
+    run(check_twice, 1)

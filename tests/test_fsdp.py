@@ -401,3 +401,31 @@ def test_planted():
     run(each, 2, check_planted, [(what,) for what in cases])
     run(check_planted, 4, with_replicas, True)
     run(check_silent_ranks, 2)
+
+
+# ---- models of others --------------------------------------------------------------------
+
+
+def check_buffers_and_names():
+    """Buffers on the meta device, whole numbers among them; a parameter with two names in a module;
+    one without a gradient; an inf gradient does not spoil the others."""
+    with torch.device("meta"):
+        inner = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Module())
+        inner[0].again = inner[0].weight
+        inner[0].register_buffer("places", torch.arange(4))
+        inner[1].unused = nn.Parameter(torch.ones(2))
+    inner.forward = lambda x: inner[0](x) @ inner[0].again
+    model = FSDP(inner, [], device="cpu", init=lambda name, tensor: tensor.fill_(2))
+    assert torch.equal(inner[0].places, torch.full((4,), 2))
+    model(torch.ones(1, 3)).sum().backward()
+    found = model.full_gradients()
+    assert (found["0.weight"] == 2 * (6 + 6)).all() and (found["1.unused"] == 0).all()
+    if dist.get_rank() == 0:
+        model.shards[0].grad[0] = float("inf")
+    before = [p.grad.clone() for p in model.shards]
+    assert model.clip_grad_norm_(1.0) == float("inf")
+    torch.testing.assert_close([p.grad for p in model.shards], before, rtol=0, atol=0)
+
+
+def test_buffers_and_names():
+    run(check_buffers_and_names, 2)
