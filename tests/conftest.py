@@ -4,7 +4,6 @@ Ranks fork from a server that has imported torch and all that is here (warm.py):
 second each instead of seconds.
 """
 import ast
-import builtins
 import contextlib
 import gc
 import importlib.util
@@ -47,7 +46,7 @@ load_from_disk = common.load_corpus
 def load_corpus(path, seq):
     """common's, which reads this Python's library anew in every process."""
     if path or len(STDLIB) <= seq:
-        return load_from_disk(path, seq)  # which says so where the text is too short
+        return load_from_disk(path, seq)
     return STDLIB
 
 
@@ -84,10 +83,7 @@ def _script(rank, world, port, name, flags, plant, errors):
 
 
 def run(check, world, *args):
-    """check(*args) on `world` ranks joined by gloo, float64 by default.
-
-    An exception on any rank fails the test.
-    """
+    """check(*args) on `world` ranks joined by gloo, float64 by default."""
     codes = _start(_check, world, check, args)
     assert codes == [0] * world, f"exit codes {codes}: see the tracebacks"
 
@@ -102,18 +98,16 @@ def each(check, cases):
 
 
 def script(name, world, *flags, plant=None, code=0):
-    """name.py's main() with these flags on `world` ranks -> its --json report.
+    """name.py's main() with these flags on `world` ranks -> its --json report, or what was said on
+    stderr where there is none. All ranks must end with `code`.
 
-    Where no report is written, and with code=2, it returns what was said on stderr. All ranks must
-    end with `code`. With 2 nothing but one line "name.py: error: .." may be on stderr.
     plant(module) is called before main, on every rank: it puts in a bug.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "report.json")
         errors = Path(folder, "stderr")
         errors.touch()
-        words = ("--json", str(path), *flags)
-        codes = _start(_script, world, name, words, plant, str(errors))
+        codes = _start(_script, world, name, ("--json", str(path), *flags), plant, str(errors))
         said = errors.read_text()
         if codes != [code] * world:  # no assert: pytest would add a diff of its own
             command = f"{name}.py on {world} ranks {' '.join(flags)}"
@@ -121,9 +115,7 @@ def script(name, world, *flags, plant=None, code=0):
         if code == 2:
             assert said.startswith(f"{name}.py: error: ") and said.count("\n") == 1, said
             return said
-        if not path.exists():
-            return said
-        return json.loads(path.read_text())
+        return json.loads(path.read_text()) if path.exists() else said
 
 
 def _program(rank, world, port, path, words, folder):
@@ -134,15 +126,10 @@ def _program(rank, world, port, path, words, folder):
 
 
 def program(path, *words):
-    """python path words.., in a process that need not import torch first -> exit code, what it has
-    said on stdout and on stderr.
-    """
+    """python path words.., in a process that has torch already -> exit code, stdout, stderr."""
     with tempfile.TemporaryDirectory() as folder:
         code, = _start(_program, 1, str(ROOT / path), [str(word) for word in words], folder)
         return code, Path(folder, "1").read_text(), Path(folder, "2").read_text()
-
-
-# ---- refusals, in one process ---------------------------------------------------
 
 
 def outcome(name, flags):
@@ -167,26 +154,18 @@ def is_clear(name, said, words):
 
 
 def check_refused(name, lines):
-    """Each of these lines is refused on every rank. Without an agent local rank 0 alone speaks.
-
-    lines: [(flags, what the line has to say)]. On stdout nothing may be but which checkpoint is
-    taken.
-    """
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-    wrong = []
+    """lines: [(flags, what is said)], each refused on every rank; without an agent, 0 speaks."""
+    speaks = True
+    if dist.is_initialized():
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
+        speaks = dist.get_rank() == 0
     for flags, words in lines:
         code, out, said = outcome(name, flags)
-        good = code == 2 and re.fullmatch(r"(--\S+ takes .*\n)?", out)
-        if dist.get_rank() == 0:
-            good = good and is_clear(name, said, words)
-        else:
-            good = good and said == ""
-        if not good:
-            wrong.append(f"{' '.join(flags)}: exit code {code}, not {words!r} but {said + out!r}")
-    assert not wrong, "\n".join(wrong)
+        command = f"{name}.py {' '.join(flags)}"
+        assert code == 2 and re.fullmatch(r"(--\S+ takes .*\n)?", out), f"{command}: {code}, {out}"
+        good = is_clear(name, said, words) if speaks else said == ""
+        assert good, f"{command}: not {words!r} but {said!r}"
 
-
-# ---- proofs ---------------------------------------------------------------------
 
 GAPS = ("loss", "gradient", "grad_norm", "parameter")
 
@@ -196,16 +175,12 @@ def proves(name, world, *flags, plant=None):
 
     With a planted bug it must fail.
     """
-    if plant:
-        report = script(name, world, *PROOF, *flags, plant=plant, code=1)
-    else:
-        report = script(name, world, *PROOF, *flags)
-    check = report["check"]
-    worst = max(check[kind] for kind in GAPS)
+    report = script(name, world, *PROOF, *flags, plant=plant, code=int(plant is not None))
+    worst = max(report["check"][kind] for kind in GAPS)
     if plant:
         assert worst > 1e-6, f"the planted bug shows only {worst}"
     else:
-        assert worst <= 1e-10 and check["passed"], check
+        assert worst <= 1e-10 and report["check"]["passed"], report["check"]
     return report
 
 
@@ -221,10 +196,7 @@ def _alone(rank, world, _, name, runs, folder):
 
 
 def alone(name, *runs):
-    """name.py's main() with each of these lists of flags, in a world of one rank -> reports.
-
-    Two processes take turns.
-    """
+    """name.py's main() with each of these lists of flags, in two processes -> reports."""
     with tempfile.TemporaryDirectory() as folder:
         codes = _start(_alone, min(2, len(runs)), name, runs, folder)
         assert not any(codes), Path(folder, "stderr").read_text()
@@ -232,26 +204,16 @@ def alone(name, *runs):
 
 
 def dry_run_agrees(name, world, *flags, ranks=None, plant=None):
-    """A dry run counts the very bytes that a real run measures -> the real run's report.
-
-    It is each of `ranks` in turn, by default all.
+    """A dry run of each of `ranks`, by default all, counts the very bytes that a real run measures
+    -> the real run's report.
     """
     real = script(name, world, *SMALL, *flags, "--no-check", plant=plant)
     if ranks is None:
         ranks = range(world)
-    common_flags = (*SMALL, *flags, "--dry-run", str(world))
-    runs = [(*common_flags, "--rank", str(rank)) for rank in ranks]
-    dry = alone(name, *runs)
-    for rank, report in zip(ranks, dry):
+    dry = (*SMALL, *flags, "--dry-run", str(world), "--rank")
+    for rank, report in zip(ranks, alone(name, *[(*dry, str(rank)) for rank in ranks])):
         assert report["ranks"] == [real["ranks"][rank]]
     return real
-
-
-def some(cases, every):
-    """Each `every`-th of the cases; with ALL=1 all of them."""
-    if ALL:
-        return cases
-    return cases[::every]
 
 
 def textbook(report):
@@ -266,51 +228,33 @@ def textbook(report):
 ALLOWED = {"torch", *sys.stdlib_module_names}
 
 
-def modules_of(node):
-    """The modules that an import statement names."""
+def roots(node):
+    """The packages that an import statement names."""
     if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
+        return {alias.name.split(".")[0] for alias in node.names}
     if isinstance(node, ast.ImportFrom):
-        return [node.module]
-    return []
+        return {node.module.split(".")[0]}
+    return set()
 
 
 def section_one(name):
-    """What somebody would copy from name.py: its imports of torch and the standard library, and
-    section 1. Each line stands where it stands there.
-    """
+    """Section 1 of name.py with its imports. Each line stands where it stands there."""
     source = (ROOT / f"{name}.py").read_text()
     lines = source.splitlines()
-    kept = set()
-    for node in ast.parse(source).body:
-        roots = {module.split(".")[0] for module in modules_of(node)}
-        if roots and roots <= ALLOWED:
-            kept |= set(range(node.lineno - 1, node.end_lineno))
     rulers = {line[:10]: i for i, line in enumerate(lines) if line.startswith("# ---- ")}
-    kept |= set(range(rulers["# ---- 1. "], rulers["# ---- 2. "]))
+    kept = set(range(rulers["# ---- 1. "], rulers["# ---- 2. "]))
+    for node in ast.walk(ast.parse(source)):
+        wanted = roots(node)
+        if wanted and wanted <= ALLOWED and node.col_offset == 0:
+            kept |= set(range(node.lineno - 1, node.end_lineno))
+        elif wanted and node.lineno - 1 in kept:
+            assert wanted <= ALLOWED, f"section 1 of {name}.py imports {wanted}"
     return "\n".join(line if i in kept else "" for i, line in enumerate(lines))
 
 
 def copied(name):
-    """Section 1 of name.py, executed in an empty folder -> module.
-
-    An import of anything but torch and the standard library fails the test.
-    """
+    """Section 1 of name.py -> module. It imports nothing but torch and the standard library."""
     module = types.ModuleType("copied_" + name)
-
-    def only_torch(wanted, namespace=None, *rest):
-        if namespace and namespace.get("__name__") == module.__name__:
-            assert wanted.split(".")[0] in ALLOWED, f"section 1 of {name}.py imports {wanted}"
-        return builtins.__import__(wanted, namespace, *rest)
-
-    module.__dict__["__builtins__"] = {**vars(builtins), "__import__": only_torch}
     sys.modules[module.__name__] = module  # dataclasses look their module up
-    code = compile(section_one(name), str(ROOT / f"{name}.py"), "exec")
-    here = os.getcwd()
-    with tempfile.TemporaryDirectory() as empty:
-        os.chdir(empty)
-        try:
-            exec(code, module.__dict__)
-        finally:
-            os.chdir(here)
+    exec(compile(section_one(name), str(ROOT / f"{name}.py"), "exec"), module.__dict__)
     return module

@@ -3,108 +3,79 @@
 The first one takes tests from the front. It starts a second pytest that takes them from the back,
 and shows what that one reports beside its own. conftest.py takes pytest's hook from here.
 """
+import contextlib
 import hashlib
-import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-import time
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
-FOLDER = "HALVES_FOLDER"  # environment variable of the second process: where the two meet
-MANY = 200  # tests; for fewer one process will do
+SECOND = "HALVES_SECOND"  # environment variable of the second process: its pipe, the claims' folder
+MANY = 100  # tests; for fewer one process will do
 
 
 def pytest_runtestloop(session):
     """-> True: the tests have run. None: pytest is to run them one after the other."""
-    if FOLDER in os.environ:
-        run_from_the_back(session, Path(os.environ.pop(FOLDER)))
+    if SECOND in os.environ:
+        pipe, folder = os.environ.pop(SECOND).split(" ", 1)
+        run_from_the_back(session, Path(folder), Connection(int(pipe)))
         return True
     option = session.config.option
     is_watched = option.usepdb or option.trace or option.capture == "no"
-    is_alone = is_watched or option.basetemp  # a folder that the second one would empty
-    if session.testsfailed or option.collectonly or is_alone or len(session.items) < MANY:
+    is_alone = is_watched or option.collectonly or option.basetemp  # which the second would empty
+    if session.testsfailed or is_alone or len(session.items) < MANY:
         return None
     with tempfile.TemporaryDirectory() as folder:
         run_from_the_front(session, Path(folder))
     return True
 
 
-# ---- the first process -----------------------------------------------------------
-
-
-class Second:
-    """The other process, and what it has reported so far."""
-
-    def __init__(self, session, folder):
-        self.session = session
-        self.folder = folder
-        invocation = session.config.invocation_params
-        command = [sys.executable, "-m", "pytest", *map(str, invocation.args)]
-        self.process = subprocess.Popen(command, cwd=invocation.dir, stdout=subprocess.DEVNULL,
-                                        env={**os.environ, FOLDER: str(folder)})
-        self.shown = 0  # reports
-
-    def show(self):
-        """Whatever has come since the last call is counted and printed, as if it were from here."""
-        config = self.session.config
-        while (path := self.folder / f"report {self.shown}").exists():
-            data = json.loads(path.read_text())
-            report = config.hook.pytest_report_from_serializable(config=config, data=data)
-            config.hook.pytest_runtest_logreport(report=report)
-            self.shown += 1
-        stop_if_asked(self.session)
-
-    def end(self):
-        self.process.send_signal(signal.SIGINT)  # if it is there still
-        return self.process.wait()
-
-
 def run_from_the_front(session, folder):
-    second = Second(session, folder)
+    config = session.config
+    reports, pipe = multiprocessing.Pipe(duplex=False)
+    command = [sys.executable, "-m", "pytest", *map(str, config.invocation_params.args)]
+    second = subprocess.Popen(
+        command, cwd=config.invocation_params.dir, stdout=subprocess.DEVNULL,
+        env={**os.environ, SECOND: f"{pipe.fileno()} {folder}"}, pass_fds=[pipe.fileno()])
+    pipe.close()  # so that it ends with the second process
+
+    def show(until_the_end):
+        """What the second process reports is counted and printed as if it were from here."""
+        with contextlib.suppress(EOFError):
+            while until_the_end or reports.poll():
+                data = reports.recv()
+                report = config.hook.pytest_report_from_serializable(config=config, data=data)
+                config.hook.pytest_runtest_logreport(report=report)
+                stop_if_asked(session)
+
     try:
         for _ in run_unclaimed(session, session.items, folder):
-            second.show()
-        while second.process.poll() is None:
-            second.show()
-            time.sleep(0.2)
-        second.show()
+            show(until_the_end=False)
+        show(until_the_end=True)
+        code = second.wait()
     finally:
-        code = second.end()
+        second.send_signal(signal.SIGINT)  # if it is there still
+        second.wait()
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         pytest.exit(f"the second half of the tests ended with {code}", returncode=1)
 
 
-# ---- the second process ----------------------------------------------------------
+def run_from_the_back(session, folder, pipe):
+    config = session.config
 
+    class Reports:
+        def pytest_runtest_logreport(self, report):
+            pipe.send(config.hook.pytest_report_to_serializable(config=config, report=report))
 
-class Reports:
-    """A plugin that writes every report into a file of its own."""
-
-    def __init__(self, config, folder):
-        self.config = config
-        self.folder = folder
-        self.count = 0
-
-    def pytest_runtest_logreport(self, report):
-        data = self.config.hook.pytest_report_to_serializable(config=self.config, report=report)
-        unfinished = self.folder / "unfinished"
-        unfinished.write_text(json.dumps(data))
-        unfinished.rename(self.folder / f"report {self.count}")
-        self.count += 1
-
-
-def run_from_the_back(session, folder):
-    session.config.pluginmanager.register(Reports(session.config, folder))
+    config.pluginmanager.register(Reports())
     for _ in run_unclaimed(session, session.items[::-1], folder):
         pass
-
-
-# ---- both ------------------------------------------------------------------------
 
 
 def run_unclaimed(session, items, folder):
@@ -123,16 +94,13 @@ def run_unclaimed(session, items, folder):
 def claim(item, folder):
     """Is this test this process's? Who comes first has it."""
     owner = folder / hashlib.sha256(item.nodeid.encode()).hexdigest()
-    try:
+    with contextlib.suppress(FileExistsError):
         owner.touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    return True
+        return True
+    return False
 
 
 def stop_if_asked(session):
-    """As pytest's own loop does, for --maxfail and for a test that asks for the end."""
+    """As pytest's own loop does, for --maxfail."""
     if session.shouldfail:
         raise session.Failed(session.shouldfail)
-    if session.shouldstop:
-        raise session.Interrupted(session.shouldstop)

@@ -1,123 +1,120 @@
 """A Llama as others write it, small and plain: what section 1 must serve besides the toy GPT.
 
-The loss is a sum over rows, so that the gradients of parts of a batch add up to those of the whole.
+The loss is a sum over tokens, so that the gradients of parts of a batch add up to the whole's.
 """
+from functools import partial
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 VOCABULARY = 29
+WIDTH = 12
+HEAD_DIM = 4
 
 
-def heads_of(x, head_dim):
-    """(B, T, H D) -> (B, H, T, D)."""
-    B, T, _ = x.shape
-    return x.view(B, T, -1, head_dim).transpose(1, 2)
+class Attention(nn.Module):
+    """Grouped queries, norms of each head's q and k, rotary positions."""
 
-
-def joined(x):
-    """(B, H, T, D) -> (B, T, H D)."""
-    B, _, T, _ = x.shape
-    return x.transpose(1, 2).reshape(B, T, -1)
-
-
-def token_losses(logits, targets):
-    """(B, T, V), (B, T) -> the sum over all tokens."""
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-
-
-# ---- Llama: RMSNorm, rotary positions, grouped queries, SwiGLU, no biases ----
-
-
-def rotary(T, head_dim, like):
-    """-> cosines and sines of the angles of T positions, two (T, D)."""
-    exponents = torch.arange(0, head_dim, 2, device=like.device) / head_dim
-    rates = 10000.0 ** -exponents
-    positions = torch.arange(T, device=like.device)
-    angles = positions[:, None] * rates
-    angles = torch.cat([angles, angles], dim=1).to(like.dtype)
-    return angles.cos(), angles.sin()
-
-
-def rotated(x, angles):
-    """(B, H, T, D), turned by each position's angles."""
-    cosines, sines = angles
-    first, second = x.chunk(2, dim=-1)
-    turned = torch.cat([-second, first], dim=-1)
-    return x * cosines + turned * sines
-
-
-class LlamaAttention(nn.Module):
-    """Several heads of q share a head of k and v."""
-
-    def __init__(self, width, heads, kv_heads, head_dim):
+    def __init__(self, heads, kv_heads):
         super().__init__()
-        self.head_dim = head_dim
-        self.q_proj = nn.Linear(width, heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(width, kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(width, kv_heads * head_dim, bias=False)
-        self.o_proj = nn.Linear(heads * head_dim, width, bias=False)
+        self.q_proj = nn.Linear(WIDTH, heads * HEAD_DIM, bias=False)
+        self.k_proj = nn.Linear(WIDTH, kv_heads * HEAD_DIM, bias=False)
+        self.v_proj = nn.Linear(WIDTH, kv_heads * HEAD_DIM, bias=False)
+        self.q_norm = nn.RMSNorm(HEAD_DIM)
+        self.k_norm = nn.RMSNorm(HEAD_DIM)
+        self.o_proj = nn.Linear(heads * HEAD_DIM, WIDTH, bias=False)
+        self.attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+
+    def forward(self, x, positions=None):
+        q = self.q_norm(by_head(self.q_proj(x)))
+        k = self.k_norm(by_head(self.k_proj(x)))
+        v = by_head(self.v_proj(x))
+        if positions is None:
+            positions = torch.arange(q.shape[2])  # of q, since x may be a piece
+        q = turned(q, positions).to(v.dtype)
+        k = turned(k, positions).to(v.dtype)
+        y = self.attend(q, k, v)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+def by_head(x):
+    return x.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)  # (B, heads, T, D)
+
+
+def turned(x, positions):
+    """By angles that grow with the position."""
+    angles = positions[:, None] / torch.tensor([1.0, 100.0])
+    cos = angles.cos()
+    sin = angles.sin()
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+
+
+class MLP(nn.Module):
+    """Of 21 columns 2 ranks have 11 each, and the last is padding."""
+
+    def __init__(self, dropout):
+        super().__init__()
+        self.gate_proj = nn.Linear(WIDTH, 21)
+        self.up_proj = nn.Linear(WIDTH, 21)
+        self.drop_inside = nn.Dropout(dropout)
+        self.down_proj = nn.Linear(21, WIDTH)
+        self.drop_outside = nn.Dropout(dropout)
 
     def forward(self, x):
-        q = heads_of(self.q_proj(x), self.head_dim)
-        k = heads_of(self.k_proj(x), self.head_dim)
-        v = heads_of(self.v_proj(x), self.head_dim)
-        angles = rotary(x.shape[1], self.head_dim, x)
-        q = rotated(q, angles)
-        k = rotated(k, angles)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.o_proj(joined(y))
+        y = self.drop_inside(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.drop_outside(self.down_proj(y))
 
 
-class LlamaMLP(nn.Module):
-    def __init__(self, width, hidden):
+class Layer(nn.Module):
+    def __init__(self, heads, kv_heads, dropout):
         super().__init__()
-        self.gate_proj = nn.Linear(width, hidden, bias=False)
-        self.up_proj = nn.Linear(width, hidden, bias=False)
-        self.down_proj = nn.Linear(hidden, width, bias=False)
+        self.input_norm = nn.RMSNorm(WIDTH)
+        self.self_attn = Attention(heads, kv_heads)
+        self.post_norm = nn.RMSNorm(WIDTH)
+        self.mlp = MLP(dropout)
 
-    def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class LlamaLayer(nn.Module):
-    def __init__(self, width, heads, kv_heads, head_dim, mlp):
-        super().__init__()
-        self.input_norm = nn.RMSNorm(width)
-        self.self_attn = LlamaAttention(width, heads, kv_heads, head_dim)
-        self.post_norm = nn.RMSNorm(width)
-        self.mlp = mlp
-
-    def forward(self, x):
-        x = x + self.self_attn(self.input_norm(x))
+    def forward(self, x, **positions):
+        x = x + self.self_attn(self.input_norm(x), **positions)
         return x + self.mlp(self.post_norm(x))
 
 
 class Llama(nn.Module):
-    def __init__(self, layers=3, width=12, heads=4, kv_heads=2, head_dim=4, hidden=20):
+    def __init__(self, layers=3, heads=4, kv_heads=2, tied=False, dropout=0.0):
         super().__init__()
-        self.embed_tokens = nn.Embedding(VOCABULARY, width)
-        self.layers = nn.ModuleList()
-        for _ in range(layers):
-            mlp = LlamaMLP(width, hidden)
-            self.layers.append(LlamaLayer(width, heads, kv_heads, head_dim, mlp))
-        self.norm = nn.RMSNorm(width)
-        self.lm_head = nn.Linear(width, VOCABULARY, bias=False)
+        self.embed_tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(Layer(heads, kv_heads, dropout) for _ in range(layers))
+        self.norm = nn.RMSNorm(WIDTH)
+        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        if tied:
+            self.lm_head.weight = self.embed_tokens.weight
 
-    def blocks(self):
-        return list(self.layers)
-
-    def forward(self, tokens):
+    def forward(self, tokens, **positions):
         x = self.embed_tokens(tokens)
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, **positions)
         return {"logits": self.lm_head(self.norm(x))}
 
 
-def token_rows(rng, rows, T=6):
-    tokens = torch.randint(0, VOCABULARY, (rows, T + 1), generator=rng)
-    return tokens[:, :-1], tokens[:, 1:]
+def token_rows(rng, rows, T=8):
+    """-> tokens, targets, some of which are ignored."""
+    text = torch.randint(VOCABULARY, (rows, T + 1), generator=rng)
+    targets = text[:, 1:]
+    return text[:, :-1], targets.masked_fill(targets > 26, -100)
+
+
+def loss_sum(logits, targets):
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
 def llama_loss(model, tokens, targets):
-    return token_losses(model(tokens)["logits"], targets)
+    return loss_sum(model(tokens)["logits"], targets)
+
+
+def gradients_of(model):
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def compare(found, wanted):
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
