@@ -14,20 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from conftest import _check, _start, run
 from harness import checkpoint, dcp
-from harness.checkpoint import Piece, Saver, Start, boxes_of_run, piece_of, run_pieces
+from harness.checkpoint import Piece, Saver, Start, piece_of, pieces_of, run_pieces
 
-SHAPES = {
-    "cube.weight": (3, 5, 7),
-    "tok.weight": (13, 5),
-    "norm.bias": (11,),
-    "scale": (),
-    "four.weight": (2, 3, 1, 5),
-}
-DTYPES = [torch.float64, torch.bfloat16]
+SHAPES = {"cube": (3, 5, 7), "tok": (13, 5), "norm": (11,), "scale": (), "four": (2, 3, 1, 5)}
 NOTES = {"identity": {}, "extra": {}}
 
 
@@ -40,72 +33,27 @@ def values(name, shape, dtype):
 
 def part_of(whole, start, box):
     """The box of this shape that begins at `start`."""
-    index = []
-    for first, length in zip(start, box):
-        index.append(slice(first, first + length))
-    return whole[tuple(index)]
-
-
-# ---- runs of a flattened tensor ------------------------------------------------
-
-
-def test_boxes_of_a_run_are_the_run():
-    """Every run of a small tensor of 1 to 4 dimensions, in the fewest boxes that 2n - 1 allows."""
-    for shape in [(7,), (3, 4), (2, 3, 4), (2, 3, 2, 2), (4, 1, 3), (1, 1)]:
-        size = math.prod(shape)
-        whole = torch.arange(size).view(shape)
-        for low, high in itertools.combinations_with_replacement(range(size + 1), 2):
-            boxes = boxes_of_run(shape, low, high)
-            assert len(boxes) <= 2 * len(shape) - 1
-            found = []
-            for start, box, begin in boxes:
-                cut = part_of(whole, start, box)
-                assert cut.shape == box
-                assert cut.flatten()[0] == begin
-                found += cut.flatten().tolist()
-            assert found == list(range(low, high)), (shape, low, high)
-
-
-def load(folder, pieces):
-    dcp.load(folder, dcp.read_table(folder), pieces)
-
-
-# ---- a round trip --------------------------------------------------------------
-
-
-def cut(rng, shape):
-    """A random partition of a box that begins at 0 -> [(start, shape of the part)]."""
-    parts = [((0,) * len(shape), shape)]
-    for _ in range(rng.randrange(6)):
-        if not shape:
-            break
-        start, box = parts.pop(rng.randrange(len(parts)))
-        dim = rng.randrange(len(shape))
-        at = rng.randrange(box[dim] + 1)  # 0 and the whole give a part without elements
-        first = list(box)
-        first[dim] = at
-        parts.append((start, tuple(first)))
-        second = list(box)
-        second[dim] -= at
-        behind = list(start)
-        behind[dim] += at
-        parts.append((tuple(behind), tuple(second)))
-    return parts
+    for dim, length in enumerate(box):
+        whole = whole.narrow(dim, start[dim], length)
+    return whole
 
 
 def boxes_for(rng, dtype, world, rank):
-    """Pieces of all of SHAPES, dealt to ranks at random, some held twice -> those of this rank."""
+    """A grid of pieces of all of SHAPES, dealt to ranks at random, some held twice -> this rank's.
+    """
     pieces = []
     for name, shape in SHAPES.items():
         whole = values(name, shape, dtype)
-        for start, box in cut(rng, shape):
-            writer = rng.randrange(world)
-            twin = rng.randrange(world)
-            part = part_of(whole, start, box)
-            if writer == rank:
-                pieces.append(Piece(name, shape, start, part.clone(), True))
-            if twin == rank:
-                pieces.append(Piece(name, shape, start, part.clone(), False))
+        spans = []
+        for length in shape:
+            at = rng.randrange(length + 1)  # 0 and the whole give a part without elements
+            spans.append([(0, at), (at, length)])
+        for box in itertools.product(*spans):
+            start = tuple(low for low, _ in box)
+            part = whole[tuple(slice(*span) for span in box)]
+            for writes in True, False:
+                if rng.randrange(world) == rank:
+                    pieces.append(Piece(name, shape, start, part.clone(), writes))
     return pieces
 
 
@@ -134,7 +82,7 @@ def round_trips(folder, seeds):
     for seed in range(seeds):
         rng = random.Random(seed)  # the same on every rank
         makers = [rng.choice([boxes_for, runs_for]) for _ in range(2)]
-        kinds = [rng.choice(DTYPES) for _ in range(2)]
+        kinds = [rng.choice([torch.float64, torch.bfloat16]) for _ in range(2)]
         saver = Saver(Start(save=folder, steps=seed), in_background=seed % 2 == 1)
         saved = makers[0](rng, kinds[0], world, rank)
         saver.save(seed + 1, saved, NOTES)
@@ -144,29 +92,25 @@ def round_trips(folder, seeds):
         wanted = makers[1](rng, kinds[1], world, rank)
         for piece in wanted:
             piece.tensor.fill_(-1)
-        load(Path(folder, str(seed + 1)), wanted)
+        place = Path(folder, str(seed + 1))
+        dcp.load(place, dcp.read_table(place), wanted)
         for piece in wanted:
             whole = values(piece.name, piece.shape, piece.tensor.dtype)
             assert torch.equal(piece.tensor, part_of(whole, piece.start, piece.tensor.shape)), piece
         dist.barrier()
     if rank == 0:
         assert checkpoint.numbered(folder) == [seeds - 1, seeds]
-        for whole in checkpoint.read_whole(Path(folder, str(seeds))), read_by_torch(folder, seeds):
+        dcp_to_torch_save(f"{folder}/{seeds}", f"{folder}/whole.pt")  # other tools read it
+        read = checkpoint.read_whole(Path(folder, str(seeds)))
+        for whole in read, torch.load(f"{folder}/whole.pt"):
             assert whole.keys() == SHAPES.keys()
             for name, tensor in whole.items():
                 assert tensor.dtype == kinds[0]
                 assert torch.equal(tensor, values(name, SHAPES[name], kinds[0]))
 
 
-def read_by_torch(folder, steps):
-    """Other tools read it: torch's own makes a file for torch.load of it."""
-    dcp_to_torch_save(f"{folder}/{steps}", f"{folder}/whole.pt")
-    return torch.load(f"{folder}/whole.pt")
-
-
-@pytest.mark.parametrize("world, seeds", [(1, 6), (3, 30)])
-def test_round_trips(world, seeds, tmp_path):
-    run(round_trips, world, str(tmp_path), seeds)
+def test_round_trips(tmp_path):
+    run(round_trips, 3, str(tmp_path), 8)
 
 
 def holes(folder):
@@ -177,13 +121,11 @@ def holes(folder):
     assert checkpoint.write(folder, 1, good, NOTES)
     twice = [*good, Piece("w", (4, 3), (rank, 0), half, True)]
     missing = [Piece("w", (4, 3), (2 * rank, 0), half, rank == 0)]
-    uneven = [Piece("w", (5, 3), (2 * rank, 0), torch.zeros(2 + rank, 3), True)]
     other = [Piece("w", (4, 3 + rank), (2 * rank, 0), torch.zeros(2, 3 + rank), True)]
     for wrong in (twice, missing, other):
         assert not checkpoint.write(folder, 2, wrong, NOTES, keep=1)
-    assert checkpoint.write(folder, 3, uneven, NOTES, keep=1)
     dist.barrier()
-    assert sorted(path.name for path in Path(folder).glob("*")) == ["1", "3"]
+    assert sorted(path.name for path in Path(folder).glob("*")) == ["1"]
 
 
 def test_every_tensor_is_written_exactly_once(tmp_path):
@@ -211,7 +153,6 @@ def killed(folder, number, in_background):
 
 
 def test_a_kill_at_any_time_leaves_a_whole_one(tmp_path):
-    codes = []
     kinds = set()
     for number in itertools.count(1):
         folder = tmp_path / str(number)
@@ -232,65 +173,48 @@ def test_a_kill_at_any_time_leaves_a_whole_one(tmp_path):
 class Attack:
     """Unpickled, it runs a command."""
 
-    def __init__(self, command):
-        self.command = command
-
     def __reduce__(self):
-        return os.system, (self.command,)
+        return os.system, ("touch mark",)
 
 
-def test_a_folder_from_somebody_else_can_at_worst_fail(tmp_path):
+def test_a_folder_from_somebody_else_can_at_worst_fail(tmp_path, monkeypatch):
     """Its notes may have a right checksum, and say what they like; its table may run a command."""
+    monkeypatch.chdir(tmp_path)
     checkpoint.write_whole(tmp_path, {"w": torch.arange(3.0)}, {})
     folder = tmp_path / "0"
     good = checkpoint.notes_of(folder)
-    assert not checkpoint.damage(folder, good["files"])
     outside = tmp_path / "outside"
     outside.write_text("private")
-    wrong = [{}, [], 3, {"files": {}}]
+    wrong = [[], {"files": {}}]
     for name in "../outside", str(outside):
         wrong.append({**good, "files": {name: checkpoint.checksum(outside)}})
     for notes in wrong:
-        note(folder, notes)
+        text = json.dumps(notes).encode()
+        (folder / "notes.json").write_bytes(text + b"\n" + str(zlib.crc32(text)).encode())
         with pytest.raises(ValueError, match="is no checkpoint's|is not in the folder"):
             checkpoint.notes_of(folder)
-    attack = pickle.dumps(Attack(f"touch {tmp_path}/mark"))
     table = (folder / ".metadata").read_bytes().replace(b"\x0c__0_0.distcp", b"\x0c../secret.pt")
-    for data, words in (attack, "posix.system has no place"), (table, "is not in the folder"):
-        (folder / ".metadata").write_bytes(data)
-        assert words in checkpoint.damage(folder, {})
-    assert not (tmp_path / "mark").exists()
-
-
-def note(folder, notes):
-    text = json.dumps(notes).encode()
-    checkpoint.put(folder / "notes.json", text + b"\n" + str(zlib.crc32(text)).encode())
-
-
-# ---- DTensors ------------------------------------------------------------------
+    (folder / ".metadata").write_bytes(table)
+    assert "is not in the folder" in checkpoint.damage(folder, {})
+    (folder / ".metadata").write_bytes(pickle.dumps(Attack()))
+    assert "posix.system has no place" in checkpoint.damage(folder, {})
+    assert not Path("mark").exists()
 
 
 def dtensors(folder):
     """Cut unevenly, replicated, both: saved once and read into another placement."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    wholes = {}
-    for name, shape in SHAPES.items():
-        if shape:
-            wholes[name] = values(name, shape, torch.float64)
-    placements = list(itertools.product((Replicate(), Shard(0)), repeat=2))
+    wholes = {name: values(name, SHAPES[name], torch.float64) for name in ("cube", "tok", "norm")}
+    placements = (Shard(0), Shard(0)), (Replicate(), Shard(0)), (Shard(0), Replicate())
     for steps, (first, second) in enumerate(itertools.permutations(placements, 2)):
         state = {name: distribute_tensor(t, mesh, first) for name, t in wholes.items()}
-        assert checkpoint.write(folder, steps, all_pieces(state, True), NOTES)
+        assert checkpoint.write(folder, steps, pieces_of(state.items(), None, True), NOTES)
         state = {name: distribute_tensor(t * 0, mesh, second) for name, t in wholes.items()}
-        load(Path(folder, str(steps)), all_pieces(state, False))
+        place = Path(folder, str(steps))
+        dcp.load(place, dcp.read_table(place), pieces_of(state.items(), None, False))
         for name, t in state.items():
-            assert isinstance(t, DTensor)
             assert torch.equal(t.full_tensor(), wholes[name]), name
         dist.barrier()
-
-
-def all_pieces(state, writes):
-    return [piece_of(name, t, writes) for name, t in state.items()]
 
 
 def test_dtensors(tmp_path):

@@ -3,7 +3,6 @@ import contextlib
 import io
 import math
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -87,30 +86,14 @@ def unclipped_mean(where, model, optimizer, step):
             p.grad /= dist.get_world_size()
 
 
-def clipped_mean(where, model, optimizer, step):
-    if where == "gradient":
-        for p in model.parameters():
-            p.grad /= dist.get_world_size()
-
-
 def rows(where, model, optimizer, step):
     if where == "step":
         model[0].weight.grad[4:] = 0
 
 
-def column(where, model, optimizer, step):
-    if where == "step":
-        model[0].weight.grad[:, 2] *= 3
-
-
 def one_rank(where, model, optimizer, step):
     if where == "end" and dist.get_rank() == 1:
         model[2].bias.data += 1e-6
-
-
-def missing(where, model, optimizer, step):
-    if where == "end":
-        model[0].bias.grad = None
 
 
 def not_finite(where, model, optimizer, step):
@@ -123,25 +106,19 @@ MISTAKES = [
     (stale, "step 1, gradient", "equal until step 0"),
     (unsummed, "gradient", "ranks disagree with each other"),
     (unclipped_mean, "gradient", "0.500 times what it should be: a mean over the 2 ranks"),
-    (clipped_mean, "gradient", "does clipping hide a factor"),
     (rows, "0.weight differs in rows 4 to 7 of 8 (rank 1's piece)", "zero: nothing arrives"),
-    (column, "0.weight differs in columns 2 to 2 of 6", "3.000 times"),
     (one_rank, "parameter: 1 of 4", "2.bias on rank 1 alone"),
-    (missing, "0.bias", "missing in parallel"),
     (not_finite, "step 1, gradient: 1 of 4", "2.weight is not finite"),
 ]
 
 
 def check_right():
-    assert prove(plain, training())
+    """Right code passes in each precision, and a factor of two shows."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        assert prove(lambda dtype=dtype: plain(dtype), training(dtype=dtype))
+    assert not prove(lambda: plain(torch.bfloat16), training(unclipped_mean, torch.bfloat16))
     assert not prove(plain, training(rate), tolerance=1e-10)
     assert prove(plain, training(rate), tolerance=1.0)
-
-
-def check_precisions(dtype):
-    """Right code passes, and a factor of two shows."""
-    assert prove(lambda: plain(dtype), training(dtype=dtype))
-    assert not prove(lambda: plain(dtype), training(unclipped_mean, dtype))
 
 
 def check_mistake(spoil, where, words):
@@ -157,25 +134,11 @@ def test_mistakes():
     run(each, 2, check_mistake, MISTAKES)
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_right(world):
-    run(check_right, world)
-
-
-def test_precisions():
-    run(check_all_precisions, 2)
-
-
-def check_all_precisions():
-    for dtype in (torch.float32, torch.bfloat16):
-        check_precisions(dtype)
+def test_right():
+    run(check_right, 2)
 
 
 # ---- what is no proof ------------------------------------------------------------
-
-
-def nothing():
-    return iter(())
 
 
 def empty():
@@ -192,21 +155,16 @@ def cut(training, count):
         yield step
 
 
-def other_steps(training):
-    """Ranks make different numbers of steps."""
-    return cut(training, 2 - dist.get_rank())
-
-
 def without_end():
     while True:
         yield from zeros()
 
 
 def check_nothing_proved():
-    for generator in (nothing, empty, zeros):
+    for generator in (empty, zeros):
         assert not prove(generator, generator)
     parallel = training()
-    assert not prove(plain, lambda: other_steps(parallel))
+    assert not prove(plain, lambda: cut(parallel, 2 - dist.get_rank()))
     assert not prove(plain, lambda: cut(parallel, 2))
     assert not prove(lambda: cut(plain, 2), parallel)
     assert not prove(zeros, without_end)
@@ -218,6 +176,5 @@ def test_nothing_proved():
 
 
 def test_alone():
-    """Without a process group."""
     assert prove(plain, plain)
     assert not prove(plain, lambda: cut(plain, 1))
