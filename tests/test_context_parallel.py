@@ -81,12 +81,17 @@ def check_autocast():
     """As scaled_dot_product_attention, attend casts what RoPE has made fp32."""
     q, k, v, _ = [x.float() for x in sequences(16)]
     wanted = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    ring = KINDS["zigzag"]()
-    own = ring.positions(16)
-    with torch.autocast("cpu", torch.bfloat16):
-        found = ring.attend(q[:, :, own], k[:, :, own], v[:, :, own].bfloat16())
-    assert found.dtype == torch.bfloat16
-    torch.testing.assert_close(found.float(), wanted[:, :, own], rtol=0, atol=0.03)
+    for kind, sends in (KINDS["zigzag"], "send"), (Ulysses, "all_to_all"):
+        ring = kind()
+        own = ring.positions(16)
+        parts = [q[:, :, own], k[:, :, own], v[:, :, own].bfloat16()]
+        found = []
+        with torch.autocast("cpu", torch.bfloat16):
+            sent = watched(lambda: found.append(ring.attend(*parts)))
+        assert found[0].dtype == torch.bfloat16
+        # 2 ranks: k and v once, or half of q, k, v and the result
+        assert sent[sends][1] == 2 * parts[2].nbytes
+        torch.testing.assert_close(found[0].float(), wanted[:, :, own], rtol=0, atol=0.03)
 
 
 # ---- the copy --------------------------------------------------------------------
@@ -288,7 +293,7 @@ def last_hop_not_returned(module):
     """What the others add to dK and dV never comes home."""
 
     def broken(self):
-        self.hop.wait()
+        self.sending.wait()
         return self.own
 
     module.ReturnByHops.finish = broken

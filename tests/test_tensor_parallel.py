@@ -182,8 +182,8 @@ def check_ids():
     """Each id is on one rank. One that does not exist is there in a row that does not exist."""
     section = copied("tensor_parallel")
     tp = section.WholeSequence()
-    rows, here = section.locate(torch.tensor([0, 3, 4, 7, -1, 8]), 4, tp)
-    assert rows[here].tolist() == [[0, 3, -1], [0, 3, 4]][tp.rank]
+    rows, here = section.locate(torch.tensor([0, 3, 4, 6, -1, 7]), 7, tp)
+    assert rows[here].tolist() == [[0, 3, -1], [0, 2, 4]][tp.rank]  # 3 of rank 1 is padding
 
 
 def check_block(kind):
@@ -236,6 +236,7 @@ def check_refusals():
     for words, act, *options in [
         ("called nowhere.*", cut, {"nowhere.*": column}),
         ("ColumnLinear in the place of RMSNorm", cut, {"norm": column}),
+        ("Cannot be cut: .*padding_idx=1", section.VocabEmbedding, nn.Embedding(4, 2, 1), tp),
         ("blocks.0.drop_inside: the plan must call it", cut, {}, False, 0.1),
         ("embed_tokens is tied", cut, {"lm_head": column}, True),
         ("multiply up to the size", train, "CutSequence", 7, 29),
