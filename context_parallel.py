@@ -1,8 +1,8 @@
 """Context parallelism: every rank holds a part of each sequence; attention alone needs the rest.
 
 A sequence is cut into chunks 0, 1, .. whose keys and values (K and V) go around a ring of cp ranks.
-Below are those that a rank has at each hop, and how many pairs of them with its own queries count:
-* the causal half, / half, - none since all keys are later, no mark: all. Work is in units of one *.
+Below: the chunks whose K and V a rank has at each hop, and how many of their pairs with its own
+queries count: no mark all (work 2), / half of them (1), * half, up to each query (1), - none (0).
 
     ring       hop 0  hop 1  hop 2  hop 3  work      zigzag     hop 0  hop 1  hop 2  hop 3  work
     rank 0        0*     3-     2-     1-     1      rank 0      0,7*   3,4/   2,5/   1,6/     4
@@ -15,11 +15,11 @@ one hop behind. allgather: zigzag's blocks, but all K and V of a layer are gathe
 ulysses: an all-to-all turns all heads of T/cp tokens into H/cp heads of all tokens, and back.
 
     on each of cp ranks              plain GPT   ring, zigzag, allgather   ulysses
-    activations kept (weights: all)  all         1/cp                      1/cp
+    weights / activations held       all / all   all / 1/cp                all / 1/cp
     sent per block, forward          -           2 (cp-1) S                2 (cp-1)/cp (S + Q)
     sent per block, backward         -           4 (cp-1) S                2 (cp-1)/cp (S + Q)
     sent per step, P weights         -           2 (cp-1)/cp P             2 (cp-1)/cp P
-    in numbers of the model's dtype, dK and dV in fp32 or better; S is one of k, v, and Q is q
+    in numbers of the model's dtype, dK and dV in fp32 or better: S in a rank's k (or v), Q in its q
 
     replicate(model, group)
     ring = Zigzag(group)
@@ -28,7 +28,7 @@ ulysses: an all-to-all turns all heads of T/cp tokens into H/cp heads of all tok
     own = ring.positions(T, device)            # (T/cp,): which tokens are this rank's
     logits = model(x[:, own], positions=own)   # (B, T/cp, V); rotary positions alike
     loss = F.cross_entropy(logits.flatten(0, 1), y[:, own].flatten(), reduction="sum")
-    (loss / valid_targets_of_all_ranks).backward()
+    (loss / valid_targets_of_all_ranks).backward()  # a rank's part: the loss is the sum of all
     sum_gradients(model.parameters(), group)   # then clip and step, as one process does
 
 Not for: masks other than causal or none (packed documents, sliding windows), dropout of attention's
@@ -113,7 +113,7 @@ class Hop:
         rank_before = (ring.cp_rank - 1) % ring.cp
         self.sent = tensor  # must live, and stay as it is, until wait()
         self.received = torch.empty_like(tensor)
-        self.works = dist.batch_isend_irecv([  # own -> the rank before's
+        self.works = dist.batch_isend_irecv([  # to the rank after, from the one before
             dist.P2POp(dist.isend, self.sent, group=ring.group, group_peer=next_rank),
             dist.P2POp(dist.irecv, self.received, group=ring.group, group_peer=rank_before)])
 
@@ -130,27 +130,26 @@ class ReturnByHops:
     def __init__(self, ring):
         self.ring = ring
         self.own = None  # what this rank adds to the gradient of its own K and V
-        self.hop = None  # the sum for others' K and V that is on its way to the next rank
+        self.sending = None  # a Hop: the sum for others' K and V, on its way to the next rank
 
     def add(self, part, hop):
         """Take what this rank adds to the gradient of the K and V that are here at this hop.
 
-        From the rank before comes the sum of what others have made for the same K and V. With this
-        part it goes on to the rank after, while the caller makes the next part, and the last hop
-        brings it to its owner. Parts that are all zero travel, too: the next rank waits for them.
+        The rank before sends the sum of what others have made for the same K and V. With this part
+        it goes on, while the caller makes the next. Parts of zeros do, too: a rank waits for them.
         """
         if hop == 0:
             self.own = part
             return
-        if self.hop is not None:
-            part += self.hop.wait()
-        self.hop = self.ring.send_on(part, self.ring)
+        if self.sending is not None:
+            part += self.sending.wait()
+        self.sending = self.ring.Hop(part, self.ring)
 
     def finish(self):
         """-> the whole gradient of this rank's K and V: the last hop brings what others added."""
-        if self.hop is None:  # cp is 1
+        if self.sending is None:  # cp is 1
             return self.own
-        return self.own + self.hop.wait()
+        return self.own + self.sending.wait()
 
 
 class ReturnByReduceScatter:
@@ -159,7 +158,7 @@ class ReturnByReduceScatter:
     def __init__(self, ring):
         self.ring = ring
         self.everyone = None  # (cp, ..): this rank's parts, in the order of the ranks they are for
-        self.part = None  # the last of them; finish() writes the result over it
+        self.part = None  # the last of them, whose memory serves for the result
 
     def add(self, part, hop):
         if hop == 0:
@@ -168,16 +167,16 @@ class ReturnByReduceScatter:
         self.part = part
 
     def finish(self):
-        # partial -> sharded
-        reduce_scatter(self.part.unsqueeze(0), self.everyone, group=self.ring.group)
-        self.everyone.untyped_storage().resize_(0)  # gloo's thread would keep it for a while
+        out = self.part.unsqueeze(0)  # gloo wants dim 0 of everyone to be cp times as large
+        reduce_scatter(out, self.everyone, group=self.ring.group)  # partial -> sharded
+        self.everyone.untyped_storage().resize_(0)  # memory alone: else gloo's thread keeps it
         return self.part
 
 
-# Which pairs of own queries and of the keys that are here count at a hop.
-# first_query  queries before this one see no key
-# keys         how many keys, the first ones, the other queries see
-# causal       of these keys query i sees those up to key i; if False, every query sees all
+# What counts at a hop, of all pairs of an own query and a key that is here
+# first_query  queries before this one see none of these keys
+# keys         the other queries see so many of them, the first ones
+# causal       and of those query i sees key i and the ones before; if False, all
 Wanted = namedtuple("Wanted", "first_query keys causal")
 
 
@@ -188,7 +187,7 @@ class Ring:
     `positions` says, and the model numbers them so, for its position embedding or RoPE.
     """
 
-    returns = ReturnByHops  # takes the gradients of the K and V that `bring` yields, in their order
+    Return = ReturnByHops  # takes the gradients of the K and V that `bring` yields, in their order
 
     def __init__(self, group=None, causal=True):
         self.group = group  # None: the world
@@ -197,7 +196,7 @@ class Ring:
         self.cp = dist.get_world_size(group)
         self.attend_block = attend_block  # this and the next two can be exchanged
         self.attend_block_backward = attend_block_backward
-        self.send_on = Hop
+        self.Hop = Hop
 
     def source(self, hop):
         """The rank whose K and V are here after so many hops."""
@@ -216,14 +215,14 @@ class Ring:
         return torch.cat([by_chunk[chunk] for chunk in mine])
 
     def wanted(self, hop, tokens):
-        """What `tokens` own queries want of the `tokens` keys that are here after so many hops."""
+        """What counts after so many hops. `tokens`: how many own queries there are, and keys."""
         if hop == 0 or not self.causal:
             return Wanted(0, tokens, self.causal)
         mine = self.chunks()
         theirs = self.chunks(hop)
-        # Queries see the chunks of keys before theirs. Where there are two of each and queries 0,7
-        # meet keys 3,4, 0 sees none and 7 sees both; where 3,4 meet 2,5, both see 2 alone. So what
-        # counts is always a rectangle: the last queries and the first keys
+        # Queries see the chunks of keys before their own. Where queries of chunks 0,7 meet keys of
+        # 3,4, those of 0 see none, those of 7 all. Where queries of 3,4 meet keys of 2,5, all see 2
+        # alone. So what counts is always a rectangle: the last queries and the first keys
         size = tokens // len(mine)  # of a chunk
         too_early = sum(chunk < theirs[0] for chunk in mine)  # chunks of queries before all keys
         seen = sum(chunk < mine[-1] for chunk in theirs)  # chunks of keys before the last queries
@@ -232,9 +231,9 @@ class Ring:
     def bring(self, kv):
         """Yield own K and V, then those of each rank before, while the next are on their way."""
         for _ in range(self.cp - 1):
-            hop = self.send_on(kv, self)
+            sending = self.Hop(kv, self)
             yield kv
-            kv = hop.wait()
+            kv = sending.wait()
         yield kv
 
     def attend(self, q, k, v):
@@ -262,10 +261,10 @@ class Zigzag(Ring):
 class AllGather(Zigzag):
     """The same blocks, but one collective each way (Llama 3, section 3.3.2)."""
 
-    returns = ReturnByReduceScatter
+    Return = ReturnByReduceScatter
 
     def bring(self, kv):
-        everyone = kv.new_empty(self.cp, *kv.shape)
+        everyone = kv.new_empty(self.cp, *kv.shape)  # for which gloo wants kv as (1, ..)
         all_gather(everyone, kv.unsqueeze(0), group=self.group)  # sharded -> replicated
         for hop in range(self.cp):
             yield everyone[self.source(hop)]
@@ -285,7 +284,7 @@ class BlockwiseAttention(torch.autograd.Function):
                 continue
             block_out, block_lse = ring.attend_block(
                 q[:, :, first:], *repeat_heads(kv[..., :keys, :], H), causal)
-            # The softmax of all keys so far gives this block's output a weight, of all its keys:
+            # In the softmax over all keys so far, those of this block have together the share
             # e^block_lse / (e^block_lse + e^lse), which is a sigmoid
             weight = torch.sigmoid(block_lse - lse[:, :, first:])
             out[:, :, first:].lerp_(block_out.to(out.dtype), weight.unsqueeze(-1))
@@ -302,7 +301,7 @@ class BlockwiseAttention(torch.autograd.Function):
         q, own, out, lse = ctx.saved_tensors
         H, tokens = q.shape[1:3]
         dq = torch.zeros_like(q, dtype=lse.dtype)
-        returning = ring.returns(ring)
+        returning = ring.Return(ring)
         for hop, kv in enumerate(ring.bring(own)):
             first, keys, causal = ring.wanted(hop, tokens)
             dkv = torch.zeros_like(own, dtype=lse.dtype)
@@ -324,12 +323,12 @@ class AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, cut, join, group):
         ctx.way_back = (join, cut, group)
-        parts = torch.stack(x.chunk(dist.get_world_size(group), cut)).contiguous()
+        parts = torch.stack(x.chunk(dist.get_world_size(group), cut)).contiguous()  # if permuted
         received = torch.empty_like(parts)
         dist.all_to_all_single(received, parts, group=group)  # sharded(join) -> sharded(cut)
         joined = torch.cat(received.unbind(), join)
         for buffer in (parts, received):
-            buffer.untyped_storage().resize_(0)  # gloo's thread would keep them for a while
+            buffer.untyped_storage().resize_(0)  # memory alone, as above
         return joined
 
     @staticmethod
@@ -345,7 +344,8 @@ class Ulysses(Ring):
 
     def attend(self, q, k, v):
         """As Ring's; the heads of q and those of k and v must be multiples of cp."""
-        by_heads = [AllToAll.apply(x, self.HEADS, self.TOKENS, self.group) for x in (q, k, v)]
+        qkv = [x.to(v.dtype) for x in (q, k, v)]  # in autocast RoPE may have made fp32 of q, k
+        by_heads = [AllToAll.apply(x, self.HEADS, self.TOKENS, self.group) for x in qkv]
         # (B, H/cp, T, D); any attention would do
         out = F.scaled_dot_product_attention(*by_heads, is_causal=self.causal, enable_gqa=True)
         return AllToAll.apply(out, self.TOKENS, self.HEADS, self.group)  # (B, H, T/cp, D)
@@ -420,7 +420,7 @@ def cut_in_place(mesh, x, y):
 def train_step_at_work(model, optimizer, x, y, valid, clip, mesh):
     """x, y: all tokens (B, T)."""
     with cut_in_place(mesh, x, y):
-        # train_step sums the gradients; a program at work leaves that to FSDP or DDP
+        # torch's are the cut of x and attention alone. A program at work sums by FSDP or DDP
         return train_step(model, optimizer, x, y, valid, clip)
 
 
@@ -437,7 +437,7 @@ MARKS = {0: "-", 1: "/", 2: ""}  # what it shows of a hop's work
 
 
 def on_paper(attn, cp_rank, cp):
-    """A ring without a group: it cannot attend, but tells what this of cp ranks would do."""
+    """A ring without a group: it cannot attend, but tells what rank cp_rank of cp would do."""
     ring = object.__new__(KINDS[attn])
     ring.cp_rank = cp_rank
     ring.cp = cp
@@ -480,7 +480,7 @@ def for_proofs(ring):
     ring.attend_block = attend_block_in_any_dtype
     ring.attend_block_backward = attend_block_backward_in_any_dtype
     if dist.get_backend(ring.group) == "gloo":
-        ring.send_on = HopByHost
+        ring.Hop = HopByHost
     return ring
 
 
@@ -549,7 +549,7 @@ def set_up(run, impl, ring):
         own = ring.positions(run.cfg.seq, run.device)
         return Side(model=model, optimizer=optimizer, train_step=train_step,
                     evaluate=lambda x, y: loss_sum(model(x[:, own]), y[:, own]))
-    count_as(model, Zigzag())
+    count_as(model, Zigzag())  # torch cuts x as zigzag does, but leaves positions to us
     mesh = dist.init_device_mesh(run.device.type, (ring.cp,))
     return Side(model=model, optimizer=optimizer,
                 train_step=partial(train_step_at_work, mesh=mesh),

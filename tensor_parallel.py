@@ -1,16 +1,16 @@
-"""Tensor parallelism: every matrix is cut across ranks, and with --sp so is the sequence outside.
+"""Tensor parallelism: every matrix is cut across ranks, with --sp also the sequence between them.
 
-    rank 0   x - norm -f-> [qkv]_0 heads_0 [out]_0 -g-> + - norm -f-> [up]_0 gelu [down]_0 -g-> + x
-    rank 1   x - norm -f-> [qkv]_1 heads_1 [out]_1 -g-> + - norm -f-> [up]_1 gelu [down]_1 -g-> + x
+    rank 0  x - norm -f-> [qkv]_0 heads_0 [out]_0 -g->(+)- norm -f-> [up]_0 gelu [down]_0 -g->(+)- x
+    rank 1  x - norm -f-> [qkv]_1 heads_1 [out]_1 -g->(+)- norm -f-> [up]_1 gelu [down]_1 -g->(+)- x
+
+Inside is from f to g, outside is the rest. q, k, v, up (and Llama's gate) are cut by columns, out
+and down by rows. A head needs no other head, and gelu takes one number at a time, so nothing is
+exchanged inside. Token embedding and head are cut by vocabulary: a rank makes a part of the logits.
 
     x outside is  f forward   f backward                  g forward       g backward
     whole         nothing     all-reduce                  all-reduce      nothing
     --sp: cut     all-gather  all-gather, reduce-scatter  reduce-scatter  all-gather
-      along T
-
-Inside is from f to g. q, k, v, up (and Llama's gate) are cut by columns, out and down by rows. A
-head needs no other head, and gelu takes one number at a time, so nothing is exchanged inside. Token
-embedding and head are cut by vocabulary, and each rank makes its part of the logits.
+      along T                 (x again: it is not kept)
 
     on each of tp ranks, in numbers                 plain GPT        here            --sp
     matrices, column biases, embeddings             12 C^2 L ..      1/tp            1/tp
@@ -20,7 +20,7 @@ embedding and head are cut by vocabulary, and each rank makes its part of the lo
     a block sends, in 4 all-reduces                 -                8 B T C (tp-1)/tp
               in 6 all-gathers, 4 reduce-scatters   -                10 B T C (tp-1)/tp
 
-In your own code all ranks of `group` have the same batch, with `valid` targets out of V words:
+In your own code all ranks of `group` have the same batch: `valid` targets, each one of V words:
 
     tp = WholeSequence(group)  # or CutSequence(group), which is --sp
     model = cut_model(model, tp, {"layers.*.up": ColumnLinear, "layers.*.down": RowLinear, ...})
@@ -29,8 +29,9 @@ In your own code all ranks of `group` have the same batch, with `valid` targets 
     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, gradient_norm(model, tp))
 
 Not for: fewer key-value heads than ranks; one Linear that makes q, k and v, or gate and up; an
-Embedding with padding_idx or max_norm; optimizers that look at whole matrices, such as Muon; a
-deepcopy of a cut model. What else a forward must not do, as nothing would notice: see cut_model.
+activation f with f(0) != 0 (sigmoid) if the hidden width does not divide by tp; optimizers that
+look at whole matrices, such as Muon; selective checkpoints that keep what `out` or `down` returns;
+a deepcopy of a cut model, whose parameters tp does not know. Read the list in cut_model, too.
 
 Shoeybi 2019, "Megatron-LM", arXiv:1909.08053, section 3. Korthikanti 2022, "Reducing Activation
 Recomputation in Large Transformer Models", arXiv:2205.05198, section 4.2.
@@ -100,7 +101,7 @@ class WholeSequence:
         self.rank = dist.get_rank(group)
         self.cuts = {}  # {parameter: Cut}, of those that are cut
         self.inside = set()  # parameters that are whole, but used inside
-        # hybrid_3d.py puts others here, which leave the gradients of weights for later
+        # what Linears compute with; hybrid_3d.py's own leave the gradients of weights for later
         self.column_parallel = ColumnParallel.apply
         self.linear = F.linear
 
@@ -110,8 +111,8 @@ class WholeSequence:
 
     def reduce(self, y):
         """From inside to outside: summands y (.., T, C) -> their sum, in y's memory."""
-        # autograd does not notice that all_reduce writes: count the version up by hand, so that
-        # what has kept the old y, such as a selective checkpoint, raises
+        # all_reduce writes y, but does not count y's version up as torch's other writes do. With it
+        # counted, backward raises if something, such as a selective checkpoint, has kept the old y
         torch.autograd.graph.increment_version(y)
         work = dist.all_reduce(y, group=self.group, async_op=True)  # partial -> replicated
         return Pending(y, work)
@@ -131,7 +132,7 @@ class CutSequence(WholeSequence):
         """Pieces (.., T/tp, C) -> (.., T, C)."""
         x = x.contiguous()
         pieces = x.new_empty(self.size, *x.shape)  # (tp, .., T/tp, C)
-        flat = pieces.flatten(0, 1)  # the same memory
+        flat = pieces.flatten(0, 1)  # the same memory; gloo wants as many dims as x has
         work = all_gather(flat, x, self.group, async_op=True)  # sharded(T) -> replicated
         return PendingGather(pieces, work, x)
 
@@ -173,7 +174,7 @@ class ColumnParallel(torch.autograd.Function):
         x, *parameters = ctx.saved_tensors
         trained = any(ctx.needs_input_grad[2:])
         gradients = [None] * len(parameters)
-        reducing = Pending(None)  # no dx is wanted where all that comes before x is frozen
+        reducing = Pending(None)  # if no dx is wanted, as all that comes before x is frozen
         if trained:
             gathering = ctx.tp.gather(x)  # sharded(T) -> replicated, behind dx
         if ctx.needs_input_grad[1]:
@@ -210,7 +211,7 @@ class ReduceFromTP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, tp):
         ctx.tp = tp
-        y = y.detach()  # the output is in y's memory, but must be another tensor than the input
+        y = y.detach()  # a new tensor on y's memory: an input must not be the output
         return tp.reduce(y).wait()  # partial -> replicated, or sharded(T)
 
     @staticmethod
@@ -225,7 +226,7 @@ class ReduceFromTP(torch.autograd.Function):
 Cut = namedtuple("Cut", "dim whole")
 
 
-def cut(p, dim, tp):
+def cut_parameter(p, dim, tp):
     """Leave this rank's piece of a parameter in p, which so keeps its names and ties."""
     if p not in tp.cuts:  # else it is tied, and cut already
         tp.cuts[p] = Cut(dim, p.shape[dim])
@@ -235,7 +236,7 @@ def cut(p, dim, tp):
 def shard(t, cut, tp):
     """A whole tensor -> this rank's piece. All have the same size: zeros fill up the last ones.
 
-    They stay zeros: the loss leaves out their columns, and gelu and silu make 0 of 0.
+    They stay zeros: the loss leaves out their columns, and gelu, silu and relu make 0 of 0.
     """
     padding = -cut.whole % tp.size
     padded = F.pad(t.movedim(cut.dim, -1), (0, padding)).movedim(-1, cut.dim)
@@ -252,11 +253,11 @@ def unshard(t, cut, tp):
     return torch.cat(pieces, cut.dim).narrow(cut.dim, 0, cut.whole)
 
 
-def locate(ids, each, tp):
-    """Token ids, of which every rank has so many -> the row of each in this rank's piece, and
-    whether it is here. Those that are elsewhere get row 0."""
-    # clamp: ids below 0 or above V fall to the first or the last rank, where the lookup raises
-    here = (ids // each).clamp(0, tp.size - 1) == tp.rank
+def locate(ids, vocab, tp):
+    """Token ids -> each one's row in this rank's piece (elsewhere: 0), and whether it is here."""
+    each = math.ceil(vocab / tp.size)  # rows of a piece; of the last ones some are padding
+    ids = ids.masked_fill(ids >= vocab, tp.size * each)  # behind the padding: the lookup raises
+    here = (ids // each).clamp(0, tp.size - 1) == tp.rank  # clamp: wrong ids are somewhere, too
     rows = ids - tp.rank * each
     return rows.masked_fill(~here, 0), here
 
@@ -279,7 +280,7 @@ class CutModule(nn.Module):
         for name, dim in self.dims.items():
             p = getattr(self, name)
             if p is not None:
-                cut(p, dim, tp)
+                cut_parameter(p, dim, tp)
 
 
 class ColumnLinear(CutModule):
@@ -298,8 +299,7 @@ class ColumnLinear(CutModule):
 def columns(x, *linears):
     """ColumnLinears that read the same x, with one f for all -> a tuple of what each returns.
 
-    q, k, v are such, and gate, up. Called one by one they return the same, but each has an f of its
-    own, which communicates.
+    q, k, v are such, and gate, up. Called one by one, each would communicate for an f of its own.
     """
     tp = linears[0].tp
     operands = [x]
@@ -321,9 +321,9 @@ class RowLinear(CutModule):
     dims = {"weight": 1}
 
     def forward(self, y):
-        # g writes into y. Only a matmul of 2 dims returns the very tensor that a selective
-        # checkpoint may keep, with the version counter that tells it so
-        rows = self.tp.linear(y.flatten(0, -2), self.weight, None)  # (N, C)
+        # Flat: of 3 dims F.linear returns a new tensor on the matmul's memory. A selective
+        # checkpoint that keeps the matmul's would not notice that g writes there
+        rows = self.tp.linear(y.flatten(0, -2), self.weight, None)  # F.linear, or hybrid_3d.py's
         y = rows.unflatten(0, y.shape[:-1])  # (.., T, C), a summand
         x = ReduceFromTP.apply(y, self.tp)  # partial -> replicated, or sharded(T)
         if self.bias is None:
@@ -337,16 +337,20 @@ class VocabEmbedding(CutModule):
     replaces = nn.Embedding
     dims = {"weight": 0}
 
+    def __init__(self, plain, tp):
+        super().__init__(plain, tp)
+        assert plain.padding_idx is None and plain.max_norm is None, f"Cannot be cut: {plain}"
+        self.vocab = plain.num_embeddings
+
     def forward(self, ids):
-        rows, here = locate(ids, len(self.weight), self.tp)
+        rows, here = locate(ids, self.vocab, self.tp)
         y = F.embedding(rows, self.weight)  # (.., T, C)
         y = y.masked_fill(~here.unsqueeze(-1), 0)  # a summand: others have the other tokens
         return ReduceFromTP.apply(y, self.tp)  # partial -> replicated, or sharded(T)
 
 
 def inside(module, tp):
-    """For a plan: a whole module that stands inside, such as a norm of q's heads. Each rank uses it
-    for its own heads, and so has a summand of its gradient."""
+    """For a plan: a whole module used inside, as a norm of q's heads; gradients are summands."""
     tp.inside.update(module.parameters())
     return module
 
@@ -361,9 +365,7 @@ class OutsideDropout(nn.Dropout):
     def __init__(self, dropout, tp):
         super().__init__(dropout.p)
         self.training = dropout.training
-        self.number = 0  # ranks with the same number draw the same mask
-        if isinstance(tp, CutSequence):
-            self.number = tp.rank
+        self.number = tp.rank if isinstance(tp, CutSequence) else 0  # equal ones draw equal masks
 
     def forward(self, x):
         if not self.training:
@@ -434,7 +436,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, column, here, mine, tp):
         own_log_sum = logits[:, :mine].logsumexp(1)  # (N,), of this rank's columns
-        highest = own_log_sum.clone()
+        highest = own_log_sum.clone()  # subtracted below: exp is then at most 1
         dist.all_reduce(highest, dist.ReduceOp.MAX, tp.group)  # each its own -> replicated
         target_logit = logits.gather(1, column).masked_fill(~here, 0)  # 0: another rank has it
         sums = torch.stack([(own_log_sum - highest).exp(), target_logit.squeeze(1)])  # (2, N)
@@ -467,7 +469,7 @@ def vocab_parallel_cross_entropy(logits, targets, vocab, tp, ignore_index=-100):
         logits = logits.float()
     targets = targets.flatten().unsqueeze(1)  # (N, 1)
     ignored = targets == ignore_index
-    column, here = locate(targets.masked_fill(ignored, 0), each, tp)
+    column, here = locate(targets.masked_fill(ignored, 0), vocab, tp)
     losses = VocabParallelCrossEntropy.apply(logits, column, here, mine, tp)  # replicated
     return losses.masked_fill(ignored.squeeze(1), 0).sum()
 
@@ -484,7 +486,7 @@ def sum_over_ranks(tensors, group):
 
 
 def sum_gradients(model, tp):
-    """After backward, of one micro-batch or several: sums over ranks what are still summands."""
+    """Once a step, after the last backward: sum the gradients of which each rank has a summand."""
     trained = [p for p in model.parameters() if p.grad is not None]
     summands = [p.grad for p in trained if tp.leaves_summands(p)]
     if summands:
@@ -557,9 +559,10 @@ class TPSwiGLU(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
-BOTH = {"tok": VocabEmbedding, "blocks.*.attn": TPAttention, "head": ColumnLinear}
+OF_BOTH = {"tok": VocabEmbedding, "blocks.*.attn": TPAttention, "head": ColumnLinear}
+# pos is small. It is cut to leave by g, as tok does: with --sp cut along T
 GPT2 = {"pos": VocabEmbedding, "blocks.*.mlp.up": ColumnLinear, "blocks.*.mlp.down": RowLinear}
-PLANS = {"gpt2": {**BOTH, **GPT2}, "llama": {**BOTH, "blocks.*.mlp": TPSwiGLU}}
+PLANS = {"gpt2": {**OF_BOTH, **GPT2}, "llama": {**OF_BOTH, "blocks.*.mlp": TPSwiGLU}}
 
 
 def parallelize(model, tp, form="gpt2"):
@@ -580,7 +583,7 @@ def train_step(model, optimizer, x, y, valid, clip, tp):
     loss.backward()
     sum_gradients(model, tp)  # partial -> replicated
     norm = gradient_norm(model, tp)
-    finite = norm.nan_to_num(0, posinf=0)  # else gradients stay, which show whose fault it is
+    finite = norm.nan_to_num(0, posinf=0)  # 0: gradients stay as they are, and show the fault
     nn.utils.clip_grads_with_norm_(model.parameters(), clip or math.inf, finite)
     optimizer.step()
     return loss, norm
@@ -591,14 +594,14 @@ def train_step(model, optimizer, x, y, valid, clip, tp):
 
 def parallelize_at_work(model, mesh, sp):
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-    x = Shard(1) if sp else Replicate()  # as it is outside
+    outside = Shard(1) if sp else Replicate()  # the layout of x there
     column = at_work.ColwiseParallel()
-    row = at_work.RowwiseParallel(output_layouts=x)
+    row = at_work.RowwiseParallel(output_layouts=outside)
     norm = at_work.SequenceParallel()  # makes DTensors of a norm's parameters
-    norm.sequence_sharding = (x,)  # what it takes its input for: without --sp that is whole
-    f = at_work.PrepareModuleInput(input_layouts=x, desired_input_layouts=Replicate())
+    norm.sequence_sharding = (outside,)  # the layout it assumes of its input: Shard(1), if not told
+    f = at_work.PrepareModuleInput(input_layouts=outside, desired_input_layouts=Replicate())
     at_work.parallelize_module(model, mesh, {
-        "tok": at_work.RowwiseParallel(input_layouts=Replicate(), output_layouts=x),
+        "tok": at_work.RowwiseParallel(input_layouts=Replicate(), output_layouts=outside),
         "pos": at_work.RowwiseParallel(
             input_layouts=Replicate(), output_layouts=Shard(0) if sp else Replicate()),
         "blocks.*.norm[12]": norm,
@@ -611,7 +614,7 @@ def parallelize_at_work(model, mesh, sp):
         "blocks.*.mlp.down": row,
         "norm": norm,
         "head": at_work.ColwiseParallel(
-            input_layouts=x, output_layouts=Shard(-1),
+            input_layouts=outside, output_layouts=Shard(-1),
             use_local_output=False),  # loss_parallel wants a DTensor
     })
     if model.pos is not None:
@@ -637,7 +640,8 @@ def train_step_at_work(model, optimizer, x, y, valid, clip):
 
 def evaluate_at_work(model, x, y):
     with at_work.loss_parallel():
-        return loss_sum(model(x), y).full_tensor() / dist.get_world_size()
+        loss = loss_sum(model(x), y).full_tensor()
+    return loss / dist.get_world_size()  # a run adds up all ranks'
 
 
 # ---- 4. run ------------------------------------------------------------------
@@ -649,6 +653,7 @@ def refuse(args):
     cfg = args.cfg
     require(cfg.kv_heads % tp == 0, f"{tp} ranks cannot share {cfg.heads} heads, {cfg.kv_heads} "
             "of keys and values, evenly: change --heads or --kv-heads")
+    # section 1 would pad it, but who chooses it can choose one that wastes nothing
     require(cfg.hidden % tp == 0, f"--hidden {cfg.hidden} does not divide by {tp} ranks")
     require(not args.sp or cfg.seq % tp == 0, f"--sp: {tp} ranks cannot cut --seq {cfg.seq} evenly")
 
@@ -665,7 +670,7 @@ def pieces(model, optimizer, tp):
 
 
 def of_whole(piece, cut, tp_rank):
-    """A box of this rank's piece of a parameter -> the same of the plain one, without padding."""
+    """This rank's Piece of a parameter -> the Piece of the plain one, without padding."""
     start = list(piece.start)
     start[cut.dim] += tp_rank * piece.shape[cut.dim]
     shape = list(piece.shape)
@@ -698,6 +703,7 @@ def textbook(run, model, tp):
     """
     cfg = run.cfg
     b = run.dtype.itemsize
+    s = max(b, 4)
     parameters = list(model.parameters())
     P = sum(p.numel() for p in parameters)
     W = sum(p.numel() for p in parameters if p not in tp.cuts)
@@ -706,7 +712,7 @@ def textbook(run, model, tp):
     sent = (tp.size - 1) / tp.size
     f_and_g = sent * b * (tokens * (4 * cfg.layers + 2) + positions) * cfg.width
     again = sent * b * tokens * (2 * cfg.layers + 1) * cfg.width  # x, for gradients of weights
-    sums = 2 * sent * (3 * max(b, 4) * tokens + b)  # of the loss, and of the gradient norm
+    sums = 2 * sent * (3 * s * tokens + b)  # of the loss, and of the gradient norm
     held = ("held states", "4 b P + 4 per tensor (steps)", 4 * b * P + 4 * len(parameters))
     if not run.args.sp:
         formula = "2 (tp-1)/tp (b [B T (4 L + 2) + T'] C + 3 s B T + b)"

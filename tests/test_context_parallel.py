@@ -150,10 +150,12 @@ def check_section_one():
     each(check_copy, [  # name, heads, heads of k and v
         ("Ring", 3, 3), ("Zigzag", 6, 2), ("AllGather", 3, 1), ("Ulysses", 6, 2)])
     check_usage()
-    zigzag = copied("context_parallel").Zigzag()
+    section = copied("context_parallel")
+    zigzag = section.Zigzag()
     q = torch.ones(1, 2, 4, 8, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):  # RoPE has made q and k fp32
-        assert zigzag.attend(q, q, q.bfloat16()).dtype == torch.bfloat16
+        for kind in zigzag, section.Ulysses():
+            assert kind.attend(q, q, q.bfloat16()).dtype == torch.bfloat16
     with pytest.raises(AssertionError, match="18 tokens do not divide into 4 chunks"):
         zigzag.positions(18)
     with pytest.raises(AssertionError, match="3 tokens: cut them as positions"):
@@ -202,7 +204,7 @@ def last_hop_not_returned(module):
     """What the others add to dK and dV never comes home."""
 
     def broken(self):
-        self.hop.wait()
+        self.sending.wait()
         return self.own
 
     module.ReturnByHops.finish = broken
