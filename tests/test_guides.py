@@ -249,11 +249,11 @@ def test_bytes_by_model_size():
 
 
 def losses(text):
-    """-> {checkpoint: [loss on code, loss on the manual]} from evaluate's table."""
+    """-> {checkpoint: [loss on code, loss on the manual]} from the lines of sample.py --data"""
     found = {}
-    row = rf"^tune/(\w+) +({NUMBER})  \({NUMBER}\) +({NUMBER})  \({NUMBER}\)$"
-    for name, code, manual in re.findall(row, text, re.M):
-        found[name] = [float(code), float(manual)]
+    row = rf"^tune/(\w+) +tune/\w+\.txt +({NUMBER})  \({NUMBER}\)$"
+    for name, loss in re.findall(row, text, re.M):
+        found.setdefault(name, []).append(float(loss))
     return found
 
 
@@ -264,7 +264,7 @@ def run_recipe(folder):
     for name in ("tools", "harness"):
         (folder / name).symlink_to(ROOT / name)
     commands = "".join(re.findall(r"```sh\n(.*?)```", FINE_TUNING, re.S))
-    commands = re.sub(r"^python ", f'"{sys.executable}" ', commands, flags=re.M)
+    commands = re.sub(r"^ *python ", f'"{sys.executable}" ', commands, flags=re.M)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
     done = subprocess.run(["bash", "-ec", commands], cwd=folder, capture_output=True, text=True,
                           env=environment)

@@ -1,8 +1,7 @@
 """tools/weights.py and tools/sample.py: Hugging Face's files, our checkpoints, and text of them."""
 import json
-import random
+import math
 import shutil
-import struct
 import sys
 
 import pytest
@@ -16,13 +15,10 @@ from tools import sample, weights
 
 
 def tool(name, *words, code=0):
-    """A program in tools/ -> what it says."""
+    """A program in tools/ -> what it says; with code=2 that is a line."""
     ended, said, errors = program(f"tools/{name}.py", *words)
-    assert ended == code, errors
-    if code:
-        assert errors.count("error: ") == 1 and errors.count("\n") == 1, errors
-        return errors
-    return said
+    assert ended == code and errors.count("\n") == code // 2, errors
+    return errors or said
 
 
 # ---- folders that Hugging Face's own code has made, see data/make.py ---------------
@@ -36,30 +32,25 @@ def theirs(name):
 
 def same_again(folder, tmp_path):
     """What goes out is what came in, to the bit."""
-    weights.export_weights(tmp_path / "ours", tmp_path / "back")
+    tool("weights", "export", tmp_path / "ours", tmp_path / "back")
+    assert "has checkpoints already" in tool("weights", "import", folder, tmp_path / "ours", code=2)
     back = weights.read_weights(tmp_path / "back")
     for name, t in weights.read_weights(folder).items():
         assert torch.equal(back.pop(name), t), name
     assert not back
-    sizes = []
-    for place in (folder, tmp_path / "back"):
-        config = json.loads((place / "config.json").read_text())
-        sizes.append(weights.sizes_of(config))
-    assert sizes[0] == sizes[1]
+    first, again = [json.loads((place / "config.json").read_text())
+                    for place in (folder, tmp_path / "back")]
+    assert weights.sizes_of(first) == weights.sizes_of(again)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_logits_are_theirs(name, tmp_path):
-    """And those of the cache of key-value heads, token by token."""
     folder, ids, logits = theirs(name)
     weights.import_weights(folder, tmp_path / "ours")
     model, cfg = sample.load(tmp_path / "ours")
     if name == "llama":
         assert (cfg.kv_heads, cfg.theta, cfg.eps) == (1, 5e3, 1e-6)
     torch.testing.assert_close(model(ids)[0], logits, rtol=1e-5, atol=1e-5)
-    reader = sample.Reader(model, cfg.seq)
-    for token, row in zip(ids[0].tolist(), logits):
-        torch.testing.assert_close(reader.read([token]), row, rtol=1e-5, atol=1e-5)
     same_again(folder, tmp_path)
 
 
@@ -68,20 +59,11 @@ def test_mixtral(tmp_path):
     weights.import_weights(folder, tmp_path / "ours")
     assert "it has experts" in tool("sample", tmp_path / "ours", "x", code=2)
     state, identity = weights.weights_of(tmp_path / "ours")
-    cfg = weights.sizes_in(identity)
     assert (identity["experts"], identity["top_k"]) == (4, 2)
+    cfg = weights.sizes_in(identity)
     model = build(cfg, 0)
-    options = {
-        "experts": 4,
-        "top_k": 2,
-        "shared": False,
-        "balance": "none",
-        "capacity": 0.0,
-    }
-    moe.mixture(model, 0, cfg, **options)
-    missing = model.load_state_dict(state, strict=False)
-    assert not missing.unexpected_keys
-    assert all(name.endswith("bias_steps") for name in missing.missing_keys)
+    moe.mixture(model, 0, cfg, experts=4, top_k=2, shared=False, balance="none", capacity=0.0)
+    assert not model.load_state_dict(state, strict=False).unexpected_keys
     moe.set_sources(model, [[torch.arange(16)]])
     torch.testing.assert_close(model(ids)[0], logits, rtol=1e-5, atol=1e-5)
     same_again(folder, tmp_path)
@@ -100,23 +82,20 @@ def in_two_files(folder, state):
         file = f"model-{part}.safetensors"
         weights.write_safetensors(folder / file, {name: state[name] for name in some})
         index.update(dict.fromkeys(some, file))
-    text = json.dumps({"weight_map": index})
-    (folder / "model.safetensors.index.json").write_text(text)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
 
 
-def as_pickle(folder, state):
-    torch.save(state, folder / "pytorch_model.bin")
-
-
-@pytest.mark.parametrize("write", [in_two_files, as_pickle])
-def test_several_files_older_files_and_pickles(write, tmp_path):
+def test_several_files_older_files_and_pickles(tmp_path):
     folder, ids, logits = theirs("gpt2")
-    shutil.copy(folder / "config.json", tmp_path)
-    state = {name: t.double() for name, t in weights.read_weights(folder).items()}
-    write(tmp_path, older(state))
-    weights.import_weights(tmp_path, tmp_path / "ours")
-    model, _ = sample.load(tmp_path / "ours")
-    torch.testing.assert_close(model(ids)[0], logits.double(), rtol=1e-5, atol=1e-5)
+    state = older(weights.read_weights(folder))
+    for kind in ("parts", "pickle"):
+        shutil.copytree(folder, tmp_path / kind, ignore=lambda *_: ["model.safetensors"])
+    in_two_files(tmp_path / "parts", state)
+    torch.save(state, tmp_path / "pickle" / "pytorch_model.bin")
+    for kind in ("parts", "pickle"):
+        weights.import_weights(tmp_path / kind, tmp_path / "ours" / kind)
+        model, _ = sample.load(tmp_path / "ours" / kind)
+        torch.testing.assert_close(model(ids)[0], logits, rtol=1e-5, atol=1e-5)
 
 
 REFUSED = [
@@ -125,9 +104,7 @@ REFUSED = [
     ({"model_type": "bert"}, "model_type is bert"),
     ({"n_layer": 3}, "has no 'h.2.ln_1.weight'"),
     ({"n_layer": 1}, "the weights have h.1."),
-    ({"n_layer": True}, "n_layer is True, no size"),
     ({"n_head": 0}, "n_head is 0, no size"),
-    ({"n_head": 5}, "5 heads do not divide"),
 ]
 
 
@@ -137,14 +114,13 @@ def refused(capsys, *words):
     with pytest.raises(SystemExit) as end:
         weights.main()
     said = capsys.readouterr().err
-    assert end.value.code == 2 and said.startswith("weights.py: error: ") and said.count("\n") == 1
+    assert end.value.code == 2 and said.count("\n") == 1
     return said
 
 
 def test_other_models_and_files_are_refused(tmp_path, capsys):
     """In a line. Nothing of a file that is not whole is taken."""
     words = (tmp_path, tmp_path / "ours")
-    assert "config.json: No such file" in refused(capsys, *words)
     shutil.copytree(theirs("gpt2")[0], tmp_path, dirs_exist_ok=True)
     good = (tmp_path / "config.json").read_text()
     for change, says in REFUSED:
@@ -154,15 +130,8 @@ def test_other_models_and_files_are_refused(tmp_path, capsys):
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-8])
     assert "is not whole" in refused(capsys, *words)
-    header = struct.pack("<Q", 2)
-    for other in (header + b"[]", header + b"{}"):
-        file.write_bytes(other)
-        refused(capsys, *words)
     file.unlink()
     assert "No such file" in refused(capsys, *words)
-    for other in ("[]", '{"weight_map": []}'):
-        (tmp_path / "model.safetensors.index.json").write_text(other)
-        refused(capsys, *words)
     said = refused(capsys, theirs("qwen2")[0], tmp_path / "ours")
     assert "_proj.bias, which has no place" in said
 
@@ -171,47 +140,21 @@ def test_other_models_and_files_are_refused(tmp_path, capsys):
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    """What two ranks of ddp have saved."""
+def saved(tmp_path_factory):  # by two ranks of ddp
     folder = tmp_path_factory.mktemp("saved")
     script("ddp", 2, *PROOF, "--steps", "3", "--no-check", "--save", str(folder))
     return folder
 
 
-HYBRID = ("--dp", "2", "--tp", "2", "--pp", "2", "--zero", "2")
-
-
 def test_from_script_to_script_to_a_plain_file(saved, tmp_path):
-    """ddp on 2 ranks, hybrid_3d on 8, fsdp on 4, a plain file: the same logits.
-
-    The rate between them is so small that no number moves.
-    """
-    still = (*PROOF, "--steps", "1", "--lr", "1e-12", "--no-check")
-    hybrid = tmp_path / "hybrid"
-    sharded = tmp_path / "sharded"
-    script("hybrid_3d", 8, *still, *HYBRID, "--init-from", str(saved), "--save", str(hybrid))
-    script("fsdp", 4, *still, "--init-from", str(hybrid), "--save", str(sharded))
-    weights.save_plain(sharded, tmp_path / "plain.pt")
-    model = build(GPTConfig(2, 32, 4, 256, 16), 0, dtype=torch.float64)
-    ids = torch.randint(256, (2, 16))
-    fresh = model(ids)
-    model.load_state_dict(torch.load(tmp_path / "plain.pt"))
-    first = sample.load(saved)[0](ids)
-    torch.testing.assert_close(model(ids), first, rtol=0, atol=1e-8)
-    assert (fresh - first).abs().max() > 1e-3
-
-
-def test_ours_goes_out_and_trains_on(saved, tmp_path):
-    """Exported and imported, it is the same model: --init-from of both gives the same losses."""
-    tool("weights", "export", saved, tmp_path / "theirs")
-    said = tool("weights", "import", tmp_path / "theirs", tmp_path / "again")
-    flags = (*PROOF, "--no-check", "--init-from")
-    assert "--layers 2 --width 32 --heads 4 --vocab 256 --seq 16" in said
-    direct = script("ddp", 1, *flags, str(saved))
-    around = script("ddp", 1, *flags, str(tmp_path / "again"))
-    assert direct["loss"] == around["loss"]
-    said = tool("weights", "import", tmp_path / "theirs", tmp_path / "again", code=2)
-    assert "has checkpoints already" in said
+    """ddp on 2 ranks, hybrid_3d on 8 at a rate that moves no number, a plain file."""
+    flags = "--steps 1 --lr 1e-12 --no-check --dp 2 --tp 2 --pp 2 --zero 2 --init-from".split()
+    script("hybrid_3d", 8, *PROOF, *flags, str(saved), "--save", str(tmp_path / "hybrid"))
+    weights.save_plain(tmp_path / "hybrid", tmp_path / "plain.pt")
+    plain = torch.load(tmp_path / "plain.pt")
+    for name, t in sample.load(saved)[0].state_dict().items():
+        torch.testing.assert_close(plain.pop(name), t, rtol=0, atol=1e-8)
+    assert not plain
 
 
 def test_theirs_trains(tmp_path):
@@ -221,58 +164,41 @@ def test_theirs_trains(tmp_path):
     checkpoint.write_whole(tmp_path, state, cfg._asdict())
     flags = weights.flags_for(cfg).split()
     report = script("ddp", 2, *flags, "--init-from", str(tmp_path), "--steps", "1")
-    assert (report["args"]["kv_heads"], report["check"]["passed"]) == (1, True)
-    model = build(cfg, 5)
-    corpus = load_corpus("", 16)
-    x, y, valid = get_batch(corpus, 16, 0, 0, 8)
-    loss = loss_sum(model(x), y) / valid
+    x, y, valid = get_batch(load_corpus("", 16), 16, 0, 0, 8)
+    loss = loss_sum(build(cfg, 5)(x), y) / valid
     assert report["loss"][0] == pytest.approx(loss.item(), rel=1e-6)
 
 
 # ---- text ------------------------------------------------------------------------
 
 
-def plain_logits(state, window):
-    """The plain forward of the window's tokens -> logits of what follows."""
-    model = build(GPTConfig(2, 32, 4, 256, 16), 0, dtype=torch.float64)
-    model.load_state_dict(state)
-    return model(torch.tensor([window]))[0, -1]
-
-
-def test_the_cache_equals_the_whole_forward(saved):
-    """Token by token and by several, and past the 16 positions that the model has."""
-    cached = sample.Reader(sample.load(saved)[0], 16)
-    state = sample.load(saved)[0].state_dict()
-    full = 0
-    rng = random.Random(0)
-    for count in [1] * 30 + [3, 7, 1, 2, 7, 1, 16, 5]:
-        tokens = [rng.randrange(256) for _ in range(count)]
-        logits = cached.read(tokens)
-        full += len(cached.window) == 16
-        other = plain_logits(state, cached.window)
-        torch.testing.assert_close(logits, other, rtol=0, atol=1e-12)
-    assert full >= 2
-
-
 def test_what_is_drawn():
-    """Temperature 0 is the likeliest; top-k draws from these alone; frequencies are softmax's."""
+    """Temperature 0 is the likeliest; top-k draws from these alone, as often as softmax says."""
     logits = torch.tensor([0.0, 3.0, 1.0, 2.0])
     rng = torch.Generator().manual_seed(0)
     assert sample.choose(logits, 0, 0, rng) == 1
-    drawn = [sample.choose(logits, 0.7, 2, rng) for _ in range(4000)]
-    assert set(drawn) == {1, 3}
-    likeliest = torch.tensor([3.0, 2.0]) / 0.7
-    expected = likeliest.softmax(0)[0].item()
-    assert drawn.count(1) / 4000 == pytest.approx(expected, abs=0.03)
-    everything = [sample.choose(logits, 2.0, 0, rng) for _ in range(2000)]
-    assert set(everything) == {0, 1, 2, 3}
+    drawn = [sample.choose(logits, 0.7, 2, rng) for _ in range(2000)]
+    assert drawn.count(1) + drawn.count(3) == 2000
+    assert drawn.count(1) / 2000 == pytest.approx(1 / (1 + math.exp(-1 / 0.7)), abs=0.04)
 
 
 def test_text_from_a_checkpoint(saved):
-    words = (saved, "import ", "--tokens", "40", "--temperature", "0")
-    text = tool("sample", *words)
-    assert text.startswith("import ")
-    said = tool("sample", saved, "--ids", "105 109 112", "--tokens", "5", "--seed", "3")
-    assert said.startswith("105 109 112 ")
-    assert len(said.split()) == 8
+    """The likeliest bytes, also past the 16 positions that the model has; and ids."""
+    said = tool("sample", saved, "--ids", "105 109 112", "--tokens", "20", "--temperature", "0")
+    ids = list(map(int, said.split()))
+    model = sample.load(saved)[0]
+    for i in range(3, 23):
+        window = torch.tensor([ids[max(0, i - 16):i]])
+        assert ids[i] == model(window)[0, -1].argmax()
+    text = tool("sample", saved, "imp", "--tokens", "20", "--temperature", "0")
+    assert text == bytes(ids).decode(errors="replace") + "\n"
     assert "must be 0 to 255" in tool("sample", saved, "--ids", "256", code=2)
+
+
+def test_the_loss_on_a_text(saved):
+    """It is the one that --eval-every shows."""
+    flags = (*PROOF, "--no-check", "--lr", "1e-12", "--steps", "1", "--eval-every", "1")
+    report = script("ddp", 1, *flags, "--init-from", str(saved))
+    model, cfg = sample.load(saved)
+    loss = sample.loss_on(model, cfg.seq, "")
+    assert loss == pytest.approx(report["validation"]["0"], rel=1e-9)

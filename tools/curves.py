@@ -1,12 +1,10 @@
-"""Draws what --log-file FILE has written: in the terminal, and as SVG.
+"""Draws in the terminal what --log-file FILE has written.
 
-    ./run.sh curves FILES                           loss, and held-out loss where there is one
-    ./run.sh curves FILES --what rate               or speed (tokens a second), or what the log has
-    ./run.sh curves FILES --over tokens --smooth 10 --svg curves.svg
+    ./run.sh curves FILES                   loss, and held-out loss where there is one
+    ./run.sh curves FILES --what rate       or speed (tokens a second), or what the log has
 
-The SVG has a panel for each figure in the logs, unless --what asks for one. Every file is a letter,
-small for training and capital for held-out text. A log that a kill has cut off, or one that is
-still being written, is drawn as far as it goes.
+Every file is a letter, small for training and capital for held-out text. A log that a kill has cut
+off, or one that is still being written, is drawn as far as it goes.
 """
 import argparse
 import json
@@ -21,16 +19,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from harness.usage import require  # noqa: E402
-from tools.draw import PALETTE, Drawing, bounds, plot  # noqa: E402
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-ALONG = ("step", "tokens")
+HEIGHT = 16  # lines of text
 
-# points: [(x, y)] in the order of the log, y finite
+# points: [(step, y)], y finite
 Curve = namedtuple("Curve", "label letter points")
-
-
-# ---- reading -------------------------------------------------------------------
 
 
 def read_log(path):
@@ -54,131 +48,76 @@ def read_log(path):
     return lines
 
 
-def figures_in(logs):
-    """-> what can be drawn of logs, loss first. Held-out loss is drawn with the loss."""
-    names = {}
-    for lines in logs.values():
-        for figures in lines:
-            names.update(dict.fromkeys(figures))
-    return [name for name in names if name not in (*ALONG, "validation")]
-
-
-def points_of(lines, what, over):
-    """-> [(x, y)] where there is a finite number."""
+def points_of(lines, what):
+    """-> [(step, y)] where there is a finite number."""
     points = []
     for figures in lines:
-        x = figures.get(over)
         y = figures.get(what)
-        if x is not None and isinstance(y, (int, float)) and math.isfinite(y):
-            points.append((x, y))
+        if isinstance(y, (int, float)) and math.isfinite(y):
+            points.append((figures["step"], y))
     return points
 
 
-def smoothed(points, count):
-    """Each y is the mean of the last `count`."""
-    smooth = []
-    for i, (x, _) in enumerate(points):
-        first = max(0, i + 1 - count)
-        last = [y for _, y in points[first:i + 1]]
-        smooth.append((x, sum(last) / len(last)))
-    return smooth
-
-
-def curves_of(logs, what, over, count):
-    """logs: {path: lines} -> [Curve], those with points."""
+def curves_of(paths, what):
+    """-> [Curve], those with points."""
     curves = []
-    for letter, (path, lines) in zip(LETTERS, logs.items()):
+    for letter, path in zip(LETTERS, paths):
         name = Path(path).stem
-        points = points_of(lines, what, over)
-        if points:
-            curves.append(Curve(f"{name} {what}", letter, smoothed(points, count)))
-        held_out = points_of(lines, "validation", over)
-        if what == "loss" and held_out:  # not smoothed: each is a mean over batches already
+        lines = read_log(path)
+        curves.append(Curve(f"{name} {what}", letter, points_of(lines, what)))
+        if what == "loss":
+            held_out = points_of(lines, "validation")
             curves.append(Curve(f"{name} held out", letter.upper(), held_out))
-    return curves
+    return [curve for curve in curves if curve.points]
 
 
-# ---- drawing -------------------------------------------------------------------
+def bounds(values):
+    """-> the smallest and the largest, never the same."""
+    low = min(values)
+    high = max(values)
+    if low == high:
+        return low - 0.5, high + 0.5
+    return low, high
 
 
-def number(value):
-    return f"{value:.4g}"
-
-
-def in_the_terminal(curves, over, width, height=16):
+def drawn(curves, width):
     """-> lines of text. Where curves meet, the later one is seen."""
-    left, right = bounds([curve.points for curve in curves], 0)
-    bottom, top = bounds([curve.points for curve in curves], 1)
-    rows = [[" "] * width for _ in range(height)]
+    points = [point for curve in curves for point in curve.points]
+    left, right = bounds([x for x, _ in points])
+    bottom, top = bounds([y for _, y in points])
+    rows = [[" "] * width for _ in range(HEIGHT)]
     for curve in curves:
         for x, y in curve.points:
             column = round((x - left) / (right - left) * (width - 1))
-            row = round((top - y) / (top - bottom) * (height - 1))
+            row = round((top - y) / (top - bottom) * (HEIGHT - 1))
             rows[row][column] = curve.letter
     lines = []
     for i, row in enumerate(rows):
         label = ""
-        if i % 5 == 0 or i == height - 1:
-            label = number(top - i / (height - 1) * (top - bottom))
+        if i % 5 == 0:
+            label = f"{top - i / (HEIGHT - 1) * (top - bottom):.4g}"
         lines.append(f"{label:>9} |{''.join(row)}".rstrip())
     lines.append(" " * 10 + "+" + "-" * width)
-    ends = f"{number(left)} {over}"
-    lines.append(" " * 11 + ends + number(right).rjust(width - len(ends)))
+    ends = f"{left:.4g} step"
+    lines.append(" " * 11 + ends + f"{right:.4g}".rjust(width - len(ends)))
     for curve in curves:
         x, y = curve.points[-1]
-        lines.append(f"  {curve.letter}  {curve.label}: {number(y)} at {over} {number(x)}")
+        lines.append(f"  {curve.letter}  {curve.label}: {y:.4g} at step {x}")
     return lines
-
-
-def as_svg(panels, over, path):
-    """A panel for each figure, one below the other."""
-    drawing = Drawing(720, sum(270 + 16 * len(curves) for curves in panels))
-    down = 0
-    for curves in panels:
-        plot(drawing, 60, down + 20, 640, 180, [curve.points for curve in curves])
-        drawing.text(380, down + 232, over, "middle")
-        for i, curve in enumerate(curves):
-            drawing.box(60, down + 244 + 16 * i, 12, 10, PALETTE[i % len(PALETTE)])
-            drawing.text(78, down + 253 + 16 * i, curve.label)
-        down += 270 + 16 * len(curves)
-    try:
-        drawing.save(path)
-    except OSError as error:
-        require(False, f"--svg {path}: {error.strerror}")
-
-
-# ---- the program ---------------------------------------------------------------
-
-
-def arguments():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.error = lambda message: require(False, message)
-    parser.add_argument("files", nargs="+", metavar="FILE", help="what --log-file has written")
-    parser.add_argument("--what", help="one figure (in the terminal: loss)")
-    parser.add_argument("--over", choices=ALONG, default="step", help="along (step)")
-    parser.add_argument("--smooth", type=int, default=1, help="mean of so many steps (1)")
-    parser.add_argument("--svg", default="", metavar="FILE", help="draw that, too")
-    args = parser.parse_args()
-    require(args.smooth >= 1, f"--smooth {args.smooth}: must be 1 or more")
-    require(len(args.files) <= len(LETTERS), f"{len(args.files)} files: {len(LETTERS)} at most")
-    return args
 
 
 def main():
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it, without a traceback
-    args = arguments()
-    logs = {path: read_log(path) for path in args.files}
-    names = figures_in(logs)
-    if args.what:
-        require(args.what in names, f"--what {args.what}: the logs have {', '.join(names)}")
-        names = [args.what]
-    panels = [curves_of(logs, name, args.over, args.smooth) for name in names]
-    panels = [curves for curves in panels if curves]
-    require(panels, f"no finite number to draw in {', '.join(args.files)}")
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
+    parser.error = lambda message: require(False, message)
+    parser.add_argument("files", nargs="+", metavar="FILE", help="what --log-file has written")
+    parser.add_argument("--what", default="loss", help="what is drawn (loss)")
+    args = parser.parse_args()
+    require(len(args.files) <= len(LETTERS), f"{len(args.files)} files: {len(LETTERS)} at most")
+    curves = curves_of(args.files, args.what)
+    require(curves, f"no finite number of {args.what} in {', '.join(args.files)}")
     width = max(20, shutil.get_terminal_size().columns - 14)
-    print("\n".join(in_the_terminal(panels[0], args.over, width)), flush=True)
-    if args.svg:
-        as_svg(panels, args.over, args.svg)
+    print("\n".join(drawn(curves, width)), flush=True)
 
 
 if __name__ == "__main__":

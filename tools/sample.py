@@ -1,25 +1,20 @@
-"""Text from a checkpoint of any script that holds the plain GPT.
+"""Text from a checkpoint of any script that holds the plain GPT; or how well it knows texts.
 
     python tools/sample.py DIR "def forward(" [--tokens 200] [--temperature 0.8] [--top-k 40]
     python tools/sample.py DIR --ids "15496 995"            a model whose tokens are not bytes
+    python tools/sample.py DIR --data TEXTS                 the loss on the last 5% of each text
 
 DIR is what --save has written, or tools/weights.py from elsewhere; a mixture of experts is refused.
-The models of this repository predict bytes: a prompt is text, unless --ids gives token ids.
+The models of this repository predict bytes: a prompt is text, unless --ids gives token ids. Every
+token is a forward of all that is before it: no keys and values are kept.
 
-Keys and values of the tokens so far are kept (a cache), so that a step computes one position:
-
-    tokens    a  b  c  d     new: e
-    cache     k  k  k  k     k of e is added
-              v  v  v  v     v of e is added
-
-    with it       a step computes q, k, v of e, and one row of attention
-    without it    a step computes q, k, v of all tokens, and a triangle
-
-A model knows --seq positions. When they are used up, the last half of the tokens becomes the
-beginning, and its keys and values are computed anew, since their positions are others.
+The loss of --data is the one that --eval-every shows: of up to 8 batches, in nats per byte. A run
+that had this flag has not seen that part of its text; one without it was trained on it, too. Beside
+the loss stands the perplexity, e to the loss: among how many bytes the model is undecided.
 """
 import argparse
 import codecs
+import math
 import sys
 from pathlib import Path
 
@@ -27,71 +22,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
-import torch.nn.functional as F  # noqa: E402
-from common import GPT  # noqa: E402
+from common import GPT, load_corpus, loss_sum  # noqa: E402
 from harness.usage import require  # noqa: E402
+from harness.validate import HeldOut  # noqa: E402
 from tools.weights import sizes_in, weights_of  # noqa: E402
 
 BYTES = 256
-
-
-class Cache:
-    """Keys and values of one attention layer; `attend` takes the place of the plain one."""
-
-    def __init__(self):
-        self.keys = None  # (B, K, t, D) of the t tokens so far; None: there are none
-        self.values = None  # (B, K, t, D)
-
-    def attend(self, q, k, v):
-        """q (B, H, T, D), k and v (B, K, T, D) of the T newest tokens -> (B, H, T, D)."""
-        if self.keys is not None:
-            k = torch.cat((self.keys, k), dim=2)  # (B, K, t + T, D)
-            v = torch.cat((self.values, v), dim=2)
-        self.keys = k
-        self.values = v
-        new = q.shape[2]
-        total = k.shape[2]
-        seen = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
-        shared = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=shared)
-
-
-class Reader:
-    """Reads tokens, and says what may come next."""
-
-    def __init__(self, model, seq):
-        self.model = model
-        self.seq = seq  # positions that the model knows
-        for module in (model, *(block.attn for block in model.blocks)):
-            module.positions = self.positions
-        self.window = []  # the tokens that are seen: at most as many as there are positions
-        self.done = 0  # how many of them are in the caches
-
-    def read(self, tokens):
-        """-> logits (V) of the token that follows."""
-        for token in tokens:
-            if len(self.window) == self.seq:
-                self.window = self.window[self.seq - self.seq // 2:]
-                self.done = 0
-            self.window.append(token)
-        return self.compute()
-
-    def positions(self, length, device):
-        return torch.arange(self.done, self.done + length, device=device)
-
-    @torch.no_grad()
-    def compute(self):
-        model = self.model
-        if self.done == 0:
-            for block in model.blocks:
-                block.attn.attend = Cache().attend  # new and empty
-        device = model.tok.weight.device
-        ids = torch.tensor([self.window[self.done:]], device=device)  # (1, T)
-        x = model.embed(ids)  # (1, T, C)
-        for block in model.blocks:
-            x = block(x)
-        self.done = len(self.window)
-        return model.head(model.norm(x[0, -1]))  # (V)
 
 
 def choose(logits, temperature, top_k, rng):
@@ -105,18 +41,19 @@ def choose(logits, temperature, top_k, rng):
     return torch.multinomial(logits.softmax(0).cpu(), 1, generator=rng).item()
 
 
-def sample(model, seq, prompt, count, temperature=0.8, top_k=0, seed=0, vocab=None):
-    """Yields `count` tokens that follow the prompt.
+@torch.no_grad()
+def sample(model, seq, tokens, args, vocab=None):
+    """Yields args.tokens tokens that follow the tokens of a prompt.
 
     seq: positions that the model knows. vocab: only the first so many tokens may be drawn.
     """
-    rng = torch.Generator().manual_seed(seed)
-    reader = Reader(model, seq)
-    logits = reader.read(prompt)
-    for _ in range(count):
-        token = choose(logits[:vocab], temperature, top_k, rng)
+    rng = torch.Generator().manual_seed(args.seed)
+    for _ in range(args.tokens):
+        ids = torch.tensor([tokens[-seq:]], device=model.tok.weight.device)  # (1, T)
+        logits = model(ids)[0, -1]  # (V)
+        token = choose(logits[:vocab], args.temperature, args.top_k, rng)
         yield token
-        logits = reader.read([token])
+        tokens = [*tokens, token]
 
 
 def load(folder, device="cpu"):
@@ -134,12 +71,28 @@ def load(folder, device="cpu"):
     return model.to(device).requires_grad_(False), cfg
 
 
+@torch.no_grad()
+def loss_on(model, seq, path):
+    """-> the loss per token on the held-out end of a text."""
+    try:
+        text = HeldOut(load_corpus(path, seq), seq, batch=8)
+    except (OSError, ValueError) as error:
+        require(False, f"--data {path}: {error}")
+    device = model.tok.weight.device
+    total = 0.0
+    for k in range(text.batches):
+        x, y = text.batch(k)
+        total += loss_sum(model(x.to(device)), y.to(device)).item()
+    return total / text.targets
+
+
 def arguments():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.error = lambda message: require(False, message)
     parser.add_argument("folder", help="what --save has written")
     parser.add_argument("prompt", nargs="?", default="\n", help="text that is gone on with")
     parser.add_argument("--ids", default="", help="token ids instead, which are printed as ids")
+    parser.add_argument("--data", nargs="+", metavar="TEXT", help="the loss on these, no text")
     parser.add_argument("--tokens", type=int, default=200, help="how many (200)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest (0.8)")
     parser.add_argument("--top-k", type=int, default=0, help="from so many; 0: from all (0)")
@@ -152,34 +105,41 @@ def arguments():
     return args
 
 
+def print_losses(model, cfg, args):
+    require(cfg.vocab >= BYTES, f"{args.folder}: its tokens are no bytes")
+    for path in args.data:
+        loss = loss_on(model, cfg.seq, path)
+        print(f"{args.folder:14} {path:18} {loss:.4f}  ({math.exp(loss):.2f})", flush=True)
+
+
+def print_ids(model, cfg, args):
+    words = args.ids.replace(",", " ").split()
+    good = all(word.isdecimal() and int(word) < cfg.vocab for word in words)
+    require(words and good, f"--ids {args.ids}: must be 0 to {cfg.vocab - 1}")
+    print(*words, end="", flush=True)
+    for token in sample(model, cfg.seq, list(map(int, words)), args):
+        print(f" {token}", end="", flush=True)
+    print()
+
+
+def print_text(model, cfg, args):
+    require(args.prompt, "an empty prompt: give a character to begin with")
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    print(args.prompt, end="", flush=True)
+    for token in sample(model, cfg.seq, list(args.prompt.encode()), args, vocab=BYTES):
+        print(decoder.decode(bytes([token])), end="", flush=True)
+    print(decoder.decode(b"", final=True))  # of a character that is not whole
+
+
 def main():
     args = arguments()
     model, cfg = load(args.folder, args.device)
-    vocab = cfg.vocab
-    prompt = list(args.prompt.encode())
-    if args.ids:
-        words = args.ids.replace(",", " ").split()
-        require(all(word.isdecimal() for word in words), f"--ids {args.ids}: are no numbers")
-        prompt = [int(word) for word in words]
-        require(all(token < vocab for token in prompt),
-                f"--ids {args.ids}: must be 0 to {vocab - 1}")
-    require(prompt, "an empty prompt: give a character to begin with")
-    known = BYTES  # tokens that may be drawn: text is bytes
-    if args.ids:
-        known = None
-    drawn = sample(model, cfg.seq, prompt, args.tokens, temperature=args.temperature,
-                   top_k=args.top_k, seed=args.seed, vocab=known)
-    if args.ids:
-        print(*prompt, end="", flush=True)
-        for token in drawn:
-            print(f" {token}", end="", flush=True)
+    if args.data:
+        print_losses(model, cfg, args)
+    elif args.ids:
+        print_ids(model, cfg, args)
     else:
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        print(args.prompt, end="", flush=True)
-        for token in drawn:
-            print(decoder.decode(bytes([token])), end="", flush=True)
-        print(decoder.decode(b"", final=True), end="")  # of a character that is not whole
-    print()
+        print_text(model, cfg, args)
 
 
 if __name__ == "__main__":

@@ -140,7 +140,7 @@ def sizes_of(config):
         inner = config.get("n_inner") or 4 * width
         require(inner == 4 * width, f"config.json: n_inner is {inner}, and must be 4 x {width}")
         return GPTConfig(*sizes.values(), kv_heads=heads, hidden=inner)
-    return llama_sizes(config, sizes.values())
+    return llama_sizes(config, list(sizes.values()))
 
 
 def llama_sizes(config, sizes):
