@@ -1,5 +1,4 @@
 """docs/*.svg are drawn by tools/draw.py from docs/data, as the code is now."""
-import re
 import xml.etree.ElementTree
 
 import pytest
@@ -20,42 +19,21 @@ def test_pictures_show_their_figures(tmp_path, monkeypatch):
         assert xml.etree.ElementTree.fromstring(drawn).get("viewBox")
 
 
-def test_zigzag_shares_out_what_ring_does_not():
-    assert [sum(row) for row in draw.work_of("ring")] == [1, 3, 5, 7]
-    assert [sum(row) for row in draw.work_of("zigzag")] == [4, 4, 4, 4]
+STATES = {"ddp": 16, "zero, stage 1": 8 + 8 / 64, "zero, stage 2": 4 + 12 / 64,
+          "zero, stage 3": 16 / 64, "fsdp": 16 / 64, "ddp, full checkpointing": 16}
 
 
 def test_held_is_what_the_textbook_says():
     """The figures are too large to be made again here; the formulas of README are not."""
     held = draw.read("held")
-    width = 3072
-    layers = 64
-    total = layers * (12 * width**2 + 13 * width) + (51200 + 2048 + 2) * width
-    assert f"{total / 1e9:.1f}" in re.search(r"a GPT with ([\d.]+) billion", draw.TITLE)[1]
-    per_parameter = {
-        "ddp": 16,
-        "zero, stage 1": 8 + 8 / 64,
-        "zero, stage 2": 4 + 12 / 64,
-        "zero, stage 3": 16 / 64,
-        "fsdp": 16 / 64,
-        "ddp, full checkpointing": 16,
-    }
-    assert set(per_parameter) < set(held) == set(draw.HOLDERS)
-    for label, expected in per_parameter.items():
+    total = 64 * (12 * 3072**2 + 13 * 3072) + (51200 + 2048 + 2) * 3072
+    assert f"GPT with {total / 1e9:.1f} billion" in draw.TITLE
+    for label, expected in STATES.items():
         states = sum(held[label][kind] for kind in ("parameters", "gradients", "optimizer"))
         assert states / total == pytest.approx(expected, rel=0.02), label
 
 
 def test_losses_are_one_line():
     losses = draw.read("losses")
-    assert set(losses) == set(draw.TRAINED)
-    for label, curve in losses.items():
-        assert len(curve) == draw.STEPS
-        if label != "mixture of experts":
-            assert curve == pytest.approx(losses["ddp"], rel=1e-5), label
-
-
-def test_buckets_travel_under_backward():
-    spans = draw.read("buckets")
-    early = [start for start, _ in spans["buckets"] if start < spans["backward"]]
-    assert len(spans["buckets"]) > 2 and len(early) >= len(spans["buckets"]) - 1
+    for label in {*draw.TRAINED} - {"mixture of experts"}:
+        assert losses[label] == pytest.approx(losses["ddp"], rel=1e-5), label

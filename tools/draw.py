@@ -35,10 +35,7 @@ COLORS = {
     "W": "#ccbb44",
     "U": "#aa3377",
 }
-PALETTE = (
-    "#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#ffffff",
-    "#999999",
-)
+PALETTE = "#4477aa #ee6677 #228833 #ccbb44 #66ccee #aa3377 #ee8866 #ffffff #999999".split()
 STYLE = """
 text { font: 12px sans-serif; fill: #222 } .small { font-size: 10px } .title { font-weight: bold }
 .axis { stroke: #888; fill: none } .idle { fill: #8884 } .key { stroke: #888 }
@@ -89,32 +86,22 @@ class Drawing:
         Path(path).write_text(head + "\n".join(self.elements) + "\n</svg>\n")
 
 
-def bounds(lines, axis):
-    """lines: [[(x, y)]] -> the smallest and largest x (axis 0) or y (axis 1), never the same."""
-    values = [point[axis] for points in lines for point in points]
-    low = min(values)
-    high = max(values)
-    if low == high:
-        return low - 0.5, high + 0.5
-    return low, high
-
-
-def plot(drawing, x, y, width, height, lines, widths=None):
-    """Curves in a frame whose corners have their numbers. lines: [[(x, y)]], each in a color."""
-    left, right = bounds(lines, 0)
-    bottom, top = bounds(lines, 1)
+def plot(drawing, x, y, width, height, lines, widths):
+    """Curves in a frame whose corners have their numbers. lines: [[y]], each in a color."""
+    values = [value for line in lines for value in line]
+    top = max(values)
+    bottom = min(values)
+    last = len(lines[0]) - 1
     drawing.line([(x, y), (x, y + height), (x + width, y + height)])
     drawing.text(x - 6, y + 4, f"{top:.4g}", "end", "small")
     drawing.text(x - 6, y + height + 4, f"{bottom:.4g}", "end", "small")
-    drawing.text(x, y + height + 16, f"{left:.4g}", "start", "small")
-    drawing.text(x + width, y + height + 16, f"{right:.4g}", "end", "small")
-    for number, points in enumerate(lines):
+    drawing.text(x, y + height + 16, 0, "start", "small")
+    drawing.text(x + width, y + height + 16, last, "end", "small")
+    for number, line in enumerate(lines):
         placed = []
-        for along, value in points:
-            across = x + width * (along - left) / (right - left)
-            placed.append((across, y + height * (top - value) / (top - bottom)))
-        thick = widths[number] if widths else 1
-        drawing.line(placed, PALETTE[number % len(PALETTE)], "line", thick)
+        for step, value in enumerate(line):
+            placed.append((x + width * step / last, y + height * (top - value) / (top - bottom)))
+        drawing.line(placed, PALETTE[number], "line", widths[number])
 
 
 def read(name):
@@ -358,8 +345,7 @@ def draw_losses():
     title = "Loss by step on the same text: eight techniques, one line; a mixture is another model"
     drawing.text(10, 20, title, kind="title")
     widths = [15 - 2 * number for number in range(len(figures) - 1)] + [1.5]
-    lines = [list(enumerate(losses)) for losses in figures.values()]
-    plot(drawing, 60, 40, 560, 280, lines, widths)
+    plot(drawing, 60, 40, 560, 280, list(figures.values()), widths)
     for number, label in enumerate(figures):
         drawing.box(640, 48 + 22 * number, 12, 12, PALETTE[number], "key")
         drawing.text(658, 58 + 22 * number, label)

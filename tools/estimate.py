@@ -4,8 +4,8 @@ looks for the fastest layout.
 Parameters, gradients and optimizer are counted on the model itself. Bytes that are sent are those
 of hybrid_3d.py's textbook. Activations are what a block keeps for backward times the micro-batches
 in flight. What comes and goes besides (logits, gradients inside of a block, what ZeRO gathers) is
-its largest tensors alone: a dry run has the exact peak, see plan.py, which also says where each
-term of the time model is from.
+its largest tensors alone: a dry run has the exact peak. plan.py says where each term of the time
+model is from.
 
     cfg   common.GPTConfig          at   plan.py's flags: the cluster and the batch
     lay   a Layout                  job  all of these, with what several formulas need: see job_of
@@ -276,8 +276,7 @@ PARTS = ("matmul", "recompute", "bound", "tp", "cp", "ep", "bubble", "pp", "dp",
 
 def timed(job):
     """-> {part: seconds} of PARTS, "seconds" of a step, and what follows from it: "tflops" and
-    "mfu" of a GPU, "rate" in tokens a second, "days" and "gpu_hours" for at.tokens, their "cost".
-    """
+    "mfu" of a GPU, "rate" in tokens a second, "days" and "gpu_hours" for at.tokens."""
     at = job.at
     # the work of the heaviest rank and that of an average one, in blocks; the head is some of them
     head = job.of_head / forward(job, job.seq)
@@ -324,7 +323,6 @@ def with_rates(job, found):
     found["rate"] = tokens / found["seconds"]
     found["days"] = at.tokens / found["rate"] / 86400
     found["gpu_hours"] = found["days"] * 24 * at.gpus
-    found["cost"] = found["gpu_hours"] * at.price
     return found
 
 

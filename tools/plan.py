@@ -6,11 +6,10 @@ estimate.py.
     layout    dp x cp x tp x pp GPUs, micro-batches, schedule, sp, zero, ckpt, attn, and ep of the
               experts (--experts 64 --top-k 8 ..), as hybrid_3d.py has them
     memory    of the fullest stage: parameters, gradients and optimizer are exact, activations and
-              what comes and goes are estimates, all together within 11% of a dry run's peak,
-              which --exact N adds for the best N. CUDA, NCCL and fragmentation are not in it:
-              take --gpu-memory less what they need. RMSNorm is taken for torch's fused one. A
-              CPU has none: the norm keeps its input in fp32 and more, and a small Llama's dry
-              run there peaks up to a third higher
+              what comes and goes are estimates, all together within 12% of the peak of a dry run of
+              hybrid_3d.py. CUDA, NCCL and fragmentation are not in it: take --gpu-memory less what
+              they need. A CPU's RMSNorm keeps more, and a small Llama's dry run there peaks up to a
+              third higher
 
     time of the slowest stage, for M micro-batches; dp and adamw are those of the fullest one.
     B T are the tokens of a rank; for cp, of its cp ranks together. Numbers, unless bytes are said.
@@ -37,7 +36,7 @@ estimate.py.
 
 A group inside a node has --bandwidth-intra, one across nodes --bandwidth-inter, GB/s per GPU. The
 defaults are those of A100-80GB, 8 to a node. One number is fitted: --efficiency, of matmuls. 0.67
-for all ten rows of table 1 in source 1 (1.7B to 1T) gives their TFLOP/s within 8%, 3.6% on average.
+for all ten rows of table 1 in source 1 (1.7B to 1T) gives their TFLOP/s within 8%.
 --megatron-2021 is the software of source 1, in which attention is not fused, for one.
 
 1  Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
@@ -47,7 +46,7 @@ for all ten rows of table 1 in source 1 (1.7B to 1T) gives their TFLOP/s within 
 4  Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv:2309.14509, section 3
 5  Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054, section 7
 
-    python tools/plan.py --model llama3-70b --batch 1024 --gpus 512 --tokens 15e12 --price 2
+    python tools/plan.py --model llama3-70b --batch 1024 --gpus 512 --tokens 15e12
 """
 import argparse
 import json
@@ -64,7 +63,6 @@ from harness.flags import (  # noqa: E402
 from tools.estimate import (  # noqa: E402
     CKPTS, HELD, PARTS, SCHEDULES, Layout, assess, divisors, held, job_of, parameters_of, search,
     timed)
-from tools.launch import report  # noqa: E402
 
 # ---- flags ---------------------------------------------------------------------
 
@@ -86,7 +84,6 @@ OWN = {
     "efficiency": Flag(0.67, "of matmuls; fitted", SOME),
     "megatron_2021": Flag(False, "the software of Narayanan 2021"),
     "tokens": Flag(0.0, "to train on, for days and GPU-hours", (0, 1e18)),
-    "price": Flag(0.0, "of a GPU for an hour, for the cost", (0, 1e18)),
     "experts": Flag(int, "E in each layer, in the place of its MLP (0: none)", ANY),
     "top_k": moe.FLAGS["top_k"],
     "shared": moe.FLAGS["shared"],
@@ -100,7 +97,6 @@ OWN = {
     "ckpt": Flag(str, "fixed", CKPTS),
     "attn": Flag(str, "fixed", ("ring", "zigzag", "allgather", "ulysses")),
     "ep": Flag(int, "fixed", POSITIVE),
-    "exact": Flag(0, "so many rows get the peak of a dry run, which takes minutes", ANY),
 }
 
 
@@ -247,17 +243,8 @@ def show(rows, at):
         print(f"{i:3} {times} {time['tflops']:7.1f} {time['mfu']:6.1%} {time['rate']:11,.0f}")
     lay, _, time = rows[0]
     if at.tokens:
-        print(f"\nrow 1 takes {time['days']:.1f} days, {time['gpu_hours']:,.0f} GPU-hours, "
-              f"which cost {time['cost']:,.0f}")
+        print(f"\nrow 1 takes {time['days']:.1f} days, {time['gpu_hours']:,.0f} GPU-hours")
     print(f"\nrow 1:  {command(lay, at)}")
-
-
-def exact_peak(lay, at):
-    """-> what a dry run of the fullest stage's first rank says, in bytes"""
-    job = job_of(at.cfg, at, lay)
-    fullest = max(range(lay.pp), key=lambda stage: held(job, stage)["memory"])
-    flags = [*flags_of(lay, at), "--dry-run", at.gpus, "--rank", fullest * at.gpus // lay.pp]
-    return report(1, "hybrid_3d.py", flags)["ranks"][0]["memory"]["peak"]
 
 
 # ---- run -----------------------------------------------------------------------
@@ -281,9 +268,6 @@ def main():
     said = ""
     if rows:
         show(rows, at)
-        for i, (lay, memory, _) in enumerate(rows[:at.exact], 1):
-            memory["exact"] = exact_peak(lay, at)
-            print(f"row {i}: a dry run peaks at {memory['exact'] / 1e9:.2f} GB", flush=True)
     else:
         said = advice(at, least)
         print(said)
