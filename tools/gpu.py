@@ -5,7 +5,6 @@
     nccl    a world of one rank, in fp64, fp32 and bf16, with the check on
     gloo    2 and 4 ranks that share the card, in fp64, with the check on
     peak    the ledger's peak beside the allocator's, and beside the dry run's
-    MFU     GPT-2 124M and 350M in bf16, plain and compiled: FLOPs of the model over the card's
 
 The flags are those of VARIANTS, MIXED and HYBRID: of the schedules gpipe, 1f1b and zb-h1, of
 hybrid_3d dp, tp and pp alone; no --hsdp and no --ep. All of them in GPT-2's form, and in fp64 on
@@ -25,10 +24,6 @@ from tools.launch import Failed, report, worst_gap  # noqa: E402
 
 Case = namedtuple("Case", "label file ranks flags")
 LIMIT = 300  # seconds a run may take
-
-# Dense bf16 TFLOP/s without sparsity, from data sheets; the first that fits
-PEAK_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "A100": 312, "L40S": 362, "L4 ": 121,
-               "RTX 4090": 165, "RTX 3090": 71}
 
 # of every file but hybrid_3d; the same ones on one rank and on several
 VARIANTS = (
@@ -119,26 +114,6 @@ def peaks(found, case):
     return f"{text}, dry run {difference:+d} bytes"
 
 
-# ---- how much of the card is used ----------------------------------------------
-
-
-def utilization(model, batch, compiled, peak):
-    """-> a line: ms, tokens per second and MFU of GPT-2 in bf16 on one card; has it run?"""
-    flags = f"--model {model} --batch {batch} --amp bf16 --no-check --steps 12"
-    if compiled:
-        flags += " --compile"
-    line = f"{'MFU':14} {model:18} {flags.replace(' --no-check --steps 12', ''):42}"
-    try:
-        found = measure(1, "amp_accum_ckpt", flags)
-    except Failed as failure:
-        return f"{line} FAILED: {failure}", False
-    layers, width, seq = (found["args"][k] for k in ("layers", "width", "seq"))
-    flops = 6 * found["parameters"]["total"] + 12 * layers * width * seq  # a token's
-    speed = found["tokens_per_second"]
-    share = speed * flops / (1e12 * peak)
-    return f"{line} {found['ms_per_step']:9.1f} ms {speed:11,.0f} tok/s {share:7.1%}", True
-
-
 def main():
     if not torch.cuda.is_available():
         print("gpu.py: error: torch finds no GPU here", file=sys.stderr)
@@ -150,15 +125,6 @@ def main():
         line, passed = run(case)
         print(line, flush=True)
         good = good and passed
-    peak = next((PEAK_TFLOPS[name] for name in PEAK_TFLOPS if name in card + " "), None)
-    if peak is None:
-        print(f"no data sheet of {card} is known here: MFU is left out")
-        return int(not good)
-    for model, batch in (("gpt2", 32), ("gpt2-medium", 16)):
-        for compiled in (False, True):
-            line, passed = utilization(model, batch, compiled, peak)
-            print(line, flush=True)
-            good = good and passed
     return int(not good)
 
 

@@ -35,9 +35,7 @@ GRACE = 60  # seconds for the launcher to end its ranks, of which it waits 30 be
 
 
 def cores():
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
+    return len(os.sched_getaffinity(0))
 
 
 def usual_ranks():

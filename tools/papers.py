@@ -218,12 +218,9 @@ def job_in_2021(label, tokens=300e9, **changes):
     cfg = GPTConfig(run["layers"], run["width"], run["heads"], 51200, 2048)
     dp = run["gpus"] // run["tp"] // run["pp"]
     words = ["--gpus", run["gpus"], "--batch", run["batch"], "--megatron-2021", "--tokens", tokens]
-    lay = layout(dp, run["tp"], run["pp"], run["batch"] // dp, ckpt="full")
+    lay = Layout(dp=dp, tp=run["tp"], pp=run["pp"], micro=run["batch"] // dp, schedule="1f1b",
+                 sp=False, zero=0, ckpt="full")
     return job_of(cfg, plan.read(map(str, words)), lay)
-
-
-def layout(dp, tp, pp, micro, schedule="1f1b", sp=False, ckpt="none"):
-    return Layout(dp=dp, tp=tp, pp=pp, micro=micro, schedule=schedule, sp=sp, zero=0, ckpt=ckpt)
 
 
 @table(NARAYANAN, "tables 1 and 2, PTD-P: TFLOP/s of a GPU",
@@ -248,35 +245,6 @@ def narayanan_days():
     rows = []
     for label, (published, job) in runs.items():
         rows.append(Row(label, published, timed(job)["days"], TIME_MODEL))
-    return rows
-
-
-# ---- Llama 3 405B ----------------------------------------------------------------
-
-H100 = "--gpu-tflops 989 --hbm 3.35 --bandwidth-intra 450 --bandwidth-inter 50"
-# GPUs, cp, dp, sequence length, batch of a dp rank; tokens of a batch, MFU. tp is 8, pp 16. The
-# first version of the paper prints dp 4 in the last row, which is not 16,384 GPUs
-MESHES = (
-    (8192, 1, 64, 8192, 32, "16M 43%"),
-    (16384, 1, 128, 8192, 16, "16M 41%"),
-    (16384, 16, 8, 131072, 16, "16M 38%"),
-)
-CHUNKS = "with 16 micro-batches on 16 ranks more than two chunks would make the bubble smaller"
-
-
-@table("Llama team 2024, Llama 3, arXiv:2407.21783", "table 4: tokens of a batch, MFU of 405B",
-       "plan.py's time model with H100's rates, interleaved with two chunks, attn allgather. The "
-       "dry runs are in docs/measured.md")
-def llama_meshes():
-    rows = []
-    for gpus, cp, dp, seq, micro, published in MESHES:
-        words = f"--model llama3-405b --gpus {gpus} --batch {dp * micro} --seq {seq} {H100}"
-        at = plan.read(words.split())
-        lay = layout(dp, 8, 16, micro, "interleaved", sp=True)
-        lay = lay._replace(cp=cp, attn="allgather", zero=1)
-        ours = [at.batch * seq, timed(job_of(at.cfg, at, lay))["mfu"]]
-        whats = f"dp {dp} cp {cp} T {seq}: tokens, MFU"
-        rows += rows_of(whats, published, ours, TIME_MODEL, CHUNKS)
     return rows
 
 
@@ -363,15 +331,6 @@ def korthikanti_2():
     return rows
 
 
-@table(KORTHIKANTI, "table 5: model FLOPs utilization", "plan.py's time model, with two chunks per "
-       "rank where the paper has three")
-def korthikanti_5():
-    cfg = GPTConfig(105, 20480, 128, 51200, 2048)
-    lay = layout(1, 8, 35, 280, "interleaved", sp=True)
-    job = job_of(cfg, plan.read(["--gpus", "280", "--batch", "280"]), lay)
-    return rows_of("530B on 280 GPUs", "56.0%", [timed(job)["mfu"]], TIME_MODEL)
-
-
 # ---- what is sent: tensor, sequence, context parallel ------------------------------
 
 MORE_GATHERS = ("the paper says so too: inputs of column-parallel Linears are gathered again in "
@@ -448,13 +407,6 @@ def qi_5():
                           [rate_of(one, *times) for one in found], why=SEARCH)
 
 
-@table(QI, "table 8: bubble rate of 6.2B, p = 16, m = 48",
-       "the same, with the times of the authors' program")
-def qi_8():
-    rate = rate_of(make_plans("zb-v", 16, 48), 14.407, 14.380, 9.676, 1.610 / 2)
-    return rows_of("ZB-V", "0.0697", [rate], within=0.05)
-
-
 @table(QI, "sections 2 and 6: activations in micro-batches, p = 8, m = 32",
        "harness.timeline's in_flight of the plans")
 def qi_memory():
@@ -479,22 +431,6 @@ def deepseek_2():
         ours = [bubble, stages * max(map(in_flight, plans))]
         rows += rows_of(f"{label}: bubble, activations", published, ours, EQUAL)
     return rows
-
-
-# ---- experts ---------------------------------------------------------------------
-
-
-@table("Experts", "Fedus 2021 (Switch), 2.2; Lepikhin 2020 (GShard), algorithm 1",
-       "moe.balancing_loss of tokens that choose all experts equally often; moe.capacity")
-def experts():
-    logits = torch.zeros(64, 64, dtype=torch.float64)
-    load = torch.ones(64, dtype=torch.int64)
-    loss = moe.balancing_loss(load, logits, logits.softmax(-1), 1, alpha=0.01, beta=0.0).item()
-    rows = rows_of("Switch: loss at uniform load (alpha 0.01; N 64)", "0.010000", [loss])
-    rows += rows_of("Switch: rows of an expert (factor 1.25; T 1024; N 64)", "20",
-                    [moe.capacity(1.25, 1, 1024, 64)], EQUAL)
-    return rows + rows_of("GShard: rows of an expert (N/G 1024; E 128)", "16",
-                          [moe.capacity(1.0, 2, 1024, 128)], EQUAL)
 
 
 # ---- all of them -----------------------------------------------------------------

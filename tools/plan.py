@@ -123,7 +123,9 @@ def read(words=None):
     refuse(at)
     at.fixed = {axis: getattr(at, axis) for axis in Layout._fields
                 if getattr(at, axis) is not None}
-    return resized(at, at.gpus)
+    # nodes of equal size, --gpus-per-node at most
+    at.node = max(n for n in divisors(at.gpus) if n <= at.gpus_per_node)
+    return at
 
 
 def refuse(at):
@@ -138,12 +140,6 @@ def refuse(at):
     require(not E or at.top_k <= E, f"--top-k {at.top_k} of --experts {E}: choose {E} at most")
     require(E or not (at.ep or at.shared), "--ep and --shared are for --experts E")
     refuse_file("--json", at.json)
-
-
-def resized(at, gpus):
-    """The flags for another number of GPUs, in nodes of equal size, --gpus-per-node at most."""
-    node = max(n for n in divisors(gpus) if n <= at.gpus_per_node)
-    return argparse.Namespace(**{**vars(at), "gpus": gpus, "node": node})
 
 
 # ---- in words ------------------------------------------------------------------
@@ -203,16 +199,9 @@ def command(lay, at):
 
 
 def advice(at, least):
-    """Nothing fits -> by how much, and on how many GPUs it would."""
+    """Nothing fits -> by how much."""
     needed, lay = least
-    lines = [f"nothing fits {at.gpu_memory:g} GB: {text(lay)} needs {needed / 1e9:.1f} GB"]
-    for times in (2, 4, 8, 16, 32, 64):
-        gpus = at.gpus * times
-        fits, _ = search(at.cfg, resized(at, gpus))
-        if fits:
-            lines.append(f"  fits on {gpus} GPUs: {text(fits[0][1])}")
-            break
-    return "\n".join(lines)
+    return f"nothing fits {at.gpu_memory:g} GB: {text(lay)} needs {needed / 1e9:.1f} GB"
 
 
 def as_flag(axis, value):

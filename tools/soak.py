@@ -105,11 +105,10 @@ def parameters_of(folder, steps):
     return sums
 
 
-def soak(kills, seed, name, ranks, *flags, steps=200, every=5, undisturbed=None):
+def soak(kills, seed, name, ranks, *flags, steps=200, every=5):
     """-> how often ranks were killed; raises AssertionError if anything is lost.
 
-    Two runs are made, one that is killed and one that is not. undisturbed: a function of a folder
-    and flags that makes the second one; None: torchrun makes it as well.
+    Two runs are made, one that is killed and one that is not.
     """
     rng = random.Random(seed)
     flags = ("--steps", str(steps), "--save-every", str(every), *flags)
@@ -119,11 +118,8 @@ def soak(kills, seed, name, ranks, *flags, steps=200, every=5, undisturbed=None)
         tempfile.TemporaryFile("w+") as out,
     ):
         start = time.monotonic()
-        if undisturbed:
-            undisturbed(whole, flags)
-        else:
-            job = torchrun(0, whole, out, name, ranks, *flags)
-            assert job.wait() == 0, "the run that nobody kills failed"
+        job = torchrun(0, whole, out, name, ranks, *flags)
+        assert job.wait() == 0, "the run that nobody kills failed"
         pace = every / steps * (time.monotonic() - start)
         job = torchrun(kills + 3, killed, out, name, ranks, *flags)
         seen = kill_again_and_again(job, killed, kills, pace, rng)
