@@ -33,15 +33,6 @@ def test_presets_have_the_published_sizes():
         assert sum(p.numel() for p in gpt.parameters()) == size, model
 
 
-def test_weights_do_not_depend_on_what_is_built():
-    cfg = PRESETS["toy"]
-    model = build(cfg, 0)
-    block = common.Block(cfg)
-    common.init_weights(block, cfg.layers, 0, prefix="blocks.2")
-    for name, p in block.named_parameters():
-        assert torch.equal(p, model.blocks[2].get_parameter(name))
-
-
 def test_weights_are_gpt2s():
     model = build(PRESETS["toy"], 0)
     assert model.head.weight is model.tok.weight
@@ -81,17 +72,11 @@ def test_data_of_ones_own(tmp_path):
         assert bytes(part.window(0, len(part)).tolist()) == whole[start:]
 
 
-def test_held_out_text_is_the_end_and_never_trained_on():
-    for size in (300, 12345):
-        corpus = torch.arange(size) % 251
-        held_out = HeldOut(Text([corpus]), 16, 4)
-        parts = [text.window(0, len(text)) for text in (held_out.rest, held_out.text)]
-        assert torch.equal(torch.cat(parts), corpus)
-        assert len(held_out.text) == max(size // 20, 17)
-
-
-def test_every_window_is_read_once():
-    held_out = HeldOut(Text([torch.arange(2020)]), 10, 4)
+def test_held_out_text_is_the_end_and_is_read_once():
+    corpus = torch.arange(2020)
+    held_out = HeldOut(Text([corpus]), 10, 4)
+    parts = [text.window(0, len(text)) for text in (held_out.rest, held_out.text)]
+    assert torch.equal(torch.cat(parts), corpus)
     seen = []
     for k in range(held_out.batches):
         y = held_out.batch(k)[1]

@@ -21,11 +21,6 @@ def on(gpus, batch, *flags):
     return plan.read(["--gpus", str(gpus), "--batch", str(batch), *flags])
 
 
-def layout(**axes):
-    plain = dict(dp=1, tp=1, pp=1, micro=1, schedule="1f1b", sp=False, zero=0, ckpt="none")
-    return Layout(**{**plain, **axes})
-
-
 # ---- against dry runs ------------------------------------------------------------
 
 SMALL = "--width 256 --heads 8 --vocab 1000 --seq 128 --dtype bf16"
@@ -95,7 +90,7 @@ def test_simulator(schedule):
     for pp, micro in ((2, 4), (3, 9), (6, 18)):
         plans = make_plans(schedule, pp, micro)
         job = job_of(GPTConfig(2 * pp, 64, 2, 256, 8), on(pp, micro),
-                     layout(pp=pp, micro=micro, schedule=schedule))
+                     Layout(1, 1, pp, micro, schedule, sp=False, zero=0, ckpt="none"))
         rate = bubble_rate(simulate(plans, costs(plans, 1.0, 1.0, 1.0)))
         idle = estimate.IDLE[schedule] * (pp - 1) / micro
         assert math.isclose(idle, rate / (1 - rate), abs_tol=1e-9)
@@ -143,9 +138,7 @@ def test_tables_and_advice(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("sys.argv", ["plan.py", *flags.split(), str(file)])
     assert plan.main() == 0
     row = json.loads(file.read_text())["rows"][0]
-    said = capsys.readouterr().out
-    assert row["command"] in said and f"{row['rate']:,.0f}" in said
-    assert "12 GPUs are not full nodes of 8: taken as 2 of 6" in said
+    assert row["command"] in capsys.readouterr().out
     flags = "--model gpt3-175b --batch 64 --gpus 8 --dp 1 --cp 1"
     monkeypatch.setattr("sys.argv", ["plan.py", *flags.split()])
     assert plan.main() == 1

@@ -78,9 +78,6 @@ def test_common_and_harness_know_no_technique():
                 assert not spoken, f"{name}:{number} speaks of {pattern}"
 
 
-# ---- one thought a line --------------------------------------------------------
-
-
 def is_swap(node):
     before = [ast.unparse(part) for part in node.value.elts]
     after = [ast.unparse(part) for part in node.targets[0].elts]
@@ -138,9 +135,6 @@ def density(name):
 def test_density():
     for name in SOURCES:
         assert density(name) <= 12
-
-
-# ---- a technique file ----------------------------------------------------------
 
 
 def test_sections():

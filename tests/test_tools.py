@@ -35,15 +35,6 @@ def test_the_table(capsys):
     assert not bench.table("title", {"ddp": report(60.0, exit_code=1)}, timed=False)
 
 
-def test_a_flag_that_is_refused_is_the_end(monkeypatch):
-    def refused(*args, **options):
-        raise launch.Failed("no", 2)
-
-    monkeypatch.setattr(bench, "report", refused)
-    with pytest.raises(bench.Refused):
-        bench.run_all(bench.BENCH, ["--bogus"])
-
-
 def test_scale(monkeypatch, capsys):
     """The batch stays, also where there are more ranks than 8, the usual one."""
     times = {1: 100.0, 16: 40.0}

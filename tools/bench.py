@@ -77,10 +77,6 @@ def check_rows():
 # ---- running -----------------------------------------------------------------
 
 
-class Refused(Exception):
-    """The first script has refused a flag, and said so."""
-
-
 def run_all(rows, flags):
     """-> {label: report, or None where the run has ended without one}"""
     reports = {}
@@ -92,7 +88,7 @@ def run_all(rows, flags):
             reports[row.label] = report(row.ranks, f"{row.file}.py", words, shown=True)
         except Failed as failure:
             if failure.code == 2 and done == 1:
-                raise Refused from None
+                sys.exit(2)  # it refuses a flag, and has said so
             reports[row.label] = None
     return reports
 
@@ -245,7 +241,5 @@ def main(words):
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
-    except Refused:
-        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)

@@ -18,7 +18,6 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.nn as nn  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
-from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # run as a program: the root is not there
@@ -191,7 +190,7 @@ def parameters():
     return rows + rows_of("Mixtral 8x7B (Jiang 2024), of it a token visits", "47B 13B", ours)
 
 
-# ---- Narayanan 2021: speeds, days ------------------------------------------------
+# ---- Narayanan 2021: speeds ------------------------------------------------
 
 NARAYANAN = "Narayanan 2021, Megatron-LM on GPU clusters, arXiv:2104.04473"
 TIME_MODEL = 0.08  # how well the time model of plan.py agrees with these runs
@@ -211,16 +210,15 @@ RUNS = {
 }
 
 
-def job_in_2021(label, tokens=300e9, **changes):
-    """-> a run of Narayanan 2021, as estimate.py takes it. changes: other gpus, pp"""
-    names = ("heads", "width", "layers", "tp", "pp", "gpus", "batch", "_")
-    run = {**dict(zip(names, RUNS[label])), **changes}
-    cfg = GPTConfig(run["layers"], run["width"], run["heads"], 51200, 2048)
-    dp = run["gpus"] // run["tp"] // run["pp"]
-    words = ["--gpus", run["gpus"], "--batch", run["batch"], "--megatron-2021", "--tokens", tokens]
-    lay = Layout(dp=dp, tp=run["tp"], pp=run["pp"], micro=run["batch"] // dp, schedule="1f1b",
-                 sp=False, zero=0, ckpt="full")
-    return job_of(cfg, plan.read(map(str, words)), lay)
+def job_in_2021(label):
+    """-> a run of Narayanan 2021, as estimate.py takes it"""
+    heads, width, layers, tp, pp, gpus, batch, _ = RUNS[label]
+    cfg = GPTConfig(layers, width, heads, 51200, 2048)
+    dp = gpus // tp // pp
+    lay = Layout(dp=dp, tp=tp, pp=pp, micro=batch // dp, schedule="1f1b", sp=False, zero=0,
+                 ckpt="full")
+    words = ["--gpus", str(gpus), "--batch", str(batch), "--megatron-2021"]
+    return job_of(cfg, plan.read(words), lay)
 
 
 @table(NARAYANAN, "tables 1 and 2, PTD-P: TFLOP/s of a GPU",
@@ -230,21 +228,6 @@ def narayanan_speed():
     for label, run in RUNS.items():
         ours = [timed(job_in_2021(label))["tflops"]]
         rows += rows_of(f"{label} on {run[5]} GPUs", run[-1], ours, TIME_MODEL)
-    return rows
-
-
-@table(NARAYANAN, "section 5.1 and table 2: days", "the same; nothing is fitted to these")
-def narayanan_days():
-    runs = {
-        "174.6B, 1536 GPUs, 300e9 tokens": ("23", job_in_2021("174.6B")),
-        # 1024 GPUs do not divide by tp 8 x pp 12
-        "174.6B, 1024 GPUs, 300e9 tokens": ("34", job_in_2021("174.6B", gpus=1024, pp=8)),
-        "529.6B, 2240 GPUs, 300e9 tokens": ("42", job_in_2021("529.6B", gpus=2240, batch=2240)),
-        "1008.0B, 3072 GPUs, 450e9 tokens": ("84", job_in_2021("1008.0B", tokens=450e9)),
-    }
-    rows = []
-    for label, (published, job) in runs.items():
-        rows.append(Row(label, published, timed(job)["days"], TIME_MODEL))
     return rows
 
 
@@ -367,19 +350,6 @@ def attention(kind, ranks, tokens, width):
     return ledger
 
 
-@table("Liu 2023, ring attention, arXiv:2310.01889", "section 3.2: a block of c tokens, d wide, "
-       "in bf16",
-       "the ledger of context_parallel.Ring and torch's counter of FLOPs")
-def ring():
-    sent = wire(attention(context_parallel.Ring, 8, 1024, 4096)) / 7
-    with one_of(8), FlopCounterMode(display=False) as counter:
-        q = torch.ones(1, 64, 1024, 64, dtype=torch.bfloat16)
-        context_parallel.attend_block(q, q, q, causal=False)
-    flops = counter.get_total_flops()
-    return rows_of("bytes / (c d), FLOPs / (d c^2)", "4 4",
-                   [sent / 1024 / 4096, flops / 1024 ** 2 / 4096], EQUAL)
-
-
 # ---- pipelines -------------------------------------------------------------------
 
 QI = "Qi 2023, zero bubble pipelines, arXiv:2401.10241"
@@ -405,14 +375,6 @@ def qi_5():
     found = [search(8, 24, limit, partial(span, times=times), waiting) for limit in (8, 16)]
     return rows + rows_of("ZB-1p, ZB-2p", "0.1323 0.0029",
                           [rate_of(one, *times) for one in found], why=SEARCH)
-
-
-@table(QI, "sections 2 and 6: activations in micro-batches, p = 8, m = 32",
-       "harness.timeline's in_flight of the plans")
-def qi_memory():
-    names = ("1f1b", "zb-h1", "zb-h2", "zb-v")
-    ours = [max(map(in_flight, make_plans(name, 8, 32))) for name in names]
-    return rows_of("1F1B, ZB-H1, ZB-H2, ZB-V", "8 8 15 8", ours, EQUAL)
 
 
 @table("DeepSeek-V3 2024, arXiv:2412.19437", "table 2, PP = 8: bubble of 20 micro-batches, F = W "

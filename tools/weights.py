@@ -112,13 +112,12 @@ GPT2 = {
     "tie_word_embeddings": (True,),
 }
 LLAMA = {
-    "model_type": ("llama", "mistral", "mixtral", "qwen2"),
+    "model_type": ("llama", "mistral", "mixtral"),
     "hidden_act": ("silu",),
     "attention_bias": (False,),
     "mlp_bias": (False,),
     "tie_word_embeddings": (False,),
     "rope_scaling": (None,),
-    "use_sliding_window": (False,),
 }
 GPT2_SIZES = ("n_layer", "n_embd", "n_head", "vocab_size", "n_positions")
 LLAMA_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size",
@@ -148,8 +147,8 @@ def llama_sizes(config, sizes):
     head_dim = config.get("head_dim") or width // heads
     require(head_dim * heads == width,
             f"config.json: head_dim is {head_dim}, not {width} / {heads}")
-    window = config.get("sliding_window")
-    require(window is None or window >= seq or config["model_type"] == "qwen2",
+    window = config.get("sliding_window") or seq
+    require(window >= seq,
             f"config.json: sliding_window is {window}, less than its {seq} positions")
     rotary = config.get("rope_parameters") or {}
     kind = rotary.get("rope_type", "default")

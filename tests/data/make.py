@@ -11,7 +11,6 @@ import torch
 import transformers
 from transformers import (
     GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM,
-    Qwen2Config, Qwen2ForCausalLM,
 )
 
 torch.manual_seed(0)
@@ -26,7 +25,6 @@ MODELS = {
     "mixtral": MixtralForCausalLM(MixtralConfig(
         **SIZES, num_local_experts=4, num_experts_per_tok=2, rms_norm_eps=1e-5,
         sliding_window=None, rope_theta=1e4)),
-    "qwen2": Qwen2ForCausalLM(Qwen2Config(**SIZES, rms_norm_eps=1e-6, rope_theta=1e4)),
     "gpt2": GPT2LMHeadModel(GPT2Config(
         n_embd=8, n_layer=2, n_head=2, n_positions=16, vocab_size=19, initializer_range=0.5)),
 }
