@@ -13,8 +13,6 @@ from conftest import SMALL, script
 from harness.report import StepLog
 from harness.validate import HeldOut
 
-# ---- the GPT -------------------------------------------------------------------
-
 SIZES = {
     "gpt2": 124_439_808,
     "gpt2-medium": 354_823_168,
@@ -39,9 +37,6 @@ def test_weights_are_gpt2s():
     assert model.tok.weight.std().item() == pytest.approx(0.02, rel=0.02)
     residual = model.blocks[0].mlp.down.weight
     assert residual.std().item() == pytest.approx(0.02 / math.sqrt(8), rel=0.02)
-
-
-# ---- the data ------------------------------------------------------------------
 
 
 def test_any_part_of_any_batch():
@@ -85,9 +80,6 @@ def test_held_out_text_is_the_end_and_is_read_once():
     assert seen == list(range(1920, 2020)) and held_out.targets == 100
 
 
-# ---- the rate ------------------------------------------------------------------
-
-
 def test_the_rate():
     def rates(decay, warmup=2):
         args = SimpleNamespace(lr=8.0, warmup=warmup, decay=decay, min_lr=2.0, steps=6)
@@ -103,7 +95,6 @@ SCHEDULE = ("--warmup", "2", "--decay", "cosine", "--min-lr", "1e-4", "--eval-ev
 
 
 def test_the_plain_run_has_the_rate_the_text_and_the_frozen_layers(tmp_path):
-    """And the log of its steps has them."""
     path = tmp_path / "log"
     flags = (*SMALL, *SCHEDULE, "--train", r"blocks\.1|norm", "--dtype", "fp64", "--steps", "5")
     report = script("ddp", 2, *flags, "--log-file", str(path), "--profile", str(tmp_path))
@@ -166,6 +157,4 @@ def no_room_for_the_plain_model(module):
 def test_where_the_plain_model_does_not_fit_the_run_goes_on_unchecked():
     report = script("ddp", 2, *SMALL, plant=no_room_for_the_plain_model)
     assert report["check"] is None and report["plain_loss"] is None
-    assert len(report["loss"]) == 2
-    args = report["args"]  # as resolved
-    assert args["timeout"] == harness.run.TIMEOUT["gloo"] and args["vocab"] == 256
+    assert report["args"]["vocab"] == 256  # as resolved

@@ -19,8 +19,14 @@ def test_pictures_show_their_figures(tmp_path, monkeypatch):
         assert xml.etree.ElementTree.fromstring(drawn).get("viewBox")
 
 
-STATES = {"ddp": 16, "zero, stage 1": 8 + 8 / 64, "zero, stage 2": 4 + 12 / 64,
-          "zero, stage 3": 16 / 64, "fsdp": 16 / 64, "ddp, full checkpointing": 16}
+STATES = {
+    "ddp": 16,
+    "zero, stage 1": 8 + 8 / 64,
+    "zero, stage 2": 4 + 12 / 64,
+    "zero, stage 3": 16 / 64,
+    "fsdp": 16 / 64,
+    "ddp, full checkpointing": 16,
+}
 
 
 def test_held_is_what_the_textbook_says():

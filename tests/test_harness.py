@@ -23,21 +23,14 @@ def test_low_precision_is_judged_by_the_loss():
         assert ("nothing else is judged" in verdict(check)) == (dtype == "bf16")
 
 
-def event(name, start, length, kind="cpu_op"):
-    return {"ph": "X", "name": name, "ts": start, "dur": length, "cat": kind}
-
-
 def test_a_host_that_launches_a_collective_moves_nothing():
     """Of 16 units NCCL's kernel takes 6, 4 of which a multiplication hides."""
-    events = [
-        event("gemm", 0, 14, "kernel"),
-        event("ncclDevKernel_AllReduce", 10, 6, "kernel"),
-        event("nccl:all_reduce", 0, 90, "user_annotation"),
-    ]
+    events = []
+    for name, start, length, kind in (
+            ("gemm", 0, 14, "kernel"), ("ncclDevKernel_AllReduce", 10, 6, "kernel"),
+            ("nccl:all_reduce", 0, 90, "user_annotation")):
+        events.append({"ph": "X", "name": name, "ts": start, "dur": length, "cat": kind})
     assert exposed_time(events) == (16, 6, 2)
-
-
-# ---- the ledger ----------------------------------------------------------------
 
 
 def exchange(x):
@@ -113,8 +106,6 @@ def test_resized_storage_is_followed():
         del t
         assert ledger.live["cpu"] == before and ledger.peak == before + 8000
 
-
-# ---- the comparison ------------------------------------------------------------
 
 PLAIN = {"a": torch.tensor([1.0, -2.0]), "b": torch.zeros(2), "c": torch.tensor(1e-3)}
 

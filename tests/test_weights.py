@@ -27,7 +27,8 @@ def tool(name, *words, code=0):
 def theirs(name):
     folder = ROOT / "tests" / "data" / name
     made = json.loads((folder / "logits.json").read_text())
-    return folder, torch.tensor([made["ids"]]), torch.tensor(made["logits"])
+    ids = torch.tensor([made["ids"]])
+    return folder, ids, torch.tensor(made["logits"])
 
 
 def same_again(folder, tmp_path):
@@ -38,9 +39,12 @@ def same_again(folder, tmp_path):
     for name, t in weights.read_weights(folder).items():
         assert torch.equal(back.pop(name), t), name
     assert not back
-    first, again = [json.loads((place / "config.json").read_text())
-                    for place in (folder, tmp_path / "back")]
-    assert weights.sizes_of(first) == weights.sizes_of(again)
+    assert sizes_in(folder) == sizes_in(tmp_path / "back")
+
+
+def sizes_in(folder):
+    config = (folder / "config.json").read_text()
+    return weights.sizes_of(json.loads(config))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])

@@ -61,8 +61,7 @@ from common import PRESETS  # noqa: E402
 from harness.flags import (  # noqa: E402
     ANY, FLAGS, POSITIVE, Flag, add_flag, check_bounds, refuse_file, require)
 from tools.estimate import (  # noqa: E402
-    CKPTS, HELD, PARTS, SCHEDULES, Layout, assess, divisors, held, job_of, parameters_of, search,
-    timed)
+    CKPTS, HELD, PARTS, SCHEDULES, Layout, assess, divisors, job_of, parameters_of, search, timed)
 
 # ---- flags ---------------------------------------------------------------------
 
