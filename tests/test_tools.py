@@ -48,14 +48,14 @@ def test_scale(monkeypatch, capsys):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert bench.main(["scale", "ddp"]) == 0
     last = capsys.readouterr().out.splitlines()[-1].split()
-    assert last == ["16", "40.0", "25,000", "2.50", "16%"]
+    assert last == "16 40.0 25,000 2.50 16%".split()
 
 
 def test_exit_codes_of_the_launcher(capsys):
     words = {2: "", 1: "ended with exit code 1", -9: "was ended by SIGKILL", 130: ""}
     for exitcode, says in words.items():
-        code = launch.explain("ddp.py", 3, SimpleNamespace(exitcode=exitcode))
-        assert code == max(1, exitcode)
+        failure = SimpleNamespace(exitcode=exitcode)
+        assert launch.explain("ddp.py", 3, failure) == max(1, exitcode)
         said = capsys.readouterr().err
         assert says in said and bool(said) == bool(says)
 

@@ -86,7 +86,8 @@ def in_two_files(folder, state):
         file = f"model-{part}.safetensors"
         weights.write_safetensors(folder / file, {name: state[name] for name in some})
         index.update(dict.fromkeys(some, file))
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    text = json.dumps({"weight_map": index})
+    (folder / "model.safetensors.index.json").write_text(text)
 
 
 def test_several_files_older_files_and_pickles(tmp_path):
@@ -108,7 +109,6 @@ REFUSED = [
     ({"model_type": "qwen2"}, "model_type is qwen2"),
     ({"n_layer": 3}, "has no 'h.2.ln_1.weight'"),
     ({"n_layer": 1}, "the weights have h.1."),
-    ({"n_head": 0}, "n_head is 0, no size"),
 ]
 
 
@@ -128,7 +128,8 @@ def test_other_models_and_files_are_refused(tmp_path, capsys):
     shutil.copytree(theirs("gpt2")[0], tmp_path, dirs_exist_ok=True)
     good = (tmp_path / "config.json").read_text()
     for change, says in REFUSED:
-        (tmp_path / "config.json").write_text(json.dumps({**json.loads(good), **change}))
+        wrong = {**json.loads(good), **change}
+        (tmp_path / "config.json").write_text(json.dumps(wrong))
         assert says in refused(capsys, *words)
     (tmp_path / "config.json").write_text(good)
     file = tmp_path / "model.safetensors"
@@ -177,8 +178,9 @@ def test_what_is_drawn():
     rng = torch.Generator().manual_seed(0)
     assert sample.choose(logits, 0, 0, rng) == 1
     drawn = [sample.choose(logits, 0.7, 2, rng) for _ in range(2000)]
-    assert drawn.count(1) + drawn.count(3) == 2000
-    assert drawn.count(1) / 2000 == pytest.approx(1 / (1 + math.exp(-1 / 0.7)), abs=0.04)
+    assert set(drawn) == {1, 3}
+    expected = 1 / (1 + math.exp(-1 / 0.7))
+    assert drawn.count(1) / 2000 == pytest.approx(expected, abs=0.04)
 
 
 def test_text_from_a_checkpoint(saved):
@@ -187,8 +189,10 @@ def test_text_from_a_checkpoint(saved):
     ids = list(map(int, said.split()))
     model = sample.load(saved)[0]
     for i in range(3, 23):
-        window = torch.tensor([ids[max(0, i - 16):i]])
-        assert ids[i] == model(window)[0, -1].argmax()
+        first = max(0, i - 16)
+        window = torch.tensor([ids[first:i]])
+        logits = model(window)[0, -1]
+        assert ids[i] == logits.argmax()
     text = tool("sample", saved, "imp", "--tokens", "20", "--temperature", "0")
     assert text == bytes(ids).decode(errors="replace") + "\n"
     assert "must be 0 to 255" in tool("sample", saved, "--ids", "256", code=2)
