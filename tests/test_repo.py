@@ -7,7 +7,7 @@ import tokenize
 
 import pytest
 
-from conftest import ROOT, copied
+from conftest import ROOT, copied, section_one
 
 TECHNIQUES = (
     "ddp zero fsdp tensor_parallel pipeline_parallel context_parallel moe amp_accum_ckpt hybrid_3d"
@@ -20,9 +20,6 @@ for folder in FOLDERS:
         SOURCES[path.relative_to(ROOT).as_posix()] = path.read_text()
 TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
 HARNESS = [name for name in SOURCES if name.startswith("harness/")]
-
-
-# ---- the layout ----------------------------------------------------------------
 
 
 def test_the_root_shows_the_nine_techniques():
@@ -51,18 +48,12 @@ FLOORS = {  # what may be imported of ours, downwards only
 }
 
 
-def floor_of(name):
-    if name in FLOORS:
-        return name
-    if "/" in name:
-        return name.split("/")[0]
-    return "techniques"
-
-
 def test_arrows_point_downwards():
     for name, tree in TREES.items():
         if not name.startswith("tests/"):
-            above = imported(tree) & OURS - FLOORS[floor_of(name)]
+            folder = name.split("/")[0]
+            allowed = FLOORS.get(folder, FLOORS["techniques"])
+            above = imported(tree) & OURS - allowed
             assert not above, f"{name} imports {above}"
 
 
@@ -76,31 +67,15 @@ OF_TECHNIQUES = (
 
 def test_common_and_harness_know_no_technique():
     for name in ["common.py", *HARNESS]:
-        patterns = list(OF_TECHNIQUES)
+        patterns = set(OF_TECHNIQUES)
         if name == "common.py":
             patterns.remove(NAMES_OF_THE_GPT)  # which is its own
-        for pattern in patterns:
-            words = re.findall(pattern, code_of(name))
-            assert not words, f"{name} speaks of {words}"
-
-
-def code_of(name):
-    """A file without its docstrings and comments."""
-    skip = docstring_lines(TREES[name])
-    lines = SOURCES[name].splitlines()
-    kept = [line.split("  # ")[0] for i, line in enumerate(lines, 1) if i not in skip]
-    return "\n".join(line for line in kept if not line.strip().startswith("#"))
-
-
-# ---- one thought a line --------------------------------------------------------
-
-
-def is_pair_assignment(node):
-    return (
-        isinstance(node, ast.Assign)
-        and isinstance(node.targets[0], ast.Tuple)
-        and isinstance(node.value, ast.Tuple)
-    )
+        skip = docstring_lines(TREES[name])
+        for number, line in enumerate(SOURCES[name].splitlines(), 1):
+            code = re.sub(r"(^|  )\s*# .*", "", line)
+            for pattern in patterns:
+                spoken = number not in skip and re.search(pattern, code)
+                assert not spoken, f"{name}:{number} speaks of {pattern}"
 
 
 def is_swap(node):
@@ -128,8 +103,9 @@ def test_no_packing():
     for name in SOURCES:
         for node in ast.walk(TREES[name]):
             where = f"{name}:{getattr(node, 'lineno', '')}"
-            if is_pair_assignment(node):
-                assert is_swap(node), f"{where}: a tuple assigned to a tuple"
+            if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
+                if isinstance(node.targets[0], ast.Tuple):
+                    assert is_swap(node), f"{where}: a tuple assigned to a tuple"
             if isinstance(node, ast.For):
                 assert not isinstance(node.iter, ast.IfExp), f"{where}: for over a conditional"
             if isinstance(node, ast.Expr):
@@ -161,9 +137,6 @@ def test_density():
         assert density(name) <= 12
 
 
-# ---- a technique file ----------------------------------------------------------
-
-
 def test_sections():
     """Docstring, then four ruled sections, with the names that all files share."""
     for name in TECHNIQUES:
@@ -182,29 +155,16 @@ def test_sections():
 def test_section_1_needs_only_torch(name):
     """Executed where nothing else can be imported."""
     copied(name)
-    assert "environ" not in section_1(name)
-
-
-def section_1(name):
-    source = SOURCES[f"{name}.py"]
-    return source[source.index("\n# ---- 1. "):source.index("\n# ---- 2. ")]
-
-
-# ---- the whole -----------------------------------------------------------------
-
-
-def tracked():
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout
-    names = listed.split("\n")[:-1]
-    return [ROOT / name for name in names if (ROOT / name).exists()]
+    assert "environ" not in section_one(name)
 
 
 def test_no_machine_paths_and_no_skips():
     paths = r"(^|[^\w.])/(wo[r]k|ro[o]t|ho[m]e)/"
     skips = r"pytest\.(ski[p]|xfai[l])|mark\.(ski[p]|xfai[l])"
     leftovers = r"TRANSITI[O]N|TO[D]O|FIX[M]E"
-    for path in tracked():
-        if path.suffix in (".py", ".md", ".sh", ".toml", ".txt"):
-            text = path.read_text()
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout
+    for name in listed.splitlines():
+        if name.endswith((".py", ".md", ".sh", ".toml", ".txt")) and (ROOT / name).exists():
+            text = (ROOT / name).read_text()
             for unwanted in (paths, skips, leftovers):
-                assert not re.search(unwanted, text), f"{path.name}: {unwanted}"
+                assert not re.search(unwanted, text), f"{name}: {unwanted}"

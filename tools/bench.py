@@ -4,30 +4,22 @@
     ./run.sh bench [flags]          ours against torch's own, in alternating blocks
     ./run.sh scale FILE [flags]     the same step on 1, 2, 4, .. ranks
 
-The exit code is 1 if any of them failed, 2 for a flag that the first of them refuses. After a bench
-it says what the machine allows: how long two processes take that have nothing to tell each other,
-and how fast gloo is.
+The exit code is 1 if any of them failed, 2 for a flag that the first of them refuses.
 
 scale doubles the ranks up to the number of GPUs, or of cores. The global batch is the same for all
-counts (strong scaling): what --batch says, or else 8, or the largest count if that is more.
---batch-per-rank B makes it grow with the ranks (weak scaling). Speed-up is tokens per second over
-those of one rank, efficiency is speed-up over ranks.
+counts: what --batch says, or else 8, or the largest count if that is more. Speed-up is tokens per
+second over those of one rank, efficiency is speed-up over ranks.
 """
-import argparse
 import os
-import statistics
 import sys
-import time
 from collections import namedtuple
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
 
-from harness.report import RED, colored, write_json  # noqa: E402
+from harness.report import RED, colored  # noqa: E402
 from tools.launch import INTERRUPTED, Failed, cores, report, usual_ranks, worst_gap  # noqa: E402
 
 Row = namedtuple("Row", "label file ranks flags", defaults=("",))
@@ -85,28 +77,19 @@ def check_rows():
 # ---- running -----------------------------------------------------------------
 
 
-class Refused(Exception):
-    """The first script has refused a flag, and said so."""
-
-
 def run_all(rows, flags):
     """-> {label: report, or None where the run has ended without one}"""
     reports = {}
-    began = time.monotonic()
-    for done, row in enumerate(rows):
+    for done, row in enumerate(rows, 1):
         words = f"{row.label}: {row.file}.py on {row.ranks} ranks {row.flags}"
-        print(f"\n==== {words} ====", flush=True)
+        print(f"\n==== {done} of {len(rows)}: {words} ====", flush=True)
         words = [*flags, *row.flags.split()]  # of two flags the later one counts
         try:
             reports[row.label] = report(row.ranks, f"{row.file}.py", words, shown=True)
         except Failed as failure:
-            if failure.code == 2 and done == 0:
-                raise Refused from None
+            if failure.code == 2 and done == 1:
+                sys.exit(2)  # it refuses a flag, and has said so
             reports[row.label] = None
-        if sys.stdout.isatty():
-            each = (time.monotonic() - began) / (done + 1)
-            left = each * (len(rows) - done - 1)
-            print(f"[{done + 1} of {len(rows)}, about {left:.0f} s left]", flush=True)
     return reports
 
 
@@ -183,55 +166,6 @@ def table(title, reports, timed):
     return good
 
 
-# ---- what the machine allows ---------------------------------------------------
-
-
-def limits(sizes):
-    """Print what two processes take that have nothing to tell each other, and how fast gloo is."""
-    half = max(1, int(sizes[len(sizes) - sizes[::-1].index("--batch")]) // 2)  # of the last one
-    flags = [*sizes, "--impl", "scratch", "--batch", half]
-    with ThreadPoolExecutor() as both:
-        runs = [both.submit(report, 1, "ddp.py", flags) for _ in range(2)]
-    ms = runs[0].result()["ms_per_step"]
-    print(f"\ntwo processes apart, with a batch of {half} each, take {ms:.1f} ms a step")
-    rates = report(2, "tools/bench.py", ["gloo"])["GB/s"]
-    said = ", ".join(f"{name} {rate:.2f}" for name, rate in rates.items())
-    print(f"gloo moves 16.8 MB at, in GB/s, {said}")
-
-
-NUMBERS = 2**22  # of 4 bytes, or as many less as leaves equal parts for all ranks
-TIMES = 9
-
-
-def gloo(path):
-    """What limits() starts on two ranks: GB/s of payload go to a report."""
-    # it was renamed in torch 2.13
-    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    dist.init_process_group("gloo")
-    part = torch.ones(NUMBERS // dist.get_world_size())
-    whole = torch.ones(len(part) * dist.get_world_size())
-    calls = {
-        "all_reduce": lambda: dist.all_reduce(whole),
-        "all_gather": lambda: all_gather(whole, part),
-        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole),
-    }
-    rates = {name: whole.nbytes / seconds(call) / 1e9 for name, call in calls.items()}
-    if dist.get_rank() == 0:
-        write_json(path, {"GB/s": rates})
-    dist.destroy_process_group()
-    return 0
-
-
-def seconds(call):
-    """The median of several calls."""
-    times = []
-    for _ in range(TIMES):
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
 # ---- more and more ranks ---------------------------------------------------------
 
 
@@ -244,30 +178,19 @@ def rank_counts():
     return counts
 
 
-def scale_arguments(words):
-    parser = argparse.ArgumentParser(prog="bench.py scale", allow_abbrev=False)
-    parser.error = lambda message: usage(f"{message}; usage: ./run.sh scale FILE [flags]")
-    parser.add_argument("file")
-    parser.add_argument("--batch-per-rank", type=int, default=0, metavar="B")
-    args, flags = parser.parse_known_args(words)
-    args.file = args.file.removesuffix(".py")
-    if args.file not in (*FILES, "hybrid_3d"):
-        usage(f"no technique {args.file}")
-    return args, flags
-
-
 def scale(words):
-    args, flags = scale_arguments(words)
+    file = "".join(words[:1]).removesuffix(".py")
+    if file not in (*FILES, "hybrid_3d"):
+        usage("usage: ./run.sh scale FILE [flags]")
     os.environ["OMP_NUM_THREADS"] = "1"
     counts = rank_counts()
+    # of two flags the later one counts
+    flags = ["--batch", max(8, counts[-1]), *words[1:], "--no-check"]
     print(f"{'ranks':>6}{'ms/step':>10}{'tok/s':>12}{'speed-up':>10}{'efficiency':>12}", flush=True)
     first = None  # tokens per second of one rank
     for ranks in counts:
-        batch = ["--batch", max(8, counts[-1])]  # of two flags the later one counts
-        if args.batch_per_rank:
-            flags = [*flags, "--batch", args.batch_per_rank * ranks]
         try:
-            found = report(ranks, f"{args.file}.py", [*batch, *flags, "--no-check"])
+            found = report(ranks, f"{file}.py", flags)
         except Failed as failure:
             print(f"{ranks:6}   FAILED: {failure}", file=sys.stderr)
             return failure.code
@@ -296,7 +219,6 @@ def bench(flags):
     sizes = BENCH_SIZES.split() + flags
     reports = run_all(BENCH, ["--impl", "both", *sizes])
     good = table("ours against torch's own: medians of alternating blocks", reports, timed=True)
-    limits(sizes)
     return int(not good)
 
 
@@ -313,18 +235,11 @@ def main(words):
         return bench(words[1:])
     if command == ["scale"]:
         return scale(words[1:])
-    if command == ["gloo"]:
-        return gloo(words[-1])
     usage("usage: bench.py check | bench [flags] | scale FILE [flags]")
 
 
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
-    except Refused:
-        sys.exit(2)
-    except Failed as failure:
-        print(f"bench.py: {failure}", file=sys.stderr)
-        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)

@@ -28,16 +28,13 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch  # noqa:
 
 ROOT = Path(__file__).resolve().parent.parent
 INTERRUPTED = 128 + signal.SIGINT
-GRACE = 60  # seconds for the launcher to end its ranks, of which it waits 30 before it kills them
 
 
 # ---- starting ranks --------------------------------------------------------------
 
 
 def cores():
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
+    return len(os.sched_getaffinity(0))
 
 
 def usual_ranks():
@@ -119,37 +116,23 @@ class Failed(Exception):
         self.code = code
 
 
-def report(ranks, script, flags, shown=False, limit=None):
+def report(ranks, script, flags, shown=False):
     """Runs a script -> its --json report, and "exit_code", since a failed check leaves one too.
 
-    flags: a list of words. shown: what it says goes where our own words go. limit: seconds.
+    flags: a list of words. shown: what it says goes where our own words go.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "report.json")
         command = [sys.executable, __file__, str(ranks), script, *map(str, flags)]
         stream = None if shown else subprocess.PIPE
+        # not run(), which at Ctrl-C kills the launcher before that has ended its ranks
         job = subprocess.Popen([*command, "--json", str(path)], cwd=ROOT, text=True, stdout=stream,
                                stderr=stream)
-        try:
-            out, errors = job.communicate(timeout=limit)
-        except subprocess.TimeoutExpired:
-            stop(job)
-            raise Failed(f"no end after {limit} s", None) from None
+        out, errors = job.communicate()
         if path.exists():
             return {**json.loads(path.read_text()), "exit_code": job.returncode}
     lines = (errors or out or "nothing said").strip().splitlines()
     raise Failed(f"exit code {job.returncode}: {lines[-1]}", job.returncode)
-
-
-def stop(job):
-    """Ends a job and its ranks. These are in sessions of their own: the launcher has to end them,
-    so it is asked to."""
-    job.terminate()
-    try:
-        job.communicate(timeout=GRACE)
-    except subprocess.TimeoutExpired:
-        job.kill()
-        job.wait()
 
 
 def worst_gap(report):

@@ -1,13 +1,11 @@
 """Kills: a run loses its ranks again and again, and ends as the run that lost none.
 
-    python tools/soak.py [KILLS] [SEED] [FILE RANKS flags...]        ./run.sh soak
+    python tools/soak.py [KILLS]        ./run.sh soak
 
 torchrun --max-restarts starts the ranks again, which go on from the newest whole checkpoint. One of
 them is killed with SIGKILL at a random moment after each new checkpoint; every fourth time while
-one is being written. Unless a FILE is named, ddp loses ranks, and then hybrid_3d with dp, tp and
-ZeRO-1.
+one is being written. ddp loses ranks, and then hybrid_3d with dp, tp and ZeRO-1.
 """
-import argparse
 import hashlib
 import os
 import random
@@ -25,7 +23,6 @@ from harness.usage import require  # noqa: E402
 
 HYBRID = ("--dp", "2", "--tp", "2", "--pp", "1", "--zero", "1")
 USUAL = (("ddp", 2), ("hybrid_3d", 4, *HYBRID))
-FILES = sorted(path.stem for path in ROOT.glob("*.py") if path.stem != "common")
 PATIENCE = 240  # seconds in which something has to happen
 
 
@@ -105,11 +102,10 @@ def parameters_of(folder, steps):
     return sums
 
 
-def soak(kills, seed, name, ranks, *flags, steps=200, every=5, undisturbed=None):
+def soak(kills, seed, name, ranks, *flags, steps=200, every=5):
     """-> how often ranks were killed; raises AssertionError if anything is lost.
 
-    Two runs are made, one that is killed and one that is not. undisturbed: a function of a folder
-    and flags that makes the second one; None: torchrun makes it as well.
+    Two runs are made, one that is killed and one that is not.
     """
     rng = random.Random(seed)
     flags = ("--steps", str(steps), "--save-every", str(every), *flags)
@@ -119,11 +115,8 @@ def soak(kills, seed, name, ranks, *flags, steps=200, every=5, undisturbed=None)
         tempfile.TemporaryFile("w+") as out,
     ):
         start = time.monotonic()
-        if undisturbed:
-            undisturbed(whole, flags)
-        else:
-            job = torchrun(0, whole, out, name, ranks, *flags)
-            assert job.wait() == 0, "the run that nobody kills failed"
+        job = torchrun(0, whole, out, name, ranks, *flags)
+        assert job.wait() == 0, "the run that nobody kills failed"
         pace = every / steps * (time.monotonic() - start)
         job = torchrun(kills + 3, killed, out, name, ranks, *flags)
         seen = kill_again_and_again(job, killed, kills, pace, rng)
@@ -140,26 +133,16 @@ def soak(kills, seed, name, ranks, *flags, steps=200, every=5, undisturbed=None)
 
 
 def main(words):
-    usage = "soak.py [KILLS] [SEED] [FILE RANKS flags...], KILLS and RANKS at least 1"
-    parser = argparse.ArgumentParser(prog="soak.py", allow_abbrev=False)
-    parser.error = lambda message: require(False, f"{message}; usage: {usage}")
-    parser.add_argument("kills", type=int, nargs="?", default=20)
-    parser.add_argument("seed", type=int, nargs="?", default=0)
-    parser.add_argument("name", nargs="?", choices=FILES)
-    parser.add_argument("ranks", type=int, nargs="?", default=2)
-    args, flags = parser.parse_known_args(words)
-    if args.kills < 1 or args.ranks < 1 or (flags and not args.name):
-        parser.error(f"{' '.join(words)}: cannot be")
-    runs = USUAL
-    if args.name:
-        runs = [(args.name, args.ranks, *flags)]
+    good = len(words) < 2 and all(word.isdecimal() and int(word) for word in words)
+    require(good, "usage: soak.py [KILLS], KILLS at least 1")
+    kills = int((words or [20])[0])
     missed = False
-    for name, ranks, *flags in runs:
+    for name, ranks, *flags in USUAL:
         print(f"{name} on {ranks} ranks {' '.join(flags)}", flush=True)
-        done = soak(args.kills, args.seed, name, ranks, *flags)
+        done = soak(kills, 0, name, ranks, *flags)
         print(f"{done} kills: nothing lost but the steps since a checkpoint, "
               "final parameters identical bit for bit", flush=True)
-        missed = missed or done < args.kills
+        missed = missed or done < kills
     return int(missed)
 
 
