@@ -57,9 +57,12 @@ def test_torch_equals_one_process(form, flags):
     proves("hybrid_3d", 4, *FORMS[form], "--impl", "torch", *flags.split())
 
 
-def test_frozen_layers():
-    proves("hybrid_3d", 4, *FORMS["gpt2"], *"--dp 2 --tp 1 --pp 2 --zero 1".split(),
-           "--train", r"blocks\.2|norm")
+@pytest.mark.parametrize("flags", [
+    "--dp 2 --tp 1 --pp 2 --zero 1 --train blocks.2|norm",
+    "--dp 1 --tp 2 --pp 2 --schedule zb-h1 --train attn",  # behind a front without gradients
+])
+def test_frozen_layers(flags):
+    proves("hybrid_3d", 4, *FORMS["gpt2"], *flags.split())
 
 
 def test_autocast():
