@@ -141,6 +141,17 @@ def check_average():
     torch.testing.assert_close(*gradients)
 
 
+def check_unused():
+    """What a step does not use has a gradient of zeros, not the last step's."""
+    inner = nn.ModuleList([nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)])
+    inner.forward = lambda number: inner[number](torch.ones(2)).sum()
+    model = copied("ddp").BucketedDDP(inner)
+    for number in 0, 1:
+        model.zero_grad()
+        model(number).backward()
+        assert inner[number].weight.grad.all() and not inner[1 - number].weight.grad.any()
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_copy(world):
     run(each, world, check_copy, [("bucketed",), ("naive",)])
@@ -148,6 +159,7 @@ def test_copy(world):
 
 def test_average():
     run(check_average, 2)
+    run(check_unused, 2)
 
 
 # ---- planted bugs: each must fail the check ------------------------------------

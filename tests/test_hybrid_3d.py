@@ -71,6 +71,10 @@ def test_autocast():
     assert report["check"]["tolerance"] == 2e-2
 
 
+def test_a_norm_below_the_limit_scales_nothing():
+    proves("hybrid_3d", 2, *FORMS["gpt2"], *"--dp 2 --tp 1 --pp 1 --clip 50".split())
+
+
 def test_64_ranks():
     """Every axis."""
     dry = script(

@@ -202,6 +202,13 @@ def piped(module, name):
     return stages, module.Pipeline(stages.here, plans, mail), layers
 
 
+def check_boundary(pipeline):
+    """A tensor of another dtype than the next stage expects is not sent."""
+    other = torch.zeros(2, 5, 8, dtype=torch.float32)
+    with pytest.raises(AssertionError, match="float32"):
+        pipeline.mail.put(pipeline.plan[0], other)
+
+
 def check_copy(name, plant=None):
     """2 steps with clipping equal one process's."""
     module = copied("pipeline_parallel")
@@ -216,6 +223,8 @@ def check_copy(name, plant=None):
     optimizer = torch.optim.AdamW(stages.parameters(), 1e-2, eps=1e-5)
     reference = torch.optim.AdamW(plain.parameters(), 1e-2, eps=1e-5)
     update = partial(module.update_stage, stages, optimizer, 0.5)
+    if name == "1f1b" and dist.get_rank() + 1 < dist.get_world_size():
+        check_boundary(pipeline)
     for step in range(2):
         inputs, loss_of = batch_of(step)
         optimizer.zero_grad()

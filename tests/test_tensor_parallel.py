@@ -116,6 +116,7 @@ def check_dropout(kind):
     mlp = model.layers[0].mlp
     for drop, same in (mlp.drop_inside, False), (mlp.drop_outside, kind == "WholeSequence"):
         mask = drop(torch.ones(40))
+        assert mask.unique().tolist() == pytest.approx([0, 1 / (1 - 0.4)])
         total = mask.clone()
         dist.all_reduce(total)
         assert torch.equal(total, 2 * mask) == same

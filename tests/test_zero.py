@@ -252,6 +252,10 @@ def check_misuse():
             ours.step(None)
         with pytest.raises(AssertionError, match="set sync to False"):
             llama_loss(model, *rows).backward()
+        ours.reduce()
+        before = [part.grad.clone() for part in ours.parts]
+        ours.clip_grad_norm_(1e9)  # far away: nothing is scaled
+        torch.testing.assert_close([part.grad for part in ours.parts], before, rtol=0, atol=0)
     mixed = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2).float())]
     with pytest.raises(AssertionError, match="each dtype"):
         zero.ZeRO([zero.Unit(mixed, [])])
