@@ -5,17 +5,17 @@
     rank 1    0 1 | 2 2 3 3   2 3 2 2 3 3   experts 2, 3     0 1 2 2 3 3   sum of a token's K rows
 
 A digit is a row: a token on its way to the expert of that number. Rows left of | go to rank 0, rows
-right of it to rank 1. Of all n ranks, those of a group `ep` share out the experts, those of
-`replicas` (n/ep of them) hold the same ones, and each has its own part of the batch. No token is
-dropped, unless a capacity A is given: then an expert takes the first ceil(A K N / E) rows of each
-rank's N tokens.
+right of it to rank 1. Each of the n ranks has its own part of the batch. The ranks of a group `ep`,
+whose size is called ep, too, share out the experts; the n/ep ranks of a group `replicas` hold the
+same ones. No token is dropped, unless a capacity A is given: then an expert takes the first
+ceil(A K N / E) rows of each rank's N tokens.
 
     on each rank, a number has b bytes   plain MoE               here
     parameters, gradients, AdamW states  4 b (dense + experts)   4 b (dense + experts/ep)
     rows of C, to experts and back       -                       2 K N per layer, in backward again
-    all-to-alls per layer                -                       4 of rows, 1 of 8 E bytes
+    all-to-alls per layer                -                       4 of rows, 1 of E counts of 8 bytes
     all-reduced in a step                -                       b (dense + experts/ep)
-    all-reduced per layer                -                       8 E bytes
+    all-reduced per layer                -                       E counts of 8 bytes
 
     block.mlp = MoE(router, Experts(F.silu, ups, downs, gates), top_k=2, normalize=True, ep=ep)
     broadcast_parameters(model, replicas)                                    # once
@@ -27,7 +27,7 @@ rank's N tokens.
 
 Not for: routers with a bias or a forward of their own (sigmoids, groups of experts), experts that
 are no MLPs of nn.Linear, some of a layer's experts frozen and others not, reading `load` and `loss`
-of a layer after step_biases, evaluating on some ranks alone.
+of a layer after step_biases, evaluating on some ranks alone, weights in fp16 (norms overflow).
 
 Lepikhin 2020, "GShard", arXiv:2006.16668 (all-to-all, capacity); Fedus 2021, "Switch Transformers",
 arXiv:2101.03961, eq. 4 (balancing); Zoph 2022, "ST-MoE", arXiv:2202.08906, eq. 5 (z-loss); Jiang
@@ -44,16 +44,17 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
+# section 1 needs what stands above, the others what follows
 import sys
 from functools import partial
 
 from common import MLPS, GPTConfig, adamw, build, init_weights, loss_sum, share
-from harness.checkpoint import Piece, pieces_of
+from harness.checkpoint import pieces_of
 from harness.flags import ANY, DTYPES, POSITIVE, Flag, arguments, require
 from harness.run import Run, Side
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
-# Autograd does not see collectives: each one here states its own backward.
+# Autograd does not see collectives. Gradients pass through AllToAll, which states its backward.
 
 
 class AllToAll(torch.autograd.Function):
@@ -104,8 +105,8 @@ def balancing_loss(load, logits, probs, top_k, alpha, beta):
     f = load.to(probs.dtype) / choices
     switch = len(f) * (f @ probs.sum(0))
     z = logits.logsumexp(-1).square().sum()
-    tokens = choices / top_k
-    return (alpha * switch + beta * z) / tokens
+    all_tokens = choices / top_k
+    return (alpha * switch + beta * z) / all_tokens
 
 
 def capacity(factor, top_k, tokens, experts):
@@ -117,7 +118,7 @@ def capacity(factor, top_k, tokens, experts):
 
 
 def read_counts(counts, choices, most, ep_rank):
-    """Here alone the host waits. It needs `counts` only: the rest is for balanced_counts."""
+    """-> counts, as lists; here alone the host waits. The rest is for dry runs, without counts."""
     return counts.tolist()
 
 
@@ -135,14 +136,15 @@ class Routing:
         # this rank's rows for every expert -> every rank's rows for the experts here
         dist.all_to_all_single(coming, taken, group=ep)
         choices = chosen.flatten().argsort(stable=True)  # by expert, then by token
-        counts = torch.stack([wanted, taken, coming]).view(3, dist.get_world_size(ep), -1)
-        self.ends = counts[2].sum(0).cumsum(0).int()  # (E/ep,) of each expert's rows, on the device
-        # [rank][one of its experts]: rows that want to go there, those of them that leave. And
-        # [rank][an expert here]: rows that arrive
-        lines, leaving, arriving = read_counts(counts, len(choices), most, dist.get_rank(ep))
-        if most < len(chosen):  # N tokens choose an expert N times at most
-            of_experts = choices.split([length for of_rank in lines for length in of_rank])
-            choices = torch.cat([line[:most] for line in of_experts])
+        ranks = dist.get_world_size(ep)
+        self.ends = coming.view(ranks, -1).sum(0).cumsum(0).int()  # (E/ep,) where experts' rows end
+        counts = torch.stack([wanted, taken, coming]).view(3, ranks, -1)
+        # queues [rank][its expert]: rows that want to go there; leaving: those of them that do;
+        # arriving [rank][expert here]: rows that come from there
+        queues, leaving, arriving = read_counts(counts, len(choices), most, dist.get_rank(ep))
+        if most < len(chosen):  # else no expert is full: none is chosen twice by a token
+            of_experts = choices.split([length for of_rank in queues for length in of_rank])
+            choices = torch.cat([queue[:most] for queue in of_experts])
         self.choices = choices  # those that are sent
         self.sent = [sum(of_rank) for of_rank in leaving]  # rows to each rank of ep
         self.received = [sum(of_rank) for of_rank in arriving]  # rows from each rank of ep
@@ -154,7 +156,7 @@ class Routing:
     def one_hot(self):
         """(n, E/ep) of False and True: which expert's is a row, once they are sorted by expert?"""
         rows = torch.arange(sum(self.sizes), dtype=torch.int32, device=self.ends.device)
-        expert_of_row = torch.bucketize(rows, self.ends, right=True)
+        expert_of_row = torch.bucketize(rows, self.ends, right=True)  # first end beyond the row
         return expert_of_row.unsqueeze(1) == torch.arange(len(self.sizes), device=rows.device)
 
 
@@ -166,7 +168,7 @@ def transpose_blocks(rows, grid):
 
 
 def stack(parameters):
-    """Parameters of the experts -> one, a copy, trained if these are: an expert after the other."""
+    """Parameters of the experts -> a copy of all in one, (E/ep, ..), trained if they are."""
     if parameters[0] is None:
         return None  # no biases
     stacked = torch.stack([p.detach() for p in parameters])
@@ -199,7 +201,7 @@ class StackedLinear(nn.Module):
 
 
 def suits_one_kernel(weight):
-    """Where that pays (bf16 on GPUs) and runs (widths of multiples of 8)."""
+    """Where one kernel pays (bf16 on GPUs) and can run (widths are multiples of 8)."""
     aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
     return weight.is_cuda and weight.dtype == torch.bfloat16 and aligned
 
@@ -209,8 +211,7 @@ class Experts(nn.Module):
 
         y = down(activation(up(x)))    or, with gate,    y = down(activation(gate(x)) * up(x))
 
-    up, down, gate: lists of nn.Linear, one for each expert here, in order. GPT-2 has GELU and no
-    gate, Mixtral has SiLU and gate.
+    up, down, gate: lists, an nn.Linear for each expert here. GPT-2: GELU, no gate; Mixtral: SiLU.
     """
 
     def __init__(self, activation, up, down, gate=None):
@@ -230,10 +231,10 @@ class Experts(nn.Module):
 
 
 class AddLoss(torch.autograd.Function):
-    """Returns y. In backward, `loss` gets the gradient that a term of the model's loss has.
+    """Returns y. In backward, `loss` gets its gradient, as if it were a term of the model's loss.
 
-    In the middle of a pipeline, or where checkpointing runs forward twice, a layer cannot leave a
-    loss to be added by others (Megatron's MoEAuxLossAutoScaler). Its load is added up here, too.
+    In the middle of a pipeline a layer cannot leave a loss to be added by others (Megatron's
+    MoEAuxLossAutoScaler). Backward adds up load and loss, since checkpointing runs forward twice.
     """
 
     @staticmethod
@@ -241,7 +242,7 @@ class AddLoss(torch.autograd.Function):
         ctx.loss = loss.detach()
         ctx.load = load
         ctx.layer = layer
-        return y.view_as(y)
+        return y
 
     @staticmethod
     def backward(ctx, grad):
@@ -267,7 +268,7 @@ class MoE(nn.Module):
     Every forward is made by all ranks of `everyone` together, in evaluation as well.
     """
 
-    exchange = staticmethod(AllToAll.apply)  # how rows change ranks
+    exchange = AllToAll.apply  # how rows change ranks: an attribute, so that it can be replaced
 
     def __init__(self, router, experts, *, top_k, normalize, ep, everyone=None, shared=None,
                  capacity=0.0, alpha=0.01, beta=1e-3, gamma=0.0):
@@ -282,7 +283,7 @@ class MoE(nn.Module):
         self.ep = ep
         self.everyone = everyone
         self.shared = shared
-        self.capacity = capacity
+        self.capacity_factor = capacity
         self.alpha = alpha
         self.beta = beta
         self.gamma = gamma
@@ -303,8 +304,9 @@ class MoE(nn.Module):
         load = wanted.clone()
         # partial -> replicated, while the experts are at work
         summing = dist.all_reduce(load, group=self.everyone, async_op=True)
-        most = capacity(self.capacity, self.top_k, len(tokens), len(wanted))
-        y = self.visit(tokens, gates, Routing(chosen, wanted, most, self.ep))  # (N, C)
+        most = capacity(self.capacity_factor, self.top_k, len(tokens), len(wanted))
+        routing = Routing(chosen, wanted, most, self.ep)  # ranks tell each other how many rows come
+        y = self.visit(tokens, gates, routing)  # (N, C)
         summing.wait()
         loss = logits.new_zeros(())
         if self.alpha or self.beta:
@@ -370,7 +372,7 @@ def sum_gradients(model, replicas, everyone=None):
     dense, experts = gradients_of(model)
     for gradients, group in (dense, everyone), (experts, replicas):
         if gradients and dist.get_world_size(group) > 1:
-            sum_over_ranks(gradients, group)  # partial -> replicated; ddp.py hides it
+            sum_over_ranks(gradients, group)  # partial -> replicated; in ddp.py, during backward
 
 
 def sum_over_ranks(tensors, group):
@@ -384,7 +386,7 @@ def sum_over_ranks(tensors, group):
 def gradient_norm(model, ep):
     """After sum_gradients: the norm of the whole model's gradient, each expert counted once."""
     dense, experts = [nn.utils.get_total_norm(gradients) for gradients in gradients_of(model)]
-    # of what all ranks of ep have alike, each brings a part
+    # dense is alike on all ranks of ep: each brings 1/ep of its square, which is counted once
     square = dense.square() / dist.get_world_size(ep) + experts.square()
     dist.all_reduce(square, group=ep)  # partial -> replicated
     return square.sqrt()
@@ -392,7 +394,7 @@ def gradient_norm(model, ep):
 
 def clip_gradients(model, norm, clip):
     """Scales gradients down until their norm is `clip` at most (0: leaves them)."""
-    finite = norm.nan_to_num(0, posinf=0)  # else they stay, so that one sees whose fault it is
+    finite = norm.nan_to_num(0, posinf=0)  # 0 clips nothing: one sees whose fault inf and nan are
     nn.utils.clip_grads_with_norm_(model.parameters(), clip or math.inf, finite)
 
 
@@ -405,9 +407,8 @@ def step_biases(model):
     """
     for layer in layers_of(model):
         if layer.gamma and layer.router.weight.requires_grad:
-            # in integers: E times what is missing to the mean
-            missing = layer.load.sum() - len(layer.load) * layer.load
-            layer.bias_steps += missing.sign()
+            load = layer.load + torch.zeros_like(layer.bias_steps)  # zeros without a backward
+            layer.bias_steps += (load.sum() - len(load) * load).sign()  # E (mean - load)
         layer.load = 0
         layer.loss = 0
 
@@ -442,8 +443,8 @@ class PlainMoE(nn.Module):
         if shared:
             self.shared = mlp(cfg)
         self.register_buffer("bias_steps", torch.zeros(experts, dtype=torch.int64))  # (E,)
-        # sources[m][r]: of micro-batch m, the tokens that rank r routes: their numbers in the B T
-        # tokens of the global batch, in its order. None: all tokens travel together
+        # sources[m][r] (n,): which of the B T tokens of the global batch rank r routes in
+        # micro-batch m. None: all tokens travel together
         self.sources = None
         self.loss = 0  # the balancing loss of the last forward in training
 
@@ -458,12 +459,12 @@ class PlainMoE(nn.Module):
             gates = gates / gates.sum(-1, keepdim=True)
         in_time = torch.ones_like(visits)  # 1 where the expert has room for the token
         losses = []
-        for ranks in self.sources or [[torch.arange(len(tokens))]]:
-            for mine in ranks:
-                place = visits[mine].cumsum(0)  # in the line of those that chose this expert
-                most = capacity(self.capacity, self.top_k, len(mine), self.E)
-                in_time[mine] = (place <= most).long()
-            together = torch.cat(ranks)
+        for of_ranks in self.sources or [[torch.arange(len(tokens))]]:
+            for of_rank in of_ranks:
+                place = visits[of_rank].cumsum(0)  # in the queue of those that chose this expert
+                most = capacity(self.capacity, self.top_k, len(of_rank), self.E)
+                in_time[of_rank] = (place <= most).long()
+            together = torch.cat(of_ranks)
             losses.append(balancing_loss(
                 visits[together].sum(0), logits[together], probs[together],
                 self.top_k, self.alpha, self.beta))
@@ -501,7 +502,10 @@ def set_sources(model, sources):
 
 
 def parallelize(model, ep, everyone=None, microbatches=1):
-    """Each PlainMoE becomes a MoE with this rank's experts. The arguments are explained there."""
+    """Each PlainMoE becomes a MoE with this rank's experts. MoE explains ep and everyone.
+
+    microbatches: M, of each step.
+    """
     for block in model.blocks:
         plain = block.mlp
         mine = [plain.experts[e] for e in share(plain.E, ep.size(), ep.rank())]
@@ -554,13 +558,14 @@ def pieces(model, optimizer, replicas, ep):
     """What this rank holds of the plain MoE: all that is dense, and some experts, each whole."""
     found = []
     for piece in pieces_of(model.named_parameters(), optimizer, writes=replicas.rank() == 0):
-        name, _, start, stacked, writes = piece
-        if ".experts." not in name:
-            found.append(piece._replace(writes=writes and ep.rank() == 0))
+        if ".experts." not in piece.name:
+            found.append(piece._replace(writes=piece.writes and ep.rank() == 0))
             continue
+        stacked = piece.tensor
         for e, of_expert in enumerate(stacked, ep.rank() * len(stacked)):
-            found.append(
-                Piece(plain_name(name, e), of_expert.shape, start[1:], of_expert, writes))
+            found.append(piece._replace(
+                name=plain_name(piece.name, e), shape=of_expert.shape,
+                start=piece.start[1:], tensor=of_expert))
     return found
 
 
@@ -577,7 +582,7 @@ def train_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
     clip_gradients(model, norm, clip)
     optimizer.step()
     loss = loss.detach() + balancing_losses(model)
-    # a load is a mere 0 where nothing up to the layer is trained
+    # a load is (E,), or a mere 0 where nothing up to the layer is trained: zeros make it (E,), too
     loads = [layer.load + torch.zeros_like(layer.bias_steps) for layer in layers_of(model)]
     step_biases(model)
     return loss, norm, torch.stack(loads)
@@ -614,7 +619,7 @@ PRESETS = {
     "mixtral-8x7b": GPTConfig(layers=32, width=4096, heads=32, vocab=32000, seq=4096, form="llama",
                               kv_heads=8, hidden=14336, theta=1e6, eps=1e-5),
 }
-FLAGS = {
+FLAGS = {  # course: what is trained depends on it
     "experts": Flag(8, "E in each layer", POSITIVE, course=True),
     "top_k": Flag(2, "K, experts per token", POSITIVE, course=True),
     "ep": Flag(0, "ranks that share out the experts (0: all)", ANY),
@@ -642,6 +647,7 @@ def refuse(args):
         require(args.width % unit == 0 and args.hidden % unit == 0,
                 f"--impl {args.impl} --dtype {args.dtype}: --width {args.width}, hidden "
                 f"{args.hidden}: take multiples of {unit}")
+        # without numbers, as in a dry run, grouped_mm takes bf16 alone
         require(args.dtype == "bf16" or not args.dry_run,
                 f"--impl {args.impl} --dry-run: take --dtype bf16 or fp64")
 
@@ -659,7 +665,7 @@ def build_plain(args, cfg, seed, device, dtype):
 def plain_trace(run):
     """The same steps by the plain model."""
     model = run.build()
-    if run.plain_first() > 0:  # the plain run begins where this one does
+    if run.plain_first() > 0:  # the plain run begins at the checkpoint's step, too
         set_biases(model, run)
     return run.plain(model, extra_loss=plain_balancing_losses)
 
@@ -683,10 +689,11 @@ def balanced_counts(counts, choices, most, ep_rank):
     """read_counts where there are no numbers: all ranks choose all experts equally often."""
     _, ranks, here = counts.shape
     experts = ranks * here
-    wanted = [(choices + e) // experts for e in range(experts)]
-    lines = [wanted[first:first + here] for first in range(0, experts, here)]
-    leaving = [[min(most, length) for length in of_rank] for of_rank in lines]
-    return lines, leaving, [leaving[ep_rank]] * ranks
+    wanted = [(choices + e) // experts for e in range(experts)]  # the last ones get the remainder
+    queues = [wanted[first:first + here] for first in range(0, experts, here)]
+    leaving = [[min(most, length) for length in of_rank] for of_rank in queues]
+    arriving = [leaving[ep_rank]] * ranks  # each rank sends what this one sends to itself
+    return queues, leaving, arriving
 
 
 def make_groups(run):
@@ -712,7 +719,10 @@ def set_up(run, impl, replicas, ep):
 
 
 def watch_rows(model):
-    """-> of every layer's last forward in training, (rows sent to each rank of ep, received)."""
+    """-> of every layer's last forward in training, (rows sent to each rank of ep, received).
+
+    It is a view of a dict, which fills as the layers run.
+    """
     rows = {}
 
     def note(experts, inputs, output):
@@ -730,19 +740,23 @@ def account(run, model, ep, rows):
     b = run.dtype.itemsize
     dense, experts = count(model)
     tensors = len(list(model.parameters()))
-    counts = 8 * len(rows) * run.args.experts  # of rows for each expert, and as much for the loads
-    moving = sum(sum(of_rank) - of_rank[ep.rank()] for both in rows for of_rank in both)
-    others = (ep.size() - 1) / ep.size()  # of ep
-    reduced = 2 * (n - 1) / n * (b * dense + counts)
+    # of one integer for each expert of each layer: counts of rows, loads, or steps of biases
+    integers = 8 * len(rows) * run.args.experts
+    moving = 0  # rows to other ranks and from them
+    for sent, received in rows:
+        moving += sum(sent) - sent[ep.rank()]
+        moving += sum(received) - received[ep.rank()]
+    share_of_others = (ep.size() - 1) / ep.size()
+    reduced = 2 * (n - 1) / n * (b * dense + integers)
     reduced += 2 * (n - ep.size()) / n * b * experts
-    reduced += 2 * others * b  # for the gradient norm
+    reduced += 2 * share_of_others * b  # for the gradient norm
     return [
         ("wire all_to_all", "2 b C (rows out + rows in, but those that stay) + (ep-1)/ep 8 L E",
-         2 * b * run.cfg.width * moving + others * counts),  # forward and backward
+         2 * b * run.cfg.width * moving + share_of_others * integers),  # forward and backward
         ("wire all_reduce",
          "2 (n-1)/n (b dense + 8 L E) + 2 (n-ep)/n b experts/ep + 2 (ep-1)/ep b", reduced),
         ("held states", "4 b (dense + experts/ep) + 4 per tensor (steps) + 8 L E",
-         4 * b * (dense + experts) + 4 * tensors + counts),
+         4 * b * (dense + experts) + 4 * tensors + integers),
     ]
 
 
@@ -771,7 +785,8 @@ def main():
     args = arguments(__doc__, presets=PRESETS, **FLAGS)
     refuse(args)
     run = Run(args, build=partial(build_plain, args))
-    run.replays = not args.capacity  # as other ranks may have saved, and dropped other tokens
+    # with a capacity, a checkpoint of another number of ranks has dropped other tokens
+    run.replays = not args.capacity
     replicas, ep = make_groups(run)
     if run.dry:
         global read_counts
@@ -800,8 +815,8 @@ def main():
             picture(run, loads, traffic)
         judged_as = args.dtype
         if args.check and args.dtype == "fp32":
-            judged_as = "bf16"  # of which the losses are judged
-            run.say("\nin fp32 rounding decides near ties: losses are judged alone, all by fp64")
+            judged_as = "bf16"  # for which only losses are judged
+            run.say("\nin fp32 rounding decides near ties: only losses are judged; fp64 judges all")
         return run.finish(total, dense + experts, partial(plain_trace, run), judged_as)
 
 
