@@ -141,8 +141,8 @@ class Flat:
         if memory.nbytes() == 0:
             memory.resize_(self.full.nbytes)
             for p, place in self.places.items():
-                # A p made by nn.Parameter(place) would share the count of changes of full: autograd
-                # would take a gather for a change of p, and refuse to go backward.
+                # Not nn.Parameter(place), which would share full's version counter: autograd would
+                # take a gather for a change of p in place, and refuse to go backward.
                 p.data = place
             self.sending = self.shard.to(self.full.device, self.full.dtype)
             # sharded -> replicated
@@ -158,7 +158,8 @@ class Flat:
     def free(self):
         self.wait()  # memory into which a collective still writes must not go
         for p, place in self.places.items():
-            # Who reads p finds no elements. Its dims stay: they lay out an embedding's gradient.
+            # Who reads p finds no elements. It keeps its number of dims: autograd lays out the
+            # gradient of an embedding, which may be freed by then, by them.
             p.data = torch.atleast_1d(place)[:0]  # a scalar cannot be sliced
         self.full.untyped_storage().resize_(0)  # also under the views of it that autograd keeps
 
@@ -434,7 +435,7 @@ def watch(output, reached):
 
 
 def refuse_state_dict(module, prefix, keep_vars):
-    if not keep_vars:  # FSDP itself asks for the parameters, not for what is in them
+    if not keep_vars:  # who asks for the Parameters themselves, as full_state_dict, may have them
         raise RuntimeError("parameters are sharded: see full_state_dict(), load_full_state_dict()")
 
 

@@ -90,7 +90,7 @@ class Unit:
 
     parameters: list
     sites: list  # modules; nobody reads the parameters outside their forward. For level 3
-    stays: bool = False  # hybrid_3d's, level 3: gathered once per micro-batch, not freed in between
+    stays: bool = False  # level 3: kept from its first use in a micro-batch on (for hybrid_3d.py)
 
 
 @dataclass(eq=False)
@@ -136,9 +136,10 @@ class Flat:
         self.slots = self.views(self.buffer)  # {parameter: its gradient's view of buffer}
         self.padding = self.buffer[self.size:]  # zeroed before each sum
         for p, place in self.places.items():
-            # A p made by nn.Parameter(place) would share the count of changes of full: autograd
-            # would take a gather for a change of p, and refuse to go backward.
-            p.data = place.copy_(p.detach())
+            place.copy_(p.detach())
+            # Not nn.Parameter(place), which would share full's version counter: autograd would take
+            # a gather for a change of p in place, and refuse to go backward.
+            p.data = place
         dist.broadcast(self.full, group=group, group_src=0)  # the first rank's -> replicated
         self.make_chunk(offload)
         self.parts = self.cut()
@@ -219,7 +220,8 @@ class Flat:
         self.is_here = False
         take_back(self.full)
         for p, place in self.places.items():
-            # Who reads p finds no elements. Its dims stay: they lay out an embedding's gradient.
+            # Who reads p finds no elements. It keeps its number of dims: autograd lays out the
+            # gradient of an embedding, which may be freed by then, by them.
             p.data = torch.atleast_1d(place)[:0]  # a scalar cannot be sliced
 
     # -- gradients
@@ -238,7 +240,7 @@ class Flat:
         """The gradients begin to be summed over ranks."""
         lend(self.buffer)  # no memory yet, if this rank has used nothing of the unit
         for p, slot in self.slots.items():
-            if p not in self.filled:  # this backward has not used it
+            if p not in self.filled:  # no backward since the last sum has used it
                 slot.zero_()
         self.padding.zero_()
         self.filled.clear()
@@ -311,7 +313,7 @@ class ZeRO:
             for site in sites:
                 site.register_state_dict_pre_hook(refuse_state_dict)
                 site.register_forward_pre_hook(partial(self.enter, flat))
-                if type(site) is not nn.Embedding:  # its backward needs no parameter
+                if type(site) is not nn.Embedding:  # whose backward reads no parameter: no gather for it
                     site.register_forward_hook(partial(self.watch, flat))
 
     def parameter_groups(self, groups=None):
@@ -358,6 +360,7 @@ class ZeRO:
     # -- gradients
 
     def zero_grad(self):
+        self.check_sums()
         self.free_units()
         self.pending = self.flats[::-1]  # as backward goes
         for flat in self.flats:
@@ -369,7 +372,7 @@ class ZeRO:
             "its sum has begun: call zero_grad() before a step, reduce() after each backward; set "
             "sync to False in levels 0 and 1 alone, for all but a step's last")
         flat.take_gradient(p)
-        if self.sync or self.level >= 2:  # hybrid_3d splits a backward: sync is True in the second
+        if self.sync or self.level >= 2:  # in levels 2 and 3 hybrid_3d.py alone sets sync to False
             flat.missing.discard(p)
         # in the order of the list: ranks must agree on collectives
         while self.sync and self.pending and not self.pending[0].missing:
@@ -410,9 +413,12 @@ class ZeRO:
 
     # -- a step
 
-    def step(self, optimizer):
+    def check_sums(self):
         waiting = self.reducing is not None or any(flat.filled for flat in self.flats)
         assert not waiting, "gradients are not summed over ranks: call reduce() after backward"
+
+    def step(self, optimizer):
+        self.check_sums()
         self.free_units()  # what is gathered is old after this
         for flat in self.flats:
             flat.step(optimizer)  # what levels 1 and 2 gather travels while the next one is stepped
@@ -444,7 +450,7 @@ class ZeRO:
 
 
 def refuse_state_dict(site, prefix, keep_vars):
-    # ZeRO itself asks for the parameters, not for what is in them
+    # keep_vars: who asks for the Parameters themselves, as full_state_dict does, may have them
     assert keep_vars, "in level 3 parameters are empty: save what zero.full_parameters() gathers"
 
 
@@ -575,7 +581,7 @@ def pieces(model, zero, optimizer):
             found += parts_pieces([(*place, part.master)], optimizer, writes)
             if flat.level == 3:
                 found += run_pieces(*place, part.shard, writes=False)
-        # what forward reads is not saved, as the masters are; it is loaded, here whole
+        # masters alone are saved. What forward reads is loaded beside them: a shard, or here whole
         if flat.level < 3:
             found += pieces_of([(names[p], p) for p in flat.places], None, writes=False)
     return found

@@ -250,6 +250,8 @@ def check_misuse():
         llama_loss(model, *rows).backward()
         with pytest.raises(AssertionError, match="call reduce"):
             ours.step(None)
+        with pytest.raises(AssertionError, match="call reduce"):
+            ours.zero_grad()  # it would forget some of them alone
         with pytest.raises(AssertionError, match="set sync to False"):
             llama_loss(model, *rows).backward()
         ours.reduce()
