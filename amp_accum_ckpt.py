@@ -1,4 +1,4 @@
-"""The memory of one device, saved thrice: narrower numbers, fewer sequences, fewer tensors kept.
+"""The memory of one device, saved in three ways: narrower numbers, fewer sequences, fewer tensors.
 
     --amp bf16|fp16   matmuls and attention in 2 bytes a number; weights, gradients, loss in 4
     --accum M         M micro-batches in turn: gradients add up, and ranks communicate once
@@ -7,24 +7,25 @@
            full       keeps x0                         x1                         x2 ..
 
 What is not kept for backward is made again when backward wants it, with full a block at a time.
+Bytes of t tokens on a CPU. T: sequence length, F: MLP's hidden width, D = C/H: a head's, K: number
+of key-value heads, W: of weights in matrices, s: 4 H + 16 (Llama 4 H + 8), of softmax and norms.
 
     a block keeps    with none                                  selective
     GPT-2  fp32      t (64 C + s)                               t (40 C + s)
            autocast  t (40 C + s) + 2 W                         t (24 C + s)
     Llama  fp32      t (36 C + 16 F + 8 K D + s) + 8 T D        t (16 C + 8 F + 8 K D + s) + 8 T D
            autocast  t (32 C + 8 F + 4 K D + s) + 2 W + 4 T D   t (12 C + 4 F + 4 K D + s) + 8 T D
-    full: 4 C t, its input. The one block that is being made again has its bytes of none, too
+    full: 4 C t, its input. The block that is being made again keeps the rest of `none`, too
 
-Bytes, for t tokens on a CPU. s: 4 H + 16 (Llama 4 H + 8), of softmax and norms. W numbers are in a
-block's matrices. D = C/H, K key-value heads. Selective does no matmul again. Full does all but the
-last: no gradient needs its result. Parameters, gradients and AdamW take the plain GPT's 16 P bytes;
-dp ranks all-reduce 4 P a step.
+Selective keeps cosines and sines as they are before their cast, in fp32. It does no matmul again.
+Full does all but the last: no gradient needs its result. P parameters, their gradients and AdamW
+take the plain GPT's 16 P; dp ranks all-reduce 4 P a step.
 
-    replicate(model, group)                         # in your own code, at the start
+    replicate(model, group)                                  # at the start
     for block in model.blocks:
-        block.forward = partial(full, block.forward)          # or selective
-    scaler = LossScaler(optimizer)                  # for fp16; else None
-    loss = accumulate(part_of_loss, microbatches, scaler)     # part_of_loss(x, y) has the autocast
+        block.forward = partial(full, block.forward)         # or selective
+    scaler = LossScaler(optimizer)                           # for fp16; else None
+    loss = accumulate(part_of_loss, microbatches, scaler)    # see train_step, with its autocast
     norm = update(model.parameters(), optimizer, 1.0, scaler, group)
 
 Not for: a forward that changes in place what it has made, draws from a generator of its own, counts
@@ -46,6 +47,7 @@ import torch.nn as nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
+# section 1 needs what stands above, the others what follows
 import shutil
 import sys
 from collections import namedtuple
@@ -61,26 +63,12 @@ from harness.run import Run, Side
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
 # Autograd hands every tensor that it keeps for backward to a pair of hooks: pack takes it, and
-# unpack must give it back. They decide what is kept, and what is made again.
-
-
-class Kept:
-    """A tensor that a checkpoint keeps, by the pair of hooks around it."""
-
-    def __init__(self, tensor, hooks):
-        pack, self.unpack = hooks
-        self.packed = pack(tensor)
-        self.requires_grad = tensor.requires_grad
-        self.version = tensor._version  # grows with every change in place
-
-    def make(self):
-        tensor = self.unpack(self.packed)
-        assert tensor._version <= self.version, "changed in place, but backward needs what it was"
-        return tensor.detach().requires_grad_(self.requires_grad)
+# unpack must give it back. They decide what is kept, and what is made again. Of several pairs it
+# calls the innermost alone, a checkpoint's own. So that hands what it keeps to the pair around it.
 
 
 def hooks_around():
-    """The pair around a checkpoint's own, which autograd would pass over, such as save_on_cpu's."""
+    """The pair that stands around a checkpoint: save_on_cpu's, or another checkpoint's."""
     # False: while torch.compile traces, say that there is none
     return torch._C._autograd._top_saved_tensors_default_hooks(False) or (unchanged, unchanged)
 
@@ -89,17 +77,35 @@ def unchanged(tensor):
     return tensor
 
 
+class Kept:
+    """A tensor that a checkpoint keeps, in the care of the hooks around it."""
+
+    def __init__(self, tensor, hooks):
+        pack, self.unpack = hooks
+        self.packed = pack(tensor)
+        self.requires_grad = tensor.requires_grad
+        self.version = tensor._version  # grows with every change in place
+
+    def restore(self):
+        tensor = self.unpack(self.packed)  # perhaps a copy, of version 0
+        assert tensor._version <= self.version, "changed in place, but backward needs what it was"
+        return tensor.detach().requires_grad_(self.requires_grad)  # as forward had it
+
+
+def restore(kept):
+    """-> the tensor that was kept. What is no tensor, such as a shape, was not."""
+    return kept.restore() if isinstance(kept, (Kept, Recipe)) else kept
+
+
 def full(forward, *inputs, **keywords):
-    """forward(*inputs, **keywords), of which only the inputs are kept (Chen 2016, section 4).
+    """forward(*inputs, **keywords), keeping its inputs alone (Chen 4). The first is a tensor.
 
     The graph is built as always, but holds numbers in the place of tensors. When backward wants the
     first one, forward runs again, with the same random numbers and autocast, until it has made the
-    last tensor that has a number. So the last matmul, and a reduction of its result, run once.
+    last tensor that has a number. So the last matmul, and an all-reduce of its result, run once.
     Collectives before it run twice, on every rank in the same order.
-
-    The first input is a tensor.
     """
-    # A compiled model would compile the first forward, but not the second. So neither is
+    # torch.compile of a model around this leaves it out: it would compile the first forward alone
     forward = torch.compiler.disable(partial(forward, **keywords))
     call = Call(forward, inputs)
     with saved_tensors_hooks(call.number, call.fetch):
@@ -131,29 +137,31 @@ class Call:
     def fetch(self, number):
         if number not in self.made:
             self.repeat()
-        return self.made.pop(number).make()
+        return self.made.pop(number).restore()
 
     def repeat(self):
-        self.made = {}
-        made = self.made
+        made = {}
+        self.made = made
         layouts = self.layouts
         hooks = hooks_around()
 
-        def keep(tensor):  # a function without self, which the second graph would keep alive
-            number = len(made)  # nothing is fetched before this forward has ended
+        def keep(tensor):  # it names made, not self: the second graph would keep self alive
+            number = len(made)  # which has all so far: fetch takes none out before the end
             assert layout(tensor) == layouts[number], "forward made others when it ran again"
             made[number] = Kept(tensor.detach(), hooks)  # without the second graph behind it
             if len(made) == len(layouts):
                 raise Enough
 
-        inputs = [make(x) for x in self.inputs]
+        inputs = [restore(x) for x in self.inputs]
         before = random_states()
         set_random_states(*self.states)
         try:
-            with torch.enable_grad(), self.autocast, saved_tensors_hooks(keep, make):
+            # the second graph is for packing: no backward unpacks it
+            with torch.enable_grad(), self.autocast, saved_tensors_hooks(keep, unchanged):
                 self.forward(*inputs)
         except Enough:
             pass
+        assert len(made) == len(layouts), "forward made fewer when it ran again"
         set_random_states(*before)
 
 
@@ -187,40 +195,34 @@ CHEAP = {
 
 
 class Recipe:
-    """How to make a tensor again: a cheap operation, and its inputs, which may be recipes, too.
+    """How to make a tensor again: a cheap operation, and its inputs, which may be recipes, too."""
 
-    It is made once for all who want it: the Linears q, k and v want the same norm's output. A
-    Recipe lives until the last of them is done.
-    """
-
-    def __init__(self, op, inputs, keywords, version):
+    def __init__(self, op, inputs, keywords, result):
         self.op = op
-        self.inputs = inputs  # tensors, until the recipe is kept in the place of its result
+        self.inputs = inputs  # tensors; when the recipe is kept, Kept and Recipes in their place
         self.keywords = keywords
-        self.version = version  # of the result
-        self.made = None
+        self.versions = versions(result, inputs)
+        self.result = None  # made once for all who want it: q, k and v want the same norm's
 
-    def make(self):
-        if self.made is None:
-            inputs = [make(x) for x in self.inputs]
-            self.made = first(self.op(*inputs, **self.keywords))
-        return self.made
-
-
-def make(kept):
-    """-> the tensor that was kept. What is no tensor, such as a shape, was not."""
-    return kept.make() if isinstance(kept, (Kept, Recipe)) else kept
+    def restore(self):
+        if self.result is None:
+            inputs = [restore(x) for x in self.inputs]
+            self.result = first(self.op(*inputs, **self.keywords))
+        return self.result
 
 
-def first(outputs):
-    """Norms return their statistics besides."""
+def versions(result, inputs):
+    return [x._version for x in (result, *inputs) if isinstance(x, torch.Tensor)]
+
+
+def first(outputs):  # norms return their statistics besides
     return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
 class WriteRecipes(TorchDispatchMode):
     """Sees every operation, and gives the results of cheap ones a recipe.
 
-    But not inside autograd Functions, where gradients are off: there collectives write in place.
+    Not inside autograd Functions (gradients off): collectives write in place and raise no version.
     """
 
     def __init__(self):
@@ -232,15 +234,16 @@ class WriteRecipes(TorchDispatchMode):
         outputs = op(*inputs, **keywords)
         if op in CHEAP and torch.is_grad_enabled():
             result = first(outputs)
-            result.recipe = Recipe(op, inputs, keywords, result._version)
+            result.recipe = Recipe(op, inputs, keywords, result)
         return outputs
 
     def keep(self, tensor):
-        """-> its recipe. The tensor itself, if it has none or has been changed in place since."""
+        """-> its recipe. The tensor itself, if it has none, or if it or an input has changed."""
         recipe = getattr(tensor, "recipe", None)
-        if recipe is None or recipe.version != tensor._version:
+        if recipe is None or recipe.versions != versions(tensor, recipe.inputs):
             return Kept(tensor, self.hooks)
         recipe.inputs = [self.keep(x) if isinstance(x, torch.Tensor) else x for x in recipe.inputs]
+        recipe.versions = versions(tensor, recipe.inputs)  # no tensors are left among them
         return recipe
 
 
@@ -250,8 +253,8 @@ def selective(forward, *inputs, **keywords):
     These are made again from what is kept, without running forward: no collective runs twice. What
     is unknown is kept. A compiled forward runs uncompiled in here: compilers choose by themselves.
     """
-    recipes = WriteRecipes()
-    with saved_tensors_hooks(recipes.keep, make), recipes:
+    writer = WriteRecipes()
+    with saved_tensors_hooks(writer.keep, restore), writer:
         return forward(*inputs, **keywords)
 
 
@@ -280,7 +283,7 @@ class LossScaler:
         overflow = norm.isfinite().logical_not()
         self.optimizer.found_inf = overflow.float()
         self.optimizer.step()
-        del self.optimizer.found_inf  # or it would skip steps that others make
+        del self.optimizer.found_inf  # else a later step without this scaler would skip, too
         self.good = torch.where(overflow, 0.0, self.good + 1)
         grow = self.good >= self.interval
         factor = torch.where(grow, 2.0, 1.0)
@@ -325,13 +328,11 @@ def sum_over_ranks(tensors, group=None):
 
 
 def update(parameters, optimizer, clip, scaler=None, group=None):
-    """After the last micro-batch: sum over ranks, unscale, clip, step -> the gradients' norm.
-
-    clip: the largest norm, 0: any.
-    """
+    """After the last micro-batch: sum over ranks, unscale, clip (0: do not), step -> the norm."""
     trained = [p for p in parameters if p.grad is not None]
     gradients = [p.grad for p in trained]
-    sum_over_ranks(gradients, group)  # partial -> replicated
+    if dist.is_initialized():  # else there is one process
+        sum_over_ranks(gradients, group)  # partial -> replicated
     if scaler is not None:
         torch._foreach_mul_(gradients, 1 / scaler.scale)
     norm = nn.utils.get_total_norm(gradients)
@@ -399,7 +400,8 @@ def train_step_at_work(model, optimizer, x, y, valid, clip, accum, autocast, sca
     ranks = dist.get_world_size()
     optimizer.zero_grad()
     loss = 0.0
-    for i, (x, y) in enumerate(zip(x.tensor_split(accum), y.tensor_split(accum))):
+    microbatches = zip(x.tensor_split(accum), y.tensor_split(accum))
+    for i, (x, y) in enumerate(microbatches):
         only_adds_up = ranks > 1 and i < accum - 1  # DDP does not communicate then
         with model.no_sync() if only_adds_up else nullcontext():
             with autocast():
@@ -456,7 +458,7 @@ def plans_of(args):
 def set_up(run, name, plan):
     """-> a Side: the model of this plan, and what a run does with it."""
     fp16 = plan.amp == "fp16"
-    start = {"scale": 65536.0, "good": 0, **run.start.extra}  # of a run that goes on
+    start = {"scale": 65536.0, "good": 0, **run.start.extra}  # a resumed run has its own
     if name == "torch":
         step = train_step_at_work
         model = parallelize(run.build(), CHECKPOINT_AT_WORK[plan.ckpt], run.args.compile)
@@ -496,7 +498,8 @@ def state_of(scaler, optimizer):
 
 # What the textbook says, where all is trained: the docstring's table.
 # Bytes that a block keeps for C, F, K D of each token, and besides for W and T D
-KEPT = {  # (form, autocast, selective)
+KEPT = {
+    # (form, autocast, selective): (C, F, K D, W, T D)
     ("gpt2", False, False): (64, 0, 0, 0, 0),
     ("gpt2", False, True): (40, 0, 0, 0, 0),
     ("gpt2", True, False): (40, 0, 0, 2, 0),
@@ -527,9 +530,12 @@ def kept_by_head(run, plan, t, rows):
     cfg = run.cfg
     b = run.dtype.itemsize
     low = b if plan.amp == "off" else 2
-    norm = b * (cfg.width + 2) if cfg.form == "gpt2" else b * (2 * cfg.width + 1)
-    kept = t * (norm + low * cfg.width + b * cfg.vocab)  # its output, log-probabilities
-    kept += b + 8 * rows * cfg.seq  # a scalar of cross_entropy's; targets: views keep all of them
+    norm = b * (cfg.width + 2)  # its input, mean and deviation
+    if cfg.form == "llama":
+        norm = b * (2 * cfg.width + 1)  # its input, the input over its root mean square, that root
+    kept = t * (norm + low * cfg.width + b * cfg.vocab)  # the head's input, log-probabilities
+    kept += b  # a scalar of cross_entropy's
+    kept += 8 * rows * cfg.seq  # targets: a micro-batch's are a view, which keeps all of them
     if plan.amp != "off":
         kept += low * cfg.vocab * cfg.width  # the head's weight, cast
     if plan.amp == "fp16":
@@ -549,9 +555,10 @@ def activations(run, plan):
         indices += 8 * cfg.seq  # positions
     if plan.ckpt != "full":
         return f"on a CPU: L {block} + head", cfg.layers * block + head + indices
-    x = run.dtype.itemsize * t * cfg.width  # the input: the block that is made again has kept it
+    x = run.dtype.itemsize * t * cfg.width  # a block's input, which it keeps
+    # the block that is made again keeps the rest; the head's are gone when the first one is
     most = cfg.layers * x + max(block - x, head)
-    return "on a CPU: L b C t + max(block, head)", most + indices
+    return "on a CPU: L b C t + max(block - b C t, head)", most + indices
 
 
 def compare_plans(run, plans):
@@ -599,7 +606,7 @@ def main():
             compare_plans(run, plans)
         judged_as = args.dtype
         if plans[run.impls[0]].amp != "off":
-            judged_as = "bf16"  # the loss to 2%: see compare
+            judged_as = "bf16"  # only losses are judged, to 2%
         return run.finish(total, total, judged_as=judged_as)
 
 

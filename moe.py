@@ -137,7 +137,7 @@ class Routing:
         dist.all_to_all_single(coming, taken, group=ep)
         choices = chosen.flatten().argsort(stable=True)  # by expert, then by token
         ranks = dist.get_world_size(ep)
-        self.ends = coming.view(ranks, -1).sum(0).cumsum(0).int()  # (E/ep,) of experts' rows
+        self.ends = coming.view(ranks, -1).sum(0).cumsum(0).int()  # (E/ep,) where experts' rows end
         counts = torch.stack([wanted, taken, coming]).view(3, ranks, -1)
         # queues [rank][its expert]: rows that want to go there; leaving: those of them that do;
         # arriving [rank][expert here]: rows that come from there
@@ -156,7 +156,7 @@ class Routing:
     def one_hot(self):
         """(n, E/ep) of False and True: which expert's is a row, once they are sorted by expert?"""
         rows = torch.arange(sum(self.sizes), dtype=torch.int32, device=self.ends.device)
-        expert_of_row = torch.bucketize(rows, self.ends, right=True)  # the first to end beyond it
+        expert_of_row = torch.bucketize(rows, self.ends, right=True)  # first end beyond the row
         return expert_of_row.unsqueeze(1) == torch.arange(len(self.sizes), device=rows.device)
 
 
@@ -234,7 +234,7 @@ class AddLoss(torch.autograd.Function):
     """Returns y. In backward, `loss` gets its gradient, as if it were a term of the model's loss.
 
     In the middle of a pipeline a layer cannot leave a loss to be added by others (Megatron's
-    MoEAuxLossAutoScaler). Backward adds up load and loss: checkpointing runs forward twice.
+    MoEAuxLossAutoScaler). Backward adds up load and loss, since checkpointing runs forward twice.
     """
 
     @staticmethod
@@ -665,7 +665,7 @@ def build_plain(args, cfg, seed, device, dtype):
 def plain_trace(run):
     """The same steps by the plain model."""
     model = run.build()
-    if run.plain_first() > 0:  # the plain run begins with the checkpoint's step, too
+    if run.plain_first() > 0:  # the plain run begins at the checkpoint's step, too
         set_biases(model, run)
     return run.plain(model, extra_loss=plain_balancing_losses)
 

@@ -191,7 +191,24 @@ def test_a_recipe_of_what_has_changed():
     assert_equal(gradient(selective), gradient(plainly))
 
 
-W = torch.arange(16.0).view(4, 4).requires_grad_()
+def test_a_recipe_whose_input_has_changed():
+    """It is not followed: h has changed before a matmul wants the result."""
+
+    def gradient(how):
+        weight = torch.linspace(-1, 1, 9).view(3, 3).requires_grad_()
+
+        def forward(x):
+            h = x @ x.t()
+            cheap = h.clone()
+            h.add_(1)
+            return cheap @ weight + h
+
+        x = torch.linspace(-1, 2, 9).view(3, 3).requires_grad_()
+        y = how(forward, x)
+        y.square().sum().backward()
+        return [weight.grad]
+
+    assert_equal(gradient(selective), gradient(plainly))
 
 
 def test_forward_that_changes():
@@ -199,8 +216,25 @@ def test_forward_that_changes():
     W = torch.arange(16.0).view(4, 4).requires_grad_()
     turns = iter([lambda x: x @ W, lambda x: F.linear(x, W)])
     y = full(lambda x: next(turns)(x), torch.ones(4, 4, requires_grad=True))
-    with pytest.raises(AssertionError, match="when it ran again"):
+    with pytest.raises(AssertionError, match="others when it ran again"):
         y.sum().backward()
+    turns = iter([lambda x: x @ W @ W, lambda x: x @ W])
+    x = torch.ones(4, 4, requires_grad=True)
+    y = full(lambda x: next(turns)(x), x)
+    with pytest.raises(AssertionError, match="fewer when it ran again"):
+        y.sum().backward()
+
+
+def test_update_in_one_process():
+    """Without a process group there is nothing to sum."""
+    weight = nn.Parameter(torch.ones(4))
+    weight.grad = torch.full((4,), 2.0)
+    assert not dist.is_initialized()
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    norm = amp_accum_ckpt.update([weight], optimizer, 2.0)
+    assert norm == 4
+    assert weight.grad.norm().item() == pytest.approx(2)
+    assert weight.tolist() == pytest.approx([0.0] * 4, abs=1e-5)
 
 
 @pytest.mark.parametrize("how", [full, selective])
