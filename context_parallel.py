@@ -26,7 +26,7 @@ ulysses: an all-to-all turns all heads of T/cp tokens into H/cp heads of all tok
     for block in model.blocks:
         block.attn.attend = ring.attend        # for causal scaled_dot_product_attention
     own = ring.positions(T, device)            # (T/cp,): which tokens are this rank's
-    logits = model(x[:, own], positions=own)   # (B, T/cp, V); rotary positions alike
+    logits = model(x[:, own], positions=own)   # (B, T/cp, V); RoPE needs them, too
     loss = F.cross_entropy(logits.flatten(0, 1), y[:, own].flatten(), reduction="sum")
     (loss / valid_targets_of_all_ranks).backward()  # a rank's part: the loss is the sum of all
     sum_gradients(model.parameters(), group)   # then clip and step, as one process does
@@ -167,9 +167,9 @@ class ReturnByReduceScatter:
         self.part = part
 
     def finish(self):
-        out = self.part.unsqueeze(0)  # gloo wants dim 0 of everyone to be cp times as large
+        out = self.part.unsqueeze(0)  # (1, ..): gloo wants cp times dim 0 of out in everyone's
         reduce_scatter(out, self.everyone, group=self.ring.group)  # partial -> sharded
-        self.everyone.untyped_storage().resize_(0)  # memory alone: else gloo's thread keeps it
+        self.everyone.untyped_storage().resize_(0)  # frees the memory: gloo's thread holds the tensor
         return self.part
 
 
@@ -328,7 +328,7 @@ class AllToAll(torch.autograd.Function):
         dist.all_to_all_single(received, parts, group=group)  # sharded(join) -> sharded(cut)
         joined = torch.cat(received.unbind(), join)
         for buffer in (parts, received):
-            buffer.untyped_storage().resize_(0)  # memory alone, as above
+            buffer.untyped_storage().resize_(0)  # frees the memory: gloo's thread holds the tensor
         return joined
 
     @staticmethod

@@ -101,7 +101,7 @@ class WholeSequence:
         self.rank = dist.get_rank(group)
         self.cuts = {}  # {parameter: Cut}, of those that are cut
         self.inside = set()  # parameters that are whole, but used inside
-        # what Linears compute with; hybrid_3d.py's own leave the gradients of weights for later
+        # what Linears compute with; hybrid_3d.py puts functions here whose W comes later
         self.column_parallel = ColumnParallel.apply
         self.linear = F.linear
 
@@ -174,7 +174,7 @@ class ColumnParallel(torch.autograd.Function):
         x, *parameters = ctx.saved_tensors
         trained = any(ctx.needs_input_grad[2:])
         gradients = [None] * len(parameters)
-        reducing = Pending(None)  # if no dx is wanted, as all that comes before x is frozen
+        reducing = Pending(None)  # no dx is wanted where all that comes before x is frozen
         if trained:
             gathering = ctx.tp.gather(x)  # sharded(T) -> replicated, behind dx
         if ctx.needs_input_grad[1]:
@@ -211,7 +211,7 @@ class ReduceFromTP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, tp):
         ctx.tp = tp
-        y = y.detach()  # a new tensor on y's memory: an input must not be the output
+        y = y.detach()  # a new tensor on y's memory: a Function must not return its input
         return tp.reduce(y).wait()  # partial -> replicated, or sharded(T)
 
     @staticmethod
@@ -238,7 +238,7 @@ def shard(t, cut, tp):
 
     They stay zeros: the loss leaves out their columns, and gelu, silu and relu make 0 of 0.
     """
-    padding = -cut.whole % tp.size
+    padding = -cut.whole % tp.size  # up to the next multiple
     padded = F.pad(t.movedim(cut.dim, -1), (0, padding)).movedim(-1, cut.dim)
     piece = padded.chunk(tp.size, cut.dim)[tp.rank]
     return piece.clone(memory_format=torch.contiguous_format)
@@ -256,7 +256,7 @@ def unshard(t, cut, tp):
 def locate(ids, vocab, tp):
     """Token ids -> each one's row in this rank's piece (elsewhere: 0), and whether it is here."""
     each = math.ceil(vocab / tp.size)  # rows of a piece; of the last ones some are padding
-    ids = ids.masked_fill(ids >= vocab, tp.size * each)  # behind the padding: the lookup raises
+    ids = ids.masked_fill(ids >= vocab, tp.size * each)  # not into the padding, but behind it, where a lookup raises
     here = (ids // each).clamp(0, tp.size - 1) == tp.rank  # clamp: wrong ids are somewhere, too
     rows = ids - tp.rank * each
     return rows.masked_fill(~here, 0), here
@@ -365,7 +365,7 @@ class OutsideDropout(nn.Dropout):
     def __init__(self, dropout, tp):
         super().__init__(dropout.p)
         self.training = dropout.training
-        self.number = tp.rank if isinstance(tp, CutSequence) else 0  # equal ones draw equal masks
+        self.number = tp.rank if isinstance(tp, CutSequence) else 0  # added to the seed: equal ones draw equal masks
 
     def forward(self, x):
         if not self.training:
@@ -436,7 +436,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, column, here, mine, tp):
         own_log_sum = logits[:, :mine].logsumexp(1)  # (N,), of this rank's columns
-        highest = own_log_sum.clone()  # subtracted below: exp is then at most 1
+        highest = own_log_sum.clone()  # of all ranks after the next line; subtracted, so that exp is at most 1
         dist.all_reduce(highest, dist.ReduceOp.MAX, tp.group)  # each its own -> replicated
         target_logit = logits.gather(1, column).masked_fill(~here, 0)  # 0: another rank has it
         sums = torch.stack([(own_log_sum - highest).exp(), target_logit.squeeze(1)])  # (2, N)

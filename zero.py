@@ -313,7 +313,7 @@ class ZeRO:
             for site in sites:
                 site.register_state_dict_pre_hook(refuse_state_dict)
                 site.register_forward_pre_hook(partial(self.enter, flat))
-                if type(site) is not nn.Embedding:  # whose backward reads no parameter: no gather for it
+                if type(site) is not nn.Embedding:  # whose backward reads no parameter
                     site.register_forward_hook(partial(self.watch, flat))
 
     def parameter_groups(self, groups=None):
