@@ -169,7 +169,7 @@ class ReturnByReduceScatter:
     def finish(self):
         out = self.part.unsqueeze(0)  # (1, ..): gloo wants cp times dim 0 of out in everyone's
         reduce_scatter(out, self.everyone, group=self.ring.group)  # partial -> sharded
-        self.everyone.untyped_storage().resize_(0)  # frees the memory: gloo's thread holds the tensor
+        self.everyone.untyped_storage().resize_(0)  # free, though gloo's thread holds the tensor
         return self.part
 
 

@@ -256,7 +256,8 @@ def unshard(t, cut, tp):
 def locate(ids, vocab, tp):
     """Token ids -> each one's row in this rank's piece (elsewhere: 0), and whether it is here."""
     each = math.ceil(vocab / tp.size)  # rows of a piece; of the last ones some are padding
-    ids = ids.masked_fill(ids >= vocab, tp.size * each)  # not into the padding, but behind it, where a lookup raises
+    # an id >= vocab could find padding: it is put behind that, where a lookup raises
+    ids = ids.masked_fill(ids >= vocab, tp.size * each)
     here = (ids // each).clamp(0, tp.size - 1) == tp.rank  # clamp: wrong ids are somewhere, too
     rows = ids - tp.rank * each
     return rows.masked_fill(~here, 0), here
@@ -365,7 +366,7 @@ class OutsideDropout(nn.Dropout):
     def __init__(self, dropout, tp):
         super().__init__(dropout.p)
         self.training = dropout.training
-        self.number = tp.rank if isinstance(tp, CutSequence) else 0  # added to the seed: equal ones draw equal masks
+        self.number = tp.rank if isinstance(tp, CutSequence) else 0  # of a mask's seed
 
     def forward(self, x):
         if not self.training:
@@ -436,7 +437,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, column, here, mine, tp):
         own_log_sum = logits[:, :mine].logsumexp(1)  # (N,), of this rank's columns
-        highest = own_log_sum.clone()  # of all ranks after the next line; subtracted, so that exp is at most 1
+        highest = own_log_sum.clone()  # after the next line of all ranks: exp is at most 1
         dist.all_reduce(highest, dist.ReduceOp.MAX, tp.group)  # each its own -> replicated
         target_logit = logits.gather(1, column).masked_fill(~here, 0)  # 0: another rank has it
         sums = torch.stack([(own_log_sum - highest).exp(), target_logit.squeeze(1)])  # (2, N)

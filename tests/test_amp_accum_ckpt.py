@@ -203,17 +203,11 @@ def test_a_recipe_whose_input_has_changed():
             h = x @ x.t()
             cheap = h.clone()
             h.add_(1)
-<<<<<<< HEAD
-            return cheap @ weight + F.linear(cheap, weight) + h
-
-        how(forward, torch.linspace(-1, 2, 9).view(3, 3).requires_grad_()).square().sum().backward()
-=======
             return cheap @ weight + h
 
         x = torch.linspace(-1, 2, 9).view(3, 3).requires_grad_()
         y = how(forward, x)
         y.square().sum().backward()
->>>>>>> mam
         return [weight.grad]
 
     assert_equal(gradient(selective), gradient(plainly))
@@ -227,12 +221,8 @@ def test_forward_that_changes():
     with pytest.raises(AssertionError, match="others when it ran again"):
         y.sum().backward()
     turns = iter([lambda x: x @ W @ W, lambda x: x @ W])
-<<<<<<< HEAD
-    y = full(lambda x: next(turns)(x), torch.ones(4, 4, requires_grad=True))
-=======
     x = torch.ones(4, 4, requires_grad=True)
     y = full(lambda x: next(turns)(x), x)
->>>>>>> mam
     with pytest.raises(AssertionError, match="fewer when it ran again"):
         y.sum().backward()
 
@@ -242,16 +232,11 @@ def test_update_in_one_process():
     weight = nn.Parameter(torch.ones(4))
     weight.grad = torch.full((4,), 2.0)
     assert not dist.is_initialized()
-<<<<<<< HEAD
-    norm = amp_accum_ckpt.update([weight], torch.optim.SGD([weight], lr=1.0), 1.0)
-    torch.testing.assert_close([norm, weight.data], [torch.tensor(4.0), torch.full((4,), 0.5)])
-=======
     optimizer = torch.optim.SGD([weight], lr=1.0)
     norm = amp_accum_ckpt.update([weight], optimizer, 2.0)
     assert norm == 4
     assert weight.grad.norm().item() == pytest.approx(2)
     assert weight.tolist() == pytest.approx([0.0] * 4, abs=1e-5)
->>>>>>> mam
 
 
 @pytest.mark.parametrize("how", [full, selective])
