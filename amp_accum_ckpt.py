@@ -331,8 +331,7 @@ def update(parameters, optimizer, clip, scaler=None, group=None):
     """After the last micro-batch: sum over ranks, unscale, clip (0: do not), step -> the norm."""
     trained = [p for p in parameters if p.grad is not None]
     gradients = [p.grad for p in trained]
-    if dist.is_initialized():  # else there is one process
-        sum_over_ranks(gradients, group)  # partial -> replicated
+    sum_over_ranks(gradients, group)  # partial -> replicated
     if scaler is not None:
         torch._foreach_mul_(gradients, 1 / scaler.scale)
     norm = nn.utils.get_total_norm(gradients)

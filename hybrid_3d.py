@@ -718,10 +718,7 @@ def refuse(args):
     require(args.batch % (args.dp * args.micro) == 0, f"--batch {args.batch} does not divide into "
             f"--dp {args.dp} x --micro {args.micro} micro-batches")
     require(stages <= args.layers, pipeline_parallel.too_few(args.layers, stages))
-    require(args.schedule != "interleaved" or args.micro % args.pp == 0,
-            f"--micro {args.micro}: interleaved needs a multiple of --pp {args.pp}")
-    require(args.schedule != "dualpipe-v" or args.micro >= 2 * args.pp,
-            f"--micro {args.micro}: dualpipe-v needs {2 * args.pp} or more")
+    pipeline_parallel.refuse_microbatches(args.schedule, args.micro, args.pp)
     require(args.zero < 3 or (args.pp == 1 and args.schedule == "1f1b"),
             "--zero 3 wants each backward right behind its forward: --pp 1 --schedule 1f1b")
     require(not args.experts or tp == 1 or args.sp,

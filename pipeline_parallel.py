@@ -305,7 +305,7 @@ class Mail:
         self.sent = None  # (work, tensor) of the last send
         self.position = 0  # in this rank's plan
 
-    def open(self, kinds="FBWU"):
+    def open(self, kinds):
         """Before the actions of these kinds are played: list what this rank will receive."""
         coming = []
         for sender, plan in enumerate(self.plans):
@@ -884,8 +884,7 @@ def refuse(args):
     p = args.pp or args.world_size
     auto = name == "auto"
     require(auto or not args.limit, f"--limit is for --schedule auto, not for {name}")
-    require(name != "interleaved" or M % p == 0, f"--micro {M}: interleaved takes multiples of {p}")
-    require(name != "dualpipe-v" or M >= 2 * p, f"--micro {M}: dualpipe-v needs {2 * p} or more")
+    refuse_microbatches(name, M, p)
     require(args.simulate or not args.pp, "--pp is for --simulate only")
     require(args.simulate or auto or not args.times, "--times is for --simulate and auto only")
     if args.simulate:
@@ -901,6 +900,14 @@ def refuse(args):
     if args.impl != "scratch":
         require(not args.dry_run, "--dry-run needs --impl scratch: torch's asks other ranks")
         refuse_at_work(name, M, p)
+
+
+def refuse_microbatches(name, micro, ranks):
+    """What make_plans would raise for."""
+    require(name != "interleaved" or micro % ranks == 0,
+            f"--micro {micro}: interleaved takes multiples of {ranks}")
+    require(name != "dualpipe-v" or micro >= 2 * ranks,
+            f"--micro {micro}: dualpipe-v needs {2 * ranks} or more")
 
 
 def refuse_at_work(name, micro, ranks):

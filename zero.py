@@ -336,16 +336,17 @@ class ZeRO:
         """Forward or backward comes to a unit: a pre-hook of forward, or a hook of its output."""
         if self.entered[-1:] == [flat]:  # still in it
             return
-        for other in self.flats:
-            if other is not flat and not other.stays and not flat.stays:
-                other.free()
-        # The unit is sent for, unless the lines below did it when the unit before was entered.
+        if not flat.stays:  # one that stays is used between others, and none is freed for it
+            for other in self.flats:
+                if other is not flat and not other.stays:
+                    other.free()
+        # Its gather starts here, unless the lines below did it when the unit before was entered.
         flat.start_gather()
         flat.wait()
         if flat.stays:
             return
-        # Where the last micro-batch entered this unit at this point as well, the unit that it
-        # entered next is sent for, and travels while this one computes.
+        # Where the last micro-batch entered this unit at this point as well, the gather of the unit
+        # that it entered next starts, and travels while this one computes.
         visit = len(self.entered)
         self.entered.append(flat)
         if visit + 1 < len(self.expected) and self.expected[visit] is flat:
@@ -415,7 +416,7 @@ class ZeRO:
 
     def check_sums(self):
         waiting = self.reducing is not None or any(flat.filled for flat in self.flats)
-        assert not waiting, "gradients are not summed over ranks: call reduce() after backward"
+        assert not waiting, "gradients are not summed: call reduce() after backward, with sync"
 
     def step(self, optimizer):
         self.check_sums()

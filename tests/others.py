@@ -3,8 +3,10 @@
 The loss is a sum over tokens, so that the gradients of parts of a batch add up to the whole's.
 """
 from functools import partial
+from types import SimpleNamespace
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -95,6 +97,26 @@ class Llama(nn.Module):
         for layer in self.layers:
             x = layer(x, **positions)
         return {"logits": self.lm_head(self.norm(x))}
+
+
+def into_flat(name, when, bug):
+    """-> plant(module): leaves out a collective, or runs bug(flat, ..) beside a method of Flat."""
+
+    def plant(module):
+        if when == "left out":
+            silent = {name: lambda *_, **__: None}
+            module.dist = SimpleNamespace(**{**vars(dist), **silent})
+            return
+        method = getattr(module.Flat, name)
+
+        def broken(flat, *args):
+            if when == "before":
+                bug(flat, *args)
+            method(flat, *args)
+            if when == "after":
+                bug(flat, *args)
+        setattr(module.Flat, name, broken)
+    return plant
 
 
 def token_rows(rng, rows, T=8):

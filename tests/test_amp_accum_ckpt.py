@@ -227,18 +227,6 @@ def test_forward_that_changes():
         y.sum().backward()
 
 
-def test_update_in_one_process():
-    """Without a process group there is nothing to sum."""
-    weight = nn.Parameter(torch.ones(4))
-    weight.grad = torch.full((4,), 2.0)
-    assert not dist.is_initialized()
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    norm = amp_accum_ckpt.update([weight], optimizer, 2.0)
-    assert norm == 4
-    assert weight.grad.norm().item() == pytest.approx(2)
-    assert weight.tolist() == pytest.approx([0.0] * 4, abs=1e-5)
-
-
 @pytest.mark.parametrize("how", [full, selective])
 def test_backward_in_two_halves(how):
     """The gradient of the input first, and then those of the weights, as in zero bubble."""

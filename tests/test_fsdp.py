@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from conftest import PROOF, copied, dry_run_agrees, each, proves, run, script, textbook
 from fsdp import FSDP
-from others import Llama, llama_loss, token_rows
+from others import Llama, into_flat, llama_loss, token_rows
 
 LLAMA = ("--model", "llama-toy")
 
@@ -160,21 +160,7 @@ PLANTED = {
 
 def check_planted(what, replicas=False):
     name, when, bug = PLANTED[what]
-
-    def plant(module):
-        if when == "left out":
-            silent = {name: lambda *_, **__: None}
-            module.dist = SimpleNamespace(**{**vars(dist), **silent})
-            return
-        method = getattr(module.Flat, name)
-
-        def broken(flat):
-            if when == "before":
-                bug(flat)
-            method(flat)
-            if when == "after":
-                bug(flat)
-        setattr(module.Flat, name, broken)
+    plant = into_flat(name, when, bug)
     with pytest.raises(AssertionError):
         check_copy(dict(tied=True), replicas, plant)
 

@@ -8,9 +8,7 @@ import subprocess
 import sys
 import types
 from functools import partial
-from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn

@@ -214,7 +214,7 @@ REFUSED = """
     --dry-run 2 --tp 2 --sp --seq 15 | --seq 15 does not divide over 2 ranks
     --micro 3 | --batch 8 does not divide into --dp 1 x --micro 3 micro-batches
     --dry-run 8 --pp 8 | --layers 4 for 8 stages
-    --dry-run 2 --pp 2 --schedule interleaved --micro 1 | --micro 1: interleaved needs a multiple
+    --dry-run 2 --pp 2 --schedule interleaved --micro 1 | --micro 1: interleaved takes multiples
     --dry-run 4 --dp 1 --tp 1 --pp 4 --schedule dualpipe-v --layers 8 | dualpipe-v needs 8 or more
     --dry-run 2 --pp 2 --zero 3 | right behind its forward: --pp 1 --schedule 1f1b
     --dry-run 2 --tp 2 --experts 4 | its ranks would all route the same tokens; add --sp

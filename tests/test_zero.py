@@ -1,6 +1,5 @@
 """zero.py: its section 1 around a model of others, its scripts, their costs, what is refused."""
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ import zero
 from common import adamw, clip_gradients
 from conftest import (
     PROOF, SMALL, alone, check_refused, copied, dry_run_agrees, each, proves, run, script, textbook)
-from others import Llama, llama_loss, token_rows
+from others import Llama, into_flat, llama_loss, token_rows
 
 
 # ---- the copy: section 1 alone, on a Llama of others ---------------------------------
@@ -124,20 +123,7 @@ PLANTED = {
 
 def check_planted(what):
     name, when, bug, level = PLANTED[what]
-
-    def plant(module):
-        if when == "left out":
-            silent = {name: lambda *_, **__: None}
-            module.dist = SimpleNamespace(**{**vars(dist), **silent})
-            return
-        method = getattr(module.Flat, name)
-        def broken(flat, *args):
-            if when == "before":
-                bug(flat, *args)
-            method(flat, *args)
-            if when == "after":
-                bug(flat, *args)
-        setattr(module.Flat, name, broken)
+    plant = into_flat(name, when, bug)
     with pytest.raises(AssertionError):
         check_copy(level, plant=plant)
 
