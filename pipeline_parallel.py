@@ -54,18 +54,15 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 import sys
-from itertools import accumulate
 
 from common import GPT, adamw, loss_sum, share
 from harness.checkpoint import pieces_of
 from harness.flags import POSITIVE, Flag, arguments, require
 from harness.run import Run, Side
-from harness.timeline import (
-    Timed, numbers, planned, read_times, simulation, span, typical_times, watched)
+from harness.timeline import in_flight, numbers, planned, read_times, simulation, span, watched
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
-# "partial -> replicated": before this line each rank has a summand, after it all have the sum.
-# "here -> there": this rank sends it to another one; "there -> here": the other way round.
+# partial: each rank has a summand. replicated: all have the same. here: this rank; there: another.
 
 # ---- 1.1 schedules: what each rank does, in order ----
 
@@ -100,8 +97,8 @@ def turns(microbatches, warmup, stages, together=1):
     warmup = min(warmup, len(forwards))
     steady = len(forwards) - warmup
     plan = forwards[:warmup]
-    for forward, backward in zip(forwards[warmup:], backwards[:steady]):
-        plan += [forward, backward]
+    for pair in zip(forwards[warmup:], backwards):
+        plan += pair
     return plan + backwards[steady:]
 
 
@@ -177,18 +174,18 @@ def dualpipe_v(r, p, M, stages):
     )
 
 
-def loop(ranks, chunks):
-    """-> the stages of each rank, when they go through all ranks and then through all again."""
-    return [list(range(rank, ranks * chunks, ranks)) for rank in range(ranks)]
+def loop(r, p, chunks):
+    """-> the stages of rank r of p, when they go through all ranks and then through all again."""
+    return list(range(r, p * chunks, p))
 
 
-def vee(ranks, chunks):
-    """-> the stages of each rank: down the ranks and up again. Rank 0 has the first and last."""
-    return [[rank, 2 * ranks - 1 - rank] for rank in range(ranks)]
+def vee(r, p, chunks):
+    """-> the same when they go down the ranks and up again: rank 0 has the first and the last."""
+    return [r, 2 * p - 1 - r]
 
 
 class Schedule(NamedTuple):
-    place: Callable  # (ranks, chunks) -> the stages of each rank
+    place: Callable  # (rank r, of p, chunks) -> the stages of the rank
     chunks: int | None  # stages per rank; None: as many as one likes
     order: Callable  # (rank r, of p, micro-batches M, its stages s) -> the rank's plan
 
@@ -254,8 +251,8 @@ def make_plans(name, ranks, microbatches, chunks=2):
     assert name != "interleaved" or microbatches % ranks == 0, "micro-batches: a multiple of ranks"
     assert name != "dualpipe-v" or microbatches >= 2 * ranks, "micro-batches: 2 x ranks or more"
     place, fixed, order = SCHEDULES[name]
-    placement = place(ranks, fixed or chunks)
-    return [order(rank, ranks, microbatches, placement[rank]) for rank in range(ranks)]
+    return [order(rank, ranks, microbatches, place(rank, ranks, fixed or chunks))
+            for rank in range(ranks)]
 
 
 def homes(plans):
@@ -287,7 +284,6 @@ class Mail:
     """
 
     def __init__(self, plans, ranks, group, links, size, dtype, device):
-        self.plans = plans
         self.ranks = ranks
         self.rank = ranks.index(dist.get_rank())  # this rank's place among them
         self.group = group
@@ -296,26 +292,22 @@ class Mail:
         self.dtype = dtype
         self.device = device
         self.end = max(homes(plans))  # the last stage
+        self.maker = {}  # {key of an action: (its position in a plan, the rank of that plan)}
         self.receiver = {}  # {key of an action: the rank that takes what it makes}
         for rank, plan in enumerate(plans):
-            needs = [source(action, self.end) for action in plan]
-            self.receiver.update({need: rank for need in needs if need})
-        self.coming = deque()  # [(position among the sender's actions, sender, key)], not started
+            for position, action in enumerate(plan):
+                self.maker[key(action)] = position, rank
+                self.receiver[source(action, self.end)] = rank  # None: nobody asks for it
+        self.coming = deque()  # [(position, sender, key)] of receives that are not started
         self.here = {}  # {key: (work, tensor)} of started receives; no work: made on this rank
         self.sent = None  # (work, tensor) of the last send
-        self.position = 0  # in this rank's plan
 
-    def open(self, kinds):
-        """Before the actions of these kinds are played: list what this rank will receive."""
-        coming = []
-        for sender, plan in enumerate(self.plans):
-            if sender == self.rank:
-                continue
-            made = [key(action) for action in plan if action.kind in kinds]
-            coming += [(position, sender, name) for position, name in enumerate(made)
-                       if self.receiver.get(name) == self.rank]
-        self.coming = deque(sorted(coming))  # in the order in which they are made
-        self.position = 0
+    def open(self, actions):
+        """Before this rank plays these actions: list what it will receive for them."""
+        needs = [source(action, self.end) for action in actions]
+        coming = [(*self.maker[need], need) for need in needs if need]
+        # in the order in which they are made
+        self.coming = deque(sorted(one for one in coming if one[1] != self.rank))
 
     def receive(self):
         """Start the next receive."""
@@ -326,11 +318,11 @@ class Mail:
 
     def put(self, action, tensor):
         """Called after each action, with what it has made."""
-        self.position += 1
-        # Start to receive all that the others make up to one action later in their plans than our
-        # next one is in ours. What is taken next alone would not do: a rank of bfs sends a tensor
-        # long before we take it, and would wait for us there.
-        while self.coming and self.coming[0][0] <= self.position + 1:
+        position, _ = self.maker[key(action)]
+        # Start to receive what the others make until two actions later in their plans than we are
+        # in ours. What is taken next alone would not do: a rank of bfs sends a tensor long before
+        # we take it, and would wait for us there.
+        while self.coming and self.coming[0][0] <= position + 2:
             self.receive()
         receiver = self.receiver.get(key(action))
         if receiver == self.rank:
@@ -341,8 +333,7 @@ class Mail:
             assert sent == (self.size, self.dtype), f"{sent}, not {self.size}, {self.dtype}"
             self.finish_send()
             tensor = tensor.contiguous()
-            link = self.rank, receiver
-            work = self.begin(dist.isend, tensor, receiver, link)  # here -> there
+            work = self.begin(dist.isend, tensor, receiver, (self.rank, receiver))  # here -> there
             self.sent = work, tensor
 
     def take(self, action):
@@ -511,8 +502,9 @@ class Pipeline:
     def play(self, kinds, inputs, loss_fn, update=None):
         wide = torch.promote_types(self.mail.dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=self.mail.device)
-        self.mail.open(kinds)
-        for action in [action for action in self.plan if action.kind in kinds]:
+        actions = [action for action in self.plan if action.kind in kinds]
+        self.mail.open(actions)
+        for action in actions:
             taken = self.mail.take(action)  # there -> here
             if action.kind == "F" and action.stage == 0:
                 taken = inputs[action.microbatch]
@@ -546,8 +538,7 @@ class Pipeline:
         return made
 
     def forward(self, m, stage, x, loss_fn):
-        trains = torch.is_grad_enabled()
-        if stage > 0 and trains:
+        if stage > 0:
             x = x.detach().requires_grad_()  # detached: the stage before may be on this rank
         module = self.modules[stage]
         if self.updates:  # until its backward a micro-batch keeps the weights of its forward
@@ -556,10 +547,9 @@ class Pipeline:
         y = module(x)
         if stage == self.end:
             y = loss_fn(y, m)
-        if trains:
-            edge = None  # where all is frozen up to here
-            if y.requires_grad:
-                edge = get_gradient_edge(y)  # not y itself, whose memory is free once it is sent
+        if torch.is_grad_enabled():
+            # the edge, not y, whose memory is free once it is sent; None: all is frozen up to here
+            edge = get_gradient_edge(y) if y.requires_grad else None
             self.kept[m, stage] = x, edge
         return y.detach()
 
@@ -583,10 +573,9 @@ def gather(mine, origins, group):
     whole = {}
     device = next(iter(mine.values())).device
     for name, (rank, like) in origins.items():
+        tensor = torch.empty_like(like, device=device)
         if name in mine:
-            tensor = mine[name].detach().clone()
-        else:
-            tensor = torch.empty_like(like, device=device)
+            tensor.copy_(mine[name].detach())
         dist.broadcast(tensor, group=group, group_src=rank)  # on one rank -> replicated
         whole[name] = tensor
     return whole
@@ -788,27 +777,22 @@ class PipelinedGPTAtWork(PipelinedGPT):
     def __init__(self, model, plans, layers, boundary, name):
         super().__init__(model, plans, layers, boundary)
         from torch.distributed import pipelining  # takes as long to import as all the rest
-        self.valid = 1  # targets of the batch that runs
+        size, dtype, device = boundary
+        # the shapes of what stages take and make: to ask other ranks for them torch needs NumPy
+        edge = torch.empty(size, dtype=dtype, device=device, requires_grad=True)
+        ids = edge.new_empty(size[:2], dtype=torch.int64)
+        logits = edge.new_empty(*size[:2], model.head.out_features)
         stages = []
-        for number in self.here:
-            stages.append(self.stage_at_work(pipelining, number, len(layers), *boundary))
+        for number, stage in self.here.items():
+            taken = ids if stage.first else edge
+            made = logits if stage.last else edge
+            stages.append(pipelining.PipelineStage(
+                stage, number, len(layers), device, input_args=taken, output_args=made))
         if name in ONE_STAGE:
             stages = stages[0]  # these classes take the stage itself, not a list
         self.schedule = getattr(pipelining.schedules, AT_WORK[name])(
             stages, self.pipeline.microbatches, loss_fn=self.loss_of, scale_grads=False)
-
-    def stage_at_work(self, pipelining, number, stages, size, dtype, device):
-        """-> torch's stage, told all shapes: to ask other ranks for them torch needs NumPy."""
-        module = self.here[number]
-        edge = torch.empty(size, dtype=dtype, device=device, requires_grad=True)
-        taken = edge
-        made = edge
-        if module.first:
-            taken = edge.new_empty(size[:2], dtype=torch.int64)
-        if module.last:
-            made = edge.new_empty(*size[:2], module.head.out_features)
-        return pipelining.PipelineStage(
-            module, number, stages, device, input_args=taken, output_args=made)
+        self.valid = 1  # targets of the batch that runs
 
     def loss_of(self, logits, targets):
         return loss_sum(logits, targets) / self.valid
@@ -830,15 +814,12 @@ def search(ranks, microbatches, limit, span, waiting=1.0):
     limit: what a rank may keep, in micro-batches. span(plans): the time that they take. waiting:
     what is kept of a micro-batch from B to W, as a part of what is kept from F to B.
     """
-    def fits(plan):
-        return kept(plan, waiting) <= limit + 1e-9
-
     family = []
     # 2.05: from 21 ranks on a little more than 2 fills the time of the transfers, too
     for slope, lag in product((0.5, 1, 1.5, 2, 2.05, 2.5, 3), (0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4)):
         for most in range(min(int(slope * (ranks - 1)), limit - 1), -1, -1):
             plans = [sloped(rank, ranks, microbatches, slope, most, lag) for rank in range(ranks)]
-            if all(fits(plan) for plan in plans):
+            if max(in_flight(plan, waiting) for plan in plans) <= limit + 1e-9:
                 family.append(plans)
                 break  # a shorter warm-up has more bubble
     return min(family, key=span)
@@ -851,22 +832,16 @@ def sloped(rank, ranks, microbatches, slope, most, lag):
     return follow(turns(microbatches, warmup, [rank]), "W", int(lag * rank))
 
 
-def kept(plan, waiting):
-    """The most that a rank keeps at a time, in micro-batches."""
-    change = {"F": 1, "B": waiting - 1, "W": -waiting}
-    return max(accumulate(change[action.kind] for action in plan))
-
-
 NAMES = (*SCHEDULES, "auto")
 FLAGS = {
     "schedule": Flag("1f1b", "order of the work", NAMES),
     "micro": Flag(4, "M, micro-batches", POSITIVE),
     "chunks": Flag(2, "v, stages per rank (interleaved and bfs)", POSITIVE),
     "limit": Flag(int, "micro-batches kept on a rank (auto; as many as ranks)", POSITIVE),
-    "layers_per_stage": Flag("", "5,6,.. (equally many each)"),
+    "layers_per_stage": Flag("", "5,6,.. (equally many each, as a simulation has them)"),
     "simulate": Flag(False, "play the schedule without ranks"),
     "pp": Flag(int, "p, ranks (simulation only)", POSITIVE),
-    "times": Flag("", "F,B,W,COMM of a rank and micro-batch (simulation: 1,1,1,0; auto measures)"),
+    "times": Flag("1,1,1,0", "F,B,W,COMM of a rank and micro-batch (simulation, auto)"),
 }
 
 
@@ -882,11 +857,9 @@ def refuse(args):
     name = args.schedule
     M = args.micro
     p = args.pp or args.world_size
-    auto = name == "auto"
-    require(auto or not args.limit, f"--limit is for --schedule auto, not for {name}")
+    require(name == "auto" or not args.limit, f"--limit is for --schedule auto, not for {name}")
     refuse_microbatches(name, M, p)
     require(args.simulate or not args.pp, "--pp is for --simulate only")
-    require(args.simulate or auto or not args.times, "--times is for --simulate and auto only")
     if args.simulate:
         return
     stages = p * chunks_of(name, args.chunks)
@@ -895,8 +868,6 @@ def refuse(args):
     # checkpoints do not say how often each parameter was updated
     saved = args.save or args.resume
     require(name != "pipedream" or not saved, "--schedule pipedream takes no --save, --resume")
-    measures = auto and not args.times
-    require(not args.dry_run or not measures, "--dry-run --schedule auto needs --times")
     if args.impl != "scratch":
         require(not args.dry_run, "--dry-run needs --impl scratch: torch's asks other ranks")
         refuse_at_work(name, M, p)
@@ -933,8 +904,7 @@ def read_plans(args, times):
     if args.simulate:
         # Qi 2023: W needs 32 C of the 34 C + 5 H T bytes of a token, attention's matrix among them
         waiting = 32 * args.width / (34 * args.width + 5 * args.heads * args.seq)
-    how_long = partial(span, times=times)
-    return search(ranks, args.micro, args.limit or ranks, how_long, waiting)
+    return search(ranks, args.micro, args.limit or ranks, partial(span, times=times), waiting)
 
 
 def read_layers(args, plans):
@@ -951,35 +921,13 @@ def read_layers(args, plans):
     return layers
 
 
-def sizes_of(args, layers):
-    """With --layers-per-stage: each stage's work in that of an average rank, the head counted as
-    V / 12 C layers. Else None: all are equal."""
-    if not args.layers_per_stage:
-        return None
-    work = [*layers[:-1], layers[-1] + args.vocab / (12 * args.width)]
-    mean = sum(work) / (args.pp or args.world_size)
-    return [part / mean for part in work]
-
-
-def measure_times(run, boundary):
-    """For --schedule auto without --times: F, B, W, COMM of the third pass as zb-h1."""
-    plans = make_plans("zb-h1", run.world_size, run.args.micro)
-    layers = split_layers(run.cfg.layers, run.world_size)
-    model = parallelize(run.build(), plans, layers, boundary)
-    for trial in range(3):  # the first two warm up
-        timed = Timed(run, model.pipeline)
-        model.forward_backward(*run.batch(0))
-        played = timed.read(plans, f"trial {trial}")
-    return typical_times(plans, played)
-
-
 def set_up(run, impl, plans, layers, boundary):
     """-> a Side: the model of this implementation, and what a run does with it."""
-    name = run.args.schedule
+    model = run.build()
     if impl == "torch":
-        model = PipelinedGPTAtWork(run.build(), plans, layers, boundary, name)
+        model = PipelinedGPTAtWork(model, plans, layers, boundary, run.args.schedule)
     else:
-        model = parallelize(run.build(), plans, layers, boundary)
+        model = parallelize(model, plans, layers, boundary)
     optimizer = adamw(model.parameters(), run.args.lr)
     return Side(model=model, optimizer=optimizer, train_step=train_step,
                 pieces=partial(pieces, model, optimizer))
@@ -1017,11 +965,11 @@ def textbook(run, model, plans):
 def main():
     args = arguments(__doc__, **FLAGS)
     refuse(args)
-    times = read_times(args.times or "1,1,1,0")
+    times = read_times(args.times)
     plans = read_plans(args, times)
-    layers = read_layers(args, plans)
     if args.simulate:
-        return simulation("pipeline_parallel", args, plans, times, sizes_of(args, layers))
+        return simulation(args, plans, times)
+    layers = read_layers(args, plans)
     if args.schedule == "pipedream":
         args.check = False  # its weights are stale by design: tests have an oracle of their own
     with Run(args) as run:
@@ -1029,13 +977,9 @@ def main():
                 "ranks that share a GPU talk by gloo, which sends CPU tensors alone: --device cpu")
         size = args.batch // args.micro, run.cfg.seq, run.cfg.width
         boundary = size, run.dtype, run.device
-        if args.schedule == "auto" and not args.times:
-            times = measure_times(run, boundary)
-            plans = read_plans(args, times)
-            run.say("auto: F, B, W, COMM take {:.3g}, {:.3g}, {:.3g}, {:.3g} s".format(*times))
         sides = {impl: set_up(run, impl, plans, layers, boundary) for impl in run.impls}
         model = sides[run.impls[0]].model
-        _, figures = planned(plans, times, sizes_of(args, layers))
+        _, figures = planned(plans, times)
         run.extra.update(figures)
         with torch.device("meta"):
             total = sum(p.numel() for p in GPT(run.cfg).parameters())

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from conftest import (
     ROOT, SMALL, alone, check_refused, copied, dry_run_agrees, each, proves, run, textbook)
-from harness.timeline import chunks, costs, grid, in_flight, longest, simulate, typical_times
+from harness.timeline import chunks, costs, grid, in_flight, longest, simulate
 from pipeline_parallel import SCHEDULES, Mail, key, make_links, make_plans
 
 LLAMA = ("--model", "llama-toy")
@@ -34,40 +34,35 @@ def check_complete(m, plan):
     """Every action once; F, B and W of a micro-batch in this order."""
     at = {key(action): i for i, action in enumerate(plan)}
     assert len(at) == len(plan)
-    before = {"B": "F", "W": "B"}
-    for action in plan:
-        kind, microbatch, stage = key(action)
+    before = {"B": "F", "W": "B", "U": "B"}
+    for kind, microbatch, stage in at:
         if kind in before:
-            assert at[before[kind], microbatch, stage] < at[key(action)]
+            assert at[before[kind], microbatch, stage] < at[kind, microbatch, stage]
     count = Counter(action.kind for action in plan)
     assert count["F"] == count["B"] == m * chunks(plan)
     assert count["U"] in (0, m - 1)
 
 
-def promised(name, p, m, v, rank, F, B, W):
-    """-> micro-batches in flight on a rank, the bubble as a time, as the docstring has them."""
-    whole = F + B + W
-    table = {
-        "naive": (1, m * (p - 1) * whole),
-        "gpipe": (m, (p - 1) * whole),
-        "interleaved": (p + (p - 1 - 2 * rank) / v, (p - 1) * whole / v),
-        "bfs": (m, (p - 1) * whole / v),
-        "zb-h1": (p, (p - 1) * (F + B - W)),
-        "zb-h2": (2 * p - 1, (p - 1) * (F + B - 2 * W)),
-        "zb-v": (p, 0),
-        "dualpipe-v": (p + 0.5, (p - 1) * F),
-    }
-    return table.get(name, (p - rank, (p - 1) * whole))
-
-
 def check_promised(name, p, m, v, plans):
+    """Micro-batches in flight on each rank and the bubble as a time, as the docstring has them."""
     times = {"zb-v": (1, 1, 1), "dualpipe-v": (1, 1, 1)}
     F, B, W = times.get(name, (2, 2, 1.5))
+    whole = F + B + W
     played = simulate(plans, costs(plans, F, B, W), joined=name == "dualpipe-v")
-    for rank, plan in enumerate(plans):
-        flying, bubble = promised(name, p, m, v, rank, F, B, W)
+    for r, plan in enumerate(plans):
+        table = {
+            "naive": (1, m * (p - 1) * whole),
+            "gpipe": (m, (p - 1) * whole),
+            "interleaved": (p + (p - 1 - 2 * r) / v, (p - 1) * whole / v),
+            "bfs": (m, (p - 1) * whole / v),
+            "zb-h1": (p, (p - 1) * (F + B - W)),
+            "zb-h2": (2 * p - 1, (p - 1) * (F + B - 2 * W)),
+            "zb-v": (p, 0),
+            "dualpipe-v": (p + 0.5, (p - 1) * F),
+        }
+        flying, bubble = table.get(name, (p - r, (p - 1) * whole))
         assert in_flight(plan) == pytest.approx(flying)
-    assert longest(played) - m * (F + B + W) == pytest.approx(bubble, abs=1e-9)
+        assert longest(played) - m * whole == pytest.approx(bubble, abs=1e-9)
 
 
 def test_every_schedule_is_complete_and_keeps_what_is_promised():
@@ -77,15 +72,21 @@ def test_every_schedule_is_complete_and_keeps_what_is_promised():
             check_complete(m, plan)
         if m >= 2 * p - 1:
             check_promised(name, p, m, v, plans)
-    plans = make_plans("zb-h1", 3, 6)
-    played = simulate(plans, costs(plans, 3.0, 2.0, 1.0), comm=0.25)
-    assert typical_times(plans, played) == pytest.approx((3.0, 2.0, 1.0, 0.25))
 
 
-def play(mail):
+def test_the_search_finds_what_is_published():
+    """Qi 2023, tables 5 and 9: 1.5B, p = 8, m = 24, twice the memory of 1F1B."""
+    flags = "--simulate --schedule auto --pp 8 --micro 24 --limit 16 --width 2304 --heads 24"
+    [report] = alone("pipeline_parallel", (
+        *flags.split(), "--seq", "1024", "--times", "18.522,18.086,9.337,0.601"))
+    assert round(report["bubble_rate"], 4) == 0.0433
+
+
+def play(mail, plan):
     for kinds in ("FBWU", "F"):
-        mail.open(kinds)
-        for action in [action for action in mail.plans[mail.rank] if action.kind in kinds]:
+        actions = [action for action in plan if action.kind in kinds]
+        mail.open(actions)
+        for action in actions:
             mail.take(action)
             mail.put(action, torch.empty(1, dtype=torch.float32))
         mail.finish_send()
@@ -114,7 +115,7 @@ def deliver(plans, monkeypatch):
         monkeypatch.setattr(dist, "get_rank", lambda: rank)
         mails.append(Mail(plans, ranks, None, {}, (1,), torch.float32, "cpu"))
     with ThreadPoolExecutor(len(plans)) as pool:
-        list(pool.map(play, mails))
+        list(pool.map(play, mails, plans))
 
 
 def test_no_schedule_ever_blocks(monkeypatch):
@@ -154,7 +155,7 @@ def batch_of(step):
     return ids[:, :-1].split(2), loss_of
 
 
-def plain_step(plain, optimizer, inputs, loss_of):
+def plain_step(plain, optimizer, inputs, loss_of, layers):
     loss = sum(loss_of(plain(x), m) for m, x in enumerate(inputs))
     loss.backward()
     return loss.detach()
@@ -201,13 +202,6 @@ def piped(module, name):
     return stages, module.Pipeline(stages.here, plans, mail), layers
 
 
-def check_boundary(pipeline):
-    """A tensor of another dtype than the next stage expects is not sent."""
-    other = torch.zeros(2, 5, 8, dtype=torch.float32)
-    with pytest.raises(AssertionError, match="float32"):
-        pipeline.mail.put(pipeline.plan[0], other)
-
-
 def check_copy(name, plant=None):
     """2 steps with clipping equal one process's."""
     module = copied("pipeline_parallel")
@@ -216,21 +210,17 @@ def check_copy(name, plant=None):
     close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
     plain = stranger()
     stages, pipeline, layers = piped(module, name)
-    reference_step = plain_step
-    if name == "pipedream":
-        reference_step = partial(stale_step, layers=layers)
+    reference_step = stale_step if name == "pipedream" else plain_step
     optimizer = torch.optim.AdamW(stages.parameters(), 1e-2, eps=1e-5)
     reference = torch.optim.AdamW(plain.parameters(), 1e-2, eps=1e-5)
     update = partial(module.update_stage, stages, optimizer, 0.5)
-    if name == "1f1b" and dist.get_rank() + 1 < dist.get_world_size():
-        check_boundary(pipeline)
     for step in range(2):
         inputs, loss_of = batch_of(step)
         optimizer.zero_grad()
         reference.zero_grad()
         loss = pipeline.step(inputs, loss_of, update)
         dist.all_reduce(loss)
-        close(loss, reference_step(plain, reference, inputs, loss_of))
+        close(loss, reference_step(plain, reference, inputs, loss_of, layers))
         norm = stages.sum_and_clip(0.5)
         close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
         wanted = {name: q.grad for name, q in plain.named_parameters()}
@@ -252,10 +242,7 @@ def test_every_schedule_equals_one_process(world, cases):
     run(each, world, check_copy, cases)
 
 
-# ---- planted bugs: each must be seen ----------------------------------------------
-
-
-# what is done after a method, and the schedule that shows it
+# Planted bugs: what is done after a method, and the schedule that shows it.
 PLANTED = {
     "copies of a tied parameter keep their own gradients": (
         "Stages", "__init__", lambda stages, *_: stages.tied.clear(), "1f1b"),
