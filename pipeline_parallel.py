@@ -130,7 +130,7 @@ def in_words(stages, *lines):
             if word == "W":
                 plan.append(late.popleft())
                 continue
-            kind = "F" if word[0] == "F" else "B"
+            kind = word[0].replace("I", "B")
             stage = stages[int(word[1])]
             microbatch = count[kind, stage]
             count[kind, stage] += 1

@@ -41,20 +41,21 @@ def chunks(plan):
 def inputs(action, last):
     """The actions that must be done before this one can be; last: the model's last stage."""
     kind, microbatch, stage = key(action)
-    if kind == "F" and stage == 0:
-        return []
-    if kind == "F":
-        return [("F", microbatch, stage - 1)]
-    if kind == "B" and stage == last:
-        return [("F", microbatch, stage)]
+    if kind in "WU":  # they follow the B of their micro-batch and stage
+        return [("B", microbatch, stage)]
+    needs = []
+    if kind == "F" and stage > 0:
+        needs.append(("F", microbatch, stage - 1))
     if kind == "B":
-        return [("F", microbatch, stage), ("B", microbatch, stage + 1)]
-    return [("B", microbatch, stage)]  # W and U follow the B of their micro-batch and stage
+        needs.append(("F", microbatch, stage))
+        if stage < last:
+            needs.append(("B", microbatch, stage + 1))
+    return needs
 
 
-def of_kind(plan, kind):
-    """-> {(micro-batch, stage)} for which the plan has an action of this kind"""
-    return {(action.microbatch, action.stage) for action in plan if action.kind == kind}
+def splits(plan):
+    """-> {(micro-batch, stage)} of the Bs that are split"""
+    return {(action.microbatch, action.stage) for action in plan if action.kind == "W"}
 
 
 def in_flight(plan, waiting=1.0):
@@ -63,7 +64,7 @@ def in_flight(plan, waiting=1.0):
     It keeps them from F until B is done. Where B is split it keeps a part of them, `waiting`, until
     W is done. In each of the rank's v stages a micro-batch counts 1/v.
     """
-    split = of_kind(plan, "W")
+    split = splits(plan)
     kept = 0
     most = 0
     for action in plan:
@@ -89,7 +90,7 @@ def costs(plans, F, B, W):
     B is the gradient of the input alone: a B that is not split takes B + W.
     """
     table = {"F": F, "B": B, "W": W, "U": 0.0}
-    split = [of_kind(plan, "W") for plan in plans]
+    split = [splits(plan) for plan in plans]
     parts = [chunks(plan) for plan in plans]
 
     def cost(rank, action):
@@ -115,16 +116,16 @@ def simulate(plans, cost, comm=0.0, joined=False):
     left = [units(plan, joined) for plan in plans]
     while any(left):
         done = len(ends)
-        for rank, waiting in enumerate(left):
-            while waiting:
-                needs = [need for action in waiting[0] for need in inputs(action, last)]
+        for rank, coming in enumerate(left):
+            while coming:
+                needs = [need for action in coming[0] for need in inputs(action, last)]
                 if any(need not in ends for need in needs):
                     break
                 start = played[rank][-1][2] if played[rank] else 0.0
                 for need in needs:
                     delay = 0.0 if home[need[2]] == rank else comm
                     start = max(start, ends[need] + delay)
-                play(waiting.popleft(), start, rank, cost, played, ends)
+                play(coming.popleft(), start, rank, cost, played, ends)
         assert len(ends) > done, "the plans wait for each other"
     return played
 
@@ -257,11 +258,8 @@ def simulation(args, plans, times):
 
 @contextlib.contextmanager
 def timed(run, pipeline):
-    """Inside, a pipeline's do() notes when each action starts and ends, in seconds. -> a list of
-    (start, end), which is filled in the end.
-
-    Every rank comes here. run has the device and its clock; see harness/run.py.
-    """
+    """Every rank trains a step inside -> a list that gets (start, end) of each of its actions, in
+    seconds, when the step is done. run has the device and its clock; see harness/run.py."""
     do = pipeline.do
     marks = []  # [(before, after)]
     spans = []
@@ -319,22 +317,19 @@ def compare(plans, played):
     def cost(rank, action):
         return statistics.median(durations[rank, action.kind, action.stage])
     simulated = simulate(plans, cost)
+    begin = min(done[0][1] for done in played)
+    timeline = []
+    for done in played:
+        timeline.append([(*key(action), 1e3 * (start - begin), 1e3 * (end - begin))
+                         for action, start, end in done])
     lines = []
     for word, times in (("planned", simulated), ("measured", played)):
         lines.append(f"{word}: {1e3 * longest(times):.1f} ms, bubble {bubble_rate(times):.3f}")
         lines.append(grid(times))
     figures = {
-        "timeline": in_ms(played),
+        "timeline": timeline,  # in ms: (kind, micro-batch, stage, start, end) by rank
         "bubble_rate": bubble_rate(played),
-        "planned_bubble_rate": bubble_rate(simulated),
         "measured_ms": 1e3 * longest(played),
         "planned_ms": 1e3 * longest(simulated),
     }
     return "\n".join(lines), figures
-
-
-def in_ms(played):
-    """-> for each rank [(kind, micro-batch, stage, start, end), ..]; the first start is 0."""
-    begin = min(done[0][1] for done in played)
-    return [[(*key(action), 1e3 * (start - begin), 1e3 * (end - begin))
-             for action, start, end in done] for done in played]
