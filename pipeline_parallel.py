@@ -338,12 +338,12 @@ class Mail:
 
     def take(self, action):
         """-> what it needs of another stage: another rank sends it, or this one has put it."""
-        name = source(action, self.end)
-        if not name:
+        need = source(action, self.end)
+        if not need:
             return None
-        while name not in self.here:
+        while need not in self.here:
             self.receive()
-        work, tensor = self.here.pop(name)
+        work, tensor = self.here.pop(need)
         if work:
             work.wait()  # on a GPU the stream waits, not the host
         return tensor
@@ -634,9 +634,8 @@ class Stages(nn.ModuleList):
 
     def full_state_dict(self):
         """-> {name: parameter} of the whole model, on every rank."""
-        mine = {}
-        for stage in self:
-            mine.update(stage.named_parameters(remove_duplicate=False))
+        mine = {name: p for stage in self
+                for name, p in stage.named_parameters(remove_duplicate=False)}
         return gather(mine, self.origins, None)
 
     def full_gradients(self):
@@ -847,8 +846,6 @@ FLAGS = {
 
 def chunks_of(name, chunks):
     """How many stages a rank has in this schedule; chunks: where one may choose."""
-    if name == "auto":
-        return 1
     return SCHEDULES[name].chunks or chunks
 
 
@@ -862,8 +859,6 @@ def refuse(args):
     require(args.simulate or not args.pp, "--pp is for --simulate only")
     if args.simulate:
         return
-    stages = p * chunks_of(name, args.chunks)
-    require(args.layers_per_stage or stages <= args.layers, too_few(args.layers, stages))
     require(args.batch % M == 0, f"--batch {args.batch} does not divide into --micro {M}")
     # checkpoints do not say how often each parameter was updated
     saved = args.save or args.resume
@@ -912,6 +907,7 @@ def read_layers(args, plans):
     text = args.layers_per_stage
     stages = len(homes(plans))
     if not text:
+        require(stages <= args.layers, too_few(args.layers, stages))
         return split_layers(args.layers, stages)
     layers = numbers("--layers-per-stage", text, stages, int)
     # the first has the embeddings, the last the head
