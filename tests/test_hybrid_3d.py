@@ -1,6 +1,9 @@
 """hybrid_3d: layouts of all axes equal one process in both forms, their bytes are the textbook's,
 bugs that are planted in the table show."""
+from functools import partial
+
 import pytest
+import torch.distributed as dist
 
 import hybrid_3d
 from conftest import PROOF, SMALL, alone, check_refused, proves, script, textbook
@@ -89,9 +92,12 @@ def test_64_ranks():
 
 
 def sum_plainly(module):
-    """Every axis after backward, in the words of the table."""
+    """Every axis after backward, in the words of sum_gradients' docstring."""
     def sum_gradients(model):
-        module.sum_gradients_plainly(model)
+        for part in model.parts:
+            for axis, what in model.kind[part.parameter].items():
+                if what == "sum":
+                    dist.all_reduce(part.grad, group=model.mesh.group[axis])
         for flat in model.flats:
             flat.filled.clear()  # else ZeRO would say that it has not summed them
 
@@ -116,7 +122,7 @@ def test_the_table_executed_plainly(form, flags):
     assert report["check"]["passed"]
 
 
-def change_table(module, change):
+def change_table(change, module):
     right = module.kinds_of_parameters
 
     def wrong(sp):
@@ -127,20 +133,17 @@ def change_table(module, change):
     module.kinds_of_parameters = wrong
 
 
-def both_ends_keep_their_own(module):
-    change_table(module, lambda kinds: kinds["tied"].summed.remove("ends"))
+def without(kind, axis):
+    """-> what plants a table in which a kind has no entry for an axis."""
+    return partial(change_table, partial(forget, kind, axis))
 
 
-def norms_not_over_tp(module):
-    change_table(module, lambda kinds: kinds["outside"].summed.remove("tp"))
+def forget(kind, axis, kinds):
+    del kinds[kind][axis]
 
 
-def norms_count_twice(module):
-    change_table(module, lambda kinds: kinds["outside"].same.remove("tp"))
-
-
-def experts_not_over_tp(module):
-    change_table(module, lambda kinds: kinds["expert"].summed.remove("tp"))
+def norms_are_cut(kinds):
+    kinds["outside"] = kinds["matrix"]
 
 
 def experts_over_data(module):
@@ -156,22 +159,19 @@ def experts_over_data(module):
 
 
 @pytest.mark.parametrize("plant, form, flags", [
-    (both_ends_keep_their_own, "gpt2", "--pp 2 --tp 1"),
-    (norms_not_over_tp, "llama", "--tp 2 --sp"),
-    (norms_count_twice, "gpt2", "--tp 2"),
-    (experts_not_over_tp, "llama", "--tp 2 --sp --experts 4"),
+    (without("tied", "ends"), "gpt2", "--pp 2 --tp 1"),
+    (without("outside", "tp"), "llama", "--tp 2 --sp"),  # norms are not summed
+    (without("outside", "tp"), "gpt2", "--tp 2"),  # norms count twice
+    (without("expert", "tp"), "llama", "--tp 2 --sp --experts 4"),
     (experts_over_data, "gpt2", "--dp 2 --experts 4"),
 ])
 def test_planted_bugs(plant, form, flags):
     proves("hybrid_3d", 2, *FORMS[form], *flags.split(), plant=plant)
 
 
-def norms_are_cut(module):
-    change_table(module, lambda kinds: kinds.update(outside=kinds["matrix"]))
-
-
 def test_a_kind_that_contradicts_what_tp_cut():
-    said = script("hybrid_3d", 2, *SMALL, "--tp", "2", "--dp", "1", plant=norms_are_cut, code=1)
+    said = script("hybrid_3d", 2, *SMALL, "--tp", "2", "--dp", "1", code=1,
+                  plant=partial(change_table, norms_are_cut))
     assert "norm1.weight: another kind?" in said
 
 
@@ -208,21 +208,20 @@ def test_resume_with_experts(tmp_path):
 
 REFUSED = """
     --dry-run 8 --dp 2 --tp 2 --pp 1 | --dp 2 x --cp 1 x --tp 2 x --pp 1: their product is not 8
-    --dry-run 8 --tp 8 | --heads 4, --kv-heads 4: do not divide over 8 ranks
-    --dry-run 4 --tp 4 --model llama-toy | --kv-heads 2: do not divide over 4 ranks
-    --dry-run 4 --cp 4 --model llama-toy --attn ulysses | --kv-heads 2: do not divide over 4 ranks
-    --dry-run 2 --tp 2 --sp --seq 15 | --seq 15 does not divide over 2 ranks
-    --micro 3 | --batch 8 does not divide into --dp 1 x --micro 3 micro-batches
+    --dry-run 8 --tp 8 | heads of keys and values: 4 does not divide into 8 equal parts
+    --dry-run 4 --cp 4 --model llama-toy --attn ulysses | values: 2 does not divide into 4 equal
+    --dry-run 2 --tp 2 --sp --seq 15 | --seq 15 does not divide into 2 equal parts
+    --dry-run 2 --cp 2 --seq 18 | --seq 18 does not divide into 4 equal parts
+    --micro 3 | --batch 8 does not divide into 3 equal parts
     --dry-run 8 --pp 8 | --layers 4 for 8 stages
     --dry-run 2 --pp 2 --schedule interleaved --micro 1 | --micro 1: interleaved takes multiples
-    --dry-run 4 --dp 1 --tp 1 --pp 4 --schedule dualpipe-v --layers 8 | dualpipe-v needs 8 or more
     --dry-run 2 --pp 2 --zero 3 | right behind its forward: --pp 1 --schedule 1f1b
     --dry-run 2 --tp 2 --experts 4 | its ranks would all route the same tokens; add --sp
-    --dry-run 2 --dp 2 --experts 3 | --ep 2 has to divide dp x cp = 2 and --experts 3
-    --dry-run 2 --dp 2 --experts 4 --ep 3 | --ep 3 has to divide dp x cp = 2
+    --dry-run 2 --dp 2 --experts 3 | --experts 3 does not divide into 2 equal parts
+    --dry-run 2 --dp 2 --experts 3 --ep 3 | dp x cp = 2 does not divide into 3 equal parts
     --shared | --ep, --shared and --capacity are for --experts E
     --impl torch --ckpt selective | --ckpt, --amp and --dtype bf16 want --impl scratch
-    --impl torch --experts 4 | --experts, --cp, --zero 2, 3, --ckpt, --amp and --dtype bf16 want
+    --impl torch --schedule interleaved | both ends of the model on one rank
 """
 
 
@@ -234,12 +233,10 @@ def test_refusals():
 @pytest.mark.parametrize("flags, dp, tp, pp", [
     ("", 2, 2, 2),
     ("--pp 2", 4, 1, 2),
-    ("--dp 2", 2, 4, 1),
     ("--cp 2 --tp 2", 2, 2, 1),
 ])
 def test_axes_that_are_left_out(flags, dp, tp, pp, monkeypatch):
-    words = ["hybrid_3d.py", "--dry-run", "8", *flags.split()]
-    monkeypatch.setattr("sys.argv", words)
+    monkeypatch.setattr("sys.argv", ["hybrid_3d.py", "--dry-run", "8", *flags.split()])
     args = hybrid_3d.arguments("", **hybrid_3d.FLAGS)
     hybrid_3d.layout(args)
     assert (args.dp, args.tp, args.pp) == (dp, tp, pp)
