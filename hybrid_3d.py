@@ -239,8 +239,8 @@ class Hybrid(nn.Module):
                 if p in self.kind:  # the other end of the tied one
                     continue
                 kind = kinds["tied" if p in tied else kind_of(name)]
-                if self.tp.size > 1:
-                    assert (p in self.tp.cuts) == (kind.get("tp") == "cut"), f"{name}: another kind?"
+                is_cut = self.tp.size > 1 and kind.get("tp") == "cut"
+                assert is_cut == (p in self.tp.cuts), f"{name}: another kind?"
                 self.names[p] = tied.get(p, name)
                 self.kind[p] = kind
                 if p.requires_grad:
@@ -284,6 +284,29 @@ class Hybrid(nn.Module):
             if zero.sync and zero.level >= 2:  # which have no room for the next micro-batch's
                 zero.reduce()  # partial -> sharded
 
+    def full_state_dict(self):
+        """-> {name in the plain model: parameter or buffer}, on every rank."""
+        return self.gather(self.origins, ZeRO.full_parameters)
+
+    def full_gradients(self):
+        """-> {name in the plain model: gradient} of what is trained, on every rank."""
+        return self.gather(trained(self.origins), ZeRO.full_gradients)
+
+    def gather(self, origins, of_zero):
+        """-> {name in the plain model: tensor} of origins' names. of_zero(zero): {parameter: ..}"""
+        found = {}
+        for zero in self.zeros:
+            found.update(of_zero(zero))  # over data or replicas: sharded -> replicated
+        mine = {}
+        for stage in self.stages:
+            for name, t in stage.state_dict(keep_vars=True).items():
+                t_here = found.get(t, t)  # not found: a buffer, or frozen, and whole here already
+                # over tp: sharded -> replicated
+                mine[name] = tensor_parallel.unshard(t_here, self.tp.cuts.get(t), self.tp)
+        mine = moe.gather_experts(mine, self.mesh.group["ep"])  # over ep: sharded -> replicated
+        # over pp: on one stage -> replicated
+        return pipeline_parallel.gather(mine, origins, self.mesh.group["pp"])
+
 
 # ---- the rest of a step
 
@@ -307,35 +330,6 @@ def step(model, optimizer, norm, clip):
     for zero in model.zeros:
         zero.step(optimizer)
     moe.step_biases(model)
-
-
-def full_state_dict(model):
-    """-> {name in the plain model: parameter or buffer}, on every rank."""
-    return gather(model, ZeRO.full_parameters, model.origins)
-
-
-def full_gradients(model):
-    """-> {name in the plain model: gradient} of what is trained, on every rank."""
-    return gather(model, ZeRO.full_gradients, trained(model.origins))
-
-
-def gather(model, of_zero, origins):
-    """of_zero(zero) -> {parameter: itself or its gradient}
-
-    -> {name in the plain model: tensor} of origins' names, of all stages, on every rank.
-    """
-    found = {}
-    for zero in model.zeros:
-        found.update(of_zero(zero))  # over data or replicas: sharded -> replicated
-    mine = {}
-    for stage in model.stages:
-        for name, t in stage.state_dict(keep_vars=True).items():
-            t_here = found.get(t, t)  # not found: a buffer, or frozen, and whole here already
-            # over tp: sharded -> replicated
-            mine[name] = tensor_parallel.unshard(t_here, model.tp.cuts.get(t), model.tp)
-    mine = moe.gather_experts(mine, model.mesh.group["ep"])  # over ep: sharded -> replicated
-    # over pp: on one stage -> replicated
-    return pipeline_parallel.gather(mine, origins, model.mesh.group["pp"])
 
 
 # ---- a backward in two parts, of what tp has cut
@@ -578,42 +572,40 @@ def parallelize_at_work(model, mesh, plans, layers, boundary, args):
     """The plain GPT -> AtWork."""
     from torch.distributed.pipelining import PipelineStage, schedules  # long to import
 
-    device_mesh = init_device_mesh(
-        boundary[-1].type, (args.pp, args.dp, args.tp), mesh_dim_names=("pp", "dp", "tp"))
+    size, dtype, device = boundary
+    sizes = args.pp, args.dp, args.tp
+    device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp", "tp"))
     origins = origins_of(model, layers, plans)
     if args.tp > 1:
         tensor_parallel.parallelize_at_work(model, device_mesh["tp"], args.sp)
     columns = len(local(model.head.weight))  # before fully_shard cuts it again
     here, tied = between_layers(model, layers, plans[mesh.place["pp"]])
     at_work = AtWork(here, mesh, device_mesh, origins)
-    parts = []
+    stages = []
     for number, stage in here.items():
-        if stage.last and args.tp > 1:
-            # torch's pipeline takes ordinary tensors; loss_of makes a DTensor of them again
-            stage.register_forward_hook(lambda module, inputs, logits: logits.to_local())
         if args.dp > 1:
             for unit in [*stage.blocks.values(), stage]:
                 fully_shard(unit, mesh=device_mesh["dp"], reshard_after_forward=False)
+        # all shapes: to ask other ranks for them torch needs NumPy
+        taken = torch.empty(size, dtype=dtype, device=device, requires_grad=True)
+        made = taken
+        if stage.first:
+            taken = made.new_empty(size[0], args.seq, dtype=torch.int64)
+        if stage.last:
+            made = made.new_empty(size[0], args.seq, columns)
+            if args.tp > 1:  # the pipeline takes ordinary tensors; loss_of makes DTensors again
+                stage.register_forward_hook(lambda module, inputs, logits: logits.to_local())
         if tied and (stage.first or stage.last):
             at_work.tied = stage.tok.weight if stage.first else stage.head.weight
-        parts.append(PipelineStage(
-            stage, number, len(layers), boundary[-1], group=mesh.group["pp"],
-            **shapes_at_work(stage, boundary, args.seq, columns)))
+        stages.append(PipelineStage(
+            stage, number, len(layers), device, input_args=taken, output_args=made,
+            group=mesh.group["pp"]))
     if args.schedule in pipeline_parallel.ONE_STAGE:
-        [parts] = parts  # these classes take the stage itself, not a list
+        [stages] = stages  # these classes take the stage itself, not a list
     make = getattr(schedules, pipeline_parallel.AT_WORK[args.schedule])
     # scale_grads: they are a sum
-    at_work.schedule = make(parts, args.micro, loss_fn=at_work.loss_of, scale_grads=False)
+    at_work.schedule = make(stages, args.micro, loss_fn=at_work.loss_of, scale_grads=False)
     return at_work
-
-
-def shapes_at_work(stage, boundary, T, columns):
-    """What a stage takes and gives. Without it torch asks other ranks, and that takes NumPy."""
-    size, dtype, device = boundary
-    edge = torch.empty(size, dtype=dtype, device=device, requires_grad=True)
-    taken = edge.new_empty(size[0], T, dtype=torch.int64) if stage.first else edge
-    given = edge.new_empty(size[0], T, columns) if stage.last else edge
-    return {"input_args": taken, "output_args": given}
 
 
 def train_step_at_work(model, optimizer, x, y, valid, clip):
@@ -667,7 +659,7 @@ FLAGS = {
 
 
 def layout(args):
-    """Fills in what the flags leave open. What cannot run ends here, in one line."""
+    """Fills in what the flags leave open -> plans. What cannot run ends here, in one line."""
     ranks = args.world_size // args.cp
     usual = 1
     if ranks % 4 == 0 and not (args.dp or args.tp or args.pp):
@@ -681,8 +673,10 @@ def layout(args):
             "--ep, --shared and --capacity are for --experts E")
     args.ep = (args.ep or args.dp * args.cp) if args.experts else 1
     refuse(args)
+    plans = pipeline_parallel.make_plans(args.schedule, args.pp, args.micro, args.chunks)
     if args.impl != "scratch":
-        refuse_torch(args)
+        refuse_torch(args, pipeline_parallel.homes(plans))
+    return plans
 
 
 def refuse(args):
@@ -714,22 +708,16 @@ def refuse(args):
             f"--experts with --tp {tp}: its ranks would all route the same tokens; add --sp")
 
 
-def refuse_torch(args):
-    """What section 3 does not show."""
+def refuse_torch(args, home):
+    """What section 3 does not show. home: {stage: place along pp}"""
     ours = (args.dry_run, args.save, args.resume, args.init_from, args.experts, args.cp > 1,
             args.zero > 1, args.ckpt != "none", args.amp != "off", args.dtype == "bf16")
     require(not any(ours), "--dry-run, --save, --resume, --init-from, --experts, --cp, --zero 2, "
             "3, --ckpt, --amp and --dtype bf16 want --impl scratch")
     require(args.seq % args.tp == 0, f"--seq {args.seq}: torch wants a multiple of --tp {args.tp}")
     pipeline_parallel.refuse_at_work(args.schedule, args.micro, args.pp)
-    home = pipeline_parallel.homes(plans_of(args))
     require(len(home) == 1 or home[0] != home[max(home)], f"--schedule {args.schedule} --pp "
             f"{args.pp}: both ends of the model on one rank want --impl scratch")
-
-
-def plans_of(args):
-    """-> what each rank of a pipeline does, in order"""
-    return pipeline_parallel.make_plans(args.schedule, args.pp, args.micro, args.chunks)
 
 
 # ---- bytes that a rank sends in a step. b: of a number
@@ -936,8 +924,6 @@ def set_up(run, mesh, plans, layers):
     tokens = tokens_of_rank(args, mesh.place["cp"], run.device)
     return Side(
         model=model, optimizer=optimizer, train_step=train_step,
-        full_gradients=partial(full_gradients, model),
-        full_state_dict=partial(full_state_dict, model),
         evaluate=lambda x, y: evaluate(model, x[:, tokens], y[:, tokens]),
         pieces=partial(pieces, model, optimizer),
         held=partial(held, model=model, zero=model, optimizer=optimizer),
@@ -965,8 +951,7 @@ def picture(run, plans, layers):
 
 def main():
     args = arguments(__doc__, presets=moe.PRESETS, **FLAGS)
-    layout(args)
-    plans = plans_of(args)
+    plans = layout(args)
     layers = pipeline_parallel.split_layers(args.layers, len(pipeline_parallel.homes(plans)))
     run = Run(args, build=partial(build_plain, args))
     mesh = Mesh(plans, args.dp, args.cp, args.tp, args.ep)
