@@ -441,11 +441,11 @@ def within_layers(model, mesh, plans, splits, sp, attend):
 def replacements(model):
     """-> tensor_parallel's plan. Of experts it cuts the shared one alone."""
     plan = tensor_parallel.PLANS["llama" if model.pos is None else "gpt2"]
-    if not has_experts(model):
-        return plan
-    if model.blocks[0].mlp.shared is None:
-        return {name: kind for name, kind in plan.items() if ".mlp" not in name}
-    return {name.replace(".mlp", ".mlp.shared"): kind for name, kind in plan.items()}
+    if has_experts(model):
+        shared = model.blocks[0].mlp.shared is not None
+        plan = {name.replace(".mlp", ".mlp.shared"): kind for name, kind in plan.items()
+                if shared or ".mlp" not in name}
+    return plan
 
 
 def has_experts(model):
@@ -898,14 +898,7 @@ def tokens_of_rank(args, cp_rank, device):
     return context_parallel.on_paper(args.attn, cp_rank, args.cp).positions(args.seq, device)
 
 
-def boundary_of(run):
-    """-> size, dtype and device of what goes from stage to stage"""
-    args = run.args
-    tokens = args.seq // args.cp // (args.tp if args.sp else 1)
-    return (args.batch // args.dp // args.micro, tokens, args.width), run.dtype, run.device
-
-
-def set_up(run, mesh, plans, layers):
+def set_up(run, mesh, plans, layers, boundary):
     """-> Side"""
     args = run.args
     plain = run.build()
@@ -918,7 +911,7 @@ def set_up(run, mesh, plans, layers):
         return context_parallel.for_proofs(context_parallel.KINDS[args.attn](group))
 
     model = parallelize(
-        plain, mesh, plans, layers, boundary_of(run), sp=args.sp, attend=attend,
+        plain, mesh, plans, layers, boundary, sp=args.sp, attend=attend,
         recompute=amp_accum_ckpt.CHECKPOINT[args.ckpt], autocast=autocast, zero=args.zero)
     optimizer = adamw(model.parameter_groups(), args.lr)
     tokens = tokens_of_rank(args, mesh.place["cp"], run.device)
@@ -930,9 +923,9 @@ def set_up(run, mesh, plans, layers):
         extra=partial(notes, model) if args.experts else None)
 
 
-def set_up_at_work(run, mesh, plans, layers):
+def set_up_at_work(run, mesh, plans, layers, boundary):
     """-> Side"""
-    model = parallelize_at_work(run.build(), mesh, plans, layers, boundary_of(run), run.args)
+    model = parallelize_at_work(run.build(), mesh, plans, layers, boundary, run.args)
     optimizer = adamw(model.parameters(), run.args.lr)
     return Side(model=model, optimizer=optimizer, train_step=train_step_at_work)
 
@@ -955,11 +948,14 @@ def main():
     layers = pipeline_parallel.split_layers(args.layers, len(pipeline_parallel.homes(plans)))
     run = Run(args, build=partial(build_plain, args))
     mesh = Mesh(plans, args.dp, args.cp, args.tp, args.ep)
+    tokens = args.seq // args.cp // (args.tp if args.sp else 1)
+    size = args.batch // args.dp // args.micro, tokens, args.width
+    boundary = size, run.dtype, run.device  # of what goes from stage to stage
     if run.dry:
         moe.read_counts = moe.balanced_counts  # nobody knows what tokens would choose
     with run:
         total = sum(p.numel() for p in run.build().parameters())
-        sides = {impl: SET_UP[impl](run, mesh, plans, layers) for impl in run.impls}
+        sides = {impl: SET_UP[impl](run, mesh, plans, layers, boundary) for impl in run.impls}
         run.say(f"hybrid_3d: {run.world_size} ranks on {run.device.type}, {args.dtype}, "
                 f"{total:,} parameters")
         picture(run, plans, layers)

@@ -53,29 +53,20 @@ def test_zero_bubble_needs_no_more_memory():
 
 
 @pytest.mark.parametrize("form, flags", [
-    ("llama", "--dp 1 --tp 2 --pp 2 --sp"),
-    ("gpt2", "--dp 2 --tp 1 --pp 2 --train attn|norm"),
+    ("llama", "--impl torch --dp 1 --tp 2 --pp 2 --sp"),
+    ("gpt2", "--impl torch --dp 2 --tp 1 --pp 2 --train attn|norm"),
+    ("gpt2", "--dp 2 --tp 1 --pp 2 --zero 1 --train blocks.2|norm"),
+    ("gpt2", "--dp 1 --tp 2 --pp 2 --schedule zb-h1 --train attn"),  # the front has no gradients
+    ("gpt2", "--dp 4 --tp 1 --pp 1 --clip 50"),  # more than the norm: nothing is scaled
 ])
-def test_torch_equals_one_process(form, flags):
-    proves("hybrid_3d", 4, *FORMS[form], "--impl", "torch", *flags.split())
-
-
-@pytest.mark.parametrize("flags", [
-    "--dp 2 --tp 1 --pp 2 --zero 1 --train blocks.2|norm",
-    "--dp 1 --tp 2 --pp 2 --schedule zb-h1 --train attn",  # behind a front without gradients
-])
-def test_frozen_layers(flags):
-    proves("hybrid_3d", 4, *FORMS["gpt2"], *flags.split())
+def test_torch_and_frozen_layers_equal_one_process(form, flags):
+    proves("hybrid_3d", 4, *FORMS[form], *flags.split())
 
 
 def test_autocast():
     flags = "--dp 1 --tp 2 --pp 2 --sp --schedule zb-h1 --amp bf16".split()
     report = script("hybrid_3d", 4, *SMALL, *FORMS["llama"], *flags)
     assert report["check"]["tolerance"] == 2e-2
-
-
-def test_a_norm_below_the_limit_scales_nothing():
-    proves("hybrid_3d", 2, *FORMS["gpt2"], *"--dp 2 --tp 1 --pp 1 --clip 50".split())
 
 
 def test_64_ranks():
@@ -122,28 +113,9 @@ def test_the_table_executed_plainly(form, flags):
     assert report["check"]["passed"]
 
 
-def change_table(change, module):
+def change_table(module, kind, row):
     right = module.kinds_of_parameters
-
-    def wrong(sp):
-        kinds = right(sp)
-        change(kinds)
-        return kinds
-
-    module.kinds_of_parameters = wrong
-
-
-def without(kind, axis):
-    """-> what plants a table in which a kind has no entry for an axis."""
-    return partial(change_table, partial(forget, kind, axis))
-
-
-def forget(kind, axis, kinds):
-    del kinds[kind][axis]
-
-
-def norms_are_cut(kinds):
-    kinds["outside"] = kinds["matrix"]
+    module.kinds_of_parameters = lambda sp: {**right(sp), kind: row}
 
 
 def experts_over_data(module):
@@ -158,20 +130,25 @@ def experts_over_data(module):
     module.Mesh.add = add
 
 
-@pytest.mark.parametrize("plant, form, flags", [
-    (without("tied", "ends"), "gpt2", "--pp 2 --tp 1"),
-    (without("outside", "tp"), "llama", "--tp 2 --sp"),  # norms are not summed
-    (without("outside", "tp"), "gpt2", "--tp 2"),  # norms count twice
-    (without("expert", "tp"), "llama", "--tp 2 --sp --experts 4"),
-    (experts_over_data, "gpt2", "--dp 2 --experts 4"),
+@pytest.mark.parametrize("kind, row, form, flags", [
+    ("tied", {"tp": "cut", "data": "sum"}, "gpt2", "--pp 2 --tp 1"),
+    ("outside", {"data": "sum"}, "llama", "--tp 2 --sp"),  # norms are not summed
+    ("outside", {"data": "sum"}, "gpt2", "--tp 2"),  # norms count twice
+    ("expert", {"replicas": "sum", "ep": "cut"}, "llama", "--tp 2 --sp --experts 4"),
 ])
-def test_planted_bugs(plant, form, flags):
+def test_planted_bugs(kind, row, form, flags):
+    plant = partial(change_table, kind=kind, row=row)
     proves("hybrid_3d", 2, *FORMS[form], *flags.split(), plant=plant)
 
 
+def test_different_experts_are_no_copies():
+    flags = "--dp 2 --experts 4".split()
+    proves("hybrid_3d", 2, *FORMS["gpt2"], *flags, plant=experts_over_data)
+
+
 def test_a_kind_that_contradicts_what_tp_cut():
-    said = script("hybrid_3d", 2, *SMALL, "--tp", "2", "--dp", "1", code=1,
-                  plant=partial(change_table, norms_are_cut))
+    plant = partial(change_table, kind="outside", row={"tp": "cut", "data": "sum"})
+    said = script("hybrid_3d", 2, *SMALL, "--tp", "2", "--dp", "1", plant=plant, code=1)
     assert "norm1.weight: another kind?" in said
 
 
