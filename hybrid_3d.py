@@ -33,14 +33,13 @@ Narayanan 2021, arXiv:2104.04473, section 3; Llama team 2024, arXiv:2407.21783, 
 At work: DeviceMesh, fully_shard, parallelize_module, torch.distributed.pipelining (section 3).
 
     torchrun --standalone --nproc_per_node=8 hybrid_3d.py --dp 2 --tp 2 --pp 2
-    mesh = Mesh(dp=2, tp=2, pp=2)  # loss_of gets logits cut by vocabulary: see in_microbatches
-    model = parallelize(plain, mesh, plans, layers, boundary)
+    plans = make_plans("1f1b", ranks=2, microbatches=4)
+    model = parallelize(plain, Mesh(plans, dp=2, tp=2), plans, [2, 2], boundary)  # 2 layers each
     optimizer = AdamW(model.parameter_groups(), lr=1e-3)
-    model.zero_grad(); loss = model.pipeline.step(inputs, loss_of); sum_gradients(model)
-    step(model, optimizer, gradient_norm(model), clip)
+    loss, norm = train_step(model, optimizer, x, y, valid, clip=1.0)
 """
 import math
-from collections import Counter, defaultdict, namedtuple
+from collections import Counter, defaultdict
 from fnmatch import fnmatchcase
 from functools import partial
 
@@ -58,7 +57,7 @@ from tensor_parallel import (
     ColumnParallel, CutSequence, WholeSequence, vocab_parallel_cross_entropy)
 from zero import Unit, ZeRO
 
-import contextlib
+# sections 1 and 2 need what stands above, the others what follows
 import sys
 from itertools import product
 
@@ -73,7 +72,7 @@ from harness.flags import ANY, POSITIVE, Flag, arguments, require
 from harness.run import Run, Side, whole
 from zero import held
 
-# ---- 1. the technique (copy this; it needs torch and the files of the techniques) ---
+# ---- 1. the technique (copy this, and all the other files) -------------------
 # For another model write what section 2 has for the toy: kind_of, unit_of, origins_of,
 # within_layers, between_layers, around_layers.
 
@@ -87,13 +86,10 @@ def parallelize(model, mesh, plans, layers, boundary, *, sp=False, attend=None, 
     along T. attend: one of context_parallel's classes, for cp > 1. recompute: amp_accum_ckpt's full
     or selective. autocast: torch.autocast(..), which decorates forwards. zero: ZeRO's level.
     """
-    home = pipeline_parallel.homes(plans)
-    assert mesh.ends == {home[0], home[max(home)]}, f"the ends of these plans are not {mesh.ends}"
     origins = origins_of(model, layers, plans)
-    microbatches = 1 + max(action.microbatch for action in plans[0])
-    splits = any(action.kind == "W" for action in plans[0])  # has a backward two parts, B and W?
     # 1. Within a layer: ranks share its matrices (tp), its sequence (cp) and its experts (ep).
-    tp = within_layers(model, mesh, microbatches, splits, sp, attend)
+    splits = any(action.kind == "W" for action in plans[0])  # has a backward two parts, B and W?
+    tp = within_layers(model, mesh, plans, splits, sp, attend)
     # 2. Between layers: of all stages this rank keeps those that its plan names (pp).
     here, tied = between_layers(model, layers, plans[mesh.place["pp"]])
     # 3. Around layers: what a block computes again in backward, and in which precision.
@@ -113,12 +109,13 @@ def parallelize(model, mesh, plans, layers, boundary, *, sp=False, attend=None, 
 class Mesh:
     """The sizes of the axes, this rank's place on them, and its group along each.
 
-    tp varies fastest, since its ranks talk most, and pp slowest (Narayanan 2021, section 3).
-    "peers" are all ranks with the same stages. ends: the places along pp of the first and of the
-    last stage (-1: the last place); the group "ends" joins their ranks.
+    plans: a pipeline's, one for each of its ranks. tp varies fastest, since its ranks talk most,
+    and pp slowest (Narayanan 2021, section 3). "peers" are all ranks with the same stages, "ends"
+    those of a pipeline with the first stage and the last.
     """
 
-    def __init__(self, dp=1, cp=1, tp=1, pp=1, ep=1, ends=(0, -1)):
+    def __init__(self, plans, dp=1, cp=1, tp=1, ep=1):
+        pp = len(plans)
         ranks = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
         place = (ranks == dist.get_rank()).nonzero()[0].tolist()
         self.place = dict(zip(("pp", "dp", "cp", "tp"), place))
@@ -134,8 +131,9 @@ class Mesh:
         by_expert = ranks.view(pp, -1, ep, tp)
         self.add("replicas", by_expert, [1])
         self.add("ep", by_expert, [2])
-        self.ends = {end % pp for end in ends}
-        self.add("ends", ranks[sorted(self.ends)], [0])
+        home = pipeline_parallel.homes(plans)
+        ends = {home[0], home[max(home)]}  # one place, where a pipeline comes back to it
+        self.add("ends", ranks[sorted(ends)], [0])
 
     def add(self, axis, ranks, dims):
         """A group for each set of ranks that differ in the dimensions `dims` of `ranks` alone.
@@ -154,49 +152,45 @@ class Mesh:
 
 # ---- what becomes of a gradient
 
-# summed  the axes along which, after backward, each rank has a summand
-# same    the axes along which all have the same already
-# cut     the axes along which each has its own part
-Kind = namedtuple("Kind", "summed same cut")
-
 COPIES = ("data", "replicas")  # the axes whose ranks hold copies, which ZeRO may cut
 
 
 def kinds_of_parameters(sp):
-    """-> {name of a kind: Kind}, the docstring's table."""
-    outside = Kind(summed=["data"], same=["tp"], cut=[])
-    if sp:  # a rank has seen a part of the tokens
-        outside = Kind(summed=["data", "tp"], same=[], cut=[])
+    """-> {kind: {axis: what becomes of a gradient along it}}, the docstring's table."""
+    outside = "sum" if sp else "same"  # with sp a rank has seen a part of the tokens
     return {
-        "matrix": Kind(summed=["data"], same=[], cut=["tp"]),
-        "outside": outside,
+        "matrix": {"tp": "cut", "data": "sum"},
+        "outside": {"tp": outside, "data": "sum"},
         # without sp all ranks of tp would have the same tokens: tp > 1 wants sp
-        "expert": Kind(summed=["replicas", "tp"], same=[], cut=["ep"]),
-        "tied": Kind(summed=["data", "ends"], same=[], cut=["tp"]),
+        "expert": {"tp": "sum", "replicas": "sum", "ep": "cut"},
+        "tied": {"tp": "cut", "data": "sum", "ends": "sum"},
     }
 
 
-def sum_gradients_plainly(model):
-    """After backward each gradient becomes its sum over all axes for which the table says so.
-
-    To be read, and for tests of level 0 without the pipeline's two hooks. A run has sum_gradients.
-    """
-    for part in model.parts:
-        for axis in model.kind[part.parameter].summed:
-            dist.all_reduce(part.grad, group=model.mesh.group[axis])  # partial -> replicated
-
-
 def sum_gradients(model):
-    """The same, in one call an axis. Along data and replicas backward has begun it."""
+    """After backward each gradient becomes its sum over all axes for which the table says so:
+
+        for part in model.parts:
+            for axis, what in model.kind[part.parameter].items():
+                if what == "sum":
+                    dist.all_reduce(part.grad, group=model.mesh.group[axis])
+
+    Here that is one call an axis, and along data and replicas backward has begun it.
+    """
     for zero in model.zeros:
         if zero.level < 2:  # else after_backward has summed
             zero.sync = True  # for "tied", which belongs to no stage, no backward has set it
             zero.reduce()  # partial -> replicated, in ZeRO-1 sharded
     for axis in ("tp", "ends"):
-        summands = [part.grad for part in model.parts if axis in model.kind[part.parameter].summed]
-        if summands and model.mesh.size[axis] > 1:
+        partial_sums = summands(model, axis)
+        if partial_sums and model.mesh.size[axis] > 1:
             # partial -> replicated
-            tensor_parallel.sum_over_ranks(summands, model.mesh.group[axis])
+            tensor_parallel.sum_over_ranks(partial_sums, model.mesh.group[axis])
+
+
+def summands(model, axis):
+    """-> the gradients that are to be summed along this axis."""
+    return [part.grad for part in model.parts if model.kind[part.parameter].get(axis) == "sum"]
 
 
 class Hybrid(nn.Module):
@@ -204,7 +198,7 @@ class Hybrid(nn.Module):
 
     here     {stage: module}, which tp has cut already
     tied     {parameter that several stages have: its name in the first}
-    kinds    {name of a kind: Kind}
+    kinds    {kind: {axis: what becomes of a gradient}}
     origins  {name in the plain model: (first place along pp that has it, a meta tensor like it)}
     level    ZeRO's, 0 to 3
     splits   has a backward two parts, B and W?
@@ -219,11 +213,11 @@ class Hybrid(nn.Module):
         self.level = level
         self.pipeline = None  # the Pipeline that runs the stages, and calls the two hooks below
         self.names = {}  # {parameter: its name in the plain model}
-        self.kind = {}  # {parameter: Kind}
+        self.kind = {}  # {parameter: {axis: what becomes of its gradient}}
         # {stage: [ZeRO]}. Those of "tied" are summed after the last backward of all stages
         self.zeros_of = defaultdict(list)
         for (stage, axis), units in self.lay_out(here, tied, kinds, splits).items():
-            # the tied one's gradient stays whole until the last backward of all stages
+            # until then the tied one's gradient stays whole
             own_level = min(level, 1) if stage == "tied" else level
             zero = ZeRO(list(units.values()), mesh.group[axis], own_level)
             self.zeros_of[stage].append(zero)
@@ -245,8 +239,8 @@ class Hybrid(nn.Module):
                 if p in self.kind:  # the other end of the tied one
                     continue
                 kind = kinds["tied" if p in tied else kind_of(name)]
-                if self.tp.size > 1:
-                    assert (p in self.tp.cuts) == ("tp" in kind.cut), f"{name}: another kind?"
+                is_cut = self.tp.size > 1 and kind.get("tp") == "cut"
+                assert is_cut == (p in self.tp.cuts), f"{name}: another kind?"
                 self.names[p] = tied.get(p, name)
                 self.kind[p] = kind
                 if p.requires_grad:
@@ -256,7 +250,7 @@ class Hybrid(nn.Module):
                         # buffer to life before W: so they have a unit of the whole stage.
                         site = ""
                     where = "tied" if p in tied else stage
-                    [copies] = [axis for axis in kind.summed if axis in COPIES]
+                    [copies] = kind.keys() & COPIES
                     own = units[where, copies]
                     stays = not site.startswith("blocks.")
                     unit = own.setdefault(site, Unit([], [module.get_submodule(site)], stays))
@@ -265,10 +259,10 @@ class Hybrid(nn.Module):
 
     def same_along(self, p):
         """-> the axes along which, gradients being summed, ranks hold the same numbers of p's."""
-        axes = self.kind[p].summed + self.kind[p].same
-        if self.level and p.requires_grad:  # ZeRO has cut it
-            axes = [axis for axis in axes if axis not in COPIES]
-        return axes
+        cut = [axis for axis, what in self.kind[p].items() if what == "cut"]
+        if self.level and p.requires_grad:
+            cut += COPIES  # by ZeRO
+        return self.kind[p].keys() - cut
 
     def parameter_groups(self):
         """What an elementwise optimizer takes."""
@@ -289,6 +283,29 @@ class Hybrid(nn.Module):
         for zero in self.zeros_of[stage]:
             if zero.sync and zero.level >= 2:  # which have no room for the next micro-batch's
                 zero.reduce()  # partial -> sharded
+
+    def full_state_dict(self):
+        """-> {name in the plain model: parameter or buffer}, on every rank."""
+        return self.gather(self.origins, ZeRO.full_parameters)
+
+    def full_gradients(self):
+        """-> {name in the plain model: gradient} of what is trained, on every rank."""
+        return self.gather(trained(self.origins), ZeRO.full_gradients)
+
+    def gather(self, origins, of_zero):
+        """-> {name in the plain model: tensor} of origins' names. of_zero(zero): {parameter: ..}"""
+        found = {}
+        for zero in self.zeros:
+            found.update(of_zero(zero))  # over data or replicas: sharded -> replicated
+        mine = {}
+        for stage in self.stages:
+            for name, t in stage.state_dict(keep_vars=True).items():
+                t_here = found.get(t, t)  # not found: a buffer, or frozen, and whole here already
+                # over tp: sharded -> replicated
+                mine[name] = tensor_parallel.unshard(t_here, self.tp.cuts.get(t), self.tp)
+        mine = moe.gather_experts(mine, self.mesh.group["ep"])  # over ep: sharded -> replicated
+        # over pp: on one stage -> replicated
+        return pipeline_parallel.gather(mine, origins, self.mesh.group["pp"])
 
 
 # ---- the rest of a step
@@ -315,34 +332,49 @@ def step(model, optimizer, norm, clip):
     moe.step_biases(model)
 
 
-def full_state_dict(model):
-    """-> {name in the plain model: parameter or buffer}, on every rank."""
-    # over data or replicas: sharded -> replicated
-    found = {p: whole for zero in model.zeros for p, whole in zero.full_parameters().items()}
-    return gather(model, found, model.origins)
+# ---- a backward in two parts, of what tp has cut
 
 
-def full_gradients(model):
-    """-> {name in the plain model: gradient} of what is trained, on every rank."""
-    # over data or replicas: sharded -> replicated
-    found = {p: whole for zero in model.zeros for p, whole in zero.full_gradients().items()}
-    return gather(model, found, trained(model.origins))
+class SplitColumns(torch.autograd.Function):
+    """tp's Linears cut by columns, for zero-bubble schedules, as SplitLinear is for ordinary ones.
 
-
-def gather(model, found, origins):
-    """found: {parameter of this rank: itself or its gradient, whole along data or replicas}
-
-    -> {name in the plain model: tensor} of origins' names, of all stages, on every rank.
+    If the gradients of weights come later, nothing hides the sum of dx over tp.
     """
-    mine = {}
-    for stage in model.stages:
-        for name, t in stage.state_dict(keep_vars=True).items():
-            t_here = found.get(t, t)  # not found: a buffer, or frozen, and whole here already
-            # over tp: sharded -> replicated
-            mine[name] = tensor_parallel.unshard(t_here, model.tp.cuts.get(t), model.tp)
-    mine = moe.gather_experts(mine, model.mesh.group["ep"])  # over ep: sharded -> replicated
-    # over pp: on one stage -> replicated
-    return pipeline_parallel.gather(mine, origins, model.mesh.group["pp"])
+
+    @staticmethod
+    def forward(ctx, tp, x, parameters):
+        ctx.parameters = parameters
+        return ColumnParallel.forward(ctx, tp, x, *parameters)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *dys):
+        x, *_ = ctx.saved_tensors
+        reducing = ctx.tp.reduce(tensor_parallel.input_gradient(dys, ctx.parameters[::2]))
+        make = partial(add_gradients, ctx.tp, x, dys, ctx.parameters)
+        if SplitLinear.later is None:
+            make()
+        else:
+            SplitLinear.later.append(make)
+        return None, reducing.wait(), None
+
+
+def split_columns(tp, x, *parameters):
+    if not any(p is not None and p.requires_grad for p in parameters):
+        return ColumnParallel.apply(tp, x, *parameters)  # no W
+    if torch.is_grad_enabled() and not x.requires_grad:
+        x = x.detach().requires_grad_()  # as in pipeline_parallel.split_linear
+    return SplitColumns.apply(tp, x, parameters)  # in a tuple: autograd does not see them
+
+
+def add_gradients(tp, x, dys, parameters):
+    """W of some Linears that read the same x."""
+    x = tp.gather(x).wait()  # sharded(T) -> replicated
+    gradients = tensor_parallel.weight_gradients(x, dys, parameters[1::2])
+    for p, gradient in zip(parameters, gradients):
+        if gradient is not None and p.requires_grad:
+            # adds to p.grad, calls ZeRO's hook, and goes through a cast that autocast has made
+            torch.autograd.backward(p, gradient)
 
 
 # ---- 2. the toy GPT, parallelized --------------------------------------------
@@ -358,9 +390,7 @@ KIND_BY_NAME = [  # the first pattern that fits a parameter's name
 
 
 def kind_of(name):
-    for pattern, kind in KIND_BY_NAME:
-        if fnmatchcase(name, pattern):
-            return kind
+    return next(kind for pattern, kind in KIND_BY_NAME if fnmatchcase(name, pattern))
 
 
 def unit_of(name):
@@ -392,7 +422,7 @@ def trained(origins):
     return {name: origin for name, origin in origins.items() if origin[1].requires_grad}
 
 
-def within_layers(model, mesh, microbatches, splits, sp, attend):
+def within_layers(model, mesh, plans, splits, sp, attend):
     """-> tensor_parallel's WholeSequence or CutSequence"""
     tp = CutSequence(mesh.group["tp"]) if sp else WholeSequence(mesh.group["tp"])
     if splits:
@@ -403,6 +433,7 @@ def within_layers(model, mesh, microbatches, splits, sp, attend):
     if mesh.size["cp"] > 1:
         context_parallel.parallelize(model, attend(mesh.group["cp"]))
     if has_experts(model):
+        microbatches = 1 + max(action.microbatch for action in plans[0])
         moe.parallelize(model, mesh.group["ep"], mesh.group["peers"], microbatches)
     return tp
 
@@ -410,57 +441,15 @@ def within_layers(model, mesh, microbatches, splits, sp, attend):
 def replacements(model):
     """-> tensor_parallel's plan. Of experts it cuts the shared one alone."""
     plan = tensor_parallel.PLANS["llama" if model.pos is None else "gpt2"]
-    if not has_experts(model):
-        return plan
-    if model.blocks[0].mlp.shared is None:
-        return {name: kind for name, kind in plan.items() if ".mlp" not in name}
-    return {name.replace(".mlp", ".mlp.shared"): kind for name, kind in plan.items()}
+    if has_experts(model):
+        shared = model.blocks[0].mlp.shared is not None
+        plan = {name.replace(".mlp", ".mlp.shared"): kind for name, kind in plan.items()
+                if shared or ".mlp" not in name}
+    return plan
 
 
 def has_experts(model):
     return hasattr(model.blocks[0].mlp, "experts")
-
-
-def split_columns(tp, x, *parameters):
-    if not any(p is not None and p.requires_grad for p in parameters):
-        return ColumnParallel.apply(tp, x, *parameters)  # no W
-    if torch.is_grad_enabled() and not x.requires_grad:
-        x = x.detach().requires_grad_()  # as in pipeline_parallel.split_linear
-    return SplitColumns.apply(tp, x, parameters)  # in a tuple: autograd does not see them
-
-
-class SplitColumns(torch.autograd.Function):
-    """tp's Linears cut by columns, for zero-bubble schedules, as SplitLinear is for ordinary ones.
-
-    If the gradients of weights come later, nothing hides the sum of dx over tp.
-    """
-
-    @staticmethod
-    def forward(ctx, tp, x, parameters):
-        ctx.parameters = parameters
-        return ColumnParallel.forward(ctx, tp, x, *parameters)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *dys):
-        x, *_ = ctx.saved_tensors
-        reducing = ctx.tp.reduce(tensor_parallel.input_gradient(dys, ctx.parameters[::2]))
-        make = partial(add_gradients, ctx.tp, x, dys, ctx.parameters)
-        if SplitLinear.later is None:
-            make()
-        else:
-            SplitLinear.later.append(make)
-        return None, reducing.wait(), None
-
-
-def add_gradients(tp, x, dys, parameters):
-    """W of some Linears that read the same x."""
-    x = tp.gather(x).wait()  # sharded(T) -> replicated
-    gradients = tensor_parallel.weight_gradients(x, dys, parameters[1::2])
-    for p, gradient in zip(parameters, gradients):
-        if gradient is not None and p.requires_grad:
-            # adds to p.grad, calls ZeRO's hook, and goes through a cast that autocast has made
-            torch.autograd.backward(p, gradient)
 
 
 def between_layers(model, layers, plan):
@@ -532,12 +521,9 @@ class AtWork(nn.Module):
     def __init__(self, here, mesh, device_mesh, origins):
         super().__init__()
         self.stages = nn.ModuleList(here.values())
-        self.first = self.stages[0].first
-        self.last = self.stages[-1].last
         self.mesh = mesh
         self.device_mesh = device_mesh  # torch's, of pp, dp and tp
-        self.tp = WholeSequence(mesh.group["tp"])  # without cuts: DTensors know theirs
-        self.origins = origins
+        self.origins = origins  # as Hybrid's
         self.valid = 1  # targets of the batch under way
         self.schedule = None  # torch's, which calls loss_of
         self.tied = None  # the embedding or head, if it is tied to another rank's
@@ -556,13 +542,9 @@ class AtWork(nn.Module):
     def run(self, run_schedule, x, y, valid):
         """-> this rank's part of the loss. run_schedule: the schedule's step, or its eval."""
         self.valid = valid
-        inputs = [x] if self.first else []
         losses = []
-        context = contextlib.nullcontext()
-        if self.mesh.size["tp"] > 1:
-            context = loss_parallel()  # the logits are cut
-        with context:
-            run_schedule(*inputs, target=y, losses=losses, return_outputs=False)
+        with loss_parallel():  # for logits that are DTensors
+            run_schedule(x, target=y, losses=losses, return_outputs=False)
         total = sum((local(loss.detach()) for loss in losses), torch.zeros((), device=x.device))
         # loss_of has multiplied by dp, and each rank of tp has the whole
         return total / (self.mesh.size["data"] * self.mesh.size["tp"])
@@ -571,77 +553,83 @@ class AtWork(nn.Module):
         return self.run(self.schedule.eval, x, y, 1)
 
     def full_state_dict(self):
-        found = {p: whole(p) for p in self.parameters()}  # over dp, tp: sharded -> replicated
-        return gather(self, found, self.origins)
+        return self.gather(self.origins, lambda p: p)
 
     def full_gradients(self):
-        # likewise
-        found = {p: whole(p.grad) for p in self.parameters() if p.requires_grad}
-        return gather(self, found, trained(self.origins))
+        return self.gather(trained(self.origins), lambda p: p if p.grad is None else p.grad)
+
+    def gather(self, origins, of_parameter):
+        """-> {name in the plain model: tensor} of origins' names, on every rank."""
+        mine = {}
+        for stage in self.stages:
+            for name, p in stage.state_dict(keep_vars=True).items():
+                mine[name] = whole(of_parameter(p))  # over dp, tp: sharded -> replicated
+        # over pp: on one stage -> replicated
+        return pipeline_parallel.gather(mine, origins, self.mesh.group["pp"])
 
 
-def parallelize_at_work(model, mesh, device_mesh, plans, layers, boundary, args):
-    """The plain GPT -> AtWork. device_mesh: torch's, of pp, dp and tp."""
+def parallelize_at_work(model, mesh, plans, layers, boundary, args):
+    """The plain GPT -> AtWork."""
     from torch.distributed.pipelining import PipelineStage, schedules  # long to import
 
+    size, dtype, device = boundary
+    sizes = args.pp, args.dp, args.tp
+    device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp", "tp"))
     origins = origins_of(model, layers, plans)
-    if mesh.size["tp"] > 1:
+    if args.tp > 1:
         tensor_parallel.parallelize_at_work(model, device_mesh["tp"], args.sp)
     columns = len(local(model.head.weight))  # before fully_shard cuts it again
     here, tied = between_layers(model, layers, plans[mesh.place["pp"]])
-    for stage in here.values():
-        if stage.last and mesh.size["tp"] > 1:
-            # torch's pipeline takes ordinary tensors; loss_of makes a DTensor of them again
-            stage.register_forward_hook(lambda module, inputs, logits: logits.to_local())
-        if mesh.size["data"] > 1:
+    at_work = AtWork(here, mesh, device_mesh, origins)
+    stages = []
+    for number, stage in here.items():
+        if args.dp > 1:
             for unit in [*stage.blocks.values(), stage]:
                 fully_shard(unit, mesh=device_mesh["dp"], reshard_after_forward=False)
-    at_work = AtWork(here, mesh, device_mesh, origins)
-    if tied and at_work.first != at_work.last:
-        stages = at_work.stages
-        at_work.tied = stages[0].tok.weight if at_work.first else stages[-1].head.weight
-    parts = []
-    for number, stage in here.items():
-        shapes = shapes_at_work(stage, boundary, args.seq, columns)
-        parts.append(PipelineStage(
-            stage, number, len(layers), boundary[-1], *shapes, group=mesh.group["pp"]))
+        # all shapes: to ask other ranks for them torch needs NumPy
+        taken = torch.empty(size, dtype=dtype, device=device, requires_grad=True)
+        made = taken
+        if stage.first:
+            taken = made.new_empty(size[0], args.seq, dtype=torch.int64)
+        if stage.last:
+            made = made.new_empty(size[0], args.seq, columns)
+            if args.tp > 1:  # the pipeline takes ordinary tensors; loss_of makes DTensors again
+                stage.register_forward_hook(lambda module, inputs, logits: logits.to_local())
+        if tied and (stage.first or stage.last):
+            at_work.tied = stage.tok.weight if stage.first else stage.head.weight
+        stages.append(PipelineStage(
+            stage, number, len(layers), device, input_args=taken, output_args=made,
+            group=mesh.group["pp"]))
     if args.schedule in pipeline_parallel.ONE_STAGE:
-        [parts] = parts  # these classes take the stage itself, not a list
+        [stages] = stages  # these classes take the stage itself, not a list
     make = getattr(schedules, pipeline_parallel.AT_WORK[args.schedule])
     # scale_grads: they are a sum
-    at_work.schedule = make(parts, args.micro, loss_fn=at_work.loss_of, scale_grads=False)
+    at_work.schedule = make(stages, args.micro, loss_fn=at_work.loss_of, scale_grads=False)
     return at_work
-
-
-def shapes_at_work(stage, boundary, T, columns):
-    """-> what a stage takes and gives. Without it torch asks other ranks, and that takes NumPy."""
-    size, dtype, device = boundary
-    edge = torch.empty(size, dtype=dtype, device=device, requires_grad=True)
-    taken = edge.new_empty(size[0], T, dtype=torch.int64) if stage.first else edge
-    given = edge.new_empty(size[0], T, columns) if stage.last else edge
-    return taken, given
 
 
 def train_step_at_work(model, optimizer, x, y, valid, clip):
     optimizer.zero_grad()
     loss = model.run(model.schedule.step, x, y, valid)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    for p in parameters:
+    trained_here = [p for p in model.parameters() if p.requires_grad]
+    for p in trained_here:
         if isinstance(p, DTensor):
             # the gradient of a cut embedding comes replicated
             p.grad = p.grad.redistribute(placements=p.placements)
     if model.tied is not None and model.tied.requires_grad:
-        dist.all_reduce(local(model.tied.grad), group=model.mesh.group["ends"])  # -> replicated
+        # partial -> replicated
+        dist.all_reduce(local(model.tied.grad), group=model.mesh.group["ends"])
     # the tied one counts on the first stage only
-    counted = [p.grad for p in parameters if p is not model.tied or model.first]
+    is_first = model.stages[0].first
+    counted = [p.grad for p in trained_here if is_first or p is not model.tied]
     square = torch.zeros((), dtype=next(model.parameters()).dtype, device=x.device)
     if counted:
         square = whole(nn.utils.get_total_norm(counted)).square()
     dist.all_reduce(square, group=model.mesh.group["pp"])  # partial -> replicated
     norm = square.sqrt()
-    if clip and parameters:
+    if clip and trained_here:
         scale = (clip / (norm + 1e-6)).clamp(max=1)
-        torch._foreach_mul_([local(p.grad) for p in parameters], scale)
+        torch._foreach_mul_([local(p.grad) for p in trained_here], scale)
     optimizer.step()
     return loss, norm
 
@@ -651,9 +639,9 @@ def train_step_at_work(model, optimizer, x, y, valid, clip):
 NOT_HERE = ("naive", "pipedream")  # the first never overlaps, the second trains something else
 SCHEDULES = tuple(name for name in pipeline_parallel.SCHEDULES if name not in NOT_HERE)
 FLAGS = {
-    "dp": Flag(int, "copies, which share the batch", POSITIVE),
-    "tp": Flag(int, "ranks that share each layer", POSITIVE),
-    "pp": Flag(int, "ranks of a pipeline; of dp, tp, pp those left out are chosen", POSITIVE),
+    "dp": Flag(int, "copies, which share the batch (the ranks that are left)", POSITIVE),
+    "tp": Flag(int, "ranks that share each layer (1; without --dp and --pp 2)", POSITIVE),
+    "pp": Flag(int, "ranks of a pipeline (likewise)", POSITIVE),
     "cp": Flag(1, "ranks that share each sequence", POSITIVE),
     "attn": Flag("zigzag", "--cp: how queries meet other ranks' keys",
                  tuple(context_parallel.KINDS)),
@@ -671,80 +659,65 @@ FLAGS = {
 
 
 def layout(args):
-    """Fills in what the flags leave open. What cannot run ends here, in one line."""
-    fill_axes(args)
+    """Fills in what the flags leave open -> plans. What cannot run ends here, in one line."""
+    ranks = args.world_size // args.cp
+    usual = 1
+    if ranks % 4 == 0 and not (args.dp or args.tp or args.pp):
+        usual = 2
+    args.tp = args.tp or usual
+    args.pp = args.pp or usual
+    args.dp = args.dp or max(1, ranks // (args.tp * args.pp))
     args.sp = args.sp and args.tp > 1
     args.micro = args.micro or math.gcd(4, args.batch // args.dp)
     require(args.experts or not (args.ep or args.shared or args.capacity),
             "--ep, --shared and --capacity are for --experts E")
     args.ep = (args.ep or args.dp * args.cp) if args.experts else 1
     refuse(args)
+    plans = pipeline_parallel.make_plans(args.schedule, args.pp, args.micro, args.chunks)
     if args.impl != "scratch":
-        refuse_torch(args)
-
-
-def fill_axes(args):
-    """dp, tp and pp that are left out. If all are, and 4 divides the ranks, tp and pp are 2. Else
-    the last one left out, in the order pp, tp, dp, gets all other ranks, the ones before it 1."""
-    ranks = args.world_size // args.cp
-    missing = [axis for axis in ("pp", "tp", "dp") if getattr(args, axis) is None]
-    for axis in missing:
-        setattr(args, axis, 1)
-    if len(missing) == 3 and ranks % 4 == 0:
-        args.pp = 2
-        args.tp = 2
-    if missing:
-        setattr(args, missing[-1], max(1, ranks // (args.dp * args.tp * args.pp)))
+        refuse_torch(args, pipeline_parallel.homes(plans))
+    return plans
 
 
 def refuse(args):
     tp = args.tp
     copies = args.dp * args.cp
     stages = args.pp * pipeline_parallel.chunks_of(args.schedule, args.chunks)
-    sharing = tp * args.cp if args.attn == "ulysses" else tp  # ranks that share the heads
-    tokens = args.cp * tp if args.sp else args.cp
     axes = f"--dp {args.dp} x --cp {args.cp} x --tp {tp} x --pp {args.pp}"
     require(copies * tp * args.pp == args.world_size,
             f"{axes}: their product is not {args.world_size}, the number of ranks")
-    require(args.kv_heads % sharing == 0,
-            f"--heads {args.heads}, --kv-heads {args.kv_heads}: do not divide over {sharing} ranks")
-    chunks = args.cp * len(context_parallel.on_paper(args.attn, 0, args.cp).chunks())
-    require(args.seq % tokens == 0, f"--seq {args.seq} does not divide over {tokens} ranks")
-    require(args.cp == 1 or args.seq % chunks == 0,
-            f"--seq {args.seq} does not divide into {chunks} chunks")
-    require(args.hidden % tp == 0, f"--hidden {args.hidden} does not divide over --tp {tp}")
+    sharing = tp * args.cp if args.attn == "ulysses" else tp  # ranks that share the heads
+    chunks = len(context_parallel.on_paper(args.attn, 0, args.cp).chunks()) if args.cp > 1 else 1
+    for what, size, parts in (
+        ("heads of keys and values:", args.kv_heads, sharing),
+        ("--hidden", args.hidden, tp),
+        ("--seq", args.seq, args.cp * math.lcm(chunks, tp if args.sp else 1)),
+        ("--batch", args.batch, args.dp * args.micro),
+        ("--experts", args.experts, args.ep),
+        ("dp x cp =", copies, args.ep),
+    ):
+        require(size % parts == 0, f"{what} {size} does not divide into {parts} equal parts, as "
+                f"{axes}, --micro {args.micro}, --ep {args.ep} want it")
     require(args.top_k <= args.experts or not args.experts,
             f"--top-k {args.top_k} of --experts {args.experts}: choose fewer")
-    require(args.batch % (args.dp * args.micro) == 0, f"--batch {args.batch} does not divide into "
-            f"--dp {args.dp} x --micro {args.micro} micro-batches")
     require(stages <= args.layers, pipeline_parallel.too_few(args.layers, stages))
     pipeline_parallel.refuse_microbatches(args.schedule, args.micro, args.pp)
     require(args.zero < 3 or (args.pp == 1 and args.schedule == "1f1b"),
             "--zero 3 wants each backward right behind its forward: --pp 1 --schedule 1f1b")
     require(not args.experts or tp == 1 or args.sp,
             f"--experts with --tp {tp}: its ranks would all route the same tokens; add --sp")
-    require(copies % args.ep == 0 and args.experts % args.ep == 0,
-            f"--ep {args.ep} has to divide dp x cp = {copies} and --experts {args.experts}")
 
 
-def refuse_torch(args):
-    """What section 3 does not show."""
+def refuse_torch(args, home):
+    """What section 3 does not show. home: {stage: place along pp}"""
     ours = (args.dry_run, args.save, args.resume, args.init_from, args.experts, args.cp > 1,
             args.zero > 1, args.ckpt != "none", args.amp != "off", args.dtype == "bf16")
     require(not any(ours), "--dry-run, --save, --resume, --init-from, --experts, --cp, --zero 2, "
             "3, --ckpt, --amp and --dtype bf16 want --impl scratch")
     require(args.seq % args.tp == 0, f"--seq {args.seq}: torch wants a multiple of --tp {args.tp}")
     pipeline_parallel.refuse_at_work(args.schedule, args.micro, args.pp)
-    home = pipeline_parallel.homes(plans_of(args))
-    ends_on_one_rank = len(home) > 1 and home[0] == home[max(home)]
-    require(not ends_on_one_rank or (args.dp == 1 and not args.eval_every),
-            f"--schedule {args.schedule} --pp {args.pp}: fully_shard would untie the embedding, "
-            "torch's eval() does not know V-shaped ones; take --dp 1 without --eval-every")
-
-
-def plans_of(args):
-    """-> what each rank of a pipeline does, in order"""
-    return pipeline_parallel.make_plans(args.schedule, args.pp, args.micro, args.chunks)
+    require(len(home) == 1 or home[0] != home[max(home)], f"--schedule {args.schedule} --pp "
+            f"{args.pp}: both ends of the model on one rank want --impl scratch")
 
 
 # ---- bytes that a rank sends in a step. b: of a number
@@ -758,16 +731,16 @@ def tokens_of(args):
 def sent_on_tp(args, b, layers, is_first, is_last):
     """By so many layers, the embedding and the head, without the sums of gradients."""
     x = b * tokens_of(args) * args.width  # between two blocks, before --sp cuts it
-    half = 5 if args.sp else 4  # f and g of half a block, in units of (tp-1)/tp numbers
+    half = 5 if args.sp else 4  # f and g of half a block, in forward and backward
     halves = 1 if args.experts and not args.shared else 2
     block = half * halves
-    if args.ckpt == "full":  # once more, but for the last g
+    if args.ckpt == "full":  # forward once more, without the last g if that ends the block
         block += (1 + halves) if args.sp else 2
     sent = layers * block * x
     if is_first:
         sent += 2 * x
-    if is_first and args.cfg.form == "gpt2":
-        sent += 2 * b * args.seq // args.cp * args.width  # positions
+        if args.cfg.form == "gpt2":
+            sent += 2 * b * args.seq // args.cp * args.width  # positions
     if is_last:
         sent += (half - 2) * x
         sent += 2 * 3 * max(b, 4) * tokens_of(args)  # three numbers of a token's loss
@@ -806,8 +779,7 @@ def sent_by_zero(zero, micro):
 def sent_by_sums(model, axis):
     """By sum_gradients along an axis that it sums after backward."""
     n = model.mesh.size[axis]
-    summed = [part.grad.nbytes for part in model.parts if axis in model.kind[part.parameter].summed]
-    return 2 * (n - 1) / n * sum(summed)
+    return 2 * (n - 1) / n * sum(grad.nbytes for grad in summands(model, axis))
 
 
 def textbook(run, plans, layers, model):
@@ -818,11 +790,9 @@ def textbook(run, plans, layers, model):
     place = model.mesh.place["pp"]
     home = pipeline_parallel.homes(plans)
     here = [stage for stage in home if home[stage] == place]
-    beside = [home.get(stage + step) for stage in here for step in (-1, 1)]
-    neighbours = sum(rank not in (None, place) for rank in beside)
+    neighbours = sum(home.get(stage + side, place) != place for stage in here for side in (-1, 1))
     blocks = sum(layers[stage] for stage in here)
     links = model.pipeline.mail.links  # {its two places: group}; with gloo none, but group["pp"]
-    world = dist.get_world_size()
     rows = []
 
     def row(axis, formula, expected, *groups):
@@ -831,13 +801,14 @@ def textbook(run, plans, layers, model):
 
     for axis in COPIES:
         zeros = [zero for zero in model.zeros if zero.group is group[axis]]
-        if axis == "data" or args.experts:  # only experts have replicas
+        if zeros:  # only experts have replicas
             sent = sum(sent_by_zero(zero, args.micro) for zero in zeros)
             row(axis, "k P b (n-1)/n", sent, group[axis])
     on_ends = sent_by_sums(model, "ends")
     if on_ends:  # if they are tied
         row("ends", "2 (n-1)/n b V C/tp, ZeRO: /data", on_ends, group["ends"])
-    row("norm", "2 w (n-1)/n", 2 * max(b, 4) * (world - 1) / world, dist.group.WORLD)
+    world = dist.group.WORLD
+    row("norm", "2 w (n-1)/n", 2 * max(b, 4) * (world.size() - 1) / world.size(), world)
     if args.amp == "off":  # which would halve some
         on_tp = sent_on_tp(args, b, blocks, 0 in here, len(layers) - 1 in here)
         row("tp", "M L/pp 8 A b (tp-1)/tp, --sp 10, + ends + sums",
@@ -853,19 +824,19 @@ def textbook(run, plans, layers, model):
 
 def pieces(model, optimizer):
     """-> [Piece] of the plain model's tensors: masters as the parameters, and AdamW's states."""
-    found = []  # (parameter, pieces of its tensor on this rank)
+    found = []
     for flat in model.flats:
         for part in flat.parts:
             p = part.parameter
             place = model.names[p], flat.shapes[p], part.first
-            found.append((p, parts_pieces([(*place, part.master)], optimizer, is_first(model, p))))
+            own = parts_pieces([(*place, part.master)], optimizer, is_first(model, p))
             # part.shard, which forward reads, is loaded likewise, and never saved
-            found.append((p, run_pieces(*place, part.shard, False)))
+            own += run_pieces(*place, part.shard, False)
+            found += in_plain(model, p, own)
     for p, name in model.names.items():  # in level 3 those that are trained have no elements
         writes = not p.requires_grad and is_first(model, p)
-        found.append((p, pieces_of([(name, p)], None, writes)))
-    of_plain = [piece for p, own in found for box in own for piece in in_plain(model, p, box)]
-    return [piece for piece in of_plain if piece.tensor.numel()]
+        found += in_plain(model, p, pieces_of([(name, p)], None, writes))
+    return [piece for piece in found if piece.tensor.numel()]
 
 
 def is_first(model, p):
@@ -873,16 +844,19 @@ def is_first(model, p):
     return all(dist.get_rank(model.mesh.group[axis]) == 0 for axis in model.same_along(p))
 
 
-def in_plain(model, p, piece):
-    """A box of this rank's p -> boxes of the plain model's tensors: of a stack, one per expert."""
+def in_plain(model, p, own):
+    """Boxes of this rank's p -> boxes of the plain model's tensors: of a stack, one per expert."""
     if p in model.tp.cuts:
-        return [tensor_parallel.of_whole(piece, model.tp.cuts[p], model.tp.rank)]
-    if "ep" not in model.kind[p].cut:
-        return [piece]
-    name, shape, start, stack, writes = piece
-    first = dist.get_rank(model.mesh.group["ep"]) * shape[0] + start[0]
-    return [Piece(moe.plain_name(name, number), shape[1:], start[1:], of_expert, writes)
-            for number, of_expert in enumerate(stack, first)]
+        return [tensor_parallel.of_whole(box, model.tp.cuts[p], model.tp.rank) for box in own]
+    if "ep" not in model.kind[p]:
+        return own
+    found = []
+    for name, shape, start, stack, writes in own:
+        first = dist.get_rank(model.mesh.group["ep"]) * shape[0] + start[0]
+        for number, box in enumerate(stack, first):
+            of_expert = moe.plain_name(name, number)
+            found.append(Piece(of_expert, shape[1:], start[1:], box, writes))
+    return found
 
 
 def notes(model):
@@ -898,17 +872,16 @@ def notes(model):
 
 def build_plain(args, cfg, seed, device, dtype):
     """The plain model. If it has experts, it is told which tokens are routed together."""
-    model = build(cfg, seed, device, dtype)
-    if args.experts:
-        moe.mixture(model, seed, cfg, experts=args.experts, top_k=args.top_k, shared=args.shared,
-                    balance=args.balance, capacity=args.capacity)
-        if not args.dry_run:
-            moe.set_sources(model, sources(args, device))
+    if not args.experts:
+        return build(cfg, seed, device, dtype)
+    model = moe.build_plain(args, cfg, seed, device, dtype)
+    if not args.dry_run:
+        moe.set_sources(model, sources(args, device))
     return model
 
 
 def sources(args, device):
-    """-> [[the tokens, of 0 to B T - 1, that a rank routes], of each rank] of each micro-batch"""
+    """-> [micro-batch][rank]: the tokens that the rank routes, numbered 0 to B T - 1"""
     numbers = torch.arange(args.batch * args.seq, device=device)
     numbers = numbers.view(args.dp, args.micro, -1, args.seq)
     found = [[] for _ in range(args.micro)]
@@ -925,19 +898,11 @@ def tokens_of_rank(args, cp_rank, device):
     return context_parallel.on_paper(args.attn, cp_rank, args.cp).positions(args.seq, device)
 
 
-def boundary_of(run):
-    """-> size, dtype and device of what goes from stage to stage"""
-    args = run.args
-    tokens = args.seq // args.cp // (args.tp if args.sp else 1)
-    return (args.batch // args.dp // args.micro, tokens, args.width), run.dtype, run.device
-
-
-def set_up(run, mesh, plans, layers):
+def set_up(run, mesh, plans, layers, boundary):
     """-> Side"""
     args = run.args
     plain = run.build()
-    if args.experts:
-        moe.set_biases(plain, run)
+    moe.set_biases(plain, run)
     autocast = None
     if args.amp == "bf16":
         autocast = torch.autocast(run.device.type, torch.bfloat16)
@@ -946,28 +911,22 @@ def set_up(run, mesh, plans, layers):
         return context_parallel.for_proofs(context_parallel.KINDS[args.attn](group))
 
     model = parallelize(
-        plain, mesh, plans, layers, boundary_of(run), sp=args.sp, attend=attend,
+        plain, mesh, plans, layers, boundary, sp=args.sp, attend=attend,
         recompute=amp_accum_ckpt.CHECKPOINT[args.ckpt], autocast=autocast, zero=args.zero)
     optimizer = adamw(model.parameter_groups(), args.lr)
     tokens = tokens_of_rank(args, mesh.place["cp"], run.device)
     return Side(
         model=model, optimizer=optimizer, train_step=train_step,
-        full_gradients=partial(full_gradients, model),
-        full_state_dict=partial(full_state_dict, model),
         evaluate=lambda x, y: evaluate(model, x[:, tokens], y[:, tokens]),
         pieces=partial(pieces, model, optimizer),
         held=partial(held, model=model, zero=model, optimizer=optimizer),
         extra=partial(notes, model) if args.experts else None)
 
 
-def set_up_at_work(run, mesh, plans, layers):
+def set_up_at_work(run, mesh, plans, layers, boundary):
     """-> Side"""
-    args = run.args
-    sizes = (args.pp, args.dp, args.tp)
-    device_mesh = init_device_mesh(run.device.type, sizes, mesh_dim_names=("pp", "dp", "tp"))
-    model = parallelize_at_work(
-        run.build(), mesh, device_mesh, plans, layers, boundary_of(run), args)
-    optimizer = adamw(model.parameters(), args.lr)
+    model = parallelize_at_work(run.build(), mesh, plans, layers, boundary, run.args)
+    optimizer = adamw(model.parameters(), run.args.lr)
     return Side(model=model, optimizer=optimizer, train_step=train_step_at_work)
 
 
@@ -985,18 +944,18 @@ def picture(run, plans, layers):
 
 def main():
     args = arguments(__doc__, presets=moe.PRESETS, **FLAGS)
-    layout(args)
-    plans = plans_of(args)
-    home = pipeline_parallel.homes(plans)
-    layers = pipeline_parallel.split_layers(args.layers, len(home))
+    plans = layout(args)
+    layers = pipeline_parallel.split_layers(args.layers, len(pipeline_parallel.homes(plans)))
     run = Run(args, build=partial(build_plain, args))
-    ends = home[0], home[len(home) - 1]
-    mesh = Mesh(args.dp, args.cp, args.tp, args.pp, args.ep, ends)
+    mesh = Mesh(plans, args.dp, args.cp, args.tp, args.ep)
+    tokens = args.seq // args.cp // (args.tp if args.sp else 1)
+    size = args.batch // args.dp // args.micro, tokens, args.width
+    boundary = size, run.dtype, run.device  # of what goes from stage to stage
     if run.dry:
         moe.read_counts = moe.balanced_counts  # nobody knows what tokens would choose
     with run:
         total = sum(p.numel() for p in run.build().parameters())
-        sides = {impl: SET_UP[impl](run, mesh, plans, layers) for impl in run.impls}
+        sides = {impl: SET_UP[impl](run, mesh, plans, layers, boundary) for impl in run.impls}
         run.say(f"hybrid_3d: {run.world_size} ranks on {run.device.type}, {args.dtype}, "
                 f"{total:,} parameters")
         picture(run, plans, layers)
