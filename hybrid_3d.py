@@ -167,16 +167,16 @@ def kinds_of_parameters(sp):
     }
 
 
+def sum_gradients_plainly(model):
+    """After backward each gradient becomes its sum over all axes for which the table says so."""
+    for part in model.parts:
+        for axis, what in model.kind[part.parameter].items():
+            if what == "sum":
+                dist.all_reduce(part.grad, group=model.mesh.group[axis])  # partial -> replicated
+
+
 def sum_gradients(model):
-    """After backward each gradient becomes its sum over all axes for which the table says so:
-
-        for part in model.parts:
-            for axis, what in model.kind[part.parameter].items():
-                if what == "sum":
-                    dist.all_reduce(part.grad, group=model.mesh.group[axis])
-
-    Here that is one call an axis, and along data and replicas backward has begun it.
-    """
+    """The same in one call an axis. Along data and replicas backward has begun it."""
     for zero in model.zeros:
         if zero.level < 2:  # else after_backward has summed
             zero.sync = True  # for "tied", which belongs to no stage, no backward has set it
