@@ -901,9 +901,8 @@ def build_plain(args, cfg, seed, device, dtype):
     model = build(cfg, seed, device, dtype)
     if args.experts:
         moe.mixture(model, seed, cfg, experts=args.experts, top_k=args.top_k, shared=args.shared,
-                    balance=args.balance, capacity=args.capacity)
-        if not args.dry_run:
-            moe.set_sources(model, sources(args, device))
+                    balance=args.balance, capacity=args.capacity,
+                    sources=None if args.dry_run else sources(args, device))
     return model
 
 
@@ -993,7 +992,7 @@ def main():
     ends = home[0], home[len(home) - 1]
     mesh = Mesh(args.dp, args.cp, args.tp, args.pp, args.ep, ends)
     if run.dry:
-        moe.read_counts = moe.balanced_counts  # nobody knows what tokens would choose
+        moe.Routing.read = moe.balanced_counts  # nobody knows what tokens would choose
     with run:
         total = sum(p.numel() for p in run.build().parameters())
         sides = {impl: SET_UP[impl](run, mesh, plans, layers) for impl in run.impls}
