@@ -31,8 +31,9 @@ ulysses: an all-to-all turns all heads of T/cp tokens into H/cp heads of all tok
     (loss / valid_targets_of_all_ranks).backward()  # a rank's part: the loss is the sum of all
     sum_gradients(model.parameters(), group)   # then clip and step, as one process does
 
-Not for: masks other than causal or none (packed documents, sliding windows), dropout of attention's
-weights, KV caches, and layers besides attention that look at other tokens (convolutions, means).
+Not for: masks other than causal (encoders, packed documents, sliding windows), dropout of weights
+of attention, KV caches, v of another width than k, and layers besides attention that look at other
+tokens (convolutions, means). On GPUs attention is in bf16 or fp16, and D a multiple of 8.
 Liu 2023, "Ring Attention", arXiv:2310.01889, section 3. Llama team 2024, arXiv:2407.21783, section
 3.3.2 (zigzag, all-gather). Jacobs 2023, "DeepSpeed Ulysses", arXiv:2309.14509, section 3.
 At work: torch.distributed.tensor.experimental.context_parallel (section 3).
@@ -63,7 +64,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 # Attention to one block of keys, by the kernels of scaled_dot_product_attention, which keeps the
-# log-sum-exp to itself. On GPUs they take bf16 and fp16.
+# log-sum-exp to itself.
 
 
 def attend_block(q, k, v, causal):
@@ -182,9 +183,8 @@ class Ring:
 
     Return = ReturnByHops  # takes the gradients of the K and V that `bring` yields, in their order
 
-    def __init__(self, group=None, causal=True):
+    def __init__(self, group=None):
         self.group = group  # None: the world
-        self.causal = causal  # False: each query sees all keys, as in an encoder
         self.cp_rank = dist.get_rank(group)
         self.cp = dist.get_world_size(group)
         self.attend_block = attend_block  # this and the next two can be exchanged
@@ -213,8 +213,8 @@ class Ring:
         Queries from number `first` on see the first `keys` keys that are here; those before it see
         none. If causal, query i sees of them only keys 0 to i.
         """
-        if hop == 0 or not self.causal:
-            return 0, tokens, self.causal
+        if hop == 0:
+            return 0, tokens, True
         mine = self.chunks()
         theirs = self.chunks(hop)
         # Queries see the chunks of keys before their own. Where queries of chunks 0,7 meet keys of
@@ -346,7 +346,7 @@ class Ulysses(Ring):
         qkv = [x.to(v.dtype) for x in (q, k, v)]  # in autocast RoPE may have made fp32 of q, k
         by_heads = [AllToAll.apply(x, self.HEADS, self.TOKENS, self.group) for x in qkv]
         # (B, H/cp, T, D); any attention would do
-        out = F.scaled_dot_product_attention(*by_heads, is_causal=self.causal, enable_gqa=True)
+        out = F.scaled_dot_product_attention(*by_heads, is_causal=True, enable_gqa=True)
         return AllToAll.apply(out, self.TOKENS, self.HEADS, self.group)  # (B, H, T/cp, D)
 
 
@@ -439,7 +439,6 @@ def on_paper(attn, cp_rank, cp):
     ring = object.__new__(KINDS[attn])
     ring.cp_rank = cp_rank
     ring.cp = cp
-    ring.causal = True
     return ring
 
 
@@ -464,9 +463,10 @@ def picture(attn, cp):
 
 def work(ring, hop):
     """What a hop costs, if all keys for all queries cost 2. So causal attention costs 1."""
-    first, keys, causal = ring.wanted(hop, 2)  # tokens, one in each chunk of zigzag's
-    cost = 2 * (2 - first) * keys / (2 * 2)
-    return cost / 2 if causal else cost
+    if hop == 0:
+        return 1
+    first, keys, _ = ring.wanted(hop, 2)  # tokens, one in each chunk of zigzag's
+    return (2 - first) * keys / 2
 
 
 # Section 1 attends on GPUs in bf16 and fp16. Proofs want more digits, and ranks that share a GPU.

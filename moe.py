@@ -56,11 +56,11 @@ from harness.run import Run, Side
 
 
 class AllToAll(torch.autograd.Function):
-    """Rows (sum(send), C) -> (sum(receive), C): send[r] go to rank r, receive[r] come from it."""
+    """Rows (sum(send), C) -> (sum(receive), C): receive[r] come from rank r, send[r] go to it."""
 
     @staticmethod
-    def forward(ctx, rows, send, receive, group):
-        ctx.way_back = (receive, send, group)
+    def forward(ctx, rows, receive, send, group):
+        ctx.way_back = (send, receive, group)
         arrived = rows.new_empty(sum(receive), *rows.shape[1:])
         # sorted by destination -> sorted by source
         dist.all_to_all_single(arrived, rows.contiguous(), receive, send, group=group)
@@ -138,7 +138,7 @@ class Routing:
         self.sizes = [sum(of_expert) for of_expert in self.by_expert]  # rows of each expert here
 
     def read(self, counts):
-        """-> the numbers, as lists. Here alone the host waits."""
+        """-> the numbers, as lists: the host waits. Dry runs, which have none, replace this."""
         return counts.tolist()
 
 
@@ -318,12 +318,12 @@ class MoE(nn.Module):
         N, C = tokens.shape
         rows = tokens.index_select(0, routing.choices // self.top_k)  # choice n K + k is token n's
         # on the tokens' ranks -> on the experts' ranks
-        rows = self.exchange(rows, routing.sent, routing.received, self.ep)
+        rows = self.exchange(rows, routing.received, routing.sent, self.ep)
         rows = transpose_blocks(rows, routing.by_source)  # sorted by source -> sorted by expert
         rows = self.experts(rows, routing)
         rows = transpose_blocks(rows, routing.by_expert)  # sorted by expert -> sorted by source
         # on the experts' ranks -> on the tokens' ranks
-        rows = self.exchange(rows, routing.received, routing.sent, self.ep)
+        rows = self.exchange(rows, routing.sent, routing.received, self.ep)
         answers = rows.new_zeros(N * self.top_k, C)  # of choices that are dropped: zeros
         answers = answers.index_copy(0, routing.choices, rows).view(N, self.top_k, C)
         y = gates.to(rows.dtype).unsqueeze(1) @ answers  # (N, 1, K) @ (N, K, C)
@@ -560,13 +560,10 @@ def parallelize_at_work(model, ep):
     """torch has no such layer: routing, sorting and bookkeeping stay section 1's."""
     from torch.distributed import _functional_collectives as functional  # slow to import
 
-    def exchange(rows, send, receive, group):  # sorted by destination -> sorted by source
-        return functional.all_to_all_single_autograd(rows, receive, send, group)
-
     suits = model.tok.weight.dtype != torch.float64  # which grouped_mm does not know
     parallelize(model, ep)
     for layer in layers_of(model):
-        layer.exchange = exchange
+        layer.exchange = functional.all_to_all_single_autograd
         layer.experts.suit_one_kernel = lambda: suits
     return model
 

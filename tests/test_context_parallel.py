@@ -42,18 +42,18 @@ def own_group(size):
     return groups[dist.get_rank() // size]
 
 
-def check_attention(T, group_size, kv_heads, D, causal):
+def check_attention(T, group_size, kv_heads, D):
     """out, dq, dk, dv of each kind, in every group of ranks, against SDPA of the whole sequence."""
     group = own_group(group_size)
     rng = torch.Generator().manual_seed(0)
     *qkv, dout = [torch.randn(1, H, T, D, generator=rng) for H in (4, kv_heads, kv_heads, 4)]
     whole = [x.clone().requires_grad_() for x in qkv]
-    out = F.scaled_dot_product_attention(*whole, is_causal=causal, enable_gqa=True)
+    out = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
     out.backward(dout)
     for kind in KINDS.values():
         if kind is Ulysses and kv_heads % group_size:
             continue
-        ring = kind(group, causal)
+        ring = kind(group)
         own = ring.positions(T)
         parts = [x[:, :, own].requires_grad_() for x in qkv]
         result = ring.attend(*parts)
@@ -65,10 +65,10 @@ def check_attention(T, group_size, kv_heads, D, causal):
 
 
 def test_attention_alone():
-    run(each, 4, check_attention, [  # T, group_size, kv_heads, D, causal
-        (1024, 4, 4, 4, True),  # longer than a block of the kernel
-        (24, 4, 1, 3, True),
-        (24, 2, 2, 5, False),
+    run(each, 4, check_attention, [  # T, group_size, kv_heads, D
+        (1024, 4, 4, 4),  # longer than a block of the kernel
+        (24, 4, 1, 3),
+        (24, 2, 2, 5),
     ])
 
 
