@@ -117,25 +117,25 @@ class Routing:
         """chosen (N, K). wanted (E,): how often each expert is chosen. most: see capacity."""
         self.most = most
         self.ep = ep
-        self.choices = chosen.flatten().argsort(stable=True)  # those sent, by expert, then by token
+        self.choices = chosen.flatten().argsort(stable=True)  # by expert, then by token
         taken = wanted.clamp(max=most)
         coming = torch.empty_like(taken)
         # this rank's rows for every expert -> every rank's rows for the experts here
         dist.all_to_all_single(coming, taken, group=ep)
         ranks = dist.get_world_size(ep)
-        self.sizes_on_device = coming.view(ranks, -1).sum(0)  # (E/ep,)
+        self.sizes_on_device = coming.view(ranks, -1).sum(0)  # (E/ep,) rows of each expert here
         counts = torch.stack([wanted, taken, coming]).view(3, ranks, -1)
         # queues [rank][its expert]: rows that want to go there; leaving: those of them that do;
         # arriving [rank][expert here]: rows that come from there
         queues, leaving, arriving = self.read(counts)
-        if most < len(chosen):  # an expert may be full: it takes the first rows
+        if most < len(chosen):  # an expert may be full: the first of its queue are sent
             of_experts = self.choices.split([length for of_rank in queues for length in of_rank])
             self.choices = torch.cat([queue[:most] for queue in of_experts])
         self.sent = [sum(of_rank) for of_rank in leaving]  # rows to each rank of ep
         self.received = [sum(of_rank) for of_rank in arriving]  # rows from each rank of ep
         self.by_source = arriving  # the blocks of rows as they arrive
         self.by_expert = list(zip(*arriving))  # [expert here][rank]: as the experts want them
-        self.sizes = [sum(of_expert) for of_expert in self.by_expert]  # rows of each expert here
+        self.sizes = [sum(of_expert) for of_expert in self.by_expert]  # again, as a list
 
     def read(self, counts):
         """-> the numbers, as lists: the host waits. Dry runs, which have none, replace this."""
