@@ -19,7 +19,7 @@ ulysses: an all-to-all turns all heads of T/cp tokens into H/cp heads of all tok
     sent per block, forward          -           2 (cp-1) S                2 (cp-1)/cp (S + Q)
     sent per block, backward         -           4 (cp-1) S                2 (cp-1)/cp (S + Q)
     sent per step, P weights         -           2 (cp-1)/cp P             2 (cp-1)/cp P
-    in numbers of the model's dtype, dK and dV in fp32 or better: S in a rank's k (or v), Q in its q
+    Numbers of the model's dtype, of dK and dV in fp32 or better. A rank's k (or v) has S, its q Q.
 
     replicate(model, group)
     ring = Zigzag(group)
@@ -31,21 +31,22 @@ ulysses: an all-to-all turns all heads of T/cp tokens into H/cp heads of all tok
     (loss / valid_targets_of_all_ranks).backward()  # a rank's part: the loss is the sum of all
     sum_gradients(model.parameters(), group)   # then clip and step, as one process does
 
-Not for: masks other than causal or none (packed documents, sliding windows), dropout of attention's
-weights, KV caches, and layers besides attention that look at other tokens (convolutions, means).
+Not for: masks other than causal or none (packed documents, sliding windows), dropout of weights of
+attention, KV caches, v of another width than k, and layers besides attention that look at other
+tokens (convolutions, means). On GPUs attention is in bf16 or fp16, and D a multiple of 8.
 Liu 2023, "Ring Attention", arXiv:2310.01889, section 3. Llama team 2024, arXiv:2407.21783, section
 3.3.2 (zigzag, all-gather). Jacobs 2023, "DeepSpeed Ulysses", arXiv:2309.14509, section 3.
 At work: torch.distributed.tensor.experimental.context_parallel (section 3).
     torchrun --standalone --nproc_per_node=2 context_parallel.py --attn zigzag
 """
 import math
-from collections import namedtuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+# section 1 needs what stands above, the others what follows
 import sys
 from functools import cache, partial
 from importlib.util import find_spec
@@ -63,7 +64,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 # Attention to one block of keys, by the kernels of scaled_dot_product_attention, which keeps the
-# log-sum-exp to itself. On GPUs they take bf16 and fp16.
+# log-sum-exp to itself.
 
 
 def attend_block(q, k, v, causal):
@@ -113,7 +114,7 @@ class Hop:
         rank_before = (ring.cp_rank - 1) % ring.cp
         self.sent = tensor  # must live, and stay as it is, until wait()
         self.received = torch.empty_like(tensor)
-        self.works = dist.batch_isend_irecv([  # to the rank after, from the one before
+        self.works = dist.batch_isend_irecv([
             dist.P2POp(dist.isend, self.sent, group=ring.group, group_peer=next_rank),
             dist.P2POp(dist.irecv, self.received, group=ring.group, group_peer=rank_before)])
 
@@ -135,8 +136,8 @@ class ReturnByHops:
     def add(self, part, hop):
         """Take what this rank adds to the gradient of the K and V that are here at this hop.
 
-        The rank before sends the sum of what others have made for the same K and V. With this part
-        it goes on, while the caller makes the next. Parts of zeros do, too: a rank waits for them.
+        The rank before sends the sum of what others have made for the same K and V. This part is
+        added, and the sum sent on while the caller makes the next part; zeros too: a rank waits.
         """
         if hop == 0:
             self.own = part
@@ -171,13 +172,6 @@ class ReturnByReduceScatter:
         reduce_scatter(out, self.everyone, group=self.ring.group)  # partial -> sharded
         self.everyone.untyped_storage().resize_(0)  # free, though gloo's thread holds the tensor
         return self.part
-
-
-# What counts at a hop, of all pairs of an own query and a key that is here
-# first_query  queries before this one see none of these keys
-# keys         the other queries see so many of them, the first ones
-# causal       and of those query i sees key i and the ones before; if False, all
-Wanted = namedtuple("Wanted", "first_query keys causal")
 
 
 class Ring:
@@ -215,9 +209,13 @@ class Ring:
         return torch.cat([by_chunk[chunk] for chunk in mine])
 
     def wanted(self, hop, tokens):
-        """What counts after so many hops. `tokens`: how many own queries there are, and keys."""
+        """What counts after so many hops, where a rank has so many tokens -> (first, keys, causal).
+
+        Queries from number `first` on see the first `keys` keys that are here; those before it see
+        none. If causal, query i sees of them only keys 0 to i.
+        """
         if hop == 0 or not self.causal:
-            return Wanted(0, tokens, self.causal)
+            return 0, tokens, self.causal
         mine = self.chunks()
         theirs = self.chunks(hop)
         # Queries see the chunks of keys before their own. Where queries of chunks 0,7 meet keys of
@@ -226,7 +224,7 @@ class Ring:
         size = tokens // len(mine)  # of a chunk
         too_early = sum(chunk < theirs[0] for chunk in mine)  # chunks of queries before all keys
         seen = sum(chunk < mine[-1] for chunk in theirs)  # chunks of keys before the last queries
-        return Wanted(too_early * size, seen * size, False)
+        return too_early * size, seen * size, False
 
     def bring(self, kv):
         """Yield own K and V, then those of each rank before, while the next are on their way."""
@@ -239,8 +237,8 @@ class Ring:
     def attend(self, q, k, v):
         """Attention within the whole sequence: (B, H, T/cp, D) -> (B, H, T/cp, D).
 
-        k and v may have fewer heads, a divisor of H: query heads in a row share one, and only these
-        few travel. Every rank of the group calls it, with equal shapes.
+        k and v may have fewer heads, a divisor of H: query heads in a row share one. Only the heads
+        of k and v travel. Every rank of the group calls it, with equal shapes.
         """
         tokens = q.shape[2]
         assert tokens % len(self.chunks()) == 0, f"{tokens} tokens: cut them as positions() says"
@@ -264,8 +262,9 @@ class AllGather(Zigzag):
     Return = ReturnByReduceScatter
 
     def bring(self, kv):
-        everyone = kv.new_empty(self.cp, *kv.shape)  # for which gloo wants kv as (1, ..)
-        all_gather(everyone, kv.unsqueeze(0), group=self.group)  # sharded -> replicated
+        everyone = kv.new_empty(self.cp, *kv.shape)
+        # sharded -> replicated; gloo wants (1, ..) for (cp, ..)
+        all_gather(everyone, kv.unsqueeze(0), group=self.group)
         for hop in range(self.cp):
             yield everyone[self.source(hop)]
 
@@ -323,7 +322,8 @@ class AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, cut, join, group):
         ctx.way_back = (join, cut, group)
-        parts = torch.stack(x.chunk(dist.get_world_size(group), cut)).contiguous()  # if permuted
+        # (cp, ..): stack keeps the order of x's strides
+        parts = torch.stack(x.chunk(dist.get_world_size(group), cut)).contiguous()
         received = torch.empty_like(parts)
         dist.all_to_all_single(received, parts, group=group)  # sharded(join) -> sharded(cut)
         joined = torch.cat(received.unbind(), join)
@@ -373,7 +373,7 @@ def sum_gradients(parameters, group=None):
 
 
 def parallelize(model, ring):
-    """Let a model attend by the ring -> it. It then takes own tokens, x[:, ring.positions(T)]."""
+    """Let a model attend by the ring -> the model, which takes own tokens, x[:, positions(T)]."""
     for block in model.blocks:
         block.attn.attend = ring.attend
     count_as(model, ring)
@@ -420,7 +420,7 @@ def cut_in_place(mesh, x, y):
 def train_step_at_work(model, optimizer, x, y, valid, clip, mesh):
     """x, y: all tokens (B, T)."""
     with cut_in_place(mesh, x, y):
-        # torch's are the cut of x and attention alone. A program at work sums by FSDP or DDP
+        # only the cut and attention are torch's here; at work FSDP or DDP sums gradients
         return train_step(model, optimizer, x, y, valid, clip)
 
 
@@ -432,8 +432,7 @@ def evaluate_at_work(model, mesh, x, y):
 # ---- 4. run ------------------------------------------------------------------
 
 KINDS = {"ring": Ring, "zigzag": Zigzag, "allgather": AllGather, "ulysses": Ulysses}
-SHOWN = 8  # ranks and hops of the picture, at most
-MARKS = {0: "-", 1: "/", 2: ""}  # what it shows of a hop's work
+MARKS = {0: "-", 1: "/", 2: ""}  # what the picture shows of a hop's work
 
 
 def on_paper(attn, cp_rank, cp):
@@ -449,7 +448,7 @@ def picture(attn, cp):
     """The docstring's table -> lines. Work is in units of causal attention within T/cp tokens."""
     if attn == "ulysses":
         return [f"rank r: all chunks of heads r H/cp .., work {cp}"]
-    shown = range(min(cp, SHOWN))
+    shown = range(min(cp, 8))  # of ranks and hops
     hops = "".join(f"  hop {hop}" for hop in shown)
     lines = [f"{attn:9}{hops}  work"]
     for cp_rank in shown:
@@ -466,10 +465,10 @@ def picture(attn, cp):
 
 def work(ring, hop):
     """What a hop costs, if all keys for all queries cost 2. So causal attention costs 1."""
-    tokens = 2  # on each rank, which is one in each chunk of zigzag's
-    first_query, keys, causal = ring.wanted(hop, tokens)
-    cost = (tokens - first_query) * keys / tokens
-    return cost / 2 if causal else cost
+    if hop == 0:
+        return 1
+    first, keys, _ = ring.wanted(hop, 2)  # tokens, one in each chunk of zigzag's
+    return (2 - first) * keys / 2
 
 
 # Section 1 attends on GPUs in bf16 and fp16. Proofs want more digits, and ranks that share a GPU.
@@ -532,13 +531,11 @@ def refuse(args):
             f"--attn ulysses: {cp} ranks cannot share {cfg.heads} heads, {cfg.kv_heads} of keys "
             "and values, evenly: change --heads or --kv-heads")
     if args.impl != "scratch":
-        torchs = f"--impl {args.impl}: torch's context_parallel"
         on_gpu = torch.cuda.is_available() and args.device != "cpu" and not args.dry_run
-        require(on_gpu and args.dtype != "fp64",
-                f"{torchs} needs GPUs and fp32 or bf16; take --impl scratch")
-        require(find_spec("numpy"), f"{torchs} needs NumPy: install it, or take --impl scratch")
+        require(on_gpu and args.dtype != "fp64" and find_spec("numpy"),
+                "torch's context_parallel needs GPUs, fp32 or bf16, and NumPy; take --impl scratch")
         require(args.dtype == "bf16" or cfg.seq % (64 * cp) == 0,
-                f"{torchs} wants --seq in multiples of {64 * cp} for fp32 on {cp} ranks")
+                f"--impl {args.impl}: in fp32 --seq has to be a multiple of {64 * cp}")
 
 
 def set_up(run, impl, ring):
@@ -568,9 +565,7 @@ def textbook(run, cp, P):
     b = run.dtype.itemsize
     d = max(4, b)
     hops = [("wire send", "2 (cp-1) L (2 b + d) S", 2 * (cp - 1) * L * (2 * b + d) * S)]
-    of_kind = {
-        "ring": hops,
-        "zigzag": hops,
+    others = {
         "allgather": [
             ("wire all_gather", "4 (cp-1) L b S", 4 * (cp - 1) * L * b * S),
             ("wire reduce_scatter", "2 (cp-1) L d S", 2 * (cp - 1) * L * d * S)],
@@ -578,7 +573,7 @@ def textbook(run, cp, P):
             ("wire all_to_all", "4 (cp-1)/cp L b (S + Q)", 4 * (cp - 1) * L * b * (S + Q) / cp)],
     }
     weights = ("wire all_reduce", "2 (cp-1)/cp b P", 2 * (cp - 1) * b * P / cp)
-    return [weights, *of_kind[run.args.attn]]
+    return [weights, *others.get(run.args.attn, hops)]
 
 
 def main():

@@ -872,11 +872,11 @@ def notes(model):
 
 def build_plain(args, cfg, seed, device, dtype):
     """The plain model. If it has experts, it is told which tokens are routed together."""
-    if not args.experts:
-        return build(cfg, seed, device, dtype)
-    model = moe.build_plain(args, cfg, seed, device, dtype)
-    if not args.dry_run:
-        moe.set_sources(model, sources(args, device))
+    model = build(cfg, seed, device, dtype)
+    if args.experts:
+        moe.mixture(model, seed, cfg, experts=args.experts, top_k=args.top_k, shared=args.shared,
+                    balance=args.balance, capacity=args.capacity,
+                    sources=None if args.dry_run else sources(args, device))
     return model
 
 

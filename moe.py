@@ -21,7 +21,7 @@ ceil(A K N / E) rows of each rank's N tokens.
     broadcast_parameters(model, replicas)                                    # once
     (token_losses.sum() / valid_targets_of_all_ranks).backward()
     sum_gradients(model, replicas)
-    clip_gradients(model, gradient_norm(model, ep), 1.0)
+    nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, gradient_norm(model, ep))
     optimizer.step()
     step_biases(model)                                                       # after every step
 
@@ -37,7 +37,7 @@ arXiv:2101.03961, eq. 4 (balancing); Zoph 2022, "ST-MoE", arXiv:2202.08906, eq. 
     torchrun --standalone --nproc_per_node=2 moe.py
 """
 import math
-from functools import cached_property
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,6 @@ import torch.nn.functional as F
 
 # section 1 needs what stands above, the others what follows
 import sys
-from functools import partial
 
 from common import MLPS, GPTConfig, adamw, build, init_weights, loss_sum, share
 from harness.checkpoint import pieces_of
@@ -54,17 +53,14 @@ from harness.flags import ANY, DTYPES, POSITIVE, Flag, arguments, require
 from harness.run import Run, Side
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
-# Autograd does not see collectives. Gradients pass through AllToAll, which states its backward.
 
 
 class AllToAll(torch.autograd.Function):
-    """Rows (sum(send), C) -> (sum(receive), C): send[r] go to rank r, receive[r] come from it."""
+    """Rows (sum(send), C) -> (sum(receive), C): receive[r] come from rank r, send[r] go to it."""
 
     @staticmethod
-    def forward(ctx, rows, send, receive, group):
-        ctx.send = send
-        ctx.receive = receive
-        ctx.group = group
+    def forward(ctx, rows, receive, send, group):
+        ctx.way_back = (send, receive, group)
         arrived = rows.new_empty(sum(receive), *rows.shape[1:])
         # sorted by destination -> sorted by source
         dist.all_to_all_single(arrived, rows.contiguous(), receive, send, group=group)
@@ -72,7 +68,7 @@ class AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):  # gradients go back the way the rows came: else no expert gets one
-        return AllToAll.apply(grad, ctx.receive, ctx.send, ctx.group), None, None, None
+        return AllToAll.apply(grad, *ctx.way_back), None, None, None
 
 
 def route(logits, top_k, bias, normalize):
@@ -86,13 +82,6 @@ def route(logits, top_k, bias, normalize):
     if normalize and top_k > 1:  # a single one would always be 1, and teach the router nothing
         gates = gates / gates.sum(-1, keepdim=True)
     return chosen, gates, probs
-
-
-def how_often(chosen, experts):
-    """Chosen experts (N, K) -> how often each of all is chosen, (E,) int64."""
-    choices = chosen.flatten()
-    counts = choices.new_zeros(experts)
-    return counts.scatter_add_(0, choices, torch.ones_like(choices))
 
 
 def balancing_loss(load, logits, probs, top_k, alpha, beta):
@@ -110,15 +99,15 @@ def balancing_loss(load, logits, probs, top_k, alpha, beta):
 
 
 def capacity(factor, top_k, tokens, experts):
-    """The rows that an expert takes of one source rank's tokens."""
-    rows = factor * top_k * tokens / experts
+    """How many rows an expert takes of one rank's tokens, at most."""
     if not factor:
-        rows = tokens  # all that can choose it
+        return tokens  # each of them chooses it once at most
+    rows = factor * top_k * tokens / experts
     return math.ceil(round(rows, 6))  # 1.1 * 2 * 40 / 8 is 11.000000000000002
 
 
-def read_counts(counts, choices, most, ep_rank):
-    """-> counts, as lists; here alone the host waits. The rest is for dry runs, without counts."""
+def read_counts(counts, routing):
+    """-> the numbers, as lists: here alone the host waits. Dry runs, without numbers, replace it."""
     return counts.tolist()
 
 
@@ -126,38 +115,32 @@ class Routing:
     """Which rows go where. A row is a token on its way to one of its K experts.
 
     Choice number n K + k is the k-th expert that token n has chosen. Rows leave sorted by expert,
-    so they arrive in a grid of blocks: by source rank, and from each rank by expert.
+    so they arrive in blocks: by the rank they come from, and from each by expert.
     """
 
     def __init__(self, chosen, wanted, most, ep):
-        """chosen (N, K). wanted (E,): how often each expert is chosen. most: rows that it takes."""
+        """chosen (N, K). wanted (E,): how often each expert is chosen. most: see capacity."""
+        self.most = most
+        self.ep = ep
+        self.choices = chosen.flatten().argsort(stable=True)  # by expert, then by token
         taken = wanted.clamp(max=most)
         coming = torch.empty_like(taken)
         # this rank's rows for every expert -> every rank's rows for the experts here
         dist.all_to_all_single(coming, taken, group=ep)
-        choices = chosen.flatten().argsort(stable=True)  # by expert, then by token
         ranks = dist.get_world_size(ep)
-        self.ends = coming.view(ranks, -1).sum(0).cumsum(0).int()  # (E/ep,) where experts' rows end
+        self.sizes_on_device = coming.view(ranks, -1).sum(0)  # (E/ep,) rows of each expert here
         counts = torch.stack([wanted, taken, coming]).view(3, ranks, -1)
         # queues [rank][its expert]: rows that want to go there; leaving: those of them that do;
         # arriving [rank][expert here]: rows that come from there
-        queues, leaving, arriving = read_counts(counts, len(choices), most, dist.get_rank(ep))
-        if most < len(chosen):  # else no expert is full: none is chosen twice by a token
-            of_experts = choices.split([length for of_rank in queues for length in of_rank])
-            choices = torch.cat([queue[:most] for queue in of_experts])
-        self.choices = choices  # those that are sent
+        queues, leaving, arriving = read_counts(counts, self)
+        if most < len(chosen):  # an expert may be full: the first of its queue are sent
+            of_experts = self.choices.split([length for of_rank in queues for length in of_rank])
+            self.choices = torch.cat([queue[:most] for queue in of_experts])
         self.sent = [sum(of_rank) for of_rank in leaving]  # rows to each rank of ep
         self.received = [sum(of_rank) for of_rank in arriving]  # rows from each rank of ep
-        self.by_source = arriving
-        self.by_expert = list(zip(*arriving))  # [expert here][rank]
-        self.sizes = [sum(of_expert) for of_expert in self.by_expert]  # rows of each expert here
-
-    @cached_property
-    def one_hot(self):
-        """(n, E/ep) of False and True: which expert's is a row, once they are sorted by expert?"""
-        rows = torch.arange(sum(self.sizes), dtype=torch.int32, device=self.ends.device)
-        expert_of_row = torch.bucketize(rows, self.ends, right=True)  # first end beyond the row
-        return expert_of_row.unsqueeze(1) == torch.arange(len(self.sizes), device=rows.device)
+        self.by_source = arriving  # the blocks of rows as they arrive
+        self.by_expert = list(zip(*arriving))  # [expert here][rank]: as the experts want them
+        self.sizes = [sum(of_expert) for of_expert in self.by_expert]  # again, as a list
 
 
 def transpose_blocks(rows, grid):
@@ -183,27 +166,21 @@ class StackedLinear(nn.Module):
         self.weight = stack([linear.weight for linear in linears])
         self.bias = stack([linear.bias for linear in linears])
 
-    def forward(self, rows, routing):  # (n, C) sorted by expert -> (n, F)
-        if suits_one_kernel(self.weight):
-            return self.in_one_kernel(rows, routing)
+    def one_by_one(self):
+        """-> for each expert a function of its rows, (n, C) -> (n, F)."""
         biases = [None] * len(self.weight) if self.bias is None else self.bias
-        of_experts = zip(rows.split(routing.sizes), self.weight, biases)
-        # an expert without rows gets zeros for a gradient, not None
-        return torch.cat([F.linear(*of_expert) for of_expert in of_experts])
+        return [partial(F.linear, weight=w, bias=b) for w, b in zip(self.weight, biases)]
 
-    def in_one_kernel(self, rows, routing):
-        y = F.grouped_mm(rows, self.weight.transpose(1, 2), offs=routing.ends)
+    def forward(self, rows, sizes):
+        """All experts in one kernel: rows (n, C) sorted by expert, sizes (E/ep,) -> (n, F)."""
+        y = F.grouped_mm(rows, self.weight.transpose(1, 2), offs=sizes.cumsum(0).int())
         if self.bias is None:
             return y
         # A matmul, since its backward is one, too, and sums in fp32. That of an index_select would
         # be an index_add, which on GPUs adds rows in any order and rounds each sum
-        return torch.addmm(y, routing.one_hot.to(y.dtype), self.bias)
-
-
-def suits_one_kernel(weight):
-    """Where one kernel pays (bf16 on GPUs) and can run (widths are multiples of 8)."""
-    aligned = weight.shape[1] % 8 == 0 and weight.shape[2] % 8 == 0
-    return weight.is_cuda and weight.dtype == torch.bfloat16 and aligned
+        one_hot = torch.eye(len(sizes), dtype=y.dtype, device=y.device)
+        one_hot = one_hot.repeat_interleave(sizes, 0, output_size=len(rows))  # (n, E/ep)
+        return torch.addmm(y, one_hot, self.bias)
 
 
 class Experts(nn.Module):
@@ -222,12 +199,26 @@ class Experts(nn.Module):
         self.gate = None if gate is None else StackedLinear(gate)
 
     def forward(self, rows, routing):  # (n, C) sorted by expert -> (n, C)
-        hidden = self.up(rows, routing)  # (n, F)
-        if self.gate is None:
-            hidden = self.activation(hidden)
-        else:
-            hidden = self.activation(self.gate(rows, routing)) * hidden
-        return self.down(hidden, routing)
+        linears = [self.up, self.down]
+        if self.gate is not None:
+            linears.append(self.gate)
+        if self.suit_one_kernel():
+            all_experts = [partial(linear, sizes=routing.sizes_on_device) for linear in linears]
+            return self.mlp(rows, *all_experts)
+        experts = zip(rows.split(routing.sizes), *[linear.one_by_one() for linear in linears])
+        # an expert without rows gets zeros for a gradient, not None
+        return torch.cat([self.mlp(*expert) for expert in experts])
+
+    def mlp(self, x, up, down, gate=None):
+        if gate is None:
+            return down(self.activation(up(x)))
+        return down(self.activation(gate(x)) * up(x))
+
+    def suit_one_kernel(self):
+        """Does one kernel pay (bf16 on GPUs), and can it run (widths are multiples of 8)?"""
+        weight = self.up.weight
+        aligned = all(width % 8 == 0 for width in weight.shape[1:])
+        return weight.is_cuda and weight.dtype == torch.bfloat16 and aligned
 
 
 class AddLoss(torch.autograd.Function):
@@ -288,8 +279,7 @@ class MoE(nn.Module):
         self.beta = beta
         self.gamma = gamma
         # (E,) a bias is gamma times this: whole numbers, which .to(bfloat16) does not round
-        steps = torch.zeros(E, dtype=torch.int64, device=router.weight.device)
-        self.register_buffer("bias_steps", steps)
+        self.register_buffer("bias_steps", router.weight.new_zeros(E, dtype=torch.int64))
         self.loss_scale = 1.0  # what the model's loss is multiplied by, by a loss scaler say
         # What the backwards of a step have added up, until step_biases
         self.load = 0  # (E,) int64, how often the tokens of all ranks chose each expert
@@ -300,7 +290,9 @@ class MoE(nn.Module):
         logits = self.score(tokens)  # (N, E)
         bias = self.gamma * self.bias_steps
         chosen, gates, probs = route(logits, self.top_k, bias, self.normalize)
-        wanted = how_often(chosen, len(bias))  # (E,)
+        choices = chosen.flatten()
+        wanted = torch.zeros_like(self.bias_steps)  # (E,) how often this rank's tokens choose each
+        wanted.scatter_add_(0, choices, torch.ones_like(choices))
         load = wanted.clone()
         # partial -> replicated, while the experts are at work
         summing = dist.all_reduce(load, group=self.everyone, async_op=True)
@@ -327,12 +319,12 @@ class MoE(nn.Module):
         N, C = tokens.shape
         rows = tokens.index_select(0, routing.choices // self.top_k)  # choice n K + k is token n's
         # on the tokens' ranks -> on the experts' ranks
-        rows = self.exchange(rows, routing.sent, routing.received, self.ep)
+        rows = self.exchange(rows, routing.received, routing.sent, self.ep)
         rows = transpose_blocks(rows, routing.by_source)  # sorted by source -> sorted by expert
         rows = self.experts(rows, routing)
         rows = transpose_blocks(rows, routing.by_expert)  # sorted by expert -> sorted by source
         # on the experts' ranks -> on the tokens' ranks
-        rows = self.exchange(rows, routing.received, routing.sent, self.ep)
+        rows = self.exchange(rows, routing.sent, routing.received, self.ep)
         answers = rows.new_zeros(N * self.top_k, C)  # of choices that are dropped: zeros
         answers = answers.index_copy(0, routing.choices, rows).view(N, self.top_k, C)
         y = gates.to(rows.dtype).unsqueeze(1) @ answers  # (N, 1, K) @ (N, K, C)
@@ -361,10 +353,9 @@ def gradients_of(model):
 def broadcast_parameters(model, replicas, everyone=None):
     """Before training: all start with the values of the first rank of those that hold the same."""
     dense, experts = dense_and_experts(model)
-    for tensor in [*dense, *model.buffers()]:
-        dist.broadcast(tensor, group=everyone, group_src=0)  # the first rank's -> replicated
-    for tensor in experts:
-        dist.broadcast(tensor, group=replicas, group_src=0)  # the first rank's -> replicated
+    for tensors, group in ([*dense, *model.buffers()], everyone), (experts, replicas):
+        for tensor in tensors:
+            dist.broadcast(tensor, group=group, group_src=0)  # the first rank's -> replicated
 
 
 def sum_gradients(model, replicas, everyone=None):
@@ -390,12 +381,6 @@ def gradient_norm(model, ep):
     square = dense.square() / dist.get_world_size(ep) + experts.square()
     dist.all_reduce(square, group=ep)  # partial -> replicated
     return square.sqrt()
-
-
-def clip_gradients(model, norm, clip):
-    """Scales gradients down until their norm is `clip` at most (0: leaves them)."""
-    finite = norm.nan_to_num(0, posinf=0)  # 0 clips nothing: one sees whose fault inf and nan are
-    nn.utils.clip_grads_with_norm_(model.parameters(), clip or math.inf, finite)
 
 
 @torch.no_grad()
@@ -430,7 +415,8 @@ BALANCES = {  # alpha, beta and gamma of MoE, for runs of some hundred steps
 class PlainMoE(nn.Module):
     """The definition: all experts, times their gates, of which all but K are zero."""
 
-    def __init__(self, cfg, *, experts, top_k, shared=False, balance="aux", capacity=0.0):
+    def __init__(self, cfg, *, experts, top_k, shared=False, balance="aux", capacity=0.0,
+                 sources=None):
         super().__init__()
         self.E = experts
         self.top_k = top_k
@@ -439,13 +425,11 @@ class PlainMoE(nn.Module):
         mlp = MLPS[cfg.form]
         self.router = nn.Linear(cfg.width, experts, bias=False)
         self.experts = nn.ModuleList(mlp(cfg) for _ in range(experts))
-        self.shared = None
-        if shared:
-            self.shared = mlp(cfg)
-        self.register_buffer("bias_steps", torch.zeros(experts, dtype=torch.int64))  # (E,)
+        self.shared = mlp(cfg) if shared else None
+        self.register_buffer("bias_steps", torch.zeros(experts, dtype=torch.int64))  # as MoE's
         # sources[m][r] (n,): which of the B T tokens of the global batch rank r routes in
         # micro-batch m. None: all tokens travel together
-        self.sources = None
+        self.sources = sources
         self.loss = 0  # the balancing loss of the last forward in training
 
     def forward(self, x):  # (.., C) of all ranks
@@ -457,30 +441,25 @@ class PlainMoE(nn.Module):
         gates = probs * visits
         if self.top_k > 1:
             gates = gates / gates.sum(-1, keepdim=True)
-        in_time = torch.ones_like(visits)  # 1 where the expert has room for the token
         losses = []
         for of_ranks in self.sources or [[torch.arange(len(tokens))]]:
             for of_rank in of_ranks:
                 place = visits[of_rank].cumsum(0)  # in the queue of those that chose this expert
                 most = capacity(self.capacity, self.top_k, len(of_rank), self.E)
-                in_time[of_rank] = (place <= most).long()
+                gates[of_rank] = gates[of_rank] * (place <= most)  # others find it full
             together = torch.cat(of_ranks)
             losses.append(balancing_loss(
                 visits[together].sum(0), logits[together], probs[together],
                 self.top_k, self.alpha, self.beta))
-        gates = gates * in_time
         y = sum(gates[:, e:e + 1] * self.experts[e](tokens) for e in range(self.E))
         if self.shared is not None:
             y = y + self.shared(tokens)
         if y.requires_grad:  # not in evaluation
             self.loss = sum(losses) / len(losses)
-            self.step_bias(visits.sum(0))
+            if self.gamma and self.router.weight.requires_grad:
+                load = visits.sum(0)
+                self.bias_steps += (load.sum() - self.E * load).sign()
         return y.view_as(x)
-
-    def step_bias(self, load):
-        """For the next forward."""
-        if self.gamma and self.router.weight.requires_grad:
-            self.bias_steps += (load.sum() - self.E * load).sign()
 
 
 def mixture(model, seed, cfg, **options):
@@ -495,17 +474,8 @@ def mixture(model, seed, cfg, **options):
     return model
 
 
-def set_sources(model, sources):
-    """Tells a plain model which tokens travel together: see PlainMoE."""
-    for block in model.blocks:
-        block.mlp.sources = sources
-
-
 def parallelize(model, ep, everyone=None, microbatches=1):
-    """Each PlainMoE becomes a MoE with this rank's experts. MoE explains ep and everyone.
-
-    microbatches: M, of each step.
-    """
+    """Each PlainMoE becomes a MoE with this rank's experts. microbatches: M, of each step."""
     for block in model.blocks:
         plain = block.mlp
         mine = [plain.experts[e] for e in share(plain.E, ep.size(), ep.rank())]
@@ -570,43 +540,32 @@ def pieces(model, optimizer, replicas, ep):
 
 
 def train_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
-    """x, y: this rank's rows (B/n, T); valid: targets of the whole batch.
-
-    -> this rank's part of the loss, the norm, how often experts have been chosen (L, E).
-    """
+    """x, y: this rank's rows (B/n, T); valid: targets of all -> its part of the loss, the norm."""
     optimizer.zero_grad()
     loss = loss_sum(model(x), y) / valid
     loss.backward()  # AddLoss adds the balancing losses' gradients
     sum_gradients(model, replicas)  # partial -> replicated
     norm = gradient_norm(model, ep)
-    clip_gradients(model, norm, clip)
+    finite = norm.nan_to_num(0, posinf=0)  # 0: gradients stay as they are, and show the fault
+    nn.utils.clip_grads_with_norm_(model.parameters(), clip or math.inf, finite)
     optimizer.step()
     loss = loss.detach() + balancing_losses(model)
-    # a load is (E,), or a mere 0 where nothing up to the layer is trained: zeros make it (E,), too
-    loads = [layer.load + torch.zeros_like(layer.bias_steps) for layer in layers_of(model)]
     step_biases(model)
-    return loss, norm, torch.stack(loads)
+    return loss, norm
 
 
 # ---- 3. at work: the same with torch's own API -------------------------------
 
 
-def exchange_at_work(rows, send, receive, group):
-    from torch.distributed import _functional_collectives as functional  # slow to import
-
-    # sorted by destination -> sorted by source
-    return functional.all_to_all_single_autograd(rows, receive, send, group)
-
-
 def parallelize_at_work(model, ep):
     """torch has no such layer: routing, sorting and bookkeeping stay section 1's."""
+    from torch.distributed import _functional_collectives as functional  # slow to import
+
+    suits = model.tok.weight.dtype != torch.float64  # which grouped_mm does not know
     parallelize(model, ep)
-    for module in model.modules():
-        if isinstance(module, MoE):
-            module.exchange = exchange_at_work
-        # grouped_mm does not know float64
-        if isinstance(module, StackedLinear) and module.weight.dtype != torch.float64:
-            module.forward = module.in_one_kernel
+    for layer in layers_of(model):
+        layer.exchange = functional.all_to_all_single_autograd
+        layer.experts.suit_one_kernel = lambda: suits
     return model
 
 
@@ -625,8 +584,7 @@ FLAGS = {  # course: what is trained depends on it
     "ep": Flag(0, "ranks that share out the experts (0: all)", ANY),
     "shared": Flag(False, "one for every token"),
     "capacity": Flag(0.0, "A: an expert takes A times its share (0: everything)", ANY, course=True),
-    "balance": Flag("aux", "a loss, a bias in the choice, or nothing", tuple(BALANCES),
-                    course=True),
+    "balance": Flag("aux", "by a loss, or a bias in the choice", tuple(BALANCES), course=True),
 }
 
 
@@ -637,36 +595,29 @@ def refuse(args):
     experts = args.experts
     require(args.top_k <= experts,
             f"--top-k {args.top_k} of --experts {experts}: choose {experts} at most")
-    require(n % ep == 0, f"--ep {ep} does not divide the {n} ranks: take a divisor of {n}")
-    require(experts % ep == 0,
-            f"--experts {experts} for {ep} ranks: take a multiple of {ep}, or another --ep")
+    require(n % ep == 0 and experts % ep == 0,
+            f"--ep {ep}: take a divisor of {n} ranks and of --experts {experts}")
     require(args.batch % n == 0,
             f"--batch {args.batch} sequences for {n} ranks: take a multiple of {n}")
-    if args.impl != "scratch" and args.dtype != "fp64":  # torch's grouped_mm
-        unit = 16 // DTYPES[args.dtype].itemsize
-        require(args.width % unit == 0 and args.hidden % unit == 0,
-                f"--impl {args.impl} --dtype {args.dtype}: --width {args.width}, hidden "
-                f"{args.hidden}: take multiples of {unit}")
-        # without numbers, as in a dry run, grouped_mm takes bf16 alone
-        require(args.dtype == "bf16" or not args.dry_run,
-                f"--impl {args.impl} --dry-run: take --dtype bf16 or fp64")
+    # without numbers, as in a dry run, grouped_mm takes bf16 alone
+    require(args.impl == "scratch" or args.dtype != "fp32" or not args.dry_run,
+            f"--impl {args.impl} --dry-run: take --dtype bf16 or fp64")
 
 
 def build_plain(args, cfg, seed, device, dtype):
     """The plain model, told which tokens are which rank's: those of its rows."""
     model = build(cfg, seed, device, dtype)
-    mixture(model, seed, cfg, experts=args.experts, top_k=args.top_k, shared=args.shared,
-            balance=args.balance, capacity=args.capacity)
     tokens = torch.arange(args.batch * cfg.seq, device=device)
-    set_sources(model, [tokens.chunk(args.world_size)])
-    return model
+    return mixture(model, seed, cfg, experts=args.experts, top_k=args.top_k, shared=args.shared,
+                   balance=args.balance, capacity=args.capacity,
+                   sources=[tokens.chunk(args.world_size)])
 
 
 def plain_trace(run):
     """The same steps by the plain model."""
+    run.replays = False  # the ranks of an earlier run may have routed tokens in another way
     model = run.build()
-    if run.plain_first() > 0:  # the plain run begins at the checkpoint's step, too
-        set_biases(model, run)
+    set_biases(model, run)
     return run.plain(model, extra_loss=plain_balancing_losses)
 
 
@@ -685,23 +636,17 @@ def set_biases(model, run):
         block.mlp.bias_steps.copy_(torch.tensor(steps))
 
 
-def balanced_counts(counts, choices, most, ep_rank):
+def balanced_counts(counts, routing):
     """read_counts where there are no numbers: all ranks choose all experts equally often."""
     _, ranks, here = counts.shape
     experts = ranks * here
+    choices = len(routing.choices)
     wanted = [(choices + e) // experts for e in range(experts)]  # the last ones get the remainder
     queues = [wanted[first:first + here] for first in range(0, experts, here)]
-    leaving = [[min(most, length) for length in of_rank] for of_rank in queues]
-    arriving = [leaving[ep_rank]] * ranks  # each rank sends what this one sends to itself
+    leaving = [[min(routing.most, length) for length in of_rank] for of_rank in queues]
+    # each rank sends here what this one sends to itself
+    arriving = [leaving[dist.get_rank(routing.ep)]] * ranks
     return queues, leaving, arriving
-
-
-def make_groups(run):
-    """-> the groups of the ranks that hold the same experts, and of those that share them out."""
-    ep = run.args.ep or run.world_size
-    mesh = dist.init_device_mesh(run.device.type, (run.world_size // ep, ep),
-                                 mesh_dim_names=("replicas", "ep"))
-    return mesh.get_group("replicas"), mesh.get_group("ep")
 
 
 def set_up(run, impl, replicas, ep):
@@ -719,42 +664,39 @@ def set_up(run, impl, replicas, ep):
 
 
 def watch_rows(model):
-    """-> of every layer's last forward in training, (rows sent to each rank of ep, received).
-
-    It is a view of a dict, which fills as the layers run.
-    """
+    """-> {a layer's experts: (rows sent to each rank of ep, rows of each expert here)}, of the last
+    forward in training."""
     rows = {}
 
     def note(experts, inputs, output):
+        _, routing = inputs
         if torch.is_grad_enabled():
-            rows[experts] = inputs[1].sent, inputs[1].received
+            rows[experts] = routing.sent, routing.sizes
 
     for layer in layers_of(model):
         layer.experts.register_forward_hook(note)
-    return rows.values()
+    return rows
 
 
 def account(run, model, ep, rows):
     """The textbook. rows: of watch_rows. A number has b bytes."""
     n = run.world_size
+    e = ep.size()
     b = run.dtype.itemsize
     dense, experts = count(model)
     tensors = len(list(model.parameters()))
     # of one integer for each expert of each layer: counts of rows, loads, or steps of biases
     integers = 8 * len(rows) * run.args.experts
     moving = 0  # rows to other ranks and from them
-    for sent, received in rows:
-        moving += sum(sent) - sent[ep.rank()]
-        moving += sum(received) - received[ep.rank()]
-    share_of_others = (ep.size() - 1) / ep.size()
-    reduced = 2 * (n - 1) / n * (b * dense + integers)
-    reduced += 2 * (n - ep.size()) / n * b * experts
-    reduced += 2 * share_of_others * b  # for the gradient norm
+    for sent, sizes in rows.values():
+        moving += sum(sent) + sum(sizes) - 2 * sent[ep.rank()]
     return [
         ("wire all_to_all", "2 b C (rows out + rows in, but those that stay) + (ep-1)/ep 8 L E",
-         2 * b * run.cfg.width * moving + share_of_others * integers),  # forward and backward
+         2 * b * run.cfg.width * moving + (e - 1) / e * integers),  # forward and backward
         ("wire all_reduce",
-         "2 (n-1)/n (b dense + 8 L E) + 2 (n-ep)/n b experts/ep + 2 (ep-1)/ep b", reduced),
+         "2 (n-1)/n (b dense + 8 L E) + 2 (n-ep)/n b experts/ep + 2 (ep-1)/ep b",  # the last: norm
+         2 * (n - 1) / n * (b * dense + integers) + 2 * (n - e) / n * b * experts
+         + 2 * (e - 1) / e * b),
         ("held states", "4 b (dense + experts/ep) + 4 per tensor (steps) + 8 L E",
          4 * b * (dense + experts) + 4 * tensors + integers),
     ]
@@ -765,17 +707,20 @@ def count(model):
     return [sum(p.numel() for p in parameters) for parameters in dense_and_experts(model)]
 
 
-def picture(run, loads, rows):
-    """Prints how often experts are chosen, in the worst layer. loads: of each step, (L, E)."""
-    n = math.ceil(len(loads) / 10)
-    load = sum(loads[-n:]).double().cpu()  # in the last tenth of the steps
-    load = (load / load.mean(1, keepdim=True)).nan_to_num()  # a layer without load shows zeros
+def picture(run, ep, rows):
+    """Prints how many rows experts got in the last step, in the worst layer. rows: watch_rows'."""
+    E = run.args.experts
+    load = torch.zeros(len(rows), E, device=run.device)
+    here = share(E, ep.size(), ep.rank())
+    load[:, here.start:here.stop] = torch.tensor([sizes for _, sizes in rows.values()])
+    dist.all_reduce(load)  # partial -> replicated
+    choices = len(rows) * run.args.top_k * run.args.batch * run.cfg.seq
+    dropped = 1 - load.sum().item() / choices
+    load = load / load.mean(1, keepdim=True)
     worst = load.max(1).values.argmax()
-    choices = len(rows) * run.args.top_k * run.args.batch * run.cfg.seq // run.world_size
-    dropped = 1 - sum(sum(sent) for sent, _ in rows) / choices
     run.extra["load"] = load.tolist()
     run.extra["dropped"] = dropped
-    run.say(f"\nload over the mean in layer {worst}, last {n} steps; rank 0 dropped {dropped:.1%}")
+    run.say(f"\nrows over the mean in layer {worst}, last step; {dropped:.1%} dropped")
     for e, times in enumerate(load[worst].tolist()):
         marks = "#" * round(10 * times)
         run.say(f"  expert {e:<3} {times:5.2f} {marks:.60}")
@@ -785,34 +730,31 @@ def main():
     args = arguments(__doc__, presets=PRESETS, **FLAGS)
     refuse(args)
     run = Run(args, build=partial(build_plain, args))
-    # with a capacity, a checkpoint of another number of ranks has dropped other tokens
-    run.replays = not args.capacity
-    replicas, ep = make_groups(run)
+    size = args.ep or run.world_size
+    mesh = dist.init_device_mesh(run.device.type, (run.world_size // size, size),
+                                 mesh_dim_names=("replicas", "ep"))
+    ep = mesh.get_group("ep")
     if run.dry:
         global read_counts
         read_counts = balanced_counts
         run.say("experts are taken to be balanced")
     with run:
-        sides = {impl: set_up(run, impl, replicas, ep) for impl in run.impls}
+        sides = {impl: set_up(run, impl, mesh.get_group("replicas"), ep) for impl in run.impls}
         model = sides[run.impls[0]].model
         traffic = watch_rows(model)
         dense, experts = count(model)
         total = dense + ep.size() * experts
         run.say(f"moe: {run.world_size} ranks on {run.device.type}, {args.dtype}, "
                 f"{total:,} parameters, {dense + experts:,} here")
-        loads = []
         rows = share(args.batch, run.world_size, run.rank)  # of every batch, this rank's
         for impl, step, x, y, valid in run.steps(sides, rows):
             side = sides[impl]
             with run.measure(impl, step):
-                loss, norm, load = side.train_step(
-                    side.model, side.optimizer, x, y, valid, args.clip)
+                loss, norm = side.train_step(side.model, side.optimizer, x, y, valid, args.clip)
             run.log(impl, step, loss, norm)
-            if impl == run.impls[0]:
-                loads.append(load)
         run.textbook(account(run, model, ep, traffic))
         if not run.dry:
-            picture(run, loads, traffic)
+            picture(run, ep, traffic)
         judged_as = args.dtype
         if args.check and args.dtype == "fp32":
             judged_as = "bf16"  # for which only losses are judged

@@ -137,8 +137,8 @@ class Run:
             self.impls = ("scratch", "torch")
         self.sides = {}  # {impl: Side}, from begin() on
         # May plain() repeat this training from step 0 on, so that a resumed run is compared with
-        # one that was never interrupted? See plain_first(). moe.py and hybrid_3d.py set it to False
-        # where earlier runs of the training have routed tokens in another way
+        # one that was never interrupted? See plain_first(). Not where there are experts: earlier
+        # runs of the training may have routed tokens in another way
         self.replays = True
         self.start = checkpoint.begin(args)  # the checkpoint to start from; bad: exit code 2
         self.load_text()

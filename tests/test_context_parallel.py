@@ -1,5 +1,3 @@
-import textwrap
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 import context_parallel
 from conftest import check_refused, copied, dry_run_agrees, each, proves, run, textbook
 from context_parallel import KINDS, AllToAll, Ulysses, picture
-from others import Llama, compare, gradients_of, llama_loss, loss_sum, token_rows
+from others import Llama, compare, gradients_of, loss_sum, token_rows
 
 LLAMA = ("--model", "llama-toy")
 
@@ -36,13 +34,6 @@ def test_goes_on_with_other_ranks_and_another_attention(tmp_path):
 # ---- attention alone -----------------------------------------------------------
 
 
-def sequences(T, kv_heads=4, H=4, D=4):
-    """Whole q, k, v and the gradient of the output, the same on every rank."""
-    rng = torch.Generator().manual_seed(0)
-    heads = [H, kv_heads, kv_heads, H]
-    return [torch.randn(1, n, T, D, generator=rng) for n in heads]
-
-
 def own_group(size):
     """The group of `size` ranks in a row that this rank is in; every rank makes them all."""
     groups = []
@@ -54,7 +45,8 @@ def own_group(size):
 def check_attention(T, group_size, kv_heads, D, causal):
     """out, dq, dk, dv of each kind, in every group of ranks, against SDPA of the whole sequence."""
     group = own_group(group_size)
-    *qkv, dout = sequences(T, kv_heads, D=D)
+    rng = torch.Generator().manual_seed(0)
+    *qkv, dout = [torch.randn(1, H, T, D, generator=rng) for H in (4, kv_heads, kv_heads, 4)]
     whole = [x.clone().requires_grad_() for x in qkv]
     out = F.scaled_dot_product_attention(*whole, is_causal=causal, enable_gqa=True)
     out.backward(dout)
@@ -72,16 +64,12 @@ def check_attention(T, group_size, kv_heads, D, causal):
             torch.testing.assert_close(a, b[:, :, own], rtol=0, atol=1e-12)
 
 
-def check_four_ranks():
-    each(check_attention, [  # T, group_size, kv_heads, D, causal
+def test_attention_alone():
+    run(each, 4, check_attention, [  # T, group_size, kv_heads, D, causal
         (1024, 4, 4, 4, True),  # longer than a block of the kernel
         (24, 4, 1, 3, True),
         (24, 2, 2, 5, False),
     ])
-
-
-def test_attention_alone():
-    run(check_four_ranks, 4)
 
 
 # ---- the copy --------------------------------------------------------------------
@@ -123,33 +111,9 @@ def check_copy(name, heads, kv_heads):
     compare(train(model, own, copy.sum_gradients, positions=own), wanted)
 
 
-def check_usage():
-    """The docstring's lines for code of one's own, with section 1 and torch alone."""
-    lines = textwrap.dedent(context_parallel.__doc__.split("\n\n")[5])
-    for ours, theirs in [
-        ("model.blocks", "model.layers"),
-        ("block.attn", "block.self_attn"),
-        ("positions=own)", 'positions=own)["logits"]'),
-    ]:
-        assert ours in lines
-        lines = lines.replace(ours, theirs)
-    torch.manual_seed(0)
-    model = Llama(layers=2)
-    x, y = token_rows(torch.Generator(), 4)
-    (llama_loss(model, x, y) / 32).backward()
-    wanted = gradients_of(model)
-    model.zero_grad()
-    known = vars(copied("context_parallel"))
-    known.update(model=model, group=None, T=8, device="cpu", x=x, y=y,
-                 valid_targets_of_all_ranks=32)
-    exec(lines, known)
-    compare(gradients_of(model), wanted)
-
-
 def check_section_one():
     each(check_copy, [  # name, heads, heads of k and v
         ("Ring", 3, 3), ("Zigzag", 6, 2), ("AllGather", 3, 1), ("Ulysses", 6, 2)])
-    check_usage()
     section = copied("context_parallel")
     zigzag = section.Zigzag()
     q = torch.ones(1, 2, 4, 8, dtype=torch.float32)
@@ -222,20 +186,14 @@ def not_turned_back(module):
     AllToAll.backward = staticmethod(broken)
 
 
-def gradients_not_summed(module):
-    """What is summed is something else."""
-    module.sum_gradients = lambda parameters, group: dist.all_reduce(torch.zeros(1), group=group)
-
-
-@pytest.mark.parametrize("attn, plant, flags", [
-    ("zigzag", plain_average, []),
-    ("ring", last_hop_not_returned, []),
-    ("allgather", not_scattered, []),
-    ("ulysses", not_turned_back, []),
-    ("ulysses", gradients_not_summed, []),
+@pytest.mark.parametrize("attn, plant", [
+    ("zigzag", plain_average),
+    ("ring", last_hop_not_returned),
+    ("allgather", not_scattered),
+    ("ulysses", not_turned_back),
 ])
-def test_planted(attn, plant, flags):
-    proves("context_parallel", 2, "--attn", attn, *flags, plant=plant)
+def test_planted(attn, plant):
+    proves("context_parallel", 2, "--attn", attn, plant=plant)
 
 
 # ---- bad usage -------------------------------------------------------------------

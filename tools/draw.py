@@ -16,7 +16,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from context_parallel import on_paper  # noqa: E402
+from context_parallel import on_paper, work  # noqa: E402
 from harness.timeline import bubble_rate, costs, simulate  # noqa: E402
 from pipeline_parallel import make_plans  # noqa: E402
 from tools.launch import report  # noqa: E402
@@ -242,20 +242,8 @@ RANKS = 4
 
 def work_of(attn):
     """-> for each rank its work at each hop. 1 is causal attention among a rank's own tokens."""
-    tokens = 2  # a rank's: one for each chunk of zigzag
-    unit = tokens * tokens / 2
-    rows = []
-    for cp_rank in range(RANKS):
-        ring = on_paper(attn, cp_rank, RANKS)
-        row = []
-        for hop in range(RANKS):
-            wanted = ring.wanted(hop, tokens)
-            pairs = (tokens - wanted.first_query) * wanted.keys
-            if wanted.causal:
-                pairs /= 2
-            row.append(pairs / unit)
-        rows.append(row)
-    return rows
+    rings = [on_paper(attn, cp_rank, RANKS) for cp_rank in range(RANKS)]
+    return [[work(ring, hop) for hop in range(RANKS)] for ring in rings]
 
 
 def draw_hops():
