@@ -69,10 +69,10 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 class Pending:
-    """A tensor that is being made, by a collective that may be under way: wait() returns it."""
+    """A tensor that a collective may still be writing: wait() returns it."""
 
     def __init__(self, result, work=None, reads=None):
-        self.result = result  # what the collective writes
+        self.result = result
         self.work = work  # torch's handle; None: there is nothing to wait for
         self.reads = reads  # what the collective reads, which has to live until the wait
 
@@ -84,12 +84,11 @@ class Pending:
         return self.result
 
 
-class PendingGather(Pending):
-    """An all-gather of pieces of the sequence: wait() joins them."""
+class PendingPieces(Pending):
+    """Pieces of the sequence (tp, .., T/tp, C): wait() joins them."""
 
     def wait(self):
-        pieces = super().wait()  # (tp, .., T/tp, C)
-        return pieces.movedim(0, -3).flatten(-3, -2)  # (.., T, C)
+        return super().wait().movedim(0, -3).flatten(-3, -2)  # (.., T, C)
 
 
 class WholeSequence:
@@ -101,7 +100,8 @@ class WholeSequence:
         self.rank = dist.get_rank(group)
         self.cuts = {}  # {parameter: Cut}, of those that are cut
         self.inside = set()  # parameters that are whole, but used inside
-        # what Linears compute with; hybrid_3d.py puts functions here whose W comes later
+        # what Linears compute with. hybrid_3d.py puts functions here that leave the gradients of
+        # weights for later
         self.column_parallel = ColumnParallel.apply
         self.linear = F.linear
 
@@ -134,7 +134,7 @@ class CutSequence(WholeSequence):
         pieces = x.new_empty(self.size, *x.shape)  # (tp, .., T/tp, C)
         flat = pieces.flatten(0, 1)  # the same memory; gloo wants as many dims as x has
         work = all_gather(flat, x, self.group, async_op=True)  # sharded(T) -> replicated
-        return PendingGather(pieces, work, x)
+        return PendingPieces(pieces, work, x)
 
     def reduce(self, y):
         """Summands (.., T, C) -> this rank's piece (.., T/tp, C) of their sum."""
@@ -226,13 +226,6 @@ class ReduceFromTP(torch.autograd.Function):
 Cut = namedtuple("Cut", "dim whole")
 
 
-def cut_parameter(p, dim, tp):
-    """Leave this rank's piece of a parameter in p, which so keeps its names and ties."""
-    if p not in tp.cuts:  # else it is tied, and cut already
-        tp.cuts[p] = Cut(dim, p.shape[dim])
-        p.data = shard(p.data, tp.cuts[p], tp)
-
-
 def shard(t, cut, tp):
     """A whole tensor -> this rank's piece. All have the same size: zeros fill up the last ones.
 
@@ -280,8 +273,9 @@ class CutModule(nn.Module):
         self.bias = getattr(plain, "bias", None)
         for name, dim in self.dims.items():
             p = getattr(self, name)
-            if p is not None:
-                cut_parameter(p, dim, tp)
+            if p is not None and p not in tp.cuts:  # else it is tied, and cut already
+                tp.cuts[p] = Cut(dim, p.shape[dim])
+                p.data = shard(p.data, tp.cuts[p], tp)  # p stays, and with it names and ties
 
 
 class ColumnLinear(CutModule):
@@ -338,13 +332,8 @@ class VocabEmbedding(CutModule):
     replaces = nn.Embedding
     dims = {"weight": 0}
 
-    def __init__(self, plain, tp):
-        super().__init__(plain, tp)
-        assert plain.padding_idx is None and plain.max_norm is None, f"Cannot be cut: {plain}"
-        self.vocab = plain.num_embeddings
-
     def forward(self, ids):
-        rows, here = locate(ids, self.vocab, self.tp)
+        rows, here = locate(ids, self.tp.cuts[self.weight].whole, self.tp)
         y = F.embedding(rows, self.weight)  # (.., T, C)
         y = y.masked_fill(~here.unsqueeze(-1), 0)  # a summand: others have the other tokens
         return ReduceFromTP.apply(y, self.tp)  # partial -> replicated, or sharded(T)
@@ -520,50 +509,43 @@ def full_gradients(model, tp):
 # ---- 2. the toy GPT, parallelized --------------------------------------------
 
 
-class TPAttention(nn.Module):
-    """The toy GPT's attention on this rank's heads, with one f for q, k and v."""
-
-    def __init__(self, attention, tp):
-        super().__init__()
-        self.head_dim = attention.head_dim
-        self.q = ColumnLinear(attention.q, tp)
-        self.k = ColumnLinear(attention.k, tp)
-        self.v = ColumnLinear(attention.v, tp)
-        self.out = RowLinear(attention.out, tp)
-        # common.py says what these are. They can be exchanged
-        self.attend = attention.attend
-        self.rotate = attention.rotate
-        self.positions = attention.positions
-
-    def forward(self, x):  # as it is outside -> as it is outside
-        q, k, v = [y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, heads here, T, D)
-                   for y in columns(x, self.q, self.k, self.v)]
-        if self.rotate is not None:
-            positions = self.positions(q.shape[2], q.device)  # (T,), also where x is cut along T
-            q = self.rotate(q, positions)
-            k = self.rotate(k, positions)
-        y = self.attend(q, k, v)
-        return self.out(y.transpose(1, 2).flatten(2))
+def one_f_for_qkv(attention, x):
+    """The toy GPT's attention on this rank's heads: x is as it is outside, and so is the result."""
+    q, k, v = [y.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)  # (B, heads here, T, D)
+               for y in columns(x, attention.q, attention.k, attention.v)]
+    if attention.rotate is not None:
+        positions = attention.positions(q.shape[2], q.device)  # (T,), also where x is cut along T
+        q = attention.rotate(q, positions)
+        k = attention.rotate(k, positions)
+    y = attention.attend(q, k, v)
+    return attention.out(y.transpose(1, 2).flatten(2))
 
 
-class TPSwiGLU(nn.Module):
-    """The Llama form's MLP on this rank's columns, with one f for gate and up."""
-
-    def __init__(self, mlp, tp):
-        super().__init__()
-        self.gate = ColumnLinear(mlp.gate, tp)
-        self.up = ColumnLinear(mlp.up, tp)
-        self.down = RowLinear(mlp.down, tp)
-
-    def forward(self, x):
-        gate, up = columns(x, self.gate, self.up)
-        return self.down(F.silu(gate) * up)
+def one_f_for_gate_up(mlp, x):
+    """The Llama form's MLP on this rank's columns."""
+    gate, up = columns(x, mlp.gate, mlp.up)
+    return mlp.down(F.silu(gate) * up)
 
 
-OF_BOTH = {"tok": VocabEmbedding, "blocks.*.attn": TPAttention, "head": ColumnLinear}
-# pos is small. It is cut to leave by g, as tok does: with --sp cut along T
-GPT2 = {"pos": VocabEmbedding, "blocks.*.mlp.up": ColumnLinear, "blocks.*.mlp.down": RowLinear}
-PLANS = {"gpt2": {**OF_BOTH, **GPT2}, "llama": {**OF_BOTH, "blocks.*.mlp": TPSwiGLU}}
+def runs(forward):
+    """-> what a plan says of a module that shall run by forward(module, x)."""
+    def kind(module, tp):
+        module.forward = partial(forward, module)
+        return module
+    return kind
+
+
+OF_BOTH = {
+    "tok": VocabEmbedding, "head": ColumnLinear,
+    "blocks.*.attn.[qkv]": ColumnLinear, "blocks.*.attn.out": RowLinear,
+    "blocks.*.mlp.up": ColumnLinear, "blocks.*.mlp.down": RowLinear,
+    "blocks.*.attn": runs(one_f_for_qkv),
+}
+PLANS = {
+    # pos is small: it is cut so that it, too, leaves by g, which cuts along T where --sp does
+    "gpt2": {**OF_BOTH, "pos": VocabEmbedding},
+    "llama": {**OF_BOTH, "blocks.*.mlp.gate": ColumnLinear, "blocks.*.mlp": runs(one_f_for_gate_up)},
+}
 
 
 def parallelize(model, tp, form="gpt2"):
