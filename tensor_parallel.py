@@ -509,8 +509,8 @@ def full_gradients(model, tp):
 # ---- 2. the toy GPT, parallelized --------------------------------------------
 
 
-def one_f_for_qkv(attention, x):
-    """The toy GPT's attention on this rank's heads: x is as it is outside, and so is the result."""
+def attention_with_one_f(attention, x):
+    """The toy GPT's attention on this rank's heads. x is as outside, and so is the result."""
     q, k, v = [y.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)  # (B, heads here, T, D)
                for y in columns(x, attention.q, attention.k, attention.v)]
     if attention.rotate is not None:
@@ -521,30 +521,28 @@ def one_f_for_qkv(attention, x):
     return attention.out(y.transpose(1, 2).flatten(2))
 
 
-def one_f_for_gate_up(mlp, x):
-    """The Llama form's MLP on this rank's columns."""
+def swiglu_with_one_f(mlp, x):
     gate, up = columns(x, mlp.gate, mlp.up)
     return mlp.down(F.silu(gate) * up)
 
 
-def runs(forward):
-    """-> what a plan says of a module that shall run by forward(module, x)."""
-    def kind(module, tp):
-        module.forward = partial(forward, module)
-        return module
-    return kind
+def exchange(forward, module, tp):
+    """For a plan: the module stays, but it runs by forward(module, x)."""
+    module.forward = partial(forward, module)
+    return module
 
 
 OF_BOTH = {
     "tok": VocabEmbedding, "head": ColumnLinear,
     "blocks.*.attn.[qkv]": ColumnLinear, "blocks.*.attn.out": RowLinear,
     "blocks.*.mlp.up": ColumnLinear, "blocks.*.mlp.down": RowLinear,
-    "blocks.*.attn": runs(one_f_for_qkv),
+    "blocks.*.attn": partial(exchange, attention_with_one_f),
 }
 PLANS = {
     # pos is small: it is cut so that it, too, leaves by g, which cuts along T where --sp does
     "gpt2": {**OF_BOTH, "pos": VocabEmbedding},
-    "llama": {**OF_BOTH, "blocks.*.mlp.gate": ColumnLinear, "blocks.*.mlp": runs(one_f_for_gate_up)},
+    "llama": {**OF_BOTH, "blocks.*.mlp.gate": ColumnLinear,
+              "blocks.*.mlp": partial(exchange, swiglu_with_one_f)},
 }
 
 
@@ -636,8 +634,8 @@ def refuse(args):
     cfg = args.cfg
     require(cfg.kv_heads % tp == 0, f"{tp} ranks cannot share {cfg.heads} heads, {cfg.kv_heads} "
             "of keys and values, evenly: change --heads or --kv-heads")
-    # section 1 would pad it, but who chooses it can choose one that wastes nothing
-    require(cfg.hidden % tp == 0, f"--hidden {cfg.hidden} does not divide by {tp} ranks")
+    require(args.impl == "scratch" or cfg.hidden % tp == 0,
+            f"--impl {args.impl}: {tp} ranks cannot cut --hidden {cfg.hidden} evenly")
     require(not args.sp or cfg.seq % tp == 0, f"--sp: {tp} ranks cannot cut --seq {cfg.seq} evenly")
 
 
