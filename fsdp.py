@@ -8,7 +8,7 @@
 one stays for its backward. What is in no block, here embeddings, last norm and head, is the root:
 it is gathered from the beginning of a step to its end. Each block and the root is a unit: its
 parameters lie end to end, so that one all-gather brings them and one reduce-scatter sums their
-gradients. Of the P parameters P_again lie in blocks that are gathered twice: all but the last.
+gradients. P_again of the P parameters are gathered twice: those of all blocks but the last.
 
     on each rank, P parameters of 4 bytes   plain GPT     here, on N ranks
     parameters, gradients, AdamW states     16 P          16 P/N
@@ -31,8 +31,8 @@ told its blocks; no rank needs the whole model (meta device). --hsdp N: a copy f
 
 Not for: optimizers that look at whole matrices (Muon, Shampoo, LAMB, Adafactor); ranks that use
 different blocks in a step (data-dependent depth); blocks that run twice in a forward, or share
-parameters; sparse gradients; second derivatives; reentrant checkpointing; freezing later.
-
+parameters; sparse gradients; second derivatives; reentrant checkpointing; freezing or loading
+later (load the module before FSDP takes it); going on after a backward that has raised.
 Zhao et al. 2023, "PyTorch FSDP", arXiv:2304.11277, sections 3 and 4.
 At work: torch.distributed.fsdp.fully_shard, section 3 below.
 
@@ -63,7 +63,7 @@ from harness.run import Run, Side
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# This rank's piece of a parameter. It begins at the index `first` of parameter.flatten(), and is the
+# This rank's piece of a parameter. It begins at index `first` of parameter.flatten(), and is the
 # slice `span` of this rank's chunk. shard: the nn.Parameter, 1-D, that the optimizer steps
 Part = namedtuple("Part", "first span shard")
 
@@ -83,7 +83,7 @@ class Flat:
         kept = olds[0].dtype  # in the shard
         assert all(p.dtype == kept for p in olds), "FSDP: a unit's parameters must be of one dtype"
         self.group = group  # n ranks
-        self.replicas = replicas
+        self.replicas = replicas  # the group of the ranks with the same shard, or None
         empty = torch.empty(0, dtype=dtype or kept, device=device)
         # {parameter: its shape}, in this order in full
         self.shapes = {nn.Parameter(empty.clone()): old.shape for old in olds}
@@ -165,7 +165,7 @@ class Flat:
 
     def start_reduce(self):
         """Begin to sum over ranks what autograd has left in the parameters' grad."""
-        self.collect()  # if two forwards share this backward, it comes to the unit twice
+        self.collect()  # where two forwards share this backward: the later one's sum
         self.buffer = torch.zeros_like(self.full, dtype=self.shard.dtype)
         for p, slot in self.views(self.buffer).items():
             if p.grad is not None:  # this backward has used it
@@ -248,15 +248,15 @@ class FSDP(nn.Module):
         if names:
             self.root = self.unit(names, dtype, home)
             self.units.append(self.root)
-        self.unit_of = {p: unit for unit in self.units for p in unit.places}
+        self.unit_of = {p: unit for unit in self.units for p in unit.shapes}
         parts = [part for unit in self.units for part in unit.parts.values()]
         self.shards = nn.ParameterList(part.shard for part in parts)  # what optimizers step
 
     def unit(self, names, dtype, home):
         """-> Flat, whose parameters take the places of these in the module."""
         flat = Flat(list(names), self.group, self.replicas, self.device, dtype, home)
-        self.replace(dict(zip(names, flat.places)))
-        for (old, name), p in zip(names.items(), flat.places):
+        self.replace(dict(zip(names, flat.shapes)))
+        for (old, name), p in zip(names.items(), flat.shapes):
             # all ranks broadcast; what is on the meta device is made by those that keep a piece
             if not old.is_meta or p in flat.parts:
                 flat.store(p, self.value_of(old, name))
@@ -336,7 +336,7 @@ class FSDP(nn.Module):
 
     def close(self, unit):
         unit.free()
-        if any(p.grad is not None for p in unit.places):
+        if any(p.grad is not None for p in unit.shapes):
             if self.summing:
                 self.summing.finish_reduce()  # it had the time of this unit's backward to travel
             unit.start_reduce()
@@ -356,7 +356,8 @@ class FSDP(nn.Module):
     def parameter_groups(self, groups=None):
         """What an optimizer takes: the user's groups, with this rank's shards for parameters.
 
-        groups are made of the module's parameters after FSDP was made. Of some this rank has none.
+        groups are made of the module's parameters after FSDP was made. Of some parameters this rank
+        has no piece.
         """
         ours = []
         for group in groups or [{"params": list(self.unit_of)}]:
@@ -368,9 +369,8 @@ class FSDP(nn.Module):
         """Scale gradients to a norm of at most max_norm (0: no limit) -> what it was."""
         assert not self.in_backward, "FSDP: a backward has raised. Make the model anew"
         norm = nn.utils.get_total_norm([p.grad for p in self.shards if p.grad is not None])
-        # in fp16 the square of 256 is inf; without gradients the norm is an fp32 zero, on the CPU
-        wide = torch.promote_types(torch.float32, self.units[0].shard.dtype)
-        square = norm.to(self.device, wide).square()
+        # a rank without gradients has an fp32 zero, on the CPU
+        square = norm.square().to(self.device, self.units[0].shard.dtype)
         dist.all_reduce(square, group=self.group)  # partial -> replicated
         norm = square.sqrt()
         finite = norm.nan_to_num(0, posinf=0)  # if it is inf or nan, gradients are not scaled
@@ -402,7 +402,7 @@ class FSDP(nn.Module):
         raise RuntimeError("FSDP: parameters are sharded. full_state_dict() gathers them")
 
     def _apply(self, *_, **__):
-        raise RuntimeError("FSDP: give device, home and dtype when it is made, not to() and such")
+        raise RuntimeError("FSDP cannot be moved by to() and such. Make it with device, dtype")
 
 
 def watch(output, reached):

@@ -17,10 +17,10 @@ exchanged inside. Token embedding and head are cut by vocabulary: a rank makes a
     norms, row biases (Llama: norms)                (6 L + 2) C      whole           whole
     a block keeps: x and its norm, twice            4 B T C          whole           1/tp
                    q, k, v, heads, up, gelu         12 B T C         1/tp            1/tp
-    a block sends, in 4 all-reduces                 -                8 B T C (tp-1)/tp
-              in 6 all-gathers, 4 reduce-scatters   -                10 B T C (tp-1)/tp
+    a block sends, times B T C (tp-1)/tp            -                8               10
+      in all-reduces / gathers, reduce-scatters     -                4               6, 4
 
-In your own code all ranks of `group` have the same batch: `valid` targets, each one of V words:
+In your own code, where all ranks of `group` have the same batch, with `valid` targets of V words:
 
     tp = WholeSequence(group)  # or CutSequence(group), which is --sp
     model = cut_model(model, tp, {"layers.*.up": ColumnLinear, "layers.*.down": RowLinear, ...})
@@ -29,9 +29,10 @@ In your own code all ranks of `group` have the same batch: `valid` targets, each
     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, gradient_norm(model, tp))
 
 Not for: fewer key-value heads than ranks; one Linear that makes q, k and v, or gate and up; an
-activation f with f(0) != 0 (sigmoid) if the hidden width does not divide by tp; optimizers that
-look at whole matrices, such as Muon; selective checkpoints that keep what `out` or `down` returns;
-a deepcopy of a cut model, whose parameters tp does not know. Read the list in cut_model, too.
+activation f with f(0) != 0 (sigmoid) if the hidden width does not divide by tp; an Embedding with
+padding_idx or max_norm; optimizers that look at whole matrices, such as Muon; selective checkpoints
+that keep what `out` or `down` returns; a deepcopy of a cut model, whose parameters tp does not
+know. Read the list in cut_model, too.
 
 Shoeybi 2019, "Megatron-LM", arXiv:1909.08053, section 3. Korthikanti 2022, "Reducing Activation
 Recomputation in Large Transformer Models", arXiv:2205.05198, section 4.2.
@@ -48,6 +49,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
+# section 1 needs what stands above, the others what follows
 import sys
 from functools import partial
 
@@ -111,8 +113,8 @@ class WholeSequence:
 
     def reduce(self, y):
         """From inside to outside: summands y (.., T, C) -> their sum, in y's memory."""
-        # all_reduce writes y, but does not count y's version up as torch's other writes do. With it
-        # counted, backward raises if something, such as a selective checkpoint, has kept the old y
+        # autograd does not notice that all_reduce writes y. So tell it: then backward raises if
+        # something, such as a selective checkpoint, has kept y and would find the sum in it
         torch.autograd.graph.increment_version(y)
         work = dist.all_reduce(y, group=self.group, async_op=True)  # partial -> replicated
         return Pending(y, work)
@@ -174,7 +176,7 @@ class ColumnParallel(torch.autograd.Function):
         x, *parameters = ctx.saved_tensors
         trained = any(ctx.needs_input_grad[2:])
         gradients = [None] * len(parameters)
-        reducing = Pending(None)  # no dx is wanted where all that comes before x is frozen
+        reducing = Pending(None)  # for no dx: none is wanted if all that comes before x is frozen
         if trained:
             gathering = ctx.tp.gather(x)  # sharded(T) -> replicated, behind dx
         if ctx.needs_input_grad[1]:
@@ -249,9 +251,9 @@ def unshard(t, cut, tp):
 def locate(ids, vocab, tp):
     """Token ids -> each one's row in this rank's piece (elsewhere: 0), and whether it is here."""
     each = math.ceil(vocab / tp.size)  # rows of a piece; of the last ones some are padding
-    # an id >= vocab could find padding: it is put behind that, where a lookup raises
+    # an id >= vocab could find a row of padding: it is put behind that, where the lookup raises
     ids = ids.masked_fill(ids >= vocab, tp.size * each)
-    here = (ids // each).clamp(0, tp.size - 1) == tp.rank  # clamp: wrong ids are somewhere, too
+    here = (ids // each).clamp(0, tp.size - 1) == tp.rank  # clamp: one rank has what is wrong
     rows = ids - tp.rank * each
     return rows.masked_fill(~here, 0), here
 
@@ -316,8 +318,8 @@ class RowLinear(CutModule):
     dims = {"weight": 1}
 
     def forward(self, y):
-        # Flat: of 3 dims F.linear returns a new tensor on the matmul's memory. A selective
-        # checkpoint that keeps the matmul's would not notice that g writes there
+        # y goes in flat. Of 3 dims F.linear returns a new tensor on the matmul's memory: who keeps
+        # the matmul's, as a selective checkpoint, would not notice that g writes there
         rows = self.tp.linear(y.flatten(0, -2), self.weight, None)  # F.linear, or hybrid_3d.py's
         y = rows.unflatten(0, y.shape[:-1])  # (.., T, C), a summand
         x = ReduceFromTP.apply(y, self.tp)  # partial -> replicated, or sharded(T)
@@ -355,7 +357,7 @@ class OutsideDropout(nn.Dropout):
     def __init__(self, dropout, tp):
         super().__init__(dropout.p)
         self.training = dropout.training
-        self.number = tp.rank if isinstance(tp, CutSequence) else 0  # of a mask's seed
+        self.number = tp.rank if isinstance(tp, CutSequence) else 0  # added to a mask's seed
 
     def forward(self, x):
         if not self.training:
@@ -380,8 +382,8 @@ class InsideDropout(OutsideDropout):
 def cut_model(model, tp, plan):
     """Put cut modules in the place of plain ones -> the model, with the first rank's weights.
 
-    plan: {pattern: kind}. A pattern is a name of modules, with * for any part of it. A kind is a
-    class or function of this section, or your own: kind(plain module, tp) takes the module's place.
+    plan: {pattern: kind}. A pattern is fnmatch's, for names of modules. A kind is a class or
+    function of this section, or your own: kind(plain module, tp) takes the module's place.
     Heads of k and v must divide by tp. Nothing here can see that a forward does this:
 
     - it drops, by F.dropout or in attention and not by a module
@@ -389,7 +391,8 @@ def cut_model(model, tp, plan):
     - between a ColumnLinear and a RowLinear it needs the whole last dim, as softmax or
       chunk(2, -1) of one Linear that makes two projections (take a ColumnLinear for each of them)
     - there it uses parameters that are whole, as norms of q and k: name them in the plan, `inside`
-    - with CutSequence, it brings positions together outside, as x.mean(1)
+    - with CutSequence, it brings positions together outside, as x.mean(1), or embeds by a module
+      that the plan does not cut
     """
     for t in model.state_dict().values():
         dist.broadcast(t, group=tp.group, group_src=0)  # the first rank's -> replicated
@@ -426,7 +429,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, column, here, mine, tp):
         own_log_sum = logits[:, :mine].logsumexp(1)  # (N,), of this rank's columns
-        highest = own_log_sum.clone()  # after the next line of all ranks: exp is at most 1
+        highest = own_log_sum.clone()  # after the next line: of all ranks, so exp is at most 1
         dist.all_reduce(highest, dist.ReduceOp.MAX, tp.group)  # each its own -> replicated
         target_logit = logits.gather(1, column).masked_fill(~here, 0)  # 0: another rank has it
         sums = torch.stack([(own_log_sum - highest).exp(), target_logit.squeeze(1)])  # (2, N)
@@ -579,7 +582,7 @@ def parallelize_at_work(model, mesh, sp):
     column = at_work.ColwiseParallel()
     row = at_work.RowwiseParallel(output_layouts=outside)
     norm = at_work.SequenceParallel()  # makes DTensors of a norm's parameters
-    norm.sequence_sharding = (outside,)  # the layout it assumes of its input: Shard(1), if not told
+    norm.sequence_sharding = (outside,)  # of its input, which it takes for Shard(1) otherwise
     f = at_work.PrepareModuleInput(input_layouts=outside, desired_input_layouts=Replicate())
     at_work.parallelize_module(model, mesh, {
         "tok": at_work.RowwiseParallel(input_layouts=Replicate(), output_layouts=outside),
@@ -622,7 +625,7 @@ def train_step_at_work(model, optimizer, x, y, valid, clip):
 def evaluate_at_work(model, x, y):
     with at_work.loss_parallel():
         loss = loss_sum(model(x), y).full_tensor()
-    return loss / dist.get_world_size()  # a run adds up all ranks'
+    return loss / dist.get_world_size()  # a run adds up what ranks return
 
 
 # ---- 4. run ------------------------------------------------------------------
@@ -653,7 +656,7 @@ def pieces(model, optimizer, tp):
 def of_whole(piece, cut, tp_rank):
     """This rank's Piece of a parameter -> the Piece of the plain one, without padding."""
     start = list(piece.start)
-    start[cut.dim] += tp_rank * piece.shape[cut.dim]
+    start[cut.dim] += tp_rank * piece.shape[cut.dim]  # the shape of this rank's parameter
     shape = list(piece.shape)
     shape[cut.dim] = cut.whole
     room = max(0, cut.whole - start[cut.dim])  # behind it is padding
@@ -672,7 +675,7 @@ def set_up(run, impl, tp, mesh):
         model=model, optimizer=optimizer, train_step=partial(train_step, tp=tp),
         full_gradients=partial(full_gradients, model, tp),
         full_state_dict=partial(full_state_dict, model, tp),
-        evaluate=lambda x, y: token_losses(model, x, y, tp) / tp.size,  # a run adds up all ranks'
+        evaluate=lambda x, y: token_losses(model, x, y, tp) / tp.size,  # likewise
         pieces=partial(pieces, model, optimizer, tp),
     )
 

@@ -10,7 +10,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from conftest import check_refused, copied, dry_run_agrees, proves, run, textbook
+from conftest import check_refused, copied, dry_run_agrees, each, proves, run, textbook
 from others import Llama, compare, gradients_of, llama_loss, loss_sum, token_rows
 
 LLAMA = ["--model", "llama-toy"]
@@ -34,7 +34,7 @@ DROPOUTS = {"*.drop_inside": section.InsideDropout, "*.drop_outside": section.Ou
 def both(kind, tied=False):
     torch.manual_seed(0)
     plain = Llama(layers=2, tied=tied)
-    tp = kind()
+    tp = getattr(section, kind)()
     return plain, section.cut_model(copy.deepcopy(plain), tp, PLAN), tp
 
 
@@ -68,7 +68,7 @@ def check_copy(kind, tied, frozen):
 
 def check_dropout(kind):
     """Masks of what is cut differ, of what is whole they do not; under autocast, and recomputed."""
-    tp = kind()
+    tp = getattr(section, kind)()
     torch.manual_seed(tp.rank)  # cut_model gives all the first rank's weights and random state
     model = section.cut_model(Llama(dropout=0.4).float(), tp, {**PLAN, **DROPOUTS})
     x, y = ROWS[0]
@@ -83,8 +83,7 @@ def check_dropout(kind):
     compare(*gradients)
     assert output["logits"].dtype == torch.bfloat16
     mlp = model.layers[0].mlp
-    is_whole = kind is section.WholeSequence
-    for drop, same in (mlp.drop_inside, False), (mlp.drop_outside, is_whole):
+    for drop, same in (mlp.drop_inside, False), (mlp.drop_outside, kind == "WholeSequence"):
         mask = drop(torch.ones(40))
         assert mask.unique().tolist() == pytest.approx([0, 1 / (1 - 0.4)])
         total = mask.clone()
@@ -95,13 +94,13 @@ def check_dropout(kind):
 def check_kept():
     """g writes into what a matmul has made: whoever has kept that must hear of it. x is kept as it
     came: gathered, it is tp times as large."""
-    _, model, tp = both(section.WholeSequence)
+    _, model, tp = both("WholeSequence")
     contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
     x, y = ROWS[0]
     output = checkpoint(model, x, use_reentrant=False, context_fn=contexts)
     with pytest.raises(RuntimeError, match="mutated"):
         backward(output, y, tp)
-    _, model, tp = both(section.CutSequence)
+    _, model, tp = both("CutSequence")
     kept, *_ = model(x)["logits"].grad_fn.saved_tensors
     assert kept.shape[1] == x.shape[1] // tp.size
 
@@ -138,19 +137,13 @@ def check_refusals():
         section.vocab_parallel_cross_entropy(torch.ones(2, 31), torch.ones(2).long(), 31, tp)
 
 
-def check_section_one():
-    """It trains as the plain model does; what would be silently wrong raises."""
-    check_copy(section.WholeSequence, False, "nothing")
-    check_copy(section.CutSequence, True, "layers.0")
-    check_dropout(section.WholeSequence)
-    check_dropout(section.CutSequence)
-    check_kept()
-    check_loss()
-    check_refusals()
-
-
 def test_section_one_alone():
-    run(check_section_one, 2)
+    """It trains as the plain model does; what would be silently wrong raises."""
+    run(each, 2, check_copy, [
+        ("WholeSequence", False, "nothing"), ("CutSequence", True, "layers.0")])
+    run(each, 2, check_dropout, [("WholeSequence",), ("CutSequence",)])
+    for check in check_kept, check_loss, check_refusals:
+        run(check, 2)
 
 
 def test_refused_flags():
