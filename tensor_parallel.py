@@ -675,7 +675,8 @@ def set_up(run, impl, tp, mesh):
         model=model, optimizer=optimizer, train_step=partial(train_step, tp=tp),
         full_gradients=partial(full_gradients, model, tp),
         full_state_dict=partial(full_state_dict, model, tp),
-        evaluate=lambda x, y: token_losses(model, x, y, tp) / tp.size,  # likewise
+        # a run adds up what ranks return
+        evaluate=lambda x, y: token_losses(model, x, y, tp) / tp.size,
         pieces=partial(pieces, model, optimizer, tp),
     )
 
