@@ -8,7 +8,7 @@
 one stays for its backward. What is in no block, here embeddings, last norm and head, is the root:
 it is gathered from the beginning of a step to its end. Each block and the root is a unit: its
 parameters lie end to end, so that one all-gather brings them and one reduce-scatter sums their
-gradients. Of the P parameters P_again lie in blocks that are gathered twice: all but the last.
+gradients. P_again of the P parameters are gathered twice: those of all blocks but the last.
 
     on each rank, P parameters of 4 bytes   plain GPT     here, on N ranks
     parameters, gradients, AdamW states     16 P          16 P/N
@@ -31,15 +31,15 @@ told its blocks; no rank needs the whole model (meta device). --hsdp N: a copy f
 
 Not for: optimizers that look at whole matrices (Muon, Shampoo, LAMB, Adafactor); ranks that use
 different blocks in a step (data-dependent depth); blocks that run twice in a forward, or share
-parameters; sparse gradients; second derivatives; reentrant checkpointing; freezing later.
-
+parameters; sparse gradients; second derivatives; reentrant checkpointing; freezing or loading
+later (load the module before FSDP takes it); going on after a backward that has raised.
 Zhao et al. 2023, "PyTorch FSDP", arXiv:2304.11277, sections 3 and 4.
 At work: torch.distributed.fsdp.fully_shard, section 3 below.
 
     torchrun --standalone --nproc_per_node=2 fsdp.py
 """
 import math
-from dataclasses import dataclass
+from collections import namedtuple
 from functools import partial
 
 import torch
@@ -63,14 +63,9 @@ from harness.run import Run, Side
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-
-@dataclass(eq=False)
-class Part:
-    """This rank's piece of a parameter: a run of its numbers."""
-
-    first: int  # the piece begins at this index of parameter.flatten()
-    span: slice  # the piece is these numbers of this rank's chunk
-    shard: nn.Parameter  # 1-D, what the optimizer steps. Its grad: the sum over ranks and backwards
+# This rank's piece of a parameter. It begins at index `first` of parameter.flatten(), and is the
+# slice `span` of this rank's chunk. shard: the nn.Parameter, 1-D, that the optimizer steps
+Part = namedtuple("Part", "first span shard")
 
 
 class Flat:
@@ -85,20 +80,18 @@ class Flat:
 
     def __init__(self, olds, group, replicas, device, dtype, home):
         """olds: the module's own. New ones replace them, as p.data cannot leave the meta device."""
-        own = olds[0].dtype
-        assert all(p.dtype == own for p in olds), "FSDP: a unit's parameters must be of one dtype"
+        kept = olds[0].dtype  # in the shard
+        assert all(p.dtype == kept for p in olds), "FSDP: a unit's parameters must be of one dtype"
         self.group = group  # n ranks
-        self.replicas = replicas
-        self.shapes = {}  # {parameter: its shape}, in this order in full
-        for old in olds:
-            p = nn.Parameter(torch.empty(0, dtype=dtype or own, device=device))
-            self.shapes[p] = old.shape
+        self.replicas = replicas  # the group of the ranks with the same shard, or None
+        empty = torch.empty(0, dtype=dtype or kept, device=device)
+        # {parameter: its shape}, in this order in full
+        self.shapes = {nn.Parameter(empty.clone()): old.shape for old in olds}
         self.size = sum(old.numel() for old in olds)  # without padding
         n = dist.get_world_size(group)
         self.chunk = -(-self.size // n)  # rounded up
-        self.begin = dist.get_rank(group) * self.chunk  # where this rank's chunk begins in full
-        self.shard = torch.zeros(self.chunk, dtype=own, device=home or device)  # (chunk,)
-        self.full = torch.empty(n * self.chunk, dtype=dtype or own, device=device)  # (n chunk,)
+        self.shard = torch.zeros(self.chunk, dtype=kept, device=home or device)  # (chunk,)
+        self.full = empty.new_empty(n * self.chunk)  # (n chunk,)
         self.places = self.views(self.full)  # {parameter: its view of full}
         self.parts = self.cut()
         self.gathering = None  # Work of an all-gather that is under way
@@ -116,7 +109,8 @@ class Flat:
     def cut(self):
         """-> {parameter: Part} of this rank's chunk; its padding is in none, and stays zero."""
         parts = {}
-        start = -self.begin  # where a parameter begins, seen from this chunk: may be before it
+        # where a parameter begins, seen from the beginning of this chunk: it may be before that
+        start = -dist.get_rank(self.group) * self.chunk
         for p, shape in self.shapes.items():
             end = start + shape.numel()
             span = slice(max(start, 0), min(end, self.chunk))
@@ -125,13 +119,11 @@ class Flat:
             start = end
         return parts
 
-    @torch.no_grad()
     def store(self, p, whole):
         """Keep this rank's piece of a parameter that is given whole."""
-        assert whole.shape == self.shapes[p], f"{whole.shape} is given for {self.shapes[p]}"
         if p in self.parts:
-            part = self.parts[p]
-            part.shard.copy_(whole.flatten()[part.first:part.first + part.shard.numel()])
+            first, span, shard = self.parts[p]
+            self.shard[span] = whole.flatten()[first:first + len(shard)]
 
     # parameters
 
@@ -173,13 +165,10 @@ class Flat:
 
     def start_reduce(self):
         """Begin to sum over ranks what autograd has left in the parameters' grad."""
-        self.collect()  # if two forwards share this backward, it comes to the unit twice
-        self.buffer = torch.empty_like(self.full, dtype=self.shard.dtype)
-        self.buffer[self.size:].zero_()
+        self.collect()  # where two forwards share this backward: the later one's sum
+        self.buffer = torch.zeros_like(self.full, dtype=self.shard.dtype)
         for p, slot in self.views(self.buffer).items():
-            if p.grad is None:  # this backward has not used it
-                slot.zero_()
-            else:
+            if p.grad is not None:  # this backward has used it
                 slot.copy_(p.grad)
                 p.grad = None
         self.sum = self.buffer.new_empty(self.chunk)
@@ -259,28 +248,25 @@ class FSDP(nn.Module):
         if names:
             self.root = self.unit(names, dtype, home)
             self.units.append(self.root)
-        self.unit_of = {p: unit for unit in self.units for p in unit.places}
+        self.unit_of = {p: unit for unit in self.units for p in unit.shapes}
         parts = [part for unit in self.units for part in unit.parts.values()]
         self.shards = nn.ParameterList(part.shard for part in parts)  # what optimizers step
-        for owner in module.modules():
-            owner.register_state_dict_pre_hook(refuse_state_dict)
 
     def unit(self, names, dtype, home):
         """-> Flat, whose parameters take the places of these in the module."""
         flat = Flat(list(names), self.group, self.replicas, self.device, dtype, home)
-        new = dict(zip(names, flat.places))
-        self.replace(new)
-        for old, p in new.items():
+        self.replace(dict(zip(names, flat.shapes)))
+        for (old, name), p in zip(names.items(), flat.shapes):
             # all ranks broadcast; what is on the meta device is made by those that keep a piece
             if not old.is_meta or p in flat.parts:
-                flat.store(p, self.value_of(old, names[old]))
+                flat.store(p, self.value_of(old, name))
         return flat
 
     def value_of(self, tensor, name):
         """-> what a parameter or buffer begins with, whole; collective, but for the meta device."""
         if tensor.is_meta:
             value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-            self.init(name, nn.Parameter(value, requires_grad=False))
+            self.init(name, value)
             return value
         value = tensor.detach().to(self.device)
         dist.broadcast(value, group=self.group, group_src=0)  # the first rank's -> replicated
@@ -299,7 +285,8 @@ class FSDP(nn.Module):
 
     def forward(self, *args, **kwargs):
         self.free()  # what a forward without a backward has left
-        self.gather_root(following=0)
+        self.gather_root()
+        self.prefetch(0)
         output = self.module(*args, **kwargs)
         watch(output, self.backward_begins)
         if not torch.is_grad_enabled():  # an evaluation: no backward will come
@@ -310,12 +297,9 @@ class FSDP(nn.Module):
         for unit in self.units:
             unit.free()
 
-    def gather_root(self, following):
-        """The root is here after this, and the block that follows on its way."""
+    def gather_root(self):
         if self.root:
             self.root.start_gather()
-        self.prefetch(following)
-        if self.root:
             self.root.wait()
 
     def prefetch(self, i):
@@ -340,7 +324,7 @@ class FSDP(nn.Module):
         if not self.in_backward:
             self.in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self.backward_ends)
-        self.gather_root(following=len(self.blocks) - 1)
+        self.gather_root()  # it is here, unless another forward or backward came between
 
     def backward_reaches(self, i, gradient):
         """Backward is at the end of block i: it is through with i + 1, and i - 1 comes next."""
@@ -352,7 +336,7 @@ class FSDP(nn.Module):
 
     def close(self, unit):
         unit.free()
-        if any(p.grad is not None for p in unit.places):
+        if any(p.grad is not None for p in unit.shapes):
             if self.summing:
                 self.summing.finish_reduce()  # it had the time of this unit's backward to travel
             unit.start_reduce()
@@ -372,7 +356,8 @@ class FSDP(nn.Module):
     def parameter_groups(self, groups=None):
         """What an optimizer takes: the user's groups, with this rank's shards for parameters.
 
-        groups are made of the module's parameters after FSDP was made. Of some this rank has none.
+        groups are made of the module's parameters after FSDP was made. Of some parameters this rank
+        has no piece.
         """
         ours = []
         for group in groups or [{"params": list(self.unit_of)}]:
@@ -382,10 +367,10 @@ class FSDP(nn.Module):
 
     def clip_grad_norm_(self, max_norm):
         """Scale gradients to a norm of at most max_norm (0: no limit) -> what it was."""
+        assert not self.in_backward, "FSDP: a backward has raised. Make the model anew"
         norm = nn.utils.get_total_norm([p.grad for p in self.shards if p.grad is not None])
-        # in fp16 the square of 256 is inf; without gradients the norm is an fp32 zero, on the CPU
-        wide = torch.promote_types(torch.float32, self.units[0].shard.dtype)
-        square = norm.to(self.device, wide).square()
+        # a rank without gradients has an fp32 zero, on the CPU
+        square = norm.square().to(self.device, self.units[0].shard.dtype)
         dist.all_reduce(square, group=self.group)  # partial -> replicated
         norm = square.sqrt()
         finite = norm.nan_to_num(0, posinf=0)  # if it is inf or nan, gradients are not scaled
@@ -402,15 +387,6 @@ class FSDP(nn.Module):
         state = self.module.state_dict(keep_vars=True)
         return {name: whole.get(t, t).detach() for name, t in state.items()}
 
-    @torch.no_grad()
-    def load_full_state_dict(self, state):
-        """The inverse: every rank is given all of it, and keeps its part."""
-        for name, t in self.module.state_dict(keep_vars=True).items():
-            if t in self.unit_of:
-                self.unit_of[t].store(t, state[name])
-            else:
-                t.copy_(state[name])
-
     def full_gradients(self):
         """-> {name: whole gradient} of what is trained, a tied one once; collective."""
         whole = {}  # {parameter: whole gradient}
@@ -422,8 +398,11 @@ class FSDP(nn.Module):
             whole.update(unit.gathered(gradient))
         return {name: whole[p] for name, p in self.module.named_parameters() if p in whole}
 
+    def state_dict(self, *_, **__):
+        raise RuntimeError("FSDP: parameters are sharded. full_state_dict() gathers them")
+
     def _apply(self, *_, **__):
-        raise RuntimeError("FSDP: give device, home and dtype when it is made, not to() and such")
+        raise RuntimeError("FSDP cannot be moved by to() and such. Make it with device, dtype")
 
 
 def watch(output, reached):
@@ -434,25 +413,17 @@ def watch(output, reached):
         t.register_hook(reached)
 
 
-def refuse_state_dict(module, prefix, keep_vars):
-    if not keep_vars:  # who asks for the Parameters themselves, as full_state_dict, may have them
-        raise RuntimeError("parameters are sharded: see full_state_dict(), load_full_state_dict()")
-
-
 # ---- 2. the toy GPT, parallelized --------------------------------------------
 
 
 def parallelize(model, mesh, seed, **options):
     """mesh: (replicate, shard). With a model on the meta device no rank ever holds all of it."""
-    replicas = None  # there is one copy
-    if mesh["replicate"].size() > 1:
-        replicas = mesh["replicate"].get_group()
+    replicas = mesh["replicate"].get_group() if mesh["replicate"].size() > 1 else None
 
-    def init(name, parameter):  # the toy has no buffers
+    def init(name, tensor):
         path, _, attribute = name.rpartition(".")
-        holder = nn.Module()  # with nothing else in it
-        holder.register_parameter(attribute, parameter)
-        init_weights(holder, len(model.blocks), seed, path)
+        alone = nn.ParameterDict({attribute: tensor})  # in tensor's memory
+        init_weights(alone, len(model.blocks), seed, path)
 
     shard = mesh["shard"].get_group()
     return FSDP(model, model.blocks, shard, replicas, init=init, **options)
@@ -475,10 +446,7 @@ def train_step(model, optimizer, x, y, valid, clip):
 
 
 def parallelize_at_work(model, mesh, reshard=True, dtype=None):
-    """fully_shard for each block and for the rest. reshard: as in FSDP; dtype: what computes.
-
-    On GPUs fully_shard also takes offload_policy=CPUOffloadPolicy().
-    """
+    """dtype: what computes. On GPUs fully_shard also takes offload_policy=CPUOffloadPolicy()."""
     if mesh["replicate"].size() == 1:
         mesh = mesh["shard"]
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=model.tok.weight.dtype)
@@ -539,9 +507,8 @@ def pieces(model, optimizer, writes):
         if unit is None:  # frozen
             found += pieces_of([(name, p)], None, writes=dist.get_rank() == 0)
         elif p in unit.parts:
-            part = unit.parts[p]
-            place = name, unit.shapes[p], part.first
-            found += parts_pieces([(*place, part.shard)], optimizer, writes)
+            first, _, shard = unit.parts[p]
+            found += parts_pieces([(name, unit.shapes[p], first, shard)], optimizer, writes)
     return found
 
 

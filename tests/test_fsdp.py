@@ -1,5 +1,6 @@
 """fsdp.py, and its section 1 around a model that is not ours."""
 import weakref
+from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 
@@ -11,9 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from conftest import PROOF, copied, dry_run_agrees, each, proves, run, script, textbook
 from fsdp import FSDP
-from others import Llama, into_flat, llama_loss, token_rows
+from others import Layer, Llama, compare, gradients_of, into_flat, llama_loss, token_rows
 
 LLAMA = ("--model", "llama-toy")
+ROWS = token_rows(torch.Generator().manual_seed(1), 2)
 
 
 @pytest.mark.parametrize("world, flags", [
@@ -49,13 +51,9 @@ def test_resume(tmp_path):
 # ---- the copy: section 1 alone, on a Llama of others ----------------------------
 
 
-class Recomputed(nn.Module):
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x):
-        return checkpoint(self.layer, x, use_reentrant=False)
+class Recomputed(Layer):
+    def __call__(self, x):
+        return checkpoint(super().__call__, x, use_reentrant=False)
 
 
 def llama(tied=False, frozen=()):
@@ -64,15 +62,15 @@ def llama(tied=False, frozen=()):
         model.lm_head.weight = model.embed_tokens.weight
     for part in frozen:
         model.get_submodule(part).requires_grad_(False)
-    model.layers = nn.ModuleList(Recomputed(layer) for layer in model.layers)
+    for layer in model.layers:
+        layer.__class__ = Recomputed
     return model
 
 
 def groups_of(model):
-    kinds = {True: [], False: []}
-    for name, p in model.named_parameters():
-        kinds["norm" in name].append(p)
-    return [{"params": kinds[True], "weight_decay": 0.0}, {"params": kinds[False], "lr": 0.01}]
+    norms = [p for name, p in model.named_parameters() if "norm" in name]
+    others = [p for name, p in model.named_parameters() if "norm" not in name]
+    return [{"params": norms, "weight_decay": 0.0}, {"params": others, "lr": 0.01}]
 
 
 def backward(model, rows):
@@ -83,7 +81,7 @@ def backward(model, rows):
             model(tokens)
 
 
-def check_copy(model_is, replicas=False, plant=None, **options):
+def check_copy(model_is, options={}, plant=None):
     """Two steps equal those of one process: gradients, norms, parameters."""
     n = dist.get_world_size()
     rank = dist.get_rank()
@@ -91,10 +89,6 @@ def check_copy(model_is, replicas=False, plant=None, **options):
     plain = llama(**model_is)
     torch.manual_seed(rank)  # all ranks get the first one's weights
     inner = llama(**model_is)
-    if replicas:
-        mesh = dist.init_device_mesh("cpu", (n // 2, 2), mesh_dim_names=("replicate", "shard"))
-        options["replicas"] = mesh["replicate"].get_group()
-        options["group"] = mesh["shard"].get_group()
     module = copied("fsdp")
     if plant:
         plant(module)
@@ -102,44 +96,35 @@ def check_copy(model_is, replicas=False, plant=None, **options):
     optimizer = torch.optim.AdamW(groups_of(plain), lr=0.1, eps=1e-5)
     our_optimizer = torch.optim.AdamW(ours.parameter_groups(groups_of(inner)), lr=0.1, eps=1e-5)
     rng = torch.Generator().manual_seed(1)
-    close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-11)
     for _ in range(2):
         rows = token_rows(rng, 8 * n)
         backward(plain, rows)
-        want = {name: p.grad.clone() for name, p in plain.named_parameters() if p.requires_grad}
         backward(ours, [t.chunk(n)[rank] for t in rows])
-        close(ours.full_gradients(), want)
-        close(ours.clip_grad_norm_(0.5), nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
+        compare(ours.full_gradients(), gradients_of(plain))
+        compare(ours.clip_grad_norm_(0.5), nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
         for each_one, model in (optimizer, plain), (our_optimizer, ours):
             each_one.step()
             model.zero_grad()
-    close(ours.full_state_dict(), dict(plain.state_dict()))
+    compare(ours.full_state_dict(), dict(plain.state_dict()))
     assert all(unit.full.untyped_storage().nbytes() == 0 for unit in ours.units)
 
 
-def check_all():
-    check_copy(dict(tied=True))
-    check_copy(dict(frozen=["embed_tokens", "norm", "lm_head", "layers.1.mlp"]))
-    check_copy({}, reshard=False, home="cpu")
-
-
 def test_copy():
-    run(check_all, 2)
-    run(check_copy, 4, dict(tied=True), True)
+    run(each, 2, check_copy, [
+        (dict(tied=True),),
+        (dict(frozen=["embed_tokens", "norm", "lm_head", "layers.1.mlp"]),),
+        ({}, dict(reshard=False, home="cpu")),
+    ])
 
 
 # ---- planted bugs: each must show ------------------------------------------------
 
 
-def own_gradient(flat):
-    flat.reducing.wait()
-    flat.sum.copy_(flat.buffer.chunk(dist.get_world_size())[dist.get_rank()])
-    flat.reducing = SimpleNamespace(wait=lambda: None)  # gloo's would write the sum again
-
-
-def average(flat):
-    if flat.sum is not None:
-        flat.sum.div_(2)
+def unsummed(module):
+    def own(out, tensor, group, async_op):
+        out.copy_(tensor.chunk(2)[dist.get_rank(group)])
+        return SimpleNamespace(wait=lambda: None)
+    module.reduce_scatter = own
 
 
 def use_first(flat, first={}):
@@ -147,45 +132,45 @@ def use_first(flat, first={}):
     flat.full.copy_(first.setdefault(flat, flat.full.clone()))
 
 
-# a method of Flat, what is done before or after it
 PLANTED = {
-    "averaged over ranks": ("collect", "before", average),
-    "a unit once gathered is not gathered again": ("start_gather", "after", use_first),
-    "a shard gets this rank's gradient, not the sum": ("finish_reduce", "before", own_gradient),
-    "a rank clips by the norm of its shards": ("all_reduce", "left out", None),
-    "replicas keep their sums to themselves": (
-        "finish_reduce", "before", lambda flat: setattr(flat, "replicas", None)),
+    "averaged over ranks": into_flat("finish_reduce", "after", lambda flat: flat.sum.div_(2)),
+    "a unit once gathered is not gathered again": into_flat("start_gather", "after", use_first),
+    "a shard gets this rank's gradient, not the sum": unsummed,
+    "a rank clips by the norm of its shards": into_flat("all_reduce", "left out", None),
 }
 
 
-def check_planted(what, replicas=False):
-    name, when, bug = PLANTED[what]
-    plant = into_flat(name, when, bug)
+def check_planted(what):
     with pytest.raises(AssertionError):
-        check_copy(dict(tied=True), replicas, plant)
+        check_copy(dict(tied=True), plant=PLANTED[what])
+
+
+def replicas_keep_their_sums(module):
+    into_flat("finish_reduce", "before", lambda flat: setattr(flat, "replicas", None))(module)
 
 
 def test_planted():
-    *cases, with_replicas = PLANTED
-    run(each, 2, check_planted, [(what,) for what in cases])
-    run(check_planted, 4, with_replicas, True)
+    run(each, 2, check_planted, [(what,) for what in PLANTED])
+    proves("fsdp", 4, "--hsdp", "2", plant=replicas_keep_their_sums)
 
 
-# ---- pure parts, memory, and what is refused --------------------------------------
+# ---- construction, memory, and what is refused ------------------------------------
 
 
 def check_meta():
-    """Tied parameters are made once, frozen ones whole."""
+    """Each is made by its name: tied ones and second names once, frozen ones and buffers whole."""
     with torch.device("meta"):
-        inner = llama(tied=True, frozen=["norm"])
+        inner = llama(tied=True, frozen=["layers.0"])
+        inner.norm.again = inner.norm.weight
+        inner.norm.unused = nn.Parameter(torch.ones(2))
+        inner.norm.register_buffer("places", torch.arange(4))
     model = FSDP(inner, inner.layers, device="cpu",
-                 init=lambda name, parameter: parameter.data.fill_(len(name)))
-    state = model.full_state_dict()
-    for name, tensor in state.items():
-        assert (tensor == len(name.replace("lm_head", "embed_tokens"))).all(), name
-    doubled = {name: 2 * t for name, t in state.items()}
-    model.load_full_state_dict(doubled)
-    torch.testing.assert_close(model.full_state_dict(), doubled)
+                 init=lambda name, tensor: tensor.fill_(len(name)))
+    for name, tensor in model.full_state_dict().items():
+        made_as = name.replace("lm_head", "embed_tokens").replace("again", "weight")
+        assert (tensor == len(made_as)).all(), name
+    llama_loss(model, *ROWS).backward()
+    assert (model.full_gradients()["norm.unused"] == 0).all()
 
 
 def check_refused():
@@ -194,78 +179,53 @@ def check_refused():
     model = FSDP(inner, inner.layers)
     assert all(p.numel() == (p + 1).numel() == 0 for p in inner.parameters())
     with pytest.raises(RuntimeError, match="full_state_dict"):
-        inner.layers[0].state_dict()
-    with pytest.raises(RuntimeError, match="when it is made"):
+        model.state_dict()
+    with pytest.raises(RuntimeError, match="cannot be moved"):
         model.to(torch.float32)
+    llama_loss(model, *ROWS).backward()
+    model.shards[0].grad[0] = float("inf")
+    before = model.full_gradients()
+    assert model.clip_grad_norm_(1.0) == float("inf")
+    torch.testing.assert_close(model.full_gradients(), before)  # it spoils no other
+    logits = model(ROWS[0])["logits"]
+    logits.register_hook(lambda gradient: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        logits.sum().backward()
+    with pytest.raises(AssertionError, match="a backward has raised"):
+        model.clip_grad_norm_(1.0)
 
 
-def watched(collective, waited):
-    """On NCCL's own stream a collective may read and write its memory until wait() is called."""
-    def call(out, tensor, group, async_op=False):
-        result = torch.empty_like(out)
-        collective(result, tensor, group=group)
-        places = [weakref.ref(out), weakref.ref(tensor)]
-        sizes = [t.untyped_storage().nbytes() for t in (out, tensor)]
-        number = len(waited)
-        waited.append(False)
+def as_nccl(collective, works, out, tensor, group, async_op=False):
+    """On a stream of its own it may read and write its memory until wait() is called."""
+    result = torch.empty_like(out)
+    collective(result, tensor, group=group)
+    memory = [(weakref.ref(t), t.untyped_storage().nbytes()) for t in (out, tensor)]
+    works["begun"] += 1
 
-        def wait():
-            for place, size in zip(places, sizes):
-                assert place() is not None and place().untyped_storage().nbytes() == size
-            places[0]().copy_(result)
-            waited[number] = True
-        return SimpleNamespace(wait=wait)
-    return call
+    def wait():
+        for place, size in memory:
+            assert place() is not None and place().untyped_storage().nbytes() == size
+        memory[0][0]().copy_(result)
+        works["waited for"] += 1
+    return SimpleNamespace(wait=wait)
 
 
-def check_memory(reshard):
-    """Of the blocks at most two are gathered at a time; collectives find their memory."""
+def check_memory(reshard, most):
+    """Collectives find their memory, and so many blocks are gathered at a time."""
     module = copied("fsdp")
-    waited = []
-    counts = []
-    module.all_gather = watched(module.all_gather, waited)
-    module.reduce_scatter = watched(module.reduce_scatter, waited)
+    works = Counter()
+    gathered = []
+    module.all_gather = partial(as_nccl, module.all_gather, works)
+    module.reduce_scatter = partial(as_nccl, module.reduce_scatter, works)
+    into_flat("start_gather", "after", lambda flat: gathered.append(
+        sum(unit.full.untyped_storage().nbytes() > 0 for unit in model.blocks)))(module)
     inner = llama()
     model = module.FSDP(inner, inner.layers, reshard=reshard, dtype=torch.float32)
-
-    def gathered(start):
-        before = len(waited)
-        start()
-        if len(waited) > before:
-            counts.append(sum(unit.full.untyped_storage().nbytes() > 0 for unit in model.blocks))
-    for unit in model.blocks:
-        unit.start_gather = lambda start=unit.start_gather: gathered(start)
-    llama_loss(model, *token_rows(torch.Generator().manual_seed(1), 2)).backward()
-    expected = {True: [1, 2, 2, 2, 2], False: [1, 2, 3]}  # 0, 1, 2 in forward; 1, 0 in backward
-    assert counts == expected[reshard] and all(waited)
+    llama_loss(model, *ROWS).backward()
+    assert max(gathered) == most and works["begun"] == works["waited for"]
 
 
-def test_pure_parts():
+def test_parts():
     run(check_meta, 2)
-    run(check_refused, 1)
-    run(each, 2, check_memory, [(True,), (False,)])
-
-
-def check_buffers_and_names():
-    """Buffers on the meta device, whole numbers among them; a parameter with two names in a module;
-    one without a gradient; an inf gradient does not spoil the others."""
-    with torch.device("meta"):
-        inner = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Module())
-        inner[0].again = inner[0].weight
-        inner[0].register_buffer("places", torch.arange(4))
-        inner[1].unused = nn.Parameter(torch.ones(2))
-    inner.forward = lambda x: inner[0](x) @ inner[0].again
-    model = FSDP(inner, [], device="cpu", init=lambda name, tensor: tensor.fill_(2))
-    assert torch.equal(inner[0].places, torch.full((4,), 2))
-    model(torch.ones(1, 3)).sum().backward()
-    found = model.full_gradients()
-    assert (found["0.weight"] == 2 * (6 + 6)).all() and (found["1.unused"] == 0).all()
-    if dist.get_rank() == 0:
-        model.shards[0].grad[0] = float("inf")
-    before = [p.grad.clone() for p in model.shards]
-    assert model.clip_grad_norm_(1.0) == float("inf")
-    torch.testing.assert_close([p.grad for p in model.shards], before, rtol=0, atol=0)
-
-
-def test_buffers_and_names():
-    run(check_buffers_and_names, 2)
+    run(check_refused, 2)
+    run(each, 2, check_memory, [(True, 2), (False, 3)])

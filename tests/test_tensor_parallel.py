@@ -1,5 +1,5 @@
+"""tensor_parallel.py, and its section 1 in a model that is not ours."""
 import copy
-import textwrap
 import types
 from functools import partial
 
@@ -10,7 +10,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-import tensor_parallel
 from conftest import check_refused, copied, dry_run_agrees, each, proves, run, textbook
 from others import Llama, compare, gradients_of, llama_loss, loss_sum, token_rows
 
@@ -21,40 +20,31 @@ SOME_FROZEN = ["--train", r"blocks\.1\.|norm1", *ODD, "--warmup", "1", "--eval-e
 
 # ---- section 1 alone, on a model that is not ours -----------------------------------
 
-
-def plan_of(section):
-    return {
-        "embed_tokens": section.VocabEmbedding,
-        "*.[qkv]_proj": section.ColumnLinear,
-        "*.[qk]_norm": section.inside,
-        "*.o_proj": section.RowLinear,
-        "*.gate_proj": section.ColumnLinear,
-        "*.up_proj": section.ColumnLinear,
-        "*.down_proj": section.RowLinear,
-        "lm_head": section.ColumnLinear,
-    }
+section = copied("tensor_parallel")
+PLAN = {
+    "embed_tokens": section.VocabEmbedding,
+    **dict.fromkeys(["*.[qkv]_proj", "*.gate_proj", "*.up_proj", "lm_head"], section.ColumnLinear),
+    **dict.fromkeys(["*.o_proj", "*.down_proj"], section.RowLinear),
+    "*.[qk]_norm": section.inside,
+}
+ROWS = [token_rows(torch.Generator().manual_seed(step), 4) for step in range(2)]
+DROPOUTS = {"*.drop_inside": section.InsideDropout, "*.drop_outside": section.OutsideDropout}
 
 
-def both(section, kind, tied=False):
-    """-> a plain model, its cut copy, and tp."""
+def both(kind, tied=False):
     torch.manual_seed(0)
     plain = Llama(layers=2, tied=tied)
     tp = getattr(section, kind)()
-    return plain, section.cut_model(copy.deepcopy(plain), tp, plan_of(section)), tp
+    return plain, section.cut_model(copy.deepcopy(plain), tp, PLAN), tp
 
 
-def rows(seed=0):
-    return token_rows(torch.Generator().manual_seed(seed), 4)
-
-
-def backward(section, output, y, tp):
+def backward(output, y, tp):
     section.vocab_parallel_cross_entropy(output["logits"], y, 29, tp).backward()
 
 
 def check_copy(kind, tied, frozen):
     """Two steps of two micro-batches, recomputed in backward: gradients, norms, parameters."""
-    section = copied("tensor_parallel")
-    plain, model, tp = both(section, kind, tied)
+    plain, model, tp = both(kind, tied)
     for m in plain, model:
         for name, p in m.named_parameters():
             p.requires_grad_(not name.startswith(frozen))
@@ -62,9 +52,9 @@ def check_copy(kind, tied, frozen):
     for step in range(2):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        for x, y in zip(*(t.chunk(2) for t in rows(step))):
+        for x, y in zip(*(t.chunk(2) for t in ROWS[step])):
             llama_loss(plain, x, y).backward()
-            backward(section, checkpoint(model, x, use_reentrant=False), y, tp)
+            backward(checkpoint(model, x, use_reentrant=False), y, tp)
         section.sum_gradients(model, tp)
         norm = section.gradient_norm(model, tp)
         want = nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
@@ -76,40 +66,19 @@ def check_copy(kind, tied, frozen):
     compare(section.full_state_dict(model, tp), dict(plain.state_dict()))
 
 
-def check_usage():
-    """The docstring's lines for code of one's own."""
-    lines = tensor_parallel.__doc__.split("V words:\n\n")[1].split("\n\n")[0]
-    lines = lines.replace('"layers.*.up": ColumnLinear, "layers.*.down": RowLinear, ...', "**plan")
-    section = copied("tensor_parallel")
-    torch.manual_seed(0)
-    plain = Llama(layers=2)
-    x, y = rows()
-    model = copy.deepcopy(plain)
-    known = {**vars(section), "plan": plan_of(section)}
-    known.update(model=model, group=None, x=x, y=y, V=29, valid=7)
-    exec(textwrap.dedent(lines.replace("model(x)", 'model(x)["logits"]')), known)
-    (llama_loss(plain, x, y) / 7).backward()
-    nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-    compare(section.full_gradients(model, known["tp"]), gradients_of(plain))
-
-
 def check_dropout(kind):
     """Masks of what is cut differ, of what is whole they do not; under autocast, and recomputed."""
-    section = copied("tensor_parallel")
     tp = getattr(section, kind)()
     torch.manual_seed(tp.rank)  # cut_model gives all the first rank's weights and random state
-    plan = plan_of(section)
-    plan["*.drop_inside"] = section.InsideDropout
-    plan["*.drop_outside"] = section.OutsideDropout
-    model = section.cut_model(Llama(dropout=0.4).float(), tp, plan)
-    x, y = rows()
+    model = section.cut_model(Llama(dropout=0.4).float(), tp, {**PLAN, **DROPOUTS})
+    x, y = ROWS[0]
     gradients = []
     for forward in model, partial(checkpoint, model, use_reentrant=False):
         model.zero_grad()
         torch.manual_seed(1)
         with torch.autocast("cpu", torch.bfloat16):
             output = forward(x)
-        backward(section, output, y, tp)
+        backward(output, y, tp)
         gradients.append(gradients_of(model))
     compare(*gradients)
     assert output["logits"].dtype == torch.bfloat16
@@ -122,20 +91,22 @@ def check_dropout(kind):
         assert torch.equal(total, 2 * mask) == same
 
 
-def check_kept_summands():
-    """g writes into what a matmul has made: whoever has kept that must hear of it."""
-    section = copied("tensor_parallel")
-    _, model, tp = both(section, "WholeSequence")
+def check_kept():
+    """g writes into what a matmul has made: whoever has kept that must hear of it. x is kept as it
+    came: gathered, it is tp times as large."""
+    _, model, tp = both("WholeSequence")
     contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
-    x, y = rows()
+    x, y = ROWS[0]
     output = checkpoint(model, x, use_reentrant=False, context_fn=contexts)
     with pytest.raises(RuntimeError, match="mutated"):
-        backward(section, output, y, tp)
+        backward(output, y, tp)
+    _, model, tp = both("CutSequence")
+    kept, *_ = model(x)["logits"].grad_fn.saved_tensors
+    assert kept.shape[1] == x.shape[1] // tp.size
 
 
 def check_loss():
     """F.cross_entropy itself, with huge logits in bf16; ids that do not exist are nowhere."""
-    section = copied("tensor_parallel")
     tp = section.WholeSequence()
     logits = (1e4 * torch.randn(2, 5, 7)).bfloat16().requires_grad_()
     targets = torch.full((2, 5), 6)
@@ -151,16 +122,7 @@ def check_loss():
     assert found[here].tolist() == [[0, 3, -1], [0, 2, 4]][tp.rank]  # 3 of rank 1 is padding
 
 
-def check_kept():
-    """For backward x is kept as it came: gathered, it is tp times as large."""
-    _, model, tp = both(copied("tensor_parallel"), "CutSequence")
-    x, _ = rows()
-    kept, *_ = model(x)["logits"].grad_fn.saved_tensors
-    assert kept.shape[1] == x.shape[1] // tp.size
-
-
 def check_refusals():
-    section = copied("tensor_parallel")
     tp = section.WholeSequence()
     column = section.ColumnLinear
     for words, plan, model in [
@@ -175,22 +137,20 @@ def check_refusals():
         section.vocab_parallel_cross_entropy(torch.ones(2, 31), torch.ones(2).long(), 31, tp)
 
 
-def check_section_one():
-    """It trains as the plain model does; what would be silently wrong raises."""
-    each(check_copy, [("WholeSequence", False, "nothing"), ("CutSequence", True, "layers.0")])
-    each(check_dropout, [("WholeSequence",), ("CutSequence",)])
-    for check in check_usage, check_kept_summands, check_kept, check_loss, check_refusals:
-        check()
-
-
 def test_section_one_alone():
-    run(check_section_one, 2)
+    """It trains as the plain model does; what would be silently wrong raises."""
+    run(each, 2, check_copy, [
+        ("WholeSequence", False, "nothing"), ("CutSequence", True, "layers.0")])
+    run(each, 2, check_dropout, [("WholeSequence",), ("CutSequence",)])
+    for check in check_kept, check_loss, check_refusals:
+        run(check, 2)
 
 
 def test_refused_flags():
     check_refused("tensor_parallel", [
         (["--dry-run", "2", "--heads", "3", "--width", "12"], "3 heads"),
         (["--dry-run", "2", "--seq", "15", "--sp"], "2 ranks cannot cut --seq 15 evenly"),
+        (["--dry-run", "2", *LLAMA, "--hidden", "51", "--impl", "torch"], "cut --hidden 51 evenly"),
     ])
 
 
@@ -199,7 +159,7 @@ def test_refused_flags():
 
 @pytest.mark.parametrize("world, flags", [
     (4, ODD),
-    (4, [*ODD, *LLAMA, "--kv-heads", "4", "--sp"]),
+    (4, [*ODD, *LLAMA, "--kv-heads", "4", "--hidden", "51", "--sp"]),
     (2, [*SOME_FROZEN, "--sp", "--impl", "both"]),
     (2, [*ODD, *LLAMA, "--sp", "--impl", "torch"]),
 ])
@@ -207,7 +167,8 @@ def test_equals_one_process(world, flags):
     proves("tensor_parallel", world, *flags)
 
 
-def test_goes_on_from_a_checkpoint_of_another_layout(tmp_path):
+def test_resume(tmp_path):
+    """On another number of ranks."""
     proves("tensor_parallel", 2, *ODD, *LLAMA, "--save", str(tmp_path))
     report = proves("tensor_parallel", 1, *ODD, *LLAMA, "--steps", "4", "--resume", str(tmp_path))
     assert len(report["loss"]) == 2
@@ -243,12 +204,9 @@ def norms_not_summed(module):
 
 
 def replicated_counted_on_each_rank(module):
-    def broken(model, tp):
-        square = nn.utils.get_total_norm([p.grad for p in model.parameters()]).square()
-        dist.all_reduce(square)
-        return square.sqrt()
-
-    module.gradient_norm = broken
+    norm = module.gradient_norm
+    module.gradient_norm = lambda model, tp: norm(
+        model, types.SimpleNamespace(cuts=set(model.parameters()), group=tp.group))
 
 
 @pytest.mark.parametrize("plant, flags", [
