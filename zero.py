@@ -61,22 +61,28 @@ from harness.run import Run, Side
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
 
-# Level 1 is three lines after backward, where parameters lie end to end in `full`, gradients in
-# `buffer`. What follows does them unit by unit, while others are computed, and cuts more than that.
+# Level 1 is three lines after backward. All parameters lie end to end in `full`, the gradients in
+# `buffer`; `mine` is this rank's chunk of either.
 #
-#     reduce_scatter(buffer[mine], buffer)  # partial -> sharded
+#     reduce_scatter(buffer[mine], buffer)  # partial (a summand each) -> sharded (a chunk each)
 #     optimizer.step()  # of full[mine] alone: there are states for no more
-#     all_gather(full, full[mine])  # sharded -> replicated
+#     all_gather(full, full[mine])  # sharded -> replicated (all have the same)
+#
+# What follows does so for a unit, such as a block, while others are computed, and in level 2 keeps
+# no more of buffer than this chunk, in level 3 of full, too.
 
 # These two have other names since torch 2.13.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def has_memory(flat):
+    return flat.untyped_storage().size() > 0
+
+
 def lend(flat):
     """Give a flat tensor its memory, under all views of it. What is in it is not defined."""
-    if flat.untyped_storage().size() == 0:
-        flat.untyped_storage().resize_(flat.nbytes)
+    flat.untyped_storage().resize_(flat.nbytes)
 
 
 def take_back(flat):
@@ -134,7 +140,6 @@ class Flat:
         self.buffer = torch.zeros_like(self.full)
         self.places = self.views(self.full)  # {parameter: its view of full}
         self.slots = self.views(self.buffer)  # {parameter: its gradient's view of buffer}
-        self.padding = self.buffer[self.size:]  # zeroed before each sum
         for p, place in self.places.items():
             place.copy_(p.detach())
             # Not nn.Parameter(place), which would share full's version counter: autograd would take
@@ -144,14 +149,17 @@ class Flat:
         self.make_chunk(offload)
         self.parts = self.cut()
 
-        self.is_here = True  # full holds all chunks, or a gather into it is under way
         self.gathering = None  # the all-gather into full that is under way, or None
         self.reducing = None  # the sum of buffer over ranks that is under way, or None
-        self.filled = set()  # parameters that have a gradient in buffer which is not summed yet
         self.missing = set(parameters)  # those whose gradients of this backward have not come yet
         if level >= 2:
             take_back(self.buffer)
         self.free()
+
+    def views(self, flat):
+        """-> {parameter: its view of a tensor that is laid out like full}."""
+        pieces = flat[:self.size].split([shape.numel() for shape in self.shapes.values()])
+        return {p: piece.view(self.shapes[p]) for p, piece in zip(self.shapes, pieces)}
 
     def make_chunk(self, offload):
         """The tensors of this rank's chunk, all (chunk,). A copy is made only where it is needed.
@@ -173,11 +181,6 @@ class Flat:
         self.sum = self.buffer[mine]
         self.grad = self.sum.clone() if self.level >= 2 else self.sum
 
-    def views(self, flat):
-        """-> {parameter: its view of a tensor that is laid out like full}."""
-        pieces = flat[:self.size].split([shape.numel() for shape in self.shapes.values()])
-        return {p: piece.view(self.shapes[p]) for p, piece in zip(self.shapes, pieces)}
-
     def cut(self):
         """-> [Part] of this rank's chunk; its padding is in none of them, and stays zero."""
         parts = []
@@ -195,15 +198,13 @@ class Flat:
     # -- parameters
 
     def start_gather(self):
-        """Begin to gather, unless the parameters are here or on their way."""
-        if self.is_here:
+        """Level 3: begin to gather, unless the parameters are here or on their way."""
+        if has_memory(self.full):
             return
-        self.is_here = True
-        if self.level == 3:
-            lend(self.full)
-            self.own.copy_(self.shard)
-            for p, place in self.places.items():
-                p.data = place
+        lend(self.full)
+        self.own.copy_(self.shard)
+        for p, place in self.places.items():
+            p.data = place
         # sharded -> replicated
         self.gathering = all_gather(self.full, self.own, group=self.group, async_op=True)
 
@@ -214,10 +215,9 @@ class Flat:
             self.gathering = None
 
     def free(self):
-        if self.level < 3 or not self.is_here:
+        if self.level < 3 or not has_memory(self.full):
             return
         self.wait()  # memory into which a collective still writes must not go
-        self.is_here = False
         take_back(self.full)
         for p, place in self.places.items():
             # Who reads p finds no elements. It keeps its number of dims: autograd lays out the
@@ -226,24 +226,21 @@ class Flat:
 
     # -- gradients
 
+    def need_buffer(self):
+        """Levels 2 and 3: buffer gets memory, with zeros in it, unless it has it."""
+        if not has_memory(self.buffer):
+            lend(self.buffer)
+            self.buffer.zero_()
+
     def take_gradient(self, p):
-        """A gradient that autograd has made moves to its slot in buffer."""
-        lend(self.buffer)
-        if p in self.filled:
-            self.slots[p].add_(p.grad)
-        else:
-            self.slots[p].copy_(p.grad)
-            self.filled.add(p)
+        """A gradient that autograd has made is added to its slot in buffer."""
+        self.need_buffer()
+        self.slots[p].add_(p.grad)
         p.grad = None
 
     def start_reduce(self):
         """The gradients begin to be summed over ranks."""
-        lend(self.buffer)  # no memory yet, if this rank has used nothing of the unit
-        for p, slot in self.slots.items():
-            if p not in self.filled:  # no backward since the last sum has used it
-                slot.zero_()
-        self.padding.zero_()
-        self.filled.clear()
+        self.need_buffer()  # it has none, if this rank has used nothing of the unit
         self.missing.update(self.shapes)
         if self.level == 0:
             # partial -> replicated
@@ -269,9 +266,9 @@ class Flat:
         optimizer.step()  # parts of other flats have no gradient, and are left alone
         optimizer.zero_grad()
         self.shard.copy_(self.master)  # nothing is to be done where they are one
-        if self.level in (1, 2):
-            self.is_here = False  # of full this rank's chunk is new, the others are old
-            self.start_gather()  # sharded -> replicated
+        if self.level in (1, 2):  # of full this rank's chunk is new, the others are old
+            # sharded -> replicated
+            self.gathering = all_gather(self.full, self.own, group=self.group, async_op=True)
 
 
 class ZeRO:
@@ -288,22 +285,18 @@ class ZeRO:
     """
 
     def __init__(self, units, group=None, level=1, offload="none"):
-        trained = [p for unit in units for p in unit.parameters]
-        assert len(trained) == len(set(trained)), "a parameter is twice in the units: name it once"
         self.group = group
         self.level = level
         self.sync = True  # False: what the next backward brings is not summed over ranks yet
-        self.flats = []
+        self.is_summed = True  # False: gradients have come since the last sum
+        self.flats = [Flat(unit, group, level, offload) for unit in units]
+        self.parts = [part for flat in self.flats for part in flat.parts]
         self.pending = []  # [Flat] not summed yet, in the order of summing: the last unit first
         self.reducing = None  # the Flat whose sum is under way, or None
         self.entered = []  # [Flat], as this micro-batch's forward and backward came to them
         self.expected = []  # [Flat], as those of the last micro-batch did
-
-        for unit in units:
-            flat = Flat(unit, group, level, offload)
+        for unit, flat in zip(units, self.flats):
             self.add_hooks(flat, unit.sites)
-            self.flats.append(flat)
-        self.parts = [part for flat in self.flats for part in flat.parts]
         self.zero_grad()
 
     def add_hooks(self, flat, sites):
@@ -361,19 +354,21 @@ class ZeRO:
     # -- gradients
 
     def zero_grad(self):
-        self.check_sums()
+        assert self.is_summed, "gradients are not summed: call reduce() after backward, with sync"
         self.free_units()
         self.pending = self.flats[::-1]  # as backward goes
         for flat in self.flats:
-            flat.grad.zero_()
+            kept = flat.grad if self.level >= 2 else flat.buffer  # of which grad is a part
+            kept.zero_()
 
     def ready(self, flat, p):
         """Autograd's call when a gradient is complete, of a tied parameter the sum of its uses."""
         assert flat in self.pending, (
-            "its sum has begun: call zero_grad() before a step, reduce() after each backward; set "
-            "sync to False in levels 0 and 1 alone, for all but a step's last")
+            "its sum has begun: call zero_grad() before a step, reduce() after each backward, and in "
+            "levels 0 and 1 set sync to False for all but a step's last")
         flat.take_gradient(p)
-        if self.sync or self.level >= 2:  # in levels 2 and 3 hybrid_3d.py alone sets sync to False
+        self.is_summed = False
+        if self.sync or self.level >= 2:  # there sync is False in the first half of a split backward
             flat.missing.discard(p)
         # in the order of the list: ranks must agree on collectives
         while self.sync and self.pending and not self.pending[0].missing:
@@ -381,10 +376,14 @@ class ZeRO:
 
     def reduce_next(self):
         """The next sum begins. The one before ends first, so that there are at most two buffers."""
-        if self.reducing is not None:
-            self.reducing.finish_reduce()
+        self.finish_reduce()
         self.reducing = self.pending.pop(0)
         self.reducing.start_reduce()  # partial -> sharded, in level 0 replicated
+
+    def finish_reduce(self):
+        if self.reducing is not None:
+            self.reducing.finish_reduce()
+            self.reducing = None
 
     def reduce(self):
         """To be called after each backward, on all ranks: sums what has not been summed yet."""
@@ -392,8 +391,8 @@ class ZeRO:
             return
         while self.pending:
             self.reduce_next()
-        self.reducing.finish_reduce()
-        self.reducing = None
+        self.finish_reduce()
+        self.is_summed = True
         self.expected = self.entered
         self.free_units()
         if self.level >= 2:
@@ -412,14 +411,8 @@ class ZeRO:
             torch._foreach_mul_(grads, (max_norm / (finite + 1e-6)).clamp(max=1))
         return norm
 
-    # -- a step
-
-    def check_sums(self):
-        waiting = self.reducing is not None or any(flat.filled for flat in self.flats)
-        assert not waiting, "gradients are not summed: call reduce() after backward, with sync"
-
     def step(self, optimizer):
-        self.check_sums()
+        assert self.is_summed, "gradients are not summed: call reduce() after backward, with sync"
         self.free_units()  # what is gathered is old after this
         for flat in self.flats:
             flat.step(optimizer)  # what levels 1 and 2 gather travels while the next one is stepped
@@ -430,24 +423,21 @@ class ZeRO:
 
     def full_parameters(self):
         """-> {parameter: copy of it, whole}, on every rank. All must call it."""
-        whole = {}  # {parameter: copy}
-        for flat in self.flats:
-            flat.start_gather()  # sharded -> replicated
-            flat.wait()
-            whole.update({p: place.clone() for p, place in flat.places.items()})
-            self.free_units()
-        return whole
+        return self.gathered([flat.shard for flat in self.flats])
 
     def full_gradients(self):
         """-> {parameter: its whole gradient}, on every rank. All must call it."""
-        found = {}  # {parameter: gradient}
-        for flat in self.flats:
-            full = flat.grad.clone()
-            if flat.level > 0:
+        return self.gathered([flat.grad for flat in self.flats])
+
+    def gathered(self, chunks):
+        whole = {}  # {parameter: what the chunks have of it}
+        for flat, chunk in zip(self.flats, chunks):
+            full = chunk.clone()
+            if self.level > 0:
                 full = torch.empty_like(flat.full)
-                all_gather(full, flat.grad, group=self.group)  # sharded -> replicated
-            found.update(flat.views(full))
-        return found
+                all_gather(full, chunk.to(full.device), group=self.group)  # sharded -> replicated
+            whole.update(flat.views(full))
+        return whole
 
 
 def refuse_state_dict(site, prefix, keep_vars):
@@ -569,22 +559,21 @@ def refuse(args):
 
 
 def pieces(model, zero, optimizer):
-    """-> [Piece] by the plain GPT's names: masters as the parameters, and AdamW's states."""
-    names = {p: name for name, p in model.named_parameters()}
+    """-> [Piece] by the plain GPT's names: masters as the parameters, and AdamW's states.
+
+    Besides, what is loaded alone, since forward reads it: shards, and parameters that are whole.
+    """
     is_first = dist.get_rank(zero.group) == 0
-    frozen = [(name, p) for p, name in names.items() if not p.requires_grad]
-    found = pieces_of(frozen, None, writes=is_first)
+    names = {p: name for name, p in model.named_parameters()}
+    found = []
+    for p, name in names.items():
+        if zero.level < 3 or not p.requires_grad:
+            found += pieces_of([(name, p)], None, writes=is_first and not p.requires_grad)
     for flat in zero.flats:
         for part in flat.parts:
-            p = part.parameter
-            place = names[p], flat.shapes[p], part.first
-            writes = zero.level > 0 or is_first
-            found += parts_pieces([(*place, part.master)], optimizer, writes)
-            if flat.level == 3:
-                found += run_pieces(*place, part.shard, writes=False)
-        # masters alone are saved. What forward reads is loaded beside them: a shard, or here whole
-        if flat.level < 3:
-            found += pieces_of([(names[p], p) for p in flat.places], None, writes=False)
+            place = names[part.parameter], flat.shapes[part.parameter], part.first
+            found += run_pieces(*place, part.shard, writes=False)
+            found += parts_pieces([(*place, part.master)], optimizer, zero.level > 0 or is_first)
     return found
 
 
@@ -605,48 +594,44 @@ def set_up(run, impl, model, mesh):
     zero = parallelize(model, None, args.stage, args.offload)
     optimizer = adamw(zero.parameter_groups(), args.lr)
     return Side(
-        model=zero,
-        optimizer=optimizer,
-        train_step=partial(train_step, model, accum=args.accum),
+        model=zero, optimizer=optimizer, train_step=partial(train_step, model, accum=args.accum),
         full_gradients=partial(full_gradients, model, zero),
         full_state_dict=partial(full_state_dict, model, zero),
         evaluate=lambda x, y: loss_sum(model(x), y),
         pieces=partial(pieces, model, zero, optimizer),
-        held=partial(held, model, zero, optimizer),
-    )
+        held=partial(held, model, zero, optimizer))
 
 
 def textbook(run, zero):
-    """The docstring's table. What --offload keeps beside a GPU is not in it."""
-    b = run.dtype.itemsize
-    wide = zero.flats[0].master.itemsize
+    """The docstring's table. What --offload keeps elsewhere is not in it."""
+    n = run.world_size
     M = run.args.accum
+    level = zero.level
+    b = run.dtype.itemsize
+    w = zero.flats[0].master.itemsize
     P = sum(flat.full.numel() for flat in zero.flats)
-    own = sum(flat.chunk for flat in zero.flats)  # P/n, in level 0 P
     G = 2 * P  # level 3 gathers them
     if run.cfg.form == "llama":  # embedding and head once: they are untied
         G -= zero.flats[0].full.numel() + zero.flats[-1].full.numel()
-    states = 2 * wide
-    if wide > b or run.args.offload == "optimizer":
-        states += wide  # masters
-    sums = M if zero.level >= 2 else 1
-    gathered = M * G if zero.level == 3 else P
-    sent = (run.world_size - 1) / run.world_size  # what is sent of a tensor
+    sums = (0, P, M * P, M * P)[level]
+    gathers = (0, P, P, M * G)[level]
+    sent = (n - 1) / n  # of what is summed or gathered
     rows = [
-        ("wire reduce_scatter", "b P (n-1)/n, from level 2 on M times", sums * b * P * sent),
-        ("wire all_gather", "b P (n-1)/n, level 3: M b G (n-1)/n", b * gathered * sent),
-        ("wire all_reduce", f"2 {wide} (n-1)/n, the norm", 2 * wide * sent),
+        ("wire reduce_scatter", "b P (n-1)/n, from level 2 on M times", b * sums * sent),
+        ("wire all_gather", "b P (n-1)/n, level 3: M b G (n-1)/n", b * gathers * sent),
+        ("wire all_reduce", f"2 {w} (n-1)/n, the norm", 2 * w * sent),
     ]
-    if zero.level == 0:
+    if level == 0:
         rows = [("wire all_reduce", "2 b P (n-1)/n", 2 * b * P * sent)]
-    if run.args.offload != "none" and run.device.type == "cuda":
+    if run.args.offload != "none":
         return rows
-    return [
-        ("held parameters", "b P, from level 3 on / n", b * (own if zero.level == 3 else P)),
-        ("held gradients", "b P, from level 2 on / n", b * (own if zero.level >= 2 else P)),
-        ("held optimizer", f"{states} P, from level 1 on / n, + 4 a part (step counter)",
-         states * own + 4 * len(zero.parts)),
-        *rows,
+    parameters, gradients, states = [P / n if level >= cut else P for cut in (3, 2, 1)]
+    each = 2 * w if w == b else 3 * w  # with masters
+    return rows + [
+        ("held parameters", "b P, from level 3 on / n", b * parameters),
+        ("held gradients", "b P, from level 2 on / n", b * gradients),
+        ("held optimizer", f"{each} P, from level 1 on / n, + 4 a part (step counter)",
+         each * states + 4 * len(zero.parts)),
     ]
 
 
