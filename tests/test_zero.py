@@ -1,5 +1,6 @@
 """zero.py: its section 1 around a model of others, its scripts, their costs, what is refused."""
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -11,39 +12,23 @@ import zero
 from common import adamw, clip_gradients
 from conftest import (
     PROOF, SMALL, alone, check_refused, copied, dry_run_agrees, each, proves, run, script, textbook)
-from others import Llama, into_flat, llama_loss, token_rows
+from others import Llama, compare, into_flat, llama_loss, token_rows
 
 
 # ---- the copy: section 1 alone, on a Llama of others ---------------------------------
 
 
-class Recomputed(nn.Module):
-    """A layer under activation checkpointing, with a parameter that nobody uses."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-        self.unused = nn.Parameter(torch.ones(3))
-
-    def forward(self, x):
-        return checkpoint(self.layer, x, use_reentrant=False)
-
-
 def llama(tied=False):
-    model = Llama(layers=2)
-    if tied:
-        model.lm_head.weight = model.embed_tokens.weight
-    model.layers = nn.ModuleList(Recomputed(layer) for layer in model.layers)
+    """Its layers are recomputed, and have a parameter that nobody uses."""
+    model = Llama(layers=2, tied=tied)
+    for layer in model.layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        layer.unused = nn.Parameter(torch.ones(3))
     return model
 
 
 def mine(rows):
     return [t.chunk(dist.get_world_size())[dist.get_rank()] for t in rows]
-
-
-def compare(model, found, want):
-    found = {name: found[p] for name, p in model.named_parameters() if name in want}
-    torch.testing.assert_close(found, want, rtol=0, atol=1e-10)
 
 
 def lend_garbage(flat):
@@ -68,22 +53,22 @@ def check_copy(level, tied=False, offload="none", plant=None):
     rng = torch.Generator().manual_seed(1)
     for _ in range(2):
         ours.zero_grad()
-        reference.zero_grad()
+        for p in plain.parameters():
+            p.grad = torch.zeros_like(p)
         for number in range(2):
             rows = token_rows(rng, 4)
             llama_loss(plain, *rows).backward()
             ours.sync = level >= 2 or number == 1
             llama_loss(model, *mine(rows)).backward()
             ours.reduce()
-        used = {name: p for name, p in plain.named_parameters() if p.grad is not None}
-        compare(model, ours.full_gradients(), {name: p.grad for name, p in used.items()})
+        compare(list(ours.full_gradients().values()), [p.grad for p in plain.parameters()])
         norm = clip_gradients(plain.parameters(), 1.0)
         torch.testing.assert_close(ours.clip_grad_norm_(1.0), norm, rtol=1e-10, atol=0)
         reference.step()
         ours.step(optimizer)
         with torch.no_grad():  # an evaluation in between leaves nothing stale
             model(rows[0])
-        compare(model, ours.full_parameters(), used)
+        compare(list(ours.full_parameters().values()), [p.data for p in plain.parameters()])
 
 
 @pytest.mark.parametrize("world, cases", [
@@ -186,33 +171,34 @@ def test_sixteen_bytes():
 
 
 def check_overlap():
-    """A unit is sent for before the one in front of it computes; sums begin during backward, and
+    """A unit is gathered before the one in front of it computes; sums begin during backward, and
     two units at most have memory. Between steps a parameter is empty, and to read it is safe."""
     module = copied("zero")
     model = Llama(layers=2)
     ours = module.ZeRO(module.units_of(model, model.layers), level=3)
-    found = []  # [(what begins, the unit)]
+    begun = []  # [(what, of which unit)]
     most = []  # units with memory then
-    for what, name in ("start_gather", "full"), ("start_reduce", "buffer"):
-        method = getattr(module.Flat, what)
 
-        def noting(flat, what=what, name=name, method=method):
-            if what == "start_reduce" or not module.has_memory(flat.full):
-                method(flat)
-                found.append((what, ours.flats.index(flat)))
-                memory = [getattr(other, name).untyped_storage() for other in ours.flats]
-                most.append(sum(storage.size() > 0 for storage in memory))
-        setattr(module.Flat, what, noting)
+    def note(what, flat):
+        if what == "reduce" or not module.has_memory(flat.full):
+            begun.append((what, ours.flats.index(flat)))
+
+    def count(name, _):
+        most.append(sum(module.has_memory(getattr(flat, name)) for flat in ours.flats))
+
+    for what, name in ("gather", "full"), ("reduce", "buffer"):
+        into_flat(f"start_{what}", "before", partial(note, what))(module)
+        into_flat(f"start_{what}", "after", partial(count, name))(module)
     for _ in range(2):
         assert all(p.numel() == p.clone().numel() == 0 for p in model.parameters())
         with pytest.raises(AssertionError, match="full_parameters"):
             model.state_dict()
         ours.zero_grad()
-        found.clear()
+        begun.clear()
         llama_loss(model, *mine(token_rows(torch.Generator(), 4))).backward()
-        assert found[-1] == ("start_reduce", 0)  # not in reduce()
+        assert begun[-1] == ("reduce", 0)  # before reduce()
         ours.reduce()
-    assert [(what[6:], unit) for what, unit in found] == [
+    assert begun == [
         ("gather", 0), ("gather", 1), ("gather", 2), ("gather", 3), ("gather", 2), ("reduce", 3),
         ("gather", 1), ("reduce", 2), ("reduce", 1), ("reduce", 0)]
     assert max(most) == 2
@@ -239,6 +225,7 @@ def check_misuse():
             llama_loss(model, *rows).backward()
         ours.reduce()
         before = [part.grad.clone() for part in ours.parts]
+        ours.reduce()  # once more: there is nothing to add
         ours.clip_grad_norm_(1e9)  # far away: nothing is scaled
         torch.testing.assert_close([part.grad for part in ours.parts], before, rtol=0, atol=0)
     mixed = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2).float())]
