@@ -2,9 +2,9 @@
 
     a unit's parameters, end to end   | rank 0 | rank 1 | rank 2 | rank 3 |   equal chunks, padded
 
-    level 3  computing   fwd 0 | fwd 1 | fwd 2 | bwd 2 | bwd 1 | bwd 0 |       | step
-             gathering   get 1 | get 2 |       | get 1 | get 0 |       |       | each rank its chunk
-             summing           |       |       |       | sum 2 | sum 1 | sum 0 |
+    level 3  computing         | fwd 0 | fwd 1 | fwd 2 | bwd 2 | bwd 1 | bwd 0 |       | step:
+             gathering   get 0 | get 1 | get 2 | (kept)| get 1 | get 0 |       |       | each rank
+             summing           |       |       |       |       | sum 2 | sum 1 | sum 0 | its chunk
 
 P numbers are trained, padding included, on n ranks; M micro-batches make a step (--accum M). In
 bf16 a number takes 2 bytes, its gradient 2, AdamW's fp32 master and two states 12:
@@ -23,15 +23,15 @@ optimizer keeps masters and states on the CPU and steps there; param (level 3) p
     zero = ZeRO(units_of(model, model.blocks), level=3)
     optimizer = AdamW(zero.parameter_groups(), lr=1e-3)
     zero.zero_grad()  # in every step; model.zero_grad() would not find the gradients
-    loss_of(model, rows_of_this_rank).backward()  # its summand of the loss over all ranks
+    (loss_sum(model(x), y) / valid).backward()  # x, y: this rank's rows; valid: all ranks' targets
     zero.reduce()
     norm = zero.clip_grad_norm_(1.0)
     zero.step(optimizer)
 
 Not for: optimizers that look at whole matrices or at all numbers together (Muon, Shampoo, LAMB,
-Adafactor); sparse embeddings; second derivatives; reentrant checkpointing; parameters that are
-changed or thawed later. In level 3 blocks return one tensor, and all ranks use the same units in
-the same order. Frozen parameters and buffers have to be the same on all ranks from the start.
+Adafactor); sparse embeddings; second derivatives; reentrant checkpointing; backwards that end in an
+exception; parameters that are changed or thawed later. In level 3 blocks return one tensor, and
+all ranks use the same units in the same order. Frozen parameters and buffers are alike on all.
 
 Rajbhandari et al. 2019, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv:1910.02054, sections 5 and 7; Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840.
@@ -57,7 +57,7 @@ from common import adamw, loss_sum, share
 from harness.checkpoint import parts_pieces, pieces_of, run_pieces
 from harness.flags import POSITIVE, Flag, arguments, require
 from harness.ledger import held_by
-from harness.run import Run, Side
+from harness.run import Run, Side, whole
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
 
@@ -68,8 +68,8 @@ from harness.run import Run, Side
 #     optimizer.step()  # of full[mine] alone: there are states for no more
 #     all_gather(full, full[mine])  # sharded -> replicated (all have the same)
 #
-# What follows does so for a unit, such as a block, while others are computed, and in level 2 keeps
-# no more of buffer than this chunk, in level 3 of full, too.
+# What follows does so unit by unit (a block, say), while other units are computed. Level 2 keeps no
+# more of buffer than buffer[mine], level 3 also no more of full than full[mine].
 
 # These two have other names since torch 2.13.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -96,7 +96,7 @@ class Unit:
 
     parameters: list
     sites: list  # modules; nobody reads the parameters outside their forward. For level 3
-    stays: bool = False  # level 3: kept from its first use in a micro-batch on (for hybrid_3d.py)
+    stays: bool = False  # level 3: kept from first use to the micro-batch's end. For hybrid_3d.py
 
 
 @dataclass(eq=False)
@@ -132,9 +132,9 @@ class Flat:
         self.shapes = {p: p.shape for p in parameters}  # in this order in full
         self.size = sum(p.numel() for p in parameters)  # without padding
         chunks = dist.get_world_size(group) if level > 0 else 1
-        mine = dist.get_rank(group) if level > 0 else 0
+        number = dist.get_rank(group) if level > 0 else 0  # of this rank's chunk
         self.chunk = -(-self.size // chunks)  # rounded up
-        self.begin = mine * self.chunk  # where this rank's chunk begins in full
+        self.mine = slice(number * self.chunk, (number + 1) * self.chunk)  # of full and of buffer
 
         self.full = parameters[0].new_zeros(chunks * self.chunk)  # what forward and backward use
         self.buffer = torch.zeros_like(self.full)
@@ -162,29 +162,27 @@ class Flat:
         return {p: piece.view(self.shapes[p]) for p, piece in zip(self.shapes, pieces)}
 
     def make_chunk(self, offload):
-        """The tensors of this rank's chunk, all (chunk,). A copy is made only where it is needed.
+        """What this rank keeps of its chunk, (chunk,) each: copies only where they are needed.
 
-            own     a view of full; sum: of buffer, a backward's gradient summed over ranks
-            shard   the parameters, between uses too: own, in level 3 a copy
-            master  what is stepped: shard, a copy if it is to be wider, or on the CPU
-            grad    the step's gradient: sum (buffer adds micro-batches up), from level 2 on a copy
+            shard   the parameters: full[mine], in level 3 a copy
+            master  what is stepped: shard, or a copy if it is to be wider, or on the CPU
+            grad    the step's gradient: buffer[mine], from level 2 on a sum over micro-batches
         """
-        mine = slice(self.begin, self.begin + self.chunk)
-        self.own = self.full[mine]
-        self.shard = self.own
+        self.shard = self.full[self.mine]
         if self.level == 3:
-            home = "cpu" if offload == "param" else self.own.device
-            self.shard = self.own.to(home, copy=True)
+            home = "cpu" if offload == "param" else self.full.device
+            self.shard = self.shard.to(home, copy=True)
         self.master = self.shard.to(torch.promote_types(self.shard.dtype, torch.float32))
         if offload == "optimizer":
             self.master = self.master.to("cpu", copy=True)
-        self.sum = self.buffer[mine]
-        self.grad = self.sum.clone() if self.level >= 2 else self.sum
+        self.grad = self.buffer[self.mine]
+        if self.level >= 2:
+            self.grad = self.grad.clone()
 
     def cut(self):
         """-> [Part] of this rank's chunk; its padding is in none of them, and stays zero."""
         parts = []
-        start = -self.begin  # where a parameter begins, seen from this chunk: may be before it
+        start = -self.mine.start  # where a parameter begins, seen from this chunk: may be before it
         for p, shape in self.shapes.items():
             end = start + shape.numel()
             span = slice(max(start, 0), min(end, self.chunk))
@@ -202,11 +200,10 @@ class Flat:
         if has_memory(self.full):
             return
         lend(self.full)
-        self.own.copy_(self.shard)
         for p, place in self.places.items():
             p.data = place
-        # sharded -> replicated
-        self.gathering = all_gather(self.full, self.own, group=self.group, async_op=True)
+        own = self.full[self.mine].copy_(self.shard)  # sharded -> replicated
+        self.gathering = all_gather(self.full, own, group=self.group, async_op=True)
 
     def wait(self):
         """After this the parameters can be used. On GPUs the stream waits for it, not the host."""
@@ -226,34 +223,33 @@ class Flat:
 
     # -- gradients
 
-    def need_buffer(self):
-        """Levels 2 and 3: buffer gets memory, with zeros in it, unless it has it."""
+    def lend_buffer(self):
+        """Levels 2 and 3: buffer gets its memory, with zeros in it, unless it has it already."""
         if not has_memory(self.buffer):
             lend(self.buffer)
             self.buffer.zero_()
 
     def take_gradient(self, p):
         """A gradient that autograd has made is added to its slot in buffer."""
-        self.need_buffer()
+        self.lend_buffer()
         self.slots[p].add_(p.grad)
         p.grad = None
 
     def start_reduce(self):
-        """The gradients begin to be summed over ranks."""
-        self.need_buffer()  # it has none, if this rank has used nothing of the unit
+        """Begin to sum the gradients over ranks."""
+        self.lend_buffer()  # it has no memory yet, if this rank has used nothing of the unit
         self.missing.update(self.shapes)
-        if self.level == 0:
-            # partial -> replicated
+        if self.level == 0:  # partial -> replicated
             self.reducing = dist.all_reduce(self.buffer, group=self.group, async_op=True)
-        else:
-            # partial -> sharded
-            self.reducing = reduce_scatter(self.sum, self.buffer, group=self.group, async_op=True)
+        else:  # partial -> sharded
+            own = self.buffer[self.mine]
+            self.reducing = reduce_scatter(own, self.buffer, group=self.group, async_op=True)
 
     def finish_reduce(self):
         self.reducing.wait()
         self.reducing = None
         if self.level >= 2:
-            self.grad += self.sum
+            self.grad += self.buffer[self.mine]
             take_back(self.buffer)
 
     # -- a step
@@ -263,12 +259,11 @@ class Flat:
         grad = self.grad.to(self.master)  # (chunk,): a copy if master is wider or on the CPU
         for part in self.parts:
             part.master.grad = grad[part.span]
-        optimizer.step()  # parts of other flats have no gradient, and are left alone
+        optimizer.step()  # other units' masters have no gradient now, and are left alone
         optimizer.zero_grad()
         self.shard.copy_(self.master)  # nothing is to be done where they are one
-        if self.level in (1, 2):  # of full this rank's chunk is new, the others are old
-            # sharded -> replicated
-            self.gathering = all_gather(self.full, self.own, group=self.group, async_op=True)
+        if self.level in (1, 2):  # the other chunks of full are old: sharded -> replicated
+            self.gathering = all_gather(self.full, self.shard, group=self.group, async_op=True)
 
 
 class ZeRO:
@@ -326,27 +321,27 @@ class ZeRO:
             output.register_hook(partial(self.enter, flat))
 
     def enter(self, flat, *_):
-        """Forward or backward comes to a unit: a pre-hook of forward, or a hook of its output."""
+        """Forward or backward comes to a unit, which is here after this."""
         if self.entered[-1:] == [flat]:  # still in it
             return
-        if not flat.stays:  # one that stays is used between others, and none is freed for it
-            for other in self.flats:
-                if other is not flat and not other.stays:
-                    other.free()
-        # Its gather starts here, unless the lines below did it when the unit before was entered.
-        flat.start_gather()
-        flat.wait()
-        if flat.stays:
+        if flat.stays:  # it is used between others: they are not freed, and their order is the same
+            flat.start_gather()
+            flat.wait()
             return
-        # Where the last micro-batch entered this unit at this point as well, the gather of the unit
-        # that it entered next starts, and travels while this one computes.
+        for other in self.flats:
+            if other is not flat and not other.stays:
+                other.free()
+        flat.start_gather()  # unless the last line below did, when the unit before was entered
+        flat.wait()
+        # If the last micro-batch, too, entered this unit at this point, what it entered next is
+        # gathered while this one computes.
         visit = len(self.entered)
         self.entered.append(flat)
         if visit + 1 < len(self.expected) and self.expected[visit] is flat:
             self.expected[visit + 1].start_gather()
 
     def free_units(self):
-        """To be called after a forward without backward, such as an evaluation: memory is freed."""
+        """Level 3: free what is gathered. Call it after a forward without backward."""
         for flat in self.flats:
             flat.free()
         self.entered = []
@@ -364,11 +359,13 @@ class ZeRO:
     def ready(self, flat, p):
         """Autograd's call when a gradient is complete, of a tied parameter the sum of its uses."""
         assert flat in self.pending, (
-            "its sum has begun: call zero_grad() before a step, reduce() after each backward, and in "
-            "levels 0 and 1 set sync to False for all but a step's last")
+            "its sum has begun: call zero_grad() in every step, reduce() after each backward; in "
+            "levels 0 and 1 set sync to False before all but a step's last")
         flat.take_gradient(p)
         self.is_summed = False
-        if self.sync or self.level >= 2:  # there sync is False in the first half of a split backward
+        # In levels 2 and 3 sync is False in the first half of a split backward (zero bubble) alone,
+        # whose gradients count.
+        if self.sync or self.level >= 2:
             flat.missing.discard(p)
         # in the order of the list: ranks must agree on collectives
         while self.sync and self.pending and not self.pending[0].missing:
@@ -430,7 +427,7 @@ class ZeRO:
         return self.gathered([flat.grad for flat in self.flats])
 
     def gathered(self, chunks):
-        whole = {}  # {parameter: what the chunks have of it}
+        whole = {}  # {parameter: what all ranks' chunks have of it}
         for flat, chunk in zip(self.flats, chunks):
             full = chunk.clone()
             if self.level > 0:
@@ -483,9 +480,9 @@ def parallelize(model, group=None, level=1, offload="none"):
 
 def full_state_dict(model, zero):
     """-> the plain GPT's state, on every rank."""
-    whole = zero.full_parameters()
+    found = zero.full_parameters()
     state = model.state_dict(keep_vars=True)
-    return {name: whole.get(t, t).detach() for name, t in state.items()}  # frozen ones are whole
+    return {name: found.get(t, t).detach() for name, t in state.items()}  # frozen ones are whole
 
 
 def full_gradients(model, zero):
@@ -525,8 +522,7 @@ def parallelize_at_work(model, lr, level, mesh):
         return module, ZeroRedundancyOptimizer(trained, adamw, lr=lr)
     for unit in [*model.blocks, model]:
         fully_shard(unit, mesh=mesh, reshard_after_forward=level == 3)
-    trained = [p for p in model.parameters() if p.requires_grad]  # DTensors now
-    return model, adamw(trained, lr)
+    return model, adamw(model.parameters(), lr)  # of DTensors
 
 
 def train_step_at_work(module, optimizer, x, y, valid, clip):
@@ -534,10 +530,8 @@ def train_step_at_work(module, optimizer, x, y, valid, clip):
     loss = loss_sum(module(x), y) / valid
     (loss * dist.get_world_size()).backward()  # both average over ranks; the sum is wanted here
     norm = nn.utils.clip_grad_norm_(module.parameters(), clip or float("inf"))
-    if hasattr(norm, "full_tensor"):  # a DTensor
-        norm = norm.full_tensor()  # partial -> replicated
     optimizer.step()
-    return loss, norm
+    return loss, whole(norm)  # of a DTensor: partial -> replicated
 
 
 # ---- 4. run ------------------------------------------------------------------
