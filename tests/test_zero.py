@@ -88,15 +88,13 @@ def use_first(flat, first={}):
     flat.full.copy_(first.setdefault(flat, flat.full.clone()))
 
 
-# a method of Flat, what is done before or after it, and the level that shows it
+# a method of Flat, when something else is done, what, and the level that shows it
 PLANTED = {
-    "the last micro-batch's gradient alone is kept": (
+    "only the last micro-batch counts": (
         "start_reduce", "before", lambda flat: flat.grad.zero_(), 2),
-    "a gradient replaces the one before": (
-        "take_gradient", "before", lambda flat, p: flat.slots[p].zero_(), 1),
+    "gradients are replaced": ("take_gradient", "before", lambda flat, p: flat.slots[p].zero_(), 1),
     "averaged over ranks": ("finish_reduce", "after", lambda flat: flat.grad.div_(2), 1),
-    "a sum does not wait for the gradients that are missing": (
-        "take_gradient", "before", lambda flat, p: flat.missing.clear(), 1),
+    "a sum waits for nothing": ("take_gradient", "before", lambda flat, p: flat.missing.clear(), 1),
     "what was gathered first is used for ever": ("start_gather", "after", use_first, 3),
     "a rank clips by the norm of its chunk": ("all_reduce", "left out", None, 2),
     "ranks begin with weights of their own": ("broadcast", "left out", None, 1),
@@ -104,10 +102,9 @@ PLANTED = {
 
 
 def check_planted(what):
-    name, when, bug, level = PLANTED[what]
-    plant = into_flat(name, when, bug)
+    *bug, level = PLANTED[what]
     with pytest.raises(AssertionError):
-        check_copy(level, plant=plant)
+        check_copy(level, plant=into_flat(*bug))
 
 
 def test_planted():
@@ -128,18 +125,16 @@ def test_script_equals_one_process(world, flags):
     proves("zero", world, *flags)
 
 
-def test_resumes_in_another_stage(tmp_path):
+def test_resumes(tmp_path):
+    """In another stage; and in bf16 to the bit, since the fp32 masters are what is saved."""
     script("zero", 3, *PROOF, "--stage", "3", "--no-check", "--save", str(tmp_path))
     report = proves("zero", 2, "--stage", "1", "--offload", "optimizer", "--steps", "4",
                     "--resume", str(tmp_path))
     assert len(report["loss"]) == 2
-
-
-def test_bf16_resumes_to_the_bit(tmp_path):
-    """The fp32 masters are what is saved."""
     flags = [*SMALL, "--no-check", "--dtype", "bf16", "--stage", "3", "--steps", "3"]
-    whole = script("zero", 2, *flags, "--save", str(tmp_path), "--save-every", "2")
-    rest = script("zero", 2, *flags, "--resume", str(tmp_path / "2"))
+    place = tmp_path / "bf16"
+    whole = script("zero", 2, *flags, "--save", str(place), "--save-every", "2")
+    rest = script("zero", 2, *flags, "--resume", str(place / "2"))
     assert rest["loss"] == whole["loss"][2:]
 
 
