@@ -12,8 +12,7 @@ still runs.
     on each rank, P parameters of 4 bytes   plain GPT     here, on N ranks
     parameters, gradients, AdamW states     16 P          16 P
     activations                             whole batch   1/N
-    sent per step                           -             2 (N-1)/N * 4 P
-      in                                    -             all-reduces of tensors of 4 P in all
+    sent per step, to all-reduce 4 P        -             2 (N-1)/N * 4 P
 
     model = BucketedDDP(model)  # gradients are averaged over ranks, with average=False summed
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -40,7 +39,6 @@ import torch.distributed as dist
 import torch.nn as nn
 
 # section 1 needs what stands above, the others what follows
-import math
 import sys
 
 from torch.nn.parallel import DistributedDataParallel
@@ -75,7 +73,7 @@ class Bucket:
     def take(self, i):
         """Move a gradient that autograd has made into the bucket, and leave a view in its place."""
         p = self.parameters[i]
-        if p.grad is not self.views[i]:  # else autograd has added to the view, after no_sync()
+        if p.grad is not self.views[i]:  # after no_sync() it is: autograd has added to the view
             p.grad = self.views[i].copy_(p.grad)
 
     def start(self):
@@ -131,7 +129,7 @@ class BucketedDDP(nn.Module):
         """
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         bytes_each = min(bytes_each, sum(p.nbytes for p in parameters) / 4)
-        room = min(bytes_each, bytes_first)  # bytes left in the last bucket
+        room = min(bytes_each, bytes_first)  # bytes left in buckets[-1]
         buckets = [[]]
         for p in reversed(parameters):
             if buckets[-1] and (p.nbytes > room or p.dtype != buckets[-1][0].dtype):
@@ -197,11 +195,6 @@ def full_gradients(model):
     return {name: p.grad for name, p in model.module.named_parameters() if p.requires_grad}
 
 
-def evaluate(model, x, y):
-    """x, y: this rank's rows of held-out text -> its part of the sum of token losses."""
-    return loss_sum(model(x), y)
-
-
 def train_step(model, optimizer, x, y, valid, clip):
     """x, y: this rank's rows (B/N, T); valid: targets of the whole batch.
 
@@ -233,7 +226,7 @@ def train_step_at_work(model, optimizer, x, y, valid, clip):
     optimizer.zero_grad()
     loss = loss_sum(model(x), y) / valid
     (loss * dist.get_world_size()).backward()  # DistributedDataParallel averages; we want the sum
-    norm = nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf"))
     optimizer.step()
     return loss, norm
 
@@ -251,7 +244,7 @@ def refuse(args):
 
 
 def set_up(run, impl):
-    plain = run.build()  # its parameters are trained in all three cases
+    plain = run.build()  # whatever is around it, its own parameters are stepped
     optimizer = adamw(plain.parameters(), run.args.lr)
     if impl == "torch":
         model = DistributedDataParallel(plain, gradient_as_bucket_view=True)
@@ -265,13 +258,12 @@ def set_up(run, impl):
 def textbook(run, parameters):
     n = run.world_size
     size = run.dtype.itemsize * sum(p.numel() for p in parameters)  # b P
-    counters = 4 * len(parameters)  # AdamW's step, 4 bytes for each tensor
     return [
         ("payload all_reduce", "b P", size),
         ("wire all_reduce", "2 (N-1)/N b P", 2 * (n - 1) * size / n),
         ("held parameters", "b P", size),
         ("held gradients", "b P", size),
-        ("held optimizer", "2 b P + 4 per tensor (step counter)", 2 * size + counters),
+        ("held optimizer", "2 b P + 4 per tensor (step counter)", 2 * size + 4 * len(parameters)),
     ]
 
 

@@ -2,9 +2,9 @@
 
     a unit's parameters, end to end   | rank 0 | rank 1 | rank 2 | rank 3 |   equal chunks, padded
 
-    level 3  computing   fwd 0 | fwd 1 | fwd 2 | bwd 2 | bwd 1 | bwd 0 |       | step
-             gathering   get 1 | get 2 |       | get 1 | get 0 |       |       | each rank its chunk
-             summing           |       |       |       | sum 2 | sum 1 | sum 0 |
+    level 3  computing         | fwd 0 | fwd 1 | fwd 2 | bwd 2 | bwd 1 | bwd 0 |       | step:
+             gathering   get 0 | get 1 | get 2 | (kept)| get 1 | get 0 |       |       | each rank
+             summing           |       |       |       |       | sum 2 | sum 1 | sum 0 | its chunk
 
 P numbers are trained, padding included, on n ranks; M micro-batches make a step (--accum M). In
 bf16 a number takes 2 bytes, its gradient 2, AdamW's fp32 master and two states 12:
@@ -23,15 +23,15 @@ optimizer keeps masters and states on the CPU and steps there; param (level 3) p
     zero = ZeRO(units_of(model, model.blocks), level=3)
     optimizer = AdamW(zero.parameter_groups(), lr=1e-3)
     zero.zero_grad()  # in every step; model.zero_grad() would not find the gradients
-    loss_of(model, rows_of_this_rank).backward()  # its summand of the loss over all ranks
+    (loss_sum(model(x), y) / valid).backward()  # x, y: this rank's rows; valid: all ranks' targets
     zero.reduce()
     norm = zero.clip_grad_norm_(1.0)
     zero.step(optimizer)
 
 Not for: optimizers that look at whole matrices or at all numbers together (Muon, Shampoo, LAMB,
-Adafactor); sparse embeddings; second derivatives; reentrant checkpointing; parameters that are
-changed or thawed later. In level 3 blocks return one tensor, and all ranks use the same units in
-the same order. Frozen parameters and buffers have to be the same on all ranks from the start.
+Adafactor); sparse embeddings; second derivatives; reentrant checkpointing; backwards that end in an
+exception; parameters that are changed or thawed later. In level 3 blocks return one tensor, and
+all ranks use the same units in the same order. Frozen parameters and buffers are alike on all.
 
 Rajbhandari et al. 2019, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv:1910.02054, sections 5 and 7; Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840.
@@ -57,26 +57,32 @@ from common import adamw, loss_sum, share
 from harness.checkpoint import parts_pieces, pieces_of, run_pieces
 from harness.flags import POSITIVE, Flag, arguments, require
 from harness.ledger import held_by
-from harness.run import Run, Side
+from harness.run import Run, Side, whole
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
 
-# Level 1 is three lines after backward, where parameters lie end to end in `full`, gradients in
-# `buffer`. What follows does them unit by unit, while others are computed, and cuts more than that.
+# Level 1 is three lines after backward. All parameters lie end to end in `full`, the gradients in
+# `buffer`; `mine` is this rank's chunk of either.
 #
-#     reduce_scatter(buffer[mine], buffer)  # partial -> sharded
+#     reduce_scatter(buffer[mine], buffer)  # partial (a summand each) -> sharded (a chunk each)
 #     optimizer.step()  # of full[mine] alone: there are states for no more
-#     all_gather(full, full[mine])  # sharded -> replicated
+#     all_gather(full, full[mine])  # sharded -> replicated (all have the same)
+#
+# What follows does so unit by unit (a block, say), while other units are computed. Level 2 keeps no
+# more of buffer than buffer[mine], level 3 also no more of full than full[mine].
 
 # These two have other names since torch 2.13.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def has_memory(flat):
+    return flat.untyped_storage().size() > 0
+
+
 def lend(flat):
     """Give a flat tensor its memory, under all views of it. What is in it is not defined."""
-    if flat.untyped_storage().size() == 0:
-        flat.untyped_storage().resize_(flat.nbytes)
+    flat.untyped_storage().resize_(flat.nbytes)
 
 
 def take_back(flat):
@@ -90,7 +96,7 @@ class Unit:
 
     parameters: list
     sites: list  # modules; nobody reads the parameters outside their forward. For level 3
-    stays: bool = False  # level 3: kept from its first use in a micro-batch on (for hybrid_3d.py)
+    stays: bool = False  # level 3: kept from first use to the micro-batch's end. For hybrid_3d.py
 
 
 @dataclass(eq=False)
@@ -126,15 +132,14 @@ class Flat:
         self.shapes = {p: p.shape for p in parameters}  # in this order in full
         self.size = sum(p.numel() for p in parameters)  # without padding
         chunks = dist.get_world_size(group) if level > 0 else 1
-        mine = dist.get_rank(group) if level > 0 else 0
+        number = dist.get_rank(group) if level > 0 else 0  # of this rank's chunk
         self.chunk = -(-self.size // chunks)  # rounded up
-        self.begin = mine * self.chunk  # where this rank's chunk begins in full
+        self.mine = slice(number * self.chunk, (number + 1) * self.chunk)  # of full and of buffer
 
         self.full = parameters[0].new_zeros(chunks * self.chunk)  # what forward and backward use
         self.buffer = torch.zeros_like(self.full)
         self.places = self.views(self.full)  # {parameter: its view of full}
         self.slots = self.views(self.buffer)  # {parameter: its gradient's view of buffer}
-        self.padding = self.buffer[self.size:]  # zeroed before each sum
         for p, place in self.places.items():
             place.copy_(p.detach())
             # Not nn.Parameter(place), which would share full's version counter: autograd would take
@@ -144,44 +149,40 @@ class Flat:
         self.make_chunk(offload)
         self.parts = self.cut()
 
-        self.is_here = True  # full holds all chunks, or a gather into it is under way
         self.gathering = None  # the all-gather into full that is under way, or None
         self.reducing = None  # the sum of buffer over ranks that is under way, or None
-        self.filled = set()  # parameters that have a gradient in buffer which is not summed yet
         self.missing = set(parameters)  # those whose gradients of this backward have not come yet
         if level >= 2:
             take_back(self.buffer)
         self.free()
-
-    def make_chunk(self, offload):
-        """The tensors of this rank's chunk, all (chunk,). A copy is made only where it is needed.
-
-            own     a view of full; sum: of buffer, a backward's gradient summed over ranks
-            shard   the parameters, between uses too: own, in level 3 a copy
-            master  what is stepped: shard, a copy if it is to be wider, or on the CPU
-            grad    the step's gradient: sum (buffer adds micro-batches up), from level 2 on a copy
-        """
-        mine = slice(self.begin, self.begin + self.chunk)
-        self.own = self.full[mine]
-        self.shard = self.own
-        if self.level == 3:
-            home = "cpu" if offload == "param" else self.own.device
-            self.shard = self.own.to(home, copy=True)
-        self.master = self.shard.to(torch.promote_types(self.shard.dtype, torch.float32))
-        if offload == "optimizer":
-            self.master = self.master.to("cpu", copy=True)
-        self.sum = self.buffer[mine]
-        self.grad = self.sum.clone() if self.level >= 2 else self.sum
 
     def views(self, flat):
         """-> {parameter: its view of a tensor that is laid out like full}."""
         pieces = flat[:self.size].split([shape.numel() for shape in self.shapes.values()])
         return {p: piece.view(self.shapes[p]) for p, piece in zip(self.shapes, pieces)}
 
+    def make_chunk(self, offload):
+        """What this rank keeps of its chunk, (chunk,) each: copies only where they are needed.
+
+            shard   the parameters: full[mine], in level 3 a copy
+            master  what is stepped: shard, or a copy if it is to be wider, or on the CPU
+            grad    the step's gradient: buffer[mine], from level 2 on a sum over micro-batches
+        """
+        self.shard = self.full[self.mine]
+        if self.level == 3:
+            home = "cpu" if offload == "param" else self.full.device
+            self.shard = self.shard.to(home, copy=True)
+        self.master = self.shard.to(torch.promote_types(self.shard.dtype, torch.float32))
+        if offload == "optimizer":
+            self.master = self.master.to("cpu", copy=True)
+        self.grad = self.buffer[self.mine]
+        if self.level >= 2:
+            self.grad = self.grad.clone()
+
     def cut(self):
         """-> [Part] of this rank's chunk; its padding is in none of them, and stays zero."""
         parts = []
-        start = -self.begin  # where a parameter begins, seen from this chunk: may be before it
+        start = -self.mine.start  # where a parameter begins, seen from this chunk: may be before it
         for p, shape in self.shapes.items():
             end = start + shape.numel()
             span = slice(max(start, 0), min(end, self.chunk))
@@ -195,17 +196,14 @@ class Flat:
     # -- parameters
 
     def start_gather(self):
-        """Begin to gather, unless the parameters are here or on their way."""
-        if self.is_here:
+        """Level 3: begin to gather, unless the parameters are here or on their way."""
+        if has_memory(self.full):
             return
-        self.is_here = True
-        if self.level == 3:
-            lend(self.full)
-            self.own.copy_(self.shard)
-            for p, place in self.places.items():
-                p.data = place
-        # sharded -> replicated
-        self.gathering = all_gather(self.full, self.own, group=self.group, async_op=True)
+        lend(self.full)
+        for p, place in self.places.items():
+            p.data = place
+        own = self.full[self.mine].copy_(self.shard)  # sharded -> replicated
+        self.gathering = all_gather(self.full, own, group=self.group, async_op=True)
 
     def wait(self):
         """After this the parameters can be used. On GPUs the stream waits for it, not the host."""
@@ -214,10 +212,9 @@ class Flat:
             self.gathering = None
 
     def free(self):
-        if self.level < 3 or not self.is_here:
+        if self.level < 3 or not has_memory(self.full):
             return
         self.wait()  # memory into which a collective still writes must not go
-        self.is_here = False
         take_back(self.full)
         for p, place in self.places.items():
             # Who reads p finds no elements. It keeps its number of dims: autograd lays out the
@@ -226,37 +223,33 @@ class Flat:
 
     # -- gradients
 
+    def lend_buffer(self):
+        """Levels 2 and 3: buffer gets its memory, with zeros in it, unless it has it already."""
+        if not has_memory(self.buffer):
+            lend(self.buffer)
+            self.buffer.zero_()
+
     def take_gradient(self, p):
-        """A gradient that autograd has made moves to its slot in buffer."""
-        lend(self.buffer)
-        if p in self.filled:
-            self.slots[p].add_(p.grad)
-        else:
-            self.slots[p].copy_(p.grad)
-            self.filled.add(p)
+        """A gradient that autograd has made is added to its slot in buffer."""
+        self.lend_buffer()
+        self.slots[p].add_(p.grad)
         p.grad = None
 
     def start_reduce(self):
-        """The gradients begin to be summed over ranks."""
-        lend(self.buffer)  # no memory yet, if this rank has used nothing of the unit
-        for p, slot in self.slots.items():
-            if p not in self.filled:  # no backward since the last sum has used it
-                slot.zero_()
-        self.padding.zero_()
-        self.filled.clear()
+        """Begin to sum the gradients over ranks."""
+        self.lend_buffer()  # it has no memory yet, if this rank has used nothing of the unit
         self.missing.update(self.shapes)
-        if self.level == 0:
-            # partial -> replicated
+        if self.level == 0:  # partial -> replicated
             self.reducing = dist.all_reduce(self.buffer, group=self.group, async_op=True)
-        else:
-            # partial -> sharded
-            self.reducing = reduce_scatter(self.sum, self.buffer, group=self.group, async_op=True)
+        else:  # partial -> sharded
+            own = self.buffer[self.mine]
+            self.reducing = reduce_scatter(own, self.buffer, group=self.group, async_op=True)
 
     def finish_reduce(self):
         self.reducing.wait()
         self.reducing = None
         if self.level >= 2:
-            self.grad += self.sum
+            self.grad += self.buffer[self.mine]
             take_back(self.buffer)
 
     # -- a step
@@ -266,12 +259,11 @@ class Flat:
         grad = self.grad.to(self.master)  # (chunk,): a copy if master is wider or on the CPU
         for part in self.parts:
             part.master.grad = grad[part.span]
-        optimizer.step()  # parts of other flats have no gradient, and are left alone
+        optimizer.step()  # other units' masters have no gradient now, and are left alone
         optimizer.zero_grad()
         self.shard.copy_(self.master)  # nothing is to be done where they are one
-        if self.level in (1, 2):
-            self.is_here = False  # of full this rank's chunk is new, the others are old
-            self.start_gather()  # sharded -> replicated
+        if self.level in (1, 2):  # the other chunks of full are old: sharded -> replicated
+            self.gathering = all_gather(self.full, self.shard, group=self.group, async_op=True)
 
 
 class ZeRO:
@@ -288,22 +280,18 @@ class ZeRO:
     """
 
     def __init__(self, units, group=None, level=1, offload="none"):
-        trained = [p for unit in units for p in unit.parameters]
-        assert len(trained) == len(set(trained)), "a parameter is twice in the units: name it once"
         self.group = group
         self.level = level
         self.sync = True  # False: what the next backward brings is not summed over ranks yet
-        self.flats = []
+        self.is_summed = True  # False: gradients have come since the last sum
+        self.flats = [Flat(unit, group, level, offload) for unit in units]
+        self.parts = [part for flat in self.flats for part in flat.parts]
         self.pending = []  # [Flat] not summed yet, in the order of summing: the last unit first
         self.reducing = None  # the Flat whose sum is under way, or None
         self.entered = []  # [Flat], as this micro-batch's forward and backward came to them
         self.expected = []  # [Flat], as those of the last micro-batch did
-
-        for unit in units:
-            flat = Flat(unit, group, level, offload)
+        for unit, flat in zip(units, self.flats):
             self.add_hooks(flat, unit.sites)
-            self.flats.append(flat)
-        self.parts = [part for flat in self.flats for part in flat.parts]
         self.zero_grad()
 
     def add_hooks(self, flat, sites):
@@ -333,27 +321,27 @@ class ZeRO:
             output.register_hook(partial(self.enter, flat))
 
     def enter(self, flat, *_):
-        """Forward or backward comes to a unit: a pre-hook of forward, or a hook of its output."""
+        """Forward or backward comes to a unit, which is here after this."""
         if self.entered[-1:] == [flat]:  # still in it
             return
-        if not flat.stays:  # one that stays is used between others, and none is freed for it
-            for other in self.flats:
-                if other is not flat and not other.stays:
-                    other.free()
-        # Its gather starts here, unless the lines below did it when the unit before was entered.
-        flat.start_gather()
-        flat.wait()
-        if flat.stays:
+        if flat.stays:  # it is used between others: they are not freed, and their order is the same
+            flat.start_gather()
+            flat.wait()
             return
-        # Where the last micro-batch entered this unit at this point as well, the gather of the unit
-        # that it entered next starts, and travels while this one computes.
+        for other in self.flats:
+            if other is not flat and not other.stays:
+                other.free()
+        flat.start_gather()  # unless the last line below did, when the unit before was entered
+        flat.wait()
+        # If the last micro-batch, too, entered this unit at this point, what it entered next is
+        # gathered while this one computes.
         visit = len(self.entered)
         self.entered.append(flat)
         if visit + 1 < len(self.expected) and self.expected[visit] is flat:
             self.expected[visit + 1].start_gather()
 
     def free_units(self):
-        """To be called after a forward without backward, such as an evaluation: memory is freed."""
+        """Level 3: free what is gathered. Call it after a forward without backward."""
         for flat in self.flats:
             flat.free()
         self.entered = []
@@ -361,19 +349,23 @@ class ZeRO:
     # -- gradients
 
     def zero_grad(self):
-        self.check_sums()
+        assert self.is_summed, "gradients are not summed: call reduce() after backward, with sync"
         self.free_units()
         self.pending = self.flats[::-1]  # as backward goes
         for flat in self.flats:
-            flat.grad.zero_()
+            kept = flat.grad if self.level >= 2 else flat.buffer  # of which grad is a part
+            kept.zero_()
 
     def ready(self, flat, p):
         """Autograd's call when a gradient is complete, of a tied parameter the sum of its uses."""
         assert flat in self.pending, (
-            "its sum has begun: call zero_grad() before a step, reduce() after each backward; set "
-            "sync to False in levels 0 and 1 alone, for all but a step's last")
+            "its sum has begun: call zero_grad() in every step, reduce() after each backward; in "
+            "levels 0 and 1 set sync to False before all but a step's last")
         flat.take_gradient(p)
-        if self.sync or self.level >= 2:  # in levels 2 and 3 hybrid_3d.py alone sets sync to False
+        self.is_summed = False
+        # In levels 2 and 3 sync is False in the first half of a split backward (zero bubble) alone,
+        # whose gradients count.
+        if self.sync or self.level >= 2:
             flat.missing.discard(p)
         # in the order of the list: ranks must agree on collectives
         while self.sync and self.pending and not self.pending[0].missing:
@@ -381,10 +373,14 @@ class ZeRO:
 
     def reduce_next(self):
         """The next sum begins. The one before ends first, so that there are at most two buffers."""
-        if self.reducing is not None:
-            self.reducing.finish_reduce()
+        self.finish_reduce()
         self.reducing = self.pending.pop(0)
         self.reducing.start_reduce()  # partial -> sharded, in level 0 replicated
+
+    def finish_reduce(self):
+        if self.reducing is not None:
+            self.reducing.finish_reduce()
+            self.reducing = None
 
     def reduce(self):
         """To be called after each backward, on all ranks: sums what has not been summed yet."""
@@ -392,8 +388,8 @@ class ZeRO:
             return
         while self.pending:
             self.reduce_next()
-        self.reducing.finish_reduce()
-        self.reducing = None
+        self.finish_reduce()
+        self.is_summed = True
         self.expected = self.entered
         self.free_units()
         if self.level >= 2:
@@ -412,14 +408,8 @@ class ZeRO:
             torch._foreach_mul_(grads, (max_norm / (finite + 1e-6)).clamp(max=1))
         return norm
 
-    # -- a step
-
-    def check_sums(self):
-        waiting = self.reducing is not None or any(flat.filled for flat in self.flats)
-        assert not waiting, "gradients are not summed: call reduce() after backward, with sync"
-
     def step(self, optimizer):
-        self.check_sums()
+        assert self.is_summed, "gradients are not summed: call reduce() after backward, with sync"
         self.free_units()  # what is gathered is old after this
         for flat in self.flats:
             flat.step(optimizer)  # what levels 1 and 2 gather travels while the next one is stepped
@@ -430,24 +420,21 @@ class ZeRO:
 
     def full_parameters(self):
         """-> {parameter: copy of it, whole}, on every rank. All must call it."""
-        whole = {}  # {parameter: copy}
-        for flat in self.flats:
-            flat.start_gather()  # sharded -> replicated
-            flat.wait()
-            whole.update({p: place.clone() for p, place in flat.places.items()})
-            self.free_units()
-        return whole
+        return self.gathered([flat.shard for flat in self.flats])
 
     def full_gradients(self):
         """-> {parameter: its whole gradient}, on every rank. All must call it."""
-        found = {}  # {parameter: gradient}
-        for flat in self.flats:
-            full = flat.grad.clone()
-            if flat.level > 0:
+        return self.gathered([flat.grad for flat in self.flats])
+
+    def gathered(self, chunks):
+        whole = {}  # {parameter: what all ranks' chunks have of it}
+        for flat, chunk in zip(self.flats, chunks):
+            full = chunk.clone()
+            if self.level > 0:
                 full = torch.empty_like(flat.full)
-                all_gather(full, flat.grad, group=self.group)  # sharded -> replicated
-            found.update(flat.views(full))
-        return found
+                all_gather(full, chunk.to(full.device), group=self.group)  # sharded -> replicated
+            whole.update(flat.views(full))
+        return whole
 
 
 def refuse_state_dict(site, prefix, keep_vars):
@@ -493,9 +480,9 @@ def parallelize(model, group=None, level=1, offload="none"):
 
 def full_state_dict(model, zero):
     """-> the plain GPT's state, on every rank."""
-    whole = zero.full_parameters()
+    found = zero.full_parameters()
     state = model.state_dict(keep_vars=True)
-    return {name: whole.get(t, t).detach() for name, t in state.items()}  # frozen ones are whole
+    return {name: found.get(t, t).detach() for name, t in state.items()}  # frozen ones are whole
 
 
 def full_gradients(model, zero):
@@ -535,8 +522,7 @@ def parallelize_at_work(model, lr, level, mesh):
         return module, ZeroRedundancyOptimizer(trained, adamw, lr=lr)
     for unit in [*model.blocks, model]:
         fully_shard(unit, mesh=mesh, reshard_after_forward=level == 3)
-    trained = [p for p in model.parameters() if p.requires_grad]  # DTensors now
-    return model, adamw(trained, lr)
+    return model, adamw(model.parameters(), lr)  # of DTensors
 
 
 def train_step_at_work(module, optimizer, x, y, valid, clip):
@@ -544,10 +530,8 @@ def train_step_at_work(module, optimizer, x, y, valid, clip):
     loss = loss_sum(module(x), y) / valid
     (loss * dist.get_world_size()).backward()  # both average over ranks; the sum is wanted here
     norm = nn.utils.clip_grad_norm_(module.parameters(), clip or float("inf"))
-    if hasattr(norm, "full_tensor"):  # a DTensor
-        norm = norm.full_tensor()  # partial -> replicated
     optimizer.step()
-    return loss, norm
+    return loss, whole(norm)  # of a DTensor: partial -> replicated
 
 
 # ---- 4. run ------------------------------------------------------------------
@@ -569,22 +553,21 @@ def refuse(args):
 
 
 def pieces(model, zero, optimizer):
-    """-> [Piece] by the plain GPT's names: masters as the parameters, and AdamW's states."""
-    names = {p: name for name, p in model.named_parameters()}
+    """-> [Piece] by the plain GPT's names: masters as the parameters, and AdamW's states.
+
+    Besides, what is loaded alone, since forward reads it: shards, and parameters that are whole.
+    """
     is_first = dist.get_rank(zero.group) == 0
-    frozen = [(name, p) for p, name in names.items() if not p.requires_grad]
-    found = pieces_of(frozen, None, writes=is_first)
+    names = {p: name for name, p in model.named_parameters()}
+    found = []
+    for p, name in names.items():
+        if zero.level < 3 or not p.requires_grad:
+            found += pieces_of([(name, p)], None, writes=is_first and not p.requires_grad)
     for flat in zero.flats:
         for part in flat.parts:
-            p = part.parameter
-            place = names[p], flat.shapes[p], part.first
-            writes = zero.level > 0 or is_first
-            found += parts_pieces([(*place, part.master)], optimizer, writes)
-            if flat.level == 3:
-                found += run_pieces(*place, part.shard, writes=False)
-        # masters alone are saved. What forward reads is loaded beside them: a shard, or here whole
-        if flat.level < 3:
-            found += pieces_of([(names[p], p) for p in flat.places], None, writes=False)
+            place = names[part.parameter], flat.shapes[part.parameter], part.first
+            found += run_pieces(*place, part.shard, writes=False)
+            found += parts_pieces([(*place, part.master)], optimizer, zero.level > 0 or is_first)
     return found
 
 
@@ -605,48 +588,44 @@ def set_up(run, impl, model, mesh):
     zero = parallelize(model, None, args.stage, args.offload)
     optimizer = adamw(zero.parameter_groups(), args.lr)
     return Side(
-        model=zero,
-        optimizer=optimizer,
-        train_step=partial(train_step, model, accum=args.accum),
+        model=zero, optimizer=optimizer, train_step=partial(train_step, model, accum=args.accum),
         full_gradients=partial(full_gradients, model, zero),
         full_state_dict=partial(full_state_dict, model, zero),
         evaluate=lambda x, y: loss_sum(model(x), y),
         pieces=partial(pieces, model, zero, optimizer),
-        held=partial(held, model, zero, optimizer),
-    )
+        held=partial(held, model, zero, optimizer))
 
 
 def textbook(run, zero):
-    """The docstring's table. What --offload keeps beside a GPU is not in it."""
-    b = run.dtype.itemsize
-    wide = zero.flats[0].master.itemsize
+    """The docstring's table. What --offload keeps elsewhere is not in it."""
+    n = run.world_size
     M = run.args.accum
+    level = zero.level
+    b = run.dtype.itemsize
+    w = zero.flats[0].master.itemsize
     P = sum(flat.full.numel() for flat in zero.flats)
-    own = sum(flat.chunk for flat in zero.flats)  # P/n, in level 0 P
     G = 2 * P  # level 3 gathers them
     if run.cfg.form == "llama":  # embedding and head once: they are untied
         G -= zero.flats[0].full.numel() + zero.flats[-1].full.numel()
-    states = 2 * wide
-    if wide > b or run.args.offload == "optimizer":
-        states += wide  # masters
-    sums = M if zero.level >= 2 else 1
-    gathered = M * G if zero.level == 3 else P
-    sent = (run.world_size - 1) / run.world_size  # what is sent of a tensor
+    sums = (0, P, M * P, M * P)[level]
+    gathers = (0, P, P, M * G)[level]
+    sent = (n - 1) / n  # of what is summed or gathered
     rows = [
-        ("wire reduce_scatter", "b P (n-1)/n, from level 2 on M times", sums * b * P * sent),
-        ("wire all_gather", "b P (n-1)/n, level 3: M b G (n-1)/n", b * gathered * sent),
-        ("wire all_reduce", f"2 {wide} (n-1)/n, the norm", 2 * wide * sent),
+        ("wire reduce_scatter", "b P (n-1)/n, from level 2 on M times", b * sums * sent),
+        ("wire all_gather", "b P (n-1)/n, level 3: M b G (n-1)/n", b * gathers * sent),
+        ("wire all_reduce", f"2 {w} (n-1)/n, the norm", 2 * w * sent),
     ]
-    if zero.level == 0:
+    if level == 0:
         rows = [("wire all_reduce", "2 b P (n-1)/n", 2 * b * P * sent)]
-    if run.args.offload != "none" and run.device.type == "cuda":
+    if run.args.offload != "none":
         return rows
-    return [
-        ("held parameters", "b P, from level 3 on / n", b * (own if zero.level == 3 else P)),
-        ("held gradients", "b P, from level 2 on / n", b * (own if zero.level >= 2 else P)),
-        ("held optimizer", f"{states} P, from level 1 on / n, + 4 a part (step counter)",
-         states * own + 4 * len(zero.parts)),
-        *rows,
+    parameters, gradients, states = [P / n if level >= cut else P for cut in (3, 2, 1)]
+    each = 2 * w if w == b else 3 * w  # with masters
+    return rows + [
+        ("held parameters", "b P, from level 3 on / n", b * parameters),
+        ("held gradients", "b P, from level 2 on / n", b * gradients),
+        ("held optimizer", f"{each} P, from level 1 on / n, + 4 a part (step counter)",
+         each * states + 4 * len(zero.parts)),
     ]
 
 

@@ -86,8 +86,8 @@ def sum_plainly(module):
     """Every axis after backward."""
     def sum_gradients(model):
         module.sum_gradients_plainly(model)
-        for flat in model.flats:
-            flat.filled.clear()  # else ZeRO would say that it has not summed them
+        for zero in model.zeros:
+            zero.is_summed = True  # else it would say that it has not summed them
 
     right = module.parallelize
 

@@ -1,5 +1,6 @@
 """zero.py: its section 1 around a model of others, its scripts, their costs, what is refused."""
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -11,29 +12,18 @@ import zero
 from common import adamw, clip_gradients
 from conftest import (
     PROOF, SMALL, alone, check_refused, copied, dry_run_agrees, each, proves, run, script, textbook)
-from others import Llama, into_flat, llama_loss, token_rows
+from others import Llama, compare, into_flat, llama_loss, token_rows
 
 
 # ---- the copy: section 1 alone, on a Llama of others ---------------------------------
 
 
-class Recomputed(nn.Module):
-    """A layer under activation checkpointing, with a parameter that nobody uses."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-        self.unused = nn.Parameter(torch.ones(3))
-
-    def forward(self, x):
-        return checkpoint(self.layer, x, use_reentrant=False)
-
-
 def llama(tied=False):
-    model = Llama(layers=2)
-    if tied:
-        model.lm_head.weight = model.embed_tokens.weight
-    model.layers = nn.ModuleList(Recomputed(layer) for layer in model.layers)
+    """Its layers are recomputed, and have a parameter that nobody uses."""
+    model = Llama(layers=2, tied=tied)
+    for layer in model.layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        layer.unused = nn.Parameter(torch.ones(3))
     return model
 
 
@@ -41,16 +31,10 @@ def mine(rows):
     return [t.chunk(dist.get_world_size())[dist.get_rank()] for t in rows]
 
 
-def compare(model, found, want):
-    found = {name: found[p] for name, p in model.named_parameters() if name in want}
-    torch.testing.assert_close(found, want, rtol=0, atol=1e-10)
-
-
 def lend_garbage(flat):
     """Memory that is lent has anything in it: here nan, which spreads."""
-    if flat.untyped_storage().size() == 0:
-        zero.lend(flat)
-        flat.fill_(math.nan)
+    zero.lend(flat)
+    flat.fill_(math.nan)
 
 
 def check_copy(level, tied=False, offload="none", plant=None):
@@ -69,22 +53,22 @@ def check_copy(level, tied=False, offload="none", plant=None):
     rng = torch.Generator().manual_seed(1)
     for _ in range(2):
         ours.zero_grad()
-        reference.zero_grad()
+        for p in plain.parameters():
+            p.grad = torch.zeros_like(p)
         for number in range(2):
             rows = token_rows(rng, 4)
             llama_loss(plain, *rows).backward()
             ours.sync = level >= 2 or number == 1
             llama_loss(model, *mine(rows)).backward()
             ours.reduce()
-        used = {name: p for name, p in plain.named_parameters() if p.grad is not None}
-        compare(model, ours.full_gradients(), {name: p.grad for name, p in used.items()})
+        compare(list(ours.full_gradients().values()), [p.grad for p in plain.parameters()])
         norm = clip_gradients(plain.parameters(), 1.0)
         torch.testing.assert_close(ours.clip_grad_norm_(1.0), norm, rtol=1e-10, atol=0)
         reference.step()
         ours.step(optimizer)
         with torch.no_grad():  # an evaluation in between leaves nothing stale
             model(rows[0])
-        compare(model, ours.full_parameters(), used)
+        compare(list(ours.full_parameters().values()), [p.data for p in plain.parameters()])
 
 
 @pytest.mark.parametrize("world, cases", [
@@ -104,17 +88,13 @@ def use_first(flat, first={}):
     flat.full.copy_(first.setdefault(flat, flat.full.clone()))
 
 
-# a method of Flat, what is done before or after it, and the level that shows it
+# a method of Flat, when something else is done, what, and the level that shows it
 PLANTED = {
-    "the last micro-batch's gradient alone is kept": (
+    "only the last micro-batch counts": (
         "start_reduce", "before", lambda flat: flat.grad.zero_(), 2),
-    "a gradient replaces the one before": (
-        "take_gradient", "before", lambda flat, p: flat.filled.discard(p), 1),
+    "gradients are replaced": ("take_gradient", "before", lambda flat, p: flat.slots[p].zero_(), 1),
     "averaged over ranks": ("finish_reduce", "after", lambda flat: flat.grad.div_(2), 1),
-    "lent memory is summed where no parameter lies": (
-        "start_reduce", "before", lambda flat: setattr(flat, "padding", flat.padding.clone()), 3),
-    "a sum does not wait for the gradients that are missing": (
-        "take_gradient", "before", lambda flat, p: flat.missing.clear(), 1),
+    "a sum waits for nothing": ("take_gradient", "before", lambda flat, p: flat.missing.clear(), 1),
     "what was gathered first is used for ever": ("start_gather", "after", use_first, 3),
     "a rank clips by the norm of its chunk": ("all_reduce", "left out", None, 2),
     "ranks begin with weights of their own": ("broadcast", "left out", None, 1),
@@ -122,10 +102,9 @@ PLANTED = {
 
 
 def check_planted(what):
-    name, when, bug, level = PLANTED[what]
-    plant = into_flat(name, when, bug)
+    *bug, level = PLANTED[what]
     with pytest.raises(AssertionError):
-        check_copy(level, plant=plant)
+        check_copy(level, plant=into_flat(*bug))
 
 
 def test_planted():
@@ -146,18 +125,16 @@ def test_script_equals_one_process(world, flags):
     proves("zero", world, *flags)
 
 
-def test_resumes_in_another_stage(tmp_path):
+def test_resumes(tmp_path):
+    """In another stage; and in bf16 to the bit, since the fp32 masters are what is saved."""
     script("zero", 3, *PROOF, "--stage", "3", "--no-check", "--save", str(tmp_path))
     report = proves("zero", 2, "--stage", "1", "--offload", "optimizer", "--steps", "4",
                     "--resume", str(tmp_path))
     assert len(report["loss"]) == 2
-
-
-def test_bf16_resumes_to_the_bit(tmp_path):
-    """The fp32 masters are what is saved."""
     flags = [*SMALL, "--no-check", "--dtype", "bf16", "--stage", "3", "--steps", "3"]
-    whole = script("zero", 2, *flags, "--save", str(tmp_path), "--save-every", "2")
-    rest = script("zero", 2, *flags, "--resume", str(tmp_path / "2"))
+    place = tmp_path / "bf16"
+    whole = script("zero", 2, *flags, "--save", str(place), "--save-every", "2")
+    rest = script("zero", 2, *flags, "--resume", str(place / "2"))
     assert rest["loss"] == whole["loss"][2:]
 
 
@@ -189,33 +166,34 @@ def test_sixteen_bytes():
 
 
 def check_overlap():
-    """A unit is sent for before the one in front of it computes; sums begin during backward, and
+    """A unit is gathered before the one in front of it computes; sums begin during backward, and
     two units at most have memory. Between steps a parameter is empty, and to read it is safe."""
     module = copied("zero")
     model = Llama(layers=2)
     ours = module.ZeRO(module.units_of(model, model.layers), level=3)
-    found = []  # [(what begins, the unit)]
+    begun = []  # [(what, of which unit)]
     most = []  # units with memory then
-    for what, name in ("start_gather", "full"), ("start_reduce", "buffer"):
-        method = getattr(module.Flat, what)
 
-        def noting(flat, what=what, name=name, method=method):
-            if what == "start_reduce" or not flat.is_here:
-                method(flat)
-                found.append((what, ours.flats.index(flat)))
-                memory = [getattr(other, name).untyped_storage() for other in ours.flats]
-                most.append(sum(storage.size() > 0 for storage in memory))
-        setattr(module.Flat, what, noting)
+    def note(what, flat):
+        if what == "reduce" or not module.has_memory(flat.full):
+            begun.append((what, ours.flats.index(flat)))
+
+    def count(name, _):
+        most.append(sum(module.has_memory(getattr(flat, name)) for flat in ours.flats))
+
+    for what, name in ("gather", "full"), ("reduce", "buffer"):
+        into_flat(f"start_{what}", "before", partial(note, what))(module)
+        into_flat(f"start_{what}", "after", partial(count, name))(module)
     for _ in range(2):
         assert all(p.numel() == p.clone().numel() == 0 for p in model.parameters())
         with pytest.raises(AssertionError, match="full_parameters"):
             model.state_dict()
         ours.zero_grad()
-        found.clear()
+        begun.clear()
         llama_loss(model, *mine(token_rows(torch.Generator(), 4))).backward()
-        assert found[-1] == ("start_reduce", 0)  # not in reduce()
+        assert begun[-1] == ("reduce", 0)  # before reduce()
         ours.reduce()
-    assert [(what[6:], unit) for what, unit in found] == [
+    assert begun == [
         ("gather", 0), ("gather", 1), ("gather", 2), ("gather", 3), ("gather", 2), ("reduce", 3),
         ("gather", 1), ("reduce", 2), ("reduce", 1), ("reduce", 0)]
     assert max(most) == 2
@@ -242,6 +220,7 @@ def check_misuse():
             llama_loss(model, *rows).backward()
         ours.reduce()
         before = [part.grad.clone() for part in ours.parts]
+        ours.reduce()  # once more: there is nothing to add
         ours.clip_grad_norm_(1e9)  # far away: nothing is scaled
         torch.testing.assert_close([part.grad for part in ours.parts], before, rtol=0, atol=0)
     mixed = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2).float())]
