@@ -7,30 +7,30 @@
            full       keeps x0                         x1                         x2 ..
 
 What is not kept for backward is made again when backward wants it, with full a block at a time.
-Bytes of t tokens on a CPU. T: sequence length, F: MLP's hidden width, D = C/H: a head's, K: number
-of key-value heads, W: of weights in matrices, s: 4 H + 16 (Llama 4 H + 8), of softmax and norms.
+A micro-batch has t tokens, a sequence T. C: width, H: heads of width D, K: key-value heads, F: the
+MLP's hidden width, W: weights of a block's matrices; s: 4 H + 16 (Llama: 4 H + 8), softmax's and
+the norms'. On a CPU a block keeps, in bytes:
 
-    a block keeps    with none                                  selective
+                     with none                                  selective
     GPT-2  fp32      t (64 C + s)                               t (40 C + s)
            autocast  t (40 C + s) + 2 W                         t (24 C + s)
     Llama  fp32      t (36 C + 16 F + 8 K D + s) + 8 T D        t (16 C + 8 F + 8 K D + s) + 8 T D
            autocast  t (32 C + 8 F + 4 K D + s) + 2 W + 4 T D   t (12 C + 4 F + 4 K D + s) + 8 T D
-    full: 4 C t, its input. The block that is being made again keeps the rest of `none`, too
 
-Selective keeps cosines and sines as they are before their cast, in fp32. It does no matmul again.
-Full does all but the last: no gradient needs its result. P parameters, their gradients and AdamW
-take the plain GPT's 16 P; dp ranks all-reduce 4 P a step.
+(T D: cosines and sines, which selective keeps as they are before their cast.) With full it keeps
+its input, 4 C t; while it is made again, what it keeps with none. Selective does no matmul again,
+full all but the last: no gradient needs its result. P parameters, gradients and AdamW's states
+take 16 P, as with the plain GPT; dp ranks, which share the batch, all-reduce 4 P a step.
 
-    replicate(model, group)                                  # at the start
+    replicate(model)                                         # at the start
     for block in model.blocks:
         block.forward = partial(full, block.forward)         # or selective
     scaler = LossScaler(optimizer)                           # for fp16; else None
-    loss = accumulate(part_of_loss, microbatches, scaler)    # see train_step, with its autocast
-    norm = update(model.parameters(), optimizer, 1.0, scaler, group)
+    loss = accumulate(part_of_loss, microbatches, scaler)    # train_step has an example
+    norm = update(model.parameters(), optimizer, 1.0, scaler)
 
 Not for: a forward that changes in place what it has made, draws from a generator of its own, counts
-its calls (BatchNorm's statistics) or calls torch.autograd.grad; blocks that only some ranks use;
-fp16 with an optimizer that is not fused.
+its calls (BatchNorm's statistics) or calls torch.autograd.grad; blocks that only some ranks use.
 
 Micikevicius 2018, "Mixed Precision Training", arXiv:1710.03740, section 3. Chen 2016, "Training
 Deep Nets with Sublinear Memory Cost", arXiv:1604.06174, section 4. Korthikanti 2022,
@@ -50,9 +50,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # section 1 needs what stands above, the others what follows
 import shutil
 import sys
-from collections import namedtuple
 from contextlib import nullcontext
-from itertools import product
 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -62,15 +60,91 @@ from harness.flags import POSITIVE, Flag, arguments, require
 from harness.run import Run, Side
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
-# Autograd hands every tensor that it keeps for backward to a pair of hooks: pack takes it, and
-# unpack must give it back. They decide what is kept, and what is made again. Of several pairs it
-# calls the innermost alone, a checkpoint's own. So that hands what it keeps to the pair around it.
+# Fewer sequences: ranks have equal weights, and each its part of the batch, in micro-batches.
+
+
+@torch.no_grad()
+def replicate(module, group=None):
+    """Give all ranks of the group the weights and buffers of its first rank."""
+    for tensor in [*module.parameters(), *module.buffers()]:
+        dist.broadcast(tensor, group=group, group_src=0)  # the first rank's -> replicated
+
+
+def accumulate(part_of_loss, microbatches, scaler=None):
+    """Run backward of one micro-batch after the other: gradients add up -> this rank's loss.
+
+    part_of_loss(*microbatch) -> the sum of its token losses, divided by the valid targets of the
+    whole global batch: means of micro-batches must not be averaged, they weigh differently.
+    """
+    loss = 0.0
+    for microbatch in microbatches:
+        part = part_of_loss(*microbatch)
+        loss = loss + part.detach()
+        if scaler is not None:
+            part = part * scaler.scale
+        part.backward()
+    return loss
+
+
+def update(parameters, optimizer, clip, scaler=None, group=None):
+    """After the last micro-batch: sum over ranks, unscale, clip (0: do not), step -> the norm."""
+    trained = [p for p in parameters if p.grad is not None]
+    flat = torch.cat([p.grad.flatten() for p in trained])
+    dist.all_reduce(flat, group=group)  # partial -> replicated, all gradients in one call
+    if scaler is not None:
+        flat /= scaler.scale
+    for p, part in zip(trained, flat.split([p.numel() for p in trained])):
+        p.grad = part.view_as(p)  # a piece of flat: nothing is copied back
+    norm = nn.utils.clip_grad_norm_(trained, clip or math.inf)
+    if scaler is None:
+        optimizer.step()
+    else:
+        scaler.step(norm)
+    return norm
+
+
+# Narrower numbers: torch.autocast around forward and loss is enough for bf16. The smallest number
+# of fp16 is 6e-8. Small gradients would become zero, if the loss were not scaled.
+
+
+class LossScaler:
+    """Scales the loss, and with it the gradients, up as far as nothing overflows.
+
+    (loss * scaler.scale).backward(); divide the gradients by it; clip; step (Micikevicius 3.2).
+    """
+
+    def __init__(self, optimizer, scale=65536.0, interval=2000):
+        assert optimizer.defaults.get("fused"), "take AdamW(.., fused=True): others never skip"
+        self.optimizer = optimizer
+        self.interval = interval  # so many good steps double the scale; an overflow halves it
+        device = optimizer.param_groups[0]["params"][0].device
+        self.scale = torch.full((), scale, device=device)
+        self.good = torch.zeros_like(self.scale)  # steps since the last overflow
+
+    def step(self, norm):
+        """Step the optimizer, unless a gradient has overflowed; then adjust the scale.
+
+        norm: of the gradients of all ranks; where one has overflowed, it is inf or nan on all of
+        them. A fused optimizer skips by itself: the host need not wait to know.
+        """
+        overflow = norm.isfinite().logical_not()
+        self.optimizer.found_inf = overflow.float()
+        self.optimizer.step()
+        del self.optimizer.found_inf  # else a later step without this scaler would skip, too
+        self.good = torch.where(overflow, 0.0, self.good + 1)
+        factor = torch.where(self.good % self.interval == 0, 2.0, 1.0)
+        self.scale = self.scale * torch.where(overflow, 0.5, factor)
+
+
+# Fewer tensors: what autograd keeps for backward goes through a pair of hooks. What pack(tensor)
+# returns is kept, and unpack has to make the tensor of it. Where pairs are nested, autograd calls
+# the innermost alone, a checkpoint's. So that hands what it keeps itself to the pair around it.
 
 
 def hooks_around():
-    """The pair that stands around a checkpoint: save_on_cpu's, or another checkpoint's."""
-    # False: while torch.compile traces, say that there is none
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) or (unchanged, unchanged)
+    """The pair in force: save_on_cpu's, say, or that of a checkpoint around this one."""
+    pair = torch._C._autograd._top_saved_tensors_default_hooks(False)  # None while compilers trace
+    return pair or (unchanged, unchanged)
 
 
 def unchanged(tensor):
@@ -92,11 +166,6 @@ class Kept:
         return tensor.detach().requires_grad_(self.requires_grad)  # as forward had it
 
 
-def restore(kept):
-    """-> the tensor that was kept. What is no tensor, such as a shape, was not."""
-    return kept.restore() if isinstance(kept, (Kept, Recipe)) else kept
-
-
 def full(forward, *inputs, **keywords):
     """forward(*inputs, **keywords), keeping its inputs alone (Chen 4). The first is a tensor.
 
@@ -113,7 +182,7 @@ def full(forward, *inputs, **keywords):
 
 
 class Enough(Exception):
-    """The second forward has made every tensor that backward may ask for."""
+    """The second forward has made every tensor that has a number."""
 
 
 class Call:
@@ -125,48 +194,40 @@ class Call:
         self.inputs = [Kept(x, hooks) if isinstance(x, torch.Tensor) else x for x in inputs]
         self.states = random_states()
         device = inputs[0].device.type
-        self.autocast = torch.autocast(
-            device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device))
-        self.layouts = []  # of all tensors that autograd wanted to keep
-        self.made = {}  # {number: Kept} of the repetition, what has not been fetched yet
+        self.autocast = torch.autocast(device, enabled=torch.is_autocast_enabled(device))  # as now
+        self.shapes = []  # of the tensors 0, 1, .. that autograd wanted to keep
+        self.made = {}  # {number: Kept}, what the second forward made and backward has yet to fetch
 
-    def number(self, tensor):
-        self.layouts.append(layout(tensor))
-        return len(self.layouts) - 1
+    def number(self, tensor):  # pack
+        self.shapes.append(tensor.shape)
+        return len(self.shapes) - 1
 
-    def fetch(self, number):
+    def fetch(self, number):  # unpack
         if number not in self.made:
             self.repeat()
         return self.made.pop(number).restore()
 
     def repeat(self):
-        made = {}
-        self.made = made
-        layouts = self.layouts
+        self.made = {}
         hooks = hooks_around()
 
-        def keep(tensor):  # it names made, not self: the second graph would keep self alive
-            number = len(made)  # which has all so far: fetch takes none out before the end
-            assert layout(tensor) == layouts[number], "forward made others when it ran again"
-            made[number] = Kept(tensor.detach(), hooks)  # without the second graph behind it
-            if len(made) == len(layouts):
+        def keep(tensor):
+            number = len(self.made)  # nothing is fetched before this forward has ended
+            assert tensor.shape == self.shapes[number], "forward made others when it ran again"
+            self.made[number] = Kept(tensor.detach(), hooks)  # without the second graph behind it
+            if number == len(self.shapes) - 1:
                 raise Enough
 
-        inputs = [restore(x) for x in self.inputs]
+        inputs = [x.restore() if isinstance(x, Kept) else x for x in self.inputs]
         before = random_states()
         set_random_states(*self.states)
         try:
-            # the second graph is for packing: no backward unpacks it
+            # the second graph is built so that keep is called: no backward runs through it
             with torch.enable_grad(), self.autocast, saved_tensors_hooks(keep, unchanged):
                 self.forward(*inputs)
         except Enough:
             pass
-        assert len(made) == len(layouts), "forward made fewer when it ran again"
         set_random_states(*before)
-
-
-def layout(tensor):
-    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 def random_states():
@@ -186,8 +247,7 @@ def set_random_states(cpu, gpu):
 aten = torch.ops.aten
 CHEAP = {
     aten.native_layer_norm.default, aten._fused_rms_norm.default,
-    aten.gelu.default, aten.silu.default,
-    aten.mul.Tensor,  # of SwiGLU, and of an RMSNorm in steps
+    aten.gelu.default, aten.silu.default, aten.mul.Tensor,  # mul: SwiGLU's, an RMSNorm's in steps
     aten._to_copy.default,  # autocast makes copies of activations and weights in another dtype
     aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int,
     aten.unsqueeze.default, aten.expand.default, aten.clone.default,  # heads of K, V repeated (GQA)
@@ -197,11 +257,10 @@ CHEAP = {
 class Recipe:
     """How to make a tensor again: a cheap operation, and its inputs, which may be recipes, too."""
 
-    def __init__(self, op, inputs, keywords, result):
+    def __init__(self, op, inputs, keywords):
         self.op = op
-        self.inputs = inputs  # tensors; when the recipe is kept, Kept and Recipes in their place
+        self.inputs = inputs  # tensors; when keep() takes the recipe, Kept and Recipes instead
         self.keywords = keywords
-        self.versions = versions(result, inputs)
         self.result = None  # made once for all who want it: q, k and v want the same norm's
 
     def restore(self):
@@ -209,10 +268,6 @@ class Recipe:
             inputs = [restore(x) for x in self.inputs]
             self.result = first(self.op(*inputs, **self.keywords))
         return self.result
-
-
-def versions(result, inputs):
-    return [x._version for x in (result, *inputs) if isinstance(x, torch.Tensor)]
 
 
 def first(outputs):  # norms return their statistics besides
@@ -225,26 +280,27 @@ class WriteRecipes(TorchDispatchMode):
     Not inside autograd Functions (gradients off): collectives write in place and raise no version.
     """
 
-    def __init__(self):
-        super().__init__()
-        self.hooks = hooks_around()
-
     def __torch_dispatch__(self, op, types, inputs=(), keywords=None):
         keywords = keywords or {}
         outputs = op(*inputs, **keywords)
         if op in CHEAP and torch.is_grad_enabled():
-            result = first(outputs)
-            result.recipe = Recipe(op, inputs, keywords, result)
+            first(outputs).recipe = Recipe(op, inputs, keywords)
         return outputs
 
-    def keep(self, tensor):
-        """-> its recipe. The tensor itself, if it has none, or if it or an input has changed."""
-        recipe = getattr(tensor, "recipe", None)
-        if recipe is None or recipe.versions != versions(tensor, recipe.inputs):
-            return Kept(tensor, self.hooks)
-        recipe.inputs = [self.keep(x) if isinstance(x, torch.Tensor) else x for x in recipe.inputs]
-        recipe.versions = versions(tensor, recipe.inputs)  # no tensors are left among them
-        return recipe
+
+def keep(x, hooks):
+    """-> what is kept of x: its recipe or, if it has none or has changed since, itself."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    recipe = getattr(x, "recipe", None)
+    if recipe is None or x._version > 0:
+        return Kept(x, hooks)
+    recipe.inputs = [keep(y, hooks) for y in recipe.inputs]
+    return recipe
+
+
+def restore(kept):
+    return kept.restore() if isinstance(kept, (Kept, Recipe)) else kept
 
 
 def selective(forward, *inputs, **keywords):
@@ -253,96 +309,9 @@ def selective(forward, *inputs, **keywords):
     These are made again from what is kept, without running forward: no collective runs twice. What
     is unknown is kept. A compiled forward runs uncompiled in here: compilers choose by themselves.
     """
-    writer = WriteRecipes()
-    with saved_tensors_hooks(writer.keep, restore), writer:
+    pack = partial(keep, hooks=hooks_around())
+    with saved_tensors_hooks(pack, restore), WriteRecipes():
         return forward(*inputs, **keywords)
-
-
-class LossScaler:
-    """Scales the loss, and with it the gradients, up as far as nothing overflows.
-
-    The smallest number of fp16 is 6e-8: without scaling, small gradients would become zero.
-    (loss * scaler.scale).backward(); divide the gradients by it; clip; step. Nothing waits for the
-    device. (Micikevicius 2018, section 3.2)
-    """
-
-    def __init__(self, optimizer, scale=65536.0, interval=2000):
-        assert optimizer.defaults.get("fused"), "take AdamW(.., fused=True): others never skip"
-        self.optimizer = optimizer
-        self.interval = interval  # good steps until the scale doubles; an overflow halves it
-        device = optimizer.param_groups[0]["params"][0].device
-        self.scale = torch.full((), scale, device=device)
-        self.good = torch.zeros_like(self.scale)  # steps without overflow since it changed
-
-    def step(self, norm):
-        """Step the optimizer, unless a gradient has overflowed; then adjust the scale.
-
-        norm: of the gradients of all ranks; where one has overflowed, it is inf or nan on all of
-        them. A fused optimizer skips by itself, so that the host need not know.
-        """
-        overflow = norm.isfinite().logical_not()
-        self.optimizer.found_inf = overflow.float()
-        self.optimizer.step()
-        del self.optimizer.found_inf  # else a later step without this scaler would skip, too
-        self.good = torch.where(overflow, 0.0, self.good + 1)
-        grow = self.good >= self.interval
-        factor = torch.where(grow, 2.0, 1.0)
-        self.scale = self.scale * torch.where(overflow, 0.5, factor)
-        self.good = torch.where(grow, 0.0, self.good)
-
-
-# The rest of a correct train step: ranks hold equal weights, and each has its part of the batch.
-
-
-@torch.no_grad()
-def replicate(module, group=None):
-    """Give all ranks of the group the weights and buffers of its first rank."""
-    for tensor in [*module.parameters(), *module.buffers()]:
-        dist.broadcast(tensor, group=group, group_src=0)  # the first rank's -> replicated
-
-
-def accumulate(part_of_loss, microbatches, scaler=None):
-    """Run backward for one micro-batch after the other, so that their gradients add up.
-
-    part_of_loss(*microbatch) -> the sum of its token losses, divided by the valid targets of the
-    whole global batch: means of micro-batches must not be averaged, they weigh differently.
-    -> this rank's part of the loss.
-    """
-    loss = 0.0
-    for microbatch in microbatches:
-        part = part_of_loss(*microbatch)
-        if scaler is None:
-            part.backward()
-        else:
-            (part * scaler.scale).backward()
-        loss = loss + part.detach()
-    return loss
-
-
-def sum_over_ranks(tensors, group=None):
-    """Sum each tensor over the ranks, in its place, by one all-reduce for all of them."""
-    flat = torch.cat([t.flatten() for t in tensors])
-    dist.all_reduce(flat, group=group)  # partial -> replicated
-    parts = flat.split([t.numel() for t in tensors])
-    torch._foreach_copy_(tensors, [part.view_as(t) for t, part in zip(tensors, parts)])
-
-
-def update(parameters, optimizer, clip, scaler=None, group=None):
-    """After the last micro-batch: sum over ranks, unscale, clip (0: do not), step -> the norm."""
-    trained = [p for p in parameters if p.grad is not None]
-    gradients = [p.grad for p in trained]
-    sum_over_ranks(gradients, group)  # partial -> replicated
-    if scaler is not None:
-        torch._foreach_mul_(gradients, 1 / scaler.scale)
-    norm = nn.utils.get_total_norm(gradients)
-    # inf and nan are passed on as 0, which clips nothing: one can see whose fault they are
-    finite = norm.nan_to_num(0, posinf=0)
-    nn.utils.clip_grads_with_norm_(trained, clip or math.inf, finite)
-    if scaler is None:
-        optimizer.step()
-    else:
-        scaler.step(norm)
-    return norm
 
 
 # ---- 2. the toy GPT, parallelized --------------------------------------------
@@ -360,7 +329,7 @@ def parallelize(model, checkpointing=None, compiled=False):
     return model
 
 
-def train_step(model, optimizer, x, y, valid, clip, accum, autocast, scaler=None, group=None):
+def train_step(model, optimizer, x, y, valid, clip, accum, autocast, scaler):
     """x, y: this rank's rows, in `accum` micro-batches; valid: targets of the whole batch.
 
     -> this rank's part of the loss, the norm.
@@ -373,7 +342,7 @@ def train_step(model, optimizer, x, y, valid, clip, accum, autocast, scaler=None
     optimizer.zero_grad()
     microbatches = zip(x.tensor_split(accum), y.tensor_split(accum))
     loss = accumulate(part_of_loss, microbatches, scaler)
-    norm = update(model.parameters(), optimizer, clip, scaler, group)
+    norm = update(model.parameters(), optimizer, clip, scaler)
     return loss, norm
 
 
@@ -400,11 +369,11 @@ def train_step_at_work(model, optimizer, x, y, valid, clip, accum, autocast, sca
     optimizer.zero_grad()
     loss = 0.0
     microbatches = zip(x.tensor_split(accum), y.tensor_split(accum))
-    for i, (x, y) in enumerate(microbatches):
+    for i, (inputs, targets) in enumerate(microbatches):
         only_adds_up = ranks > 1 and i < accum - 1  # DDP does not communicate then
         with model.no_sync() if only_adds_up else nullcontext():
             with autocast():
-                part = loss_sum(model(x), y) / valid
+                part = loss_sum(model(inputs), targets) / valid
             scaler.scale(part * ranks).backward()  # DDP averages; the sum is wanted
         loss = loss + part.detach()
     scaler.unscale_(optimizer)
@@ -422,10 +391,7 @@ FLAGS = {
     "accum": Flag(1, "M, micro-batches", POSITIVE),
     "ckpt": Flag("none", "keep less for backward", tuple(CHECKPOINT)),
     "compile": Flag(False, "torch.compile blocks"),
-    "sweep": Flag(False, "every --amp, --accum 1 and M, every --ckpt, in one table"),
 }
-# what a run trains: one plan for each implementation, or with --sweep each combination
-Plan = namedtuple("Plan", "amp accum ckpt")
 
 
 def refuse(args):
@@ -436,49 +402,33 @@ def refuse(args):
     fits = args.dtype == "fp32" or (args.dtype == "fp64" and args.amp == "off")
     require(fits, f"--dtype {args.dtype} --amp {args.amp}: take fp32 with any --amp, or fp64 with "
             "--amp off")
-    require(args.impl == "scratch" or not (args.dry_run or args.sweep),
-            "--dry-run and --sweep want --impl scratch")
+    require(args.impl == "scratch" or not args.dry_run, "--dry-run wants --impl scratch")
     compiles = shutil.which("c++") and not args.dry_run
     require(compiles or not args.compile, "--compile needs c++, and no --dry-run")
-    require(not (args.sweep and args.save), "--save wants one plan: leave out --sweep")
 
 
-def plans_of(args):
-    """-> {name: Plan}"""
-    plan = Plan(args.amp, args.accum, args.ckpt)
-    if args.impl == "both":
-        return {"scratch": plan, "torch": plan}
-    if args.sweep:
-        every = product(AMP, sorted({1, args.accum}), CHECKPOINT)
-        return {" ".join(map(str, plan)): Plan(*plan) for plan in every}
-    return {args.impl: plan}
-
-
-def set_up(run, name, plan):
-    """-> a Side: the model of this plan, and what a run does with it."""
-    fp16 = plan.amp == "fp16"
-    start = {"scale": 65536.0, "good": 0, **run.start.extra}  # a resumed run has its own
-    if name == "torch":
+def set_up(run, impl):
+    """-> a Side: the model, and what a run does with it."""
+    args = run.args
+    fp16 = args.amp == "fp16"
+    scale = run.start.extra.get("scale", 65536.0)  # a resumed run has its own
+    if impl == "torch":
         step = train_step_at_work
-        model = parallelize(run.build(), CHECKPOINT_AT_WORK[plan.ckpt], run.args.compile)
+        model = parallelize(run.build(), CHECKPOINT_AT_WORK[args.ckpt], args.compile)
         if run.world_size > 1:
             model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        optimizer = adamw(model.parameters(), run.args.lr)
-        scaler = torch.amp.GradScaler(run.device.type, start["scale"], enabled=fp16)
-        scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": int(start["good"])})
+        optimizer = adamw(model.parameters(), args.lr)
+        scaler = torch.amp.GradScaler(run.device.type, scale, enabled=fp16)
     else:
         step = train_step
-        model = parallelize(run.build(), CHECKPOINT[plan.ckpt], run.args.compile)
-        optimizer = adamw(model.parameters(), run.args.lr)
-        scaler = None
-        if fp16:
-            scaler = LossScaler(optimizer, start["scale"])
-            scaler.good.fill_(start["good"])
-    autocast = partial(torch.autocast, run.device.type, AMP[plan.amp], enabled=plan.amp != "off")
+        model = parallelize(run.build(), CHECKPOINT[args.ckpt], args.compile)
+        optimizer = adamw(model.parameters(), args.lr)
+        scaler = LossScaler(optimizer, scale) if fp16 else None
+    autocast = partial(torch.autocast, run.device.type, AMP[args.amp], enabled=args.amp != "off")
     return Side(
         model=model,
         optimizer=optimizer,
-        train_step=partial(step, accum=plan.accum, autocast=autocast, scaler=scaler),
+        train_step=partial(step, accum=args.accum, autocast=autocast, scaler=scaler),
         evaluate=partial(evaluate, model, autocast),
         extra=partial(state_of, scaler, optimizer) if fp16 else None,
         may_overflow=fp16,
@@ -486,126 +436,77 @@ def set_up(run, name, plan):
 
 
 def state_of(scaler, optimizer):
-    """-> what a checkpoint holds besides: the scaler's state, AdamW's steps without overflow."""
-    steps = [state["step"] for state in optimizer.state.values()]
-    found = {"updates": int(max(steps, default=0))}
-    if isinstance(scaler, LossScaler):
-        return {**found, "scale": scaler.scale.item(), "good": scaler.good.item()}
-    state = scaler.state_dict()
-    return {**found, "scale": state["scale"], "good": state["_growth_tracker"]}
+    """-> what a checkpoint holds besides: AdamW's steps without overflow, the scale."""
+    steps = [int(state["step"]) for state in optimizer.state.values()]
+    scale = scaler.scale if isinstance(scaler, LossScaler) else scaler.get_scale()
+    return {"updates": max(steps, default=0), "scale": float(scale)}
 
 
-# What the textbook says, where all is trained: the docstring's table.
-# Bytes that a block keeps for C, F, K D of each token, and besides for W and T D
-KEPT = {
-    # (form, autocast, selective): (C, F, K D, W, T D)
-    ("gpt2", False, False): (64, 0, 0, 0, 0),
-    ("gpt2", False, True): (40, 0, 0, 0, 0),
-    ("gpt2", True, False): (40, 0, 0, 2, 0),
-    ("gpt2", True, True): (24, 0, 0, 0, 0),
-    ("llama", False, False): (36, 16, 8, 0, 8),
-    ("llama", False, True): (16, 8, 8, 0, 8),
-    ("llama", True, False): (32, 8, 4, 2, 4),
-    ("llama", True, True): (12, 4, 4, 0, 8),
-}
-OF_NORMS = {"gpt2": 16, "llama": 8}
-
-
-def kept_by_block(run, plan, t):
-    """-> bytes that a block keeps of t tokens"""
-    cfg = run.cfg
-    D = cfg.width // cfg.heads
-    block = run.sides[run.impls[0]].model.blocks[0]
-    W = sum(p.numel() for p in block.parameters() if p.dim() == 2)
-    sizes = t * cfg.width, t * cfg.hidden, t * cfg.kv_heads * D, W, cfg.seq * D
-    coefficients = KEPT[cfg.form, plan.amp != "off", plan.ckpt == "selective"]
-    kept = sum(bytes_each * size for bytes_each, size in zip(coefficients, sizes))
-    kept += t * (4 * cfg.heads + OF_NORMS[cfg.form])  # softmax and norms
-    return kept * run.dtype.itemsize // 4  # in fp64 twice as many
-
-
-def kept_by_head(run, plan, t, rows):
-    """-> bytes that the final norm, the head and the loss keep. rows: of all micro-batches."""
-    cfg = run.cfg
-    b = run.dtype.itemsize
-    low = b if plan.amp == "off" else 2
-    norm = b * (cfg.width + 2)  # its input, mean and deviation
-    if cfg.form == "llama":
-        norm = b * (2 * cfg.width + 1)  # its input, the input over its root mean square, that root
-    kept = t * (norm + low * cfg.width + b * cfg.vocab)  # the head's input, log-probabilities
-    kept += b  # a scalar of cross_entropy's
-    kept += 8 * rows * cfg.seq  # targets: a micro-batch's are a view, which keeps all of them
-    if plan.amp != "off":
-        kept += low * cfg.vocab * cfg.width  # the head's weight, cast
-    if plan.amp == "fp16":
-        kept += 4  # the scale
-    return kept
-
-
-def activations(run, plan):
-    """-> formula, and the most bytes that a step keeps for backward at one time."""
-    cfg = run.cfg
-    rows = len(share(run.args.batch, run.world_size, run.rank))
-    t = math.ceil(rows / plan.accum) * cfg.seq  # tokens of the largest micro-batch
-    block = kept_by_block(run, plan, t)
-    head = kept_by_head(run, plan, t, rows)
-    indices = 8 * rows * cfg.seq
+def kept_by_block(cfg, t, selective):
+    """-> how many numbers a block keeps of t tokens without autocast: the docstring's table"""
+    C = cfg.width
+    F = cfg.hidden
+    D = C // cfg.heads
     if cfg.form == "gpt2":
-        indices += 8 * cfg.seq  # positions
-    if plan.ckpt != "full":
-        return f"on a CPU: L {block} + head", cfg.layers * block + head + indices
-    x = run.dtype.itemsize * t * cfg.width  # a block's input, which it keeps
-    # the block that is made again keeps the rest; the head's are gone when the first one is
+        of_token = 10 * C + cfg.heads + 4
+        made_again = 6 * C
+        of_angles = 0
+    else:
+        of_token = 4 * C + 2 * F + 2 * cfg.kv_heads * D + cfg.heads + 2
+        made_again = 5 * C + 2 * F
+        of_angles = 2 * cfg.seq * D
+    if not selective:
+        of_token += made_again
+    return t * of_token + of_angles
+
+
+def activations(run):
+    """-> formula, and the most bytes that a step keeps for backward at one time: without autocast,
+    on a CPU."""
+    cfg = run.cfg
+    C = cfg.width
+    b = run.dtype.itemsize
+    rows = len(share(run.args.batch, run.world_size, run.rank))
+    t = math.ceil(rows / run.args.accum) * cfg.seq  # tokens of the largest micro-batch
+    block = b * kept_by_block(cfg, t, run.args.ckpt == "selective")
+    ids = 8 * rows * cfg.seq  # a micro-batch's inputs and targets are views, which keep all rows
+    norm = 2 * C + 1  # the input of the last norm, that over its root mean square, that root
+    inputs = ids
+    if cfg.form == "gpt2":
+        norm = C + 2  # its input, mean and deviation
+        inputs += 8 * cfg.seq  # positions
+    # the head's input, log-probabilities, a scalar of the loss, targets
+    head = b * t * (norm + C + cfg.vocab) + b + ids
+    if run.args.ckpt != "full":
+        return f"ids + L {block} + head", inputs + cfg.layers * block + head
+    x = b * t * C
+    # the block that is made again keeps the rest; what the head kept is gone by then
     most = cfg.layers * x + max(block - x, head)
-    return "on a CPU: L b C t + max(block - b C t, head)", most + indices
-
-
-def compare_plans(run, plans):
-    """Prints what each plan keeps and takes. Losses are compared with those of the first one."""
-    run.say(f"\n{'amp  M ckpt':16} {'MB kept':>9} {'textbook':>9} {'peak':>9} {'ms/step':>9} "
-            f"{'loss gap':>8}")
-    run.extra["plans"] = {}
-    losses = run.trace[run.impls[0]].loss
-    for name, plan in plans.items():
-        gaps = [abs(loss / losses[step] - 1) for step, loss in run.trace[name].loss.items()]
-        row = dict(
-            kept=run.ledger[name].memory["activations"],
-            textbook=activations(run, plan)[1],
-            peak=run.ledger[name].memory["peak"],
-            ms=run.ms(name) or 0.0,
-            gap=float(max(gaps, default=0.0)),
-        )
-        run.extra["plans"][name] = row
-        run.say(f"{name:16} {row['kept'] / 1e6:9.3f} {row['textbook'] / 1e6:9.3f} "
-                f"{row['peak'] / 1e6:9.3f} {row['ms']:9.1f} {row['gap']:8.1e}")
+    return "ids + L b C t + max(block - b C t, head)", inputs + most
 
 
 def main():
     args = arguments(__doc__, **FLAGS)
     refuse(args)
-    plans = plans_of(args)
-    with Run(args, impls=tuple(plans)) as run:
-        sides = {name: set_up(run, name, plan) for name, plan in plans.items()}
+    with Run(args) as run:
+        sides = {impl: set_up(run, impl) for impl in run.impls}
         rows = share(args.batch, run.world_size, run.rank)
-        for name, step, x, y, valid in run.steps(sides, rows):
-            side = sides[name]
-            with run.measure(name, step):
+        for impl, step, x, y, valid in run.steps(sides, rows):
+            side = sides[impl]
+            with run.measure(impl, step):
                 loss, norm = side.train_step(side.model, side.optimizer, x, y, valid, args.clip)
-            run.log(name, step, loss, norm)
+            run.log(impl, step, loss, norm)
             if side.extra and not run.dry:
-                run.extra.setdefault(f"scale {name}", []).append(side.extra()["scale"])
+                run.extra.setdefault(f"scale {impl}", []).append(side.extra()["scale"])
 
         dp = run.world_size
         total = sum(p.numel() for p in sides[run.impls[0]].model.parameters())
         sent = 2 * (dp - 1) / dp * run.dtype.itemsize * total
         run.textbook([("wire all_reduce", "2 (dp-1)/dp b P", sent)])
-        if run.impls[0] != "torch":
-            run.textbook([("held activations", *activations(run, plans[run.impls[0]]))])
-        if args.sweep:
-            compare_plans(run, plans)
-        judged_as = args.dtype
-        if plans[run.impls[0]].amp != "off":
-            judged_as = "bf16"  # only losses are judged, to 2%
+        if args.amp == "off" and args.impl != "torch" and run.device.type == "cpu":
+            run.textbook([("held activations", *activations(run))])
+        # with autocast only losses are judged, to 2%
+        judged_as = args.dtype if args.amp == "off" else "bf16"
         return run.finish(total, total, judged_as=judged_as)
 
 

@@ -19,6 +19,8 @@ from common import GPTConfig, adamw, build, loss_sum
 from conftest import (
     SMALL, copied, dry_run_agrees, each, is_clear, outcome, proves, run, script, textbook)
 from harness.ledger import Ledger
+from others import Layer, Llama, into_flat, llama_loss, token_rows
+from tensor_parallel import ReduceFromTP, WholeSequence
 
 LLAMA = ("--model", "llama-toy")
 CONFIGS = {
@@ -36,29 +38,19 @@ CONFIGS = {
     (2, ["--accum", "3", "--ckpt", "selective", "--train", r"tok|bias|blocks\.1\.mlp\.down"]),
 ])
 def test_equals_one_process(world, flags):
-    proves("amp_accum_ckpt", world, *flags)
+    """Bytes sent and kept are the textbook's, too."""
+    report = proves("amp_accum_ckpt", world, *flags)
+    if "--train" not in flags:
+        textbook(report)
 
 
 @pytest.mark.parametrize("flags", [
     ["--accum", "3", "--ckpt", "full", "--amp", "fp16"],
     [*LLAMA, "--ckpt", "selective", "--amp", "bf16"],
 ])
-def test_cost(flags):
+def test_dry_run(flags):
     real = dry_run_agrees("amp_accum_ckpt", 2, "--batch", "7", *flags)
-    textbook(real)
-    sent = real["ranks"][0]["collectives"]["all_reduce"]
-    assert sent["calls"] == 1
-
-
-@pytest.mark.parametrize("model", ["toy", "llama-toy"])
-def test_sweep(model):
-    """Every plan keeps the bytes of the textbook."""
-    report = script("amp_accum_ckpt", 1, *SMALL, "--model", model, "--sweep", "--accum", "4",
-                    "--no-check")
-    assert len(report["plans"]) == 18
-    for name, row in report["plans"].items():
-        assert row["kept"] == row["textbook"]
-        assert row["gap"] < (1e-5 if name.startswith("off") else 2e-2)
+    assert real["ranks"][0]["collectives"]["all_reduce"]["calls"] == 1
 
 
 # ---- what a block keeps -----------------------------------------------------------
@@ -90,73 +82,62 @@ def play(form, how, autocast=False):
     return kept, ledger.activations, matmuls, [x.grad, *gradients_of(block)]
 
 
-def test_the_docstring_has_the_textbook():
+def weights(form):
+    """-> in a block's matrices"""
+    block = build(CONFIGS[form], 0).blocks[0]
+    return sum(p.numel() for p in block.parameters() if p.dim() == 2)
+
+
+def documented(form, autocast, chosen):
+    """The docstring's formula -> bytes that a block keeps of 2 x 16 tokens."""
+    cfg = CONFIGS[form]
+    sizes = dict(
+        C=cfg.width, H=cfg.heads, F=cfg.hidden, K=cfg.kv_heads, D=cfg.width // cfg.heads,
+        T=cfg.seq, t=2 * cfg.seq, W=weights(form),
+    )
+    sizes["s"] = 4 * cfg.heads
+    sizes["s"] += 16 if form == "gpt2" else 8
     rows = [line for line in amp_accum_ckpt.__doc__.splitlines() if "t (" in line]
-    for (form, autocast, chosen), (of_c, of_f, of_kd, of_w, of_td) in amp_accum_ckpt.KEPT.items():
-        formula = f"t ({of_c} C + {of_f} F + {of_kd} K D + s) + {of_w} W + {of_td} T D"
-        formula = re.sub(r" \+ 0 (F|K D|W|T D)", "", formula)
-        columns = re.split("  +", rows[2 * (form == "llama") + autocast])
-        assert columns[-1 if chosen else -2] == formula
-
-
-def again(cfg):
-    """FLOPs of all matrices but down, for 2 x 16 tokens."""
-    of_kv = cfg.kv_heads * cfg.width // cfg.heads
-    ups = 1 if cfg.form == "gpt2" else 2
-    return 2 * 32 * cfg.width * (2 * cfg.width + 2 * of_kv + ups * cfg.hidden)
+    columns = re.split("  +", rows[2 * (form == "llama") + autocast])
+    product = re.sub(r"(?<=\w) (?=[\w(])", " * ", columns[-1 if chosen else -2])
+    return eval(product, sizes)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("form", CONFIGS)
 def test_a_block(form, autocast):
     """Gradients are equal to the bit, matmuls and bytes as the docstring says."""
+    cfg = CONFIGS[form]
+    tokens = 2 * cfg.seq
     kept_by_plain, _, flops, plain = play(form, plainly, autocast)
+    assert kept_by_plain == documented(form, autocast, chosen=False)
     kept, most, done, ours = play(form, full, autocast)
-    assert kept == 4 * 32 * 2 * 16
+    assert kept == 4 * cfg.width * tokens
     assert most == kept_by_plain
-    assert done == flops + again(CONFIGS[form])
+    assert done == flops + 2 * tokens * (weights(form) - cfg.width * cfg.hidden)  # all but down
     kept, most, done, others = play(form, selective, autocast)
-    assert kept == most < 0.8 * kept_by_plain
+    assert kept == most == documented(form, autocast, chosen=True)
     assert done == flops
     for a, b, c in zip(ours, others, plain):
-        assert torch.equal(a, c) and torch.equal(b, c)
+        assert torch.equal(a, c)
+        assert torch.equal(b, c)
 
 
 # ---- checkpointing of any module ---------------------------------------------------
 
 
-class Mixer(nn.Module):
-    """Of a Llama, but not ours: other names, norms in steps, dropout, a mask, odd sizes."""
-
-    def __init__(self, width=7, hidden=13):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(width))
-        self.gate = nn.Linear(width, hidden, bias=False)
-        self.value = nn.Linear(width, hidden, bias=False)
-        self.project = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x, factor=0.5, mask=None, dropout=0.0):
-        h = x * x.square().mean(-1, keepdim=True).add(1e-6).rsqrt() * self.scale
-        h = F.dropout(F.silu(self.gate(h)) * self.value(h), dropout)
-        y = self.project(h) * factor
-        if mask is not None:
-            y = y * mask
-        return x + y
-
-
-def mixed(how, twice=False, hooks=None):
-    """-> gradients, and random numbers that were drawn between forward and backward, and after"""
+def layer_of_others(how, hooks=None):
+    """-> gradients, in two backwards as in zero bubble; random numbers that were drawn between
+    forward and backward, and after"""
     torch.manual_seed(1)
-    module = Mixer().double()
-    x = torch.randn(3, 7).double().requires_grad_()
-    scale = torch.tensor(2.0).double().requires_grad_()
+    module = Layer(4, 2, dropout=0.3).double()
+    x = torch.randn(2, 5, 12).double().requires_grad_()
     with hooks or torch.enable_grad():
-        y = how(module, x, scale, mask=torch.tensor([[1.0], [0.0], [1.0]]), dropout=0.3)
+        loss = how(module, x, positions=torch.arange(3, 8)).square().sum()
     between = torch.rand(4)
-    if twice:
-        y.square().sum().backward(retain_graph=True)
-    y.square().sum().backward()
-    return [x.grad, scale.grad, *gradients_of(module), between, torch.rand(4)]
+    of_input, = torch.autograd.grad(loss, x, retain_graph=True)
+    loss.backward()
+    return [of_input, *gradients_of(module), between, torch.rand(4)]
 
 
 def assert_equal(ours, plain):
@@ -164,10 +145,16 @@ def assert_equal(ours, plain):
 
 
 @pytest.mark.parametrize("how", [full, selective])
-def test_any_module_with_dropout(how):
-    """The same gradients and random numbers, in two backwards and in save_on_cpu, too."""
-    assert_equal(mixed(how, twice=True), mixed(plainly, twice=True))
-    assert_equal(mixed(how, hooks=torch.autograd.graph.save_on_cpu()), mixed(plainly))
+def test_a_layer_with_dropout(how):
+    """The same gradients and random numbers, in save_on_cpu and in another checkpoint, too."""
+    plain = layer_of_others(plainly)
+    assert_equal(layer_of_others(how), plain)
+    assert_equal(layer_of_others(how, torch.autograd.graph.save_on_cpu()), plain)
+
+    def nested(forward, x, **positions):
+        return full(partial(how, forward), x, **positions)
+
+    assert_equal(layer_of_others(nested), plain)
 
 
 @pytest.mark.parametrize("how", [full, selective])
@@ -186,106 +173,48 @@ def test_a_recipe_of_what_has_changed():
     """It is not followed."""
 
     def gradient(how):
-        x = torch.linspace(-1, 1, 6).view(2, 3).requires_grad_()
-        how(lambda x: F.gelu(x).mul_(2).square(), x).sum().backward()
-        return [x.grad]
-
-    assert_equal(gradient(selective), gradient(plainly))
-
-
-def test_a_recipe_whose_input_has_changed():
-    """It is not followed: h has changed before a matmul wants the result."""
-
-    def gradient(how):
-        weight = torch.linspace(-1, 1, 9).view(3, 3).requires_grad_()
-
-        def forward(x):
-            h = x @ x.t()
-            cheap = h.clone()
-            h.add_(1)
-            return cheap @ weight + h
-
-        x = torch.linspace(-1, 2, 9).view(3, 3).requires_grad_()
-        y = how(forward, x)
-        y.square().sum().backward()
-        return [weight.grad]
+        x = torch.linspace(-1, 1, 6, requires_grad=True)
+        y = how(lambda x: F.gelu(x).mul_(2).square(), x)
+        return torch.autograd.grad(y.sum(), x)
 
     assert_equal(gradient(selective), gradient(plainly))
 
 
 def test_forward_that_changes():
-    """It makes another tensor of the same shape: W and W.t()."""
-    W = torch.arange(16.0).view(4, 4).requires_grad_()
-    turns = iter([lambda x: x @ W, lambda x: F.linear(x, W)])
+    W = torch.ones(4, 2, requires_grad=True)
+    turns = iter([lambda x: x @ W, torch.sin])
     y = full(lambda x: next(turns)(x), torch.ones(4, 4, requires_grad=True))
     with pytest.raises(AssertionError, match="others when it ran again"):
         y.sum().backward()
-    turns = iter([lambda x: x @ W @ W, lambda x: x @ W])
-    x = torch.ones(4, 4, requires_grad=True)
-    y = full(lambda x: next(turns)(x), x)
-    with pytest.raises(AssertionError, match="fewer when it ran again"):
-        y.sum().backward()
-
-
-@pytest.mark.parametrize("how", [full, selective])
-def test_backward_in_two_halves(how):
-    """The gradient of the input first, and then those of the weights, as in zero bubble."""
-
-    def gradients(how):
-        torch.manual_seed(0)
-        module = Mixer()
-        x = torch.randn(3, 7, requires_grad=True)
-        loss = how(module, x).square().sum()
-        of_input = torch.autograd.grad(loss, x, retain_graph=True)
-        return [*of_input, *torch.autograd.grad(loss, [*module.parameters()])]
-
-    assert_equal(gradients(how), gradients(plainly))
 
 
 @pytest.mark.parametrize("how", [full, selective])
 def test_inside_a_compiled_model(how):
     """Right, though nobody compiles what is checkpointed."""
 
-    def gradients(how, compiler):
-        torch.manual_seed(0)
-        model = Mixer().double()
-        model.forward = partial(how, model.forward)
-        x = torch.linspace(-1, 1, 21).view(3, 7).double()
-        compiler(lambda x: model(x.sin()).square().sum())(x).backward()
-        return gradients_of(model)
+    def compiled(forward, x, positions):
+        model = torch.compile(lambda x: how(forward, x, positions=positions), backend="aot_eager")
+        return model(x)
 
-    compiler = partial(torch.compile, backend="aot_eager")
-    assert_equal(gradients(how, compiler), gradients(plainly, lambda function: function))
-
-
-class Sum(torch.autograd.Function):
-    """g of tensor_parallel.py: a sum over ranks in place, unseen by autograd."""
-
-    @staticmethod
-    def forward(ctx, x):
-        y = x.clone()
-        dist.all_reduce(y)  # partial -> replicated
-        return y
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy
+    assert_equal(layer_of_others(compiled), layer_of_others(plainly))
 
 
 def check_collectives(how, calls):
-    torch.manual_seed(0)
-    module = Mixer().double()
-    x = torch.randn(3, 7).requires_grad_()
+    """With g of tensor_parallel.py, which sums over ranks in place, unseen by autograd."""
+    module = Layer(4, 2, 0.0)
+    tp = WholeSequence()
+
+    def forward(x):
+        x = F.gelu(ReduceFromTP.apply(module(x), tp))
+        return F.gelu(ReduceFromTP.apply(module(x), tp)).sin()
 
     def gradients(how):
-        def forward(x):
-            return F.gelu(Sum.apply(module(F.gelu(Sum.apply(module(x)))))).sin()
-
+        x = torch.ones(2, 3, 12).cumsum(0).requires_grad_()
         y = how(forward, x)
         return torch.autograd.grad(y.sum(), [x, *module.parameters()])
 
     plain = gradients(plainly)
-    with Ledger(nn.Module(), torch.optim.SGD([x])) as ledger:
+    with Ledger(nn.Module(), torch.optim.SGD(module.parameters())) as ledger:
         ours = gradients(how)
     assert ledger.collectives["all_reduce"]["calls"] == calls
     assert_equal(ours, plain)
@@ -296,37 +225,30 @@ def test_collectives_inside():
     run(each, 2, check_collectives, [(selective, 2), (full, 4)])
 
 
-# ---- the copy --------------------------------------------------------------------
-
-
-def part_of(model, x, y):
-    return (model(x) - y).square().sum() / 8
-
-
 def check_copy(ckpt, scaled):
-    """Three steps of two Mixers, beside torch's own on one rank."""
+    """Three steps of a Llama of others, beside torch's own on one rank."""
     section = copied("amp_accum_ckpt")
     torch.manual_seed(dist.get_rank())  # every rank starts with weights of its own
-    model = nn.Sequential(Mixer(), Mixer())
+    model = Llama()
     section.replicate(model)
     plain = copy.deepcopy(model)
-    for mixer in model:
-        mixer.forward = partial(getattr(section, ckpt), mixer.forward)
+    for layer in model.layers:
+        layer.forward = partial(getattr(section, ckpt), layer.forward)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     judge = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
     scaler = section.LossScaler(optimizer) if scaled else None
     rng = torch.Generator().manual_seed(1)
     rows = slice(dist.get_rank(), None, dist.get_world_size())
-    for x, y in torch.randn(3, 2, 8, 5, 7, generator=rng):
+    for _ in range(3):
+        x, y = token_rows(rng, 8)
         judge.zero_grad()
-        part_of(plain, x, y).backward()
+        llama_loss(plain, x, y).backward()
         norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
         judge.step()
         optimizer.zero_grad()
         micro = zip(x[rows].tensor_split(3), y[rows].tensor_split(3))
-        section.accumulate(partial(part_of, model), micro, scaler)
-        ours = section.update(model.parameters(), optimizer, 0.05, scaler)
-        assert_equal(ours, norm)
+        section.accumulate(partial(llama_loss, model), micro, scaler)
+        assert_equal(section.update(model.parameters(), optimizer, 0.05, scaler), norm)
         assert_equal(gradients_of(model), gradients_of(plain))
     assert_equal([*model.parameters()], [*plain.parameters()])
 
@@ -387,7 +309,8 @@ def test_a_resumed_run_has_the_scale(tmp_path, impl):
     flags = (*FP16, "--impl", impl)
     save = ("--save", str(tmp_path), "--save-every", "4")
     whole = script("amp_accum_ckpt", 2, *flags, *save, plant=inject)
-    assert whole[f"scale {impl}"] == [65536, 32768, *[16384] * 6] and whole["check"]["passed"]
+    assert whole["check"]["passed"]
+    assert whole[f"scale {impl}"] == [65536, 32768, *[16384] * 6]
     rest = script("amp_accum_ckpt", 2, *flags, "--no-check", "--resume", str(tmp_path / "4"))
     assert rest[f"scale {impl}"] == [16384] * 4
     assert rest["loss"] == whole["loss"][4:]
@@ -407,32 +330,31 @@ def loss_of_the_micro_batch(module):
     module.train_step = broken
 
 
-def not_summed(module):
-    """Each rank steps with its own part of the gradient."""
-    module.sum_over_ranks = lambda tensors, group: None
-
-
 def last_micro_batch(module):
     """Gradients are zeroed between micro-batches."""
     accumulate = module.accumulate
     module.accumulate = lambda part, batches, scaler: accumulate(part, [*batches][-1:], scaler)
 
 
-@pytest.mark.parametrize("plant", [loss_of_the_micro_batch, not_summed, last_micro_batch])
+def not_summed(module):
+    """Each rank steps with its own part of the gradient."""
+    into_flat("all_reduce", "left out", None)(module)
+
+
+@pytest.mark.parametrize("plant", [loss_of_the_micro_batch, last_micro_batch, not_summed])
 def test_planted(plant):
     proves("amp_accum_ckpt", 2, "--accum", "2", plant=plant)
 
 
 def test_random_state_not_restored(monkeypatch):
     monkeypatch.setattr(amp_accum_ckpt, "set_random_states", lambda cpu, gpu: None)
-    ours = mixed(full)
-    assert (ours[0] - mixed(plainly)[0]).abs().max() > 1e-2
+    difference = layer_of_others(full)[0] - layer_of_others(plainly)[0]
+    assert difference.abs().max() > 1e-2
 
 
 def test_autocast_not_restored(monkeypatch):
-    """The second forward would make tensors of another dtype."""
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)
-    with pytest.raises(AssertionError, match="when it ran again"):
+    with pytest.raises(RuntimeError, match="same dtype"):
         play("gpt2", full, autocast=True)
 
 
@@ -453,8 +375,7 @@ def test_compile():
 REFUSED = """
     --amp bf16 --dtype fp64             --dtype fp64
     --accum 9                           --batch 8: fewer than 1 ranks x --accum 9
-    --impl torch --dry-run 2            --dry-run and --sweep want --impl scratch
-    --sweep --save no/such              --save wants one plan
+    --impl torch --dry-run 2            --dry-run wants --impl scratch
     --compile                           --compile needs c++
 """
 
