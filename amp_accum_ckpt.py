@@ -51,6 +51,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shutil
 import sys
 from contextlib import nullcontext
+from itertools import product
 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
@@ -95,7 +96,9 @@ def update(parameters, optimizer, clip, scaler=None, group=None):
         flat /= scaler.scale
     for p, part in zip(trained, flat.split([p.numel() for p in trained])):
         p.grad = part.view_as(p)  # a piece of flat: nothing is copied back
-    norm = nn.utils.clip_grad_norm_(trained, clip or math.inf)
+    norm = nn.utils.get_total_norm([p.grad for p in trained])
+    finite = norm.nan_to_num(0, posinf=0)  # 0: gradients stay as they are, and show the fault
+    nn.utils.clip_grads_with_norm_(trained, clip or math.inf, finite)
     if scaler is None:
         optimizer.step()
     else:
@@ -261,6 +264,7 @@ class Recipe:
         self.op = op
         self.inputs = inputs  # tensors; when keep() takes the recipe, Kept and Recipes instead
         self.keywords = keywords
+        self.versions = versions(inputs)
         self.result = None  # made once for all who want it: q, k and v want the same norm's
 
     def restore(self):
@@ -268,6 +272,10 @@ class Recipe:
             inputs = [restore(x) for x in self.inputs]
             self.result = first(self.op(*inputs, **self.keywords))
         return self.result
+
+
+def versions(inputs):  # they grow with every change in place
+    return [x._version for x in inputs if isinstance(x, torch.Tensor)]
 
 
 def first(outputs):  # norms return their statistics besides
@@ -289,13 +297,14 @@ class WriteRecipes(TorchDispatchMode):
 
 
 def keep(x, hooks):
-    """-> what is kept of x: its recipe or, if it has none or has changed since, itself."""
+    """-> what is kept of x: its recipe; itself, if it has none, or x or an input has changed."""
     if not isinstance(x, torch.Tensor):
         return x
     recipe = getattr(x, "recipe", None)
-    if recipe is None or x._version > 0:
+    if recipe is None or x._version > 0 or recipe.versions != versions(recipe.inputs):
         return Kept(x, hooks)
     recipe.inputs = [keep(y, hooks) for y in recipe.inputs]
+    recipe.versions = []  # no tensors are left among them
     return recipe
 
 
@@ -391,6 +400,7 @@ FLAGS = {
     "accum": Flag(1, "M, micro-batches", POSITIVE),
     "ckpt": Flag("none", "keep less for backward", tuple(CHECKPOINT)),
     "compile": Flag(False, "torch.compile blocks"),
+    "sweep": Flag(False, "every --amp with every --ckpt, in one table"),
 }
 
 
@@ -402,29 +412,39 @@ def refuse(args):
     fits = args.dtype == "fp32" or (args.dtype == "fp64" and args.amp == "off")
     require(fits, f"--dtype {args.dtype} --amp {args.amp}: take fp32 with any --amp, or fp64 with "
             "--amp off")
-    require(args.impl == "scratch" or not args.dry_run, "--dry-run wants --impl scratch")
+    require(args.impl == "scratch" or not (args.dry_run or args.sweep),
+            "--dry-run and --sweep want --impl scratch")
+    require(not (args.sweep and args.save), "--sweep trains several models: leave out --save")
     compiles = shutil.which("c++") and not args.dry_run
     require(compiles or not args.compile, "--compile needs c++, and no --dry-run")
 
 
-def set_up(run, impl):
+def plans_of(args):
+    """-> {name: (--amp, --ckpt)} of what is trained side by side"""
+    if args.sweep:
+        return {f"{amp} {ckpt}": (amp, ckpt) for amp, ckpt in product(AMP, CHECKPOINT)}
+    impls = ("scratch", "torch") if args.impl == "both" else (args.impl,)
+    return {impl: (args.amp, args.ckpt) for impl in impls}
+
+
+def set_up(run, name, amp, ckpt):
     """-> a Side: the model, and what a run does with it."""
     args = run.args
-    fp16 = args.amp == "fp16"
+    fp16 = amp == "fp16"
     scale = run.start.extra.get("scale", 65536.0)  # a resumed run has its own
-    if impl == "torch":
+    if name == "torch":
         step = train_step_at_work
-        model = parallelize(run.build(), CHECKPOINT_AT_WORK[args.ckpt], args.compile)
+        model = parallelize(run.build(), CHECKPOINT_AT_WORK[ckpt], args.compile)
         if run.world_size > 1:
             model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         optimizer = adamw(model.parameters(), args.lr)
         scaler = torch.amp.GradScaler(run.device.type, scale, enabled=fp16)
     else:
         step = train_step
-        model = parallelize(run.build(), CHECKPOINT[args.ckpt], args.compile)
+        model = parallelize(run.build(), CHECKPOINT[ckpt], args.compile)
         optimizer = adamw(model.parameters(), args.lr)
         scaler = LossScaler(optimizer, scale) if fp16 else None
-    autocast = partial(torch.autocast, run.device.type, AMP[args.amp], enabled=args.amp != "off")
+    autocast = partial(torch.autocast, run.device.type, AMP[amp], enabled=amp != "off")
     return Side(
         model=model,
         optimizer=optimizer,
@@ -460,7 +480,7 @@ def kept_by_block(cfg, t, selective):
     return t * of_token + of_angles
 
 
-def activations(run):
+def activations(run, ckpt):
     """-> formula, and the most bytes that a step keeps for backward at one time: without autocast,
     on a CPU."""
     cfg = run.cfg
@@ -468,7 +488,7 @@ def activations(run):
     b = run.dtype.itemsize
     rows = len(share(run.args.batch, run.world_size, run.rank))
     t = math.ceil(rows / run.args.accum) * cfg.seq  # tokens of the largest micro-batch
-    block = b * kept_by_block(cfg, t, run.args.ckpt == "selective")
+    block = b * kept_by_block(cfg, t, ckpt == "selective")
     ids = 8 * rows * cfg.seq  # a micro-batch's inputs and targets are views, which keep all rows
     norm = 2 * C + 1  # the input of the last norm, that over its root mean square, that root
     inputs = ids
@@ -477,7 +497,7 @@ def activations(run):
         inputs += 8 * cfg.seq  # positions
     # the head's input, log-probabilities, a scalar of the loss, targets
     head = b * t * (norm + C + cfg.vocab) + b + ids
-    if run.args.ckpt != "full":
+    if ckpt != "full":
         return f"ids + L {block} + head", inputs + cfg.layers * block + head
     x = b * t * C
     # the block that is made again keeps the rest; what the head kept is gone by then
@@ -485,11 +505,28 @@ def activations(run):
     return "ids + L b C t + max(block - b C t, head)", inputs + most
 
 
+def compare(run):
+    """Prints what each plan keeps and takes, and how far its losses are from the first one's."""
+    run.say(f"\n{'amp, ckpt':16} {'MB kept':>9} {'peak':>9} {'ms/step':>9} {'loss gap':>9}")
+    run.extra["plans"] = {}
+    losses = run.trace[run.impls[0]].loss
+    for name in run.impls:
+        memory = run.ledger[name].memory
+        ms = run.ms(name) or 0.0
+        gaps = [float(abs(loss / losses[k] - 1)) for k, loss in run.trace[name].loss.items()]
+        run.extra["plans"][name] = {
+            "kept": memory["activations"], "peak": memory["peak"], "ms": ms, "gap": max(gaps)}
+        run.say(f"{name:16} {memory['activations'] / 1e6:9.3f} {memory['peak'] / 1e6:9.3f} "
+                f"{ms:9.1f} {max(gaps):9.1e}")
+
+
 def main():
     args = arguments(__doc__, **FLAGS)
     refuse(args)
-    with Run(args) as run:
-        sides = {impl: set_up(run, impl) for impl in run.impls}
+    plans = plans_of(args)
+    amp, ckpt = next(iter(plans.values()))  # of the one that is compared with the plain run
+    with Run(args, impls=tuple(plans)) as run:
+        sides = {name: set_up(run, name, *plan) for name, plan in plans.items()}
         rows = share(args.batch, run.world_size, run.rank)
         for impl, step, x, y, valid in run.steps(sides, rows):
             side = sides[impl]
@@ -503,10 +540,12 @@ def main():
         total = sum(p.numel() for p in sides[run.impls[0]].model.parameters())
         sent = 2 * (dp - 1) / dp * run.dtype.itemsize * total
         run.textbook([("wire all_reduce", "2 (dp-1)/dp b P", sent)])
-        if args.amp == "off" and args.impl != "torch" and run.device.type == "cpu":
-            run.textbook([("held activations", *activations(run))])
+        if amp == "off" and args.impl != "torch" and run.device.type == "cpu":
+            run.textbook([("held activations", *activations(run, ckpt))])
+        if args.sweep:
+            compare(run)
         # with autocast only losses are judged, to 2%
-        judged_as = args.dtype if args.amp == "off" else "bf16"
+        judged_as = args.dtype if amp == "off" else "bf16"
         return run.finish(total, total, judged_as=judged_as)
 
 

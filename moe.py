@@ -107,7 +107,7 @@ def capacity(factor, top_k, tokens, experts):
 
 
 def read_counts(counts, routing):
-    """-> the numbers, as lists: here alone the host waits. Dry runs, without numbers, replace it."""
+    """-> the numbers, as lists: here alone the host waits. Dry runs have none, and replace it."""
     return counts.tolist()
 
 

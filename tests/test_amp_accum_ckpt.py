@@ -53,6 +53,17 @@ def test_dry_run(flags):
     assert real["ranks"][0]["collectives"]["all_reduce"]["calls"] == 1
 
 
+def test_sweep():
+    """Every plan in one run, with about the losses of the first; what is kept falls."""
+    plans = script("amp_accum_ckpt", 1, *SMALL, "--sweep", "--no-check")["plans"]
+    assert len(plans) == 9
+    for name, row in plans.items():
+        assert row["gap"] < (1e-5 if name.startswith("off") else 2e-2), name
+    for amp in "off", "bf16", "fp16":
+        kept = [plans[f"{amp} {ckpt}"]["kept"] for ckpt in ("full", "selective", "none")]
+        assert kept == sorted(kept) and kept[0] < kept[2]
+
+
 # ---- what a block keeps -----------------------------------------------------------
 
 
@@ -176,6 +187,26 @@ def test_a_recipe_of_what_has_changed():
         x = torch.linspace(-1, 1, 6, requires_grad=True)
         y = how(lambda x: F.gelu(x).mul_(2).square(), x)
         return torch.autograd.grad(y.sum(), x)
+
+    assert_equal(gradient(selective), gradient(plainly))
+
+
+def test_a_recipe_whose_input_has_changed():
+    """It is not followed: h has changed before a matmul wants the result."""
+
+    def gradient(how):
+        weight = torch.linspace(-1, 1, 9).view(3, 3).requires_grad_()
+
+        def forward(x):
+            h = x @ x.t()
+            cheap = h.clone()
+            h.add_(1)
+            return cheap @ weight + h
+
+        x = torch.linspace(-1, 2, 9).view(3, 3).requires_grad_()
+        y = how(forward, x)
+        y.square().sum().backward()
+        return [weight.grad]
 
     assert_equal(gradient(selective), gradient(plainly))
 
@@ -375,7 +406,8 @@ def test_compile():
 REFUSED = """
     --amp bf16 --dtype fp64             --dtype fp64
     --accum 9                           --batch 8: fewer than 1 ranks x --accum 9
-    --impl torch --dry-run 2            --dry-run wants --impl scratch
+    --impl torch --dry-run 2            --dry-run and --sweep want --impl scratch
+    --sweep --save no/such              --sweep trains several models: leave out --save
     --compile                           --compile needs c++
 """
 
