@@ -151,7 +151,7 @@ class Run:
 
     def load_text(self):
         args = self.args
-        self.corpus = None  # a common.Text
+        self.corpus = None  # (n,) bytes, from load_corpus()
         self.text = None  # a HeldOut, with --eval-every
         try:
             self.corpus = load_corpus(args.data, self.cfg.seq)
@@ -236,14 +236,13 @@ class Run:
         self.full = False  # could a line of it not be written?
         self.profile = {}  # milliseconds of communication in the last step, if --profile knows
         self.rows = None  # this rank's of every batch, from steps() on
-        self.ties = None  # names of the plain model's tied parameters, once --watch asks
 
     def __enter__(self):
         if self.dry:
             from torch._subclasses.fake_tensor import FakeTensorMode
 
             self.fake = FakeTensorMode()
-            self.corpus.parts = [self.fake.from_tensor(part) for part in self.corpus.parts]
+            self.corpus = self.fake.from_tensor(self.corpus)
             self.fake.__enter__()
         return self
 
@@ -255,7 +254,7 @@ class Run:
             self.say(f"interrupted after {done} of {self.args.steps} steps")
             os._exit(130)
         if kind not in (None, SystemExit):
-            guard.testify(self.rank, self.step)
+            usage.complain(f"rank {self.rank}, step {self.step}: {kind.__name__}")
             return  # the other ranks may still wait in a collective
         self.finish_saving()
         # a closure or a cycle may keep a group alive beyond destroy; gloo would abort at exit
@@ -427,13 +426,9 @@ class Run:
         return total
 
     def look_for_faults(self, side, step, loss, norm):
-        watched = bool(self.args.watch) and (step + 1) % self.args.watch == 0
         if side.may_overflow:
             norm = 0.0
-        if watched and self.ties is None:
-            self.ties = guard.ties_of(self.build())
-        fault = guard.fault(loss, norm, watched, side.full_gradients, side.full_state_dict,
-                            self.ties)
+        fault = guard.fault(loss, norm, side.full_gradients, side.full_state_dict)
         if fault:
             self.finish_saving()
         require(not fault, f"step {step}: {fault}", code=1)
