@@ -199,7 +199,7 @@ class Run:
                 backend = choose_backend(self.device, self.store, launch)
             with guard.patience(waiting):
                 self.make_group(launch, backend)
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, ValueError) as error:
             print(f"{waiting()}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
             sys.exit(1)
 
