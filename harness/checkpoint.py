@@ -631,7 +631,7 @@ def restore(start, pieces, optimizer):
         return
     from harness import dcp
 
-    if start.ranks:  # not --init-from, which takes the weights alone
+    if start.ranks:
         adamw_states(optimizer, updates_behind(start))
     mine = pieces()
     table = dcp.read_table(start.folder)
@@ -647,12 +647,11 @@ def updates_behind(start):
     return start.extra.get("updates", start.steps)
 
 
-def read_plain(start, model, optimizer=None):
-    """Loads a checkpoint into an ordinary module, in this process alone; with an AdamW that has not
-    run yet its states, too."""
+def read_plain(start, model, optimizer):
+    """Loads a checkpoint into an ordinary module and its AdamW, in this process alone."""
     from harness import dcp
 
-    if optimizer is not None:
+    if start.ranks:  # not --init-from, which takes the weights alone
         adamw_states(optimizer, updates_behind(start))
     pieces = pieces_of(model.named_parameters(), optimizer, writes=False)
     dcp.load(start.folder, dcp.read_table(start.folder), pieces)
