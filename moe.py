@@ -785,8 +785,8 @@ def main():
     args = arguments(__doc__, presets=PRESETS, **FLAGS)
     refuse(args)
     run = Run(args, build=partial(build_plain, args))
-    # with a capacity, a checkpoint of another number of ranks has dropped other tokens
-    run.replays = not args.capacity
+    if args.capacity:  # a checkpoint of another number of ranks has dropped other tokens
+        run.replays = False
     replicas, ep = make_groups(run)
     if run.dry:
         global read_counts

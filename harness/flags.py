@@ -49,7 +49,6 @@ TRAINING_FLAGS = {
 }
 RUN_FLAGS = {
     "check": Flag(True, "replay the steps with the plain GPT and compare"),
-    "watch": Flag(0, "compare all ranks' parameters after every so many steps", ANY),
     "timeout": Flag(int, "seconds until ranks give up a collective (30, NCCL 600)", (1, 10**6)),
     "dry_run": Flag(int, "be one of so many ranks, without the others or memory", POSITIVE),
     "rank": Flag(0, "which one (dry run only)", ANY),

@@ -5,6 +5,8 @@ import os
 import sys
 from pathlib import Path
 
+from harness.usage import complain
+
 GREEN = "32"
 RED = "31"
 BAR = 40  # characters of the longest bar
@@ -18,11 +20,8 @@ def say(*words, end="\n"):
     """Print, or go on in silence if nobody reads (`| head -1`, `>&-`): the run is worth more."""
     if sys.stdout is None:  # it was closed before this process began
         silence()
-    text = " ".join(map(str, words))
     try:
-        print(text, end=end, flush=True)
-    except UnicodeEncodeError:  # a path has letters that are not in stdout's encoding
-        print(text.encode("ascii", "backslashreplace").decode(), end=end, flush=True)
+        print(*words, end=end, flush=True)
     except (BrokenPipeError, ValueError):
         silence()
 
@@ -203,12 +202,13 @@ def speed_line(report):
 
 
 def write_json(path, report):
-    """-> what went wrong, in words, or ""."""
+    """-> has it been written?"""
     try:
         Path(path).write_text(json.dumps(report, indent=1))
     except OSError as error:
-        return f"--json {path}: {error.strerror}"
-    return ""
+        complain(f"--json {path}: {error.strerror}")
+        return False
+    return True
 
 
 class StepLog:
@@ -223,14 +223,17 @@ class StepLog:
             keep_before(first, os.path.realpath(path))
             mode = "a"
         self.file = open(path, mode, buffering=1)  # by lines
+        self.full = False  # could a line not be written?
 
     def write(self, **figures):
-        """-> what went wrong, in words, or "". The run goes on without a log that is full."""
+        """The run goes on without a log that is full."""
         try:
             self.file.write(json.dumps(figures) + "\n")
         except OSError as error:
-            return f"--log-file {self.file.name}: {error.strerror}"
-        return ""
+            if not self.full:
+                complain(f"--log-file {self.file.name}: {error.strerror}: "
+                         "the run goes on without it")
+            self.full = True
 
 
 def keep_before(first, path):

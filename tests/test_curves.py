@@ -1,12 +1,9 @@
 """tools/curves.py: what --log-file has written, drawn."""
 import json
 import re
-import xml.etree.ElementTree as xml
 
 from conftest import SMALL, program, script
 from tools import curves
-
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 def tool(*words, code=0):
@@ -58,20 +55,6 @@ def test_several_files_and_smoothing(tmp_path):
     assert [curve.letter for curve in smooth] == ["a", "b"]
     speeds = curves.curves_of(logs, "speed", "step", 1)[0].points
     assert speeds == [(0, 2e3), (1, 2e3), (2, 2e3)]
-
-
-def test_a_panel_for_each_figure(tmp_path):
-    """Every point of a curve stands in its polyline, higher where the loss is higher."""
-    write_log(tmp_path / "run.jsonl", [4.0, 2.0, float("nan"), 3.0], {3: 1.0})
-    tool(tmp_path / "run.jsonl", "--svg", tmp_path / "run.svg")
-    root = xml.parse(tmp_path / "run.svg").getroot()
-    lines = [line.get("points").split() for line in root.iter(f"{SVG}polyline")]
-    heights = [float(point.split(",")[1]) for point in lines[1]]
-    assert len(heights) == 3  # nan is no point
-    assert heights[0] < heights[2] < heights[1]
-    words = [text.text for text in root.iter(f"{SVG}text")]
-    assert {"run loss", "run held out", "run ms", "run speed"} < set(words)
-    assert "No such file" in tool(tmp_path / "run.jsonl", "--svg", tmp_path / "x/y.svg", code=2)
 
 
 def test_what_is_no_whole_log(tmp_path):
