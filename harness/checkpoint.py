@@ -409,6 +409,7 @@ def settle(args, start):
         if rank == 0:
             say(f"{start.flag} takes {start.folder}, {behind}")
     if start.flag == "--save" and start.steps == args.steps:
+        dist.destroy_process_group()  # else a rank of gloo aborts now and then
         sys.exit(0)
     return start._replace(group=group)
 
