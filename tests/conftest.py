@@ -119,8 +119,19 @@ def _program(rank, world, port, path, words, folder):
 def program(path, *words):
     """python path words.., in a process that has torch already -> exit code, stdout, stderr."""
     with tempfile.TemporaryDirectory() as folder:
-        code, = _start(_program, 1, str(ROOT / path), [str(word) for word in words], folder)
+        words = [str(word) for word in words]
+        code, = _start(_program, 1, str(ROOT / path), words, folder, limit=580)
         return code, Path(folder, "1").read_text(), Path(folder, "2").read_text()
+
+
+def tool(name, *words, code=0):
+    """A program in tools/ -> what it says; with code 2 its line on stderr."""
+    ended, said, errors = program(f"tools/{name}.py", *words)
+    assert ended == code, errors
+    if code == 2:
+        assert is_clear(name, errors), errors
+        return errors
+    return said
 
 
 def outcome(name, flags):
