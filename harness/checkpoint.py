@@ -181,6 +181,7 @@ Start = namedtuple("Start", "folder files flag save group steps ranks extra cons
 # extra    what the run that wrote it has added
 # constants  of the model there which have no flags: the base of rotary angles, eps of the norms
 
+LONGEST = 1000  # bytes of what a rank says to the others
 # Where these differ, so do names or shapes of tensors. seq is not among them, although learned
 # positions have a row for each: --init-from may take the first rows of more, see misfit().
 SIZES = ("layers", "width", "vocab", "form", "kv_heads", "hidden")
@@ -194,8 +195,6 @@ def identity(args):
     """What a run tells about itself in its checkpoints -> {name: value}."""
     mine = {name: getattr(args, name) for name in (*COURSE, *args.course)}
     mine.update(args.cfg._asdict())
-    mine["script"] = Path(sys.argv[0]).stem
-    mine["impl"] = args.impl
     mine["course"] = args.course
     mine["job"] = job()
     mine["held_out"] = bool(args.eval_every)  # the corpus is shorter then
@@ -431,19 +430,13 @@ def first_said(sentence, group=None):
 
     Not by object collectives: these need NumPy.
     """
-    data = sentence.encode(errors="backslashreplace")
-    sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64)
-    sizes[dist.get_rank()] = len(data)
-    dist.all_reduce(sizes, group=group)  # partial -> replicated
-    speakers = sizes.nonzero().flatten().tolist()
-    if not speakers:
-        return ""
-    first = speakers[0]
-    letters = torch.zeros(sizes[first], dtype=torch.uint8)
-    if dist.get_rank() == first:
-        letters.copy_(torch.tensor([*data], dtype=torch.uint8))
-    dist.broadcast(letters, first, group=group)  # the first speaker's -> replicated
-    return bytes(letters.tolist()).decode()
+    data = sentence.encode(errors="backslashreplace")[:LONGEST]
+    mine = torch.zeros(LONGEST, dtype=torch.uint8)
+    mine[:len(data)] = torch.tensor([*data], dtype=torch.uint8)
+    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyones, mine, group=group)  # each its own -> replicated
+    said = [bytes(t[t > 0].tolist()).decode(errors="replace") for t in everyones]
+    return next(filter(None, said), "")
 
 
 # ---- saving ------------------------------------------------------------------

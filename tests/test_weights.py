@@ -1,6 +1,5 @@
 """tools/weights.py and tools/sample.py: Hugging Face's files, our checkpoints, and text of them."""
 import json
-import random
 import shutil
 import struct
 import sys
