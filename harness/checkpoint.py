@@ -148,23 +148,19 @@ def boxes_of_run(shape, low, high):
 
 
 def adamw_states(optimizer, steps):
-    """Makes the states of an AdamW that has not run yet, so that they can be loaded into.
+    """Makes the states of common's AdamW that has not run yet, so that they can be loaded into.
 
     steps: how many updates they have behind them.
     """
     for group in optimizer.param_groups:
-        on_device = group.get("fused") or group.get("capturable")
         for parameter in group["params"]:
-            if not parameter.requires_grad:
-                continue  # AdamW holds nothing for it
-            state = optimizer.state[parameter]
-            if on_device:
-                step = torch.tensor(steps, dtype=torch.float32, device=parameter.device)
-            else:
-                step = torch.tensor(steps, dtype=torch.get_default_dtype())
-            state["step"] = step
-            for kind in STATES:
-                state[kind] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            if parameter.requires_grad:  # else AdamW holds nothing for it
+                state = optimizer.state[parameter]
+                # a fused AdamW has it in fp32, where the parameter is
+                state["step"] = torch.tensor(float(steps), dtype=torch.float32,
+                                             device=parameter.device)
+                for kind in STATES:
+                    state[kind] = torch.zeros_like(parameter)
 
 
 # ---- which one ---------------------------------------------------------------
