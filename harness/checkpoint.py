@@ -2,7 +2,7 @@
 
     --save DIR [--save-every K]    DIR/100, DIR/200, ..: a folder per checkpoint, named by its steps
     --save-async                   training goes on while they are written
-    --resume DIR                   go on from the newest that is whole (or from DIR/100 itself)
+    --resume DIR                   go on from the newest (or from DIR/100 itself)
     --init-from DIR                take the weights alone, and start at step 0
 
 A checkpoint holds whole tensors under the names of the plain model, and their AdamW states as
@@ -14,7 +14,8 @@ lie in its memory, and that is a Piece. So every script and every layout reads e
 
 The files are those of torch.distributed.checkpoint: see dcp.py. A checkpoint is written aside and
 renamed into view: it is there as a whole or not at all. Before use the ranks share out its files,
-and check each to the last byte (sizes and checksums, in notes.json). The last two are kept.
+and check each to the last byte (sizes and checksums, in notes.json). The last two are kept: where
+the newest is damaged, a line says so, and without it a run goes on from the one before.
 What makes the run the same is inside: parameters, AdamW states, the steps behind it (hence the
 place in the data), the flags, every rank's random number generator.
 
@@ -177,7 +178,6 @@ Start = namedtuple("Start", "folder files flag save group steps ranks extra cons
 # extra    what the run that wrote it has added
 # constants  of the model there which have no flags: the base of rotary angles, eps of the norms
 
-LONGEST = 1000  # bytes of what a rank says to the others
 # Where these differ, so do names or shapes of tensors. seq is not among them, although learned
 # positions have a row for each: --init-from may take the first rows of more, see misfit().
 SIZES = ("layers", "width", "vocab", "form", "kv_heads", "hidden")
@@ -297,9 +297,9 @@ def newest(folder, flag):
         require(False, because_of(place, reason(error), flag))
 
 
-def because_of(place, damage, flag):
+def because_of(place, wrong, flag):
     """-> in words, what to do about a damaged checkpoint"""
-    return f"{flag} {place}: {damage}: remove it, and the one before is taken"
+    return f"{flag} {place}: {wrong}: remove it, and the one before is taken"
 
 
 def source(args):
@@ -419,6 +419,9 @@ def agree(start, group):
     other = first_said("" if place == first else place, group)  # the first that is not the same
     require(not other, f"ranks begin with different checkpoints: {first} here, {other} there",
             code=1)
+
+
+LONGEST = 1000  # bytes of what a rank says to the others
 
 
 def first_said(sentence, group=None):

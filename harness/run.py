@@ -157,10 +157,8 @@ class Run:
             if args.eval_every:
                 self.text = HeldOut(self.corpus, self.cfg.seq, args.batch)
                 self.corpus = self.text.rest
-        except OSError as error:
-            require(False, f"--data {args.data}: {error.strerror}: {error.filename}")
-        except (ValueError, RuntimeError) as error:
-            require(False, f"--data {args.data}: {error}")
+        except (OSError, ValueError, RuntimeError) as error:
+            require(False, f"--data {args.data}: {checkpoint.reason(error)}")
 
     def join(self):
         """The process group."""
