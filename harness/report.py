@@ -28,7 +28,7 @@ def say(*words, end="\n"):
 
 
 def on_terminal():
-    return sys.stdout.isatty()
+    return sys.stdout is not None and sys.stdout.isatty()  # None: `>&-`
 
 
 def colored(text, color):
