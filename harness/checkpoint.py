@@ -2,7 +2,7 @@
 
     --save DIR [--save-every K]    DIR/100, DIR/200, ..: a folder per checkpoint, named by its steps
     --save-async                   training goes on while they are written
-    --resume DIR                   go on from the newest that is whole (or from DIR/100 itself)
+    --resume DIR                   go on from the newest (or from DIR/100 itself)
     --init-from DIR                take the weights alone, and start at step 0
 
 A checkpoint holds whole tensors under the names of the plain model, and their AdamW states as
@@ -14,7 +14,8 @@ lie in its memory, and that is a Piece. So every script and every layout reads e
 
 The files are those of torch.distributed.checkpoint: see dcp.py. A checkpoint is written aside and
 renamed into view: it is there as a whole or not at all. Before use the ranks share out its files,
-and check each to the last byte (sizes and checksums, in notes.json). The last two are kept.
+and check each to the last byte (sizes and checksums, in notes.json). The last two are kept: where
+the newest is damaged, a line says so, and without it a run goes on from the one before.
 What makes the run the same is inside: parameters, AdamW states, the steps behind it (hence the
 place in the data), the flags, every rank's random number generator.
 
@@ -148,23 +149,19 @@ def boxes_of_run(shape, low, high):
 
 
 def adamw_states(optimizer, steps):
-    """Makes the states of an AdamW that has not run yet, so that they can be loaded into.
+    """Makes the states of common's AdamW that has not run yet, so that they can be loaded into.
 
     steps: how many updates they have behind them.
     """
     for group in optimizer.param_groups:
-        on_device = group.get("fused") or group.get("capturable")
         for parameter in group["params"]:
-            if not parameter.requires_grad:
-                continue  # AdamW holds nothing for it
-            state = optimizer.state[parameter]
-            if on_device:
-                step = torch.tensor(steps, dtype=torch.float32, device=parameter.device)
-            else:
-                step = torch.tensor(steps, dtype=torch.get_default_dtype())
-            state["step"] = step
-            for kind in STATES:
-                state[kind] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            if parameter.requires_grad:  # else AdamW holds nothing for it
+                state = optimizer.state[parameter]
+                # a fused AdamW has it in fp32, where the parameter is
+                state["step"] = torch.tensor(float(steps), dtype=torch.float32,
+                                             device=parameter.device)
+                for kind in STATES:
+                    state[kind] = torch.zeros_like(parameter)
 
 
 # ---- which one ---------------------------------------------------------------
@@ -194,8 +191,6 @@ def identity(args):
     """What a run tells about itself in its checkpoints -> {name: value}."""
     mine = {name: getattr(args, name) for name in (*COURSE, *args.course)}
     mine.update(args.cfg._asdict())
-    mine["script"] = Path(sys.argv[0]).stem
-    mine["impl"] = args.impl
     mine["course"] = args.course
     mine["job"] = job()
     mine["held_out"] = bool(args.eval_every)  # the corpus is shorter then
@@ -302,9 +297,9 @@ def newest(folder, flag):
         require(False, because_of(place, reason(error), flag))
 
 
-def because_of(place, damage, flag):
+def because_of(place, wrong, flag):
     """-> in words, what to do about a damaged checkpoint"""
-    return f"{flag} {place}: {damage}: remove it, and the one before is taken"
+    return f"{flag} {place}: {wrong}: remove it, and the one before is taken"
 
 
 def source(args):
@@ -427,24 +422,21 @@ def agree(start, group):
             code=1)
 
 
+LONGEST = 1000  # bytes of what a rank says to the others
+
+
 def first_said(sentence, group=None):
     """-> the sentence of the first rank that has one, the same on all ranks, or "".
 
     Not by object collectives: these need NumPy.
     """
-    data = sentence.encode(errors="backslashreplace")
-    sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64)
-    sizes[dist.get_rank()] = len(data)
-    dist.all_reduce(sizes, group=group)  # partial -> replicated
-    speakers = sizes.nonzero().flatten().tolist()
-    if not speakers:
-        return ""
-    first = speakers[0]
-    letters = torch.zeros(sizes[first], dtype=torch.uint8)
-    if dist.get_rank() == first:
-        letters.copy_(torch.tensor([*data], dtype=torch.uint8))
-    dist.broadcast(letters, first, group=group)  # the first speaker's -> replicated
-    return bytes(letters.tolist()).decode()
+    data = sentence.encode(errors="backslashreplace")[:LONGEST]
+    mine = torch.zeros(LONGEST, dtype=torch.uint8)
+    mine[:len(data)] = torch.tensor([*data], dtype=torch.uint8)
+    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyones, mine, group=group)  # each its own -> replicated
+    said = [bytes(t[t > 0].tolist()).decode(errors="replace") for t in everyones]
+    return next(filter(None, said), "")
 
 
 # ---- saving ------------------------------------------------------------------

@@ -8,7 +8,6 @@ from collections import namedtuple
 import torch
 
 from common import PRESETS, GPTConfig, launched
-from harness import report
 from harness.usage import ANY, POSITIVE, require
 
 __all__ = ["ANY", "DTYPES", "POSITIVE", "Flag", "arguments", "require"]
@@ -71,7 +70,6 @@ def arguments(doc, presets=None, **own):
     the GPTConfig. args.world_size is the number of ranks, in a dry run that of --dry-run: a script
     can `require` what it needs before anything is built.
     """
-    report.open_stderr()
     presets = {**PRESETS, **(presets or {})}
     flags = {**own, **FLAGS}  # in this order in --help
     flags["model"] = FLAGS["model"]._replace(limits=tuple(presets))

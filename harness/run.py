@@ -157,10 +157,8 @@ class Run:
             if args.eval_every:
                 self.text = HeldOut(self.corpus, self.cfg.seq, args.batch)
                 self.corpus = self.text.rest
-        except OSError as error:
-            require(False, f"--data {args.data}: {error.strerror}: {error.filename}")
-        except (ValueError, RuntimeError) as error:
-            require(False, f"--data {args.data}: {error}")
+        except (OSError, ValueError, RuntimeError) as error:
+            require(False, f"--data {args.data}: {checkpoint.reason(error)}")
 
     def join(self):
         """The process group."""
@@ -348,7 +346,9 @@ class Run:
                 self.ledger[impl] = stack.enter_context(ledger)
             self.profile = {}
             if self.args.profile and step == max(self.first, self.last - 1):
-                self.profile = stack.enter_context(self.profiler(impl))
+                name = f"{Path(usage.program()).stem}-{impl}-rank{self.rank}.json"
+                trace = profiled(Path(self.args.profile, name), self.say)
+                self.profile = stack.enter_context(trace)
             if on_gpu:
                 torch.cuda.reset_peak_memory_stats()
             before = self.clock.mark()
@@ -356,10 +356,6 @@ class Run:
             self.marks = before, self.clock.mark()
             if is_last and on_gpu and impl == self.impls[0]:
                 self.extra["allocator_peak"] = torch.cuda.max_memory_allocated()
-
-    def profiler(self, impl):
-        name = f"{Path(usage.program()).stem}-{impl}-rank{self.rank}.json"
-        return profiled(Path(self.args.profile, name), self.say)
 
     def ms(self, impl):
         """The median over the steps, without the first and the last if there are others.

@@ -46,15 +46,6 @@ def test_held_is_what_the_textbook_says():
         assert states / total == pytest.approx(expected, rel=0.02), label
 
 
-def test_losses_are_one_line():
-    losses = draw.read("losses")
-    assert set(losses) == set(draw.TRAINED)
-    for label, curve in losses.items():
-        assert len(curve) == draw.STEPS
-        if label != "mixture of experts":
-            assert curve == pytest.approx(losses["ddp"], rel=1e-5), label
-
-
 def test_buckets_travel_under_backward():
     spans = draw.read("buckets")
     early = [start for start, _ in spans["buckets"] if start < spans["backward"]]

@@ -20,7 +20,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from harness.usage import require  # noqa: E402
-from tools.draw import bounds  # noqa: E402
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 ALONG = ("step", "tokens")
@@ -98,6 +97,16 @@ def curves_of(logs, what, over, count):
 
 
 # ---- drawing -------------------------------------------------------------------
+
+
+def bounds(lines, axis):
+    """lines: [[(x, y)]] -> the smallest and largest x (axis 0) or y (axis 1), never the same."""
+    values = [point[axis] for points in lines for point in points]
+    low = min(values)
+    high = max(values)
+    if low == high:
+        return low - 0.5, high + 0.5
+    return low, high
 
 
 def number(value):
