@@ -29,11 +29,9 @@ def same_again(folder, tmp_path):
     for name, t in weights.read_weights(folder).items():
         assert torch.equal(back.pop(name), t), name
     assert not back
-    sizes = []
-    for place in (folder, tmp_path / "back"):
-        config = json.loads((place / "config.json").read_text())
-        sizes.append(weights.sizes_of(config))
-    assert sizes[0] == sizes[1]
+    configs = [place / "config.json" for place in (folder, tmp_path / "back")]
+    came, went = [weights.sizes_of(json.loads(config.read_text())) for config in configs]
+    assert came == went
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -207,10 +205,8 @@ def test_what_is_drawn():
 
 
 def test_text_from_a_checkpoint(saved):
-    words = (saved, "import ", "--tokens", "40", "--temperature", "0")
-    text = tool("sample", *words)
+    text = tool("sample", saved, "import ", "--tokens", "40", "--temperature", "0")
     assert text.startswith("import ")
     said = tool("sample", saved, "--ids", "105 109 112", "--tokens", "5", "--seed", "3")
-    assert said.startswith("105 109 112 ")
-    assert len(said.split()) == 8
+    assert said.startswith("105 109 112 ") and len(said.split()) == 8
     assert "must be 0 to 255" in tool("sample", saved, "--ids", "256", code=2)
