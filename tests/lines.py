@@ -1,12 +1,12 @@
-"""Which statements of a section 1 does ordinary training never run?
+"""Which lines of a section 1 does ordinary training never run?
 
     python tests/lines.py            all nine files, by their own tests less planted bugs, refusals
     python tests/lines.py zero fsdp  these
 
 Every rank that a test starts notes the lines that it runs, if LINES_TO names a folder.
 """
-import ast
 import atexit
+import inspect
 import os
 import subprocess
 import sys
@@ -51,26 +51,15 @@ def watch():
     atexit.register(write)
 
 
-def statements(name):
-    """-> {(first line, last line)} of section 1's statements inside of functions."""
-    source = (ROOT / f"{name}.py").read_text()
-    lines = source.splitlines()
-    begin, end = [i for i, line in enumerate(lines, 1) if line.startswith(("# ---- 1", "# ---- 2"))]
+def lines_of(code):
+    """-> the lines of all functions in a code object."""
     found = set()
-    for function in ast.walk(ast.parse(source)):
-        if isinstance(function, ast.FunctionDef) and begin < function.lineno < end:
-            for node in ast.walk(function):
-                is_docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-                if isinstance(node, ast.stmt) and node is not function and not is_docstring:
-                    found.add(span(node))
+    for inner in code.co_consts:
+        if inspect.iscode(inner):
+            found |= lines_of(inner)
+            if inner.co_flags & inspect.CO_OPTIMIZED:  # a function; classes ran when imported
+                found |= {line for _, _, line in inner.co_lines() if line}
     return found
-
-
-def span(node):
-    """Of an if or a for: its head alone."""
-    if hasattr(node, "body"):
-        return node.lineno, max(node.lineno, node.body[0].lineno - 1)
-    return node.lineno, node.end_lineno
 
 
 def lines_run(name):
@@ -86,15 +75,14 @@ def lines_run(name):
 
 
 def main():
+    from conftest import section_one  # which imports this file
+
     for name in sys.argv[1:] or FILES:
         run = lines_run(name)
-        every = statements(name)
-        missed = []
-        for first, last in sorted(every):
-            if not any(f"{name} {line}" in run for line in range(first, last + 1)):
-                missed.append(str(first))
-        print(f"{name:18} {len(every)} statements, never run {len(missed)} "
-              f"({len(missed) / len(every):.1%}): lines {', '.join(missed) or 'none'}", flush=True)
+        every = lines_of(compile(section_one(name), name, "exec"))
+        missed = [str(line) for line in sorted(every) if f"{name} {line}" not in run]
+        print(f"{name:18} {len(every)} lines, never run {len(missed)} "
+              f"({len(missed) / len(every):.1%}): {', '.join(missed) or 'none'}", flush=True)
 
 
 if __name__ == "__main__":
