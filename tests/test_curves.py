@@ -9,7 +9,9 @@ def write_log(path, losses, validation):
     """The last line is cut off."""
     lines = []
     for step, loss in enumerate(losses):
-        figures = {"step": step, "loss": loss, "ms": 32, "tokens": 64 * (step + 1)}
+        figures = {"step": step, "loss": loss}
+        figures["ms"] = 32
+        figures["tokens"] = 64 * (step + 1)
         if step in validation:
             figures["validation"] = validation[step]
         lines.append(json.dumps(figures))
@@ -24,7 +26,8 @@ def test_points_are_where_they_belong(tmp_path):
     rows = [line.split("|", 1)[1] for line in text.splitlines() if "|" in line]
     assert len(rows) == 16
     columns = [rows[round(3.75 * step)].index("a") for step in range(5)]
-    assert columns[0] == 0 and columns == sorted(columns)
+    assert columns[0] == 0
+    assert columns == sorted(columns)
     assert rows[round(15 * 1.5 / 4)].index("A") == columns[2]
     assert rows[15].rstrip().endswith("a")
     assert "a  run loss: 0 at step 4" in text
@@ -49,6 +52,7 @@ def test_the_log_of_a_run(tmp_path):
     flags = ("--steps", "4", "--eval-every", "2", "--no-check", "--log-file", str(log))
     loss = script("ddp", 2, *SMALL, *flags)["loss"]
     text = tool("curves", log)
-    assert f"a  ddp loss: {loss[-1]:.4g} at step 3" in text and "A  ddp held out: " in text
+    assert f"a  ddp loss: {loss[-1]:.4g} at step 3" in text
+    assert "A  ddp held out: " in text
     for what in ("rate", "speed", "held", "peak"):
         assert f"a  ddp {what}: " in tool("curves", log, "--what", what)

@@ -27,8 +27,14 @@ def test_held_is_what_the_textbook_says():
     layers = 64
     total = layers * (12 * width**2 + 13 * width) + (51200 + 2048 + 2) * width
     assert f"{total / 1e9:.1f}" in re.search(r"a GPT with ([\d.]+) billion", draw.TITLE)[1]
-    of_zero = {"zero, stage 1": 8 + 8 / 64, "zero, stage 2": 4 + 12 / 64, "zero, stage 3": 16 / 64}
-    per_parameter = {"ddp": 16, "ddp, full checkpointing": 16, "fsdp": 16 / 64, **of_zero}
+    per_parameter = {
+        "ddp": 16,
+        "ddp, full checkpointing": 16,
+        "zero, stage 1": 8 + 8 / 64,
+        "zero, stage 2": 4 + 12 / 64,
+        "zero, stage 3": 16 / 64,
+        "fsdp": 16 / 64,
+    }
     assert set(per_parameter) < set(held) == set(draw.HOLDERS)
     for label, expected in per_parameter.items():
         states = sum(held[label][kind] for kind in ("parameters", "gradients", "optimizer"))

@@ -121,7 +121,11 @@ def test_tables_and_advice(tmp_path):
     code, said, _ = outcome("plan", [*flags.split(), str(file)])
     row = json.loads(file.read_text())["rows"][0]
     assert code == 0 and row["command"] in said
-    code, said, _ = outcome("plan", "--model gpt3-175b --batch 64 --gpus 8 --dp 1 --cp 1".split())
-    assert code == 1 and "nothing fits 80 GB" in said
-    code, _, said = outcome("plan", "--gpus 1024 --batch 7 --no-sp".split())
-    assert code == 2 and is_clear("plan", said, "--batch 7 --no-sp:"), said
+    flags = "--model gpt3-175b --batch 64 --gpus 8 --dp 1 --cp 1"
+    code, said, _ = outcome("plan", flags.split())
+    assert code == 1
+    assert "nothing fits 80 GB" in said
+    flags = "--gpus 1024 --batch 7 --no-sp"
+    code, _, said = outcome("plan", flags.split())
+    assert code == 2
+    assert is_clear("plan", said, "--batch 7 --no-sp:"), said
