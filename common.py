@@ -6,8 +6,6 @@ the process group. It knows nothing of parallelism, and needs torch alone.
     get_batch     a pure function of text, seed and step: any rank makes any part of any batch
     join_world    the process group that torchrun describes, or a world of one
 """
-import bisect
-import itertools
 import math
 import os
 import random
@@ -299,40 +297,12 @@ def learning_rate(step, args):
 # ---- data --------------------------------------------------------------------
 
 
-class Text:
-    """The bytes of files, end to end: mapped, so that what nobody asks for is not read."""
-
-    def __init__(self, parts, low=0, high=None):
-        self.parts = parts  # [(n,) uint8]
-        self.ends = list(itertools.accumulate(map(len, parts)))
-        self.low = low  # the text is bytes low to high - 1 of the parts
-        self.high = self.ends[-1] if high is None else high
-
-    def __len__(self):
-        return self.high - self.low
-
-    def between(self, low, high):
-        return Text(self.parts, self.low + low, self.low + high)
-
-    def window(self, start, size):
-        """-> bytes start to start + size - 1, (size,) uint8"""
-        first = self.low + start
-        last = first + size
-        pieces = []
-        i = bisect.bisect_right(self.ends, first)
-        while first < last:
-            begin = self.ends[i] - len(self.parts[i])
-            pieces.append(self.parts[i][first - begin:last - begin])
-            first = self.ends[i]
-            i += 1
-        return torch.cat(pieces)
-
-
 def load_corpus(path, seq):
-    """A text file, or a folder's files in order with a newline between -> Text.
+    """A text file, or a folder's files in order with a newline between -> its bytes (n,) uint8.
 
-    path "" stands for the standard library's sources. Raises OSError for what cannot be read,
-    ValueError for a text without a window of seq + 1 bytes.
+    path "" stands for the standard library's sources. A single file is mapped, so that what nobody
+    asks for is not read. Raises OSError for what cannot be read, ValueError for a text without a
+    window of seq + 1 bytes.
     """
     root = Path(path or sysconfig.get_paths()["stdlib"])
     files = [root]
@@ -347,7 +317,9 @@ def load_corpus(path, seq):
         if file.stat().st_size:
             text = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
             parts += [text, torch.tensor([10], dtype=torch.uint8)]
-    corpus = Text(parts[:-1] or [torch.zeros(0)])
+    corpus = torch.zeros(0, dtype=torch.uint8)
+    if parts:
+        corpus = parts[0] if len(parts) == 2 else torch.cat(parts[:-1])
     if len(corpus) <= seq:
         raise ValueError(f"{len(corpus)} bytes of text, but a sequence of {seq} needs {seq + 1}")
     return corpus
@@ -379,7 +351,7 @@ def get_batch(corpus, seq, seed, step, batch, pad=0.0, rows=None):
 
 def windows(corpus, seq, starts):
     """T bytes from each start, and the T that begin one later: inputs, targets (len(starts), T)."""
-    text = torch.stack([corpus.window(start, seq + 1) for start in starts]).long()
+    text = torch.stack([corpus[start:start + seq + 1] for start in starts]).long()
     # two copies, since targets may be overwritten; contiguous() would not copy a single row
     return text[:, :-1].clone(), text[:, 1:].clone()
 
@@ -392,7 +364,6 @@ def share(n, parts, i):
 # ---- the process group ---------------------------------------------------------
 
 Launch = namedtuple("Launch", "rank world_size local_rank local_world_size")
-REMEDY = "unset it, or start with torchrun"
 
 
 def launched():
@@ -401,25 +372,15 @@ def launched():
     A plain `python script.py` is a world of one. Raises ValueError if the variables contradict each
     other: ranks that believed them would wait for ever.
     """
-    numbers = {}
-    for name, alone in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1)):
-        text = os.environ.get(name, str(alone))
-        if not text.isdecimal():
-            raise ValueError(f"{name}={text} in the environment is no number: {REMEDY}")
-        numbers[name.lower()] = int(text)
-    found = Launch(**numbers)
+    found = Launch(
+        rank=int(os.environ.get("RANK", 0)),
+        world_size=int(os.environ.get("WORLD_SIZE", 1)),
+        local_rank=int(os.environ.get("LOCAL_RANK", 0)),
+        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+    )
     if found.rank >= found.world_size:
-        raise ValueError(
-            f"RANK={found.rank} in the environment, of WORLD_SIZE={found.world_size}: {REMEDY}"
-        )
-    for name in ("MASTER_ADDR", "MASTER_PORT"):
-        if found.world_size > 1 and not os.environ.get(name):
-            raise ValueError(
-                f"WORLD_SIZE={found.world_size} in the environment, but no {name}: {REMEDY}"
-            )
-    port = os.environ.get("MASTER_PORT", "0")
-    if not port.isdecimal() or int(port) > 65535:
-        raise ValueError(f"MASTER_PORT={port} in the environment is no port: {REMEDY}")
+        raise ValueError(f"RANK={found.rank} in the environment, of WORLD_SIZE={found.world_size}: "
+                         "unset it, or start with torchrun")
     return found
 
 

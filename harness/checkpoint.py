@@ -2,7 +2,7 @@
 
     --save DIR [--save-every K]    DIR/100, DIR/200, ..: a folder per checkpoint, named by its steps
     --save-async                   training goes on while they are written
-    --resume DIR                   go on from the newest that is whole (or from DIR/100 itself)
+    --resume DIR                   go on from the newest (or from DIR/100 itself)
     --init-from DIR                take the weights alone, and start at step 0
 
 A checkpoint holds whole tensors under the names of the plain model, and their AdamW states as
@@ -14,14 +14,13 @@ lie in its memory, and that is a Piece. So every script and every layout reads e
 
 The files are those of torch.distributed.checkpoint: see dcp.py. A checkpoint is written aside and
 renamed into view: it is there as a whole or not at all. Before use the ranks share out its files,
-and check each to the last byte (sizes and checksums, in notes.json). The last two are kept.
+and check each to the last byte (sizes and checksums, in notes.json). The last two are kept: where
+the newest is damaged, a line says so, and without it a run goes on from the one before.
 What makes the run the same is inside: parameters, AdamW states, the steps behind it (hence the
 place in the data), the flags, every rank's random number generator.
 
-DIR is a folder that all ranks see. One run at a time saves there: it holds a lock.
+DIR is a folder that all ranks see. One run at a time saves there.
 """
-import fcntl
-import functools
 import json
 import math
 import os
@@ -30,7 +29,6 @@ import re
 import shutil
 import sys
 import tempfile
-import uuid
 import zlib
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +39,7 @@ import torch
 import torch.distributed as dist
 
 from harness.report import say
-from harness.usage import agents_store, require
+from harness.usage import require
 
 # ---- pieces ------------------------------------------------------------------
 
@@ -151,34 +149,29 @@ def boxes_of_run(shape, low, high):
 
 
 def adamw_states(optimizer, steps):
-    """Makes the states of an AdamW that has not run yet, so that they can be loaded into.
+    """Makes the states of common's AdamW that has not run yet, so that they can be loaded into.
 
     steps: how many updates they have behind them.
     """
     for group in optimizer.param_groups:
-        on_device = group.get("fused") or group.get("capturable")
         for parameter in group["params"]:
-            if not parameter.requires_grad:
-                continue  # AdamW holds nothing for it
-            state = optimizer.state[parameter]
-            if on_device:
-                step = torch.tensor(steps, dtype=torch.float32, device=parameter.device)
-            else:
-                step = torch.tensor(steps, dtype=torch.get_default_dtype())
-            state["step"] = step
-            for kind in STATES:
-                state[kind] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            if parameter.requires_grad:  # else AdamW holds nothing for it
+                state = optimizer.state[parameter]
+                # a fused AdamW has it in fp32, where the parameter is
+                state["step"] = torch.tensor(float(steps), dtype=torch.float32,
+                                             device=parameter.device)
+                for kind in STATES:
+                    state[kind] = torch.zeros_like(parameter)
 
 
 # ---- which one ---------------------------------------------------------------
 
-Start = namedtuple("Start", "folder files flag save passed group steps ranks extra constants",
-                   defaults=(None, {}, "", "", {}, None, 0, 0, {}, {}))
+Start = namedtuple("Start", "folder files flag save group steps ranks extra constants",
+                   defaults=(None, {}, "", "", None, 0, 0, {}, {}))
 # folder   of the checkpoint to begin with, None: there is none
 # files    of it: {name: checksum()}
 # flag     what the user has said to get it: --resume, --init-from, or --save after a restart
 # save     the folder that this run saves to, or ""
-# passed   {folder: why it is not taken} of newer ones
 # group    of all ranks, on the CPU: what they tell each other about checkpoints goes through it
 # steps    that training has behind it there; 0 if the weights alone are wanted
 # ranks    how many have saved it; 0 if the weights alone are wanted
@@ -198,30 +191,12 @@ def identity(args):
     """What a run tells about itself in its checkpoints -> {name: value}."""
     mine = {name: getattr(args, name) for name in (*COURSE, *args.course)}
     mine.update(args.cfg._asdict())
-    mine["script"] = Path(sys.argv[0]).stem
-    mine["impl"] = args.impl
     mine["course"] = args.course
-    mine["held_out"] = bool(args.eval_every)  # the corpus is shorter then
     mine["job"] = job()
+    mine["held_out"] = bool(args.eval_every)  # the corpus is shorter then
     if args.decay != "none":
         mine["steps"] = args.steps  # the rate at every step depends on it
     return mine
-
-
-@functools.cache
-def job():
-    """-> the launcher's name for this job, which stays when its ranks are started again, or "".
-
-    Without a --rdzv_id torchrun calls every job "none". Then the first rank that asks makes up a
-    name, which torchrun's agent keeps in its store for as long as it lives.
-    """
-    name = os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    if name != "none":
-        return name
-    store = agents_store()
-    if store is None:
-        return ""
-    return store.compare_set("the job's name", "", uuid.uuid4().hex).decode()
 
 
 def other_course(saved, now, fresh):
@@ -242,11 +217,8 @@ def other_course(saved, now, fresh):
 
 def numbered(folder):
     """-> the steps of the checkpoints in a folder, in order."""
-    found = []
-    for path in Path(folder).glob("*"):
-        if path.name.isdecimal() and path.name == str(int(path.name)):
-            found.append(int(path.name))
-    return sorted(found)
+    names = [path.name for path in Path(folder).glob("[0-9]*")]
+    return sorted(int(name) for name in names if name.isdecimal() and name == str(int(name)))
 
 
 def is_foreign(place):
@@ -309,31 +281,25 @@ def reason(error):
     return getattr(error, "strerror", None) or str(error)
 
 
-def newest(folder, flag, passed):
-    """-> the newest checkpoint in a folder, and its notes. None at all is bad usage.
+def newest(folder, flag):
+    """-> the newest checkpoint in a folder, or the folder if it is one itself, and its notes.
 
-    passed: {folder: why it is not taken}; those whose notes are damaged are added.
+    Bad usage if there is none, or if it is damaged.
     """
+    place = Path(folder)
+    if not (place / "notes.json").exists():
+        steps = numbered(place)
+        require(steps, f"{flag} {folder}: no whole checkpoint there")
+        place = place / str(steps[-1])
     try:
-        is_checkpoint = "notes.json" in os.listdir(folder)
-    except OSError as error:
-        require(False, f"{flag} {folder}: {reason(error)}")
-    places = [Path(folder)]
-    if not is_checkpoint:
-        places = [Path(folder, str(steps)) for steps in reversed(numbered(folder))]
-    for place in places:
-        if place in passed:
-            continue
-        try:
-            return place, notes_of(place)
-        except (OSError, ValueError) as error:
-            passed[place] = reason(error)
-    why = "; ".join(["no whole checkpoint there", *words_for(passed)])
-    require(False, f"{flag} {folder}: {why}")
+        return place, notes_of(place)
+    except (OSError, ValueError) as error:
+        require(False, because_of(place, reason(error), flag))
 
 
-def words_for(passed):
-    return [f"{place}: {why}" for place, why in passed.items()]
+def because_of(place, wrong, flag):
+    """-> in words, what to do about a damaged checkpoint"""
+    return f"{flag} {place}: {wrong}: remove it, and the one before is taken"
 
 
 def source(args):
@@ -354,19 +320,21 @@ def source(args):
     return "", ""
 
 
+def job():
+    """The launcher's name for this job, which stays when its ranks are started again."""
+    return os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "")
+
+
 def has_own(folder):
-    """Is there a checkpoint in a folder that this job has saved?"""
-    for steps in numbered(folder):
-        try:
-            notes = notes_of(Path(folder, str(steps)))
-        except (OSError, ValueError):
-            continue
-        if job() and notes.get("identity", {}).get("job") == job():
-            return True
-    return False
+    """Has this job saved the newest checkpoint in a folder?"""
+    steps = numbered(folder)
+    try:
+        return notes_of(Path(folder, str(steps[-1])))["identity"]["job"] == job()
+    except (OSError, ValueError, LookupError):  # damaged, none at all, of weights from elsewhere
+        return False
 
 
-def begin(args, passed=None):
+def begin(args):
     """Before anything is built -> Start; settle() is next. Bad usage: one line, exit code 2."""
     if args.save or args.resume or args.init_from:
         require(args.impl != "both" and not args.dry_run, "--save, --resume and --init-from are "
@@ -376,7 +344,7 @@ def begin(args, passed=None):
     require(not (args.resume and args.init_from),
             "--resume goes on, --init-from starts anew: take one of them")
     flag, folder = source(args)
-    start = Start(flag=flag, save=args.save, passed=passed or {})
+    start = Start(flag=flag, save=args.save)
     if flag:
         start = start_from(folder, args, start)
     if args.save:
@@ -387,7 +355,7 @@ def begin(args, passed=None):
 def start_from(folder, args, start):
     """-> the Start with the newest checkpoint in a folder."""
     flag = start.flag
-    place, notes = newest(folder, flag, start.passed)
+    place, notes = newest(folder, flag)
     found = notes.get("identity", {})
     differs = other_course(found, identity(args), flag == "--init-from")
     require(not differs, f"{flag} {place}: {differs}")
@@ -414,43 +382,29 @@ def refuse_unusable(start):
     # Does this run go on from a checkpoint of this folder? ranks is 0 if it takes weights alone.
     goes_on = start.ranks and start.folder.resolve().parent == folder.resolve()
     for steps in reversed(numbered(folder)):
-        place = folder / str(steps)
-        require(not is_foreign(place),
+        require(not is_foreign(folder / str(steps)),
                 f"--save {folder}: {steps} in it is no checkpoint, save elsewhere")
-        if place in start.passed or (goes_on and steps <= start.steps):
-            continue
-        try:
-            notes_of(place)
-        except (OSError, ValueError):
-            continue  # it is damaged, and may be written over
-        require(False,
+        require(goes_on and steps <= start.steps,
                 f"--save {folder}: holds step {steps} already: --resume it, or save elsewhere")
 
 
 def settle(args, start):
-    """When the process group is there -> the Start of all ranks: what begin() has found, or what an
-    older checkpoint has where a file of the newest one is damaged."""
+    """When the process group is there -> the Start of all ranks, whose files are whole."""
     if not start.flag and not start.save:
         return start
     # a disk may be slow, and NCCL's collectives are not for a thread beside the training
     patience = timedelta(seconds=max(600, args.timeout))
     group = dist.new_group(backend="gloo", timeout=patience, group_desc="checkpoints")
     agree(start, group)
-    rank = dist.get_rank()
-    if start.save:
-        other = first_said(claim(start.save) if rank == 0 else "", group)
-        require(not other, other)
-    while start.folder:
-        wrong = damage(start.folder, start.files, rank, dist.get_world_size())
-        wrong = first_said(wrong, group)
-        if not wrong:
-            break
-        start = begin(args, {**start.passed, start.folder: wrong})
-        agree(start, group)
-    if start.folder and rank == 0:
+    if start.folder:
+        rank = dist.get_rank()
+        wrong = first_said(damage(start.folder, start.files, rank, dist.get_world_size()), group)
+        require(not wrong, because_of(start.folder, wrong, start.flag))
         behind = f"{start.steps} steps behind it" if start.ranks else "its weights alone"
-        say("; ".join([*words_for(start.passed), f"{start.flag} takes {start.folder}, {behind}"]))
+        if rank == 0:
+            say(f"{start.flag} takes {start.folder}, {behind}")
     if start.flag == "--save" and start.steps == args.steps:
+        dist.destroy_process_group()  # else a rank of gloo aborts now and then
         sys.exit(0)
     return start._replace(group=group)
 
@@ -468,19 +422,7 @@ def agree(start, group):
             code=1)
 
 
-def claim(folder):
-    """Keeps other runs from saving there as long as this process lives -> "", or who does so.
-
-    The operating system drops the lock when the process ends, however it ends: none is left behind.
-    """
-    try:
-        lock = os.open(Path(folder, ".lock"), os.O_RDWR | os.O_CREAT)  # closed with the process
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return f"--save {folder}: another run is saving there: take another folder"
-    except OSError:
-        pass  # a file system without locks
-    return ""
+LONGEST = 1000  # bytes of what a rank says to the others
 
 
 def first_said(sentence, group=None):
@@ -488,19 +430,13 @@ def first_said(sentence, group=None):
 
     Not by object collectives: these need NumPy.
     """
-    data = sentence.encode(errors="backslashreplace")
-    sizes = torch.zeros(dist.get_world_size(), dtype=torch.int64)
-    sizes[dist.get_rank()] = len(data)
-    dist.all_reduce(sizes, group=group)  # partial -> replicated
-    speakers = sizes.nonzero().flatten().tolist()
-    if not speakers:
-        return ""
-    first = speakers[0]
-    letters = torch.zeros(sizes[first], dtype=torch.uint8)
-    if dist.get_rank() == first:
-        letters.copy_(torch.tensor([*data], dtype=torch.uint8))
-    dist.broadcast(letters, first, group=group)  # the first speaker's -> replicated
-    return bytes(letters.tolist()).decode()
+    data = sentence.encode(errors="backslashreplace")[:LONGEST]
+    mine = torch.zeros(LONGEST, dtype=torch.uint8)
+    mine[:len(data)] = torch.tensor([*data], dtype=torch.uint8)
+    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyones, mine, group=group)  # each its own -> replicated
+    said = [bytes(t[t > 0].tolist()).decode(errors="replace") for t in everyones]
+    return next(filter(None, said), "")
 
 
 # ---- saving ------------------------------------------------------------------
@@ -525,7 +461,6 @@ class Saver:
         self.kept = start.steps  # the newest that is written
         self.written = True  # is the last one?
         self.pending = None  # the Future of one that is under way
-        self.copies = {}
         self.thread = None
         if in_background:
             self.thread = ThreadPoolExecutor(1)
@@ -536,22 +471,11 @@ class Saver:
         if torch.cuda.is_available():
             generators["cuda"] = torch.cuda.get_rng_state()
         if self.thread:
-            copies = self.copies_of(pieces)
+            copies = [piece._replace(tensor=piece.tensor.to("cpu", copy=True))
+                      for piece in pieces if piece.writes]
             self.pending = self.thread.submit(self.write, steps, copies, notes, generators)
         else:
             self.write(steps, pieces, notes, generators)
-
-    def copies_of(self, pieces):
-        """What this rank writes, in memory that is kept for the next time."""
-        copies = []
-        for piece in pieces:
-            if piece.writes:
-                box = piece.name, piece.start, piece.tensor.shape
-                if box not in self.copies:
-                    self.copies[box] = torch.empty_like(
-                        piece.tensor, device="cpu", pin_memory=piece.tensor.is_cuda)
-                copies.append(piece._replace(tensor=self.copies[box].copy_(piece.tensor)))
-        return copies
 
     def write(self, steps, *contents):
         self.written = write(self.start.save, steps, *contents, self.kept, self.start.group)
@@ -643,8 +567,6 @@ def publish(draft, place, notes):
     files[".metadata"] = checksum(draft / ".metadata")
     text = json.dumps({**notes, "files": files}).encode()
     put(draft / "notes.json", text + b"\n" + str(zlib.crc32(text)).encode())
-    # what is there is damaged: refuse_unusable() has refused folders with a whole one
-    shutil.rmtree(place, ignore_errors=True)
     draft.rename(place)
 
 
@@ -660,10 +582,7 @@ def clear(place, draft, failed, keep):
 
 
 def write_whole(folder, state, identity):
-    """Saves FOLDER/0 from {name: whole tensor}, in this process alone: --init-from reads it.
-
-    A FOLDER/0 that is there already is replaced.
-    """
+    """Saves FOLDER/0 from {name: whole tensor}, in this process alone: --init-from reads it."""
     draft = Path(folder, ".0")
     shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed here
     draft.mkdir(parents=True)
@@ -695,18 +614,6 @@ def misfit(table, pieces):
     return ""
 
 
-def unclaimed(table, pieces, group):
-    """-> in words, which weight of a checkpoint has no place in the pieces of all ranks, or ""."""
-    names = sorted(name for name in table.state_dict_metadata if not is_state(name))
-    held = {piece.name for piece in pieces}
-    counts = torch.tensor([name in held for name in names], dtype=torch.int64)
-    dist.all_reduce(counts, group=group)  # partial -> replicated
-    for name, count in zip(names, counts.tolist()):
-        if count == 0:
-            return f"its {name} is not in this model"
-    return ""
-
-
 def restore(start, pieces, optimizer):
     """Begins where a checkpoint ends, all ranks together.
 
@@ -717,11 +624,11 @@ def restore(start, pieces, optimizer):
         return
     from harness import dcp
 
-    if start.ranks:  # not --init-from, which takes the weights alone
+    if start.ranks:
         adamw_states(optimizer, updates_behind(start))
     mine = pieces()
     table = dcp.read_table(start.folder)
-    wrong = first_said(misfit(table, mine), start.group) or unclaimed(table, mine, start.group)
+    wrong = first_said(misfit(table, mine), start.group)
     require(not wrong, f"{start.flag} {start.folder}: {wrong}")
     dcp.load(start.folder, table, mine)
     if start.ranks:
@@ -733,12 +640,11 @@ def updates_behind(start):
     return start.extra.get("updates", start.steps)
 
 
-def read_plain(start, model, optimizer=None):
-    """Loads a checkpoint into an ordinary module, in this process alone; with an AdamW that has not
-    run yet its states, too."""
+def read_plain(start, model, optimizer):
+    """Loads a checkpoint into an ordinary module and its AdamW, in this process alone."""
     from harness import dcp
 
-    if optimizer is not None:
+    if start.ranks:  # not --init-from, which takes the weights alone
         adamw_states(optimizer, updates_behind(start))
     pieces = pieces_of(model.named_parameters(), optimizer, writes=False)
     dcp.load(start.folder, dcp.read_table(start.folder), pieces)

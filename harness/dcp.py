@@ -163,6 +163,4 @@ def read_box(folder, where):
 
 def part_of(tensor, start, shape):
     """The view of this shape that begins at `start`."""
-    for dim, length in enumerate(shape):
-        tensor = tensor.narrow(dim, start[dim], length)
-    return tensor
+    return tensor[tuple(slice(first, first + length) for first, length in zip(start, shape))]

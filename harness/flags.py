@@ -8,7 +8,6 @@ from collections import namedtuple
 import torch
 
 from common import PRESETS, GPTConfig, launched
-from harness import report
 from harness.usage import ANY, POSITIVE, require
 
 __all__ = ["ANY", "DTYPES", "POSITIVE", "Flag", "arguments", "require"]
@@ -49,7 +48,6 @@ TRAINING_FLAGS = {
 }
 RUN_FLAGS = {
     "check": Flag(True, "replay the steps with the plain GPT and compare"),
-    "watch": Flag(0, "compare all ranks' parameters after every so many steps", ANY),
     "timeout": Flag(int, "seconds until ranks give up a collective (30, NCCL 600)", (1, 10**6)),
     "dry_run": Flag(int, "be one of so many ranks, without the others or memory", POSITIVE),
     "rank": Flag(0, "which one (dry run only)", ANY),
@@ -72,7 +70,6 @@ def arguments(doc, presets=None, **own):
     the GPTConfig. args.world_size is the number of ranks, in a dry run that of --dry-run: a script
     can `require` what it needs before anything is built.
     """
-    report.open_stderr()
     presets = {**PRESETS, **(presets or {})}
     flags = {**own, **FLAGS}  # in this order in --help
     flags["model"] = FLAGS["model"]._replace(limits=tuple(presets))

@@ -3,15 +3,11 @@
     patience          a line about what one waits for, if it takes long, and an end
     prepare           collectives give up after a while, also those of groups that are made later
     among_the_living  a store that hides what ranks have set before torchrun restarted them
-    last_collective   what this rank called last. After a hang compare what ranks say: the first
-                      call that some of them have made and others have not is its cause
-    fault             what is wrong at the end of a step: numbers that are inf or nan, copies that
-                      differ between ranks
+    fault             what is inf or nan at the end of a step
     Request           SIGTERM, which is heard at the end of a step
 """
 import contextlib
 import faulthandler
-import json
 import math
 import os
 import signal
@@ -22,7 +18,6 @@ import uuid
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d as c10d
 
 # ---- ranks that wait for each other -------------------------------------------
 
@@ -96,89 +91,7 @@ def tell_the_others(store, prefix, missing):
         time.sleep(0.001)
 
 
-def recorded():
-    """-> the entries of torch's flight recorders, dicts, of all groups in no order."""
-    # True, False: collectives are in it, and not only those that are still under way
-    dumps = [c10d._dump_fr_trace_json(True, False)]  # of gloo
-    if hasattr(c10d, "_dump_nccl_trace_json"):
-        dumps.append(c10d._dump_nccl_trace_json(True, False))  # of NCCL, up to torch 2.13
-    try:
-        # of NCCL in later ones, which call it nccl2
-        dumps.append(c10d._dump_fr_trace_json(True, False, backend="nccl2"))
-    except TypeError:
-        pass  # an older torch, which does not know the argument
-    entries = []
-    for dump in dumps:
-        entries += json.loads(dump).get("entries") or []
-    return entries
-
-
-def last_collective():
-    """-> "all_reduce of (1000) float, number 7 of group 0 (default_pg)", or "none".
-
-    Over gloo, sends and receives are not recorded.
-    """
-    entries = recorded()
-    if not entries:
-        return "none"
-    last = max(entries, key=lambda entry: entry["time_created_ns"])
-    words = last["profiling_name"].split(":")[-1]
-    tensors = []
-    for size, kind in zip(last["input_sizes"], last["input_dtypes"]):
-        numbers = ", ".join(str(n) for n in size)
-        tensors.append(f"({numbers}) {kind.lower()}")
-    if tensors:
-        words += " of " + ", ".join(tensors)
-    name, description = last["process_group"]
-    number = last["collective_seq_id"]
-    if last.get("is_p2p"):  # sends and receives are counted by themselves
-        number = last["p2p_seq_id"]
-    return f"{words}, number {number} of group {name} ({description})"
-
-
-def testify(rank, step):
-    """Call it after an exception: it says a line on stderr.
-
-    A collective that times out over NCCL raises none: a thread of torch's ends the process.
-    """
-    last = last_collective()
-    print(f"rank {rank}, step {step}: the last collective here was {last}", file=sys.stderr,
-          flush=True)
-
-
 # ---- values --------------------------------------------------------------------
-
-# by bytes per element; one of 16 (complex128) is two words
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-
-
-def digest(t):
-    """64 bits that differ between tensors that differ in exactly one word.
-
-    A word is one number, or half of one complex128. The digest is the sum of (2 i + 1) bits_i
-    modulo 2^64 over the words i, in which the differences of two words may cancel.
-    """
-    bits = t.detach().contiguous().flatten().view(WORDS[t.dtype.itemsize]).long()
-    factors = torch.arange(1, 2 * len(bits) + 1, 2, device=t.device)
-    return (bits * factors).sum()
-
-
-def different(tensors, group=None):
-    """-> (name, rank) of the first tensor that ranks of a group hold different values of, or None.
-
-    tensors: {name: tensor}, the same names on all ranks. The rank, by its number in the world, is
-    the first of the group that does not have what the group's first one has.
-    """
-    mine = torch.stack([digest(t) for t in tensors.values()])
-    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(everyones, mine, group=group)  # each its own -> replicated
-    table = torch.stack(everyones)  # (ranks, names)
-    unlike = (table != table[0]).cpu()
-    for i, name in enumerate(tensors):
-        if unlike[:, i].any():
-            position = unlike[:, i].int().argmax().item()
-            return name, dist.get_process_group_ranks(group)[position]
-    return None
 
 
 def not_finite(tensors):
@@ -186,45 +99,18 @@ def not_finite(tensors):
     return [name for name, t in tensors.items() if not t.isfinite().all()]
 
 
-def fault(loss, norm, watched, gradients, state, ties=()):
-    """At the end of a step -> what is wrong, in words, the same on all ranks, or "".
+def fault(loss, norm, gradients, state):
+    """At the end of a step -> what is inf or nan, in words, the same on all ranks, or "".
 
     loss, norm: of the whole batch. gradients(), state() -> {name: tensor} of all parameters, whole.
-    Where every rank has a copy of a parameter, state() gives this rank's own; if watched is true,
-    the copies are compared, and so are two names of one parameter, which are the ties.
     """
-    if not math.isfinite(loss) or not math.isfinite(norm):
-        found = "all gradients and parameters are finite"
-        names = not_finite(gradients()) or not_finite(state())
-        if names:
-            found = f"not finite: {names[0]} and {len(names) - 1} more"
-        return f"loss {loss:g}, gradient norm {norm:g}; {found}"
-    if watched:
-        return drift(state(), ties)
-    return ""
-
-
-def drift(state, ties=()):
-    """-> in words, which parameter has gone another way on some rank, or ""."""
-    unlike = different(state)
-    if unlike:
-        name, rank = unlike
-        return f"{name} of rank {rank} is not what it is on rank 0"
-    for name, other in ties:
-        if digest(state[name]) != digest(state[other]):
-            return f"{name} is not {other}, to which it is tied"
-    return ""
-
-
-def ties_of(module):
-    """-> [(name, the first name of the same parameter)]"""
-    first = {}
-    found = []
-    for name, p in module.named_parameters(remove_duplicate=False):
-        if p in first:
-            found.append((name, first[p]))
-        first.setdefault(p, name)
-    return found
+    if math.isfinite(loss) and math.isfinite(norm):
+        return ""
+    found = "all gradients and parameters are finite"
+    names = not_finite(gradients()) or not_finite(state())
+    if names:
+        found = f"not finite: {names[0]} and {len(names) - 1} more"
+    return f"loss {loss:g}, gradient norm {norm:g}; {found}"
 
 
 # ---- the end -------------------------------------------------------------------

@@ -5,6 +5,7 @@ Open the trace, a file for each rank, at ui.perfetto.dev or chrome://tracing.
 """
 import contextlib
 import json
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -29,11 +30,14 @@ def profiled(path, say):
 
 def summary(profile, path, found):
     """-> lines: the largest entries, and for how much of the step only transport is at work."""
-    gpu = any(row.self_device_time_total for row in profile.key_averages())
+    rows = profile.key_averages()
+    time = "self_cpu_time_total"  # microseconds
+    if any(row.self_device_time_total for row in rows):
+        time = "self_device_time_total"
     lines = ["", f"profile of one step, in {path}; its largest entries:"]
-    for row in largest(profile, gpu):
-        name = row.key[:50]
-        lines.append(f"  {name:52} {own_time(row, gpu) / 1e3:9.3f} ms in {row.count} calls")
+    for row in sorted(rows, key=attrgetter(time), reverse=True)[:LARGEST]:
+        ms = getattr(row, time) / 1e3
+        lines.append(f"  {row.key[:50]:52} {ms:9.3f} ms in {row.count} calls")
     events = json.loads(Path(path).read_text())["traceEvents"]
     whole, moving, exposed = exposed_time(events)
     found.update(communication=moving / 1e3, exposed=exposed / 1e3)
@@ -43,18 +47,6 @@ def summary(profile, path, found):
             f"ms, {exposed / whole:.0%}"
         )
     return lines
-
-
-def own_time(row, gpu):
-    """Microseconds."""
-    if gpu:
-        return row.self_device_time_total
-    return row.self_cpu_time_total
-
-
-def largest(profile, gpu):
-    rows = sorted(profile.key_averages(), key=lambda row: own_time(row, gpu), reverse=True)
-    return rows[:LARGEST]
 
 
 # ---- what is hidden ------------------------------------------------------------

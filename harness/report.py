@@ -2,8 +2,11 @@
 import json
 import math
 import os
+import re
 import sys
 from pathlib import Path
+
+from harness.usage import complain
 
 GREEN = "32"
 RED = "31"
@@ -15,36 +18,17 @@ SHOWN = 6  # tensors that differ
 
 
 def say(*words, end="\n"):
-    """Print, or go on in silence if nobody reads (`| head -1`, `>&-`): the run is worth more."""
-    if sys.stdout is None:  # it was closed before this process began
-        silence()
-    text = " ".join(map(str, words))
+    """Print, or go on in silence if nobody reads (`| head -1`): the run is worth more."""
     try:
-        print(text, end=end, flush=True)
-    except UnicodeEncodeError:  # a path has letters that are not in stdout's encoding
-        print(text.encode("ascii", "backslashreplace").decode(), end=end, flush=True)
-    except (BrokenPipeError, ValueError):
-        silence()
-
-
-def silence():
-    """From here on, what is printed goes nowhere. One line on stderr says so."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    if sys.stdout is not None:  # else 1 was closed, and may be a file that was opened since
+        print(*words, end=end, flush=True)
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
-    sys.stdout = os.fdopen(nowhere, "w", closefd=False)
-    print("stdout is closed: the run goes on without it", file=sys.stderr, flush=True)
-
-
-def open_stderr():
-    """After `2>&-` Python has none, and the next file to be opened would be what C++ writes to."""
-    if sys.stderr is None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        sys.stderr = os.fdopen(2, "w", closefd=False)
+        print("stdout is closed: the run goes on without it", file=sys.stderr, flush=True)
 
 
 def on_terminal():
-    return sys.stdout is not None and not sys.stdout.closed and sys.stdout.isatty()
+    return sys.stdout is not None and sys.stdout.isatty()  # None: `>&-`
 
 
 def colored(text, color):
@@ -203,12 +187,13 @@ def speed_line(report):
 
 
 def write_json(path, report):
-    """-> what went wrong, in words, or ""."""
+    """-> has it been written?"""
     try:
         Path(path).write_text(json.dumps(report, indent=1))
     except OSError as error:
-        return f"--json {path}: {error.strerror}"
-    return ""
+        complain(f"--json {path}: {error.strerror}")
+        return False
+    return True
 
 
 class StepLog:
@@ -223,29 +208,26 @@ class StepLog:
             keep_before(first, os.path.realpath(path))
             mode = "a"
         self.file = open(path, mode, buffering=1)  # by lines
+        self.full = False  # could a line not be written?
 
     def write(self, **figures):
-        """-> what went wrong, in words, or "". The run goes on without a log that is full."""
+        """The run goes on without a log that is full."""
         try:
             self.file.write(json.dumps(figures) + "\n")
         except OSError as error:
-            return f"--log-file {self.file.name}: {error.strerror}"
-        return ""
+            if not self.full:
+                complain(f"--log-file {self.file.name}: {error.strerror}: "
+                         "the run goes on without it")
+            self.full = True
 
 
 def keep_before(first, path):
     """Keeps only a log's lines of steps before this one. A kill meanwhile leaves it as it was."""
     kept = []
     for line in Path(path).read_text().splitlines():
-        if is_before(line, first):
+        whole = re.match(r'{"step": (\d+).*}$', line)  # a kill may have cut it off
+        if whole and int(whole[1]) < first:
             kept.append(line + "\n")
     new = Path(f"{path}.new")
     new.write_text("".join(kept))
     os.replace(new, path)
-
-
-def is_before(line, first):
-    try:
-        return json.loads(line)["step"] < first
-    except (ValueError, KeyError, TypeError):
-        return False  # cut off by a kill

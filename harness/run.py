@@ -136,11 +136,10 @@ class Run:
         if self.impls == ("both",):
             self.impls = ("scratch", "torch")
         self.sides = {}  # {impl: Side}, from begin() on
-        # May plain() repeat this training from step 0 on, so that a resumed run is compared with
-        # one that was never interrupted? See plain_first(). Not where there are experts: earlier
-        # runs of the training may have routed tokens in another way
-        self.replays = True
         self.start = checkpoint.begin(args)  # the checkpoint to start from; bad: exit code 2
+        # May plain() repeat this training from step 0 on, see plain_first()? Not if it began with
+        # weights from elsewhere, in this run or in one before it
+        self.replays = self.start.flag != "--init-from" and self.start.extra.get("replays", True)
         self.load_text()
         self.join()
         if not self.dry:
@@ -151,17 +150,15 @@ class Run:
 
     def load_text(self):
         args = self.args
-        self.corpus = None  # a common.Text
+        self.corpus = None  # (n,) bytes, from load_corpus()
         self.text = None  # a HeldOut, with --eval-every
         try:
             self.corpus = load_corpus(args.data, self.cfg.seq)
             if args.eval_every:
                 self.text = HeldOut(self.corpus, self.cfg.seq, args.batch)
                 self.corpus = self.text.rest
-        except OSError as error:
-            require(False, f"--data {args.data}: {error.strerror}: {error.filename}")
-        except (ValueError, RuntimeError) as error:
-            require(False, f"--data {args.data}: {error}")
+        except (OSError, ValueError, RuntimeError) as error:
+            require(False, f"--data {args.data}: {checkpoint.reason(error)}")
 
     def join(self):
         """The process group."""
@@ -199,7 +196,7 @@ class Run:
                 backend = choose_backend(self.device, self.store, launch)
             with guard.patience(waiting):
                 self.make_group(launch, backend)
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, ValueError) as error:
             print(f"{waiting()}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
             sys.exit(1)
 
@@ -233,17 +230,15 @@ class Run:
         self.extra = {}  # a script's own keys of the report
         self.table = report.Table(self.first, self.last, bool(self.args.eval_every))
         self.step_log = None  # --log-file, on rank 0
-        self.full = False  # could a line of it not be written?
         self.profile = {}  # milliseconds of communication in the last step, if --profile knows
         self.rows = None  # this rank's of every batch, from steps() on
-        self.ties = None  # names of the plain model's tied parameters, once --watch asks
 
     def __enter__(self):
         if self.dry:
             from torch._subclasses.fake_tensor import FakeTensorMode
 
             self.fake = FakeTensorMode()
-            self.corpus.parts = [self.fake.from_tensor(part) for part in self.corpus.parts]
+            self.corpus = self.fake.from_tensor(self.corpus)
             self.fake.__enter__()
         return self
 
@@ -255,7 +250,7 @@ class Run:
             self.say(f"interrupted after {done} of {self.args.steps} steps")
             os._exit(130)
         if kind not in (None, SystemExit):
-            guard.testify(self.rank, self.step)
+            usage.complain(f"rank {self.rank}, step {self.step}: {kind.__name__}")
             return  # the other ranks may still wait in a collective
         self.finish_saving()
         # a closure or a cycle may keep a group alive beyond destroy; gloo would abort at exit
@@ -294,11 +289,6 @@ class Run:
             self.corpus, self.cfg.seq, args.seed, step, args.batch, args.pad, rows
         )
         return x.to(self.device), y.to(self.device), valid
-
-    def held_out(self, k, rows=None):
-        """Rows of held-out batch k, which has as many as a global batch -> inputs, targets."""
-        x, y = self.text.batch(k, rows)
-        return x.to(self.device), y.to(self.device)
 
     def rate(self, step):
         return learning_rate(step, self.args)
@@ -356,7 +346,9 @@ class Run:
                 self.ledger[impl] = stack.enter_context(ledger)
             self.profile = {}
             if self.args.profile and step == max(self.first, self.last - 1):
-                self.profile = stack.enter_context(self.profiler(impl))
+                name = f"{Path(usage.program()).stem}-{impl}-rank{self.rank}.json"
+                trace = profiled(Path(self.args.profile, name), self.say)
+                self.profile = stack.enter_context(trace)
             if on_gpu:
                 torch.cuda.reset_peak_memory_stats()
             before = self.clock.mark()
@@ -364,10 +356,6 @@ class Run:
             self.marks = before, self.clock.mark()
             if is_last and on_gpu and impl == self.impls[0]:
                 self.extra["allocator_peak"] = torch.cuda.max_memory_allocated()
-
-    def profiler(self, impl):
-        name = f"{Path(usage.program()).stem}-{impl}-rank{self.rank}.json"
-        return profiled(Path(self.args.profile, name), self.say)
 
     def ms(self, impl):
         """The median over the steps, without the first and the last if there are others.
@@ -404,11 +392,8 @@ class Run:
             self.table.progress(step, self.times[impl][-1], len(self.impls))
 
     def save(self, side, step):
-        extra = {}
-        if side.extra:
-            extra.update(side.extra())
-        if self.is_tuning():
-            extra["tuning"] = True
+        extra = side.extra() if side.extra else {}
+        extra["replays"] = self.replays
         notes = {"identity": checkpoint.identity(self.args), "extra": extra}
         self.saver.save(step + 1, side.pieces(), notes)
         if (step == self.last or self.stopping) and not self.finish_saving():
@@ -427,13 +412,9 @@ class Run:
         return total
 
     def look_for_faults(self, side, step, loss, norm):
-        watched = bool(self.args.watch) and (step + 1) % self.args.watch == 0
         if side.may_overflow:
             norm = 0.0
-        if watched and self.ties is None:
-            self.ties = guard.ties_of(self.build())
-        fault = guard.fault(loss, norm, watched, side.full_gradients, side.full_state_dict,
-                            self.ties)
+        fault = guard.fault(loss, norm, side.full_gradients, side.full_state_dict)
         if fault:
             self.finish_saving()
         require(not fault, f"step {step}: {fault}", code=1)
@@ -454,10 +435,7 @@ class Run:
             )
             if validation is not None:
                 figures["validation"] = validation
-            trouble = self.step_log.write(**figures)
-            if trouble and not self.full:
-                usage.complain(f"{trouble}: the run goes on without it")
-                self.full = True
+            self.step_log.write(**figures)
 
     def memory(self, impl):
         """-> bytes: what is held on this rank, and the most that there was. That is the allocator's
@@ -486,14 +464,20 @@ class Run:
 
     def validate(self, impl, step):
         """-> the loss on held-out text, a number, after this step."""
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        with torch.no_grad():
-            for k in range(self.text.batches):
-                total += self.sides[impl].evaluate(*self.held_out(k, self.rows))
+        total = self.on_held_out(self.sides[impl].evaluate, self.rows)
         dist.all_reduce(total)  # partial -> replicated
         loss = total.cpu() / self.text.targets
         self.trace[impl].validation[step] = loss
         return loss.item()
+
+    @torch.no_grad()
+    def on_held_out(self, evaluate, rows=None):
+        """evaluate(inputs, targets) of rows of each held-out batch -> the sum."""
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for k in range(self.text.batches):
+            x, y = self.text.batch(k, rows)
+            total += evaluate(x.to(self.device), y.to(self.device))
+        return total
 
     # -- the plain run
 
@@ -510,8 +494,10 @@ class Run:
             model = self.build()
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         optimizer = adamw(trained.values(), self.args.lr)
+        begin = self.plain_first()
+        if self.start.folder and (begin > 0 or not self.replays):
+            checkpoint.read_plain(self.start, model, optimizer)
         trace = Trace()
-        begin = self.plain_start(model, optimizer)
         if begin == self.first and self.args.eval_every:
             trace.validation[begin - 1] = self.validate_plain(model)
         steps = range(begin, self.checked + 1)
@@ -527,36 +513,18 @@ class Run:
                 trace.validation[step] = self.validate_plain(model)
         return trace
 
-    def plain_start(self, model, optimizer):
-        """Load what the plain run begins with -> plain_first()."""
-        first = self.plain_first()
-        if first > 0:
-            checkpoint.read_plain(self.start, model, optimizer)
-        elif self.start.flag == "--init-from":  # step 0 begins with the checkpoint's weights
-            checkpoint.read_plain(self.start, model)
-        return first
-
     def plain_first(self):
         """-> the step at which the plain run begins.
 
-        As a rule it is 0, so that a resumed run is compared with one that was never interrupted.
-        It is self.first, where this run resumes, if that is beyond CHECKED, or if what came before
-        cannot be replayed: where the training began from other weights (--init-from), for one.
+        As a rule it is 0, so that a resumed run is compared with one that was never interrupted;
+        else it is where this run begins, with the same checkpoint.
         """
-        if self.first > CHECKED or self.is_tuning() or not self.replays:
-            return self.first
-        return 0
-
-    def is_tuning(self):
-        """Has this training, here or in a run before this one, begun with --init-from?"""
-        return self.start.flag == "--init-from" or "tuning" in self.start.extra
+        if self.replays and self.first <= CHECKED:
+            return 0
+        return self.first
 
     def validate_plain(self, model):
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        with torch.no_grad():
-            for k in range(self.text.batches):
-                x, y = self.held_out(k)
-                total += loss_sum(model(x), y)
+        total = self.on_held_out(lambda x, y: loss_sum(model(x), y))
         return total.cpu() / self.text.targets
 
     # -- the report
@@ -609,9 +577,10 @@ class Run:
         if self.rank == 0:
             ranks = [json.loads(self.store.get(f"rank {r}")) for r in range(self.world_size)]
             check, plain_loss = self.check(plain or self.plain, judged_as or self.args.dtype)
-            unwritten = self.publish(ranks, total, check, plain_loss)
-            wrong = bool(check) and not check["passed"]
-            self.store.set("failed", str(int(wrong or unwritten or self.full)))
+            passed = not check or check["passed"]
+            logged = not self.step_log or not self.step_log.full
+            written = self.publish(ranks, total, check, plain_loss)
+            self.store.set("failed", str(int(not (passed and logged and written))))
         self.store.wait(["failed"], timedelta(days=1))
         failed = int(self.store.get("failed"))
         dist.barrier()  # rank 0 may be the store: it leaves when all have read
@@ -634,7 +603,7 @@ class Run:
         return check, [loss.item() for loss in trace.loss.values()]
 
     def publish(self, ranks, total, check, plain_loss):
-        """Print the report, write it to --json -> True if it could not be written."""
+        """Print the report, write it to --json -> False if it could not be written."""
         impl = self.impls[0]
         ms = self.ms(impl)
         args = {name: value for name, value in vars(self.args).items() if name != "cfg"}
@@ -661,9 +630,4 @@ class Run:
                 result["speedup"] = theirs / ms
         result.update(self.extra)
         report.show(result)
-        if not self.args.json:
-            return False
-        trouble = report.write_json(self.args.json, result)
-        if trouble:
-            usage.complain(trouble)
-        return bool(trouble)
+        return not self.args.json or report.write_json(self.args.json, result)

@@ -38,8 +38,7 @@ def require(condition, message, code=2):
     while leaving < int(os.environ["WORLD_SIZE"]) and time.monotonic() < end:
         time.sleep(0.01)  # torchrun ends all ranks as soon as one has left: leave together
         leaving = store.add(key, 0)
-    if sys.stdout is not None:
-        sys.stdout.flush()
+    print(end="", flush=True)  # what stdout still holds
     os._exit(code)
 
 

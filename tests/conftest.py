@@ -39,18 +39,9 @@ gc.freeze()  # what is imported by now need not be looked through again and agai
 if not importlib.util.find_spec("numpy"):
     sys.modules["numpy"] = None  # else torch looks for it in every operation of a dry run
 
-STDLIB = common.load_corpus("", 1)  # read once, not by every rank
-load_from_disk = common.load_corpus
-
-
-def load_corpus(path, seq):
-    """common's, which reads this Python's library anew in every process."""
-    if path or len(STDLIB) <= seq:
-        return load_from_disk(path, seq)
-    return STDLIB
-
-
-common.load_corpus = load_corpus
+load = common.load_corpus
+STDLIB = load("", 1)  # this Python's library, read once, not by every rank
+common.load_corpus = lambda path, seq: load(path, seq) if path else STDLIB
 
 SMALL = ("--layers", "2", "--width", "32", "--heads", "4", "--seq", "16", "--steps", "2")
 # right code shows gaps of 1e-12, wrong code of 1
@@ -113,7 +104,7 @@ def script(name, world, *flags, plant=None, code=0):
             command = f"{name}.py on {world} ranks {' '.join(flags)}"
             raise AssertionError(f"{command}: exit codes {codes}\n{said}")
         if code == 2:
-            assert said.startswith(f"{name}.py: error: ") and said.count("\n") == 1, said
+            assert is_clear(name, said), said
             return said
         return json.loads(path.read_text()) if path.exists() else said
 
@@ -128,8 +119,19 @@ def _program(rank, world, port, path, words, folder):
 def program(path, *words):
     """python path words.., in a process that has torch already -> exit code, stdout, stderr."""
     with tempfile.TemporaryDirectory() as folder:
-        code, = _start(_program, 1, str(ROOT / path), [str(word) for word in words], folder)
+        words = [str(word) for word in words]
+        code, = _start(_program, 1, str(ROOT / path), words, folder, limit=580)
         return code, Path(folder, "1").read_text(), Path(folder, "2").read_text()
+
+
+def tool(name, *words, code=0):
+    """A program in tools/ -> what it says; with code 2 its line on stderr."""
+    ended, said, errors = program(f"tools/{name}.py", *words)
+    assert ended == code, errors
+    if code == 2:
+        assert is_clear(name, errors), errors
+        return errors
+    return said
 
 
 def outcome(name, flags):
@@ -147,9 +149,9 @@ def outcome(name, flags):
     return code, out.getvalue(), said.getvalue()
 
 
-def is_clear(name, said, words):
-    start = f"{name}.py: error: "
-    one_line = said.startswith(start) and said.count("\n") == 1
+def is_clear(name, said, words=""):
+    """It is one line, and has the words."""
+    one_line = said.startswith(f"{name}.py: error: ") and said.count("\n") == 1
     return one_line and words in said and len(said) < 300
 
 
@@ -188,8 +190,7 @@ def _alone(rank, world, _, name, runs, folder):
     for i in range(rank, len(runs), world):
         flags = (*runs[i], "--json", f"{folder}/{i}")
         try:
-            _script(rank=0, world=1, port=0, name=name, flags=flags, plant=None,
-                    errors=f"{folder}/stderr")
+            _script(0, 1, 0, name, flags, None, f"{folder}/stderr")
         except SystemExit as end:
             if end.code:
                 raise
@@ -228,8 +229,8 @@ def textbook(report):
 ALLOWED = {"torch", *sys.stdlib_module_names}
 
 
-def roots(node):
-    """The packages that an import statement names."""
+def imported(node):
+    """The packages that this node names, if it is an import statement."""
     if isinstance(node, ast.Import):
         return {alias.name.split(".")[0] for alias in node.names}
     if isinstance(node, ast.ImportFrom):
@@ -244,7 +245,7 @@ def section_one(name):
     rulers = {line[:10]: i for i, line in enumerate(lines) if line.startswith("# ---- ")}
     kept = set(range(rulers["# ---- 1. "], rulers["# ---- 2. "]))
     for node in ast.walk(ast.parse(source)):
-        wanted = roots(node)
+        wanted = imported(node)
         if wanted and wanted <= ALLOWED and node.col_offset == 0:
             kept |= set(range(node.lineno - 1, node.end_lineno))
         elif wanted and node.lineno - 1 in kept:

@@ -1,106 +1,96 @@
 """Two processes share out a long run of tests, since most tests leave a core idle.
 
-The first one takes tests from the front. It starts a second pytest that takes them from the back,
-and shows what that one reports beside its own. conftest.py takes pytest's hook from here.
+Once pytest has found the tests it forks. The parent takes them from the front, the child from the
+back, and the parent shows what the child reports. conftest.py takes pytest's hook from here.
 """
 import contextlib
-import hashlib
 import multiprocessing
 import os
-import signal
-import subprocess
-import sys
-import tempfile
-from multiprocessing.connection import Connection
-from pathlib import Path
 
 import pytest
 
-SECOND = "HALVES_SECOND"  # environment variable of the second process: its pipe, the claims' folder
 MANY = 100  # tests; for fewer one process will do
 
 
 def pytest_runtestloop(session):
     """-> True: the tests have run. None: pytest is to run them one after the other."""
-    if SECOND in os.environ:
-        pipe, folder = os.environ.pop(SECOND).split(" ", 1)
-        run_from_the_back(session, Path(folder), Connection(int(pipe)))
-        return True
     option = session.config.option
     is_watched = option.usepdb or option.trace or option.capture == "no"
-    is_alone = is_watched or option.collectonly or option.basetemp  # which the second would empty
+    is_alone = is_watched or option.collectonly or option.basetemp  # which both would empty
     if session.testsfailed or is_alone or len(session.items) < MANY:
         return None
-    with tempfile.TemporaryDirectory() as folder:
-        run_from_the_front(session, Path(folder))
+    # how many tests nobody has taken
+    left = multiprocessing.get_context("fork").Value("i", len(session.items))
+    receiver, sender = multiprocessing.Pipe(duplex=False)
+    capture = session.config.pluginmanager.getplugin("capturemanager")
+    capture.stop_global_capturing()  # two processes cannot share the files that it writes to
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    capture.start_global_capturing()
+    capture.suspend_global_capture()
+    if child == 0:
+        receiver.close()
+        run_from_the_back(session, left, sender)
+    else:
+        sender.close()  # so that it ends with the child
+        run_from_the_front(session, left, receiver, child)
     return True
 
 
-def run_from_the_front(session, folder):
-    config = session.config
-    reports, pipe = multiprocessing.Pipe(duplex=False)
-    command = [sys.executable, "-m", "pytest", *map(str, config.invocation_params.args)]
-    second = subprocess.Popen(
-        command, cwd=config.invocation_params.dir, stdout=subprocess.DEVNULL,
-        env={**os.environ, SECOND: f"{pipe.fileno()} {folder}"}, pass_fds=[pipe.fileno()])
-    pipe.close()  # so that it ends with the second process
-
+def run_from_the_front(session, left, receiver, child):
     def show(until_the_end):
-        """What the second process reports is counted and printed as if it were from here."""
+        """What the child reports is counted and printed as if it were from here."""
+        hook = session.config.hook
         with contextlib.suppress(EOFError):
-            while until_the_end or reports.poll():
-                data = reports.recv()
-                report = config.hook.pytest_report_from_serializable(config=config, data=data)
-                config.hook.pytest_runtest_logreport(report=report)
-                stop_if_asked(session)
+            while until_the_end or receiver.poll():
+                data = receiver.recv()
+                report = hook.pytest_report_from_serializable(config=session.config, data=data)
+                hook.pytest_runtest_logreport(report=report)
 
     try:
-        for _ in run_unclaimed(session, session.items, folder):
+        for _ in run_those_left(session, session.items, left):
             show(until_the_end=False)
         show(until_the_end=True)
-        code = second.wait()
-    finally:
-        second.send_signal(signal.SIGINT)  # if it is there still
-        second.wait()
+    finally:  # after --maxfail and Ctrl-C, too
+        left.value = 0
+        receiver.close()
+        _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         pytest.exit(f"the second half of the tests ended with {code}", returncode=1)
 
 
-def run_from_the_back(session, folder, pipe):
+def run_from_the_back(session, left, sender):
     config = session.config
 
     class Reports:
         def pytest_runtest_logreport(self, report):
-            pipe.send(config.hook.pytest_report_to_serializable(config=config, report=report))
+            sender.send(config.hook.pytest_report_to_serializable(config=config, report=report))
 
     config.pluginmanager.register(Reports())
-    for _ in run_unclaimed(session, session.items[::-1], folder):
+    for _ in run_those_left(session, reversed(session.items), left):
         pass
 
 
-def run_unclaimed(session, items, folder):
-    """Runs what the other process has not claimed, and yields after each test."""
-    unclaimed = (item for item in items if claim(item, folder))
-    item = next(unclaimed, None)
+def run_those_left(session, items, left):
+    """Runs tests until all are taken, and yields after each."""
+    taken = take(items, left)
+    item = next(taken, None)
     while item:
-        # claimed before `item` runs, since pytest keeps the fixtures that both of them need
-        following = next(unclaimed, None)
+        # taken before `item` runs, since pytest keeps the fixtures that both of them need
+        following = next(taken, None)
         item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-        stop_if_asked(session)
         yield
+        if session.shouldfail:  # --maxfail
+            raise session.Failed(session.shouldfail)
         item = following
 
 
-def claim(item, folder):
-    """Is this test this process's? Who comes first has it."""
-    owner = folder / hashlib.sha256(item.nodeid.encode()).hexdigest()
-    with contextlib.suppress(FileExistsError):
-        owner.touch(exist_ok=False)
-        return True
-    return False
-
-
-def stop_if_asked(session):
-    """As pytest's own loop does, for --maxfail."""
-    if session.shouldfail:
-        raise session.Failed(session.shouldfail)
+def take(items, left):
+    for item in items:
+        with left.get_lock():
+            if left.value == 0:
+                return
+            left.value -= 1
+        yield item

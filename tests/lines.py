@@ -1,12 +1,12 @@
-"""Which statements of a section 1 does ordinary training never run?
+"""Which lines of a section 1 does ordinary training never run?
 
     python tests/lines.py            all nine files, by their own tests less planted bugs, refusals
     python tests/lines.py zero fsdp  these
 
 Every rank that a test starts notes the lines that it runs, if LINES_TO names a folder.
 """
-import ast
 import atexit
+import inspect
 import os
 import subprocess
 import sys
@@ -28,16 +28,14 @@ def watch():
         return
     run = set()
 
-    def trace_line(frame, event, _):
-        run.add((frame.f_code.co_filename, frame.f_lineno))
-        return trace_line
-
     def trace(frame, event, _):
-        if frame.f_code.co_filename in PATHS:
-            return trace_line(frame, event, _)
-        return None
+        if frame.f_code.co_filename not in PATHS:
+            return None
+        run.add((frame.f_code.co_filename, frame.f_lineno))
+        return trace
 
     def write():
+        sys.settrace(None)
         text = "\n".join(f"{PATHS[path]} {line}" for path, line in run)
         Path(folder, f"{os.getpid()}").write_text(text)
 
@@ -46,7 +44,6 @@ def watch():
     end = os._exit  # a process of multiprocessing ends here, without atexit
 
     def write_and_end(code):
-        sys.settrace(None)
         write()
         end(code)
 
@@ -54,34 +51,19 @@ def watch():
     atexit.register(write)
 
 
-def statements(name):
-    """-> [(first line, last line)] of section 1's statements inside of functions."""
-    source = (ROOT / f"{name}.py").read_text()
-    lines = source.splitlines()
-    rulers = [i for i, line in enumerate(lines, 1) if line.startswith(("# ---- 1. ", "# ---- 2. "))]
-    found = []
-    for function in ast.walk(ast.parse(source)):
-        if isinstance(function, ast.FunctionDef) and rulers[0] < function.lineno < rulers[1]:
-            for node in ast.walk(function):
-                if isinstance(node, ast.stmt) and node is not function:
-                    found.append(node)
-    return {span(node) for node in found if not is_docstring(node)}
+def lines_of(code):
+    """-> the lines of all functions in a code object."""
+    found = set()
+    for inner in code.co_consts:
+        if inspect.iscode(inner):
+            found |= lines_of(inner)
+            if inner.co_flags & inspect.CO_OPTIMIZED:  # a function; classes ran when imported
+                found |= {line for _, _, line in inner.co_lines() if line}
+    return found
 
 
-def is_docstring(node):
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-
-
-def span(node):
-    """Of an if or a for: its head alone."""
-    last = node.end_lineno
-    if hasattr(node, "body"):
-        last = max(node.lineno, node.body[0].lineno - 1)
-    return node.lineno, last
-
-
-def never_run(name):
-    """-> the statements of section 1, those that no rank has run, by the file's own tests."""
+def lines_run(name):
+    """-> the lines that ranks have run in the file's own tests, as "zero 123"."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "pytest", "-q", f"tests/test_{name}.py", "-k",
                    "not planted and not refuse"]
@@ -89,23 +71,18 @@ def never_run(name):
                               capture_output=True, text=True)
         if done.returncode:
             print(done.stdout[-2000:])
-        run = set()
-        for path in Path(folder).iterdir():
-            run |= set(path.read_text().splitlines())
-    every = statements(name)
-    missed = []
-    for first, last in sorted(every):
-        if not any(f"{name} {line}" in run for line in range(first, last + 1)):
-            missed.append(first)
-    return every, missed
+        return {line for path in Path(folder).iterdir() for line in path.read_text().splitlines()}
 
 
 def main():
+    from conftest import section_one  # which imports this file
+
     for name in sys.argv[1:] or FILES:
-        every, missed = never_run(name)
-        share = len(missed) / len(every)
-        print(f"{name:18} {len(every)} statements, never run {len(missed)} ({share:.1%}): "
-              f"lines {', '.join(map(str, missed)) or 'none'}", flush=True)
+        run = lines_run(name)
+        every = lines_of(compile(section_one(name), name, "exec"))
+        missed = [str(line) for line in sorted(every) if f"{name} {line}" not in run]
+        print(f"{name:18} {len(every)} lines, never run {len(missed)} "
+              f"({len(missed) / len(every):.1%}): {', '.join(missed) or 'none'}", flush=True)
 
 
 if __name__ == "__main__":

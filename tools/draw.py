@@ -7,7 +7,6 @@
     timelines.svg   pipeline schedules: planned, and as a run of two ranks measured it
     hops.svg        who works how much at which hop of ring and zigzag attention
     buckets.svg     ddp's buckets travelling while backward runs, from a profile
-    losses.svg      eight techniques, one loss curve; a mixture of experts beside it
 """
 import json
 import sys
@@ -35,14 +34,9 @@ COLORS = {
     "W": "#ccbb44",
     "U": "#aa3377",
 }
-PALETTE = (
-    "#4477aa", "#ee6677", "#228833", "#ccbb44", "#66ccee", "#aa3377", "#ee8866", "#ffffff",
-    "#999999",
-)
 STYLE = """
 text { font: 12px sans-serif; fill: #222 } .small { font-size: 10px } .title { font-weight: bold }
-.axis { stroke: #888; fill: none } .idle { fill: #8884 } .key { stroke: #888 }
-.line { fill: none; stroke-linejoin: round }
+.idle { fill: #8884 }
 @media (prefers-color-scheme: dark) { text { fill: #ddd } }
 """
 
@@ -68,13 +62,6 @@ class Drawing:
             f'class="{kind}"{paint}/>'
         )
 
-    def line(self, points, color="", kind="axis", width=1):
-        paint = f' stroke-width="{width}"'
-        if color:
-            paint += f' stroke="{color}"'
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        self.elements.append(f'<polyline points="{path}" class="{kind}"{paint}/>')
-
     def legend(self, x, y, kinds):
         """kinds: {one of COLORS: what it is}"""
         for number, (kind, words) in enumerate(kinds.items()):
@@ -87,34 +74,6 @@ class Drawing:
             f'width="{self.width}" height="{self.height}"><style>{STYLE}</style>\n'
         )
         Path(path).write_text(head + "\n".join(self.elements) + "\n</svg>\n")
-
-
-def bounds(lines, axis):
-    """lines: [[(x, y)]] -> the smallest and largest x (axis 0) or y (axis 1), never the same."""
-    values = [point[axis] for points in lines for point in points]
-    low = min(values)
-    high = max(values)
-    if low == high:
-        return low - 0.5, high + 0.5
-    return low, high
-
-
-def plot(drawing, x, y, width, height, lines, widths=None):
-    """Curves in a frame whose corners have their numbers. lines: [[(x, y)]], each in a color."""
-    left, right = bounds(lines, 0)
-    bottom, top = bounds(lines, 1)
-    drawing.line([(x, y), (x, y + height), (x + width, y + height)])
-    drawing.text(x - 6, y + 4, f"{top:.4g}", "end", "small")
-    drawing.text(x - 6, y + height + 4, f"{bottom:.4g}", "end", "small")
-    drawing.text(x, y + height + 16, f"{left:.4g}", "start", "small")
-    drawing.text(x + width, y + height + 16, f"{right:.4g}", "end", "small")
-    for number, points in enumerate(lines):
-        placed = []
-        for along, value in points:
-            across = x + width * (along - left) / (right - left)
-            placed.append((across, y + height * (top - value) / (top - bottom)))
-        thick = widths[number] if widths else 1
-        drawing.line(placed, PALETTE[number % len(PALETTE)], "line", thick)
 
 
 def read(name):
@@ -314,49 +273,8 @@ def draw_buckets():
     drawing.save(PLACE / "buckets.svg")
 
 
-# ---- losses --------------------------------------------------------------------
-
-STEPS = 60
-TRAINED = {  # ranks, file and flags
-    "ddp": "2 ddp.py",
-    "zero": "2 zero.py --stage 3",
-    "fsdp": "2 fsdp.py",
-    "tensor parallel": "2 tensor_parallel.py --sp",
-    "pipeline": "2 pipeline_parallel.py --schedule zb-h1",
-    "context parallel": "2 context_parallel.py",
-    "accumulation, checkpointing": "2 amp_accum_ckpt.py --accum 2 --ckpt full",
-    "hybrid, 2 x 2": "4 hybrid_3d.py --dp 2 --tp 2 --pp 1",
-    "mixture of experts": "2 moe.py",  # another model, which has a line of its own
-}
-
-
-def measure_losses():
-    figures = {}
-    for label, command in TRAINED.items():
-        ranks, script, *flags = command.split()
-        found = report(ranks, script, [*flags, "--steps", STEPS, "--no-check"])
-        figures[label] = [round(loss, 5) for loss in found["loss"]]
-    write("losses", figures)
-
-
-def draw_losses():
-    """Eight lines that are one: each is drawn thinner than the one below it."""
-    figures = read("losses")
-    drawing = Drawing(860, 360)
-    title = "Loss by step on the same text: eight techniques, one line; a mixture is another model"
-    drawing.text(10, 20, title, kind="title")
-    widths = [15 - 2 * number for number in range(len(figures) - 1)] + [1.5]
-    lines = [list(enumerate(losses)) for losses in figures.values()]
-    plot(drawing, 60, 40, 560, 280, lines, widths)
-    for number, label in enumerate(figures):
-        drawing.box(640, 48 + 22 * number, 12, 12, PALETTE[number], "key")
-        drawing.text(658, 58 + 22 * number, label)
-    drawing.text(340, 345, "step", "middle")
-    drawing.save(PLACE / "losses.svg")
-
-
-DRAW = (draw_held, draw_timelines, draw_hops, draw_buckets, draw_losses)
-MEASURE = (measure_held, measure_timelines, measure_buckets, measure_losses)  # hops need none
+DRAW = (draw_held, draw_timelines, draw_hops, draw_buckets)
+MEASURE = (measure_held, measure_timelines, measure_buckets)  # hops need none
 
 
 def main(words):

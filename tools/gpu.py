@@ -60,8 +60,6 @@ VARIANTS = (
 )
 MIXED = ("--amp bf16", "--amp fp16 --ckpt full", "--amp bf16 --ckpt selective --accum 2")
 STEPS = "--steps 3"
-
-
 HYBRID = {1: "--dp 1 --tp 1 --pp 1", 2: "--dp 1 --tp 2 --pp 1", 4: "--dp 2 --tp 2 --pp 1"}
 
 

@@ -6,8 +6,8 @@ estimate.py.
     layout    dp x cp x tp x pp GPUs, micro-batches, schedule, sp, zero, ckpt, attn, and ep of the
               experts (--experts 64 --top-k 8 ..), as hybrid_3d.py has them
     memory    of the fullest stage: parameters, gradients and optimizer are exact, activations and
-              what comes and goes are estimates, all together within 11% of a dry run's peak,
-              which --exact N adds for the best N. CUDA, NCCL and fragmentation are not in it:
+              what comes and goes are estimates, all together within 11% of a dry run's peak
+              (hybrid_3d.py --dry-run). CUDA, NCCL and fragmentation are not in it:
               take --gpu-memory less what they need. RMSNorm is taken for torch's fused one. A
               CPU has none: the norm keeps its input in fp32 and more, and a small Llama's dry
               run there peaks up to a third higher
@@ -47,7 +47,7 @@ for all ten rows of table 1 in source 1 (1.7B to 1T) gives their TFLOP/s within 
 4  Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv:2309.14509, section 3
 5  Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054, section 7
 
-    python tools/plan.py --model llama3-70b --batch 1024 --gpus 512 --tokens 15e12 --price 2
+    python tools/plan.py --model llama3-70b --batch 1024 --gpus 512 --tokens 15e12
 """
 import argparse
 import json
@@ -62,9 +62,7 @@ from common import PRESETS  # noqa: E402
 from harness.flags import (  # noqa: E402
     ANY, FLAGS, POSITIVE, Flag, add_flag, check_bounds, refuse_file, require)
 from tools.estimate import (  # noqa: E402
-    CKPTS, HELD, PARTS, SCHEDULES, Layout, assess, divisors, held, job_of, parameters_of, search,
-    timed)
-from tools.launch import report  # noqa: E402
+    CKPTS, HELD, PARTS, SCHEDULES, Layout, assess, divisors, job_of, parameters_of, search, timed)
 
 # ---- flags ---------------------------------------------------------------------
 
@@ -86,7 +84,6 @@ OWN = {
     "efficiency": Flag(0.67, "of matmuls; fitted", SOME),
     "megatron_2021": Flag(False, "the software of Narayanan 2021"),
     "tokens": Flag(0.0, "to train on, for days and GPU-hours", (0, 1e18)),
-    "price": Flag(0.0, "of a GPU for an hour, for the cost", (0, 1e18)),
     "experts": Flag(int, "E in each layer, in the place of its MLP (0: none)", ANY),
     "top_k": moe.FLAGS["top_k"],
     "shared": moe.FLAGS["shared"],
@@ -100,7 +97,6 @@ OWN = {
     "ckpt": Flag(str, "fixed", CKPTS),
     "attn": Flag(str, "fixed", ("ring", "zigzag", "allgather", "ulysses")),
     "ep": Flag(int, "fixed", POSITIVE),
-    "exact": Flag(0, "so many rows get the peak of a dry run, which takes minutes", ANY),
 }
 
 
@@ -108,7 +104,7 @@ def read(words=None):
     """-> the flags, in bounds. Here and in estimate.py they are called `at`.
 
     Besides, .cfg: sizes of the model; .fixed: {axis: value} of the axes that are given; .node: how
-    many GPUs a node has.
+    many GPUs a node has, all nodes being of one size.
     """
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], usage="%(prog)s [flags]",
                                      allow_abbrev=False)
@@ -127,7 +123,8 @@ def read(words=None):
     refuse(at)
     at.fixed = {axis: getattr(at, axis) for axis in Layout._fields
                 if getattr(at, axis) is not None}
-    return resized(at, at.gpus)
+    at.node = max(n for n in divisors(at.gpus) if n <= at.gpus_per_node)
+    return at
 
 
 def refuse(at):
@@ -142,12 +139,6 @@ def refuse(at):
     require(not E or at.top_k <= E, f"--top-k {at.top_k} of --experts {E}: choose {E} at most")
     require(E or not (at.ep or at.shared), "--ep and --shared are for --experts E")
     refuse_file("--json", at.json)
-
-
-def resized(at, gpus):
-    """The flags for another number of GPUs, in nodes of equal size, --gpus-per-node at most."""
-    node = max(n for n in divisors(gpus) if n <= at.gpus_per_node)
-    return argparse.Namespace(**{**vars(at), "gpus": gpus, "node": node})
 
 
 # ---- in words ------------------------------------------------------------------
@@ -177,46 +168,27 @@ def text(lay):
     return ", ".join(words)
 
 
-def flags_of(lay, at):
-    """-> the words for hybrid_3d.py"""
-    words = []
-    for name in ("model", *SIZES, "batch", "dtype"):
-        if getattr(at, name):
-            words += [f"--{name.replace('_', '-')}", str(getattr(at, name))]
-    left_out = {"ep"}
-    if lay.cp == 1:
-        left_out |= {"cp", "attn"}
-    for axis, value in lay._asdict().items():
-        if axis not in left_out and value is not False:
-            words += as_flag(axis, value).split()
-    if lay.ep:
-        words += f"--experts {at.experts} --top-k {at.top_k} --ep {lay.ep}".split()
-        if at.shared:
-            words.append("--shared")
-    return words
-
-
 def command(lay, at):
     """-> the line that runs a layout"""
     where = "--standalone"
     if at.gpus > at.node:
         nodes = at.gpus // at.node
         where = f"--nnodes={nodes} --rdzv_backend=c10d --rdzv_endpoint=HOST:29500"
-    words = " ".join(flags_of(lay, at))
-    return f"torchrun {where} --nproc_per_node={at.node} hybrid_3d.py {words}"
-
-
-def advice(at, least):
-    """Nothing fits -> by how much, and on how many GPUs it would."""
-    needed, lay = least
-    lines = [f"nothing fits {at.gpu_memory:g} GB: {text(lay)} needs {needed / 1e9:.1f} GB"]
-    for times in (2, 4, 8, 16, 32, 64):
-        gpus = at.gpus * times
-        fits, _ = search(at.cfg, resized(at, gpus))
-        if fits:
-            lines.append(f"  fits on {gpus} GPUs: {text(fits[0][1])}")
-            break
-    return "\n".join(lines)
+    words = ["torchrun", where, f"--nproc_per_node={at.node} hybrid_3d.py"]
+    for name in ("model", *SIZES, "batch", "dtype"):
+        if getattr(at, name):
+            words.append(f"--{name.replace('_', '-')} {getattr(at, name)}")
+    left_out = {"ep"}
+    if lay.cp == 1:
+        left_out |= {"cp", "attn"}
+    for axis, value in lay._asdict().items():
+        if axis not in left_out and value is not False:
+            words.append(as_flag(axis, value))
+    if lay.ep:
+        words.append(f"--experts {at.experts} --top-k {at.top_k} --ep {lay.ep}")
+        if at.shared:
+            words.append("--shared")
+    return " ".join(words)
 
 
 def as_flag(axis, value):
@@ -247,17 +219,8 @@ def show(rows, at):
         print(f"{i:3} {times} {time['tflops']:7.1f} {time['mfu']:6.1%} {time['rate']:11,.0f}")
     lay, _, time = rows[0]
     if at.tokens:
-        print(f"\nrow 1 takes {time['days']:.1f} days, {time['gpu_hours']:,.0f} GPU-hours, "
-              f"which cost {time['cost']:,.0f}")
+        print(f"\nrow 1 takes {time['days']:.1f} days, {time['gpu_hours']:,.0f} GPU-hours")
     print(f"\nrow 1:  {command(lay, at)}")
-
-
-def exact_peak(lay, at):
-    """-> what a dry run of the fullest stage's first rank says, in bytes"""
-    job = job_of(at.cfg, at, lay)
-    fullest = max(range(lay.pp), key=lambda stage: held(job, stage)["memory"])
-    flags = [*flags_of(lay, at), "--dry-run", at.gpus, "--rank", fullest * at.gpus // lay.pp]
-    return report(1, "hybrid_3d.py", flags)["ranks"][0]["memory"]["peak"]
 
 
 # ---- run -----------------------------------------------------------------------
@@ -266,9 +229,6 @@ def exact_peak(lay, at):
 def main():
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it, without a traceback
     at = read()
-    if at.gpus > at.gpus_per_node and at.node != at.gpus_per_node:
-        print(f"{at.gpus} GPUs are not full nodes of {at.gpus_per_node}: "
-              f"taken as {at.gpus // at.node} of {at.node}")
     fits, least = search(at.cfg, at)
     given = "".join(" " + as_flag(axis, value) for axis, value in at.fixed.items())
     require(least, f"--batch {at.batch}{given}: no layout with dp x cp x tp x pp = {at.gpus}. They "
@@ -281,11 +241,9 @@ def main():
     said = ""
     if rows:
         show(rows, at)
-        for i, (lay, memory, _) in enumerate(rows[:at.exact], 1):
-            memory["exact"] = exact_peak(lay, at)
-            print(f"row {i}: a dry run peaks at {memory['exact'] / 1e9:.2f} GB", flush=True)
     else:
-        said = advice(at, least)
+        needed, lay = least
+        said = f"nothing fits {at.gpu_memory:g} GB: {text(lay)} needs {needed / 1e9:.1f} GB"
         print(said)
     if at.json:
         found = []
