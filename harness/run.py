@@ -150,7 +150,7 @@ class Run:
 
     def load_text(self):
         args = self.args
-        self.corpus = None  # (n,) bytes, from load_corpus()
+        self.corpus = None  # a common.Text
         self.text = None  # a HeldOut, with --eval-every
         try:
             self.corpus = load_corpus(args.data, self.cfg.seq)
@@ -238,7 +238,7 @@ class Run:
             from torch._subclasses.fake_tensor import FakeTensorMode
 
             self.fake = FakeTensorMode()
-            self.corpus = self.fake.from_tensor(self.corpus)
+            self.corpus.parts = [self.fake.from_tensor(part) for part in self.corpus.parts]
             self.fake.__enter__()
         return self
 
