@@ -145,6 +145,18 @@ def test_torchrun_takes_every_flag():
 QUICK = ("--steps", "2", "--layers", "1", "--width", "32", "--seq", "8")
 
 
+def close_all(module):
+    """`>&- 2>&-`"""
+    os.close(1)
+    os.close(2)
+    sys.stdout = None
+    sys.stderr = None
+
+
+def test_a_closed_terminal_ends_nothing():
+    assert len(script("ddp", 2, *QUICK, plant=close_all)["loss"]) == 2
+
+
 def test_files_that_cannot_be_written():
     """They end no run, and it ends with 1."""
     flags = ("--no-check", "--json", "/dev/full", "--log-file", "/dev/full")

@@ -61,7 +61,7 @@ def test_exit_codes_of_the_launcher(capsys):
 
 
 def test_bad_launches_end_in_a_line(capsys):
-    for words in ("2", "x ddp.py", "0 ddp.py"):
+    for words in ("2", "x ddp.py", "0 ddp.py", "20000000 ddp.py"):
         assert launch.main(words.split()) == 2
         said = capsys.readouterr().err
         assert said.startswith("run.sh: error: ") and said.count("\n") == 1
