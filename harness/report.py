@@ -8,8 +8,6 @@ from pathlib import Path
 
 from harness.usage import complain
 
-GREEN = "32"
-RED = "31"
 BAR = 40  # characters of the longest bar
 SHOWN = 6  # tensors that differ
 
@@ -29,13 +27,6 @@ def say(*words, end="\n"):
 
 def on_terminal():
     return sys.stdout is not None and sys.stdout.isatty()  # None: `>&-`
-
-
-def colored(text, color):
-    """In color on a terminal, unless NO_COLOR is set (no-color.org)."""
-    if on_terminal() and not os.environ.get("NO_COLOR"):
-        return f"\033[{color}m{text}\033[0m"
-    return text
 
 
 def human(n):
@@ -160,10 +151,10 @@ def verdict(check):
 
 def outcome(check):
     if check["passed"]:
-        return colored("PASSED", GREEN)
+        return "PASSED"
     for line in check["differ"][:SHOWN]:
         say("  " + line)
-    return colored(f"FAILED, worst gradient: {check['gradient_worst']}", RED)
+    return f"FAILED, worst gradient: {check['gradient_worst']}"
 
 
 def textbook_line(row):

@@ -84,9 +84,6 @@ def test_mixtral(tmp_path):
     assert all(name.endswith("bias_steps") for name in missing.missing_keys)
     moe.set_sources(model, [[torch.arange(16)]])
     torch.testing.assert_close(model(ids)[0], logits, rtol=1e-5, atol=1e-5)
-    reader = sample.Reader(model, cfg.seq)
-    for token, row in zip(ids[0].tolist(), logits):
-        torch.testing.assert_close(reader.read([token]), row, rtol=1e-5, atol=1e-5)
     same_again(folder, tmp_path)
 
 

@@ -19,7 +19,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
-from harness.report import RED, colored  # noqa: E402
 from tools.launch import INTERRUPTED, Failed, cores, report, usual_ranks, worst_gap  # noqa: E402
 
 Row = namedtuple("Row", "label file ranks flags", defaults=("",))
@@ -159,7 +158,7 @@ def table(title, reports, timed):
     for label, report in reports.items():
         if report is None:
             good = False
-            print(f"{label:18}" + colored("FAILED", RED))
+            print(f"{label:18}FAILED")
             continue
         print(line(label, report, reports, timed))
         good = good and report["exit_code"] == 0
@@ -172,10 +171,7 @@ def table(title, reports, timed):
 def rank_counts():
     """1, 2, 4, .. as far as there are GPUs or cores."""
     most = torch.cuda.device_count() or cores()
-    counts = [1]
-    while 2 * counts[-1] <= most:
-        counts.append(2 * counts[-1])
-    return counts
+    return [2 ** i for i in range(most.bit_length())]
 
 
 def scale(words):
