@@ -399,9 +399,9 @@ def launched():
     numbers = []
     for name, value in alone.items():
         text = os.environ.get(name, str(value))
-        if not text.isdecimal() or int(text) >= 1 << 16:
-            raise ValueError(f"{name}={text} in the environment is no number below {1 << 16}, "
-                             f"as a rank and a port are: {REMEDY}")
+        if not text.isdecimal() or int(text) > 65535:
+            raise ValueError(f"{name}={text} in the environment is no number from 0 to 65535: "
+                             f"{REMEDY}")
         numbers.append(int(text))
     *ranks, _ = numbers
     found = Launch(*ranks)

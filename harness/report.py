@@ -11,7 +11,6 @@ from harness.usage import complain
 BAR = 40  # characters of the longest bar
 SHOWN = 6  # tensors that differ
 
-
 # ---- the terminal ------------------------------------------------------------
 
 
@@ -23,10 +22,6 @@ def say(*words, end="\n"):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
         print("stdout is closed: the run goes on without it", file=sys.stderr, flush=True)
-
-
-def on_terminal():
-    return sys.stdout is not None and sys.stdout.isatty()  # None: `>&-`
 
 
 def human(n):
@@ -85,7 +80,8 @@ class Table:
         self.spent += ms
         self.done += 1
         steps_left = implementations * (self.last + 1 - self.first) - self.done
-        if on_terminal() and steps_left > 0:
+        on_terminal = sys.stdout is not None and sys.stdout.isatty()  # None: `>&-`
+        if on_terminal and steps_left > 0:
             seconds = self.spent / 1e3 / self.done * steps_left
             # back to the beginning of the line: what follows is longer, and covers it
             say(f"{step + 1:6d} of {self.last + 1}, {seconds:.0f} s left   \r", end="")

@@ -123,11 +123,14 @@ def test_all_layouts_are_possible(gpus, flags, monkeypatch):
 
 def test_tables_and_advice(capsys, monkeypatch, tmp_path):
     file = tmp_path / "plan.json"
-    flags = "--gpus 12 --layers 6 --batch 24 --tokens 1e9 --json"
+    flags = "--gpus 12 --layers 6 --batch 24 --tokens 1e9 --price 2 --exact 1 --json"
     monkeypatch.setattr("sys.argv", ["plan.py", *flags.split(), str(file)])
     assert plan.main() == 0
     row = json.loads(file.read_text())["rows"][0]
-    assert row["command"] in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert row["command"] in said
+    assert row["cost"] == 2 * row["gpu_hours"] and "GPU-hours, which cost 0" in said
+    assert row["memory"] == pytest.approx(row["exact"], rel=0.11)
     flags = "--model gpt3-175b --batch 64 --gpus 8 --dp 1 --cp 1"
     monkeypatch.setattr("sys.argv", ["plan.py", *flags.split()])
     assert plan.main() == 1

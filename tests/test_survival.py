@@ -117,8 +117,13 @@ def test_checkpoints_that_do_not_fit(good, tmp_path):
     assert photo.exists()
 
 
-def test_weights_that_are_not_there(good):
-    """What was trained for fewer positions, or without experts, has no weights for more."""
+def test_weights_that_are_not_there(good, tmp_path):
+    """What was trained for fewer positions, or without experts, has no weights for more; and none
+    is dropped in silence."""
+    state = {**checkpoint.read_whole(good[0] / "4"), "adapter.weight": torch.ones(1)}
+    checkpoint.write_whole(tmp_path, state, {})
+    said = script("ddp", 2, *QUICK, "--init-from", str(tmp_path), code=2)
+    assert "its adapter.weight is not in this model" in said
     weights = ("--init-from", str(good[0]))
     said = script("ddp", 2, *QUICK, "--seq", "17", *weights, code=2)
     assert "pos.weight is (16, 32) there, (17, 32) here" in said

@@ -112,7 +112,8 @@ def line(label, report, reports, timed):
     cells += megabytes(report)
     cells += [f"{report['ms_per_step']:.1f}", f"{report['tokens_per_second']:,.0f}"]
     if timed:
-        cells += [beside_torch(report), efficiency(report, reports.get(baseline(label)))]
+        cells.append(f"{report['speedup']:.2f}x" if "speedup" in report else "-")
+        cells.append(efficiency(report, reports.get(baseline(label))))
     verdict = "passed" if report["check"] else "ran"
     if report["exit_code"] != 0:
         verdict = "FAILED"
@@ -126,12 +127,6 @@ def aligned(cells):
 HEAD = ("worst gap", "sent MB", "textbook", "held MB", "peak MB", "ms/step", "tok/s", "vs torch",
         "efficiency")
 WIDTHS = (11, 10, 10, 9, 9, 9, 9, 10, 12)
-
-
-def beside_torch(report):
-    if "speedup" not in report:
-        return "-"
-    return f"{report['speedup']:.2f}x"
 
 
 def efficiency(report, one_process):

@@ -18,7 +18,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-
 from harness.usage import require  # noqa: E402
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

@@ -153,11 +153,8 @@ def main():
         require(all(token < vocab for token in prompt),
                 f"--ids {args.ids}: must be 0 to {vocab - 1}")
     require(prompt, "an empty prompt: give a character to begin with")
-    known = BYTES  # tokens that may be drawn: text is bytes
-    if args.ids:
-        known = None
     drawn = sample(model, cfg.seq, prompt, args.tokens, temperature=args.temperature,
-                   top_k=args.top_k, seed=args.seed, vocab=known)
+                   top_k=args.top_k, seed=args.seed, vocab=None if args.ids else BYTES)
     if args.ids:
         print(*prompt, end="", flush=True)
         for token in drawn:
