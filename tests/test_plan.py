@@ -130,7 +130,7 @@ def test_tables_and_advice(capsys, monkeypatch, tmp_path):
     said = capsys.readouterr().out
     assert row["command"] in said
     assert row["cost"] == 2 * row["gpu_hours"] and "GPU-hours, which cost 0" in said
-    assert row["memory"] == pytest.approx(row["exact"], rel=0.11)
+    assert row["memory"] == pytest.approx(row["exact"], rel=0.2)
     flags = "--model gpt3-175b --batch 64 --gpus 8 --dp 1 --cp 1"
     monkeypatch.setattr("sys.argv", ["plan.py", *flags.split()])
     assert plan.main() == 1
