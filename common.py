@@ -6,6 +6,8 @@ the process group. It knows nothing of parallelism, and needs torch alone.
     get_batch     a pure function of text, seed and step: any rank makes any part of any batch
     join_world    the process group that torchrun describes, or a world of one
 """
+import bisect
+import itertools
 import math
 import os
 import random
@@ -297,12 +299,33 @@ def learning_rate(step, args):
 # ---- data --------------------------------------------------------------------
 
 
-def load_corpus(path, seq):
-    """A text file, or a folder's files in order with a newline between -> its bytes (n,) uint8.
+class Text:
+    """The bytes of files, end to end: mapped, so that what nobody asks for is not read."""
 
-    path "" stands for the standard library's sources. A single file is mapped, so that what nobody
-    asks for is not read. Raises OSError for what cannot be read, ValueError for a text without a
-    window of seq + 1 bytes.
+    def __init__(self, parts):
+        self.parts = parts  # [(n,) uint8]
+        self.ends = [0, *itertools.accumulate(map(len, parts))]
+
+    def __len__(self):
+        return self.ends[-1]
+
+    def between(self, low, high):
+        """-> the Text of bytes low to high - 1"""
+        parts = []
+        i = bisect.bisect(self.ends, low) - 1
+        while low < high:
+            begin = self.ends[i]
+            parts.append(self.parts[i][low - begin:high - begin])
+            low = self.ends[i + 1]
+            i += 1
+        return Text(parts)
+
+
+def load_corpus(path, seq):
+    """A text file, or a folder's files in order with a newline between -> Text.
+
+    path "" stands for the standard library's sources. Raises OSError for what cannot be read,
+    ValueError for a text without a window of seq + 1 bytes.
     """
     root = Path(path or sysconfig.get_paths()["stdlib"])
     files = [root]
@@ -317,9 +340,7 @@ def load_corpus(path, seq):
         if file.stat().st_size:
             text = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
             parts += [text, torch.tensor([10], dtype=torch.uint8)]
-    corpus = torch.zeros(0, dtype=torch.uint8)
-    if parts:
-        corpus = parts[0] if len(parts) == 2 else torch.cat(parts[:-1])
+    corpus = Text(parts[:-1])
     if len(corpus) <= seq:
         raise ValueError(f"{len(corpus)} bytes of text, but a sequence of {seq} needs {seq + 1}")
     return corpus
@@ -351,7 +372,8 @@ def get_batch(corpus, seq, seed, step, batch, pad=0.0, rows=None):
 
 def windows(corpus, seq, starts):
     """T bytes from each start, and the T that begin one later: inputs, targets (len(starts), T)."""
-    text = torch.stack([corpus[start:start + seq + 1] for start in starts]).long()
+    found = [torch.cat(corpus.between(start, start + seq + 1).parts) for start in starts]
+    text = torch.stack(found).long()
     # two copies, since targets may be overwritten; contiguous() would not copy a single row
     return text[:, :-1].clone(), text[:, 1:].clone()
 
@@ -364,6 +386,7 @@ def share(n, parts, i):
 # ---- the process group ---------------------------------------------------------
 
 Launch = namedtuple("Launch", "rank world_size local_rank local_world_size")
+REMEDY = "unset it, or start with torchrun"
 
 
 def launched():
@@ -372,15 +395,25 @@ def launched():
     A plain `python script.py` is a world of one. Raises ValueError if the variables contradict each
     other: ranks that believed them would wait for ever.
     """
-    found = Launch(
-        rank=int(os.environ.get("RANK", 0)),
-        world_size=int(os.environ.get("WORLD_SIZE", 1)),
-        local_rank=int(os.environ.get("LOCAL_RANK", 0)),
-        local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
-    )
+    alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}
+    numbers = []
+    for name, value in alone.items():
+        text = os.environ.get(name, str(value))
+        if not text.isdecimal() or int(text) > 65535:
+            raise ValueError(f"{name}={text} in the environment is no number from 0 to 65535: "
+                             f"{REMEDY}")
+        numbers.append(int(text))
+    *ranks, _ = numbers
+    found = Launch(*ranks)
     if found.rank >= found.world_size:
-        raise ValueError(f"RANK={found.rank} in the environment, of WORLD_SIZE={found.world_size}: "
-                         "unset it, or start with torchrun")
+        raise ValueError(
+            f"RANK={found.rank} in the environment, of WORLD_SIZE={found.world_size}: {REMEDY}"
+        )
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if found.world_size > 1 and not os.environ.get(name):
+            raise ValueError(
+                f"WORLD_SIZE={found.world_size} in the environment, but no {name}: {REMEDY}"
+            )
     return found
 
 

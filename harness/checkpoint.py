@@ -2,7 +2,7 @@
 
     --save DIR [--save-every K]    DIR/100, DIR/200, ..: a folder per checkpoint, named by its steps
     --save-async                   training goes on while they are written
-    --resume DIR                   go on from the newest (or from DIR/100 itself)
+    --resume DIR                   go on from the newest that is whole (or from DIR/100 itself)
     --init-from DIR                take the weights alone, and start at step 0
 
 A checkpoint holds whole tensors under the names of the plain model, and their AdamW states as
@@ -15,7 +15,7 @@ lie in its memory, and that is a Piece. So every script and every layout reads e
 The files are those of torch.distributed.checkpoint: see dcp.py. A checkpoint is written aside and
 renamed into view: it is there as a whole or not at all. Before use the ranks share out its files,
 and check each to the last byte (sizes and checksums, in notes.json). The last two are kept: where
-the newest is damaged, a line says so, and without it a run goes on from the one before.
+the newest is damaged, a line says so, and all ranks go on from the one before.
 What makes the run the same is inside: parameters, AdamW states, the steps behind it (hence the
 place in the data), the flags, every rank's random number generator.
 
@@ -166,12 +166,13 @@ def adamw_states(optimizer, steps):
 
 # ---- which one ---------------------------------------------------------------
 
-Start = namedtuple("Start", "folder files flag save group steps ranks extra constants",
-                   defaults=(None, {}, "", "", None, 0, 0, {}, {}))
+Start = namedtuple("Start", "folder files flag save damaged group steps ranks extra constants",
+                   defaults=(None, {}, "", "", {}, None, 0, 0, {}, {}))
 # folder   of the checkpoint to begin with, None: there is none
 # files    of it: {name: checksum()}
 # flag     what the user has said to get it: --resume, --init-from, or --save after a restart
 # save     the folder that this run saves to, or ""
+# damaged  {folder: what is wrong} of newer ones, which are not taken
 # group    of all ranks, on the CPU: what they tell each other about checkpoints goes through it
 # steps    that training has behind it there; 0 if the weights alone are wanted
 # ranks    how many have saved it; 0 if the weights alone are wanted
@@ -281,25 +282,27 @@ def reason(error):
     return getattr(error, "strerror", None) or str(error)
 
 
-def newest(folder, flag):
-    """-> the newest checkpoint in a folder, or the folder if it is one itself, and its notes.
+def newest(folder, flag, damaged):
+    """-> the newest whole checkpoint in a folder, or the folder if it is one itself, and its notes.
 
-    Bad usage if there is none, or if it is damaged.
+    damaged: {folder: what is wrong}; those whose notes cannot be read are added. None left is bad
+    usage.
     """
-    place = Path(folder)
-    if not (place / "notes.json").exists():
-        steps = numbered(place)
-        require(steps, f"{flag} {folder}: no whole checkpoint there")
-        place = place / str(steps[-1])
-    try:
-        return place, notes_of(place)
-    except (OSError, ValueError) as error:
-        require(False, because_of(place, reason(error), flag))
+    places = [Path(folder)]
+    if not Path(folder, "notes.json").exists():
+        places = [Path(folder, str(steps)) for steps in reversed(numbered(folder))]
+    for place in places:
+        if place in damaged:
+            continue
+        try:
+            return place, notes_of(place)
+        except (OSError, ValueError) as error:
+            damaged[place] = reason(error)
+    require(False, "; ".join([f"{flag} {folder}: no whole checkpoint there", *words_for(damaged)]))
 
 
-def because_of(place, wrong, flag):
-    """-> in words, what to do about a damaged checkpoint"""
-    return f"{flag} {place}: {wrong}: remove it, and the one before is taken"
+def words_for(damaged):
+    return [f"{place}: {wrong}" for place, wrong in damaged.items()]
 
 
 def source(args):
@@ -326,16 +329,21 @@ def job():
 
 
 def has_own(folder):
-    """Has this job saved the newest checkpoint in a folder?"""
-    steps = numbered(folder)
-    try:
-        return notes_of(Path(folder, str(steps[-1])))["identity"]["job"] == job()
-    except (OSError, ValueError, LookupError):  # damaged, none at all, of weights from elsewhere
-        return False
+    """Has this job saved a checkpoint in a folder?"""
+    for steps in numbered(folder):
+        try:
+            if notes_of(Path(folder, str(steps)))["identity"]["job"] == job():
+                return True
+        except (OSError, ValueError, LookupError):  # damaged, or of weights from elsewhere
+            pass
+    return False
 
 
-def begin(args):
-    """Before anything is built -> Start; settle() is next. Bad usage: one line, exit code 2."""
+def begin(args, damaged=None):
+    """Before anything is built -> Start; settle() is next. Bad usage: one line, exit code 2.
+
+    damaged: {folder: what is wrong} of checkpoints that are not taken.
+    """
     if args.save or args.resume or args.init_from:
         require(args.impl != "both" and not args.dry_run, "--save, --resume and --init-from are "
                 "for one --impl, scratch or torch, and no dry run")
@@ -344,7 +352,7 @@ def begin(args):
     require(not (args.resume and args.init_from),
             "--resume goes on, --init-from starts anew: take one of them")
     flag, folder = source(args)
-    start = Start(flag=flag, save=args.save)
+    start = Start(flag=flag, save=args.save, damaged=damaged or {})
     if flag:
         start = start_from(folder, args, start)
     if args.save:
@@ -355,7 +363,7 @@ def begin(args):
 def start_from(folder, args, start):
     """-> the Start with the newest checkpoint in a folder."""
     flag = start.flag
-    place, notes = newest(folder, flag)
+    place, notes = newest(folder, flag, start.damaged)
     found = notes.get("identity", {})
     differs = other_course(found, identity(args), flag == "--init-from")
     require(not differs, f"{flag} {place}: {differs}")
@@ -382,27 +390,32 @@ def refuse_unusable(start):
     # Does this run go on from a checkpoint of this folder? ranks is 0 if it takes weights alone.
     goes_on = start.ranks and start.folder.resolve().parent == folder.resolve()
     for steps in reversed(numbered(folder)):
-        require(not is_foreign(folder / str(steps)),
+        place = folder / str(steps)
+        require(not is_foreign(place),
                 f"--save {folder}: {steps} in it is no checkpoint, save elsewhere")
-        require(goes_on and steps <= start.steps,
+        require(place in start.damaged or (goes_on and steps <= start.steps),
                 f"--save {folder}: holds step {steps} already: --resume it, or save elsewhere")
 
 
 def settle(args, start):
-    """When the process group is there -> the Start of all ranks, whose files are whole."""
+    """When the process group is there -> the Start of all ranks, whose files are whole: of an older
+    checkpoint than begin() has found if that one is damaged."""
     if not start.flag and not start.save:
         return start
     # a disk may be slow, and NCCL's collectives are not for a thread beside the training
     patience = timedelta(seconds=max(600, args.timeout))
     group = dist.new_group(backend="gloo", timeout=patience, group_desc="checkpoints")
     agree(start, group)
-    if start.folder:
-        rank = dist.get_rank()
+    rank = dist.get_rank()
+    while start.folder:
         wrong = first_said(damage(start.folder, start.files, rank, dist.get_world_size()), group)
-        require(not wrong, because_of(start.folder, wrong, start.flag))
+        if not wrong:
+            break
+        start = begin(args, {**start.damaged, start.folder: wrong})
+        agree(start, group)
+    if start.folder and rank == 0:
         behind = f"{start.steps} steps behind it" if start.ranks else "its weights alone"
-        if rank == 0:
-            say(f"{start.flag} takes {start.folder}, {behind}")
+        say("; ".join([*words_for(start.damaged), f"{start.flag} takes {start.folder}, {behind}"]))
     if start.flag == "--save" and start.steps == args.steps:
         dist.destroy_process_group()  # else a rank of gloo aborts now and then
         sys.exit(0)
@@ -461,6 +474,7 @@ class Saver:
         self.kept = start.steps  # the newest that is written
         self.written = True  # is the last one?
         self.pending = None  # the Future of one that is under way
+        self.copies = {}  # {box: its copy}
         self.thread = None
         if in_background:
             self.thread = ThreadPoolExecutor(1)
@@ -471,11 +485,17 @@ class Saver:
         if torch.cuda.is_available():
             generators["cuda"] = torch.cuda.get_rng_state()
         if self.thread:
-            copies = [piece._replace(tensor=piece.tensor.to("cpu", copy=True))
-                      for piece in pieces if piece.writes]
+            copies = [self.copy(piece) for piece in pieces if piece.writes]
             self.pending = self.thread.submit(self.write, steps, copies, notes, generators)
         else:
             self.write(steps, pieces, notes, generators)
+
+    def copy(self, piece):
+        """In memory that is kept for the next time: to make it takes longer than to copy."""
+        box = piece.name, piece.start, piece.tensor.shape
+        if box not in self.copies:
+            self.copies[box] = torch.empty_like(piece.tensor, device="cpu")
+        return piece._replace(tensor=self.copies[box].copy_(piece.tensor))
 
     def write(self, steps, *contents):
         self.written = write(self.start.save, steps, *contents, self.kept, self.start.group)
@@ -567,6 +587,7 @@ def publish(draft, place, notes):
     files[".metadata"] = checksum(draft / ".metadata")
     text = json.dumps({**notes, "files": files}).encode()
     put(draft / "notes.json", text + b"\n" + str(zlib.crc32(text)).encode())
+    shutil.rmtree(place, ignore_errors=True)  # refuse_unusable() allows a damaged one alone
     draft.rename(place)
 
 
@@ -614,6 +635,18 @@ def misfit(table, pieces):
     return ""
 
 
+def unclaimed(table, pieces, group):
+    """-> in words, which weight of a checkpoint has no place in the pieces of all ranks, or ""."""
+    names = sorted(name for name in table.state_dict_metadata if not is_state(name))
+    held = {piece.name for piece in pieces}
+    counts = torch.tensor([name in held for name in names], dtype=torch.int64)
+    dist.all_reduce(counts, group=group)  # partial -> replicated
+    for name, count in zip(names, counts.tolist()):
+        if count == 0:
+            return f"its {name} is not in this model"
+    return ""
+
+
 def restore(start, pieces, optimizer):
     """Begins where a checkpoint ends, all ranks together.
 
@@ -628,7 +661,7 @@ def restore(start, pieces, optimizer):
         adamw_states(optimizer, updates_behind(start))
     mine = pieces()
     table = dcp.read_table(start.folder)
-    wrong = first_said(misfit(table, mine), start.group)
+    wrong = first_said(misfit(table, mine), start.group) or unclaimed(table, mine, start.group)
     require(not wrong, f"{start.flag} {start.folder}: {wrong}")
     dcp.load(start.folder, table, mine)
     if start.ranks:

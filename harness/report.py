@@ -8,11 +8,8 @@ from pathlib import Path
 
 from harness.usage import complain
 
-GREEN = "32"
-RED = "31"
 BAR = 40  # characters of the longest bar
 SHOWN = 6  # tensors that differ
-
 
 # ---- the terminal ------------------------------------------------------------
 
@@ -25,17 +22,6 @@ def say(*words, end="\n"):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
         print("stdout is closed: the run goes on without it", file=sys.stderr, flush=True)
-
-
-def on_terminal():
-    return sys.stdout is not None and sys.stdout.isatty()  # None: `>&-`
-
-
-def colored(text, color):
-    """In color on a terminal, unless NO_COLOR is set (no-color.org)."""
-    if on_terminal() and not os.environ.get("NO_COLOR"):
-        return f"\033[{color}m{text}\033[0m"
-    return text
 
 
 def human(n):
@@ -94,7 +80,8 @@ class Table:
         self.spent += ms
         self.done += 1
         steps_left = implementations * (self.last + 1 - self.first) - self.done
-        if on_terminal() and steps_left > 0:
+        on_terminal = sys.stdout is not None and sys.stdout.isatty()  # None: `>&-`
+        if on_terminal and steps_left > 0:
             seconds = self.spent / 1e3 / self.done * steps_left
             # back to the beginning of the line: what follows is longer, and covers it
             say(f"{step + 1:6d} of {self.last + 1}, {seconds:.0f} s left   \r", end="")
@@ -160,10 +147,10 @@ def verdict(check):
 
 def outcome(check):
     if check["passed"]:
-        return colored("PASSED", GREEN)
+        return "PASSED"
     for line in check["differ"][:SHOWN]:
         say("  " + line)
-    return colored(f"FAILED, worst gradient: {check['gradient_worst']}", RED)
+    return f"FAILED, worst gradient: {check['gradient_worst']}"
 
 
 def textbook_line(row):

@@ -150,7 +150,7 @@ class Run:
 
     def load_text(self):
         args = self.args
-        self.corpus = None  # (n,) bytes, from load_corpus()
+        self.corpus = None  # a common.Text
         self.text = None  # a HeldOut, with --eval-every
         try:
             self.corpus = load_corpus(args.data, self.cfg.seq)
@@ -238,7 +238,7 @@ class Run:
             from torch._subclasses.fake_tensor import FakeTensorMode
 
             self.fake = FakeTensorMode()
-            self.corpus = self.fake.from_tensor(self.corpus)
+            self.corpus.parts = [self.fake.from_tensor(part) for part in self.corpus.parts]
             self.fake.__enter__()
         return self
 
@@ -293,10 +293,6 @@ class Run:
     def rate(self, step):
         return learning_rate(step, self.args)
 
-    def set_rate(self, optimizer, step):
-        for group in optimizer.param_groups:
-            group["lr"] = self.rate(step)
-
     # -- the steps
 
     def begin(self, sides, rows):
@@ -328,7 +324,8 @@ class Run:
             for impl in self.impls:
                 for step in range(first, min(first + BLOCK, self.last + 1)):
                     self.step = step
-                    self.set_rate(sides[impl].optimizer, step)
+                    for group in sides[impl].optimizer.param_groups:
+                        group["lr"] = self.rate(step)
                     yield impl, step, *self.batch(step, rows)
                     if self.stopping and step < self.last:
                         self.say(f"stopped by SIGTERM; {self.args.save} has all {step + 1} "

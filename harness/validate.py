@@ -15,8 +15,8 @@ class HeldOut:
         size = max(len(corpus) // HELD_OUT, seq + 1)
         if len(corpus) - size <= seq:
             raise ValueError(f"{len(corpus)} bytes of text are too few to hold out {seq} + 1")
-        self.rest = corpus[:-size]
-        self.text = corpus[-size:]
+        self.rest = corpus.between(0, len(corpus) - size)
+        self.text = corpus.between(len(corpus) - size, len(corpus))
         self.seq = seq
         self.rows = batch
         self.windows = (len(self.text) - 1) // seq

@@ -73,7 +73,9 @@ def test_as_typed_with_run_sh():
 @pytest.mark.parametrize("environment, flags, words", [
     ({"RANK": "1"}, [],
      "RANK=1 in the environment, of WORLD_SIZE=1: unset it, or start with torchrun"),
-    ({"WORLD_SIZE": "abc"}, [], "invalid literal for int() with base 10: 'abc'"),
+    ({"WORLD_SIZE": "abc"}, [], "WORLD_SIZE=abc in the environment is no number"),
+    ({"WORLD_SIZE": "2"}, [], "WORLD_SIZE=2 in the environment, but no MASTER_ADDR"),
+    ({"MASTER_PORT": "99999"}, [], "MASTER_PORT=99999 in the environment is no number from"),
     ({"LOCAL_RANK": "1"}, ["--nonsense"], "unrecognized arguments: --nonsense"),
 ])
 def test_stale_environments_are_refused_at_once(environment, flags, words, monkeypatch):
@@ -107,6 +109,18 @@ def test_torchrun_takes_every_flag():
 # ---- the terminal --------------------------------------------------------------
 
 QUICK = ("--steps", "2", "--layers", "1", "--width", "32", "--seq", "8")
+
+
+def close_all(module):
+    """`>&- 2>&-`"""
+    os.close(1)
+    os.close(2)
+    sys.stdout = None
+    sys.stderr = None
+
+
+def test_a_closed_terminal_ends_nothing():
+    assert len(script("ddp", 2, *QUICK, plant=close_all)["loss"]) == 2
 
 
 def test_files_that_cannot_be_written():

@@ -155,7 +155,7 @@ def test_a_kill_at_any_time_leaves_a_whole_one(tmp_path):
         (folder / "0").rename(folder / "1")
         in_background = number % 2 == 0
         codes = _start(_check, 1, killed, (str(folder), number, in_background))
-        place, notes = checkpoint.newest(folder, "")
+        place, notes = checkpoint.newest(folder, "", {})
         assert not checkpoint.damage(place, notes["files"])
         kinds.add(place.name)
         assert torch.equal(checkpoint.read_whole(place)["w"], torch.full((9,), float(place.name)))

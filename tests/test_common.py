@@ -8,7 +8,7 @@ import torch
 
 import common
 import harness.run
-from common import IGNORE, PRESETS, build, get_batch, learning_rate, load_corpus
+from common import IGNORE, PRESETS, Text, build, get_batch, learning_rate, load_corpus
 from conftest import SMALL, script
 from harness.report import StepLog
 from harness.validate import HeldOut
@@ -57,13 +57,16 @@ def test_data_of_ones_own(tmp_path):
     (tmp_path / "a" / "c.txt").write_bytes(b"y" * 40)
     text = load_corpus(str(tmp_path), 16)
     whole = b"y" * 40 + b"\n" + b"x" * 40
-    assert bytes(text.tolist()) == whole
+    assert len(text) == len(whole)
+    for start in range(len(text)):
+        part = text.between(start, len(text)).between(0, min(17, len(text) - start))
+        assert bytes(torch.cat(part.parts).tolist()) == whole[start:start + 17]
 
 
 def test_held_out_text_is_the_end_and_is_read_once():
     corpus = torch.arange(2020)
-    held_out = HeldOut(corpus, 10, 4)
-    assert torch.equal(torch.cat([held_out.rest, held_out.text]), corpus)
+    held_out = HeldOut(Text([corpus]), 10, 4)
+    assert torch.equal(torch.cat([*held_out.rest.parts, *held_out.text.parts]), corpus)
     seen = []
     for k in range(held_out.batches):
         y = held_out.batch(k)[1]

@@ -117,10 +117,12 @@ def test_all_layouts_are_possible(gpus, flags, monkeypatch):
 
 def test_tables_and_advice(tmp_path):
     file = tmp_path / "plan.json"
-    flags = "--gpus 12 --layers 6 --batch 24 --tokens 1e9 --json"
+    flags = "--gpus 12 --layers 6 --batch 24 --tokens 1e9 --price 2 --exact 1 --json"
     code, said, _ = outcome("plan", [*flags.split(), str(file)])
     row = json.loads(file.read_text())["rows"][0]
     assert code == 0 and row["command"] in said
+    assert row["cost"] == 2 * row["gpu_hours"] and "GPU-hours, which cost 0" in said
+    assert row["memory"] == pytest.approx(row["exact"], rel=0.2)
     flags = "--model gpt3-175b --batch 64 --gpus 8 --dp 1 --cp 1"
     code, said, _ = outcome("plan", flags.split())
     assert code == 1

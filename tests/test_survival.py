@@ -49,7 +49,7 @@ def good(tmp_path_factory):
     return folder, script("ddp", 1, *QUICK, "--steps", "6")["loss"]
 
 
-# ---- damaged checkpoints: a line names what to remove -----------------------------------
+# ---- damaged checkpoints: the one before is taken ----------------------------------------
 
 
 def flip(file):
@@ -62,20 +62,23 @@ DAMAGE = {"__0_0.distcp": flip, "__1_0.distcp": Path.unlink, ".metadata": flip,
           "notes.json": Path.unlink}
 
 
-def test_damaged_checkpoints_are_refused(good, tmp_path):
-    """Removed, they give way to the one before."""
+def test_damaged_checkpoints_are_passed_by(good, tmp_path):
     folder, losses = good
-    for name, damage in DAMAGE.items():
-        copy = tmp_path / name
+    copies = [tmp_path / name for name in DAMAGE]
+    runs = []
+    for copy, (name, damage) in zip(copies, DAMAGE.items()):
         shutil.copytree(folder, copy)
         damage(copy / "4" / name)
-        flags = (*QUICK, "--steps", "6", "--resume", str(copy), "--save", str(copy))
-        said = script("ddp", 2, *flags, code=2)
-        assert f"--resume {copy}/4: " in said and "remove it" in said, said
-    shutil.rmtree(copy / "4")
-    rest = script("ddp", 1, *flags)
+        runs.append((*QUICK, "--steps", "6", "--resume", str(copy), "--save", str(copy)))
+    for copy, rest in zip(copies, alone("ddp", *runs)):
+        assert rest["loss"] == pytest.approx(losses[2:], rel=1e-12, abs=0), copy
+        assert saved_in(copy) == ["2", "6"]
+    # of two ranks the second alone looks at the second largest file; both go back
+    shutil.copytree(folder, tmp_path / "both")
+    by_size = sorted((tmp_path / "both/4").glob("__*"), key=lambda path: path.stat().st_size)
+    flip(by_size[-2])
+    rest = script("zero", 2, *QUICK, "--steps", "6", "--resume", str(tmp_path / "both"))
     assert rest["loss"] == pytest.approx(losses[2:], rel=1e-12, abs=0)
-    assert saved_in(copy) == ["2", "6"]
 
 
 # ---- checkpoints that do not fit, folders that cannot be used ----------------------------
@@ -112,6 +115,11 @@ def test_checkpoints_that_do_not_fit(good, tmp_path):
     said = script("ddp", 2, *QUICK, "--seq", "17", *weights, code=2)
     assert "pos.weight is (16, 32) there, (17, 32) here" in said
     assert "it has no blocks.0.mlp." in script("moe", 2, *QUICK, *weights, code=2)
+    # and none is dropped in silence
+    state = {**checkpoint.read_whole(folder / "4"), "adapter.weight": torch.ones(1)}
+    checkpoint.write_whole(tmp_path / "more", state, {})
+    said = script("ddp", 2, *QUICK, "--init-from", str(tmp_path / "more"), code=2)
+    assert "its adapter.weight is not in this model" in said
 
 
 def sees_the_one_before(module):

@@ -64,6 +64,8 @@ def test_exit_codes_of_the_launcher(capsys):
 @pytest.mark.parametrize("tool, words", [
     (launch, "2"),
     (launch, "x ddp.py"),
+    (launch, "0 ddp.py"),
+    (launch, "20000000 ddp.py"),
     (bench, "all"),
     (bench, "scale nope"),
     (soak, "-1"),

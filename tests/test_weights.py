@@ -1,5 +1,6 @@
 """tools/weights.py and tools/sample.py: Hugging Face's files, our checkpoints, and text of them."""
 import json
+import random
 import shutil
 import struct
 
@@ -36,12 +37,16 @@ def same_again(folder, tmp_path):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_logits_are_theirs(name, tmp_path):
+    """And those of the cache of key-value heads, token by token."""
     folder, ids, logits = theirs(name)
     weights.import_weights(folder, tmp_path / "ours")
     model, cfg = sample.load(tmp_path / "ours")
     if name == "llama":
         assert (cfg.kv_heads, cfg.theta, cfg.eps) == (1, 5e3, 1e-6)
     torch.testing.assert_close(model(ids)[0], logits, rtol=1e-5, atol=1e-5)
+    reader = sample.Reader(model, cfg.seq)
+    for token, row in zip(ids[0].tolist(), logits):
+        torch.testing.assert_close(reader.read([token]), row, rtol=1e-5, atol=1e-5)
     same_again(folder, tmp_path)
 
 
@@ -188,6 +193,20 @@ def test_theirs_trains(tmp_path):
 
 
 # ---- text ------------------------------------------------------------------------
+
+
+def test_the_cache_equals_the_whole_forward(saved):
+    """Token by token and by several, and past the 16 positions that the model has."""
+    plain = sample.load(saved)[0]
+    cached = sample.Reader(sample.load(saved)[0], 16)
+    full = 0
+    rng = random.Random(0)
+    for count in [1] * 30 + [3, 7, 1, 2, 7, 1, 16, 5]:
+        logits = cached.read([rng.randrange(256) for _ in range(count)])
+        full += len(cached.window) == 16
+        whole = plain(torch.tensor([cached.window]))[0, -1]
+        torch.testing.assert_close(logits, whole, rtol=0, atol=1e-12)
+    assert full >= 2
 
 
 def test_what_is_drawn():

@@ -19,7 +19,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
-from harness.report import RED, colored  # noqa: E402
 from tools.launch import INTERRUPTED, Failed, cores, report, usual_ranks, worst_gap  # noqa: E402
 
 Row = namedtuple("Row", "label file ranks flags", defaults=("",))
@@ -113,7 +112,8 @@ def line(label, report, reports, timed):
     cells += megabytes(report)
     cells += [f"{report['ms_per_step']:.1f}", f"{report['tokens_per_second']:,.0f}"]
     if timed:
-        cells += [beside_torch(report), efficiency(report, reports.get(baseline(label)))]
+        cells.append(f"{report['speedup']:.2f}x" if "speedup" in report else "-")
+        cells.append(efficiency(report, reports.get(baseline(label))))
     verdict = "passed" if report["check"] else "ran"
     if report["exit_code"] != 0:
         verdict = "FAILED"
@@ -127,12 +127,6 @@ def aligned(cells):
 HEAD = ("worst gap", "sent MB", "textbook", "held MB", "peak MB", "ms/step", "tok/s", "vs torch",
         "efficiency")
 WIDTHS = (11, 10, 10, 9, 9, 9, 9, 10, 12)
-
-
-def beside_torch(report):
-    if "speedup" not in report:
-        return "-"
-    return f"{report['speedup']:.2f}x"
 
 
 def efficiency(report, one_process):
@@ -159,7 +153,7 @@ def table(title, reports, timed):
     for label, report in reports.items():
         if report is None:
             good = False
-            print(f"{label:18}" + colored("FAILED", RED))
+            print(f"{label:18}FAILED")
             continue
         print(line(label, report, reports, timed))
         good = good and report["exit_code"] == 0
@@ -172,10 +166,7 @@ def table(title, reports, timed):
 def rank_counts():
     """1, 2, 4, .. as far as there are GPUs or cores."""
     most = torch.cuda.device_count() or cores()
-    counts = [1]
-    while 2 * counts[-1] <= most:
-        counts.append(2 * counts[-1])
-    return counts
+    return [2 ** i for i in range(most.bit_length())]
 
 
 def scale(words):

@@ -18,7 +18,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-
 from harness.usage import require  # noqa: E402
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -109,10 +108,6 @@ def bounds(lines, axis):
     return low, high
 
 
-def number(value):
-    return f"{value:.4g}"
-
-
 def in_the_terminal(curves, over, width, height=16):
     """-> lines of text. Where curves meet, the later one is seen."""
     left, right = bounds([curve.points for curve in curves], 0)
@@ -127,14 +122,14 @@ def in_the_terminal(curves, over, width, height=16):
     for i, row in enumerate(rows):
         label = ""
         if i % 5 == 0 or i == height - 1:
-            label = number(top - i / (height - 1) * (top - bottom))
+            label = f"{top - i / (height - 1) * (top - bottom):.4g}"
         lines.append(f"{label:>9} |{''.join(row)}".rstrip())
     lines.append(" " * 10 + "+" + "-" * width)
-    ends = f"{number(left)} {over}"
-    lines.append(" " * 11 + ends + number(right).rjust(width - len(ends)))
+    ends = f"{left:.4g} {over}"
+    lines.append(" " * 11 + ends + f"{right:.4g}".rjust(width - len(ends)))
     for curve in curves:
         x, y = curve.points[-1]
-        lines.append(f"  {curve.letter}  {curve.label}: {number(y)} at {over} {number(x)}")
+        lines.append(f"  {curve.letter}  {curve.label}: {y:.4g} at {over} {x:.4g}")
     return lines
 
 

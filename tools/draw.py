@@ -28,11 +28,10 @@ COLORS = {
     "gradients": "#ee6677",
     "optimizer": "#ccbb44",
     "activations": "#66ccee",
-    # actions of a pipeline: forward, backward, gradients of weights, update
+    # actions of a pipeline: forward, backward, gradients of weights
     "F": "#4477aa",
     "B": "#ee6677",
     "W": "#ccbb44",
-    "U": "#aa3377",
 }
 STYLE = """
 text { font: 12px sans-serif; fill: #222 } .small { font-size: 10px } .title { font-weight: bold }
@@ -81,7 +80,6 @@ def read(name):
 
 
 def write(name, figures):
-    """In a line."""
     DATA.mkdir(parents=True, exist_ok=True)
     (DATA / f"{name}.json").write_text(json.dumps(figures, separators=(",", ":")) + "\n")
 

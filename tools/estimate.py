@@ -276,7 +276,7 @@ PARTS = ("matmul", "recompute", "bound", "tp", "cp", "ep", "bubble", "pp", "dp",
 
 def timed(job):
     """-> {part: seconds} of PARTS, "seconds" of a step, and what follows from it: "tflops" and
-    "mfu" of a GPU, "rate" in tokens a second, "days" and "gpu_hours" for at.tokens.
+    "mfu" of a GPU, "rate" in tokens a second, "days" and "gpu_hours" for at.tokens, their "cost".
     """
     at = job.at
     # the work of the heaviest rank and that of an average one, in blocks; the head is some of them
@@ -324,6 +324,7 @@ def with_rates(job, found):
     found["rate"] = tokens / found["seconds"]
     found["days"] = at.tokens / found["rate"] / 86400
     found["gpu_hours"] = found["days"] * 24 * at.gpus
+    found["cost"] = found["gpu_hours"] * at.price
     return found
 
 

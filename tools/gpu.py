@@ -24,7 +24,6 @@ import torch  # noqa: E402
 from tools.launch import Failed, report, worst_gap  # noqa: E402
 
 Case = namedtuple("Case", "label file ranks flags")
-LIMIT = 300  # seconds a run may take
 
 # Dense bf16 TFLOP/s without sparsity, from data sheets; the first that fits
 PEAK_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "A100": 312, "L40S": 362, "L4 ": 121,
@@ -90,7 +89,7 @@ def cases():
 
 def measure(ranks, file, flags):
     """-> the report of a file on the card"""
-    return report(ranks, f"{file}.py", ["--device", "cuda", *flags.split()], limit=LIMIT)
+    return report(ranks, f"{file}.py", ["--device", "cuda", *flags.split()])
 
 
 def run(case):

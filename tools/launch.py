@@ -42,6 +42,11 @@ def usual_ranks():
     return torch.cuda.device_count() or 2
 
 
+def most_ranks():
+    """More than these a machine only starts to swap for. A rank takes a third of a GB."""
+    return max(64, 4 * cores())
+
+
 def launch(ranks, script, flags):
     """-> the exit code of the first rank that failed, or 0."""
     config = LaunchConfig(
@@ -77,11 +82,15 @@ def explain(script, rank, failure):
 
 
 def main(words):
-    if len(words) < 2 or not words[0].isdecimal() or int(words[0]) == 0:
+    if len(words) < 2 or not words[0].isdecimal():
         print("run.sh: error: usage: launch.py RANKS FILE.py [flags]", file=sys.stderr)
         return 2
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL + 1)
     ranks = int(words[0])
+    if not 1 <= ranks <= most_ranks():
+        print(f"run.sh: error: {ranks} ranks: on this machine 1 to {most_ranks()}; one of any "
+              f"number, without the others, is python {words[1]} --dry-run N", file=sys.stderr)
+        return 2
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL + 1)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     os.environ.setdefault("PYTHONWARNINGS", "ignore:Failed to initialize NumPy")

@@ -6,8 +6,8 @@ estimate.py.
     layout    dp x cp x tp x pp GPUs, micro-batches, schedule, sp, zero, ckpt, attn, and ep of the
               experts (--experts 64 --top-k 8 ..), as hybrid_3d.py has them
     memory    of the fullest stage: parameters, gradients and optimizer are exact, activations and
-              what comes and goes are estimates, all together within 11% of a dry run's peak
-              (hybrid_3d.py --dry-run). CUDA, NCCL and fragmentation are not in it:
+              what comes and goes are estimates, all together within 11% of a dry run's peak,
+              which --exact N adds for the best N. CUDA, NCCL and fragmentation are not in it:
               take --gpu-memory less what they need. RMSNorm is taken for torch's fused one. A
               CPU has none: the norm keeps its input in fp32 and more, and a small Llama's dry
               run there peaks up to a third higher
@@ -47,7 +47,7 @@ for all ten rows of table 1 in source 1 (1.7B to 1T) gives their TFLOP/s within 
 4  Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv:2309.14509, section 3
 5  Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054, section 7
 
-    python tools/plan.py --model llama3-70b --batch 1024 --gpus 512 --tokens 15e12
+    python tools/plan.py --model llama3-70b --batch 1024 --gpus 512 --tokens 15e12 --price 2
 """
 import argparse
 import json
@@ -62,7 +62,9 @@ from common import PRESETS  # noqa: E402
 from harness.flags import (  # noqa: E402
     ANY, FLAGS, POSITIVE, Flag, add_flag, check_bounds, refuse_file, require)
 from tools.estimate import (  # noqa: E402
-    CKPTS, HELD, PARTS, SCHEDULES, Layout, assess, divisors, job_of, parameters_of, search, timed)
+    CKPTS, HELD, PARTS, SCHEDULES, Layout, assess, divisors, held, job_of, parameters_of, search,
+    timed)
+from tools.launch import report  # noqa: E402
 
 # ---- flags ---------------------------------------------------------------------
 
@@ -84,6 +86,7 @@ OWN = {
     "efficiency": Flag(0.67, "of matmuls; fitted", SOME),
     "megatron_2021": Flag(False, "the software of Narayanan 2021"),
     "tokens": Flag(0.0, "to train on, for days and GPU-hours", (0, 1e18)),
+    "price": Flag(0.0, "of a GPU for an hour, for the cost", (0, 1e18)),
     "experts": Flag(int, "E in each layer, in the place of its MLP (0: none)", ANY),
     "top_k": moe.FLAGS["top_k"],
     "shared": moe.FLAGS["shared"],
@@ -97,6 +100,7 @@ OWN = {
     "ckpt": Flag(str, "fixed", CKPTS),
     "attn": Flag(str, "fixed", ("ring", "zigzag", "allgather", "ulysses")),
     "ep": Flag(int, "fixed", POSITIVE),
+    "exact": Flag(0, "so many rows get the peak of a dry run, which takes minutes", ANY),
 }
 
 
@@ -168,13 +172,9 @@ def text(lay):
     return ", ".join(words)
 
 
-def command(lay, at):
-    """-> the line that runs a layout"""
-    where = "--standalone"
-    if at.gpus > at.node:
-        nodes = at.gpus // at.node
-        where = f"--nnodes={nodes} --rdzv_backend=c10d --rdzv_endpoint=HOST:29500"
-    words = ["torchrun", where, f"--nproc_per_node={at.node} hybrid_3d.py"]
+def flags_of(lay, at):
+    """-> the words for hybrid_3d.py"""
+    words = []
     for name in ("model", *SIZES, "batch", "dtype"):
         if getattr(at, name):
             words.append(f"--{name.replace('_', '-')} {getattr(at, name)}")
@@ -191,6 +191,15 @@ def command(lay, at):
     return " ".join(words)
 
 
+def command(lay, at):
+    """-> the line that runs a layout"""
+    where = "--standalone"
+    if at.gpus > at.node:
+        nodes = at.gpus // at.node
+        where = f"--nnodes={nodes} --rdzv_backend=c10d --rdzv_endpoint=HOST:29500"
+    return f"torchrun {where} --nproc_per_node={at.node} hybrid_3d.py {flags_of(lay, at)}"
+
+
 def as_flag(axis, value):
     """-> --tp 2, --sp or --no-sp"""
     if value is True:
@@ -201,6 +210,7 @@ def as_flag(axis, value):
 
 
 # ---- tables --------------------------------------------------------------------
+
 
 def show(rows, at):
     """Two tables of [(layout, memory, time)]: where the memory goes, and where the time."""
@@ -219,8 +229,18 @@ def show(rows, at):
         print(f"{i:3} {times} {time['tflops']:7.1f} {time['mfu']:6.1%} {time['rate']:11,.0f}")
     lay, _, time = rows[0]
     if at.tokens:
-        print(f"\nrow 1 takes {time['days']:.1f} days, {time['gpu_hours']:,.0f} GPU-hours")
+        print(f"\nrow 1 takes {time['days']:.1f} days, {time['gpu_hours']:,.0f} GPU-hours, "
+              f"which cost {time['cost']:,.0f}")
     print(f"\nrow 1:  {command(lay, at)}")
+
+
+def exact_peak(lay, at):
+    """-> what a dry run of the fullest stage's first rank says, in bytes"""
+    job = job_of(at.cfg, at, lay)
+    fullest = max(range(lay.pp), key=lambda stage: held(job, stage)["memory"])
+    rank = fullest * at.gpus // lay.pp
+    flags = f"{flags_of(lay, at)} --dry-run {at.gpus} --rank {rank}"
+    return report(1, "hybrid_3d.py", flags.split())["ranks"][0]["memory"]["peak"]
 
 
 # ---- run -----------------------------------------------------------------------
@@ -241,6 +261,9 @@ def main():
     said = ""
     if rows:
         show(rows, at)
+        for i, (lay, memory, _) in enumerate(rows[:at.exact], 1):
+            memory["exact"] = exact_peak(lay, at)
+            print(f"row {i}: a dry run peaks at {memory['exact'] / 1e9:.2f} GB", flush=True)
     else:
         needed, lay = least
         said = f"nothing fits {at.gpu_memory:g} GB: {text(lay)} needs {needed / 1e9:.1f} GB"

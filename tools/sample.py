@@ -6,7 +6,14 @@
 DIR is what --save has written, or tools/weights.py from elsewhere; a mixture of experts is refused.
 The models of this repository predict bytes: a prompt is text, unless --ids gives token ids.
 
-Each token costs a whole forward of those before it, at most --seq: nothing is cached.
+Keys and values of the tokens so far are kept (a cache), so that a step computes one position:
+
+    tokens    a  b  c  d     new: e
+    cache     k  k  k  k     k of e is added
+              v  v  v  v     v of e is added
+
+A model knows --seq positions. When they are used up, the last half of the tokens becomes the
+beginning, and its keys and values are computed anew, since their positions are others.
 """
 import argparse
 import codecs
@@ -17,11 +24,63 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
 from common import GPT  # noqa: E402
 from harness.usage import require  # noqa: E402
 from tools.weights import sizes_in, weights_of  # noqa: E402
 
 BYTES = 256
+
+
+class Cache:
+    """Keys and values of one attention layer; `attend` takes the place of the plain one."""
+
+    def __init__(self):
+        self.keys = None  # (B, K, t, D) of the t tokens so far; None: there are none
+        self.values = None  # (B, K, t, D)
+
+    def attend(self, q, k, v):
+        """q (B, H, T, D), k and v (B, K, T, D) of the T newest tokens -> (B, H, T, D)."""
+        if self.keys is not None:
+            k = torch.cat((self.keys, k), dim=2)  # (B, K, t + T, D)
+            v = torch.cat((self.values, v), dim=2)
+        self.keys = k
+        self.values = v
+        new = q.shape[2]
+        total = k.shape[2]
+        seen = torch.ones(new, total, dtype=torch.bool, device=q.device).tril(total - new)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=True)
+
+
+class Reader:
+    """Reads tokens, and says what may come next."""
+
+    def __init__(self, model, seq):
+        self.model = model
+        self.seq = seq  # positions that the model knows
+        self.window = []  # the tokens that are seen, at most seq
+        self.done = 0  # how many of them are in the caches
+        for module in (model, *(block.attn for block in model.blocks)):
+            module.positions = self.positions
+
+    def positions(self, length, device):
+        return torch.arange(self.done, self.done + length, device=device)
+
+    @torch.no_grad()
+    def read(self, tokens):
+        """-> logits (V) of the token that follows."""
+        self.window += tokens
+        if len(self.window) > self.seq:
+            self.window = self.window[-(self.seq // 2 + 1):]
+            self.done = 0
+        if self.done == 0:
+            for block in self.model.blocks:
+                block.attn.attend = Cache().attend  # new and empty
+        device = self.model.tok.weight.device
+        ids = torch.tensor([self.window[self.done:]], device=device)  # (1, T)
+        logits = self.model(ids)[0, -1]
+        self.done = len(self.window)
+        return logits
 
 
 def choose(logits, temperature, top_k, rng):
@@ -35,19 +94,18 @@ def choose(logits, temperature, top_k, rng):
     return torch.multinomial(logits.softmax(0).cpu(), 1, generator=rng).item()
 
 
-@torch.no_grad()
 def sample(model, seq, prompt, count, temperature=0.8, top_k=0, seed=0, vocab=None):
-    """Yields `count` tokens that follow the prompt, each from the last `seq` before it.
+    """Yields `count` tokens that follow the prompt.
 
-    vocab: only the first so many tokens may be drawn.
+    seq: positions that the model knows. vocab: only the first so many tokens may be drawn.
     """
     rng = torch.Generator().manual_seed(seed)
-    device = model.tok.weight.device
-    tokens = list(prompt)
+    reader = Reader(model, seq)
+    new = prompt
     for _ in range(count):
-        logits = model(torch.tensor([tokens[-seq:]], device=device))[0, -1]  # (V)
-        tokens.append(choose(logits[:vocab], temperature, top_k, rng))
-        yield tokens[-1]
+        token = choose(reader.read(new)[:vocab], temperature, top_k, rng)
+        yield token
+        new = [token]
 
 
 def load(folder, device="cpu"):
@@ -95,11 +153,8 @@ def main():
         require(all(token < vocab for token in prompt),
                 f"--ids {args.ids}: must be 0 to {vocab - 1}")
     require(prompt, "an empty prompt: give a character to begin with")
-    known = BYTES  # tokens that may be drawn: text is bytes
-    if args.ids:
-        known = None
     drawn = sample(model, cfg.seq, prompt, args.tokens, temperature=args.temperature,
-                   top_k=args.top_k, seed=args.seed, vocab=known)
+                   top_k=args.top_k, seed=args.seed, vocab=None if args.ids else BYTES)
     if args.ids:
         print(*prompt, end="", flush=True)
         for token in drawn:
