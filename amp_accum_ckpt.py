@@ -537,8 +537,7 @@ def main():
                 run.extra.setdefault(f"scale {impl}", []).append(side.extra()["scale"])
 
         dp = run.world_size
-        total = sum(p.numel() for p in sides[run.impls[0]].model.parameters())
-        sent = 2 * (dp - 1) / dp * run.dtype.itemsize * total
+        sent = 2 * (dp - 1) / dp * run.dtype.itemsize * run.total
         run.textbook([("wire all_reduce", "2 (dp-1)/dp b P", sent)])
         if amp == "off" and args.impl != "torch" and run.device.type == "cpu":
             run.textbook([("held activations", *activations(run, ckpt))])
@@ -546,7 +545,7 @@ def main():
             compare(run)
         # with autocast only losses are judged, to 2%
         judged_as = args.dtype if amp == "off" else "bf16"
-        return run.finish(total, total, judged_as=judged_as)
+        return run.finish(judged_as=judged_as)
 
 
 if __name__ == "__main__":

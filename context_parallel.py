@@ -553,7 +553,7 @@ def set_up(run, impl, ring):
                 evaluate=partial(evaluate_at_work, model, mesh))
 
 
-def textbook(run, cp, P):
+def textbook(run, cp):
     """-> rows. P numbers are trained, in L blocks; k or v of a block are S numbers, and q is Q.
 
     A number has b bytes, but one of dK and dV has d.
@@ -572,7 +572,7 @@ def textbook(run, cp, P):
         "ulysses": [
             ("wire all_to_all", "4 (cp-1)/cp L b (S + Q)", 4 * (cp - 1) * L * b * (S + Q) / cp)],
     }
-    weights = ("wire all_reduce", "2 (cp-1)/cp b P", 2 * (cp - 1) * b * P / cp)
+    weights = ("wire all_reduce", "2 (cp-1)/cp b P", 2 * (cp - 1) * b * run.total / cp)
     return [weights, *others.get(run.args.attn, hops)]
 
 
@@ -583,9 +583,6 @@ def main():
         ring = for_proofs(KINDS[args.attn]())
         own = ring.positions(run.cfg.seq, run.device)
         sides = {impl: set_up(run, impl, ring) for impl in run.impls}
-        total = sum(p.numel() for p in sides[run.impls[0]].model.parameters())
-        run.say(f"context_parallel: {ring.cp} ranks on {run.device.type}, {args.dtype}, "
-                f"{total:,} parameters on each")
         run.say("\n".join(picture(args.attn, ring.cp)))
         for impl, step, x, y, valid in run.steps(sides, range(args.batch)):
             side = sides[impl]
@@ -596,8 +593,8 @@ def main():
                 loss, norm = side.train_step(side.model, side.optimizer, x, y, valid, args.clip)
             run.log(impl, step, loss, norm)
         if "scratch" in sides:
-            run.textbook(textbook(run, ring.cp, total))
-        return run.finish(total, total)
+            run.textbook(textbook(run, ring.cp))
+        return run.finish()
 
 
 if __name__ == "__main__":

@@ -273,9 +273,6 @@ def main():
     with Run(args) as run:
         sides = {impl: set_up(run, impl) for impl in run.impls}
         parameters = list(sides[run.impls[0]].model.parameters())
-        total = sum(p.numel() for p in parameters)
-        run.say(f"ddp: {run.world_size} ranks on {run.device.type}, {args.dtype}, "
-                f"{total:,} parameters, all of them on each rank")
         rows = share(args.batch, run.world_size, run.rank)  # of every batch, this rank's
         for impl, step, x, y, valid in run.steps(sides, rows):
             side = sides[impl]
@@ -283,7 +280,7 @@ def main():
                 loss, norm = side.train_step(side.model, side.optimizer, x, y, valid, args.clip)
             run.log(impl, step, loss, norm)
         run.textbook(textbook(run, parameters))
-        return run.finish(total, own=total)  # every rank has all parameters
+        return run.finish()
 
 
 if __name__ == "__main__":

@@ -552,14 +552,9 @@ def main():
     wide = torch.promote_types(run.dtype, torch.float32)
     with torch.device("meta"):
         plain = run.freeze(GPT(run.cfg).to(wide))
-    total = sum(p.numel() for p in plain.parameters())
     with run:  # from here on a dry run's tensors have no memory
         sides = {impl: set_up(run, impl, plain, mesh, wide) for impl in run.impls}
         first = sides[run.impls[0]].model
-        # torch's DTensors, or our shards: the module's own parameters are empty
-        own = sum(getattr(p, "_local_tensor", p).numel() for p in first.parameters())
-        run.say(f"fsdp: {run.world_size} ranks on {run.device.type}, {args.dtype}, "
-                f"{total:,} parameters, {own:,} of them on this rank")
         rows = share(args.batch, run.world_size, run.rank)  # of every batch, this rank's
         for impl, step, x, y, valid in run.steps(sides, rows):
             side = sides[impl]
@@ -569,7 +564,7 @@ def main():
         if "scratch" in sides:
             run.textbook(textbook(first, n, copies))
         run.show_held()
-        return run.finish(total, own)
+        return run.finish()
 
 
 if __name__ == "__main__":

@@ -954,10 +954,7 @@ def main():
     if run.dry:
         moe.read_counts = moe.balanced_counts  # nobody knows what tokens would choose
     with run:
-        total = sum(p.numel() for p in run.build().parameters())
         sides = {impl: SET_UP[impl](run, mesh, plans, layers, boundary) for impl in run.impls}
-        run.say(f"hybrid_3d: {run.world_size} ranks on {run.device.type}, {args.dtype}, "
-                f"{total:,} parameters")
         picture(run, plans, layers)
         rows = share(args.batch, args.dp, mesh.place["dp"])
         tokens = tokens_of_rank(args, mesh.place["cp"], run.device)
@@ -972,8 +969,7 @@ def main():
             run.textbook(textbook(run, plans, layers, sides["scratch"].model))
         plain = partial(moe.plain_trace, run) if args.experts else run.plain
         judged_as = "bf16" if args.amp == "bf16" else args.dtype
-        own = run.ledger[run.impls[0]].memory["parameters"] // run.dtype.itemsize
-        return run.finish(total, own, plain, judged_as)
+        return run.finish(plain, judged_as)
 
 
 if __name__ == "__main__":

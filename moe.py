@@ -742,10 +742,6 @@ def main():
         sides = {impl: set_up(run, impl, mesh.get_group("replicas"), ep) for impl in run.impls}
         model = sides[run.impls[0]].model
         traffic = watch_rows(model)
-        dense, experts = count(model)
-        total = dense + ep.size() * experts
-        run.say(f"moe: {run.world_size} ranks on {run.device.type}, {args.dtype}, "
-                f"{total:,} parameters, {dense + experts:,} here")
         rows = share(args.batch, run.world_size, run.rank)  # of every batch, this rank's
         for impl, step, x, y, valid in run.steps(sides, rows):
             side = sides[impl]
@@ -759,7 +755,7 @@ def main():
         if args.check and args.dtype == "fp32":
             judged_as = "bf16"  # for which only losses are judged
             run.say("\nin fp32 rounding decides near ties: only losses are judged; fp64 judges all")
-        return run.finish(total, dense + experts, partial(plain_trace, run), judged_as)
+        return run.finish(partial(plain_trace, run), judged_as)
 
 
 if __name__ == "__main__":

@@ -977,18 +977,13 @@ def main():
         model = sides[run.impls[0]].model
         _, figures = planned(plans, times)
         run.extra.update(figures)
-        with torch.device("meta"):
-            total = sum(p.numel() for p in GPT(run.cfg).parameters())
-        own = sum(p.numel() for p in model.parameters())
-        run.say(f"pipeline_parallel: {args.schedule}, {run.world_size} ranks on {run.device.type}, "
-                f"{args.dtype}, {total:,} parameters, {own:,} of them here")
         for impl, step, x, y, valid in run.steps(sides, range(args.batch)):
             side = sides[impl]
             with watched(run, impl, step, plans, side.model.pipeline), run.measure(impl, step):
                 loss, norm = side.train_step(side.model, side.optimizer, x, y, valid, args.clip)
             run.log(impl, step, loss, norm)
         run.textbook(textbook(run, model, plans))
-        return run.finish(total, own)
+        return run.finish()
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ from functools import partial
 import torch.distributed.tensor.parallel as at_work
 from torch.distributed.tensor import Replicate, Shard, init_device_mesh
 
-from common import GPT, adamw, loss_sum
+from common import adamw, loss_sum
 from harness.checkpoint import pieces_of
 from harness.flags import Flag, arguments, require
 from harness.run import Run, Side
@@ -715,15 +715,10 @@ def main():
     refuse(args)
     run = Run(args)
     mesh = init_device_mesh(run.device.type, (run.world_size,))
-    with torch.device("meta"):
-        total = sum(p.numel() for p in GPT(run.cfg).parameters())
     with run:
         tp = CutSequence() if args.sp else WholeSequence()
         sides = {impl: set_up(run, impl, tp, mesh) for impl in run.impls}
         first = sides[run.impls[0]].model
-        own = sum(getattr(p, "_local_tensor", p).numel() for p in first.parameters())
-        run.say(f"tensor_parallel: {tp.size} ranks on {run.device.type}, {args.dtype}, "
-                f"{total:,} parameters, {own:,} here")
         everything = range(args.batch)  # every rank has the whole batch
         for impl, step, x, y, valid in run.steps(sides, everything):
             side = sides[impl]
@@ -732,7 +727,7 @@ def main():
             run.log(impl, step, loss / tp.size, norm)  # a run adds up all ranks' parts
         if "scratch" in sides:
             run.textbook(textbook(run, first, tp))
-        return run.finish(total, own)
+        return run.finish()
 
 
 if __name__ == "__main__":

@@ -640,13 +640,7 @@ def main():
     run = Run(args)
     mesh = dist.init_device_mesh(run.device.type, (run.world_size,))
     with run:  # from here on a dry run's tensors have no memory
-        sides = {}
-        for impl in run.impls:
-            model = run.build()
-            total = sum(p.numel() for p in model.parameters())
-            sides[impl] = set_up(run, impl, model, mesh)
-        run.say(f"zero: stage {args.stage}, {run.world_size} ranks on {run.device.type}, "
-                f"{args.dtype}, {total:,} parameters")
+        sides = {impl: set_up(run, impl, run.build(), mesh) for impl in run.impls}
         rows = share(args.batch, run.world_size, run.rank)  # of every batch, this rank's
         for impl, step, x, y, valid in run.steps(sides, rows):
             side = sides[impl]
@@ -656,8 +650,7 @@ def main():
         if "scratch" in sides:
             run.textbook(textbook(run, sides["scratch"].model))
         run.show_held()
-        own = run.ledger[run.impls[0]].memory["parameters"] // run.dtype.itemsize
-        return run.finish(total, own)
+        return run.finish()
 
 
 if __name__ == "__main__":

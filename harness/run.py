@@ -128,6 +128,7 @@ class Run:
 
     def __init__(self, args, impls=None, build=build):
         self.args = args
+        self.script = Path(usage.program()).stem
         self.cfg = args.cfg
         self.dry = bool(args.dry_run)
         self.dtype = DTYPES[args.dtype]
@@ -228,6 +229,8 @@ class Run:
         self.ledger = {}  # {impl: Ledger} of the last step
         self.book = []  # rows of the textbook
         self.extra = {}  # a script's own keys of the report
+        self.total = 0  # parameters, known when the plain model has been built
+        self.own = 0  # those on this rank, known from begin() on
         self.table = report.Table(self.first, self.last, bool(self.args.eval_every))
         self.step_log = None  # --log-file, on rank 0
         self.profile = {}  # milliseconds of communication in the last step, if --profile knows
@@ -276,10 +279,11 @@ class Run:
         return self.freeze(model)
 
     def freeze(self, model):
-        """With --train freezes what it does not find -> the model."""
+        """The plain model; with --train freezes what it does not find -> the model."""
         if self.args.train:
             found = freeze(model, self.args.train)
             require(found, f"--train {self.args.train}: matches no parameter's name")
+        self.total = sum(p.numel() for p in model.parameters())
         return model
 
     def batch(self, step, rows=None):
@@ -299,6 +303,11 @@ class Run:
         """sides: {impl: Side}. Loads the checkpoint that they start from."""
         self.sides = sides
         self.rows = rows
+        held = sides[self.impls[0]].held()["parameters"]
+        for dtype in {t.dtype for t in held if t.is_floating_point()}:
+            self.own += nbytes(t for t in held if t.dtype == dtype) // dtype.itemsize
+        self.say(f"{self.script}: {self.world_size} ranks on {self.device.type}, {self.args.dtype}, "
+                 f"{self.total:,} parameters, {self.own:,} of them here")
         for side in sides.values():
             if not self.dry:
                 checkpoint.restore(self.start, side.pieces, side.optimizer)
@@ -343,7 +352,7 @@ class Run:
                 self.ledger[impl] = stack.enter_context(ledger)
             self.profile = {}
             if self.args.profile and step == max(self.first, self.last - 1):
-                name = f"{Path(usage.program()).stem}-{impl}-rank{self.rank}.json"
+                name = f"{self.script}-{impl}-rank{self.rank}.json"
                 trace = profiled(Path(self.args.profile, name), self.say)
                 self.profile = stack.enter_context(trace)
             if on_gpu:
@@ -555,19 +564,19 @@ class Run:
             return sum(ledger.memory[k] for k in ("parameters", "gradients", "optimizer"))
         return ledger.memory[what]
 
-    def finish(self, total, own, plain=None, judged_as=None):
+    def finish(self, plain=None, judged_as=None):
         """Check, gather, print, write --json -> exit code.
 
-        total: parameters in all; own: how many are on this rank. plain: () -> the Trace to compare
-        with (default: self.plain). judged_as: the dtype whose tolerance counts (default: --dtype).
+        plain: () -> the Trace to compare with (default: self.plain). judged_as: the dtype whose
+        tolerance counts (default: --dtype).
         """
         impl = self.impls[0]
         mine = dict(
-            rank=self.rank, own=own, memory=self.ledger[impl].memory,
+            rank=self.rank, own=self.own, memory=self.ledger[impl].memory,
             collectives=self.ledger[impl].collectives,
         )
         if self.dry:
-            self.publish([mine], total, None, None)
+            self.publish([mine], None, None)
             return 0
         # by the store, not by collectives: these may wait for as long as the plain run takes
         self.store.set(f"rank {self.rank}", json.dumps(mine))
@@ -576,7 +585,7 @@ class Run:
             check, plain_loss = self.check(plain or self.plain, judged_as or self.args.dtype)
             passed = not check or check["passed"]
             logged = not self.step_log or not self.step_log.full
-            written = self.publish(ranks, total, check, plain_loss)
+            written = self.publish(ranks, check, plain_loss)
             self.store.set("failed", str(int(not (passed and logged and written))))
         self.store.wait(["failed"], timedelta(days=1))
         failed = int(self.store.get("failed"))
@@ -599,7 +608,7 @@ class Run:
         check = compare(ours, trace, dtype, self.world_size)
         return check, [loss.item() for loss in trace.loss.values()]
 
-    def publish(self, ranks, total, check, plain_loss):
+    def publish(self, ranks, check, plain_loss):
         """Print the report, write it to --json -> False if it could not be written."""
         impl = self.impls[0]
         ms = self.ms(impl)
@@ -608,10 +617,10 @@ class Run:
         for rank in ranks:
             per_rank.append(rank.pop("own"))  # it is not reported among `ranks`, but under its name
         result = dict(
-            script=Path(usage.program()).stem, impl=self.args.impl, world_size=self.world_size,
+            script=self.script, impl=self.args.impl, world_size=self.world_size,
             backend=dist.get_backend(), device=self.device.type, dtype=self.args.dtype,
             dry_run=self.dry, torch=torch.__version__, args=args,
-            parameters=dict(total=total, per_rank=per_rank), ranks=ranks, textbook=self.book,
+            parameters=dict(total=self.total, per_rank=per_rank), ranks=ranks, textbook=self.book,
             loss=[loss.item() for loss in self.trace[impl].loss.values()],
             plain_loss=plain_loss, check=check, ms_per_step=ms, tokens_per_second=None,
         )
