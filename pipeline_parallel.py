@@ -8,7 +8,8 @@
 A schedule is data: for each rank a list of actions, F forward, B backward, W the gradients of the
 weights where a B leaves them for later. For each micro-batch a stage sends the next one its output,
 (batch/M, T, C), and gets as large a gradient back. Each of p ranks has about 1/p of all parameters.
-F, B, W below are times; a B that leaves no W takes B + W. The bubble is the slowest rank's.
+F, B, W below are times; a B that leaves no W takes B + W. A rank's bubble is counted from its first
+action to its last; the table has that of the rank that takes longest.
 
     p ranks, M micro-batches,   bubble, for M >= 2p - 1:    kept by rank r, in micro-batches
     v stages per rank           part of a step, or a time   (M large enough)
@@ -21,18 +22,20 @@ F, B, W below are times; a B that leaves no W takes B + W. The bubble is the slo
     zb-h1 (W <= F)              time (p-1) (F + B - W)      p
     zb-h2 (W <= F, 2W <= F+B)   time (p-1) (F + B - 2W)     2p - 1
     zb-v (F = B = W)            0                           p
-    dualpipe-v (F = B = W)      time (p-1) F, pairs as one  p + 1/2
+    dualpipe-v (F = B = W)      time (p-1) F, pairs at once p + 1/2
     auto --limit X              what a search finds         X
     pipedream                   that of 1f1b                p - r, each with its weights
 
     plans = make_plans("1f1b", ranks=2, microbatches=4)
     stages = Stages([model[:3], model[3:]], plans)  # of an nn.Sequential
     mail = Mail(plans, [0, 1], None, make_links(plans, [[0, 1]]), (B // 4, T, C), dtype, device)
-    loss = Pipeline(stages.here, plans, mail).step(inputs, loss_fn)  # loss_fn(output, m)
-    norm = stages.sum_and_clip(1.0)                                  # then optimizer.step()
+    pipeline = Pipeline(stages.here, plans, mail)
+    loss = pipeline.step(inputs, loss_fn)  # in every step; loss_fn(output, m)
+    norm = stages.sum_and_clip(1.0)        # then optimizer.step()
 
 Not for: stages that pass on anything but one tensor of one size, or change their input in place;
-parameters replaced later; buffers in full_state_dict; several pipelines (see hybrid_3d.py).
+ranks without parameters; parameters replaced later; buffers in full_state_dict; several pipelines
+(see hybrid_3d.py).
 Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241; others stand at each schedule.
 At work: torch.distributed.pipelining (section 3).
 
@@ -53,6 +56,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
+# section 1 needs what stands above, the others what follows
 import sys
 
 from common import GPT, adamw, loss_sum, share
@@ -73,7 +77,7 @@ class Action(NamedTuple):
     kind: str  # F forward; B backward; W the gradients of the weights, later; U an update
     microbatch: int
     stage: int  # a part of the model's layers, 0 the first; a rank may hold several
-    joined: bool = False  # an F that a simulation may play as one action with the B behind it
+    joined: bool = False  # an F that a simulation may play as one action with the B that follows
 
 
 def key(action):
@@ -141,7 +145,7 @@ def in_words(stages, *lines):
 
 
 def zb_v(r, p, M, stages):
-    n = max(M, 2 * p - 1)  # the words need so many; the last line drops micro-batches beyond M
+    n = max(M, 2 * p - 1)  # the words need so many; those beyond M are dropped in the end
     plan = in_words(
         stages,
         ("F0", 2 * (p - r) - 1),  # until the first micro-batch is back, at stage 1
@@ -297,17 +301,21 @@ class Mail:
         for rank, plan in enumerate(plans):
             for position, action in enumerate(plan):
                 self.maker[key(action)] = position, rank
-                self.receiver[source(action, self.end)] = rank  # None: nobody asks for it
+                need = source(action, self.end)
+                if need:
+                    self.receiver[need] = rank
         self.coming = deque()  # [(position, sender, key)] of receives that are not started
         self.here = {}  # {key: (work, tensor)} of started receives; no work: made on this rank
         self.sent = None  # (work, tensor) of the last send
 
     def open(self, actions):
         """Before this rank plays these actions: list what it will receive for them."""
-        needs = [source(action, self.end) for action in actions]
-        coming = [(*self.maker[need], need) for need in needs if need]
-        # in the order in which they are made
-        self.coming = deque(sorted(one for one in coming if one[1] != self.rank))
+        coming = []
+        for need in filter(None, [source(action, self.end) for action in actions]):
+            position, sender = self.maker[need]
+            if sender != self.rank:
+                coming.append((position, sender, need))
+        self.coming = deque(sorted(coming))  # in the order in which they are made
 
     def receive(self):
         """Start the next receive."""
@@ -328,9 +336,9 @@ class Mail:
         if receiver == self.rank:
             self.here[key(action)] = None, tensor
         elif receiver is not None:
-            sent = tensor.shape, tensor.dtype
+            found = tensor.shape, tensor.dtype
             # of another size or dtype it would arrive as noise
-            assert sent == (self.size, self.dtype), f"{sent}, not {self.size}, {self.dtype}"
+            assert found == (self.size, self.dtype), f"{found}, not {self.size}, {self.dtype}"
             self.finish_send()
             tensor = tensor.contiguous()
             work = self.begin(dist.isend, tensor, receiver, (self.rank, receiver))  # here -> there
@@ -362,7 +370,7 @@ class Mail:
 
 
 def make_links(plans, pipelines):
-    """-> {(sender, receiver): group} of this rank's links. Every rank calls it.
+    """-> {(sender, receiver), places in a pipeline: group} of this rank's links. Every rank calls it.
 
     pipelines: the global ranks of each. NCCL runs a group's transfers in order: a receive that
     waits would hold up the sends behind it. gloo matches those of each pair by itself.
@@ -394,8 +402,8 @@ def make_links(plans, pipelines):
 class SplitLinear(torch.autograd.Function):
     """F.linear. While `later` is a list its backward is B alone, and appends what W is to do.
 
-    parameters: weight and bias in a tuple, so that autograd does not see them. Else B, which
-    returns None for them, would call their post-accumulate hooks (from torch 2.13 on) before W.
+    parameters: weight and bias in a tuple, so that autograd does not see them. If it did, a B would
+    call their post-accumulate hooks although it makes no gradient of theirs (from torch 2.13 on).
     """
 
     later = None
@@ -443,9 +451,9 @@ class WeightGradient(torch.autograd.Function):
 
 def split_linear(x, weight, bias):
     if not weight.requires_grad and (bias is None or not bias.requires_grad):
-        return F.linear(x, weight, bias)  # no W
+        return F.linear(x, weight, bias)  # both frozen: no W
     if torch.is_grad_enabled() and not x.requires_grad:
-        x = x.detach().requires_grad_()  # else autograd, which sees no parameters, has no backward
+        x = x.detach().requires_grad_()  # autograd sees x alone: it has to have a backward
     return SplitLinear.apply(x, (weight, bias))
 
 
@@ -463,7 +471,7 @@ class Pipeline:
 
     modules: {stage: module}, this rank's. plans: all ranks'. before(stage, is_last, is_whole) and
     after(stage) are called around each B and W, for hooks on gradients, as hybrid_3d.py has them.
-    is_last: it is the stage's last B or W. After these all of its gradients are complete.
+    is_last: it is the stage's last B, or its last action of all: after both its gradients are whole.
     is_whole: after it the micro-batch has made all of its gradients.
     """
 
@@ -478,7 +486,7 @@ class Pipeline:
         self.updates = any(action.kind == "U" for action in self.plan)
         self.apart = {(a.microbatch, a.stage) for a in self.plan if a.kind == "W"}  # split Bs
         last_b = {a.stage: a for a in self.plan if a.kind == "B"}
-        last_of_all = {a.stage: a for a in self.plan if a.kind in "BW"}  # its last B or W
+        last_of_all = {a.stage: a for a in self.plan if a.kind in "BW"}
         self.last_actions = {*last_b.values(), *last_of_all.values()}
         self.kept = {}  # {(micro-batch, stage): its input, the edge of its output}, until B
         self.left = {}  # {(micro-batch, stage): [what each Linear has left to do]}, until W
@@ -500,6 +508,7 @@ class Pipeline:
         return self.play("F", inputs, loss_fn)
 
     def play(self, kinds, inputs, loss_fn, update=None):
+        assert len(inputs) == self.microbatches, f"{len(inputs)} inputs, {self.microbatches} planned"
         wide = torch.promote_types(self.mail.dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=self.mail.device)
         actions = [action for action in self.plan if action.kind in kinds]
@@ -548,8 +557,9 @@ class Pipeline:
         if stage == self.end:
             y = loss_fn(y, m)
         if torch.is_grad_enabled():
-            # the edge, not y, whose memory is free once it is sent; None: all is frozen up to here
-            edge = get_gradient_edge(y) if y.requires_grad else None
+            edge = None  # all is frozen up to here
+            if y.requires_grad:
+                edge = get_gradient_edge(y)  # not y itself, whose memory is free once it is sent
             self.kept[m, stage] = x, edge
         return y.detach()
 
@@ -585,8 +595,8 @@ class Stages(nn.ModuleList):
     """This rank's stages of a model, whose pipeline is all ranks of the world.
 
     whole: all stages, in order, on every rank; this rank keeps its own. In its stage a parameter
-    has the name that it has in the whole model. One that stages of several ranks hold is tied: each
-    has a copy, and their gradients are summed.
+    must have the name that it has in the whole model: slices of one nn.Sequential keep it. One that
+    stages of several ranks hold is tied: each has a copy, and their gradients are summed.
     """
 
     def __init__(self, whole, plans):
@@ -602,7 +612,8 @@ class Stages(nn.ModuleList):
         for stage, module in enumerate(whole):
             for name, p in module.named_parameters(remove_duplicate=False):
                 self.origins.setdefault(name, (home[stage], p.detach().to("meta")))
-                assert by_name.setdefault(name, p) is p, f"{name}: stages have different ones"
+                same = by_name.setdefault(name, p) is p
+                assert same, f"{name}: stages have different ones; take names of the whole model"
                 names.setdefault(p, name)
                 holders[p].add(home[stage])
         self.names = {p: names[p] for p in self.parameters()}
@@ -652,8 +663,9 @@ class Stages(nn.ModuleList):
 
 
 def update_stage(stages, optimizer, clip):
-    """U. A stage clips by its own norm, so that it need not wait for the others'. Gradients of tied
-    parameters, on which two stages would have to agree, are kept for the end of the step."""
+    """step()'s `update`, as partial(update_stage, stages, optimizer, clip). A stage clips by its own
+    norm, so that it need not wait for the others'. Gradients of tied parameters wait for the end of
+    the step: two stages would have to agree on them."""
     waiting = {p: p.grad for p in stages.tied}
     for p in waiting:
         p.grad = None
@@ -747,7 +759,7 @@ def parallelize(model, plans, layers, boundary):
 def train_step(model, optimizer, x, y, valid, clip):
     """x, y: the whole batch (B, T); the first stage needs x, the last y -> this rank's part of the
     loss, the gradient norm."""
-    update = partial(update_stage, model, optimizer, clip)  # of PipeDream's plan alone
+    update = partial(update_stage, model, optimizer, clip)  # only PipeDream's plan calls it
     optimizer.zero_grad()
     loss = model.forward_backward(x, y, valid, update)
     norm = model.sum_and_clip(clip)
@@ -814,7 +826,7 @@ def search(ranks, microbatches, limit, span, waiting=1.0):
     what is kept of a micro-batch from B to W, as a part of what is kept from F to B.
     """
     family = []
-    # 2.05: from 21 ranks on a little more than 2 fills the time of the transfers, too
+    # 2.05: from 21 ranks on one F more than 2 would give, which fills the time of the transfers
     for slope, lag in product((0.5, 1, 1.5, 2, 2.05, 2.5, 3), (0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4)):
         for most in range(min(int(slope * (ranks - 1)), limit - 1), -1, -1):
             plans = [sloped(rank, ranks, microbatches, slope, most, lag) for rank in range(ranks)]
@@ -939,7 +951,7 @@ def pieces(model, optimizer):
 
 
 def textbook(run, model, plans):
-    """b bytes a number, P parameters here, n stages' ends at which another rank begins."""
+    """b bytes a number, P parameters here, n: at how many ends of its stages another rank begins."""
     p = run.world_size
     b = run.dtype.itemsize
     parameters = list(model.parameters())
