@@ -7,9 +7,8 @@
 
 A schedule is data: for each rank a list of actions, F forward, B backward, W the gradients of the
 weights where a B leaves them for later. For each micro-batch a stage sends the next one its output,
-(batch/M, T, C), and gets as large a gradient back. Each of p ranks has about 1/p of all parameters.
-F, B, W below are times; a B that leaves no W takes B + W. A rank's bubble is counted from its first
-action to its last; the table has that of the rank that takes longest.
+(batch/M, T, C), and gets as large a gradient back. A rank has 1/p of the parameters. F, B, W below
+are times; a B that leaves no W takes B + W. The bubble: of the longest from first to last action.
 
     p ranks, M micro-batches,   bubble, for M >= 2p - 1:    kept by rank r, in micro-batches
     v stages per rank           part of a step, or a time   (M large enough)
@@ -29,13 +28,11 @@ action to its last; the table has that of the rank that takes longest.
     plans = make_plans("1f1b", ranks=2, microbatches=4)
     stages = Stages([model[:3], model[3:]], plans)  # of an nn.Sequential
     mail = Mail(plans, [0, 1], None, make_links(plans, [[0, 1]]), (B // 4, T, C), dtype, device)
-    pipeline = Pipeline(stages.here, plans, mail)
-    loss = pipeline.step(inputs, loss_fn)  # in every step; loss_fn(output, m)
-    norm = stages.sum_and_clip(1.0)        # then optimizer.step()
+    loss = Pipeline(stages.here, plans, mail).step(inputs, loss_fn)  # built once, stepped often
+    norm = stages.sum_and_clip(1.0)                                  # then optimizer.step()
 
 Not for: stages that pass on anything but one tensor of one size, or change their input in place;
-ranks without parameters; parameters replaced later; buffers in full_state_dict; several pipelines
-(see hybrid_3d.py).
+ranks without parameters; parameters replaced later; several pipelines (see hybrid_3d.py).
 Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241; others stand at each schedule.
 At work: torch.distributed.pipelining (section 3).
 
@@ -370,10 +367,11 @@ class Mail:
 
 
 def make_links(plans, pipelines):
-    """-> {(sender, receiver), places in a pipeline: group} of this rank's links. Every rank calls it.
+    """-> {(sender, receiver): group} of this rank's links, by places in a pipeline.
 
-    pipelines: the global ranks of each. NCCL runs a group's transfers in order: a receive that
-    waits would hold up the sends behind it. gloo matches those of each pair by itself.
+    Every rank calls it. pipelines: the global ranks of each. NCCL runs a group's transfers in
+    order: a receive that waits would hold up the sends behind it. gloo matches those of each pair
+    by itself.
     """
     if dist.get_backend() in ("gloo", "fake"):
         return {}
@@ -471,7 +469,8 @@ class Pipeline:
 
     modules: {stage: module}, this rank's. plans: all ranks'. before(stage, is_last, is_whole) and
     after(stage) are called around each B and W, for hooks on gradients, as hybrid_3d.py has them.
-    is_last: it is the stage's last B, or its last action of all: after both its gradients are whole.
+    is_last: it is the stage's last B, or the last of its Bs and Ws: after both its gradients are
+    complete.
     is_whole: after it the micro-batch has made all of its gradients.
     """
 
@@ -508,7 +507,7 @@ class Pipeline:
         return self.play("F", inputs, loss_fn)
 
     def play(self, kinds, inputs, loss_fn, update=None):
-        assert len(inputs) == self.microbatches, f"{len(inputs)} inputs, {self.microbatches} planned"
+        assert len(inputs) == self.microbatches, f"{len(inputs)} inputs for {self.microbatches}"
         wide = torch.promote_types(self.mail.dtype, torch.float32)
         loss = torch.zeros((), dtype=wide, device=self.mail.device)
         actions = [action for action in self.plan if action.kind in kinds]
@@ -663,9 +662,9 @@ class Stages(nn.ModuleList):
 
 
 def update_stage(stages, optimizer, clip):
-    """step()'s `update`, as partial(update_stage, stages, optimizer, clip). A stage clips by its own
-    norm, so that it need not wait for the others'. Gradients of tied parameters wait for the end of
-    the step: two stages would have to agree on them."""
+    """U, a partial of this is step()'s `update`. A stage clips by its own norm, so that it need not
+    wait for the others'. Gradients of tied parameters, on which two stages would have to agree,
+    wait for the end of the step."""
     waiting = {p: p.grad for p in stages.tied}
     for p in waiting:
         p.grad = None
@@ -951,7 +950,7 @@ def pieces(model, optimizer):
 
 
 def textbook(run, model, plans):
-    """b bytes a number, P parameters here, n: at how many ends of its stages another rank begins."""
+    """b bytes a number, P parameters here, n: so many of its stages' ends touch another rank."""
     p = run.world_size
     b = run.dtype.itemsize
     parameters = list(model.parameters())

@@ -306,8 +306,8 @@ class Run:
         held = sides[self.impls[0]].held()["parameters"]
         for dtype in {t.dtype for t in held if t.is_floating_point()}:
             self.own += nbytes(t for t in held if t.dtype == dtype) // dtype.itemsize
-        self.say(f"{self.script}: {self.world_size} ranks on {self.device.type}, {self.args.dtype}, "
-                 f"{self.total:,} parameters, {self.own:,} of them here")
+        where = f"{self.world_size} ranks on {self.device.type}, {self.args.dtype}"
+        self.say(f"{self.script}: {where}, {self.total:,} parameters, {self.own:,} of them here")
         for side in sides.values():
             if not self.dry:
                 checkpoint.restore(self.start, side.pieces, side.optimizer)

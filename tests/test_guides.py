@@ -13,7 +13,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+import ddp
 import tensor_parallel
+import zero
 from common import GPTConfig, adamw, build, loss_sum, plain_steps
 from conftest import ALL, ROOT, run, script
 from harness.prove import prove
@@ -173,6 +175,25 @@ def plain_adapters():
         yield loss, gradients, model.state_dict()
 
 
+def adapters_under_ddp():
+    model = ddp.parallelize(adapted())
+    optimizer = adamw(trained(model), 1e-2)
+    for x, y, valid in batches():
+        mine = slice(dist.get_rank(), None, 2)
+        ddp.train_step(model, optimizer, x[mine], y[mine], valid, 0.1)
+        yield None, ddp.full_gradients(model), ddp.full_state_dict(model)
+
+
+def adapters_under_zero():
+    model = adapted()
+    sharded = zero.parallelize(model, level=3)
+    optimizer = adamw(sharded.parameter_groups(), 1e-2)
+    for x, y, valid in batches():
+        mine = slice(dist.get_rank(), None, 2)
+        zero.train_step(model, sharded, optimizer, x[mine], y[mine], valid, 0.1)
+        yield None, zero.full_gradients(model, sharded), zero.full_state_dict(model, sharded)
+
+
 def adapters_under_tensor_parallel():
     section = tensor_parallel
     tp = section.WholeSequence()
@@ -191,11 +212,11 @@ def adapters_under_tensor_parallel():
 
 
 def check_adapters():
-    assert prove(plain_adapters, adapters_under_tensor_parallel)
+    for training in (adapters_under_ddp, adapters_under_zero, adapters_under_tensor_parallel):
+        assert prove(plain_adapters, training), training.__name__
 
 
 def test_adapters():
-    """Under ddp, zero and fsdp they are parameters that are frozen, as with --train."""
     run(check_adapters, 2)
 
 
