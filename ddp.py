@@ -1,9 +1,8 @@
-r"""Data parallelism: every rank has the whole model and a part of the batch; gradients are summed.
+"""Data parallelism: every rank has the whole model and a part of the batch; gradients are summed.
 
-    rank 0   rows 0..3   forward | backward: block 3   block 2   block 1   block 0 |         | step
-    rank 1   rows 4..7   forward | backward: block 3   block 2   block 1   block 0 |         | step
-                                                    \_________\_________\_________\_________\
-                                   all-reduce         bucket 0  bucket 1  bucket 2  bucket 3
+    rank 0    rows 0..3   forward | backward: block 3 | block 2 | block 1 | block 0 |         | step
+    rank 1    rows 4..7   forward | backward: block 3 | block 2 | block 1 | block 0 |         | step
+    all-reduce of bucket                              | 0       | 1       | 2       | 3       |
 
 Gradients are views into flat buckets, filled in the order in which backward makes them. The
 all-reduce of a bucket starts as soon as it is full, so that all but the last travel while backward
@@ -12,7 +11,7 @@ still runs.
     on each rank, P parameters of 4 bytes   plain GPT     here, on N ranks
     parameters, gradients, AdamW states     16 P          16 P
     activations                             whole batch   1/N
-    sent per step, to all-reduce 4 P        -             2 (N-1)/N * 4 P
+    sent per step (ring all-reduce of 4 P)  -             2 (N-1)/N * 4 P
 
     model = BucketedDDP(model)  # gradients are averaged over ranks, with average=False summed
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -23,8 +22,8 @@ still runs.
 
 Not for: sparse embedding gradients, second derivatives (create_graph=True), reentrant
 checkpointing, parameters that are added or frozen after wrapping, backwards that end in an
-exception, BatchNorm (buffers are made equal once). Ranks may use different parameters (gradients of
-unused ones are zero), but all ranks must make the same number of backwards.
+exception, BatchNorm (buffers are made equal once). All ranks must make the same number of
+backwards. Each uses at least one trained parameter; gradients of those that it does not use are 0.
 
 Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 arXiv:2006.15704, section 3. At work: torch.nn.parallel.DistributedDataParallel, section 3 below.
@@ -38,7 +37,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-# section 1 needs what stands above, the others what follows
+# imports of section 1 end here; the rest is for sections 2 to 4
 import sys
 
 from torch.nn.parallel import DistributedDataParallel
@@ -51,10 +50,11 @@ from harness.run import Run, Side
 
 
 def all_reduce_gradients(module, group=None):
-    """The naive form, after backward: an all-reduce for each parameter."""
+    """The naive form, after backward: a sum per parameter. All ranks must have used the same."""
     for p in module.parameters():
         if p.grad is not None:
-            dist.all_reduce(p.grad, group=group)  # partial -> replicated
+            # partial (a summand each) -> replicated (all have the sum)
+            dist.all_reduce(p.grad, group=group)
 
 
 class Bucket:
@@ -68,13 +68,14 @@ class Bucket:
         self.flat = parameters[0].new_zeros(sum(sizes))
         self.views = [piece.view_as(p) for p, piece in zip(parameters, self.flat.split(sizes))]
         self.missing = len(parameters)  # gradients that this backward has not made yet
-        self.work = None  # Work of the all-reduce that is under way
+        self.work = None  # Work of the last all-reduce
 
     def take(self, i):
         """Move a gradient that autograd has made into the bucket, and leave a view in its place."""
         p = self.parameters[i]
-        if p.grad is not self.views[i]:  # after no_sync() it is: autograd has added to the view
-            p.grad = self.views[i].copy_(p.grad)
+        if p.grad is self.views[i]:
+            return  # after no_sync(): autograd has added to the view
+        p.grad = self.views[i].copy_(p.grad)
 
     def start(self):
         for p, view in zip(self.parameters, self.views):
@@ -94,14 +95,14 @@ class BucketedDDP(nn.Module):
     """Data parallelism for a module: when loss.backward() returns, gradients are reduced.
 
     group: the ranks, each with rows of its own
-    bucket_mb: how large a bucket may be (MB = 1e6 bytes). The first one may be first_bucket_mb, so
-        that communication starts early. None may exceed a quarter of the whole, since the last one
-        travels when backward is over. A larger parameter has a bucket of its own
+    bucket_mb: how large a bucket may be (MB = 1e6 bytes), but at most a quarter of the whole. Only
+        a larger parameter exceeds that, in a bucket of its own. A change of dtype begins a bucket
+    first_bucket_mb: how large the first may be; a small one, so that communication starts early
     average: False sums gradients instead
 
-    All ranks begin with the first one's parameters and buffers. Frozen parameters are left out,
-    tied ones counted once: freeze before. Without zero_grad() between two backwards outside of
-    no_sync(), what is reduced already would be reduced again.
+    All ranks begin with the first one's parameters and buffers. Tied parameters are counted once.
+    Frozen ones are left out: freeze before wrapping. Without zero_grad() between two backwards
+    outside of no_sync(), what is reduced already would be reduced again.
     """
 
     def __init__(self, module, group=None, bucket_mb=25, first_bucket_mb=1, average=True):
@@ -128,6 +129,8 @@ class BucketedDDP(nn.Module):
         They are taken in reverse, which is roughly the order in which their gradients are made.
         """
         parameters = [p for p in self.module.parameters() if p.requires_grad]
+        assert parameters, "all parameters are frozen: nothing to sum"
+        # at most a quarter of the whole, since the last bucket travels when backward is over
         bytes_each = min(bytes_each, sum(p.nbytes for p in parameters) / 4)
         room = min(bytes_each, bytes_first)  # bytes left in buckets[-1]
         buckets = [[]]

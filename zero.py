@@ -2,23 +2,23 @@
 
     a unit's parameters, end to end   | rank 0 | rank 1 | rank 2 | rank 3 |   equal chunks, padded
 
-    level 3  computing         | fwd 0 | fwd 1 | fwd 2 | bwd 2 | bwd 1 | bwd 0 |       | step:
-             gathering   get 0 | get 1 | get 2 | (kept)| get 1 | get 0 |       |       | each rank
-             summing           |       |       |       |       | sum 2 | sum 1 | sum 0 | its chunk
+    level 3  computing         | fwd 0 | fwd 1 | fwd 2 | bwd 2 | bwd 1 | bwd 0 |       | step
+             gathering   get 0 | get 1 | get 2 | (kept)| get 1 | get 0 |       |       |
+             summing           |       |       |       |       | sum 2 | sum 1 | sum 0 |
 
 P numbers are trained, padding included, on n ranks; M micro-batches make a step (--accum M). In
 bf16 a number takes 2 bytes, its gradient 2, AdamW's fp32 master and two states 12:
 
-                bytes held between steps   sent per step, in units of 2 P (n-1)/n bytes
-    plain GPT   16 P                       0
-    level 0     16 P                       2       all-reduce of the gradients
-    level 1     (4 + 12/n) P               2       states cut: reduce-scatter, then all-gather
-    level 2     (2 + 14/n) P               M + 1   gradients too: M times reduce-scatter
-    level 3     16 P/n                     3 M     parameters too: M times that + 2 all-gathers
+                bytes held between steps  sent per step, in units of 2 P (n-1)/n bytes
+    plain GPT   16 P                      0
+    level 0     16 P                      2      all-reduce of the gradients
+    level 1     (4 + 12/n) P              2      states cut: reduce-scatter, then all-gather
+    level 2     (2 + 14/n) P              M + 1  gradients too: M reduce-scatters, one all-gather
+    level 3     16 P/n                    3 M    parameters too: M reduce-scatters, 2 M all-gathers
 
 In fp32 and fp64, of b bytes, a parameter is its own master: it takes b, its gradient b, its states
-2 b. In level 3 an untied embedding and an untied head are gathered once, not twice. --offload
-optimizer keeps masters and states on the CPU and steps there; param (level 3) parameters as well.
+2 b. In level 3 an untied head (like unit 2 above) and an untied embedding (unlike unit 0) are
+gathered once, not twice. Offload keeps masters and states on the CPU (in level 3 parameters, too).
 
     zero = ZeRO(units_of(model, model.blocks), level=3)
     optimizer = AdamW(zero.parameter_groups(), lr=1e-3)
@@ -28,10 +28,11 @@ optimizer keeps masters and states on the CPU and steps there; param (level 3) p
     norm = zero.clip_grad_norm_(1.0)
     zero.step(optimizer)
 
-Not for: optimizers that look at whole matrices or at all numbers together (Muon, Shampoo, LAMB,
-Adafactor); sparse embeddings; second derivatives; reentrant checkpointing; backwards that end in an
-exception; parameters that are changed or thawed later. In level 3 blocks return one tensor, and
-all ranks use the same units in the same order. Frozen parameters and buffers are alike on all.
+Not for: optimizers that look at whole matrices (Muon, Adafactor) or at all numbers together (LAMB)
+or count their calls; sparse embeddings; second derivatives; reentrant checkpointing; backwards that
+end in an exception; parameters that are changed or thawed later. In level 3 blocks return one
+tensor, and ranks use the same units in the same order. Frozen parameters and buffers are alike on
+all.
 
 Rajbhandari et al. 2019, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv:1910.02054, sections 5 and 7; Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840.
@@ -46,7 +47,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-# section 1 needs what stands above, the others what follows
+# imports of section 1 end here; the rest is for sections 2 to 4
 import sys
 
 from torch.distributed.fsdp import fully_shard
@@ -62,7 +63,7 @@ from harness.run import Run, Side, whole
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
 
 # Level 1 is three lines after backward. All parameters lie end to end in `full`, the gradients in
-# `buffer`; `mine` is this rank's chunk of either.
+# `buffer`; `mine` is this rank's chunk of either. Collectives may read and write it in place.
 #
 #     reduce_scatter(buffer[mine], buffer)  # partial (a summand each) -> sharded (a chunk each)
 #     optimizer.step()  # of full[mine] alone: there are states for no more
@@ -95,8 +96,8 @@ class Unit:
     """Trained parameters of one dtype that are gathered, summed and freed together."""
 
     parameters: list
-    sites: list  # modules; nobody reads the parameters outside their forward. For level 3
-    stays: bool = False  # level 3: kept from first use to the micro-batch's end. For hybrid_3d.py
+    sites: list  # for level 3: the modules in whose forward the parameters are read, no others
+    stays: bool = False  # only hybrid_3d.py sets it. In level 3: not freed within a micro-batch
 
 
 @dataclass(eq=False)
@@ -129,7 +130,8 @@ class Flat:
         self.group = group  # the ranks that share the batch; None: all
         self.level = level  # 0 to 3
         self.stays = unit.stays
-        self.shapes = {p: p.shape for p in parameters}  # in this order in full
+        self.parameters = parameters  # in this order in full
+        self.shapes = {p: p.shape for p in parameters}  # p itself is empty while it is freed
         self.size = sum(p.numel() for p in parameters)  # without padding
         chunks = dist.get_world_size(group) if level > 0 else 1
         number = dist.get_rank(group) if level > 0 else 0  # of this rank's chunk
@@ -142,8 +144,8 @@ class Flat:
         self.slots = self.views(self.buffer)  # {parameter: its gradient's view of buffer}
         for p, place in self.places.items():
             place.copy_(p.detach())
-            # Not nn.Parameter(place), which would share full's version counter: autograd would take
-            # a gather for a change of p in place, and refuse to go backward.
+            # p.data, since p then keeps a version counter of its own: a gather into full is no
+            # change of p to autograd, which would refuse to go backward.
             p.data = place
         dist.broadcast(self.full, group=group, group_src=0)  # the first rank's -> replicated
         self.make_chunk(offload)
@@ -151,7 +153,7 @@ class Flat:
 
         self.gathering = None  # the all-gather into full that is under way, or None
         self.reducing = None  # the sum of buffer over ranks that is under way, or None
-        self.missing = set(parameters)  # those whose gradients of this backward have not come yet
+        self.missing = set(parameters)  # those whose gradients of this backward are to come
         if level >= 2:
             take_back(self.buffer)
         self.free()
@@ -162,10 +164,10 @@ class Flat:
         return {p: piece.view(self.shapes[p]) for p, piece in zip(self.shapes, pieces)}
 
     def make_chunk(self, offload):
-        """What this rank keeps of its chunk, (chunk,) each: copies only where they are needed.
+        """What this rank keeps of its chunk, (chunk,) each.
 
             shard   the parameters: full[mine], in level 3 a copy
-            master  what is stepped: shard, or a copy if it is to be wider, or on the CPU
+            master  what is stepped: shard, or a copy if it is to be wider, or offloaded
             grad    the step's gradient: buffer[mine], from level 2 on a sum over micro-batches
         """
         self.shard = self.full[self.mine]
@@ -174,7 +176,7 @@ class Flat:
             self.shard = self.shard.to(home, copy=True)
         self.master = self.shard.to(torch.promote_types(self.shard.dtype, torch.float32))
         if offload == "optimizer":
-            self.master = self.master.to("cpu", copy=True)
+            self.master = self.master.to("cpu", copy=True)  # copied on a CPU, too: for tests
         self.grad = self.buffer[self.mine]
         if self.level >= 2:
             self.grad = self.grad.clone()
@@ -182,7 +184,7 @@ class Flat:
     def cut(self):
         """-> [Part] of this rank's chunk; its padding is in none of them, and stays zero."""
         parts = []
-        start = -self.mine.start  # where a parameter begins, seen from this chunk: may be before it
+        start = -self.mine.start  # where p begins, counted from this chunk's begin; negative: before it
         for p, shape in self.shapes.items():
             end = start + shape.numel()
             span = slice(max(start, 0), min(end, self.chunk))
@@ -202,7 +204,8 @@ class Flat:
         lend(self.full)
         for p, place in self.places.items():
             p.data = place
-        own = self.full[self.mine].copy_(self.shard)  # sharded -> replicated
+        own = self.full[self.mine].copy_(self.shard)
+        # sharded -> replicated
         self.gathering = all_gather(self.full, own, group=self.group, async_op=True)
 
     def wait(self):
@@ -217,8 +220,8 @@ class Flat:
         self.wait()  # memory into which a collective still writes must not go
         take_back(self.full)
         for p, place in self.places.items():
-            # Who reads p finds no elements. It keeps its number of dims: autograd lays out the
-            # gradient of an embedding, which may be freed by then, by them.
+            # Who reads p finds no elements. [:0] keeps p.dim(): autograd looks at it when it stores
+            # a gradient, and an embedding may be freed by then.
             p.data = torch.atleast_1d(place)[:0]  # a scalar cannot be sliced
 
     # -- gradients
@@ -238,11 +241,11 @@ class Flat:
     def start_reduce(self):
         """Begin to sum the gradients over ranks."""
         self.lend_buffer()  # it has no memory yet, if this rank has used nothing of the unit
-        self.missing.update(self.shapes)
+        self.missing.update(self.parameters)
         if self.level == 0:  # partial -> replicated
             self.reducing = dist.all_reduce(self.buffer, group=self.group, async_op=True)
         else:  # partial -> sharded
-            own = self.buffer[self.mine]
+            own = self.buffer[self.mine]  # in place: the sum of this chunk replaces the summand
             self.reducing = reduce_scatter(own, self.buffer, group=self.group, async_op=True)
 
     def finish_reduce(self):
@@ -272,11 +275,11 @@ class ZeRO:
     units: [Unit], in the order of forward, for example units_of(model, model.blocks)
     offload: "none"; "optimizer": masters and states are on the CPU; "param", in level 3: shards too
 
-    Gradients are summed over ranks, not averaged. With several micro-batches call reduce() after
-    every backward; in levels 0 and 1 set zero.sync = False before all but a step's last.
+    Gradients are summed over ranks. Call reduce() after every backward. With several in a step set
+    zero.sync = False before all but the last in levels 0 and 1; leave it True in levels 2 and 3.
 
     The module keeps its parameters, as views of larger tensors; in level 3 they are empty while
-    they are not gathered. Load weights before: a master does not see what is loaded later.
+    they are not gathered. Load weights before: what is loaded later may not reach the masters.
     """
 
     def __init__(self, units, group=None, level=1, offload="none"):
@@ -284,33 +287,38 @@ class ZeRO:
         self.level = level
         self.sync = True  # False: what the next backward brings is not summed over ranks yet
         self.is_summed = True  # False: gradients have come since the last sum
+        trained = [p for unit in units for p in unit.parameters]
+        self.trained = set(trained)
+        assert len(trained) == len(self.trained), "one is in two units; or is blocks not a list?"
         self.flats = [Flat(unit, group, level, offload) for unit in units]
         self.parts = [part for flat in self.flats for part in flat.parts]
         self.pending = []  # [Flat] not summed yet, in the order of summing: the last unit first
         self.reducing = None  # the Flat whose sum is under way, or None
-        self.entered = []  # [Flat], as this micro-batch's forward and backward came to them
-        self.expected = []  # [Flat], as those of the last micro-batch did
+        self.entered = []  # [Flat] in the order of use in this micro-batch, forward then backward
+        self.expected = []  # [Flat] in that of the last micro-batch: tells what to gather ahead
         for unit, flat in zip(units, self.flats):
             self.add_hooks(flat, unit.sites)
         self.zero_grad()
 
     def add_hooks(self, flat, sites):
-        for p in flat.shapes:
+        for p in flat.parameters:
             p.register_post_accumulate_grad_hook(partial(self.ready, flat))
         if flat.level == 3:
             for site in sites:
                 site.register_state_dict_pre_hook(refuse_state_dict)
                 site.register_forward_pre_hook(partial(self.enter, flat))
-                if type(site) is not nn.Embedding:  # whose backward reads no parameter
+                if type(site) is not nn.Embedding:  # an embedding's backward reads no parameter
                     site.register_forward_hook(partial(self.watch, flat))
 
     def parameter_groups(self, groups=None):
-        """What an optimizer takes: the user's groups, with this rank's masters for parameters."""
-        part_of = {part.parameter: part for part in self.parts}
+        """groups: a list of dicts, as for an optimizer -> the same with this rank's masters."""
+        master_of = {part.parameter: part.master for part in self.parts}
         ours = []
-        for group in groups or [{"params": list(part_of)}]:
-            parts = [part_of.get(p) for p in group["params"]]  # None: this rank has no piece of p
-            ours.append({**group, "params": [part.master for part in parts if part]})
+        for group in groups or [{"params": list(master_of)}]:
+            theirs = list(group["params"])
+            assert all(p in self.trained or not p.requires_grad for p in theirs), "p is in no unit"
+            masters = [master_of[p] for p in theirs if p in master_of]  # of some it has no piece
+            ours.append({**group, "params": masters})
         return ours
 
     # -- parameters in level 3
@@ -321,17 +329,17 @@ class ZeRO:
             output.register_hook(partial(self.enter, flat))
 
     def enter(self, flat, *_):
-        """Forward or backward comes to a unit, which is here after this."""
+        """When forward or backward reaches a unit: free others, gather it, prefetch the next."""
         if self.entered[-1:] == [flat]:  # still in it
             return
-        if flat.stays:  # it is used between others: they are not freed, and their order is the same
+        if flat.stays:  # hybrid_3d.py alone: used amid others, it frees none, is not in entered
             flat.start_gather()
             flat.wait()
             return
         for other in self.flats:
             if other is not flat and not other.stays:
                 other.free()
-        flat.start_gather()  # unless the last line below did, when the unit before was entered
+        flat.start_gather()  # does nothing if it was prefetched
         flat.wait()
         # If the last micro-batch, too, entered this unit at this point, what it entered next is
         # gathered while this one computes.
@@ -353,18 +361,18 @@ class ZeRO:
         self.free_units()
         self.pending = self.flats[::-1]  # as backward goes
         for flat in self.flats:
-            kept = flat.grad if self.level >= 2 else flat.buffer  # of which grad is a part
+            kept = flat.grad if self.level >= 2 else flat.buffer  # below 2 buffer contains grad
             kept.zero_()
 
     def ready(self, flat, p):
         """Autograd's call when a gradient is complete, of a tied parameter the sum of its uses."""
         assert flat in self.pending, (
-            "its sum has begun: call zero_grad() in every step, reduce() after each backward; in "
-            "levels 0 and 1 set sync to False before all but a step's last")
+            "its sum has begun: call zero_grad() in every step, reduce() after each backward; set "
+            "sync to False before all but a step's last, only in levels 0 and 1")
         flat.take_gradient(p)
         self.is_summed = False
-        # In levels 2 and 3 sync is False in the first half of a split backward (zero bubble) alone,
-        # whose gradients count.
+        # Levels 0 and 1: sync is False before a step's last backward, which alone counts. Levels 2
+        # and 3: only hybrid_3d.py sets it False, in the first half of a split backward: both count.
         if self.sync or self.level >= 2:
             flat.missing.discard(p)
         # in the order of the list: ranks must agree on collectives
@@ -391,7 +399,7 @@ class ZeRO:
         self.finish_reduce()
         self.is_summed = True
         self.expected = self.entered
-        self.free_units()
+        self.free_units()  # and begin a new list in entered
         if self.level >= 2:
             self.pending = self.flats[::-1]  # a further backward is added to what has been summed
 
@@ -419,7 +427,7 @@ class ZeRO:
     # -- the whole
 
     def full_parameters(self):
-        """-> {parameter: copy of it, whole}, on every rank. All must call it."""
+        """-> {parameter: whole copy, not of fp32 masters}, on every rank. All must call it."""
         return self.gathered([flat.shard for flat in self.flats])
 
     def full_gradients(self):
@@ -429,8 +437,9 @@ class ZeRO:
     def gathered(self, chunks):
         whole = {}  # {parameter: what all ranks' chunks have of it}
         for flat, chunk in zip(self.flats, chunks):
-            full = chunk.clone()
-            if self.level > 0:
+            if self.level == 0:
+                full = chunk.clone()
+            else:
                 full = torch.empty_like(flat.full)
                 all_gather(full, chunk.to(full.device), group=self.group)  # sharded -> replicated
             whole.update(flat.views(full))
@@ -438,7 +447,7 @@ class ZeRO:
 
 
 def refuse_state_dict(site, prefix, keep_vars):
-    # keep_vars: who asks for the Parameters themselves, as full_state_dict does, may have them
+    # full_state_dict asks with keep_vars=True, for the Parameters as keys: that is allowed
     assert keep_vars, "in level 3 parameters are empty: save what zero.full_parameters() gathers"
 
 
@@ -474,7 +483,6 @@ def units_of(model, blocks):
 
 
 def parallelize(model, group=None, level=1, offload="none"):
-    """-> the ZeRO that trains the model."""
     return ZeRO(units_of(model, model.blocks), group, level, offload)
 
 
@@ -486,16 +494,12 @@ def full_state_dict(model, zero):
 
 
 def full_gradients(model, zero):
-    """-> {name: whole gradient} of all that is trained, on every rank."""
     found = zero.full_gradients()
     return {name: found[p] for name, p in model.named_parameters() if p in found}
 
 
 def train_step(model, zero, optimizer, x, y, valid, clip, accum=1):
-    """x, y: this rank's rows (B/n, T) -> this rank's part of the loss, the gradient norm.
-
-    valid: the number of targets in the whole batch.
-    """
+    """x, y: this rank's rows (B/n, T); valid: all ranks' targets -> its part of the loss, norm."""
     zero.zero_grad()
     total = 0
     microbatches = zip(x.tensor_split(accum), y.tensor_split(accum))
@@ -514,7 +518,6 @@ def train_step(model, zero, optimizer, x, y, valid, clip, accum=1):
 
 
 def parallelize_at_work(model, lr, level, mesh):
-    """-> the module to call, its optimizer."""
     if level == 1:
         trained = [p for p in model.parameters() if p.requires_grad]
         module = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -553,21 +556,20 @@ def refuse(args):
 
 
 def pieces(model, zero, optimizer):
-    """-> [Piece] by the plain GPT's names: masters as the parameters, and AdamW's states.
-
-    Besides, what is loaded alone, since forward reads it: shards, and parameters that are whole.
-    """
+    """-> [Piece] by the plain GPT's names: masters as the parameters, and AdamW's states."""
     is_first = dist.get_rank(zero.group) == 0
     names = {p: name for name, p in model.named_parameters()}
-    found = []
+    found = []  # besides, what forward reads: it is loaded, and written if it is frozen
     for p, name in names.items():
         if zero.level < 3 or not p.requires_grad:
             found += pieces_of([(name, p)], None, writes=is_first and not p.requires_grad)
     for flat in zero.flats:
         for part in flat.parts:
-            place = names[part.parameter], flat.shapes[part.parameter], part.first
-            found += run_pieces(*place, part.shard, writes=False)
-            found += parts_pieces([(*place, part.master)], optimizer, zero.level > 0 or is_first)
+            name = names[part.parameter]
+            shape = flat.shapes[part.parameter]
+            found += run_pieces(name, shape, part.first, part.shard, writes=False)
+            master = (name, shape, part.first, part.master)
+            found += parts_pieces([master], optimizer, writes=zero.level > 0 or is_first)
     return found
 
 
@@ -619,13 +621,12 @@ def textbook(run, zero):
         rows = [("wire all_reduce", "2 b P (n-1)/n", 2 * b * P * sent)]
     if run.args.offload != "none":
         return rows
-    parameters, gradients, states = [P / n if level >= cut else P for cut in (3, 2, 1)]
     each = 2 * w if w == b else 3 * w  # with masters
     return rows + [
-        ("held parameters", "b P, from level 3 on / n", b * parameters),
-        ("held gradients", "b P, from level 2 on / n", b * gradients),
+        ("held parameters", "b P, from level 3 on / n", b * P / (n if level >= 3 else 1)),
+        ("held gradients", "b P, from level 2 on / n", b * P / (n if level >= 2 else 1)),
         ("held optimizer", f"{each} P, from level 1 on / n, + 4 a part (step counter)",
-         each * states + 4 * len(zero.parts)),
+         each * P / (n if level >= 1 else 1) + 4 * len(zero.parts)),
     ]
 
 

@@ -145,13 +145,15 @@ def test_planted(plant):
     proves("ddp", 2, "--bucket-mb", "0.02", plant=plant)
 
 
-def check_twice():
+def check_refusals():
     inner = nn.Linear(3, 3)
     wrapped = copied("ddp").BucketedDDP
     wrapped(inner)
     with pytest.raises(AssertionError, match="already"):
         wrapped(nn.Sequential(inner))
+    with pytest.raises(AssertionError, match="frozen"):
+        wrapped(nn.Linear(3, 3).requires_grad_(False))
 
 
-def test_a_module_is_wrapped_once():
-    run(check_twice, 1)
+def test_a_module_is_wrapped_once_and_has_something_to_train():
+    run(check_refusals, 1)

@@ -226,6 +226,16 @@ def check_misuse():
     mixed = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2).float())]
     with pytest.raises(AssertionError, match="each dtype"):
         zero.ZeRO([zero.Unit(mixed, [])])
+    shared = [zero.Unit(mixed[:1], []), zero.Unit(mixed[:1], [])]
+    with pytest.raises(AssertionError, match="in two units"):
+        zero.ZeRO(shared)
+    model = Llama(layers=1)
+    with pytest.raises(AssertionError, match="in two units"):
+        zero.ZeRO(zero.units_of(model, (layer for layer in model.layers)))
+    with pytest.raises(AssertionError, match="in no unit"):
+        zero.ZeRO(shared[:1]).parameter_groups([{"params": model.parameters()}])
+    frozen = model.requires_grad_(False).parameters()
+    assert zero.ZeRO(shared[:1]).parameter_groups([{"params": frozen}]) == [{"params": []}]
 
 
 def test_misuse():
