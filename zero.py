@@ -18,7 +18,7 @@ bf16 a number takes 2 bytes, its gradient 2, AdamW's fp32 master and two states 
 
 In fp32 and fp64, of b bytes, a parameter is its own master: it takes b, its gradient b, its states
 2 b. In level 3 an untied head (like unit 2 above) and an untied embedding (unlike unit 0) are
-gathered once, not twice. Offload keeps masters and states on the CPU (in level 3 parameters, too).
+gathered once, not twice. Offload: masters and states are on the CPU ("param": shards, too; level 3).
 
     zero = ZeRO(units_of(model, model.blocks), level=3)
     optimizer = AdamW(zero.parameter_groups(), lr=1e-3)
@@ -30,9 +30,8 @@ gathered once, not twice. Offload keeps masters and states on the CPU (in level 
 
 Not for: optimizers that look at whole matrices (Muon, Adafactor) or at all numbers together (LAMB)
 or count their calls; sparse embeddings; second derivatives; reentrant checkpointing; backwards that
-end in an exception; parameters that are changed or thawed later. In level 3 blocks return one
-tensor, and ranks use the same units in the same order. Frozen parameters and buffers are alike on
-all.
+end in an exception; parameters changed or thawed later. In level 3 blocks return one tensor, and
+ranks use the same units in the same order. Frozen parameters and buffers are alike on all.
 
 Rajbhandari et al. 2019, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv:1910.02054, sections 5 and 7; Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840.
@@ -96,8 +95,8 @@ class Unit:
     """Trained parameters of one dtype that are gathered, summed and freed together."""
 
     parameters: list
-    sites: list  # for level 3: the modules in whose forward the parameters are read, no others
-    stays: bool = False  # only hybrid_3d.py sets it. In level 3: not freed within a micro-batch
+    sites: list  # level 3: modules in whose forward the parameters are read, and nowhere else
+    stays: bool = False  # only hybrid_3d.py sets it: level 3 then frees it after a micro-batch
 
 
 @dataclass(eq=False)
@@ -153,7 +152,7 @@ class Flat:
 
         self.gathering = None  # the all-gather into full that is under way, or None
         self.reducing = None  # the sum of buffer over ranks that is under way, or None
-        self.missing = set(parameters)  # those whose gradients of this backward are to come
+        self.missing = set(parameters)  # those whose gradients of this backward have not come yet
         if level >= 2:
             take_back(self.buffer)
         self.free()
@@ -184,7 +183,7 @@ class Flat:
     def cut(self):
         """-> [Part] of this rank's chunk; its padding is in none of them, and stays zero."""
         parts = []
-        start = -self.mine.start  # where p begins, counted from this chunk's begin; negative: before it
+        start = -self.mine.start  # where p begins, relative to this chunk; negative: before it
         for p, shape in self.shapes.items():
             end = start + shape.numel()
             span = slice(max(start, 0), min(end, self.chunk))
@@ -289,7 +288,7 @@ class ZeRO:
         self.is_summed = True  # False: gradients have come since the last sum
         trained = [p for unit in units for p in unit.parameters]
         self.trained = set(trained)
-        assert len(trained) == len(self.trained), "one is in two units; or is blocks not a list?"
+        assert len(trained) == len(self.trained), "a parameter is in two units; is blocks a list?"
         self.flats = [Flat(unit, group, level, offload) for unit in units]
         self.parts = [part for flat in self.flats for part in flat.parts]
         self.pending = []  # [Flat] not summed yet, in the order of summing: the last unit first
@@ -317,7 +316,7 @@ class ZeRO:
         for group in groups or [{"params": list(master_of)}]:
             theirs = list(group["params"])
             assert all(p in self.trained or not p.requires_grad for p in theirs), "p is in no unit"
-            masters = [master_of[p] for p in theirs if p in master_of]  # of some it has no piece
+            masters = [master_of[p] for p in theirs if p in master_of]  # else no piece is here
             ours.append({**group, "params": masters})
         return ours
 
@@ -332,7 +331,7 @@ class ZeRO:
         """When forward or backward reaches a unit: free others, gather it, prefetch the next."""
         if self.entered[-1:] == [flat]:  # still in it
             return
-        if flat.stays:  # hybrid_3d.py alone: used amid others, it frees none, is not in entered
+        if flat.stays:  # only in hybrid_3d.py: used amid others, it leaves them and entered alone
             flat.start_gather()
             flat.wait()
             return
@@ -371,8 +370,9 @@ class ZeRO:
             "sync to False before all but a step's last, only in levels 0 and 1")
         flat.take_gradient(p)
         self.is_summed = False
-        # Levels 0 and 1: sync is False before a step's last backward, which alone counts. Levels 2
-        # and 3: only hybrid_3d.py sets it False, in the first half of a split backward: both count.
+        # Which backwards complete gradients? In levels 0 and 1 a step's last: sync is False before
+        # it. In 2 and 3 each. There only hybrid_3d.py sets sync to False, in the first half of a
+        # backward that its pipeline splits; each half completes some.
         if self.sync or self.level >= 2:
             flat.missing.discard(p)
         # in the order of the list: ranks must agree on collectives
