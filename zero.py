@@ -18,7 +18,7 @@ bf16 a number takes 2 bytes, its gradient 2, AdamW's fp32 master and two states 
 
 In fp32 and fp64, of b bytes, a parameter is its own master: it takes b, its gradient b, its states
 2 b. In level 3 an untied head (like unit 2 above) and an untied embedding (unlike unit 0) are
-gathered once, not twice. Offload: masters and states are on the CPU ("param": shards, too; level 3).
+gathered once, not twice. With offload masters and states are on the CPU, with "param" shards too.
 
     zero = ZeRO(units_of(model, model.blocks), level=3)
     optimizer = AdamW(zero.parameter_groups(), lr=1e-3)
