@@ -71,7 +71,9 @@ def test_mixtral(tmp_path):
 def older(state):
     """As older files have it: without the prefix, with the causal mask and the tied head."""
     state = {name.removeprefix("transformer."): t for name, t in state.items()}
-    return {**state, "h.0.attn.bias": torch.ones(1, 1, 16, 16), "lm_head.weight": torch.ones(19, 8)}
+    mask = torch.ones(1, 1, 16, 16)
+    head = torch.ones(19, 8)
+    return {**state, "h.0.attn.bias": mask, "lm_head.weight": head}
 
 
 def in_two_files(folder, state):
@@ -203,7 +205,7 @@ def test_the_cache_equals_the_whole_forward(saved):
     cached = sample.Reader(sample.load(saved)[0], 16)
     full = 0
     rng = random.Random(0)
-    for count in [1] * 30 + [3, 7, 1, 2, 7, 1, 16, 5]:
+    for count in [1] * 30 + [3, 7, 16]:
         logits = cached.read([rng.randrange(256) for _ in range(count)])
         full += len(cached.window) == 16
         whole = plain(torch.tensor([cached.window]))[0, -1]
