@@ -12,7 +12,7 @@ gradients. P_again of the P parameters are gathered twice: those of all blocks b
 
     on each rank, P parameters of 4 bytes   plain GPT     here, on N ranks
     parameters, gradients, AdamW states     16 P          16 P/N
-    gathered at one time                    -             the root and at most 2 blocks
+    whole parameters, whole gradients       -             those of the root and at most 2 blocks
     activations                             whole batch   1/N
     sent per step                           -             4 (2 P + P_again) (N-1)/N
       in, with L blocks and the root        -             2L all-gathers, L+1 reduce-scatters
@@ -27,11 +27,11 @@ told its blocks; no rank needs the whole model (meta device). --hsdp N: a copy f
     norm = model.clip_grad_norm_(1.0)
     optimizer.step()
     optimizer.zero_grad()
-    state = model.full_state_dict()  # gathers what to save
+    state = model.full_state_dict()  # gathers what to save: every rank gets all of it
 
 Not for: optimizers that look at whole matrices (Muon, Shampoo, LAMB, Adafactor); ranks that use
-different blocks in a step (data-dependent depth); blocks that run twice in a forward, or share
-parameters; sparse gradients; second derivatives; reentrant checkpointing; freezing or loading
+different blocks in a step; blocks that run twice in a forward, or share parameters; sparse
+gradients; second derivatives; autograd.grad(loss, x); reentrant checkpointing; freezing or loading
 later (load the module before FSDP takes it); going on after a backward that has raised.
 Zhao et al. 2023, "PyTorch FSDP", arXiv:2304.11277, sections 3 and 4.
 At work: torch.distributed.fsdp.fully_shard, section 3 below.
@@ -64,8 +64,8 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # This rank's piece of a parameter. It begins at index `first` of parameter.flatten(), and is the
-# slice `span` of this rank's chunk. shard: the nn.Parameter, 1-D, that the optimizer steps
-Part = namedtuple("Part", "first span shard")
+# slice `span` of this rank's chunk. piece: the nn.Parameter, 1-D, that the optimizer steps
+Part = namedtuple("Part", "first span piece")
 
 
 class Flat:
@@ -79,14 +79,15 @@ class Flat:
     """
 
     def __init__(self, olds, group, replicas, device, dtype, home):
-        """olds: the module's own. New ones replace them, as p.data cannot leave the meta device."""
+        """olds: those that new ones will replace. home: where the shard lives (None: on device)."""
         kept = olds[0].dtype  # in the shard
         assert all(p.dtype == kept for p in olds), "FSDP: a unit's parameters must be of one dtype"
         self.group = group  # n ranks
         self.replicas = replicas  # the group of the ranks with the same shard, or None
         empty = torch.empty(0, dtype=dtype or kept, device=device)
-        # {parameter: its shape}, in this order in full
-        self.shapes = {nn.Parameter(empty.clone()): old.shape for old in olds}
+        # in this order in full; new, as the data of a parameter cannot leave the meta device
+        self.parameters = [nn.Parameter(empty.clone()) for _ in olds]
+        self.shapes = {p: old.shape for p, old in zip(self.parameters, olds)}
         self.size = sum(old.numel() for old in olds)  # without padding
         n = dist.get_world_size(group)
         self.chunk = -(-self.size // n)  # rounded up
@@ -103,8 +104,8 @@ class Flat:
 
     def views(self, flat):
         """-> {parameter: its view of a tensor that is laid out like full}."""
-        pieces = flat[:self.size].split([shape.numel() for shape in self.shapes.values()])
-        return {p: piece.view(self.shapes[p]) for p, piece in zip(self.shapes, pieces)}
+        slots = flat[:self.size].split([shape.numel() for shape in self.shapes.values()])
+        return {p: slot.view(self.shapes[p]) for p, slot in zip(self.parameters, slots)}
 
     def cut(self):
         """-> {parameter: Part} of this rank's chunk; its padding is in none, and stays zero."""
@@ -122,8 +123,8 @@ class Flat:
     def store(self, p, whole):
         """Keep this rank's piece of a parameter that is given whole."""
         if p in self.parts:
-            first, span, shard = self.parts[p]
-            self.shard[span] = whole.flatten()[first:first + len(shard)]
+            first, span, piece = self.parts[p]
+            self.shard[span] = whole.flatten()[first:first + len(piece)]
 
     # parameters
 
@@ -150,8 +151,8 @@ class Flat:
     def free(self):
         self.wait()  # memory into which a collective still writes must not go
         for p, place in self.places.items():
-            # Who reads p finds no elements. It keeps its number of dims: autograd lays out the
-            # gradient of an embedding, which may be freed by then, by them.
+            # Who reads p finds no elements. It keeps its number of dims: when autograd stores a
+            # gradient, maybe after this (an embedding's), it compares strides with p's, dim by dim.
             p.data = torch.atleast_1d(place)[:0]  # a scalar cannot be sliced
         self.full.untyped_storage().resize_(0)  # also under the views of it that autograd keeps
 
@@ -165,8 +166,8 @@ class Flat:
 
     def start_reduce(self):
         """Begin to sum over ranks what autograd has left in the parameters' grad."""
-        self.collect()  # where two forwards share this backward: the later one's sum
-        self.buffer = torch.zeros_like(self.full, dtype=self.shard.dtype)
+        self.collect()  # in a loss of two forwards: the sum of the later, whose backward is over
+        self.buffer = self.shard.new_zeros(self.full.shape, device=self.full.device)
         for p, slot in self.views(self.buffer).items():
             if p.grad is not None:  # this backward has used it
                 slot.copy_(p.grad)
@@ -193,10 +194,10 @@ class Flat:
             gradient = self.sum.to(self.shard.device)
             self.sum = None
             for part in self.parts.values():
-                piece = gradient[part.span]
-                if part.shard.grad is not None:
-                    piece += part.shard.grad
-                part.shard.grad = piece
+                new = gradient[part.span]
+                if part.piece.grad is not None:
+                    new += part.piece.grad
+                part.piece.grad = new
 
 
 class FSDP(nn.Module):
@@ -206,14 +207,14 @@ class FSDP(nn.Module):
     added to what was there before.
 
     blocks: submodules, in the order in which they run
-    replicas: the group of the ranks with the same shard, one of each copy of the model (None: one)
+    replicas: the group of ranks with the same shard, one in each copy of the model (None: one copy)
     reshard: free blocks after forward, and gather them again for backward
-    dtype: what computes and travels, if it is not the parameters' own; shards and sums keep theirs
-    device, home: where the module computes, and where the shards live (None: there as well)
+    dtype: of gathered weights (None: their own); shards and sums keep theirs, inputs are not cast
+    device: where the module computes (None: where it is); home: where shards live (None: on device)
     init(name, tensor): fills what was on the meta device, alike on every rank; give device, too
 
     All ranks begin with the first one's parameters and buffers, but for what init fills. Frozen
-    parameters stay whole on every rank, in `dtype`. Between steps the others have no elements.
+    parameters stay whole on every rank, in `dtype`. Between steps trained ones have no elements.
     """
 
     def __init__(self, module, blocks, group=None, replicas=None, reshard=True, dtype=None,
@@ -232,10 +233,10 @@ class FSDP(nn.Module):
 
         for name, buffer in list(module.named_buffers()):
             self.replace({buffer: self.value_of(buffer, name)})
-        names = {p: name for name, p in module.named_parameters()}  # of what has no unit yet
-        for p in list(names):
+        names = {p: name for name, p in module.named_parameters() if p.requires_grad}
+        for name, p in list(module.named_parameters()):
             if not p.requires_grad:
-                whole = self.value_of(p, names.pop(p))
+                whole = self.value_of(p, name)
                 self.replace({p: nn.Parameter(whole.to(dtype or whole.dtype), False)})
         for block in blocks:
             own = {p: names.pop(p) for p in list(block.parameters()) if p in names}
@@ -245,18 +246,18 @@ class FSDP(nn.Module):
                 block.register_forward_hook(partial(self.after_forward, i))
                 self.blocks.append(self.unit(own, dtype, home))
         self.units = list(self.blocks)
-        if names:
+        if names:  # of what is in no block
             self.root = self.unit(names, dtype, home)
             self.units.append(self.root)
-        self.unit_of = {p: unit for unit in self.units for p in unit.shapes}
+        self.unit_of = {p: unit for unit in self.units for p in unit.parameters}
         parts = [part for unit in self.units for part in unit.parts.values()]
-        self.shards = nn.ParameterList(part.shard for part in parts)  # what optimizers step
+        self.pieces = nn.ParameterList(part.piece for part in parts)  # what optimizers step
 
     def unit(self, names, dtype, home):
         """-> Flat, whose parameters take the places of these in the module."""
         flat = Flat(list(names), self.group, self.replicas, self.device, dtype, home)
-        self.replace(dict(zip(names, flat.shapes)))
-        for (old, name), p in zip(names.items(), flat.shapes):
+        self.replace(dict(zip(names, flat.parameters)))
+        for (old, name), p in zip(names.items(), flat.parameters):
             # all ranks broadcast; what is on the meta device is made by those that keep a piece
             if not old.is_meta or p in flat.parts:
                 flat.store(p, self.value_of(old, name))
@@ -320,9 +321,10 @@ class FSDP(nn.Module):
 
     # backward: a block is gathered, and one is summed, while the block between them computes
 
-    def backward_begins(self, gradient):
+    def backward_begins(self, gradient):  # of what the model has returned
         if not self.in_backward:
             self.in_backward = True
+            # when all of this backward is over:
             torch.autograd.Variable._execution_engine.queue_callback(self.backward_ends)
         self.gather_root()  # it is here, unless another forward or backward came between
 
@@ -330,13 +332,13 @@ class FSDP(nn.Module):
         """Backward is at the end of block i: it is through with i + 1, and i - 1 comes next."""
         if i + 1 < len(self.blocks):
             self.close(self.blocks[i + 1])
-        self.prefetch(i)
+        self.prefetch(i)  # it has begun, unless another forward or backward came between
         self.prefetch(i - 1)
         self.blocks[i].wait()
 
     def close(self, unit):
         unit.free()
-        if any(p.grad is not None for p in unit.shapes):
+        if any(p.grad is not None for p in unit.parameters):
             if self.summing:
                 self.summing.finish_reduce()  # it had the time of this unit's backward to travel
             unit.start_reduce()
@@ -354,47 +356,48 @@ class FSDP(nn.Module):
     # the step
 
     def parameter_groups(self, groups=None):
-        """What an optimizer takes: the user's groups, with this rank's shards for parameters.
+        """What an optimizer takes: the user's groups, with this rank's pieces for parameters.
 
-        groups are made of the module's parameters after FSDP was made. Of some parameters this rank
-        has no piece.
+        groups: made of model.module.named_parameters(), after FSDP was made, by name or by p.dim().
+        Of some parameters this rank has no piece.
         """
         ours = []
         for group in groups or [{"params": list(self.unit_of)}]:
             parts = [self.unit_of[p].parts.get(p) for p in group["params"] if p.requires_grad]
-            ours.append({**group, "params": [part.shard for part in parts if part]})
+            ours.append({**group, "params": [part.piece for part in parts if part]})
         return ours
 
     def clip_grad_norm_(self, max_norm):
         """Scale gradients to a norm of at most max_norm (0: no limit) -> what it was."""
         assert not self.in_backward, "FSDP: a backward has raised. Make the model anew"
-        norm = nn.utils.get_total_norm([p.grad for p in self.shards if p.grad is not None])
-        # a rank without gradients has an fp32 zero, on the CPU
-        square = norm.square().to(self.device, self.units[0].shard.dtype)
+        grads = [p.grad for p in self.pieces if p.grad is not None]
+        wide = torch.promote_types(self.units[0].shard.dtype, torch.float32)  # fp16 has no 300^2
+        grads = grads or [torch.zeros(1, dtype=wide)]  # this rank may have none
+        square = torch.stack(torch._foreach_norm(grads, dtype=wide)).square().sum().to(self.device)
         dist.all_reduce(square, group=self.group)  # partial -> replicated
         norm = square.sqrt()
         finite = norm.nan_to_num(0, posinf=0)  # if it is inf or nan, gradients are not scaled
-        nn.utils.clip_grads_with_norm_(self.shards, max_norm or math.inf, finite)
+        nn.utils.clip_grads_with_norm_(self.pieces, max_norm or math.inf, finite)
         return norm
 
     # the state, gathered
 
     def full_state_dict(self):
-        """-> {name: whole tensor}, the state_dict of the module as it was; collective."""
+        """-> {name: whole tensor} on each rank's device, frozen ones in `dtype`; collective."""
         whole = {}  # {parameter: whole tensor}
         for unit in self.units:
             whole.update(unit.gathered(unit.shard))
-        state = self.module.state_dict(keep_vars=True)
+        state = self.module.state_dict(keep_vars=True)  # the very parameters, keys of whole
         return {name: whole.get(t, t).detach() for name, t in state.items()}
 
     def full_gradients(self):
-        """-> {name: whole gradient} of what is trained, a tied one once; collective."""
+        """-> {name: whole gradient} of what is trained, a tied one once; for prove()."""
         whole = {}  # {parameter: whole gradient}
         for unit in self.units:
             gradient = torch.zeros_like(unit.shard)
             for part in unit.parts.values():
-                if part.shard.grad is not None:
-                    gradient[part.span] = part.shard.grad
+                if part.piece.grad is not None:
+                    gradient[part.span] = part.piece.grad
             whole.update(unit.gathered(gradient))
         return {name: whole[p] for name, p in self.module.named_parameters() if p in whole}
 
@@ -422,11 +425,11 @@ def parallelize(model, mesh, seed, **options):
 
     def init(name, tensor):
         path, _, attribute = name.rpartition(".")
-        alone = nn.ParameterDict({attribute: tensor})  # in tensor's memory
+        alone = nn.ParameterDict({attribute: tensor})  # a module of tensor alone, in its memory
         init_weights(alone, len(model.blocks), seed, path)
 
-    shard = mesh["shard"].get_group()
-    return FSDP(model, model.blocks, shard, replicas, init=init, **options)
+    group = mesh["shard"].get_group()
+    return FSDP(model, model.blocks, group, replicas, init=init, **options)
 
 
 def train_step(model, optimizer, x, y, valid, clip):
@@ -507,8 +510,8 @@ def pieces(model, optimizer, writes):
         if unit is None:  # frozen
             found += pieces_of([(name, p)], None, writes=dist.get_rank() == 0)
         elif p in unit.parts:
-            first, _, shard = unit.parts[p]
-            found += parts_pieces([(name, unit.shapes[p], first, shard)], optimizer, writes)
+            first, _, piece = unit.parts[p]
+            found += parts_pieces([(name, unit.shapes[p], first, piece)], optimizer, writes)
     return found
 
 
@@ -521,13 +524,13 @@ def textbook(model, n, copies):
     c = model.units[0].full.itemsize
     P = sum(unit.full.numel() for unit in model.units)
     P_again = sum(unit.full.numel() for unit in model.blocks[:-1]) if model.reshard else 0
-    own = sum(p.numel() for p in model.shards)
+    own = sum(p.numel() for p in model.pieces)
     sent = (n - 1) / n
     among_replicas = 2 * b * P / n * (copies - 1) / copies
     return [
         ("held parameters", f"b P/N, P = {P:,} with padding", b * P / n),
         ("held gradients", "b P/N", b * P / n),
-        ("held optimizer", "2 b own + 4 per piece", 2 * b * own + 4 * len(model.shards)),
+        ("held optimizer", "2 b own + 4 per piece", 2 * b * own + 4 * len(model.pieces)),
         ("wire all_gather", "c (P + P_again if resharded) (N-1)/N", c * (P + P_again) * sent),
         ("wire reduce_scatter", "b P (N-1)/N", b * P * sent),
         ("wire all_reduce", "norm: 2 b (N-1)/N, R copies: 2 b P/N (R-1)/R",

@@ -3,9 +3,9 @@
     rank 0  x - norm -f-> [qkv]_0 heads_0 [out]_0 -g->(+)- norm -f-> [up]_0 gelu [down]_0 -g->(+)- x
     rank 1  x - norm -f-> [qkv]_1 heads_1 [out]_1 -g->(+)- norm -f-> [up]_1 gelu [down]_1 -g->(+)- x
 
-Inside is from f to g, outside is the rest. q, k, v, up (and Llama's gate) are cut by columns, out
-and down by rows. A head needs no other head, and gelu takes one number at a time, so nothing is
-exchanged inside. Token embedding and head are cut by vocabulary: a rank makes a part of the logits.
+Inside is from f to g, outside is the rest; (+) adds the residual. q, k, v, up (and Llama's gate)
+are cut by columns, out and down by rows. A head needs no other, and gelu takes one number at a
+time: nothing is exchanged inside. Token embedding and head are cut by vocabulary.
 
     x outside is  f forward   f backward                  g forward       g backward
     whole         nothing     all-reduce                  all-reduce      nothing
@@ -20,20 +20,20 @@ exchanged inside. Token embedding and head are cut by vocabulary: a rank makes a
     a block sends, times B T C (tp-1)/tp            -                8               10
       in all-reduces / gathers, reduce-scatters     -                4               6, 4
 
-In your own code, where all ranks of `group` have the same batch, with `valid` targets of V words:
+The last two rows are for columns(x, q, k, v) and columns(x, gate, up), as in section 2: one f each.
+A Linear that is called alone has an f of its own. In your code, with `valid` targets of V words:
 
-    tp = WholeSequence(group)  # or CutSequence(group), which is --sp
+    tp = WholeSequence(group)  # whose ranks all get the same x, y. CutSequence(group) is --sp
     model = cut_model(model, tp, {"layers.*.up": ColumnLinear, "layers.*.down": RowLinear, ...})
     (vocab_parallel_cross_entropy(model(x), y, V, tp) / valid).backward()
     sum_gradients(model, tp)
     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, gradient_norm(model, tp))
 
 Not for: fewer key-value heads than ranks; one Linear that makes q, k and v, or gate and up; an
-activation f with f(0) != 0 (sigmoid) if the hidden width does not divide by tp; an Embedding with
-padding_idx or max_norm; optimizers that look at whole matrices, such as Muon; selective checkpoints
-that keep what `out` or `down` returns; a deepcopy of a cut model, whose parameters tp does not
-know. Read the list in cut_model, too.
-
+activation that does not make 0 of 0 (sigmoid) where tp does not divide the hidden width; an
+Embedding with options, as padding_idx; optimizers that look at whole matrices, such as Muon;
+selective checkpoints that keep what `out` or `down` returns; a deepcopy of a cut model, whose
+parameters tp does not know; a model too large for one rank (meta device). See cut_model, too.
 Shoeybi 2019, "Megatron-LM", arXiv:1909.08053, section 3. Korthikanti 2022, "Reducing Activation
 Recomputation in Large Transformer Models", arXiv:2205.05198, section 4.2.
 At work: torch.distributed.tensor.parallel.parallelize_module, loss_parallel (section 3 below).
@@ -94,7 +94,7 @@ class PendingPieces(Pending):
 
 
 class WholeSequence:
-    """Outside, x is whole on every rank of the group (Shoeybi 2019, fig. 3)."""
+    """Outside, x is whole on every rank (Shoeybi 2019, fig. 3). In shapes, tp means tp.size."""
 
     def __init__(self, group=None):
         self.group = group  # a ProcessGroup; None: all ranks
@@ -102,8 +102,8 @@ class WholeSequence:
         self.rank = dist.get_rank(group)
         self.cuts = {}  # {parameter: Cut}, of those that are cut
         self.inside = set()  # parameters that are whole, but used inside
-        # what Linears compute with. hybrid_3d.py puts functions here that leave the gradients of
-        # weights for later
+        # For hybrid_3d.py, which makes the gradients of weights later. Without it write
+        # ColumnParallel.apply and F.linear where these two are used
         self.column_parallel = ColumnParallel.apply
         self.linear = F.linear
 
@@ -165,7 +165,7 @@ class ColumnParallel(torch.autograd.Function):
     def forward(ctx, tp, x, *parameters):
         """parameters: weight, bias, weight, bias, .. Each bias may be None."""
         ctx.tp = tp
-        ctx.save_for_backward(x, *parameters)  # x as it came: gathered, it is tp times as large
+        ctx.save_for_backward(x, *parameters)  # x before the gather: after it, tp times as large
         x = tp.gather(x).wait()  # sharded(T) -> replicated
         pairs = zip(parameters[::2], parameters[1::2])
         return tuple(F.linear(x, weight, bias) for weight, bias in pairs)
@@ -176,7 +176,7 @@ class ColumnParallel(torch.autograd.Function):
         x, *parameters = ctx.saved_tensors
         trained = any(ctx.needs_input_grad[2:])
         gradients = [None] * len(parameters)
-        reducing = Pending(None)  # for no dx: none is wanted if all that comes before x is frozen
+        reducing = Pending(None)  # dx stays None where all that comes before x is frozen
         if trained:
             gathering = ctx.tp.gather(x)  # sharded(T) -> replicated, behind dx
         if ctx.needs_input_grad[1]:
@@ -213,7 +213,7 @@ class ReduceFromTP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, tp):
         ctx.tp = tp
-        y = y.detach()  # a new tensor on y's memory: a Function must not return its input
+        y = y.detach()  # an alias with y's version counter: y itself would have to be marked dirty
         return tp.reduce(y).wait()  # partial -> replicated, or sharded(T)
 
     @staticmethod
@@ -233,7 +233,7 @@ def shard(t, cut, tp):
 
     They stay zeros: the loss leaves out their columns, and gelu, silu and relu make 0 of 0.
     """
-    padding = -cut.whole % tp.size  # up to the next multiple
+    padding = -cut.whole % tp.size  # up to the next multiple. F.pad wants that dim last
     padded = F.pad(t.movedim(cut.dim, -1), (0, padding)).movedim(-1, cut.dim)
     piece = padded.chunk(tp.size, cut.dim)[tp.rank]
     return piece.clone(memory_format=torch.contiguous_format)
@@ -251,9 +251,10 @@ def unshard(t, cut, tp):
 def locate(ids, vocab, tp):
     """Token ids -> each one's row in this rank's piece (elsewhere: 0), and whether it is here."""
     each = math.ceil(vocab / tp.size)  # rows of a piece; of the last ones some are padding
-    # an id >= vocab could find a row of padding: it is put behind that, where the lookup raises
+    # A wrong id must raise, as in nn.Embedding, and not find padding. So the last rank looks it up,
+    # a negative one the first, at a row that it does not have
     ids = ids.masked_fill(ids >= vocab, tp.size * each)
-    here = (ids // each).clamp(0, tp.size - 1) == tp.rank  # clamp: one rank has what is wrong
+    here = (ids // each).clamp(0, tp.size - 1) == tp.rank
     rows = ids - tp.rank * each
     return rows.masked_fill(~here, 0), here
 
@@ -275,7 +276,7 @@ class CutModule(nn.Module):
         self.bias = getattr(plain, "bias", None)
         for name, dim in self.dims.items():
             p = getattr(self, name)
-            if p is not None and p not in tp.cuts:  # else it is tied, and cut already
+            if p is not None and p not in tp.cuts:  # in tp.cuts: tied, and cut already
                 tp.cuts[p] = Cut(dim, p.shape[dim])
                 p.data = shard(p.data, tp.cuts[p], tp)  # p stays, and with it names and ties
 
@@ -303,7 +304,7 @@ def columns(x, *linears):
     for linear in linears:
         operands += [linear.weight, linear.bias]
     device = x.device.type
-    if torch.is_autocast_enabled(device):  # which does not reach into a Function's backward
+    if torch.is_autocast_enabled(device):  # not in backward, where dy meets weight: so cast here
         dtype = torch.get_autocast_dtype(device)
         operands = [None if t is None else t.to(dtype) for t in operands]
     return tp.column_parallel(tp, *operands)
@@ -318,11 +319,11 @@ class RowLinear(CutModule):
     dims = {"weight": 1}
 
     def forward(self, y):
-        # y goes in flat. Of 3 dims F.linear returns a new tensor on the matmul's memory: who keeps
-        # the matmul's, as a selective checkpoint, would not notice that g writes there
+        # y goes in flat: of 3 dims F.linear returns a second tensor on the matmul's memory, and who
+        # has kept the first one, as a selective checkpoint, would not hear that g writes there
         rows = self.tp.linear(y.flatten(0, -2), self.weight, None)  # F.linear, or hybrid_3d.py's
-        y = rows.unflatten(0, y.shape[:-1])  # (.., T, C), a summand
-        x = ReduceFromTP.apply(y, self.tp)  # partial -> replicated, or sharded(T)
+        summand = rows.unflatten(0, y.shape[:-1])  # (.., T, C)
+        x = ReduceFromTP.apply(summand, self.tp)  # partial -> replicated, or sharded(T)
         if self.bias is None:
             return x
         return x + self.bias.to(x.dtype)
@@ -350,30 +351,30 @@ def inside(module, tp):
 class OutsideDropout(nn.Dropout):
     """Dropout outside: where x is whole, all ranks draw the same mask.
 
-    Its seed comes from the CPU's default generator, which is the same on all ranks, and which torch
-    restores when it runs a checkpointed forward again.
+    Its seed comes from the CPU's default generator. cut_model makes it the same on all ranks: none
+    must draw from it alone. torch restores it when it runs a checkpointed forward again.
     """
 
     def __init__(self, dropout, tp):
         super().__init__(dropout.p)
         self.training = dropout.training
-        self.number = tp.rank if isinstance(tp, CutSequence) else 0  # added to a mask's seed
+        self.offset = tp.rank if isinstance(tp, CutSequence) else 0  # added to a mask's seed
 
     def forward(self, x):
         if not self.training:
             return x
-        seed = torch.randint(2 ** 48, (), device="cpu").item() + self.number
+        seed = torch.randint(2 ** 48, (), device="cpu").item() + self.offset
         rng = torch.Generator(x.device).manual_seed(seed)
         keep = torch.empty_like(x).bernoulli_(1 - self.p, generator=rng)
-        return x * keep / (1 - self.p)
+        return x * keep / (1 - self.p or 1)  # p = 1: zeros, not 0/0
 
 
 class InsideDropout(OutsideDropout):
-    """Dropout of what is cut: each rank draws a mask of its own (Shoeybi 2019, appendix B.2)."""
+    """The same of what is cut: each rank draws a mask of its own (Shoeybi 2019, appendix B.2)."""
 
     def __init__(self, dropout, tp):
         super().__init__(dropout, tp)
-        self.number = tp.rank
+        self.offset = tp.rank
 
 
 # ---- a whole model
@@ -384,15 +385,16 @@ def cut_model(model, tp, plan):
 
     plan: {pattern: kind}. A pattern is fnmatch's, for names of modules. A kind is a class or
     function of this section, or your own: kind(plain module, tp) takes the module's place.
-    Heads of k and v must divide by tp. Nothing here can see that a forward does this:
+    Each rank has the whole model before this, on a device where its group communicates. Heads of k
+    and v must divide by tp. Nothing here can see that a forward does this:
 
     - it drops, by F.dropout or in attention and not by a module
     - it counts heads, view(B, T, heads, -1), where a rank has fewer: write -1 for the heads
     - between a ColumnLinear and a RowLinear it needs the whole last dim, as softmax or
       chunk(2, -1) of one Linear that makes two projections (take a ColumnLinear for each of them)
     - there it uses parameters that are whole, as norms of q and k: name them in the plan, `inside`
-    - with CutSequence, it brings positions together outside, as x.mean(1), or embeds by a module
-      that the plan does not cut
+    - with CutSequence, it reads T from x outside, as B, T, _ = x.shape (q has the whole T), brings
+      positions together there, as x.mean(1), or embeds by a module that the plan does not cut
     """
     for t in model.state_dict().values():
         dist.broadcast(t, group=tp.group, group_src=0)  # the first rank's -> replicated
@@ -401,10 +403,11 @@ def cut_model(model, tp, plan):
         names = fnmatch.filter(modules, pattern)
         assert names, f"No module of this model is called {pattern}."
         for name in names:
+            assert model.get_submodule(name) is modules[name], f"{name}: two patterns name it."
             model.set_submodule(name, kind(modules[name], tp))
     for name, module in model.named_modules():
-        unnamed = type(module) is nn.Dropout and module.p > 0
-        assert not unnamed, f"{name}: the plan must call it OutsideDropout or InsideDropout."
+        forgotten = type(module) is nn.Dropout and module.p > 0
+        assert not forgotten, f"{name}: the plan must call it OutsideDropout or InsideDropout."
         if not isinstance(module, CutModule):
             own = module.parameters(recurse=False)
             assert tp.cuts.keys().isdisjoint(own), f"{name} is tied to a cut module: cut it, too."
@@ -429,7 +432,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, column, here, mine, tp):
         own_log_sum = logits[:, :mine].logsumexp(1)  # (N,), of this rank's columns
-        highest = own_log_sum.clone()  # after the next line: of all ranks, so exp is at most 1
+        highest = own_log_sum.clone()  # it is subtracted below, so that exp is at most 1
         dist.all_reduce(highest, dist.ReduceOp.MAX, tp.group)  # each its own -> replicated
         target_logit = logits.gather(1, column).masked_fill(~here, 0)  # 0: another rank has it
         sums = torch.stack([(own_log_sum - highest).exp(), target_logit.squeeze(1)])  # (2, N)
@@ -479,7 +482,7 @@ def sum_over_ranks(tensors, group):
 
 
 def sum_gradients(model, tp):
-    """Once a step, after the last backward: sum the gradients of which each rank has a summand."""
+    """Once a step, after the last backward: sum those gradients that are a summand on each rank."""
     trained = [p for p in model.parameters() if p.grad is not None]
     summands = [p.grad for p in trained if tp.leaves_summands(p)]
     if summands:
@@ -491,14 +494,15 @@ def gradient_norm(model, tp):
     trained = [p for p in model.parameters() if p.grad is not None]
     pieces = [p.grad for p in trained if p in tp.cuts]
     whole = [p.grad for p in trained if p not in tp.cuts]
-    squares = torch.stack(torch._foreach_norm(pieces + whole)).square()
+    wide = torch.promote_types(trained[0].dtype, torch.float32)  # fp16 has no 300^2
+    squares = torch.stack(torch._foreach_norm(pieces + whole, dtype=wide)).square()
     square = squares[:len(pieces)].sum()
     dist.all_reduce(square, group=tp.group)  # partial -> replicated
     return (square + squares[len(pieces):].sum()).sqrt()
 
 
 def full_state_dict(model, tp):
-    """The plain model's state_dict, on every rank."""
+    """The plain model's state_dict, whole on the device of every rank."""
     state = model.state_dict(keep_vars=True)
     return {name: unshard(t, tp.cuts.get(t), tp).detach() for name, t in state.items()}
 
@@ -542,7 +546,7 @@ OF_BOTH = {
     "blocks.*.attn": partial(exchange, attention_with_one_f),
 }
 PLANS = {
-    # pos is small: it is cut so that it, too, leaves by g, which cuts along T where --sp does
+    # pos is small, and cut for the sake of g alone, which cuts along T where --sp does
     "gpt2": {**OF_BOTH, "pos": VocabEmbedding},
     "llama": {**OF_BOTH, "blocks.*.mlp.gate": ColumnLinear,
               "blocks.*.mlp": partial(exchange, swiglu_with_one_f)},
@@ -582,7 +586,7 @@ def parallelize_at_work(model, mesh, sp):
     column = at_work.ColwiseParallel()
     row = at_work.RowwiseParallel(output_layouts=outside)
     norm = at_work.SequenceParallel()  # makes DTensors of a norm's parameters
-    norm.sequence_sharding = (outside,)  # of its input, which it takes for Shard(1) otherwise
+    norm.sequence_sharding = (outside,)  # of its input; Shard(1) if nothing is said
     f = at_work.PrepareModuleInput(input_layouts=outside, desired_input_layouts=Replicate())
     at_work.parallelize_module(model, mesh, {
         "tok": at_work.RowwiseParallel(input_layouts=Replicate(), output_layouts=outside),
@@ -675,8 +679,7 @@ def set_up(run, impl, tp, mesh):
         model=model, optimizer=optimizer, train_step=partial(train_step, tp=tp),
         full_gradients=partial(full_gradients, model, tp),
         full_state_dict=partial(full_state_dict, model, tp),
-        # a run adds up what ranks return
-        evaluate=lambda x, y: token_losses(model, x, y, tp) / tp.size,
+        evaluate=lambda x, y: token_losses(model, x, y, tp) / tp.size,  # a run adds ranks up
         pieces=partial(pieces, model, optimizer, tp),
     )
 
@@ -697,16 +700,16 @@ def textbook(run, model, tp):
     sent = (tp.size - 1) / tp.size
     f_and_g = sent * b * (tokens * (4 * cfg.layers + 2) + positions) * cfg.width
     again = sent * b * tokens * (2 * cfg.layers + 1) * cfg.width  # x, for gradients of weights
-    sums = 2 * sent * (3 * s * tokens + b)  # of the loss, and of the gradient norm
+    sums = 2 * sent * s * (3 * tokens + 1)  # of the loss, and of the gradient norm
     held = ("held states", "4 b P + 4 per tensor (steps)", 4 * b * P + 4 * len(parameters))
     if not run.args.sp:
-        formula = "2 (tp-1)/tp (b [B T (4 L + 2) + T'] C + 3 s B T + b)"
+        formula = "2 (tp-1)/tp (b [B T (4 L + 2) + T'] C + s (3 B T + 1))"
         return [held, ("wire all_reduce", formula, 2 * f_and_g + sums)]
     return [
         held,
         ("wire all_gather", "(tp-1)/tp b [B T (6 L + 3) + T'] C", f_and_g + again),
         ("wire reduce_scatter", "(tp-1)/tp b [B T (4 L + 2) + T'] C", f_and_g),
-        ("wire all_reduce", "2 (tp-1)/tp (b W + 3 s B T + b)", 2 * sent * b * W + sums),
+        ("wire all_reduce", "2 (tp-1)/tp (b W + s (3 B T + 1))", 2 * sent * b * W + sums),
     ]
 
 
@@ -719,8 +722,7 @@ def main():
         tp = CutSequence() if args.sp else WholeSequence()
         sides = {impl: set_up(run, impl, tp, mesh) for impl in run.impls}
         first = sides[run.impls[0]].model
-        everything = range(args.batch)  # every rank has the whole batch
-        for impl, step, x, y, valid in run.steps(sides, everything):
+        for impl, step, x, y, valid in run.steps(sides, range(args.batch)):  # all rows, everywhere
             side = sides[impl]
             with run.measure(impl, step):
                 loss, norm = side.train_step(side.model, side.optimizer, x, y, valid, args.clip)

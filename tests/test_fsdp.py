@@ -183,7 +183,7 @@ def check_refused():
     with pytest.raises(RuntimeError, match="cannot be moved"):
         model.to(torch.float32)
     llama_loss(model, *ROWS).backward()
-    model.shards[0].grad[0] = float("inf")
+    model.pieces[0].grad[0] = float("inf")
     before = model.full_gradients()
     assert model.clip_grad_norm_(1.0) == float("inf")
     torch.testing.assert_close(model.full_gradients(), before)  # it spoils no other
@@ -193,6 +193,21 @@ def check_refused():
         logits.sum().backward()
     with pytest.raises(AssertionError, match="a backward has raised"):
         model.clip_grad_norm_(1.0)
+
+
+def check_half():
+    """Neither the square of a norm nor a sum of squares ends at 65504, where fp16 does."""
+    inner = llama().half()
+    model = FSDP(inner, inner.layers)
+    count = 0
+    for p in model.pieces:
+        p.grad = torch.full_like(p, 2000)
+        count += p.numel()
+    total = torch.tensor(count, dtype=torch.float32)
+    dist.all_reduce(total)
+    torch.testing.assert_close(model.clip_grad_norm_(1.0), 2000 * total.sqrt())
+    want = torch.full_like(model.pieces[0], 1 / total.sqrt())
+    torch.testing.assert_close(model.pieces[0].grad, want)
 
 
 def as_nccl(collective, works, out, tensor, group, async_op=False):
@@ -228,4 +243,5 @@ def check_memory(reshard, most):
 def test_parts():
     run(check_meta, 2)
     run(check_refused, 2)
+    run(check_half, 2)
     run(each, 2, check_memory, [(True, 2), (False, 3)])

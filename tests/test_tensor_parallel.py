@@ -83,6 +83,8 @@ def check_dropout(kind):
     compare(*gradients)
     assert output["logits"].dtype == torch.bfloat16
     mlp = model.layers[0].mlp
+    everything = section.OutsideDropout(nn.Dropout(1.0), tp)
+    assert (everything(torch.ones(40)) == 0).all()
     for drop, same in (mlp.drop_inside, False), (mlp.drop_outside, kind == "WholeSequence"):
         mask = drop(torch.ones(40))
         assert mask.unique().tolist() == pytest.approx([0, 1 / (1 - 0.4)])
@@ -122,10 +124,23 @@ def check_loss():
     assert found[here].tolist() == [[0, 3, -1], [0, 2, 4]][tp.rank]  # 3 of rank 1 is padding
 
 
+def check_half():
+    """The squares of a norm are summed in fp32: fp16 ends at 65504."""
+    _, model, tp = both("WholeSequence")
+    model.half()
+    count = 0
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 2000)
+        count += p.numel() * (tp.size if p in tp.cuts else 1)
+    want = 2000 * torch.tensor(count, dtype=torch.float32).sqrt()
+    torch.testing.assert_close(section.gradient_norm(model, tp), want)
+
+
 def check_refusals():
     tp = section.WholeSequence()
     column = section.ColumnLinear
     for words, plan, model in [
+        ("lm_head: two patterns", {"lm_head": column, "lm_*": section.RowLinear}, Llama()),
         ("called nowhere.*", {"nowhere.*": column}, Llama()),
         ("ColumnLinear in the place of RMSNorm", {"norm": column}, Llama()),
         ("layers.0.mlp.drop_inside: the plan must call it", {}, Llama(dropout=0.1)),
@@ -142,7 +157,7 @@ def test_section_one_alone():
     run(each, 2, check_copy, [
         ("WholeSequence", False, "nothing"), ("CutSequence", True, "layers.0")])
     run(each, 2, check_dropout, [("WholeSequence",), ("CutSequence",)])
-    for check in check_kept, check_loss, check_refusals:
+    for check in check_kept, check_loss, check_half, check_refusals:
         run(check, 2)
 
 
