@@ -33,7 +33,7 @@ At work: DeviceMesh, fully_shard, parallelize_module, torch.distributed.pipelini
 
     plans = make_plans("1f1b", ranks=2, microbatches=4)
     boundary = (B // dp // 4, T, C), dtype, device  # what stages pass on
-    model = parallelize(plain_gpt, Mesh(plans, dp=2, tp=2), plans, [2, 2], boundary)  # layers
+    model = parallelize(gpt, Mesh(plans, dp=2, tp=2), plans, [2, 2], boundary)  # 2 layers each
     optimizer = AdamW(model.parameter_groups(), lr=1e-3)
     loss, norm = train_step(model, optimizer, x, y, valid, clip=1.0)
 
