@@ -18,23 +18,24 @@ the norms'. On a CPU a block keeps, in bytes:
            autocast  t (32 C + 8 F + 4 K D + s) + 2 W + 4 T D   t (12 C + 4 F + 4 K D + s) + 8 T D
 
 (T D: cosines and sines, which selective keeps as they are before their cast.) With full it keeps
-its input, 4 C t; while it is made again, what it keeps with none. Selective does no matmul again,
-full all but the last: no gradient needs its result. P parameters, gradients and AdamW's states
-take 16 P, as with the plain GPT; dp ranks, which share the batch, all-reduce 4 P a step.
+its input, 4 C t; while it is made again, what it keeps with none. Selective repeats no matmul; full
+repeats all but the last, whose result no gradient needs. Of P parameters, weights, gradients and
+AdamW's states take 16 P bytes, as with the plain GPT; in update(), which has the gradients twice,
+20 P. The dp ranks, which share the batch, all-reduce 4 P bytes a step.
 
-    replicate(model)                                         # at the start
+    replicate(model)                                    # if ranks have not begun with the same
     for block in model.blocks:
-        block.forward = partial(full, block.forward)         # or selective
-    scaler = LossScaler(optimizer)                           # for fp16; else None
-    loss = accumulate(part_of_loss, microbatches, scaler)    # train_step has an example
+        block.forward = partial(full, block.forward)    # or selective
+    scaler = LossScaler(optimizer)                      # for fp16; else None
+    part_of_loss = lambda x, y: loss_sum(model(x), y) / valid    # bf16, fp16: with torch.autocast
+    loss = accumulate(part_of_loss, zip(x.chunk(2), y.chunk(2)), scaler)
     norm = update(model.parameters(), optimizer, 1.0, scaler)
 
-Not for: a forward that changes in place what it has made, draws from a generator of its own, counts
-its calls (BatchNorm's statistics) or calls torch.autograd.grad; blocks that only some ranks use.
+Not for: parameters of two dtypes; blocks that only some ranks use; with full, forwards that change
+results in place, draw from a generator of their own, count calls (BatchNorm), call autograd.grad.
 
-Micikevicius 2018, "Mixed Precision Training", arXiv:1710.03740, section 3. Chen 2016, "Training
-Deep Nets with Sublinear Memory Cost", arXiv:1604.06174, section 4. Korthikanti 2022,
-arXiv:2205.05198, section 5. At work: torch.amp, torch.utils.checkpoint, DDP's no_sync (section 3).
+Micikevicius 2018, arXiv:1710.03740, section 3. Chen 2016, arXiv:1604.06174, section 4. Korthikanti
+2022, arXiv:2205.05198, section 5. At work: torch.amp, torch.utils.checkpoint, DDP's no_sync.
 
     torchrun --standalone --nproc_per_node=2 amp_accum_ckpt.py --amp bf16 --accum 2 --ckpt full
 """
@@ -61,7 +62,9 @@ from harness.flags import POSITIVE, Flag, arguments, require
 from harness.run import Run, Side
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
-# Fewer sequences: ranks have equal weights, and each its part of the batch, in micro-batches.
+# partial: each rank has a summand. replicated: all have the same.
+
+# Fewer sequences: every rank has all weights and a part of the batch, cut into micro-batches.
 
 
 @torch.no_grad()
@@ -97,7 +100,7 @@ def update(parameters, optimizer, clip, scaler=None, group=None):
     for p, part in zip(trained, flat.split([p.numel() for p in trained])):
         p.grad = part.view_as(p)  # a piece of flat: nothing is copied back
     norm = nn.utils.get_total_norm([p.grad for p in trained])
-    finite = norm.nan_to_num(0, posinf=0)  # 0: gradients stay as they are, and show the fault
+    finite = norm.nan_to_num(0, posinf=0)  # inf, nan -> 0: nothing is scaled
     nn.utils.clip_grads_with_norm_(trained, clip or math.inf, finite)
     if scaler is None:
         optimizer.step()
@@ -122,7 +125,7 @@ class LossScaler:
         self.interval = interval  # so many good steps double the scale; an overflow halves it
         device = optimizer.param_groups[0]["params"][0].device
         self.scale = torch.full((), scale, device=device)
-        self.good = torch.zeros_like(self.scale)  # steps since the last overflow
+        self.good = torch.zeros_like(self.scale)  # good steps since the scale has changed
 
     def step(self, norm):
         """Step the optimizer, unless a gradient has overflowed; then adjust the scale.
@@ -131,23 +134,24 @@ class LossScaler:
         them. A fused optimizer skips by itself: the host need not wait to know.
         """
         overflow = norm.isfinite().logical_not()
-        self.optimizer.found_inf = overflow.float()
+        self.optimizer.found_inf = overflow.float()  # this is what a fused optimizer reads
         self.optimizer.step()
         del self.optimizer.found_inf  # else a later step without this scaler would skip, too
-        self.good = torch.where(overflow, 0.0, self.good + 1)
-        factor = torch.where(self.good % self.interval == 0, 2.0, 1.0)
+        self.good = torch.where(overflow, 0.0, self.good % self.interval + 1)
+        factor = torch.where(self.good == self.interval, 2.0, 1.0)
         self.scale = self.scale * torch.where(overflow, 0.5, factor)
 
 
 # Fewer tensors: what autograd keeps for backward goes through a pair of hooks. What pack(tensor)
 # returns is kept, and unpack has to make the tensor of it. Where pairs are nested, autograd calls
-# the innermost alone, a checkpoint's. So that hands what it keeps itself to the pair around it.
+# the innermost alone. Therefore a checkpoint hands the tensors that it keeps to the pair around it.
 
 
 def hooks_around():
     """The pair in force: save_on_cpu's, say, or that of a checkpoint around this one."""
-    pair = torch._C._autograd._top_saved_tensors_default_hooks(False)  # None while compilers trace
-    return pair or (unchanged, unchanged)
+    pair = torch._C._autograd._top_saved_tensors_default_hooks(False)  # False: not a compiler's
+    # detach: else graph and result (of softmax, say) hold each other until a backward frees them
+    return pair or (torch.Tensor.detach, unchanged)
 
 
 def unchanged(tensor):
@@ -172,20 +176,21 @@ class Kept:
 def full(forward, *inputs, **keywords):
     """forward(*inputs, **keywords), keeping its inputs alone (Chen 4). The first is a tensor.
 
-    The graph is built as always, but holds numbers in the place of tensors. When backward wants the
-    first one, forward runs again, with the same random numbers and autocast, until it has made the
-    last tensor that has a number. So the last matmul, and an all-reduce of its result, run once.
-    Collectives before it run twice, on every rank in the same order.
+    The graph is built as always, but holds an index in the place of each tensor. As soon as
+    backward wants one, forward runs again, with the same random numbers and autocast, until it has
+    made the tensor of the last index. So the last matmul, and an all-reduce of its result, run
+    once. Collectives before it run twice, on every rank in the same order.
     """
-    # torch.compile of a model around this leaves it out: it would compile the first forward alone
+    # torch.compile of a model around this would compile the first forward alone, so it leaves this
+    # out; a forward that is compiled itself stays so
     forward = torch.compiler.disable(partial(forward, **keywords))
     call = Call(forward, inputs)
-    with saved_tensors_hooks(call.number, call.fetch):
+    with saved_tensors_hooks(call.index, call.fetch):
         return forward(*inputs)
 
 
 class Enough(Exception):
-    """The second forward has made every tensor that has a number."""
+    """The second forward has made every tensor that has an index."""
 
 
 class Call:
@@ -197,40 +202,42 @@ class Call:
         self.inputs = [Kept(x, hooks) if isinstance(x, torch.Tensor) else x for x in inputs]
         self.states = random_states()
         device = inputs[0].device.type
-        self.autocast = torch.autocast(device, enabled=torch.is_autocast_enabled(device))  # as now
+        enabled = torch.is_autocast_enabled(device)
+        self.autocast = torch.autocast(device, enabled=enabled)  # and the dtype now in force
         self.shapes = []  # of the tensors 0, 1, .. that autograd wanted to keep
-        self.made = {}  # {number: Kept}, what the second forward made and backward has yet to fetch
+        self.made = {}  # {index: Kept}, what the second forward made and backward has yet to fetch
 
-    def number(self, tensor):  # pack
+    def index(self, tensor):  # pack
         self.shapes.append(tensor.shape)
         return len(self.shapes) - 1
 
-    def fetch(self, number):  # unpack
-        if number not in self.made:
+    def fetch(self, index):  # unpack
+        if index not in self.made:
             self.repeat()
-        return self.made.pop(number).restore()
+        return self.made.pop(index).restore()
 
     def repeat(self):
         self.made = {}
         hooks = hooks_around()
 
-        def keep(tensor):
-            number = len(self.made)  # nothing is fetched before this forward has ended
-            assert tensor.shape == self.shapes[number], "forward made others when it ran again"
-            self.made[number] = Kept(tensor.detach(), hooks)  # without the second graph behind it
-            if number == len(self.shapes) - 1:
+        def record(tensor):
+            index = len(self.made)  # nothing is fetched before this forward has ended
+            assert tensor.shape == self.shapes[index], "forward made others when it ran again"
+            self.made[index] = Kept(tensor.detach(), hooks)  # without the second graph behind it
+            if index == len(self.shapes) - 1:
                 raise Enough
 
         inputs = [x.restore() if isinstance(x, Kept) else x for x in self.inputs]
         before = random_states()
         set_random_states(*self.states)
         try:
-            # the second graph is built so that keep is called: no backward runs through it
-            with torch.enable_grad(), self.autocast, saved_tensors_hooks(keep, unchanged):
+            # the second graph is built so that record is called: no backward runs through it
+            with torch.enable_grad(), self.autocast, saved_tensors_hooks(record, unchanged):
                 self.forward(*inputs)
         except Enough:
             pass
         set_random_states(*before)
+        assert len(self.made) == len(self.shapes), "forward made fewer when it ran again"
 
 
 def random_states():
@@ -250,7 +257,7 @@ def set_random_states(cpu, gpu):
 aten = torch.ops.aten
 CHEAP = {
     aten.native_layer_norm.default, aten._fused_rms_norm.default,
-    aten.gelu.default, aten.silu.default, aten.mul.Tensor,  # mul: SwiGLU's, an RMSNorm's in steps
+    aten.gelu.default, aten.silu.default, aten.mul.Tensor,  # mul: in SwiGLU, handmade norms
     aten._to_copy.default,  # autocast makes copies of activations and weights in another dtype
     aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int,
     aten.unsqueeze.default, aten.expand.default, aten.clone.default,  # heads of K, V repeated (GQA)
@@ -262,14 +269,14 @@ class Recipe:
 
     def __init__(self, op, inputs, keywords):
         self.op = op
-        self.inputs = inputs  # tensors; when keep() takes the recipe, Kept and Recipes instead
+        self.inputs = inputs  # tensors, which keep() exchanges for Kept and Recipes
         self.keywords = keywords
         self.versions = versions(inputs)
         self.result = None  # made once for all who want it: q, k and v want the same norm's
 
     def restore(self):
         if self.result is None:
-            inputs = [restore(x) for x in self.inputs]
+            inputs = [restored(x) for x in self.inputs]
             self.result = first(self.op(*inputs, **self.keywords))
         return self.result
 
@@ -285,7 +292,7 @@ def first(outputs):  # norms return their statistics besides
 class WriteRecipes(TorchDispatchMode):
     """Sees every operation, and gives the results of cheap ones a recipe.
 
-    Not inside autograd Functions (gradients off): collectives write in place and raise no version.
+    None inside autograd Functions (gradients off): there a collective may change a tensor unseen.
     """
 
     def __torch_dispatch__(self, op, types, inputs=(), keywords=None):
@@ -297,18 +304,18 @@ class WriteRecipes(TorchDispatchMode):
 
 
 def keep(x, hooks):
-    """-> what is kept of x: its recipe; itself, if it has none, or x or an input has changed."""
+    """-> what is kept of x: its recipe. If it has none, or x or an input has changed: a Kept."""
     if not isinstance(x, torch.Tensor):
         return x
     recipe = getattr(x, "recipe", None)
     if recipe is None or x._version > 0 or recipe.versions != versions(recipe.inputs):
         return Kept(x, hooks)
     recipe.inputs = [keep(y, hooks) for y in recipe.inputs]
-    recipe.versions = []  # no tensors are left among them
+    recipe.versions = []  # k and v read the norm that q reads: their calls find nothing to do
     return recipe
 
 
-def restore(kept):
+def restored(kept):
     return kept.restore() if isinstance(kept, (Kept, Recipe)) else kept
 
 
@@ -319,7 +326,7 @@ def selective(forward, *inputs, **keywords):
     is unknown is kept. A compiled forward runs uncompiled in here: compilers choose by themselves.
     """
     pack = partial(keep, hooks=hooks_around())
-    with saved_tensors_hooks(pack, restore), WriteRecipes():
+    with saved_tensors_hooks(pack, restored), WriteRecipes():
         return forward(*inputs, **keywords)
 
 
@@ -340,9 +347,7 @@ def parallelize(model, checkpointing=None, compiled=False):
 
 def train_step(model, optimizer, x, y, valid, clip, accum, autocast, scaler):
     """x, y: this rank's rows, in `accum` micro-batches; valid: targets of the whole batch.
-
-    -> this rank's part of the loss, the norm.
-    """
+    -> this rank's part of the loss, the norm"""
 
     def part_of_loss(x, y):
         with autocast():
@@ -363,12 +368,12 @@ def evaluate(model, autocast, x, y):
 
 # ---- 3. at work: the same with torch's own API -------------------------------
 
-MATMULS = [op.default for op in (
+MATMULS_AND_ATTENTION = [op.default for op in (
     aten.mm, aten.addmm, aten.bmm, aten._scaled_dot_product_flash_attention,
     aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_cudnn_attention,
     aten._scaled_dot_product_flash_attention_for_cpu)]
 full_at_work = partial(checkpoint, use_reentrant=False)
-keep_matmuls = partial(create_selective_checkpoint_contexts, MATMULS)
+keep_matmuls = partial(create_selective_checkpoint_contexts, MATMULS_AND_ATTENTION)
 selective_at_work = partial(full_at_work, context_fn=keep_matmuls)
 CHECKPOINT_AT_WORK = {"none": None, "full": full_at_work, "selective": selective_at_work}
 
@@ -410,8 +415,7 @@ def refuse(args):
     require(args.batch >= dp * args.accum,
             f"--batch {args.batch}: fewer than {dp} ranks x --accum {args.accum}")
     fits = args.dtype == "fp32" or (args.dtype == "fp64" and args.amp == "off")
-    require(fits, f"--dtype {args.dtype} --amp {args.amp}: take fp32 with any --amp, or fp64 with "
-            "--amp off")
+    require(fits, f"--dtype {args.dtype} --amp {args.amp}: take fp32, or fp64 with --amp off")
     require(args.impl == "scratch" or not (args.dry_run or args.sweep),
             "--dry-run and --sweep want --impl scratch")
     require(not (args.sweep and args.save), "--sweep trains several models: leave out --save")
@@ -481,8 +485,7 @@ def kept_by_block(cfg, t, selective):
 
 
 def activations(run, ckpt):
-    """-> formula, and the most bytes that a step keeps for backward at one time: without autocast,
-    on a CPU."""
+    """-> formula, the most bytes that a step keeps for backward: without autocast, on a CPU"""
     cfg = run.cfg
     C = cfg.width
     b = run.dtype.itemsize
@@ -490,7 +493,7 @@ def activations(run, ckpt):
     t = math.ceil(rows / run.args.accum) * cfg.seq  # tokens of the largest micro-batch
     block = b * kept_by_block(cfg, t, ckpt == "selective")
     ids = 8 * rows * cfg.seq  # a micro-batch's inputs and targets are views, which keep all rows
-    norm = 2 * C + 1  # the input of the last norm, that over its root mean square, that root
+    norm = 2 * C + 1  # the last norm keeps its input, the normalized input, the root mean square
     inputs = ids
     if cfg.form == "gpt2":
         norm = C + 2  # its input, mean and deviation

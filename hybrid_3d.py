@@ -4,8 +4,8 @@
     stage 0          ranks 0 1  ---- dp ---- ranks 2 3        tp: neighbours, who talk in each layer
       embedding,        |  |                    |  |          dp: once per step, during backward
       layers 0 1       pp pp                   pp pp          pp: to the next stage per micro-batch;
-    stage 1             |  |                    |  |              once per step both ends, where the
-      layers, head   ranks 4 5  ---- dp ---- ranks 6 7            head is tied to the embedding
+    stage 1             |  |                    |  |              once per step between both ends,
+      layers, head   ranks 4 5  ---- dp ---- ranks 6 7            if the head is tied
 
     rank = ((pp_rank dp + dp_rank) cp + cp_rank) tp + tp_rank
     data = dp x cp = replicas x ep: ep neighbours share out the experts, replicas hold the same ones
@@ -17,7 +17,7 @@ same. sum: each has a summand, and sum_gradients makes the sum. The norm counts 
     matrix                      cut                sum
     outside: norm, row bias,    same, --sp: sum    sum
       router
-    expert (tp > 1: --sp)       sum                        sum         cut
+    expert (tp wants --sp)      sum                        sum         cut
     tied: embedding and head    cut                sum                        sum
 
     numbers that a rank of a middle stage sends in a step of M micro-batches, A = B/(dp M) T/cp C
@@ -27,16 +27,17 @@ same. sum: each has a summand, and sum_gradients makes the sum. The norm counts 
     data  k P (n-1)/n, of P parameters here, n = dp cp; k is 2, ZeRO-2: M + 1, ZeRO-3: 3 M
     ends  V C/tp by the first stage and the last, if the embedding is tied; ZeRO: 1/(dp cp) of it
 
-Not for: norms of q and k (which need a row of the table), optimizers that look at whole matrices,
-several ties between stages.
+Not for: norms of q and k (the table lacks their row), optimizers of whole matrices, several ties.
 Narayanan 2021, arXiv:2104.04473, section 3; Llama team 2024, arXiv:2407.21783, section 3.3.2.
 At work: DeviceMesh, fully_shard, parallelize_module, torch.distributed.pipelining (section 3).
 
-    torchrun --standalone --nproc_per_node=8 hybrid_3d.py --dp 2 --tp 2 --pp 2
     plans = make_plans("1f1b", ranks=2, microbatches=4)
-    model = parallelize(plain, Mesh(plans, dp=2, tp=2), plans, [2, 2], boundary)  # 2 layers each
+    boundary = (B // dp // 4, T, C), dtype, device  # what stages pass on
+    model = parallelize(gpt, Mesh(plans, dp=2, tp=2), plans, [2, 2], boundary)  # 2 layers each
     optimizer = AdamW(model.parameter_groups(), lr=1e-3)
     loss, norm = train_step(model, optimizer, x, y, valid, clip=1.0)
+
+    torchrun --standalone --nproc_per_node=8 hybrid_3d.py --dp 2 --tp 2 --pp 2
 """
 import math
 from collections import Counter, defaultdict
@@ -72,24 +73,26 @@ from harness.flags import ANY, POSITIVE, Flag, arguments, require
 from harness.run import Run, Side, whole
 from zero import held
 
-# ---- 1. the technique (copy this, and all the other files) -------------------
-# For another model write what section 2 has for the toy: kind_of, unit_of, origins_of,
-# within_layers, between_layers, around_layers.
+# ---- 1. the technique (copy this, the files that it imports, common.py, harness/) ----
+# For another model write all of section 2, which is the toy's, and carve of pipeline_parallel.
+# Stages call their parameters as the plain model does.
 
 
 def parallelize(model, mesh, plans, layers, boundary, *, sp=False, attend=None, recompute=None,
                 autocast=None, zero=0):
     """A plain model -> Hybrid: this rank's part of it, with the Pipeline that runs it.
 
-    plans: pipeline_parallel's, of all ranks. layers: how many each stage gets. boundary: the size,
-    dtype and device of what goes from stage to stage. sp: norms and residuals are cut over tp,
-    along T. attend: one of context_parallel's classes, for cp > 1. recompute: amp_accum_ckpt's full
-    or selective. autocast: torch.autocast(..), which decorates forwards. zero: ZeRO's level.
+    plans: pipeline_parallel's, of all ranks. layers: how many each stage gets. boundary: size,
+    dtype and device of what goes from stage to stage: (rows of a micro-batch, T/cp, C), with sp
+    (.., T/cp/tp, C). sp: norms and residuals are cut over tp, along T. attend: one of
+    context_parallel's classes, for cp > 1. recompute: amp_accum_ckpt's full or selective. autocast:
+    torch.autocast(..), which decorates forwards. zero: ZeRO's level.
     """
-    origins = origins_of(model, layers, plans)
+    origins = origins_of(model, layers, plans)  # of parameters: their stages, sizes before tp cuts
     # 1. Within a layer: ranks share its matrices (tp), its sequence (cp) and its experts (ep).
     splits = any(action.kind == "W" for action in plans[0])  # has a backward two parts, B and W?
-    tp = within_layers(model, mesh, plans, splits, sp, attend)
+    tp = within_layers(model, mesh, plans, splits, sp, attend)  # changes the model in place
+    assert sp or tp.size == 1 or not moe.layers_of(model), "experts with tp > 1 want sp=True"
     # 2. Between layers: of all stages this rank keeps those that its plan names (pp).
     here, tied = between_layers(model, layers, plans[mesh.place["pp"]])
     # 3. Around layers: what a block computes again in backward, and in which precision.
@@ -117,6 +120,7 @@ class Mesh:
     def __init__(self, plans, dp=1, cp=1, tp=1, ep=1):
         pp = len(plans)
         ranks = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
+        assert ranks.numel() == dist.get_world_size(), f"{list(ranks.shape)} are not all the ranks"
         place = (ranks == dist.get_rank()).nonzero()[0].tolist()
         self.place = dict(zip(("pp", "dp", "cp", "tp"), place))
         self.pipelines = ranks.flatten(1).T.tolist()  # [[ranks of a pipeline, first place first]]
@@ -128,7 +132,7 @@ class Mesh:
         self.add("tp", ranks, [3])
         self.add("data", ranks, [1, 2])
         self.add("peers", ranks, [1, 2, 3])
-        by_expert = ranks.view(pp, -1, ep, tp)
+        by_expert = ranks.view(pp, -1, ep, tp)  # (pp, replicas, ep, tp)
         self.add("replicas", by_expert, [1])
         self.add("ep", by_expert, [2])
         home = pipeline_parallel.homes(plans)
@@ -139,7 +143,7 @@ class Mesh:
         """A group for each set of ranks that differ in the dimensions `dims` of `ranks` alone.
 
         Every rank makes every group, in one order: NCCL splits a group off the world's
-        communicator, and all ranks have to take part in that.
+        communicator, and all ranks have to take part. Middle stages get no "ends": none is tied.
         """
         others = [dim for dim in range(ranks.dim()) if dim not in dims]
         self.size[axis] = math.prod(ranks.shape[dim] for dim in dims)
@@ -161,16 +165,15 @@ def kinds_of_parameters(sp):
     return {
         "matrix": {"tp": "cut", "data": "sum"},
         "outside": {"tp": outside, "data": "sum"},
-        # without sp all ranks of tp would have the same tokens: tp > 1 wants sp
-        "expert": {"tp": "sum", "replicas": "sum", "ep": "cut"},
+        "expert": {"tp": "sum", "replicas": "sum", "ep": "cut"},  # with sp each has own tokens
         "tied": {"tp": "cut", "data": "sum", "ends": "sum"},
     }
 
 
 def sum_gradients_plainly(model):
-    """After backward each gradient becomes its sum over all axes for which the table says so."""
+    """What sum_gradients does, for reading (ZeRO-0): sums over all axes where the table says so."""
     for part in model.parts:
-        for axis, what in model.kind[part.parameter].items():
+        for axis, what in model.along[part.parameter].items():
             if what == "sum":
                 dist.all_reduce(part.grad, group=model.mesh.group[axis])  # partial -> replicated
 
@@ -179,7 +182,7 @@ def sum_gradients(model):
     """The same in one call an axis. Along data and replicas backward has begun it."""
     for zero in model.zeros:
         if zero.level < 2:  # else after_backward has summed
-            zero.sync = True  # for "tied", which belongs to no stage, no backward has set it
+            zero.sync = True  # that of "tied" parameters belongs to no stage: no backward set it
             zero.reduce()  # partial -> replicated, in ZeRO-1 sharded
     for axis in ("tp", "ends"):
         partial_sums = summands(model, axis)
@@ -190,7 +193,7 @@ def sum_gradients(model):
 
 def summands(model, axis):
     """-> the gradients that are to be summed along this axis."""
-    return [part.grad for part in model.parts if model.kind[part.parameter].get(axis) == "sum"]
+    return [part.grad for part in model.parts if model.along[part.parameter].get(axis) == "sum"]
 
 
 class Hybrid(nn.Module):
@@ -213,11 +216,11 @@ class Hybrid(nn.Module):
         self.level = level
         self.pipeline = None  # the Pipeline that runs the stages, and calls the two hooks below
         self.names = {}  # {parameter: its name in the plain model}
-        self.kind = {}  # {parameter: {axis: what becomes of its gradient}}
+        self.along = {}  # {parameter: {axis: what becomes of its gradient}}
         # {stage: [ZeRO]}. Those of "tied" are summed after the last backward of all stages
         self.zeros_of = defaultdict(list)
         for (stage, axis), units in self.lay_out(here, tied, kinds, splits).items():
-            # until then the tied one's gradient stays whole
+            # tied: at most ZeRO-1, which keeps gradients whole until that sum
             own_level = min(level, 1) if stage == "tied" else level
             zero = ZeRO(list(units.values()), mesh.group[axis], own_level)
             self.zeros_of[stage].append(zero)
@@ -236,33 +239,32 @@ class Hybrid(nn.Module):
         units = defaultdict(dict)
         for stage, module in here.items():
             for name, p in module.named_parameters():
-                if p in self.kind:  # the other end of the tied one
+                if p in self.along:  # the other end of the tied one
                     continue
                 kind = kinds["tied" if p in tied else kind_of(name)]
                 is_cut = self.tp.size > 1 and kind.get("tp") == "cut"
                 assert is_cut == (p in self.tp.cuts), f"{name}: another kind?"
                 self.names[p] = tied.get(p, name)
-                self.kind[p] = kind
+                self.along[p] = kind
                 if p.requires_grad:
-                    site = unit_of(name)
+                    site, stays = unit_of(name)
                     if splits and self.level == 2 and kind is kinds["outside"]:
-                        # B makes these gradients already. In a block's unit they would bring its
-                        # buffer to life before W: so they have a unit of the whole stage.
-                        site = ""
+                        # Norms have their gradients after B, matrices after W. In one unit ZeRO-2
+                        # would hold the block's buffer from B to W: so a stage's norms are apart.
+                        site = ""  # the stage itself
                     where = "tied" if p in tied else stage
-                    [copies] = kind.keys() & COPIES
+                    [copies] = kind.keys() & COPIES  # every kind has one of the two
                     own = units[where, copies]
-                    stays = not site.startswith("blocks.")
                     unit = own.setdefault(site, Unit([], [module.get_submodule(site)], stays))
                     unit.parameters.append(p)
         return units
 
     def same_along(self, p):
-        """-> the axes along which, gradients being summed, ranks hold the same numbers of p's."""
-        cut = [axis for axis, what in self.kind[p].items() if what == "cut"]
+        """-> the axes along which ranks hold the same numbers of p, once gradients are summed."""
+        cut = [axis for axis, what in self.along[p].items() if what == "cut"]
         if self.level and p.requires_grad:
             cut += COPIES  # by ZeRO
-        return self.kind[p].keys() - cut
+        return self.along[p].keys() - cut
 
     def parameter_groups(self):
         """What an elementwise optimizer takes."""
@@ -275,13 +277,13 @@ class Hybrid(nn.Module):
 
     def before_backward(self, stage, is_last, is_whole):
         """Before a backward that adds to a stage's gradients. ZeRO-0 and 1 sum over copies during
-        the last one, ZeRO-2 and 3 during each that completes the gradients of a micro-batch."""
+        the last one (is_last), 2 and 3 in each that completes a micro-batch's (is_whole)."""
         for zero in self.zeros_of[stage]:
             zero.sync = is_whole if zero.level >= 2 else is_last
 
     def after_backward(self, stage):
         for zero in self.zeros_of[stage]:
-            if zero.sync and zero.level >= 2:  # which have no room for the next micro-batch's
+            if zero.sync and zero.level >= 2:  # ZeRO-2 and 3 keep no whole gradients
                 zero.reduce()  # partial -> sharded
 
     def full_state_dict(self):
@@ -324,7 +326,7 @@ def gradient_norm(model):
 def step(model, optimizer, norm, clip):
     """Clips the summed gradients to a norm of `clip` (0: does not), and steps the parameters."""
     if clip and model.parts:
-        finite = norm.nan_to_num(0, posinf=0)  # inf and nan: gradients stay as they are
+        finite = norm.nan_to_num(0, posinf=0)  # inf, nan -> 0: nothing is scaled
         scale = (clip / (finite + 1e-6)).clamp(max=1)
         torch._foreach_mul_([part.grad for part in model.parts], scale)
     for zero in model.zeros:
@@ -344,7 +346,7 @@ class SplitColumns(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tp, x, parameters):
         ctx.parameters = parameters
-        return ColumnParallel.forward(ctx, tp, x, *parameters)
+        return ColumnParallel.forward(ctx, tp, x, *parameters)  # stores tp and x in ctx, too
 
     @staticmethod
     @once_differentiable
@@ -394,19 +396,20 @@ def kind_of(name):
 
 
 def unit_of(name):
-    """-> the module whose parameters ZeRO keeps together: a block, or one outside of blocks.
+    """-> the module whose parameters ZeRO keeps together; whether they stay: ZeRO-3 frees blocks.
 
     The embedding and the head are alone, so that ZeRO cuts the tied weight alike at both ends.
     """
     words = name.split(".")
-    return ".".join(words[:2]) if words[0] == "blocks" else words[0]
+    if words[0] == "blocks":
+        return ".".join(words[:2]), False
+    return words[0], True
 
 
 def origins_of(model, layers, plans):
     """Before the model is cut -> {name: (first place along pp that has it, a meta tensor like it)}
 
-    The meta tensor requires a gradient if the parameter is trained; a tied one under its first
-    name alone.
+    Meta tensors of trained parameters require gradients, a tied one's under its first name only.
     """
     home = pipeline_parallel.homes(plans)
     names = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -443,8 +446,9 @@ def replacements(model):
     plan = tensor_parallel.PLANS["llama" if model.pos is None else "gpt2"]
     if has_experts(model):
         shared = model.blocks[0].mlp.shared is not None
-        plan = {name.replace(".mlp", ".mlp.shared"): kind for name, kind in plan.items()
-                if shared or ".mlp" not in name}
+        if not shared:
+            plan = {name: how for name, how in plan.items() if ".mlp" not in name}
+        plan = {name.replace(".mlp", ".mlp.shared"): how for name, how in plan.items()}
     return plan
 
 
@@ -640,7 +644,7 @@ NOT_HERE = ("naive", "pipedream")  # the first never overlaps, the second trains
 SCHEDULES = tuple(name for name in pipeline_parallel.SCHEDULES if name not in NOT_HERE)
 FLAGS = {
     "dp": Flag(int, "copies, which share the batch (the ranks that are left)", POSITIVE),
-    "tp": Flag(int, "ranks that share each layer (1; without --dp and --pp 2)", POSITIVE),
+    "tp": Flag(int, "ranks that share a layer (1; 2 if neither --dp nor --pp is given)", POSITIVE),
     "pp": Flag(int, "ranks of a pipeline (likewise)", POSITIVE),
     "cp": Flag(1, "ranks that share each sequence", POSITIVE),
     "attn": Flag("zigzag", "--cp: how queries meet other ranks' keys",
@@ -734,7 +738,7 @@ def sent_on_tp(args, b, layers, is_first, is_last):
     half = 5 if args.sp else 4  # f and g of half a block, in forward and backward
     halves = 1 if args.experts and not args.shared else 2
     block = half * halves
-    if args.ckpt == "full":  # forward once more, without the last g if that ends the block
+    if args.ckpt == "full":  # once more attention's f and g and the MLP's f. f is free without --sp
         block += (1 + halves) if args.sp else 2
     sent = layers * block * x
     if is_first:
@@ -848,7 +852,7 @@ def in_plain(model, p, own):
     """Boxes of this rank's p -> boxes of the plain model's tensors: of a stack, one per expert."""
     if p in model.tp.cuts:
         return [tensor_parallel.of_whole(box, model.tp.cuts[p], model.tp.rank) for box in own]
-    if "ep" not in model.kind[p]:
+    if "ep" not in model.along[p]:
         return own
     found = []
     for name, shape, start, stack, writes in own:
@@ -907,7 +911,7 @@ def set_up(run, mesh, plans, layers, boundary):
     if args.amp == "bf16":
         autocast = torch.autocast(run.device.type, torch.bfloat16)
 
-    def attend(group):
+    def attend(group):  # in every dtype, on every backend
         return context_parallel.for_proofs(context_parallel.KINDS[args.attn](group))
 
     model = parallelize(

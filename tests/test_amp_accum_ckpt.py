@@ -1,5 +1,6 @@
 """amp_accum_ckpt.py: what is kept, what is made again, and the loss scaler."""
 import copy
+import gc
 import itertools
 import re
 import shutil
@@ -217,6 +218,29 @@ def test_forward_that_changes():
     y = full(lambda x: next(turns)(x), torch.ones(4, 4, requires_grad=True))
     with pytest.raises(AssertionError, match="others when it ran again"):
         y.sum().backward()
+    turns = iter([lambda x: x.exp() * x.sin(), torch.exp])
+    y = full(lambda x: next(turns)(x), torch.ones(4, requires_grad=True))
+    with pytest.raises(AssertionError, match="fewer when it ran again"):
+        y.sum().backward()
+
+
+def tensors():
+    gc.collect()
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
+@pytest.mark.parametrize("how", [full, selective])
+@pytest.mark.parametrize("around", [plainly, full, selective])
+def test_dropped_forwards_leave_nothing(how, around):
+    """No backward follows: evaluation with gradients on, or an exception."""
+    block = build(CONFIGS["gpt2"], 0).blocks[0]  # of attention and LayerNorm: they save results
+    x = torch.ones(2, 16, 32, requires_grad=True)
+    around(partial(how, block), x)
+    before = tensors()
+    for _ in range(5):
+        around(partial(how, block), x)
+        around(partial(how, lambda x: x.softmax(-1).exp()), x)
+    assert tensors() == before
 
 
 @pytest.mark.parametrize("how", [full, selective])

@@ -149,6 +149,25 @@ def test_a_kind_that_contradicts_what_tp_cut():
     assert "norm1.weight: another kind?" in said
 
 
+def experts_without_sp(module):
+    right = module.parallelize
+    module.parallelize = lambda *args, **options: right(*args, **{**options, "sp": False})
+
+
+def half_a_mesh(module):
+    right = module.Mesh
+    module.Mesh = lambda plans, dp, cp, tp, ep: right(plans, dp, cp, tp // 2, ep)
+
+
+@pytest.mark.parametrize("plant, said", [
+    (experts_without_sp, "experts with tp > 1 want sp=True"),
+    (half_a_mesh, "[1, 1, 1, 1] are not all the ranks"),
+])
+def test_asserts_of_parallelize(plant, said):
+    flags = "--dp 1 --tp 2 --sp --experts 4".split()
+    assert said in script("hybrid_3d", 2, *SMALL, *FORMS["llama"], *flags, plant=plant, code=1)
+
+
 # ---- saved and resumed -----------------------------------------------------------
 
 
