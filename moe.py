@@ -225,9 +225,10 @@ class Experts(nn.Module):
 
 
 class AddLoss(torch.autograd.Function):
-    """Returns y. In backward, `loss` gets its gradient, as if it were a term of the model's loss:
-    in a pipeline it cannot be handed to the stage that adds it (Megatron's MoEAuxLossAutoScaler).
-    Backward adds up load and loss, too, since checkpointing runs forward twice.
+    """Returns y. In backward, `loss` gets its gradient, as if it were a term of the model's loss.
+
+    It need not be handed on to where that is made (as Megatron's MoEAuxLossAutoScaler). Load and
+    loss are added up in backward, since checkpointing runs forward twice.
     """
 
     @staticmethod
@@ -691,7 +692,6 @@ def account(run, model, ep, traffic):
     e = ep.size()
     b = run.dtype.itemsize
     dense, experts = [sum(p.numel() for p in ps) for ps in dense_and_experts(model)]
-    tensors = len(list(model.parameters()))
     # of one integer for each expert of each layer: counts of rows, loads, or steps of biases
     integers = 8 * len(traffic) * run.args.experts
     moving = 0  # rows to other ranks and from them
@@ -705,7 +705,7 @@ def account(run, model, ep, traffic):
          2 * (n - 1) / n * (b * dense + integers) + 2 * (n - e) / n * b * experts
          + 2 * (e - 1) / e * max(4, b)),  # d: the norm's bytes
         ("held states", "4 b (dense + experts/ep) + 4 per tensor (steps) + 8 L E",
-         4 * b * (dense + experts) + 4 * tensors + integers),
+         4 * b * (dense + experts) + 4 * len(list(model.parameters())) + integers),
     ]
 
 
