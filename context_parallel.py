@@ -263,7 +263,7 @@ class AllGather(Zigzag):
     GradientReturn = ReturnByReduceScatter
 
     def bring(self, kv):
-        all_kv = kv.new_empty(self.cp, *kv.shape)
+        all_kv = kv.new_empty(self.cp, *kv.shape)  # gloo's thread lets go of it during the hops
         # sharded -> replicated; gloo: dim 0 of the output has to be cp times that of the input
         all_gather(all_kv, kv.unsqueeze(0), group=self.group)
         for hop in range(self.cp):

@@ -117,7 +117,7 @@ class Routing:
     """
 
     def __init__(self, chosen, wanted, most, ep):
-        """chosen (N, K): experts. wanted (E,): how many rows want to go to each. most: most_rows"""
+        """chosen (N, K): experts. wanted (E,): rows that want to go to each; `most` of them do."""
         self.most = most
         self.ep = ep
         self.order = chosen.flatten().argsort(stable=True)  # row numbers, by expert, then token
@@ -202,7 +202,7 @@ class Experts(nn.Module):
         self.gate = None if gate is None else StackedLinear(gate)
 
     def forward(self, rows, routing):  # (n, C) sorted by expert -> (n, C)
-        linears = [self.up, self.down]  # as mlp takes them
+        linears = [self.up, self.down]  # in the order of mlp's arguments
         if self.gate is not None:
             linears.append(self.gate)
         if self.one_kernel_pays(rows):
@@ -363,7 +363,7 @@ def broadcast_parameters(model, replicas, everyone=None):
 
 
 def sum_gradients(model, replicas, everyone=None):
-    """After backward. replicas must not be None, the world, which would sum different experts."""
+    """After backward: sums dense gradients over everyone, experts' over replicas (never None)."""
     dense, experts = gradients_of(model)
     sum_over_ranks(dense, everyone)  # partial -> replicated; in ddp.py, during backward
     sum_over_ranks(experts, replicas)  # partial -> replicated
@@ -466,7 +466,7 @@ class PlainMoE(nn.Module):
             y = y + self.shared(tokens)
         if y.requires_grad:  # not in evaluation
             self.loss = sum(losses) / len(losses)
-            if self.gamma and self.router.weight.requires_grad:  # step_biases; no later one is used
+            if self.gamma and self.router.weight.requires_grad:  # MoE's move in step_biases
                 load = visits.sum(0)
                 self.bias_steps += (load.sum() - self.E * load).sign()
         return y.view_as(x)
@@ -570,11 +570,11 @@ def parallelize_at_work(model, ep):
     """torch has no such layer: routing, sorting and bookkeeping stay section 1's."""
     from torch.distributed import _functional_collectives as functional  # slow to import
 
-    known = model.tok.weight.dtype != torch.float64  # to grouped_mm
+    in_one_kernel = model.tok.weight.dtype != torch.float64  # which grouped_mm does not know
     parallelize(model, ep)
     for layer in layers_of(model):
         layer.exchange = functional.all_to_all_single_autograd
-        layer.experts.one_kernel_pays = lambda rows: known  # what Experts.forward asks
+        layer.experts.one_kernel_pays = lambda rows: in_one_kernel
     return model
 
 
@@ -624,7 +624,7 @@ def build_plain(args, cfg, seed, device, dtype):
 
 def plain_trace(run):
     """The same steps by the plain model."""
-    run.replays = False  # from the checkpoint, not from step 0: other ranks dropped other rows
+    run.replays = False  # begin where the run does: before, other ranks may have dropped other rows
     model = run.build()
     set_biases(model, run)
     return run.plain(model, extra_loss=plain_balancing_losses)
@@ -673,7 +673,7 @@ def set_up(run, impl, replicas, ep):
 
 
 def watch_traffic(model):
-    """-> {Experts: (rows sent to each rank of ep, rows of each expert)}, of the last training."""
+    """-> {Experts: (rows sent to each rank of ep, rows of each expert)}, of the last step."""
     traffic = {}
 
     def note(experts, inputs, output):
