@@ -52,7 +52,7 @@ import sys
 
 from common import MLPS, GPTConfig, adamw, build, init_weights, loss_sum, share
 from harness.checkpoint import pieces_of
-from harness.flags import ANY, DTYPES, POSITIVE, Flag, arguments, require
+from harness.flags import ANY, POSITIVE, Flag, arguments, require
 from harness.run import Run, Side
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------

@@ -309,6 +309,8 @@ def check_layer():
     layer.bias_steps.fill_(1001)  # 1000 in bf16
     layer.to(torch.bfloat16)
     assert layer.score(x.bfloat16()).dtype == torch.float32
+    norm = moe.gradient_norm(layer, dist.group.WORLD)
+    assert norm.dtype == torch.float32
     layer.load = torch.tensor([0, 3, 2, 3])
     moe.step_biases(layer)  # those that were chosen less often than the mean grow
     moe.step_biases(layer)  # no backward since: all stay
