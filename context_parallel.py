@@ -1,8 +1,8 @@
 """Context parallelism: every rank holds a part of each sequence; attention alone needs the rest.
 
 A sequence is cut into chunks 0, 1, .. whose keys and values (K and V) go around a ring of cp ranks.
-Below: the chunks whose K and V a rank has at each hop, and how many of their pairs with its own
-queries count: no mark all (work 2), / half of them (1), * half, up to each query (1), - none (0).
+Below: the chunks whose K and V a rank has at each hop, marked by what its own queries see of them:
+    3  all, work 2       3,4/  half, work 1       0*  up to each query, work 1       3-  nothing
 
     ring       hop 0  hop 1  hop 2  hop 3  work      zigzag     hop 0  hop 1  hop 2  hop 3  work
     rank 0        0*     3-     2-     1-     1      rank 0      0,7*   3,4/   2,5/   1,6/     4
@@ -11,7 +11,7 @@ queries count: no mark all (work 2), / half of them (1), * half, up to each quer
     rank 3        3*      2      1      0     7      rank 3      3,4*   2,5/   1,6/   0,7/     4
 
 The hops' results are merged by their log-sum-exp. In backward K and V go around again, dK and dV
-one hop behind. allgather: zigzag's blocks, but all K and V of a layer are gathered at once.
+one hop behind. allgather: zigzag's blocks, but all K and V of a layer are brought and held at once.
 ulysses: an all-to-all turns all heads of T/cp tokens into H/cp heads of all tokens, and back.
 
     on each of cp ranks              plain GPT   ring, zigzag, allgather   ulysses
@@ -19,24 +19,24 @@ ulysses: an all-to-all turns all heads of T/cp tokens into H/cp heads of all tok
     sent per block, forward          -           2 (cp-1) S                2 (cp-1)/cp (S + Q)
     sent per block, backward         -           4 (cp-1) S                2 (cp-1)/cp (S + Q)
     sent per step, P weights         -           2 (cp-1)/cp P             2 (cp-1)/cp P
-    Numbers of the model's dtype, of dK and dV in fp32 or better. A rank's k (or v) has S, its q Q.
+    Counted are numbers: a rank's k has S, like its v, its q Q. dK and dV travel in fp32 or wider.
 
-    replicate(model, group)
-    ring = Zigzag(group)
+    replicate(model, all_ranks)                # those of all cp groups, if there are several
+    ring = Zigzag(cp_group)
     for block in model.blocks:
         block.attn.attend = ring.attend        # for causal scaled_dot_product_attention
-    own = ring.positions(T, device)            # (T/cp,): which tokens are this rank's
-    logits = model(x[:, own], positions=own)   # (B, T/cp, V); RoPE needs them, too
+    own = ring.positions(T, device)            # (T/cp,): which tokens of x and of the shifted y
+    logits = model(x[:, own], positions=own)   # or as your model is told them, for RoPE
     loss = F.cross_entropy(logits.flatten(0, 1), y[:, own].flatten(), reduction="sum")
     (loss / valid_targets_of_all_ranks).backward()  # a rank's part: the loss is the sum of all
-    sum_gradients(model.parameters(), group)   # then clip and step, as one process does
+    sum_gradients(model.parameters(), all_ranks)  # then clip and step, as one process does
 
 Not for: masks other than causal or none (packed documents, sliding windows), dropout of weights of
 attention, KV caches, v of another width than k, and layers besides attention that look at other
 tokens (convolutions, means). On GPUs attention is in bf16 or fp16, and D a multiple of 8.
 Liu 2023, "Ring Attention", arXiv:2310.01889, section 3. Llama team 2024, arXiv:2407.21783, section
-3.3.2 (zigzag, all-gather). Jacobs 2023, "DeepSpeed Ulysses", arXiv:2309.14509, section 3.
-At work: torch.distributed.tensor.experimental.context_parallel (section 3).
+3.3.2 (zigzag, all-gather). Jacobs 2023, "DeepSpeed Ulysses", arXiv:2309.14509, section 3. At work:
+torch.distributed.tensor.experimental.context_parallel.
     torchrun --standalone --nproc_per_node=2 context_parallel.py --attn zigzag
 """
 import math
@@ -63,8 +63,8 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-# Attention to one block of keys, by the kernels of scaled_dot_product_attention, which keeps the
-# log-sum-exp to itself.
+# Attention to one block of keys. scaled_dot_product_attention does not return the log-sum-exp; the
+# kernels under it do.
 
 
 def attend_block(q, k, v, causal):
@@ -87,8 +87,9 @@ def attend_block_backward(dout, q, out, lse, k, v, causal):
     rng = q.new_empty(0, dtype=torch.int64)  # there is no dropout
     if q.is_cuda:
         return aten._scaled_dot_product_flash_attention_backward(
-            dout, q, k, v, out, lse.contiguous(),
-            cum_seq_q=None, cum_seq_k=None, max_q=q.shape[2], max_k=k.shape[2],  # of one length
+            dout, q, k, v, out, lse.contiguous(),  # this kernel takes no slice
+            # None: the sequences of the batch are equally long
+            cum_seq_q=None, cum_seq_k=None, max_q=q.shape[2], max_k=k.shape[2],
             dropout_p=0.0, is_causal=causal, philox_seed=rng, philox_offset=rng)
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dout, q, k, v, out, lse, dropout_p=0.0, is_causal=causal)
@@ -101,12 +102,12 @@ def repeat_heads(kv, H):
     return repeated.flatten(2, 3).unbind()  # where shared_by is 1 nothing is copied
 
 
-def sum_heads(dx, out):
-    """The backward of repeat_heads: (B, H, ..) -> out (B, fewer, ..)."""
-    torch.sum(dx.unflatten(1, (out.shape[1], -1)), 2, dtype=out.dtype, out=out)
+def sum_heads(dx, into):
+    """The backward of repeat_heads: dx (B, H, ..) is summed into (B, fewer heads, ..)."""
+    torch.sum(dx.unflatten(1, (into.shape[1], -1)), 2, dtype=into.dtype, out=into)
 
 
-class Hop:
+class Exchange:
     """A tensor goes to the next rank of the ring while that of the rank before comes here."""
 
     def __init__(self, tensor, ring):
@@ -131,26 +132,27 @@ class ReturnByHops:
     def __init__(self, ring):
         self.ring = ring
         self.own = None  # what this rank adds to the gradient of its own K and V
-        self.sending = None  # a Hop: the sum for others' K and V, on its way to the next rank
+        self.passing = None  # an Exchange: the sum made here leaves, that of the rank before comes
 
     def add(self, part, hop):
         """Take what this rank adds to the gradient of the K and V that are here at this hop.
 
         The rank before sends the sum of what others have made for the same K and V. This part is
-        added, and the sum sent on while the caller makes the next part; zeros too: a rank waits.
+        added, and the sum sent on while the caller makes the next part. Zeros are sent, too: the
+        next rank waits for them.
         """
         if hop == 0:
             self.own = part
             return
-        if self.sending is not None:
-            part += self.sending.wait()
-        self.sending = self.ring.Hop(part, self.ring)
+        if self.passing is not None:
+            part += self.passing.wait()
+        self.passing = self.ring.exchange(part, self.ring)
 
     def finish(self):
         """-> the whole gradient of this rank's K and V: the last hop brings what others added."""
-        if self.sending is None:  # cp is 1
+        if self.passing is None:  # cp is 1
             return self.own
-        return self.own + self.sending.wait()
+        return self.own + self.passing.wait()
 
 
 class ReturnByReduceScatter:
@@ -158,19 +160,19 @@ class ReturnByReduceScatter:
 
     def __init__(self, ring):
         self.ring = ring
-        self.everyone = None  # (cp, ..): this rank's parts, in the order of the ranks they are for
+        self.parts = None  # (cp, ..), one for each rank, in their order
         self.part = None  # the last of them, whose memory serves for the result
 
     def add(self, part, hop):
         if hop == 0:
-            self.everyone = part.new_empty(self.ring.cp, *part.shape)
-        self.everyone[self.ring.source(hop)] = part
+            self.parts = part.new_empty(self.ring.cp, *part.shape)
+        self.parts[self.ring.source(hop)] = part
         self.part = part
 
     def finish(self):
-        out = self.part.unsqueeze(0)  # (1, ..): gloo wants cp times dim 0 of out in everyone's
-        reduce_scatter(out, self.everyone, group=self.ring.group)  # partial -> sharded
-        self.everyone.untyped_storage().resize_(0)  # free, though gloo's thread holds the tensor
+        # partial -> sharded; gloo: dim 0 of the input has to be cp times that of the output
+        reduce_scatter(self.part.unsqueeze(0), self.parts, group=self.ring.group)
+        self.parts.untyped_storage().resize_(0)  # free, though gloo's thread holds the tensor
         return self.part
 
 
@@ -181,16 +183,16 @@ class Ring:
     `positions` says, and the model numbers them so, for its position embedding or RoPE.
     """
 
-    Return = ReturnByHops  # takes the gradients of the K and V that `bring` yields, in their order
+    GradientReturn = ReturnByHops  # of the K and V that `bring` yields, in their order
 
     def __init__(self, group=None, causal=True):
         self.group = group  # None: the world
         self.causal = causal  # False: each query sees all keys, as in an encoder
         self.cp_rank = dist.get_rank(group)
         self.cp = dist.get_world_size(group)
-        self.attend_block = attend_block  # this and the next two can be exchanged
+        self.attend_block = attend_block  # this and the next two can be replaced, see section 4
         self.attend_block_backward = attend_block_backward
-        self.Hop = Hop
+        self.exchange = Exchange
 
     def source(self, hop):
         """The rank whose K and V are here after so many hops."""
@@ -209,13 +211,13 @@ class Ring:
         return torch.cat([by_chunk[chunk] for chunk in mine])
 
     def wanted(self, hop, tokens):
-        """What counts after so many hops, where a rank has so many tokens -> (first, keys, causal).
+        """-> (first, keys, causal): what own queries see of the keys here after so many hops.
 
-        Queries from number `first` on see the first `keys` keys that are here; those before it see
-        none. If causal, query i sees of them only keys 0 to i.
+        Queries from number `first` on see the first `keys` keys, those before it see none. If
+        causal, query i sees of them only keys 0 to i. tokens: how many a rank has.
         """
         if hop == 0 or not self.causal:
-            return 0, tokens, self.causal
+            return 0, tokens, self.causal  # own tokens are in order, also where chunks are 0,7
         mine = self.chunks()
         theirs = self.chunks(hop)
         # Queries see the chunks of keys before their own. Where queries of chunks 0,7 meet keys of
@@ -229,9 +231,9 @@ class Ring:
     def bring(self, kv):
         """Yield own K and V, then those of each rank before, while the next are on their way."""
         for _ in range(self.cp - 1):
-            sending = self.Hop(kv, self)
+            passing = self.exchange(kv, self)
             yield kv
-            kv = sending.wait()
+            kv = passing.wait()
         yield kv
 
     def attend(self, q, k, v):
@@ -242,8 +244,7 @@ class Ring:
         """
         tokens = q.shape[2]
         assert tokens % len(self.chunks()) == 0, f"{tokens} tokens: cut them as positions() says"
-        if torch.is_autocast_enabled(q.device.type):  # RoPE may have made fp32 of q and k
-            q, k, v = [x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v)]
+        q, k = [x.to(v.dtype) for x in (q, k)]  # RoPE may have made fp32 of them
         return BlockwiseAttention.apply(q, torch.stack([k, v]), self)
 
 
@@ -259,14 +260,14 @@ class Zigzag(Ring):
 class AllGather(Zigzag):
     """The same blocks, but one collective each way (Llama 3, section 3.3.2)."""
 
-    Return = ReturnByReduceScatter
+    GradientReturn = ReturnByReduceScatter
 
     def bring(self, kv):
-        everyone = kv.new_empty(self.cp, *kv.shape)
-        # sharded -> replicated; gloo wants (1, ..) for (cp, ..)
-        all_gather(everyone, kv.unsqueeze(0), group=self.group)
+        all_kv = kv.new_empty(self.cp, *kv.shape)  # gloo's thread lets go of it during the hops
+        # sharded -> replicated; gloo: dim 0 of the output has to be cp times that of the input
+        all_gather(all_kv, kv.unsqueeze(0), group=self.group)
         for hop in range(self.cp):
-            yield everyone[self.source(hop)]
+            yield all_kv[self.source(hop)]
 
 
 class BlockwiseAttention(torch.autograd.Function):
@@ -299,18 +300,19 @@ class BlockwiseAttention(torch.autograd.Function):
         ring = ctx.ring
         q, own, out, lse = ctx.saved_tensors
         H, tokens = q.shape[1:3]
-        dq = torch.zeros_like(q, dtype=lse.dtype)
-        returning = ring.Return(ring)
+        wide = lse.dtype  # fp32 or better
+        dq = torch.zeros_like(q, dtype=wide)
+        returning = ring.GradientReturn(ring)
         for hop, kv in enumerate(ring.bring(own)):
             first, keys, causal = ring.wanted(hop, tokens)
-            dkv = torch.zeros_like(own, dtype=lse.dtype)
+            dkv = torch.zeros_like(own, dtype=wide)
             if keys > 0:
                 block_dq, block_dk, block_dv = ring.attend_block_backward(
                     dout[:, :, first:], q[:, :, first:], out[:, :, first:], lse[:, :, first:],
                     *repeat_heads(kv[..., :keys, :], H), causal)
                 dq[:, :, first:] += block_dq
-                sum_heads(block_dk, out=dkv[0, :, :, :keys])
-                sum_heads(block_dv, out=dkv[1, :, :, :keys])
+                sum_heads(block_dk, into=dkv[0, :, :, :keys])
+                sum_heads(block_dv, into=dkv[1, :, :, :keys])
             returning.add(dkv, hop)
         own_gradient = returning.finish()  # dK, dV: partial -> sharded
         return dq.to(q.dtype), own_gradient.to(q.dtype), None
@@ -322,13 +324,12 @@ class AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, cut, join, group):
         ctx.way_back = (join, cut, group)
-        # (cp, ..): stack keeps the order of x's strides
-        parts = torch.stack(x.chunk(dist.get_world_size(group), cut)).contiguous()
+        parts = torch.stack(x.chunk(dist.get_world_size(group), cut))  # (cp, ..)
         received = torch.empty_like(parts)
         dist.all_to_all_single(received, parts, group=group)  # sharded(join) -> sharded(cut)
         joined = torch.cat(received.unbind(), join)
         for buffer in (parts, received):
-            buffer.untyped_storage().resize_(0)  # frees the memory: gloo's thread holds the tensor
+            buffer.untyped_storage().resize_(0)  # free, though gloo's thread holds the tensor
         return joined
 
     @staticmethod
@@ -344,7 +345,8 @@ class Ulysses(Ring):
 
     def attend(self, q, k, v):
         """As Ring's; the heads of q and those of k and v must be multiples of cp."""
-        qkv = [x.to(v.dtype) for x in (q, k, v)]  # in autocast RoPE may have made fp32 of q, k
+        assert k.shape[1] % self.cp == 0, f"{k.shape[1]} heads of k for {self.cp} ranks: take Ring"
+        qkv = [x.to(v.dtype) for x in (q, k, v)]  # RoPE may have made fp32 of q and k
         by_heads = [AllToAll.apply(x, self.HEADS, self.TOKENS, self.group) for x in qkv]
         # (B, H/cp, T, D); any attention would do
         out = F.scaled_dot_product_attention(*by_heads, is_causal=self.causal, enable_gqa=True)
@@ -376,11 +378,11 @@ def parallelize(model, ring):
     """Let a model attend by the ring -> the model, which takes own tokens, x[:, positions(T)]."""
     for block in model.blocks:
         block.attn.attend = ring.attend
-    count_as(model, ring)
+    number_tokens(model, ring)
     return model
 
 
-def count_as(model, ring):
+def number_tokens(model, ring):
     """Number tokens by where they stand in the sequence, instead of 0, 1, .., T/cp - 1."""
 
     @cache  # in Llama form every layer asks
@@ -437,7 +439,7 @@ MARKS = {0: "-", 1: "/", 2: ""}  # what the picture shows of a hop's work
 
 def on_paper(attn, cp_rank, cp):
     """A ring without a group: it cannot attend, but tells what rank cp_rank of cp would do."""
-    ring = object.__new__(KINDS[attn])
+    ring = object.__new__(KINDS[attn])  # __init__ would ask the group for these two
     ring.cp_rank = cp_rank
     ring.cp = cp
     ring.causal = True
@@ -447,7 +449,7 @@ def on_paper(attn, cp_rank, cp):
 def picture(attn, cp):
     """The docstring's table -> lines. Work is in units of causal attention within T/cp tokens."""
     if attn == "ulysses":
-        return [f"rank r: all chunks of heads r H/cp .., work {cp}"]
+        return [f"rank r: all chunks of H/cp heads, from r H/cp on; work {cp}"]
     shown = range(min(cp, 8))  # of ranks and hops
     hops = "".join(f"  hop {hop}" for hop in shown)
     lines = [f"{attn:9}{hops}  work"]
@@ -467,8 +469,9 @@ def work(ring, hop):
     """What a hop costs, if all keys for all queries cost 2. So causal attention costs 1."""
     if hop == 0:
         return 1
-    first, keys, _ = ring.wanted(hop, 2)  # tokens, one in each chunk of zigzag's
-    return (2 - first) * keys / 2
+    tokens = 2  # of a rank: one in each chunk of zigzag's
+    first, keys, _ = ring.wanted(hop, tokens)
+    return (tokens - first) * keys / 2  # 2 of both with both, which are 4 pairs
 
 
 # Section 1 attends on GPUs in bf16 and fp16. Proofs want more digits, and ranks that share a GPU.
@@ -479,7 +482,7 @@ def for_proofs(ring):
     ring.attend_block = attend_block_in_any_dtype
     ring.attend_block_backward = attend_block_backward_in_any_dtype
     if dist.get_backend(ring.group) == "gloo":
-        ring.Hop = HopByHost
+        ring.exchange = ExchangeByHost
     return ring
 
 
@@ -509,7 +512,7 @@ def attend_block_backward_in_any_dtype(dout, q, out, lse, k, v, causal):
     return attend_block_backward(dout, q, out, lse, k, v, causal)
 
 
-class HopByHost(Hop):
+class ExchangeByHost(Exchange):
     """gloo sends and receives from host memory only."""
 
     def __init__(self, tensor, ring):
@@ -546,7 +549,7 @@ def set_up(run, impl, ring):
         own = ring.positions(run.cfg.seq, run.device)
         return Side(model=model, optimizer=optimizer, train_step=train_step,
                     evaluate=lambda x, y: loss_sum(model(x[:, own]), y[:, own]))
-    count_as(model, Zigzag())  # torch cuts x as zigzag does, but leaves positions to us
+    number_tokens(model, Zigzag())  # torch cuts x as zigzag does, but leaves positions to us
     mesh = dist.init_device_mesh(run.device.type, (ring.cp,))
     return Side(model=model, optimizer=optimizer,
                 train_step=partial(train_step_at_work, mesh=mesh),

@@ -1,39 +1,42 @@
 """Mixture of experts: each MLP becomes E experts, of which a token visits K; tokens travel.
 
-              router, sort    all-to-all    the experts      all-to-all    gates
-    rank 0    0 0 0 1 | 2 3   0 0 0 1 0 1   experts 0, 1     0 0 0 1 2 3   sum of a token's K rows
-    rank 1    0 1 | 2 2 3 3   2 3 2 2 3 3   experts 2, 3     0 1 2 2 3 3   sum of a token's K rows
+Below, experts 0 and 1 are on rank 0, 2 and 3 on rank 1. A digit is a row: a token on its way to the
+expert of that number. Rows left of | are for rank 0, those right of it for rank 1.
 
-A digit is a row: a token on its way to the expert of that number. Rows left of | go to rank 0, rows
-right of it to rank 1. Each of the n ranks has its own part of the batch. The ranks of a group `ep`,
-whose size is called ep, too, share out the experts; the n/ep ranks of a group `replicas` hold the
-same ones. No token is dropped, unless a capacity A is given: then an expert takes the first
-ceil(A K N / E) rows of each rank's N tokens.
+              router, sort    all-to-all    sort, experts   sort, all-to-all   gates
+    rank 0    0 0 0 1 | 2 3   0 0 0 1 0 1   0 0 0 0 1 1     0 0 0 1 | 2 3      sum a token's K rows
+    rank 1    0 1 | 2 2 3 3   2 3 2 2 3 3   2 2 2 3 3 3     0 1 | 2 2 3 3      sum a token's K rows
 
-    on each rank, a number has b bytes   plain MoE               here
-    parameters, gradients, AdamW states  4 b (dense + experts)   4 b (dense + experts/ep)
-    rows of C, to experts and back       -                       2 K N per layer, in backward again
-    all-to-alls per layer                -                       4 of rows, 1 of E counts of 8 bytes
-    all-reduced in a step                -                       b (dense + experts/ep)
-    all-reduced per layer                -                       E counts of 8 bytes
+Each of n ranks has its own part of the batch. The ranks of a group `ep` share out the experts, and
+those with the same experts are a group `replicas`; in formulas ep is the size of `ep`. No row is
+dropped, unless a capacity A is given: an expert takes ceil(A K N / E) of a rank's N tokens.
 
+    on each rank, b bytes a number         plain MoE               here
+    bytes of weights, gradients, AdamW     4 b (dense + experts)   4 b (dense + experts/ep)
+    rows of C numbers sent per layer       -                       2 K N, in backward again
+    all-to-alls per layer                  -                       4 of rows, 1 of E int64 counts
+    all-reduced per step                   -                       b (dense + experts/ep) bytes
+    all-reduced per layer                  -                       E int64 counts
+
+    mesh = dist.init_device_mesh("cuda", (n // 8, 8), mesh_dim_names=("replicas", "ep"))  # ep = 8
+    replicas = mesh.get_group("replicas")
+    ep = mesh.get_group("ep")  # its rank r has experts from r E/ep on: lists ups, .. of nn.Linear
     block.mlp = MoE(router, Experts(F.silu, ups, downs, gates), top_k=2, normalize=True, ep=ep)
-    broadcast_parameters(model, replicas)                                    # once
+    broadcast_parameters(model, replicas)  # once, before training
     (token_losses.sum() / valid_targets_of_all_ranks).backward()
     sum_gradients(model, replicas)
     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, gradient_norm(model, ep))
     optimizer.step()
-    step_biases(model)                                                       # after every step
+    step_biases(model)  # after every step
 
 Not for: routers with a bias or a forward of their own (sigmoids, groups of experts), experts that
 are no MLPs of nn.Linear, some of a layer's experts frozen and others not, reading `load` and `loss`
-of a layer after step_biases, evaluating on some ranks alone, weights in fp16 (norms overflow).
+of a layer after step_biases, evaluating on some ranks alone, weights in fp16.
 
 Lepikhin 2020, "GShard", arXiv:2006.16668 (all-to-all, capacity); Fedus 2021, "Switch Transformers",
 arXiv:2101.03961, eq. 4 (balancing); Zoph 2022, "ST-MoE", arXiv:2202.08906, eq. 5 (z-loss); Jiang
 2024, "Mixtral", arXiv:2401.04088 (gated experts); DeepSeek-V3 2024, arXiv:2412.19437, sec. 2.1.2
 (bias). At work: torchtitan's models/moe, Megatron's core/transformer/moe; torch has parts of it.
-
     torchrun --standalone --nproc_per_node=2 moe.py
 """
 import math
@@ -49,17 +52,17 @@ import sys
 
 from common import MLPS, GPTConfig, adamw, build, init_weights, loss_sum, share
 from harness.checkpoint import pieces_of
-from harness.flags import ANY, DTYPES, POSITIVE, Flag, arguments, require
+from harness.flags import ANY, POSITIVE, Flag, arguments, require
 from harness.run import Run, Side
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
 
 
 class AllToAll(torch.autograd.Function):
-    """Rows (sum(send), C) -> (sum(receive), C): receive[r] come from rank r, send[r] go to it."""
+    """Rows (sum(send), C) -> (sum(receive), C): send[r] go to rank r, receive[r] come from it."""
 
     @staticmethod
-    def forward(ctx, rows, receive, send, group):
+    def forward(ctx, rows, receive, send, group):  # in torch's order: what comes, then what goes
         ctx.way_back = (send, receive, group)
         arrived = rows.new_empty(sum(receive), *rows.shape[1:])
         # sorted by destination -> sorted by source
@@ -67,17 +70,14 @@ class AllToAll(torch.autograd.Function):
         return arrived
 
     @staticmethod
-    def backward(ctx, grad):  # gradients go back the way the rows came: else no expert gets one
+    def backward(ctx, grad):  # the way back; a plain all_to_all_single would end the graph here
         return AllToAll.apply(grad, *ctx.way_back), None, None, None
 
 
 def route(logits, top_k, bias, normalize):
-    """Logits (N, E) -> chosen experts (N, K), their gates (N, K), probabilities (N, E).
-
-    The bias (E,) has a say in the choice alone.
-    """
+    """Logits (N, E) -> chosen experts (N, K), their gates (N, K), probabilities (N, E)."""
     probs = logits.softmax(-1)
-    chosen = (probs + bias).topk(top_k).indices
+    chosen = (probs + bias).topk(top_k).indices  # the bias (E,) has a say in the choice alone
     gates = probs.gather(-1, chosen)
     if normalize and top_k > 1:  # a single one would always be 1, and teach the router nothing
         gates = gates / gates.sum(-1, keepdim=True)
@@ -87,42 +87,40 @@ def route(logits, top_k, bias, normalize):
 def balancing_loss(load, logits, probs, top_k, alpha, beta):
     """This rank's part of alpha E sum_e f_e P_e (Switch) + beta mean(logsumexp^2) (ST-MoE).
 
-    f_e is expert e's share of all choices and P_e its mean probability, both over the tokens of
-    all ranks. load (E,): the choices of all ranks' tokens. logits, probs (N, E): of this rank's.
+    f_e is the part of all rows that wants expert e, P_e its mean probability, for tokens of all
+    ranks. load (E,): how many tokens of all ranks choose each. logits, probs (N, E): this rank's.
     """
-    choices = load.sum()
-    f = load.to(probs.dtype) / choices
+    total = load.sum()  # K times all tokens
+    f = load.to(probs.dtype) / total
     switch = len(f) * (f @ probs.sum(0))
     z = logits.logsumexp(-1).square().sum()
-    all_tokens = choices / top_k
-    return (alpha * switch + beta * z) / all_tokens
+    return (alpha * switch + beta * z) / (total / top_k)
 
 
-def capacity(factor, top_k, tokens, experts):
+def most_rows(capacity, top_k, tokens, experts):
     """How many rows an expert takes of one rank's tokens, at most."""
-    if not factor:
+    if not capacity:
         return tokens  # each of them chooses it once at most
-    rows = factor * top_k * tokens / experts
-    return math.ceil(round(rows, 6))  # 1.1 * 2 * 40 / 8 is 11.000000000000002
+    share_of_each = capacity * top_k * tokens / experts
+    return math.ceil(round(share_of_each, 6))  # 1.1 * 2 * 40 / 8 is 11.000000000000002
 
 
 def read_counts(counts, routing):
-    """-> the numbers, as lists: here alone the host waits. Dry runs have none, and replace it."""
+    """-> as lists. Here alone the host waits. Dry runs have no numbers, and replace this."""
     return counts.tolist()
 
 
 class Routing:
-    """Which rows go where. A row is a token on its way to one of its K experts.
+    """Which rows go where. Row number n K + k is token n on its way to its k-th expert.
 
-    Choice number n K + k is the k-th expert that token n has chosen. Rows leave sorted by expert,
-    so they arrive in blocks: by the rank they come from, and from each by expert.
+    Rows leave sorted by expert, so they arrive in blocks: by rank of origin, from each by expert.
     """
 
     def __init__(self, chosen, wanted, most, ep):
-        """chosen (N, K). wanted (E,): how often each expert is chosen. most: see capacity."""
+        """chosen (N, K): experts. wanted (E,): rows that want to go to each; `most` of them do."""
         self.most = most
         self.ep = ep
-        self.choices = chosen.flatten().argsort(stable=True)  # by expert, then by token
+        self.order = chosen.flatten().argsort(stable=True)  # row numbers, by expert, then token
         taken = wanted.clamp(max=most)
         coming = torch.empty_like(taken)
         # this rank's rows for every expert -> every rank's rows for the experts here
@@ -130,28 +128,33 @@ class Routing:
         ranks = dist.get_world_size(ep)
         self.sizes_on_device = coming.view(ranks, -1).sum(0)  # (E/ep,) rows of each expert here
         counts = torch.stack([wanted, taken, coming]).view(3, ranks, -1)
-        # queues [rank][its expert]: rows that want to go there; leaving: those of them that do;
-        # arriving [rank][expert here]: rows that come from there
+        # queues[rank][e]: rows that want to go to that rank, to expert e of those there
+        # leaving[rank][e]: those of them that do
+        # arriving[rank][e]: rows that come from that rank, to expert e of those here
         queues, leaving, arriving = read_counts(counts, self)
         if most < len(chosen):  # an expert may be full: the first of its queue are sent
-            of_experts = self.choices.split([length for of_rank in queues for length in of_rank])
-            self.choices = torch.cat([queue[:most] for queue in of_experts])
-        self.sent = [sum(of_rank) for of_rank in leaving]  # rows to each rank of ep
-        self.received = [sum(of_rank) for of_rank in arriving]  # rows from each rank of ep
+            in_queues = self.order.split(sizes_in(queues))
+            self.order = torch.cat([queue[:most] for queue in in_queues])
+        self.sent = [sum(sizes) for sizes in leaving]  # rows to each rank of ep
+        self.received = [sum(sizes) for sizes in arriving]  # rows from each rank of ep
         self.by_source = arriving  # the blocks of rows as they arrive
         self.by_expert = list(zip(*arriving))  # [expert here][rank]: as the experts want them
-        self.sizes = [sum(of_expert) for of_expert in self.by_expert]  # again, as a list
+        self.sizes = [sum(sizes) for sizes in self.by_expert]  # sizes_on_device, as a list
+
+
+def sizes_in(grid):
+    return [size for line in grid for size in line]
 
 
 def transpose_blocks(rows, grid):
     """Rows in blocks of grid[i][j] rows each, sorted by i, then by j -> by j, then by i."""
-    blocks = rows.split([size for line in grid for size in line])
-    n = len(grid[0])
+    blocks = rows.split(sizes_in(grid))
+    n = len(grid[0])  # block (i, j) is number i n + j
     return torch.cat([block for j in range(n) for block in blocks[j::n]])
 
 
 def stack(parameters):
-    """Parameters of the experts -> a copy of all in one, (E/ep, ..), trained if they are."""
+    """A parameter of each expert -> a copy of all in one, (E/ep, ..), trained if the first is."""
     if parameters[0] is None:
         return None  # no biases
     stacked = torch.stack([p.detach() for p in parameters])
@@ -176,10 +179,10 @@ class StackedLinear(nn.Module):
         y = F.grouped_mm(rows, self.weight.transpose(1, 2), offs=sizes.cumsum(0).int())
         if self.bias is None:
             return y
-        # A matmul, since its backward is one, too, and sums in fp32. That of an index_select would
-        # be an index_add, which on GPUs adds rows in any order and rounds each sum
-        one_hot = torch.eye(len(sizes), dtype=y.dtype, device=y.device)
-        one_hot = one_hot.repeat_interleave(sizes, 0, output_size=len(rows))  # (n, E/ep)
+        # Each row gets its expert's bias by a matmul: the backward of a matmul sums rows in fp32,
+        # that of an index_select adds them in any order (on GPUs) and rounds each sum
+        eye = torch.eye(len(sizes), dtype=y.dtype, device=y.device)
+        one_hot = eye.repeat_interleave(sizes, 0, output_size=len(rows))  # (n, E/ep)
         return torch.addmm(y, one_hot, self.bias)
 
 
@@ -199,33 +202,33 @@ class Experts(nn.Module):
         self.gate = None if gate is None else StackedLinear(gate)
 
     def forward(self, rows, routing):  # (n, C) sorted by expert -> (n, C)
-        linears = [self.up, self.down]
+        linears = [self.up, self.down]  # in the order of mlp's arguments
         if self.gate is not None:
             linears.append(self.gate)
-        if self.suit_one_kernel():
-            all_experts = [partial(linear, sizes=routing.sizes_on_device) for linear in linears]
-            return self.mlp(rows, *all_experts)
-        experts = zip(rows.split(routing.sizes), *[linear.one_by_one() for linear in linears])
+        if self.one_kernel_pays(rows):
+            of_all = [partial(linear, sizes=routing.sizes_on_device) for linear in linears]
+            return self.mlp(rows, *of_all)
+        of_each = zip(rows.split(routing.sizes), *[linear.one_by_one() for linear in linears])
         # an expert without rows gets zeros for a gradient, not None
-        return torch.cat([self.mlp(*expert) for expert in experts])
+        return torch.cat([self.mlp(x, *functions) for x, *functions in of_each])
 
     def mlp(self, x, up, down, gate=None):
         if gate is None:
             return down(self.activation(up(x)))
         return down(self.activation(gate(x)) * up(x))
 
-    def suit_one_kernel(self):
-        """Does one kernel pay (bf16 on GPUs), and can it run (widths are multiples of 8)?"""
+    def one_kernel_pays(self, rows):
+        """On GPUs, where all is bf16. It needs widths that are multiples of 8."""
         weight = self.up.weight
         aligned = all(width % 8 == 0 for width in weight.shape[1:])
-        return weight.is_cuda and weight.dtype == torch.bfloat16 and aligned
+        return rows.is_cuda and rows.dtype == weight.dtype == torch.bfloat16 and aligned
 
 
 class AddLoss(torch.autograd.Function):
     """Returns y. In backward, `loss` gets its gradient, as if it were a term of the model's loss.
 
-    In the middle of a pipeline a layer cannot leave a loss to be added by others (Megatron's
-    MoEAuxLossAutoScaler). Backward adds up load and loss, since checkpointing runs forward twice.
+    It need not be handed on to where that is made (as Megatron's MoEAuxLossAutoScaler). Load and
+    loss are added up in backward, since checkpointing runs forward twice.
     """
 
     @staticmethod
@@ -239,7 +242,7 @@ class AddLoss(torch.autograd.Function):
     def backward(ctx, grad):
         ctx.layer.loss = ctx.layer.loss + ctx.loss
         ctx.layer.load = ctx.layer.load + ctx.load
-        return grad, torch.ones_like(ctx.loss) * ctx.layer.loss_scale, None, None
+        return grad, torch.ones_like(ctx.loss) * ctx.layer.loss_scale, None, None  # 1, scaled
 
 
 class MoE(nn.Module):
@@ -251,15 +254,13 @@ class MoE(nn.Module):
     ep         group of the ranks that share out the experts; each brings its own tokens
     everyone   group of the ranks whose tokens are balanced together; None: the world
     shared     a module that every token visits besides, or None
-    capacity   A, or 0: no token is dropped
+    capacity   A, or 0: no row is dropped
     alpha      of Switch's balancing loss, and beta of ST-MoE's z-loss. For M micro-batches give
                alpha/M and beta/M: a step's loss is the mean of those of its forwards
     gamma      how far step_biases moves a bias in the choice; 0: there is none
 
-    Every forward is made by all ranks of `everyone` together, in evaluation as well.
+    All ranks of `everyone` make every forward together, which sums loads: in evaluation as well.
     """
-
-    exchange = AllToAll.apply  # how rows change ranks: an attribute, so that it can be replaced
 
     def __init__(self, router, experts, *, top_k, normalize, ep, everyone=None, shared=None,
                  capacity=0.0, alpha=0.01, beta=1e-3, gamma=0.0):
@@ -274,14 +275,15 @@ class MoE(nn.Module):
         self.ep = ep
         self.everyone = everyone
         self.shared = shared
-        self.capacity_factor = capacity
+        self.capacity = capacity
         self.alpha = alpha
         self.beta = beta
         self.gamma = gamma
-        # (E,) a bias is gamma times this: whole numbers, which .to(bfloat16) does not round
+        self.exchange = AllToAll.apply  # how rows change ranks; can be replaced
+        # (E,) a bias has made so many steps of gamma. Integers: .to(bfloat16) leaves them alone
         self.register_buffer("bias_steps", router.weight.new_zeros(E, dtype=torch.int64))
         self.loss_scale = 1.0  # what the model's loss is multiplied by, by a loss scaler say
-        # What the backwards of a step have added up, until step_biases
+        # what the backwards of a step add up, until step_biases
         self.load = 0  # (E,) int64, how often the tokens of all ranks chose each expert
         self.loss = 0  # () this rank's part of balancing losses, already in the gradients
 
@@ -290,13 +292,12 @@ class MoE(nn.Module):
         logits = self.score(tokens)  # (N, E)
         bias = self.gamma * self.bias_steps
         chosen, gates, probs = route(logits, self.top_k, bias, self.normalize)
-        choices = chosen.flatten()
-        wanted = torch.zeros_like(self.bias_steps)  # (E,) how often this rank's tokens choose each
-        wanted.scatter_add_(0, choices, torch.ones_like(choices))
+        wanted = torch.zeros_like(self.bias_steps)  # (E,) rows for each; in bincount the host waits
+        wanted.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
         load = wanted.clone()
         # partial -> replicated, while the experts are at work
         summing = dist.all_reduce(load, group=self.everyone, async_op=True)
-        most = capacity(self.capacity_factor, self.top_k, len(tokens), len(wanted))
+        most = most_rows(self.capacity, self.top_k, len(tokens), len(wanted))
         routing = Routing(chosen, wanted, most, self.ep)  # ranks tell each other how many rows come
         y = self.visit(tokens, gates, routing)  # (N, C)
         summing.wait()
@@ -317,7 +318,10 @@ class MoE(nn.Module):
     def visit(self, tokens, gates, routing):
         """Tokens (N, C) go to their experts and back -> sums of each one's K rows times gates."""
         N, C = tokens.shape
-        rows = tokens.index_select(0, routing.choices // self.top_k)  # choice n K + k is token n's
+        # (N K, C): K copies of each token. In backward their gradients are summed at once, where an
+        # index_select of tokens would add them one by one, in any order
+        rows = tokens.unsqueeze(1).expand(-1, self.top_k, -1).flatten(0, 1)
+        rows = rows.index_select(0, routing.order)  # sorted by token -> sorted by expert
         # on the tokens' ranks -> on the experts' ranks
         rows = self.exchange(rows, routing.received, routing.sent, self.ep)
         rows = transpose_blocks(rows, routing.by_source)  # sorted by source -> sorted by expert
@@ -325,10 +329,9 @@ class MoE(nn.Module):
         rows = transpose_blocks(rows, routing.by_expert)  # sorted by expert -> sorted by source
         # on the experts' ranks -> on the tokens' ranks
         rows = self.exchange(rows, routing.sent, routing.received, self.ep)
-        answers = rows.new_zeros(N * self.top_k, C)  # of choices that are dropped: zeros
-        answers = answers.index_copy(0, routing.choices, rows).view(N, self.top_k, C)
-        y = gates.to(rows.dtype).unsqueeze(1) @ answers  # (N, 1, K) @ (N, K, C)
-        return y.view(N, C)
+        answers = rows.new_zeros(N * self.top_k, C)  # of rows that are dropped: zeros
+        answers = answers.index_copy(0, routing.order, rows).view(N, self.top_k, C)
+        return (gates.to(rows.dtype).unsqueeze(1) @ answers).view(N, C)  # (N, 1, K) @ (N, K, C)
 
 
 def layers_of(model):
@@ -336,7 +339,7 @@ def layers_of(model):
 
 
 def dense_and_experts(model):
-    """-> parameters that are alike on all ranks, and those of experts."""
+    """-> the parameters that every rank has, and those of the experts that are here."""
     experts = [p for layer in layers_of(model) for p in layer.experts.parameters()]
     of_experts = set(experts)
     dense = [p for p in model.parameters() if p not in of_experts]
@@ -344,7 +347,7 @@ def dense_and_experts(model):
 
 
 def gradients_of(model):
-    """-> the same of gradients, where there are any"""
+    """-> the gradients of these two kinds of parameters, where there are any."""
     dense, experts = dense_and_experts(model)
     return [[p.grad for p in ps if p.grad is not None] for ps in (dense, experts)]
 
@@ -353,21 +356,23 @@ def gradients_of(model):
 def broadcast_parameters(model, replicas, everyone=None):
     """Before training: all start with the values of the first rank of those that hold the same."""
     dense, experts = dense_and_experts(model)
-    for tensors, group in ([*dense, *model.buffers()], everyone), (experts, replicas):
-        for tensor in tensors:
-            dist.broadcast(tensor, group=group, group_src=0)  # the first rank's -> replicated
+    for tensor in [*dense, *model.buffers()]:
+        dist.broadcast(tensor, group=everyone, group_src=0)  # the first rank's -> replicated
+    for tensor in experts:
+        dist.broadcast(tensor, group=replicas, group_src=0)  # the first replica's -> replicated
 
 
 def sum_gradients(model, replicas, everyone=None):
-    """After backward: sums dense gradients over everyone, and those of experts over replicas."""
+    """After backward: sums dense gradients over everyone, experts' over replicas (never None)."""
     dense, experts = gradients_of(model)
-    for gradients, group in (dense, everyone), (experts, replicas):
-        if gradients and dist.get_world_size(group) > 1:
-            sum_over_ranks(gradients, group)  # partial -> replicated; in ddp.py, during backward
+    sum_over_ranks(dense, everyone)  # partial -> replicated; in ddp.py, during backward
+    sum_over_ranks(experts, replicas)  # partial -> replicated
 
 
 def sum_over_ranks(tensors, group):
     """Sum each tensor over the ranks, in its place, by one all-reduce for all of them."""
+    if not tensors or dist.get_world_size(group) == 1:
+        return
     flat = torch.cat([t.flatten() for t in tensors])
     dist.all_reduce(flat, group=group)  # partial -> replicated
     parts = flat.split([t.numel() for t in tensors])
@@ -376,9 +381,14 @@ def sum_over_ranks(tensors, group):
 
 def gradient_norm(model, ep):
     """After sum_gradients: the norm of the whole model's gradient, each expert counted once."""
-    dense, experts = [nn.utils.get_total_norm(gradients) for gradients in gradients_of(model)]
-    # dense is alike on all ranks of ep: each brings 1/ep of its square, which is counted once
-    square = dense.square() / dist.get_world_size(ep) + experts.square()
+    dense, experts = gradients_of(model)
+    weight = next(model.parameters())
+    square = weight.new_zeros((), dtype=torch.promote_types(weight.dtype, torch.float32))
+    # all ranks of ep hold the dense gradients: each adds 1/ep of their square
+    for gradients, holders in [(dense, dist.get_world_size(ep)), (experts, 1)]:
+        if gradients:
+            norms = torch._foreach_norm(gradients, dtype=square.dtype)
+            square += torch.stack(norms).square().sum() / holders
     dist.all_reduce(square, group=ep)  # partial -> replicated
     return square.sqrt()
 
@@ -392,7 +402,7 @@ def step_biases(model):
     """
     for layer in layers_of(model):
         if layer.gamma and layer.router.weight.requires_grad:
-            load = layer.load + torch.zeros_like(layer.bias_steps)  # zeros without a backward
+            load = layer.load + torch.zeros_like(layer.bias_steps)  # (E,), also if load is still 0
             layer.bias_steps += (load.sum() - len(load) * load).sign()  # E (mean - load)
         layer.load = 0
         layer.loss = 0
@@ -427,8 +437,8 @@ class PlainMoE(nn.Module):
         self.experts = nn.ModuleList(mlp(cfg) for _ in range(experts))
         self.shared = mlp(cfg) if shared else None
         self.register_buffer("bias_steps", torch.zeros(experts, dtype=torch.int64))  # as MoE's
-        # sources[m][r] (n,): which of the B T tokens of the global batch rank r routes in
-        # micro-batch m. None: all tokens travel together
+        # for each micro-batch, for each rank: which of the B T tokens of the whole batch this rank
+        # routes then, (n,). None: one rank routes all
         self.sources = sources
         self.loss = 0  # the balancing loss of the last forward in training
 
@@ -442,12 +452,12 @@ class PlainMoE(nn.Module):
         if self.top_k > 1:
             gates = gates / gates.sum(-1, keepdim=True)
         losses = []
-        for of_ranks in self.sources or [[torch.arange(len(tokens))]]:
-            for of_rank in of_ranks:
-                place = visits[of_rank].cumsum(0)  # in the queue of those that chose this expert
-                most = capacity(self.capacity, self.top_k, len(of_rank), self.E)
-                gates[of_rank] = gates[of_rank] * (place <= most)  # others find it full
-            together = torch.cat(of_ranks)
+        for microbatch in self.sources or [[torch.arange(len(tokens))]]:
+            for mine in microbatch:  # one rank's
+                place = visits[mine].cumsum(0)  # in the queue of those that chose this expert
+                most = most_rows(self.capacity, self.top_k, len(mine), self.E)
+                gates[mine] = gates[mine] * (place <= most)  # others find it full
+            together = torch.cat(microbatch)
             losses.append(balancing_loss(
                 visits[together].sum(0), logits[together], probs[together],
                 self.top_k, self.alpha, self.beta))
@@ -456,7 +466,7 @@ class PlainMoE(nn.Module):
             y = y + self.shared(tokens)
         if y.requires_grad:  # not in evaluation
             self.loss = sum(losses) / len(losses)
-            if self.gamma and self.router.weight.requires_grad:
+            if self.gamma and self.router.weight.requires_grad:  # MoE's move in step_biases
                 load = visits.sum(0)
                 self.bias_steps += (load.sum() - self.E * load).sign()
         return y.view_as(x)
@@ -531,8 +541,7 @@ def pieces(model, optimizer, replicas, ep):
         if ".experts." not in piece.name:
             found.append(piece._replace(writes=piece.writes and ep.rank() == 0))
             continue
-        stacked = piece.tensor
-        for e, of_expert in enumerate(stacked, ep.rank() * len(stacked)):
+        for e, of_expert in enumerate(piece.tensor, ep.rank() * len(piece.tensor)):
             found.append(piece._replace(
                 name=plain_name(piece.name, e), shape=of_expert.shape,
                 start=piece.start[1:], tensor=of_expert))
@@ -540,7 +549,7 @@ def pieces(model, optimizer, replicas, ep):
 
 
 def train_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
-    """x, y: this rank's rows (B/n, T); valid: targets of all -> its part of the loss, the norm."""
+    """x, y: (B/n, T) of this rank; valid: targets of all -> its part of the loss, the norm."""
     optimizer.zero_grad()
     loss = loss_sum(model(x), y) / valid
     loss.backward()  # AddLoss adds the balancing losses' gradients
@@ -561,11 +570,11 @@ def parallelize_at_work(model, ep):
     """torch has no such layer: routing, sorting and bookkeeping stay section 1's."""
     from torch.distributed import _functional_collectives as functional  # slow to import
 
-    suits = model.tok.weight.dtype != torch.float64  # which grouped_mm does not know
+    in_one_kernel = model.tok.weight.dtype != torch.float64  # which grouped_mm does not know
     parallelize(model, ep)
     for layer in layers_of(model):
         layer.exchange = functional.all_to_all_single_autograd
-        layer.experts.suit_one_kernel = lambda: suits
+        layer.experts.one_kernel_pays = lambda rows: in_one_kernel
     return model
 
 
@@ -574,11 +583,11 @@ def parallelize_at_work(model, ep):
 IMPLS = {"scratch": parallelize, "torch": parallelize_at_work}
 # Mixtral: the Llama form, with experts in the place of every MLP
 PRESETS = {
-    "mixtral-toy": GPTConfig(form="llama", kv_heads=2, hidden=448, theta=1e6, eps=1e-5),
+    "mixtral-toy": GPTConfig(form="llama", kv_heads=2, hidden=448, theta=1e6),
     "mixtral-8x7b": GPTConfig(layers=32, width=4096, heads=32, vocab=32000, seq=4096, form="llama",
-                              kv_heads=8, hidden=14336, theta=1e6, eps=1e-5),
+                              kv_heads=8, hidden=14336, theta=1e6),
 }
-FLAGS = {  # course: what is trained depends on it
+FLAGS = {  # course: a checkpoint is not continued with another value
     "experts": Flag(8, "E in each layer", POSITIVE, course=True),
     "top_k": Flag(2, "K, experts per token", POSITIVE, course=True),
     "ep": Flag(0, "ranks that share out the experts (0: all)", ANY),
@@ -599,13 +608,13 @@ def refuse(args):
             f"--ep {ep}: take a divisor of {n} ranks and of --experts {experts}")
     require(args.batch % n == 0,
             f"--batch {args.batch} sequences for {n} ranks: take a multiple of {n}")
-    # without numbers, as in a dry run, grouped_mm takes bf16 alone
+    # in a dry run grouped_mm takes bf16 alone; fp64 does without it
     require(args.impl == "scratch" or args.dtype != "fp32" or not args.dry_run,
             f"--impl {args.impl} --dry-run: take --dtype bf16 or fp64")
 
 
 def build_plain(args, cfg, seed, device, dtype):
-    """The plain model, told which tokens are which rank's: those of its rows."""
+    """The plain model, told which tokens are which rank's: those of its sequences."""
     model = build(cfg, seed, device, dtype)
     tokens = torch.arange(args.batch * cfg.seq, device=device)
     return mixture(model, seed, cfg, experts=args.experts, top_k=args.top_k, shared=args.shared,
@@ -615,7 +624,7 @@ def build_plain(args, cfg, seed, device, dtype):
 
 def plain_trace(run):
     """The same steps by the plain model."""
-    run.replays = False  # the ranks of an earlier run may have routed tokens in another way
+    run.replays = False  # begin where the run does: before, other ranks may have dropped other rows
     model = run.build()
     set_biases(model, run)
     return run.plain(model, extra_loss=plain_balancing_losses)
@@ -640,11 +649,11 @@ def balanced_counts(counts, routing):
     """read_counts where there are no numbers: all ranks choose all experts equally often."""
     _, ranks, here = counts.shape
     experts = ranks * here
-    choices = len(routing.choices)
-    wanted = [(choices + e) // experts for e in range(experts)]  # the last ones get the remainder
+    total = len(routing.order)
+    wanted = [(total + e) // experts for e in range(experts)]  # the last ones get the remainder
     queues = [wanted[first:first + here] for first in range(0, experts, here)]
-    leaving = [[min(routing.most, length) for length in of_rank] for of_rank in queues]
-    # each rank sends here what this one sends to itself
+    leaving = [[min(routing.most, length) for length in queue] for queue in queues]
+    # all ranks choose alike: from each comes what this one sends to itself
     arriving = [leaving[dist.get_rank(routing.ep)]] * ranks
     return queues, leaving, arriving
 
@@ -663,67 +672,59 @@ def set_up(run, impl, replicas, ep):
     )
 
 
-def watch_rows(model):
-    """-> {a layer's experts: (rows sent to each rank of ep, rows of each expert here)}, of the last
-    forward in training."""
-    rows = {}
+def watch_traffic(model):
+    """-> {Experts: (rows sent to each rank of ep, rows of each expert)}, of the last step."""
+    traffic = {}
 
     def note(experts, inputs, output):
         _, routing = inputs
         if torch.is_grad_enabled():
-            rows[experts] = routing.sent, routing.sizes
+            traffic[experts] = routing.sent, routing.sizes
 
     for layer in layers_of(model):
         layer.experts.register_forward_hook(note)
-    return rows
+    return traffic
 
 
-def account(run, model, ep, rows):
-    """The textbook. rows: of watch_rows. A number has b bytes."""
+def account(run, model, ep, traffic):
+    """The textbook. A number has b bytes, of this rank's dense parameters or its experts'."""
     n = run.world_size
     e = ep.size()
     b = run.dtype.itemsize
-    dense, experts = count(model)
-    tensors = len(list(model.parameters()))
+    dense, experts = [sum(p.numel() for p in ps) for ps in dense_and_experts(model)]
     # of one integer for each expert of each layer: counts of rows, loads, or steps of biases
-    integers = 8 * len(rows) * run.args.experts
+    integers = 8 * len(traffic) * run.args.experts
     moving = 0  # rows to other ranks and from them
-    for sent, sizes in rows.values():
+    for sent, sizes in traffic.values():
         moving += sum(sent) + sum(sizes) - 2 * sent[ep.rank()]
     return [
         ("wire all_to_all", "2 b C (rows out + rows in, but those that stay) + (ep-1)/ep 8 L E",
          2 * b * run.cfg.width * moving + (e - 1) / e * integers),  # forward and backward
         ("wire all_reduce",
-         "2 (n-1)/n (b dense + 8 L E) + 2 (n-ep)/n b experts/ep + 2 (ep-1)/ep b",  # the last: norm
+         "2 (n-1)/n (b dense + 8 L E) + 2 (n-ep)/n b experts/ep + 2 (ep-1)/ep d",
          2 * (n - 1) / n * (b * dense + integers) + 2 * (n - e) / n * b * experts
-         + 2 * (e - 1) / e * b),
+         + 2 * (e - 1) / e * max(4, b)),  # d: the norm's bytes
         ("held states", "4 b (dense + experts/ep) + 4 per tensor (steps) + 8 L E",
-         4 * b * (dense + experts) + 4 * tensors + integers),
+         4 * b * (dense + experts) + 4 * len(list(model.parameters())) + integers),
     ]
 
 
-def count(model):
-    """-> how many numbers this rank's dense parameters have, and its experts'."""
-    return [sum(p.numel() for p in parameters) for parameters in dense_and_experts(model)]
-
-
-def picture(run, ep, rows):
-    """Prints how many rows experts got in the last step, in the worst layer. rows: watch_rows'."""
+def picture(run, ep, traffic):
+    """Prints how many rows experts got in the last step, in the worst layer."""
     E = run.args.experts
-    load = torch.zeros(len(rows), E, device=run.device)
+    load = torch.zeros(len(traffic), E, device=run.device)
     here = share(E, ep.size(), ep.rank())
-    load[:, here.start:here.stop] = torch.tensor([sizes for _, sizes in rows.values()])
+    load[:, here.start:here.stop] = torch.tensor([sizes for _, sizes in traffic.values()])
     dist.all_reduce(load)  # partial -> replicated
-    choices = len(rows) * run.args.top_k * run.args.batch * run.cfg.seq
-    dropped = 1 - load.sum().item() / choices
+    wanted = len(traffic) * run.args.top_k * run.args.batch * run.cfg.seq
+    dropped = 1 - load.sum().item() / wanted
     load = load / load.mean(1, keepdim=True)
     worst = load.max(1).values.argmax()
     run.extra["load"] = load.tolist()
     run.extra["dropped"] = dropped
     run.say(f"\nrows over the mean in layer {worst}, last step; {dropped:.1%} dropped")
     for e, times in enumerate(load[worst].tolist()):
-        marks = "#" * round(10 * times)
-        run.say(f"  expert {e:<3} {times:5.2f} {marks:.60}")
+        run.say(f"  expert {e:<3} {times:5.2f} {'#' * round(10 * times):.60}")
 
 
 def main():
@@ -735,15 +736,15 @@ def main():
                                  mesh_dim_names=("replicas", "ep"))
     ep = mesh.get_group("ep")
     if run.dry:
-        global read_counts
+        global read_counts  # which Routing calls
         read_counts = balanced_counts
         run.say("experts are taken to be balanced")
     with run:
         sides = {impl: set_up(run, impl, mesh.get_group("replicas"), ep) for impl in run.impls}
         model = sides[run.impls[0]].model
-        traffic = watch_rows(model)
-        rows = share(args.batch, run.world_size, run.rank)  # of every batch, this rank's
-        for impl, step, x, y, valid in run.steps(sides, rows):
+        traffic = watch_traffic(model)
+        sequences = share(args.batch, run.world_size, run.rank)  # of every batch, this rank's
+        for impl, step, x, y, valid in run.steps(sides, sequences):
             side = sides[impl]
             with run.measure(impl, step):
                 loss, norm = side.train_step(side.model, side.optimizer, x, y, valid, args.clip)
@@ -753,7 +754,7 @@ def main():
             picture(run, ep, traffic)
         judged_as = args.dtype
         if args.check and args.dtype == "fp32":
-            judged_as = "bf16"  # for which only losses are judged
+            judged_as = "bf16"  # for bf16, finish() judges losses alone
             run.say("\nin fp32 rounding decides near ties: only losses are judged; fp64 judges all")
         return run.finish(partial(plain_trace, run), judged_as)
 

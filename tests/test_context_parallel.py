@@ -122,6 +122,8 @@ def check_section_one():
             assert kind.attend(q, q, q.bfloat16()).dtype == torch.bfloat16
     with pytest.raises(AssertionError, match="18 tokens do not divide into 4 chunks"):
         zigzag.positions(18)
+    with pytest.raises(AssertionError, match="1 heads of k for 2 ranks"):
+        section.Ulysses().attend(q, q[:, :1], q[:, :1])
     with pytest.raises(AssertionError, match="3 tokens: cut them as positions"):
         zigzag.attend(q[:, :, :3], q[:, :, :3], q[:, :, :3])
 
@@ -168,14 +170,14 @@ def last_hop_not_returned(module):
     """What the others add to dK and dV never comes home."""
 
     def broken(self):
-        self.sending.wait()
+        self.passing.wait()
         return self.own
 
     module.ReturnByHops.finish = broken
 
 
 def not_scattered(module):
-    module.ReturnByReduceScatter.finish = lambda self: self.everyone[self.ring.cp_rank]
+    module.ReturnByReduceScatter.finish = lambda self: self.parts[self.ring.cp_rank]
 
 
 def not_turned_back(module):

@@ -103,7 +103,7 @@ def check_kernels():
     for in_one_kernel in True, False:
         layer = moe.MoE(router, moe.Experts(F.silu, linears, linears, linears), top_k=2,
                         normalize=True, ep=dist.group.WORLD)
-        layer.experts.suit_one_kernel = lambda: in_one_kernel
+        layer.experts.one_kernel_pays = lambda rows: in_one_kernel
         with Operations() as step:
             y = layer(x)
             y.square().sum().backward()
@@ -309,6 +309,8 @@ def check_layer():
     layer.bias_steps.fill_(1001)  # 1000 in bf16
     layer.to(torch.bfloat16)
     assert layer.score(x.bfloat16()).dtype == torch.float32
+    norm = moe.gradient_norm(layer, dist.group.WORLD)
+    assert norm.dtype == torch.float32
     layer.load = torch.tensor([0, 3, 2, 3])
     moe.step_biases(layer)  # those that were chosen less often than the mean grow
     moe.step_biases(layer)  # no backward since: all stay
@@ -342,9 +344,9 @@ def test_balancing_loss():
     torch.testing.assert_close(found, 0.3 * switch + 0.2 * z)
 
 
-def test_capacity():
-    assert moe.capacity(1.25, 2, 33, 8) == 11  # 10.3
-    assert moe.capacity(1.1, 2, 40, 8) == 11
+def test_most_rows():
+    assert moe.most_rows(1.25, 2, 33, 8) == 11  # 10.3
+    assert moe.most_rows(1.1, 2, 40, 8) == 11
 
 
 def test_refused():

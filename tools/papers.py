@@ -468,16 +468,16 @@ def deepseek_2():
 
 
 @table("Experts", "Fedus 2021 (Switch), 2.2; Lepikhin 2020 (GShard), algorithm 1",
-       "moe.balancing_loss of tokens that choose all experts equally often; moe.capacity")
+       "moe.balancing_loss of tokens that choose all experts equally often; moe.most_rows")
 def experts():
     logits = torch.zeros(64, 64, dtype=torch.float64)
     load = torch.ones(64, dtype=torch.int64)
     loss = moe.balancing_loss(load, logits, logits.softmax(-1), 1, alpha=0.01, beta=0.0).item()
     rows = rows_of("Switch: loss at uniform load (alpha 0.01; N 64)", "0.010000", [loss])
     rows += rows_of("Switch: rows of an expert (factor 1.25; T 1024; N 64)", "20",
-                    [moe.capacity(1.25, 1, 1024, 64)], EQUAL)
+                    [moe.most_rows(1.25, 1, 1024, 64)], EQUAL)
     return rows + rows_of("GShard: rows of an expert (N/G 1024; E 128)", "16",
-                          [moe.capacity(1.0, 2, 1024, 128)], EQUAL)
+                          [moe.most_rows(1.0, 2, 1024, 128)], EQUAL)
 
 
 # ---- all of them -----------------------------------------------------------------
