@@ -717,8 +717,9 @@ def picture(run, ep, traffic):
     load[:, here.start:here.stop] = torch.tensor([sizes for _, sizes in traffic.values()])
     dist.all_reduce(load)  # partial -> replicated
     wanted = len(traffic) * run.args.top_k * run.args.batch * run.cfg.seq
+    load = load.cpu()
     dropped = 1 - load.sum().item() / wanted
-    load = load / load.mean(1, keepdim=True)
+    load = (load / load.mean(1, keepdim=True)).nan_to_num()  # a layer without load shows zeros
     worst = load.max(1).values.argmax()
     run.extra["load"] = load.tolist()
     run.extra["dropped"] = dropped
