@@ -187,22 +187,9 @@ def proves(name, world, *flags, plant=None):
     return report
 
 
-def _alone(rank, world, _, name, runs, folder):
-    for i in range(rank, len(runs), world):
-        flags = (*runs[i], "--json", f"{folder}/{i}")
-        try:
-            _script(0, 1, 0, name, flags, None, f"{folder}/stderr")
-        except SystemExit as end:
-            if end.code:
-                raise
-
-
 def alone(name, *runs):
-    """name.py's main() with each of these lists of flags, in two processes -> reports."""
-    with tempfile.TemporaryDirectory() as folder:
-        codes = _start(_alone, min(2, len(runs)), name, runs, folder)
-        assert not any(codes), Path(folder, "stderr").read_text()
-        return [json.loads(Path(folder, str(i)).read_text()) for i in range(len(runs))]
+    """name.py's main() with each of these lists of flags, on one rank -> reports."""
+    return [script(name, 1, *flags) for flags in runs]
 
 
 def dry_run_agrees(name, world, *flags, ranks=None, plant=None):

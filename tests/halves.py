@@ -19,8 +19,9 @@ def pytest_runtestloop(session):
     is_alone = is_watched or option.collectonly or option.basetemp  # which both would empty
     if session.testsfailed or is_alone or len(session.items) < MANY:
         return None
-    # how many tests nobody has taken
-    left = multiprocessing.get_context("fork").Value("i", len(session.items))
+    untaken, filled = os.pipe()  # a byte for each test that nobody has taken
+    os.write(filled, bytes(len(session.items)))
+    os.close(filled)
     receiver, sender = multiprocessing.Pipe(duplex=False)
     capture = session.config.pluginmanager.getplugin("capturemanager")
     capture.stop_global_capturing()  # two processes cannot share the files that it writes to
@@ -31,14 +32,14 @@ def pytest_runtestloop(session):
     capture.suspend_global_capture()
     if child == 0:
         receiver.close()
-        run_from_the_back(session, left, sender)
+        run_from_the_back(session, untaken, sender)
     else:
         sender.close()  # so that it ends with the child
-        run_from_the_front(session, left, receiver, child)
+        run_from_the_front(session, untaken, receiver, child)
     return True
 
 
-def run_from_the_front(session, left, receiver, child):
+def run_from_the_front(session, untaken, receiver, child):
     def show(until_the_end):
         """What the child reports is counted and printed as if it were from here."""
         hook = session.config.hook
@@ -49,11 +50,11 @@ def run_from_the_front(session, left, receiver, child):
                 hook.pytest_runtest_logreport(report=report)
 
     try:
-        for _ in run_those_left(session, session.items, left):
+        for _ in run_those_left(session, session.items, untaken):
             show(until_the_end=False)
         show(until_the_end=True)
     finally:  # after --maxfail and Ctrl-C, too
-        left.value = 0
+        os.read(untaken, len(session.items))
         receiver.close()
         _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
@@ -61,7 +62,7 @@ def run_from_the_front(session, left, receiver, child):
         pytest.exit(f"the second half of the tests ended with {code}", returncode=1)
 
 
-def run_from_the_back(session, left, sender):
+def run_from_the_back(session, untaken, sender):
     config = session.config
 
     class Reports:
@@ -69,13 +70,13 @@ def run_from_the_back(session, left, sender):
             sender.send(config.hook.pytest_report_to_serializable(config=config, report=report))
 
     config.pluginmanager.register(Reports())
-    for _ in run_those_left(session, reversed(session.items), left):
+    for _ in run_those_left(session, reversed(session.items), untaken):
         pass
 
 
-def run_those_left(session, items, left):
+def run_those_left(session, items, untaken):
     """Runs tests until all are taken, and yields after each."""
-    taken = take(items, left)
+    taken = (item for item in items if os.read(untaken, 1))
     item = next(taken, None)
     while item:
         # taken before `item` runs, since pytest keeps the fixtures that both of them need
@@ -85,12 +86,3 @@ def run_those_left(session, items, left):
         if session.shouldfail:  # --maxfail
             raise session.Failed(session.shouldfail)
         item = following
-
-
-def take(items, left):
-    for item in items:
-        with left.get_lock():
-            if left.value == 0:
-                return
-            left.value -= 1
-        yield item

@@ -1,5 +1,6 @@
 """tools/weights.py and tools/sample.py: Hugging Face's files, our checkpoints, and text of them."""
 import json
+import math
 import random
 import shutil
 import struct
@@ -26,15 +27,11 @@ def theirs(name):
 def same_again(folder, tmp_path):
     """What goes out is what came in, to the bit."""
     weights.export_weights(tmp_path / "ours", tmp_path / "back")
-    back = weights.read_weights(tmp_path / "back")
-    for name, t in weights.read_weights(folder).items():
-        assert torch.equal(back.pop(name), t), name
-    assert not back
-    sizes = []
-    for place in (folder, tmp_path / "back"):
-        config = json.loads((place / "config.json").read_text())
-        sizes.append(weights.sizes_of(config))
-    assert sizes[0] == sizes[1]
+    places = (folder, tmp_path / "back")
+    there, back = [weights.read_weights(place) for place in places]
+    torch.testing.assert_close(back, there, rtol=0, atol=0)
+    configs = [json.loads((place / "config.json").read_text()) for place in places]
+    assert weights.sizes_of(configs[0]) == weights.sizes_of(configs[1])
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -71,9 +68,7 @@ def test_mixtral(tmp_path):
 def older(state):
     """As older files have it: without the prefix, with the causal mask and the tied head."""
     state = {name.removeprefix("transformer."): t for name, t in state.items()}
-    mask = torch.ones(1, 1, 16, 16)
-    head = torch.ones(19, 8)
-    return {**state, "h.0.attn.bias": mask, "lm_head.weight": head}
+    return {**state, "h.0.attn.bias": torch.ones(1, 1, 16, 16), "lm_head.weight": torch.ones(19, 8)}
 
 
 def in_two_files(folder, state):
@@ -150,35 +145,22 @@ def saved(tmp_path_factory):
 
 
 def test_from_script_to_script_to_a_plain_file(saved, tmp_path):
-    """ddp on 2 ranks, hybrid_3d on 8, fsdp on 4, a plain file: the same logits.
-
-    The rate between them is so small that no number moves.
-    """
+    """ddp on 2 ranks, fsdp on 4 at a rate at which no number moves, a plain file: one model."""
     still = (*PROOF, "--steps", "1", "--lr", "1e-12", "--no-check")
-    hybrid = tmp_path / "hybrid"
-    sharded = tmp_path / "sharded"
-    layout = "--dp 2 --tp 2 --pp 2 --zero 2".split()
-    script("hybrid_3d", 8, *still, *layout, "--init-from", str(saved), "--save", str(hybrid))
-    script("fsdp", 4, *still, "--init-from", str(hybrid), "--save", str(sharded))
-    weights.save_plain(sharded, tmp_path / "plain.pt")
-    model = build(GPTConfig(2, 32, 4, 256, 16), 0, dtype=torch.float64)
-    ids = torch.randint(256, (2, 16))
-    fresh = model(ids)
-    model.load_state_dict(torch.load(tmp_path / "plain.pt"))
-    first = sample.load(saved)[0](ids)
-    torch.testing.assert_close(model(ids), first, rtol=0, atol=1e-8)
-    assert (fresh - first).abs().max() > 1e-3
+    script("fsdp", 4, *still, "--init-from", str(saved), "--save", str(tmp_path / "sharded"))
+    weights.save_plain(tmp_path / "sharded", tmp_path / "plain.pt")
+    first = sample.load(saved)[0].state_dict()
+    torch.testing.assert_close(torch.load(tmp_path / "plain.pt"), first, rtol=0, atol=1e-8)
+    fresh = build(GPTConfig(2, 32, 4, 256, 16), 0, dtype=torch.float64)
+    assert (fresh.tok.weight - first["tok.weight"]).abs().max() > 1e-3
 
 
-def test_ours_goes_out_and_trains_on(saved, tmp_path):
-    """Exported and imported, it is the same model: --init-from of both gives the same losses."""
+def test_ours_goes_out_and_comes_in(saved, tmp_path):
     tool("weights", "export", saved, tmp_path / "theirs")
     said = tool("weights", "import", tmp_path / "theirs", tmp_path / "again")
-    flags = (*PROOF, "--no-check", "--init-from")
     assert "--layers 2 --width 32 --heads 4 --vocab 256 --seq 16" in said
-    direct = script("ddp", 1, *flags, str(saved))
-    around = script("ddp", 1, *flags, str(tmp_path / "again"))
-    assert direct["loss"] == around["loss"]
+    before, after = [weights.weights_of(place)[0] for place in (saved, tmp_path / "again")]
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
     said = tool("weights", "import", tmp_path / "theirs", tmp_path / "again", code=2)
     assert "has checkpoints already" in said
 
@@ -220,17 +202,15 @@ def test_what_is_drawn():
     assert sample.choose(logits, 0, 0, rng) == 1
     drawn = [sample.choose(logits, 0.7, 2, rng) for _ in range(4000)]
     assert set(drawn) == {1, 3}
-    likeliest = torch.tensor([3.0, 2.0]) / 0.7
-    expected = likeliest.softmax(0)[0].item()
+    expected = math.exp(1 / 0.7) / (1 + math.exp(1 / 0.7))
     assert drawn.count(1) / 4000 == pytest.approx(expected, abs=0.03)
     everything = [sample.choose(logits, 2.0, 0, rng) for _ in range(2000)]
     assert set(everything) == {0, 1, 2, 3}
 
 
 def test_text_from_a_checkpoint(saved):
-    text = tool("sample", saved, "import ", "--tokens", "40", "--temperature", "0")
-    assert text.startswith("import ")
-    said = tool("sample", saved, "--ids", "105 109 112", "--tokens", "5", "--seed", "3")
-    assert said.startswith("105 109 112 ")
-    assert len(said.split()) == 8
+    words = ("import ", "--tokens", "40", "--temperature", "0")
+    assert tool("sample", saved, *words).startswith("import ")
+    said = tool("sample", saved, "--ids", "105 109 112", "--tokens", "5", "--seed", "3").split()
+    assert said[:3] == ["105", "109", "112"] and len(said) == 8
     assert "must be 0 to 255" in tool("sample", saved, "--ids", "256", code=2)
