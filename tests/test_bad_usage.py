@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from conftest import ROOT, check_refused, is_clear, outcome, program, run, script
+from conftest import ROOT, check_refused, is_clear, outcome, run, script
 from test_repo import TECHNIQUES
 
 # Flags and, after two spaces or more, what the line has to say. FILE is a file, FOLDER an empty
@@ -47,11 +47,8 @@ def lines_of(table, folder):
     places = {"FILE": ROOT / "README.md", "FOLDER": folder / "nothing", "EMPTY": folder / "empty"}
     for name, place in places.items():
         table = table.replace(name, str(place))
-    found = []
-    for line in table.strip().splitlines():
-        flags, words = re.split(" {2,}", line.strip())
-        found.append((flags.split(), words))
-    return found
+    rows = re.findall(r"^ +(\S.*?) {2,}(.*)", table, re.M)
+    return [(flags.split(), words) for flags, words in rows]
 
 
 def test_one_rank_and_two(tmp_path):
@@ -126,8 +123,6 @@ def test_a_closed_terminal_ends_nothing():
 def test_files_that_cannot_be_written():
     """They end no run, and it ends with 1."""
     flags = ("--no-check", "--json", "/dev/full", "--log-file", "/dev/full")
-    code, out, said = program("ddp.py", *QUICK, *flags)
-    assert code == 1 and "speed" in out
-    assert said == (
+    assert script("ddp", 1, *QUICK, *flags, code=1) == (
         "ddp.py: error: --log-file /dev/full: No space left on device: the run goes on without it\n"
         "ddp.py: error: --json /dev/full: No space left on device\n")

@@ -112,12 +112,11 @@ def holes(folder):
     """Something is missing, written twice, or of another shape: it is not saved."""
     rank = dist.get_rank()
     half = torch.zeros(2, 3)
-    good = [Piece("w", (4, 3), (2 * rank, 0), half, True)]
-    assert checkpoint.write(folder, 1, good, NOTES)
-    twice = [*good, Piece("w", (4, 3), (rank, 0), half, True)]
-    missing = [Piece("w", (4, 3), (2 * rank, 0), half, rank == 0)]
-    other = [Piece("w", (4, 3 + rank), (2 * rank, 0), torch.zeros(2, 3 + rank), True)]
-    for wrong in (twice, missing, other):
+    good = Piece("w", (4, 3), (2 * rank, 0), half, True)
+    assert checkpoint.write(folder, 1, [good], NOTES)
+    other = Piece("w", (4, 3 + rank), (2 * rank, 0), torch.zeros(2, 3 + rank), True)
+    twice = [good, good._replace(start=(rank, 0))]
+    for wrong in (twice, [good._replace(writes=rank == 0)], [other]):
         assert not checkpoint.write(folder, 2, wrong, NOTES, keep=1)
     dist.barrier()
     assert sorted(path.name for path in Path(folder).glob("*")) == ["1"]
@@ -135,11 +134,11 @@ def killed(folder, number, in_background):
     touched = []
 
     def touch(event, words):
-        if event in ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir"):
-            if str(words[0]).startswith(folder):
-                touched.append(event)
-                if len(touched) == number:
-                    os.kill(os.getpid(), signal.SIGKILL)
+        kinds = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")
+        if event in kinds and str(words[0]).startswith(folder):
+            touched.append(event)
+            if len(touched) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(touch)
     saver = Saver(Start(save=folder, steps=1), in_background)
@@ -180,10 +179,9 @@ def test_a_folder_from_somebody_else_can_at_worst_fail(tmp_path, monkeypatch):
     good = checkpoint.notes_of(folder)
     outside = tmp_path / "outside"
     outside.write_text("private")
-    wrong = [[], {"files": {}}]
-    for name in "../outside", str(outside):
-        wrong.append({**good, "files": {name: checkpoint.checksum(outside)}})
-    for notes in wrong:
+    stolen = [{**good, "files": {name: checkpoint.checksum(outside)}}
+              for name in ("../outside", str(outside))]
+    for notes in ([], {"files": {}}, *stolen):
         text = json.dumps(notes).encode()
         (folder / "notes.json").write_bytes(text + b"\n" + str(zlib.crc32(text)).encode())
         with pytest.raises(ValueError, match="is no checkpoint's|is not in the folder"):
