@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import moe
-from conftest import PROOF, ROOT, is_clear, outcome, script, tool
+from conftest import PROOF, ROOT, script, tool
 from common import GPTConfig, build, get_batch, load_corpus, loss_sum
 from harness import checkpoint
 from tools import sample, weights
@@ -27,11 +27,12 @@ def theirs(name):
 def same_again(folder, tmp_path):
     """What goes out is what came in, to the bit."""
     weights.export_weights(tmp_path / "ours", tmp_path / "back")
-    places = (folder, tmp_path / "back")
-    there, back = [weights.read_weights(place) for place in places]
-    torch.testing.assert_close(back, there, rtol=0, atol=0)
-    configs = [json.loads((place / "config.json").read_text()) for place in places]
-    assert weights.sizes_of(configs[0]) == weights.sizes_of(configs[1])
+    found = []
+    for place in (folder, tmp_path / "back"):
+        config = json.loads((place / "config.json").read_text())
+        found.append((weights.sizes_of(config), weights.read_weights(place)))
+    assert found[0][0] == found[1][0]
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -55,9 +56,10 @@ def test_mixtral(tmp_path):
     assert "it has experts" in tool("sample", tmp_path / "ours", "x", code=2)
     state, identity = weights.weights_of(tmp_path / "ours")
     cfg = weights.sizes_in(identity)
-    assert (identity["experts"], identity["top_k"]) == (4, 2)
+    assert identity["experts"] == 4
+    assert identity["top_k"] == 2
     model = build(cfg, 0)
-    moe.mixture(model, 0, cfg, experts=4, top_k=2, shared=False, balance="none", capacity=0.0)
+    moe.mixture(model, 0, cfg, experts=4, top_k=2)
     missing = model.load_state_dict(state, strict=False)
     assert not missing.unexpected_keys
     assert all(name.endswith("bias_steps") for name in missing.missing_keys)
@@ -68,7 +70,9 @@ def test_mixtral(tmp_path):
 def older(state):
     """As older files have it: without the prefix, with the causal mask and the tied head."""
     state = {name.removeprefix("transformer."): t for name, t in state.items()}
-    return {**state, "h.0.attn.bias": torch.ones(1, 1, 16, 16), "lm_head.weight": torch.ones(19, 8)}
+    state["h.0.attn.bias"] = torch.ones(1, 1, 16, 16)
+    state["lm_head.weight"] = torch.ones(19, 8)
+    return state
 
 
 def in_two_files(folder, state):
@@ -112,9 +116,7 @@ REFUSED = [
 def test_other_models_and_files_are_refused(tmp_path):
     """In a line. Nothing of a file that is not whole is taken."""
     def refused(words, folder=tmp_path):
-        code, _, said = outcome("weights", ["import", str(folder), str(tmp_path / "ours")])
-        assert code == 2
-        assert is_clear("weights", said, words), said
+        assert words in tool("weights", "import", folder, tmp_path / "ours", code=2)
 
     refused("config.json: No such file")
     shutil.copytree(theirs("gpt2")[0], tmp_path, dirs_exist_ok=True)
@@ -159,7 +161,8 @@ def test_ours_goes_out_and_comes_in(saved, tmp_path):
     tool("weights", "export", saved, tmp_path / "theirs")
     said = tool("weights", "import", tmp_path / "theirs", tmp_path / "again")
     assert "--layers 2 --width 32 --heads 4 --vocab 256 --seq 16" in said
-    before, after = [weights.weights_of(place)[0] for place in (saved, tmp_path / "again")]
+    before, _ = weights.weights_of(saved)
+    after, _ = weights.weights_of(tmp_path / "again")
     torch.testing.assert_close(after, before, rtol=0, atol=0)
     said = tool("weights", "import", tmp_path / "theirs", tmp_path / "again", code=2)
     assert "has checkpoints already" in said
@@ -202,8 +205,8 @@ def test_what_is_drawn():
     assert sample.choose(logits, 0, 0, rng) == 1
     drawn = [sample.choose(logits, 0.7, 2, rng) for _ in range(4000)]
     assert set(drawn) == {1, 3}
-    expected = math.exp(1 / 0.7) / (1 + math.exp(1 / 0.7))
-    assert drawn.count(1) / 4000 == pytest.approx(expected, abs=0.03)
+    odds = math.exp(1 / 0.7)
+    assert drawn.count(1) / 4000 == pytest.approx(odds / (1 + odds), abs=0.03)
     everything = [sample.choose(logits, 2.0, 0, rng) for _ in range(2000)]
     assert set(everything) == {0, 1, 2, 3}
 
@@ -211,6 +214,7 @@ def test_what_is_drawn():
 def test_text_from_a_checkpoint(saved):
     words = ("import ", "--tokens", "40", "--temperature", "0")
     assert tool("sample", saved, *words).startswith("import ")
-    said = tool("sample", saved, "--ids", "105 109 112", "--tokens", "5", "--seed", "3").split()
-    assert said[:3] == ["105", "109", "112"] and len(said) == 8
+    said = tool("sample", saved, "--ids", "105 109 112", "--tokens", "5", "--seed", "3")
+    assert said.startswith("105 109 112 ")
+    assert len(said.split()) == 8
     assert "must be 0 to 255" in tool("sample", saved, "--ids", "256", code=2)
