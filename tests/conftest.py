@@ -117,7 +117,7 @@ def to_file(path, module):
 
 
 def tool(name, *words, code=0):
-    """A program in tools/ -> what it says; with code 2 its line on stderr."""
+    """name.py's main() with these words -> what it prints; with code 2 its line on stderr."""
     ended, said, errors = outcome(name, map(str, words))
     assert (ended or 0) == code, errors
     if code == 2:

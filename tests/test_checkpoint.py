@@ -14,11 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from conftest import _check, _start, run
 from harness import checkpoint, dcp
-from harness.checkpoint import Piece, Saver, Start, piece_of, pieces_of, run_pieces
+from harness.checkpoint import Piece, Saver, Start, piece_of, run_pieces
 
 SHAPES = {"cube": (3, 5, 7), "tok": (13, 5), "norm": (11,), "scale": (), "four": (2, 3, 1, 5)}
 NOTES = {"identity": {}, "extra": {}}
@@ -192,23 +191,3 @@ def test_a_folder_from_somebody_else_can_at_worst_fail(tmp_path, monkeypatch):
     (folder / ".metadata").write_bytes(pickle.dumps(Attack()))
     assert "posix.system has no place" in checkpoint.damage(folder, {})
     assert not Path("mark").exists()
-
-
-def dtensors(folder):
-    """Cut unevenly, replicated, both: saved once and read into another placement."""
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    wholes = {name: values(name, SHAPES[name], torch.float64) for name in ("cube", "tok", "norm")}
-    placements = (Shard(0), Shard(0)), (Replicate(), Shard(0))
-    for steps, (first, second) in enumerate(itertools.permutations(placements, 2)):
-        state = {name: distribute_tensor(t, mesh, first) for name, t in wholes.items()}
-        assert checkpoint.write(folder, steps, pieces_of(state.items(), None, True), NOTES)
-        state = {name: distribute_tensor(t * 0, mesh, second) for name, t in wholes.items()}
-        place = Path(folder, str(steps))
-        dcp.load(place, dcp.read_table(place), pieces_of(state.items(), None, False))
-        for name, t in state.items():
-            assert torch.equal(t.full_tensor(), wholes[name]), name
-        dist.barrier()
-
-
-def test_dtensors(tmp_path):
-    run(dtensors, 4, str(tmp_path))

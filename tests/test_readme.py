@@ -16,6 +16,7 @@ import moe
 from common import GPTConfig, build, loss_sum, plain_steps
 from conftest import ALL, ROOT, copied, run, script, to_file
 from harness.prove import prove
+from others import gradients_of
 from test_repo import TECHNIQUES
 
 PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
@@ -132,10 +133,6 @@ def plain_training(name):
     rated = [(1e-3, *batch) for batch in batches()]
     for _ in plain_steps(model, optimizer, rated, 1.0, extra_loss):
         yield None, gradients_of(model), model.state_dict()
-
-
-def gradients_of(model):
-    return {name: p.grad for name, p in model.named_parameters()}
 
 
 def given(name):

@@ -73,10 +73,6 @@ def test_width_and_characters():
         assert SOURCES[name].isascii(), name
 
 
-def names_of(node):
-    return sorted(ast.unparse(part) for part in node.elts)
-
-
 def test_short_functions_and_no_packing():
     for name in SOURCES:
         for node in ast.walk(TREES[name]):
@@ -86,8 +82,9 @@ def test_short_functions_and_no_packing():
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
                 target = node.targets[0]
                 if isinstance(target, ast.Tuple):
-                    is_swap = names_of(target) == names_of(node.value)
-                    assert is_swap, f"{where}: a tuple assigned to a tuple"
+                    left, right = [sorted(map(ast.unparse, side.elts))
+                                   for side in (target, node.value)]
+                    assert left == right, f"{where}: a tuple assigned to a tuple, no swap"
             if isinstance(node, ast.For):
                 assert not isinstance(node.iter, ast.IfExp), f"{where}: for over a conditional"
             if isinstance(node, ast.Expr):

@@ -118,12 +118,12 @@ def test_checkpoints_that_do_not_fit(good, tmp_path):
 
 
 def sees_the_one_before(module):
-    """The folder of rank 1's machine is not up to date."""
     if os.environ["RANK"] == "1":
         checkpoint.numbered = lambda folder: [2]
 
 
 def test_ranks_that_find_different_checkpoints(good):
+    """The folder of rank 1's machine is not up to date."""
     flags = (*QUICK, "--steps", "6", "--resume", str(good[0]))
     said = script("ddp", 2, *flags, plant=sees_the_one_before, code=1)
     assert "--resume 4 with 4 steps behind it here, --resume 2 with 2 steps behind it there" in said
@@ -191,10 +191,12 @@ RELAY = (  # not moe: experts are of no other script but hybrid_3d
     ("ddp", 2), ("zero", 2, "--stage", "3"), ("fsdp", 2), ("tensor_parallel", 2),
     ("pipeline_parallel", 2), ("context_parallel", 2), ("amp_accum_ckpt", 2, "--amp", "off"),
     ("hybrid_3d", 4, "--dp", "2", "--tp", "2", "--pp", "1"), ("ddp", 1),
+    # DTensors: cut unevenly, and both cut and replicated
+    ("fsdp", 3, "--impl", "torch"), ("tensor_parallel", 2, "--impl", "torch"), ("ddp", 1),
 )
 
 
-def test_nine_runs_are_one_training(tmp_path):
+def test_many_runs_are_one_training(tmp_path):
     """Each script goes on where another one has stopped, with the losses of a single run."""
     together = []
     folder = str(tmp_path)
