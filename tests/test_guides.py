@@ -63,7 +63,6 @@ def said_by(source):
 
 def run_scripts(scripts, path):
     """All of them, one after the other -> what rank 0 says, as JSON in a file."""
-    destroy = dist.destroy_process_group
     dist.init_process_group = lambda backend: None
     dist.destroy_process_group = lambda: None
     sys.modules["mine"] = types.ModuleType("mine")
@@ -71,7 +70,6 @@ def run_scripts(scripts, path):
     said = [said_by(source) for source in scripts]
     if dist.get_rank() == 0:
         path.write_text(json.dumps(said))
-    dist.destroy_process_group = destroy
 
 
 def without_rounding(text):
