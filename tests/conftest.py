@@ -12,7 +12,6 @@ import json
 import multiprocessing
 import os
 import re
-import runpy
 import sys
 import tempfile
 import types
@@ -89,7 +88,7 @@ def each(check, cases):
             raise AssertionError(f"{check.__name__}{case}") from error
 
 
-def script(name, world, *flags, plant=None, code=0):
+def script(name, world, *flags, plant=None, code=0, limit=120):
     """name.py's main() with these flags on `world` ranks -> its --json report, or what was said on
     stderr where there is none. All ranks must end with `code`.
 
@@ -99,7 +98,8 @@ def script(name, world, *flags, plant=None, code=0):
         path = Path(folder, "report.json")
         errors = Path(folder, "stderr")
         errors.touch()
-        codes = _start(_script, world, name, ("--json", str(path), *flags), plant, str(errors))
+        flags = ("--json", str(path), *flags)
+        codes = _start(_script, world, name, flags, plant, str(errors), limit=limit)
         said = errors.read_text()
         if codes != [code] * world:  # no assert: pytest would add a diff of its own
             command = f"{name}.py on {world} ranks {' '.join(flags)}"
@@ -110,25 +110,16 @@ def script(name, world, *flags, plant=None, code=0):
         return json.loads(path.read_text()) if path.exists() else said
 
 
-def _program(rank, world, port, path, words, folder):
-    for stream in 1, 2:
-        os.dup2(os.open(f"{folder}/{stream}", os.O_WRONLY | os.O_CREAT), stream)
-    sys.argv = [path, *words]
-    runpy.run_path(path, run_name="__main__")
-
-
-def program(path, *words):
-    """python path words.., in a process that has torch already -> exit code, stdout, stderr."""
-    with tempfile.TemporaryDirectory() as folder:
-        words = [str(word) for word in words]
-        code, = _start(_program, 1, str(ROOT / path), words, folder, limit=580)
-        return code, Path(folder, "1").read_text(), Path(folder, "2").read_text()
+def to_file(path, module):
+    """A plant: what rank 0 prints goes there."""
+    if os.environ["RANK"] == "0":
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), 1)
 
 
 def tool(name, *words, code=0):
-    """A program in tools/ -> what it says; with code 2 its line on stderr."""
-    ended, said, errors = program(f"tools/{name}.py", *words)
-    assert ended == code, errors
+    """name.py's main() with these words -> what it prints; with code 2 its line on stderr."""
+    ended, said, errors = outcome(name, map(str, words))
+    assert (ended or 0) == code, errors
     if code == 2:
         assert is_clear(name, errors), errors
         return errors
@@ -187,22 +178,9 @@ def proves(name, world, *flags, plant=None):
     return report
 
 
-def _alone(rank, world, _, name, runs, folder):
-    for i in range(rank, len(runs), world):
-        flags = (*runs[i], "--json", f"{folder}/{i}")
-        try:
-            _script(0, 1, 0, name, flags, None, f"{folder}/stderr")
-        except SystemExit as end:
-            if end.code:
-                raise
-
-
 def alone(name, *runs):
-    """name.py's main() with each of these lists of flags, in two processes -> reports."""
-    with tempfile.TemporaryDirectory() as folder:
-        codes = _start(_alone, min(2, len(runs)), name, runs, folder)
-        assert not any(codes), Path(folder, "stderr").read_text()
-        return [json.loads(Path(folder, str(i)).read_text()) for i in range(len(runs))]
+    """name.py's main() with each of these lists of flags, on one rank -> reports."""
+    return [script(name, 1, *flags) for flags in runs]
 
 
 def dry_run_agrees(name, world, *flags, ranks=None, plant=None):

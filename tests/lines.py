@@ -5,7 +5,6 @@
 
 Every rank that a test starts notes the lines that it runs, if LINES_TO names a folder.
 """
-import atexit
 import inspect
 import os
 import subprocess
@@ -15,40 +14,27 @@ import threading
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = (
-    "ddp zero fsdp tensor_parallel pipeline_parallel context_parallel moe amp_accum_ckpt hybrid_3d"
-).split()
-PATHS = {str(ROOT / f"{name}.py"): name for name in FILES}
 
 
 def watch():
-    """From here on this process notes what it runs of the nine files."""
-    folder = os.environ.get("LINES_TO")
-    if not folder:
+    """From here on this process notes what it runs of the files in the root."""
+    if "LINES_TO" not in os.environ:
         return
-    run = set()
+    file = open(Path(os.environ["LINES_TO"], f"{os.getpid()}"), "w")
+    noted = set()
 
     def trace(frame, event, _):
-        if frame.f_code.co_filename not in PATHS:
+        folder, name = os.path.split(frame.f_code.co_filename)
+        if folder != str(ROOT):
             return None
-        run.add((frame.f_code.co_filename, frame.f_lineno))
+        line = f"{name} {frame.f_lineno}"
+        if line not in noted:
+            noted.add(line)
+            print(line, file=file, flush=True)
         return trace
-
-    def write():
-        sys.settrace(None)
-        text = "\n".join(f"{PATHS[path]} {line}" for path, line in run)
-        Path(folder, f"{os.getpid()}").write_text(text)
 
     threading.settrace(trace)
     sys.settrace(trace)
-    end = os._exit  # a process of multiprocessing ends here, without atexit
-
-    def write_and_end(code):
-        write()
-        end(code)
-
-    os._exit = write_and_end
-    atexit.register(write)
 
 
 def lines_of(code):
@@ -63,24 +49,22 @@ def lines_of(code):
 
 
 def lines_run(name):
-    """-> the lines that ranks have run in the file's own tests, as "zero 123"."""
+    """-> the lines that ranks have run in the file's own tests, as "zero.py 123"."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "pytest", "-q", f"tests/test_{name}.py", "-k",
+        command = [sys.executable, "-m", "pytest", f"tests/test_{name}.py", "-k",
                    "not planted and not refuse"]
-        done = subprocess.run(command, cwd=ROOT, env={**os.environ, "LINES_TO": folder},
-                              capture_output=True, text=True)
-        if done.returncode:
-            print(done.stdout[-2000:])
+        subprocess.run(command, cwd=ROOT, env={**os.environ, "LINES_TO": folder}, stdout=2)
         return {line for path in Path(folder).iterdir() for line in path.read_text().splitlines()}
 
 
 def main():
     from conftest import section_one  # which imports this file
+    from test_repo import TECHNIQUES
 
-    for name in sys.argv[1:] or FILES:
+    for name in sys.argv[1:] or TECHNIQUES:
         run = lines_run(name)
         every = lines_of(compile(section_one(name), name, "exec"))
-        missed = [str(line) for line in sorted(every) if f"{name} {line}" not in run]
+        missed = [str(line) for line in sorted(every) if f"{name}.py {line}" not in run]
         print(f"{name:18} {len(every)} lines, never run {len(missed)} "
               f"({len(missed) / len(every):.1%}): {', '.join(missed) or 'none'}", flush=True)
 

@@ -29,19 +29,14 @@ class Attention(nn.Module):
         self.attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
 
     def forward(self, x, positions=None):
-        q = self.q_norm(by_head(self.q_proj(x)))
-        k = self.k_norm(by_head(self.k_proj(x)))
-        v = by_head(self.v_proj(x))
+        q, k, v = [proj(x).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)  # (B, heads, T, D)
+                   for proj in (self.q_proj, self.k_proj, self.v_proj)]
         if positions is None:
             positions = torch.arange(q.shape[2])  # of q, since x may be a piece
-        q = turned(q, positions).to(v.dtype)
-        k = turned(k, positions).to(v.dtype)
+        q = turned(self.q_norm(q), positions).to(v.dtype)
+        k = turned(self.k_norm(k), positions).to(v.dtype)
         y = self.attend(q, k, v)
         return self.o_proj(y.transpose(1, 2).flatten(2))
-
-
-def by_head(x):
-    return x.unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)  # (B, heads, T, D)
 
 
 def turned(x, positions):
@@ -104,8 +99,7 @@ def into_flat(name, when, bug):
 
     def plant(module):
         if when == "left out":
-            silent = {name: lambda *_, **__: None}
-            module.dist = SimpleNamespace(**{**vars(dist), **silent})
+            module.dist = SimpleNamespace(**{**vars(dist), name: lambda *_, **__: None})
             return
         method = getattr(module.Flat, name)
 

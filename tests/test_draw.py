@@ -39,9 +39,3 @@ def test_held_is_what_the_textbook_says():
     for label, expected in per_parameter.items():
         states = sum(held[label][kind] for kind in ("parameters", "gradients", "optimizer"))
         assert states / total == pytest.approx(expected, rel=0.02), label
-
-
-def test_buckets_travel_under_backward():
-    spans = draw.read("buckets")
-    early = [start for start, _ in spans["buckets"] if start < spans["backward"]]
-    assert len(spans["buckets"]) > 2 and len(early) >= len(spans["buckets"]) - 1

@@ -14,10 +14,10 @@ import torch.distributed as dist
 import torch.nn as nn
 
 import ddp
-import tensor_parallel
+import tensor_parallel as section
 import zero
 from common import GPTConfig, adamw, build, loss_sum, plain_steps
-from conftest import ALL, ROOT, run, script
+from conftest import ALL, ROOT, run, script, to_file
 from harness.prove import prove
 from test_bad_usage import flags_of
 from test_readme import batches
@@ -34,26 +34,18 @@ PAGE = dict(re.findall(r"```python\n(?=# (\w+)\.py)(.*?)```", YOUR_MODEL, re.S))
 OPTIMIZER = "    optimizer = torch.optim.AdamW({}, lr=1e-2)\n"
 MADE_AFTER = OPTIMIZER.format("zero.parameter_groups()")
 MADE_BEFORE = OPTIMIZER.format("model.parameters()")
+CLIPPED = "`clip_grad_norm_(model.parameters(), ..)` of torch"
+FORGOTTEN = ("zero.zero_grad()", "model.zero_grad()")
 MISTAKES = (  # as the page has it, the script that makes it, [(what stands there, the mistake)]
-    ("`clip_grad_norm_(model.parameters(), ..)` of torch", "with_tp", [
-        ("clip_grads_with_norm_", "clip_grad_norm_"),
-        ("0.1, gradient_norm(model, tp)", "0.1")]),
-    ("`clip_grad_norm_(model.parameters(), ..)` of torch", "with_zero", [
+    (CLIPPED, "with_tp", [
+        ("clip_grads_with_norm_", "clip_grad_norm_"), ("0.1, gradient_norm(model, tp)", "0.1")]),
+    (CLIPPED, "with_zero", [
         ("zero.clip_grad_norm_(0.1)", "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)")]),
     ("an optimizer made before the wrapper", "with_zero", [
         (MADE_AFTER, ""), ("    zero = ", MADE_BEFORE + "    zero = ")]),
-    ("`model.zero_grad()`", "with_zero", [("zero.zero_grad()", "model.zero_grad()")]),
-    ("`model.zero_grad()`", "with_zero", [
-        ("zero.zero_grad()", "model.zero_grad()"), ("level=2", "level=1")]),
+    ("`model.zero_grad()`", "with_zero", [FORGOTTEN]),
+    ("`model.zero_grad()`", "with_zero", [FORGOTTEN, ("level=2", "level=1")]),
 )
-
-
-def spoiled(name, changes):
-    source = PAGE[name]
-    for old, new in changes:
-        assert old in source, old
-        source = source.replace(old, new)
-    return source
 
 
 def said_by(source):
@@ -71,7 +63,6 @@ def said_by(source):
 
 def run_scripts(scripts, path):
     """All of them, one after the other -> what rank 0 says, as JSON in a file."""
-    destroy = dist.destroy_process_group
     dist.init_process_group = lambda backend: None
     dist.destroy_process_group = lambda: None
     sys.modules["mine"] = types.ModuleType("mine")
@@ -79,7 +70,6 @@ def run_scripts(scripts, path):
     said = [said_by(source) for source in scripts]
     if dist.get_rank() == 0:
         path.write_text(json.dumps(said))
-    dist.destroy_process_group = destroy
 
 
 def without_rounding(text):
@@ -90,18 +80,22 @@ def without_rounding(text):
 
 def test_what_the_scripts_and_their_mistakes_print(tmp_path):
     """Word for word. In the page's table what follows "of ZeRO" is of the second script."""
-    spoilt = [spoiled(name, changes) for _, name, changes in MISTAKES]
-    run(run_scripts, 2, [*PAGE.values(), *spoilt], tmp_path / "said")
+    scripts = list(PAGE.values())
+    for _, name, changes in MISTAKES:
+        scripts.append(PAGE[name])
+        for old, new in changes:
+            assert old in scripts[-1], old
+            scripts[-1] = scripts[-1].replace(old, new)
+    run(run_scripts, 2, scripts, tmp_path / "said")
     said = json.loads((tmp_path / "said").read_text())
     command_and_output = r"```\n(?:python|torchrun [^\n]*) (\w+)\.py\n```\n\n```\n(.*?)```"
     found = re.findall(command_and_output, YOUR_MODEL, re.S)
     assert [name for name, _ in found] == list(PAGE)
     for (_, stated), printed in zip(found, said):
         assert without_rounding(printed) == without_rounding(stated) + "exit 0"
-    lines = re.findall(r"^\| (.*) \|$", YOUR_MODEL.split("## The commonest")[1], re.M)
-    rows = {line.split(" | ")[0]: line.split(" | ") for line in lines}
     for (mistake, name, _), printed in zip(MISTAKES, said[len(PAGE):]):
-        _, where, prints, _ = rows[mistake]
+        _, row = YOUR_MODEL.split(f"| {mistake} | ")
+        where, prints, *_ = row.split(" | ")
         raised = re.search(r"raises `(.*?)`", where)
         if raised and raised[1] in printed:
             continue
@@ -113,12 +107,6 @@ def test_what_the_scripts_and_their_mistakes_print(tmp_path):
 
 
 # ---- how a run works -----------------------------------------------------------
-
-
-def to_file(path, module):
-    """What rank 0 prints goes there."""
-    if os.environ["RANK"] == "0":
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), 1)
 
 
 def test_the_report_of_the_page_is_printed(tmp_path):
@@ -175,27 +163,26 @@ def plain_adapters():
         yield loss, gradients, model.state_dict()
 
 
-def adapters_under_ddp():
-    model = ddp.parallelize(adapted())
-    optimizer = adamw(trained(model), 1e-2)
+def by_rows(technique, parameters, *model):
+    optimizer = adamw(parameters, 1e-2)
     for x, y, valid in batches():
         mine = slice(dist.get_rank(), None, 2)
-        ddp.train_step(model, optimizer, x[mine], y[mine], valid, 0.1)
-        yield None, ddp.full_gradients(model), ddp.full_state_dict(model)
+        technique.train_step(*model, optimizer, x[mine], y[mine], valid, 0.1)
+        yield None, technique.full_gradients(*model), technique.full_state_dict(*model)
+
+
+def adapters_under_ddp():
+    model = ddp.parallelize(adapted())
+    return by_rows(ddp, trained(model), model)
 
 
 def adapters_under_zero():
     model = adapted()
     sharded = zero.parallelize(model, level=3)
-    optimizer = adamw(sharded.parameter_groups(), 1e-2)
-    for x, y, valid in batches():
-        mine = slice(dist.get_rank(), None, 2)
-        zero.train_step(model, sharded, optimizer, x[mine], y[mine], valid, 0.1)
-        yield None, zero.full_gradients(model, sharded), zero.full_state_dict(model, sharded)
+    return by_rows(zero, sharded.parameter_groups(), model, sharded)
 
 
 def adapters_under_tensor_parallel():
-    section = tensor_parallel
     tp = section.WholeSequence()
     names = {**vars(section)}
     exec(PLAN, names)

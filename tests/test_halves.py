@@ -1,4 +1,4 @@
-import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,9 +17,9 @@ def test(i):
 def test_each_test_runs_once(tmp_path):
     """By two processes; one line at the end counts all of them."""
     (tmp_path / "test_cases.py").write_text(CASES)
-    done = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "halves"], cwd=tmp_path,
-                          env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
-                          capture_output=True, text=True)
+    shutil.copy(Path(__file__).with_name("halves.py"), tmp_path / "conftest.py")
+    command = [sys.executable, "-m", "pytest", "-q"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert "2 failed, 298 passed" in done.stdout and "this is 298" in done.stdout
     runs = [line.split() for line in (tmp_path / "runs").read_text().splitlines()]
     assert sorted(int(i) for i, _ in runs) == list(range(300))

@@ -10,6 +10,7 @@ import torch.nn as nn
 
 from conftest import each, run
 from harness.prove import prove
+from others import gradients_of
 
 
 def make(dtype=torch.float64):
@@ -24,10 +25,6 @@ def batches(dtype=torch.float64):
         yield torch.randn(8, 6, generator=rng, dtype=torch.float64).to(dtype)
 
 
-def gradients_of(model):
-    return {name: p.grad for name, p in model.named_parameters()}
-
-
 def plain(dtype=torch.float64):
     model, optimizer = make(dtype)
     for x in batches(dtype):
@@ -39,35 +36,26 @@ def plain(dtype=torch.float64):
         yield loss, gradients_of(model), model.state_dict()
 
 
-def clear(model, optimizer):
-    optimizer.zero_grad()
-
-
-def reduce(model, optimizer):
-    for p in model.parameters():
-        dist.all_reduce(p.grad)
-
-
-def nothing(model, optimizer):
-    pass
-
-
-def training(dtype=torch.float64, clear=clear, reduce=reduce, before_step=nothing, end=nothing):
-    """Data parallel by hand. In the place of each of these functions something may go wrong."""
+def training(dtype=torch.float64, mistake=""):
+    """Data parallel by hand, in which something may go wrong."""
     rank = dist.get_rank()
     n = dist.get_world_size()
 
     def parallel():
         model, optimizer = make(dtype)
         for x in batches(dtype):
-            clear(model, optimizer)
+            if mistake != "gradients pile up":
+                optimizer.zero_grad()
             loss = model(x.chunk(n)[rank]).square().sum() / len(x)
             loss.backward()
-            reduce(model, optimizer)
+            if mistake != "not summed":
+                for p in model.parameters():
+                    dist.all_reduce(p.grad)
             nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-            before_step(model, optimizer)
+            spoil(mistake, model, optimizer)
             optimizer.step()
-            end(model, optimizer)
+            if mistake == "one rank":
+                model[2].bias.data += 1e-6 * rank
             total = loss.detach().clone()
             dist.all_reduce(total)
             yield total, gradients_of(model), model.state_dict()
@@ -75,36 +63,27 @@ def training(dtype=torch.float64, clear=clear, reduce=reduce, before_step=nothin
     return parallel
 
 
-def rate(model, optimizer):
-    optimizer.param_groups[0]["lr"] = 0.9e-2
-
-
-def mean(model, optimizer):
-    for p in model.parameters():
-        p.grad /= dist.get_world_size()
-
-
-def rows(model, optimizer):
-    model[0].weight.grad[4:] = 0
-
-
-def one_rank(model, optimizer):
-    model[2].bias.data += 1e-6 * dist.get_rank()
-
-
-def not_finite(model, optimizer):
-    model[2].weight.grad[0, 0] = math.nan
+def spoil(mistake, model, optimizer):
+    """What goes wrong before the optimizer's step."""
+    if mistake == "rate":
+        optimizer.param_groups[0]["lr"] = 0.9e-2
+    elif mistake == "mean":
+        for p in model.parameters():
+            p.grad /= dist.get_world_size()
+    elif mistake == "rows":
+        model[0].weight.grad[4:] = 0
+    elif mistake == "not finite":
+        model[2].weight.grad[0, 0] = math.nan
 
 
 MISTAKES = [
-    ({"before_step": rate}, "parameter", "gradients are equal: look at the optimizer"),
-    ({"clear": nothing}, "step 1, gradient", "equal until step 0"),
-    ({"reduce": nothing}, "gradient", "ranks disagree with each other"),
-    ({"before_step": mean}, "gradient", "0.500 times what it should be: a mean over the 2 ranks"),
-    ({"before_step": rows}, "0.weight differs in rows 4 to 7 of 8 (rank 1's piece)",
-     "zero: nothing arrives"),
-    ({"end": one_rank}, "parameter: 1 of 4", "2.bias on rank 1 alone"),
-    ({"before_step": not_finite}, "gradient: 1 of 4", "2.weight is not finite"),
+    ("rate", "parameter", "gradients are equal: look at the optimizer"),
+    ("gradients pile up", "step 1, gradient", "equal until step 0"),
+    ("not summed", "gradient", "ranks disagree with each other"),
+    ("mean", "gradient", "0.500 times what it should be: a mean over the 2 ranks"),
+    ("rows", "0.weight differs in rows 4 to 7 of 8 (rank 1's piece)", "zero: nothing arrives"),
+    ("one rank", "parameter: 1 of 4", "2.bias on rank 1 alone"),
+    ("not finite", "gradient: 1 of 4", "2.weight is not finite"),
 ]
 
 
@@ -112,15 +91,15 @@ def check_right():
     """Right code passes in each precision, and a factor of two shows."""
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         assert prove(partial(plain, dtype), training(dtype))
-    assert not prove(partial(plain, torch.bfloat16), training(torch.bfloat16, before_step=mean))
-    assert not prove(plain, training(before_step=rate), tolerance=1e-10)
-    assert prove(plain, training(before_step=rate), tolerance=1.0)
+    assert not prove(partial(plain, torch.bfloat16), training(torch.bfloat16, "mean"))
+    assert not prove(plain, training(mistake="rate"), tolerance=1e-10)
+    assert prove(plain, training(mistake="rate"), tolerance=1.0)
 
 
-def check_mistake(wrong, where, words):
+def check_mistake(mistake, where, words):
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        assert not prove(plain, training(**wrong))
+        assert not prove(plain, training(mistake=mistake))
     if dist.get_rank() == 0:
         for expected in (where, words, "NOT EQUAL"):
             assert expected in said.getvalue(), said.getvalue()

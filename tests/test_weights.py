@@ -1,5 +1,6 @@
 """tools/weights.py and tools/sample.py: Hugging Face's files, our checkpoints, and text of them."""
 import json
+import math
 import random
 import shutil
 import struct
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 import moe
-from conftest import PROOF, ROOT, is_clear, outcome, script, tool
+from conftest import PROOF, ROOT, script, tool
 from common import GPTConfig, build, get_batch, load_corpus, loss_sum
 from harness import checkpoint
 from tools import sample, weights
@@ -26,15 +27,12 @@ def theirs(name):
 def same_again(folder, tmp_path):
     """What goes out is what came in, to the bit."""
     weights.export_weights(tmp_path / "ours", tmp_path / "back")
-    back = weights.read_weights(tmp_path / "back")
-    for name, t in weights.read_weights(folder).items():
-        assert torch.equal(back.pop(name), t), name
-    assert not back
-    sizes = []
+    found = []
     for place in (folder, tmp_path / "back"):
         config = json.loads((place / "config.json").read_text())
-        sizes.append(weights.sizes_of(config))
-    assert sizes[0] == sizes[1]
+        found.append((weights.sizes_of(config), weights.read_weights(place)))
+    assert found[0][0] == found[1][0]
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -58,9 +56,10 @@ def test_mixtral(tmp_path):
     assert "it has experts" in tool("sample", tmp_path / "ours", "x", code=2)
     state, identity = weights.weights_of(tmp_path / "ours")
     cfg = weights.sizes_in(identity)
-    assert (identity["experts"], identity["top_k"]) == (4, 2)
+    assert identity["experts"] == 4
+    assert identity["top_k"] == 2
     model = build(cfg, 0)
-    moe.mixture(model, 0, cfg, experts=4, top_k=2, shared=False, balance="none", capacity=0.0)
+    moe.mixture(model, 0, cfg, experts=4, top_k=2)
     missing = model.load_state_dict(state, strict=False)
     assert not missing.unexpected_keys
     assert all(name.endswith("bias_steps") for name in missing.missing_keys)
@@ -71,9 +70,9 @@ def test_mixtral(tmp_path):
 def older(state):
     """As older files have it: without the prefix, with the causal mask and the tied head."""
     state = {name.removeprefix("transformer."): t for name, t in state.items()}
-    mask = torch.ones(1, 1, 16, 16)
-    head = torch.ones(19, 8)
-    return {**state, "h.0.attn.bias": mask, "lm_head.weight": head}
+    state["h.0.attn.bias"] = torch.ones(1, 1, 16, 16)
+    state["lm_head.weight"] = torch.ones(19, 8)
+    return state
 
 
 def in_two_files(folder, state):
@@ -117,9 +116,7 @@ REFUSED = [
 def test_other_models_and_files_are_refused(tmp_path):
     """In a line. Nothing of a file that is not whole is taken."""
     def refused(words, folder=tmp_path):
-        code, _, said = outcome("weights", ["import", str(folder), str(tmp_path / "ours")])
-        assert code == 2
-        assert is_clear("weights", said, words), said
+        assert words in tool("weights", "import", folder, tmp_path / "ours", code=2)
 
     refused("config.json: No such file")
     shutil.copytree(theirs("gpt2")[0], tmp_path, dirs_exist_ok=True)
@@ -150,35 +147,23 @@ def saved(tmp_path_factory):
 
 
 def test_from_script_to_script_to_a_plain_file(saved, tmp_path):
-    """ddp on 2 ranks, hybrid_3d on 8, fsdp on 4, a plain file: the same logits.
-
-    The rate between them is so small that no number moves.
-    """
+    """ddp on 2 ranks, fsdp on 4 at a rate at which no number moves, a plain file: one model."""
     still = (*PROOF, "--steps", "1", "--lr", "1e-12", "--no-check")
-    hybrid = tmp_path / "hybrid"
-    sharded = tmp_path / "sharded"
-    layout = "--dp 2 --tp 2 --pp 2 --zero 2".split()
-    script("hybrid_3d", 8, *still, *layout, "--init-from", str(saved), "--save", str(hybrid))
-    script("fsdp", 4, *still, "--init-from", str(hybrid), "--save", str(sharded))
-    weights.save_plain(sharded, tmp_path / "plain.pt")
-    model = build(GPTConfig(2, 32, 4, 256, 16), 0, dtype=torch.float64)
-    ids = torch.randint(256, (2, 16))
-    fresh = model(ids)
-    model.load_state_dict(torch.load(tmp_path / "plain.pt"))
-    first = sample.load(saved)[0](ids)
-    torch.testing.assert_close(model(ids), first, rtol=0, atol=1e-8)
-    assert (fresh - first).abs().max() > 1e-3
+    script("fsdp", 4, *still, "--init-from", str(saved), "--save", str(tmp_path / "sharded"))
+    weights.save_plain(tmp_path / "sharded", tmp_path / "plain.pt")
+    first = sample.load(saved)[0].state_dict()
+    torch.testing.assert_close(torch.load(tmp_path / "plain.pt"), first, rtol=0, atol=1e-8)
+    fresh = build(GPTConfig(2, 32, 4, 256, 16), 0, dtype=torch.float64)
+    assert (fresh.tok.weight - first["tok.weight"]).abs().max() > 1e-3
 
 
-def test_ours_goes_out_and_trains_on(saved, tmp_path):
-    """Exported and imported, it is the same model: --init-from of both gives the same losses."""
+def test_ours_goes_out_and_comes_in(saved, tmp_path):
     tool("weights", "export", saved, tmp_path / "theirs")
     said = tool("weights", "import", tmp_path / "theirs", tmp_path / "again")
-    flags = (*PROOF, "--no-check", "--init-from")
     assert "--layers 2 --width 32 --heads 4 --vocab 256 --seq 16" in said
-    direct = script("ddp", 1, *flags, str(saved))
-    around = script("ddp", 1, *flags, str(tmp_path / "again"))
-    assert direct["loss"] == around["loss"]
+    before, _ = weights.weights_of(saved)
+    after, _ = weights.weights_of(tmp_path / "again")
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
     said = tool("weights", "import", tmp_path / "theirs", tmp_path / "again", code=2)
     assert "has checkpoints already" in said
 
@@ -220,16 +205,15 @@ def test_what_is_drawn():
     assert sample.choose(logits, 0, 0, rng) == 1
     drawn = [sample.choose(logits, 0.7, 2, rng) for _ in range(4000)]
     assert set(drawn) == {1, 3}
-    likeliest = torch.tensor([3.0, 2.0]) / 0.7
-    expected = likeliest.softmax(0)[0].item()
-    assert drawn.count(1) / 4000 == pytest.approx(expected, abs=0.03)
+    odds = math.exp(1 / 0.7)
+    assert drawn.count(1) / 4000 == pytest.approx(odds / (1 + odds), abs=0.03)
     everything = [sample.choose(logits, 2.0, 0, rng) for _ in range(2000)]
     assert set(everything) == {0, 1, 2, 3}
 
 
 def test_text_from_a_checkpoint(saved):
-    text = tool("sample", saved, "import ", "--tokens", "40", "--temperature", "0")
-    assert text.startswith("import ")
+    words = ("import ", "--tokens", "40", "--temperature", "0")
+    assert tool("sample", saved, *words).startswith("import ")
     said = tool("sample", saved, "--ids", "105 109 112", "--tokens", "5", "--seed", "3")
     assert said.startswith("105 109 112 ")
     assert len(said.split()) == 8

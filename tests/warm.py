@@ -1,7 +1,8 @@
 """Imported by the server that ranks fork from: they inherit what it has imported.
 
-The server would find modules in the current folder alone, such as tests.warm: this file tells it
-where the others are. It must run no backward: after one, torch with CUDA refuses those of a fork.
+The server would find modules in the current folder alone, such as tests.warm: this file and
+conftest.py tell it where the others are. It must run no backward: after one, torch with CUDA
+refuses those of a fork.
 """
 import contextlib
 import gc
@@ -10,21 +11,13 @@ import sys
 import warnings
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = [str(ROOT / "tests"), str(ROOT), str(ROOT / "tools")]
-sys.path[:0] = [folder for folder in FOLDERS if folder not in sys.path]
-
+sys.path.insert(0, str(Path(__file__).parent))
 warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
-import torch  # noqa: E402
-
-torch.set_num_threads(1)  # other threads would not be there in a process that is forked
-IMPORTED = (
-    "torch.distributed", "torch._dynamo", "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel", "torch.distributed.pipelining",
-    "torch.distributed.checkpoint", "torch.testing._internal.distributed.fake_pg", "pytest",
-    "conftest", *(path.stem for path in ROOT.glob("*.py")),
-)
-for name in IMPORTED:
+for name in (
+    "conftest", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
+    "torch.distributed.pipelining", "torch.distributed.checkpoint", "ddp", "fsdp", "hybrid_3d",
+    "torch.testing._internal.distributed.fake_pg", "pytest",
+):
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
 gc.freeze()  # no garbage collection looks through these again
