@@ -16,8 +16,7 @@ import sys
 from collections import namedtuple
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from harness.usage import require  # noqa: E402
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

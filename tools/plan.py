@@ -55,8 +55,7 @@ import signal
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # run as a program: the root is not there
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import moe  # noqa: E402
 from common import PRESETS  # noqa: E402
 from harness.flags import (  # noqa: E402
