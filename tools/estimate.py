@@ -320,9 +320,7 @@ def with_rates(job, found):
 
 def bandwidth(at, neighbours):
     """Bytes a second among so many ranks in a row: inside a node, if they divide it."""
-    if at.node % neighbours == 0:
-        return 1e9 * at.bandwidth_intra
-    return 1e9 * at.bandwidth_inter
+    return 1e9 * (at.bandwidth_inter if at.node % neighbours else at.bandwidth_intra)
 
 
 def forward(job, keys=None):

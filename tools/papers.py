@@ -352,15 +352,13 @@ def collectives():
     cut, _ = play_block(**CUT)
     calls = {name: figures["calls"] for name, figures in cut.collectives.items()}
     numbers = wire(whole) / 2 / (2048 * OF_175B[1])
-    reduces = whole.collectives["all_reduce"]["calls"]
     rows = rows_of("tensor parallel: numbers / (b s h), all-reduces", "7 4",
-                   [numbers, reduces], EQUAL)
+                   [numbers, whole.collectives["all_reduce"]["calls"]], EQUAL)
     rows += rows_of("sequence parallel: all-gathers, reduce-scatters", "4 4",
                     [calls["all_gather"], calls["reduce_scatter"]], EQUAL, MORE_GATHERS)
     ledger = attention(context_parallel.Ulysses, 8, 2048, 8192)
-    payload = sum(figures["payload"] for figures in ledger.collectives.values())
-    return rows + rows_of("Ulysses: numbers / (N h / P)", "4",
-                          [payload / 2 / (2048 * 8192)], EQUAL)
+    sent = sum(figures["payload"] for figures in ledger.collectives.values()) / 2
+    return rows + rows_of("Ulysses: numbers / (N h / P)", "4", [sent / (2048 * 8192)], EQUAL)
 
 
 def attention(kind, ranks, tokens, width):

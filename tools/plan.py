@@ -145,21 +145,12 @@ def text(lay):
     """A layout -> dp 2 x tp 4, micro 8, sp"""
     sizes = {axis: getattr(lay, axis) for axis in ("dp", "cp", "tp", "pp")}
     axes = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
-    words = [" x ".join(axes) or "one GPU"]
-    if lay.ep:
-        words.append(f"ep {lay.ep}")
-    if lay.cp > 1:
-        words.append(lay.attn)
-    words.append(f"micro {lay.micro}")
-    if lay.pp > 1:
-        words.append(lay.schedule)
-    if lay.sp:
-        words.append("sp")
-    if lay.zero:
-        words.append(f"zero {lay.zero}")
-    if lay.ckpt != "none":
-        words.append(f"ckpt {lay.ckpt}")
-    return ", ".join(words)
+    words = [  # is it said? as what?
+        (True, " x ".join(axes) or "one GPU"), (lay.ep, f"ep {lay.ep}"), (lay.cp > 1, lay.attn),
+        (True, f"micro {lay.micro}"), (lay.pp > 1, lay.schedule), (lay.sp, "sp"),
+        (lay.zero, f"zero {lay.zero}"), (lay.ckpt != "none", f"ckpt {lay.ckpt}"),
+    ]
+    return ", ".join(word for is_said, word in words if is_said)
 
 
 def flags_of(lay, at):
@@ -181,8 +172,7 @@ def command(lay, at):
     """-> the line that runs a layout"""
     where = "--standalone"
     if at.gpus > at.node:
-        nodes = at.gpus // at.node
-        where = f"--nnodes={nodes} --rdzv_backend=c10d --rdzv_endpoint=HOST:29500"
+        where = f"--nnodes={at.gpus // at.node} --rdzv_backend=c10d --rdzv_endpoint=HOST:29500"
     return f"torchrun {where} --nproc_per_node={at.node} hybrid_3d.py {flags_of(lay, at)}"
 
 
