@@ -160,10 +160,10 @@ def scale(words):
         except Failed as failure:
             print(f"{ranks:6}   FAILED: {failure}", file=sys.stderr)
             return failure.code
-        speed = found["tokens_per_second"]
-        first = first or speed
-        gain = speed / first
-        print(f"{ranks:6}{found['ms_per_step']:10.1f}{speed:12,.0f}{gain:10.2f}{gain / ranks:12.0%}",
+        rate = found["tokens_per_second"]
+        first = first or rate
+        gain = rate / first
+        print(f"{ranks:6}{found['ms_per_step']:10.1f}{rate:12,.0f}{gain:10.2f}{gain / ranks:12.0%}",
               flush=True)
     return 0
 
