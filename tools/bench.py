@@ -15,44 +15,36 @@ import sys
 from collections import namedtuple
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
 
+from harness.usage import require  # noqa: E402
 from tools.launch import INTERRUPTED, Failed, cores, report, usual_ranks, worst_gap  # noqa: E402
 
 Row = namedtuple("Row", "label file ranks flags", defaults=("",))
 
-FILES = (
-    "ddp", "zero", "fsdp", "tensor_parallel", "pipeline_parallel", "context_parallel", "moe",
-    "amp_accum_ckpt",
-)
+FILES = ("ddp", "zero", "fsdp", "tensor_parallel", "pipeline_parallel", "context_parallel", "moe",
+         "amp_accum_ckpt")
 BENCH_SIZES = "--layers 4 --width 256 --heads 8 --seq 256 --batch 8 --steps 20 --no-check"
 LONG = "--impl scratch --seq 4096 --layers 2 --batch 1"
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
 
 # What is timed. A row is compared with the row of one process that does the same work, see
-# baseline(). torch's context parallelism runs on GPUs only: LONG has no side of torch's.
+# efficiency(). torch's context parallelism runs on GPUs only: LONG has no side of torch's.
 BENCH = (
     Row("one_process", "ddp", 1, "--impl scratch"),
     Row("ddp", "ddp", 2),
-    Row("zero_1", "zero", 2, "--stage 1"),
-    Row("zero_2", "zero", 2, "--stage 2"),
-    Row("zero_3", "zero", 2, "--stage 3"),
+    *[Row(f"zero_{stage}", "zero", 2, f"--stage {stage}") for stage in (1, 2, 3)],
     Row("fsdp", "fsdp", 2),
     Row("tensor_parallel", "tensor_parallel", 2),
     Row("tensor_parallel_sp", "tensor_parallel", 2, "--sp"),
-    Row("gpipe", "pipeline_parallel", 2, "--micro 8 --schedule gpipe"),
-    Row("1f1b", "pipeline_parallel", 2, "--micro 8 --schedule 1f1b"),
-    Row("interleaved", "pipeline_parallel", 2, "--micro 8 --schedule interleaved"),
-    Row("zb-h1", "pipeline_parallel", 2, "--micro 8 --schedule zb-h1"),
-    Row("zb-v", "pipeline_parallel", 2, "--micro 8 --schedule zb-v"),
-    Row("dualpipe-v", "pipeline_parallel", 2, "--micro 8 --schedule dualpipe-v"),
+    *[Row(name, "pipeline_parallel", 2, f"--micro 8 --schedule {name}") for name in SCHEDULES],
     Row("amp_accum_ckpt", "amp_accum_ckpt", 2),
     Row("hybrid_dp", "hybrid_3d", 2, "--dp 2 --tp 1 --pp 1"),
     Row("hybrid_tp_pp", "hybrid_3d", 4, "--dp 1 --tp 2 --pp 2"),
     Row("hybrid_dp_pp", "hybrid_3d", 4, "--dp 2 --tp 1 --pp 2"),
     Row("hybrid_dp_tp", "hybrid_3d", 4, "--dp 2 --tp 2 --pp 1"),
-    # baseline() goes by the end of a label: _long, _moe
+    # efficiency() goes by the end of a label: _long, _moe
     Row("one_process_long", "context_parallel", 1, LONG),
     Row("zigzag_long", "context_parallel", 2, f"--attn zigzag {LONG}"),
     Row("one_process_moe", "moe", 1, "--impl scratch"),
@@ -63,14 +55,12 @@ BENCH = (
 def check_rows():
     """Every technique once; hybrid_3d on 8 ranks, since fewer would not show all three axes, and
     once more in Llama's form."""
-    ranks = min(usual_ranks(), 4)  # the toy has 4 heads and 4 layers
-    if ranks == 3:
-        ranks = 2
-    rows = [Row(file, file, ranks) for file in FILES]
-    rows.append(Row("hybrid_3d", "hybrid_3d", 8, "--dp 2 --tp 2 --pp 2"))
+    usual = usual_ranks()
+    ranks = max(n for n in (1, 2, 4) if n <= usual)  # the toy has 4 heads and 4 layers
     llama = "--model llama-toy --dp 1 --tp 2 --pp 2 --sp"
-    rows.append(Row("hybrid_3d, Llama", "hybrid_3d", 4, llama))
-    return rows
+    return [*(Row(file, file, ranks) for file in FILES),
+            Row("hybrid_3d", "hybrid_3d", 8, "--dp 2 --tp 2 --pp 2"),
+            Row("hybrid_3d, Llama", "hybrid_3d", 4, llama)]
 
 
 # ---- running -----------------------------------------------------------------
@@ -78,7 +68,7 @@ def check_rows():
 
 def run_all(rows, flags):
     """-> {label: report, or None where the run has ended without one}"""
-    reports = {}
+    reports = dict.fromkeys(row.label for row in rows)
     for done, row in enumerate(rows, 1):
         words = f"{row.label}: {row.file}.py on {row.ranks} ranks {row.flags}"
         print(f"\n==== {done} of {len(rows)}: {words} ====", flush=True)
@@ -88,7 +78,6 @@ def run_all(rows, flags):
         except Failed as failure:
             if failure.code == 2 and done == 1:
                 sys.exit(2)  # it refuses a flag, and has said so
-            reports[row.label] = None
     return reports
 
 
@@ -105,59 +94,47 @@ def megabytes(report):
     return [f"{size / 1e6:.2f}" for size in (sent, expected, held, memory["peak"])]
 
 
+# what stands above a column: how wide it is
+COLUMNS = {"worst gap": 11, "sent MB": 10, "textbook": 10, "held MB": 9, "peak MB": 9, "ms/step": 9,
+           "tok/s": 9, "vs torch": 10, "efficiency": 12}
+
+
 def line(label, report, reports, timed):
     """A row of the table."""
     gap = worst_gap(report)
-    cells = [f"{label:18}{report['world_size']:6}", "-" if gap is None else f"{gap:.1e}"]
-    cells += megabytes(report)
+    cells = ["-" if gap is None else f"{gap:.1e}", *megabytes(report)]
     cells += [f"{report['ms_per_step']:.1f}", f"{report['tokens_per_second']:,.0f}"]
     if timed:
         cells.append(f"{report['speedup']:.2f}x" if "speedup" in report else "-")
-        cells.append(efficiency(report, reports.get(baseline(label))))
+        cells.append(efficiency(label, report, reports))
     verdict = "passed" if report["check"] else "ran"
     if report["exit_code"] != 0:
         verdict = "FAILED"
-    return aligned(cells) + "  " + verdict
+    return f"{label:18}{report['world_size']:6}{aligned(cells)}  {verdict}"
 
 
 def aligned(cells):
-    return cells[0] + "".join(f"{cell:>{width}}" for cell, width in zip(cells[1:], WIDTHS))
+    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, COLUMNS.values()))
 
 
-HEAD = ("worst gap", "sent MB", "textbook", "held MB", "peak MB", "ms/step", "tok/s", "vs torch",
-        "efficiency")
-WIDTHS = (11, 10, 10, 9, 9, 9, 9, 10, 12)
-
-
-def efficiency(report, one_process):
-    """one_process: the report of the same work in one process, or None"""
+def efficiency(label, report, reports):
+    """Beside the row of one process that does the same work, if it has run."""
+    kind = "".join(kind for kind in ("_long", "_moe") if label.endswith(kind))
+    one_process = reports.get("one_process" + kind)
     ranks = report["world_size"]
     if one_process is None or ranks > 2:  # these may share cores, where less is to be gained
         return "-"
     return f"{one_process['ms_per_step'] / report['ms_per_step'] / ranks:.0%}"
 
 
-def baseline(label):
-    """The label of the run in one process that does the same work."""
-    for kind in ("_long", "_moe"):
-        if label.endswith(kind):
-            return "one_process" + kind
-    return "one_process"
-
-
 def table(title, reports, timed):
     """Print it -> did all pass?"""
     print(f"\n==== {title} ====")
-    print(aligned([f"{'':18} ranks", *HEAD[:None if timed else 7]]) + "  verdict")
-    good = True
+    heads = list(COLUMNS) if timed else list(COLUMNS)[:7]
+    print(f"{'':18} ranks{aligned(heads)}  verdict")
     for label, report in reports.items():
-        if report is None:
-            good = False
-            print(f"{label:18}FAILED")
-            continue
-        print(line(label, report, reports, timed))
-        good = good and report["exit_code"] == 0
-    return good
+        print(line(label, report, reports, timed) if report else f"{label:18}FAILED")
+    return all(report and report["exit_code"] == 0 for report in reports.values())
 
 
 # ---- more and more ranks ---------------------------------------------------------
@@ -171,11 +148,9 @@ def rank_counts():
 
 def scale(words):
     file = "".join(words[:1]).removesuffix(".py")
-    if file not in (*FILES, "hybrid_3d"):
-        usage("usage: ./run.sh scale FILE [flags]")
+    require(file in (*FILES, "hybrid_3d"), "usage: ./run.sh scale FILE [flags]")
     os.environ["OMP_NUM_THREADS"] = "1"
     counts = rank_counts()
-    # of two flags the later one counts
     flags = ["--batch", max(8, counts[-1]), *words[1:], "--no-check"]
     print(f"{'ranks':>6}{'ms/step':>10}{'tok/s':>12}{'speed-up':>10}{'efficiency':>12}", flush=True)
     first = None  # tokens per second of one rank
@@ -185,11 +160,11 @@ def scale(words):
         except Failed as failure:
             print(f"{ranks:6}   FAILED: {failure}", file=sys.stderr)
             return failure.code
-        speed = found["tokens_per_second"]
-        first = first or speed
-        gain = speed / first
-        line = f"{ranks:6}{found['ms_per_step']:10.1f}{speed:12,.0f}{gain:10.2f}"
-        print(f"{line}{gain / ranks:12.0%}", flush=True)
+        rate = found["tokens_per_second"]
+        first = first or rate
+        gain = rate / first
+        print(f"{ranks:6}{found['ms_per_step']:10.1f}{rate:12,.0f}{gain:10.2f}{gain / ranks:12.0%}",
+              flush=True)
     return 0
 
 
@@ -197,9 +172,8 @@ def scale(words):
 
 
 def check():
-    reports = run_all(check_rows(), [])
     title = "every technique, compared with the plain GPT (MB = 1e6 bytes, rank 0)"
-    good = table(title, reports, timed=False)
+    good = table(title, run_all(check_rows(), []), timed=False)
     if good:
         print("\nAll equal one process. Next: read ddp.py; ./run.sh ddp 4 --dtype fp64 --pad 0.3")
     return int(not good)
@@ -207,26 +181,19 @@ def check():
 
 def bench(flags):
     os.environ["OMP_NUM_THREADS"] = "1"
-    sizes = BENCH_SIZES.split() + flags
-    reports = run_all(BENCH, ["--impl", "both", *sizes])
+    reports = run_all(BENCH, ["--impl", "both", *BENCH_SIZES.split(), *flags])
     good = table("ours against torch's own: medians of alternating blocks", reports, timed=True)
     return int(not good)
 
 
-def usage(message):
-    print(f"bench.py: error: {message}", file=sys.stderr)
-    sys.exit(2)
-
-
 def main(words):
-    command = words[:1]
+    command = "".join(words[:1])
     if words == ["check"]:
         return check()
-    if command == ["bench"]:
+    if command == "bench":
         return bench(words[1:])
-    if command == ["scale"]:
-        return scale(words[1:])
-    usage("usage: bench.py check | bench [flags] | scale FILE [flags]")
+    require(command == "scale", "usage: bench.py check | bench [flags] | scale FILE [flags]")
+    return scale(words[1:])
 
 
 if __name__ == "__main__":

@@ -8,17 +8,17 @@ Every file is a letter, small for training and capital for held-out text. A log 
 off, or one that is still being written, is drawn as far as it goes.
 """
 import argparse
+import contextlib
 import json
 import math
 import shutil
 import signal
 import sys
-from collections import namedtuple
+from collections import deque, namedtuple
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from harness.usage import require  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from harness.flags import POSITIVE, check_bounds, require  # noqa: E402
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 ALONG = ("step", "tokens")
@@ -38,45 +38,36 @@ def read_log(path):
     except OSError as error:
         require(False, f"{path}: {error.strerror}")  # ends the program
     for line in text.splitlines():
-        try:
-            figures = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(figures, dict) and "step" in figures:
-            if figures.get("ms") and "tokens" in figures:
-                of_a_step = figures["tokens"] / (figures["step"] + 1)
-                figures["speed"] = 1e3 * of_a_step / figures["ms"]
-            lines.append(figures)
+        with contextlib.suppress(ValueError):
+            lines.append(json.loads(line))
+    lines = [figures for figures in lines if isinstance(figures, dict) and "step" in figures]
+    for figures in lines:
+        if figures.get("ms") and "tokens" in figures:
+            of_a_step = figures["tokens"] / (figures["step"] + 1)
+            figures["speed"] = 1e3 * of_a_step / figures["ms"]
     require(lines, f"{path}: no line of it is a step: --log-file FILE of any script writes them")
     return lines
 
 
 def figures_in(logs):
     """-> what can be drawn of logs, loss first. Held-out loss is drawn with the loss."""
-    names = {}
-    for lines in logs.values():
-        for figures in lines:
-            names.update(dict.fromkeys(figures))
+    names = {name: True for lines in logs.values() for figures in lines for name in figures}
     return [name for name in names if name not in (*ALONG, "validation")]
 
 
 def points_of(lines, what, over):
     """-> [(x, y)] where there is a finite number."""
-    points = []
-    for figures in lines:
-        x = figures.get(over)
-        y = figures.get(what)
-        if x is not None and isinstance(y, (int, float)) and math.isfinite(y):
-            points.append((x, y))
-    return points
+    points = [(figures.get(over), figures.get(what)) for figures in lines]
+    return [(x, y) for x, y in points
+            if x is not None and isinstance(y, (int, float)) and math.isfinite(y)]
 
 
 def smoothed(points, count):
     """Each y is the mean of the last `count`."""
+    last = deque(maxlen=count)
     smooth = []
-    for i, (x, _) in enumerate(points):
-        first = max(0, i + 1 - count)
-        last = [y for _, y in points[first:i + 1]]
+    for x, y in points:
+        last.append(y)
         smooth.append((x, sum(last) / len(last)))
     return smooth
 
@@ -98,20 +89,18 @@ def curves_of(logs, what, over, count):
 # ---- drawing -------------------------------------------------------------------
 
 
-def bounds(lines, axis):
-    """lines: [[(x, y)]] -> the smallest and largest x (axis 0) or y (axis 1), never the same."""
-    values = [point[axis] for points in lines for point in points]
-    low = min(values)
-    high = max(values)
-    if low == high:
-        return low - 0.5, high + 0.5
-    return low, high
+def bounds(curves, axis):
+    """-> the smallest and largest x (axis 0) or y (axis 1) of all curves, never the same."""
+    values = [point[axis] for curve in curves for point in curve.points]
+    if min(values) == max(values):
+        return values[0] - 0.5, values[0] + 0.5
+    return min(values), max(values)
 
 
 def in_the_terminal(curves, over, width, height=16):
     """-> lines of text. Where curves meet, the later one is seen."""
-    left, right = bounds([curve.points for curve in curves], 0)
-    bottom, top = bounds([curve.points for curve in curves], 1)
+    left, right = bounds(curves, 0)
+    bottom, top = bounds(curves, 1)
     rows = [[" "] * width for _ in range(height)]
     for curve in curves:
         for x, y in curve.points:
@@ -136,7 +125,8 @@ def in_the_terminal(curves, over, width, height=16):
 # ---- the program ---------------------------------------------------------------
 
 
-def arguments():
+def main():
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it, without a traceback
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.error = lambda message: require(False, message)
     parser.add_argument("files", nargs="+", metavar="FILE", help="what --log-file has written")
@@ -144,14 +134,8 @@ def arguments():
     parser.add_argument("--over", choices=ALONG, default="step", help="along (step)")
     parser.add_argument("--smooth", type=int, default=1, help="mean of so many steps (1)")
     args = parser.parse_args()
-    require(args.smooth >= 1, f"--smooth {args.smooth}: must be 1 or more")
+    check_bounds("smooth", args.smooth, POSITIVE)
     require(len(args.files) <= len(LETTERS), f"{len(args.files)} files: {len(LETTERS)} at most")
-    return args
-
-
-def main():
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it, without a traceback
-    args = arguments()
     logs = {path: read_log(path) for path in args.files}
     names = figures_in(logs)
     require(args.what in names, f"--what {args.what}: the logs have {', '.join(names)}")

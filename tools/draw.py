@@ -24,14 +24,10 @@ PLACE = ROOT / "docs"  # of the pictures
 DATA = ROOT / "docs" / "data"
 
 COLORS = {
-    "parameters": "#4477aa",
-    "gradients": "#ee6677",
-    "optimizer": "#ccbb44",
+    "parameters": "#4477aa", "gradients": "#ee6677", "optimizer": "#ccbb44",
     "activations": "#66ccee",
     # actions of a pipeline: forward, backward, gradients of weights
-    "F": "#4477aa",
-    "B": "#ee6677",
-    "W": "#ccbb44",
+    "F": "#4477aa", "B": "#ee6677", "W": "#ccbb44",
 }
 STYLE = """
 text { font: 12px sans-serif; fill: #222 } .small { font-size: 10px } .title { font-weight: bold }
@@ -51,15 +47,13 @@ class Drawing:
     def text(self, x, y, words, anchor="start", kind=""):
         words = str(words).replace("&", "&amp;").replace("<", "&lt;")
         self.elements.append(
-            f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}">{words}</text>'
-        )
+            f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}">{words}</text>')
 
     def box(self, x, y, width, height, color="", kind=""):
         paint = f' fill="{color}"' if color else ""
         self.elements.append(
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.2f}" height="{height:.1f}" '
-            f'class="{kind}"{paint}/>'
-        )
+            f'class="{kind}"{paint}/>')
 
     def legend(self, x, y, kinds):
         """kinds: {one of COLORS: what it is}"""
@@ -67,12 +61,10 @@ class Drawing:
             self.box(x + 110 * number, y, 12, 12, COLORS[kind])
             self.text(x + 110 * number + 16, y + 10, words)
 
-    def save(self, path):
-        head = (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
-            f'width="{self.width}" height="{self.height}"><style>{STYLE}</style>\n'
-        )
-        Path(path).write_text(head + "\n".join(self.elements) + "\n</svg>\n")
+    def save(self, name):
+        head = (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
+                f'width="{self.width}" height="{self.height}"><style>{STYLE}</style>\n')
+        (PLACE / name).write_text(head + "\n".join(self.elements) + "\n</svg>\n")
 
 
 def read(name):
@@ -80,7 +72,6 @@ def read(name):
 
 
 def write(name, figures):
-    DATA.mkdir(parents=True, exist_ok=True)
     (DATA / f"{name}.json").write_text(json.dumps(figures, separators=(",", ":")) + "\n")
 
 
@@ -89,9 +80,7 @@ def write(name, figures):
 SIZES = "--layers 64 --width 3072 --heads 64 --vocab 51200 --seq 2048 --batch 64"
 HOLDERS = {
     "ddp": "ddp.py",
-    "zero, stage 1": "zero.py --stage 1",
-    "zero, stage 2": "zero.py --stage 2",
-    "zero, stage 3": "zero.py --stage 3",
+    **{f"zero, stage {level}": f"zero.py --stage {level}" for level in (1, 2, 3)},
     "fsdp": "fsdp.py",
     "ddp, full checkpointing": "amp_accum_ckpt.py --ckpt full",
     "tensor parallel, sp": "tensor_parallel.py --sp",
@@ -127,7 +116,7 @@ def draw_held():
             drawing.box(x, y, scale * sizes[kind], 20, COLORS[kind])
             x += scale * sizes[kind]
         drawing.text(x + 6, y + 14, f"{sum(sizes.values()) / 1e9:.1f} GB")
-    drawing.save(PLACE / "held.svg")
+    drawing.save("held.svg")
 
 
 # ---- schedules -----------------------------------------------------------------
@@ -135,15 +124,14 @@ def draw_held():
 STAGES = 4
 MICRO = 8
 DRAWN = ("gpipe", "1f1b", "interleaved", "zb-v")
+RUN = "--layers 8 --width 256 --heads 8 --seq 256 --steps 4 --no-check"
 
 
 def simulated(schedule):
     """-> the idle part, for each rank [(kind, start, end), ..]; F = B = W = 1."""
     plans = make_plans(schedule, STAGES, MICRO)
     played = simulate(plans, costs(plans, 1.0, 1.0, 1.0))
-    rows = []
-    for done in played:
-        rows.append([(action.kind, start, end) for action, start, end in done])
+    rows = [[(action.kind, start, end) for action, start, end in done] for done in played]
     return bubble_rate(played), rows
 
 
@@ -151,10 +139,7 @@ def measure_timelines():
     """As a run of two ranks goes, in ms."""
     figures = {}
     for schedule in DRAWN:
-        flags = (
-            f"--schedule {schedule} --micro {MICRO} --layers 8 --width 256 --heads 8 --seq 256 "
-            "--batch 16 --steps 4 --no-check"
-        )
+        flags = f"--schedule {schedule} --micro {MICRO} --batch 16 {RUN}"
         found = report(2, "pipeline_parallel.py", flags.split())
         rows = []
         for done in found["timeline"]:
@@ -189,18 +174,12 @@ def draw_timelines():
             drawing.text(x, y + 10, f"{side}: bubble {bubble:.1%}", kind="small")
             draw_rows(drawing, x, y + 16, 370, rows)
     drawing.legend(570, 10, {"F": "forward", "B": "backward", "W": "weights"})
-    drawing.save(PLACE / "timelines.svg")
+    drawing.save("timelines.svg")
 
 
 # ---- rings ---------------------------------------------------------------------
 
 RANKS = 4
-
-
-def work_of(attn):
-    """-> for each rank its work at each hop. 1 is causal attention among a rank's own tokens."""
-    rings = [on_paper(attn, cp_rank, RANKS) for cp_rank in range(RANKS)]
-    return [[work(ring, hop) for hop in range(RANKS)] for ring in rings]
 
 
 def draw_hops():
@@ -212,15 +191,16 @@ def draw_hops():
         drawing.text(x, 46, attn, kind="title")
         for hop in range(RANKS):
             drawing.text(x + 60 + 60 * hop, 64, f"hop {hop}", kind="small")
-        for rank, row in enumerate(work_of(attn)):
+        for rank in range(RANKS):
             y = 72 + 30 * rank
             drawing.text(x, y + 15, f"rank {rank}")
-            for hop, work in enumerate(row):
-                # the box is full at 2, attention without a mask
+            # 1 is causal attention among a rank's own tokens, 2 is attention without a mask
+            row = [work(on_paper(attn, rank, RANKS), hop) for hop in range(RANKS)]
+            for hop, share in enumerate(row):
                 drawing.box(x + 60 + 60 * hop, y, 52, 22, kind="idle")
-                drawing.box(x + 60 + 60 * hop, y, 52 * work / 2, 22, COLORS["parameters"])
+                drawing.box(x + 60 + 60 * hop, y, 52 * share / 2, 22, COLORS["parameters"])
             drawing.text(x + 304, y + 15, f"{sum(row):g}")
-    drawing.save(PLACE / "hops.svg")
+    drawing.save("hops.svg")
 
 
 # ---- buckets -------------------------------------------------------------------
@@ -229,27 +209,19 @@ def draw_hops():
 def measure_buckets():
     """In microseconds: how long backward takes, and each bucket's all-reduce from its start on."""
     with tempfile.TemporaryDirectory() as folder:
-        flags = (
-            "--layers 8 --width 256 --heads 8 --seq 256 --steps 4 --bucket-mb 4 --no-check "
-            f"--profile {folder}"
-        )
-        report(2, "ddp.py", flags.split())
+        report(2, "ddp.py", [*RUN.split(), "--bucket-mb", 4, "--profile", folder])
         trace = json.loads(Path(folder, "ddp-scratch-rank0.json").read_text())["traceEvents"]
     backward = spans_of(trace, "autograd::engine::evaluate_function")
     first = backward[0][0]
-    buckets = []
-    for start, end in spans_of(trace, "gloo:all_reduce"):
-        buckets.append([round(start - first), round(end - first)])
+    buckets = [[round(start - first), round(end - first)]
+               for start, end in spans_of(trace, "gloo:all_reduce")]
     write("buckets", {"backward": round(backward[-1][1] - first), "buckets": buckets})
 
 
 def spans_of(trace, name):
     """-> [[start, end]] of the events whose name begins so, in order"""
-    spans = []
-    for event in trace:
-        if event.get("ph") == "X" and event["name"].startswith(name):
-            spans.append([event["ts"], event["ts"] + event["dur"]])
-    return sorted(spans)
+    events = [event for event in trace if event.get("ph") == "X" and event["name"].startswith(name)]
+    return sorted([event["ts"], event["ts"] + event["dur"]] for event in events)
 
 
 def draw_buckets():
@@ -268,7 +240,7 @@ def draw_buckets():
         drawing.box(120 + scale * start, y, scale * (end - start), 16, COLORS["F"])
     drawing.text(120, 80 + 22 * len(buckets), "0 ms", kind="small")
     drawing.text(760, 80 + 22 * len(buckets), f"{last / 1e3:.0f} ms", "end", "small")
-    drawing.save(PLACE / "buckets.svg")
+    drawing.save("buckets.svg")
 
 
 DRAW = (draw_held, draw_timelines, draw_hops, draw_buckets)
@@ -279,11 +251,9 @@ def main(words):
     if words not in ([], ["--measure"]):
         print("draw.py: error: usage: python tools/draw.py [--measure]", file=sys.stderr)
         return 2
-    if words:
-        for measure in MEASURE:
-            measure()
-    for draw in DRAW:
-        draw()
+    programs = [*MEASURE, *DRAW] if words else DRAW
+    for make in programs:
+        make()
     return 0
 
 

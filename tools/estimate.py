@@ -89,9 +89,8 @@ def job_of(cfg, at, lay):
     blocks    of each rank of pp; most: of the rank that has most
     """
     cfg = resolved(cfg)
-    job = SimpleNamespace(**lay._asdict(), **cfg._asdict(), cfg=cfg, at=at, batch=at.batch)
-    job.experts = at.experts
-    job.shared = at.shared
+    job = SimpleNamespace(**lay._asdict(), **cfg._asdict(), cfg=cfg, at=at, batch=at.batch,
+                          experts=at.experts, shared=at.shared)
     job.has_mlp = at.shared or not at.experts  # one that tp cuts
     job.routed = at.top_k if at.experts else 0
     job.visits = job.routed + job.has_mlp
@@ -122,9 +121,7 @@ def blocks_of(layers, pp, v, vee):
     """-> how many blocks each rank has"""
     found = []
     for rank in range(pp):
-        chunks = range(rank, pp * v, pp)
-        if vee:
-            chunks = [rank, 2 * pp - 1 - rank]
+        chunks = [rank, 2 * pp - 1 - rank] if vee else range(rank, pp * v, pp)
         found.append(sum(len(share(layers, pp * v, chunk)) for chunk in chunks))
     return found
 
@@ -141,21 +138,19 @@ HELD = ("parameters", "gradients", "optimizer", "activations", "working")
 
 def assess(job, stage=None):
     """-> {what: bytes} of HELD and "memory", all of it; of the fullest stage, or of this one."""
+    if stage is not None:
+        return held(job, stage)
     # rank 0 has the embedding and most in flight, the last one the head
     stages = {0, job.blocks.index(job.most), job.pp - 1}
-    if stage is not None:
-        stages = {stage}
     return max((held(job, one) for one in stages), key=lambda found: found["memory"])
 
 
 def held(job, stage):
     """-> the same of a stage"""
     found = states(job, stage)
-    kept = kept_by_block(job, job.ckpt)
-    logits = 0
-    if ends(job, stage)[1]:
-        logits = 4 * job.tokens * job.vocab / job.tp  # in fp32
-    found["activations"] = in_flight(job, stage) * job.blocks[stage] * kept
+    has_head = ends(job, stage)[1]
+    logits = 4 * job.tokens * job.vocab / job.tp if has_head else 0  # in fp32
+    found["activations"] = in_flight(job, stage) * job.blocks[stage] * kept_by_block(job, job.ckpt)
     if logits and job.schedule in ("gpipe", "bfs"):  # backward begins when all are there
         found["activations"] += (job.micro - 1) * (logits + 2 * job.x / job.cut)
     found["working"] = working(job, stage, logits)
@@ -169,9 +164,7 @@ def outside_of_blocks(job, stage):
     first, last = ends(job, stage)
     embedding = -(-job.vocab // job.tp) * C  # with padding
     tied = job.form == "gpt2"
-    total = 0
-    if first:
-        total += embedding
+    total = embedding if first else 0
     if first and tied:
         total += job.seq * C / job.tp  # positions
     if last:
@@ -208,34 +201,29 @@ def in_flight(job, stage):
     """Micro-batches between their first forward and their last backward."""
     M = job.micro
     pp = job.pp
-    if job.schedule in ("gpipe", "bfs"):
-        return M
-    if job.schedule == "1f1b":
-        return min(M, pp - stage)
-    if job.schedule == "interleaved":  # counted in chunks, two of which are a rank's part
-        return min(2 * M, 3 * pp - 2 * stage - 1) / 2
-    if job.schedule == "zb-h2":
-        return min(M, 2 * pp - 1)
-    if job.schedule == "dualpipe-v":
-        return pp + 1 / 2  # with 2 pp micro-batches or more: see schedules()
-    return min(M, pp)
+    return {
+        "gpipe": M, "bfs": M, "1f1b": min(M, pp - stage),
+        # counted in chunks, two of which are a rank's part
+        "interleaved": min(2 * M, 3 * pp - 2 * stage - 1) / 2,
+        "zb-h1": min(M, pp), "zb-h2": min(M, 2 * pp - 1), "zb-v": min(M, pp),
+        "dualpipe-v": pp + 1 / 2,  # with 2 pp micro-batches or more: see schedules()
+    }[job.schedule]
 
 
 def kept_by_block(job, ckpt):
     """What a block keeps of a micro-batch for backward (Korthikanti 2022, section 4)."""
     if ckpt == "full":
         return job.x / job.cut
-    outside = 4  # the inputs of two norms and their results, in units of x
+    # the inputs of norms and their results, in units of x; experts keep their own
+    outside = 4 if job.has_mlp else 3
     inside = 2 + 2 * job.kv_heads / job.heads  # q, what attention makes; k, v
     # up and gelu's result; gate, up, silu's result and their product
     of_mlp = (2 if job.form == "gpt2" else 4) * job.hidden / job.width
     if ckpt == "selective":
         of_mlp /= 2
-        outside -= 1 + job.has_mlp
+        outside = 2
     if job.has_mlp:
         inside += of_mlp
-    else:
-        outside -= 1
     # a row to an expert: sorted, in its MLP, its answer, back again; K answers of a token
     inside += job.routed * (3 + of_mlp) + job.routed
     if job.experts and ckpt == "none":
@@ -245,8 +233,8 @@ def kept_by_block(job, ckpt):
 
 def working(job, stage, logits):
     """What comes and goes beside the activations: the most of the loss and a block's backward."""
-    # the last norm's input and result, logits, log-probabilities, and the gradient: tp's
-    # cross-entropy makes it in the place of these
+    # the last norm's input and result, logits, log-probabilities, and the gradient, which tp's
+    # cross-entropy makes in the place of these
     at_loss = 2 * job.x / job.cut + logits * (2 if job.tp > 1 else 3)
     # gradients of a block's widest tensors, and what it makes again
     hidden = job.visits * job.hidden / job.width * job.x / job.tp
@@ -256,14 +244,14 @@ def working(job, stage, logits):
         inside *= 1 + job.blocks[stage] / job.v
     unit = job.b * (job.dense + job.expert)
     outside = job.b * outside_of_blocks(job, stage)
-    gathered = 0
-    if job.zero == 3:  # a block in use, the next one on its way, and what is outside of blocks
-        gathered = min(2, job.blocks[stage]) * unit + outside
     if job.zero >= 2:  # gradients of a block are whole until ranks have summed them
         inside += unit
-        if job.pp == 1:
-            inside += outside
-    return max(at_loss, inside) + gathered
+    if job.zero >= 2 and job.pp == 1:
+        inside += outside
+    most = max(at_loss, inside)
+    if job.zero == 3:  # a block in use, the next one on its way, and what is outside of blocks
+        most += min(2, job.blocks[stage]) * unit + outside
+    return most
 
 
 # ---- seconds of a step -----------------------------------------------------------
@@ -285,22 +273,24 @@ def timed(job):
     mean = (job.layers + head) / job.pp
     speed = 1e12 * at.gpu_tflops * at.efficiency
     own = job.micro * job.tokens  # a rank's tokens of a step
+    on_tp = hybrid_3d.sent_on_tp(job, job.b, job.most, False, False)  # nothing hides it
+    if at.megatron_2021 and job.ckpt == "full":  # both all-reduces of a block again, not one
+        on_tp += 2 * job.most * (job.tp - 1) / job.tp * job.micro * job.x
     found = {
         "matmul": 3 * own * forward(job) / job.tp * heavy / speed,
         "recompute": own * forward_again(job) / job.tp * job.most / speed,
         "bound": own * job.most * memory_traffic(job) / (1e12 * at.hbm),
-        "tp": bytes_on_tp(job) / bandwidth(at, job.tp),
+        "tp": on_tp / bandwidth(at, job.tp),
         "cp": seconds_on_cp(job, speed),
         "ep": bytes_on_ep(job, job.most) / bandwidth(at, job.tp * job.ep),
     }
     work = sum(found.values())
     found["bubble"] = (job.pp - 1) / job.micro * IDLE[job.schedule] * mean / heavy * work
-    found["pp"] = 0
-    if job.pp > 1:  # of a rank whose stages all have two neighbours; nothing hides it
-        sent = hybrid_3d.sent_on_pp(job, job.b, 2 * job.v)
-        if at.megatron_2021:  # what all ranks of tp have is sent once (Narayanan 2021, 4.1)
-            sent *= job.cut / job.tp
-        found["pp"] = sent / bandwidth(at, at.gpus)
+    # of a rank whose stages all have two neighbours; nothing hides it
+    on_pp = hybrid_3d.sent_on_pp(job, job.b, 2 * job.v) if job.pp > 1 else 0
+    if at.megatron_2021:  # what all ranks of tp have is sent once (Narayanan 2021, 4.1)
+        on_pp *= job.cut / job.tp
+    found["pp"] = on_pp / bandwidth(at, at.gpus)
     fullest = job.blocks.index(job.most)
     found["dp"] = seconds_on_dp(job, fullest, work)
     stepped = cut_by_zero(job, fullest)
@@ -330,9 +320,7 @@ def with_rates(job, found):
 
 def bandwidth(at, neighbours):
     """Bytes a second among so many ranks in a row: inside a node, if they divide it."""
-    if at.node % neighbours == 0:
-        return 1e9 * at.bandwidth_intra
-    return 1e9 * at.bandwidth_inter
+    return 1e9 * (at.bandwidth_inter if at.node % neighbours else at.bandwidth_intra)
 
 
 def forward(job, keys=None):
@@ -367,14 +355,6 @@ def memory_traffic(job):
         numbers += 8 * job.routed * C / job.tp  # rows are picked, sorted, put back and added up
     passes = 3 if job.ckpt == "none" else 4
     return passes * job.b * numbers
-
-
-def bytes_on_tp(job):
-    """Nothing hides them."""
-    sent = hybrid_3d.sent_on_tp(job, job.b, job.most, False, False)
-    if job.at.megatron_2021 and job.ckpt == "full":  # both all-reduces of a block again, not one
-        sent += 2 * job.most * (job.tp - 1) / job.tp * job.micro * job.x
-    return sent
 
 
 def seconds_on_cp(job, speed):
@@ -439,8 +419,7 @@ def layouts(cfg, at, fixed):
         for micro in divisors(at.batch // dp):
             for schedule in schedules(cfg, pp, micro, fixed):
                 for sp, ckpt, attn, ep, zero in choices(cfg, at, (dp, cp, tp, pp), schedule, fixed):
-                    lay = Layout(dp=dp, tp=tp, pp=pp, micro=micro, schedule=schedule, sp=sp,
-                                 zero=zero, ckpt=ckpt, cp=cp, attn=attn, ep=ep)
+                    lay = Layout(dp, tp, pp, micro, schedule, sp, zero, ckpt, cp, attn, ep)
                     if all(getattr(lay, axis) == value for axis, value in fixed.items()):
                         yield lay
 
@@ -478,22 +457,17 @@ def schedules(cfg, pp, micro, fixed):
 def choices(cfg, at, mesh, schedule, fixed):
     """-> all (sp, ckpt, attn, ep, zero)"""
     dp, cp, tp, pp = mesh
+    data = dp * cp
     sps = [False]
     if tp > 1 and cfg.seq // cp % tp == 0:
         sps.append(True)
     if tp > 1 and at.experts:  # whose ranks would all route the same tokens
         sps.remove(False)
-    ckpts = list(CKPTS)
-    if schedule in SPLIT:
-        ckpts.remove("full")
-    eps = [None]
-    if at.experts:
-        eps = divisors(math.gcd(dp * cp, at.experts))
+    ckpts = CKPTS[:2] if schedule in SPLIT else CKPTS
+    eps = divisors(math.gcd(data, at.experts)) if at.experts else [None]
     zeros = [0]
-    if dp * cp > 1:
-        zeros += [1, 2]
-    if dp * cp > 1 and pp == 1:
-        zeros.append(3)
+    if data > 1:
+        zeros = [0, 1, 2] if pp > 1 else [0, 1, 2, 3]
     return itertools.product(sps, ckpts, attentions(cfg, cp, tp, fixed), eps, zeros)
 
 
@@ -515,13 +489,12 @@ def search(cfg, at):
     at.fixed: {axis: value} to be kept
     """
     fits = []
-    least = None
+    tried = []
     for lay in layouts(cfg, at, at.fixed):
         job = job_of(cfg, at, lay)
-        needed = (assess(job)["memory"], lay)
-        if needed[0] <= 1e9 * at.gpu_memory:
+        needed = assess(job)["memory"]
+        tried.append((needed, lay))
+        if needed <= 1e9 * at.gpu_memory:
             fits.append((timed(job)["seconds"], lay))
-        if least is None or needed < least:
-            least = needed
     fits.sort(key=lambda found: (found[0], found[1].cp))  # of equals the one that cuts less
-    return fits, least
+    return fits, min(tried, default=None)

@@ -15,10 +15,10 @@ Exit code 1 if any run failed, dry ones included; 2 where there is no GPU.
 """
 import sys
 from collections import namedtuple
+from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
 
 from tools.launch import Failed, report, worst_gap  # noqa: E402
@@ -30,57 +30,41 @@ PEAK_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "A100": 312, "L40S": 
                "RTX 4090": 165, "RTX 3090": 71}
 
 # of every file but hybrid_3d; the same ones on one rank and on several
-VARIANTS = (
-    ("ddp", ""),
-    ("ddp", "--bucket-mb 0"),
-    ("zero", "--stage 0"),
-    ("zero", "--stage 1"),
-    ("zero", "--stage 2 --accum 2"),
-    ("zero", "--stage 3"),
-    ("zero", "--stage 1 --offload optimizer"),
-    ("zero", "--stage 3 --offload param"),
-    ("fsdp", ""),
-    ("fsdp", "--no-reshard"),
-    ("fsdp", "--offload"),
-    ("tensor_parallel", ""),
-    ("tensor_parallel", "--sp"),
-    ("pipeline_parallel", "--schedule gpipe"),
-    ("pipeline_parallel", "--schedule 1f1b"),
-    ("pipeline_parallel", "--schedule zb-h1"),
-    ("context_parallel", "--attn zigzag"),
-    ("context_parallel", "--attn ring"),
-    ("context_parallel", "--attn allgather"),
-    ("context_parallel", "--attn ulysses"),
-    ("moe", ""),
-    ("moe", "--balance bias --capacity 1.25 --shared"),
-    ("amp_accum_ckpt", "--accum 2"),
-    ("amp_accum_ckpt", "--ckpt full"),
-    ("amp_accum_ckpt", "--ckpt selective"),
-)
+VARIANTS = {
+    "ddp": ("", "--bucket-mb 0"),
+    "zero": ("--stage 0", "--stage 1", "--stage 2 --accum 2", "--stage 3",
+             "--stage 1 --offload optimizer", "--stage 3 --offload param"),
+    "fsdp": ("", "--no-reshard", "--offload"),
+    "tensor_parallel": ("", "--sp"),
+    "pipeline_parallel": ("--schedule gpipe", "--schedule 1f1b", "--schedule zb-h1"),
+    "context_parallel": ("--attn zigzag", "--attn ring", "--attn allgather", "--attn ulysses"),
+    "moe": ("", "--balance bias --capacity 1.25 --shared"),
+    "amp_accum_ckpt": ("--accum 2", "--ckpt full", "--ckpt selective"),
+}
 MIXED = ("--amp bf16", "--amp fp16 --ckpt full", "--amp bf16 --ckpt selective --accum 2")
 STEPS = "--steps 3"
 HYBRID = {1: "--dp 1 --tp 1 --pp 1", 2: "--dp 1 --tp 2 --pp 1", 4: "--dp 2 --tp 2 --pp 1"}
 
 
-def cases():
+def each(label, ranks, flags, without=""):
+    """-> a Case of each variant but those of one file"""
+    files = {**VARIANTS, "hybrid_3d": [HYBRID[ranks]]}
     found = []
-    for dtype in ("fp64", "fp32", "bf16"):
-        for file, flags in (*VARIANTS, ("hybrid_3d", HYBRID[1])):
-            if dtype == "fp64":
-                llama = f"--model llama-toy {flags}"
-                found.append(Case("nccl Llama", file, 1, f"{llama} --dtype fp64 {STEPS}"))
-            if file == "amp_accum_ckpt" and dtype == "bf16":
-                continue  # it takes --amp bf16 instead
-            label = f"nccl {dtype}"
-            found.append(Case(label, file, 1, f"{flags} --dtype {dtype} {STEPS}"))
-    for flags in MIXED:
-        found.append(Case("nccl amp", "amp_accum_ckpt", 1, f"{flags} {STEPS}"))
-    for ranks in (2, 4):
-        for file, flags in (*VARIANTS, ("hybrid_3d", HYBRID[ranks])):
-            if file == "pipeline_parallel":
-                continue  # gloo sends CPU tensors alone
-            label = f"gloo x{ranks} fp64"
-            found.append(Case(label, file, ranks, f"{flags} --dtype fp64 {STEPS}"))
+    for file, variants in files.items():
+        if file != without:
+            found += [Case(label, file, ranks, f"{own} {flags} {STEPS}") for own in variants]
+    return found
+
+
+def cases():
+    found = each("nccl Llama", 1, "--model llama-toy --dtype fp64")
+    found += each("nccl fp64", 1, "--dtype fp64")
+    found += each("nccl fp32", 1, "--dtype fp32")
+    found += each("nccl bf16", 1, "--dtype bf16", without="amp_accum_ckpt")  # it has --amp bf16
+    found += [Case("nccl amp", "amp_accum_ckpt", 1, f"{flags} {STEPS}") for flags in MIXED]
+    for ranks in (2, 4):  # of a pipeline gloo sends CPU tensors alone
+        label = f"gloo x{ranks} fp64"
+        found += each(label, ranks, "--dtype fp64", without="pipeline_parallel")
     return found
 
 
@@ -119,14 +103,12 @@ def peaks(found, case):
 # ---- how much of the card is used ----------------------------------------------
 
 
-def utilization(model, batch, compiled, peak):
+def utilization(model, batch, flag, peak):
     """-> a line: ms, tokens per second and MFU of GPT-2 in bf16 on one card; has it run?"""
-    flags = f"--model {model} --batch {batch} --amp bf16 --no-check --steps 12"
-    if compiled:
-        flags += " --compile"
-    line = f"{'MFU':14} {model:18} {flags.replace(' --no-check --steps 12', ''):42}"
+    flags = f"--model {model} --batch {batch} --amp bf16 {flag}"
+    line = f"{'MFU':14} {model:18} {flags:42}"
     try:
-        found = measure(1, "amp_accum_ckpt", flags)
+        found = measure(1, "amp_accum_ckpt", f"{flags} --no-check --steps 12")
     except Failed as failure:
         return f"{line} FAILED: {failure}", False
     layers, width, seq = (found["args"][k] for k in ("layers", "width", "seq"))
@@ -142,20 +124,19 @@ def main():
         return 2
     card = torch.cuda.get_device_name()
     print(f"{card}, torch {torch.__version__}")
-    good = True
-    for case in cases():
-        line, passed = run(case)
-        print(line, flush=True)
-        good = good and passed
+    jobs = [partial(run, case) for case in cases()]
     peak = next((PEAK_TFLOPS[name] for name in PEAK_TFLOPS if name in card + " "), None)
     if peak is None:
         print(f"no data sheet of {card} is known here: MFU is left out")
-        return int(not good)
-    for model, batch in (("gpt2", 32), ("gpt2-medium", 16)):
-        for compiled in (False, True):
-            line, passed = utilization(model, batch, compiled, peak)
-            print(line, flush=True)
-            good = good and passed
+    else:
+        jobs += [partial(utilization, model, batch, flag, peak)
+                 for model, batch in (("gpt2", 32), ("gpt2-medium", 16))
+                 for flag in ("", "--compile")]
+    good = True
+    for job in jobs:
+        line, passed = job()
+        print(line, flush=True)
+        good = good and passed
     return int(not good)
 
 

@@ -42,23 +42,16 @@ def usual_ranks():
     return torch.cuda.device_count() or 2
 
 
-def most_ranks():
-    """More than these a machine only starts to swap for. A rank takes a third of a GB."""
-    return max(64, 4 * cores())
+def refuse(message):
+    print(f"run.sh: error: {message}", file=sys.stderr)
+    return 2
 
 
 def launch(ranks, script, flags):
     """-> the exit code of the first rank that failed, or 0."""
-    config = LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=ranks,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",  # it finds a free port
-        max_restarts=0,
-        monitor_interval=0.1,
-    )
+    config = LaunchConfig(  # at port 0, for which it finds a free one
+        min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=uuid.uuid4().hex, max_restarts=0,
+        rdzv_backend="c10d", rdzv_endpoint="localhost:0", monitor_interval=0.1)
     try:
         elastic_launch(config, sys.executable)("-u", script, *flags)
     except ChildFailedError as error:
@@ -72,24 +65,23 @@ def launch(ranks, script, flags):
 def explain(script, rank, failure):
     """One line about the first rank that failed, unless the script has said it -> exit code."""
     code = failure.exitcode
+    end = f"ended with exit code {code}"
     if code < 0:
-        name = signal.Signals(-code).name
-        print(f"run.sh: rank {rank} of {script} was ended by {name}", file=sys.stderr)
-        return 1
+        end = f"was ended by {signal.Signals(-code).name}"
     if code not in (2, INTERRUPTED):
-        print(f"run.sh: rank {rank} of {script} ended with exit code {code}", file=sys.stderr)
-    return code
+        print(f"run.sh: rank {rank} of {script} {end}", file=sys.stderr)
+    return max(1, code)
 
 
 def main(words):
     if len(words) < 2 or not words[0].isdecimal():
-        print("run.sh: error: usage: launch.py RANKS FILE.py [flags]", file=sys.stderr)
-        return 2
+        return refuse("usage: launch.py RANKS FILE.py [flags]")
     ranks = int(words[0])
-    if not 1 <= ranks <= most_ranks():
-        print(f"run.sh: error: {ranks} ranks: on this machine 1 to {most_ranks()}; one of any "
-              f"number, without the others, is python {words[1]} --dry-run N", file=sys.stderr)
-        return 2
+    # a rank takes a third of a GB: with more than these a machine only starts to swap
+    most = max(64, 4 * cores())
+    if not 1 <= ranks <= most:
+        return refuse(f"{ranks} ranks: on this machine 1 to {most}; one of any number, without "
+                      f"the others, is python {words[1]} --dry-run N")
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL + 1)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -116,10 +108,10 @@ def report(ranks, script, flags, shown=False):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "report.json")
         command = [sys.executable, __file__, str(ranks), script, *map(str, flags)]
+        command += ["--json", str(path)]
         stream = None if shown else subprocess.PIPE
         # not run(), which at Ctrl-C kills the launcher before that has ended its ranks
-        job = subprocess.Popen([*command, "--json", str(path)], cwd=ROOT, text=True, stdout=stream,
-                               stderr=stream)
+        job = subprocess.Popen(command, cwd=ROOT, text=True, stdout=stream, stderr=stream)
         out, errors = job.communicate()
         if path.exists():
             return {**json.loads(path.read_text()), "exit_code": job.returncode}

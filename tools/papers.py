@@ -2,25 +2,23 @@
 
     ./run.sh papers > docs/papers.md     all of it, as Markdown; no network, no GPU
 
-"Published" stands below as it is printed in the paper, or is what a formula printed there gives.
-"Ours" is never typed in: it is measured by the ledger on fake tensors, played by the simulator of
-schedules, counted on a model, or worked out by tools/estimate.py, which is what tools/plan.py uses.
-The exit code is 1 if a number is not as published and nothing says why.
+INTRO, at the end, says what the two are. The exit code is 1 if a number is not as published and
+nothing says why.
 """
 import contextlib
 import math
 import sys
 from collections import namedtuple
 from functools import cache, partial
+from itertools import groupby
 from pathlib import Path
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-import torch.nn as nn  # noqa: E402
-from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # run as a program: the root is not there
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import amp_accum_ckpt  # noqa: E402
 import context_parallel  # noqa: E402
 import moe  # noqa: E402
@@ -62,18 +60,13 @@ def digits_of(published):
     return SCALES.get(published[-1], 1), len(behind)
 
 
-def value_of(published):
-    """31.4% -> 0.314"""
-    return float(published.rstrip("KMBT%")) * digits_of(published)[0]
-
-
 def agrees(row):
-    value = value_of(row.published)
+    scale, digits = digits_of(row.published)
+    value = scale * float(row.published.rstrip("KMBT%"))
     gap = abs(row.ours - value)
     if row.within == EQUAL:
         return gap == 0
     if row.within == DIGIT:
-        scale, digits = digits_of(row.published)
         return gap < scale * 10 ** -digits
     return gap <= row.within * value
 
@@ -151,10 +144,8 @@ def train_by_zero(ranks, level, pairs=1):
 @table(ZERO, "table 1: GB of model states per GPU, of 64",
        "the ledger of a step of Linears of so many parameters, by zero.py as rank 0")
 def zero_memory():
-    ours = []
-    for level in (1, 2, 3):
-        memory = train_by_zero(64, level).memory
-        ours.append(sum(memory[kind] for kind in NOTHING) / 1e9)
+    memories = [train_by_zero(64, level).memory for level in (1, 2, 3)]
+    ours = [sum(memory[kind] for kind in NOTHING) / 1e9 for memory in memories]
     return rows_of(STAGES, "31.4 16.6 1.88", ours)
 
 
@@ -185,8 +176,7 @@ def parameters():
     rows = []
     for label, (published, cfg) in sizes.items():
         rows += rows_of(label, published, [parameters_of(cfg)], why=ROUNDED)
-    ours = [parameters_of(MIXTRAL, experts=8)]
-    ours.append(parameters_of(MIXTRAL, experts=2))  # a token visits 2 of the 8
+    ours = [parameters_of(MIXTRAL, experts) for experts in (8, 2)]  # a token visits 2 of the 8
     return rows + rows_of("Mixtral 8x7B (Jiang 2024), of it a token visits", "47B 13B", ours)
 
 
@@ -226,11 +216,10 @@ def layout(dp, tp, pp, micro, schedule="1f1b", sp=False, ckpt="none"):
 @table(NARAYANAN, "tables 1 and 2, PTD-P: TFLOP/s of a GPU",
        "plan.py's time model, with one efficiency for all, fitted to table 1; 174.6B is of table 2")
 def narayanan_speed():
-    rows = []
-    for label, run in RUNS.items():
-        ours = [timed(job_in_2021(label))["tflops"]]
-        rows += rows_of(f"{label} on {run[5]} GPUs", run[-1], ours, TIME_MODEL)
-    return rows
+    labels = [f"{label} on {run[5]} GPUs" for label, run in RUNS.items()]
+    published = [run[-1] for run in RUNS.values()]
+    ours = [timed(job_in_2021(label))["tflops"] for label in RUNS]
+    return rows_of(", ".join(labels), " ".join(published), ours, TIME_MODEL)
 
 
 @table(NARAYANAN, "section 5.1 and table 2: days", "the same; nothing is fitted to these")
@@ -275,19 +264,11 @@ KORTHIKANTI = "Korthikanti 2022, activation recomputation, arXiv:2205.05198"
 OF_175B = (96, 12288)  # heads, width; one sequence of 2048
 
 
-class Dropped(nn.Module):
-    """A module and a dropout behind it, whose mask has a byte a number, as on GPUs."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
+class Dropout(nn.Module):
+    """Its mask has a byte a number, as on GPUs."""
 
     def forward(self, x):
-        return dropout(self.module(x))
-
-
-def dropout(x):
-    return torch.ops.aten.native_dropout(x, 0.1, True)[0]
+        return torch.ops.aten.native_dropout(x, 0.1, True)[0]
 
 
 def attend_unfused(q, k, v):
@@ -295,7 +276,7 @@ def attend_unfused(q, k, v):
     T, D = q.shape[-2:]
     future = torch.full((T, T), -math.inf, dtype=q.dtype).triu(1)
     weights = (q @ k.transpose(-2, -1) / math.sqrt(D) + future).softmax(-1)
-    return dropout(weights) @ v
+    return Dropout()(weights) @ v
 
 
 @cache
@@ -312,11 +293,9 @@ def play_block(kind=None, ranks=1, attend=attend_unfused, forward=nn.Module.__ca
             tensor_parallel.parallelize(model, kind())
         block = model.blocks[0]
         block.attn.attend = attend
-        block.attn = Dropped(block.attn)
-        block.mlp = Dropped(block.mlp)
-        tokens = 2048
-        if kind is tensor_parallel.CutSequence:
-            tokens //= ranks
+        block.attn = nn.Sequential(block.attn, Dropout())
+        block.mlp = nn.Sequential(block.mlp, Dropout())
+        tokens = 2048 // ranks if kind is tensor_parallel.CutSequence else 2048
         x = torch.ones(1, tokens, width, dtype=torch.bfloat16, requires_grad=True)
         with Ledger(held=lambda: {**NOTHING, "parameters": list(block.parameters())}) as ledger:
             y = forward(block, x)
@@ -328,11 +307,10 @@ def play_block(kind=None, ranks=1, attend=attend_unfused, forward=nn.Module.__ca
 WHOLE = {"kind": tensor_parallel.WholeSequence, "ranks": 8}
 CUT = {"kind": tensor_parallel.CutSequence, "ranks": 8}
 AGAIN = partial(amp_accum_ckpt.full, attend_unfused)
-PLAIN = {}
 # What table 2 calls it: how play_block does it, and the bytes that table 2 says, by s b h, where
 # t = 8 ranks and 5 a s / h = 80
 TABLE_2 = {
-    "no parallelism": (PLAIN, 34 + 80),
+    "no parallelism": ({}, 34 + 80),
     "tensor parallel": (WHOLE, 10 + 24 / 8 + 80 / 8),
     "+ sequence parallel": (CUT, 34 / 8 + 80 / 8),
     "tensor parallel and selective recompute": ({**WHOLE, "attend": AGAIN}, 10 + 24 / 8),
@@ -345,11 +323,9 @@ TABLE_2 = {
        "what autograd keeps of a block by tensor_parallel.py, with the paper's attention and "
        "dropouts; recomputation is amp_accum_ckpt.full, of attention or of the block")
 def korthikanti_2():
-    rows = []
-    for name, (how, published) in TABLE_2.items():
-        _, kept = play_block(**how)
-        rows += rows_of(name, f"{published:.2f}", [kept])
-    return rows
+    published = [f"{kept:.2f}" for _, kept in TABLE_2.values()]
+    ours = [play_block(**how)[1] for how, _ in TABLE_2.values()]
+    return rows_of(", ".join(TABLE_2), " ".join(published), ours)
 
 
 @table(KORTHIKANTI, "table 5: model FLOPs utilization", "plan.py's time model, with two chunks per "
@@ -376,15 +352,13 @@ def collectives():
     cut, _ = play_block(**CUT)
     calls = {name: figures["calls"] for name, figures in cut.collectives.items()}
     numbers = wire(whole) / 2 / (2048 * OF_175B[1])
-    reduces = whole.collectives["all_reduce"]["calls"]
     rows = rows_of("tensor parallel: numbers / (b s h), all-reduces", "7 4",
-                   [numbers, reduces], EQUAL)
+                   [numbers, whole.collectives["all_reduce"]["calls"]], EQUAL)
     rows += rows_of("sequence parallel: all-gathers, reduce-scatters", "4 4",
                     [calls["all_gather"], calls["reduce_scatter"]], EQUAL, MORE_GATHERS)
     ledger = attention(context_parallel.Ulysses, 8, 2048, 8192)
-    payload = sum(figures["payload"] for figures in ledger.collectives.values())
-    return rows + rows_of("Ulysses: numbers / (N h / P)", "4",
-                          [payload / 2 / (2048 * 8192)], EQUAL)
+    sent = sum(figures["payload"] for figures in ledger.collectives.values()) / 2
+    return rows + rows_of("Ulysses: numbers / (N h / P)", "4", [sent / (2048 * 8192)], EQUAL)
 
 
 def attention(kind, ranks, tokens, width):
@@ -474,10 +448,10 @@ def experts():
     load = torch.ones(64, dtype=torch.int64)
     loss = moe.balancing_loss(load, logits, logits.softmax(-1), 1, alpha=0.01, beta=0.0).item()
     rows = rows_of("Switch: loss at uniform load (alpha 0.01; N 64)", "0.010000", [loss])
-    rows += rows_of("Switch: rows of an expert (factor 1.25; T 1024; N 64)", "20",
-                    [moe.most_rows(1.25, 1, 1024, 64)], EQUAL)
-    return rows + rows_of("GShard: rows of an expert (N/G 1024; E 128)", "16",
-                          [moe.most_rows(1.0, 2, 1024, 128)], EQUAL)
+    names = ("Switch: rows of an expert (factor 1.25; T 1024; N 64), "
+             "GShard: rows of an expert (N/G 1024; E 128)")
+    ours = [moe.most_rows(1.25, 1, 1024, 64), moe.most_rows(1.0, 2, 1024, 128)]
+    return rows + rows_of(names, "20 16", ours, EQUAL)
 
 
 # ---- all of them -----------------------------------------------------------------
@@ -508,18 +482,15 @@ def closing(rows):
 def main():
     require(not sys.argv[1:], f"{' '.join(sys.argv[1:])}: it takes no flags")
     found = []
-    paper = None
     print(INTRO)
-    for one in TABLES:
-        rows = one.make()
-        found += rows
-        if one.paper != paper:
-            paper = one.paper
-            print(f"\n## {paper}")
-        print("\n" + "\n".join(lines_of(one, rows)), flush=True)
+    for paper, tables in groupby(TABLES, lambda one: one.paper):
+        print(f"\n## {paper}")
+        for one in tables:
+            rows = one.make()
+            found += rows
+            print("\n" + "\n".join(lines_of(one, rows)), flush=True)
     print("\n" + closing(found))
-    unexplained = [row for row in found if not agrees(row) and not row.why]
-    return int(bool(unexplained))
+    return int(any(not agrees(row) and not row.why for row in found))
 
 
 if __name__ == "__main__":

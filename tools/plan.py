@@ -55,8 +55,7 @@ import signal
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # run as a program: the root is not there
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import moe  # noqa: E402
 from common import PRESETS  # noqa: E402
 from harness.flags import (  # noqa: E402
@@ -90,16 +89,11 @@ OWN = {
     "experts": Flag(int, "E in each layer, in the place of its MLP (0: none)", ANY),
     "top_k": moe.FLAGS["top_k"],
     "shared": moe.FLAGS["shared"],
-    "dp": Flag(int, "fixed", POSITIVE),
-    "cp": Flag(int, "fixed", POSITIVE),
-    "tp": Flag(int, "fixed", POSITIVE),
-    "pp": Flag(int, "fixed", POSITIVE),
-    "micro": Flag(int, "fixed", POSITIVE),
+    **dict.fromkeys(("dp", "cp", "tp", "pp", "micro", "ep"), Flag(int, "fixed", POSITIVE)),
     "zero": Flag(int, "fixed", (0, 3)),
     "schedule": Flag(str, "fixed", SCHEDULES),
     "ckpt": Flag(str, "fixed", CKPTS),
     "attn": Flag(str, "fixed", ("ring", "zigzag", "allgather", "ulysses")),
-    "ep": Flag(int, "fixed", POSITIVE),
     "exact": Flag(0, "so many rows get the peak of a dry run, which takes minutes", ANY),
 }
 
@@ -120,13 +114,12 @@ def read(words=None):
     for name, flag in OWN.items():
         check_bounds(name, getattr(at, name), flag.limits)
     require(at.gpus and at.batch, "give both --gpus and --batch")
-    given = {name: getattr(at, name) for name in SIZES if getattr(at, name) is not None}
-    at.cfg = MODELS[at.model]._replace(**given)
+    given = {name: value for name, value in vars(at).items() if value is not None}
+    at.cfg = MODELS[at.model]._replace(**{name: given[name] for name in SIZES if name in given})
+    at.fixed = {axis: given[axis] for axis in Layout._fields if axis in given}
     if at.experts is None:
         at.experts = moe.FLAGS["experts"].default if at.model in moe.PRESETS else 0
     refuse(at)
-    at.fixed = {axis: getattr(at, axis) for axis in Layout._fields
-                if getattr(at, axis) is not None}
     at.node = max(n for n in divisors(at.gpus) if n <= at.gpus_per_node)
     return at
 
@@ -134,12 +127,12 @@ def read(words=None):
 def refuse(at):
     """What makes no sense ends here, in one line."""
     cfg = at.cfg
-    heads = cfg.kv_heads or cfg.heads
+    E = at.experts
+    kv_heads = cfg.kv_heads or cfg.heads
     of_llama = at.kv_heads or at.hidden
     require(cfg.form == "llama" or not of_llama, "--kv-heads, --hidden: are for Llama's form")
     require(cfg.width % cfg.heads == 0, f"--heads {cfg.heads} does not divide --width {cfg.width}")
-    require(cfg.heads % heads == 0, f"--kv-heads {heads} does not divide --heads {cfg.heads}")
-    E = at.experts
+    require(cfg.heads % kv_heads == 0, f"--kv-heads {kv_heads} does not divide --heads {cfg.heads}")
     require(not E or at.top_k <= E, f"--top-k {at.top_k} of --experts {E}: choose {E} at most")
     require(E or not (at.ep or at.shared), "--ep and --shared are for --experts E")
     refuse_file("--json", at.json)
@@ -150,44 +143,28 @@ def refuse(at):
 
 def text(lay):
     """A layout -> dp 2 x tp 4, micro 8, sp"""
-    axes = []
-    for axis in ("dp", "cp", "tp", "pp"):
-        size = getattr(lay, axis)
-        if size > 1:
-            axes.append(f"{axis} {size}")
-    words = [" x ".join(axes) or "one GPU"]
-    if lay.ep:
-        words.append(f"ep {lay.ep}")
-    if lay.cp > 1:
-        words.append(lay.attn)
-    words.append(f"micro {lay.micro}")
-    if lay.pp > 1:
-        words.append(lay.schedule)
-    if lay.sp:
-        words.append("sp")
-    if lay.zero:
-        words.append(f"zero {lay.zero}")
-    if lay.ckpt != "none":
-        words.append(f"ckpt {lay.ckpt}")
-    return ", ".join(words)
+    sizes = {axis: getattr(lay, axis) for axis in ("dp", "cp", "tp", "pp")}
+    axes = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
+    words = [  # is it said? as what?
+        (True, " x ".join(axes) or "one GPU"), (lay.ep, f"ep {lay.ep}"), (lay.cp > 1, lay.attn),
+        (True, f"micro {lay.micro}"), (lay.pp > 1, lay.schedule), (lay.sp, "sp"),
+        (lay.zero, f"zero {lay.zero}"), (lay.ckpt != "none", f"ckpt {lay.ckpt}"),
+    ]
+    return ", ".join(word for is_said, word in words if is_said)
 
 
 def flags_of(lay, at):
     """-> the words for hybrid_3d.py"""
-    words = []
-    for name in ("model", *SIZES, "batch", "dtype"):
-        if getattr(at, name):
-            words.append(f"--{name.replace('_', '-')} {getattr(at, name)}")
-    left_out = {"ep"}
+    names = ["model", *SIZES, "batch", "dtype"]
+    left_out = set()
     if lay.cp == 1:
         left_out |= {"cp", "attn"}
-    for axis, value in lay._asdict().items():
-        if axis not in left_out and value is not False:
-            words.append(as_flag(axis, value))
     if lay.ep:
-        words.append(f"--experts {at.experts} --top-k {at.top_k} --ep {lay.ep}")
-        if at.shared:
-            words.append("--shared")
+        names += ["experts", "top_k", "shared"]
+    words = [as_flag(name, getattr(at, name)) for name in names if getattr(at, name)]
+    for axis, value in lay._asdict().items():
+        if axis not in left_out and value is not None and value is not False:
+            words.append(as_flag(axis, value))
     return " ".join(words)
 
 
@@ -195,18 +172,16 @@ def command(lay, at):
     """-> the line that runs a layout"""
     where = "--standalone"
     if at.gpus > at.node:
-        nodes = at.gpus // at.node
-        where = f"--nnodes={nodes} --rdzv_backend=c10d --rdzv_endpoint=HOST:29500"
+        where = f"--nnodes={at.gpus // at.node} --rdzv_backend=c10d --rdzv_endpoint=HOST:29500"
     return f"torchrun {where} --nproc_per_node={at.node} hybrid_3d.py {flags_of(lay, at)}"
 
 
-def as_flag(axis, value):
+def as_flag(name, value):
     """-> --tp 2, --sp or --no-sp"""
-    if value is True:
-        return f"--{axis}"
+    name = name.replace("_", "-")
     if value is False:
-        return f"--no-{axis}"
-    return f"--{axis} {value}"
+        return f"--no-{name}"
+    return f"--{name}" if value is True else f"--{name} {value}"
 
 
 # ---- tables --------------------------------------------------------------------
@@ -220,8 +195,7 @@ def show(rows, at):
     for i, (lay, memory, _) in enumerate(rows, 1):
         cells = " ".join(f"{memory[kind] / 1e9:11.2f}" for kind in HELD)
         print(f"{i:3} {text(lay):66} {cells} {memory['memory'] / 1e9:7.2f}")
-    used = {part for _, _, time in rows for part in PARTS if time[part]}
-    shown = [part for part in PARTS if part in used]
+    shown = [part for part in PARTS if any(time[part] for _, _, time in rows)]
     head = " ".join(f"{part:>9}" for part in shown)
     print(f"\nms  {head}      step TFLOP/s    MFU       tok/s")
     for i, (_, _, time) in enumerate(rows, 1):
@@ -261,17 +235,16 @@ def main():
     said = ""
     if rows:
         show(rows, at)
-        for i, (lay, memory, _) in enumerate(rows[:at.exact], 1):
-            memory["exact"] = exact_peak(lay, at)
-            print(f"row {i}: a dry run peaks at {memory['exact'] / 1e9:.2f} GB", flush=True)
     else:
         needed, lay = least
         said = f"nothing fits {at.gpu_memory:g} GB: {text(lay)} needs {needed / 1e9:.1f} GB"
         print(said)
+    for i, (lay, memory, _) in enumerate(rows[:at.exact], 1):
+        memory["exact"] = exact_peak(lay, at)
+        print(f"row {i}: a dry run peaks at {memory['exact'] / 1e9:.2f} GB", flush=True)
     if at.json:
-        found = []
-        for lay, memory, time in rows:
-            found.append({**lay._asdict(), **memory, **time, "command": command(lay, at)})
+        found = [{**lay._asdict(), **memory, **time, "command": command(lay, at)}
+                 for lay, memory, time in rows]
         result = {"rows": found, "fit": len(fits), "advice": said, "flags": vars(at)}
         Path(at.json).write_text(json.dumps(result, indent=1))
     return int(not rows)

@@ -20,13 +20,12 @@ import codecs
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from common import GPT  # noqa: E402
-from harness.usage import require  # noqa: E402
+from harness.flags import ANY, check_bounds, require  # noqa: E402
 from tools.weights import sizes_in, weights_of  # noqa: E402
 
 BYTES = 256
@@ -94,7 +93,7 @@ def choose(logits, temperature, top_k, rng):
     return torch.multinomial(logits.softmax(0).cpu(), 1, generator=rng).item()
 
 
-def sample(model, seq, prompt, count, temperature=0.8, top_k=0, seed=0, vocab=None):
+def sample(model, seq, prompt, count, temperature, top_k, seed, vocab):
     """Yields `count` tokens that follow the prompt.
 
     seq: positions that the model knows. vocab: only the first so many tokens may be drawn.
@@ -123,7 +122,7 @@ def load(folder, device="cpu"):
     return model.to(device).requires_grad_(False), cfg
 
 
-def arguments():
+def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.error = lambda message: require(False, message)
     parser.add_argument("folder", help="what --save has written")
@@ -135,37 +134,25 @@ def arguments():
     parser.add_argument("--seed", type=int, default=0, help="of the drawing (0)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
-    require(args.tokens >= 0, f"--tokens {args.tokens}: must be 0 or more")
-    require(args.temperature >= 0, f"--temperature {args.temperature}: must be 0 or more")
-    require(args.top_k >= 0, f"--top-k {args.top_k}: must be 0 or more")
-    return args
-
-
-def main():
-    args = arguments()
+    for name in ("tokens", "temperature", "top_k"):
+        check_bounds(name, getattr(args, name), ANY)
     model, cfg = load(args.folder, args.device)
-    vocab = cfg.vocab
     prompt = list(args.prompt.encode())
     if args.ids:
         words = args.ids.replace(",", " ").split()
         require(all(word.isdecimal() for word in words), f"--ids {args.ids}: are no numbers")
         prompt = [int(word) for word in words]
-        require(all(token < vocab for token in prompt),
-                f"--ids {args.ids}: must be 0 to {vocab - 1}")
+        highest = cfg.vocab - 1
+        require(max(prompt, default=0) <= highest, f"--ids {args.ids}: must be 0 to {highest}")
     require(prompt, "an empty prompt: give a character to begin with")
     drawn = sample(model, cfg.seq, prompt, args.tokens, temperature=args.temperature,
                    top_k=args.top_k, seed=args.seed, vocab=None if args.ids else BYTES)
-    if args.ids:
-        print(*prompt, end="", flush=True)
-        for token in drawn:
-            print(f" {token}", end="", flush=True)
-    else:
-        decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        print(args.prompt, end="", flush=True)
-        for token in drawn:
-            print(decoder.decode(bytes([token])), end="", flush=True)
-        print(decoder.decode(b"", final=True), end="")  # of a character that is not whole
-    print()
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    print(" ".join(map(str, prompt)) if args.ids else args.prompt, end="", flush=True)
+    for token in drawn:
+        new = f" {token}" if args.ids else decoder.decode(bytes([token]))
+        print(new, end="", flush=True)
+    print(decoder.decode(b"", final=True))  # of a character that is not whole
 
 
 if __name__ == "__main__":

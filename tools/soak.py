@@ -18,6 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from harness.checkpoint import numbered  # noqa: E402
 from harness.usage import require  # noqa: E402
 
 HYBRID = ("--dp", "2", "--tp", "2", "--pp", "1", "--zero", "1")
@@ -30,14 +31,8 @@ def torchrun(restarts, folder, out, name, ranks, *flags):
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
         f"--max-restarts={restarts}", f"{name}.py", "--no-check", "--save", str(folder), *flags,
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.STDOUT,
-                            env=environment)
-
-
-def newest(folder):
-    """The steps behind the newest checkpoint in a folder."""
-    return max((int(path.name) for path in Path(folder).glob("[0-9]*")), default=0)
+                            env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
 def wait_for(happened, job, pause=0.002):
@@ -57,32 +52,26 @@ def ranks_of(job):
     return subprocess.run(command, capture_output=True, text=True).stdout.split()
 
 
-def kill_one(job, rng):
-    """Ends a random rank, if there is one, and waits until torchrun has ended all -> was there one?
-
-    Until then another rank may still publish a checkpoint, and a kill would hit what is ending.
-    """
-    ranks = ranks_of(job)
-    if not ranks:
-        return False
-    os.kill(int(rng.choice(ranks)), signal.SIGKILL)
-    wait_for(lambda: not set(ranks) & set(ranks_of(job)), job, pause=0.05)
-    return True
-
-
 def kill_again_and_again(job, folder, kills, pace, rng):
     """-> the newest checkpoint at each kill. pace: seconds between two checkpoints."""
+    def newest():  # the steps behind it
+        return max(numbered(folder), default=0)
+
     seen = []
     while len(seen) < kills:
-        before = newest(folder)
-        if not wait_for(lambda before=before: newest(folder) > before, job):
+        before = newest()
+        if not wait_for(lambda before=before: newest() > before, job):
             break  # it came to its end
         if len(seen) % 4 == 3:  # until one is being written
             wait_for(lambda: any(Path(folder).glob(".[0-9]*")), job)
         else:
             time.sleep(rng.uniform(0, pace))
-        behind = newest(folder)
-        if kill_one(job, rng):
+        behind = newest()
+        ranks = ranks_of(job)
+        if ranks:
+            os.kill(int(rng.choice(ranks)), signal.SIGKILL)
+            # else another rank may still publish a checkpoint, and a kill hit what is ending
+            wait_for(lambda ranks=ranks: not set(ranks) & set(ranks_of(job)), job, pause=0.05)
             seen.append(behind)
             print(f"kill {len(seen):3d} with checkpoint {behind} behind it", flush=True)
     return seen
@@ -115,8 +104,7 @@ def soak(kills, seed, name, ranks, *flags, steps=200, every=5):
         assert job.wait() == 0, "the run did not survive"
         out.seek(0)
         # what harness/checkpoint.py has said at each restart
-        resumed = re.findall(r"--save takes \S+?/(\d+),", out.read())
-        taken = [int(number) for number in resumed]
+        taken = [int(number) for number in re.findall(r"--save takes \S+?/(\d+),", out.read())]
         none_older = all(later >= earlier for earlier, later in zip(seen, taken))
         assert len(taken) == len(seen) and none_older, f"lost: {seen}, resumed {taken}"
         same = parameters_of(whole, steps) == parameters_of(killed, steps)

@@ -84,10 +84,8 @@ def drawn(seed, i, only=None, attempt=0):
     flags.update(sizes_of(name, axes, flags, draw))
     words = ["--dtype", "fp64", "--device", "cpu"]
     for flag, value in flags.items():
-        if value is True:
-            words.append(f"--{flag}")
-        elif value is not False:
-            words.append(f"--{flag}={value}")
+        if value is not False:
+            words.append(f"--{flag}" if value is True else f"--{flag}={value}")
     return name, n, words
 
 
@@ -96,8 +94,7 @@ def axes_of(name, n, draw):
     axes = {"dp": 1, "cp": 1, "tp": 1, "pp": 1}
     only = {"tensor_parallel": "tp", "pipeline_parallel": "pp", "context_parallel": "cp"}
     if name != "hybrid_3d":
-        axes[only.get(name, "dp")] = n
-        return axes
+        return {**axes, only.get(name, "dp"): n}
     for prime in (2, 3, 5, 7):
         while n % prime == 0:
             axes[draw.choice(list(axes))] *= prime
@@ -108,8 +105,8 @@ def axes_of(name, n, draw):
 def sizes_of(name, axes, flags, draw):
     """-> sizes that these axes can share, mostly"""
     pp = axes["pp"]
-    sizes = {"layers": draw.randint(1, 4), "seq": draw.randint(8, 32)}
     cut = axes["tp"] * axes["cp"]
+    sizes = {"layers": draw.randint(1, 4), "seq": draw.randint(8, 32)}
     if cut > 1:
         sizes["seq"] = 2 * cut * draw.randint(1, 3)
     kv_heads = cut * draw.choice((1, 2))
@@ -135,10 +132,8 @@ def sizes_of(name, axes, flags, draw):
 def trouble_in(report):
     """-> the worst gap, what is wrong in a report"""
     gap = worst_gap(report) or 0.0  # pipedream trains something else, and compares nothing
-    trouble = []
-    for row in report["textbook"]:
-        if not math.isclose(row["expected"], row["measured"], rel_tol=1e-12):
-            trouble.append(str(row))
+    trouble = [str(row) for row in report["textbook"]
+               if not math.isclose(row["expected"], row["measured"], rel_tol=1e-12)]
     if gap > LIMIT:
         trouble.append(f"the worst gap is {gap}")
     return gap, trouble
@@ -169,10 +164,9 @@ def sweep(numbers, seed=0, only=None, plant=None):
         since = time.time()
         command, gap, trouble = run(seed, i, only, plant)
         worst = max(worst, gap)
-        result = f"{gap:.1e}"
         if trouble:
             failed.append(i)
-            result = "FAILED"
+        result = "FAILED" if trouble else f"{gap:.1e}"
         print(f"{i:4} {time.time() - since:5.1f} s {result:>8}  {command}", *trouble, flush=True)
     result = f"each equal to the plain GPT, the worst gap is {worst:.1e}"
     if failed:
@@ -189,8 +183,7 @@ def main(words):
     parser.add_argument("seed", type=int, nargs="?", default=0)
     parser.add_argument("--file", choices=FILES)
     args = parser.parse_args(words)
-    if args.runs < 1:
-        parser.error("N is 1 or more")
+    require(args.runs > 0, f"{args.runs} runs: N is 1 or more")
     return int(bool(sweep(range(args.runs), args.seed, args.file)))
 
 

@@ -21,6 +21,7 @@ tied to the embedding, stretched rotary positions and sliding windows are refuse
 """
 import argparse
 import ctypes
+import itertools
 import json
 import math
 import re
@@ -28,8 +29,7 @@ import struct
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # run as a program: the root is not there
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch  # noqa: E402
 from common import GPTConfig  # noqa: E402
@@ -58,7 +58,7 @@ def read_safetensors(path):
         dtype = DTYPES[entry["dtype"]]
         begin, end = entry["data_offsets"]
         if end > len(data) or end - begin != math.prod(entry["shape"]) * dtype.itemsize:
-            raise ValueError(f"{path}: {name} is not whole")
+            raise ValueError(f"{name} of {path.name} is not whole")
         part = data[begin:end].clone()  # the file's own bytes need not be aligned
         state[name] = part.view(dtype).view(entry["shape"])
     return state
@@ -91,13 +91,11 @@ def read_weights(folder):
             files = [folder / Path(part).name for part in sorted(set(parts))]
         if files[0].exists():
             break
-    state = {}
-    for path in files:
-        if path.suffix == ".safetensors":
-            state.update(read_safetensors(path))
-        else:
-            state.update(torch.load(path, map_location="cpu", weights_only=True))
-    return state
+    if files[0].suffix == ".safetensors":
+        parts = map(read_safetensors, files)
+    else:
+        parts = [torch.load(path, map_location="cpu", weights_only=True) for path in files]
+    return {name: t for part in parts for name, t in part.items()}
 
 
 # ---- config.json -----------------------------------------------------------------
@@ -198,10 +196,9 @@ def names_of(cfg, experts):
     """-> {their name: [ours]}; in one tensor of GPT-2's q, k and v are one beside the other."""
     found = {}
     if cfg.form == "gpt2":
-        for i in range(cfg.layers):
-            for kind in ("weight", "bias"):
-                for theirs, ours in GPT2_BLOCK.items():
-                    found[f"h.{i}.{theirs}.{kind}"] = [f"blocks.{i}.{name}.{kind}" for name in ours]
+        for i, kind in itertools.product(range(cfg.layers), ("weight", "bias")):
+            for theirs, ours in GPT2_BLOCK.items():
+                found[f"h.{i}.{theirs}.{kind}"] = [f"blocks.{i}.{name}.{kind}" for name in ours]
         return {**{theirs: [ours] for theirs, ours in GPT2_ENDS.items()}, **found}
     block = {**LLAMA_BLOCK, **MLP}
     if experts:
@@ -277,8 +274,7 @@ def import_weights(source, target):
     words = flags_for(cfg)
     experts = config.get("num_local_experts", 0)
     if experts:
-        identity["experts"] = experts
-        identity["top_k"] = config["num_experts_per_tok"]
+        identity |= {"experts": experts, "top_k": config["num_experts_per_tok"]}
         words += f" --experts {experts} --top-k {identity['top_k']}"
     state = from_theirs(read_weights(folder), cfg, experts)
     checkpoint.write_whole(target, state, identity)
@@ -287,13 +283,11 @@ def import_weights(source, target):
 
 def flags_for(cfg):
     """What a run has to be told beside --init-from."""
-    names = ["layers", "width", "heads", "vocab", "seq"]
     words = ""
+    for name in ("layers", "width", "heads", "vocab", "seq"):
+        words += f" --{name} {getattr(cfg, name)}"
     if cfg.form == "llama":
-        names += ["kv_heads", "hidden"]
-        words = " --model llama-toy"
-    for name in names:
-        words += f" --{name.replace('_', '-')} {getattr(cfg, name)}"
+        words += f" --model llama-toy --kv-heads {cfg.kv_heads} --hidden {cfg.hidden}"
     return words
 
 
@@ -336,9 +330,7 @@ def main():
         require(False, f"{error.filename}: {error.strerror}")
     except KeyError as missing:
         require(False, f"{args.source}: has no {missing}")
-    except ValueError as error:
-        require(False, error)
-    except (AttributeError, TypeError) as error:  # JSON of another kind
+    except (ValueError, AttributeError, TypeError) as error:  # the last two: JSON of another kind
         require(False, f"{args.source}: {error}")
 
 
