@@ -41,6 +41,14 @@ import torch.distributed as dist
 from harness.report import say
 from harness.usage import require
 
+
+def dcp():
+    """-> harness.dcp. It takes half as long as torch to load, and a run without need not wait."""
+    from harness import dcp
+
+    return dcp
+
+
 # ---- pieces ------------------------------------------------------------------
 
 Piece = namedtuple("Piece", "name shape start tensor writes")
@@ -103,9 +111,10 @@ def run_pieces(name, shape, first, flat, writes):
     low = max(first, 0)
     high = min(first + len(flat), math.prod(shape))
     pieces = []
-    for start, box, begin in boxes_of_run(tuple(shape), low, high):
-        view = flat[begin - first:begin - first + math.prod(box)].view(box)
+    for start, box in boxes_of_run(shape, low, high):
+        view = flat[low - first:low - first + math.prod(box)].view(box)
         pieces.append(Piece(name, tuple(shape), start, view, writes))
+        low += view.numel()
     return pieces
 
 
@@ -123,43 +132,38 @@ def parts_pieces(parts, optimizer, writes):
 
 
 def boxes_of_run(shape, low, high):
-    """Elements low to high of a flattened tensor -> [(start, shape of the box, first element)].
+    """Elements low to high of a flattened tensor -> [(start, shape of the box)], in order.
 
     A run is the end of a row, then whole rows, then the beginning of a row; rows are cut likewise.
-    So from `low` on each box is as large as it can be.
     """
+    if low >= high:
+        return []
+    if not shape:
+        return [((), ())]
+    size = math.prod(shape[1:])  # of a row
+    first = min(-(-low // size) * size, high)  # where whole rows begin
+    last = max(high // size * size, first)  # and end
     boxes = []
-    while low < high:
-        dim = len(shape)
-        size = 1  # of a part that is whole in the dimensions from `dim` on
-        while dim > 0:
-            larger = size * shape[dim - 1]
-            if low % larger or low + larger > high:
-                break
-            dim -= 1
-            size = larger
-        box = [1] * dim + list(shape[dim:])
-        if dim > 0:  # several such parts, up to the end of their row or of the run
-            behind = shape[dim - 1] - low // size % shape[dim - 1]
-            box[dim - 1] = min(behind, (high - low) // size)
-        start = [low // math.prod(shape[i + 1:]) % shape[i] for i in range(len(shape))]
-        boxes.append((tuple(start), tuple(box), low))
-        low += math.prod(box)
-    return boxes
+    for begin, end in ((low, first), (last, high)):
+        row = begin // size
+        for start, box in boxes_of_run(shape[1:], begin - row * size, end - row * size):
+            boxes.append(((row, *start), (1, *box)))
+    if first < last:
+        start = (first // size, *[0] * len(shape[1:]))
+        boxes.append((start, ((last - first) // size, *shape[1:])))
+    return sorted(boxes)
 
 
-def adamw_states(optimizer, steps):
-    """Makes the states of common's AdamW that has not run yet, so that they can be loaded into.
-
-    steps: how many updates they have behind them.
-    """
+def adamw_states(optimizer, start):
+    """Makes the states of common's AdamW that has not run yet, so that they can be loaded into."""
+    steps = start.extra.get("updates", start.steps)  # in fp16 some steps are skipped
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad:  # else AdamW holds nothing for it
                 state = optimizer.state[parameter]
                 # a fused AdamW has it in fp32, where the parameter is
-                state["step"] = torch.tensor(float(steps), dtype=torch.float32,
-                                             device=parameter.device)
+                state["step"] = torch.full((), steps, dtype=torch.float32,
+                                           device=parameter.device)
                 for kind in STATES:
                     state[kind] = torch.zeros_like(parameter)
 
@@ -192,9 +196,8 @@ def identity(args):
     """What a run tells about itself in its checkpoints -> {name: value}."""
     mine = {name: getattr(args, name) for name in (*COURSE, *args.course)}
     mine.update(args.cfg._asdict())
-    mine["course"] = args.course
-    mine["job"] = job()
-    mine["held_out"] = bool(args.eval_every)  # the corpus is shorter then
+    held_out = bool(args.eval_every)  # the corpus is shorter then
+    mine.update(course=args.course, job=job(), held_out=held_out)
     if args.decay != "none":
         mine["steps"] = args.steps  # the rate at every step depends on it
     return mine
@@ -264,14 +267,12 @@ def damage(folder, files, rank=0, ranks=1):
 
     files: of its notes. Each of `ranks` ranks looks at another part of them.
     """
-    from harness import dcp  # it takes half as long as torch, and a run without need not wait
-
     largest_first = sorted(files, key=lambda name: files[name], reverse=True)
     try:
         for name in largest_first[rank::ranks]:
             if checksum(Path(folder, name)) != files[name]:
                 return f"{name} is damaged"
-        dcp.read_table(folder)
+        dcp().read_table(folder)
     except (OSError, ValueError) as error:
         return reason(error)
     return ""
@@ -455,14 +456,6 @@ def first_said(sentence, group=None):
 # ---- saving ------------------------------------------------------------------
 
 
-def due(args, step, stopping=False):
-    """Is this a step to save after? stopping: this run is asked to end."""
-    if not args.save:
-        return False
-    behind = step + 1
-    return behind % (args.save_every or args.steps) == 0 or behind == args.steps or stopping
-
-
 class Saver:
     """Writes a run's checkpoints, one after the other; in_background: while training goes on.
 
@@ -555,10 +548,8 @@ def attempt(function, *arguments):
 
 def write_part(draft, rank, pieces, generators=None):
     """This rank's files: its boxes, its random number generators, a table and checksums of them."""
-    from harness import dcp
-
     draft.mkdir(exist_ok=True)
-    table = dcp.write_boxes(draft, rank, pieces)
+    table = dcp().write_boxes(draft, rank, pieces)
     torch.save(generators, draft / f"__{rank}_generators.pt")
     table.planner_data = {file.name: checksum(file) for file in draft.glob(f"__{rank}_*")}
     put(draft / f"__{rank}.metadata", pickle.dumps(table))
@@ -574,16 +565,14 @@ def put(path, data):
 
 def publish(draft, place, notes):
     """On rank 0: makes a checkpoint of what all ranks have written, and renames it into view."""
-    from harness import dcp
-
     files = {}
     tables = []
     for rank in range(notes["ranks"]):
         name = f"__{rank}.metadata"
-        tables.append(dcp.read_table(draft, name))
+        tables.append(dcp().read_table(draft, name))
         files.update(tables[-1].planner_data)
         (draft / name).unlink()
-    put(draft / ".metadata", pickle.dumps(dcp.joined(tables)))
+    put(draft / ".metadata", pickle.dumps(dcp().joined(tables)))
     files[".metadata"] = checksum(draft / ".metadata")
     text = json.dumps({**notes, "files": files}).encode()
     put(draft / "notes.json", text + b"\n" + str(zlib.crc32(text)).encode())
@@ -655,51 +644,34 @@ def restore(start, pieces, optimizer):
     """
     if not start.folder:
         return
-    from harness import dcp
-
     if start.ranks:
-        adamw_states(optimizer, updates_behind(start))
+        adamw_states(optimizer, start)
     mine = pieces()
-    table = dcp.read_table(start.folder)
+    table = dcp().read_table(start.folder)
     wrong = first_said(misfit(table, mine), start.group) or unclaimed(table, mine, start.group)
     require(not wrong, f"{start.flag} {start.folder}: {wrong}")
-    dcp.load(start.folder, table, mine)
-    if start.ranks:
-        restore_generators(start)
-
-
-def updates_behind(start):
-    """In fp16 some steps are skipped, and "updates" says how many were not."""
-    return start.extra.get("updates", start.steps)
-
-
-def read_plain(start, model, optimizer):
-    """Loads a checkpoint into an ordinary module and its AdamW, in this process alone."""
-    from harness import dcp
-
-    if start.ranks:  # not --init-from, which takes the weights alone
-        adamw_states(optimizer, updates_behind(start))
-    pieces = pieces_of(model.named_parameters(), optimizer, writes=False)
-    dcp.load(start.folder, dcp.read_table(start.folder), pieces)
-
-
-def read_whole(folder):
-    """-> {name: tensor} of all that a checkpoint holds, AdamW's states among them."""
-    from harness import dcp
-
-    table = dcp.read_table(folder)
-    state = {}
-    for name, entry in table.state_dict_metadata.items():
-        state[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    dcp.load(folder, table, [piece_of(name, tensor, False) for name, tensor in state.items()])
-    return state
-
-
-def restore_generators(start):
-    """Random number generators; a rank beyond those of the saved run keeps its own."""
-    if dist.get_rank() < start.ranks:
+    dcp().load(start.folder, table, mine)
+    if dist.get_rank() < start.ranks:  # a rank beyond those of the saved run keeps its own
         file = Path(start.folder, f"__{dist.get_rank()}_generators.pt")
         states = torch.load(file, weights_only=True)
         torch.set_rng_state(states["cpu"])
         if "cuda" in states and torch.cuda.is_available():
             torch.cuda.set_rng_state(states["cuda"])
+
+
+def read_plain(start, model, optimizer):
+    """Loads a checkpoint into an ordinary module and its AdamW, in this process alone."""
+    if start.ranks:  # not --init-from, which takes the weights alone
+        adamw_states(optimizer, start)
+    pieces = pieces_of(model.named_parameters(), optimizer, writes=False)
+    dcp().load(start.folder, dcp().read_table(start.folder), pieces)
+
+
+def read_whole(folder):
+    """-> {name: tensor} of all that a checkpoint holds, AdamW's states among them."""
+    table = dcp().read_table(folder)
+    state = {}
+    for name, entry in table.state_dict_metadata.items():
+        state[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    dcp().load(folder, table, [piece_of(name, tensor, False) for name, tensor in state.items()])
+    return state
