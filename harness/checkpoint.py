@@ -180,14 +180,13 @@ Start = namedtuple("Start", "folder files flag save damaged group steps ranks ex
 # group    of all ranks, on the CPU: what they tell each other about checkpoints goes through it
 # steps    that training has behind it there; 0 if the weights alone are wanted
 # ranks    how many have saved it; 0 if the weights alone are wanted
-# extra    what the run that wrote it has added
+# extra    what the run that wrote it has added: see Side.extra
 # constants  of the model there which have no flags: the base of rotary angles, eps of the norms
 
-# Where these differ, so do names or shapes of tensors. seq is not among them, although learned
-# positions have a row for each: --init-from may take the first rows of more, see misfit().
+# Where these differ, so do names or shapes of tensors. Not seq, although learned positions have a
+# row for each: --init-from may take the first rows of more, see restore().
 SIZES = ("layers", "width", "vocab", "form", "kv_heads", "hidden")
-# What the losses of a run and of its continuation depend on. Those that one of the two scripts has
-# no flag for are not compared.
+# What losses depend on. What one of two scripts has no flag for is not compared.
 COURSE = ("heads", "seq", "dtype", "seed", "batch", "data", "pad", "lr", "clip",
           "warmup", "decay", "min_lr", "train")  # and what a script names: Flag.course
 
@@ -201,22 +200,6 @@ def identity(args):
     if args.decay != "none":
         mine["steps"] = args.steps  # the rate at every step depends on it
     return mine
-
-
-def other_course(saved, now, fresh):
-    """-> in words, why this run cannot go on from a checkpoint, or "".
-
-    saved, now: identity() of the run that wrote it and of this one. fresh: the weights alone are
-    wanted. Then the course of training does not matter, but the sizes do, and the number of heads,
-    which no shape shows.
-    """
-    names = ["heads", *SIZES]
-    if not fresh:
-        names += [*COURSE, *now["course"], "held_out", "steps"]
-    for name in names:
-        if name in saved and name in now and saved[name] != now[name]:
-            return f"saved with {name} {saved[name]}, not {now[name]}"
-    return ""
 
 
 def numbered(folder):
@@ -315,8 +298,13 @@ def source(args):
     """
     counts = [os.environ.get(f"{launcher}_RESTART_COUNT", "0")
               for launcher in ("TORCHELASTIC", "SLURM")]
-    if args.save and counts != ["0", "0"] and has_own(args.save):
-        return "--save", args.save
+    if args.save and counts != ["0", "0"]:
+        for steps in numbered(args.save):
+            try:
+                if notes_of(Path(args.save, str(steps)))["identity"]["job"] == job():
+                    return "--save", args.save
+            except (OSError, ValueError, LookupError):  # damaged, or of weights from elsewhere
+                pass
     if args.resume:
         return "--resume", args.resume
     if args.init_from:
@@ -327,17 +315,6 @@ def source(args):
 def job():
     """The launcher's name for this job, which stays when its ranks are started again."""
     return os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "")
-
-
-def has_own(folder):
-    """Has this job saved a checkpoint in a folder?"""
-    for steps in numbered(folder):
-        try:
-            if notes_of(Path(folder, str(steps)))["identity"]["job"] == job():
-                return True
-        except (OSError, ValueError, LookupError):  # damaged, or of weights from elsewhere
-            pass
-    return False
 
 
 def begin(args, damaged=None):
@@ -366,8 +343,13 @@ def start_from(folder, args, start):
     flag = start.flag
     place, notes = newest(folder, flag, start.damaged)
     found = notes.get("identity", {})
-    differs = other_course(found, identity(args), flag == "--init-from")
-    require(not differs, f"{flag} {place}: {differs}")
+    now = identity(args)
+    names = ["heads", *SIZES]  # the number of heads shows in no shape
+    if flag != "--init-from":
+        names += [*COURSE, *args.course, "held_out", "steps"]
+    for name in names:
+        require(name not in found or name not in now or found[name] == now[name],
+                f"{flag} {place}: saved with {name} {found.get(name)}, not {now.get(name)}")
     constants = {name: found[name] for name in ("theta", "eps") if name in found}
     start = start._replace(folder=place, files=notes["files"], constants=constants)
     if flag == "--init-from":
@@ -440,10 +422,8 @@ LONGEST = 1000  # bytes of what a rank says to the others
 
 
 def first_said(sentence, group=None):
-    """-> the sentence of the first rank that has one, the same on all ranks, or "".
-
-    Not by object collectives: these need NumPy.
-    """
+    """-> the sentence of the first rank that has one, the same on all ranks, or ""."""
+    # not by object collectives: these need NumPy
     data = sentence.encode(errors="backslashreplace")[:LONGEST]
     mine = torch.zeros(LONGEST, dtype=torch.uint8)
     mine[:len(data)] = torch.tensor([*data], dtype=torch.uint8)
@@ -506,12 +486,10 @@ class Saver:
 def write(folder, steps, pieces, notes, generators=None, keep=0, group=None):
     """Saves FOLDER/STEPS, all ranks together -> whether that has been possible.
 
-    If not (a full disk), rank 0 has said so in a line, nothing of it is left, and what was saved
-    before is still there.
+    If not (a full disk), rank 0 has said so in a line, and what was saved before is still there.
 
     pieces: this rank's; together they must write each number of a tensor once. notes: {"identity",
-    "extra"}, of numbers and words, which come back in Start. keep: the steps of one earlier
-    checkpoint that stays; all others go.
+    "extra"}, which come back in Start. keep: the steps of the earlier checkpoint that stays.
     """
     rank = dist.get_rank()
     place = Path(folder, str(steps))
@@ -526,8 +504,8 @@ def write(folder, steps, pieces, notes, generators=None, keep=0, group=None):
     failed = first_said(failed, group)
     if rank == 0:
         clear(place, draft, failed, keep)
-    if rank == 0 and failed:
-        print(f"--save {place}: {failed}: not saved", file=sys.stderr, flush=True)
+        if failed:
+            print(f"--save {place}: {failed}: not saved", file=sys.stderr, flush=True)
     return not failed
 
 
@@ -567,11 +545,10 @@ def publish(draft, place, notes):
     """On rank 0: makes a checkpoint of what all ranks have written, and renames it into view."""
     files = {}
     tables = []
-    for rank in range(notes["ranks"]):
-        name = f"__{rank}.metadata"
-        tables.append(dcp().read_table(draft, name))
+    for part in sorted(draft.glob("__*.metadata")):
+        tables.append(dcp().read_table(draft, part.name))
         files.update(tables[-1].planner_data)
-        (draft / name).unlink()
+        part.unlink()
     put(draft / ".metadata", pickle.dumps(dcp().joined(tables)))
     files[".metadata"] = checksum(draft / ".metadata")
     text = json.dumps({**notes, "files": files}).encode()
@@ -605,7 +582,7 @@ def write_whole(folder, state, identity):
 
 def is_state(name):
     """Is this the name of an AdamW state?"""
-    return name.endswith(tuple(f".{kind}" for kind in STATES))
+    return name.rpartition(".")[2] in STATES
 
 
 def misfit(table, pieces):
@@ -614,13 +591,11 @@ def misfit(table, pieces):
         if piece.name not in table.state_dict_metadata:
             return f"it has no {piece.name}"
         saved = tuple(table.state_dict_metadata[piece.name].size)
-        if saved == piece.shape:
-            continue
         # What has a row for each position: a shorter --seq uses the first ones. Other first
         # dimensions are SIZES, which have been compared.
-        if saved[1:] == piece.shape[1:] and saved[0] > piece.shape[0]:
-            continue
-        return f"{piece.name} is {saved} there, {piece.shape} here"
+        fits = saved[1:] == piece.shape[1:] and saved[:1] >= piece.shape[:1]
+        if not fits:
+            return f"{piece.name} is {saved} there, {piece.shape} here"
     return ""
 
 
@@ -628,12 +603,11 @@ def unclaimed(table, pieces, group):
     """-> in words, which weight of a checkpoint has no place in the pieces of all ranks, or ""."""
     names = sorted(name for name in table.state_dict_metadata if not is_state(name))
     held = {piece.name for piece in pieces}
-    counts = torch.tensor([name in held for name in names], dtype=torch.int64)
+    counts = torch.tensor([int(name in held) for name in names])
     dist.all_reduce(counts, group=group)  # partial -> replicated
-    for name, count in zip(names, counts.tolist()):
-        if count == 0:
-            return f"its {name} is not in this model"
-    return ""
+    if all(counts):
+        return ""
+    return f"its {names[counts.tolist().index(0)]} is not in this model"
 
 
 def restore(start, pieces, optimizer):
