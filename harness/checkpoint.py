@@ -21,6 +21,7 @@ place in the data), the flags, every rank's random number generator.
 
 DIR is a folder that all ranks see. One run at a time saves there.
 """
+import contextlib
 import json
 import math
 import os
@@ -269,8 +270,7 @@ def reason(error):
 def newest(folder, flag, damaged):
     """-> the newest whole checkpoint in a folder, or the folder if it is one itself, and its notes.
 
-    damaged: {folder: what is wrong}; those whose notes cannot be read are added. None left is bad
-    usage.
+    damaged: {folder: what is wrong}; to which those whose notes cannot be read are added.
     """
     places = [Path(folder)]
     if not Path(folder, "notes.json").exists():
@@ -300,15 +300,13 @@ def source(args):
               for launcher in ("TORCHELASTIC", "SLURM")]
     if args.save and counts != ["0", "0"]:
         for steps in numbered(args.save):
-            try:
+            # what is damaged, or of weights from elsewhere, is passed by
+            with contextlib.suppress(OSError, ValueError, LookupError):
                 if notes_of(Path(args.save, str(steps)))["identity"]["job"] == job():
                     return "--save", args.save
-            except (OSError, ValueError, LookupError):  # damaged, or of weights from elsewhere
-                pass
-    if args.resume:
-        return "--resume", args.resume
-    if args.init_from:
-        return "--init-from", args.init_from
+    for flag, folder in (("--resume", args.resume), ("--init-from", args.init_from)):
+        if folder:
+            return flag, folder
     return "", ""
 
 
@@ -318,10 +316,7 @@ def job():
 
 
 def begin(args, damaged=None):
-    """Before anything is built -> Start; settle() is next. Bad usage: one line, exit code 2.
-
-    damaged: {folder: what is wrong} of checkpoints that are not taken.
-    """
+    """Before anything is built -> Start; settle() is next. damaged: as in Start."""
     if args.save or args.resume or args.init_from:
         require(args.impl != "both" and not args.dry_run, "--save, --resume and --init-from are "
                 "for one --impl, scratch or torch, and no dry run")
@@ -406,8 +401,7 @@ def settle(args, start):
 
 
 def agree(start, group):
-    """Each rank has looked for itself, and a folder that machines share may show one of them what
-    it was a moment ago: that ends the run."""
+    """A folder that machines share may show a rank what it was a moment ago: that ends the run."""
     place = "no checkpoint"
     if start.folder:
         # the last part of the path alone: machines may have folders of their own

@@ -286,19 +286,19 @@ class Run:
             self.own += nbytes(t for t in held if t.dtype == dtype) // dtype.itemsize
         where = f"{self.world_size} ranks on {self.device.type}, {self.args.dtype}"
         self.say(f"{self.script}: {where}, {self.total:,} parameters, {self.own:,} of them here")
-        for side in sides.values():
-            if not self.dry:
-                checkpoint.restore(self.start, side.pieces, side.optimizer)
-        if self.args.log_file and self.rank == 0 and not self.dry:
-            self.step_log = report.StepLog(self.args.log_file, self.first)
         if self.dry:
             self.say("dry run: no values")
-        elif self.rank == 0:
+            return
+        for side in sides.values():
+            checkpoint.restore(self.start, side.pieces, side.optimizer)
+        if self.args.log_file and self.rank == 0:
+            self.step_log = report.StepLog(self.args.log_file, self.first)
+        if self.rank == 0:
             self.table.head()
-        if self.args.check and not self.dry and self.checked < self.last:
+        if self.args.check and self.checked < self.last:
             count = self.checked + 1 - self.first
             self.say(f"the check covers the first {count} steps; the others run unchecked")
-        if self.args.eval_every and not self.dry:
+        if self.args.eval_every:
             losses = [self.validate(impl, self.first - 1) for impl in self.impls]
             if self.rank == 0:
                 self.table.before(losses[0])
@@ -408,21 +408,17 @@ class Run:
         if self.table.is_due(step) or validation is not None:
             self.table.row(step, loss, norm, self.rate(step), speed, validation)
         if self.step_log:
-            figures = {**self.memory(impl), **self.profile}
+            figures = {**self.profile}
             if validation is not None:
                 figures["validation"] = validation
+            # bytes: the allocator's peak in this step on a GPU, else the process's since it began
+            peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            if self.device.type == "cuda":
+                peak = torch.cuda.max_memory_allocated()
+            held = sum(nbytes(tensors) for tensors in self.sides[impl].held().values())
             tokens = (step + 1) * self.args.batch * self.cfg.seq
             self.step_log.write(step=step, loss=loss, norm=norm, rate=self.rate(step), ms=ms,
-                                tokens=tokens, **figures)
-
-    def memory(self, impl):
-        """-> bytes: what is held on this rank, and the most that there was. That is the allocator's
-        in this step on a GPU, else the whole process's since it began."""
-        held = sum(nbytes(tensors) for tensors in self.sides[impl].held().values())
-        peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        if self.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated()
-        return {"held": held, "peak": peak}
+                                tokens=tokens, held=held, peak=peak, **figures)
 
     # -- held-out text
 
@@ -499,23 +495,20 @@ class Run:
         """
         if self.args.train:
             return
+        ledger = self.ledger[self.impls[0]]
         for what, formula, expected, *measured in rows:
             kind, *of = what.split()
-            if not measured:
-                measured = [self.measured(kind, *of)]
+            if not measured and kind == "held":
+                memory = ledger.memory
+                states = sum(memory[k] for k in ("parameters", "gradients", "optimizer"))
+                measured = [{**memory, "states": states}[of[0]]]
+            elif not measured:
+                measured = [ledger.collectives.get(of[0], {}).get(kind, 0)]
             self.book.append({
                 "what": what, "formula": formula, "expected": round(float(expected), 6),
                 "measured": round(float(measured[0]), 6),
                 "unit": "count" if kind == "calls" else "bytes",
             })
-
-    def measured(self, kind, what):
-        ledger = self.ledger[self.impls[0]]
-        if kind != "held":
-            return ledger.collectives.get(what, {}).get(kind, 0)
-        if what == "states":
-            return sum(ledger.memory[k] for k in ("parameters", "gradients", "optimizer"))
-        return ledger.memory[what]
 
     def finish(self, plain=None, judged_as=None):
         """Check, gather, print, write --json -> exit code.
