@@ -88,9 +88,7 @@ class Attention(nn.Module):
         # attributes, so that they can be exchanged
         self.attend = attend
         self.positions = positions
-        self.rotate = None
-        if cfg.form == "llama":
-            self.rotate = partial(rotate, theta=cfg.theta)
+        self.rotate = partial(rotate, theta=cfg.theta) if cfg.form == "llama" else None
 
     def forward(self, x):  # (B, T, C)
         B, T, _ = x.shape
@@ -157,9 +155,7 @@ class GPT(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         self.tok = nn.Embedding(cfg.vocab, cfg.width)
-        self.pos = None
-        if cfg.form == "gpt2":
-            self.pos = nn.Embedding(cfg.seq, cfg.width)
+        self.pos = nn.Embedding(cfg.seq, cfg.width) if cfg.form == "gpt2" else None
         self.positions = positions  # an attribute, so that it can be exchanged
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
         self.norm = NORMS[cfg.form](cfg.width, cfg.eps)
@@ -194,33 +190,26 @@ def init_weights(module, layers, seed, prefix=""):
             rng = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             drawn = torch.empty(p.shape, dtype=torch.float32).normal_(0, std, generator=rng)
             p.copy_(drawn)
-        elif "norm" in name and name.endswith("weight"):
-            p.fill_(1.0)
         else:
-            p.zero_()
+            p.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
 
 
 def build(cfg, seed, device="cpu", dtype=torch.float32):
     """The plain GPT, with the same weights on every rank and device."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
-    try:
-        with torch.device(device):
-            model = GPT(cfg)
-    finally:
-        torch.set_default_dtype(before)
+    with torch.device(device):
+        model = GPT(cfg)
+    torch.set_default_dtype(before)
     init_weights(model, cfg.layers, seed)
     return model
 
 
 def freeze(model, pattern):
     """Train the parameters whose names the regular expression finds, and no others -> how many."""
-    found = 0
     for name, p in model.named_parameters():
         p.requires_grad_(re.search(pattern, name) is not None)
-        if p.requires_grad:
-            found += 1
-    return found
+    return sum(p.requires_grad for p in model.parameters())
 
 
 # ---- training in one process ---------------------------------------------------
@@ -386,6 +375,7 @@ def share(n, parts, i):
 # ---- the process group ---------------------------------------------------------
 
 Launch = namedtuple("Launch", "rank world_size local_rank local_world_size")
+ALONE = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}
 REMEDY = "unset it, or start with torchrun"
 
 
@@ -395,25 +385,20 @@ def launched():
     A plain `python script.py` is a world of one. Raises ValueError if the variables contradict each
     other: ranks that believed them would wait for ever.
     """
-    alone = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_PORT": 0}
     numbers = []
-    for name, value in alone.items():
+    for name, value in ALONE.items():
         text = os.environ.get(name, str(value))
         if not text.isdecimal() or int(text) > 65535:
             raise ValueError(f"{name}={text} in the environment is no number from 0 to 65535: "
                              f"{REMEDY}")
         numbers.append(int(text))
-    *ranks, _ = numbers
-    found = Launch(*ranks)
+    found = Launch(*numbers[:4])
+    world_size = f"WORLD_SIZE={found.world_size}"
     if found.rank >= found.world_size:
-        raise ValueError(
-            f"RANK={found.rank} in the environment, of WORLD_SIZE={found.world_size}: {REMEDY}"
-        )
+        raise ValueError(f"RANK={found.rank} in the environment, of {world_size}: {REMEDY}")
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if found.world_size > 1 and not os.environ.get(name):
-            raise ValueError(
-                f"WORLD_SIZE={found.world_size} in the environment, but no {name}: {REMEDY}"
-            )
+            raise ValueError(f"{world_size} in the environment, but no {name}: {REMEDY}")
     return found
 
 
@@ -451,10 +436,8 @@ def rendezvous(timeout=None):
 
     A plain `python script.py` is a world of one. timeout: a timedelta.
     """
-    alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_PORT": 0}
-    for name, value in alone.items():
+    for name, value in {**ALONE, "MASTER_ADDR": "127.0.0.1"}.items():
         os.environ.setdefault(name, str(value))
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     options = {"timeout": timeout} if timeout else {}
     # one, whatever WORLD_SIZE says: else rank 0 would wait here for the others, in silence
     return next(dist.rendezvous("env://?world_size=1", **options))[0]

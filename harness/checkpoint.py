@@ -21,6 +21,7 @@ place in the data), the flags, every rank's random number generator.
 
 DIR is a folder that all ranks see. One run at a time saves there.
 """
+import contextlib
 import json
 import math
 import os
@@ -40,6 +41,14 @@ import torch.distributed as dist
 
 from harness.report import say
 from harness.usage import require
+
+
+def dcp():
+    """-> harness.dcp. It takes half as long as torch to load, and a run without need not wait."""
+    from harness import dcp
+
+    return dcp
+
 
 # ---- pieces ------------------------------------------------------------------
 
@@ -103,9 +112,10 @@ def run_pieces(name, shape, first, flat, writes):
     low = max(first, 0)
     high = min(first + len(flat), math.prod(shape))
     pieces = []
-    for start, box, begin in boxes_of_run(tuple(shape), low, high):
-        view = flat[begin - first:begin - first + math.prod(box)].view(box)
+    for start, box in boxes_of_run(shape, low, high):
+        view = flat[low - first:low - first + math.prod(box)].view(box)
         pieces.append(Piece(name, tuple(shape), start, view, writes))
+        low += view.numel()
     return pieces
 
 
@@ -123,43 +133,38 @@ def parts_pieces(parts, optimizer, writes):
 
 
 def boxes_of_run(shape, low, high):
-    """Elements low to high of a flattened tensor -> [(start, shape of the box, first element)].
+    """Elements low to high of a flattened tensor -> [(start, shape of the box)], in order.
 
     A run is the end of a row, then whole rows, then the beginning of a row; rows are cut likewise.
-    So from `low` on each box is as large as it can be.
     """
+    if low >= high:
+        return []
+    if not shape:
+        return [((), ())]
+    size = math.prod(shape[1:])  # of a row
+    first = min(-(-low // size) * size, high)  # where whole rows begin
+    last = max(high // size * size, first)  # and end
     boxes = []
-    while low < high:
-        dim = len(shape)
-        size = 1  # of a part that is whole in the dimensions from `dim` on
-        while dim > 0:
-            larger = size * shape[dim - 1]
-            if low % larger or low + larger > high:
-                break
-            dim -= 1
-            size = larger
-        box = [1] * dim + list(shape[dim:])
-        if dim > 0:  # several such parts, up to the end of their row or of the run
-            behind = shape[dim - 1] - low // size % shape[dim - 1]
-            box[dim - 1] = min(behind, (high - low) // size)
-        start = [low // math.prod(shape[i + 1:]) % shape[i] for i in range(len(shape))]
-        boxes.append((tuple(start), tuple(box), low))
-        low += math.prod(box)
-    return boxes
+    for begin, end in ((low, first), (last, high)):
+        row = begin // size
+        for start, box in boxes_of_run(shape[1:], begin - row * size, end - row * size):
+            boxes.append(((row, *start), (1, *box)))
+    if first < last:
+        start = (first // size, *[0] * len(shape[1:]))
+        boxes.append((start, ((last - first) // size, *shape[1:])))
+    return sorted(boxes)
 
 
-def adamw_states(optimizer, steps):
-    """Makes the states of common's AdamW that has not run yet, so that they can be loaded into.
-
-    steps: how many updates they have behind them.
-    """
+def adamw_states(optimizer, start):
+    """Makes the states of common's AdamW that has not run yet, so that they can be loaded into."""
+    steps = start.extra.get("updates", start.steps)  # in fp16 some steps are skipped
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.requires_grad:  # else AdamW holds nothing for it
                 state = optimizer.state[parameter]
                 # a fused AdamW has it in fp32, where the parameter is
-                state["step"] = torch.tensor(float(steps), dtype=torch.float32,
-                                             device=parameter.device)
+                state["step"] = torch.full((), steps, dtype=torch.float32,
+                                           device=parameter.device)
                 for kind in STATES:
                     state[kind] = torch.zeros_like(parameter)
 
@@ -176,14 +181,13 @@ Start = namedtuple("Start", "folder files flag save damaged group steps ranks ex
 # group    of all ranks, on the CPU: what they tell each other about checkpoints goes through it
 # steps    that training has behind it there; 0 if the weights alone are wanted
 # ranks    how many have saved it; 0 if the weights alone are wanted
-# extra    what the run that wrote it has added
+# extra    what the run that wrote it has added: see Side.extra
 # constants  of the model there which have no flags: the base of rotary angles, eps of the norms
 
-# Where these differ, so do names or shapes of tensors. seq is not among them, although learned
-# positions have a row for each: --init-from may take the first rows of more, see misfit().
+# Where these differ, so do names or shapes of tensors. Not seq, although learned positions have a
+# row for each: --init-from may take the first rows of more, see restore().
 SIZES = ("layers", "width", "vocab", "form", "kv_heads", "hidden")
-# What the losses of a run and of its continuation depend on. Those that one of the two scripts has
-# no flag for are not compared.
+# What losses depend on. What one of two scripts has no flag for is not compared.
 COURSE = ("heads", "seq", "dtype", "seed", "batch", "data", "pad", "lr", "clip",
           "warmup", "decay", "min_lr", "train")  # and what a script names: Flag.course
 
@@ -192,28 +196,11 @@ def identity(args):
     """What a run tells about itself in its checkpoints -> {name: value}."""
     mine = {name: getattr(args, name) for name in (*COURSE, *args.course)}
     mine.update(args.cfg._asdict())
-    mine["course"] = args.course
-    mine["job"] = job()
-    mine["held_out"] = bool(args.eval_every)  # the corpus is shorter then
+    held_out = bool(args.eval_every)  # the corpus is shorter then
+    mine.update(course=args.course, job=job(), held_out=held_out)
     if args.decay != "none":
         mine["steps"] = args.steps  # the rate at every step depends on it
     return mine
-
-
-def other_course(saved, now, fresh):
-    """-> in words, why this run cannot go on from a checkpoint, or "".
-
-    saved, now: identity() of the run that wrote it and of this one. fresh: the weights alone are
-    wanted. Then the course of training does not matter, but the sizes do, and the number of heads,
-    which no shape shows.
-    """
-    names = ["heads", *SIZES]
-    if not fresh:
-        names += [*COURSE, *now["course"], "held_out", "steps"]
-    for name in names:
-        if name in saved and name in now and saved[name] != now[name]:
-            return f"saved with {name} {saved[name]}, not {now[name]}"
-    return ""
 
 
 def numbered(folder):
@@ -264,14 +251,12 @@ def damage(folder, files, rank=0, ranks=1):
 
     files: of its notes. Each of `ranks` ranks looks at another part of them.
     """
-    from harness import dcp  # it takes half as long as torch, and a run without need not wait
-
     largest_first = sorted(files, key=lambda name: files[name], reverse=True)
     try:
         for name in largest_first[rank::ranks]:
             if checksum(Path(folder, name)) != files[name]:
                 return f"{name} is damaged"
-        dcp.read_table(folder)
+        dcp().read_table(folder)
     except (OSError, ValueError) as error:
         return reason(error)
     return ""
@@ -285,8 +270,7 @@ def reason(error):
 def newest(folder, flag, damaged):
     """-> the newest whole checkpoint in a folder, or the folder if it is one itself, and its notes.
 
-    damaged: {folder: what is wrong}; those whose notes cannot be read are added. None left is bad
-    usage.
+    damaged: {folder: what is wrong}; to which those whose notes cannot be read are added.
     """
     places = [Path(folder)]
     if not Path(folder, "notes.json").exists():
@@ -314,12 +298,15 @@ def source(args):
     """
     counts = [os.environ.get(f"{launcher}_RESTART_COUNT", "0")
               for launcher in ("TORCHELASTIC", "SLURM")]
-    if args.save and counts != ["0", "0"] and has_own(args.save):
-        return "--save", args.save
-    if args.resume:
-        return "--resume", args.resume
-    if args.init_from:
-        return "--init-from", args.init_from
+    if args.save and counts != ["0", "0"]:
+        for steps in numbered(args.save):
+            # what is damaged, or of weights from elsewhere, is passed by
+            with contextlib.suppress(OSError, ValueError, LookupError):
+                if notes_of(Path(args.save, str(steps)))["identity"]["job"] == job():
+                    return "--save", args.save
+    for flag, folder in (("--resume", args.resume), ("--init-from", args.init_from)):
+        if folder:
+            return flag, folder
     return "", ""
 
 
@@ -328,22 +315,8 @@ def job():
     return os.environ.get("SLURM_JOB_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
-def has_own(folder):
-    """Has this job saved a checkpoint in a folder?"""
-    for steps in numbered(folder):
-        try:
-            if notes_of(Path(folder, str(steps)))["identity"]["job"] == job():
-                return True
-        except (OSError, ValueError, LookupError):  # damaged, or of weights from elsewhere
-            pass
-    return False
-
-
 def begin(args, damaged=None):
-    """Before anything is built -> Start; settle() is next. Bad usage: one line, exit code 2.
-
-    damaged: {folder: what is wrong} of checkpoints that are not taken.
-    """
+    """Before anything is built -> Start; settle() is next. damaged: as in Start."""
     if args.save or args.resume or args.init_from:
         require(args.impl != "both" and not args.dry_run, "--save, --resume and --init-from are "
                 "for one --impl, scratch or torch, and no dry run")
@@ -365,8 +338,13 @@ def start_from(folder, args, start):
     flag = start.flag
     place, notes = newest(folder, flag, start.damaged)
     found = notes.get("identity", {})
-    differs = other_course(found, identity(args), flag == "--init-from")
-    require(not differs, f"{flag} {place}: {differs}")
+    now = identity(args)
+    names = ["heads", *SIZES]  # the number of heads shows in no shape
+    if flag != "--init-from":
+        names += [*COURSE, *args.course, "held_out", "steps"]
+    for name in names:
+        require(name not in found or name not in now or found[name] == now[name],
+                f"{flag} {place}: saved with {name} {found.get(name)}, not {now.get(name)}")
     constants = {name: found[name] for name in ("theta", "eps") if name in found}
     start = start._replace(folder=place, files=notes["files"], constants=constants)
     if flag == "--init-from":
@@ -423,8 +401,7 @@ def settle(args, start):
 
 
 def agree(start, group):
-    """Each rank has looked for itself, and a folder that machines share may show one of them what
-    it was a moment ago: that ends the run."""
+    """A folder that machines share may show a rank what it was a moment ago: that ends the run."""
     place = "no checkpoint"
     if start.folder:
         # the last part of the path alone: machines may have folders of their own
@@ -439,10 +416,8 @@ LONGEST = 1000  # bytes of what a rank says to the others
 
 
 def first_said(sentence, group=None):
-    """-> the sentence of the first rank that has one, the same on all ranks, or "".
-
-    Not by object collectives: these need NumPy.
-    """
+    """-> the sentence of the first rank that has one, the same on all ranks, or ""."""
+    # not by object collectives: these need NumPy
     data = sentence.encode(errors="backslashreplace")[:LONGEST]
     mine = torch.zeros(LONGEST, dtype=torch.uint8)
     mine[:len(data)] = torch.tensor([*data], dtype=torch.uint8)
@@ -453,14 +428,6 @@ def first_said(sentence, group=None):
 
 
 # ---- saving ------------------------------------------------------------------
-
-
-def due(args, step, stopping=False):
-    """Is this a step to save after? stopping: this run is asked to end."""
-    if not args.save:
-        return False
-    behind = step + 1
-    return behind % (args.save_every or args.steps) == 0 or behind == args.steps or stopping
 
 
 class Saver:
@@ -513,12 +480,10 @@ class Saver:
 def write(folder, steps, pieces, notes, generators=None, keep=0, group=None):
     """Saves FOLDER/STEPS, all ranks together -> whether that has been possible.
 
-    If not (a full disk), rank 0 has said so in a line, nothing of it is left, and what was saved
-    before is still there.
+    If not (a full disk), rank 0 has said so in a line, and what was saved before is still there.
 
     pieces: this rank's; together they must write each number of a tensor once. notes: {"identity",
-    "extra"}, of numbers and words, which come back in Start. keep: the steps of one earlier
-    checkpoint that stays; all others go.
+    "extra"}, which come back in Start. keep: the steps of the earlier checkpoint that stays.
     """
     rank = dist.get_rank()
     place = Path(folder, str(steps))
@@ -533,8 +498,8 @@ def write(folder, steps, pieces, notes, generators=None, keep=0, group=None):
     failed = first_said(failed, group)
     if rank == 0:
         clear(place, draft, failed, keep)
-    if rank == 0 and failed:
-        print(f"--save {place}: {failed}: not saved", file=sys.stderr, flush=True)
+        if failed:
+            print(f"--save {place}: {failed}: not saved", file=sys.stderr, flush=True)
     return not failed
 
 
@@ -555,10 +520,8 @@ def attempt(function, *arguments):
 
 def write_part(draft, rank, pieces, generators=None):
     """This rank's files: its boxes, its random number generators, a table and checksums of them."""
-    from harness import dcp
-
     draft.mkdir(exist_ok=True)
-    table = dcp.write_boxes(draft, rank, pieces)
+    table = dcp().write_boxes(draft, rank, pieces)
     torch.save(generators, draft / f"__{rank}_generators.pt")
     table.planner_data = {file.name: checksum(file) for file in draft.glob(f"__{rank}_*")}
     put(draft / f"__{rank}.metadata", pickle.dumps(table))
@@ -574,16 +537,13 @@ def put(path, data):
 
 def publish(draft, place, notes):
     """On rank 0: makes a checkpoint of what all ranks have written, and renames it into view."""
-    from harness import dcp
-
     files = {}
     tables = []
-    for rank in range(notes["ranks"]):
-        name = f"__{rank}.metadata"
-        tables.append(dcp.read_table(draft, name))
+    for part in sorted(draft.glob("__*.metadata")):
+        tables.append(dcp().read_table(draft, part.name))
         files.update(tables[-1].planner_data)
-        (draft / name).unlink()
-    put(draft / ".metadata", pickle.dumps(dcp.joined(tables)))
+        part.unlink()
+    put(draft / ".metadata", pickle.dumps(dcp().joined(tables)))
     files[".metadata"] = checksum(draft / ".metadata")
     text = json.dumps({**notes, "files": files}).encode()
     put(draft / "notes.json", text + b"\n" + str(zlib.crc32(text)).encode())
@@ -616,7 +576,7 @@ def write_whole(folder, state, identity):
 
 def is_state(name):
     """Is this the name of an AdamW state?"""
-    return name.endswith(tuple(f".{kind}" for kind in STATES))
+    return name.rpartition(".")[2] in STATES
 
 
 def misfit(table, pieces):
@@ -625,13 +585,11 @@ def misfit(table, pieces):
         if piece.name not in table.state_dict_metadata:
             return f"it has no {piece.name}"
         saved = tuple(table.state_dict_metadata[piece.name].size)
-        if saved == piece.shape:
-            continue
         # What has a row for each position: a shorter --seq uses the first ones. Other first
         # dimensions are SIZES, which have been compared.
-        if saved[1:] == piece.shape[1:] and saved[0] > piece.shape[0]:
-            continue
-        return f"{piece.name} is {saved} there, {piece.shape} here"
+        fits = saved[1:] == piece.shape[1:] and saved[:1] >= piece.shape[:1]
+        if not fits:
+            return f"{piece.name} is {saved} there, {piece.shape} here"
     return ""
 
 
@@ -639,12 +597,11 @@ def unclaimed(table, pieces, group):
     """-> in words, which weight of a checkpoint has no place in the pieces of all ranks, or ""."""
     names = sorted(name for name in table.state_dict_metadata if not is_state(name))
     held = {piece.name for piece in pieces}
-    counts = torch.tensor([name in held for name in names], dtype=torch.int64)
+    counts = torch.tensor([int(name in held) for name in names])
     dist.all_reduce(counts, group=group)  # partial -> replicated
-    for name, count in zip(names, counts.tolist()):
-        if count == 0:
-            return f"its {name} is not in this model"
-    return ""
+    if all(counts):
+        return ""
+    return f"its {names[counts.tolist().index(0)]} is not in this model"
 
 
 def restore(start, pieces, optimizer):
@@ -655,51 +612,34 @@ def restore(start, pieces, optimizer):
     """
     if not start.folder:
         return
-    from harness import dcp
-
     if start.ranks:
-        adamw_states(optimizer, updates_behind(start))
+        adamw_states(optimizer, start)
     mine = pieces()
-    table = dcp.read_table(start.folder)
+    table = dcp().read_table(start.folder)
     wrong = first_said(misfit(table, mine), start.group) or unclaimed(table, mine, start.group)
     require(not wrong, f"{start.flag} {start.folder}: {wrong}")
-    dcp.load(start.folder, table, mine)
-    if start.ranks:
-        restore_generators(start)
-
-
-def updates_behind(start):
-    """In fp16 some steps are skipped, and "updates" says how many were not."""
-    return start.extra.get("updates", start.steps)
-
-
-def read_plain(start, model, optimizer):
-    """Loads a checkpoint into an ordinary module and its AdamW, in this process alone."""
-    from harness import dcp
-
-    if start.ranks:  # not --init-from, which takes the weights alone
-        adamw_states(optimizer, updates_behind(start))
-    pieces = pieces_of(model.named_parameters(), optimizer, writes=False)
-    dcp.load(start.folder, dcp.read_table(start.folder), pieces)
-
-
-def read_whole(folder):
-    """-> {name: tensor} of all that a checkpoint holds, AdamW's states among them."""
-    from harness import dcp
-
-    table = dcp.read_table(folder)
-    state = {}
-    for name, entry in table.state_dict_metadata.items():
-        state[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    dcp.load(folder, table, [piece_of(name, tensor, False) for name, tensor in state.items()])
-    return state
-
-
-def restore_generators(start):
-    """Random number generators; a rank beyond those of the saved run keeps its own."""
-    if dist.get_rank() < start.ranks:
+    dcp().load(start.folder, table, mine)
+    if dist.get_rank() < start.ranks:  # a rank beyond those of the saved run keeps its own
         file = Path(start.folder, f"__{dist.get_rank()}_generators.pt")
         states = torch.load(file, weights_only=True)
         torch.set_rng_state(states["cpu"])
         if "cuda" in states and torch.cuda.is_available():
             torch.cuda.set_rng_state(states["cuda"])
+
+
+def read_plain(start, model, optimizer):
+    """Loads a checkpoint into an ordinary module and its AdamW, in this process alone."""
+    if start.ranks:  # not --init-from, which takes the weights alone
+        adamw_states(optimizer, start)
+    pieces = pieces_of(model.named_parameters(), optimizer, writes=False)
+    dcp().load(start.folder, dcp().read_table(start.folder), pieces)
+
+
+def read_whole(folder):
+    """-> {name: tensor} of all that a checkpoint holds, AdamW's states among them."""
+    table = dcp().read_table(folder)
+    state = {}
+    for name, entry in table.state_dict_metadata.items():
+        state[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    dcp().load(folder, table, [piece_of(name, tensor, False) for name, tensor in state.items()])
+    return state

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 from torch.distributed import checkpoint
+from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint import filesystem, metadata, planner
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
@@ -108,9 +109,7 @@ ADMITTED = {
 for _name in ("Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata",
               "_MEM_FORMAT_ENCODING"):
     ADMITTED[f"torch.distributed.checkpoint.metadata.{_name}"] = getattr(metadata, _name)
-for _kind in vars(torch).values():
-    if isinstance(_kind, torch.dtype):
-        ADMITTED[str(_kind)] = _kind
+ADMITTED.update((str(kind), kind) for kind in vars(torch).values() if isinstance(kind, torch.dtype))
 
 
 class TableUnpickler(pickle.Unpickler):
@@ -150,8 +149,8 @@ def load(folder, table, pieces):
     for index, parts in wanted.items():
         saved = read_box(folder, table.storage_data[index])
         for piece, item in parts:
-            target = part_of(piece.tensor, item.dest_offsets, item.lengths)
-            target.copy_(part_of(saved, item.storage_offsets, item.lengths))
+            target = narrow_tensor_by_index(piece.tensor, item.dest_offsets, item.lengths)
+            target.copy_(narrow_tensor_by_index(saved, item.storage_offsets, item.lengths))
 
 
 def read_box(folder, where):
@@ -159,8 +158,3 @@ def read_box(folder, where):
         file.seek(where.offset)
         data = io.BytesIO(file.read(where.length))
     return torch.load(data, map_location="cpu", weights_only=True)
-
-
-def part_of(tensor, start, shape):
-    """The view of this shape that begins at `start`."""
-    return tensor[tuple(slice(first, first + length) for first, length in zip(start, shape))]

@@ -4,13 +4,12 @@ import os
 import re
 import sys
 from collections import namedtuple
+from functools import partial
 
 import torch
 
 from common import PRESETS, GPTConfig, launched
 from harness.usage import ANY, POSITIVE, require
-
-__all__ = ["ANY", "DTYPES", "POSITIVE", "Flag", "arguments", "require"]
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 
@@ -66,9 +65,8 @@ FLAGS = {**MODEL_FLAGS, **TRAINING_FLAGS, **RUN_FLAGS}
 def arguments(doc, presets=None, **own):
     """The common flags and a script's own, e.g. micro=Flag(4, "micro-batches", POSITIVE) -> args.
 
-    presets: {name: GPTConfig} besides those of common.py. Every value is in its bounds. args.cfg is
-    the GPTConfig. args.world_size is the number of ranks, in a dry run that of --dry-run: a script
-    can `require` what it needs before anything is built.
+    presets: {name: GPTConfig} besides those of common.py. args.cfg is the GPTConfig,
+    args.world_size the number of ranks, in a dry run that of --dry-run.
     """
     presets = {**PRESETS, **(presets or {})}
     flags = {**own, **FLAGS}  # in this order in --help
@@ -87,15 +85,9 @@ def arguments(doc, presets=None, **own):
 
 
 def parse(doc, flags):
-    def wide(prog):
-        return argparse.HelpFormatter(prog, max_help_position=30, width=100)
-
-    parser = argparse.ArgumentParser(
-        description=doc.split("\n")[0],
-        usage="%(prog)s [flags]",
-        allow_abbrev=False,
-        formatter_class=wide,
-    )
+    wide = partial(argparse.HelpFormatter, max_help_position=30, width=100)
+    parser = argparse.ArgumentParser(description=doc.split("\n")[0], usage="%(prog)s [flags]",
+                                     allow_abbrev=False, formatter_class=wide)
     parser.error = lambda message: require(False, message)
     for name, flag in flags.items():
         add_flag(parser, name, flag)
@@ -103,24 +95,17 @@ def parse(doc, flags):
 
 
 def add_flag(parser, name, flag):
-    settings = {"help": flag.help}
+    settings = dict(help=flag.help, type=flag.default, metavar=name[0].upper())
     if flag.default is True:
-        settings["default"] = True
-        settings["action"] = argparse.BooleanOptionalAction
+        settings = dict(help=flag.help, default=True, action=argparse.BooleanOptionalAction)
     elif flag.default is False:
-        settings["action"] = "store_true"
-    elif isinstance(flag.default, type):
-        settings["type"] = flag.default
-        settings["metavar"] = name[0].upper()
-    else:
-        settings["default"] = flag.default
-        settings["type"] = type(flag.default)
-        settings["metavar"] = name[0].upper()
+        settings = dict(help=flag.help, action="store_true")
+    elif not isinstance(flag.default, type):
+        settings.update(type=type(flag.default), default=flag.default)
         if flag.default != "":
             settings["help"] += f" ({flag.default})"
     if flag.limits and isinstance(flag.limits[0], str):
-        settings["choices"] = flag.limits
-        settings["metavar"] = None  # which shows the choices
+        settings.update(choices=flag.limits, metavar=None)  # which shows the choices
     parser.add_argument("--" + name.replace("_", "-"), **settings)
 
 

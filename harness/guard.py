@@ -65,7 +65,15 @@ def among_the_living(store, rank, missing):
     """
     if rank == 0:
         prefix = uuid.uuid4().hex
-        tell_the_others(store, prefix, missing)
+        while missing:
+            # a rank may be late, and what it is called until then is the name of a dead one: it is
+            # read again and again, and whoever is named there is told
+            for rank in sorted(missing):
+                if store.check([f"here {rank}"]):
+                    store.set(f"prefix for {store.get(f'here {rank}').decode()}", prefix)
+                if store.check([f"{prefix} {rank}"]):
+                    missing.remove(rank)
+            time.sleep(0.001)
     else:
         myself = uuid.uuid4().hex
         store.set(f"here {rank}", myself)
@@ -75,28 +83,7 @@ def among_the_living(store, rank, missing):
     return dist.PrefixStore(prefix, store)
 
 
-def tell_the_others(store, prefix, missing):
-    """Rank 0's part: until every other rank has heard the prefix.
-
-    A rank may be late, and what stands under "here RANK" until then is the name of a dead one: so
-    it is read again and again, and whoever is named there is told the prefix.
-    """
-    while missing:
-        for rank in sorted(missing):
-            if store.check([f"here {rank}"]):
-                name = store.get(f"here {rank}").decode()
-                store.set(f"prefix for {name}", prefix)
-            if store.check([f"{prefix} {rank}"]):
-                missing.remove(rank)
-        time.sleep(0.001)
-
-
 # ---- values --------------------------------------------------------------------
-
-
-def not_finite(tensors):
-    """{name: tensor} -> the names of those with inf or nan in them."""
-    return [name for name, t in tensors.items() if not t.isfinite().all()]
 
 
 def fault(loss, norm, gradients, state):
@@ -107,9 +94,10 @@ def fault(loss, norm, gradients, state):
     if math.isfinite(loss) and math.isfinite(norm):
         return ""
     found = "all gradients and parameters are finite"
-    names = not_finite(gradients()) or not_finite(state())
-    if names:
-        found = f"not finite: {names[0]} and {len(names) - 1} more"
+    for tensors in (state(), gradients()):  # these come first where both are not
+        names = [name for name, t in tensors.items() if not t.isfinite().all()]
+        if names:
+            found = f"not finite: {names[0]} and {len(names) - 1} more"
     return f"loss {loss:g}, gradient norm {norm:g}; {found}"
 
 

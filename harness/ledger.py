@@ -44,13 +44,6 @@ COLLECTIVES = {
 }
 
 
-def collective_of(operation):
-    for pattern, collective in COLLECTIVES.items():
-        if pattern.match(operation._opname):
-            return collective
-    return None
-
-
 def group_of(args):
     """The process group among a collective's arguments: bare, boxed, or by its name."""
     for a in args:
@@ -65,30 +58,21 @@ def group_of(args):
 
 def splits_of(args):
     """The input splits of an all_to_all; empty or None where they are even."""
-    lists = [a for a in args if isinstance(a, list)]
-    if lists and all(isinstance(t, torch.Tensor) for t in lists[-1]):
-        return [t.numel() for t in lists[-1]]  # dist.all_to_all: a list of outputs, one of inputs
-    if not lists:
-        return None
-    return lists[-1]  # the output splits come first, and are there even if empty
+    lists = [a for a in args if isinstance(a, list)] or [[]]
+    # the input's comes last; that of the outputs, before it, is there even if empty
+    if all(isinstance(t, torch.Tensor) for t in lists[-1]):
+        return [t.numel() for t in lists[-1]]  # dist.all_to_all: of tensors
+    return lists[-1]
 
 
 def sent_fraction(kind, group, splits):
     """How much of the payload this rank sends with ring algorithms; of a broadcast, whose last rank
     sends nothing, the mean over ranks."""
     n = group.size()
-    if kind == "send":
-        return Fraction(1)
-    if kind == "recv":
-        return Fraction(0)
-    if kind == "all_reduce":
-        return Fraction(2 * (n - 1), n)
-    if splits:
-        rows = sum(splits)
-        if rows == 0:
-            return Fraction(1)  # of nothing
-        return 1 - Fraction(splits[group.rank()], rows)  # what a rank keeps is not sent
-    return Fraction(n - 1, n)
+    if splits and sum(splits) > 0:
+        return 1 - Fraction(splits[group.rank()], sum(splits))  # what a rank keeps is not sent
+    fixed = {"send": Fraction(1), "recv": Fraction(0), "all_reduce": Fraction(2 * (n - 1), n)}
+    return fixed.get(kind, Fraction(n - 1, n))
 
 
 def storage_of(tensor):
@@ -107,13 +91,11 @@ def nbytes(tensors, on=None):
 
 def held_by(model, optimizer):
     """What an ordinary module and optimizer keep between steps -> {kind: [tensors]}."""
-    states = []
-    for state in optimizer.state.values():
-        states += [t for t in state.values() if isinstance(t, torch.Tensor)]
+    states = tree_leaves(list(optimizer.state.values()))
     return {
         "parameters": [*model.parameters(), *model.buffers()],
         "gradients": [p.grad for p in model.parameters() if p.grad is not None],
-        "optimizer": states,
+        "optimizer": [t for t in states if isinstance(t, torch.Tensor)],
     }
 
 
@@ -181,10 +163,10 @@ class Ledger(TorchDispatchMode):
         self.memory["peak"] = self.peak
         if self.device != "cpu":
             self.memory["host"] = self.peaks["cpu"]
-        for figures in self.collectives.values():
-            figures["wire"] = float(figures["wire"])  # was a Fraction: exact sums
-        for name, wire in self.groups.items():
-            self.groups[name] = float(wire)
+        for figures in (self.groups, *self.collectives.values()):
+            for name, number in figures.items():
+                if isinstance(number, Fraction):  # until here sums are exact
+                    figures[name] = float(number)
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         if any(t.__name__ == "DTensor" for t in types):
@@ -206,20 +188,15 @@ class Ledger(TorchDispatchMode):
         return out
 
     def count(self, operation, args, out):
-        collective = collective_of(operation)
-        if collective is None:
+        found = [c for pattern, c in COLLECTIVES.items() if pattern.match(operation._opname)]
+        if not found:
             return
-        index = collective.functional
-        if operation.namespace == "c10d":
-            index = collective.c10d
-        buffer = out
-        if index is not RESULT:
-            buffer = args[index]
+        [collective] = found
+        index = collective.c10d if operation.namespace == "c10d" else collective.functional
+        buffer = out if index is RESULT else args[index]
         payload = sum(t.nbytes for t in tree_leaves(buffer))
         group = group_of(args)
-        splits = None
-        if collective.kind == "all_to_all":
-            splits = splits_of(args)
+        splits = splits_of(args) if collective.kind == "all_to_all" else None
         wire = payload * sent_fraction(collective.kind, group, splits)
         self.collectives[collective.kind].update(calls=1, payload=payload, wire=wire)
         self.groups[group.group_name] += wire

@@ -24,29 +24,20 @@ def profiled(path, say):
     with torch.profiler.profile() as profile:
         yield found
     profile.export_chrome_trace(str(path))
-    for line in summary(profile, path, found):
-        say(line)
-
-
-def summary(profile, path, found):
-    """-> lines: the largest entries, and for how much of the step only transport is at work."""
     rows = profile.key_averages()
     time = "self_cpu_time_total"  # microseconds
     if any(row.self_device_time_total for row in rows):
         time = "self_device_time_total"
-    lines = ["", f"profile of one step, in {path}; its largest entries:"]
+    say(f"\nprofile of one step, in {path}; its largest entries:")
     for row in sorted(rows, key=attrgetter(time), reverse=True)[:LARGEST]:
         ms = getattr(row, time) / 1e3
-        lines.append(f"  {row.key[:50]:52} {ms:9.3f} ms in {row.count} calls")
+        say(f"  {row.key[:50]:52} {ms:9.3f} ms in {row.count} calls")
     events = json.loads(Path(path).read_text())["traceEvents"]
     whole, moving, exposed = exposed_time(events)
     found.update(communication=moving / 1e3, exposed=exposed / 1e3)
     if whole:
-        lines.append(
-            f"  communication that no computation hides: {exposed / 1e3:.3f} of {whole / 1e3:.3f} "
-            f"ms, {exposed / whole:.0%}"
-        )
-    return lines
+        say(f"  communication that no computation hides: {exposed / 1e3:.3f} of "
+            f"{whole / 1e3:.3f} ms, {exposed / whole:.0%}")
 
 
 # ---- what is hidden ------------------------------------------------------------

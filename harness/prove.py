@@ -111,13 +111,10 @@ def all_steps(training, ranks):
 
 def snapshot(loss, gradients, parameters):
     """-> {kind: {name: tensor}}, in memory of their own on the CPU. DTensors become whole."""
-    losses = {}
-    if isinstance(loss, torch.Tensor):
-        loss = loss.item()
     if loss is not None:
-        losses["loss"] = torch.tensor(loss, dtype=torch.float64)
-    found = {}
-    for kind, tensors in (("loss", losses), ("gradient", gradients), ("parameter", parameters)):
+        loss = torch.as_tensor(loss, dtype=torch.float64).reshape(())
+    found = {"loss": {"loss": loss}, "gradient": gradients, "parameter": parameters}
+    for kind, tensors in found.items():
         found[kind] = {}
         for name, t in tensors.items():
             if hasattr(t, "full_tensor"):
@@ -202,9 +199,7 @@ def differences(ours, plain, limit, ranks, noise=()):
             mine = ours[name].double()
             theirs = plain[name].double()
             gap = gap_of(mine, theirs, scale)
-            words = ""
-            if gap > limit:
-                words = looks_like(mine, theirs, limit * scale, ranks)
+            words = looks_like(mine, theirs, limit * scale, ranks) if gap > limit else ""
             found[name] = gap, words, mine.abs().sum().item()
     return found
 
@@ -220,9 +215,7 @@ def gap_of(ours, plain, scale):
 
 def largest(t):
     """-> max|t|, of a tensor without elements 0."""
-    if t.numel() == 0:
-        return 0.0
-    return t.double().abs().max().item()
+    return t.double().abs().max().item() if t.numel() else 0.0
 
 
 def looks_like(ours, plain, limit, ranks):
@@ -235,9 +228,8 @@ def looks_like(ours, plain, limit, ranks):
         first = int(wrong[0])
         count = int(wrong[-1]) + 1 - first
         if ours.any() and len(wrong) == count < size:
-            whose = ""
-            if count * ranks == size and first % count == 0:
-                whose = f" (rank {first // count}'s piece)"
+            is_piece = count * ranks == size and first % count == 0
+            whose = f" (rank {first // count}'s piece)" if is_piece else ""
             part = pattern(ours.narrow(dim, first, count), plain.narrow(dim, first, count), ranks)
             return f"differs in {lines} {first} to {first + count - 1} of {size}{whose}: {part}"
     return "is " + pattern(ours, plain, ranks)
@@ -312,10 +304,8 @@ class Ranks:
         """Rank 0's snapshot -> on every rank, in fp64."""
         if self.size == 1:
             return snapshot
-        shapes = None
-        if snapshot is not None:
-            shapes = {kind: {name: t.shape for name, t in tensors.items()}
-                      for kind, tensors in snapshot.items()}
+        shapes = {kind: {name: t.shape for name, t in tensors.items()}
+                  for kind, tensors in (snapshot or {}).items()}
         received = self.exchange(shapes)[0]
         for kind, tensors in received.items():
             for name, shape in tensors.items():

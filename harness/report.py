@@ -35,18 +35,13 @@ def human(n):
 
 def bars(rows):
     """[(label, bytes)] -> lines with bars, the longest of BAR characters."""
-    most = max(size for _, size in rows)
-    lines = []
-    for label, size in rows:
-        bar = "#" * round(BAR * size / most)
-        lines.append(f"  {label:12} {bar:{BAR}} {human(size)}")
-    return lines
+    unit = max(size for _, size in rows) / BAR
+    return [f"  {label:12} {'#' * round(size / unit):{BAR}} {human(size)}" for label, size in rows]
 
 
 class Table:
-    """The steps of a run: at most 19 lines of them, or more if more have a loss on held-out text.
-    Between these, on a terminal, the time left.
-    """
+    """The steps of a run: at most 19 lines, or more if more have a loss on held-out text. Between
+    these, on a terminal, the time left."""
 
     def __init__(self, first, last, validates):
         self.first = first  # step
@@ -56,10 +51,8 @@ class Table:
         self.done = 0  # steps so far, of all implementations
 
     def head(self):
-        columns = f"{'step':>6} {'loss':>9} {'norm':>9} {'rate':>9} {'tok/s':>9}"
-        if self.validates:
-            columns += f" {'held out':>9} {'perplexity':>11}"
-        say(columns)
+        held_out = f" {'held out':>9} {'perplexity':>11}" if self.validates else ""
+        say(f"{'step':>6} {'loss':>9} {'norm':>9} {'rate':>9} {'tok/s':>9}{held_out}")
 
     def row(self, step, loss, norm, rate, tokens_per_second, validation=None):
         line = f"{step:6d} {loss:9.4f} {norm:9.4f} {rate:9.2e} {tokens_per_second:9,.0f}"
@@ -101,20 +94,24 @@ def show(report):
         say("\n" + verdict(check))
     mine = report["ranks"][0]
     say(f"\nrank {mine['rank']}, one step")
-    held = []
-    for kind, size in mine["memory"].items():
-        held.append(f"{kind} {human(size)}")
+    held = [f"{kind} {human(size)}" for kind, size in mine["memory"].items()]
     say("  held     ", "   ".join(held))
     for name, c in mine["collectives"].items():
-        payload = human(c["payload"])
-        sent = human(c["wire"])
-        say(f"  {name:14} {c['calls']} calls   payload {payload}   sent {sent}")
+        moved = f"payload {human(c['payload'])}   sent {human(c['wire'])}"
+        say(f"  {name:14} {c['calls']} calls   {moved}")
     for row in report["textbook"]:
         say("  textbook ", textbook_line(row))
     if report["ms_per_step"]:
-        say("  speed    ", speed_line(report))
-    if check:
-        say(outcome(check))
+        line = f"{report['ms_per_step']:.1f} ms/step, {report['tokens_per_second']:,.0f} tok/s"
+        if "speedup" in report:
+            line += f", {report['speedup']:.2f} times as fast as torch's own"
+        say("  speed    ", line)
+    if check and check["passed"]:
+        say("PASSED")
+    elif check:
+        for line in check["differ"][:SHOWN]:
+            say("  " + line)
+        say(f"FAILED, worst gradient: {check['gradient_worst']}")
 
 
 WORDS = {
@@ -138,36 +135,16 @@ def verdict(check):
         if "validation" in check["judged"]:
             what = "losses, also on held-out text,"
         proved = f"{what} {relation} one process's, and nothing else is judged in low precision"
-    gaps = []
-    for kind, word in WORDS.items():
-        if kind in check:
-            gaps.append(f"{word} {check[kind]:.1e}")
+    gaps = [f"{word} {check[kind]:.1e}" for kind, word in WORDS.items() if kind in check]
     return f"{proved}; worst gaps:\n  {', '.join(gaps)} (tolerance {check['tolerance']:.0e})"
 
 
-def outcome(check):
-    if check["passed"]:
-        return "PASSED"
-    for line in check["differ"][:SHOWN]:
-        say("  " + line)
-    return f"FAILED, worst gradient: {check['gradient_worst']}"
-
-
 def textbook_line(row):
-    in_words = human
-    if row.get("unit") == "count":
-        in_words = "{:g}".format
+    in_words = "{:g}".format if row["unit"] == "count" else human
     line = f"{row['what']} = {row['formula']} = {in_words(row['expected'])}: "
     if row["expected"] == row["measured"]:
         return line + "equal"
     return line + f"measured {in_words(row['measured'])}"
-
-
-def speed_line(report):
-    line = f"{report['ms_per_step']:.1f} ms/step, {report['tokens_per_second']:,.0f} tok/s"
-    if "speedup" in report:
-        line += f", {report['speedup']:.2f} times as fast as torch's own"
-    return line
 
 
 # ---- files -------------------------------------------------------------------
@@ -192,7 +169,11 @@ class StepLog:
     def __init__(self, path, first):
         mode = "w"
         if first and Path(path).is_file():
-            keep_before(first, os.path.realpath(path))
+            # a kill may have cut off the last line; one here leaves the file as it was
+            lines = re.findall(r'^({"step": (\d+).*}\n)', Path(path).read_text(), re.MULTILINE)
+            new = f"{os.path.realpath(path)}.new"
+            Path(new).write_text("".join(line for line, step in lines if int(step) < first))
+            os.replace(new, os.path.realpath(path))
             mode = "a"
         self.file = open(path, mode, buffering=1)  # by lines
         self.full = False  # could a line not be written?
@@ -206,15 +187,3 @@ class StepLog:
                 complain(f"--log-file {self.file.name}: {error.strerror}: "
                          "the run goes on without it")
             self.full = True
-
-
-def keep_before(first, path):
-    """Keeps only a log's lines of steps before this one. A kill meanwhile leaves it as it was."""
-    kept = []
-    for line in Path(path).read_text().splitlines():
-        whole = re.match(r'{"step": (\d+).*}$', line)  # a kill may have cut it off
-        if whole and int(whole[1]) < first:
-            kept.append(line + "\n")
-    new = Path(f"{path}.new")
-    new.write_text("".join(kept))
-    os.replace(new, path)

@@ -9,16 +9,14 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from common import (
-    adamw, build, choose_backend, choose_device, freeze, get_batch, join_fake_world, join_world,
-    launched, learning_rate, load_corpus, loss_sum, plain_steps, rendezvous,
-)
+from common import choose_backend, choose_device, join_fake_world, join_world, launched, rendezvous
+from common import adamw, build, freeze, get_batch, learning_rate, load_corpus
+from common import loss_sum, plain_steps
 from harness import checkpoint, guard, report, usage
 from harness.clock import Clock
 from harness.compare import Trace, compare
@@ -58,10 +56,10 @@ class Side:
     may_overflow: bool = False
 
     def __post_init__(self):
-        for name, usual in USUAL.items():
+        for name in ("full_gradients", "full_state_dict", "evaluate", "pieces", "held"):
             if getattr(self, name) is None:
-                own = getattr(self.model, name, None)
-                setattr(self, name, own or partial(usual, self))
+                usual = getattr(self, f"usual_{name}")
+                setattr(self, name, getattr(self.model, name, usual))
 
     def release(self):
         """Give the memory back. The side is of no use afterwards."""
@@ -70,10 +68,31 @@ class Side:
                 local = getattr(t, "_local_tensor", t)  # of a DTensor: this rank's
                 local.untyped_storage().resize_(0)
 
+    @property
+    def module(self):
+        """What a wrapper such as DistributedDataParallel is around."""
+        return getattr(self.model, "module", self.model)
 
-def plain_module(side):
-    """The module that a wrapper such as DistributedDataParallel is around."""
-    return getattr(side.model, "module", side.model)
+    def usual_full_gradients(self):
+        named = self.module.named_parameters()
+        return {name: whole(p.grad) for name, p in named if p.requires_grad}
+
+    def usual_full_state_dict(self):
+        return {name: whole(t) for name, t in self.module.state_dict().items()}
+
+    def usual_evaluate(self, x, y):
+        return loss_sum(self.model(x), y)
+
+    def usual_pieces(self):
+        pieces = []
+        for name, p in self.module.named_parameters():
+            # of a DTensor every rank writes its own, of what all have the first
+            writes = hasattr(p, "full_tensor") or dist.get_rank() == 0
+            pieces += checkpoint.pieces_of([(name, p)], self.optimizer, writes)
+        return pieces
+
+    def usual_held(self):
+        return held_by(self.model, self.optimizer)
 
 
 def whole(t):
@@ -82,47 +101,11 @@ def whole(t):
     return t
 
 
-def usual_gradients(side):
-    named = plain_module(side).named_parameters()
-    return {name: whole(p.grad) for name, p in named if p.requires_grad}
-
-
-def usual_state_dict(side):
-    return {name: whole(t) for name, t in plain_module(side).state_dict().items()}
-
-
-def usual_evaluate(side, x, y):
-    return loss_sum(side.model(x), y)
-
-
-def usual_pieces(side):
-    pieces = []
-    for name, p in plain_module(side).named_parameters():
-        # of a DTensor every rank writes its own, of what all have the first
-        writes = hasattr(p, "full_tensor") or dist.get_rank() == 0
-        pieces += checkpoint.pieces_of([(name, p)], side.optimizer, writes)
-    return pieces
-
-
-def usual_held(side):
-    return held_by(side.model, side.optimizer)
-
-
-USUAL = {
-    "full_gradients": usual_gradients,
-    "full_state_dict": usual_state_dict,
-    "evaluate": usual_evaluate,
-    "pieces": usual_pieces,
-    "held": usual_held,
-}
-
 # ---- a run ---------------------------------------------------------------------
 
 
 class Run:
-    """One run of a script, real or dry: main() of ddp.py shows the order of use.
-
-    impls: the names of what is trained; None takes them from --impl. build(cfg, seed, device,
+    """impls: the names of what is trained; None takes them from --impl. build(cfg, seed, device,
     dtype) makes the plain model, if it is not the GPT.
     """
 
@@ -138,8 +121,8 @@ class Run:
             self.impls = ("scratch", "torch")
         self.sides = {}  # {impl: Side}, from begin() on
         self.start = checkpoint.begin(args)  # the checkpoint to start from; bad: exit code 2
-        # May plain() repeat this training from step 0 on, see plain_first()? Not if it began with
-        # weights from elsewhere, in this run or in one before it
+        # May plain() repeat this training from step 0 on? Not if it began with weights from
+        # elsewhere, in this run or in one before it
         self.replays = self.start.flag != "--init-from" and self.start.extra.get("replays", True)
         self.load_text()
         self.join()
@@ -151,10 +134,9 @@ class Run:
 
     def load_text(self):
         args = self.args
-        self.corpus = None  # a common.Text
         self.text = None  # a HeldOut, with --eval-every
         try:
-            self.corpus = load_corpus(args.data, self.cfg.seq)
+            self.corpus = load_corpus(args.data, self.cfg.seq)  # a common.Text
             if args.eval_every:
                 self.text = HeldOut(self.corpus, self.cfg.seq, args.batch)
                 self.corpus = self.text.rest
@@ -196,16 +178,13 @@ class Run:
                 self.store = guard.among_the_living(store, launch.rank, missing)
                 backend = choose_backend(self.device, self.store, launch)
             with guard.patience(waiting):
-                self.make_group(launch, backend)
+                self.args.timeout = self.args.timeout or TIMEOUT[backend]
+                timeout = timedelta(seconds=self.args.timeout)
+                guard.prepare(timeout)
+                join_world(self.store, launch, backend, timeout)
         except (RuntimeError, OSError, ValueError) as error:
             print(f"{waiting()}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
             sys.exit(1)
-
-    def make_group(self, launch, backend):
-        self.args.timeout = self.args.timeout or TIMEOUT[backend]
-        timeout = timedelta(seconds=self.args.timeout)
-        guard.prepare(timeout)
-        join_world(self.store, launch, backend, timeout)
 
     def plan_steps(self):
         self.first = self.start.steps  # the first step
@@ -289,9 +268,8 @@ class Run:
     def batch(self, step, rows=None):
         """Rows (default: all) of a step's global batch -> inputs, targets, valid in all of it."""
         args = self.args
-        x, y, valid = get_batch(
-            self.corpus, self.cfg.seq, args.seed, step, args.batch, args.pad, rows
-        )
+        x, y, valid = get_batch(self.corpus, self.cfg.seq, args.seed, step, args.batch, args.pad,
+                                rows)
         return x.to(self.device), y.to(self.device), valid
 
     def rate(self, step):
@@ -308,18 +286,22 @@ class Run:
             self.own += nbytes(t for t in held if t.dtype == dtype) // dtype.itemsize
         where = f"{self.world_size} ranks on {self.device.type}, {self.args.dtype}"
         self.say(f"{self.script}: {where}, {self.total:,} parameters, {self.own:,} of them here")
-        for side in sides.values():
-            if not self.dry:
-                checkpoint.restore(self.start, side.pieces, side.optimizer)
-        if self.args.log_file and self.rank == 0 and not self.dry:
-            self.step_log = report.StepLog(self.args.log_file, self.first)
         if self.dry:
             self.say("dry run: no values")
-        elif self.rank == 0:
+            return
+        for side in sides.values():
+            checkpoint.restore(self.start, side.pieces, side.optimizer)
+        if self.args.log_file and self.rank == 0:
+            self.step_log = report.StepLog(self.args.log_file, self.first)
+        if self.rank == 0:
             self.table.head()
-        if self.args.check and not self.dry and self.checked < self.last:
+        if self.args.check and self.checked < self.last:
             count = self.checked + 1 - self.first
             self.say(f"the check covers the first {count} steps; the others run unchecked")
+        if self.args.eval_every:
+            losses = [self.validate(impl, self.first - 1) for impl in self.impls]
+            if self.rank == 0:
+                self.table.before(losses[0])
 
     def steps(self, sides, rows):
         """Yields (impl, step, inputs, targets, valid targets of the whole batch), in order.
@@ -328,7 +310,6 @@ class Run:
         turns of BLOCK steps, so that both meet the same noise.
         """
         self.begin(sides, rows)
-        self.validate_first()
         for first in range(self.first, self.last + 1, BLOCK):
             for impl in self.impls:
                 for step in range(first, min(first + BLOCK, self.last + 1)):
@@ -381,76 +362,63 @@ class Run:
         if self.dry:
             return
         side = self.sides[impl]
-        loss = self.sum_losses(loss)
+        loss = loss.detach().double()
+        dist.all_reduce(loss)  # partial -> replicated
+        if self.request:
+            self.stopping = self.request.heard_by_any(self.device)
         self.times[impl].append(self.clock.ms(*self.marks))
         self.trace[impl].log(step, loss, norm)
-        self.look_for_faults(side, step, loss, norm)
+        judged = 0.0 if side.may_overflow else norm
+        fault = guard.fault(loss, judged, side.full_gradients, side.full_state_dict)
+        if fault:
+            self.finish_saving()
+            require(False, f"step {step}: {fault}", code=1)
         if self.keeps(step):
             self.trace[impl].keep(step, side.full_gradients(), side.full_state_dict())
         validation = None
         if self.validates(step):
             validation = self.validate(impl, step)
-        if impl == self.impls[0]:
-            self.tell(impl, step, loss, norm, validation)
-        if checkpoint.due(self.args, step, self.stopping):
-            self.save(side, step)  # there is one side: checkpoint.begin() refuses --impl both here
         if self.rank == 0:
+            if impl == self.impls[0]:
+                self.tell(impl, step, loss.item(), float(norm), validation)
             self.table.progress(step, self.times[impl][-1], len(self.impls))
+        if self.saver:
+            self.save(side, step)  # there is one side: checkpoint.begin() refuses --impl both here
 
     def save(self, side, step):
+        """If it is due."""
+        ends = step == self.last or self.stopping
+        if not ends and (step + 1) % (self.args.save_every or self.args.steps):
+            return
         extra = side.extra() if side.extra else {}
         extra["replays"] = self.replays
         notes = {"identity": checkpoint.identity(self.args), "extra": extra}
         self.saver.save(step + 1, side.pieces(), notes)
-        if (step == self.last or self.stopping) and not self.finish_saving():
+        if ends and not self.finish_saving():
             sys.exit(1)  # what is wrong has been said
 
     def finish_saving(self):
         """With --save-async waits for the last checkpoint -> is it there?"""
         return not self.saver or self.saver.wait()
 
-    def sum_losses(self, part):
-        """This rank's part -> the loss of the global batch."""
-        total = part.detach().double()
-        dist.all_reduce(total)  # partial -> replicated
-        if self.request:
-            self.stopping = self.request.heard_by_any(self.device)
-        return total
-
-    def look_for_faults(self, side, step, loss, norm):
-        if side.may_overflow:
-            norm = 0.0
-        fault = guard.fault(loss, norm, side.full_gradients, side.full_state_dict)
-        if fault:
-            self.finish_saving()
-        require(not fault, f"step {step}: {fault}", code=1)
-
     def tell(self, impl, step, loss, norm, validation):
-        """A line of the table, a line of --log."""
-        if self.rank != 0:
-            return
+        """On rank 0: a line of the table, a line of --log-file."""
         ms = self.times[impl][-1]
         speed = 1e3 * self.args.batch * self.cfg.seq / ms
         if self.table.is_due(step) or validation is not None:
-            self.table.row(step, loss.item(), float(norm), self.rate(step), speed, validation)
+            self.table.row(step, loss, norm, self.rate(step), speed, validation)
         if self.step_log:
-            figures = dict(
-                step=step, loss=loss.item(), norm=float(norm), rate=self.rate(step), ms=ms,
-                tokens=(step + 1) * self.args.batch * self.cfg.seq, **self.memory(impl),
-                **self.profile,
-            )
+            figures = {**self.profile}
             if validation is not None:
                 figures["validation"] = validation
-            self.step_log.write(**figures)
-
-    def memory(self, impl):
-        """-> bytes: what is held on this rank, and the most that there was. That is the allocator's
-        in this step on a GPU, else the whole process's since it began."""
-        held = sum(nbytes(tensors) for tensors in self.sides[impl].held().values())
-        peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        if self.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated()
-        return {"held": held, "peak": peak}
+            # bytes: the allocator's peak in this step on a GPU, else the process's since it began
+            peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            if self.device.type == "cuda":
+                peak = torch.cuda.max_memory_allocated()
+            held = sum(nbytes(tensors) for tensors in self.sides[impl].held().values())
+            tokens = (step + 1) * self.args.batch * self.cfg.seq
+            self.step_log.write(step=step, loss=loss, norm=norm, rate=self.rate(step), ms=ms,
+                                tokens=tokens, held=held, peak=peak, **figures)
 
     # -- held-out text
 
@@ -459,31 +427,21 @@ class Run:
         every = self.args.eval_every
         return bool(every) and ((step + 1) % every == 0 or step == self.last)
 
-    def validate_first(self):
-        """Before the first step."""
-        if not self.args.eval_every or self.dry:
-            return
-        for impl in self.impls:
-            loss = self.validate(impl, self.first - 1)
-            if self.rank == 0 and impl == self.impls[0]:
-                self.table.before(loss)
-
     def validate(self, impl, step):
         """-> the loss on held-out text, a number, after this step."""
-        total = self.on_held_out(self.sides[impl].evaluate, self.rows)
-        dist.all_reduce(total)  # partial -> replicated
-        loss = total.cpu() / self.text.targets
-        self.trace[impl].validation[step] = loss
+        loss = self.on_held_out(self.sides[impl].evaluate, self.rows)
+        dist.all_reduce(loss)  # partial -> replicated
+        self.trace[impl].validation[step] = loss.cpu()
         return loss.item()
 
     @torch.no_grad()
     def on_held_out(self, evaluate, rows=None):
-        """evaluate(inputs, targets) of rows of each held-out batch -> the sum."""
+        """evaluate(inputs, targets) of rows of each held-out batch -> their part of the loss."""
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for k in range(self.text.batches):
             x, y = self.text.batch(k, rows)
             total += evaluate(x.to(self.device), y.to(self.device))
-        return total
+        return total / self.text.targets
 
     # -- the plain run
 
@@ -500,12 +458,19 @@ class Run:
             model = self.build()
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         optimizer = adamw(trained.values(), self.args.lr)
-        begin = self.plain_first()
+        begin = self.first
+        if self.replays and self.first <= CHECKED:
+            begin = 0  # so that a resumed run is compared with one that was never interrupted
         if self.start.folder and (begin > 0 or not self.replays):
             checkpoint.read_plain(self.start, model, optimizer)
         trace = Trace()
+
+        def validate(step):
+            loss = self.on_held_out(lambda x, y: loss_sum(model(x), y))
+            trace.validation[step] = loss.cpu()
+
         if begin == self.first and self.args.eval_every:
-            trace.validation[begin - 1] = self.validate_plain(model)
+            validate(begin - 1)
         steps = range(begin, self.checked + 1)
         batches = ((self.rate(step), *self.batch(step)) for step in steps)
         plain = plain_steps(model, optimizer, batches, self.args.clip, extra_loss)
@@ -516,22 +481,8 @@ class Run:
                 gradients = {name: p.grad for name, p in trained.items()}
                 trace.keep(step, gradients, model.state_dict())
             if self.args.eval_every and (self.validates(step) or step == self.first - 1):
-                trace.validation[step] = self.validate_plain(model)
+                validate(step)
         return trace
-
-    def plain_first(self):
-        """-> the step at which the plain run begins.
-
-        As a rule it is 0, so that a resumed run is compared with one that was never interrupted;
-        else it is where this run begins, with the same checkpoint.
-        """
-        if self.replays and self.first <= CHECKED:
-            return 0
-        return self.first
-
-    def validate_plain(self, model):
-        total = self.on_held_out(lambda x, y: loss_sum(model(x), y))
-        return total.cpu() / self.text.targets
 
     # -- the report
 
@@ -544,25 +495,20 @@ class Run:
         """
         if self.args.train:
             return
+        ledger = self.ledger[self.impls[0]]
         for what, formula, expected, *measured in rows:
-            kind = what.split()[0]
-            if not measured:
-                measured = [self.measured(*what.split())]
-            unit = "bytes"
-            if kind == "calls":
-                unit = "count"
+            kind, *of = what.split()
+            if not measured and kind == "held":
+                memory = ledger.memory
+                states = sum(memory[k] for k in ("parameters", "gradients", "optimizer"))
+                measured = [{**memory, "states": states}[of[0]]]
+            elif not measured:
+                measured = [ledger.collectives.get(of[0], {}).get(kind, 0)]
             self.book.append({
                 "what": what, "formula": formula, "expected": round(float(expected), 6),
-                "measured": round(float(measured[0]), 6), "unit": unit,
+                "measured": round(float(measured[0]), 6),
+                "unit": "count" if kind == "calls" else "bytes",
             })
-
-    def measured(self, kind, what):
-        ledger = self.ledger[self.impls[0]]
-        if kind != "held":
-            return ledger.collectives.get(what, {}).get(kind, 0)
-        if what == "states":
-            return sum(ledger.memory[k] for k in ("parameters", "gradients", "optimizer"))
-        return ledger.memory[what]
 
     def finish(self, plain=None, judged_as=None):
         """Check, gather, print, write --json -> exit code.
@@ -570,11 +516,9 @@ class Run:
         plain: () -> the Trace to compare with (default: self.plain). judged_as: the dtype whose
         tolerance counts (default: --dtype).
         """
-        impl = self.impls[0]
-        mine = dict(
-            rank=self.rank, own=self.own, memory=self.ledger[impl].memory,
-            collectives=self.ledger[impl].collectives,
-        )
+        ledger = self.ledger[self.impls[0]]
+        mine = dict(rank=self.rank, own=self.own, memory=ledger.memory,
+                    collectives=ledger.collectives)
         if self.dry:
             self.publish([mine], None, None)
             return 0
@@ -613,27 +557,22 @@ class Run:
         impl = self.impls[0]
         ms = self.ms(impl)
         args = {name: value for name, value in vars(self.args).items() if name != "cfg"}
-        per_rank = []
-        for rank in ranks:
-            per_rank.append(rank.pop("own"))  # it is not reported among `ranks`, but under its name
+        # not reported among `ranks`, but under its name
+        per_rank = [rank.pop("own") for rank in ranks]
         result = dict(
             script=self.script, impl=self.args.impl, world_size=self.world_size,
             backend=dist.get_backend(), device=self.device.type, dtype=self.args.dtype,
             dry_run=self.dry, torch=torch.__version__, args=args,
             parameters=dict(total=self.total, per_rank=per_rank), ranks=ranks, textbook=self.book,
             loss=[loss.item() for loss in self.trace[impl].loss.values()],
-            plain_loss=plain_loss, check=check, ms_per_step=ms, tokens_per_second=None,
+            plain_loss=plain_loss, check=check, ms_per_step=ms,
+            tokens_per_second=ms and 1e3 * self.args.batch * self.cfg.seq / ms,
         )
         if self.trace[impl].validation:
             result["validation"] = {s: v.item() for s, v in self.trace[impl].validation.items()}
-        if ms:
-            result["tokens_per_second"] = 1e3 * self.args.batch * self.cfg.seq / ms
         if self.args.impl == "both":
             theirs = self.ms("torch")
-            result["torch_ms_per_step"] = theirs
-            result["speedup"] = None
-            if ms:
-                result["speedup"] = theirs / ms
+            result.update(torch_ms_per_step=theirs, speedup=ms and theirs / ms)
         result.update(self.extra)
         report.show(result)
         return not self.args.json or report.write_json(self.args.json, result)

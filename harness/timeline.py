@@ -125,7 +125,13 @@ def simulate(plans, cost, comm=0.0, joined=False):
                 for need in needs:
                     delay = 0.0 if home[need[2]] == rank else comm
                     start = max(start, ends[need] + delay)
-                play(coming.popleft(), start, rank, cost, played, ends)
+                unit = coming.popleft()
+                for action in unit:
+                    end = start + cost(rank, action)
+                    played[rank].append((action, start, end))
+                    start = end
+                # what they make is there when the last of them ends
+                ends.update({key(action): end for action in unit})
         assert len(ends) > done, "the plans wait for each other"
     return played
 
@@ -139,16 +145,6 @@ def units(plan, joined):
         else:
             lists.append([action])
     return lists
-
-
-def play(unit, start, rank, cost, played, ends):
-    for action in unit:
-        end = start + cost(rank, action)
-        played[rank].append((action, start, end))
-        start = end
-    # what they make is there when the last of them ends
-    for action in unit:
-        ends[key(action)] = end
 
 
 # ---- figures -------------------------------------------------------------------
@@ -186,10 +182,11 @@ def grid(played, width=105):
                 text = text.lower()
             if end > start:
                 cells.append((rank, text, start, end))
-    first = min(start for _, _, start, _ in cells)
-    last = max(end for _, _, _, end in cells)
-    shortest = min(end - start for _, _, start, end in cells)
-    label = 1 + max(len(text) for _, text, _, _ in cells)
+    _, texts, starts, ends = zip(*cells)
+    first = min(starts)
+    last = max(ends)
+    shortest = min(end - start for start, end in zip(starts, ends))
+    label = 1 + max(map(len, texts))
     # characters per unit of time: the shortest cell has room, unless the grid were too wide
     scale = min(label / shortest, width / (last - first))
     rows = [["."] * round(scale * (last - first)) for _ in played]
@@ -216,15 +213,14 @@ def planned(plans, times):
         "cost": longest(played),
     }
     flying = " ".join(f"{count:g}" for count in figures["in_flight"])
-    lines = [grid(played)]
-    lines.append(f"{longest(played):g} from first to last, bubble rate {bubble_rate(played):.4f}, "
-                 f"micro-batches in flight by rank {flying}")
+    text = (f"{grid(played)}\n{longest(played):g} from first to last, bubble rate "
+            f"{bubble_rate(played):.4f}, micro-batches in flight by rank {flying}")
     if any(action.joined for plan in plans for action in plan):
         pairs = simulate(plans, cost, comm, joined=True)
         figures["joined_bubble_rate"] = bubble_rate(pairs)
-        lines.append(f"with each F and B that are a pair as one action: {longest(pairs):g}, bubble "
-                     f"rate {bubble_rate(pairs):.4f}")
-    return "\n".join(lines), figures
+        text += (f"\nwith each F and B that are a pair as one action: {longest(pairs):g}, bubble "
+                 f"rate {bubble_rate(pairs):.4f}")
+    return text, figures
 
 
 def numbers(flag, text, count, kind=float):
@@ -318,10 +314,8 @@ def compare(plans, played):
         return statistics.median(durations[rank, action.kind, action.stage])
     simulated = simulate(plans, cost)
     begin = min(done[0][1] for done in played)
-    timeline = []
-    for done in played:
-        timeline.append([(*key(action), 1e3 * (start - begin), 1e3 * (end - begin))
-                         for action, start, end in done])
+    timeline = [[(*key(action), 1e3 * (start - begin), 1e3 * (end - begin))
+                 for action, start, end in done] for done in played]
     lines = []
     for word, times in (("planned", simulated), ("measured", played)):
         lines.append(f"{word}: {1e3 * longest(times):.1f} ms, bubble {bubble_rate(times):.3f}")

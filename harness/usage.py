@@ -24,12 +24,13 @@ def require(condition, message, code=2):
     """
     if condition:
         return
-    store = agents_store()
-    if store is None:
+    # the store of torchrun's agent is there before the ranks are, unless it keeps it to itself
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         alone = os.environ.get("WORLD_SIZE", "1") == "1"  # whatever a stale LOCAL_RANK says
         if alone or os.environ.get("LOCAL_RANK", "0") == "0":
             complain(message)
         sys.exit(code)
+    store = next(dist.rendezvous("env://"))[0]
     key = f"leaving, attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     leaving = store.add(key, 1)
     if leaving == 1:
@@ -44,11 +45,3 @@ def require(condition, message, code=2):
 
 def complain(message):
     print(f"{program()}: error: {message}", file=sys.stderr, flush=True)
-
-
-def agents_store():
-    """The store of torchrun's agent, which is there before the ranks are. None without torchrun, or
-    where it keeps its store to itself."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    return next(dist.rendezvous("env://"))[0]
