@@ -48,7 +48,7 @@ import torch.nn as nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# section 1 needs what stands above, the others what follows
+# imports of section 1 end here; the rest is for sections 2 to 4
 import shutil
 import sys
 from contextlib import nullcontext

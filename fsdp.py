@@ -47,7 +47,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.utils._pytree import tree_leaves
 
-# section 1 needs what stands above, the others what follows
+# imports of section 1 end here; the rest is for sections 2 to 4
 import sys
 
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

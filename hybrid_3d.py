@@ -58,7 +58,7 @@ from tensor_parallel import (
     ColumnParallel, CutSequence, WholeSequence, vocab_parallel_cross_entropy)
 from zero import Unit, ZeRO
 
-# sections 1 and 2 need what stands above, the others what follows
+# imports of sections 1 and 2 end here; the rest is for sections 3 and 4
 import sys
 from itertools import product
 
@@ -445,8 +445,7 @@ def replacements(model):
     """-> tensor_parallel's plan. Of experts it cuts the shared one alone."""
     plan = tensor_parallel.PLANS["llama" if model.pos is None else "gpt2"]
     if has_experts(model):
-        shared = model.blocks[0].mlp.shared is not None
-        if not shared:
+        if model.blocks[0].mlp.shared is None:
             plan = {name: how for name, how in plan.items() if ".mlp" not in name}
         plan = {name.replace(".mlp", ".mlp.shared"): how for name, how in plan.items()}
     return plan

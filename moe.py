@@ -47,7 +47,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-# section 1 needs what stands above, the others what follows
+# imports of section 1 end here; the rest is for sections 2 to 4
 import sys
 
 from common import MLPS, GPTConfig, adamw, build, init_weights, loss_sum, share

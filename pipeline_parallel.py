@@ -53,7 +53,7 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
-# section 1 needs what stands above, the others what follows
+# imports of section 1 end here; the rest is for sections 2 to 4
 import sys
 
 from common import GPT, adamw, loss_sum, share
@@ -322,7 +322,7 @@ class Mail:
         self.here[name] = work, tensor
 
     def put(self, action, tensor):
-        """Called after each action, with what it has made."""
+        """After each action: send what it has made, which of another size would arrive as noise."""
         position, _ = self.maker[key(action)]
         # Start to receive what the others make until two actions later in their plans than we are
         # in ours. What is taken next alone would not do: a rank of bfs sends a tensor long before
@@ -334,7 +334,6 @@ class Mail:
             self.here[key(action)] = None, tensor
         elif receiver is not None:
             found = tensor.shape, tensor.dtype
-            # of another size or dtype it would arrive as noise
             assert found == (self.size, self.dtype), f"{found}, not {self.size}, {self.dtype}"
             self.finish_send()
             tensor = tensor.contiguous()
@@ -391,7 +390,6 @@ def make_links(plans, pipelines):
 
 
 # ---- 1.3 a backward in two parts ----
-#
 # Of every Linear, y = x A^T (Qi 2023, section 2):
 #     B    grad_x = grad_y A       the stage before waits for it
 #     W    grad_A = grad_y^T x     nobody waits for it: grad_y and x are kept until then
@@ -556,9 +554,8 @@ class Pipeline:
         if stage == self.end:
             y = loss_fn(y, m)
         if torch.is_grad_enabled():
-            edge = None  # all is frozen up to here
-            if y.requires_grad:
-                edge = get_gradient_edge(y)  # not y itself, whose memory is free once it is sent
+            # not y itself, whose memory is free once it is sent; None: all is frozen up to here
+            edge = get_gradient_edge(y) if y.requires_grad else None
             self.kept[m, stage] = x, edge
         return y.detach()
 
@@ -656,7 +653,6 @@ class Stages(nn.ModuleList):
 
 
 # ---- 1.5 PipeDream: an update after every micro-batch, while others are under way ----
-#
 #     rank 0, in order   F0 F1 B0 U F2 B1 U F3 B2 U B3    F1 sees no update, F2 one, F3 two
 #     rank 1, in order   F0 B0 U F1 B1 U F2 B2 U F3 B3    F1 sees one, F2 two, F3 three
 

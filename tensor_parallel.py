@@ -49,7 +49,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-# section 1 needs what stands above, the others what follows
+# imports of section 1 end here; the rest is for sections 2 to 4
 import sys
 from functools import partial
 

@@ -63,11 +63,9 @@ from harness.run import Run, Side, whole
 
 # Level 1 is three lines after backward. All parameters lie end to end in `full`, the gradients in
 # `buffer`; `mine` is this rank's chunk of either. Collectives may read and write it in place.
-#
 #     reduce_scatter(buffer[mine], buffer)  # partial (a summand each) -> sharded (a chunk each)
 #     optimizer.step()  # of full[mine] alone: there are states for no more
 #     all_gather(full, full[mine])  # sharded -> replicated (all have the same)
-#
 # What follows does so unit by unit (a block, say), while other units are computed. Level 2 keeps no
 # more of buffer than buffer[mine], level 3 also no more of full than full[mine].
 

@@ -99,8 +99,6 @@ def test_torchrun_takes_every_flag():
                 assert args.training_script_args == [flag, "1"], flag
 
 
-# ---- the terminal --------------------------------------------------------------
-
 QUICK = ("--steps", "2", "--layers", "1", "--width", "32", "--seq", "8")
 
 

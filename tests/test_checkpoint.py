@@ -125,9 +125,6 @@ def test_every_tensor_is_written_exactly_once(tmp_path):
     run(holes, 2, str(tmp_path))
 
 
-# ---- a kill, and somebody else's folder ----------------------------------------
-
-
 def killed(folder, number, in_background):
     """This process ends when it touches the folder for the number-th time."""
     touched = []

@@ -31,9 +31,6 @@ def test_goes_on_with_other_ranks_and_another_attention(tmp_path):
     assert len(report["loss"]) == 2  # steps 2 and 3
 
 
-# ---- attention alone -----------------------------------------------------------
-
-
 def own_group(size):
     """The group of `size` ranks in a row that this rank is in; every rank makes them all."""
     groups = []
@@ -70,9 +67,6 @@ def test_attention_alone():
         (24, 4, 1, 3, True),
         (24, 2, 2, 5, False),
     ])
-
-
-# ---- the copy --------------------------------------------------------------------
 
 
 def train(model, own, finish, **positions):
@@ -133,9 +127,6 @@ def test_section_one_alone():
     run(check_section_one, 2)
 
 
-# ---- cost ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("world, attn, flags", [
     (4, "zigzag", [*LLAMA, "--dtype", "bf16"]),  # on 2 ranks cp and 2 (cp - 1) would be the same
     (4, "allgather", LLAMA),
@@ -150,9 +141,6 @@ def test_picture():
     """The docstring shows what the program prints."""
     for left, right in zip(picture("ring", 4), picture("zigzag", 4)):
         assert f"{left}      {right}" in context_parallel.__doc__
-
-
-# ---- planted bugs: each must fail the check --------------------------------------
 
 
 def plain_average(module):
@@ -196,9 +184,6 @@ def not_turned_back(module):
 ])
 def test_planted(attn, plant):
     proves("context_parallel", 2, "--attn", attn, plant=plant)
-
-
-# ---- bad usage -------------------------------------------------------------------
 
 
 def test_bad_usage():

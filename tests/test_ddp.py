@@ -42,9 +42,6 @@ def test_resume(tmp_path):
     assert rest["check"]["passed"]
 
 
-# ---- the copy ----------------------------------------------------------------------
-
-
 def stranger():
     """Not the GPT: others' Llama, tied, recomputed, with a frozen layer, a buffer, and parameters
     that nobody uses."""
@@ -114,9 +111,6 @@ def test_copy(world):
 
 def test_average():
     run(check_average, 2)
-
-
-# ---- planted bugs: each must fail the check ------------------------------------
 
 
 def left_out(module):

@@ -48,9 +48,6 @@ def test_resume(tmp_path):
     assert rest["check"]["passed"] and len(rest["loss"]) == 2
 
 
-# ---- the copy: section 1 alone, on a Llama of others ----------------------------
-
-
 class Recomputed(Layer):
     def __call__(self, x):
         return checkpoint(super().__call__, x, use_reentrant=False)
@@ -117,9 +114,6 @@ def test_copy():
     ])
 
 
-# ---- planted bugs: each must show ------------------------------------------------
-
-
 def unsummed(module):
     def own(out, tensor, group, async_op):
         out.copy_(tensor.chunk(2)[dist.get_rank(group)])
@@ -152,9 +146,6 @@ def replicas_keep_their_sums(module):
 def test_planted():
     run(each, 2, check_planted, [(what,) for what in PLANTED])
     proves("fsdp", 4, "--hsdp", "2", plant=replicas_keep_their_sums)
-
-
-# ---- construction, memory, and what is refused ------------------------------------
 
 
 def check_meta():

@@ -27,8 +27,6 @@ FINE_TUNING = (ROOT / "docs" / "fine-tuning.md").read_text()
 RUN_PAGE = (ROOT / "docs" / "how-a-run-works.md").read_text()
 OLD_APIS = (ROOT / "docs" / "old-apis.md").read_text()
 
-# ---- your own model ------------------------------------------------------------
-
 # {"mine": the code block that begins with # mine.py}
 PAGE = dict(re.findall(r"```python\n(?=# (\w+)\.py)(.*?)```", YOUR_MODEL, re.S))
 OPTIMIZER = "    optimizer = torch.optim.AdamW({}, lr=1e-2)\n"
@@ -106,18 +104,12 @@ def test_what_the_scripts_and_their_mistakes_print(tmp_path):
             assert fragment in printed, printed
 
 
-# ---- how a run works -----------------------------------------------------------
-
-
 def test_the_report_of_the_page_is_printed(tmp_path):
     flags = re.search(r"`./run.sh ddp 2 (.*)` ends with", RUN_PAGE)[1]
     report, = re.findall(r"ends with\n\n```\n(.*?)```", RUN_PAGE, re.S)
     script("ddp", 2, *flags.split(), plant=partial(to_file, str(tmp_path / "said")))
     printed = (tmp_path / "said").read_text()
     assert without_rounding(printed).endswith("\n" + without_rounding(report))
-
-
-# ---- fine-tuning ---------------------------------------------------------------
 
 
 def learns_best(text):
@@ -205,9 +197,6 @@ def check_adapters():
 
 def test_adapters():
     run(check_adapters, 2)
-
-
-# ---- if your tutorial says -------------------------------------------------------
 
 
 def test_the_flags_of_our_files():

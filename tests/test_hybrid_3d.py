@@ -13,9 +13,6 @@ FORMS = {
     "llama": ("--model", "llama-toy", "--layers", "3", "--vocab", "257", "--hidden", "48"),
 }
 
-# ---- equal to one process --------------------------------------------------------
-
-
 @pytest.mark.parametrize("form, world, flags", [
     ("gpt2", 8, "--dp 2 --tp 2 --pp 2 --sp --zero 1 --eval-every 1 --warmup 1 --decay cosine"),
     ("llama", 4, "--dp 1 --cp 2 --tp 2 --pp 1 --sp --ckpt full"),
@@ -77,9 +74,6 @@ def test_64_ranks():
     textbook(dry)
     axes = "data replicas norm tp cp pp".split()
     assert [row["what"] for row in dry["textbook"]] == [f"wire {axis}" for axis in axes]
-
-
-# ---- the table -------------------------------------------------------------------
 
 
 def sum_plainly(module):
@@ -168,9 +162,6 @@ def test_asserts_of_parallelize(plant, said):
     assert said in script("hybrid_3d", 2, *SMALL, *FORMS["llama"], *flags, plant=plant, code=1)
 
 
-# ---- saved and resumed -----------------------------------------------------------
-
-
 def goes_on(folder, form, world, flags):
     """Resumed at step 2: losses and parameters of one process that never stopped."""
     words = (*FORMS[form], *flags.split(), "--steps", "4", "--resume", folder)
@@ -196,8 +187,6 @@ def test_resume_with_experts(tmp_path):
     save(folder, "llama", 4, "--dp 2 --tp 2 --pp 1 --sp --zero 1" + experts)
     goes_on(folder, "llama", 4, "--dp 2 --tp 1 --pp 2 --ep 1 --zero 2" + experts)
 
-
-# ---- refusals --------------------------------------------------------------------
 
 REFUSED = """
     --dry-run 8 --dp 2 --tp 2 --pp 1 | --dp 2 x --cp 1 x --tp 2 x --pp 1: their product is not 8

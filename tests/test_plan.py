@@ -20,8 +20,6 @@ def on(gpus, batch, *flags):
     return plan.read(["--gpus", str(gpus), "--batch", str(batch), *flags])
 
 
-# ---- against dry runs ------------------------------------------------------------
-
 SMALL = "--width 256 --heads 8 --vocab 1000 --seq 128 --dtype bf16"
 LLAMA = "--model llama-toy --kv-heads 4 --hidden 512"
 ROWS = [

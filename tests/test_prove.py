@@ -110,9 +110,6 @@ def test_right_and_wrong():
     run(each, 2, check_mistake, MISTAKES)
 
 
-# ---- what is no proof ------------------------------------------------------------
-
-
 def empty():
     yield None, {}, {}
 

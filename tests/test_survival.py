@@ -49,9 +49,6 @@ def good(tmp_path_factory):
     return folder, script("ddp", 1, *QUICK, "--steps", "6")["loss"]
 
 
-# ---- damaged checkpoints: the one before is taken ----------------------------------------
-
-
 def flip(file):
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
@@ -76,8 +73,6 @@ def test_damaged_checkpoints_are_passed_by(good, tmp_path):
         assert rest["loss"] == pytest.approx(losses[2:], rel=1e-12, abs=0), name
         assert saved_in(copy) == ["2", "6"]
 
-
-# ---- checkpoints that do not fit, folders that cannot be used ----------------------------
 
 OTHERWISE = [  # flags, and why the run does not go on from the checkpoint
     ("--resume {GOOD} --lr 1e-4", "saved with lr 0.001, not 0.0001"),
@@ -129,9 +124,6 @@ def test_ranks_that_find_different_checkpoints(good):
     assert "--resume 4 with 4 steps behind it here, --resume 2 with 2 steps behind it there" in said
 
 
-# ---- a full disk -------------------------------------------------------------------------
-
-
 def full_disk(module, size=50_000):
     """No file of this process can grow beyond this."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
@@ -155,9 +147,6 @@ def test_a_full_disk(good, tmp_path):
     flags = (*QUICK, "--steps", "5", "--save", str(tmp_path / "new"), "--save-every", "2")
     report = script("ddp", 2, *flags, "--save-async", plant=full_until_the_fourth_step)
     assert len(report["loss"]) == 5 and saved_in(tmp_path / "new") == ["4", "5"]
-
-
-# ---- from one run to another -------------------------------------------------------------
 
 
 def requeued(module):
@@ -222,9 +211,6 @@ def test_sigterm_saves_and_ends(tmp_path):
     assert saved_in(tmp_path) == ["3"]
     rest = script("ddp", 2, *flags, "--resume", str(tmp_path))
     assert len(rest["loss"]) == 2 and rest["check"]["passed"]
-
-
-# ---- ranks that die or hang, and nan ------------------------------------------------------
 
 
 def fails(change):

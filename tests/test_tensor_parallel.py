@@ -18,8 +18,6 @@ ODD = ["--vocab", "257"]
 SOME_FROZEN = ["--train", r"blocks\.1\.|norm1", *ODD, "--warmup", "1", "--eval-every", "1"]
 
 
-# ---- section 1 alone, on a model that is not ours -----------------------------------
-
 section = copied("tensor_parallel")
 PLAN = {
     "embed_tokens": section.VocabEmbedding,
@@ -169,9 +167,6 @@ def test_refused_flags():
     ])
 
 
-# ---- the program --------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("world, flags", [
     (4, ODD),
     (4, [*ODD, *LLAMA, "--kv-heads", "4", "--hidden", "51", "--sp"]),
@@ -192,9 +187,6 @@ def test_resume(tmp_path):
 @pytest.mark.parametrize("world, flags", [(4, ["--sp"]), (2, [*LLAMA, "--dtype", "bf16"])])
 def test_cost(world, flags):
     textbook(dry_run_agrees("tensor_parallel", world, *ODD, *flags, ranks=[world - 1]))
-
-
-# ---- planted bugs: each must fail the check ------------------------------------------
 
 
 def f_without_all_reduce(module):

@@ -15,9 +15,6 @@ from harness import checkpoint
 from tools import sample, weights
 
 
-# ---- folders that Hugging Face's own code has made, see data/make.py ---------------
-
-
 def theirs(name):
     folder = ROOT / "tests" / "data" / name
     made = json.loads((folder / "logits.json").read_text())
@@ -135,9 +132,6 @@ def test_other_models_and_files_are_refused(tmp_path):
     refused("_proj.bias, which has no place", theirs("qwen2")[0])
 
 
-# ---- our checkpoints -------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """What two ranks of ddp have saved."""
@@ -179,9 +173,6 @@ def test_theirs_trains(tmp_path):
     x, y, valid = get_batch(load_corpus("", 16), 16, 0, 0, 8)
     loss = loss_sum(build(cfg, 5)(x), y) / valid
     assert report["loss"][0] == pytest.approx(loss.item(), rel=1e-6)
-
-
-# ---- text ------------------------------------------------------------------------
 
 
 def test_the_cache_equals_the_whole_forward(saved):

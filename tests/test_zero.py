@@ -15,9 +15,6 @@ from conftest import (
 from others import Llama, compare, into_flat, llama_loss, token_rows
 
 
-# ---- the copy: section 1 alone, on a Llama of others ---------------------------------
-
-
 def llama(tied=False):
     """Its layers are recomputed, and have a parameter that nobody uses."""
     model = Llama(layers=2, tied=tied)
@@ -80,9 +77,6 @@ def test_copy(world, cases):
     run(each, world, check_copy, cases)
 
 
-# ---- planted bugs: each must show ----------------------------------------------------
-
-
 def use_first(flat, first={}):
     flat.wait()
     flat.full.copy_(first.setdefault(flat, flat.full.clone()))
@@ -109,9 +103,6 @@ def check_planted(what):
 
 def test_planted():
     run(each, 2, check_planted, [(what,) for what in PLANTED])
-
-
-# ---- the scripts, and their cost ------------------------------------------------------
 
 
 @pytest.mark.parametrize("world, flags", [
@@ -201,9 +192,6 @@ def check_overlap():
 
 def test_overlap():
     run(check_overlap, 2)
-
-
-# ---- what is refused -----------------------------------------------------------------
 
 
 def check_misuse():
