@@ -87,7 +87,7 @@ def attend_block_backward(dout, q, out, lse, k, v, causal):
     rng = q.new_empty(0, dtype=torch.int64)  # there is no dropout
     if q.is_cuda:
         return aten._scaled_dot_product_flash_attention_backward(
-            dout, q, k, v, out, lse.contiguous(),  # this kernel takes no slice
+            dout, q, k, v, out, lse.contiguous(),  # lse may not be a slice here
             # None: the sequences of the batch are equally long
             cum_seq_q=None, cum_seq_k=None, max_q=q.shape[2], max_k=k.shape[2],
             dropout_p=0.0, is_causal=causal, philox_seed=rng, philox_offset=rng)
@@ -471,7 +471,7 @@ def work(ring, hop):
         return 1
     tokens = 2  # of a rank: one in each chunk of zigzag's
     first, keys, _ = ring.wanted(hop, tokens)
-    return (tokens - first) * keys / 2  # 2 of both with both, which are 4 pairs
+    return (tokens - first) * keys / 2  # half of the pairs: 2 x 2 cost 2
 
 
 # Section 1 attends on GPUs in bf16 and fp16. Proofs want more digits, and ranks that share a GPU.

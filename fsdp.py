@@ -371,7 +371,7 @@ class FSDP(nn.Module):
         """Scale gradients to a norm of at most max_norm (0: no limit) -> what it was."""
         assert not self.in_backward, "FSDP: a backward has raised. Make the model anew"
         grads = [p.grad for p in self.pieces if p.grad is not None]
-        wide = torch.promote_types(self.units[0].shard.dtype, torch.float32)  # fp16 has no 300^2
+        wide = torch.promote_types(self.units[0].shard.dtype, torch.float32)  # 300^2 is inf in fp16
         grads = grads or [torch.zeros(1, dtype=wide)]  # this rank may have none
         square = torch.stack(torch._foreach_norm(grads, dtype=wide)).square().sum().to(self.device)
         dist.all_reduce(square, group=self.group)  # partial -> replicated

@@ -17,21 +17,21 @@ same. sum: each has a summand, and sum_gradients makes the sum. The norm counts 
     matrix                      cut                sum
     outside: norm, row bias,    same, --sp: sum    sum
       router
-    expert (tp wants --sp)      sum                        sum         cut
+    expert (with tp: --sp too)  sum                        sum         cut
     tied: embedding and head    cut                sum                        sum
 
-    numbers that a rank of a middle stage sends in a step of M micro-batches, A = B/(dp M) T/cp C
+    numbers that a rank sends in a step (tp, pp: of a middle stage), A = B/(dp M) T/cp C
     tp    M L/pp 8 A (tp-1)/tp; --sp: 10 for 8, and the sums over tp of the table above
     pp    M 2 A; --sp: 1/tp of it
     cp    M L/pp 6 A (cp-1)/tp K/H, K of H heads: keys and values twice, gradients (fp32) once
-    data  k P (n-1)/n, of P parameters here, n = dp cp; k is 2, ZeRO-2: M + 1, ZeRO-3: 3 M
+    data  k P (n-1)/n, of P parameters here, n = dp cp; k is 2, ZeRO-2: M + 1, 3: 3 M
     ends  V C/tp by the first stage and the last, if the embedding is tied; ZeRO: 1/(dp cp) of it
 
-Not for: norms of q and k (the table lacks their row), optimizers of whole matrices, several ties.
-Narayanan 2021, arXiv:2104.04473, section 3; Llama team 2024, arXiv:2407.21783, section 3.3.2.
+Not for: norms of q and k (the table lacks their row), optimizers of whole matrices, several ties,
+ZeRO-3 with several stages. Narayanan 2021, arXiv:2104.04473, 3; Llama 3, arXiv:2407.21783, 3.3.2.
 At work: DeviceMesh, fully_shard, parallelize_module, torch.distributed.pipelining (section 3).
 
-    plans = make_plans("1f1b", ranks=2, microbatches=4)
+    plans = pipeline_parallel.make_plans("1f1b", ranks=2, microbatches=4)
     boundary = (B // dp // 4, T, C), dtype, device  # what stages pass on
     model = parallelize(gpt, Mesh(plans, dp=2, tp=2), plans, [2, 2], boundary)  # 2 layers each
     optimizer = AdamW(model.parameter_groups(), lr=1e-3)
@@ -57,6 +57,7 @@ from pipeline_parallel import Mail, Pipeline, SplitLinear, carve
 from tensor_parallel import (
     ColumnParallel, CutSequence, WholeSequence, vocab_parallel_cross_entropy)
 from zero import Unit, ZeRO
+from common import loss_sum
 
 # imports of sections 1 and 2 end here; the rest is for sections 3 and 4
 import sys
@@ -67,7 +68,7 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 import amp_accum_ckpt
-from common import adamw, build, loss_sum, share
+from common import adamw, build, share
 from harness.checkpoint import Piece, parts_pieces, pieces_of, run_pieces
 from harness.flags import ANY, POSITIVE, Flag, arguments, require
 from harness.run import Run, Side, whole
@@ -88,7 +89,7 @@ def parallelize(model, mesh, plans, layers, boundary, *, sp=False, attend=None, 
     context_parallel's classes, for cp > 1. recompute: amp_accum_ckpt's full or selective. autocast:
     torch.autocast(..), which decorates forwards. zero: ZeRO's level.
     """
-    origins = origins_of(model, layers, plans)  # of parameters: their stages, sizes before tp cuts
+    origins = origins_of(model, layers, plans)  # places along pp, sizes before tp cuts
     # 1. Within a layer: ranks share its matrices (tp), its sequence (cp) and its experts (ep).
     splits = any(action.kind == "W" for action in plans[0])  # has a backward two parts, B and W?
     tp = within_layers(model, mesh, plans, splits, sp, attend)  # changes the model in place
@@ -136,14 +137,14 @@ class Mesh:
         self.add("replicas", by_expert, [1])
         self.add("ep", by_expert, [2])
         home = pipeline_parallel.homes(plans)
-        ends = {home[0], home[max(home)]}  # one place, where a pipeline comes back to it
+        ends = {home[0], home[max(home)]}  # one place, if both are on one rank
         self.add("ends", ranks[sorted(ends)], [0])
 
     def add(self, axis, ranks, dims):
         """A group for each set of ranks that differ in the dimensions `dims` of `ranks` alone.
 
         Every rank makes every group, in one order: NCCL splits a group off the world's
-        communicator, and all ranks have to take part. Middle stages get no "ends": none is tied.
+        communicator, and all ranks have to take part. Middle stages get no "ends".
         """
         others = [dim for dim in range(ranks.dim()) if dim not in dims]
         self.size[axis] = math.prod(ranks.shape[dim] for dim in dims)
@@ -182,7 +183,7 @@ def sum_gradients(model):
     """The same in one call an axis. Along data and replicas backward has begun it."""
     for zero in model.zeros:
         if zero.level < 2:  # else after_backward has summed
-            zero.sync = True  # that of "tied" parameters belongs to no stage: no backward set it
+            zero.sync = True  # that of "tied" belongs to no stage: before_backward never meets it
             zero.reduce()  # partial -> replicated, in ZeRO-1 sharded
     for axis in ("tp", "ends"):
         partial_sums = summands(model, axis)
@@ -220,7 +221,7 @@ class Hybrid(nn.Module):
         # {stage: [ZeRO]}. Those of "tied" are summed after the last backward of all stages
         self.zeros_of = defaultdict(list)
         for (stage, axis), units in self.lay_out(here, tied, kinds, splits).items():
-            # tied: at most ZeRO-1, which keeps gradients whole until that sum
+            # tied: at most ZeRO-1, since ZeRO-2 would sum after the backward of each stage
             own_level = min(level, 1) if stage == "tied" else level
             zero = ZeRO(list(units.values()), mesh.group[axis], own_level)
             self.zeros_of[stage].append(zero)
@@ -277,7 +278,7 @@ class Hybrid(nn.Module):
 
     def before_backward(self, stage, is_last, is_whole):
         """Before a backward that adds to a stage's gradients. ZeRO-0 and 1 sum over copies during
-        the last one (is_last), 2 and 3 in each that completes a micro-batch's (is_whole)."""
+        the last one (is_last), 2 and 3 in each that completes those of a micro-batch (is_whole)."""
         for zero in self.zeros_of[stage]:
             zero.sync = is_whole if zero.level >= 2 else is_last
 
@@ -396,7 +397,7 @@ def kind_of(name):
 
 
 def unit_of(name):
-    """-> the module whose parameters ZeRO keeps together; whether they stay: ZeRO-3 frees blocks.
+    """-> the module whose parameters are one Unit; Unit.stays: not blocks, which ZeRO-3 frees.
 
     The embedding and the head are alone, so that ZeRO cuts the tied weight alike at both ends.
     """
@@ -409,7 +410,7 @@ def unit_of(name):
 def origins_of(model, layers, plans):
     """Before the model is cut -> {name: (first place along pp that has it, a meta tensor like it)}
 
-    Meta tensors of trained parameters require gradients, a tied one's under its first name only.
+    requires_grad marks what full_gradients returns: what is trained, a tied one once.
     """
     home = pipeline_parallel.homes(plans)
     names = [name for name, p in model.named_parameters() if p.requires_grad]
@@ -589,7 +590,7 @@ def parallelize_at_work(model, mesh, plans, layers, boundary, args):
         if args.dp > 1:
             for unit in [*stage.blocks.values(), stage]:
                 fully_shard(unit, mesh=device_mesh["dp"], reshard_after_forward=False)
-        # all shapes: to ask other ranks for them torch needs NumPy
+        # both shapes are given: to ask other ranks for them torch would need NumPy
         taken = torch.empty(size, dtype=dtype, device=device, requires_grad=True)
         made = taken
         if stage.first:

@@ -117,7 +117,7 @@ class Routing:
     """
 
     def __init__(self, chosen, wanted, most, ep):
-        """chosen (N, K): experts. wanted (E,): rows that want to go to each; `most` of them do."""
+        """chosen (N, K): experts. wanted (E,): how many rows want to go to each; `most` may."""
         self.most = most
         self.ep = ep
         self.order = chosen.flatten().argsort(stable=True)  # row numbers, by expert, then token
@@ -128,7 +128,7 @@ class Routing:
         ranks = dist.get_world_size(ep)
         self.sizes_on_device = coming.view(ranks, -1).sum(0)  # (E/ep,) rows of each expert here
         counts = torch.stack([wanted, taken, coming]).view(3, ranks, -1)
-        # queues[rank][e]: rows that want to go to that rank, to expert e of those there
+        # queues[rank][e]: how many rows want to go to that rank, to expert e of those there
         # leaving[rank][e]: those of them that do
         # arriving[rank][e]: rows that come from that rank, to expert e of those here
         queues, leaving, arriving = read_counts(counts, self)
@@ -292,7 +292,7 @@ class MoE(nn.Module):
         logits = self.score(tokens)  # (N, E)
         bias = self.gamma * self.bias_steps
         chosen, gates, probs = route(logits, self.top_k, bias, self.normalize)
-        wanted = torch.zeros_like(self.bias_steps)  # (E,) rows for each; in bincount the host waits
+        wanted = torch.zeros_like(self.bias_steps)  # (E,) rows; no bincount: the host waits
         wanted.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
         load = wanted.clone()
         # partial -> replicated, while the experts are at work

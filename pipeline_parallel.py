@@ -580,7 +580,7 @@ def gather(mine, origins, group):
     device = next(iter(mine.values())).device
     for name, (rank, like) in origins.items():
         tensor = torch.empty_like(like, device=device)
-        if name in mine:
+        if dist.get_rank(group) == rank:
             tensor.copy_(mine[name].detach())
         dist.broadcast(tensor, group=group, group_src=rank)  # on one rank -> replicated
         whole[name] = tensor
@@ -709,6 +709,7 @@ class Stage(nn.Module):
 
 def carve(model, layers):
     """The plain GPT -> all its stages, which share its modules. layers: how many each gets."""
+    assert sum(layers) == len(model.blocks), f"layers {layers} of {len(model.blocks)}"
     whole = []
     for stage, count in enumerate(layers):
         begin = sum(layers[:stage])
@@ -781,7 +782,9 @@ class PipelinedGPTAtWork(PipelinedGPT):
     V-shaped schedules."""
 
     def __init__(self, model, plans, layers, boundary, name):
-        super().__init__(model, plans, layers, boundary)
+        # our pipeline only evaluates: without Ws it leaves the Linears as they are, for torch's
+        without_w = [[action for action in plan if action.kind != "W"] for plan in plans]
+        super().__init__(model, without_w, layers, boundary)
         from torch.distributed import pipelining  # takes as long to import as all the rest
         size, dtype, device = boundary
         # the shapes of what stages take and make: to ask other ranks for them torch needs NumPy
