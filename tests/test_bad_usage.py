@@ -43,7 +43,8 @@ def lines_of(table, folder):
     """-> [(flags, what the line has to say)]"""
     (folder / "nothing").mkdir(exist_ok=True)
     (folder / "empty").touch()
-    places = {"FILE": ROOT / "README.md", "FOLDER": folder / "nothing", "EMPTY": folder / "empty"}
+    (folder / "file").write_text("no checkpoint")
+    places = {"FILE": folder / "file", "FOLDER": folder / "nothing", "EMPTY": folder / "empty"}
     for name, place in places.items():
         table = table.replace(name, str(place))
     rows = re.findall(r"^ +(\S.*?) {2,}(.*)", table, re.M)
