@@ -63,8 +63,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-# Attention to one block of keys. scaled_dot_product_attention does not return the log-sum-exp; the
-# kernels under it do.
+# Attention to one block of keys, by kernels of scaled_dot_product_attention that return its lse.
 
 
 def attend_block(q, k, v, causal):

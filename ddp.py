@@ -53,8 +53,7 @@ def all_reduce_gradients(module, group=None):
     """The naive form, after backward: a sum per parameter. All ranks must have used the same."""
     for p in module.parameters():
         if p.grad is not None:
-            # partial (a summand each) -> replicated (all have the sum)
-            dist.all_reduce(p.grad, group=group)
+            dist.all_reduce(p.grad, group=group)  # partial (a summand each) -> replicated (the sum)
 
 
 class Bucket:

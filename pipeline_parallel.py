@@ -369,8 +369,7 @@ def make_links(plans, pipelines):
     """-> {(sender, receiver): group} of this rank's links, by places in a pipeline.
 
     Every rank calls it. pipelines: the global ranks of each. NCCL runs a group's transfers in
-    order: a receive that waits would hold up the sends behind it. gloo matches those of each pair
-    by itself.
+    order: a receive that waits would hold up the sends behind it. gloo matches pairs by itself.
     """
     if dist.get_backend() in ("gloo", "fake"):
         return {}
@@ -467,8 +466,7 @@ class Pipeline:
 
     modules: {stage: module}, this rank's. plans: all ranks'. before(stage, is_last, is_whole) and
     after(stage) are called around each B and W, for hooks on gradients, as hybrid_3d.py has them.
-    is_last: it is the stage's last B, or the last of its Bs and Ws: after both its gradients are
-    complete.
+    is_last: it is the stage's last B, or the last of its Bs and Ws; after both all are complete.
     is_whole: after it the micro-batch has made all of its gradients.
     """
 
@@ -658,9 +656,8 @@ class Stages(nn.ModuleList):
 
 
 def update_stage(stages, optimizer, clip):
-    """U, a partial of this is step()'s `update`. A stage clips by its own norm, so that it need not
-    wait for the others'. Gradients of tied parameters, on which two stages would have to agree,
-    wait for the end of the step."""
+    """U: a partial of this is step()'s `update`. A stage clips by its own norm, without waiting.
+    Gradients of tied parameters wait for the end of the step, since stages would have to agree."""
     waiting = {p: p.grad for p in stages.tied}
     for p in waiting:
         p.grad = None

@@ -3,7 +3,6 @@ bugs that are planted in the table show."""
 from functools import partial
 
 import pytest
-import torch.distributed as dist
 
 import hybrid_3d
 from conftest import PROOF, SMALL, alone, check_refused, proves, script, textbook
