@@ -72,6 +72,7 @@ from common import adamw, build, share
 from harness.checkpoint import Piece, parts_pieces, pieces_of, run_pieces
 from harness.flags import ANY, POSITIVE, Flag, arguments, require
 from harness.run import Run, Side, whole
+from harness.usage import refusing
 from zero import held
 
 # ---- 1. the technique (copy this, the files that it imports, common.py, harness/) ----
@@ -103,7 +104,7 @@ def parallelize(model, mesh, plans, layers, boundary, *, sp=False, attend=None, 
 
     links = pipeline_parallel.make_links(plans, mesh.pipelines)
     mail = Mail(plans, mesh.pipeline, mesh.group["pp"], links, *boundary)
-    hybrid.pipeline = Pipeline(here, plans, mail, hybrid.before_backward, hybrid.after_backward)
+    hybrid.pipeline = SummingPipeline(here, plans, mail, hybrid.zeros_of)
     return hybrid
 
 
@@ -182,8 +183,8 @@ def sum_gradients_plainly(model):
 def sum_gradients(model):
     """The same in one call an axis. Along data and replicas backward has begun it."""
     for zero in model.zeros:
-        if zero.level < 2:  # else after_backward has summed
-            zero.sync = True  # that of "tied" belongs to no stage: before_backward never meets it
+        if zero.level < 2:  # else SummingPipeline has summed
+            zero.sync = True  # that of "tied" belongs to no stage: SummingPipeline never meets it
             zero.reduce()  # partial -> replicated, in ZeRO-1 sharded
     for axis in ("tp", "ends"):
         partial_sums = summands(model, axis)
@@ -195,6 +196,34 @@ def sum_gradients(model):
 def summands(model, axis):
     """-> the gradients that are to be summed along this axis."""
     return [part.grad for part in model.parts if model.along[part.parameter].get(axis) == "sum"]
+
+
+class SummingPipeline(Pipeline):
+    """Sums a stage's gradients over copies of it while a backward of this stage still runs.
+
+    ZeRO-0 and 1 sum once in a step: during the last B and, where W is apart, the last W. ZeRO-2 and
+    3 sum what each micro-batch has made, during its B or, where that leaves a W, during the W.
+    """
+
+    def __init__(self, modules, plans, mail, zeros_of):
+        super().__init__(modules, plans, mail)
+        self.zeros_of = zeros_of  # {stage: [ZeRO]}
+        last_b = {action.stage: action for action in self.plan if action.kind == "B"}
+        last_of_all = {action.stage: action for action in self.plan if action.kind in "BW"}
+        self.last = {*last_b.values(), *last_of_all.values()}  # after both all is complete
+
+    def do(self, action, taken, loss_fn, update):
+        kind, m, stage = action[:3]
+        zeros = self.zeros_of[stage] if kind in "BW" else []
+        for zero in zeros:
+            zero.sync = action in self.last
+            if zero.level >= 2:
+                zero.sync = kind == "W" or (m, stage) not in self.apart
+        made = super().do(action, taken, loss_fn, update)
+        for zero in zeros:
+            if zero.sync and zero.level >= 2:  # which keep no whole gradients
+                zero.reduce()  # partial -> sharded
+        return made
 
 
 class Hybrid(nn.Module):
@@ -215,7 +244,7 @@ class Hybrid(nn.Module):
         self.tp = tp
         self.origins = origins
         self.level = level
-        self.pipeline = None  # the Pipeline that runs the stages, and calls the two hooks below
+        self.pipeline = None  # the Pipeline that runs the stages
         self.names = {}  # {parameter: its name in the plain model}
         self.along = {}  # {parameter: {axis: what becomes of its gradient}}
         # {stage: [ZeRO]}. Those of "tied" are summed after the last backward of all stages
@@ -274,18 +303,7 @@ class Hybrid(nn.Module):
     def zero_grad(self):
         for zero in self.zeros:
             zero.zero_grad()
-            zero.sync = False  # until before_backward, or sum_gradients, says so
-
-    def before_backward(self, stage, is_last, is_whole):
-        """Before a backward that adds to a stage's gradients. ZeRO-0 and 1 sum over copies during
-        the last one (is_last), 2 and 3 in each that completes those of a micro-batch (is_whole)."""
-        for zero in self.zeros_of[stage]:
-            zero.sync = is_whole if zero.level >= 2 else is_last
-
-    def after_backward(self, stage):
-        for zero in self.zeros_of[stage]:
-            if zero.sync and zero.level >= 2:  # ZeRO-2 and 3 keep no whole gradients
-                zero.reduce()  # partial -> sharded
+            zero.sync = False  # until SummingPipeline, or sum_gradients, says so
 
     def full_state_dict(self):
         """-> {name in the plain model: parameter or buffer}, on every rank."""
@@ -574,9 +592,7 @@ class AtWork(nn.Module):
 
 def parallelize_at_work(model, mesh, plans, layers, boundary, args):
     """The plain GPT -> AtWork."""
-    from torch.distributed.pipelining import PipelineStage, schedules  # long to import
-
-    size, dtype, device = boundary
+    size, _, device = boundary
     sizes = args.pp, args.dp, args.tp
     device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp", "tp"))
     origins = origins_of(model, layers, plans)
@@ -585,30 +601,18 @@ def parallelize_at_work(model, mesh, plans, layers, boundary, args):
     columns = len(local(model.head.weight))  # before fully_shard cuts it again
     here, tied = between_layers(model, layers, plans[mesh.place["pp"]])
     at_work = AtWork(here, mesh, device_mesh, origins)
-    stages = []
-    for number, stage in here.items():
+    for stage in here.values():
         if args.dp > 1:
             for unit in [*stage.blocks.values(), stage]:
                 fully_shard(unit, mesh=device_mesh["dp"], reshard_after_forward=False)
-        # both shapes are given: to ask other ranks for them torch would need NumPy
-        taken = torch.empty(size, dtype=dtype, device=device, requires_grad=True)
-        made = taken
-        if stage.first:
-            taken = made.new_empty(size[0], args.seq, dtype=torch.int64)
-        if stage.last:
-            made = made.new_empty(size[0], args.seq, columns)
-            if args.tp > 1:  # the pipeline takes ordinary tensors; loss_of makes DTensors again
-                stage.register_forward_hook(lambda module, inputs, logits: logits.to_local())
+        if stage.last and args.tp > 1:
+            # the pipeline takes ordinary tensors; loss_of makes DTensors again
+            stage.register_forward_hook(lambda module, inputs, logits: logits.to_local())
         if tied and (stage.first or stage.last):
             at_work.tied = stage.tok.weight if stage.first else stage.head.weight
-        stages.append(PipelineStage(
-            stage, number, len(layers), device, input_args=taken, output_args=made,
-            group=mesh.group["pp"]))
-    if args.schedule in pipeline_parallel.ONE_STAGE:
-        [stages] = stages  # these classes take the stage itself, not a list
-    make = getattr(schedules, pipeline_parallel.AT_WORK[args.schedule])
-    # scale_grads: they are a sum
-    at_work.schedule = make(stages, args.micro, loss_fn=at_work.loss_of, scale_grads=False)
+    logits = size[0], args.seq, columns
+    at_work.schedule = pipeline_parallel.schedule_at_work(
+        args.schedule, here, plans, boundary, logits, at_work.loss_of, mesh.group["pp"])
     return at_work
 
 
@@ -677,7 +681,8 @@ def layout(args):
             "--ep, --shared and --capacity are for --experts E")
     args.ep = (args.ep or args.dp * args.cp) if args.experts else 1
     refuse(args)
-    plans = pipeline_parallel.make_plans(args.schedule, args.pp, args.micro, args.chunks)
+    with refusing():
+        plans = pipeline_parallel.make_plans(args.schedule, args.pp, args.micro, args.chunks)
     if args.impl != "scratch":
         refuse_torch(args, pipeline_parallel.homes(plans))
     return plans
@@ -705,7 +710,6 @@ def refuse(args):
     require(args.top_k <= args.experts or not args.experts,
             f"--top-k {args.top_k} of --experts {args.experts}: choose fewer")
     require(stages <= args.layers, pipeline_parallel.too_few(args.layers, stages))
-    pipeline_parallel.refuse_microbatches(args.schedule, args.micro, args.pp)
     require(args.zero < 3 or (args.pp == 1 and args.schedule == "1f1b"),
             "--zero 3 wants each backward right behind its forward: --pp 1 --schedule 1f1b")
     require(not args.experts or tp == 1 or args.sp,

@@ -61,6 +61,7 @@ from harness.checkpoint import pieces_of
 from harness.flags import POSITIVE, Flag, arguments, require
 from harness.run import Run, Side
 from harness.timeline import in_flight, numbers, planned, read_times, simulation, span, watched
+from harness.usage import refusing
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
 # partial: each rank has a summand. replicated: all have the same. here: this rank; there: another.
@@ -249,8 +250,10 @@ SCHEDULES = {
 def make_plans(name, ranks, microbatches, chunks=2):
     """-> for each rank a list of actions. chunks: stages per rank, of interleaved and bfs."""
     # with other numbers of micro-batches the ranks would wait for each other for ever
-    assert name != "interleaved" or microbatches % ranks == 0, "micro-batches: a multiple of ranks"
-    assert name != "dualpipe-v" or microbatches >= 2 * ranks, "micro-batches: 2 x ranks or more"
+    assert name != "interleaved" or microbatches % ranks == 0, (
+        f"interleaved takes multiples of {ranks} micro-batches, not {microbatches}")
+    assert name != "dualpipe-v" or microbatches >= 2 * ranks, (
+        f"dualpipe-v needs {2 * ranks} or more micro-batches, not {microbatches}")
     place, fixed, order = SCHEDULES[name]
     return [order(rank, ranks, microbatches, place(rank, ranks, fixed or chunks))
             for rank in range(ranks)]
@@ -464,25 +467,17 @@ def split_linears(module):
 class Pipeline:
     """Runs one rank's plan, over modules that map one tensor to one tensor.
 
-    modules: {stage: module}, this rank's. plans: all ranks'. before(stage, is_last, is_whole) and
-    after(stage) are called around each B and W, for hooks on gradients, as hybrid_3d.py has them.
-    is_last: it is the stage's last B, or the last of its Bs and Ws; after both all are complete.
-    is_whole: after it the micro-batch has made all of its gradients.
+    modules: {stage: module}, this rank's. plans: those of all ranks.
     """
 
-    def __init__(self, modules, plans, mail, before=None, after=None):
+    def __init__(self, modules, plans, mail):
         self.modules = modules
         self.mail = mail
-        self.before = before
-        self.after = after
         self.plan = plans[mail.rank]
         self.end = mail.end  # the last stage
         self.microbatches = 1 + max(action.microbatch for action in self.plan)
         self.updates = any(action.kind == "U" for action in self.plan)
         self.apart = {(a.microbatch, a.stage) for a in self.plan if a.kind == "W"}  # split Bs
-        last_b = {a.stage: a for a in self.plan if a.kind == "B"}
-        last_of_all = {a.stage: a for a in self.plan if a.kind in "BW"}
-        self.last_actions = {*last_b.values(), *last_of_all.values()}
         self.kept = {}  # {(micro-batch, stage): its input, the edge of its output}, until B
         self.left = {}  # {(micro-batch, stage): [what each Linear has left to do]}, until W
         if self.apart:
@@ -525,21 +520,14 @@ class Pipeline:
         kind, m, stage = key(action)
         if kind == "F":
             return self.forward(m, stage, taken, loss_fn)
+        if kind == "B":
+            return self.backward(m, stage, taken)
         if kind == "U":
             return update()
-        if self.before:
-            is_whole = kind == "W" or (m, stage) not in self.apart
-            self.before(stage, action in self.last_actions, is_whole)
-        made = None
-        if kind == "B":
-            made = self.backward(m, stage, taken)
-        else:
-            left = self.left.pop((m, stage))
-            while left:  # from the last layer to the first, as in backward
-                left.pop(0)()  # popped, so that what it keeps is free at once
-        if self.after:
-            self.after(stage)
-        return made
+        left = self.left.pop((m, stage))  # kind is W
+        while left:  # from the last layer to the first, as in backward
+            left.pop(0)()  # popped, so that what it keeps is free at once
+        return None
 
     def forward(self, m, stage, x, loss_fn):
         if stage > 0:
@@ -774,6 +762,27 @@ AT_WORK = {
 ONE_STAGE = "gpipe", "1f1b"  # classes for one stage per rank
 
 
+def schedule_at_work(name, here, plans, boundary, logits, loss_of, group=None):
+    """-> torch's schedule, which runs {number: Stage}, those here. logits: their shape."""
+    from torch.distributed import pipelining  # takes as long to import as all the rest
+
+    size, dtype, device = boundary
+    # examples of what stages take and make: to ask other ranks for shapes torch needs NumPy
+    between = torch.empty(size, dtype=dtype, device=device, requires_grad=True)
+    ids = between.new_empty(logits[:2], dtype=torch.int64)
+    stages = []
+    for number, stage in here.items():
+        stages.append(pipelining.PipelineStage(
+            stage, number, len(homes(plans)), device, group=group,
+            input_args=ids if stage.first else between,
+            output_args=between.new_empty(logits) if stage.last else between))
+    if name in ONE_STAGE:
+        [stages] = stages  # these classes take the stage itself, not a list
+    microbatches = 1 + max(action.microbatch for action in plans[0])
+    return getattr(pipelining.schedules, AT_WORK[name])(
+        stages, microbatches, loss_fn=loss_of, scale_grads=False)  # gradients: a sum, no mean
+
+
 class PipelinedGPTAtWork(PipelinedGPT):
     """The same, trained by torch's schedule. Evaluation is ours: torch 2.13's eval() does not know
     V-shaped schedules."""
@@ -782,22 +791,8 @@ class PipelinedGPTAtWork(PipelinedGPT):
         # our pipeline only evaluates: without Ws it leaves the Linears as they are, for torch's
         without_w = [[action for action in plan if action.kind != "W"] for plan in plans]
         super().__init__(model, without_w, layers, boundary)
-        from torch.distributed import pipelining  # takes as long to import as all the rest
-        size, dtype, device = boundary
-        # the shapes of what stages take and make: to ask other ranks for them torch needs NumPy
-        edge = torch.empty(size, dtype=dtype, device=device, requires_grad=True)
-        ids = edge.new_empty(size[:2], dtype=torch.int64)
-        logits = edge.new_empty(*size[:2], model.head.out_features)
-        stages = []
-        for number, stage in self.here.items():
-            taken = ids if stage.first else edge
-            made = logits if stage.last else edge
-            stages.append(pipelining.PipelineStage(
-                stage, number, len(layers), device, input_args=taken, output_args=made))
-        if name in ONE_STAGE:
-            stages = stages[0]  # these classes take the stage itself, not a list
-        self.schedule = getattr(pipelining.schedules, AT_WORK[name])(
-            stages, self.pipeline.microbatches, loss_fn=self.loss_of, scale_grads=False)
+        logits = *boundary[0][:2], model.head.out_features  # (B/M, T, V)
+        self.schedule = schedule_at_work(name, self.here, plans, boundary, logits, self.loss_of)
         self.valid = 1  # targets of the batch that runs
 
     def loss_of(self, logits, targets):
@@ -860,9 +855,7 @@ def refuse(args):
     """What cannot run ends here, in one line, before anything is built."""
     name = args.schedule
     M = args.micro
-    p = args.pp or args.world_size
     require(name == "auto" or not args.limit, f"--limit is for --schedule auto, not for {name}")
-    refuse_microbatches(name, M, p)
     require(args.simulate or not args.pp, "--pp is for --simulate only")
     if args.simulate:
         return
@@ -872,15 +865,7 @@ def refuse(args):
     require(name != "pipedream" or not saved, "--schedule pipedream takes no --save, --resume")
     if args.impl != "scratch":
         require(not args.dry_run, "--dry-run needs --impl scratch: torch's asks other ranks")
-        refuse_at_work(name, M, p)
-
-
-def refuse_microbatches(name, micro, ranks):
-    """What make_plans would raise for."""
-    require(name != "interleaved" or micro % ranks == 0,
-            f"--micro {micro}: interleaved takes multiples of {ranks}")
-    require(name != "dualpipe-v" or micro >= 2 * ranks,
-            f"--micro {micro}: dualpipe-v needs {2 * ranks} or more")
+        refuse_at_work(name, M, args.world_size)
 
 
 def refuse_at_work(name, micro, ranks):
@@ -901,7 +886,8 @@ def read_plans(args, times):
     """-> all ranks' plans."""
     ranks = args.pp or args.world_size
     if args.schedule != "auto":
-        return make_plans(args.schedule, ranks, args.micro, args.chunks)
+        with refusing():
+            return make_plans(args.schedule, ranks, args.micro, args.chunks)
     waiting = 1.0  # with fused attention a block keeps nearly as much from B to W as from F to B
     if args.simulate:
         # Qi 2023: W needs 32 C of the 34 C + 5 H T bytes of a token, attention's matrix among them

@@ -368,13 +368,11 @@ class ZeRO:
             "sync to False before all but a step's last, only in levels 0 and 1")
         flat.take_gradient(p)
         self.is_summed = False
-        # Which backwards complete gradients? In levels 0 and 1 a step's last: sync is False before
-        # it. In 2 and 3 each. There only hybrid_3d.py sets sync to False, in the first half of a
-        # backward that its pipeline splits; each half completes some.
-        if self.sync or self.level >= 2:
-            flat.missing.discard(p)
+        if not self.sync:
+            return
+        flat.missing.discard(p)
         # in the order of the list: ranks must agree on collectives
-        while self.sync and self.pending and not self.pending[0].missing:
+        while self.pending and not self.pending[0].missing:
             self.reduce_next()
 
     def reduce_next(self):

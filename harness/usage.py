@@ -1,4 +1,5 @@
 """Bad usage ends in one line on stderr and exit code 2 on every rank, and leaves no rank behind."""
+import contextlib
 import os
 import sys
 import time
@@ -41,6 +42,15 @@ def require(condition, message, code=2):
         leaving = store.add(key, 0)
     print(end="", flush=True)  # what stdout still holds
     os._exit(code)
+
+
+@contextlib.contextmanager
+def refusing():
+    """What a technique asserts in here is bad usage: see require."""
+    try:
+        yield
+    except AssertionError as error:
+        require(False, str(error))
 
 
 def complain(message):

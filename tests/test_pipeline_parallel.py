@@ -319,7 +319,7 @@ def test_what_cannot_run_is_refused():
         ("--layers 1", "--layers 1 for 2 stages"),
         ("--micro 3", "--batch 8 does not divide into --micro 3"),
         ("--schedule interleaved --micro 3 --batch 9", "interleaved takes multiples of 2"),
-        ("--schedule dualpipe-v --micro 2", "dualpipe-v needs 4 or more"),
+        ("--schedule dualpipe-v --micro 2", "dualpipe-v needs 4 or more micro-batches, not 2"),
         ("--schedule pipedream --save NONE", "pipedream takes no --save"),
         ("--schedule naive --impl torch", "torch has gpipe, 1f1b"),
         ("--impl torch --micro 1", "torch's 1f1b wants 2 or more"),
