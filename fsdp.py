@@ -53,7 +53,7 @@ import sys
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from common import GPT, adamw, build, init_weights, loss_sum, share
-from harness.checkpoint import parts_pieces, pieces_of
+from harness.checkpoint import part_pieces, pieces_of
 from harness.flags import ANY, Flag, arguments, require
 from harness.run import Run, Side
 
@@ -511,7 +511,7 @@ def pieces(model, optimizer, writes):
             found += pieces_of([(name, p)], None, writes=dist.get_rank() == 0)
         elif p in unit.parts:
             first, _, piece = unit.parts[p]
-            found += parts_pieces([(name, unit.shapes[p], first, piece)], optimizer, writes)
+            found += part_pieces(name, unit.shapes[p], first, piece, optimizer, writes)
     return found
 
 

@@ -17,7 +17,7 @@ same. sum: each has a summand, and sum_gradients makes the sum. The norm counts 
     matrix                      cut                sum
     outside: norm, row bias,    same, --sp: sum    sum
       router
-    expert (with tp: --sp too)  sum                        sum         cut
+    expert (needs --sp)         sum                        sum         cut
     tied: embedding and head    cut                sum                        sum
 
     numbers that a rank sends in a step (tp, pp: of a middle stage), A = B/(dp M) T/cp C
@@ -32,7 +32,7 @@ ZeRO-3 with several stages. Narayanan 2021, arXiv:2104.04473, 3; Llama 3, arXiv:
 At work: DeviceMesh, fully_shard, parallelize_module, torch.distributed.pipelining (section 3).
 
     plans = pipeline_parallel.make_plans("1f1b", ranks=2, microbatches=4)
-    boundary = (B // dp // 4, T, C), dtype, device  # what stages pass on
+    boundary = (B // dp // 4, T, C), dtype, device  # of what a stage sends to the next
     model = parallelize(gpt, Mesh(plans, dp=2, tp=2), plans, [2, 2], boundary)  # 2 layers each
     optimizer = AdamW(model.parameter_groups(), lr=1e-3)
     loss, norm = train_step(model, optimizer, x, y, valid, clip=1.0)
@@ -69,31 +69,35 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import amp_accum_ckpt
 from common import adamw, build, share
-from harness.checkpoint import Piece, parts_pieces, pieces_of, run_pieces
+from harness.checkpoint import of_stack, of_whole
 from harness.flags import ANY, POSITIVE, Flag, arguments, require
 from harness.run import Run, Side, whole
 from harness.usage import refusing
-from zero import held
+from zero import held, pieces_of_each
 
 # ---- 1. the technique (copy this, the files that it imports, common.py, harness/) ----
 # For another model write all of section 2, which is the toy's, and carve of pipeline_parallel.
 # Stages call their parameters as the plain model does.
 
 
-def parallelize(model, mesh, plans, layers, boundary, *, sp=False, attend=None, recompute=None,
+def parallelize(model, mesh, plans, layers, boundary, *, sp=False, ring=None, recompute=None,
                 autocast=None, zero=0):
     """A plain model -> Hybrid: this rank's part of it, with the Pipeline that runs it.
 
-    plans: pipeline_parallel's, of all ranks. layers: how many each stage gets. boundary: size,
-    dtype and device of what goes from stage to stage: (rows of a micro-batch, T/cp, C), with sp
-    (.., T/cp/tp, C). sp: norms and residuals are cut over tp, along T. attend: one of
-    context_parallel's classes, for cp > 1. recompute: amp_accum_ckpt's full or selective. autocast:
-    torch.autocast(..), which decorates forwards. zero: ZeRO's level.
+    plans      pipeline_parallel's, of all ranks
+    layers     [how many each stage gets]
+    boundary   size, dtype and device of what goes from stage to stage: (rows of a micro-batch,
+               T/cp, C), with sp (rows of a micro-batch, T/cp/tp, C)
+    sp         are norms and residuals cut over tp, along T?
+    ring       for cp > 1 a class of context_parallel, which is called with the group
+    recompute  amp_accum_ckpt's full or selective
+    autocast   torch.autocast(..), which decorates forwards
+    zero       ZeRO's level; 3 needs one stage, and each backward right behind its forward
     """
-    origins = origins_of(model, layers, plans)  # places along pp, sizes before tp cuts
+    origins = origins_of(model, layers, plans)  # before tp cuts what they describe
     # 1. Within a layer: ranks share its matrices (tp), its sequence (cp) and its experts (ep).
     splits = any(action.kind == "W" for action in plans[0])  # has a backward two parts, B and W?
-    tp = within_layers(model, mesh, plans, splits, sp, attend)  # changes the model in place
+    tp = within_layers(model, mesh, plans, splits, sp, ring)  # changes the model
     assert sp or tp.size == 1 or not moe.layers_of(model), "experts with tp > 1 want sp=True"
     # 2. Between layers: of all stages this rank keeps those that its plan names (pp).
     here, tied = between_layers(model, layers, plans[mesh.place["pp"]])
@@ -138,14 +142,14 @@ class Mesh:
         self.add("replicas", by_expert, [1])
         self.add("ep", by_expert, [2])
         home = pipeline_parallel.homes(plans)
-        ends = {home[0], home[max(home)]}  # one place, if both are on one rank
+        ends = {home[0], home[max(home)]}  # a single place if one rank has both
         self.add("ends", ranks[sorted(ends)], [0])
 
     def add(self, axis, ranks, dims):
         """A group for each set of ranks that differ in the dimensions `dims` of `ranks` alone.
 
         Every rank makes every group, in one order: NCCL splits a group off the world's
-        communicator, and all ranks have to take part. Middle stages get no "ends".
+        communicator, and all ranks have to take part. Ranks of middle stages get no "ends".
         """
         others = [dim for dim in range(ranks.dim()) if dim not in dims]
         self.size[axis] = math.prod(ranks.shape[dim] for dim in dims)
@@ -157,9 +161,6 @@ class Mesh:
 
 
 # ---- what becomes of a gradient
-
-COPIES = ("data", "replicas")  # the axes whose ranks hold copies, which ZeRO may cut
-
 
 def kinds_of_parameters(sp):
     """-> {kind: {axis: what becomes of a gradient along it}}, the docstring's table."""
@@ -173,7 +174,7 @@ def kinds_of_parameters(sp):
 
 
 def sum_gradients_plainly(model):
-    """What sum_gradients does, for reading (ZeRO-0): sums over all axes where the table says so."""
+    """For reading: what SummingPipeline and sum_gradients do together in ZeRO-0."""
     for part in model.parts:
         for axis, what in model.along[part.parameter].items():
             if what == "sum":
@@ -181,10 +182,10 @@ def sum_gradients_plainly(model):
 
 
 def sum_gradients(model):
-    """The same in one call an axis. Along data and replicas backward has begun it."""
+    """After the last backward, which has begun the sums along data and replicas: the rest."""
     for zero in model.zeros:
-        if zero.level < 2:  # else SummingPipeline has summed
-            zero.sync = True  # that of "tied" belongs to no stage: SummingPipeline never meets it
+        if zero.level < 2:  # ZeRO-2 and 3 have summed after each backward
+            zero.sync = True  # still False in zeros_of["tied"], which is no stage's
             zero.reduce()  # partial -> replicated, in ZeRO-1 sharded
     for axis in ("tp", "ends"):
         partial_sums = summands(model, axis)
@@ -199,10 +200,10 @@ def summands(model, axis):
 
 
 class SummingPipeline(Pipeline):
-    """Sums a stage's gradients over copies of it while a backward of this stage still runs.
+    """Sums a stage's gradients over its copies, while a backward of the stage still runs.
 
-    ZeRO-0 and 1 sum once in a step: during the last B and, where W is apart, the last W. ZeRO-2 and
-    3 sum what each micro-batch has made, during its B or, where that leaves a W, during the W.
+    ZeRO-0 and 1 sum once in a step, during the stage's last B (and last W, if Bs leave Ws). ZeRO-2
+    and 3 sum for each micro-batch, during its B (its W, if there is one).
     """
 
     def __init__(self, modules, plans, mail, zeros_of):
@@ -210,7 +211,7 @@ class SummingPipeline(Pipeline):
         self.zeros_of = zeros_of  # {stage: [ZeRO]}
         last_b = {action.stage: action for action in self.plan if action.kind == "B"}
         last_of_all = {action.stage: action for action in self.plan if action.kind in "BW"}
-        self.last = {*last_b.values(), *last_of_all.values()}  # after both all is complete
+        self.last = {*last_b.values(), *last_of_all.values()}  # [Action]: then all is complete
 
     def do(self, action, taken, loss_fn, update):
         kind, m, stage = action[:3]
@@ -218,7 +219,7 @@ class SummingPipeline(Pipeline):
         for zero in zeros:
             zero.sync = action in self.last
             if zero.level >= 2:
-                zero.sync = kind == "W" or (m, stage) not in self.apart
+                zero.sync = kind == "W" or (m, stage) not in self.apart  # does this B leave no W?
         made = super().do(action, taken, loss_fn, update)
         for zero in zeros:
             if zero.sync and zero.level >= 2:  # which keep no whole gradients
@@ -250,7 +251,7 @@ class Hybrid(nn.Module):
         # {stage: [ZeRO]}. Those of "tied" are summed after the last backward of all stages
         self.zeros_of = defaultdict(list)
         for (stage, axis), units in self.lay_out(here, tied, kinds, splits).items():
-            # tied: at most ZeRO-1, since ZeRO-2 would sum after the backward of each stage
+            # ZeRO-2 would sum the tied one after each stage's backward, and once is enough
             own_level = min(level, 1) if stage == "tied" else level
             zero = ZeRO(list(units.values()), mesh.group[axis], own_level)
             self.zeros_of[stage].append(zero)
@@ -279,11 +280,11 @@ class Hybrid(nn.Module):
                 if p.requires_grad:
                     site, stays = unit_of(name)
                     if splits and self.level == 2 and kind is kinds["outside"]:
-                        # Norms have their gradients after B, matrices after W. In one unit ZeRO-2
-                        # would hold the block's buffer from B to W: so a stage's norms are apart.
-                        site = ""  # the stage itself
+                        # Norms get their gradients in B, matrices in W. If they shared a unit,
+                        # ZeRO-2 would hold its whole buffer from B to W.
+                        site = ""  # so a stage's norms are a unit of their own
                     where = "tied" if p in tied else stage
-                    [copies] = kind.keys() & COPIES  # every kind has one of the two
+                    copies = "replicas" if "replicas" in kind else "data"
                     own = units[where, copies]
                     unit = own.setdefault(site, Unit([], [module.get_submodule(site)], stays))
                     unit.parameters.append(p)
@@ -291,10 +292,10 @@ class Hybrid(nn.Module):
 
     def same_along(self, p):
         """-> the axes along which ranks hold the same numbers of p, once gradients are summed."""
-        cut = [axis for axis, what in self.along[p].items() if what == "cut"]
+        axes = {axis for axis, what in self.along[p].items() if what != "cut"}
         if self.level and p.requires_grad:
-            cut += COPIES  # by ZeRO
-        return self.along[p].keys() - cut
+            axes -= {"data", "replicas"}  # ZeRO cuts it there
+        return axes
 
     def parameter_groups(self):
         """What an elementwise optimizer takes."""
@@ -415,9 +416,10 @@ def kind_of(name):
 
 
 def unit_of(name):
-    """-> the module whose parameters are one Unit; Unit.stays: not blocks, which ZeRO-3 frees.
+    """A parameter's name -> the name of the module whose parameters are one Unit, Unit.stays.
 
-    The embedding and the head are alone, so that ZeRO cuts the tied weight alike at both ends.
+    Blocks do not stay. Embedding and head are units of their own, so that ZeRO cuts the tied weight
+    alike at both ends.
     """
     words = name.split(".")
     if words[0] == "blocks":
@@ -444,7 +446,7 @@ def trained(origins):
     return {name: origin for name, origin in origins.items() if origin[1].requires_grad}
 
 
-def within_layers(model, mesh, plans, splits, sp, attend):
+def within_layers(model, mesh, plans, splits, sp, ring):
     """-> tensor_parallel's WholeSequence or CutSequence"""
     tp = CutSequence(mesh.group["tp"]) if sp else WholeSequence(mesh.group["tp"])
     if splits:
@@ -453,7 +455,7 @@ def within_layers(model, mesh, plans, splits, sp, attend):
     if tp.size > 1:
         tensor_parallel.cut_model(model, tp, replacements(model))
     if mesh.size["cp"] > 1:
-        context_parallel.parallelize(model, attend(mesh.group["cp"]))
+        context_parallel.parallelize(model, ring(mesh.group["cp"]))
     if has_experts(model):
         microbatches = 1 + max(action.microbatch for action in plans[0])
         moe.parallelize(model, mesh.group["ep"], mesh.group["peers"], microbatches)
@@ -463,11 +465,11 @@ def within_layers(model, mesh, plans, splits, sp, attend):
 def replacements(model):
     """-> tensor_parallel's plan. Of experts it cuts the shared one alone."""
     plan = tensor_parallel.PLANS["llama" if model.pos is None else "gpt2"]
-    if has_experts(model):
-        if model.blocks[0].mlp.shared is None:
-            plan = {name: how for name, how in plan.items() if ".mlp" not in name}
-        plan = {name.replace(".mlp", ".mlp.shared"): how for name, how in plan.items()}
-    return plan
+    if not has_experts(model):
+        return plan
+    if model.blocks[0].mlp.shared is None:
+        return {name: how for name, how in plan.items() if ".mlp" not in name}
+    return {name.replace(".mlp", ".mlp.shared"): how for name, how in plan.items()}
 
 
 def has_experts(model):
@@ -575,17 +577,17 @@ class AtWork(nn.Module):
         return self.run(self.schedule.eval, x, y, 1)
 
     def full_state_dict(self):
-        return self.gather(self.origins, lambda p: p)
+        return self.gather(self.origins, whole)
 
     def full_gradients(self):
-        return self.gather(trained(self.origins), lambda p: p if p.grad is None else p.grad)
+        return self.gather(trained(self.origins), lambda p: whole(p if p.grad is None else p.grad))
 
-    def gather(self, origins, of_parameter):
+    def gather(self, origins, whole_of):
         """-> {name in the plain model: tensor} of origins' names, on every rank."""
         mine = {}
         for stage in self.stages:
             for name, p in stage.state_dict(keep_vars=True).items():
-                mine[name] = whole(of_parameter(p))  # over dp, tp: sharded -> replicated
+                mine[name] = whole_of(p)  # over dp, tp: sharded -> replicated
         # over pp: on one stage -> replicated
         return pipeline_parallel.gather(mine, origins, self.mesh.group["pp"])
 
@@ -696,7 +698,9 @@ def refuse(args):
     require(copies * tp * args.pp == args.world_size,
             f"{axes}: their product is not {args.world_size}, the number of ranks")
     sharing = tp * args.cp if args.attn == "ulysses" else tp  # ranks that share the heads
-    chunks = len(context_parallel.on_paper(args.attn, 0, args.cp).chunks()) if args.cp > 1 else 1
+    chunks = 1  # of the sequence, on a rank
+    if args.cp > 1:
+        chunks = len(context_parallel.on_paper(args.attn, 0, args.cp).chunks())
     for what, size, parts in (
         ("heads of keys and values:", args.kv_heads, sharing),
         ("--hidden", args.hidden, tp),
@@ -728,7 +732,7 @@ def refuse_torch(args, home):
             f"{args.pp}: both ends of the model on one rank want --impl scratch")
 
 
-# ---- bytes that a rank sends in a step. b: of a number
+# ---- bytes that a rank sends in a step. b: of a number, w: of one in fp32 or better
 
 
 def tokens_of(args):
@@ -807,7 +811,7 @@ def textbook(run, plans, layers, model):
         sent = sum(run.ledger["scratch"].groups[each.group_name] for each in groups)
         rows.append((f"wire {axis}", formula, expected, sent))
 
-    for axis in COPIES:
+    for axis in ("data", "replicas"):
         zeros = [zero for zero in model.zeros if zero.group is group[axis]]
         if zeros:  # only experts have replicas
             sent = sum(sent_by_zero(zero, args.micro) for zero in zeros)
@@ -831,20 +835,12 @@ def textbook(run, plans, layers, model):
 
 
 def pieces(model, optimizer):
-    """-> [Piece] of the plain model's tensors: masters as the parameters, and AdamW's states."""
+    """-> [Piece] of the plain model's tensors"""
     found = []
-    for flat in model.flats:
-        for part in flat.parts:
-            p = part.parameter
-            place = model.names[p], flat.shapes[p], part.first
-            own = parts_pieces([(*place, part.master)], optimizer, is_first(model, p))
-            # part.shard, which forward reads, is loaded likewise, and never saved
-            own += run_pieces(*place, part.shard, False)
-            found += in_plain(model, p, own)
-    for p, name in model.names.items():  # in level 3 those that are trained have no elements
-        writes = not p.requires_grad and is_first(model, p)
-        found += in_plain(model, p, pieces_of([(name, p)], None, writes))
-    return [piece for piece in found if piece.tensor.numel()]
+    here = pieces_of_each(model.flats, model.names, optimizer, partial(is_first, model))
+    for p, boxes in here.items():
+        found += in_plain(model, p, boxes)
+    return [box for box in found if box.tensor.numel()]  # of padding nothing is left
 
 
 def is_first(model, p):
@@ -852,19 +848,14 @@ def is_first(model, p):
     return all(dist.get_rank(model.mesh.group[axis]) == 0 for axis in model.same_along(p))
 
 
-def in_plain(model, p, own):
+def in_plain(model, p, boxes):
     """Boxes of this rank's p -> boxes of the plain model's tensors: of a stack, one per expert."""
     if p in model.tp.cuts:
-        return [tensor_parallel.of_whole(box, model.tp.cuts[p], model.tp.rank) for box in own]
-    if "ep" not in model.along[p]:
-        return own
-    found = []
-    for name, shape, start, stack, writes in own:
-        first = dist.get_rank(model.mesh.group["ep"]) * shape[0] + start[0]
-        for number, box in enumerate(stack, first):
-            of_expert = moe.plain_name(name, number)
-            found.append(Piece(of_expert, shape[1:], start[1:], box, writes))
-    return found
+        return [of_whole(box, *model.tp.cuts[p], model.tp.rank) for box in boxes]
+    if "ep" in model.along[p]:
+        ep_rank = dist.get_rank(model.mesh.group["ep"])
+        return [each for box in boxes for each in of_stack(box, ep_rank, moe.plain_name)]
+    return boxes
 
 
 def notes(model):
@@ -906,20 +897,24 @@ def tokens_of_rank(args, cp_rank, device):
     return context_parallel.on_paper(args.attn, cp_rank, args.cp).positions(args.seq, device)
 
 
-def set_up(run, mesh, plans, layers, boundary):
+def set_up(run, impl, mesh, plans, layers, boundary):
     """-> Side"""
     args = run.args
     plain = run.build()
+    if impl == "torch":
+        model = parallelize_at_work(plain, mesh, plans, layers, boundary, args)
+        optimizer = adamw(model.parameters(), args.lr)
+        return Side(model=model, optimizer=optimizer, train_step=train_step_at_work)
     moe.set_biases(plain, run)
     autocast = None
     if args.amp == "bf16":
         autocast = torch.autocast(run.device.type, torch.bfloat16)
 
-    def attend(group):  # in every dtype, on every backend
+    def ring(group):  # that attends in every dtype, on every backend
         return context_parallel.for_proofs(context_parallel.KINDS[args.attn](group))
 
     model = parallelize(
-        plain, mesh, plans, layers, boundary, sp=args.sp, attend=attend,
+        plain, mesh, plans, layers, boundary, sp=args.sp, ring=ring,
         recompute=amp_accum_ckpt.CHECKPOINT[args.ckpt], autocast=autocast, zero=args.zero)
     optimizer = adamw(model.parameter_groups(), args.lr)
     tokens = tokens_of_rank(args, mesh.place["cp"], run.device)
@@ -927,18 +922,8 @@ def set_up(run, mesh, plans, layers, boundary):
         model=model, optimizer=optimizer, train_step=train_step,
         evaluate=lambda x, y: evaluate(model, x[:, tokens], y[:, tokens]),
         pieces=partial(pieces, model, optimizer),
-        held=partial(held, model=model, zero=model, optimizer=optimizer),
+        held=partial(held, model, model, optimizer),  # a Hybrid has flats, as a ZeRO has
         extra=partial(notes, model) if args.experts else None)
-
-
-def set_up_at_work(run, mesh, plans, layers, boundary):
-    """-> Side"""
-    model = parallelize_at_work(run.build(), mesh, plans, layers, boundary, run.args)
-    optimizer = adamw(model.parameters(), run.args.lr)
-    return Side(model=model, optimizer=optimizer, train_step=train_step_at_work)
-
-
-SET_UP = {"scratch": set_up, "torch": set_up_at_work}
 
 
 def picture(run, plans, layers):
@@ -956,13 +941,13 @@ def main():
     layers = pipeline_parallel.split_layers(args.layers, len(pipeline_parallel.homes(plans)))
     run = Run(args, build=partial(build_plain, args))
     mesh = Mesh(plans, args.dp, args.cp, args.tp, args.ep)
-    tokens = args.seq // args.cp // (args.tp if args.sp else 1)
-    size = args.batch // args.dp // args.micro, tokens, args.width
+    length = args.seq // args.cp // (args.tp if args.sp else 1)
+    size = args.batch // args.dp // args.micro, length, args.width
     boundary = size, run.dtype, run.device  # of what goes from stage to stage
     if run.dry:
         moe.read_counts = moe.balanced_counts  # nobody knows what tokens would choose
     with run:
-        sides = {impl: SET_UP[impl](run, mesh, plans, layers, boundary) for impl in run.impls}
+        sides = {impl: set_up(run, impl, mesh, plans, layers, boundary) for impl in run.impls}
         picture(run, plans, layers)
         rows = share(args.batch, args.dp, mesh.place["dp"])
         tokens = tokens_of_rank(args, mesh.place["cp"], run.device)

@@ -51,7 +51,7 @@ import torch.nn.functional as F
 import sys
 
 from common import MLPS, GPTConfig, adamw, build, init_weights, loss_sum, share
-from harness.checkpoint import pieces_of
+from harness.checkpoint import of_stack, pieces_of
 from harness.flags import ANY, POSITIVE, Flag, arguments, require
 from harness.run import Run, Side
 
@@ -541,10 +541,7 @@ def pieces(model, optimizer, replicas, ep):
         if ".experts." not in piece.name:
             found.append(piece._replace(writes=piece.writes and ep.rank() == 0))
             continue
-        for e, of_expert in enumerate(piece.tensor, ep.rank() * len(piece.tensor)):
-            found.append(piece._replace(
-                name=plain_name(piece.name, e), shape=of_expert.shape,
-                start=piece.start[1:], tensor=of_expert))
+        found += of_stack(piece, ep.rank(), plain_name)
     return found
 
 

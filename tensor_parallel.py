@@ -57,7 +57,7 @@ import torch.distributed.tensor.parallel as at_work
 from torch.distributed.tensor import Replicate, Shard, init_device_mesh
 
 from common import adamw, loss_sum
-from harness.checkpoint import pieces_of
+from harness.checkpoint import of_whole, pieces_of
 from harness.flags import Flag, arguments, require
 from harness.run import Run, Side
 
@@ -652,20 +652,9 @@ def pieces(model, optimizer, tp):
     for name, p in model.named_parameters():
         own = pieces_of([(name, p)], optimizer, writes=p in tp.cuts or tp.rank == 0)
         if p in tp.cuts:
-            own = [of_whole(piece, tp.cuts[p], tp.rank) for piece in own]
+            own = [of_whole(piece, *tp.cuts[p], tp.rank) for piece in own]
         found += own
     return [piece for piece in found if piece.tensor.numel() > 0]
-
-
-def of_whole(piece, cut, tp_rank):
-    """This rank's Piece of a parameter -> the Piece of the plain one, without padding."""
-    start = list(piece.start)
-    start[cut.dim] += tp_rank * piece.shape[cut.dim]  # the shape of this rank's parameter
-    shape = list(piece.shape)
-    shape[cut.dim] = cut.whole
-    room = max(0, cut.whole - start[cut.dim])  # behind it is padding
-    tensor = piece.tensor.narrow(cut.dim, 0, min(room, piece.tensor.shape[cut.dim]))
-    return piece._replace(shape=tuple(shape), start=tuple(start), tensor=tensor)
 
 
 def set_up(run, impl, tp, mesh):

@@ -16,9 +16,10 @@ bf16 a number takes 2 bytes, its gradient 2, AdamW's fp32 master and two states 
     level 2     (2 + 14/n) P              M + 1  gradients too: M reduce-scatters, one all-gather
     level 3     16 P/n                    3 M    parameters too: M reduce-scatters, 2 M all-gathers
 
-In fp32 and fp64, of b bytes, a parameter is its own master: it takes b, its gradient b, its states
-2 b. In level 3 an untied head (like unit 2 above) and an untied embedding (unlike unit 0) are
-gathered once, not twice. With offload masters and states are on the CPU, with "param" shards too.
+In fp32 and fp64 a parameter is its own master; with gradient and states it takes 4 times its bytes.
+Level 3 gathers an untied head once, as its backward comes right behind its forward (unit 2 above),
+and an untied embedding, as its backward reads no parameters. With offload masters and states are in
+the CPU's memory, with "param" the shards, too.
 
     zero = ZeRO(units_of(model, model.blocks), level=3)
     optimizer = AdamW(zero.parameter_groups(), lr=1e-3)
@@ -28,15 +29,14 @@ gathered once, not twice. With offload masters and states are on the CPU, with "
     norm = zero.clip_grad_norm_(1.0)
     zero.step(optimizer)
 
-Not for: optimizers that look at whole matrices (Muon, Adafactor) or at all numbers together (LAMB)
-or count their calls; sparse embeddings; second derivatives; reentrant checkpointing; backwards that
-end in an exception; parameters changed or thawed later. In level 3 blocks return one tensor, and
-ranks use the same units in the same order. Frozen parameters and buffers are alike on all.
+Not for: optimizers that look at whole matrices (Muon, Adafactor) or norms (LAMB), or count their
+steps (there is one for each unit); sparse embeddings; second derivatives; reentrant checkpointing;
+backwards that raise; parameters changed or thawed later; frozen ones that differ between ranks. In
+level 3 blocks return one tensor, and all ranks use the same units in the same order.
 
 Rajbhandari et al. 2019, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv:1910.02054, sections 5 and 7; Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840.
 At work: ZeroRedundancyOptimizer (level 1), fully_shard (levels 2 and 3), section 3 below.
-
     torchrun --standalone --nproc_per_node=2 zero.py --stage 3
 """
 from dataclasses import dataclass
@@ -54,7 +54,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from common import adamw, loss_sum, share
-from harness.checkpoint import parts_pieces, pieces_of, run_pieces
+from harness.checkpoint import part_pieces, pieces_of, run_pieces
 from harness.flags import POSITIVE, Flag, arguments, require
 from harness.ledger import held_by
 from harness.run import Run, Side, whole
@@ -66,8 +66,8 @@ from harness.run import Run, Side, whole
 #     reduce_scatter(buffer[mine], buffer)  # partial (a summand each) -> sharded (a chunk each)
 #     optimizer.step()  # of full[mine] alone: there are states for no more
 #     all_gather(full, full[mine])  # sharded -> replicated (all have the same)
-# What follows does so unit by unit (a block, say), while other units are computed. Level 2 keeps no
-# more of buffer than buffer[mine], level 3 also no more of full than full[mine].
+# What follows does the same for each unit, a block say, while another is computed or stepped.
+# Between uses level 2 keeps buffer[mine] alone, and level 3 also full[mine] alone.
 
 # These two have other names since torch 2.13.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -94,7 +94,7 @@ class Unit:
 
     parameters: list
     sites: list  # level 3: modules in whose forward the parameters are read, and nowhere else
-    stays: bool = False  # only hybrid_3d.py sets it: level 3 then frees it after a micro-batch
+    stays: bool = False  # hybrid_3d.py's embedding, head: level 3 keeps them for a micro-batch
 
 
 @dataclass(eq=False)
@@ -131,9 +131,9 @@ class Flat:
         self.shapes = {p: p.shape for p in parameters}  # p itself is empty while it is freed
         self.size = sum(p.numel() for p in parameters)  # without padding
         chunks = dist.get_world_size(group) if level > 0 else 1
-        number = dist.get_rank(group) if level > 0 else 0  # of this rank's chunk
-        self.chunk = -(-self.size // chunks)  # rounded up
-        self.mine = slice(number * self.chunk, (number + 1) * self.chunk)  # of full and of buffer
+        index = dist.get_rank(group) if level > 0 else 0  # this rank owns chunk `index`
+        self.chunk = -(-self.size // chunks)  # numbers in a chunk: rounded up
+        self.mine = slice(index * self.chunk, (index + 1) * self.chunk)  # in full and in buffer
 
         self.full = parameters[0].new_zeros(chunks * self.chunk)  # what forward and backward use
         self.buffer = torch.zeros_like(self.full)
@@ -141,8 +141,8 @@ class Flat:
         self.slots = self.views(self.buffer)  # {parameter: its gradient's view of buffer}
         for p, place in self.places.items():
             place.copy_(p.detach())
-            # p.data, since p then keeps a version counter of its own: a gather into full is no
-            # change of p to autograd, which would refuse to go backward.
+            # Set so, p keeps its own version counter. If it shared that of full, autograd would
+            # take a gather into full for a change of p, and refuse to go backward.
             p.data = place
         dist.broadcast(self.full, group=group, group_src=0)  # the first rank's -> replicated
         self.make_chunk(offload)
@@ -173,10 +173,10 @@ class Flat:
             self.shard = self.shard.to(home, copy=True)
         self.master = self.shard.to(torch.promote_types(self.shard.dtype, torch.float32))
         if offload == "optimizer":
-            self.master = self.master.to("cpu", copy=True)  # copied on a CPU, too: for tests
+            self.master = self.master.to("cpu", copy=True)  # a copy also if all is on a CPU
         self.grad = self.buffer[self.mine]
         if self.level >= 2:
-            self.grad = self.grad.clone()
+            self.grad = torch.zeros_like(self.grad)  # with memory of its own: buffer loses its
 
     def cut(self):
         """-> [Part] of this rank's chunk; its padding is in none of them, and stays zero."""
@@ -217,8 +217,8 @@ class Flat:
         self.wait()  # memory into which a collective still writes must not go
         take_back(self.full)
         for p, place in self.places.items():
-            # Who reads p finds no elements. [:0] keeps p.dim(): autograd looks at it when it stores
-            # a gradient, and an embedding may be freed by then.
+            # Who reads p finds no elements. Its number of dims stays: autograd compares it with the
+            # gradient's, and an embedding is freed before its gradient comes.
             p.data = torch.atleast_1d(place)[:0]  # a scalar cannot be sliced
 
     # -- gradients
@@ -238,7 +238,7 @@ class Flat:
     def start_reduce(self):
         """Begin to sum the gradients over ranks."""
         self.lend_buffer()  # it has no memory yet, if this rank has used nothing of the unit
-        self.missing.update(self.parameters)
+        self.missing = set(self.parameters)  # in the next backward
         if self.level == 0:  # partial -> replicated
             self.reducing = dist.all_reduce(self.buffer, group=self.group, async_op=True)
         else:  # partial -> sharded
@@ -266,14 +266,17 @@ class Flat:
             self.gathering = all_gather(self.full, self.shard, group=self.group, async_op=True)
 
 
+OFFLOAD = {"none": 0, "optimizer": 1, "param": 3}  # {what lives on the CPU: from which level on}
+
+
 class ZeRO:
     """ZeRO for lists of parameters, over the ranks of `group`, which share the batch.
 
     units: [Unit], in the order of forward, for example units_of(model, model.blocks)
     offload: "none"; "optimizer": masters and states are on the CPU; "param", in level 3: shards too
 
-    Gradients are summed over ranks. Call reduce() after every backward. With several in a step set
-    zero.sync = False before all but the last in levels 0 and 1; leave it True in levels 2 and 3.
+    Gradients are summed over ranks. Call reduce() after every backward. If a step has several, then
+    in levels 0 and 1 set zero.sync = False before all but the last. Levels 2 and 3 sum each.
 
     The module keeps its parameters, as views of larger tensors; in level 3 they are empty while
     they are not gathered. Load weights before: what is loaded later may not reach the masters.
@@ -282,17 +285,18 @@ class ZeRO:
     def __init__(self, units, group=None, level=1, offload="none"):
         self.group = group
         self.level = level
-        self.sync = True  # False: what the next backward brings is not summed over ranks yet
+        self.sync = True  # False: the next backward only adds to gradients, no sum over ranks
         self.is_summed = True  # False: gradients have come since the last sum
+        assert level >= OFFLOAD[offload], f"offload {offload!r} needs level {OFFLOAD[offload]}"
         trained = [p for unit in units for p in unit.parameters]
         self.trained = set(trained)
-        assert len(trained) == len(self.trained), "a parameter is in two units; is blocks a list?"
+        assert len(trained) == len(self.trained), "a parameter is in two units"
         self.flats = [Flat(unit, group, level, offload) for unit in units]
         self.parts = [part for flat in self.flats for part in flat.parts]
         self.pending = []  # [Flat] not summed yet, in the order of summing: the last unit first
-        self.reducing = None  # the Flat whose sum is under way, or None
+        self.travelling = None  # the Flat whose sum is under way, or None
         self.entered = []  # [Flat] in the order of use in this micro-batch, forward then backward
-        self.expected = []  # [Flat] in that of the last micro-batch: tells what to gather ahead
+        self.expected = []  # what entered was in the last micro-batch: tells what to gather ahead
         for unit, flat in zip(units, self.flats):
             self.add_hooks(flat, unit.sites)
         self.zero_grad()
@@ -314,7 +318,7 @@ class ZeRO:
         for group in groups or [{"params": list(master_of)}]:
             theirs = list(group["params"])
             assert all(p in self.trained or not p.requires_grad for p in theirs), "p is in no unit"
-            masters = [master_of[p] for p in theirs if p in master_of]  # else no piece is here
+            masters = [master_of[p] for p in theirs if p in master_of]  # of some no piece is here
             ours.append({**group, "params": masters})
         return ours
 
@@ -329,12 +333,8 @@ class ZeRO:
         """When forward or backward reaches a unit: free others, gather it, prefetch the next."""
         if self.entered[-1:] == [flat]:  # still in it
             return
-        if flat.stays:  # only in hybrid_3d.py: used amid others, it leaves them and entered alone
-            flat.start_gather()
-            flat.wait()
-            return
         for other in self.flats:
-            if other is not flat and not other.stays:
+            if not (other is flat or other.stays or flat.stays):
                 other.free()
         flat.start_gather()  # does nothing if it was prefetched
         flat.wait()
@@ -364,8 +364,8 @@ class ZeRO:
     def ready(self, flat, p):
         """Autograd's call when a gradient is complete, of a tied parameter the sum of its uses."""
         assert flat in self.pending, (
-            "its sum has begun: call zero_grad() in every step, reduce() after each backward; set "
-            "sync to False before all but a step's last, only in levels 0 and 1")
+            "it is summed already: call zero_grad() in every step and reduce() after each backward;"
+            " in levels 0 and 1 set sync to False before all but a step's last")
         flat.take_gradient(p)
         self.is_summed = False
         if not self.sync:
@@ -377,14 +377,14 @@ class ZeRO:
 
     def reduce_next(self):
         """The next sum begins. The one before ends first, so that there are at most two buffers."""
-        self.finish_reduce()
-        self.reducing = self.pending.pop(0)
-        self.reducing.start_reduce()  # partial -> sharded, in level 0 replicated
+        self.finish_last()
+        self.travelling = self.pending.pop(0)
+        self.travelling.start_reduce()  # partial -> sharded, in level 0 replicated
 
-    def finish_reduce(self):
-        if self.reducing is not None:
-            self.reducing.finish_reduce()
-            self.reducing = None
+    def finish_last(self):
+        if self.travelling is not None:
+            self.travelling.finish_reduce()
+            self.travelling = None
 
     def reduce(self):
         """To be called after each backward, on all ranks: sums what has not been summed yet."""
@@ -392,10 +392,10 @@ class ZeRO:
             return
         while self.pending:
             self.reduce_next()
-        self.finish_reduce()
+        self.finish_last()
         self.is_summed = True
         self.expected = self.entered
-        self.free_units()  # and begin a new list in entered
+        self.free_units()  # begins a new list in entered
         if self.level >= 2:
             self.pending = self.flats[::-1]  # a further backward is added to what has been summed
 
@@ -423,7 +423,7 @@ class ZeRO:
     # -- the whole
 
     def full_parameters(self):
-        """-> {parameter: whole copy, not of fp32 masters}, on every rank. All must call it."""
+        """-> {parameter: whole copy, in its own dtype}, on every rank. All must call it."""
         return self.gathered([flat.shard for flat in self.flats])
 
     def full_gradients(self):
@@ -453,6 +453,7 @@ def units_of(model, blocks):
     The model must register its modules in the order in which they run, and none may read another's
     parameters. A head that is tied to the embedding belongs to what comes before.
     """
+    blocks = list(blocks)
     before = Unit([], [])
     middle = [Unit([p for p in block.parameters() if p.requires_grad], [block]) for block in blocks]
     after = Unit([], [])
@@ -539,7 +540,7 @@ def train_step_at_work(module, optimizer, x, y, valid, clip):
 def refuse(args):
     """What cannot run ends here, in one line, before anything is built."""
     n = args.world_size
-    least = {"none": 0, "optimizer": 1, "param": 3}[args.offload]
+    least = OFFLOAD[args.offload]
     require(args.stage >= least, f"--offload {args.offload} needs --stage {least} or more")
     require(args.batch >= n * args.accum,
             f"--batch {args.batch}: fewer than {n} ranks x {args.accum} micro-batches")
@@ -551,21 +552,23 @@ def refuse(args):
                 f"--impl {args.impl} --stage 1: torch's optimizer has no dry run and is not saved")
 
 
-def pieces(model, zero, optimizer):
-    """-> [Piece] by the plain GPT's names: masters as the parameters, and AdamW's states."""
-    is_first = dist.get_rank(zero.group) == 0
-    names = {p: name for name, p in model.named_parameters()}
-    found = []  # besides, what forward reads: it is loaded, and written if it is frozen
-    for p, name in names.items():
-        if zero.level < 3 or not p.requires_grad:
-            found += pieces_of([(name, p)], None, writes=is_first and not p.requires_grad)
-    for flat in zero.flats:
+def pieces_of_each(flats, names, optimizer, is_first):
+    """-> {parameter: [Piece] of it that this rank holds}, and of its AdamW states.
+
+    names: {parameter: its name}. is_first(p): is this rank the first that holds the same of p?
+    """
+    found = {}
+    for p, name in names.items():  # whole ones are loaded; those that are frozen are saved, too
+        if p.numel():  # level 3 leaves no elements between steps
+            found[p] = pieces_of([(name, p)], None, not p.requires_grad and is_first(p))
+    for flat in flats:
         for part in flat.parts:
-            name = names[part.parameter]
-            shape = flat.shapes[part.parameter]
-            found += run_pieces(name, shape, part.first, part.shard, writes=False)
-            master = (name, shape, part.first, part.master)
-            found += parts_pieces([master], optimizer, writes=zero.level > 0 or is_first)
+            p = part.parameter
+            place = names[p], flat.shapes[p], part.first
+            # the shard is loaded, the master, which may be the same, is loaded and saved
+            found.setdefault(p, [])
+            found[p] += run_pieces(*place, part.shard, False)
+            found[p] += part_pieces(*place, part.master, optimizer, is_first(p))
     return found
 
 
@@ -584,13 +587,18 @@ def set_up(run, impl, model, mesh):
         module, optimizer = parallelize_at_work(model, args.lr, args.stage, mesh)
         return Side(model=module, optimizer=optimizer, train_step=train_step_at_work)
     zero = parallelize(model, None, args.stage, args.offload)
+    names = {p: name for name, p in model.named_parameters()}
+
+    def is_first(p):
+        return run.rank == 0 or (p.requires_grad and zero.level > 0)
+
     optimizer = adamw(zero.parameter_groups(), args.lr)
     return Side(
         model=zero, optimizer=optimizer, train_step=partial(train_step, model, accum=args.accum),
         full_gradients=partial(full_gradients, model, zero),
         full_state_dict=partial(full_state_dict, model, zero),
         evaluate=lambda x, y: loss_sum(model(x), y),
-        pieces=partial(pieces, model, zero, optimizer),
+        pieces=lambda: sum(pieces_of_each(zero.flats, names, optimizer, is_first).values(), []),
         held=partial(held, model, zero, optimizer))
 
 
@@ -630,7 +638,7 @@ def main():
     args = arguments(
         __doc__,
         stage=Flag(1, "cuts 1: optimizer states, 2: gradients too, 3: parameters too", (0, 3)),
-        offload=Flag("none", "what lives on the CPU", ("none", "optimizer", "param")),
+        offload=Flag("none", "what lives on the CPU", tuple(OFFLOAD)),
         accum=Flag(1, "micro-batches per step", POSITIVE),
     )
     refuse(args)

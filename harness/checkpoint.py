@@ -119,17 +119,38 @@ def run_pieces(name, shape, first, flat, writes):
     return pieces
 
 
-def parts_pieces(parts, optimizer, writes):
-    """Pieces of flat shards and of their AdamW states.
+def part_pieces(name, shape, first, p, optimizer, writes):
+    """Pieces of a part of a parameter, and of its AdamW states.
 
-    parts: (name, shape, first, p): p is a 1-D parameter, the optimizer's, which holds the elements
-    first, first + 1, .. of the flattened tensor `name` of this shape.
+    p: a 1-D parameter, the optimizer's, which holds the elements first, first + 1, .. of the
+    flattened tensor `name` of this shape.
     """
     pieces = []
-    for name, shape, first, p in parts:
-        for full_name, flat in with_states(name, p, optimizer):
-            pieces += run_pieces(full_name, shape, first, flat, writes)
+    for full_name, flat in with_states(name, p, optimizer):
+        pieces += run_pieces(full_name, shape, first, flat, writes)
     return pieces
+
+
+def of_whole(piece, dim, whole, index):
+    """A box of one of equally large cuts along `dim` -> the box of the whole tensor, which has
+    `whole` there; what is behind that is padding. index: of the cut."""
+    start = list(piece.start)
+    start[dim] += index * piece.shape[dim]
+    shape = list(piece.shape)
+    shape[dim] = whole
+    room = max(0, whole - start[dim])
+    tensor = piece.tensor.narrow(dim, 0, min(room, piece.tensor.shape[dim]))
+    return piece._replace(shape=tuple(shape), start=tuple(start), tensor=tensor)
+
+
+def of_stack(piece, index, rename):
+    """A box of one of equally large stacks -> a box of each tensor in it. index: of the stack.
+
+    rename(name of the stacks, number) -> the name of that tensor of all of them.
+    """
+    first = index * piece.shape[0] + piece.start[0]
+    return [Piece(rename(piece.name, number), piece.shape[1:], piece.start[1:], box, piece.writes)
+            for number, box in enumerate(piece.tensor, first)]
 
 
 def boxes_of_run(shape, low, high):

@@ -218,8 +218,8 @@ def check_misuse():
     with pytest.raises(AssertionError, match="in two units"):
         zero.ZeRO(shared)
     model = Llama(layers=1)
-    with pytest.raises(AssertionError, match="in two units"):
-        zero.ZeRO(zero.units_of(model, (layer for layer in model.layers)))
+    with pytest.raises(AssertionError, match="'param' needs level 3"):
+        zero.ZeRO(shared[:1], offload="param")
     with pytest.raises(AssertionError, match="in no unit"):
         zero.ZeRO(shared[:1]).parameter_groups([{"params": model.parameters()}])
     frozen = model.requires_grad_(False).parameters()
