@@ -258,12 +258,8 @@ class Hybrid(nn.Module):
         self.zeros = [zero for zeros in self.zeros_of.values() for zero in zeros]
         self.flats = [flat for zero in self.zeros for flat in zero.flats]
         self.parts = [part for zero in self.zeros for part in zero.parts]
-        # 1/n for each part: after sum_gradients n ranks hold the same numbers, and each brings 1/n
-        shares = [1 / math.prod(mesh.size[axis] for axis in self.same_along(part.parameter))
-                  for part in self.parts]
-        p = next(self.parameters())
-        wide = torch.promote_types(p.dtype, torch.float32)
-        self.shares = torch.tensor(shares, dtype=wide, device=p.device)
+        # what this rank brings to the norm
+        self.counted = [part for part in self.parts if self.is_first(part.parameter)]
 
     def lay_out(self, here, tied, kinds, splits):
         """-> {(stage, axis of copies): {name of a module: Unit}} of what is trained."""
@@ -290,12 +286,12 @@ class Hybrid(nn.Module):
                     unit.parameters.append(p)
         return units
 
-    def same_along(self, p):
-        """-> the axes along which ranks hold the same numbers of p, once gradients are summed."""
-        axes = {axis for axis, what in self.along[p].items() if what != "cut"}
+    def is_first(self, p):
+        """Is this the first of the ranks that hold the same numbers of p, once they are summed?"""
+        same = {axis for axis, what in self.along[p].items() if what != "cut"}
         if self.level and p.requires_grad:
-            axes -= {"data", "replicas"}  # ZeRO cuts it there
-        return axes
+            same -= {"data", "replicas"}  # ZeRO cuts it there
+        return all(dist.get_rank(self.mesh.group[axis]) == 0 for axis in same)
 
     def parameter_groups(self):
         """What an elementwise optimizer takes."""
@@ -334,11 +330,12 @@ class Hybrid(nn.Module):
 
 
 def gradient_norm(model):
-    """Of the whole model: of n ranks that hold a number, each brings 1/n of its square."""
-    square = model.shares.new_zeros(())
-    if model.parts:
-        norms = torch._foreach_norm([part.grad for part in model.parts], dtype=square.dtype)
-        square = (torch.stack(norms).square() * model.shares).sum()
+    """Of the whole model. Where several ranks hold the same numbers, the first one counts them."""
+    p = next(model.parameters())
+    square = torch.zeros((), dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
+    if model.counted:
+        norms = torch._foreach_norm([part.grad for part in model.counted], dtype=square.dtype)
+        square = torch.stack(norms).square().sum()
     dist.all_reduce(square)  # over all ranks: partial -> replicated
     return square.sqrt()
 
@@ -648,7 +645,7 @@ def train_step_at_work(model, optimizer, x, y, valid, clip):
 
 NOT_HERE = ("naive", "pipedream")  # the first never overlaps, the second trains something else
 SCHEDULES = tuple(name for name in pipeline_parallel.SCHEDULES if name not in NOT_HERE)
-FLAGS = {
+FLAGS = {  # int: layout() finds the number
     "dp": Flag(int, "copies, which share the batch (the ranks that are left)", POSITIVE),
     "tp": Flag(int, "ranks that share a layer (1; 2 if neither --dp nor --pp is given)", POSITIVE),
     "pp": Flag(int, "ranks of a pipeline (likewise)", POSITIVE),
@@ -746,7 +743,7 @@ def sent_on_tp(args, b, layers, is_first, is_last):
     half = 5 if args.sp else 4  # f and g of half a block, in forward and backward
     halves = 1 if args.experts and not args.shared else 2
     block = half * halves
-    if args.ckpt == "full":  # once more attention's f and g and the MLP's f. f is free without --sp
+    if args.ckpt == "full":  # all again but the last g. f sends nothing without --sp
         block += (1 + halves) if args.sp else 2
     sent = layers * block * x
     if is_first:
@@ -837,15 +834,10 @@ def textbook(run, plans, layers, model):
 def pieces(model, optimizer):
     """-> [Piece] of the plain model's tensors"""
     found = []
-    here = pieces_of_each(model.flats, model.names, optimizer, partial(is_first, model))
+    here = pieces_of_each(model.flats, model.names, optimizer, model.is_first)
     for p, boxes in here.items():
         found += in_plain(model, p, boxes)
     return [box for box in found if box.tensor.numel()]  # of padding nothing is left
-
-
-def is_first(model, p):
-    """Is this the first of the ranks that hold the same piece of this parameter?"""
-    return all(dist.get_rank(model.mesh.group[axis]) == 0 for axis in model.same_along(p))
 
 
 def in_plain(model, p, boxes):
