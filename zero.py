@@ -104,7 +104,6 @@ class Part:
     parameter: nn.Parameter  # the module's own
     first: int  # the piece begins at this index of parameter.flatten()
     span: slice  # the piece is these numbers of this rank's chunk
-    shard: torch.Tensor  # 1-D: what this rank keeps of the parameter
     master: nn.Parameter  # 1-D: what the optimizer steps; it has a gradient during step() only
     grad: torch.Tensor  # 1-D: the sum of the gradient over micro-batches and ranks
 
@@ -186,9 +185,8 @@ class Flat:
             end = start + shape.numel()
             span = slice(max(start, 0), min(end, self.chunk))
             if span.start < span.stop:
-                shard = self.shard[span]
                 master = nn.Parameter(self.master[span])
-                parts.append(Part(p, span.start - start, span, shard, master, self.grad[span]))
+                parts.append(Part(p, span.start - start, span, master, self.grad[span]))
             start = end
         return parts
 
@@ -557,17 +555,16 @@ def pieces_of_each(flats, names, optimizer, is_first):
 
     names: {parameter: its name}. is_first(p): is this rank the first that holds the same of p?
     """
-    found = {}
-    for p, name in names.items():  # whole ones are loaded; those that are frozen are saved, too
-        if p.numel():  # level 3 leaves no elements between steps
-            found[p] = pieces_of([(name, p)], None, not p.requires_grad and is_first(p))
+    found = {p: [] for p in names}
+    for p, name in names.items():
+        if p.numel():  # what forward reads is loaded; it is saved if it is frozen
+            found[p] += pieces_of([(name, p)], None, not p.requires_grad and is_first(p))
     for flat in flats:
         for part in flat.parts:
             p = part.parameter
             place = names[p], flat.shapes[p], part.first
-            # the shard is loaded, the master, which may be the same, is loaded and saved
-            found.setdefault(p, [])
-            found[p] += run_pieces(*place, part.shard, False)
+            # level 3 leaves p no elements: its shard is loaded. Masters are loaded and saved
+            found[p] += run_pieces(*place, flat.shard[part.span], False)
             found[p] += part_pieces(*place, part.master, optimizer, is_first(p))
     return found
 
