@@ -832,22 +832,17 @@ def textbook(run, plans, layers, model):
 
 
 def pieces(model, optimizer):
-    """-> [Piece] of the plain model's tensors"""
+    """-> [Piece]: the boxes of the plain model's tensors that this rank holds"""
     found = []
+    ep_rank = dist.get_rank(model.mesh.group["ep"])
     here = pieces_of_each(model.flats, model.names, optimizer, model.is_first)
     for p, boxes in here.items():
-        found += in_plain(model, p, boxes)
+        if p in model.tp.cuts:
+            boxes = [of_whole(box, *model.tp.cuts[p], model.tp.rank) for box in boxes]
+        if "ep" in model.along[p]:  # a stack of experts' weights: a box becomes one per expert
+            boxes = [each for box in boxes for each in of_stack(box, ep_rank, moe.plain_name)]
+        found += boxes
     return [box for box in found if box.tensor.numel()]  # of padding nothing is left
-
-
-def in_plain(model, p, boxes):
-    """Boxes of this rank's p -> boxes of the plain model's tensors: of a stack, one per expert."""
-    if p in model.tp.cuts:
-        return [of_whole(box, *model.tp.cuts[p], model.tp.rank) for box in boxes]
-    if "ep" in model.along[p]:
-        ep_rank = dist.get_rank(model.mesh.group["ep"])
-        return [each for box in boxes for each in of_stack(box, ep_rank, moe.plain_name)]
-    return boxes
 
 
 def notes(model):
