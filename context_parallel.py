@@ -19,7 +19,7 @@ all tokens; another turns the result back. A rank's q has Q numbers in a block, 
     on each of cp ranks              plain GPT   ring, zigzag, allgather         ulysses
     held of weights, activations     all, all    all, 1/cp                       all, 1/cp
     numbers sent, block's forward    -           2 (cp-1) S                      2 (cp-1)/cp (S + Q)
-    numbers sent, block's backward   -           4 (cp-1) S, half fp32 or more   2 (cp-1)/cp (S + Q)
+    numbers sent, block's backward   -           4 (cp-1) S, dK and dV in fp32   2 (cp-1)/cp (S + Q)
     numbers sent, P gradients        -           2 (cp-1)/cp P                   2 (cp-1)/cp P
 
     replicate(model)                     # all ranks begin with the weights of the first
