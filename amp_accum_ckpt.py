@@ -272,7 +272,7 @@ class Recipe:
         self.op = op
         self.inputs = inputs  # keep() exchanges the tensors among them for Kept and Recipes
         self.keywords = keywords
-        self.read = [(x, x._version) for x in inputs if isinstance(x, torch.Tensor)]  # until then
+        self.read = [(x, x._version) for x in inputs if torch.is_tensor(x)]  # for keep() to compare
         self.result = None  # made once for all who want it: q, k and v want the same norm's
 
     def restore(self):
@@ -390,7 +390,7 @@ def train_step_at_work(model, optimizer, x, y, valid, clip, accum, autocast, sca
 
 AMP = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FLAGS = {
-    "amp": Flag("off", "autocast to", tuple(AMP), course=True),
+    "amp": Flag("off", "autocast to", tuple(AMP), course=True),  # a checkpoint goes on with its own
     "accum": Flag(1, "M, micro-batches", POSITIVE),
     "ckpt": Flag("none", "keep less for backward", tuple(CHECKPOINT)),
     "compile": Flag(False, "torch.compile blocks"),
@@ -483,7 +483,7 @@ def activations(run, ckpt):
     if cfg.form == "gpt2":
         norm = C + 2  # its input, mean and deviation
         inputs += 8 * cfg.seq  # positions
-    # the head's input, log-probabilities, a scalar of the loss, targets
+    # the head's input, log-probabilities, a scalar of the loss, targets (as large as the inputs)
     head = b * t * (norm + C + cfg.vocab) + b + ids
     if ckpt != "full":
         return f"ids + L {block} + head", inputs + cfg.layers * block + head
