@@ -8,8 +8,8 @@
 
 What is not kept for backward is made again when backward wants it, with full a block at a time.
 A micro-batch has t tokens, a sequence T. C: width, H: heads of width D, K: key-value heads, F: the
-MLP's hidden width, W: weights of a block's matrices; s: 4 H + 16 (Llama: 4 H + 8), softmax's and
-the norms'. On a CPU a block keeps, in bytes:
+MLP's hidden width, W: weights of a block's matrices. s = 4 H + 16 (Llama: 4 H + 8) bytes are for
+the statistics of softmax and norms. On a CPU a block keeps, in bytes:
 
                      with none                                  selective
     GPT-2  fp32      t (64 C + s)                               t (40 C + s)
@@ -17,26 +17,26 @@ the norms'. On a CPU a block keeps, in bytes:
     Llama  fp32      t (36 C + 16 F + 8 K D + s) + 8 T D        t (16 C + 8 F + 8 K D + s) + 8 T D
            autocast  t (32 C + 8 F + 4 K D + s) + 2 W + 4 T D   t (12 C + 4 F + 4 K D + s) + 8 T D
 
-(T D: cosines and sines, which selective keeps as they are before their cast.) With full it keeps
-its input, 4 C t; while it is made again, what it keeps with none. Selective repeats no matmul; full
-repeats all but the last, whose result no gradient needs. Of P parameters, weights, gradients and
-AdamW's states take 16 P bytes, as with the plain GPT; in update(), which has the gradients twice,
-20 P. The dp ranks, which share the batch, all-reduce 4 P bytes a step.
+8 T D are cosines and sines in fp32; under autocast none keeps their narrow copies, 4 T D. With full
+a block keeps its input, 4 C t, and while it is made again, what it keeps with none. Selective
+repeats no matmul; full repeats all but the last, whose result no gradient needs. With P parameters,
+weights, gradients and AdamW's states take 16 P bytes, as with the plain GPT, and 20 P in update(),
+which has gradients twice. dp ranks share the batch, and all-reduce 4 P bytes a step.
 
-    replicate(model)                                    # if ranks have not begun with the same
+    replicate(model)                                  # if ranks have not begun with the same
     for block in model.blocks:
-        block.forward = partial(full, block.forward)    # or selective
-    scaler = LossScaler(optimizer)                      # for fp16; else None
-    part_of_loss = lambda x, y: loss_sum(model(x), y) / valid    # bf16, fp16: with torch.autocast
+        block.forward = partial(full, block.forward)  # or selective
+    scaler = LossScaler(optimizer)                    # for fp16; else None
+    def part_of_loss(x, y):
+        with torch.autocast("cuda", torch.float16):   # or torch.bfloat16; for fp32 without this
+            return loss_sum(model(x), y) / valid      # valid: targets of the whole global batch
     loss = accumulate(part_of_loss, zip(x.chunk(2), y.chunk(2)), scaler)
     norm = update(model.parameters(), optimizer, 1.0, scaler)
 
 Not for: parameters of two dtypes; blocks that only some ranks use; with full, forwards that change
 results in place, draw from a generator of their own, count calls (BatchNorm), call autograd.grad.
-
 Micikevicius 2018, arXiv:1710.03740, section 3. Chen 2016, arXiv:1604.06174, section 4. Korthikanti
 2022, arXiv:2205.05198, section 5. At work: torch.amp, torch.utils.checkpoint, DDP's no_sync.
-
     torchrun --standalone --nproc_per_node=2 amp_accum_ckpt.py --amp bf16 --accum 2 --ckpt full
 """
 import math
@@ -78,7 +78,7 @@ def accumulate(part_of_loss, microbatches, scaler=None):
     """Run backward of one micro-batch after the other: gradients add up -> this rank's loss.
 
     part_of_loss(*microbatch) -> the sum of its token losses, divided by the valid targets of the
-    whole global batch: means of micro-batches must not be averaged, they weigh differently.
+    whole global batch: an average of means would be wrong where micro-batches have more or fewer.
     """
     loss = 0.0
     for microbatch in microbatches:
@@ -94,13 +94,14 @@ def update(parameters, optimizer, clip, scaler=None, group=None):
     """After the last micro-batch: sum over ranks, unscale, clip (0: do not), step -> the norm."""
     trained = [p for p in parameters if p.grad is not None]
     flat = torch.cat([p.grad.flatten() for p in trained])
-    dist.all_reduce(flat, group=group)  # partial -> replicated, all gradients in one call
+    if dist.is_initialized():
+        dist.all_reduce(flat, group=group)  # partial -> replicated, all gradients in one call
     if scaler is not None:
         flat /= scaler.scale
     for p, part in zip(trained, flat.split([p.numel() for p in trained])):
         p.grad = part.view_as(p)  # a piece of flat: nothing is copied back
     norm = nn.utils.get_total_norm([p.grad for p in trained])
-    finite = norm.nan_to_num(0, posinf=0)  # inf, nan -> 0: nothing is scaled
+    finite = norm.nan_to_num(0, posinf=0)  # inf, nan -> 0: gradients of norm 0 are not scaled
     nn.utils.clip_grads_with_norm_(trained, clip or math.inf, finite)
     if scaler is None:
         optimizer.step()
@@ -109,8 +110,8 @@ def update(parameters, optimizer, clip, scaler=None, group=None):
     return norm
 
 
-# Narrower numbers: torch.autocast around forward and loss is enough for bf16. The smallest number
-# of fp16 is 6e-8. Small gradients would become zero, if the loss were not scaled.
+# Narrower numbers: for bf16, torch.autocast around forward and loss is enough. fp16 has no number
+# between 0 and 6e-8, so that small gradients would become 0 if the loss were not scaled.
 
 
 class LossScaler:
@@ -119,43 +120,39 @@ class LossScaler:
     (loss * scaler.scale).backward(); divide the gradients by it; clip; step (Micikevicius 3.2).
     """
 
-    def __init__(self, optimizer, scale=65536.0, interval=2000):
+    def __init__(self, optimizer, scale=65536.0, good=0.0, interval=2000):
         assert optimizer.defaults.get("fused"), "take AdamW(.., fused=True): others never skip"
         self.optimizer = optimizer
         self.interval = interval  # so many good steps double the scale; an overflow halves it
         device = optimizer.param_groups[0]["params"][0].device
         self.scale = torch.full((), scale, device=device)
-        self.good = torch.zeros_like(self.scale)  # good steps since the scale has changed
+        self.good = torch.full((), good, device=device)  # steps since the scale has changed
 
     def step(self, norm):
         """Step the optimizer, unless a gradient has overflowed; then adjust the scale.
 
-        norm: of the gradients of all ranks; where one has overflowed, it is inf or nan on all of
-        them. A fused optimizer skips by itself: the host need not wait to know.
+        norm: of the gradients of all ranks, inf or nan on every rank if one rank's have overflowed.
         """
         overflow = norm.isfinite().logical_not()
-        self.optimizer.found_inf = overflow.float()  # this is what a fused optimizer reads
+        self.optimizer.found_inf = overflow.float()  # fused optimizers read it, and skip the step
         self.optimizer.step()
         del self.optimizer.found_inf  # else a later step without this scaler would skip, too
-        self.good = torch.where(overflow, 0.0, self.good % self.interval + 1)
-        factor = torch.where(self.good == self.interval, 2.0, 1.0)
-        self.scale = self.scale * torch.where(overflow, 0.5, factor)
+        good = torch.where(overflow, 0.0, self.good + 1)
+        doubles = good == self.interval
+        self.scale = self.scale * torch.where(overflow, 0.5, torch.where(doubles, 2.0, 1.0))
+        self.good = torch.where(doubles, 0.0, good)
 
 
-# Fewer tensors: what autograd keeps for backward goes through a pair of hooks. What pack(tensor)
-# returns is kept, and unpack has to make the tensor of it. Where pairs are nested, autograd calls
-# the innermost alone. Therefore a checkpoint hands the tensors that it keeps to the pair around it.
+# Fewer tensors: what autograd keeps for backward goes through a pair of hooks. Autograd keeps what
+# pack(tensor) returns, from which unpack has to make the tensor. Where pairs are nested, autograd
+# calls the innermost alone, so a checkpoint hands the tensors that it keeps to the pair around it.
 
 
 def hooks_around():
-    """The pair in force: save_on_cpu's, say, or that of a checkpoint around this one."""
-    pair = torch._C._autograd._top_saved_tensors_default_hooks(False)  # False: not a compiler's
-    # detach: else graph and result (of softmax, say) hold each other until a backward frees them
-    return pair or (torch.Tensor.detach, unchanged)
-
-
-def unchanged(tensor):
-    return tensor
+    """-> pack, unpack of the pair in force: save_on_cpu's, say, or of a checkpoint around this."""
+    pair = torch._C._autograd._top_saved_tensors_default_hooks(False)  # None in a compiler's trace
+    # else detach: a result kept with its own graph (softmax's, say) is freed by a backward alone
+    return pair or (torch.Tensor.detach, torch.Tensor.detach)
 
 
 class Kept:
@@ -165,24 +162,28 @@ class Kept:
         pack, self.unpack = hooks
         self.packed = pack(tensor)
         self.requires_grad = tensor.requires_grad
-        self.version = tensor._version  # grows with every change in place
+        self.version = tensor._version  # 0 at first, more with every change in place
 
     def restore(self):
-        tensor = self.unpack(self.packed)  # perhaps a copy, of version 0
+        tensor = self.unpack(self.packed)  # perhaps a copy, whose version is 0
         assert tensor._version <= self.version, "changed in place, but backward needs what it was"
         return tensor.detach().requires_grad_(self.requires_grad)  # as forward had it
 
 
-def full(forward, *inputs, **keywords):
-    """forward(*inputs, **keywords), keeping its inputs alone (Chen 4). The first is a tensor.
+def restored(x):  # what never was a tensor stays as it is
+    return x.restore() if isinstance(x, (Kept, Recipe)) else x
 
-    The graph is built as always, but holds an index in the place of each tensor. As soon as
-    backward wants one, forward runs again, with the same random numbers and autocast, until it has
-    made the tensor of the last index. So the last matmul, and an all-reduce of its result, run
-    once. Collectives before it run twice, on every rank in the same order.
+
+def full(forward, *inputs, **keywords):
+    """forward(*inputs, **keywords), keeping these alone (Chen 4). inputs[0] has to be a tensor.
+
+    The graph is built as always, but holds an index in the place of each tensor. When backward
+    wants the first of these tensors, forward runs again, with the same random numbers and autocast,
+    until it has made the one with the last index. So the last matmul, and an all-reduce of its
+    result, run once. Collectives before it run twice, on every rank in the same order.
     """
-    # torch.compile of a model around this would compile the first forward alone, so it leaves this
-    # out; a forward that is compiled itself stays so
+    # A torch.compile around this must leave forward out: it would compile the first run alone, and
+    # the second could make other tensors. A forward that is compiled itself is so in both runs
     forward = torch.compiler.disable(partial(forward, **keywords))
     call = Call(forward, inputs)
     with saved_tensors_hooks(call.index, call.fetch):
@@ -194,7 +195,7 @@ class Enough(Exception):
 
 
 class Call:
-    """A call of a checkpointed forward: how to repeat it, and what the repetition has made."""
+    """A call of forward under `full`: how to repeat it, and what the repetition has made."""
 
     def __init__(self, forward, inputs):
         self.forward = forward
@@ -203,9 +204,9 @@ class Call:
         self.states = random_states()
         device = inputs[0].device.type
         enabled = torch.is_autocast_enabled(device)
-        self.autocast = torch.autocast(device, enabled=enabled)  # and the dtype now in force
+        self.autocast = torch.autocast(device, enabled=enabled)  # with the dtype in force now
         self.shapes = []  # of the tensors 0, 1, .. that autograd wanted to keep
-        self.made = {}  # {index: Kept}, what the second forward made and backward has yet to fetch
+        self.made = {}  # {index: Kept}: what repeat() has made and backward has yet to fetch
 
     def index(self, tensor):  # pack
         self.shapes.append(tensor.shape)
@@ -217,27 +218,27 @@ class Call:
         return self.made.pop(index).restore()
 
     def repeat(self):
-        self.made = {}
+        made = []  # a Kept for each tensor that has an index, in order
         hooks = hooks_around()
 
         def record(tensor):
-            index = len(self.made)  # nothing is fetched before this forward has ended
-            assert tensor.shape == self.shapes[index], "forward made others when it ran again"
-            self.made[index] = Kept(tensor.detach(), hooks)  # without the second graph behind it
-            if index == len(self.shapes) - 1:
+            assert tensor.shape == self.shapes[len(made)], "forward made others when it ran again"
+            made.append(Kept(tensor.detach(), hooks))  # without the second graph behind it
+            if len(made) == len(self.shapes):
                 raise Enough
 
-        inputs = [x.restore() if isinstance(x, Kept) else x for x in self.inputs]
+        inputs = [restored(x) for x in self.inputs]
         before = random_states()
         set_random_states(*self.states)
         try:
-            # the second graph is built so that record is called: no backward runs through it
-            with torch.enable_grad(), self.autocast, saved_tensors_hooks(record, unchanged):
+            # gradients on, so that record is called: nothing runs backward through this graph
+            with torch.enable_grad(), self.autocast, saved_tensors_hooks(record, restored):
                 self.forward(*inputs)
         except Enough:
             pass
         set_random_states(*before)
-        assert len(self.made) == len(self.shapes), "forward made fewer when it ran again"
+        assert len(made) == len(self.shapes), "forward made fewer when it ran again"
+        self.made = dict(enumerate(made))
 
 
 def random_states():
@@ -252,8 +253,8 @@ def set_random_states(cpu, gpu):
         torch.cuda.set_rng_state(gpu)
 
 
-# Selective checkpointing makes again what is cheap: what reads its inputs once and computes next to
-# nothing. Matmuls, attention, sums over ranks, and all else that is not in this list, are dear.
+# Selective checkpointing makes results of cheap operations again, which compute next to nothing.
+# Operations that are not in this list count as dear: matmuls, attention, sums over ranks.
 aten = torch.ops.aten
 CHEAP = {
     aten.native_layer_norm.default, aten._fused_rms_norm.default,
@@ -269,9 +270,9 @@ class Recipe:
 
     def __init__(self, op, inputs, keywords):
         self.op = op
-        self.inputs = inputs  # tensors, which keep() exchanges for Kept and Recipes
+        self.inputs = inputs  # keep() exchanges the tensors among them for Kept and Recipes
         self.keywords = keywords
-        self.versions = versions(inputs)
+        self.read = [(x, x._version) for x in inputs if torch.is_tensor(x)]  # for keep() to compare
         self.result = None  # made once for all who want it: q, k and v want the same norm's
 
     def restore(self):
@@ -281,10 +282,6 @@ class Recipe:
         return self.result
 
 
-def versions(inputs):  # they grow with every change in place
-    return [x._version for x in inputs if isinstance(x, torch.Tensor)]
-
-
 def first(outputs):  # norms return their statistics besides
     return outputs[0] if isinstance(outputs, tuple) else outputs
 
@@ -292,38 +289,34 @@ def first(outputs):  # norms return their statistics besides
 class WriteRecipes(TorchDispatchMode):
     """Sees every operation, and gives the results of cheap ones a recipe.
 
-    None inside autograd Functions (gradients off): there a collective may change a tensor unseen.
+    It writes none inside autograd Functions: there a collective may change a tensor unseen.
     """
 
     def __torch_dispatch__(self, op, types, inputs=(), keywords=None):
         keywords = keywords or {}
         outputs = op(*inputs, **keywords)
-        if op in CHEAP and torch.is_grad_enabled():
+        if op in CHEAP and torch.is_grad_enabled():  # off inside autograd Functions
             first(outputs).recipe = Recipe(op, inputs, keywords)
         return outputs
 
 
 def keep(x, hooks):
-    """-> what is kept of x: its recipe. If it has none, or x or an input has changed: a Kept."""
+    """-> x's recipe; or a Kept, if x has no recipe, or x or what the recipe reads has changed."""
     if not isinstance(x, torch.Tensor):
         return x
     recipe = getattr(x, "recipe", None)
-    if recipe is None or x._version > 0 or recipe.versions != versions(recipe.inputs):
+    if recipe is None or x._version > 0 or any(y._version > then for y, then in recipe.read):
         return Kept(x, hooks)
     recipe.inputs = [keep(y, hooks) for y in recipe.inputs]
-    recipe.versions = []  # k and v read the norm that q reads: their calls find nothing to do
+    recipe.read = []  # these tensors may change now, and be freed
     return recipe
-
-
-def restored(kept):
-    return kept.restore() if isinstance(kept, (Kept, Recipe)) else kept
 
 
 def selective(forward, *inputs, **keywords):
     """Keep what matmuls, attention and sums make, but no norm, GELU, SwiGLU or cast (Chen 4.2).
 
-    These are made again from what is kept, without running forward: no collective runs twice. What
-    is unknown is kept. A compiled forward runs uncompiled in here: compilers choose by themselves.
+    Norms and the like are made again from what is kept, without running forward: no collective
+    runs twice. A compiled forward runs uncompiled in here: its compiler has chosen what to keep.
     """
     pack = partial(keep, hooks=hooks_around())
     with saved_tensors_hooks(pack, restored), WriteRecipes():
@@ -346,12 +339,10 @@ def parallelize(model, checkpointing=None, compiled=False):
 
 
 def train_step(model, optimizer, x, y, valid, clip, accum, autocast, scaler):
-    """x, y: this rank's rows, in `accum` micro-batches; valid: targets of the whole batch.
-    -> this rank's part of the loss, the norm"""
+    """x, y: this rank's rows; valid: the whole batch's targets -> its part of the loss, norm."""
 
     def part_of_loss(x, y):
-        with autocast():
-            return loss_sum(model(x), y) / valid
+        return sum_of_losses(model, autocast, x, y) / valid
 
     optimizer.zero_grad()
     microbatches = zip(x.tensor_split(accum), y.tensor_split(accum))
@@ -360,9 +351,8 @@ def train_step(model, optimizer, x, y, valid, clip, accum, autocast, scaler):
     return loss, norm
 
 
-def evaluate(model, autocast, x, y):
-    """-> this rank's part of the sum of token losses."""
-    with autocast():
+def sum_of_losses(model, autocast, x, y):
+    with autocast():  # torch.autocast, on or off
         return loss_sum(model(x), y)
 
 
@@ -386,8 +376,7 @@ def train_step_at_work(model, optimizer, x, y, valid, clip, accum, autocast, sca
     for i, (inputs, targets) in enumerate(microbatches):
         only_adds_up = ranks > 1 and i < accum - 1  # DDP does not communicate then
         with model.no_sync() if only_adds_up else nullcontext():
-            with autocast():
-                part = loss_sum(model(inputs), targets) / valid
+            part = sum_of_losses(model, autocast, inputs, targets) / valid
             scaler.scale(part * ranks).backward()  # DDP averages; the sum is wanted
         loss = loss + part.detach()
     scaler.unscale_(optimizer)
@@ -401,7 +390,7 @@ def train_step_at_work(model, optimizer, x, y, valid, clip, accum, autocast, sca
 
 AMP = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FLAGS = {
-    "amp": Flag("off", "autocast to", tuple(AMP), course=True),
+    "amp": Flag("off", "autocast to", tuple(AMP), course=True),  # a checkpoint goes on with its own
     "accum": Flag(1, "M, micro-batches", POSITIVE),
     "ckpt": Flag("none", "keep less for backward", tuple(CHECKPOINT)),
     "compile": Flag(False, "torch.compile blocks"),
@@ -435,7 +424,8 @@ def set_up(run, name, amp, ckpt):
     """-> a Side: the model, and what a run does with it."""
     args = run.args
     fp16 = amp == "fp16"
-    scale = run.start.extra.get("scale", 65536.0)  # a resumed run has its own
+    scale = run.start.extra.get("scale", 65536.0)  # a resumed run has its own scale,
+    good = run.start.extra.get("good", 0.0)  # and so many good steps at this scale
     if name == "torch":
         step = train_step_at_work
         model = parallelize(run.build(), CHECKPOINT_AT_WORK[ckpt], args.compile)
@@ -443,27 +433,26 @@ def set_up(run, name, amp, ckpt):
             model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         optimizer = adamw(model.parameters(), args.lr)
         scaler = torch.amp.GradScaler(run.device.type, scale, enabled=fp16)
+        scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": int(good)})
     else:
         step = train_step
         model = parallelize(run.build(), CHECKPOINT[ckpt], args.compile)
         optimizer = adamw(model.parameters(), args.lr)
-        scaler = LossScaler(optimizer, scale) if fp16 else None
+        scaler = LossScaler(optimizer, scale, good) if fp16 else None
     autocast = partial(torch.autocast, run.device.type, AMP[amp], enabled=amp != "off")
-    return Side(
-        model=model,
-        optimizer=optimizer,
-        train_step=partial(step, accum=args.accum, autocast=autocast, scaler=scaler),
-        evaluate=partial(evaluate, model, autocast),
-        extra=partial(state_of, scaler, optimizer) if fp16 else None,
-        may_overflow=fp16,
-    )
+    return Side(model=model, optimizer=optimizer, may_overflow=fp16,
+                train_step=partial(step, accum=args.accum, autocast=autocast, scaler=scaler),
+                evaluate=partial(sum_of_losses, model, autocast),
+                extra=partial(state_of, scaler, optimizer) if fp16 else None)
 
 
 def state_of(scaler, optimizer):
-    """-> what a checkpoint holds besides: AdamW's steps without overflow, the scale."""
+    """-> what a checkpoint holds besides: AdamW's steps without overflow, the scaler's state."""
     steps = [int(state["step"]) for state in optimizer.state.values()]
-    scale = scaler.scale if isinstance(scaler, LossScaler) else scaler.get_scale()
-    return {"updates": max(steps, default=0), "scale": float(scale)}
+    ours = isinstance(scaler, LossScaler)
+    scale = scaler.scale if ours else scaler.get_scale()
+    good = scaler.good if ours else scaler.state_dict()["_growth_tracker"]
+    return {"updates": max(steps, default=0), "scale": float(scale), "good": float(good)}
 
 
 def kept_by_block(cfg, t, selective):
@@ -472,16 +461,12 @@ def kept_by_block(cfg, t, selective):
     F = cfg.hidden
     D = C // cfg.heads
     if cfg.form == "gpt2":
-        of_token = 10 * C + cfg.heads + 4
-        made_again = 6 * C
-        of_angles = 0
+        cheap = t * 6 * C
+        kept = t * (10 * C + cfg.heads + 4)
     else:
-        of_token = 4 * C + 2 * F + 2 * cfg.kv_heads * D + cfg.heads + 2
-        made_again = 5 * C + 2 * F
-        of_angles = 2 * cfg.seq * D
-    if not selective:
-        of_token += made_again
-    return t * of_token + of_angles
+        cheap = t * (5 * C + 2 * F)
+        kept = t * (4 * C + 2 * F + 2 * cfg.kv_heads * D + cfg.heads + 2) + 2 * cfg.seq * D
+    return kept if selective else kept + cheap
 
 
 def activations(run, ckpt):
@@ -498,7 +483,7 @@ def activations(run, ckpt):
     if cfg.form == "gpt2":
         norm = C + 2  # its input, mean and deviation
         inputs += 8 * cfg.seq  # positions
-    # the head's input, log-probabilities, a scalar of the loss, targets
+    # the head's input, log-probabilities, a scalar of the loss, targets (as large as the inputs)
     head = b * t * (norm + C + cfg.vocab) + b + ids
     if ckpt != "full":
         return f"ids + L {block} + head", inputs + cfg.layers * block + head
@@ -547,8 +532,7 @@ def main():
         if args.sweep:
             compare(run)
         # with autocast only losses are judged, to 2%
-        judged_as = args.dtype if amp == "off" else "bf16"
-        return run.finish(judged_as=judged_as)
+        return run.finish(judged_as=args.dtype if amp == "off" else "bf16")
 
 
 if __name__ == "__main__":

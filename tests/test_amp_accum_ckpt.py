@@ -342,8 +342,15 @@ def test_scaler_walks_as_torch_does():
         LossScaler(torch.optim.AdamW(weights))
 
 
+def three_good_steps(module):
+    """They double the scale."""
+    module.LossScaler.__init__.__defaults__ = (65536.0, 0.0, 3)
+    module.torch.amp.GradScaler = partial(torch.amp.GradScaler, growth_interval=3)
+
+
 def inject(module):
     """The last rank's gradients overflow in steps 1 and 2."""
+    three_good_steps(module)
     calls = itertools.count()
     honest = module.loss_sum
 
@@ -360,14 +367,16 @@ FP16 = (*SMALL, "--amp", "fp16", "--steps", "8", "--lr", "1e-4")
 
 @pytest.mark.parametrize("impl", ["scratch", "torch"])
 def test_a_resumed_run_has_the_scale(tmp_path, impl):
-    """An overflow on one rank costs all of them the step. A resumed run knows scale and updates."""
+    """An overflow on one rank costs all of them the step. A resumed run knows scale, good steps and
+    updates."""
     flags = (*FP16, "--impl", impl)
     save = ("--save", str(tmp_path), "--save-every", "4")
     whole = script("amp_accum_ckpt", 2, *flags, *save, plant=inject)
     assert whole["check"]["passed"]
-    assert whole[f"scale {impl}"] == [65536, 32768, *[16384] * 6]
-    rest = script("amp_accum_ckpt", 2, *flags, "--no-check", "--resume", str(tmp_path / "4"))
-    assert rest[f"scale {impl}"] == [16384] * 4
+    assert whole[f"scale {impl}"] == [65536, 32768, *[16384] * 3, *[32768] * 3]
+    rest = script("amp_accum_ckpt", 2, *flags, "--no-check", "--resume", str(tmp_path / "4"),
+                  plant=three_good_steps)
+    assert rest[f"scale {impl}"] == [16384, *[32768] * 3]
     assert rest["loss"] == whole["loss"][4:]
 
 
