@@ -198,7 +198,7 @@ class Experts(nn.Module):
             grouped = [partial(linear, sizes=routing.sizes_on_device) for linear in linears]
             return self.mlp(rows, *grouped)
         of_each = zip(*[linear.one_by_one() for linear in linears])  # each one's up, down, gate
-        parts = rows.split(routing.sizes)  # some may be empty: their gradients are zeros, not None
+        parts = rows.split(routing.sizes)  # an empty part makes gradients of zeros, not None
         return torch.cat([self.mlp(x, *functions) for x, functions in zip(parts, of_each)])
 
     def mlp(self, x, up, down, gate=None):
