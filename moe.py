@@ -1,26 +1,27 @@
 """Mixture of experts: each MLP becomes E experts, of which a token visits K; tokens travel.
 
-Below, experts 0 and 1 are on rank 0, 2 and 3 on rank 1. A digit is a row: a token on its way to the
-expert of that number. Rows left of | are for rank 0, those right of it for rank 1.
+A row is a token on its way to an expert, or back; here it is drawn as the expert's number. Experts
+0 and 1 are on rank 0, experts 2 and 3 on rank 1: the bar | stands between the rows of either rank.
 
               router, sort    all-to-all    sort, experts   sort, all-to-all   gates
     rank 0    0 0 0 1 | 2 3   0 0 0 1 0 1   0 0 0 0 1 1     0 0 0 1 | 2 3      sum a token's K rows
     rank 1    0 1 | 2 2 3 3   2 3 2 2 3 3   2 2 2 3 3 3     0 1 | 2 2 3 3      sum a token's K rows
 
-Each of n ranks has its own part of the batch. The ranks of a group `ep` share out the experts, and
-those with the same experts are a group `replicas`; in formulas ep is the size of `ep`. No row is
-dropped, unless a capacity A is given: an expert takes ceil(A K N / E) of a rank's N tokens.
+Each of n ranks has its own part of the batch, N tokens. The ranks of a group `ep` share out the
+experts; ranks with the same experts are a group `replicas`. No row is dropped, unless a capacity A
+is given: an expert then takes at most ceil(A K N / E) rows from each rank. In the table ep is the
+size of `ep`; a number has b bytes, and the model has `experts` numbers in experts, `dense` others.
 
-    on each rank, b bytes a number         plain MoE               here
+    on each rank, experts being balanced   plain MoE               here
     bytes of weights, gradients, AdamW     4 b (dense + experts)   4 b (dense + experts/ep)
     rows of C numbers sent per layer       -                       2 K N, in backward again
     all-to-alls per layer                  -                       4 of rows, 1 of E int64 counts
-    all-reduced per step                   -                       b (dense + experts/ep) bytes
     all-reduced per layer                  -                       E int64 counts
+    bytes all-reduced per step             -                       b dense, b experts/ep if ep < n
 
     mesh = dist.init_device_mesh("cuda", (n // 8, 8), mesh_dim_names=("replicas", "ep"))  # ep = 8
-    replicas = mesh.get_group("replicas")
-    ep = mesh.get_group("ep")  # its rank r has experts from r E/ep on: lists ups, .. of nn.Linear
+    replicas, ep = mesh.get_all_groups()
+    # ups, downs, gates: lists with an nn.Linear for each of this rank's E/ep experts
     block.mlp = MoE(router, Experts(F.silu, ups, downs, gates), top_k=2, normalize=True, ep=ep)
     broadcast_parameters(model, replicas)  # once, before training
     (token_losses.sum() / valid_targets_of_all_ranks).backward()
@@ -30,8 +31,7 @@ dropped, unless a capacity A is given: an expert takes ceil(A K N / E) of a rank
     step_biases(model)  # after every step
 
 Not for: routers with a bias or a forward of their own (sigmoids, groups of experts), experts that
-are no MLPs of nn.Linear, some of a layer's experts frozen and others not, reading `load` and `loss`
-of a layer after step_biases, evaluating on some ranks alone, weights in fp16.
+are no MLPs of nn.Linear, or partly frozen, evaluating on some ranks alone, weights in fp16.
 
 Lepikhin 2020, "GShard", arXiv:2006.16668 (all-to-all, capacity); Fedus 2021, "Switch Transformers",
 arXiv:2101.03961, eq. 4 (balancing); Zoph 2022, "ST-MoE", arXiv:2202.08906, eq. 5 (z-loss); Jiang
@@ -41,6 +41,7 @@ arXiv:2101.03961, eq. 4 (balancing); Zoph 2022, "ST-MoE", arXiv:2202.08906, eq. 
 """
 import math
 from functools import partial
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -62,7 +63,7 @@ class AllToAll(torch.autograd.Function):
     """Rows (sum(send), C) -> (sum(receive), C): send[r] go to rank r, receive[r] come from it."""
 
     @staticmethod
-    def forward(ctx, rows, receive, send, group):  # in torch's order: what comes, then what goes
+    def forward(ctx, rows, receive, send, group):  # all_to_all_single's order
         ctx.way_back = (send, receive, group)
         arrived = rows.new_empty(sum(receive), *rows.shape[1:])
         # sorted by destination -> sorted by source
@@ -70,16 +71,16 @@ class AllToAll(torch.autograd.Function):
         return arrived
 
     @staticmethod
-    def backward(ctx, grad):  # the way back; a plain all_to_all_single would end the graph here
+    def backward(ctx, grad):  # gradients go the way back; all_to_all_single alone has no backward
         return AllToAll.apply(grad, *ctx.way_back), None, None, None
 
 
 def route(logits, top_k, bias, normalize):
     """Logits (N, E) -> chosen experts (N, K), their gates (N, K), probabilities (N, E)."""
     probs = logits.softmax(-1)
-    chosen = (probs + bias).topk(top_k).indices  # the bias (E,) has a say in the choice alone
+    chosen = (probs + bias).topk(top_k).indices  # the bias (E,) does not change gates
     gates = probs.gather(-1, chosen)
-    if normalize and top_k > 1:  # a single one would always be 1, and teach the router nothing
+    if normalize and top_k > 1:  # a single gate would always be 1: the router would not learn
         gates = gates / gates.sum(-1, keepdim=True)
     return chosen, gates, probs
 
@@ -87,87 +88,74 @@ def route(logits, top_k, bias, normalize):
 def balancing_loss(load, logits, probs, top_k, alpha, beta):
     """This rank's part of alpha E sum_e f_e P_e (Switch) + beta mean(logsumexp^2) (ST-MoE).
 
-    f_e is the part of all rows that wants expert e, P_e its mean probability, for tokens of all
-    ranks. load (E,): how many tokens of all ranks choose each. logits, probs (N, E): this rank's.
+    f_e is the share of expert e in the rows of all ranks, before any is dropped, and P_e its mean
+    probability. load (E,): how many tokens of all ranks chose each expert. logits, probs (N, E):
+    of this rank's tokens.
     """
-    total = load.sum()  # K times all tokens
-    f = load.to(probs.dtype) / total
+    tokens = load.sum() / top_k  # how many all ranks have
+    f = load.to(probs.dtype) / load.sum()
     switch = len(f) * (f @ probs.sum(0))
     z = logits.logsumexp(-1).square().sum()
-    return (alpha * switch + beta * z) / (total / top_k)
+    return (alpha * switch + beta * z) / tokens
 
 
 def most_rows(capacity, top_k, tokens, experts):
-    """How many rows an expert takes of one rank's tokens, at most."""
+    """-> the largest number of rows that an expert takes from one rank with so many tokens."""
     if not capacity:
-        return tokens  # each of them chooses it once at most
-    share_of_each = capacity * top_k * tokens / experts
-    return math.ceil(round(share_of_each, 6))  # 1.1 * 2 * 40 / 8 is 11.000000000000002
+        return tokens  # none of them chooses the same expert twice
+    return math.ceil(round(capacity * top_k * tokens / experts, 6))  # floats: 1.1 * 2 * 40/8 > 11
 
 
-def read_counts(counts, routing):
-    """-> as lists. Here alone the host waits. Dry runs have no numbers, and replace this."""
-    return counts.tolist()
+def read_counts(routing):
+    """-> routing.counts as lists. This line alone makes the host wait for the device."""
+    return routing.counts.tolist()
 
 
 class Routing:
     """Which rows go where. Row number n K + k is token n on its way to its k-th expert.
 
-    Rows leave sorted by expert, so they arrive in blocks: by rank of origin, from each by expert.
+    Rows leave sorted by expert. They arrive sorted by the rank that they come from, then by expert.
     """
 
-    def __init__(self, chosen, wanted, most, ep):
-        """chosen (N, K): experts. wanted (E,): how many rows want to go to each; `most` may."""
-        self.most = most
+    def __init__(self, chosen, wanted, limit, ep):
+        """chosen (N, K): experts. wanted (E,): how many rows want each; `limit` of them may go."""
+        self.limit = limit
         self.ep = ep
         self.order = chosen.flatten().argsort(stable=True)  # row numbers, by expert, then token
-        taken = wanted.clamp(max=most)
-        coming = torch.empty_like(taken)
+        leaving = wanted.clamp(max=self.limit)
+        arriving = torch.empty_like(leaving)
         # this rank's rows for every expert -> every rank's rows for the experts here
-        dist.all_to_all_single(coming, taken, group=ep)
-        ranks = dist.get_world_size(ep)
-        self.sizes_on_device = coming.view(ranks, -1).sum(0)  # (E/ep,) rows of each expert here
-        counts = torch.stack([wanted, taken, coming]).view(3, ranks, -1)
-        # queues[rank][e]: how many rows want to go to that rank, to expert e of those there
-        # leaving[rank][e]: those of them that do
-        # arriving[rank][e]: rows that come from that rank, to expert e of those here
-        queues, leaving, arriving = read_counts(counts, self)
-        if most < len(chosen):  # an expert may be full: the first of its queue are sent
-            in_queues = self.order.split(sizes_in(queues))
-            self.order = torch.cat([queue[:most] for queue in in_queues])
+        dist.all_to_all_single(arriving, leaving, group=ep)
+        # wanted, leaving: [rank][expert of that rank]; arriving: [rank][expert of this rank]
+        self.counts = torch.stack([wanted, leaving, arriving]).view(3, dist.get_world_size(ep), -1)
+        self.sizes_on_device = self.counts[2].sum(0)  # (E/ep,) rows of each expert here
+        wanted, leaving, arriving = read_counts(self)  # from here on they are lists
+        if self.limit < len(chosen):  # a queue may be too long: its first rows go
+            queues = self.order.split(list(chain(*wanted)))
+            self.order = torch.cat([queue[:self.limit] for queue in queues])
         self.sent = [sum(sizes) for sizes in leaving]  # rows to each rank of ep
         self.received = [sum(sizes) for sizes in arriving]  # rows from each rank of ep
-        self.by_source = arriving  # the blocks of rows as they arrive
-        self.by_expert = list(zip(*arriving))  # [expert here][rank]: as the experts want them
+        self.by_source = arriving  # [rank][expert here]: sizes of blocks of rows, as they arrive
+        self.by_expert = list(zip(*arriving))  # [expert here][rank]: the same, as experts want them
         self.sizes = [sum(sizes) for sizes in self.by_expert]  # sizes_on_device, as a list
-
-
-def sizes_in(grid):
-    return [size for line in grid for size in line]
 
 
 def transpose_blocks(rows, grid):
     """Rows in blocks of grid[i][j] rows each, sorted by i, then by j -> by j, then by i."""
-    blocks = rows.split(sizes_in(grid))
+    blocks = rows.split(list(chain(*grid)))
     n = len(grid[0])  # block (i, j) is number i n + j
     return torch.cat([block for j in range(n) for block in blocks[j::n]])
 
 
-def stack(parameters):
-    """A parameter of each expert -> a copy of all in one, (E/ep, ..), trained if the first is."""
-    if parameters[0] is None:
-        return None  # no biases
-    stacked = torch.stack([p.detach() for p in parameters])
-    return nn.Parameter(stacked, parameters[0].requires_grad)
-
-
 class StackedLinear(nn.Module):
-    """One nn.Linear of each expert here: weight (E/ep, F, C), bias (E/ep, F) or None."""
+    """Copies of an nn.Linear per expert, in one: weight (E/ep, F, C), bias (E/ep, F) or None."""
 
     def __init__(self, linears):
         super().__init__()
-        self.weight = stack([linear.weight for linear in linears])
-        self.bias = stack([linear.bias for linear in linears])
+        stacked, _ = torch.func.stack_module_state(linears)  # {"weight": .., perhaps "bias": ..}
+        self.bias = None
+        for name, tensor in stacked.items():
+            setattr(self, name, nn.Parameter(tensor, tensor.requires_grad))
 
     def one_by_one(self):
         """-> for each expert a function of its rows, (n, C) -> (n, F)."""
@@ -179,19 +167,20 @@ class StackedLinear(nn.Module):
         y = F.grouped_mm(rows, self.weight.transpose(1, 2), offs=sizes.cumsum(0).int())
         if self.bias is None:
             return y
-        # Each row gets its expert's bias by a matmul: the backward of a matmul sums rows in fp32,
-        # that of an index_select adds them in any order (on GPUs) and rounds each sum
+        # Each row gets its expert's bias by a matmul, whose backward sums the bias's gradient in
+        # fp32. An index_select's would add rows in any order (on GPUs), and round every sum
         eye = torch.eye(len(sizes), dtype=y.dtype, device=y.device)
         one_hot = eye.repeat_interleave(sizes, 0, output_size=len(rows))  # (n, E/ep)
         return torch.addmm(y, one_hot, self.bias)
 
 
 class Experts(nn.Module):
-    """The experts that one rank holds, MLPs whose weights are stacked. Each one is
+    """The experts of one rank, with stacked weights. Each of them is an MLP,
 
         y = down(activation(up(x)))    or, with gate,    y = down(activation(gate(x)) * up(x))
 
     up, down, gate: lists, an nn.Linear for each expert here. GPT-2: GELU, no gate; Mixtral: SiLU.
+    Draw other weights on each rank of `ep`: if all have one seed, their experts are the same.
     """
 
     def __init__(self, activation, up, down, gate=None):
@@ -206,11 +195,11 @@ class Experts(nn.Module):
         if self.gate is not None:
             linears.append(self.gate)
         if self.one_kernel_pays(rows):
-            of_all = [partial(linear, sizes=routing.sizes_on_device) for linear in linears]
-            return self.mlp(rows, *of_all)
-        of_each = zip(rows.split(routing.sizes), *[linear.one_by_one() for linear in linears])
-        # an expert without rows gets zeros for a gradient, not None
-        return torch.cat([self.mlp(x, *functions) for x, *functions in of_each])
+            grouped = [partial(linear, sizes=routing.sizes_on_device) for linear in linears]
+            return self.mlp(rows, *grouped)
+        of_each = zip(*[linear.one_by_one() for linear in linears])  # each one's up, down, gate
+        parts = rows.split(routing.sizes)  # an empty part makes gradients of zeros, not None
+        return torch.cat([self.mlp(x, *functions) for x, functions in zip(parts, of_each)])
 
     def mlp(self, x, up, down, gate=None):
         if gate is None:
@@ -218,48 +207,48 @@ class Experts(nn.Module):
         return down(self.activation(gate(x)) * up(x))
 
     def one_kernel_pays(self, rows):
-        """On GPUs, where all is bf16. It needs widths that are multiples of 8."""
+        """Yes on GPUs in bf16. The kernel needs widths that are multiples of 8."""
         weight = self.up.weight
         aligned = all(width % 8 == 0 for width in weight.shape[1:])
         return rows.is_cuda and rows.dtype == weight.dtype == torch.bfloat16 and aligned
 
 
 class AddLoss(torch.autograd.Function):
-    """Returns y. In backward, `loss` gets its gradient, as if it were a term of the model's loss.
+    """Returns y. In backward `loss` gets its gradient, as if it were a term of the model's loss.
 
-    It need not be handed on to where that is made (as Megatron's MoEAuxLossAutoScaler). Load and
-    loss are added up in backward, since checkpointing runs forward twice.
+    So the layer need not return `loss` (Megatron's MoEAuxLossAutoScaler does the same). The layer's
+    sums of load and loss grow in backward, since checkpointing runs forward twice.
     """
 
     @staticmethod
     def forward(ctx, y, loss, load, layer):
-        ctx.loss = loss.detach()
-        ctx.load = load
-        ctx.layer = layer
+        ctx.kept = (loss.detach(), load, layer)
         return y
 
     @staticmethod
     def backward(ctx, grad):
-        ctx.layer.loss = ctx.layer.loss + ctx.loss
-        ctx.layer.load = ctx.layer.load + ctx.load
-        return grad, torch.ones_like(ctx.loss) * ctx.layer.loss_scale, None, None  # 1, scaled
+        loss, load, layer = ctx.kept
+        layer.loss = layer.loss + loss
+        layer.load = layer.load + load
+        grad_of_loss = torch.ones_like(loss) * layer.loss_scale
+        return grad, grad_of_loss, None, None
 
 
 class MoE(nn.Module):
     """E experts behind a router, an nn.Linear(C, E), in place of an MLP: (.., C) -> (.., C).
 
-    experts    the Experts of this rank, E/ep of them, from number ep_rank E/ep on
+    experts    the Experts of this rank, E/ep of them: those of rank r begin with number r E/ep
     top_k      K, the experts that a token visits
     normalize  do the gates of K > 1 experts sum to 1? Mixtral: yes. OLMoE, Qwen2-MoE: no
     ep         group of the ranks that share out the experts; each brings its own tokens
     everyone   group of the ranks whose tokens are balanced together; None: the world
     shared     a module that every token visits besides, or None
     capacity   A, or 0: no row is dropped
-    alpha      of Switch's balancing loss, and beta of ST-MoE's z-loss. For M micro-batches give
-               alpha/M and beta/M: a step's loss is the mean of those of its forwards
+    alpha      the factor of Switch's balancing loss; alpha/M if a step has M micro-batches
+    beta       the factor of ST-MoE's z-loss; beta/M if a step has M micro-batches
     gamma      how far step_biases moves a bias in the choice; 0: there is none
 
-    All ranks of `everyone` make every forward together, which sums loads: in evaluation as well.
+    Each forward sums the load over `everyone`: these ranks make it together, even in evaluation.
     """
 
     def __init__(self, router, experts, *, top_k, normalize, ep, everyone=None, shared=None,
@@ -280,25 +269,25 @@ class MoE(nn.Module):
         self.beta = beta
         self.gamma = gamma
         self.exchange = AllToAll.apply  # how rows change ranks; can be replaced
-        # (E,) a bias has made so many steps of gamma. Integers: .to(bfloat16) leaves them alone
+        # (E,) each bias is gamma times this. Integers, since .to(bfloat16) does not round them
         self.register_buffer("bias_steps", router.weight.new_zeros(E, dtype=torch.int64))
-        self.loss_scale = 1.0  # what the model's loss is multiplied by, by a loss scaler say
-        # what the backwards of a step add up, until step_biases
+        self.loss_scale = 1.0  # what a loss scaler multiplies the model's loss by
+        # sums over the backwards of a step, until step_biases
         self.load = 0  # (E,) int64, how often the tokens of all ranks chose each expert
-        self.loss = 0  # () this rank's part of balancing losses, already in the gradients
+        self.loss = 0  # () this rank's part of the balancing losses
 
     def forward(self, x):  # (.., C)
         tokens = x.flatten(0, -2)  # (N, C)
         logits = self.score(tokens)  # (N, E)
         bias = self.gamma * self.bias_steps
         chosen, gates, probs = route(logits, self.top_k, bias, self.normalize)
-        wanted = torch.zeros_like(self.bias_steps)  # (E,) rows; no bincount: the host waits
+        wanted = torch.zeros_like(self.bias_steps)  # (E,); the host would wait for bincount()
         wanted.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
         load = wanted.clone()
         # partial -> replicated, while the experts are at work
         summing = dist.all_reduce(load, group=self.everyone, async_op=True)
-        most = most_rows(self.capacity, self.top_k, len(tokens), len(wanted))
-        routing = Routing(chosen, wanted, most, self.ep)  # ranks tell each other how many rows come
+        limit = most_rows(self.capacity, self.top_k, len(tokens), len(wanted))
+        routing = Routing(chosen, wanted, limit, self.ep)  # an all-to-all of counts
         y = self.visit(tokens, gates, routing)  # (N, C)
         summing.wait()
         loss = logits.new_zeros(())
@@ -316,20 +305,20 @@ class MoE(nn.Module):
             return F.linear(tokens.to(exact), self.router.weight.to(exact))
 
     def visit(self, tokens, gates, routing):
-        """Tokens (N, C) go to their experts and back -> sums of each one's K rows times gates."""
+        """Tokens (N, C) -> (N, C): for each the sum of its K experts' answers, times gates."""
         N, C = tokens.shape
-        # (N K, C): K copies of each token. In backward their gradients are summed at once, where an
-        # index_select of tokens would add them one by one, in any order
+        # (N K, C): K copies of each token, whose gradients are summed at once in backward. Those of
+        # an index_select of tokens would be added one by one, in any order
         rows = tokens.unsqueeze(1).expand(-1, self.top_k, -1).flatten(0, 1)
         rows = rows.index_select(0, routing.order)  # sorted by token -> sorted by expert
         # on the tokens' ranks -> on the experts' ranks
-        rows = self.exchange(rows, routing.received, routing.sent, self.ep)
+        rows = self.exchange(rows, routing.received, routing.sent, routing.ep)
         rows = transpose_blocks(rows, routing.by_source)  # sorted by source -> sorted by expert
         rows = self.experts(rows, routing)
         rows = transpose_blocks(rows, routing.by_expert)  # sorted by expert -> sorted by source
         # on the experts' ranks -> on the tokens' ranks
-        rows = self.exchange(rows, routing.sent, routing.received, self.ep)
-        answers = rows.new_zeros(N * self.top_k, C)  # of rows that are dropped: zeros
+        rows = self.exchange(rows, routing.sent, routing.received, routing.ep)
+        answers = rows.new_zeros(N * self.top_k, C)  # rows that are dropped stay zeros
         answers = answers.index_copy(0, routing.order, rows).view(N, self.top_k, C)
         return (gates.to(rows.dtype).unsqueeze(1) @ answers).view(N, C)  # (N, 1, K) @ (N, K, C)
 
@@ -347,14 +336,14 @@ def dense_and_experts(model):
 
 
 def gradients_of(model):
-    """-> the gradients of these two kinds of parameters, where there are any."""
+    """-> the gradients of dense_and_experts' parameters, where there are any."""
     dense, experts = dense_and_experts(model)
     return [[p.grad for p in ps if p.grad is not None] for ps in (dense, experts)]
 
 
 @torch.no_grad()
 def broadcast_parameters(model, replicas, everyone=None):
-    """Before training: all start with the values of the first rank of those that hold the same."""
+    """Before training: dense tensors of everyone's first rank, experts of the first replica."""
     dense, experts = dense_and_experts(model)
     for tensor in [*dense, *model.buffers()]:
         dist.broadcast(tensor, group=everyone, group_src=0)  # the first rank's -> replicated
@@ -363,7 +352,8 @@ def broadcast_parameters(model, replicas, everyone=None):
 
 
 def sum_gradients(model, replicas, everyone=None):
-    """After backward: sums dense gradients over everyone, experts' over replicas (never None)."""
+    """After backward: sums dense gradients over everyone, and those of experts over replicas,
+    which is always a group: None would be the world."""
     dense, experts = gradients_of(model)
     sum_over_ranks(dense, everyone)  # partial -> replicated; in ddp.py, during backward
     sum_over_ranks(experts, replicas)  # partial -> replicated
@@ -382,27 +372,24 @@ def sum_over_ranks(tensors, group):
 def gradient_norm(model, ep):
     """After sum_gradients: the norm of the whole model's gradient, each expert counted once."""
     dense, experts = gradients_of(model)
-    weight = next(model.parameters())
-    square = weight.new_zeros((), dtype=torch.promote_types(weight.dtype, torch.float32))
-    # all ranks of ep hold the dense gradients: each adds 1/ep of their square
-    for gradients, holders in [(dense, dist.get_world_size(ep)), (experts, 1)]:
-        if gradients:
-            norms = torch._foreach_norm(gradients, dtype=square.dtype)
-            square += torch.stack(norms).square().sum() / holders
-    dist.all_reduce(square, group=ep)  # partial -> replicated
-    return square.sqrt()
+    gradients = dense + experts
+    wide = torch.promote_types(gradients[0].dtype, torch.float32)
+    squares = torch.stack(torch._foreach_norm(gradients, dtype=wide)).square()
+    square_of_experts = squares[len(dense):].sum()
+    dist.all_reduce(square_of_experts, group=ep)  # partial -> replicated; dense ones are already
+    return (squares[:len(dense)].sum() + square_of_experts).sqrt()
 
 
 @torch.no_grad()
 def step_biases(model):
-    """After the optimizer's step, always: moves biases, and forgets what the step has added up.
+    """After every step of the optimizer: moves biases, and starts new sums of load and loss.
 
     The bias of an expert that was chosen less often than the mean grows by gamma (DeepSeek-V3:
-    1e-3), and that of one chosen more often shrinks by it. With a frozen router it stays.
+    1e-3), and that of one chosen more often shrinks by it. Biases of a frozen router stay.
     """
     for layer in layers_of(model):
         if layer.gamma and layer.router.weight.requires_grad:
-            load = layer.load + torch.zeros_like(layer.bias_steps)  # (E,), also if load is still 0
+            load = layer.load + torch.zeros_like(layer.bias_steps)  # (E,), zeros without a backward
             layer.bias_steps += (load.sum() - len(load) * load).sign()  # E (mean - load)
         layer.load = 0
         layer.loss = 0
@@ -437,8 +424,7 @@ class PlainMoE(nn.Module):
         self.experts = nn.ModuleList(mlp(cfg) for _ in range(experts))
         self.shared = mlp(cfg) if shared else None
         self.register_buffer("bias_steps", torch.zeros(experts, dtype=torch.int64))  # as MoE's
-        # for each micro-batch, for each rank: which of the B T tokens of the whole batch this rank
-        # routes then, (n,). None: one rank routes all
+        # [micro-batch][rank]: (n,), numbers of the tokens that the rank routes. None: one has all
         self.sources = sources
         self.loss = 0  # the balancing loss of the last forward in training
 
@@ -453,10 +439,10 @@ class PlainMoE(nn.Module):
             gates = gates / gates.sum(-1, keepdim=True)
         losses = []
         for microbatch in self.sources or [[torch.arange(len(tokens))]]:
-            for mine in microbatch:  # one rank's
-                place = visits[mine].cumsum(0)  # in the queue of those that chose this expert
-                most = most_rows(self.capacity, self.top_k, len(mine), self.E)
-                gates[mine] = gates[mine] * (place <= most)  # others find it full
+            for own in microbatch:  # one rank's tokens
+                place = visits[own].cumsum(0)  # (n, E) of each token in each expert's queue
+                limit = most_rows(self.capacity, self.top_k, len(own), self.E)
+                gates[own] = gates[own] * (place <= limit)
             together = torch.cat(microbatch)
             losses.append(balancing_loss(
                 visits[together].sum(0), logits[together], probs[together],
@@ -466,7 +452,7 @@ class PlainMoE(nn.Module):
             y = y + self.shared(tokens)
         if y.requires_grad:  # not in evaluation
             self.loss = sum(losses) / len(losses)
-            if self.gamma and self.router.weight.requires_grad:  # MoE's move in step_biases
+            if self.gamma and self.router.weight.requires_grad:  # as in step_biases
                 load = visits.sum(0)
                 self.bias_steps += (load.sum() - self.E * load).sign()
         return y.view_as(x)
@@ -476,11 +462,11 @@ def mixture(model, seed, cfg, **options):
     """The plain GPT with a PlainMoE of these options in place of each MLP."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(model.tok.weight.dtype)
-    with torch.device(model.tok.weight.device):
+    with model.tok.weight.device:  # new tensors are made there
         for block in model.blocks:
             block.mlp = PlainMoE(cfg, **options)
     torch.set_default_dtype(before)
-    init_weights(model, cfg.layers, seed)  # every expert by its own name
+    init_weights(model, cfg.layers, seed)  # draws each expert by its own name
     return model
 
 
@@ -488,22 +474,16 @@ def parallelize(model, ep, everyone=None, microbatches=1):
     """Each PlainMoE becomes a MoE with this rank's experts. microbatches: M, of each step."""
     for block in model.blocks:
         plain = block.mlp
-        mine = [plain.experts[e] for e in share(plain.E, ep.size(), ep.rank())]
+        here = [plain.experts[e] for e in share(plain.E, ep.size(), ep.rank())]
+        names = [name for name, _ in here[0].named_children()]  # up, down, in Llama's form gate
+        linears = {name: [getattr(mlp, name) for mlp in here] for name in names}
+        activation = F.silu if "gate" in names else partial(F.gelu, approximate="tanh")
         block.mlp = MoE(
-            plain.router, experts_of(mine), top_k=plain.top_k, normalize=True, ep=ep,
+            plain.router, Experts(activation, **linears), top_k=plain.top_k, normalize=True, ep=ep,
             everyone=everyone, shared=plain.shared, capacity=plain.capacity,
             alpha=plain.alpha / microbatches, beta=plain.beta / microbatches, gamma=plain.gamma)
         block.mlp.bias_steps.copy_(plain.bias_steps)
     return model
-
-
-def experts_of(mlps):
-    """MLPs of the toy, in either form -> Experts"""
-    up = [mlp.up for mlp in mlps]
-    down = [mlp.down for mlp in mlps]
-    if hasattr(mlps[0], "gate"):
-        return Experts(F.silu, up, down, [mlp.gate for mlp in mlps])
-    return Experts(partial(F.gelu, approximate="tanh"), up, down)
 
 
 def plain_name(name, e):
@@ -568,8 +548,7 @@ def parallelize_at_work(model, ep):
     from torch.distributed import _functional_collectives as functional  # slow to import
 
     in_one_kernel = model.tok.weight.dtype != torch.float64  # which grouped_mm does not know
-    parallelize(model, ep)
-    for layer in layers_of(model):
+    for layer in layers_of(parallelize(model, ep)):
         layer.exchange = functional.all_to_all_single_autograd
         layer.experts.one_kernel_pays = lambda rows: in_one_kernel
     return model
@@ -578,11 +557,9 @@ def parallelize_at_work(model, ep):
 # ---- 4. run ------------------------------------------------------------------
 
 IMPLS = {"scratch": parallelize, "torch": parallelize_at_work}
-# Mixtral: the Llama form, with experts in the place of every MLP
 PRESETS = {
-    "mixtral-toy": GPTConfig(form="llama", kv_heads=2, hidden=448, theta=1e6),
-    "mixtral-8x7b": GPTConfig(layers=32, width=4096, heads=32, vocab=32000, seq=4096, form="llama",
-                              kv_heads=8, hidden=14336, theta=1e6),
+    "mixtral-toy": GPTConfig(4, 128, 4, 256, 128, "llama", 2, 448, 1e6),
+    "mixtral-8x7b": GPTConfig(32, 4096, 32, 32000, 4096, "llama", 8, 14336, 1e6),
 }
 FLAGS = {  # course: a checkpoint is not continued with another value
     "experts": Flag(8, "E in each layer", POSITIVE, course=True),
@@ -598,11 +575,10 @@ def refuse(args):
     """What cannot run ends here, in one line, before anything is built."""
     n = args.world_size
     ep = args.ep or n
-    experts = args.experts
-    require(args.top_k <= experts,
-            f"--top-k {args.top_k} of --experts {experts}: choose {experts} at most")
-    require(n % ep == 0 and experts % ep == 0,
-            f"--ep {ep}: take a divisor of {n} ranks and of --experts {experts}")
+    require(args.top_k <= args.experts,
+            f"--top-k {args.top_k} of --experts {args.experts}: choose {args.experts} at most")
+    require(n % ep == 0 and args.experts % ep == 0,
+            f"--ep {ep}: take a divisor of {n} ranks and of --experts {args.experts}")
     require(args.batch % n == 0,
             f"--batch {args.batch} sequences for {n} ranks: take a multiple of {n}")
     # in a dry run grouped_mm takes bf16 alone; fp64 does without it
@@ -621,7 +597,7 @@ def build_plain(args, cfg, seed, device, dtype):
 
 def plain_trace(run):
     """The same steps by the plain model."""
-    run.replays = False  # begin where the run does: before, other ranks may have dropped other rows
+    run.replays = False  # start at the checkpoint: until then other ranks may have dropped rows
     model = run.build()
     set_biases(model, run)
     return run.plain(model, extra_loss=plain_balancing_losses)
@@ -631,28 +607,23 @@ def plain_balancing_losses(model):
     return sum(block.mlp.loss for block in model.blocks)
 
 
-def notes(model):
-    """What a checkpoint holds besides weights and AdamW's states."""
-    return {"bias_steps": [block.mlp.bias_steps.tolist() for block in model.blocks]}
-
-
 def set_biases(model, run):
-    """As the checkpoint has them, if the run starts from one."""
+    """Biases as the checkpoint has them, if the run starts from one."""
     for block, steps in zip(model.blocks, run.start.extra.get("bias_steps", [])):
         block.mlp.bias_steps.copy_(torch.tensor(steps))
 
 
-def balanced_counts(counts, routing):
-    """read_counts where there are no numbers: all ranks choose all experts equally often."""
-    _, ranks, here = counts.shape
+def balanced_counts(routing):
+    """read_counts of a dry run, which has no numbers: ranks choose all experts equally often."""
+    _, ranks, here = routing.counts.shape
     experts = ranks * here
-    total = len(routing.order)
-    wanted = [(total + e) // experts for e in range(experts)]  # the last ones get the remainder
-    queues = [wanted[first:first + here] for first in range(0, experts, here)]
-    leaving = [[min(routing.most, length) for length in queue] for queue in queues]
-    # all ranks choose alike: from each comes what this one sends to itself
+    rows = len(routing.order)
+    of_each = [(rows + e) // experts for e in range(experts)]  # the last ones get the remainder
+    wanted = [of_each[e:e + here] for e in range(0, experts, here)]
+    leaving = [[min(routing.limit, size) for size in sizes] for sizes in wanted]
+    # all ranks choose alike: from each of them comes what this one sends to itself
     arriving = [leaving[dist.get_rank(routing.ep)]] * ranks
-    return queues, leaving, arriving
+    return wanted, leaving, arriving
 
 
 def set_up(run, impl, replicas, ep):
@@ -660,13 +631,11 @@ def set_up(run, impl, replicas, ep):
     set_biases(model, run)
     optimizer = adamw(model.parameters(), run.args.lr)
     return Side(
-        model=model, optimizer=optimizer,
-        train_step=partial(train_step, replicas=replicas, ep=ep),
+        model=model, optimizer=optimizer, train_step=partial(train_step, replicas=replicas, ep=ep),
         full_gradients=partial(full_gradients, model, ep),
         full_state_dict=partial(full_state_dict, model, ep),
         pieces=partial(pieces, model, optimizer, replicas, ep),
-        extra=partial(notes, model),
-    )
+        extra=lambda: {"bias_steps": [layer.bias_steps.tolist() for layer in layers_of(model)]})
 
 
 def watch_traffic(model):
@@ -684,42 +653,39 @@ def watch_traffic(model):
 
 
 def account(run, model, ep, traffic):
-    """The textbook. A number has b bytes, of this rank's dense parameters or its experts'."""
+    """The textbook: a number has b bytes, the gradients' norm has d."""
     n = run.world_size
     e = ep.size()
     b = run.dtype.itemsize
-    dense, experts = [sum(p.numel() for p in ps) for ps in dense_and_experts(model)]
-    # of one integer for each expert of each layer: counts of rows, loads, or steps of biases
-    integers = 8 * len(traffic) * run.args.experts
+    # numbers in dense parameters, and in this rank's experts: the textbook's experts/ep
+    dense, of_experts = [sum(p.numel() for p in ps) for ps in dense_and_experts(model)]
+    counts = 8 * len(traffic) * run.args.experts  # bytes of an int64 for each expert of each layer
     moving = 0  # rows to other ranks and from them
     for sent, sizes in traffic.values():
         moving += sum(sent) + sum(sizes) - 2 * sent[ep.rank()]
     return [
         ("wire all_to_all", "2 b C (rows out + rows in, but those that stay) + (ep-1)/ep 8 L E",
-         2 * b * run.cfg.width * moving + (e - 1) / e * integers),  # forward and backward
+         2 * b * run.cfg.width * moving + (e - 1) / e * counts),  # forward and backward
         ("wire all_reduce",
          "2 (n-1)/n (b dense + 8 L E) + 2 (n-ep)/n b experts/ep + 2 (ep-1)/ep d",
-         2 * (n - 1) / n * (b * dense + integers) + 2 * (n - e) / n * b * experts
-         + 2 * (e - 1) / e * max(4, b)),  # d: the norm's bytes
+         2 * (n - 1) / n * (b * dense + counts) + 2 * (n - e) / n * b * of_experts
+         + 2 * (e - 1) / e * max(4, b)),  # d
         ("held states", "4 b (dense + experts/ep) + 4 per tensor (steps) + 8 L E",
-         4 * b * (dense + experts) + 4 * len(list(model.parameters())) + integers),
+         4 * b * (dense + of_experts) + 4 * len(list(model.parameters())) + counts),
     ]
 
 
 def picture(run, ep, traffic):
     """Prints how many rows experts got in the last step, in the worst layer."""
-    E = run.args.experts
-    load = torch.zeros(len(traffic), E, device=run.device)
-    here = share(E, ep.size(), ep.rank())
-    load[:, here.start:here.stop] = torch.tensor([sizes for _, sizes in traffic.values()])
+    load = torch.zeros(len(traffic), ep.size(), run.args.experts // ep.size(), device=run.device)
+    load[:, ep.rank()] = torch.tensor([sizes for _, sizes in traffic.values()])
     dist.all_reduce(load)  # partial -> replicated
+    load = load.flatten(1).cpu()  # (L, E)
     wanted = len(traffic) * run.args.top_k * run.args.batch * run.cfg.seq
-    load = load.cpu()
     dropped = 1 - load.sum().item() / wanted
     load = (load / load.mean(1, keepdim=True)).nan_to_num()  # a layer without load shows zeros
     worst = load.max(1).values.argmax()
-    run.extra["load"] = load.tolist()
-    run.extra["dropped"] = dropped
+    run.extra.update(load=load.tolist(), dropped=dropped)
     run.say(f"\nrows over the mean in layer {worst}, last step; {dropped:.1%} dropped")
     for e, times in enumerate(load[worst].tolist()):
         run.say(f"  expert {e:<3} {times:5.2f} {'#' * round(10 * times):.60}")
@@ -732,17 +698,17 @@ def main():
     size = args.ep or run.world_size
     mesh = dist.init_device_mesh(run.device.type, (run.world_size // size, size),
                                  mesh_dim_names=("replicas", "ep"))
-    ep = mesh.get_group("ep")
+    replicas, ep = mesh.get_all_groups()
     if run.dry:
-        global read_counts  # which Routing calls
-        read_counts = balanced_counts
+        global read_counts
+        read_counts = balanced_counts  # Routing calls it
         run.say("experts are taken to be balanced")
     with run:
-        sides = {impl: set_up(run, impl, mesh.get_group("replicas"), ep) for impl in run.impls}
+        sides = {impl: set_up(run, impl, replicas, ep) for impl in run.impls}
         model = sides[run.impls[0]].model
         traffic = watch_traffic(model)
-        sequences = share(args.batch, run.world_size, run.rank)  # of every batch, this rank's
-        for impl, step, x, y, valid in run.steps(sides, sequences):
+        own = share(args.batch, run.world_size, run.rank)  # this rank's sequences of every batch
+        for impl, step, x, y, valid in run.steps(sides, own):
             side = sides[impl]
             with run.measure(impl, step):
                 loss, norm = side.train_step(side.model, side.optimizer, x, y, valid, args.clip)
@@ -752,7 +718,7 @@ def main():
             picture(run, ep, traffic)
         judged_as = args.dtype
         if args.check and args.dtype == "fp32":
-            judged_as = "bf16"  # for bf16, finish() judges losses alone
+            judged_as = "bf16"  # of a run in bf16 finish() judges losses alone
             run.say("\nin fp32 rounding decides near ties: only losses are judged; fp64 judges all")
         return run.finish(partial(plain_trace, run), judged_as)
 

@@ -298,7 +298,8 @@ def test_planted():
 def check_layer():
     """Under autocast and in bf16 the router chooses in fp32; no change of dtype rounds a bias."""
     torch.set_default_dtype(torch.float32)
-    experts = moe.experts_of([common.MLP(common.GPTConfig(width=6)) for _ in range(4)])
+    linears = [nn.Linear(6, 6) for _ in range(4)]
+    experts = moe.Experts(F.gelu, linears, linears)
     make = partial(moe.MoE, experts=experts, top_k=2, normalize=True, ep=dist.group.WORLD,
                    gamma=0.1)
     layer = make(nn.Linear(6, 4, bias=False))
