@@ -857,13 +857,10 @@ def notes(model):
 
 
 def build_plain(args, cfg, seed, device, dtype):
-    """The plain model. If it has experts, it is told which tokens are routed together."""
-    model = build(cfg, seed, device, dtype)
-    if args.experts:
-        moe.mixture(model, seed, cfg, experts=args.experts, top_k=args.top_k, shared=args.shared,
-                    balance=args.balance, capacity=args.capacity,
-                    sources=None if args.dry_run else sources(args, device))
-    return model
+    if not args.experts:
+        return build(cfg, seed, device, dtype)
+    routed = None if args.dry_run else sources(args, device)  # a dry run's are not looked at
+    return moe.build_plain(args, cfg, seed, device, dtype, routed)
 
 
 def sources(args, device):

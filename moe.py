@@ -586,13 +586,12 @@ def refuse(args):
             f"--impl {args.impl} --dry-run: take --dtype bf16 or fp64")
 
 
-def build_plain(args, cfg, seed, device, dtype):
-    """The plain model, told which tokens are which rank's: those of its sequences."""
-    model = build(cfg, seed, device, dtype)
+def build_plain(args, cfg, seed, device, dtype, sources=None):
+    """The plain model. sources: as PlainMoE's; None: each rank routes its sequences at once."""
     tokens = torch.arange(args.batch * cfg.seq, device=device)
-    return mixture(model, seed, cfg, experts=args.experts, top_k=args.top_k, shared=args.shared,
-                   balance=args.balance, capacity=args.capacity,
-                   sources=[tokens.chunk(args.world_size)])
+    return mixture(build(cfg, seed, device, dtype), seed, cfg, experts=args.experts,
+                   top_k=args.top_k, shared=args.shared, balance=args.balance,
+                   capacity=args.capacity, sources=sources or [tokens.chunk(args.world_size)])
 
 
 def plain_trace(run):
