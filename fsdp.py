@@ -6,16 +6,16 @@
 
 0 to 3 are blocks. One is gathered while its neighbour computes, and freed when it is done; the last
 one stays for its backward. What no block has, here embeddings, last norm and head, is the root: it
-is gathered from the beginning of a step to its end. Each block and the root is a unit: parameters
-end to end, so that one all-gather brings them and one reduce-scatter sums their gradients. P_again
-of the P parameters are gathered twice: those of all blocks but the last.
+is gathered from the beginning of a step to its end. Each block and the root is a unit: its
+parameters lie end to end, so that one all-gather brings them and one reduce-scatter sums their
+gradients. P_again of the P parameters are gathered twice: those of all blocks but the last.
 
     on each rank, P parameters of 4 bytes   plain GPT     here, on N ranks
     parameters, gradients, AdamW states     16 P          16 P/N
     whole parameters, whole gradients       -             those of the root and at most 2 blocks
     activations                             whole batch   1/N
     sent per step                           -             4 (2 P + P_again) (N-1)/N
-      in, with L blocks and the root        -             2L all-gathers, L+1 reduce-scatters
+    collectives, L blocks and the root      -             2L all-gathers, L+1 reduce-scatters
     with --no-reshard                       -             8 P (N-1)/N, all blocks stay gathered
 
 --hsdp N: a copy for every N ranks. zero.py --stage 3 holds the same, and need not be told blocks.
@@ -29,7 +29,7 @@ of the P parameters are gathered twice: those of all blocks but the last.
     state = model.full_state_dict()  # gathers what to save: every rank gets all of it
 
 Not for: optimizers that look at whole matrices (Muon, Shampoo, LAMB, Adafactor); ranks that use
-different blocks in a step; forwards with one loss that use different parts of a block; blocks that
+different blocks in a step; a loss of two forwards that use different parts of a block; blocks that
 run twice in a forward, or share parameters; sparse gradients; second derivatives; reentrant
 checkpointing; autograd.grad(loss, x); freezing or loading later (load before FSDP takes a module).
 Zhao 2023, "PyTorch FSDP", arXiv:2304.11277, sections 3, 4. At work: fully_shard, section 3 below.
@@ -77,7 +77,7 @@ class Flat:
     """
 
     def __init__(self, olds, group, replicas, device, dtype, home):
-        """olds: a module's parameters. device, dtype: of full. home: the shard's device, or None"""
+        """olds: the module's. device, dtype (None: as olds): of full. home: device of the shard"""
         kept = olds[0].dtype  # of the shard
         assert all(p.dtype == kept for p in olds), "FSDP: a unit's parameters must be of one dtype"
         self.group = group  # n ranks
@@ -89,7 +89,7 @@ class Flat:
         self.size = sum(old.numel() for old in olds)  # without padding
         n = dist.get_world_size(group)
         self.chunk = -(-self.size // n)  # rounded up
-        self.shard = torch.zeros(self.chunk, dtype=kept, device=home or device)  # (chunk,)
+        self.shard = torch.zeros(self.chunk, dtype=kept, device=home)  # (chunk,)
         self.full = empty.new_empty(n * self.chunk)  # (n chunk,)
         self.places = self.views(self.full)  # {parameter: its view of full}
         self.parts = self.cut()
@@ -132,8 +132,8 @@ class Flat:
         if memory.nbytes() == 0:
             memory.resize_(self.full.nbytes)
             for p, place in self.places.items():
-                # Through .data, since autograd does not go back past a parameter that has changed:
-                # p has a version counter that a gather into full leaves alone.
+                # Through .data p shares full's memory, not its version counter. By that autograd
+                # would take a gather for a change of p in place, and refuse to go backward.
                 p.data = place
             self.sending = self.shard.to(self.full.device, self.full.dtype)
             # sharded -> replicated
@@ -149,17 +149,17 @@ class Flat:
     def free(self):
         self.wait()  # memory into which a collective still writes must not go
         for p, place in self.places.items():
-            # no elements, but as many dims as before: groups of an optimizer are made by p.dim()
+            # no elements, but the same p.dim(), by which one may make groups for an optimizer
             p.data = torch.atleast_1d(place)[:0]  # a scalar cannot be sliced
         self.full.untyped_storage().resize_(0)  # also under the views of it that autograd keeps
 
     def gathered(self, shard):
-        """(chunk,) -> {parameter: whole tensor}; collective."""
+        """What every rank has of a shard, (chunk,) -> {parameter: whole tensor}; collective."""
         full = shard.new_empty(self.full.numel(), device=self.full.device)
         all_gather(full, shard.to(full.device), group=self.group)  # sharded -> replicated
         return self.views(full)
 
-    # gradients: start_sum, continue_sum, finish_sum, once each in a backward and in this order
+    # gradients: start_sum, continue_sum and finish_sum are called in this order, once in a backward
 
     def start_sum(self):
         """Begin to sum over the group what autograd has left in the parameters' grad."""
@@ -182,7 +182,7 @@ class Flat:
             self.reducing = dist.all_reduce(self.sum, group=self.replicas, async_op=True)
 
     def finish_sum(self):
-        """Wait for the sum over replicas. Add the sum to the gradients of the parts."""
+        """Wait for the sum over replicas, if there are any. Add the sum to the parts' gradients."""
         if self.reducing:
             self.reducing.wait()
             self.reducing = None
@@ -198,7 +198,7 @@ class Flat:
 class FSDP(nn.Module):
     """Shards a module over the ranks of `group`: a unit for each of `blocks`, one for the rest.
 
-    loss.backward() adds to each rank its part of the gradients, which are summed over all ranks.
+    In loss.backward() gradients are summed over all ranks. Each rank adds its part to what it had.
 
     blocks: submodules, in the order in which they run
     replicas: the group of ranks with the same shard, one in each copy of the model (None: one copy)
@@ -223,7 +223,7 @@ class FSDP(nn.Module):
         self.units = []  # [Flat], the blocks' in their order, then the root's
         self.unit_of = {}  # {parameter: its unit}
         self.summing = []  # [Flat] whose sums this backward has started, in order
-        self.in_backward = False
+        self.in_backward = False  # True also while a checkpoint runs a block again
 
         for name, buffer in list(module.named_buffers()):
             self.replace({buffer: self.value_of(buffer, name)})
@@ -236,23 +236,23 @@ class FSDP(nn.Module):
                 i = len(self.units) - 1
                 block.register_forward_pre_hook(partial(self.enter, i))
                 block.register_forward_hook(partial(self.after_forward, i))
-        self.block_units = list(self.units)
-        self.root = self.make_unit(module, dtype, home)  # of what is in no block
+        self.block_units = list(self.units)  # those up to here
+        self.root = self.make_unit(module, dtype, home)  # of what no block has, or None
         parts = [part for unit in self.units for part in unit.parts.values()]
         self.pieces = nn.ParameterList(part.piece for part in parts)  # what optimizers step
 
     def make_unit(self, part, dtype, home):
-        """-> the Flat of what a part of the module trains and no unit has yet; None for nothing."""
+        """-> Flat of what is trained in a part of the module and is in no unit yet, or None."""
         names = {p: name for name, p in self.module.named_parameters() if p.requires_grad}
         olds = [p for p in part.parameters() if p in names and p not in self.unit_of]
         if not olds:
             return None
-        unit = Flat(olds, self.group, self.replicas, self.device, dtype, home)
+        unit = Flat(olds, self.group, self.replicas, self.device, dtype, home or self.device)
         self.units.append(unit)
         self.unit_of.update(dict.fromkeys(unit.parameters, unit))
         self.replace(dict(zip(olds, unit.parameters)))
         for old, p in zip(olds, unit.parameters):
-            # a collective; but on the meta device a rank makes only what it keeps a piece of
+            # All ranks broadcast. On the meta device a rank makes only what it keeps a piece of.
             if not old.is_meta or p in unit.parts:
                 unit.store(p, self.value_of(old, names[old]))
         return unit
@@ -334,7 +334,7 @@ class FSDP(nn.Module):
         unit.free()
         if any(p.grad is not None for p in unit.parameters):
             if self.summing:
-                self.summing[-1].continue_sum()  # it has travelled during this unit's backward
+                self.summing[-1].continue_sum()  # its sum travelled during this unit's backward
             unit.start_sum()
             self.summing.append(unit)
 
@@ -363,7 +363,7 @@ class FSDP(nn.Module):
     def clip_grad_norm_(self, max_norm):
         """Scale gradients to a norm of at most max_norm (0: no limit) -> what it was."""
         grads = [p.grad for p in self.pieces if p.grad is not None]
-        wide = torch.promote_types(self.units[0].shard.dtype, torch.float32)  # fp16 ends at 65504
+        wide = torch.promote_types(self.units[0].shard.dtype, torch.float32)  # squares exceed fp16
         grads = grads or [torch.zeros(1, dtype=wide)]  # this rank may have none
         square = torch.stack(torch._foreach_norm(grads, dtype=wide)).square().sum().to(self.device)
         dist.all_reduce(square, group=self.group)  # partial -> replicated
@@ -379,7 +379,7 @@ class FSDP(nn.Module):
         whole = {}  # {parameter: whole tensor}
         for unit in self.units:
             whole.update(unit.gathered(unit.shard))
-        state = self.module.state_dict(keep_vars=True)  # of the parameters themselves, whole's keys
+        state = self.module.state_dict(keep_vars=True)  # the parameters, which whole has as keys
         return {name: whole.get(t, t).detach() for name, t in state.items()}
 
     def full_gradients(self):
@@ -417,7 +417,7 @@ def parallelize(model, mesh, seed, **options):
 
     def init(name, tensor):
         path, _, attribute = name.rpartition(".")
-        module = nn.ParameterDict({attribute: tensor})  # its one parameter has tensor's memory
+        module = nn.ParameterDict({attribute: tensor})  # it is tensor, with a name
         init_weights(module, len(model.blocks), seed, path)
 
     return FSDP(model, model.blocks, mesh["shard"].get_group(), replicas, init=init, **options)
