@@ -21,9 +21,9 @@ still runs.
     optimizer.zero_grad()
 
 Not for: sparse embedding gradients, second derivatives (create_graph=True), reentrant
-checkpointing, parameters that are added or frozen after wrapping, backwards that end in an
-exception, BatchNorm (buffers are made equal once). All ranks must make the same number of
-backwards. Each uses at least one trained parameter; gradients of those that it does not use are 0.
+checkpointing, parameters that are added or frozen after wrapping or have gradients before it,
+backwards that end in an exception, BatchNorm (buffers are made equal once). All ranks must make the
+same number of backwards. Each uses at least one trained parameter; gradients of others are 0.
 
 Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 arXiv:2006.15704, section 3. At work: torch.nn.parallel.DistributedDataParallel, section 3 below.
@@ -71,7 +71,7 @@ class Bucket:
     def take(self, p):
         """Move a gradient that autograd has made into the bucket, and leave a view in its place."""
         view = self.views[p]
-        # Without zero_grad() before this backward, autograd has found the view and added to it.
+        # Where p.grad was not None before this backward, it is the view: autograd has added to it.
         if p.grad is not view:
             view.copy_(p.grad)
             p.grad = view

@@ -77,7 +77,7 @@ class Flat:
     """
 
     def __init__(self, olds, group, replicas, device, dtype, home):
-        """olds: the module's. device, dtype (None: as olds): of full. home: device of the shard"""
+        """olds: the module's parameters. device, dtype (None: theirs): of full. home: of shard"""
         kept = olds[0].dtype  # of the shard
         assert all(p.dtype == kept for p in olds), "FSDP: a unit's parameters must be of one dtype"
         self.group = group  # n ranks
