@@ -21,9 +21,9 @@ still runs.
     optimizer.zero_grad()
 
 Not for: sparse embedding gradients, second derivatives (create_graph=True), reentrant
-checkpointing, parameters that are added or frozen after wrapping, backwards that end in an
-exception, BatchNorm (buffers are made equal once). All ranks must make the same number of
-backwards. Each uses at least one trained parameter; gradients of those that it does not use are 0.
+checkpointing, parameters that are added or frozen after wrapping or have gradients before it,
+backwards that end in an exception, BatchNorm (buffers are made equal once). All ranks must make the
+same number of backwards. Each uses at least one trained parameter; gradients of others are 0.
 
 Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 arXiv:2006.15704, section 3. At work: torch.nn.parallel.DistributedDataParallel, section 3 below.
@@ -50,7 +50,7 @@ from harness.run import Run, Side
 
 
 def all_reduce_gradients(module, group=None):
-    """The naive form, after backward: a sum per parameter. All ranks must have used the same."""
+    """The naive form, after backward. All ranks must have gradients of the same parameters."""
     for p in module.parameters():
         if p.grad is not None:
             dist.all_reduce(p.grad, group=group)  # partial (a summand each) -> replicated (the sum)
@@ -61,25 +61,25 @@ class Bucket:
 
     def __init__(self, parameters, group, average):
         sizes = [p.numel() for p in parameters]
-        self.parameters = parameters
         self.group = group
         self.average = average
         self.flat = parameters[0].new_zeros(sum(sizes))
-        self.views = [piece.view_as(p) for p, piece in zip(parameters, self.flat.split(sizes))]
+        self.views = {p: piece.view_as(p) for p, piece in zip(parameters, self.flat.split(sizes))}
         self.missing = len(parameters)  # gradients that this backward has not made yet
         self.work = None  # Work of the last all-reduce
 
-    def take(self, i):
+    def take(self, p):
         """Move a gradient that autograd has made into the bucket, and leave a view in its place."""
-        p = self.parameters[i]
-        if p.grad is self.views[i]:
-            return  # after no_sync(): autograd has added to the view
-        p.grad = self.views[i].copy_(p.grad)
+        view = self.views[p]
+        # Where p.grad was not None before this backward, it is the view: autograd has added to it.
+        if p.grad is not view:
+            view.copy_(p.grad)
+            p.grad = view
 
     def start(self):
-        for p, view in zip(self.parameters, self.views):
-            if p.grad is None:
-                p.grad = view.zero_()  # this rank has not used it
+        for p, view in self.views.items():
+            if p.grad is None:  # this rank has not used it
+                p.grad = view.zero_()
         # partial -> replicated, while backward goes on
         self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
 
@@ -87,7 +87,7 @@ class Bucket:
         self.work.wait()  # on GPUs the stream waits for it, not the host
         if self.average:
             self.flat.div_(dist.get_world_size(self.group))
-        self.missing = len(self.parameters)
+        self.missing = len(self.views)
 
 
 class BucketedDDP(nn.Module):
@@ -113,14 +113,14 @@ class BucketedDDP(nn.Module):
         self.queued = False  # will autograd call finish() when this backward is over?
         self.started = 0  # buckets of this backward whose all-reduce has been started
         for tensor in [*module.parameters(), *module.buffers()]:
-            dist.broadcast(tensor.detach(), group=group, group_src=0)  # first rank's -> replicated
+            dist.broadcast(tensor.data, group=group, group_src=0)  # the first rank's -> replicated
         self.buckets = []
         for parameters in self.layout(bucket_mb * 1e6, first_bucket_mb * 1e6):
             bucket = Bucket(parameters, group, average)
             self.buckets.append(bucket)
-            for i, p in enumerate(parameters):
+            for p in parameters:
                 p.is_in_bucket = True
-                p.register_post_accumulate_grad_hook(partial(self.ready, bucket, i))
+                p.register_post_accumulate_grad_hook(partial(self.ready, bucket))
 
     def layout(self, bytes_each, bytes_first):
         """Trained parameters -> lists of them, a bucket's each, of one dtype.
@@ -153,9 +153,9 @@ class BucketedDDP(nn.Module):
         finally:
             self.sync = True
 
-    def ready(self, bucket, i, _):
-        """Autograd's call when a gradient is complete: a tied parameter's once, with all uses."""
-        bucket.take(i)
+    def ready(self, bucket, p):
+        """Autograd's call when p's gradient is complete: a tied parameter's once, with all uses."""
+        bucket.take(p)
         if not self.sync:
             return
         if not self.queued:
@@ -173,7 +173,7 @@ class BucketedDDP(nn.Module):
 
     def finish(self):
         """Autograd's call when this backward is over."""
-        while self.started < len(self.buckets):  # those with parameters that it did not use
+        while self.started < len(self.buckets):  # from the first with a parameter it did not use
             self.start_next()
         for bucket in self.buckets:
             bucket.finish()
@@ -246,8 +246,8 @@ def refuse(args):
 
 
 def set_up(run, impl):
-    plain = run.build()  # whatever is around it, its own parameters are stepped
-    optimizer = adamw(plain.parameters(), run.args.lr)
+    plain = run.build()
+    optimizer = adamw(plain.parameters(), run.args.lr)  # wrappers leave parameters in their places
     if impl == "torch":
         model = DistributedDataParallel(plain, gradient_as_bucket_view=True)
         return Side(model=model, optimizer=optimizer, train_step=train_step_at_work)
@@ -270,7 +270,7 @@ def textbook(run, parameters):
 
 
 def main():
-    args = arguments(__doc__, bucket_mb=Flag(25.0, "largest bucket in MB; 0: the naive form", ANY))
+    args = arguments(__doc__, bucket_mb=Flag(25.0, "our largest bucket in MB; 0: naive form", ANY))
     refuse(args)
     with Run(args) as run:
         sides = {impl: set_up(run, impl) for impl in run.impls}

@@ -5,8 +5,8 @@
     sums                                                           3       2       1       0
 
 0 to 3 are blocks. One is gathered while its neighbour computes, and freed when it is done; the last
-one stays for its backward. What is in no block, here embeddings, last norm and head, is the root:
-it is gathered from the beginning of a step to its end. Each block and the root is a unit: its
+one stays for its backward. What no block has, here embeddings, last norm and head, is the root: it
+is gathered from the beginning of a step to its end. Each block and the root is a unit: its
 parameters lie end to end, so that one all-gather brings them and one reduce-scatter sums their
 gradients. P_again of the P parameters are gathered twice: those of all blocks but the last.
 
@@ -15,11 +15,10 @@ gradients. P_again of the P parameters are gathered twice: those of all blocks b
     whole parameters, whole gradients       -             those of the root and at most 2 blocks
     activations                             whole batch   1/N
     sent per step                           -             4 (2 P + P_again) (N-1)/N
-      in, with L blocks and the root        -             2L all-gathers, L+1 reduce-scatters
+    collectives, L blocks and the root      -             2L all-gathers, L+1 reduce-scatters
     with --no-reshard                       -             8 P (N-1)/N, all blocks stay gathered
 
-zero.py --stage 3 holds the same, and finds out by itself in which order units are used. FSDP is
-told its blocks; no rank needs the whole model (meta device). --hsdp N: a copy for every N ranks.
+--hsdp N: a copy for every N ranks. zero.py --stage 3 holds the same, and need not be told blocks.
 
     model = FSDP(model, model.blocks)  # gradients are summed over ranks, not averaged
     optimizer = torch.optim.AdamW(model.parameter_groups(), lr=1e-3)
@@ -30,11 +29,10 @@ told its blocks; no rank needs the whole model (meta device). --hsdp N: a copy f
     state = model.full_state_dict()  # gathers what to save: every rank gets all of it
 
 Not for: optimizers that look at whole matrices (Muon, Shampoo, LAMB, Adafactor); ranks that use
-different blocks in a step; blocks that run twice in a forward, or share parameters; sparse
-gradients; second derivatives; autograd.grad(loss, x); reentrant checkpointing; freezing or loading
-later (load the module before FSDP takes it); going on after a backward that has raised.
-Zhao et al. 2023, "PyTorch FSDP", arXiv:2304.11277, sections 3 and 4.
-At work: torch.distributed.fsdp.fully_shard, section 3 below.
+different blocks in a step; a loss of two forwards that use different parts of a block; blocks that
+run twice in a forward, or share parameters; sparse gradients; second derivatives; reentrant
+checkpointing; autograd.grad(loss, x); freezing or loading later (load before FSDP takes a module).
+Zhao 2023, "PyTorch FSDP", arXiv:2304.11277, sections 3, 4. At work: fully_shard, section 3 below.
 
     torchrun --standalone --nproc_per_node=2 fsdp.py
 """
@@ -63,13 +61,13 @@ from harness.run import Run, Side
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# This rank's piece of a parameter. It begins at index `first` of parameter.flatten(), and is the
-# slice `span` of this rank's chunk. piece: the nn.Parameter, 1-D, that the optimizer steps
+# This rank's piece of a parameter p: in p.flatten() it begins at index `first`, and in this rank's
+# chunk it is the slice `span`. piece: its numbers, a 1-D nn.Parameter that the optimizer steps
 Part = namedtuple("Part", "first span piece")
 
 
 class Flat:
-    """A unit's parameters, side by side in one tensor that is padded to equal chunks.
+    """A unit's parameters, end to end in one tensor that is padded to n equal chunks.
 
         full      p0 | p1 | p2 | padding    (n * chunk,): the parameters are views of it
         buffer    g0 | g1 | g2 | padding    likewise: gradients of this rank, while they are summed
@@ -79,19 +77,19 @@ class Flat:
     """
 
     def __init__(self, olds, group, replicas, device, dtype, home):
-        """olds: those that new ones will replace. home: where the shard lives (None: on device)."""
-        kept = olds[0].dtype  # in the shard
+        """olds: the module's parameters. device, dtype (None: theirs): of full. home: of shard"""
+        kept = olds[0].dtype  # of the shard
         assert all(p.dtype == kept for p in olds), "FSDP: a unit's parameters must be of one dtype"
         self.group = group  # n ranks
         self.replicas = replicas  # the group of the ranks with the same shard, or None
         empty = torch.empty(0, dtype=dtype or kept, device=device)
-        # in this order in full; new, as the data of a parameter cannot leave the meta device
+        # These will replace olds, whose data could not leave the meta device.
         self.parameters = [nn.Parameter(empty.clone()) for _ in olds]
         self.shapes = {p: old.shape for p, old in zip(self.parameters, olds)}
         self.size = sum(old.numel() for old in olds)  # without padding
         n = dist.get_world_size(group)
         self.chunk = -(-self.size // n)  # rounded up
-        self.shard = torch.zeros(self.chunk, dtype=kept, device=home or device)  # (chunk,)
+        self.shard = torch.zeros(self.chunk, dtype=kept, device=home)  # (chunk,)
         self.full = empty.new_empty(n * self.chunk)  # (n chunk,)
         self.places = self.views(self.full)  # {parameter: its view of full}
         self.parts = self.cut()
@@ -110,7 +108,7 @@ class Flat:
     def cut(self):
         """-> {parameter: Part} of this rank's chunk; its padding is in none, and stays zero."""
         parts = {}
-        # where a parameter begins, seen from the beginning of this chunk: it may be before that
+        # Where a parameter starts, counted from the beginning of this chunk: below 0 if before it.
         start = -dist.get_rank(self.group) * self.chunk
         for p, shape in self.shapes.items():
             end = start + shape.numel()
@@ -134,8 +132,8 @@ class Flat:
         if memory.nbytes() == 0:
             memory.resize_(self.full.nbytes)
             for p, place in self.places.items():
-                # Not nn.Parameter(place), which would share full's version counter: autograd would
-                # take a gather for a change of p in place, and refuse to go backward.
+                # Through .data p shares full's memory, not its version counter. By that autograd
+                # would take a gather for a change of p in place, and refuse to go backward.
                 p.data = place
             self.sending = self.shard.to(self.full.device, self.full.dtype)
             # sharded -> replicated
@@ -151,22 +149,20 @@ class Flat:
     def free(self):
         self.wait()  # memory into which a collective still writes must not go
         for p, place in self.places.items():
-            # Who reads p finds no elements. It keeps its number of dims: when autograd stores a
-            # gradient, maybe after this (an embedding's), it compares strides with p's, dim by dim.
+            # no elements, but the same p.dim(), by which one may make groups for an optimizer
             p.data = torch.atleast_1d(place)[:0]  # a scalar cannot be sliced
         self.full.untyped_storage().resize_(0)  # also under the views of it that autograd keeps
 
     def gathered(self, shard):
-        """(chunk,) -> {parameter: whole tensor}; collective."""
+        """What every rank has of a shard, (chunk,) -> {parameter: whole tensor}; collective."""
         full = shard.new_empty(self.full.numel(), device=self.full.device)
         all_gather(full, shard.to(full.device), group=self.group)  # sharded -> replicated
         return self.views(full)
 
-    # gradients
+    # gradients: start_sum, continue_sum and finish_sum are called in this order, once in a backward
 
-    def start_reduce(self):
-        """Begin to sum over ranks what autograd has left in the parameters' grad."""
-        self.collect()  # in a loss of two forwards: the sum of the later, whose backward is over
+    def start_sum(self):
+        """Begin to sum over the group what autograd has left in the parameters' grad."""
         self.buffer = self.shard.new_zeros(self.full.shape, device=self.full.device)
         for p, slot in self.views(self.buffer).items():
             if p.grad is not None:  # this backward has used it
@@ -176,7 +172,7 @@ class Flat:
         # partial -> sharded
         self.reducing = reduce_scatter(self.sum, self.buffer, group=self.group, async_op=True)
 
-    def finish_reduce(self):
+    def continue_sum(self):
         """Wait for the sum over the group. Where there are replicas, begin to sum over them."""
         self.reducing.wait()
         self.reducing = None
@@ -185,26 +181,24 @@ class Flat:
             # partial -> replicated
             self.reducing = dist.all_reduce(self.sum, group=self.replicas, async_op=True)
 
-    def collect(self):
-        """After finish_reduce: add the sum to the gradients of the parts."""
+    def finish_sum(self):
+        """Wait for the sum over replicas, if there are any. Add the sum to the parts' gradients."""
         if self.reducing:
             self.reducing.wait()
             self.reducing = None
-        if self.sum is not None:
-            gradient = self.sum.to(self.shard.device)
-            self.sum = None
-            for part in self.parts.values():
-                new = gradient[part.span]
-                if part.piece.grad is not None:
-                    new += part.piece.grad
-                part.piece.grad = new
+        gradient = self.sum.to(self.shard.device)
+        self.sum = None
+        for part in self.parts.values():
+            new = gradient[part.span]
+            if part.piece.grad is not None:
+                new += part.piece.grad
+            part.piece.grad = new
 
 
 class FSDP(nn.Module):
     """Shards a module over the ranks of `group`: a unit for each of `blocks`, one for the rest.
 
-    When loss.backward() returns, each rank has its part of the gradients, summed over all ranks and
-    added to what was there before.
+    In loss.backward() gradients are summed over all ranks. Each rank adds its part to what it had.
 
     blocks: submodules, in the order in which they run
     replicas: the group of ranks with the same shard, one in each copy of the model (None: one copy)
@@ -226,42 +220,42 @@ class FSDP(nn.Module):
         self.reshard = reshard
         self.device = torch.device(device or next(module.parameters()).device)
         self.init = init
-        self.blocks = []  # the blocks' units, in their order
-        self.root = None  # the unit of what is in no block, if there is anything
-        self.summing = None  # the unit whose sum over the group is under way
-        self.in_backward = False
+        self.units = []  # [Flat], the blocks' in their order, then the root's
+        self.unit_of = {}  # {parameter: its unit}
+        self.summing = []  # [Flat] whose sums this backward has started, in order
+        self.in_backward = False  # True also while a checkpoint runs a block again
 
         for name, buffer in list(module.named_buffers()):
             self.replace({buffer: self.value_of(buffer, name)})
-        names = {p: name for name, p in module.named_parameters() if p.requires_grad}
         for name, p in list(module.named_parameters()):
             if not p.requires_grad:
-                whole = self.value_of(p, name)
-                self.replace({p: nn.Parameter(whole.to(dtype or whole.dtype), False)})
+                whole = self.value_of(p, name).to(dtype or p.dtype)
+                self.replace({p: nn.Parameter(whole, requires_grad=False)})
         for block in blocks:
-            own = {p: names.pop(p) for p in list(block.parameters()) if p in names}
-            if own:
-                i = len(self.blocks)
-                block.register_forward_pre_hook(partial(self.before_forward, i))
+            if self.make_unit(block, dtype, home):
+                i = len(self.units) - 1
+                block.register_forward_pre_hook(partial(self.enter, i))
                 block.register_forward_hook(partial(self.after_forward, i))
-                self.blocks.append(self.unit(own, dtype, home))
-        self.units = list(self.blocks)
-        if names:  # of what is in no block
-            self.root = self.unit(names, dtype, home)
-            self.units.append(self.root)
-        self.unit_of = {p: unit for unit in self.units for p in unit.parameters}
+        self.block_units = list(self.units)  # those up to here
+        self.root = self.make_unit(module, dtype, home)  # of what no block has, or None
         parts = [part for unit in self.units for part in unit.parts.values()]
         self.pieces = nn.ParameterList(part.piece for part in parts)  # what optimizers step
 
-    def unit(self, names, dtype, home):
-        """-> Flat, whose parameters take the places of these in the module."""
-        flat = Flat(list(names), self.group, self.replicas, self.device, dtype, home)
-        self.replace(dict(zip(names, flat.parameters)))
-        for (old, name), p in zip(names.items(), flat.parameters):
-            # all ranks broadcast; what is on the meta device is made by those that keep a piece
-            if not old.is_meta or p in flat.parts:
-                flat.store(p, self.value_of(old, name))
-        return flat
+    def make_unit(self, part, dtype, home):
+        """-> Flat of what is trained in a part of the module and is in no unit yet, or None."""
+        names = {p: name for name, p in self.module.named_parameters() if p.requires_grad}
+        olds = [p for p in part.parameters() if p in names and p not in self.unit_of]
+        if not olds:
+            return None
+        unit = Flat(olds, self.group, self.replicas, self.device, dtype, home or self.device)
+        self.units.append(unit)
+        self.unit_of.update(dict.fromkeys(unit.parameters, unit))
+        self.replace(dict(zip(olds, unit.parameters)))
+        for old, p in zip(olds, unit.parameters):
+            # All ranks broadcast. On the meta device a rank makes only what it keeps a piece of.
+            if not old.is_meta or p in unit.parts:
+                unit.store(p, self.value_of(old, names[old]))
+        return unit
 
     def value_of(self, tensor, name):
         """-> what a parameter or buffer begins with, whole; collective, but for the meta device."""
@@ -285,6 +279,7 @@ class FSDP(nn.Module):
     # forward: a block is gathered while the one before it computes
 
     def forward(self, *args, **kwargs):
+        assert not self.in_backward, "FSDP: a backward has raised. Make the model anew"
         self.free()  # what a forward without a backward has left
         self.gather_root()
         self.prefetch(0)
@@ -304,53 +299,52 @@ class FSDP(nn.Module):
             self.root.wait()
 
     def prefetch(self, i):
-        if 0 <= i < len(self.blocks):
-            self.blocks[i].start_gather()
+        if 0 <= i < len(self.block_units):
+            self.block_units[i].start_gather()
 
-    def before_forward(self, i, block, inputs):
-        self.prefetch(i)
-        if not self.in_backward:  # recomputation goes from the last block to the first
-            self.prefetch(i + 1)
-        self.blocks[i].wait()
+    def enter(self, i, *_):
+        """Before block i computes, in forward or in backward: gather it, prefetch the next one."""
+        self.prefetch(i)  # does nothing if that was done
+        self.prefetch(i - 1 if self.in_backward else i + 1)
+        self.block_units[i].wait()
 
     def after_forward(self, i, block, inputs, output):
         watch(output, partial(self.backward_reaches, i))
-        is_last = i + 1 == len(self.blocks)  # it stays through the loss: its backward comes next
-        if self.reshard and not is_last and not self.in_backward:
-            self.blocks[i].free()
+        if self.reshard and not self.in_backward and i + 1 < len(self.block_units):
+            self.block_units[i].free()  # the last one stays through the loss: its backward is next
 
     # backward: a block is gathered, and one is summed, while the block between them computes
 
-    def backward_begins(self, gradient):  # of what the model has returned
+    def backward_begins(self, gradient):
+        """Backward has come to an output of the model."""
         if not self.in_backward:
             self.in_backward = True
-            # when all of this backward is over:
+            # autograd calls backward_ends when all of this backward is over
             torch.autograd.Variable._execution_engine.queue_callback(self.backward_ends)
-        self.gather_root()  # it is here, unless another forward or backward came between
+        self.gather_root()  # does nothing unless another forward or backward has freed it
 
     def backward_reaches(self, i, gradient):
-        """Backward is at the end of block i: it is through with i + 1, and i - 1 comes next."""
-        if i + 1 < len(self.blocks):
-            self.close(self.blocks[i + 1])
-        self.prefetch(i)  # it has begun, unless another forward or backward came between
-        self.prefetch(i - 1)
-        self.blocks[i].wait()
+        """Backward has come to the output of block i: it is through with block i + 1."""
+        if i + 1 < len(self.block_units):
+            self.close(self.block_units[i + 1])
+        self.enter(i)
 
     def close(self, unit):
+        """Free a unit, and start the sum of its gradients, if it has any."""
         unit.free()
         if any(p.grad is not None for p in unit.parameters):
             if self.summing:
-                self.summing.finish_reduce()  # it had the time of this unit's backward to travel
-            unit.start_reduce()
-            self.summing = unit
+                self.summing[-1].continue_sum()  # its sum travelled during this unit's backward
+            unit.start_sum()
+            self.summing.append(unit)
 
     def backward_ends(self):
         for unit in self.units:
-            self.close(unit)  # of the blocks the first one is still open
-        self.summing.finish_reduce()
-        self.summing = None
-        for unit in self.units:
-            unit.collect()
+            self.close(unit)  # the first block and the root; the others are closed already
+        self.summing[-1].continue_sum()
+        for unit in self.summing:
+            unit.finish_sum()
+        self.summing.clear()
         self.in_backward = False
 
     # the step
@@ -359,7 +353,6 @@ class FSDP(nn.Module):
         """What an optimizer takes: the user's groups, with this rank's pieces for parameters.
 
         groups: made of model.module.named_parameters(), after FSDP was made, by name or by p.dim().
-        Of some parameters this rank has no piece.
         """
         ours = []
         for group in groups or [{"params": list(self.unit_of)}]:
@@ -369,9 +362,8 @@ class FSDP(nn.Module):
 
     def clip_grad_norm_(self, max_norm):
         """Scale gradients to a norm of at most max_norm (0: no limit) -> what it was."""
-        assert not self.in_backward, "FSDP: a backward has raised. Make the model anew"
         grads = [p.grad for p in self.pieces if p.grad is not None]
-        wide = torch.promote_types(self.units[0].shard.dtype, torch.float32)  # 300^2 is inf in fp16
+        wide = torch.promote_types(self.units[0].shard.dtype, torch.float32)  # squares exceed fp16
         grads = grads or [torch.zeros(1, dtype=wide)]  # this rank may have none
         square = torch.stack(torch._foreach_norm(grads, dtype=wide)).square().sum().to(self.device)
         dist.all_reduce(square, group=self.group)  # partial -> replicated
@@ -387,7 +379,7 @@ class FSDP(nn.Module):
         whole = {}  # {parameter: whole tensor}
         for unit in self.units:
             whole.update(unit.gathered(unit.shard))
-        state = self.module.state_dict(keep_vars=True)  # the very parameters, keys of whole
+        state = self.module.state_dict(keep_vars=True)  # the parameters, which whole has as keys
         return {name: whole.get(t, t).detach() for name, t in state.items()}
 
     def full_gradients(self):
@@ -425,11 +417,10 @@ def parallelize(model, mesh, seed, **options):
 
     def init(name, tensor):
         path, _, attribute = name.rpartition(".")
-        alone = nn.ParameterDict({attribute: tensor})  # a module of tensor alone, in its memory
-        init_weights(alone, len(model.blocks), seed, path)
+        module = nn.ParameterDict({attribute: tensor})  # it is tensor, with a name
+        init_weights(module, len(model.blocks), seed, path)
 
-    group = mesh["shard"].get_group()
-    return FSDP(model, model.blocks, group, replicas, init=init, **options)
+    return FSDP(model, model.blocks, mesh["shard"].get_group(), replicas, init=init, **options)
 
 
 def train_step(model, optimizer, x, y, valid, clip):
@@ -453,11 +444,10 @@ def parallelize_at_work(model, mesh, reshard=True, dtype=None):
     if mesh["replicate"].size() == 1:
         mesh = mesh["shard"]
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=model.tok.weight.dtype)
+    shard = partial(fully_shard, mesh=mesh, mp_policy=precision)
     for block in model.blocks:
-        is_last = block is model.blocks[-1]
-        fully_shard(block, mesh=mesh, mp_policy=precision,
-                    reshard_after_forward=reshard and not is_last)
-    fully_shard(model, mesh=mesh, mp_policy=precision)
+        shard(block, reshard_after_forward=reshard and block is not model.blocks[-1])
+    shard(model)
     # fully_shard finds out by itself what to prefetch in backward
     for block, following in zip(model.blocks, model.blocks[1:]):
         block.set_modules_to_forward_prefetch([following])
@@ -482,24 +472,21 @@ def refuse(args, n):
     require(args.batch >= ranks,
             f"--batch {args.batch} sequences for {ranks} ranks: give each at least one")
     require(ranks % n == 0, f"--hsdp {n} does not divide {ranks} ranks")
-    require(not args.offload or args.impl == "scratch",
-            "--offload is for --impl scratch; torch's own wants a GPU")
+    require(not args.offload or args.impl == "scratch", "--offload is for --impl scratch alone")
 
 
-def set_up(run, impl, plain, mesh, wide):
-    """plain: on the meta device, for FSDP; wide: the dtype of shards."""
+def set_up(run, impl, plain, mesh):
     args = run.args
     if impl == "torch":
-        model = run.freeze(build(run.cfg, args.seed, run.device, wide))
+        model = run.freeze(build(run.cfg, args.seed, run.device, plain.tok.weight.dtype))
         model = parallelize_at_work(model, mesh, args.reshard, run.dtype)
         optimizer = adamw(model.parameters(), args.lr)
         return Side(model=model, optimizer=optimizer, train_step=train_step_at_work)
     model = parallelize(plain, mesh, args.seed, reshard=args.reshard, dtype=run.dtype,
-                        device=run.device, home="cpu" if args.offload else run.device)
+                        device=run.device, home="cpu" if args.offload else None)
     optimizer = adamw(model.parameter_groups(), args.lr)
-    is_first = mesh.get_local_rank("replicate") == 0  # of the ranks with the same shard
     return Side(model=model, optimizer=optimizer, train_step=train_step,
-                pieces=lambda: pieces(model, optimizer, writes=is_first))
+                pieces=partial(pieces, model, optimizer, mesh.get_local_rank("replicate") == 0))
 
 
 def pieces(model, optimizer, writes):
@@ -515,26 +502,23 @@ def pieces(model, optimizer, writes):
     return found
 
 
-def textbook(model, n, copies):
-    """P: parameters with the padding of all units. own: those of this rank, without padding.
-
-    A number takes b bytes in a shard, c where it computes. AdamW counts the steps of each piece.
-    """
+def textbook(model, mesh):
+    """A number takes b bytes in a shard, c where it computes. AdamW counts each piece's steps."""
+    R, N = mesh.shape
+    sent = (N - 1) / N
     b = model.units[0].shard.itemsize
     c = model.units[0].full.itemsize
-    P = sum(unit.full.numel() for unit in model.units)
-    P_again = sum(unit.full.numel() for unit in model.blocks[:-1]) if model.reshard else 0
-    own = sum(p.numel() for p in model.pieces)
-    sent = (n - 1) / n
-    among_replicas = 2 * b * P / n * (copies - 1) / copies
+    P = sum(unit.full.numel() for unit in model.units)  # with the padding of all units
+    P_again = sum(unit.full.numel() for unit in model.block_units[:-1]) if model.reshard else 0
+    own = sum(p.numel() for p in model.pieces)  # of this rank, without padding
     return [
-        ("held parameters", f"b P/N, P = {P:,} with padding", b * P / n),
-        ("held gradients", "b P/N", b * P / n),
+        ("held parameters", f"b P/N, P = {P:,} with padding", b * P / N),
+        ("held gradients", "b P/N", b * P / N),
         ("held optimizer", "2 b own + 4 per piece", 2 * b * own + 4 * len(model.pieces)),
         ("wire all_gather", "c (P + P_again if resharded) (N-1)/N", c * (P + P_again) * sent),
         ("wire reduce_scatter", "b P (N-1)/N", b * P * sent),
         ("wire all_reduce", "norm: 2 b (N-1)/N, R copies: 2 b P/N (R-1)/R",
-         2 * b * sent + among_replicas),
+         2 * b * sent + 2 * b * P / N * (R - 1) / R),
     ]
 
 
@@ -546,18 +530,15 @@ def main():
         offload=Flag(False, "keep shards and optimizer states in the CPU's memory"),
     )
     n = args.hsdp or args.world_size  # ranks that share one copy
-    copies = args.world_size // n  # of the model
     refuse(args, n)
     run = Run(args)
-    mesh = dist.init_device_mesh(run.device.type, (copies, n),
+    mesh = dist.init_device_mesh(run.device.type, (args.world_size // n, n),
                                  mesh_dim_names=("replicate", "shard"))
-    # --dtype bf16 is for computing: shards, sums of gradients and AdamW's states are fp32
-    wide = torch.promote_types(run.dtype, torch.float32)
     with torch.device("meta"):
-        plain = run.freeze(GPT(run.cfg).to(wide))
+        # --dtype bf16 is for computing: shards, sums of gradients and AdamW's states are fp32
+        plain = run.freeze(GPT(run.cfg).to(torch.promote_types(run.dtype, torch.float32)))
     with run:  # from here on a dry run's tensors have no memory
-        sides = {impl: set_up(run, impl, plain, mesh, wide) for impl in run.impls}
-        first = sides[run.impls[0]].model
+        sides = {impl: set_up(run, impl, plain, mesh) for impl in run.impls}
         rows = share(args.batch, run.world_size, run.rank)  # of every batch, this rank's
         for impl, step, x, y, valid in run.steps(sides, rows):
             side = sides[impl]
@@ -565,7 +546,7 @@ def main():
                 loss, norm = side.train_step(side.model, side.optimizer, x, y, valid, args.clip)
             run.log(impl, step, loss, norm)
         if "scratch" in sides:
-            run.textbook(textbook(first, n, copies))
+            run.textbook(textbook(sides["scratch"].model, mesh))
         run.show_held()
         return run.finish()
 
