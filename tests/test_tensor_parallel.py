@@ -120,7 +120,8 @@ def check_loss():
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(mine.grad, section.shard(logits.grad, cut, tp))
     found, here = section.locate(torch.tensor([0, 3, 4, 6, -1, 7]), 7, tp)
-    assert found[here].tolist() == [[0, 3, -1], [0, 2, 4]][tp.rank]  # 3 of rank 1 is padding
+    assert found.tolist() == [[0, 3, 0, 0, -1, 7], [0, 0, 0, 2, -5, 3]][tp.rank]
+    assert here[:4].tolist() == [[True, True, False, False], [False, False, True, True]][tp.rank]
 
 
 def check_half():
