@@ -16,12 +16,10 @@ rank needs another: heads are apart, and gelu takes one number at a time.
     norms, row biases (Llama: norms)                (6 L + 2) C      whole           whole
     a block keeps: x and its norm, twice            4 B T C          whole           1/tp
                    q, k, v, heads, up, gelu         12 B T C         1/tp            1/tp
-    a block sends, times B T C (tp-1)/tp            -                8               10
-      all-reduces, or gathers + reduce-scatters     -                4               6 + 4
+    a block sends, times B T C (tp-1)/tp            -                8, in 4 calls   10, in 10 calls
 
-With --sp f gathers x in forward and again in backward, and keeps its own piece in between. The last
-rows count one f for q, k and v, as columns(x, q, k, v) has it: alone, a Linear has an f of its own.
-In your code, with V words:
+With --sp f keeps its piece of x, and gathers x again in backward. q, k and v share one f if they
+are called by columns(x, q, k, v), gate and up alike; alone, each has its own. With V words:
 
     tp = WholeSequence(group)  # whose ranks all get the same x, y. CutSequence(group) is --sp
     model = cut_model(model, tp, {"layers.*.up": ColumnLinear, "layers.*.down": RowLinear, ...})
@@ -79,9 +77,8 @@ class Pending:
         self.reads = reads  # what the collective reads, which has to live until wait()
 
     def wait(self):
-        """On a GPU this orders streams: the host goes on at once."""
         if self.work is not None:
-            self.work.wait()
+            self.work.wait()  # on a GPU this orders streams: the host goes on at once
         return self.result
 
 
@@ -113,9 +110,9 @@ class WholeSequence:
     def reduce(self, y):
         """From inside to outside: summands y (.., T, C) -> their sum, in y's memory."""
         work = dist.all_reduce(y, group=self.group, async_op=True)  # partial -> replicated
-        # torch does not see that write. Told of it, a selective checkpoint that has kept y raises
+        # tells torch that y was written, so that a selective checkpoint that has kept y raises
         torch.autograd.graph.increment_version(y)
-        return Pending(y.detach(), work)  # if g returned y itself, x += 1 would raise
+        return Pending(y.detach(), work)  # if g returned y itself, it could not be changed in place
 
 
 class CutSequence(WholeSequence):
@@ -147,15 +144,15 @@ class CutSequence(WholeSequence):
 class ColumnParallel(torch.autograd.Function):
     """f, and the Linears that share it, cut by columns: x -> (.., T, out/tp) of each.
 
-    f and the Linears are one function, so that in backward the collectives of f run beside
-    matmuls: the gather of x beside dx, the sum of dx beside the gradients of the weights.
+    f and the Linears are one function, so that the collectives of f in backward are hidden: the
+    gather of x while dx is made, the sum of dx while the gradients of the weights are made.
     """
 
     @staticmethod
     def forward(ctx, tp, x, *parameters):
         """parameters: weight, bias, weight, bias, .. Each bias may be None."""
         ctx.tp = tp
-        ctx.save_for_backward(x, *parameters)  # x before the gather, which makes tp times as much
+        ctx.save_for_backward(x, *parameters)  # x before the gather: after it, tp times as large
         x = tp.gather(x).wait()  # sharded(T) -> replicated
         pairs = zip(parameters[::2], parameters[1::2])
         return tuple(F.linear(x, weight, bias) for weight, bias in pairs)
@@ -166,12 +163,12 @@ class ColumnParallel(torch.autograd.Function):
         x, *parameters = ctx.saved_tensors
         trained = any(ctx.needs_input_grad[2:])
         gradients = [None] * len(parameters)
-        reducing = Pending(None)  # wait() returns None, for the dx of an x that needs no gradient
+        reducing = Pending(None)  # its wait() returns None: the dx of an x that needs no gradient
         if trained:
-            gathering = ctx.tp.gather(x)  # sharded(T) -> replicated, beside dx
+            gathering = ctx.tp.gather(x)  # sharded(T) -> replicated, while dx is made
         if ctx.needs_input_grad[1]:
             dx = input_gradient(dys, parameters[::2])
-            reducing = ctx.tp.reduce(dx)  # partial -> as x is, beside the gradients of the weights
+            reducing = ctx.tp.reduce(dx)  # partial -> as x is, while `gradients` are made
         if trained:
             gradients = weight_gradients(gathering.wait(), dys, parameters[1::2])
         return None, reducing.wait(), *gradients
@@ -218,13 +215,14 @@ Cut = namedtuple("Cut", "dim whole")
 
 
 def shard(t, cut, tp):
-    """A whole tensor -> this rank's piece. All pieces have one size: the last end in zeros.
+    """A whole tensor -> this rank's piece. All pieces have one size: the last ones end in zeros.
 
-    These stay zeros in training: gelu, silu and relu make 0 of 0, and the loss leaves out padding.
+    They stay zeros in training: gelu, silu and relu make 0 of 0, and the loss leaves out padding.
     """
     padding = -cut.whole % tp.size  # up to the next multiple. F.pad wants cut.dim last
     padded = F.pad(t.movedim(cut.dim, -1), (0, padding)).movedim(-1, cut.dim)
-    return padded.chunk(tp.size, cut.dim)[tp.rank].clone(memory_format=torch.contiguous_format)
+    piece = padded.chunk(tp.size, cut.dim)[tp.rank]
+    return piece.clone(memory_format=torch.contiguous_format)
 
 
 def unshard(t, cut, tp):
@@ -263,7 +261,7 @@ class CutModule(nn.Module):
         self.bias = getattr(plain, "bias", None)
         for name, dim in self.dims.items():
             p = getattr(self, name)
-            if p is not None and p not in tp.cuts:  # in tp.cuts is what is tied and cut already
+            if p is not None and p not in tp.cuts:  # a tied one may be cut already
                 tp.cuts[p] = Cut(dim, p.shape[dim])
                 p.data = shard(p.data, tp.cuts[p], tp)  # p stays, and with it names and ties
 
@@ -305,8 +303,8 @@ class RowLinear(CutModule):
     dims = {"weight": 1}
 
     def forward(self, y):
-        # y goes in flat, so that `rows` is the matmul's own result. For 3 dims F.linear returns an
-        # alias with a version of its own, and a checkpoint that keeps the result would not raise
+        # y is flat, so that `rows` is the matmul's result itself: for 3 dims it is an alias of that,
+        # with a version of its own, and a checkpoint that has kept the result would not raise
         rows = self.tp.linear(y.flatten(0, -2), self.weight, None)
         summand = rows.unflatten(0, y.shape[:-1])  # (.., T, C)
         x = ReduceFromTP.apply(summand, self.tp)  # partial -> replicated, or sharded(T)
@@ -335,8 +333,8 @@ def inside(module, tp):
 class OutsideDropout(nn.Dropout):
     """Dropout outside: where x is whole, all ranks draw the same mask.
 
-    A mask's seed comes from the CPU's default generator. cut_model gives it the same state on all
-    ranks, none of which may draw from it alone. torch restores it for a checkpoint's recomputation.
+    A mask's seed comes from the CPU's default generator, which torch restores when it runs a
+    checkpointed forward again. cut_model makes it the same on all ranks: none may use it alone.
     """
 
     def __init__(self, dropout, tp):
@@ -407,20 +405,20 @@ def cut_model(model, tp, plan):
 class VocabParallelCrossEntropy(torch.autograd.Function):
     """logits (N, V/tp), each target's column (N, 1) and if it is here (N, 1) -> losses (N,).
 
-    words: how many columns are words; the columns behind them are padding. log_sum: the log of the
-    softmax's denominator, of which backward makes this rank's columns of the softmax again.
+    words: how many columns are words; the columns behind them are padding. Forward keeps the log of
+    the softmax's denominator, of which backward makes this rank's columns of the softmax.
     """
 
     @staticmethod
     def forward(ctx, logits, column, here, words, tp):
         own_log_sum = logits[:, :words].logsumexp(1)  # (N,), of this rank's columns
         largest = own_log_sum.clone()
-        dist.all_reduce(largest, dist.ReduceOp.MAX, tp.group)  # each rank's -> replicated
-        summand = (own_log_sum - largest).exp()  # of the denominator, divided so that it is <= 1
+        dist.all_reduce(largest, dist.ReduceOp.MAX, tp.group)  # each rank's own -> replicated
+        summand = (own_log_sum - largest).exp()  # of the denominator / exp(largest): at most 1
         target_logit = logits.gather(1, column).masked_fill(~here, 0)  # 0: another rank has it
         sums = torch.stack([summand, target_logit.squeeze(1)])  # (2, N)
         dist.all_reduce(sums, group=tp.group)  # partial -> replicated
-        log_sum = sums[0].log() + largest
+        log_sum = sums[0].log() + largest  # (N,), the log of the denominator
         ctx.save_for_backward(logits, column, here, log_sum)
         ctx.words = words
         return log_sum - sums[1]
@@ -438,7 +436,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 def vocab_parallel_cross_entropy(logits, targets, vocab, tp, ignore_index=-100):
     """This rank's logits (.., V/tp), targets (..) -> the sum of token losses, on every rank.
 
-    Losses are computed in fp32 or better. Ranks add up three numbers per token. vocab: V.
+    They are computed in fp32 or better, and three numbers per token are all-reduced. vocab: V.
     """
     each = logits.shape[-1]
     assert each == math.ceil(vocab / tp.size), "Is the head cut, and vocab that of the plain one?"
@@ -569,8 +567,7 @@ def parallelize_at_work(model, mesh, sp):
     column = at_work.ColwiseParallel()
     row = at_work.RowwiseParallel(output_layouts=outside)
     embedding = at_work.RowwiseParallel(input_layouts=Replicate(), output_layouts=outside)
-    # also without --sp, when x is whole: it makes DTensors of a norm's parameters
-    norm = at_work.SequenceParallel()
+    norm = at_work.SequenceParallel()  # also where x is whole: it makes DTensors of parameters
     norm.sequence_sharding = (outside,)
     at_work.parallelize_module(model, mesh, {
         "tok": embedding, "pos": embedding,
@@ -604,7 +601,7 @@ def train_step_at_work(model, optimizer, x, y, valid, clip):
 
 def evaluate_at_work(model, x, y):
     with at_work.loss_parallel():
-        return loss_sum(model(x), y).full_tensor() / dist.get_world_size()  # a run adds ranks up
+        return loss_sum(model(x), y).full_tensor() / dist.get_world_size()  # this rank's part
 
 
 # ---- 4. run ------------------------------------------------------------------
@@ -642,7 +639,7 @@ def set_up(run, impl, tp, mesh):
     return Side(model=model, optimizer=optimizer, train_step=partial(train_step, tp=tp),
                 full_gradients=partial(full_gradients, model, tp),
                 full_state_dict=partial(full_state_dict, model, tp),
-                evaluate=lambda x, y: token_losses(model, x, y, tp) / tp.size,  # ranks add up
+                evaluate=lambda x, y: token_losses(model, x, y, tp) / tp.size,  # this rank's part
                 pieces=partial(pieces, model, optimizer, tp))
 
 
@@ -686,7 +683,7 @@ def main():
             side = sides[impl]
             with run.measure(impl, step):
                 loss, norm = side.train_step(side.model, side.optimizer, x, y, valid, args.clip)
-            run.log(impl, step, loss / tp.size, norm)  # a run adds up all ranks' parts
+            run.log(impl, step, loss / tp.size, norm)  # this rank's part: a run adds them up
         if "scratch" in sides:
             run.textbook(textbook(run, sides["scratch"].model, tp))
         return run.finish()
