@@ -18,8 +18,8 @@ rank needs another: heads are apart, and gelu takes one number at a time.
                    q, k, v, heads, up, gelu         12 B T C         1/tp            1/tp
     a block sends, times B T C (tp-1)/tp            -                8, in 4 calls   10, in 10 calls
 
-With --sp f keeps its piece of x, and gathers x again in backward. q, k and v share one f if they
-are called by columns(x, q, k, v), gate and up alike; alone, each has its own. With V words:
+With --sp f keeps its piece of x, and gathers x again in backward. q, k and v share one f by
+columns(x, q, k, v), gate and up alike; called alone, each has its own. In your code, with V words:
 
     tp = WholeSequence(group)  # whose ranks all get the same x, y. CutSequence(group) is --sp
     model = cut_model(model, tp, {"layers.*.up": ColumnLinear, "layers.*.down": RowLinear, ...})
@@ -303,7 +303,7 @@ class RowLinear(CutModule):
     dims = {"weight": 1}
 
     def forward(self, y):
-        # y is flat, so that `rows` is the matmul's result itself: for 3 dims it is an alias of that,
+        # y is flat, so that `rows` is the matmul's result itself: for 3 dims it is an alias of it
         # with a version of its own, and a checkpoint that has kept the result would not raise
         rows = self.tp.linear(y.flatten(0, -2), self.weight, None)
         summand = rows.unflatten(0, y.shape[:-1])  # (.., T, C)
