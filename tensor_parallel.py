@@ -261,7 +261,7 @@ class CutModule(nn.Module):
         self.bias = getattr(plain, "bias", None)
         for name, dim in self.dims.items():
             p = getattr(self, name)
-            if p is not None and p not in tp.cuts:  # a tied one may be cut already
+            if p is not None and p not in tp.cuts:  # if it is tied, it may be cut already
                 tp.cuts[p] = Cut(dim, p.shape[dim])
                 p.data = shard(p.data, tp.cuts[p], tp)  # p stays, and with it names and ties
 
@@ -288,7 +288,7 @@ def columns(x, *linears):
     for linear in linears:
         operands += [linear.weight, linear.bias]
     device = x.device.type
-    if torch.is_autocast_enabled(device):  # backward, without autocast, needs dy like weight
+    if torch.is_autocast_enabled(device):  # cast here: nobody does in backward, for dy @ weight
         dtype = torch.get_autocast_dtype(device)
         operands = [None if t is None else t.to(dtype) for t in operands]
     return tp.column_parallel(tp, *operands)
@@ -413,7 +413,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     def forward(ctx, logits, column, here, words, tp):
         own_log_sum = logits[:, :words].logsumexp(1)  # (N,), of this rank's columns
         largest = own_log_sum.clone()
-        dist.all_reduce(largest, dist.ReduceOp.MAX, tp.group)  # each rank's own -> replicated
+        dist.all_reduce(largest, dist.ReduceOp.MAX, tp.group)  # each has its own -> replicated
         summand = (own_log_sum - largest).exp()  # of the denominator / exp(largest): at most 1
         target_logit = logits.gather(1, column).masked_fill(~here, 0)  # 0: another rank has it
         sums = torch.stack([summand, target_logit.squeeze(1)])  # (2, N)
