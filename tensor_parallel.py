@@ -3,37 +3,35 @@
     rank 0  x - norm -f-> [qkv]_0 heads_0 [out]_0 -g->(+)- norm -f-> [up]_0 gelu [down]_0 -g->(+)- x
     rank 1  x - norm -f-> [qkv]_1 heads_1 [out]_1 -g->(+)- norm -f-> [up]_1 gelu [down]_1 -g->(+)- x
 
-Inside is from f to g, outside is the rest; (+) adds the residual. q, k, v, up (and Llama's gate)
-are cut by columns, out and down by rows. A head needs no other, and gelu takes one number at a
-time: nothing is exchanged inside. Token embedding and head are cut by vocabulary.
+Inside is from an f to its g, outside is the rest; (+) adds the residual. q, k, v, up (and Llama's
+gate) are cut by columns, out and down by rows, token embedding and head by vocabulary. Inside no
+rank needs another: heads are apart, and gelu takes one number at a time.
 
-    x outside is  f forward   f backward                  g forward       g backward
-    whole         nothing     all-reduce                  all-reduce      nothing
-    --sp: cut     all-gather  all-gather, reduce-scatter  reduce-scatter  all-gather
-      along T                 (x again: it is not kept)
+    x outside is       f forward   f backward                        g forward       g backward
+    whole              -           all-reduce dx                     all-reduce      -
+    cut along T: --sp  all-gather  all-gather x, reduce-scatter dx   reduce-scatter  all-gather
 
     on each of tp ranks, in numbers                 plain GPT        here            --sp
     matrices, column biases, embeddings             12 C^2 L ..      1/tp            1/tp
     norms, row biases (Llama: norms)                (6 L + 2) C      whole           whole
     a block keeps: x and its norm, twice            4 B T C          whole           1/tp
                    q, k, v, heads, up, gelu         12 B T C         1/tp            1/tp
-    a block sends, times B T C (tp-1)/tp            -                8               10
-      in all-reduces / gathers, reduce-scatters     -                4               6, 4
+    a block sends, times B T C (tp-1)/tp            -                8, in 4 calls   10, in 10 calls
 
-The last two rows are for columns(x, q, k, v) and columns(x, gate, up), as in section 2: one f each.
-A Linear that is called alone has an f of its own. In your code, with `valid` targets of V words:
+With --sp f keeps its piece of x, and gathers x again in backward. q, k and v share one f by
+columns(x, q, k, v), gate and up alike; called alone, each has its own. In your code, with V words:
 
     tp = WholeSequence(group)  # whose ranks all get the same x, y. CutSequence(group) is --sp
     model = cut_model(model, tp, {"layers.*.up": ColumnLinear, "layers.*.down": RowLinear, ...})
-    (vocab_parallel_cross_entropy(model(x), y, V, tp) / valid).backward()
+    (vocab_parallel_cross_entropy(model(x), y, V, tp) / valid_targets).backward()
     sum_gradients(model, tp)
     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, gradient_norm(model, tp))
 
-Not for: fewer key-value heads than ranks; one Linear that makes q, k and v, or gate and up; an
-activation that does not make 0 of 0 (sigmoid) where tp does not divide the hidden width; an
-Embedding with options, as padding_idx; optimizers that look at whole matrices, such as Muon;
-selective checkpoints that keep what `out` or `down` returns; a deepcopy of a cut model, whose
-parameters tp does not know; a model too large for one rank (meta device). See cut_model, too.
+Not for: fewer key-value heads than ranks; one Linear that makes q, k and v, or gate and up;
+activations that do not make 0 of 0 (sigmoid) where tp does not divide the hidden width; Embeddings
+with options (padding_idx); optimizers of whole matrices (Muon); selective checkpoints that keep
+what `out` or `down` returns; deepcopies of a cut model, whose parameters tp does not know; a model
+too large for one rank (meta device). See cut_model, too.
 Shoeybi 2019, "Megatron-LM", arXiv:1909.08053, section 3. Korthikanti 2022, "Reducing Activation
 Recomputation in Large Transformer Models", arXiv:2205.05198, section 4.2.
 At work: torch.distributed.tensor.parallel.parallelize_module, loss_parallel (section 3 below).
@@ -76,21 +74,20 @@ class Pending:
     def __init__(self, result, work=None, reads=None):
         self.result = result
         self.work = work  # torch's handle; None: there is nothing to wait for
-        self.reads = reads  # what the collective reads, which has to live until the wait
+        self.reads = reads  # what the collective reads, which has to live until wait()
 
     def wait(self):
-        """On a GPU this orders streams: the host goes on at once."""
         if self.work is not None:
-            self.work.wait()
-        self.reads = None
+            self.work.wait()  # on a GPU this orders streams: the host goes on at once
         return self.result
 
 
 class PendingPieces(Pending):
-    """Pieces of the sequence (tp, .., T/tp, C): wait() joins them."""
+    """Pieces of the sequence, one from each rank: wait() joins them."""
 
     def wait(self):
-        return super().wait().movedim(0, -3).flatten(-3, -2)  # (.., T, C)
+        pieces = super().wait()  # (tp, .., T/tp, C)
+        return pieces.movedim(0, -3).flatten(-3, -2)  # (.., tp, T/tp, C) -> (.., T, C)
 
 
 class WholeSequence:
@@ -102,8 +99,7 @@ class WholeSequence:
         self.rank = dist.get_rank(group)
         self.cuts = {}  # {parameter: Cut}, of those that are cut
         self.inside = set()  # parameters that are whole, but used inside
-        # For hybrid_3d.py, which makes the gradients of weights later. Without it write
-        # ColumnParallel.apply and F.linear where these two are used
+        # what ColumnLinear and RowLinear compute with: attributes, so that they can be exchanged
         self.column_parallel = ColumnParallel.apply
         self.linear = F.linear
 
@@ -113,21 +109,16 @@ class WholeSequence:
 
     def reduce(self, y):
         """From inside to outside: summands y (.., T, C) -> their sum, in y's memory."""
-        # autograd does not notice that all_reduce writes y. So tell it: then backward raises if
-        # something, such as a selective checkpoint, has kept y and would find the sum in it
-        torch.autograd.graph.increment_version(y)
         work = dist.all_reduce(y, group=self.group, async_op=True)  # partial -> replicated
-        return Pending(y, work)
-
-    def leaves_summands(self, p):
-        """After backward, has each rank a summand of the gradient of p?"""
-        return p in self.inside
+        # tells torch that y was written, so that a selective checkpoint that has kept y raises
+        torch.autograd.graph.increment_version(y)
+        return Pending(y.detach(), work)  # if g returned y itself, it could not be changed in place
 
 
 class CutSequence(WholeSequence):
     """Outside, x is cut along T, its second dim from the right (Korthikanti 2022, fig. 5).
 
-    So what stands outside has to treat each position by itself, as norms, residuals and dropout do.
+    Modules outside have to treat each position by itself, as norms, residuals and dropout do.
     """
 
     def gather(self, x):
@@ -146,10 +137,6 @@ class CutSequence(WholeSequence):
         work = reduce_scatter(x, flat, group=self.group, async_op=True)  # partial -> sharded(T)
         return Pending(x, work, pieces)
 
-    def leaves_summands(self, p):
-        """All that are whole do: norms and row biases have seen this rank's positions only."""
-        return p not in self.cuts
-
 
 # ---- f and g. Autograd does not see collectives: each function here states its own backward.
 
@@ -157,8 +144,8 @@ class CutSequence(WholeSequence):
 class ColumnParallel(torch.autograd.Function):
     """f, and the Linears that share it, cut by columns: x -> (.., T, out/tp) of each.
 
-    They are one function for the sake of backward, where the collectives of f are hidden behind
-    other work: the gather of x behind dx, and the sum of dx behind the gradients of the weights.
+    f and the Linears are one function, so that the collectives of f in backward are hidden: the
+    gather of x while dx is made, the sum of dx while the gradients of the weights are made.
     """
 
     @staticmethod
@@ -176,12 +163,12 @@ class ColumnParallel(torch.autograd.Function):
         x, *parameters = ctx.saved_tensors
         trained = any(ctx.needs_input_grad[2:])
         gradients = [None] * len(parameters)
-        reducing = Pending(None)  # dx stays None where all that comes before x is frozen
+        reducing = Pending(None)  # its wait() returns None: the dx of an x that needs no gradient
         if trained:
-            gathering = ctx.tp.gather(x)  # sharded(T) -> replicated, behind dx
+            gathering = ctx.tp.gather(x)  # sharded(T) -> replicated, while dx is made
         if ctx.needs_input_grad[1]:
             dx = input_gradient(dys, parameters[::2])
-            reducing = ctx.tp.reduce(dx)  # partial -> as x is, behind the gradients of the weights
+            reducing = ctx.tp.reduce(dx)  # partial -> as x is, while `gradients` are made
         if trained:
             gradients = weight_gradients(gathering.wait(), dys, parameters[1::2])
         return None, reducing.wait(), *gradients
@@ -213,7 +200,6 @@ class ReduceFromTP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, tp):
         ctx.tp = tp
-        y = y.detach()  # an alias with y's version counter: y itself would have to be marked dirty
         return tp.reduce(y).wait()  # partial -> replicated, or sharded(T)
 
     @staticmethod
@@ -229,18 +215,18 @@ Cut = namedtuple("Cut", "dim whole")
 
 
 def shard(t, cut, tp):
-    """A whole tensor -> this rank's piece. All have the same size: zeros fill up the last ones.
+    """A whole tensor -> this rank's piece. All pieces have one size: the last ones end in zeros.
 
-    They stay zeros: the loss leaves out their columns, and gelu, silu and relu make 0 of 0.
+    They stay zeros in training: gelu, silu and relu make 0 of 0, and the loss leaves out padding.
     """
-    padding = -cut.whole % tp.size  # up to the next multiple. F.pad wants that dim last
+    padding = -cut.whole % tp.size  # up to the next multiple. F.pad wants cut.dim last
     padded = F.pad(t.movedim(cut.dim, -1), (0, padding)).movedim(-1, cut.dim)
     piece = padded.chunk(tp.size, cut.dim)[tp.rank]
     return piece.clone(memory_format=torch.contiguous_format)
 
 
 def unshard(t, cut, tp):
-    """A piece -> the whole tensor, on every rank. Without a cut (None) it is whole already."""
+    """A piece -> the whole tensor, on every rank. cut is None: it is whole already."""
     if cut is None:
         return t
     pieces = [torch.empty_like(t) for _ in range(tp.size)]
@@ -249,14 +235,13 @@ def unshard(t, cut, tp):
 
 
 def locate(ids, vocab, tp):
-    """Token ids -> each one's row in this rank's piece (elsewhere: 0), and whether it is here."""
-    each = math.ceil(vocab / tp.size)  # rows of a piece; of the last ones some are padding
-    # A wrong id must raise, as in nn.Embedding, and not find padding. So the last rank looks it up,
-    # a negative one the first, at a row that it does not have
-    ids = ids.masked_fill(ids >= vocab, tp.size * each)
-    here = (ids // each).clamp(0, tp.size - 1) == tp.rank
+    """Token ids -> the row of each in this rank's piece (elsewhere: 0), and whether it is here."""
+    each = math.ceil(vocab / tp.size)  # rows of a piece
     rows = ids - tp.rank * each
-    return rows.masked_fill(~here, 0), here
+    here = (rows >= 0) & (rows < each)
+    # An id that does not exist keeps its row. The first rank has no such row: a lookup raises there
+    elsewhere = ~here & (ids >= 0) & (ids < vocab)
+    return rows.masked_fill(elsewhere, 0), here
 
 
 # ---- modules that take the places of plain ones
@@ -276,7 +261,7 @@ class CutModule(nn.Module):
         self.bias = getattr(plain, "bias", None)
         for name, dim in self.dims.items():
             p = getattr(self, name)
-            if p is not None and p not in tp.cuts:  # in tp.cuts: tied, and cut already
+            if p is not None and p not in tp.cuts:  # if it is tied, it may be cut already
                 tp.cuts[p] = Cut(dim, p.shape[dim])
                 p.data = shard(p.data, tp.cuts[p], tp)  # p stays, and with it names and ties
 
@@ -284,8 +269,7 @@ class CutModule(nn.Module):
 class ColumnLinear(CutModule):
     """f, and a Linear cut by columns: x -> (.., T, out/tp).
 
-    Of A in Y = X A each rank has columns. nn.Linear stores A transposed: they are rows of weight,
-    dim 0. The result is whole along T also where x is cut: read T from the result's shape.
+    Each rank has columns of A in Y = X A: rows of weight, dim 0, as nn.Linear stores A transposed.
     """
 
     dims = {"weight": 0, "bias": 0}
@@ -295,16 +279,16 @@ class ColumnLinear(CutModule):
 
 
 def columns(x, *linears):
-    """ColumnLinears that read the same x, with one f for all -> a tuple of what each returns.
+    """ColumnLinears that read the same x, as q, k and v do, with one f -> what each returns.
 
-    q, k, v are such, and gate, up. Called one by one, each would communicate for an f of its own.
+    If they are called one by one, each has an f of its own, and more bytes are sent.
     """
     tp = linears[0].tp
     operands = [x]
     for linear in linears:
         operands += [linear.weight, linear.bias]
     device = x.device.type
-    if torch.is_autocast_enabled(device):  # not in backward, where dy meets weight: so cast here
+    if torch.is_autocast_enabled(device):  # cast here: nobody does in backward, for dy @ weight
         dtype = torch.get_autocast_dtype(device)
         operands = [None if t is None else t.to(dtype) for t in operands]
     return tp.column_parallel(tp, *operands)
@@ -319,14 +303,12 @@ class RowLinear(CutModule):
     dims = {"weight": 1}
 
     def forward(self, y):
-        # y goes in flat: of 3 dims F.linear returns a second tensor on the matmul's memory, and who
-        # has kept the first one, as a selective checkpoint, would not hear that g writes there
-        rows = self.tp.linear(y.flatten(0, -2), self.weight, None)  # F.linear, or hybrid_3d.py's
+        # y is flat, so that `rows` is the matmul's result itself: for 3 dims it is an alias of it
+        # with a version of its own, and a checkpoint that has kept the result would not raise
+        rows = self.tp.linear(y.flatten(0, -2), self.weight, None)
         summand = rows.unflatten(0, y.shape[:-1])  # (.., T, C)
         x = ReduceFromTP.apply(summand, self.tp)  # partial -> replicated, or sharded(T)
-        if self.bias is None:
-            return x
-        return x + self.bias.to(x.dtype)
+        return x if self.bias is None else x + self.bias.to(x.dtype)
 
 
 class VocabEmbedding(CutModule):
@@ -338,12 +320,12 @@ class VocabEmbedding(CutModule):
     def forward(self, ids):
         rows, here = locate(ids, self.tp.cuts[self.weight].whole, self.tp)
         y = F.embedding(rows, self.weight)  # (.., T, C)
-        y = y.masked_fill(~here.unsqueeze(-1), 0)  # a summand: others have the other tokens
+        y = y.masked_fill(~here.unsqueeze(-1), 0)  # a summand: other ranks have the other tokens
         return ReduceFromTP.apply(y, self.tp)  # partial -> replicated, or sharded(T)
 
 
 def inside(module, tp):
-    """For a plan: a whole module used inside, as a norm of q's heads; gradients are summands."""
+    """For a plan: a module that is used inside, and stays whole, as a norm of q's heads."""
     tp.inside.update(module.parameters())
     return module
 
@@ -351,14 +333,14 @@ def inside(module, tp):
 class OutsideDropout(nn.Dropout):
     """Dropout outside: where x is whole, all ranks draw the same mask.
 
-    Its seed comes from the CPU's default generator. cut_model makes it the same on all ranks: none
-    must draw from it alone. torch restores it when it runs a checkpointed forward again.
+    A mask's seed comes from the CPU's default generator, which torch restores when it runs a
+    checkpointed forward again. cut_model makes it the same on all ranks: none may use it alone.
     """
 
     def __init__(self, dropout, tp):
         super().__init__(dropout.p)
         self.training = dropout.training
-        self.offset = tp.rank if isinstance(tp, CutSequence) else 0  # added to a mask's seed
+        self.offset = tp.rank if isinstance(tp, CutSequence) else 0  # added to each seed
 
     def forward(self, x):
         if not self.training:
@@ -366,35 +348,32 @@ class OutsideDropout(nn.Dropout):
         seed = torch.randint(2 ** 48, (), device="cpu").item() + self.offset
         rng = torch.Generator(x.device).manual_seed(seed)
         keep = torch.empty_like(x).bernoulli_(1 - self.p, generator=rng)
-        return x * keep / (1 - self.p or 1)  # p = 1: zeros, not 0/0
+        return x * keep / ((1 - self.p) or 1)  # p = 1: zeros, not 0/0
 
 
 class InsideDropout(OutsideDropout):
-    """The same of what is cut: each rank draws a mask of its own (Shoeybi 2019, appendix B.2)."""
+    """Dropout inside: each rank draws a mask of its own (Shoeybi 2019, appendix B.2)."""
 
     def __init__(self, dropout, tp):
         super().__init__(dropout, tp)
         self.offset = tp.rank
 
 
-# ---- a whole model
-
-
 def cut_model(model, tp, plan):
     """Put cut modules in the place of plain ones -> the model, with the first rank's weights.
 
-    plan: {pattern: kind}. A pattern is fnmatch's, for names of modules. A kind is a class or
-    function of this section, or your own: kind(plain module, tp) takes the module's place.
-    Each rank has the whole model before this, on a device where its group communicates. Heads of k
-    and v must divide by tp. Nothing here can see that a forward does this:
+    plan: {pattern: kind}. Patterns are fnmatch's, for names of modules. kind(plain module, tp)
+    returns what takes the place: a class of this section, `inside`, or a function of yours.
+    Before this, each rank has the whole model, on a device where its group communicates. Heads of
+    k and v must divide by tp. Nothing here can see it if your forward
 
-    - it drops, by F.dropout or in attention and not by a module
-    - it counts heads, view(B, T, heads, -1), where a rank has fewer: write -1 for the heads
-    - between a ColumnLinear and a RowLinear it needs the whole last dim, as softmax or
-      chunk(2, -1) of one Linear that makes two projections (take a ColumnLinear for each of them)
-    - there it uses parameters that are whole, as norms of q and k: name them in the plan, `inside`
-    - with CutSequence, it reads T from x outside, as B, T, _ = x.shape (q has the whole T), brings
-      positions together there, as x.mean(1), or embeds by a module that the plan does not cut
+    - counts heads, as view(B, T, heads, -1): a rank has fewer, so write -1 for the heads instead
+    - inside, needs the whole last dim, as softmax does, or chunk(2, -1) of a Linear that makes two
+      projections (take two ColumnLinears)
+    - inside, uses whole parameters, as norms of q and k (name these norms in the plan, `inside`)
+    - drops by F.dropout, or in attention, and not by a module
+    - outside, with CutSequence, reads T from x (read it from q), brings positions together, as
+      x.mean(1), or embeds by a module that the plan does not cut
     """
     for t in model.state_dict().values():
         dist.broadcast(t, group=tp.group, group_src=0)  # the first rank's -> replicated
@@ -403,16 +382,17 @@ def cut_model(model, tp, plan):
         names = fnmatch.filter(modules, pattern)
         assert names, f"No module of this model is called {pattern}."
         for name in names:
-            assert model.get_submodule(name) is modules[name], f"{name}: two patterns name it."
+            untouched = model.get_submodule(name) is modules[name]
+            assert untouched, f"{name}: two patterns name it."
             model.set_submodule(name, kind(modules[name], tp))
     for name, module in model.named_modules():
         forgotten = type(module) is nn.Dropout and module.p > 0
         assert not forgotten, f"{name}: the plan must call it OutsideDropout or InsideDropout."
         if not isinstance(module, CutModule):
-            own = module.parameters(recurse=False)
-            assert tp.cuts.keys().isdisjoint(own), f"{name} is tied to a cut module: cut it, too."
+            tied = any(p in tp.cuts for p in module.parameters(recurse=False))
+            assert not tied, f"{name} is tied to a cut module: cut it, too."
     if any(isinstance(module, OutsideDropout) for module in model.modules()):
-        # of the generator that makes dropout's seeds
+        # the state of the generator that makes dropout's seeds
         state = torch.get_rng_state().to(next(model.parameters()).device)
         dist.broadcast(state, group=tp.group, group_src=0)  # the first rank's -> replicated
         torch.set_rng_state(state.cpu())
@@ -425,21 +405,22 @@ def cut_model(model, tp, plan):
 class VocabParallelCrossEntropy(torch.autograd.Function):
     """logits (N, V/tp), each target's column (N, 1) and if it is here (N, 1) -> losses (N,).
 
-    mine: how many columns are words; those behind them are padding. In backward each rank makes its
-    columns of the softmax from log_sum, the log of the denominator that all columns share.
+    words: how many columns are words; the columns behind them are padding. Forward keeps the log of
+    the softmax's denominator, of which backward makes this rank's columns of the softmax.
     """
 
     @staticmethod
-    def forward(ctx, logits, column, here, mine, tp):
-        own_log_sum = logits[:, :mine].logsumexp(1)  # (N,), of this rank's columns
-        highest = own_log_sum.clone()  # it is subtracted below, so that exp is at most 1
-        dist.all_reduce(highest, dist.ReduceOp.MAX, tp.group)  # each its own -> replicated
+    def forward(ctx, logits, column, here, words, tp):
+        own_log_sum = logits[:, :words].logsumexp(1)  # (N,), of this rank's columns
+        largest = own_log_sum.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, tp.group)  # each has its own -> replicated
+        summand = (own_log_sum - largest).exp()  # of the denominator / exp(largest): at most 1
         target_logit = logits.gather(1, column).masked_fill(~here, 0)  # 0: another rank has it
-        sums = torch.stack([(own_log_sum - highest).exp(), target_logit.squeeze(1)])  # (2, N)
+        sums = torch.stack([summand, target_logit.squeeze(1)])  # (2, N)
         dist.all_reduce(sums, group=tp.group)  # partial -> replicated
-        log_sum = sums[0].log() + highest  # of all columns
+        log_sum = sums[0].log() + largest  # (N,), the log of the denominator
         ctx.save_for_backward(logits, column, here, log_sum)
-        ctx.mine = mine
+        ctx.words = words
         return log_sum - sums[1]
 
     @staticmethod
@@ -447,7 +428,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx, dloss):  # (N,)
         logits, column, here, log_sum = ctx.saved_tensors
         dlogits = (logits - log_sum.unsqueeze(1)).exp_()  # softmax
-        dlogits[:, ctx.mine:] = 0
+        dlogits[:, ctx.words:] = 0
         dlogits.scatter_add_(1, column, -here.to(dlogits.dtype))
         return dlogits.mul_(dloss.unsqueeze(1)), None, None, None, None
 
@@ -455,18 +436,17 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 def vocab_parallel_cross_entropy(logits, targets, vocab, tp, ignore_index=-100):
     """This rank's logits (.., V/tp), targets (..) -> the sum of token losses, on every rank.
 
-    It is made in fp32 or better, and three numbers per token are sent. vocab: V, without padding.
+    They are computed in fp32 or better, and three numbers per token are all-reduced. vocab: V.
     """
     each = logits.shape[-1]
     assert each == math.ceil(vocab / tp.size), "Is the head cut, and vocab that of the plain one?"
-    mine = min(max(0, vocab - tp.rank * each), each)
-    logits = logits.flatten(0, -2)  # (N, V/tp)
-    if logits.dtype.itemsize == 2:
-        logits = logits.float()
+    words = min(max(0, vocab - tp.rank * each), each)  # the rest of the columns are padding
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    logits = logits.flatten(0, -2).to(wide)  # (N, V/tp)
     targets = targets.flatten().unsqueeze(1)  # (N, 1)
     ignored = targets == ignore_index
     column, here = locate(targets.masked_fill(ignored, 0), vocab, tp)
-    losses = VocabParallelCrossEntropy.apply(logits, column, here, mine, tp)  # replicated
+    losses = VocabParallelCrossEntropy.apply(logits, column, here, words, tp)  # replicated
     return losses.masked_fill(ignored.squeeze(1), 0).sum()
 
 
@@ -483,14 +463,15 @@ def sum_over_ranks(tensors, group):
 
 def sum_gradients(model, tp):
     """Once a step, after the last backward: sum those gradients that are a summand on each rank."""
-    trained = [p for p in model.parameters() if p.grad is not None]
-    summands = [p.grad for p in trained if tp.leaves_summands(p)]
-    if summands:
-        sum_over_ranks(summands, tp.group)  # partial -> replicated
+    whole = [p for p in model.parameters() if p.grad is not None and p not in tp.cuts]
+    if not isinstance(tp, CutSequence):  # outside, each rank has the gradient of all positions
+        whole = [p for p in whole if p in tp.inside]
+    if whole:
+        sum_over_ranks([p.grad for p in whole], tp.group)  # partial -> replicated
 
 
 def gradient_norm(model, tp):
-    """The norm of the whole model's gradient: pieces add up over ranks, whole ones count once."""
+    """After sum_gradients: the norm of the whole model's gradient, whole gradients counted once."""
     trained = [p for p in model.parameters() if p.grad is not None]
     pieces = [p.grad for p in trained if p in tp.cuts]
     whole = [p.grad for p in trained if p not in tp.cuts]
@@ -502,7 +483,7 @@ def gradient_norm(model, tp):
 
 
 def full_state_dict(model, tp):
-    """The plain model's state_dict, whole on the device of every rank."""
+    """-> the plain model's state_dict, whole on every rank, on its device."""
     state = model.state_dict(keep_vars=True)
     return {name: unshard(t, tp.cuts.get(t), tp).detach() for name, t in state.items()}
 
@@ -516,16 +497,16 @@ def full_gradients(model, tp):
 # ---- 2. the toy GPT, parallelized --------------------------------------------
 
 
-def attention_with_one_f(attention, x):
+def attention_with_one_f(attn, x):
     """The toy GPT's attention on this rank's heads. x is as outside, and so is the result."""
-    q, k, v = [y.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)  # (B, heads here, T, D)
-               for y in columns(x, attention.q, attention.k, attention.v)]
-    if attention.rotate is not None:
-        positions = attention.positions(q.shape[2], q.device)  # (T,), also where x is cut along T
-        q = attention.rotate(q, positions)
-        k = attention.rotate(k, positions)
-    y = attention.attend(q, k, v)
-    return attention.out(y.transpose(1, 2).flatten(2))
+    qkv = columns(x, attn.q, attn.k, attn.v)  # each (B, T, heads here x D)
+    q, k, v = [y.unflatten(-1, (-1, attn.head_dim)).transpose(1, 2) for y in qkv]  # (B, .., T, D)
+    if attn.rotate is not None:
+        positions = attn.positions(q.shape[2], q.device)  # (T,), also where x is cut along T
+        q = attn.rotate(q, positions)
+        k = attn.rotate(k, positions)
+    y = attn.attend(q, k, v)
+    return attn.out(y.transpose(1, 2).flatten(2))
 
 
 def swiglu_with_one_f(mlp, x):
@@ -534,7 +515,7 @@ def swiglu_with_one_f(mlp, x):
 
 
 def exchange(forward, module, tp):
-    """For a plan: the module stays, but it runs by forward(module, x)."""
+    """For a plan, partial(exchange, forward): a module stays, but runs as forward(module, x)."""
     module.forward = partial(forward, module)
     return module
 
@@ -546,7 +527,7 @@ OF_BOTH = {
     "blocks.*.attn": partial(exchange, attention_with_one_f),
 }
 PLANS = {
-    # pos is small, and cut for the sake of g alone, which cuts along T where --sp does
+    # pos is small: it is here because x leaves a VocabEmbedding by g, with --sp cut along T
     "gpt2": {**OF_BOTH, "pos": VocabEmbedding},
     "llama": {**OF_BOTH, "blocks.*.mlp.gate": ColumnLinear,
               "blocks.*.mlp": partial(exchange, swiglu_with_one_f)},
@@ -560,8 +541,7 @@ def parallelize(model, tp, form="gpt2"):
 
 def token_losses(model, x, y, tp):
     """x, y: the whole batch (B, T), on every rank -> the sum of token losses, on every rank."""
-    vocab = tp.cuts[model.tok.weight].whole
-    return vocab_parallel_cross_entropy(model(x), y, vocab, tp)
+    return vocab_parallel_cross_entropy(model(x), y, tp.cuts[model.tok.weight].whole, tp)
 
 
 def train_step(model, optimizer, x, y, valid, clip, tp):
@@ -582,28 +562,21 @@ def train_step(model, optimizer, x, y, valid, clip, tp):
 
 def parallelize_at_work(model, mesh, sp):
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
-    outside = Shard(1) if sp else Replicate()  # the layout of x there
+    outside = Shard(-2) if sp else Replicate()  # the layout of x there: cut along T, or whole
+    f = at_work.PrepareModuleInput(input_layouts=outside, desired_input_layouts=Replicate())
     column = at_work.ColwiseParallel()
     row = at_work.RowwiseParallel(output_layouts=outside)
-    norm = at_work.SequenceParallel()  # makes DTensors of a norm's parameters
-    norm.sequence_sharding = (outside,)  # of its input; Shard(1) if nothing is said
-    f = at_work.PrepareModuleInput(input_layouts=outside, desired_input_layouts=Replicate())
+    embedding = at_work.RowwiseParallel(input_layouts=Replicate(), output_layouts=outside)
+    norm = at_work.SequenceParallel()  # also where x is whole: it makes DTensors of parameters
+    norm.sequence_sharding = (outside,)
     at_work.parallelize_module(model, mesh, {
-        "tok": at_work.RowwiseParallel(input_layouts=Replicate(), output_layouts=outside),
-        "pos": at_work.RowwiseParallel(
-            input_layouts=Replicate(), output_layouts=Shard(0) if sp else Replicate()),
-        "blocks.*.norm[12]": norm,
-        "blocks.*.attn": f,  # once for q, k and v
-        "blocks.*.attn.[qkv]": column,
-        "blocks.*.attn.out": row,
-        "blocks.*.mlp": f,
-        "blocks.*.mlp.gate": column,
-        "blocks.*.mlp.up": column,
-        "blocks.*.mlp.down": row,
-        "norm": norm,
-        "head": at_work.ColwiseParallel(
-            input_layouts=outside, output_layouts=Shard(-1),
-            use_local_output=False),  # loss_parallel wants a DTensor
+        "tok": embedding, "pos": embedding,
+        "blocks.*.norm[12]": norm, "norm": norm,
+        "blocks.*.attn": f, "blocks.*.mlp": f,  # once for q, k and v, once for gate and up
+        "blocks.*.attn.[qkv]": column, "blocks.*.attn.out": row,
+        "blocks.*.mlp.gate": column, "blocks.*.mlp.up": column, "blocks.*.mlp.down": row,
+        # loss_parallel wants a DTensor
+        "head": at_work.ColwiseParallel(input_layouts=outside, use_local_output=False),
     })
     if model.pos is not None:
         model.head.weight = model.tok.weight  # they are tied: torch has made two of one
@@ -628,8 +601,7 @@ def train_step_at_work(model, optimizer, x, y, valid, clip):
 
 def evaluate_at_work(model, x, y):
     with at_work.loss_parallel():
-        loss = loss_sum(model(x), y).full_tensor()
-    return loss / dist.get_world_size()  # a run adds up what ranks return
+        return loss_sum(model(x), y).full_tensor() / dist.get_world_size()  # this rank's part
 
 
 # ---- 4. run ------------------------------------------------------------------
@@ -664,36 +636,33 @@ def set_up(run, impl, tp, mesh):
                     train_step=train_step_at_work, evaluate=partial(evaluate_at_work, model))
     model = parallelize(run.build(), tp, run.cfg.form)
     optimizer = adamw(model.parameters(), run.args.lr)
-    return Side(
-        model=model, optimizer=optimizer, train_step=partial(train_step, tp=tp),
-        full_gradients=partial(full_gradients, model, tp),
-        full_state_dict=partial(full_state_dict, model, tp),
-        evaluate=lambda x, y: token_losses(model, x, y, tp) / tp.size,  # a run adds ranks up
-        pieces=partial(pieces, model, optimizer, tp),
-    )
+    return Side(model=model, optimizer=optimizer, train_step=partial(train_step, tp=tp),
+                full_gradients=partial(full_gradients, model, tp),
+                full_state_dict=partial(full_state_dict, model, tp),
+                evaluate=lambda x, y: token_losses(model, x, y, tp) / tp.size,  # this rank's part
+                pieces=partial(pieces, model, optimizer, tp))
 
 
 def textbook(run, model, tp):
-    """-> rows (what, formula, expected). A number has b bytes, one in the loss has s.
+    """-> rows (what, formula, expected). A number has b bytes, one in the loss s = max(b, 4).
 
     P: numbers here, W: those of whole parameters, T': learned positions, embedded once per batch.
     """
     cfg = run.cfg
     b = run.dtype.itemsize
-    s = max(b, 4)
     parameters = list(model.parameters())
     P = sum(p.numel() for p in parameters)
-    W = sum(p.numel() for p in parameters if p not in tp.cuts)
     tokens = run.args.batch * cfg.seq
     positions = cfg.seq if cfg.form == "gpt2" else 0
     sent = (tp.size - 1) / tp.size
     f_and_g = sent * b * (tokens * (4 * cfg.layers + 2) + positions) * cfg.width
-    again = sent * b * tokens * (2 * cfg.layers + 1) * cfg.width  # x, for gradients of weights
-    sums = 2 * sent * s * (3 * tokens + 1)  # of the loss, and of the gradient norm
+    sums = 2 * sent * max(b, 4) * (3 * tokens + 1)  # of the loss, and of the gradient norm
     held = ("held states", "4 b P + 4 per tensor (steps)", 4 * b * P + 4 * len(parameters))
     if not run.args.sp:
         formula = "2 (tp-1)/tp (b [B T (4 L + 2) + T'] C + s (3 B T + 1))"
         return [held, ("wire all_reduce", formula, 2 * f_and_g + sums)]
+    W = sum(p.numel() for p in parameters if p not in tp.cuts)
+    again = sent * b * tokens * (2 * cfg.layers + 1) * cfg.width  # x, for gradients of weights
     return [
         held,
         ("wire all_gather", "(tp-1)/tp b [B T (6 L + 3) + T'] C", f_and_g + again),
@@ -710,14 +679,13 @@ def main():
     with run:
         tp = CutSequence() if args.sp else WholeSequence()
         sides = {impl: set_up(run, impl, tp, mesh) for impl in run.impls}
-        first = sides[run.impls[0]].model
         for impl, step, x, y, valid in run.steps(sides, range(args.batch)):  # all rows, everywhere
             side = sides[impl]
             with run.measure(impl, step):
                 loss, norm = side.train_step(side.model, side.optimizer, x, y, valid, args.clip)
-            run.log(impl, step, loss / tp.size, norm)  # a run adds up all ranks' parts
+            run.log(impl, step, loss / tp.size, norm)  # this rank's part: a run adds them up
         if "scratch" in sides:
-            run.textbook(textbook(run, first, tp))
+            run.textbook(textbook(run, sides["scratch"].model, tp))
         return run.finish()
 
 
