@@ -197,25 +197,16 @@ def full_gradients(model):
     return {name: p.grad for name, p in model.module.named_parameters() if p.requires_grad}
 
 
-def train_step(model, optimizer, x, y, valid, clip):
-    """x, y: this rank's rows (B/N, T); valid: targets of the whole batch.
+def train_step(model, optimizer, x, y, valid, clip, naive=False):
+    """x, y: this rank's rows (B/N, T); valid: targets of the whole batch; naive: model is plain.
 
     -> this rank's part of the loss, gradient norm.
     """
     optimizer.zero_grad()
     loss = loss_sum(model(x), y) / valid
-    loss.backward()  # partial -> replicated, inside BucketedDDP
-    norm = clip_gradients(model.parameters(), clip)
-    optimizer.step()
-    return loss, norm
-
-
-def train_step_naive(model, optimizer, x, y, valid, clip):
-    """The same with a plain model: nothing travels before backward is over."""
-    optimizer.zero_grad()
-    loss = loss_sum(model(x), y) / valid
-    loss.backward()
-    all_reduce_gradients(model)  # partial -> replicated
+    loss.backward()  # inside BucketedDDP: partial -> replicated
+    if naive:
+        all_reduce_gradients(model)  # partial -> replicated; until here nothing has travelled
     norm = clip_gradients(model.parameters(), clip)
     optimizer.step()
     return loss, norm
@@ -254,7 +245,7 @@ def set_up(run, impl):
     if run.args.bucket_mb:
         model = parallelize(plain, None, run.args.bucket_mb)
         return Side(model=model, optimizer=optimizer, train_step=train_step)
-    return Side(model=plain, optimizer=optimizer, train_step=train_step_naive)
+    return Side(model=plain, optimizer=optimizer, train_step=partial(train_step, naive=True))
 
 
 def textbook(run, parameters):

@@ -211,18 +211,17 @@ class SummingPipeline(Pipeline):
         self.zeros_of = zeros_of  # {stage: [ZeRO]}
         last_b = {action.stage: action for action in self.plan if action.kind == "B"}
         last_of_all = {action.stage: action for action in self.plan if action.kind in "BW"}
-        self.last = {*last_b.values(), *last_of_all.values()}  # [Action]: then all is complete
+        self.last = {*last_b.values(), *last_of_all.values()}  # after these all is complete
 
     def do(self, action, taken, loss_fn, update):
         kind, m, stage = action[:3]
         zeros = self.zeros_of[stage] if kind in "BW" else []
+        leaves_w = kind == "B" and (m, stage) in self.apart
         for zero in zeros:
-            zero.sync = action in self.last
-            if zero.level >= 2:
-                zero.sync = kind == "W" or (m, stage) not in self.apart  # does this B leave no W?
+            zero.sync = not leaves_w if zero.level >= 2 else action in self.last
         made = super().do(action, taken, loss_fn, update)
         for zero in zeros:
-            if zero.sync and zero.level >= 2:  # which keep no whole gradients
+            if zero.sync and zero.level >= 2:  # ZeRO-2 and 3 keep no whole gradients
                 zero.reduce()  # partial -> sharded
         return made
 
@@ -258,7 +257,7 @@ class Hybrid(nn.Module):
         self.zeros = [zero for zeros in self.zeros_of.values() for zero in zeros]
         self.flats = [flat for zero in self.zeros for flat in zero.flats]
         self.parts = [part for zero in self.zeros for part in zero.parts]
-        # what this rank brings to the norm
+        # this rank counts these in the norm
         self.counted = [part for part in self.parts if self.is_first(part.parameter)]
 
     def lay_out(self, here, tied, kinds, splits):
@@ -798,7 +797,7 @@ def textbook(run, plans, layers, model):
     b = run.dtype.itemsize
     place = model.mesh.place["pp"]
     home = pipeline_parallel.homes(plans)
-    here = [stage for stage in home if home[stage] == place]
+    here = model.pipeline.modules  # {stage: module}
     neighbours = sum(home.get(stage + side, place) != place for stage in here for side in (-1, 1))
     blocks = sum(layers[stage] for stage in here)
     links = model.pipeline.mail.links  # {its two places: group}; with gloo none, but group["pp"]
