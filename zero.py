@@ -3,7 +3,7 @@
     a unit's parameters, end to end   | rank 0 | rank 1 | rank 2 | rank 3 |   equal chunks, padded
 
     level 3  computing         | fwd 0 | fwd 1 | fwd 2 | bwd 2 | bwd 1 | bwd 0 |       | step
-             gathering   get 0 | get 1 | get 2 | (kept)| get 1 | get 0 |       |       |
+             gathering   get 0 | get 1 | get 2 |       | get 1 | get 0 |       |       |
              summing           |       |       |       |       | sum 2 | sum 1 | sum 0 |
 
 P numbers are trained, padding included, on n ranks; M micro-batches make a step (--accum M). In
@@ -18,8 +18,8 @@ bf16 a number takes 2 bytes, its gradient 2, AdamW's fp32 master and two states 
 
 In fp32 and fp64 a parameter is its own master; with gradient and states it takes 4 times its bytes.
 Level 3 gathers an untied head once, as its backward comes right behind its forward (unit 2 above),
-and an untied embedding, as its backward reads no parameters. With offload masters and states are in
-the CPU's memory, with "param" the shards, too.
+and an untied embedding, as its backward reads no parameters. ZeRO(.., offload="optimizer") has
+masters and states in the CPU's memory, offload="param" in level 3 the shards, too.
 
     zero = ZeRO(units_of(model, model.blocks), level=3)
     optimizer = AdamW(zero.parameter_groups(), lr=1e-3)
@@ -29,10 +29,10 @@ the CPU's memory, with "param" the shards, too.
     norm = zero.clip_grad_norm_(1.0)
     zero.step(optimizer)
 
-Not for: optimizers that look at whole matrices (Muon, Adafactor) or norms (LAMB), or count their
-steps (there is one for each unit); sparse embeddings; second derivatives; reentrant checkpointing;
-backwards that raise; parameters changed or thawed later; frozen ones that differ between ranks. In
-level 3 blocks return one tensor, and all ranks use the same units in the same order.
+Not for: optimizers that look at whole matrices (Muon, Adafactor) or norms (LAMB), or count steps of
+all parameters together; sparse embeddings; second derivatives; reentrant checkpointing; backwards
+that raise; parameters changed or thawed later; trained ones that are never used (their gradients
+are 0, not None). In level 3 blocks return one tensor, and ranks use units in the same order.
 
 Rajbhandari et al. 2019, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv:1910.02054, sections 5 and 7; Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840.
@@ -94,7 +94,7 @@ class Unit:
 
     parameters: list
     sites: list  # level 3: modules in whose forward the parameters are read, and nowhere else
-    stays: bool = False  # hybrid_3d.py's embedding, head: level 3 keeps them for a micro-batch
+    stays: bool = False  # level 3: not freed before reduce() (hybrid_3d.py's embedding, head)
 
 
 @dataclass(eq=False)
@@ -175,7 +175,7 @@ class Flat:
             self.master = self.master.to("cpu", copy=True)  # a copy also if all is on a CPU
         self.grad = self.buffer[self.mine]
         if self.level >= 2:
-            self.grad = torch.zeros_like(self.grad)  # with memory of its own: buffer loses its
+            self.grad = torch.zeros_like(self.grad)  # apart from buffer, whose memory is freed
 
     def cut(self):
         """-> [Part] of this rank's chunk; its padding is in none of them, and stays zero."""
@@ -215,9 +215,9 @@ class Flat:
         self.wait()  # memory into which a collective still writes must not go
         take_back(self.full)
         for p, place in self.places.items():
-            # Who reads p finds no elements. Its number of dims stays: autograd compares it with the
-            # gradient's, and an embedding is freed before its gradient comes.
-            p.data = torch.atleast_1d(place)[:0]  # a scalar cannot be sliced
+            # Who reads p finds no elements, but as many dims: autograd compares them with those of
+            # the gradient, which comes later than this where p is an embedding. A scalar gets one.
+            p.data = torch.atleast_1d(place)[:0]
 
     # -- gradients
 
@@ -253,7 +253,7 @@ class Flat:
     # -- a step
 
     def step(self, optimizer):
-        """This rank's chunk is stepped, and in levels 1 and 2 begins to travel: see wait."""
+        """This rank's chunk is stepped. In levels 1 and 2 it begins to travel; then call wait()."""
         grad = self.grad.to(self.master)  # (chunk,): a copy if master is wider or on the CPU
         for part in self.parts:
             part.master.grad = grad[part.span]
@@ -294,7 +294,7 @@ class ZeRO:
         self.pending = []  # [Flat] not summed yet, in the order of summing: the last unit first
         self.travelling = None  # the Flat whose sum is under way, or None
         self.entered = []  # [Flat] in the order of use in this micro-batch, forward then backward
-        self.expected = []  # what entered was in the last micro-batch: tells what to gather ahead
+        self.expected = []  # that list of the last micro-batch: tells what to gather ahead
         for unit, flat in zip(units, self.flats):
             self.add_hooks(flat, unit.sites)
         self.zero_grad()
@@ -316,7 +316,7 @@ class ZeRO:
         for group in groups or [{"params": list(master_of)}]:
             theirs = list(group["params"])
             assert all(p in self.trained or not p.requires_grad for p in theirs), "p is in no unit"
-            masters = [master_of[p] for p in theirs if p in master_of]  # of some no piece is here
+            masters = [master_of[p] for p in theirs if p in master_of]  # those with a piece here
             ours.append({**group, "params": masters})
         return ours
 
@@ -329,12 +329,11 @@ class ZeRO:
 
     def enter(self, flat, *_):
         """When forward or backward reaches a unit: free others, gather it, prefetch the next."""
-        if self.entered[-1:] == [flat]:  # still in it
-            return
-        for other in self.flats:
-            if not (other is flat or other.stays or flat.stays):
-                other.free()
-        flat.start_gather()  # does nothing if it was prefetched
+        if not flat.stays:  # one that stays is used amid others, a tied head say
+            for other in self.flats:
+                if other is not flat and not other.stays:
+                    other.free()
+        flat.start_gather()  # does nothing if it is here, or was prefetched
         flat.wait()
         # If the last micro-batch, too, entered this unit at this point, what it entered next is
         # gathered while this one computes.
@@ -353,17 +352,17 @@ class ZeRO:
 
     def zero_grad(self):
         assert self.is_summed, "gradients are not summed: call reduce() after backward, with sync"
-        self.free_units()
+        self.free_units()  # those that an evaluation has left
         self.pending = self.flats[::-1]  # as backward goes
         for flat in self.flats:
             kept = flat.grad if self.level >= 2 else flat.buffer  # below 2 buffer contains grad
             kept.zero_()
 
     def ready(self, flat, p):
-        """Autograd's call when a gradient is complete, of a tied parameter the sum of its uses."""
+        """Autograd's call when p's gradient is complete: once in a backward, also if p is tied."""
         assert flat in self.pending, (
-            "it is summed already: call zero_grad() in every step and reduce() after each backward;"
-            " in levels 0 and 1 set sync to False before all but a step's last")
+            "gradients are summed already: call zero_grad() in every step, reduce() after each "
+            "backward; in levels 0 and 1 set sync to False before all but a step's last")
         flat.take_gradient(p)
         self.is_summed = False
         if not self.sync:
@@ -374,7 +373,7 @@ class ZeRO:
             self.reduce_next()
 
     def reduce_next(self):
-        """The next sum begins. The one before ends first, so that there are at most two buffers."""
+        """The next sum begins. The one before ends first, which frees its buffer."""
         self.finish_last()
         self.travelling = self.pending.pop(0)
         self.travelling.start_reduce()  # partial -> sharded, in level 0 replicated
@@ -441,7 +440,7 @@ class ZeRO:
 
 
 def refuse_state_dict(site, prefix, keep_vars):
-    # full_state_dict asks with keep_vars=True, for the Parameters as keys: that is allowed
+    # keep_vars=True asks for the Parameters themselves, keys of full_parameters(): allowed
     assert keep_vars, "in level 3 parameters are empty: save what zero.full_parameters() gathers"
 
 
@@ -558,13 +557,14 @@ def pieces_of_each(flats, names, optimizer, is_first):
     found = {p: [] for p in names}
     for p, name in names.items():
         if p.numel():  # what forward reads is loaded; it is saved if it is frozen
-            found[p] += pieces_of([(name, p)], None, not p.requires_grad and is_first(p))
+            writes = not p.requires_grad and is_first(p)
+            found[p] += pieces_of([(name, p)], None, writes)
     for flat in flats:
         for part in flat.parts:
             p = part.parameter
             place = names[p], flat.shapes[p], part.first
-            # level 3 leaves p no elements: its shard is loaded. Masters are loaded and saved
-            found[p] += run_pieces(*place, flat.shard[part.span], False)
+            # what forward reads in level 3, where p has no elements; it does no harm elsewhere
+            found[p] += run_pieces(*place, flat.shard[part.span], writes=False)
             found[p] += part_pieces(*place, part.master, optimizer, is_first(p))
     return found
 
@@ -607,7 +607,7 @@ def textbook(run, zero):
     b = run.dtype.itemsize
     w = zero.flats[0].master.itemsize
     P = sum(flat.full.numel() for flat in zero.flats)
-    G = 2 * P  # level 3 gathers them
+    G = 2 * P  # what level 3 gathers in a micro-batch
     if run.cfg.form == "llama":  # embedding and head once: they are untied
         G -= zero.flats[0].full.numel() + zero.flats[-1].full.numel()
     sums = (0, P, M * P, M * P)[level]
