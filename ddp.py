@@ -23,7 +23,7 @@ still runs.
 Not for: sparse embedding gradients, second derivatives (create_graph=True), reentrant
 checkpointing, parameters that are added or frozen after wrapping or have gradients before it,
 backwards that end in an exception, BatchNorm (buffers are made equal once). All ranks must make the
-same number of backwards. Each uses at least one trained parameter; gradients of others are 0.
+same number of backwards, and use a trained parameter in each. The gradients of unused ones are 0.
 
 Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 arXiv:2006.15704, section 3. At work: torch.nn.parallel.DistributedDataParallel, section 3 below.
@@ -71,8 +71,7 @@ class Bucket:
     def take(self, p):
         """Move a gradient that autograd has made into the bucket, and leave a view in its place."""
         view = self.views[p]
-        # Where p.grad was not None before this backward, it is the view: autograd has added to it.
-        if p.grad is not view:
+        if p.grad is not view:  # it is where backward found the view there, and has added to it
             view.copy_(p.grad)
             p.grad = view
 
@@ -94,14 +93,14 @@ class BucketedDDP(nn.Module):
     """Data parallelism for a module: when loss.backward() returns, gradients are reduced.
 
     group: the ranks, each with rows of its own
-    bucket_mb: how large a bucket may be (MB = 1e6 bytes), but at most a quarter of the whole. Only
-        a larger parameter exceeds that, in a bucket of its own. A change of dtype begins a bucket
-    first_bucket_mb: how large the first may be; a small one, so that communication starts early
+    bucket_mb: a bucket is no larger (MB = 1e6 bytes), nor larger than a quarter of all trained
+        parameters; one parameter that is larger has a bucket of its own. So has each dtype
+    first_bucket_mb: the same of the first bucket: a small one, so that communication starts early
     average: False sums gradients instead
 
     All ranks begin with the first one's parameters and buffers. Tied parameters are counted once.
-    Frozen ones are left out: freeze before wrapping. Without zero_grad() between two backwards
-    outside of no_sync(), what is reduced already would be reduced again.
+    Frozen ones are left out: freeze before wrapping. Of several backwards before a zero_grad() all
+    but the last belong into no_sync(), since a sum must not be summed again.
     """
 
     def __init__(self, module, group=None, bucket_mb=25, first_bucket_mb=1, average=True):
@@ -173,7 +172,7 @@ class BucketedDDP(nn.Module):
 
     def finish(self):
         """Autograd's call when this backward is over."""
-        while self.started < len(self.buckets):  # from the first with a parameter it did not use
+        while self.started < len(self.buckets):  # this backward has not used all parameters
             self.start_next()
         for bucket in self.buckets:
             bucket.finish()
@@ -238,7 +237,7 @@ def refuse(args):
 
 def set_up(run, impl):
     plain = run.build()
-    optimizer = adamw(plain.parameters(), run.args.lr)  # wrappers leave parameters in their places
+    optimizer = adamw(plain.parameters(), run.args.lr)  # wrappers keep the parameters
     if impl == "torch":
         model = DistributedDataParallel(plain, gradient_as_bucket_view=True)
         return Side(model=model, optimizer=optimizer, train_step=train_step_at_work)

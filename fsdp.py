@@ -18,7 +18,7 @@ gradients. P_again of the P parameters are gathered twice: those of all blocks b
     collectives, L blocks and the root      -             2L all-gathers, L+1 reduce-scatters
     with --no-reshard                       -             8 P (N-1)/N, all blocks stay gathered
 
---hsdp N: a copy for every N ranks. zero.py --stage 3 holds the same, and need not be told blocks.
+--hsdp N: every N ranks share a copy of the model. zero.py --stage 3 finds its units by itself.
 
     model = FSDP(model, model.blocks)  # gradients are summed over ranks, not averaged
     optimizer = torch.optim.AdamW(model.parameter_groups(), lr=1e-3)
@@ -61,8 +61,8 @@ from harness.run import Run, Side
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# This rank's piece of a parameter p: in p.flatten() it begins at index `first`, and in this rank's
-# chunk it is the slice `span`. piece: its numbers, a 1-D nn.Parameter that the optimizer steps
+# What this rank has of a parameter p: the numbers of p.flatten() from index `first` on, which are
+# shard[span]. piece: an nn.Parameter, a view of these, so that the optimizer's step changes shard
 Part = namedtuple("Part", "first span piece")
 
 
@@ -71,19 +71,20 @@ class Flat:
 
         full      p0 | p1 | p2 | padding    (n * chunk,): the parameters are views of it
         buffer    g0 | g1 | g2 | padding    likewise: gradients of this rank, while they are summed
-                  chunk 0 | chunk 1 | ..    where both are cut, wherever that is in a parameter
+                  chunk 0 | chunk 1 | ..    equal chunks of both; a parameter may be in several
 
     Each rank keeps its chunk, the shard. Between uses full has no memory, parameters no elements.
+    The next use gives full its memory again: views of it that autograd has kept are right then.
     """
 
     def __init__(self, olds, group, replicas, device, dtype, home):
-        """olds: the module's parameters. device, dtype (None: theirs): of full. home: of shard"""
+        """olds: the module's parameters. device, dtype (None: theirs) of full; home: of shard"""
         kept = olds[0].dtype  # of the shard
         assert all(p.dtype == kept for p in olds), "FSDP: a unit's parameters must be of one dtype"
         self.group = group  # n ranks
         self.replicas = replicas  # the group of the ranks with the same shard, or None
         empty = torch.empty(0, dtype=dtype or kept, device=device)
-        # These will replace olds, whose data could not leave the meta device.
+        # new ones, since p.data of a p on the meta device cannot become a tensor on another device
         self.parameters = [nn.Parameter(empty.clone()) for _ in olds]
         self.shapes = {p: old.shape for p, old in zip(self.parameters, olds)}
         self.size = sum(old.numel() for old in olds)  # without padding
@@ -132,8 +133,8 @@ class Flat:
         if memory.nbytes() == 0:
             memory.resize_(self.full.nbytes)
             for p, place in self.places.items():
-                # Through .data p shares full's memory, not its version counter. By that autograd
-                # would take a gather for a change of p in place, and refuse to go backward.
+                # Set so, p keeps its own version counter. If it shared that of full, autograd would
+                # take a gather into full for a change of p, and refuse to go backward.
                 p.data = place
             self.sending = self.shard.to(self.full.device, self.full.dtype)
             # sharded -> replicated
@@ -151,10 +152,10 @@ class Flat:
         for p, place in self.places.items():
             # no elements, but the same p.dim(), by which one may make groups for an optimizer
             p.data = torch.atleast_1d(place)[:0]  # a scalar cannot be sliced
-        self.full.untyped_storage().resize_(0)  # also under the views of it that autograd keeps
+        self.full.untyped_storage().resize_(0)
 
     def gathered(self, shard):
-        """What every rank has of a shard, (chunk,) -> {parameter: whole tensor}; collective."""
+        """All ranks' chunks of a tensor, (chunk,) each -> {parameter: whole tensor}; collective."""
         full = shard.new_empty(self.full.numel(), device=self.full.device)
         all_gather(full, shard.to(full.device), group=self.group)  # sharded -> replicated
         return self.views(full)
@@ -163,7 +164,7 @@ class Flat:
 
     def start_sum(self):
         """Begin to sum over the group what autograd has left in the parameters' grad."""
-        self.buffer = self.shard.new_zeros(self.full.shape, device=self.full.device)
+        self.buffer = torch.zeros_like(self.full, dtype=self.shard.dtype)
         for p, slot in self.views(self.buffer).items():
             if p.grad is not None:  # this backward has used it
                 slot.copy_(p.grad)
@@ -198,14 +199,14 @@ class Flat:
 class FSDP(nn.Module):
     """Shards a module over the ranks of `group`: a unit for each of `blocks`, one for the rest.
 
-    In loss.backward() gradients are summed over all ranks. Each rank adds its part to what it had.
+    In loss.backward() gradients are summed over all ranks, and added to those of a rank's `pieces`.
 
     blocks: submodules, in the order in which they run
     replicas: the group of ranks with the same shard, one in each copy of the model (None: one copy)
     reshard: free blocks after forward, and gather them again for backward
     dtype: of gathered weights (None: their own); shards and sums keep theirs, inputs are not cast
     device: where the module computes (None: where it is); home: where shards live (None: on device)
-    init(name, tensor): fills what was on the meta device, alike on every rank; give device, too
+    init(name, tensor): fills what was on the meta device; a rank skips some names. Give device, too
 
     All ranks begin with the first one's parameters and buffers, but for what init fills. Frozen
     parameters stay whole on every rank, in `dtype`. Between steps trained ones have no elements.
@@ -243,8 +244,8 @@ class FSDP(nn.Module):
 
     def make_unit(self, part, dtype, home):
         """-> Flat of what is trained in a part of the module and is in no unit yet, or None."""
-        names = {p: name for name, p in self.module.named_parameters() if p.requires_grad}
-        olds = [p for p in part.parameters() if p in names and p not in self.unit_of]
+        trained = {p: name for name, p in self.module.named_parameters() if p.requires_grad}
+        olds = [p for p in part.parameters() if p in trained and p not in self.unit_of]
         if not olds:
             return None
         unit = Flat(olds, self.group, self.replicas, self.device, dtype, home or self.device)
@@ -254,7 +255,7 @@ class FSDP(nn.Module):
         for old, p in zip(olds, unit.parameters):
             # All ranks broadcast. On the meta device a rank makes only what it keeps a piece of.
             if not old.is_meta or p in unit.parts:
-                unit.store(p, self.value_of(old, names[old]))
+                unit.store(p, self.value_of(old, trained[old]))
         return unit
 
     def value_of(self, tensor, name):
@@ -341,7 +342,7 @@ class FSDP(nn.Module):
     def backward_ends(self):
         for unit in self.units:
             self.close(unit)  # the first block and the root; the others are closed already
-        self.summing[-1].continue_sum()
+        self.summing[-1].continue_sum()  # close() has continued the others
         for unit in self.summing:
             unit.finish_sum()
         self.summing.clear()
@@ -379,7 +380,7 @@ class FSDP(nn.Module):
         whole = {}  # {parameter: whole tensor}
         for unit in self.units:
             whole.update(unit.gathered(unit.shard))
-        state = self.module.state_dict(keep_vars=True)  # the parameters, which whole has as keys
+        state = self.module.state_dict(keep_vars=True)  # the Parameters themselves, keys of whole
         return {name: whole.get(t, t).detach() for name, t in state.items()}
 
     def full_gradients(self):
@@ -417,7 +418,7 @@ def parallelize(model, mesh, seed, **options):
 
     def init(name, tensor):
         path, _, attribute = name.rpartition(".")
-        module = nn.ParameterDict({attribute: tensor})  # it is tensor, with a name
+        module = nn.ParameterDict({attribute: tensor})  # a module around tensor's memory
         init_weights(module, len(model.blocks), seed, path)
 
     return FSDP(model, model.blocks, mesh["shard"].get_group(), replicas, init=init, **options)
@@ -475,10 +476,10 @@ def refuse(args, n):
     require(not args.offload or args.impl == "scratch", "--offload is for --impl scratch alone")
 
 
-def set_up(run, impl, plain, mesh):
+def set_up(run, impl, plain, mesh, wide):
     args = run.args
     if impl == "torch":
-        model = run.freeze(build(run.cfg, args.seed, run.device, plain.tok.weight.dtype))
+        model = run.freeze(build(run.cfg, args.seed, run.device, wide))
         model = parallelize_at_work(model, mesh, args.reshard, run.dtype)
         optimizer = adamw(model.parameters(), args.lr)
         return Side(model=model, optimizer=optimizer, train_step=train_step_at_work)
@@ -505,7 +506,7 @@ def pieces(model, optimizer, writes):
 def textbook(model, mesh):
     """A number takes b bytes in a shard, c where it computes. AdamW counts each piece's steps."""
     R, N = mesh.shape
-    sent = (N - 1) / N
+    others = (N - 1) / N
     b = model.units[0].shard.itemsize
     c = model.units[0].full.itemsize
     P = sum(unit.full.numel() for unit in model.units)  # with the padding of all units
@@ -515,10 +516,10 @@ def textbook(model, mesh):
         ("held parameters", f"b P/N, P = {P:,} with padding", b * P / N),
         ("held gradients", "b P/N", b * P / N),
         ("held optimizer", "2 b own + 4 per piece", 2 * b * own + 4 * len(model.pieces)),
-        ("wire all_gather", "c (P + P_again if resharded) (N-1)/N", c * (P + P_again) * sent),
-        ("wire reduce_scatter", "b P (N-1)/N", b * P * sent),
+        ("wire all_gather", "c (P + P_again if resharded) (N-1)/N", c * (P + P_again) * others),
+        ("wire reduce_scatter", "b P (N-1)/N", b * P * others),
         ("wire all_reduce", "norm: 2 b (N-1)/N, R copies: 2 b P/N (R-1)/R",
-         2 * b * sent + 2 * b * P / N * (R - 1) / R),
+         2 * b * others + 2 * b * P / N * (R - 1) / R),
     ]
 
 
@@ -534,11 +535,11 @@ def main():
     run = Run(args)
     mesh = dist.init_device_mesh(run.device.type, (args.world_size // n, n),
                                  mesh_dim_names=("replicate", "shard"))
+    wide = torch.promote_types(run.dtype, torch.float32)  # of shards, sums and AdamW's states
     with torch.device("meta"):
-        # --dtype bf16 is for computing: shards, sums of gradients and AdamW's states are fp32
-        plain = run.freeze(GPT(run.cfg).to(torch.promote_types(run.dtype, torch.float32)))
+        plain = run.freeze(GPT(run.cfg).to(wide))  # for FSDP
     with run:  # from here on a dry run's tensors have no memory
-        sides = {impl: set_up(run, impl, plain, mesh) for impl in run.impls}
+        sides = {impl: set_up(run, impl, plain, mesh, wide) for impl in run.impls}
         rows = share(args.batch, run.world_size, run.rank)  # of every batch, this rank's
         for impl, step, x, y, valid in run.steps(sides, rows):
             side = sides[impl]
