@@ -10,8 +10,8 @@ which may leave the gradients of the weights to a later action, W. A stage sends
 (batch/M, T, C), to the next, and gets back a gradient of that size. Rank r of 0 to p-1 has 1/p of
 the layers, in v stages. In the table F, B, W are a rank's times; a B that leaves no W takes B + W.
 
-    M >= 2p micro-batches       bubble: idle part of the time   activations that rank r keeps,
-                                from first to last action       in micro-batches
+    M >= 2p micro-batches       bubble: the worst rank's idle   activations that rank r keeps,
+                                part, first to last action      in micro-batches
     plain GPT                   -                               M, of all layers
     naive                       (p-1) / p                       1
     gpipe                       (p-1) / (M + p-1)               M
@@ -348,9 +348,10 @@ class Mail:
             self.sent = work, tensor
 
     def receive_ahead(self, position):
-        """Start the receives of what other ranks make until two places further in their plans, so
-        that tensors travel while ranks compute. This rank may take them much later, as in bfs: if
-        their receives began only then, the senders would wait."""
+        """Start the receives of what other ranks make up to two places further in their plans than
+        this rank is in its own: early enough for tensors to travel while ranks compute, and few at
+        a time. When this rank will take them does not matter: in bfs it does so much later, and
+        until then the senders would wait."""
         while self.coming and self.position[self.coming[0]] <= position + 2:
             self.receive()
 
@@ -387,7 +388,7 @@ def make_links(plans, pipelines):
             group = dist.new_group([ranks[end] for end in link])
             if dist.get_rank(group) >= 0:
                 mine[link] = group
-                dist.barrier(group)  # a group's first call waits for both ranks: not a send
+                dist.barrier(group)  # its first call waits for both ranks, as no send should
     return mine
 
 
@@ -449,7 +450,7 @@ class Pipeline:
         self.plan = plans[mail.rank]
         self.microbatches = 1 + max(action.microbatch for action in self.plan)
         self.updates = any(action.kind == "U" for action in self.plan)
-        self.apart = {(a.microbatch, a.stage) for a in self.plan if a.kind == "W"}  # leave a W
+        self.apart = {(a.microbatch, a.stage) for a in self.plan if a.kind == "W"}  # Bs with a W
         self.kept = {}  # {(micro-batch, stage): (input, edge of the output)}, from F to B
         self.left = {}  # {(micro-batch, stage): [what W calls for each Linear]}, from B to W
         if self.apart:
@@ -800,7 +801,7 @@ def sloped(rank, ranks, microbatches, slope, most, lag):
 
 
 NAMES = (*SCHEDULES, "auto")
-FLAGS = {
+FLAGS = {  # Flag(int, ..) has no default
     "schedule": Flag("1f1b", "order of the work", NAMES),
     "micro": Flag(4, "M, micro-batches", POSITIVE),
     "chunks": Flag(2, "v, stages per rank (interleaved and bfs)", POSITIVE),
