@@ -256,7 +256,7 @@ def set_random_states(cpu, gpu):
 # nothing. Matmuls, attention, sums over ranks, and all else that is not in this list, are dear.
 aten = torch.ops.aten
 CHEAP = {
-    aten.native_layer_norm.default, aten._fused_rms_norm.default,
+    aten.native_layer_norm.default, aten._fused_rms_norm.default, aten.detach.default,
     aten.gelu.default, aten.silu.default, aten.mul.Tensor,  # mul: in SwiGLU, handmade norms
     aten._to_copy.default,  # autocast makes copies of activations and weights in another dtype
     aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int,

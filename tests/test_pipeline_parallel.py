@@ -283,7 +283,7 @@ def test_planted_bugs_are_seen():
 @pytest.mark.parametrize("world, flags", [
     (4, [*LLAMA, "--schedule", "zb-h1", "--micro", "8", "--vocab", "257", "--eval-every", "1"]),
     (2, ["--schedule", "auto", "--limit", "3"]),
-    (2, ["--schedule", "zb-v", "--train", "q.weight|v.bias|blocks.[23]"]),
+    (2, ["--schedule", "zb-v", "--train", "1.attn.v.bias|blocks.[23]"]),
     (2, [*LLAMA, "--impl", "both", "--schedule", TORCHS, "--steps", "3"])])
 def test_script_proves_itself(world, flags):
     report = proves("pipeline_parallel", world, "--layers", "4", *flags)
