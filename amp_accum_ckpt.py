@@ -257,7 +257,7 @@ def set_random_states(cpu, gpu):
 # Operations that are not in this list count as dear: matmuls, attention, sums over ranks.
 aten = torch.ops.aten
 CHEAP = {
-    aten.native_layer_norm.default, aten._fused_rms_norm.default,
+    aten.native_layer_norm.default, aten._fused_rms_norm.default, aten.detach.default,
     aten.gelu.default, aten.silu.default, aten.mul.Tensor,  # mul: in SwiGLU, handmade norms
     aten._to_copy.default,  # autocast makes copies of activations and weights in another dtype
     aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int,

@@ -1,35 +1,35 @@
 """Pipeline parallelism: each rank holds some of the layers, and micro-batches flow through them.
 
-    1f1b, 2 ranks, 4 micro-batches, B twice as long as F; time to the right, dots are the bubble
+    1f1b, 2 ranks, 4 micro-batches, B twice as long as F; time to the right, dots: the rank waits
 
     rank 0   F0 F1 ......B0    F2 B1    F3 B2    ...B3
     rank 1   ...F0 B0    F1 B1    F2 B2    F3 B3    ......
 
-A schedule is data: for each rank a list of actions, F forward, B backward, W the gradients of the
-weights where a B leaves them for later. For each micro-batch a stage sends the next one its output,
-(batch/M, T, C), and gets as large a gradient back. A rank has 1/p of the parameters. F, B, W below
-are times; a B that leaves no W takes B + W. The bubble: of the longest from first to last action.
+A schedule is data: each rank has a list of actions. F is a micro-batch's forward, B its backward,
+which may leave the gradients of the weights to a later action, W. A stage sends its output,
+(batch/M, T, C), to the next, and gets back a gradient of that size. Rank r of 0 to p-1 has 1/p of
+the layers, in v stages. In the table F, B, W are a rank's times; a B that leaves no W takes B + W.
 
-    p ranks, M micro-batches,   bubble, for M >= 2p - 1:    kept by rank r, in micro-batches
-    v stages per rank           part of a step, or a time   (M large enough)
-    plain GPT                   -                           all M at once
-    naive                       (p-1) / p                   1
-    gpipe                       (p-1) / (M + p-1)           M
-    1f1b                        (p-1) / (M + p-1)           p - r
-    interleaved                 (p-1) / (v M + p-1)         p + (p-1-2r) / v
-    bfs                         (p-1) / (v M + p-1)         M
-    zb-h1 (W <= F)              time (p-1) (F + B - W)      p
-    zb-h2 (W <= F, 2W <= F+B)   time (p-1) (F + B - 2W)     2p - 1
-    zb-v (F = B = W)            0                           p
-    dualpipe-v (F = B = W)      time (p-1) F, pairs at once p + 1/2
-    auto --limit X              what a search finds         X
-    pipedream                   that of 1f1b                p - r, each with its weights
+    M >= 2p micro-batches       bubble: the worst rank's idle   activations that rank r keeps,
+                                part, first to last action      in micro-batches
+    plain GPT                   -                               M, of all layers
+    naive                       (p-1) / p                       1
+    gpipe                       (p-1) / (M + p-1)               M
+    1f1b, pipedream             (p-1) / (M + p-1)               p - r
+    interleaved                 (p-1) / (v M + p-1)             p + (p-1-2r) / v
+    bfs                         (p-1) / (v M + p-1)             M
+    zb-h1 (W <= F)              a time: (p-1) (F + B - W)       p
+    zb-h2 (W <= F, 2W <= F+B)   a time: (p-1) (F + B - 2W)      2p - 1
+    zb-v (F = B = W)            0                               p
+    dualpipe-v (F = B = W)      a time: (p-1) F, with overlap   p + 1/2
 
     plans = make_plans("1f1b", ranks=2, microbatches=4)
-    stages = Stages([model[:3], model[3:]], plans)  # of an nn.Sequential
-    mail = Mail(plans, [0, 1], None, make_links(plans, [[0, 1]]), (B // 4, T, C), dtype, device)
-    loss = Pipeline(stages.here, plans, mail).step(inputs, loss_fn)  # built once, stepped often
-    norm = stages.sum_and_clip(1.0)                                  # then optimizer.step()
+    stages = Stages([layers[:3], layers[3:]], plans)  # layers: one nn.Sequential, on all ranks
+    mail = Mail(plans, ranks=[0, 1], group=None, links=make_links(plans, [[0, 1]]),
+                size=(B // 4, T, C), dtype=torch.float32, device="cpu")
+    pipeline = Pipeline(stages.here, plans, mail)
+    loss = pipeline.step(inputs, loss_fn)  # of 4 micro-batches; 0 on ranks without the last stage
+    norm = stages.sum_and_clip(1.0)        # then optimizer.step()
 
 Not for: stages that pass on anything but one tensor of one size, or change their input in place;
 ranks without parameters; parameters replaced later; several pipelines (see hybrid_3d.py).
@@ -39,11 +39,11 @@ At work: torch.distributed.pipelining (section 3).
     torchrun --standalone --nproc_per_node=2 pipeline_parallel.py --schedule zb-v
     python pipeline_parallel.py --simulate --schedule zb-h1 --pp 4 --micro 8 --times 1,1,1,0
 """
+import itertools
 import math
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial
-from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -70,16 +70,19 @@ from harness.usage import refusing
 
 
 class Action(NamedTuple):
-    """One piece of a rank's work."""
+    """One piece of a rank's work. It is also the name of the tensor that it makes."""
 
-    kind: str  # F forward; B backward; W the gradients of the weights, later; U an update
+    kind: str  # F forward; B backward; W what B has left of it; U update of the weights
     microbatch: int
     stage: int  # a part of the model's layers, 0 the first; a rank may hold several
-    joined: bool = False  # an F that a simulation may play as one action with the B that follows
+    joined = False  # no field, a constant: see Joined
 
 
-def key(action):
-    return action[:3]  # (kind, micro-batch, stage), the name of what it makes
+class Joined(Action):
+    """An F that can overlap with the B that follows it. A simulation plays them as one, Pipeline
+    one after the other. It is equal to the Action with the same fields."""
+
+    joined = True
 
 
 def sweep(kind, microbatches, stages, together):
@@ -119,76 +122,77 @@ def follow(plan, kind, lag):
 
 
 def in_words(stages, *lines):
-    """A plan in words: lines of (words, how many times). A digit is one of the rank's stages.
+    """A plan for two stages, in words: each line has words, and how many times they come.
 
-    F0 the next forward of stage 0; B1 the next backward of stage 1; I1 the same, but it leaves a W;
-    W the oldest W that is left; F0& joined with what follows. At the end come the Ws still left.
+    F and B are the next forward and backward of the first stage, I is a B that leaves a W; f, b, i
+    are those of the second stage. W is the oldest W that is left, F& and f& are Joined. After the
+    last line come the Ws that are still left.
     """
     plan = []
-    count = Counter()  # {(F or B, stage): how many there are}
-    late = deque()
+    upcoming = defaultdict(itertools.count)  # {(F or B, stage): micro-batches, from 0}
+    left = deque()  # Ws
+    first, second = stages
     for words, times in lines:
         for word in words.split() * times:
             if word == "W":
-                plan.append(late.popleft())
+                plan.append(left.popleft())
                 continue
-            kind = word[0].replace("I", "B")
-            stage = stages[int(word[1])]
-            microbatch = count[kind, stage]
-            count[kind, stage] += 1
-            plan.append(Action(kind, microbatch, stage, joined=word.endswith("&")))
-            if word[0] == "I":
-                late.append(Action("W", microbatch, stage))
-    return plan + list(late)
+            stage = first if word[0].isupper() else second
+            kind = word[0].upper().replace("I", "B")
+            microbatch = next(upcoming[kind, stage])
+            make = Joined if word.endswith("&") else Action
+            plan.append(make(kind, microbatch, stage))
+            if word in "Ii":
+                left.append(Action("W", microbatch, stage))
+    return plan + list(left)
 
 
 def zb_v(r, p, M, stages):
-    n = max(M, 2 * p - 1)  # the words need so many; those beyond M are dropped in the end
+    n = max(M, 2 * p - 1)  # the words want that many micro-batches; those beyond M are dropped
     plan = in_words(
         stages,
-        ("F0", 2 * (p - r) - 1),  # until the first micro-batch is back, at stage 1
-        ("F1 F0", r),  # until the first gradient arrives at stage 1
-        ("F1 I1 W", p - r),  # the first gradients are on their way to stage 0
-        ("F0 I0 W F1 I1 W", n - 2 * p + 1 + r),  # the steady state
-        ("I0 W F1 I1 W", p - 1 - r),  # no F0 is left
-        ("I0 I1", r),  # no F is left; Bs come first, since other ranks wait for them
-        ("I0 W", p - r),
+        ("F", 2 * (p - r) - 1),  # until the first micro-batch comes to the second stage
+        ("f F", r),  # until the first gradient comes to the second stage
+        ("f i W", p - r),  # until the first gradient comes to the first stage
+        ("F I W f i W", n - 2 * p + 1 + r),  # the steady state
+        ("I W f i W", p - 1 - r),  # no F is left
+        ("I i", r),  # no f is left; Ws are put off, since other ranks wait for Bs
+        ("I W", p - r),
     )
     return [action for action in plan if action.microbatch < M]
 
 
 def dualpipe_v(r, p, M, stages):
-    pairs = [("F0& B1 F1& B0", M - 2 * p + r + 1)]
-    if r == p - 1:  # the first pair is not joined here, which makes the bubble smaller
-        pairs = [("F0 B1 F1& B0", 1), ("F0& B1 F1& B0", M - p - 1)]
+    pairs = [("F& b f& B", M - 2 * p + r + 1)]
+    if r == p - 1:  # the last rank does not join the first F, which makes the bubble smaller
+        pairs = [("F b f& B", 1), ("F& b f& B", M - p - 1)]
     return in_words(
         stages,
-        ("F0", 2 * (p - 1 - r)),
-        ("F0 F1", r + 1),
-        ("I1 W F1", p - 1 - r),
+        ("F", 2 * (p - 1 - r)),
+        ("F f", r + 1),
+        ("i W f", p - 1 - r),
         *pairs,
-        ("B1 F1& B0", p - 1 - r),
-        # no Fs are left: r + 1 pairs of Bs follow, and those of the second half leave their Ws
-        ("B1 B0", (r + 1) // 2),
-        ("B1 I0", 1 - r % 2),  # the middle one of an odd number of pairs
-        ("I1 I0", (r + 1) // 2),
-        ("W I0", p - 1 - r),  # the Bs of stage 0 that have no partner
+        ("b f& B", p - 1 - r),  # no F is left
+        ("b B", (r + 1) // 2),  # no f is left: r + 1 pairs of Bs, of which the second half leave Ws
+        ("b I", (r + 1) % 2),  # the middle pair, if r + 1 is odd
+        ("i I", (r + 1) // 2),
+        ("W I", p - 1 - r),  # no b is left
     )
 
 
 def loop(r, p, chunks):
-    """-> the stages of rank r of p, when they go through all ranks and then through all again."""
+    """-> the stages of rank r of p, if they go through all ranks and then through all again."""
     return list(range(r, p * chunks, p))
 
 
 def vee(r, p, chunks):
-    """-> the same when they go down the ranks and up again: rank 0 has the first and the last."""
+    """-> the same, if they go down the ranks and up again: rank 0 has the first and the last."""
     return [r, 2 * p - 1 - r]
 
 
 class Schedule(NamedTuple):
     place: Callable  # (rank r, of p, chunks) -> the stages of the rank
-    chunks: int | None  # stages per rank; None: as many as one likes
+    chunks: int | None  # stages per rank; None: as many as make_plans is told
     order: Callable  # (rank r, of p, micro-batches M, its stages s) -> the rank's plan
 
 
@@ -203,22 +207,23 @@ SCHEDULES = {
     #     rank 0   F0 F1 F2 F3 .........B0    B1    B2    B3
     #     rank 1   ...F0 F1 F2 F3 B0    B1    B2    B3    ......
     "gpipe": Schedule(loop, 1, lambda r, p, M, s: turns(M, M, s)),
-    # As early a backward as can be: a micro-batch comes back when it has been through all later
-    # ranks (Harlap 2018, arXiv:1806.03377, figure 8). The picture is at the top of the file.
+    # Each backward as early as can be: rank r begins with one F for each later rank; then an F and
+    # a B take turns (Harlap 2018, arXiv:1806.03377, figure 8). The docstring has the picture.
     "1f1b": Schedule(loop, 1, lambda r, p, M, s: turns(M, p - 1 - r, s)),
     # 1f1b with several stages per rank: filling and draining take less time (Narayanan 2021,
-    # arXiv:2104.04473, figure 4). M has to be a multiple of p.
+    # arXiv:2104.04473, figure 4). M has to be a multiple of p. A rank begins with p Fs in all its
+    # stages but the last, then two for each later rank: there and back.
     #     rank 0   F0 F1 f0 f1 F2 ...b0    F3 b1    f2 B0    f3 B1    ...b2    ...b3    B2    B3
     #     rank 1   ...F0 F1 f0 b0    f1 b1    F2 B0    F3 B1    f2 b2    f3 b3    B2    B3    ......
     "interleaved": Schedule(
         loop, None, lambda r, p, M, s: turns(M, (len(s) - 1) * p + 2 * (p - 1 - r), s, together=p)),
     # gpipe with several stages per rank (Lamy-Poirier 2022, arXiv:2211.05953): all micro-batches go
-    # through one, then through the next. So sharded parameters (FSDP) are gathered only twice.
+    # through one, then through the next. So FSDP gathers the parameters of a stage only twice.
     #     rank 0   F0 F1 f0 f1 .........b0    b1    B0    B1
     #     rank 1   ...F0 F1 f0 f1 b0    b1    B0    B1    ......
     "bfs": Schedule(loop, None, lambda r, p, M, s: turns(M, len(s) * M, s, together=M)),
-    # 1f1b in which rank r does the W of micro-batch m behind the B of micro-batch m + r: Bs are
-    # sooner done, and Ws fill the end (Qi 2023, figure 3).
+    # 1f1b in which rank r does the W of micro-batch m after the B of micro-batch m + r: Bs are done
+    # sooner, and Ws fill the end (Qi 2023, figure 3).
     #     rank 0   F0 F1 ...B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
     #     rank 1   ...F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3
     "zb-h1": Schedule(loop, 1, lambda r, p, M, s: follow(turns(M, p - 1 - r, s), "W", r)),
@@ -232,14 +237,14 @@ SCHEDULES = {
     #     rank 0   F0 F1 F2 f0 b0 w0 f1 b1 w1 F3 B0 W0 f2 b2 w2 B1 W1 f3 b3 w3 B2 W2 B3 W3 ...
     #     rank 1   ...F0 f0 F1 f1 b0 w0 F2 B0 W0 f2 b1 w1 F3 B1 W1 f3 b2 w2 B2 b3 B3 W2 w3 W3
     "zb-v": Schedule(vee, 2, zb_v),
-    # Forwards and backwards in pairs, so that the messages of one (experts have some) can hide
-    # behind the other's arithmetic (DeepSeek-V3, arXiv:2412.19437, section 3.2.1; folded into a V
-    # by Sea AI Lab). M has to be 2p or more. Pipeline runs the two of a pair one after the other.
+    # Pairs of an F, which is Joined, and a B: the messages that experts send in one can hide behind
+    # the other's arithmetic (DeepSeek-V3, arXiv:2412.19437, section 3.2.1; folded into a V by Sea
+    # AI Lab). M has to be 2p or more.
     #     rank 0   F0 F1 F2 f0 b0 w0 f1 F3 b1    f2 B0    b2    f3 ...B1    b3    B2 W2 B3 W3
     #     rank 1   ...F0 f0 F1 f1 F2 b0    f2 B0    F3 b1    f3 B1    b2    B2    b3 B3 w3 W3
     "dualpipe-v": Schedule(vee, 2, dualpipe_v),
-    # 1f1b with an update after each backward. The last one is not in the plan: whoever calls step()
-    # makes it (Harlap 2018, section 3). Section 1.5 says which weights a micro-batch meets.
+    # 1f1b with an update after each backward (Harlap 2018, section 3); [:-1], since whoever calls
+    # step() makes the last one. Section 1.5 says which weights a micro-batch meets.
     #     rank 0   F0 F1 ......B0    U F2 B1    U F3 B2    U ...B3
     #     rank 1   ...F0 B0    U F1 B1    U F2 B2    U F3 B3    ......
     "pipedream": Schedule(
@@ -249,7 +254,7 @@ SCHEDULES = {
 
 def make_plans(name, ranks, microbatches, chunks=2):
     """-> for each rank a list of actions. chunks: stages per rank, of interleaved and bfs."""
-    # with other numbers of micro-batches the ranks would wait for each other for ever
+    # with other numbers the ranks would wait for each other for ever
     assert name != "interleaved" or microbatches % ranks == 0, (
         f"interleaved takes multiples of {ranks} micro-batches, not {microbatches}")
     assert name != "dualpipe-v" or microbatches >= 2 * ranks, (
@@ -264,12 +269,13 @@ def homes(plans):
     return {action.stage: rank for rank, plan in enumerate(plans) for action in plan}
 
 
-def source(action, last):
-    """The key of what an action takes from another stage, or None. last: the model's last stage."""
-    if action.kind == "F" and action.stage > 0:
-        return "F", action.microbatch, action.stage - 1
-    if action.kind == "B" and action.stage < last:
-        return "B", action.microbatch, action.stage + 1
+def source(action, end):
+    """-> the action of another stage that makes what this one takes, or None. end: last stage."""
+    kind, microbatch, stage = action
+    if kind == "F" and stage > 0:
+        return Action("F", microbatch, stage - 1)
+    if kind == "B" and stage < end:
+        return Action("B", microbatch, stage + 1)
     return None
 
 
@@ -277,14 +283,12 @@ def source(action, last):
 
 
 class Mail:
-    """Each rank puts what it has made and takes what it needs.
+    """Brings each tensor from the action that makes it to the action that takes it.
 
-    Each pair of ranks has a link for each direction. Sends and receives on it are in the order in
-    which the sender's plan makes the tensors. Receives are started ahead, so that tensors travel
-    while ranks compute.
+    On the link from one rank to another both begin transfers in the order of the sender's plan.
 
-    plans: all ranks'. ranks: the global ranks of this pipeline, group: theirs. links: make_links's.
-    size, dtype, device: of every tensor.
+    plans: all ranks'. ranks: the global ranks of this pipeline. group: theirs, None if they are all
+    ranks. links: make_links's. size, dtype, device: of every tensor.
     """
 
     def __init__(self, plans, ranks, group, links, size, dtype, device):
@@ -295,84 +299,81 @@ class Mail:
         self.size = torch.Size(size)
         self.dtype = dtype
         self.device = device
-        self.end = max(homes(plans))  # the last stage
-        self.maker = {}  # {key of an action: (its position in a plan, the rank of that plan)}
-        self.receiver = {}  # {key of an action: the rank that takes what it makes}
-        for rank, plan in enumerate(plans):
-            for position, action in enumerate(plan):
-                self.maker[key(action)] = position, rank
-                need = source(action, self.end)
-                if need:
-                    self.receiver[need] = rank
-        self.coming = deque()  # [(position, sender, key)] of receives that are not started
-        self.here = {}  # {key: (work, tensor)} of started receives; no work: made on this rank
+        self.home = homes(plans)
+        self.end = max(self.home)  # the last stage
+        # {action: its place in the plan of its rank}
+        self.position = {action: i for plan in plans for i, action in enumerate(plan)}
+        self.coming = deque()  # actions of other ranks; no receive of their tensors has begun
+        self.inbox = {}  # {action: (work of the receive, or None if made here; tensor)}
         self.sent = None  # (work, tensor) of the last send
 
     def open(self, actions):
-        """Before this rank plays these actions: list what it will receive for them."""
-        coming = []
-        for need in filter(None, [source(action, self.end) for action in actions]):
-            position, sender = self.maker[need]
-            if sender != self.rank:
-                coming.append((position, sender, need))
-        self.coming = deque(sorted(coming))  # in the order in which they are made
+        """Before this rank plays these actions: list what other ranks make for them, in order."""
+        makers = filter(None, [source(action, self.end) for action in actions])
+        coming = [maker for maker in makers if self.home[maker.stage] != self.rank]
+        self.coming = deque(sorted(coming, key=self.position.get))
 
     def receive(self):
         """Start the next receive."""
-        _, sender, name = self.coming.popleft()
+        maker = self.coming.popleft()
         tensor = torch.empty(self.size, dtype=self.dtype, device=self.device)
-        work = self.begin(dist.irecv, tensor, sender, (sender, self.rank))  # there -> here
-        self.here[name] = work, tensor
-
-    def put(self, action, tensor):
-        """After each action: send what it has made, which of another size would arrive as noise."""
-        position, _ = self.maker[key(action)]
-        # Start to receive what the others make until two actions later in their plans than we are
-        # in ours. What is taken next alone would not do: a rank of bfs sends a tensor long before
-        # we take it, and would wait for us there.
-        while self.coming and self.coming[0][0] <= position + 2:
-            self.receive()
-        receiver = self.receiver.get(key(action))
-        if receiver == self.rank:
-            self.here[key(action)] = None, tensor
-        elif receiver is not None:
-            found = tensor.shape, tensor.dtype
-            assert found == (self.size, self.dtype), f"{found}, not {self.size}, {self.dtype}"
-            self.finish_send()
-            tensor = tensor.contiguous()
-            work = self.begin(dist.isend, tensor, receiver, (self.rank, receiver))  # here -> there
-            self.sent = work, tensor
+        work = self.begin(dist.irecv, tensor, self.home[maker.stage])  # there -> here
+        self.inbox[maker] = work, tensor
 
     def take(self, action):
-        """-> what it needs of another stage: another rank sends it, or this one has put it."""
-        need = source(action, self.end)
-        if not need:
+        """-> the tensor that an action takes from another stage, or None if it takes none."""
+        maker = source(action, self.end)
+        if maker is None:
             return None
-        while need not in self.here:
+        while maker not in self.inbox:
             self.receive()
-        work, tensor = self.here.pop(need)
+        work, tensor = self.inbox.pop(maker)
         if work:
             work.wait()  # on a GPU the stream waits, not the host
         return tensor
 
+    def put(self, action, tensor):
+        """After each action: start receives, and send the tensor that it has made."""
+        self.receive_ahead(self.position[action])
+        taker = {"F": action.stage + 1, "B": action.stage - 1}.get(action.kind)  # a stage
+        receiver = self.home.get(taker)  # None: nobody takes it
+        if receiver == self.rank:
+            self.inbox[action] = None, tensor
+        elif receiver is not None:
+            found = tensor.shape, tensor.dtype  # gloo would deliver other ones as noise
+            assert found == (self.size, self.dtype), f"{found}, not {self.size}, {self.dtype}"
+            self.finish_send()
+            tensor = tensor.contiguous()
+            work = self.begin(dist.isend, tensor, receiver)  # here -> there
+            self.sent = work, tensor
+
+    def receive_ahead(self, position):
+        """Start the receives of what other ranks make up to two places further in their plans than
+        this rank is in its own: early enough for tensors to travel while ranks compute, and few at
+        a time. When this rank will take them does not matter: in bfs it does so much later, and
+        until then the senders would wait."""
+        while self.coming and self.position[self.coming[0]] <= position + 2:
+            self.receive()
+
     def finish_send(self):
-        """Wait for the last send: until then its memory is not free."""
+        """Wait for the last send, whose tensor has to live until then."""
         if self.sent:
             work, _ = self.sent
             work.wait()
         self.sent = None
 
-    def begin(self, operation, tensor, peer, link):
+    def begin(self, operation, tensor, peer):
+        link = (self.rank, peer) if operation is dist.isend else (peer, self.rank)
         group = self.links.get(link, self.group)
         # as a batch of one: for a bare isend NCCL would make another communicator for the pair
         return dist.batch_isend_irecv([dist.P2POp(operation, tensor, self.ranks[peer], group)])[0]
 
 
 def make_links(plans, pipelines):
-    """-> {(sender, receiver): group} of this rank's links, by places in a pipeline.
+    """-> {(sender, receiver): group} of this rank's links; both are places in a pipeline.
 
-    Every rank calls it. pipelines: the global ranks of each. NCCL runs a group's transfers in
-    order: a receive that waits would hold up the sends behind it. gloo matches pairs by itself.
+    Every rank calls it. pipelines: for each the global ranks. NCCL runs a group's transfers in
+    order: a receive that waits would hold up the sends after it. gloo needs no groups.
     """
     if dist.get_backend() in ("gloo", "fake"):
         return {}
@@ -380,14 +381,14 @@ def make_links(plans, pipelines):
     pairs = {(home[stage], home[stage + 1]) for stage in range(max(home))}  # an F's output
     pairs |= {(after, before) for before, after in pairs}  # a B's gradient
     mine = {}
-    for ranks, link in product(pipelines, sorted(pairs)):
+    for ranks, link in itertools.product(pipelines, sorted(pairs)):
         if link[0] != link[1]:
-            # every rank calls new_group, also one that is not in the group: NCCL splits it off the
-            # world's communicator
+            # every rank calls new_group, also those that are not in the group: NCCL splits it off
+            # the world's communicator
             group = dist.new_group([ranks[end] for end in link])
             if dist.get_rank(group) >= 0:
                 mine[link] = group
-                dist.barrier(group)  # in a group's first call its ranks wait for each other
+                dist.barrier(group)  # its first call waits for both ranks, as no send should
     return mine
 
 
@@ -398,7 +399,7 @@ def make_links(plans, pipelines):
 
 
 class SplitLinear(torch.autograd.Function):
-    """F.linear. While `later` is a list its backward is B alone, and appends what W is to do.
+    """F.linear, whose backward is B. W is appended to the list `later`; if that is None, B does it.
 
     parameters: weight and bias in a tuple, so that autograd does not see them. If it did, a B would
     call their post-accumulate hooks although it makes no gradient of theirs (from torch 2.13 on).
@@ -408,93 +409,67 @@ class SplitLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, parameters):
-        ctx.parameters = parameters
-        ctx.save_for_backward(x)
-        return F.linear(x, *parameters)
+        ctx.weight, _ = parameters
+        with torch.enable_grad():
+            y = F.linear(x.detach(), *parameters)
+        ctx.edge = get_gradient_edge(y)  # of a graph that ends at the parameters: its backward is W
+        return y.detach()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        x, = ctx.saved_tensors
-        weight, _ = ctx.parameters
-        with torch.enable_grad():
-            handle = WeightGradient.apply(x.detach(), grad, *ctx.parameters)
+        w = partial(torch.autograd.backward, ctx.edge, grad)
         if SplitLinear.later is None:
-            handle.backward()
+            w()
         else:
-            SplitLinear.later.append(handle.backward)
-        # under autocast x, the weight and grad may be of three dtypes
-        return (grad @ weight.to(grad.dtype)).to(x.dtype), None
-
-
-class WeightGradient(torch.autograd.Function):
-    """W of a Linear. Its output is a scalar that means nothing: a backward from it is W. So
-    autograd adds to .grad and calls the parameters' hooks, as in any backward."""
-
-    @staticmethod
-    def forward(ctx, x, grad, weight, bias):
-        ctx.save_for_backward(x, grad)
-        return weight.new_zeros(())
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, _):
-        x, grad = ctx.saved_tensors
-        x = x.flatten(0, -2).to(grad.dtype)  # (N, in)
-        grad = grad.flatten(0, -2)  # (N, out)
-        grad_weight = grad.T @ x if ctx.needs_input_grad[2] else None
-        grad_bias = grad.sum(0) if ctx.needs_input_grad[3] else None
-        return None, None, grad_weight, grad_bias
+            SplitLinear.later.append(w)
+        return grad @ ctx.weight.to(grad.dtype), None  # under autocast their dtypes may differ
 
 
 def split_linear(x, weight, bias):
-    if not weight.requires_grad and (bias is None or not bias.requires_grad):
-        return F.linear(x, weight, bias)  # both frozen: no W
-    if torch.is_grad_enabled() and not x.requires_grad:
-        x = x.detach().requires_grad_()  # autograd sees x alone: it has to have a backward
+    trained = weight.requires_grad or (bias is not None and bias.requires_grad)
+    if not trained or not torch.is_grad_enabled():
+        return F.linear(x, weight, bias)  # no W
+    if not x.requires_grad:
+        x = x.detach().requires_grad_()  # else autograd, which sees x alone, would skip backward
     return SplitLinear.apply(x, (weight, bias))
-
-
-def split_linears(module):
-    for linear in module.modules():
-        if type(linear) is nn.Linear:
-            linear.forward = partial(split_linear, weight=linear.weight, bias=linear.bias)
 
 
 # ---- 1.4 the pipeline ----
 
 
 class Pipeline:
-    """Runs one rank's plan, over modules that map one tensor to one tensor.
+    """Plays this rank's plan.
 
-    modules: {stage: module}, this rank's. plans: those of all ranks.
+    modules: {stage: module}, those of this rank; each maps one tensor to one. plans: all ranks'.
     """
 
     def __init__(self, modules, plans, mail):
         self.modules = modules
         self.mail = mail
         self.plan = plans[mail.rank]
-        self.end = mail.end  # the last stage
         self.microbatches = 1 + max(action.microbatch for action in self.plan)
         self.updates = any(action.kind == "U" for action in self.plan)
-        self.apart = {(a.microbatch, a.stage) for a in self.plan if a.kind == "W"}  # split Bs
-        self.kept = {}  # {(micro-batch, stage): its input, the edge of its output}, until B
-        self.left = {}  # {(micro-batch, stage): [what each Linear has left to do]}, until W
+        self.apart = {(a.microbatch, a.stage) for a in self.plan if a.kind == "W"}  # Bs with a W
+        self.kept = {}  # {(micro-batch, stage): (input, edge of the output)}, from F to B
+        self.left = {}  # {(micro-batch, stage): [what W calls for each Linear]}, from B to W
         if self.apart:
-            for module in modules.values():
-                split_linears(module)
+            for linear in nn.ModuleList(modules.values()).modules():
+                if type(linear) is nn.Linear:
+                    linear.forward = partial(split_linear, weight=linear.weight, bias=linear.bias)
 
     def step(self, inputs, loss_fn, update=None):
         """A batch forward and backward: .grad is added to. -> this rank's sum of losses.
 
-        inputs[m]: micro-batch m, for the first stage. loss_fn(output, m): its part of the loss, for
-        the last stage. update(): what U does (section 1.5).
+        inputs[m]: micro-batch m, for the first stage. loss_fn(output, m) -> its part of the batch's
+        loss, on the last stage: a sum over m's tokens, divided by the tokens of the whole batch.
+        update(): what U does (section 1.5).
         """
         return self.play("FBWU", inputs, loss_fn, update)
 
     @torch.no_grad()
     def evaluate(self, inputs, loss_fn):
-        """The forwards alone, without a graph -> this rank's sum of losses."""
+        """The forwards alone -> this rank's sum of losses."""
         return self.play("F", inputs, loss_fn)
 
     def play(self, kinds, inputs, loss_fn, update=None):
@@ -508,7 +483,7 @@ class Pipeline:
             if action.kind == "F" and action.stage == 0:
                 taken = inputs[action.microbatch]
             made = self.do(action, taken, loss_fn, update)
-            if action.kind == "F" and action.stage == self.end:
+            if action.kind == "F" and action.stage == self.mail.end:
                 loss += made
             self.mail.put(action, made)  # here -> there
             del taken, made  # what nobody keeps is free before the next action
@@ -516,17 +491,17 @@ class Pipeline:
         return loss
 
     def do(self, action, taken, loss_fn, update):
-        """-> what the next stage takes, or the loss, or None."""
-        kind, m, stage = key(action)
+        """-> the tensor for another stage, or the loss, or None."""
+        kind, m, stage = action
         if kind == "F":
             return self.forward(m, stage, taken, loss_fn)
         if kind == "B":
             return self.backward(m, stage, taken)
         if kind == "U":
             return update()
-        left = self.left.pop((m, stage))  # kind is W
+        left = self.left.pop((m, stage), [])  # kind is W
         while left:  # from the last layer to the first, as in backward
-            left.pop(0)()  # popped, so that what it keeps is free at once
+            left.pop(0)()  # popped, so that what it holds is free at once
         return None
 
     def forward(self, m, stage, x, loss_fn):
@@ -537,22 +512,22 @@ class Pipeline:
             weights = {name: p.clone() for name, p in module.named_parameters()}
             module = partial(torch.func.functional_call, module, weights)
         y = module(x)
-        if stage == self.end:
+        if stage == self.mail.end:
             y = loss_fn(y, m)
-        if torch.is_grad_enabled():
-            # not y itself, whose memory is free once it is sent; None: all is frozen up to here
-            edge = get_gradient_edge(y) if y.requires_grad else None
-            self.kept[m, stage] = x, edge
+        if y.requires_grad:  # neither in an evaluation nor in a first stage that is frozen
+            # the graph alone: the memory of y is free when y has been sent
+            self.kept[m, stage] = x, get_gradient_edge(y)
         return y.detach()
 
     def backward(self, m, stage, grad):
         """-> the gradient of the stage's input."""
+        if (m, stage) not in self.kept:
+            return None  # the stage is frozen
         x, edge = self.kept.pop((m, stage))
         if (m, stage) in self.apart:
             self.left[m, stage] = []
             SplitLinear.later = self.left[m, stage]  # each SplitLinear appends to it
-        if edge is not None:
-            torch.autograd.backward(edge, grad)
+        torch.autograd.backward(edge, grad)
         SplitLinear.later = None
         return x.grad
 
@@ -560,7 +535,7 @@ class Pipeline:
 def gather(mine, origins, group):
     """{name: tensor} of this rank -> of the whole model, on every rank of the pipeline.
 
-    origins: {name: (the first rank that has it, a meta tensor like it)}
+    origins: {name: (a rank that has it, as its number in the group; a meta tensor like it)}
     """
     whole = {}
     device = next(iter(mine.values())).device
@@ -576,9 +551,9 @@ def gather(mine, origins, group):
 class Stages(nn.ModuleList):
     """This rank's stages of a model, whose pipeline is all ranks of the world.
 
-    whole: all stages, in order, on every rank; this rank keeps its own. In its stage a parameter
-    must have the name that it has in the whole model: slices of one nn.Sequential keep it. One that
-    stages of several ranks hold is tied: each has a copy, and their gradients are summed.
+    whole: all stages, in order, the same on every rank; each rank keeps those of its plan. Stages
+    must call parameters as the whole model does, which slices of one nn.Sequential do. A parameter
+    that stages of several ranks hold is tied: each has a copy, and their gradients are summed.
     """
 
     def __init__(self, whole, plans):
@@ -587,7 +562,7 @@ class Stages(nn.ModuleList):
         here = {stage: whole[stage] for stage in sorted(home) if home[stage] == rank}
         super().__init__(here.values())
         self.here = here  # {stage: module}
-        self.origins = {}  # of all parameters, as gather() takes them
+        self.origins = {}  # of all ranks' parameters, as gather() takes them
         by_name = {}  # {name: parameter}
         names = {}  # {parameter: its first name}
         holders = defaultdict(set)  # {parameter: the ranks that have it}
@@ -599,7 +574,7 @@ class Stages(nn.ModuleList):
                 names.setdefault(p, name)
                 holders[p].add(home[stage])
         self.names = {p: names[p] for p in self.parameters()}
-        self.trained = [name for p, name in names.items() if p.requires_grad]  # of all ranks
+        self.trained = {name: self.origins[name] for p, name in names.items() if p.requires_grad}
         # in the norm each parameter is counted on one rank
         self.counted = [p for p in self.parameters() if min(holders[p]) == rank]
         self.tied = {}  # {trained parameter that other ranks hold, too: their group}
@@ -613,10 +588,10 @@ class Stages(nn.ModuleList):
         """What is left to do between backward and the optimizer's step -> the gradient norm."""
         for p, group in self.tied.items():
             dist.all_reduce(p.grad, group=group)  # partial -> replicated
-        one = next(self.parameters())
-        wide = torch.promote_types(one.dtype, torch.float32)
+        like = next(self.parameters())
+        wide = torch.promote_types(like.dtype, torch.float32)
         grads = [p.grad for p in self.counted if p.grad is not None]
-        grads.append(one.new_zeros(1))  # where all is frozen there are no others
+        grads.append(like.new_zeros(1))  # where all is frozen there are no others
         square = torch.stack(torch._foreach_norm(grads, dtype=wide)).square().sum()
         dist.all_reduce(square)  # partial -> replicated
         norm = square.sqrt()
@@ -635,24 +610,26 @@ class Stages(nn.ModuleList):
         """-> {name: gradient} of all that is trained, on every rank."""
         mine = {name: torch.zeros_like(p) if p.grad is None else p.grad
                 for p, name in self.names.items()}
-        return gather(mine, {name: self.origins[name] for name in self.trained}, None)
+        return gather(mine, self.trained, None)
 
 
 # ---- 1.5 PipeDream: an update after every micro-batch, while others are under way ----
-#     rank 0, in order   F0 F1 B0 U F2 B1 U F3 B2 U B3    F1 sees no update, F2 one, F3 two
-#     rank 1, in order   F0 B0 U F1 B1 U F2 B2 U F3 B3    F1 sees one, F2 two, F3 three
+# On rank r micro-batch m meets, in F and B alike, the weights after m - (p-1-r) updates.
 
 
 def update_stage(stages, optimizer, clip):
-    """U: a partial of this is step()'s `update`. A stage clips by its own norm, without waiting.
-    Gradients of tied parameters wait for the end of the step, since stages would have to agree."""
-    waiting = {p: p.grad for p in stages.tied}
-    for p in waiting:
-        p.grad = None
+    """What U does: step() takes partial(update_stage, stages, optimizer, clip) as its `update`.
+
+    No rank waits for another here. So each clips by the norm of its own stages, and the gradients
+    of tied parameters stay as they are until sum_and_clip sums them, at the end of the step.
+    """
+    kept = {p: p.grad for p in stages.tied}
+    for p in kept:
+        p.grad = None  # clipping and the optimizer pass over it
     nn.utils.clip_grad_norm_(stages.parameters(), clip or math.inf)
     optimizer.step()
     optimizer.zero_grad()
-    for p, grad in waiting.items():
+    for p, grad in kept.items():
         p.grad = grad
 
 
@@ -669,7 +646,7 @@ class Stage(nn.Module):
 
     def __init__(self, model, layers, first, last):
         super().__init__()
-        self.first = first  # has it the embeddings?
+        self.first = first  # has this stage the embeddings?
         self.last = last  # has it the head?
         if first:
             self.tok = model.tok
@@ -680,11 +657,9 @@ class Stage(nn.Module):
             self.norm = model.norm
             self.head = model.head
 
-    embed = GPT.embed
-
     def forward(self, x):  # the first (B/M, T), the others (B/M, T, C)
         if self.first:
-            x = self.embed(x)
+            x = GPT.embed(self, x)  # which reads tok, pos and positions
         for block in self.blocks.values():
             x = block(x)
         if self.last:
@@ -704,10 +679,7 @@ def carve(model, layers):
 
 
 class PipelinedGPT(Stages):
-    """This rank's stages of the GPT, and the Pipeline that runs them.
-
-    boundary: size, dtype and device of what goes between stages.
-    """
+    """The GPT's stages here and their Pipeline. boundary: size, dtype, device of what they send."""
 
     def __init__(self, model, plans, layers, boundary):
         super().__init__(carve(model, layers), plans)
@@ -725,11 +697,9 @@ class PipelinedGPT(Stages):
 
     def in_microbatches(self, x, y, valid):
         """-> the inputs, and what makes a micro-batch's part of the loss."""
-        targets = y.chunk(self.pipeline.microbatches)
-
-        def loss_of(logits, microbatch):
-            return loss_sum(logits, targets[microbatch]) / valid
-        return x.chunk(self.pipeline.microbatches), loss_of
+        M = self.pipeline.microbatches
+        targets = y.chunk(M)
+        return x.chunk(M), lambda logits, m: loss_sum(logits, targets[m]) / valid
 
 
 def parallelize(model, plans, layers, boundary):
@@ -738,8 +708,7 @@ def parallelize(model, plans, layers, boundary):
 
 
 def train_step(model, optimizer, x, y, valid, clip):
-    """x, y: the whole batch (B, T); the first stage needs x, the last y -> this rank's part of the
-    loss, the gradient norm."""
+    """x, y: the whole batch (B, T). -> this rank's part of the loss, the gradient norm."""
     update = partial(update_stage, model, optimizer, clip)  # only PipeDream's plan calls it
     optimizer.zero_grad()
     loss = model.forward_backward(x, y, valid, update)
@@ -759,7 +728,6 @@ AT_WORK = {
     "zb-v": "ScheduleZBVZeroBubble",
     "dualpipe-v": "ScheduleDualPipeV",
 }
-ONE_STAGE = "gpipe", "1f1b"  # classes for one stage per rank
 
 
 def schedule_at_work(name, here, plans, boundary, logits, loss_of, group=None):
@@ -776,8 +744,8 @@ def schedule_at_work(name, here, plans, boundary, logits, loss_of, group=None):
             stage, number, len(homes(plans)), device, group=group,
             input_args=ids if stage.first else between,
             output_args=between.new_empty(logits) if stage.last else between))
-    if name in ONE_STAGE:
-        [stages] = stages  # these classes take the stage itself, not a list
+    if name in ("gpipe", "1f1b"):
+        [stages] = stages  # their classes take the stage itself, not a list
     microbatches = 1 + max(action.microbatch for action in plans[0])
     return getattr(pipelining.schedules, AT_WORK[name])(
         stages, microbatches, loss_fn=loss_of, scale_grads=False)  # gradients: a sum, no mean
@@ -808,22 +776,21 @@ class PipelinedGPTAtWork(PipelinedGPT):
 # ---- 4. run ------------------------------------------------------------------
 
 
-def search(ranks, microbatches, limit, span, waiting=1.0):
-    """-> the quickest of a family of plans to which zb-h1 and zb-h2 belong. (In the place of the
-    search of Qi 2023, section 3.1.)
+def search(ranks, microbatches, limit, time_of, waiting=1.0):
+    """-> the quickest of some plans like zb-h1 and zb-h2. Qi 2023, section 3.1, searches otherwise.
 
-    limit: what a rank may keep, in micro-batches. span(plans): the time that they take. waiting:
-    what is kept of a micro-batch from B to W, as a part of what is kept from F to B.
+    limit: what a rank may keep, in micro-batches. time_of(plans): how long they take. waiting: what
+    is kept of a micro-batch from B to W, as a part of what is kept from F to B.
     """
     family = []
-    # 2.05: from 21 ranks on one F more than 2 would give, which fills the time of the transfers
-    for slope, lag in product((0.5, 1, 1.5, 2, 2.05, 2.5, 3), (0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4)):
+    lags = (0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4)
+    for slope, lag in itertools.product((0.5, 1, 1.5, 2, 2.5, 3), lags):
         for most in range(min(int(slope * (ranks - 1)), limit - 1), -1, -1):
             plans = [sloped(rank, ranks, microbatches, slope, most, lag) for rank in range(ranks)]
             if max(in_flight(plan, waiting) for plan in plans) <= limit + 1e-9:
                 family.append(plans)
                 break  # a shorter warm-up has more bubble
-    return min(family, key=span)
+    return min(family, key=time_of)
 
 
 def sloped(rank, ranks, microbatches, slope, most, lag):
@@ -834,12 +801,12 @@ def sloped(rank, ranks, microbatches, slope, most, lag):
 
 
 NAMES = (*SCHEDULES, "auto")
-FLAGS = {
+FLAGS = {  # Flag(int, ..) has no default
     "schedule": Flag("1f1b", "order of the work", NAMES),
     "micro": Flag(4, "M, micro-batches", POSITIVE),
     "chunks": Flag(2, "v, stages per rank (interleaved and bfs)", POSITIVE),
     "limit": Flag(int, "micro-batches kept on a rank (auto; as many as ranks)", POSITIVE),
-    "layers_per_stage": Flag("", "5,6,.. (equally many each, as a simulation has them)"),
+    "layers_per_stage": Flag("", "5,6,.. (default: equally many; simulations ignore it)"),
     "simulate": Flag(False, "play the schedule without ranks"),
     "pp": Flag(int, "p, ranks (simulation only)", POSITIVE),
     "times": Flag("1,1,1,0", "F,B,W,COMM of a rank and micro-batch (simulation, auto)"),
@@ -854,18 +821,18 @@ def chunks_of(name, chunks):
 def refuse(args):
     """What cannot run ends here, in one line, before anything is built."""
     name = args.schedule
-    M = args.micro
     require(name == "auto" or not args.limit, f"--limit is for --schedule auto, not for {name}")
     require(args.simulate or not args.pp, "--pp is for --simulate only")
     if args.simulate:
         return
-    require(args.batch % M == 0, f"--batch {args.batch} does not divide into --micro {M}")
+    require(args.batch % args.micro == 0,
+            f"--batch {args.batch} does not divide into --micro {args.micro}")
     # checkpoints do not say how often each parameter was updated
     saved = args.save or args.resume
     require(name != "pipedream" or not saved, "--schedule pipedream takes no --save, --resume")
     if args.impl != "scratch":
         require(not args.dry_run, "--dry-run needs --impl scratch: torch's asks other ranks")
-        refuse_at_work(name, M, args.world_size)
+        refuse_at_work(name, args.micro, args.world_size)
 
 
 def refuse_at_work(name, micro, ranks):
@@ -912,11 +879,10 @@ def read_layers(args, plans):
 
 def set_up(run, impl, plans, layers, boundary):
     """-> a Side: the model of this implementation, and what a run does with it."""
-    model = run.build()
     if impl == "torch":
-        model = PipelinedGPTAtWork(model, plans, layers, boundary, run.args.schedule)
+        model = PipelinedGPTAtWork(run.build(), plans, layers, boundary, run.args.schedule)
     else:
-        model = parallelize(model, plans, layers, boundary)
+        model = parallelize(run.build(), plans, layers, boundary)
     optimizer = adamw(model.parameters(), run.args.lr)
     return Side(model=model, optimizer=optimizer, train_step=train_step,
                 pieces=partial(pieces, model, optimizer))
@@ -932,7 +898,7 @@ def pieces(model, optimizer):
 
 
 def textbook(run, model, plans):
-    """b bytes a number, P parameters here, n: so many of its stages' ends touch another rank."""
+    """b: bytes of a number. P: parameters here. n: neighbours of stages here, on other ranks."""
     p = run.world_size
     b = run.dtype.itemsize
     parameters = list(model.parameters())
@@ -964,10 +930,8 @@ def main():
     with Run(args) as run:
         require(run.dry or run.device.type == "cpu" or dist.get_backend() == "nccl",
                 "ranks that share a GPU talk by gloo, which sends CPU tensors alone: --device cpu")
-        size = args.batch // args.micro, run.cfg.seq, run.cfg.width
-        boundary = size, run.dtype, run.device
+        boundary = (args.batch // args.micro, run.cfg.seq, run.cfg.width), run.dtype, run.device
         sides = {impl: set_up(run, impl, plans, layers, boundary) for impl in run.impls}
-        model = sides[run.impls[0]].model
         _, figures = planned(plans, times)
         run.extra.update(figures)
         for impl, step, x, y, valid in run.steps(sides, range(args.batch)):
@@ -975,7 +939,7 @@ def main():
             with watched(run, impl, step, plans, side.model.pipeline), run.measure(impl, step):
                 loss, norm = side.train_step(side.model, side.optimizer, x, y, valid, args.clip)
             run.log(impl, step, loss, norm)
-        run.textbook(textbook(run, model, plans))
+        run.textbook(textbook(run, sides[run.impls[0]].model, plans))
         return run.finish()
 
 
