@@ -17,14 +17,14 @@ same. sum: each has a summand, and sum_gradients makes the sum. The norm counts 
     matrix                      cut                sum
     outside: norm, row bias,    same, --sp: sum    sum
       router
-    expert (needs --sp)         sum                        sum         cut
+    expert (tp > 1: --sp)       sum                        sum         cut
     tied: embedding and head    cut                sum                        sum
 
-    numbers that a rank sends in a step (tp, pp: of a middle stage), A = B/(dp M) T/cp C
+    numbers that a rank sends in a step (tp, pp: of a middle stage), A = B/(dp M) * T/cp * C
     tp    M L/pp 8 A (tp-1)/tp; --sp: 10 for 8, and the sums over tp of the table above
     pp    M 2 A; --sp: 1/tp of it
-    cp    M L/pp 6 A (cp-1)/tp K/H, K of H heads: keys and values twice, gradients (fp32) once
-    data  k P (n-1)/n, of P parameters here, n = dp cp; k is 2, ZeRO-2: M + 1, 3: 3 M
+    cp    M L/pp 6 A (cp-1)/tp K/H, if H heads share K heads of keys and values; not with ulysses
+    data  k P (n-1)/n, of P parameters here, n = dp cp; k is 2, in ZeRO-2 M + 1, in ZeRO-3 3 M
     ends  V C/tp by the first stage and the last, if the embedding is tied; ZeRO: 1/(dp cp) of it
 
 Not for: norms of q and k (the table lacks their row), optimizers of whole matrices, several ties,
@@ -75,9 +75,9 @@ from harness.run import Run, Side, whole
 from harness.usage import refusing
 from zero import held, pieces_of_each
 
-# ---- 1. the technique (copy this, the files that it imports, common.py, harness/) ----
-# For another model write all of section 2, which is the toy's, and carve of pipeline_parallel.
-# Stages call their parameters as the plain model does.
+# ---- 1. the technique (copy this, the files that it imports, and what they import) ----
+# For another model write all of section 2, which is the toy's, and carve of pipeline_parallel. In
+# its stage a parameter keeps the name that it has in the plain model.
 
 
 def parallelize(model, mesh, plans, layers, boundary, *, sp=False, ring=None, recompute=None,
@@ -92,13 +92,15 @@ def parallelize(model, mesh, plans, layers, boundary, *, sp=False, ring=None, re
     ring       for cp > 1 a class of context_parallel, which is called with the group
     recompute  amp_accum_ckpt's full or selective
     autocast   torch.autocast(..), which decorates forwards
-    zero       ZeRO's level; 3 needs one stage, and each backward right behind its forward
+    zero       ZeRO's level
     """
     origins = origins_of(model, layers, plans)  # before tp cuts what they describe
     # 1. Within a layer: ranks share its matrices (tp), its sequence (cp) and its experts (ep).
     splits = any(action.kind == "W" for action in plans[0])  # has a backward two parts, B and W?
     tp = within_layers(model, mesh, plans, splits, sp, ring)  # changes the model
     assert sp or tp.size == 1 or not moe.layers_of(model), "experts with tp > 1 want sp=True"
+    at_once = len(plans) == 1 and plans[0][1].kind == "B" and not splits
+    assert zero < 3 or at_once, "ZeRO-3 wants one stage, and each backward right behind its forward"
     # 2. Between layers: of all stages this rank keeps those that its plan names (pp).
     here, tied = between_layers(model, layers, plans[mesh.place["pp"]])
     # 3. Around layers: what a block computes again in backward, and in which precision.
@@ -173,6 +175,9 @@ def kinds_of_parameters(sp):
     }
 
 
+# Of Hybrid, below: parts, what this rank steps of parameters; along, {parameter: its row above}.
+
+
 def sum_gradients_plainly(model):
     """For reading: what SummingPipeline and sum_gradients do together in ZeRO-0."""
     for part in model.parts:
@@ -185,7 +190,7 @@ def sum_gradients(model):
     """After the last backward, which has begun the sums along data and replicas: the rest."""
     for zero in model.zeros:
         if zero.level < 2:  # ZeRO-2 and 3 have summed after each backward
-            zero.sync = True  # still False in zeros_of["tied"], which is no stage's
+            zero.sync = True  # which SummingPipeline has set but for "tied", which is no stage
             zero.reduce()  # partial -> replicated, in ZeRO-1 sharded
     for axis in ("tp", "ends"):
         partial_sums = summands(model, axis)
@@ -209,20 +214,23 @@ class SummingPipeline(Pipeline):
     def __init__(self, modules, plans, mail, zeros_of):
         super().__init__(modules, plans, mail)
         self.zeros_of = zeros_of  # {stage: [ZeRO]}
+        # Of each stage the last B completes gradients of norms, the last B or W all others. (Later
+        # actions replace earlier ones in a dict.)
         last_b = {action.stage: action for action in self.plan if action.kind == "B"}
         last_of_all = {action.stage: action for action in self.plan if action.kind in "BW"}
-        self.last = {*last_b.values(), *last_of_all.values()}  # after these all is complete
+        self.last = {*last_b.values(), *last_of_all.values()}
 
     def do(self, action, taken, loss_fn, update):
-        kind, m, stage = action[:3]
-        zeros = self.zeros_of[stage] if kind in "BW" else []
-        leaves_w = kind == "B" and (m, stage) in self.apart
+        kind, m, stage = action
+        zeros = self.zeros_of.get(stage, []) if kind in "BW" else []
         for zero in zeros:
-            zero.sync = not leaves_w if zero.level >= 2 else action in self.last
+            zero.sync = action in self.last
+            if zero.level >= 2:  # which keep no whole gradients from one micro-batch to the next
+                zero.sync = kind == "W" or (m, stage) not in self.apart
         made = super().do(action, taken, loss_fn, update)
         for zero in zeros:
-            if zero.sync and zero.level >= 2:  # ZeRO-2 and 3 keep no whole gradients
-                zero.reduce()  # partial -> sharded
+            if zero.level >= 2:
+                zero.reduce()  # if sync: partial -> sharded
         return made
 
 
@@ -261,7 +269,7 @@ class Hybrid(nn.Module):
         self.counted = [part for part in self.parts if self.is_first(part.parameter)]
 
     def lay_out(self, here, tied, kinds, splits):
-        """-> {(stage, axis of copies): {name of a module: Unit}} of what is trained."""
+        """Fills in names, along -> {(stage, axis of copies): {name of a module: Unit}}."""
         units = defaultdict(dict)
         for stage, module in here.items():
             for name, p in module.named_parameters():
@@ -275,9 +283,10 @@ class Hybrid(nn.Module):
                 if p.requires_grad:
                     site, stays = unit_of(name)
                     if splits and self.level == 2 and kind is kinds["outside"]:
-                        # Norms get their gradients in B, matrices in W. If they shared a unit,
-                        # ZeRO-2 would hold its whole buffer from B to W.
-                        site = ""  # so a stage's norms are a unit of their own
+                        # A stage's norms, which get gradients in B, become a unit of their own
+                        # (its site is the stage, ""). In a unit with matrices, which get theirs in
+                        # W, they would make ZeRO-2 hold the whole buffer from B to W.
+                        site = ""
                     where = "tied" if p in tied else stage
                     copies = "replicas" if "replicas" in kind else "data"
                     own = units[where, copies]
@@ -287,13 +296,13 @@ class Hybrid(nn.Module):
 
     def is_first(self, p):
         """Is this the first of the ranks that hold the same numbers of p, once they are summed?"""
-        same = {axis for axis, what in self.along[p].items() if what != "cut"}
+        repeated = {axis for axis, what in self.along[p].items() if what != "cut"}
         if self.level and p.requires_grad:
-            same -= {"data", "replicas"}  # ZeRO cuts it there
-        return all(dist.get_rank(self.mesh.group[axis]) == 0 for axis in same)
+            repeated -= {"data", "replicas"}  # ZeRO cuts it there
+        return all(dist.get_rank(self.mesh.group[axis]) == 0 for axis in repeated)
 
     def parameter_groups(self):
-        """What an elementwise optimizer takes."""
+        """What an elementwise optimizer takes. For several groups see names[part.parameter]."""
         return [{"params": [part.master for part in self.parts]}]
 
     def zero_grad(self):
@@ -354,14 +363,14 @@ def step(model, optimizer, norm, clip):
 
 
 class SplitColumns(torch.autograd.Function):
-    """tp's Linears cut by columns, for zero-bubble schedules, as SplitLinear is for ordinary ones.
+    """ColumnParallel in schedules with Ws: its backward makes dx alone, and leaves the rest to W.
 
-    If the gradients of weights come later, nothing hides the sum of dx over tp.
+    Nothing hides the sum of dx over tp then. pipeline_parallel's SplitLinear serves other Linears.
     """
 
     @staticmethod
     def forward(ctx, tp, x, parameters):
-        ctx.parameters = parameters
+        ctx.parameters = parameters  # with the graph of autocast's casts, for add_gradients
         return ColumnParallel.forward(ctx, tp, x, *parameters)  # stores tp and x in ctx, too
 
     @staticmethod
@@ -381,7 +390,7 @@ def split_columns(tp, x, *parameters):
     if not any(p is not None and p.requires_grad for p in parameters):
         return ColumnParallel.apply(tp, x, *parameters)  # no W
     if torch.is_grad_enabled() and not x.requires_grad:
-        x = x.detach().requires_grad_()  # as in pipeline_parallel.split_linear
+        x = x.detach().requires_grad_()  # else autograd, which sees x alone, would skip backward
     return SplitColumns.apply(tp, x, parameters)  # in a tuple: autograd does not see them
 
 
@@ -412,10 +421,9 @@ def kind_of(name):
 
 
 def unit_of(name):
-    """A parameter's name -> the name of the module whose parameters are one Unit, Unit.stays.
+    """A parameter's name -> (the module whose parameters are its Unit, Unit.stays).
 
-    Blocks do not stay. Embedding and head are units of their own, so that ZeRO cuts the tied weight
-    alike at both ends.
+    Embedding and head are units of their own, so that ZeRO cuts the tied weight alike at both ends.
     """
     words = name.split(".")
     if words[0] == "blocks":
@@ -429,11 +437,11 @@ def origins_of(model, layers, plans):
     requires_grad marks what full_gradients returns: what is trained, a tied one once.
     """
     home = pipeline_parallel.homes(plans)
-    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    wanted = [name for name, p in model.named_parameters() if p.requires_grad]
     found = {}
     for number, stage in enumerate(carve(model, layers)):
         for name, t in stage.state_dict().items():
-            like = t.to("meta").requires_grad_(name in names)
+            like = t.to("meta").requires_grad_(name in wanted)
             found.setdefault(name, (home[number], like))
     return found
 
@@ -530,9 +538,7 @@ def in_microbatches(model, x, y, valid):
 
 def local(t):
     """A DTensor's part on this rank; an ordinary tensor is that already."""
-    if isinstance(t, DTensor):
-        return t.to_local()
-    return t
+    return t.to_local() if isinstance(t, DTensor) else t
 
 
 class AtWork(nn.Module):
@@ -552,10 +558,9 @@ class AtWork(nn.Module):
         """What torch's schedule calls on the last stage."""
         if self.mesh.size["tp"] > 1:
             vocab = len(self.origins["tok.weight"][1])  # V, as in the plain model
-            shape = torch.Size((*targets.shape, vocab))
-            stride = targets.shape[1] * vocab, vocab, 1
-            logits = DTensor.from_local(
-                logits, self.device_mesh["tp"], [Shard(2)], shape=shape, stride=stride)
+            like = torch.empty(*targets.shape, vocab, device="meta")
+            logits = DTensor.from_local(logits, self.device_mesh["tp"], [Shard(2)],
+                                        shape=like.shape, stride=like.stride())
         # fully_shard averages over dp
         return loss_sum(logits, targets) * self.mesh.size["data"] / self.valid
 
@@ -649,14 +654,12 @@ FLAGS = {  # int: layout() finds the number
     "tp": Flag(int, "ranks that share a layer (1; 2 if neither --dp nor --pp is given)", POSITIVE),
     "pp": Flag(int, "ranks of a pipeline (likewise)", POSITIVE),
     "cp": Flag(1, "ranks that share each sequence", POSITIVE),
-    "attn": Flag("zigzag", "--cp: how queries meet other ranks' keys",
-                 tuple(context_parallel.KINDS)),
+    "attn": Flag("zigzag", "how keys reach other ranks' queries", tuple(context_parallel.KINDS)),
     "micro": Flag(int, "M, micro-batches of a copy (4, or 2 or 1 if 4 do not fit)", POSITIVE),
     "schedule": Flag("1f1b", "order of the work", SCHEDULES),
     "chunks": Flag(2, "stages of a rank, for interleaved and bfs", POSITIVE),
     "sp": Flag(False, "cut norms and residuals over tp, along T"),
-    "zero": Flag(0, "over dp x cp: cut optimizer (1), gradients (2), parameters (3); --impl torch "
-                 "cuts all", (0, 3)),
+    "zero": Flag(0, "cut over dp x cp: 1 optimizer, 2 gradients, 3 parameters", (0, 3)),
     "ckpt": Flag("none", "what blocks compute again in backward", ("none", "full", "selective")),
     "amp": Flag("off", "autocast to", ("off", "bf16"), course=True),
     **moe.FLAGS,
@@ -750,7 +753,7 @@ def sent_on_tp(args, b, layers, is_first, is_last):
         if args.cfg.form == "gpt2":
             sent += 2 * b * args.seq // args.cp * args.width  # positions
     if is_last:
-        sent += (half - 2) * x
+        sent += (half - 2) * x  # f alone
         sent += 2 * 3 * max(b, 4) * tokens_of(args)  # three numbers of a token's loss
     return (args.tp - 1) / args.tp * args.micro * sent
 
@@ -889,9 +892,7 @@ def set_up(run, impl, mesh, plans, layers, boundary):
         optimizer = adamw(model.parameters(), args.lr)
         return Side(model=model, optimizer=optimizer, train_step=train_step_at_work)
     moe.set_biases(plain, run)
-    autocast = None
-    if args.amp == "bf16":
-        autocast = torch.autocast(run.device.type, torch.bfloat16)
+    autocast = torch.autocast(run.device.type, torch.bfloat16) if args.amp == "bf16" else None
 
     def ring(group):  # that attends in every dtype, on every backend
         return context_parallel.for_proofs(context_parallel.KINDS[args.attn](group))
