@@ -18,11 +18,11 @@ rank needs another: heads are apart, and gelu takes one number at a time.
                    q, k, v, heads, up, gelu         12 B T C         1/tp            1/tp
     a block sends, times B T C (tp-1)/tp            -                8, in 4 calls   10, in 10 calls
 
-With --sp f keeps its piece of x, and gathers x again in backward. q, k and v share one f by
+With --sp, f keeps its piece of x, and gathers x again in backward. q, k and v share one f by
 columns(x, q, k, v), gate and up alike; called alone, each has its own. In your code, with V words:
 
     tp = WholeSequence(group)  # whose ranks all get the same x, y. CutSequence(group) is --sp
-    model = cut_model(model, tp, {"layers.*.up": ColumnLinear, "layers.*.down": RowLinear, ...})
+    model = cut_model(model, tp, {"*.up": ColumnLinear, "*.down": RowLinear, ...})
     (vocab_parallel_cross_entropy(model(x), y, V, tp) / valid_targets).backward()
     sum_gradients(model, tp)
     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, gradient_norm(model, tp))
@@ -90,8 +90,8 @@ class PendingPieces(Pending):
         return pieces.movedim(0, -3).flatten(-3, -2)  # (.., tp, T/tp, C) -> (.., T, C)
 
 
-class WholeSequence:
-    """Outside, x is whole on every rank (Shoeybi 2019, fig. 3). In shapes, tp means tp.size."""
+class Ranks:
+    """The ranks that share a model, and what of it they have cut. In shapes, tp means tp.size."""
 
     def __init__(self, group=None):
         self.group = group  # a ProcessGroup; None: all ranks
@@ -99,9 +99,13 @@ class WholeSequence:
         self.rank = dist.get_rank(group)
         self.cuts = {}  # {parameter: Cut}, of those that are cut
         self.inside = set()  # parameters that are whole, but used inside
-        # what ColumnLinear and RowLinear compute with: attributes, so that they can be exchanged
+        # what ColumnLinear and RowLinear compute with: hybrid_3d.py puts other functions here
         self.column_parallel = ColumnParallel.apply
         self.linear = F.linear
+
+
+class WholeSequence(Ranks):
+    """Outside, x is whole on every rank (Shoeybi 2019, fig. 3)."""
 
     def gather(self, x):
         """From outside to inside: the x that all ranks have -> the same."""
@@ -110,16 +114,14 @@ class WholeSequence:
     def reduce(self, y):
         """From inside to outside: summands y (.., T, C) -> their sum, in y's memory."""
         work = dist.all_reduce(y, group=self.group, async_op=True)  # partial -> replicated
-        # tells torch that y was written, so that a selective checkpoint that has kept y raises
+        # Autograd does not see that y changes, and is told, so that a selective checkpoint raises
+        # if it has kept y (it may keep what a matmul returns)
         torch.autograd.graph.increment_version(y)
-        return Pending(y.detach(), work)  # if g returned y itself, it could not be changed in place
+        return Pending(y, work)
 
 
-class CutSequence(WholeSequence):
-    """Outside, x is cut along T, its second dim from the right (Korthikanti 2022, fig. 5).
-
-    Modules outside have to treat each position by itself, as norms, residuals and dropout do.
-    """
+class CutSequence(Ranks):
+    """Outside, x is cut along T, dim -2, which tp must divide (Korthikanti 2022, fig. 5)."""
 
     def gather(self, x):
         """Pieces (.., T/tp, C) -> (.., T, C)."""
@@ -161,15 +163,15 @@ class ColumnParallel(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *dys):
         x, *parameters = ctx.saved_tensors
-        trained = any(ctx.needs_input_grad[2:])
+        _, dx_needed, *needed = ctx.needs_input_grad  # for tp, x and each parameter
         gradients = [None] * len(parameters)
-        reducing = Pending(None)  # its wait() returns None: the dx of an x that needs no gradient
-        if trained:
+        reducing = Pending(None)  # if x needs no gradient, dx is None
+        if any(needed):
             gathering = ctx.tp.gather(x)  # sharded(T) -> replicated, while dx is made
-        if ctx.needs_input_grad[1]:
-            dx = input_gradient(dys, parameters[::2])
-            reducing = ctx.tp.reduce(dx)  # partial -> as x is, while `gradients` are made
-        if trained:
+        if dx_needed:
+            summand = input_gradient(dys, parameters[::2])
+            reducing = ctx.tp.reduce(summand)  # partial -> replicated or sharded(T)
+        if any(needed):
             gradients = weight_gradients(gathering.wait(), dys, parameters[1::2])
         return None, reducing.wait(), *gradients
 
@@ -200,12 +202,13 @@ class ReduceFromTP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, tp):
         ctx.tp = tp
-        return tp.reduce(y).wait()  # partial -> replicated, or sharded(T)
+        y = y.detach()  # autograd forbids in-place changes of an input that a Function returns
+        return tp.reduce(y).wait()  # partial -> replicated or sharded(T)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dx):
-        return ctx.tp.gather(dx).wait(), None  # as x is -> replicated
+        return ctx.tp.gather(dx).wait(), None  # replicated or sharded(T) -> replicated
 
 
 # ---- pieces of parameters
@@ -219,9 +222,9 @@ def shard(t, cut, tp):
 
     They stay zeros in training: gelu, silu and relu make 0 of 0, and the loss leaves out padding.
     """
-    padding = -cut.whole % tp.size  # up to the next multiple. F.pad wants cut.dim last
-    padded = F.pad(t.movedim(cut.dim, -1), (0, padding)).movedim(-1, cut.dim)
-    piece = padded.chunk(tp.size, cut.dim)[tp.rank]
+    padding = -cut.whole % tp.size  # up to the next multiple
+    padded = F.pad(t.movedim(cut.dim, -1), (0, padding))  # F.pad pads the last dim
+    piece = padded.chunk(tp.size, -1)[tp.rank].movedim(-1, cut.dim)
     return piece.clone(memory_format=torch.contiguous_format)
 
 
@@ -235,11 +238,11 @@ def unshard(t, cut, tp):
 
 
 def locate(ids, vocab, tp):
-    """Token ids -> the row of each in this rank's piece (elsewhere: 0), and whether it is here."""
+    """Token ids -> each one's row on this rank (0 if another has it), and whether it is here."""
     each = math.ceil(vocab / tp.size)  # rows of a piece
     rows = ids - tp.rank * each
     here = (rows >= 0) & (rows < each)
-    # An id that does not exist keeps its row. The first rank has no such row: a lookup raises there
+    # ids < 0 or >= vocab do not get 0: the first rank has no such rows, and its lookup raises
     elsewhere = ~here & (ids >= 0) & (ids < vocab)
     return rows.masked_fill(elsewhere, 0), here
 
@@ -267,11 +270,9 @@ class CutModule(nn.Module):
 
 
 class ColumnLinear(CutModule):
-    """f, and a Linear cut by columns: x -> (.., T, out/tp).
+    """f, and a Linear cut by columns: x -> (.., T, out/tp)."""
 
-    Each rank has columns of A in Y = X A: rows of weight, dim 0, as nn.Linear stores A transposed.
-    """
-
+    # columns of A in Y = X A are rows of weight, dim 0: nn.Linear stores A transposed
     dims = {"weight": 0, "bias": 0}
 
     def forward(self, x):
@@ -279,35 +280,29 @@ class ColumnLinear(CutModule):
 
 
 def columns(x, *linears):
-    """ColumnLinears that read the same x, as q, k and v do, with one f -> what each returns.
-
-    If they are called one by one, each has an f of its own, and more bytes are sent.
-    """
+    """ColumnLinears that read the same x, as q, k and v do, with one f -> what each returns."""
     tp = linears[0].tp
     operands = [x]
     for linear in linears:
         operands += [linear.weight, linear.bias]
     device = x.device.type
-    if torch.is_autocast_enabled(device):  # cast here: nobody does in backward, for dy @ weight
+    if torch.is_autocast_enabled(device):  # cast here: in backward autocast is off for dy @ weight
         dtype = torch.get_autocast_dtype(device)
         operands = [None if t is None else t.to(dtype) for t in operands]
     return tp.column_parallel(tp, *operands)
 
 
 class RowLinear(CutModule):
-    """A Linear cut by rows, and g: (.., T, in/tp) -> x.
+    """A Linear cut by rows, and g: (.., T, in/tp) -> x. The bias is whole, and added to the sum."""
 
-    A row of A is a column of weight, dim 1. The bias is whole, and added once, to the sum.
-    """
-
-    dims = {"weight": 1}
+    dims = {"weight": 1}  # rows of A are columns of weight
 
     def forward(self, y):
-        # y is flat, so that `rows` is the matmul's result itself: for 3 dims it is an alias of it
-        # with a version of its own, and a checkpoint that has kept the result would not raise
-        rows = self.tp.linear(y.flatten(0, -2), self.weight, None)
-        summand = rows.unflatten(0, y.shape[:-1])  # (.., T, C)
-        x = ReduceFromTP.apply(summand, self.tp)  # partial -> replicated, or sharded(T)
+        # With 3 dims F.linear would return an alias of the matmul's result: tp.reduce would tell
+        # autograd that the alias has changed, and not that the result has
+        product = self.tp.linear(y.flatten(0, -2), self.weight, None)
+        summand = product.unflatten(0, y.shape[:-1])  # (.., T, C)
+        x = ReduceFromTP.apply(summand, self.tp)  # partial -> replicated or sharded(T)
         return x if self.bias is None else x + self.bias.to(x.dtype)
 
 
@@ -321,7 +316,7 @@ class VocabEmbedding(CutModule):
         rows, here = locate(ids, self.tp.cuts[self.weight].whole, self.tp)
         y = F.embedding(rows, self.weight)  # (.., T, C)
         y = y.masked_fill(~here.unsqueeze(-1), 0)  # a summand: other ranks have the other tokens
-        return ReduceFromTP.apply(y, self.tp)  # partial -> replicated, or sharded(T)
+        return ReduceFromTP.apply(y, self.tp)  # partial -> replicated or sharded(T)
 
 
 def inside(module, tp):
@@ -330,17 +325,17 @@ def inside(module, tp):
     return module
 
 
-class OutsideDropout(nn.Dropout):
-    """Dropout outside: where x is whole, all ranks draw the same mask.
+class SeededDropout(nn.Dropout):
+    """Draws each mask from a seed: a number that is the same on all ranks, plus `offset`.
 
-    A mask's seed comes from the CPU's default generator, which torch restores when it runs a
-    checkpointed forward again. cut_model makes it the same on all ranks: none may use it alone.
+    The number comes from the CPU's default generator, whose state a checkpoint restores to run
+    forward again. cut_model makes this state the same on all ranks: no rank may use it alone.
     """
 
-    def __init__(self, dropout, tp):
+    def __init__(self, dropout, offset):
         super().__init__(dropout.p)
         self.training = dropout.training
-        self.offset = tp.rank if isinstance(tp, CutSequence) else 0  # added to each seed
+        self.offset = offset
 
     def forward(self, x):
         if not self.training:
@@ -351,25 +346,31 @@ class OutsideDropout(nn.Dropout):
         return x * keep / ((1 - self.p) or 1)  # p = 1: zeros, not 0/0
 
 
-class InsideDropout(OutsideDropout):
+class OutsideDropout(SeededDropout):
+    """Dropout outside: all ranks draw the same mask if x is whole, and their own if it is cut."""
+
+    def __init__(self, dropout, tp):
+        super().__init__(dropout, tp.rank if isinstance(tp, CutSequence) else 0)
+
+
+class InsideDropout(SeededDropout):
     """Dropout inside: each rank draws a mask of its own (Shoeybi 2019, appendix B.2)."""
 
     def __init__(self, dropout, tp):
-        super().__init__(dropout, tp)
-        self.offset = tp.rank
+        super().__init__(dropout, tp.rank)
 
 
 def cut_model(model, tp, plan):
     """Put cut modules in the place of plain ones -> the model, with the first rank's weights.
 
-    plan: {pattern: kind}. Patterns are fnmatch's, for names of modules. kind(plain module, tp)
-    returns what takes the place: a class of this section, `inside`, or a function of yours.
-    Before this, each rank has the whole model, on a device where its group communicates. Heads of
-    k and v must divide by tp. Nothing here can see it if your forward
+    plan: {pattern: kind}. Patterns are fnmatch's, for names of modules: * matches dots, too.
+    kind is a class of this section, `inside`, or a function of yours: kind(plain module, tp)
+    returns what takes the module's place. The module's hooks are lost.
+    Before the call, each rank has the whole model, on a device that tp.group's backend can use.
+    tp must divide the number of key-value heads. Nothing here warns you if your forward
 
     - counts heads, as view(B, T, heads, -1): a rank has fewer, so write -1 for the heads instead
-    - inside, needs the whole last dim, as softmax does, or chunk(2, -1) of a Linear that makes two
-      projections (take two ColumnLinears)
+    - inside, needs the whole last dim, as softmax does
     - inside, uses whole parameters, as norms of q and k (name these norms in the plan, `inside`)
     - drops by F.dropout, or in attention, and not by a module
     - outside, with CutSequence, reads T from x (read it from q), brings positions together, as
@@ -377,22 +378,23 @@ def cut_model(model, tp, plan):
     """
     for t in model.state_dict().values():
         dist.broadcast(t, group=tp.group, group_src=0)  # the first rank's -> replicated
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
+    kinds = {}  # {name of a module: kind}
     for pattern, kind in plan.items():
         names = fnmatch.filter(modules, pattern)
         assert names, f"No module of this model is called {pattern}."
         for name in names:
-            untouched = model.get_submodule(name) is modules[name]
-            assert untouched, f"{name}: two patterns name it."
-            model.set_submodule(name, kind(modules[name], tp))
+            assert name not in kinds, f"{name}: two patterns name it."
+            kinds[name] = kind
+    for name, kind in kinds.items():
+        model.set_submodule(name, kind(modules[name], tp))
     for name, module in model.named_modules():
         forgotten = type(module) is nn.Dropout and module.p > 0
         assert not forgotten, f"{name}: the plan must call it OutsideDropout or InsideDropout."
         if not isinstance(module, CutModule):
             tied = any(p in tp.cuts for p in module.parameters(recurse=False))
             assert not tied, f"{name} is tied to a cut module: cut it, too."
-    if any(isinstance(module, OutsideDropout) for module in model.modules()):
-        # the state of the generator that makes dropout's seeds
+    if any(isinstance(module, SeededDropout) for module in model.modules()):
         state = torch.get_rng_state().to(next(model.parameters()).device)
         dist.broadcast(state, group=tp.group, group_src=0)  # the first rank's -> replicated
         torch.set_rng_state(state.cpu())
@@ -403,18 +405,14 @@ def cut_model(model, tp, plan):
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """logits (N, V/tp), each target's column (N, 1) and if it is here (N, 1) -> losses (N,).
-
-    words: how many columns are words; the columns behind them are padding. Forward keeps the log of
-    the softmax's denominator, of which backward makes this rank's columns of the softmax.
-    """
+    """logits (N, V/tp), each target's column (N, 1) and if it is here (N, 1) -> losses (N,)."""
 
     @staticmethod
     def forward(ctx, logits, column, here, words, tp):
-        own_log_sum = logits[:, :words].logsumexp(1)  # (N,), of this rank's columns
+        own_log_sum = logits[:, :words].logsumexp(1)  # (N,), of this rank's columns without padding
         largest = own_log_sum.clone()
         dist.all_reduce(largest, dist.ReduceOp.MAX, tp.group)  # each has its own -> replicated
-        summand = (own_log_sum - largest).exp()  # of the denominator / exp(largest): at most 1
+        summand = (own_log_sum - largest).exp()  # this rank's part of denominator / exp(largest)
         target_logit = logits.gather(1, column).masked_fill(~here, 0)  # 0: another rank has it
         sums = torch.stack([summand, target_logit.squeeze(1)])  # (2, N)
         dist.all_reduce(sums, group=tp.group)  # partial -> replicated
@@ -463,11 +461,11 @@ def sum_over_ranks(tensors, group):
 
 def sum_gradients(model, tp):
     """Once a step, after the last backward: sum those gradients that are a summand on each rank."""
-    whole = [p for p in model.parameters() if p.grad is not None and p not in tp.cuts]
-    if not isinstance(tp, CutSequence):  # outside, each rank has the gradient of all positions
-        whole = [p for p in whole if p in tp.inside]
-    if whole:
-        sum_over_ranks([p.grad for p in whole], tp.group)  # partial -> replicated
+    summands = [p for p in model.parameters() if p.grad is not None and p not in tp.cuts]
+    if isinstance(tp, WholeSequence):  # outside, each rank has the gradient of all positions
+        summands = [p for p in summands if p in tp.inside]
+    if summands:
+        sum_over_ranks([p.grad for p in summands], tp.group)  # partial -> replicated
 
 
 def gradient_norm(model, tp):
@@ -527,7 +525,7 @@ OF_BOTH = {
     "blocks.*.attn": partial(exchange, attention_with_one_f),
 }
 PLANS = {
-    # pos is small: it is here because x leaves a VocabEmbedding by g, with --sp cut along T
+    # pos is small, but with --sp what tok returns is cut along T, and what pos returns must be, too
     "gpt2": {**OF_BOTH, "pos": VocabEmbedding},
     "llama": {**OF_BOTH, "blocks.*.mlp.gate": ColumnLinear,
               "blocks.*.mlp": partial(exchange, swiglu_with_one_f)},
@@ -601,7 +599,7 @@ def train_step_at_work(model, optimizer, x, y, valid, clip):
 
 def evaluate_at_work(model, x, y):
     with at_work.loss_parallel():
-        return loss_sum(model(x), y).full_tensor() / dist.get_world_size()  # this rank's part
+        return loss_sum(model(x), y).full_tensor() / dist.get_world_size()  # Run sums over ranks
 
 
 # ---- 4. run ------------------------------------------------------------------
@@ -610,7 +608,7 @@ def evaluate_at_work(model, x, y):
 def refuse(args):
     """What cannot run ends here, in one line, before anything is built."""
     tp = args.world_size
-    cfg = args.cfg
+    cfg = args.cfg  # arguments() has filled in kv_heads and hidden: they are not 0
     require(cfg.kv_heads % tp == 0, f"{tp} ranks cannot share {cfg.heads} heads, {cfg.kv_heads} "
             "of keys and values, evenly: change --heads or --kv-heads")
     require(args.impl == "scratch" or cfg.hidden % tp == 0,
@@ -639,7 +637,7 @@ def set_up(run, impl, tp, mesh):
     return Side(model=model, optimizer=optimizer, train_step=partial(train_step, tp=tp),
                 full_gradients=partial(full_gradients, model, tp),
                 full_state_dict=partial(full_state_dict, model, tp),
-                evaluate=lambda x, y: token_losses(model, x, y, tp) / tp.size,  # this rank's part
+                evaluate=lambda x, y: token_losses(model, x, y, tp) / tp.size,  # summed by Run
                 pieces=partial(pieces, model, optimizer, tp))
 
 
@@ -683,7 +681,7 @@ def main():
             side = sides[impl]
             with run.measure(impl, step):
                 loss, norm = side.train_step(side.model, side.optimizer, x, y, valid, args.clip)
-            run.log(impl, step, loss / tp.size, norm)  # this rank's part: a run adds them up
+            run.log(impl, step, loss / tp.size, norm)  # Run sums over ranks
         if "scratch" in sides:
             run.textbook(textbook(run, sides["scratch"].model, tp))
         return run.finish()

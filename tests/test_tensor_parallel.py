@@ -135,11 +135,27 @@ def check_half():
     torch.testing.assert_close(section.gradient_norm(model, tp), want)
 
 
+def check_two_names():
+    """Of one module, and of a block and all that is in it."""
+    plain = Llama()
+    plain.layers[1] = plain.layers[0]
+    plain.head = plain.lm_head
+    tp = section.WholeSequence()
+    model = section.cut_model(copy.deepcopy(plain), tp, {**PLAN, "head": section.ColumnLinear})
+    assert model.head.weight is model.lm_head.weight
+    x, y = ROWS[0]
+    llama_loss(plain, x, y).backward()
+    backward(model(x), y, tp)
+    section.sum_gradients(model, tp)
+    compare(section.full_gradients(model, tp), gradients_of(plain))
+
+
 def check_refusals():
     tp = section.WholeSequence()
     column = section.ColumnLinear
     for words, plan, model in [
         ("lm_head: two patterns", {"lm_head": column, "lm_*": section.RowLinear}, Llama()),
+        ("q_norm: two patterns", {"*.q_norm": section.inside, "*_norm": section.inside}, Llama()),
         ("called nowhere.*", {"nowhere.*": column}, Llama()),
         ("ColumnLinear in the place of RMSNorm", {"norm": column}, Llama()),
         ("layers.0.mlp.drop_inside: the plan must call it", {}, Llama(dropout=0.1)),
@@ -156,7 +172,7 @@ def test_section_one_alone():
     run(each, 2, check_copy, [
         ("WholeSequence", False, "nothing"), ("CutSequence", True, "layers.0")])
     run(each, 2, check_dropout, [("WholeSequence",), ("CutSequence",)])
-    for check in check_kept, check_loss, check_half, check_refusals:
+    for check in check_kept, check_loss, check_half, check_two_names, check_refusals:
         run(check, 2)
 
 
