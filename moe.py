@@ -1,37 +1,37 @@
 """Mixture of experts: each MLP becomes E experts, of which a token visits K; tokens travel.
 
-A row is a token on its way to an expert, or back; here it is drawn as the expert's number. Experts
-0 and 1 are on rank 0, experts 2 and 3 on rank 1: the bar | stands between the rows of either rank.
+A row is a token (C numbers) on its way to an expert, or back, drawn as the expert's number. Rank 0
+has experts 0 and 1, rank 1 has 2 and 3; the bar | stands between rank 0's experts and rank 1's.
 
               router, sort    all-to-all    sort, experts   sort, all-to-all   gates
     rank 0    0 0 0 1 | 2 3   0 0 0 1 0 1   0 0 0 0 1 1     0 0 0 1 | 2 3      sum a token's K rows
     rank 1    0 1 | 2 2 3 3   2 3 2 2 3 3   2 2 2 3 3 3     0 1 | 2 2 3 3      sum a token's K rows
 
-Each of n ranks has its own part of the batch, N tokens. The ranks of a group `ep` share out the
-experts; ranks with the same experts are a group `replicas`. No row is dropped, unless a capacity A
-is given: an expert then takes at most ceil(A K N / E) rows from each rank. In the table ep is the
-size of `ep`; a number has b bytes, and the model has `experts` numbers in experts, `dense` others.
+Each of n ranks has its own part of the batch, N tokens. The ep ranks of a group `ep` share out the
+experts; ranks with the same experts are a group `replicas`. With a capacity A an expert takes at
+most ceil(A K N / E) rows from each rank and drops the rest. The model has `dense` numbers outside
+experts and `experts` in them, of b bytes. Of the rows in an all-to-all, 1/ep stay on their rank.
 
     on each rank, experts being balanced   plain MoE               here
     bytes of weights, gradients, AdamW     4 b (dense + experts)   4 b (dense + experts/ep)
-    rows of C numbers sent per layer       -                       2 K N, in backward again
-    all-to-alls per layer                  -                       4 of rows, 1 of E int64 counts
-    all-reduced per layer                  -                       E int64 counts
-    bytes all-reduced per step             -                       b dense, b experts/ep if ep < n
+    per layer, for K N rows                -                       2 all-to-alls, 2 more in backward
+    per layer, for E int64 counts          -                       1 all-to-all, 1 all-reduce
+    bytes of gradients all-reduced         -                       b dense, b experts/ep if ep < n
 
     mesh = dist.init_device_mesh("cuda", (n // 8, 8), mesh_dim_names=("replicas", "ep"))  # ep = 8
     replicas, ep = mesh.get_all_groups()
     # ups, downs, gates: lists with an nn.Linear for each of this rank's E/ep experts
     block.mlp = MoE(router, Experts(F.silu, ups, downs, gates), top_k=2, normalize=True, ep=ep)
     broadcast_parameters(model, replicas)  # once, before training
+    optimizer.zero_grad()
     (token_losses.sum() / valid_targets_of_all_ranks).backward()
     sum_gradients(model, replicas)
     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, gradient_norm(model, ep))
     optimizer.step()
     step_biases(model)  # after every step
 
-Not for: routers with a bias or a forward of their own (sigmoids, groups of experts), experts that
-are no MLPs of nn.Linear, or partly frozen, evaluating on some ranks alone, weights in fp16.
+Not for: routers with a bias or a forward of their own (sigmoids, groups of experts); experts that
+are partly frozen or no MLPs of nn.Linear; evaluation on some ranks alone; fp16 and loss scalers.
 
 Lepikhin 2020, "GShard", arXiv:2006.16668 (all-to-all, capacity); Fedus 2021, "Switch Transformers",
 arXiv:2101.03961, eq. 4 (balancing); Zoph 2022, "ST-MoE", arXiv:2202.08906, eq. 5 (z-loss); Jiang
@@ -57,10 +57,11 @@ from harness.flags import ANY, POSITIVE, Flag, arguments, require
 from harness.run import Run, Side
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
+# partial: each rank has a summand. replicated: all have the same.
 
 
 class AllToAll(torch.autograd.Function):
-    """Rows (sum(send), C) -> (sum(receive), C): send[r] go to rank r, receive[r] come from it."""
+    """Rows (sum(send), C) -> (sum(receive), C): receive[r] come from rank r, send[r] go to it."""
 
     @staticmethod
     def forward(ctx, rows, receive, send, group):  # all_to_all_single's order
@@ -88,51 +89,52 @@ def route(logits, top_k, bias, normalize):
 def balancing_loss(load, logits, probs, top_k, alpha, beta):
     """This rank's part of alpha E sum_e f_e P_e (Switch) + beta mean(logsumexp^2) (ST-MoE).
 
-    f_e is the share of expert e in the rows of all ranks, before any is dropped, and P_e its mean
-    probability. load (E,): how many tokens of all ranks chose each expert. logits, probs (N, E):
-    of this rank's tokens.
+    f_e is the share of expert e in all ranks' rows before any is dropped, P_e its mean probability.
+    load (E,): how many tokens of all ranks chose each. logits, probs (N, E): of this rank's tokens.
     """
-    tokens = load.sum() / top_k  # how many all ranks have
+    num_tokens = load.sum() / top_k  # of all ranks
     f = load.to(probs.dtype) / load.sum()
-    switch = len(f) * (f @ probs.sum(0))
-    z = logits.logsumexp(-1).square().sum()
-    return (alpha * switch + beta * z) / tokens
+    mean_probs = probs.sum(0) / num_tokens  # this rank's part of P
+    switch = len(f) * (f @ mean_probs)
+    z = logits.logsumexp(-1).square().sum() / num_tokens
+    return alpha * switch + beta * z
 
 
-def most_rows(capacity, top_k, tokens, experts):
-    """-> the largest number of rows that an expert takes from one rank with so many tokens."""
+def most_rows(capacity, top_k, num_tokens, experts):
+    """-> how many rows an expert takes at most from a rank that has num_tokens tokens."""
     if not capacity:
-        return tokens  # none of them chooses the same expert twice
-    return math.ceil(round(capacity * top_k * tokens / experts, 6))  # floats: 1.1 * 2 * 40/8 > 11
+        return num_tokens  # none of them chooses the same expert twice
+    # rounded, since 1.1 * 2 * 40 / 8 is 11.000000000000002, whose ceil is 12
+    return math.ceil(round(capacity * top_k * num_tokens / experts, 6))
 
 
-def read_counts(routing):
-    """-> routing.counts as lists. This line alone makes the host wait for the device."""
-    return routing.counts.tolist()
+def read_counts(routing):  # a function, so that a dry run can replace it
+    return routing.counts.tolist()  # here alone the host waits for the device
 
 
 class Routing:
-    """Which rows go where. Row number n K + k is token n on its way to its k-th expert.
+    """Which rows go where. Row number t K + k is token t on its way to its k-th expert.
 
     Rows leave sorted by expert. They arrive sorted by the rank that they come from, then by expert.
     """
 
     def __init__(self, chosen, wanted, limit, ep):
-        """chosen (N, K): experts. wanted (E,): how many rows want each; `limit` of them may go."""
+        """chosen (N, K): experts. wanted (E,): rows for each expert. At most `limit` travel."""
         self.limit = limit
         self.ep = ep
         self.order = chosen.flatten().argsort(stable=True)  # row numbers, by expert, then token
-        leaving = wanted.clamp(max=self.limit)
+        leaving = wanted.clamp(max=limit)
         arriving = torch.empty_like(leaving)
         # this rank's rows for every expert -> every rank's rows for the experts here
         dist.all_to_all_single(arriving, leaving, group=ep)
         # wanted, leaving: [rank][expert of that rank]; arriving: [rank][expert of this rank]
-        self.counts = torch.stack([wanted, leaving, arriving]).view(3, dist.get_world_size(ep), -1)
-        self.sizes_on_device = self.counts[2].sum(0)  # (E/ep,) rows of each expert here
-        wanted, leaving, arriving = read_counts(self)  # from here on they are lists
-        if self.limit < len(chosen):  # a queue may be too long: its first rows go
-            queues = self.order.split(list(chain(*wanted)))
-            self.order = torch.cat([queue[:self.limit] for queue in queues])
+        ranks = dist.get_world_size(ep)
+        self.counts = torch.stack([wanted, leaving, arriving]).view(3, ranks, -1)
+        self.sizes_on_device = arriving.view(ranks, -1).sum(0)  # (E/ep,) rows of each expert here
+        wanted, leaving, arriving = read_counts(self)  # the same counts as lists of lists
+        if limit < len(chosen):  # keep the first `limit` rows of each expert, drop the others
+            rows_of_each = self.order.split(list(chain(*wanted)))
+            self.order = torch.cat([rows[:limit] for rows in rows_of_each])
         self.sent = [sum(sizes) for sizes in leaving]  # rows to each rank of ep
         self.received = [sum(sizes) for sizes in arriving]  # rows from each rank of ep
         self.by_source = arriving  # [rank][expert here]: sizes of blocks of rows, as they arrive
@@ -143,12 +145,12 @@ class Routing:
 def transpose_blocks(rows, grid):
     """Rows in blocks of grid[i][j] rows each, sorted by i, then by j -> by j, then by i."""
     blocks = rows.split(list(chain(*grid)))
-    n = len(grid[0])  # block (i, j) is number i n + j
-    return torch.cat([block for j in range(n) for block in blocks[j::n]])
+    J = len(grid[0])  # block (i, j) is number i J + j
+    return torch.cat([block for j in range(J) for block in blocks[j::J]])
 
 
 class StackedLinear(nn.Module):
-    """Copies of an nn.Linear per expert, in one: weight (E/ep, F, C), bias (E/ep, F) or None."""
+    """An nn.Linear per expert, copied into stacks: weight (E/ep, F, C), bias (E/ep, F) or None."""
 
     def __init__(self, linears):
         super().__init__()
@@ -158,19 +160,19 @@ class StackedLinear(nn.Module):
             setattr(self, name, nn.Parameter(tensor, tensor.requires_grad))
 
     def one_by_one(self):
-        """-> for each expert a function of its rows, (n, C) -> (n, F)."""
+        """-> for each expert a function of its R rows, (R, C) -> (R, F)."""
         biases = [None] * len(self.weight) if self.bias is None else self.bias
         return [partial(F.linear, weight=w, bias=b) for w, b in zip(self.weight, biases)]
 
     def forward(self, rows, sizes):
-        """All experts in one kernel: rows (n, C) sorted by expert, sizes (E/ep,) -> (n, F)."""
+        """All experts in one kernel: rows (R, C) sorted by expert, sizes (E/ep,) -> (R, F)."""
         y = F.grouped_mm(rows, self.weight.transpose(1, 2), offs=sizes.cumsum(0).int())
         if self.bias is None:
             return y
         # Each row gets its expert's bias by a matmul, whose backward sums the bias's gradient in
-        # fp32. An index_select's would add rows in any order (on GPUs), and round every sum
+        # fp32. bias.index_select(..) would sum it in any order (on GPUs), rounding every addition
         eye = torch.eye(len(sizes), dtype=y.dtype, device=y.device)
-        one_hot = eye.repeat_interleave(sizes, 0, output_size=len(rows))  # (n, E/ep)
+        one_hot = eye.repeat_interleave(sizes, 0, output_size=len(rows))  # (R, E/ep)
         return torch.addmm(y, one_hot, self.bias)
 
 
@@ -180,7 +182,7 @@ class Experts(nn.Module):
         y = down(activation(up(x)))    or, with gate,    y = down(activation(gate(x)) * up(x))
 
     up, down, gate: lists, an nn.Linear for each expert here. GPT-2: GELU, no gate; Mixtral: SiLU.
-    Draw other weights on each rank of `ep`: if all have one seed, their experts are the same.
+    Each rank of `ep` needs weights of its own: from one seed, all ranks would draw the same.
     """
 
     def __init__(self, activation, up, down, gate=None):
@@ -190,16 +192,16 @@ class Experts(nn.Module):
         self.down = StackedLinear(down)
         self.gate = None if gate is None else StackedLinear(gate)
 
-    def forward(self, rows, routing):  # (n, C) sorted by expert -> (n, C)
+    def forward(self, rows, routing):  # (R, C) sorted by expert -> (R, C)
         linears = [self.up, self.down]  # in the order of mlp's arguments
         if self.gate is not None:
             linears.append(self.gate)
         if self.one_kernel_pays(rows):
             grouped = [partial(linear, sizes=routing.sizes_on_device) for linear in linears]
             return self.mlp(rows, *grouped)
-        of_each = zip(*[linear.one_by_one() for linear in linears])  # each one's up, down, gate
+        of_each_expert = zip(*[linear.one_by_one() for linear in linears])  # (up, down[, gate])
         parts = rows.split(routing.sizes)  # an empty part makes gradients of zeros, not None
-        return torch.cat([self.mlp(x, *functions) for x, functions in zip(parts, of_each)])
+        return torch.cat([self.mlp(x, *functions) for x, functions in zip(parts, of_each_expert)])
 
     def mlp(self, x, up, down, gate=None):
         if gate is None:
@@ -216,8 +218,8 @@ class Experts(nn.Module):
 class AddLoss(torch.autograd.Function):
     """Returns y. In backward `loss` gets its gradient, as if it were a term of the model's loss.
 
-    So the layer need not return `loss` (Megatron's MoEAuxLossAutoScaler does the same). The layer's
-    sums of load and loss grow in backward, since checkpointing runs forward twice.
+    So the layer need not return `loss` (Megatron's MoEAuxLossAutoScaler does the same). layer.loss
+    and layer.load grow in backward, since forward runs twice if it is checkpointed.
     """
 
     @staticmethod
@@ -230,8 +232,7 @@ class AddLoss(torch.autograd.Function):
         loss, load, layer = ctx.kept
         layer.loss = layer.loss + loss
         layer.load = layer.load + load
-        grad_of_loss = torch.ones_like(loss) * layer.loss_scale
-        return grad, grad_of_loss, None, None
+        return grad, torch.ones_like(loss), None, None
 
 
 class MoE(nn.Module):
@@ -243,12 +244,12 @@ class MoE(nn.Module):
     ep         group of the ranks that share out the experts; each brings its own tokens
     everyone   group of the ranks whose tokens are balanced together; None: the world
     shared     a module that every token visits besides, or None
-    capacity   A, or 0: no row is dropped
-    alpha      the factor of Switch's balancing loss; alpha/M if a step has M micro-batches
-    beta       the factor of ST-MoE's z-loss; beta/M if a step has M micro-batches
-    gamma      how far step_biases moves a bias in the choice; 0: there is none
+    capacity   A: an expert takes at most ceil(A K N / E) rows from each rank; 0: all rows
+    alpha      the factor of Switch's balancing loss; give alpha/M if a step has M micro-batches
+    beta       the factor of ST-MoE's z-loss; give beta/M if a step has M micro-batches
+    gamma      by how much step_biases moves the bias that is added before the choice; 0: no bias
 
-    Each forward sums the load over `everyone`: these ranks make it together, even in evaluation.
+    forward sums the load over `everyone`, so all these ranks must call it, even in evaluation.
     """
 
     def __init__(self, router, experts, *, top_k, normalize, ep, everyone=None, shared=None,
@@ -271,7 +272,6 @@ class MoE(nn.Module):
         self.exchange = AllToAll.apply  # how rows change ranks; can be replaced
         # (E,) each bias is gamma times this. Integers, since .to(bfloat16) does not round them
         self.register_buffer("bias_steps", router.weight.new_zeros(E, dtype=torch.int64))
-        self.loss_scale = 1.0  # what a loss scaler multiplies the model's loss by
         # sums over the backwards of a step, until step_biases
         self.load = 0  # (E,) int64, how often the tokens of all ranks chose each expert
         self.loss = 0  # () this rank's part of the balancing losses
@@ -281,7 +281,7 @@ class MoE(nn.Module):
         logits = self.score(tokens)  # (N, E)
         bias = self.gamma * self.bias_steps
         chosen, gates, probs = route(logits, self.top_k, bias, self.normalize)
-        wanted = torch.zeros_like(self.bias_steps)  # (E,); the host would wait for bincount()
+        wanted = torch.zeros_like(self.bias_steps)  # (E,). Not bincount(): the host would wait
         wanted.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
         load = wanted.clone()
         # partial -> replicated, while the experts are at work
@@ -307,9 +307,8 @@ class MoE(nn.Module):
     def visit(self, tokens, gates, routing):
         """Tokens (N, C) -> (N, C): for each the sum of its K experts' answers, times gates."""
         N, C = tokens.shape
-        # (N K, C): K copies of each token, whose gradients are summed at once in backward. Those of
-        # an index_select of tokens would be added one by one, in any order
-        rows = tokens.unsqueeze(1).expand(-1, self.top_k, -1).flatten(0, 1)
+        # K copies of each token. tokens.index_select(..) would sum their gradients in any order
+        rows = tokens.unsqueeze(1).expand(-1, self.top_k, -1).flatten(0, 1)  # (N K, C)
         rows = rows.index_select(0, routing.order)  # sorted by token -> sorted by expert
         # on the tokens' ranks -> on the experts' ranks
         rows = self.exchange(rows, routing.received, routing.sent, routing.ep)
@@ -343,7 +342,7 @@ def gradients_of(model):
 
 @torch.no_grad()
 def broadcast_parameters(model, replicas, everyone=None):
-    """Before training: dense tensors of everyone's first rank, experts of the first replica."""
+    """Gives everyone the first rank's dense tensors, and replicas their first rank's experts."""
     dense, experts = dense_and_experts(model)
     for tensor in [*dense, *model.buffers()]:
         dist.broadcast(tensor, group=everyone, group_src=0)  # the first rank's -> replicated
@@ -352,8 +351,7 @@ def broadcast_parameters(model, replicas, everyone=None):
 
 
 def sum_gradients(model, replicas, everyone=None):
-    """After backward: sums dense gradients over everyone, and those of experts over replicas,
-    which is always a group: None would be the world."""
+    """Sums dense gradients over everyone, those of experts over replicas. None means the world."""
     dense, experts = gradients_of(model)
     sum_over_ranks(dense, everyone)  # partial -> replicated; in ddp.py, during backward
     sum_over_ranks(experts, replicas)  # partial -> replicated
@@ -372,9 +370,9 @@ def sum_over_ranks(tensors, group):
 def gradient_norm(model, ep):
     """After sum_gradients: the norm of the whole model's gradient, each expert counted once."""
     dense, experts = gradients_of(model)
-    gradients = dense + experts
-    wide = torch.promote_types(gradients[0].dtype, torch.float32)
-    squares = torch.stack(torch._foreach_norm(gradients, dtype=wide)).square()
+    dense.append(next(model.parameters()).new_zeros(1))  # without gradients the norm is 0
+    wide = torch.promote_types(dense[0].dtype, torch.float32)
+    squares = torch.stack(torch._foreach_norm(dense + experts, dtype=wide)).square()
     square_of_experts = squares[len(dense):].sum()
     dist.all_reduce(square_of_experts, group=ep)  # partial -> replicated; dense ones are already
     return (squares[:len(dense)].sum() + square_of_experts).sqrt()
@@ -389,8 +387,8 @@ def step_biases(model):
     """
     for layer in layers_of(model):
         if layer.gamma and layer.router.weight.requires_grad:
-            load = layer.load + torch.zeros_like(layer.bias_steps)  # (E,), zeros without a backward
-            layer.bias_steps += (load.sum() - len(load) * load).sign()  # E (mean - load)
+            load = torch.as_tensor(layer.load)  # the number 0 if there was no backward
+            layer.bias_steps += (load.sum() - len(layer.bias_steps) * load).sign()  # mean - load
         layer.load = 0
         layer.loss = 0
 
@@ -424,7 +422,7 @@ class PlainMoE(nn.Module):
         self.experts = nn.ModuleList(mlp(cfg) for _ in range(experts))
         self.shared = mlp(cfg) if shared else None
         self.register_buffer("bias_steps", torch.zeros(experts, dtype=torch.int64))  # as MoE's
-        # [micro-batch][rank]: (n,), numbers of the tokens that the rank routes. None: one has all
+        # [micro-batch][rank]: (N,) numbers of the tokens that a rank routes; None: one rank has all
         self.sources = sources
         self.loss = 0  # the balancing loss of the last forward in training
 
@@ -440,7 +438,7 @@ class PlainMoE(nn.Module):
         losses = []
         for microbatch in self.sources or [[torch.arange(len(tokens))]]:
             for own in microbatch:  # one rank's tokens
-                place = visits[own].cumsum(0)  # (n, E) of each token in each expert's queue
+                place = visits[own].cumsum(0)  # (N, E) of each token in each expert's queue
                 limit = most_rows(self.capacity, self.top_k, len(own), self.E)
                 gates[own] = gates[own] * (place <= limit)
             together = torch.cat(microbatch)
@@ -471,7 +469,7 @@ def mixture(model, seed, cfg, **options):
 
 
 def parallelize(model, ep, everyone=None, microbatches=1):
-    """Each PlainMoE becomes a MoE with this rank's experts. microbatches: M, of each step."""
+    """Each PlainMoE becomes a MoE with this rank's experts. microbatches: those of a step, M."""
     for block in model.blocks:
         plain = block.mlp
         here = [plain.experts[e] for e in share(plain.E, ep.size(), ep.rank())]
@@ -587,16 +585,16 @@ def refuse(args):
 
 
 def build_plain(args, cfg, seed, device, dtype, sources=None):
-    """The plain model. sources: as PlainMoE's; None: each rank routes its sequences at once."""
-    tokens = torch.arange(args.batch * cfg.seq, device=device)
+    """The plain model. sources: as PlainMoE's; None: each rank has one micro-batch."""
+    numbers = torch.arange(args.batch * cfg.seq, device=device)  # of tokens
     return mixture(build(cfg, seed, device, dtype), seed, cfg, experts=args.experts,
                    top_k=args.top_k, shared=args.shared, balance=args.balance,
-                   capacity=args.capacity, sources=sources or [tokens.chunk(args.world_size)])
+                   capacity=args.capacity, sources=sources or [numbers.chunk(args.world_size)])
 
 
 def plain_trace(run):
-    """The same steps by the plain model."""
-    run.replays = False  # start at the checkpoint: until then other ranks may have dropped rows
+    """The same steps by the plain model. It does not replay the steps before a checkpoint."""
+    run.replays = False  # another number of ranks may have run them, and dropped other rows
     model = run.build()
     set_biases(model, run)
     return run.plain(model, extra_loss=plain_balancing_losses)
@@ -613,12 +611,11 @@ def set_biases(model, run):
 
 
 def balanced_counts(routing):
-    """read_counts of a dry run, which has no numbers: ranks choose all experts equally often."""
+    """Replaces read_counts in a dry run: ranks are taken to choose all experts equally often."""
     _, ranks, here = routing.counts.shape
-    experts = ranks * here
-    rows = len(routing.order)
-    of_each = [(rows + e) // experts for e in range(experts)]  # the last ones get the remainder
-    wanted = [of_each[e:e + here] for e in range(0, experts, here)]
+    E = ranks * here
+    of_each = [(len(routing.order) + e) // E for e in range(E)]  # the last ones get the remainder
+    wanted = [of_each[e:e + here] for e in range(0, E, here)]
     leaving = [[min(routing.limit, size) for size in sizes] for sizes in wanted]
     # all ranks choose alike: from each of them comes what this one sends to itself
     arriving = [leaving[dist.get_rank(routing.ep)]] * ranks
@@ -652,7 +649,7 @@ def watch_traffic(model):
 
 
 def account(run, model, ep, traffic):
-    """The textbook: a number has b bytes, the gradients' norm has d."""
+    """The textbook: a number has b bytes; the square of the gradients' norm has at least 4."""
     n = run.world_size
     e = ep.size()
     b = run.dtype.itemsize
@@ -666,9 +663,9 @@ def account(run, model, ep, traffic):
         ("wire all_to_all", "2 b C (rows out + rows in, but those that stay) + (ep-1)/ep 8 L E",
          2 * b * run.cfg.width * moving + (e - 1) / e * counts),  # forward and backward
         ("wire all_reduce",
-         "2 (n-1)/n (b dense + 8 L E) + 2 (n-ep)/n b experts/ep + 2 (ep-1)/ep d",
+         "2 (n-1)/n (b dense + 8 L E) + 2 (n-ep)/n b experts/ep + 2 (ep-1)/ep max(4, b)",
          2 * (n - 1) / n * (b * dense + counts) + 2 * (n - e) / n * b * of_experts
-         + 2 * (e - 1) / e * max(4, b)),  # d
+         + 2 * (e - 1) / e * max(4, b)),
         ("held states", "4 b (dense + experts/ep) + 4 per tensor (steps) + 8 L E",
          4 * b * (dense + of_experts) + 4 * len(list(model.parameters())) + counts),
     ]
@@ -687,7 +684,7 @@ def picture(run, ep, traffic):
     run.extra.update(load=load.tolist(), dropped=dropped)
     run.say(f"\nrows over the mean in layer {worst}, last step; {dropped:.1%} dropped")
     for e, times in enumerate(load[worst].tolist()):
-        run.say(f"  expert {e:<3} {times:5.2f} {'#' * round(10 * times):.60}")
+        run.say(f"  expert {e:<3} {times:5.2f} {'#' * min(60, round(10 * times))}")
 
 
 def main():
@@ -717,8 +714,8 @@ def main():
             picture(run, ep, traffic)
         judged_as = args.dtype
         if args.check and args.dtype == "fp32":
-            judged_as = "bf16"  # of a run in bf16 finish() judges losses alone
             run.say("\nin fp32 rounding decides near ties: only losses are judged; fp64 judges all")
+            judged_as = "bf16"  # since finish() then judges losses alone
         return run.finish(partial(plain_trace, run), judged_as)
 
 

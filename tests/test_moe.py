@@ -303,6 +303,7 @@ def check_layer():
     make = partial(moe.MoE, experts=experts, top_k=2, normalize=True, ep=dist.group.WORLD,
                    gamma=0.1)
     layer = make(nn.Linear(6, 4, bias=False))
+    assert moe.gradient_norm(layer, dist.group.WORLD) == 0  # no backward yet
     x = torch.randn(64, 6)
     with torch.autocast("cpu", torch.bfloat16):
         assert layer.score(x).dtype == torch.float32
