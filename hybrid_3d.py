@@ -164,6 +164,7 @@ class Mesh:
 
 # ---- what becomes of a gradient
 
+
 def kinds_of_parameters(sp):
     """-> {kind: {axis: what becomes of a gradient along it}}, the docstring's table."""
     outside = "sum" if sp else "same"  # with sp a rank has seen a part of the tokens
