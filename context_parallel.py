@@ -1,9 +1,9 @@
 """Context parallelism: every rank holds a part of each sequence; attention alone needs the rest.
 
 A sequence is cut into chunks 0, 1, .. whose keys and values (K and V) go around a ring of cp ranks.
-The pictures show the chunks whose K and V a rank has at each hop. A mark says how much of them the
-rank's own queries see. That is work: causal attention within the T/cp tokens of a rank counts as 1.
-    no mark: all, work 2    / half, work 1    * each query up to itself, work 1    - nothing, 0
+The pictures show the chunks whose K and V a rank has at each hop. A mark tells how many of the
+pairs of the rank's own queries with these keys attention computes. Half of all pairs are work 1:
+    no mark: all, work 2    / half, work 1    * each query up to itself, work 1    - none, work 0
 
     ring       hop 0  hop 1  hop 2  hop 3  work      zigzag     hop 0  hop 1  hop 2  hop 3  work
     rank 0        0*     3-     2-     1-     1      rank 0      0,7*   3,4/   2,5/   1,6/     4
@@ -11,23 +11,23 @@ rank's own queries see. That is work: causal attention within the T/cp tokens of
     rank 2        2*      1      0     3-     5      rank 2      2,5*   1,6/   0,7/   3,4/     4
     rank 3        3*      2      1      0     7      rank 3      3,4*   2,5/   1,6/   0,7/     4
 
-Results of the hops are merged by their log-sum-exp (lse). In backward K and V go around again, and
-their gradients dK and dV one hop behind them. allgather: zigzag's chunks, but all K and V of a
-layer are brought at once. ulysses: an all-to-all turns all heads of T/cp tokens into H/cp heads of
-all tokens; another turns the result back. A rank's q has Q numbers in a block, its k S, its v S:
+The hops' results are merged by their log-sum-exp (lse). In backward K and V go around again; their
+gradients dK and dV follow one hop later and collect each rank's summand. allgather: zigzag's
+chunks, but all K and V come at once. ulysses: an all-to-all turns all heads of T/cp tokens into
+H/cp heads of all tokens; another undoes it. In a layer a rank's q has Q numbers, k and v S each:
 
     on each of cp ranks              plain GPT   ring, zigzag, allgather         ulysses
     held of weights, activations     all, all    all, 1/cp                       all, 1/cp
-    numbers sent, block's forward    -           2 (cp-1) S                      2 (cp-1)/cp (S + Q)
-    numbers sent, block's backward   -           4 (cp-1) S, dK and dV in fp32   2 (cp-1)/cp (S + Q)
+    numbers sent, layer's forward    -           2 (cp-1) S                      2 (cp-1)/cp (S + Q)
+    numbers sent, layer's backward   -           4 (cp-1) S, dK and dV in fp32   2 (cp-1)/cp (S + Q)
     numbers sent, P gradients        -           2 (cp-1)/cp P                   2 (cp-1)/cp P
 
     replicate(model)                     # all ranks begin with the weights of the first
     ring = Zigzag()                      # of all ranks; else Zigzag(group)
-    for block in model.blocks:
-        block.attn.attend = ring.attend  # in the place of causal scaled_dot_product_attention
+    for layer in model.layers:
+        layer.attn.attend = ring.attend  # in the place of causal scaled_dot_product_attention
     own = ring.positions(T, device)      # (T/cp,): which tokens of x, and of the shifted y
-    loss = loss_sum(model(x[:, own], positions=own), y[:, own])  # positions: for RoPE
+    loss = loss_sum(model(x[:, own], positions=own), y[:, own])  # for RoPE or learned positions
     (loss / valid).backward()            # valid: targets of all ranks, whose losses add up
     sum_gradients(model.parameters())    # of all ranks; then clip and step, as one process does
 
@@ -103,7 +103,7 @@ def repeat_heads(kv, H):
 
 
 def sum_heads(dx, into):
-    """The backward of repeat_heads: dx (B, H, ..) is summed into (B, K, ..)."""
+    """The backward of repeat_heads: overwrite `into` (B, K, ..) with the sums of dx (B, H, ..)."""
     torch.sum(dx.unflatten(1, (into.shape[1], -1)), 2, dtype=into.dtype, out=into)
 
 
@@ -127,9 +127,9 @@ class Exchange:
 
 
 class Ring:
-    """K and V go around the ring of cp ranks, their gradients one hop behind (Liu 2023, section 3).
+    """K and V go around the ring of cp ranks, their gradients one hop later (Liu 2023, section 3).
 
-    In every block `attend` takes the place of scaled_dot_product_attention. The model is given the
+    In every layer `attend` takes the place of scaled_dot_product_attention. The model is given the
     tokens at `positions` alone, and the same positions for its position embedding or RoPE.
     """
 
@@ -169,15 +169,15 @@ class Ring:
             return 0, tokens, False
         if hop == 0:
             return 0, tokens, True  # a rank's tokens are in order, also those of chunks 0,7
-        # A query sees the keys of all chunks before its own chunk. Say this rank has chunks 0,7 and
-        # meets the keys of 3,4: queries of 7 see all of them, queries of 0 none. If it has 3,4 and
-        # meets 2,5, all queries see 2 alone. Always the last queries see the first keys
+        # It is always the last queries that see the first keys, as a query sees the chunks before
+        # its own. When queries of chunks 0,7 meet keys of 3,4, those of 7 see all keys and those of
+        # 0 see none. When queries of 3,4 meet keys of 2,5, all queries see chunk 2 alone.
         mine = self.chunks()
         theirs = self.chunks(hop)
         size = tokens // len(mine)  # of a chunk
-        blind = sum(chunk < theirs[0] for chunk in mine)  # chunks whose queries see nothing
-        visible = sum(chunk < mine[-1] for chunk in theirs)  # chunks that the last query sees
-        return blind * size, visible * size, False
+        blind_chunks = sum(chunk < theirs[0] for chunk in mine)  # their queries see no key
+        seen_chunks = sum(chunk < mine[-1] for chunk in theirs)  # the last query sees their keys
+        return blind_chunks * size, seen_chunks * size, False
 
     def bring(self, kv):
         """Yield this rank's K and V, then those of each rank before it, hop by hop."""
@@ -194,23 +194,24 @@ class Ring:
         zeros if its queries see none of them, since the next rank waits for the sum.
         """
         own = next(parts)
-        passing = None
-        for part in parts:
-            if passing is not None:
-                part += passing.wait()  # the rank before has had the same K and V a hop earlier
-            passing = self.Exchange(part, self.group)  # under way while the next part is made
-        if passing is None:  # cp is 1
+        if self.cp == 1:
             return own
-        return own + passing.wait()  # the last hop brings what all others have added
+        passing = self.Exchange(next(parts), self.group)
+        for part in parts:  # each is made while the sum with the part before is under way
+            part += passing.wait()  # the sum over the ranks that had these K and V before
+            passing = self.Exchange(part, self.group)
+        return own + passing.wait()  # the sum over all other ranks
 
     def attend(self, q, k, v):
         """Attention within the whole sequence: (B, H, T/cp, D) -> (B, H, T/cp, D).
 
-        k and v may have K heads, a divisor of H: H/K query heads in a row share one. No more than
-        these K travel. Every rank of the group calls it, with equal shapes.
+        k and v may have K heads, a divisor of H: H/K query heads in a row share one. Only
+        these K heads are sent. Every rank of the group calls `attend`, with equal shapes.
         """
         tokens = q.shape[2]
         assert tokens % len(self.chunks()) == 0, f"{tokens} tokens: cut them as positions() says"
+        assert k.shape[2] == tokens, f"{k.shape[2]} keys for {tokens} queries: take equally many"
+        assert q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} heads of q, {k.shape[1]} of k"
         q, k = [x.to(v.dtype) for x in (q, k)]  # RoPE may have made fp32 of them
         return BlockwiseAttention.apply(q, torch.stack([k, v]), self)
 
@@ -225,13 +226,11 @@ class Zigzag(Ring):
 
 
 class AllGather(Zigzag):
-    """Zigzag's blocks, but one collective each way (Llama 3, section 3.3.2)."""
-
-    # unsqueeze(0): gloo wants dim 0 of what is whole to be cp times dim 0 of a rank's piece
+    """Zigzag's chunks, but one collective each way (Llama 3, section 3.3.2)."""
 
     def bring(self, kv):
         all_kv = kv.new_empty(self.cp, *kv.shape)
-        all_gather(all_kv, kv.unsqueeze(0), group=self.group)  # sharded -> replicated
+        all_gather(all_kv.view(-1), kv.view(-1), group=self.group)  # sharded -> replicated
         for hop in range(self.cp):
             yield all_kv[self.source(hop)]
 
@@ -240,10 +239,9 @@ class AllGather(Zigzag):
             if hop == 0:
                 by_rank = part.new_empty(self.cp, *part.shape)
             by_rank[self.source(hop)] = part
-        # partial -> sharded; the memory of the last part serves for the result
-        reduce_scatter(part.unsqueeze(0), by_rank, group=self.group)
-        by_rank.untyped_storage().resize_(0)  # free, though gloo's thread holds the tensor
-        return part
+        result = part  # by_rank has a copy of the last part, whose memory can be overwritten
+        reduce_scatter(result.view(-1), by_rank.view(-1), group=self.group)  # partial -> sharded
+        return result
 
 
 class BlockwiseAttention(torch.autograd.Function):
@@ -304,11 +302,10 @@ class AllToAll(torch.autograd.Function):
         ctx.way_back = (join, cut, group)
         parts = torch.stack(x.chunk(dist.get_world_size(group), cut))  # (cp, ..)
         received = torch.empty_like(parts)
-        # sharded(join) -> sharded(cut): in Ulysses' forward from tokens to heads, and back
-        dist.all_to_all_single(received, parts, group=group)
+        dist.all_to_all_single(received, parts, group=group)  # sharded(join) -> sharded(cut)
         joined = torch.cat(received.unbind(), join)
         for buffer in (parts, received):
-            buffer.untyped_storage().resize_(0)  # free, though gloo's thread holds the tensor
+            buffer.untyped_storage().resize_(0)  # for gloo alone: its thread holds them for longer
         return joined
 
     @staticmethod
@@ -326,10 +323,11 @@ class Ulysses(Ring):
         """As Ring's; the heads of q and those of k and v must be multiples of cp."""
         assert k.shape[1] % self.cp == 0, f"{k.shape[1]} heads of k for {self.cp} ranks: take Ring"
         qkv = [x.to(v.dtype) for x in (q, k, v)]  # RoPE may have made fp32 of q and k
+        # sharded(TOKENS) -> sharded(HEADS): (B, H/cp, T, D), for which any attention would do
         by_heads = [AllToAll.apply(x, self.HEADS, self.TOKENS, self.group) for x in qkv]
-        # (B, H/cp, T, D); any attention would do
         out = F.scaled_dot_product_attention(*by_heads, is_causal=self.causal, enable_gqa=True)
-        return AllToAll.apply(out, self.TOKENS, self.HEADS, self.group)  # (B, H, T/cp, D)
+        # sharded(HEADS) -> sharded(TOKENS): (B, H, T/cp, D)
+        return AllToAll.apply(out, self.TOKENS, self.HEADS, self.group)
 
 
 # The rest of a correct train step: weights are replicated, their gradients partial on every rank.
@@ -389,8 +387,7 @@ def cut_in_place(mesh, x, y):
     """-> torch's context, in which x and y (B, T) are (B, T/cp), cut as zigzag does."""
     from torch.distributed.tensor.experimental import context_parallel  # slow, and needs NumPy
 
-    return context_parallel(mesh, buffers=[x, y], buffer_seq_dims=[1, 1],
-                            no_restore_buffers={x, y})
+    return context_parallel(mesh, buffers=[x, y], buffer_seq_dims=[1, 1], no_restore_buffers={x, y})
 
 
 def train_step_at_work(model, optimizer, x, y, valid, clip, mesh):
@@ -438,12 +435,12 @@ def picture(attn, cp):
 
 
 def work(ring, hop):
-    """What attention at a hop costs. Causal attention within the rank's own tokens costs 1."""
+    """The work of attention at a hop: 1 for half of the pairs of query and key, 2 for all."""
     if hop == 0:
-        return 1
-    tokens = 2  # of a rank, one in each of zigzag's chunks: so few are enough to see the share
+        return 1  # causal
+    tokens = 2  # of a rank: with one in each of zigzag's chunks, none, half and all come out right
     first, keys, _ = ring.seen(hop, tokens)
-    return (tokens - first) * keys / 2  # all 4 pairs of query and key cost 2
+    return (tokens - first) * keys / 2  # there are 4 pairs
 
 
 # On GPUs section 1 wants bf16 or fp16, and NCCL. Proofs run in fp32 and fp64, too, and by gloo.
@@ -508,6 +505,8 @@ def refuse(args):
         on_gpu = torch.cuda.is_available() and args.device != "cpu" and not args.dry_run
         require(on_gpu and args.dtype != "fp64" and find_spec("numpy"),
                 "torch's context_parallel needs GPUs, fp32 or bf16, and NumPy; take --impl scratch")
+        # The kernel for fp32 pads lse to a multiple of 32 queries, and torch does not cut the
+        # padding off: the queries of each of a rank's 2 chunks have to be such a multiple
         require(args.dtype == "bf16" or cfg.seq % (64 * cp) == 0,
                 f"--impl {args.impl}: in fp32 --seq has to be a multiple of {64 * cp}")
 
@@ -527,16 +526,13 @@ def set_up(run, impl, ring, own):
 
 
 def textbook(run, cp):
-    """-> rows. P parameters, L blocks; in a block a rank's q has Q numbers, its k and its v S each.
-
-    b: bytes of a number, d: of one in dK and dV.
-    """
+    """-> rows. P parameters, L layers; a rank's q has Q numbers in a layer, its k and v S each."""
     cfg = run.cfg
     L = cfg.layers
     Q = run.args.batch * cfg.seq // cp * cfg.width
     S = Q * cfg.kv_heads // cfg.heads
-    b = run.dtype.itemsize
-    d = max(4, b)
+    b = run.dtype.itemsize  # bytes of a number
+    d = max(4, b)  # bytes of one in dK and dV
     hops = [("wire send", "2 (cp-1) L (2 b + d) S", 2 * (cp - 1) * L * (2 * b + d) * S)]
     others = {
         "allgather": [

@@ -120,6 +120,10 @@ def check_section_one():
         section.Ulysses().attend(q, q[:, :1], q[:, :1])
     with pytest.raises(AssertionError, match="3 tokens: cut them as positions"):
         zigzag.attend(q[:, :, :3], q[:, :, :3], q[:, :, :3])
+    with pytest.raises(AssertionError, match="4 keys for 2 queries"):
+        zigzag.attend(q[:, :, :2], q, q)
+    with pytest.raises(AssertionError, match="1 heads of q, 2 of k"):
+        zigzag.attend(q[:, :1], q, q)
 
 
 def test_section_one_alone():
