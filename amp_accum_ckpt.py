@@ -3,25 +3,24 @@
     --amp bf16|fp16   matmuls and attention in 2 bytes a number; weights, gradients, loss in 4
     --accum M         M micro-batches in turn: gradients add up, and ranks communicate once
     --ckpt none       keeps x0 [all that block 0 made] x1 [all that block 1 made] x2 ..
-           selective  keeps x0 [matmuls, attention   ] x1 [matmuls, attention   ] x2 ..
-           full       keeps x0                         x1                         x2 ..
+    --ckpt selective  keeps x0 [matmuls, attention   ] x1 [matmuls, attention   ] x2 ..
+    --ckpt full       keeps x0                         x1                         x2 ..
 
-What is not kept for backward is made again when backward wants it, with full a block at a time.
-A micro-batch has t tokens, a sequence T. C: width, H: heads of width D, K: key-value heads, F: the
-MLP's hidden width, W: weights of a block's matrices. s = 4 H + 16 (Llama: 4 H + 8) bytes are for
-the statistics of softmax and norms. On a CPU a block keeps, in bytes:
+Backward makes the rest again. On a CPU a block keeps, of a micro-batch of t tokens, in bytes:
 
-                     with none                                  selective
+                     --ckpt none                                --ckpt selective
     GPT-2  fp32      t (64 C + s)                               t (40 C + s)
            autocast  t (40 C + s) + 2 W                         t (24 C + s)
     Llama  fp32      t (36 C + 16 F + 8 K D + s) + 8 T D        t (16 C + 8 F + 8 K D + s) + 8 T D
            autocast  t (32 C + 8 F + 4 K D + s) + 2 W + 4 T D   t (12 C + 4 F + 4 K D + s) + 8 T D
 
-8 T D are cosines and sines in fp32; under autocast none keeps their narrow copies, 4 T D. With full
-a block keeps its input, 4 C t, and while it is made again, what it keeps with none. Selective
-repeats no matmul; full repeats all but the last, whose result no gradient needs. With P parameters,
-weights, gradients and AdamW's states take 16 P bytes, as with the plain GPT, and 20 P in update(),
-which has gradients twice. dp ranks share the batch, and all-reduce 4 P bytes a step.
+C: width, H: heads of width D, K: key-value heads, F: the MLP's hidden width, T: tokens of a
+sequence. s = 4 H + 16 (Llama: 4 H + 8): statistics of softmax and norms. 2 W: copies of the block's
+W weights in 2 bytes. 8 T D: cosines and sines in 4 bytes. 4 T D: copies of both in 2 bytes. With
+--ckpt full a block keeps its input, 4 C t, and when it runs again, as much as with --ckpt none.
+Selective repeats no matmul; full repeats all but the last, whose result no gradient needs.
+Weights, gradients and AdamW's states of P parameters take 16 P bytes, as in the plain GPT, and 20 P
+in update(), which has gradients twice. dp ranks share the batch, and all-reduce 4 P bytes a step.
 
     replicate(model)                                  # if ranks have not begun with the same
     for block in model.blocks:
@@ -30,6 +29,7 @@ which has gradients twice. dp ranks share the batch, and all-reduce 4 P bytes a 
     def part_of_loss(x, y):
         with torch.autocast("cuda", torch.float16):   # or torch.bfloat16; for fp32 without this
             return loss_sum(model(x), y) / valid      # valid: targets of the whole global batch
+    optimizer.zero_grad()                             # every step begins here
     loss = accumulate(part_of_loss, zip(x.chunk(2), y.chunk(2)), scaler)
     norm = update(model.parameters(), optimizer, 1.0, scaler)
 
@@ -40,6 +40,7 @@ Micikevicius 2018, arXiv:1710.03740, section 3. Chen 2016, arXiv:1604.06174, sec
     torchrun --standalone --nproc_per_node=2 amp_accum_ckpt.py --amp bf16 --accum 2 --ckpt full
 """
 import math
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -93,6 +94,7 @@ def accumulate(part_of_loss, microbatches, scaler=None):
 def update(parameters, optimizer, clip, scaler=None, group=None):
     """After the last micro-batch: sum over ranks, unscale, clip (0: do not), step -> the norm."""
     trained = [p for p in parameters if p.grad is not None]
+    assert trained, "no parameter has a gradient: accumulate() comes first"
     flat = torch.cat([p.grad.flatten() for p in trained])
     if dist.is_initialized():
         dist.all_reduce(flat, group=group)  # partial -> replicated, all gradients in one call
@@ -101,7 +103,8 @@ def update(parameters, optimizer, clip, scaler=None, group=None):
     for p, part in zip(trained, flat.split([p.numel() for p in trained])):
         p.grad = part.view_as(p)  # a piece of flat: nothing is copied back
     norm = nn.utils.get_total_norm([p.grad for p in trained])
-    finite = norm.nan_to_num(0, posinf=0)  # inf, nan -> 0: gradients of norm 0 are not scaled
+    # inf and nan become 0, by which nothing is scaled: gradients stay as they are, to be looked at
+    finite = norm.nan_to_num(0, posinf=0)
     nn.utils.clip_grads_with_norm_(trained, clip or math.inf, finite)
     if scaler is None:
         optimizer.step()
@@ -121,7 +124,7 @@ class LossScaler:
     """
 
     def __init__(self, optimizer, scale=65536.0, good=0.0, interval=2000):
-        assert optimizer.defaults.get("fused"), "take AdamW(.., fused=True): others never skip"
+        assert optimizer.defaults.get("fused"), "take AdamW(.., fused=True): no other skips steps"
         self.optimizer = optimizer
         self.interval = interval  # so many good steps double the scale; an overflow halves it
         device = optimizer.param_groups[0]["params"][0].device
@@ -149,10 +152,11 @@ class LossScaler:
 
 
 def hooks_around():
-    """-> pack, unpack of the pair in force: save_on_cpu's, say, or of a checkpoint around this."""
-    pair = torch._C._autograd._top_saved_tensors_default_hooks(False)  # None in a compiler's trace
-    # else detach: a result kept with its own graph (softmax's, say) is freed by a backward alone
-    return pair or (torch.Tensor.detach, torch.Tensor.detach)
+    """-> pack, unpack: the pair in force (save_on_cpu's, an outer checkpoint's), or a default."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # ignore_is_tracing=False
+    # The default detaches. Softmax, for one, keeps its own result, which would otherwise hold the
+    # graph that holds it, and a graph that gets no backward would never be freed.
+    return hooks or (torch.Tensor.detach, lambda packed: packed)
 
 
 class Kept:
@@ -182,16 +186,16 @@ def full(forward, *inputs, **keywords):
     until it has made the one with the last index. So the last matmul, and an all-reduce of its
     result, run once. Collectives before it run twice, on every rank in the same order.
     """
-    # A torch.compile around this must leave forward out: it would compile the first run alone, and
-    # the second could make other tensors. A forward that is compiled itself is so in both runs
+    # torch.compile of the whole model would compile the first run of forward alone, and the second
+    # could make other tensors: disable prevents it. If forward itself is compiled, both runs are.
     forward = torch.compiler.disable(partial(forward, **keywords))
     call = Call(forward, inputs)
-    with saved_tensors_hooks(call.index, call.fetch):
+    with saved_tensors_hooks(call.pack, call.unpack):
         return forward(*inputs)
 
 
-class Enough(Exception):
-    """The second forward has made every tensor that has an index."""
+class Enough(BaseException):  # not an Exception: forward might catch those
+    """The second run of forward has made every tensor that has an index."""
 
 
 class Call:
@@ -200,19 +204,19 @@ class Call:
     def __init__(self, forward, inputs):
         self.forward = forward
         hooks = hooks_around()
-        self.inputs = [Kept(x, hooks) if isinstance(x, torch.Tensor) else x for x in inputs]
+        self.inputs = [Kept(x, hooks) if torch.is_tensor(x) else x for x in inputs]
         self.states = random_states()
         device = inputs[0].device.type
         enabled = torch.is_autocast_enabled(device)
         self.autocast = torch.autocast(device, enabled=enabled)  # with the dtype in force now
         self.shapes = []  # of the tensors 0, 1, .. that autograd wanted to keep
-        self.made = {}  # {index: Kept}: what repeat() has made and backward has yet to fetch
+        self.made = {}  # {index: Kept}: what repeat() has made and backward has yet to take
 
-    def index(self, tensor):  # pack
+    def pack(self, tensor):  # -> its index
         self.shapes.append(tensor.shape)
         return len(self.shapes) - 1
 
-    def fetch(self, index):  # unpack
+    def unpack(self, index):
         if index not in self.made:
             self.repeat()
         return self.made.pop(index).restore()
@@ -227,15 +231,12 @@ class Call:
             if len(made) == len(self.shapes):
                 raise Enough
 
+        recording = saved_tensors_hooks(record, restored)  # no backward calls restored
         inputs = [restored(x) for x in self.inputs]
         before = random_states()
         set_random_states(*self.states)
-        try:
-            # gradients on, so that record is called: nothing runs backward through this graph
-            with torch.enable_grad(), self.autocast, saved_tensors_hooks(record, restored):
-                self.forward(*inputs)
-        except Enough:
-            pass
+        with suppress(Enough), torch.enable_grad(), self.autocast, recording:
+            self.forward(*inputs)  # with gradients on, since autograd calls no hook without
         set_random_states(*before)
         assert len(made) == len(self.shapes), "forward made fewer when it ran again"
         self.made = dict(enumerate(made))
@@ -253,7 +254,7 @@ def set_random_states(cpu, gpu):
         torch.cuda.set_rng_state(gpu)
 
 
-# Selective checkpointing makes results of cheap operations again, which compute next to nothing.
+# Selective checkpointing does not keep the results of cheap operations, but makes them again.
 # Operations that are not in this list count as dear: matmuls, attention, sums over ranks.
 aten = torch.ops.aten
 CHEAP = {
@@ -266,13 +267,13 @@ CHEAP = {
 
 
 class Recipe:
-    """How to make a tensor again: a cheap operation, and its inputs, which may be recipes, too."""
+    """How to make a tensor again: a cheap operation, and what it was given."""
 
     def __init__(self, op, inputs, keywords):
         self.op = op
-        self.inputs = inputs  # keep() exchanges the tensors among them for Kept and Recipes
+        self.inputs = inputs  # tensors, until keep() makes a Kept or a Recipe of each
         self.keywords = keywords
-        self.read = [(x, x._version) for x in inputs if torch.is_tensor(x)]  # for keep() to compare
+        self.read = [(x, x._version) for x in inputs if torch.is_tensor(x)]  # as op read them
         self.result = None  # made once for all who want it: q, k and v want the same norm's
 
     def restore(self):
@@ -287,36 +288,32 @@ def first(outputs):  # norms return their statistics besides
 
 
 class WriteRecipes(TorchDispatchMode):
-    """Sees every operation, and gives the results of cheap ones a recipe.
-
-    It writes none inside autograd Functions: there a collective may change a tensor unseen.
-    """
+    """Sees every operation, and gives the results of cheap ones a recipe."""
 
     def __torch_dispatch__(self, op, types, inputs=(), keywords=None):
         keywords = keywords or {}
         outputs = op(*inputs, **keywords)
-        if op in CHEAP and torch.is_grad_enabled():  # off inside autograd Functions
+        # not inside autograd Functions: gradients are off, and collectives change tensors unseen
+        if op in CHEAP and torch.is_grad_enabled():
             first(outputs).recipe = Recipe(op, inputs, keywords)
         return outputs
 
 
 def keep(x, hooks):
-    """-> x's recipe; or a Kept, if x has no recipe, or x or what the recipe reads has changed."""
-    if not isinstance(x, torch.Tensor):
-        return x
+    """-> x's recipe, if it has one, and if neither x nor op's inputs have changed; else a Kept."""
     recipe = getattr(x, "recipe", None)
     if recipe is None or x._version > 0 or any(y._version > then for y, then in recipe.read):
         return Kept(x, hooks)
-    recipe.inputs = [keep(y, hooks) for y in recipe.inputs]
-    recipe.read = []  # these tensors may change now, and be freed
+    recipe.inputs = [keep(y, hooks) if torch.is_tensor(y) else y for y in recipe.inputs]
+    recipe.read = []  # compared once, they need not stay alive
     return recipe
 
 
 def selective(forward, *inputs, **keywords):
     """Keep what matmuls, attention and sums make, but no norm, GELU, SwiGLU or cast (Chen 4.2).
 
-    Norms and the like are made again from what is kept, without running forward: no collective
-    runs twice. A compiled forward runs uncompiled in here: its compiler has chosen what to keep.
+    The rest is made again from what is kept, without running forward: no collective runs twice.
+    A compiled forward runs uncompiled, since torch.compile steps aside in a TorchDispatchMode.
     """
     pack = partial(keep, hooks=hooks_around())
     with saved_tensors_hooks(pack, restored), WriteRecipes():
@@ -390,7 +387,7 @@ def train_step_at_work(model, optimizer, x, y, valid, clip, accum, autocast, sca
 
 AMP = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FLAGS = {
-    "amp": Flag("off", "autocast to", tuple(AMP), course=True),  # a checkpoint goes on with its own
+    "amp": Flag("off", "autocast to", tuple(AMP), course=True),  # a resumed run needs the same
     "accum": Flag(1, "M, micro-batches", POSITIVE),
     "ckpt": Flag("none", "keep less for backward", tuple(CHECKPOINT)),
     "compile": Flag(False, "torch.compile blocks"),
@@ -424,8 +421,8 @@ def set_up(run, name, amp, ckpt):
     """-> a Side: the model, and what a run does with it."""
     args = run.args
     fp16 = amp == "fp16"
-    scale = run.start.extra.get("scale", 65536.0)  # a resumed run has its own scale,
-    good = run.start.extra.get("good", 0.0)  # and so many good steps at this scale
+    scale = run.start.extra.get("scale", 65536.0)  # a resumed run has its checkpoint's
+    good = run.start.extra.get("good", 0.0)  # steps since the scale has changed
     if name == "torch":
         step = train_step_at_work
         model = parallelize(run.build(), CHECKPOINT_AT_WORK[ckpt], args.compile)
@@ -447,12 +444,12 @@ def set_up(run, name, amp, ckpt):
 
 
 def state_of(scaler, optimizer):
-    """-> what a checkpoint holds besides: AdamW's steps without overflow, the scaler's state."""
-    steps = [int(state["step"]) for state in optimizer.state.values()]
+    """-> what a checkpoint holds besides: how many updates were made, the scaler's state."""
+    updates = [int(state["step"]) for state in optimizer.state.values()]
     ours = isinstance(scaler, LossScaler)
     scale = scaler.scale if ours else scaler.get_scale()
     good = scaler.good if ours else scaler.state_dict()["_growth_tracker"]
-    return {"updates": max(steps, default=0), "scale": float(scale), "good": float(good)}
+    return {"updates": max(updates, default=0), "scale": float(scale), "good": float(good)}
 
 
 def kept_by_block(cfg, t, selective):
@@ -477,20 +474,20 @@ def activations(run, ckpt):
     rows = len(share(run.args.batch, run.world_size, run.rank))
     t = math.ceil(rows / run.args.accum) * cfg.seq  # tokens of the largest micro-batch
     block = b * kept_by_block(cfg, t, ckpt == "selective")
-    ids = 8 * rows * cfg.seq  # a micro-batch's inputs and targets are views, which keep all rows
+    ids = 8 * rows * cfg.seq  # int64: micro-batches are views, by which all rows stay alive
     norm = 2 * C + 1  # the last norm keeps its input, the normalized input, the root mean square
     inputs = ids
     if cfg.form == "gpt2":
         norm = C + 2  # its input, mean and deviation
         inputs += 8 * cfg.seq  # positions
-    # the head's input, log-probabilities, a scalar of the loss, targets (as large as the inputs)
+    # what the norm keeps, the head's input, log-probabilities; a number of the loss; all targets
     head = b * t * (norm + C + cfg.vocab) + b + ids
     if ckpt != "full":
         return f"ids + L {block} + head", inputs + cfg.layers * block + head
-    x = b * t * C
-    # the block that is made again keeps the rest; what the head kept is gone by then
-    most = cfg.layers * x + max(block - x, head)
-    return "ids + L b C t + max(block - b C t, head)", inputs + most
+    x = b * t * C  # a block's input
+    # beside every block's x: first what the head keeps, later the rest of a block that runs again
+    most = max(block - x, head)
+    return "ids + L b C t + max(block - b C t, head)", inputs + cfg.layers * x + most
 
 
 def compare(run):

@@ -224,6 +224,22 @@ def test_forward_that_changes():
         y.sum().backward()
 
 
+def test_a_forward_that_catches_exceptions():
+    """It does not catch the end of the second run."""
+
+    def forward(x):
+        try:
+            h = x.exp() * x.sin()
+        except Exception:
+            h = x
+        return h * h
+
+    x = torch.linspace(0, 1, 4, requires_grad=True)
+    ours, = torch.autograd.grad(full(forward, x).sum(), x)
+    plain, = torch.autograd.grad(forward(x).sum(), x)
+    assert torch.equal(ours, plain)
+
+
 def tensors():
     gc.collect()
     return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
