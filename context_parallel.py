@@ -84,8 +84,8 @@ def attend_block_backward(dout, q, out, lse, k, v, causal):
 
     out and lse are of attention to all blocks: exp(score - lse) is then the true probability.
     """
+    rng = q.new_empty(0, dtype=torch.int64)  # there is no dropout
     if q.is_cuda:
-        rng = q.new_empty(0, dtype=torch.int64)  # there is no dropout
         return aten._scaled_dot_product_flash_attention_backward(
             dout, q, k, v, out, lse.contiguous(),  # this kernel takes no slice of an lse
             # cum_seq is for sequences of several lengths

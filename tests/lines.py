@@ -1,10 +1,11 @@
-"""Which lines of a section 1 does ordinary training never run?
+"""Which statements of a section 1 does ordinary training never run? Named by their first lines.
 
     python tests/lines.py            all nine files, by their own tests less planted bugs, refusals
     python tests/lines.py zero fsdp  these
 
 Every rank that a test starts notes the lines that it runs, if LINES_TO names a folder.
 """
+import ast
 import inspect
 import os
 import subprocess
@@ -63,9 +64,11 @@ def main():
 
     for name in sys.argv[1:] or TECHNIQUES:
         run = lines_run(name)
-        every = lines_of(compile(section_one(name), name, "exec"))
+        tree = ast.parse(section_one(name))
+        begins = {node.lineno for node in ast.walk(tree) if isinstance(node, ast.stmt)}
+        every = lines_of(compile(tree, name, "exec")) & begins
         missed = [str(line) for line in sorted(every) if f"{name}.py {line}" not in run]
-        print(f"{name:18} {len(every)} lines, never run {len(missed)} "
+        print(f"{name:18} {len(every)} statements, never run {len(missed)} "
               f"({len(missed) / len(every):.1%}): {', '.join(missed) or 'none'}", flush=True)
 
 
