@@ -21,9 +21,9 @@ still runs.
     optimizer.zero_grad()
 
 Not for: sparse embedding gradients, second derivatives (create_graph=True), reentrant
-checkpointing, parameters that are added or frozen after wrapping or have gradients before it,
+checkpointing, parameters added, frozen or thawed after wrapping or with gradients before it,
 backwards that end in an exception, BatchNorm (buffers are made equal once). All ranks must make the
-same number of backwards, and use a trained parameter in each. The gradients of unused ones are 0.
+same number of backwards. Each reaches some trained parameter; those not reached get gradients of 0.
 
 Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 arXiv:2006.15704, section 3. At work: torch.nn.parallel.DistributedDataParallel, section 3 below.
@@ -71,9 +71,10 @@ class Bucket:
     def take(self, p):
         """Move a gradient that autograd has made into the bucket, and leave a view in its place."""
         view = self.views[p]
-        if p.grad is not view:  # it is where backward found the view there, and has added to it
-            view.copy_(p.grad)
-            p.grad = view
+        if p.grad is view:
+            return  # backward has found the view there, and has added to it
+        view.copy_(p.grad)
+        p.grad = view
 
     def start(self):
         for p, view in self.views.items():
@@ -93,9 +94,9 @@ class BucketedDDP(nn.Module):
     """Data parallelism for a module: when loss.backward() returns, gradients are reduced.
 
     group: the ranks, each with rows of its own
-    bucket_mb: a bucket is no larger (MB = 1e6 bytes), nor larger than a quarter of all trained
-        parameters; one parameter that is larger has a bucket of its own. So has each dtype
-    first_bucket_mb: the same of the first bucket: a small one, so that communication starts early
+    bucket_mb: limit of a bucket (MB = 1e6 bytes); another is a quarter of all trained parameters.
+        A larger parameter has a bucket of its own. All in a bucket have one dtype
+    first_bucket_mb: limit of the first bucket: a small one, so that communication starts early
     average: False sums gradients instead
 
     All ranks begin with the first one's parameters and buffers. Tied parameters are counted once.
@@ -122,7 +123,7 @@ class BucketedDDP(nn.Module):
                 p.register_post_accumulate_grad_hook(partial(self.ready, bucket))
 
     def layout(self, bytes_each, bytes_first):
-        """Trained parameters -> lists of them, a bucket's each, of one dtype.
+        """-> for each bucket a list of trained parameters, all of one dtype.
 
         They are taken in reverse, which is roughly the order in which their gradients are made.
         """
@@ -146,14 +147,15 @@ class BucketedDDP(nn.Module):
     @contextlib.contextmanager
     def no_sync(self):
         """Backwards in here only accumulate; the first one after it reduces the sum."""
+        before = self.sync  # False if one no_sync() is in another
         self.sync = False
         try:
             yield
         finally:
-            self.sync = True
+            self.sync = before
 
     def ready(self, bucket, p):
-        """Autograd's call when p's gradient is complete: a tied parameter's once, with all uses."""
+        """Autograd's call when p's gradient is complete: once in a backward, also if p is tied."""
         bucket.take(p)
         if not self.sync:
             return

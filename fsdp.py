@@ -15,10 +15,10 @@ gradients. P_again of the P parameters are gathered twice: those of all blocks b
     whole parameters, whole gradients       -             those of the root and at most 2 blocks
     activations                             whole batch   1/N
     sent per step                           -             4 (2 P + P_again) (N-1)/N
+      with --no-reshard                     -             8 P (N-1)/N, all blocks stay gathered
     collectives, L blocks and the root      -             2L all-gathers, L+1 reduce-scatters
-    with --no-reshard                       -             8 P (N-1)/N, all blocks stay gathered
 
---hsdp N: every N ranks share a copy of the model. zero.py --stage 3 finds its units by itself.
+--hsdp N: every N ranks share a copy of the model. zero.py --stage 3 holds and sends about the same.
 
     model = FSDP(model, model.blocks)  # gradients are summed over ranks, not averaged
     optimizer = torch.optim.AdamW(model.parameter_groups(), lr=1e-3)
@@ -62,7 +62,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # What this rank has of a parameter p: the numbers of p.flatten() from index `first` on, which are
-# shard[span]. piece: an nn.Parameter, a view of these, so that the optimizer's step changes shard
+# shard[span]. piece: an nn.Parameter, a view of shard[span], so that the optimizer steps shard
 Part = namedtuple("Part", "first span piece")
 
 
@@ -74,11 +74,11 @@ class Flat:
                   chunk 0 | chunk 1 | ..    equal chunks of both; a parameter may be in several
 
     Each rank keeps its chunk, the shard. Between uses full has no memory, parameters no elements.
-    The next use gives full its memory again: views of it that autograd has kept are right then.
+    The next use gives full its memory again, and with it the views of full that autograd has kept.
     """
 
     def __init__(self, olds, group, replicas, device, dtype, home):
-        """olds: the module's parameters. device, dtype (None: theirs) of full; home: of shard"""
+        """olds: the module's parameters. device, dtype: full's (None: as olds). home: shard's device"""
         kept = olds[0].dtype  # of the shard
         assert all(p.dtype == kept for p in olds), "FSDP: a unit's parameters must be of one dtype"
         self.group = group  # n ranks
@@ -133,7 +133,7 @@ class Flat:
         if memory.nbytes() == 0:
             memory.resize_(self.full.nbytes)
             for p, place in self.places.items():
-                # Set so, p keeps its own version counter. If it shared that of full, autograd would
+                # By .data p keeps its own version counter. If p shared that of full, autograd would
                 # take a gather into full for a change of p, and refuse to go backward.
                 p.data = place
             self.sending = self.shard.to(self.full.device, self.full.dtype)
@@ -206,7 +206,8 @@ class FSDP(nn.Module):
     reshard: free blocks after forward, and gather them again for backward
     dtype: of gathered weights (None: their own); shards and sums keep theirs, inputs are not cast
     device: where the module computes (None: where it is); home: where shards live (None: on device)
-    init(name, tensor): fills what was on the meta device; a rank skips some names. Give device, too
+    init(name, tensor): fills what was on the meta device. A rank calls it only for names of which
+        it keeps a piece: draw by name, not from one generator. Give device, too
 
     All ranks begin with the first one's parameters and buffers, but for what init fills. Frozen
     parameters stay whole on every rank, in `dtype`. Between steps trained ones have no elements.
@@ -242,10 +243,10 @@ class FSDP(nn.Module):
         parts = [part for unit in self.units for part in unit.parts.values()]
         self.pieces = nn.ParameterList(part.piece for part in parts)  # what optimizers step
 
-    def make_unit(self, part, dtype, home):
-        """-> Flat of what is trained in a part of the module and is in no unit yet, or None."""
+    def make_unit(self, submodule, dtype, home):
+        """-> Flat of what is trained in a submodule and is in no unit yet, or None."""
         trained = {p: name for name, p in self.module.named_parameters() if p.requires_grad}
-        olds = [p for p in part.parameters() if p in trained and p not in self.unit_of]
+        olds = [p for p in submodule.parameters() if p in trained and p not in self.unit_of]
         if not olds:
             return None
         unit = Flat(olds, self.group, self.replicas, self.device, dtype, home or self.device)
@@ -253,7 +254,8 @@ class FSDP(nn.Module):
         self.unit_of.update(dict.fromkeys(unit.parameters, unit))
         self.replace(dict(zip(olds, unit.parameters)))
         for old, p in zip(olds, unit.parameters):
-            # All ranks broadcast. On the meta device a rank makes only what it keeps a piece of.
+            # Every rank calls value_of, which broadcasts. What was on the meta device is not
+            # broadcast: a rank makes only what it keeps a piece of.
             if not old.is_meta or p in unit.parts:
                 unit.store(p, self.value_of(old, trained[old]))
         return unit
@@ -365,8 +367,8 @@ class FSDP(nn.Module):
         """Scale gradients to a norm of at most max_norm (0: no limit) -> what it was."""
         grads = [p.grad for p in self.pieces if p.grad is not None]
         wide = torch.promote_types(self.units[0].shard.dtype, torch.float32)  # squares exceed fp16
-        grads = grads or [torch.zeros(1, dtype=wide)]  # this rank may have none
-        square = torch.stack(torch._foreach_norm(grads, dtype=wide)).square().sum().to(self.device)
+        grads = grads or [torch.zeros(1, dtype=shard_dtype)]  # this rank may have none
+        square = torch.stack(torch._foreach_norm(grads, dtype=shard_dtype)).square().sum().to(self.device)
         dist.all_reduce(square, group=self.group)  # partial -> replicated
         norm = square.sqrt()
         finite = norm.nan_to_num(0, posinf=0)  # if it is inf or nan, gradients are not scaled
@@ -476,10 +478,10 @@ def refuse(args, n):
     require(not args.offload or args.impl == "scratch", "--offload is for --impl scratch alone")
 
 
-def set_up(run, impl, plain, mesh, wide):
+def set_up(run, impl, plain, mesh, shard_dtype):
     args = run.args
     if impl == "torch":
-        model = run.freeze(build(run.cfg, args.seed, run.device, wide))
+        model = run.freeze(build(run.cfg, args.seed, run.device, shard_dtype))
         model = parallelize_at_work(model, mesh, args.reshard, run.dtype)
         optimizer = adamw(model.parameters(), args.lr)
         return Side(model=model, optimizer=optimizer, train_step=train_step_at_work)
@@ -504,7 +506,7 @@ def pieces(model, optimizer, writes):
 
 
 def textbook(model, mesh):
-    """A number takes b bytes in a shard, c where it computes. AdamW counts each piece's steps."""
+    """b, c: the bytes of a number in shard, in full. AdamW has a step counter for each piece."""
     R, N = mesh.shape
     others = (N - 1) / N
     b = model.units[0].shard.itemsize
@@ -535,11 +537,11 @@ def main():
     run = Run(args)
     mesh = dist.init_device_mesh(run.device.type, (args.world_size // n, n),
                                  mesh_dim_names=("replicate", "shard"))
-    wide = torch.promote_types(run.dtype, torch.float32)  # of shards, sums and AdamW's states
+    shard_dtype = torch.promote_types(run.dtype, torch.float32)  # of sums, too
     with torch.device("meta"):
-        plain = run.freeze(GPT(run.cfg).to(wide))  # for FSDP
+        plain = run.freeze(GPT(run.cfg).to(shard_dtype))  # for FSDP
     with run:  # from here on a dry run's tensors have no memory
-        sides = {impl: set_up(run, impl, plain, mesh, wide) for impl in run.impls}
+        sides = {impl: set_up(run, impl, plain, mesh, shard_dtype) for impl in run.impls}
         rows = share(args.batch, run.world_size, run.rank)  # of every batch, this rank's
         for impl, step, x, y, valid in run.steps(sides, rows):
             side = sides[impl]

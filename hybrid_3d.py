@@ -35,7 +35,7 @@ At work: DeviceMesh, fully_shard, parallelize_module, torch.distributed.pipelini
     boundary = (B // dp // 4, T, C), dtype, device  # of what a stage sends to the next
     model = parallelize(gpt, Mesh(plans, dp=2, tp=2), plans, [2, 2], boundary)  # 2 layers each
     optimizer = AdamW(model.parameter_groups(), lr=1e-3)
-    loss, norm = train_step(model, optimizer, x, y, valid, clip=1.0)
+    loss, norm = train_step(model, optimizer, x, y, valid, clip=1.0)  # x, y: this copy's rows
 
     torchrun --standalone --nproc_per_node=8 hybrid_3d.py --dp 2 --tp 2 --pp 2
 """
@@ -76,13 +76,13 @@ from harness.usage import refusing
 from zero import held, pieces_of_each
 
 # ---- 1. the technique (copy this, the files that it imports, and what they import) ----
-# For another model write all of section 2, which is the toy's, and carve of pipeline_parallel. In
-# its stage a parameter keeps the name that it has in the plain model.
+# For another model write section 2 anew, and carve, which here is pipeline_parallel's. In the stages
+# that your carve returns parameters keep the names that they have in the plain model.
 
 
 def parallelize(model, mesh, plans, layers, boundary, *, sp=False, ring=None, recompute=None,
                 autocast=None, zero=0):
-    """A plain model -> Hybrid: this rank's part of it, with the Pipeline that runs it.
+    """A plain model, with the same weights on all ranks -> Hybrid: this rank's part of it.
 
     plans      pipeline_parallel's, of all ranks
     layers     [how many each stage gets]
@@ -99,7 +99,7 @@ def parallelize(model, mesh, plans, layers, boundary, *, sp=False, ring=None, re
     splits = any(action.kind == "W" for action in plans[0])  # has a backward two parts, B and W?
     tp = within_layers(model, mesh, plans, splits, sp, ring)  # changes the model
     assert sp or tp.size == 1 or not moe.layers_of(model), "experts with tp > 1 want sp=True"
-    at_once = len(plans) == 1 and plans[0][1].kind == "B" and not splits
+    at_once = len(plans) == 1 and plans[0][1].kind == "B" and not splits  # F B F B ..
     assert zero < 3 or at_once, "ZeRO-3 wants one stage, and each backward right behind its forward"
     # 2. Between layers: of all stages this rank keeps those that its plan names (pp).
     here, tied = between_layers(model, layers, plans[mesh.place["pp"]])
@@ -176,7 +176,7 @@ def kinds_of_parameters(sp):
     }
 
 
-# Of Hybrid, below: parts, what this rank steps of parameters; along, {parameter: its row above}.
+# `model` is a Hybrid, below. model.parts: zero.py's Parts. model.along: {parameter: its row above}.
 
 
 def sum_gradients_plainly(model):
@@ -188,10 +188,10 @@ def sum_gradients_plainly(model):
 
 
 def sum_gradients(model):
-    """After the last backward, which has begun the sums along data and replicas: the rest."""
+    """Ends the sums along data and replicas, which backwards have begun; sums along tp and ends."""
     for zero in model.zeros:
         if zero.level < 2:  # ZeRO-2 and 3 have summed after each backward
-            zero.sync = True  # which SummingPipeline has set but for "tied", which is no stage
+            zero.sync = True  # as it is already, but for "tied", which is no stage
             zero.reduce()  # partial -> replicated, in ZeRO-1 sharded
     for axis in ("tp", "ends"):
         partial_sums = summands(model, axis)
@@ -215,8 +215,8 @@ class SummingPipeline(Pipeline):
     def __init__(self, modules, plans, mail, zeros_of):
         super().__init__(modules, plans, mail)
         self.zeros_of = zeros_of  # {stage: [ZeRO]}
-        # Of each stage the last B completes gradients of norms, the last B or W all others. (Later
-        # actions replace earlier ones in a dict.)
+        # Of each stage the last B, and the last of its Bs and Ws: where Bs leave Ws, the first
+        # completes the gradients of norms and embeddings, the second those of Linears.
         last_b = {action.stage: action for action in self.plan if action.kind == "B"}
         last_of_all = {action.stage: action for action in self.plan if action.kind in "BW"}
         self.last = {*last_b.values(), *last_of_all.values()}
@@ -225,8 +225,9 @@ class SummingPipeline(Pipeline):
         kind, m, stage = action
         zeros = self.zeros_of.get(stage, []) if kind in "BW" else []
         for zero in zeros:
-            zero.sync = action in self.last
-            if zero.level >= 2:  # which keep no whole gradients from one micro-batch to the next
+            if zero.level < 2:
+                zero.sync = action in self.last
+            else:  # whole gradients are not kept from one micro-batch to the next
                 zero.sync = kind == "W" or (m, stage) not in self.apart
         made = super().do(action, taken, loss_fn, update)
         for zero in zeros:
@@ -278,7 +279,7 @@ class Hybrid(nn.Module):
                     continue
                 kind = kinds["tied" if p in tied else kind_of(name)]
                 is_cut = self.tp.size > 1 and kind.get("tp") == "cut"
-                assert is_cut == (p in self.tp.cuts), f"{name}: another kind?"
+                assert is_cut == (p in self.tp.cuts), f"{name}: another kind? tp has not cut it so"
                 self.names[p] = tied.get(p, name)
                 self.along[p] = kind
                 if p.requires_grad:
@@ -296,14 +297,14 @@ class Hybrid(nn.Module):
         return units
 
     def is_first(self, p):
-        """Is this the first of the ranks that hold the same numbers of p, once they are summed?"""
+        """Is this the first of the ranks that hold the same numbers of p and its summed gradient?"""
         repeated = {axis for axis, what in self.along[p].items() if what != "cut"}
         if self.level and p.requires_grad:
             repeated -= {"data", "replicas"}  # ZeRO cuts it there
         return all(dist.get_rank(self.mesh.group[axis]) == 0 for axis in repeated)
 
     def parameter_groups(self):
-        """What an elementwise optimizer takes. For several groups see names[part.parameter]."""
+        """For an elementwise optimizer. To make several, sort parts by names[part.parameter]."""
         return [{"params": [part.master for part in self.parts]}]
 
     def zero_grad(self):
@@ -366,12 +367,12 @@ def step(model, optimizer, norm, clip):
 class SplitColumns(torch.autograd.Function):
     """ColumnParallel in schedules with Ws: its backward makes dx alone, and leaves the rest to W.
 
-    Nothing hides the sum of dx over tp then. pipeline_parallel's SplitLinear serves other Linears.
+    The sum of dx over tp is not hidden. pipeline_parallel's SplitLinear serves all other Linears.
     """
 
     @staticmethod
     def forward(ctx, tp, x, parameters):
-        ctx.parameters = parameters  # with the graph of autocast's casts, for add_gradients
+        ctx.parameters = parameters  # under autocast casts: add_gradients goes back through them
         return ColumnParallel.forward(ctx, tp, x, *parameters)  # stores tp and x in ctx, too
 
     @staticmethod
@@ -424,7 +425,7 @@ def kind_of(name):
 def unit_of(name):
     """A parameter's name -> (the module whose parameters are its Unit, Unit.stays).
 
-    Embedding and head are units of their own, so that ZeRO cuts the tied weight alike at both ends.
+    What is in no block has units of its own: so ZeRO cuts the tied weight alike at both ends.
     """
     words = name.split(".")
     if words[0] == "blocks":

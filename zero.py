@@ -9,7 +9,7 @@
 P numbers are trained, padding included, on n ranks; M micro-batches make a step (--accum M). In
 bf16 a number takes 2 bytes, its gradient 2, AdamW's fp32 master and two states 12:
 
-                bytes held between steps  sent per step, in units of 2 P (n-1)/n bytes
+                bytes held between steps  numbers sent per step, in units of P (n-1)/n
     plain GPT   16 P                      0
     level 0     16 P                      2      all-reduce of the gradients
     level 1     (4 + 12/n) P              2      states cut: reduce-scatter, then all-gather
@@ -17,9 +17,9 @@ bf16 a number takes 2 bytes, its gradient 2, AdamW's fp32 master and two states 
     level 3     16 P/n                    3 M    parameters too: M reduce-scatters, 2 M all-gathers
 
 In fp32 and fp64 a parameter is its own master; with gradient and states it takes 4 times its bytes.
-Level 3 gathers an untied head once, as its backward comes right behind its forward (unit 2 above),
-and an untied embedding, as its backward reads no parameters. ZeRO(.., offload="optimizer") has
-masters and states in the CPU's memory, offload="param" in level 3 the shards, too.
+Level 3 gathers an untied head once, since its backward comes right behind its forward (unit 2
+above), and an untied embedding once, since its backward reads no parameters. offload="optimizer"
+keeps masters and states in the CPU's memory, offload="param" in level 3 parameters, too.
 
     zero = ZeRO(units_of(model, model.blocks), level=3)
     optimizer = AdamW(zero.parameter_groups(), lr=1e-3)
@@ -29,9 +29,9 @@ masters and states in the CPU's memory, offload="param" in level 3 the shards, t
     norm = zero.clip_grad_norm_(1.0)
     zero.step(optimizer)
 
-Not for: optimizers that look at whole matrices (Muon, Adafactor) or norms (LAMB), or count steps of
-all parameters together; sparse embeddings; second derivatives; reentrant checkpointing; backwards
-that raise; parameters changed or thawed later; trained ones that are never used (their gradients
+Not for: optimizers that look at whole matrices (Muon, Adafactor) or norms (LAMB), or must not be
+stepped unit by unit; blocks of several dtypes; sparse embeddings; second derivatives; reentrant
+checkpointing; backwards that raise; parameters changed or thawed later, or never used (gradients
 are 0, not None). In level 3 blocks return one tensor, and ranks use units in the same order.
 
 Rajbhandari et al. 2019, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
@@ -67,7 +67,7 @@ from harness.run import Run, Side, whole
 #     optimizer.step()  # of full[mine] alone: there are states for no more
 #     all_gather(full, full[mine])  # sharded -> replicated (all have the same)
 # What follows does the same for each unit, a block say, while another is computed or stepped.
-# Between uses level 2 keeps buffer[mine] alone, and level 3 also full[mine] alone.
+# Between uses level 2 frees buffer and keeps a copy of buffer[mine], level 3 likewise full[mine].
 
 # These two have other names since torch 2.13.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -93,7 +93,7 @@ class Unit:
     """Trained parameters of one dtype that are gathered, summed and freed together."""
 
     parameters: list
-    sites: list  # level 3: modules in whose forward the parameters are read, and nowhere else
+    sites: list  # level 3: the modules whose forwards read the parameters; no others may
     stays: bool = False  # level 3: not freed before reduce() (hybrid_3d.py's embedding, head)
 
 
@@ -140,7 +140,7 @@ class Flat:
         self.slots = self.views(self.buffer)  # {parameter: its gradient's view of buffer}
         for p, place in self.places.items():
             place.copy_(p.detach())
-            # Set so, p keeps its own version counter. If it shared that of full, autograd would
+            # By .data p keeps its own version counter. If p shared that of full, autograd would
             # take a gather into full for a change of p, and refuse to go backward.
             p.data = place
         dist.broadcast(self.full, group=group, group_src=0)  # the first rank's -> replicated
@@ -215,8 +215,8 @@ class Flat:
         self.wait()  # memory into which a collective still writes must not go
         take_back(self.full)
         for p, place in self.places.items():
-            # Who reads p finds no elements, but as many dims: autograd compares them with those of
-            # the gradient, which comes later than this where p is an embedding. A scalar gets one.
+            # p has no elements now, but as many dims as before (a scalar gets one): autograd looks
+            # at them when it stores a gradient, and an embedding's comes after this.
             p.data = torch.atleast_1d(place)[:0]
 
     # -- gradients
@@ -253,7 +253,7 @@ class Flat:
     # -- a step
 
     def step(self, optimizer):
-        """This rank's chunk is stepped. In levels 1 and 2 it begins to travel; then call wait()."""
+        """This rank's chunk is stepped. In levels 1 and 2 it begins to travel: call wait() then."""
         grad = self.grad.to(self.master)  # (chunk,): a copy if master is wider or on the CPU
         for part in self.parts:
             part.master.grad = grad[part.span]
@@ -294,7 +294,7 @@ class ZeRO:
         self.pending = []  # [Flat] not summed yet, in the order of summing: the last unit first
         self.travelling = None  # the Flat whose sum is under way, or None
         self.entered = []  # [Flat] in the order of use in this micro-batch, forward then backward
-        self.expected = []  # that list of the last micro-batch: tells what to gather ahead
+        self.expected = []  # that list of the micro-batch before: tells what to gather ahead
         for unit, flat in zip(units, self.flats):
             self.add_hooks(flat, unit.sites)
         self.zero_grad()
@@ -329,14 +329,14 @@ class ZeRO:
 
     def enter(self, flat, *_):
         """When forward or backward reaches a unit: free others, gather it, prefetch the next."""
-        if not flat.stays:  # one that stays is used amid others, a tied head say
+        if not flat.stays:  # units that stay (hybrid_3d.py's) are used amid others
             for other in self.flats:
                 if other is not flat and not other.stays:
                     other.free()
         flat.start_gather()  # does nothing if it is here, or was prefetched
         flat.wait()
-        # If the last micro-batch, too, entered this unit at this point, what it entered next is
-        # gathered while this one computes.
+        # If the micro-batch before has entered the same unit here, then what it has entered next is
+        # gathered while this unit computes.
         visit = len(self.entered)
         self.entered.append(flat)
         if visit + 1 < len(self.expected) and self.expected[visit] is flat:
@@ -556,7 +556,7 @@ def pieces_of_each(flats, names, optimizer, is_first):
     """
     found = {p: [] for p in names}
     for p, name in names.items():
-        if p.numel():  # what forward reads is loaded; it is saved if it is frozen
+        if p.numel():  # loading fills what forward reads; of frozen ones it is saved, too
             writes = not p.requires_grad and is_first(p)
             found[p] += pieces_of([(name, p)], None, writes)
     for flat in flats:
@@ -587,7 +587,7 @@ def set_up(run, impl, model, mesh):
     names = {p: name for name, p in model.named_parameters()}
 
     def is_first(p):
-        return run.rank == 0 or (p.requires_grad and zero.level > 0)
+        return run.rank == 0 or (p.requires_grad and zero.level > 0)  # cut: nobody has the same
 
     optimizer = adamw(zero.parameter_groups(), args.lr)
     return Side(
