@@ -150,8 +150,8 @@ class Mesh:
     def add(self, axis, ranks, dims):
         """A group for each set of ranks that differ in the dimensions `dims` of `ranks` alone.
 
-        Every rank makes every group, in one order: NCCL splits a group off the world's
-        communicator, and all ranks have to take part. Ranks of middle stages get no "ends".
+        Torch wants every rank to call new_group, also those that are not in the group.
+        Ranks of middle stages get no "ends".
         """
         others = [dim for dim in range(ranks.dim()) if dim not in dims]
         self.size[axis] = math.prod(ranks.shape[dim] for dim in dims)

@@ -1,38 +1,38 @@
 """Pipeline parallelism: each rank holds some of the layers, and micro-batches flow through them.
 
     1f1b, 2 ranks, 4 micro-batches, B twice as long as F; time to the right, dots: the rank waits
-
     rank 0   F0 F1 ......B0    F2 B1    F3 B2    ...B3
     rank 1   ...F0 B0    F1 B1    F2 B2    F3 B3    ......
 
-A schedule is data: each rank has a list of actions. F is a micro-batch's forward, B its backward,
-which may leave the gradients of the weights to a later action, W. A stage sends its output,
-(batch/M, T, C), to the next, and gets back a gradient of that size. Rank r of 0 to p-1 has 1/p of
-the layers, in v stages. In the table F, B, W are a rank's times; a B that leaves no W takes B + W.
+A schedule is data: each rank has a list of actions. F is a micro-batch's forward in a stage, B its
+backward, which may leave the gradients of nn.Linears' weights to a later action, W. A stage sends
+its output, (batch/M, T, C), to the next, and gets back a gradient of that size. Rank r of 0 to p-1
+has 1/p of the layers, in v stages. In the table, for M >= 2p, F, B and W are a rank's times for one
+micro-batch (a B without W takes B + W). Idle counts from a rank's first action to its last.
 
-    M >= 2p micro-batches       bubble: the worst rank's idle   activations that rank r keeps,
-                                part, first to last action      in micro-batches
-    plain GPT                   -                               M, of all layers
-    naive                       (p-1) / p                       1
-    gpipe                       (p-1) / (M + p-1)               M
-    1f1b, pipedream             (p-1) / (M + p-1)               p - r
-    interleaved                 (p-1) / (v M + p-1)             p + (p-1-2r) / v
-    bfs                         (p-1) / (v M + p-1)             M
-    zb-h1 (W <= F)              a time: (p-1) (F + B - W)       p
-    zb-h2 (W <= F, 2W <= F+B)   a time: (p-1) (F + B - 2W)      2p - 1
-    zb-v (F = B = W)            0                               p
-    dualpipe-v (F = B = W)      a time: (p-1) F, with overlap   p + 1/2
+    schedule                    worst rank's idle time  activations kept on rank r, in micro-batches
+    plain GPT                   0                       M, of p times the layers
+    naive                       (p-1) (F + B + W) M     1
+    gpipe                       (p-1) (F + B + W)       M
+    1f1b                        (p-1) (F + B + W)       p - r
+    pipedream                   (p-1) (F + B + W)       p - r, each with a copy of the weights
+    interleaved                 (p-1) (F + B + W) / v   p + (p-1-2r) / v
+    bfs                         (p-1) (F + B + W) / v   M
+    zb-h1 (W <= F)              (p-1) (F + B - W)       p
+    zb-h2 (W <= F, 2W <= F+B)   (p-1) (F + B - 2W)      2p - 1
+    zb-v (F = B = W)            0                       p
+    dualpipe-v (F = B = W)      (p-1) F, with overlap   p + 1/2
 
     plans = make_plans("1f1b", ranks=2, microbatches=4)
     stages = Stages([layers[:3], layers[3:]], plans)  # layers: one nn.Sequential, on all ranks
     mail = Mail(plans, ranks=[0, 1], group=None, links=make_links(plans, [[0, 1]]),
-                size=(B // 4, T, C), dtype=torch.float32, device="cpu")
+                size=(batch // 4, T, C), dtype=torch.float32, device="cpu")
     pipeline = Pipeline(stages.here, plans, mail)
     loss = pipeline.step(inputs, loss_fn)  # of 4 micro-batches; 0 on ranks without the last stage
-    norm = stages.sum_and_clip(1.0)        # then optimizer.step()
+    norm = stages.sum_and_clip(1.0)        # then optimizer.step() and optimizer.zero_grad()
 
 Not for: stages that pass on anything but one tensor of one size, or change their input in place;
-ranks without parameters; parameters replaced later; several pipelines (see hybrid_3d.py).
+ranks without parameters; parameters replaced later; Ws of nn.Linear subclasses; several pipelines.
 Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241; others stand at each schedule.
 At work: torch.distributed.pipelining (section 3).
 
@@ -40,7 +40,6 @@ At work: torch.distributed.pipelining (section 3).
     python pipeline_parallel.py --simulate --schedule zb-h1 --pp 4 --micro 8 --times 1,1,1,0
 """
 import itertools
-import math
 from collections import defaultdict, deque
 from collections.abc import Callable
 from functools import partial
@@ -64,7 +63,7 @@ from harness.timeline import in_flight, numbers, planned, read_times, simulation
 from harness.usage import refusing
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
-# partial: each rank has a summand. replicated: all have the same. here: this rank; there: another.
+# In comments a tensor is "partial" if each rank has a summand of it, "replicated" if all have it.
 
 # ---- 1.1 schedules: what each rank does, in order ----
 
@@ -72,44 +71,43 @@ from harness.usage import refusing
 class Action(NamedTuple):
     """One piece of a rank's work. It is also the name of the tensor that it makes."""
 
-    kind: str  # F forward; B backward; W what B has left of it; U update of the weights
+    kind: str  # F forward; B backward; W gradients of weights that a B left; U update
     microbatch: int
     stage: int  # a part of the model's layers, 0 the first; a rank may hold several
     joined = False  # no field, a constant: see Joined
 
 
 class Joined(Action):
-    """An F that can overlap with the B that follows it. A simulation plays them as one, Pipeline
-    one after the other. It is equal to the Action with the same fields."""
+    """An F that can overlap with the B that follows it: a simulation may play both as one action.
+    It is equal to the Action with the same fields: Pipeline does not tell them apart."""
 
     joined = True
 
 
-def sweep(kind, microbatches, stages, together):
-    """All micro-batches through these stages: `together` go through one stage, then through the
-    next, and so on; then the next `together`."""
+def sweep(kind, microbatches, stages, at_once):
+    """-> actions of this kind in rounds of `at_once` micro-batches. All micro-batches of a round
+    go through one stage, then all through the next; after the last stage the next round begins."""
     order = []
-    for first in range(0, microbatches, together):
-        some = range(first, min(first + together, microbatches))
-        order += [Action(kind, microbatch, stage) for stage in stages for microbatch in some]
+    for first in range(0, microbatches, at_once):
+        in_round = range(first, min(first + at_once, microbatches))
+        order += [Action(kind, microbatch, stage) for stage in stages for microbatch in in_round]
     return order
 
 
-def turns(microbatches, warmup, stages, together=1):
-    """`warmup` forwards, then a forward and a backward in turn, then the backwards left."""
-    forwards = sweep("F", microbatches, stages, together)
-    backwards = sweep("B", microbatches, stages[::-1], together)
-    warmup = min(warmup, len(forwards))
-    steady = len(forwards) - warmup
+def turns(microbatches, warmup, stages, at_once=1):
+    """-> `warmup` forwards, then a forward and a backward in turn, then the remaining backwards."""
+    forwards = sweep("F", microbatches, stages, at_once)
+    backwards = sweep("B", microbatches, stages[::-1], at_once)
     plan = forwards[:warmup]
-    for pair in zip(forwards[warmup:], backwards):
+    steady = forwards[warmup:]
+    for pair in zip(steady, backwards):
         plan += pair
-    return plan + backwards[steady:]
+    return plan + backwards[len(steady):]
 
 
 def follow(plan, kind, lag):
-    """After each B comes an action of this kind, for the B that was `lag` Bs before: with 0 for
-    that B itself. What is left waiting goes to the end."""
+    """-> the plan with an action of this kind after each B: with lag 0 it belongs to this B, with
+    lag n to the B that came n Bs earlier. The plan ends with those that are still waiting."""
     longer = []
     waiting = []
     for action in plan:
@@ -122,24 +120,25 @@ def follow(plan, kind, lag):
 
 
 def in_words(stages, *lines):
-    """A plan for two stages, in words: each line has words, and how many times they come.
+    """-> the plan of a rank with two stages. Each line has words, and how many times they come.
 
-    F and B are the next forward and backward of the first stage, I is a B that leaves a W; f, b, i
-    are those of the second stage. W is the oldest W that is left, F& and f& are Joined. After the
-    last line come the Ws that are still left.
+    F, B    the next forward, the next backward of the first stage; f, b of the second
+    I, i    a B, a b that makes the gradient of its input alone and leaves a W
+    W       of all Ws that are left, in either stage, the oldest; after the last line come the rest
+    F&, f&  an F, an f that is Joined
     """
     plan = []
-    upcoming = defaultdict(itertools.count)  # {(F or B, stage): micro-batches, from 0}
+    upcoming = defaultdict(int)  # {(F or B, stage): its next micro-batch}
     left = deque()  # Ws
-    first, second = stages
     for words, times in lines:
         for word in words.split() * times:
             if word == "W":
                 plan.append(left.popleft())
                 continue
-            stage = first if word[0].isupper() else second
-            kind = word[0].upper().replace("I", "B")
-            microbatch = next(upcoming[kind, stage])
+            kind = "F" if word[0] in "Ff" else "B"
+            stage = stages[0] if word[0].isupper() else stages[1]
+            microbatch = upcoming[kind, stage]
+            upcoming[kind, stage] += 1
             make = Joined if word.endswith("&") else Action
             plan.append(make(kind, microbatch, stage))
             if word in "Ii":
@@ -181,13 +180,13 @@ def dualpipe_v(r, p, M, stages):
 
 
 def loop(r, p, chunks):
-    """-> the stages of rank r of p, if they go through all ranks and then through all again."""
+    """-> the stages of rank r of p, if stage s is on rank s % p."""
     return list(range(r, p * chunks, p))
 
 
 def vee(r, p, chunks):
-    """-> the same, if they go down the ranks and up again: rank 0 has the first and the last."""
-    return [r, 2 * p - 1 - r]
+    """-> the same, if stages go down the ranks and up again: rank 0 has the first and the last."""
+    return [r, 2 * p - 1 - r]  # chunks is 2
 
 
 class Schedule(NamedTuple):
@@ -196,8 +195,8 @@ class Schedule(NamedTuple):
     order: Callable  # (rank r, of p, micro-batches M, its stages s) -> the rank's plan
 
 
-# In pictures F = B = W, 2 ranks have 4 micro-batches (naive, bfs: 2), and the second stage of a
-# rank has small letters. A B that leaves no W is twice as long: it does the W, too.
+# The pictures are for F = B = W and 2 ranks with 4 micro-batches (naive, bfs: 2). Small letters are
+# a rank's second stage. A B that leaves no W is twice as long: it does the W, too.
 SCHEDULES = {
     # One micro-batch at a time: one rank is at work.
     #     rank 0   F0 .........B0    F1 .........B1
@@ -211,17 +210,17 @@ SCHEDULES = {
     # a B take turns (Harlap 2018, arXiv:1806.03377, figure 8). The docstring has the picture.
     "1f1b": Schedule(loop, 1, lambda r, p, M, s: turns(M, p - 1 - r, s)),
     # 1f1b with several stages per rank: filling and draining take less time (Narayanan 2021,
-    # arXiv:2104.04473, figure 4). M has to be a multiple of p. A rank begins with p Fs in all its
-    # stages but the last, then two for each later rank: there and back.
+    # arXiv:2104.04473, figure 4). M has to be a multiple of p. A rank begins with p Fs in each of
+    # its stages but the last, and two more for each later rank: there and back.
     #     rank 0   F0 F1 f0 f1 F2 ...b0    F3 b1    f2 B0    f3 B1    ...b2    ...b3    B2    B3
     #     rank 1   ...F0 F1 f0 b0    f1 b1    F2 B0    F3 B1    f2 b2    f3 b3    B2    B3    ......
     "interleaved": Schedule(
-        loop, None, lambda r, p, M, s: turns(M, (len(s) - 1) * p + 2 * (p - 1 - r), s, together=p)),
+        loop, None, lambda r, p, M, s: turns(M, (len(s) - 1) * p + 2 * (p - 1 - r), s, at_once=p)),
     # gpipe with several stages per rank (Lamy-Poirier 2022, arXiv:2211.05953): all micro-batches go
     # through one, then through the next. So FSDP gathers the parameters of a stage only twice.
     #     rank 0   F0 F1 f0 f1 .........b0    b1    B0    B1
     #     rank 1   ...F0 F1 f0 f1 b0    b1    B0    B1    ......
-    "bfs": Schedule(loop, None, lambda r, p, M, s: turns(M, len(s) * M, s, together=M)),
+    "bfs": Schedule(loop, None, lambda r, p, M, s: turns(M, len(s) * M, s, at_once=M)),
     # 1f1b in which rank r does the W of micro-batch m after the B of micro-batch m + r: Bs are done
     # sooner, and Ws fill the end (Qi 2023, figure 3).
     #     rank 0   F0 F1 ...B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
@@ -243,25 +242,22 @@ SCHEDULES = {
     #     rank 0   F0 F1 F2 f0 b0 w0 f1 F3 b1    f2 B0    b2    f3 ...B1    b3    B2 W2 B3 W3
     #     rank 1   ...F0 f0 F1 f1 F2 b0    f2 B0    F3 b1    f3 B1    b2    B2    b3 B3 w3 W3
     "dualpipe-v": Schedule(vee, 2, dualpipe_v),
-    # 1f1b with an update after each backward (Harlap 2018, section 3); [:-1], since whoever calls
-    # step() makes the last one. Section 1.5 says which weights a micro-batch meets.
-    #     rank 0   F0 F1 ......B0    U F2 B1    U F3 B2    U ...B3
-    #     rank 1   ...F0 B0    U F1 B1    U F2 B2    U F3 B3    ......
-    "pipedream": Schedule(
-        loop, 1, lambda r, p, M, s: follow(turns(M, p - 1 - r, s), "U", 0)[:-1]),
+    # 1f1b with an update after each backward (Harlap 2018, section 3); [:-1] drops the last update,
+    # which whoever calls step() makes. Section 1.5 says which weights a micro-batch meets.
+    "pipedream": Schedule(loop, 1, lambda r, p, M, s: follow(turns(M, p - 1 - r, s), "U", 0)[:-1]),
 }
 
 
 def make_plans(name, ranks, microbatches, chunks=2):
-    """-> for each rank a list of actions. chunks: stages per rank, of interleaved and bfs."""
+    """-> for each rank a list of actions. chunks: how many stages a rank has (interleaved, bfs)."""
+    M = microbatches
     # with other numbers the ranks would wait for each other for ever
-    assert name != "interleaved" or microbatches % ranks == 0, (
-        f"interleaved takes multiples of {ranks} micro-batches, not {microbatches}")
-    assert name != "dualpipe-v" or microbatches >= 2 * ranks, (
-        f"dualpipe-v needs {2 * ranks} or more micro-batches, not {microbatches}")
+    if name == "interleaved":
+        assert M % ranks == 0, f"interleaved takes multiples of {ranks} micro-batches, not {M}"
+    if name == "dualpipe-v":
+        assert M >= 2 * ranks, f"dualpipe-v needs {2 * ranks} or more micro-batches, not {M}"
     place, fixed, order = SCHEDULES[name]
-    return [order(rank, ranks, microbatches, place(rank, ranks, fixed or chunks))
-            for rank in range(ranks)]
+    return [order(rank, ranks, M, place(rank, ranks, fixed or chunks)) for rank in range(ranks)]
 
 
 def homes(plans):
@@ -285,10 +281,11 @@ def source(action, end):
 class Mail:
     """Brings each tensor from the action that makes it to the action that takes it.
 
-    On the link from one rank to another both begin transfers in the order of the sender's plan.
+    Tensors have no tags: on the link from one rank to another the receiver starts its receives in
+    the order in which the sender's plan makes the tensors.
 
     plans: all ranks'. ranks: the global ranks of this pipeline. group: theirs, None if they are all
-    ranks. links: make_links's. size, dtype, device: of every tensor.
+    ranks. links: what make_links returns. size, dtype, device: of every tensor.
     """
 
     def __init__(self, plans, ranks, group, links, size, dtype, device):
@@ -311,13 +308,14 @@ class Mail:
         """Before this rank plays these actions: list what other ranks make for them, in order."""
         makers = filter(None, [source(action, self.end) for action in actions])
         coming = [maker for maker in makers if self.home[maker.stage] != self.rank]
+        # a sender's tensors come in its own order; between senders this order is only a guess
         self.coming = deque(sorted(coming, key=self.position.get))
 
     def receive(self):
         """Start the next receive."""
         maker = self.coming.popleft()
         tensor = torch.empty(self.size, dtype=self.dtype, device=self.device)
-        work = self.begin(dist.irecv, tensor, self.home[maker.stage])  # there -> here
+        work = self.begin(dist.irecv, tensor, self.home[maker.stage])  # another rank -> this one
         self.inbox[maker] = work, tensor
 
     def take(self, action):
@@ -333,10 +331,14 @@ class Mail:
         return tensor
 
     def put(self, action, tensor):
-        """After each action: start receives, and send the tensor that it has made."""
-        self.receive_ahead(self.position[action])
-        taker = {"F": action.stage + 1, "B": action.stage - 1}.get(action.kind)  # a stage
-        receiver = self.home.get(taker)  # None: nobody takes it
+        """After each action: start receives, and send the tensor that the action has made.
+
+        The receives are of what others make up to two places further in their plans than this rank
+        is in its own, even if this rank takes it much later (bfs): else the sender would wait."""
+        while self.coming and self.position[self.coming[0]] <= self.position[action] + 2:
+            self.receive()
+        taker = {"F": action.stage + 1, "B": action.stage - 1}.get(action.kind)  # W, U: None
+        receiver = self.home.get(taker)  # the rank of that stage; None: nobody takes the tensor
         if receiver == self.rank:
             self.inbox[action] = None, tensor
         elif receiver is not None:
@@ -344,22 +346,13 @@ class Mail:
             assert found == (self.size, self.dtype), f"{found}, not {self.size}, {self.dtype}"
             self.finish_send()
             tensor = tensor.contiguous()
-            work = self.begin(dist.isend, tensor, receiver)  # here -> there
+            work = self.begin(dist.isend, tensor, receiver)  # this rank -> another
             self.sent = work, tensor
-
-    def receive_ahead(self, position):
-        """Start the receives of what other ranks make up to two places further in their plans than
-        this rank is in its own: early enough for tensors to travel while ranks compute, and few at
-        a time. When this rank will take them does not matter: in bfs it does so much later, and
-        until then the senders would wait."""
-        while self.coming and self.position[self.coming[0]] <= position + 2:
-            self.receive()
 
     def finish_send(self):
         """Wait for the last send, whose tensor has to live until then."""
         if self.sent:
-            work, _ = self.sent
-            work.wait()
+            self.sent[0].wait()
         self.sent = None
 
     def begin(self, operation, tensor, peer):
@@ -383,29 +376,28 @@ def make_links(plans, pipelines):
     mine = {}
     for ranks, link in itertools.product(pipelines, sorted(pairs)):
         if link[0] != link[1]:
-            # every rank calls new_group, also those that are not in the group: NCCL splits it off
-            # the world's communicator
+            # torch wants every rank to call new_group, also those that are not in the group
             group = dist.new_group([ranks[end] for end in link])
-            if dist.get_rank(group) >= 0:
+            if dist.get_rank(group) >= 0:  # this rank is in the group
                 mine[link] = group
-                dist.barrier(group)  # its first call waits for both ranks, as no send should
+                dist.barrier(group)  # NCCL connects both ranks here, so that no send waits for it
     return mine
 
 
 # ---- 1.3 a backward in two parts ----
-# Of every Linear, y = x A^T (Qi 2023, section 2):
+# For every nn.Linear, y = x A^T (Qi 2023, section 2):
 #     B    grad_x = grad_y A       the stage before waits for it
 #     W    grad_A = grad_y^T x     nobody waits for it: grad_y and x are kept until then
 
 
 class SplitLinear(torch.autograd.Function):
-    """F.linear, whose backward is B. W is appended to the list `later`; if that is None, B does it.
+    """F.linear, whose backward is B. It appends W to the list `later`, or calls W if that is None.
 
     parameters: weight and bias in a tuple, so that autograd does not see them. If it did, a B would
     call their post-accumulate hooks although it makes no gradient of theirs (from torch 2.13 on).
     """
 
-    later = None
+    later = None  # Pipeline.backward sets it
 
     @staticmethod
     def forward(ctx, x, parameters):
@@ -454,16 +446,16 @@ class Pipeline:
         self.kept = {}  # {(micro-batch, stage): (input, edge of the output)}, from F to B
         self.left = {}  # {(micro-batch, stage): [what W calls for each Linear]}, from B to W
         if self.apart:
-            for linear in nn.ModuleList(modules.values()).modules():
-                if type(linear) is nn.Linear:
+            for linear in [inner for module in modules.values() for inner in module.modules()]:
+                if type(linear) is nn.Linear:  # a subclass may have another forward
                     linear.forward = partial(split_linear, weight=linear.weight, bias=linear.bias)
 
     def step(self, inputs, loss_fn, update=None):
-        """A batch forward and backward: .grad is added to. -> this rank's sum of losses.
+        """Runs a batch forward and backward, and adds to .grad -> this rank's sum of losses.
 
-        inputs[m]: micro-batch m, for the first stage. loss_fn(output, m) -> its part of the batch's
-        loss, on the last stage: a sum over m's tokens, divided by the tokens of the whole batch.
-        update(): what U does (section 1.5).
+        inputs[m]: micro-batch m; a rank without the first stage may give any M things. The last
+        stage calls loss_fn(output, m) for m's part of the batch's loss: a sum over the tokens of m,
+        divided by the number of tokens in the whole batch. update(): what U does (section 1.5).
         """
         return self.play("FBWU", inputs, loss_fn, update)
 
@@ -479,13 +471,13 @@ class Pipeline:
         actions = [action for action in self.plan if action.kind in kinds]
         self.mail.open(actions)
         for action in actions:
-            taken = self.mail.take(action)  # there -> here
+            taken = self.mail.take(action)  # another rank -> this one
             if action.kind == "F" and action.stage == 0:
                 taken = inputs[action.microbatch]
             made = self.do(action, taken, loss_fn, update)
             if action.kind == "F" and action.stage == self.mail.end:
                 loss += made
-            self.mail.put(action, made)  # here -> there
+            self.mail.put(action, made)  # this rank -> another
             del taken, made  # what nobody keeps is free before the next action
         self.mail.finish_send()
         return loss
@@ -514,7 +506,7 @@ class Pipeline:
         y = module(x)
         if stage == self.mail.end:
             y = loss_fn(y, m)
-        if y.requires_grad:  # neither in an evaluation nor in a first stage that is frozen
+        if y.requires_grad:  # False in an evaluation, and in a first stage that is frozen
             # the graph alone: the memory of y is free when y has been sent
             self.kept[m, stage] = x, get_gradient_edge(y)
         return y.detach()
@@ -535,7 +527,7 @@ class Pipeline:
 def gather(mine, origins, group):
     """{name: tensor} of this rank -> of the whole model, on every rank of the pipeline.
 
-    origins: {name: (a rank that has it, as its number in the group; a meta tensor like it)}
+    origins: {name: (rank in the group that has the tensor, meta tensor of its shape and dtype)}
     """
     whole = {}
     device = next(iter(mine.values())).device
@@ -551,9 +543,9 @@ def gather(mine, origins, group):
 class Stages(nn.ModuleList):
     """This rank's stages of a model, whose pipeline is all ranks of the world.
 
-    whole: all stages, in order, the same on every rank; each rank keeps those of its plan. Stages
-    must call parameters as the whole model does, which slices of one nn.Sequential do. A parameter
-    that stages of several ranks hold is tied: each has a copy, and their gradients are summed.
+    whole: all stages, in order, the same on every rank; each rank keeps those of its plan. All
+    stages must name a parameter as the whole model does: slices of one nn.Sequential do. If stages
+    on several ranks have it, it is tied: each rank has a copy, and the gradients are summed.
     """
 
     def __init__(self, whole, plans):
@@ -569,8 +561,8 @@ class Stages(nn.ModuleList):
         for stage, module in enumerate(whole):
             for name, p in module.named_parameters(remove_duplicate=False):
                 self.origins.setdefault(name, (home[stage], p.detach().to("meta")))
-                same = by_name.setdefault(name, p) is p
-                assert same, f"{name}: stages have different ones; take names of the whole model"
+                earlier = by_name.setdefault(name, p)  # what an earlier stage calls so, or p
+                assert p is earlier, f"{name}: two parameters; take names of the whole model"
                 names.setdefault(p, name)
                 holders[p].add(home[stage])
         self.names = {p: names[p] for p in self.parameters()}
@@ -596,7 +588,7 @@ class Stages(nn.ModuleList):
         dist.all_reduce(square)  # partial -> replicated
         norm = square.sqrt()
         if clip:
-            finite = norm.nan_to_num(0, posinf=0)  # inf and nan: gradients stay as they are
+            finite = norm.nan_to_num(0, posinf=0)  # inf, nan -> 0: then nothing is scaled
             nn.utils.clip_grads_with_norm_(self.parameters(), clip, finite)
         return norm
 
@@ -614,7 +606,7 @@ class Stages(nn.ModuleList):
 
 
 # ---- 1.5 PipeDream: an update after every micro-batch, while others are under way ----
-# On rank r micro-batch m meets, in F and B alike, the weights after m - (p-1-r) updates.
+# On rank r F and B of micro-batch m meet weights after max(0, m - (p-1-r)) updates of this step.
 
 
 def update_stage(stages, optimizer, clip):
@@ -626,7 +618,7 @@ def update_stage(stages, optimizer, clip):
     kept = {p: p.grad for p in stages.tied}
     for p in kept:
         p.grad = None  # clipping and the optimizer pass over it
-    nn.utils.clip_grad_norm_(stages.parameters(), clip or math.inf)
+    nn.utils.clip_grad_norm_(stages.parameters(), clip or torch.inf)
     optimizer.step()
     optimizer.zero_grad()
     for p, grad in kept.items():
@@ -657,14 +649,14 @@ class Stage(nn.Module):
             self.norm = model.norm
             self.head = model.head
 
-    def forward(self, x):  # the first (B/M, T), the others (B/M, T, C)
+    def forward(self, x):  # the first (batch/M, T), the others (batch/M, T, C)
         if self.first:
             x = GPT.embed(self, x)  # which reads tok, pos and positions
         for block in self.blocks.values():
             x = block(x)
         if self.last:
             x = self.head(self.norm(x))
-        return x  # (B/M, T, C), the last (B/M, T, V)
+        return x  # (batch/M, T, C), the last (batch/M, T, V)
 
 
 def carve(model, layers):
@@ -708,7 +700,7 @@ def parallelize(model, plans, layers, boundary):
 
 
 def train_step(model, optimizer, x, y, valid, clip):
-    """x, y: the whole batch (B, T). -> this rank's part of the loss, the gradient norm."""
+    """x, y: the whole batch, (batch, T). -> this rank's part of the loss, the gradient norm."""
     update = partial(update_stage, model, optimizer, clip)  # only PipeDream's plan calls it
     optimizer.zero_grad()
     loss = model.forward_backward(x, y, valid, update)
@@ -745,7 +737,7 @@ def schedule_at_work(name, here, plans, boundary, logits, loss_of, group=None):
             input_args=ids if stage.first else between,
             output_args=between.new_empty(logits) if stage.last else between))
     if name in ("gpipe", "1f1b"):
-        [stages] = stages  # their classes take the stage itself, not a list
+        stages = stages[0]  # their classes take the stage itself, not a list
     microbatches = 1 + max(action.microbatch for action in plans[0])
     return getattr(pipelining.schedules, AT_WORK[name])(
         stages, microbatches, loss_fn=loss_of, scale_grads=False)  # gradients: a sum, no mean
@@ -759,7 +751,8 @@ class PipelinedGPTAtWork(PipelinedGPT):
         # our pipeline only evaluates: without Ws it leaves the Linears as they are, for torch's
         without_w = [[action for action in plan if action.kind != "W"] for plan in plans]
         super().__init__(model, without_w, layers, boundary)
-        logits = *boundary[0][:2], model.head.out_features  # (B/M, T, V)
+        rows, T, _ = boundary[0]
+        logits = (rows, T, model.head.out_features)  # of a micro-batch
         self.schedule = schedule_at_work(name, self.here, plans, boundary, logits, self.loss_of)
         self.valid = 1  # targets of the batch that runs
 
@@ -783,8 +776,7 @@ def search(ranks, microbatches, limit, time_of, waiting=1.0):
     is kept of a micro-batch from B to W, as a part of what is kept from F to B.
     """
     family = []
-    lags = (0, 0.5, 1, 1.5, 2, 2.5, 3, 3.5, 4)
-    for slope, lag in itertools.product((0.5, 1, 1.5, 2, 2.5, 3), lags):
+    for slope, lag in itertools.product((0.5, 1, 1.5, 2, 2.5, 3), [n / 2 for n in range(9)]):
         for most in range(min(int(slope * (ranks - 1)), limit - 1), -1, -1):
             plans = [sloped(rank, ranks, microbatches, slope, most, lag) for rank in range(ranks)]
             if max(in_flight(plan, waiting) for plan in plans) <= limit + 1e-9:
@@ -839,10 +831,12 @@ def refuse_at_work(name, micro, ranks):
     """Refuses what torch's schedules would raise for."""
     require(name in AT_WORK, f"--schedule {name}: torch has {', '.join(AT_WORK)} only")
     # before torch 2.13 a rank that has two stages in a row sends to itself, and gloo cannot
-    able = SCHEDULES[name].place is loop or torch.__version__ >= (2, 13)  # it compares with tuples
+    able = SCHEDULES[name].place is loop or torch.__version__ >= (2, 13)  # no str: a TorchVersion
     require(able, f"--schedule {name}: needs torch 2.13, or --impl scratch")
     enough = name != "1f1b" or micro >= ranks
     require(enough, f"--micro {micro}: torch's 1f1b wants {ranks} or more, one for each stage")
+    equal = name != "zb-h1" or micro % max(1, micro // ranks) == 0  # its rounds have one size
+    require(equal, f"--micro {micro}: torch's zb-h1 wants equal rounds: take a multiple of {ranks}")
 
 
 def too_few(layers, stages):
@@ -905,15 +899,15 @@ def textbook(run, model, plans):
     size = b * sum(q.numel() for q in parameters)
     home = homes(plans)
     ends = [end for stage in model.here for end in (stage - 1, stage + 1)]
-    n = sum(home.get(end, run.rank) != run.rank for end in ends)
-    batch = b * run.args.batch * run.cfg.seq * run.cfg.width
+    n = sum(home[end] != run.rank for end in ends if end in home)
+    sent = b * run.args.batch * run.cfg.seq * run.cfg.width
     return [
         ("held parameters", "b P", size),
         ("held gradients", "b P", size),
         ("held optimizer", "2 b P + 4 per tensor (step counter)", 2 * size + 4 * len(parameters)),
         ("wire all_reduce", "b V C where a rank shares a tied embedding + 2 (p-1)/p w for the norm,"
          " w = max(b, 4)", sum(b * q.numel() for q in model.tied) + 2 * (p - 1) / p * max(b, 4)),
-        ("wire send", f"n b B T C, n = {n}: outputs and gradients of inputs", n * batch),
+        ("wire send", f"n b batch T C, n = {n}: outputs and gradients of inputs", n * sent),
     ]
 
 
