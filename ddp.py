@@ -229,7 +229,6 @@ def train_step_at_work(model, optimizer, x, y, valid, clip):
 
 
 def refuse(args):
-    """What cannot run ends here, in one line, before anything is built."""
     n = args.world_size
     require(args.batch >= n,
             f"--batch {args.batch} sequences for {n} ranks: give each at least one")

@@ -78,7 +78,7 @@ class Flat:
     """
 
     def __init__(self, olds, group, replicas, device, dtype, home):
-        """olds: the module's parameters. device, dtype: full's (None: as olds). home: shard's device"""
+        """olds: the module's parameters. device, dtype: full's. home: shard's device"""
         kept = olds[0].dtype  # of the shard
         assert all(p.dtype == kept for p in olds), "FSDP: a unit's parameters must be of one dtype"
         self.group = group  # n ranks
@@ -206,8 +206,7 @@ class FSDP(nn.Module):
     reshard: free blocks after forward, and gather them again for backward
     dtype: of gathered weights (None: their own); shards and sums keep theirs, inputs are not cast
     device: where the module computes (None: where it is); home: where shards live (None: on device)
-    init(name, tensor): fills what was on the meta device. A rank calls it only for names of which
-        it keeps a piece: draw by name, not from one generator. Give device, too
+    init(name, tensor): fills what was on the meta device, by name: ranks skip some. Give device
 
     All ranks begin with the first one's parameters and buffers, but for what init fills. Frozen
     parameters stay whole on every rank, in `dtype`. Between steps trained ones have no elements.
@@ -367,8 +366,8 @@ class FSDP(nn.Module):
         """Scale gradients to a norm of at most max_norm (0: no limit) -> what it was."""
         grads = [p.grad for p in self.pieces if p.grad is not None]
         wide = torch.promote_types(self.units[0].shard.dtype, torch.float32)  # squares exceed fp16
-        grads = grads or [torch.zeros(1, dtype=shard_dtype)]  # this rank may have none
-        square = torch.stack(torch._foreach_norm(grads, dtype=shard_dtype)).square().sum().to(self.device)
+        grads = grads or [torch.zeros(1, dtype=wide)]  # this rank may have none
+        square = torch.stack(torch._foreach_norm(grads, dtype=wide)).square().sum().to(self.device)
         dist.all_reduce(square, group=self.group)  # partial -> replicated
         norm = square.sqrt()
         finite = norm.nan_to_num(0, posinf=0)  # if it is inf or nan, gradients are not scaled
@@ -470,7 +469,6 @@ def train_step_at_work(model, optimizer, x, y, valid, clip):
 
 
 def refuse(args, n):
-    """What cannot run ends here, in one line, before anything is built."""
     ranks = args.world_size
     require(args.batch >= ranks,
             f"--batch {args.batch} sequences for {ranks} ranks: give each at least one")

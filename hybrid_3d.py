@@ -76,8 +76,8 @@ from harness.usage import refusing
 from zero import held, pieces_of_each
 
 # ---- 1. the technique (copy this, the files that it imports, and what they import) ----
-# For another model write section 2 anew, and carve, which here is pipeline_parallel's. In the stages
-# that your carve returns parameters keep the names that they have in the plain model.
+# For another model write section 2 anew, and carve, which here is pipeline_parallel's. In stages
+# of your carve all parameters keep the names that they have in the plain model.
 
 
 def parallelize(model, mesh, plans, layers, boundary, *, sp=False, ring=None, recompute=None,
@@ -297,7 +297,7 @@ class Hybrid(nn.Module):
         return units
 
     def is_first(self, p):
-        """Is this the first of the ranks that hold the same numbers of p and its summed gradient?"""
+        """Is this the first of the ranks that hold the same numbers of p and of its gradient?"""
         repeated = {axis for axis, what in self.along[p].items() if what != "cut"}
         if self.level and p.requires_grad:
             repeated -= {"data", "replicas"}  # ZeRO cuts it there

@@ -244,6 +244,8 @@ SCHEDULES = {
     "dualpipe-v": Schedule(vee, 2, dualpipe_v),
     # 1f1b with an update after each backward (Harlap 2018, section 3); [:-1] drops the last update,
     # which whoever calls step() makes. Section 1.5 says which weights a micro-batch meets.
+    #     rank 0   F0 F1 ......B0    U F2 B1    U F3 B2    U ...B3
+    #     rank 1   ...F0 B0    U F1 B1    U F2 B2    U F3 B3    ......
     "pipedream": Schedule(loop, 1, lambda r, p, M, s: follow(turns(M, p - 1 - r, s), "U", 0)[:-1]),
 }
 
@@ -811,7 +813,6 @@ def chunks_of(name, chunks):
 
 
 def refuse(args):
-    """What cannot run ends here, in one line, before anything is built."""
     name = args.schedule
     require(name == "auto" or not args.limit, f"--limit is for --schedule auto, not for {name}")
     require(args.simulate or not args.pp, "--pp is for --simulate only")

@@ -535,7 +535,6 @@ def train_step_at_work(module, optimizer, x, y, valid, clip):
 
 
 def refuse(args):
-    """What cannot run ends here, in one line, before anything is built."""
     n = args.world_size
     least = OFFLOAD[args.offload]
     require(args.stage >= least, f"--offload {args.offload} needs --stage {least} or more")

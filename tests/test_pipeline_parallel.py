@@ -127,6 +127,7 @@ def test_no_schedule_ever_blocks(monkeypatch):
 
 def test_pictures_are_what_the_schedules_do():
     text = (ROOT / "pipeline_parallel.py").read_text()
+    text = text.replace("    U ", "    ")  # an update takes no time: no grid draws it
     for name in SCHEDULES:
         plans = make_plans(name, 2, {"naive": 2, "bfs": 2}.get(name, 4))
         v = chunks(plans[0])
