@@ -1,11 +1,11 @@
-"""Tensor parallelism: every matrix is cut across ranks, with --sp also the sequence between them.
+"""Tensor parallelism cuts every matrix across ranks, and with --sp the residual stream along T.
 
     rank 0  x - norm -f-> [qkv]_0 heads_0 [out]_0 -g->(+)- norm -f-> [up]_0 gelu [down]_0 -g->(+)- x
     rank 1  x - norm -f-> [qkv]_1 heads_1 [out]_1 -g->(+)- norm -f-> [up]_1 gelu [down]_1 -g->(+)- x
 
-Inside is from an f to its g, outside is the rest; (+) adds the residual. q, k, v, up (and Llama's
-gate) are cut by columns, out and down by rows, token embedding and head by vocabulary. Inside no
-rank needs another: heads are apart, and gelu takes one number at a time.
+At f and g ranks communicate. Inside is from an f to its g, outside is the rest; (+) adds the
+residual. q, k, v, up (and Llama's gate) are cut by columns, out and down by rows, token embedding
+and head by vocabulary. Inside no rank needs another: heads are apart, gelu takes single numbers.
 
     x outside is       f forward   f backward                        g forward       g backward
     whole              -           all-reduce dx                     all-reduce      -
@@ -27,11 +27,11 @@ columns(x, q, k, v), gate and up alike; called alone, each has its own. In your 
     sum_gradients(model, tp)
     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, gradient_norm(model, tp))
 
-Not for: fewer key-value heads than ranks; one Linear that makes q, k and v, or gate and up;
-activations that do not make 0 of 0 (sigmoid) where tp does not divide the hidden width; Embeddings
-with options (padding_idx); optimizers of whole matrices (Muon); selective checkpoints that keep
-what `out` or `down` returns; deepcopies of a cut model, whose parameters tp does not know; a model
-too large for one rank (meta device). See cut_model, too.
+Not for: fewer key-value heads than ranks; one Linear that makes q, k and v, or gate and up; a
+hidden width that tp does not divide, if the activation of 0 is not 0 (sigmoid), since training then
+fills the padding; Embeddings with options; optimizers of whole matrices (Muon); torch's GradScaler,
+which skips steps on one rank alone; selective checkpoints that keep what `out` or `down` returns;
+deepcopies of a cut model, whose parameters tp does not know; models too large for one rank.
 Shoeybi 2019, "Megatron-LM", arXiv:1909.08053, section 3. Korthikanti 2022, "Reducing Activation
 Recomputation in Large Transformer Models", arXiv:2205.05198, section 4.2.
 At work: torch.distributed.tensor.parallel.parallelize_module, loss_parallel (section 3 below).
@@ -61,7 +61,7 @@ from harness.run import Run, Side
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
 
-# ---- collectives that are under way, and the two ways to treat the sequence
+# In comments, partial: each rank has a summand, sharded: a piece, replicated: all have the same.
 
 # renamed in torch 2.13
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -99,7 +99,7 @@ class Ranks:
         self.rank = dist.get_rank(group)
         self.cuts = {}  # {parameter: Cut}, of those that are cut
         self.inside = set()  # parameters that are whole, but used inside
-        # what ColumnLinear and RowLinear compute with: hybrid_3d.py puts other functions here
+        # attributes, so that hybrid_3d.py can replace them, to compute weights' gradients later
         self.column_parallel = ColumnParallel.apply
         self.linear = F.linear
 
@@ -114,8 +114,8 @@ class WholeSequence(Ranks):
     def reduce(self, y):
         """From inside to outside: summands y (.., T, C) -> their sum, in y's memory."""
         work = dist.all_reduce(y, group=self.group, async_op=True)  # partial -> replicated
-        # Autograd does not see that y changes, and is told, so that a selective checkpoint raises
-        # if it has kept y (it may keep what a matmul returns)
+        # The sum overwrites y behind autograd's back. A selective checkpoint that has kept y would
+        # use the sum in y's place: after this line it raises
         torch.autograd.graph.increment_version(y)
         return Pending(y, work)
 
@@ -144,17 +144,13 @@ class CutSequence(Ranks):
 
 
 class ColumnParallel(torch.autograd.Function):
-    """f, and the Linears that share it, cut by columns: x -> (.., T, out/tp) of each.
-
-    f and the Linears are one function, so that the collectives of f in backward are hidden: the
-    gather of x while dx is made, the sum of dx while the gradients of the weights are made.
-    """
+    """f, and the Linears that share it, cut by columns: x -> (.., T, out/tp) of each."""
 
     @staticmethod
     def forward(ctx, tp, x, *parameters):
         """parameters: weight, bias, weight, bias, .. Each bias may be None."""
         ctx.tp = tp
-        ctx.save_for_backward(x, *parameters)  # x before the gather: after it, tp times as large
+        ctx.save_for_backward(x, *parameters)  # before the gather, which makes x tp times as large
         x = tp.gather(x).wait()  # sharded(T) -> replicated
         pairs = zip(parameters[::2], parameters[1::2])
         return tuple(F.linear(x, weight, bias) for weight, bias in pairs)
@@ -162,12 +158,13 @@ class ColumnParallel(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *dys):
+        """To hide collectives: start the gather of x, make dx, start its sum, make the rest."""
         x, *parameters = ctx.saved_tensors
         _, dx_needed, *needed = ctx.needs_input_grad  # for tp, x and each parameter
         gradients = [None] * len(parameters)
         reducing = Pending(None)  # if x needs no gradient, dx is None
         if any(needed):
-            gathering = ctx.tp.gather(x)  # sharded(T) -> replicated, while dx is made
+            gathering = ctx.tp.gather(x)  # sharded(T) -> replicated
         if dx_needed:
             summand = input_gradient(dys, parameters[::2])
             reducing = ctx.tp.reduce(summand)  # partial -> replicated or sharded(T)
@@ -202,7 +199,7 @@ class ReduceFromTP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, tp):
         ctx.tp = tp
-        y = y.detach()  # autograd forbids in-place changes of an input that a Function returns
+        y = y.detach()  # to return y itself would forbid `x += ..`, or (mark_dirty) cost a copy
         return tp.reduce(y).wait()  # partial -> replicated or sharded(T)
 
     @staticmethod
@@ -213,8 +210,8 @@ class ReduceFromTP(torch.autograd.Function):
 
 # ---- pieces of parameters
 
-# dim: along which a parameter is cut. whole: its size there in the plain model.
-Cut = namedtuple("Cut", "dim whole")
+# dim: along which a parameter is cut. plain_size: along dim, of the plain model's parameter.
+Cut = namedtuple("Cut", "dim plain_size")
 
 
 def shard(t, cut, tp):
@@ -222,7 +219,7 @@ def shard(t, cut, tp):
 
     They stay zeros in training: gelu, silu and relu make 0 of 0, and the loss leaves out padding.
     """
-    padding = -cut.whole % tp.size  # up to the next multiple
+    padding = -cut.plain_size % tp.size  # up to the next multiple
     padded = F.pad(t.movedim(cut.dim, -1), (0, padding))  # F.pad pads the last dim
     piece = padded.chunk(tp.size, -1)[tp.rank].movedim(-1, cut.dim)
     return piece.clone(memory_format=torch.contiguous_format)
@@ -234,7 +231,7 @@ def unshard(t, cut, tp):
         return t
     pieces = [torch.empty_like(t) for _ in range(tp.size)]
     dist.all_gather(pieces, t.detach(), group=tp.group)  # sharded -> replicated
-    return torch.cat(pieces, cut.dim).narrow(cut.dim, 0, cut.whole)
+    return torch.cat(pieces, cut.dim).narrow(cut.dim, 0, cut.plain_size)
 
 
 def locate(ids, vocab, tp):
@@ -242,7 +239,7 @@ def locate(ids, vocab, tp):
     each = math.ceil(vocab / tp.size)  # rows of a piece
     rows = ids - tp.rank * each
     here = (rows >= 0) & (rows < each)
-    # ids < 0 or >= vocab do not get 0: the first rank has no such rows, and its lookup raises
+    # an id that no rank has is not replaced by 0, so that the first rank's lookup raises
     elsewhere = ~here & (ids >= 0) & (ids < vocab)
     return rows.masked_fill(elsewhere, 0), here
 
@@ -258,7 +255,8 @@ class CutModule(nn.Module):
 
     def __init__(self, plain, tp):
         super().__init__()
-        assert type(plain) is self.replaces, f"{type(self).__name__} in the place of {plain}"
+        assert type(plain) is self.replaces, f"{type(self)} is for {self.replaces}, not {plain}."
+        assert getattr(plain, "padding_idx", None) is None, f"{plain}: padding_idx would be lost."
         self.tp = tp  # WholeSequence or CutSequence
         self.weight = plain.weight
         self.bias = getattr(plain, "bias", None)
@@ -285,9 +283,9 @@ def columns(x, *linears):
     operands = [x]
     for linear in linears:
         operands += [linear.weight, linear.bias]
-    device = x.device.type
-    if torch.is_autocast_enabled(device):  # cast here: in backward autocast is off for dy @ weight
-        dtype = torch.get_autocast_dtype(device)
+    # Autocast is off in backward, where dy @ weight needs one dtype: so what is saved is cast here
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
         operands = [None if t is None else t.to(dtype) for t in operands]
     return tp.column_parallel(tp, *operands)
 
@@ -298,9 +296,9 @@ class RowLinear(CutModule):
     dims = {"weight": 1}  # rows of A are columns of weight
 
     def forward(self, y):
-        # With 3 dims F.linear would return an alias of the matmul's result: tp.reduce would tell
-        # autograd that the alias has changed, and not that the result has
-        product = self.tp.linear(y.flatten(0, -2), self.weight, None)
+        # Flat, so that a selective checkpoint keeps the tensor that tp.reduce marks as overwritten:
+        # with 3 dims F.linear returns another one than the matmul's result
+        product = self.tp.linear(y.flatten(0, -2), self.weight, None)  # (N, C)
         summand = product.unflatten(0, y.shape[:-1])  # (.., T, C)
         x = ReduceFromTP.apply(summand, self.tp)  # partial -> replicated or sharded(T)
         return x if self.bias is None else x + self.bias.to(x.dtype)
@@ -313,7 +311,7 @@ class VocabEmbedding(CutModule):
     dims = {"weight": 0}
 
     def forward(self, ids):
-        rows, here = locate(ids, self.tp.cuts[self.weight].whole, self.tp)
+        rows, here = locate(ids, self.tp.cuts[self.weight].plain_size, self.tp)
         y = F.embedding(rows, self.weight)  # (.., T, C)
         y = y.masked_fill(~here.unsqueeze(-1), 0)  # a summand: other ranks have the other tokens
         return ReduceFromTP.apply(y, self.tp)  # partial -> replicated or sharded(T)
@@ -326,10 +324,10 @@ def inside(module, tp):
 
 
 class SeededDropout(nn.Dropout):
-    """Draws each mask from a seed: a number that is the same on all ranks, plus `offset`.
+    """Each mask has a seed of its own: a random number that all ranks draw alike, plus `offset`.
 
-    The number comes from the CPU's default generator, whose state a checkpoint restores to run
-    forward again. cut_model makes this state the same on all ranks: no rank may use it alone.
+    They draw it from the CPU's default generator, which cut_model gives the same state on all ranks
+    and checkpoints restore to run forward again. No rank may use that generator alone.
     """
 
     def __init__(self, dropout, offset):
@@ -343,7 +341,7 @@ class SeededDropout(nn.Dropout):
         seed = torch.randint(2 ** 48, (), device="cpu").item() + self.offset
         rng = torch.Generator(x.device).manual_seed(seed)
         keep = torch.empty_like(x).bernoulli_(1 - self.p, generator=rng)
-        return x * keep / ((1 - self.p) or 1)  # p = 1: zeros, not 0/0
+        return x * keep / (1 - self.p)
 
 
 class OutsideDropout(SeededDropout):
@@ -367,14 +365,15 @@ def cut_model(model, tp, plan):
     kind is a class of this section, `inside`, or a function of yours: kind(plain module, tp)
     returns what takes the module's place. The module's hooks are lost.
     Before the call, each rank has the whole model, on a device that tp.group's backend can use.
-    tp must divide the number of key-value heads. Nothing here warns you if your forward
+    tp must divide the number of key-value heads. Nothing here warns you if, in your forward,
 
-    - counts heads, as view(B, T, heads, -1): a rank has fewer, so write -1 for the heads instead
-    - inside, needs the whole last dim, as softmax does
-    - inside, uses whole parameters, as norms of q and k (name these norms in the plan, `inside`)
-    - drops by F.dropout, or in attention, and not by a module
-    - outside, with CutSequence, reads T from x (read it from q), brings positions together, as
-      x.mean(1), or embeds by a module that the plan does not cut
+    - heads are counted, as by view(B, T, heads, -1): write view(B, T, -1, head_dim)
+    - inside, the whole last dim is needed, as by softmax over it
+    - inside, parameters are whole, as of norms of q and k: name these modules in the plan, `inside`
+    - dropout is a function, or an argument of attention: make it a module
+    - outside, with CutSequence, T is read from x: read it from q
+    - outside, with CutSequence, positions are brought together, as by x.mean(1)
+    - outside, with CutSequence, x comes from an Embedding that the plan does not cut
     """
     for t in model.state_dict().values():
         dist.broadcast(t, group=tp.group, group_src=0)  # the first rank's -> replicated
@@ -392,8 +391,8 @@ def cut_model(model, tp, plan):
         forgotten = type(module) is nn.Dropout and module.p > 0
         assert not forgotten, f"{name}: the plan must call it OutsideDropout or InsideDropout."
         if not isinstance(module, CutModule):
-            tied = any(p in tp.cuts for p in module.parameters(recurse=False))
-            assert not tied, f"{name} is tied to a cut module: cut it, too."
+            tied = [key for key, p in module.named_parameters(recurse=False) if p in tp.cuts]
+            assert not tied, f"{name} shares {tied} with a cut module: cut {name}, too."
     if any(isinstance(module, SeededDropout) for module in model.modules()):
         state = torch.get_rng_state().to(next(model.parameters()).device)
         dist.broadcast(state, group=tp.group, group_src=0)  # the first rank's -> replicated
@@ -405,18 +404,18 @@ def cut_model(model, tp, plan):
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """logits (N, V/tp), each target's column (N, 1) and if it is here (N, 1) -> losses (N,)."""
+    """logits (N, V/tp), each target's column and whether it is here, both (N, 1) -> losses (N,)."""
 
     @staticmethod
     def forward(ctx, logits, column, here, words, tp):
-        own_log_sum = logits[:, :words].logsumexp(1)  # (N,), of this rank's columns without padding
-        largest = own_log_sum.clone()
-        dist.all_reduce(largest, dist.ReduceOp.MAX, tp.group)  # each has its own -> replicated
-        summand = (own_log_sum - largest).exp()  # this rank's part of denominator / exp(largest)
+        own_log_sum = logits[:, :words].logsumexp(1)  # (N,); columns from `words` on are padding
+        largest_log_sum = own_log_sum.clone()
+        dist.all_reduce(largest_log_sum, dist.ReduceOp.MAX, tp.group)  # each rank's -> replicated
+        summand = (own_log_sum - largest_log_sum).exp()  # of the denominator / exp(largest_log_sum)
         target_logit = logits.gather(1, column).masked_fill(~here, 0)  # 0: another rank has it
         sums = torch.stack([summand, target_logit.squeeze(1)])  # (2, N)
         dist.all_reduce(sums, group=tp.group)  # partial -> replicated
-        log_sum = sums[0].log() + largest  # (N,), the log of the denominator
+        log_sum = sums[0].log() + largest_log_sum  # (N,), the log of the denominator
         ctx.save_for_backward(logits, column, here, log_sum)
         ctx.words = words
         return log_sum - sums[1]
@@ -432,10 +431,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def vocab_parallel_cross_entropy(logits, targets, vocab, tp, ignore_index=-100):
-    """This rank's logits (.., V/tp), targets (..) -> the sum of token losses, on every rank.
-
-    They are computed in fp32 or better, and three numbers per token are all-reduced. vocab: V.
-    """
+    """This rank's logits (.., V/tp), targets (..), vocab V -> the sum of losses, on every rank."""
     each = logits.shape[-1]
     assert each == math.ceil(vocab / tp.size), "Is the head cut, and vocab that of the plain one?"
     words = min(max(0, vocab - tp.rank * each), each)  # the rest of the columns are padding
@@ -473,7 +469,7 @@ def gradient_norm(model, tp):
     trained = [p for p in model.parameters() if p.grad is not None]
     pieces = [p.grad for p in trained if p in tp.cuts]
     whole = [p.grad for p in trained if p not in tp.cuts]
-    wide = torch.promote_types(trained[0].dtype, torch.float32)  # fp16 has no 300^2
+    wide = torch.promote_types(trained[0].dtype, torch.float32)  # squares overflow fp16
     squares = torch.stack(torch._foreach_norm(pieces + whole, dtype=wide)).square()
     square = squares[:len(pieces)].sum()
     dist.all_reduce(square, group=tp.group)  # partial -> replicated
@@ -481,7 +477,7 @@ def gradient_norm(model, tp):
 
 
 def full_state_dict(model, tp):
-    """-> the plain model's state_dict, whole on every rank, on its device."""
+    """-> the plain model's state_dict, on every rank. What is not cut shares the model's memory."""
     state = model.state_dict(keep_vars=True)
     return {name: unshard(t, tp.cuts.get(t), tp).detach() for name, t in state.items()}
 
@@ -512,23 +508,25 @@ def swiglu_with_one_f(mlp, x):
     return mlp.down(F.silu(gate) * up)
 
 
-def exchange(forward, module, tp):
-    """For a plan, partial(exchange, forward): a module stays, but runs as forward(module, x)."""
-    module.forward = partial(forward, module)
-    return module
+def with_forward(forward):
+    """-> a kind for plans: the module stays, but its forward(x) becomes forward(module, x)."""
+    def kind(module, tp):
+        module.forward = partial(forward, module)
+        return module
+    return kind
 
 
 OF_BOTH = {
     "tok": VocabEmbedding, "head": ColumnLinear,
     "blocks.*.attn.[qkv]": ColumnLinear, "blocks.*.attn.out": RowLinear,
     "blocks.*.mlp.up": ColumnLinear, "blocks.*.mlp.down": RowLinear,
-    "blocks.*.attn": partial(exchange, attention_with_one_f),
+    "blocks.*.attn": with_forward(attention_with_one_f),
 }
 PLANS = {
     # pos is small, but with --sp what tok returns is cut along T, and what pos returns must be, too
     "gpt2": {**OF_BOTH, "pos": VocabEmbedding},
     "llama": {**OF_BOTH, "blocks.*.mlp.gate": ColumnLinear,
-              "blocks.*.mlp": partial(exchange, swiglu_with_one_f)},
+              "blocks.*.mlp": with_forward(swiglu_with_one_f)},
 }
 
 
@@ -539,7 +537,7 @@ def parallelize(model, tp, form="gpt2"):
 
 def token_losses(model, x, y, tp):
     """x, y: the whole batch (B, T), on every rank -> the sum of token losses, on every rank."""
-    return vocab_parallel_cross_entropy(model(x), y, tp.cuts[model.tok.weight].whole, tp)
+    return vocab_parallel_cross_entropy(model(x), y, tp.cuts[model.tok.weight].plain_size, tp)
 
 
 def train_step(model, optimizer, x, y, valid, clip, tp):
@@ -563,18 +561,18 @@ def parallelize_at_work(model, mesh, sp):
     outside = Shard(-2) if sp else Replicate()  # the layout of x there: cut along T, or whole
     f = at_work.PrepareModuleInput(input_layouts=outside, desired_input_layouts=Replicate())
     column = at_work.ColwiseParallel()
+    head = at_work.ColwiseParallel(input_layouts=outside, use_local_output=False)  # -> a DTensor
     row = at_work.RowwiseParallel(output_layouts=outside)
     embedding = at_work.RowwiseParallel(input_layouts=Replicate(), output_layouts=outside)
-    norm = at_work.SequenceParallel()  # also where x is whole: it makes DTensors of parameters
-    norm.sequence_sharding = (outside,)
+    norm = at_work.SequenceParallel()  # without --sp, too: parameters of norms must be DTensors
+    norm.sequence_sharding = (outside,)  # the layout of a norm's x: by default it is Shard(1)
     at_work.parallelize_module(model, mesh, {
         "tok": embedding, "pos": embedding,
         "blocks.*.norm[12]": norm, "norm": norm,
         "blocks.*.attn": f, "blocks.*.mlp": f,  # once for q, k and v, once for gate and up
         "blocks.*.attn.[qkv]": column, "blocks.*.attn.out": row,
         "blocks.*.mlp.gate": column, "blocks.*.mlp.up": column, "blocks.*.mlp.down": row,
-        # loss_parallel wants a DTensor
-        "head": at_work.ColwiseParallel(input_layouts=outside, use_local_output=False),
+        "head": head,
     })
     if model.pos is not None:
         model.head.weight = model.tok.weight  # they are tied: torch has made two of one
@@ -622,7 +620,7 @@ def pieces(model, optimizer, tp):
     for name, p in model.named_parameters():
         own = pieces_of([(name, p)], optimizer, writes=p in tp.cuts or tp.rank == 0)
         if p in tp.cuts:
-            own = [of_whole(piece, *tp.cuts[p], tp.rank) for piece in own]
+            own = [of_whole(box, tp.cuts[p].dim, tp.cuts[p].plain_size, tp.rank) for box in own]
         found += own
     return [piece for piece in found if piece.tensor.numel() > 0]
 
@@ -642,9 +640,9 @@ def set_up(run, impl, tp, mesh):
 
 
 def textbook(run, model, tp):
-    """-> rows (what, formula, expected). A number has b bytes, one in the loss s = max(b, 4).
+    """-> rows (what, formula, expected bytes). b: bytes of a number, s: of one in the loss.
 
-    P: numbers here, W: those of whole parameters, T': learned positions, embedded once per batch.
+    P: this rank's parameters, W: the whole ones of them, T': T if positions are learned, else 0.
     """
     cfg = run.cfg
     b = run.dtype.itemsize
@@ -653,18 +651,18 @@ def textbook(run, model, tp):
     tokens = run.args.batch * cfg.seq
     positions = cfg.seq if cfg.form == "gpt2" else 0
     sent = (tp.size - 1) / tp.size
-    f_and_g = sent * b * (tokens * (4 * cfg.layers + 2) + positions) * cfg.width
+    every_f_and_g = sent * b * (tokens * (4 * cfg.layers + 2) + positions) * cfg.width
     sums = 2 * sent * max(b, 4) * (3 * tokens + 1)  # of the loss, and of the gradient norm
     held = ("held states", "4 b P + 4 per tensor (steps)", 4 * b * P + 4 * len(parameters))
     if not run.args.sp:
         formula = "2 (tp-1)/tp (b [B T (4 L + 2) + T'] C + s (3 B T + 1))"
-        return [held, ("wire all_reduce", formula, 2 * f_and_g + sums)]
+        return [held, ("wire all_reduce", formula, 2 * every_f_and_g + sums)]
     W = sum(p.numel() for p in parameters if p not in tp.cuts)
-    again = sent * b * tokens * (2 * cfg.layers + 1) * cfg.width  # x, for gradients of weights
+    every_f = sent * b * tokens * (2 * cfg.layers + 1) * cfg.width  # gathers x again in backward
     return [
         held,
-        ("wire all_gather", "(tp-1)/tp b [B T (6 L + 3) + T'] C", f_and_g + again),
-        ("wire reduce_scatter", "(tp-1)/tp b [B T (4 L + 2) + T'] C", f_and_g),
+        ("wire all_gather", "(tp-1)/tp b [B T (6 L + 3) + T'] C", every_f_and_g + every_f),
+        ("wire reduce_scatter", "(tp-1)/tp b [B T (4 L + 2) + T'] C", every_f_and_g),
         ("wire all_reduce", "2 (tp-1)/tp (b W + s (3 B T + 1))", 2 * sent * b * W + sums),
     ]
 
@@ -674,7 +672,7 @@ def main():
     refuse(args)
     run = Run(args)
     mesh = init_device_mesh(run.device.type, (run.world_size,))
-    with run:
+    with run:  # from here on a dry run's tensors have no memory
         tp = CutSequence() if args.sp else WholeSequence()
         sides = {impl: set_up(run, impl, tp, mesh) for impl in run.impls}
         for impl, step, x, y, valid in run.steps(sides, range(args.batch)):  # all rows, everywhere
