@@ -341,7 +341,7 @@ class SeededDropout(nn.Dropout):
         seed = torch.randint(2 ** 48, (), device="cpu").item() + self.offset
         rng = torch.Generator(x.device).manual_seed(seed)
         keep = torch.empty_like(x).bernoulli_(1 - self.p, generator=rng)
-        return x * keep / (1 - self.p)
+        return x * keep / max(1 - self.p, 1e-9)  # of p = 1: zeros, not 0/0
 
 
 class OutsideDropout(SeededDropout):
@@ -604,7 +604,6 @@ def evaluate_at_work(model, x, y):
 
 
 def refuse(args):
-    """What cannot run ends here, in one line, before anything is built."""
     tp = args.world_size
     cfg = args.cfg  # arguments() has filled in kv_heads and hidden: they are not 0
     require(cfg.kv_heads % tp == 0, f"{tp} ranks cannot share {cfg.heads} heads, {cfg.kv_heads} "

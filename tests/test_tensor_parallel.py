@@ -84,6 +84,8 @@ def check_dropout(kind):
     compare(*gradients)
     assert output["logits"].dtype == torch.bfloat16
     mlp = model.layers[0].mlp
+    everything = section.OutsideDropout(nn.Dropout(1.0), tp)
+    assert (everything(torch.ones(40)) == 0).all()
     for drop, same in (mlp.drop_inside, False), (mlp.drop_outside, kind == "WholeSequence"):
         mask = drop(torch.ones(40))
         assert mask.unique().tolist() == pytest.approx([0, 1 / (1 - 0.4)])
