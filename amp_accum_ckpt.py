@@ -15,26 +15,26 @@ Backward makes the rest again. On a CPU a block keeps, of a micro-batch of t tok
            autocast  t (32 C + 8 F + 4 K D + s) + 2 W + 4 T D   t (12 C + 4 F + 4 K D + s) + 8 T D
 
 C: width, H: heads of width D, K: key-value heads, F: the MLP's hidden width, T: tokens of a
-sequence. s = 4 H + 16 (Llama: 4 H + 8): statistics of softmax and norms. 2 W: copies of the block's
-W weights in 2 bytes. 8 T D: cosines and sines in 4 bytes. 4 T D: copies of both in 2 bytes. With
+sequence, W: weights of a block (2 W: copies in 2 bytes). s = 4 H + 16 (Llama: 4 H + 8): statistics
+of softmax and norms. 8 T D: cosines and sines in 4 bytes, for q and for k. 4 T D: in 2 bytes. With
 --ckpt full a block keeps its input, 4 C t, and when it runs again, as much as with --ckpt none.
 Selective repeats no matmul; full repeats all but the last, whose result no gradient needs.
 Weights, gradients and AdamW's states of P parameters take 16 P bytes, as in the plain GPT, and 20 P
 in update(), which has gradients twice. dp ranks share the batch, and all-reduce 4 P bytes a step.
 
-    replicate(model)                                  # if ranks have not begun with the same
+    replicate(model)                                  # with several ranks: all begin alike
     for block in model.blocks:
         block.forward = partial(full, block.forward)  # or selective
-    scaler = LossScaler(optimizer)                    # for fp16; else None
+    scaler = LossScaler("cuda")                       # for fp16; else None
     def part_of_loss(x, y):
-        with torch.autocast("cuda", torch.float16):   # or torch.bfloat16; for fp32 without this
+        with torch.autocast("cuda", torch.float16):   # or torch.bfloat16. fp32: no autocast
             return loss_sum(model(x), y) / valid      # valid: targets of the whole global batch
     optimizer.zero_grad()                             # every step begins here
     loss = accumulate(part_of_loss, zip(x.chunk(2), y.chunk(2)), scaler)
     norm = update(model.parameters(), optimizer, 1.0, scaler)
 
-Not for: parameters of two dtypes; blocks that only some ranks use; with full, forwards that change
-results in place, draw from a generator of their own, count calls (BatchNorm), call autograd.grad.
+Not for: weights of two dtypes; blocks that only some ranks use; checkpointed forwards that change
+tensors in place or, with full, count calls (BatchNorm), call autograd.grad, own a random generator.
 Micikevicius 2018, arXiv:1710.03740, section 3. Chen 2016, arXiv:1604.06174, section 4. Korthikanti
 2022, arXiv:2205.05198, section 5. At work: torch.amp, torch.utils.checkpoint, DDP's no_sync.
     torchrun --standalone --nproc_per_node=2 amp_accum_ckpt.py --amp bf16 --accum 2 --ckpt full
@@ -63,7 +63,7 @@ from harness.flags import POSITIVE, Flag, arguments, require
 from harness.run import Run, Side
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
-# partial: each rank has a summand. replicated: all have the same.
+# What ranks hold, in comments: partial = each has a summand, replicated = all have the same.
 
 # Fewer sequences: every rank has all weights and a part of the batch, cut into micro-batches.
 
@@ -103,13 +103,13 @@ def update(parameters, optimizer, clip, scaler=None, group=None):
     for p, part in zip(trained, flat.split([p.numel() for p in trained])):
         p.grad = part.view_as(p)  # a piece of flat: nothing is copied back
     norm = nn.utils.get_total_norm([p.grad for p in trained])
-    # inf and nan become 0, by which nothing is scaled: gradients stay as they are, to be looked at
+    # inf and nan are passed on as 0, since gradients of norm 0 are not scaled
     finite = norm.nan_to_num(0, posinf=0)
     nn.utils.clip_grads_with_norm_(trained, clip or math.inf, finite)
     if scaler is None:
         optimizer.step()
     else:
-        scaler.step(norm)
+        scaler.step(optimizer, norm)
     return norm
 
 
@@ -118,32 +118,25 @@ def update(parameters, optimizer, clip, scaler=None, group=None):
 
 
 class LossScaler:
-    """Scales the loss, and with it the gradients, up as far as nothing overflows.
+    """Scales the loss, and so the gradients, up as far as nothing overflows (Micikevicius 3.2)."""
 
-    (loss * scaler.scale).backward(); divide the gradients by it; clip; step (Micikevicius 3.2).
-    """
-
-    def __init__(self, optimizer, scale=65536.0, good=0.0, interval=2000):
-        assert optimizer.defaults.get("fused"), "take AdamW(.., fused=True): no other skips steps"
-        self.optimizer = optimizer
+    def __init__(self, device, scale=65536.0, good_steps=0, interval=2000):
         self.interval = interval  # so many good steps double the scale; an overflow halves it
-        device = optimizer.param_groups[0]["params"][0].device
         self.scale = torch.full((), scale, device=device)
-        self.good = torch.full((), good, device=device)  # steps since the scale has changed
+        self.good_steps = torch.full((), good_steps, device=device)  # since the scale has changed
 
-    def step(self, norm):
-        """Step the optimizer, unless a gradient has overflowed; then adjust the scale.
-
-        norm: of the gradients of all ranks, inf or nan on every rank if one rank's have overflowed.
-        """
+    def step(self, optimizer, norm):
+        """Step, unless the norm of all ranks' gradients is inf or nan. Set the next scale."""
+        assert optimizer.defaults.get("fused"), "take fused=True: other optimizers skip no step"
         overflow = norm.isfinite().logical_not()
-        self.optimizer.found_inf = overflow.float()  # fused optimizers read it, and skip the step
-        self.optimizer.step()
-        del self.optimizer.found_inf  # else a later step without this scaler would skip, too
-        good = torch.where(overflow, 0.0, self.good + 1)
-        doubles = good == self.interval
-        self.scale = self.scale * torch.where(overflow, 0.5, torch.where(doubles, 2.0, 1.0))
-        self.good = torch.where(doubles, 0.0, good)
+        optimizer.found_inf = overflow.float()  # fused optimizers read it, and skip the step
+        optimizer.step()
+        del optimizer.found_inf  # else a later step without this scaler would skip, too
+        good_steps = torch.where(overflow, 0, self.good_steps + 1)
+        doubles = good_steps >= self.interval
+        factor = torch.where(overflow, 0.5, torch.where(doubles, 2.0, 1.0))
+        self.scale = (self.scale * factor).clamp(1.0, 2.0 ** 100)  # 0 and inf would stay for ever
+        self.good_steps = torch.where(doubles, 0, good_steps)
 
 
 # Fewer tensors: what autograd keeps for backward goes through a pair of hooks. Autograd keeps what
@@ -154,8 +147,8 @@ class LossScaler:
 def hooks_around():
     """-> pack, unpack: the pair in force (save_on_cpu's, an outer checkpoint's), or a default."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # ignore_is_tracing=False
-    # The default detaches. Softmax, for one, keeps its own result, which would otherwise hold the
-    # graph that holds it, and a graph that gets no backward would never be freed.
+    # The default detaches, since softmax's node keeps softmax's result, whose grad_fn is that same
+    # node. Backward alone would free such a circle.
     return hooks or (torch.Tensor.detach, lambda packed: packed)
 
 
@@ -169,13 +162,10 @@ class Kept:
         self.version = tensor._version  # 0 at first, more with every change in place
 
     def restore(self):
-        tensor = self.unpack(self.packed)  # perhaps a copy, whose version is 0
+        tensor = self.unpack(self.packed)
+        # less than self.version, if unpack has made a copy: its version is 0
         assert tensor._version <= self.version, "changed in place, but backward needs what it was"
         return tensor.detach().requires_grad_(self.requires_grad)  # as forward had it
-
-
-def restored(x):  # what never was a tensor stays as it is
-    return x.restore() if isinstance(x, (Kept, Recipe)) else x
 
 
 def full(forward, *inputs, **keywords):
@@ -186,12 +176,14 @@ def full(forward, *inputs, **keywords):
     until it has made the one with the last index. So the last matmul, and an all-reduce of its
     result, run once. Collectives before it run twice, on every rank in the same order.
     """
+    if not torch.is_grad_enabled():
+        return forward(*inputs, **keywords)
     # torch.compile of the whole model would compile the first run of forward alone, and the second
     # could make other tensors: disable prevents it. If forward itself is compiled, both runs are.
-    forward = torch.compiler.disable(partial(forward, **keywords))
-    call = Call(forward, inputs)
+    forward = torch.compiler.disable(forward)
+    call = Call(forward, inputs, keywords)
     with saved_tensors_hooks(call.pack, call.unpack):
-        return forward(*inputs)
+        return forward(*inputs, **keywords)
 
 
 class Enough(BaseException):  # not an Exception: forward might catch those
@@ -201,14 +193,14 @@ class Enough(BaseException):  # not an Exception: forward might catch those
 class Call:
     """A call of forward under `full`: how to repeat it, and what the repetition has made."""
 
-    def __init__(self, forward, inputs):
+    def __init__(self, forward, inputs, keywords):
         self.forward = forward
+        self.keywords = keywords  # held as they are: only inputs go through the hooks around
         hooks = hooks_around()
         self.inputs = [Kept(x, hooks) if torch.is_tensor(x) else x for x in inputs]
         self.states = random_states()
-        device = inputs[0].device.type
-        enabled = torch.is_autocast_enabled(device)
-        self.autocast = torch.autocast(device, enabled=enabled)  # with the dtype in force now
+        device = inputs[0].device.type  # below: this device's autocast, of the dtype in force now
+        self.autocast = torch.autocast(device, enabled=torch.is_autocast_enabled(device))
         self.shapes = []  # of the tensors 0, 1, .. that autograd wanted to keep
         self.made = {}  # {index: Kept}: what repeat() has made and backward has yet to take
 
@@ -231,12 +223,13 @@ class Call:
             if len(made) == len(self.shapes):
                 raise Enough
 
-        recording = saved_tensors_hooks(record, restored)  # no backward calls restored
-        inputs = [restored(x) for x in self.inputs]
+        recording = saved_tensors_hooks(record, lambda packed: packed)  # this run gets no backward
+        inputs = [x.restore() if isinstance(x, Kept) else x for x in self.inputs]
         before = random_states()
         set_random_states(*self.states)
+        # Backward runs with gradients off, but autograd calls hooks only with gradients on.
         with suppress(Enough), torch.enable_grad(), self.autocast, recording:
-            self.forward(*inputs)  # with gradients on, since autograd calls no hook without
+            self.forward(*inputs, **self.keywords)
         set_random_states(*before)
         assert len(made) == len(self.shapes), "forward made fewer when it ran again"
         self.made = dict(enumerate(made))
@@ -255,14 +248,15 @@ def set_random_states(cpu, gpu):
 
 
 # Selective checkpointing does not keep the results of cheap operations, but makes them again.
-# Operations that are not in this list count as dear: matmuls, attention, sums over ranks.
+# Operations that are not in this list are dear: matmuls, attention, additions, sums over ranks.
 aten = torch.ops.aten
 CHEAP = {
-    aten.native_layer_norm.default, aten._fused_rms_norm.default, aten.detach.default,
+    aten.native_layer_norm.default, aten._fused_rms_norm.default,
     aten.gelu.default, aten.silu.default, aten.mul.Tensor,  # mul: in SwiGLU, handmade norms
     aten._to_copy.default,  # autocast makes copies of activations and weights in another dtype
     aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int,
     aten.unsqueeze.default, aten.expand.default, aten.clone.default,  # heads of K, V repeated (GQA)
+    aten.detach.default,  # zero bubble's Linear detaches its input (pipeline_parallel.py)
 }
 
 
@@ -271,16 +265,20 @@ class Recipe:
 
     def __init__(self, op, inputs, keywords):
         self.op = op
-        self.inputs = inputs  # tensors, until keep() makes a Kept or a Recipe of each
+        self.inputs = inputs  # tensors, until the first keep() makes a Kept or Recipe of each
         self.keywords = keywords
         self.read = [(x, x._version) for x in inputs if torch.is_tensor(x)]  # as op read them
-        self.result = None  # made once for all who want it: q, k and v want the same norm's
+        self.result = None  # made once (for q, k and v, say), and held until the graph is freed
 
     def restore(self):
         if self.result is None:
             inputs = [restored(x) for x in self.inputs]
             self.result = first(self.op(*inputs, **self.keywords))
         return self.result
+
+
+def restored(x):  # what never was a tensor stays as it is
+    return x.restore() if isinstance(x, (Kept, Recipe)) else x
 
 
 def first(outputs):  # norms return their statistics besides
@@ -293,14 +291,14 @@ class WriteRecipes(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, inputs=(), keywords=None):
         keywords = keywords or {}
         outputs = op(*inputs, **keywords)
-        # not inside autograd Functions: gradients are off, and collectives change tensors unseen
+        # Gradients are off in pack and in autograd Functions, where collectives raise no version.
         if op in CHEAP and torch.is_grad_enabled():
             first(outputs).recipe = Recipe(op, inputs, keywords)
         return outputs
 
 
 def keep(x, hooks):
-    """-> x's recipe, if it has one, and if neither x nor op's inputs have changed; else a Kept."""
+    """-> x's recipe; a Kept if x has none, or if x (version 0 at first) or op's inputs changed."""
     recipe = getattr(x, "recipe", None)
     if recipe is None or x._version > 0 or any(y._version > then for y, then in recipe.read):
         return Kept(x, hooks)
@@ -310,7 +308,7 @@ def keep(x, hooks):
 
 
 def selective(forward, *inputs, **keywords):
-    """Keep what matmuls, attention and sums make, but no norm, GELU, SwiGLU or cast (Chen 4.2).
+    """Keep what matmuls, attention, additions, sums over ranks make, but nothing CHEAP (Chen 4.2).
 
     The rest is made again from what is kept, without running forward: no collective runs twice.
     A compiled forward runs uncompiled, since torch.compile steps aside in a TorchDispatchMode.
@@ -422,7 +420,7 @@ def set_up(run, name, amp, ckpt):
     args = run.args
     fp16 = amp == "fp16"
     scale = run.start.extra.get("scale", 65536.0)  # a resumed run has its checkpoint's
-    good = run.start.extra.get("good", 0.0)  # steps since the scale has changed
+    good = run.start.extra.get("good", 0)  # steps since the scale has changed
     if name == "torch":
         step = train_step_at_work
         model = parallelize(run.build(), CHECKPOINT_AT_WORK[ckpt], args.compile)
@@ -430,12 +428,13 @@ def set_up(run, name, amp, ckpt):
             model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         optimizer = adamw(model.parameters(), args.lr)
         scaler = torch.amp.GradScaler(run.device.type, scale, enabled=fp16)
+        # GradScaler has no argument for its count of good steps
         scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": int(good)})
     else:
         step = train_step
         model = parallelize(run.build(), CHECKPOINT[ckpt], args.compile)
         optimizer = adamw(model.parameters(), args.lr)
-        scaler = LossScaler(optimizer, scale, good) if fp16 else None
+        scaler = LossScaler(run.device, scale, good) if fp16 else None
     autocast = partial(torch.autocast, run.device.type, AMP[amp], enabled=amp != "off")
     return Side(model=model, optimizer=optimizer, may_overflow=fp16,
                 train_step=partial(step, accum=args.accum, autocast=autocast, scaler=scaler),
@@ -448,11 +447,11 @@ def state_of(scaler, optimizer):
     updates = [int(state["step"]) for state in optimizer.state.values()]
     ours = isinstance(scaler, LossScaler)
     scale = scaler.scale if ours else scaler.get_scale()
-    good = scaler.good if ours else scaler.state_dict()["_growth_tracker"]
-    return {"updates": max(updates, default=0), "scale": float(scale), "good": float(good)}
+    good = scaler.good_steps if ours else scaler.state_dict()["_growth_tracker"]
+    return {"updates": max(updates, default=0), "scale": float(scale), "good": int(good)}
 
 
-def kept_by_block(cfg, t, selective):
+def kept_by_block(cfg, t, cheap_too):
     """-> how many numbers a block keeps of t tokens without autocast: the docstring's table"""
     C = cfg.width
     F = cfg.hidden
@@ -463,7 +462,7 @@ def kept_by_block(cfg, t, selective):
     else:
         cheap = t * (5 * C + 2 * F)
         kept = t * (4 * C + 2 * F + 2 * cfg.kv_heads * D + cfg.heads + 2) + 2 * cfg.seq * D
-    return kept if selective else kept + cheap
+    return kept + cheap if cheap_too else kept
 
 
 def activations(run, ckpt):
@@ -473,14 +472,13 @@ def activations(run, ckpt):
     b = run.dtype.itemsize
     rows = len(share(run.args.batch, run.world_size, run.rank))
     t = math.ceil(rows / run.args.accum) * cfg.seq  # tokens of the largest micro-batch
-    block = b * kept_by_block(cfg, t, ckpt == "selective")
+    block = b * kept_by_block(cfg, t, ckpt != "selective")
     ids = 8 * rows * cfg.seq  # int64: micro-batches are views, by which all rows stay alive
-    norm = 2 * C + 1  # the last norm keeps its input, the normalized input, the root mean square
-    inputs = ids
-    if cfg.form == "gpt2":
-        norm = C + 2  # its input, mean and deviation
-        inputs += 8 * cfg.seq  # positions
-    # what the norm keeps, the head's input, log-probabilities; a number of the loss; all targets
+    gpt2 = cfg.form == "gpt2"
+    inputs = ids + 8 * cfg.seq if gpt2 else ids  # GPT-2 has positions, too
+    # the last norm keeps: its input, mean, deviation; or input, normalized input, root mean square
+    norm = C + 2 if gpt2 else 2 * C + 1
+    # what the norm keeps, the head's input, log-probabilities; one number for the loss; targets
     head = b * t * (norm + C + cfg.vocab) + b + ids
     if ckpt != "full":
         return f"ids + L {block} + head", inputs + cfg.layers * block + head

@@ -241,22 +241,48 @@ def test_a_forward_that_catches_exceptions():
 
 
 def tensors():
-    gc.collect()
     return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
 
 
+@pytest.fixture
+def no_collector():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("form", CONFIGS)
 @pytest.mark.parametrize("how", [full, selective])
 @pytest.mark.parametrize("around", [plainly, full, selective])
-def test_dropped_forwards_leave_nothing(how, around):
-    """No backward follows: evaluation with gradients on, or an exception."""
-    block = build(CONFIGS["gpt2"], 0).blocks[0]  # of attention and LayerNorm: they save results
+def test_dropped_forwards_leave_nothing(how, around, form, no_collector):
+    """No backward follows: evaluation with gradients on, or an exception. Nothing has to look for
+    circles, though attention, norms and softmax save their results."""
+    forwards = [
+        build(CONFIGS[form], 0).blocks[0],
+        lambda x: x.softmax(-1).exp(),
+        lambda x: x.softmax(-1) * x.softmax(-1).detach().exp(),
+    ]
     x = torch.ones(2, 16, 32, requires_grad=True)
-    around(partial(how, block), x)
-    before = tensors()
-    for _ in range(5):
-        around(partial(how, block), x)
-        around(partial(how, lambda x: x.softmax(-1).exp()), x)
-    assert tensors() == before
+    for autocast in False, True:
+        for forward in forwards:
+            for turn in range(5):
+                with torch.autocast("cpu", enabled=autocast):
+                    around(partial(how, forward), x)
+                if turn == 0:  # the first may leave what torch makes once
+                    before = tensors()
+            assert tensors() == before
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("how", [full, selective])
+def test_with_gradients_off(how, off):
+    """Forward runs as it is, and hooks around see nothing."""
+    packed = []
+    with torch.autograd.graph.saved_tensors_hooks(packed.append, lambda x: x), off():
+        x = torch.linspace(0, 1, 4) * 2
+        assert torch.equal(how(lambda x, factor: x.exp() * factor, x, factor=3), x.exp() * 3)
+    assert not packed
 
 
 @pytest.mark.parametrize("how", [full, selective])
@@ -307,7 +333,7 @@ def check_copy(ckpt, scaled):
         layer.forward = partial(getattr(section, ckpt), layer.forward)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
     judge = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=True)
-    scaler = section.LossScaler(optimizer) if scaled else None
+    scaler = section.LossScaler("cpu") if scaled else None
     rng = torch.Generator().manual_seed(1)
     rows = slice(dist.get_rank(), None, dist.get_world_size())
     for _ in range(3):
@@ -335,7 +361,7 @@ def test_scaler_walks_as_torch_does():
     """Fifty steps with overflows here and there: scales, skips and updates of its GradScaler."""
     weights = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))]
     optimizer, theirs = [adamw([weight], 0.1) for weight in weights]
-    scaler = LossScaler(optimizer, interval=3)
+    scaler = LossScaler("cpu", interval=3)
     judge = torch.amp.GradScaler("cpu", growth_interval=3)
     for step in range(50):
         gradient = torch.full((3,), (step % 5 - 2) * scaler.scale.item())
@@ -344,7 +370,7 @@ def test_scaler_walks_as_torch_does():
         elif step in (7, 41):
             gradient[step % 3] = torch.nan
         weights[0].grad = gradient / scaler.scale
-        scaler.step(weights[0].grad.norm())
+        scaler.step(optimizer, weights[0].grad.norm())
         weights[1].grad = gradient
         judge.scale(torch.zeros(()))  # it makes its tensors here
         judge.step(theirs)
@@ -355,12 +381,34 @@ def test_scaler_walks_as_torch_does():
     optimizer.step()  # without the scaler: it does not skip
     assert not torch.equal(*weights)
     with pytest.raises(AssertionError, match="fused"):  # it would not skip
-        LossScaler(torch.optim.AdamW(weights))
+        scaler.step(torch.optim.AdamW(weights), torch.tensor(1.0))
+
+
+def test_scale_comes_back():
+    """From the least scale and the greatest; more good steps than the interval double it, too."""
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    optimizer = adamw([weight], 0.1)
+    good, bad = torch.tensor([1.0, torch.nan])
+    scaler = LossScaler("cpu", good_steps=5, interval=1)
+    for _ in range(300):
+        scaler.step(optimizer, bad)
+    assert scaler.scale == 1
+    scaler.step(optimizer, good)
+    assert scaler.scale == 2
+    for _ in range(300):
+        scaler.step(optimizer, good)
+    assert scaler.scale == 2.0 ** 100
+    scaler.step(optimizer, bad)
+    assert scaler.scale == 2.0 ** 99
+    scaler = LossScaler("cpu", good_steps=5, interval=3)
+    scaler.step(optimizer, good)
+    assert scaler.scale == 2 * 65536 and scaler.good_steps == 0
 
 
 def three_good_steps(module):
     """They double the scale."""
-    module.LossScaler.__init__.__defaults__ = (65536.0, 0.0, 3)
+    module.LossScaler.__init__.__defaults__ = (65536.0, 0, 3)
     module.torch.amp.GradScaler = partial(torch.amp.GradScaler, growth_interval=3)
 
 
