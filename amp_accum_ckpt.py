@@ -394,7 +394,6 @@ FLAGS = {
 
 
 def refuse(args):
-    """What cannot run ends here, in one line, before anything is built."""
     dp = args.world_size
     require(args.batch >= dp * args.accum,
             f"--batch {args.batch}: fewer than {dp} ranks x --accum {args.accum}")
