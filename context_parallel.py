@@ -1,8 +1,8 @@
 """Context parallelism: every rank holds a part of each sequence; attention alone needs the rest.
 
 A sequence is cut into chunks 0, 1, .. whose keys and values (K and V) go around a ring of cp ranks.
-The pictures show the chunks whose K and V a rank has at each hop. A mark tells how many of the
-pairs of the rank's own queries with these keys attention computes. Half of all pairs are work 1:
+The pictures show the chunks whose K and V a rank has at each hop. The rank could pair each of its
+queries with each of these keys. A mark tells which pairs attention computes; all pairs are work 2:
     no mark: all, work 2    / half, work 1    * each query up to itself, work 1    - none, work 0
 
     ring       hop 0  hop 1  hop 2  hop 3  work      zigzag     hop 0  hop 1  hop 2  hop 3  work
@@ -17,7 +17,7 @@ chunks, but all K and V come at once. ulysses: an all-to-all turns all heads of 
 H/cp heads of all tokens; another undoes it. In a layer a rank's q has Q numbers, k and v S each:
 
     on each of cp ranks              plain GPT   ring, zigzag, allgather         ulysses
-    held of weights, activations     all, all    all, 1/cp                       all, 1/cp
+    weights, saved activations       all, all    all, 1/cp                       all, 1/cp
     numbers sent, layer's forward    -           2 (cp-1) S                      2 (cp-1)/cp (S + Q)
     numbers sent, layer's backward   -           4 (cp-1) S, dK and dV in fp32   2 (cp-1)/cp (S + Q)
     numbers sent, P gradients        -           2 (cp-1)/cp P                   2 (cp-1)/cp P
@@ -27,16 +27,16 @@ H/cp heads of all tokens; another undoes it. In a layer a rank's q has Q numbers
     for layer in model.layers:
         layer.attn.attend = ring.attend  # in the place of causal scaled_dot_product_attention
     own = ring.positions(T, device)      # (T/cp,): which tokens of x, and of the shifted y
-    loss = loss_sum(model(x[:, own], positions=own), y[:, own])  # for RoPE or learned positions
-    (loss / valid).backward()            # valid: targets of all ranks, whose losses add up
+    loss = loss_sum(model(x[:, own], positions=own), y[:, own])  # positions: for RoPE or a table
+    (loss / valid).backward()            # loss: sum of cross entropies; valid: targets of all ranks
     sum_gradients(model.parameters())    # of all ranks; then clip and step, as one process does
 
 Not for: masks other than causal or none (packed documents, sliding windows), scales other than
 D ** -0.5, dropout in attention, KV caches, v of another width than k, and layers besides attention
-that look at other tokens (convolutions, means). On GPUs: bf16 and fp16 alone, D a multiple of 8.
-Liu 2023, arXiv:2310.01889, section 3 (ring). Llama team 2024, arXiv:2407.21783, section 3.3.2
-(zigzag, allgather). Jacobs 2023, arXiv:2309.14509, section 3 (ulysses). At work:
-torch.distributed.tensor.experimental.context_parallel.
+that look at other tokens (convolutions, means). On GPUs (from Ampere on): bf16 and fp16 alone, D
+a multiple of 8, at most 256. Liu 2023, arXiv:2310.01889, section 3 (ring). Llama team 2024,
+arXiv:2407.21783, section 3.3.2 (zigzag, allgather). Jacobs 2023, arXiv:2309.14509, section 3
+(ulysses). At work: torch.distributed.tensor.experimental.context_parallel.
     torchrun --standalone --nproc_per_node=2 context_parallel.py --attn zigzag
 """
 import math
@@ -57,14 +57,15 @@ from harness.run import Run, Side
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
 
+# In comments: partial, each rank has a summand; sharded(dim), a piece; replicated, the whole.
+
 aten = torch.ops.aten
 # both were renamed in torch 2.13
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-# Attention to one block of keys. scaled_dot_product_attention does not return the log-sum-exp, but
-# the kernels under it do.
+# Attention to one block of keys. Unlike scaled_dot_product_attention, its kernels return the lse.
 
 
 def attend_block(q, k, v, causal):
@@ -135,7 +136,7 @@ class Ring:
 
     def __init__(self, group=None, causal=True):
         self.group = group  # None: the world
-        self.causal = causal  # False: each query sees all keys, as in an encoder
+        self.causal = causal  # False: each query sees all keys, padding too, as in an encoder
         self.cp_rank = dist.get_rank(group)
         self.cp = dist.get_world_size(group)
         # attributes, so that kernels for other dtypes and another transport can take their place
@@ -148,36 +149,36 @@ class Ring:
         return (self.cp_rank - hop) % self.cp
 
     def chunks(self, hop=0):
-        """The chunks of the sequence that are here after so many hops, in order."""
+        """The chunks here after so many hops, in order. seen() wants one or a nested pair."""
         return [self.source(hop)]
 
     def positions(self, T, device=None):
         """Which of a sequence's T tokens are this rank's -> (T/cp,) int64."""
         mine = self.chunks()
         count = self.cp * len(mine)
-        assert T % count == 0, f"{T} tokens do not divide into {count} chunks: pad them"
+        assert T % count == 0, f"{T} tokens do not divide into {count} chunks: pad the end"
         by_chunk = torch.arange(T, device=device).view(count, -1)
         return torch.cat([by_chunk[chunk] for chunk in mine])
 
     def seen(self, hop, tokens):
-        """-> (first, keys, causal): what this rank's queries see of the keys of a hop.
+        """-> (first, key_count, causal): what this rank's queries see of the keys of a hop.
 
-        Queries from number `first` on see the first `keys` keys, the queries before it see none. If
-        causal, query i sees of these only keys 0 to i. tokens: how many a rank has.
+        Queries from number `first` on see the first `key_count` keys; the queries before it see
+        none. If causal, query i sees of these only keys 0 to i. tokens: how many a rank has.
         """
         if not self.causal:
             return 0, tokens, False
         if hop == 0:
             return 0, tokens, True  # a rank's tokens are in order, also those of chunks 0,7
-        # It is always the last queries that see the first keys, as a query sees the chunks before
-        # its own. When queries of chunks 0,7 meet keys of 3,4, those of 7 see all keys and those of
-        # 0 see none. When queries of 3,4 meet keys of 2,5, all queries see chunk 2 alone.
+        # Zigzag's pairs of chunks are nested: of any two, one lies inside the other. So the last
+        # queries see the first keys. When queries of 0,7 meet keys of 3,4, those of 7 see all keys
+        # and those of 0 none. When queries of 3,4 meet keys of 2,5, all of them see chunk 2 alone.
         mine = self.chunks()
         theirs = self.chunks(hop)
         size = tokens // len(mine)  # of a chunk
-        blind_chunks = sum(chunk < theirs[0] for chunk in mine)  # their queries see no key
-        seen_chunks = sum(chunk < mine[-1] for chunk in theirs)  # the last query sees their keys
-        return blind_chunks * size, seen_chunks * size, False
+        blind = [chunk for chunk in mine if chunk < theirs[0]]  # their queries are before all keys
+        visible = [chunk for chunk in theirs if chunk < mine[-1]]  # the last query sees their keys
+        return len(blind) * size, len(visible) * size, False
 
     def bring(self, kv):
         """Yield this rank's K and V, then those of each rank before it, hop by hop."""
@@ -193,14 +194,14 @@ class Ring:
         parts yields for each hop what this rank adds to the gradient of the K and V that are here:
         zeros if its queries see none of them, since the next rank waits for the sum.
         """
-        own = next(parts)
+        own = next(parts)  # for this rank's own K and V, which are here at hop 0
         if self.cp == 1:
             return own
         passing = self.Exchange(next(parts), self.group)
         for part in parts:  # each is made while the sum with the part before is under way
             part += passing.wait()  # the sum over the ranks that had these K and V before
-            passing = self.Exchange(part, self.group)
-        return own + passing.wait()  # the sum over all other ranks
+            passing = self.Exchange(part, self.group)  # to the rank that has them at the next hop
+        return own + passing.wait()  # the sum over all others: the last hop goes to the owner
 
     def attend(self, q, k, v):
         """Attention within the whole sequence: (B, H, T/cp, D) -> (B, H, T/cp, D).
@@ -226,7 +227,7 @@ class Zigzag(Ring):
 
 
 class AllGather(Zigzag):
-    """Zigzag's chunks, but one collective each way (Llama 3, section 3.3.2)."""
+    """Zigzag, with one collective each way; a layer holds all K and V (Llama 3, section 3.3.2)."""
 
     def bring(self, kv):
         all_kv = kv.new_empty(self.cp, *kv.shape)
@@ -239,7 +240,7 @@ class AllGather(Zigzag):
             if hop == 0:
                 by_rank = part.new_empty(self.cp, *part.shape)
             by_rank[self.source(hop)] = part
-        result = part  # by_rank has a copy of the last part, whose memory can be overwritten
+        result = part  # the last part's memory is free: by_rank has a copy of it
         reduce_scatter(result.view(-1), by_rank.view(-1), group=self.group)  # partial -> sharded
         return result
 
@@ -253,13 +254,13 @@ class BlockwiseAttention(torch.autograd.Function):
         out = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
         lse = out.new_full(q.shape[:3], -math.inf)
         for hop, kv in enumerate(ring.bring(own_kv)):
-            first, keys, causal = ring.seen(hop, tokens)
-            if keys == 0:
+            first, key_count, causal = ring.seen(hop, tokens)
+            if key_count == 0:
                 continue
             block_out, block_lse = ring.attend_block(
-                q[:, :, first:], *repeat_heads(kv[..., :keys, :], H), causal)
+                q[:, :, first:], *repeat_heads(kv[..., :key_count, :], H), causal)
             # In the softmax over all keys so far, the keys of this block together have the share
-            # e^block_lse / (e^block_lse + e^lse), which is a sigmoid
+            # e^block_lse / (e^block_lse + e^lse), a sigmoid; it is 1 at hop 0, where lse is -inf
             share = torch.sigmoid(block_lse - lse[:, :, first:])
             out[:, :, first:].lerp_(block_out.to(out.dtype), share.unsqueeze(-1))
             lse[:, :, first:] = torch.logaddexp(lse[:, :, first:], block_lse)
@@ -275,19 +276,19 @@ class BlockwiseAttention(torch.autograd.Function):
         q, own_kv, out, lse = ctx.saved_tensors
         H, tokens = q.shape[1:3]
         wide = lse.dtype  # fp32 or better
-        dq = torch.zeros_like(q, dtype=wide)
+        dq = torch.zeros_like(q, dtype=wide)  # parts() adds to it at every hop
 
         def parts():  # hop by hop, what this rank adds to dK and dV of the K and V that are here
             for hop, kv in enumerate(ring.bring(own_kv)):
-                first, keys, causal = ring.seen(hop, tokens)
+                first, key_count, causal = ring.seen(hop, tokens)
                 dkv = torch.zeros_like(own_kv, dtype=wide)
-                if keys > 0:
+                if key_count > 0:
                     block_dq, block_dk, block_dv = ring.attend_block_backward(
                         dout[:, :, first:], q[:, :, first:], out[:, :, first:], lse[:, :, first:],
-                        *repeat_heads(kv[..., :keys, :], H), causal)
+                        *repeat_heads(kv[..., :key_count, :], H), causal)
                     dq[:, :, first:] += block_dq
-                    sum_heads(block_dk, into=dkv[0, :, :, :keys])
-                    sum_heads(block_dv, into=dkv[1, :, :, :keys])
+                    sum_heads(block_dk, into=dkv[0, :, :, :key_count])
+                    sum_heads(block_dv, into=dkv[1, :, :, :key_count])
                 yield dkv
 
         own_dkv = ring.bring_back(parts())  # partial -> sharded
@@ -295,17 +296,17 @@ class BlockwiseAttention(torch.autograd.Function):
 
 
 class AllToAll(torch.autograd.Function):
-    """Cut a tensor along one dim, a part for every rank, and join along another what arrives."""
+    """A tensor sharded along one dim -> the same tensor sharded along another."""
 
     @staticmethod
-    def forward(ctx, x, cut, join, group):
-        ctx.way_back = (join, cut, group)
-        parts = torch.stack(x.chunk(dist.get_world_size(group), cut))  # (cp, ..)
+    def forward(ctx, x, old_dim, new_dim, group):
+        ctx.way_back = (new_dim, old_dim, group)
+        parts = torch.stack(x.chunk(dist.get_world_size(group), new_dim))  # (cp, ..)
         received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=group)  # sharded(join) -> sharded(cut)
-        joined = torch.cat(received.unbind(), join)
+        dist.all_to_all_single(received, parts, group=group)  # sharded(old_dim) -> sharded(new_dim)
+        joined = torch.cat(received.unbind(), old_dim)
         for buffer in (parts, received):
-            buffer.untyped_storage().resize_(0)  # for gloo alone: its thread holds them for longer
+            buffer.untyped_storage().resize_(0)  # freed now: gloo's thread still refers to them
         return joined
 
     @staticmethod
@@ -323,11 +324,11 @@ class Ulysses(Ring):
         """As Ring's; the heads of q and those of k and v must be multiples of cp."""
         assert k.shape[1] % self.cp == 0, f"{k.shape[1]} heads of k for {self.cp} ranks: take Ring"
         qkv = [x.to(v.dtype) for x in (q, k, v)]  # RoPE may have made fp32 of q and k
-        # sharded(TOKENS) -> sharded(HEADS): (B, H/cp, T, D), for which any attention would do
-        by_heads = [AllToAll.apply(x, self.HEADS, self.TOKENS, self.group) for x in qkv]
+        # sharded(TOKENS) -> sharded(HEADS): (B, H/cp, T, D); any attention function may follow
+        by_heads = [AllToAll.apply(x, self.TOKENS, self.HEADS, self.group) for x in qkv]
         out = F.scaled_dot_product_attention(*by_heads, is_causal=self.causal, enable_gqa=True)
         # sharded(HEADS) -> sharded(TOKENS): (B, H, T/cp, D)
-        return AllToAll.apply(out, self.TOKENS, self.HEADS, self.group)
+        return AllToAll.apply(out, self.HEADS, self.TOKENS, self.group)
 
 
 # The rest of a correct train step: weights are replicated, their gradients partial on every rank.
@@ -340,7 +341,7 @@ def replicate(model, group=None):
 
 
 def sum_gradients(parameters, group=None):
-    """After backward, of one micro-batch or several: one all-reduce for all gradients."""
+    """Once a step, after the last backward: one all-reduce for all gradients."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     flat = torch.cat([t.flatten() for t in gradients])
     dist.all_reduce(flat, group=group)  # partial -> replicated
@@ -409,9 +410,14 @@ MARKS = {0: "-", 1: "/", 2: ""}  # {work: what the picture shows}, but for hop 0
 
 def on_paper(attn, cp_rank, cp):
     """A ring without a process group: it cannot attend, but knows what rank cp_rank of cp does."""
-    ring = object.__new__(KINDS[attn])  # without __init__, which asks the group for rank and size
-    vars(ring).update(cp_rank=cp_rank, cp=cp, causal=True)
-    return ring
+
+    class OnPaper(KINDS[attn]):
+        def __init__(self):  # Ring's would ask a process group for these numbers
+            self.cp_rank = cp_rank
+            self.cp = cp
+            self.causal = True
+
+    return OnPaper()
 
 
 def picture(attn, cp):
@@ -438,9 +444,9 @@ def work(ring, hop):
     """The work of attention at a hop: 1 for half of the pairs of query and key, 2 for all."""
     if hop == 0:
         return 1  # causal
-    tokens = 2  # of a rank: with one in each of zigzag's chunks, none, half and all come out right
-    first, keys, _ = ring.seen(hop, tokens)
-    return (tokens - first) * keys / 2  # there are 4 pairs
+    tokens = 2  # of a rank: one in each of zigzag's chunks is enough to tell none, half and all
+    first, key_count, _ = ring.seen(hop, tokens)
+    return 2 * (tokens - first) * key_count / tokens**2
 
 
 # On GPUs section 1 wants bf16 or fp16, and NCCL. Proofs run in fp32 and fp64, too, and by gloo.
@@ -472,7 +478,7 @@ def attend_block_backward_in_any_dtype(dout, q, out, lse, k, v, causal):
         # the kernel wants lse padded; inf counts for nothing, since exp(score - inf) is 0
         lse = F.pad(lse, (0, -lse.shape[2] % 32), value=math.inf)
         return aten._scaled_dot_product_efficient_attention_backward(
-            dout, q, k, v, None, out, lse, rng, rng,  # None: no bias, and no gradient of it
+            dout, q, k, v, None, out, lse, rng, rng,  # None: no bias. False: no gradient of it
             dropout_p=0.0, grad_input_mask=[True, True, True, False], is_causal=causal)[:3]
     if q.is_cuda and q.dtype == torch.float64:
         inputs = [x.cpu() for x in (dout, q, out, lse, k, v)]
@@ -520,8 +526,7 @@ def set_up(run, impl, ring, own):
                     evaluate=lambda x, y: loss_sum(model(x[:, own]), y[:, own]))
     number_tokens(model, Zigzag())  # torch cuts x as zigzag does, but leaves positions to us
     mesh = dist.init_device_mesh(run.device.type, (ring.cp,))
-    return Side(model=model, optimizer=optimizer,
-                train_step=partial(train_step_at_work, mesh=mesh),
+    return Side(model=model, optimizer=optimizer, train_step=partial(train_step_at_work, mesh=mesh),
                 evaluate=partial(evaluate_at_work, model, mesh))
 
 
@@ -534,15 +539,13 @@ def textbook(run, cp):
     b = run.dtype.itemsize  # bytes of a number
     d = max(4, b)  # bytes of one in dK and dV
     hops = [("wire send", "2 (cp-1) L (2 b + d) S", 2 * (cp - 1) * L * (2 * b + d) * S)]
-    others = {
-        "allgather": [
-            ("wire all_gather", "4 (cp-1) L b S", 4 * (cp - 1) * L * b * S),
-            ("wire reduce_scatter", "2 (cp-1) L d S", 2 * (cp - 1) * L * d * S)],
-        "ulysses": [
-            ("wire all_to_all", "4 (cp-1)/cp L b (S + Q)", 4 * (cp - 1) * L * b * (S + Q) / cp)],
-    }
+    gathers = [
+        ("wire all_gather", "4 (cp-1) L b S", 4 * (cp - 1) * L * b * S),
+        ("wire reduce_scatter", "2 (cp-1) L d S", 2 * (cp - 1) * L * d * S)]
+    turns = [("wire all_to_all", "4 (cp-1)/cp L b (S + Q)", 4 * (cp - 1) * L * b * (S + Q) / cp)]
+    rows = {"ring": hops, "zigzag": hops, "allgather": gathers, "ulysses": turns}
     weights = ("wire all_reduce", "2 (cp-1)/cp b P", 2 * (cp - 1) * b * run.total / cp)
-    return [weights, *others.get(run.args.attn, hops)]
+    return [weights, *rows[run.args.attn]]
 
 
 def main():

@@ -7,10 +7,10 @@ has experts 0 and 1, rank 1 has 2 and 3; the bar | stands between rank 0's exper
     rank 0    0 0 0 1 | 2 3   0 0 0 1 0 1   0 0 0 0 1 1     0 0 0 1 | 2 3      sum a token's K rows
     rank 1    0 1 | 2 2 3 3   2 3 2 2 3 3   2 2 2 3 3 3     0 1 | 2 2 3 3      sum a token's K rows
 
-Each of n ranks has its own part of the batch, N tokens. The ep ranks of a group `ep` share out the
-experts; ranks with the same experts are a group `replicas`. With a capacity A an expert takes at
-most ceil(A K N / E) rows from each rank and drops the rest. The model has `dense` numbers outside
-experts and `experts` in them, of b bytes. Of the rows in an all-to-all, 1/ep stay on their rank.
+Each of n ranks has its own part of the batch, N tokens. A group `ep` shares out the experts; in
+formulas ep is its size. Ranks with the same experts are a group `replicas`. With a capacity A a
+rank sends an expert at most ceil(A K N / E) rows, and drops the rest. The model has `dense`
+parameters outside experts, `experts` inside, b bytes each. Of all rows, 1/ep stay on their rank.
 
     on each rank, experts being balanced   plain MoE               here
     bytes of weights, gradients, AdamW     4 b (dense + experts)   4 b (dense + experts/ep)
@@ -31,7 +31,7 @@ experts and `experts` in them, of b bytes. Of the rows in an all-to-all, 1/ep st
     step_biases(model)  # after every step
 
 Not for: routers with a bias or a forward of their own (sigmoids, groups of experts); experts that
-are partly frozen or no MLPs of nn.Linear; evaluation on some ranks alone; fp16 and loss scalers.
+are partly frozen or are not MLPs of nn.Linear; evaluation on some ranks alone; fp16, loss scalers.
 
 Lepikhin 2020, "GShard", arXiv:2006.16668 (all-to-all, capacity); Fedus 2021, "Switch Transformers",
 arXiv:2101.03961, eq. 4 (balancing); Zoph 2022, "ST-MoE", arXiv:2202.08906, eq. 5 (z-loss); Jiang
@@ -57,7 +57,7 @@ from harness.flags import ANY, POSITIVE, Flag, arguments, require
 from harness.run import Run, Side
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
-# partial: each rank has a summand. replicated: all have the same.
+# In comments: partial, each rank has a summand; sharded(dim), a piece; replicated, the whole.
 
 
 class AllToAll(torch.autograd.Function):
@@ -108,10 +108,6 @@ def most_rows(capacity, top_k, num_tokens, experts):
     return math.ceil(round(capacity * top_k * num_tokens / experts, 6))
 
 
-def read_counts(routing):  # a function, so that a dry run can replace it
-    return routing.counts.tolist()  # here alone the host waits for the device
-
-
 class Routing:
     """Which rows go where. Row number t K + k is token t on its way to its k-th expert.
 
@@ -119,7 +115,7 @@ class Routing:
     """
 
     def __init__(self, chosen, wanted, limit, ep):
-        """chosen (N, K): experts. wanted (E,): rows for each expert. At most `limit` travel."""
+        """chosen (N, K): experts. wanted (E,): rows for each expert. At most `limit` of each go."""
         self.limit = limit
         self.ep = ep
         self.order = chosen.flatten().argsort(stable=True)  # row numbers, by expert, then token
@@ -131,7 +127,7 @@ class Routing:
         ranks = dist.get_world_size(ep)
         self.counts = torch.stack([wanted, leaving, arriving]).view(3, ranks, -1)
         self.sizes_on_device = arriving.view(ranks, -1).sum(0)  # (E/ep,) rows of each expert here
-        wanted, leaving, arriving = read_counts(self)  # the same counts as lists of lists
+        wanted, leaving, arriving = self.read_counts()  # lists of lists from here on
         if limit < len(chosen):  # keep the first `limit` rows of each expert, drop the others
             rows_of_each = self.order.split(list(chain(*wanted)))
             self.order = torch.cat([rows[:limit] for rows in rows_of_each])
@@ -140,6 +136,9 @@ class Routing:
         self.by_source = arriving  # [rank][expert here]: sizes of blocks of rows, as they arrive
         self.by_expert = list(zip(*arriving))  # [expert here][rank]: the same, as experts want them
         self.sizes = [sum(sizes) for sizes in self.by_expert]  # sizes_on_device, as a list
+
+    def read_counts(self):  # a method, so that a dry run can replace it
+        return self.counts.tolist()  # here alone the host waits for the device
 
 
 def transpose_blocks(rows, grid):
@@ -155,22 +154,22 @@ class StackedLinear(nn.Module):
     def __init__(self, linears):
         super().__init__()
         stacked, _ = torch.func.stack_module_state(linears)  # {"weight": .., perhaps "bias": ..}
-        self.bias = None
-        for name, tensor in stacked.items():
-            setattr(self, name, nn.Parameter(tensor, tensor.requires_grad))
+        parameters = {name: nn.Parameter(t, t.requires_grad) for name, t in stacked.items()}
+        self.weight = parameters["weight"]
+        self.bias = parameters.get("bias")
 
     def one_by_one(self):
         """-> for each expert a function of its R rows, (R, C) -> (R, F)."""
         biases = [None] * len(self.weight) if self.bias is None else self.bias
         return [partial(F.linear, weight=w, bias=b) for w, b in zip(self.weight, biases)]
 
-    def forward(self, rows, sizes):
+    def at_once(self, rows, sizes):
         """All experts in one kernel: rows (R, C) sorted by expert, sizes (E/ep,) -> (R, F)."""
         y = F.grouped_mm(rows, self.weight.transpose(1, 2), offs=sizes.cumsum(0).int())
         if self.bias is None:
             return y
         # Each row gets its expert's bias by a matmul, whose backward sums the bias's gradient in
-        # fp32. bias.index_select(..) would sum it in any order (on GPUs), rounding every addition
+        # fp32. On GPUs index_select's backward would add in any order, rounding every addition
         eye = torch.eye(len(sizes), dtype=y.dtype, device=y.device)
         one_hot = eye.repeat_interleave(sizes, 0, output_size=len(rows))  # (R, E/ep)
         return torch.addmm(y, one_hot, self.bias)
@@ -197,10 +196,10 @@ class Experts(nn.Module):
         if self.gate is not None:
             linears.append(self.gate)
         if self.one_kernel_pays(rows):
-            grouped = [partial(linear, sizes=routing.sizes_on_device) for linear in linears]
+            grouped = [partial(linear.at_once, sizes=routing.sizes_on_device) for linear in linears]
             return self.mlp(rows, *grouped)
         of_each_expert = zip(*[linear.one_by_one() for linear in linears])  # (up, down[, gate])
-        parts = rows.split(routing.sizes)  # an empty part makes gradients of zeros, not None
+        parts = rows.split(routing.sizes)  # empty ones stay: sum_gradients needs zeros, not None
         return torch.cat([self.mlp(x, *functions) for x, functions in zip(parts, of_each_expert)])
 
     def mlp(self, x, up, down, gate=None):
@@ -244,12 +243,12 @@ class MoE(nn.Module):
     ep         group of the ranks that share out the experts; each brings its own tokens
     everyone   group of the ranks whose tokens are balanced together; None: the world
     shared     a module that every token visits besides, or None
-    capacity   A: an expert takes at most ceil(A K N / E) rows from each rank; 0: all rows
+    capacity   A: a rank sends an expert at most ceil(A K N / E) rows; 0: all rows
     alpha      the factor of Switch's balancing loss; give alpha/M if a step has M micro-batches
     beta       the factor of ST-MoE's z-loss; give beta/M if a step has M micro-batches
     gamma      by how much step_biases moves the bias that is added before the choice; 0: no bias
 
-    forward sums the load over `everyone`, so all these ranks must call it, even in evaluation.
+    All ranks of `everyone`, whose load forward sums, and of `ep` must call it, even in evaluation.
     """
 
     def __init__(self, router, experts, *, top_k, normalize, ep, everyone=None, shared=None,
@@ -307,9 +306,9 @@ class MoE(nn.Module):
     def visit(self, tokens, gates, routing):
         """Tokens (N, C) -> (N, C): for each the sum of its K experts' answers, times gates."""
         N, C = tokens.shape
-        # K copies of each token. tokens.index_select(..) would sum their gradients in any order
+        # K copies of each token. index_select's backward would sum their gradients in any order
         rows = tokens.unsqueeze(1).expand(-1, self.top_k, -1).flatten(0, 1)  # (N K, C)
-        rows = rows.index_select(0, routing.order)  # sorted by token -> sorted by expert
+        rows = rows.index_select(0, routing.order)  # by token -> by expert, no row twice
         # on the tokens' ranks -> on the experts' ranks
         rows = self.exchange(rows, routing.received, routing.sent, routing.ep)
         rows = transpose_blocks(rows, routing.by_source)  # sorted by source -> sorted by expert
@@ -353,7 +352,7 @@ def broadcast_parameters(model, replicas, everyone=None):
 def sum_gradients(model, replicas, everyone=None):
     """Sums dense gradients over everyone, those of experts over replicas. None means the world."""
     dense, experts = gradients_of(model)
-    sum_over_ranks(dense, everyone)  # partial -> replicated; in ddp.py, during backward
+    sum_over_ranks(dense, everyone)  # partial -> replicated; ddp.py does it during backward
     sum_over_ranks(experts, replicas)  # partial -> replicated
 
 
@@ -370,7 +369,7 @@ def sum_over_ranks(tensors, group):
 def gradient_norm(model, ep):
     """After sum_gradients: the norm of the whole model's gradient, each expert counted once."""
     dense, experts = gradients_of(model)
-    dense.append(next(model.parameters()).new_zeros(1))  # without gradients the norm is 0
+    dense.append(next(model.parameters()).new_zeros(1))  # so that the list is never empty
     wide = torch.promote_types(dense[0].dtype, torch.float32)
     squares = torch.stack(torch._foreach_norm(dense + experts, dtype=wide)).square()
     square_of_experts = squares[len(dense):].sum()
@@ -388,7 +387,7 @@ def step_biases(model):
     for layer in layers_of(model):
         if layer.gamma and layer.router.weight.requires_grad:
             load = torch.as_tensor(layer.load)  # the number 0 if there was no backward
-            layer.bias_steps += (load.sum() - len(layer.bias_steps) * load).sign()  # mean - load
+            layer.bias_steps += (load.sum() - len(layer.bias_steps) * load).sign()  # E (mean-load)
         layer.load = 0
         layer.loss = 0
 
@@ -438,7 +437,7 @@ class PlainMoE(nn.Module):
         losses = []
         for microbatch in self.sources or [[torch.arange(len(tokens))]]:
             for own in microbatch:  # one rank's tokens
-                place = visits[own].cumsum(0)  # (N, E) of each token in each expert's queue
+                place = visits[own].cumsum(0)  # (N, E): token's place in expert's queue, from 1
                 limit = most_rows(self.capacity, self.top_k, len(own), self.E)
                 gates[own] = gates[own] * (place <= limit)
             together = torch.cat(microbatch)
@@ -450,7 +449,7 @@ class PlainMoE(nn.Module):
             y = y + self.shared(tokens)
         if y.requires_grad:  # not in evaluation
             self.loss = sum(losses) / len(losses)
-            if self.gamma and self.router.weight.requires_grad:  # as in step_biases
+            if self.gamma and self.router.weight.requires_grad:  # as step_biases, after the choice
                 load = visits.sum(0)
                 self.bias_steps += (load.sum() - self.E * load).sign()
         return y.view_as(x)
@@ -546,7 +545,8 @@ def parallelize_at_work(model, ep):
     from torch.distributed import _functional_collectives as functional  # slow to import
 
     in_one_kernel = model.tok.weight.dtype != torch.float64  # which grouped_mm does not know
-    for layer in layers_of(parallelize(model, ep)):
+    parallelize(model, ep)
+    for layer in layers_of(model):
         layer.exchange = functional.all_to_all_single_autograd
         layer.experts.one_kernel_pays = lambda rows: in_one_kernel
     return model
@@ -696,8 +696,7 @@ def main():
                                  mesh_dim_names=("replicas", "ep"))
     replicas, ep = mesh.get_all_groups()
     if run.dry:
-        global read_counts
-        read_counts = balanced_counts  # Routing calls it
+        Routing.read_counts = balanced_counts
         run.say("experts are taken to be balanced")
     with run:
         sides = {impl: set_up(run, impl, replicas, ep) for impl in run.impls}
