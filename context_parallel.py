@@ -498,7 +498,6 @@ class ExchangeByHost(Exchange):
 
 
 def refuse(args):
-    """What cannot run ends here, in one line, before anything is built."""
     cfg = args.cfg
     cp = args.world_size
     chunks = cp * len(on_paper(args.attn, 0, cp).chunks())

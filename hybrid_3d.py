@@ -931,7 +931,7 @@ def main():
     size = args.batch // args.dp // args.micro, length, args.width
     boundary = size, run.dtype, run.device  # of what goes from stage to stage
     if run.dry:
-        moe.Routing.read_counts = moe.balanced_counts  # nobody knows what tokens would choose
+        moe.read_counts = moe.balanced_counts  # nobody knows what tokens would choose
     with run:
         sides = {impl: set_up(run, impl, mesh, plans, layers, boundary) for impl in run.impls}
         picture(run, plans, layers)

@@ -108,6 +108,10 @@ def most_rows(capacity, top_k, num_tokens, experts):
     return math.ceil(round(capacity * top_k * num_tokens / experts, 6))
 
 
+def read_counts(routing):  # a function, so that a dry run can replace it
+    return routing.counts.tolist()  # here alone the host waits for the device
+
+
 class Routing:
     """Which rows go where. Row number t K + k is token t on its way to its k-th expert.
 
@@ -127,7 +131,7 @@ class Routing:
         ranks = dist.get_world_size(ep)
         self.counts = torch.stack([wanted, leaving, arriving]).view(3, ranks, -1)
         self.sizes_on_device = arriving.view(ranks, -1).sum(0)  # (E/ep,) rows of each expert here
-        wanted, leaving, arriving = self.read_counts()  # lists of lists from here on
+        wanted, leaving, arriving = read_counts(self)  # lists of lists from here on
         if limit < len(chosen):  # keep the first `limit` rows of each expert, drop the others
             rows_of_each = self.order.split(list(chain(*wanted)))
             self.order = torch.cat([rows[:limit] for rows in rows_of_each])
@@ -136,9 +140,6 @@ class Routing:
         self.by_source = arriving  # [rank][expert here]: sizes of blocks of rows, as they arrive
         self.by_expert = list(zip(*arriving))  # [expert here][rank]: the same, as experts want them
         self.sizes = [sum(sizes) for sizes in self.by_expert]  # sizes_on_device, as a list
-
-    def read_counts(self):  # a method, so that a dry run can replace it
-        return self.counts.tolist()  # here alone the host waits for the device
 
 
 def transpose_blocks(rows, grid):
@@ -570,7 +571,6 @@ FLAGS = {  # course: a checkpoint is not continued with another value
 
 
 def refuse(args):
-    """What cannot run ends here, in one line, before anything is built."""
     n = args.world_size
     ep = args.ep or n
     require(args.top_k <= args.experts,
@@ -696,7 +696,8 @@ def main():
                                  mesh_dim_names=("replicas", "ep"))
     replicas, ep = mesh.get_all_groups()
     if run.dry:
-        Routing.read_counts = balanced_counts
+        global read_counts
+        read_counts = balanced_counts  # Routing calls it
         run.say("experts are taken to be balanced")
     with run:
         sides = {impl: set_up(run, impl, replicas, ep) for impl in run.impls}
