@@ -14,20 +14,20 @@ Backward makes the rest again. On a CPU a block keeps, of a micro-batch of t tok
     Llama  fp32      t (36 C + 16 F + 8 K D + s) + 8 T D        t (16 C + 8 F + 8 K D + s) + 8 T D
            autocast  t (32 C + 8 F + 4 K D + s) + 2 W + 4 T D   t (12 C + 4 F + 4 K D + s) + 8 T D
 
-C: width, H: heads of width D, K: key-value heads, F: the MLP's hidden width, T: tokens of a
-sequence, W: weights of a block (2 W: copies in 2 bytes). s = 4 H + 16 (Llama: 4 H + 8): statistics
-of softmax and norms. 8 T D: cosines and sines in 4 bytes, for q and for k. 4 T D: in 2 bytes. With
---ckpt full a block keeps its input, 4 C t, and when it runs again, as much as with --ckpt none.
-Selective repeats no matmul; full repeats all but the last, whose result no gradient needs.
+C: width, H: heads of width D, K: key-value heads, F: the MLP's hidden width (GPT-2: 4 C), T: tokens
+of a sequence. 2 W: a block's weights, copied to 2 bytes. 8 T D: cosines and sines for q and for k,
+4 T D: copied to 2 bytes. s = 4 H + 16 (Llama: 4 H + 8): statistics of softmax and norms. Selective
+makes copies again, and repeats no matmul. With --ckpt full a block keeps its input, 4 C t, and when
+it runs again, as much as with none; all matmuls are repeated but the block's last.
 Weights, gradients and AdamW's states of P parameters take 16 P bytes, as in the plain GPT, and 20 P
 in update(), which has gradients twice. dp ranks share the batch, and all-reduce 4 P bytes a step.
 
     replicate(model)                                  # with several ranks: all begin alike
     for block in model.blocks:
         block.forward = partial(full, block.forward)  # or selective
-    scaler = LossScaler("cuda")                       # for fp16; else None
+    scaler = LossScaler("cuda")  # fp16, and AdamW(.., fused=True). bf16, fp32: scaler = None
     def part_of_loss(x, y):
-        with torch.autocast("cuda", torch.float16):   # or torch.bfloat16. fp32: no autocast
+        with torch.autocast("cuda", torch.float16):   # bf16: torch.bfloat16; fp32: no autocast
             return loss_sum(model(x), y) / valid      # valid: targets of the whole global batch
     optimizer.zero_grad()                             # every step begins here
     loss = accumulate(part_of_loss, zip(x.chunk(2), y.chunk(2)), scaler)
@@ -79,7 +79,7 @@ def accumulate(part_of_loss, microbatches, scaler=None):
     """Run backward of one micro-batch after the other: gradients add up -> this rank's loss.
 
     part_of_loss(*microbatch) -> the sum of its token losses, divided by the valid targets of the
-    whole global batch: an average of means would be wrong where micro-batches have more or fewer.
+    whole global batch: means of micro-batches that have unequally many must not be averaged.
     """
     loss = 0.0
     for microbatch in microbatches:
@@ -121,9 +121,9 @@ class LossScaler:
     """Scales the loss, and so the gradients, up as far as nothing overflows (Micikevicius 3.2)."""
 
     def __init__(self, device, scale=65536.0, good_steps=0, interval=2000):
-        self.interval = interval  # so many good steps double the scale; an overflow halves it
+        self.interval = interval  # so many good steps in turn double the scale
         self.scale = torch.full((), scale, device=device)
-        self.good_steps = torch.full((), good_steps, device=device)  # since the scale has changed
+        self.good_steps = torch.full((), good_steps, device=device)  # since its last change
 
     def step(self, optimizer, norm):
         """Step, unless the norm of all ranks' gradients is inf or nan. Set the next scale."""
@@ -135,7 +135,7 @@ class LossScaler:
         good_steps = torch.where(overflow, 0, self.good_steps + 1)
         doubles = good_steps >= self.interval
         factor = torch.where(overflow, 0.5, torch.where(doubles, 2.0, 1.0))
-        self.scale = (self.scale * factor).clamp(1.0, 2.0 ** 100)  # 0 and inf would stay for ever
+        self.scale = (self.scale * factor).clamp(1.0, 2.0 ** 100)  # it would stay 0 or inf
         self.good_steps = torch.where(doubles, 0, good_steps)
 
 
@@ -146,9 +146,9 @@ class LossScaler:
 
 def hooks_around():
     """-> pack, unpack: the pair in force (save_on_cpu's, an outer checkpoint's), or a default."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # ignore_is_tracing=False
-    # The default detaches, since softmax's node keeps softmax's result, whose grad_fn is that same
-    # node. Backward alone would free such a circle.
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # torch has no public way
+    # The default detaches: a node that keeps its own result (softmax's does) and the result, whose
+    # grad_fn is this node, would hold each other for ever if no backward follows.
     return hooks or (torch.Tensor.detach, lambda packed: packed)
 
 
@@ -163,7 +163,7 @@ class Kept:
 
     def restore(self):
         tensor = self.unpack(self.packed)
-        # less than self.version, if unpack has made a copy: its version is 0
+        # not ==, since the version of a copy that unpack has made is 0
         assert tensor._version <= self.version, "changed in place, but backward needs what it was"
         return tensor.detach().requires_grad_(self.requires_grad)  # as forward had it
 
@@ -173,14 +173,14 @@ def full(forward, *inputs, **keywords):
 
     The graph is built as always, but holds an index in the place of each tensor. When backward
     wants the first of these tensors, forward runs again, with the same random numbers and autocast,
-    until it has made the one with the last index. So the last matmul, and an all-reduce of its
-    result, run once. Collectives before it run twice, on every rank in the same order.
+    until it has made the one with the last index: the input of the last matmul, say, so that this
+    and an all-reduce after it run once. Collectives before it run twice, in order on every rank.
     """
     if not torch.is_grad_enabled():
         return forward(*inputs, **keywords)
-    # torch.compile of the whole model would compile the first run of forward alone, and the second
-    # could make other tensors: disable prevents it. If forward itself is compiled, both runs are.
-    forward = torch.compiler.disable(forward)
+    # If the whole model is compiled, disable leaves forward out: the second run could make other
+    # tensors. partial hides a forward that is compiled itself, which disable would undo.
+    forward = torch.compiler.disable(partial(forward))
     call = Call(forward, inputs, keywords)
     with saved_tensors_hooks(call.pack, call.unpack):
         return forward(*inputs, **keywords)
@@ -199,7 +199,8 @@ class Call:
         hooks = hooks_around()
         self.inputs = [Kept(x, hooks) if torch.is_tensor(x) else x for x in inputs]
         self.states = random_states()
-        device = inputs[0].device.type  # below: this device's autocast, of the dtype in force now
+        device = inputs[0].device.type
+        # without an argument for it, the dtype is the one in force now
         self.autocast = torch.autocast(device, enabled=torch.is_autocast_enabled(device))
         self.shapes = []  # of the tensors 0, 1, .. that autograd wanted to keep
         self.made = {}  # {index: Kept}: what repeat() has made and backward has yet to take
@@ -219,11 +220,11 @@ class Call:
 
         def record(tensor):
             assert tensor.shape == self.shapes[len(made)], "forward made others when it ran again"
-            made.append(Kept(tensor.detach(), hooks))  # without the second graph behind it
+            made.append(Kept(tensor.detach(), hooks))  # alone, without the second graph
             if len(made) == len(self.shapes):
                 raise Enough
 
-        recording = saved_tensors_hooks(record, lambda packed: packed)  # this run gets no backward
+        recording = saved_tensors_hooks(record, lambda packed: packed)  # the latter is never called
         inputs = [x.restore() if isinstance(x, Kept) else x for x in self.inputs]
         before = random_states()
         set_random_states(*self.states)
@@ -248,7 +249,7 @@ def set_random_states(cpu, gpu):
 
 
 # Selective checkpointing does not keep the results of cheap operations, but makes them again.
-# Operations that are not in this list are dear: matmuls, attention, additions, sums over ranks.
+# All others are kept: those of matmuls, attention, dropout, additions, sums over ranks.
 aten = torch.ops.aten
 CHEAP = {
     aten.native_layer_norm.default, aten._fused_rms_norm.default,
@@ -265,10 +266,10 @@ class Recipe:
 
     def __init__(self, op, inputs, keywords):
         self.op = op
-        self.inputs = inputs  # tensors, until the first keep() makes a Kept or Recipe of each
+        self.inputs = inputs  # the first keep() puts a Kept or Recipe in the place of each tensor
         self.keywords = keywords
         self.read = [(x, x._version) for x in inputs if torch.is_tensor(x)]  # as op read them
-        self.result = None  # made once (for q, k and v, say), and held until the graph is freed
+        self.result = None  # made once (a norm's for q, k and v), held until the graph is freed
 
     def restore(self):
         if self.result is None:
@@ -291,14 +292,15 @@ class WriteRecipes(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, inputs=(), keywords=None):
         keywords = keywords or {}
         outputs = op(*inputs, **keywords)
-        # Gradients are off in pack and in autograd Functions, where collectives raise no version.
+        # Gradients are off in pack and in autograd Functions, whose results have to be kept, since
+        # a collective may overwrite them and leave their version as it is.
         if op in CHEAP and torch.is_grad_enabled():
             first(outputs).recipe = Recipe(op, inputs, keywords)
         return outputs
 
 
 def keep(x, hooks):
-    """-> x's recipe; a Kept if x has none, or if x (version 0 at first) or op's inputs changed."""
+    """-> x's recipe; a Kept if there is none, or if x or what the recipe read was changed."""
     recipe = getattr(x, "recipe", None)
     if recipe is None or x._version > 0 or any(y._version > then for y, then in recipe.read):
         return Kept(x, hooks)
@@ -388,7 +390,7 @@ FLAGS = {
     "amp": Flag("off", "autocast to", tuple(AMP), course=True),  # a resumed run needs the same
     "accum": Flag(1, "M, micro-batches", POSITIVE),
     "ckpt": Flag("none", "keep less for backward", tuple(CHECKPOINT)),
-    "compile": Flag(False, "torch.compile blocks"),
+    "compile": Flag(False, "torch.compile blocks, but for ours under --ckpt selective"),
     "sweep": Flag(False, "every --amp with every --ckpt, in one table"),
 }
 
@@ -442,7 +444,7 @@ def set_up(run, name, amp, ckpt):
 
 
 def state_of(scaler, optimizer):
-    """-> what a checkpoint holds besides: how many updates were made, the scaler's state."""
+    """-> what --save writes besides: how many updates were made, the scaler's state."""
     updates = [int(state["step"]) for state in optimizer.state.values()]
     ours = isinstance(scaler, LossScaler)
     scale = scaler.scale if ours else scaler.get_scale()
@@ -472,12 +474,12 @@ def activations(run, ckpt):
     rows = len(share(run.args.batch, run.world_size, run.rank))
     t = math.ceil(rows / run.args.accum) * cfg.seq  # tokens of the largest micro-batch
     block = b * kept_by_block(cfg, t, ckpt != "selective")
-    ids = 8 * rows * cfg.seq  # int64: micro-batches are views, by which all rows stay alive
+    ids = 8 * rows * cfg.seq  # int64, all of them: micro-batches are views
     gpt2 = cfg.form == "gpt2"
     inputs = ids + 8 * cfg.seq if gpt2 else ids  # GPT-2 has positions, too
-    # the last norm keeps: its input, mean, deviation; or input, normalized input, root mean square
+    # LayerNorm keeps its input, mean, deviation; RMSNorm input, normalized input, root mean square
     norm = C + 2 if gpt2 else 2 * C + 1
-    # what the norm keeps, the head's input, log-probabilities; one number for the loss; targets
+    # what this norm keeps, the head's input, log-probabilities; one number for the loss; targets
     head = b * t * (norm + C + cfg.vocab) + b + ids
     if ckpt != "full":
         return f"ids + L {block} + head", inputs + cfg.layers * block + head

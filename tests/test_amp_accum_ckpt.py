@@ -296,6 +296,18 @@ def test_inside_a_compiled_model(how):
     assert_equal(layer_of_others(compiled), layer_of_others(plainly))
 
 
+def test_compiled_forward_stays_compiled():
+    """Both runs of it: torch.compiler.disable would take torch.compile's wrapper off."""
+    runs = []
+
+    def backend(graph, inputs):
+        return lambda *inputs: runs.append(1) or graph(*inputs)
+
+    forward = torch.compile(lambda x: x.sin().exp(), backend=backend)
+    full(forward, torch.ones(2, requires_grad=True)).sum().backward()
+    assert len(runs) == 2
+
+
 def check_collectives(how, calls):
     """With g of tensor_parallel.py, which sums over ranks in place, unseen by autograd."""
     module = Layer(4, 2, 0.0)
