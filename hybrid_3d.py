@@ -11,13 +11,13 @@
     data = dp x cp = replicas x ep: ep neighbours share out the experts, replicas hold the same ones
 
 What becomes of a gradient along each axis. cut: each rank has its own part. same: all have the
-same. sum: each has a summand, and sum_gradients makes the sum. The norm counts each number once.
+same. sum: each has a summand, and a step adds them up. The norm counts each number once.
 
     kind of parameter           tp                 data    replicas    ep     ends
     matrix                      cut                sum
-    outside: norm, row bias,    same, --sp: sum    sum
-      router
-    expert (tp > 1: --sp)       sum                        sum         cut
+    outside: norms, router,     same; --sp: sum    sum
+      biases of rows
+    expert; tp > 1 wants --sp   sum                        sum         cut
     tied: embedding and head    cut                sum                        sum
 
     numbers that a rank sends in a step (tp, pp: of a middle stage), A = B/(dp M) * T/cp * C
@@ -76,8 +76,9 @@ from harness.usage import refusing
 from zero import held, pieces_of_each
 
 # ---- 1. the technique (copy this, the files that it imports, and what they import) ----
-# For another model write section 2 anew, and carve, which here is pipeline_parallel's. In stages
-# of your carve all parameters keep the names that they have in the plain model.
+# For another model write anew what this calls of section 2 (kind_of, unit_of, origins_of, trained,
+# has_experts, within_layers, between_layers, around_layers) and pipeline_parallel's carve, in whose
+# stages all parameters keep the names that they have in the plain model.
 
 
 def parallelize(model, mesh, plans, layers, boundary, *, sp=False, ring=None, recompute=None,
@@ -94,13 +95,13 @@ def parallelize(model, mesh, plans, layers, boundary, *, sp=False, ring=None, re
     autocast   torch.autocast(..), which decorates forwards
     zero       ZeRO's level
     """
+    splits = any(action.kind == "W" for action in plans[0])  # are backwards split into B and W?
+    at_once = len(plans) == 1 and plans[0][1].kind == "B" and not splits  # one rank: F B F B ..
+    assert zero < 3 or at_once, "ZeRO-3 wants one stage, and each backward right behind its forward"
+    assert sp or mesh.size["tp"] == 1 or not has_experts(model), "experts with tp > 1 want sp=True"
     origins = origins_of(model, layers, plans)  # before tp cuts what they describe
     # 1. Within a layer: ranks share its matrices (tp), its sequence (cp) and its experts (ep).
-    splits = any(action.kind == "W" for action in plans[0])  # has a backward two parts, B and W?
     tp = within_layers(model, mesh, plans, splits, sp, ring)  # changes the model
-    assert sp or tp.size == 1 or not moe.layers_of(model), "experts with tp > 1 want sp=True"
-    at_once = len(plans) == 1 and plans[0][1].kind == "B" and not splits  # F B F B ..
-    assert zero < 3 or at_once, "ZeRO-3 wants one stage, and each backward right behind its forward"
     # 2. Between layers: of all stages this rank keeps those that its plan names (pp).
     here, tied = between_layers(model, layers, plans[mesh.place["pp"]])
     # 3. Around layers: what a block computes again in backward, and in which precision.
@@ -131,7 +132,7 @@ class Mesh:
         assert ranks.numel() == dist.get_world_size(), f"{list(ranks.shape)} are not all the ranks"
         place = (ranks == dist.get_rank()).nonzero()[0].tolist()
         self.place = dict(zip(("pp", "dp", "cp", "tp"), place))
-        self.pipelines = ranks.flatten(1).T.tolist()  # [[ranks of a pipeline, first place first]]
+        self.pipelines = ranks.flatten(1).T.tolist()  # a list of ranks for each pipeline
         [self.pipeline] = [line for line in self.pipelines if dist.get_rank() in line]
         self.size = {}
         self.group = {}
@@ -191,11 +192,11 @@ def sum_gradients(model):
     """Ends the sums along data and replicas, which backwards have begun; sums along tp and ends."""
     for zero in model.zeros:
         if zero.level < 2:  # ZeRO-2 and 3 have summed after each backward
-            zero.sync = True  # as it is already, but for "tied", which is no stage
+            zero.sync = True  # of "tied"; for those of a stage its last actions have set it
             zero.reduce()  # partial -> replicated, in ZeRO-1 sharded
     for axis in ("tp", "ends"):
         partial_sums = summands(model, axis)
-        if partial_sums and model.mesh.size[axis] > 1:
+        if partial_sums and model.mesh.size[axis] > 1:  # middle stages have none for "ends"
             # partial -> replicated
             tensor_parallel.sum_over_ranks(partial_sums, model.mesh.group[axis])
 
@@ -215,8 +216,8 @@ class SummingPipeline(Pipeline):
     def __init__(self, modules, plans, mail, zeros_of):
         super().__init__(modules, plans, mail)
         self.zeros_of = zeros_of  # {stage: [ZeRO]}
-        # Of each stage the last B, and the last of its Bs and Ws: where Bs leave Ws, the first
-        # completes the gradients of norms and embeddings, the second those of Linears.
+        # Of each stage the last B, which completes the gradients of norms and embeddings, and the
+        # last of all its Bs and Ws, which completes those of Linears.
         last_b = {action.stage: action for action in self.plan if action.kind == "B"}
         last_of_all = {action.stage: action for action in self.plan if action.kind in "BW"}
         self.last = {*last_b.values(), *last_of_all.values()}
@@ -227,7 +228,7 @@ class SummingPipeline(Pipeline):
         for zero in zeros:
             if zero.level < 2:
                 zero.sync = action in self.last
-            else:  # whole gradients are not kept from one micro-batch to the next
+            else:  # the micro-batch's gradients are complete after a W, or a B that leaves none
                 zero.sync = kind == "W" or (m, stage) not in self.apart
         made = super().do(action, taken, loss_fn, update)
         for zero in zeros:
@@ -254,13 +255,13 @@ class Hybrid(nn.Module):
         self.tp = tp
         self.origins = origins
         self.level = level
-        self.pipeline = None  # the Pipeline that runs the stages
+        self.pipeline = None  # parallelize sets it: a SummingPipeline needs zeros_of
         self.names = {}  # {parameter: its name in the plain model}
         self.along = {}  # {parameter: {axis: what becomes of its gradient}}
         # {stage: [ZeRO]}. Those of "tied" are summed after the last backward of all stages
         self.zeros_of = defaultdict(list)
         for (stage, axis), units in self.lay_out(here, tied, kinds, splits).items():
-            # ZeRO-2 would sum the tied one after each stage's backward, and once is enough
+            # what no stage has alone is summed by sum_gradients, as in ZeRO-1
             own_level = min(level, 1) if stage == "tied" else level
             zero = ZeRO(list(units.values()), mesh.group[axis], own_level)
             self.zeros_of[stage].append(zero)
@@ -279,15 +280,15 @@ class Hybrid(nn.Module):
                     continue
                 kind = kinds["tied" if p in tied else kind_of(name)]
                 is_cut = self.tp.size > 1 and kind.get("tp") == "cut"
-                assert is_cut == (p in self.tp.cuts), f"{name}: another kind? tp has not cut it so"
+                assert is_cut == (p in self.tp.cuts), f"{name}: kind_of and tp's plan disagree"
                 self.names[p] = tied.get(p, name)
                 self.along[p] = kind
                 if p.requires_grad:
                     site, stays = unit_of(name)
                     if splits and self.level == 2 and kind is kinds["outside"]:
-                        # A stage's norms, which get gradients in B, become a unit of their own
-                        # (its site is the stage, ""). In a unit with matrices, which get theirs in
-                        # W, they would make ZeRO-2 hold the whole buffer from B to W.
+                        # A stage's norms, which get gradients in B, become a unit of their own,
+                        # "". In a unit with matrices, which get theirs in W, they would make ZeRO-2
+                        # hold the whole buffer from B to W.
                         site = ""
                     where = "tied" if p in tied else stage
                     copies = "replicas" if "replicas" in kind else "data"
@@ -304,7 +305,7 @@ class Hybrid(nn.Module):
         return all(dist.get_rank(self.mesh.group[axis]) == 0 for axis in repeated)
 
     def parameter_groups(self):
-        """For an elementwise optimizer. To make several, sort parts by names[part.parameter]."""
+        """For an elementwise optimizer. Several groups: choose parts by names[part.parameter]."""
         return [{"params": [part.master for part in self.parts]}]
 
     def zero_grad(self):
@@ -328,7 +329,7 @@ class Hybrid(nn.Module):
         mine = {}
         for stage in self.stages:
             for name, t in stage.state_dict(keep_vars=True).items():
-                t_here = found.get(t, t)  # not found: a buffer, or frozen, and whole here already
+                t_here = found.get(t, t)  # a buffer or frozen one is not found, but whole already
                 # over tp: sharded -> replicated
                 mine[name] = tensor_parallel.unshard(t_here, self.tp.cuts.get(t), self.tp)
         mine = moe.gather_experts(mine, self.mesh.group["ep"])  # over ep: sharded -> replicated
@@ -367,12 +368,12 @@ def step(model, optimizer, norm, clip):
 class SplitColumns(torch.autograd.Function):
     """ColumnParallel in schedules with Ws: its backward makes dx alone, and leaves the rest to W.
 
-    The sum of dx over tp is not hidden. pipeline_parallel's SplitLinear serves all other Linears.
+    Nothing hides the sum of dx over tp, unless W follows at once. Other Linears: SplitLinear.
     """
 
     @staticmethod
     def forward(ctx, tp, x, parameters):
-        ctx.parameters = parameters  # under autocast casts: add_gradients goes back through them
+        ctx.parameters = parameters  # under autocast casts of the model's own
         return ColumnParallel.forward(ctx, tp, x, *parameters)  # stores tp and x in ctx, too
 
     @staticmethod
@@ -393,7 +394,7 @@ def split_columns(tp, x, *parameters):
         return ColumnParallel.apply(tp, x, *parameters)  # no W
     if torch.is_grad_enabled() and not x.requires_grad:
         x = x.detach().requires_grad_()  # else autograd, which sees x alone, would skip backward
-    return SplitColumns.apply(tp, x, parameters)  # in a tuple: autograd does not see them
+    return SplitColumns.apply(tp, x, parameters)  # in a tuple, as for SplitLinear
 
 
 def add_gradients(tp, x, dys, parameters):
@@ -414,7 +415,7 @@ KIND_BY_NAME = [  # the first pattern that fits a parameter's name
     ("*norm*", "outside"),
     ("*.out.bias", "outside"),  # row biases, added to the sum over tp
     ("*.down.bias", "outside"),
-    ("*", "matrix"),  # and biases of columns, embeddings and positions: cut like matrices
+    ("*", "matrix"),  # embeddings, positions and biases of columns are cut like matrices
 ]
 
 
@@ -425,7 +426,7 @@ def kind_of(name):
 def unit_of(name):
     """A parameter's name -> (the module whose parameters are its Unit, Unit.stays).
 
-    What is in no block has units of its own: so ZeRO cuts the tied weight alike at both ends.
+    What is in no block stays, since other modules may read it, as the head reads a tied tok.weight.
     """
     words = name.split(".")
     if words[0] == "blocks":
@@ -525,7 +526,7 @@ def evaluate(model, x, y):
 def in_microbatches(model, x, y, valid):
     """-> what Pipeline.step takes: inputs, and a function -> a micro-batch's part of the loss."""
     targets = y.chunk(model.pipeline.microbatches)
-    vocab = len(model.origins["tok.weight"][1])  # V, as in the plain model
+    vocab = model.origins["tok.weight"][1].shape[0]  # V, as in the plain model
 
     def loss_of(logits, m):
         if model.tp.size == 1:
@@ -559,10 +560,10 @@ class AtWork(nn.Module):
     def loss_of(self, logits, targets):
         """What torch's schedule calls on the last stage."""
         if self.mesh.size["tp"] > 1:
-            vocab = len(self.origins["tok.weight"][1])  # V, as in the plain model
-            like = torch.empty(*targets.shape, vocab, device="meta")
+            vocab = self.origins["tok.weight"][1].shape[0]  # V, as in the plain model
+            uncut = torch.empty(*targets.shape, vocab, device="meta")
             logits = DTensor.from_local(logits, self.device_mesh["tp"], [Shard(2)],
-                                        shape=like.shape, stride=like.stride())
+                                        shape=uncut.shape, stride=uncut.stride())
         # fully_shard averages over dp
         return loss_sum(logits, targets) * self.mesh.size["data"] / self.valid
 
@@ -747,8 +748,8 @@ def sent_on_tp(args, b, layers, is_first, is_last):
     half = 5 if args.sp else 4  # f and g of half a block, in forward and backward
     halves = 1 if args.experts and not args.shared else 2
     block = half * halves
-    if args.ckpt == "full":  # all again but the last g. f sends nothing without --sp
-        block += (1 + halves) if args.sp else 2
+    if args.ckpt == "full":  # all again but the MLP's g, the last. f sends nothing without --sp
+        block += 1 + halves if args.sp else 2
     sent = layers * block * x
     if is_first:
         sent += 2 * x
@@ -805,7 +806,7 @@ def textbook(run, plans, layers, model):
     here = model.pipeline.modules  # {stage: module}
     neighbours = sum(home.get(stage + side, place) != place for stage in here for side in (-1, 1))
     blocks = sum(layers[stage] for stage in here)
-    links = model.pipeline.mail.links  # {its two places: group}; with gloo none, but group["pp"]
+    links = model.pipeline.mail.links  # {two places: group}; gloo has none but group["pp"]
     rows = []
 
     def row(axis, formula, expected, *groups):

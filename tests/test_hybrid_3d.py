@@ -131,7 +131,7 @@ def test_different_experts_are_no_copies():
 def test_a_kind_that_contradicts_what_tp_cut():
     plant = partial(change_table, kind="outside", row={"tp": "cut", "data": "sum"})
     said = script("hybrid_3d", 2, *SMALL, "--tp", "2", "--dp", "1", plant=plant, code=1)
-    assert "norm1.weight: another kind?" in said
+    assert "norm1.weight: kind_of and tp's plan disagree" in said
 
 
 def experts_without_sp(module):
