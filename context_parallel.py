@@ -1,8 +1,7 @@
 """Context parallelism: every rank holds a part of each sequence; attention alone needs the rest.
 
 A sequence is cut into chunks 0, 1, .. whose keys and values (K and V) go around a ring of cp ranks.
-The pictures show the chunks whose K and V a rank has at each hop. The rank could pair each of its
-queries with each of these keys. A mark tells which pairs attention computes; all pairs are work 2:
+Here are the chunks whose K and V a rank has at each hop, with a mark for the scores it computes:
     no mark: all, work 2    / half, work 1    * each query up to itself, work 1    - none, work 0
 
     ring       hop 0  hop 1  hop 2  hop 3  work      zigzag     hop 0  hop 1  hop 2  hop 3  work
@@ -11,24 +10,25 @@ queries with each of these keys. A mark tells which pairs attention computes; al
     rank 2        2*      1      0     3-     5      rank 2      2,5*   1,6/   0,7/   3,4/     4
     rank 3        3*      2      1      0     7      rank 3      3,4*   2,5/   1,6/   0,7/     4
 
-The hops' results are merged by their log-sum-exp (lse). In backward K and V go around again; their
-gradients dK and dV follow one hop later and collect each rank's summand. allgather: zigzag's
+The hops' results are merged by their log-sum-exp (lse). In backward K and V go around again, and
+one hop behind them dK and dV, to which each rank adds; they end at the owner. allgather: zigzag's
 chunks, but all K and V come at once. ulysses: an all-to-all turns all heads of T/cp tokens into
-H/cp heads of all tokens; another undoes it. In a layer a rank's q has Q numbers, k and v S each:
+H/cp heads of all tokens; another undoes it. In a layer a rank's q has Q elements, k and v S each:
 
-    on each of cp ranks              plain GPT   ring, zigzag, allgather         ulysses
-    weights, saved activations       all, all    all, 1/cp                       all, 1/cp
-    numbers sent, layer's forward    -           2 (cp-1) S                      2 (cp-1)/cp (S + Q)
-    numbers sent, layer's backward   -           4 (cp-1) S, dK and dV in fp32   2 (cp-1)/cp (S + Q)
-    numbers sent, P gradients        -           2 (cp-1)/cp P                   2 (cp-1)/cp P
+    elements on each rank        plain GPT   ring, zigzag, allgather         ulysses
+    weights                      all         all                             all
+    saved activations            all         1/cp                            1/cp
+    sent in a layer's forward    -           2 (cp-1) S                      2 (cp-1)/cp (S + Q)
+    sent in a layer's backward   -           4 (cp-1) S, dK and dV in fp32   2 (cp-1)/cp (S + Q)
+    sent to sum P gradients      -           2 (cp-1)/cp P                   2 (cp-1)/cp P
 
     replicate(model)                     # all ranks begin with the weights of the first
     ring = Zigzag()                      # of all ranks; else Zigzag(group)
     for layer in model.layers:
-        layer.attn.attend = ring.attend  # in the place of causal scaled_dot_product_attention
+        layer.attn.attend = ring.attend  # attend(q, k, v) for a causal scaled_dot_product_attention
     own = ring.positions(T, device)      # (T/cp,): which tokens of x, and of the shifted y
     loss = loss_sum(model(x[:, own], positions=own), y[:, own])  # positions: for RoPE or a table
-    (loss / valid).backward()            # loss: sum of cross entropies; valid: targets of all ranks
+    (loss / valid).backward()            # loss_sum is in common.py; valid: targets of all ranks
     sum_gradients(model.parameters())    # of all ranks; then clip and step, as one process does
 
 Not for: masks other than causal or none (packed documents, sliding windows), scales other than
@@ -57,7 +57,7 @@ from harness.run import Run, Side
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
 
-# In comments: partial, each rank has a summand; sharded(dim), a piece; replicated, the whole.
+# In comments, partial: each rank has a summand, sharded: a piece, replicated: all have the same.
 
 aten = torch.ops.aten
 # both were renamed in torch 2.13
@@ -65,7 +65,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-# Attention to one block of keys. Unlike scaled_dot_product_attention, its kernels return the lse.
+# Attention to one block of keys, by scaled_dot_product_attention's kernels, which return the lse.
 
 
 def attend_block(q, k, v, causal):
@@ -85,13 +85,13 @@ def attend_block_backward(dout, q, out, lse, k, v, causal):
 
     out and lse are of attention to all blocks: exp(score - lse) is then the true probability.
     """
-    rng = q.new_empty(0, dtype=torch.int64)  # there is no dropout
     if q.is_cuda:
+        unused = q.new_empty(0, dtype=torch.int64)  # seed and offset of dropout: there is none
         return aten._scaled_dot_product_flash_attention_backward(
             dout, q, k, v, out, lse.contiguous(),  # this kernel takes no slice of an lse
             # cum_seq is for sequences of several lengths
             cum_seq_q=None, cum_seq_k=None, max_q=q.shape[2], max_k=k.shape[2],
-            dropout_p=0.0, is_causal=causal, philox_seed=rng, philox_offset=rng)
+            dropout_p=0.0, is_causal=causal, philox_seed=unused, philox_offset=unused)
     return aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dout, q, k, v, out, lse, dropout_p=0.0, is_causal=causal)
 
@@ -149,7 +149,7 @@ class Ring:
         return (self.cp_rank - hop) % self.cp
 
     def chunks(self, hop=0):
-        """The chunks here after so many hops, in order. seen() wants one or a nested pair."""
+        """The chunks here after so many hops, in order."""
         return [self.source(hop)]
 
     def positions(self, T, device=None):
@@ -171,13 +171,12 @@ class Ring:
         if hop == 0:
             return 0, tokens, True  # a rank's tokens are in order, also those of chunks 0,7
         # Zigzag's pairs of chunks are nested: of any two, one lies inside the other. So the last
-        # queries see the first keys. When queries of 0,7 meet keys of 3,4, those of 7 see all keys
-        # and those of 0 none. When queries of 3,4 meet keys of 2,5, all of them see chunk 2 alone.
-        mine = self.chunks()
-        theirs = self.chunks(hop)
+        # queries see the first keys
+        mine = self.chunks()  # in one example [0, 7], in another [3, 4]
+        theirs = self.chunks(hop)  # [3, 4], and [2, 5]
         size = tokens // len(mine)  # of a chunk
-        blind = [chunk for chunk in mine if chunk < theirs[0]]  # their queries are before all keys
-        visible = [chunk for chunk in theirs if chunk < mine[-1]]  # the last query sees their keys
+        blind = [chunk for chunk in mine if chunk < theirs[0]]  # [0], and []: before all keys
+        visible = [chunk for chunk in theirs if chunk < mine[-1]]  # [3, 4], and [2]: before a query
         return len(blind) * size, len(visible) * size, False
 
     def bring(self, kv):
@@ -198,7 +197,7 @@ class Ring:
         if self.cp == 1:
             return own
         passing = self.Exchange(next(parts), self.group)
-        for part in parts:  # each is made while the sum with the part before is under way
+        for part in parts:  # each is made while the sum so far is on its way here
             part += passing.wait()  # the sum over the ranks that had these K and V before
             passing = self.Exchange(part, self.group)  # to the rank that has them at the next hop
         return own + passing.wait()  # the sum over all others: the last hop goes to the owner
@@ -240,7 +239,7 @@ class AllGather(Zigzag):
             if hop == 0:
                 by_rank = part.new_empty(self.cp, *part.shape)
             by_rank[self.source(hop)] = part
-        result = part  # the last part's memory is free: by_rank has a copy of it
+        result = torch.empty_like(by_rank[0])
         reduce_scatter(result.view(-1), by_rank.view(-1), group=self.group)  # partial -> sharded
         return result
 
@@ -276,9 +275,10 @@ class BlockwiseAttention(torch.autograd.Function):
         q, own_kv, out, lse = ctx.saved_tensors
         H, tokens = q.shape[1:3]
         wide = lse.dtype  # fp32 or better
-        dq = torch.zeros_like(q, dtype=wide)  # parts() adds to it at every hop
+        dq = torch.zeros_like(q, dtype=wide)
 
-        def parts():  # hop by hop, what this rank adds to dK and dV of the K and V that are here
+        def parts():
+            """At each hop add to dq, and yield a summand of dK and dV, for the K and V here."""
             for hop, kv in enumerate(ring.bring(own_kv)):
                 first, key_count, causal = ring.seen(hop, tokens)
                 dkv = torch.zeros_like(own_kv, dtype=wide)
@@ -291,7 +291,7 @@ class BlockwiseAttention(torch.autograd.Function):
                     sum_heads(block_dv, into=dkv[1, :, :, :key_count])
                 yield dkv
 
-        own_dkv = ring.bring_back(parts())  # partial -> sharded
+        own_dkv = ring.bring_back(parts())  # partial -> sharded; runs parts(): dq is whole now
         return dq.to(q.dtype), own_dkv.to(q.dtype), None
 
 
@@ -305,8 +305,8 @@ class AllToAll(torch.autograd.Function):
         received = torch.empty_like(parts)
         dist.all_to_all_single(received, parts, group=group)  # sharded(old_dim) -> sharded(new_dim)
         joined = torch.cat(received.unbind(), old_dim)
-        for buffer in (parts, received):
-            buffer.untyped_storage().resize_(0)  # freed now: gloo's thread still refers to them
+        for buffer in (parts, received):  # not in use, but gloo's thread may still refer to them
+            buffer.untyped_storage().resize_(0)  # frees the memory at once
         return joined
 
     @staticmethod
@@ -436,7 +436,7 @@ def picture(attn, cp):
             chunks = ",".join(str(chunk) for chunk in ring.chunks(hop))
             mark = "*" if hop == 0 else MARKS[works[hop]]
             line += f"{chunks + mark:>7}"
-        lines.append(f"{line}{more}{sum(works):6.0f}")
+        lines.append(f"{line}{more}{sum(works):6}")
     return lines
 
 
@@ -444,9 +444,9 @@ def work(ring, hop):
     """The work of attention at a hop: 1 for half of the pairs of query and key, 2 for all."""
     if hop == 0:
         return 1  # causal
-    tokens = 2  # of a rank: one in each of zigzag's chunks is enough to tell none, half and all
+    tokens = 2  # a rank need not have more: one in each of zigzag's chunks
     first, key_count, _ = ring.seen(hop, tokens)
-    return 2 * (tokens - first) * key_count / tokens**2
+    return 2 * (tokens - first) * key_count // tokens**2
 
 
 # On GPUs section 1 wants bf16 or fp16, and NCCL. Proofs run in fp32 and fp64, too, and by gloo.
@@ -474,11 +474,11 @@ def attend_block_in_any_dtype(q, k, v, causal):
 
 def attend_block_backward_in_any_dtype(dout, q, out, lse, k, v, causal):
     if q.is_cuda and q.dtype == torch.float32:
-        rng = torch.empty(0, dtype=torch.int64, device=q.device)  # there is no dropout
+        unused = q.new_empty(0, dtype=torch.int64)  # seed and offset of dropout: there is none
         # the kernel wants lse padded; inf counts for nothing, since exp(score - inf) is 0
         lse = F.pad(lse, (0, -lse.shape[2] % 32), value=math.inf)
         return aten._scaled_dot_product_efficient_attention_backward(
-            dout, q, k, v, None, out, lse, rng, rng,  # None: no bias. False: no gradient of it
+            dout, q, k, v, None, out, lse, unused, unused,  # None: no bias, hence the False below
             dropout_p=0.0, grad_input_mask=[True, True, True, False], is_causal=causal)[:3]
     if q.is_cuda and q.dtype == torch.float64:
         inputs = [x.cpu() for x in (dout, q, out, lse, k, v)]

@@ -11,12 +11,12 @@ and head by vocabulary. Inside no rank needs another: heads are apart, gelu take
     whole              -           all-reduce dx                     all-reduce      -
     cut along T: --sp  all-gather  all-gather x, reduce-scatter dx   reduce-scatter  all-gather
 
-    on each of tp ranks, in numbers                 plain GPT        here            --sp
-    matrices, column biases, embeddings             12 C^2 L ..      1/tp            1/tp
-    norms, row biases (Llama: norms)                (6 L + 2) C      whole           whole
-    a block keeps: x and its norm, twice            4 B T C          whole           1/tp
-                   q, k, v, heads, up, gelu         12 B T C         1/tp            1/tp
-    a block sends, times B T C (tp-1)/tp            -                8, in 4 calls   10, in 10 calls
+    elements on each of tp ranks                 plain GPT            here           --sp
+    matrices, column biases, embeddings          12 C^2 L + V C + ..  1/tp           1/tp
+    norms, row biases (Llama: norms)             (6 L + 2) C          whole          whole
+    a block keeps: x and its norm, twice         4 B T C              whole          1/tp
+                   q, k, v, heads, up, gelu      12 B T C             1/tp           1/tp
+    a block sends, times B T C (tp-1)/tp         -                    8, in 4 calls  10, in 10 calls
 
 With --sp, f keeps its piece of x, and gathers x again in backward. q, k and v share one f by
 columns(x, q, k, v), gate and up alike; called alone, each has its own. In your code, with V words:
@@ -25,7 +25,7 @@ columns(x, q, k, v), gate and up alike; called alone, each has its own. In your 
     model = cut_model(model, tp, {"*.up": ColumnLinear, "*.down": RowLinear, ...})
     (vocab_parallel_cross_entropy(model(x), y, V, tp) / valid_targets).backward()
     sum_gradients(model, tp)
-    nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, gradient_norm(model, tp))
+    nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, gradient_norm(model, tp))  # then step
 
 Not for: fewer key-value heads than ranks; one Linear that makes q, k and v, or gate and up; a
 hidden width that tp does not divide, if the activation of 0 is not 0 (sigmoid), since training then
@@ -114,8 +114,8 @@ class WholeSequence(Ranks):
     def reduce(self, y):
         """From inside to outside: summands y (.., T, C) -> their sum, in y's memory."""
         work = dist.all_reduce(y, group=self.group, async_op=True)  # partial -> replicated
-        # The sum overwrites y behind autograd's back. A selective checkpoint that has kept y would
-        # use the sum in y's place: after this line it raises
+        # The sum overwrites y unseen by autograd, and a selective checkpoint that has kept y would
+        # use the sum for it. With a new version of y it raises instead
         torch.autograd.graph.increment_version(y)
         return Pending(y, work)
 
@@ -158,7 +158,7 @@ class ColumnParallel(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *dys):
-        """To hide collectives: start the gather of x, make dx, start its sum, make the rest."""
+        """Hide collectives: start x's gather, make dx, start its sum, make weights' gradients."""
         x, *parameters = ctx.saved_tensors
         _, dx_needed, *needed = ctx.needs_input_grad  # for tp, x and each parameter
         gradients = [None] * len(parameters)
@@ -199,7 +199,7 @@ class ReduceFromTP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, tp):
         ctx.tp = tp
-        y = y.detach()  # to return y itself would forbid `x += ..`, or (mark_dirty) cost a copy
+        y = y.detach()  # the same memory; if y itself were returned, autograd would forbid x += ..
         return tp.reduce(y).wait()  # partial -> replicated or sharded(T)
 
     @staticmethod
@@ -210,7 +210,7 @@ class ReduceFromTP(torch.autograd.Function):
 
 # ---- pieces of parameters
 
-# dim: along which a parameter is cut. plain_size: along dim, of the plain model's parameter.
+# dim: along which a parameter is cut. plain_size: the plain parameter's size along dim.
 Cut = namedtuple("Cut", "dim plain_size")
 
 
@@ -229,9 +229,9 @@ def unshard(t, cut, tp):
     """A piece -> the whole tensor, on every rank. cut is None: it is whole already."""
     if cut is None:
         return t
-    pieces = [torch.empty_like(t) for _ in range(tp.size)]
-    dist.all_gather(pieces, t.detach(), group=tp.group)  # sharded -> replicated
-    return torch.cat(pieces, cut.dim).narrow(cut.dim, 0, cut.plain_size)
+    pieces = t.new_empty(tp.size, *t.shape)
+    all_gather(pieces.flatten(0, 1), t.detach(), tp.group)  # sharded -> replicated
+    return torch.cat(pieces.unbind(), cut.dim).narrow(cut.dim, 0, cut.plain_size)
 
 
 def locate(ids, vocab, tp):
@@ -239,7 +239,8 @@ def locate(ids, vocab, tp):
     each = math.ceil(vocab / tp.size)  # rows of a piece
     rows = ids - tp.rank * each
     here = (rows >= 0) & (rows < each)
-    # an id that no rank has is not replaced by 0, so that the first rank's lookup raises
+    # An id that no rank has is not replaced by 0, so that its lookup raises: on the first rank at
+    # least, since on the last one there may be padding in its place
     elsewhere = ~here & (ids >= 0) & (ids < vocab)
     return rows.masked_fill(elsewhere, 0), here
 
@@ -296,8 +297,8 @@ class RowLinear(CutModule):
     dims = {"weight": 1}  # rows of A are columns of weight
 
     def forward(self, y):
-        # Flat, so that a selective checkpoint keeps the tensor that tp.reduce marks as overwritten:
-        # with 3 dims F.linear returns another one than the matmul's result
+        # With 2 dims F.linear returns what its matmul has made. A selective checkpoint keeps that,
+        # and tp.reduce gives it a new version
         product = self.tp.linear(y.flatten(0, -2), self.weight, None)  # (N, C)
         summand = product.unflatten(0, y.shape[:-1])  # (.., T, C)
         x = ReduceFromTP.apply(summand, self.tp)  # partial -> replicated or sharded(T)
@@ -326,8 +327,8 @@ def inside(module, tp):
 class SeededDropout(nn.Dropout):
     """Each mask has a seed of its own: a random number that all ranks draw alike, plus `offset`.
 
-    They draw it from the CPU's default generator, which cut_model gives the same state on all ranks
-    and checkpoints restore to run forward again. No rank may use that generator alone.
+    They draw it from the CPU's default generator, which no rank may use alone: cut_model gives it
+    the same state on all ranks, and checkpoints restore that before they run forward again.
     """
 
     def __init__(self, dropout, offset):
@@ -344,26 +345,22 @@ class SeededDropout(nn.Dropout):
         return x * keep / max(1 - self.p, 1e-9)  # of p = 1: zeros, not 0/0
 
 
-class OutsideDropout(SeededDropout):
-    """Dropout outside: all ranks draw the same mask if x is whole, and their own if it is cut."""
-
-    def __init__(self, dropout, tp):
-        super().__init__(dropout, tp.rank if isinstance(tp, CutSequence) else 0)
+def outside_dropout(dropout, tp):
+    """For a plan: if x is whole all ranks draw the same mask, if it is cut each draws its own."""
+    return SeededDropout(dropout, tp.rank if isinstance(tp, CutSequence) else 0)
 
 
-class InsideDropout(SeededDropout):
-    """Dropout inside: each rank draws a mask of its own (Shoeybi 2019, appendix B.2)."""
-
-    def __init__(self, dropout, tp):
-        super().__init__(dropout, tp.rank)
+def inside_dropout(dropout, tp):
+    """For a plan: each rank draws a mask of its own (Shoeybi 2019, appendix B.2)."""
+    return SeededDropout(dropout, tp.rank)
 
 
 def cut_model(model, tp, plan):
     """Put cut modules in the place of plain ones -> the model, with the first rank's weights.
 
     plan: {pattern: kind}. Patterns are fnmatch's, for names of modules: * matches dots, too.
-    kind is a class of this section, `inside`, or a function of yours: kind(plain module, tp)
-    returns what takes the module's place. The module's hooks are lost.
+    kind is a class above, or inside, inside_dropout, outside_dropout, or a function of yours:
+    kind(plain module, tp) returns what takes the module's place. The module's hooks are lost.
     Before the call, each rank has the whole model, on a device that tp.group's backend can use.
     tp must divide the number of key-value heads. Nothing here warns you if, in your forward,
 
@@ -389,7 +386,7 @@ def cut_model(model, tp, plan):
         model.set_submodule(name, kind(modules[name], tp))
     for name, module in model.named_modules():
         forgotten = type(module) is nn.Dropout and module.p > 0
-        assert not forgotten, f"{name}: the plan must call it OutsideDropout or InsideDropout."
+        assert not forgotten, f"{name}: the plan must call it outside_dropout or inside_dropout."
         if not isinstance(module, CutModule):
             tied = [key for key, p in module.named_parameters(recurse=False) if p in tp.cuts]
             assert not tied, f"{name} shares {tied} with a cut module: cut {name}, too."
@@ -409,13 +406,13 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, column, here, words, tp):
         own_log_sum = logits[:, :words].logsumexp(1)  # (N,); columns from `words` on are padding
-        largest_log_sum = own_log_sum.clone()
-        dist.all_reduce(largest_log_sum, dist.ReduceOp.MAX, tp.group)  # each rank's -> replicated
-        summand = (own_log_sum - largest_log_sum).exp()  # of the denominator / exp(largest_log_sum)
+        largest = own_log_sum.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, tp.group)  # own log sums -> largest, replicated
+        summand = (own_log_sum - largest).exp()  # of softmax's denominator, divided by exp(largest)
         target_logit = logits.gather(1, column).masked_fill(~here, 0)  # 0: another rank has it
         sums = torch.stack([summand, target_logit.squeeze(1)])  # (2, N)
         dist.all_reduce(sums, group=tp.group)  # partial -> replicated
-        log_sum = sums[0].log() + largest_log_sum  # (N,), the log of the denominator
+        log_sum = sums[0].log() + largest  # (N,), the log of the denominator
         ctx.save_for_backward(logits, column, here, log_sum)
         ctx.words = words
         return log_sum - sums[1]
@@ -458,7 +455,7 @@ def sum_over_ranks(tensors, group):
 def sum_gradients(model, tp):
     """Once a step, after the last backward: sum those gradients that are a summand on each rank."""
     summands = [p for p in model.parameters() if p.grad is not None and p not in tp.cuts]
-    if isinstance(tp, WholeSequence):  # outside, each rank has the gradient of all positions
+    if isinstance(tp, WholeSequence):  # whole x gives whole gradients, but for what is used inside
         summands = [p for p in summands if p in tp.inside]
     if summands:
         sum_over_ranks([p.grad for p in summands], tp.group)  # partial -> replicated
@@ -565,7 +562,7 @@ def parallelize_at_work(model, mesh, sp):
     row = at_work.RowwiseParallel(output_layouts=outside)
     embedding = at_work.RowwiseParallel(input_layouts=Replicate(), output_layouts=outside)
     norm = at_work.SequenceParallel()  # without --sp, too: parameters of norms must be DTensors
-    norm.sequence_sharding = (outside,)  # the layout of a norm's x: by default it is Shard(1)
+    norm.sequence_sharding = (outside,)  # the layout of its x, for which it has no argument
     at_work.parallelize_module(model, mesh, {
         "tok": embedding, "pos": embedding,
         "blocks.*.norm[12]": norm, "norm": norm,
@@ -604,13 +601,14 @@ def evaluate_at_work(model, x, y):
 
 
 def refuse(args):
-    tp = args.world_size
+    ranks = args.world_size
     cfg = args.cfg  # arguments() has filled in kv_heads and hidden: they are not 0
-    require(cfg.kv_heads % tp == 0, f"{tp} ranks cannot share {cfg.heads} heads, {cfg.kv_heads} "
-            "of keys and values, evenly: change --heads or --kv-heads")
-    require(args.impl == "scratch" or cfg.hidden % tp == 0,
-            f"--impl {args.impl}: {tp} ranks cannot cut --hidden {cfg.hidden} evenly")
-    require(not args.sp or cfg.seq % tp == 0, f"--sp: {tp} ranks cannot cut --seq {cfg.seq} evenly")
+    require(cfg.kv_heads % ranks == 0, f"{ranks} ranks cannot share {cfg.heads} heads, "
+            f"{cfg.kv_heads} of keys and values, evenly: change --heads or --kv-heads")
+    require(args.impl == "scratch" or cfg.hidden % ranks == 0,
+            f"--impl {args.impl}: {ranks} ranks cannot cut --hidden {cfg.hidden} evenly")
+    require(not args.sp or cfg.seq % ranks == 0,
+            f"--sp: {ranks} ranks cannot cut --seq {cfg.seq} evenly")
 
 
 def pieces(model, optimizer, tp):
@@ -619,7 +617,7 @@ def pieces(model, optimizer, tp):
     for name, p in model.named_parameters():
         own = pieces_of([(name, p)], optimizer, writes=p in tp.cuts or tp.rank == 0)
         if p in tp.cuts:
-            own = [of_whole(box, tp.cuts[p].dim, tp.cuts[p].plain_size, tp.rank) for box in own]
+            own = [of_whole(piece, *tp.cuts[p], tp.rank) for piece in own]
         found += own
     return [piece for piece in found if piece.tensor.numel() > 0]
 
@@ -641,7 +639,7 @@ def set_up(run, impl, tp, mesh):
 def textbook(run, model, tp):
     """-> rows (what, formula, expected bytes). b: bytes of a number, s: of one in the loss.
 
-    P: this rank's parameters, W: the whole ones of them, T': T if positions are learned, else 0.
+    P: this rank's parameters, W: those that are not cut, T': T if positions are learned, else 0.
     """
     cfg = run.cfg
     b = run.dtype.itemsize

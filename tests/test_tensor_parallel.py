@@ -26,7 +26,7 @@ PLAN = {
     "*.[qk]_norm": section.inside,
 }
 ROWS = [token_rows(torch.Generator().manual_seed(step), 4) for step in range(2)]
-DROPOUTS = {"*.drop_inside": section.InsideDropout, "*.drop_outside": section.OutsideDropout}
+DROPOUTS = {"*.drop_inside": section.inside_dropout, "*.drop_outside": section.outside_dropout}
 
 
 def both(kind, tied=False):
@@ -84,7 +84,7 @@ def check_dropout(kind):
     compare(*gradients)
     assert output["logits"].dtype == torch.bfloat16
     mlp = model.layers[0].mlp
-    everything = section.OutsideDropout(nn.Dropout(1.0), tp)
+    everything = section.outside_dropout(nn.Dropout(1.0), tp)
     assert (everything(torch.ones(40)) == 0).all()
     for drop, same in (mlp.drop_inside, False), (mlp.drop_outside, kind == "WholeSequence"):
         mask = drop(torch.ones(40))
