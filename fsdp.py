@@ -16,14 +16,14 @@ gradients. P_again of the P parameters are gathered twice: those of all blocks b
     activations                             whole batch   1/N
     sent per step                           -             4 (2 P + P_again) (N-1)/N
       with --no-reshard                     -             8 P (N-1)/N, all blocks stay gathered
-    collectives, L blocks and the root      -             2L all-gathers, L+1 reduce-scatters
+    gathers and sums, L blocks and the root -             2L all-gathers, L+1 reduce-scatters
 
 --hsdp N: every N ranks share a copy of the model. zero.py --stage 3 holds and sends about the same.
 
     model = FSDP(model, model.blocks)  # gradients are summed over ranks, not averaged
     optimizer = torch.optim.AdamW(model.parameter_groups(), lr=1e-3)
     (loss_sum(model(x), y) / valid_targets_of_all_ranks).backward()  # x, y: this rank's rows
-    norm = model.clip_grad_norm_(1.0)
+    norm = model.clip_grad_norm_(1.0)  # nn.utils.clip_grad_norm_ would see this rank's pieces alone
     optimizer.step()
     optimizer.zero_grad()
     state = model.full_state_dict()  # gathers what to save: every rank gets all of it
@@ -74,7 +74,7 @@ class Flat:
                   chunk 0 | chunk 1 | ..    equal chunks of both; a parameter may be in several
 
     Each rank keeps its chunk, the shard. Between uses full has no memory, parameters no elements.
-    The next use gives full its memory again, and with it the views of full that autograd has kept.
+    What autograd has saved for backward are views of full: they lose and regain memory with it.
     """
 
     def __init__(self, olds, group, replicas, device, dtype, home):
@@ -83,39 +83,38 @@ class Flat:
         assert all(p.dtype == kept for p in olds), "FSDP: a unit's parameters must be of one dtype"
         self.group = group  # n ranks
         self.replicas = replicas  # the group of the ranks with the same shard, or None
-        empty = torch.empty(0, dtype=dtype or kept, device=device)
-        # new ones, since p.data of a p on the meta device cannot become a tensor on another device
-        self.parameters = [nn.Parameter(empty.clone()) for _ in olds]
-        self.shapes = {p: old.shape for p, old in zip(self.parameters, olds)}
         self.size = sum(old.numel() for old in olds)  # without padding
         n = dist.get_world_size(group)
-        self.chunk = -(-self.size // n)  # rounded up
+        self.chunk = -(-self.size // n)  # numbers in a chunk: rounded up
         self.shard = torch.zeros(self.chunk, dtype=kept, device=home)  # (chunk,)
-        self.full = empty.new_empty(n * self.chunk)  # (n chunk,)
+        self.full = torch.empty(n * self.chunk, dtype=dtype or kept, device=device)  # (n * chunk,)
+        # new ones, since p.data of a p on the meta device cannot become a tensor on another device
+        self.parameters = [nn.Parameter(self.full.new_empty(0)) for _ in olds]
+        self.shapes = {p: old.shape for p, old in zip(self.parameters, olds)}
         self.places = self.views(self.full)  # {parameter: its view of full}
         self.parts = self.cut()
         self.gathering = None  # Work of an all-gather that is under way
         self.sending = None  # (chunk,), what that all-gather reads: kept until it is over
         self.reducing = None  # Work of a reduce-scatter or an all-reduce that is under way
-        self.buffer = None  # (n chunk,), while a reduce-scatter reads it
+        self.buffer = None  # (n * chunk,), while a reduce-scatter reads it
         self.sum = None  # (chunk,), the gradients' sum over ranks, until the parts have it
         self.free()
 
     def views(self, flat):
         """-> {parameter: its view of a tensor that is laid out like full}."""
-        slots = flat[:self.size].split([shape.numel() for shape in self.shapes.values()])
-        return {p: slot.view(self.shapes[p]) for p, slot in zip(self.parameters, slots)}
+        slices = flat[:self.size].split([shape.numel() for shape in self.shapes.values()])
+        return {p: numbers.view(self.shapes[p]) for p, numbers in zip(self.shapes, slices)}
 
     def cut(self):
         """-> {parameter: Part} of this rank's chunk; its padding is in none, and stays zero."""
         parts = {}
-        # Where a parameter starts, counted from the beginning of this chunk: below 0 if before it.
-        start = -dist.get_rank(self.group) * self.chunk
+        start = -dist.get_rank(self.group) * self.chunk  # where p begins, relative to this chunk
         for p, shape in self.shapes.items():
             end = start + shape.numel()
             span = slice(max(start, 0), min(end, self.chunk))
             if span.start < span.stop:
-                parts[p] = Part(span.start - start, span, nn.Parameter(self.shard[span]))
+                first = span.start - start  # numbers of p before it are in earlier chunks
+                parts[p] = Part(first, span, nn.Parameter(self.shard[span]))
             start = end
         return parts
 
@@ -133,11 +132,11 @@ class Flat:
         if memory.nbytes() == 0:
             memory.resize_(self.full.nbytes)
             for p, place in self.places.items():
-                # By .data p keeps its own version counter. If p shared that of full, autograd would
-                # take a gather into full for a change of p, and refuse to go backward.
+                # Through .data p shares full's memory, but not its version counter: else autograd
+                # would take a gather into full for a change of p, and refuse to go backward.
                 p.data = place
             self.sending = self.shard.to(self.full.device, self.full.dtype)
-            # sharded -> replicated
+            # sharded (a chunk each) -> replicated (all have the same)
             self.gathering = all_gather(self.full, self.sending, group=self.group, async_op=True)
 
     def wait(self):
@@ -150,8 +149,8 @@ class Flat:
     def free(self):
         self.wait()  # memory into which a collective still writes must not go
         for p, place in self.places.items():
-            # no elements, but the same p.dim(), by which one may make groups for an optimizer
-            p.data = torch.atleast_1d(place)[:0]  # a scalar cannot be sliced
+            # as many dims as before (a scalar gets one): optimizer groups may be made by p.dim()
+            p.data = torch.atleast_1d(place)[:0]
         self.full.untyped_storage().resize_(0)
 
     def gathered(self, shard):
@@ -164,13 +163,13 @@ class Flat:
 
     def start_sum(self):
         """Begin to sum over the group what autograd has left in the parameters' grad."""
-        self.buffer = torch.zeros_like(self.full, dtype=self.shard.dtype)
+        self.buffer = self.shard.new_zeros(self.full.shape, device=self.full.device)
         for p, slot in self.views(self.buffer).items():
             if p.grad is not None:  # this backward has used it
                 slot.copy_(p.grad)
                 p.grad = None
         self.sum = self.buffer.new_empty(self.chunk)
-        # partial -> sharded
+        # partial (a summand each) -> sharded
         self.reducing = reduce_scatter(self.sum, self.buffer, group=self.group, async_op=True)
 
     def continue_sum(self):
@@ -204,9 +203,10 @@ class FSDP(nn.Module):
     blocks: submodules, in the order in which they run
     replicas: the group of ranks with the same shard, one in each copy of the model (None: one copy)
     reshard: free blocks after forward, and gather them again for backward
-    dtype: of gathered weights (None: their own); shards and sums keep theirs, inputs are not cast
+    dtype: of gathered weights (None: the module's, as shards and sums have); inputs are not cast
     device: where the module computes (None: where it is); home: where shards live (None: on device)
-    init(name, tensor): fills what was on the meta device, by name: ranks skip some. Give device
+    init(name, tensor): fills a tensor of a module on the meta device, which also needs `device`.
+        Values must depend on the name alone: a rank calls it only for what it keeps a piece of
 
     All ranks begin with the first one's parameters and buffers, but for what init fills. Frozen
     parameters stay whole on every rank, in `dtype`. Between steps trained ones have no elements.
@@ -224,7 +224,7 @@ class FSDP(nn.Module):
         self.units = []  # [Flat], the blocks' in their order, then the root's
         self.unit_of = {}  # {parameter: its unit}
         self.summing = []  # [Flat] whose sums this backward has started, in order
-        self.in_backward = False  # True also while a checkpoint runs a block again
+        self.in_backward = False  # if True, a block's forward is one that a checkpoint runs again
 
         for name, buffer in list(module.named_buffers()):
             self.replace({buffer: self.value_of(buffer, name)})
@@ -233,8 +233,8 @@ class FSDP(nn.Module):
                 whole = self.value_of(p, name).to(dtype or p.dtype)
                 self.replace({p: nn.Parameter(whole, requires_grad=False)})
         for block in blocks:
-            if self.make_unit(block, dtype, home):
-                i = len(self.units) - 1
+            i = len(self.units)
+            if self.make_unit(block, dtype, home):  # else nothing in it is trained
                 block.register_forward_pre_hook(partial(self.enter, i))
                 block.register_forward_hook(partial(self.after_forward, i))
         self.block_units = list(self.units)  # those up to here
@@ -244,8 +244,8 @@ class FSDP(nn.Module):
 
     def make_unit(self, submodule, dtype, home):
         """-> Flat of what is trained in a submodule and is in no unit yet, or None."""
-        trained = {p: name for name, p in self.module.named_parameters() if p.requires_grad}
-        olds = [p for p in submodule.parameters() if p in trained and p not in self.unit_of]
+        names = {p: name for name, p in self.module.named_parameters() if p.requires_grad}
+        olds = [p for p in submodule.parameters() if p in names and p not in self.unit_of]
         if not olds:
             return None
         unit = Flat(olds, self.group, self.replicas, self.device, dtype, home or self.device)
@@ -253,10 +253,8 @@ class FSDP(nn.Module):
         self.unit_of.update(dict.fromkeys(unit.parameters, unit))
         self.replace(dict(zip(olds, unit.parameters)))
         for old, p in zip(olds, unit.parameters):
-            # Every rank calls value_of, which broadcasts. What was on the meta device is not
-            # broadcast: a rank makes only what it keeps a piece of.
-            if not old.is_meta or p in unit.parts:
-                unit.store(p, self.value_of(old, trained[old]))
+            if not old.is_meta or p in unit.parts:  # unless it is on meta, all ranks broadcast it
+                unit.store(p, self.value_of(old, names[old]))
         return unit
 
     def value_of(self, tensor, name):
@@ -281,7 +279,7 @@ class FSDP(nn.Module):
     # forward: a block is gathered while the one before it computes
 
     def forward(self, *args, **kwargs):
-        assert not self.in_backward, "FSDP: a backward has raised. Make the model anew"
+        assert not self.in_backward, "FSDP: a backward has raised (make the model anew), or runs"
         self.free()  # what a forward without a backward has left
         self.gather_root()
         self.prefetch(0)
@@ -304,7 +302,7 @@ class FSDP(nn.Module):
         if 0 <= i < len(self.block_units):
             self.block_units[i].start_gather()
 
-    def enter(self, i, *_):
+    def enter(self, i, *hook_arguments):
         """Before block i computes, in forward or in backward: gather it, prefetch the next one."""
         self.prefetch(i)  # does nothing if that was done
         self.prefetch(i - 1 if self.in_backward else i + 1)
@@ -318,7 +316,7 @@ class FSDP(nn.Module):
     # backward: a block is gathered, and one is summed, while the block between them computes
 
     def backward_begins(self, gradient):
-        """Backward has come to an output of the model."""
+        """Backward has come to an output of the model or of a block."""
         if not self.in_backward:
             self.in_backward = True
             # autograd calls backward_ends when all of this backward is over
@@ -327,6 +325,7 @@ class FSDP(nn.Module):
 
     def backward_reaches(self, i, gradient):
         """Backward has come to the output of block i: it is through with block i + 1."""
+        self.backward_begins(gradient)  # if the loss is not of the model's output
         if i + 1 < len(self.block_units):
             self.close(self.block_units[i + 1])
         self.enter(i)
@@ -358,6 +357,7 @@ class FSDP(nn.Module):
         """
         ours = []
         for group in groups or [{"params": list(self.unit_of)}]:
+            assert not torch.is_tensor(group["params"]), "params: a list of parameters"
             parts = [self.unit_of[p].parts.get(p) for p in group["params"] if p.requires_grad]
             ours.append({**group, "params": [part.piece for part in parts if part]})
         return ours
@@ -370,7 +370,7 @@ class FSDP(nn.Module):
         square = torch.stack(torch._foreach_norm(grads, dtype=wide)).square().sum().to(self.device)
         dist.all_reduce(square, group=self.group)  # partial -> replicated
         norm = square.sqrt()
-        finite = norm.nan_to_num(0, posinf=0)  # if it is inf or nan, gradients are not scaled
+        finite = norm.nan_to_num(0, posinf=0)  # inf or nan counts as 0: nothing is scaled
         nn.utils.clip_grads_with_norm_(self.pieces, max_norm or math.inf, finite)
         return norm
 
@@ -419,7 +419,7 @@ def parallelize(model, mesh, seed, **options):
 
     def init(name, tensor):
         path, _, attribute = name.rpartition(".")
-        module = nn.ParameterDict({attribute: tensor})  # a module around tensor's memory
+        module = nn.ParameterDict({attribute: tensor})  # init_weights wants a module
         init_weights(module, len(model.blocks), seed, path)
 
     return FSDP(model, model.blocks, mesh["shard"].get_group(), replicas, init=init, **options)

@@ -7,7 +7,7 @@
              summing           |       |       |       |       | sum 2 | sum 1 | sum 0 |
 
 P numbers are trained, padding included, on n ranks; M micro-batches make a step (--accum M). In
-bf16 a number takes 2 bytes, its gradient 2, AdamW's fp32 master and two states 12:
+bf16 a number takes 2 bytes, its gradient (also as a sum) 2, AdamW's fp32 master and two states 12:
 
                 bytes held between steps  numbers sent per step, in units of P (n-1)/n
     plain GPT   16 P                      0
@@ -16,10 +16,10 @@ bf16 a number takes 2 bytes, its gradient 2, AdamW's fp32 master and two states 
     level 2     (2 + 14/n) P              M + 1  gradients too: M reduce-scatters, one all-gather
     level 3     16 P/n                    3 M    parameters too: M reduce-scatters, 2 M all-gathers
 
+With embedding and head tied, level 3 sends 3 M. Untied, each is gathered once: the head's backward
+comes right behind its forward (as unit 2's above), and the embedding's reads no parameters.
 In fp32 and fp64 a parameter is its own master; with gradient and states it takes 4 times its bytes.
-Level 3 gathers an untied head once, since its backward comes right behind its forward (unit 2
-above), and an untied embedding once, since its backward reads no parameters. offload="optimizer"
-keeps masters and states in the CPU's memory, offload="param" in level 3 parameters, too.
+offload="optimizer": the CPU's memory has masters and states; "param": level 3's parameters, too.
 
     zero = ZeRO(units_of(model, model.blocks), level=3)
     optimizer = AdamW(zero.parameter_groups(), lr=1e-3)
@@ -29,10 +29,10 @@ keeps masters and states in the CPU's memory, offload="param" in level 3 paramet
     norm = zero.clip_grad_norm_(1.0)
     zero.step(optimizer)
 
-Not for: optimizers that look at whole matrices (Muon, Adafactor) or norms (LAMB), or must not be
-stepped unit by unit; blocks of several dtypes; sparse embeddings; second derivatives; reentrant
-checkpointing; backwards that raise; parameters changed or thawed later, or never used (gradients
-are 0, not None). In level 3 blocks return one tensor, and ranks use units in the same order.
+Not for: optimizers that look at whole matrices (Muon, Adafactor) or norms (LAMB), or count calls of
+step(), which runs once a unit; blocks of several dtypes; sparse embeddings; backwards that raise;
+second derivatives; reentrant checkpointing; parameters changed or thawed later. Unused ones have a
+gradient of 0, not None. In level 3 blocks return one tensor, and run in one order on all ranks.
 
 Rajbhandari et al. 2019, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv:1910.02054, sections 5 and 7; Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840.
@@ -67,7 +67,7 @@ from harness.run import Run, Side, whole
 #     optimizer.step()  # of full[mine] alone: there are states for no more
 #     all_gather(full, full[mine])  # sharded -> replicated (all have the same)
 # What follows does the same for each unit, a block say, while another is computed or stepped.
-# Between uses level 2 frees buffer and keeps a copy of buffer[mine], level 3 likewise full[mine].
+# Between uses level 2 frees buffer and keeps a copy of buffer[mine]; level 3 does so to full, too.
 
 # These two have other names since torch 2.13.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -84,7 +84,7 @@ def lend(flat):
 
 
 def take_back(flat):
-    """Free a flat tensor's memory, under all views of it."""
+    """Free a flat tensor's memory, under all views of it, also those saved for backward."""
     flat.untyped_storage().resize_(0)
 
 
@@ -94,7 +94,7 @@ class Unit:
 
     parameters: list
     sites: list  # level 3: the modules whose forwards read the parameters; no others may
-    stays: bool = False  # level 3: not freed before reduce() (hybrid_3d.py's embedding, head)
+    stays: bool = False  # level 3: not freed before reduce() (hybrid_3d.py: all but blocks)
 
 
 @dataclass(eq=False)
@@ -104,7 +104,7 @@ class Part:
     parameter: nn.Parameter  # the module's own
     first: int  # the piece begins at this index of parameter.flatten()
     span: slice  # the piece is these numbers of this rank's chunk
-    master: nn.Parameter  # 1-D: what the optimizer steps; it has a gradient during step() only
+    master: nn.Parameter  # 1-D: what the optimizer steps; has .grad only during Flat.step()
     grad: torch.Tensor  # 1-D: the sum of the gradient over micro-batches and ranks
 
 
@@ -127,7 +127,7 @@ class Flat:
         self.level = level  # 0 to 3
         self.stays = unit.stays
         self.parameters = parameters  # in this order in full
-        self.shapes = {p: p.shape for p in parameters}  # p itself is empty while it is freed
+        self.shapes = {p: p.shape for p in parameters}  # p itself is empty while full is freed
         self.size = sum(p.numel() for p in parameters)  # without padding
         chunks = dist.get_world_size(group) if level > 0 else 1
         index = dist.get_rank(group) if level > 0 else 0  # this rank owns chunk `index`
@@ -140,8 +140,8 @@ class Flat:
         self.slots = self.views(self.buffer)  # {parameter: its gradient's view of buffer}
         for p, place in self.places.items():
             place.copy_(p.detach())
-            # By .data p keeps its own version counter. If p shared that of full, autograd would
-            # take a gather into full for a change of p, and refuse to go backward.
+            # Through .data p shares full's memory, but not its version counter: else autograd
+            # would take a gather into full for a change of p, and refuse to go backward.
             p.data = place
         dist.broadcast(self.full, group=group, group_src=0)  # the first rank's -> replicated
         self.make_chunk(offload)
@@ -156,15 +156,15 @@ class Flat:
 
     def views(self, flat):
         """-> {parameter: its view of a tensor that is laid out like full}."""
-        pieces = flat[:self.size].split([shape.numel() for shape in self.shapes.values()])
-        return {p: piece.view(self.shapes[p]) for p, piece in zip(self.shapes, pieces)}
+        slices = flat[:self.size].split([shape.numel() for shape in self.shapes.values()])
+        return {p: numbers.view(self.shapes[p]) for p, numbers in zip(self.shapes, slices)}
 
     def make_chunk(self, offload):
         """What this rank keeps of its chunk, (chunk,) each.
 
             shard   the parameters: full[mine], in level 3 a copy
-            master  what is stepped: shard, or a copy if it is to be wider, or offloaded
-            grad    the step's gradient: buffer[mine], from level 2 on a sum over micro-batches
+            master  what is stepped: shard itself, or a copy that is wider or on the CPU
+            grad    the step's gradient: buffer[mine], from level 2 on a tensor that adds those up
         """
         self.shard = self.full[self.mine]
         if self.level == 3:
@@ -185,8 +185,8 @@ class Flat:
             end = start + shape.numel()
             span = slice(max(start, 0), min(end, self.chunk))
             if span.start < span.stop:
-                master = nn.Parameter(self.master[span])
-                parts.append(Part(p, span.start - start, span, master, self.grad[span]))
+                first = span.start - start  # numbers of p before it are in earlier chunks
+                parts.append(Part(p, first, span, nn.Parameter(self.master[span]), self.grad[span]))
             start = end
         return parts
 
@@ -215,8 +215,8 @@ class Flat:
         self.wait()  # memory into which a collective still writes must not go
         take_back(self.full)
         for p, place in self.places.items():
-            # p has no elements now, but as many dims as before (a scalar gets one): autograd looks
-            # at them when it stores a gradient, and an embedding's comes after this.
+            # p has no elements now, but as many dims as before (a scalar gets one): autograd wants
+            # a gradient to have as many, and an embedding's may come while its unit is free.
             p.data = torch.atleast_1d(place)[:0]
 
     # -- gradients
@@ -236,7 +236,7 @@ class Flat:
     def start_reduce(self):
         """Begin to sum the gradients over ranks."""
         self.lend_buffer()  # it has no memory yet, if this rank has used nothing of the unit
-        self.missing = set(self.parameters)  # in the next backward
+        self.missing = set(self.parameters)  # the next backward waits for all again
         if self.level == 0:  # partial -> replicated
             self.reducing = dist.all_reduce(self.buffer, group=self.group, async_op=True)
         else:  # partial -> sharded
@@ -264,7 +264,7 @@ class Flat:
             self.gathering = all_gather(self.full, self.shard, group=self.group, async_op=True)
 
 
-OFFLOAD = {"none": 0, "optimizer": 1, "param": 3}  # {what lives on the CPU: from which level on}
+OFFLOAD = {"none": 0, "optimizer": 1, "param": 3}  # {offload: the lowest level that can do it}
 
 
 class ZeRO:
@@ -314,6 +314,7 @@ class ZeRO:
         master_of = {part.parameter: part.master for part in self.parts}
         ours = []
         for group in groups or [{"params": list(master_of)}]:
+            assert not torch.is_tensor(group["params"]), "params: a list of parameters"
             theirs = list(group["params"])
             assert all(p in self.trained or not p.requires_grad for p in theirs), "p is in no unit"
             masters = [master_of[p] for p in theirs if p in master_of]  # those with a piece here
@@ -327,23 +328,22 @@ class ZeRO:
         if output.requires_grad:
             output.register_hook(partial(self.enter, flat))
 
-    def enter(self, flat, *_):
+    def enter(self, flat, *hook_arguments):
         """When forward or backward reaches a unit: free others, gather it, prefetch the next."""
-        if not flat.stays:  # units that stay (hybrid_3d.py's) are used amid others
+        if not flat.stays:  # one that stays frees nothing: the last block's backward is next
             for other in self.flats:
                 if other is not flat and not other.stays:
                     other.free()
         flat.start_gather()  # does nothing if it is here, or was prefetched
         flat.wait()
-        # If the micro-batch before has entered the same unit here, then what it has entered next is
-        # gathered while this unit computes.
+        # what the micro-batch before has entered next is gathered while this unit computes
         visit = len(self.entered)
         self.entered.append(flat)
         if visit + 1 < len(self.expected) and self.expected[visit] is flat:
             self.expected[visit + 1].start_gather()
 
     def free_units(self):
-        """Level 3: free what is gathered. Call it after a forward without backward."""
+        """Level 3: free all units, empty `entered`. Call it after an evaluation to save memory."""
         for flat in self.flats:
             flat.free()
         self.entered = []
@@ -355,7 +355,7 @@ class ZeRO:
         self.free_units()  # those that an evaluation has left
         self.pending = self.flats[::-1]  # as backward goes
         for flat in self.flats:
-            kept = flat.grad if self.level >= 2 else flat.buffer  # below 2 buffer contains grad
+            kept = flat.grad if self.level >= 2 else flat.buffer  # grad and the other chunks
             kept.zero_()
 
     def ready(self, flat, p):
@@ -392,7 +392,7 @@ class ZeRO:
         self.finish_last()
         self.is_summed = True
         self.expected = self.entered
-        self.free_units()  # begins a new list in entered
+        self.free_units()
         if self.level >= 2:
             self.pending = self.flats[::-1]  # a further backward is added to what has been summed
 
@@ -405,7 +405,7 @@ class ZeRO:
             dist.all_reduce(square, group=self.group)  # partial -> replicated
         norm = square.sqrt()
         if max_norm:
-            finite = norm.nan_to_num(0, posinf=0)  # if it is inf or nan, gradients are not scaled
+            finite = norm.nan_to_num(0, posinf=0)  # inf or nan counts as 0: nothing is scaled
             torch._foreach_mul_(grads, (max_norm / (finite + 1e-6)).clamp(max=1))
         return norm
 
@@ -428,15 +428,15 @@ class ZeRO:
         return self.gathered([flat.grad for flat in self.flats])
 
     def gathered(self, chunks):
-        whole = {}  # {parameter: what all ranks' chunks have of it}
+        found = {}  # {parameter: what all ranks' chunks have of it}
         for flat, chunk in zip(self.flats, chunks):
             if self.level == 0:
                 full = chunk.clone()
             else:
                 full = torch.empty_like(flat.full)
                 all_gather(full, chunk.to(full.device), group=self.group)  # sharded -> replicated
-            whole.update(flat.views(full))
-        return whole
+            found.update(flat.views(full))
+        return found
 
 
 def refuse_state_dict(site, prefix, keep_vars):
@@ -447,8 +447,8 @@ def refuse_state_dict(site, prefix, keep_vars):
 def units_of(model, blocks):
     """-> [Unit] of all that is trained: what comes before the blocks, each block, what comes after.
 
-    The model must register its modules in the order in which they run, and none may read another's
-    parameters. A head that is tied to the embedding belongs to what comes before.
+    Modules must be registered in the order in which they run, and read no others' parameters. In
+    level 3 what contains blocks has none itself. A tied head belongs to what comes before.
     """
     blocks = list(blocks)
     before = Unit([], [])
@@ -458,10 +458,10 @@ def units_of(model, blocks):
     here = before
     for m in model.modules():
         if m in inside:
-            here = after
+            here = after  # from the first block on
             continue
         trained = [p for p in m.parameters(recurse=False) if p.requires_grad]
-        tied = set(trained) & set(before.parameters)
+        tied = set(trained) & set(before.parameters)  # the head's
         unit = before if tied else here
         unit.parameters += [p for p in trained if p not in tied]
         if trained:
@@ -555,14 +555,14 @@ def pieces_of_each(flats, names, optimizer, is_first):
     """
     found = {p: [] for p in names}
     for p, name in names.items():
-        if p.numel():  # loading fills what forward reads; of frozen ones it is saved, too
+        if p.numel():  # what forward reads: to be loaded, and if it is frozen to be saved
             writes = not p.requires_grad and is_first(p)
             found[p] += pieces_of([(name, p)], None, writes)
     for flat in flats:
         for part in flat.parts:
             p = part.parameter
             place = names[p], flat.shapes[p], part.first
-            # what forward reads in level 3, where p has no elements; it does no harm elsewhere
+            # what forward reads in level 3, where p is empty; it does no harm elsewhere
             found[p] += run_pieces(*place, flat.shard[part.span], writes=False)
             found[p] += part_pieces(*place, part.master, optimizer, is_first(p))
     return found
@@ -586,7 +586,7 @@ def set_up(run, impl, model, mesh):
     names = {p: name for name, p in model.named_parameters()}
 
     def is_first(p):
-        return run.rank == 0 or (p.requires_grad and zero.level > 0)  # cut: nobody has the same
+        return run.rank == 0 or (p.requires_grad and zero.level > 0)  # cut: each has its own
 
     optimizer = adamw(zero.parameter_groups(), args.lr)
     return Side(

@@ -174,6 +174,8 @@ def check_refused():
     with pytest.raises(RuntimeError, match="cannot be moved"):
         model.to(torch.float32)
     llama_loss(model, *ROWS).backward()
+    with pytest.raises(AssertionError, match="a list"):  # it would be an empty list
+        model.parameter_groups([{"params": inner.norm.weight}])
     model.pieces[0].grad[0] = float("inf")
     before = model.full_gradients()
     assert model.clip_grad_norm_(1.0) == float("inf")
@@ -184,6 +186,27 @@ def check_refused():
         logits.sum().backward()
     with pytest.raises(AssertionError, match="a backward has raised"):
         model(ROWS[0])
+
+
+def check_block_output():
+    """A loss of what a block returns, and not of what the model returns."""
+    torch.manual_seed(0)
+    plain = llama()
+    inner = llama()
+    inner.load_state_dict(plain.state_dict())
+    model = FSDP(inner, inner.layers)
+    seen = []
+    for layers in plain.layers, inner.layers:
+        layers[1].register_forward_hook(lambda layer, inputs, output: seen.append(output))
+    plain(ROWS[0])
+    model(ROWS[0])
+    for output in seen:
+        output.square().sum().backward()
+    total = dist.get_world_size()
+    wanted = {name: total * gradient for name, gradient in gradients_of(plain).items()}
+    found = model.full_gradients()
+    compare({name: found.pop(name) for name in wanted}, wanted)
+    assert not any(gradient.any() for gradient in found.values())  # of what came after the block
 
 
 def check_half():
@@ -234,5 +257,6 @@ def check_memory(reshard, most):
 def test_parts():
     run(check_meta, 2)
     run(check_refused, 2)
+    run(check_block_output, 2)
     run(check_half, 2)
     run(each, 2, check_memory, [(True, 2), (False, 3)])

@@ -222,6 +222,8 @@ def check_misuse():
         zero.ZeRO(shared[:1], offload="param")
     with pytest.raises(AssertionError, match="in no unit"):
         zero.ZeRO(shared[:1]).parameter_groups([{"params": model.parameters()}])
+    with pytest.raises(AssertionError, match="a list"):  # in level 3 it would be an empty list
+        zero.ZeRO(shared[:1]).parameter_groups([{"params": shared[0].parameters[0]}])
     frozen = model.requires_grad_(False).parameters()
     assert zero.ZeRO(shared[:1]).parameter_groups([{"params": frozen}]) == [{"params": []}]
 
