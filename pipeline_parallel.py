@@ -11,7 +11,7 @@ has 1/p of the layers, in v stages. In the table, for M >= 2p, F, B and W are a 
 micro-batch (a B without W takes B + W). Idle counts from a rank's first action to its last.
 
     schedule                    worst rank's idle time  activations kept on rank r, in micro-batches
-    plain GPT                   0                       M, of p times the layers
+    plain GPT                   0                       p M: it has all layers
     naive                       (p-1) (F + B + W) M     1
     gpipe                       (p-1) (F + B + W)       M
     1f1b                        (p-1) (F + B + W)       p - r
@@ -21,10 +21,10 @@ micro-batch (a B without W takes B + W). Idle counts from a rank's first action 
     zb-h1 (W <= F)              (p-1) (F + B - W)       p
     zb-h2 (W <= F, 2W <= F+B)   (p-1) (F + B - 2W)      2p - 1
     zb-v (F = B = W)            0                       p
-    dualpipe-v (F = B = W)      (p-1) F, with overlap   p + 1/2
+    dualpipe-v (F = B = W)      (p-1) F / 2             p + 1/2
 
     plans = make_plans("1f1b", ranks=2, microbatches=4)
-    stages = Stages([layers[:3], layers[3:]], plans)  # layers: one nn.Sequential, on all ranks
+    stages = Stages([layers[:3], layers[3:]], plans)  # layers: nn.Sequential, the whole model
     mail = Mail(plans, ranks=[0, 1], group=None, links=make_links(plans, [[0, 1]]),
                 size=(batch // 4, T, C), dtype=torch.float32, device="cpu")
     pipeline = Pipeline(stages.here, plans, mail)
@@ -32,9 +32,9 @@ micro-batch (a B without W takes B + W). Idle counts from a rank's first action 
     norm = stages.sum_and_clip(1.0)        # then optimizer.step() and optimizer.zero_grad()
 
 Not for: stages that pass on anything but one tensor of one size, or change their input in place;
-ranks without parameters; parameters replaced later; Ws of nn.Linear subclasses; several pipelines.
-Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241; others stand at each schedule.
-At work: torch.distributed.pipelining (section 3).
+ranks without parameters; parameters replaced later; several pipelines. Other ranks' layers may be
+on the meta device. Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241; others
+stand at each schedule. At work: torch.distributed.pipelining (section 3).
 
     torchrun --standalone --nproc_per_node=2 pipeline_parallel.py --schedule zb-v
     python pipeline_parallel.py --simulate --schedule zb-h1 --pp 4 --micro 8 --times 1,1,1,0
@@ -79,7 +79,7 @@ class Action(NamedTuple):
 
 class Joined(Action):
     """An F that can overlap with the B that follows it: a simulation may play both as one action.
-    It is equal to the Action with the same fields: Pipeline does not tell them apart."""
+    Pipeline plays it like the Action with the same fields, to which it is equal."""
 
     joined = True
 
@@ -124,7 +124,7 @@ def in_words(stages, *lines):
 
     F, B    the next forward, the next backward of the first stage; f, b of the second
     I, i    a B, a b that makes the gradient of its input alone and leaves a W
-    W       of all Ws that are left, in either stage, the oldest; after the last line come the rest
+    W       the oldest W that is left, of either stage; those left after all lines end the plan
     F&, f&  an F, an f that is Joined
     """
     plan = []
@@ -162,18 +162,18 @@ def zb_v(r, p, M, stages):
 
 
 def dualpipe_v(r, p, M, stages):
-    pairs = [("F& b f& B", M - 2 * p + r + 1)]
-    if r == p - 1:  # the last rank does not join the first F, which makes the bubble smaller
-        pairs = [("F b f& B", 1), ("F& b f& B", M - p - 1)]
+    # the last rank does not join its first F and b: that can make the bubble smaller
+    first = "F b f& B" if r == p - 1 else "F& b f& B"
     return in_words(
         stages,
         ("F", 2 * (p - 1 - r)),
         ("F f", r + 1),
         ("i W f", p - 1 - r),
-        *pairs,
+        (first, 1),
+        ("F& b f& B", M - 2 * p + r),
         ("b f& B", p - 1 - r),  # no F is left
-        ("b B", (r + 1) // 2),  # no f is left: r + 1 pairs of Bs, of which the second half leave Ws
-        ("b I", (r + 1) % 2),  # the middle pair, if r + 1 is odd
+        ("b B", (r + 1) // 2),  # no f is left: of 2 (r + 1) Bs the second half leave Ws
+        ("b I", (r + 1) % 2),  # the pair in the middle, if there is one
         ("i I", (r + 1) // 2),
         ("W I", p - 1 - r),  # no b is left
     )
@@ -242,8 +242,8 @@ SCHEDULES = {
     #     rank 0   F0 F1 F2 f0 b0 w0 f1 F3 b1    f2 B0    b2    f3 ...B1    b3    B2 W2 B3 W3
     #     rank 1   ...F0 f0 F1 f1 F2 b0    f2 B0    F3 b1    f3 B1    b2    B2    b3 B3 w3 W3
     "dualpipe-v": Schedule(vee, 2, dualpipe_v),
-    # 1f1b with an update after each backward (Harlap 2018, section 3); [:-1] drops the last update,
-    # which whoever calls step() makes. Section 1.5 says which weights a micro-batch meets.
+    # 1f1b with an update after each backward; [:-1] drops the last, which whoever calls step()
+    # makes. Here each step drains the pipeline, which Harlap 2018, section 3, never does.
     #     rank 0   F0 F1 ......B0    U F2 B1    U F3 B2    U ...B3
     #     rank 1   ...F0 B0    U F1 B1    U F2 B2    U F3 B3    ......
     "pipedream": Schedule(loop, 1, lambda r, p, M, s: follow(turns(M, p - 1 - r, s), "U", 0)[:-1]),
@@ -253,7 +253,7 @@ SCHEDULES = {
 def make_plans(name, ranks, microbatches, chunks=2):
     """-> for each rank a list of actions. chunks: how many stages a rank has (interleaved, bfs)."""
     M = microbatches
-    # with other numbers the ranks would wait for each other for ever
+    # with other numbers the ranks could wait for each other for ever
     if name == "interleaved":
         assert M % ranks == 0, f"interleaved takes multiples of {ranks} micro-batches, not {M}"
     if name == "dualpipe-v":
@@ -300,8 +300,7 @@ class Mail:
         self.device = device
         self.home = homes(plans)
         self.end = max(self.home)  # the last stage
-        # {action: its place in the plan of its rank}
-        self.position = {action: i for plan in plans for i, action in enumerate(plan)}
+        self.position = {a: i for plan in plans for i, a in enumerate(plan)}  # in its plan
         self.coming = deque()  # actions of other ranks; no receive of their tensors has begun
         self.inbox = {}  # {action: (work of the receive, or None if made here; tensor)}
         self.sent = None  # (work, tensor) of the last send
@@ -313,8 +312,7 @@ class Mail:
         # a sender's tensors come in its own order; between senders this order is only a guess
         self.coming = deque(sorted(coming, key=self.position.get))
 
-    def receive(self):
-        """Start the next receive."""
+    def begin_receive(self):
         maker = self.coming.popleft()
         tensor = torch.empty(self.size, dtype=self.dtype, device=self.device)
         work = self.begin(dist.irecv, tensor, self.home[maker.stage])  # another rank -> this one
@@ -326,7 +324,7 @@ class Mail:
         if maker is None:
             return None
         while maker not in self.inbox:
-            self.receive()
+            self.begin_receive()
         work, tensor = self.inbox.pop(maker)
         if work:
             work.wait()  # on a GPU the stream waits, not the host
@@ -335,12 +333,12 @@ class Mail:
     def put(self, action, tensor):
         """After each action: start receives, and send the tensor that the action has made.
 
-        The receives are of what others make up to two places further in their plans than this rank
-        is in its own, even if this rank takes it much later (bfs): else the sender would wait."""
+        The receives are of what others make up to two places later in their plans than this action
+        is in its own. If they began only in take(), ranks could block each other for ever (bfs)."""
         while self.coming and self.position[self.coming[0]] <= self.position[action] + 2:
-            self.receive()
-        taker = {"F": action.stage + 1, "B": action.stage - 1}.get(action.kind)  # W, U: None
-        receiver = self.home.get(taker)  # the rank of that stage; None: nobody takes the tensor
+            self.begin_receive()
+        taker = {"F": action.stage + 1, "B": action.stage - 1}.get(action.kind)  # a stage
+        receiver = self.home.get(taker)  # its rank; None: no such stage, nobody takes the tensor
         if receiver == self.rank:
             self.inbox[action] = None, tensor
         elif receiver is not None:
@@ -352,7 +350,7 @@ class Mail:
             self.sent = work, tensor
 
     def finish_send(self):
-        """Wait for the last send, whose tensor has to live until then."""
+        """Wait for the last send. Its tensor has to live until then: only one does at a time."""
         if self.sent:
             self.sent[0].wait()
         self.sent = None
@@ -360,7 +358,7 @@ class Mail:
     def begin(self, operation, tensor, peer):
         link = (self.rank, peer) if operation is dist.isend else (peer, self.rank)
         group = self.links.get(link, self.group)
-        # as a batch of one: for a bare isend NCCL would make another communicator for the pair
+        # as a batch of one: for a bare isend NCCL would make a communicator beside the group's
         return dist.batch_isend_irecv([dist.P2POp(operation, tensor, self.ranks[peer], group)])[0]
 
 
@@ -382,7 +380,7 @@ def make_links(plans, pipelines):
             group = dist.new_group([ranks[end] for end in link])
             if dist.get_rank(group) >= 0:  # this rank is in the group
                 mine[link] = group
-                dist.barrier(group)  # NCCL connects both ranks here, so that no send waits for it
+                dist.barrier(group)  # NCCL makes the communicator here: no send waits for it
     return mine
 
 
@@ -395,18 +393,18 @@ def make_links(plans, pipelines):
 class SplitLinear(torch.autograd.Function):
     """F.linear, whose backward is B. It appends W to the list `later`, or calls W if that is None.
 
-    parameters: weight and bias in a tuple, so that autograd does not see them. If it did, a B would
-    call their post-accumulate hooks although it makes no gradient of theirs (from torch 2.13 on).
+    parameters: weight and bias in a tuple, so that autograd does not see them. Else B would fire
+    their post-accumulate hooks, although it makes no gradient of theirs (from torch 2.13 on).
     """
 
-    later = None  # Pipeline.backward sets it
+    later = None  # a list during a B that leaves a W
 
     @staticmethod
     def forward(ctx, x, parameters):
         ctx.weight, _ = parameters
-        with torch.enable_grad():
+        with torch.enable_grad():  # a second graph, from the parameters to y: its backward is W
             y = F.linear(x.detach(), *parameters)
-        ctx.edge = get_gradient_edge(y)  # of a graph that ends at the parameters: its backward is W
+        ctx.edge = get_gradient_edge(y)
         return y.detach()
 
     @staticmethod
@@ -448,9 +446,9 @@ class Pipeline:
         self.kept = {}  # {(micro-batch, stage): (input, edge of the output)}, from F to B
         self.left = {}  # {(micro-batch, stage): [what W calls for each Linear]}, from B to W
         if self.apart:
-            for linear in [inner for module in modules.values() for inner in module.modules()]:
-                if type(linear) is nn.Linear:  # a subclass may have another forward
-                    linear.forward = partial(split_linear, weight=linear.weight, bias=linear.bias)
+            for module in nn.ModuleList(modules.values()).modules():
+                if type(module) is nn.Linear:  # the W of a subclass stays in its B
+                    module.forward = partial(split_linear, weight=module.weight, bias=module.bias)
 
     def step(self, inputs, loss_fn, update=None):
         """Runs a batch forward and backward, and adds to .grad -> this rank's sum of losses.
@@ -463,7 +461,7 @@ class Pipeline:
 
     @torch.no_grad()
     def evaluate(self, inputs, loss_fn):
-        """The forwards alone -> this rank's sum of losses."""
+        """The forwards alone -> this rank's sum of losses. Whoever calls it calls eval() before."""
         return self.play("F", inputs, loss_fn)
 
     def play(self, kinds, inputs, loss_fn, update=None):
@@ -521,8 +519,10 @@ class Pipeline:
         if (m, stage) in self.apart:
             self.left[m, stage] = []
             SplitLinear.later = self.left[m, stage]  # each SplitLinear appends to it
-        torch.autograd.backward(edge, grad)
-        SplitLinear.later = None
+        try:
+            torch.autograd.backward(edge, grad)
+        finally:
+            SplitLinear.later = None
         return x.grad
 
 
@@ -545,9 +545,9 @@ def gather(mine, origins, group):
 class Stages(nn.ModuleList):
     """This rank's stages of a model, whose pipeline is all ranks of the world.
 
-    whole: all stages, in order, the same on every rank; each rank keeps those of its plan. All
-    stages must name a parameter as the whole model does: slices of one nn.Sequential do. If stages
-    on several ranks have it, it is tied: each rank has a copy, and the gradients are summed.
+    whole: all stages, in order; those of other ranks may be on the meta device (to_empty() unties).
+    All must name a parameter as the whole model does: slices of one nn.Sequential do. A parameter
+    of stages on several ranks is tied: each rank has an equal copy, and the gradients are summed.
     """
 
     def __init__(self, whole, plans):
@@ -563,7 +563,7 @@ class Stages(nn.ModuleList):
         for stage, module in enumerate(whole):
             for name, p in module.named_parameters(remove_duplicate=False):
                 self.origins.setdefault(name, (home[stage], p.detach().to("meta")))
-                earlier = by_name.setdefault(name, p)  # what an earlier stage calls so, or p
+                earlier = by_name.setdefault(name, p)  # the first that has this name
                 assert p is earlier, f"{name}: two parameters; take names of the whole model"
                 names.setdefault(p, name)
                 holders[p].add(home[stage])
@@ -608,7 +608,7 @@ class Stages(nn.ModuleList):
 
 
 # ---- 1.5 PipeDream: an update after every micro-batch, while others are under way ----
-# On rank r F and B of micro-batch m meet weights after max(0, m - (p-1-r)) updates of this step.
+# On rank r, micro-batch m's F and B use the weights after max(0, m - (p-1-r)) updates of the step.
 
 
 def update_stage(stages, optimizer, clip):
@@ -750,7 +750,7 @@ class PipelinedGPTAtWork(PipelinedGPT):
     V-shaped schedules."""
 
     def __init__(self, model, plans, layers, boundary, name):
-        # our pipeline only evaluates: without Ws it leaves the Linears as they are, for torch's
+        # our Pipeline only evaluates; given Ws it would change Linears that torch's schedule runs
         without_w = [[action for action in plan if action.kind != "W"] for plan in plans]
         super().__init__(model, without_w, layers, boundary)
         rows, T, _ = boundary[0]
@@ -772,7 +772,7 @@ class PipelinedGPTAtWork(PipelinedGPT):
 
 
 def search(ranks, microbatches, limit, time_of, waiting=1.0):
-    """-> the quickest of some plans like zb-h1 and zb-h2. Qi 2023, section 3.1, searches otherwise.
+    """-> the quickest of some plans like zb-h1 and zb-h2; not by Qi 2023's search, section 3.1.
 
     limit: what a rank may keep, in micro-batches. time_of(plans): how long they take. waiting: what
     is kept of a micro-batch from B to W, as a part of what is kept from F to B.
@@ -783,7 +783,7 @@ def search(ranks, microbatches, limit, time_of, waiting=1.0):
             plans = [sloped(rank, ranks, microbatches, slope, most, lag) for rank in range(ranks)]
             if max(in_flight(plan, waiting) for plan in plans) <= limit + 1e-9:
                 family.append(plans)
-                break  # a shorter warm-up has more bubble
+                break  # the longest warm-up that fits: a shorter one has more bubble
     return min(family, key=time_of)
 
 
@@ -832,11 +832,11 @@ def refuse_at_work(name, micro, ranks):
     """Refuses what torch's schedules would raise for."""
     require(name in AT_WORK, f"--schedule {name}: torch has {', '.join(AT_WORK)} only")
     # before torch 2.13 a rank that has two stages in a row sends to itself, and gloo cannot
-    able = SCHEDULES[name].place is loop or torch.__version__ >= (2, 13)  # no str: a TorchVersion
+    able = SCHEDULES[name].place is loop or torch.__version__ >= (2, 13)  # it compares with tuples
     require(able, f"--schedule {name}: needs torch 2.13, or --impl scratch")
     enough = name != "1f1b" or micro >= ranks
     require(enough, f"--micro {micro}: torch's 1f1b wants {ranks} or more, one for each stage")
-    equal = name != "zb-h1" or micro % max(1, micro // ranks) == 0  # its rounds have one size
+    equal = name != "zb-h1" or micro % max(1, micro // ranks) == 0  # rounds of one size
     require(equal, f"--micro {micro}: torch's zb-h1 wants equal rounds: take a multiple of {ranks}")
 
 

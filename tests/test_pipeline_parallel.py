@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from conftest import (
     ROOT, SMALL, alone, check_refused, copied, dry_run_agrees, each, proves, run, textbook)
 from harness.timeline import chunks, costs, grid, in_flight, longest, simulate
-from pipeline_parallel import SCHEDULES, Mail, make_plans
+from pipeline_parallel import SCHEDULES, Mail, Pipeline, make_plans
 
 LLAMA = ("--model", "llama-toy")
 TORCHS = "zb-v" if torch.__version__ >= (2, 13) else "gpipe"  # see refuse_at_work
@@ -49,7 +49,7 @@ def check_promised(name, p, m, v, plans):
     times = {"zb-v": (1, 1, 1), "dualpipe-v": (1, 1, 1)}
     F, B, W = times.get(name, (2, 2, 1.5))
     whole = F + B + W
-    played = simulate(plans, costs(plans, F, B, W), joined=name == "dualpipe-v")
+    played = simulate(plans, costs(plans, F, B, W))
     for r, plan in enumerate(plans):
         table = {
             "naive": (1, m * (p - 1) * whole),
@@ -59,7 +59,7 @@ def check_promised(name, p, m, v, plans):
             "zb-h1": (p, (p - 1) * (F + B - W)),
             "zb-h2": (2 * p - 1, (p - 1) * (F + B - 2 * W)),
             "zb-v": (p, 0),
-            "dualpipe-v": (p + 0.5, (p - 1) * F),
+            "dualpipe-v": (p + 0.5, (p - 1) * F / 2),
         }
         flying, bubble = table.get(name, (p - r, (p - 1) * whole))
         assert in_flight(plan) == pytest.approx(flying)
@@ -123,6 +123,22 @@ def deliver(plans, monkeypatch):
 def test_no_schedule_ever_blocks(monkeypatch):
     for case in cases((2, 3, 4), (1, 4, 12)):
         deliver(make_plans(*case), monkeypatch)
+
+
+def test_after_a_backward_that_raises_others_make_all_gradients(monkeypatch):
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    plans = make_plans("zb-h1", 1, 1)
+    mail = Mail(plans, [0], None, {}, (1, 2), torch.float32, "cpu")
+    linear = nn.Linear(2, 2)
+    x = torch.ones(1, 2)
+
+    def raises(out, m):
+        out.register_hook(lambda grad: 1 / 0)
+        return out.sum()
+    with pytest.raises(ZeroDivisionError):
+        Pipeline({0: linear}, plans, mail).step([x], raises)
+    linear(x).sum().backward()
+    assert linear.weight.grad is not None
 
 
 def test_pictures_are_what_the_schedules_do():
@@ -241,6 +257,29 @@ def check_copy(name, plant=None):
     (4, ["interleaved", "zb-h2", "zb-v", "dualpipe-v", "pipedream"])])
 def test_every_schedule_equals_one_process(world, names):
     run(each, world, check_copy, [(name,) for name in names])
+
+
+def others_on_meta(module):
+    """Gives Stages those of other ranks on the meta device."""
+
+    class OfMeta(module.Stages):
+        def __init__(self, whole, plans):
+            for stage, rank in module.homes(plans).items():
+                if rank != dist.get_rank():
+                    whole[stage].to("meta")
+            first = whole[0][0]
+            last = whole[-1][-1]
+            if first.weight.is_meta:  # to() has untied them
+                first.weight = last.weight
+            else:
+                last.weight = first.weight
+            super().__init__(whole, plans)
+            assert not any(p.is_meta for p in self.parameters())
+    module.Stages = OfMeta
+
+
+def test_stages_of_other_ranks_may_be_on_the_meta_device():
+    run(each, 2, check_copy, [(name, others_on_meta) for name in ("1f1b", "zb-v", "pipedream")])
 
 
 # Planted bugs: what is done after a method, and the schedule that shows it.
