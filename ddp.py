@@ -13,17 +13,18 @@ still runs.
     activations                             whole batch   1/N
     sent per step (ring all-reduce of 4 P)  -             2 (N-1)/N * 4 P
 
-    model = BucketedDDP(model)  # gradients are averaged over ranks, with average=False summed
+    model = BucketedDDP(model, average=False)  # sums gradients over ranks; by default it averages
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model(x).mean().backward()  # x: this rank's rows; now gradients are the same on all ranks
+    loss = token_losses.sum() / valid_targets_of_all_ranks  # token_losses: of this rank's rows
+    loss.backward()  # now gradients are the same on all ranks
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
 
 Not for: sparse embedding gradients, second derivatives (create_graph=True), reentrant
 checkpointing, parameters added, frozen or thawed after wrapping or with gradients before it,
-backwards that end in an exception, BatchNorm (buffers are made equal once). All ranks must make the
-same number of backwards. Each reaches some trained parameter; those not reached get gradients of 0.
+BatchNorm (buffers are made equal once). All ranks must make the same number of backwards. Each
+backward must reach at least one trained parameter; those not reached get gradients of 0.
 
 Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 arXiv:2006.15704, section 3. At work: torch.nn.parallel.DistributedDataParallel, section 3 below.
@@ -50,9 +51,9 @@ from harness.run import Run, Side
 
 
 def all_reduce_gradients(module, group=None):
-    """The naive form, after backward. All ranks must have gradients of the same parameters."""
+    """The naive form: sums gradients after backward. The ranks must begin with equal parameters."""
     for p in module.parameters():
-        if p.grad is not None:
+        if p.grad is not None:  # on all ranks or on none
             dist.all_reduce(p.grad, group=group)  # partial (a summand each) -> replicated (the sum)
 
 
@@ -65,7 +66,7 @@ class Bucket:
         self.average = average
         self.flat = parameters[0].new_zeros(sum(sizes))
         self.views = {p: piece.view_as(p) for p, piece in zip(parameters, self.flat.split(sizes))}
-        self.missing = len(parameters)  # gradients that this backward has not made yet
+        self.missing = len(parameters)  # gradients yet to come; not counted in no_sync()
         self.work = None  # Work of the last all-reduce
 
     def take(self, p):
@@ -94,7 +95,7 @@ class BucketedDDP(nn.Module):
     """Data parallelism for a module: when loss.backward() returns, gradients are reduced.
 
     group: the ranks, each with rows of its own
-    bucket_mb: limit of a bucket (MB = 1e6 bytes); another is a quarter of all trained parameters.
+    bucket_mb: limit of a bucket (MB = 1e6 bytes), but at most a quarter of all trained parameters.
         A larger parameter has a bucket of its own. All in a bucket have one dtype
     first_bucket_mb: limit of the first bucket: a small one, so that communication starts early
     average: False sums gradients instead
@@ -110,7 +111,7 @@ class BucketedDDP(nn.Module):
         assert not wrapped, "in a BucketedDDP already: gradients would be summed twice"
         self.module = module
         self.sync = True  # False within no_sync()
-        self.queued = False  # will autograd call finish() when this backward is over?
+        self.queued = False  # True within a backward, until autograd has called finish()
         self.started = 0  # buckets of this backward whose all-reduce has been started
         for tensor in [*module.parameters(), *module.buffers()]:
             dist.broadcast(tensor.data, group=group, group_src=0)  # the first rank's -> replicated
@@ -123,17 +124,14 @@ class BucketedDDP(nn.Module):
                 p.register_post_accumulate_grad_hook(partial(self.ready, bucket))
 
     def layout(self, bytes_each, bytes_first):
-        """-> for each bucket a list of trained parameters, all of one dtype.
-
-        They are taken in reverse, which is roughly the order in which their gradients are made.
-        """
+        """-> for each bucket a list of trained parameters, all of one dtype."""
         parameters = [p for p in self.module.parameters() if p.requires_grad]
         assert parameters, "all parameters are frozen: nothing to sum"
         # at most a quarter of the whole, since the last bucket travels when backward is over
         bytes_each = min(bytes_each, sum(p.nbytes for p in parameters) / 4)
         room = min(bytes_each, bytes_first)  # bytes left in buckets[-1]
         buckets = [[]]
-        for p in reversed(parameters):
+        for p in reversed(parameters):  # roughly the order in which gradients are made
             if buckets[-1] and (p.nbytes > room or p.dtype != buckets[-1][0].dtype):
                 buckets.append([])
                 room = bytes_each
@@ -142,6 +140,7 @@ class BucketedDDP(nn.Module):
         return buckets
 
     def forward(self, *args, **kwargs):
+        assert not self.queued, "BucketedDDP: a backward has raised. Make the model anew"
         return self.module(*args, **kwargs)
 
     @contextlib.contextmanager
@@ -160,11 +159,12 @@ class BucketedDDP(nn.Module):
         if not self.sync:
             return
         if not self.queued:
+            # autograd calls finish when all of this backward is over
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
             self.queued = True
         bucket.missing -= 1
-        # in the order of the list: ranks may make their gradients in different orders, but must
-        # agree on collectives
+        # Bucket i + 1 waits for bucket i, even if it is full first: ranks may make their gradients
+        # in different orders, but must agree on the order of collectives
         while self.started < len(self.buckets) and self.buckets[self.started].missing == 0:
             self.start_next()
 
@@ -173,7 +173,6 @@ class BucketedDDP(nn.Module):
         self.started += 1
 
     def finish(self):
-        """Autograd's call when this backward is over."""
         while self.started < len(self.buckets):  # this backward has not used all parameters
             self.start_next()
         for bucket in self.buckets:

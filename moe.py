@@ -1,28 +1,28 @@
 """Mixture of experts: each MLP becomes E experts, of which a token visits K; tokens travel.
 
-A row is a token (C numbers) on its way to an expert, or back, drawn as the expert's number. Rank 0
-has experts 0 and 1, rank 1 has 2 and 3; the bar | stands between rank 0's experts and rank 1's.
+A row is a token (C numbers) on its way to an expert, or back, drawn as the expert's number. Here
+each rank has 3 tokens, K is 2. Rank 0 has experts 0 and 1, rank 1 has 2 and 3; | parts the two.
 
-              router, sort    all-to-all    sort, experts   sort, all-to-all   gates
-    rank 0    0 0 0 1 | 2 3   0 0 0 1 0 1   0 0 0 0 1 1     0 0 0 1 | 2 3      sum a token's K rows
-    rank 1    0 1 | 2 2 3 3   2 3 2 2 3 3   2 2 2 3 3 3     0 1 | 2 2 3 3      sum a token's K rows
+    after     router, sort    all-to-all    sort, experts   sort, all-to-all   gates, sum
+    rank 0    0 0 0 1 | 2 3   0 0 0 1 0 1   0 0 0 0 1 1     0 0 0 1 | 2 3      3 tokens
+    rank 1    0 1 | 2 2 3 3   2 3 2 2 3 3   2 2 2 3 3 3     0 1 | 2 2 3 3      3 tokens
 
-Each of n ranks has its own part of the batch, N tokens. A group `ep` shares out the experts; in
-formulas ep is its size. Ranks with the same experts are a group `replicas`. With a capacity A a
-rank sends an expert at most ceil(A K N / E) rows, and drops the rest. The model has `dense`
-parameters outside experts, `experts` inside, b bytes each. Of all rows, 1/ep stay on their rank.
+Each of n ranks has its own part of the batch, N tokens. A group `ep` of ep ranks shares out the
+experts; ranks with the same ones are a group `replicas`. The model has `dense` parameters outside
+experts, `experts` inside, b bytes each. Of all rows, 1/ep stay on their rank.
 
     on each rank, experts being balanced   plain MoE               here
     bytes of weights, gradients, AdamW     4 b (dense + experts)   4 b (dense + experts/ep)
-    per layer, for K N rows                -                       2 all-to-alls, 2 more in backward
-    per layer, for E int64 counts          -                       1 all-to-all, 1 all-reduce
+    calls per layer, for K N rows          -                       2 all-to-alls, 2 more in backward
+    calls per layer, for E int64 counts    -                       1 all-to-all, 1 all-reduce
     bytes of gradients all-reduced         -                       b dense, b experts/ep if ep < n
 
     mesh = dist.init_device_mesh("cuda", (n // 8, 8), mesh_dim_names=("replicas", "ep"))  # ep = 8
     replicas, ep = mesh.get_all_groups()
-    # ups, downs, gates: lists with an nn.Linear for each of this rank's E/ep experts
+    # ups, downs, gates: lists of E/ep nn.Linears; rank r of ep has experts number r E/ep and on
     block.mlp = MoE(router, Experts(F.silu, ups, downs, gates), top_k=2, normalize=True, ep=ep)
     broadcast_parameters(model, replicas)  # once, before training
+    optimizer = torch.optim.AdamW(model.parameters())  # only now: Experts has copied the weights
     optimizer.zero_grad()
     (token_losses.sum() / valid_targets_of_all_ranks).backward()
     sum_gradients(model, replicas)
@@ -64,7 +64,7 @@ class AllToAll(torch.autograd.Function):
     """Rows (sum(send), C) -> (sum(receive), C): receive[r] come from rank r, send[r] go to it."""
 
     @staticmethod
-    def forward(ctx, rows, receive, send, group):  # all_to_all_single's order
+    def forward(ctx, rows, receive, send, group):  # receive before send, as torch has them
         ctx.way_back = (send, receive, group)
         arrived = rows.new_empty(sum(receive), *rows.shape[1:])
         # sorted by destination -> sorted by source
@@ -200,7 +200,7 @@ class Experts(nn.Module):
             grouped = [partial(linear.at_once, sizes=routing.sizes_on_device) for linear in linears]
             return self.mlp(rows, *grouped)
         of_each_expert = zip(*[linear.one_by_one() for linear in linears])  # (up, down[, gate])
-        parts = rows.split(routing.sizes)  # empty ones stay: sum_gradients needs zeros, not None
+        parts = rows.split(routing.sizes)  # empty ones stay, so that gradients are never None
         return torch.cat([self.mlp(x, *functions) for x, functions in zip(parts, of_each_expert)])
 
     def mlp(self, x, up, down, gate=None):
@@ -216,10 +216,10 @@ class Experts(nn.Module):
 
 
 class AddLoss(torch.autograd.Function):
-    """Returns y. In backward `loss` gets its gradient, as if it were a term of the model's loss.
+    """Returns y. In backward the gradient of `loss` is 1, as if the model's loss had this term.
 
     So the layer need not return `loss` (Megatron's MoEAuxLossAutoScaler does the same). layer.loss
-    and layer.load grow in backward, since forward runs twice if it is checkpointed.
+    and layer.load grow in backward: a forward that is checkpointed runs twice, and would add twice.
     """
 
     @staticmethod
@@ -244,12 +244,12 @@ class MoE(nn.Module):
     ep         group of the ranks that share out the experts; each brings its own tokens
     everyone   group of the ranks whose tokens are balanced together; None: the world
     shared     a module that every token visits besides, or None
-    capacity   A: a rank sends an expert at most ceil(A K N / E) rows; 0: all rows
+    capacity   A: a rank sends an expert ceil(A K N / E) rows at most, drops the rest; 0: all rows
     alpha      the factor of Switch's balancing loss; give alpha/M if a step has M micro-batches
     beta       the factor of ST-MoE's z-loss; give beta/M if a step has M micro-batches
     gamma      by how much step_biases moves the bias that is added before the choice; 0: no bias
 
-    All ranks of `everyone`, whose load forward sums, and of `ep` must call it, even in evaluation.
+    It communicates in `ep` and in `everyone`: all their ranks must call it, even in evaluation.
     """
 
     def __init__(self, router, experts, *, top_k, normalize, ep, everyone=None, shared=None,
@@ -270,7 +270,7 @@ class MoE(nn.Module):
         self.beta = beta
         self.gamma = gamma
         self.exchange = AllToAll.apply  # how rows change ranks; can be replaced
-        # (E,) each bias is gamma times this. Integers, since .to(bfloat16) does not round them
+        # (E,) gamma times this is the bias. Integers, since .to(bfloat16) does not round them
         self.register_buffer("bias_steps", router.weight.new_zeros(E, dtype=torch.int64))
         # sums over the backwards of a step, until step_biases
         self.load = 0  # (E,) int64, how often the tokens of all ranks chose each expert
@@ -283,10 +283,10 @@ class MoE(nn.Module):
         chosen, gates, probs = route(logits, self.top_k, bias, self.normalize)
         wanted = torch.zeros_like(self.bias_steps)  # (E,). Not bincount(): the host would wait
         wanted.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
-        load = wanted.clone()
+        load = wanted.clone()  # since the all-reduce is in place
         # partial -> replicated, while the experts are at work
         summing = dist.all_reduce(load, group=self.everyone, async_op=True)
-        limit = most_rows(self.capacity, self.top_k, len(tokens), len(wanted))
+        limit = most_rows(self.capacity, self.top_k, len(tokens), self.router.out_features)
         routing = Routing(chosen, wanted, limit, self.ep)  # an all-to-all of counts
         y = self.visit(tokens, gates, routing)  # (N, C)
         summing.wait()
@@ -307,7 +307,7 @@ class MoE(nn.Module):
     def visit(self, tokens, gates, routing):
         """Tokens (N, C) -> (N, C): for each the sum of its K experts' answers, times gates."""
         N, C = tokens.shape
-        # K copies of each token. index_select's backward would sum their gradients in any order
+        # K copies of each token; index_select(order // K) would sum their gradients in any order
         rows = tokens.unsqueeze(1).expand(-1, self.top_k, -1).flatten(0, 1)  # (N K, C)
         rows = rows.index_select(0, routing.order)  # by token -> by expert, no row twice
         # on the tokens' ranks -> on the experts' ranks
@@ -315,7 +315,7 @@ class MoE(nn.Module):
         rows = transpose_blocks(rows, routing.by_source)  # sorted by source -> sorted by expert
         rows = self.experts(rows, routing)
         rows = transpose_blocks(rows, routing.by_expert)  # sorted by expert -> sorted by source
-        # on the experts' ranks -> on the tokens' ranks
+        # on the experts' ranks -> on the tokens' ranks: now what was sent is received
         rows = self.exchange(rows, routing.sent, routing.received, routing.ep)
         answers = rows.new_zeros(N * self.top_k, C)  # rows that are dropped stay zeros
         answers = answers.index_copy(0, routing.order, rows).view(N, self.top_k, C)
@@ -370,11 +370,11 @@ def sum_over_ranks(tensors, group):
 def gradient_norm(model, ep):
     """After sum_gradients: the norm of the whole model's gradient, each expert counted once."""
     dense, experts = gradients_of(model)
-    dense.append(next(model.parameters()).new_zeros(1))  # so that the list is never empty
+    dense.append(next(model.parameters()).new_zeros(1))  # so that dense[0] exists
     wide = torch.promote_types(dense[0].dtype, torch.float32)
     squares = torch.stack(torch._foreach_norm(dense + experts, dtype=wide)).square()
     square_of_experts = squares[len(dense):].sum()
-    dist.all_reduce(square_of_experts, group=ep)  # partial -> replicated; dense ones are already
+    dist.all_reduce(square_of_experts, group=ep)  # partial -> replicated, as dense gradients are
     return (squares[:len(dense)].sum() + square_of_experts).sqrt()
 
 
@@ -440,7 +440,7 @@ class PlainMoE(nn.Module):
             for own in microbatch:  # one rank's tokens
                 place = visits[own].cumsum(0)  # (N, E): token's place in expert's queue, from 1
                 limit = most_rows(self.capacity, self.top_k, len(own), self.E)
-                gates[own] = gates[own] * (place <= limit)
+                gates[own] = gates[own] * (place <= limit)  # those not chosen are 0 already
             together = torch.cat(microbatch)
             losses.append(balancing_loss(
                 visits[together].sum(0), logits[together], probs[together],
@@ -450,7 +450,7 @@ class PlainMoE(nn.Module):
             y = y + self.shared(tokens)
         if y.requires_grad:  # not in evaluation
             self.loss = sum(losses) / len(losses)
-            if self.gamma and self.router.weight.requires_grad:  # as step_biases, after the choice
+            if self.gamma and self.router.weight.requires_grad:  # as step_biases does
                 load = visits.sum(0)
                 self.bias_steps += (load.sum() - self.E * load).sign()
         return y.view_as(x)
@@ -545,11 +545,11 @@ def parallelize_at_work(model, ep):
     """torch has no such layer: routing, sorting and bookkeeping stay section 1's."""
     from torch.distributed import _functional_collectives as functional  # slow to import
 
-    in_one_kernel = model.tok.weight.dtype != torch.float64  # which grouped_mm does not know
+    grouped_mm_works = model.tok.weight.dtype != torch.float64
     parallelize(model, ep)
     for layer in layers_of(model):
         layer.exchange = functional.all_to_all_single_autograd
-        layer.experts.one_kernel_pays = lambda rows: in_one_kernel
+        layer.experts.one_kernel_pays = lambda rows: grouped_mm_works
     return model
 
 
@@ -585,7 +585,7 @@ def refuse(args):
 
 
 def build_plain(args, cfg, seed, device, dtype, sources=None):
-    """The plain model. sources: as PlainMoE's; None: each rank has one micro-batch."""
+    """The plain model. sources: as PlainMoE's, by default one micro-batch cut over all ranks."""
     numbers = torch.arange(args.batch * cfg.seq, device=device)  # of tokens
     return mixture(build(cfg, seed, device, dtype), seed, cfg, experts=args.experts,
                    top_k=args.top_k, shared=args.shared, balance=args.balance,
@@ -655,19 +655,19 @@ def account(run, model, ep, traffic):
     b = run.dtype.itemsize
     # numbers in dense parameters, and in this rank's experts: the textbook's experts/ep
     dense, of_experts = [sum(p.numel() for p in ps) for ps in dense_and_experts(model)]
-    counts = 8 * len(traffic) * run.args.experts  # bytes of an int64 for each expert of each layer
+    int64s = 8 * len(traffic) * run.args.experts  # bytes of one for each expert of each layer
     moving = 0  # rows to other ranks and from them
     for sent, sizes in traffic.values():
         moving += sum(sent) + sum(sizes) - 2 * sent[ep.rank()]
     return [
         ("wire all_to_all", "2 b C (rows out + rows in, but those that stay) + (ep-1)/ep 8 L E",
-         2 * b * run.cfg.width * moving + (e - 1) / e * counts),  # forward and backward
+         2 * b * run.cfg.width * moving + (e - 1) / e * int64s),  # forward and backward
         ("wire all_reduce",
          "2 (n-1)/n (b dense + 8 L E) + 2 (n-ep)/n b experts/ep + 2 (ep-1)/ep max(4, b)",
-         2 * (n - 1) / n * (b * dense + counts) + 2 * (n - e) / n * b * of_experts
+         2 * (n - 1) / n * (b * dense + int64s) + 2 * (n - e) / n * b * of_experts
          + 2 * (e - 1) / e * max(4, b)),
         ("held states", "4 b (dense + experts/ep) + 4 per tensor (steps) + 8 L E",
-         4 * b * (dense + of_experts) + 4 * len(list(model.parameters())) + counts),
+         4 * b * (dense + of_experts) + 4 * len(list(model.parameters())) + int64s),  # bias_steps
     ]
 
 
@@ -715,7 +715,7 @@ def main():
         judged_as = args.dtype
         if args.check and args.dtype == "fp32":
             run.say("\nin fp32 rounding decides near ties: only losses are judged; fp64 judges all")
-            judged_as = "bf16"  # since finish() then judges losses alone
+            judged_as = "bf16"  # as a run in bf16, of which finish() judges losses alone
         return run.finish(partial(plain_trace, run), judged_as)
 
 

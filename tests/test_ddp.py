@@ -151,3 +151,20 @@ def check_refusals():
 
 def test_a_module_is_wrapped_once_and_has_something_to_train():
     run(check_refusals, 1)
+
+
+def check_raised():
+    def broken(gradient):
+        raise ZeroDivisionError
+
+    model = copied("ddp").BucketedDDP(nn.Linear(3, 3))
+    x = torch.ones(3, requires_grad=True)
+    x.register_hook(broken)  # reached after the weights
+    with pytest.raises(ZeroDivisionError):
+        model(x).sum().backward()
+    with pytest.raises(AssertionError, match="a backward has raised"):
+        model(torch.ones(3))
+
+
+def test_after_a_backward_that_raised_nothing_goes_on_in_silence():
+    run(check_raised, 1)
