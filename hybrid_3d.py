@@ -258,10 +258,9 @@ class Hybrid(nn.Module):
         self.pipeline = None  # parallelize sets it: a SummingPipeline needs zeros_of
         self.names = {}  # {parameter: its name in the plain model}
         self.along = {}  # {parameter: {axis: what becomes of its gradient}}
-        # {stage: [ZeRO]}. Those of "tied" are summed after the last backward of all stages
+        # {stage: [ZeRO]}. "tied" is no stage: sum_gradients sums what it has, as in ZeRO-1
         self.zeros_of = defaultdict(list)
         for (stage, axis), units in self.lay_out(here, tied, kinds, splits).items():
-            # what no stage has alone is summed by sum_gradients, as in ZeRO-1
             own_level = min(level, 1) if stage == "tied" else level
             zero = ZeRO(list(units.values()), mesh.group[axis], own_level)
             self.zeros_of[stage].append(zero)
