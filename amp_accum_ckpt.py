@@ -17,8 +17,8 @@ Backward makes the rest again. On a CPU a block keeps, of a micro-batch of t tok
 C: width, H: heads of width D, K: key-value heads, F: the MLP's hidden width (GPT-2: 4 C), T: tokens
 of a sequence. 2 W: a block's weights, copied to 2 bytes. 8 T D: cosines and sines for q and for k,
 4 T D: copied to 2 bytes. s = 4 H + 16 (Llama: 4 H + 8): statistics of softmax and norms. Selective
-makes copies again, and repeats no matmul. With --ckpt full a block keeps its input, 4 C t, and when
-it runs again, as much as with none; all matmuls are repeated but the block's last.
+keeps no copies, but what they are made from, and repeats no matmul. With full a block keeps its
+input, 4 C t. It runs again, but for its last matmul, and then holds as much as with none.
 Weights, gradients and AdamW's states of P parameters take 16 P bytes, as in the plain GPT, and 20 P
 in update(), which has gradients twice. dp ranks share the batch, and all-reduce 4 P bytes a step.
 
@@ -103,7 +103,7 @@ def update(parameters, optimizer, clip, scaler=None, group=None):
     for p, part in zip(trained, flat.split([p.numel() for p in trained])):
         p.grad = part.view_as(p)  # a piece of flat: nothing is copied back
     norm = nn.utils.get_total_norm([p.grad for p in trained])
-    # inf and nan are passed on as 0, since gradients of norm 0 are not scaled
+    # with an inf or nan in them, gradients stay as they are: those of norm 0 are not scaled
     finite = norm.nan_to_num(0, posinf=0)
     nn.utils.clip_grads_with_norm_(trained, clip or math.inf, finite)
     if scaler is None:
@@ -123,7 +123,7 @@ class LossScaler:
     def __init__(self, device, scale=65536.0, good_steps=0, interval=2000):
         self.interval = interval  # so many good steps in turn double the scale
         self.scale = torch.full((), scale, device=device)
-        self.good_steps = torch.full((), good_steps, device=device)  # since its last change
+        self.good_steps = torch.full((), good_steps, device=device)  # since the scale's last change
 
     def step(self, optimizer, norm):
         """Step, unless the norm of all ranks' gradients is inf or nan. Set the next scale."""
@@ -135,7 +135,7 @@ class LossScaler:
         good_steps = torch.where(overflow, 0, self.good_steps + 1)
         doubles = good_steps >= self.interval
         factor = torch.where(overflow, 0.5, torch.where(doubles, 2.0, 1.0))
-        self.scale = (self.scale * factor).clamp(1.0, 2.0 ** 100)  # it would stay 0 or inf
+        self.scale = (self.scale * factor).clamp(1.0, 2.0 ** 100)  # from 0 or inf none returns
         self.good_steps = torch.where(doubles, 0, good_steps)
 
 
@@ -147,9 +147,15 @@ class LossScaler:
 def hooks_around():
     """-> pack, unpack: the pair in force (save_on_cpu's, an outer checkpoint's), or a default."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # torch has no public way
-    # The default detaches: a node that keeps its own result (softmax's does) and the result, whose
-    # grad_fn is this node, would hold each other for ever if no backward follows.
-    return hooks or (torch.Tensor.detach, lambda packed: packed)
+    # Detached, since softmax keeps its result, whose grad_fn is softmax: without a backward they
+    # would hold each other for ever. A tensor's version counts its changes in place.
+    return hooks or (lambda tensor: (tensor.detach(), tensor._version), unless_changed)
+
+
+def unless_changed(packed):
+    tensor, version = packed
+    assert tensor._version == version, "changed in place, but backward needs what it was"
+    return tensor
 
 
 class Kept:
@@ -159,12 +165,9 @@ class Kept:
         pack, self.unpack = hooks
         self.packed = pack(tensor)
         self.requires_grad = tensor.requires_grad
-        self.version = tensor._version  # 0 at first, more with every change in place
 
     def restore(self):
         tensor = self.unpack(self.packed)
-        # not ==, since the version of a copy that unpack has made is 0
-        assert tensor._version <= self.version, "changed in place, but backward needs what it was"
         return tensor.detach().requires_grad_(self.requires_grad)  # as forward had it
 
 
@@ -173,13 +176,13 @@ def full(forward, *inputs, **keywords):
 
     The graph is built as always, but holds an index in the place of each tensor. When backward
     wants the first of these tensors, forward runs again, with the same random numbers and autocast,
-    until it has made the one with the last index: the input of the last matmul, say, so that this
-    and an all-reduce after it run once. Collectives before it run twice, in order on every rank.
+    until it has made the one with the last index. If that is the last matmul's input, this matmul
+    and an all-reduce after it run once. Other collectives run twice, in one order on all ranks.
     """
     if not torch.is_grad_enabled():
         return forward(*inputs, **keywords)
-    # If the whole model is compiled, disable leaves forward out: the second run could make other
-    # tensors. partial hides a forward that is compiled itself, which disable would undo.
+    # disable keeps a torch.compile of the whole model out of forward, since the second run could
+    # make other tensors. partial: forward itself may be compiled, which disable would undo.
     forward = torch.compiler.disable(partial(forward))
     call = Call(forward, inputs, keywords)
     with saved_tensors_hooks(call.pack, call.unpack):
@@ -195,7 +198,7 @@ class Call:
 
     def __init__(self, forward, inputs, keywords):
         self.forward = forward
-        self.keywords = keywords  # held as they are: only inputs go through the hooks around
+        self.keywords = keywords  # held as they are: no hooks, and no check for changes
         hooks = hooks_around()
         self.inputs = [Kept(x, hooks) if torch.is_tensor(x) else x for x in inputs]
         self.states = random_states()
@@ -249,7 +252,7 @@ def set_random_states(cpu, gpu):
 
 
 # Selective checkpointing does not keep the results of cheap operations, but makes them again.
-# All others are kept: those of matmuls, attention, dropout, additions, sums over ranks.
+# Autograd keeps the others as ever: of matmuls, attention, dropout, additions, sums over ranks.
 aten = torch.ops.aten
 CHEAP = {
     aten.native_layer_norm.default, aten._fused_rms_norm.default,
@@ -292,8 +295,8 @@ class WriteRecipes(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, inputs=(), keywords=None):
         keywords = keywords or {}
         outputs = op(*inputs, **keywords)
-        # Gradients are off in pack and in autograd Functions, whose results have to be kept, since
-        # a collective may overwrite them and leave their version as it is.
+        # Not in pack and in autograd Functions, where gradients are off: a Function's collective
+        # may overwrite a tensor and leave its version as it is.
         if op in CHEAP and torch.is_grad_enabled():
             first(outputs).recipe = Recipe(op, inputs, keywords)
         return outputs
@@ -390,7 +393,7 @@ FLAGS = {
     "amp": Flag("off", "autocast to", tuple(AMP), course=True),  # a resumed run needs the same
     "accum": Flag(1, "M, micro-batches", POSITIVE),
     "ckpt": Flag("none", "keep less for backward", tuple(CHECKPOINT)),
-    "compile": Flag(False, "torch.compile blocks, but for ours under --ckpt selective"),
+    "compile": Flag(False, "torch.compile blocks; our --ckpt selective undoes it"),
     "sweep": Flag(False, "every --amp with every --ckpt, in one table"),
 }
 

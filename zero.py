@@ -7,7 +7,7 @@
              summing           |       |       |       |       | sum 2 | sum 1 | sum 0 |
 
 P numbers are trained, padding included, on n ranks; M micro-batches make a step (--accum M). In
-bf16 a number takes 2 bytes, its gradient (also as a sum) 2, AdamW's fp32 master and two states 12:
+bf16 a number takes 2 bytes, its gradient (summed in bf16) 2, AdamW's fp32 master and states 12:
 
                 bytes held between steps  numbers sent per step, in units of P (n-1)/n
     plain GPT   16 P                      0
@@ -16,16 +16,16 @@ bf16 a number takes 2 bytes, its gradient (also as a sum) 2, AdamW's fp32 master
     level 2     (2 + 14/n) P              M + 1  gradients too: M reduce-scatters, one all-gather
     level 3     16 P/n                    3 M    parameters too: M reduce-scatters, 2 M all-gathers
 
-With embedding and head tied, level 3 sends 3 M. Untied, each is gathered once: the head's backward
-comes right behind its forward (as unit 2's above), and the embedding's reads no parameters.
-In fp32 and fp64 a parameter is its own master; with gradient and states it takes 4 times its bytes.
+3 M is for a tied head, whose unit comes first. An untied head, as unit 2 above, is gathered once,
+since its backward comes right behind its forward; an untied embedding, too: its backward reads no
+parameters. In fp32 and fp64 a number is its own master: with gradient and states 4 times its bytes.
 offload="optimizer": the CPU's memory has masters and states; "param": level 3's parameters, too.
 
     zero = ZeRO(units_of(model, model.blocks), level=3)
     optimizer = AdamW(zero.parameter_groups(), lr=1e-3)
     zero.zero_grad()  # in every step; model.zero_grad() would not find the gradients
-    (loss_sum(model(x), y) / valid).backward()  # x, y: this rank's rows; valid: all ranks' targets
-    zero.reduce()
+    (loss_sum(model(x), y) / valid).backward()  # x, y: this rank's rows
+    zero.reduce()  # valid: the number of all ranks' targets
     norm = zero.clip_grad_norm_(1.0)
     zero.step(optimizer)
 
@@ -67,7 +67,7 @@ from harness.run import Run, Side, whole
 #     optimizer.step()  # of full[mine] alone: there are states for no more
 #     all_gather(full, full[mine])  # sharded -> replicated (all have the same)
 # What follows does the same for each unit, a block say, while another is computed or stepped.
-# Between uses level 2 frees buffer and keeps a copy of buffer[mine]; level 3 does so to full, too.
+# Between uses level 2 frees buffer but for a sum of buffer[mine], level 3 also full but full[mine].
 
 # These two have other names since torch 2.13.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -126,8 +126,7 @@ class Flat:
         self.group = group  # the ranks that share the batch; None: all
         self.level = level  # 0 to 3
         self.stays = unit.stays
-        self.parameters = parameters  # in this order in full
-        self.shapes = {p: p.shape for p in parameters}  # p itself is empty while full is freed
+        self.shapes = {p: p.shape for p in parameters}  # in order; p is empty while full is freed
         self.size = sum(p.numel() for p in parameters)  # without padding
         chunks = dist.get_world_size(group) if level > 0 else 1
         index = dist.get_rank(group) if level > 0 else 0  # this rank owns chunk `index`
@@ -172,7 +171,7 @@ class Flat:
             self.shard = self.shard.to(home, copy=True)
         self.master = self.shard.to(torch.promote_types(self.shard.dtype, torch.float32))
         if offload == "optimizer":
-            self.master = self.master.to("cpu", copy=True)  # a copy also if all is on a CPU
+            self.master = self.master.to("cpu", copy=True)  # copy: also in a run on CPUs
         self.grad = self.buffer[self.mine]
         if self.level >= 2:
             self.grad = torch.zeros_like(self.grad)  # apart from buffer, whose memory is freed
@@ -216,7 +215,7 @@ class Flat:
         take_back(self.full)
         for p, place in self.places.items():
             # p has no elements now, but as many dims as before (a scalar gets one): autograd wants
-            # a gradient to have as many, and an embedding's may come while its unit is free.
+            # a gradient to have as many, and an embedding gets its own while the unit is free.
             p.data = torch.atleast_1d(place)[:0]
 
     # -- gradients
@@ -236,7 +235,7 @@ class Flat:
     def start_reduce(self):
         """Begin to sum the gradients over ranks."""
         self.lend_buffer()  # it has no memory yet, if this rank has used nothing of the unit
-        self.missing = set(self.parameters)  # the next backward waits for all again
+        self.missing = set(self.shapes)  # the next backward waits for all again
         if self.level == 0:  # partial -> replicated
             self.reducing = dist.all_reduce(self.buffer, group=self.group, async_op=True)
         else:  # partial -> sharded
@@ -259,7 +258,7 @@ class Flat:
             part.master.grad = grad[part.span]
         optimizer.step()  # other units' masters have no gradient now, and are left alone
         optimizer.zero_grad()
-        self.shard.copy_(self.master)  # nothing is to be done where they are one
+        self.shard.copy_(self.master)  # does nothing if master is shard
         if self.level in (1, 2):  # the other chunks of full are old: sharded -> replicated
             self.gathering = all_gather(self.full, self.shard, group=self.group, async_op=True)
 
@@ -277,7 +276,7 @@ class ZeRO:
     in levels 0 and 1 set zero.sync = False before all but the last. Levels 2 and 3 sum each.
 
     The module keeps its parameters, as views of larger tensors; in level 3 they are empty while
-    they are not gathered. Load weights before: what is loaded later may not reach the masters.
+    they are not gathered. Load weights before: what is loaded later does not always reach masters.
     """
 
     def __init__(self, units, group=None, level=1, offload="none"):
@@ -294,13 +293,13 @@ class ZeRO:
         self.pending = []  # [Flat] not summed yet, in the order of summing: the last unit first
         self.travelling = None  # the Flat whose sum is under way, or None
         self.entered = []  # [Flat] in the order of use in this micro-batch, forward then backward
-        self.expected = []  # that list of the micro-batch before: tells what to gather ahead
+        self.expected = []  # `entered` of the micro-batch before: tells what to gather ahead
         for unit, flat in zip(units, self.flats):
             self.add_hooks(flat, unit.sites)
         self.zero_grad()
 
     def add_hooks(self, flat, sites):
-        for p in flat.parameters:
+        for p in flat.shapes:
             p.register_post_accumulate_grad_hook(partial(self.ready, flat))
         if flat.level == 3:
             for site in sites:
@@ -330,7 +329,7 @@ class ZeRO:
 
     def enter(self, flat, *hook_arguments):
         """When forward or backward reaches a unit: free others, gather it, prefetch the next."""
-        if not flat.stays:  # one that stays frees nothing: the last block's backward is next
+        if not flat.stays:  # entering a head that stays frees nothing: the last block is next
             for other in self.flats:
                 if other is not flat and not other.stays:
                     other.free()
@@ -343,7 +342,7 @@ class ZeRO:
             self.expected[visit + 1].start_gather()
 
     def free_units(self):
-        """Level 3: free all units, empty `entered`. Call it after an evaluation to save memory."""
+        """Free what level 3 has gathered; begin a new list. After an evaluation it saves memory."""
         for flat in self.flats:
             flat.free()
         self.entered = []
@@ -355,7 +354,7 @@ class ZeRO:
         self.free_units()  # those that an evaluation has left
         self.pending = self.flats[::-1]  # as backward goes
         for flat in self.flats:
-            kept = flat.grad if self.level >= 2 else flat.buffer  # grad and the other chunks
+            kept = flat.grad if self.level >= 2 else flat.buffer  # of which grad is a view
             kept.zero_()
 
     def ready(self, flat, p):
@@ -397,7 +396,8 @@ class ZeRO:
             self.pending = self.flats[::-1]  # a further backward is added to what has been summed
 
     def clip_grad_norm_(self, max_norm):
-        """-> the norm of the whole gradient before it was scaled down to max_norm. 0: no limit."""
+        """Scale the whole gradient to a norm of max_norm at most (0: do not) -> its norm before."""
+        assert self.is_summed, "gradients are not summed: reduce() comes first"
         grads = [flat.grad for flat in self.flats]
         norms = torch._foreach_norm(grads, dtype=self.flats[0].master.dtype)
         square = torch.stack(norms).square().sum()
@@ -416,6 +416,7 @@ class ZeRO:
             flat.step(optimizer)  # what levels 1 and 2 gather travels while the next one is stepped
         for flat in self.flats:
             flat.wait()
+        self.pending = []  # until zero_grad(): ready() refuses gradients
 
     # -- the whole
 
@@ -440,7 +441,7 @@ class ZeRO:
 
 
 def refuse_state_dict(site, prefix, keep_vars):
-    # keep_vars=True asks for the Parameters themselves, keys of full_parameters(): allowed
+    # with keep_vars=True the Parameters serve as keys of full_parameters()
     assert keep_vars, "in level 3 parameters are empty: save what zero.full_parameters() gathers"
 
 
@@ -448,7 +449,7 @@ def units_of(model, blocks):
     """-> [Unit] of all that is trained: what comes before the blocks, each block, what comes after.
 
     Modules must be registered in the order in which they run, and read no others' parameters. In
-    level 3 what contains blocks has none itself. A tied head belongs to what comes before.
+    level 3 what contains blocks owns no parameters. A tied head belongs to what comes before.
     """
     blocks = list(blocks)
     before = Unit([], [])

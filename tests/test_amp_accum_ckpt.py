@@ -162,6 +162,8 @@ def test_a_layer_with_dropout(how):
     plain = layer_of_others(plainly)
     assert_equal(layer_of_others(how), plain)
     assert_equal(layer_of_others(how, torch.autograd.graph.save_on_cpu()), plain)
+    copies = lambda x: torch.empty_like(x).copy_(x), lambda copy: copy  # which have a version of 1
+    assert_equal(layer_of_others(how, torch.autograd.graph.saved_tensors_hooks(*copies)), plain)
 
     def nested(forward, x, **positions):
         return full(partial(how, forward), x, **positions)
