@@ -202,6 +202,8 @@ def check_misuse():
         llama_loss(model, *rows).backward()
         with pytest.raises(AssertionError, match="call reduce"):
             ours.step(None)
+        with pytest.raises(AssertionError, match="reduce.. comes first"):
+            ours.clip_grad_norm_(1.0)
         with pytest.raises(AssertionError, match="call reduce"):
             ours.zero_grad()  # it would forget some of them alone
         with pytest.raises(AssertionError, match="set sync to False"):
@@ -211,6 +213,9 @@ def check_misuse():
         ours.reduce()  # once more: there is nothing to add
         ours.clip_grad_norm_(1e9)  # far away: nothing is scaled
         torch.testing.assert_close([part.grad for part in ours.parts], before, rtol=0, atol=0)
+        ours.step(torch.optim.SGD(ours.parameter_groups(), 0.1))
+        with pytest.raises(AssertionError, match="zero_grad.. in every step"):
+            llama_loss(model, *rows).backward()
     mixed = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2).float())]
     with pytest.raises(AssertionError, match="each dtype"):
         zero.ZeRO([zero.Unit(mixed, [])])
