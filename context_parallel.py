@@ -2,7 +2,7 @@
 
 A sequence is cut into chunks 0, 1, .. whose keys and values (K and V) go around a ring of cp ranks.
 Here are the chunks whose K and V a rank has at each hop, with a mark for the scores it computes:
-    no mark: all, work 2    / half, work 1    * each query up to itself, work 1    - none, work 0
+    no mark: all (work 2)   /: half (1)   *: each query up to itself (1)   -: none (0)
 
     ring       hop 0  hop 1  hop 2  hop 3  work      zigzag     hop 0  hop 1  hop 2  hop 3  work
     rank 0        0*     3-     2-     1-     1      rank 0      0,7*   3,4/   2,5/   1,6/     4
@@ -33,7 +33,7 @@ H/cp heads of all tokens; another undoes it. In a layer a rank's q has Q element
 
 Not for: masks other than causal or none (packed documents, sliding windows), scales other than
 D ** -0.5, dropout in attention, KV caches, v of another width than k, and layers besides attention
-that look at other tokens (convolutions, means). On GPUs (from Ampere on): bf16 and fp16 alone, D
+that look at other tokens (convolutions, means). GPUs (Ampere on), but for ulysses: bf16, fp16, D
 a multiple of 8, at most 256. Liu 2023, arXiv:2310.01889, section 3 (ring). Llama team 2024,
 arXiv:2407.21783, section 3.3.2 (zigzag, allgather). Jacobs 2023, arXiv:2309.14509, section 3
 (ulysses). At work: torch.distributed.tensor.experimental.context_parallel.
@@ -57,7 +57,7 @@ from harness.run import Run, Side
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
 
-# In comments, partial: each rank has a summand, sharded: a piece, replicated: all have the same.
+# Comments call what ranks hold partial (a summand each), sharded (a piece), replicated (the same).
 
 aten = torch.ops.aten
 # both were renamed in torch 2.13
@@ -97,10 +97,10 @@ def attend_block_backward(dout, q, out, lse, k, v, causal):
 
 
 def repeat_heads(kv, H):
-    """k and v in one (2, B, K, keys, D) -> two (B, H, keys, D), with each head H/K times."""
+    """k, v, each of K heads: (2, B, K, keys, D) -> two (B, H, keys, D), each head H/K times."""
     times = H // kv.shape[2]
-    repeated = kv.unsqueeze(3).expand(-1, -1, -1, times, -1, -1)
-    return repeated.flatten(2, 3).unbind()  # without a copy if times is 1
+    repeated = kv.unsqueeze(3).expand(-1, -1, -1, times, -1, -1)  # (2, B, K, times, keys, D)
+    return repeated.flatten(2, 3).unbind()  # flatten copies, unless times is 1
 
 
 def sum_heads(dx, into):
@@ -170,13 +170,13 @@ class Ring:
             return 0, tokens, False
         if hop == 0:
             return 0, tokens, True  # a rank's tokens are in order, also those of chunks 0,7
-        # Zigzag's pairs of chunks are nested: of any two, one lies inside the other. So the last
-        # queries see the first keys
-        mine = self.chunks()  # in one example [0, 7], in another [3, 4]
-        theirs = self.chunks(hop)  # [3, 4], and [2, 5]
+        # Zigzag's pairs are nested. If theirs is inside mine (3,4 in 0,7), my later chunk sees both
+        # and my earlier one none; if mine is inside theirs (3,4 in 2,5), both see their earlier one
+        mine = self.chunks()
+        theirs = self.chunks(hop)
         size = tokens // len(mine)  # of a chunk
-        blind = [chunk for chunk in mine if chunk < theirs[0]]  # [0], and []: before all keys
-        visible = [chunk for chunk in theirs if chunk < mine[-1]]  # [3, 4], and [2]: before a query
+        blind = [chunk for chunk in mine if chunk < theirs[0]]  # before all keys
+        visible = [chunk for chunk in theirs if chunk < mine[-1]]  # before a query
         return len(blind) * size, len(visible) * size, False
 
     def bring(self, kv):
@@ -212,6 +212,7 @@ class Ring:
         assert tokens % len(self.chunks()) == 0, f"{tokens} tokens: cut them as positions() says"
         assert k.shape[2] == tokens, f"{k.shape[2]} keys for {tokens} queries: take equally many"
         assert q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} heads of q, {k.shape[1]} of k"
+        assert q.stride(-1) == 1, "q: numbers of a head must lie side by side, as kernels want it"
         q, k = [x.to(v.dtype) for x in (q, k)]  # RoPE may have made fp32 of them
         return BlockwiseAttention.apply(q, torch.stack([k, v]), self)
 

@@ -124,6 +124,8 @@ def check_section_one():
         zigzag.attend(q[:, :, :2], q, q)
     with pytest.raises(AssertionError, match="1 heads of q, 2 of k"):
         zigzag.attend(q[:, :1], q, q)
+    with pytest.raises(AssertionError, match="side by side"):  # kernels would read other numbers
+        zigzag.attend(q.mT.contiguous().mT, q, q)
 
 
 def test_section_one_alone():
