@@ -7,11 +7,11 @@ each rank has 3 tokens, K is 2. Rank 0 has experts 0 and 1, rank 1 has 2 and 3; 
     rank 0    0 0 0 1 | 2 3   0 0 0 1 0 1   0 0 0 0 1 1     0 0 0 1 | 2 3      3 tokens
     rank 1    0 1 | 2 2 3 3   2 3 2 2 3 3   2 2 2 3 3 3     0 1 | 2 2 3 3      3 tokens
 
-Each of n ranks has its own part of the batch, N tokens. A group `ep` of ep ranks shares out the
-experts; ranks with the same ones are a group `replicas`. The model has `dense` parameters outside
-experts, `experts` inside, b bytes each. Of all rows, 1/ep stay on their rank.
+Each of n ranks has its own part of the batch, N tokens. Groups `ep`, of ep ranks each, share out
+the experts; ranks with the same ones are a group `replicas`. Of all weights, `dense` are outside
+experts and `experts` in them, b bytes each. Of the rows, 1/ep stay on their rank.
 
-    on each rank, experts being balanced   plain MoE               here
+    on each rank, experts being balanced   one process             here
     bytes of weights, gradients, AdamW     4 b (dense + experts)   4 b (dense + experts/ep)
     calls per layer, for K N rows          -                       2 all-to-alls, 2 more in backward
     calls per layer, for E int64 counts    -                       1 all-to-all, 1 all-reduce
@@ -19,7 +19,7 @@ experts, `experts` inside, b bytes each. Of all rows, 1/ep stay on their rank.
 
     mesh = dist.init_device_mesh("cuda", (n // 8, 8), mesh_dim_names=("replicas", "ep"))  # ep = 8
     replicas, ep = mesh.get_all_groups()
-    # ups, downs, gates: lists of E/ep nn.Linears; rank r of ep has experts number r E/ep and on
+    # ups, downs, gates (SwiGLU's): lists of E/ep nn.Linears; rank r of ep has expert r E/ep and on
     block.mlp = MoE(router, Experts(F.silu, ups, downs, gates), top_k=2, normalize=True, ep=ep)
     broadcast_parameters(model, replicas)  # once, before training
     optimizer = torch.optim.AdamW(model.parameters())  # only now: Experts has copied the weights
@@ -28,7 +28,7 @@ experts, `experts` inside, b bytes each. Of all rows, 1/ep stay on their rank.
     sum_gradients(model, replicas)
     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, gradient_norm(model, ep))
     optimizer.step()
-    step_biases(model)  # after every step
+    step_biases(model)  # after every step, also without biases: it starts new sums of losses
 
 Not for: routers with a bias or a forward of their own (sigmoids, groups of experts); experts that
 are partly frozen or are not MLPs of nn.Linear; evaluation on some ranks alone; fp16, loss scalers.
@@ -57,7 +57,7 @@ from harness.flags import ANY, POSITIVE, Flag, arguments, require
 from harness.run import Run, Side
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
-# In comments: partial, each rank has a summand; sharded(dim), a piece; replicated, the whole.
+# Comments call what ranks hold partial (a summand each), sharded (a piece), replicated (the same).
 
 
 class AllToAll(torch.autograd.Function):
@@ -92,10 +92,11 @@ def balancing_loss(load, logits, probs, top_k, alpha, beta):
     f_e is the share of expert e in all ranks' rows before any is dropped, P_e its mean probability.
     load (E,): how many tokens of all ranks chose each. logits, probs (N, E): of this rank's tokens.
     """
+    load = load.to(probs.dtype)
+    f = load / load.sum()
     num_tokens = load.sum() / top_k  # of all ranks
-    f = load.to(probs.dtype) / load.sum()
-    mean_probs = probs.sum(0) / num_tokens  # this rank's part of P
-    switch = len(f) * (f @ mean_probs)
+    part_of_P = probs.sum(0) / num_tokens
+    switch = len(f) * (f @ part_of_P)
     z = logits.logsumexp(-1).square().sum() / num_tokens
     return alpha * switch + beta * z
 
@@ -127,23 +128,22 @@ class Routing:
         arriving = torch.empty_like(leaving)
         # this rank's rows for every expert -> every rank's rows for the experts here
         dist.all_to_all_single(arriving, leaving, group=ep)
-        # wanted, leaving: [rank][expert of that rank]; arriving: [rank][expert of this rank]
         ranks = dist.get_world_size(ep)
         self.counts = torch.stack([wanted, leaving, arriving]).view(3, ranks, -1)
         self.sizes_on_device = arriving.view(ranks, -1).sum(0)  # (E/ep,) rows of each expert here
-        wanted, leaving, arriving = read_counts(self)  # lists of lists from here on
+        # from here on lists, [rank][expert of that rank]; by_source: [rank][expert of this rank]
+        wanted, leaving, self.by_source = read_counts(self)  # rows, as they leave or arrive
         if limit < len(chosen):  # keep the first `limit` rows of each expert, drop the others
             rows_of_each = self.order.split(list(chain(*wanted)))
             self.order = torch.cat([rows[:limit] for rows in rows_of_each])
         self.sent = [sum(sizes) for sizes in leaving]  # rows to each rank of ep
-        self.received = [sum(sizes) for sizes in arriving]  # rows from each rank of ep
-        self.by_source = arriving  # [rank][expert here]: sizes of blocks of rows, as they arrive
-        self.by_expert = list(zip(*arriving))  # [expert here][rank]: the same, as experts want them
+        self.received = [sum(sizes) for sizes in self.by_source]  # rows from each rank of ep
+        self.by_expert = list(zip(*self.by_source))  # [expert here][rank]: as experts want them
         self.sizes = [sum(sizes) for sizes in self.by_expert]  # sizes_on_device, as a list
 
 
 def transpose_blocks(rows, grid):
-    """Rows in blocks of grid[i][j] rows each, sorted by i, then by j -> by j, then by i."""
+    """Rows in blocks of grid[i][j] rows each, sorted by i, then j -> by j, then i: a transpose."""
     blocks = rows.split(list(chain(*grid)))
     J = len(grid[0])  # block (i, j) is number i J + j
     return torch.cat([block for j in range(J) for block in blocks[j::J]])
@@ -279,14 +279,14 @@ class MoE(nn.Module):
     def forward(self, x):  # (.., C)
         tokens = x.flatten(0, -2)  # (N, C)
         logits = self.score(tokens)  # (N, E)
-        bias = self.gamma * self.bias_steps
+        bias = self.gamma * self.bias_steps.to(logits.dtype)
         chosen, gates, probs = route(logits, self.top_k, bias, self.normalize)
-        wanted = torch.zeros_like(self.bias_steps)  # (E,). Not bincount(): the host would wait
+        wanted = chosen.new_zeros(self.router.out_features)  # no bincount(): the host would wait
         wanted.scatter_add_(0, chosen.flatten(), torch.ones_like(chosen).flatten())
         load = wanted.clone()  # since the all-reduce is in place
         # partial -> replicated, while the experts are at work
         summing = dist.all_reduce(load, group=self.everyone, async_op=True)
-        limit = most_rows(self.capacity, self.top_k, len(tokens), self.router.out_features)
+        limit = most_rows(self.capacity, self.top_k, len(tokens), len(wanted))
         routing = Routing(chosen, wanted, limit, self.ep)  # an all-to-all of counts
         y = self.visit(tokens, gates, routing)  # (N, C)
         summing.wait()
@@ -307,7 +307,7 @@ class MoE(nn.Module):
     def visit(self, tokens, gates, routing):
         """Tokens (N, C) -> (N, C): for each the sum of its K experts' answers, times gates."""
         N, C = tokens.shape
-        # K copies of each token; index_select(order // K) would sum their gradients in any order
+        # K copies of each token. (tokens[order // K] would sum their gradients in any order)
         rows = tokens.unsqueeze(1).expand(-1, self.top_k, -1).flatten(0, 1)  # (N K, C)
         rows = rows.index_select(0, routing.order)  # by token -> by expert, no row twice
         # on the tokens' ranks -> on the experts' ranks
@@ -370,11 +370,11 @@ def sum_over_ranks(tensors, group):
 def gradient_norm(model, ep):
     """After sum_gradients: the norm of the whole model's gradient, each expert counted once."""
     dense, experts = gradients_of(model)
-    dense.append(next(model.parameters()).new_zeros(1))  # so that dense[0] exists
+    dense.append(next(model.parameters()).new_zeros(1))  # so that one exists, if all are frozen
     wide = torch.promote_types(dense[0].dtype, torch.float32)
     squares = torch.stack(torch._foreach_norm(dense + experts, dtype=wide)).square()
     square_of_experts = squares[len(dense):].sum()
-    dist.all_reduce(square_of_experts, group=ep)  # partial -> replicated, as dense gradients are
+    dist.all_reduce(square_of_experts, group=ep)  # partial -> replicated; dense is already
     return (squares[:len(dense)].sum() + square_of_experts).sqrt()
 
 
@@ -387,8 +387,8 @@ def step_biases(model):
     """
     for layer in layers_of(model):
         if layer.gamma and layer.router.weight.requires_grad:
-            load = torch.as_tensor(layer.load)  # the number 0 if there was no backward
-            layer.bias_steps += (load.sum() - len(layer.bias_steps) * load).sign()  # E (mean-load)
+            load = torch.as_tensor(layer.load)  # the number 0 without a backward
+            layer.bias_steps += (load.sum() - len(layer.bias_steps) * load).sign()
         layer.load = 0
         layer.loss = 0
 
