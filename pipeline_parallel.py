@@ -1,6 +1,6 @@
 """Pipeline parallelism: each rank holds some of the layers, and micro-batches flow through them.
 
-    1f1b, 2 ranks, 4 micro-batches, B twice as long as F; time to the right, dots: the rank waits
+    1f1b, 2 ranks, 4 micro-batches, B (does W, too) as long as two Fs; dots: the rank waits
     rank 0   F0 F1 ......B0    F2 B1    F3 B2    ...B3
     rank 1   ...F0 B0    F1 B1    F2 B2    F3 B3    ......
 
@@ -8,7 +8,7 @@ A schedule is data: each rank has a list of actions. F is a micro-batch's forwar
 backward, which may leave the gradients of nn.Linears' weights to a later action, W. A stage sends
 its output, (batch/M, T, C), to the next, and gets back a gradient of that size. Rank r of 0 to p-1
 has 1/p of the layers, in v stages. In the table, for M >= 2p, F, B and W are a rank's times for one
-micro-batch (a B without W takes B + W). Idle counts from a rank's first action to its last.
+micro-batch (a B that leaves no W takes B + W). Idle counts from a rank's first action to its last.
 
     schedule                    worst rank's idle time  activations kept on rank r, in micro-batches
     plain GPT                   0                       p M: it has all layers
@@ -28,7 +28,7 @@ micro-batch (a B without W takes B + W). Idle counts from a rank's first action 
     mail = Mail(plans, ranks=[0, 1], group=None, links=make_links(plans, [[0, 1]]),
                 size=(batch // 4, T, C), dtype=torch.float32, device="cpu")
     pipeline = Pipeline(stages.here, plans, mail)
-    loss = pipeline.step(inputs, loss_fn)  # of 4 micro-batches; 0 on ranks without the last stage
+    loss = pipeline.step(x.chunk(4), loss_fn)  # loss_fn(output, m). 0 without the last stage
     norm = stages.sum_and_clip(1.0)        # then optimizer.step() and optimizer.zero_grad()
 
 Not for: stages that pass on anything but one tensor of one size, or change their input in place;
@@ -172,9 +172,9 @@ def dualpipe_v(r, p, M, stages):
         (first, 1),
         ("F& b f& B", M - 2 * p + r),
         ("b f& B", p - 1 - r),  # no F is left
-        ("b B", (r + 1) // 2),  # no f is left: of 2 (r + 1) Bs the second half leave Ws
-        ("b I", (r + 1) % 2),  # the pair in the middle, if there is one
-        ("i I", (r + 1) // 2),
+        ("b B", (r + 1) // 2),  # no f is left, but r + 1 bs and Bs each
+        ("b I", (r + 1) % 2),
+        ("i I", (r + 1) // 2),  # the later half of them leave Ws
         ("W I", p - 1 - r),  # no b is left
     )
 
@@ -226,7 +226,7 @@ SCHEDULES = {
     #     rank 0   F0 F1 ...B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
     #     rank 1   ...F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3
     "zb-h1": Schedule(loop, 1, lambda r, p, M, s: follow(turns(M, p - 1 - r, s), "W", r)),
-    # Twice the warm-up of 1f1b, and each W later still: no bubble, at the price of the activations
+    # Twice the warm-up of 1f1b, each W later still: no bubble if F + B = 2W, for the activations
     # of 2p - 1 micro-batches (Qi 2023, figure 3). A rank is done a little after the one before.
     #     rank 0   F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3 ...
     #     rank 1   ...F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
@@ -236,9 +236,9 @@ SCHEDULES = {
     #     rank 0   F0 F1 F2 f0 b0 w0 f1 b1 w1 F3 B0 W0 f2 b2 w2 B1 W1 f3 b3 w3 B2 W2 B3 W3 ...
     #     rank 1   ...F0 f0 F1 f1 b0 w0 F2 B0 W0 f2 b1 w1 F3 B1 W1 f3 b2 w2 B2 b3 B3 W2 w3 W3
     "zb-v": Schedule(vee, 2, zb_v),
-    # Pairs of an F, which is Joined, and a B: the messages that experts send in one can hide behind
-    # the other's arithmetic (DeepSeek-V3, arXiv:2412.19437, section 3.2.1; folded into a V by Sea
-    # AI Lab). M has to be 2p or more.
+    # Pairs of an F, which is Joined, and a B: the all-to-alls of one's mixture of experts can hide
+    # behind the other's arithmetic (DeepSeek-V3, arXiv:2412.19437, section 3.2.1; folded into a V
+    # by Sea AI Lab). M has to be 2p or more.
     #     rank 0   F0 F1 F2 f0 b0 w0 f1 F3 b1    f2 B0    b2    f3 ...B1    b3    B2 W2 B3 W3
     #     rank 1   ...F0 f0 F1 f1 F2 b0    f2 B0    F3 b1    f3 B1    b2    B2    b3 B3 w3 W3
     "dualpipe-v": Schedule(vee, 2, dualpipe_v),
@@ -309,7 +309,7 @@ class Mail:
         """Before this rank plays these actions: list what other ranks make for them, in order."""
         makers = filter(None, [source(action, self.end) for action in actions])
         coming = [maker for maker in makers if self.home[maker.stage] != self.rank]
-        # a sender's tensors come in its own order; between senders this order is only a guess
+        # a sender's tensors come in its own order; between senders any order would do
         self.coming = deque(sorted(coming, key=self.position.get))
 
     def begin_receive(self):
@@ -333,8 +333,8 @@ class Mail:
     def put(self, action, tensor):
         """After each action: start receives, and send the tensor that the action has made.
 
-        The receives are of what others make up to two places later in their plans than this action
-        is in its own. If they began only in take(), ranks could block each other for ever (bfs)."""
+        Receives start two actions ahead, by the places of actions in their plans. If they started
+        only in take(), two ranks could each wait to send until the other receives (in bfs)."""
         while self.coming and self.position[self.coming[0]] <= self.position[action] + 2:
             self.begin_receive()
         taker = {"F": action.stage + 1, "B": action.stage - 1}.get(action.kind)  # a stage
@@ -350,7 +350,7 @@ class Mail:
             self.sent = work, tensor
 
     def finish_send(self):
-        """Wait for the last send. Its tensor has to live until then: only one does at a time."""
+        """Wait for the last send, so that the tensor of one alone has to be kept."""
         if self.sent:
             self.sent[0].wait()
         self.sent = None
@@ -376,8 +376,7 @@ def make_links(plans, pipelines):
     mine = {}
     for ranks, link in itertools.product(pipelines, sorted(pairs)):
         if link[0] != link[1]:
-            # torch wants every rank to call new_group, also those that are not in the group
-            group = dist.new_group([ranks[end] for end in link])
+            group = dist.new_group([ranks[place] for place in link])  # every rank makes it
             if dist.get_rank(group) >= 0:  # this rank is in the group
                 mine[link] = group
                 dist.barrier(group)  # NCCL makes the communicator here: no send waits for it
@@ -393,8 +392,8 @@ def make_links(plans, pipelines):
 class SplitLinear(torch.autograd.Function):
     """F.linear, whose backward is B. It appends W to the list `later`, or calls W if that is None.
 
-    parameters: weight and bias in a tuple, so that autograd does not see them. Else B would fire
-    their post-accumulate hooks, although it makes no gradient of theirs (from torch 2.13 on).
+    parameters: weight and bias in a tuple, so that autograd does not see them. Else (torch 2.13) B
+    would fire their post-accumulate hooks, though it makes no gradient of theirs.
     """
 
     later = None  # a list during a B that leaves a W
@@ -402,7 +401,7 @@ class SplitLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, parameters):
         ctx.weight, _ = parameters
-        with torch.enable_grad():  # a second graph, from the parameters to y: its backward is W
+        with torch.enable_grad():  # a second graph, from the parameters alone: its backward is W
             y = F.linear(x.detach(), *parameters)
         ctx.edge = get_gradient_edge(y)
         return y.detach()
@@ -446,6 +445,7 @@ class Pipeline:
         self.kept = {}  # {(micro-batch, stage): (input, edge of the output)}, from F to B
         self.left = {}  # {(micro-batch, stage): [what W calls for each Linear]}, from B to W
         if self.apart:
+            assert not self.updates, "Ws go back through the weights: no updates within a step"
             for module in nn.ModuleList(modules.values()).modules():
                 if type(module) is nn.Linear:  # the W of a subclass stays in its B
                     module.forward = partial(split_linear, weight=module.weight, bias=module.bias)
@@ -471,13 +471,13 @@ class Pipeline:
         actions = [action for action in self.plan if action.kind in kinds]
         self.mail.open(actions)
         for action in actions:
-            taken = self.mail.take(action)  # another rank -> this one
+            taken = self.mail.take(action)
             if action.kind == "F" and action.stage == 0:
                 taken = inputs[action.microbatch]
             made = self.do(action, taken, loss_fn, update)
             if action.kind == "F" and action.stage == self.mail.end:
                 loss += made
-            self.mail.put(action, made)  # this rank -> another
+            self.mail.put(action, made)
             del taken, made  # what nobody keeps is free before the next action
         self.mail.finish_send()
         return loss
@@ -491,14 +491,14 @@ class Pipeline:
             return self.backward(m, stage, taken)
         if kind == "U":
             return update()
-        left = self.left.pop((m, stage), [])  # kind is W
+        left = self.left.pop((m, stage), [])  # kind is W; there is nothing if the stage is frozen
         while left:  # from the last layer to the first, as in backward
             left.pop(0)()  # popped, so that what it holds is free at once
         return None
 
     def forward(self, m, stage, x, loss_fn):
         if stage > 0:
-            x = x.detach().requires_grad_()  # detached: the stage before may be on this rank
+            x = x.detach().requires_grad_()  # a leaf, whose .grad goes to the stage before
         module = self.modules[stage]
         if self.updates:  # until its backward a micro-batch keeps the weights of its forward
             weights = {name: p.clone() for name, p in module.named_parameters()}
@@ -545,7 +545,7 @@ def gather(mine, origins, group):
 class Stages(nn.ModuleList):
     """This rank's stages of a model, whose pipeline is all ranks of the world.
 
-    whole: all stages, in order; those of other ranks may be on the meta device (to_empty() unties).
+    whole: all stages, in order; other ranks' may be on meta (tie anew after to(), to_empty()).
     All must name a parameter as the whole model does: slices of one nn.Sequential do. A parameter
     of stages on several ranks is tied: each rank has an equal copy, and the gradients are summed.
     """
@@ -569,8 +569,7 @@ class Stages(nn.ModuleList):
                 holders[p].add(home[stage])
         self.names = {p: names[p] for p in self.parameters()}
         self.trained = {name: self.origins[name] for p, name in names.items() if p.requires_grad}
-        # in the norm each parameter is counted on one rank
-        self.counted = [p for p in self.parameters() if min(holders[p]) == rank]
+        self.counted = [p for p in self.parameters() if min(holders[p]) == rank]  # in the norm
         self.tied = {}  # {trained parameter that other ranks hold, too: their group}
         for p, ranks in holders.items():
             if len(ranks) > 1 and p.requires_grad:
@@ -585,7 +584,7 @@ class Stages(nn.ModuleList):
         like = next(self.parameters())
         wide = torch.promote_types(like.dtype, torch.float32)
         grads = [p.grad for p in self.counted if p.grad is not None]
-        grads.append(like.new_zeros(1))  # where all is frozen there are no others
+        grads.append(like.new_zeros(1))  # _foreach_norm wants one, also where all is frozen
         square = torch.stack(torch._foreach_norm(grads, dtype=wide)).square().sum()
         dist.all_reduce(square)  # partial -> replicated
         norm = square.sqrt()
@@ -729,7 +728,7 @@ def schedule_at_work(name, here, plans, boundary, logits, loss_of, group=None):
     from torch.distributed import pipelining  # takes as long to import as all the rest
 
     size, dtype, device = boundary
-    # examples of what stages take and make: to ask other ranks for shapes torch needs NumPy
+    # examples of what stages take and make; without them torch would ask other ranks, by NumPy
     between = torch.empty(size, dtype=dtype, device=device, requires_grad=True)
     ids = between.new_empty(logits[:2], dtype=torch.int64)
     stages = []

@@ -139,6 +139,9 @@ def test_after_a_backward_that_raises_others_make_all_gradients(monkeypatch):
         Pipeline({0: linear}, plans, mail).step([x], raises)
     linear(x).sum().backward()
     assert linear.weight.grad is not None
+    plan = plans[0] + make_plans("pipedream", 1, 2)[0]
+    with pytest.raises(AssertionError, match="no updates"):
+        Pipeline({0: linear}, [plan], mail)
 
 
 def test_pictures_are_what_the_schedules_do():
