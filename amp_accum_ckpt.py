@@ -103,8 +103,7 @@ def update(parameters, optimizer, clip, scaler=None, group=None):
     for p, part in zip(trained, flat.split([p.numel() for p in trained])):
         p.grad = part.view_as(p)  # a piece of flat: nothing is copied back
     norm = nn.utils.get_total_norm([p.grad for p in trained])
-    # with an inf or nan in them, gradients stay as they are: those of norm 0 are not scaled
-    finite = norm.nan_to_num(0, posinf=0)
+    finite = norm.nan_to_num(0, posinf=0)  # inf or nan counts as 0: nothing is scaled
     nn.utils.clip_grads_with_norm_(trained, clip or math.inf, finite)
     if scaler is None:
         optimizer.step()
@@ -202,8 +201,7 @@ class Call:
         hooks = hooks_around()
         self.inputs = [Kept(x, hooks) if torch.is_tensor(x) else x for x in inputs]
         self.states = random_states()
-        device = inputs[0].device.type
-        # without an argument for it, the dtype is the one in force now
+        device = inputs[0].device.type  # torch.autocast takes this device's dtype in force now
         self.autocast = torch.autocast(device, enabled=torch.is_autocast_enabled(device))
         self.shapes = []  # of the tensors 0, 1, .. that autograd wanted to keep
         self.made = {}  # {index: Kept}: what repeat() has made and backward has yet to take

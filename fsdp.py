@@ -18,7 +18,7 @@ gradients. P_again of the P parameters are gathered twice: those of all blocks b
       with --no-reshard                     -             8 P (N-1)/N, all blocks stay gathered
     gathers and sums, L blocks and the root -             2L all-gathers, L+1 reduce-scatters
 
---hsdp N: every N ranks share a copy of the model. zero.py --stage 3 holds and sends about the same.
+--hsdp N: every N ranks share a copy of the model, and the copies all-reduce chunks of gradients.
 
     model = FSDP(model, model.blocks)  # gradients are summed over ranks, not averaged
     optimizer = torch.optim.AdamW(model.parameter_groups(), lr=1e-3)
@@ -29,9 +29,10 @@ gradients. P_again of the P parameters are gathered twice: those of all blocks b
     state = model.full_state_dict()  # gathers what to save: every rank gets all of it
 
 Not for: optimizers that look at whole matrices (Muon, Shampoo, LAMB, Adafactor); ranks that use
-different blocks in a step; a loss of two forwards that use different parts of a block; blocks that
-run twice in a forward, or share parameters; sparse gradients; second derivatives; reentrant
-checkpointing; autograd.grad(loss, x); freezing or loading later (load before FSDP takes a module).
+different blocks in a step; a loss of two forwards of which one leaves out a part of a block; blocks
+that run twice in a forward, or share parameters; sparse gradients; second derivatives; reentrant
+checkpointing; autograd.grad(loss, x); freezing or loading later, hooks or attributes of parameters
+(new ones take their places). Parameters that a step does not use get gradients of 0, not None.
 Zhao 2023, "PyTorch FSDP", arXiv:2304.11277, sections 3, 4. At work: fully_shard, section 3 below.
 
     torchrun --standalone --nproc_per_node=2 fsdp.py
@@ -61,8 +62,8 @@ from harness.run import Run, Side
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# What this rank has of a parameter p: the numbers of p.flatten() from index `first` on, which are
-# shard[span]. piece: an nn.Parameter, a view of shard[span], so that the optimizer steps shard
+# What this rank has of a parameter p: p.flatten()[first:first + len(piece)], which is shard[span].
+# piece: an nn.Parameter on this memory, so that the optimizer steps shard
 Part = namedtuple("Part", "first span piece")
 
 
@@ -88,7 +89,7 @@ class Flat:
         self.chunk = -(-self.size // n)  # numbers in a chunk: rounded up
         self.shard = torch.zeros(self.chunk, dtype=kept, device=home)  # (chunk,)
         self.full = torch.empty(n * self.chunk, dtype=dtype or kept, device=device)  # (n * chunk,)
-        # new ones, since p.data of a p on the meta device cannot become a tensor on another device
+        # new Parameters: .data of one on the meta device takes no tensor on another device
         self.parameters = [nn.Parameter(self.full.new_empty(0)) for _ in olds]
         self.shapes = {p: old.shape for p, old in zip(self.parameters, olds)}
         self.places = self.views(self.full)  # {parameter: its view of full}
@@ -108,7 +109,7 @@ class Flat:
     def cut(self):
         """-> {parameter: Part} of this rank's chunk; its padding is in none, and stays zero."""
         parts = {}
-        start = -dist.get_rank(self.group) * self.chunk  # where p begins, relative to this chunk
+        start = -dist.get_rank(self.group) * self.chunk  # where p begins: 0 is this chunk's
         for p, shape in self.shapes.items():
             end = start + shape.numel()
             span = slice(max(start, 0), min(end, self.chunk))
@@ -203,7 +204,7 @@ class FSDP(nn.Module):
     blocks: submodules, in the order in which they run
     replicas: the group of ranks with the same shard, one in each copy of the model (None: one copy)
     reshard: free blocks after forward, and gather them again for backward
-    dtype: of gathered weights (None: the module's, as shards and sums have); inputs are not cast
+    dtype: of gathered weights (None: the module's, which shards and sums keep); inputs are not cast
     device: where the module computes (None: where it is); home: where shards live (None: on device)
     init(name, tensor): fills a tensor of a module on the meta device, which also needs `device`.
         Values must depend on the name alone: a rank calls it only for what it keeps a piece of
@@ -234,7 +235,7 @@ class FSDP(nn.Module):
                 self.replace({p: nn.Parameter(whole, requires_grad=False)})
         for block in blocks:
             i = len(self.units)
-            if self.make_unit(block, dtype, home):  # else nothing in it is trained
+            if self.make_unit(block, dtype, home):  # None if nothing in it is trained
                 block.register_forward_pre_hook(partial(self.enter, i))
                 block.register_forward_hook(partial(self.after_forward, i))
         self.block_units = list(self.units)  # those up to here
@@ -253,7 +254,7 @@ class FSDP(nn.Module):
         self.unit_of.update(dict.fromkeys(unit.parameters, unit))
         self.replace(dict(zip(olds, unit.parameters)))
         for old, p in zip(olds, unit.parameters):
-            if not old.is_meta or p in unit.parts:  # unless it is on meta, all ranks broadcast it
+            if not old.is_meta or p in unit.parts:  # value_of broadcasts, unless old is on meta
                 unit.store(p, self.value_of(old, names[old]))
         return unit
 
@@ -279,7 +280,7 @@ class FSDP(nn.Module):
     # forward: a block is gathered while the one before it computes
 
     def forward(self, *args, **kwargs):
-        assert not self.in_backward, "FSDP: a backward has raised (make the model anew), or runs"
+        assert not self.in_backward, "FSDP: a backward has raised (make the model anew) or runs"
         self.free()  # what a forward without a backward has left
         self.gather_root()
         self.prefetch(0)
@@ -325,7 +326,7 @@ class FSDP(nn.Module):
 
     def backward_reaches(self, i, gradient):
         """Backward has come to the output of block i: it is through with block i + 1."""
-        self.backward_begins(gradient)  # if the loss is not of the model's output
+        self.backward_begins(gradient)  # no need, unless the loss is not of the model's output
         if i + 1 < len(self.block_units):
             self.close(self.block_units[i + 1])
         self.enter(i)
@@ -341,7 +342,7 @@ class FSDP(nn.Module):
 
     def backward_ends(self):
         for unit in self.units:
-            self.close(unit)  # the first block and the root; the others are closed already
+            self.close(unit)  # the first block and the root; others are closed, unless skipped
         self.summing[-1].continue_sum()  # close() has continued the others
         for unit in self.summing:
             unit.finish_sum()

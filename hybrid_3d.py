@@ -15,9 +15,9 @@ same. sum: each has a summand, and a step adds them up. The norm counts each num
 
     kind of parameter           tp                 data    replicas    ep     ends
     matrix                      cut                sum
-    outside: norms, router,     same; --sp: sum    sum
-      biases of rows
-    expert; tp > 1 wants --sp   sum                        sum         cut
+    outside: norms, router,     same (--sp: sum)   sum
+      biases of RowLinears
+    expert                      sum (wants --sp)           sum         cut
     tied: embedding and head    cut                sum                        sum
 
     numbers that a rank sends in a step (tp, pp: of a middle stage), A = B/(dp M) * T/cp * C
@@ -32,10 +32,10 @@ ZeRO-3 with several stages. Narayanan 2021, arXiv:2104.04473, 3; Llama 3, arXiv:
 At work: DeviceMesh, fully_shard, parallelize_module, torch.distributed.pipelining (section 3).
 
     plans = pipeline_parallel.make_plans("1f1b", ranks=2, microbatches=4)
-    boundary = (B // dp // 4, T, C), dtype, device  # of what a stage sends to the next
+    boundary = (B // dp // 4, T, C), dtype, device  # what a stage sends to the next
     model = parallelize(gpt, Mesh(plans, dp=2, tp=2), plans, [2, 2], boundary)  # 2 layers each
     optimizer = AdamW(model.parameter_groups(), lr=1e-3)
-    loss, norm = train_step(model, optimizer, x, y, valid, clip=1.0)  # x, y: this copy's rows
+    loss, norm = train_step(model, optimizer, x, y, valid, clip=1.0)  # loss: this rank's part
 
     torchrun --standalone --nproc_per_node=8 hybrid_3d.py --dp 2 --tp 2 --pp 2
 """
@@ -96,7 +96,7 @@ def parallelize(model, mesh, plans, layers, boundary, *, sp=False, ring=None, re
     zero       ZeRO's level
     """
     splits = any(action.kind == "W" for action in plans[0])  # are backwards split into B and W?
-    at_once = len(plans) == 1 and plans[0][1].kind == "B" and not splits  # one rank: F B F B ..
+    at_once = len(plans) == 1 and plans[0][1].kind == "B" and not splits  # actions F B F B ..
     assert zero < 3 or at_once, "ZeRO-3 wants one stage, and each backward right behind its forward"
     assert sp or mesh.size["tp"] == 1 or not has_experts(model), "experts with tp > 1 want sp=True"
     origins = origins_of(model, layers, plans)  # before tp cuts what they describe
@@ -149,7 +149,7 @@ class Mesh:
         self.add("ends", ranks[sorted(ends)], [0])
 
     def add(self, axis, ranks, dims):
-        """A group for each set of ranks that differ in the dimensions `dims` of `ranks` alone.
+        """A group for each set of ranks with all coordinates in common but those of `dims`.
 
         Torch wants every rank to call new_group, also those that are not in the group.
         Ranks of middle stages get no "ends".
@@ -228,8 +228,8 @@ class SummingPipeline(Pipeline):
         for zero in zeros:
             if zero.level < 2:
                 zero.sync = action in self.last
-            else:  # the micro-batch's gradients are complete after a W, or a B that leaves none
-                zero.sync = kind == "W" or (m, stage) not in self.apart
+            else:  # a micro-batch's gradients are complete after its last part
+                zero.sync = not (kind == "B" and (m, stage) in self.apart)
         made = super().do(action, taken, loss_fn, update)
         for zero in zeros:
             if zero.level >= 2:
@@ -271,7 +271,7 @@ class Hybrid(nn.Module):
         self.counted = [part for part in self.parts if self.is_first(part.parameter)]
 
     def lay_out(self, here, tied, kinds, splits):
-        """Fills in names, along -> {(stage, axis of copies): {name of a module: Unit}}."""
+        """-> {(stage, axis of copies): {name of a module: Unit}}. Fills self.names, self.along."""
         units = defaultdict(dict)
         for stage, module in here.items():
             for name, p in module.named_parameters():
@@ -291,8 +291,8 @@ class Hybrid(nn.Module):
                         site = ""
                     where = "tied" if p in tied else stage
                     copies = "replicas" if "replicas" in kind else "data"
-                    own = units[where, copies]
-                    unit = own.setdefault(site, Unit([], [module.get_submodule(site)], stays))
+                    by_site = units[where, copies]
+                    unit = by_site.setdefault(site, Unit([], [module.get_submodule(site)], stays))
                     unit.parameters.append(p)
         return units
 
@@ -300,7 +300,7 @@ class Hybrid(nn.Module):
         """Is this the first of the ranks that hold the same numbers of p and of its gradient?"""
         repeated = {axis for axis, what in self.along[p].items() if what != "cut"}
         if self.level and p.requires_grad:
-            repeated -= {"data", "replicas"}  # ZeRO cuts it there
+            repeated -= {"data", "replicas"}  # ZeRO cuts its gradient there
         return all(dist.get_rank(self.mesh.group[axis]) == 0 for axis in repeated)
 
     def parameter_groups(self):
@@ -310,7 +310,7 @@ class Hybrid(nn.Module):
     def zero_grad(self):
         for zero in self.zeros:
             zero.zero_grad()
-            zero.sync = False  # until SummingPipeline, or sum_gradients, says so
+            zero.sync = False  # until SummingPipeline or sum_gradients sets it
 
     def full_state_dict(self):
         """-> {name in the plain model: parameter or buffer}, on every rank."""
@@ -328,7 +328,7 @@ class Hybrid(nn.Module):
         mine = {}
         for stage in self.stages:
             for name, t in stage.state_dict(keep_vars=True).items():
-                t_here = found.get(t, t)  # a buffer or frozen one is not found, but whole already
+                t_here = found.get(t, t)  # ZeRO has neither buffers nor what is frozen
                 # over tp: sharded -> replicated
                 mine[name] = tensor_parallel.unshard(t_here, self.tp.cuts.get(t), self.tp)
         mine = moe.gather_experts(mine, self.mesh.group["ep"])  # over ep: sharded -> replicated
@@ -367,12 +367,12 @@ def step(model, optimizer, norm, clip):
 class SplitColumns(torch.autograd.Function):
     """ColumnParallel in schedules with Ws: its backward makes dx alone, and leaves the rest to W.
 
-    Nothing hides the sum of dx over tp, unless W follows at once. Other Linears: SplitLinear.
+    Nothing hides the sum of dx over tp if W is put off. Other Linears become SplitLinear.
     """
 
     @staticmethod
     def forward(ctx, tp, x, parameters):
-        ctx.parameters = parameters  # under autocast casts of the model's own
+        ctx.parameters = parameters  # under autocast copies of the model's
         return ColumnParallel.forward(ctx, tp, x, *parameters)  # stores tp and x in ctx, too
 
     @staticmethod
@@ -393,7 +393,7 @@ def split_columns(tp, x, *parameters):
         return ColumnParallel.apply(tp, x, *parameters)  # no W
     if torch.is_grad_enabled() and not x.requires_grad:
         x = x.detach().requires_grad_()  # else autograd, which sees x alone, would skip backward
-    return SplitColumns.apply(tp, x, parameters)  # in a tuple, as for SplitLinear
+    return SplitColumns.apply(tp, x, parameters)  # in a tuple: see SplitLinear
 
 
 def add_gradients(tp, x, dys, parameters):
@@ -525,11 +525,11 @@ def evaluate(model, x, y):
 def in_microbatches(model, x, y, valid):
     """-> what Pipeline.step takes: inputs, and a function -> a micro-batch's part of the loss."""
     targets = y.chunk(model.pipeline.microbatches)
-    vocab = model.origins["tok.weight"][1].shape[0]  # V, as in the plain model
 
     def loss_of(logits, m):
         if model.tp.size == 1:
             return loss_sum(logits, targets[m]) / valid
+        vocab = model.origins["tok.weight"][1].shape[0]  # V, as in the plain model
         return vocab_parallel_cross_entropy(logits, targets[m], vocab, model.tp) / valid
 
     return x.chunk(model.pipeline.microbatches), loss_of
@@ -748,7 +748,7 @@ def sent_on_tp(args, b, layers, is_first, is_last):
     halves = 1 if args.experts and not args.shared else 2
     block = half * halves
     if args.ckpt == "full":  # all again but the MLP's g, the last. f sends nothing without --sp
-        block += 1 + halves if args.sp else 2
+        block += (1 + halves) if args.sp else 2
     sent = layers * block * x
     if is_first:
         sent += 2 * x
@@ -828,7 +828,7 @@ def textbook(run, plans, layers, model):
             on_tp + sent_by_sums(model, "tp"), group["tp"])
         row("cp", "M L/pp (4 b + 2 w) A (cp-1)/tp K/H", sent_on_cp(args, b, blocks), group["cp"])
         row("pp", "M A b, --sp /tp, per neighbour", sent_on_pp(args, b, neighbours),
-            group["pp"], *(links[ends] for ends in links if place in ends))
+            group["pp"], *(links[link] for link in links if place in link))
     return rows
 
 
@@ -896,7 +896,7 @@ def set_up(run, impl, mesh, plans, layers, boundary):
     moe.set_biases(plain, run)
     autocast = torch.autocast(run.device.type, torch.bfloat16) if args.amp == "bf16" else None
 
-    def ring(group):  # that attends in every dtype, on every backend
+    def ring(group):  # -> a Ring that takes every dtype, on every backend
         return context_parallel.for_proofs(context_parallel.KINDS[args.attn](group))
 
     model = parallelize(

@@ -5,7 +5,7 @@
 
 At f and g ranks communicate. Inside is from an f to its g, outside is the rest; (+) adds the
 residual. q, k, v, up (and Llama's gate) are cut by columns, out and down by rows, token embedding
-and head by vocabulary. Inside no rank needs another: heads are apart, gelu takes single numbers.
+and head by vocabulary. Inside no rank needs another: heads are apart, gelu is elementwise.
 
     x outside is       f forward   f backward                        g forward       g backward
     whole              -           all-reduce dx                     all-reduce      -
@@ -18,10 +18,10 @@ and head by vocabulary. Inside no rank needs another: heads are apart, gelu take
                    q, k, v, heads, up, gelu      12 B T C             1/tp           1/tp
     a block sends, times B T C (tp-1)/tp         -                    8, in 4 calls  10, in 10 calls
 
-With --sp, f keeps its piece of x, and gathers x again in backward. q, k and v share one f by
-columns(x, q, k, v), gate and up alike; called alone, each has its own. In your code, with V words:
+With --sp, f keeps its piece of x, and gathers x again in backward. By columns(x, q, k, v) Linears
+share an f; a plan alone gives each its own: GPT-2 sends 12 (--sp 16), Llama 14 (19). With V words:
 
-    tp = WholeSequence(group)  # whose ranks all get the same x, y. CutSequence(group) is --sp
+    tp = WholeSequence(group)  # its ranks all get the same ids x. --sp: CutSequence(group)
     model = cut_model(model, tp, {"*.up": ColumnLinear, "*.down": RowLinear, ...})
     (vocab_parallel_cross_entropy(model(x), y, V, tp) / valid_targets).backward()
     sum_gradients(model, tp)
@@ -61,7 +61,7 @@ from harness.run import Run, Side
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
 
-# In comments, partial: each rank has a summand, sharded: a piece, replicated: all have the same.
+# Comments call what ranks hold partial (a summand each), sharded (a piece), replicated (the same).
 
 # renamed in torch 2.13
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -99,7 +99,7 @@ class Ranks:
         self.rank = dist.get_rank(group)
         self.cuts = {}  # {parameter: Cut}, of those that are cut
         self.inside = set()  # parameters that are whole, but used inside
-        # attributes, so that hybrid_3d.py can replace them, to compute weights' gradients later
+        # attributes, so that hybrid_3d.py can replace them: zero bubble puts off weights' gradients
         self.column_parallel = ColumnParallel.apply
         self.linear = F.linear
 
@@ -114,8 +114,7 @@ class WholeSequence(Ranks):
     def reduce(self, y):
         """From inside to outside: summands y (.., T, C) -> their sum, in y's memory."""
         work = dist.all_reduce(y, group=self.group, async_op=True)  # partial -> replicated
-        # The sum overwrites y unseen by autograd, and a selective checkpoint that has kept y would
-        # use the sum for it. With a new version of y it raises instead
+        # the sum overwrites y: a selective checkpoint that has kept y sees its version, and raises
         torch.autograd.graph.increment_version(y)
         return Pending(y, work)
 
@@ -150,8 +149,8 @@ class ColumnParallel(torch.autograd.Function):
     def forward(ctx, tp, x, *parameters):
         """parameters: weight, bias, weight, bias, .. Each bias may be None."""
         ctx.tp = tp
-        ctx.save_for_backward(x, *parameters)  # before the gather, which makes x tp times as large
-        x = tp.gather(x).wait()  # sharded(T) -> replicated
+        ctx.save_for_backward(x, *parameters)  # before the gather: with --sp x grows by it
+        x = tp.gather(x).wait()  # replicated or sharded(T) -> replicated
         pairs = zip(parameters[::2], parameters[1::2])
         return tuple(F.linear(x, weight, bias) for weight, bias in pairs)
 
@@ -164,7 +163,7 @@ class ColumnParallel(torch.autograd.Function):
         gradients = [None] * len(parameters)
         reducing = Pending(None)  # if x needs no gradient, dx is None
         if any(needed):
-            gathering = ctx.tp.gather(x)  # sharded(T) -> replicated
+            gathering = ctx.tp.gather(x)  # replicated or sharded(T) -> replicated
         if dx_needed:
             summand = input_gradient(dys, parameters[::2])
             reducing = ctx.tp.reduce(summand)  # partial -> replicated or sharded(T)
@@ -284,7 +283,7 @@ def columns(x, *linears):
     operands = [x]
     for linear in linears:
         operands += [linear.weight, linear.bias]
-    # Autocast is off in backward, where dy @ weight needs one dtype: so what is saved is cast here
+    # Cast here, before it is saved: in backward autocast is off, and dy @ weight needs one dtype
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         operands = [None if t is None else t.to(dtype) for t in operands]
@@ -297,8 +296,8 @@ class RowLinear(CutModule):
     dims = {"weight": 1}  # rows of A are columns of weight
 
     def forward(self, y):
-        # With 2 dims F.linear returns what its matmul has made. A selective checkpoint keeps that,
-        # and tp.reduce gives it a new version
+        # With 2 dims F.linear returns the matmul's own result, which selective checkpoints keep, so
+        # that tp.reduce raises its version. With 3 it returns another tensor on the same memory
         product = self.tp.linear(y.flatten(0, -2), self.weight, None)  # (N, C)
         summand = product.unflatten(0, y.shape[:-1])  # (.., T, C)
         x = ReduceFromTP.apply(summand, self.tp)  # partial -> replicated or sharded(T)
@@ -327,8 +326,8 @@ def inside(module, tp):
 class SeededDropout(nn.Dropout):
     """Each mask has a seed of its own: a random number that all ranks draw alike, plus `offset`.
 
-    They draw it from the CPU's default generator, which no rank may use alone: cut_model gives it
-    the same state on all ranks, and checkpoints restore that before they run forward again.
+    They draw it from the CPU's default generator: cut_model gives it one state on all ranks, none
+    may draw from it alone, and activation checkpointing restores it to run forward again.
     """
 
     def __init__(self, dropout, offset):

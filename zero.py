@@ -179,7 +179,7 @@ class Flat:
     def cut(self):
         """-> [Part] of this rank's chunk; its padding is in none of them, and stays zero."""
         parts = []
-        start = -self.mine.start  # where p begins, relative to this chunk; negative: before it
+        start = -self.mine.start  # where p begins: 0 is this chunk's first number
         for p, shape in self.shapes.items():
             end = start + shape.numel()
             span = slice(max(start, 0), min(end, self.chunk))
