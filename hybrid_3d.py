@@ -76,9 +76,9 @@ from harness.usage import refusing
 from zero import held, pieces_of_each
 
 # ---- 1. the technique (copy this, the files that it imports, and what they import) ----
-# For another model write anew what this calls of section 2 (kind_of, unit_of, origins_of, trained,
-# has_experts, within_layers, between_layers, around_layers) and pipeline_parallel's carve, in whose
-# stages all parameters keep the names that they have in the plain model.
+# For another model write anew what is of the toy: carve, which here is pipeline_parallel's (in its
+# stages parameters keep the plain model's names), and of section 2 kind_of, unit_of, within_layers,
+# has_experts, around_layers, in_microbatches.
 
 
 def parallelize(model, mesh, plans, layers, boundary, *, sp=False, ring=None, recompute=None,
@@ -115,7 +115,7 @@ def parallelize(model, mesh, plans, layers, boundary, *, sp=False, ring=None, re
     return hybrid
 
 
-# ---- who is who
+# ---- who is who, and has what of the plain model
 
 
 class Mesh:
@@ -161,6 +161,33 @@ class Mesh:
             group = dist.new_group(row)
             if dist.get_rank() in row:
                 self.group[axis] = group
+
+
+def between_layers(model, layers, plan):
+    """-> this rank's {stage: module}, {parameter of several stages: its name in the first}"""
+    stages = carve(model, layers)
+    count = Counter(p for stage in stages for p in stage.parameters())
+    tied = {p: name for name, p in model.named_parameters() if count[p] > 1}
+    return {action.stage: stages[action.stage] for action in plan}, tied
+
+
+def origins_of(model, layers, plans):
+    """Before the model is cut -> {name: (first place along pp that has it, a meta tensor like it)}
+
+    requires_grad marks what full_gradients returns: what is trained, a tied one once.
+    """
+    home = pipeline_parallel.homes(plans)
+    wanted = [name for name, p in model.named_parameters() if p.requires_grad]
+    found = {}
+    for number, stage in enumerate(carve(model, layers)):
+        for name, t in stage.state_dict().items():
+            like = t.to("meta").requires_grad_(name in wanted)
+            found.setdefault(name, (home[number], like))
+    return found
+
+
+def trained(origins):
+    return {name: origin for name, origin in origins.items() if origin[1].requires_grad}
 
 
 # ---- what becomes of a gradient
@@ -433,25 +460,6 @@ def unit_of(name):
     return words[0], True
 
 
-def origins_of(model, layers, plans):
-    """Before the model is cut -> {name: (first place along pp that has it, a meta tensor like it)}
-
-    requires_grad marks what full_gradients returns: what is trained, a tied one once.
-    """
-    home = pipeline_parallel.homes(plans)
-    wanted = [name for name, p in model.named_parameters() if p.requires_grad]
-    found = {}
-    for number, stage in enumerate(carve(model, layers)):
-        for name, t in stage.state_dict().items():
-            like = t.to("meta").requires_grad_(name in wanted)
-            found.setdefault(name, (home[number], like))
-    return found
-
-
-def trained(origins):
-    return {name: origin for name, origin in origins.items() if origin[1].requires_grad}
-
-
 def within_layers(model, mesh, plans, splits, sp, ring):
     """-> tensor_parallel's WholeSequence or CutSequence"""
     tp = CutSequence(mesh.group["tp"]) if sp else WholeSequence(mesh.group["tp"])
@@ -480,14 +488,6 @@ def replacements(model):
 
 def has_experts(model):
     return hasattr(model.blocks[0].mlp, "experts")
-
-
-def between_layers(model, layers, plan):
-    """-> this rank's {stage: module}, {parameter of several stages: its name in the first}"""
-    stages = carve(model, layers)
-    count = Counter(p for stage in stages for p in stage.parameters())
-    tied = {p: name for name, p in model.named_parameters() if count[p] > 1}
-    return {action.stage: stages[action.stage] for action in plan}, tied
 
 
 def around_layers(here, recompute, autocast):
