@@ -25,7 +25,7 @@ in update(), which has gradients twice. dp ranks share the batch, and all-reduce
     replicate(model)                                  # with several ranks: all begin alike
     for block in model.blocks:
         block.forward = partial(full, block.forward)  # or selective
-    scaler = LossScaler("cuda")  # fp16, and AdamW(.., fused=True). bf16, fp32: scaler = None
+    scaler = LossScaler("cuda")  # for fp16, with AdamW(.., fused=True); bf16, fp32: scaler = None
     def part_of_loss(x, y):
         with torch.autocast("cuda", torch.float16):   # bf16: torch.bfloat16; fp32: no autocast
             return loss_sum(model(x), y) / valid      # valid: targets of the whole global batch
@@ -79,7 +79,7 @@ def accumulate(part_of_loss, microbatches, scaler=None):
     """Run backward of one micro-batch after the other: gradients add up -> this rank's loss.
 
     part_of_loss(*microbatch) -> the sum of its token losses, divided by the valid targets of the
-    whole global batch: means of micro-batches that have unequally many must not be averaged.
+    whole global batch. (A mean of means would be wrong: micro-batches have unequally many targets)
     """
     loss = 0.0
     for microbatch in microbatches:
@@ -134,7 +134,7 @@ class LossScaler:
         good_steps = torch.where(overflow, 0, self.good_steps + 1)
         doubles = good_steps >= self.interval
         factor = torch.where(overflow, 0.5, torch.where(doubles, 2.0, 1.0))
-        self.scale = (self.scale * factor).clamp(1.0, 2.0 ** 100)  # from 0 or inf none returns
+        self.scale = (self.scale * factor).clamp(1.0, 2.0 ** 100)  # 0 and inf would never change
         self.good_steps = torch.where(doubles, 0, good_steps)
 
 
@@ -146,8 +146,8 @@ class LossScaler:
 def hooks_around():
     """-> pack, unpack: the pair in force (save_on_cpu's, an outer checkpoint's), or a default."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # torch has no public way
-    # Detached, since softmax keeps its result, whose grad_fn is softmax: without a backward they
-    # would hold each other for ever. A tensor's version counts its changes in place.
+    # Detached: softmax keeps its result, whose grad_fn is softmax, a cycle that no more than a
+    # backward would break. A tensor's version counts its changes in place.
     return hooks or (lambda tensor: (tensor.detach(), tensor._version), unless_changed)
 
 
@@ -171,17 +171,17 @@ class Kept:
 
 
 def full(forward, *inputs, **keywords):
-    """forward(*inputs, **keywords), keeping these alone (Chen 4). inputs[0] has to be a tensor.
+    """forward(*inputs, **keywords), which keeps only these (Chen 4). inputs[0] has to be a tensor.
 
     The graph is built as always, but holds an index in the place of each tensor. When backward
     wants the first of these tensors, forward runs again, with the same random numbers and autocast,
     until it has made the one with the last index. If that is the last matmul's input, this matmul
-    and an all-reduce after it run once. Other collectives run twice, in one order on all ranks.
+    and an all-reduce after it are not repeated. Other collectives are, in one order on all ranks.
     """
     if not torch.is_grad_enabled():
         return forward(*inputs, **keywords)
-    # disable keeps a torch.compile of the whole model out of forward, since the second run could
-    # make other tensors. partial: forward itself may be compiled, which disable would undo.
+    # disable keeps a torch.compile of the whole model out: the second run could make other tensors.
+    # partial hides a forward that is compiled by itself, which disable would undo.
     forward = torch.compiler.disable(partial(forward))
     call = Call(forward, inputs, keywords)
     with saved_tensors_hooks(call.pack, call.unpack):
@@ -201,7 +201,7 @@ class Call:
         hooks = hooks_around()
         self.inputs = [Kept(x, hooks) if torch.is_tensor(x) else x for x in inputs]
         self.states = random_states()
-        device = inputs[0].device.type  # torch.autocast takes this device's dtype in force now
+        device = inputs[0].device.type  # below, torch.autocast takes the dtype now in force
         self.autocast = torch.autocast(device, enabled=torch.is_autocast_enabled(device))
         self.shapes = []  # of the tensors 0, 1, .. that autograd wanted to keep
         self.made = {}  # {index: Kept}: what repeat() has made and backward has yet to take
@@ -225,7 +225,7 @@ class Call:
             if len(made) == len(self.shapes):
                 raise Enough
 
-        recording = saved_tensors_hooks(record, lambda packed: packed)  # the latter is never called
+        recording = saved_tensors_hooks(record, lambda packed: packed)  # has no backward
         inputs = [x.restore() if isinstance(x, Kept) else x for x in self.inputs]
         before = random_states()
         set_random_states(*self.states)
@@ -270,7 +270,7 @@ class Recipe:
         self.inputs = inputs  # the first keep() puts a Kept or Recipe in the place of each tensor
         self.keywords = keywords
         self.read = [(x, x._version) for x in inputs if torch.is_tensor(x)]  # as op read them
-        self.result = None  # made once (a norm's for q, k and v), held until the graph is freed
+        self.result = None  # made once (q, k and v ask for a norm's), held until the graph is freed
 
     def restore(self):
         if self.result is None:

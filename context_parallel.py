@@ -33,8 +33,8 @@ H/cp heads of all tokens; another undoes it. In a layer a rank's q has Q element
 
 Not for: masks other than causal or none (packed documents, sliding windows), scales other than
 D ** -0.5, dropout in attention, KV caches, v of another width than k, and layers besides attention
-that look at other tokens (convolutions, means). GPUs (Ampere on), but for ulysses: bf16, fp16, D
-a multiple of 8, at most 256. Liu 2023, arXiv:2310.01889, section 3 (ring). Llama team 2024,
+that look at other tokens (convolutions, means). On GPUs (Ampere on) all but ulysses want bf16,
+fp16, D a multiple of 8, at most 256. Liu 2023, arXiv:2310.01889, section 3 (ring). Llama team 2024,
 arXiv:2407.21783, section 3.3.2 (zigzag, allgather). Jacobs 2023, arXiv:2309.14509, section 3
 (ulysses). At work: torch.distributed.tensor.experimental.context_parallel.
     torchrun --standalone --nproc_per_node=2 context_parallel.py --attn zigzag
@@ -57,7 +57,7 @@ from harness.run import Run, Side
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
 
-# Comments call what ranks hold partial (a summand each), sharded (a piece), replicated (the same).
+# In comments a tensor is partial (a summand on each rank), sharded (a piece) or replicated (whole).
 
 aten = torch.ops.aten
 # both were renamed in torch 2.13
@@ -171,12 +171,12 @@ class Ring:
         if hop == 0:
             return 0, tokens, True  # a rank's tokens are in order, also those of chunks 0,7
         # Zigzag's pairs are nested. If theirs is inside mine (3,4 in 0,7), my later chunk sees both
-        # and my earlier one none; if mine is inside theirs (3,4 in 2,5), both see their earlier one
+        # and my earlier one none; if mine is (3,4 in 2,5), both of mine see the earlier of theirs
         mine = self.chunks()
         theirs = self.chunks(hop)
         size = tokens // len(mine)  # of a chunk
-        blind = [chunk for chunk in mine if chunk < theirs[0]]  # before all keys
-        visible = [chunk for chunk in theirs if chunk < mine[-1]]  # before a query
+        blind = [chunk for chunk in mine if chunk < theirs[0]]  # see none of these keys
+        visible = [chunk for chunk in theirs if chunk < mine[-1]]  # seen by all others of mine
         return len(blind) * size, len(visible) * size, False
 
     def bring(self, kv):
@@ -306,7 +306,7 @@ class AllToAll(torch.autograd.Function):
         received = torch.empty_like(parts)
         dist.all_to_all_single(received, parts, group=group)  # sharded(old_dim) -> sharded(new_dim)
         joined = torch.cat(received.unbind(), old_dim)
-        for buffer in (parts, received):  # not in use, but gloo's thread may still refer to them
+        for buffer in (parts, received):  # the collective is over, but gloo may keep references
             buffer.untyped_storage().resize_(0)  # frees the memory at once
         return joined
 
@@ -445,7 +445,7 @@ def work(ring, hop):
     """The work of attention at a hop: 1 for half of the pairs of query and key, 2 for all."""
     if hop == 0:
         return 1  # causal
-    tokens = 2  # a rank need not have more: one in each of zigzag's chunks
+    tokens = 2  # of a rank: at least one in each of zigzag's chunks
     first, key_count, _ = ring.seen(hop, tokens)
     return 2 * (tokens - first) * key_count // tokens**2
 

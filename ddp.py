@@ -53,7 +53,7 @@ from harness.run import Run, Side
 def all_reduce_gradients(module, group=None):
     """The naive form: sums gradients after backward. The ranks must begin with equal parameters."""
     for p in module.parameters():
-        if p.grad is not None:  # on all ranks or on none
+        if p.grad is not None:  # must be so on all ranks or on none
             dist.all_reduce(p.grad, group=group)  # partial (a summand each) -> replicated (the sum)
 
 
@@ -204,9 +204,9 @@ def train_step(model, optimizer, x, y, valid, clip, naive=False):
     """
     optimizer.zero_grad()
     loss = loss_sum(model(x), y) / valid
-    loss.backward()  # inside BucketedDDP: partial -> replicated
+    loss.backward()  # BucketedDDP: partial -> replicated
     if naive:
-        all_reduce_gradients(model)  # partial -> replicated; until here nothing has travelled
+        all_reduce_gradients(model)  # partial -> replicated
     norm = clip_gradients(model.parameters(), clip)
     optimizer.step()
     return loss, norm

@@ -29,10 +29,10 @@ gradients. P_again of the P parameters are gathered twice: those of all blocks b
     state = model.full_state_dict()  # gathers what to save: every rank gets all of it
 
 Not for: optimizers that look at whole matrices (Muon, Shampoo, LAMB, Adafactor); ranks that use
-different blocks in a step; a loss of two forwards of which one leaves out a part of a block; blocks
-that run twice in a forward, or share parameters; sparse gradients; second derivatives; reentrant
-checkpointing; autograd.grad(loss, x); freezing or loading later, hooks or attributes of parameters
-(new ones take their places). Parameters that a step does not use get gradients of 0, not None.
+different blocks in a step; two forwards in a loss that use different parameters of a block; blocks
+that run twice in a forward, or share parameters; methods of the module but model(..); hooks or
+attributes of parameters (new ones replace them); freezing, loading later; sparse gradients; second
+derivatives; reentrant checkpointing; autograd.grad(loss, x). Unused ones: gradients of 0.
 Zhao 2023, "PyTorch FSDP", arXiv:2304.11277, sections 3, 4. At work: fully_shard, section 3 below.
 
     torchrun --standalone --nproc_per_node=2 fsdp.py
@@ -80,16 +80,16 @@ class Flat:
 
     def __init__(self, olds, group, replicas, device, dtype, home):
         """olds: the module's parameters. device, dtype: full's. home: shard's device"""
-        kept = olds[0].dtype  # of the shard
-        assert all(p.dtype == kept for p in olds), "FSDP: a unit's parameters must be of one dtype"
+        own = olds[0].dtype  # of the shard
+        assert all(p.dtype == own for p in olds), "FSDP: a unit's parameters must be of one dtype"
         self.group = group  # n ranks
         self.replicas = replicas  # the group of the ranks with the same shard, or None
         self.size = sum(old.numel() for old in olds)  # without padding
         n = dist.get_world_size(group)
         self.chunk = -(-self.size // n)  # numbers in a chunk: rounded up
-        self.shard = torch.zeros(self.chunk, dtype=kept, device=home)  # (chunk,)
-        self.full = torch.empty(n * self.chunk, dtype=dtype or kept, device=device)  # (n * chunk,)
-        # new Parameters: .data of one on the meta device takes no tensor on another device
+        self.shard = torch.zeros(self.chunk, dtype=own, device=home)  # (chunk,)
+        self.full = torch.empty(n * self.chunk, dtype=dtype or own, device=device)  # (n * chunk,)
+        # new ones, not olds: the .data of one on the meta device takes no tensor of another device
         self.parameters = [nn.Parameter(self.full.new_empty(0)) for _ in olds]
         self.shapes = {p: old.shape for p, old in zip(self.parameters, olds)}
         self.places = self.views(self.full)  # {parameter: its view of full}
@@ -109,7 +109,7 @@ class Flat:
     def cut(self):
         """-> {parameter: Part} of this rank's chunk; its padding is in none, and stays zero."""
         parts = {}
-        start = -dist.get_rank(self.group) * self.chunk  # where p begins: 0 is this chunk's
+        start = -dist.get_rank(self.group) * self.chunk  # where p begins, counted from here
         for p, shape in self.shapes.items():
             end = start + shape.numel()
             span = slice(max(start, 0), min(end, self.chunk))
@@ -133,7 +133,7 @@ class Flat:
         if memory.nbytes() == 0:
             memory.resize_(self.full.nbytes)
             for p, place in self.places.items():
-                # Through .data p shares full's memory, but not its version counter: else autograd
+                # Set as .data, full's memory comes without its version counter. With that, autograd
                 # would take a gather into full for a change of p, and refuse to go backward.
                 p.data = place
             self.sending = self.shard.to(self.full.device, self.full.dtype)
@@ -225,7 +225,7 @@ class FSDP(nn.Module):
         self.units = []  # [Flat], the blocks' in their order, then the root's
         self.unit_of = {}  # {parameter: its unit}
         self.summing = []  # [Flat] whose sums this backward has started, in order
-        self.in_backward = False  # if True, a block's forward is one that a checkpoint runs again
+        self.in_backward = False  # True: a forward of a block is one that a checkpoint runs again
 
         for name, buffer in list(module.named_buffers()):
             self.replace({buffer: self.value_of(buffer, name)})
@@ -326,7 +326,7 @@ class FSDP(nn.Module):
 
     def backward_reaches(self, i, gradient):
         """Backward has come to the output of block i: it is through with block i + 1."""
-        self.backward_begins(gradient)  # no need, unless the loss is not of the model's output
+        self.backward_begins(gradient)  # it has, if the loss is of the model's output
         if i + 1 < len(self.block_units):
             self.close(self.block_units[i + 1])
         self.enter(i)

@@ -27,9 +27,9 @@ same. sum: each has a summand, and a step adds them up. The norm counts each num
     data  k P (n-1)/n, of P parameters here, n = dp cp; k is 2, in ZeRO-2 M + 1, in ZeRO-3 3 M
     ends  V C/tp by the first stage and the last, if the embedding is tied; ZeRO: 1/(dp cp) of it
 
-Not for: norms of q and k (the table lacks their row), optimizers of whole matrices, several ties,
-ZeRO-3 with several stages. Narayanan 2021, arXiv:2104.04473, 3; Llama 3, arXiv:2407.21783, 3.3.2.
-At work: DeviceMesh, fully_shard, parallelize_module, torch.distributed.pipelining (section 3).
+Not for: norms of q and k (the table has no row), optimizers of whole matrices, several ties,
+pipedream, ZeRO-3 of several stages. Narayanan 2021, arXiv:2104.04473, 3; Llama 3, arXiv:2407.21783,
+3.3.2. Section 3: DeviceMesh, fully_shard, parallelize_module, torch.distributed.pipelining.
 
     plans = pipeline_parallel.make_plans("1f1b", ranks=2, microbatches=4)
     boundary = (B // dp // 4, T, C), dtype, device  # what a stage sends to the next

@@ -8,8 +8,8 @@ each rank has 3 tokens, K is 2. Rank 0 has experts 0 and 1, rank 1 has 2 and 3; 
     rank 1    0 1 | 2 2 3 3   2 3 2 2 3 3   2 2 2 3 3 3     0 1 | 2 2 3 3      3 tokens
 
 Each of n ranks has its own part of the batch, N tokens. Groups `ep`, of ep ranks each, share out
-the experts; ranks with the same ones are a group `replicas`. Of all weights, `dense` are outside
-experts and `experts` in them, b bytes each. Of the rows, 1/ep stay on their rank.
+the experts; ranks with the same ones are a group `replicas`. `dense` weights are outside experts,
+`experts` weights in them; each has b bytes.
 
     on each rank, experts being balanced   one process             here
     bytes of weights, gradients, AdamW     4 b (dense + experts)   4 b (dense + experts/ep)
@@ -57,7 +57,7 @@ from harness.flags import ANY, POSITIVE, Flag, arguments, require
 from harness.run import Run, Side
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
-# Comments call what ranks hold partial (a summand each), sharded (a piece), replicated (the same).
+# In comments a tensor is partial (a summand on each rank), sharded (a piece) or replicated (whole).
 
 
 class AllToAll(torch.autograd.Function):
@@ -307,7 +307,7 @@ class MoE(nn.Module):
     def visit(self, tokens, gates, routing):
         """Tokens (N, C) -> (N, C): for each the sum of its K experts' answers, times gates."""
         N, C = tokens.shape
-        # K copies of each token. (tokens[order // K] would sum their gradients in any order)
+        # K copies of each token. (tokens[order // K] would sum a token's K gradients in any order)
         rows = tokens.unsqueeze(1).expand(-1, self.top_k, -1).flatten(0, 1)  # (N K, C)
         rows = rows.index_select(0, routing.order)  # by token -> by expert, no row twice
         # on the tokens' ranks -> on the experts' ranks
@@ -370,7 +370,7 @@ def sum_over_ranks(tensors, group):
 def gradient_norm(model, ep):
     """After sum_gradients: the norm of the whole model's gradient, each expert counted once."""
     dense, experts = gradients_of(model)
-    dense.append(next(model.parameters()).new_zeros(1))  # so that one exists, if all are frozen
+    dense.append(next(model.parameters()).new_zeros(1))  # so that there is a dense[0]
     wide = torch.promote_types(dense[0].dtype, torch.float32)
     squares = torch.stack(torch._foreach_norm(dense + experts, dtype=wide)).square()
     square_of_experts = squares[len(dense):].sum()

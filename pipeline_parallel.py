@@ -28,7 +28,7 @@ micro-batch (a B that leaves no W takes B + W). Idle counts from a rank's first 
     mail = Mail(plans, ranks=[0, 1], group=None, links=make_links(plans, [[0, 1]]),
                 size=(batch // 4, T, C), dtype=torch.float32, device="cpu")
     pipeline = Pipeline(stages.here, plans, mail)
-    loss = pipeline.step(x.chunk(4), loss_fn)  # loss_fn(output, m). 0 without the last stage
+    loss = pipeline.step(x.chunk(4), loss_fn)  # of loss_fn(output, m); 0 without the last stage
     norm = stages.sum_and_clip(1.0)        # then optimizer.step() and optimizer.zero_grad()
 
 Not for: stages that pass on anything but one tensor of one size, or change their input in place;
@@ -372,7 +372,7 @@ def make_links(plans, pipelines):
         return {}
     home = homes(plans)
     pairs = {(home[stage], home[stage + 1]) for stage in range(max(home))}  # an F's output
-    pairs |= {(after, before) for before, after in pairs}  # a B's gradient
+    pairs |= {(taker, maker) for maker, taker in pairs}  # a B's gradient, the other way
     mine = {}
     for ranks, link in itertools.product(pipelines, sorted(pairs)):
         if link[0] != link[1]:
@@ -445,7 +445,7 @@ class Pipeline:
         self.kept = {}  # {(micro-batch, stage): (input, edge of the output)}, from F to B
         self.left = {}  # {(micro-batch, stage): [what W calls for each Linear]}, from B to W
         if self.apart:
-            assert not self.updates, "Ws go back through the weights: no updates within a step"
+            assert not self.updates, "Ws read the module's weights: no updates within a step"
             for module in nn.ModuleList(modules.values()).modules():
                 if type(module) is nn.Linear:  # the W of a subclass stays in its B
                     module.forward = partial(split_linear, weight=module.weight, bias=module.bias)
@@ -514,7 +514,7 @@ class Pipeline:
     def backward(self, m, stage, grad):
         """-> the gradient of the stage's input."""
         if (m, stage) not in self.kept:
-            return None  # the stage is frozen
+            return None  # a first stage that is frozen
         x, edge = self.kept.pop((m, stage))
         if (m, stage) in self.apart:
             self.left[m, stage] = []

@@ -14,16 +14,16 @@ and head by vocabulary. Inside no rank needs another: heads are apart, gelu is e
     elements on each of tp ranks                 plain GPT            here           --sp
     matrices, column biases, embeddings          12 C^2 L + V C + ..  1/tp           1/tp
     norms, row biases (Llama: norms)             (6 L + 2) C          whole          whole
-    a block keeps: x and its norm, twice         4 B T C              whole          1/tp
+    a block keeps: x and norm(x), twice          4 B T C              whole          1/tp
                    q, k, v, heads, up, gelu      12 B T C             1/tp           1/tp
     a block sends, times B T C (tp-1)/tp         -                    8, in 4 calls  10, in 10 calls
 
-With --sp, f keeps its piece of x, and gathers x again in backward. By columns(x, q, k, v) Linears
-share an f; a plan alone gives each its own: GPT-2 sends 12 (--sp 16), Llama 14 (19). With V words:
+With --sp, f keeps its piece of x, and gathers x again in backward. Called as columns(x, q, k, v),
+Linears share an f. A plan alone gives each its own: GPT-2 sends 12 (--sp 16), Llama 14 (19). Use:
 
     tp = WholeSequence(group)  # its ranks all get the same ids x. --sp: CutSequence(group)
     model = cut_model(model, tp, {"*.up": ColumnLinear, "*.down": RowLinear, ...})
-    (vocab_parallel_cross_entropy(model(x), y, V, tp) / valid_targets).backward()
+    (vocab_parallel_cross_entropy(model(x), y, V, tp) / valid_targets).backward()  # V: words
     sum_gradients(model, tp)
     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, gradient_norm(model, tp))  # then step
 
@@ -61,7 +61,7 @@ from harness.run import Run, Side
 
 # ---- 1. the technique (copy this; it needs only torch) -----------------------
 
-# Comments call what ranks hold partial (a summand each), sharded (a piece), replicated (the same).
+# In comments a tensor is partial (a summand on each rank), sharded (a piece) or replicated (whole).
 
 # renamed in torch 2.13
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -114,7 +114,7 @@ class WholeSequence(Ranks):
     def reduce(self, y):
         """From inside to outside: summands y (.., T, C) -> their sum, in y's memory."""
         work = dist.all_reduce(y, group=self.group, async_op=True)  # partial -> replicated
-        # the sum overwrites y: a selective checkpoint that has kept y sees its version, and raises
+        # the sum overwrites y: by its version a selective checkpoint that has kept y will notice
         torch.autograd.graph.increment_version(y)
         return Pending(y, work)
 
@@ -238,8 +238,8 @@ def locate(ids, vocab, tp):
     each = math.ceil(vocab / tp.size)  # rows of a piece
     rows = ids - tp.rank * each
     here = (rows >= 0) & (rows < each)
-    # An id that no rank has is not replaced by 0, so that its lookup raises: on the first rank at
-    # least, since on the last one there may be padding in its place
+    # Ids that no rank has keep a wrong row, whose lookup raises: on the first rank always, but the
+    # last may have padding there
     elsewhere = ~here & (ids >= 0) & (ids < vocab)
     return rows.masked_fill(elsewhere, 0), here
 

@@ -24,15 +24,15 @@ offload="optimizer": the CPU's memory has masters and states; "param": level 3's
     zero = ZeRO(units_of(model, model.blocks), level=3)
     optimizer = AdamW(zero.parameter_groups(), lr=1e-3)
     zero.zero_grad()  # in every step; model.zero_grad() would not find the gradients
-    (loss_sum(model(x), y) / valid).backward()  # x, y: this rank's rows
-    zero.reduce()  # valid: the number of all ranks' targets
+    (loss_sum(model(x), y) / valid).backward()  # of this rank's rows; valid: targets of all ranks
+    zero.reduce()
     norm = zero.clip_grad_norm_(1.0)
     zero.step(optimizer)
 
-Not for: optimizers that look at whole matrices (Muon, Adafactor) or norms (LAMB), or count calls of
-step(), which runs once a unit; blocks of several dtypes; sparse embeddings; backwards that raise;
-second derivatives; reentrant checkpointing; parameters changed or thawed later. Unused ones have a
-gradient of 0, not None. In level 3 blocks return one tensor, and run in one order on all ranks.
+Not for: optimizers that look at whole matrices (Muon, Adafactor) or norms (LAMB), or at what else
+step() has, called once a unit; blocks of several dtypes; sparse embeddings; backwards that raise;
+second derivatives; reentrant checkpointing; parameters changed or thawed later. Unused ones get a
+gradient of 0. In level 3 blocks return one tensor; ranks use the same parameters, in one order.
 
 Rajbhandari et al. 2019, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv:1910.02054, sections 5 and 7; Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840.
@@ -67,7 +67,7 @@ from harness.run import Run, Side, whole
 #     optimizer.step()  # of full[mine] alone: there are states for no more
 #     all_gather(full, full[mine])  # sharded -> replicated (all have the same)
 # What follows does the same for each unit, a block say, while another is computed or stepped.
-# Between uses level 2 frees buffer but for a sum of buffer[mine], level 3 also full but full[mine].
+# Between uses level 2 frees buffer and keeps a sum of buffer[mine]; level 3 also keeps full[mine].
 
 # These two have other names since torch 2.13.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -139,7 +139,7 @@ class Flat:
         self.slots = self.views(self.buffer)  # {parameter: its gradient's view of buffer}
         for p, place in self.places.items():
             place.copy_(p.detach())
-            # Through .data p shares full's memory, but not its version counter: else autograd
+            # Set as .data, full's memory comes without its version counter. With that, autograd
             # would take a gather into full for a change of p, and refuse to go backward.
             p.data = place
         dist.broadcast(self.full, group=group, group_src=0)  # the first rank's -> replicated
@@ -179,7 +179,7 @@ class Flat:
     def cut(self):
         """-> [Part] of this rank's chunk; its padding is in none of them, and stays zero."""
         parts = []
-        start = -self.mine.start  # where p begins: 0 is this chunk's first number
+        start = -self.mine.start  # where p begins, counted from here: below 0 in an earlier one
         for p, shape in self.shapes.items():
             end = start + shape.numel()
             span = slice(max(start, 0), min(end, self.chunk))
@@ -329,7 +329,7 @@ class ZeRO:
 
     def enter(self, flat, *hook_arguments):
         """When forward or backward reaches a unit: free others, gather it, prefetch the next."""
-        if not flat.stays:  # entering a head that stays frees nothing: the last block is next
+        if not flat.stays:  # entering what stays frees nothing: the last block is next after a head
             for other in self.flats:
                 if other is not flat and not other.stays:
                     other.free()
