@@ -247,7 +247,7 @@ class MoE(nn.Module):
     capacity   A: a rank sends an expert ceil(A K N / E) rows at most, drops the rest; 0: all rows
     alpha      the factor of Switch's balancing loss; give alpha/M if a step has M micro-batches
     beta       the factor of ST-MoE's z-loss; give beta/M if a step has M micro-batches
-    gamma      by how much step_biases moves the bias that is added before the choice; 0: no bias
+    gamma      step_biases moves the bias added before the choice by this: never change it; 0: none
 
     It communicates in `ep` and in `everyone`: all their ranks must call it, even in evaluation.
     """
