@@ -34,7 +34,7 @@ pipedream, ZeRO-3 of several stages. Narayanan 2021, arXiv:2104.04473, 3; Llama 
     plans = pipeline_parallel.make_plans("1f1b", ranks=2, microbatches=4)
     boundary = (B // dp // 4, T, C), dtype, device  # what a stage sends to the next
     model = parallelize(gpt, Mesh(plans, dp=2, tp=2), plans, [2, 2], boundary)  # 2 layers each
-    optimizer = AdamW(model.parameter_groups(), lr=1e-3)
+    optimizer = AdamW(model.parameter_groups(), lr=1e-3)  # x, y: rows of copy model.mesh.place["dp"]
     loss, norm = train_step(model, optimizer, x, y, valid, clip=1.0)  # loss: this rank's part
 
     torchrun --standalone --nproc_per_node=8 hybrid_3d.py --dp 2 --tp 2 --pp 2
@@ -219,7 +219,7 @@ def sum_gradients(model):
     """Ends the sums along data and replicas, which backwards have begun; sums along tp and ends."""
     for zero in model.zeros:
         if zero.level < 2:  # ZeRO-2 and 3 have summed after each backward
-            zero.sync = True  # of "tied"; for those of a stage its last actions have set it
+            zero.sync = True  # the last actions of a stage have set it, but "tied" is no stage
             zero.reduce()  # partial -> replicated, in ZeRO-1 sharded
     for axis in ("tp", "ends"):
         partial_sums = summands(model, axis)
@@ -244,7 +244,7 @@ class SummingPipeline(Pipeline):
         super().__init__(modules, plans, mail)
         self.zeros_of = zeros_of  # {stage: [ZeRO]}
         # Of each stage the last B, which completes the gradients of norms and embeddings, and the
-        # last of all its Bs and Ws, which completes those of Linears.
+        # last W, which completes those of Linears; without Ws the last B does both.
         last_b = {action.stage: action for action in self.plan if action.kind == "B"}
         last_of_all = {action.stage: action for action in self.plan if action.kind in "BW"}
         self.last = {*last_b.values(), *last_of_all.values()}
@@ -324,14 +324,14 @@ class Hybrid(nn.Module):
         return units
 
     def is_first(self, p):
-        """Is this the first of the ranks that hold the same numbers of p and of its gradient?"""
+        """Is this the first of the ranks that hold the same piece of p's gradient?"""
         repeated = {axis for axis, what in self.along[p].items() if what != "cut"}
         if self.level and p.requires_grad:
             repeated -= {"data", "replicas"}  # ZeRO cuts its gradient there
         return all(dist.get_rank(self.mesh.group[axis]) == 0 for axis in repeated)
 
     def parameter_groups(self):
-        """For an elementwise optimizer. Several groups: choose parts by names[part.parameter]."""
+        """For an elementwise optimizer. Make several groups alike, of parts that names tell apart."""
         return [{"params": [part.master for part in self.parts]}]
 
     def zero_grad(self):
@@ -394,7 +394,7 @@ def step(model, optimizer, norm, clip):
 class SplitColumns(torch.autograd.Function):
     """ColumnParallel in schedules with Ws: its backward makes dx alone, and leaves the rest to W.
 
-    Nothing hides the sum of dx over tp if W is put off. Other Linears become SplitLinear.
+    If W is put off, the sum of dx over tp hides behind nothing. Other Linears: SplitLinear.
     """
 
     @staticmethod
