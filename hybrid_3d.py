@@ -34,7 +34,7 @@ pipedream, ZeRO-3 of several stages. Narayanan 2021, arXiv:2104.04473, 3; Llama 
     plans = pipeline_parallel.make_plans("1f1b", ranks=2, microbatches=4)
     boundary = (B // dp // 4, T, C), dtype, device  # what a stage sends to the next
     model = parallelize(gpt, Mesh(plans, dp=2, tp=2), plans, [2, 2], boundary)  # 2 layers each
-    optimizer = AdamW(model.parameter_groups(), lr=1e-3)  # x, y: rows of copy model.mesh.place["dp"]
+    optimizer = AdamW(model.parameter_groups(), lr=1e-3)  # x, y: rows of model.mesh.place["dp"]
     loss, norm = train_step(model, optimizer, x, y, valid, clip=1.0)  # loss: this rank's part
 
     torchrun --standalone --nproc_per_node=8 hybrid_3d.py --dp 2 --tp 2 --pp 2
@@ -331,7 +331,7 @@ class Hybrid(nn.Module):
         return all(dist.get_rank(self.mesh.group[axis]) == 0 for axis in repeated)
 
     def parameter_groups(self):
-        """For an elementwise optimizer. Make several groups alike, of parts that names tell apart."""
+        """For an elementwise optimizer. Make several likewise, of parts that names tell apart."""
         return [{"params": [part.master for part in self.parts]}]
 
     def zero_grad(self):
