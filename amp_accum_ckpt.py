@@ -15,10 +15,10 @@ Backward makes the rest again. On a CPU a block keeps, of a micro-batch of t tok
            autocast  t (32 C + 8 F + 4 K D + s) + 2 W + 4 T D   t (12 C + 4 F + 4 K D + s) + 8 T D
 
 C: width, H: heads of width D, K: key-value heads, F: the MLP's hidden width (GPT-2: 4 C), T: tokens
-of a sequence. 2 W: a block's weights, copied to 2 bytes. 8 T D: cosines and sines for q and for k,
-4 T D: copied to 2 bytes. s = 4 H + 16 (Llama: 4 H + 8): statistics of softmax and norms. Selective
-keeps no copies, but what they are made from, and repeats no matmul. With full a block keeps its
-input, 4 C t. It runs again, but for its last matmul, and then holds as much as with none.
+of a sequence, W: a block's weights. 2 W: their copies in 2 bytes. 8 T D: cosines and sines, for q
+and for k; 4 T D: their copies in 2 bytes. s = 4 H + 16 (Llama: 4 H + 8): statistics of softmax and
+norms. Selective keeps no copies, but what they are made from, and repeats no matmul. With full a
+block keeps its input, 4 C t. It runs again but for its last matmul, holding then as much as none.
 Weights, gradients and AdamW's states of P parameters take 16 P bytes, as in the plain GPT, and 20 P
 in update(), which has gradients twice. dp ranks share the batch, and all-reduce 4 P bytes a step.
 
@@ -170,6 +170,7 @@ class Kept:
         return tensor.detach().requires_grad_(self.requires_grad)  # as forward had it
 
 
+@torch.compiler.disable  # else a torch.compile around it could compile one of forward's two runs
 def full(forward, *inputs, **keywords):
     """forward(*inputs, **keywords), which keeps only these (Chen 4). inputs[0] has to be a tensor.
 
@@ -180,9 +181,6 @@ def full(forward, *inputs, **keywords):
     """
     if not torch.is_grad_enabled():
         return forward(*inputs, **keywords)
-    # disable keeps a torch.compile of the whole model out: the second run could make other tensors.
-    # partial hides a forward that is compiled by itself, which disable would undo.
-    forward = torch.compiler.disable(partial(forward))
     call = Call(forward, inputs, keywords)
     with saved_tensors_hooks(call.pack, call.unpack):
         return forward(*inputs, **keywords)
@@ -215,6 +213,7 @@ class Call:
             self.repeat()
         return self.made.pop(index).restore()
 
+    @torch.compiler.disable  # as full
     def repeat(self):
         made = []  # a Kept for each tensor that has an index, in order
         hooks = hooks_around()

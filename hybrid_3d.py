@@ -256,7 +256,7 @@ class SummingPipeline(Pipeline):
             if zero.level < 2:
                 zero.sync = action in self.last
             else:  # a micro-batch's gradients are complete after its last part
-                zero.sync = not (kind == "B" and (m, stage) in self.apart)
+                zero.sync = not (kind == "B" and (m, stage) in self.leaves_w)
         made = super().do(action, taken, loss_fn, update)
         for zero in zeros:
             if zero.level >= 2:
@@ -399,7 +399,8 @@ class SplitColumns(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, tp, x, parameters):
-        ctx.parameters = parameters  # under autocast copies of the model's
+        # W goes back through these (autocast's copies, say); a checkpoint detaches what is saved
+        ctx.parameters = parameters
         return ColumnParallel.forward(ctx, tp, x, *parameters)  # stores tp and x in ctx, too
 
     @staticmethod

@@ -333,8 +333,8 @@ class Mail:
     def put(self, action, tensor):
         """After each action: start receives, and send the tensor that the action has made.
 
-        Receives start two actions ahead, by the places of actions in their plans. If they started
-        only in take(), two ranks could each wait to send until the other receives (in bfs)."""
+        Ranks keep step: what is made at place i of another plan is awaited from place i - 2 of this
+        one on. In take() it could be too late: each of two ranks waits to send (in bfs)."""
         while self.coming and self.position[self.coming[0]] <= self.position[action] + 2:
             self.begin_receive()
         taker = {"F": action.stage + 1, "B": action.stage - 1}.get(action.kind)  # a stage
@@ -441,10 +441,10 @@ class Pipeline:
         self.plan = plans[mail.rank]
         self.microbatches = 1 + max(action.microbatch for action in self.plan)
         self.updates = any(action.kind == "U" for action in self.plan)
-        self.apart = {(a.microbatch, a.stage) for a in self.plan if a.kind == "W"}  # Bs with a W
+        self.leaves_w = {(a.microbatch, a.stage) for a in self.plan if a.kind == "W"}  # a B does
         self.kept = {}  # {(micro-batch, stage): (input, edge of the output)}, from F to B
-        self.left = {}  # {(micro-batch, stage): [what W calls for each Linear]}, from B to W
-        if self.apart:
+        self.ws = {}  # {(micro-batch, stage): [what W calls for each Linear]}, from B to W
+        if self.leaves_w:
             assert not self.updates, "Ws read the module's weights: no updates within a step"
             for module in nn.ModuleList(modules.values()).modules():
                 if type(module) is nn.Linear:  # the W of a subclass stays in its B
@@ -491,9 +491,9 @@ class Pipeline:
             return self.backward(m, stage, taken)
         if kind == "U":
             return update()
-        left = self.left.pop((m, stage), [])  # kind is W; there is nothing if the stage is frozen
-        while left:  # from the last layer to the first, as in backward
-            left.pop(0)()  # popped, so that what it holds is free at once
+        ws = self.ws.pop((m, stage), [])  # kind is W; there is nothing if the stage is frozen
+        while ws:  # from the last layer to the first, as in backward
+            ws.pop(0)()  # popped, so that what it holds is free at once
         return None
 
     def forward(self, m, stage, x, loss_fn):
@@ -516,9 +516,9 @@ class Pipeline:
         if (m, stage) not in self.kept:
             return None  # a first stage that is frozen
         x, edge = self.kept.pop((m, stage))
-        if (m, stage) in self.apart:
-            self.left[m, stage] = []
-            SplitLinear.later = self.left[m, stage]  # each SplitLinear appends to it
+        if (m, stage) in self.leaves_w:
+            self.ws[m, stage] = []
+            SplitLinear.later = self.ws[m, stage]  # each SplitLinear appends to it
         try:
             torch.autograd.backward(edge, grad)
         finally:

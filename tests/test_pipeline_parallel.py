@@ -294,7 +294,7 @@ PLANTED = {
     "gradients are not added up": (
         "Pipeline", "forward", lambda self, m, stage, *_: self.modules[stage].zero_grad(), "naive"),
     "a W forgets a layer": (
-        "Pipeline", "backward", lambda self, m, stage, _: self.left[m, stage].pop(), "zb-h1"),
+        "Pipeline", "backward", lambda self, m, stage, _: self.ws[m, stage].pop(), "zb-h1"),
     "the receiver has an order of its own": (
         "Mail", "open", lambda mail, *_: mail.coming.rotate(-1), "gpipe"),
 }
