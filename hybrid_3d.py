@@ -399,7 +399,7 @@ class SplitColumns(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, tp, x, parameters):
-        # W goes back through these (autocast's copies, say); a checkpoint detaches what is saved
+        # W goes back through these (or autocast's copies of them). ctx.saved_tensors are others
         ctx.parameters = parameters
         return ColumnParallel.forward(ctx, tp, x, *parameters)  # stores tp and x in ctx, too
 
