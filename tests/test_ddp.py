@@ -168,3 +168,22 @@ def check_raised():
 
 def test_after_a_backward_that_raised_nothing_goes_on_in_silence():
     run(check_raised, 1)
+
+
+def check_overlap():
+    """Buckets travel while backward still runs, but not inside no_sync(), also a nested one."""
+    inner = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    model = copied("ddp").BucketedDDP(inner, bucket_mb=1e-4)
+    started = []  # buckets, when backward has come to the first layer
+    inner[0].register_forward_hook(lambda module, inputs, output: output.register_hook(
+        lambda gradient: started.append(model.started)) and None)
+    model(torch.ones(8)).sum().backward()
+    with model.no_sync():
+        with model.no_sync():
+            model(torch.ones(8)).sum().backward()
+        model(torch.ones(8)).sum().backward()
+    assert started[0] >= 1 and started[1:] == [0, 0]
+
+
+def test_overlap():
+    run(check_overlap, 2)
