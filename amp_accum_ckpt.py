@@ -218,6 +218,7 @@ class Call:
         made = []  # a Kept for each tensor that has an index, in order
         hooks = hooks_around()
 
+        @torch.compiler.disable  # compiled with a compiled forward, it froze a tensor's _version
         def record(tensor):
             assert tensor.shape == self.shapes[len(made)], "forward made others when it ran again"
             made.append(Kept(tensor.detach(), hooks))  # alone, without the second graph

@@ -231,7 +231,8 @@ class AllGather(Zigzag):
 
     def bring(self, kv):
         all_kv = kv.new_empty(self.cp, *kv.shape)
-        all_gather(all_kv.view(-1), kv.view(-1), group=self.group)  # sharded -> replicated
+        # sharded -> replicated. A blocking call would be torch.compile's own then, and hang
+        all_gather(all_kv.view(-1), kv.view(-1), group=self.group, async_op=True).wait()
         for hop in range(self.cp):
             yield all_kv[self.source(hop)]
 

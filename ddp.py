@@ -5,8 +5,7 @@
     all-reduce of bucket                              | 0       | 1       | 2       | 3       |
 
 Gradients are views into flat buckets, filled in the order in which backward makes them. The
-all-reduce of a bucket starts as soon as it is full, so that all but the last travel while backward
-still runs.
+all-reduce of a bucket starts as soon as it is full: all but the last travel while backward runs.
 
     on each rank, P parameters of 4 bytes   plain GPT     here, on N ranks
     parameters, gradients, AdamW states     16 P          16 P
@@ -229,8 +228,7 @@ def train_step_at_work(model, optimizer, x, y, valid, clip):
 
 def refuse(args):
     n = args.world_size
-    require(args.batch >= n,
-            f"--batch {args.batch} sequences for {n} ranks: give each at least one")
+    require(args.batch >= n, f"--batch {args.batch} for {n} ranks: give each at least one sequence")
     require(args.impl == "scratch" or not args.dry_run,
             "--dry-run needs --impl scratch: torch's C++ reducer wants real ranks")
 

@@ -471,8 +471,7 @@ def train_step_at_work(model, optimizer, x, y, valid, clip):
 
 def refuse(args, n):
     ranks = args.world_size
-    require(args.batch >= ranks,
-            f"--batch {args.batch} sequences for {ranks} ranks: give each at least one")
+    require(args.batch >= ranks, f"--batch {args.batch} for {ranks} ranks: give each at least one")
     require(ranks % n == 0, f"--hsdp {n} does not divide {ranks} ranks")
     require(not args.offload or args.impl == "scratch", "--offload is for --impl scratch alone")
 

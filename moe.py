@@ -577,8 +577,7 @@ def refuse(args):
             f"--top-k {args.top_k} of --experts {args.experts}: choose {args.experts} at most")
     require(n % ep == 0 and args.experts % ep == 0,
             f"--ep {ep}: take a divisor of {n} ranks and of --experts {args.experts}")
-    require(args.batch % n == 0,
-            f"--batch {args.batch} sequences for {n} ranks: take a multiple of {n}")
+    require(args.batch % n == 0, f"--batch {args.batch} for {n} ranks: take a multiple of {n}")
     # in a dry run grouped_mm takes bf16 alone; fp64 does without it
     require(args.impl == "scratch" or args.dtype != "fp32" or not args.dry_run,
             f"--impl {args.impl} --dry-run: take --dtype bf16 or fp64")

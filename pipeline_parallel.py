@@ -547,7 +547,7 @@ class Stages(nn.ModuleList):
 
     whole: all stages, in order; other ranks' may be on meta (tie anew after to(), to_empty()).
     All must name a parameter as the whole model does: slices of one nn.Sequential do. A parameter
-    of stages on several ranks is tied: each rank has an equal copy, and the gradients are summed.
+    of stages on several ranks is tied: copies begin as the first rank's, and gradients are summed.
     """
 
     def __init__(self, whole, plans):
@@ -570,17 +570,19 @@ class Stages(nn.ModuleList):
         self.names = {p: names[p] for p in self.parameters()}
         self.trained = {name: self.origins[name] for p, name in names.items() if p.requires_grad}
         self.counted = [p for p in self.parameters() if min(holders[p]) == rank]  # in the norm
-        self.tied = {}  # {trained parameter that other ranks hold, too: their group}
+        self.tied = {}  # {parameter that other ranks hold, too: their group}
         for p, ranks in holders.items():
-            if len(ranks) > 1 and p.requires_grad:
+            if len(ranks) > 1:
                 group = dist.new_group(sorted(ranks))  # every rank makes it
                 if rank in ranks:
+                    dist.broadcast(p.data, group=group, group_src=0)  # the first's -> replicated
                     self.tied[p] = group
 
     def sum_and_clip(self, clip):
         """What is left to do between backward and the optimizer's step -> the gradient norm."""
         for p, group in self.tied.items():
-            dist.all_reduce(p.grad, group=group)  # partial -> replicated
+            if p.requires_grad:
+                dist.all_reduce(p.grad, group=group)  # partial -> replicated
         like = next(self.parameters())
         wide = torch.promote_types(like.dtype, torch.float32)
         grads = [p.grad for p in self.counted if p.grad is not None]
@@ -745,8 +747,7 @@ def schedule_at_work(name, here, plans, boundary, logits, loss_of, group=None):
 
 
 class PipelinedGPTAtWork(PipelinedGPT):
-    """The same, trained by torch's schedule. Evaluation is ours: torch 2.13's eval() does not know
-    V-shaped schedules."""
+    """The same, trained by torch's schedule. Not evaluated: its eval() knows no V-shaped ones."""
 
     def __init__(self, model, plans, layers, boundary, name):
         # our Pipeline only evaluates; given Ws it would change Linears that torch's schedule runs
@@ -817,8 +818,7 @@ def refuse(args):
     require(args.simulate or not args.pp, "--pp is for --simulate only")
     if args.simulate:
         return
-    require(args.batch % args.micro == 0,
-            f"--batch {args.batch} does not divide into --micro {args.micro}")
+    require(args.batch % args.micro == 0, f"--micro {args.micro} cannot cut --batch {args.batch}")
     # checkpoints do not say how often each parameter was updated
     saved = args.save or args.resume
     require(name != "pipedream" or not saved, "--schedule pipedream takes no --save, --resume")

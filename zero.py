@@ -257,7 +257,8 @@ class Flat:
         for part in self.parts:
             part.master.grad = grad[part.span]
         optimizer.step()  # other units' masters have no gradient now, and are left alone
-        optimizer.zero_grad()
+        for part in self.parts:  # also those that another optimizer steps
+            part.master.grad = None
         self.shard.copy_(self.master)  # does nothing if master is shard
         if self.level in (1, 2):  # the other chunks of full are old: sharded -> replicated
             self.gathering = all_gather(self.full, self.shard, group=self.group, async_op=True)
@@ -275,6 +276,7 @@ class ZeRO:
     Gradients are summed over ranks. Call reduce() after every backward. If a step has several, then
     in levels 0 and 1 set zero.sync = False before all but the last. Levels 2 and 3 sum each.
 
+    Ranks begin with the first one's trained parameters; what is frozen, and buffers, must agree.
     The module keeps its parameters, as views of larger tensors; in level 3 they are empty while
     they are not gathered. Load weights before: what is loaded later does not always reach masters.
     """

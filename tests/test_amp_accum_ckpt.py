@@ -310,6 +310,13 @@ def test_compiled_forward_stays_compiled():
     assert len(runs) == 2
 
 
+def test_half_compiled_forward():
+    """torch.compile has traced our hooks behind what stays eager, with _version as a constant."""
+    eager = torch.compiler.disable(nn.Linear(2, 2), recursive=False)
+    forward = torch.compile(lambda x: eager(x).sin(), backend="aot_eager")
+    full(forward, torch.ones(2, requires_grad=True)).sum().backward()
+
+
 def check_collectives(how, calls):
     """With g of tensor_parallel.py, which sums over ranks in place, unseen by autograd."""
     module = Layer(4, 2, 0.0)

@@ -39,7 +39,7 @@ def own_group(size):
     return groups[dist.get_rank() // size]
 
 
-def check_attention(T, group_size, kv_heads, D, causal):
+def check_attention(T, group_size, kv_heads, D, causal, compiled=False):
     """out, dq, dk, dv of each kind, in every group of ranks, against SDPA of the whole sequence."""
     group = own_group(group_size)
     rng = torch.Generator().manual_seed(0)
@@ -53,7 +53,8 @@ def check_attention(T, group_size, kv_heads, D, causal):
         ring = kind(group, causal)
         own = ring.positions(T)
         parts = [x[:, :, own].requires_grad_() for x in qkv]
-        result = ring.attend(*parts)
+        attend = torch.compile(ring.attend, backend="aot_eager") if compiled else ring.attend
+        result = attend(*parts)
         result.backward(dout[:, :, own])
         ours = [result, *(part.grad for part in parts)]
         theirs = [out, *(x.grad for x in whole)]
@@ -62,10 +63,11 @@ def check_attention(T, group_size, kv_heads, D, causal):
 
 
 def test_attention_alone():
-    run(each, 4, check_attention, [  # T, group_size, kv_heads, D, causal
+    run(each, 4, check_attention, [  # T, group_size, kv_heads, D, causal, compiled
         (1024, 4, 4, 4, True),  # longer than a block of the kernel
         (24, 4, 1, 3, True),
         (24, 2, 2, 5, False),
+        (24, 2, 2, 5, True, True),
     ])
 
 
