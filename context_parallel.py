@@ -231,7 +231,7 @@ class AllGather(Zigzag):
 
     def bring(self, kv):
         all_kv = kv.new_empty(self.cp, *kv.shape)
-        # sharded -> replicated. A blocking call would be torch.compile's own then, and hang
+        # sharded -> replicated. Not blocking: torch.compile would call another one, which hung
         all_gather(all_kv.view(-1), kv.view(-1), group=self.group, async_op=True).wait()
         for hop in range(self.cp):
             yield all_kv[self.source(hop)]

@@ -747,7 +747,7 @@ def schedule_at_work(name, here, plans, boundary, logits, loss_of, group=None):
 
 
 class PipelinedGPTAtWork(PipelinedGPT):
-    """The same, trained by torch's schedule. Not evaluated: its eval() knows no V-shaped ones."""
+    """The same, trained by torch's schedule; evaluated by ours, as torch's knows no V shapes."""
 
     def __init__(self, model, plans, layers, boundary, name):
         # our Pipeline only evaluates; given Ws it would change Linears that torch's schedule runs

@@ -606,7 +606,8 @@ def refuse(args):
             f"{cfg.kv_heads} of keys and values, evenly: change --heads or --kv-heads")
     require(args.impl == "scratch" or cfg.hidden % ranks == 0,
             f"--impl {args.impl}: {ranks} ranks cannot cut --hidden {cfg.hidden} evenly")
-    require(not args.sp or cfg.seq % ranks == 0, f"--sp: {ranks} ranks cannot cut --seq {cfg.seq}")
+    require(not args.sp or cfg.seq % ranks == 0,
+            f"--sp: {ranks} ranks cannot cut --seq {cfg.seq} evenly")
 
 
 def pieces(model, optimizer, tp):

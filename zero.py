@@ -29,9 +29,9 @@ offload="optimizer": the CPU's memory has masters and states; "param": level 3's
     norm = zero.clip_grad_norm_(1.0)
     zero.step(optimizer)
 
-Not for: optimizers that look at whole matrices (Muon, Adafactor) or norms (LAMB), or at what else
-step() has, called once a unit; blocks of several dtypes; sparse embeddings; backwards that raise;
-second derivatives; reentrant checkpointing; parameters changed or thawed later. Unused ones get a
+Not for: optimizers that look at whole matrices (Muon, Adafactor), norms (LAMB) or all parameters
+(step() runs once a unit); blocks of several dtypes; sparse embeddings; second derivatives;
+backwards that raise; reentrant checkpointing; parameters changed or thawed later. Unused ones get a
 gradient of 0. In level 3 blocks return one tensor; ranks use the same parameters, in one order.
 
 Rajbhandari et al. 2019, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",

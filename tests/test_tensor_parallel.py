@@ -185,7 +185,7 @@ def test_section_one_alone():
 def test_refused_flags():
     check_refused("tensor_parallel", [
         (["--dry-run", "2", "--heads", "3", "--width", "12"], "3 heads"),
-        (["--dry-run", "2", "--seq", "15", "--sp"], "2 ranks cannot cut --seq 15"),
+        (["--dry-run", "2", "--seq", "15", "--sp"], "2 ranks cannot cut --seq 15 evenly"),
         (["--dry-run", "2", *LLAMA, "--hidden", "51", "--impl", "torch"], "cut --hidden 51 evenly"),
     ])
 
