@@ -339,8 +339,8 @@ def job():
 def begin(args, damaged=None):
     """Before anything is built -> Start; settle() is next. damaged: as in Start."""
     if args.save or args.resume or args.init_from:
-        require(args.impl != "both" and not args.dry_run, "--save, --resume and --init-from are "
-                "for one --impl, scratch or torch, and no dry run")
+        require(args.impl in ("scratch", "torch") and not args.dry_run, "--save, --resume and "
+                "--init-from are for one --impl, scratch or torch, and no dry run")
     require(args.save or not args.save_every, "--save-every wants --save DIR")
     require(args.save or not args.save_async, "--save-async wants --save DIR")
     require(not (args.resume and args.init_from),

@@ -3,78 +3,111 @@ import argparse
 import os
 import re
 import sys
-from collections import namedtuple
 from functools import partial
 
 import torch
 
 from common import PRESETS, GPTConfig, launched
-from harness.usage import ANY, POSITIVE, require
+from harness.usage import ANY, POSITIVE, require  # noqa: F401
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
+IMPLS = ("idea", "scratch", "torch", "both", "all")
 
-# default: a value, or a type for a flag that has none; True makes --name and --no-name
-# limits: the choices, the bounds of a number, or None
-# course: does what is trained depend on it, so that no checkpoint goes on with another value?
-Flag = namedtuple("Flag", "default help limits course", defaults=(None, False))
-
+# {flag: what argparse's add_argument takes}, and besides
+#   least, most    the bounds of a number
+#   course         True: what is trained depends on it, so that no checkpoint goes on with another
 MODEL_FLAGS = {
-    "impl": Flag("scratch", "ours, torch's own, or both in turn", ("scratch", "torch", "both")),
-    "model": Flag("toy", "a preset, whose sizes the next seven override", tuple(PRESETS)),
-    "layers": Flag(int, "L, transformer blocks", POSITIVE),
-    "width": Flag(int, "C, embedding width", POSITIVE),
-    "heads": Flag(int, "H, attention heads", POSITIVE),
-    "vocab": Flag(int, "V; text is bytes: 256 or more", (256, sys.maxsize)),
-    "seq": Flag(int, "T, sequence length", POSITIVE),
-    "kv_heads": Flag(int, "K, key-value heads (Llama's form)", POSITIVE),
-    "hidden": Flag(int, "F, hidden width of the MLP (Llama's form)", POSITIVE),
-    "dtype": Flag("fp32", "of parameters and arithmetic", tuple(DTYPES)),
-    "device": Flag("auto", "auto: GPUs where there are any", ("auto", "cpu", "cuda")),
+    "--impl": dict(default="scratch", choices=IMPLS, help="part 1, part 2, torch's own; both: the "
+                   "last two in turn; all: these three"),
+    "--model": dict(default="toy", choices=tuple(PRESETS), help="a preset, of which the next seven "
+                    "change sizes"),
+    "--layers": dict(type=int, metavar="L", least=1, help="transformer blocks"),
+    "--width": dict(type=int, metavar="C", least=1, help="embedding width"),
+    "--heads": dict(type=int, metavar="H", least=1, help="attention heads"),
+    "--vocab": dict(type=int, metavar="V", least=256, help="words; text is bytes: 256 or more"),
+    "--seq": dict(type=int, metavar="T", least=1, help="sequence length"),
+    "--kv-heads": dict(type=int, metavar="K", least=1, help="key-value heads (Llama's form)"),
+    "--hidden": dict(type=int, metavar="F", least=1, help="width inside the MLP (Llama's form)"),
+    "--dtype": dict(default="fp32", choices=tuple(DTYPES), help="of parameters and arithmetic"),
+    "--device": dict(default="auto", choices=("auto", "cpu", "cuda"), help="auto: GPUs where "
+                     "there are any"),
 }
 TRAINING_FLAGS = {
-    "batch": Flag(int, "B, sequences per step over all ranks (8, or one per rank)", POSITIVE),
-    "steps": Flag(20, "optimizer steps", POSITIVE),
-    "lr": Flag(1e-3, "AdamW learning rate", (1e-12, 1e3)),
-    "warmup": Flag(0, "steps in which the rate climbs to --lr", ANY),
-    "decay": Flag("none", "how it falls to --min-lr afterwards", ("none", "linear", "cosine")),
-    "min_lr": Flag(0.0, "where --decay ends, one step after the last", (0, 1e3)),
-    "clip": Flag(1.0, "largest gradient norm, 0: no clipping", ANY),
-    "seed": Flag(0, "of weights and batches", ANY),
-    "data": Flag("", "text FILE or folder (default: Python's own sources)"),
-    "pad": Flag(0.0, "fraction of targets to ignore, unevenly (above 0.25: less)", (0, 0.99)),
-    "train": Flag("", "regular expression: train parameters it finds, freeze the others"),
-    "eval_every": Flag(0, "steps between losses on text that is held out", ANY),
+    "--batch": dict(type=int, metavar="B", least=1, help="sequences per step over all ranks (8, or "
+                    "one per rank)"),
+    "--steps": dict(type=int, default=20, least=1, help="optimizer steps"),
+    "--lr": dict(type=float, default=1e-3, least=1e-12, most=1e3, help="AdamW learning rate"),
+    "--warmup": dict(type=int, default=0, least=0, help="steps in which the rate climbs to --lr"),
+    "--decay": dict(default="none", choices=("none", "linear", "cosine"), help="how it falls to "
+                    "--min-lr afterwards"),
+    "--min-lr": dict(type=float, default=0.0, least=0, most=1e3, help="where --decay ends, one "
+                     "step after the last"),
+    "--clip": dict(type=float, default=1.0, least=0, help="largest gradient norm, 0: no clipping"),
+    "--seed": dict(type=int, default=0, least=0, help="of weights and batches"),
+    "--data": dict(default="", metavar="PATH", help="text file or folder (default: Python's own "
+                   "sources)"),
+    "--pad": dict(type=float, default=0.0, least=0, most=0.99, help="fraction of targets to "
+                  "ignore, unevenly (above 0.25: less)"),
+    "--train": dict(default="", metavar="REGEX", help="train the parameters whose names it finds, "
+                    "freeze the others"),
+    "--eval-every": dict(type=int, default=0, least=0, help="steps between losses on text that is "
+                         "held out"),
 }
 RUN_FLAGS = {
-    "check": Flag(True, "replay the steps with the plain GPT and compare"),
-    "timeout": Flag(int, "seconds until ranks give up a collective (30, NCCL 600)", (1, 10**6)),
-    "dry_run": Flag(int, "be one of so many ranks, without the others or memory", POSITIVE),
-    "rank": Flag(0, "which one (dry run only)", ANY),
-    "json": Flag("", "FILE for the report"),
-    "log_file": Flag("", "FILE for a line of JSON per step"),
-    "profile": Flag("", "folder for a torch.profiler trace of each rank"),
-    "save": Flag("", "folder for checkpoints, each in a folder named by its steps"),
-    "save_every": Flag(0, "steps between checkpoints (0: one, at the end)", ANY),
-    "save_async": Flag(False, "train on while a checkpoint is written, from a copy"),
-    "resume": Flag("", "go on from the newest checkpoint in this folder, on any ranks"),
-    "init_from": Flag("", "start with the weights of the newest checkpoint in this folder"),
+    "--check": dict(action=argparse.BooleanOptionalAction, default=True, help="replay the steps "
+                    "with the plain GPT and compare"),
+    "--timeout": dict(type=int, metavar="S", least=1, most=10**6, help="seconds until ranks give up a"
+                      " collective (30, NCCL 600)"),
+    "--dry-run": dict(type=int, metavar="W", least=1, help="be one of W ranks, without the others "
+                      "or memory"),
+    "--rank": dict(type=int, default=0, least=0, help="which one (dry run only)"),
+    "--json": dict(default="", metavar="FILE", help="for the report"),
+    "--log-file": dict(default="", metavar="FILE", help="for a line of JSON per step"),
+    "--profile": dict(default="", metavar="DIR", help="for a torch.profiler trace of each rank"),
+    "--save": dict(default="", metavar="DIR", help="for checkpoints, each in a folder named by its "
+                   "steps"),
+    "--save-every": dict(type=int, default=0, least=0, help="steps between checkpoints (0: one, "
+                         "at the end)"),
+    "--save-async": dict(action="store_true", help="train on while a checkpoint is written, from a "
+                         "copy"),
+    "--resume": dict(default="", metavar="DIR", help="go on from the newest checkpoint in it, on "
+                     "any ranks"),
+    "--init-from": dict(default="", metavar="DIR", help="start with the weights of the newest "
+                        "checkpoint in it"),
 }
 FLAGS = {**MODEL_FLAGS, **TRAINING_FLAGS, **RUN_FLAGS}
 
 
-def arguments(doc, presets=None, **own):
-    """The common flags and a script's own, e.g. micro=Flag(4, "micro-batches", POSITIVE) -> args.
+def Flag(default, help, limits=None, course=False):  # TRANSITION
+    """How flags were written before."""
+    settings = dict(default=default, help=help)
+    if default is True:
+        settings["action"] = argparse.BooleanOptionalAction
+    elif default is False:
+        settings["action"] = "store_true"
+    elif isinstance(default, type):
+        settings.update(type=default, default=None)
+    else:
+        settings["type"] = type(default)
+    if limits and isinstance(limits[0], str):
+        settings["choices"] = limits
+    elif limits:
+        settings.update(least=limits[0], most=limits[1])
+    return {**settings, "course": course}
+
+
+def arguments(doc, own=None, presets=None, **old):
+    """The common flags and a script's own, as FLAGS above -> args.
 
     presets: {name: GPTConfig} besides those of common.py. args.cfg is the GPTConfig,
     args.world_size the number of ranks, in a dry run that of --dry-run.
     """
     presets = {**PRESETS, **(presets or {})}
-    flags = {**own, **FLAGS}  # in this order in --help
-    flags["model"] = FLAGS["model"]._replace(limits=tuple(presets))
+    old = {"--" + name.replace("_", "-"): flag for name, flag in old.items()}  # TRANSITION
+    flags = {**(own or {}), **old, **FLAGS}  # in this order in --help
+    flags["--model"] = {**FLAGS["--model"], "choices": tuple(presets)}
     args = parse(doc, flags)
-    for name, flag in flags.items():
-        check_bounds(name, getattr(args, name), flag.limits)
-    args.course = [name for name, flag in flags.items() if flag.course]
+    args.course = [variable(name) for name, flag in flags.items() if flag.get("course")]
     try:
         launch = launched()
     except ValueError as error:
@@ -84,6 +117,10 @@ def arguments(doc, presets=None, **own):
     return args
 
 
+def variable(flag):
+    return flag.removeprefix("--").replace("-", "_")
+
+
 def parse(doc, flags):
     wide = partial(argparse.HelpFormatter, max_help_position=30, width=100)
     parser = argparse.ArgumentParser(description=doc.split("\n")[0], usage="%(prog)s [flags]",
@@ -91,32 +128,29 @@ def parse(doc, flags):
     parser.error = lambda message: require(False, message)
     for name, flag in flags.items():
         add_flag(parser, name, flag)
-    return parser.parse_args()
+    args = parser.parse_args()
+    for name, flag in flags.items():
+        check_bounds(name, getattr(args, variable(name)), flag.get("least"), flag.get("most"))
+    return args
 
 
 def add_flag(parser, name, flag):
-    settings = dict(help=flag.help, type=flag.default, metavar=name[0].upper())
-    if flag.default is True:
-        settings = dict(help=flag.help, default=True, action=argparse.BooleanOptionalAction)
-    elif flag.default is False:
-        settings = dict(help=flag.help, action="store_true")
-    elif not isinstance(flag.default, type):
-        settings.update(type=type(flag.default), default=flag.default)
-        if flag.default != "":
-            settings["help"] += f" ({flag.default})"
-    if flag.limits and isinstance(flag.limits[0], str):
-        settings.update(choices=flag.limits, metavar=None)  # which shows the choices
-    parser.add_argument("--" + name.replace("_", "-"), **settings)
+    settings = {key: flag[key] for key in flag if key not in ("least", "most", "course")}
+    if settings.get("default") not in (None, "", True, False) or settings.get("default") == 0:
+        settings["help"] += " (%(default)s)"
+    if "choices" not in settings and "action" not in settings:
+        settings.setdefault("metavar", "X" if settings.get("type") is float else "N")
+    parser.add_argument(name, **settings)
 
 
-def check_bounds(name, value, limits):
-    if limits is None or not isinstance(value, (int, float)):
+def check_bounds(name, value, least, most=None):
+    if value is None or least is None:
         return
-    low, high = limits
-    bounds = f"{low:g} or more"
+    bounds = f"{least:g} or more"
+    high = sys.maxsize if most is None else most
     if high < sys.maxsize or value > high:  # sys.maxsize is told only to those who exceed it
         bounds += f", {high:g} or less"
-    require(low <= value <= high, f"--{name.replace('_', '-')} {value}: must be {bounds}")
+    require(least <= value <= high, f"{name} {value}: must be {bounds}")
 
 
 def resolve(args, launch, preset):

@@ -92,6 +92,8 @@ def show(report):
     check = report["check"]
     if check:
         say("\n" + verdict(check))
+        for impl, other in check.get("others", {}).items():
+            say(f"  {impl}: {gaps_of(other)}")
     mine = report["ranks"][0]
     say(f"\nrank {mine['rank']}, one step")
     held = [f"{kind} {human(size)}" for kind, size in mine["memory"].items()]
@@ -135,8 +137,11 @@ def verdict(check):
         if "validation" in check["judged"]:
             what = "losses, also on held-out text,"
         proved = f"{what} {relation} one process's, and nothing else is judged in low precision"
-    gaps = [f"{word} {check[kind]:.1e}" for kind, word in WORDS.items() if kind in check]
-    return f"{proved}; worst gaps:\n  {', '.join(gaps)} (tolerance {check['tolerance']:.0e})"
+    return f"{proved}; worst gaps:\n  {gaps_of(check)} (tolerance {check['tolerance']:.0e})"
+
+
+def gaps_of(check):
+    return ", ".join(f"{word} {check[kind]:.1e}" for kind, word in WORDS.items() if kind in check)
 
 
 def textbook_line(row):

@@ -2,6 +2,7 @@
 import contextlib
 import gc
 import json
+import math
 import os
 import resource
 import statistics
@@ -47,13 +48,15 @@ class Side:
     # () -> {the plain GPT's name: whole tensor}, on every rank. Gradients: of what is trained
     full_gradients: Callable | None = None
     full_state_dict: Callable | None = None
-    evaluate: Callable | None = None  # x, y -> this rank's part of the sum of token losses
+    evaluate: Callable | None = None  # x, y -> this rank's part of the sum of token losses (copies)
     pieces: Callable | None = None  # () -> [checkpoint.Piece]: parameters and AdamW states here
     held: Callable | None = None  # () -> {"parameters", "gradients", "optimizer": [tensors]}
     # () -> a small dict that is saved with the pieces, and is run.start.extra when a run resumes
     extra: Callable | None = None
     # True where a step whose norm is inf is skipped (fp16 with loss scaling): it is no fault then
     may_overflow: bool = False
+    copies: int = 1  # so many ranks return the same part of the loss
+    watch: Callable = contextlib.nullcontext  # step -> what is entered around it
 
     def __post_init__(self):
         for name in ("full_gradients", "full_state_dict", "evaluate", "pieces", "held"):
@@ -117,8 +120,8 @@ class Run:
         self.dtype = DTYPES[args.dtype]
         self.build_plain = build
         self.impls = impls or (args.impl,)
-        if self.impls == ("both",):
-            self.impls = ("scratch", "torch")
+        if args.impl in ("both", "all"):
+            self.impls = ("scratch", "torch", "idea")[:2 + (args.impl == "all")]
         self.sides = {}  # {impl: Side}, from begin() on
         self.start = checkpoint.begin(args)  # the checkpoint to start from; bad: exit code 2
         # May plain() repeat this training from step 0 on? Not if it began with weights from
@@ -322,6 +325,19 @@ class Run:
                                  "steps: --resume it")
                         sys.exit(0)
 
+    def side(self, model, optimizer, train_step, **functions):
+        """-> a Side. main() needs no import for it."""
+        return Side(model=model, optimizer=optimizer, train_step=train_step, **functions)
+
+    def train(self, sides, rows):
+        """All steps of all sides. rows: this rank's of every batch."""
+        for impl, step, x, y, valid in self.steps(sides, rows):
+            side = sides[impl]
+            with side.watch(step), self.measure(impl, step):
+                loss, norm = side.train_step(side.model, side.optimizer, x, y, valid,
+                                             self.args.clip or math.inf)
+            self.log(impl, step, loss, norm)
+
     @contextlib.contextmanager
     def measure(self, impl, step):
         """Times a step. The last one is watched by the ledger, the one before by the profiler."""
@@ -357,12 +373,13 @@ class Run:
     def log(self, impl, step, loss, norm):
         """After a step: judge it, note it, save it. Collectives: every rank calls it.
 
-        loss: this rank's part; the parts of all ranks add up to the loss of the global batch.
+        loss: this rank's part; the parts of all ranks add up to the loss of the global batch,
+        times Side.copies.
         """
         if self.dry:
             return
         side = self.sides[impl]
-        loss = loss.detach().double()
+        loss = loss.detach().double() / side.copies
         dist.all_reduce(loss)  # partial -> replicated
         if self.request:
             self.stopping = self.request.heard_by_any(self.device)
@@ -429,7 +446,8 @@ class Run:
 
     def validate(self, impl, step):
         """-> the loss on held-out text, a number, after this step."""
-        loss = self.on_held_out(self.sides[impl].evaluate, self.rows)
+        side = self.sides[impl]
+        loss = self.on_held_out(side.evaluate, self.rows) / side.copies
         dist.all_reduce(loss)  # partial -> replicated
         self.trace[impl].validation[step] = loss.cpu()
         return loss.item()
@@ -548,9 +566,24 @@ class Run:
         except torch.OutOfMemoryError:
             self.say("not checked: the plain GPT does not fit on one device")
             return None, None
-        ours = self.trace[self.impls[0]].until(self.checked)
-        check = compare(ours, trace, dtype, self.world_size)
+        check, *others = [compare(self.trace[impl].until(self.checked), trace, dtype,
+                                  self.world_size) for impl in self.judged()]
+        for impl, other in zip(self.judged()[1:], others):
+            check["passed"] = check["passed"] and other["passed"]
+            check["differ"] += [f"{impl}: {line}" for line in other["differ"]]
+            check.setdefault("others", {})[impl] = other
         return check, [loss.item() for loss in trace.loss.values()]
+
+    def judged(self):
+        """What is compared with the plain run: not amp's --sweep over precisions."""
+        return self.impls if self.args.impl in ("both", "all") else self.impls[:1]
+
+    def figures(self, impl):
+        """What bench shows of an implementation, on this rank."""
+        ledger = self.ledger[impl]
+        of_all = ledger.collectives.values()
+        return dict(ms_per_step=self.ms(impl), calls=sum(c["calls"] for c in of_all),
+                    wire=sum(c["wire"] for c in of_all), peak=ledger.memory["peak"])
 
     def publish(self, ranks, check, plain_loss):
         """Print the report, write it to --json -> False if it could not be written."""
@@ -570,7 +603,9 @@ class Run:
         )
         if self.trace[impl].validation:
             result["validation"] = {s: v.item() for s, v in self.trace[impl].validation.items()}
-        if self.args.impl == "both":
+        if len(self.judged()) > 1:
+            result["sides"] = {each: self.figures(each) for each in self.impls}
+        if self.args.impl in ("both", "all") and "torch" in self.impls:
             theirs = self.ms("torch")
             result.update(torch_ms_per_step=theirs, speedup=ms and theirs / ms)
         result.update(self.extra)

@@ -1,4 +1,4 @@
-"""ddp.py in both forms of the toy, and its section 1 around a model of somebody else."""
+"""ddp.py in both forms of the toy; its idea and its technique around a model of somebody else."""
 from contextlib import nullcontext
 from functools import partial
 
@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
-from conftest import SMALL, copied, dry_run_agrees, each, proves, run, script, textbook
+from conftest import SMALL, copied, dry_run_agrees, each, idea, proves, rewritten, run, script, textbook
 from others import Llama, llama_loss, token_rows
 
 LLAMA = ("--model", "llama-toy")
@@ -19,8 +19,11 @@ LLAMA = ("--model", "llama-toy")
     (4, [*LLAMA, "--bucket-mb", "0.01"]),
     (3, ["--batch", "7"]),
     (2, ["--bucket-mb", "0"]),
+    (1, ["--impl", "idea"]),
+    (3, ["--impl", "idea", *LLAMA, "--batch", "7", "--train", "blocks.1|norm"]),
+    (4, ["--impl", "idea"]),
     (2, ["--vocab", "257", "--clip", "0", "--train", "blocks.1|norm"]),
-    (2, ["--impl", "torch"]),
+    (2, ["--impl", "all"]),
 ])
 def test_equals_one_process(world, flags):
     proves("ddp", world, *flags)
@@ -32,6 +35,7 @@ def test_cost():
     rank = dry_run_agrees("ddp", 2, "--train", "blocks.1", ranks=[1])["ranks"][0]
     size = 4 * (12 * 32 * 32 + 13 * 32)
     assert rank["collectives"]["all_reduce"]["payload"] == rank["memory"]["gradients"] == size
+    textbook(dry_run_agrees("ddp", 2, "--impl", "idea", ranks=[1]))
 
 
 def test_resume(tmp_path):
@@ -72,28 +76,29 @@ def train(model, module, part, parts, wait=nullcontext, synchronize=lambda modul
     return module.state_dict(), gradients
 
 
-def check_copy(form):
+def check_copy(form, *bug):
     """Training equals one process's, whatever ranks begin with."""
-    code = copied("ddp")
     rank = dist.get_rank()
     torch.manual_seed(0)
     plain = stranger()
     want = train(plain, plain, 0, 1)
-    torch.manual_seed(0 if form == "naive" else rank)
+    torch.manual_seed(rank)
     inner = stranger()
     mine = rank, dist.get_world_size()
-    if form == "naive":
+    if form == "idea":
+        code = idea("ddp", *bug)
+        code.begin_alike(inner)
         got = train(inner, inner, *mine, synchronize=code.all_reduce_gradients)
     else:
-        model = code.BucketedDDP(inner, bucket_mb=0.001, first_bucket_mb=2e-4, average=False)
+        model = copied("ddp").BucketedDDP(inner, bucket_mb=0.001)
         assert len(model.buckets) > 2
         got = train(model, inner, *mine, wait=model.no_sync)
     for ours, theirs in zip(got, want):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
 
 
-def check_average():
-    """Of ranks' gradients the mean, and zeros, not the last step's, of what a step does not use."""
+def check_unused():
+    """Zeros, not the last step's gradients, of what a step does not use."""
     inner = nn.ModuleList([nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)])
     x = torch.full((2,), 1.0 + dist.get_rank())
     inner.forward = lambda number: inner[number](x).sum()
@@ -101,16 +106,16 @@ def check_average():
     for number in 0, 1:
         model.zero_grad()
         model(number).backward()
-        assert (inner[number].weight.grad == 1.5).all() and not inner[1 - number].weight.grad.any()
+        assert (inner[number].weight.grad == 3).all() and not inner[1 - number].weight.grad.any()
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_copy(world):
-    run(each, world, check_copy, [("bucketed",), ("naive",)])
+    run(each, world, check_copy, [("bucketed",), ("idea",)])
 
 
-def test_average():
-    run(check_average, 2)
+def test_unused():
+    run(check_unused, 2)
 
 
 def left_out(module):
@@ -126,7 +131,12 @@ def left_out(module):
 
 def averaged(module):
     """A mean where a sum belongs."""
-    module.parallelize = lambda model, *_: module.BucketedDDP(model)
+    wait = module.Bucket.wait
+
+    def broken(self):
+        wait(self)
+        self.flat.div_(dist.get_world_size())
+    module.Bucket.wait = broken
 
 
 def other_rows(module):
@@ -139,50 +149,38 @@ def test_planted(plant):
     proves("ddp", 2, "--bucket-mb", "0.02", plant=plant)
 
 
-def check_refusals():
-    inner = nn.Linear(3, 3)
-    wrapped = copied("ddp").BucketedDDP
-    wrapped(inner)
-    with pytest.raises(AssertionError, match="already"):
-        wrapped(nn.Sequential(inner))
-    with pytest.raises(AssertionError, match="frozen"):
-        wrapped(nn.Linear(3, 3).requires_grad_(False))
+@pytest.mark.parametrize("old, new", [
+    ("            dist.all_reduce(p.grad, group=group)", "            pass"),
+    ("    all_reduce_gradients(model)\n", "    pass\n"),
+    ('reduction="sum") / valid', 'reduction="mean")'),
+])
+def test_planted_in_the_idea(old, new):
+    proves("ddp", 2, "--impl", "idea", plant=partial(rewritten, old, new))
 
 
-def test_a_module_is_wrapped_once_and_has_something_to_train():
-    run(check_refusals, 1)
+def check_planted_in_the_beginning():
+    with pytest.raises(AssertionError, match="not close"):
+        check_copy("idea", "dist.broadcast(tensor.data, group=group, group_src=0)", "pass")
 
 
-def check_raised():
-    def broken(gradient):
-        raise ZeroDivisionError
-
-    model = copied("ddp").BucketedDDP(nn.Linear(3, 3))
-    x = torch.ones(3, requires_grad=True)
-    x.register_hook(broken)  # reached after the weights
-    with pytest.raises(ZeroDivisionError):
-        model(x).sum().backward()
-    with pytest.raises(AssertionError, match="a backward has raised"):
-        model(torch.ones(3))
-
-
-def test_after_a_backward_that_raised_nothing_goes_on_in_silence():
-    run(check_raised, 1)
+def test_planted_in_the_beginning():
+    run(check_planted_in_the_beginning, 2)
 
 
 def check_overlap():
-    """Buckets travel while backward still runs, but not inside no_sync(), also a nested one."""
+    """Buckets travel while backward still runs, but not inside no_sync()."""
     inner = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
     model = copied("ddp").BucketedDDP(inner, bucket_mb=1e-4)
     started = []  # buckets, when backward has come to the first layer
     inner[0].register_forward_hook(lambda module, inputs, output: output.register_hook(
-        lambda gradient: started.append(model.started)) and None)
+        lambda gradient: started.append(len(model.buckets) - len(model.to_start))) and None)
     model(torch.ones(8)).sum().backward()
+    assert 1 <= started[0] < len(model.buckets)
+    kept = [p.grad.clone() for p in inner.parameters()]
     with model.no_sync():
-        with model.no_sync():
-            model(torch.ones(8)).sum().backward()
         model(torch.ones(8)).sum().backward()
-    assert started[0] >= 1 and started[1:] == [0, 0]
+    for p, grad in zip(inner.parameters(), kept):
+        assert torch.equal(2 * p.grad, 3 * grad)  # one rank's was added to the sum of two
 
 
 def test_overlap():

@@ -18,7 +18,7 @@ from collections import deque, namedtuple
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from harness.flags import POSITIVE, check_bounds, require  # noqa: E402
+from harness.flags import check_bounds, require  # noqa: E402
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 ALONG = ("step", "tokens")
@@ -134,7 +134,7 @@ def main():
     parser.add_argument("--over", choices=ALONG, default="step", help="along (step)")
     parser.add_argument("--smooth", type=int, default=1, help="mean of so many steps (1)")
     args = parser.parse_args()
-    check_bounds("smooth", args.smooth, POSITIVE)
+    check_bounds("--smooth", args.smooth, 1)
     require(len(args.files) <= len(LETTERS), f"{len(args.files)} files: {len(LETTERS)} at most")
     logs = {path: read_log(path) for path in args.files}
     names = figures_in(logs)

@@ -71,8 +71,8 @@ MODELS = {**PRESETS, **moe.PRESETS}
 SIZES = ("layers", "width", "heads", "vocab", "seq", "kv_heads", "hidden")
 SOME = (1e-9, 1e18)  # more than nothing
 OWN = {
-    "model": FLAGS["model"]._replace(limits=tuple(MODELS)),
-    **{name: FLAGS[name] for name in (*SIZES, "json")},
+    "model": {**FLAGS["--model"], "choices": tuple(MODELS)},
+    **{name: FLAGS["--" + name.replace("_", "-")] for name in (*SIZES, "json")},
     "batch": Flag(int, "B, sequences per step", POSITIVE),
     "dtype": Flag("bf16", "of parameters and arithmetic", ("bf16", "fp32")),
     "gpus": Flag(int, "how many", POSITIVE),
@@ -108,17 +108,18 @@ def read(words=None):
                                      allow_abbrev=False)
     parser.error = lambda message: require(False, message)
     for name, flag in OWN.items():
-        add_flag(parser, name, flag)
+        add_flag(parser, "--" + name.replace("_", "-"), flag)
     parser.add_argument("--sp", help="fixed", action=argparse.BooleanOptionalAction)
     at = parser.parse_args(words)
     for name, flag in OWN.items():
-        check_bounds(name, getattr(at, name), flag.limits)
+        check_bounds("--" + name.replace("_", "-"), getattr(at, name), flag.get("least"),
+                     flag.get("most"))
     require(at.gpus and at.batch, "give both --gpus and --batch")
     given = {name: value for name, value in vars(at).items() if value is not None}
     at.cfg = MODELS[at.model]._replace(**{name: given[name] for name in SIZES if name in given})
     at.fixed = {axis: given[axis] for axis in Layout._fields if axis in given}
     if at.experts is None:
-        at.experts = moe.FLAGS["experts"].default if at.model in moe.PRESETS else 0
+        at.experts = moe.FLAGS["experts"]["default"] if at.model in moe.PRESETS else 0
     refuse(at)
     at.node = max(n for n in divisors(at.gpus) if n <= at.gpus_per_node)
     return at

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 from common import GPT  # noqa: E402
-from harness.flags import ANY, check_bounds, require  # noqa: E402
+from harness.flags import check_bounds, require  # noqa: E402
 from tools.weights import sizes_in, weights_of  # noqa: E402
 
 BYTES = 256
@@ -135,7 +135,7 @@ def main():
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     for name in ("tokens", "temperature", "top_k"):
-        check_bounds(name, getattr(args, name), ANY)
+        check_bounds("--" + name.replace("_", "-"), getattr(args, name), 0)
     model, cfg = load(args.folder, args.device)
     prompt = list(args.prompt.encode())
     if args.ids:

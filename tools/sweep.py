@@ -39,7 +39,7 @@ SCHEDULED = {"schedule": pipeline_parallel.NAMES, "chunks": (1, 2)}
 KEPT = {"ckpt": ("none", "full", "selective")}
 RINGS = {"attn": tuple(context_parallel.KINDS)}
 MIXTURE = {"top-k": (1, 2, 3), "ep": (0, 1), "shared": SWITCH, "capacity": (0, 0, 0.5, 1, 1.25),
-           "balance": moe.FLAGS["balance"].limits}
+           "balance": moe.FLAGS["balance"]["choices"]}
 FILES = {
     "ddp": {"bucket-mb": (0, 0.001, 0.02, 25)},
     "zero": {"stage": range(4), "offload": ("none", "optimizer", "param"), "accum": (1, 2, 3)},
