@@ -56,8 +56,8 @@ TRAINING_FLAGS = {
 RUN_FLAGS = {
     "--check": dict(action=argparse.BooleanOptionalAction, default=True, help="replay the steps "
                     "with the plain GPT and compare"),
-    "--timeout": dict(type=int, metavar="S", least=1, most=10**6, help="seconds until ranks give up a"
-                      " collective (30, NCCL 600)"),
+    "--timeout": dict(type=int, metavar="S", least=1, most=10**6, help="until ranks give up "
+                      "a collective (30, NCCL 600)"),
     "--dry-run": dict(type=int, metavar="W", least=1, help="be one of W ranks, without the others "
                       "or memory"),
     "--rank": dict(type=int, default=0, least=0, help="which one (dry run only)"),

@@ -8,7 +8,8 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
-from conftest import SMALL, copied, dry_run_agrees, each, idea, proves, rewritten, run, script, textbook
+from conftest import (
+    SMALL, copied, dry_run_agrees, each, idea, proves, rewritten, run, script, textbook)
 from others import Llama, llama_loss, token_rows
 
 LLAMA = ("--model", "llama-toy")
