@@ -8,12 +8,10 @@
 #   ./run.sh scale FILE [flags]   1, 2, 4, .. ranks: speed-up and efficiency
 #   ./run.sh weights [flags]      take weights from Hugging Face's files, or give them
 #   ./run.sh sample [flags]       text from a checkpoint
-#   ./run.sh curves FILES         what --log-file has written, drawn
 #   ./run.sh sweep N [SEED]       N random runs over files, ranks, sizes and flags, in fp64
-#   ./run.sh soak [KILLS]         a run whose ranks are killed ends as the one that never was
 #   ./run.sh gpu                  what needs a GPU, as one table
 #   ./run.sh papers               numbers that papers have published, beside what this code says
-# Where there is no torch >= 2.11 or no pytest it makes .venv first. PYTHON=... is another python.
+# Where there is no torch >= 2.11 or no NumPy it makes .venv first. PYTHON=... is another python.
 # Paths in flags are relative to this folder, wherever run.sh is called from.
 set -euo pipefail
 files="ddp zero fsdp tensor_parallel pipeline_parallel context_parallel moe amp_accum_ckpt"
@@ -23,11 +21,10 @@ if [[ ${PYTHON:-} == */* && $PYTHON != /* ]]; then
 fi
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-# torch warns where NumPy is not installed
-export PYTHONWARNINGS="${PYTHONWARNINGS:-ignore:Failed to initialize NumPy}"
+needed="numpy, torch"
 
-is_usable() { # has this Python what the project needs?
-  local check='import pytest, torch, sys; v = torch.__version__.split(".")'
+is_usable() { # has this Python what is needed?
+  local check="import $needed, sys; v = torch.__version__.split('.')"
   check+='; sys.exit((int(v[0]), int(v[1])) < (2, 11))'
   command -v "$1" >/dev/null && "$1" -c "$check" 2>/dev/null
 }
@@ -45,7 +42,7 @@ find_python() {
   local candidate
   if [[ -n ${PYTHON:-} ]]; then
     command -v "$PYTHON" >/dev/null || fail "PYTHON=$PYTHON: no such program"
-    is_usable "$PYTHON" || fail "PYTHON=$PYTHON has no torch >= 2.11 or no pytest"
+    is_usable "$PYTHON" || fail "PYTHON=$PYTHON lacks one of: $needed (torch >= 2.11)"
     return
   fi
   for candidate in .venv/bin/python python3 python; do
@@ -87,16 +84,24 @@ one_file() { # FILE [N] [flags]
 command=${1:-}
 case $command in
   -h | --help | help)
-    sed -n '2,17s/^# \{0,1\}//p' run.sh # the lines at the top
+    sed -n '2,15s/^# \{0,1\}//p' run.sh # the lines at the top
     exit
     ;;
 esac
+if [[ $command == test ]]; then
+  needed+=", pytest"
+fi
 find_python
 case $command in
   "") exec "$PYTHON" tools/bench.py check ;;
   bench | scale) exec "$PYTHON" tools/bench.py "$@" ;;
-  test) exec "$PYTHON" -m pytest "${@:2}" ;;
-  plan | gpu | papers | weights | sample | curves) exec "$PYTHON" "tools/$command.py" "${@:2}" ;;
-  sweep | soak) OMP_NUM_THREADS=1 exec "$PYTHON" "tools/$command.py" "${@:2}" ;;
+  test)
+    if "$PYTHON" -c 'import xdist' 2>/dev/null; then # on all cores
+      set -- "$1" -n auto --dist worksteal "${@:2}"
+    fi
+    exec "$PYTHON" -m pytest "${@:2}"
+    ;;
+  plan | gpu | papers | weights | sample) exec "$PYTHON" "tools/$command.py" "${@:2}" ;;
+  sweep) OMP_NUM_THREADS=1 exec "$PYTHON" tools/sweep.py "${@:2}" ;;
   *) one_file "$@" ;;
 esac

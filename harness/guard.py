@@ -4,13 +4,11 @@
     prepare           collectives give up after a while, also those of groups that are made later
     among_the_living  a store that hides what ranks have set before torchrun restarted them
     fault             what is inf or nan at the end of a step
-    Request           SIGTERM, which is heard at the end of a step
 """
 import contextlib
 import faulthandler
 import math
 import os
-import signal
 import sys
 import threading
 import time
@@ -99,23 +97,3 @@ def fault(loss, norm, gradients, state):
         if names:
             found = f"not finite: {names[0]} and {len(names) - 1} more"
     return f"loss {loss:g}, gradient norm {norm:g}; {found}"
-
-
-# ---- the end -------------------------------------------------------------------
-
-
-class Request:
-    """Has this process been asked to end? SIGTERM is what schedulers send before they preempt."""
-
-    def __init__(self):
-        self.made = False
-        signal.signal(signal.SIGTERM, self.hear)
-
-    def hear(self, *_):
-        self.made = True
-
-    def heard_by_any(self, device):
-        """Have ranks, of which all call this, heard it?"""
-        heard = torch.tensor(float(self.made), device=device)
-        dist.all_reduce(heard)  # partial -> replicated
-        return heard.item() > 0

@@ -87,12 +87,7 @@ class Side:
         return loss_sum(self.model(x), y)
 
     def usual_pieces(self):
-        pieces = []
-        for name, p in self.module.named_parameters():
-            # of a DTensor every rank writes its own, of what all have the first
-            writes = hasattr(p, "full_tensor") or dist.get_rank() == 0
-            pieces += checkpoint.pieces_of([(name, p)], self.optimizer, writes)
-        return pieces
+        return checkpoint.pieces_of(self.module.named_parameters(), self.optimizer)
 
     def usual_held(self):
         return held_by(self.model, self.optimizer)
@@ -197,11 +192,8 @@ class Run:
         self.checked = min(self.last, self.first + CHECKED - 1)  # the last step that is compared
         self.step = self.first  # the one under way
         self.saver = None  # of checkpoints
-        self.request = None  # a guard.Request that listens for SIGTERM; None where nothing is saved
-        self.stopping = False  # has any rank heard SIGTERM?
         if self.args.save and not self.dry:
-            self.request = guard.Request()
-            self.saver = checkpoint.Saver(self.start, self.args.save_async)
+            self.saver = checkpoint.Saver(self.args.save, self.start, self.args.save_async)
 
     def open_books(self):
         self.clock = Clock("cpu" if self.dry else self.device)
@@ -320,10 +312,6 @@ class Run:
                     for group in sides[impl].optimizer.param_groups:
                         group["lr"] = self.rate(step)
                     yield impl, step, *self.batch(step, rows)
-                    if self.stopping and step < self.last:
-                        self.say(f"stopped by SIGTERM; {self.args.save} has all {step + 1} "
-                                 "steps: --resume it")
-                        sys.exit(0)
 
     def side(self, model, optimizer, train_step, **functions):
         """-> a Side. main() needs no import for it."""
@@ -381,8 +369,6 @@ class Run:
         side = self.sides[impl]
         loss = loss.detach().double() / side.copies
         dist.all_reduce(loss)  # partial -> replicated
-        if self.request:
-            self.stopping = self.request.heard_by_any(self.device)
         self.times[impl].append(self.clock.ms(*self.marks))
         self.trace[impl].log(step, loss, norm)
         judged = 0.0 if side.may_overflow else norm
@@ -404,19 +390,19 @@ class Run:
 
     def save(self, side, step):
         """If it is due."""
-        ends = step == self.last or self.stopping
-        if not ends and (step + 1) % (self.args.save_every or self.args.steps):
+        if step < self.last and (step + 1) % (self.args.save_every or self.args.steps):
             return
         extra = side.extra() if side.extra else {}
         extra["replays"] = self.replays
         notes = {"identity": checkpoint.identity(self.args), "extra": extra}
         self.saver.save(step + 1, side.pieces(), notes)
-        if ends and not self.finish_saving():
-            sys.exit(1)  # what is wrong has been said
+        if step == self.last:
+            self.finish_saving()
 
     def finish_saving(self):
-        """With --save-async waits for the last checkpoint -> is it there?"""
-        return not self.saver or self.saver.wait()
+        """With --save-async waits for the last checkpoint."""
+        if self.saver:
+            self.saver.wait()
 
     def tell(self, impl, step, loss, norm, validation):
         """On rank 0: a line of the table, a line of --log-file."""

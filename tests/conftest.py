@@ -6,7 +6,7 @@ second each instead of seconds.
 import ast
 import contextlib
 import gc
-import importlib.util
+import importlib
 import io
 import json
 import multiprocessing
@@ -20,24 +20,20 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-torch.set_num_threads(1)  # others would not be there in a process that halves.py forks
+torch.set_num_threads(1)
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests are for CPUs; ./run.sh gpu has the others
 os.environ["RES_OPTIONS"] = "attempts:0"  # torch asks what 127.0.0.1 is called: up to 5 s
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it would say that it got no answer
 import common  # noqa: E402
-import lines  # noqa: E402
 from tools.ranks import environment as _environment  # noqa: E402
 from tools.ranks import start as _start  # noqa: E402
-from halves import pytest_runtestloop  # noqa: E402, F401
 
 ALL = bool(os.environ.get("ALL"))  # ALL=1 ./run.sh test: also what takes minutes more
 
 multiprocessing.set_forkserver_preload(["tests.warm"])  # found from ROOT, where pytest is started
 gc.freeze()  # what is imported by now need not be looked through again and again
-if not importlib.util.find_spec("numpy"):
-    sys.modules["numpy"] = None  # else torch looks for it in every operation of a dry run
 
 load = common.load_corpus
 STDLIB = load("", 1)  # this Python's library, read once, not by every rank
@@ -53,7 +49,6 @@ PROOF = (*SMALL, "--dtype", "fp64", "--pad", "0.3", "--clip", "0.5")
 
 def _check(rank, world, port, check, args):
     _environment(rank, world, port)
-    lines.watch()
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)  # plain models are alike on all ranks
     dist.init_process_group("gloo")
@@ -64,7 +59,6 @@ def _check(rank, world, port, check, args):
 
 def _script(rank, world, port, name, flags, plant, errors):
     _environment(rank, world, port)
-    lines.watch()
     os.dup2(os.open(errors, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
     sys.argv = [f"{name}.py", *flags]
     module = importlib.import_module(name)

@@ -1,10 +1,10 @@
-"""The table of run.sh, the launcher, gpu.py as far as it goes without one, and soak's words."""
+"""The table of run.sh, the launcher, gpu.py as far as it goes without one."""
 import sys
 from types import SimpleNamespace
 
 import pytest
 
-from tools import bench, gpu, launch, soak
+from tools import bench, gpu, launch
 
 
 def report(ms, ranks=2, exit_code=0, **more):
@@ -68,7 +68,6 @@ def test_exit_codes_of_the_launcher(capsys):
     (launch, "20000000 ddp.py"),
     (bench, "all"),
     (bench, "scale nope"),
-    (soak, "-1"),
 ])
 def test_bad_words_end_in_a_line(tool, words, capsys):
     with pytest.raises(SystemExit) as end:

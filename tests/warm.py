@@ -8,11 +8,9 @@ import contextlib
 import gc
 import importlib
 import sys
-import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
 for name in (
     "conftest", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
     "torch.distributed.pipelining", "torch.distributed.checkpoint", "ddp", "fsdp", "hybrid_3d",

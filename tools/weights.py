@@ -247,14 +247,8 @@ def weights_of(folder):
     """A folder of checkpoints, or one -> the newest one's weights, by name, and the identity of
     the model."""
     # in the place of a flag, for the line of an error: "checkpoints in DIR: no checkpoint there"
-    damaged = {}
-    place, notes = checkpoint.newest(folder, "checkpoints in", damaged)
-    while wrong := checkpoint.damage(place, notes["files"]):
-        damaged[place] = wrong
-        place, notes = checkpoint.newest(folder, "checkpoints in", damaged)
-    state = checkpoint.read_whole(place)
-    weights = {name: t for name, t in state.items() if not checkpoint.is_state(name)}
-    return weights, notes["identity"]
+    place, notes = checkpoint.newest(folder, "checkpoints in")
+    return checkpoint.read_whole(place), notes["identity"]
 
 
 def sizes_in(identity):
