@@ -56,7 +56,7 @@ import tensor_parallel
 from pipeline_parallel import Mail, Pipeline, SplitLinear, carve
 from tensor_parallel import (
     ColumnParallel, CutSequence, WholeSequence, vocab_parallel_cross_entropy)
-from zero import Unit, ZeRO
+from zero import ZeRO1, ZeRO2, ZeRO3, units_of
 from common import loss_sum
 
 # imports of sections 1 and 2 end here; the rest is for sections 3 and 4
@@ -77,7 +77,7 @@ from zero import held, pieces_of_each
 
 # ---- 1. the technique (copy this, the files that it imports, and what they import) ----
 # For another model write anew what is of the toy: carve, which here is pipeline_parallel's (in its
-# stages parameters keep the plain model's names), and of section 2 kind_of, unit_of, within_layers,
+# stages parameters keep the plain model's names), and of section 2 kind_of, within_layers,
 # has_experts, around_layers, in_microbatches.
 
 
@@ -93,7 +93,7 @@ def parallelize(model, mesh, plans, layers, boundary, *, sp=False, ring=None, re
     ring       for cp > 1 a class of context_parallel, which is called with the group
     recompute  amp_accum_ckpt's full or selective
     autocast   torch.autocast(..), which decorates forwards
-    zero       ZeRO's level
+    zero       ZeRO's stage, 0: nothing is cut, copies sum whole gradients
     """
     splits = any(action.kind == "W" for action in plans[0])  # are backwards split into B and W?
     at_once = len(plans) == 1 and plans[0][1].kind == "B" and not splits  # actions F B F B ..
@@ -208,19 +208,23 @@ def kinds_of_parameters(sp):
 
 
 def sum_gradients_plainly(model):
-    """For reading: what SummingPipeline and sum_gradients do together in ZeRO-0."""
+    """For reading: what SummingPipeline and sum_gradients do together in ZeRO-1."""
+    for zero in model.zeros:
+        for unit in zero.units:
+            zero.start_sum(unit)  # over data or replicas: partial -> sharded
+            zero.finish_sum(unit)
     for part in model.parts:
         for axis, what in model.along[part.parameter].items():
-            if what == "sum":
+            if what == "sum" and axis in ("tp", "ends"):
                 dist.all_reduce(part.grad, group=model.mesh.group[axis])  # partial -> replicated
 
 
 def sum_gradients(model):
     """Ends the sums along data and replicas, which backwards have begun; sums along tp and ends."""
     for zero in model.zeros:
-        if zero.level < 2:  # ZeRO-2 and 3 have summed after each backward
+        if not isinstance(zero, ZeRO2):  # ZeRO-2 and 3 have summed after each backward
             zero.sync = True  # the last actions of a stage have set it, but "tied" is no stage
-            zero.reduce()  # partial -> replicated, in ZeRO-1 sharded
+            zero.reduce()  # partial -> sharded
     for axis in ("tp", "ends"):
         partial_sums = summands(model, axis)
         if partial_sums and model.mesh.size[axis] > 1:  # middle stages have none for "ends"
@@ -233,11 +237,32 @@ def summands(model, axis):
     return [part.grad for part in model.parts if model.along[part.parameter].get(axis) == "sum"]
 
 
+class ZeRO0(ZeRO1):
+    """Nothing is cut: copies sum whole gradients, and each steps all of them."""
+
+    def place(self):
+        return 1, 0
+
+    def start_sum(self, unit):
+        unit.missing = set(unit.shapes)
+        # partial -> replicated
+        unit.reducing = dist.all_reduce(unit.buffer, group=self.group, async_op=True)
+
+    def renew(self, unit):
+        """There are no chunks of others."""
+
+    def gathered(self, chunks):
+        found = {}
+        for unit, chunk in zip(self.units, chunks):
+            found.update(unit.views(chunk.clone()))
+        return found
+
+
 class SummingPipeline(Pipeline):
     """Sums a stage's gradients over its copies, while a backward of the stage still runs.
 
-    ZeRO-0 and 1 sum once in a step, during the stage's last B (and last W, if Bs leave Ws). ZeRO-2
-    and 3 sum for each micro-batch, during its B (its W, if there is one).
+    ZeRO-1 sums once in a step, during the stage's last B (and last W, if Bs leave Ws). ZeRO-2 and 3
+    sum for each micro-batch, during its B (its W, if there is one).
     """
 
     def __init__(self, modules, plans, mail, zeros_of):
@@ -253,13 +278,13 @@ class SummingPipeline(Pipeline):
         kind, m, stage = action
         zeros = self.zeros_of.get(stage, []) if kind in "BW" else []
         for zero in zeros:
-            if zero.level < 2:
-                zero.sync = action in self.last
-            else:  # a micro-batch's gradients are complete after its last part
+            if isinstance(zero, ZeRO2):  # a micro-batch's gradients are complete after its last
                 zero.sync = not (kind == "B" and (m, stage) in self.leaves_w)
+            else:
+                zero.sync = action in self.last
         made = super().do(action, taken, loss_fn, update)
         for zero in zeros:
-            if zero.level >= 2:
+            if isinstance(zero, ZeRO2):
                 zero.reduce()  # if sync: partial -> sharded
         return made
 
@@ -271,62 +296,66 @@ class Hybrid(nn.Module):
     tied     {parameter that several stages have: its name in the first}
     kinds    {kind: {axis: what becomes of a gradient}}
     origins  {name in the plain model: (first place along pp that has it, a meta tensor like it)}
-    level    ZeRO's, 0 to 3
+    number   of ZeRO's stage, 0 to 3
     splits   has a backward two parts, B and W?
     """
 
-    def __init__(self, here, tied, mesh, tp, kinds, origins, level, splits):
+    def __init__(self, here, tied, mesh, tp, kinds, origins, number, splits):
         super().__init__()
         self.stages = nn.ModuleList(here.values())
         self.mesh = mesh
         self.tp = tp
         self.origins = origins
-        self.level = level
+        self.number = number
         self.pipeline = None  # parallelize sets it: a SummingPipeline needs zeros_of
         self.names = {}  # {parameter: its name in the plain model}
         self.along = {}  # {parameter: {axis: what becomes of its gradient}}
         # {stage: [ZeRO]}. "tied" is no stage: sum_gradients sums what it has, as in ZeRO-1
         self.zeros_of = defaultdict(list)
-        for (stage, axis), units in self.lay_out(here, tied, kinds, splits).items():
-            own_level = min(level, 1) if stage == "tied" else level
-            zero = ZeRO(list(units.values()), mesh.group[axis], own_level)
-            self.zeros_of[stage].append(zero)
+        apart = kinds["outside"] if splits and number == 2 else None
+        for (stage, axis), units in self.lay_out(here, tied, kinds, apart).items():
+            own_number = min(number, 1) if stage == "tied" else number
+            cut = (ZeRO0, ZeRO1, ZeRO2, ZeRO3)[own_number]
+            self.zeros_of[stage].append(cut(units, mesh.group[axis]))
         self.zeros = [zero for zeros in self.zeros_of.values() for zero in zeros]
-        self.flats = [flat for zero in self.zeros for flat in zero.flats]
+        self.units = [unit for zero in self.zeros for unit in zero.units]
         self.parts = [part for zero in self.zeros for part in zero.parts]
         # this rank counts these in the norm
         self.counted = [part for part in self.parts if self.is_first(part.parameter)]
 
-    def lay_out(self, here, tied, kinds, splits):
-        """-> {(stage, axis of copies): {name of a module: Unit}}. Fills self.names, self.along."""
-        units = defaultdict(dict)
+    def lay_out(self, here, tied, kinds, apart):
+        """-> {(stage, axis of copies): [(parameters, sites)]}. Fills self.names, self.along.
+
+        apart: a kind, of which a stage's parameters become a unit of their own. Norms get gradients
+        in B. In a unit with matrices, which get theirs in W, they would make ZeRO-2 hold the whole
+        buffer from B to W.
+        """
+        units = defaultdict(list)
         for stage, module in here.items():
-            for name, p in module.named_parameters():
-                if p in self.along:  # the other end of the tied one
-                    continue
+            new = {p: name for name, p in module.named_parameters() if p not in self.along}
+            for p, name in new.items():  # not the other end of the tied one
                 kind = kinds["tied" if p in tied else kind_of(name)]
                 is_cut = self.tp.size > 1 and kind.get("tp") == "cut"
                 assert is_cut == (p in self.tp.cuts), f"{name}: kind_of and tp's plan disagree"
                 self.names[p] = tied.get(p, name)
                 self.along[p] = kind
-                if p.requires_grad:
-                    site, stays = unit_of(name)
-                    if splits and self.level == 2 and kind is kinds["outside"]:
-                        # A stage's norms, which get gradients in B, become a unit of their own,
-                        # "". In a unit with matrices, which get theirs in W, they would make ZeRO-2
-                        # hold the whole buffer from B to W.
-                        site = ""
-                    where = "tied" if p in tied else stage
-                    copies = "replicas" if "replicas" in kind else "data"
-                    by_site = units[where, copies]
-                    unit = by_site.setdefault(site, Unit([], [module.get_submodule(site)], stays))
-                    unit.parameters.append(p)
+            outside = [p for p in new if p.requires_grad and self.along[p] is apart]
+            if outside:
+                units[stage, "data"].append((outside, []))
+            for parameters, sites in units_of(module, module.blocks.values()):
+                found = defaultdict(list)
+                for p in parameters:
+                    if p in new and self.along[p] is not apart:
+                        copies = "replicas" if "replicas" in self.along[p] else "data"
+                        found["tied" if p in tied else stage, copies].append(p)
+                for where, some in found.items():
+                    units[where].append((some, sites))
         return units
 
     def is_first(self, p):
         """Is this the first of the ranks that hold the same piece of p's gradient?"""
         repeated = {axis for axis, what in self.along[p].items() if what != "cut"}
-        if self.level and p.requires_grad:
+        if self.number and p.requires_grad:
             repeated -= {"data", "replicas"}  # ZeRO cuts its gradient there
         return all(dist.get_rank(self.mesh.group[axis]) == 0 for axis in repeated)
 
@@ -341,11 +370,11 @@ class Hybrid(nn.Module):
 
     def full_state_dict(self):
         """-> {name in the plain model: parameter or buffer}, on every rank."""
-        return self.gather(self.origins, ZeRO.full_parameters)
+        return self.gather(self.origins, ZeRO1.full_parameters)
 
     def full_gradients(self):
         """-> {name in the plain model: gradient} of what is trained, on every rank."""
-        return self.gather(trained(self.origins), ZeRO.full_gradients)
+        return self.gather(trained(self.origins), ZeRO1.full_gradients)
 
     def gather(self, origins, of_zero):
         """-> {name in the plain model: tensor} of origins' names. of_zero(zero): {parameter: ..}"""
@@ -450,17 +479,6 @@ def kind_of(name):
     return next(kind for pattern, kind in KIND_BY_NAME if fnmatchcase(name, pattern))
 
 
-def unit_of(name):
-    """A parameter's name -> (the module whose parameters are its Unit, Unit.stays).
-
-    What is in no block stays, since other modules may read it, as the head reads a tied tok.weight.
-    """
-    words = name.split(".")
-    if words[0] == "blocks":
-        return ".".join(words[:2]), False
-    return words[0], True
-
-
 def within_layers(model, mesh, plans, splits, sp, ring):
     """-> tensor_parallel's WholeSequence or CutSequence"""
     tp = CutSequence(mesh.group["tp"]) if sp else WholeSequence(mesh.group["tp"])
@@ -519,7 +537,8 @@ def evaluate(model, x, y):
     inputs, loss_of = in_microbatches(model, x, y, 1)
     loss = model.pipeline.evaluate(inputs, loss_of) / model.tp.size
     for zero in model.zeros:
-        zero.free_units()  # ZeRO-3's, which reduce() would have freed
+        if isinstance(zero, ZeRO3):
+            zero.free_units()  # which reduce() would have done
     return loss
 
 
@@ -779,13 +798,16 @@ def sent_on_pp(args, b, neighbours):
 
 
 def sent_by_zero(zero, micro):
-    blocks = [flat for flat in zero.flats if not flat.stays]
-    sent = 0
-    for flat in zero.flats:
-        moves = (2, 2, micro + 1, 3 * micro)[flat.level]
-        if flat.level == 3 and (flat.stays or flat is blocks[-1]):
-            moves -= micro  # one gather is for forward and backward
-        sent += moves * flat.full.nbytes
+    P = sum(unit.full.nbytes for unit in zero.units)
+    sent = 2 * P
+    if isinstance(zero, ZeRO2):
+        sent = (micro + 1) * P
+    if isinstance(zero, ZeRO3):
+        order = zero.expected  # of use in a micro-batch
+        for last, unit in zip([None, *order], order):
+            if unit is not last:
+                sent += micro * unit.full.nbytes
+        sent -= P  # step() gathers nothing
     ranks = dist.get_world_size(zero.group)
     return sent * (ranks - 1) / ranks
 
@@ -840,7 +862,7 @@ def pieces(model, optimizer):
     """-> [Piece]: the boxes of the plain model's tensors that this rank holds"""
     found = []
     ep_rank = dist.get_rank(model.mesh.group["ep"])
-    here = pieces_of_each(model.flats, model.names, optimizer, model.is_first)
+    here = pieces_of_each(model.units, model.names, optimizer)
     for p, boxes in here.items():
         if p in model.tp.cuts:
             boxes = [of_whole(box, *model.tp.cuts[p], model.tp.rank) for box in boxes]
@@ -909,7 +931,7 @@ def set_up(run, impl, mesh, plans, layers, boundary):
         model=model, optimizer=optimizer, train_step=train_step,
         evaluate=lambda x, y: evaluate(model, x[:, tokens], y[:, tokens]),
         pieces=partial(pieces, model, optimizer),
-        held=partial(held, model, model, optimizer),  # a Hybrid has flats, as a ZeRO has
+        held=partial(held, model, model, optimizer),  # a Hybrid has units, as a ZeRO has
         extra=partial(notes, model) if args.experts else None)
 
 

@@ -56,6 +56,7 @@ class Side:
     # True where a step whose norm is inf is skipped (fp16 with loss scaling): it is no fault then
     may_overflow: bool = False
     copies: int = 1  # so many ranks return the same part of the loss
+    held_of: torch.nn.Module | None = None  # whose parameters and gradients are held (model)
     watch: Callable = contextlib.nullcontext  # step -> what is entered around it
 
     def __post_init__(self):
@@ -90,7 +91,7 @@ class Side:
         return checkpoint.pieces_of(self.module.named_parameters(), self.optimizer)
 
     def usual_held(self):
-        return held_by(self.model, self.optimizer)
+        return held_by(self.held_of or self.model, self.optimizer)
 
 
 def whole(t):

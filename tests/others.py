@@ -94,23 +94,29 @@ class Llama(nn.Module):
         return {"logits": self.lm_head(self.norm(x))}
 
 
-def into_flat(name, when, bug):
-    """-> plant(module): leaves out a collective, or runs bug(flat, ..) beside a method of Flat."""
+def into(owner, name, when, bug):
+    """-> plant(module): leaves out a collective, or runs bug(self, ..) beside a method of a class
+    or instead of it."""
 
     def plant(module):
         if when == "left out":
             module.dist = SimpleNamespace(**{**vars(dist), name: lambda *_, **__: None})
             return
-        method = getattr(module.Flat, name)
+        method = getattr(getattr(module, owner), name)
 
-        def broken(flat, *args):
+        def broken(self, *args):
             if when == "before":
-                bug(flat, *args)
-            method(flat, *args)
-            if when == "after":
-                bug(flat, *args)
-        setattr(module.Flat, name, broken)
+                bug(self, *args)
+            if when != "instead":
+                method(self, *args)
+            if when != "before":
+                bug(self, *args)
+        setattr(getattr(module, owner), name, broken)
     return plant
+
+
+def into_flat(name, when, bug):
+    return into("Flat", name, when, bug)
 
 
 def token_rows(rng, rows, T=8):

@@ -42,7 +42,7 @@ MISTAKES = (  # as the page has it, the script that makes it, [(what stands ther
     ("an optimizer made before the wrapper", "with_zero", [
         (MADE_AFTER, ""), ("    zero = ", MADE_BEFORE + "    zero = ")]),
     ("`model.zero_grad()`", "with_zero", [FORGOTTEN]),
-    ("`model.zero_grad()`", "with_zero", [FORGOTTEN, ("level=2", "level=1")]),
+    ("`model.zero_grad()`", "with_zero", [FORGOTTEN, ("ZeRO2", "ZeRO1")]),
 )
 
 
@@ -170,7 +170,7 @@ def adapters_under_ddp():
 
 def adapters_under_zero():
     model = adapted()
-    sharded = zero.parallelize(model, level=3)
+    sharded = zero.parallelize(model, stage=3)
     return by_rows(zero, sharded.parameter_groups(), model, sharded)
 
 

@@ -1,5 +1,4 @@
-"""zero.py: its section 1 around a model of others, its scripts, their costs, what is refused."""
-import math
+"""zero.py: its ladder around a model of others, its scripts, their costs, what is refused."""
 from functools import partial
 
 import pytest
@@ -11,8 +10,9 @@ from torch.utils.checkpoint import checkpoint
 import zero
 from common import adamw, clip_gradients
 from conftest import (
-    PROOF, SMALL, alone, check_refused, copied, dry_run_agrees, each, proves, run, script, textbook)
-from others import Llama, compare, into_flat, llama_loss, token_rows
+    PROOF, SMALL, alone, check_refused, copied, dry_run_agrees, each, idea, proves, rewritten, run,
+    script, textbook)
+from others import Llama, compare, into, llama_loss, token_rows
 
 
 def llama(tied=False):
@@ -28,23 +28,25 @@ def mine(rows):
     return [t.chunk(dist.get_world_size())[dist.get_rank()] for t in rows]
 
 
-def lend_garbage(flat):
-    """Memory that is lent has anything in it: here nan, which spreads."""
-    zero.lend(flat)
-    flat.fill_(math.nan)
+def ladder(module):
+    return {1: module.ZeRO1, 2: module.ZeRO2, 3: module.ZeRO3}
 
 
-def check_copy(level, tied=False, offload="none", plant=None):
-    """Two steps of two micro-batches equal one process's, whatever ranks begin with."""
+def check_copy(stage, tied=False, offload="none", sums="last", plant=None):
+    """Two steps of two micro-batches equal one process's, whatever ranks begin with.
+
+    sums: after each backward, or the last one (stages 2 and 3 always sum each).
+    """
     module = copied("zero")
-    module.lend = lend_garbage
     if plant:
         plant(module)
     torch.manual_seed(0)
     plain = llama(tied)
     torch.manual_seed(dist.get_rank())
     model = llama(tied)
-    ours = module.ZeRO(module.units_of(model, model.layers), level=level, offload=offload)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)  # of no step here
+    ours = ladder(module)[stage](module.units_of(model, model.layers), offload=offload)
     reference = adamw(plain.parameters(), 1e-2)
     [group] = ours.parameter_groups()
     optimizers = [adamw(group["params"][first::2], 1e-2) for first in range(2)]
@@ -56,7 +58,7 @@ def check_copy(level, tied=False, offload="none", plant=None):
         for number in range(2):
             rows = token_rows(rng, 4)
             llama_loss(plain, *rows).backward()
-            ours.sync = level >= 2 or number == 1
+            ours.sync = stage >= 2 or number == 1 or sums == "each"
             llama_loss(model, *mine(rows)).backward()
             ours.reduce()
         compare(list(ours.full_gradients().values()), [p.grad for p in plain.parameters()])
@@ -72,35 +74,38 @@ def check_copy(level, tied=False, offload="none", plant=None):
 
 @pytest.mark.parametrize("world, cases", [
     (1, [(3,)]),
-    (2, [(0, True), (1, False, "optimizer"), (2, True), (3, True), (3, False, "param")]),
+    (2, [(1, False, "optimizer"), (1, True, "none", "each"), (2, True), (3, True),
+         (3, False, "param")]),
     (4, [(1,), (3,)]),
 ])
 def test_copy(world, cases):
     run(each, world, check_copy, cases)
 
 
-def use_first(flat, first={}):
-    flat.wait()
-    flat.full.copy_(first.setdefault(flat, flat.full.clone()))
+def use_first(zero, unit, first={}):
+    unit.wait()
+    unit.full.copy_(first.setdefault(unit, unit.full.clone()))
 
 
-# a method of Flat, when something else is done, what, and the level that shows it
+# a method of ZeRO, when something else is done, what, and the stage that shows it
 PLANTED = {
     "only the last micro-batch counts": (
-        "start_reduce", "before", lambda flat: flat.grad.zero_(), 2),
-    "gradients are replaced": ("take_gradient", "before", lambda flat, p: flat.slots[p].zero_(), 1),
-    "averaged over ranks": ("finish_reduce", "after", lambda flat: flat.grad.div_(2), 1),
-    "a sum waits for nothing": ("take_gradient", "before", lambda flat, p: flat.missing.clear(), 1),
-    "what was gathered first is used for ever": ("start_gather", "after", use_first, 3),
+        "start_sum", "before", lambda zero, unit: unit.grad.zero_(), 2),
+    "gradients are replaced": ("take", "before", lambda zero, unit, p: unit.slots[p].zero_(), 1),
+    "averaged over ranks": ("finish_sum", "after", lambda zero, unit: unit.grad.div_(2), 1),
+    "a sum waits for nothing": ("take", "before", lambda zero, unit, p: unit.missing.clear(), 1),
+    "what was sent is sent again": ("finish_sum", "instead", lambda zero, unit: None, 1),
+    "what was gathered first is used for ever": ("gather", "after", use_first, 3),
     "a rank clips by the norm of its chunk": ("all_reduce", "left out", None, 2),
     "ranks begin with weights of their own": ("broadcast", "left out", None, 1),
 }
 
 
 def check_planted(what):
-    *bug, level = PLANTED[what]
+    *bug, stage = PLANTED[what]
+    owner = {1: "ZeRO1", 2: "ZeRO2", 3: "ZeRO3"}[stage]
     with pytest.raises(AssertionError):
-        check_copy(level, plant=into_flat(*bug))
+        check_copy(stage, sums="each", plant=into(owner, *bug))
 
 
 def test_planted():
@@ -111,11 +116,37 @@ def test_planted():
     (3, ["--stage", "3", "--accum", "2", "--batch", "9", "--train", r"blocks\.1|norm",
          "--eval-every", "1"]),
     (4, ["--stage", "3", "--offload", "param", "--vocab", "257", "--model", "llama-toy"]),
-    (2, ["--stage", "3", "--impl", "torch", "--model", "llama-toy"]),
-    (2, ["--stage", "1", "--impl", "torch"]),
+    (2, ["--stage", "3", "--impl", "both", "--model", "llama-toy"]),
+    (2, ["--stage", "1", "--impl", "all"]),
+    (1, ["--impl", "idea", "--model", "llama-toy"]),
+    (4, ["--impl", "idea", "--vocab", "257", "--train", r"blocks\.1|norm", "--eval-every", "1"]),
 ])
 def test_script_equals_one_process(world, flags):
     proves("zero", world, *flags)
+
+
+@pytest.mark.parametrize("old, new", [
+    ("reduce_scatter(self.shard.grad, self.buffer, group=self.group)", "pass"),
+    ("dist.all_reduce(square, group=self.group)", "pass"),
+    ("all_gather(self.full, self.shard.detach(), group=self.group)", "pass"),
+    ("zero.buffer.zero_()", "pass"),
+    ("place.copy_(p.detach())", "pass"),
+    ('reduction="sum") / valid', 'reduction="mean")'),
+])
+def test_planted_in_the_idea(old, new):
+    proves("zero", 2, "--impl", "idea", plant=partial(rewritten, old, new))
+
+
+def check_the_idea_begins_alike():
+    torch.manual_seed(dist.get_rank())
+    model = llama()
+    idea("zero").IdeaOfZeRO1(model)
+    torch.manual_seed(0)
+    compare([p.data for p in model.parameters()], [p.data for p in llama().parameters()])
+
+
+def test_the_idea_begins_alike():
+    run(check_the_idea_begins_alike, 2)
 
 
 def test_resumes(tmp_path):
@@ -134,28 +165,29 @@ def test_resumes(tmp_path):
 @pytest.mark.parametrize("world, flags", [
     (2, ["--stage", "1", "--offload", "optimizer", "--model", "llama-toy"]),
     (4, ["--stage", "3", "--vocab", "257", "--width", "33", "--heads", "3"]),
+    (2, ["--impl", "idea"]),
 ])
 def test_cost(world, flags):
     textbook(dry_run_agrees("zero", world, *flags, ranks=[world - 1]))
 
 
-HELD = [16, 4 + 12 / 4, 2 + 14 / 4, 16 / 4]  # on 4 ranks
-SENT = [2, 2, 2 + 1, 3 * 2]  # with 2 micro-batches
+HELD = [0, 4 + 12 / 4, 2 + 14 / 4, 16 / 4]  # on 4 ranks
+SENT = [0, 2, 2 + 1, 3 * 2]  # with 2 micro-batches
 
 
 def test_sixteen_bytes():
     """The docstring's table, in bf16; width 64 needs no padding."""
     size = [*SMALL, "--width", "64", "--dtype", "bf16", "--dry-run", "4", "--accum", "2"]
-    reports = alone("zero", *([*size, "--stage", str(level)] for level in range(4)))
-    for level, report in enumerate(reports):
+    reports = alone("zero", *([*size, "--stage", str(stage)] for stage in (1, 2, 3)))
+    for stage, report in enumerate(reports, 1):
         textbook(report)
         total = report["parameters"]["total"]
         memory = report["ranks"][0]["memory"]
         held = memory["parameters"] + memory["gradients"] + memory["optimizer"]
-        assert 0 <= held - HELD[level] * total < 4 * 40  # step counters
+        assert 0 <= held - HELD[stage] * total < 4 * 40  # step counters
         collectives = report["ranks"][0]["collectives"]
         sent = sum(collective["wire"] for collective in collectives.values())
-        assert 0 <= sent - SENT[level] * 2 * total * 3 / 4 < 10  # the norm
+        assert 0 <= sent - SENT[stage] * 2 * total * 3 / 4 < 10  # the norm
 
 
 def check_overlap():
@@ -163,20 +195,24 @@ def check_overlap():
     two units at most have memory. Between steps a parameter is empty, and to read it is safe."""
     module = copied("zero")
     model = Llama(layers=2)
-    ours = module.ZeRO(module.units_of(model, model.layers), level=3)
     begun = []  # [(what, of which unit)]
     most = []  # units with memory then
 
-    def note(what, flat):
-        if what == "reduce" or not module.has_memory(flat.full):
-            begun.append((what, ours.flats.index(flat)))
+    def has_memory(unit):
+        return unit.full.untyped_storage().size() > 0
 
-    def count(name, _):
-        most.append(sum(module.has_memory(getattr(flat, name)) for flat in ours.flats))
+    def note(what, zero, unit):
+        if what == "sum" or not has_memory(unit):
+            begun.append((what, zero.units.index(unit)))
 
-    for what, name in ("gather", "full"), ("reduce", "buffer"):
-        into_flat(f"start_{what}", "before", partial(note, what))(module)
-        into_flat(f"start_{what}", "after", partial(count, name))(module)
+    def count(what, zero, unit):
+        has = has_memory if what == "gather" else lambda unit: unit.buffer is not None
+        most.append(sum(map(has, zero.units)))
+
+    for what, name in ("gather", "gather"), ("sum", "start_sum"):
+        into("ZeRO3", name, "before", partial(note, what))(module)
+        into("ZeRO3", name, "after", partial(count, what))(module)
+    ours = module.ZeRO3(module.units_of(model, model.layers))
     for _ in range(2):
         assert all(p.numel() == p.clone().numel() == 0 for p in model.parameters())
         with pytest.raises(AssertionError, match="full_parameters"):
@@ -184,11 +220,11 @@ def check_overlap():
         ours.zero_grad()
         begun.clear()
         llama_loss(model, *mine(token_rows(torch.Generator(), 4))).backward()
-        assert begun[-1] == ("reduce", 0)  # before reduce()
+        assert begun[-1] == ("sum", 0)  # before reduce()
         ours.reduce()
     assert begun == [
-        ("gather", 0), ("gather", 1), ("gather", 2), ("gather", 3), ("gather", 2), ("reduce", 3),
-        ("gather", 1), ("reduce", 2), ("reduce", 1), ("reduce", 0)]
+        ("gather", 0), ("gather", 1), ("gather", 2), ("gather", 3), ("gather", 2), ("sum", 3),
+        ("gather", 1), ("sum", 2), ("sum", 1), ("sum", 0)]
     assert max(most) == 2
 
 
@@ -197,42 +233,35 @@ def test_overlap():
 
 
 def check_misuse():
-    for level in range(4):
+    for ZeRO in ladder(zero).values():
         model = Llama(layers=1)
-        ours = zero.ZeRO(zero.units_of(model, model.layers), level=level)
+        ours = ZeRO(zero.units_of(model, model.layers))
+        optimizer = torch.optim.SGD(ours.parameter_groups(), 0.1)
         rows = token_rows(torch.Generator(), 2)
         llama_loss(model, *rows).backward()
         with pytest.raises(AssertionError, match="call reduce"):
-            ours.step(None)
+            ours.step(optimizer)
         with pytest.raises(AssertionError, match="reduce.. comes first"):
             ours.clip_grad_norm_(1.0)
         with pytest.raises(AssertionError, match="call reduce"):
             ours.zero_grad()  # it would forget some of them alone
-        with pytest.raises(AssertionError, match="set sync to False"):
+        with pytest.raises(AssertionError, match="call reduce"):
             llama_loss(model, *rows).backward()
         ours.reduce()
         before = [part.grad.clone() for part in ours.parts]
         ours.reduce()  # once more: there is nothing to add
         ours.clip_grad_norm_(1e9)  # far away: nothing is scaled
         torch.testing.assert_close([part.grad for part in ours.parts], before, rtol=0, atol=0)
-        ours.step(torch.optim.SGD(ours.parameter_groups(), 0.1))
-        with pytest.raises(AssertionError, match="zero_grad.. in every step"):
-            llama_loss(model, *rows).backward()
+        with pytest.raises(AssertionError, match="not optimizer.step"):
+            optimizer.step()
+        with pytest.raises(AssertionError, match="of zero.parameter_groups"):
+            torch.optim.SGD(model.parameters(), 0.1).step()
+        ours.step(optimizer)
     mixed = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2).float())]
     with pytest.raises(AssertionError, match="each dtype"):
-        zero.ZeRO([zero.Unit(mixed, [])])
-    shared = [zero.Unit(mixed[:1], []), zero.Unit(mixed[:1], [])]
-    with pytest.raises(AssertionError, match="in two units"):
-        zero.ZeRO(shared)
-    model = Llama(layers=1)
-    with pytest.raises(AssertionError, match="'param' needs level 3"):
-        zero.ZeRO(shared[:1], offload="param")
+        zero.ZeRO1([(mixed, [])])
     with pytest.raises(AssertionError, match="in no unit"):
-        zero.ZeRO(shared[:1]).parameter_groups([{"params": model.parameters()}])
-    with pytest.raises(AssertionError, match="a list"):  # in level 3 it would be an empty list
-        zero.ZeRO(shared[:1]).parameter_groups([{"params": shared[0].parameters[0]}])
-    frozen = model.requires_grad_(False).parameters()
-    assert zero.ZeRO(shared[:1]).parameter_groups([{"params": frozen}]) == [{"params": []}]
+        zero.ZeRO1([(mixed[:1], [])]).parameter_groups([{"params": Llama(layers=1).parameters()}])
 
 
 def test_misuse():
@@ -243,6 +272,6 @@ def test_refused_flags():
     run(check_refused, 2, "zero", [(flags.split(), words) for flags, words in [
         ("--stage 2 --offload param", "needs --stage 3"),
         ("--batch 3 --accum 2", "2 micro-batches"),
-        ("--impl torch --stage 0", "--stage 1 to 3"),
+        ("--impl idea --stage 2", "the idea is --stage 1"),
         ("--impl torch --save no/such", "no dry run"),
     ]])

@@ -32,7 +32,7 @@ PEAK_TFLOPS = {"H100 PCIe": 756, "H100": 989, "H200": 989, "A100": 312, "L40S": 
 # of every file but hybrid_3d; the same ones on one rank and on several
 VARIANTS = {
     "ddp": ("", "--impl idea"),
-    "zero": ("--stage 0", "--stage 1", "--stage 2 --accum 2", "--stage 3",
+    "zero": ("--impl idea", "--stage 1", "--stage 2 --accum 2", "--stage 3",
              "--stage 1 --offload optimizer", "--stage 3 --offload param"),
     "fsdp": ("", "--no-reshard", "--offload"),
     "tensor_parallel": ("", "--sp"),

@@ -31,7 +31,8 @@ from harness.timeline import (  # noqa: E402
 from pipeline_parallel import make_plans, search  # noqa: E402
 from tools import plan  # noqa: E402
 from tools.estimate import Layout, job_of, parameters_of, timed  # noqa: E402
-from zero import ZeRO, held, units_of  # noqa: E402
+from hybrid_3d import ZeRO0  # noqa: E402
+from zero import ZeRO1, ZeRO2, ZeRO3, held, units_of  # noqa: E402
 
 # ---- a number, and whether ours is it --------------------------------------------
 
@@ -121,16 +122,17 @@ def wire(ledger):
 
 ZERO = "Rajbhandari 2019, ZeRO, arXiv:1910.02054"
 STAGES = "P_os, P_os+g, P_os+g+p"
+LADDER = (ZeRO0, ZeRO1, ZeRO2, ZeRO3)
 
 
-def train_by_zero(ranks, level, pairs=1):
+def train_by_zero(ranks, ladder, pairs=1):
     """A step of 7.5B parameters in bf16, in 2 x pairs Linears, as one of so many ranks -> ledger"""
     with one_of(ranks):
         model = nn.Sequential()
         for _ in range(pairs):
             model.append(nn.Linear(37_500, 100_000 // pairs, bias=False, dtype=torch.bfloat16))
             model.append(nn.Linear(100_000 // pairs, 37_500, bias=False, dtype=torch.bfloat16))
-        zero = ZeRO(units_of(model, list(model)), level=level)
+        zero = ladder(units_of(model, list(model)))
         optimizer = adamw(zero.parameter_groups(), lr=1e-3)
         with Ledger(held=lambda: held(model, zero, optimizer)) as ledger:
             zero.zero_grad()
@@ -144,7 +146,7 @@ def train_by_zero(ranks, level, pairs=1):
 @table(ZERO, "table 1: GB of model states per GPU, of 64",
        "the ledger of a step of Linears of so many parameters, by zero.py as rank 0")
 def zero_memory():
-    memories = [train_by_zero(64, level).memory for level in (1, 2, 3)]
+    memories = [train_by_zero(64, ladder).memory for ladder in LADDER[1:]]
     ours = [sum(memory[kind] for kind in NOTHING) / 1e9 for memory in memories]
     return rows_of(STAGES, "31.4 16.6 1.88", ours)
 
@@ -153,7 +155,7 @@ def zero_memory():
        "the same ledger. The paper leaves out (N-1)/N, and zero.py gathers the unit where forward "
        "turns round once, not twice")
 def zero_sent():
-    ours = [wire(train_by_zero(1024, level, pairs=8)) / 2 / 7.5e9 for level in range(4)]
+    ours = [wire(train_by_zero(1024, ladder, pairs=8)) / 2 / 7.5e9 for ladder in LADDER]
     return rows_of(f"baseline, {STAGES}", "2 2 2 3", ours, within=0.03)
 
 

@@ -42,7 +42,7 @@ MIXTURE = {"top-k": (1, 2, 3), "ep": (0, 1), "shared": SWITCH, "capacity": (0, 0
            "balance": moe.FLAGS["balance"]["choices"]}
 FILES = {
     "ddp": {"bucket-mb": (0, 0.001, 0.02, 25)},
-    "zero": {"stage": range(4), "offload": ("none", "optimizer", "param"), "accum": (1, 2, 3)},
+    "zero": {"stage": range(1, 4), "offload": ("none", "optimizer", "param"), "accum": (1, 2, 3)},
     "fsdp": {"no-reshard": SWITCH, "hsdp": (0, 1, 2, 3), "offload": SWITCH},
     "tensor_parallel": {"sp": SWITCH},
     "pipeline_parallel": SCHEDULED,
