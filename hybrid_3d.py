@@ -53,7 +53,7 @@ import context_parallel
 import moe
 import pipeline_parallel
 import tensor_parallel
-from pipeline_parallel import Mail, Pipeline, SplitLinear, carve
+from pipeline_parallel import CHAIN, HandsOn, Mail, Pipeline, SplitLinear, carve
 from tensor_parallel import (
     ColumnParallel, CutSequence, WholeSequence, vocab_parallel_cross_entropy)
 from zero import ZeRO1, ZeRO2, ZeRO3, units_of
@@ -76,9 +76,8 @@ from harness.usage import refusing
 from zero import held, pieces_of_each
 
 # ---- 1. the technique (copy this, the files that it imports, and what they import) ----
-# For another model write anew what is of the toy: carve, which here is pipeline_parallel's (in its
-# stages parameters keep the plain model's names), and of section 2 kind_of, within_layers,
-# has_experts, around_layers, in_microbatches.
+# For another model write anew what is of the toy: pipeline_parallel's CHAIN, and of section 2
+# kind_of, within_layers, has_experts, blocks_of, around_layers, in_microbatches.
 
 
 def parallelize(model, mesh, plans, layers, boundary, *, sp=False, ring=None, recompute=None,
@@ -165,7 +164,7 @@ class Mesh:
 
 def between_layers(model, layers, plan):
     """-> this rank's {stage: module}, {parameter of several stages: its name in the first}"""
-    stages = carve(model, layers)
+    stages = carve(model, CHAIN, layers)
     count = Counter(p for stage in stages for p in stage.parameters())
     tied = {p: name for name, p in model.named_parameters() if count[p] > 1}
     return {action.stage: stages[action.stage] for action in plan}, tied
@@ -179,7 +178,7 @@ def origins_of(model, layers, plans):
     home = pipeline_parallel.homes(plans)
     wanted = [name for name, p in model.named_parameters() if p.requires_grad]
     found = {}
-    for number, stage in enumerate(carve(model, layers)):
+    for number, stage in enumerate(carve(model, CHAIN, layers)):
         for name, t in stage.state_dict().items():
             like = t.to("meta").requires_grad_(name in wanted)
             found.setdefault(name, (home[number], like))
@@ -342,7 +341,7 @@ class Hybrid(nn.Module):
             outside = [p for p in new if p.requires_grad and self.along[p] is apart]
             if outside:
                 units[stage, "data"].append((outside, []))
-            for parameters, sites in units_of(module, module.blocks.values()):
+            for parameters, sites in units_of(module, blocks_of(module)):
                 found = defaultdict(list)
                 for p in parameters:
                     if p in new and self.along[p] is not apart:
@@ -509,10 +508,14 @@ def has_experts(model):
     return hasattr(model.blocks[0].mlp, "experts")
 
 
+def blocks_of(stage):
+    return [block for block in stage.blocks if not isinstance(block, HandsOn)]
+
+
 def around_layers(here, recompute, autocast):
     for stage in here.values():
         if recompute:
-            for block in stage.blocks.values():
+            for block in blocks_of(stage):
                 block.forward = partial(recompute, block.forward)
         if autocast:
             stage.forward = autocast(stage.forward)
@@ -626,15 +629,16 @@ def parallelize_at_work(model, mesh, plans, layers, boundary, args):
     columns = len(local(model.head.weight))  # before fully_shard cuts it again
     here, tied = between_layers(model, layers, plans[mesh.place["pp"]])
     at_work = AtWork(here, mesh, device_mesh, origins)
-    for stage in here.values():
+    for number, stage in here.items():
+        is_last = number == len(layers) - 1
         if args.dp > 1:
-            for unit in [*stage.blocks.values(), stage]:
+            for unit in [*blocks_of(stage), stage]:
                 fully_shard(unit, mesh=device_mesh["dp"], reshard_after_forward=False)
-        if stage.last and args.tp > 1:
+        if is_last and args.tp > 1:
             # the pipeline takes ordinary tensors; loss_of makes DTensors again
             stage.register_forward_hook(lambda module, inputs, logits: logits.to_local())
-        if tied and (stage.first or stage.last):
-            at_work.tied = stage.tok.weight if stage.first else stage.head.weight
+        if tied and (number == 0 or is_last):
+            at_work.tied = stage.tok.weight if number == 0 else stage.head.weight
     logits = size[0], args.seq, columns
     at_work.schedule = pipeline_parallel.schedule_at_work(
         args.schedule, here, plans, boundary, logits, at_work.loss_of, mesh.group["pp"])
@@ -653,7 +657,7 @@ def train_step_at_work(model, optimizer, x, y, valid, clip):
         # partial -> replicated
         dist.all_reduce(local(model.tied.grad), group=model.mesh.group["ends"])
     # the tied one counts on the first stage only
-    is_first = model.stages[0].first
+    is_first = model.mesh.place["pp"] == 0
     counted = [p.grad for p in trained_here if is_first or p is not model.tied]
     square = torch.zeros((), dtype=next(model.parameters()).dtype, device=x.device)
     if counted:

@@ -39,9 +39,11 @@ stand at each schedule. At work: torch.distributed.pipelining (section 3).
     torchrun --standalone --nproc_per_node=2 pipeline_parallel.py --schedule zb-v
     python pipeline_parallel.py --simulate --schedule zb-h1 --pp 4 --micro 8 --times 1,1,1,0
 """
+import copy
 import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -55,7 +57,7 @@ from torch.autograd.graph import get_gradient_edge
 # imports of section 1 end here; the rest is for sections 2 to 4
 import sys
 
-from common import GPT, adamw, loss_sum, share
+from common import adamw, loss_sum, share
 from harness.checkpoint import pieces_of
 from harness.flags import POSITIVE, Flag, arguments, require
 from harness.run import Run, Side
@@ -542,6 +544,66 @@ def gather(mine, origins, group):
     return whole
 
 
+@dataclass(kw_only=True)
+class Chain:
+    """Where the layers of a model are, so that it can be cut between them. Names are of modules.
+
+    first    what the first stage alone has: the token embedding, positions
+    layers   an nn.ModuleList
+    last     what the last stage alone has: the norm and, at the end, the Linear of the logits
+    absent   those of them which the model takes for None where they are not. All others, and
+             layers, hand on the x that they are given
+    call     call(forward, x) -> a tensor: how the model's forward, or a stage's, is called
+    """
+
+    first: list
+    layers: str
+    last: list
+    absent: tuple = ()
+    call: Callable = lambda forward, x: forward(x)
+
+
+class HandsOn(nn.Module):
+    """Stands for a module that is on another stage."""
+
+    def forward(self, x, *others, **keywords):
+        return x
+
+
+def carve(model, chain, layers):
+    """-> all stages: copies of the model that share its modules. layers: how many each gets."""
+    count = len(model.get_submodule(chain.layers))
+    assert sum(layers) == count, f"layers {layers} of {count}"
+    stages = []
+    for number, size in enumerate(layers):
+        begin = sum(layers[:number])
+        here = range(begin, begin + size)
+        elsewhere = [f"{chain.layers}.{i}" for i in range(count) if i not in here]
+        if number > 0:
+            elsewhere += chain.first
+        if number < len(layers) - 1:
+            elsewhere += chain.last
+        others = {name: None if name in chain.absent else HandsOn() for name in elsewhere}
+        stage = exchange(model, others)
+        stage.forward = partial(chain.call, stage.forward)
+        stages.append(stage)
+    return stages
+
+
+def exchange(module, others, path=""):
+    """-> a copy of the module that has other submodules, {name: module}, and shares the rest."""
+    twin = copy.copy(module)
+    own = {key: value.copy() for key, value in vars(module).items() if isinstance(value, dict)}
+    vars(twin).update(own)  # of modules, hooks, ..
+    for name, child in module._modules.items():
+        place = path + name
+        if place in others:
+            twin._modules[name] = others[place]
+        elif any(other.startswith(f"{place}.") for other in others):
+            twin._modules[name] = exchange(child, others, f"{place}.")
+    return twin
+
+
 class Stages(nn.ModuleList):
     """This rank's stages of a model, whose pipeline is all ranks of the world.
 
@@ -636,48 +698,14 @@ def split_layers(count, stages):
     return [len(share(count, stages, stage)) for stage in range(stages)]
 
 
-class Stage(nn.Module):
-    """The plain GPT's modules of one stage, by the names that they have there."""
-
-    def __init__(self, model, layers, first, last):
-        super().__init__()
-        self.first = first  # has this stage the embeddings?
-        self.last = last  # has it the head?
-        if first:
-            self.tok = model.tok
-            self.pos = model.pos  # None in Llama's form, whose blocks rotate
-            self.positions = model.positions
-        self.blocks = nn.ModuleDict({str(i): model.blocks[i] for i in layers})
-        if last:
-            self.norm = model.norm
-            self.head = model.head
-
-    def forward(self, x):  # the first (batch/M, T), the others (batch/M, T, C)
-        if self.first:
-            x = GPT.embed(self, x)  # which reads tok, pos and positions
-        for block in self.blocks.values():
-            x = block(x)
-        if self.last:
-            x = self.head(self.norm(x))
-        return x  # (batch/M, T, C), the last (batch/M, T, V)
-
-
-def carve(model, layers):
-    """The plain GPT -> all its stages, which share its modules. layers: how many each gets."""
-    assert sum(layers) == len(model.blocks), f"layers {layers} of {len(model.blocks)}"
-    whole = []
-    for stage, count in enumerate(layers):
-        begin = sum(layers[:stage])
-        last = stage == len(layers) - 1
-        whole.append(Stage(model, range(begin, begin + count), stage == 0, last))
-    return whole
+CHAIN = Chain(first=["tok", "pos"], layers="blocks", last=["norm", "head"], absent=("pos",))
 
 
 class PipelinedGPT(Stages):
     """The GPT's stages here and their Pipeline. boundary: size, dtype, device of what they send."""
 
     def __init__(self, model, plans, layers, boundary):
-        super().__init__(carve(model, layers), plans)
+        super().__init__(carve(model, CHAIN, layers), plans)
         ranks = list(range(dist.get_world_size()))
         mail = Mail(plans, ranks, None, make_links(plans, [ranks]), *boundary)
         self.pipeline = Pipeline(self.here, plans, mail)
@@ -734,11 +762,12 @@ def schedule_at_work(name, here, plans, boundary, logits, loss_of, group=None):
     between = torch.empty(size, dtype=dtype, device=device, requires_grad=True)
     ids = between.new_empty(logits[:2], dtype=torch.int64)
     stages = []
+    count = len(homes(plans))
     for number, stage in here.items():
         stages.append(pipelining.PipelineStage(
-            stage, number, len(homes(plans)), device, group=group,
-            input_args=ids if stage.first else between,
-            output_args=between.new_empty(logits) if stage.last else between))
+            stage, number, count, device, group=group,
+            input_args=ids if number == 0 else between,
+            output_args=between.new_empty(logits) if number == count - 1 else between))
     if name in ("gpipe", "1f1b"):
         stages = stages[0]  # their classes take the stage itself, not a list
     microbatches = 1 + max(action.microbatch for action in plans[0])

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from conftest import (
     ROOT, SMALL, alone, check_refused, copied, dry_run_agrees, each, proves, run, textbook)
 from harness.timeline import chunks, costs, grid, in_flight, longest, simulate
+from others import VOCABULARY, Llama
 from pipeline_parallel import SCHEDULES, Mail, Pipeline, make_plans
 
 LLAMA = ("--model", "llama-toy")
@@ -261,6 +262,27 @@ def check_copy(name, plant=None):
     (4, ["interleaved", "zb-h2", "zb-v", "dualpipe-v", "pipedream"])])
 def test_every_schedule_equals_one_process(world, names):
     run(each, world, check_copy, [(name,) for name in names])
+
+
+def check_chain():
+    """A chain's stages are the whole model, in pieces: its own forward, parameters by its names."""
+    module = copied("pipeline_parallel")
+    model = Llama(layers=3, tied=True)
+    chain = module.Chain(first=["embed_tokens"], layers="layers", last=["norm", "lm_head"],
+                         call=lambda forward, x: forward(x)["logits"])
+    stages = module.carve(model, chain, [0, 1, 2])
+    x = torch.arange(8).view(2, 4) % VOCABULARY
+    y = x
+    for stage in stages:
+        y = stage(y)
+    assert torch.equal(y, model(x)["logits"])
+    names = {name for stage in stages for name, _ in stage.named_parameters()}
+    assert names == {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    assert "forward" not in vars(model) and len(model.layers) == 3
+
+
+def test_a_chain_is_cut_into_stages():
+    run(check_chain, 1)
 
 
 def others_on_meta(module):
