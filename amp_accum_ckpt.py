@@ -458,7 +458,7 @@ def kept_by_block(cfg, t, cheap_too):
     C = cfg.width
     F = cfg.hidden
     D = C // cfg.heads
-    if cfg.form == "gpt2":
+    if cfg.form.learned_positions:
         cheap = t * 6 * C
         kept = t * (10 * C + cfg.heads + 4)
     else:
@@ -476,7 +476,7 @@ def activations(run, ckpt):
     t = math.ceil(rows / run.args.accum) * cfg.seq  # tokens of the largest micro-batch
     block = b * kept_by_block(cfg, t, ckpt != "selective")
     ids = 8 * rows * cfg.seq  # int64, all of them: micro-batches are views
-    gpt2 = cfg.form == "gpt2"
+    gpt2 = cfg.form.learned_positions
     inputs = ids + 8 * cfg.seq if gpt2 else ids  # GPT-2 has positions, too
     # LayerNorm keeps its input, mean, deviation; RMSNorm input, normalized input, root mean square
     norm = C + 2 if gpt2 else 2 * C + 1

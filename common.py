@@ -1,7 +1,7 @@
 """What the nine scripts share: a plain GPT, real text, the loop that trains it in one process, and
-the process group. It knows nothing of parallelism, and needs torch alone.
+the way into a process group. It knows no technique, and needs torch alone.
 
-    GPT           GPT-2's form and Llama's, plain, so that each script can change one thing
+    GPT           GPT-2's form, Llama's and Qwen3's, plain, so that a script can change one thing
     plain_steps   training in one process, with which every technique is compared
     get_batch     a pure function of text, seed and step: any rank makes any part of any batch
     join_world    the process group that torchrun describes, or a world of one
@@ -18,6 +18,7 @@ import zlib
 from collections import namedtuple
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,26 +26,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 # ---- the GPT -----------------------------------------------------------------
-# B batch   T sequence   C width   H heads   K key-value heads   D = C/H head width
+# B batch   T sequence   C width   H heads   K key-value heads   D head width
 # F hidden width of the MLP   V vocabulary   L layers
-
-# form      "gpt2" or "llama"
-# kv_heads  K, 0: as many as heads.  hidden: F, 0: 4 C
-# theta     base of the rotary angles.  eps: of the norms
-FIELDS = "layers width heads vocab seq form kv_heads hidden theta eps"
-GPTConfig = namedtuple("GPTConfig", FIELDS, defaults=(4, 128, 4, 256, 128, "gpt2", 0, 0, 5e5, 1e-5))
-PRESETS = {
-    "toy": GPTConfig(),
-    "gpt2": GPTConfig(12, 768, 12, 50257, 1024),
-    "gpt2-medium": GPTConfig(24, 1024, 16, 50257, 1024),
-    "gpt2-large": GPTConfig(36, 1280, 20, 50257, 1024),
-    "gpt2-xl": GPTConfig(48, 1600, 25, 50257, 1024),
-    "gpt3-175b": GPTConfig(96, 12288, 96, 50257, 2048),
-    "llama-toy": GPTConfig(4, 128, 4, 256, 128, "llama", 2, 352),
-    "llama3-8b": GPTConfig(32, 4096, 32, 128256, 8192, "llama", 8, 14336),
-    "llama3-70b": GPTConfig(80, 8192, 64, 128256, 8192, "llama", 8, 28672),
-    "llama3-405b": GPTConfig(126, 16384, 128, 128256, 8192, "llama", 8, 53248),
-}
 
 
 def attend(q, k, v):
@@ -77,18 +60,26 @@ def rotate(x, positions, theta):
 class Attention(nn.Module):
     def __init__(self, cfg):
         super().__init__()
-        bias = cfg.form == "gpt2"
-        self.head_dim = cfg.width // cfg.heads
+        bias = cfg.form.bias
+        self.head_dim = cfg.head_dim or cfg.width // cfg.heads
+        of_q = cfg.heads * self.head_dim
         of_kv = (cfg.kv_heads or cfg.heads) * self.head_dim
         # q, k, v apart, not fused: a slice of rows is then a set of heads
-        self.q = nn.Linear(cfg.width, cfg.width, bias)
+        self.q = nn.Linear(cfg.width, of_q, bias)
         self.k = nn.Linear(cfg.width, of_kv, bias)
         self.v = nn.Linear(cfg.width, of_kv, bias)
-        self.out = nn.Linear(cfg.width, cfg.width, bias)
+        self.out = nn.Linear(of_q, cfg.width, bias)
         # attributes, so that they can be exchanged
         self.attend = attend
         self.positions = positions
-        self.rotate = partial(rotate, theta=cfg.theta) if cfg.form == "llama" else None
+        self.rotate = None
+        if not cfg.form.learned_positions:
+            self.rotate = partial(rotate, theta=cfg.theta)
+        self.q_norm = nn.Identity()
+        self.k_norm = nn.Identity()
+        if cfg.form.qk_norm:
+            self.q_norm = cfg.form.norm(self.head_dim, cfg.eps)
+            self.k_norm = cfg.form.norm(self.head_dim, cfg.eps)
 
     def forward(self, x):  # (B, T, C)
         B, T, _ = x.shape
@@ -96,6 +87,8 @@ class Attention(nn.Module):
         q = self.q(x).view(B, T, -1, self.head_dim).transpose(1, 2)
         k = self.k(x).view(B, T, -1, self.head_dim).transpose(1, 2)
         v = self.v(x).view(B, T, -1, self.head_dim).transpose(1, 2)
+        q = self.q_norm(q)  # of each head by itself
+        k = self.k_norm(k)
         if self.rotate:
             where = self.positions(T, x.device)
             q = self.rotate(q, where)
@@ -131,17 +124,67 @@ class SwiGLU(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-NORMS = {"gpt2": nn.LayerNorm, "llama": nn.RMSNorm}
-MLPS = {"gpt2": MLP, "llama": SwiGLU}
+# norm, mlp          classes, of (width, eps) and of (cfg)
+# bias               do the Linears of attention have one?
+# learned_positions  a table that is added to the token embeddings; else rotary positions
+# qk_norm            a norm of each head's q and k, before they are rotated
+# tied               is the head the token embedding?
+Form = namedtuple("Form", "name norm mlp bias learned_positions qk_norm tied")
+FORMS = {form.name: form for form in (
+    Form("gpt2", nn.LayerNorm, MLP, True, True, False, True),
+    Form("llama", nn.RMSNorm, SwiGLU, False, False, False, False),
+    Form("qwen3", nn.RMSNorm, SwiGLU, False, False, True, False),
+    Form("qwen3-tied", nn.RMSNorm, SwiGLU, False, False, True, True),
+)}
+
+
+class GPTConfig(NamedTuple):
+    layers: int = 4
+    width: int = 128
+    heads: int = 4
+    vocab: int = 256
+    seq: int = 128
+    form: Form = FORMS["gpt2"]
+    kv_heads: int = 0  # 0: as many as heads
+    hidden: int = 0  # F, 0: 4 C
+    head_dim: int = 0  # D, 0: C/H
+    theta: float = 5e5  # base of the rotary angles
+    eps: float = 1e-5  # of the norms
+
+    def resolved(self):
+        """With what each 0 stands for."""
+        return self._replace(kv_heads=self.kv_heads or self.heads,
+                             hidden=self.hidden or 4 * self.width,
+                             head_dim=self.head_dim or self.width // self.heads)
+
+
+GPT2 = partial(GPTConfig, vocab=50257, seq=1024)
+LLAMA3 = partial(GPTConfig, vocab=128256, seq=8192, form=FORMS["llama"], kv_heads=8)
+PRESETS = {
+    "toy": GPTConfig(),
+    "gpt2": GPT2(12, 768, 12),
+    "gpt2-medium": GPT2(24, 1024, 16),
+    "gpt2-large": GPT2(36, 1280, 20),
+    "gpt2-xl": GPT2(48, 1600, 25),
+    "gpt3-175b": GPT2(96, 12288, 96, seq=2048),
+    "llama-toy": GPTConfig(form=FORMS["llama"], kv_heads=2, hidden=352),
+    "llama3-8b": LLAMA3(32, 4096, 32, hidden=14336),
+    "llama3-70b": LLAMA3(80, 8192, 64, hidden=28672),
+    "llama3-405b": LLAMA3(126, 16384, 128, hidden=53248),
+    "qwen3-toy": GPTConfig(form=FORMS["qwen3-tied"], kv_heads=2, hidden=352, head_dim=48,
+                           theta=1e6, eps=1e-6),
+    "qwen3-8b": GPTConfig(36, 4096, 32, 151936, 40960, FORMS["qwen3"], kv_heads=8, hidden=12288,
+                          head_dim=128, theta=1e6, eps=1e-6),
+}
 
 
 class Block(nn.Module):
     def __init__(self, cfg):
         super().__init__()
-        self.norm1 = NORMS[cfg.form](cfg.width, cfg.eps)
+        self.norm1 = cfg.form.norm(cfg.width, cfg.eps)
         self.attn = Attention(cfg)
-        self.norm2 = NORMS[cfg.form](cfg.width, cfg.eps)
-        self.mlp = MLPS[cfg.form](cfg)
+        self.norm2 = cfg.form.norm(cfg.width, cfg.eps)
+        self.mlp = cfg.form.mlp(cfg)
 
     def forward(self, x):
         x = x + self.attn(self.norm1(x))
@@ -149,18 +192,20 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT-2's form learns positions, and its head is the token embedding. Llama's has rotary
-    positions, in its blocks, and a head of its own."""
+    """Positions are learned here, or rotary, in the blocks. The head is the token embedding, or has
+    a matrix of its own."""
 
     def __init__(self, cfg):
         super().__init__()
         self.tok = nn.Embedding(cfg.vocab, cfg.width)
-        self.pos = nn.Embedding(cfg.seq, cfg.width) if cfg.form == "gpt2" else None
+        self.pos = None
+        if cfg.form.learned_positions:
+            self.pos = nn.Embedding(cfg.seq, cfg.width)
         self.positions = positions  # an attribute, so that it can be exchanged
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.layers))
-        self.norm = NORMS[cfg.form](cfg.width, cfg.eps)
+        self.norm = cfg.form.norm(cfg.width, cfg.eps)
         self.head = nn.Linear(cfg.width, cfg.vocab, bias=False)
-        if cfg.form == "gpt2":
+        if cfg.form.tied:
             self.head.weight = self.tok.weight  # tied: one parameter, called tok.weight
 
     def embed(self, idx):  # (B, T) -> (B, T, C)
@@ -346,7 +391,7 @@ def get_batch(corpus, seq, seed, step, batch, pad=0.0, rows=None):
     tails = []
     for _ in range(batch):
         # uneven on purpose: one sequence in two loses nothing, the other up to 4 x pad of its
-        # targets, which is pad on average; each keeps at least one
+        # targets, but each keeps one. On average pad is lost, above 0.25 less
         tail = int(4 * pad * seq * rng.random())
         if rng.randrange(2) == 0:
             tail = 0

@@ -17,6 +17,7 @@ same. sum: each has a summand, and a step adds them up. The norm counts each num
     matrix                      cut                sum
     outside: norms, router,     same (--sp: sum)   sum
       biases of RowLinears
+    inside: norms of q, k       sum                sum
     expert                      sum (wants --sp)           sum         cut
     tied: embedding and head    cut                sum                        sum
 
@@ -27,9 +28,8 @@ same. sum: each has a summand, and a step adds them up. The norm counts each num
     data  k P (n-1)/n, of P parameters here, n = dp cp; k is 2, in ZeRO-2 M + 1, in ZeRO-3 3 M
     ends  V C/tp by the first stage and the last, if the embedding is tied; ZeRO: 1/(dp cp) of it
 
-Not for: norms of q and k (the table has no row), optimizers of whole matrices, several ties,
-pipedream, ZeRO-3 of several stages. Narayanan 2021, arXiv:2104.04473, 3; Llama 3, arXiv:2407.21783,
-3.3.2. Section 3: DeviceMesh, fully_shard, parallelize_module, torch.distributed.pipelining.
+Not for: optimizers of whole matrices, several ties, pipedream, ZeRO-3 of several stages. Narayanan
+2021, arXiv:2104.04473, 3; Llama 3, arXiv:2407.21783, 3.3.2. Section 3: torch's own.
 
     plans = pipeline_parallel.make_plans("1f1b", ranks=2, microbatches=4)
     boundary = (B // dp // 4, T, C), dtype, device  # what a stage sends to the next
@@ -198,6 +198,7 @@ def kinds_of_parameters(sp):
     return {
         "matrix": {"tp": "cut", "data": "sum"},
         "outside": {"tp": outside, "data": "sum"},
+        "inside": {"tp": "sum", "data": "sum"},  # a rank has seen its own heads
         "expert": {"tp": "sum", "replicas": "sum", "ep": "cut"},  # with sp each has own tokens
         "tied": {"tp": "cut", "data": "sum", "ends": "sum"},
     }
@@ -467,6 +468,7 @@ def add_gradients(tp, x, dys, parameters):
 KIND_BY_NAME = [  # the first pattern that fits a parameter's name
     ("*.experts.*", "expert"),
     ("*.router.*", "outside"),
+    ("*.[qk]_norm.*", "inside"),
     ("*norm*", "outside"),
     ("*.out.bias", "outside"),  # row biases, added to the sum over tp
     ("*.down.bias", "outside"),
@@ -776,7 +778,7 @@ def sent_on_tp(args, b, layers, is_first, is_last):
     sent = layers * block * x
     if is_first:
         sent += 2 * x
-        if args.cfg.form == "gpt2":
+        if args.cfg.form.learned_positions:
             sent += 2 * b * args.seq // args.cp * args.width  # positions
     if is_last:
         sent += (half - 2) * x  # f alone

@@ -51,7 +51,7 @@ import torch.nn.functional as F
 # imports of section 1 end here; the rest is for sections 2 to 4
 import sys
 
-from common import MLPS, GPTConfig, adamw, build, init_weights, loss_sum, share
+from common import FORMS, GPTConfig, adamw, build, init_weights, loss_sum, share
 from harness.checkpoint import of_stack, pieces_of
 from harness.flags import ANY, POSITIVE, Flag, arguments, require
 from harness.run import Run, Side
@@ -417,7 +417,7 @@ class PlainMoE(nn.Module):
         self.top_k = top_k
         self.capacity = capacity
         self.alpha, self.beta, self.gamma = BALANCES[balance]
-        mlp = MLPS[cfg.form]
+        mlp = cfg.form.mlp
         self.router = nn.Linear(cfg.width, experts, bias=False)
         self.experts = nn.ModuleList(mlp(cfg) for _ in range(experts))
         self.shared = mlp(cfg) if shared else None
@@ -557,8 +557,9 @@ def parallelize_at_work(model, ep):
 
 IMPLS = {"scratch": parallelize, "torch": parallelize_at_work}
 PRESETS = {
-    "mixtral-toy": GPTConfig(4, 128, 4, 256, 128, "llama", 2, 448, 1e6),
-    "mixtral-8x7b": GPTConfig(32, 4096, 32, 32000, 4096, "llama", 8, 14336, 1e6),
+    "mixtral-toy": GPTConfig(form=FORMS["llama"], kv_heads=2, hidden=448, theta=1e6),
+    "mixtral-8x7b": GPTConfig(32, 4096, 32, 32000, 4096, FORMS["llama"], kv_heads=8,
+                              hidden=14336, theta=1e6),
 }
 FLAGS = {  # course: a checkpoint is not continued with another value
     "experts": Flag(8, "E in each layer", POSITIVE, course=True),

@@ -491,6 +491,8 @@ def attention_with_one_f(attn, x):
     """The toy GPT's attention on this rank's heads. x is as outside, and so is the result."""
     qkv = columns(x, attn.q, attn.k, attn.v)  # each (B, T, heads here x D)
     q, k, v = [y.unflatten(-1, (-1, attn.head_dim)).transpose(1, 2) for y in qkv]  # (B, .., T, D)
+    q = attn.q_norm(q)
+    k = attn.k_norm(k)
     if attn.rotate is not None:
         positions = attn.positions(q.shape[2], q.device)  # (T,), also where x is cut along T
         q = attn.rotate(q, positions)
@@ -521,14 +523,14 @@ OF_BOTH = {
 PLANS = {
     # pos is small, but with --sp what tok returns is cut along T, and what pos returns must be, too
     "gpt2": {**OF_BOTH, "pos": VocabEmbedding},
-    "llama": {**OF_BOTH, "blocks.*.mlp.gate": ColumnLinear,
+    "llama": {**OF_BOTH, "blocks.*.mlp.gate": ColumnLinear, "blocks.*.attn.[qk]_norm": inside,
               "blocks.*.mlp": with_forward(swiglu_with_one_f)},
 }
 
 
-def parallelize(model, tp, form="gpt2"):
+def parallelize(model, tp):
     """GPT.forward stays as it is, but returns (B, T, V/tp)."""
-    return cut_model(model, tp, PLANS[form])
+    return cut_model(model, tp, PLANS["llama" if model.pos is None else "gpt2"])
 
 
 def token_losses(model, x, y, tp):
@@ -626,7 +628,7 @@ def set_up(run, impl, tp, mesh):
         model = parallelize_at_work(run.build(), mesh, run.args.sp)
         return Side(model=model, optimizer=adamw(model.parameters(), run.args.lr),
                     train_step=train_step_at_work, evaluate=partial(evaluate_at_work, model))
-    model = parallelize(run.build(), tp, run.cfg.form)
+    model = parallelize(run.build(), tp)
     optimizer = adamw(model.parameters(), run.args.lr)
     return Side(model=model, optimizer=optimizer, train_step=partial(train_step, tp=tp),
                 full_gradients=partial(full_gradients, model, tp),
@@ -645,7 +647,7 @@ def textbook(run, model, tp):
     parameters = list(model.parameters())
     P = sum(p.numel() for p in parameters)
     tokens = run.args.batch * cfg.seq
-    positions = cfg.seq if cfg.form == "gpt2" else 0
+    positions = cfg.seq if cfg.form.learned_positions else 0
     sent = (tp.size - 1) / tp.size
     every_f_and_g = sent * b * (tokens * (4 * cfg.layers + 2) + positions) * cfg.width
     sums = 2 * sent * max(b, 4) * (3 * tokens + 1)  # of the loss, and of the gradient norm

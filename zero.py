@@ -677,7 +677,7 @@ def textbook(run, zero):
     parts = getattr(zero, "parts", units)
     P = sum(unit.full.numel() for unit in units)
     G = 2 * P  # what stage 3 gathers in a micro-batch
-    if run.cfg.form == "llama":  # embedding and head once: they are untied
+    if not run.cfg.form.tied:  # embedding and head once
         G -= units[0].full.numel() + units[-1].full.numel()
     sums = (P, M * P, M * P)[stage - 1]
     gathers = (P, P, M * G)[stage - 1]

@@ -191,7 +191,7 @@ Start = namedtuple("Start", "folder flag resumes steps extra constants group",
 
 # Where these differ, so do names or shapes of tensors. Not seq, although learned positions have a
 # row for each: --init-from may take the first rows of more, see restore().
-SIZES = ("layers", "width", "vocab", "form", "kv_heads", "hidden")
+SIZES = ("layers", "width", "vocab", "form", "kv_heads", "hidden", "head_dim")
 # What losses depend on. What one of two scripts has no flag for is not compared.
 COURSE = ("heads", "seq", "dtype", "seed", "batch", "data", "pad", "lr", "clip",
           "warmup", "decay", "min_lr", "train")  # and a script's own flags with `course`
@@ -200,7 +200,7 @@ COURSE = ("heads", "seq", "dtype", "seed", "batch", "data", "pad", "lr", "clip",
 def identity(args):
     """What a run tells about itself in its checkpoints -> {name: value}."""
     mine = {name: getattr(args, name) for name in (*COURSE, *args.course)}
-    mine.update(args.cfg._asdict())
+    mine.update(args.cfg._asdict(), form=args.cfg.form.name)
     held_out = bool(args.eval_every)  # the corpus is shorter then
     mine.update(course=args.course, held_out=held_out)
     if args.decay != "none":

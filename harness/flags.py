@@ -19,15 +19,16 @@ IMPLS = ("idea", "scratch", "torch", "both", "all")
 MODEL_FLAGS = {
     "--impl": dict(default="scratch", choices=IMPLS, help="part 1, part 2, torch's own; both: the "
                    "last two in turn; all: these three"),
-    "--model": dict(default="toy", choices=tuple(PRESETS), help="a preset, of which the next seven "
+    "--model": dict(default="toy", choices=tuple(PRESETS), help="a preset, of which the next eight "
                     "change sizes"),
     "--layers": dict(type=int, metavar="L", least=1, help="transformer blocks"),
     "--width": dict(type=int, metavar="C", least=1, help="embedding width"),
     "--heads": dict(type=int, metavar="H", least=1, help="attention heads"),
     "--vocab": dict(type=int, metavar="V", least=256, help="words; text is bytes: 256 or more"),
     "--seq": dict(type=int, metavar="T", least=1, help="sequence length"),
-    "--kv-heads": dict(type=int, metavar="K", least=1, help="key-value heads (Llama's form)"),
-    "--hidden": dict(type=int, metavar="F", least=1, help="width inside the MLP (Llama's form)"),
+    "--kv-heads": dict(type=int, metavar="K", least=1, help="key-value heads (not GPT-2's form)"),
+    "--hidden": dict(type=int, metavar="F", least=1, help="width inside the MLP (likewise)"),
+    "--head-dim": dict(type=int, metavar="D", least=1, help="width of a head (likewise)"),
     "--dtype": dict(default="fp32", choices=tuple(DTYPES), help="of parameters and arithmetic"),
     "--device": dict(default="auto", choices=("auto", "cpu", "cuda"), help="auto: GPUs where "
                      "there are any"),
@@ -155,18 +156,18 @@ def check_bounds(name, value, least, most=None):
 
 def resolve(args, launch, preset):
     """Fill in what presets and defaults leave to be said, so that a report shows what was used."""
-    gpt2 = preset.form == "gpt2"
-    for name in ("kv_heads", "hidden"):
-        require(not gpt2 or getattr(args, name) is None,
-                f"--{name.replace('_', '-')}: is for Llama's form, such as --model llama-toy")
-    for name in ("layers", "width", "heads", "vocab", "seq", "kv_heads", "hidden"):
+    for name in ("kv_heads", "hidden", "head_dim"):
+        require(not preset.form.learned_positions or getattr(args, name) is None,
+                f"--{name.replace('_', '-')}: is for other forms, such as --model llama-toy")
+    for name in ("layers", "width", "heads", "vocab", "seq", "kv_heads", "hidden", "head_dim"):
         if getattr(args, name) is None:
             setattr(args, name, getattr(preset, name))
-    if gpt2:
-        args.kv_heads = args.heads
-        args.hidden = 4 * args.width
+    require(args.head_dim or args.width % args.heads == 0,
+            f"--heads {args.heads} does not divide --width {args.width}")
     sizes = {name: getattr(args, name) for name in GPTConfig._fields if hasattr(args, name)}
-    args.cfg = preset._replace(**sizes)
+    args.cfg = preset._replace(**sizes).resolved()
+    for name in sizes:
+        setattr(args, name, getattr(args.cfg, name))
     args.world_size = args.dry_run or launch.world_size
     if args.batch is None:
         args.batch = max(8, args.world_size)
@@ -176,11 +177,10 @@ def refuse(args, launch):
     """What no script can do ends here, in one line."""
     cfg = args.cfg
     ranks = launch.world_size
-    require(cfg.width % cfg.heads == 0, f"--heads {cfg.heads} does not divide --width {cfg.width}")
     require(cfg.heads % cfg.kv_heads == 0,
             f"--kv-heads {cfg.kv_heads} does not divide --heads {cfg.heads}")
-    require(cfg.form == "gpt2" or cfg.width // cfg.heads % 2 == 0,
-            f"--heads {cfg.heads} of --width {cfg.width}: rotary positions want an even head width")
+    require(cfg.form.learned_positions or cfg.head_dim % 2 == 0,
+            f"heads of width {cfg.head_dim}: rotary positions want an even one")
     require(not args.dry_run or ranks == 1,
             f"--dry-run is one rank alone: use python, not torchrun with {ranks}")
     ranks_to_choose_from = args.dry_run or 1  # without a dry run there is the default alone, 0

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import amp_accum_ckpt
 from amp_accum_ckpt import LossScaler, full, selective
-from common import GPTConfig, adamw, build, loss_sum
+from common import FORMS, GPTConfig, adamw, build, loss_sum
 from conftest import (
     SMALL, copied, dry_run_agrees, each, is_clear, outcome, proves, run, script, textbook)
 from harness.ledger import Ledger
@@ -25,8 +25,8 @@ from tensor_parallel import ReduceFromTP, WholeSequence
 
 LLAMA = ("--model", "llama-toy")
 CONFIGS = {
-    "gpt2": GPTConfig(1, 32, 4, 256, 16, "gpt2", 4, 128),
-    "llama": GPTConfig(1, 32, 4, 256, 16, "llama", 2, 48),
+    "gpt2": GPTConfig(1, 32, 4, 256, 16, FORMS["gpt2"], 4, 128),
+    "llama": GPTConfig(1, 32, 4, 256, 16, FORMS["llama"], 2, 48),
 }
 
 

@@ -16,7 +16,7 @@ import torch.nn as nn
 import ddp
 import tensor_parallel as section
 import zero
-from common import GPTConfig, adamw, build, loss_sum, plain_steps
+from common import FORMS, GPTConfig, adamw, build, loss_sum, plain_steps
 from conftest import ALL, ROOT, run, script, to_file
 from harness.prove import prove
 from test_bad_usage import flags_of
@@ -137,7 +137,7 @@ ADAPTERS, PLAN = re.findall(r"```python\n(.*?)```", FINE_TUNING, re.S)
 
 def adapted():
     """The toy in Llama's form with the page's adapters."""
-    model = build(GPTConfig(2, 32, 4, 256, 16, "llama", 2, 44), 0, dtype=torch.float64)
+    model = build(GPTConfig(2, 32, 4, 256, 16, FORMS["llama"], 2, 44), 0, dtype=torch.float64)
     torch.manual_seed(0)
     exec(ADAPTERS, {"nn": nn, "model": model})
     return model

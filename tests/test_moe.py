@@ -126,7 +126,7 @@ class Other(nn.Module):
 
     def __init__(self, top_k, factor):
         super().__init__()
-        cfg = common.GPTConfig(width=7, hidden=5, form="llama")
+        cfg = common.GPTConfig(width=7, hidden=5, form=common.FORMS["llama"])
         self.inp = nn.Linear(3, 7, bias=False)
         self.norms = nn.ModuleList([nn.RMSNorm(7), nn.RMSNorm(7)])
         self.mix = nn.ModuleList(

@@ -13,7 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import moe
-from common import GPTConfig, build, loss_sum, plain_steps
+from common import FORMS, GPTConfig, build, loss_sum, plain_steps
 from conftest import ALL, ROOT, copied, run, script, to_file
 from harness.prove import prove
 from others import gradients_of
@@ -117,7 +117,7 @@ T = 16
 
 def somebodys_model(name):
     """Two blocks of Llama's form; with moe, its MLPs are mixtures of four experts."""
-    cfg = GPTConfig(2, 32, 4, 256, T, "llama", 2, 44)
+    cfg = GPTConfig(2, 32, 4, 256, T, FORMS["llama"], 2, 44)
     model = build(cfg, 0, dtype=torch.float64)
     if name == "moe":
         moe.mixture(model, 0, cfg, experts=4, top_k=2)

@@ -10,7 +10,7 @@ import torch
 
 import moe
 from conftest import PROOF, ROOT, script, tool
-from common import GPTConfig, build, get_batch, load_corpus, loss_sum
+from common import FORMS, GPTConfig, build, get_batch, load_corpus, loss_sum
 from harness import checkpoint
 from tools import sample, weights
 
@@ -164,9 +164,11 @@ def test_ours_goes_out_and_comes_in(saved, tmp_path):
 
 def test_theirs_trains(tmp_path):
     """Its base of rotary angles and its eps come with it: the same model on two ranks."""
-    cfg = GPTConfig(1, 8, 2, 256, 16, "llama", 1, 12, 1e3, 1e-3)
+    cfg = GPTConfig(1, 8, 2, 256, 16, FORMS["llama"], 1, 12, theta=1e3, eps=1e-3)
     state = build(cfg, 5).state_dict()
-    checkpoint.write_whole(tmp_path, state, cfg._asdict())
+    identity = cfg.resolved()._asdict()
+    identity["form"] = cfg.form.name
+    checkpoint.write_whole(tmp_path, state, identity)
     flags = weights.flags_for(cfg).split()
     report = script("ddp", 2, *flags, "--init-from", str(tmp_path), "--steps", "1")
     assert report["args"]["kv_heads"] == 1

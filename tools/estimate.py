@@ -41,7 +41,7 @@ Count = namedtuple("Count", "cut whole multiplied")
 
 def resolved(cfg):
     """The same sizes with kv_heads and hidden filled in."""
-    return cfg._replace(kv_heads=cfg.kv_heads or cfg.heads, hidden=cfg.hidden or 4 * cfg.width)
+    return cfg.resolved()
 
 
 @cache
@@ -163,7 +163,7 @@ def outside_of_blocks(job, stage):
     C = job.width
     first, last = ends(job, stage)
     embedding = -(-job.vocab // job.tp) * C  # with padding
-    tied = job.form == "gpt2"
+    tied = job.form.tied
     total = embedding if first else 0
     if first and tied:
         total += job.seq * C / job.tp  # positions
@@ -192,7 +192,7 @@ def states(job, stage):
         found["parameters"] = job.b * cut
     if job.zero >= 2:
         found["gradients"] = job.b * cut
-        if job.form == "gpt2" and job.pp > 1:  # the tied one stays whole until stages have summed
+        if job.form.tied and job.pp > 1:  # the tied one stays whole until stages have summed
             found["gradients"] += job.b * outside * (1 - 1 / job.data)
     return found
 
@@ -218,7 +218,7 @@ def kept_by_block(job, ckpt):
     outside = 4 if job.has_mlp else 3
     inside = 2 + 2 * job.kv_heads / job.heads  # q, what attention makes; k, v
     # up and gelu's result; gate, up, silu's result and their product
-    of_mlp = (2 if job.form == "gpt2" else 4) * job.hidden / job.width
+    of_mlp = (2 if job.form.learned_positions else 4) * job.hidden / job.width
     if ckpt == "selective":
         of_mlp /= 2
         outside = 2
@@ -238,7 +238,7 @@ def working(job, stage, logits):
     at_loss = 2 * job.x / job.cut + logits * (2 if job.tp > 1 else 3)
     # gradients of a block's widest tensors, and what it makes again
     hidden = job.visits * job.hidden / job.width * job.x / job.tp
-    inside = 2 * job.x + (1 if job.form == "gpt2" else 2) * hidden
+    inside = 2 * job.x + (1 if job.form.learned_positions else 2) * hidden
     inside += kept_by_block(job, "none") - kept_by_block(job, job.ckpt)
     if job.schedule in SPLIT:  # from B to W gradients of all Linears wait
         inside *= 1 + job.blocks[stage] / job.v
@@ -350,7 +350,7 @@ def memory_traffic(job):
     if job.at.megatron_2021:  # and, unfused, the attention's T x T
         numbers = 11 * C / job.cut + (8 * C + 5.5 * job.heads * job.seq) / job.tp
     else:
-        of_mlp = 2 if job.form == "gpt2" else 5  # gelu; silu and the product with up
+        of_mlp = 2 if job.form.learned_positions else 5  # gelu; silu and the product with up
         numbers = 10 * C / job.cut + of_mlp * job.visits * job.hidden / job.tp
         numbers += 8 * job.routed * C / job.tp  # rows are picked, sorted, put back and added up
     passes = 3 if job.ckpt == "none" else 4
@@ -377,7 +377,7 @@ def seconds_on_dp(job, rank, work):
     """What is left of the sums over copies when backward has hidden its part of them."""
     moved = {2: job.micro + 1, 3: 3 * job.micro}.get(job.zero, 2)
     of_ends = moved
-    if job.pp > 1 and job.form == "gpt2":  # tied: summed once
+    if job.pp > 1 and job.form.tied:  # tied: summed once
         of_ends = 2
     dense = moved * job.blocks[rank] * job.dense + of_ends * outside_of_blocks(job, rank)
     experts = moved * job.blocks[rank] * job.expert

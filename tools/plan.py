@@ -131,7 +131,8 @@ def refuse(at):
     E = at.experts
     kv_heads = cfg.kv_heads or cfg.heads
     of_llama = at.kv_heads or at.hidden
-    require(cfg.form == "llama" or not of_llama, "--kv-heads, --hidden: are for Llama's form")
+    require(not cfg.form.learned_positions or not of_llama,
+            "--kv-heads, --hidden: are for Llama's form")
     require(cfg.width % cfg.heads == 0, f"--heads {cfg.heads} does not divide --width {cfg.width}")
     require(cfg.heads % kv_heads == 0, f"--kv-heads {kv_heads} does not divide --heads {cfg.heads}")
     require(not E or at.top_k <= E, f"--top-k {at.top_k} of --experts {E}: choose {E} at most")
@@ -246,7 +247,8 @@ def main():
     if at.json:
         found = [{**lay._asdict(), **memory, **time, "command": command(lay, at)}
                  for lay, memory, time in rows]
-        result = {"rows": found, "fit": len(fits), "advice": said, "flags": vars(at)}
+        flags = {name: value for name, value in vars(at).items() if name != "cfg"}
+        result = {"rows": found, "fit": len(fits), "advice": said, "flags": flags}
         Path(at.json).write_text(json.dumps(result, indent=1))
     return int(not rows)
 

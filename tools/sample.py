@@ -114,10 +114,10 @@ def load(folder, device="cpu"):
     cfg = sizes_in(identity)
     with torch.device("meta"):
         model = GPT(cfg)
-    if cfg.form == "gpt2":
+    if cfg.form.learned_positions:
         state["head.weight"] = state["tok.weight"]
     model.load_state_dict(state, assign=True)
-    if cfg.form == "gpt2":
+    if cfg.form.learned_positions:
         model.head.weight = model.tok.weight
     return model.to(device).requires_grad_(False), cfg
 

@@ -32,7 +32,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch  # noqa: E402
-from common import GPTConfig  # noqa: E402
+from common import FORMS, GPTConfig  # noqa: E402
 from harness import checkpoint  # noqa: E402
 from harness.usage import require  # noqa: E402
 
@@ -153,7 +153,8 @@ def llama_sizes(config, sizes):
     kind = rotary.get("rope_type", "default")
     require(kind == "default", f"config.json: rope_type is {kind}, and must be default")
     theta = rotary.get("rope_theta", config.get("rope_theta", 1e4))
-    return GPTConfig(*sizes[:5], "llama", kv_heads, hidden, float(theta), config["rms_norm_eps"])
+    return GPTConfig(*sizes[:5], FORMS["llama"], kv_heads, hidden, theta=float(theta),
+                     eps=config["rms_norm_eps"])
 
 
 def config_of(cfg, dtype, experts, top_k):
@@ -165,7 +166,7 @@ def config_of(cfg, dtype, experts, top_k):
     if experts:
         more.update(architectures=["MixtralForCausalLM"], model_type="mixtral",
                     num_local_experts=experts, num_experts_per_tok=top_k)
-    if cfg.form == "gpt2":
+    if cfg.form.learned_positions:
         fixed = GPT2
         sizes = dict(zip(GPT2_SIZES, cfg))
         more = {"architectures": ["GPT2LMHeadModel"], "n_ctx": cfg.seq, "n_inner": None,
@@ -195,7 +196,7 @@ NOT_READ = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|lm_head\.weight|.*rotar
 def names_of(cfg, experts):
     """-> {their name: [ours]}; in one tensor of GPT-2's q, k and v are one beside the other."""
     found = {}
-    if cfg.form == "gpt2":
+    if cfg.form.learned_positions:
         for i, kind in itertools.product(range(cfg.layers), ("weight", "bias")):
             for theirs, ours in GPT2_BLOCK.items():
                 found[f"h.{i}.{theirs}.{kind}"] = [f"blocks.{i}.{name}.{kind}" for name in ours]
@@ -233,7 +234,7 @@ def from_theirs(state, cfg, experts):
 
 def to_theirs(state, cfg, experts):
     """The inverse."""
-    prefix = "transformer." if cfg.form == "gpt2" else ""
+    prefix = "transformer." if cfg.form.learned_positions else ""
     theirs = {}
     for name, ours in names_of(cfg, experts).items():
         theirs[prefix + name] = turned(name, torch.cat([state[part] for part in ours]))
@@ -253,7 +254,8 @@ def weights_of(folder):
 
 def sizes_in(identity):
     """-> GPTConfig of a checkpoint."""
-    return GPTConfig(**{name: identity[name] for name in GPTConfig._fields if name in identity})
+    found = {name: identity[name] for name in GPTConfig._fields if name in identity}
+    return GPTConfig(**{**found, "form": FORMS[found["form"]]})
 
 
 # ---- what the program does -----------------------------------------------------
@@ -264,7 +266,7 @@ def import_weights(source, target):
     require(not checkpoint.numbered(target), f"{target}: has checkpoints already")
     config = json.loads((folder / "config.json").read_text())
     cfg = sizes_of(config)
-    identity = cfg._asdict()
+    identity = {**cfg.resolved()._asdict(), "form": cfg.form.name}
     words = flags_for(cfg)
     experts = config.get("num_local_experts", 0)
     if experts:
@@ -280,7 +282,7 @@ def flags_for(cfg):
     words = ""
     for name in ("layers", "width", "heads", "vocab", "seq"):
         words += f" --{name} {getattr(cfg, name)}"
-    if cfg.form == "llama":
+    if not cfg.form.learned_positions:
         words += f" --model llama-toy --kv-heads {cfg.kv_heads} --hidden {cfg.hidden}"
     return words
 
@@ -289,7 +291,8 @@ def export_weights(source, target):
     state, identity = weights_of(source)
     cfg = sizes_in(identity)
     experts = identity.get("experts", 0)
-    require(not experts or cfg.form == "llama", f"{source}: GPT-2 with experts has no format there")
+    require(not experts or not cfg.form.learned_positions,
+            f"{source}: GPT-2 with experts has no format there")
     folder = Path(target)
     folder.mkdir(parents=True, exist_ok=True)
     require(not any(folder.iterdir()), f"{target}: is not empty")
@@ -302,7 +305,7 @@ def export_weights(source, target):
 def save_plain(source, target):
     require(not Path(target).exists(), f"{target}: is there already")
     state, identity = weights_of(source)
-    if identity.get("form", "gpt2") == "gpt2" and "tok.weight" in state:
+    if FORMS[identity.get("form", "gpt2")].tied and "tok.weight" in state:
         state["head.weight"] = state["tok.weight"]  # tied: one tensor, in the file as well
     torch.save(state, target)
     print(f"{len(state)} tensors in {target}")
