@@ -9,11 +9,13 @@ the way into a process group. It knows no technique, and needs torch alone.
 import bisect
 import itertools
 import math
+import mmap
 import os
 import random
 import re
 import socket
 import sysconfig
+import warnings
 import zlib
 from collections import namedtuple
 from functools import partial
@@ -333,18 +335,21 @@ def learning_rate(step, args):
 # ---- data --------------------------------------------------------------------
 
 
+WIDTHS = {".bin": torch.uint16, ".u32": torch.uint32}  # of token ids; other files are bytes
+
+
 class Text:
-    """The bytes of files, end to end: mapped, so that what nobody asks for is not read."""
+    """The bytes or tokens of files, end to end: mapped, what nobody asks for is not read."""
 
     def __init__(self, parts):
-        self.parts = parts  # [(n,) uint8]
+        self.parts = parts  # [(n,) of one dtype]
         self.ends = [0, *itertools.accumulate(map(len, parts))]
 
     def __len__(self):
         return self.ends[-1]
 
     def between(self, low, high):
-        """-> the Text of bytes low to high - 1"""
+        """-> the Text of its elements low to high - 1"""
         parts = []
         i = bisect.bisect(self.ends, low) - 1
         while low < high:
@@ -358,8 +363,9 @@ class Text:
 def load_corpus(path, seq):
     """A text file, or a folder's files in order with a newline between -> Text.
 
+    Also a file FILE.bin of token ids: little-endian uint16, nanoGPT's format; FILE.u32 of uint32.
     path "" stands for the standard library's sources. Raises OSError for what cannot be read,
-    ValueError for a text without a window of seq + 1 bytes.
+    ValueError for a text without a window of seq + 1 elements.
     """
     root = Path(path or sysconfig.get_paths()["stdlib"])
     files = [root]
@@ -370,14 +376,23 @@ def load_corpus(path, seq):
     for file in files:
         if not file.is_file() and file.exists():
             raise ValueError("a pipe or device, no file or folder: every rank reads it")
-        file.open("rb").close()  # raises where torch would not say why
-        if file.stat().st_size:
-            text = torch.from_file(str(file), size=file.stat().st_size, dtype=torch.uint8)
-            parts += [text, torch.tensor([10], dtype=torch.uint8)]
+        with file.open("rb") as opened:
+            if file.stat().st_size:
+                parts.append(mapped(opened, WIDTHS.get(root.suffix, torch.uint8)))
+                parts.append(torch.tensor([10], dtype=torch.uint8))  # a newline
     corpus = Text(parts[:-1])
     if len(corpus) <= seq:
-        raise ValueError(f"{len(corpus)} bytes of text, but a sequence of {seq} needs {seq + 1}")
+        unit = "tokens" if root.suffix in WIDTHS else "bytes"
+        raise ValueError(f"{len(corpus)} {unit} of text, but a sequence of {seq} needs {seq + 1}")
     return corpus
+
+
+def mapped(file, dtype):
+    """An open file -> a tensor of its elements, which takes no memory."""
+    memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, that it must not be written to
+        return torch.frombuffer(memory, dtype=dtype)
 
 
 def get_batch(corpus, seq, seed, step, batch, pad=0.0, rows=None):
@@ -405,9 +420,12 @@ def get_batch(corpus, seq, seed, step, batch, pad=0.0, rows=None):
 
 
 def windows(corpus, seq, starts):
-    """T bytes from each start, and the T that begin one later: inputs, targets (len(starts), T)."""
-    found = [torch.cat(corpus.between(start, start + seq + 1).parts) for start in starts]
-    text = torch.stack(found).long()
+    """T elements from each start, and T that begin one later: inputs, targets (len(starts), T)."""
+    found = []
+    for start in starts:
+        parts = corpus.between(start, start + seq + 1).parts
+        found.append(torch.cat([part.long() for part in parts]))
+    text = torch.stack(found)
     # two copies, since targets may be overwritten; contiguous() would not copy a single row
     return text[:, :-1].clone(), text[:, 1:].clone()
 

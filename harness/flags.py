@@ -45,8 +45,8 @@ TRAINING_FLAGS = {
                      "step after the last"),
     "--clip": dict(type=float, default=1.0, least=0, help="largest gradient norm, 0: no clipping"),
     "--seed": dict(type=int, default=0, least=0, help="of weights and batches"),
-    "--data": dict(default="", metavar="PATH", help="text file or folder (default: Python's own "
-                   "sources)"),
+    "--data": dict(default="", metavar="PATH", help="text file, folder, or token ids in FILE.bin "
+                   "(default: Python's own sources)"),
     "--pad": dict(type=float, default=0.0, least=0, most=0.99, help="fraction of targets to "
                   "ignore, unevenly (above 0.25: less)"),
     "--train": dict(default="", metavar="REGEX", help="train the parameters whose names it finds, "

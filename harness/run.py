@@ -139,6 +139,7 @@ class Run:
             if args.eval_every:
                 self.text = HeldOut(self.corpus, self.cfg.seq, args.batch)
                 self.corpus = self.text.rest
+            self.refuse_unknown(get_batch(self.corpus, self.cfg.seq, args.seed, 0, 1)[0])
         except (OSError, ValueError, RuntimeError) as error:
             require(False, f"--data {args.data}: {checkpoint.reason(error)}")
 
@@ -266,7 +267,14 @@ class Run:
         args = self.args
         x, y, valid = get_batch(self.corpus, self.cfg.seq, args.seed, step, args.batch, args.pad,
                                 rows)
+        if not self.dry:
+            self.refuse_unknown(x)
         return x.to(self.device), y.to(self.device), valid
+
+    def refuse_unknown(self, tokens):
+        largest = tokens.max().item()
+        require(largest < self.cfg.vocab, f"--data {self.args.data}: token {largest} is beyond "
+                f"--vocab {self.cfg.vocab}")
 
     def rate(self, step):
         return learning_rate(step, self.args)

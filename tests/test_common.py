@@ -58,7 +58,8 @@ def test_data_of_ones_own(tmp_path):
     (tmp_path / "a" / "c.txt").write_bytes(b"y" * 40)
     text = load_corpus(str(tmp_path), 16)
     whole = b"y" * 40 + b"\n" + b"x" * 40
-    assert len(text) == len(whole)
+    size = len(text)
+    assert size == len(whole)
     for start in range(len(text) - 17):
         part = text.between(start, len(text)).between(0, 17)
         assert bytes(torch.cat(part.parts).tolist()) == whole[start:start + 17]
@@ -85,6 +86,23 @@ def test_the_rate():
     cosine = [5 + 3 * math.cos(math.pi * quarter / 4) for quarter in range(4)]
     assert rates("cosine") == pytest.approx([4, 8, *cosine])
     assert rates("none", warmup=0) == [8] * 6
+
+
+def test_tokens_and_their_vocabulary(tmp_path):
+    """nanoGPT's files; one that does not belong to the model ends in a line."""
+    ids = torch.arange(300).mul(7).remainder(301)
+    for suffix, dtype in ((".bin", torch.uint16), (".u32", torch.uint32)):
+        path = tmp_path / ("tokens" + suffix)
+        numbers = ids.to(dtype).numpy()
+        path.write_bytes(numbers.tobytes())
+        corpus = load_corpus(str(path), 299)
+        x, y, _ = get_batch(corpus, 299, 0, 0, 1)
+        assert torch.equal(x[0], ids[:-1])
+        assert torch.equal(y[0], ids[1:])
+        flags = (*SMALL, "--data", str(path))
+        script("ddp", 2, *flags, "--vocab", "301")
+        said = script("ddp", 2, *flags, code=2)
+        assert "is beyond --vocab 256" in said
 
 
 SCHEDULE = ("--warmup", "2", "--decay", "cosine", "--min-lr", "1e-4", "--eval-every", "2")
