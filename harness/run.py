@@ -577,8 +577,10 @@ class Run:
         """What bench shows of an implementation, on this rank."""
         ledger = self.ledger[impl]
         of_all = ledger.collectives.values()
-        return dict(ms_per_step=self.ms(impl), calls=sum(c["calls"] for c in of_all),
-                    wire=sum(c["wire"] for c in of_all), peak=ledger.memory["peak"])
+        times = self.times[impl]
+        blocks = [statistics.median(times[i:i + BLOCK]) for i in range(0, len(times), BLOCK)]
+        return dict(calls=sum(c["calls"] for c in of_all), wire=sum(c["wire"] for c in of_all),
+                    peak=ledger.memory["peak"], ms_per_step=self.ms(impl), block_ms=blocks)
 
     def publish(self, ranks, check, plain_loss):
         """Print the report, write it to --json -> False if it could not be written."""
@@ -595,11 +597,10 @@ class Run:
             loss=[loss.item() for loss in self.trace[impl].loss.values()],
             plain_loss=plain_loss, check=check, ms_per_step=ms,
             tokens_per_second=ms and 1e3 * self.args.batch * self.cfg.seq / ms,
+            sides={each: self.figures(each) for each in self.impls},
         )
         if self.trace[impl].validation:
             result["validation"] = {s: v.item() for s, v in self.trace[impl].validation.items()}
-        if len(self.judged()) > 1:
-            result["sides"] = {each: self.figures(each) for each in self.impls}
         if self.args.impl in ("both", "all") and "torch" in self.impls:
             theirs = self.ms("torch")
             result.update(torch_ms_per_step=theirs, speedup=ms and theirs / ms)

@@ -13,7 +13,6 @@ import multiprocessing
 import os
 import re
 import sys
-import tempfile
 import types
 from pathlib import Path
 
@@ -27,8 +26,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests are for CPUs; ./run.sh gp
 os.environ["RES_OPTIONS"] = "attempts:0"  # torch asks what 127.0.0.1 is called: up to 5 s
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it would say that it got no answer
 import common  # noqa: E402
-from tools.ranks import environment as _environment  # noqa: E402
-from tools.ranks import start as _start  # noqa: E402
+from tools import ranks  # noqa: E402
 
 ALL = bool(os.environ.get("ALL"))  # ALL=1 ./run.sh test: also what takes minutes more
 
@@ -47,8 +45,8 @@ PROOF = (*SMALL, "--dtype", "fp64", "--pad", "0.3", "--clip", "0.5")
 # ---- ranks ---------------------------------------------------------------------
 
 
-def _check(rank, world, port, check, args):
-    _environment(rank, world, port)
+def be_rank(rank, world, port, check, args):
+    ranks.environment(rank, world, port)
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)  # plain models are alike on all ranks
     dist.init_process_group("gloo")
@@ -57,19 +55,9 @@ def _check(rank, world, port, check, args):
     dist.destroy_process_group()
 
 
-def _script(rank, world, port, name, flags, plant, errors):
-    _environment(rank, world, port)
-    os.dup2(os.open(errors, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
-    sys.argv = [f"{name}.py", *flags]
-    module = importlib.import_module(name)
-    if plant:
-        plant(module)
-    sys.exit(module.main())
-
-
 def run(check, world, *args):
     """check(*args) on `world` ranks joined by gloo, float64 by default."""
-    codes = _start(_check, world, check, args)
+    codes = ranks.start(be_rank, world, check, args)
     assert codes == [0] * world, f"exit codes {codes}: see the tracebacks"
 
 
@@ -88,20 +76,13 @@ def script(name, world, *flags, plant=None, code=0, limit=120):
 
     plant(module) is called before main, on every rank: it puts in a bug.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "report.json")
-        errors = Path(folder, "stderr")
-        errors.touch()
-        flags = ("--json", str(path), *flags)
-        codes = _start(_script, world, name, flags, plant, str(errors), limit=limit)
-        said = errors.read_text()
-        if codes != [code] * world:  # no assert: pytest would add a diff of its own
-            command = f"{name}.py on {world} ranks {' '.join(flags)}"
-            raise AssertionError(f"{command}: exit codes {codes}\n{said}")
-        if code == 2:
-            assert is_clear(name, said), said
-            return said
-        return json.loads(path.read_text()) if path.exists() else said
+    codes, report, said = ranks.report(world, name, flags, plant, limit)
+    if codes != [code] * world:  # no assert: pytest would add a diff of its own
+        command = f"{name}.py on {world} ranks {' '.join(flags)}"
+        raise AssertionError(f"{command}: exit codes {codes}\n{said}")
+    if code == 2:
+        assert is_clear(name, said), said
+    return report or said
 
 
 def to_file(path, module):

@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from conftest import _check, _start, run
+from conftest import be_rank, run
 from harness import checkpoint, dcp
 from harness.checkpoint import Piece, Saver, Start, piece_of, run_pieces
+from tools.ranks import start
 
 SHAPES = {"cube": (3, 5, 7), "tok": (13, 5), "norm": (11,), "scale": (), "four": (2, 3, 1, 5)}
 NOTES = {"identity": {}, "extra": {}}
@@ -116,7 +117,7 @@ def hole(folder, change):
 
 @pytest.mark.parametrize("change", ["missing", "twice"])
 def test_what_is_not_whole_is_not_saved(change, tmp_path):
-    assert _start(_check, 2, hole, (str(tmp_path), change)) == [1, 1]
+    assert start(be_rank, 2, hole, (str(tmp_path), change)) == [1, 1]
     assert [path.name for path in tmp_path.iterdir()] == ["1"]
 
 
@@ -144,7 +145,7 @@ def test_a_kill_at_any_time_leaves_a_whole_one(tmp_path):
         checkpoint.write_whole(folder, {"w": torch.ones(9)}, {})
         (folder / "0").rename(folder / "1")
         in_background = number % 2 == 0
-        codes = _start(_check, 1, killed, (str(folder), number, in_background))
+        codes = start(be_rank, 1, killed, (str(folder), number, in_background))
         place, notes = checkpoint.newest(folder, "")
         kinds.add(place.name)
         assert torch.equal(checkpoint.read_whole(place)["w"], torch.full((9,), float(place.name)))

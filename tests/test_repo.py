@@ -6,10 +6,8 @@ import subprocess
 import tokenize
 
 from conftest import ROOT, has_five_parts, imported, part_of, section_one
+from tools.launch import TECHNIQUES
 
-TECHNIQUES = (
-    "ddp zero fsdp tensor_parallel pipeline_parallel context_parallel moe amp_accum_ckpt hybrid_3d"
-).split()
 RULERS = [f"# ---- {part}. " for part in range(1, 6)]
 # non-blank lines of part 1
 LARGEST_IDEA = {"tensor_parallel": 100, "moe": 100, "hybrid_3d": 100}
@@ -20,9 +18,11 @@ for folder in (".", "harness", "tools", "tests"):
 TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
 
 
-def test_the_root_shows_the_nine_techniques():
+def test_the_root_shows_the_techniques_each_with_a_test():
     root = {name for name in SOURCES if "/" not in name}
     assert root == {f"{name}.py" for name in [*TECHNIQUES, "common"]}
+    for name in TECHNIQUES:
+        assert f"tests/test_{name}.py" in SOURCES, name
 
 
 OURS = {*TECHNIQUES, "common", "harness", "tools", "conftest"}

@@ -5,19 +5,16 @@ import re
 import resource
 import shutil
 import signal
-import tempfile
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from conftest import (
-    GAPS, PROOF, SMALL, _script, _start, check_refused, run, script,
-)
+from conftest import GAPS, PROOF, SMALL, check_refused, run, script
 from harness import checkpoint
+from tools import ranks
 
 QUICK = (*PROOF, "--no-check")
 
@@ -152,12 +149,11 @@ def fails(change):
     """-> exit codes and stderr of ddp on 2 ranks that has to fail, and soon. change(model) is
     called before the second step.
     """
-    with tempfile.NamedTemporaryFile() as errors:
-        plant = partial(in_step, number=2, function=change)
-        words = (*SMALL, "--timeout", "1", "--no-check")
-        codes = _start(_script, 2, "ddp", words, plant, errors.name, limit=20)
-        assert all(codes), codes
-        return codes, Path(errors.name).read_text()
+    plant = partial(in_step, number=2, function=change)
+    words = (*SMALL, "--timeout", "1", "--no-check")
+    codes, _, said = ranks.report(2, "ddp", words, plant, limit=20)
+    assert all(codes), codes
+    return codes, said
 
 
 def die(model):

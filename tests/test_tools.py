@@ -1,46 +1,64 @@
-"""The table of run.sh, the launcher, gpu.py as far as it goes without one."""
+"""The tables of run.sh, the launcher, gpu.py as far as it goes without one."""
+import os
+import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 
+from conftest import ROOT
 from tools import bench, gpu, launch
 
 
-def report(ms, ranks=2, exit_code=0, **more):
-    memory = {"parameters": 1e6, "gradients": 1e6, "optimizer": 2e6, "peak": 5000000}
-    sent = {"all_reduce": {"wire": 3e6}}
-    return dict(
-        world_size=ranks, ms_per_step=ms, tokens_per_second=1e6 / ms, check=None,
-        exit_code=exit_code, ranks=[{"memory": memory, "collectives": sent}],
-        textbook=[{"what": "wire all_reduce", "expected": 3e6}], **more,
-    )
+def report(ms, ranks=2, exit_code=0, check=None, **sides):
+    """sides: {impl: how much slower its blocks are}"""
+    figures = {}
+    for impl, factor in {"scratch": 1.0, **sides}.items():
+        blocks = [ms * factor * noise for noise in (0.99, 1.0, 1.02)]
+        figures[impl] = dict(calls=5, wire=3e6, peak=5_000_000, ms_per_step=ms * factor,
+                             block_ms=blocks)
+    return dict(world_size=ranks, ms_per_step=ms, tokens_per_second=1e6 / ms, check=check,
+                exit_code=exit_code, sides=figures)
 
 
-CHECK = dict(loss=1e-9, gradient=2e-5, grad_norm=0, parameter=0, passed=False)
+GAPS = dict(loss=1e-9, gradient=2e-5, grad_norm=0, parameter=0, passed=True)
 
 
-def test_the_table(capsys):
-    reports = {
-        "one_process": report(100.0, 1),
-        "ddp": report(60.0, speedup=1.25),
-        "zero": {**report(70.0, exit_code=1), "check": CHECK},
-        "fsdp": None,
-    }
-    assert not bench.table("title", reports, timed=True)
-    lines = capsys.readouterr().out.splitlines()
-    assert "1.25x" in lines[4] and "83%" in lines[4] and lines[4].endswith("ran")
-    assert "2.0e-05" in lines[5] and lines[5].endswith("FAILED")
-    assert lines[6].split() == ["fsdp", "FAILED"]
-    assert bench.table("title", {"ddp": report(60.0)}, timed=False)
-    assert not bench.table("title", {"ddp": report(60.0, exit_code=1)}, timed=False)
+def test_the_table():
+    """A line for each side; what the noise does not tell apart is equal."""
+    idea, ours, torchs = bench.lines_of("ddp", report(60.0, idea=1.2, torch=1.005))
+    assert idea.split()[:3] == "ddp 2 idea".split() and "0.84 (" in idea
+    assert ours.split() == "2 ours - 5 3.00 5.00 60.0 1.00 (1.00..1.00)".split()
+    assert torchs.split()[1] == "torch" and torchs.endswith("ran")
+    assert bench.beside_torch([100.0, 100.0], [98.0, 104.0]) == "equal (0.98..1.04)"
+    check = {**GAPS, "others": {"torch": {**GAPS, "gradient": 3e-5}}}
+    ours, torchs = bench.lines_of("", report(60.0, check=check, torch=1.0))
+    assert "2.0e-05" in ours and "3.0e-05" in torchs
+    line, = bench.lines_of("zero", report(60.0, exit_code=1, check=GAPS))
+    assert line.endswith("FAILED")
+
+
+def test_bench_takes_the_sides_that_there_are(monkeypatch, capsys):
+    """A side that is refused is left out; a run that fails is a line and the exit code."""
+    def measure(ranks, file, words):
+        if "all" in words:
+            raise launch.Failed("exit code 2: it has no idea", 2)
+        if "--stage 3" in " ".join(words):
+            raise launch.Failed("exit code 1: broken", 1)
+        return report(60.0, ranks, torch=1.5)
+
+    monkeypatch.setattr(bench, "report", measure)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert bench.main(["bench", "zero", "--steps", "10"]) == 1
+    said = capsys.readouterr().out
+    assert "1.50 (" in said and "zero --stage 3" in said and "FAILED: exit code 1" in said
 
 
 def test_scale(monkeypatch, capsys):
     """The batch stays, also where there are more ranks than 8, the usual one."""
     times = {1: 100.0, 16: 40.0}
 
-    def measure(ranks, script, flags):
+    def measure(ranks, file, flags):
         assert flags[:2] == ["--batch", 16]
         return report(times[ranks], ranks)
 
@@ -56,16 +74,16 @@ def test_exit_codes_of_the_launcher(capsys):
     words = {2: "", 1: "ended with exit code 1", -9: "was ended by SIGKILL", 130: ""}
     for exitcode, says in words.items():
         failure = SimpleNamespace(exitcode=exitcode)
-        assert launch.explain("ddp.py", 3, failure) == max(1, exitcode)
+        assert launch.explain("ddp", 3, failure) == max(1, exitcode)
         said = capsys.readouterr().err
         assert says in said and bool(said) == bool(says)
 
 
 @pytest.mark.parametrize("tool, words", [
-    (launch, "2"),
-    (launch, "x ddp.py"),
-    (launch, "0 ddp.py"),
-    (launch, "20000000 ddp.py"),
+    (launch, ""),
+    (launch, "nope"),
+    (launch, "ddp 0"),
+    (launch, "ddp 20000000"),
     (bench, "all"),
     (bench, "scale nope"),
 ])
@@ -76,10 +94,33 @@ def test_bad_words_end_in_a_line(tool, words, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+def run_sh(*words, **environment):
+    return subprocess.run(["./run.sh", *words], cwd=ROOT, capture_output=True, text=True,
+                          env={**os.environ, "PYTHON": sys.executable, **environment})
+
+
+def test_one_help_for_all_ranks():
+    done = run_sh("ddp", "2", "--help")
+    assert done.returncode == 0 and done.stdout.count("--bucket-mb") == 1
+
+
+def test_only_the_tests_need_pytest(tmp_path):
+    """A Python without it runs everything else, and a missing one is said in a line."""
+    python = tmp_path / "python"
+    python.write_text(f"""#!/bin/sh
+case "$2" in *pytest*) exit 1 ;; esac
+exec {sys.executable} "$@"
+""")
+    python.chmod(0o755)
+    assert run_sh("scale", PYTHON=str(python)).stderr.startswith("bench.py: error: usage: ")
+    done = run_sh("test", PYTHON=str(python))
+    assert done.returncode == 2 and "lacks one of: numpy, torch, pytest" in done.stderr
+
+
 def test_gpu_runs_every_file_and_says_where_there_is_none(capsys):
     for label in ("nccl Llama", "nccl fp64", "nccl fp32", "nccl bf16", "gloo x2 fp64"):
         files = {case.file for case in gpu.cases() if case.label == label}
-        missing = {*bench.FILES, "hybrid_3d"} - files
+        missing = set(launch.TECHNIQUES) - files
         assert missing <= {"amp_accum_ckpt", "pipeline_parallel"}, label
     assert gpu.main() == 2
     assert "no GPU" in capsys.readouterr().err

@@ -1,154 +1,145 @@
 """Run techniques in turn and print one table.
 
     ./run.sh                        each on real text, compared with one process (bench.py check)
-    ./run.sh bench [flags]          ours against torch's own, in alternating blocks
+    ./run.sh bench [FILE] [flags]   the idea, ours and torch's own, in alternating blocks of steps
     ./run.sh scale FILE [flags]     the same step on 1, 2, 4, .. ranks
 
-The exit code is 1 if any of them failed, 2 for a flag that the first of them refuses.
+The exit code is 1 if any of them failed, 2 for bad usage. calls, sent and peak are those of rank 0
+in one step, ms/step is the median.
+
+bench runs each file's VARIANTS; a side that one of them has not is left out. "As fast as torch":
+the middle one of all pairs of neighbouring blocks, and in brackets the lowest and the highest. With
+1 among them the two are called equal: the machine's noise is larger than what they differ by. Flags
+go to every run; --check compares all sides with one process, too.
 
 scale doubles the ranks up to the number of GPUs, or of cores. The global batch is the same for all
 counts: what --batch says, or else 8, or the largest count if that is more. Speed-up is tokens per
 second over those of one rank, efficiency is speed-up over ranks.
 """
+import math
 import os
+import re
+import statistics
 import sys
-from collections import namedtuple
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
 
 from harness.usage import require  # noqa: E402
-from tools.launch import INTERRUPTED, Failed, cores, report, usual_ranks, worst_gap  # noqa: E402
+from tools.launch import (  # noqa: E402
+    GAPS, INTERRUPTED, TECHNIQUES, Failed, cores, report, usual_ranks, variants)
 
-Row = namedtuple("Row", "label file ranks flags", defaults=("",))
+SIZES = "--layers 4 --width 256 --heads 8 --seq 256 --batch 8 --steps 30 --no-check"
 
-FILES = ("ddp", "zero", "fsdp", "tensor_parallel", "pipeline_parallel", "context_parallel", "moe",
-         "amp_accum_ckpt")
-BENCH_SIZES = "--layers 4 --width 256 --heads 8 --seq 256 --batch 8 --steps 20 --no-check"
-LONG = "--impl scratch --seq 4096 --layers 2 --batch 1"
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v")
+# ---- the table -------------------------------------------------------------------
 
-# What is timed. A row is compared with the row of one process that does the same work, see
-# efficiency(). torch's context parallelism runs on GPUs only: LONG has no side of torch's.
-BENCH = (
-    Row("one_process", "ddp", 1, "--impl scratch"),
-    Row("ddp", "ddp", 2),
-    *[Row(f"zero_{stage}", "zero", 2, f"--stage {stage}") for stage in (1, 2, 3)],
-    Row("fsdp", "fsdp", 2),
-    Row("tensor_parallel", "tensor_parallel", 2),
-    Row("tensor_parallel_sp", "tensor_parallel", 2, "--sp"),
-    *[Row(name, "pipeline_parallel", 2, f"--micro 8 --schedule {name}") for name in SCHEDULES],
-    Row("amp_accum_ckpt", "amp_accum_ckpt", 2),
-    Row("hybrid_dp", "hybrid_3d", 2, "--dp 2 --tp 1 --pp 1"),
-    Row("hybrid_tp_pp", "hybrid_3d", 4, "--dp 1 --tp 2 --pp 2"),
-    Row("hybrid_dp_pp", "hybrid_3d", 4, "--dp 2 --tp 1 --pp 2"),
-    Row("hybrid_dp_tp", "hybrid_3d", 4, "--dp 2 --tp 2 --pp 1"),
-    # efficiency() goes by the end of a label: _long, _moe
-    Row("one_process_long", "context_parallel", 1, LONG),
-    Row("zigzag_long", "context_parallel", 2, f"--attn zigzag {LONG}"),
-    Row("one_process_moe", "moe", 1, "--impl scratch"),
-    Row("moe_moe", "moe", 2),
-)
+NAMES = {"idea": "idea", "scratch": "ours", "torch": "torch"}
+COLUMNS = {"ranks": 6, "side": 7, "worst gap": 11, "calls": 7, "sent MB": 10, "peak MB": 10,
+           "ms/step": 10}  # what stands above a column: how wide it is
 
 
-def check_rows():
-    """Every technique once; hybrid_3d on 8 ranks, since fewer would not show all three axes, and
-    once more in Llama's form."""
-    usual = usual_ranks()
-    ranks = max(n for n in (1, 2, 4) if n <= usual)  # the toy has 4 heads and 4 layers
-    llama = "--model llama-toy --dp 1 --tp 2 --pp 2 --sp"
-    return [*(Row(file, file, ranks) for file in FILES),
-            Row("hybrid_3d", "hybrid_3d", 8, "--dp 2 --tp 2 --pp 2"),
-            Row("hybrid_3d, Llama", "hybrid_3d", 4, llama)]
+def aligned(label, cells):
+    return f"{label:40}" + "".join(map(str.rjust, map(str, cells), COLUMNS.values()))
 
 
-# ---- running -----------------------------------------------------------------
+def lines_of(label, report):
+    """-> a line of the table for each side, in the order of NAMES"""
+    check = report["check"]
+    sides = report["sides"]
+    lines = []
+    for impl, name in NAMES.items():
+        if impl not in sides:
+            continue
+        gap = "-"
+        if check:
+            own = check.get("others", {}).get(impl, check)
+            gap = f"{max(own[kind] for kind in GAPS):.1e}"
+        side = sides[impl]
+        cells = [report["world_size"], name, gap, side["calls"], f"{side['wire'] / 1e6:.2f}",
+                 f"{side['peak'] / 1e6:.2f}", f"{side['ms_per_step']:.1f}"]
+        last = "passed" if check else "ran"
+        if impl != "torch" and "torch" in sides:
+            last = beside_torch(side["block_ms"], sides["torch"]["block_ms"])
+        if report["exit_code"]:
+            last = "FAILED"
+        lines.append(f"{aligned(label, cells)}  {last}")
+        label = ""  # only before the first
+    return lines
 
 
-def run_all(rows, flags):
-    """-> {label: report, or None where the run has ended without one}"""
-    reports = dict.fromkeys(row.label for row in rows)
-    for done, row in enumerate(rows, 1):
-        words = f"{row.label}: {row.file}.py on {row.ranks} ranks {row.flags}"
-        print(f"\n==== {done} of {len(rows)}: {words} ====", flush=True)
-        words = [*flags, *row.flags.split()]  # of two flags the later one counts
+def beside_torch(own, torchs):
+    """Medians of blocks, in turn -> how many times as fast, in words."""
+    ratios = sorted(theirs / ours for ours, theirs in zip(own, torchs))
+    lowest = ratios[0]
+    highest = ratios[-1]
+    verdict = f"{statistics.median(ratios):.2f}"
+    if lowest <= 1 <= highest:
+        verdict = "equal"
+    return f"{verdict} ({lowest:.2f}..{highest:.2f})"
+
+
+# ---- the commands ----------------------------------------------------------------
+
+
+def check():
+    """hybrid_3d on 8 ranks, since fewer would not show all three axes; once more as a Llama."""
+    ranks = max(n for n in (1, 2, 4) if n <= usual_ranks())  # the toy has 4 heads and 4 layers
+    rows = [(file, file, ranks, "") for file in TECHNIQUES if file != "hybrid_3d"]
+    rows.append(("hybrid_3d", "hybrid_3d", 8, "--dp 2 --tp 2 --pp 2"))
+    rows.append(("hybrid_3d, Llama", "hybrid_3d", 4, "--model llama-toy --tp 2 --pp 2 --sp"))
+    lines = []
+    for done, (label, file, ranks, flags) in enumerate(rows, 1):
+        words = f"{file}.py on {ranks} ranks {flags}"
+        print(f"\n==== {done} of {len(rows)}: {words.strip()} ====", flush=True)
         try:
-            reports[row.label] = report(row.ranks, f"{row.file}.py", words, shown=True)
+            lines += lines_of(label, report(ranks, file, flags.split(), shown=True))
+        except Failed:
+            lines.append(f"{label:40} FAILED")
+    print("\n==== every technique, compared with the plain GPT (MB = 1e6 bytes, rank 0) ====")
+    print(aligned("", COLUMNS), *lines, sep="\n")
+    failed = any("FAILED" in line for line in lines)
+    if not failed:
+        print("\nAll equal one process. Next: read ddp.py; ./run.sh ddp 4 --dtype fp64 --pad 0.3")
+    return int(failed)
+
+
+def measure(file, flags):
+    """-> the report with all three sides, or with those that these flags have"""
+    axes = [int(size) for size in re.findall(r"--(?:dp|cp|tp|pp) (\d+)", flags)]
+    ranks = math.prod(axes) if axes else usual_ranks()
+    for impl in ("all", "both", "scratch"):
+        try:
+            return report(ranks, file, ["--impl", impl, *flags.split()])
         except Failed as failure:
-            if failure.code == 2 and done == 1:
-                sys.exit(2)  # it refuses a flag, and has said so
-    return reports
+            if failure.code != 2 or impl == "scratch":
+                raise
 
 
-# ---- the table ---------------------------------------------------------------
-
-
-def megabytes(report):
-    """-> what rank 0 has sent, by the textbook, what it held and its peak, in words"""
-    first = report["ranks"][0]
-    sent = sum(figures["wire"] for figures in first["collectives"].values())
-    expected = sum(row["expected"] for row in report["textbook"] if row["what"].startswith("wire"))
-    memory = first["memory"]
-    held = memory["parameters"] + memory["gradients"] + memory["optimizer"]
-    return [f"{size / 1e6:.2f}" for size in (sent, expected, held, memory["peak"])]
-
-
-# what stands above a column: how wide it is
-COLUMNS = {"worst gap": 11, "sent MB": 10, "textbook": 10, "held MB": 9, "peak MB": 9, "ms/step": 9,
-           "tok/s": 9, "vs torch": 10, "efficiency": 12}
-
-
-def line(label, report, reports, timed):
-    """A row of the table."""
-    gap = worst_gap(report)
-    cells = ["-" if gap is None else f"{gap:.1e}", *megabytes(report)]
-    cells += [f"{report['ms_per_step']:.1f}", f"{report['tokens_per_second']:,.0f}"]
-    if timed:
-        cells.append(f"{report['speedup']:.2f}x" if "speedup" in report else "-")
-        cells.append(efficiency(label, report, reports))
-    verdict = "passed" if report["check"] else "ran"
-    if report["exit_code"] != 0:
-        verdict = "FAILED"
-    return f"{label:18}{report['world_size']:6}{aligned(cells)}  {verdict}"
-
-
-def aligned(cells):
-    return "".join(f"{cell:>{width}}" for cell, width in zip(cells, COLUMNS.values()))
-
-
-def efficiency(label, report, reports):
-    """Beside the row of one process that does the same work, if it has run."""
-    kind = "".join(kind for kind in ("_long", "_moe") if label.endswith(kind))
-    one_process = reports.get("one_process" + kind)
-    ranks = report["world_size"]
-    if one_process is None or ranks > 2:  # these may share cores, where less is to be gained
-        return "-"
-    return f"{one_process['ms_per_step'] / report['ms_per_step'] / ranks:.0%}"
-
-
-def table(title, reports, timed):
-    """Print it -> did all pass?"""
-    print(f"\n==== {title} ====")
-    heads = list(COLUMNS) if timed else list(COLUMNS)[:7]
-    print(f"{'':18} ranks{aligned(heads)}  verdict")
-    for label, report in reports.items():
-        print(line(label, report, reports, timed) if report else f"{label:18}FAILED")
-    return all(report and report["exit_code"] == 0 for report in reports.values())
-
-
-# ---- more and more ranks ---------------------------------------------------------
-
-
-def rank_counts():
-    """1, 2, 4, .. as far as there are GPUs or cores."""
-    most = torch.cuda.device_count() or cores()
-    return [2 ** i for i in range(most.bit_length())]
+def bench(words):
+    os.environ["OMP_NUM_THREADS"] = "1"
+    files = TECHNIQUES
+    if words and words[0].removesuffix(".py") in TECHNIQUES:
+        files = [words.pop(0).removesuffix(".py")]
+    print(f"{aligned('', COLUMNS)}  as fast as torch", flush=True)
+    failed = 0
+    for file in files:
+        for own in variants(file):
+            label = f"{file} {own}"
+            try:
+                found = measure(file, " ".join([SIZES, own, *words]))
+            except Failed as failure:
+                failed = max(failed, failure.code)
+                print(f"{label:40} FAILED: {failure}", flush=True)
+                continue
+            failed = max(failed, found["exit_code"])
+            print(*lines_of(label, found), sep="\n", flush=True)
+    return failed
 
 
 def scale(words):
     file = "".join(words[:1]).removesuffix(".py")
-    require(file in (*FILES, "hybrid_3d"), "usage: ./run.sh scale FILE [flags]")
+    require(file in TECHNIQUES, "usage: ./run.sh scale FILE [flags]")
     os.environ["OMP_NUM_THREADS"] = "1"
     counts = rank_counts()
     flags = ["--batch", max(8, counts[-1]), *words[1:], "--no-check"]
@@ -156,7 +147,7 @@ def scale(words):
     first = None  # tokens per second of one rank
     for ranks in counts:
         try:
-            found = report(ranks, f"{file}.py", flags)
+            found = report(ranks, file, flags)
         except Failed as failure:
             print(f"{ranks:6}   FAILED: {failure}", file=sys.stderr)
             return failure.code
@@ -168,32 +159,17 @@ def scale(words):
     return 0
 
 
-# ---- the commands --------------------------------------------------------------
-
-
-def check():
-    title = "every technique, compared with the plain GPT (MB = 1e6 bytes, rank 0)"
-    good = table(title, run_all(check_rows(), []), timed=False)
-    if good:
-        print("\nAll equal one process. Next: read ddp.py; ./run.sh ddp 4 --dtype fp64 --pad 0.3")
-    return int(not good)
-
-
-def bench(flags):
-    os.environ["OMP_NUM_THREADS"] = "1"
-    reports = run_all(BENCH, ["--impl", "both", *BENCH_SIZES.split(), *flags])
-    good = table("ours against torch's own: medians of alternating blocks", reports, timed=True)
-    return int(not good)
+def rank_counts():
+    """1, 2, 4, .. as far as there are GPUs or cores."""
+    most = torch.cuda.device_count() or cores()
+    return [2 ** i for i in range(most.bit_length())]
 
 
 def main(words):
-    command = "".join(words[:1])
-    if words == ["check"]:
-        return check()
-    if command == "bench":
-        return bench(words[1:])
-    require(command == "scale", "usage: bench.py check | bench [flags] | scale FILE [flags]")
-    return scale(words[1:])
+    usage = "bench.py check | bench [FILE] [flags] | scale FILE [flags]"
+    commands = {"check": lambda words: check(), "bench": bench, "scale": scale}
+    require(words and words[0] in commands, f"usage: {usage}")
+    return commands[words[0]](words[1:])
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""Start a script on N ranks, as `torchrun --standalone --nproc_per_node=N` does.
+"""Start a technique on N ranks with torchrun, and say in one line what torchrun says in a page.
 
-    python tools/launch.py RANKS FILE.py [flags]        ./run.sh FILE RANKS [flags]
+    ./run.sh FILE [N] [flags]           python tools/launch.py FILE [N] [flags]
 
-Its exit code is that of the script: 2 for bad usage, which the script itself has explained in one
-line. After Ctrl-C or SIGTERM it is 130, also where all ranks have saved and ended with 0. The cores
-are shared out among the ranks' threads, where OMP_NUM_THREADS does not say how.
+N is the number of GPUs, or 2. The exit code is that of the first rank that failed: 2 for bad usage,
+which the file has explained in a line of its own. After Ctrl-C or SIGTERM it is 130. The cores are
+shared out among the ranks' threads, where OMP_NUM_THREADS does not say how.
 
-report() does the same for other tools, and hands them what the script has measured.
+report() does the same for other tools, and hands them what the file has measured.
 """
+import importlib
 import json
 import logging
 import os
@@ -15,22 +16,24 @@ import signal
 import subprocess
 import sys
 import tempfile
-import uuid
-import warnings
 from pathlib import Path
 
-warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch can do without
-
-import torch  # noqa: E402
-from torch.distributed.elastic.multiprocessing import SignalException  # noqa: E402
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: E402
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch  # noqa: E402
+import torch
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.run import get_args_parser
+from torch.distributed.run import run as torchrun
 
 ROOT = Path(__file__).resolve().parent.parent
+TECHNIQUES = sorted({path.stem for path in ROOT.glob("*.py")} - {"common"})
 INTERRUPTED = 128 + signal.SIGINT
+GAPS = ("loss", "gradient", "grad_norm", "parameter")  # of a report's check
 
 
-# ---- starting ranks --------------------------------------------------------------
+def variants(file):
+    """-> the flags with which a technique is worth running, from its part 5; they make a world of
+    one, too."""
+    return getattr(importlib.import_module(file), "VARIANTS", ("",))
 
 
 def cores():
@@ -47,46 +50,43 @@ def refuse(message):
     return 2
 
 
-def launch(ranks, script, flags):
-    """-> the exit code of the first rank that failed, or 0."""
-    config = LaunchConfig(  # at port 0, for which it finds a free one
-        min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=uuid.uuid4().hex, max_restarts=0,
-        rdzv_backend="c10d", rdzv_endpoint="localhost:0", monitor_interval=0.1)
-    try:
-        elastic_launch(config, sys.executable)("-u", script, *flags)
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        return explain(script, rank, failure)
-    except (KeyboardInterrupt, SignalException):
-        return INTERRUPTED
-    return 0
-
-
-def explain(script, rank, failure):
-    """One line about the first rank that failed, unless the script has said it -> exit code."""
+def explain(file, rank, failure):
+    """One line about the first rank that failed, unless the file has said it -> exit code."""
     code = failure.exitcode
     end = f"ended with exit code {code}"
     if code < 0:
         end = f"was ended by {signal.Signals(-code).name}"
     if code not in (2, INTERRUPTED):
-        print(f"run.sh: rank {rank} of {script} {end}", file=sys.stderr)
+        print(f"run.sh: rank {rank} of {file}.py {end}", file=sys.stderr)
     return max(1, code)
 
 
 def main(words):
-    if len(words) < 2 or not words[0].isdecimal():
-        return refuse("usage: launch.py RANKS FILE.py [flags]")
-    ranks = int(words[0])
+    file, *flags = words or [""]
+    file = file.removesuffix(".py")
+    if file not in TECHNIQUES:
+        return refuse(f"no technique {file}; one of: {' '.join(TECHNIQUES)}")
+    ranks = usual_ranks()
+    if flags and flags[0].isdecimal():
+        ranks = int(flags.pop(0))
     # a rank takes a third of a GB: with more than these a machine only starts to swap
     most = max(64, 4 * cores())
     if not 1 <= ranks <= most:
         return refuse(f"{ranks} ranks: on this machine 1 to {most}; one of any number, without "
-                      f"the others, is python {words[1]} --dry-run N")
+                      f"the others, is python {file}.py --dry-run N")
+    if {"-h", "--help"} & set(flags):
+        ranks = 1  # one help is enough
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL + 1)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    os.environ.setdefault("PYTHONWARNINGS", "ignore:Failed to initialize NumPy")
-    return launch(ranks, words[1], words[2:])
+    words = ["--standalone", f"--nproc-per-node={ranks}", str(ROOT / f"{file}.py"), *flags]
+    try:
+        torchrun(get_args_parser().parse_args(words))
+    except ChildFailedError as error:
+        return explain(file, *error.get_first_failure())
+    except (KeyboardInterrupt, SignalException):
+        return INTERRUPTED
+    return 0
 
 
 # ---- for other tools -------------------------------------------------------------
@@ -100,18 +100,17 @@ class Failed(Exception):
         self.code = code
 
 
-def report(ranks, script, flags, shown=False):
-    """Runs a script -> its --json report, and "exit_code", since a failed check leaves one too.
+def report(ranks, file, flags, shown=False):
+    """Runs a technique -> its --json report, and "exit_code", since a failed check leaves one too.
 
     flags: a list of words. shown: what it says goes where our own words go.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "report.json")
-        command = [sys.executable, __file__, str(ranks), script, *map(str, flags)]
-        command += ["--json", str(path)]
+        command = [sys.executable, __file__, file, ranks, *flags, "--json", path]
         stream = None if shown else subprocess.PIPE
         # not run(), which at Ctrl-C kills the launcher before that has ended its ranks
-        job = subprocess.Popen(command, cwd=ROOT, text=True, stdout=stream, stderr=stream)
+        job = subprocess.Popen(map(str, command), cwd=ROOT, text=True, stdout=stream, stderr=stream)
         out, errors = job.communicate()
         if path.exists():
             return {**json.loads(path.read_text()), "exit_code": job.returncode}
@@ -124,7 +123,7 @@ def worst_gap(report):
     check = report["check"]
     if not check:
         return None
-    return max(check[kind] for kind in ("loss", "gradient", "grad_norm", "parameter"))
+    return max(check[kind] for kind in GAPS)
 
 
 if __name__ == "__main__":

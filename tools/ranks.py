@@ -65,30 +65,28 @@ def environment(rank, world, port):
     torch.set_num_threads(1)
 
 
-def be_rank(rank, world, port, name, flags, plant, said):
-    """Be a rank of name.py: what it says goes to a file."""
+def be_rank(rank, world, port, file, flags, plant, errors):
+    """Be a rank of file.py: what it says on stderr goes to a file."""
     environment(rank, world, port)
-    for stream in (1, 2):
-        os.dup2(os.open(said, os.O_WRONLY | os.O_APPEND | os.O_CREAT), stream)
-    sys.argv = [f"{name}.py", *flags]
-    module = importlib.import_module(name)
+    os.dup2(os.open(errors, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
+    sys.argv = [f"{file}.py", *flags]
+    module = importlib.import_module(file)
     if plant:
         plant(module)
     sys.exit(module.main())
 
 
-def report(world, name, flags, plant=None):
-    """name.py's main() on `world` ranks -> its --json report, the lines that it has said.
+def report(world, file, flags, plant=None, limit=120):
+    """file.py's main() on `world` ranks -> exit codes, its --json report, what it said on stderr.
 
-    The report is None if any rank has failed. plant(module) is called before main, on every rank:
-    it puts in a bug.
+    The report is None where there is none. plant(module) is called before main, on every rank: it
+    puts in a bug. It is pickled: a function of a module, or a partial of one.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "report.json")
-        said = Path(folder, "said")
-        said.touch()
-        codes = start(be_rank, world, name, ["--json", str(path), *flags], plant, str(said))
-        lines = said.read_text().splitlines()
-        if any(codes):
-            return None, [*lines, f"exit codes {codes}"]
-        return json.loads(path.read_text()), lines
+        errors = Path(folder, "stderr")
+        errors.touch()
+        flags = ["--json", str(path), *flags]
+        codes = start(be_rank, world, file, flags, plant, str(errors), limit=limit)
+        found = json.loads(path.read_text()) if path.exists() else None
+        return codes, found, errors.read_text()

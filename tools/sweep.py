@@ -1,32 +1,30 @@
 """Random runs of every file: whatever ranks, sizes and flags, it equals the plain GPT to 1e-10.
 
-    python tools/sweep.py N [SEED]      N runs, a line for each; exit code 1 if any failed
-        --file hybrid_3d                of this file alone: else the files take turns
+    ./run.sh sweep N [SEED]         N runs, a line for each; exit code 1 if any failed
+        --file hybrid_3d            of this file alone: else the files take turns
 
 All is in float64, and what a run has measured must be what its textbook says. The form of the GPT,
-ranks, sizes and most flags of a file are drawn, and drawn again where a file refuses them; run i of
-a seed and a file is always the same one.
+ranks, sizes and a file's own FLAGS are drawn, and drawn again where a file refuses them; run i of a
+seed and a file is always the same one.
 """
 import argparse
+import importlib
 import math
 import multiprocessing
 import os
 import random
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
-import context_parallel  # noqa: E402
-import hybrid_3d  # noqa: E402
-import moe  # noqa: E402
-import pipeline_parallel  # noqa: E402
 from harness.usage import require  # noqa: E402
 from tools import ranks  # noqa: E402
-from tools.launch import worst_gap  # noqa: E402
+from tools.launch import TECHNIQUES, worst_gap  # noqa: E402
 
 LIMIT = 1e-10
 TRIES = 100  # of which one has to be taken
@@ -34,26 +32,14 @@ COUNTS = (1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8, 8)  # ranks
 
 # ---- what is drawn -------------------------------------------------------------
 
-SWITCH = (False, True)
-SCHEDULED = {"schedule": pipeline_parallel.NAMES, "chunks": (1, 2)}
-KEPT = {"ckpt": ("none", "full", "selective")}
-RINGS = {"attn": tuple(context_parallel.KINDS)}
-MIXTURE = {"top-k": (1, 2, 3), "ep": (0, 1), "shared": SWITCH, "capacity": (0, 0, 0.5, 1, 1.25),
-           "balance": moe.FLAGS["balance"]["choices"]}
-FILES = {
-    "ddp": {"bucket-mb": (0, 0.001, 0.02, 25)},
-    "zero": {"stage": range(1, 4), "offload": ("none", "optimizer", "param"), "accum": (1, 2, 3)},
-    "fsdp": {"no-reshard": SWITCH, "hsdp": (0, 1, 2, 3), "offload": SWITCH},
-    "tensor_parallel": {"sp": SWITCH},
-    "pipeline_parallel": SCHEDULED,
-    "context_parallel": RINGS,
-    "moe": MIXTURE,
-    "amp_accum_ckpt": {"accum": (1, 2, 3), **KEPT},
-    "hybrid_3d": {**SCHEDULED, "schedule": hybrid_3d.SCHEDULES, "zero": range(4), "sp": SWITCH,
-                  **KEPT, **RINGS},
-}
+# of a file's own flags: switches and choices are drawn as they are, numbers from these
+NUMBERS = {"bucket-mb": (0, 0.001, 0.02, 25), "accum": (1, 2, 3), "hsdp": (0, 1, 2, 3),
+           "chunks": (1, 2), "zero": range(4), "top-k": (1, 2, 3), "ep": (0, 1),
+           "capacity": (0, 0, 0.5, 1, 1.25)}
+NEVER = ("amp", "compile", "sweep", "simulate")  # fp64 has no use for them, or they train nothing
+MIXTURE = ("top-k", "ep", "shared", "capacity", "balance")  # in hybrid_3d only with experts
 COURSE = {
-    "impl": ("scratch", "scratch", "scratch", "torch"),
+    "impl": ("scratch", "scratch", "scratch", "idea", "torch"),
     "model": ("toy", "llama-toy"),
     "vocab": (256, 257, 263, 300),
     "steps": (2, 3),
@@ -66,35 +52,51 @@ COURSE = {
     "eval-every": (0, 0, 1, 2),
     "train": ("", "", "", r"blocks\.[02]|tok", "norm"),
 }
+CUTS = {"tensor_parallel": "tp", "pipeline_parallel": "pp", "context_parallel": "cp"}  # else dp
+
+
+def own_flags(file):
+    """-> {flag: the words that it may be given as}"""
+    found = {}
+    for name, flag in getattr(importlib.import_module(file), "FLAGS", {}).items():
+        name = name.removeprefix("--").replace("_", "-")
+        if "choices" in flag:
+            found[name] = [f"--{name}={choice}" for choice in flag["choices"]]
+        elif "action" in flag:
+            off = "" if flag["action"] == "store_true" else f"--no-{name}"
+            found[name] = (off, f"--{name}")
+        elif name in NUMBERS:
+            found[name] = [f"--{name}={number}" for number in NUMBERS[name]]
+    return {name: words for name, words in found.items() if name not in NEVER}
 
 
 def drawn(seed, i, only=None, attempt=0):
     """-> file, ranks, flags of run i. Each nine runs are one of each file, if none is asked for."""
-    order = random.Random(f"{seed} round {i // len(FILES)}").sample(list(FILES), len(FILES))
-    name = only or order[i % len(FILES)]
+    count = len(TECHNIQUES)
+    order = random.Random(f"{seed} round {i // count}").sample(TECHNIQUES, count)
+    name = only or order[i % count]
     draw = random.Random(f"{seed} run {i} attempt {attempt}")
     n = draw.choice(COUNTS)
-    flags = {flag: draw.choice(values) for flag, values in {**COURSE, **FILES[name]}.items()}
+    flags = {flag: draw.choice(values) for flag, values in COURSE.items()}
+    own = {flag: draw.choice(words) for flag, words in own_flags(name).items()}
     axes = axes_of(name, n, draw)
     if name == "hybrid_3d":
         flags.update(axes)
     if name == "moe" or (name == "hybrid_3d" and draw.random() < 0.5):
-        flags.update({flag: draw.choice(values) for flag, values in MIXTURE.items()})
         flags["experts"] = axes["dp"] * axes["cp"] * draw.choice((1, 2))
-    flags.update(sizes_of(name, axes, flags, draw))
-    words = ["--dtype", "fp64", "--device", "cpu"]
-    for flag, value in flags.items():
-        if value is not False:
-            words.append(f"--{flag}" if value is True else f"--{flag}={value}")
-    return name, n, words
+    elif name == "hybrid_3d":
+        own = {flag: words for flag, words in own.items() if flag not in MIXTURE}
+    accum = int(own.get("accum", "=1").split("=")[1])
+    flags.update(sizes_of(axes, flags, "schedule" in own, accum, draw))
+    words = [f"--{flag}={value}" for flag, value in flags.items()]
+    return name, n, ["--dtype=fp64", "--device=cpu", *words, *filter(None, own.values())]
 
 
 def axes_of(name, n, draw):
     """-> {axis: ranks}"""
     axes = {"dp": 1, "cp": 1, "tp": 1, "pp": 1}
-    only = {"tensor_parallel": "tp", "pipeline_parallel": "pp", "context_parallel": "cp"}
     if name != "hybrid_3d":
-        return {**axes, only.get(name, "dp"): n}
+        return {**axes, CUTS.get(name, "dp"): n}
     for prime in (2, 3, 5, 7):
         while n % prime == 0:
             axes[draw.choice(list(axes))] *= prime
@@ -102,7 +104,7 @@ def axes_of(name, n, draw):
     return axes
 
 
-def sizes_of(name, axes, flags, draw):
+def sizes_of(axes, flags, is_pipeline, accum, draw):
     """-> sizes that these axes can share, mostly"""
     pp = axes["pp"]
     cut = axes["tp"] * axes["cp"]
@@ -112,16 +114,16 @@ def sizes_of(name, axes, flags, draw):
     kv_heads = cut * draw.choice((1, 2))
     sizes["heads"] = kv_heads * draw.choice((1, 1, 2, 3))
     sizes["width"] = sizes["heads"] * draw.choice((4, 6, 8))
-    if flags["model"] == "llama-toy":
+    if flags["model"] != "toy":
         sizes["kv-heads"] = kv_heads
         sizes["hidden"] = cut * draw.randint(4, 16)
-    batch = axes["dp"] * flags.get("accum", 1)
-    if "schedule" in flags:
+    batch = axes["dp"] * accum
+    if is_pipeline:
         sizes["layers"] = 2 * pp + draw.randrange(4)
         sizes["micro"] = draw.choice((1, 3, pp, 2 * pp, 2 * pp))
         batch *= sizes["micro"]
     sizes["batch"] = batch * draw.choice((1, 2))
-    if flags["impl"] == "scratch" and name in ("ddp", "zero", "fsdp", "amp_accum_ckpt"):
+    if not is_pipeline and draw.random() < 0.5:  # ranks have different numbers of rows
         sizes["batch"] += draw.randrange(6)
     return sizes
 
@@ -129,14 +131,11 @@ def sizes_of(name, axes, flags, draw):
 # ---- the runs ------------------------------------------------------------------
 
 
-def trouble_in(report):
-    """-> the worst gap, what is wrong in a report"""
-    gap = worst_gap(report) or 0.0  # pipedream trains something else, and compares nothing
-    trouble = [str(row) for row in report["textbook"]
-               if not math.isclose(row["expected"], row["measured"], rel_tol=1e-12)]
-    if gap > LIMIT:
-        trouble.append(f"the worst gap is {gap}")
-    return gap, trouble
+def quietly(plant, module):
+    """A plant: nothing goes to stdout."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    if plant:
+        plant(module)
 
 
 def run(seed, i, only=None, plant=None):
@@ -145,14 +144,19 @@ def run(seed, i, only=None, plant=None):
         name, n, flags = drawn(seed, i, only, attempt)
         command = f"torchrun --standalone --nproc_per_node={n} {name}.py {' '.join(flags)}"
         try:
-            report, said = ranks.report(n, name, flags, plant)
+            codes, report, said = ranks.report(n, name, flags, partial(quietly, plant))
         except AssertionError as error:  # they hang
             return command, 0.0, [str(error)]
-        if report:
-            return command, *trouble_in(report)
-        if said[-1] != f"exit codes {[2] * n}":
-            failed = [line for line in said if "gradients" in line or "FAILED" in line]
-            return command, 0.0, failed + said[-20:]
+        if codes == [2] * n:
+            continue
+        if report is None:
+            return command, 0.0, [f"exit codes {codes}", said[-2000:]]
+        gap = worst_gap(report) or 0.0  # pipedream trains something else, and compares nothing
+        trouble = [str(row) for row in report["textbook"]
+                   if not math.isclose(row["expected"], row["measured"], rel_tol=1e-12)]
+        if gap > LIMIT or any(codes):
+            trouble += [f"the worst gap is {gap}, exit codes {codes}", *report["check"]["differ"]]
+        return command, gap, trouble
     return f"{name}.py", 0.0, [f"it refuses everything: {said}"]
 
 
@@ -176,12 +180,11 @@ def sweep(numbers, seed=0, only=None, plant=None):
 
 
 def main(words):
-    usage = "python tools/sweep.py N [SEED] [--file NAME], N at least 1"
     parser = argparse.ArgumentParser(prog="sweep.py", allow_abbrev=False)
-    parser.error = lambda message: require(False, f"{message}; usage: {usage}")
+    parser.error = lambda message: require(False, f"{message}; usage: N [SEED] [--file NAME]")
     parser.add_argument("runs", type=int)
     parser.add_argument("seed", type=int, nargs="?", default=0)
-    parser.add_argument("--file", choices=FILES)
+    parser.add_argument("--file", choices=TECHNIQUES)
     args = parser.parse_args(words)
     require(args.runs > 0, f"{args.runs} runs: N is 1 or more")
     return int(bool(sweep(range(args.runs), args.seed, args.file)))
@@ -191,6 +194,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)  # other threads would not be there in a process that is forked
     os.chdir(ROOT)
     # a server runs this file's imports, once for all ranks; it finds the file from ROOT
-    preloaded = ["tools.sweep", "torch.distributed.pipelining", "torch.distributed.fsdp"]
-    multiprocessing.set_forkserver_preload(preloaded)
+    multiprocessing.set_forkserver_preload(
+        ["tools.sweep", "hybrid_3d", "torch.distributed.pipelining", "torch.distributed.fsdp"])
     sys.exit(main(sys.argv[1:]))
