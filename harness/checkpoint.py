@@ -14,8 +14,8 @@ lie in its memory, and that is a Piece. So every script and every layout reads e
 
 The files are those of torch.distributed.checkpoint: see dcp.py. It writes its table of contents,
 .metadata, last: a folder that has one is whole. The last two are kept. What makes the run the same
-is inside: parameters, AdamW states, the steps behind it (hence the place in the data), the flags,
-every rank's random number generator. DIR is a folder that all ranks see.
+is inside: parameters, AdamW states, the steps behind it (hence the place in the data), the flags.
+Nothing here draws random numbers while it trains. DIR is a folder that all ranks see.
 """
 import json
 import math
@@ -313,14 +313,6 @@ def notes_piece(notes):
     return Piece("notes", tuple(data.shape), (0,), data)
 
 
-def generators():
-    """-> {kind: the state of this rank's random number generator}."""
-    states = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    return {f"generator.{kind}.{dist.get_rank()}": state for kind, state in states.items()}
-
-
 class Saver:
     """Writes a run's checkpoints, one after the other; in_background: while training goes on.
 
@@ -341,8 +333,7 @@ class Saver:
         """All ranks together. notes: {"identity", "extra"}, which come back in Start."""
         self.wait()
         pieces = [piece for piece in pieces if piece.writes]
-        pieces += [piece_of(name, state) for name, state in generators().items()]
-        notes = {**notes, "steps": steps, "generators": dist.get_world_size()}
+        notes = {**notes, "steps": steps}
         if dist.get_rank() == 0:
             pieces.append(notes_piece(notes))
         if self.thread:
@@ -385,7 +376,7 @@ class Saver:
 
 def write_whole(folder, state, identity):
     """Saves FOLDER/0 from {name: whole tensor}, in this process alone: --init-from reads it."""
-    notes = {"identity": identity, "extra": {}, "steps": 0, "generators": 0}
+    notes = {"identity": identity, "extra": {}, "steps": 0}
     pieces = [piece_of(name, tensor) for name, tensor in state.items()]
     Path(folder).mkdir(parents=True, exist_ok=True)
     dcp().save(Path(folder, "0"), [*pieces, notes_piece(notes)])
@@ -395,9 +386,8 @@ def write_whole(folder, state, identity):
 
 
 def is_weight(name):
-    """Is this the name of a parameter, not of an AdamW state or of what makes a run the same?"""
-    return name != "notes" and not name.startswith("generator.") and (
-        name.rpartition(".")[2] not in STATES)
+    """Is this the name of a parameter, not of an AdamW state or the notes?"""
+    return name != "notes" and name.rpartition(".")[2] not in STATES
 
 
 def misfit(saved, pieces):
@@ -434,12 +424,6 @@ def restore(start, pieces, optimizer):
     wrong += [f"its {name} is not in this model" for name in lost]
     require(not wrong, f"{start.flag} {start.folder}: {''.join(wrong[:1])}")
     dcp().load(start.folder, mine)
-    if start.resumes:
-        here = {name: state for name, state in generators().items() if name in saved}
-        dcp().load(start.folder, [piece_of(name, state) for name, state in here.items()])
-        for name, state in here.items():  # a rank beyond those of the saved run keeps its own
-            set_state = torch.cuda.set_rng_state if ".cuda." in name else torch.set_rng_state
-            set_state(state)
 
 
 def read_plain(start, model, optimizer):

@@ -2,7 +2,7 @@
 
     patience          a line about what one waits for, if it takes long, and an end
     prepare           collectives give up after a while, also those of groups that are made later
-    among_the_living  a store that hides what ranks have set before torchrun restarted them
+    gather_ranks      waits until all ranks are here
     fault             what is inf or nan at the end of a step
 """
 import contextlib
@@ -12,7 +12,6 @@ import os
 import sys
 import threading
 import time
-import uuid
 
 import torch
 import torch.distributed as dist
@@ -51,34 +50,19 @@ def patience(words, limit=threading.TIMEOUT_MAX, seconds=5):
         over.set()
 
 
-def among_the_living(store, rank, missing):
-    """A rendezvous' store -> the same under a prefix that only these ranks know.
-
-    missing: the ranks that this one waits for, a set that empties: rank 0 for the others.
-
-    torchrun's store outlives the ranks that it restarts, and still has what the dead have set:
-    without this, gloo finds their addresses and fails to connect. Rank 0 makes up the prefix. It
-    cannot leave it under a fixed key, where a rank might read what a dead rank 0 has left. So every
-    other rank makes up a name, sets it under "here RANK", and waits for "prefix for NAME".
+def gather_ranks(store, launch, missing):
+    """Waits until all ranks see the store -> a part of it that ranks of an earlier attempt, which
+    torchrun has restarted, have not written to. missing: a set, of those that are not here yet.
     """
-    if rank == 0:
-        prefix = uuid.uuid4().hex
-        while missing:
-            # a rank may be late, and what it is called until then is the name of a dead one: it is
-            # read again and again, and whoever is named there is told
-            for rank in sorted(missing):
-                if store.check([f"here {rank}"]):
-                    store.set(f"prefix for {store.get(f'here {rank}').decode()}", prefix)
-                if store.check([f"{prefix} {rank}"]):
-                    missing.remove(rank)
-            time.sleep(0.001)
-    else:
-        myself = uuid.uuid4().hex
-        store.set(f"here {rank}", myself)
-        prefix = store.get(f"prefix for {myself}").decode()  # waits for rank 0
-        store.set(f"{prefix} {rank}", "heard")
-        missing.clear()
-    return dist.PrefixStore(prefix, store)
+    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    store.set(f"here {launch.rank}", "")
+    missing.update(range(launch.world_size))
+    while missing:
+        for rank in sorted(missing):
+            if store.check([f"here {rank}"]):
+                missing.remove(rank)
+        time.sleep(0.001)
+    return store
 
 
 # ---- values --------------------------------------------------------------------

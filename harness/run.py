@@ -163,7 +163,7 @@ class Run:
     def meet(self, launch):
         """Finds the other ranks, and makes the process group with them."""
         limit = self.args.timeout or START
-        missing = set(range(1, launch.world_size)) if launch.rank == 0 else {0}
+        missing = {0} - {launch.rank}  # rank 0 has the store, and without it nobody is seen
 
         def waiting():
             whom = ", ".join(f"rank {rank}" for rank in sorted(missing)[:8]) or "the others"
@@ -175,7 +175,7 @@ class Run:
             with guard.patience(waiting, limit):
                 # a little longer than our own patience, whose words are clearer
                 store = rendezvous(timedelta(seconds=limit + 10))
-                self.store = guard.among_the_living(store, launch.rank, missing)
+                self.store = guard.gather_ranks(store, launch, missing)
                 backend = choose_backend(self.device, self.store, launch)
             with guard.patience(waiting):
                 self.args.timeout = self.args.timeout or TIMEOUT[backend]
@@ -423,14 +423,14 @@ class Run:
             figures = {**self.profile}
             if validation is not None:
                 figures["validation"] = validation
-            # bytes: the allocator's peak in this step on a GPU, else the process's since it began
-            peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            if self.device.type == "cuda":
-                peak = torch.cuda.max_memory_allocated()
+            # in bytes, since the process began
+            figures["process_peak"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            if self.device.type == "cuda":  # in this step
+                figures["allocator_peak"] = torch.cuda.max_memory_allocated()
             held = sum(nbytes(tensors) for tensors in self.sides[impl].held().values())
             tokens = (step + 1) * self.args.batch * self.cfg.seq
             self.step_log.write(step=step, loss=loss, norm=norm, rate=self.rate(step), ms=ms,
-                                tokens=tokens, held=held, peak=peak, **figures)
+                                tokens=tokens, held=held, **figures)
 
     # -- held-out text
 

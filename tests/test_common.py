@@ -119,7 +119,7 @@ def test_the_plain_run_has_the_rate_the_text_and_the_frozen_layers(tmp_path):
     assert check["gradients_compared"] == block + 2 * 4 + 2
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
-    assert {"loss", "norm", "rate", "ms", "tokens", "held", "peak"} <= lines[0].keys()
+    assert {"loss", "norm", "rate", "ms", "tokens", "held", "process_peak"} <= lines[0].keys()
     assert "validation" in lines[4]
     assert max(line.get("communication", 0) for line in lines) > 0
 
