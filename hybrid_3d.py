@@ -55,7 +55,8 @@ import pipeline_parallel
 import tensor_parallel
 from pipeline_parallel import CHAIN, HandsOn, Mail, Pipeline, SplitLinear, carve
 from tensor_parallel import (
-    ColumnParallel, CutSequence, WholeSequence, vocab_parallel_cross_entropy)
+    ColumnLinear, ColumnParallel, CutSequence, RowLinear, WholeSequence,
+    vocab_parallel_cross_entropy)
 from zero import ZeRO1, ZeRO2, ZeRO3, units_of
 from common import loss_sum
 
@@ -483,11 +484,13 @@ def kind_of(name):
 def within_layers(model, mesh, plans, splits, sp, ring):
     """-> tensor_parallel's WholeSequence or CutSequence"""
     tp = CutSequence(mesh.group["tp"]) if sp else WholeSequence(mesh.group["tp"])
-    if splits:
-        tp.column_parallel = split_columns
-        tp.linear = pipeline_parallel.split_linear
     if tp.size > 1:
         tensor_parallel.cut_model(model, tp, replacements(model))
+    for module in model.modules():
+        if splits and isinstance(module, ColumnLinear):
+            module.product = split_columns
+        if splits and isinstance(module, RowLinear):
+            module.product = partial(pipeline_parallel.split_linear, bias=None)
     if mesh.size["cp"] > 1:
         context_parallel.parallelize(model, ring(mesh.group["cp"]))
     if has_experts(model):
@@ -498,7 +501,7 @@ def within_layers(model, mesh, plans, splits, sp, ring):
 
 def replacements(model):
     """-> tensor_parallel's plan. Of experts it cuts the shared one alone."""
-    plan = tensor_parallel.PLANS["llama" if model.pos is None else "gpt2"]
+    plan = tensor_parallel.plan_of(model)
     if not has_experts(model):
         return plan
     if model.blocks[0].mlp.shared is None:
@@ -871,7 +874,8 @@ def pieces(model, optimizer):
     here = pieces_of_each(model.units, model.names, optimizer)
     for p, boxes in here.items():
         if p in model.tp.cuts:
-            boxes = [of_whole(box, *model.tp.cuts[p], model.tp.rank) for box in boxes]
+            dim, plain_size, _ = model.tp.cuts[p]
+            boxes = [of_whole(box, dim, plain_size, model.tp.rank) for box in boxes]
         if "ep" in model.along[p]:  # a stack of experts' weights: a box becomes one per expert
             boxes = [each for box in boxes for each in of_stack(box, ep_rank, moe.plain_name)]
         found += boxes

@@ -5,37 +5,34 @@
 
 At f and g ranks communicate. Inside is from an f to its g, outside is the rest; (+) adds the
 residual. q, k, v, up (and Llama's gate) are cut by columns, out and down by rows, token embedding
-and head by vocabulary. Inside no rank needs another: heads are apart, gelu is elementwise.
+and head by words. Inside no rank needs another: heads are apart, gelu is elementwise.
 
-    x outside is       f forward   f backward                        g forward       g backward
-    whole              -           all-reduce dx                     all-reduce      -
-    cut along T: --sp  all-gather  all-gather x, reduce-scatter dx   reduce-scatter  all-gather
+    tp = WholeSequence(group)  # its ranks all get the same ids. --sp: CutSequence(group)
+    model = cut_model(model, tp, {"*.up": ColumnLinear, "*.down": RowLinear, ...})
+    q, k, v = columns(x, attn.q, attn.k, attn.v)  # in your attention's forward: one f for the three
+    (vocab_parallel_cross_entropy(model(ids), y, V, tp) / valid_targets).backward()
+    sum_gradients(model, tp)
+    nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, gradient_norm(model, tp))  # then step
 
-    elements on each of tp ranks                 plain GPT            here           --sp
+B sequences of T tokens, width C, L blocks, V words, tp ranks:
+
+    numbers on each rank                         plain GPT            here           --sp
     matrices, column biases, embeddings          12 C^2 L + V C + ..  1/tp           1/tp
     norms, row biases (Llama: norms)             (6 L + 2) C          whole          whole
     a block keeps: x and norm(x), twice          4 B T C              whole          1/tp
                    q, k, v, heads, up, gelu      12 B T C             1/tp           1/tp
-    a block sends, times B T C (tp-1)/tp         -                    8, in 4 calls  10, in 10 calls
+    a block sends, in B T C (tp-1)/tp            -                    8, in 4 calls  10, in 10 calls
 
-With --sp, f keeps its piece of x, and gathers x again in backward. Called as columns(x, q, k, v),
-Linears share an f. A plan alone gives each its own: GPT-2 sends 12 (--sp 16), Llama 14 (19). Use:
-
-    tp = WholeSequence(group)  # its ranks all get the same ids x. --sp: CutSequence(group)
-    model = cut_model(model, tp, {"*.up": ColumnLinear, "*.down": RowLinear, ...})
-    (vocab_parallel_cross_entropy(model(x), y, V, tp) / valid_targets).backward()  # V: words
-    sum_gradients(model, tp)
-    nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, gradient_norm(model, tp))  # then step
-
-Not for: fewer key-value heads than ranks; one Linear that makes q, k and v, or gate and up; a
-hidden width that tp does not divide, if the activation of 0 is not 0 (sigmoid), since training then
-fills the padding; Embeddings with options; optimizers of whole matrices (Muon); torch's GradScaler,
-which skips steps on one rank alone; selective checkpoints that keep what `out` or `down` returns;
-deepcopies of a cut model, whose parameters tp does not know; models too large for one rank.
 Shoeybi 2019, "Megatron-LM", arXiv:1909.08053, section 3. Korthikanti 2022, "Reducing Activation
 Recomputation in Large Transformer Models", arXiv:2205.05198, section 4.2.
-At work: torch.distributed.tensor.parallel.parallelize_module, loss_parallel (section 3 below).
-Run it: torchrun --standalone --nproc_per_node=2 tensor_parallel.py --sp
+
+Not for: models with dropout, with one Linear for q, k and v (or gate and up), Embeddings with
+options, or a hidden width that tp does not divide where the activation of 0 is not 0 (sigmoid);
+optimizers of whole matrices (Muon); loops with torch's GradScaler, which skips steps on one rank
+alone, or deepcopies of a cut model. What a forward must not do: docs/your-model.md.
+
+At work: torch.distributed.tensor.parallel.parallelize_module, loss_parallel (part 4 below).
+    torchrun --standalone --nproc_per_node=2 tensor_parallel.py --sp
 """
 import fnmatch
 import math
@@ -47,7 +44,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-# imports of section 1 end here; the rest is for sections 2 to 4
+# imports of parts 1 and 2 end here; the rest is for parts 3 to 5
 import sys
 from functools import partial
 
@@ -55,13 +52,149 @@ import torch.distributed.tensor.parallel as at_work
 from torch.distributed.tensor import Replicate, Shard, init_device_mesh
 
 from common import adamw, loss_sum
-from harness.checkpoint import of_whole, pieces_of
-from harness.flags import Flag, arguments, require
-from harness.run import Run, Side
 
-# ---- 1. the technique (copy this; it needs only torch) -----------------------
+# ---- 1. the idea -------------------------------------------------------------
 
-# In comments a tensor is partial (a summand on each rank), sharded (a piece) or replicated (whole).
+# gelu(X A) B is the sum over ranks r of gelu(X A_r) B_r, if A_r are some of A's columns and B_r the
+# same rows of B: between the two no rank needs another. So it is with q, k, v and `out`, by heads.
+# Ranks begin with the same model, and get the same tokens; the group's size divides what is cut.
+
+
+def summed(t, group):
+    """partial (each rank has a summand) -> replicated (each has the sum)."""
+    t = t.clone()
+    dist.all_reduce(t, group=group)  # partial -> replicated
+    return t
+
+
+class CopyToTP(torch.autograd.Function):
+    """f: all ranks read the same x, and each makes a summand of its gradient."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x
+
+    @staticmethod
+    def backward(ctx, dx):
+        return summed(dx, ctx.group), None  # partial -> replicated
+
+
+class ReduceFromTP(torch.autograd.Function):
+    """g: x is the sum of all ranks' y, so that each y has the gradient of x."""
+
+    @staticmethod
+    def forward(ctx, y, group):
+        return summed(y, group)  # partial -> replicated
+
+    @staticmethod
+    def backward(ctx, dx):
+        return dx, None
+
+
+def keep_piece(p, dim, group):
+    """Of a parameter a rank keeps one of equal pieces along dim, and marks it: p.cut = dim."""
+    if p is not None and not hasattr(p, "cut"):  # a tied one is cut already
+        p.cut = dim
+        p.data = p.data.chunk(group.size(), dim)[group.rank()].clone()
+
+
+def column_linear(linear, group):
+    """x (.., C) -> this rank's columns of the product (.., out/tp)."""
+    keep_piece(linear.weight, 0, group)  # columns of A are rows of weight, which is A transposed
+    keep_piece(linear.bias, 0, group)
+    linear.forward = lambda x: F.linear(CopyToTP.apply(x, group), linear.weight, linear.bias)
+
+
+def row_linear(linear, group):
+    """This rank's columns (.., in/tp) of a product -> x (.., C)."""
+    keep_piece(linear.weight, 1, group)
+
+    def forward(y):
+        x = ReduceFromTP.apply(F.linear(y, linear.weight), group)  # partial -> replicated
+        return x if linear.bias is None else x + linear.bias  # a whole bias: once, to the sum
+
+    linear.forward = forward
+
+
+def locate(ids, words, rank):
+    """Token ids -> which of this rank's `words` each is (0 if none), and whether it is here."""
+    rows = ids - rank * words
+    here = (rows >= 0) & (rows < words)
+    return rows.masked_fill(~here, 0), here
+
+
+def vocab_embedding(embedding, group):
+    """Token ids (.., T) -> x (.., T, C). Words of other ranks are zeros here."""
+    keep_piece(embedding.weight, 0, group)
+
+    def forward(ids):
+        rows, here = locate(ids, len(embedding.weight), group.rank())
+        y = F.embedding(rows, embedding.weight).masked_fill(~here.unsqueeze(-1), 0)
+        return ReduceFromTP.apply(y, group)  # partial -> replicated
+
+    embedding.forward = forward
+
+
+def norm_inside(norm, group):
+    """Whole, but of this rank's heads, as Qwen3's of q and k: its gradients are summands."""
+    for p in norm.parameters():
+        if p.requires_grad:
+            p.register_hook(lambda gradient: summed(gradient, group))
+
+
+def cut_by_name(model, plan, group):
+    """plan: {pattern for names of modules: one of the functions above}"""
+    for name, module in model.named_modules():
+        for pattern, cut in plan.items():
+            if fnmatch.fnmatch(name, pattern):
+                cut(module, group)
+
+
+def cross_entropy_by_words(logits, targets, group, ignore_index=-100):
+    """Logits (N, V/tp) of this rank's words, targets (N,) -> the sum of losses, on every rank."""
+    own_log_sum = logits.logsumexp(1)  # (N,)
+    largest = own_log_sum.detach().clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group)  # each rank's own -> the largest, replicated
+    summand = (own_log_sum - largest).exp()
+    log_sum = ReduceFromTP.apply(summand, group).log() + largest  # partial -> replicated
+    column, here = locate(targets, logits.shape[1], group.rank())
+    own_logit = logits.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill(~here, 0)
+    target_logit = ReduceFromTP.apply(own_logit, group)  # partial -> replicated
+    return (log_sum - target_logit).masked_fill(targets == ignore_index, 0).sum()
+
+
+def norm_of_pieces(model, group):
+    """Of the whole gradient: pieces count on every rank, what is whole on the first alone."""
+    square = next(model.parameters()).new_zeros(())
+    for p in model.parameters():
+        if p.grad is not None and (hasattr(p, "cut") or group.rank() == 0):
+            square += p.grad.square().sum()
+    return summed(square, group).sqrt()  # partial -> replicated
+
+
+def idea_step(model, optimizer, x, y, valid, clip, group):
+    """x, y: the whole batch (B, T), on every rank; valid: the number of its targets."""
+    optimizer.zero_grad()
+    logits = model(x).flatten(0, 1)  # (B T, V/tp)
+    loss = cross_entropy_by_words(logits, y.flatten(), group) / valid
+    loss.backward()
+    norm = norm_of_pieces(model, group)
+    nn.utils.clip_grads_with_norm_(model.parameters(), clip, norm)
+    optimizer.step()
+    return loss, norm
+
+
+# ---- 2. the technique (copy this; it needs only torch) -----------------------
+
+# What it adds to the idea, and what that buys:
+#     one f for several Linears    a block sends 8 in 4 calls, not 12 in 6 (Llama's form: 14 in 7)
+#     dx first, then weights'      the sum of dx travels while weights' gradients are made
+#     --sp                         what a block keeps outside is cut, too: x, norm(x), gradients
+#     one buffer for the loss      of (N, V/tp) in the place of .., and 2 calls for 3
+#     padding, shared heads        sizes that tp does not divide, fewer key-value heads than ranks
+#     a plan, whole tensors        for any model, and back to one process
+# f by itself, for what no Linear here reads, is the idea's CopyToTP.
 
 # renamed in torch 2.13
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -69,77 +202,60 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 class Pending:
-    """A tensor that a collective may still be writing: wait() returns it."""
+    """A tensor that a collective may still be writing."""
 
-    def __init__(self, result, work=None, reads=None):
+    def __init__(self, result, work=None, finish=None):
         self.result = result
-        self.work = work  # torch's handle; None: there is nothing to wait for
-        self.reads = reads  # what the collective reads, which has to live until wait()
+        self.work = work  # torch's handle, None: there is nothing to wait for
+        self.finish = finish  # a function of the result, None: it is what is wanted
 
     def wait(self):
-        if self.work is not None:
+        if self.work:
             self.work.wait()  # on a GPU this orders streams: the host goes on at once
+        if self.finish:
+            return self.finish(self.result)
         return self.result
 
 
-class PendingPieces(Pending):
-    """Pieces of the sequence, one from each rank: wait() joins them."""
+class WholeSequence:
+    """The ranks that share a model, and what of it they have cut. In shapes, tp means tp.size.
 
-    def wait(self):
-        pieces = super().wait()  # (tp, .., T/tp, C)
-        return pieces.movedim(0, -3).flatten(-3, -2)  # (.., tp, T/tp, C) -> (.., T, C)
-
-
-class Ranks:
-    """The ranks that share a model, and what of it they have cut. In shapes, tp means tp.size."""
+    Outside, x is whole on every rank (Shoeybi 2019, fig. 3).
+    """
 
     def __init__(self, group=None):
         self.group = group  # a ProcessGroup; None: all ranks
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
         self.cuts = {}  # {parameter: Cut}, of those that are cut
-        self.inside = set()  # parameters that are whole, but used inside
-        # attributes, so that hybrid_3d.py can replace them: zero bubble puts off weights' gradients
-        self.column_parallel = ColumnParallel.apply
-        self.linear = F.linear
-
-
-class WholeSequence(Ranks):
-    """Outside, x is whole on every rank (Shoeybi 2019, fig. 3)."""
+        self.inside = set()  # parameters that are whole, but used inside, as norms of q's heads
+        self.groups = {self.size: group}  # {n: of the n ranks in a row that this rank is among}
 
     def gather(self, x):
-        """From outside to inside: the x that all ranks have -> the same."""
+        """From outside to inside: the x that all ranks have -> Pending: the same."""
         return Pending(x)
 
     def reduce(self, y):
-        """From inside to outside: summands y (.., T, C) -> their sum, in y's memory."""
+        """From inside to outside: summands y (.., T, C) -> Pending: their sum, in y's memory."""
         work = dist.all_reduce(y, group=self.group, async_op=True)  # partial -> replicated
-        # the sum overwrites y: by its version a selective checkpoint that has kept y will notice
-        torch.autograd.graph.increment_version(y)
         return Pending(y, work)
 
+    def leave(self, y):
+        """g: summands y (.., T, C) -> x."""
+        return ReduceFromTP.apply(y, self.group)  # partial -> replicated
 
-class CutSequence(Ranks):
-    """Outside, x is cut along T, dim -2, which tp must divide (Korthikanti 2022, fig. 5)."""
+    def copies(self, p):
+        """How many ranks in a row have the same of a parameter?"""
+        if p in self.cuts:
+            return self.size // self.cuts[p].parts
+        return self.size
 
-    def gather(self, x):
-        """Pieces (.., T/tp, C) -> (.., T, C)."""
-        x = x.contiguous()
-        pieces = x.new_empty(self.size, *x.shape)  # (tp, .., T/tp, C)
-        flat = pieces.flatten(0, 1)  # the same memory; gloo wants as many dims as x has
-        work = all_gather(flat, x, self.group, async_op=True)  # sharded(T) -> replicated
-        return PendingPieces(pieces, work, x)
-
-    def reduce(self, y):
-        """Summands (.., T, C) -> this rank's piece (.., T/tp, C) of their sum."""
-        pieces = y.unflatten(-2, (self.size, -1)).movedim(-3, 0).contiguous()  # (tp, .., T/tp, C)
-        x = torch.empty_like(pieces[0])
-        flat = pieces.flatten(0, 1)  # the same memory
-        work = reduce_scatter(x, flat, group=self.group, async_op=True)  # partial -> sharded(T)
-        return Pending(x, work, pieces)
+    def is_partial(self, p):
+        """Is p's gradient a summand on each of these ranks? A whole x gives whole gradients."""
+        return p in self.cuts or p in self.inside
 
 
-# ---- f and g. Autograd does not see collectives: each function here states its own backward.
+# ---- one f for the Linears that read the same x, and dx before weights' gradients
 
 
 class ColumnParallel(torch.autograd.Function):
@@ -149,27 +265,27 @@ class ColumnParallel(torch.autograd.Function):
     def forward(ctx, tp, x, *parameters):
         """parameters: weight, bias, weight, bias, .. Each bias may be None."""
         ctx.tp = tp
-        ctx.save_for_backward(x, *parameters)  # before the gather: with --sp x grows by it
-        x = tp.gather(x).wait()  # replicated or sharded(T) -> replicated
+        ctx.save_for_backward(x, *parameters)
+        whole = tp.gather(x).wait()  # replicated or sharded(T) -> replicated
         pairs = zip(parameters[::2], parameters[1::2])
-        return tuple(F.linear(x, weight, bias) for weight, bias in pairs)
+        return tuple(F.linear(whole, weight, bias) for weight, bias in pairs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *dys):
-        """Hide collectives: start x's gather, make dx, start its sum, make weights' gradients."""
+        """Start x's gather, make dx, start its sum, make weights' gradients, and only then wait."""
         x, *parameters = ctx.saved_tensors
         _, dx_needed, *needed = ctx.needs_input_grad  # for tp, x and each parameter
+        dx = Pending(None)
         gradients = [None] * len(parameters)
-        reducing = Pending(None)  # if x needs no gradient, dx is None
         if any(needed):
-            gathering = ctx.tp.gather(x)  # replicated or sharded(T) -> replicated
+            whole = ctx.tp.gather(x)  # replicated or sharded(T) -> replicated
         if dx_needed:
             summand = input_gradient(dys, parameters[::2])
-            reducing = ctx.tp.reduce(summand)  # partial -> replicated or sharded(T)
+            dx = ctx.tp.reduce(summand)  # partial -> replicated or sharded(T)
         if any(needed):
-            gradients = weight_gradients(gathering.wait(), dys, parameters[1::2])
-        return None, reducing.wait(), *gradients
+            gradients = weight_gradients(whole.wait(), dys, parameters[1::2])
+        return None, dx.wait(), *gradients
 
 
 def input_gradient(dys, weights):
@@ -192,25 +308,11 @@ def weight_gradients(x, dys, biases):
     return gradients
 
 
-class ReduceFromTP(torch.autograd.Function):
-    """g: summands y (.., T, C) -> x. WholeSequence writes the sum into the memory of y."""
+# ---- pieces of any size
 
-    @staticmethod
-    def forward(ctx, y, tp):
-        ctx.tp = tp
-        y = y.detach()  # the same memory; if y itself were returned, autograd would forbid x += ..
-        return tp.reduce(y).wait()  # partial -> replicated or sharded(T)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dx):
-        return ctx.tp.gather(dx).wait(), None  # replicated or sharded(T) -> replicated
-
-
-# ---- pieces of parameters
-
-# dim: along which a parameter is cut. plain_size: the plain parameter's size along dim.
-Cut = namedtuple("Cut", "dim plain_size")
+# dim: along which a parameter is cut. plain_size: the plain parameter's size along dim. parts: into
+# how many pieces; tp, but of keys and values with fewer heads as many as heads.
+Cut = namedtuple("Cut", "dim plain_size parts")
 
 
 def shard(t, cut, tp):
@@ -218,9 +320,10 @@ def shard(t, cut, tp):
 
     They stay zeros in training: gelu, silu and relu make 0 of 0, and the loss leaves out padding.
     """
-    padding = -cut.plain_size % tp.size  # up to the next multiple
+    padding = -cut.plain_size % cut.parts  # up to the next multiple
     padded = F.pad(t.movedim(cut.dim, -1), (0, padding))  # F.pad pads the last dim
-    piece = padded.chunk(tp.size, -1)[tp.rank].movedim(-1, cut.dim)
+    number = tp.rank * cut.parts // tp.size
+    piece = padded.chunk(cut.parts, -1)[number].movedim(-1, cut.dim)
     return piece.clone(memory_format=torch.contiguous_format)
 
 
@@ -230,18 +333,8 @@ def unshard(t, cut, tp):
         return t
     pieces = t.new_empty(tp.size, *t.shape)
     all_gather(pieces.flatten(0, 1), t.detach(), tp.group)  # sharded -> replicated
-    return torch.cat(pieces.unbind(), cut.dim).narrow(cut.dim, 0, cut.plain_size)
-
-
-def locate(ids, vocab, tp):
-    """Token ids -> each one's row on this rank (0 if another has it), and whether it is here."""
-    each = math.ceil(vocab / tp.size)  # rows of a piece
-    rows = ids - tp.rank * each
-    here = (rows >= 0) & (rows < each)
-    # Ids that no rank has keep a wrong row, whose lookup raises: on the first rank always, but the
-    # last may have padding there
-    elsewhere = ~here & (ids >= 0) & (ids < vocab)
-    return rows.masked_fill(elsewhere, 0), here
+    one_of_each = pieces[::tp.size // cut.parts].unbind()
+    return torch.cat(one_of_each, cut.dim).narrow(cut.dim, 0, cut.plain_size)
 
 
 # ---- modules that take the places of plain ones
@@ -250,28 +343,26 @@ def locate(ids, vocab, tp):
 class CutModule(nn.Module):
     """Has the parameters of the plain module in whose place it stands, those in `dims` cut."""
 
-    replaces = nn.Linear
     dims = {}  # {name of a parameter: along which dim it is cut}
 
-    def __init__(self, plain, tp):
+    def __init__(self, plain, tp, parts=None):
         super().__init__()
-        assert type(plain) is self.replaces, f"{type(self)} is for {self.replaces}, not {plain}."
         assert getattr(plain, "padding_idx", None) is None, f"{plain}: padding_idx would be lost."
         self.tp = tp  # WholeSequence or CutSequence
         self.weight = plain.weight
         self.bias = getattr(plain, "bias", None)
         for name, dim in self.dims.items():
             p = getattr(self, name)
-            if p is not None and p not in tp.cuts:  # if it is tied, it may be cut already
-                tp.cuts[p] = Cut(dim, p.shape[dim])
+            if p is not None and p not in tp.cuts:  # a tied one is cut already
+                tp.cuts[p] = Cut(dim, p.shape[dim], parts or tp.size)
                 p.data = shard(p.data, tp.cuts[p], tp)  # p stays, and with it names and ties
 
 
 class ColumnLinear(CutModule):
     """f, and a Linear cut by columns: x -> (.., T, out/tp)."""
 
-    # columns of A in Y = X A are rows of weight, dim 0: nn.Linear stores A transposed
     dims = {"weight": 0, "bias": 0}
+    product = ColumnParallel.apply  # an attribute, so that it can be exchanged
 
     def forward(self, x):
         return columns(x, self)[0]
@@ -279,7 +370,6 @@ class ColumnLinear(CutModule):
 
 def columns(x, *linears):
     """ColumnLinears that read the same x, as q, k and v do, with one f -> what each returns."""
-    tp = linears[0].tp
     operands = [x]
     for linear in linears:
         operands += [linear.weight, linear.bias]
@@ -287,131 +377,97 @@ def columns(x, *linears):
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         operands = [None if t is None else t.to(dtype) for t in operands]
-    return tp.column_parallel(tp, *operands)
+    return linears[0].product(linears[0].tp, *operands)
 
 
 class RowLinear(CutModule):
     """A Linear cut by rows, and g: (.., T, in/tp) -> x. The bias is whole, and added to the sum."""
 
-    dims = {"weight": 1}  # rows of A are columns of weight
+    dims = {"weight": 1}
+    product = staticmethod(F.linear)  # likewise
 
     def forward(self, y):
-        # With 2 dims F.linear returns the matmul's own result, which selective checkpoints keep, so
-        # that tp.reduce raises its version. With 3 it returns another tensor on the same memory
-        product = self.tp.linear(y.flatten(0, -2), self.weight, None)  # (N, C)
-        summand = product.unflatten(0, y.shape[:-1])  # (.., T, C)
-        x = ReduceFromTP.apply(summand, self.tp)  # partial -> replicated or sharded(T)
+        x = self.tp.leave(self.product(y, self.weight))  # partial -> replicated or sharded(T)
         return x if self.bias is None else x + self.bias.to(x.dtype)
 
 
 class VocabEmbedding(CutModule):
-    """An Embedding cut by its rows, dim 0, and g: token ids (.., T) -> x."""
+    """An Embedding cut by words, and g: token ids (.., T) -> x."""
 
-    replaces = nn.Embedding
     dims = {"weight": 0}
 
     def forward(self, ids):
-        rows, here = locate(ids, self.tp.cuts[self.weight].plain_size, self.tp)
-        y = F.embedding(rows, self.weight)  # (.., T, C)
-        y = y.masked_fill(~here.unsqueeze(-1), 0)  # a summand: other ranks have the other tokens
-        return ReduceFromTP.apply(y, self.tp)  # partial -> replicated or sharded(T)
+        rows, here = locate(ids, len(self.weight), self.tp.rank)
+        y = F.embedding(rows, self.weight).masked_fill(~here.unsqueeze(-1), 0)  # (.., T, C)
+        return self.tp.leave(y)  # partial -> replicated or sharded(T)
 
 
-def inside(module, tp):
-    """For a plan: a module that is used inside, and stays whole, as a norm of q's heads."""
-    tp.inside.update(module.parameters())
-    return module
+# ---- --sp: outside, too, a rank has 1/tp of x. An all-reduce is cut in two, with the norm between
 
 
-class SeededDropout(nn.Dropout):
-    """Each mask has a seed of its own: a random number that all ranks draw alike, plus `offset`.
+class CutSequence(WholeSequence):
+    """Outside, x is cut along T, dim -2, which tp must divide (Korthikanti 2022, fig. 5)."""
 
-    They draw it from the CPU's default generator: cut_model gives it one state on all ranks, none
-    may draw from it alone, and activation checkpointing restores it to run forward again.
-    """
+    def gather(self, x):
+        """Pieces (.., T/tp, C) -> Pending (.., T, C)."""
+        x = x.contiguous()
+        pieces = x.new_empty(self.size, *x.shape)  # (tp, .., T/tp, C)
+        flat = pieces.flatten(0, 1)  # the same memory; gloo wants as many dims as x has
+        work = all_gather(flat, x, self.group, async_op=True)  # sharded(T) -> replicated
+        return Pending(pieces, work, in_a_row)
 
-    def __init__(self, dropout, offset):
-        super().__init__(dropout.p)
-        self.training = dropout.training
-        self.offset = offset
+    def reduce(self, y):
+        """Summands (.., T, C) -> Pending: this rank's piece (.., T/tp, C) of their sum."""
+        pieces = y.unflatten(-2, (self.size, -1)).movedim(-3, 0).contiguous()  # (tp, .., T/tp, C)
+        x = torch.empty_like(pieces[0])
+        flat = pieces.flatten(0, 1)  # the same memory
+        work = reduce_scatter(x, flat, group=self.group, async_op=True)  # partial -> sharded(T)
+        return Pending(x, work)
 
-    def forward(self, x):
-        if not self.training:
-            return x
-        seed = torch.randint(2 ** 48, (), device="cpu").item() + self.offset
-        rng = torch.Generator(x.device).manual_seed(seed)
-        keep = torch.empty_like(x).bernoulli_(1 - self.p, generator=rng)
-        return x * keep / max(1 - self.p, 1e-9)  # of p = 1: zeros, not 0/0
+    def leave(self, y):
+        return ScatterFromTP.apply(y, self)  # partial -> sharded(T)
 
-
-def outside_dropout(dropout, tp):
-    """For a plan: if x is whole all ranks draw the same mask, if it is cut each draws its own."""
-    return SeededDropout(dropout, tp.rank if isinstance(tp, CutSequence) else 0)
-
-
-def inside_dropout(dropout, tp):
-    """For a plan: each rank draws a mask of its own (Shoeybi 2019, appendix B.2)."""
-    return SeededDropout(dropout, tp.rank)
+    def is_partial(self, p):
+        """Norms and row biases see 1/tp of the tokens: their gradients are summands, too."""
+        return True
 
 
-def cut_model(model, tp, plan):
-    """Put cut modules in the place of plain ones -> the model, with the first rank's weights.
-
-    plan: {pattern: kind}. Patterns are fnmatch's, for names of modules: * matches dots, too.
-    kind is a class above, or inside, inside_dropout, outside_dropout, or a function of yours:
-    kind(plain module, tp) returns what takes the module's place. The module's hooks are lost.
-    Before the call, each rank has the whole model, on a device that tp.group's backend can use.
-    tp must divide the number of key-value heads. Nothing here warns you if, in your forward,
-
-    - heads are counted, as by view(B, T, heads, -1): write view(B, T, -1, head_dim)
-    - inside, the whole last dim is needed, as by softmax over it
-    - inside, parameters are whole, as of norms of q and k: name these modules in the plan, `inside`
-    - dropout is a function, or an argument of attention: make it a module
-    - outside, with CutSequence, T is read from x: read it from q
-    - outside, with CutSequence, positions are brought together, as by x.mean(1)
-    - outside, with CutSequence, x comes from an Embedding that the plan does not cut
-    """
-    for t in model.state_dict().values():
-        dist.broadcast(t, group=tp.group, group_src=0)  # the first rank's -> replicated
-    modules = dict(model.named_modules(remove_duplicate=False))
-    kinds = {}  # {name of a module: kind}
-    for pattern, kind in plan.items():
-        names = fnmatch.filter(modules, pattern)
-        assert names, f"No module of this model is called {pattern}."
-        for name in names:
-            assert name not in kinds, f"{name}: two patterns name it."
-            kinds[name] = kind
-    for name, kind in kinds.items():
-        model.set_submodule(name, kind(modules[name], tp))
-    for name, module in model.named_modules():
-        forgotten = type(module) is nn.Dropout and module.p > 0
-        assert not forgotten, f"{name}: the plan must call it outside_dropout or inside_dropout."
-        if not isinstance(module, CutModule):
-            tied = [key for key, p in module.named_parameters(recurse=False) if p in tp.cuts]
-            assert not tied, f"{name} shares {tied} with a cut module: cut {name}, too."
-    if any(isinstance(module, SeededDropout) for module in model.modules()):
-        state = torch.get_rng_state().to(next(model.parameters()).device)
-        dist.broadcast(state, group=tp.group, group_src=0)  # the first rank's -> replicated
-        torch.set_rng_state(state.cpu())
-    return model
+def in_a_row(pieces):
+    """(tp, .., T/tp, C) -> (.., tp, T/tp, C) -> (.., T, C)."""
+    return pieces.movedim(0, -3).flatten(-3, -2)
 
 
-# ---- the loss of cut logits
+class ScatterFromTP(torch.autograd.Function):
+    """g: summands y (.., T, C) -> x (.., T/tp, C)."""
+
+    @staticmethod
+    def forward(ctx, y, tp):
+        ctx.tp = tp
+        return tp.reduce(y).wait()  # partial -> sharded(T)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dx):
+        return ctx.tp.gather(dx).wait(), None  # sharded(T) -> replicated
+
+
+# ---- the loss of cut logits, with one buffer
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """logits (N, V/tp), each target's column and whether it is here, both (N, 1) -> losses (N,)."""
+    """logits (N, V/tp), the first `words` of them no padding; targets (N,) -> losses (N,)."""
 
     @staticmethod
-    def forward(ctx, logits, column, here, words, tp):
-        own_log_sum = logits[:, :words].logsumexp(1)  # (N,); columns from `words` on are padding
+    def forward(ctx, logits, targets, words, tp):
+        own_log_sum = logits[:, :words].logsumexp(1)  # (N,)
         largest = own_log_sum.clone()
-        dist.all_reduce(largest, dist.ReduceOp.MAX, tp.group)  # own log sums -> largest, replicated
-        summand = (own_log_sum - largest).exp()  # of softmax's denominator, divided by exp(largest)
-        target_logit = logits.gather(1, column).masked_fill(~here, 0)  # 0: another rank has it
-        sums = torch.stack([summand, target_logit.squeeze(1)])  # (2, N)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, tp.group)  # each rank's own -> the largest
+        summand = (own_log_sum - largest).exp()
+        column, here = locate(targets.unsqueeze(1), logits.shape[1], tp.rank)  # (N, 1)
+        own_logit = logits.gather(1, column).masked_fill(~here, 0).squeeze(1)
+        sums = torch.stack([summand, own_logit])  # (2, N)
         dist.all_reduce(sums, group=tp.group)  # partial -> replicated
-        log_sum = sums[0].log() + largest  # (N,), the log of the denominator
+        log_sum = sums[0].log() + largest
         ctx.save_for_backward(logits, column, here, log_sum)
         ctx.words = words
         return log_sum - sums[1]
@@ -423,7 +479,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         dlogits = (logits - log_sum.unsqueeze(1)).exp_()  # softmax
         dlogits[:, ctx.words:] = 0
         dlogits.scatter_add_(1, column, -here.to(dlogits.dtype))
-        return dlogits.mul_(dloss.unsqueeze(1)), None, None, None, None
+        return dlogits.mul_(dloss.unsqueeze(1)), None, None, None
 
 
 def vocab_parallel_cross_entropy(logits, targets, vocab, tp, ignore_index=-100):
@@ -433,14 +489,72 @@ def vocab_parallel_cross_entropy(logits, targets, vocab, tp, ignore_index=-100):
     words = min(max(0, vocab - tp.rank * each), each)  # the rest of the columns are padding
     wide = torch.promote_types(logits.dtype, torch.float32)
     logits = logits.flatten(0, -2).to(wide)  # (N, V/tp)
-    targets = targets.flatten().unsqueeze(1)  # (N, 1)
-    ignored = targets == ignore_index
-    column, here = locate(targets.masked_fill(ignored, 0), vocab, tp)
-    losses = VocabParallelCrossEntropy.apply(logits, column, here, words, tp)  # replicated
-    return losses.masked_fill(ignored.squeeze(1), 0).sum()
+    targets = targets.flatten()
+    losses = VocabParallelCrossEntropy.apply(logits, targets, words, tp)  # replicated
+    return losses.masked_fill(targets == ignore_index, 0).sum()
 
 
-# ---- after backward: sums over ranks, norm, gathering
+# ---- a plan for any model
+
+
+def inside(module, tp):
+    """For a plan: a module that is used inside, and stays whole, as a norm of q's heads."""
+    tp.inside.update(module.parameters())
+    return module
+
+
+def key_values(heads):
+    """For a plan: ColumnLinears k and v of so many heads, which tp divides, or which divide tp.
+
+    Qwen3-30B-A3B has 4, and 8 ranks are usual. Two ranks in a row then have the same head, for
+    different heads of q: its gradient is a summand on both.
+    """
+    def kind(plain, tp):
+        parts = math.gcd(heads, tp.size)
+        assert parts in (heads, tp.size), f"{tp.size} ranks for {heads} heads of keys and values"
+        count = tp.size // parts
+        if count not in tp.groups:
+            first = tp.rank // count * count
+            ranks = dist.get_process_group_ranks(tp.group)[first:first + count]
+            tp.groups[count] = dist.new_group(ranks, use_local_synchronization=True)
+        return ColumnLinear(plain, tp, parts)
+
+    return kind
+
+
+def cut_model(model, tp, plan):
+    """Put cut modules in the place of plain ones -> the model, with the first rank's weights.
+
+    plan: {pattern: kind}. Patterns are fnmatch's, for names of modules: * matches dots, too; of two
+    that name a module the later counts. kind(plain module, tp) returns what takes the module's
+    place, as ColumnLinear does, inside, or a function of yours. The module's hooks are lost.
+    """
+    for t in model.state_dict().values():
+        if not t.is_meta:
+            dist.broadcast(t, group=tp.group, group_src=0)  # the first rank's -> replicated
+    modules = dict(model.named_modules(remove_duplicate=False))
+    kinds = {}  # {name of a module: kind}
+    for pattern, kind in plan.items():
+        names = fnmatch.filter(modules, pattern)
+        assert names, f"No module of this model is called {pattern}."
+        kinds.update(dict.fromkeys(names, kind))
+    for name, kind in kinds.items():
+        model.set_submodule(name, kind(modules[name], tp))
+    check(model, tp)
+    return model
+
+
+def check(model, tp):
+    """What is common, and would be silently wrong."""
+    for name, module in model.named_modules():
+        drops = type(module) is nn.Dropout and module.p > 0
+        assert not drops, f"{name}: ranks would draw masks of their own, also where x is whole."
+        if not isinstance(module, CutModule):
+            tied = [key for key, p in module.named_parameters(recurse=False) if p in tp.cuts]
+            assert not tied, f"{name} shares {tied} with a cut module: cut {name}, too."
+
+
+# ---- after backward
 
 
 def sum_over_ranks(tensors, group):
@@ -453,23 +567,26 @@ def sum_over_ranks(tensors, group):
 
 def sum_gradients(model, tp):
     """Once a step, after the last backward: sum those gradients that are a summand on each rank."""
-    summands = [p for p in model.parameters() if p.grad is not None and p not in tp.cuts]
-    if isinstance(tp, WholeSequence):  # whole x gives whole gradients, but for what is used inside
-        summands = [p for p in summands if p in tp.inside]
-    if summands:
-        sum_over_ranks([p.grad for p in summands], tp.group)  # partial -> replicated
+    partial = [p for p in model.parameters() if p.grad is not None and tp.is_partial(p)]
+    for count, group in tp.groups.items():
+        gradients = [p.grad for p in partial if tp.copies(p) == count]
+        if gradients and count > 1:
+            sum_over_ranks(gradients, group)  # partial -> replicated
 
 
 def gradient_norm(model, tp):
-    """After sum_gradients: the norm of the whole model's gradient, whole gradients counted once."""
+    """After sum_gradients: the whole model's. Of the ranks that have the same the first counts."""
+    p = next(model.parameters())
+    square = torch.zeros((), device=p.device, dtype=torch.promote_types(p.dtype, torch.float32))
     trained = [p for p in model.parameters() if p.grad is not None]
-    pieces = [p.grad for p in trained if p in tp.cuts]
-    whole = [p.grad for p in trained if p not in tp.cuts]
-    wide = torch.promote_types(trained[0].dtype, torch.float32)  # squares overflow fp16
-    squares = torch.stack(torch._foreach_norm(pieces + whole, dtype=wide)).square()
-    square = squares[:len(pieces)].sum()
+    counted = [p.grad for p in trained if tp.rank % tp.copies(p) == 0]
+    if counted:
+        square = torch.stack(torch._foreach_norm(counted, dtype=square.dtype)).square().sum()
     dist.all_reduce(square, group=tp.group)  # partial -> replicated
-    return (square + squares[len(pieces):].sum()).sqrt()
+    return square.sqrt()
+
+
+# ---- whole tensors
 
 
 def full_state_dict(model, tp):
@@ -484,7 +601,22 @@ def full_gradients(model, tp):
     return {name: unshard(p.grad, tp.cuts.get(p), tp) for name, p in trained.items()}
 
 
-# ---- 2. the toy GPT, parallelized --------------------------------------------
+def load_full_state_dict(model, tp, state):
+    """full_state_dict's inverse. state[name] is asked for one whole tensor after the other, and may
+    read it from a file. A model that was cut on the meta device gets its memory here: so no rank
+    ever holds the whole.
+    """
+    for name, t in model.state_dict(keep_vars=True).items():
+        piece = state[name]
+        if t in tp.cuts:
+            piece = shard(piece, tp.cuts[t], tp)
+        if t.is_meta:
+            torch.utils.swap_tensors(t, nn.Parameter(piece, t.requires_grad))  # t stays: its names
+        else:
+            t.data.copy_(piece)
+
+
+# ---- 3. the toy GPT, parallelized --------------------------------------------
 
 
 def attention_with_one_f(attn, x):
@@ -514,28 +646,40 @@ def with_forward(forward):
     return kind
 
 
-OF_BOTH = {
+PLAN = {
     "tok": VocabEmbedding, "head": ColumnLinear,
-    "blocks.*.attn.[qkv]": ColumnLinear, "blocks.*.attn.out": RowLinear,
-    "blocks.*.mlp.up": ColumnLinear, "blocks.*.mlp.down": RowLinear,
-    "blocks.*.attn": with_forward(attention_with_one_f),
-}
-PLANS = {
     # pos is small, but with --sp what tok returns is cut along T, and what pos returns must be, too
-    "gpt2": {**OF_BOTH, "pos": VocabEmbedding},
-    "llama": {**OF_BOTH, "blocks.*.mlp.gate": ColumnLinear, "blocks.*.attn.[qk]_norm": inside,
-              "blocks.*.mlp": with_forward(swiglu_with_one_f)},
+    "pos": VocabEmbedding,
+    "blocks.*.attn.q": ColumnLinear, "blocks.*.attn.out": RowLinear,
+    "blocks.*.attn.[qk]_norm": inside, "blocks.*.attn": with_forward(attention_with_one_f),
+    "blocks.*.mlp.up": ColumnLinear, "blocks.*.mlp.down": RowLinear,
 }
+GATED = {"blocks.*.mlp.gate": ColumnLinear, "blocks.*.mlp": with_forward(swiglu_with_one_f)}
+PLAN_OF_IDEA = {
+    "tok": vocab_embedding, "head": column_linear,
+    "*.attn.[qkv]": column_linear, "*.attn.[qk]_norm": norm_inside, "*.attn.out": row_linear,
+    "*.mlp.gate": column_linear, "*.mlp.up": column_linear, "*.mlp.down": row_linear,
+}
+
+
+def plan_of(model):
+    attn = model.blocks[0].attn
+    plan = {**PLAN, "blocks.*.attn.[kv]": key_values(attn.k.out_features // attn.head_dim)}
+    if any(name.endswith(".gate") for name, _ in model.named_modules()):
+        plan.update(GATED)
+    if model.pos is None:
+        del plan["pos"]
+    return plan
 
 
 def parallelize(model, tp):
     """GPT.forward stays as it is, but returns (B, T, V/tp)."""
-    return cut_model(model, tp, PLANS["llama" if model.pos is None else "gpt2"])
+    return cut_model(model, tp, plan_of(model))
 
 
 def token_losses(model, x, y, tp):
     """x, y: the whole batch (B, T), on every rank -> the sum of token losses, on every rank."""
-    return vocab_parallel_cross_entropy(model(x), y, tp.cuts[model.tok.weight].plain_size, tp)
+    return vocab_parallel_cross_entropy(model(x), y, tp.cuts[model.head.weight].plain_size, tp)
 
 
 def train_step(model, optimizer, x, y, valid, clip, tp):
@@ -546,16 +690,28 @@ def train_step(model, optimizer, x, y, valid, clip, tp):
     sum_gradients(model, tp)  # partial -> replicated
     norm = gradient_norm(model, tp)
     finite = norm.nan_to_num(0, posinf=0)  # 0: gradients stay as they are, and show the fault
-    nn.utils.clip_grads_with_norm_(model.parameters(), clip or math.inf, finite)
+    nn.utils.clip_grads_with_norm_(model.parameters(), clip, finite)
     optimizer.step()
     return loss, norm
 
 
-# ---- 3. at work: the same with torch's own API -------------------------------
+def parallelize_idea(model, tp):
+    """Cut by the idea -> the model. tp learns what is cut, so that part 2 can make it whole."""
+    cut_by_name(model, PLAN_OF_IDEA, tp.group)
+    for name, p in model.named_parameters():
+        if hasattr(p, "cut"):
+            tp.cuts[p] = Cut(p.cut, tp.size * p.shape[p.cut], tp.size)
+        elif fnmatch.fnmatch(name, "*.attn.[qk]_norm.*"):
+            tp.inside.add(p)
+    return model
+
+
+# ---- 4. at work: the same with torch's own API -------------------------------
 
 
 def parallelize_at_work(model, mesh, sp):
     frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
+    tied = model.head.weight is model.tok.weight
     outside = Shard(-2) if sp else Replicate()  # the layout of x there: cut along T, or whole
     f = at_work.PrepareModuleInput(input_layouts=outside, desired_input_layouts=Replicate())
     column = at_work.ColwiseParallel()
@@ -564,16 +720,20 @@ def parallelize_at_work(model, mesh, sp):
     embedding = at_work.RowwiseParallel(input_layouts=Replicate(), output_layouts=outside)
     norm = at_work.SequenceParallel()  # without --sp, too: parameters of norms must be DTensors
     norm.sequence_sharding = (outside,)  # the layout of its x, for which it has no argument
-    at_work.parallelize_module(model, mesh, {
+    plan = {
         "tok": embedding, "pos": embedding,
         "blocks.*.norm[12]": norm, "norm": norm,
         "blocks.*.attn": f, "blocks.*.mlp": f,  # once for q, k and v, once for gate and up
         "blocks.*.attn.[qkv]": column, "blocks.*.attn.out": row,
         "blocks.*.mlp.gate": column, "blocks.*.mlp.up": column, "blocks.*.mlp.down": row,
         "head": head,
-    })
-    if model.pos is not None:
-        model.head.weight = model.tok.weight  # they are tied: torch has made two of one
+    }
+    if list(model.blocks[0].attn.q_norm.parameters()):  # of heads (B, H/tp, T, D), cut along dim 1
+        plan["blocks.*.attn.[qk]_norm"] = at_work.SequenceParallel(
+            sequence_dim=1, use_local_output=True)
+    at_work.parallelize_module(model, mesh, plan)
+    if tied:
+        model.head.weight = model.tok.weight  # torch has made two of one
     for name, p in model.named_parameters():
         p.requires_grad_(name not in frozen)  # which torch forgets
     return model
@@ -588,98 +748,125 @@ def train_step_at_work(model, optimizer, x, y, valid, clip):
         if p.grad is not None:
             # SequenceParallel leaves a norm's gradient partial, and torch 2.11 would not clip it
             p.grad = p.grad.redistribute(placements=p.placements)  # partial -> replicated
-    norm = nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
     optimizer.step()
     return loss.full_tensor(), norm.full_tensor()
 
 
 def evaluate_at_work(model, x, y):
     with at_work.loss_parallel():
-        return loss_sum(model(x), y).full_tensor() / dist.get_world_size()  # Run sums over ranks
+        return loss_sum(model(x), y).full_tensor()
 
 
-# ---- 4. run ------------------------------------------------------------------
+# ---- 5. run ------------------------------------------------------------------
+
+FLAGS = {"--sp": dict(action="store_true", help="sequence parallel: cut x along T outside, too")}
+VARIANTS = ("", "--sp")  # flags with which the file is worth running
 
 
-def refuse(args):
-    ranks = args.world_size
+def refuse(args, require):
+    n = args.world_size
     cfg = args.cfg  # arguments() has filled in kv_heads and hidden: they are not 0
-    require(cfg.kv_heads % ranks == 0, f"{ranks} ranks cannot share {cfg.heads} heads, "
-            f"{cfg.kv_heads} of keys and values, evenly: change --heads or --kv-heads")
-    require(args.impl == "scratch" or cfg.hidden % ranks == 0,
-            f"--impl {args.impl}: {ranks} ranks cannot cut --hidden {cfg.hidden} evenly")
-    require(not args.sp or cfg.seq % ranks == 0,
-            f"--sp: {ranks} ranks cannot cut --seq {cfg.seq} evenly")
+    ours = args.impl == "scratch"
+    require(cfg.heads % n == 0 and (cfg.kv_heads % n == 0 or ours and n % cfg.kv_heads == 0),
+            f"{n} ranks cannot share {cfg.heads} heads, {cfg.kv_heads} of keys and values, evenly: "
+            "change --heads or --kv-heads")
+    idea = args.impl in ("idea", "all")
+    require(not (idea and args.sp), f"--impl {args.impl}: no --sp in the idea")
+    for flag, size, even in (("--hidden", cfg.hidden, not ours), ("--vocab", cfg.vocab, idea),
+                             ("--seq", cfg.seq, args.sp)):
+        require(size % n == 0 or not even, f"{n} ranks cannot cut {flag} {size} evenly")
 
 
 def pieces(model, optimizer, tp):
     """-> [Piece]: what this rank holds of the plain model's parameters and AdamW states."""
+    from harness.checkpoint import of_whole, pieces_of
+
     found = []
     for name, p in model.named_parameters():
-        own = pieces_of([(name, p)], optimizer, writes=p in tp.cuts or tp.rank == 0)
+        copies = tp.copies(p)
+        own = pieces_of([(name, p)], optimizer, writes=tp.rank % copies == 0)
         if p in tp.cuts:
-            own = [of_whole(piece, *tp.cuts[p], tp.rank) for piece in own]
+            dim, plain_size, _ = tp.cuts[p]
+            own = [of_whole(piece, dim, plain_size, tp.rank // copies) for piece in own]
         found += own
     return [piece for piece in found if piece.tensor.numel() > 0]
 
 
 def set_up(run, impl, tp, mesh):
+    side = partial(run.side, copies=tp.size)  # every rank has the whole loss
+    model = run.build()
     if impl == "torch":
-        model = parallelize_at_work(run.build(), mesh, run.args.sp)
-        return Side(model=model, optimizer=adamw(model.parameters(), run.args.lr),
-                    train_step=train_step_at_work, evaluate=partial(evaluate_at_work, model))
-    model = parallelize(run.build(), tp)
+        parallelize_at_work(model, mesh, run.args.sp)
+        return side(model, adamw(model.parameters(), run.args.lr), train_step_at_work,
+                    evaluate=partial(evaluate_at_work, model))
+    evaluate = partial(token_losses, model, tp=tp)
+    step = partial(train_step, tp=tp)
+    if impl == "idea":
+        parallelize_idea(model, tp)
+        step = partial(idea_step, group=tp.group)
+    else:
+        parallelize(model, tp)
     optimizer = adamw(model.parameters(), run.args.lr)
-    return Side(model=model, optimizer=optimizer, train_step=partial(train_step, tp=tp),
+    return side(model, optimizer, step, evaluate=evaluate,
                 full_gradients=partial(full_gradients, model, tp),
                 full_state_dict=partial(full_state_dict, model, tp),
-                evaluate=lambda x, y: token_losses(model, x, y, tp) / tp.size,  # summed by Run
                 pieces=partial(pieces, model, optimizer, tp))
 
 
-def textbook(run, model, tp):
+def textbook(run, impl, model, tp):
     """-> rows (what, formula, expected bytes). b: bytes of a number, s: of one in the loss.
 
-    P: this rank's parameters, W: those that are not cut, T': T if positions are learned, else 0.
+    P: this rank's parameters. k: of a block, B T C numbers that are summed. T': T if positions are
+    learned and cut, else 0. G: gradients that are summed after backward.
     """
     cfg = run.cfg
     b = run.dtype.itemsize
+    s = max(b, 4)
+    k = 4
+    learned = cfg.seq if cfg.form.learned_positions else 0
+    if impl == "idea":
+        s = b
+        k = 7 if hasattr(model.blocks[0].mlp, "gate") else 6  # 2 g, and an f for each Linear
+        learned = 0
     parameters = list(model.parameters())
     P = sum(p.numel() for p in parameters)
     tokens = run.args.batch * cfg.seq
-    positions = cfg.seq if cfg.form.learned_positions else 0
     sent = (tp.size - 1) / tp.size
-    every_f_and_g = sent * b * (tokens * (4 * cfg.layers + 2) + positions) * cfg.width
-    sums = 2 * sent * max(b, 4) * (3 * tokens + 1)  # of the loss, and of the gradient norm
+    passed = sent * b * (tokens * (k * cfg.layers + 2) + learned) * cfg.width
+    sums = 2 * sent * s * (3 * tokens + 1)  # of the loss, and of the gradient norm
+    for p in parameters:
+        if tp.is_partial(p):
+            sums += 2 * (1 - 1 / tp.copies(p)) * b * p.numel()
     held = ("held states", "4 b P + 4 per tensor (steps)", 4 * b * P + 4 * len(parameters))
     if not run.args.sp:
-        formula = "2 (tp-1)/tp (b [B T (4 L + 2) + T'] C + s (3 B T + 1))"
-        return [held, ("wire all_reduce", formula, 2 * every_f_and_g + sums)]
-    W = sum(p.numel() for p in parameters if p not in tp.cuts)
-    every_f = sent * b * tokens * (2 * cfg.layers + 1) * cfg.width  # gathers x again in backward
+        formula = f"2 (tp-1)/tp (b [B T ({k} L + 2) + T'] C + b G + s (3 B T + 1))"
+        return [held, ("wire all_reduce", formula, 2 * passed + sums)]
+    again = sent * b * tokens * (2 * cfg.layers + 1) * cfg.width  # x is gathered again in backward
     return [
         held,
-        ("wire all_gather", "(tp-1)/tp b [B T (6 L + 3) + T'] C", every_f_and_g + every_f),
-        ("wire reduce_scatter", "(tp-1)/tp b [B T (4 L + 2) + T'] C", every_f_and_g),
-        ("wire all_reduce", "2 (tp-1)/tp (b W + s (3 B T + 1))", 2 * sent * b * W + sums),
+        ("wire all_gather", "(tp-1)/tp b [B T (6 L + 3) + T'] C", passed + again),
+        ("wire reduce_scatter", "(tp-1)/tp b [B T (4 L + 2) + T'] C", passed),
+        ("wire all_reduce", "2 (tp-1)/tp (b G + s (3 B T + 1))", sums),
     ]
 
 
 def main():
-    args = arguments(__doc__, sp=Flag(False, "sequence parallel: cut x along T outside, too"))
-    refuse(args)
+    from harness.flags import arguments, require  # not above: the file is imported without harness/
+    from harness.run import Run
+
+    args = arguments(__doc__, FLAGS)
+    refuse(args, require)
     run = Run(args)
     mesh = init_device_mesh(run.device.type, (run.world_size,))
     with run:  # from here on a dry run's tensors have no memory
-        tp = CutSequence() if args.sp else WholeSequence()
-        sides = {impl: set_up(run, impl, tp, mesh) for impl in run.impls}
-        for impl, step, x, y, valid in run.steps(sides, range(args.batch)):  # all rows, everywhere
-            side = sides[impl]
-            with run.measure(impl, step):
-                loss, norm = side.train_step(side.model, side.optimizer, x, y, valid, args.clip)
-            run.log(impl, step, loss / tp.size, norm)  # Run sums over ranks
-        if "scratch" in sides:
-            run.textbook(textbook(run, sides["scratch"].model, tp))
+        kind = CutSequence if args.sp else WholeSequence
+        tps = {impl: kind(dist.group.WORLD) for impl in run.impls}
+        sides = {impl: set_up(run, impl, tps[impl], mesh) for impl in run.impls}
+        run.train(sides, rows=range(args.batch))  # all rows, everywhere
+        first = run.impls[0]
+        if first != "torch":
+            run.textbook(textbook(run, first, sides[first].model, tps[first]))
         return run.finish()
 
 

@@ -1,4 +1,4 @@
-"""tensor_parallel.py, and its section 1 in a model that is not ours."""
+"""tensor_parallel.py in all forms of the toy; its idea and its technique in a model of others."""
 import copy
 import types
 from functools import partial
@@ -8,49 +8,56 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
-from conftest import check_refused, copied, dry_run_agrees, each, proves, run, textbook
-from others import Llama, compare, gradients_of, llama_loss, loss_sum, token_rows
+from conftest import (
+    SMALL, alone, check_refused, copied, dry_run_agrees, each, idea, proves, rewritten, run,
+    textbook)
+from others import WIDTH, Llama, compare, gradients_of, llama_loss, loss_sum, token_rows
 
 LLAMA = ["--model", "llama-toy"]
+QWEN = ["--model", "qwen3-toy"]
 ODD = ["--vocab", "257"]
-SOME_FROZEN = ["--train", r"blocks\.1\.|norm1", *ODD, "--warmup", "1", "--eval-every", "1"]
-
+IDEA = ["--impl", "idea"]
+SOME_FROZEN = ["--train", r"blocks\.1\.|norm", *ODD, "--warmup", "1", "--eval-every", "1"]
 
 section = copied("tensor_parallel")
-PLAN = {
-    "embed_tokens": section.VocabEmbedding,
-    **dict.fromkeys(["*.[qkv]_proj", "*.gate_proj", "*.up_proj", "lm_head"], section.ColumnLinear),
-    **dict.fromkeys(["*.o_proj", "*.down_proj"], section.RowLinear),
-    "*.[qk]_norm": section.inside,
-}
-ROWS = [token_rows(torch.Generator().manual_seed(step), 4) for step in range(2)]
-DROPOUTS = {"*.drop_inside": section.inside_dropout, "*.drop_outside": section.outside_dropout}
+COLUMNS = ["*.q_proj", "*.gate_proj", "*.up_proj", "lm_head"]
+ROWS = ["*.o_proj", "*.down_proj"]
+BATCHES = [token_rows(torch.Generator().manual_seed(step), 4) for step in range(2)]
 
 
-def both(kind, tied=False):
+def plan(kv_heads):
+    return {
+        "embed_tokens": section.VocabEmbedding, "*.[kv]_proj": section.key_values(kv_heads),
+        **dict.fromkeys(COLUMNS, section.ColumnLinear), **dict.fromkeys(ROWS, section.RowLinear),
+        "*.[qk]_norm": section.inside,
+    }
+
+
+def both(kind, tied=False, kv_heads=2):
     torch.manual_seed(0)
-    plain = Llama(layers=2, tied=tied)
+    plain = Llama(layers=2, tied=tied, kv_heads=kv_heads)
     tp = getattr(section, kind)()
-    return plain, section.cut_model(copy.deepcopy(plain), tp, PLAN), tp
+    return plain, section.cut_model(copy.deepcopy(plain), tp, plan(kv_heads)), tp
 
 
 def backward(output, y, tp):
     section.vocab_parallel_cross_entropy(output["logits"], y, 29, tp).backward()
 
 
-def check_copy(kind, tied, frozen):
+def check_copy(kind, tied, frozen, kv_heads=2):
     """Two steps of two micro-batches, recomputed in backward: gradients, norms, parameters."""
-    plain, model, tp = both(kind, tied)
+    plain, model, tp = both(kind, tied, kv_heads)
     for m in plain, model:
         for name, p in m.named_parameters():
             p.requires_grad_(not name.startswith(frozen))
+    assert section.gradient_norm(model, tp) == 0
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, model)]
     for step in range(2):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        for x, y in zip(*(t.chunk(2) for t in ROWS[step])):
+        for x, y in zip(*(t.chunk(2) for t in BATCHES[step])):
             llama_loss(plain, x, y).backward()
             backward(checkpoint(model, x, use_reentrant=False), y, tp)
         section.sum_gradients(model, tp)
@@ -67,73 +74,71 @@ def check_copy(kind, tied, frozen):
         assert (state[name].data_ptr() == p.data_ptr()) == (p not in tp.cuts), name
 
 
-def check_dropout(kind):
-    """Masks of what is cut differ, of what is whole they do not; under autocast, and recomputed."""
-    tp = getattr(section, kind)()
-    torch.manual_seed(tp.rank)  # cut_model gives all the first rank's weights and random state
-    model = section.cut_model(Llama(dropout=0.4).float(), tp, {**PLAN, **DROPOUTS})
-    x, y = ROWS[0]
-    gradients = []
-    for forward in model, partial(checkpoint, model, use_reentrant=False):
-        model.zero_grad()
-        torch.manual_seed(1)
-        with torch.autocast("cpu", torch.bfloat16):
-            output = forward(x)
-        backward(output, y, tp)
-        gradients.append(gradients_of(model))
-    compare(*gradients)
-    assert output["logits"].dtype == torch.bfloat16
-    mlp = model.layers[0].mlp
-    everything = section.outside_dropout(nn.Dropout(1.0), tp)
-    assert (everything(torch.ones(40)) == 0).all()
-    for drop, same in (mlp.drop_inside, False), (mlp.drop_outside, kind == "WholeSequence"):
-        mask = drop(torch.ones(40))
-        assert mask.unique().tolist() == pytest.approx([0, 1 / (1 - 0.4)])
-        total = mask.clone()
-        dist.all_reduce(total)
-        assert torch.equal(total, 2 * mask) == same
+class Files:
+    """Reads whole tensors one by one."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def __getitem__(self, name):
+        return self.state[name].clone()
+
+
+def check_meta(kind, tied):
+    """Cut where it has no memory, then filled; and filled again."""
+    plain, model, tp = both(kind, tied)
+    with torch.device("meta"):
+        empty = Llama(layers=2, tied=tied)
+    other = getattr(section, kind)()
+    section.cut_model(empty, other, plan(2))
+    empty.norm.weight.requires_grad_(False)
+    for _ in range(2):
+        section.load_full_state_dict(empty, other, Files(plain.state_dict()))
+    compare(section.full_state_dict(empty, other), dict(plain.state_dict()))
+    assert not empty.norm.weight.requires_grad
+    model.norm.weight.requires_grad_(False)
+    for m, its in (model, tp), (empty, other):
+        backward(m(BATCHES[0][0]), BATCHES[0][1], its)
+        section.sum_gradients(m, its)
+    assert section.gradient_norm(model, tp) == section.gradient_norm(empty, other)
 
 
 def check_kept():
-    """g writes into what a matmul has made: whoever has kept that must hear of it. x is kept as it
-    came: gathered, it is tp times as large."""
-    _, model, tp = both("WholeSequence")
-    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
-    x, y = ROWS[0]
-    output = checkpoint(model, x, use_reentrant=False, context_fn=contexts)
-    with pytest.raises(RuntimeError, match="mutated"):
-        backward(output, y, tp)
+    """x is kept as it came: gathered, it is tp times as large. Under autocast, what is cast."""
     _, model, tp = both("CutSequence")
-    output = model(x)
-    kept, *_ = output["logits"].grad_fn.saved_tensors
+    x, y = BATCHES[0]
+    kept, *_ = model(x)["logits"].grad_fn.saved_tensors
     assert kept.shape[1] == x.shape[1] // tp.size
+    model.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        output = model(x)
+    assert output["logits"].dtype == torch.bfloat16
+    backward(output, y, tp)
 
 
 def check_loss():
-    """F.cross_entropy itself, with huge logits in bf16; an id that does not exist keeps its row."""
+    """F.cross_entropy itself, with huge logits in bf16."""
     tp = section.WholeSequence()
     logits = (1e4 * torch.randn(2, 5, 7)).bfloat16().requires_grad_()
     targets = torch.full((2, 5), 6)
     want = loss_sum(logits.float(), targets)
     want.backward()
-    cut = section.Cut(2, 7)
+    cut = section.Cut(2, 7, tp.size)
     mine = section.shard(logits.detach(), cut, tp).requires_grad_()
     got = section.vocab_parallel_cross_entropy(mine, targets, 7, tp)
     got.backward()
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(mine.grad, section.shard(logits.grad, cut, tp))
-    rows, _ = section.locate(torch.tensor([0, 3, 4, 6, -1, 7]), 7, tp)
-    assert rows.tolist() == [[0, 3, 0, 0, -1, 7], [0, 0, 0, 2, -5, 3]][tp.rank]
 
 
 def check_half():
     """The squares of a norm are summed in fp32: fp16 ends at 65504."""
-    _, model, tp = both("WholeSequence")
+    _, model, tp = both("WholeSequence", kv_heads=1)
     model.half()
     count = 0
     for p in model.parameters():
         p.grad = torch.full_like(p, 2000)
-        count += p.numel() * (tp.size if p in tp.cuts else 1)
+        count += p.numel() * tp.size // tp.copies(p)
     want = 2000 * torch.tensor(count, dtype=torch.float32).sqrt()
     torch.testing.assert_close(section.gradient_norm(model, tp), want)
 
@@ -144,9 +149,10 @@ def check_two_names():
     plain.layers[1] = plain.layers[0]
     plain.head = plain.lm_head
     tp = section.WholeSequence()
-    model = section.cut_model(copy.deepcopy(plain), tp, {**PLAN, "head": section.ColumnLinear})
+    cuts = {**plan(2), "head": section.ColumnLinear}
+    model = section.cut_model(copy.deepcopy(plain), tp, cuts)
     assert model.head.weight is model.lm_head.weight
-    x, y = ROWS[0]
+    x, y = BATCHES[0]
     llama_loss(plain, x, y).backward()
     backward(model(x), y, tp)
     section.sum_gradients(model, tp)
@@ -155,61 +161,168 @@ def check_two_names():
 
 def check_refusals():
     tp = section.WholeSequence()
-    column = section.ColumnLinear
     padded = Llama()
     padded.embed_tokens.padding_idx = 0
-    for words, plan, model in [
-        ("lm_head: two patterns", {"lm_head": column, "lm_*": section.RowLinear}, Llama()),
-        ("q_norm: two patterns", {"*.q_norm": section.inside, "*_norm": section.inside}, Llama()),
-        ("called nowhere.*", {"nowhere.*": column}, Llama()),
-        ("ColumnLinear.* is for .*Linear.* not RMSNorm", {"norm": column}, Llama()),
-        ("padding_idx would be lost", PLAN, padded),
-        ("layers.0.mlp.drop_inside: the plan must call it", {}, Llama(dropout=0.1)),
-        (r"embed_tokens shares \['weight'\]", {"lm_head": column}, Llama(tied=True)),
+    for words, cuts, model in [
+        ("called nowhere.*", {"nowhere.*": section.ColumnLinear}, Llama()),
+        ("padding_idx would be lost", plan(2), padded),
+        ("2 ranks for 3 heads of keys and values", plan(3), Llama()),
+        ("layers.0.mlp.drop_inside: ranks would draw", {}, Llama(dropout=0.1)),
+        (r"embed_tokens shares \['weight'\]", {"lm_head": section.ColumnLinear}, Llama(tied=True)),
     ]:
         with pytest.raises(AssertionError, match=words):
-            section.cut_model(model, tp, plan)
+            section.cut_model(model, tp, cuts)
     with pytest.raises(AssertionError, match="Is the head cut"):
         section.vocab_parallel_cross_entropy(torch.ones(2, 31), torch.ones(2).long(), 31, tp)
 
 
-def test_section_one_alone():
+def test_copy():
     """It trains as the plain model does; what would be silently wrong raises."""
     run(each, 2, check_copy, [
-        ("WholeSequence", False, "nothing"), ("CutSequence", True, "layers.0")])
-    run(each, 2, check_dropout, [("WholeSequence",), ("CutSequence",)])
+        ("WholeSequence", False, "nothing"), ("CutSequence", True, "layers.0"),
+        ("WholeSequence", True, "layers.1", 1), ("CutSequence", False, "nothing", 1)])
+    run(each, 2, check_meta, [("WholeSequence", True), ("CutSequence", False)])
     for check in check_kept, check_loss, check_half, check_two_names, check_refusals:
         run(check, 2)
 
 
+class Even(Llama):
+    """Sizes that 4 ranks divide; tied, with a frozen layer."""
+
+    def __init__(self):
+        super().__init__(layers=2, kv_heads=4)
+        self.embed_tokens = nn.Embedding(32, WIDTH)
+        self.lm_head = nn.Linear(WIDTH, 32, bias=False)
+        self.lm_head.weight = self.embed_tokens.weight
+        for layer in self.layers:
+            layer.mlp.gate_proj = nn.Linear(WIDTH, 20)
+            layer.mlp.up_proj = nn.Linear(WIDTH, 20)
+            layer.mlp.down_proj = nn.Linear(20, WIDTH)
+        self.layers[0].requires_grad_(False)
+
+    def forward(self, tokens):
+        return super().forward(tokens)["logits"]
+
+
+def check_idea(*bug):
+    """Three of its steps, clipped."""
+    code = idea("tensor_parallel", *bug)
+    group = dist.group.WORLD
+    torch.manual_seed(0)
+    plain = Even()
+    model = copy.deepcopy(plain)
+    code.cut_by_name(model, {
+        "embed_tokens": code.vocab_embedding, "*.[qk]_norm": code.norm_inside,
+        **dict.fromkeys([*COLUMNS, "*.[kv]_proj"], code.column_linear),
+        **dict.fromkeys(ROWS, code.row_linear)}, group)
+    one, many = [torch.optim.AdamW(m.parameters(), lr=0.1, eps=1e-5) for m in (plain, model)]
+    for x, y in [*BATCHES, BATCHES[0]]:
+        valid = (y != -100).sum()
+        one.zero_grad()
+        loss = loss_sum(plain(x), y) / valid
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        one.step()
+        found = code.idea_step(model, many, x, y, valid, 0.1, group)
+        torch.testing.assert_close(found, (loss, norm), rtol=1e-10, atol=0)
+    for p, whole in zip(model.parameters(), plain.parameters()):
+        if hasattr(p, "cut"):
+            whole = whole.chunk(group.size(), p.cut)[group.rank()]
+        torch.testing.assert_close(p, whole, rtol=1e-10, atol=1e-11)
+
+
+def test_copy_of_the_idea():
+    run(check_idea, 4)
+
+
+BUGS_IN_THE_IDEA = [
+    ("return summed(dx, ctx.group), None", "return dx, None"),  # f
+    ("return summed(y, group)", "return y.clone()"),  # g
+    ("x = ReduceFromTP.apply(F.linear(y, linear.weight), group)",
+     "x = ReduceFromTP.apply(F.linear(y, linear.weight, linear.bias), group)"),
+    ("rows = ids - rank * words", "rows = ids"),
+    (".masked_fill(~here.unsqueeze(-1), 0)", ""),
+    ("return ReduceFromTP.apply(y, group)", "return y"),
+    ("p.register_hook(", "len and (lambda _: None)("),
+    ("    dist.all_reduce(largest, dist.ReduceOp.MAX, group)", "    pass"),
+    ("ReduceFromTP.apply(summand, group).log()", "summand.log()"),
+    (".squeeze(1).masked_fill(~here, 0)", ".squeeze(1)"),
+    ("target_logit = ReduceFromTP.apply(own_logit, group)", "target_logit = own_logit"),
+    (".masked_fill(targets == ignore_index, 0)", ""),
+    (" or group.rank() == 0)", " or True)"),
+    ("return summed(square, group).sqrt()", "return square.sqrt()"),
+    ("    nn.utils.clip_grads_with_norm_(", "    (lambda *_: None)("),
+    ("y.flatten(), group) / valid", "y.flatten(), group) / y.numel()"),
+]
+
+
+def check_planted_in_the_idea(old, new):
+    with pytest.raises(AssertionError, match="not close"):
+        check_idea(old, new)
+
+
+def test_planted_in_the_idea():
+    run(each, 2, check_planted_in_the_idea, BUGS_IN_THE_IDEA)
+    old, new = BUGS_IN_THE_IDEA[0]
+    proves("tensor_parallel", 2, *IDEA, plant=partial(rewritten, old, new))
+
+
 def test_refused_flags():
     check_refused("tensor_parallel", [
-        (["--dry-run", "2", "--heads", "3", "--width", "12"], "3 heads"),
+        (["--dry-run", "2", "--heads", "3", "--width", "12"], "2 ranks cannot share 3 heads"),
+        (["--dry-run", "4", *LLAMA, *IDEA], "4 heads, 2 of keys and values, evenly"),
         (["--dry-run", "2", "--seq", "15", "--sp"], "2 ranks cannot cut --seq 15 evenly"),
         (["--dry-run", "2", *LLAMA, "--hidden", "51", "--impl", "torch"], "cut --hidden 51 evenly"),
+        (["--dry-run", "2", *IDEA, "--sp"], "--impl idea: no --sp in the idea"),
+        (["--dry-run", "2", *IDEA, *ODD], "2 ranks cannot cut --vocab 257 evenly"),
     ])
 
 
 @pytest.mark.parametrize("world, flags", [
     (4, ODD),
     (4, [*ODD, *LLAMA, "--kv-heads", "4", "--hidden", "51", "--sp"]),
-    (2, [*SOME_FROZEN, "--sp", "--impl", "both"]),
+    (4, [*LLAMA, "--sp"]),  # 2 heads of keys and values
+    (4, [*QWEN, *ODD, "--kv-heads", "1", "--train", "attn"]),
+    (2, [*QWEN, *SOME_FROZEN, "--sp", "--impl", "both"]),
     (2, [*ODD, *LLAMA, "--sp", "--impl", "torch"]),
+    (4, [*LLAMA, *IDEA, "--kv-heads", "4"]),
+    (2, [*QWEN, "--train", r"blocks\.1\.|norm", "--eval-every", "1", "--impl", "all"]),
+    (1, IDEA),
+    (4, IDEA),
 ])
 def test_equals_one_process(world, flags):
     proves("tensor_parallel", world, *flags)
 
 
 def test_resume(tmp_path):
-    """On another number of ranks."""
-    proves("tensor_parallel", 2, *ODD, *LLAMA, "--save", str(tmp_path))
+    """On another number of ranks; two of them had the same head of keys and values."""
+    proves("tensor_parallel", 4, *ODD, *LLAMA, "--save", str(tmp_path))
     report = proves("tensor_parallel", 1, *ODD, *LLAMA, "--steps", "4", "--resume", str(tmp_path))
     assert len(report["loss"]) == 2
 
 
-@pytest.mark.parametrize("world, flags", [(4, ["--sp"]), (2, [*LLAMA, "--dtype", "bf16"])])
+@pytest.mark.parametrize("world, flags", [
+    (4, [*LLAMA, *ODD, "--sp"]),
+    (2, [*QWEN, *ODD, "--dtype", "bf16"]),
+    (4, [*QWEN, "--kv-heads", "1"]),
+    (2, [*QWEN, *IDEA]),
+])
 def test_cost(world, flags):
-    textbook(dry_run_agrees("tensor_parallel", world, *ODD, *flags, ranks=[world - 1]))
+    textbook(dry_run_agrees("tensor_parallel", world, *flags, ranks=[world - 1]))
+
+
+def test_calls():
+    """Of two blocks: as the docstring and part 2 say."""
+    for flags, calls in [
+        (IDEA, {"all_reduce": 2 * 6 + 2 + 4}),  # besides the embedding, the head, loss and norm
+        ([*IDEA, *LLAMA], {"all_reduce": 2 * 7 + 2 + 4}),
+        ([], {"all_reduce": 2 * 4 + 3 + 3}),  # the positions, too
+        (["--sp"], {"all_gather": 2 * 6 + 4, "reduce_scatter": 2 * 4 + 3, "all_reduce": 4}),
+        (["--dry-run", "8", "--heads", "8", *LLAMA, "--kv-heads", "4"], {"all_reduce": 14}),
+    ]:
+        [report] = alone("tensor_parallel", [*SMALL, "--dry-run", "2", *flags])
+        found = report["ranks"][0]["collectives"]
+        assert {kind: found[kind]["calls"] for kind in found} == calls, flags
 
 
 def f_without_all_reduce(module):
@@ -224,26 +337,40 @@ def f_without_all_reduce(module):
 
 def row_bias_on_every_rank(module):
     def forward(self, y):
-        return module.ReduceFromTP.apply(F.linear(y, self.weight, self.bias), self.tp)
+        return self.tp.leave(F.linear(y, self.weight, self.bias))
 
     module.RowLinear.forward = forward
 
 
-def norms_not_summed(module):
-    module.sum_gradients = lambda model, tp: None
+def nothing_is_inside(module):
+    module.WholeSequence.is_partial = lambda tp, p: p in tp.cuts
 
 
-def replicated_counted_on_each_rank(module):
+def norms_are_whole(module):
+    module.CutSequence.is_partial = module.WholeSequence.is_partial
+
+
+def heads_are_apart(module):
+    module.WholeSequence.is_partial = lambda tp, p: p in tp.inside
+
+
+def counted_on_each_rank(module):
     norm = module.gradient_norm
-    module.gradient_norm = lambda model, tp: norm(
-        model, types.SimpleNamespace(cuts=set(model.parameters()), group=tp.group))
+
+    def broken(model, tp):
+        everyone = types.SimpleNamespace(rank=0, copies=tp.copies, group=tp.group)
+        return norm(model, everyone)
+
+    module.gradient_norm = broken
 
 
-@pytest.mark.parametrize("plant, flags", [
-    (f_without_all_reduce, []),
-    (row_bias_on_every_rank, []),
-    (norms_not_summed, [*LLAMA, "--sp"]),
-    (replicated_counted_on_each_rank, []),
+@pytest.mark.parametrize("world, plant, flags", [
+    (2, f_without_all_reduce, []),
+    (2, row_bias_on_every_rank, []),
+    (2, norms_are_whole, [*LLAMA, "--sp"]),
+    (2, nothing_is_inside, QWEN),
+    (4, heads_are_apart, LLAMA),
+    (2, counted_on_each_rank, []),
 ])
-def test_planted(plant, flags):
-    proves("tensor_parallel", 2, *flags, plant=plant)
+def test_planted(world, plant, flags):
+    proves("tensor_parallel", world, *flags, plant=plant)
