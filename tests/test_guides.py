@@ -25,7 +25,6 @@ from test_readme import batches
 YOUR_MODEL = (ROOT / "docs" / "your-model.md").read_text()
 FINE_TUNING = (ROOT / "docs" / "fine-tuning.md").read_text()
 RUN_PAGE = (ROOT / "docs" / "how-a-run-works.md").read_text()
-OLD_APIS = (ROOT / "docs" / "old-apis.md").read_text()
 
 # {"mine": the code block that begins with # mine.py}
 PAGE = dict(re.findall(r"```python\n(?=# (\w+)\.py)(.*?)```", YOUR_MODEL, re.S))
@@ -200,7 +199,7 @@ def test_adapters():
 
 
 def test_the_flags_of_our_files():
-    for names, flags in re.findall(r"\| (\[\w+\.py\][^|`]*)([^|]*) \|$", OLD_APIS, re.M):
+    for names, flags in re.findall(r"\| (\[\w+\.py\][^|`]*)([^|]*) \|$", RUN_PAGE, re.M):
         for name in re.findall(r"\[(\w+)\.py\]", names):
             for flag in re.findall(r"`--([\w-]+)", flags):
                 assert f"--{flag.removeprefix('no-')}" in flags_of(name), f"{name} --{flag}"

@@ -247,7 +247,7 @@ CHUNKS = "with 16 micro-batches on 16 ranks more than two chunks would make the 
 
 @table("Llama team 2024, Llama 3, arXiv:2407.21783", "table 4: MFU of 405B",
        "plan.py's time model with H100's rates, interleaved with two chunks, attn allgather. The "
-       "dry runs are in docs/measured.md")
+       "dry runs are in docs/production.md")
 def llama_meshes():
     rows = []
     for gpus, cp, dp, seq, micro, published in MESHES:
