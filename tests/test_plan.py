@@ -1,4 +1,4 @@
-"""tools/plan.py and tools/estimate.py: beside published runs, dry runs and the simulator."""
+"""tools/plan.py and tools/estimate.py beside dry runs and the simulator."""
 import json
 import math
 import shlex
@@ -8,12 +8,12 @@ import pytest
 import hybrid_3d
 from common import PRESETS, GPTConfig
 from conftest import ALL, alone, tool
-from harness.flags import arguments
 from harness.timeline import bubble_rate, costs, in_flight, simulate
-from moe import PRESETS as MIXTURES
 from pipeline_parallel import make_plans
+from test_readme import Begins, begins
 from tools import estimate, plan
-from tools.estimate import Layout, assess, job_of, layouts, search
+from tools.estimate import Layout, held, job_of
+from tools.plan import TIE, layouts, search
 
 
 def on(gpus, batch, *flags):
@@ -22,9 +22,11 @@ def on(gpus, batch, *flags):
 
 SMALL = "--width 256 --heads 8 --vocab 1000 --seq 128 --dtype bf16"
 LLAMA = "--model llama-toy --kv-heads 4 --hidden 512"
+QWEN3 = "--model qwen3-toy --kv-heads 4 --hidden 512"
 ROWS = [
     "--dp 2 --tp 2 --pp 1 --experts 8 --ep 2 --shared --zero 2 --sp --layers 2 --micro 1 --batch 8",
     f"{LLAMA} --dp 2 --tp 2 --pp 1 --sp --zero 3 --layers 2 --micro 2 --batch 32 --ckpt full",
+    f"{QWEN3} --dp 2 --tp 2 --pp 1 --sp --zero 3 --layers 2 --micro 2 --batch 32 --ckpt full",
     "--dp 2 --tp 2 --pp 3 --zero 1 --ckpt selective --layers 5 --micro 3 --batch 24 --rank 4",
     "--dp 1 --cp 2 --tp 1 --pp 2 --attn ulysses --schedule zb-v --layers 4 --micro 3 --batch 12",
 ]
@@ -33,7 +35,8 @@ ROWS = [
 def job_of_report(report):
     """-> the job of a dry run, its rank's stage"""
     args = report["args"]
-    cfg = PRESETS[args["model"]]._replace(**{name: args[name] for name in plan.SIZES})
+    sizes = {name: args[name] for name in plan.SIZES}
+    cfg = PRESETS[args["model"]]._replace(**sizes)
     axes = {axis: args[axis] for axis in Layout._fields}
     if not args["experts"]:
         axes["ep"] = None
@@ -46,7 +49,7 @@ def job_of_report(report):
 
 def test_memory_and_bytes():
     """What is held and sent is that of hybrid_3d's dry run, the peak within 12%."""
-    rows = ROWS if ALL else ROWS[:2]
+    rows = ROWS if ALL else ROWS[:3]
     lines = []
     for row in rows:
         words = row.split()
@@ -55,23 +58,22 @@ def test_memory_and_bytes():
         lines.append([*SMALL.split(), *words, "--dry-run", str(ranks)])
     for row, report in zip(rows, alone("hybrid_3d", *lines)):
         job, stage = job_of_report(report)
-        found = assess(job, stage)
+        found = held(job, stage)
         real = report["ranks"][0]["memory"]
         for kind in ("parameters", "gradients", "optimizer"):
-            assert math.isclose(found[kind], real[kind], rel_tol=1e-3), (row, kind)
-        assert math.isclose(found["memory"], real["peak"], rel_tol=0.12), row
-        if job.experts:
-            rows = estimate.bytes_on_ep(job, job.blocks[stage])
+            assert math.isclose(found[kind], real[kind], rel_tol=0.01), (row, kind)
+        limit = 0.25 if job.form.qk_norm else 0.12  # a CPU has no fused RMSNorm
+        assert math.isclose(found["memory"], real["peak"], rel_tol=limit), row
+        if job.routed:
+            sent = estimate.bytes_on_ep(job, job.blocks[stage])
             measured = report["ranks"][0]["collectives"]["all_to_all"]["wire"]
-            assert math.isclose(rows, measured, rel_tol=0.01), row
-            job.at.megatron_2021 = True  # which hides nothing
-            sent = estimate.seconds_on_dp(job, stage, 0) * estimate.bandwidth(job.at, job.at.gpus)
+            assert math.isclose(sent, measured, rel_tol=0.01), row
             lines = {line["what"]: line["measured"] for line in report["textbook"]}
             over_copies = lines["wire data"] + lines.get("wire replicas", 0)
-            assert math.isclose(sent, over_copies, rel_tol=0.01), row
+            assert math.isclose(estimate.bytes_on_dp(job, stage), over_copies, rel_tol=0.01), row
 
 
-@pytest.mark.parametrize("schedule", estimate.SCHEDULES)
+@pytest.mark.parametrize("schedule", estimate.IDLE)
 def test_simulator(schedule):
     """The bubble, and the micro-batches in flight, are what the simulator says."""
     for pp, micro in ((2, 4), (3, 9), (6, 18)):
@@ -97,30 +99,56 @@ def test_new_axes():
 
 
 @pytest.mark.parametrize("gpus, flags", [
-    (4, ["--experts", "4", "--shared"]), (8, CUT), (4, ["--schedule", "dualpipe-v"])])
+    (4, ["--experts", "4", "--shared"]), (8, CUT), (8, ["--schedule", "interleaved"])])
 def test_all_layouts_are_possible(gpus, flags, monkeypatch):
     """Each of them is one that hybrid_3d accepts, by the line that is printed."""
     at = on(gpus, 8, *flags)
-    found = list(layouts(at.cfg, at, at.fixed))
+    found = list(layouts(at.cfg, at))
     assert len(found) == len(set(found)) >= 5
+    for module in ("harness.run", "hybrid_3d"):
+        monkeypatch.setattr(f"{module}.Run", begins, raising=False)
     for lay in found[::max(1, len(found) // 20)]:
         words = shlex.split(plan.command(lay, at).partition("hybrid_3d.py")[2])
         monkeypatch.setattr("sys.argv", ["hybrid_3d.py", *words, "--dry-run", str(gpus)])
-        args = arguments(hybrid_3d.__doc__, presets=MIXTURES, **hybrid_3d.FLAGS)
-        hybrid_3d.layout(args)
-        for axis, value in lay._asdict().items():
-            if axis != "ep" or value:
-                assert getattr(args, axis) == value
+        with pytest.raises(Begins):
+            hybrid_3d.main()
+
+
+def test_ties():
+    """What is as fast as the fastest is called so, and the simplest of it comes first; there is one
+    row of each mesh. Nothing is hidden that does not run behind arithmetic."""
+    at = on(8, 512, "--model", "gpt2-xl")
+    rows, _ = search(at.cfg, at)
+    ties = [tie for tie, *_ in rows]
+    assert ties == sorted(ties) and ties[0] == 0
+    assert plan.text(rows[0][1]) == "dp 8, micro 8"
+    meshes = [plan.mesh_of(lay) for _, lay, _, _ in rows]
+    assert len(meshes) == len(set(meshes))
+    fastest = min(time["seconds"] for *_, time in rows)
+    for tie, _, memory, time in rows:
+        assert fastest * (1 + TIE) ** tie * 0.999 <= time["seconds"]
+        assert memory["memory"] <= 0.9 * 80e9
+    slow = on(8, 512, "--model", "gpt2-xl", "--bandwidth-intra", "0.1")
+    lay = Layout(8, 1, 1, 4, "1f1b", False, 3, "none")
+    job = job_of(slow.cfg, slow, lay)
+    time = estimate.timed(job)
+    sent = estimate.bytes_on_dp(job, 0) / 0.1e9
+    hidden = time["matmul"] + time["recompute"] + time["bound"]
+    assert time["dp"] == pytest.approx(sent - hidden) and time["dp"] > hidden
+    words = [plan.two_digits(x) for x in (39632.5, 4.96, 0.0123, 0)]
+    assert words == ["40,000", "5.0", "0.012", "0"]
 
 
 def test_tables_and_advice(tmp_path):
     file = tmp_path / "plan.json"
-    flags = "--gpus 12 --layers 6 --batch 24 --tokens 1e9 --price 2 --exact 1 --json"
+    flags = "--gpus 12 --layers 6 --batch 24 --tokens 1e9 --exact 1 --json"
     said = tool("plan", *flags.split(), file)
-    row = json.loads(file.read_text())["rows"][0]
-    assert row["command"] in said
-    assert row["cost"] == 2 * row["gpu_hours"] and "GPU-hours, which cost 0" in said
+    row = json.loads(file.read_text())[0]
+    assert row["command"] in said and "\n  1  dp " in said
+    assert "GPU-hours" in said and "cost" not in said
     assert row["memory"] == pytest.approx(row["exact"], rel=0.2)
+    said = tool("plan", *flags.split()[:6], "--tokens", "1e15", "--price", "2")
+    assert ", which cost " in said
     flags = "--model gpt3-175b --batch 64 --gpus 8 --dp 1 --cp 1"
     said = tool("plan", *flags.split(), code=1)
     assert "nothing fits 80 GB" in said

@@ -1,100 +1,89 @@
 """Which layout for my model on my cluster? Tries hybrid_3d.py's, and prints the fastest ones.
 
-Of its choices some are tried only where --schedule or --attn names them: see layouts() in
-estimate.py.
-
-    layout    dp x cp x tp x pp GPUs, micro-batches, schedule, sp, zero, ckpt, attn, and ep of the
-              experts (--experts 64 --top-k 8 ..), as hybrid_3d.py has them
-    memory    of the fullest stage: parameters, gradients and optimizer are exact, activations and
-              what comes and goes are estimates, all together within 11% of a dry run's peak,
-              which --exact N adds for the best N. CUDA, NCCL and fragmentation are not in it:
-              take --gpu-memory less what they need. RMSNorm is taken for torch's fused one. A
-              CPU has none: the norm keeps its input in fp32 and more, and a small Llama's dry
-              run there peaks up to a third higher
-
-    time of the slowest stage, for M micro-batches; dp and adamw are those of the fullest one.
-    B T are the tokens of a rank; for cp, of its cp ranks together. Numbers, unless bytes are said.
-    In the form of GPT-2, whose hidden width is 4 C:
-    part           what it counts                                                  source
-    matmul         72 C^2 (1 + T/6C) FLOPs per token and block, and the head;      1, appendix
-                   48 of the 72 for each MLP that a token visits; the last rank of
-                   a ring has T (2 - 1/cp) in the place of T
-    recompute      what ckpt full does again, 16 C^2 + 4 T C                       amp_accum_ckpt.py
-    bound          bytes of norms, residuals and gelu, read and written            shapes
-    tp             8 B T C (tp-1)/tp per block, sp 10; not overlapped              1, 3.2
-    cp             hybrid_3d.py's bytes; hops travel behind attention, ulysses'    3; 4
-                   and allgather's are not overlapped
-    ep             4 K B T C (ep-1)/ep per block, / tp; not overlapped             moe.py
-    bubble         (pp-1)/M of all above in gpipe and 1f1b. Where F = B = W,       1, 2.2; 2
-                   interleaved and bfs have 1/2 of that, zb-h1 1/3, dualpipe-v
-                   1/6, zb-h2 and zb-v none
-    pp             B T C per boundary and direction, not overlapped                1, 3.2
-    dp             2 (n-1)/n of the gradients, n = dp cp, by a ring. zero 2 has    1, 3.3; 5
-                   M + 1, and zero 3 has 3 M, in the place of the 2. Experts among
-                   those that hold the same ones. The last backward hides it, but
-                   not the half of zero 1 that gathers parameters
-    adamw          bytes of gradients and states
-
-A group inside a node has --bandwidth-intra, one across nodes --bandwidth-inter, GB/s per GPU. The
-defaults are those of A100-80GB, 8 to a node. One number is fitted: --efficiency, of matmuls. 0.67
-for all ten rows of table 1 in source 1 (1.7B to 1T) gives their TFLOP/s within 8%, 3.6% on average.
---megatron-2021 is the software of source 1, in which attention is not fused, for one.
-
-1  Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters Using
-   Megatron-LM", arXiv:2104.04473
-2  Qi et al. 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241
-3  Liu et al. 2023, "Ring Attention with Blockwise Transformers", arXiv:2310.01889, section 3
-4  Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv:2309.14509, section 3
-5  Rajbhandari et al. 2020, "ZeRO", arXiv:1910.02054, section 7
-
     python tools/plan.py --model llama3-70b --batch 1024 --gpus 512 --tokens 15e12 --price 2
+
+A layout is dp x cp x tp x pp GPUs, micro-batches, schedule, sp, zero, ckpt, attn, and ep of the
+experts (--experts 64 --top-k 8 ..), as hybrid_3d.py has them, and each is a flag that fixes it. Of
+its schedules 1f1b, interleaved and zb-v are tried, to which the others are equal or worse in this
+model; allgather only if it is named; cp on sequences of 8,192 tokens or more, or if it is named.
+
+Memory is that of the fullest stage: parameters, gradients and optimizer are exact, all together is
+within 12% of a dry run's peak, which --exact N adds for the best N (RMSNorm is taken for the fused
+one, which CPUs have not: there it may be a third more). A tenth of --gpu-memory stays free, for
+CUDA, NCCL and fragmentation.
+
+Time is a model with one fitted number, --efficiency of matmuls. With 0.67 it is within TIE of the
+published runs in docs/papers.md, no closer: so layouts within TIE of the fastest are called equal,
+and stand in the order of how much they cut and need; of each mesh there is one row. What is hidden
+is what hybrid_3d.py sends while it computes: sums over dp behind backward, ZeRO-3's gathers, hops
+of a ring behind attention, sums and gathers but for one unit. A group inside a node has
+--bandwidth-intra, one across nodes --bandwidth-inter, GB/s per GPU. The defaults are A100-80GB, 8
+to a node.
 """
 import argparse
+import itertools
 import json
+import math
 import signal
 import sys
+from itertools import product
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import moe  # noqa: E402
 from common import PRESETS  # noqa: E402
-from harness.flags import (  # noqa: E402
-    ANY, FLAGS, POSITIVE, Flag, add_flag, check_bounds, refuse_file, require)
+from harness.flags import FLAGS, add_flag, check_bounds, refuse_file, require  # noqa: E402
 from tools.estimate import (  # noqa: E402
-    CKPTS, HELD, PARTS, SCHEDULES, Layout, assess, divisors, held, job_of, parameters_of, search,
-    timed)
+    HELD, IDLE, PARTS, Layout, assess, held, job_of, parameters_of, timed)
 from tools.launch import report  # noqa: E402
+
+TIE = 0.08
+SPARE = 0.1  # of a GPU's memory
+LONG = 8192  # tokens of a sequence from which on it is cut, unless --cp says otherwise
+SHORT = 2048  # tokens of a part, at least
+SHOWN = 10  # rows
 
 # ---- flags ---------------------------------------------------------------------
 
 MODELS = {**PRESETS, **moe.PRESETS}
-SIZES = ("layers", "width", "heads", "vocab", "seq", "kv_heads", "hidden")
-SOME = (1e-9, 1e18)  # more than nothing
+SIZES = [name for name in ("layers", "width", "heads", "vocab", "seq", "kv_heads", "hidden",
+                           "head_dim") if "--" + name.replace("_", "-") in FLAGS]
+CKPTS = ("none", "selective", "full")
+
+
+def number(default, help, least=1e-9):
+    return dict(type=float, default=default, least=least, most=1e18, help=help)
+
+
+def fixed(**settings):
+    return dict(help="fixed", **settings)
+
+
 OWN = {
     "model": {**FLAGS["--model"], "choices": tuple(MODELS)},
     **{name: FLAGS["--" + name.replace("_", "-")] for name in (*SIZES, "json")},
-    "batch": Flag(int, "B, sequences per step", POSITIVE),
-    "dtype": Flag("bf16", "of parameters and arithmetic", ("bf16", "fp32")),
-    "gpus": Flag(int, "how many", POSITIVE),
-    "gpu_memory": Flag(80.0, "GB of a GPU", SOME),
-    "gpu_tflops": Flag(312.0, "its peak", SOME),
-    "hbm": Flag(2.0, "TB/s of its memory", SOME),
-    "gpus_per_node": Flag(8, "GPUs", POSITIVE),
-    "bandwidth_intra": Flag(300.0, "GB/s per GPU inside a node", SOME),
-    "bandwidth_inter": Flag(25.0, "GB/s per GPU across nodes", SOME),
-    "efficiency": Flag(0.67, "of matmuls; fitted", SOME),
-    "megatron_2021": Flag(False, "the software of Narayanan 2021"),
-    "tokens": Flag(0.0, "to train on, for days and GPU-hours", (0, 1e18)),
-    "price": Flag(0.0, "of a GPU for an hour, for the cost", (0, 1e18)),
-    "experts": Flag(int, "E in each layer, in the place of its MLP (0: none)", ANY),
-    "top_k": moe.FLAGS["top_k"],
-    "shared": moe.FLAGS["shared"],
-    **dict.fromkeys(("dp", "cp", "tp", "pp", "micro", "ep"), Flag(int, "fixed", POSITIVE)),
-    "zero": Flag(int, "fixed", (0, 3)),
-    "schedule": Flag(str, "fixed", SCHEDULES),
-    "ckpt": Flag(str, "fixed", CKPTS),
-    "attn": Flag(str, "fixed", ("ring", "zigzag", "allgather", "ulysses")),
-    "exact": Flag(0, "so many rows get the peak of a dry run, which takes minutes", ANY),
+    "batch": dict(type=int, least=1, help="B, sequences per step"),
+    "dtype": dict(default="bf16", choices=("bf16", "fp32"), help="of parameters and arithmetic"),
+    "gpus": dict(type=int, least=1, help="how many"),
+    "gpu-memory": number(80.0, "GB of a GPU"),
+    "gpu-tflops": number(312.0, "its peak"),
+    "hbm": number(2.0, "TB/s of its memory"),
+    "gpus-per-node": dict(type=int, default=8, least=1, help="GPUs"),
+    "bandwidth-intra": number(300.0, "GB/s per GPU inside a node"),
+    "bandwidth-inter": number(25.0, "GB/s per GPU across nodes"),
+    "efficiency": number(0.67, "of matmuls; fitted"),
+    "tokens": number(0.0, "to train on, for days and GPU-hours", 0),
+    "price": number(0.0, "of a GPU for an hour, for the cost", 0),
+    "experts": dict(type=int, least=0, help="E in each layer, in the place of its MLP (0: none)"),
+    "top-k": dict(type=int, default=2, least=1, help="K, experts per token"),
+    "shared": dict(action="store_true", help="one for every token"),
+    **{axis: fixed(type=int, least=1) for axis in ("dp", "cp", "tp", "pp", "micro", "ep")},
+    "zero": fixed(type=int, least=0, most=3),
+    "schedule": fixed(choices=tuple(IDLE)),
+    "ckpt": fixed(choices=CKPTS),
+    "attn": fixed(choices=("zigzag", "allgather", "ulysses")),
+    "sp": fixed(action=argparse.BooleanOptionalAction),
+    "exact": dict(type=int, default=0, least=0, help="so many rows get a dry run's peak: minutes"),
 }
 
 
@@ -109,17 +98,16 @@ def read(words=None):
     parser.error = lambda message: require(False, message)
     for name, flag in OWN.items():
         add_flag(parser, "--" + name.replace("_", "-"), flag)
-    parser.add_argument("--sp", help="fixed", action=argparse.BooleanOptionalAction)
     at = parser.parse_args(words)
     for name, flag in OWN.items():
-        check_bounds("--" + name.replace("_", "-"), getattr(at, name), flag.get("least"),
-                     flag.get("most"))
+        value = getattr(at, name.replace("-", "_"))
+        check_bounds("--" + name.replace("_", "-"), value, flag.get("least"), flag.get("most"))
     require(at.gpus and at.batch, "give both --gpus and --batch")
     given = {name: value for name, value in vars(at).items() if value is not None}
     at.cfg = MODELS[at.model]._replace(**{name: given[name] for name in SIZES if name in given})
     at.fixed = {axis: given[axis] for axis in Layout._fields if axis in given}
     if at.experts is None:
-        at.experts = moe.FLAGS["experts"]["default"] if at.model in moe.PRESETS else 0
+        at.experts = 8 if at.model in moe.PRESETS else 0
     refuse(at)
     at.node = max(n for n in divisors(at.gpus) if n <= at.gpus_per_node)
     return at
@@ -128,16 +116,103 @@ def read(words=None):
 def refuse(at):
     """What makes no sense ends here, in one line."""
     cfg = at.cfg
-    E = at.experts
-    kv_heads = cfg.kv_heads or cfg.heads
-    of_llama = at.kv_heads or at.hidden
-    require(not cfg.form.learned_positions or not of_llama,
-            "--kv-heads, --hidden: are for Llama's form")
-    require(cfg.width % cfg.heads == 0, f"--heads {cfg.heads} does not divide --width {cfg.width}")
+    kv_heads = cfg.resolved().kv_heads
+    require(not cfg.form.learned_positions or not (at.kv_heads or at.hidden),
+            "--kv-heads, --hidden: not in GPT-2's form")
+    require(cfg.width % cfg.heads == 0 or cfg.head_dim,
+            f"--heads {cfg.heads} does not divide --width {cfg.width}")
     require(cfg.heads % kv_heads == 0, f"--kv-heads {kv_heads} does not divide --heads {cfg.heads}")
-    require(not E or at.top_k <= E, f"--top-k {at.top_k} of --experts {E}: choose {E} at most")
-    require(E or not (at.ep or at.shared), "--ep and --shared are for --experts E")
+    require(not at.experts or at.top_k <= at.experts,
+            f"--top-k {at.top_k} of --experts {at.experts}: choose fewer")
+    require(at.experts or not (at.ep or at.shared), "--ep and --shared are for --experts E")
+    require(at.tokens or not at.price, "--price wants --tokens")
     refuse_file("--json", at.json)
+
+
+# ---- the search ------------------------------------------------------------------
+
+
+def divisors(n):
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def layouts(cfg, at):
+    """What hybrid_3d.py runs and may gain something in this model of time and memory."""
+    cfg = cfg.resolved()
+    for tp, pp, cp in product(divisors(at.gpus), repeat=3):
+        dp = at.gpus // (tp * pp * cp)
+        if at.gpus % (tp * pp * cp) or at.batch % dp or pp > cfg.layers:
+            continue
+        tried = {
+            "dp": [dp], "tp": [tp], "pp": [pp], "micro": divisors(at.batch // dp),
+            "schedule": IDLE, "sp": [False, True],
+            "zero": [0, 1, 2, 3], "ckpt": CKPTS, "cp": [cp],
+            "attn": ["zigzag", "ulysses"] if cp > 1 else ["zigzag"],
+            "ep": divisors(math.gcd(dp * cp, at.experts)) if at.experts else [None]}
+        for axis, value in at.fixed.items():
+            known = axis in ("dp", "tp", "pp", "cp")  # found above
+            tried[axis] = [value] if not known or value in tried[axis] else []
+        for lay in itertools.starmap(Layout, product(*tried.values())):
+            if runs(cfg, at, lay):
+                yield lay
+
+
+def runs(cfg, at, lay):
+    """Can hybrid_3d.py run it, and is it worth a try?"""
+    data = lay.dp * lay.cp
+    chunks = 2 if lay.attn in ("zigzag", "allgather") else 1  # of a sequence, on a rank of cp
+    stages = lay.pp if lay.schedule == "1f1b" else 2 * lay.pp
+    return all((
+        cfg.kv_heads % lay.tp == 0 and cfg.hidden % lay.tp == 0,
+        lay.tp > 1 or not lay.sp,
+        not lay.sp or cfg.seq // lay.cp % lay.tp == 0,
+        lay.sp or lay.tp == 1 or not at.experts,  # whose ranks would all route the same tokens
+        lay.cp == 1 or cfg.seq % (chunks * lay.cp) == 0,
+        lay.cp == 1 or lay.attn != "ulysses" or cfg.kv_heads // lay.tp % lay.cp == 0,
+        lay.cp == 1 or "cp" in at.fixed or (cfg.seq >= LONG and cfg.seq // lay.cp >= SHORT),
+        stages <= cfg.layers,
+        lay.pp > 1 or lay.schedule == "1f1b",
+        lay.schedule != "interleaved" or lay.micro % lay.pp == 0,
+        # fewer do not fill the pipeline; W would wait with all that full has made again
+        lay.schedule != "zb-v" or (lay.micro >= 2 * lay.pp - 1 and lay.ckpt != "full"),
+        lay.zero == 0 or data > 1,
+        lay.zero < 3 or lay.pp == 1,
+    ))
+
+
+def search(cfg, at):
+    """-> [(tie, job, memory, time)], one of each mesh, best first; the least bytes, its layout.
+
+    tie: 0 for what is as fast as the fastest, 1 for the next such class, ..
+    """
+    fits = []
+    least = None
+    for lay in layouts(cfg, at):
+        job = job_of(cfg, at, lay)
+        memory = assess(job)
+        if least is None or memory["memory"] < least[0]:
+            least = memory["memory"], lay
+        if memory["memory"] <= (1 - SPARE) * 1e9 * at.gpu_memory:
+            fits.append((lay, memory, timed(job)))
+    fastest = min((time["seconds"] for *_, time in fits), default=1)
+    rows = []
+    for lay, memory, time in fits:
+        tie = math.floor(math.log(time["seconds"] / fastest) / math.log(1 + TIE) + 1e-9)
+        rows.append((tie, effort(lay), lay, memory, time))
+    of_meshes = {}
+    for row in sorted(rows, key=lambda row: row[:2]):
+        of_meshes.setdefault(mesh_of(row[2]), row)
+    return [(tie, *row) for tie, _, *row in of_meshes.values()], least
+
+
+def mesh_of(lay):
+    return lay.dp, lay.cp, lay.tp, lay.pp
+
+
+def effort(lay):
+    """Of equals the one comes first that cuts less along fewer axes, and needs less machinery."""
+    axes = sum(size > 1 for size in (lay.cp, lay.tp, lay.pp, lay.ep or 1))
+    return axes, lay.pp, lay.cp, lay.tp, lay.zero, CKPTS.index(lay.ckpt), lay.schedule, lay.micro
 
 
 # ---- in words ------------------------------------------------------------------
@@ -157,25 +232,14 @@ def text(lay):
 
 def flags_of(lay, at):
     """-> the words for hybrid_3d.py"""
-    names = ["model", *SIZES, "batch", "dtype"]
-    left_out = set()
-    if lay.cp == 1:
-        left_out |= {"cp", "attn"}
+    values = {name: getattr(at, name) for name in ("model", *SIZES, "batch", "dtype")}
     if lay.ep:
-        names += ["experts", "top_k", "shared"]
-    words = [as_flag(name, getattr(at, name)) for name in names if getattr(at, name)]
-    for axis, value in lay._asdict().items():
-        if axis not in left_out and value is not None and value is not False:
-            words.append(as_flag(axis, value))
-    return " ".join(words)
-
-
-def command(lay, at):
-    """-> the line that runs a layout"""
-    where = "--standalone"
-    if at.gpus > at.node:
-        where = f"--nnodes={at.gpus // at.node} --rdzv_backend=c10d --rdzv_endpoint=HOST:29500"
-    return f"torchrun {where} --nproc_per_node={at.node} hybrid_3d.py {flags_of(lay, at)}"
+        values.update(experts=at.experts, top_k=at.top_k, shared=at.shared)
+    values.update(lay._asdict())
+    if lay.cp == 1:
+        del values["attn"]
+    values = {name: value for name, value in values.items() if value is not False}  # the default
+    return " ".join(as_flag(name, value) for name, value in values.items() if value is not None)
 
 
 def as_flag(name, value):
@@ -186,28 +250,44 @@ def as_flag(name, value):
     return f"--{name}" if value is True else f"--{name} {value}"
 
 
-# ---- tables --------------------------------------------------------------------
+def command(lay, at):
+    """-> the line that runs a layout"""
+    where = "--standalone"
+    if at.gpus > at.node:
+        where = f"--nnodes={at.gpus // at.node} --rdzv_backend=c10d --rdzv_endpoint=HOST:29500"
+    return f"torchrun {where} --nproc_per_node={at.node} hybrid_3d.py {flags_of(lay, at)}"
+
+
+def two_digits(value):
+    """-> 39.6 as 40, 0.0123 as 0.012: the third would be made up"""
+    digits = 1 - math.floor(math.log10(value)) if value else 0
+    return f"{round(value, digits):,.{max(digits, 0)}f}"
 
 
 def show(rows, at):
-    """Two tables of [(layout, memory, time)]: where the memory goes, and where the time."""
+    """A table of the rows."""
     total = parameters_of(at.cfg, at.experts, at.shared)
-    print(f"{at.model}: {total:,} parameters, {at.gpus} GPUs\n")
-    print(f"{'GB per GPU':>70} " + " ".join(f"{kind:>11}" for kind in HELD) + "     all")
-    for i, (lay, memory, _) in enumerate(rows, 1):
-        cells = " ".join(f"{memory[kind] / 1e9:11.2f}" for kind in HELD)
-        print(f"{i:3} {text(lay):66} {cells} {memory['memory'] / 1e9:7.2f}")
-    shown = [part for part in PARTS if any(time[part] for _, _, time in rows)]
-    head = " ".join(f"{part:>9}" for part in shown)
-    print(f"\nms  {head}      step TFLOP/s    MFU       tok/s")
-    for i, (_, _, time) in enumerate(rows, 1):
-        times = " ".join(f"{1e3 * time[part]:9.1f}" for part in (*shown, "seconds"))
-        print(f"{i:3} {times} {time['tflops']:7.1f} {time['mfu']:6.1%} {time['rate']:11,.0f}")
-    lay, _, time = rows[0]
+    print(f"{at.model}: {total:,} parameters, {at.gpus} GPUs. = means: within {TIE:.0%}, which is "
+          "all that is known of the time\n")
+    print(f"{'':4} {'':70} {'GB':>7} {'s/step':>7} {'MFU':>4} {'tok/s':>10}   of the time")
+    ties = [tie for tie, *_ in rows]
+    for tie, lay, memory, time in rows[:SHOWN]:
+        place = f"{ties.index(tie) + 1}{'=' if ties.count(tie) > 1 else ' '}"
+        shares = {part: time[part] / time["seconds"] for part in PARTS}
+        words = ", ".join(f"{part} {share:.0%}" for part, share in shares.items() if share >= 0.005)
+        print(f"{place:>4} {text(lay):70} {two_digits(memory['memory'] / 1e9):>7} "
+              f"{two_digits(time['seconds']):>7} {time['mfu']:4.0%} "
+              f"{two_digits(time['rate']):>10}   {words}")
+    _, lay, memory, time = rows[0]
+    kinds = [f"{kind} {memory[kind] / 1e9:.1f}" for kind in HELD]
+    print(f"\nthe first row holds, in GB: {', '.join(kinds)}")
     if at.tokens:
-        print(f"\nrow 1 takes {time['days']:.1f} days, {time['gpu_hours']:,.0f} GPU-hours, "
-              f"which cost {time['cost']:,.0f}")
-    print(f"\nrow 1:  {command(lay, at)}")
+        hours = at.tokens / time["rate"] / 3600
+        words = f"{two_digits(hours / 24)} days, {two_digits(hours * at.gpus)} GPU-hours"
+        if at.price:
+            words += f", which cost {two_digits(hours * at.gpus * at.price)}"
+        print(f"it takes {words}")
+    print(command(lay, at))
 
 
 def exact_peak(lay, at):
@@ -216,40 +296,30 @@ def exact_peak(lay, at):
     fullest = max(range(lay.pp), key=lambda stage: held(job, stage)["memory"])
     rank = fullest * at.gpus // lay.pp
     flags = f"{flags_of(lay, at)} --dry-run {at.gpus} --rank {rank}"
-    return report(1, "hybrid_3d.py", flags.split())["ranks"][0]["memory"]["peak"]
-
-
-# ---- run -----------------------------------------------------------------------
+    return report(1, "hybrid_3d", flags.split())["ranks"][0]["memory"]["peak"]
 
 
 def main():
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it, without a traceback
     at = read()
-    fits, least = search(at.cfg, at)
+    rows, least = search(at.cfg, at)
     given = "".join(" " + as_flag(axis, value) for axis, value in at.fixed.items())
     require(least, f"--batch {at.batch}{given}: no layout with dp x cp x tp x pp = {at.gpus}. They "
             "have to divide the batch, the heads, --hidden and --layers, and flags that are given "
             "have to go together")
-    rows = []
-    for _, lay in fits[:10]:
-        job = job_of(at.cfg, at, lay)
-        rows.append((lay, assess(job), timed(job)))
-    said = ""
     if rows:
         show(rows, at)
     else:
         needed, lay = least
-        said = f"nothing fits {at.gpu_memory:g} GB: {text(lay)} needs {needed / 1e9:.1f} GB"
-        print(said)
-    for i, (lay, memory, _) in enumerate(rows[:at.exact], 1):
+        print(f"nothing fits {at.gpu_memory:g} GB, of which {SPARE:.0%} stays free: {text(lay)} "
+              f"needs {needed / 1e9:.0f} GB")
+    for number, (_, lay, memory, _) in enumerate(rows[:at.exact], 1):
         memory["exact"] = exact_peak(lay, at)
-        print(f"row {i}: a dry run peaks at {memory['exact'] / 1e9:.2f} GB", flush=True)
+        print(f"row {number}: a dry run peaks at {memory['exact'] / 1e9:.2f} GB", flush=True)
     if at.json:
-        found = [{**lay._asdict(), **memory, **time, "command": command(lay, at)}
-                 for lay, memory, time in rows]
-        flags = {name: value for name, value in vars(at).items() if name != "cfg"}
-        result = {"rows": found, "fit": len(fits), "advice": said, "flags": flags}
-        Path(at.json).write_text(json.dumps(result, indent=1))
+        found = [{**lay._asdict(), **memory, **time, "tie": tie, "command": command(lay, at)}
+                 for tie, lay, memory, time in rows]
+        Path(at.json).write_text(json.dumps(found, indent=1))
     return int(not rows)
 
 
