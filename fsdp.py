@@ -4,13 +4,21 @@
     gathers    0   1       2       3                       2       1       0
     sums                                                           3       2       1       0
 
-0 to 3 are blocks. One is gathered while its neighbour computes, and freed when it is done; the last
-one stays for its backward. What no block has, here embeddings, last norm and head, is the root: it
-is gathered from the beginning of a step to its end. Each block and the root is a unit: its
-parameters lie end to end, so that one all-gather brings them and one reduce-scatter sums their
-gradients. P_again of the P parameters are gathered twice: those of all blocks but the last.
+A block is gathered while another computes, and freed after its turn; the last one stays for its
+backward. The root, which is what no block has (here embeddings, last norm and head), is gathered
+from the beginning of forward to the end of backward.
 
-    on each rank, P parameters of 4 bytes   plain GPT     here, on N ranks
+    model = FSDP(model, model.blocks)  # gradients are summed over ranks, not averaged
+    optimizer = torch.optim.AdamW(model.parameter_groups(), lr=1e-3)
+    (loss_sum(model(x), y) / valid_targets_of_all_ranks).backward()  # x, y: this rank's rows
+    norm = model.clip_grad_norm_(1.0)  # nn.utils.clip_grad_norm_ would see this rank's part alone
+    optimizer.step()
+    optimizer.zero_grad()
+    state = model.full_state_dict()  # gathers what to save: every rank gets all of it
+
+P numbers are trained, P_again of them in blocks other than the last, on N ranks, in fp32:
+
+    on each rank                            plain GPT     here
     parameters, gradients, AdamW states     16 P          16 P/N
     whole parameters, whole gradients       -             those of the root and at most 2 blocks
     activations                             whole batch   1/N
@@ -18,88 +26,162 @@ gradients. P_again of the P parameters are gathered twice: those of all blocks b
       with --no-reshard                     -             8 P (N-1)/N, all blocks stay gathered
     gathers and sums, L blocks and the root -             2L all-gathers, L+1 reduce-scatters
 
---hsdp N: every N ranks share a copy of the model, and the copies all-reduce chunks of gradients.
+With dtype=torch.bfloat16, or a bf16 model, what is gathered has 2 bytes a number; shards, sums of
+gradients and states keep 4. ZeRO-3 in zero.py cuts and gathers alike: it is the last step of a
+ladder, for any units; FSDP is for blocks, leaves the loop as it was, and builds from meta.
 
-    model = FSDP(model, model.blocks)  # gradients are summed over ranks, not averaged
-    optimizer = torch.optim.AdamW(model.parameter_groups(), lr=1e-3)
-    (loss_sum(model(x), y) / valid_targets_of_all_ranks).backward()  # x, y: this rank's rows
-    norm = model.clip_grad_norm_(1.0)  # nn.utils.clip_grad_norm_ would see this rank's pieces alone
-    optimizer.step()
-    optimizer.zero_grad()
-    state = model.full_state_dict()  # gathers what to save: every rank gets all of it
-
-Not for: optimizers that look at whole matrices (Muon, Shampoo, LAMB, Adafactor); ranks that use
-different blocks in a step; two forwards in a loss that use different parameters of a block; blocks
-that run twice in a forward, or share parameters; methods of the module but model(..); hooks or
-attributes of parameters (new ones replace them); freezing, loading later; sparse gradients; second
-derivatives; reentrant checkpointing; autograd.grad(loss, x). Unused ones: gradients of 0.
-Zhao 2023, "PyTorch FSDP", arXiv:2304.11277, sections 3, 4. At work: fully_shard, section 3 below.
-
+Zhao 2023, "PyTorch FSDP", arXiv:2304.11277, sections 3, 4: a unit is one flat tensor, as here. At
+work: fully_shard, part 4 below, which cuts each parameter along dim 0 instead.
+Not for: blocks that share parameters, or run twice in a forward; ranks that use different blocks;
+methods but model(..); optimizers that look at whole matrices (Muon, Shampoo, LAMB, Adafactor);
+GradScaler (ranks would skip different steps), second derivatives, reentrant checkpointing,
+autograd.grad, backwards that raise, freezing or loading later. Unused ones get gradients of 0.
     torchrun --standalone --nproc_per_node=2 fsdp.py
 """
-import math
 from collections import namedtuple
 from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+import torch.nn.functional as F
+from torch.func import functional_call
 from torch.utils._pytree import tree_leaves
 
-# imports of section 1 end here; the rest is for sections 2 to 4
+# imports of parts 1 and 2 end here; the rest is for parts 3 to 5
+import argparse
 import sys
 
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from common import GPT, adamw, build, init_weights, loss_sum, share
-from harness.checkpoint import part_pieces, pieces_of
-from harness.flags import ANY, Flag, arguments, require
-from harness.run import Run, Side
 
-# ---- 1. the technique (copy this; it needs only torch) -----------------------
+# ---- 1. the idea -------------------------------------------------------------
 
 # These two have other names since torch 2.13.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-# What this rank has of a parameter p: p.flatten()[first:first + len(piece)], which is shard[span].
-# piece: an nn.Parameter on this memory, so that the optimizer steps shard
-Part = namedtuple("Part", "first span piece")
+
+class IdeaOfUnit(nn.Module):
+    """full: p0 | p1 | p2 | padding, the trained parameters of a block end to end, of n chunks. It
+    has memory while the block runs. The chunk that this rank keeps, and steps, is its shard."""
+
+    def __init__(self, block, group=None):
+        super().__init__()
+        self.block = block
+        self.group = group
+        ranks = dist.get_world_size(group)
+        trained = {name: p for name, p in block.named_parameters() if p.requires_grad}
+        self.shapes = {name: p.shape for name, p in trained.items()}
+        whole = nn.utils.parameters_to_vector(trained.values()).detach()
+        padding = -len(whole) % ranks
+        self.sizes = [*(p.numel() for p in trained.values()), padding]
+        self.full = F.pad(whole, (0, padding))
+        dist.broadcast(self.full, group=group, group_src=0)  # the first rank's -> replicated
+        self.shard = self.full.chunk(ranks)[dist.get_rank(group)].clone().requires_grad_()
+        self.free()
+        for p in trained.values():
+            p.requires_grad_(False)  # a unit around this one does not take it again
+            p.data = p.new_empty(0)
+
+    def forward(self, *inputs):
+        self.gather()
+        full = self.full.data.requires_grad_()  # .data: autograd shall not mind the second gather
+        full.register_post_accumulate_grad_hook(self.reduce)
+        pieces = zip(self.shapes, full.split(self.sizes))
+        views = {name: piece.view(self.shapes[name]) for name, piece in pieces}
+        output = functional_call(self.block, views, inputs)
+        self.free()  # what autograd keeps for backward are views of full: they have no memory now
+        if output.requires_grad:
+            output.register_hook(self.gather)  # when backward comes to the block they have it again
+        return output
+
+    def gather(self, *_):
+        self.full.untyped_storage().resize_(self.full.nbytes)
+        all_gather(self.full, self.shard.detach(), group=self.group)  # sharded -> replicated
+
+    def free(self):
+        self.full.untyped_storage().resize_(0)
+
+    def reduce(self, full):
+        """Autograd's call when all of full has its gradient: backward is through with the block."""
+        self.free()
+        self.shard.grad = torch.empty_like(self.shard)  # anew: one backward a step
+        reduce_scatter(self.shard.grad, full.grad, group=self.group)  # partial -> sharded
+        full.grad = None
 
 
-class Flat:
-    """A unit's parameters, end to end in one tensor that is padded to n equal chunks.
+def shard_blocks(model, blocks, group=None):
+    """blocks: the model's nn.ModuleList -> the model, and what this rank keeps and steps of it."""
+    for i, block in enumerate(blocks):
+        blocks[i] = IdeaOfUnit(block, group)
+    root = IdeaOfUnit(model, group)  # of what no block has: embeddings, last norm, head
+    return root, [unit.shard for unit in [*blocks, root]]
+
+
+def idea_step(model, shards, optimizer, x, y, valid, clip):
+    """x, y: this rank's rows (B/n, T); valid: the number of targets in all ranks' rows."""
+    loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum") / valid
+    loss.backward()
+    square = nn.utils.get_total_norm([shard.grad for shard in shards]).square()
+    dist.all_reduce(square, group=model.group)  # partial -> replicated
+    norm = square.sqrt()
+    nn.utils.clip_grads_with_norm_(shards, clip, norm)
+    optimizer.step()
+    return loss, norm
+
+
+# ---- 2. the technique (copy this; it needs only torch) -----------------------
+
+# What it adds to the idea, and what that buys. Figures are those of the toy on 2 ranks.
+#     hooks in the place of a wrapper   names, arguments and outputs as before; checkpoints inside
+#     collectives that are under way    all but the first gather and the last sums travel behind
+#                                       arithmetic
+#     the last block and the root stay  FIGURES
+#     a part for each parameter         parameter groups, micro-batches, fp32 sums of bf16, offload
+#     HSDP                              gathers stay within a copy, such as a node
+#     from_meta()                       no rank ever has the whole model
+
+# What this rank steps of a parameter p: p.flatten()[first:first + len(value)].
+# value: an nn.Parameter on shard[span], so that the optimizer steps shard
+Part = namedtuple("Part", "parameter first span value")
+
+
+class Unit:
+    """Parameters that travel together: end to end in one tensor, cut into a chunk for each rank.
 
         full      p0 | p1 | p2 | padding    (n * chunk,): the parameters are views of it
-        buffer    g0 | g1 | g2 | padding    likewise: gradients of this rank, while they are summed
+        buffer    g0 | g1 | g2 | padding    likewise: the gradients of this rank's rows
                   chunk 0 | chunk 1 | ..    equal chunks of both; a parameter may be in several
 
-    Each rank keeps its chunk, the shard. Between uses full has no memory, parameters no elements.
-    What autograd has saved for backward are views of full: they lose and regain memory with it.
+        shard     this rank's chunk of the parameters, (chunk,), in fp32 or wider: it stays
+        sum       its chunk of all ranks' gradients
+
+    Between uses full has no memory, and parameters have no elements. What autograd has saved for
+    backward are views of full: they lose and regain memory with it.
     """
 
-    def __init__(self, olds, group, replicas, device, dtype, home):
-        """olds: the module's parameters. device, dtype: full's. home: shard's device"""
-        own = olds[0].dtype  # of the shard
-        assert all(p.dtype == own for p in olds), "FSDP: a unit's parameters must be of one dtype"
-        self.group = group  # n ranks
-        self.replicas = replicas  # the group of the ranks with the same shard, or None
-        self.size = sum(old.numel() for old in olds)  # without padding
-        n = dist.get_world_size(group)
-        self.chunk = -(-self.size // n)  # numbers in a chunk: rounded up
-        self.shard = torch.zeros(self.chunk, dtype=own, device=home)  # (chunk,)
-        self.full = torch.empty(n * self.chunk, dtype=dtype or own, device=device)  # (n * chunk,)
-        # new ones, not olds: the .data of one on the meta device takes no tensor of another device
-        self.parameters = [nn.Parameter(self.full.new_empty(0)) for _ in olds]
-        self.shapes = {p: old.shape for p, old in zip(self.parameters, olds)}
+    def __init__(self, parameters, group, dtype, home):
+        """dtype: full's. home: the device of shard. For each None: the parameters'."""
+        assert len({p.dtype for p in parameters}) == 1, "make a unit for each dtype"
+        own = parameters[0].dtype
+        device = parameters[0].device
+        ranks = dist.get_world_size(group)
+        rank = dist.get_rank(group)
+        wide = torch.promote_types(own, torch.float32)
+        self.group = group
+        self.shapes = {p: p.shape for p in parameters}  # in order; p itself is empty at times
+        self.size = sum(p.numel() for p in parameters)  # without padding
+        self.chunk = -(-self.size // ranks)  # numbers in a chunk: rounded up
+        self.mine = slice(rank * self.chunk, (rank + 1) * self.chunk)  # in full and in buffer
+        self.full = torch.empty(ranks * self.chunk, dtype=dtype or own, device=device)
         self.places = self.views(self.full)  # {parameter: its view of full}
-        self.parts = self.cut()
-        self.gathering = None  # Work of an all-gather that is under way
-        self.sending = None  # (chunk,), what that all-gather reads: kept until it is over
-        self.reducing = None  # Work of a reduce-scatter or an all-reduce that is under way
-        self.buffer = None  # (n * chunk,), while a reduce-scatter reads it
-        self.sum = None  # (chunk,), the gradients' sum over ranks, until the parts have it
-        self.free()
+        self.shard = torch.zeros(self.chunk, dtype=wide, device=home or device)
+        self.parts = list(self.cut())
+        self.gathering = None  # the all-gather into full that is under way
+        self.sending = None  # what it reads, kept until it is over: shard, or a copy in full's dtype
+        self.reducing = None  # the sum over ranks that is under way
 
     def views(self, flat):
         """-> {parameter: its view of a tensor that is laid out like full}."""
@@ -107,28 +189,20 @@ class Flat:
         return {p: numbers.view(self.shapes[p]) for p, numbers in zip(self.shapes, slices)}
 
     def cut(self):
-        """-> {parameter: Part} of this rank's chunk; its padding is in none, and stays zero."""
-        parts = {}
-        start = -dist.get_rank(self.group) * self.chunk  # where p begins, counted from here
+        """The parts of this rank's chunk. Its padding is in none of them, and stays zero."""
+        start = -self.mine.start  # where p begins, counted from here: below 0 in an earlier chunk
         for p, shape in self.shapes.items():
             end = start + shape.numel()
             span = slice(max(start, 0), min(end, self.chunk))
             if span.start < span.stop:
                 first = span.start - start  # numbers of p before it are in earlier chunks
-                parts[p] = Part(first, span, nn.Parameter(self.shard[span]))
+                yield Part(p, first, span, nn.Parameter(self.shard[span]))
             start = end
-        return parts
 
-    def store(self, p, whole):
-        """Keep this rank's piece of a parameter that is given whole."""
-        if p in self.parts:
-            first, span, piece = self.parts[p]
-            self.shard[span] = whole.flatten()[first:first + len(piece)]
+    # -- parameters
 
-    # parameters
-
-    def start_gather(self):
-        """Begin to gather, unless the parameters are here or on their way."""
+    def gather(self):
+        """Begin to, unless the parameters are here or on their way."""
         memory = self.full.untyped_storage()
         if memory.nbytes() == 0:
             memory.resize_(self.full.nbytes)
@@ -137,7 +211,7 @@ class Flat:
                 # would take a gather into full for a change of p, and refuse to go backward.
                 p.data = place
             self.sending = self.shard.to(self.full.device, self.full.dtype)
-            # sharded (a chunk each) -> replicated (all have the same)
+            # sharded -> replicated
             self.gathering = all_gather(self.full, self.sending, group=self.group, async_op=True)
 
     def wait(self):
@@ -148,139 +222,113 @@ class Flat:
             self.sending = None
 
     def free(self):
-        self.wait()  # memory into which a collective still writes must not go
+        """Memory goes from under all views of full, also those that autograd keeps for backward."""
+        self.wait()  # not while a collective writes into it
+        self.full.untyped_storage().resize_(0)
         for p, place in self.places.items():
             # as many dims as before (a scalar gets one): optimizer groups may be made by p.dim()
             p.data = torch.atleast_1d(place)[:0]
-        self.full.untyped_storage().resize_(0)
 
-    def gathered(self, shard):
-        """All ranks' chunks of a tensor, (chunk,) each -> {parameter: whole tensor}; collective."""
-        full = shard.new_empty(self.full.numel(), device=self.full.device)
-        all_gather(full, shard.to(full.device), group=self.group)  # sharded -> replicated
+    def gathered(self, chunk):
+        """chunk: this rank's, of shard's kind -> {parameter: whole tensor}; all ranks call it."""
+        full = chunk.new_empty(self.full.shape, device=self.full.device)
+        all_gather(full, chunk.to(full.device), group=self.group)  # sharded -> replicated
         return self.views(full)
 
-    # gradients: start_sum, continue_sum and finish_sum are called in this order, once in a backward
+    # -- gradients
 
     def start_sum(self):
         """Begin to sum over the group what autograd has left in the parameters' grad."""
         self.buffer = self.shard.new_zeros(self.full.shape, device=self.full.device)
         for p, slot in self.views(self.buffer).items():
             if p.grad is not None:  # this backward has used it
-                slot.copy_(p.grad)
+                slot.copy_(p.grad)  # in shard's dtype: bf16 gradients are summed in fp32
                 p.grad = None
         self.sum = self.buffer.new_empty(self.chunk)
-        # partial (a summand each) -> sharded
+        # partial -> sharded
         self.reducing = reduce_scatter(self.sum, self.buffer, group=self.group, async_op=True)
 
-    def continue_sum(self):
-        """Wait for the sum over the group. Where there are replicas, begin to sum over them."""
-        self.reducing.wait()
-        self.reducing = None
-        self.buffer = None
-        if self.replicas:
-            # partial -> replicated
-            self.reducing = dist.all_reduce(self.sum, group=self.replicas, async_op=True)
-
-    def finish_sum(self):
-        """Wait for the sum over replicas, if there are any. Add the sum to the parts' gradients."""
+    def wait_sum(self):
         if self.reducing:
             self.reducing.wait()
             self.reducing = None
+            self.buffer = None
+
+    def finish_sum(self):
+        """Wait for the sum, and add it to the parts' gradients."""
+        self.wait_sum()
         gradient = self.sum.to(self.shard.device)
         self.sum = None
-        for part in self.parts.values():
+        for part in self.parts:
             new = gradient[part.span]
-            if part.piece.grad is not None:
-                new += part.piece.grad
-            part.piece.grad = new
+            if part.value.grad is None:
+                part.value.grad = new
+            else:  # of a micro-batch before
+                part.value.grad += new
+
+
+def begin_alike(unit):
+    """Shards begin as what the group's first rank has."""
+    whole = unit.shard.new_zeros(unit.full.shape, device=unit.full.device)
+    for p, place in unit.views(whole).items():
+        place.copy_(p.detach())
+    dist.broadcast(whole, group=unit.group, group_src=0)  # the first rank's -> replicated
+    unit.shard.copy_(whole[unit.mine])
 
 
 class FSDP(nn.Module):
-    """Shards a module over the ranks of `group`: a unit for each of `blocks`, one for the rest.
+    """Shards a module over the ranks of `group`: a unit for each of `blocks`, and the root.
 
-    In loss.backward() gradients are summed over all ranks, and added to those of a rank's `pieces`.
+    In loss.backward() gradients are summed over ranks, and added to those of this rank's `values`.
 
     blocks: submodules, in the order in which they run
-    replicas: the group of ranks with the same shard, one in each copy of the model (None: one copy)
     reshard: free blocks after forward, and gather them again for backward
-    dtype: of gathered weights (None: the module's, which shards and sums keep); inputs are not cast
-    device: where the module computes (None: where it is); home: where shards live (None: on device)
-    init(name, tensor): fills a tensor of a module on the meta device, which also needs `device`.
-        Values must depend on the name alone: a rank calls it only for what it keeps a piece of
+    dtype: of whole weights (None: the module's); the caller casts inputs
+    home: the device of shards (None: the module's)
+    begin: fills a unit's shard, see from_meta
 
-    All ranks begin with the first one's parameters and buffers, but for what init fills. Frozen
-    parameters stay whole on every rank, in `dtype`. Between steps trained ones have no elements.
+    Ranks begin with the first one's parameters and buffers. Frozen ones stay whole, in `dtype`.
     """
 
-    def __init__(self, module, blocks, group=None, replicas=None, reshard=True, dtype=None,
-                 device=None, home=None, init=None):
+    def __init__(self, module, blocks, group=None, reshard=True, dtype=None, home=None,
+                 begin=begin_alike):
         super().__init__()
         self.module = module
         self.group = group
-        self.replicas = replicas
         self.reshard = reshard
-        self.device = torch.device(device or next(module.parameters()).device)
-        self.init = init
-        self.units = []  # [Flat], the blocks' in their order, then the root's
-        self.unit_of = {}  # {parameter: its unit}
-        self.summing = []  # [Flat] whose sums this backward has started, in order
+        self.whole = list(module.buffers())  # what every rank has
+        for p in module.parameters():
+            p.grad = None  # left from before: it is of no step here
+            if not p.requires_grad:
+                p.data = p.data.to(dtype or p.dtype)
+                self.whole.append(p.data)
+        for tensor in self.whole:
+            dist.broadcast(tensor, group=group, group_src=0)  # the first rank's -> replicated
+        self.units = []  # the blocks' in their order, then the root's
+        self.summing = []  # units whose sums this backward has started, in order
         self.in_backward = False  # True: a forward of a block is one that a checkpoint runs again
 
-        for name, buffer in list(module.named_buffers()):
-            self.replace({buffer: self.value_of(buffer, name)})
-        for name, p in list(module.named_parameters()):
-            if not p.requires_grad:
-                whole = self.value_of(p, name).to(dtype or p.dtype)
-                self.replace({p: nn.Parameter(whole, requires_grad=False)})
+        left = [p for p in module.parameters() if p.requires_grad]  # in no unit yet
         for block in blocks:
-            i = len(self.units)
-            if self.make_unit(block, dtype, home):  # None if nothing in it is trained
-                block.register_forward_pre_hook(partial(self.enter, i))
-                block.register_forward_hook(partial(self.after_forward, i))
-        self.block_units = list(self.units)  # those up to here
-        self.root = self.make_unit(module, dtype, home)  # of what no block has, or None
-        parts = [part for unit in self.units for part in unit.parts.values()]
-        self.pieces = nn.ParameterList(part.piece for part in parts)  # what optimizers step
+            trained = [p for p in block.parameters() if p.requires_grad]
+            if trained:
+                block.register_forward_pre_hook(partial(self.enter, len(self.units)))
+                block.register_forward_hook(partial(self.after_forward, len(self.units)))
+                self.units.append(Unit(trained, group, dtype, home))
+                left = [p for p in left if p not in self.units[-1].shapes]
+        self.block_units = list(self.units)
+        self.root = Unit(left, group, dtype, home) if left else None
+        if self.root:
+            self.units.append(self.root)
+        for unit in self.units:
+            begin(unit)
+            unit.free()
+        self.parts = [part for unit in self.units for part in unit.parts]
+        self.values = nn.ParameterList(part.value for part in self.parts)  # optimizers step them
 
-    def make_unit(self, submodule, dtype, home):
-        """-> Flat of what is trained in a submodule and is in no unit yet, or None."""
-        names = {p: name for name, p in self.module.named_parameters() if p.requires_grad}
-        olds = [p for p in submodule.parameters() if p in names and p not in self.unit_of]
-        if not olds:
-            return None
-        unit = Flat(olds, self.group, self.replicas, self.device, dtype, home or self.device)
-        self.units.append(unit)
-        self.unit_of.update(dict.fromkeys(unit.parameters, unit))
-        self.replace(dict(zip(olds, unit.parameters)))
-        for old, p in zip(olds, unit.parameters):
-            if not old.is_meta or p in unit.parts:  # value_of broadcasts, unless old is on meta
-                unit.store(p, self.value_of(old, names[old]))
-        return unit
-
-    def value_of(self, tensor, name):
-        """-> what a parameter or buffer begins with, whole; collective, but for the meta device."""
-        if tensor.is_meta:
-            value = torch.empty(tensor.shape, dtype=tensor.dtype, device=self.device)
-            self.init(name, value)
-            return value
-        value = tensor.detach().to(self.device)
-        dist.broadcast(value, group=self.group, group_src=0)  # the first rank's -> replicated
-        if self.replicas:
-            dist.broadcast(value, group=self.replicas, group_src=0)  # the first group's, too
-        return value
-
-    def replace(self, new):
-        """new: {a parameter or buffer of the module: what replaces it, under all its names}."""
-        for owner in self.module.modules():
-            for name, old in [*owner._parameters.items(), *owner._buffers.items()]:
-                if old in new:
-                    setattr(owner, name, new[old])
-
-    # forward: a block is gathered while the one before it computes
+    # -- forward: a block is gathered while the one before it computes
 
     def forward(self, *args, **kwargs):
-        assert not self.in_backward, "FSDP: a backward has raised (make the model anew) or runs"
         self.free()  # what a forward without a backward has left
         self.gather_root()
         self.prefetch(0)
@@ -296,16 +344,16 @@ class FSDP(nn.Module):
 
     def gather_root(self):
         if self.root:
-            self.root.start_gather()
+            self.root.gather()
             self.root.wait()
 
     def prefetch(self, i):
         if 0 <= i < len(self.block_units):
-            self.block_units[i].start_gather()
+            self.block_units[i].gather()
 
     def enter(self, i, *hook_arguments):
-        """Before block i computes, in forward or in backward: gather it, prefetch the next one."""
-        self.prefetch(i)  # does nothing if that was done
+        """Before block i computes: gather it, if that was not done, and prefetch the next one."""
+        self.prefetch(i)
         self.prefetch(i - 1 if self.in_backward else i + 1)
         self.block_units[i].wait()
 
@@ -314,10 +362,10 @@ class FSDP(nn.Module):
         if self.reshard and not self.in_backward and i + 1 < len(self.block_units):
             self.block_units[i].free()  # the last one stays through the loss: its backward is next
 
-    # backward: a block is gathered, and one is summed, while the block between them computes
+    # -- backward: a block is gathered, and one is summed, while the block between them computes
 
     def backward_begins(self, gradient):
-        """Backward has come to an output of the model or of a block."""
+        """Backward has come to an output of the model, or of a block."""
         if not self.in_backward:
             self.in_backward = True
             # autograd calls backward_ends when all of this backward is over
@@ -326,104 +374,166 @@ class FSDP(nn.Module):
 
     def backward_reaches(self, i, gradient):
         """Backward has come to the output of block i: it is through with block i + 1."""
-        self.backward_begins(gradient)  # it has, if the loss is of the model's output
+        self.backward_begins(gradient)  # it may have come past the model's output
         if i + 1 < len(self.block_units):
-            self.close(self.block_units[i + 1])
+            unit = self.block_units[i + 1]
+            unit.free()
+            if any(p.grad is not None for p in unit.shapes):
+                self.start_sum(unit)
         self.enter(i)
 
-    def close(self, unit):
-        """Free a unit, and start the sum of its gradients, if it has any."""
-        unit.free()
-        if any(p.grad is not None for p in unit.parameters):
-            if self.summing:
-                self.summing[-1].continue_sum()  # its sum travelled during this unit's backward
-            unit.start_sum()
-            self.summing.append(unit)
+    def start_sum(self, unit):
+        if self.summing:
+            self.travelled(self.summing[-1])  # during this unit's backward
+        unit.start_sum()
+        self.summing.append(unit)
+
+    def travelled(self, unit):
+        """Between the start of a unit's sum and its end."""
+        unit.wait_sum()
 
     def backward_ends(self):
+        self.free()
         for unit in self.units:
-            self.close(unit)  # the first block and the root; others are closed, unless skipped
-        self.summing[-1].continue_sum()  # close() has continued the others
+            if unit not in self.summing:  # the first block and the root; zeros of what is unused
+                self.start_sum(unit)
+        self.travelled(self.summing[-1])
         for unit in self.summing:
             unit.finish_sum()
-        self.summing.clear()
+        self.summing = []
         self.in_backward = False
 
-    # the step
+    # -- a step
 
     def parameter_groups(self, groups=None):
-        """What an optimizer takes: the user's groups, with this rank's pieces for parameters.
+        """groups: a list of dicts, as for an optimizer -> the same with this rank's values.
 
-        groups: made of model.module.named_parameters(), after FSDP was made, by name or by p.dim().
+        Parameters are those of model.module, before or after FSDP was made.
         """
+        value_of = {part.parameter: part.value for part in self.parts}
         ours = []
-        for group in groups or [{"params": list(self.unit_of)}]:
-            assert not torch.is_tensor(group["params"]), "params: a list of parameters"
-            parts = [self.unit_of[p].parts.get(p) for p in group["params"] if p.requires_grad]
-            ours.append({**group, "params": [part.piece for part in parts if part]})
+        for group in groups or [{"params": list(value_of)}]:
+            values = [value_of[p] for p in group["params"] if p in value_of]  # with a part here
+            ours.append({**group, "params": values})
         return ours
 
     def clip_grad_norm_(self, max_norm):
-        """Scale gradients to a norm of at most max_norm (0: no limit) -> what it was."""
-        grads = [p.grad for p in self.pieces if p.grad is not None]
-        wide = torch.promote_types(self.units[0].shard.dtype, torch.float32)  # squares exceed fp16
-        grads = grads or [torch.zeros(1, dtype=wide)]  # this rank may have none
-        square = torch.stack(torch._foreach_norm(grads, dtype=wide)).square().sum().to(self.device)
+        """Scale the whole gradient to a norm of max_norm at most (0: do not) -> its norm before."""
+        own = nn.utils.get_total_norm([value.grad for value in self.values])  # 0 without values
+        square = own.to(self.units[0].full.device, self.units[0].shard.dtype).square()
         dist.all_reduce(square, group=self.group)  # partial -> replicated
         norm = square.sqrt()
-        finite = norm.nan_to_num(0, posinf=0)  # inf or nan counts as 0: nothing is scaled
-        nn.utils.clip_grads_with_norm_(self.pieces, max_norm or math.inf, finite)
+        if max_norm:
+            finite = norm.nan_to_num(0, posinf=0)  # inf or nan counts as 0: nothing is scaled
+            nn.utils.clip_grads_with_norm_(self.values, max_norm, finite)
         return norm
 
-    # the state, gathered
+    # -- the whole
 
     def full_state_dict(self):
-        """-> {name: whole tensor} on each rank's device, frozen ones in `dtype`; collective."""
-        whole = {}  # {parameter: whole tensor}
+        """-> {name: whole tensor} on every rank; all must call it. What is trained is as shards."""
+        found = {}  # {parameter: whole tensor}
         for unit in self.units:
-            whole.update(unit.gathered(unit.shard))
-        state = self.module.state_dict(keep_vars=True)  # the Parameters themselves, keys of whole
-        return {name: whole.get(t, t).detach() for name, t in state.items()}
+            found.update(unit.gathered(unit.shard))
+        state = self.module.state_dict(keep_vars=True)  # the Parameters themselves, keys of found
+        return {name: found.get(t, t).detach() for name, t in state.items()}
 
-    def full_gradients(self):
-        """-> {name: whole gradient} of what is trained, a tied one once; for prove()."""
-        whole = {}  # {parameter: whole gradient}
-        for unit in self.units:
-            gradient = torch.zeros_like(unit.shard)
-            for part in unit.parts.values():
-                if part.piece.grad is not None:
-                    gradient[part.span] = part.piece.grad
-            whole.update(unit.gathered(gradient))
-        return {name: whole[p] for name, p in self.module.named_parameters() if p in whole}
+    def refuse(self, *_, **__):
+        raise RuntimeError("FSDP: save full_state_dict(); move and cast the module before, not this")
 
-    def state_dict(self, *_, **__):
-        raise RuntimeError("FSDP: parameters are sharded. full_state_dict() gathers them")
-
-    def _apply(self, *_, **__):
-        raise RuntimeError("FSDP cannot be moved by to() and such. Make it with device, dtype")
+    state_dict = refuse  # parameters have no elements
+    _apply = refuse  # of to(), cuda(), half(): values would be on shards no longer
 
 
 def watch(output, reached):
     """Call `reached` when backward comes to one of the tensors that a module has returned."""
-    tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor) and t.requires_grad]
-    assert tensors or not torch.is_grad_enabled(), "FSDP: a module's output has no tensor to train"
-    for t in tensors:
-        t.register_hook(reached)
+    for t in tree_leaves(output):
+        if isinstance(t, torch.Tensor) and t.requires_grad:
+            t.register_hook(reached)
 
 
-# ---- 2. the toy GPT, parallelized --------------------------------------------
+class HSDP(FSDP):
+    """Copies of a sharded model: gathers and sums stay within a copy's `group`, but for one sum.
+
+    replicas: the group of ranks that have the same shard, one in each copy
+    """
+
+    def __init__(self, module, blocks, group, replicas, **options):
+        super().__init__(module, blocks, group, **options)
+        self.replicas = replicas
+        for tensor in self.whole:
+            dist.broadcast(tensor, group=replicas, group_src=0)  # the first copy's -> replicated
+        for unit in self.units:
+            shard = unit.shard.to(unit.full.device)
+            dist.broadcast(shard, group=replicas, group_src=0)  # the first copy's -> replicated
+            unit.shard.copy_(shard)
+
+    def travelled(self, unit):
+        """The sum within a copy is there: begin the one over copies, of 1/n of the numbers."""
+        super().travelled(unit)
+        # partial -> replicated
+        unit.reducing = dist.all_reduce(unit.sum, group=self.replicas, async_op=True)
 
 
-def parallelize(model, mesh, seed, **options):
-    """mesh: (replicate, shard). With a model on the meta device no rank ever holds all of it."""
-    replicas = mesh["replicate"].get_group() if mesh["replicate"].size() > 1 else None
+def from_meta(module, device, init):
+    """Makes a module on the meta device one for FSDP, which no rank ever has as a whole.
+
+    init(name, tensor): fills a tensor of the module. Values must depend on the name alone: a rank
+    calls it only for what it keeps
+
+    -> what FSDP takes as `begin`
+    """
+    new = {}  # {tensor on the meta device: what replaces it}
+    for name, t in [*module.named_parameters(), *module.named_buffers()]:
+        if t.requires_grad:
+            new[t] = nn.Parameter(torch.zeros((), dtype=t.dtype, device=device).expand(t.shape))
+        else:
+            new[t] = torch.empty_like(t, device=device)
+            init(name, new[t])
+            if isinstance(t, nn.Parameter):
+                new[t] = nn.Parameter(new[t], requires_grad=False)
+    for owner in module.modules():
+        for tensors in owner._parameters, owner._buffers:
+            for name, t in tensors.items():
+                tensors[name] = new.get(t)  # None stays None
+    names = {p: name for name, p in module.named_parameters()}
+
+    def begin(unit):
+        for p, first, span, value in unit.parts:
+            whole = torch.empty(unit.shapes[p], dtype=value.dtype, device=device)
+            init(names[p], whole)
+            unit.shard[span] = whole.flatten()[first:first + len(value)]
+
+    return begin
+
+
+# ---- 3. the toy GPT, parallelized --------------------------------------------
+
+
+def parallelize(model, mesh, seed, device, **options):
+    """model: on the meta device, so that no rank ever has all of it. mesh: (replicate, shard)."""
 
     def init(name, tensor):
         path, _, attribute = name.rpartition(".")
         module = nn.ParameterDict({attribute: tensor})  # init_weights wants a module
         init_weights(module, len(model.blocks), seed, path)
 
-    return FSDP(model, model.blocks, mesh["shard"].get_group(), replicas, init=init, **options)
+    options["begin"] = from_meta(model, device, init)
+    group = mesh["shard"].get_group()
+    if mesh["replicate"].size() == 1:
+        return FSDP(model, model.blocks, group, **options)
+    return HSDP(model, model.blocks, group, mesh["replicate"].get_group(), **options)
+
+
+def full_gradients(model):
+    """-> {name: whole gradient} of what is trained, a tied one once."""
+    found = {}  # {parameter: whole gradient}
+    for unit in model.units:
+        gradient = torch.zeros_like(unit.shard)
+        for part in unit.parts:
+            gradient[part.span] = part.value.grad
+        found.update(unit.gathered(gradient))
+    return {name: found[p] for name, p in model.module.named_parameters() if p in found}
 
 
 def train_step(model, optimizer, x, y, valid, clip):
@@ -439,7 +549,19 @@ def train_step(model, optimizer, x, y, valid, clip):
     return loss, norm
 
 
-# ---- 3. at work: the same with torch's own API -------------------------------
+def idea_gathered(model, chunk_of):
+    """chunk_of(unit): its shard, or the gradient -> {parameter of the plain model: whole tensor}"""
+    found = {}
+    for unit in model.modules():
+        if isinstance(unit, IdeaOfUnit):
+            full = torch.empty_like(unit.full)
+            all_gather(full, chunk_of(unit).detach(), group=unit.group)  # sharded -> replicated
+            for (name, shape), numbers in zip(unit.shapes.items(), full.split(unit.sizes)):
+                found[unit.block.get_parameter(name)] = numbers.view(shape)
+    return found
+
+
+# ---- 4. at work: the same with torch's own API -------------------------------
 
 
 def parallelize_at_work(model, mesh, reshard=True, dtype=None):
@@ -461,62 +583,114 @@ def train_step_at_work(model, optimizer, x, y, valid, clip):
     optimizer.zero_grad()
     loss = loss_sum(model(x), y) / valid
     (loss * dist.get_world_size()).backward()  # fully_shard averages; the sum is wanted here
-    norm = nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
     optimizer.step()
     return loss, norm.full_tensor()  # partial -> replicated
 
 
-# ---- 4. run ------------------------------------------------------------------
+# ---- 5. run ------------------------------------------------------------------
 
 
-def refuse(args, n):
+FLAGS = {
+    "--reshard": dict(action=argparse.BooleanOptionalAction, default=True, help="free blocks after "
+                      "forward, gather them again for backward"),
+    "--hsdp": dict(type=int, default=0, least=0, help="N, ranks that share one copy of the model "
+                   "(0: all)"),
+    "--offload": dict(action="store_true", help="keep shards and optimizer states in the CPU's "
+                      "memory"),
+}
+VARIANTS = ("", "--no-reshard", "--hsdp 1")  # flags with which the file is worth running
+
+
+def refuse(args, n, require):
     ranks = args.world_size
     require(args.batch >= ranks, f"--batch {args.batch} for {ranks} ranks: give each at least one")
     require(ranks % n == 0, f"--hsdp {n} does not divide {ranks} ranks")
     require(not args.offload or args.impl == "scratch", "--offload is for --impl scratch alone")
+    usual = args.reshard and n == ranks and not args.train
+    require(usual or args.impl not in ("idea", "all"),
+            "--impl idea: without --no-reshard, --hsdp, --train")
 
 
-def set_up(run, impl, plain, mesh, shard_dtype):
+def set_up(run, impl, mesh, on_meta):
     args = run.args
+    if impl == "idea":
+        return set_up_idea(run)
     if impl == "torch":
+        shard_dtype = torch.promote_types(run.dtype, torch.float32)  # of sums, too
         model = run.freeze(build(run.cfg, args.seed, run.device, shard_dtype))
         model = parallelize_at_work(model, mesh, args.reshard, run.dtype)
-        optimizer = adamw(model.parameters(), args.lr)
-        return Side(model=model, optimizer=optimizer, train_step=train_step_at_work)
-    model = parallelize(plain, mesh, args.seed, reshard=args.reshard, dtype=run.dtype,
-                        device=run.device, home="cpu" if args.offload else None)
+        return run.side(model, adamw(model.parameters(), args.lr), train_step_at_work)
+    model = parallelize(on_meta, mesh, args.seed, run.device, reshard=args.reshard,
+                        home="cpu" if args.offload else None)
     optimizer = adamw(model.parameter_groups(), args.lr)
-    return Side(model=model, optimizer=optimizer, train_step=train_step,
-                pieces=partial(pieces, model, optimizer, mesh.get_local_rank("replicate") == 0))
+    return run.side(model, optimizer, train_step, full_gradients=partial(full_gradients, model),
+                    pieces=partial(pieces, model, optimizer))
 
 
-def pieces(model, optimizer, writes):
-    """What this rank gives to a checkpoint, or takes from it. writes: does it save its shards?"""
-    found = []
-    for name, p in model.module.named_parameters():
-        unit = model.unit_of.get(p)
-        if unit is None:  # frozen
-            found += pieces_of([(name, p)], None, writes=dist.get_rank() == 0)
-        elif p in unit.parts:
-            first, _, piece = unit.parts[p]
-            found += part_pieces(name, unit.shapes[p], first, piece, optimizer, writes)
+def set_up_idea(run):
+    plain = run.build()
+    state = plain.state_dict(keep_vars=True)
+    names = dict(plain.named_parameters())
+    model, shards = shard_blocks(plain, plain.blocks)
+    optimizer = adamw(shards, run.args.lr)
+
+    def step(model, *rest):
+        return idea_step(model, shards, *rest)
+
+    def held():
+        states = [t for states in optimizer.state.values() for t in states.values()]
+        return {"parameters": shards, "gradients": [shard.grad for shard in shards],
+                "optimizer": states}
+
+    def idea_gradients():
+        found = idea_gathered(model, lambda unit: unit.shard.grad)
+        return {name: found[p] for name, p in names.items()}
+
+    def idea_state_dict():
+        found = idea_gathered(model, lambda unit: unit.shard)
+        return {name: found.get(t, t) for name, t in state.items()}
+
+    return run.side(model, optimizer, step, held=held, full_gradients=idea_gradients,
+                    full_state_dict=idea_state_dict)
+
+
+def pieces(model, optimizer):
+    """What this rank gives to a checkpoint, or takes from it."""
+    from harness.checkpoint import part_pieces, pieces_of
+
+    names = {p: name for name, p in model.module.named_parameters()}
+    found = pieces_of([(name, p) for p, name in names.items() if not p.requires_grad], None)
+    for unit in model.units:
+        for p, first, _, value in unit.parts:
+            found += part_pieces(names[p], unit.shapes[p], first, value, optimizer)
     return found
 
 
-def textbook(model, mesh):
-    """b, c: the bytes of a number in shard, in full. AdamW has a step counter for each piece."""
+def textbook(run, model, mesh):
+    """b, c: the bytes of a number in shard, in full. AdamW has a step counter for each value.
+
+    P_again: what is gathered twice. In the idea that is all.
+    """
     R, N = mesh.shape
     others = (N - 1) / N
-    b = model.units[0].shard.itemsize
-    c = model.units[0].full.itemsize
-    P = sum(unit.full.numel() for unit in model.units)  # with the padding of all units
-    P_again = sum(unit.full.numel() for unit in model.block_units[:-1]) if model.reshard else 0
-    own = sum(p.numel() for p in model.pieces)  # of this rank, without padding
+    units = [unit for unit in model.modules() if isinstance(unit, IdeaOfUnit)]
+    values = [unit.shard for unit in units]
+    again = units
+    if isinstance(model, FSDP):
+        units = model.units
+        values = model.values
+        again = model.block_units[:-1] if model.reshard else []
+    b = units[0].shard.itemsize
+    c = units[0].full.itemsize
+    P = sum(unit.full.numel() for unit in units)  # with the padding of all units
+    P_again = sum(unit.full.numel() for unit in again)
+    own = sum(value.numel() for value in values)  # of this rank, in FSDP without padding
     return [
         ("held parameters", f"b P/N, P = {P:,} with padding", b * P / N),
         ("held gradients", "b P/N", b * P / N),
-        ("held optimizer", "2 b own + 4 per piece", 2 * b * own + 4 * len(model.pieces)),
-        ("wire all_gather", "c (P + P_again if resharded) (N-1)/N", c * (P + P_again) * others),
+        ("held optimizer", "2 b own + 4 per value", 2 * b * own + 4 * len(values)),
+        ("wire all_gather", "c (P + P_again) (N-1)/N", c * (P + P_again) * others),
         ("wire reduce_scatter", "b P (N-1)/N", b * P * others),
         ("wire all_reduce", "norm: 2 b (N-1)/N, R copies: 2 b P/N (R-1)/R",
          2 * b * others + 2 * b * P / N * (R - 1) / R),
@@ -524,30 +698,22 @@ def textbook(model, mesh):
 
 
 def main():
-    args = arguments(
-        __doc__,
-        reshard=Flag(True, "free blocks after forward, gather them again for backward"),
-        hsdp=Flag(0, "N, ranks that share one copy of the model (0: all)", ANY),
-        offload=Flag(False, "keep shards and optimizer states in the CPU's memory"),
-    )
+    from harness.flags import arguments, require  # not above: fsdp.py is imported without harness/
+    from harness.run import Run
+
+    args = arguments(__doc__, FLAGS)
     n = args.hsdp or args.world_size  # ranks that share one copy
-    refuse(args, n)
+    refuse(args, n, require)
     run = Run(args)
     mesh = dist.init_device_mesh(run.device.type, (args.world_size // n, n),
                                  mesh_dim_names=("replicate", "shard"))
-    shard_dtype = torch.promote_types(run.dtype, torch.float32)  # of sums, too
     with torch.device("meta"):
-        plain = run.freeze(GPT(run.cfg).to(shard_dtype))  # for FSDP
+        on_meta = run.freeze(GPT(run.cfg).to(run.dtype))
     with run:  # from here on a dry run's tensors have no memory
-        sides = {impl: set_up(run, impl, plain, mesh, shard_dtype) for impl in run.impls}
-        rows = share(args.batch, run.world_size, run.rank)  # of every batch, this rank's
-        for impl, step, x, y, valid in run.steps(sides, rows):
-            side = sides[impl]
-            with run.measure(impl, step):
-                loss, norm = side.train_step(side.model, side.optimizer, x, y, valid, args.clip)
-            run.log(impl, step, loss, norm)
-        if "scratch" in sides:
-            run.textbook(textbook(sides["scratch"].model, mesh))
+        sides = {impl: set_up(run, impl, mesh, on_meta) for impl in run.impls}
+        run.train(sides, rows=share(args.batch, run.world_size, run.rank))
+        if args.impl != "torch":
+            run.textbook(textbook(run, sides[run.impls[0]].model, mesh))
         run.show_held()
         return run.finish()
 

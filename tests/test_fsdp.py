@@ -1,4 +1,4 @@
-"""fsdp.py, and its section 1 around a model that is not ours."""
+"""fsdp.py, and its idea and technique around a model that is not ours."""
 import weakref
 from collections import Counter
 from functools import partial
@@ -10,9 +10,10 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
-from conftest import PROOF, copied, dry_run_agrees, each, proves, run, script, textbook
-from fsdp import FSDP
-from others import Layer, Llama, compare, gradients_of, into_flat, llama_loss, token_rows
+from conftest import (
+    PROOF, copied, dry_run_agrees, each, idea, proves, rewritten, run, script, textbook)
+from fsdp import FSDP, from_meta, full_gradients
+from others import Layer, Llama, compare, gradients_of, into, llama_loss, loss_sum, token_rows
 
 LLAMA = ("--model", "llama-toy")
 ROWS = token_rows(torch.Generator().manual_seed(1), 2)
@@ -24,6 +25,9 @@ ROWS = token_rows(torch.Generator().manual_seed(1), 2)
     (2, [*LLAMA, "--train", "blocks.1|bias|head", "--eval-every", "1"]),
     (3, ["--batch", "7", "--vocab", "257", "--clip", "0"]),
     (4, ["--hsdp", "2", "--offload"]),
+    (1, ["--impl", "idea"]),
+    (2, ["--impl", "idea", *LLAMA, "--eval-every", "1"]),
+    (4, ["--impl", "idea", "--vocab", "257"]),
 ])
 def test_equals_one_process(world, flags):
     proves("fsdp", world, *flags)
@@ -32,6 +36,7 @@ def test_equals_one_process(world, flags):
 @pytest.mark.parametrize("world, flags, gathers", [
     (2, [*LLAMA, "--no-reshard", "--dtype", "bf16"], 3),
     (4, ["--hsdp", "2"], 4),
+    (4, ["--impl", "idea", "--vocab", "257"], 6),
 ])
 def test_cost(world, flags, gathers):
     real = dry_run_agrees("fsdp", world, *flags, ranks=[world - 1])
@@ -59,6 +64,8 @@ def llama(tied=False, frozen=()):
         model.lm_head.weight = model.embed_tokens.weight
     for part in frozen:
         model.get_submodule(part).requires_grad_(False)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)  # of no step here
     for layer in model.layers:
         layer.__class__ = Recomputed
     return model
@@ -84,6 +91,7 @@ def check_copy(model_is, options={}, plant=None):
     rank = dist.get_rank()
     torch.manual_seed(0)
     plain = llama(**model_is)
+    plain.zero_grad()
     torch.manual_seed(rank)  # all ranks get the first one's weights
     inner = llama(**model_is)
     module = copied("fsdp")
@@ -91,13 +99,14 @@ def check_copy(model_is, options={}, plant=None):
         plant(module)
     ours = module.FSDP(inner, inner.layers, **options)
     optimizer = torch.optim.AdamW(groups_of(plain), lr=0.1, eps=1e-5)
+    assert all(p.numel() == (p + 1).numel() == 0 for p in inner.parameters() if p.requires_grad)
     our_optimizer = torch.optim.AdamW(ours.parameter_groups(groups_of(inner)), lr=0.1, eps=1e-5)
     rng = torch.Generator().manual_seed(1)
     for _ in range(2):
         rows = token_rows(rng, 8 * n)
         backward(plain, rows)
         backward(ours, [t.chunk(n)[rank] for t in rows])
-        compare(ours.full_gradients(), gradients_of(plain))
+        compare(full_gradients(ours), gradients_of(plain))
         compare(ours.clip_grad_norm_(0.5), nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
         for each_one, model in (optimizer, plain), (our_optimizer, ours):
             each_one.step()
@@ -121,16 +130,20 @@ def unsummed(module):
     module.reduce_scatter = own
 
 
-def use_first(flat, first={}):
-    flat.wait()
-    flat.full.copy_(first.setdefault(flat, flat.full.clone()))
+def use_first(unit, first={}):
+    unit.wait()
+    unit.full.copy_(first.setdefault(unit, unit.full.clone()))
 
 
 PLANTED = {
-    "averaged over ranks": into_flat("continue_sum", "after", lambda flat: flat.sum.div_(2)),
-    "a unit once gathered is not gathered again": into_flat("start_gather", "after", use_first),
+    "averaged over ranks": into("Unit", "finish_sum", "before", lambda unit: unit.sum.div_(2)),
+    "a unit once gathered is not gathered again": into("Unit", "gather", "after", use_first),
     "a shard gets this rank's gradient, not the sum": unsummed,
-    "a rank clips by the norm of its shards": into_flat("all_reduce", "left out", None),
+    "only the last micro-batch counts": into(
+        "Unit", "start_sum", "before", lambda unit: [part.value.grad.zero_() for part in unit.parts
+                                                     if part.value.grad is not None]),
+    "a rank clips by the norm of its shards": into("FSDP", "all_reduce", "left out", None),
+    "ranks begin with weights of their own": into("FSDP", "broadcast", "left out", None),
 }
 
 
@@ -139,13 +152,69 @@ def check_planted(what):
         check_copy(dict(tied=True), plant=PLANTED[what])
 
 
-def replicas_keep_their_sums(module):
-    into_flat("continue_sum", "before", lambda flat: setattr(flat, "replicas", None))(module)
+def copies_keep_their_sums(module):
+    module.HSDP.travelled = module.FSDP.travelled
 
 
 def test_planted():
     run(each, 2, check_planted, [(what,) for what in PLANTED])
-    proves("fsdp", 4, "--hsdp", "2", plant=replicas_keep_their_sums)
+    proves("fsdp", 4, "--hsdp", "2", plant=copies_keep_their_sums)
+
+
+@pytest.mark.parametrize("old, new", [
+    ("full.register_post_accumulate_grad_hook(self.reduce)", "pass"),
+    ("output.register_hook(self.gather)", "pass"),
+    ("all_gather(self.full, self.shard.detach(), group=self.group)", "pass"),
+    ("reduce_scatter(self.shard.grad, full.grad, group=self.group)", "pass"),
+    ("dist.all_reduce(square, group=model.group)", "pass"),
+    ("nn.utils.clip_grads_with_norm_(shards, clip, norm)", "pass"),
+    ('reduction="sum") / valid', 'reduction="mean")'),
+])
+def test_planted_in_the_idea(old, new):
+    """It fails the check, or stops with an error."""
+    script("fsdp", 2, *PROOF, "--impl", "idea", plant=partial(rewritten, old, new), code=1)
+
+
+class OfTensors(Llama):
+    def forward(self, tokens):
+        return super().forward(tokens)["logits"]
+
+
+def check_the_idea(old="", new=""):
+    """Alone, around a model of others; ranks begin with weights of their own."""
+    n = dist.get_world_size()
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    plain = OfTensors()
+    torch.manual_seed(rank)
+    inner = OfTensors()
+    module = idea("fsdp", old, new)
+    ours, shards = module.shard_blocks(inner, inner.layers)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, eps=1e-5)
+    our_optimizer = torch.optim.AdamW(shards, lr=0.1, eps=1e-5)
+    rng = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        x, y = token_rows(rng, 4 * n)
+        valid = (y >= 0).sum()
+        optimizer.zero_grad()
+        (loss_sum(plain(x), y) / valid).backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizer.step()
+        mine = [t.chunk(n)[rank] for t in (x, y)]
+        _, our_norm = module.idea_step(ours, shards, our_optimizer, *mine, valid, 0.5)
+        compare(our_norm, norm)
+        with torch.no_grad():
+            compare(ours(x), plain(x))
+
+
+def check_idea_without_broadcast():
+    with pytest.raises(AssertionError):
+        check_the_idea("dist.broadcast(self.full, group=group, group_src=0)", "pass")
+
+
+def test_the_idea():
+    run(check_the_idea, 2)
+    run(check_idea_without_broadcast, 2)
 
 
 def check_meta():
@@ -155,43 +224,74 @@ def check_meta():
         inner.norm.again = inner.norm.weight
         inner.norm.unused = nn.Parameter(torch.ones(2))
         inner.norm.register_buffer("places", torch.arange(4))
-    model = FSDP(inner, inner.layers, device="cpu",
-                 init=lambda name, tensor: tensor.fill_(len(name)))
+    begin = from_meta(inner, "cpu", lambda name, tensor: tensor.fill_(len(name)))
+    model = FSDP(inner, inner.layers, begin=begin)
     for name, tensor in model.full_state_dict().items():
         made_as = name.replace("lm_head", "embed_tokens").replace("again", "weight")
         assert (tensor == len(made_as)).all(), name
     llama_loss(model, *ROWS).backward()
-    assert (model.full_gradients()["norm.unused"] == 0).all()
+    assert (full_gradients(model)["norm.unused"] == 0).all()
+
+
+def check_unused_block():
+    """Gradients of a block that no rank has used are 0, and those of others are right."""
+    torch.manual_seed(0)
+    plain = llama()
+    plain.zero_grad()
+    inner = llama()
+    inner.load_state_dict(plain.state_dict())
+    ours = FSDP(inner, inner.layers)
+    for model in plain, inner:
+        model.layers[1].forward = lambda x: x  # as a layer that is dropped
+    for layer in plain.layers[1].parameters():
+        layer.grad = torch.zeros_like(layer)
+    llama_loss(plain, *ROWS).backward()
+    llama_loss(ours, *ROWS).backward()
+    total = dist.get_world_size()
+    compare(full_gradients(ours), {name: total * g for name, g in gradients_of(plain).items()})
+
+
+def check_bf16():
+    """A module of bf16 numbers computes in bf16. Its shards, and sums of gradients, are in fp32."""
+    torch.manual_seed(0)
+    plain = llama().bfloat16()
+    inner = llama().bfloat16()
+    inner.load_state_dict(plain.state_dict())
+    model = FSDP(inner, inner.layers)
+    ranks = [token_rows(torch.Generator().manual_seed(i), 2) for i in range(4)]
+    wanted = {}
+    for rows in ranks:  # two ranks, two micro-batches
+        plain.zero_grad()
+        llama_loss(plain, *rows).backward()
+        for name, gradient in gradients_of(plain).items():
+            wanted[name] = wanted.get(name, 0) + gradient.float()
+    for rows in ranks[dist.get_rank()::2]:
+        llama_loss(model, *rows).backward()
+    found = full_gradients(model)
+    assert {gradient.dtype for gradient in found.values()} == {torch.float32}
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    assert {unit.full.dtype for unit in model.units} == {torch.bfloat16}
 
 
 def check_refused():
-    """Between steps a parameter has no elements: whoever reads it gets nothing, and no crash."""
     inner = llama()
     model = FSDP(inner, inner.layers)
-    assert all(p.numel() == (p + 1).numel() == 0 for p in inner.parameters())
     with pytest.raises(RuntimeError, match="full_state_dict"):
         model.state_dict()
-    with pytest.raises(RuntimeError, match="cannot be moved"):
+    with pytest.raises(RuntimeError, match="cast the module before"):
         model.to(torch.float32)
     llama_loss(model, *ROWS).backward()
-    with pytest.raises(AssertionError, match="a list"):  # it would be an empty list
-        model.parameter_groups([{"params": inner.norm.weight}])
-    model.pieces[0].grad[0] = float("inf")
-    before = model.full_gradients()
+    model.values[0].grad[0] = float("inf")
+    before = full_gradients(model)
     assert model.clip_grad_norm_(1.0) == float("inf")
-    torch.testing.assert_close(model.full_gradients(), before)  # it spoils no other
-    logits = model(ROWS[0])["logits"]
-    logits.register_hook(lambda gradient: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        logits.sum().backward()
-    with pytest.raises(AssertionError, match="a backward has raised"):
-        model(ROWS[0])
+    torch.testing.assert_close(full_gradients(model), before)  # it spoils no other
 
 
 def check_block_output():
     """A loss of what a block returns, and not of what the model returns."""
     torch.manual_seed(0)
     plain = llama()
+    plain.zero_grad()
     inner = llama()
     inner.load_state_dict(plain.state_dict())
     model = FSDP(inner, inner.layers)
@@ -204,24 +304,9 @@ def check_block_output():
         output.square().sum().backward()
     total = dist.get_world_size()
     wanted = {name: total * gradient for name, gradient in gradients_of(plain).items()}
-    found = model.full_gradients()
+    found = full_gradients(model)
     compare({name: found.pop(name) for name in wanted}, wanted)
     assert not any(gradient.any() for gradient in found.values())  # of what came after the block
-
-
-def check_half():
-    """Neither the square of a norm nor a sum of squares ends at 65504, where fp16 does."""
-    inner = llama().half()
-    model = FSDP(inner, inner.layers)
-    count = 0
-    for p in model.pieces:
-        p.grad = torch.full_like(p, 2000)
-        count += p.numel()
-    total = torch.tensor(count, dtype=torch.float32)
-    dist.all_reduce(total)
-    torch.testing.assert_close(model.clip_grad_norm_(1.0), 2000 * total.sqrt())
-    want = torch.full_like(model.pieces[0], 1 / total.sqrt())
-    torch.testing.assert_close(model.pieces[0].grad, want)
 
 
 def as_nccl(collective, works, out, tensor, group, async_op=False):
@@ -246,7 +331,7 @@ def check_memory(reshard, most):
     gathered = []
     module.all_gather = partial(as_nccl, module.all_gather, works)
     module.reduce_scatter = partial(as_nccl, module.reduce_scatter, works)
-    into_flat("start_gather", "after", lambda flat: gathered.append(
+    into("Unit", "gather", "after", lambda unit: gathered.append(
         sum(unit.full.untyped_storage().nbytes() > 0 for unit in model.block_units)))(module)
     inner = llama()
     model = module.FSDP(inner, inner.layers, reshard=reshard, dtype=torch.float32)
@@ -258,5 +343,6 @@ def test_parts():
     run(check_meta, 2)
     run(check_refused, 2)
     run(check_block_output, 2)
-    run(check_half, 2)
+    run(check_unused_block, 2)
+    run(check_bf16, 2)
     run(each, 2, check_memory, [(True, 2), (False, 3)])
