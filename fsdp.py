@@ -82,8 +82,7 @@ class IdeaOfUnit(nn.Module):
         self.shard = self.full.chunk(ranks)[dist.get_rank(group)].clone().requires_grad_()
         self.free()
         for p in trained.values():
-            p.requires_grad_(False)  # a unit around this one does not take it again
-            p.data = p.new_empty(0)
+            p.requires_grad_(False).set_()  # empty; and a unit around this one does not take it
 
     def forward(self, *inputs):
         self.gather()
@@ -135,13 +134,12 @@ def idea_step(model, shards, optimizer, x, y, valid, clip):
 # ---- 2. the technique (copy this; it needs only torch) -----------------------
 
 # What it adds to the idea, and what that buys. Figures are those of the toy on 2 ranks.
-#     hooks in the place of a wrapper   names, arguments and outputs as before; checkpoints inside
-#     collectives that are under way    all but the first gather and the last sums travel behind
-#                                       arithmetic
-#     the last block and the root stay  FIGURES
-#     a part for each parameter         parameter groups, micro-batches, fp32 sums of bf16, offload
-#     HSDP                              gathers stay within a copy, such as a node
-#     from_meta()                       no rank ever has the whole model
+#     hooks and p.data, no wrapper    names, arguments, outputs as before; checkpoints inside blocks
+#     gathers and sums under way      9 of 13 travel while a block computes; the idea waits for 15
+#     last block and root stay        5.06 MB sent -> 4.56 MB, 26.3 MB at the peak -> 25.4 MB
+#     a part for each parameter       parameter groups, micro-batches, offload; of bf16 fp32 sums
+#     HSDP                            gathers stay within a copy of the model, such as a node
+#     from_meta()                     no rank ever has the whole model
 
 # What this rank steps of a parameter p: p.flatten()[first:first + len(value)].
 # value: an nn.Parameter on shard[span], so that the optimizer steps shard
@@ -162,8 +160,8 @@ class Unit:
     backward are views of full: they lose and regain memory with it.
     """
 
-    def __init__(self, parameters, group, dtype, home):
-        """dtype: full's. home: the device of shard. For each None: the parameters'."""
+    def __init__(self, parameters, group, dtype, home, begin):
+        """dtype: full's. home: the device of shard. begin(unit): fills shard, see begin_alike."""
         assert len({p.dtype for p in parameters}) == 1, "make a unit for each dtype"
         own = parameters[0].dtype
         device = parameters[0].device
@@ -180,8 +178,10 @@ class Unit:
         self.shard = torch.zeros(self.chunk, dtype=wide, device=home or device)
         self.parts = list(self.cut())
         self.gathering = None  # the all-gather into full that is under way
-        self.sending = None  # what it reads, kept until it is over: shard, or a copy in full's dtype
+        self.sending = None  # what it reads, in full's dtype: kept until it is over
         self.reducing = None  # the sum over ranks that is under way
+        begin(self)
+        self.free()  # from here on the whole is in no rank's memory
 
     def views(self, flat):
         """-> {parameter: its view of a tensor that is laid out like full}."""
@@ -268,7 +268,7 @@ class Unit:
 
 
 def begin_alike(unit):
-    """Shards begin as what the group's first rank has."""
+    """Fills the shard of this rank with what the group's first rank has."""
     whole = unit.shard.new_zeros(unit.full.shape, device=unit.full.device)
     for p, place in unit.views(whole).items():
         place.copy_(p.detach())
@@ -304,25 +304,21 @@ class FSDP(nn.Module):
                 self.whole.append(p.data)
         for tensor in self.whole:
             dist.broadcast(tensor, group=group, group_src=0)  # the first rank's -> replicated
-        self.units = []  # the blocks' in their order, then the root's
         self.summing = []  # units whose sums this backward has started, in order
         self.in_backward = False  # True: a forward of a block is one that a checkpoint runs again
 
-        left = [p for p in module.parameters() if p.requires_grad]  # in no unit yet
+        self.block_units = []  # in the order of blocks, but for those that are frozen
+        inside = set()
         for block in blocks:
             trained = [p for p in block.parameters() if p.requires_grad]
             if trained:
-                block.register_forward_pre_hook(partial(self.enter, len(self.units)))
-                block.register_forward_hook(partial(self.after_forward, len(self.units)))
-                self.units.append(Unit(trained, group, dtype, home))
-                left = [p for p in left if p not in self.units[-1].shapes]
-        self.block_units = list(self.units)
-        self.root = Unit(left, group, dtype, home) if left else None
-        if self.root:
-            self.units.append(self.root)
-        for unit in self.units:
-            begin(unit)
-            unit.free()
+                block.register_forward_pre_hook(partial(self.enter, len(self.block_units)))
+                block.register_forward_hook(partial(self.after_forward, len(self.block_units)))
+                self.block_units.append(Unit(trained, group, dtype, home, begin))
+                inside.update(trained)
+        rest = [p for p in module.parameters() if p.requires_grad and p not in inside]
+        self.root = Unit(rest, group, dtype, home, begin) if rest else None
+        self.units = [unit for unit in [*self.block_units, self.root] if unit]
         self.parts = [part for unit in self.units for part in unit.parts]
         self.values = nn.ParameterList(part.value for part in self.parts)  # optimizers step them
 
@@ -439,7 +435,7 @@ class FSDP(nn.Module):
         return {name: found.get(t, t).detach() for name, t in state.items()}
 
     def refuse(self, *_, **__):
-        raise RuntimeError("FSDP: save full_state_dict(); move and cast the module before, not this")
+        raise RuntimeError("FSDP: save full_state_dict(); move and cast the module before")
 
     state_dict = refuse  # parameters have no elements
     _apply = refuse  # of to(), cuda(), half(): values would be on shards no longer
@@ -607,9 +603,11 @@ def refuse(args, n, require):
     require(args.batch >= ranks, f"--batch {args.batch} for {ranks} ranks: give each at least one")
     require(ranks % n == 0, f"--hsdp {n} does not divide {ranks} ranks")
     require(not args.offload or args.impl == "scratch", "--offload is for --impl scratch alone")
-    usual = args.reshard and n == ranks and not args.train
-    require(usual or args.impl not in ("idea", "all"),
-            "--impl idea: without --no-reshard, --hsdp, --train")
+    if args.impl in ("idea", "all"):
+        require(args.reshard and n == ranks and not args.train,
+                "--impl idea: without --no-reshard, --hsdp, --train")
+        kept = args.save or args.resume or args.init_from
+        require(not kept, "--impl idea: without --save, --resume, --init-from")
 
 
 def set_up(run, impl, mesh, on_meta):
