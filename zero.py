@@ -20,6 +20,7 @@ bf16 a number takes 2 bytes, its gradient (summed in bf16) 2, AdamW's fp32 maste
 since its backward comes right behind its forward; an untied embedding, too: its backward reads no
 parameters. In fp32 and fp64 a number is its own master: with gradient and states 4 times its bytes.
 offload="optimizer": the CPU's memory has masters and states; "param": stage 3's parameters, too.
+fsdp.py cuts and gathers as stage 3 does, but for blocks, in a loop as it was, built from meta.
 
     zero = ZeRO3(units_of(model, model.blocks))
     optimizer = AdamW(zero.parameter_groups(), lr=1e-3)
@@ -33,7 +34,6 @@ Not for: optimizers that look at whole matrices (Muon, Adafactor), norms (LAMB) 
 (step() runs once a unit); blocks of several dtypes; sparse embeddings; second derivatives;
 backwards that raise; reentrant checkpointing; parameters changed or thawed later. Unused ones get a
 gradient of 0. In stage 3 blocks return one tensor; ranks use the same parameters, in one order.
-
 Rajbhandari et al. 2019, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv:1910.02054, sections 5 and 7; Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840.
 At work: ZeroRedundancyOptimizer (stage 1), fully_shard (stages 2 and 3), part 4 below.
