@@ -114,10 +114,10 @@ def load(folder, device="cpu"):
     cfg = sizes_in(identity)
     with torch.device("meta"):
         model = GPT(cfg)
-    if cfg.form.learned_positions:
+    if cfg.form.tied:
         state["head.weight"] = state["tok.weight"]
     model.load_state_dict(state, assign=True)
-    if cfg.form.learned_positions:
+    if cfg.form.tied:
         model.head.weight = model.tok.weight
     return model.to(device).requires_grad_(False), cfg
 
