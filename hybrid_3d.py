@@ -693,7 +693,7 @@ FLAGS = {  # int: layout() finds the number
     "zero": Flag(0, "cut over dp x cp: 1 optimizer, 2 gradients, 3 parameters", (0, 3)),
     "ckpt": Flag("none", "what blocks compute again in backward", ("none", "full", "selective")),
     "amp": Flag("off", "autocast to", ("off", "bf16"), course=True),
-    **moe.FLAGS,
+    **{flag[2:].replace("-", "_"): settings for flag, settings in moe.FLAGS.items()},
     "experts": Flag(0, "E in each layer, in the place of its MLP (0: none)", ANY, course=True),
 }
 
@@ -712,6 +712,7 @@ def layout(args):
     require(args.experts or not (args.ep or args.shared or args.capacity),
             "--ep, --shared and --capacity are for --experts E")
     args.ep = (args.ep or args.dp * args.cp) if args.experts else 1
+    args.top_k = args.top_k or moe.of_preset(args.model)[1]
     refuse(args)
     with refusing():
         plans = pipeline_parallel.make_plans(args.schedule, args.pp, args.micro, args.chunks)
@@ -884,10 +885,10 @@ def pieces(model, optimizer):
 
 def notes(model):
     """What a checkpoint holds besides: the biases of all layers' experts."""
-    biases = {name: origin for name, origin in model.origins.items() if "bias_steps" in name}
+    biases = {name: origin for name, origin in model.origins.items() if "bias_units" in name}
     mine = {name: t for stage in model.stages for name, t in stage.named_buffers()}
     found = pipeline_parallel.gather(mine, biases, model.mesh.group["pp"])
-    return {"bias_steps": [steps.tolist() for steps in found.values()]}
+    return {"bias_units": [units.tolist() for units in found.values()]}
 
 
 # ---- a run
@@ -963,8 +964,9 @@ def main():
     length = args.seq // args.cp // (args.tp if args.sp else 1)
     size = args.batch // args.dp // args.micro, length, args.width
     boundary = size, run.dtype, run.device  # of what goes from stage to stage
-    if run.dry:
-        moe.read_counts = moe.balanced_counts  # nobody knows what tokens would choose
+    if run.dry and args.experts:  # nobody knows what tokens would choose
+        tokens = tokens_of(args) // args.tp
+        moe.read_counts = moe.balanced_counts(args, tokens, mesh.group["ep"])
     with run:
         sides = {impl: set_up(run, impl, mesh, plans, layers, boundary) for impl in run.impls}
         picture(run, plans, layers)

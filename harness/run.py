@@ -115,9 +115,8 @@ class Run:
         self.dry = bool(args.dry_run)
         self.dtype = DTYPES[args.dtype]
         self.build_plain = build
-        self.impls = impls or (args.impl,)
-        if args.impl in ("both", "all"):
-            self.impls = ("scratch", "torch", "idea")[:2 + (args.impl == "all")]
+        several = {"both": ("scratch", "torch"), "all": ("scratch", "torch", "idea")}
+        self.impls = impls or several.get(args.impl, (args.impl,))
         self.sides = {}  # {impl: Side}, from begin() on
         self.start = checkpoint.begin(args)  # the checkpoint to start from; bad: exit code 2
         # May plain() repeat this training from step 0 on? Not if it began with weights from

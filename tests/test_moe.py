@@ -1,3 +1,4 @@
+"""moe.py in all forms of the toy; its idea and its technique in a model of somebody else."""
 import copy
 from functools import partial
 
@@ -12,26 +13,32 @@ from torch.utils.checkpoint import checkpoint
 import common
 import moe
 from conftest import (
-    SMALL, alone, check_refused, copied, dry_run_agrees, each, proves, run, script, textbook)
-from others import compare, gradients_of
+    SMALL, alone, check_refused, copied, dry_run_agrees, each, idea, proves, run, script, textbook)
+from others import compare, gradients_of, into
 
 LLAMA = "--model", "llama-toy"
 MIXTRAL = "--model", "mixtral-toy", "--kv-heads", "2", "--hidden", "40"
+QWEN = "--model", "qwen3-moe-toy", "--hidden", "24"
+IDEA = "--impl", "idea"
 
 
 @pytest.mark.parametrize("world, flags", [
     (1, ["--capacity", "0.8", "--balance", "bias"]),
     (2, [*LLAMA, "--top-k", "1", "--capacity", "1.1", "--shared", "--ep", "1"]),
-    (2, [*MIXTRAL, "--balance", "none", "--impl", "torch"]),
+    (2, [*QWEN, "--impl", "all"]),
     (4, [*MIXTRAL, "--ep", "2", "--shared", "--balance", "bias", "--steps", "3"]),
     (2, ["--train", "attn", "--balance", "bias", "--shared"]),  # no expert is trained
     # nothing goes back through block 0
     (2, ["--train", "blocks.1", "--capacity", "0.8", "--eval-every", "1"]),
+    (1, [*IDEA, *LLAMA]),
+    (2, [*IDEA, "--train", "blocks.1|norm", "--eval-every", "1"]),
+    (4, [*IDEA, *MIXTRAL, "--ep", "2"]),
+    (4, [*IDEA, "--top-k", "3"]),
 ])
 def test_equals_plain(world, flags):
     report = proves("moe", world, *flags)
     assert (report["dropped"] > 0) == ("--capacity" in flags)
-    assert sum(report["load"][1]) == pytest.approx(8)
+    assert sum(report["load"][1]) == pytest.approx(len(report["load"][1]))
     if "--train" not in flags:
         textbook(report)
 
@@ -53,18 +60,20 @@ def test_saved_and_resumed(tmp_path):
 
 def round_robin(module):
     """Experts are chosen equally often, as a dry run takes them to be."""
-    def route(logits, top_k, bias, normalize):
-        chosen = torch.arange(logits.shape[0] * top_k).view(-1, top_k) % logits.shape[1]
+    def route(logits, bias=0, *, top_k, normalize):
+        chosen = torch.arange(logits.shape[:-1].numel() * top_k) % logits.shape[-1]
+        chosen = chosen.view(*logits.shape[:-1], top_k)
         probs = logits.softmax(-1)
         gates = probs.gather(-1, chosen)
         return chosen, gates / gates.sum(-1, keepdim=True), probs
 
-    module.route = route
+    module.softmax_route = route
 
 
 @pytest.mark.parametrize("world, flags", [
     (2, ["--capacity", "0.5"]),
     (4, [*MIXTRAL, "--ep", "2", "--shared", "--balance", "bias"]),
+    (2, IDEA),
 ])
 def test_cost_is_the_dry_runs(world, flags):
     real = dry_run_agrees("moe", world, *flags, ranks=[world - 1], plant=round_robin)
@@ -73,37 +82,53 @@ def test_cost_is_the_dry_runs(world, flags):
         assert rank["collectives"]["all_to_all"]["calls"] == 5 * 2  # of 2 layers
 
 
-def test_mixtral_has_46_702_792_704_parameters():
-    flags = "--model", "mixtral-8x7b", "--dry-run", "64", "--batch", "64", "--ep", "8"
+@pytest.mark.parametrize("model, layers, of_layer, total", [
+    ("mixtral-8x7b", 32, 1_451_270_144, 46_702_792_704),
+    ("qwen3-30b-a3b", 48, 623_120_640, 30_532_122_624),
+])
+def test_parameters_of_presets(model, layers, of_layer, total):
+    flags = "--model", model, "--dry-run", "64", "--batch", "64", "--ep", "8", "--seq", "16"
     report, = alone("moe", (*flags, "--steps", "1", "--layers", "1"))
-    assert report["parameters"]["total"] + 31 * 1_451_270_144 == 46_702_792_704
+    assert report["parameters"]["total"] + (layers - 1) * of_layer == total
+    assert (report["args"]["experts"], report["args"]["top_k"]) == moe.of_preset(model)
 
 
 class Operations(TorchDispatchMode):
-    """Notes the name of every operation."""
+    """Notes the name of every operation, and the dtype of what travels."""
 
-    names = frozenset()
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+        self.travels = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.names |= {func._opname}
+        if func._opname == "alltoall_base_":
+            self.travels.append(args[1].dtype)
         return func(*args, **(kwargs or {}))
+
+
+def small_layer(experts=4, width=8, **options):
+    linears = [nn.Linear(width, width) for _ in range(experts)]
+    router = nn.Linear(width, experts, bias=False)
+    route = partial(moe.softmax_route, top_k=2, normalize=True)
+    parts = moe.Experts(F.silu, linears, linears, linears)
+    return moe.MoE(router, parts, route, dist.group.WORLD, **options)
 
 
 def check_kernels():
     """One kernel and the loop give one result. The host reads the device once, and writes nothing;
     the biases' gradients are no contended additions."""
     torch.set_default_dtype(torch.float32)
-    linears = [nn.Linear(8, 8) for _ in range(4)]
-    router = nn.Linear(8, 4, bias=False)
+    layer = small_layer()
     x = torch.randn(40, 8)
     found = []
     reads = []
     read = moe.read_counts
     moe.read_counts = lambda *args: reads.append(args) or read(*args)
     for in_one_kernel in True, False:
-        layer = moe.MoE(router, moe.Experts(F.silu, linears, linears, linears), top_k=2,
-                        normalize=True, ep=dist.group.WORLD)
-        layer.experts.one_kernel_pays = lambda rows: in_one_kernel
+        layer.zero_grad()
+        moe.StackedLinear.one_kernel_pays = lambda self, rows: in_one_kernel
         with Operations() as step:
             y = layer(x)
             y.square().sum().backward()
@@ -118,24 +143,20 @@ def test_one_kernel_is_the_loop():
     run(check_kernels, 1)
 
 
-# ---- the copy: section 1 in another model ------------------------------------------------
+# ---- the copy: in another model ----------------------------------------------------------
 
 
 class Other(nn.Module):
     """A model that is not the GPT, with two mixtures."""
 
-    def __init__(self, top_k, factor):
+    def __init__(self, layer):
         super().__init__()
-        cfg = common.GPTConfig(width=7, hidden=5, form=common.FORMS["llama"])
-        self.inp = nn.Linear(3, 7, bias=False)
+        self.inp = nn.Embedding(11, 7)
         self.norms = nn.ModuleList([nn.RMSNorm(7), nn.RMSNorm(7)])
-        self.mix = nn.ModuleList(
-            moe.PlainMoE(cfg, experts=4, top_k=top_k, capacity=factor) for _ in range(2))
-        for mix in self.mix:
-            mix.gamma = 0.05
-        self.out = nn.Linear(7, 1, bias=False)
+        self.mix = nn.ModuleList([layer(), layer()])
+        self.out = nn.Linear(7, 11, bias=False)
 
-    def forward(self, x):  # (N, 3) -> (N, 1)
+    def forward(self, x):  # (N, 1) -> (N, 1, 11)
         x = self.inp(x)
         for norm, mix in zip(self.norms, self.mix):
             x = x + mix(norm(x))
@@ -146,6 +167,15 @@ TOKENS = [  # of each step, of its two micro-batches: how many tokens each rank 
     [[5, 3, 4, 0], [3, 0, 6, 2]],
     [[9, 0, 1, 0], [6, 1, 0, 0]],
 ]
+CFG = common.GPTConfig(width=7, hidden=5, form=common.FORMS["llama"])
+
+
+def toy_layer(top_k, capacity, route=None):
+    kind = partial(moe.ToyMoEWithCapacity, capacity=capacity) if capacity else moe.ToyMoE
+    layer = kind(CFG, experts=4, top_k=top_k)
+    layer.gamma = 0.05
+    layer.route = route or layer.route
+    return layer
 
 
 def sources_of(step, world):
@@ -155,21 +185,24 @@ def sources_of(step, world):
     return [numbers[:world], numbers[world:]], sum(sizes)
 
 
-def copied_model(section, plain, replicas, ep):
-    """Other with the copy's layers, and the plain one's weights on the ranks that broadcast."""
-    model = copy.deepcopy(plain)
-    for i, mix in enumerate(model.mix):
-        mlps = [mix.experts[e] for e in common.share(4, ep.size(), ep.rank())]
-        experts = section.Experts(F.silu, [mlp.up for mlp in mlps], [mlp.down for mlp in mlps],
-                                  [mlp.gate for mlp in mlps])
-        model.mix[i] = section.MoE(
-            mix.router, experts, top_k=mix.top_k, normalize=True, capacity=mix.capacity,
-            ep=ep, alpha=mix.alpha / 2, beta=mix.beta / 2, gamma=mix.gamma)
-    if replicas.rank() > 0:
-        for p in model.parameters():
-            p.data.add_(1)
-    section.broadcast_parameters(model, replicas)
-    return model
+def cross_entropy(model, x, y, n):
+    return F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum") / n
+
+
+def copied_layer(section, mix, ep):
+    """The copy's, with the experts that are this rank's."""
+    mlps = [mix.experts[e] for e in common.share(4, ep.size(), ep.rank())]
+    if not isinstance(mix, moe.ToyMoE):
+        return section.IdeaOfMoE(mix.router, nn.ModuleList(mlps), mix.route, ep)
+    ups = [mlp.up for mlp in mlps]
+    downs = [mlp.down for mlp in mlps]
+    gates = [mlp.gate for mlp in mlps]
+    experts = section.Experts(F.silu, ups, downs, gates)
+    kind = section.MoE
+    if isinstance(mix, moe.ToyMoEWithCapacity):
+        kind = partial(section.MoEWithCapacity, capacity=mix.capacity)
+    return kind(mix.router, experts, mix.route, ep, alpha=mix.alpha / 2, beta=mix.beta / 2,
+                gamma=mix.gamma)
 
 
 def plain_step(plain, optimizer, x, y, sources):
@@ -177,9 +210,11 @@ def plain_step(plain, optimizer, x, y, sources):
     optimizer.zero_grad()
     for mix in plain.mix:
         mix.sources = sources
-    loss = (plain(x) - y).square().sum() + sum(mix.loss for mix in plain.mix)
+    loss = cross_entropy(plain, x, y, len(x))
+    for mix in plain.mix:
+        loss = loss + getattr(mix, "loss", 0)  # the idea has none
     loss.backward()
-    norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
     optimizer.step()
     return {"loss": loss.detach(), "norm": norm, "gradients": gradients_of(plain),
             "state": plain.state_dict()}
@@ -190,60 +225,143 @@ def our_step(section, model, optimizer, x, y, sources, replicas, ep):
     total = 0
     for of_ranks in sources:
         mine = of_ranks[dist.get_rank()]
-        loss = (model(x[mine]) - y[mine]).square().sum()
+        loss = cross_entropy(model, x[mine], y[mine], len(x))
         loss.backward()
         total += loss.detach()
     section.sum_gradients(model, replicas)
     norm = section.gradient_norm(model, ep)
-    nn.utils.clip_grads_with_norm_(model.parameters(), 0.1, norm)
+    nn.utils.clip_grads_with_norm_(model.parameters(), 0.01, norm)
     optimizer.step()
     total = total + section.balancing_losses(model)
     section.step_biases(model)
+    return found(model, total, norm, ep)
+
+
+def ideas_step(section, model, optimizer, x, y, sources, replicas, ep):
+    mine = torch.cat([of_ranks[dist.get_rank()] for of_ranks in sources])
+    total, norm = section.idea_step(model, optimizer, x[mine], y[mine], len(x), 0.01,
+                                    replicas=replicas, ep=ep)
+    return found(model, total.detach(), norm, ep)
+
+
+def found(model, total, norm, ep):
     dist.all_reduce(total)
     return {"loss": total, "norm": norm, "gradients": moe.full_gradients(model, ep),
             "state": moe.full_state_dict(model, ep)}
 
 
-def check_copy(ep_size, kind, recompute=False, plant=lambda section: None):
-    """Two steps of the plain model and of the copy's."""
-    section = copied("moe")
-    plant(section)
+def train_both(section, plain, step, ep_size, recompute=False):
+    """Two steps of the plain model and of the copy's, whose other replicas begin with junk."""
     world = dist.get_world_size()
     mesh = dist.init_device_mesh("cpu", (world // ep_size, ep_size),
                                  mesh_dim_names=("replicas", "ep"))
-    groups = mesh.get_group("replicas"), mesh.get_group("ep")
-    torch.manual_seed(0)
-    plain = Other(*kind)
-    model = copied_model(section, plain, *groups)
-    if recompute:
-        for mix in model.mix:
-            mix.forward = partial(checkpoint, mix.forward, use_reentrant=False)
+    replicas, ep = mesh.get_all_groups()
+    model = copy.deepcopy(plain)
+    for i, mix in enumerate(model.mix):
+        model.mix[i] = copied_layer(section, mix, ep)
+        if recompute:
+            layer = model.mix[i]
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+    if hasattr(section, "broadcast_parameters"):
+        if replicas.rank() > 0:
+            for p in model.parameters():
+                p.data.add_(1)
+        section.broadcast_parameters(model, replicas)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-5) for m in (plain, model)]
-    for step in TOKENS:
-        sources, n = sources_of(step, world)
-        batch = torch.randn(n, 3), torch.randn(n, 1), sources
+    for sizes in TOKENS:
+        sources, n = sources_of(sizes, world)
+        batch = torch.randint(11, (n, 1)), torch.randint(11, (n, 1)), sources
         wanted = plain_step(plain, optimizers[0], *batch)
-        compare(our_step(section, model, optimizers[1], *batch, *groups), wanted)
+        compare(step(section, model, optimizers[1], *batch, replicas, ep), wanted)
 
 
-@pytest.mark.parametrize("world, cases", [  # ep, (top_k, capacity), recompute
-    (2, [(2, (3, 0.0)), (2, (2, 0.6), True), (1, (1, 1.1))]),
-    (4, [(2, (2, 0.9), True), (4, (2, 0.0))]),
+DEEPSEEK = partial(moe.sigmoid_route, top_k=2, scale=2.5, groups=2, top_groups=1)
+
+
+def check_copy(ep_size, kind, recompute=False, plant=lambda section: None):
+    section = copied("moe")
+    plant(section)
+    torch.manual_seed(0)
+    train_both(section, Other(partial(toy_layer, *kind)), our_step, ep_size, recompute)
+
+
+def check_idea(ep_size, route, recompute=False, bug=()):
+    section = idea("moe", *bug)
+    torch.manual_seed(0)
+
+    def layer():
+        toy = toy_layer(2, 0.0)
+        return section.PlainMoE(toy.router, toy.experts, route)
+
+    train_both(section, Other(layer), ideas_step, ep_size, recompute)
+
+
+SOFTMAX = partial(moe.softmax_route, top_k=3, normalize=False)
+
+
+@pytest.mark.parametrize("world, cases", [  # ep, (top_k, capacity, perhaps a route), recompute
+    (2, [
+        (2, (3, 0.0)),
+        (2, (2, 0.6), True),
+        (1, (1, 1.1)),
+        (2, (2, 0.0, DEEPSEEK), True),
+    ]),
+    (4, [
+        (2, (2, 0.9), True),
+        (4, (2, 0.0, DEEPSEEK)),
+    ]),
 ])
 def test_copy(world, cases):
     run(each, world, check_copy, cases)
 
 
+@pytest.mark.parametrize("world", [2, 4])
+def test_copy_of_the_idea(world):
+    cases = [(2, SOFTMAX, True), (1, DEEPSEEK), (world, DEEPSEEK)]
+    run(each, world, check_idea, cases)
+
+
 # ---- planted bugs: each must fail the check ----------------------------------------------
+
+
+IDEAS_BUGS = [
+    ("scatter(-1, chosen, gates)", "scatter(-1, chosen, 2 * gates)"),
+    ("AllToAll.apply(gradient, *ctx.way_back)",
+     "gradient.new_zeros(sum(ctx.way_back[1]), gradient.shape[1])"),
+    ("order = chosen.flatten().argsort()", "order = torch.arange(chosen.numel())"),
+    ("token = order // chosen.shape[-1]", "token = order % len(tokens)"),
+    ("self.experts[i % here](piece)", "self.experts[(i + 1) % here](piece)"),
+    ("gates.flatten()[order, None] * answers", "answers"),
+    ("gates.flatten()[order, None]", "gates.flatten()[:, None]"),
+    (".index_add(0, token, gated)", ".index_copy(0, token, gated)"),
+    ("(None, replicas)", "(None, None)"),
+    ("dist.all_reduce(p.grad, group=group)", "pass"),
+    ("    all_reduce_gradients(model, replicas)\n", ""),
+    ("dist.all_reduce(squares[1], group=ep)", "pass"),
+    ("dist.all_reduce(squares[1], group=ep)", "dist.all_reduce(squares, group=ep)"),
+    ('reduction="sum") / valid', 'reduction="mean")'),
+    ("    nn.utils.clip_grads_with_norm_(model.parameters(), clip, norm)\n", ""),
+]
+
+
+def check_planted_in_the_idea(bug):
+    with pytest.raises(AssertionError, match="not close"):
+        check_idea(2, SOFTMAX, bug=bug)
 
 
 def no_backward(section):
     """What autograd does with a bare all_to_all_single: the graph ends there."""
     def broken(ctx, grad):
-        send = ctx.way_back[0]
+        send = ctx.way_back[1]
         return grad.new_zeros(sum(send), *grad.shape[1:]), None, None, None
 
     section.AllToAll.backward = staticmethod(broken)
+
+
+def never_leaves(section):
+    """Gradients of rows stay on the experts' ranks."""
+    section.Leave.backward = staticmethod(
+        lambda ctx, grad: (torch.zeros_like(ctx.trip.finish()), None))
 
 
 def summed_over_all(section):
@@ -278,18 +396,25 @@ def local_load(section):
 
 def not_regrouped(section):
     """Rows of several sources are taken to be other experts'."""
-    section.transpose_blocks = lambda rows, grid: rows
+    count = section.MoE.count
+
+    def broken(*args):
+        routing = count(*args)
+        return routing._replace(by_expert=torch.arange(len(routing.by_expert)))
+
+    section.MoE.count = broken
 
 
 def check_planted(plant):
-    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
+    with pytest.raises(AssertionError, match="not close"):
         check_copy(2, (2, 0.0), plant=plant)
 
 
 def test_planted():
-    planted = (no_backward, summed_over_all, experts_counted_like_dense, aux_without_gradient,
-               local_load, not_regrouped)
+    planted = (no_backward, never_leaves, summed_over_all, experts_counted_like_dense,
+               aux_without_gradient, local_load, not_regrouped)
     run(each, 2, check_planted, [(plant,) for plant in planted])
+    run(each, 2, check_planted_in_the_idea, [(bug,) for bug in IDEAS_BUGS])
 
 
 # ---- pure parts ------------------------------------------------------------------------
@@ -298,41 +423,96 @@ def test_planted():
 def check_layer():
     """Under autocast and in bf16 the router chooses in fp32; no change of dtype rounds a bias."""
     torch.set_default_dtype(torch.float32)
-    linears = [nn.Linear(6, 6) for _ in range(4)]
-    experts = moe.Experts(F.gelu, linears, linears)
-    make = partial(moe.MoE, experts=experts, top_k=2, normalize=True, ep=dist.group.WORLD,
-                   gamma=0.1)
-    layer = make(nn.Linear(6, 4, bias=False))
+    layer = small_layer(width=6, gamma=0.1)
     assert moe.gradient_norm(layer, dist.group.WORLD) == 0  # no backward yet
-    x = torch.randn(64, 6)
-    with torch.autocast("cpu", torch.bfloat16):
+    x = torch.randn(64, 6, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16), Operations() as step:
         assert layer.score(x).dtype == torch.float32
         layer(x).square().sum().backward()
-    layer.bias_steps.fill_(1001)  # 1000 in bf16
+    # counts, rows and answers, and the gradients of both
+    assert step.travels == [torch.int64, *[torch.bfloat16] * 4]
+    step_of_gamma = round(0.1 / moe.UNIT)
+    layer.bias_units.fill_(1001 * step_of_gamma)  # 1000 in bf16
     layer.to(torch.bfloat16)
     assert layer.score(x.bfloat16()).dtype == torch.float32
     norm = moe.gradient_norm(layer, dist.group.WORLD)
     assert norm.dtype == torch.float32
-    layer.load = torch.tensor([0, 3, 2, 3])
+    layer.load_of_step = torch.tensor([0, 3, 2, 3])
     moe.step_biases(layer)  # those that were chosen less often than the mean grow
     moe.step_biases(layer)  # no backward since: all stay
-    assert layer.bias_steps.tolist() == [1002, 1000, 1001, 1000]
+    biases = layer.bias_units // step_of_gamma
+    assert biases.tolist() == [1002, 1000, 1001, 1000]
     with pytest.raises(AssertionError, match="5 logits for 4 experts"):
-        make(nn.Linear(6, 5, bias=False))
+        moe.MoE(nn.Linear(6, 5, bias=False), layer.experts, layer.route, layer.ep)
     with pytest.raises(AssertionError, match="a router without bias"):
-        make(nn.Linear(6, 4))
+        moe.MoE(nn.Linear(6, 4), layer.experts, layer.route, layer.ep)
 
 
-def test_dtypes_bias_and_asserts():
-    run(check_layer, 1)
+def check_gamma_becomes_0():
+    """DeepSeek-V3's last 500B tokens: what biases have learnt stays."""
+    layer = small_layer(gamma=1.0)
+    x = torch.randn(64, 8)
+    for _ in range(3):
+        layer(x).sum().backward()
+        moe.step_biases(layer)
+    learnt = layer(x)
+    layer.gamma = 0.0
+    assert torch.equal(layer(x), learnt)
+    layer(x).sum().backward()
+    moe.step_biases(layer)
+    assert torch.equal(layer(x), learnt)
+    layer.bias_units.zero_()
+    assert not torch.equal(layer(x), learnt)
 
 
-def test_route():
+def check_shared_hides_the_trip():
+    """The shared expert works while rows travel, its backward while gradients do."""
+    order = []
+    layer = small_layer(shared=nn.Linear(8, 8))
+    into("Trip", "start", "after", lambda *_: order.append("start"))(moe)
+    finish = moe.Trip.finish
+    moe.Trip.finish = lambda trip: order.append("finish") or finish(trip)
+    layer.shared.register_forward_hook(lambda *_: order.append("forward"))
+    layer.shared.weight.register_hook(lambda _: order.append("backward"))
+    layer(torch.randn(5, 8, requires_grad=True)).sum().backward()
+    assert order == ["start", "forward", "finish", "start", "backward", "finish"]
+
+
+def test_layer():
+    for check in check_layer, check_gamma_becomes_0, check_shared_hides_the_trip:
+        run(check, 1)
+
+
+def test_softmax_route():
     """Gates that are not normalized are probabilities; a bias changes the choice alone."""
     logits = torch.tensor([[2.0, 1.0, 0.0]])
-    chosen, gates, probs = moe.route(logits, 2, torch.tensor([0.0, -1.0, 0.0]), normalize=False)
+    bias = torch.tensor([0.0, -1.0, 0.0])
+    chosen, gates, probs = moe.softmax_route(logits, bias, top_k=2, normalize=False)
     assert chosen.tolist() == [[0, 2]]
     assert torch.equal(gates, probs[:, [0, 2]])
+    _, gates, _ = moe.softmax_route(logits, top_k=2, normalize=True)
+    # Mixtral, section 2.1: Softmax(TopK(x W)), the same number
+    torch.testing.assert_close(gates, logits[:, :2].softmax(-1))
+
+
+def test_sigmoid_route():
+    """DeepSeek-V3, equations 13 to 16 and section 2.1.2's groups, token by token."""
+    rng = torch.Generator().manual_seed(0)
+    logits = torch.randn(50, 12, generator=rng).double()
+    bias = torch.randn(12, generator=rng).double() / 5
+    chosen, gates, probs = moe.sigmoid_route(logits, bias, top_k=3, scale=2.5, groups=4,
+                                             top_groups=2)
+    for t, s in enumerate(logits.sigmoid().tolist()):
+        biased = [s[e] + bias[e].item() for e in range(12)]
+        groups = [sorted(biased[first:first + 3]) for first in range(0, 12, 3)]
+        by_two_best = sorted(range(4), key=lambda g: -sum(groups[g][-2:]))
+        best = by_two_best[:2]
+        eligible = [e for e in range(12) if e // 3 in best]
+        wanted = sorted(eligible, key=lambda e: -biased[e])[:3]
+        assert sorted(chosen[t].tolist()) == sorted(wanted)
+        for e, gate in zip(chosen[t].tolist(), gates[t].tolist()):
+            assert gate == pytest.approx(2.5 * s[e] / sum(s[i] for i in wanted))
+            assert probs[t, e].item() == pytest.approx(s[e] / sum(s))
 
 
 def test_balancing_loss():
@@ -357,5 +537,6 @@ def test_refused():
         (["--batch", "7", "--dry-run", "2"], "take a multiple of 2"),
         (["--ep", "3", "--dry-run", "4", "--batch", "12"], "take a divisor of 4 ranks"),
         (["--experts", "6", "--dry-run", "4"], "and of --experts 6"),
-        (["--impl", "torch", "--dry-run", "2"], "take --dtype bf16 or fp64"),
+        (["--impl", "torch"], "torch has no such layer"),
+        ([*IDEA, "--shared"], "the idea has no --shared"),
     ])

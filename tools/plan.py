@@ -75,7 +75,7 @@ OWN = {
     "tokens": number(0.0, "to train on, for days and GPU-hours", 0),
     "price": number(0.0, "of a GPU for an hour, for the cost", 0),
     "experts": dict(type=int, least=0, help="E in each layer, in the place of its MLP (0: none)"),
-    "top-k": dict(type=int, default=2, least=1, help="K, experts per token"),
+    "top-k": dict(type=int, least=1, help="K, experts per token (2, or the preset's)"),
     "shared": dict(action="store_true", help="one for every token"),
     **{axis: fixed(type=int, least=1) for axis in ("dp", "cp", "tp", "pp", "micro", "ep")},
     "zero": fixed(type=int, least=0, most=3),
@@ -107,7 +107,8 @@ def read(words=None):
     at.cfg = MODELS[at.model]._replace(**{name: given[name] for name in SIZES if name in given})
     at.fixed = {axis: given[axis] for axis in Layout._fields if axis in given}
     if at.experts is None:
-        at.experts = 8 if at.model in moe.PRESETS else 0
+        at.experts = moe.of_preset(at.model)[0] if at.model in moe.PRESETS else 0
+    at.top_k = at.top_k or moe.of_preset(at.model)[1]
     refuse(at)
     at.node = max(n for n in divisors(at.gpus) if n <= at.gpus_per_node)
     return at
