@@ -240,7 +240,7 @@ VARIANTS = ("",)  # flags with which the file is worth running
 
 def set_up(run, impl):
     model = run.build()
-    optimizer = adamw(model.parameters(), run.args.lr)  # wrappers keep the parameters
+    optimizer = run.optimizer(model.named_parameters())  # wrappers keep the parameters
     if impl == "torch":
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         return run.side(model, optimizer, train_step_at_work)

@@ -30,10 +30,10 @@ fsdp.py cuts and gathers as stage 3 does, but for blocks, in a loop as it was, b
     norm = zero.clip_grad_norm_(1.0)
     zero.step(optimizer)
 
-Not for: optimizers that look at whole matrices (Muon, Adafactor), norms (LAMB) or all parameters
-(step() runs once a unit); blocks of several dtypes; sparse embeddings; second derivatives;
-backwards that raise; reentrant checkpointing; parameters changed or thawed later. Unused ones get a
-gradient of 0. In stage 3 blocks return one tensor; ranks use the same parameters, in one order.
+Not for: optimizers that look at whole matrices, but within harness/whole.py (--optimizer muon), or
+at norms of everything; blocks of several dtypes; sparse embeddings; second derivatives; backwards
+that raise; reentrant checkpointing; parameters changed or thawed later. Unused ones get a gradient
+of 0. In stage 3 blocks return one tensor; ranks use the same parameters, in one order.
 Rajbhandari et al. 2019, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv:1910.02054, sections 5 and 7; Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840.
 At work: ZeroRedundancyOptimizer (stage 1), fully_shard (stages 2 and 3), part 4 below.
@@ -187,11 +187,12 @@ class Unit:
                 self.parts.append(Part(p, first, value, self.grad[span], nn.Parameter(master)))
             start = end
 
-    def step(self, optimizer):
+    def before_step(self):
         for part in self.parts:
             part.master.grad = part.grad.to(part.master)
-        optimizer.step()  # other units' masters have no gradient now, and are left alone
-        for part in self.parts:  # also those that another optimizer steps
+
+    def after_step(self):
+        for part in self.parts:
             part.master.grad = None
             part.value.copy_(part.master.detach())  # does nothing if master is on value
 
@@ -332,13 +333,7 @@ class ZeRO1:
 
     def step(self, optimizer):
         assert self.is_summed, "gradients are not summed: call reduce() after backward, with sync"
-        self.is_stepping = True
-        for unit in self.units:
-            unit.step(optimizer)
-            self.renew(unit)
-        self.is_stepping = False
-        for unit in self.units:
-            unit.wait()
+        step_together([self], optimizer)
 
     def renew(self, unit):
         """Of full all chunks but this rank's are old."""
@@ -361,6 +356,23 @@ class ZeRO1:
             all_gather(full, chunk.to(full.device), group=self.group)  # sharded -> replicated
             found.update(unit.views(full))
         return found
+
+
+def step_together(zeros, optimizer):
+    """One step of the masters of several ZeROs, such as one for each group of copies."""
+    units = [unit for zero in zeros for unit in zero.units]
+    for unit in units:
+        unit.before_step()
+    for zero in zeros:
+        zero.is_stepping = True
+    optimizer.step()
+    for zero in zeros:
+        zero.is_stepping = False
+        for unit in zero.units:
+            unit.after_step()
+            zero.renew(unit)
+    for unit in units:
+        unit.wait()
 
 
 class ZeRO2(ZeRO1):
@@ -640,6 +652,8 @@ def held(model, zero, optimizer):
 
 
 def set_up(run, impl, mesh):
+    from harness.whole import WholeMatrices, shares_of_runs
+
     args = run.args
     model = run.build()
     names = {p: name for name, p in model.named_parameters()}
@@ -653,7 +667,12 @@ def set_up(run, impl, mesh):
                         full_gradients=partial(idea_gradients, model, zero),
                         full_state_dict=model.state_dict, evaluate=partial(evaluate, model))
     zero = parallelize(model, None, args.stage, args.offload)
-    optimizer = adamw(zero.parameter_groups(), args.lr)
+    masters = {part.parameter: part.master for part in zero.parts}
+
+    def wholes(matrices):
+        return [WholeMatrices(shares_of_runs(zero.units, masters, matrices))]
+
+    optimizer = run.optimizer(model.named_parameters(), groups=zero.parameter_groups, wholes=wholes)
     return run.side(
         zero, optimizer, partial(train_step, model, accum=args.accum),
         full_gradients=partial(full_gradients, model, zero),

@@ -52,14 +52,15 @@ Piece = namedtuple("Piece", "name shape start tensor writes", defaults=(True,))
 # Several pieces may be the same box (tied copies, a master and what computes with it): all are
 # loaded, each in its own dtype. What several ranks hold is saved once.
 
-STATES = ("exp_avg", "exp_avg_sq")  # what AdamW holds for each parameter, besides the step
+# what AdamW holds for each parameter, besides the step, and Muon for each matrix
+STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
 def pieces_of(named_parameters, optimizer, writes=True):
     """(name, parameter) pairs of an ordinary module -> pieces of them and of their AdamW states.
 
     Parameters may be DTensors. optimizer may be None: then the parameters alone. An AdamW that has
-    not run yet has no states: see adamw_states.
+    not run yet has no states: see make_states.
     """
     pieces = []
     for name, parameter in named_parameters:
@@ -163,18 +164,29 @@ def boxes_of_run(shape, low, high):
     return sorted(boxes)
 
 
-def adamw_states(optimizer, start):
-    """Makes the states of common's AdamW that has not run yet, so that they can be loaded into."""
+def all_pieces(pieces, optimizer):
+    """With those of what Muon keeps of matrices that are cut, each on the rank that owns it."""
+    momenta = getattr(optimizer, "momenta", list)()
+    return [*pieces, *(piece_of(f"{name}.momentum_buffer", t) for name, t in momenta)]
+
+
+def make_states(optimizer, start):
+    """Of an optimizer that has not run yet, so that they can be loaded into."""
+    for one in getattr(optimizer, "optimizers", [optimizer]):
+        for group in one.param_groups:
+            for p in group["params"]:
+                if p.requires_grad:  # else the optimizer holds nothing for it
+                    one.state[p] = new_state(one, p, start)
+
+
+def new_state(optimizer, p, start):
+    if isinstance(optimizer, torch.optim.Muon):
+        shape = getattr(p, "whole", p.shape)  # where p is of WholeMatrices, and empty now
+        return {"momentum_buffer": p.new_zeros(shape)}
     steps = start.extra.get("updates", start.steps)  # in fp16 some steps are skipped
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.requires_grad:  # else AdamW holds nothing for it
-                state = optimizer.state[parameter]
-                # a fused AdamW has it in fp32, where the parameter is
-                state["step"] = torch.full((), steps, dtype=torch.float32,
-                                           device=parameter.device)
-                for kind in STATES:
-                    state[kind] = torch.zeros_like(parameter)
+    # a fused AdamW has it in fp32, where the parameter is
+    step = torch.full((), steps, dtype=torch.float32, device=p.device)
+    return {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
 
 
 # ---- which one ---------------------------------------------------------------
@@ -412,8 +424,8 @@ def restore(start, pieces, optimizer):
     if not start.folder:
         return
     if start.resumes:
-        adamw_states(optimizer, start)
-    mine = pieces()
+        make_states(optimizer, start)
+    mine = all_pieces(pieces(), optimizer)
     saved = dcp().Reader(start.folder).read_metadata().state_dict_metadata
     everyones = [None] * dist.get_world_size()
     own = misfit(saved, mine), sorted({piece.name for piece in mine})
@@ -429,7 +441,7 @@ def restore(start, pieces, optimizer):
 def read_plain(start, model, optimizer):
     """Loads a checkpoint into an ordinary module and its AdamW, in this process alone."""
     if start.resumes:  # not --init-from, which takes the weights alone
-        adamw_states(optimizer, start)
+        make_states(optimizer, start)
     dcp().load(start.folder, pieces_of(model.named_parameters(), optimizer))
 
 

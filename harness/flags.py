@@ -37,7 +37,9 @@ TRAINING_FLAGS = {
     "--batch": dict(type=int, metavar="B", least=1, help="sequences per step over all ranks (8, or "
                     "one per rank)"),
     "--steps": dict(type=int, default=20, least=1, help="optimizer steps"),
-    "--lr": dict(type=float, default=1e-3, least=1e-12, most=1e3, help="AdamW learning rate"),
+    "--optimizer": dict(default="adamw", choices=("adamw", "muon"), course=True, help="muon: for "
+                        "hidden matrices, with AdamW for the rest"),
+    "--lr": dict(type=float, default=1e-3, least=1e-12, most=1e3, help="learning rate"),
     "--warmup": dict(type=int, default=0, least=0, help="steps in which the rate climbs to --lr"),
     "--decay": dict(default="none", choices=("none", "linear", "cosine"), help="how it falls to "
                     "--min-lr afterwards"),

@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 
 from common import choose_backend, choose_device, join_fake_world, join_world, launched, rendezvous
-from common import adamw, build, freeze, get_batch, learning_rate, load_corpus
+from common import build, freeze, get_batch, learning_rate, load_corpus
 from common import loss_sum, plain_steps
 from harness import checkpoint, guard, report, usage
 from harness.clock import Clock
 from harness.compare import Trace, compare
 from harness.flags import DTYPES, require
 from harness.ledger import Ledger, held_by, nbytes
+from harness.optimizers import optimizer_of
 from harness.profiler import profiled
 from harness.validate import HeldOut
 
@@ -321,6 +322,10 @@ class Run:
                         group["lr"] = self.rate(step)
                     yield impl, step, *self.batch(step, rows)
 
+    def optimizer(self, named, **ways):
+        """What --optimizer says, for (name, parameter) pairs. ways: see optimizer_of."""
+        return optimizer_of(self.args, named, **ways)
+
     def side(self, model, optimizer, train_step, **functions):
         """-> a Side. main() needs no import for it."""
         return Side(model=model, optimizer=optimizer, train_step=train_step, **functions)
@@ -403,7 +408,7 @@ class Run:
         extra = side.extra() if side.extra else {}
         extra["replays"] = self.replays
         notes = {"identity": checkpoint.identity(self.args), "extra": extra}
-        self.saver.save(step + 1, side.pieces(), notes)
+        self.saver.save(step + 1, checkpoint.all_pieces(side.pieces(), side.optimizer), notes)
         if step == self.last:
             self.finish_saving()
 
@@ -469,7 +474,7 @@ class Run:
         if model is None:
             model = self.build()
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        optimizer = adamw(trained.values(), self.args.lr)
+        optimizer = self.optimizer(trained.items())
         begin = self.first
         if self.replays and self.first <= CHECKED:
             begin = 0  # so that a resumed run is compared with one that was never interrupted
@@ -508,6 +513,8 @@ class Run:
         if self.args.train:
             return
         ledger = self.ledger[self.impls[0]]
+        if self.args.optimizer == "muon":  # these are AdamW's
+            rows = [row for row in rows if row[0] not in ("held optimizer", "held states")]
         for what, formula, expected, *measured in rows:
             kind, *of = what.split()
             if not measured and kind == "held":

@@ -1,0 +1,192 @@
+"""Optimizers that look at whole matrices, such as Muon, where each rank has a piece of each.
+
+              between steps       in a step           between steps
+    rank 0    a0 b0 c0 d0         a0 a1 a2 a3         a0 b0 c0 d0      a, b, c, d: matrices
+    rank 1    a1 b1 c1 d1    ->   b0 b1 b2 b3    ->   a1 b1 c1 d1      a1: rank 1's piece of a
+    rank 2    a2 b2 c2 d2         c0 c1 c2 c3         a2 b2 c2 d2
+    rank 3    a3 b3 c3 d3         d0 d1 d2 d3         a3 b3 c3 d3
+
+Each matrix has an owner. For a step it gets the pieces of the weights and of their gradients, steps
+the whole, and gives the pieces back. What the optimizer keeps, as Muon's momentum, stays with it.
+
+    on each of n ranks, P elements in matrices   AdamW      here, Muon
+    states                                       2 P/n      P/n
+    sent in a step, besides                      -          3 P/n (n-1)/n or less, in 3 all-to-alls
+    orthogonalizes                               -          1/n of the matrices
+
+    whole = WholeMatrices(shares_of_runs(zero.units, masters, matrices))
+    muon = torch.optim.Muon(whole.parameter_groups([{"params": matrices}]), lr=1e-3)
+    model.zero_grad()  # muon.zero_grad() does not find the gradients
+    loss.backward()
+    with whole:  # when gradients are summed and clipped
+        muon.step()
+
+With several, each of some of the matrices, one after another, a step takes less memory: Muon leaves
+alone what has no gradient now. What no rank cuts (in ddp.py, in pipelines) Muon takes as it is.
+It needs torch alone. Adafactor, Shampoo and LAMB have the same need.
+
+Not for: pieces on another device than the group's (offload, on GPUs); matrices without a gradient.
+Liu 2025, "Muon is Scalable for LLM Training", arXiv:2502.16982, section 2.3.
+"""
+import math
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+@dataclass(eq=False)
+class Share:
+    """What this rank has of a parameter that is cut over ranks."""
+
+    part: nn.Parameter  # has .grad in a step; may be without elements
+    shape: tuple  # of the whole: (A, B), or (E, A, B), a stack of matrices
+    sizes: list  # how many of its elements each rank has. A single one: every rank has the whole
+    dim: int = 0  # all ranks' pieces lie along this dim, in the order of ranks
+    matrices: tuple = ()  # on the rank that owns it, what the optimizer steps
+
+    def elements(self, kind):
+        """kind: "data" or "grad" -> what is here, flat; zeros may follow, with which tp pads."""
+        return getattr(self.part, kind).movedim(self.dim, 0).flatten()
+
+    def set_elements(self, elements):
+        t = self.part.data.movedim(self.dim, 0)
+        t.copy_(F.pad(elements, (0, t.numel() - len(elements))).view(t.shape))
+
+    def whole(self):
+        """The owner's -> all ranks' elements, in order, flat."""
+        return torch.cat([m.data.movedim(self.dim, 0).flatten() for m in self.matrices])
+
+    def set_whole(self, kind, elements):
+        whole = elements.unflatten(0, (self.shape[self.dim], -1)).movedim(0, self.dim)
+        for matrix, t in zip(self.matrices, whole.reshape(-1, *self.shape[-2:])):
+            setattr(matrix, kind, t)
+
+
+class WholeMatrices:
+    """Within `with`, each matrix is whole on one rank of `group`, where an optimizer may step it.
+
+    shares: {parameter: Share}, on all ranks with the same shapes and sizes in the same order
+    """
+
+    def __init__(self, shares, group=None):
+        self.shares = shares
+        self.group = group
+        n = max((len(share.sizes) for share in shares.values()), default=1)
+        self.rank = dist.get_rank(group) if n > 1 else 0
+        self.owned = [[] for _ in range(n)]  # what each rank owns: [Share]
+        load = [0] * n
+        for share in sorted(shares.values(), key=lambda share: -math.prod(share.shape)):
+            # the rank that owns little so far, and has much of this one already
+            owner = min(range(n), key=lambda r: load[r] - share.sizes[r])
+            load[owner] += math.prod(share.shape)
+            self.owned[owner].append(share)
+        self.mine = self.owned[self.rank]
+        self.matrices = []
+        for share in self.mine:
+            count = math.prod(share.shape[:-2])  # 1, or those of a stack
+            share.matrices = [nn.Parameter(share.part.new_empty(0, 0)) for _ in range(count)]
+            for matrix in share.matrices:
+                matrix.whole = share.shape[-2:]  # its shape within `with`
+            self.matrices += share.matrices
+
+    def parameter_groups(self, groups):
+        """groups: as for an optimizer -> the same, with the matrices that this rank steps."""
+        ours = []
+        for group in groups:
+            params = []
+            for p in group["params"]:
+                params += self.shares[p].matrices if p in self.shares else [p]
+            ours.append({**group, "params": params})
+        return ours
+
+    def __enter__(self):
+        """sharded -> whole on the owner"""
+        for kind in ("data", "grad"):
+            pieces = []  # for each rank, of what it owns
+            sizes = []  # from each rank, of what is owned here
+            for rank, owned in enumerate(self.owned):
+                here = [share.elements(kind) for share in owned]
+                pieces.append([t[:share.sizes[self.rank]] for t, share in zip(here, owned)])
+                sizes.append([share.sizes[rank] for share in self.mine])
+            arrived = self.exchange(pieces, sizes)  # by the rank that it comes from, then by share
+            for i, share in enumerate(self.mine):
+                share.set_whole(kind, torch.cat(arrived[i::len(self.mine)]))
+
+    def __exit__(self, *_):
+        """whole on the owner -> sharded"""
+        wholes = [share.whole().split(share.sizes) for share in self.mine]
+        pieces = []  # for each rank, of what is owned here
+        sizes = []  # from each rank, of what it owns
+        for rank, owned in enumerate(self.owned):
+            pieces.append([whole[rank] for whole in wholes])
+            sizes.append([share.sizes[self.rank] for share in owned])
+        arrived = self.exchange(pieces, sizes)
+        for share, elements in zip(chain(*self.owned), arrived):
+            share.set_elements(elements)
+        for matrix in self.matrices:
+            matrix.data = matrix.new_empty(0, 0)
+            matrix.grad = None
+
+    def exchange(self, pieces, sizes):
+        """pieces[r]: flat tensors for rank r -> the flat tensors that come, of sizes[r] from it."""
+        if len(pieces) == 1:
+            return pieces[0]
+        nothing = self.owned[0][0].part.new_empty(0)  # this rank may own no matrix
+        flat = torch.cat([nothing, *chain(*pieces)])
+        sent = [sum(map(len, of_rank)) for of_rank in pieces]
+        received = [sum(of_rank) for of_rank in sizes]
+        arrived = flat.new_empty(sum(received))
+        # pieces -> wholes, or back
+        dist.all_to_all_single(arrived, flat, received, sent, group=self.group)
+        return arrived.split(list(chain(*sizes)))
+
+
+# ---- the shares that ways of cutting make ----------------------------------------
+
+
+def shares_of_runs(units, parts, parameters):
+    """Of parameters that lie end to end, cut anywhere, as in zero.py and fsdp.py.
+
+    units: have full, chunk and shapes. parts: {parameter: what is here of it, 1-D}
+    """
+    nothing = nn.Parameter(next(iter(parts.values())).new_empty(0))
+    nothing.grad = nothing.detach()
+    wanted = set(parameters)
+    found = {}
+    for unit in units:
+        start = 0
+        for p, shape in unit.shapes.items():
+            end = start + shape.numel()
+            if p in wanted:
+                sizes = []
+                for chunk in range(0, unit.full.numel(), unit.chunk):  # one on each rank
+                    inside = range(max(start, chunk), min(end, chunk + unit.chunk))
+                    sizes.append(len(inside))
+                found[p] = Share(parts.get(p, nothing), shape, sizes)
+            start = end
+    return found
+
+
+def share_of_box(part, shape, ranks, dim, plain_size):
+    """Of what is cut along one dim, as in tensor_parallel.py. shape: of the part, with padding.
+
+    plain_size: of the whole, along dim, without padding.
+    """
+    each = shape[dim]
+    of_line = math.prod(shape) // each
+    whole = list(shape)
+    whole[dim] = plain_size
+    sizes = []
+    for first in range(0, ranks * each, each):
+        lines = range(first, min(first + each, plain_size))
+        sizes.append(len(lines) * of_line)
+    return Share(part, whole, sizes, dim)
+
+
+def shares_of_stacks(stacks):
+    """Each matrix of a stack is whole on its rank, as experts are, but the stack is no matrix."""
+    return {p: Share(p, p.shape, [p.numel()]) for p in stacks}
