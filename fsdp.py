@@ -33,7 +33,7 @@ ladder, for any units; FSDP is for blocks, leaves the loop as it was, and builds
 Zhao 2023, "PyTorch FSDP", arXiv:2304.11277, sections 3, 4: a unit is one flat tensor, as here. At
 work: fully_shard, part 4 below, which cuts each parameter along dim 0 instead.
 Not for: blocks that share parameters, or run twice in a forward; ranks that use different blocks;
-methods but model(..); optimizers that look at whole matrices (Muon, Shampoo, LAMB, Adafactor);
+methods but model(..); optimizers of whole matrices, but within harness/whole.py (--optimizer muon);
 GradScaler (ranks would skip different steps), second derivatives, reentrant checkpointing,
 autograd.grad, backwards that raise, freezing or loading later. Unused ones get gradients of 0.
     torchrun --standalone --nproc_per_node=2 fsdp.py
@@ -611,6 +611,8 @@ def refuse(args, n, require):
 
 
 def set_up(run, impl, mesh, on_meta):
+    from harness.whole import WholeMatrices, shares_of_runs
+
     args = run.args
     if impl == "idea":
         return set_up_idea(run)
@@ -621,7 +623,13 @@ def set_up(run, impl, mesh, on_meta):
         return run.side(model, adamw(model.parameters(), args.lr), train_step_at_work)
     model = parallelize(on_meta, mesh, args.seed, run.device, reshard=args.reshard,
                         home="cpu" if args.offload else None)
-    optimizer = adamw(model.parameter_groups(), args.lr)
+    values = {part.parameter: part.value for part in model.parts}
+
+    def wholes(matrices):
+        return [WholeMatrices(shares_of_runs(model.units, values, matrices), model.group)]
+
+    optimizer = run.optimizer(model.module.named_parameters(), groups=model.parameter_groups,
+                              wholes=wholes)
     return run.side(model, optimizer, train_step, full_gradients=partial(full_gradients, model),
                     pieces=partial(pieces, model, optimizer))
 

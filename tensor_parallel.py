@@ -793,6 +793,14 @@ def pieces(model, optimizer, tp):
     return [piece for piece in found if piece.tensor.numel() > 0]
 
 
+def wholes(tp, matrices):
+    """For optimizers that look at whole matrices."""
+    from harness.whole import WholeMatrices, share_of_box
+
+    shares = {p: share_of_box(p, tp.size, *tp.cuts[p][:2]) for p in matrices}
+    return [WholeMatrices(shares, tp.group)]
+
+
 def set_up(run, impl, tp, mesh):
     side = partial(run.side, copies=tp.size)  # every rank has the whole loss
     model = run.build()
@@ -807,7 +815,7 @@ def set_up(run, impl, tp, mesh):
         step = partial(idea_step, group=tp.group)
     else:
         parallelize(model, tp)
-    optimizer = adamw(model.parameters(), run.args.lr)
+    optimizer = run.optimizer(model.named_parameters(), wholes=partial(wholes, tp))
     return side(model, optimizer, step, evaluate=evaluate,
                 full_gradients=partial(full_gradients, model, tp),
                 full_state_dict=partial(full_state_dict, model, tp),

@@ -190,6 +190,8 @@ def refuse(args, launch):
             f"--rank {args.rank}: is for --dry-run, up to {args.world_size - 1}")
     require(args.device != "cuda" or torch.cuda.is_available(),
             "--device cuda: torch finds no GPU, which it wants in a dry run, too")
+    require(args.optimizer == "adamw" or args.impl == "scratch",
+            f"--optimizer {args.optimizer} is for --impl scratch")
     require(args.min_lr <= args.lr, f"--min-lr {args.min_lr} is above --lr {args.lr}")
     require(args.warmup < args.steps,
             f"--warmup {args.warmup}: leave a step of --steps {args.steps} for the full rate")

@@ -34,6 +34,8 @@ class Together:
     def zero_grad(self):
         for optimizer in self.optimizers:
             optimizer.zero_grad()
+        for whole in self.wholes:
+            whole.zero_grad()
 
     def step(self):
         with contextlib.ExitStack() as stack:

@@ -535,6 +535,8 @@ class Run:
         plain: () -> the Trace to compare with (default: self.plain). judged_as: the dtype whose
         tolerance counts (default: --dtype).
         """
+        if self.args.optimizer == "muon" and self.args.dtype == "fp32":
+            judged_as = "bf16"  # in which torch's Muon orthogonalizes
         ledger = self.ledger[self.impls[0]]
         mine = dict(rank=self.rank, own=self.own, memory=ledger.memory,
                     collectives=ledger.collectives)

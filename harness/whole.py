@@ -16,7 +16,7 @@ the whole, and gives the pieces back. What the optimizer keeps, as Muon's moment
 
     whole = WholeMatrices(shares_of_runs(zero.units, masters, matrices))
     muon = torch.optim.Muon(whole.parameter_groups([{"params": matrices}]), lr=1e-3)
-    model.zero_grad()  # muon.zero_grad() does not find the gradients
+    whole.zero_grad()  # in the place of muon.zero_grad()
     loss.backward()
     with whole:  # when gradients are summed and clipped
         muon.step()
@@ -103,6 +103,12 @@ class WholeMatrices:
             ours.append({**group, "params": params})
         return ours
 
+    def zero_grad(self):
+        """Of the pieces, which an optimizer of wholes does not know."""
+        for share in self.shares.values():
+            if share.part.numel():
+                share.part.grad = None
+
     def __enter__(self):
         """sharded -> whole on the owner"""
         for kind in ("data", "grad"):
@@ -171,11 +177,12 @@ def shares_of_runs(units, parts, parameters):
     return found
 
 
-def share_of_box(part, shape, ranks, dim, plain_size):
-    """Of what is cut along one dim, as in tensor_parallel.py. shape: of the part, with padding.
+def share_of_box(part, ranks, dim, plain_size, shape=None):
+    """Of what is cut along one dim, as in tensor_parallel.py.
 
-    plain_size: of the whole, along dim, without padding.
+    plain_size: of the whole, along dim. shape: of the part (part.shape), which may have padding
     """
+    shape = shape or part.shape
     each = shape[dim]
     of_line = math.prod(shape) // each
     whole = list(shape)

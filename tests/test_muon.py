@@ -1,0 +1,78 @@
+"""--optimizer muon under each way of cutting: torch's Muon steps whole matrices, and nothing else
+changes; its momentum is saved by one layout and resumed by another.
+"""
+import pytest
+import torch
+
+from conftest import PROOF, proves, run, script
+from harness.whole import Share, WholeMatrices
+
+MUON = ("--optimizer", "muon", "--steps", "4")
+ODD = ("--model", "llama-toy", "--kv-heads", "2", "--hidden", "45")  # which no ranks divide
+WAYS = (
+    (2, "ddp"), (4, "zero --stage 1"), (2, "zero --stage 2 --accum 2"), (2, "zero --stage 3"),
+    (2, "zero --stage 1 --offload optimizer"), (2, "fsdp"), (4, "fsdp --hsdp 2"),
+    (2, "tensor_parallel"), (2, "tensor_parallel --sp"),
+)
+
+
+@pytest.mark.parametrize("ranks, command", WAYS)
+def test_equals_one_process(ranks, command):
+    name, *flags = command.split()
+    report = proves(name, ranks, *ODD, *MUON, *flags, "--train", r"blocks\.1|norm|head")
+    held = report["ranks"][0]["memory"]
+    assert held["optimizer"] < 2 * held["gradients"]  # AdamW's would be twice these
+
+
+def step_pieces(module):
+    module.wholes = no_wholes
+
+
+def no_wholes(tp, matrices):
+    return []
+
+
+def test_muon_of_pieces_is_another_optimizer():
+    proves("tensor_parallel", 2, *ODD, *MUON, plant=step_pieces)
+
+
+RELAY = (("zero", 2, "--stage", "3"), ("fsdp", 3), ("tensor_parallel", 2, "--sp"), ("ddp", 1),
+         ("zero", 2, "--stage", "1"))
+
+
+def test_resumed_in_another_layout(tmp_path):
+    quick = (*PROOF, *ODD, "--no-check", "--optimizer", "muon")
+    together = []
+    for number, (name, ranks, *flags) in enumerate(RELAY, 1):
+        if together:
+            flags += ["--resume", str(tmp_path)]
+        flags += ["--steps", str(2 * number), "--save", str(tmp_path)]
+        together += script(name, ranks, *quick, *flags)["loss"]
+    alone = script("ddp", 1, *quick, "--steps", str(2 * len(RELAY)))
+    assert together == pytest.approx(alone["loss"], rel=1e-10, abs=0)
+
+
+def check_any_optimizer():
+    """Adafactor, which looks at rows and columns, over two matrices cut along different dims."""
+    rank = torch.distributed.get_rank()
+    wholes = [torch.nn.Parameter(torch.randn(6, 4)) for _ in range(2)]
+    shares = {}
+    for dim, p in enumerate(wholes):
+        piece = torch.nn.Parameter(p.detach().chunk(2, dim)[rank].clone())
+        shares[p] = Share(piece, p.shape, [12, 12], dim)
+    whole = WholeMatrices(shares)
+    ours = torch.optim.Adafactor(whole.parameter_groups([{"params": wholes}]))
+    plain = torch.optim.Adafactor(wholes)
+    for _ in range(3):
+        for dim, p in enumerate(wholes):
+            p.grad = torch.randn(6, 4)
+            shares[p].part.grad = p.grad.chunk(2, dim)[rank].clone()
+        with whole:
+            ours.step()
+        plain.step()
+    for dim, p in enumerate(wholes):
+        torch.testing.assert_close(shares[p].part.data, p.detach().chunk(2, dim)[rank])
+
+
+def test_any_optimizer_of_whole_matrices():
+    run(check_any_optimizer, 2)
