@@ -134,6 +134,30 @@ def llama_loss(model, tokens, targets):
     return loss_sum(model(tokens)["logits"], targets)
 
 
+def bf16_llama():
+    torch.manual_seed(0)
+    return Llama(layers=2).bfloat16()
+
+
+def bf16_rows(count):
+    return [token_rows(torch.Generator().manual_seed(i), 2) for i in range(count)]
+
+
+def added_in_fp32(batches):
+    """-> {name: what the gradients of a bf16 model, each of a batch's loss, add up to}."""
+    found = {}
+    for rows in batches:
+        model = bf16_llama()
+        llama_loss(model, *rows).backward()
+        for name, gradient in gradients_of(model).items():
+            found[name] = found.get(name, 0) + gradient.float()
+    return found
+
+
+def compare_fp32(found, wanted):
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
 def gradients_of(model):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 

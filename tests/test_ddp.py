@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from conftest import (
     SMALL, copied, dry_run_agrees, each, idea, proves, rewritten, run, script, textbook)
-from others import Llama, llama_loss, token_rows
+from others import (
+    Llama, bf16_llama, bf16_rows, compare_fp32, gradients_of, llama_loss, token_rows)
 
 LLAMA = ("--model", "llama-toy")
 
@@ -166,6 +167,28 @@ def check_planted_in_the_beginning():
 
 def test_planted_in_the_beginning():
     run(check_planted_in_the_beginning, 2)
+
+
+def check_fp32_sums():
+    """Of bf16 gradients, over micro-batches and ranks."""
+    inner = bf16_llama()
+    model = copied("ddp").BucketedDDP(inner, reduce_dtype=torch.float32)
+    batches = bf16_rows(8)
+    *first, last = batches[dist.get_rank()::2]
+    with model.no_sync():
+        for rows in first:
+            llama_loss(model, *rows).backward()
+    llama_loss(model, *last).backward()
+    plain = bf16_llama()
+    for p in plain.parameters():
+        p.grad_dtype = torch.float32  # so that autograd adds up in it
+    for rows in batches:
+        llama_loss(plain, *rows).backward()
+    compare_fp32(gradients_of(inner), gradients_of(plain))
+
+
+def test_fp32_sums():
+    run(check_fp32_sums, 2)
 
 
 def check_overlap():

@@ -13,7 +13,9 @@ from torch.utils.checkpoint import checkpoint
 from conftest import (
     PROOF, copied, dry_run_agrees, each, idea, proves, rewritten, run, script, textbook)
 from fsdp import FSDP, from_meta, full_gradients
-from others import Layer, Llama, compare, gradients_of, into, llama_loss, loss_sum, token_rows
+from others import (
+    Layer, Llama, added_in_fp32, bf16_llama, bf16_rows, compare, compare_fp32, gradients_of, into,
+    llama_loss, loss_sum, token_rows)
 
 LLAMA = ("--model", "llama-toy")
 ROWS = token_rows(torch.Generator().manual_seed(1), 2)
@@ -253,23 +255,12 @@ def check_unused_block():
 
 def check_bf16():
     """A module of bf16 numbers computes in bf16. Its shards, and sums of gradients, are in fp32."""
-    torch.manual_seed(0)
-    plain = llama().bfloat16()
-    inner = llama().bfloat16()
-    inner.load_state_dict(plain.state_dict())
+    inner = bf16_llama()
     model = FSDP(inner, inner.layers)
-    ranks = [token_rows(torch.Generator().manual_seed(i), 2) for i in range(4)]
-    wanted = {}
-    for rows in ranks:  # two ranks, two micro-batches
-        plain.zero_grad()
-        llama_loss(plain, *rows).backward()
-        for name, gradient in gradients_of(plain).items():
-            wanted[name] = wanted.get(name, 0) + gradient.float()
-    for rows in ranks[dist.get_rank()::2]:
+    batches = bf16_rows(8)
+    for rows in batches[dist.get_rank()::2]:
         llama_loss(model, *rows).backward()
-    found = full_gradients(model)
-    assert {gradient.dtype for gradient in found.values()} == {torch.float32}
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    compare_fp32(full_gradients(model), added_in_fp32(batches))
     assert {unit.full.dtype for unit in model.units} == {torch.bfloat16}
 
 

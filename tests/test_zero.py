@@ -12,7 +12,9 @@ from common import adamw, clip_gradients
 from conftest import (
     PROOF, SMALL, alone, check_refused, copied, dry_run_agrees, each, idea, proves, rewritten, run,
     script, textbook)
-from others import Llama, compare, into, llama_loss, token_rows
+from others import (
+    Llama, added_in_fp32, bf16_llama, bf16_rows, compare, compare_fp32, into, llama_loss,
+    token_rows)
 
 
 def llama(tied=False):
@@ -188,6 +190,32 @@ def test_sixteen_bytes():
         collectives = report["ranks"][0]["collectives"]
         sent = sum(collective["wire"] for collective in collectives.values())
         assert 0 <= sent - SENT[stage] * 2 * total * 3 / 4 < 10  # the norm
+
+
+def check_fp32_sums(stage):
+    """Of bf16 gradients, over micro-batches and ranks; and the step is fp32's."""
+    model = bf16_llama()
+    names = {p: name for name, p in model.named_parameters()}
+    units = zero.units_of(model, model.layers)
+    ours = ladder(copied("zero"))[stage](units, reduce_dtype=torch.float32)
+    optimizer = torch.optim.SGD(ours.parameter_groups(), lr=1.0)
+    before = [part.master.detach().clone() for part in ours.parts]
+    batches = bf16_rows(8)
+    ours.zero_grad()
+    for number, rows in enumerate(batches[dist.get_rank()::2], 1):
+        ours.sync = stage >= 2 or number == 4
+        llama_loss(model, *rows).backward()
+        ours.reduce()
+    found = {names[p]: gradient for p, gradient in ours.full_gradients().items()}
+    compare_fp32(found, added_in_fp32(batches))
+    ours.step(optimizer)
+    for part, old in zip(ours.parts, before):
+        assert torch.equal(part.master, old - part.grad)
+        assert torch.equal(part.value, part.master.bfloat16())
+
+
+def test_fp32_sums():
+    run(each, 2, check_fp32_sums, [(1,), (2,), (3,)])
 
 
 def check_overlap():
