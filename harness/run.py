@@ -583,12 +583,13 @@ class Run:
 
     def figures(self, impl):
         """What bench shows of an implementation, on this rank."""
-        ledger = self.ledger[impl]
-        of_all = ledger.collectives.values()
+        memory = self.ledger[impl].memory
+        of_all = self.ledger[impl].collectives.values()
         times = self.times[impl]
         blocks = [statistics.median(times[i:i + BLOCK]) for i in range(0, len(times), BLOCK)]
+        held = sum(memory[kind] for kind in ("parameters", "gradients", "optimizer"))
         return dict(calls=sum(c["calls"] for c in of_all), wire=sum(c["wire"] for c in of_all),
-                    peak=ledger.memory["peak"], ms_per_step=self.ms(impl), block_ms=blocks)
+                    held=held, peak=memory["peak"], ms_per_step=self.ms(impl), block_ms=blocks)
 
     def publish(self, ranks, check, plain_loss):
         """Print the report, write it to --json -> False if it could not be written."""

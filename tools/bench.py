@@ -35,35 +35,46 @@ SIZES = "--layers 4 --width 256 --heads 8 --seq 256 --batch 8 --steps 30 --no-ch
 # ---- the table -------------------------------------------------------------------
 
 NAMES = {"idea": "idea", "scratch": "ours", "torch": "torch"}
-COLUMNS = {"ranks": 6, "side": 7, "worst gap": 11, "calls": 7, "sent MB": 10, "peak MB": 10,
-           "ms/step": 10}  # what stands above a column: how wide it is
+CHECK = ("ranks", "worst gap", "sent MB", "textbook", "held MB", "peak MB", "ms/step", "tok/s")
+BENCH = ("ranks", "side", "worst gap", "calls", "sent MB", "peak MB", "ms/step")
 
 
-def aligned(label, cells):
-    return f"{label:40}" + "".join(map(str.rjust, map(str, cells), COLUMNS.values()))
+def aligned(label, columns, cells=None):
+    """A line of the table; without cells, its head."""
+    words = [str(cells[name] if cells else name).rjust(len(name) + 3) for name in columns]
+    return f"{label:{18 if columns == CHECK else 40}}{''.join(words)}  "
 
 
-def lines_of(label, report):
+def cells_of(report, impl):
+    """-> {column: what stands there, of this side}"""
+    side = report["sides"][impl]
+    expected = sum(row["expected"] for row in report["textbook"] if row["what"].startswith("wire"))
+    gap = "-"
+    if report["check"]:
+        own = report["check"].get("others", {}).get(impl, report["check"])
+        gap = f"{max(own[kind] for kind in GAPS):.1e}"
+    return {
+        "ranks": report["world_size"], "side": NAMES[impl], "worst gap": gap,
+        "calls": side["calls"], "sent MB": f"{side['wire'] / 1e6:.2f}",
+        "textbook": f"{expected / 1e6:.2f}", "held MB": f"{side['held'] / 1e6:.2f}",
+        "peak MB": f"{side['peak'] / 1e6:.2f}", "ms/step": f"{side['ms_per_step']:.1f}",
+        "tok/s": f"{report['tokens_per_second']:,.0f}",
+    }
+
+
+def lines_of(label, report, columns):
     """-> a line of the table for each side, in the order of NAMES"""
-    check = report["check"]
     sides = report["sides"]
     lines = []
-    for impl, name in NAMES.items():
+    for impl in NAMES:
         if impl not in sides:
             continue
-        gap = "-"
-        if check:
-            own = check.get("others", {}).get(impl, check)
-            gap = f"{max(own[kind] for kind in GAPS):.1e}"
-        side = sides[impl]
-        cells = [report["world_size"], name, gap, side["calls"], f"{side['wire'] / 1e6:.2f}",
-                 f"{side['peak'] / 1e6:.2f}", f"{side['ms_per_step']:.1f}"]
-        last = "passed" if check else "ran"
+        last = "passed" if report["check"] else "ran"
         if impl != "torch" and "torch" in sides:
-            last = beside_torch(side["block_ms"], sides["torch"]["block_ms"])
+            last = beside_torch(sides[impl]["block_ms"], sides["torch"]["block_ms"])
         if report["exit_code"]:
             last = "FAILED"
-        lines.append(f"{aligned(label, cells)}  {last}")
+        lines.append(aligned(label, columns, cells_of(report, impl)) + last)
         label = ""  # only before the first
     return lines
 
@@ -93,11 +104,11 @@ def check():
         words = f"{file}.py on {ranks} ranks {flags}"
         print(f"\n==== {done} of {len(rows)}: {words.strip()} ====", flush=True)
         try:
-            lines += lines_of(label, report(ranks, file, flags.split(), shown=True))
+            lines += lines_of(label, report(ranks, file, flags.split(), shown=True), CHECK)
         except Failed:
-            lines.append(f"{label:40} FAILED")
+            lines.append(f"{label:18} FAILED")
     print("\n==== every technique, compared with the plain GPT (MB = 1e6 bytes, rank 0) ====")
-    print(aligned("", COLUMNS), *lines, sep="\n")
+    print(aligned("", CHECK) + "verdict", *lines, sep="\n")
     failed = any("FAILED" in line for line in lines)
     if not failed:
         print("\nAll equal one process. Next: read ddp.py; ./run.sh ddp 4 --dtype fp64 --pad 0.3")
@@ -121,7 +132,7 @@ def bench(words):
     files = TECHNIQUES
     if words and words[0].removesuffix(".py") in TECHNIQUES:
         files = [words.pop(0).removesuffix(".py")]
-    print(f"{aligned('', COLUMNS)}  as fast as torch", flush=True)
+    print(aligned("", BENCH) + "as fast as torch", flush=True)
     failed = 0
     for file in files:
         for own in variants(file):
@@ -133,7 +144,7 @@ def bench(words):
                 print(f"{label:40} FAILED: {failure}", flush=True)
                 continue
             failed = max(failed, found["exit_code"])
-            print(*lines_of(label, found), sep="\n", flush=True)
+            print(*lines_of(label, found, BENCH), sep="\n", flush=True)
     return failed
 
 
