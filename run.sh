@@ -86,7 +86,7 @@ case $command in
     fi
     exec "$PYTHON" -m pytest "${@:2}"
     ;;
-  plan | weights | sample | draw | gpu | papers) exec "$PYTHON" "tools/$command.py" "${@:2}" ;;
+  plan | weights | sample | draw | gpu) exec "$PYTHON" "tools/$command.py" "${@:2}" ;;
   sweep) OMP_NUM_THREADS=1 exec "$PYTHON" tools/sweep.py "${@:2}" ;;
   *) exec "$PYTHON" tools/launch.py "$@" ;;
 esac

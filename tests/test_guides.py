@@ -112,8 +112,8 @@ def test_the_report_of_the_page_is_printed(tmp_path):
 
 
 def learns_best(text):
-    """-> the checkpoint of evaluate's table with the lowest loss on the manual."""
-    rows = re.findall(r"^tune/(\w+) .*  (\d+\.\d+)  \(\d+\.\d+\)$", text, re.M)
+    """-> the checkpoint with the lowest loss on the manual."""
+    rows = re.findall(r"^(\w+) on manual: (\d+\.\d+)", text, re.M)
     return min(rows, key=lambda row: float(row[1]))[0]
 
 
