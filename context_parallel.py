@@ -1,63 +1,132 @@
 """Context parallelism: every rank holds a part of each sequence; attention alone needs the rest.
 
-A sequence is cut into chunks 0, 1, .. whose keys and values (K and V) go around a ring of cp ranks.
-Here are the chunks whose K and V a rank has at each hop, with a mark for the scores it computes:
-    no mark: all (work 2)   /: half (1)   *: each query up to itself (1)   -: none (0)
-
     ring       hop 0  hop 1  hop 2  hop 3  work      zigzag     hop 0  hop 1  hop 2  hop 3  work
     rank 0        0*     3-     2-     1-     1      rank 0      0,7*   3,4/   2,5/   1,6/     4
     rank 1        1*      0     3-     2-     3      rank 1      1,6*   0,7/   3,4/   2,5/     4
     rank 2        2*      1      0     3-     5      rank 2      2,5*   1,6/   0,7/   3,4/     4
     rank 3        3*      2      1      0     7      rank 3      3,4*   2,5/   1,6/   0,7/     4
 
-The hops' results are merged by their log-sum-exp (lse). In backward K and V go around again, and
-one hop behind them dK and dV, to which each rank adds; they end at the owner. allgather: zigzag's
-chunks, but all K and V come at once. ulysses: an all-to-all turns all heads of T/cp tokens into
-H/cp heads of all tokens; another undoes it. In a layer a rank's q has Q elements, k and v S each:
+A sequence is cut into chunks 0, 1, .. whose keys and values go around a ring of cp ranks. At each
+hop a rank has those of the chunks shown, and computes their scores with its own queries:
+    no mark: all (work 2)   /: half (1)   *: each query up to itself (1)   -: none (0)
 
-    elements on each rank        plain GPT   ring, zigzag, allgather         ulysses
-    weights                      all         all                             all
-    saved activations            all         1/cp                            1/cp
-    sent in a layer's forward    -           2 (cp-1) S                      2 (cp-1)/cp (S + Q)
-    sent in a layer's backward   -           4 (cp-1) S, dK and dV in fp32   2 (cp-1)/cp (S + Q)
-    sent to sum P gradients      -           2 (cp-1)/cp P                   2 (cp-1)/cp P
-
-    replicate(model)                     # all ranks begin with the weights of the first
+    begin_alike(model)                   # all ranks begin with the weights of the first
     ring = Zigzag()                      # of all ranks; else Zigzag(group)
     for layer in model.layers:
         layer.attn.attend = ring.attend  # attend(q, k, v) for a causal scaled_dot_product_attention
     own = ring.positions(T, device)      # (T/cp,): which tokens of x, and of the shifted y
     loss = loss_sum(model(x[:, own], positions=own), y[:, own])  # positions: for RoPE or a table
-    (loss / valid).backward()            # loss_sum is in common.py; valid: targets of all ranks
+    (loss / valid).backward()            # loss_sum: of tokens; valid: targets of all ranks
     sum_gradients(model.parameters())    # of all ranks; then clip and step, as one process does
 
-Not for: masks other than causal or none (packed documents, sliding windows), scales other than
-D ** -0.5, dropout in attention, KV caches, v of another width than k, and layers besides attention
-that look at other tokens (convolutions, means). On GPUs (Ampere on) all but ulysses want bf16,
-fp16, D a multiple of 8, at most 256. Liu 2023, arXiv:2310.01889, section 3 (ring). Llama team 2024,
-arXiv:2407.21783, section 3.3.2 (zigzag, allgather). Jacobs 2023, arXiv:2309.14509, section 3
-(ulysses). At work: torch.distributed.tensor.experimental.context_parallel.
+P parameters; in a layer a rank's queries have Q elements, its keys and its values S each:
+
+    elements on each rank        plain GPT   ring, zigzag, allgather         ulysses
+    weights                      all         all                             all
+    saved activations            all         1/cp                            1/cp
+    sent in a layer's forward    -           2 (cp-1) S                      2 (cp-1)/cp (S + Q)
+    sent in a layer's backward   -           4 (cp-1) S, half of it in fp32  2 (cp-1)/cp (S + Q)
+    sent to sum gradients        -           2 (cp-1)/cp P                   2 (cp-1)/cp P
+
+Liu 2023, arXiv:2310.01889, section 3 (ring). Llama team 2024, arXiv:2407.21783, section 3.3.2
+(zigzag's chunks, allgather). Jacobs 2023, arXiv:2309.14509, section 3 (ulysses).
+
+Not for: sliding windows, scales other than D ** -0.5, dropout in attention, KV caches, v of another
+width than k; layers besides attention that look at other tokens (convolutions, means).
+At work: torch.distributed.tensor.experimental.context_parallel, part 4 below.
     torchrun --standalone --nproc_per_node=2 context_parallel.py --attn zigzag
 """
 import math
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-# imports of section 1 end here; the rest is for sections 2 to 4
+# imports of parts 1 and 2 end here; the rest is for parts 3 to 5
 import sys
 from functools import cache, partial
 from importlib.util import find_spec
+from types import SimpleNamespace
 
-from common import adamw, clip_gradients, loss_sum
-from harness.flags import Flag, arguments, require
-from harness.run import Run, Side
+from common import adamw, attend as plain_attend, clip_gradients, loss_sum
 
-# ---- 1. the technique (copy this; it needs only torch) -----------------------
+# ---- 1. the idea -------------------------------------------------------------
 
-# In comments a tensor is partial (a summand on each rank), sharded (a piece) or replicated (whole).
+
+def begin_alike(model, group=None):
+    """Once, before the first step."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        dist.broadcast(tensor.data, group=group, group_src=0)  # the first rank's -> replicated
+
+
+def positions(T, device=None, group=None):
+    """Which of a sequence's T tokens are this rank's -> (T/cp,). cp ranks, which divide T."""
+    return torch.arange(T, device=device).chunk(dist.get_world_size(group))[dist.get_rank(group)]
+
+
+class GatherSequence(torch.autograd.Function):
+    """Keys or values of this rank's tokens (B, K, T/cp, D) -> of all tokens (B, K, T, D)."""
+
+    @staticmethod
+    def forward(ctx, own, group):
+        ctx.group = group
+        pieces = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(pieces, own, group=group)  # sharded -> replicated
+        return torch.cat(pieces, 2)
+
+    @staticmethod
+    def backward(ctx, gradient):  # what this rank's queries add to that of all tokens
+        pieces = [piece.contiguous() for piece in gradient.chunk(dist.get_world_size(ctx.group), 2)]
+        own = torch.empty_like(pieces[0])
+        dist.reduce_scatter(own, pieces, group=ctx.group)  # partial -> sharded
+        return own, None
+
+
+def attend(q, k, v, documents=None, group=None):
+    """In the place of causal attention: q (B, H, T/cp, D), k and v (B, K, T/cp, D) -> like q.
+
+    documents (B, T): the number of each token's document, where a sequence is packed of several.
+    """
+    k = GatherSequence.apply(k.contiguous(), group)
+    v = GatherSequence.apply(v.contiguous(), group)
+    T = k.shape[2]
+    own = positions(T, k.device, group)
+    mask = own.unsqueeze(1) >= torch.arange(T, device=k.device)  # (T/cp, T): no key from later on
+    if documents is not None:
+        same = documents[:, own].unsqueeze(2) == documents.unsqueeze(1)  # (B, T/cp, T)
+        mask = mask & same.unsqueeze(1)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+
+def all_reduce_gradients(model, group=None):
+    """After backward: a rank's gradients are of its own tokens' losses, so the sum is needed."""
+    for p in model.parameters():
+        if p.grad is not None:
+            dist.all_reduce(p.grad, group=group)  # partial -> replicated
+
+
+def idea_step(model, optimizer, x, y, valid, clip):
+    """x, y (B, T): whole sequences; valid: the number of their targets.
+
+    The model attends by `attend`. Where it needs its tokens' positions, it takes `positions`.
+    """
+    optimizer.zero_grad()
+    own = positions(x.shape[1], x.device)
+    logits = model(x[:, own])  # (B, T/cp, V)
+    loss = F.cross_entropy(logits.flatten(0, 1), y[:, own].flatten(), reduction="sum") / valid
+    loss.backward()
+    all_reduce_gradients(model)
+    # from here on every rank does the same, and they stay alike
+    norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+    return loss, norm
+
+
+# ---- 2. the technique (copy this; it needs only torch) -----------------------
+
+# What it adds to the idea, and what that buys. TABLE
 
 aten = torch.ops.aten
 # both were renamed in torch 2.13
@@ -65,47 +134,205 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-# Attention to one block of keys, by scaled_dot_product_attention's kernels, which return the lse.
+# 1. Not all keys at once: attention to one block of keys, as if there were no others.
 
 
-def attend_block(q, k, v, causal):
-    """q (B, H, queries, D) attends to k and v (B, H, keys, D) as if there were no other keys.
+def attend_block(q, k, v, causal, same):
+    """q (B, H, queries, D) attends to k and v (B, K, keys, D); H/K heads of q in a row share one.
 
+    causal: query i sees keys 0 to i alone. same (B, queries, keys): is the key of the query's
+    document? None: there is one document.
     -> the output, like q, and lse: the log-sum-exp of each query's scores (B, H, queries).
     """
-    kernel = aten._scaled_dot_product_flash_attention_for_cpu
-    if q.is_cuda:
-        kernel = aten._scaled_dot_product_flash_attention
-    out, lse, *_ = kernel(q, k, v, is_causal=causal)
-    return out, lse
+    if has_kernel(q, same):
+        return kernel_forward(q, k, v, causal)  # the same, without scores in memory: step 4
+    q, k, v = grouped(k.shape[1], q, k, v)
+    scores = scores_of(q, k, causal, same)
+    lse = scores.logsumexp(-1)
+    out = (scores - lse.unsqueeze(-1)).exp() @ v
+    return out.flatten(1, 2), lse.flatten(1, 2)
 
 
-def attend_block_backward(dout, q, out, lse, k, v, causal):
+def attend_block_backward(dout, q, out, lse, k, v, causal, same):
     """-> dq, dk, dv of one block.
 
     out and lse are of attention to all blocks: exp(score - lse) is then the true probability.
     """
-    if q.is_cuda:
-        unused = q.new_empty(0, dtype=torch.int64)  # seed and offset of dropout: there is none
-        return aten._scaled_dot_product_flash_attention_backward(
-            dout, q, k, v, out, lse.contiguous(),  # this kernel takes no slice of an lse
-            # cum_seq is for sequences of several lengths
-            cum_seq_q=None, cum_seq_k=None, max_q=q.shape[2], max_k=k.shape[2],
-            dropout_p=0.0, is_causal=causal, philox_seed=unused, philox_offset=unused)
-    return aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        dout, q, k, v, out, lse, dropout_p=0.0, is_causal=causal)
+    if has_kernel(q, same):
+        return kernel_backward(dout, q, out, lse, k, v, causal)
+    dout, q, out, lse, k, v = grouped(k.shape[1], dout, q, out, lse, k, v)
+    P = (scores_of(q, k, causal, same) - lse.unsqueeze(-1)).exp()
+    dP = dout @ v.mT
+    # softmax's backward takes off the mean of dP over all keys, which is the sum of dout * out
+    dscores = P * (dP - (dout * out).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
+    dq = dscores @ k
+    dk = dscores.mT @ q
+    dv = P.mT @ dout
+    return dq.flatten(1, 2), dk.sum(2), dv.sum(2)
 
 
-def repeat_heads(kv, H):
-    """k, v, each of K heads: (2, B, K, keys, D) -> two (B, H, keys, D), each head H/K times."""
-    times = H // kv.shape[2]
-    repeated = kv.unsqueeze(3).expand(-1, -1, -1, times, -1, -1)  # (2, B, K, times, keys, D)
-    return repeated.flatten(2, 3).unbind()  # flatten copies, unless times is 1
+def grouped(K, *tensors):
+    """(B, H, ..) -> (B, K, H/K, ..) and (B, K, ..) -> (B, K, 1, ..), in fp32 or better."""
+    wide = torch.promote_types(tensors[0].dtype, torch.float32)
+    return [x.unflatten(1, (K, -1)).to(wide) for x in tensors]
 
 
-def sum_heads(dx, into):
-    """The backward of repeat_heads: overwrite `into` (B, K, ..) with the sums of dx (B, H, ..)."""
-    torch.sum(dx.unflatten(1, (into.shape[1], -1)), 2, dtype=into.dtype, out=into)
+def scores_of(q, k, causal, same):
+    """-> (B, K, H/K, queries, keys)"""
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    mask = torch.ones_like(scores[0, 0, 0], dtype=torch.bool)
+    if causal:
+        mask = mask.tril()
+    if same is not None:
+        mask = mask & same[:, None, None]
+    # not -inf, which would make nan of a query that sees none of these keys
+    return scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+
+
+class BlockwiseAttention(torch.autograd.Function):
+    """This rank's queries attend to the keys of one rank after the other."""
+
+    @staticmethod
+    def forward(ctx, q, own_kv, documents, ranks):  # q (B, H, T/cp, D), own_kv (2, B, K, T/cp, D)
+        out = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
+        lse = out.new_full(q.shape[:3], -math.inf)
+        for source, kv in ranks.bring(own_kv):
+            first, count, causal, same = ranks.view(source, q.shape[2], documents)
+            if count == 0:
+                continue
+            k, v = kv[..., :count, :]
+            block_out, block_lse = attend_block(q[:, :, first:], k, v, causal, same)
+            # In the softmax over all keys so far, the keys of this block together have the share
+            # e^block_lse / (e^block_lse + e^lse), a sigmoid; it is 1 where lse is -inf still
+            share = torch.sigmoid(block_lse - lse[:, :, first:])
+            out[:, :, first:].lerp_(block_out.to(out.dtype), share.unsqueeze(-1))
+            lse[:, :, first:] = torch.logaddexp(lse[:, :, first:], block_lse)
+        out = out.to(q.dtype)
+        ctx.ranks = ranks
+        ctx.save_for_backward(q, own_kv, documents, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        dq, own_dkv = ctx.ranks.backward(dout, *ctx.saved_tensors)
+        return dq.to(dout.dtype), own_dkv.to(dout.dtype), None, None
+
+
+# 2. Equal work: the rank with the last chunk would see all keys, the first rank hardly any.
+
+
+def in_order(rank, cp):
+    """The chunks of a rank, as in the idea."""
+    return [rank]
+
+
+def early_and_late(rank, cp):
+    """Of 2 cp chunks one that sees little and one that sees much: zigzag."""
+    return [rank, 2 * cp - 1 - rank]
+
+
+def seen(mine, theirs, tokens):
+    """What my queries see of their keys. mine, theirs: chunks of two ranks with so many tokens each.
+
+    -> (first, count, causal): queries from number `first` on see the first `count` keys; the
+    queries before it see none. If causal, query i sees of these only keys 0 to i.
+    """
+    if mine == theirs:
+        return 0, tokens, True  # a rank's tokens are in order, also those of chunks 0,7
+    # Zigzag's pairs are nested. Of mine 0,7 and theirs 3,4: 0 is blind, 3 and 4 are visible to 7.
+    # Of mine 2,5 and theirs 1,6: none is blind, 1 is visible to both
+    size = tokens // len(mine)  # of a chunk
+    blind = [chunk for chunk in mine if chunk < theirs[0]]  # see none of these keys
+    visible = [chunk for chunk in theirs if chunk < mine[-1]]  # seen by all others of mine
+    return len(blind) * size, len(visible) * size, False
+
+
+class ContextParallel:
+    """The ranks that share each sequence. A model is given the tokens at `positions` alone, and the
+    same positions for its position embedding or RoPE. In every layer `attend` of a class below
+    takes the place of scaled_dot_product_attention.
+    """
+
+    chunks = staticmethod(in_order)
+
+    def __init__(self, group=None):
+        self.group = group  # None: the world
+        self.cp_rank = dist.get_rank(group)
+        self.cp = dist.get_world_size(group)
+
+    def positions(self, T, device=None):
+        """Which of a sequence's T tokens are this rank's -> (T/cp,)."""
+        return self.positions_of(self.cp_rank, self.cp, T, device)
+
+    @classmethod
+    def positions_of(cls, rank, cp, T, device=None):
+        chunks = cls.chunks(rank, cp)
+        count = cp * len(chunks)
+        assert T % count == 0, f"{T} tokens do not divide into {count} chunks: pad the end"
+        by_chunk = torch.arange(T, device=device).view(count, -1)
+        return torch.cat([by_chunk[chunk] for chunk in chunks])
+
+
+class Blockwise(ContextParallel):
+    """What AllGather and Ring share. They differ in how keys and values come and gradients go."""
+
+    def attend(self, q, k, v, documents=None):
+        """Attention within the whole sequence: (B, H, T/cp, D) -> (B, H, T/cp, D).
+
+        k and v may have K heads, a divisor of H. Every rank calls `attend`, with equal shapes.
+        documents (B, T): the number of each token's document, where a sequence is packed of several.
+        """
+        q, k = [x.to(v.dtype) for x in (q, k)]  # RoPE may have made fp32 of them
+        return BlockwiseAttention.apply(q, torch.stack([k, v]), documents, self)
+
+    def view(self, source, tokens, documents):
+        """What this rank's queries see of the keys of rank `source` -> first, count, causal, same."""
+        mine = self.chunks(self.cp_rank, self.cp)
+        first, count, causal = seen(mine, self.chunks(source, self.cp), tokens)
+        if documents is None:
+            return first, count, causal, None
+        T = documents.shape[1]
+        queries = documents[:, self.positions(T, documents.device)[first:]]
+        keys = documents[:, self.positions_of(source, self.cp, T, documents.device)[:count]]
+        return first, count, causal, queries.unsqueeze(2) == keys.unsqueeze(1)
+
+    def add_gradients(self, dq, dkv, source, kv, documents, *queries):
+        """Add what attention to the keys of one rank gives. queries: dout, q, out, lse."""
+        first, count, causal, same = self.view(source, kv.shape[-2], documents)
+        if count == 0:
+            return
+        queries = [x[:, :, first:] for x in queries]
+        k, v = kv[..., :count, :]
+        block_dq, block_dk, block_dv = attend_block_backward(*queries, k, v, causal, same)
+        dq[:, :, first:] += block_dq
+        dkv[0, :, :, :count] += block_dk
+        dkv[1, :, :, :count] += block_dv
+
+
+# 3. Keys and values come by the idea's collectives, or from neighbours, one hop after the other.
+
+
+class AllGather(Blockwise):
+    """K and V are gathered anew in backward: no layer keeps those of others (Llama 3 does)."""
+
+    chunks = staticmethod(early_and_late)
+
+    def bring(self, own_kv):
+        """-> for each rank its number, its K and V."""
+        all_kv = own_kv.new_empty(self.cp, *own_kv.shape)
+        # sharded -> replicated. Not blocking: torch.compile would call another one, which hung
+        all_gather(all_kv.view(-1), own_kv.view(-1), group=self.group, async_op=True).wait()
+        return enumerate(all_kv)
+
+    def backward(self, dout, q, own_kv, documents, out, lse):
+        dq = torch.zeros_like(q, dtype=lse.dtype)  # fp32 or better
+        all_dkv = lse.new_zeros(self.cp, *own_kv.shape)
+        for source, kv in self.bring(own_kv):
+            self.add_gradients(dq, all_dkv[source], source, kv, documents, dout, q, out, lse)
+        own_dkv = torch.empty_like(all_dkv[0])
+        reduce_scatter(own_dkv.view(-1), all_dkv.view(-1), group=self.group)  # partial -> sharded
+        return dq, own_dkv
 
 
 class Exchange:
@@ -114,6 +341,9 @@ class Exchange:
     def __init__(self, tensor, group):
         rank = dist.get_rank(group)
         size = dist.get_world_size(group)
+        self.device = tensor.device
+        if dist.get_backend(group) == "gloo":
+            tensor = tensor.cpu()  # else ranks could not share a GPU
         self.sent = tensor  # it must live, unchanged, until wait()
         self.received = torch.empty_like(tensor)
         self.works = dist.batch_isend_irecv([
@@ -124,177 +354,73 @@ class Exchange:
         """-> what has come from the rank before."""
         for work in self.works:
             work.wait()
-        return self.received
+        return self.received.to(self.device)
 
 
-class Ring:
-    """K and V go around the ring of cp ranks, their gradients one hop later (Liu 2023, section 3).
-
-    In every layer `attend` takes the place of scaled_dot_product_attention. The model is given the
-    tokens at `positions` alone, and the same positions for its position embedding or RoPE.
-    """
-
-    def __init__(self, group=None, causal=True):
-        self.group = group  # None: the world
-        self.causal = causal  # False: each query sees all keys, padding too, as in an encoder
-        self.cp_rank = dist.get_rank(group)
-        self.cp = dist.get_world_size(group)
-        # attributes, so that kernels for other dtypes and another transport can take their place
-        self.attend_block = attend_block
-        self.attend_block_backward = attend_block_backward
-        self.Exchange = Exchange
-
-    def source(self, hop):
-        """The rank whose K and V are here after so many hops."""
-        return (self.cp_rank - hop) % self.cp
-
-    def chunks(self, hop=0):
-        """The chunks here after so many hops, in order."""
-        return [self.source(hop)]
-
-    def positions(self, T, device=None):
-        """Which of a sequence's T tokens are this rank's -> (T/cp,) int64."""
-        mine = self.chunks()
-        count = self.cp * len(mine)
-        assert T % count == 0, f"{T} tokens do not divide into {count} chunks: pad the end"
-        by_chunk = torch.arange(T, device=device).view(count, -1)
-        return torch.cat([by_chunk[chunk] for chunk in mine])
-
-    def seen(self, hop, tokens):
-        """-> (first, key_count, causal): what this rank's queries see of the keys of a hop.
-
-        Queries from number `first` on see the first `key_count` keys; the queries before it see
-        none. If causal, query i sees of these only keys 0 to i. tokens: how many a rank has.
-        """
-        if not self.causal:
-            return 0, tokens, False
-        if hop == 0:
-            return 0, tokens, True  # a rank's tokens are in order, also those of chunks 0,7
-        # Zigzag's pairs are nested. If theirs is inside mine (3,4 in 0,7), my later chunk sees both
-        # and my earlier one none; if mine is (3,4 in 2,5), both of mine see the earlier of theirs
-        mine = self.chunks()
-        theirs = self.chunks(hop)
-        size = tokens // len(mine)  # of a chunk
-        blind = [chunk for chunk in mine if chunk < theirs[0]]  # see none of these keys
-        visible = [chunk for chunk in theirs if chunk < mine[-1]]  # seen by all others of mine
-        return len(blind) * size, len(visible) * size, False
+class Ring(Blockwise):
+    """K and V go around the ring, and their gradients one hop behind them (Liu 2023, section 3)."""
 
     def bring(self, kv):
-        """Yield this rank's K and V, then those of each rank before it, hop by hop."""
-        for _ in range(self.cp - 1):
-            passing = self.Exchange(kv, self.group)  # under way while the caller works with kv
-            yield kv
+        """Yield for this rank, then for each rank before it, its number, its K and V."""
+        for hop in range(self.cp - 1):
+            passing = Exchange(kv, self.group)  # under way while the caller works with kv
+            yield (self.cp_rank - hop) % self.cp, kv
             kv = passing.wait()
-        yield kv
+        yield (self.cp_rank + 1) % self.cp, kv
 
-    def bring_back(self, parts):
-        """-> the whole gradient of this rank's K and V: the sum of what all ranks add to it.
-
-        parts yields for each hop what this rank adds to the gradient of the K and V that are here:
-        zeros if its queries see none of them, since the next rank waits for the sum.
-        """
-        own = next(parts)  # for this rank's own K and V, which are here at hop 0
-        if self.cp == 1:
-            return own
-        passing = self.Exchange(next(parts), self.group)
-        for part in parts:  # each is made while the sum so far is on its way here
-            part += passing.wait()  # the sum over the ranks that had these K and V before
-            passing = self.Exchange(part, self.group)  # to the rank that has them at the next hop
-        return own + passing.wait()  # the sum over all others: the last hop goes to the owner
-
-    def attend(self, q, k, v):
-        """Attention within the whole sequence: (B, H, T/cp, D) -> (B, H, T/cp, D).
-
-        k and v may have K heads, a divisor of H: H/K query heads in a row share one. Only
-        these K heads are sent. Every rank of the group calls `attend`, with equal shapes.
-        """
-        tokens = q.shape[2]
-        assert tokens % len(self.chunks()) == 0, f"{tokens} tokens: cut them as positions() says"
-        assert k.shape[2] == tokens, f"{k.shape[2]} keys for {tokens} queries: take equally many"
-        assert q.shape[1] % k.shape[1] == 0, f"{q.shape[1]} heads of q, {k.shape[1]} of k"
-        assert q.stride(-1) == 1, "q: numbers of a head must lie side by side, as kernels want it"
-        q, k = [x.to(v.dtype) for x in (q, k)]  # RoPE may have made fp32 of them
-        return BlockwiseAttention.apply(q, torch.stack([k, v]), self)
+    def backward(self, dout, q, own_kv, documents, out, lse):
+        dq = torch.zeros_like(q, dtype=lse.dtype)  # fp32 or better
+        passing = None  # a sum that comes here, while this rank's summand is made
+        for source, kv in self.bring(own_kv):
+            dkv = lse.new_zeros(own_kv.shape)  # sent even if 0: the next rank waits for it
+            self.add_gradients(dq, dkv, source, kv, documents, dout, q, out, lse)
+            if source == self.cp_rank:
+                own_dkv = dkv  # stays: the sum of all others' summands comes here in the end
+                continue
+            if passing:
+                dkv += passing.wait()  # of the ranks that had these K and V before
+            passing = Exchange(dkv, self.group)  # to the rank that has them at the next hop
+        if passing:
+            own_dkv += passing.wait()  # partial -> sharded
+        return dq, own_dkv
 
 
 class Zigzag(Ring):
-    """The ring with equal work for all: of 2 cp chunks a rank has an early and a late one."""
+    """The ring with equal work for all."""
 
-    def chunks(self, hop=0):
-        early = self.source(hop)
-        late = 2 * self.cp - 1 - early
-        return [early, late]
+    chunks = staticmethod(early_and_late)
 
 
-class AllGather(Zigzag):
-    """Zigzag, with one collective each way; a layer holds all K and V (Llama 3, section 3.3.2)."""
-
-    def bring(self, kv):
-        all_kv = kv.new_empty(self.cp, *kv.shape)
-        # sharded -> replicated. Not blocking: torch.compile would call another one, which hung
-        all_gather(all_kv.view(-1), kv.view(-1), group=self.group, async_op=True).wait()
-        for hop in range(self.cp):
-            yield all_kv[self.source(hop)]
-
-    def bring_back(self, parts):
-        for hop, part in enumerate(parts):
-            if hop == 0:
-                by_rank = part.new_empty(self.cp, *part.shape)
-            by_rank[self.source(hop)] = part
-        result = torch.empty_like(by_rank[0])
-        reduce_scatter(result.view(-1), by_rank.view(-1), group=self.group)  # partial -> sharded
-        return result
+# 4. Kernels, which scaled_dot_product_attention hides: they make no scores, and return the lse.
 
 
-class BlockwiseAttention(torch.autograd.Function):
-    """This rank's queries attend to the K and V of all ranks; no T x T matrix is made."""
+def has_kernel(q, same):
+    if same is not None or q.stride(-1) != 1:
+        return False
+    return q.is_cpu or (q.is_cuda and q.dtype.itemsize == 2 and q.shape[-1] in range(8, 257, 8))
 
-    @staticmethod
-    def forward(ctx, q, own_kv, ring):  # q (B, H, T/cp, D), own_kv (2, B, K, T/cp, D)
-        H, tokens = q.shape[1:3]
-        out = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
-        lse = out.new_full(q.shape[:3], -math.inf)
-        for hop, kv in enumerate(ring.bring(own_kv)):
-            first, key_count, causal = ring.seen(hop, tokens)
-            if key_count == 0:
-                continue
-            block_out, block_lse = ring.attend_block(
-                q[:, :, first:], *repeat_heads(kv[..., :key_count, :], H), causal)
-            # In the softmax over all keys so far, the keys of this block together have the share
-            # e^block_lse / (e^block_lse + e^lse), a sigmoid; it is 1 at hop 0, where lse is -inf
-            share = torch.sigmoid(block_lse - lse[:, :, first:])
-            out[:, :, first:].lerp_(block_out.to(out.dtype), share.unsqueeze(-1))
-            lse[:, :, first:] = torch.logaddexp(lse[:, :, first:], block_lse)
-        out = out.to(q.dtype)
-        ctx.ring = ring
-        ctx.save_for_backward(q, own_kv, out, lse)
-        return out
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dout):
-        ring = ctx.ring
-        q, own_kv, out, lse = ctx.saved_tensors
-        H, tokens = q.shape[1:3]
-        wide = lse.dtype  # fp32 or better
-        dq = torch.zeros_like(q, dtype=wide)
+def kernel_forward(q, k, v, causal):
+    kernel = aten._scaled_dot_product_flash_attention_for_cpu
+    if q.is_cuda:
+        kernel = aten._scaled_dot_product_flash_attention
+    out, lse, *_ = kernel(q, k, v, is_causal=causal)
+    return out, lse
 
-        def parts():
-            """At each hop add to dq, and yield a summand of dK and dV, for the K and V here."""
-            for hop, kv in enumerate(ring.bring(own_kv)):
-                first, key_count, causal = ring.seen(hop, tokens)
-                dkv = torch.zeros_like(own_kv, dtype=wide)
-                if key_count > 0:
-                    block_dq, block_dk, block_dv = ring.attend_block_backward(
-                        dout[:, :, first:], q[:, :, first:], out[:, :, first:], lse[:, :, first:],
-                        *repeat_heads(kv[..., :key_count, :], H), causal)
-                    dq[:, :, first:] += block_dq
-                    sum_heads(block_dk, into=dkv[0, :, :, :key_count])
-                    sum_heads(block_dv, into=dkv[1, :, :, :key_count])
-                yield dkv
 
-        own_dkv = ring.bring_back(parts())  # partial -> sharded; runs parts(): dq is whole now
-        return dq.to(q.dtype), own_dkv.to(q.dtype), None
+def kernel_backward(dout, q, out, lse, k, v, causal):
+    if not q.is_cuda:
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            dout, q, k, v, out, lse, dropout_p=0.0, is_causal=causal)
+    unused = q.new_empty(0, dtype=torch.int64)  # seed and offset of dropout: there is none
+    return aten._scaled_dot_product_flash_attention_backward(
+        dout, q, k, v, out, lse.contiguous(),  # this kernel takes no slice of an lse
+        # cum_seq is for sequences of several lengths
+        cum_seq_q=None, cum_seq_k=None, max_q=q.shape[2], max_k=k.shape[2],
+        dropout_p=0.0, is_causal=causal, philox_seed=unused, philox_offset=unused)
+
+
+# 5. All tokens of some heads instead of all heads of some tokens.
 
 
 class AllToAll(torch.autograd.Function):
@@ -303,47 +429,39 @@ class AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, old_dim, new_dim, group):
         ctx.way_back = (new_dim, old_dim, group)
-        parts = torch.stack(x.chunk(dist.get_world_size(group), new_dim))  # (cp, ..)
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=group)  # sharded(old_dim) -> sharded(new_dim)
-        joined = torch.cat(received.unbind(), old_dim)
-        for buffer in (parts, received):  # the collective is over, but gloo may keep references
-            buffer.untyped_storage().resize_(0)  # frees the memory at once
-        return joined
+        outgoing = torch.stack(x.chunk(dist.get_world_size(group), new_dim))  # (cp, ..)
+        received = torch.empty_like(outgoing)
+        dist.all_to_all_single(received, outgoing, group=group)
+        return torch.cat(received.unbind(), old_dim)  # sharded(old_dim) -> sharded(new_dim)
 
     @staticmethod
     def backward(ctx, grad):
         return AllToAll.apply(grad, *ctx.way_back), None, None, None
 
 
-class Ulysses(Ring):
-    """All tokens of some heads instead of all heads of some tokens (Jacobs 2023, section 3)."""
+class Ulysses(ContextParallel):
+    """A rank attends for its heads, by any attention function (Jacobs 2023, section 3)."""
 
-    HEADS = 1  # dims of (B, H, T, D)
-    TOKENS = 2
-
-    def attend(self, q, k, v):
-        """As Ring's; the heads of q and those of k and v must be multiples of cp."""
+    def attend(self, q, k, v, documents=None):
+        """As Blockwise's; the heads of q and those of k and v must be multiples of cp."""
         assert k.shape[1] % self.cp == 0, f"{k.shape[1]} heads of k for {self.cp} ranks: take Ring"
         qkv = [x.to(v.dtype) for x in (q, k, v)]  # RoPE may have made fp32 of q and k
-        # sharded(TOKENS) -> sharded(HEADS): (B, H/cp, T, D); any attention function may follow
-        by_heads = [AllToAll.apply(x, self.TOKENS, self.HEADS, self.group) for x in qkv]
-        out = F.scaled_dot_product_attention(*by_heads, is_causal=self.causal, enable_gqa=True)
-        # sharded(HEADS) -> sharded(TOKENS): (B, H, T/cp, D)
-        return AllToAll.apply(out, self.HEADS, self.TOKENS, self.group)
+        # (B, H, T/cp, D) -> (B, H/cp, T, D)
+        q, k, v = [AllToAll.apply(x, 2, 1, self.group) for x in qkv]
+        mask = None
+        if documents is not None:
+            same = documents[:, None, :, None] == documents[:, None, None, :]  # (B, 1, T, T)
+            mask = same.tril()
+        out = F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, enable_gqa=True)
+        return AllToAll.apply(out, 1, 2, self.group)  # (B, H/cp, T, D) -> (B, H, T/cp, D)
 
 
-# The rest of a correct train step: weights are replicated, their gradients partial on every rank.
-
-
-def replicate(model, group=None):
-    """Give all ranks of the group the weights and buffers of its first rank."""
-    for tensor in [*model.parameters(), *model.buffers()]:
-        dist.broadcast(tensor.detach(), group=group, group_src=0)  # the first rank's -> replicated
+# 6. One all-reduce for all gradients.
 
 
 def sum_gradients(parameters, group=None):
-    """Once a step, after the last backward: one all-reduce for all gradients."""
+    """Once a step, after the last backward."""
     gradients = [p.grad for p in parameters if p.grad is not None]
     flat = torch.cat([t.flatten() for t in gradients])
     dist.all_reduce(flat, group=group)  # partial -> replicated
@@ -351,31 +469,50 @@ def sum_gradients(parameters, group=None):
     torch._foreach_copy_(gradients, [part.view_as(t) for t, part in zip(gradients, parts)])
 
 
-# ---- 2. the toy GPT, parallelized --------------------------------------------
+# ---- 3. the toy GPT, parallelized --------------------------------------------
 
 
 def parallelize(model, ring):
     """Let a model attend by the ring -> the model, for the tokens at ring.positions(T) alone."""
-    for block in model.blocks:
-        block.attn.attend = ring.attend
-    number_tokens(model, ring)
+    attend_by(model, ring.attend)
+
+    @cache  # every layer of Llama's form asks for the same
+    def own(length, device):
+        return ring.positions(ring.cp * length, device)
+
+    number_tokens(model, own)
     return model
 
 
-def number_tokens(model, ring):
-    """Number tokens by where they stand in the sequence, instead of 0, 1, .., T/cp - 1."""
+def attend_by(model, attend):
+    for block in model.blocks:
+        block.attn.attend = attend
 
-    # cached, since every layer of Llama's form asks for the same
-    positions = cache(lambda length, device: ring.positions(ring.cp * length, device))
+
+def number_tokens(model, positions):
+    """Number tokens by where they stand in the sequence, instead of 0, 1, .., T/cp - 1."""
     model.positions = positions
     for block in model.blocks:
         block.attn.positions = positions
 
 
-def train_step(model, optimizer, x, y, valid, clip):
-    """x, y (B, T/cp); valid: the whole batch's targets -> this rank's part of the loss, norm."""
+def documents_of(x):
+    """(B, T) -> the number of each token's document. At a newline the next begins."""
+    return (x == ord("\n")).cumsum(1)
+
+
+def loss_of_own(model, x, y, ring, packed):
+    """x, y (B, T): whole sequences -> the sum of this rank's token losses. packed: of documents."""
+    own = ring.positions(x.shape[1], x.device)
+    if packed:
+        attend_by(model, partial(ring.attend, documents=documents_of(x)))
+    return loss_sum(model(x[:, own]), y[:, own])
+
+
+def train_step(model, optimizer, x, y, valid, clip, ring, packed=False):
+    """valid: the whole batch's targets -> this rank's part of the loss, gradient norm."""
     optimizer.zero_grad()
-    loss = loss_sum(model(x), y) / valid
+    loss = loss_of_own(model, x, y, ring, packed) / valid
     loss.backward()
     sum_gradients(model.parameters())  # partial -> replicated
     norm = clip_gradients(model.parameters(), clip)  # replicated: no communication
@@ -383,190 +520,144 @@ def train_step(model, optimizer, x, y, valid, clip):
     return loss, norm
 
 
-# ---- 3. at work: the same with torch's own API -------------------------------
+# ---- 4. at work: the same with torch's own API -------------------------------
 
 
-def cut_in_place(mesh, x, y):
+def cut_in_place(mesh, model, x, y):
     """-> torch's context, in which x and y (B, T) are (B, T/cp), cut as zigzag does."""
     from torch.distributed.tensor.experimental import context_parallel  # slow, and needs NumPy
 
-    return context_parallel(mesh, buffers=[x, y], buffer_seq_dims=[1, 1], no_restore_buffers={x, y})
+    where = torch.arange(x.shape[1], device=x.device)
+    number_tokens(model, lambda length, device: where)
+    whole = {x: 1, y: 1, where: 0}  # {tensor: the dim along which it is cut}
+    return context_parallel(mesh, buffers=list(whole), buffer_seq_dims=list(whole.values()),
+                            no_restore_buffers=set(whole))
 
 
 def train_step_at_work(model, optimizer, x, y, valid, clip, mesh):
-    with cut_in_place(mesh, x, y):
-        # only the cut and attention are torch's here; at work FSDP or DDP sums gradients
-        return train_step(model, optimizer, x, y, valid, clip)
+    optimizer.zero_grad()
+    with cut_in_place(mesh, model, x, y):
+        loss = loss_sum(model(x), y) / valid
+        loss.backward()
+    sum_gradients(model.parameters())  # ours; at work FSDP or DDP sums them
+    norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+    optimizer.step()
+    return loss, norm
 
 
 def evaluate_at_work(model, mesh, x, y):
-    with cut_in_place(mesh, x, y):
+    with cut_in_place(mesh, model, x, y):
         return loss_sum(model(x), y)
 
 
-# ---- 4. run ------------------------------------------------------------------
+# ---- 5. run ------------------------------------------------------------------
 
 KINDS = {"ring": Ring, "zigzag": Zigzag, "allgather": AllGather, "ulysses": Ulysses}
-MARKS = {0: "-", 1: "/", 2: ""}  # {work: what the picture shows}, but for hop 0
+FLAGS = {
+    "--attn": dict(default="zigzag", choices=tuple(KINDS), help="how queries meet others' keys"),
+    "--documents": dict(action="store_true", course=True, help="tokens see their own line alone"),
+}
+# flags with which the file is worth running
+VARIANTS = ("--attn ring", "--attn zigzag", "--attn allgather", "--attn ulysses")
 
 
-def on_paper(attn, cp_rank, cp):
-    """A ring without a process group: it cannot attend, but knows what rank cp_rank of cp does."""
-
-    class OnPaper(KINDS[attn]):
-        def __init__(self):  # Ring's would ask a process group for these numbers
-            self.cp_rank = cp_rank
-            self.cp = cp
-            self.causal = True
-
-    return OnPaper()
 
 
-def picture(attn, cp):
-    """The docstring's picture -> lines, of the first 8 ranks and hops."""
-    if attn == "ulysses":
-        return [f"rank r: all chunks, heads r H/cp to (r+1) H/cp - 1; work {cp}"]
-    shown = range(min(cp, 8))
-    more = "  .." if cp > 8 else ""
-    hops = "".join(f"  hop {hop}" for hop in shown)
-    lines = [f"{attn:9}{hops}{more}  work"]
-    for cp_rank in shown:
-        ring = on_paper(attn, cp_rank, cp)
-        works = [work(ring, hop) for hop in range(cp)]
-        line = f"rank {cp_rank:<4}"
-        for hop in shown:
-            chunks = ",".join(str(chunk) for chunk in ring.chunks(hop))
-            mark = "*" if hop == 0 else MARKS[works[hop]]
-            line += f"{chunks + mark:>7}"
-        lines.append(f"{line}{more}{sum(works):6}")
-    return lines
-
-
-def work(ring, hop):
-    """The work of attention at a hop: 1 for half of the pairs of query and key, 2 for all."""
-    if hop == 0:
-        return 1  # causal
-    tokens = 2  # of a rank: at least one in each of zigzag's chunks
-    first, key_count, _ = ring.seen(hop, tokens)
-    return 2 * (tokens - first) * key_count // tokens**2
-
-
-# On GPUs section 1 wants bf16 or fp16, and NCCL. Proofs run in fp32 and fp64, too, and by gloo.
-
-
-def for_proofs(ring):
-    """Let a ring attend in every dtype and on every backend -> the ring."""
-    ring.attend_block = attend_block_in_any_dtype
-    ring.attend_block_backward = attend_block_backward_in_any_dtype
-    if dist.get_backend(ring.group) == "gloo":
-        ring.Exchange = ExchangeByHost
-    return ring
-
-
-def attend_block_in_any_dtype(q, k, v, causal):
-    if q.is_cuda and q.dtype == torch.float32:
-        out, lse, *_ = aten._scaled_dot_product_efficient_attention(
-            q, k, v, attn_bias=None, compute_log_sumexp=True, is_causal=causal)
-        return out, lse[:, :, :q.shape[2]]  # the kernel pads lse to a multiple of 32
-    if q.is_cuda and q.dtype == torch.float64:  # GPUs have no such kernel
-        out, lse = attend_block(q.cpu(), k.cpu(), v.cpu(), causal)
-        return out.to(q.device), lse.to(q.device)
-    return attend_block(q, k, v, causal)
-
-
-def attend_block_backward_in_any_dtype(dout, q, out, lse, k, v, causal):
-    if q.is_cuda and q.dtype == torch.float32:
-        unused = q.new_empty(0, dtype=torch.int64)  # seed and offset of dropout: there is none
-        # the kernel wants lse padded; inf counts for nothing, since exp(score - inf) is 0
-        lse = F.pad(lse, (0, -lse.shape[2] % 32), value=math.inf)
-        return aten._scaled_dot_product_efficient_attention_backward(
-            dout, q, k, v, None, out, lse, unused, unused,  # None: no bias, hence the False below
-            dropout_p=0.0, grad_input_mask=[True, True, True, False], is_causal=causal)[:3]
-    if q.is_cuda and q.dtype == torch.float64:
-        inputs = [x.cpu() for x in (dout, q, out, lse, k, v)]
-        return [x.to(q.device) for x in attend_block_backward(*inputs, causal)]
-    return attend_block_backward(dout, q, out, lse, k, v, causal)
-
-
-class ExchangeByHost(Exchange):
-    """gloo sends and receives from host memory only."""
-
-    def __init__(self, tensor, group):
-        self.device = tensor.device
-        super().__init__(tensor.cpu(), group)
-
-    def wait(self):
-        return super().wait().to(self.device)
-
-
-def refuse(args):
+def refuse(args, require):
     cfg = args.cfg
     cp = args.world_size
-    chunks = cp * len(on_paper(args.attn, 0, cp).chunks())
+    kind = ContextParallel if args.impl == "idea" else KINDS[args.attn]
+    chunks = cp * len(kind.chunks(0, cp))
     require(cfg.seq % chunks == 0,
             f"--seq {cfg.seq} does not divide into {chunks} chunks, for {args.attn} on {cp} ranks")
     require(args.attn != "ulysses" or cfg.kv_heads % cp == 0,
             f"--attn ulysses: {cp} ranks cannot share {cfg.heads} heads, {cfg.kv_heads} of keys "
             "and values, evenly: change --heads or --kv-heads")
-    if args.impl != "scratch":
+    if args.impl in ("torch", "both", "all"):
         on_gpu = torch.cuda.is_available() and args.device != "cpu" and not args.dry_run
-        require(on_gpu and args.dtype != "fp64" and find_spec("numpy"),
-                "torch's context_parallel needs GPUs, fp32 or bf16, and NumPy; take --impl scratch")
+        require(on_gpu and args.dtype != "fp64" and not args.documents and find_spec("numpy"),
+                "torch's context_parallel needs GPUs, fp32 or bf16, NumPy, and sequences without "
+                "--documents; take --impl scratch")
         # The kernel for fp32 pads lse to a multiple of 32 queries, and torch does not cut the
         # padding off: the queries of each of a rank's 2 chunks have to be such a multiple
         require(args.dtype == "bf16" or cfg.seq % (64 * cp) == 0,
                 f"--impl {args.impl}: in fp32 --seq has to be a multiple of {64 * cp}")
 
 
-def set_up(run, impl, ring, own):
+def set_up(run, impl):
+    packed = run.args.documents
     model = run.build()
     optimizer = adamw(model.parameters(), run.args.lr)
-    if impl == "scratch":
-        parallelize(model, ring)
-        return Side(model=model, optimizer=optimizer, train_step=train_step,
-                    evaluate=lambda x, y: loss_sum(model(x[:, own]), y[:, own]))
-    number_tokens(model, Zigzag())  # torch cuts x as zigzag does, but leaves positions to us
-    mesh = dist.init_device_mesh(run.device.type, (ring.cp,))
-    return Side(model=model, optimizer=optimizer, train_step=partial(train_step_at_work, mesh=mesh),
-                evaluate=partial(evaluate_at_work, model, mesh))
+    if impl == "torch":
+        mesh = dist.init_device_mesh(run.device.type, (run.world_size,))
+        return run.side(model, optimizer, partial(train_step_at_work, mesh=mesh),
+                        evaluate=partial(evaluate_at_work, model, mesh))
+    if impl == "idea":
+        ranks = SimpleNamespace(positions=positions, attend=attend)
+        begin_alike(model)
+        attend_by(model, attend)
+        number_tokens(model, lambda length, device: positions(run.cfg.seq, device))
+        step = packed_idea_step if packed else idea_step
+    else:
+        ranks = KINDS[run.args.attn]()
+        parallelize(model, ranks)
+        step = partial(train_step, ring=ranks, packed=packed)
+    return run.side(model, optimizer, step,
+                    evaluate=lambda x, y: loss_of_own(model, x, y, ranks, packed))
 
 
-def textbook(run, cp):
+def packed_idea_step(model, optimizer, x, *others):
+    attend_by(model, partial(attend, documents=documents_of(x)))
+    return idea_step(model, optimizer, x, *others)
+
+
+def packed_plain(run):
+    """The plain GPT's training, where tokens see their own document alone -> Trace."""
+
+    def tell(model, inputs):
+        attend_by(model, partial(plain_attend, documents=documents_of(*inputs)))
+
+    model = run.build()
+    model.register_forward_pre_hook(tell)
+    return run.plain(model)
+
+
+def textbook(run):
     """-> rows. P parameters, L layers; a rank's q has Q numbers in a layer, its k and v S each."""
     cfg = run.cfg
+    cp = run.world_size
     L = cfg.layers
-    Q = run.args.batch * cfg.seq // cp * cfg.width
+    Q = run.args.batch * cfg.seq // cp * cfg.heads * (cfg.width // cfg.heads)
     S = Q * cfg.kv_heads // cfg.heads
     b = run.dtype.itemsize  # bytes of a number
     d = max(4, b)  # bytes of one in dK and dV
-    hops = [("wire send", "2 (cp-1) L (2 b + d) S", 2 * (cp - 1) * L * (2 * b + d) * S)]
-    gathers = [
-        ("wire all_gather", "4 (cp-1) L b S", 4 * (cp - 1) * L * b * S),
-        ("wire reduce_scatter", "2 (cp-1) L d S", 2 * (cp - 1) * L * d * S)]
-    turns = [("wire all_to_all", "4 (cp-1)/cp L b (S + Q)", 4 * (cp - 1) * L * b * (S + Q) / cp)]
-    rows = {"ring": hops, "zigzag": hops, "allgather": gathers, "ulysses": turns}
     weights = ("wire all_reduce", "2 (cp-1)/cp b P", 2 * (cp - 1) * b * run.total / cp)
-    return [weights, *rows[run.args.attn]]
+    sums = 2 * (cp - 1) * L * S
+    rows = {
+        "idea": [("wire all_gather", "2 (cp-1) L b S", sums * b),
+                 ("wire reduce_scatter", "2 (cp-1) L b S", sums * b)],
+        "ring": [("wire send", "2 (cp-1) L (2 b + d) S", sums * (2 * b + d))],
+        "allgather": [("wire all_gather", "4 (cp-1) L b S", 2 * sums * b),
+                      ("wire reduce_scatter", "2 (cp-1) L d S", sums * d)],
+        "ulysses": [("wire all_to_all", "4 (cp-1)/cp L b (S + Q)",
+                     4 * (cp - 1) * L * b * (S + Q) / cp)],
+    }
+    rows["zigzag"] = rows["ring"]
+    return [weights, *rows["idea" if run.impls[0] == "idea" else run.args.attn]]
 
 
 def main():
-    args = arguments(__doc__, attn=Flag("zigzag", "how queries meet others' keys", tuple(KINDS)))
-    refuse(args)
+    from harness.flags import arguments, require  # not above: the file is imported without harness/
+    from harness.run import Run
+
+    args = arguments(__doc__, FLAGS)
+    refuse(args, require)
     with Run(args) as run:
-        ring = for_proofs(KINDS[args.attn]())
-        own = ring.positions(run.cfg.seq, run.device)
-        sides = {impl: set_up(run, impl, ring, own) for impl in run.impls}
-        run.say("\n".join(picture(args.attn, ring.cp)))
-        for impl, step, x, y, valid in run.steps(sides, range(args.batch)):
-            side = sides[impl]
-            if impl == "scratch":
-                x = x[:, own]  # (B, T/cp)
-                y = y[:, own]
-            with run.measure(impl, step):
-                loss, norm = side.train_step(side.model, side.optimizer, x, y, valid, args.clip)
-            run.log(impl, step, loss, norm)
-        if "scratch" in sides:
-            run.textbook(textbook(run, ring.cp))
+        run.train({impl: set_up(run, impl) for impl in run.impls}, rows=range(args.batch))
+        if args.impl != "torch":
+            run.textbook(textbook(run))
+        if args.documents:
+            return run.finish(partial(packed_plain, run))
         return run.finish()
 
 

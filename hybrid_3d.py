@@ -731,7 +731,7 @@ def refuse(args):
     sharing = tp * args.cp if args.attn == "ulysses" else tp  # ranks that share the heads
     chunks = 1  # of the sequence, on a rank
     if args.cp > 1:
-        chunks = len(context_parallel.on_paper(args.attn, 0, args.cp).chunks())
+        chunks = len(context_parallel.KINDS[args.attn].chunks(0, args.cp))
     for what, size, parts in (
         ("heads of keys and values:", args.kv_heads, sharing),
         ("--hidden", args.hidden, tp),
@@ -916,7 +916,8 @@ def tokens_of_rank(args, cp_rank, device):
     """-> which tokens of every sequence, an index"""
     if args.cp == 1:
         return slice(None)
-    return context_parallel.on_paper(args.attn, cp_rank, args.cp).positions(args.seq, device)
+    kind = context_parallel.KINDS[args.attn]
+    return kind.positions_of(cp_rank, args.cp, args.seq, device)
 
 
 def set_up(run, impl, mesh, plans, layers, boundary):
@@ -930,11 +931,8 @@ def set_up(run, impl, mesh, plans, layers, boundary):
     moe.set_biases(plain, run)
     autocast = torch.autocast(run.device.type, torch.bfloat16) if args.amp == "bf16" else None
 
-    def ring(group):  # -> a Ring that takes every dtype, on every backend
-        return context_parallel.for_proofs(context_parallel.KINDS[args.attn](group))
-
     model = parallelize(
-        plain, mesh, plans, layers, boundary, sp=args.sp, ring=ring,
+        plain, mesh, plans, layers, boundary, sp=args.sp, ring=context_parallel.KINDS[args.attn],
         recompute=amp_accum_ckpt.CHECKPOINT[args.ckpt], autocast=autocast, zero=args.zero)
     optimizer = adamw(model.parameter_groups(), args.lr)
     tokens = tokens_of_rank(args, mesh.place["cp"], run.device)

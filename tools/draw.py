@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from context_parallel import on_paper, work  # noqa: E402
+from context_parallel import KINDS as RINGS, seen  # noqa: E402
 from harness.timeline import bubble_rate, costs, simulate  # noqa: E402
 from pipeline_parallel import make_plans  # noqa: E402
 from tools.launch import report  # noqa: E402
@@ -182,6 +182,16 @@ def draw_timelines():
 RANKS = 4
 
 
+def work(kind, rank, hop):
+    """The work of attention at a hop: 1 for half of the pairs of query and key, 2 for all."""
+    if hop == 0:
+        return 1  # causal
+    tokens = 2  # of a rank: at least one in each of zigzag's chunks
+    source = (rank - hop) % RANKS
+    first, count, _ = seen(kind.chunks(rank, RANKS), kind.chunks(source, RANKS), tokens)
+    return 2 * (tokens - first) * count // tokens**2
+
+
 def draw_hops():
     drawing = Drawing(760, 210)
     drawing.text(10, 20, "Work at each hop around a ring of 4 ranks; a hop takes as long as its "
@@ -195,7 +205,7 @@ def draw_hops():
             y = 72 + 30 * rank
             drawing.text(x, y + 15, f"rank {rank}")
             # 1 is causal attention among a rank's own tokens, 2 is attention without a mask
-            row = [work(on_paper(attn, rank, RANKS), hop) for hop in range(RANKS)]
+            row = [work(RINGS[attn], rank, hop) for hop in range(RANKS)]
             for hop, share in enumerate(row):
                 drawing.box(x + 60 + 60 * hop, y, 52, 22, kind="idle")
                 drawing.box(x + 60 + 60 * hop, y, 52 * share / 2, 22, COLORS["parameters"])
