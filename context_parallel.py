@@ -627,7 +627,7 @@ def textbook(run):
     cfg = run.cfg
     cp = run.world_size
     L = cfg.layers
-    Q = run.args.batch * cfg.seq // cp * cfg.heads * (cfg.width // cfg.heads)
+    Q = run.args.batch * cfg.seq // cp * cfg.heads * cfg.head_dim
     S = Q * cfg.kv_heads // cfg.heads
     b = run.dtype.itemsize  # bytes of a number
     d = max(4, b)  # bytes of one in dK and dV
