@@ -47,7 +47,6 @@ from torch.autograd.function import once_differentiable
 # imports of parts 1 and 2 end here; the rest is for parts 3 to 5
 import sys
 from functools import cache, partial
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 from common import adamw, attend as plain_attend, clip_gradients, loss_sum
@@ -126,7 +125,18 @@ def idea_step(model, optimizer, x, y, valid, clip):
 
 # ---- 2. the technique (copy this; it needs only torch) -----------------------
 
-# What it adds to the idea, and what that buys. TABLE
+# What it adds to the idea, and what that buys. Figures: a step of the toy, --seq 2048 --batch 1 on
+# 4 ranks, in MB                                                 calls   sent   peak
+#        the idea                                                   84   19.1   56.9
+#     1  blocks of keys: no mask and no scores of T/cp x T
+#     2  equal work: half of the scores, as many on every rank
+#     3  AllGather: keys and values are not kept, but come again    13   25.4   35.1
+#        Zigzag: they come one rank's at a time, hidden             37   25.4   32.6
+#     4  kernels: no scores in memory at all
+#     5  Ulysses: the fewest bytes, where cp divides the heads      33   12.8   33.6
+#     6  one all-reduce for all gradients: one of these calls, not 68
+# Documents are a mask: right everywhere, but step 4's kernels take none. For their sake Llama 3
+# gathers: with all keys here any attention function will do, and few key-value heads are few bytes.
 
 aten = torch.ops.aten
 # both were renamed in torch 2.13
@@ -233,7 +243,7 @@ def early_and_late(rank, cp):
 
 
 def seen(mine, theirs, tokens):
-    """What my queries see of their keys. mine, theirs: chunks of two ranks with so many tokens each.
+    """What my queries see of their keys. mine, theirs: chunks; tokens: how many each rank has.
 
     -> (first, count, causal): queries from number `first` on see the first `count` keys; the
     queries before it see none. If causal, query i sees of these only keys 0 to i.
@@ -281,13 +291,13 @@ class Blockwise(ContextParallel):
         """Attention within the whole sequence: (B, H, T/cp, D) -> (B, H, T/cp, D).
 
         k and v may have K heads, a divisor of H. Every rank calls `attend`, with equal shapes.
-        documents (B, T): the number of each token's document, where a sequence is packed of several.
+        documents (B, T): the number of each token's document, where sequences are packed.
         """
         q, k = [x.to(v.dtype) for x in (q, k)]  # RoPE may have made fp32 of them
         return BlockwiseAttention.apply(q, torch.stack([k, v]), documents, self)
 
     def view(self, source, tokens, documents):
-        """What this rank's queries see of the keys of rank `source` -> first, count, causal, same."""
+        """What this rank's queries see of another's keys -> first, count, causal, same."""
         mine = self.chunks(self.cp_rank, self.cp)
         first, count, causal = seen(mine, self.chunks(source, self.cp), tokens)
         if documents is None:
@@ -395,9 +405,8 @@ class Zigzag(Ring):
 
 
 def has_kernel(q, same):
-    if same is not None or q.stride(-1) != 1:
-        return False
-    return q.is_cpu or (q.is_cuda and q.dtype.itemsize == 2 and q.shape[-1] in range(8, 257, 8))
+    on_gpu = q.is_cuda and q.dtype.itemsize == 2 and q.shape[-1] in range(8, 257, 8)
+    return same is None and q.stride(-1) == 1 and (q.is_cpu or on_gpu)
 
 
 def kernel_forward(q, k, v, causal):
@@ -475,12 +484,8 @@ def sum_gradients(parameters, group=None):
 def parallelize(model, ring):
     """Let a model attend by the ring -> the model, for the tokens at ring.positions(T) alone."""
     attend_by(model, ring.attend)
-
-    @cache  # every layer of Llama's form asks for the same
-    def own(length, device):
-        return ring.positions(ring.cp * length, device)
-
-    number_tokens(model, own)
+    # cached, since every layer of Llama's form asks for the same
+    number_tokens(model, cache(lambda length, device: ring.positions(ring.cp * length, device)))
     return model
 
 
@@ -525,7 +530,7 @@ def train_step(model, optimizer, x, y, valid, clip, ring, packed=False):
 
 def cut_in_place(mesh, model, x, y):
     """-> torch's context, in which x and y (B, T) are (B, T/cp), cut as zigzag does."""
-    from torch.distributed.tensor.experimental import context_parallel  # slow, and needs NumPy
+    from torch.distributed.tensor.experimental import context_parallel  # slow
 
     where = torch.arange(x.shape[1], device=x.device)
     number_tokens(model, lambda length, device: where)
@@ -575,11 +580,10 @@ def refuse(args, require):
             "and values, evenly: change --heads or --kv-heads")
     if args.impl in ("torch", "both", "all"):
         on_gpu = torch.cuda.is_available() and args.device != "cpu" and not args.dry_run
-        require(on_gpu and args.dtype != "fp64" and not args.documents and find_spec("numpy"),
-                "torch's context_parallel needs GPUs, fp32 or bf16, NumPy, and sequences without "
-                "--documents; take --impl scratch")
-        # The kernel for fp32 pads lse to a multiple of 32 queries, and torch does not cut the
-        # padding off: the queries of each of a rank's 2 chunks have to be such a multiple
+        require(on_gpu and args.dtype != "fp64" and not args.documents,
+                "torch's context_parallel needs GPUs, fp32 or bf16, and no --documents; "
+                "take --impl scratch")
+        # torch does not cut off the padding of its kernel for fp32, to a multiple of 32 queries
         require(args.dtype == "bf16" or cfg.seq % (64 * cp) == 0,
                 f"--impl {args.impl}: in fp32 --seq has to be a multiple of {64 * cp}")
 

@@ -1,5 +1,6 @@
 """context_parallel.py in all forms of the toy; its idea and its technique around a model of
 somebody else, and attention alone."""
+import re
 from functools import partial
 
 import pytest
@@ -11,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import context_parallel
 from conftest import (
-    check_refused, copied, dry_run_agrees, each, idea, proves, rewritten, run, textbook)
+    ROOT, alone, check_refused, copied, dry_run_agrees, each, idea, proves, rewritten, run,
+    textbook)
 from context_parallel import KINDS, AllToAll, Ulysses, seen
 from others import Llama, compare, gradients_of, loss_sum, token_rows
 
@@ -226,6 +228,24 @@ def test_copy():
 ])
 def test_cost(world, flags):
     textbook(dry_run_agrees("context_parallel", world, *flags, ranks=[world - 1]))
+
+
+ADDED = {"the idea": IDEA, "AllGather:": ("--attn", "allgather"), "Zigzag:": ("--attn", "zigzag"),
+         "Ulysses:": ("--attn", "ulysses")}
+
+
+def test_what_is_added_to_the_idea():
+    """The table at the beginning of part 2; of an exchange it counts the send."""
+    source = (ROOT / "context_parallel.py").read_text()
+    sizes = ("--dry-run", "4", "--seq", "2048", "--batch", "1")
+    reports = alone("context_parallel", *[(*sizes, *flags) for flags in ADDED.values()])
+    for words, report in zip(ADDED, reports):
+        [rank] = report["ranks"]
+        sums = {kind: sum(figures[kind] for name, figures in rank["collectives"].items()
+                          if name != "recv") for kind in ("calls", "wire")}
+        peak = rank["memory"]["peak"]
+        shown = re.search(rf"# .* {words}.* (\d+) +([\d.]+) +([\d.]+)\n", source).groups()
+        assert shown == (str(sums["calls"]), f"{sums['wire'] / 1e6:.1f}", f"{peak / 1e6:.1f}")
 
 
 def works(kind, cp):
