@@ -1,5 +1,6 @@
 """Pages of docs/ that one follows: their commands print what they say, and facts are facts."""
 import contextlib
+import importlib.util
 import io
 import json
 import os
@@ -8,16 +9,19 @@ import subprocess
 import sys
 import types
 from functools import partial
+from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+import torch.nn.functional as F
 
 import ddp
 import tensor_parallel as section
 import zero
-from common import FORMS, GPTConfig, adamw, build, loss_sum, plain_steps
-from conftest import ALL, ROOT, run, script, to_file
+from common import FORMS, PRESETS, GPTConfig, adamw, build, loss_sum, plain_steps
+from conftest import ROOT, run, script, to_file
 from harness.prove import prove
 from test_bad_usage import flags_of
 from test_readme import batches
@@ -111,34 +115,49 @@ def test_the_report_of_the_page_is_printed(tmp_path):
     assert without_rounding(printed).endswith("\n" + without_rounding(report))
 
 
-def learns_best(text):
-    """-> the checkpoint with the lowest loss on the manual."""
-    rows = re.findall(r"^(\w+) on manual: (\d+\.\d+)", text, re.M)
-    return min(rows, key=lambda row: float(row[1]))[0]
+BLOCKS = dict(re.findall(r"```python\n# (\w+)(?:\.py)?\n(.*?)```", FINE_TUNING, re.S))
+EXTRAS = ("tokenizers", "transformers", "safetensors")
 
 
-def test_what_the_page_says_of_the_four(tmp_path):
-    """`all` learns the manual best; with ALL=1 the commands are typed in an empty folder."""
-    assert learns_best(FINE_TUNING) == "all"
-    if not ALL:
+def test_from_tokens_to_a_tuned_model(tmp_path):
+    """The page's files and commands, typed in an empty folder, and what they say. It takes the
+    libraries that the page names: where they are not installed, nothing of it can be typed."""
+    if not all(map(importlib.util.find_spec, EXTRAS)):
+        print(f"not run: {EXTRAS} are not installed")
         return
     for path in (*ROOT.glob("*.py"), ROOT / "tools", ROOT / "harness"):
         (tmp_path / path.name).symlink_to(path)
+    for name in ("tokens", "published", "compare"):
+        (tmp_path / f"{name}.py").write_text(BLOCKS[name])
     commands = "".join(re.findall(r"```sh\n(.*?)```", FINE_TUNING, re.S))
-    commands = re.sub(r"^python ", f'"{sys.executable}" ', commands, flags=re.M)
+    folder = str(Path(sys.executable).parent)
     done = subprocess.run(["bash", "-ec", commands], cwd=tmp_path, capture_output=True, text=True,
-                          env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80"})
-    assert done.returncode == 0 and learns_best(done.stdout) == "all", done.stderr
+                          env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"})
+    assert done.returncode == 0, done.stdout + done.stderr
+    imported = re.search(r"```\n(170,400 .*?)```", FINE_TUNING, re.S)[1]
+    assert imported.strip() in done.stdout
+    assert done.stdout.count("PASSED") == 2
+    losses = [float(loss) for loss in re.findall(r" (\d\.\d+) +[\d.]+$", done.stdout, re.M)]
+    assert losses[0] == pytest.approx(7.0, abs=0.1)
+    assert losses[-1] == pytest.approx(5.7, abs=0.2)
 
 
-ADAPTERS, PLAN = re.findall(r"```python\n(.*?)```", FINE_TUNING, re.S)
+def test_a_head_of_ones_own():
+    names = {"nn": nn, "F": F, "model": build(PRESETS["toy"], 0)}
+    names.update(ids=torch.zeros(2, 8, dtype=torch.int64), labels=torch.tensor([0, 2]))
+    exec(BLOCKS["head"], names)
+    names["loss"].backward()
+    model = names["model"]
+    assert model.tok.weight.grad is not None and model.head.weight is not model.tok.weight
+
+
 
 
 def adapted():
     """The toy in Llama's form with the page's adapters."""
     model = build(GPTConfig(2, 32, 4, 256, 16, FORMS["llama"], 2, 44), 0, dtype=torch.float64)
     torch.manual_seed(0)
-    exec(ADAPTERS, {"nn": nn, "model": model})
+    exec(BLOCKS["adapters"], {"nn": nn, "model": model})
     return model
 
 
@@ -176,7 +195,7 @@ def adapters_under_zero():
 def adapters_under_tensor_parallel():
     tp = section.WholeSequence()
     names = {**vars(section)}
-    exec(PLAN, names)
+    exec(BLOCKS["plan"], names)
     model = section.cut_model(adapted(), tp, names["PLAN"])
     optimizer = adamw(trained(model), 1e-2)
     for x, y, valid in batches():
