@@ -32,8 +32,8 @@ Lepikhin 2020, "GShard", arXiv:2006.16668 (all-to-all, capacity); Fedus 2021, "S
 arXiv:2101.03961, eq. 4 (balancing); Zoph 2022, "ST-MoE", arXiv:2202.08906, eq. 5 (z-loss); Jiang
 2024, "Mixtral", arXiv:2401.04088 (gated experts); DeepSeek-V3 2024, arXiv:2412.19437, sec. 2.1.2.
 
-Not for: routers with a bias of their own; experts that are partly frozen or are not MLPs of
-nn.Linear; evaluation on some ranks alone; fp16 and loss scalers. At work: see part 4.
+Not for: experts that are not MLPs of nn.Linear, or partly frozen; evaluation on some ranks alone;
+fp16 and loss scalers. At work: torchtitan, Megatron; see part 4.
 
     torchrun --standalone --nproc_per_node=2 moe.py
 """
@@ -186,23 +186,23 @@ def idea_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
 
 # ---- 2. the technique (copy this; it needs only torch) -----------------------
 
-# What it adds to the idea, and what that buys:
-#     rows regrouped, stacked weights   an expert runs once, not once for each rank that sends; on
-#                                       GPUs all of them in one kernel
-#     travel in two halves              a shared expert works while rows are on their way
-#     losses, z-loss, biases            experts are chosen about equally often
-#     the router in fp32, rows cast     it chooses as in fp32; under autocast half the bytes travel
-#     gradients in two all-reduces      68 calls -> 26 a step, on 2 ranks
-#     capacity, for who wants it        equal work by dropping rows
+# What it adds to the idea, and what that buys. Calls and bytes are those of the toy on 2 ranks.
+#     experts in stacks, rows regrouped    an expert runs once, not once for each rank that sends to
+#                                          it; on GPUs all of them are one kernel
+#     an exchange in two halves            the shared expert works while rows travel
+#     losses, or biases in the choice      experts are chosen about equally often
+#     fp32 routers, rows cast early        it chooses as in fp32; autocast to bf16 halves the bytes
+#     two all-reduces of gradients         141 calls of a step -> 26
+#     capacity                             equal work, for which rows are dropped
 
-# ---- experts, all at once
+# ---- experts in stacks
 
-# What a rank knows of its rows, when they are counted:
-#   order     of row numbers, as rows leave: by expert. Row n K + k is token n to its k-th expert
-#   send, receive    rows to each rank and from each rank
-#   by_expert        as they arrive, rows are sorted by source, then expert: their places by expert
-#   sizes, sizes_on_device    rows of each expert here: a list, and a tensor (E/ep,)
-Routing = namedtuple("Routing", "order send receive by_expert sizes sizes_on_device")
+# What a rank knows when rows are counted. Row n K + k is token n on its way to its k-th expert.
+#     order            numbers of the rows, as they leave: sorted by expert
+#     send, receive    how many go to each rank, and come from each rank
+#     by_expert        they arrive sorted by rank, then by expert: their places, by expert
+#     sizes, ends      rows of each expert here, a list; the ends of these, a tensor (E/ep,)
+Routing = namedtuple("Routing", "order send receive by_expert sizes ends")
 
 
 def stacked(tensors):
@@ -224,26 +224,16 @@ class StackedLinear(nn.Module):
 
     def forward(self, rows, routing):  # (R, C), sorted by expert -> (R, F)
         if self.one_kernel_pays(rows):
-            return self.in_one_kernel(rows, routing.sizes_on_device)
+            weight = self.weight.to(rows.dtype)  # which differ under autocast
+            return F.grouped_mm(rows, weight.transpose(1, 2), offs=routing.ends)
         biases = [None] * len(self.weight) if self.bias is None else self.bias
         parts = rows.split(routing.sizes)  # empty ones stay, so that gradients are never None
         return torch.cat([F.linear(*each) for each in zip(parts, self.weight, biases)])
 
     def one_kernel_pays(self, rows):
-        """Yes on GPUs in bf16. The kernel needs widths that are multiples of 8."""
-        aligned = all(width % 8 == 0 for width in self.weight.shape[1:])
-        return rows.is_cuda and rows.dtype == torch.bfloat16 and aligned
-
-    def in_one_kernel(self, rows, sizes):
-        weight = self.weight.to(rows.dtype)  # under autocast they differ
-        y = F.grouped_mm(rows, weight.transpose(1, 2), offs=sizes.cumsum(0).int())
-        if self.bias is None:
-            return y
-        # Each row gets its expert's bias by a matmul, whose backward sums the bias's gradient in
-        # fp32. On GPUs index_select's backward would add in any order, rounding every addition
-        eye = torch.eye(len(sizes), dtype=y.dtype, device=y.device)
-        one_hot = eye.repeat_interleave(sizes, 0, output_size=len(rows))  # (R, E/ep)
-        return torch.addmm(y, one_hot, self.bias.to(y.dtype))
+        """Yes on GPUs in bf16. It has no biases, and needs widths that are multiples of 8."""
+        fits = self.bias is None and all(width % 8 == 0 for width in self.weight.shape[1:])
+        return rows.is_cuda and rows.dtype == torch.bfloat16 and fits
 
 
 class Experts(nn.Module):
@@ -290,8 +280,7 @@ class Trip:
     def finish(self):
         self.work.wait()  # on GPUs the stream waits for it, not the host
         rows = self.rows
-        self.work = None
-        self.rows = None
+        self.work = self.rows = None
         return rows
 
 
@@ -394,7 +383,6 @@ class MoE(IdeaOfMoE):
     def __init__(self, router, experts, route, ep, *, everyone=None, shared=None, alpha=0.01,
                  beta=1e-3, gamma=0.0):
         super().__init__(router, experts, route, ep)
-        assert router.bias is None, "MoE: a router without bias is wanted, the bias would be lost"
         E = len(experts.up.weight) * ep.size()
         assert router.out_features == E, f"MoE: {router.out_features} logits for {E} experts"
         self.everyone = everyone
@@ -426,16 +414,17 @@ class MoE(IdeaOfMoE):
         summing.wait()
         loss = logits.new_zeros(())
         if self.alpha or self.beta:
-            top_k = chosen.shape[1]
-            loss = balancing_loss(load, logits, probs, top_k, self.alpha, self.beta)
+            loss = balancing_loss(load, logits, probs, chosen.shape[1], self.alpha, self.beta)
         y = AddLoss.apply(y, loss, load, self).view(x.shape)
         return y if self.shared is None else y + of_shared
 
     def score(self, tokens):
         """Tokens (N, C) -> logits (N, E), in fp32 or better: rounding changes the choice."""
         exact = torch.promote_types(tokens.dtype, torch.float32)
+        bias = self.router.bias
         with torch.autocast(tokens.device.type, enabled=False):
-            return F.linear(tokens.to(exact), self.router.weight.to(exact))
+            return F.linear(tokens.to(exact), self.router.weight.to(exact),
+                            None if bias is None else bias.to(exact))
 
     def count(self, chosen, leaving):
         """chosen (N, K): experts; leaving (E,): rows that go to each -> Routing."""
@@ -447,8 +436,8 @@ class MoE(IdeaOfMoE):
         place = torch.repeat_interleave(counts[1].flatten(), output_size=sum(receive))
         expert = place % counts.shape[2]  # of each row that arrives
         sizes = [sum(of_expert) for of_expert in zip(*received)]
-        by_expert = expert.argsort(stable=True)
-        return Routing(order, send, receive, by_expert, sizes, counts[1].sum(0))
+        ends = counts[1].sum(0).cumsum(0).int()
+        return Routing(order, send, receive, expert.argsort(stable=True), sizes, ends)
 
     def rows_of(self, tokens, top_k, order):
         """Tokens (N, C) -> rows, sorted by expert."""
@@ -462,7 +451,7 @@ class MoE(IdeaOfMoE):
     def answer(self, rows, gates, routing):
         """Rows, sorted by source -> (N, C): for each token its experts' answers, times gates."""
         answers = self.experts(rows.index_select(0, routing.by_expert), routing)
-        answers = torch.empty_like(answers).index_copy(0, routing.by_expert, answers)
+        answers = answers.index_select(0, routing.by_expert.argsort())  # sorted by source again
         # on the experts' ranks -> on the tokens' ranks
         answers = AllToAll.apply(answers, routing.receive, routing.send, self.ep)
         by_token = answers.new_zeros(gates.numel(), answers.shape[1])
