@@ -90,20 +90,20 @@ class Attention(nn.Module):
             self.q_norm = cfg.form.norm(self.head_dim, cfg.eps)
             self.k_norm = cfg.form.norm(self.head_dim, cfg.eps)
 
+    def project(self, x):  # a method, so that it can be exchanged
+        return self.q(x), self.k(x), self.v(x)
+
     def forward(self, x):  # (B, T, C)
-        B, T, _ = x.shape
-        # (B, H, T, D); H and K are however many heads this rank holds
-        q = self.q(x).view(B, T, -1, self.head_dim).transpose(1, 2)
-        k = self.k(x).view(B, T, -1, self.head_dim).transpose(1, 2)
-        v = self.v(x).view(B, T, -1, self.head_dim).transpose(1, 2)
+        # (B, H, T, D); H, K and T are however many this rank has
+        q, k, v = [y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in self.project(x)]
         q = self.q_norm(q)  # of each head by itself
         k = self.k_norm(k)
         if self.rotate:
-            where = self.positions(T, x.device)
+            where = self.positions(q.shape[2], q.device)
             q = self.rotate(q, where)
             k = self.rotate(k, where)
         y = self.attend(q, k, v)  # (B, H, T, D)
-        return self.out(y.transpose(1, 2).reshape(B, T, -1))
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
@@ -129,8 +129,12 @@ class SwiGLU(nn.Module):
         self.up = nn.Linear(cfg.width, hidden, bias=False)
         self.down = nn.Linear(hidden, cfg.width, bias=False)
 
+    def project(self, x):  # likewise
+        return self.gate(x), self.up(x)
+
     def forward(self, x):
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        gate, up = self.project(x)
+        return self.down(F.silu(gate) * up)
 
 
 # norm, mlp          classes, of (width, eps) and of (cfg)

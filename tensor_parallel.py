@@ -103,16 +103,21 @@ def column_linear(linear, group):
     """x (.., C) -> this rank's columns of the product (.., out/tp)."""
     keep_piece(linear.weight, 0, group)  # columns of A are rows of weight, which is A transposed
     keep_piece(linear.bias, 0, group)
-    linear.forward = lambda x: F.linear(CopyToTP.apply(x, group), linear.weight, linear.bias)
+
+    def forward(x):
+        x = CopyToTP.apply(x, group)
+        return F.linear(x, linear.weight, linear.bias)
+
+    linear.forward = forward
 
 
 def row_linear(linear, group):
-    """This rank's columns (.., in/tp) of a product -> x (.., C)."""
+    """y (.., in/tp), this rank's columns of a product -> x (.., C)."""
     keep_piece(linear.weight, 1, group)
 
     def forward(y):
         x = ReduceFromTP.apply(F.linear(y, linear.weight), group)  # partial -> replicated
-        return x if linear.bias is None else x + linear.bias  # a whole bias: once, to the sum
+        return x if linear.bias is None else x + linear.bias  # it is whole: added once, to the sum
 
     linear.forward = forward
 
@@ -156,7 +161,7 @@ def cross_entropy_by_words(logits, targets, group, ignore_index=-100):
     own_log_sum = logits.logsumexp(1)  # (N,)
     largest = own_log_sum.detach().clone()
     dist.all_reduce(largest, dist.ReduceOp.MAX, group)  # each rank's own -> the largest, replicated
-    summand = (own_log_sum - largest).exp()
+    summand = (own_log_sum - largest).exp()  # of softmax's denominator, divided by exp(largest)
     log_sum = ReduceFromTP.apply(summand, group).log() + largest  # partial -> replicated
     column, here = locate(targets, logits.shape[1], group.rank())
     own_logit = logits.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill(~here, 0)
@@ -187,14 +192,17 @@ def idea_step(model, optimizer, x, y, valid, clip, group):
 
 # ---- 2. the technique (copy this; it needs only torch) -----------------------
 
-# What it adds to the idea, and what that buys:
-#     one f for several Linears    a block sends 8 in 4 calls, not 12 in 6 (Llama's form: 14 in 7)
-#     dx first, then weights'      the sum of dx travels while weights' gradients are made
-#     --sp                         what a block keeps outside is cut, too: x, norm(x), gradients
-#     one buffer for the loss      of (N, V/tp) in the place of .., and 2 calls for 3
-#     padding, shared heads        sizes that tp does not divide, fewer key-value heads than ranks
-#     a plan, whole tensors        for any model, and back to one process
-# f by itself, for what no Linear here reads, is the idea's CopyToTP.
+# What it adds to the idea, and what that buys. Figures are the toy's on two ranks.
+#     one f for several Linears    22 calls for 30, 9.5 MB for 13.6; Llama's form: 21 for 34
+#     dx, then weights' gradients  the sum of dx travels while these are made
+#     pieces of any size           a vocabulary, a hidden width that tp does not divide
+#     --sp                         activations 17.9 MB for 22.7, since x outside is cut, too; in
+#                                  51 calls, 11.9 MB
+#     a loss with one buffer       of (N, V/tp), for three: at 16,384 words peak 107 MB for 207
+#     a plan, whole tensors        any model, any start, and back to one process
+#     fewer key-value heads        than ranks: these share a head
+# The idea's CopyToTP is f by itself, for what is made outside and used inside by other than Linears
+# here, as the part of MLA's keys that all heads share: with a whole x.
 
 # renamed in torch 2.13
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -220,7 +228,7 @@ class Pending:
 class WholeSequence:
     """The ranks that share a model, and what of it they have cut. In shapes, tp means tp.size.
 
-    Outside, x is whole on every rank (Shoeybi 2019, fig. 3).
+    Outside, x is whole on every rank (Shoeybi 2019, fig. 3). With --sp a CutSequence does more.
     """
 
     def __init__(self, group=None):
@@ -229,7 +237,7 @@ class WholeSequence:
         self.rank = dist.get_rank(group)
         self.cuts = {}  # {parameter: Cut}, of those that are cut
         self.inside = set()  # parameters that are whole, but used inside, as norms of q's heads
-        self.groups = {self.size: group}  # {n: of the n ranks in a row that this rank is among}
+        self.groups = {self.size: group}  # {n: group of the n ranks in a row around this one}
 
     def gather(self, x):
         """From outside to inside: the x that all ranks have -> Pending: the same."""
@@ -245,13 +253,13 @@ class WholeSequence:
         return ReduceFromTP.apply(y, self.group)  # partial -> replicated
 
     def copies(self, p):
-        """How many ranks in a row have the same of a parameter?"""
+        """-> how many ranks in a row have the same of a parameter."""
         if p in self.cuts:
             return self.size // self.cuts[p].parts
         return self.size
 
     def is_partial(self, p):
-        """Is p's gradient a summand on each of these ranks? A whole x gives whole gradients."""
+        """Is p's gradient a summand on each of them? If x is whole, only of what is used inside."""
         return p in self.cuts or p in self.inside
 
 
@@ -310,8 +318,8 @@ def weight_gradients(x, dys, biases):
 
 # ---- pieces of any size
 
-# dim: along which a parameter is cut. plain_size: the plain parameter's size along dim. parts: into
-# how many pieces; tp, but of keys and values with fewer heads as many as heads.
+# dim: along which a parameter is cut. plain_size: the plain parameter's size along dim.
+# parts: how many pieces there are: tp, or fewer, then ranks in a row have the same one.
 Cut = namedtuple("Cut", "dim plain_size parts")
 
 
@@ -320,10 +328,10 @@ def shard(t, cut, tp):
 
     They stay zeros in training: gelu, silu and relu make 0 of 0, and the loss leaves out padding.
     """
-    padding = -cut.plain_size % cut.parts  # up to the next multiple
-    padded = F.pad(t.movedim(cut.dim, -1), (0, padding))  # F.pad pads the last dim
-    number = tp.rank * cut.parts // tp.size
-    piece = padded.chunk(cut.parts, -1)[number].movedim(-1, cut.dim)
+    padding = [0, 0] * (t.dim() - 1 - cut.dim)  # F.pad takes the last dim first
+    padding += [0, -cut.plain_size % cut.parts]  # up to the next multiple
+    pieces = F.pad(t, padding).chunk(cut.parts, cut.dim)
+    piece = pieces[tp.rank * cut.parts // tp.size]
     return piece.clone(memory_format=torch.contiguous_format)
 
 
@@ -402,7 +410,11 @@ class VocabEmbedding(CutModule):
         return self.tp.leave(y)  # partial -> replicated or sharded(T)
 
 
-# ---- --sp: outside, too, a rank has 1/tp of x. An all-reduce is cut in two, with the norm between
+# ---- --sp: outside, too, a rank has 1/tp of x
+
+# x outside is    f forward   f backward                        g forward       g backward
+# whole           -           all-reduce dx                     all-reduce      -
+# cut along T     all-gather  all-gather x, reduce-scatter dx   reduce-scatter  all-gather
 
 
 class CutSequence(WholeSequence):
@@ -425,10 +437,10 @@ class CutSequence(WholeSequence):
         return Pending(x, work)
 
     def leave(self, y):
-        return ScatterFromTP.apply(y, self)  # partial -> sharded(T)
+        return ReduceScatterFromTP.apply(y, self)  # partial -> sharded(T)
 
     def is_partial(self, p):
-        """Norms and row biases see 1/tp of the tokens: their gradients are summands, too."""
+        """Here norms and row biases see 1/tp of the tokens: their gradients are summands, too."""
         return True
 
 
@@ -437,7 +449,7 @@ def in_a_row(pieces):
     return pieces.movedim(0, -3).flatten(-3, -2)
 
 
-class ScatterFromTP(torch.autograd.Function):
+class ReduceScatterFromTP(torch.autograd.Function):
     """g: summands y (.., T, C) -> x (.., T/tp, C)."""
 
     @staticmethod
@@ -503,31 +515,12 @@ def inside(module, tp):
     return module
 
 
-def key_values(heads):
-    """For a plan: ColumnLinears k and v of so many heads, which tp divides, or which divide tp.
-
-    Qwen3-30B-A3B has 4, and 8 ranks are usual. Two ranks in a row then have the same head, for
-    different heads of q: its gradient is a summand on both.
-    """
-    def kind(plain, tp):
-        parts = math.gcd(heads, tp.size)
-        assert parts in (heads, tp.size), f"{tp.size} ranks for {heads} heads of keys and values"
-        count = tp.size // parts
-        if count not in tp.groups:
-            first = tp.rank // count * count
-            ranks = dist.get_process_group_ranks(tp.group)[first:first + count]
-            tp.groups[count] = dist.new_group(ranks, use_local_synchronization=True)
-        return ColumnLinear(plain, tp, parts)
-
-    return kind
-
-
 def cut_model(model, tp, plan):
     """Put cut modules in the place of plain ones -> the model, with the first rank's weights.
 
     plan: {pattern: kind}. Patterns are fnmatch's, for names of modules: * matches dots, too; of two
-    that name a module the later counts. kind(plain module, tp) returns what takes the module's
-    place, as ColumnLinear does, inside, or a function of yours. The module's hooks are lost.
+    that name a module the later counts. kind(plain module, tp), as ColumnLinear, inside, or a
+    function of yours, returns what takes the module's place. The module's hooks are lost.
     """
     for t in model.state_dict().values():
         if not t.is_meta:
@@ -545,7 +538,7 @@ def cut_model(model, tp, plan):
 
 
 def check(model, tp):
-    """What is common, and would be silently wrong."""
+    """What is common, and would be wrong in silence."""
     for name, module in model.named_modules():
         drops = type(module) is nn.Dropout and module.p > 0
         assert not drops, f"{name}: ranks would draw masks of their own, also where x is whole."
@@ -567,11 +560,11 @@ def sum_over_ranks(tensors, group):
 
 def sum_gradients(model, tp):
     """Once a step, after the last backward: sum those gradients that are a summand on each rank."""
-    partial = [p for p in model.parameters() if p.grad is not None and tp.is_partial(p)]
+    trained = [p for p in model.parameters() if p.grad is not None]
     for count, group in tp.groups.items():
-        gradients = [p.grad for p in partial if tp.copies(p) == count]
-        if gradients and count > 1:
-            sum_over_ranks(gradients, group)  # partial -> replicated
+        summands = [p.grad for p in trained if tp.copies(p) == count and tp.is_partial(p)]
+        if summands and count > 1:
+            sum_over_ranks(summands, group)  # partial -> replicated
 
 
 def gradient_norm(model, tp):
@@ -602,47 +595,53 @@ def full_gradients(model, tp):
 
 
 def load_full_state_dict(model, tp, state):
-    """full_state_dict's inverse. state[name] is asked for one whole tensor after the other, and may
-    read it from a file. A model that was cut on the meta device gets its memory here: so no rank
-    ever holds the whole.
+    """full_state_dict's inverse: asks state[name] for one whole tensor after the other.
+
+    A model that has been cut on the meta device gets its memory here, on the devices of these
+    tensors. So no rank ever holds the whole, if `state` reads from a file.
     """
     for name, t in model.state_dict(keep_vars=True).items():
-        piece = state[name]
+        piece = state[name].to(t.dtype)
         if t in tp.cuts:
             piece = shard(piece, tp.cuts[t], tp)
         if t.is_meta:
-            torch.utils.swap_tensors(t, nn.Parameter(piece, t.requires_grad))  # t stays: its names
+            piece = nn.Parameter(piece.clone(), t.requires_grad)
+            torch.utils.swap_tensors(t, piece)  # t stays, and with it names and ties
         else:
             t.data.copy_(piece)
+
+
+# ---- fewer heads of keys and values than ranks: Qwen3-30B-A3B has 4, and 8 ranks are usual
+
+
+def key_values(heads):
+    """For a plan: ColumnLinears k and v of so many heads, which tp divides, or which divide tp.
+
+    Then tp / heads ranks in a row have the same head, for different heads of q: its gradient is a
+    summand on each of them.
+    """
+    def kind(plain, tp):
+        parts = math.gcd(heads, tp.size)
+        assert parts in (heads, tp.size), f"{tp.size} ranks for {heads} heads of keys and values"
+        count = tp.size // parts
+        if count not in tp.groups:
+            first = tp.rank // count * count
+            ranks = dist.get_process_group_ranks(tp.group)[first:first + count]
+            tp.groups[count] = dist.new_group(ranks, use_local_synchronization=True)
+        return ColumnLinear(plain, tp, parts)
+
+    return kind
 
 
 # ---- 3. the toy GPT, parallelized --------------------------------------------
 
 
-def attention_with_one_f(attn, x):
-    """The toy GPT's attention on this rank's heads. x is as outside, and so is the result."""
-    qkv = columns(x, attn.q, attn.k, attn.v)  # each (B, T, heads here x D)
-    q, k, v = [y.unflatten(-1, (-1, attn.head_dim)).transpose(1, 2) for y in qkv]  # (B, .., T, D)
-    q = attn.q_norm(q)
-    k = attn.k_norm(k)
-    if attn.rotate is not None:
-        positions = attn.positions(q.shape[2], q.device)  # (T,), also where x is cut along T
-        q = attn.rotate(q, positions)
-        k = attn.rotate(k, positions)
-    y = attn.attend(q, k, v)
-    return attn.out(y.transpose(1, 2).flatten(2))
-
-
-def swiglu_with_one_f(mlp, x):
-    gate, up = columns(x, mlp.gate, mlp.up)
-    return mlp.down(F.silu(gate) * up)
-
-
-def with_forward(forward):
-    """-> a kind for plans: the module stays, but its forward(x) becomes forward(module, x)."""
+def one_f(*names):
+    """-> a kind for plans: the Linears of these names in a module share an f."""
     def kind(module, tp):
-        module.forward = partial(forward, module)
+        module.project = lambda x: columns(x, *[getattr(module, name) for name in names])
         return module
+
     return kind
 
 
@@ -650,11 +649,28 @@ PLAN = {
     "tok": VocabEmbedding, "head": ColumnLinear,
     # pos is small, but with --sp what tok returns is cut along T, and what pos returns must be, too
     "pos": VocabEmbedding,
-    "blocks.*.attn.q": ColumnLinear, "blocks.*.attn.out": RowLinear,
-    "blocks.*.attn.[qk]_norm": inside, "blocks.*.attn": with_forward(attention_with_one_f),
+    "blocks.*.attn.q": ColumnLinear, "blocks.*.attn": one_f("q", "k", "v"),
+    "blocks.*.attn.[qk]_norm": inside, "blocks.*.attn.out": RowLinear,
     "blocks.*.mlp.up": ColumnLinear, "blocks.*.mlp.down": RowLinear,
+    "blocks.*.mlp.gate": ColumnLinear, "blocks.*.mlp": one_f("gate", "up"),
 }
-GATED = {"blocks.*.mlp.gate": ColumnLinear, "blocks.*.mlp": with_forward(swiglu_with_one_f)}
+
+
+def plan_of(model):
+    attn = model.blocks[0].attn
+    plan = {**PLAN, "blocks.*.attn.[kv]": key_values(attn.k.out_features // attn.head_dim)}
+    if model.pos is None:
+        del plan["pos"]
+    if not any(name.endswith(".gate") for name, _ in model.named_modules()):
+        del plan["blocks.*.mlp.gate"], plan["blocks.*.mlp"]
+    return plan
+
+
+def parallelize(model, tp):
+    """GPT.forward stays as it is, but returns (B, T, V/tp)."""
+    return cut_model(model, tp, plan_of(model))
+
+
 PLAN_OF_IDEA = {
     "tok": vocab_embedding, "head": column_linear,
     "*.attn.[qkv]": column_linear, "*.attn.[qk]_norm": norm_inside, "*.attn.out": row_linear,
@@ -662,19 +678,15 @@ PLAN_OF_IDEA = {
 }
 
 
-def plan_of(model):
-    attn = model.blocks[0].attn
-    plan = {**PLAN, "blocks.*.attn.[kv]": key_values(attn.k.out_features // attn.head_dim)}
-    if any(name.endswith(".gate") for name, _ in model.named_modules()):
-        plan.update(GATED)
-    if model.pos is None:
-        del plan["pos"]
-    return plan
-
-
-def parallelize(model, tp):
-    """GPT.forward stays as it is, but returns (B, T, V/tp)."""
-    return cut_model(model, tp, plan_of(model))
+def parallelize_idea(model, tp):
+    """tp learns what is cut, so that part 2 can make it whole."""
+    cut_by_name(model, PLAN_OF_IDEA, tp.group)
+    for name, p in model.named_parameters():
+        if hasattr(p, "cut"):
+            tp.cuts[p] = Cut(p.cut, tp.size * p.shape[p.cut], tp.size)
+        elif fnmatch.fnmatch(name, "*.attn.[qk]_norm.*"):
+            tp.inside.add(p)
+    return model
 
 
 def token_losses(model, x, y, tp):
@@ -693,17 +705,6 @@ def train_step(model, optimizer, x, y, valid, clip, tp):
     nn.utils.clip_grads_with_norm_(model.parameters(), clip, finite)
     optimizer.step()
     return loss, norm
-
-
-def parallelize_idea(model, tp):
-    """Cut by the idea -> the model. tp learns what is cut, so that part 2 can make it whole."""
-    cut_by_name(model, PLAN_OF_IDEA, tp.group)
-    for name, p in model.named_parameters():
-        if hasattr(p, "cut"):
-            tp.cuts[p] = Cut(p.cut, tp.size * p.shape[p.cut], tp.size)
-        elif fnmatch.fnmatch(name, "*.attn.[qk]_norm.*"):
-            tp.inside.add(p)
-    return model
 
 
 # ---- 4. at work: the same with torch's own API -------------------------------
@@ -766,12 +767,12 @@ VARIANTS = ("", "--sp")  # flags with which the file is worth running
 
 def refuse(args, require):
     n = args.world_size
-    cfg = args.cfg  # arguments() has filled in kv_heads and hidden: they are not 0
+    cfg = args.cfg
     ours = args.impl == "scratch"
+    idea = args.impl in ("idea", "all")
     require(cfg.heads % n == 0 and (cfg.kv_heads % n == 0 or ours and n % cfg.kv_heads == 0),
             f"{n} ranks cannot share {cfg.heads} heads, {cfg.kv_heads} of keys and values, evenly: "
             "change --heads or --kv-heads")
-    idea = args.impl in ("idea", "all")
     require(not (idea and args.sp), f"--impl {args.impl}: no --sp in the idea")
     for flag, size, even in (("--hidden", cfg.hidden, not ours), ("--vocab", cfg.vocab, idea),
                              ("--seq", cfg.seq, args.sp)):
@@ -808,51 +809,49 @@ def set_up(run, impl, tp, mesh):
         parallelize_at_work(model, mesh, run.args.sp)
         return side(model, adamw(model.parameters(), run.args.lr), train_step_at_work,
                     evaluate=partial(evaluate_at_work, model))
-    evaluate = partial(token_losses, model, tp=tp)
-    step = partial(train_step, tp=tp)
     if impl == "idea":
         parallelize_idea(model, tp)
         step = partial(idea_step, group=tp.group)
     else:
         parallelize(model, tp)
+        step = partial(train_step, tp=tp)
     optimizer = run.optimizer(model.named_parameters(), wholes=partial(wholes, tp))
-    return side(model, optimizer, step, evaluate=evaluate,
+    return side(model, optimizer, step, evaluate=partial(token_losses, model, tp=tp),
                 full_gradients=partial(full_gradients, model, tp),
                 full_state_dict=partial(full_state_dict, model, tp),
                 pieces=partial(pieces, model, optimizer, tp))
 
 
 def textbook(run, impl, model, tp):
-    """-> rows (what, formula, expected bytes). b: bytes of a number, s: of one in the loss.
+    """-> rows. b: bytes of a number, s: of one in the loss. P: this rank's parameters.
 
-    P: this rank's parameters. k: of a block, B T C numbers that are summed. T': T if positions are
-    learned and cut, else 0. G: gradients that are summed after backward.
+    k: how often a block sums B T C numbers. G: gradients that are summed after backward. T': T if
+    positions are learned and cut, else 0.
     """
     cfg = run.cfg
     b = run.dtype.itemsize
-    s = max(b, 4)
+    s = b if impl == "idea" else max(b, 4)
     k = 4
-    learned = cfg.seq if cfg.form.learned_positions else 0
     if impl == "idea":
-        s = b
         k = 7 if hasattr(model.blocks[0].mlp, "gate") else 6  # 2 g, and an f for each Linear
-        learned = 0
-    parameters = list(model.parameters())
-    P = sum(p.numel() for p in parameters)
+    positions = cfg.seq if model.pos is not None and model.pos.weight in tp.cuts else 0
     tokens = run.args.batch * cfg.seq
-    sent = (tp.size - 1) / tp.size
-    passed = sent * b * (tokens * (k * cfg.layers + 2) + learned) * cfg.width
-    sums = 2 * sent * s * (3 * tokens + 1)  # of the loss, and of the gradient norm
+    n = tp.size
+    x = b * tokens * cfg.width * (n - 1) / n  # what all-gather and reduce-scatter send of it
+    passed = x * (k * cfg.layers + 2) + x * positions / tokens  # at every f and g
+    parameters = list(model.parameters())
+    sums = 2 * s * (3 * tokens + 1) * (n - 1) / n  # of the loss, and of the gradient norm
     for p in parameters:
         if tp.is_partial(p):
-            sums += 2 * (1 - 1 / tp.copies(p)) * b * p.numel()
-    held = ("held states", "4 b P + 4 per tensor (steps)", 4 * b * P + 4 * len(parameters))
+            sums += 2 * b * p.numel() * (1 - 1 / tp.copies(p))
+    P = sum(p.numel() for p in parameters)
+    rows = [("held states", "4 b P + 4 per tensor (steps)", 4 * b * P + 4 * len(parameters))]
     if not run.args.sp:
         formula = f"2 (tp-1)/tp (b [B T ({k} L + 2) + T'] C + b G + s (3 B T + 1))"
-        return [held, ("wire all_reduce", formula, 2 * passed + sums)]
-    again = sent * b * tokens * (2 * cfg.layers + 1) * cfg.width  # x is gathered again in backward
+        return [*rows, ("wire all_reduce", formula, 2 * passed + sums)]
+    again = x * (2 * cfg.layers + 1)  # f gathers x again in backward
     return [
-        held,
+        *rows,
         ("wire all_gather", "(tp-1)/tp b [B T (6 L + 3) + T'] C", passed + again),
         ("wire reduce_scatter", "(tp-1)/tp b [B T (4 L + 2) + T'] C", passed),
         ("wire all_reduce", "2 (tp-1)/tp (b G + s (3 B T + 1))", sums),
@@ -868,13 +867,13 @@ def main():
     run = Run(args)
     mesh = init_device_mesh(run.device.type, (run.world_size,))
     with run:  # from here on a dry run's tensors have no memory
-        kind = CutSequence if args.sp else WholeSequence
-        tps = {impl: kind(dist.group.WORLD) for impl in run.impls}
-        sides = {impl: set_up(run, impl, tps[impl], mesh) for impl in run.impls}
+        tp = WholeSequence(dist.group.WORLD)
+        if args.sp:
+            tp = CutSequence(dist.group.WORLD)
+        sides = {impl: set_up(run, impl, tp, mesh) for impl in run.impls}
         run.train(sides, rows=range(args.batch))  # all rows, everywhere
-        first = run.impls[0]
-        if first != "torch":
-            run.textbook(textbook(run, first, sides[first].model, tps[first]))
+        if args.impl != "torch":
+            run.textbook(textbook(run, run.impls[0], sides[run.impls[0]].model, tp))
         return run.finish()
 
 
