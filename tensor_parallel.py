@@ -192,17 +192,17 @@ def idea_step(model, optimizer, x, y, valid, clip, group):
 
 # ---- 2. the technique (copy this; it needs only torch) -----------------------
 
-# What it adds to the idea, and what that buys. Figures are the toy's on two ranks.
-#     one f for several Linears    22 calls for 30, 9.5 MB for 13.6; Llama's form: 21 for 34
-#     dx, then weights' gradients  the sum of dx travels while these are made
-#     pieces of any size           a vocabulary, a hidden width that tp does not divide
-#     --sp                         activations 17.9 MB for 22.7, since x outside is cut, too; in
-#                                  51 calls, 11.9 MB
-#     a loss with one buffer       of (N, V/tp), for three: at 16,384 words peak 107 MB for 207
-#     a plan, whole tensors        any model, any start, and back to one process
-#     fewer key-value heads        than ranks: these share a head
-# The idea's CopyToTP is f by itself, for what is made outside and used inside by other than Linears
-# here, as the part of MLA's keys that all heads share: with a whole x.
+# What it adds to the idea, and what that buys. Figures are of the toy's step on two ranks.
+#     one f for q, k and v (gate, up)    22 calls, not 30; 9.5 MB sent, not 13.6
+#     dx before weights' gradients       its sum travels while those are made
+#     --sp                               17.9 MB of activations, not 22.7: x outside is cut, too.
+#                                        But 51 calls, 11.9 MB
+#     a loss with one buffer (N, V/tp)   at 16,384 words a peak of 107 MB, not 207
+#     pieces of any size                 tp need not divide the vocabulary and the hidden width
+#     a plan, whole tensors              any model, any checkpoint, and back to one process
+#     key_values                         fewer key-value heads than ranks: these share a head
+# What is made outside and used inside, but is no x of these Linears, as the part of MLA's keys that
+# all heads share, wants f by itself: if x is whole, the idea's CopyToTP.
 
 # renamed in torch 2.13
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -273,7 +273,7 @@ class ColumnParallel(torch.autograd.Function):
     def forward(ctx, tp, x, *parameters):
         """parameters: weight, bias, weight, bias, .. Each bias may be None."""
         ctx.tp = tp
-        ctx.save_for_backward(x, *parameters)
+        ctx.save_for_backward(x, *parameters)  # x as it came: with --sp backward gathers it again
         whole = tp.gather(x).wait()  # replicated or sharded(T) -> replicated
         pairs = zip(parameters[::2], parameters[1::2])
         return tuple(F.linear(whole, weight, bias) for weight, bias in pairs)
@@ -316,35 +316,6 @@ def weight_gradients(x, dys, biases):
     return gradients
 
 
-# ---- pieces of any size
-
-# dim: along which a parameter is cut. plain_size: the plain parameter's size along dim.
-# parts: how many pieces there are: tp, or fewer, then ranks in a row have the same one.
-Cut = namedtuple("Cut", "dim plain_size parts")
-
-
-def shard(t, cut, tp):
-    """A whole tensor -> this rank's piece. All pieces have one size: the last ones end in zeros.
-
-    They stay zeros in training: gelu, silu and relu make 0 of 0, and the loss leaves out padding.
-    """
-    padding = [0, 0] * (t.dim() - 1 - cut.dim)  # F.pad takes the last dim first
-    padding += [0, -cut.plain_size % cut.parts]  # up to the next multiple
-    pieces = F.pad(t, padding).chunk(cut.parts, cut.dim)
-    piece = pieces[tp.rank * cut.parts // tp.size]
-    return piece.clone(memory_format=torch.contiguous_format)
-
-
-def unshard(t, cut, tp):
-    """A piece -> the whole tensor, on every rank. cut is None: it is whole already."""
-    if cut is None:
-        return t
-    pieces = t.new_empty(tp.size, *t.shape)
-    all_gather(pieces.flatten(0, 1), t.detach(), tp.group)  # sharded -> replicated
-    one_of_each = pieces[::tp.size // cut.parts].unbind()
-    return torch.cat(one_of_each, cut.dim).narrow(cut.dim, 0, cut.plain_size)
-
-
 # ---- modules that take the places of plain ones
 
 
@@ -353,7 +324,7 @@ class CutModule(nn.Module):
 
     dims = {}  # {name of a parameter: along which dim it is cut}
 
-    def __init__(self, plain, tp, parts=None):
+    def __init__(self, plain, tp, parts=None):  # parts: see key_values
         super().__init__()
         assert getattr(plain, "padding_idx", None) is None, f"{plain}: padding_idx would be lost."
         self.tp = tp  # WholeSequence or CutSequence
@@ -496,7 +467,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 def vocab_parallel_cross_entropy(logits, targets, vocab, tp, ignore_index=-100):
     """This rank's logits (.., V/tp), targets (..), vocab V -> the sum of losses, on every rank."""
-    each = logits.shape[-1]
+    each = logits.shape[-1]  # columns of a rank
     assert each == math.ceil(vocab / tp.size), "Is the head cut, and vocab that of the plain one?"
     words = min(max(0, vocab - tp.rank * each), each)  # the rest of the columns are padding
     wide = torch.promote_types(logits.dtype, torch.float32)
@@ -504,6 +475,35 @@ def vocab_parallel_cross_entropy(logits, targets, vocab, tp, ignore_index=-100):
     targets = targets.flatten()
     losses = VocabParallelCrossEntropy.apply(logits, targets, words, tp)  # replicated
     return losses.masked_fill(targets == ignore_index, 0).sum()
+
+
+# ---- pieces of any size
+
+# dim: along which a parameter is cut. plain_size: the plain parameter's size along dim.
+# parts: how many pieces there are: tp, or fewer, then ranks in a row have the same one.
+Cut = namedtuple("Cut", "dim plain_size parts")
+
+
+def shard(t, cut, tp):
+    """A whole tensor -> this rank's piece. All pieces have one size: the last ones end in zeros.
+
+    They stay zeros in training: gelu, silu and relu make 0 of 0, and the loss leaves out padding.
+    """
+    padding = [0, 0] * (t.dim() - 1 - cut.dim)  # F.pad takes the last dim first
+    padding += [0, -cut.plain_size % cut.parts]  # up to the next multiple
+    pieces = F.pad(t, padding).chunk(cut.parts, cut.dim)
+    piece = pieces[tp.rank * cut.parts // tp.size]
+    return piece.clone(memory_format=torch.contiguous_format)
+
+
+def unshard(t, cut, tp):
+    """A piece -> the whole tensor, on every rank. cut is None: it is whole already."""
+    if cut is None:
+        return t
+    pieces = t.new_empty(tp.size, *t.shape)
+    all_gather(pieces.flatten(0, 1), t.detach(), tp.group)  # sharded -> replicated
+    one_of_each = pieces[::tp.size // cut.parts].unbind()
+    return torch.cat(one_of_each, cut.dim).narrow(cut.dim, 0, cut.plain_size)
 
 
 # ---- a plan for any model
@@ -533,11 +533,11 @@ def cut_model(model, tp, plan):
         kinds.update(dict.fromkeys(names, kind))
     for name, kind in kinds.items():
         model.set_submodule(name, kind(modules[name], tp))
-    check(model, tp)
+    check_cut(model, tp)
     return model
 
 
-def check(model, tp):
+def check_cut(model, tp):
     """What is common, and would be wrong in silence."""
     for name, module in model.named_modules():
         drops = type(module) is nn.Dropout and module.p > 0
@@ -657,6 +657,7 @@ PLAN = {
 
 
 def plan_of(model):
+    """The toy's, in the form of this model."""
     attn = model.blocks[0].attn
     plan = {**PLAN, "blocks.*.attn.[kv]": key_values(attn.k.out_features // attn.head_dim)}
     if model.pos is None:

@@ -116,6 +116,25 @@ def check_kept():
     backward(output, y, tp)
 
 
+def check_order():
+    """The sum of dx is under way while weights' gradients are made."""
+    code = copied("tensor_parallel")
+    events = []
+
+    class Watched(code.WholeSequence):
+        def reduce(self, y):
+            events.append("sum begins")
+            pending = super().reduce(y)
+            pending.finish = lambda dx: events.append("sum ends") or dx
+            return pending
+
+    make = code.weight_gradients
+    code.weight_gradients = lambda *operands: events.append("weights") or make(*operands)
+    x = torch.ones(2, 4, requires_grad=True)
+    code.ColumnLinear(nn.Linear(4, 8), Watched())(x).sum().backward()
+    assert events == ["sum begins", "weights", "sum ends"]
+
+
 def check_loss():
     """F.cross_entropy itself, with huge logits in bf16."""
     tp = section.WholeSequence()
@@ -176,14 +195,18 @@ def check_refusals():
         section.vocab_parallel_cross_entropy(torch.ones(2, 31), torch.ones(2).long(), 31, tp)
 
 
+def check_now(check):
+    check()
+
+
 def test_copy():
     """It trains as the plain model does; what would be silently wrong raises."""
     run(each, 2, check_copy, [
         ("WholeSequence", False, "nothing"), ("CutSequence", True, "layers.0"),
         ("WholeSequence", True, "layers.1", 1), ("CutSequence", False, "nothing", 1)])
     run(each, 2, check_meta, [("WholeSequence", True), ("CutSequence", False)])
-    for check in check_kept, check_loss, check_half, check_two_names, check_refusals:
-        run(check, 2)
+    checks = check_kept, check_order, check_loss, check_half, check_two_names, check_refusals
+    run(each, 2, check_now, [(check,) for check in checks])
 
 
 class Even(Llama):
@@ -312,17 +335,38 @@ def test_cost(world, flags):
 
 
 def test_calls():
-    """Of two blocks: as the docstring and part 2 say."""
-    for flags, calls in [
-        (IDEA, {"all_reduce": 2 * 6 + 2 + 4}),  # besides the embedding, the head, loss and norm
-        ([*IDEA, *LLAMA], {"all_reduce": 2 * 7 + 2 + 4}),
-        ([], {"all_reduce": 2 * 4 + 3 + 3}),  # the positions, too
-        (["--sp"], {"all_gather": 2 * 6 + 4, "reduce_scatter": 2 * 4 + 3, "all_reduce": 4}),
-        (["--dry-run", "8", "--heads", "8", *LLAMA, "--kv-heads", "4"], {"all_reduce": 14}),
+    """Of the toy: those of the docstring and of part 2."""
+    for flags, calls, sent in [
+        (IDEA, {"all_reduce": 4 * 6 + 2 + 4}, 13.6),  # embedding and head; loss and norm
+        ([*IDEA, *LLAMA], {"all_reduce": 4 * 7 + 2 + 4}, 15.7),
+        ([], {"all_reduce": 4 * 4 + 3 + 3}, 9.5),  # positions, too
+        (["--sp"], {"all_gather": 4 * 6 + 4, "reduce_scatter": 4 * 4 + 3, "all_reduce": 4}, 11.9),
+        ([*LLAMA, "--dry-run", "4"], {"all_reduce": 4 * 4 + 2 + 4}, None),  # 2 key-value heads
     ]:
-        [report] = alone("tensor_parallel", [*SMALL, "--dry-run", "2", *flags])
+        [report] = alone("tensor_parallel", ["--dry-run", "2", *flags])
         found = report["ranks"][0]["collectives"]
         assert {kind: found[kind]["calls"] for kind in found} == calls, flags
+        wire = sum(figures["wire"] for figures in found.values())
+        assert sent in (None, round(wire / 1e6, 1)), flags
+
+
+def test_memory():
+    """As part 2 says: with --sp and by the loss."""
+    words = ["--vocab", "16384"]
+    runs = [[], ["--sp"], words, [*words, *IDEA]]
+    memories = [report["ranks"][0]["memory"] for report in
+                alone("tensor_parallel", *[["--dry-run", "2", *flags] for flags in runs])]
+    whole, cut, ours, ideas = memories
+    assert [round(m["activations"] / 1e6, 1) for m in (whole, cut)] == [22.7, 17.9]
+    assert [round(m["peak"] / 1e6) for m in (ours, ideas)] == [107, 207]
+
+
+def test_shared_heads_on_paper():
+    """4 heads of keys and values on 8 ranks: pairs sum their gradients."""
+    heads = ["--heads", "8", "--kv-heads", "4"]
+    for flags in (LLAMA, [*QWEN, "--sp"]):
+        [report] = alone("tensor_parallel", [*SMALL, *flags, *heads, "--dry-run", "8"])
+        textbook(report)
 
 
 def f_without_all_reduce(module):
