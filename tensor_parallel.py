@@ -799,7 +799,10 @@ def wholes(tp, matrices):
     """For optimizers that look at whole matrices."""
     from harness.whole import WholeMatrices, share_of_box
 
-    shares = {p: share_of_box(p, tp.size, *tp.cuts[p][:2]) for p in matrices}
+    shares = {}
+    for p in matrices:
+        dim, plain_size, _ = tp.cuts[p]
+        shares[p] = share_of_box(p, tp.size, dim, plain_size, copies=tp.copies(p))
     return [WholeMatrices(shares, tp.group)]
 
 

@@ -46,6 +46,7 @@ class Share:
     shape: tuple  # of the whole: (A, B), or (E, A, B), a stack of matrices
     sizes: list  # how many of its elements each rank has. A single one: every rank has the whole
     dim: int = 0  # all ranks' pieces lie along this dim, in the order of ranks
+    copies: int = 1  # so many ranks in a row have the same piece, of which the first gives it
     matrices: tuple = ()  # on the rank that owns it, what the optimizer steps
 
     def elements(self, kind):
@@ -55,6 +56,10 @@ class Share:
     def set_elements(self, elements):
         t = self.part.data.movedim(self.dim, 0)
         t.copy_(F.pad(elements, (0, t.numel() - len(elements))).view(t.shape))
+
+    def given(self, rank):
+        """-> how many elements a rank gives."""
+        return self.sizes[rank] if rank % self.copies == 0 else 0
 
     def whole(self):
         """The owner's -> all ranks' elements, in order, flat."""
@@ -116,19 +121,23 @@ class WholeMatrices:
             sizes = []  # from each rank, of what is owned here
             for rank, owned in enumerate(self.owned):
                 here = [share.elements(kind) for share in owned]
-                pieces.append([t[:share.sizes[self.rank]] for t, share in zip(here, owned)])
-                sizes.append([share.sizes[rank] for share in self.mine])
+                pieces.append([t[:share.given(self.rank)] for t, share in zip(here, owned)])
+                sizes.append([share.given(rank) for share in self.mine])
             arrived = self.exchange(pieces, sizes)  # by the rank that it comes from, then by share
             for i, share in enumerate(self.mine):
                 share.set_whole(kind, torch.cat(arrived[i::len(self.mine)]))
 
     def __exit__(self, *_):
         """whole on the owner -> sharded"""
-        wholes = [share.whole().split(share.sizes) for share in self.mine]
+        wholes = []  # of each matrix that is owned here, what ranks have given
+        for share in self.mine:
+            given = [share.given(rank) for rank in range(len(share.sizes))]
+            wholes.append(share.whole().split(given))
         pieces = []  # for each rank, of what is owned here
         sizes = []  # from each rank, of what it owns
         for rank, owned in enumerate(self.owned):
-            pieces.append([whole[rank] for whole in wholes])
+            pieces.append([whole[rank // share.copies * share.copies]
+                           for whole, share in zip(wholes, self.mine)])
             sizes.append([share.sizes[self.rank] for share in owned])
         arrived = self.exchange(pieces, sizes)
         for share, elements in zip(chain(*self.owned), arrived):
@@ -177,10 +186,11 @@ def shares_of_runs(units, parts, parameters):
     return found
 
 
-def share_of_box(part, ranks, dim, plain_size, shape=None):
+def share_of_box(part, ranks, dim, plain_size, shape=None, copies=1):
     """Of what is cut along one dim, as in tensor_parallel.py.
 
-    plain_size: of the whole, along dim. shape: of the part (part.shape), which may have padding
+    plain_size: of the whole, along dim. shape: of the part (part.shape), which may have padding.
+    copies: how many ranks in a row have the same
     """
     shape = shape or part.shape
     each = shape[dim]
@@ -188,10 +198,11 @@ def share_of_box(part, ranks, dim, plain_size, shape=None):
     whole = list(shape)
     whole[dim] = plain_size
     sizes = []
-    for first in range(0, ranks * each, each):
+    for rank in range(ranks):
+        first = rank // copies * each
         lines = range(first, min(first + each, plain_size))
         sizes.append(len(lines) * of_line)
-    return Share(part, whole, sizes, dim)
+    return Share(part, whole, sizes, dim, copies)
 
 
 def shares_of_stacks(stacks):
