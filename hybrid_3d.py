@@ -1,47 +1,45 @@
-"""Data, tensor and pipeline parallelism in one run; context, expert parallelism and ZeRO by flags.
+"""Data, tensor and pipeline parallelism in one run, for any model; with cp, experts and ZeRO.
 
                      copy 0 (rows 0..3)      copy 1 (rows 4..7)
-    stage 0          ranks 0 1  ---- dp ---- ranks 2 3        tp: neighbours, who talk in each layer
-      embedding,        |  |                    |  |          dp: once per step, during backward
-      layers 0 1       pp pp                   pp pp          pp: to the next stage per micro-batch;
-    stage 1             |  |                    |  |              once per step between both ends,
-      layers, head   ranks 4 5  ---- dp ---- ranks 6 7            if the head is tied
+    stage 0          ranks 0 1  ---- dp ---- ranks 2 3       tp: in each layer, with a neighbour
+                       |  |                    |  |          pp: once in a micro-batch
+                       pp pp                   pp pp         dp: once in a step, behind backward
+    stage 1          ranks 4 5  ---- dp ---- ranks 6 7
 
-    rank = ((pp_rank dp + dp_rank) cp + cp_rank) tp + tp_rank
-    data = dp x cp = replicas x ep: ep neighbours share out the experts, replicas hold the same ones
+    plans = make_plans("1f1b", ranks=2, microbatches=4)
+    mesh = Mesh(plans, dp=2, tp=2)
+    tp = WholeSequence(mesh.group["tp"])  # --sp: CutSequence
+    cut_model(model, tp, plan)  # as tensor_parallel.py has it
+    stages = carve(model, chain, [2, 2])  # as pipeline_parallel.py has it: two layers each
+    hybrid = Hybrid(stages, plans, mesh, tp, layers=model.blocks, head=model.head, zero=1)
+    optimizer = AdamW(hybrid.parameter_groups(), lr=1e-3)  # x, y: rows of mesh.place["dp"]
+    loss, norm = train_step(hybrid, optimizer, x, y, valid, clip=1.0)  # loss: this rank's part
 
-What becomes of a gradient along each axis. cut: each rank has its own part. same: all have the
-same. sum: each has a summand, and a step adds them up. The norm counts each number once.
+What becomes of a gradient; print(hybrid) says it of yours. cut: each rank has its own part. same:
+all have the same. sum: each has a summand. data = dp x cp = replicas x ep; replicas have the same
+experts, ep neighbours others; twins the same heads of keys and values; ends: first, last stage.
 
-    kind of parameter           tp                 data    replicas    ep     ends
-    matrix                      cut                sum
-    outside: norms, router,     same (--sp: sum)   sum
-      biases of RowLinears
-    inside: norms of q, k       sum                sum
-    expert                      sum (wants --sp)           sum         cut
-    tied: embedding and head    cut                sum                        sum
+    kind of parameter                    tp                twins  data   replicas  ep    ends
+    cut: matrices, embeddings            cut                      sum
+    shared: keys, values of few heads    cut               sum    sum
+    whole: norms, biases after sums      same (--sp: sum)         sum
+    inside: norms of q and k             sum                      sum
+    expert                               sum, of --sp                    sum       cut
+    tied, besides: embedding and head                                                    sum
 
     numbers that a rank sends in a step (tp, pp: of a middle stage), A = B/(dp M) * T/cp * C
     tp    M L/pp 8 A (tp-1)/tp; --sp: 10 for 8, and the sums over tp of the table above
     pp    M 2 A; --sp: 1/tp of it
     cp    M L/pp 6 A (cp-1)/tp K/H, if H heads share K heads of keys and values; not with ulysses
     data  k P (n-1)/n, of P parameters here, n = dp cp; k is 2, in ZeRO-2 M + 1, in ZeRO-3 3 M
-    ends  V C/tp by the first stage and the last, if the embedding is tied; ZeRO: 1/(dp cp) of it
 
-Not for: optimizers of whole matrices, several ties, pipedream, ZeRO-3 of several stages. Narayanan
-2021, arXiv:2104.04473, 3; Llama 3, arXiv:2407.21783, 3.3.2. Section 3: torch's own.
-
-    plans = pipeline_parallel.make_plans("1f1b", ranks=2, microbatches=4)
-    boundary = (B // dp // 4, T, C), dtype, device  # what a stage sends to the next
-    model = parallelize(gpt, Mesh(plans, dp=2, tp=2), plans, [2, 2], boundary)  # 2 layers each
-    optimizer = AdamW(model.parameter_groups(), lr=1e-3)  # x, y: rows of model.mesh.place["dp"]
-    loss, norm = train_step(model, optimizer, x, y, valid, clip=1.0)  # loss: this rank's part
-
+Narayanan 2021, arXiv:2104.04473, section 3; Llama 3 2024, arXiv:2407.21783, 3.3.2. At work: part 4.
+Not for: optimizers of whole matrices; several ties; pipedream; ZeRO-3 of several stages.
     torchrun --standalone --nproc_per_node=8 hybrid_3d.py --dp 2 --tp 2 --pp 2
 """
 import math
-from collections import Counter, defaultdict
-from fnmatch import fnmatchcase
+import re
+from collections import defaultdict
 from functools import partial
 
 import torch
@@ -53,14 +51,14 @@ import context_parallel
 import moe
 import pipeline_parallel
 import tensor_parallel
-from pipeline_parallel import CHAIN, HandsOn, Mail, Pipeline, SplitLinear, carve
+from common import loss_sum
+from pipeline_parallel import Mail, Pipeline, SplitLinear, homes
 from tensor_parallel import (
     ColumnLinear, ColumnParallel, CutSequence, RowLinear, WholeSequence,
     vocab_parallel_cross_entropy)
-from zero import ZeRO1, ZeRO2, ZeRO3, units_of
-from common import loss_sum
+from zero import ZeRO1, ZeRO2, ZeRO3, step_together, units_of
 
-# imports of sections 1 and 2 end here; the rest is for sections 3 and 4
+# imports of parts 1 and 2 end here; the rest is for parts 3 to 5
 import sys
 from itertools import product
 
@@ -70,60 +68,33 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import amp_accum_ckpt
 from common import adamw, build, share
-from harness.checkpoint import of_stack, of_whole
-from harness.flags import ANY, POSITIVE, Flag, arguments, require
-from harness.run import Run, Side, whole
-from harness.usage import refusing
+from pipeline_parallel import CHAIN, HandsOn, carve
 from zero import held, pieces_of_each
 
-# ---- 1. the technique (copy this, the files that it imports, and what they import) ----
-# For another model write anew what is of the toy: pipeline_parallel's CHAIN, and of section 2
-# kind_of, within_layers, has_experts, blocks_of, around_layers, in_microbatches.
+# ---- 1. the idea -------------------------------------------------------------
 
 
-def parallelize(model, mesh, plans, layers, boundary, *, sp=False, ring=None, recompute=None,
-                autocast=None, zero=0):
-    """A plain model, with the same weights on all ranks -> Hybrid: this rank's part of it.
+# ---- 2. the technique (copy this, the files that it imports, and common.py) ---
 
-    plans      pipeline_parallel's, of all ranks
-    layers     [how many each stage gets]
-    boundary   size, dtype and device of what goes from stage to stage: (rows of a micro-batch,
-               T/cp, C), with sp (rows of a micro-batch, T/cp/tp, C)
-    sp         are norms and residuals cut over tp, along T?
-    ring       for cp > 1 a class of context_parallel, which is called with the group
-    recompute  amp_accum_ckpt's full or selective
-    autocast   torch.autocast(..), which decorates forwards
-    zero       ZeRO's stage, 0: nothing is cut, copies sum whole gradients
-    """
-    splits = any(action.kind == "W" for action in plans[0])  # are backwards split into B and W?
-    at_once = len(plans) == 1 and plans[0][1].kind == "B" and not splits  # actions F B F B ..
-    assert zero < 3 or at_once, "ZeRO-3 wants one stage, and each backward right behind its forward"
-    assert sp or mesh.size["tp"] == 1 or not has_experts(model), "experts with tp > 1 want sp=True"
-    origins = origins_of(model, layers, plans)  # before tp cuts what they describe
-    # 1. Within a layer: ranks share its matrices (tp), its sequence (cp) and its experts (ep).
-    tp = within_layers(model, mesh, plans, splits, sp, ring)  # changes the model
-    # 2. Between layers: of all stages this rank keeps those that its plan names (pp).
-    here, tied = between_layers(model, layers, plans[mesh.place["pp"]])
-    # 3. Around layers: what a block computes again in backward, and in which precision.
-    around_layers(here, recompute, autocast)
-    # 4. Copies of it all: they sum gradients (dp, cp), and share out what all of them hold (ZeRO).
-    hybrid = Hybrid(here, tied, mesh, tp, kinds_of_parameters(sp), origins, zero, splits)
-
-    links = pipeline_parallel.make_links(plans, mesh.pipelines)
-    mail = Mail(plans, mesh.pipeline, mesh.group["pp"], links, *boundary)
-    hybrid.pipeline = SummingPipeline(here, plans, mail, hybrid.zeros_of)
-    return hybrid
-
-
-# ---- who is who, and has what of the plain model
+# What it adds to the idea, and what that buys:
+#     any model               what becomes of a gradient follows from what the other files have made
+#                             of its parameter: nothing here knows the toy GPT
+#     sums behind backward    a layer's gradients travel while those of the next are made
+#     ZeRO                    copies share out what all of them would hold
+#     cp, ep, --sp            longer sequences, more experts, smaller activations
+#     schedules with W        smaller bubbles, also where tp has cut what W is for
 
 
 class Mesh:
-    """The sizes of the axes, this rank's place on them, and its group along each.
+    """Who is who: the sizes of the axes, this rank's place on them, and its group along each.
 
     plans: a pipeline's, one for each of its ranks. tp varies fastest, since its ranks talk most,
-    and pp slowest (Narayanan 2021, section 3). "peers" are all ranks with the same stages, "ends"
-    those of a pipeline with the first stage and the last.
+    and pp slowest (Narayanan 2021, section 3). Besides pp, cp and tp there are groups along
+
+    data      dp x cp: ranks that have the same parameters, and different tokens
+    replicas  those of data that have the same experts, where neighbours along ep have others
+    peers     all ranks that have the same stages
+    ends      of a pipeline, the ranks that have the first stage and the last (None for others)
     """
 
     def __init__(self, plans, dp=1, cp=1, tp=1, ep=1):
@@ -134,108 +105,305 @@ class Mesh:
         self.place = dict(zip(("pp", "dp", "cp", "tp"), place))
         self.pipelines = ranks.flatten(1).T.tolist()  # a list of ranks for each pipeline
         [self.pipeline] = [line for line in self.pipelines if dist.get_rank() in line]
-        self.size = {}
-        self.group = {}
-        self.add("pp", ranks, [0])
-        self.add("cp", ranks, [2])
-        self.add("tp", ranks, [3])
-        self.add("data", ranks, [1, 2])
-        self.add("peers", ranks, [1, 2, 3])
         by_expert = ranks.view(pp, -1, ep, tp)  # (pp, replicas, ep, tp)
-        self.add("replicas", by_expert, [1])
-        self.add("ep", by_expert, [2])
-        home = pipeline_parallel.homes(plans)
+        home = homes(plans)
         ends = {home[0], home[max(home)]}  # a single place if one rank has both
-        self.add("ends", ranks[sorted(ends)], [0])
-
-    def add(self, axis, ranks, dims):
-        """A group for each set of ranks with all coordinates in common but those of `dims`.
-
-        Torch wants every rank to call new_group, also those that are not in the group.
-        Ranks of middle stages get no "ends".
-        """
-        others = [dim for dim in range(ranks.dim()) if dim not in dims]
-        self.size[axis] = math.prod(ranks.shape[dim] for dim in dims)
-        rows = ranks.permute(*others, *dims).reshape(-1, self.size[axis])  # a group each
-        for row in rows.tolist():
-            group = dist.new_group(row)
-            if dist.get_rank() in row:
-                self.group[axis] = group
-
-
-def between_layers(model, layers, plan):
-    """-> this rank's {stage: module}, {parameter of several stages: its name in the first}"""
-    stages = carve(model, CHAIN, layers)
-    count = Counter(p for stage in stages for p in stage.parameters())
-    tied = {p: name for name, p in model.named_parameters() if count[p] > 1}
-    return {action.stage: stages[action.stage] for action in plan}, tied
-
-
-def origins_of(model, layers, plans):
-    """Before the model is cut -> {name: (first place along pp that has it, a meta tensor like it)}
-
-    requires_grad marks what full_gradients returns: what is trained, a tied one once.
-    """
-    home = pipeline_parallel.homes(plans)
-    wanted = [name for name, p in model.named_parameters() if p.requires_grad]
-    found = {}
-    for number, stage in enumerate(carve(model, CHAIN, layers)):
-        for name, t in stage.state_dict().items():
-            like = t.to("meta").requires_grad_(name in wanted)
-            found.setdefault(name, (home[number], like))
-    return found
-
-
-def trained(origins):
-    return {name: origin for name, origin in origins.items() if origin[1].requires_grad}
+        lines = {  # along the last dim
+            "pp": ranks.movedim(0, -1),
+            "cp": ranks.movedim(2, -1),
+            "tp": ranks,
+            "data": ranks.flatten(1, 2).movedim(1, -1),
+            "replicas": by_expert.movedim(1, -1),
+            "ep": by_expert.movedim(2, -1),
+            "peers": ranks.flatten(1),
+            "ends": ranks[sorted(ends)].movedim(0, -1),
+        }
+        self.size = {axis: of_axis.shape[-1] for axis, of_axis in lines.items()}
+        self.group = {}
+        for axis, of_axis in lines.items():  # each line is a group, and every rank makes them all
+            groups = of_axis.flatten(0, -2).tolist()
+            self.group[axis], _ = dist.new_subgroups_by_enumeration(groups)
 
 
 # ---- what becomes of a gradient
 
 
-def kinds_of_parameters(sp):
-    """-> {kind: {axis: what becomes of a gradient along it}}, the docstring's table."""
-    outside = "sum" if sp else "same"  # with sp a rank has seen a part of the tokens
+def fates(sp, zero):
+    """-> {kind of parameter: {axis: what becomes of its gradient}}, the docstring's table."""
+    copies = "sum, cut" if zero else "sum"  # with ZeRO, each has a part of the sum
+    seen = "sum" if sp else "same"  # with sp, a rank of tp has seen a part of the tokens
     return {
-        "matrix": {"tp": "cut", "data": "sum"},
-        "outside": {"tp": outside, "data": "sum"},
-        "inside": {"tp": "sum", "data": "sum"},  # a rank has seen its own heads
-        "expert": {"tp": "sum", "replicas": "sum", "ep": "cut"},  # with sp each has own tokens
-        "tied": {"tp": "cut", "data": "sum", "ends": "sum"},
+        "cut": {"tp": "cut", "data": copies},
+        "shared": {"tp": "cut", "twins": "sum", "data": copies},  # twins: the same heads
+        "whole": {"tp": seen, "data": copies},
+        "inside": {"tp": "sum", "data": copies},  # a rank of tp has seen a part of the heads
+        "expert": {"tp": "sum", "replicas": copies, "ep": "cut"},  # with sp each has own tokens
     }
 
 
-# `model` is a Hybrid, below. model.parts: zero.py's Parts. model.along: {parameter: its row above}.
+def kinds_of(stages, tp):
+    """-> {parameter: its kind}. Modules and tp tell: names do not matter."""
+    kinds = {}
+    for stage in stages:
+        kinds.update(dict.fromkeys(stage.parameters(), "whole"))
+        for module in stage.modules():
+            if isinstance(module, moe.StackedLinear):
+                kinds.update(dict.fromkeys(module.parameters(), "expert"))
+    kinds.update(dict.fromkeys(tp.inside, "inside"))
+    for p in tp.cuts:
+        kinds[p] = "cut" if tp.copies(p) == 1 else "shared"
+    return kinds
 
 
-def sum_gradients_plainly(model):
-    """For reading: what SummingPipeline and sum_gradients do together in ZeRO-1."""
+def train_step(model, optimizer, x, y, valid, clip):
+    """x, y: this copy's rows (B/dp, T); valid: how many targets there are in the whole batch.
+
+    -> this rank's part of the loss, the gradient norm.
+    """
     for zero in model.zeros:
-        for unit in zero.units:
-            zero.start_sum(unit)  # over data or replicas: partial -> sharded
-            zero.finish_sum(unit)
-    for part in model.parts:
-        for axis, what in model.along[part.parameter].items():
-            if what == "sum" and axis in ("tp", "ends"):
-                dist.all_reduce(part.grad, group=model.mesh.group[axis])  # partial -> replicated
+        zero.zero_grad()
+    inputs, loss_of = model.in_microbatches(x, y, valid)
+    loss = model.pipeline.step(inputs, loss_of) / model.tp.size  # every rank of tp has all of it
+    sum_gradients(model)
+    norm = gradient_norm(model)
+    if clip and model.parts:
+        finite = norm.nan_to_num(0, posinf=0)  # inf, nan -> 0: nothing is scaled
+        scale = (clip / (finite + 1e-6)).clamp(max=1)
+        torch._foreach_mul_([part.grad for part in model.parts], scale)
+    step_together(model.zeros, optimizer)
+    loss = loss + moe.balancing_losses(model)
+    moe.step_biases(model)
+    return loss, norm
 
 
 def sum_gradients(model):
-    """Ends the sums along data and replicas, which backwards have begun; sums along tp and ends."""
+    """Ends the sums over copies, which backwards have begun; then sums along the other axes."""
     for zero in model.zeros:
         if not isinstance(zero, ZeRO2):  # ZeRO-2 and 3 have summed after each backward
-            zero.sync = True  # the last actions of a stage have set it, but "tied" is no stage
             zero.reduce()  # partial -> sharded
-    for axis in ("tp", "ends"):
-        partial_sums = summands(model, axis)
-        if partial_sums and model.mesh.size[axis] > 1:  # middle stages have none for "ends"
+    for axis in ("tp", "twins", "ends"):
+        gradients = summands(model, axis)
+        if gradients and model.group[axis].size() > 1:
             # partial -> replicated
-            tensor_parallel.sum_over_ranks(partial_sums, model.mesh.group[axis])
+            tensor_parallel.sum_over_ranks(gradients, model.group[axis])
 
 
 def summands(model, axis):
-    """-> the gradients that are to be summed along this axis."""
-    return [part.grad for part in model.parts if model.along[part.parameter].get(axis) == "sum"]
+    """-> the gradients of this rank that have to be summed along an axis."""
+    return [part.grad for part in model.parts if model.fate[part.parameter].get(axis) == "sum"]
+
+
+def gradient_norm(model):
+    """Of the whole model. Of the ranks that hold the same numbers the first one counts them."""
+    p = next(model.parameters())
+    square = torch.zeros((), dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
+    counted = [part.grad for part in model.parts if model.is_first(part.parameter)]
+    if counted:
+        square = torch.stack(torch._foreach_norm(counted, dtype=square.dtype)).square().sum()
+    dist.all_reduce(square)  # over all ranks: partial -> replicated
+    return square.sqrt()
+
+
+def evaluate(model, x, y):
+    """-> this rank's part of the sum of token losses."""
+    inputs, loss_of = model.in_microbatches(x, y, 1)
+    loss = model.pipeline.evaluate(inputs, loss_of) / model.tp.size
+    for zero in model.zeros:
+        if isinstance(zero, ZeRO3):
+            zero.free_units()  # which reduce() would have done
+    return loss
+
+
+class Hybrid(nn.Module):
+    """This rank's stages, the pipeline that plays them, and the ZeROs that sum and step them.
+
+    stages   all stages of the model, as carve returns them, or slices of an nn.Sequential: in all
+             of them a parameter has one name. All ranks have the same weights
+    plans    of all ranks of a pipeline: those for which the mesh was made
+    tp       what cut_model was called with, before there were stages; if tp.size is 1, it need not
+    layers   the model's: the parameters of each are a unit of ZeRO
+    head     what makes the logits: an nn.Linear, or what cut_model has put in its place
+    zero     the stage of ZeRO. 0: nothing is cut, copies sum whole gradients
+    ring     by which the layers attend, for cp > 1
+    """
+
+    def __init__(self, stages, plans, mesh, tp, *, layers, head, zero=0, ring=None):
+        super().__init__()
+        order = "".join(action.kind for action in plans[0])
+        at_once = len(plans) == 1 and order == "FB" * (len(order) // 2)
+        assert zero < 3 or at_once, "ZeRO-3 wants one stage, and each backward behind its forward"
+        home = homes(plans)
+        here = {stage: stages[stage] for stage in home if home[stage] == mesh.place["pp"]}
+        self.stages = nn.ModuleList(here.values())
+        self.mesh = mesh
+        self.tp = tp
+        self.ring = ring
+        self.group = dict(mesh.group)  # {axis: group}
+        for p in tp.cuts:
+            if tp.copies(p) > 1:  # fewer heads of keys and values than ranks
+                self.group["twins"] = tp.groups[tp.copies(p)]
+        self.width = head.weight.shape[1]  # C
+        self.cut_of_head = tp.cuts.get(head.weight)  # None: every rank of tp has all logits
+        if "W" in order:
+            split_cut_linears(self.stages)
+        self.describe(stages, home, zero)
+        stages_of = {}  # {ZeRO: the stages that have its parameters}
+        apart = zero == 2 and "W" in order
+        for (holders, axis), units in self.lay_out(here, layers, apart).items():
+            # what is tied is summed once in a step, along ends, too
+            level = min(zero, 1) if len(holders) > 1 else zero
+            cut = (ZeRO0, ZeRO1, ZeRO2, ZeRO3)[level](units, self.group[axis])
+            stages_of[cut] = holders
+        self.zeros = list(stages_of)
+        self.units = [unit for zero in self.zeros for unit in zero.units]
+        self.parts = [part for zero in self.zeros for part in zero.parts]
+        self.trained = {p for zero in self.zeros for p in zero.trained}
+        links = pipeline_parallel.make_links(plans, mesh.pipelines)
+        mail = Mail(plans, mesh.pipeline, mesh.group["pp"], links, (), head.weight.dtype,
+                    head.weight.device)  # their size is known when there is a batch
+        self.pipeline = SummingPipeline(here, plans, mail, stages_of)
+
+    def describe(self, stages, home, zero):
+        """What the parameters are, while no ZeRO has cut them."""
+        kinds = kinds_of(stages, self.tp)
+        is_cut = isinstance(self.tp, CutSequence)
+        assert "expert" not in kinds.values() or self.tp.size == 1 or is_cut, (
+            "experts with tp > 1 want CutSequence: else its ranks route the same tokens")
+        names = {}  # {parameter: its name in the first stage that has it}
+        holders = defaultdict(list)  # {parameter: the stages that have it}
+        self.origins = {}  # {name: (place along pp of who has it, a meta tensor like the whole)}
+        for number, stage in enumerate(stages):
+            for name, t in stage.state_dict(keep_vars=True).items():
+                like = self.like_whole(t, kinds.get(t))
+                self.origins.setdefault(name, (home[number], like))
+            for name, p in stage.named_parameters():
+                names.setdefault(p, name)
+                holders[p].append(number)
+        self.trained_names = [name for p, name in names.items() if p.requires_grad]
+        rows = fates(is_cut, zero)
+        # of this rank's parameters
+        self.names = {p: names[p] for p in self.parameters()}
+        self.holders = {p: tuple(holders[p]) for p in self.names}
+        self.kind = {p: kinds[p] for p in self.names}
+        self.fate = {p: rows[kind] for p, kind in self.kind.items()}
+        for p, numbers in self.holders.items():
+            if len(numbers) > 1:
+                assert numbers == (0, len(stages) - 1), f"{names[p]} is in stages {numbers}"
+                self.kind[p] += ", tied"
+                self.fate[p] = {**self.fate[p], "ends": "sum"}
+
+    def lay_out(self, here, layers, apart):
+        """-> {(stages that have them, axis of copies): [(parameters, sites)]}
+
+        apart: what has one dimension becomes a unit of its own. Norms get their gradients in B.
+        Beside matrices, which get theirs in W, they would let ZeRO-2 hold all from B to W.
+        """
+        layers = set(layers)
+        done = set()
+        units = defaultdict(list)
+        for stage in here.values():
+            small = [p for p in stage.parameters() if p.dim() == 1 and p.requires_grad]
+            if apart and small:
+                units[self.holders[small[0]], "data"].append((small, []))
+                done.update(small)
+            own = [module for module in stage.modules() if module in layers]
+            for parameters, sites in units_of(stage, own):
+                found = defaultdict(list)
+                for p in parameters:
+                    if p not in done:  # else it is tied, and this is its other end
+                        axis = "replicas" if "replicas" in self.fate[p] else "data"
+                        found[self.holders[p], axis].append(p)
+                done.update(parameters)
+                for where, some in found.items():
+                    units[where].append((some, sites))
+        return units
+
+    def is_first(self, p):
+        """Is this the first of the ranks that hold the same piece of p's gradient?"""
+        alike = [axis for axis, what in self.fate[p].items() if not what.endswith("cut")]
+        return all(dist.get_rank(self.group[axis]) == 0 for axis in alike)
+
+    def in_microbatches(self, x, y, valid):
+        """-> what Pipeline.step takes: inputs, and what makes a micro-batch's part of the loss."""
+        if self.ring:  # (B/dp, T) -> (B/dp, T/cp)
+            tokens = self.ring.positions(x.shape[1], x.device)
+            x = x[:, tokens]
+            y = y[:, tokens]
+        M = self.pipeline.microbatches
+        length = x.shape[1]
+        if isinstance(self.tp, CutSequence):
+            length //= self.tp.size
+        self.pipeline.mail.size = torch.Size((len(x) // M, length, self.width))
+        targets = y.chunk(M)
+
+        def loss_of(logits, m):
+            if self.cut_of_head is None:
+                return loss_sum(logits, targets[m]) / valid
+            vocab = self.cut_of_head.plain_size
+            return vocab_parallel_cross_entropy(logits, targets[m], vocab, self.tp) / valid
+
+        return x.chunk(M), loss_of
+
+    def parameter_groups(self, groups=None):
+        """Of this rank's parts, for an elementwise optimizer. groups: of self.parameters()."""
+        return ZeRO1.parameter_groups(self, groups)  # which asks for parts and trained
+
+    # -- the whole: {name: tensor} on every rank. All must call it
+
+    def full_state_dict(self):
+        return self.gather(self.origins, ZeRO1.full_parameters)
+
+    def full_gradients(self):
+        return self.gather(self.trained_names, ZeRO1.full_gradients)
+
+    def gather(self, names, of_zero):
+        """of_zero(zero) -> {parameter: whatever of it is wanted}"""
+        found = {}
+        for zero in self.zeros:
+            found.update(of_zero(zero))  # over data or replicas: sharded -> replicated
+        mine = {}
+        for stage in self.stages:
+            for name, t in stage.state_dict(keep_vars=True).items():
+                piece = found.get(t, t)  # ZeRO has neither buffers nor what is frozen
+                # over tp: sharded -> replicated
+                mine[name] = tensor_parallel.unshard(piece, self.tp.cuts.get(t), self.tp)
+                if self.kind.get(t) == "expert":
+                    stacks = [torch.empty_like(piece) for _ in range(self.mesh.size["ep"])]
+                    # over ep: sharded(0) -> replicated
+                    dist.all_gather(stacks, piece.detach(), group=self.group["ep"])
+                    mine[name] = torch.cat(stacks)
+        wanted = {name: self.origins[name] for name in names}
+        # over pp: on one stage -> replicated
+        return pipeline_parallel.gather(mine, wanted, self.group["pp"])
+
+    def like_whole(self, t, kind):
+        """A parameter, which may be cut -> a meta tensor like the whole."""
+        size = list(t.shape)
+        if t in self.tp.cuts:
+            dim, plain_size, _ = self.tp.cuts[t]
+            size[dim] = plain_size
+        if kind == "expert":
+            size[0] *= self.mesh.size["ep"]
+        return torch.empty(size, dtype=t.dtype, device="meta")
+
+    def __repr__(self):
+        """The table of this rank's gradients, a line for each name; a layer's number is a *."""
+        order = ("tp", "twins", "data", "replicas", "ep", "ends")
+        axes = [axis for axis in order if self.group.get(axis) and self.group[axis].size() > 1]
+        lines = {}  # {line: None}: each once, in order
+        for p, name in self.names.items():
+            if p.requires_grad:
+                fate = self.fate[p]
+                alike = [axis for axis in axes if not fate.get(axis, "cut").endswith("cut")]
+                who = "first of " + ", ".join(alike) if alike else "each its own"
+                words = [re.sub(r"\.\d+\.", ".*.", name), self.kind[p]]
+                words += [fate.get(axis, "-") for axis in axes]
+                lines[(*words, who)] = None
+        heading = ("gradient of", "kind", *axes, "counted in the norm by")
+        rows = [heading, *lines]
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        return "\n".join("  ".join(word.ljust(width) for word, width in zip(row, widths)).rstrip()
+                         for row in rows)
 
 
 class ZeRO0(ZeRO1):
@@ -260,162 +428,41 @@ class ZeRO0(ZeRO1):
 
 
 class SummingPipeline(Pipeline):
-    """Sums a stage's gradients over its copies, while a backward of the stage still runs.
+    """Sums gradients over copies while the backward that completes them still runs.
 
-    ZeRO-1 sums once in a step, during the stage's last B (and last W, if Bs leave Ws). ZeRO-2 and 3
-    sum for each micro-batch, during its B (its W, if there is one).
+    stages_of: {ZeRO: the stages that have its parameters}
     """
 
-    def __init__(self, modules, plans, mail, zeros_of):
+    def __init__(self, modules, plans, mail, stages_of):
         super().__init__(modules, plans, mail)
-        self.zeros_of = zeros_of  # {stage: [ZeRO]}
-        # Of each stage the last B, which completes the gradients of norms and embeddings, and the
-        # last W, which completes those of Linears; without Ws the last B does both.
-        last_b = {action.stage: action for action in self.plan if action.kind == "B"}
-        last_of_all = {action.stage: action for action in self.plan if action.kind in "BW"}
-        self.last = {*last_b.values(), *last_of_all.values()}
+        self.zeros_of = defaultdict(list)  # {stage: [ZeRO]}
+        self.completing = {}  # {ZeRO: the actions that complete gradients which it then sums}
+        for zero, stages in stages_of.items():
+            self.completing[zero] = self.last_of(zero, stages)
+            for stage in stages:
+                self.zeros_of[stage].append(zero)
 
-    def do(self, action, taken, loss_fn, update):
-        kind, m, stage = action
-        zeros = self.zeros_of.get(stage, []) if kind in "BW" else []
+    def last_of(self, zero, stages):
+        backward = [a for a in self.plan if a.kind in "BW" and a.stage in stages]
+        if isinstance(zero, ZeRO2):  # it sums after each micro-batch
+            return {a for a in backward
+                    if a.kind == "W" or (a.microbatch, a.stage) not in self.leaves_w}
+        if len(stages) > 1:
+            return {backward[-1]}
+        # the last B completes the gradients of norms and embeddings, the last W those of Linears;
+        # without Ws the last B does both
+        last_b = [a for a in backward if a.kind == "B"][-1]
+        return {last_b, backward[-1]}
+
+    def do(self, action, *others):
+        zeros = self.zeros_of[action.stage] if action.kind in "BW" else []
         for zero in zeros:
-            if isinstance(zero, ZeRO2):  # a micro-batch's gradients are complete after its last
-                zero.sync = not (kind == "B" and (m, stage) in self.leaves_w)
-            else:
-                zero.sync = action in self.last
-        made = super().do(action, taken, loss_fn, update)
+            zero.sync = action in self.completing[zero]
+        made = super().do(action, *others)
         for zero in zeros:
             if isinstance(zero, ZeRO2):
                 zero.reduce()  # if sync: partial -> sharded
         return made
-
-
-class Hybrid(nn.Module):
-    """This rank's stages, and the ZeROs that sum and step their parameters.
-
-    here     {stage: module}, which tp has cut already
-    tied     {parameter that several stages have: its name in the first}
-    kinds    {kind: {axis: what becomes of a gradient}}
-    origins  {name in the plain model: (first place along pp that has it, a meta tensor like it)}
-    number   of ZeRO's stage, 0 to 3
-    splits   has a backward two parts, B and W?
-    """
-
-    def __init__(self, here, tied, mesh, tp, kinds, origins, number, splits):
-        super().__init__()
-        self.stages = nn.ModuleList(here.values())
-        self.mesh = mesh
-        self.tp = tp
-        self.origins = origins
-        self.number = number
-        self.pipeline = None  # parallelize sets it: a SummingPipeline needs zeros_of
-        self.names = {}  # {parameter: its name in the plain model}
-        self.along = {}  # {parameter: {axis: what becomes of its gradient}}
-        # {stage: [ZeRO]}. "tied" is no stage: sum_gradients sums what it has, as in ZeRO-1
-        self.zeros_of = defaultdict(list)
-        apart = kinds["outside"] if splits and number == 2 else None
-        for (stage, axis), units in self.lay_out(here, tied, kinds, apart).items():
-            own_number = min(number, 1) if stage == "tied" else number
-            cut = (ZeRO0, ZeRO1, ZeRO2, ZeRO3)[own_number]
-            self.zeros_of[stage].append(cut(units, mesh.group[axis]))
-        self.zeros = [zero for zeros in self.zeros_of.values() for zero in zeros]
-        self.units = [unit for zero in self.zeros for unit in zero.units]
-        self.parts = [part for zero in self.zeros for part in zero.parts]
-        # this rank counts these in the norm
-        self.counted = [part for part in self.parts if self.is_first(part.parameter)]
-
-    def lay_out(self, here, tied, kinds, apart):
-        """-> {(stage, axis of copies): [(parameters, sites)]}. Fills self.names, self.along.
-
-        apart: a kind, of which a stage's parameters become a unit of their own. Norms get gradients
-        in B. In a unit with matrices, which get theirs in W, they would make ZeRO-2 hold the whole
-        buffer from B to W.
-        """
-        units = defaultdict(list)
-        for stage, module in here.items():
-            new = {p: name for name, p in module.named_parameters() if p not in self.along}
-            for p, name in new.items():  # not the other end of the tied one
-                kind = kinds["tied" if p in tied else kind_of(name)]
-                is_cut = self.tp.size > 1 and kind.get("tp") == "cut"
-                assert is_cut == (p in self.tp.cuts), f"{name}: kind_of and tp's plan disagree"
-                self.names[p] = tied.get(p, name)
-                self.along[p] = kind
-            outside = [p for p in new if p.requires_grad and self.along[p] is apart]
-            if outside:
-                units[stage, "data"].append((outside, []))
-            for parameters, sites in units_of(module, blocks_of(module)):
-                found = defaultdict(list)
-                for p in parameters:
-                    if p in new and self.along[p] is not apart:
-                        copies = "replicas" if "replicas" in self.along[p] else "data"
-                        found["tied" if p in tied else stage, copies].append(p)
-                for where, some in found.items():
-                    units[where].append((some, sites))
-        return units
-
-    def is_first(self, p):
-        """Is this the first of the ranks that hold the same piece of p's gradient?"""
-        repeated = {axis for axis, what in self.along[p].items() if what != "cut"}
-        if self.number and p.requires_grad:
-            repeated -= {"data", "replicas"}  # ZeRO cuts its gradient there
-        return all(dist.get_rank(self.mesh.group[axis]) == 0 for axis in repeated)
-
-    def parameter_groups(self):
-        """For an elementwise optimizer. Make several likewise, of parts that names tell apart."""
-        return [{"params": [part.master for part in self.parts]}]
-
-    def zero_grad(self):
-        for zero in self.zeros:
-            zero.zero_grad()
-            zero.sync = False  # until SummingPipeline or sum_gradients sets it
-
-    def full_state_dict(self):
-        """-> {name in the plain model: parameter or buffer}, on every rank."""
-        return self.gather(self.origins, ZeRO1.full_parameters)
-
-    def full_gradients(self):
-        """-> {name in the plain model: gradient} of what is trained, on every rank."""
-        return self.gather(trained(self.origins), ZeRO1.full_gradients)
-
-    def gather(self, origins, of_zero):
-        """-> {name in the plain model: tensor} of origins' names. of_zero(zero): {parameter: ..}"""
-        found = {}
-        for zero in self.zeros:
-            found.update(of_zero(zero))  # over data or replicas: sharded -> replicated
-        mine = {}
-        for stage in self.stages:
-            for name, t in stage.state_dict(keep_vars=True).items():
-                t_here = found.get(t, t)  # ZeRO has neither buffers nor what is frozen
-                # over tp: sharded -> replicated
-                mine[name] = tensor_parallel.unshard(t_here, self.tp.cuts.get(t), self.tp)
-        mine = moe.gather_experts(mine, self.mesh.group["ep"])  # over ep: sharded -> replicated
-        # over pp: on one stage -> replicated
-        return pipeline_parallel.gather(mine, origins, self.mesh.group["pp"])
-
-
-# ---- the rest of a step
-
-
-def gradient_norm(model):
-    """Of the whole model. Where several ranks hold the same numbers, the first one counts them."""
-    p = next(model.parameters())
-    square = torch.zeros((), dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
-    if model.counted:
-        norms = torch._foreach_norm([part.grad for part in model.counted], dtype=square.dtype)
-        square = torch.stack(norms).square().sum()
-    dist.all_reduce(square)  # over all ranks: partial -> replicated
-    return square.sqrt()
-
-
-def step(model, optimizer, norm, clip):
-    """Clips the summed gradients to a norm of `clip` (0: does not), and steps the parameters."""
-    if clip and model.parts:
-        finite = norm.nan_to_num(0, posinf=0)  # inf, nan -> 0: nothing is scaled
-        scale = (clip / (finite + 1e-6)).clamp(max=1)
-        torch._foreach_mul_([part.grad for part in model.parts], scale)
-    for zero in model.zeros:
-        zero.step(optimizer)
-    moe.step_biases(model)
 
 
 # ---- a backward in two parts, of what tp has cut
@@ -454,6 +501,15 @@ def split_columns(tp, x, *parameters):
     return SplitColumns.apply(tp, x, parameters)  # in a tuple: see SplitLinear
 
 
+def split_cut_linears(stages):
+    """The Linears that tp has not cut are split by Pipeline."""
+    for module in stages.modules():
+        if isinstance(module, ColumnLinear):
+            module.product = split_columns
+        if isinstance(module, RowLinear):
+            module.product = partial(pipeline_parallel.split_linear, bias=None)
+
+
 def add_gradients(tp, x, dys, parameters):
     """W of some Linears that read the same x."""
     x = tp.gather(x).wait()  # sharded(T) -> replicated
@@ -464,42 +520,43 @@ def add_gradients(tp, x, dys, parameters):
             torch.autograd.backward(p, gradient)
 
 
-# ---- 2. the toy GPT, parallelized --------------------------------------------
-
-KIND_BY_NAME = [  # the first pattern that fits a parameter's name
-    ("*.experts.*", "expert"),
-    ("*.router.*", "outside"),
-    ("*.[qk]_norm.*", "inside"),
-    ("*norm*", "outside"),
-    ("*.out.bias", "outside"),  # row biases, added to the sum over tp
-    ("*.down.bias", "outside"),
-    ("*", "matrix"),  # embeddings, positions and biases of columns are cut like matrices
-]
+# ---- 3. the toy GPT, parallelized --------------------------------------------
 
 
-def kind_of(name):
-    return next(kind for pattern, kind in KIND_BY_NAME if fnmatchcase(name, pattern))
+def parallelize(model, mesh, plans, layers, *, sp=False, ring=None, recompute=None, autocast=None,
+                zero=0):
+    """The plain GPT, with the same weights on all ranks -> Hybrid: this rank's part of it.
 
-
-def within_layers(model, mesh, plans, splits, sp, ring):
-    """-> tensor_parallel's WholeSequence or CutSequence"""
+    layers     [how many each stage gets]
+    sp         are norms and residuals cut over tp, along T?
+    ring       context_parallel's, for cp > 1
+    recompute  amp_accum_ckpt's full or selective
+    autocast   torch.autocast(..), which decorates forwards
+    """
     tp = CutSequence(mesh.group["tp"]) if sp else WholeSequence(mesh.group["tp"])
+    # 1. Within a layer: ranks share its matrices (tp), its sequence (cp) and its experts (ep).
     if tp.size > 1:
-        tensor_parallel.cut_model(model, tp, replacements(model))
-    for module in model.modules():
-        if splits and isinstance(module, ColumnLinear):
-            module.product = split_columns
-        if splits and isinstance(module, RowLinear):
-            module.product = partial(pipeline_parallel.split_linear, bias=None)
-    if mesh.size["cp"] > 1:
-        context_parallel.parallelize(model, ring(mesh.group["cp"]))
+        tensor_parallel.cut_model(model, tp, plan_of(model))
+    if ring:
+        context_parallel.parallelize(model, ring)
     if has_experts(model):
         microbatches = 1 + max(action.microbatch for action in plans[0])
         moe.parallelize(model, mesh.group["ep"], mesh.group["peers"], microbatches)
-    return tp
+    # 2. Around a layer: what it computes again in backward.
+    if recompute:
+        for block in model.blocks:
+            block.forward = partial(recompute, block.forward)
+    # 3. Between layers: stages (pp).
+    stages = carve(model, CHAIN, layers)
+    if autocast:
+        for stage in stages:
+            stage.forward = autocast(stage.forward)
+    # 4. Copies of it all (dp, cp), which sum gradients.
+    return Hybrid(stages, plans, mesh, tp, layers=model.blocks, head=model.head, zero=zero,
+                  ring=ring)
 
 
-def replacements(model):
+def plan_of(model):
     """-> tensor_parallel's plan. Of experts it cuts the shared one alone."""
     plan = tensor_parallel.plan_of(model)
     if not has_experts(model):
@@ -513,57 +570,27 @@ def has_experts(model):
     return hasattr(model.blocks[0].mlp, "experts")
 
 
-def blocks_of(stage):
-    return [block for block in stage.blocks if not isinstance(block, HandsOn)]
+def full_state_dict(model):
+    return one_by_one(model.full_state_dict())
 
 
-def around_layers(here, recompute, autocast):
-    for stage in here.values():
-        if recompute:
-            for block in blocks_of(stage):
-                block.forward = partial(recompute, block.forward)
-        if autocast:
-            stage.forward = autocast(stage.forward)
+def full_gradients(model):
+    return one_by_one(model.full_gradients())
 
 
-def train_step(model, optimizer, x, y, valid, clip):
-    """x, y: this rank's rows and tokens (B/dp, T/cp); valid: targets of the whole batch.
-
-    -> this rank's part of the loss, the gradient norm."""
-    model.zero_grad()
-    inputs, loss_of = in_microbatches(model, x, y, valid)
-    loss = model.pipeline.step(inputs, loss_of) / model.tp.size  # every rank of tp has all of it
-    sum_gradients(model)
-    norm = gradient_norm(model)
-    balancing = moe.balancing_losses(model)  # before step(), which forgets them
-    step(model, optimizer, norm, clip)
-    return loss + balancing, norm
+def one_by_one(tensors):
+    """Stacks of experts' weights -> an entry for each expert, as the plain model has them."""
+    whole = {}
+    for name, tensor in tensors.items():
+        if ".experts." in name:
+            for e, of_expert in enumerate(tensor):
+                whole[moe.plain_name(name, e)] = of_expert
+        else:
+            whole[name] = tensor
+    return whole
 
 
-def evaluate(model, x, y):
-    """-> this rank's part of the sum of token losses."""
-    inputs, loss_of = in_microbatches(model, x, y, 1)
-    loss = model.pipeline.evaluate(inputs, loss_of) / model.tp.size
-    for zero in model.zeros:
-        if isinstance(zero, ZeRO3):
-            zero.free_units()  # which reduce() would have done
-    return loss
-
-
-def in_microbatches(model, x, y, valid):
-    """-> what Pipeline.step takes: inputs, and a function -> a micro-batch's part of the loss."""
-    targets = y.chunk(model.pipeline.microbatches)
-
-    def loss_of(logits, m):
-        if model.tp.size == 1:
-            return loss_sum(logits, targets[m]) / valid
-        vocab = model.origins["tok.weight"][1].shape[0]  # V, as in the plain model
-        return vocab_parallel_cross_entropy(logits, targets[m], vocab, model.tp) / valid
-
-    return x.chunk(model.pipeline.microbatches), loss_of
-
-
-# ---- 3. at work: the same with torch's own API -------------------------------
+# ---- 4. at work: the same with torch's own API -------------------------------
 
 
 def local(t):
@@ -571,24 +598,33 @@ def local(t):
     return t.to_local() if isinstance(t, DTensor) else t
 
 
+def whole(t):
+    return t.full_tensor() if isinstance(t, DTensor) else t
+
+
 class AtWork(nn.Module):
     """This rank's stages of the toy GPT, and torch's schedule, which runs them."""
 
-    def __init__(self, here, mesh, device_mesh, origins):
+    def __init__(self, stages, home, mesh, device_mesh, vocab):
         super().__init__()
-        self.stages = nn.ModuleList(here.values())
+        here = [stage for number, stage in enumerate(stages) if home[number] == mesh.place["pp"]]
+        self.stages = nn.ModuleList(here)
         self.mesh = mesh
         self.device_mesh = device_mesh  # torch's, of pp, dp and tp
-        self.origins = origins  # as Hybrid's
+        self.vocab = vocab
         self.valid = 1  # targets of the batch under way
         self.schedule = None  # torch's, which calls loss_of
         self.tied = None  # the embedding or head, if it is tied to another rank's
+        self.origins = {}  # as pipeline_parallel.gather wants them
+        for number, stage in enumerate(stages):
+            for name, t in stage.state_dict(keep_vars=True).items():
+                like = torch.empty(t.shape, dtype=t.dtype, device="meta")  # a DTensor's is whole
+                self.origins.setdefault(name, (home[number], like))
 
     def loss_of(self, logits, targets):
         """What torch's schedule calls on the last stage."""
         if self.mesh.size["tp"] > 1:
-            vocab = self.origins["tok.weight"][1].shape[0]  # V, as in the plain model
-            uncut = torch.empty(*targets.shape, vocab, device="meta")
+            uncut = torch.empty(*targets.shape, self.vocab, device="meta")
             logits = DTensor.from_local(logits, self.device_mesh["tp"], [Shard(2)],
                                         shape=uncut.shape, stride=uncut.stride())
         # fully_shard averages over dp
@@ -611,16 +647,17 @@ class AtWork(nn.Module):
         return self.gather(self.origins, whole)
 
     def full_gradients(self):
-        return self.gather(trained(self.origins), lambda p: whole(p if p.grad is None else p.grad))
+        return self.gather(self.trained, lambda p: whole(p if p.grad is None else p.grad))
 
-    def gather(self, origins, whole_of):
-        """-> {name in the plain model: tensor} of origins' names, on every rank."""
+    def gather(self, names, whole_of):
+        """-> {name in the plain model: tensor}, on every rank."""
         mine = {}
         for stage in self.stages:
             for name, p in stage.state_dict(keep_vars=True).items():
                 mine[name] = whole_of(p)  # over dp, tp: sharded -> replicated
+        wanted = {name: self.origins[name] for name in names}
         # over pp: on one stage -> replicated
-        return pipeline_parallel.gather(mine, origins, self.mesh.group["pp"])
+        return pipeline_parallel.gather(mine, wanted, self.mesh.group["pp"])
 
 
 def parallelize_at_work(model, mesh, plans, layers, boundary, args):
@@ -628,21 +665,26 @@ def parallelize_at_work(model, mesh, plans, layers, boundary, args):
     size, _, device = boundary
     sizes = args.pp, args.dp, args.tp
     device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp", "tp"))
-    origins = origins_of(model, layers, plans)
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
     if args.tp > 1:
         tensor_parallel.parallelize_at_work(model, device_mesh["tp"], args.sp)
     columns = len(local(model.head.weight))  # before fully_shard cuts it again
-    here, tied = between_layers(model, layers, plans[mesh.place["pp"]])
-    at_work = AtWork(here, mesh, device_mesh, origins)
+    is_tied = model.head.weight is model.tok.weight and args.pp > 1
+    stages = carve(model, CHAIN, layers)
+    home = homes(plans)
+    here = {number: stages[number] for number in home if home[number] == mesh.place["pp"]}
+    at_work = AtWork(stages, home, mesh, device_mesh, args.vocab)
+    at_work.trained = trained
     for number, stage in here.items():
         is_last = number == len(layers) - 1
         if args.dp > 1:
-            for unit in [*blocks_of(stage), stage]:
+            blocks = [module for module in stage.blocks if not isinstance(module, HandsOn)]
+            for unit in [*blocks, stage]:
                 fully_shard(unit, mesh=device_mesh["dp"], reshard_after_forward=False)
         if is_last and args.tp > 1:
             # the pipeline takes ordinary tensors; loss_of makes DTensors again
             stage.register_forward_hook(lambda module, inputs, logits: logits.to_local())
-        if tied and (number == 0 or is_last):
+        if is_tied and (number == 0 or is_last):
             at_work.tied = stage.tok.weight if number == 0 else stage.head.weight
     logits = size[0], args.seq, columns
     at_work.schedule = pipeline_parallel.schedule_at_work(
@@ -676,30 +718,47 @@ def train_step_at_work(model, optimizer, x, y, valid, clip):
     return loss, norm
 
 
-# ---- 4. run ------------------------------------------------------------------
+# ---- 5. run ------------------------------------------------------------------
 
 NOT_HERE = ("naive", "pipedream")  # the first never overlaps, the second trains something else
 SCHEDULES = tuple(name for name in pipeline_parallel.SCHEDULES if name not in NOT_HERE)
-FLAGS = {  # int: layout() finds the number
-    "dp": Flag(int, "copies, which share the batch (the ranks that are left)", POSITIVE),
-    "tp": Flag(int, "ranks that share a layer (1; 2 if neither --dp nor --pp is given)", POSITIVE),
-    "pp": Flag(int, "ranks of a pipeline (likewise)", POSITIVE),
-    "cp": Flag(1, "ranks that share each sequence", POSITIVE),
-    "attn": Flag("zigzag", "how keys reach other ranks' queries", tuple(context_parallel.KINDS)),
-    "micro": Flag(int, "M, micro-batches of a copy (4, or 2 or 1 if 4 do not fit)", POSITIVE),
-    "schedule": Flag("1f1b", "order of the work", SCHEDULES),
-    "chunks": Flag(2, "stages of a rank, for interleaved and bfs", POSITIVE),
-    "sp": Flag(False, "cut norms and residuals over tp, along T"),
-    "zero": Flag(0, "cut over dp x cp: 1 optimizer, 2 gradients, 3 parameters", (0, 3)),
-    "ckpt": Flag("none", "what blocks compute again in backward", ("none", "full", "selective")),
-    "amp": Flag("off", "autocast to", ("off", "bf16"), course=True),
-    **{flag[2:].replace("-", "_"): settings for flag, settings in moe.FLAGS.items()},
-    "experts": Flag(0, "E in each layer, in the place of its MLP (0: none)", ANY, course=True),
+FLAGS = {  # layout() finds those that have no default
+    "--dp": dict(type=int, least=1, help="copies, which share the batch (the ranks that are left)"),
+    "--tp": dict(type=int, least=1, help="ranks that share a layer (1; 2 if neither --dp nor --pp "
+                 "is given)"),
+    "--pp": dict(type=int, least=1, help="ranks of a pipeline (likewise)"),
+    "--cp": dict(type=int, default=1, least=1, help="ranks that share each sequence"),
+    "--attn": dict(default="zigzag", choices=tuple(context_parallel.KINDS), help="how keys reach "
+                   "other ranks' queries"),
+    "--micro": dict(type=int, metavar="M", least=1, help="micro-batches of a copy (4, or 2 or 1 if "
+                    "4 do not fit)"),
+    "--schedule": dict(default="1f1b", choices=SCHEDULES, help="order of the work"),
+    "--chunks": dict(type=int, default=2, least=1, help="stages of a rank, for interleaved, bfs"),
+    "--sp": dict(action="store_true", help="cut norms and residuals over tp, along T"),
+    "--zero": dict(type=int, default=0, choices=(0, 1, 2, 3), help="cut over dp x cp: 1 optimizer, "
+                   "2 gradients, 3 parameters"),
+    "--ckpt": dict(default="none", choices=("none", "full", "selective"), help="what blocks "
+                   "compute again in backward"),
+    "--amp": dict(default="off", choices=("off", "bf16"), course=True, help="autocast to"),
+    **moe.FLAGS,
+    "--experts": dict(type=int, default=0, metavar="E", least=0, course=True, help="in each layer, "
+                      "in the place of its MLP (0: none)"),
+}
+VARIANTS = ("",)  # flags with which the file is worth running: layouts, see tools/gpu.py
+# what a rank sends along an axis: the docstring's table, b bytes a number
+FORMULAS = {
+    "data": "k P b (n-1)/n", "replicas": "k P b (n-1)/n", "ends": "2 (n-1)/n b V C/tp, ZeRO: /data",
+    "norm": "2 w (n-1)/n", "pp": "M A b, --sp /tp, per neighbour",
+    "tp": "M L/pp 8 A b (tp-1)/tp, --sp 10, + ends + sums",
+    "cp": "M L/pp (4 b + 2 w) A (cp-1)/tp K/H",
 }
 
 
 def layout(args):
     """Fills in what the flags leave open -> plans. What cannot run ends here, in one line."""
+    from harness.flags import require
+    from harness.usage import refusing
+
     ranks = args.world_size // args.cp
     usual = 1
     if ranks % 4 == 0 and not (args.dp or args.tp or args.pp):
@@ -713,15 +772,15 @@ def layout(args):
             "--ep, --shared and --capacity are for --experts E")
     args.ep = (args.ep or args.dp * args.cp) if args.experts else 1
     args.top_k = args.top_k or moe.of_preset(args.model)[1]
-    refuse(args)
+    refuse(args, require)
     with refusing():
         plans = pipeline_parallel.make_plans(args.schedule, args.pp, args.micro, args.chunks)
-    if args.impl != "scratch":
-        refuse_torch(args, pipeline_parallel.homes(plans))
+    if args.impl in ("torch", "both", "all"):
+        refuse_torch(args, require, homes(plans))
     return plans
 
 
-def refuse(args):
+def refuse(args, require):
     tp = args.tp
     copies = args.dp * args.cp
     stages = args.pp * pipeline_parallel.chunks_of(args.schedule, args.chunks)
@@ -733,7 +792,9 @@ def refuse(args):
     if args.cp > 1:
         chunks = len(context_parallel.KINDS[args.attn].chunks(0, args.cp))
     for what, size, parts in (
-        ("heads of keys and values:", args.kv_heads, sharing),
+        ("heads:", args.heads, sharing),
+        ("heads of keys and values, or tp:", max(args.kv_heads, tp), min(args.kv_heads, tp)),
+        ("heads of keys and values:", max(args.kv_heads, tp), sharing),
         ("--hidden", args.hidden, tp),
         ("--seq", args.seq, args.cp * math.lcm(chunks, tp if args.sp else 1)),
         ("--batch", args.batch, args.dp * args.micro),
@@ -742,6 +803,7 @@ def refuse(args):
     ):
         require(size % parts == 0, f"{what} {size} does not divide into {parts} equal parts, as "
                 f"{axes}, --micro {args.micro}, --ep {args.ep} want it")
+    require(args.optimizer == "adamw", f"--optimizer {args.optimizer}: here it is AdamW alone")
     require(args.top_k <= args.experts or not args.experts,
             f"--top-k {args.top_k} of --experts {args.experts}: choose fewer")
     require(stages <= args.layers, pipeline_parallel.too_few(args.layers, stages))
@@ -751,8 +813,8 @@ def refuse(args):
             f"--experts with --tp {tp}: its ranks would all route the same tokens; add --sp")
 
 
-def refuse_torch(args, home):
-    """What section 3 does not show. home: {stage: place along pp}"""
+def refuse_torch(args, require, home):
+    """What part 4 does not show. home: {stage: place along pp}"""
     ours = (args.dry_run, args.save, args.resume, args.init_from, args.experts, args.cp > 1,
             args.zero > 1, args.ckpt != "none", args.amp != "off", args.dtype == "bf16")
     require(not any(ours), "--dry-run, --save, --resume, --init-from, --experts, --cp, --zero 2, "
@@ -763,121 +825,18 @@ def refuse_torch(args, home):
             f"{args.pp}: both ends of the model on one rank want --impl scratch")
 
 
-# ---- bytes that a rank sends in a step. b: of a number, w: of one in fp32 or better
-
-
-def tokens_of(args):
-    """Of a micro-batch on a rank, not yet cut over tp."""
-    return args.batch // args.dp // args.micro * (args.seq // args.cp)
-
-
-def sent_on_tp(args, b, layers, is_first, is_last):
-    """By so many layers, the embedding and the head, without the sums of gradients."""
-    x = b * tokens_of(args) * args.width  # between two blocks, before --sp cuts it
-    half = 5 if args.sp else 4  # f and g of half a block, in forward and backward
-    halves = 1 if args.experts and not args.shared else 2
-    block = half * halves
-    if args.ckpt == "full":  # all again but the MLP's g, the last. f sends nothing without --sp
-        block += (1 + halves) if args.sp else 2
-    sent = layers * block * x
-    if is_first:
-        sent += 2 * x
-        if args.cfg.form.learned_positions:
-            sent += 2 * b * args.seq // args.cp * args.width  # positions
-    if is_last:
-        sent += (half - 2) * x  # f alone
-        sent += 2 * 3 * max(b, 4) * tokens_of(args)  # three numbers of a token's loss
-    return (args.tp - 1) / args.tp * args.micro * sent
-
-
-def sent_on_cp(args, b, layers):
-    """K and V to all other ranks, and their gradients; ulysses: q, k, v and the output."""
-    queries = tokens_of(args) * args.width // args.tp
-    keys = queries * args.kv_heads // args.heads
-    passes = 3 if args.ckpt == "full" else 2  # forward, again, backward
-    sent = args.cp * 2 * keys * (b * passes + max(b, 4))
-    if args.attn == "ulysses":
-        sent = 2 * (queries + keys) * b * passes
-    return (args.cp - 1) / args.cp * args.micro * layers * sent
-
-
-def sent_on_pp(args, b, neighbours):
-    """neighbours: how many stages before and behind those of this rank are on another one."""
-    cut = args.tp if args.sp else 1
-    return neighbours * args.micro * b * tokens_of(args) * args.width // cut
-
-
-def sent_by_zero(zero, micro):
-    P = sum(unit.full.nbytes for unit in zero.units)
-    sent = 2 * P
-    if isinstance(zero, ZeRO2):
-        sent = (micro + 1) * P
-    if isinstance(zero, ZeRO3):
-        order = zero.expected  # of use in a micro-batch
-        for last, unit in zip([None, *order], order):
-            if unit is not last:
-                sent += micro * unit.full.nbytes
-        sent -= P  # step() gathers nothing
-    ranks = dist.get_world_size(zero.group)
-    return sent * (ranks - 1) / ranks
-
-
-def sent_by_sums(model, axis):
-    """By sum_gradients along an axis that it sums after backward."""
-    n = model.mesh.size[axis]
-    return 2 * (n - 1) / n * sum(grad.nbytes for grad in summands(model, axis))
-
-
-def textbook(run, plans, layers, model):
-    """-> rows: the docstring's table of what is sent, at this rank's place"""
-    args = run.args
-    group = model.mesh.group
-    b = run.dtype.itemsize
-    place = model.mesh.place["pp"]
-    home = pipeline_parallel.homes(plans)
-    here = model.pipeline.modules  # {stage: module}
-    neighbours = sum(home.get(stage + side, place) != place for stage in here for side in (-1, 1))
-    blocks = sum(layers[stage] for stage in here)
-    links = model.pipeline.mail.links  # {two places: group}; gloo has none but group["pp"]
-    rows = []
-
-    def row(axis, formula, expected, *groups):
-        sent = sum(run.ledger["scratch"].groups[each.group_name] for each in groups)
-        rows.append((f"wire {axis}", formula, expected, sent))
-
-    for axis in ("data", "replicas"):
-        zeros = [zero for zero in model.zeros if zero.group is group[axis]]
-        if zeros:  # only experts have replicas
-            sent = sum(sent_by_zero(zero, args.micro) for zero in zeros)
-            row(axis, "k P b (n-1)/n", sent, group[axis])
-    on_ends = sent_by_sums(model, "ends")
-    if on_ends:  # if they are tied
-        row("ends", "2 (n-1)/n b V C/tp, ZeRO: /data", on_ends, group["ends"])
-    world = dist.group.WORLD
-    row("norm", "2 w (n-1)/n", 2 * max(b, 4) * (world.size() - 1) / world.size(), world)
-    if args.amp == "off":  # which would halve some
-        on_tp = sent_on_tp(args, b, blocks, 0 in here, len(layers) - 1 in here)
-        row("tp", "M L/pp 8 A b (tp-1)/tp, --sp 10, + ends + sums",
-            on_tp + sent_by_sums(model, "tp"), group["tp"])
-        row("cp", "M L/pp (4 b + 2 w) A (cp-1)/tp K/H", sent_on_cp(args, b, blocks), group["cp"])
-        row("pp", "M A b, --sp /tp, per neighbour", sent_on_pp(args, b, neighbours),
-            group["pp"], *(links[link] for link in links if place in link))
-    return rows
-
-
-# ---- checkpoints: who holds what of the plain model
-
-
 def pieces(model, optimizer):
     """-> [Piece]: the boxes of the plain model's tensors that this rank holds"""
+    from harness.checkpoint import of_stack, of_whole
+
     found = []
-    ep_rank = dist.get_rank(model.mesh.group["ep"])
-    here = pieces_of_each(model.units, model.names, optimizer)
-    for p, boxes in here.items():
+    for p, boxes in pieces_of_each(model.units, model.names, optimizer).items():
         if p in model.tp.cuts:
             dim, plain_size, _ = model.tp.cuts[p]
-            boxes = [of_whole(box, dim, plain_size, model.tp.rank) for box in boxes]
-        if "ep" in model.along[p]:  # a stack of experts' weights: a box becomes one per expert
+            index = model.tp.rank // model.tp.copies(p)
+            boxes = [of_whole(box, dim, plain_size, index) for box in boxes]
+        if model.kind[p] == "expert":  # a stack's box becomes one for each expert
+            ep_rank = dist.get_rank(model.group["ep"])
             boxes = [each for box in boxes for each in of_stack(box, ep_rank, moe.plain_name)]
         found += boxes
     return [box for box in found if box.tensor.numel()]  # of padding nothing is left
@@ -885,13 +844,8 @@ def pieces(model, optimizer):
 
 def notes(model):
     """What a checkpoint holds besides: the biases of all layers' experts."""
-    biases = {name: origin for name, origin in model.origins.items() if "bias_units" in name}
-    mine = {name: t for stage in model.stages for name, t in stage.named_buffers()}
-    found = pipeline_parallel.gather(mine, biases, model.mesh.group["pp"])
-    return {"bias_units": [units.tolist() for units in found.values()]}
-
-
-# ---- a run
+    found = model.full_state_dict()
+    return {"bias_units": [t.tolist() for name, t in found.items() if "bias_units" in name]}
 
 
 def build_plain(args, cfg, seed, device, dtype):
@@ -907,40 +861,36 @@ def sources(args, device):
     numbers = numbers.view(args.dp, args.micro, -1, args.seq)
     found = [[] for _ in range(args.micro)]
     for dp_rank, m, cp_rank in product(range(args.dp), range(args.micro), range(args.cp)):
-        here = numbers[dp_rank, m][:, tokens_of_rank(args, cp_rank, device)]  # (B', T')
+        here = numbers[dp_rank, m]
+        if args.cp > 1:
+            kind = context_parallel.KINDS[args.attn]
+            here = here[:, kind.positions_of(cp_rank, args.cp, args.seq, device)]  # (B', T')
         found[m] += [piece.flatten() for piece in here.chunk(args.tp, 1)]
     return found
 
 
-def tokens_of_rank(args, cp_rank, device):
-    """-> which tokens of every sequence, an index"""
-    if args.cp == 1:
-        return slice(None)
-    kind = context_parallel.KINDS[args.attn]
-    return kind.positions_of(cp_rank, args.cp, args.seq, device)
-
-
-def set_up(run, impl, mesh, plans, layers, boundary):
-    """-> Side"""
+def set_up(run, impl, mesh, plans, layers):
     args = run.args
     plain = run.build()
     if impl == "torch":
+        size = args.batch // args.dp // args.micro, args.seq // (args.tp if args.sp else 1)
+        boundary = (*size, args.width), run.dtype, run.device
         model = parallelize_at_work(plain, mesh, plans, layers, boundary, args)
-        optimizer = adamw(model.parameters(), args.lr)
-        return Side(model=model, optimizer=optimizer, train_step=train_step_at_work)
+        return run.side(model, adamw(model.parameters(), args.lr), train_step_at_work)
     moe.set_biases(plain, run)
     autocast = torch.autocast(run.device.type, torch.bfloat16) if args.amp == "bf16" else None
-
+    ring = None
+    if args.cp > 1:
+        ring = context_parallel.KINDS[args.attn](mesh.group["cp"])
     model = parallelize(
-        plain, mesh, plans, layers, boundary, sp=args.sp, ring=context_parallel.KINDS[args.attn],
-        recompute=amp_accum_ckpt.CHECKPOINT[args.ckpt], autocast=autocast, zero=args.zero)
+        plain, mesh, plans, layers, sp=args.sp, ring=ring, autocast=autocast, zero=args.zero,
+        recompute=amp_accum_ckpt.CHECKPOINT[args.ckpt])
     optimizer = adamw(model.parameter_groups(), args.lr)
-    tokens = tokens_of_rank(args, mesh.place["cp"], run.device)
-    return Side(
-        model=model, optimizer=optimizer, train_step=train_step,
-        evaluate=lambda x, y: evaluate(model, x[:, tokens], y[:, tokens]),
-        pieces=partial(pieces, model, optimizer),
-        held=partial(held, model, model, optimizer),  # a Hybrid has units, as a ZeRO has
+    return run.side(
+        model, optimizer, train_step, evaluate=partial(evaluate, model),
+        full_gradients=partial(full_gradients, model),
+        full_state_dict=partial(full_state_dict, model), pieces=partial(pieces, model, optimizer),
+        held=partial(held, model, model, optimizer),
         extra=partial(notes, model) if args.experts else None)
 
 
@@ -953,35 +903,80 @@ def picture(run, plans, layers):
         run.say(f"  layers {words}:  ranks {place * each}..{(place + 1) * each - 1}")
 
 
+def sent_along(run, model):
+    """-> {axis: bytes that this rank has sent along it in the last step}"""
+    sent = run.ledger[run.impls[0]].groups
+    found = {axis: sent[group.group_name] for axis, group in model.group.items() if group}
+    place = model.mesh.place["pp"]
+    for link, group in model.pipeline.mail.links.items():  # with NCCL
+        if place in link:
+            found["pp"] += sent[group.group_name]
+    found["norm"] = sent[dist.group.WORLD.group_name]
+    return found
+
+
+def textbook(run, model, plans):
+    """-> rows: of the docstring's table what a line tells exactly"""
+    args = run.args
+    mesh = model.mesh
+    sent = sent_along(run, model)
+    run.extra["sent"] = sent
+    bytes_along = {"data": 0, "replicas": 0}
+    for zero in model.zeros:
+        axis = "replicas" if zero.group is mesh.group["replicas"] else "data"
+        bytes_along[axis] += moved(zero, args.micro)
+    bytes_along["ends"] = 2 * sum(grad.nbytes for grad in summands(model, "ends"))
+    bytes_along["norm"] = 2 * max(run.dtype.itemsize, 4)
+    sizes = {**mesh.size, "norm": run.world_size}
+    rows = []
+    for axis, size in bytes_along.items():
+        n = sizes[axis]
+        if size:  # only experts have replicas
+            rows.append((f"wire {axis}", FORMULAS[axis], size * (n - 1) / n, sent[axis]))
+    if args.amp == "off":  # which would halve it
+        boundary = run.dtype.itemsize * model.pipeline.mail.size.numel()
+        home = homes(plans)
+        place = mesh.place["pp"]
+        neighbours = [home.get(stage + side, place) for stage in home for side in (-1, 1)
+                      if home[stage] == place]
+        crossings = sum(neighbour != place for neighbour in neighbours)
+        rows.append(("wire pp", FORMULAS["pp"], crossings * args.micro * boundary, sent["pp"]))
+    return rows
+
+
+def moved(zero, micro):
+    """-> bytes that a ZeRO sums and gathers in a step."""
+    P = sum(unit.full.nbytes for unit in zero.units)
+    if isinstance(zero, ZeRO3):
+        order = zero.expected  # of use in a micro-batch
+        used = [unit.full.nbytes for last, unit in zip([None, *order], order) if unit is not last]
+        return micro * (P + sum(used))
+    if isinstance(zero, ZeRO2):
+        return (micro + 1) * P
+    return 2 * P
+
+
 def main():
-    args = arguments(__doc__, presets=moe.PRESETS, **FLAGS)
+    from harness.flags import arguments
+    from harness.run import Run
+
+    args = arguments(__doc__, FLAGS, presets=moe.PRESETS)
     plans = layout(args)
-    layers = pipeline_parallel.split_layers(args.layers, len(pipeline_parallel.homes(plans)))
+    layers = pipeline_parallel.split_layers(args.layers, len(homes(plans)))
     run = Run(args, build=partial(build_plain, args))
     mesh = Mesh(plans, args.dp, args.cp, args.tp, args.ep)
-    length = args.seq // args.cp // (args.tp if args.sp else 1)
-    size = args.batch // args.dp // args.micro, length, args.width
-    boundary = size, run.dtype, run.device  # of what goes from stage to stage
     if run.dry and args.experts:  # nobody knows what tokens would choose
-        tokens = tokens_of(args) // args.tp
+        tokens = args.batch // args.dp // args.micro * (args.seq // args.cp) // args.tp
         moe.read_counts = moe.balanced_counts(args, tokens, mesh.group["ep"])
     with run:
-        sides = {impl: set_up(run, impl, mesh, plans, layers, boundary) for impl in run.impls}
+        sides = {impl: set_up(run, impl, mesh, plans, layers) for impl in run.impls}
         picture(run, plans, layers)
-        rows = share(args.batch, args.dp, mesh.place["dp"])
-        tokens = tokens_of_rank(args, mesh.place["cp"], run.device)
-        for impl, step, x, y, valid in run.steps(sides, rows):
-            side = sides[impl]
-            x = x[:, tokens]
-            y = y[:, tokens]
-            with run.measure(impl, step):
-                loss, norm = side.train_step(side.model, side.optimizer, x, y, valid, args.clip)
-            run.log(impl, step, loss, norm)
-        if "scratch" in run.impls:
-            run.textbook(textbook(run, plans, layers, sides["scratch"].model))
+        run.train(sides, rows=share(args.batch, args.dp, mesh.place["dp"]))
+        if "scratch" in sides:
+            run.say(sides["scratch"].model)
+            run.textbook(textbook(run, sides["scratch"].model, plans))
         plain = partial(moe.plain_trace, run) if args.experts else run.plain
-        judged_as = "bf16" if args.amp == "bf16" else args.dtype
-        return run.finish(plain, judged_as)
+        return run.finish(plain, "bf16" if args.amp == "bf16" else args.dtype)
 
 
 if __name__ == "__main__":
