@@ -135,7 +135,7 @@ def idea_step(model, shards, optimizer, x, y, valid, clip):
 
 # What it adds to the idea, and what that buys. Figures are those of the toy on 2 ranks.
 #     hooks and p.data, no wrapper    names, arguments, outputs as before; checkpoints inside blocks
-#     gathers and sums under way      9 of 13 travel while a block computes; the idea waits for 15
+#     gathers and sums under way      10 of 13 travel while others compute; the idea waits for 15
 #     last block and root stay        5.06 MB sent -> 4.56 MB, 26.3 MB at the peak -> 25.4 MB
 #     a part for each parameter       parameter groups, micro-batches, offload; of bf16 fp32 sums
 #     HSDP                            gathers stay within a copy of the model, such as a node

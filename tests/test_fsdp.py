@@ -87,8 +87,11 @@ def backward(model, rows):
             model(tokens)
 
 
-def check_copy(model_is, options={}, plant=None):
-    """Two steps equal those of one process: gradients, norms, parameters."""
+def check_copy(model_is, options={}, plant=None, copies=False):
+    """Two steps equal those of one process: gradients, norms, parameters.
+
+    copies: each rank has the whole model, as a copy of HSDP.
+    """
     n = dist.get_world_size()
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -99,7 +102,11 @@ def check_copy(model_is, options={}, plant=None):
     module = copied("fsdp")
     if plant:
         plant(module)
-    ours = module.FSDP(inner, inner.layers, **options)
+    if copies:
+        alone = [dist.new_group([i]) for i in range(n)]
+        ours = module.HSDP(inner, inner.layers, alone[rank], dist.group.WORLD, **options)
+    else:
+        ours = module.FSDP(inner, inner.layers, **options)
     optimizer = torch.optim.AdamW(groups_of(plain), lr=0.1, eps=1e-5)
     assert all(p.numel() == (p + 1).numel() == 0 for p in inner.parameters() if p.requires_grad)
     our_optimizer = torch.optim.AdamW(ours.parameter_groups(groups_of(inner)), lr=0.1, eps=1e-5)
@@ -122,6 +129,7 @@ def test_copy():
         (dict(tied=True),),
         (dict(frozen=["embed_tokens", "norm", "lm_head", "layers.1.mlp"]),),
         ({}, dict(reshard=False, home="cpu")),
+        (dict(frozen=["layers.1", "norm"]), {}, None, True),
     ])
 
 
