@@ -50,8 +50,9 @@ import torch.nn.functional as F
 import contextlib
 import re
 import sys
+from itertools import chain
 
-from common import FORMS, GPTConfig, adamw, build, init_weights, loss_sum, share
+from common import FORMS, GPTConfig, build, init_weights, loss_sum, share
 
 # ---- 1. the idea -------------------------------------------------------------
 
@@ -578,13 +579,10 @@ class ToyMoE(PlainMoE):
             self.balance(logits, chosen, probs)
         return y if self.shared is None else y + self.shared(x)
 
-    def sources_of(self, tokens):
-        return self.sources or [[torch.arange(len(tokens))]]
-
     def balance(self, logits, chosen, probs):
         E = len(self.experts)
         losses = []
-        for of_ranks in self.sources_of(logits):
+        for of_ranks in self.sources or [[torch.arange(len(logits))]]:
             own = torch.cat(of_ranks)
             load = rows_of_each(chosen[own], E)
             losses.append(balancing_loss(
@@ -602,7 +600,7 @@ class ToyMoEWithCapacity(ToyMoE):
     def mix(self, x, chosen, gates, probs):
         E = len(self.experts)
         kept = torch.zeros_like(gates)
-        for own in sum(map(list, self.sources_of(x)), []):  # one rank's tokens
+        for own in chain(*self.sources or [[torch.arange(len(x))]]):  # one rank's tokens
             limit = most_rows(self.capacity, chosen.shape[1], len(own), E)
             kept[own] = first_in_queue(chosen[own], E, limit).to(kept.dtype)
         return super().mix(x, chosen, gates * kept, probs)
@@ -822,7 +820,7 @@ def set_up(run, impl, replicas, ep, notes):
     plain = run.build()
     set_biases(plain, run)
     model = build_parallel(plain, ep)
-    optimizer = adamw(model.parameters(), run.args.lr)
+    optimizer = optimizer_of(run, model, ep)
     return run.side(
         model, optimizer, partial(step, replicas=replicas, ep=ep),
         full_gradients=partial(full_gradients, model, ep),
@@ -830,6 +828,23 @@ def set_up(run, impl, replicas, ep, notes):
         pieces=partial(pieces, model, optimizer, replicas, ep),
         extra=lambda: {"bias_units": [layer.bias_units.tolist() for layer in layers_of(model)]},
         watch=partial(noted, notes))
+
+
+def optimizer_of(run, model, ep):
+    """What --optimizer says. Muon takes the matrices of a stack one by one."""
+    from harness.whole import WholeMatrices, shares_of_stacks
+
+    names = {p: name for name, p in model.named_parameters()}
+    for layer in model.modules():
+        if isinstance(layer, StackedLinear):
+            first = ep.rank() * len(layer.weight)
+            numbers = range(first, first + len(layer.weight))
+            names[layer.weight] = [plain_name(names[layer.weight], e) for e in numbers]
+
+    def wholes(matrices):
+        return [WholeMatrices(shares_of_stacks(p for p in matrices if p.dim() == 3))]
+
+    return run.optimizer(model.named_parameters(), wholes=wholes, names=names)
 
 
 def pieces(model, optimizer, replicas, ep):
@@ -840,8 +855,10 @@ def pieces(model, optimizer, replicas, ep):
     for piece in pieces_of(model.named_parameters(), optimizer, writes=replicas.rank() == 0):
         if ".experts." not in piece.name:
             found.append(piece._replace(writes=piece.writes and ep.rank() == 0))
-            continue
-        found += of_stack(piece, ep.rank(), plain_name)
+        elif re.search(r"\.experts\.\d", piece.name):  # an expert's momentum
+            found.append(piece)
+        else:
+            found += of_stack(piece, ep.rank(), plain_name)
     return found
 
 
@@ -877,7 +894,7 @@ def picture(run, counts):
     load = load.double().cpu()  # (L, E)
     wanted = run.cfg.layers * run.args.top_k * run.args.batch * run.cfg.seq
     dropped = 1 - load.sum().item() / wanted
-    load = load / load.mean(1, keepdim=True)
+    load = (load / load.mean(1, keepdim=True)).nan_to_num()  # of a layer without rows: 0
     worst = load.max(1).values.argmax()
     run.extra.update(load=load.tolist(), dropped=dropped)
     run.say(f"\nrows over the mean in layer {worst}, last step; {dropped:.1%} dropped")

@@ -30,6 +30,8 @@ IDEA = "--impl", "idea"
     (2, ["--train", "attn", "--balance", "bias", "--shared"]),  # no expert is trained
     # nothing goes back through block 0
     (2, ["--train", "blocks.1", "--capacity", "0.8", "--eval-every", "1"]),
+    (2, ["--optimizer", "muon", "--ep", "1"]),
+    (4, [*QWEN, "--optimizer", "muon"]),
     (1, [*IDEA, *LLAMA]),
     (2, [*IDEA, "--train", "blocks.1|norm", "--eval-every", "1"]),
     (4, [*IDEA, *MIXTRAL, "--ep", "2"]),
@@ -47,9 +49,10 @@ def test_fp32_by_default():
     assert script("moe", 2, *SMALL, "--steps", "6", "--pad", "0.3")["check"]["passed"]
 
 
-def test_saved_and_resumed(tmp_path):
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_saved_and_resumed(optimizer, tmp_path):
     """2 ranks save, 4 ranks go on, with the biases of the choice."""
-    flags = *LLAMA, "--balance", "bias"
+    flags = *LLAMA, "--balance", "bias", "--optimizer", optimizer
     proves("moe", 2, *flags, "--steps", "3", "--save", str(tmp_path))
     resumed = proves("moe", 4, *flags, "--ep", "2", "--steps", "5", "--resume", str(tmp_path))
     assert len(resumed["loss"]) == 2
