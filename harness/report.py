@@ -108,13 +108,21 @@ def show(report):
         if "speedup" in report:
             line += f", {report['speedup']:.2f} times as fast as torch's own"
         say("  speed    ", line)
+        flops = report["flops"]
+        line = f"{flops['per_second'] / 1e12:.3g} TFLOP/s"
+        if "utilization" in flops:
+            line += f", {flops['utilization']:.1%} of what the GPUs could do in bf16 (MFU)"
+        say("  compute  ", line)
     if check and check["passed"]:
         say("PASSED")
+        say("to try next: " + NEXT)
     elif check:
         for line in check["differ"][:SHOWN]:
             say("  " + line)
         say(f"FAILED, worst gradient: {check['gradient_worst']}")
 
+
+NEXT = "--impl all times the idea, ours and torch's; --dtype fp64 proves; --dry-run 512 counts"
 
 WORDS = {
     "gradient": "gradients",

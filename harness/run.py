@@ -30,6 +30,7 @@ from harness.validate import HeldOut
 TIMEOUT = {"gloo": 30, "nccl": 600}  # seconds
 START = 300  # seconds until a rank gives up to find the others
 BLOCK = 5  # steps of one implementation before it is the other's turn
+PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}  # bf16, FLOP/s
 CHECKED = 300  # steps of one run that are compared, at most
 
 # ---- what is trained -----------------------------------------------------------
@@ -207,6 +208,7 @@ class Run:
         self.extra = {}  # a script's own keys of the report
         self.total = 0  # parameters, known when the plain model has been built
         self.own = 0  # those on this rank, known from begin() on
+        self.idle = 0  # of the total, what a token is not multiplied with, besides embeddings
         self.table = report.Table(self.first, self.last, bool(self.args.eval_every))
         self.step_log = None  # --log-file, on rank 0
         self.profile = {}  # milliseconds of communication in the last step, if --profile knows
@@ -591,6 +593,28 @@ class Run:
         return dict(calls=sum(c["calls"] for c in of_all), wire=sum(c["wire"] for c in of_all),
                     held=held, peak=memory["peak"], ms_per_step=self.ms(impl), block_ms=blocks)
 
+    def flops(self, tokens_per_second):
+        """-> floating-point operations per second that the model needs, and of the GPUs' peak.
+
+        6 for each parameter that a token is multiplied with, 12 L H D T for scores and sums of
+        attention (Chowdhery 2022, PaLM, arXiv:2204.02311, appendix B). Recomputation is no need.
+        """
+        cfg = self.cfg
+        multiplied = self.total - self.idle
+        if not cfg.form.tied:
+            multiplied -= cfg.vocab * cfg.width
+        if cfg.form.learned_positions:
+            multiplied -= cfg.seq * cfg.width
+        of_token = 6 * multiplied
+        of_token += 12 * cfg.layers * cfg.heads * cfg.head_dim * cfg.seq
+        found = dict(per_token=of_token, per_second=of_token * tokens_per_second)
+        if self.device.type == "cuda":
+            name = torch.cuda.get_device_name(self.device)
+            for gpu, peak in PEAKS.items():
+                if gpu in name:
+                    found["utilization"] = found["per_second"] / (peak * self.world_size)
+        return found
+
     def publish(self, ranks, check, plain_loss):
         """Print the report, write it to --json -> False if it could not be written."""
         impl = self.impls[0]
@@ -613,6 +637,8 @@ class Run:
         if self.args.impl in ("both", "all") and "torch" in self.impls:
             theirs = self.ms("torch")
             result.update(torch_ms_per_step=theirs, speedup=ms and theirs / ms)
+        if ms:
+            result["flops"] = self.flops(result["tokens_per_second"])
         result.update(self.extra)
         report.show(result)
         return not self.args.json or report.write_json(self.args.json, result)

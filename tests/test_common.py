@@ -91,7 +91,8 @@ def test_the_rate():
 def test_tokens_and_their_vocabulary(tmp_path):
     """nanoGPT's files; one that does not belong to the model ends in a line."""
     ids = torch.arange(300).mul(7).remainder(301)
-    for suffix, dtype in ((".bin", torch.uint16), (".u32", torch.uint32)):
+    formats = {".bin": torch.uint16, ".u32": torch.uint32}
+    for suffix, dtype in formats.items():
         path = tmp_path / ("tokens" + suffix)
         numbers = ids.to(dtype).numpy()
         path.write_bytes(numbers.tobytes())
@@ -112,6 +113,10 @@ def test_the_plain_run_has_the_rate_the_text_and_the_frozen_layers(tmp_path):
     path = tmp_path / "log"
     flags = (*SMALL, *SCHEDULE, "--train", r"blocks\.1|norm", "--dtype", "fp64", "--steps", "5")
     report = script("ddp", 2, *flags, "--log-file", str(path), "--profile", str(tmp_path))
+    block = 12 * 32**2 + 13 * 32
+    multiplied = 2 * block + 2 * 32 + 256 * 32  # with the last norm and the head, which is tied
+    attention = 12 * 2 * 32 * 16
+    assert report["flops"]["per_token"] == 6 * multiplied + attention
     check = report["check"]
     assert check["passed"] and check["validation"] <= 1e-10
     assert list(report["validation"]) == ["-1", "1", "3", "4"]

@@ -75,7 +75,7 @@ def run_scripts(scripts, path):
 
 def without_rounding(text):
     """Gaps of right code are rounding, which differs between machines; so does the speed."""
-    text = re.sub(r"speed .*", "speed", text)
+    text = re.sub(r"(speed|compute) .*", r"\1", text)
     return re.sub(r"\d\.\de(-1[2-9]|\+00)( \([\w.]+\))?", "rounding", text)
 
 
