@@ -14,6 +14,7 @@ hop a rank has those of the chunks shown, and computes their scores with its own
     ring = Zigzag()                      # of all ranks; else Zigzag(group)
     for layer in model.layers:
         layer.attn.attend = ring.attend  # attend(q, k, v) for a causal scaled_dot_product_attention
+        # packed sequences: partial(ring.attend, documents=d), d (B, T): each token's document
     own = ring.positions(T, device)      # (T/cp,): which tokens of x, and of the shifted y
     loss = loss_sum(model(x[:, own], positions=own), y[:, own])  # positions: for RoPE or a table
     (loss / valid).backward()            # loss_sum: of tokens; valid: targets of all ranks
@@ -132,7 +133,7 @@ def idea_step(model, optimizer, x, y, valid, clip):
 #     2  equal work: half of the scores, as many on every rank
 #     3  AllGather: keys and values are not kept, but come again    13   25.4   35.1
 #        Zigzag: they come one rank's at a time, hidden             37   25.4   32.6
-#     4  kernels: no scores in memory at all
+#     4  kernels: no scores in memory at all (on GPUs in bf16 and fp16)
 #     5  Ulysses: the fewest bytes, where cp divides the heads      33   12.8   33.6
 #     6  one all-reduce for all gradients: one of these calls, not 68
 # Documents are a mask: right everywhere, but step 4's kernels take none. For their sake Llama 3
@@ -294,7 +295,8 @@ class Blockwise(ContextParallel):
         documents (B, T): the number of each token's document, where sequences are packed.
         """
         q, k = [x.to(v.dtype) for x in (q, k)]  # RoPE may have made fp32 of them
-        return BlockwiseAttention.apply(q, torch.stack([k, v]), documents, self)
+        with torch.autocast(q.device.type, enabled=False):  # it would make bf16 of fp32 scores
+            return BlockwiseAttention.apply(q, torch.stack([k, v]), documents, self)
 
     def view(self, source, tokens, documents):
         """What this rank's queries see of another's keys -> first, count, causal, same."""
@@ -324,7 +326,9 @@ class Blockwise(ContextParallel):
 
 
 class AllGather(Blockwise):
-    """K and V are gathered anew in backward: no layer keeps those of others (Llama 3 does)."""
+    """K and V are gathered anew in backward. Llama 3 keeps them, 2 (cp-1) S more in each layer, and
+    attends to all of them at once, as the idea does.
+    """
 
     chunks = staticmethod(early_and_late)
 

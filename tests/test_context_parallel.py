@@ -206,6 +206,11 @@ def check_parts_one_and_two():
     with torch.autocast("cpu", torch.bfloat16):  # RoPE has made q and k fp32
         for kind in copy.Zigzag, copy.Ulysses:
             assert kind().attend(q, q, q.bfloat16()).dtype == torch.bfloat16
+        far = 9 * torch.randn(1, 2, 64, 8)
+        v = torch.randn(1, 2, 64, 8).bfloat16()
+        one = torch.zeros(1, 128, dtype=torch.int64)  # document: formulas in the place of kernels
+        packed, whole = [copy.Zigzag().attend(far, far, v, documents) for documents in (one, None)]
+        torch.testing.assert_close(packed, whole, rtol=0, atol=2e-2)
     with pytest.raises(AssertionError, match="18 tokens do not divide into 4 chunks"):
         copy.Zigzag().positions(18)
     with pytest.raises(AssertionError, match="1 heads of k for 2 ranks"):
