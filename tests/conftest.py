@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+sys.path.insert(0, str(ROOT))
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests are for CPUs; ./run.sh gpu has the others
 os.environ["RES_OPTIONS"] = "attempts:0"  # torch asks what 127.0.0.1 is called: up to 5 s
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"  # it would say that it got no answer
@@ -104,11 +104,12 @@ def tool(name, *words, code=0):
 def outcome(name, flags):
     """name.py's main() with these flags -> exit code, what it printed, what it said on stderr."""
     sys.argv = [f"{name}.py", *flags]
+    module = name if (ROOT / f"{name}.py").exists() else f"tools.{name}"
     out = io.StringIO()
     said = io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(said):
         try:
-            code = importlib.import_module(name).main()
+            code = importlib.import_module(module).main()
         except SystemExit as end:
             code = end.code
         except Exception as error:  # what is accepted gets here: the process group is made already

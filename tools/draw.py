@@ -1,70 +1,65 @@
-"""The pictures in docs/: SVG drawn from what runs have measured.
+"""The pictures in docs/, drawn by matplotlib (pip install matplotlib) from what runs have measured.
 
     python tools/draw.py                      draw docs/*.svg from the figures in docs/data/
     python tools/draw.py --measure            run everything first (minutes), keep its figures
 
-    held.svg        what one of 64 ranks holds of a 7.4B model, from dry runs
-    timelines.svg   pipeline schedules: planned, and as a run of two ranks measured it
+    held.svg        what one of 64 ranks holds of a 7.4B model, and its peak, from dry runs
+    step.svg        a step of ddp on two ranks: the idea, and with buckets, from profiles
+    timelines.svg   pipeline schedules on two ranks: planned, and as measured
     hops.svg        who works how much at which hop of ring and zigzag attention
-    buckets.svg     ddp's buckets travelling while backward runs, from a profile
+
+They stand on white and on dark: the background is empty, and what is written is grey.
 """
 import json
 import sys
 import tempfile
+from collections import defaultdict
 from pathlib import Path
+from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-from context_parallel import KINDS as RINGS, seen  # noqa: E402
-from harness.timeline import bubble_rate, costs, simulate  # noqa: E402
+from harness.timeline import bubble_rate, simulate  # noqa: E402
+from harness.usage import require  # noqa: E402
 from pipeline_parallel import make_plans  # noqa: E402
 from tools.launch import report  # noqa: E402
 
 PLACE = ROOT / "docs"  # of the pictures
 DATA = ROOT / "docs" / "data"
-
-COLORS = {
-    "parameters": "#4477aa", "gradients": "#ee6677", "optimizer": "#ccbb44",
-    "activations": "#66ccee",
-    # actions of a pipeline: forward, backward, gradients of weights
-    "F": "#4477aa", "B": "#ee6677", "W": "#ccbb44",
-}
-STYLE = """
-text { font: 12px sans-serif; fill: #222 } .small { font-size: 10px } .title { font-weight: bold }
-.idle { fill: #8884 }
-@media (prefers-color-scheme: dark) { text { fill: #ddd } }
-"""
+INK = "#7a7a7a"  # on white and on dark
+BLUE = "#4477aa"
+RED = "#ee6677"
+YELLOW = "#ccbb44"
+CYAN = "#66ccee"
+PALE = "#88888833"
 
 
-class Drawing:
-    """SVG elements, one after the other."""
+def canvas(rows, height, width=8.6):
+    """-> matplotlib's figure, one drawing below the other"""
+    try:
+        import matplotlib
+    except ImportError:
+        require(False, "pictures want matplotlib: pip install matplotlib")
+    matplotlib.use("svg")
+    matplotlib.rcParams.update({
+        "svg.fonttype": "none", "svg.hashsalt": "docs", "font.size": 9, "text.color": INK,
+        "axes.facecolor": "none", "axes.edgecolor": INK, "axes.labelcolor": INK,
+        "xtick.color": INK, "ytick.color": INK, "axes.titlesize": 9, "axes.titlelocation": "left",
+        "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})
+    import matplotlib.pyplot as plt
+    return plt.subplots(rows, 1, squeeze=False, figsize=(width, height), layout="constrained")
 
-    def __init__(self, width, height):
-        self.width = width
-        self.height = height
-        self.elements = []
 
-    def text(self, x, y, words, anchor="start", kind=""):
-        words = str(words).replace("&", "&amp;").replace("<", "&lt;")
-        self.elements.append(
-            f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" class="{kind}">{words}</text>')
+def finish(figure, name):
+    figure.savefig(PLACE / name, transparent=True, metadata={"Date": None, "Creator": None})
 
-    def box(self, x, y, width, height, color="", kind=""):
-        paint = f' fill="{color}"' if color else ""
-        self.elements.append(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.2f}" height="{height:.1f}" '
-            f'class="{kind}"{paint}/>')
 
-    def legend(self, x, y, kinds):
-        """kinds: {one of COLORS: what it is}"""
-        for number, (kind, words) in enumerate(kinds.items()):
-            self.box(x + 110 * number, y, 12, 12, COLORS[kind])
-            self.text(x + 110 * number + 16, y + 10, words)
+def legend(drawing, kinds, **place):
+    """kinds: {what it is: its color}"""
+    from matplotlib.patches import Patch
 
-    def save(self, name):
-        head = (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width} {self.height}" '
-                f'width="{self.width}" height="{self.height}"><style>{STYLE}</style>\n')
-        (PLACE / name).write_text(head + "\n".join(self.elements) + "\n</svg>\n")
+    handles = [Patch(color=color, label=label) for label, color in kinds.items()]
+    drawing.legend(handles=handles, ncols=len(kinds), **place)
 
 
 def read(name):
@@ -77,104 +72,175 @@ def write(name, figures):
 
 # ---- what a rank holds ---------------------------------------------------------
 
-SIZES = "--layers 64 --width 3072 --heads 64 --vocab 51200 --seq 2048 --batch 64"
-HOLDERS = {
-    "ddp": "ddp.py",
-    **{f"zero, stage {level}": f"zero.py --stage {level}" for level in (1, 2, 3)},
-    "fsdp": "fsdp.py",
-    "ddp, full checkpointing": "amp_accum_ckpt.py --ckpt full",
-    "tensor parallel, sp": "tensor_parallel.py --sp",
-    "pipeline, 1f1b": "pipeline_parallel.py --schedule 1f1b --micro 64",
-    "context parallel": "context_parallel.py --attn zigzag",
+SIZES = "--layers 64 --width 3072 --heads 64 --vocab 51200"
+SHORT = "64 sequences of 2,048 tokens"
+LONG = "one sequence of 131,072 tokens"
+HOLDERS = {  # {panel: (its flags, {label: command})}
+    SHORT: ("--seq 2048 --batch 64", {
+        "ddp": "ddp",
+        **{f"zero, stage {stage}": f"zero --stage {stage}" for stage in (1, 2, 3)},
+        "fsdp": "fsdp",
+        "ddp, full checkpointing": "amp_accum_ckpt --ckpt full",
+        "tensor parallel, sp": "tensor_parallel --sp",
+        "pipeline, 1f1b": "pipeline_parallel --schedule 1f1b --micro 64",
+    }),
+    LONG: ("--seq 131072 --batch 1", {
+        "one process": "ddp",
+        "context parallel": "context_parallel --attn zigzag",
+    }),
 }
-TITLE = "What rank 0 of 64 holds of a GPT with 7.4 billion parameters, fp32"
-HELD = ("parameters", "gradients", "optimizer", "activations")
+HELD = {"parameters": BLUE, "gradients": RED, "optimizer": YELLOW, "activations": CYAN}
 
 
 def measure_held():
     figures = {}
-    for label, command in HOLDERS.items():
-        script, *flags = command.split()
-        found = report(1, script, [*flags, *SIZES.split(), "--dry-run", 64])
-        memory = found["ranks"][0]["memory"]
-        figures[label] = {kind: memory[kind] for kind in HELD}
+    for panel, (flags, holders) in HOLDERS.items():
+        figures[panel] = {}
+        for label, command in holders.items():
+            file, *own = command.split()
+            ranks = 1 if label == "one process" else 64
+            words = [*own, *SIZES.split(), *flags.split(), "--dry-run", ranks]
+            memory = report(1, file, words)["ranks"][0]["memory"]
+            figures[panel][label] = {kind: memory[kind] for kind in (*HELD, "peak")}
     write("held", figures)
 
 
 def draw_held():
     figures = read("held")
-    left = 170
-    scale = 540 / max(sum(sizes.values()) for sizes in figures.values())
-    drawing = Drawing(820, 70 + 28 * len(figures))
-    drawing.text(10, 20, TITLE, kind="title")
-    drawing.legend(left, 32, {kind: kind for kind in HELD})
-    for number, (label, sizes) in enumerate(figures.items()):
-        y = 58 + 28 * number
-        drawing.text(left - 8, y + 14, label, "end")
-        x = left
-        for kind in HELD:
-            drawing.box(x, y, scale * sizes[kind], 20, COLORS[kind])
-            x += scale * sizes[kind]
-        drawing.text(x + 6, y + 14, f"{sum(sizes.values()) / 1e9:.1f} GB")
-    drawing.save("held.svg")
+    figure, drawings = canvas(2, 4.6)
+    for drawing, (panel, rows) in zip(drawings[:, 0], figures.items()):
+        for place, sizes in enumerate(rows.values()):
+            start = 0
+            for kind, color in HELD.items():
+                drawing.barh(place, sizes[kind] / 1e9, left=start, color=color, height=0.7)
+                start += sizes[kind] / 1e9
+            peak = sizes["peak"] / 1e9
+            drawing.plot([peak, peak], [place - 0.4, place + 0.4], color=INK, lw=2)
+            words = f"  {start:,.1f} GB, peak {peak:,.1f}"
+            drawing.text(max(start, peak), place, words, va="center")
+        drawing.set_yticks(range(len(rows)), rows)
+        drawing.invert_yaxis()
+        drawing.set_title(panel)
+        drawing.margins(x=0.3)  # room for the numbers
+        drawing.set_xlim(left=0)
+    drawings[0, 0].get_gridspec().set_height_ratios([8, 2.6])
+    figure.suptitle("What rank 0 of 64 holds of a GPT with 7.4 billion parameters, fp32", color=INK)
+    legend(figure, {**HELD, "peak": INK}, loc="outside lower center")
+    finish(figure, "held.svg")
+
+
+# ---- a step of ddp -----------------------------------------------------------------
+
+RUN = "--layers 8 --width 256 --heads 8 --seq 256 --steps 4 --no-check"
+ATTEMPTS = 3  # of which the fastest is kept
+STEP = {"forward": BLUE, "backward": RED, "all-reduce": YELLOW, "optimizer": CYAN}
+
+
+def spans_of(trace, name):
+    """-> [(start, end)] in ms of the events whose name begins so, in order"""
+    events = [event for event in trace if event.get("ph") == "X" and event["name"].startswith(name)]
+    return sorted((event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3) for event in events)
+
+
+def measure_step():
+    """{impl: {part of STEP: [(start, end)] in ms}}"""
+    found = []
+    for _ in range(ATTEMPTS):
+        with tempfile.TemporaryDirectory() as folder:
+            report(2, "ddp", ["--impl", "all", *RUN.split(), "--profile", folder])
+            paths = {impl: Path(folder, f"ddp-{impl}-rank0.json") for impl in ("idea", "scratch")}
+            traces = {impl: json.loads(path.read_text())["traceEvents"]
+                      for impl, path in paths.items()}
+        found.append({impl: parts_of(trace) for impl, trace in traces.items()})
+    write("step", min(found, key=lambda sides: sides["scratch"]["optimizer"][0][1]))
+
+
+def parts_of(trace):
+    backward = spans_of(trace, "autograd::engine::evaluate_function")
+    first = spans_of(trace, "aten::embedding")[0][0]
+    loss = spans_of(trace, "aten::cross_entropy_loss")[0][1]
+    found = {"forward": [(first, loss)], "backward": [(backward[0][0], backward[-1][1])],
+             "all-reduce": spans_of(trace, "gloo:all_reduce"),
+             "optimizer": spans_of(trace, "Optimizer.step")}
+    return {part: [(round(start - first, 1), round(end - first, 1)) for start, end in spans]
+            for part, spans in found.items()}
+
+
+def draw_step():
+    figures = read("step")
+    figure, drawings = canvas(2, 2.6)
+    end = max(parts["optimizer"][0][1] for parts in figures.values())
+    words = {"idea": "the idea: sums after backward",
+             "scratch": "with buckets: sums under backward"}
+    for drawing, (impl, parts) in zip(drawings[:, 0], figures.items()):
+        for part, spans in parts.items():
+            row = int(part == "all-reduce")
+            bars = [(start, stop - start) for start, stop in spans]
+            drawing.broken_barh(bars, (row, 0.8), color=STEP[part], lw=0)
+        drawing.set_yticks([0.4, 1.4], ["rank 0", "sent"])
+        drawing.invert_yaxis()
+        drawing.set_xlim(0, end)
+        drawing.set_title(f"{words[impl]}: {parts['optimizer'][0][1]:.0f} ms")
+    drawings[1, 0].set_xlabel("ms")
+    legend(figure, STEP, loc="outside lower center")
+    finish(figure, "step.svg")
 
 
 # ---- schedules -----------------------------------------------------------------
 
-STAGES = 4
 MICRO = 8
 DRAWN = ("gpipe", "1f1b", "interleaved", "zb-v")
-RUN = "--layers 8 --width 256 --heads 8 --seq 256 --steps 4 --no-check"
-
-
-def simulated(schedule):
-    """-> the idle part, for each rank [(kind, start, end), ..]; F = B = W = 1."""
-    plans = make_plans(schedule, STAGES, MICRO)
-    played = simulate(plans, costs(plans, 1.0, 1.0, 1.0))
-    rows = [[(action.kind, start, end) for action, start, end in done] for done in played]
-    return bubble_rate(played), rows
+ACTIONS = {"forward": BLUE, "backward": RED, "gradients of weights": YELLOW}
 
 
 def measure_timelines():
-    """As a run of two ranks goes, in ms."""
+    """{schedule: for each of two ranks [(kind, micro-batch, stage, start, end), ..] in ms}"""
     figures = {}
     for schedule in DRAWN:
-        flags = f"--schedule {schedule} --micro {MICRO} --batch 16 {RUN}"
-        found = report(2, "pipeline_parallel.py", flags.split())
-        rows = []
-        for done in found["timeline"]:
-            rows.append([(kind, round(start, 2), round(end, 2)) for kind, _, _, start, end in done])
-        figures[schedule] = [round(found["bubble_rate"], 4), rows]
+        flags = f"--schedule {schedule} --micro {MICRO} --batch 16 {RUN}".split()
+        found = [report(2, "pipeline_parallel", flags) for _ in range(ATTEMPTS)]
+        best = min(found, key=lambda one: one["measured_ms"])["timeline"]
+        figures[schedule] = [[(*action, round(start, 1), round(end, 1))
+                              for *action, start, end in done] for done in best]
     write("timelines", figures)
 
 
-def draw_rows(drawing, x, y, width, rows):
-    """The ranks of a timeline, one below the other, each 12 high."""
-    first = min(start for row in rows for _, start, _ in row)
-    last = max(end for row in rows for _, _, end in row)
-    scale = width / (last - first)
-    for number, row in enumerate(rows):
-        top = y + 14 * number
-        drawing.box(x, top, width, 12, kind="idle")
-        for kind, start, end in row:
-            left = x + scale * (start - first)
-            drawing.box(left, top, scale * (end - start) - 0.4, 12, COLORS[kind])
+def planned(schedule, measured):
+    """-> the same as it would be if no rank waited but for its inputs, each kind of action on a
+    rank taking its median time"""
+    times = defaultdict(list)
+    for rank, done in enumerate(measured):
+        for kind, _, stage, start, end in done:
+            times[rank, kind, stage].append(end - start)
+    played = simulate(make_plans(schedule, len(measured), MICRO),
+                      lambda rank, action: median(times[rank, action.kind, action.stage]))
+    return [[(*action[:3], start, end) for action, start, end in done] for done in played]
 
 
 def draw_timelines():
     figures = read("timelines")
-    drawing = Drawing(900, 40 + 84 * len(figures))
-    title = f"{MICRO} micro-batches: 4 stages as planned, F = B = W, and 2 ranks as measured"
-    drawing.text(10, 20, title, kind="title")
-    for number, (schedule, measured) in enumerate(figures.items()):
-        y = 40 + 84 * number
-        drawing.text(10, y + 12, schedule, kind="title")
-        sides = (110, "planned", simulated(schedule)), (510, "measured", measured)
-        for x, side, (bubble, rows) in sides:
-            drawing.text(x, y + 10, f"{side}: bubble {bubble:.1%}", kind="small")
-            draw_rows(drawing, x, y + 16, 370, rows)
-    drawing.legend(570, 10, {"F": "forward", "B": "backward", "W": "weights"})
-    drawing.save("timelines.svg")
+    figure, drawings = canvas(2 * len(figures), 7)
+    places = iter(drawings[:, 0])
+    for schedule, measured in figures.items():
+        sides = {"planned": planned(schedule, measured), "measured": measured}
+        last = max(end for rows in sides.values() for row in rows for *_, end in row)
+        for side, rows in sides.items():
+            drawing = next(places)
+            end = max(row[-1][-1] for row in rows)
+            for rank, row in enumerate(rows):
+                drawing.barh(rank, end, color=PALE, height=0.8)
+                for kind, _, _, start, stop in row:
+                    color = list(ACTIONS.values())["FBW".index(kind)]
+                    drawing.barh(rank, stop - start, left=start, color=color, height=0.8,
+                                 edgecolor="#ffffff66", lw=0.3)
+            idle = bubble_rate([[(None, *span[-2:]) for span in row] for row in rows])
+            drawing.set_title(f"{schedule}, {side}: {end:.0f} ms, bubble {idle:.0%}")
+            drawing.set_yticks([0, 1], ["rank 0", "rank 1"])
+            drawing.invert_yaxis()
+            drawing.set_xlim(0, last)
+    legend(figure, {**ACTIONS, "waiting": PALE}, loc="outside lower center")
+    figure.suptitle(f"{MICRO} micro-batches on 2 ranks", color=INK)
+    finish(figure, "timelines.svg")
 
 
 # ---- rings ---------------------------------------------------------------------
@@ -182,90 +248,50 @@ def draw_timelines():
 RANKS = 4
 
 
-def work(kind, rank, hop):
-    """The work of attention at a hop: 1 for half of the pairs of query and key, 2 for all."""
-    if hop == 0:
-        return 1  # causal
-    tokens = 2  # of a rank: at least one in each of zigzag's chunks
+def work(rank, hop, is_zigzag):
+    """Of rank's queries with the keys that reach it at this hop, in halves of an attention without
+    a mask: 1 is causal attention among a rank's own tokens."""
     source = (rank - hop) % RANKS
-    first, count, _ = seen(kind.chunks(rank, RANKS), kind.chunks(source, RANKS), tokens)
-    return 2 * (tokens - first) * count // tokens**2
+    if hop == 0:
+        return 1
+    if is_zigzag:  # half of its queries see all these keys, or all see half of them
+        return 1
+    return 2 if source < rank else 0
 
 
 def draw_hops():
-    drawing = Drawing(760, 210)
-    drawing.text(10, 20, "Work at each hop around a ring of 4 ranks; a hop takes as long as its "
-                 "slowest rank", kind="title")
-    for place, attn in enumerate(("ring", "zigzag")):
-        x = 30 + 370 * place
-        drawing.text(x, 46, attn, kind="title")
-        for hop in range(RANKS):
-            drawing.text(x + 60 + 60 * hop, 64, f"hop {hop}", kind="small")
+    figure, drawings = canvas(2, 3.6, width=6)
+    for drawing, attn in zip(drawings[:, 0], ("ring", "zigzag")):
         for rank in range(RANKS):
-            y = 72 + 30 * rank
-            drawing.text(x, y + 15, f"rank {rank}")
-            # 1 is causal attention among a rank's own tokens, 2 is attention without a mask
-            row = [work(RINGS[attn], rank, hop) for hop in range(RANKS)]
-            for hop, share in enumerate(row):
-                drawing.box(x + 60 + 60 * hop, y, 52, 22, kind="idle")
-                drawing.box(x + 60 + 60 * hop, y, 52 * share / 2, 22, COLORS["parameters"])
-            drawing.text(x + 304, y + 15, f"{sum(row):g}")
-    drawing.save("hops.svg")
+            for hop in range(RANKS):
+                share = work(rank, hop, attn == "zigzag") / 2
+                drawing.barh(rank, 0.9, left=hop, color=PALE, height=0.8)
+                drawing.barh(rank, 0.9 * share, left=hop, color=BLUE, height=0.8)
+        lengths = [max(work(rank, hop, attn == "zigzag") for rank in range(RANKS))
+                   for hop in range(RANKS)]
+        drawing.set_title(f"{attn}: {sum(lengths)} halves, a hop takes as long as its slowest rank")
+        drawing.set_yticks(range(RANKS), [f"rank {rank}" for rank in range(RANKS)])
+        drawing.set_xticks([hop + 0.45 for hop in range(RANKS)],
+                           [f"hop {hop}" for hop in range(RANKS)])
+        drawing.invert_yaxis()
+    legend(figure, {"computes (a full cell: every query with every key)": BLUE, "waits": PALE},
+           loc="outside lower center")
+    finish(figure, "hops.svg")
 
 
-# ---- buckets -------------------------------------------------------------------
+DRAW = (draw_held, draw_step, draw_timelines, draw_hops)
+MEASURE = (measure_held, measure_step, measure_timelines)  # hops need none
 
 
-def measure_buckets():
-    """In microseconds: how long backward takes, and each bucket's all-reduce from its start on."""
-    with tempfile.TemporaryDirectory() as folder:
-        report(2, "ddp.py", [*RUN.split(), "--bucket-mb", 4, "--profile", folder])
-        trace = json.loads(Path(folder, "ddp-scratch-rank0.json").read_text())["traceEvents"]
-    backward = spans_of(trace, "autograd::engine::evaluate_function")
-    first = backward[0][0]
-    buckets = [[round(start - first), round(end - first)]
-               for start, end in spans_of(trace, "gloo:all_reduce")]
-    write("buckets", {"backward": round(backward[-1][1] - first), "buckets": buckets})
-
-
-def spans_of(trace, name):
-    """-> [[start, end]] of the events whose name begins so, in order"""
-    events = [event for event in trace if event.get("ph") == "X" and event["name"].startswith(name)]
-    return sorted([event["ts"], event["ts"] + event["dur"]] for event in events)
-
-
-def draw_buckets():
-    figures = read("buckets")
-    buckets = figures["buckets"]
-    last = max(figures["backward"], buckets[-1][1])
-    scale = 640 / last
-    drawing = Drawing(820, 90 + 22 * len(buckets))
-    drawing.text(10, 20, "Backward on one of two ranks, and the buckets that travel meanwhile",
-                 kind="title")
-    drawing.text(112, 52, "backward", "end")
-    drawing.box(120, 40, scale * figures["backward"], 16, COLORS["B"])
-    for number, (start, end) in enumerate(buckets):
-        y = 64 + 22 * number
-        drawing.text(112, y + 12, f"bucket {number}", "end")
-        drawing.box(120 + scale * start, y, scale * (end - start), 16, COLORS["F"])
-    drawing.text(120, 80 + 22 * len(buckets), "0 ms", kind="small")
-    drawing.text(760, 80 + 22 * len(buckets), f"{last / 1e3:.0f} ms", "end", "small")
-    drawing.save("buckets.svg")
-
-
-DRAW = (draw_held, draw_timelines, draw_hops, draw_buckets)
-MEASURE = (measure_held, measure_timelines, measure_buckets)  # hops need none
-
-
-def main(words):
-    if words not in ([], ["--measure"]):
-        print("draw.py: error: usage: python tools/draw.py [--measure]", file=sys.stderr)
-        return 2
-    programs = [*MEASURE, *DRAW] if words else DRAW
-    for make in programs:
-        make()
-    return 0
+def main():
+    words = sys.argv[1:]
+    require(words in ([], ["--measure"]), "usage: python tools/draw.py [--measure]")
+    if words:
+        for measure in MEASURE:
+            measure()
+    for draw in DRAW:
+        draw()
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()

@@ -1,12 +1,10 @@
-"""Text from a checkpoint of any script that holds the plain GPT.
+"""Text from a checkpoint of any script that holds the plain GPT; a mixture of experts is refused.
 
     python tools/sample.py DIR "def forward(" [--tokens 200] [--temperature 0.8] [--top-k 40]
     python tools/sample.py DIR --ids "15496 995"            a model whose tokens are not bytes
 
-DIR is what --save has written, or tools/weights.py from elsewhere; a mixture of experts is refused.
-The models of this repository predict bytes: a prompt is text, unless --ids gives token ids.
-
-Keys and values of the tokens so far are kept (a cache), so that a step computes one position:
+DIR is what --save has written, or tools/weights.py from elsewhere. Keys and values of the tokens so
+far are kept (a cache), so that a step computes one position:
 
     tokens    a  b  c  d     new: e
     cache     k  k  k  k     k of e is added
@@ -93,20 +91,6 @@ def choose(logits, temperature, top_k, rng):
     return torch.multinomial(logits.softmax(0).cpu(), 1, generator=rng).item()
 
 
-def sample(model, seq, prompt, count, temperature, top_k, seed, vocab):
-    """Yields `count` tokens that follow the prompt.
-
-    seq: positions that the model knows. vocab: only the first so many tokens may be drawn.
-    """
-    rng = torch.Generator().manual_seed(seed)
-    reader = Reader(model, seq)
-    new = prompt
-    for _ in range(count):
-        token = choose(reader.read(new)[:vocab], temperature, top_k, rng)
-        yield token
-        new = [token]
-
-
 def load(folder, device="cpu"):
     """-> the plain GPT with a checkpoint's weights, its GPTConfig."""
     state, identity = weights_of(folder)
@@ -122,6 +106,14 @@ def load(folder, device="cpu"):
     return model.to(device).requires_grad_(False), cfg
 
 
+def ids_in(text, vocab):
+    words = text.replace(",", " ").split()
+    require(all(word.isdecimal() for word in words), f"--ids {text}: are no numbers")
+    ids = [int(word) for word in words]
+    require(max(ids, default=0) < vocab, f"--ids {text}: must be 0 to {vocab - 1}")
+    return ids
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
     parser.error = lambda message: require(False, message)
@@ -132,26 +124,21 @@ def main():
     parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest (0.8)")
     parser.add_argument("--top-k", type=int, default=0, help="from so many; 0: from all (0)")
     parser.add_argument("--seed", type=int, default=0, help="of the drawing (0)")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     args = parser.parse_args()
     for name in ("tokens", "temperature", "top_k"):
         check_bounds("--" + name.replace("_", "-"), getattr(args, name), 0)
-    model, cfg = load(args.folder, args.device)
-    prompt = list(args.prompt.encode())
-    if args.ids:
-        words = args.ids.replace(",", " ").split()
-        require(all(word.isdecimal() for word in words), f"--ids {args.ids}: are no numbers")
-        prompt = [int(word) for word in words]
-        highest = cfg.vocab - 1
-        require(max(prompt, default=0) <= highest, f"--ids {args.ids}: must be 0 to {highest}")
-    require(prompt, "an empty prompt: give a character to begin with")
-    drawn = sample(model, cfg.seq, prompt, args.tokens, temperature=args.temperature,
-                   top_k=args.top_k, seed=args.seed, vocab=None if args.ids else BYTES)
+    model, cfg = load(args.folder, "cuda" if torch.cuda.is_available() else "cpu")
+    new = ids_in(args.ids, cfg.vocab) if args.ids else list(args.prompt.encode())
+    require(new, "an empty prompt: give a character to begin with")
+    print(" ".join(map(str, new)) if args.ids else args.prompt, end="", flush=True)
+    rng = torch.Generator().manual_seed(args.seed)
+    reader = Reader(model, cfg.seq)
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    print(" ".join(map(str, prompt)) if args.ids else args.prompt, end="", flush=True)
-    for token in drawn:
-        new = f" {token}" if args.ids else decoder.decode(bytes([token]))
-        print(new, end="", flush=True)
+    possible = cfg.vocab if args.ids else BYTES
+    for _ in range(args.tokens):
+        token = choose(reader.read(new)[:possible], args.temperature, args.top_k, rng)
+        print(f" {token}" if args.ids else decoder.decode(bytes([token])), end="", flush=True)
+        new = [token]
     print(decoder.decode(b"", final=True))  # of a character that is not whole
 
 
