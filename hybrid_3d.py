@@ -388,15 +388,15 @@ class Hybrid(nn.Module):
 
     def __repr__(self):
         """The table of this rank's gradients, a line for each name; a layer's number is a *."""
-        order = ("tp", "twins", "data", "replicas", "ep", "ends")
-        axes = [axis for axis in order if self.group.get(axis) and self.group[axis].size() > 1]
+        axes = [axis for axis in ("tp", "twins", "data", "replicas", "ep", "ends")
+                if any(axis in fate for fate in self.fate.values()) and self.group[axis].size() > 1]
         lines = {}  # {line: None}: each once, in order
         for p, name in self.names.items():
             if p.requires_grad:
                 fate = self.fate[p]
                 alike = [axis for axis in axes if not fate.get(axis, "cut").endswith("cut")]
                 who = "first of " + ", ".join(alike) if alike else "each its own"
-                words = [re.sub(r"\.\d+\.", ".*.", name), self.kind[p]]
+                words = [re.sub(r"\.\d+\.", ".*.", name, count=1), self.kind[p]]
                 words += [fate.get(axis, "-") for axis in axes]
                 lines[(*words, who)] = None
         heading = ("gradient of", "kind", *axes, "counted in the norm by")

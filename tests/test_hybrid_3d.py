@@ -1,15 +1,29 @@
-"""hybrid_3d: layouts of all axes equal one process in both forms, their bytes are the textbook's,
-bugs that are planted in the table show."""
+"""hybrid_3d: layouts of all axes equal one process in all forms, and models of others; their bytes
+are the docstring's; bugs that are planted in the table show."""
+import re
 from functools import partial
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
 
 import hybrid_3d
-from conftest import PROOF, SMALL, alone, check_refused, proves, script, textbook
+import moe
+from amp_accum_ckpt import full
+from common import adamw, plain_steps, share
+from conftest import ROOT, PROOF, SMALL, alone, check_refused, each, proves, run, script, textbook
 from harness.flags import arguments
-from pipeline_parallel import homes, make_plans, split_layers
+from harness.prove import prove
+from others import MLP, WIDTH, Llama, gradients_of, token_rows
+from pipeline_parallel import Chain, carve, homes, make_plans, split_layers
+from tensor_parallel import (
+    ColumnLinear, CutSequence, RowLinear, VocabEmbedding, WholeSequence, cut_model, inside)
 
+YOUR_MODEL = (ROOT / "docs" / "your-model.md").read_text()
 FORMS = {
     "gpt2": ("--layers", "3", "--vocab", "257"),
     "llama": ("--model", "llama-toy", "--layers", "3", "--vocab", "257", "--hidden", "48"),
@@ -149,6 +163,194 @@ def test_planted_bugs(kind, row, form, flags):
 ])
 def test_planted_bugs_elsewhere(plant, flags):
     proves("hybrid_3d", 2, *FORMS["gpt2"], *flags.split(), plant=plant)
+
+
+# ---- models that are not ours --------------------------------------------------
+
+T = 8
+LLAMA = {
+    "embed_tokens": VocabEmbedding, "lm_head": ColumnLinear, "*.[qkv]_proj": ColumnLinear,
+    "*.[qk]_norm": inside, "*.o_proj": RowLinear, "*.gate_proj": ColumnLinear,
+    "*.up_proj": ColumnLinear, "*.down_proj": RowLinear,
+}
+DENSE = {name: kind for name, kind in LLAMA.items() if not re.search("gate|up|down", name)}
+# its blocks have a second argument
+CHAIN = Chain(first=["embed_tokens"], layers="layers", last=["norm", "lm_head"],
+              call=lambda forward, x: forward(x, positions=torch.arange(T))["logits"])
+ROUTE = partial(moe.softmax_route, top_k=2, normalize=True)
+
+
+def make(tied=False, experts=False):
+    torch.manual_seed(0)
+    model = Llama(layers=4, tied=tied)
+    for layer in model.layers:
+        for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
+            nn.init.normal_(norm.weight, 1, 0.1)
+        if experts:
+            mlps = nn.ModuleList(MLP(0.0) for _ in range(4))
+            layer.mlp = moe.PlainMoE(nn.Linear(WIDTH, 4, bias=False), mlps, ROUTE)
+    return model
+
+
+class Mixture(moe.MoE):
+    """Its experts have a name of their own."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._modules["bank"] = self._modules.pop("experts")
+
+    experts = property(lambda self: self.bank)
+
+
+def share_out(model, mesh):
+    ep = mesh.group["ep"]
+    for layer in model.layers:
+        plain = layer.mlp
+        mine = [plain.experts[e] for e in share(4, ep.size(), ep.rank())]
+        stacks = [[getattr(mlp, f"{name}_proj") for mlp in mine] for name in ("up", "down", "gate")]
+        layer.mlp = Mixture(plain.router, moe.Experts(F.silu, *stacks), ROUTE, ep,
+                            everyone=mesh.group["peers"], alpha=0, beta=0)
+
+
+def steps():
+    rng = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        x, y = token_rows(rng, 8, T)
+        yield x, y, (y != -100).sum()
+
+
+def plain(**kind):
+    model = make(**kind)
+    batches = [(1e-2, *batch) for batch in steps()]
+    logits = Logits(model, lambda model, x: model(x)["logits"])
+    for loss, _ in plain_steps(logits, adamw(model.parameters(), 1e-2), batches, 0.1):
+        yield loss, gradients_of(model), model.state_dict()
+
+
+class Logits(nn.Module):
+    def __init__(self, model, call):
+        super().__init__()
+        self.model = model
+        self.call = call
+
+    def forward(self, x):
+        return self.call(self.model, x)
+
+
+def parallel(axes, pp=1, schedule="1f1b", sp=False, zero=0, recompute=None, **kind):
+    model = make(**kind)
+    experts = kind.get("experts")
+    copies = axes.get("dp", 1)
+    plans = make_plans(schedule, pp, 2)
+    mesh = hybrid_3d.Mesh(plans, **axes)
+    tp = (CutSequence if sp else WholeSequence)(mesh.group["tp"])
+    if tp.size > 1:
+        cut_model(model, tp, DENSE if experts else LLAMA)
+    if experts:
+        share_out(model, mesh)
+    if recompute:
+        for layer in model.layers:
+            layer.forward = partial(recompute, layer.forward)
+    stages = carve(model, CHAIN, split_layers(4, len(homes(plans))))
+    hybrid = hybrid_3d.Hybrid(
+        stages, plans, mesh, tp, layers=model.layers, head=model.lm_head, zero=zero)
+    is_matrix = [p.dim() == 2 for p in hybrid.parameters()]
+    groups = [{"params": [p for p, yes in zip(hybrid.parameters(), is_matrix) if yes == matrices]}
+              for matrices in (True, False)]  # as for other decays
+    optimizer = adamw(hybrid.parameter_groups(groups), 1e-2)
+    for x, y, valid in steps():
+        rows = torch.arange(8).chunk(copies)[mesh.place["dp"]]
+        loss, _ = hybrid_3d.train_step(hybrid, optimizer, x[rows], y[rows], valid, 0.1)
+        dist.all_reduce(loss)
+        yield loss, by_expert(hybrid.full_gradients()), by_expert(hybrid.full_state_dict())
+
+
+def by_expert(tensors):
+    """Stacks of `bank` -> the plain model's experts, without counters."""
+    found = {}
+    for name, t in tensors.items():
+        where, bank, which = name.partition(".bank.")
+        if bank:
+            which = which.replace(".", "_proj.")
+            found.update({f"{where}.experts.{e}.{which}": each for e, each in enumerate(t)})
+        elif t.is_floating_point():
+            found[name] = t
+    return found
+
+
+def check_model(axes, options, kind):
+    """fp64 gaps of loss, every gradient and every parameter, over three steps."""
+    assert prove(partial(plain, **kind), partial(parallel, axes, **options, **kind), 1e-12)
+
+
+@pytest.mark.parametrize("world, cases", [
+    (8, [(dict(dp=2, tp=2), dict(pp=2, recompute=full), {})]),
+    (4, [(dict(dp=2), dict(pp=2, schedule="zb-v", zero=2), dict(tied=True)),
+         (dict(tp=2), dict(pp=2, sp=True, zero=1), dict(tied=True)),
+         (dict(tp=2), dict(pp=2, schedule="zb-h1"), {}),
+         (dict(dp=2, ep=2, tp=2), dict(sp=True), dict(experts=True))]),
+    # what names would not tell: experts of another name without tp, norms of q and k
+    (2, [(dict(dp=2, ep=2), dict(zero=1), dict(experts=True)), (dict(tp=2), {}, {})]),
+])
+def test_models_of_others(world, cases):
+    run(each, world, check_model, cases)
+
+
+def check_transformers(block):
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    names = {}
+    exec(block, names)
+    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=88, num_hidden_layers=4,
+                 num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32)
+    normed = Qwen3Config(**sizes, head_dim=8, tie_word_embeddings=True)
+    plan = {**names["PLAN"], "*.[qk]_norm": inside}
+    for make, plan in ((lambda: LlamaForCausalLM(LlamaConfig(**sizes)), names["PLAN"]),
+                       (lambda: Qwen3ForCausalLM(normed), plan)):
+        for options in ({}, dict(zero=1)):
+            hybrid_of = partial(names["hybrid_of"], plan=plan, dp=dist.get_world_size() // 4)
+            assert prove(partial(plain_transformer, make),
+                         partial(train_transformer, make, partial(hybrid_of, **options)), 1e-12)
+
+
+def in_fp64(make):
+    """Their RMSNorm computes in fp32, where rounding would hide mistakes."""
+    torch.manual_seed(0)
+    model = make().double()
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.forward = partial(F.rms_norm, normalized_shape=module.weight.shape,
+                                     weight=module.weight, eps=module.variance_epsilon)
+    return model
+
+
+def plain_transformer(make):
+    model = in_fp64(make)
+    batches = [(1e-2, *batch) for batch in steps()]
+    model_of = Logits(model, lambda model, x: model(x, use_cache=False).logits)
+    for loss, _ in plain_steps(model_of, adamw(model.parameters(), 1e-2), batches, 0.1):
+        yield loss, gradients_of(model), dict(model.named_parameters())
+
+
+def train_transformer(make, hybrid_of):
+    names = {name for name, _ in in_fp64(make).named_parameters()}
+    hybrid = hybrid_of(in_fp64(make))
+    optimizer = adamw(hybrid.parameter_groups(), 1e-2)
+    for x, y, valid in steps():
+        rows = torch.arange(8).chunk(dist.get_world_size() // 4)[hybrid.mesh.place["dp"]]
+        loss, _ = hybrid_3d.train_step(hybrid, optimizer, x[rows], y[rows], valid, 0.1)
+        dist.all_reduce(loss)
+        state = hybrid.full_state_dict()
+        yield loss, hybrid.full_gradients(), {name: state[name] for name in names}
+
+
+def test_models_of_transformers():
+    """Their own Llama and Qwen3, by the page's lines."""
+    if not find_spec("transformers"):
+        print("transformers is not installed: nothing is compared")
+        return
+    block, = re.findall(r"```python\n(# LlamaForCausalLM.*?)```", YOUR_MODEL, re.S)
+    run(check_transformers, 4, block)
 
 
 def experts_without_sp(module):
