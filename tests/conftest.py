@@ -8,7 +8,6 @@ import contextlib
 import gc
 import importlib
 import io
-import json
 import multiprocessing
 import os
 import re

@@ -14,12 +14,12 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from conftest import ROOT  # finds what is ours
 import amp_accum_ckpt
 import context_parallel
 import moe
 import tensor_parallel
 from common import GPTConfig, adamw, build, join_fake_world
+from conftest import ROOT  # finds what is ours
 from harness.ledger import Ledger
 from harness.timeline import bubble_rate, chunks, costs, in_flight, longest, simulate, span
 from pipeline_parallel import make_plans, search

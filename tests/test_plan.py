@@ -4,13 +4,13 @@ import math
 import shlex
 
 import pytest
+from test_readme import Begins, begins
 
 import hybrid_3d
 from common import PRESETS, GPTConfig
 from conftest import ALL, alone, tool
 from harness.timeline import bubble_rate, costs, in_flight, simulate
 from pipeline_parallel import make_plans
-from test_readme import Begins, begins
 from tools import estimate, plan
 from tools.estimate import Layout, held, job_of
 from tools.plan import TIE, layouts, search

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import moe
-from conftest import PROOF, ROOT, script, tool
 from common import FORMS, GPTConfig, build, get_batch, load_corpus, loss_sum
+from conftest import PROOF, ROOT, script, tool
 from harness import checkpoint
 from tools import sample, weights
 

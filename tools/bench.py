@@ -28,8 +28,11 @@ import torch  # noqa: E402
 
 from harness.usage import require  # noqa: E402
 from tools.launch import (  # noqa: E402
-    GAPS, INTERRUPTED, TECHNIQUES, Failed, cores, report, usual_ranks, variants)
+    GAPS, INTERRUPTED, TECHNIQUES, Failed, cores, report, usual_ranks, variants,
+)
 
+LAYOUTS = ("--dp 2 --tp 1 --pp 1", "--dp 2 --tp 1 --pp 2", "--dp 1 --tp 2 --pp 2",
+           "--dp 2 --tp 2 --pp 1")  # of hybrid_3d
 SIZES = "--layers 4 --width 256 --heads 8 --seq 256 --batch 8 --steps 30 --no-check"
 
 # ---- the table -------------------------------------------------------------------
@@ -135,7 +138,10 @@ def bench(words):
     print(aligned("", BENCH) + "as fast as torch", flush=True)
     failed = 0
     for file in files:
-        for own in variants(file):
+        worth = variants(file)
+        if file == "hybrid_3d":
+            worth = LAYOUTS
+        for own in worth:
             label = f"{file} {own}"
             try:
                 found = measure(file, " ".join([SIZES, own, *words]))

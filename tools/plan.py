@@ -34,7 +34,8 @@ import moe  # noqa: E402
 from common import PRESETS  # noqa: E402
 from harness.flags import FLAGS, add_flag, check_bounds, refuse_file, require  # noqa: E402
 from tools.estimate import (  # noqa: E402
-    HELD, IDLE, PARTS, Layout, assess, held, job_of, parameters_of, timed)
+    HELD, IDLE, PARTS, Layout, assess, held, job_of, parameters_of, timed,
+)
 from tools.launch import report  # noqa: E402
 
 TIE = 0.08

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
+
 from common import GPT  # noqa: E402
 from harness.flags import check_bounds, require  # noqa: E402
 from tools.weights import sizes_in, weights_of  # noqa: E402

@@ -31,6 +31,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch  # noqa: E402
+
 from common import FORMS, PRESETS, GPTConfig  # noqa: E402
 from harness import checkpoint  # noqa: E402
 from harness.usage import require  # noqa: E402
