@@ -223,18 +223,10 @@ class StackedLinear(nn.Module):
         if linears[0].bias is not None:
             self.bias = stacked([linear.bias for linear in linears])
 
-    def forward(self, rows, routing):  # (R, C), sorted by expert -> (R, F)
-        if self.one_kernel_pays(rows):
-            weight = self.weight.to(rows.dtype)  # which differ under autocast
-            return F.grouped_mm(rows, weight.transpose(1, 2), offs=routing.ends)
+    def each(self):
+        """-> for each expert its weight and bias."""
         biases = [None] * len(self.weight) if self.bias is None else self.bias
-        parts = rows.split(routing.sizes)  # empty ones stay, so that gradients are never None
-        return torch.cat([F.linear(*each) for each in zip(parts, self.weight, biases)])
-
-    def one_kernel_pays(self, rows):
-        """Yes on GPUs in bf16. It has no biases, and needs widths that are multiples of 8."""
-        fits = self.bias is None and all(width % 8 == 0 for width in self.weight.shape[1:])
-        return rows.is_cuda and rows.dtype == torch.bfloat16 and fits
+        return zip(self.weight, biases)
 
 
 class Experts(nn.Module):
@@ -254,10 +246,34 @@ class Experts(nn.Module):
         self.gate = None if gate is None else StackedLinear(gate)
 
     def forward(self, rows, routing):  # (R, C), sorted by expert -> (R, C)
-        y = self.up(rows, routing)
-        if self.gate is None:
-            return self.down(self.activation(y), routing)
-        return self.down(self.activation(self.gate(rows, routing)) * y, routing)
+        linears = [self.up, self.down]  # in the order of mlp's arguments
+        if self.gate is not None:
+            linears.append(self.gate)
+        if self.one_kernel_pays(rows):
+
+            def of_all(x, weight, bias):
+                weight = weight.to(x.dtype)  # which differ under autocast
+                return F.grouped_mm(x, weight.transpose(1, 2), offs=routing.ends)
+
+            return self.mlp(rows, of_all, *[(linear.weight, None) for linear in linears])
+        answers = []
+        parts = rows.split(routing.sizes)  # empty ones stay, so that gradients are never None
+        for x, *of_expert in zip(parts, *[linear.each() for linear in linears]):
+            answers.append(self.mlp(x, F.linear, *of_expert))
+        return torch.cat(answers)
+
+    def mlp(self, x, linear, up, down, gate=None):
+        """up, down, gate: pairs of a weight and a bias."""
+        y = linear(x, *up)
+        if gate is None:
+            return linear(self.activation(y), *down)
+        return linear(self.activation(linear(x, *gate)) * y, *down)
+
+    def one_kernel_pays(self, rows):
+        """Yes on GPUs in bf16. It has no biases, and needs widths that are multiples of 8."""
+        up = self.up
+        fits = up.bias is None and all(width % 8 == 0 for width in up.weight.shape[1:])
+        return rows.is_cuda and rows.dtype == torch.bfloat16 and fits
 
 
 # ---- AllToAll in two halves: what is computed between Leave and Arrive hides it
