@@ -17,6 +17,7 @@ each rank has 3 tokens, K is 2. Rank 0 has experts 0 and 1, rank 1 has 2 and 3; 
     sum_gradients(model, replicas)
     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, gradient_norm(model, ep))
     optimizer.step()
+    optimizer.zero_grad()
     step_biases(model)  # after every step, also without biases: it starts new sums of losses
 
 Each of n ranks has N tokens of its own. The ep ranks of a group share out the experts; those with
