@@ -37,7 +37,25 @@ MADE_AFTER = OPTIMIZER.format("zero.parameter_groups()")
 MADE_BEFORE = OPTIMIZER.format("model.parameters()")
 CLIPPED = "`clip_grad_norm_(model.parameters(), ..)` of torch"
 FORGOTTEN = ("zero.zero_grad()", "model.zero_grad()")
-MISTAKES = (  # as the page has it, the script that makes it, [(what stands there, the mistake)]
+WRAPPED = "    zero = ZeRO2(units_of(model, model.layers))\n"
+LOSS = "loss = loss_sum(model(x[rows]), y[rows]) / "
+TO_DDP = [  # with_zero.py -> the same with ddp.py
+    ("from zero import ZeRO2, units_of", "from ddp import BucketedDDP"),
+    (WRAPPED, "    model = BucketedDDP(model)\n"),
+    ("zero.parameter_groups()", "model.parameters()"),
+    ("zero.zero_grad()", "optimizer.zero_grad()"),
+    ("        zero.reduce()\n", ""),
+    ("zero.clip_grad_norm_(", "torch.nn.utils.clip_grad_norm_(model.parameters(), "),
+    ("zero.step(optimizer)", "optimizer.step()"),
+    ("names[p]: t for p, t in zero.full_gradients().items()",
+     "name: p.grad for p, name in names.items()"),
+    ("{names[p]: t for p, t in zero.full_parameters().items()}", "model.module.state_dict()"),
+]
+ADDED = "    {}.layers[0].q.bias = torch.nn.Parameter(torch.zeros(32))\n"
+RENAMED = "    names = {p: name for name, p in model.module.named_parameters()}\n"
+LATER = "    return Model()", "    model = Model()\n" + ADDED.format("model") + "    return model"
+EARLIER = "    model = make()\n", "    from mine import Model\n    make()\n    model = Model()\n"
+MISTAKES = (  # as the page has it, script, [(what stands there, the mistake)], changes of mine.py
     (CLIPPED, "with_tp", [
         ("clip_grads_with_norm_", "clip_grad_norm_"), ("0.1, gradient_norm(model, tp)", "0.1")]),
     (CLIPPED, "with_zero", [
@@ -46,6 +64,20 @@ MISTAKES = (  # as the page has it, the script that makes it, [(what stands ther
         (MADE_AFTER, ""), ("    zero = ", MADE_BEFORE + "    zero = ")]),
     ("`model.zero_grad()`", "with_zero", [FORGOTTEN]),
     ("`model.zero_grad()`", "with_zero", [FORGOTTEN, ("ZeRO2", "ZeRO1")]),
+    ("a parameter added after wrapping", "with_zero", [
+        *TO_DDP, EARLIER, ("BucketedDDP(model)\n", "BucketedDDP(model)\n"
+                           + ADDED.format("model.module") + RENAMED)], [LATER]),
+    ("a parameter added after wrapping", "with_zero", [
+        EARLIER, (WRAPPED, WRAPPED + ADDED.format("model"))], [LATER]),
+    ("gradients summed twice", "with_zero", [
+        *TO_DDP, ("loss.backward()\n", "loss.backward()\n        for p in model.parameters():\n"
+                  "            dist.all_reduce(p.grad)\n")]),
+    ("an optimizer that looks at rows and columns", "with_zero", [("AdamW", "Adafactor")],
+     [("AdamW", "Adafactor")]),
+    ("multi-query attention, whose whole keys and values nobody sums", "with_tp", [
+        ('"layers.*.[qkv]"', '"layers.*.q"')], [("kv_heads=2", "kv_heads=1")]),
+    ("a mean of means", "with_zero", [
+        *TO_DDP, (LOSS + "valid", LOSS + "(y[rows] != -100).sum() / dist.get_world_size()")]),
 )
 
 
@@ -62,14 +94,24 @@ def said_by(source):
     return said.getvalue() + end
 
 
+def changed(source, changes):
+    for old, new in changes:
+        assert old in source, old
+        source = source.replace(old, new)
+    return source
+
+
 def run_scripts(scripts, path):
-    """All of them, one after the other -> what rank 0 says, as JSON in a file."""
+    """[(mine.py, script)], one after the other -> what rank 0 says, as JSON in a file."""
     dist.init_process_group = lambda backend: None
     dist.destroy_process_group = lambda: None
-    for name in ("mine", "with_tp", "with_hybrid"):  # others import them
-        sys.modules[name] = types.ModuleType(name)
-        exec(PAGE[name], vars(sys.modules[name]))
-    said = [said_by(source) for source in scripts]
+    said = []
+    for mine, script in scripts:
+        for name, source in {**PAGE, "mine": mine}.items():  # others import some of them
+            if name in ("mine", "with_tp", "with_hybrid"):
+                sys.modules[name] = types.ModuleType(name)
+                exec(source, vars(sys.modules[name]))
+        said.append(said_by(script))
     if dist.get_rank() == 0:
         path.write_text(json.dumps(said))
 
@@ -81,25 +123,25 @@ def without_rounding(text):
 
 
 def test_what_the_scripts_and_their_mistakes_print(tmp_path):
-    """Word for word. In the page's table what follows "of ZeRO" is of the second script."""
+    """Word for word, and each mistake of the table. What follows "of ZeRO" is with_zero.py's."""
     command_and_output = r"```\n(?:python|torchrun [^\n]*=(\d)) (\w+)\.py\n```\n\n```\n(.*?)```"
     found = re.findall(command_and_output, YOUR_MODEL, re.S)
     assert [name for _, name, _ in found] == list(PAGE)
     on_two = [name for ranks, name, _ in found if ranks != "8"]
-    scripts = [PAGE[name] for name in on_two]
-    for _, name, changes in MISTAKES:
-        scripts.append(PAGE[name])
-        for old, new in changes:
-            assert old in scripts[-1], old
-            scripts[-1] = scripts[-1].replace(old, new)
+    scripts = [(PAGE["mine"], PAGE[name]) for name in on_two]
+    for _, name, changes, *of_mine in MISTAKES:
+        scripts.append((changed(PAGE["mine"], *of_mine or [[]]), changed(PAGE[name], changes)))
     run(run_scripts, 2, scripts, tmp_path / "said")
     said = json.loads((tmp_path / "said").read_text())
     mistaken = said[len(on_two):]
-    run(run_scripts, 8, [PAGE[name] for name in PAGE if name not in on_two], tmp_path / "eight")
+    on_eight = [(PAGE["mine"], PAGE[name]) for name in PAGE if name not in on_two]
+    run(run_scripts, 8, on_eight, tmp_path / "eight")
     right = said[:len(on_two)] + json.loads((tmp_path / "eight").read_text())
     for (_, _, stated), printed in zip(found, right, strict=True):
         assert without_rounding(printed) == without_rounding(stated) + "exit 0"
-    for (mistake, name, _), printed in zip(MISTAKES, mistaken):
+    rows = re.findall(r"^\| (?!mistake|-)(.*?) \| ", YOUR_MODEL.split("## The commonest")[1], re.M)
+    assert set(rows) == {mistake for mistake, *_ in MISTAKES}
+    for (mistake, name, changes, *_), printed in zip(MISTAKES, mistaken):
         _, row = YOUR_MODEL.split(f"| {mistake} | ")
         where, prints, *_ = row.split(" | ")
         raised = re.search(r"raises `(.*?)`", where)
@@ -107,7 +149,8 @@ def test_what_the_scripts_and_their_mistakes_print(tmp_path):
             continue
         assert "prove: NOT EQUAL" in printed
         of_tp, _, of_zero = prints.partition("; of ZeRO ")
-        words = of_zero if of_zero and name == "with_zero" else of_tp
+        of_ddp = changes[:len(TO_DDP)] == TO_DDP
+        words = of_zero if of_zero and name == "with_zero" and not of_ddp else of_tp
         for fragment in re.findall(r"`(.*?)`", words):
             assert fragment in printed, printed
 
