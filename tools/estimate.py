@@ -105,11 +105,9 @@ def ends(job, stage):
 
 # ---- memory of a stage, in bytes -------------------------------------------------
 
-HELD = ("parameters", "gradients", "optimizer", "activations", "working")
-
 
 def assess(job):
-    """-> what the fullest stage holds: {what: bytes} of HELD, and "memory", all of it."""
+    """-> what the fullest stage holds: {what: bytes}, and "memory", all of it."""
     # rank 0 has the embedding and most in flight, the last one the head
     stages = {0, job.blocks.index(max(job.blocks)), job.pp - 1}
     return max((held(job, one) for one in stages), key=lambda found: found["memory"])

@@ -33,9 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import moe  # noqa: E402
 from common import PRESETS  # noqa: E402
 from harness.flags import FLAGS, add_flag, check_bounds, refuse_file, require  # noqa: E402
-from tools.estimate import (  # noqa: E402
-    HELD, IDLE, PARTS, Layout, assess, held, job_of, parameters_of, timed,
-)
+from tools import estimate  # noqa: E402
+from tools.estimate import IDLE, PARTS, Layout, assess, job_of, timed  # noqa: E402
 from tools.launch import report  # noqa: E402
 
 TIE = 0.08
@@ -268,7 +267,7 @@ def two_digits(value):
 
 def show(rows, at):
     """A table of the rows."""
-    total = parameters_of(at.cfg, at.experts, at.shared)
+    total = estimate.parameters_of(at.cfg, at.experts, at.shared)
     print(f"{at.model}: {total:,} parameters, {at.gpus} GPUs. = means: within {TIE:.0%}, which is "
           "all that is known of the time\n")
     print(f"{'':4} {'':70} {'GB':>7} {'s/step':>7} {'MFU':>4} {'tok/s':>10}   of the time")
@@ -281,7 +280,7 @@ def show(rows, at):
               f"{two_digits(time['seconds']):>7} {time['mfu']:4.0%} "
               f"{two_digits(time['rate']):>10}   {words}")
     _, lay, memory, time = rows[0]
-    kinds = [f"{kind} {memory[kind] / 1e9:.1f}" for kind in HELD]
+    kinds = [f"{kind} {size / 1e9:.1f}" for kind, size in memory.items() if kind != "memory"]
     print(f"\nthe first row holds, in GB: {', '.join(kinds)}")
     if at.tokens:
         hours = at.tokens / time["rate"] / 3600
@@ -295,7 +294,7 @@ def show(rows, at):
 def exact_peak(lay, at):
     """-> what a dry run of the fullest stage's first rank says, in bytes"""
     job = job_of(at.cfg, at, lay)
-    fullest = max(range(lay.pp), key=lambda stage: held(job, stage)["memory"])
+    fullest = max(range(lay.pp), key=lambda stage: estimate.held(job, stage)["memory"])
     rank = fullest * at.gpus // lay.pp
     flags = f"{flags_of(lay, at)} --dry-run {at.gpus} --rank {rank}"
     return report(1, "hybrid_3d", flags.split())["ranks"][0]["memory"]["peak"]
