@@ -52,7 +52,7 @@ import moe
 import pipeline_parallel
 import tensor_parallel
 from common import loss_sum
-from pipeline_parallel import Mail, Pipeline, SplitLinear, homes
+from pipeline_parallel import Mail, SplitLinear, SplitPipeline, homes
 from tensor_parallel import (
     ColumnLinear, ColumnParallel, CutSequence, RowLinear, WholeSequence,
     vocab_parallel_cross_entropy)
@@ -258,9 +258,9 @@ class Hybrid(nn.Module):
         self.units = [unit for zero in self.zeros for unit in zero.units]
         self.parts = [part for zero in self.zeros for part in zero.parts]
         self.trained = {p for zero in self.zeros for p in zero.trained}
-        links = pipeline_parallel.make_links(plans, mesh.pipelines)
-        mail = Mail(plans, mesh.pipeline, mesh.group["pp"], links, (), head.weight.dtype,
-                    head.weight.device)  # their size is known when there is a batch
+        # the size of its tensors is known when there is a batch
+        mail = Mail(plans, (), head.weight.dtype, head.weight.device, mesh.pipelines,
+                    mesh.group["pp"])
         self.pipeline = SummingPipeline(here, plans, mail, stages_of)
 
     def describe(self, stages, home, zero):
@@ -427,7 +427,7 @@ class ZeRO0(ZeRO1):
         return found
 
 
-class SummingPipeline(Pipeline):
+class SummingPipeline(SplitPipeline):
     """Sums gradients over copies while the backward that completes them still runs.
 
     stages_of: {ZeRO: the stages that have its parameters}
@@ -446,7 +446,7 @@ class SummingPipeline(Pipeline):
         backward = [a for a in self.plan if a.kind in "BW" and a.stage in stages]
         if isinstance(zero, ZeRO2):  # it sums after each micro-batch
             return {a for a in backward
-                    if a.kind == "W" or (a.microbatch, a.stage) not in self.leaves_w}
+                    if a.kind == "W" or (a.microbatch, a.stage) not in self.split}
         if len(stages) > 1:
             return {backward[-1]}
         # the last B completes the gradients of norms and embeddings, the last W those of Linears;
@@ -820,7 +820,7 @@ def refuse_torch(args, require, home):
     require(not any(ours), "--dry-run, --save, --resume, --init-from, --experts, --cp, --zero 2, "
             "3, --ckpt, --amp and --dtype bf16 want --impl scratch")
     require(args.seq % args.tp == 0, f"--seq {args.seq}: torch wants a multiple of --tp {args.tp}")
-    pipeline_parallel.refuse_at_work(args.schedule, args.micro, args.pp)
+    pipeline_parallel.refuse_at_work(require, args.schedule, args.micro, args.pp)
     require(len(home) == 1 or home[0] != home[max(home)], f"--schedule {args.schedule} --pp "
             f"{args.pp}: both ends of the model on one rank want --impl scratch")
 

@@ -1,6 +1,6 @@
 """Plays, times and draws lists of actions: what each rank of a pipeline does, in order.
 
-    plans     for each rank a list of actions: they have .kind, .microbatch, .stage and .joined
+    plans     for each rank a list of actions: they have .kind, .microbatch and .stage
     played    the same with times: for each rank [(action, start, end), ..]
 
 The kinds are F forward, B backward, W the gradients of the weights where a B leaves them for later,
@@ -9,6 +9,7 @@ of stage - 1 has made, a B what the B of stage + 1 has. A B whose W is in the pl
 makes the gradient of its input alone. Nothing here knows by which rule a plan was made.
 """
 import contextlib
+import itertools
 import json
 import statistics
 import time
@@ -106,8 +107,8 @@ def simulate(plans, cost, comm=0.0, joined=False):
 
     cost(rank, action) and comm, the time of a transfer, are in one unit. A transfer occupies no
     rank and waits for no other: what is made arrives `comm` later.
-    joined: play an F whose .joined is true and the B behind it, of another micro-batch, as one
-    action, which starts when the inputs of both are there, and gives both outputs at its end.
+    joined: play an F and the B of another stage right behind it, if it is not split, as one action,
+    which starts when the inputs of both are there, and gives both outputs at its end.
     """
     home = homes(plans)
     last = max(home)
@@ -139,11 +140,16 @@ def simulate(plans, cost, comm=0.0, joined=False):
 def units(plan, joined):
     """-> its actions in lists: one action each, or two that are one."""
     lists = deque()
-    for position, action in enumerate(plan):
-        if joined and position > 0 and plan[position - 1].joined:
+    split = splits(plan)
+    before = None
+    for action in plan:
+        is_pair = before and (before.kind, action.kind) == ("F", "B")
+        whole = (action.microbatch, action.stage) not in split
+        if joined and is_pair and whole and before.stage != action.stage:
             lists[-1].append(action)
         else:
             lists.append([action])
+        before = action
     return lists
 
 
@@ -199,11 +205,42 @@ def grid(played, width=105):
     return "\n".join(f"  rank {rank:<3d} {''.join(row)}" for rank, row in enumerate(rows))
 
 
+# ---- a search: --schedule auto ---------------------------------------------------
+
+
+def search(family, limit, time_of, waiting=1.0):
+    """-> the quickest plans of a family; not by Qi 2023's search, section 3.1.
+
+    family(slope, lag, most) -> plans: a rank begins with `slope` more Fs than the next one, and
+    with `most` at most; rank r's Ws come `lag` r Bs late. limit: what a rank may keep, in
+    micro-batches, counted as in in_flight(plan, waiting). time_of(plans): how long they take.
+    """
+    found = []
+    for slope, lag in itertools.product((0.5, 1, 1.5, 2, 2.5, 3), [n / 2 for n in range(9)]):
+        for most in range(limit - 1, -1, -1):
+            plans = family(slope, lag, most)
+            if max(in_flight(plan, waiting) for plan in plans) <= limit + 1e-9:
+                found.append(plans)
+                break  # the longest warm-up that fits: a shorter one has more bubble
+    return min(found, key=time_of)
+
+
+def waiting_of(args):
+    """What --limit counts of a micro-batch from B to W, as a part of what is kept from F to B."""
+    if not args.simulate:
+        return 1.0  # with fused attention a block keeps nearly as much
+    # Qi 2023: W needs 32 C of the 34 C + 5 H T bytes of a token, attention's matrix among them
+    return 32 * args.width / (34 * args.width + 5 * args.heads * args.seq)
+
+
 # ---- a step as it is planned, and as it was --------------------------------------
 
 
-def planned(plans, times):
-    """-> a step as text, figures. times: F, B, W of a rank, and of a transfer, as in costs()."""
+def planned(plans, times, joined=False, waiting=1.0):
+    """-> a step as text, figures. times: F, B, W of a rank, and of a transfer, as in costs().
+
+    joined: also with pairs of F and B as one action, see simulate(). waiting: as in in_flight().
+    """
     F, B, W, comm = times
     cost = costs(plans, F, B, W)
     played = simulate(plans, cost, comm)
@@ -215,7 +252,11 @@ def planned(plans, times):
     flying = " ".join(f"{count:g}" for count in figures["in_flight"])
     text = (f"{grid(played)}\n{longest(played):g} from first to last, bubble rate "
             f"{bubble_rate(played):.4f}, micro-batches in flight by rank {flying}")
-    if any(action.joined for plan in plans for action in plan):
+    if waiting < 1:
+        limited = max(in_flight(plan, waiting) for plan in plans)
+        text += (f"\n--limit counts one that waits for W as {waiting:.2f}, and finds {limited:.4g} "
+                 "at most; the line above counts a whole one")
+    if joined:
         pairs = simulate(plans, cost, comm, joined=True)
         figures["joined_bubble_rate"] = bubble_rate(pairs)
         text += (f"\nwith each F and B that are a pair as one action: {longest(pairs):g}, bubble "
@@ -243,7 +284,8 @@ def read_times(text):
 
 def simulation(args, plans, times):
     """--simulate: no ranks, no model -> exit code."""
-    text, figures = planned(plans, times)
+    waiting = waiting_of(args) if args.schedule == "auto" else 1.0
+    text, figures = planned(plans, times, args.schedule == "dualpipe-v", waiting)
     print(text)
     if args.json:
         own = {name: value for name, value in vars(args).items() if name != "cfg"}
@@ -281,9 +323,9 @@ def timed(run, pipeline):
 
 
 @contextlib.contextmanager
-def watched(run, impl, step, plans, pipeline):
+def watched(run, plans, pipeline, step):
     """Shows the last of our steps but one as planned and as it was, action by action."""
-    if impl != "scratch" or run.dry or step != max(run.first, run.last - 1):
+    if run.dry or step != max(run.first, run.last - 1):
         yield
         return
     with timed(run, pipeline) as spans:

@@ -13,10 +13,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from conftest import (
-    ROOT, SMALL, alone, check_refused, copied, dry_run_agrees, each, proves, run, textbook)
+    ROOT, SMALL, alone, check_refused, copied, dry_run_agrees, each, idea, proves, run, textbook)
 from harness.timeline import chunks, costs, grid, in_flight, longest, simulate
 from others import VOCABULARY, Llama
-from pipeline_parallel import SCHEDULES, Mail, Pipeline, make_plans
+from pipeline_parallel import (
+    SCHEDULES, Mail, SplitPipeline, full_gradients, full_state_dict, make_plans, origins_of)
 
 LLAMA = ("--model", "llama-toy")
 TORCHS = "zb-v" if torch.__version__ >= (2, 13) else "gpipe"  # see refuse_at_work
@@ -103,7 +104,7 @@ def deliver(plans, monkeypatch):
     other = {dist.isend: dist.irecv, dist.irecv: dist.isend}
 
     def begin(self, operation, tensor, peer):
-        link = (self.rank, peer) if operation is dist.isend else (peer, self.rank)
+        link = (self.place, peer) if operation is dist.isend else (peer, self.place)
         with lock:
             number = count[operation, link]
             count[operation, link] += 1
@@ -112,11 +113,12 @@ def deliver(plans, monkeypatch):
         return SimpleNamespace(wait=lambda: met.wait(20) or pytest.fail("deadlock"))
 
     monkeypatch.setattr(Mail, "begin", begin)
+    monkeypatch.setattr(dist, "get_backend", lambda: "fake")
     mails = []
-    ranks = list(range(len(plans)))
+    ranks = range(len(plans))
     for rank in ranks:
         monkeypatch.setattr(dist, "get_rank", lambda: rank)
-        mails.append(Mail(plans, ranks, None, {}, (1,), torch.float32, "cpu"))
+        mails.append(Mail(plans, (1,), torch.float32, "cpu", [ranks]))
     with ThreadPoolExecutor(len(plans)) as pool:
         list(pool.map(play, mails, plans))
 
@@ -128,8 +130,9 @@ def test_no_schedule_ever_blocks(monkeypatch):
 
 def test_after_a_backward_that_raises_others_make_all_gradients(monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "get_backend", lambda: "fake")
     plans = make_plans("zb-h1", 1, 1)
-    mail = Mail(plans, [0], None, {}, (1, 2), torch.float32, "cpu")
+    mail = Mail(plans, (1, 2), torch.float32, "cpu", [[0]])
     linear = nn.Linear(2, 2)
     x = torch.ones(1, 2)
 
@@ -137,12 +140,9 @@ def test_after_a_backward_that_raises_others_make_all_gradients(monkeypatch):
         out.register_hook(lambda grad: 1 / 0)
         return out.sum()
     with pytest.raises(ZeroDivisionError):
-        Pipeline({0: linear}, plans, mail).step([x], raises)
+        SplitPipeline({0: linear}, plans, mail).step([x], raises)
     linear(x).sum().backward()
     assert linear.weight.grad is not None
-    plan = plans[0] + make_plans("pipedream", 1, 2)[0]
-    with pytest.raises(AssertionError, match="no updates"):
-        Pipeline({0: linear}, [plan], mail)
 
 
 def test_pictures_are_what_the_schedules_do():
@@ -211,49 +211,57 @@ def stale_step(plain, optimizer, inputs, loss_of, layers):
     return sum(losses).detach()
 
 
-def piped(module, name):
-    """-> this rank's stages of the stranger, a Pipeline, the layers of each stage"""
-    p = dist.get_world_size()
+def piped(module, name, dp):
+    """-> this rank's stages of the stranger, all stages, a Mail, the layers of each stage, plans"""
+    p = dist.get_world_size() // dp
     model = stranger()
     model[0].weight.data += dist.get_rank()  # copies of a tied one begin as the first rank's
     plans = module.make_plans(name, p, 8)
     size = 8 // len(module.homes(plans))
     layers = [range(first, first + size) for first in range(0, 8, size)]
-    stages = module.Stages([model[own.start:own.stop] for own in layers], plans)
-    ranks = list(range(p))
+    whole = [model[own.start:own.stop] for own in layers]
+    pipelines = [list(range(copy, p * dp, dp)) for copy in range(dp)]
+    stages = module.Stages(whole, plans, pipelines if dp > 1 else None)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "get_backend", lambda: "nccl")  # then each link has a group of its own
-        links = module.make_links(plans, [ranks])
-    mail = module.Mail(plans, ranks, None, links, (2, 5, 8), torch.float64, "cpu")
-    return stages, module.Pipeline(stages.here, plans, mail), layers
+        mail = module.Mail(plans, (2, 5, 8), torch.float64, "cpu", pipelines)
+    return stages, whole, mail, layers, plans
 
 
-def check_copy(name, plant=None):
-    """2 steps with clipping equal one process's."""
+def check_copy(name, plant=None, dp=1):
+    """2 steps with clipping equal one process's. dp: so many pipelines share the batch."""
     module = copied("pipeline_parallel")
     if plant:
         plant(module)
     close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
     plain = stranger()
-    stages, pipeline, layers = piped(module, name)
+    stages, whole, mail, layers, plans = piped(module, name, dp)
+    called = {p: n for stage in whole[::-1] for n, p in stage.named_parameters()}
     reference_step = stale_step if name == "pipedream" else plain_step
     optimizer = torch.optim.AdamW(stages.parameters(), 1e-2, eps=1e-5)
     reference = torch.optim.AdamW(plain.parameters(), 1e-2, eps=1e-5)
-    update = partial(module.update_stage, stages, optimizer, 0.5)
+    if name == "pipedream":
+        pipeline = module.PipeDream(stages, plans, mail, optimizer, 0.5)
+    else:
+        pipeline = module.SplitPipeline(stages.here, plans, mail)
+    origins = origins_of(whole, plans)
+    copy = dist.get_rank() % dp
     for step in range(2):
-        inputs, loss_of = batch_of(step)
+        batches = [batch_of(2 * step + number) for number in range(dp)]
         optimizer.zero_grad()
         reference.zero_grad()
-        loss = pipeline.step(inputs, loss_of, update)
+        loss = pipeline.step(*batches[copy])
         dist.all_reduce(loss)
-        close(loss, reference_step(plain, reference, inputs, loss_of, layers))
+        close(loss, sum(reference_step(plain, reference, *batch, layers) for batch in batches))
         norm = stages.sum_and_clip(0.5)
         close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
-        wanted = {name: q.grad for name, q in plain.named_parameters()}
-        close(stages.full_gradients(), wanted)
         optimizer.step()
         reference.step()
-        close(stages.full_state_dict(), dict(plain.state_dict()))
+        group = None if dp == 1 else dist.new_subgroups_by_enumeration(
+            [list(range(first, 2 * dp, dp)) for first in range(dp)])[0]
+        wanted = {name: q.grad for name, q in plain.named_parameters()}
+        close(full_gradients(stages, origins, called, group), wanted)
+        close(full_state_dict(stages, origins, group), dict(plain.state_dict()))
 
 
 @pytest.mark.parametrize("world, names", [
@@ -285,11 +293,15 @@ def test_a_chain_is_cut_into_stages():
     run(check_chain, 1)
 
 
+def test_copies_of_a_pipeline_are_summed():
+    run(each, 4, check_copy, [(name, None, 2) for name in ("1f1b", "zb-v")])
+
+
 def others_on_meta(module):
     """Gives Stages those of other ranks on the meta device."""
 
     class OfMeta(module.Stages):
-        def __init__(self, whole, plans):
+        def __init__(self, whole, plans, pipelines):
             for stage, rank in module.homes(plans).items():
                 if rank != dist.get_rank():
                     whole[stage].to("meta")
@@ -299,7 +311,7 @@ def others_on_meta(module):
                 first.weight = last.weight
             else:
                 last.weight = first.weight
-            super().__init__(whole, plans)
+            super().__init__(whole, plans, pipelines)
             assert not any(p.is_meta for p in self.parameters())
     module.Stages = OfMeta
 
@@ -311,13 +323,13 @@ def test_stages_of_other_ranks_may_be_on_the_meta_device():
 # Planted bugs: what is done after a method, and the schedule that shows it.
 PLANTED = {
     "copies of a tied parameter keep their own gradients": (
-        "Stages", "__init__", lambda stages, *_: stages.tied.clear(), "1f1b"),
+        "Stages", "__init__", lambda stages, *_: stages.shared.clear(), "1f1b"),
     "the norm has them twice": (
-        "Stages", "__init__", lambda stages, *_: stages.counted.extend(stages.tied), "zb-h2"),
+        "Stages", "__init__", lambda stages, *_: stages.counted.extend(stages.shared), "zb-h2"),
     "gradients are not added up": (
         "Pipeline", "forward", lambda self, m, stage, *_: self.modules[stage].zero_grad(), "naive"),
     "a W forgets a layer": (
-        "Pipeline", "backward", lambda self, m, stage, _: self.ws[m, stage].pop(), "zb-h1"),
+        "SplitPipeline", "backward", lambda self, m, stage, _: self.ws[m, stage].pop(), "zb-h1"),
     "the receiver has an order of its own": (
         "Mail", "open", lambda mail, *_: mail.coming.rotate(-1), "gpipe"),
 }
@@ -342,12 +354,79 @@ def test_planted_bugs_are_seen():
     run(each, 2, check_planted, [(what,) for what in PLANTED])
 
 
+# ---- the idea, around a model of somebody else ------------------------------------
+
+
+def check_idea(schedule="1f1b", *bug):
+    """2 steps equal one process's, with a tied embedding."""
+    module = idea("pipeline_parallel", *bug)
+    rank = dist.get_rank()
+    p = dist.get_world_size()
+    plain = stranger()
+    model = stranger()
+    tied = model[0].weight if rank in (0, p - 1) else None
+    stage = model[rank * 8 // p:(rank + 1) * 8 // p]
+    close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
+    optimizer = torch.optim.AdamW(stage.parameters(), 1e-2, eps=1e-5)
+    reference = torch.optim.AdamW(plain.parameters(), 1e-2, eps=1e-5)
+    plan = module.idea_plan(8, warmup=8 if schedule == "gpipe" else p - 1 - rank)
+    groups = dist.group.WORLD, dist.new_group(), dist.new_group(sorted({0, p - 1}))
+    boundary = torch.empty(2, 5, 8)
+    for step in range(2):
+        ids = torch.randint(11, (16, 6), generator=torch.Generator().manual_seed(step))
+        x = ids[:, :-1]
+        y = ids[:, 1:]
+        loss, norm = module.idea_step(
+            stage, optimizer, x, y, 80, 0.5, plan, boundary, tied, *groups)
+        dist.all_reduce(loss)
+        reference.zero_grad()
+        close(loss, plain_step(plain, reference, *batch_of(step), None))
+        close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
+        reference.step()
+        first = rank * 8 // p
+        wanted = plain[first:first + 8 // p]
+        for ours, theirs in zip(stage.parameters(), wanted.parameters(), strict=True):
+            close(ours.grad, theirs.grad)
+            close(ours.data, theirs.data)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_the_idea_equals_one_process(world):
+    run(each, world, check_idea, [("1f1b",), ("gpipe",)])
+
+
+def check_idea_planted(old, new):
+    with pytest.raises(AssertionError, match="not close"):
+        check_idea("1f1b", old, new)
+
+
+IDEA_PLANTED = [
+    ("        dist.all_reduce(tied.grad, group=ends)", "        pass"),
+    ("if p is not tied or pp.rank() == 0]", "]"),
+    ("    dist.all_reduce(square, group=pp)", "    pass"),
+    ("loss += y.detach()", "loss = y.detach()"),
+    ("    optimizer.zero_grad()\n", ""),
+    ("y.backward(dy)", "y.backward(None if dy is None else dy / 2)"),
+    ("targets[m]", "targets[0]"),
+    ('reduction="sum") / valid', 'reduction="mean")'),
+    ("return in_turn(forwards, backwards, warmup)", "return in_turn(forwards, backwards[:-1], 0)"),
+]
+
+
+def test_bugs_planted_in_the_idea_are_seen():
+    run(each, 2, check_idea_planted, IDEA_PLANTED)
+
+
 # ---- the toy GPT: proof, cost, links, refusals ------------------------------------
 
 
 @pytest.mark.parametrize("world, flags", [
     (4, [*LLAMA, "--schedule", "zb-h1", "--micro", "8", "--vocab", "257", "--eval-every", "1"]),
     (2, ["--schedule", "auto", "--limit", "3"]),
+    (1, ["--impl", "idea"]),
+    (2, [*LLAMA, "--impl", "all", "--schedule", "gpipe"]),
+    (4, ["--impl", "idea", "--model", "qwen3-toy", "--micro", "2"]),
+    (2, ["--schedule", "zb-v", "--optimizer", "muon", "--model", "qwen3-toy"]),
     (2, ["--schedule", "zb-v", "--train", "1.attn.v.bias|blocks.[23]"]),
     (2, [*LLAMA, "--impl", "both", "--schedule", TORCHS, "--steps", "3"])])
 def test_script_proves_itself(world, flags):
@@ -373,8 +452,19 @@ def test_activations_are_what_the_schedule_promises():
     assert 3 * one < kept[3] <= 1.03 * 4 * one
 
 
+def test_peaks_are_those_of_the_table():
+    """What each addition buys, on ranks 0, 0, 1, 1 of 2: megabytes."""
+    runs = [(0, "--impl", "idea"), (0,), (1,), (1, "--schedule", "zb-h1")]
+    flags = ("--micro", "16", "--batch", "16", "--dry-run", "2", "--rank")
+    reports = alone("pipeline_parallel", *[(*flags, str(rank), *more) for rank, *more in runs])
+    peaks = [f"{report['ranks'][0]['memory']['peak'] / 1e6:.2f}" for report in reports]
+    text = (ROOT / "pipeline_parallel.py").read_text()
+    assert f"{peaks[0]} -> {peaks[1]} MB" in text and f"{peaks[2]} -> {peaks[3]} MB" in text
+
+
 @pytest.mark.parametrize("world, flags, rank", [
     (4, ["--schedule", "1f1b"], 1),
+    (4, ["--impl", "idea"], 3),
     (2, [*LLAMA, "--schedule", "zb-v"], 0)])
 def test_cost(world, flags, rank):
     textbook(dry_run_agrees("pipeline_parallel", world, "--layers", "4", *flags, ranks=[rank]))
@@ -387,6 +477,7 @@ def test_what_cannot_run_is_refused():
         ("--schedule interleaved --micro 3 --batch 9", "interleaved takes multiples of 2"),
         ("--schedule dualpipe-v --micro 2", "dualpipe-v needs 4 or more micro-batches, not 2"),
         ("--schedule pipedream --save NONE", "pipedream takes no --save"),
+        ("--schedule naive --impl idea", "the idea has 1f1b and gpipe"),
         ("--schedule naive --impl torch", "torch has gpipe, 1f1b"),
         ("--impl torch --micro 1", "torch's 1f1b wants 2 or more"),
         ("--impl torch --schedule zb-h1 --micro 5 --batch 5", "take a multiple of 2"),
