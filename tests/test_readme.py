@@ -82,7 +82,8 @@ def test_the_flags_of_every_command(command, monkeypatch, tmp_path):
     module = importlib.import_module("tools.plan" if name == "plan" else name)
     for start in {"Run", "simulation", "search", "table", "calibrate"} & set(vars(module)):
         monkeypatch.setattr(module, start, begins)
-    monkeypatch.setattr("harness.run.Run", begins)
+    for start in ("harness.run.Run", "harness.timeline.simulation"):
+        monkeypatch.setattr(start, begins)
     with pytest.raises(Begins):
         module.main()
 
