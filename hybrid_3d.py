@@ -52,37 +52,134 @@ import moe
 import pipeline_parallel
 import tensor_parallel
 from common import loss_sum
-from pipeline_parallel import Mail, SplitLinear, SplitPipeline, homes
+from pipeline_parallel import (
+    Mail, SplitLinear, SplitPipeline, gather, homes, idea_plan, run_pipeline)
 from tensor_parallel import (
-    ColumnLinear, ColumnParallel, CutSequence, RowLinear, WholeSequence,
+    ColumnLinear, ColumnParallel, CutSequence, RowLinear, WholeSequence, cross_entropy_by_words,
     vocab_parallel_cross_entropy)
 from zero import ZeRO1, ZeRO2, ZeRO3, step_together, units_of
 
 # imports of parts 1 and 2 end here; the rest is for parts 3 to 5
 import sys
+from collections import Counter
 from itertools import product
 
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
-import amp_accum_ckpt
 from common import adamw, build, share
-from pipeline_parallel import CHAIN, HandsOn, carve
+from pipeline_parallel import CHAIN, HandsOn, carve, origins_of
 from zero import held, pieces_of_each
 
 # ---- 1. the idea -------------------------------------------------------------
 
+# The ranks are a grid with three axes. Along each the model is cut as a file of its own does it:
+#     grid = make_grid(dp=2, tp=2, pp=2)
+#     cut_by_name(model, plan, grid["tp"])
+#     hybrid = IdeaOfHybrid(carve(model, chain, [2, 2]), grid, boundary)
+# What is new is what becomes of a gradient along each axis. cut: each rank has its own part. same:
+# all have the same. sum: each has a summand, and a step adds them up.
+FATES = {
+    "cut": {"tp": "cut", "dp": "sum"},
+    "whole": {"tp": "same", "dp": "sum"},  # norms, positions, biases that are added to sums
+}
+TIED = {"ends": "sum"}  # besides, if the embedding is the head: the first stage and the last
+
+
+def make_grid(dp, tp, pp):
+    """-> {axis: group of the ranks whose places differ from this rank's along this axis alone}."""
+    ranks = torch.arange(pp * dp * tp).view(pp, dp, tp)  # tp last: who talks most is close
+    lines = {
+        "tp": ranks,
+        "dp": ranks.movedim(1, 2),
+        "pp": ranks.movedim(0, 2),
+        "back": ranks.movedim(0, 2),  # pp's, for what goes back
+        "ends": ranks[::max(1, pp - 1)].movedim(0, 2),  # the first stage and the last
+    }
+    grid = {}
+    for axis, of_axis in lines.items():  # each line of the last dim is a group
+        grid[axis], _ = dist.new_subgroups_by_enumeration(of_axis.flatten(0, 1).tolist())
+    return grid
+
+
+class IdeaOfHybrid:
+    """This rank's part of a model that is the same on all ranks, and that cut_by_name has cut.
+
+    stages: all of them, from tensor to tensor. boundary: a tensor like those between two stages.
+    """
+
+    def __init__(self, stages, grid, boundary):
+        self.grid = grid
+        self.boundary = boundary
+        self.stage = stages[grid["pp"].rank()]
+        of_stages = [set(stage.parameters()) for stage in stages]
+        self.fate = {}  # {parameter: {axis: what becomes of its gradient}}
+        for p in self.stage.parameters():
+            self.fate[p] = dict(FATES["cut" if hasattr(p, "cut") else "whole"])
+            if sum(p in parameters for parameters in of_stages) > 1:
+                self.fate[p].update(TIED)
+
+    def trained(self):
+        return [p for p in self.stage.parameters() if p.requires_grad]
+
+
+def run_microbatches(model, x, y, valid):
+    """Forward and backward of this copy's rows -> the loss, on ranks before the last stage 0."""
+    grid = model.grid
+    inputs = x.split(len(model.boundary))
+    targets = y.split(len(model.boundary))
+
+    def loss_of(logits, m):
+        logits = logits.flatten(0, 1)
+        return cross_entropy_by_words(logits, targets[m].flatten(), grid["tp"]) / valid
+
+    pp = grid["pp"]
+    plan = idea_plan(len(inputs), warmup=pp.size() - 1 - pp.rank())  # 1F1B
+    return run_pipeline(model.stage, plan, inputs, loss_of, model.boundary, pp, grid["back"])
+
+
+def idea_step(model, optimizer, x, y, valid, clip):
+    """x, y: this copy's rows (B/dp, T); valid: how many targets there are in the whole batch.
+
+    -> this rank's part of the loss, the norm of the whole gradient.
+    """
+    optimizer.zero_grad()
+    loss = run_microbatches(model, x, y, valid)
+    sum_by_fate(model)
+    norm = norm_by_fate(model)
+    nn.utils.clip_grads_with_norm_(model.trained(), clip, norm)
+    optimizer.step()
+    return loss / model.grid["tp"].size(), norm  # every rank of tp has the whole loss
+
+
+def sum_by_fate(model):
+    for p in model.trained():
+        for axis, fate in model.fate[p].items():
+            if fate == "sum":
+                dist.all_reduce(p.grad, group=model.grid[axis])  # partial -> replicated
+
+
+def norm_by_fate(model):
+    """Of the ranks that have the same numbers the first one counts them."""
+    square = model.boundary.new_zeros(())
+    for p in model.trained():
+        alike = [axis for axis, fate in model.fate[p].items() if fate != "cut"]
+        if all(model.grid[axis].rank() == 0 for axis in alike):
+            square += p.grad.square().sum()
+    dist.all_reduce(square)  # over all ranks: partial -> replicated
+    return square.sqrt()
+
 
 # ---- 2. the technique (copy this, the files that it imports, and common.py) ---
 
-# What it adds to the idea, and what that buys:
-#     any model               what becomes of a gradient follows from what the other files have made
-#                             of its parameter: nothing here knows the toy GPT
-#     sums behind backward    a layer's gradients travel while those of the next are made
-#     ZeRO                    copies share out what all of them would hold
-#     cp, ep, --sp            longer sequences, more experts, smaller activations
-#     schedules with W        smaller bubbles, also where tp has cut what W is for
+# What it adds to the idea, and what that buys, on rank 0 of the toy with dp, tp and pp 2:
+#     one buffer for a layer's gradients,    88 all-reduces -> 46, 4.4 MB -> 3.6; sums over copies
+#     one f for q, k, v                      travel while backward makes the next layer's
+#     ZeRO                                   peak 6.7 MB -> 5.8 in stage 1: states are cut
+#     --sp                                   peak 5.8 MB -> 5.2: norms and residuals are cut
+#     cp, ep                                 longer sequences, more experts
+#     schedules with W                       smaller bubbles, also where tp has cut what W is for
 
 
 class Mesh:
@@ -104,7 +201,6 @@ class Mesh:
         place = (ranks == dist.get_rank()).nonzero()[0].tolist()
         self.place = dict(zip(("pp", "dp", "cp", "tp"), place))
         self.pipelines = ranks.flatten(1).T.tolist()  # a list of ranks for each pipeline
-        [self.pipeline] = [line for line in self.pipelines if dist.get_rank() in line]
         by_expert = ranks.view(pp, -1, ep, tp)  # (pp, replicas, ep, tp)
         home = homes(plans)
         ends = {home[0], home[max(home)]}  # a single place if one rank has both
@@ -258,9 +354,9 @@ class Hybrid(nn.Module):
         self.units = [unit for zero in self.zeros for unit in zero.units]
         self.parts = [part for zero in self.zeros for part in zero.parts]
         self.trained = {p for zero in self.zeros for p in zero.trained}
-        # the size of its tensors is known when there is a batch
-        mail = Mail(plans, (), head.weight.dtype, head.weight.device, mesh.pipelines,
-                    mesh.group["pp"])
+        p = next(self.parameters())
+        # of what size tensors are is known when there is a batch
+        mail = Mail(plans, (), p.dtype, p.device, mesh.pipelines, mesh.group["pp"])
         self.pipeline = SummingPipeline(here, plans, mail, stages_of)
 
     def describe(self, stages, home, zero):
@@ -274,7 +370,7 @@ class Hybrid(nn.Module):
         self.origins = {}  # {name: (place along pp of who has it, a meta tensor like the whole)}
         for number, stage in enumerate(stages):
             for name, t in stage.state_dict(keep_vars=True).items():
-                like = self.like_whole(t, kinds.get(t))
+                like = torch.empty(self.size_of_whole(t, kinds), dtype=t.dtype, device="meta")
                 self.origins.setdefault(name, (home[number], like))
             for name, p in stage.named_parameters():
                 names.setdefault(p, name)
@@ -361,30 +457,33 @@ class Hybrid(nn.Module):
         found = {}
         for zero in self.zeros:
             found.update(of_zero(zero))  # over data or replicas: sharded -> replicated
+        wanted = {name: self.origins[name] for name in names}
         mine = {}
         for stage in self.stages:
             for name, t in stage.state_dict(keep_vars=True).items():
-                piece = found.get(t, t)  # ZeRO has neither buffers nor what is frozen
-                # over tp: sharded -> replicated
-                mine[name] = tensor_parallel.unshard(piece, self.tp.cuts.get(t), self.tp)
-                if self.kind.get(t) == "expert":
-                    stacks = [torch.empty_like(piece) for _ in range(self.mesh.size["ep"])]
-                    # over ep: sharded(0) -> replicated
-                    dist.all_gather(stacks, piece.detach(), group=self.group["ep"])
-                    mine[name] = torch.cat(stacks)
-        wanted = {name: self.origins[name] for name in names}
+                if name in wanted:
+                    mine[name] = self.whole(t, found.get(t, t))  # ZeRO has no buffers
         # over pp: on one stage -> replicated
-        return pipeline_parallel.gather(mine, wanted, self.group["pp"])
+        return gather(mine, wanted, self.group["pp"])
 
-    def like_whole(self, t, kind):
-        """A parameter, which may be cut -> a meta tensor like the whole."""
+    def whole(self, t, piece):
+        """t: a parameter or buffer, piece: what this rank has of it, or of its gradient."""
+        if self.kind.get(t) == "expert":
+            stacks = [torch.empty_like(piece) for _ in range(self.mesh.size["ep"])]
+            # over ep: sharded(0) -> replicated
+            dist.all_gather(stacks, piece.detach(), group=self.group["ep"])
+            return torch.cat(stacks)
+        # over tp: sharded -> replicated
+        return tensor_parallel.unshard(piece, self.tp.cuts.get(t), self.tp)
+
+    def size_of_whole(self, t, kinds):
         size = list(t.shape)
         if t in self.tp.cuts:
             dim, plain_size, _ = self.tp.cuts[t]
             size[dim] = plain_size
-        if kind == "expert":
+        if kinds.get(t) == "expert":
             size[0] *= self.mesh.size["ep"]
-        return torch.empty(size, dtype=t.dtype, device="meta")
+        return size
 
     def __repr__(self):
         """The table of this rank's gradients, a line for each name; a layer's number is a *."""
@@ -590,6 +689,26 @@ def one_by_one(tensors):
     return whole
 
 
+def parallelize_idea(gpt, grid, tp, layers, boundary):
+    tensor_parallel.parallelize_idea(gpt, tp)  # tp, a WholeSequence, learns what is cut
+    return IdeaOfHybrid(carve(gpt, CHAIN, layers), grid, boundary)
+
+
+def gather_idea(model, tp, origins, tensor_of):
+    """-> {name in the plain model: tensor}, on every rank. origins: of those that are wanted."""
+    mine = {}
+    for name, p in model.stage.named_parameters(remove_duplicate=False):
+        mine[name] = tensor_parallel.unshard(tensor_of(p), tp.cuts.get(p), tp)
+    return gather(mine, origins, model.grid["pp"])  # over pp: on one stage -> replicated
+
+
+def evaluate_idea(model, x, y):
+    """-> this rank's part of the sum of token losses. The idea has no forward by itself."""
+    with torch.enable_grad():
+        loss = run_microbatches(model, x, y, 1)
+    return loss / model.grid["tp"].size()
+
+
 # ---- 4. at work: the same with torch's own API -------------------------------
 
 
@@ -605,21 +724,17 @@ def whole(t):
 class AtWork(nn.Module):
     """This rank's stages of the toy GPT, and torch's schedule, which runs them."""
 
-    def __init__(self, stages, home, mesh, device_mesh, vocab):
+    def __init__(self, here, mesh, device_mesh, vocab):
         super().__init__()
-        here = [stage for number, stage in enumerate(stages) if home[number] == mesh.place["pp"]]
-        self.stages = nn.ModuleList(here)
+        self.stages = nn.ModuleList(here.values())
         self.mesh = mesh
         self.device_mesh = device_mesh  # torch's, of pp, dp and tp
         self.vocab = vocab
         self.valid = 1  # targets of the batch under way
         self.schedule = None  # torch's, which calls loss_of
         self.tied = None  # the embedding or head, if it is tied to another rank's
-        self.origins = {}  # as pipeline_parallel.gather wants them
-        for number, stage in enumerate(stages):
-            for name, t in stage.state_dict(keep_vars=True).items():
-                like = torch.empty(t.shape, dtype=t.dtype, device="meta")  # a DTensor's is whole
-                self.origins.setdefault(name, (home[number], like))
+        self.origins = {}  # of the plain model, as gather() wants them
+        self.trained = []  # names
 
     def loss_of(self, logits, targets):
         """What torch's schedule calls on the last stage."""
@@ -656,8 +771,7 @@ class AtWork(nn.Module):
             for name, p in stage.state_dict(keep_vars=True).items():
                 mine[name] = whole_of(p)  # over dp, tp: sharded -> replicated
         wanted = {name: self.origins[name] for name in names}
-        # over pp: on one stage -> replicated
-        return pipeline_parallel.gather(mine, wanted, self.mesh.group["pp"])
+        return gather(mine, wanted, self.mesh.group["pp"])  # over pp: on one stage -> replicated
 
 
 def parallelize_at_work(model, mesh, plans, layers, boundary, args):
@@ -665,15 +779,17 @@ def parallelize_at_work(model, mesh, plans, layers, boundary, args):
     size, _, device = boundary
     sizes = args.pp, args.dp, args.tp
     device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp", "tp"))
+    origins = origins_of(carve(model, CHAIN, layers), plans)
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     if args.tp > 1:
         tensor_parallel.parallelize_at_work(model, device_mesh["tp"], args.sp)
     columns = len(local(model.head.weight))  # before fully_shard cuts it again
     is_tied = model.head.weight is model.tok.weight and args.pp > 1
     stages = carve(model, CHAIN, layers)
-    home = homes(plans)
-    here = {number: stages[number] for number in home if home[number] == mesh.place["pp"]}
-    at_work = AtWork(stages, home, mesh, device_mesh, args.vocab)
+    here = {number: stages[number] for number, place in homes(plans).items()
+            if place == mesh.place["pp"]}
+    at_work = AtWork(here, mesh, device_mesh, args.vocab)
+    at_work.origins = origins
     at_work.trained = trained
     for number, stage in here.items():
         is_last = number == len(layers) - 1
@@ -745,13 +861,18 @@ FLAGS = {  # layout() finds those that have no default
                       "in the place of its MLP (0: none)"),
 }
 VARIANTS = ("",)  # flags with which the file is worth running: layouts, see tools/gpu.py
-# what a rank sends along an axis: the docstring's table, b bytes a number
-FORMULAS = {
-    "data": "k P b (n-1)/n", "replicas": "k P b (n-1)/n", "ends": "2 (n-1)/n b V C/tp, ZeRO: /data",
-    "norm": "2 w (n-1)/n", "pp": "M A b, --sp /tp, per neighbour",
-    "tp": "M L/pp 8 A b (tp-1)/tp, --sp 10, + ends + sums",
-    "cp": "M L/pp (4 b + 2 w) A (cp-1)/tp K/H",
+FORMULAS = {  # of what a rank sends along an axis: the docstring's, b bytes a number
+    "tp": "M L/pp 8 A b (tp-1)/tp, --sp 10 for 8; besides: embedding, head, loss, sums",
+    "pp": "M A b for each neighbour; --sp: 1/tp of it",
+    "cp": "M L/pp 6 A b (cp-1)/tp K/H",
+    "data": "k P b (n-1)/n",
+    "replicas": "k P b (n-1)/n, of experts",
+    "ep": "rows of tokens",
+    "peers": "counts of tokens",
+    "ends": "2 (n-1)/n b V C/tp; ZeRO: 1/(dp cp) of it",
+    "norm": "2 (n-1)/n max(b, 4)",
 }
+ALIASES = {"dp": "data", "back": "pp"}  # of the idea's axes
 
 
 def layout(args):
@@ -777,6 +898,10 @@ def layout(args):
         plans = pipeline_parallel.make_plans(args.schedule, args.pp, args.micro, args.chunks)
     if args.impl in ("torch", "both", "all"):
         refuse_torch(args, require, homes(plans))
+    if args.impl in ("idea", "all"):
+        beyond = (args.cp > 1, args.experts, args.sp, args.zero, args.ckpt != "none", args.save,
+                  args.train, args.amp != "off", args.schedule != "1f1b", args.vocab % args.tp)
+        require(not any(beyond), "--impl idea: dp, tp and pp alone, and tp divides --vocab")
     return plans
 
 
@@ -844,8 +969,9 @@ def pieces(model, optimizer):
 
 def notes(model):
     """What a checkpoint holds besides: the biases of all layers' experts."""
-    found = model.full_state_dict()
-    return {"bias_units": [t.tolist() for name, t in found.items() if "bias_units" in name]}
+    names = [name for name in model.origins if name.endswith("bias_units")]
+    found = model.gather(names, lambda zero: {})
+    return {"bias_units": [found[name].tolist() for name in names]}
 
 
 def build_plain(args, cfg, seed, device, dtype):
@@ -869,7 +995,9 @@ def sources(args, device):
     return found
 
 
-def set_up(run, impl, mesh, plans, layers):
+def set_up(run, impl, mesh, grid, plans, layers):
+    from amp_accum_ckpt import CHECKPOINT
+
     args = run.args
     plain = run.build()
     if impl == "torch":
@@ -877,6 +1005,8 @@ def set_up(run, impl, mesh, plans, layers):
         boundary = (*size, args.width), run.dtype, run.device
         model = parallelize_at_work(plain, mesh, plans, layers, boundary, args)
         return run.side(model, adamw(model.parameters(), args.lr), train_step_at_work)
+    if impl == "idea":
+        return set_up_idea(run, plain, grid, plans, layers)
     moe.set_biases(plain, run)
     autocast = torch.autocast(run.device.type, torch.bfloat16) if args.amp == "bf16" else None
     ring = None
@@ -884,7 +1014,7 @@ def set_up(run, impl, mesh, plans, layers):
         ring = context_parallel.KINDS[args.attn](mesh.group["cp"])
     model = parallelize(
         plain, mesh, plans, layers, sp=args.sp, ring=ring, autocast=autocast, zero=args.zero,
-        recompute=amp_accum_ckpt.CHECKPOINT[args.ckpt])
+        recompute=CHECKPOINT[args.ckpt])
     optimizer = adamw(model.parameter_groups(), args.lr)
     return run.side(
         model, optimizer, train_step, evaluate=partial(evaluate, model),
@@ -892,6 +1022,20 @@ def set_up(run, impl, mesh, plans, layers):
         full_state_dict=partial(full_state_dict, model), pieces=partial(pieces, model, optimizer),
         held=partial(held, model, model, optimizer),
         extra=partial(notes, model) if args.experts else None)
+
+
+def set_up_idea(run, plain, grid, plans, layers):
+    args = run.args
+    origins = origins_of(carve(plain, CHAIN, layers), plans)
+    trained = {name: origins[name] for name, p in plain.named_parameters() if p.requires_grad}
+    boundary = plain.tok.weight.new_empty(args.batch // args.dp // args.micro, args.seq, args.width)
+    tp = WholeSequence(grid["tp"])
+    model = parallelize_idea(plain, grid, tp, layers, boundary)
+    return run.side(
+        model, adamw(model.trained(), args.lr), idea_step, held_of=model.stage,
+        evaluate=partial(evaluate_idea, model),
+        full_gradients=partial(gather_idea, model, tp, trained, lambda p: p.grad),
+        full_state_dict=partial(gather_idea, model, tp, origins, lambda p: p))
 
 
 def picture(run, plans, layers):
@@ -905,55 +1049,31 @@ def picture(run, plans, layers):
 
 def sent_along(run, model):
     """-> {axis: bytes that this rank has sent along it in the last step}"""
-    sent = run.ledger[run.impls[0]].groups
-    found = {axis: sent[group.group_name] for axis, group in model.group.items() if group}
-    place = model.mesh.place["pp"]
-    for link, group in model.pipeline.mail.links.items():  # with NCCL
-        if place in link:
-            found["pp"] += sent[group.group_name]
-    found["norm"] = sent[dist.group.WORLD.group_name]
-    return found
+    groups = model.grid if isinstance(model, IdeaOfHybrid) else model.group
+    groups = {**groups, "norm": dist.group.WORLD}
+    pairs = list(groups.items())
+    if isinstance(model, Hybrid):
+        pairs += [("pp", link) for link in model.pipeline.mail.links.values()]  # with NCCL
+    by_name = run.ledger[run.impls[0]].groups
+    sent = Counter()
+    for axis, group in pairs:
+        if group:  # a middle stage is not among the ends
+            sent[ALIASES.get(axis, axis)] += by_name[group.group_name]
+    return dict(sent)
 
 
-def textbook(run, model, plans):
-    """-> rows: of the docstring's table what a line tells exactly"""
-    args = run.args
-    mesh = model.mesh
+def textbook(run, model):
+    """Prints what was sent beside the docstring's formulas -> rows of what is exact in a line."""
+    from harness.report import human
+
     sent = sent_along(run, model)
     run.extra["sent"] = sent
-    bytes_along = {"data": 0, "replicas": 0}
-    for zero in model.zeros:
-        axis = "replicas" if zero.group is mesh.group["replicas"] else "data"
-        bytes_along[axis] += moved(zero, args.micro)
-    bytes_along["ends"] = 2 * sum(grad.nbytes for grad in summands(model, "ends"))
-    bytes_along["norm"] = 2 * max(run.dtype.itemsize, 4)
-    sizes = {**mesh.size, "norm": run.world_size}
-    rows = []
-    for axis, size in bytes_along.items():
-        n = sizes[axis]
-        if size:  # only experts have replicas
-            rows.append((f"wire {axis}", FORMULAS[axis], size * (n - 1) / n, sent[axis]))
-    if args.amp == "off":  # which would halve it
-        boundary = run.dtype.itemsize * model.pipeline.mail.size.numel()
-        home = homes(plans)
-        place = mesh.place["pp"]
-        neighbours = [home.get(stage + side, place) for stage in home for side in (-1, 1)
-                      if home[stage] == place]
-        crossings = sum(neighbour != place for neighbour in neighbours)
-        rows.append(("wire pp", FORMULAS["pp"], crossings * args.micro * boundary, sent["pp"]))
-    return rows
-
-
-def moved(zero, micro):
-    """-> bytes that a ZeRO sums and gathers in a step."""
-    P = sum(unit.full.nbytes for unit in zero.units)
-    if isinstance(zero, ZeRO3):
-        order = zero.expected  # of use in a micro-batch
-        used = [unit.full.nbytes for last, unit in zip([None, *order], order) if unit is not last]
-        return micro * (P + sum(used))
-    if isinstance(zero, ZeRO2):
-        return (micro + 1) * P
-    return 2 * P
+    for axis, formula in FORMULAS.items():
+        if sent.get(axis):
+            run.say(f"  sent along {axis:9} {human(sent[axis]):>12}   {formula}")
+    n = run.world_size
+    norm = 2 * (n - 1) / n * max(run.dtype.itemsize, 4)
+    return [("wire norm", FORMULAS["norm"], norm, sent["norm"])]
 
 
 def main():
@@ -965,16 +1085,19 @@ def main():
     layers = pipeline_parallel.split_layers(args.layers, len(homes(plans)))
     run = Run(args, build=partial(build_plain, args))
     mesh = Mesh(plans, args.dp, args.cp, args.tp, args.ep)
+    grid = make_grid(args.dp, args.tp, args.pp) if "idea" in run.impls else None
     if run.dry and args.experts:  # nobody knows what tokens would choose
         tokens = args.batch // args.dp // args.micro * (args.seq // args.cp) // args.tp
         moe.read_counts = moe.balanced_counts(args, tokens, mesh.group["ep"])
     with run:
-        sides = {impl: set_up(run, impl, mesh, plans, layers) for impl in run.impls}
+        sides = {impl: set_up(run, impl, mesh, grid, plans, layers) for impl in run.impls}
         picture(run, plans, layers)
         run.train(sides, rows=share(args.batch, args.dp, mesh.place["dp"]))
-        if "scratch" in sides:
-            run.say(sides["scratch"].model)
-            run.textbook(textbook(run, sides["scratch"].model, plans))
+        model = sides[run.impls[0]].model
+        if args.impl != "torch":
+            run.textbook(textbook(run, model))
+        if isinstance(model, Hybrid):
+            run.say(model)
         plain = partial(moe.plain_trace, run) if args.experts else run.plain
         return run.finish(plain, "bf16" if args.amp == "bf16" else args.dtype)
 

@@ -1,6 +1,9 @@
 """hybrid_3d: layouts of all axes equal one process in all forms, and models of others; their bytes
 are the docstring's; bugs that are planted in the table show."""
 import re
+import shutil
+import subprocess
+import sys
 from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -10,18 +13,40 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from others import MLP, WIDTH, Llama, gradients_of, token_rows
+from test_repo import TECHNIQUES
 
 import hybrid_3d
 import moe
 from amp_accum_ckpt import full
 from common import adamw, plain_steps, share
-from conftest import ROOT, PROOF, SMALL, alone, check_refused, each, proves, run, script, textbook
+from conftest import (
+    GAPS,
+    PROOF,
+    ROOT,
+    SMALL,
+    alone,
+    check_refused,
+    each,
+    part_of,
+    proves,
+    run,
+    script,
+    textbook,
+)
 from harness.flags import arguments
 from harness.prove import prove
-from others import MLP, WIDTH, Llama, gradients_of, token_rows
 from pipeline_parallel import Chain, carve, homes, make_plans, split_layers
 from tensor_parallel import (
-    ColumnLinear, CutSequence, RowLinear, VocabEmbedding, WholeSequence, cut_model, inside)
+    ColumnLinear,
+    CutSequence,
+    RowLinear,
+    VocabEmbedding,
+    WholeSequence,
+    cut_model,
+    inside,
+    load_full_state_dict,
+)
 
 YOUR_MODEL = (ROOT / "docs" / "your-model.md").read_text()
 FORMS = {
@@ -60,15 +85,16 @@ def test_equals_one_process(form, world, flags):
 
 
 def check_sent(report):
-    """Of rank 0: nothing is sent but along an axis, and on tp and cp what the docstring says."""
+    """Of rank 0: nothing is sent but along an axis, and as much as the docstring says."""
     sent = report["sent"]
     assert sum(sent.values()) == sum(c["wire"] for c in report["ranks"][0]["collectives"].values())
     args = SimpleNamespace(**report["args"])
-    plans = make_plans(args.schedule, args.pp, args.micro)
+    M = args.micro
+    plans = make_plans(args.schedule, args.pp, M)
     layers = split_layers(args.layers, len(homes(plans)))
     here = {action.stage for action in plans[0]}
     blocks = sum(layers[stage] for stage in here)
-    A = args.batch // args.dp // args.micro * args.seq // args.cp * args.width
+    A = args.batch // args.dp // M * args.seq // args.cp * args.width
     half = 5 if args.sp else 4  # f and g of half a block, in forward and backward
     again = 0
     if args.ckpt == "full":  # all but the MLP's g, the last. f sends nothing without --sp
@@ -78,14 +104,71 @@ def check_sent(report):
         numbers += 2 * args.seq // args.cp * args.width  # positions
     if len(layers) - 1 in here:
         numbers += (half - 2) * A + 2 * 3 * A // args.width  # f of the head; a token's loss
-    on_tp = (args.tp - 1) / args.tp * args.micro * 8 * numbers
+    on_tp = (args.tp - 1) / args.tp * M * 8 * numbers
     # with --sp norms and row biases are summed, too, and norms of q and k always
     is_more = args.sp or args.model == "qwen3-toy"
     assert on_tp <= sent["tp"] <= on_tp * (1.15 if is_more else 1)
     passes = 4 if args.ckpt == "full" else 3  # k and v in forward, again, backward
     keys = args.cp * A // args.width * args.kv_heads * args.head_dim // args.tp
-    on_cp = (args.cp - 1) / args.cp * args.micro * blocks * 8 * 2 * keys * passes
-    assert sent["cp"] == on_cp
+    assert sent["cp"] == (args.cp - 1) / args.cp * M * blocks * 8 * 2 * keys * passes
+    others = set(homes(plans)) - here
+    neighbours = sum(stage + side in others for stage in here for side in (-1, 1))
+    assert sent["pp"] == neighbours * M * A * 8 // (args.tp if args.sp else 1)
+    n = args.dp * args.cp
+    sums = 8 * report["parameters"]["per_rank"][0] * (n - 1) / n
+    if args.zero < 2:
+        assert sent["data"] == pytest.approx(2 * sums, rel=0.02)  # padding
+    if args.zero == 2:  # what is tied travels twice
+        assert 2 * sums < sent["data"] <= (M + 1) * sums * 1.02
+
+
+EVEN = ("--vocab", "260")  # which tp divides
+
+
+@pytest.mark.parametrize("form, world, flags", [
+    ("gpt2", 8, "--dp 2 --tp 2 --pp 2"),
+    ("qwen3", 4, "--dp 1 --tp 2 --pp 2"),
+    ("llama", 4, "--dp 2 --tp 2 --pp 1"),
+    ("gpt2", 4, "--dp 2 --tp 1 --pp 2 --eval-every 2"),
+])
+def test_idea(form, world, flags):
+    report = proves("hybrid_3d", world, *FORMS[form], *EVEN, *flags.split(), "--impl", "idea")
+    assert max(report["check"][kind] for kind in GAPS) < 1e-12
+    textbook(report)
+
+
+def test_what_the_technique_adds():
+    """The table at the head of part 2."""
+    layout = "--dp 2 --tp 2 --pp 2 --dry-run 8".split()
+    more = [("--impl", "idea"), (), ("--zero", "1"), ("--zero", "1", "--sp")]
+    ranks = [report["ranks"][0] for report in alone("hybrid_3d", *[(*layout, *m) for m in more])]
+    sums = [rank["collectives"]["all_reduce"] for rank in ranks]
+    assert [(c["calls"], round(c["wire"] / 1e6, 1)) for c in sums[:2]] == [(88, 4.4), (46, 3.6)]
+    assert [round(rank["memory"]["peak"] / 1e6, 1) for rank in ranks[1:]] == [6.7, 5.8, 5.2]
+
+
+def rewritten(old, new, module):
+    """A plant: `new` stands in the place of `old` in part 1."""
+    source = part_of("hybrid_3d", 1, 1)
+    assert source.count(old) == 1, old
+    exec(source.replace(old, new), vars(module))
+
+
+@pytest.mark.parametrize("form, flags, old, new", [
+    ("llama", "--tp 2 --pp 1", '"cut": {"tp": "cut"', '"cut": {"tp": "same"'),
+    ("llama", "--tp 2 --pp 1", '{"tp": "same"', '{"tp": "cut"'),
+    ("llama", "--dp 2 --pp 1", '"tp": "cut", "dp": "sum"', '"tp": "cut", "dp": "cut"'),
+    ("gpt2", "--dp 2 --pp 1", '"tp": "same", "dp": "sum"', '"tp": "same", "dp": "same"'),
+    ("gpt2", "--tp 1 --pp 2", 'TIED = {"ends": "sum"}', "TIED = {}"),
+    ("gpt2", "--tp 1 --pp 2", "        if all(", "        if True or all("),
+    ("llama", "--tp 2 --pp 1", "    dist.all_reduce(square)", "    pass"),
+    ("llama", "--dp 2 --pp 1", "dist.all_reduce(p.grad", "dict(x=p.grad"),
+    ("llama", "--tp 2 --pp 1", 'loss / model.grid["tp"].size()', "loss"),
+    ("llama", "--dp 2 --pp 1", "model, x, y, valid)\n    sum", "model, x, y, 1)\n    sum"),
+])
+def test_planted_bugs_in_the_idea(form, flags, old, new):
+    flags = (*FORMS[form], *EVEN, *flags.split(), "--micro", "2", "--impl", "idea")
+    proves("hybrid_3d", 2, *flags, plant=partial(rewritten, old, new))
 
 
 def test_zero_bubble_needs_no_more_memory():
@@ -119,9 +202,7 @@ def test_64_ranks():
         "hybrid_3d", 1, *SMALL, *FORMS["llama"], *"--layers 4 --dp 4 --cp 2 --tp 2 --pp 4 --sp "
         "--zero 1 --experts 4 --ep 4 --batch 16 --dry-run 64 --rank 33".split())
     textbook(dry)
-    axes = "data replicas norm pp".split()
-    assert [row["what"] for row in dry["textbook"]] == [f"wire {axis}" for axis in axes]
-    assert all(dry["sent"][axis] for axis in (*axes, "tp", "cp", "ep"))
+    assert all(dry["sent"][axis] for axis in "data replicas norm pp tp cp ep".split())
 
 
 def change_table(module, kind, row):
@@ -237,8 +318,9 @@ class Logits(nn.Module):
         return self.call(self.model, x)
 
 
-def parallel(axes, pp=1, schedule="1f1b", sp=False, zero=0, recompute=None, **kind):
-    model = make(**kind)
+def parallel(axes, pp=1, schedule="1f1b", sp=False, zero=0, recompute=None, device="cpu", **kind):
+    with torch.device(device):
+        model = make(**kind)
     experts = kind.get("experts")
     copies = axes.get("dp", 1)
     plans = make_plans(schedule, pp, 2)
@@ -252,6 +334,10 @@ def parallel(axes, pp=1, schedule="1f1b", sp=False, zero=0, recompute=None, **ki
         for layer in model.layers:
             layer.forward = partial(recompute, layer.forward)
     stages = carve(model, CHAIN, split_layers(4, len(homes(plans))))
+    if device == "meta":  # a rank gets its stages alone
+        for stage, place in homes(plans).items():
+            if place == mesh.place["pp"]:
+                load_full_state_dict(stages[stage], tp, make(**kind).state_dict())
     hybrid = hybrid_3d.Hybrid(
         stages, plans, mesh, tp, layers=model.layers, head=model.lm_head, zero=zero)
     is_matrix = [p.dim() == 2 for p in hybrid.parameters()]
@@ -287,7 +373,7 @@ def check_model(axes, options, kind):
     (8, [(dict(dp=2, tp=2), dict(pp=2, recompute=full), {})]),
     (4, [(dict(dp=2), dict(pp=2, schedule="zb-v", zero=2), dict(tied=True)),
          (dict(tp=2), dict(pp=2, sp=True, zero=1), dict(tied=True)),
-         (dict(tp=2), dict(pp=2, schedule="zb-h1"), {}),
+         (dict(tp=2), dict(pp=2, schedule="zb-h1", device="meta"), dict(tied=True)),
          (dict(dp=2, ep=2, tp=2), dict(sp=True), dict(experts=True))]),
     # what names would not tell: experts of another name without tp, norms of q and k
     (2, [(dict(dp=2, ep=2), dict(zero=1), dict(experts=True)), (dict(tp=2), {}, {})]),
@@ -304,9 +390,10 @@ def check_transformers(block):
     sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=88, num_hidden_layers=4,
                  num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=32)
     normed = Qwen3Config(**sizes, head_dim=8, tie_word_embeddings=True)
-    plan = {**names["PLAN"], "*.[qk]_norm": inside}
-    for make, plan in ((lambda: LlamaForCausalLM(LlamaConfig(**sizes)), names["PLAN"]),
-                       (lambda: Qwen3ForCausalLM(normed), plan)):
+    llama = LlamaConfig(**sizes)
+    plans = names["PLAN"], {**names["PLAN"], "*.[qk]_norm": inside}
+    makes = partial(LlamaForCausalLM, llama), partial(Qwen3ForCausalLM, normed)
+    for make, plan in zip(makes, plans):
         for options in ({}, dict(zero=1)):
             hybrid_of = partial(names["hybrid_of"], plan=plan, dp=dist.get_world_size() // 4)
             assert prove(partial(plain_transformer, make),
@@ -351,6 +438,15 @@ def test_models_of_transformers():
         return
     block, = re.findall(r"```python\n(# LlamaForCausalLM.*?)```", YOUR_MODEL, re.S)
     run(check_transformers, 4, block)
+
+
+def test_ten_files_alone(tmp_path):
+    """Nothing but torch and the other nine is needed to import it."""
+    for name in (*TECHNIQUES, "common"):
+        shutil.copy(ROOT / f"{name}.py", tmp_path)
+    words = [sys.executable, "-c", "import hybrid_3d; print(hybrid_3d.__file__)"]
+    said = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert str(tmp_path) in said
 
 
 def experts_without_sp(module):
@@ -413,6 +509,7 @@ REFUSED = """
     --dry-run 2 --dp 2 --experts 3 --ep 3 | dp x cp = 2 does not divide into 3 equal parts
     --shared | --ep, --shared and --capacity are for --experts E
     --impl torch --ckpt selective | --ckpt, --amp and --dtype bf16 want --impl scratch
+    --impl idea --zero 1 | --impl idea: dp, tp and pp alone, and tp divides --vocab
     --impl torch --schedule interleaved | both ends of the model on one rank
 """
 
