@@ -1,157 +1,191 @@
-"""The memory of one device, saved in three ways: narrower numbers, fewer sequences, fewer tensors.
+"""One device's memory: fewer tensors, fewer sequences, narrower numbers, a vocabulary in chunks.
 
-    --amp bf16|fp16   matmuls and attention in 2 bytes a number; weights, gradients, loss in 4
+    --ckpt none       keeps x0 [all that block 0 made] x1 [all that block 1 made] .. x [logits]
+    --ckpt selective  keeps x0 [matmuls, attention   ] x1 [matmuls, attention   ] .. x [logits]
+    --ckpt full       keeps x0                         x1                         .. x [logits]
+    --loss-chunks N   keeps no logits. Backward makes again what is not kept, here and above
     --accum M         M micro-batches in turn: gradients add up, and ranks communicate once
-    --ckpt none       keeps x0 [all that block 0 made] x1 [all that block 1 made] x2 ..
-    --ckpt selective  keeps x0 [matmuls, attention   ] x1 [matmuls, attention   ] x2 ..
-    --ckpt full       keeps x0                         x1                         x2 ..
+    --amp bf16|fp16   matmuls and attention in 2 bytes a number; weights, gradients, loss in 4
 
-Backward makes the rest again. On a CPU a block keeps, of a micro-batch of t tokens, in bytes:
-
-                     --ckpt none                                --ckpt selective
-    GPT-2  fp32      t (64 C + s)                               t (40 C + s)
-           autocast  t (40 C + s) + 2 W                         t (24 C + s)
-    Llama  fp32      t (36 C + 16 F + 8 K D + s) + 8 T D        t (16 C + 8 F + 8 K D + s) + 8 T D
-           autocast  t (32 C + 8 F + 4 K D + s) + 2 W + 4 T D   t (12 C + 4 F + 4 K D + s) + 8 T D
-
-C: width, H: heads of width D, K: key-value heads, F: the MLP's hidden width (GPT-2: 4 C), T: tokens
-of a sequence, W: a block's weights. 2 W: their copies in 2 bytes. 8 T D: cosines and sines, for q
-and for k; 4 T D: their copies in 2 bytes. s = 4 H + 16 (Llama: 4 H + 8): statistics of softmax and
-norms. Selective keeps no copies, but what they are made from, and repeats no matmul. With full a
-block keeps its input, 4 C t. It runs again but for its last matmul, holding then as much as none.
-Weights, gradients and AdamW's states of P parameters take 16 P bytes, as in the plain GPT, and 20 P
-in update(), which has gradients twice. dp ranks share the batch, and all-reduce 4 P bytes a step.
-
-    replicate(model)                                  # with several ranks: all begin alike
     for block in model.blocks:
         block.forward = partial(full, block.forward)  # or selective
-    scaler = LossScaler("cuda")  # for fp16, with AdamW(.., fused=True); bf16, fp32: scaler = None
     def part_of_loss(x, y):
-        with torch.autocast("cuda", torch.float16):   # bf16: torch.bfloat16; fp32: no autocast
-            return loss_sum(model(x), y) / valid      # valid: targets of the whole global batch
-    optimizer.zero_grad()                             # every step begins here
-    loss = accumulate(part_of_loss, zip(x.chunk(2), y.chunk(2)), scaler)
-    norm = update(model.parameters(), optimizer, 1.0, scaler)
+        with torch.autocast("cuda", torch.bfloat16):
+            return loss_sum(model(x), y) / valid  # valid: targets of the whole global batch
+    optimizer.zero_grad()
+    loss = accumulate(part_of_loss, zip(x.chunk(2), y.chunk(2)))
+    norm = clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
 
-Not for: weights of two dtypes; blocks that only some ranks use; checkpointed forwards that change
-tensors in place or, with full, count calls (BatchNorm), call autograd.grad, own a random generator.
-Micikevicius 2018, arXiv:1710.03740, section 3. Chen 2016, arXiv:1604.06174, section 4. Korthikanti
-2022, arXiv:2205.05198, section 5. At work: torch.amp, torch.utils.checkpoint, DDP's no_sync.
+C: width, F: Llama's inside the MLP, K: key-value heads of width D, V: words, P: parameters. Bytes:
+
+                                   plain GPT             selective             full
+    a block keeps of a token       64 C                  40 C                  4 C
+        with autocast              40 C                  24 C                  4 C
+    one of Llama's form            36 C + 16 F + 8 K D   16 C + 8 F + 8 K D    4 C
+        with autocast              32 C + 8 F + 4 K D    12 C + 4 F + 4 K D    4 C
+    head and loss keep             4 V of a token; in N chunks 4 V / N, for a moment
+    parameters, gradients, AdamW   16 P, whatever is chosen
+
+docs/production.md adds statistics of norms and softmax, rotary angles, copies of weights. full runs
+a second forward, selective cheap operations. dp ranks send 2 (dp-1)/dp * 4 P bytes, whatever M is.
+
+Micikevicius 2018, arXiv:1710.03740, section 3. Chen 2016, arXiv:1604.06174, section 4. Megatron's
+selective (Korthikanti 2022, arXiv:2205.05198, section 5) makes attention again, which ours keeps:
+attn.attend = partial(full, attn.attend), and nothing else.
+At work: torch.amp, torch.utils.checkpoint, linear_cross_entropy, part 4 below.
+Not for: weights of two dtypes; blocks that only some ranks use; fp16 with zero.py, which refuses
+it; checkpointed forwards that change tensors in place or, with full, count calls (BatchNorm), call
+autograd.grad, own a random generator.
     torchrun --standalone --nproc_per_node=2 amp_accum_ckpt.py --amp bf16 --accum 2 --ckpt full
 """
-import math
+import weakref
 from contextlib import suppress
 from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# imports of section 1 end here; the rest is for sections 2 to 4
+# imports of parts 1 and 2 end here; the rest is for parts 3 to 5
+import math
 import shutil
 import sys
 from contextlib import nullcontext
-from itertools import product
 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from common import adamw, loss_sum, share
-from harness.flags import POSITIVE, Flag, arguments, require
-from harness.run import Run, Side
 
-# ---- 1. the technique (copy this; it needs only torch) -----------------------
-# What ranks hold, in comments: partial = each has a summand, replicated = all have the same.
+# ---- 1. the idea -------------------------------------------------------------
 
-# Fewer sequences: every rank has all weights and a part of the batch, cut into micro-batches.
+# Fewer tensors: a block, without dropout, keeps its input alone. Backward runs it again.
 
 
-@torch.no_grad()
-def replicate(module, group=None):
-    """Give all ranks of the group the weights and buffers of its first rank."""
-    for tensor in [*module.parameters(), *module.buffers()]:
-        dist.broadcast(tensor, group=group, group_src=0)  # the first rank's -> replicated
+def recompute(block):
+    forward = block.forward
+    trained = [p for p in block.parameters() if p.requires_grad]
+    block.forward = lambda x: Recompute.apply(forward, x, *trained)
 
 
-def accumulate(part_of_loss, microbatches, scaler=None):
-    """Run backward of one micro-batch after the other: gradients add up -> this rank's loss.
+class Recompute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, run, x, *parameters):
+        device = x.device.type
+        ctx.autocast = torch.autocast(device, enabled=torch.is_autocast_enabled(device))
+        ctx.run = run
+        ctx.save_for_backward(x, *parameters)
+        return run(x)  # in a Function gradients are off: nothing within is kept
 
-    part_of_loss(*microbatch) -> the sum of its token losses, divided by the valid targets of the
-    whole global batch. (A mean of means would be wrong: micro-batches have unequally many targets)
-    """
+    @staticmethod
+    def backward(ctx, dy):
+        x, *parameters = ctx.saved_tensors
+        x = x.detach().requires_grad_()
+        with torch.enable_grad(), ctx.autocast:  # as in forward; else in fp32, and nothing raises
+            y = ctx.run(x)
+        return None, *torch.autograd.grad(y, (x, *parameters), dy)
+
+
+# Fewer sequences: one micro-batch after the other.
+
+
+def accumulate(part_of_loss, microbatches, scale=None):
+    """-> this rank's part of the loss. Gradients of the micro-batches add up in p.grad."""
     loss = 0.0
     for microbatch in microbatches:
         part = part_of_loss(*microbatch)
+        part.backward(scale)  # begins with scale in the place of 1; frees what has been kept
         loss = loss + part.detach()
-        if scaler is not None:
-            part = part * scaler.scale
-        part.backward()
     return loss
 
 
-def update(parameters, optimizer, clip, scaler=None, group=None):
-    """After the last micro-batch: sum over ranks, unscale, clip (0: do not), step -> the norm."""
-    trained = [p for p in parameters if p.grad is not None]
-    assert trained, "no parameter has a gradient: accumulate() comes first"
-    flat = torch.cat([p.grad.flatten() for p in trained])
-    if dist.is_initialized():
-        dist.all_reduce(flat, group=group)  # partial -> replicated, all gradients in one call
-    if scaler is not None:
-        flat /= scaler.scale
-    for p, part in zip(trained, flat.split([p.numel() for p in trained])):
-        p.grad = part.view_as(p)  # a piece of flat: nothing is copied back
-    norm = nn.utils.get_total_norm([p.grad for p in trained])
-    finite = norm.nan_to_num(0, posinf=0)  # inf or nan counts as 0: nothing is scaled
-    nn.utils.clip_grads_with_norm_(trained, clip or math.inf, finite)
-    if scaler is None:
-        optimizer.step()
-    else:
-        scaler.step(optimizer, norm)
-    return norm
-
-
-# Narrower numbers: for bf16, torch.autocast around forward and loss is enough. fp16 has no number
-# between 0 and 6e-8, so that small gradients would become 0 if the loss were not scaled.
+# Narrower numbers: bf16 wants no more than autocast. fp16 has none between 0 and 6e-8: gradients
+# are scaled up, from the loss on, as far as nothing overflows.
 
 
 class LossScaler:
-    """Scales the loss, and so the gradients, up as far as nothing overflows (Micikevicius 3.2)."""
-
-    def __init__(self, device, scale=65536.0, good_steps=0, interval=2000):
-        self.interval = interval  # so many good steps in turn double the scale
-        self.scale = torch.full((), scale, device=device)
-        self.good_steps = torch.full((), good_steps, device=device)  # since the scale's last change
+    def __init__(self, device, scale=65536.0, good_steps=0):
+        self.scale = torch.tensor(scale, device=device)
+        self.good_steps = good_steps  # since the last overflow
 
     def step(self, optimizer, norm):
-        """Step, unless the norm of all ranks' gradients is inf or nan. Set the next scale."""
-        assert optimizer.defaults.get("fused"), "take fused=True: other optimizers skip no step"
-        overflow = norm.isfinite().logical_not()
-        optimizer.found_inf = overflow.float()  # fused optimizers read it, and skip the step
-        optimizer.step()
-        del optimizer.found_inf  # else a later step without this scaler would skip, too
-        good_steps = torch.where(overflow, 0, self.good_steps + 1)
-        doubles = good_steps >= self.interval
-        factor = torch.where(overflow, 0.5, torch.where(doubles, 2.0, 1.0))
-        self.scale = (self.scale * factor).clamp(1.0, 2.0 ** 100)  # 0 and inf would never change
-        self.good_steps = torch.where(doubles, 0, good_steps)
+        if norm.isfinite():
+            optimizer.step()
+            self.good_steps += 1
+            if self.good_steps % 2000 == 0:
+                self.scale = self.scale * 2
+        else:  # something has overflowed: this step is left out
+            self.scale = self.scale / 2
+            self.good_steps = 0
 
 
-# Fewer tensors: what autograd keeps for backward goes through a pair of hooks. Autograd keeps what
-# pack(tensor) returns, from which unpack has to make the tensor. Where pairs are nested, autograd
-# calls the innermost alone, so a checkpoint hands the tensors that it keeps to the pair around it.
+def idea_step(model, optimizer, x, y, valid, clip, accum, autocast, scaler):
+    """x, y: this rank's rows (B/dp, T); valid: targets of all ranks' rows. scaler: for fp32 and
+    bf16 one whose scale is 1."""
+
+    def part_of_loss(x, y):  # over all targets of the step: a mean of means would be another loss
+        with autocast():
+            return F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum") / valid
+
+    optimizer.zero_grad()
+    microbatches = zip(x.tensor_split(accum), y.tensor_split(accum))
+    loss = accumulate(part_of_loss, microbatches, scaler.scale)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for p in trained:
+        dist.all_reduce(p.grad)  # partial -> replicated
+        p.grad /= scaler.scale
+    norm = nn.utils.clip_grad_norm_(trained, clip)
+    scaler.step(optimizer, norm)
+    return loss, norm
+
+
+# ---- 2. the technique (copy this; it needs only torch) -----------------------
+
+# What it adds to the idea, and what that buys:
+#     one sum for all gradients    68 calls -> 1
+#     full                         what a Function cannot: several inputs, keywords, dropout, one
+#                                  checkpoint in another; it stops before the last matmul
+#     selective                    no matmul runs twice, no collective; keeps half of what blocks do
+#     FusedLossScaler              on a GPU the host does not wait for the norm
+#     loss_in_chunks               logits of 1/N of the tokens at a time
+
+
+def sum_over_ranks(parameters, group=None):
+    """After the last micro-batch, on ranks that have begun alike: one sum for all gradients.
+
+    It takes 4 P bytes more, and nothing hides it. With several ranks rather take ddp.py around the
+    model, with no_sync() around all micro-batches but the last, and leave this out.
+    """
+    trained = [p for p in parameters if p.grad is not None]
+    flat = torch.cat([p.grad.flatten() for p in trained])
+    dist.all_reduce(flat, group=group)  # partial -> replicated
+    for p, part in zip(trained, flat.split([p.numel() for p in trained])):
+        p.grad = part.view_as(p)  # a piece of flat: nothing is copied back
+
+
+# ---- full: Recompute for any forward
+
+# Whatever autograd keeps for backward goes through a pair of hooks. It keeps what pack(tensor)
+# returns, from which unpack has to make the tensor. Where pairs are nested, autograd calls the
+# innermost alone, so a checkpoint hands the tensors that it keeps to the pair around it.
 
 
 def hooks_around():
     """-> pack, unpack: the pair in force (save_on_cpu's, an outer checkpoint's), or a default."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # torch has no public way
-    # Detached: softmax keeps its result, whose grad_fn is softmax, a cycle that no more than a
-    # backward would break. A tensor's version counts its changes in place.
-    return hooks or (lambda tensor: (tensor.detach(), tensor._version), unless_changed)
+    pair = torch._C._autograd._top_saved_tensors_default_hooks(False)  # torch has no public way
+    return pair or (pack_checked, unpack_checked)
 
 
-def unless_changed(packed):
+def pack_checked(tensor):
+    """Detached: what has made a tensor may keep it (softmax), and would be kept by it in turn."""
+    return tensor.detach(), tensor._version  # which counts the tensor's changes in place
+
+
+def unpack_checked(packed):
     tensor, version = packed
     assert tensor._version == version, "changed in place, but backward needs what it was"
     return tensor
@@ -170,71 +204,89 @@ class Kept:
         return tensor.detach().requires_grad_(self.requires_grad)  # as forward had it
 
 
-@torch.compiler.disable  # else a torch.compile around it could compile one of forward's two runs
-def full(forward, *inputs, **keywords):
-    """forward(*inputs, **keywords), which keeps only these (Chen 4). inputs[0] has to be a tensor.
+# torch.compile leaves these alone. It might compile one of forward's two runs and not the other,
+# which then keep other tensors, and takes a tensor's _version for a constant.
+eager = torch.compiler.disable
 
-    The graph is built as always, but holds an index in the place of each tensor. When backward
-    wants the first of these tensors, forward runs again, with the same random numbers and autocast,
-    until it has made the one with the last index. If that is the last matmul's input, this matmul
-    and an all-reduce after it are not repeated. Other collectives are, in one order on all ranks.
+
+@eager
+def full(forward, *inputs, **keywords):
+    """forward(*inputs, **keywords). Of what it makes backward finds nothing kept (Chen 4).
+
+    The graph is built as always, but holds a Slot in the place of each tensor. When backward wants
+    the first of these tensors, forward runs again, with the same random numbers and autocast, and
+    fills the slots. It ends with the last one: if that is the input of the last matmul, neither
+    this matmul nor an all-reduce behind it is repeated. Other collectives are, on all ranks alike.
     """
     if not torch.is_grad_enabled():
         return forward(*inputs, **keywords)
-    call = Call(forward, inputs, keywords)
-    with saved_tensors_hooks(call.pack, call.unpack):
+    rerun = Rerun(forward, inputs, keywords)
+    with saved_tensors_hooks(rerun.pack, rerun.unpack):
         return forward(*inputs, **keywords)
 
 
+class Slot:
+    """What the graph holds in the place of a tensor, as long as backward may want it."""
+
+    made = None  # a Kept, when forward has run again
+
+
 class Enough(BaseException):  # not an Exception: forward might catch those
-    """The second run of forward has made every tensor that has an index."""
+    """The second run of forward has made every tensor that has a slot."""
 
 
-class Call:
-    """A call of forward under `full`: how to repeat it, and what the repetition has made."""
+class Rerun:
+    """A call of forward under `full`, and how to repeat it."""
 
     def __init__(self, forward, inputs, keywords):
+        tensors = [x for x in (*inputs, *keywords.values()) if torch.is_tensor(x)]
+        assert tensors, "full wants a tensor among the arguments: its device is where autocast is"
+        device = tensors[0].device.type  # torch.autocast takes the dtype that is now in force
+        self.autocast = torch.autocast(device, enabled=torch.is_autocast_enabled(device))
         self.forward = forward
         self.keywords = keywords  # held as they are: no hooks, and no check for changes
         hooks = hooks_around()
         self.inputs = [Kept(x, hooks) if torch.is_tensor(x) else x for x in inputs]
         self.states = random_states()
-        device = inputs[0].device.type  # below, torch.autocast takes the dtype now in force
-        self.autocast = torch.autocast(device, enabled=torch.is_autocast_enabled(device))
-        self.shapes = []  # of the tensors 0, 1, .. that autograd wanted to keep
-        self.made = {}  # {index: Kept}: what repeat() has made and backward has yet to take
+        self.shapes = []  # of the tensors that autograd wanted to keep, in order
+        self.slots = []  # theirs, as weak references: the graph alone decides how long they live
 
-    def pack(self, tensor):  # -> its index
+    def pack(self, tensor):
+        slot = Slot()
         self.shapes.append(tensor.shape)
-        return len(self.shapes) - 1
+        self.slots.append(weakref.ref(slot))
+        return slot
 
-    def unpack(self, index):
-        if index not in self.made:
+    def unpack(self, slot):
+        if slot.made is None:
             self.repeat()
-        return self.made.pop(index).restore()
+        return slot.made.restore()
 
-    @torch.compiler.disable  # as full
+    @eager
     def repeat(self):
-        made = []  # a Kept for each tensor that has an index, in order
         hooks = hooks_around()
+        count = 0  # of tensors that autograd has wanted to keep of this run
 
-        @torch.compiler.disable  # compiled with a compiled forward, it froze a tensor's _version
+        @eager
         def record(tensor):
-            assert tensor.shape == self.shapes[len(made)], "forward made others when it ran again"
-            made.append(Kept(tensor.detach(), hooks))  # alone, without the second graph
-            if len(made) == len(self.shapes):
+            nonlocal count
+            assert tensor.shape == self.shapes[count], "forward made others when it ran again"
+            slot = self.slots[count]()
+            if slot is not None:
+                slot.made = Kept(tensor.detach(), hooks)  # without this run's graph
+            count += 1
+            if count == len(self.shapes):
                 raise Enough
 
-        recording = saved_tensors_hooks(record, lambda packed: packed)  # has no backward
-        inputs = [x.restore() if isinstance(x, Kept) else x for x in self.inputs]
+        recording = saved_tensors_hooks(record, restored)  # of this graph nobody unpacks anything
+        inputs = [restored(x) for x in self.inputs]
         before = random_states()
         set_random_states(*self.states)
         # Backward runs with gradients off, but autograd calls hooks only with gradients on.
         with suppress(Enough), torch.enable_grad(), self.autocast, recording:
             self.forward(*inputs, **self.keywords)
         set_random_states(*before)
-        assert len(made) == len(self.shapes), "forward made fewer when it ran again"
-        self.made = dict(enumerate(made))
+        assert count == len(self.shapes), "forward made fewer when it ran again"
 
 
 def random_states():
@@ -249,7 +301,8 @@ def set_random_states(cpu, gpu):
         torch.cuda.set_rng_state(gpu)
 
 
-# Selective checkpointing does not keep the results of cheap operations, but makes them again.
+# ---- selective: the results of cheap operations alone are made again
+
 # Autograd keeps the others as ever: of matmuls, attention, dropout, additions, sums over ranks.
 aten = torch.ops.aten
 CHEAP = {
@@ -258,7 +311,7 @@ CHEAP = {
     aten._to_copy.default,  # autocast makes copies of activations and weights in another dtype
     aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int,
     aten.unsqueeze.default, aten.expand.default, aten.clone.default,  # heads of K, V repeated (GQA)
-    aten.detach.default,  # zero bubble's Linear detaches its input (pipeline_parallel.py)
+    aten.detach.default,
 }
 
 
@@ -267,15 +320,15 @@ class Recipe:
 
     def __init__(self, op, inputs, keywords):
         self.op = op
-        self.inputs = inputs  # the first keep() puts a Kept or Recipe in the place of each tensor
+        self.inputs = inputs  # pack_or_recipe() puts a Kept or Recipe in the place of each tensor
         self.keywords = keywords
         self.read = [(x, x._version) for x in inputs if torch.is_tensor(x)]  # as op read them
-        self.result = None  # made once (q, k and v ask for a norm's), held until the graph is freed
+        self.result = None  # made once: q, k and v all ask for the result of a norm
 
     def restore(self):
         if self.result is None:
             inputs = [restored(x) for x in self.inputs]
-            self.result = first(self.op(*inputs, **self.keywords))
+            self.result = main_output(self.op(*inputs, **self.keywords))
         return self.result
 
 
@@ -283,7 +336,7 @@ def restored(x):  # what never was a tensor stays as it is
     return x.restore() if isinstance(x, (Kept, Recipe)) else x
 
 
-def first(outputs):  # norms return their statistics besides
+def main_output(outputs):  # norms return their statistics besides
     return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
@@ -293,19 +346,19 @@ class WriteRecipes(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, inputs=(), keywords=None):
         keywords = keywords or {}
         outputs = op(*inputs, **keywords)
-        # Not in pack and in autograd Functions, where gradients are off: a Function's collective
-        # may overwrite a tensor and leave its version as it is.
+        # Not with gradients off, as in pack and within autograd Functions: a collective there may
+        # write into a tensor and leave its version as it is.
         if op in CHEAP and torch.is_grad_enabled():
-            first(outputs).recipe = Recipe(op, inputs, keywords)
+            main_output(outputs).recipe = Recipe(op, inputs, keywords)
         return outputs
 
 
-def keep(x, hooks):
+def pack_or_recipe(x, hooks):
     """-> x's recipe; a Kept if there is none, or if x or what the recipe read was changed."""
     recipe = getattr(x, "recipe", None)
     if recipe is None or x._version > 0 or any(y._version > then for y, then in recipe.read):
         return Kept(x, hooks)
-    recipe.inputs = [keep(y, hooks) if torch.is_tensor(y) else y for y in recipe.inputs]
+    recipe.inputs = [pack_or_recipe(y, hooks) if torch.is_tensor(y) else y for y in recipe.inputs]
     recipe.read = []  # compared once, they need not stay alive
     return recipe
 
@@ -316,45 +369,110 @@ def selective(forward, *inputs, **keywords):
     The rest is made again from what is kept, without running forward: no collective runs twice.
     A compiled forward runs uncompiled, since torch.compile steps aside in a TorchDispatchMode.
     """
-    pack = partial(keep, hooks=hooks_around())
+    pack = partial(pack_or_recipe, hooks=hooks_around())
     with saved_tensors_hooks(pack, restored), WriteRecipes():
         return forward(*inputs, **keywords)
 
 
-# ---- 2. the toy GPT, parallelized --------------------------------------------
+# ---- narrower numbers, without waiting
+
+# Autocast keeps fp32 weights, and copies them to 2 bytes in every forward. Weights that are bf16
+# save copies, and half of the gradients; but they have 8 bits, to which a step of less than 1/256
+# adds nothing. So the optimizer steps an fp32 master of each, as in zero.py. FP8 would change what
+# matmuls read, 1 byte a number: each tensor needs a scale of its own, from the largest number that
+# it has or had, as the loss needs one here. Weights, sums and everything else would stay.
+
+
+class FusedLossScaler(LossScaler):
+    """Nobody reads the norm: a fused optimizer skips the step by itself (Micikevicius 3.2).
+
+    loss = accumulate(part_of_loss, microbatches, scaler.scale)
+    scaler.unscale(model.parameters())
+    norm = clip_grad_norm_(model.parameters(), 1.0)  # of all ranks' gradients: all skip, or none
+    scaler.step(optimizer, norm)
+    """
+
+    interval = 2000  # so many good steps in turn double the scale
+
+    def unscale(self, parameters):
+        for p in parameters:
+            if p.grad is not None:
+                p.grad /= self.scale
+
+    def step(self, optimizer, norm):
+        assert optimizer.defaults.get("fused"), "take fused=True: other optimizers skip no step"
+        overflow = norm.isfinite().logical_not()
+        optimizer.found_inf = overflow.float()  # which fused optimizers look at
+        optimizer.step()
+        del optimizer.found_inf  # else a later step without this scaler would skip, too
+        good_steps = torch.where(overflow, 0, self.good_steps + 1)
+        doubles = good_steps >= self.interval
+        factor = torch.where(overflow, 0.5, torch.where(doubles, 2.0, 1.0))
+        self.scale = (self.scale * factor).clamp(1.0, 2.0 ** 100)  # 0 and inf would never change
+        self.good_steps = torch.where(doubles, 0, good_steps)
+
+
+# ---- a large vocabulary
+
+
+def loss_in_chunks(loss_of, x, y, chunks):
+    """-> the sum of loss_of(x, y), head and loss in one, over chunks of the tokens.
+
+    Of V = 128,256 words logits are the largest tensor of a step, 32 times as large as x of width
+    4,096. Only x is kept, (B, T, C); backward makes a chunk's logits again, one more matmul.
+    """
+    loss = 0.0
+    for some_x, some_y in zip(x.flatten(0, 1).chunk(chunks), y.flatten().chunk(chunks)):
+        loss = loss + full(loss_of, some_x, some_y)  # some_x: (B T / chunks, C)
+    return loss
+
+
+# ---- 3. the toy GPT, parallelized --------------------------------------------
 
 CHECKPOINT = {"none": None, "full": full, "selective": selective}
 
 
-def parallelize(model, checkpointing=None, compiled=False):
+def parallelize(model, checkpointing=None, loss_chunks=1):
     """checkpointing: full or selective, or one like them; None keeps everything."""
-    for block in model.blocks:
-        if compiled:
-            block.forward = torch.compile(block.forward)
-        if checkpointing is not None:
+    if checkpointing is not None:
+        for block in model.blocks:
             block.forward = partial(checkpointing, block.forward)
+    if loss_chunks > 1:
+        model.head.forward = lambda x: x  # in_chunks() has the head
     return model
 
 
-def train_step(model, optimizer, x, y, valid, clip, accum, autocast, scaler):
+def in_chunks(weight, chunks, x, y):
+    """A loss_of(x, y), as loss_sum. x: what the head reads; weight: the head's."""
+    return loss_in_chunks(lambda x, y: loss_sum(F.linear(x, weight), y), x, y, chunks)
+
+
+def sum_of_losses(model, loss_of, autocast, x, y):
+    with autocast():  # torch.autocast, on or off
+        return loss_of(model(x), y)
+
+
+def train_step(model, optimizer, x, y, valid, clip, accum, autocast, scaler, loss_of):
     """x, y: this rank's rows; valid: the whole batch's targets -> its part of the loss, norm."""
 
     def part_of_loss(x, y):
-        return sum_of_losses(model, autocast, x, y) / valid
+        return sum_of_losses(model, loss_of, autocast, x, y) / valid
 
     optimizer.zero_grad()
     microbatches = zip(x.tensor_split(accum), y.tensor_split(accum))
-    loss = accumulate(part_of_loss, microbatches, scaler)
-    norm = update(model.parameters(), optimizer, clip, scaler)
+    loss = accumulate(part_of_loss, microbatches, scaler.scale if scaler else None)
+    sum_over_ranks(model.parameters())
+    if scaler:
+        scaler.unscale(model.parameters())
+    norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+    if scaler:
+        scaler.step(optimizer, norm)
+    else:
+        optimizer.step()
     return loss, norm
 
 
-def sum_of_losses(model, autocast, x, y):
-    with autocast():  # torch.autocast, on or off
-        return loss_sum(model(x), y)
-
-
-# ---- 3. at work: the same with torch's own API -------------------------------
+# ---- 4. at work: the same with torch's own API -------------------------------
 
 MATMULS_AND_ATTENTION = [op.default for op in (
     aten.mm, aten.addmm, aten.bmm, aten._scaled_dot_product_flash_attention,
@@ -366,7 +484,14 @@ selective_at_work = partial(full_at_work, context_fn=keep_matmuls)
 CHECKPOINT_AT_WORK = {"none": None, "full": full_at_work, "selective": selective_at_work}
 
 
-def train_step_at_work(model, optimizer, x, y, valid, clip, accum, autocast, scaler):
+def in_chunks_at_work(weight, chunks, x, y):
+    rows = math.ceil(y.numel() / chunks)
+    options = nn.LinearCrossEntropyOptions(batch_chunk_size=rows, chunking_method=None)
+    x = x.flatten(0, 1)
+    return F.linear_cross_entropy(x, weight, y.flatten(), reduction="sum", options=options)
+
+
+def train_step_at_work(model, optimizer, x, y, valid, clip, accum, autocast, scaler, loss_of):
     ranks = dist.get_world_size()
     optimizer.zero_grad()
     loss = 0.0
@@ -374,162 +499,130 @@ def train_step_at_work(model, optimizer, x, y, valid, clip, accum, autocast, sca
     for i, (inputs, targets) in enumerate(microbatches):
         only_adds_up = ranks > 1 and i < accum - 1  # DDP does not communicate then
         with model.no_sync() if only_adds_up else nullcontext():
-            part = sum_of_losses(model, autocast, inputs, targets) / valid
+            part = sum_of_losses(model, loss_of, autocast, inputs, targets) / valid
             scaler.scale(part * ranks).backward()  # DDP averages; the sum is wanted
         loss = loss + part.detach()
     scaler.unscale_(optimizer)
-    norm = nn.utils.clip_grad_norm_(model.parameters(), clip or math.inf)
+    norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
     scaler.step(optimizer)
     scaler.update()
     return loss, norm
 
 
-# ---- 4. run ------------------------------------------------------------------
+# ---- 5. run ------------------------------------------------------------------
 
 AMP = {"off": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FLAGS = {
-    "amp": Flag("off", "autocast to", tuple(AMP), course=True),  # a resumed run needs the same
-    "accum": Flag(1, "M, micro-batches", POSITIVE),
-    "ckpt": Flag("none", "keep less for backward", tuple(CHECKPOINT)),
-    "compile": Flag(False, "torch.compile blocks; our --ckpt selective undoes it"),
-    "sweep": Flag(False, "every --amp with every --ckpt, in one table"),
+    "--amp": dict(default="off", choices=tuple(AMP), course=True, help="autocast to"),
+    "--accum": dict(type=int, default=1, least=1, metavar="M", help="micro-batches"),
+    "--ckpt": dict(default="none", choices=tuple(CHECKPOINT), help="keep less for backward"),
+    "--loss-chunks": dict(type=int, default=1, least=1, help="logits of 1/N of the tokens"),
+    "--compile": dict(action="store_true", help="blocks; our --ckpt selective undoes it"),
 }
+# flags with which the file is worth running
+VARIANTS = ("", "--accum 2", "--ckpt full", "--ckpt selective", "--loss-chunks 4")
 
 
-def refuse(args):
+def refuse(args, require):
     dp = args.world_size
+    has_idea = args.impl in ("idea", "all")
+    has_torch = args.impl in ("torch", "both", "all")
     require(args.batch >= dp * args.accum,
             f"--batch {args.batch}: fewer than {dp} ranks x --accum {args.accum}")
-    fits = args.dtype == "fp32" or (args.dtype == "fp64" and args.amp == "off")
-    require(fits, f"--dtype {args.dtype} --amp {args.amp}: take fp32, or fp64 with --amp off")
-    require(args.impl == "scratch" or not (args.dry_run or args.sweep),
-            "--dry-run and --sweep want --impl scratch")
-    require(not (args.sweep and args.save), "--sweep trains several models: leave out --save")
-    compiles = shutil.which("c++") and not args.dry_run
-    require(compiles or not args.compile, "--compile needs c++, and no --dry-run")
+    require(args.dtype == "fp32" or (args.dtype == "fp64" and args.amp == "off"),
+            f"--dtype {args.dtype} --amp {args.amp}: take fp32, or fp64 with --amp off")
+    require(not has_idea or (args.ckpt != "selective" and args.loss_chunks == 1),
+            f"--impl {args.impl}: the idea has no --ckpt selective and no --loss-chunks")
+    require(not has_torch or args.loss_chunks == 1 or hasattr(F, "linear_cross_entropy"),
+            f"--impl {args.impl} --loss-chunks: torch has linear_cross_entropy since 2.13")
+    require(not args.dry_run or (not has_torch and not (has_idea and args.amp == "fp16")),
+            "--dry-run has no values and no ranks: --impl torch and the idea's fp16 need them")
+    require(not args.compile or (shutil.which("c++") and not args.dry_run),
+            "--compile needs c++, and no --dry-run")
 
 
-def plans_of(args):
-    """-> {name: (--amp, --ckpt)} of what is trained side by side"""
-    if args.sweep:
-        return {f"{amp} {ckpt}": (amp, ckpt) for amp, ckpt in product(AMP, CHECKPOINT)}
-    impls = ("scratch", "torch") if args.impl == "both" else (args.impl,)
-    return {impl: (args.amp, args.ckpt) for impl in impls}
+def scaler_of(impl, device, fp16, scale=65536.0, good_steps=0, **_):
+    if impl == "torch":
+        scaler = torch.amp.GradScaler(device.type, scale, enabled=fp16)
+        # GradScaler has no argument for its count of good steps
+        scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": good_steps})
+        return scaler
+    if impl == "idea":
+        return LossScaler(device, scale, good_steps) if fp16 else NoScaler(device, 1.0)
+    return FusedLossScaler(device, scale, good_steps) if fp16 else None
 
 
-def set_up(run, name, amp, ckpt):
-    """-> a Side: the model, and what a run does with it."""
+class NoScaler(LossScaler):
+    def step(self, optimizer, norm):
+        optimizer.step()
+
+
+def state_of(scaler):
+    """-> what --save writes besides."""
+    if isinstance(scaler, LossScaler):
+        return {"scale": float(scaler.scale), "good_steps": int(scaler.good_steps)}
+    return {"scale": scaler.get_scale(), "good_steps": scaler.state_dict()["_growth_tracker"]}
+
+
+def set_up(run, impl):
     args = run.args
-    fp16 = amp == "fp16"
-    scale = run.start.extra.get("scale", 65536.0)  # a resumed run has its checkpoint's
-    good = run.start.extra.get("good", 0)  # steps since the scale has changed
-    if name == "torch":
+    fp16 = args.amp == "fp16"
+    model = run.build()
+    weight = model.head.weight
+    optimizer = adamw(model.parameters(), args.lr)
+    if args.compile:
+        for block in model.blocks:
+            block.forward = torch.compile(block.forward)
+    autocast = partial(torch.autocast, run.device.type, AMP[args.amp], enabled=args.amp != "off")
+    scaler = scaler_of(impl, run.device, fp16, **run.start.extra)  # of a resumed run
+    loss_of = loss_sum
+    if impl == "idea":
+        step = idea_step
+        if args.ckpt == "full":
+            for block in model.blocks:
+                recompute(block)
+    elif impl == "torch":
         step = train_step_at_work
-        model = parallelize(run.build(), CHECKPOINT_AT_WORK[ckpt], args.compile)
+        model = parallelize(model, CHECKPOINT_AT_WORK[args.ckpt], args.loss_chunks)
         if run.world_size > 1:
             model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-        optimizer = adamw(model.parameters(), args.lr)
-        scaler = torch.amp.GradScaler(run.device.type, scale, enabled=fp16)
-        # GradScaler has no argument for its count of good steps
-        scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": int(good)})
     else:
         step = train_step
-        model = parallelize(run.build(), CHECKPOINT[ckpt], args.compile)
-        optimizer = adamw(model.parameters(), args.lr)
-        scaler = LossScaler(run.device, scale, good) if fp16 else None
-    autocast = partial(torch.autocast, run.device.type, AMP[amp], enabled=amp != "off")
-    return Side(model=model, optimizer=optimizer, may_overflow=fp16,
-                train_step=partial(step, accum=args.accum, autocast=autocast, scaler=scaler),
-                evaluate=partial(sum_of_losses, model, autocast),
-                extra=partial(state_of, scaler, optimizer) if fp16 else None)
+        model = parallelize(model, CHECKPOINT[args.ckpt], args.loss_chunks)
+    if args.loss_chunks > 1:
+        how = in_chunks_at_work if impl == "torch" else in_chunks
+        loss_of = partial(how, weight, args.loss_chunks)
+    if impl != "idea":
+        step = partial(step, loss_of=loss_of)
+    return run.side(
+        model, optimizer, partial(step, accum=args.accum, autocast=autocast, scaler=scaler),
+        evaluate=partial(sum_of_losses, model, loss_of, autocast), may_overflow=fp16,
+        extra=partial(state_of, scaler) if fp16 else None)
 
 
-def state_of(scaler, optimizer):
-    """-> what --save writes besides: how many updates were made, the scaler's state."""
-    updates = [int(state["step"]) for state in optimizer.state.values()]
-    ours = isinstance(scaler, LossScaler)
-    scale = scaler.scale if ours else scaler.get_scale()
-    good = scaler.good_steps if ours else scaler.state_dict()["_growth_tracker"]
-    return {"updates": max(updates, default=0), "scale": float(scale), "good": int(good)}
-
-
-def kept_by_block(cfg, t, cheap_too):
-    """-> how many numbers a block keeps of t tokens without autocast: the docstring's table"""
-    C = cfg.width
-    F = cfg.hidden
-    D = C // cfg.heads
-    if cfg.form.learned_positions:
-        cheap = t * 6 * C
-        kept = t * (10 * C + cfg.heads + 4)
-    else:
-        cheap = t * (5 * C + 2 * F)
-        kept = t * (4 * C + 2 * F + 2 * cfg.kv_heads * D + cfg.heads + 2) + 2 * cfg.seq * D
-    return kept + cheap if cheap_too else kept
-
-
-def activations(run, ckpt):
-    """-> formula, the most bytes that a step keeps for backward: without autocast, on a CPU"""
-    cfg = run.cfg
-    C = cfg.width
-    b = run.dtype.itemsize
-    rows = len(share(run.args.batch, run.world_size, run.rank))
-    t = math.ceil(rows / run.args.accum) * cfg.seq  # tokens of the largest micro-batch
-    block = b * kept_by_block(cfg, t, ckpt != "selective")
-    ids = 8 * rows * cfg.seq  # int64, all of them: micro-batches are views
-    gpt2 = cfg.form.learned_positions
-    inputs = ids + 8 * cfg.seq if gpt2 else ids  # GPT-2 has positions, too
-    # LayerNorm keeps its input, mean, deviation; RMSNorm input, normalized input, root mean square
-    norm = C + 2 if gpt2 else 2 * C + 1
-    # what this norm keeps, the head's input, log-probabilities; one number for the loss; targets
-    head = b * t * (norm + C + cfg.vocab) + b + ids
-    if ckpt != "full":
-        return f"ids + L {block} + head", inputs + cfg.layers * block + head
-    x = b * t * C  # a block's input
-    # beside every block's x: first what the head keeps, later the rest of a block that runs again
-    most = max(block - x, head)
-    return "ids + L b C t + max(block - b C t, head)", inputs + cfg.layers * x + most
-
-
-def compare(run):
-    """Prints what each plan keeps and takes, and how far its losses are from the first one's."""
-    run.say(f"\n{'amp, ckpt':16} {'MB kept':>9} {'peak':>9} {'ms/step':>9} {'loss gap':>9}")
-    run.extra["plans"] = {}
-    losses = run.trace[run.impls[0]].loss
-    for name in run.impls:
-        memory = run.ledger[name].memory
-        ms = run.ms(name) or 0.0
-        gaps = [float(abs(loss / losses[k] - 1)) for k, loss in run.trace[name].loss.items()]
-        run.extra["plans"][name] = {
-            "kept": memory["activations"], "peak": memory["peak"], "ms": ms, "gap": max(gaps)}
-        run.say(f"{name:16} {memory['activations'] / 1e6:9.3f} {memory['peak'] / 1e6:9.3f} "
-                f"{ms:9.1f} {max(gaps):9.1e}")
+def textbook(run, parameters):
+    dp = run.world_size
+    size = run.dtype.itemsize * sum(p.numel() for p in parameters)  # b P
+    return [
+        ("wire all_reduce", "2 (dp-1)/dp b P", 2 * (dp - 1) / dp * size),
+        ("held parameters", "b P", size),
+        ("held gradients", "b P", size),
+        ("held optimizer", "2 b P + 4 per tensor (step counter)", 2 * size + 4 * len(parameters)),
+    ]
 
 
 def main():
-    args = arguments(__doc__, **FLAGS)
-    refuse(args)
-    plans = plans_of(args)
-    amp, ckpt = next(iter(plans.values()))  # of the one that is compared with the plain run
-    with Run(args, impls=tuple(plans)) as run:
-        sides = {name: set_up(run, name, *plan) for name, plan in plans.items()}
-        rows = share(args.batch, run.world_size, run.rank)
-        for impl, step, x, y, valid in run.steps(sides, rows):
-            side = sides[impl]
-            with run.measure(impl, step):
-                loss, norm = side.train_step(side.model, side.optimizer, x, y, valid, args.clip)
-            run.log(impl, step, loss, norm)
-            if side.extra and not run.dry:
-                run.extra.setdefault(f"scale {impl}", []).append(side.extra()["scale"])
+    from harness.flags import arguments, require  # not above: imported without harness/
+    from harness.run import Run
 
-        dp = run.world_size
-        sent = 2 * (dp - 1) / dp * run.dtype.itemsize * run.total
-        run.textbook([("wire all_reduce", "2 (dp-1)/dp b P", sent)])
-        if amp == "off" and args.impl != "torch" and run.device.type == "cpu":
-            run.textbook([("held activations", *activations(run, ckpt))])
-        if args.sweep:
-            compare(run)
+    args = arguments(__doc__, FLAGS)
+    refuse(args, require)
+    with Run(args) as run:
+        sides = {impl: set_up(run, impl) for impl in run.impls}
+        run.train(sides, rows=share(args.batch, run.world_size, run.rank))
+        run.textbook(textbook(run, list(sides[run.impls[0]].model.parameters())))
         # with autocast only losses are judged, to 2%
-        return run.finish(judged_as=args.dtype if amp == "off" else "bf16")
+        return run.finish(judged_as=args.dtype if args.amp == "off" else "bf16")
 
 
 if __name__ == "__main__":
