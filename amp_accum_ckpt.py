@@ -376,7 +376,7 @@ def selective(forward, *inputs, **keywords):
 
 # ---- narrower numbers, without waiting
 
-# Autocast copies fp32 weights to 2 bytes in every forward. Weights that are bf16 save the copies and
+# Autocast copies fp32 weights to 2 bytes in each forward. Weights that are bf16 save the copies and
 # half of the gradients; but to their 8 bits a step of less than 1/256 adds nothing, so the
 # optimizer steps an fp32 master of each, as in zero.py. FP8 would change what matmuls read: 1 byte
 # a number, and a scale for each tensor, from the largest number it has, as the loss has one here.
