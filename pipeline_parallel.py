@@ -33,7 +33,8 @@ A rank sends b batch T C bytes, b per number, to each neighbour. Qi et al. 2023,
 Pipeline Parallelism", arXiv:2401.10241; others stand at each schedule.
 
 Not for: stages that pass on anything but one tensor of one size, or change it in place; ranks
-without parameters; parameters replaced later. At work: torch.distributed.pipelining, part 4.
+without parameters; parameters replaced later; compiled stages (torch.compile) in schedules with W.
+At work: torch.distributed.pipelining, part 4.
     torchrun --standalone --nproc_per_node=2 pipeline_parallel.py --schedule zb-v
     python pipeline_parallel.py --simulate --schedule zb-h1 --pp 4 --micro 8 --times 1,1,1,0
 """
