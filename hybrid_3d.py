@@ -251,63 +251,7 @@ def kinds_of(stages, tp):
     return kinds
 
 
-def train_step(model, optimizer, x, y, valid, clip):
-    """x, y: this copy's rows (B/dp, T); valid: how many targets there are in the whole batch.
-
-    -> this rank's part of the loss, the gradient norm.
-    """
-    for zero in model.zeros:
-        zero.zero_grad()
-    inputs, loss_of = model.in_microbatches(x, y, valid)
-    loss = model.pipeline.step(inputs, loss_of) / model.tp.size  # every rank of tp has all of it
-    sum_gradients(model)
-    norm = gradient_norm(model)
-    if clip and model.parts:
-        finite = norm.nan_to_num(0, posinf=0)  # inf, nan -> 0: nothing is scaled
-        scale = (clip / (finite + 1e-6)).clamp(max=1)
-        torch._foreach_mul_([part.grad for part in model.parts], scale)
-    step_together(model.zeros, optimizer)
-    loss = loss + moe.balancing_losses(model)
-    moe.step_biases(model)
-    return loss, norm
-
-
-def sum_gradients(model):
-    """Ends the sums over copies, which backwards have begun; then sums along the other axes."""
-    for zero in model.zeros:
-        if not isinstance(zero, ZeRO2):  # ZeRO-2 and 3 have summed after each backward
-            zero.reduce()  # partial -> sharded
-    for axis in ("tp", "twins", "ends"):
-        gradients = summands(model, axis)
-        if gradients and model.group[axis].size() > 1:
-            # partial -> replicated
-            tensor_parallel.sum_over_ranks(gradients, model.group[axis])
-
-
-def summands(model, axis):
-    """-> the gradients of this rank that have to be summed along an axis."""
-    return [part.grad for part in model.parts if model.fate[part.parameter].get(axis) == "sum"]
-
-
-def gradient_norm(model):
-    """Of the whole model. Of the ranks that hold the same numbers the first one counts them."""
-    p = next(model.parameters())
-    square = torch.zeros((), dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
-    counted = [part.grad for part in model.parts if model.is_first(part.parameter)]
-    if counted:
-        square = torch.stack(torch._foreach_norm(counted, dtype=square.dtype)).square().sum()
-    dist.all_reduce(square)  # over all ranks: partial -> replicated
-    return square.sqrt()
-
-
-def evaluate(model, x, y):
-    """-> this rank's part of the sum of token losses."""
-    inputs, loss_of = model.in_microbatches(x, y, 1)
-    loss = model.pipeline.evaluate(inputs, loss_of) / model.tp.size
-    for zero in model.zeros:
-        if isinstance(zero, ZeRO3):
-            zero.free_units()  # which reduce() would have done
-    return loss
+# ---- this rank's part of the model
 
 
 class Hybrid(nn.Module):
@@ -328,7 +272,7 @@ class Hybrid(nn.Module):
         order = "".join(action.kind for action in plans[0])
         at_once = len(plans) == 1 and order == "FB" * (len(order) // 2)
         assert zero < 3 or at_once, "ZeRO-3 wants one stage, and each backward behind its forward"
-        home = homes(plans)
+        home = homes(plans)  # {stage: place along pp}
         here = {stage: stages[stage] for stage in home if home[stage] == mesh.place["pp"]}
         self.stages = nn.ModuleList(here.values())
         self.mesh = mesh
@@ -346,11 +290,12 @@ class Hybrid(nn.Module):
         stages_of = {}  # {ZeRO: the stages that have its parameters}
         apart = zero == 2 and "W" in order
         for (holders, axis), units in self.lay_out(here, layers, apart).items():
-            # what is tied is summed once in a step, along ends, too
-            level = min(zero, 1) if len(holders) > 1 else zero
-            cut = (ZeRO0, ZeRO1, ZeRO2, ZeRO3)[level](units, self.group[axis])
-            stages_of[cut] = holders
-        self.zeros = list(stages_of)
+            number = zero
+            if len(holders) > 1:  # what is tied is summed once in a step, since it is along ends
+                number = min(zero, 1)
+            made = (ZeRO0, ZeRO1, ZeRO2, ZeRO3)[number](units, self.group[axis])
+            stages_of[made] = holders
+        self.zeros = list(stages_of)  # they sum gradients over copies, and step
         self.units = [unit for zero in self.zeros for unit in zero.units]
         self.parts = [part for zero in self.zeros for part in zero.parts]
         self.trained = {p for zero in self.zeros for p in zero.trained}
@@ -503,6 +448,71 @@ class Hybrid(nn.Module):
         widths = [max(map(len, column)) for column in zip(*rows)]
         return "\n".join("  ".join(word.ljust(width) for word, width in zip(row, widths)).rstrip()
                          for row in rows)
+
+
+# ---- a step
+
+
+def train_step(model, optimizer, x, y, valid, clip):
+    """x, y: this copy's rows (B/dp, T); valid: how many targets there are in the whole batch.
+
+    -> this rank's part of the loss, the gradient norm.
+    """
+    for zero in model.zeros:
+        zero.zero_grad()
+    inputs, loss_of = model.in_microbatches(x, y, valid)
+    loss = model.pipeline.step(inputs, loss_of) / model.tp.size  # every rank of tp has all of it
+    sum_gradients(model)
+    norm = gradient_norm(model)
+    if clip and model.parts:
+        finite = norm.nan_to_num(0, posinf=0)  # inf, nan -> 0: nothing is scaled
+        scale = (clip / (finite + 1e-6)).clamp(max=1)
+        torch._foreach_mul_([part.grad for part in model.parts], scale)
+    step_together(model.zeros, optimizer)
+    loss = loss + moe.balancing_losses(model)
+    moe.step_biases(model)
+    return loss, norm
+
+
+def sum_gradients(model):
+    """Ends the sums over copies, which backwards have begun; then sums along the other axes."""
+    for zero in model.zeros:
+        if not isinstance(zero, ZeRO2):  # ZeRO-2 and 3 have summed after each backward
+            zero.reduce()  # partial -> sharded
+    for axis in ("tp", "twins", "ends"):
+        gradients = summands(model, axis)
+        if gradients and model.group[axis].size() > 1:
+            # partial -> replicated
+            tensor_parallel.sum_over_ranks(gradients, model.group[axis])
+
+
+def summands(model, axis):
+    """-> the gradients of this rank that have to be summed along an axis."""
+    return [part.grad for part in model.parts if model.fate[part.parameter].get(axis) == "sum"]
+
+
+def gradient_norm(model):
+    """Of the whole model. Of the ranks that hold the same numbers the first one counts them."""
+    p = next(model.parameters())
+    square = torch.zeros((), dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
+    counted = [part.grad for part in model.parts if model.is_first(part.parameter)]
+    if counted:
+        square = torch.stack(torch._foreach_norm(counted, dtype=square.dtype)).square().sum()
+    dist.all_reduce(square)  # over all ranks: partial -> replicated
+    return square.sqrt()
+
+
+def evaluate(model, x, y):
+    """-> this rank's part of the sum of token losses."""
+    inputs, loss_of = model.in_microbatches(x, y, 1)
+    loss = model.pipeline.evaluate(inputs, loss_of) / model.tp.size
+    for zero in model.zeros:
+        if isinstance(zero, ZeRO3):
+            zero.free_units()  # which reduce() would have done
+    return loss
+
+
+# ---- sums over copies, behind backward
 
 
 class ZeRO0(ZeRO1):
@@ -900,8 +910,10 @@ def layout(args):
         refuse_torch(args, require, homes(plans))
     if args.impl in ("idea", "all"):
         beyond = (args.cp > 1, args.experts, args.sp, args.zero, args.ckpt != "none", args.save,
-                  args.train, args.amp != "off", args.schedule != "1f1b", args.vocab % args.tp)
-        require(not any(beyond), "--impl idea: dp, tp and pp alone, and tp divides --vocab")
+                  args.resume, args.init_from, args.train, args.amp != "off", args.vocab % args.tp,
+                  args.schedule != "1f1b", args.kv_heads % args.tp)
+        require(not any(beyond), "--impl idea: dp, tp and pp alone, and tp divides --vocab and "
+                "heads of keys and values")
     return plans
 
 
