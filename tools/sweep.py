@@ -40,7 +40,7 @@ NEVER = ("amp", "compile", "sweep", "simulate")  # fp64 has no use for them, or 
 MIXTURE = ("top-k", "ep", "shared", "capacity", "balance")  # in hybrid_3d only with experts
 COURSE = {
     "impl": ("scratch", "scratch", "scratch", "idea", "torch"),
-    "model": ("toy", "llama-toy"),
+    "model": ("toy", "llama-toy", "qwen3-toy"),
     "vocab": (256, 257, 263, 300),
     "steps": (2, 3),
     "seed": range(1000),
@@ -117,6 +117,8 @@ def sizes_of(axes, flags, is_pipeline, accum, draw):
     if flags["model"] != "toy":
         sizes["kv-heads"] = kv_heads
         sizes["hidden"] = cut * draw.randint(4, 16)
+    if flags["model"] == "qwen3-toy":
+        sizes["head-dim"] = draw.choice((4, 6, 10))
     batch = axes["dp"] * accum
     if is_pipeline:
         sizes["layers"] = 2 * pp + draw.randrange(4)
