@@ -131,7 +131,7 @@ def idea_step(model, optimizer, x, y, valid, clip):
 #        the idea                                                   84   19.1   56.9
 #     1  blocks of keys: no mask and no scores of T/cp x T
 #     2  equal work: half of the scores, as many on every rank
-#     3  AllGather: keys and values are not kept, but come again    13   25.4   35.1
+#     3  AllGather: keys and values are not kept, but come again    13   25.4   34.1
 #        Zigzag: they come one rank's at a time, hidden             37   25.4   32.6
 #     4  kernels: no scores in memory at all (on GPUs in bf16 and fp16)
 #     5  Ulysses: the fewest bytes, where cp divides the heads      33   12.8   33.6
@@ -341,8 +341,9 @@ class AllGather(Blockwise):
 
     def backward(self, dout, q, own_kv, documents, out, lse):
         dq = torch.zeros_like(q, dtype=lse.dtype)  # fp32 or better
+        brought = self.bring(own_kv)
         all_dkv = lse.new_zeros(self.cp, *own_kv.shape)
-        for source, kv in self.bring(own_kv):
+        for source, kv in brought:
             self.add_gradients(dq, all_dkv[source], source, kv, documents, dout, q, out, lse)
         own_dkv = torch.empty_like(all_dkv[0])
         reduce_scatter(own_dkv.view(-1), all_dkv.view(-1), group=self.group)  # partial -> sharded
