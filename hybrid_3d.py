@@ -303,6 +303,9 @@ class Hybrid(nn.Module):
         # of what size tensors are is known when there is a batch
         mail = Mail(plans, (), p.dtype, p.device, mesh.pipelines, mesh.group["pp"])
         self.pipeline = SummingPipeline(here, plans, mail, stages_of)
+        # nothing here holds what is on other stages: it can be freed
+        tp.cuts = {p: cut for p, cut in tp.cuts.items() if p in self.names}
+        tp.inside.intersection_update(self.names)
 
     def describe(self, stages, home, zero):
         """What the parameters are, while no ZeRO has cut them."""

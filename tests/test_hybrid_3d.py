@@ -1,9 +1,11 @@
 """hybrid_3d: layouts of all axes equal one process in all forms, and models of others; their bytes
 are the docstring's; bugs that are planted in the table show."""
+import gc
 import re
 import shutil
 import subprocess
 import sys
+import weakref
 from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -318,6 +320,11 @@ class Logits(nn.Module):
         return self.call(self.model, x)
 
 
+def wrap(layers, recompute):
+    for layer in layers:
+        layer.forward = partial(recompute, layer.forward)
+
+
 def parallel(axes, pp=1, schedule="1f1b", sp=False, zero=0, recompute=None, device="cpu", **kind):
     with torch.device(device):
         model = make(**kind)
@@ -331,8 +338,7 @@ def parallel(axes, pp=1, schedule="1f1b", sp=False, zero=0, recompute=None, devi
     if experts:
         share_out(model, mesh)
     if recompute:
-        for layer in model.layers:
-            layer.forward = partial(recompute, layer.forward)
+        wrap(model.layers, recompute)
     stages = carve(model, CHAIN, split_layers(4, len(homes(plans))))
     if device == "meta":  # a rank gets its stages alone
         for stage, place in homes(plans).items():
@@ -344,6 +350,11 @@ def parallel(axes, pp=1, schedule="1f1b", sp=False, zero=0, recompute=None, devi
     groups = [{"params": [p for p, yes in zip(hybrid.parameters(), is_matrix) if yes == matrices]}
               for matrices in (True, False)]  # as for other decays
     optimizer = adamw(hybrid.parameter_groups(groups), 1e-2)
+    here = set(hybrid.parameters())
+    elsewhere = [weakref.ref(p) for p in model.parameters() if p not in here]
+    del model, stages
+    gc.collect()
+    assert all(p() is None for p in elsewhere)  # nothing holds them
     for x, y, valid in steps():
         rows = torch.arange(8).chunk(copies)[mesh.place["dp"]]
         loss, _ = hybrid_3d.train_step(hybrid, optimizer, x[rows], y[rows], valid, 0.1)
