@@ -409,6 +409,7 @@ class Hybrid(nn.Module):
         mine = {}
         for stage in self.stages:
             for name, t in stage.state_dict(keep_vars=True).items():
+                mine[name] = t
                 if name in wanted:
                     mine[name] = self.whole(t, found.get(t, t))  # ZeRO has no buffers
         # over pp: on one stage -> replicated

@@ -186,6 +186,7 @@ def test_zero_bubble_needs_no_more_memory():
     ("gpt2", "--impl torch --dp 2 --tp 1 --pp 2 --train attn|norm"),
     ("gpt2", "--dp 2 --tp 1 --pp 2 --zero 1 --train blocks.2|norm"),
     ("gpt2", "--dp 1 --tp 2 --pp 2 --schedule zb-h1 --train attn"),  # the front has no gradients
+    ("llama", "--dp 1 --tp 1 --pp 4 --layers 4 --zero 2 --train blocks.2"),  # nor have most stages
     ("gpt2", "--dp 4 --tp 1 --pp 1 --clip 50"),  # more than the norm: nothing is scaled
 ])
 def test_torch_and_frozen_layers_equal_one_process(form, flags):
