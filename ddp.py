@@ -40,7 +40,7 @@ import sys
 
 from torch.nn.parallel import DistributedDataParallel
 
-from common import adamw, clip_gradients, loss_sum, share
+from common import clip_gradients, loss_sum, share
 
 # ---- 1. the idea -------------------------------------------------------------
 

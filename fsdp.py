@@ -630,7 +630,8 @@ def set_up(run, impl, mesh, on_meta):
 
     optimizer = run.optimizer(model.module.named_parameters(), groups=model.parameter_groups,
                               wholes=wholes)
-    return run.side(model, optimizer, train_step, full_gradients=partial(full_gradients, model),
+    return run.side(model, optimizer, train_step, full_state_dict=model.full_state_dict,
+                    full_gradients=partial(full_gradients, model),
                     pieces=partial(pieces, model, optimizer))
 
 

@@ -1016,7 +1016,9 @@ def set_up(run, impl, mesh, grid, plans, layers):
         size = args.batch // args.dp // args.micro, args.seq // (args.tp if args.sp else 1)
         boundary = (*size, args.width), run.dtype, run.device
         model = parallelize_at_work(plain, mesh, plans, layers, boundary, args)
-        return run.side(model, adamw(model.parameters(), args.lr), train_step_at_work)
+        return run.side(model, adamw(model.parameters(), args.lr), train_step_at_work,
+                        evaluate=model.evaluate, full_state_dict=model.full_state_dict,
+                        full_gradients=model.full_gradients)
     if impl == "idea":
         return set_up_idea(run, plain, grid, plans, layers)
     moe.set_biases(plain, run)

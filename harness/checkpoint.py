@@ -20,7 +20,6 @@ Nothing here draws random numbers while it trains. DIR is a folder that all rank
 import json
 import math
 import shutil
-import sys
 import tempfile
 from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from common import PRESETS, GPTConfig, launched
-from harness.usage import ANY, POSITIVE, require  # noqa: F401
+from harness.usage import require
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 IMPLS = ("idea", "scratch", "torch", "both", "all")
@@ -81,33 +81,14 @@ RUN_FLAGS = {
 FLAGS = {**MODEL_FLAGS, **TRAINING_FLAGS, **RUN_FLAGS}
 
 
-def Flag(default, help, limits=None, course=False):  # TRANSITION
-    """How flags were written before."""
-    settings = dict(default=default, help=help)
-    if default is True:
-        settings["action"] = argparse.BooleanOptionalAction
-    elif default is False:
-        settings["action"] = "store_true"
-    elif isinstance(default, type):
-        settings.update(type=default, default=None)
-    else:
-        settings["type"] = type(default)
-    if limits and isinstance(limits[0], str):
-        settings["choices"] = limits
-    elif limits:
-        settings.update(least=limits[0], most=limits[1])
-    return {**settings, "course": course}
-
-
-def arguments(doc, own=None, presets=None, **old):
+def arguments(doc, own=None, presets=None):
     """The common flags and a script's own, as FLAGS above -> args.
 
     presets: {name: GPTConfig} besides those of common.py. args.cfg is the GPTConfig,
     args.world_size the number of ranks, in a dry run that of --dry-run.
     """
     presets = {**PRESETS, **(presets or {})}
-    old = {"--" + name.replace("_", "-"): flag for name, flag in old.items()}  # TRANSITION
-    flags = {**(own or {}), **old, **FLAGS}  # in this order in --help
+    flags = {**(own or {}), **FLAGS}  # in this order in --help
     flags["--model"] = {**FLAGS["--model"], "choices": tuple(presets)}
     args = parse(doc, flags)
     args.course = [variable(name) for name, flag in flags.items() if flag.get("course")]

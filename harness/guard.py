@@ -13,7 +13,6 @@ import sys
 import threading
 import time
 
-import torch
 import torch.distributed as dist
 
 # ---- ranks that wait for each other -------------------------------------------

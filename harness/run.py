@@ -40,8 +40,8 @@ CHECKED = 300  # steps of one run that are compared, at most
 class Side:
     """One implementation of a technique, ready to train: what a run steps, judges and saves.
 
-    Where a function is not given, the model's method of that name is taken; where it has none, what
-    is right for a module with whole parameters, or DTensors, on every rank.
+    Where a function is not given, it is what is right for a module with whole parameters, or
+    DTensors, on every rank.
     """
 
     model: object  # what main() trains: a module, or a ZeRO around one
@@ -64,8 +64,7 @@ class Side:
     def __post_init__(self):
         for name in ("full_gradients", "full_state_dict", "evaluate", "pieces", "held"):
             if getattr(self, name) is None:
-                usual = getattr(self, f"usual_{name}")
-                setattr(self, name, getattr(self.model, name, usual))
+                setattr(self, name, getattr(self, f"usual_{name}"))
 
     def release(self):
         """Give the memory back. The side is of no use afterwards."""

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-ANY = (0, sys.maxsize)  # bounds of a number
-POSITIVE = (1, sys.maxsize)
 PATIENCE = 5  # seconds in which ranks that leave wait for each other
 
 

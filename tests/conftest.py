@@ -193,10 +193,6 @@ def imported(node):
     return set()
 
 
-def has_five_parts(name):  # TRANSITION: all of them soon
-    return "\n# ---- 5. " in (ROOT / f"{name}.py").read_text()
-
-
 def part_of(name, first, last):
     """Parts `first` to `last` of name.py with their imports. Each line stands where it stands
     there."""
@@ -215,7 +211,7 @@ def part_of(name, first, last):
 
 def section_one(name):
     """What is copied: the idea and the technique."""
-    return part_of(name, 1, 2 if has_five_parts(name) else 1)
+    return part_of(name, 1, 2)
 
 
 def copied(name, last=None, old="", new=""):

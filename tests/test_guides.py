@@ -106,12 +106,12 @@ def run_scripts(scripts, path):
     dist.init_process_group = lambda backend: None
     dist.destroy_process_group = lambda: None
     said = []
-    for mine, script in scripts:
+    for mine, source_of_it in scripts:
         for name, source in {**PAGE, "mine": mine}.items():  # others import some of them
             if name in ("mine", "with_tp", "with_hybrid"):
                 sys.modules[name] = types.ModuleType(name)
                 exec(source, vars(sys.modules[name]))
-        said.append(said_by(script))
+        said.append(said_by(source_of_it))
     if dist.get_rank() == 0:
         path.write_text(json.dumps(said))
 

@@ -139,7 +139,7 @@ def check_kernels():
     moe.read_counts = lambda *args: reads.append(args) or read(*args)
     for in_one_kernel in True, False:
         layer.zero_grad()
-        moe.Experts.one_kernel_pays = lambda self, rows: in_one_kernel
+        moe.Experts.one_kernel_pays = lambda self, rows, pays=in_one_kernel: pays
         with Operations() as step:
             y = layer(x)
             y.square().sum().backward()

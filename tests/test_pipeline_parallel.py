@@ -117,7 +117,7 @@ def deliver(plans, monkeypatch):
     mails = []
     ranks = range(len(plans))
     for rank in ranks:
-        monkeypatch.setattr(dist, "get_rank", lambda: rank)
+        monkeypatch.setattr(dist, "get_rank", partial(int, rank))
         mails.append(Mail(plans, (1,), torch.float32, "cpu", [ranks]))
     with ThreadPoolExecutor(len(plans)) as pool:
         list(pool.map(play, mails, plans))

@@ -5,7 +5,7 @@ import re
 import subprocess
 import tokenize
 
-from conftest import ROOT, has_five_parts, imported, part_of, section_one
+from conftest import ROOT, imported, part_of, section_one
 from tools.launch import TECHNIQUES
 
 RULERS = [f"# ---- {part}. " for part in range(1, 6)]
@@ -124,7 +124,7 @@ def test_parts():
         docstring = ast.get_docstring(tree)
         assert len(docstring.splitlines()) <= 40, name
         assert "Not for:" in docstring, name
-        places = [source.index("\n" + ruler) for ruler in RULERS[:5 if has_five_parts(name) else 4]]
+        places = [source.index("\n" + ruler) for ruler in RULERS]
         assert places == sorted(places), name
         functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
         assert {"parallelize", "train_step", "main"} <= functions, name
@@ -132,7 +132,7 @@ def test_parts():
 
 
 def test_ideas_are_short():
-    for name in filter(has_five_parts, TECHNIQUES):
+    for name in TECHNIQUES:
         first = SOURCES[f"{name}.py"].split("\n" + RULERS[0])[1].split("\n" + RULERS[1])[0]
         lines = [line for line in first.splitlines()[1:] if line.strip()]
         assert len(lines) <= LARGEST_IDEA.get(name, 60), f"{name}: {len(lines)}"

@@ -135,11 +135,11 @@ def test_many_runs_are_one_training(tmp_path):
     """Each script goes on where another one has stopped, with the losses of a single run."""
     together = []
     folder = str(tmp_path)
-    for number, (name, ranks, *flags) in enumerate(RELAY, 1):
+    for number, (name, world, *flags) in enumerate(RELAY, 1):
         if together:
             flags += ["--resume", folder]
         steps = str(2 * number)
-        report = script(name, ranks, *QUICK, *flags, "--steps", steps, "--save", folder)
+        report = script(name, world, *QUICK, *flags, "--steps", steps, "--save", folder)
         together += report["loss"]
     alone = script("ddp", 1, *QUICK, "--steps", str(2 * len(RELAY)))
     assert together == pytest.approx(alone["loss"], rel=1e-10, abs=0)
