@@ -39,12 +39,8 @@ it; checkpointed forwards that change tensors in place or, with full, count call
 autograd.grad, own a random generator.
     torchrun --standalone --nproc_per_node=2 amp_accum_ckpt.py --amp bf16 --accum 2 --ckpt full
 """
-# imports of parts 1 and 2 end here; the rest is for parts 3 to 5
-import math
-import shutil
-import sys
 import weakref
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -52,8 +48,15 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
+
+# imports of parts 1 and 2 end here; the rest is for parts 3 to 5
+import math
+import shutil
+import sys
+from contextlib import nullcontext
+
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from common import adamw, loss_sum, share

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from others import Layer, Llama, into_flat, llama_loss, token_rows
 from torch.utils.flop_counter import FlopCounterMode
 
 import amp_accum_ckpt
@@ -22,21 +21,10 @@ import zero
 from amp_accum_ckpt import FusedLossScaler, LossScaler, full, loss_in_chunks, selective
 from common import FORMS, GPTConfig, adamw, build, loss_sum
 from conftest import (
-    ROOT,
-    SMALL,
-    copied,
-    dry_run_agrees,
-    each,
-    idea,
-    is_clear,
-    outcome,
-    proves,
-    rewritten,
-    run,
-    script,
-    textbook,
-)
+    ROOT, SMALL, copied, dry_run_agrees, each, idea, is_clear, outcome, proves, rewritten, run,
+    script, textbook)
 from harness.ledger import Ledger
+from others import Layer, Llama, into_flat, llama_loss, token_rows
 from tensor_parallel import WholeSequence
 
 LLAMA = ("--model", "llama-toy")
