@@ -127,7 +127,7 @@ def idea_step(model, optimizer, x, y, valid, clip):
 # ---- 2. the technique (copy this; it needs only torch) -----------------------
 
 # What it adds to the idea, and what that buys. Figures: a step of the toy, --seq 2048 --batch 1 on
-# 4 ranks, in MB                                                 calls   sent   peak
+# 4 ranks, with all additions before it; sent and peak in MB     calls   sent   peak
 #        the idea                                                   84   19.1   56.9
 #     1  blocks of keys: no mask and no scores of T/cp x T
 #     2  equal work: half of the scores, as many on every rank
@@ -137,7 +137,7 @@ def idea_step(model, optimizer, x, y, valid, clip):
 #     5  Ulysses: the fewest bytes, where cp divides the heads      33   12.8   33.6
 #     6  one all-reduce for all gradients: one of these calls, not 68
 # Documents are a mask: right everywhere, but step 4's kernels take none. For their sake Llama 3
-# gathers: with all keys here any attention function will do, and few key-value heads are few bytes.
+# gathers, and keeps what came: 2 (cp-1) S more in each layer, but any attention function will do.
 
 aten = torch.ops.aten
 # both were renamed in torch 2.13
@@ -233,16 +233,6 @@ class BlockwiseAttention(torch.autograd.Function):
 # 2. Equal work: the rank with the last chunk would see all keys, the first rank hardly any.
 
 
-def in_order(rank, cp):
-    """The chunks of a rank, as in the idea."""
-    return [rank]
-
-
-def early_and_late(rank, cp):
-    """Of 2 cp chunks one that sees little and one that sees much: zigzag."""
-    return [rank, 2 * cp - 1 - rank]
-
-
 def seen(mine, theirs, tokens):
     """What my queries see of their keys. mine, theirs: chunks; tokens: how many each rank has.
 
@@ -260,20 +250,20 @@ def seen(mine, theirs, tokens):
 
 
 class ContextParallel:
-    """The ranks that share each sequence. A model is given the tokens at `positions` alone, and the
-    same positions for its position embedding or RoPE. In every layer `attend` of a class below
-    takes the place of scaled_dot_product_attention.
-    """
-
-    chunks = staticmethod(in_order)
+    """The ranks that share each sequence. Classes below add the idea's `attend`."""
 
     def __init__(self, group=None):
         self.group = group  # None: the world
         self.cp_rank = dist.get_rank(group)
         self.cp = dist.get_world_size(group)
 
+    @staticmethod
+    def chunks(rank, cp):
+        """Which of cp chunks a rank has; of 2 cp, if it has two."""
+        return [rank]
+
     def positions(self, T, device=None):
-        """Which of a sequence's T tokens are this rank's -> (T/cp,)."""
+        """As the idea's."""
         return self.positions_of(self.cp_rank, self.cp, T, device)
 
     @classmethod
@@ -285,15 +275,16 @@ class ContextParallel:
         return torch.cat([by_chunk[chunk] for chunk in chunks])
 
 
+def early_and_late(rank, cp):
+    """In the place of `chunks`: of 2 cp chunks one that sees little and one that sees much."""
+    return [rank, 2 * cp - 1 - rank]
+
+
 class Blockwise(ContextParallel):
     """What AllGather and Ring share. They differ in how keys and values come and gradients go."""
 
     def attend(self, q, k, v, documents=None):
-        """Attention within the whole sequence: (B, H, T/cp, D) -> (B, H, T/cp, D).
-
-        k and v may have K heads, a divisor of H. Every rank calls `attend`, with equal shapes.
-        documents (B, T): the number of each token's document, where sequences are packed.
-        """
+        """As the idea's. Every rank calls it, with equal shapes."""
         q, k = [x.to(v.dtype) for x in (q, k)]  # RoPE may have made fp32 of them
         with torch.autocast(q.device.type, enabled=False):  # it would make bf16 of fp32 scores
             return BlockwiseAttention.apply(q, torch.stack([k, v]), documents, self)
@@ -326,9 +317,7 @@ class Blockwise(ContextParallel):
 
 
 class AllGather(Blockwise):
-    """K and V are gathered anew in backward. Llama 3 keeps them, 2 (cp-1) S more in each layer, and
-    attends to all of them at once, as the idea does.
-    """
+    """K and V are gathered, and in backward gathered anew."""
 
     chunks = staticmethod(early_and_late)
 
@@ -354,16 +343,16 @@ class Exchange:
     """A tensor goes to the next rank of the ring while that of the rank before comes here."""
 
     def __init__(self, tensor, group):
-        rank = dist.get_rank(group)
-        size = dist.get_world_size(group)
+        after = (dist.get_rank(group) + 1) % dist.get_world_size(group)
+        before = (dist.get_rank(group) - 1) % dist.get_world_size(group)
         self.device = tensor.device
         if dist.get_backend(group) == "gloo":
             tensor = tensor.cpu()  # else ranks could not share a GPU
         self.sent = tensor  # it must live, unchanged, until wait()
         self.received = torch.empty_like(tensor)
         self.works = dist.batch_isend_irecv([
-            dist.P2POp(dist.isend, self.sent, group=group, group_peer=(rank + 1) % size),
-            dist.P2POp(dist.irecv, self.received, group=group, group_peer=(rank - 1) % size)])
+            dist.P2POp(dist.isend, self.sent, group=group, group_peer=after),
+            dist.P2POp(dist.irecv, self.received, group=group, group_peer=before)])
 
     def wait(self):
         """-> what has come from the rank before."""
@@ -457,7 +446,7 @@ class Ulysses(ContextParallel):
     """A rank attends for its heads, by any attention function (Jacobs 2023, section 3)."""
 
     def attend(self, q, k, v, documents=None):
-        """As Blockwise's; the heads of q and those of k and v must be multiples of cp."""
+        """As the idea's; the heads of q and those of k and v must be multiples of cp."""
         assert k.shape[1] % self.cp == 0, f"{k.shape[1]} heads of k for {self.cp} ranks: take Ring"
         qkv = [x.to(v.dtype) for x in (q, k, v)]  # RoPE may have made fp32 of q and k
         # (B, H, T/cp, D) -> (B, H/cp, T, D)
@@ -506,23 +495,16 @@ def number_tokens(model, positions):
         block.attn.positions = positions
 
 
-def documents_of(x):
-    """(B, T) -> the number of each token's document. At a newline the next begins."""
-    return (x == ord("\n")).cumsum(1)
-
-
-def loss_of_own(model, x, y, ring, packed):
-    """x, y (B, T): whole sequences -> the sum of this rank's token losses. packed: of documents."""
+def loss_of_own(model, x, y, ring):
+    """x, y (B, T): whole sequences -> the sum of this rank's token losses."""
     own = ring.positions(x.shape[1], x.device)
-    if packed:
-        attend_by(model, partial(ring.attend, documents=documents_of(x)))
     return loss_sum(model(x[:, own]), y[:, own])
 
 
-def train_step(model, optimizer, x, y, valid, clip, ring, packed=False):
+def train_step(model, optimizer, x, y, valid, clip, ring):
     """valid: the whole batch's targets -> this rank's part of the loss, gradient norm."""
     optimizer.zero_grad()
-    loss = loss_of_own(model, x, y, ring, packed) / valid
+    loss = loss_of_own(model, x, y, ring) / valid
     loss.backward()
     sum_gradients(model.parameters())  # partial -> replicated
     norm = clip_gradients(model.parameters(), clip)  # replicated: no communication
@@ -567,34 +549,26 @@ FLAGS = {
     "--attn": dict(default="zigzag", choices=tuple(KINDS), help="how queries meet others' keys"),
     "--documents": dict(action="store_true", course=True, help="tokens see their own line alone"),
 }
-# flags with which the file is worth running
 VARIANTS = ("--attn ring", "--attn zigzag", "--attn allgather", "--attn ulysses")
 
 
-
-
 def refuse(args, require):
-    cfg = args.cfg
     cp = args.world_size
+    seq = args.cfg.seq
     kind = ContextParallel if args.impl == "idea" else KINDS[args.attn]
     chunks = cp * len(kind.chunks(0, cp))
-    require(cfg.seq % chunks == 0,
-            f"--seq {cfg.seq} does not divide into {chunks} chunks, for {args.attn} on {cp} ranks")
-    require(args.attn != "ulysses" or cfg.kv_heads % cp == 0,
-            f"--attn ulysses: {cp} ranks cannot share {cfg.heads} heads, {cfg.kv_heads} of keys "
-            "and values, evenly: change --heads or --kv-heads")
-    if args.impl in ("torch", "both", "all"):
+    require(seq % chunks == 0, f"--seq {seq} does not divide into {chunks} chunks, for {cp} ranks")
+    require(kind is not Ulysses or args.cfg.kv_heads % cp == 0,
+            f"--attn ulysses: {cp} ranks cannot share {args.cfg.kv_heads} heads of keys and values")
+    if args.impl not in ("idea", "scratch"):
         on_gpu = torch.cuda.is_available() and args.device != "cpu" and not args.dry_run
-        require(on_gpu and args.dtype != "fp64" and not args.documents,
-                "torch's context_parallel needs GPUs, fp32 or bf16, and no --documents; "
-                "take --impl scratch")
-        # torch does not cut off the padding of its kernel for fp32, to a multiple of 32 queries
-        require(args.dtype == "bf16" or cfg.seq % (64 * cp) == 0,
-                f"--impl {args.impl}: in fp32 --seq has to be a multiple of {64 * cp}")
+        # in fp32 torch does not cut off the padding of its kernel, to a multiple of 32 queries
+        fits = args.dtype == "bf16" or args.dtype == "fp32" and seq % (64 * cp) == 0
+        require(on_gpu and fits and not args.documents, "torch's context_parallel needs GPUs, bf16 "
+                f"(or fp32 and --seq a multiple of {64 * cp}), and no --documents")
 
 
 def set_up(run, impl):
-    packed = run.args.documents
     model = run.build()
     optimizer = adamw(model.parameters(), run.args.lr)
     if impl == "torch":
@@ -602,56 +576,58 @@ def set_up(run, impl):
         return run.side(model, optimizer, partial(train_step_at_work, mesh=mesh),
                         evaluate=partial(evaluate_at_work, model, mesh))
     if impl == "idea":
-        ranks = SimpleNamespace(positions=positions, attend=attend)
         begin_alike(model)
-        attend_by(model, attend)
-        number_tokens(model, lambda length, device: positions(run.cfg.seq, device))
-        step = packed_idea_step if packed else idea_step
+        ranks = SimpleNamespace(attend=attend, positions=positions, cp=run.world_size)
+        step = idea_step
     else:
         ranks = KINDS[run.args.attn]()
-        parallelize(model, ranks)
-        step = partial(train_step, ring=ranks, packed=packed)
-    return run.side(model, optimizer, step,
-                    evaluate=lambda x, y: loss_of_own(model, x, y, ranks, packed))
+        step = partial(train_step, ring=ranks)
+    parallelize(model, ranks)
+    evaluate = partial(loss_of_own, model, ring=ranks)
+    if run.args.documents:
+        step = packed(step, model, ranks.attend)
+        evaluate = packed(evaluate, model, ranks.attend)
+    return run.side(model, optimizer, step, evaluate=evaluate)
 
 
-def packed_idea_step(model, optimizer, x, *others):
-    attend_by(model, partial(attend, documents=documents_of(x)))
-    return idea_step(model, optimizer, x, *others)
+def packed(call, model, attend):
+    """-> call, of whose tensors x (B, T) is the first; at a newline the next document begins."""
+
+    def told(*operands):
+        x = next(filter(torch.is_tensor, operands))
+        attend_by(model, partial(attend, documents=(x == ord("\n")).cumsum(1)))
+        return call(*operands)
+
+    return told
 
 
 def packed_plain(run):
-    """The plain GPT's training, where tokens see their own document alone -> Trace."""
-
-    def tell(model, inputs):
-        attend_by(model, partial(plain_attend, documents=documents_of(*inputs)))
-
     model = run.build()
-    model.register_forward_pre_hook(tell)
+    model.forward = packed(model.forward, model, plain_attend)
     return run.plain(model)
 
 
 def textbook(run):
     """-> rows. P parameters, L layers; a rank's q has Q numbers in a layer, its k and v S each."""
-    cfg = run.cfg
     cp = run.world_size
-    L = cfg.layers
-    Q = run.args.batch * cfg.seq // cp * cfg.heads * cfg.head_dim
-    S = Q * cfg.kv_heads // cfg.heads
     b = run.dtype.itemsize  # bytes of a number
     d = max(4, b)  # bytes of one in dK and dV
-    weights = ("wire all_reduce", "2 (cp-1)/cp b P", 2 * (cp - 1) * b * run.total / cp)
-    sums = 2 * (cp - 1) * L * S
+    Q = run.args.batch * run.cfg.seq // cp * run.cfg.heads * run.cfg.head_dim
+    S = Q * run.cfg.kv_heads // run.cfg.heads
+    L = run.cfg.layers
+    kv = 2 * (cp - 1) * L * S  # numbers
+    ring = [("wire send", "2 (cp-1) L (2 b + d) S", kv * (2 * b + d))]
     rows = {
-        "idea": [("wire all_gather", "2 (cp-1) L b S", sums * b),
-                 ("wire reduce_scatter", "2 (cp-1) L b S", sums * b)],
-        "ring": [("wire send", "2 (cp-1) L (2 b + d) S", sums * (2 * b + d))],
-        "allgather": [("wire all_gather", "4 (cp-1) L b S", 2 * sums * b),
-                      ("wire reduce_scatter", "2 (cp-1) L d S", sums * d)],
+        "idea": [("wire all_gather", "2 (cp-1) L b S", kv * b),
+                 ("wire reduce_scatter", "2 (cp-1) L b S", kv * b)],
+        "ring": ring,
+        "zigzag": ring,
+        "allgather": [("wire all_gather", "4 (cp-1) L b S", 2 * kv * b),
+                      ("wire reduce_scatter", "2 (cp-1) L d S", kv * d)],
         "ulysses": [("wire all_to_all", "4 (cp-1)/cp L b (S + Q)",
                      4 * (cp - 1) * L * b * (S + Q) / cp)],
     }
-    rows["zigzag"] = rows["ring"]
+    weights = ("wire all_reduce", "2 (cp-1)/cp b P", 2 * (cp - 1) * b * run.total / cp)
     return [weights, *rows["idea" if run.impls[0] == "idea" else run.args.attn]]
 
 
@@ -665,9 +641,7 @@ def main():
         run.train({impl: set_up(run, impl) for impl in run.impls}, rows=range(args.batch))
         if args.impl != "torch":
             run.textbook(textbook(run))
-        if args.documents:
-            return run.finish(partial(packed_plain, run))
-        return run.finish()
+        return run.finish(partial(packed_plain, run) if args.documents else None)
 
 
 if __name__ == "__main__":
