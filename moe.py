@@ -48,7 +48,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 # imports of parts 1 and 2 end here; the rest is for parts 3 to 5
-import contextlib
 import re
 import sys
 from itertools import chain
@@ -713,6 +712,7 @@ def train_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
     nn.utils.clip_grads_with_norm_(model.parameters(), clip, finite)
     optimizer.step()
     loss = loss.detach() + balancing_losses(model)
+    model.loads = [layer.load_of_step for layer in layers_of(model)]  # to be printed
     step_biases(model)
     return loss, norm
 
@@ -814,23 +814,7 @@ def balanced_counts(args, tokens, ep):
     return lambda counts: (sent, [sent[ep.rank()]] * ep.size())
 
 
-@contextlib.contextmanager
-def noted(notes, step):
-    """In this step read_counts also puts what it reads into `notes`, layer by layer."""
-    global read_counts
-    read = read_counts
-    notes.clear()
-
-    def read_and_note(counts):
-        notes.append(read(counts))
-        return notes[-1]
-
-    read_counts = read_and_note
-    yield
-    read_counts = read
-
-
-def set_up(run, impl, replicas, ep, notes):
+def set_up(run, impl, replicas, ep):
     """-> a Side"""
     build_parallel, step = {"scratch": (parallelize, train_step),
                             "idea": (parallelize_idea, idea_step)}[impl]
@@ -843,8 +827,7 @@ def set_up(run, impl, replicas, ep, notes):
         full_gradients=partial(full_gradients, model, ep),
         full_state_dict=partial(full_state_dict, model, ep),
         pieces=partial(pieces, model, optimizer, replicas, ep),
-        extra=lambda: {"bias_units": [layer.bias_units.tolist() for layer in layers_of(model)]},
-        watch=partial(noted, notes))
+        extra=lambda: {"bias_units": [layer.bias_units.tolist() for layer in layers_of(model)]})
 
 
 def optimizer_of(run, model, ep):
@@ -879,7 +862,7 @@ def pieces(model, optimizer, replicas, ep):
     return found
 
 
-def textbook(run, model, ep, counts):
+def textbook(run, model, ep):
     """The docstring's table. b: bytes of a number; the norm's square has 4 at least."""
     n = run.world_size
     e = ep.size()
@@ -887,14 +870,9 @@ def textbook(run, model, ep, counts):
     L = run.cfg.layers
     dense, of_experts = [b * sum(p.numel() for p in ps) for ps in dense_and_experts(model)]
     int64s = 8 * L * run.args.experts  # bytes of one for each expert of each layer
-    loads = int64s if layers_of(model) else 0
-    moving = 0  # rows to other ranks and from them
-    for ways in counts:
-        for of_ranks in ways:
-            moving += sum(sum(of_rank) for of_rank in of_ranks) - sum(of_ranks[ep.rank()])
+    loads = int64s if layers_of(model) else 0  # the idea sums none
     return [
-        ("wire all_to_all", "2 b C (rows out + rows in, but those that stay) + (ep-1)/ep 8 L E",
-         2 * b * run.cfg.width * moving + (e - 1) / e * int64s),  # forward and backward
+        ("calls all_to_all", "5 L", 5 * L),
         ("wire all_reduce",
          "2 (n-1)/n (b dense + 8 L E) + 2 (n-ep)/n b experts/ep + 2 (ep-1)/ep max(4, b)",
          2 * (n - 1) / n * (dense + loads) + 2 * (n - e) / n * of_experts
@@ -904,19 +882,12 @@ def textbook(run, model, ep, counts):
     ]
 
 
-def picture(run, counts):
-    """Prints how many rows experts got in the last step, in the worst layer."""
-    load = torch.tensor([sum(sent, []) for sent, _ in counts], device=run.device)
-    dist.all_reduce(load)  # partial -> replicated
-    load = load.double().cpu()  # (L, E)
-    wanted = run.cfg.layers * run.args.top_k * run.args.batch * run.cfg.seq
-    dropped = 1 - load.sum().item() / wanted
-    load = (load / load.mean(1, keepdim=True)).nan_to_num()  # of a layer without rows: 0
-    worst = load.max(1).values.argmax()
-    run.extra.update(load=load.tolist(), dropped=dropped)
-    run.say(f"\nrows over the mean in layer {worst}, last step; {dropped:.1%} dropped")
-    for e, times in enumerate(load[worst].tolist()):
-        run.say(f"  expert {e:<3} {times:5.2f} {'#' * min(60, round(10 * times))}")
+def show_load(run, model):
+    """How often all ranks' tokens chose the busiest expert of each layer, in the last step."""
+    loads = [load / load.double().mean() for load in model.loads if torch.is_tensor(load)]
+    run.extra["load"] = [load.tolist() for load in loads]  # without layers that had no backward
+    times = " ".join(f"{load.max():.2f}" for load in loads)
+    run.say(f"\nbusiest experts, by layer: {times} times the mean")
 
 
 def main():
@@ -938,13 +909,13 @@ def main():
         tokens = args.batch * run.cfg.seq // run.world_size
         read_counts = balanced_counts(args, tokens, ep)
         run.say("experts are taken to be balanced")
-    notes = {impl: [] for impl in run.impls}
     with run:
-        sides = {impl: set_up(run, impl, replicas, ep, notes[impl]) for impl in run.impls}
+        sides = {impl: set_up(run, impl, replicas, ep) for impl in run.impls}
         run.train(sides, rows=share(args.batch, run.world_size, run.rank))
-        run.textbook(textbook(run, sides[run.impls[0]].model, ep, notes[run.impls[0]]))
-        if not run.dry:
-            picture(run, notes[run.impls[0]])
+        model = sides[run.impls[0]].model
+        run.textbook(textbook(run, model, ep))
+        if layers_of(model) and not run.dry:
+            show_load(run, model)
         judged_as = args.dtype
         if args.check and args.dtype == "fp32":
             run.say("\nin fp32 rounding decides near ties: only losses are judged; fp64 judges all")
