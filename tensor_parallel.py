@@ -772,8 +772,7 @@ def refuse(args, require):
     ours = args.impl == "scratch"
     idea = args.impl in ("idea", "all")
     require(cfg.heads % n == 0 and (cfg.kv_heads % n == 0 or ours and n % cfg.kv_heads == 0),
-            f"{n} ranks cannot share {cfg.heads} heads, {cfg.kv_heads} of keys and values, evenly: "
-            "change --heads or --kv-heads")
+            f"{n} ranks cannot share {cfg.heads} heads, {cfg.kv_heads} of keys and values, evenly")
     require(not (idea and args.sp), f"--impl {args.impl}: no --sp in the idea")
     for flag, size, even in (("--hidden", cfg.hidden, not ours), ("--vocab", cfg.vocab, idea),
                              ("--seq", cfg.seq, args.sp)):
@@ -786,12 +785,11 @@ def pieces(model, optimizer, tp):
 
     found = []
     for name, p in model.named_parameters():
-        copies = tp.copies(p)
-        own = pieces_of([(name, p)], optimizer, writes=tp.rank % copies == 0)
-        if p in tp.cuts:
-            dim, plain_size, _ = tp.cuts[p]
-            own = [of_whole(piece, dim, plain_size, tp.rank // copies) for piece in own]
-        found += own
+        place = tp.rank // tp.copies(p)
+        for piece in pieces_of([(name, p)], optimizer, writes=tp.rank % tp.copies(p) == 0):
+            if p in tp.cuts:
+                piece = of_whole(piece, tp.cuts[p].dim, tp.cuts[p].plain_size, place)
+            found.append(piece)
     return [piece for piece in found if piece.tensor.numel() > 0]
 
 
@@ -799,10 +797,8 @@ def wholes(tp, matrices):
     """For optimizers that look at whole matrices."""
     from harness.whole import WholeMatrices, share_of_box
 
-    shares = {}
-    for p in matrices:
-        dim, plain_size, _ = tp.cuts[p]
-        shares[p] = share_of_box(p, tp.size, dim, plain_size, copies=tp.copies(p))
+    shares = {p: share_of_box(p, tp.size, tp.cuts[p].dim, tp.cuts[p].plain_size,
+                              copies=tp.copies(p)) for p in matrices}
     return [WholeMatrices(shares, tp.group)]
 
 
@@ -827,39 +823,33 @@ def set_up(run, impl, tp, mesh):
 
 
 def textbook(run, impl, model, tp):
-    """-> rows. b: bytes of a number, s: of one in the loss. P: this rank's parameters.
-
-    k: how often a block sums B T C numbers. G: gradients that are summed after backward. T': T if
-    positions are learned and cut, else 0.
+    """-> rows. b: bytes of a number, s: of one in the loss. P: this rank's parameters. k: how often
+    a block sums B T C numbers. G: gradients summed after backward. T': T if positions are cut or 0.
     """
-    cfg = run.cfg
+    L = run.cfg.layers
+    tokens = run.args.batch * run.cfg.seq
+    sent = 1 - 1 / tp.size  # of a tensor, by an all-gather or a reduce-scatter
     b = run.dtype.itemsize
     s = b if impl == "idea" else max(b, 4)
     k = 4
     if impl == "idea":
         k = 7 if hasattr(model.blocks[0].mlp, "gate") else 6  # 2 g, and an f for each Linear
-    positions = cfg.seq if model.pos is not None and model.pos.weight in tp.cuts else 0
-    tokens = run.args.batch * cfg.seq
-    n = tp.size
-    x = b * tokens * cfg.width * (n - 1) / n  # what all-gather and reduce-scatter send of it
-    passed = x * (k * cfg.layers + 2) + x * positions / tokens  # at every f and g
+    positions = run.cfg.seq if model.pos is not None and model.pos.weight in tp.cuts else 0
+    C = b * sent * run.cfg.width
+    passed = C * (tokens * (k * L + 2) + positions)  # at every f and g
+    sums = 2 * s * sent * (3 * tokens + 1)  # of the loss, and of the gradient norm
     parameters = list(model.parameters())
-    sums = 2 * s * (3 * tokens + 1) * (n - 1) / n  # of the loss, and of the gradient norm
-    for p in parameters:
-        if tp.is_partial(p):
-            sums += 2 * b * p.numel() * (1 - 1 / tp.copies(p))
-    P = sum(p.numel() for p in parameters)
-    rows = [("held states", "4 b P + 4 per tensor (steps)", 4 * b * P + 4 * len(parameters))]
+    for p in filter(tp.is_partial, parameters):
+        sums += 2 * b * p.numel() * (1 - 1 / tp.copies(p))
+    states = 4 * b * sum(p.numel() for p in parameters) + 4 * len(parameters)
+    rows = [("held states", "4 b P + 4 per tensor (steps)", states)]
     if not run.args.sp:
         formula = f"2 (tp-1)/tp (b [B T ({k} L + 2) + T'] C + b G + s (3 B T + 1))"
         return [*rows, ("wire all_reduce", formula, 2 * passed + sums)]
-    again = x * (2 * cfg.layers + 1)  # f gathers x again in backward
-    return [
-        *rows,
-        ("wire all_gather", "(tp-1)/tp b [B T (6 L + 3) + T'] C", passed + again),
-        ("wire reduce_scatter", "(tp-1)/tp b [B T (4 L + 2) + T'] C", passed),
-        ("wire all_reduce", "2 (tp-1)/tp (b G + s (3 B T + 1))", sums),
-    ]
+    again = C * tokens * (2 * L + 1)  # f gathers x again in backward
+    return [*rows, ("wire all_gather", "(tp-1)/tp b [B T (6 L + 3) + T'] C", passed + again),
+            ("wire reduce_scatter", "(tp-1)/tp b [B T (4 L + 2) + T'] C", passed),
+            ("wire all_reduce", "2 (tp-1)/tp (b G + s (3 B T + 1))", sums)]
 
 
 def main():
@@ -871,9 +861,7 @@ def main():
     run = Run(args)
     mesh = init_device_mesh(run.device.type, (run.world_size,))
     with run:  # from here on a dry run's tensors have no memory
-        tp = WholeSequence(dist.group.WORLD)
-        if args.sp:
-            tp = CutSequence(dist.group.WORLD)
+        tp = CutSequence(dist.group.WORLD) if args.sp else WholeSequence(dist.group.WORLD)
         sides = {impl: set_up(run, impl, tp, mesh) for impl in run.impls}
         run.train(sides, rows=range(args.batch))  # all rows, everywhere
         if args.impl != "torch":
