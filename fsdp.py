@@ -64,8 +64,8 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 class IdeaOfUnit(nn.Module):
-    """full: p0 | p1 | p2 | padding, the trained parameters of a block end to end, of n chunks. It
-    has memory while the block runs. The chunk that this rank keeps, and steps, is its shard."""
+    """full: p0 | p1 | p2 | padding, the trained parameters of a block end to end. It has memory
+    while the block runs. Of n equal chunks this rank keeps, and steps, one: its shard."""
 
     def __init__(self, block, group=None):
         super().__init__()
@@ -82,7 +82,7 @@ class IdeaOfUnit(nn.Module):
         self.shard = self.full.chunk(ranks)[dist.get_rank(group)].clone().requires_grad_()
         self.free()
         for p in trained.values():
-            p.requires_grad_(False).set_()  # empty; and a unit around this one does not take it
+            p.requires_grad_(False).set_()  # empty, and not taken by the root, which is made later
 
     def forward(self, *inputs):
         self.gather()
@@ -134,7 +134,7 @@ def idea_step(model, shards, optimizer, x, y, valid, clip):
 # ---- 2. the technique (copy this; it needs only torch) -----------------------
 
 # What it adds to the idea, and what that buys. Figures are those of the toy on 2 ranks.
-#     hooks and p.data, no wrapper    names, arguments, outputs as before; checkpoints inside blocks
+#     hooks and p.data, no wrapper    names, arguments and outputs stay; blocks may checkpoint
 #     gathers and sums under way      10 of 13 travel while others compute; the idea waits for 15
 #     last block and root stay        5.06 MB sent -> 4.56 MB, 26.3 MB at the peak -> 25.4 MB
 #     a part for each parameter       parameter groups, micro-batches, offload; of bf16 fp32 sums
@@ -167,7 +167,6 @@ class Unit:
         device = parameters[0].device
         ranks = dist.get_world_size(group)
         rank = dist.get_rank(group)
-        wide = torch.promote_types(own, torch.float32)
         self.group = group
         self.shapes = {p: p.shape for p in parameters}  # in order; p itself is empty at times
         self.size = sum(p.numel() for p in parameters)  # without padding
@@ -175,7 +174,8 @@ class Unit:
         self.mine = slice(rank * self.chunk, (rank + 1) * self.chunk)  # in full and in buffer
         self.full = torch.empty(ranks * self.chunk, dtype=dtype or own, device=device)
         self.places = self.views(self.full)  # {parameter: its view of full}
-        self.shard = torch.zeros(self.chunk, dtype=wide, device=home or device)
+        self.shard = torch.zeros(self.chunk, device=home or device,
+                                 dtype=torch.promote_types(own, torch.float32))
         self.parts = list(self.cut())
         self.gathering = None  # the all-gather into full that is under way
         self.sending = None  # what it reads, in full's dtype: kept until it is over
@@ -296,12 +296,11 @@ class FSDP(nn.Module):
         self.module = module
         self.group = group
         self.reshard = reshard
-        self.whole = list(module.buffers())  # what every rank has
-        for p in module.parameters():
-            p.grad = None  # left from before: it is of no step here
-            if not p.requires_grad:
-                p.data = p.data.to(dtype or p.dtype)
-                self.whole.append(p.data)
+        module.zero_grad()  # what is left from before is of no step here
+        frozen = [p for p in module.parameters() if not p.requires_grad]
+        for p in frozen:
+            p.data = p.data.to(dtype or p.dtype)
+        self.whole = [*module.buffers(), *frozen]  # what every rank has
         for tensor in self.whole:
             dist.broadcast(tensor, group=group, group_src=0)  # the first rank's -> replicated
         self.summing = []  # units whose sums this backward has started, in order
@@ -312,8 +311,9 @@ class FSDP(nn.Module):
         for block in blocks:
             trained = [p for p in block.parameters() if p.requires_grad]
             if trained:
-                block.register_forward_pre_hook(partial(self.enter, len(self.block_units)))
-                block.register_forward_hook(partial(self.after_forward, len(self.block_units)))
+                i = len(self.block_units)
+                block.register_forward_pre_hook(partial(self.enter, i))
+                block.register_forward_hook(partial(self.after_forward, i))
                 self.block_units.append(Unit(trained, group, dtype, home, begin))
                 inside.update(trained)
         rest = [p for p in module.parameters() if p.requires_grad and p not in inside]
@@ -402,10 +402,7 @@ class FSDP(nn.Module):
     # -- a step
 
     def parameter_groups(self, groups=None):
-        """groups: a list of dicts, as for an optimizer -> the same with this rank's values.
-
-        Parameters are those of model.module, before or after FSDP was made.
-        """
+        """groups: a list of dicts, as for an optimizer -> the same with this rank's values."""
         value_of = {part.parameter: part.value for part in self.parts}
         ours = []
         for group in groups or [{"params": list(value_of)}]:
@@ -481,7 +478,7 @@ def from_meta(module, device, init):
     """
     new = {}  # {tensor on the meta device: what replaces it}
     for name, t in [*module.named_parameters(), *module.named_buffers()]:
-        if t.requires_grad:
+        if t.requires_grad:  # one number is enough: shards alone are filled
             new[t] = nn.Parameter(torch.zeros((), dtype=t.dtype, device=device).expand(t.shape))
         else:
             new[t] = torch.empty_like(t, device=device)
@@ -598,18 +595,6 @@ FLAGS = {
 VARIANTS = ("", "--no-reshard", "--hsdp 1")  # flags with which the file is worth running
 
 
-def refuse(args, n, require):
-    ranks = args.world_size
-    require(args.batch >= ranks, f"--batch {args.batch} for {ranks} ranks: give each at least one")
-    require(ranks % n == 0, f"--hsdp {n} does not divide {ranks} ranks")
-    require(not args.offload or args.impl == "scratch", "--offload is for --impl scratch alone")
-    if args.impl in ("idea", "all"):
-        require(args.reshard and n == ranks and not args.train,
-                "--impl idea: without --no-reshard, --hsdp, --train")
-        kept = args.save or args.resume or args.init_from
-        require(not kept, "--impl idea: without --save, --resume, --init-from")
-
-
 def set_up(run, impl, mesh, on_meta):
     from harness.whole import WholeMatrices, shares_of_runs
 
@@ -638,7 +623,7 @@ def set_up(run, impl, mesh, on_meta):
 def set_up_idea(run):
     plain = run.build()
     state = plain.state_dict(keep_vars=True)
-    names = dict(plain.named_parameters())
+    trained = dict(plain.named_parameters())
     model, shards = shard_blocks(plain, plain.blocks)
     optimizer = adamw(shards, run.args.lr)
 
@@ -650,16 +635,13 @@ def set_up_idea(run):
         return {"parameters": shards, "gradients": [shard.grad for shard in shards],
                 "optimizer": states}
 
-    def idea_gradients():
-        found = idea_gathered(model, lambda unit: unit.shard.grad)
-        return {name: found[p] for name, p in names.items()}
+    def whole(tensors, chunk_of):
+        found = idea_gathered(model, chunk_of)
+        return {name: found.get(t, t) for name, t in tensors.items()}
 
-    def idea_state_dict():
-        found = idea_gathered(model, lambda unit: unit.shard)
-        return {name: found.get(t, t) for name, t in state.items()}
-
-    return run.side(model, optimizer, step, held=held, full_gradients=idea_gradients,
-                    full_state_dict=idea_state_dict)
+    return run.side(model, optimizer, step, held=held,
+                    full_gradients=partial(whole, trained, lambda unit: unit.shard.grad),
+                    full_state_dict=partial(whole, state, lambda unit: unit.shard))
 
 
 def pieces(model, optimizer):
@@ -674,25 +656,24 @@ def pieces(model, optimizer):
     return found
 
 
-def textbook(run, model, mesh):
-    """b, c: the bytes of a number in shard, in full. AdamW has a step counter for each value.
-
-    P_again: what is gathered twice. In the idea that is all.
-    """
+def textbook(model, mesh):
+    """b, c: the bytes of a number in shard, in full. P_again: what is gathered twice, all in the
+    idea. own: this rank's numbers, in FSDP without padding; AdamW counts steps for each value."""
     R, N = mesh.shape
     others = (N - 1) / N
-    units = [unit for unit in model.modules() if isinstance(unit, IdeaOfUnit)]
-    values = [unit.shard for unit in units]
-    again = units
     if isinstance(model, FSDP):
         units = model.units
         values = model.values
         again = model.block_units[:-1] if model.reshard else []
+    else:
+        units = [unit for unit in model.modules() if isinstance(unit, IdeaOfUnit)]
+        values = [unit.shard for unit in units]
+        again = units
     b = units[0].shard.itemsize
     c = units[0].full.itemsize
-    P = sum(unit.full.numel() for unit in units)  # with the padding of all units
+    P = sum(unit.full.numel() for unit in units)
     P_again = sum(unit.full.numel() for unit in again)
-    own = sum(value.numel() for value in values)  # of this rank, in FSDP without padding
+    own = sum(value.numel() for value in values)
     return [
         ("held parameters", f"b P/N, P = {P:,} with padding", b * P / N),
         ("held gradients", "b P/N", b * P / N),
@@ -710,7 +691,12 @@ def main():
 
     args = arguments(__doc__, FLAGS)
     n = args.hsdp or args.world_size  # ranks that share one copy
-    refuse(args, n, require)
+    require(args.batch >= args.world_size, f"--batch {args.batch}: give each rank at least one")
+    require(args.world_size % n == 0, f"--hsdp {n} does not divide {args.world_size} ranks")
+    require(not args.offload or args.impl == "scratch", "--offload is for --impl scratch alone")
+    bare = args.reshard and n == args.world_size and not args.train
+    require(bare or args.impl not in ("idea", "all"),
+            f"--impl {args.impl}: without --no-reshard, --hsdp, --train")
     run = Run(args)
     mesh = dist.init_device_mesh(run.device.type, (args.world_size // n, n),
                                  mesh_dim_names=("replicate", "shard"))
@@ -720,7 +706,7 @@ def main():
         sides = {impl: set_up(run, impl, mesh, on_meta) for impl in run.impls}
         run.train(sides, rows=share(args.batch, run.world_size, run.rank))
         if args.impl != "torch":
-            run.textbook(textbook(run, sides[run.impls[0]].model, mesh))
+            run.textbook(textbook(sides[run.impls[0]].model, mesh))
         run.show_held()
         return run.finish()
 

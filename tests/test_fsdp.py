@@ -87,7 +87,7 @@ def backward(model, rows):
             model(tokens)
 
 
-def check_copy(model_is, options={}, plant=None, copies=False):
+def check_copy(model_is, options={}, copies=False, old="", new=""):
     """Two steps equal those of one process: gradients, norms, parameters.
 
     copies: each rank has the whole model, as a copy of HSDP.
@@ -99,9 +99,7 @@ def check_copy(model_is, options={}, plant=None, copies=False):
     plain.zero_grad()
     torch.manual_seed(rank)  # all ranks get the first one's weights
     inner = llama(**model_is)
-    module = copied("fsdp")
-    if plant:
-        plant(module)
+    module = copied("fsdp", old=old, new=new)
     if copies:
         alone = [dist.new_group([i]) for i in range(n)]
         ours = module.HSDP(inner, inner.layers, alone[rank], dist.group.WORLD, **options)
@@ -129,46 +127,31 @@ def test_copy():
         (dict(tied=True),),
         (dict(frozen=["embed_tokens", "norm", "lm_head", "layers.1.mlp"]),),
         ({}, dict(reshard=False, home="cpu")),
-        (dict(frozen=["layers.1", "norm"]), {}, None, True),
+        (dict(frozen=["layers.1", "norm"]), {}, True),
     ])
 
 
-def unsummed(module):
-    def own(out, tensor, group, async_op):
-        out.copy_(tensor.chunk(2)[dist.get_rank(group)])
-        return SimpleNamespace(wait=lambda: None)
-    module.reduce_scatter = own
-
-
-def use_first(unit, first={}):
-    unit.wait()
-    unit.full.copy_(first.setdefault(unit, unit.full.clone()))
-
-
 PLANTED = {
-    "averaged over ranks": into("Unit", "finish_sum", "before", lambda unit: unit.sum.div_(2)),
-    "a unit once gathered is not gathered again": into("Unit", "gather", "after", use_first),
-    "a shard gets this rank's gradient, not the sum": unsummed,
-    "only the last micro-batch counts": into(
-        "Unit", "start_sum", "before", lambda unit: [part.value.grad.zero_() for part in unit.parts
-                                                     if part.value.grad is not None]),
-    "a rank clips by the norm of its shards": into("FSDP", "all_reduce", "left out", None),
-    "ranks begin with weights of their own": into("FSDP", "broadcast", "left out", None),
+    "gradient[part.span]": "gradient[part.span] / 2",
+    "self.gathering = all_gather(self.full, self.sending, group=self.group, async_op=True)":
+        "self.full.zero_()",
+    "self.reducing = reduce_scatter(self.sum, self.buffer, group=self.group, async_op=True)":
+        "self.sum.copy_(self.buffer[self.mine])",
+    "part.value.grad += new": "part.value.grad = new",
+    "dist.all_reduce(square, group=self.group)": "pass",
+    "dist.broadcast(whole, group=unit.group, group_src=0)": "pass",
 }
+OF_COPIES = "unit.reducing = dist.all_reduce(unit.sum, group=self.replicas, async_op=True)"
 
 
-def check_planted(what):
+def check_planted(old, new, copies=False):
+    copied("fsdp", old=old, new=new)  # there is such a line
     with pytest.raises(AssertionError):
-        check_copy(dict(tied=True), plant=PLANTED[what])
-
-
-def copies_keep_their_sums(module):
-    module.HSDP.travelled = module.FSDP.travelled
+        check_copy(dict(tied=True), {}, copies, old, new)
 
 
 def test_planted():
-    run(each, 2, check_planted, [(what,) for what in PLANTED])
-    proves("fsdp", 4, "--hsdp", "2", plant=copies_keep_their_sums)
+    run(each, 2, check_planted, [*PLANTED.items(), (OF_COPIES, "pass", True)])
 
 
 @pytest.mark.parametrize("old, new", [
@@ -243,24 +226,6 @@ def check_meta():
     assert (full_gradients(model)["norm.unused"] == 0).all()
 
 
-def check_unused_block():
-    """Gradients of a block that no rank has used are 0, and those of others are right."""
-    torch.manual_seed(0)
-    plain = llama()
-    plain.zero_grad()
-    inner = llama()
-    inner.load_state_dict(plain.state_dict())
-    ours = FSDP(inner, inner.layers)
-    for model in plain, inner:
-        model.layers[1].forward = lambda x: x  # as a layer that is dropped
-    for layer in plain.layers[1].parameters():
-        layer.grad = torch.zeros_like(layer)
-    llama_loss(plain, *ROWS).backward()
-    llama_loss(ours, *ROWS).backward()
-    total = dist.get_world_size()
-    compare(full_gradients(ours), {name: total * g for name, g in gradients_of(plain).items()})
-
-
 def check_bf16():
     """A module of bf16 numbers computes in bf16. Its shards, and sums of gradients, are in fp32."""
     inner = bf16_llama()
@@ -270,24 +235,14 @@ def check_bf16():
         llama_loss(model, *rows).backward()
     compare_fp32(full_gradients(model), added_in_fp32(batches))
     assert {unit.full.dtype for unit in model.units} == {torch.bfloat16}
-
-
-def check_refused():
-    inner = llama()
-    model = FSDP(inner, inner.layers)
-    with pytest.raises(RuntimeError, match="full_state_dict"):
-        model.state_dict()
-    with pytest.raises(RuntimeError, match="cast the module before"):
-        model.to(torch.float32)
-    llama_loss(model, *ROWS).backward()
     model.values[0].grad[0] = float("inf")
     before = full_gradients(model)
     assert model.clip_grad_norm_(1.0) == float("inf")
     torch.testing.assert_close(full_gradients(model), before)  # it spoils no other
 
 
-def check_block_output():
-    """A loss of what a block returns, and not of what the model returns."""
+def check_unused():
+    """A loss of what a block returns, not the model: what came after it gets gradients of 0."""
     torch.manual_seed(0)
     plain = llama()
     plain.zero_grad()
@@ -296,6 +251,7 @@ def check_block_output():
     model = FSDP(inner, inner.layers)
     seen = []
     for layers in plain.layers, inner.layers:
+        layers[0].forward = lambda x: x  # as a layer that is dropped
         layers[1].register_forward_hook(lambda layer, inputs, output: seen.append(output))
     plain(ROWS[0])
     model(ROWS[0])
@@ -305,7 +261,7 @@ def check_block_output():
     wanted = {name: total * gradient for name, gradient in gradients_of(plain).items()}
     found = full_gradients(model)
     compare({name: found.pop(name) for name in wanted}, wanted)
-    assert not any(gradient.any() for gradient in found.values())  # of what came after the block
+    assert not any(gradient.any() for gradient in found.values())
 
 
 def as_nccl(collective, works, out, tensor, group, async_op=False):
@@ -340,8 +296,6 @@ def check_memory(reshard, most):
 
 def test_parts():
     run(check_meta, 2)
-    run(check_refused, 2)
-    run(check_block_output, 2)
-    run(check_unused_block, 2)
+    run(check_unused, 2)
     run(check_bf16, 2)
     run(each, 2, check_memory, [(True, 2), (False, 3)])
