@@ -26,7 +26,7 @@ P parameters; in a layer a rank's queries have Q elements, its keys and its valu
     weights                      all         all                             all
     saved activations            all         1/cp                            1/cp
     sent in a layer's forward    -           2 (cp-1) S                      2 (cp-1)/cp (S + Q)
-    sent in a layer's backward   -           4 (cp-1) S, half of it in fp32  2 (cp-1)/cp (S + Q)
+    sent in a layer's backward   -           4 (cp-1) S: dK, dV are in fp32  2 (cp-1)/cp (S + Q)
     sent to sum gradients        -           2 (cp-1)/cp P                   2 (cp-1)/cp P
 
 Liu 2023, arXiv:2310.01889, section 3 (ring). Llama team 2024, arXiv:2407.21783, section 3.3.2
@@ -399,6 +399,7 @@ class Zigzag(Ring):
 
 
 def has_kernel(q, same):
+    # flash attention wants 16 bits, and D of 8, 16, .., 256
     on_gpu = q.is_cuda and q.dtype.itemsize == 2 and q.shape[-1] in range(8, 257, 8)
     return same is None and q.stride(-1) == 1 and (q.is_cpu or on_gpu)
 

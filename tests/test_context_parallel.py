@@ -49,7 +49,7 @@ def test_goes_on_with_other_ranks_and_another_attention(tmp_path):
 # ---- attention alone -------------------------------------------------------------
 
 
-def check_attention(T, kv_heads, D, packed=False, compiled=False, plain=False):
+def check_attention(T, kv_heads, D, packed=False, compiled=False):
     """out, dq, dk, dv of each kind, against SDPA of the whole sequence."""
     rng = torch.Generator().manual_seed(0)
     *qkv, dout = [torch.randn(2, H, T, D, generator=rng) for H in (4, kv_heads, kv_heads, 4)]
@@ -66,20 +66,17 @@ def check_attention(T, kv_heads, D, packed=False, compiled=False, plain=False):
         own = ranks.positions(T)
         parts = [x[:, :, own].requires_grad_() for x in qkv]
         ours = torch.compile(ranks.attend, backend="aot_eager") if compiled else ranks.attend
-        with pytest.MonkeyPatch.context() as patch:
-            if plain:
-                patch.setattr(context_parallel, "has_kernel", lambda q, same: False)
-            result = ours(*parts, documents)
-            result.backward(dout[:, :, own])
+        result = ours(*parts, documents)
+        result.backward(dout[:, :, own])
         found = [result, *(part.grad for part in parts)]
         for a, b in zip(found, [out, *(x.grad for x in whole)]):
             torch.testing.assert_close(a, b[:, :, own], rtol=0, atol=1e-12)
 
 
 def test_attention_alone():
-    run(each, 4, check_attention, [  # T, kv_heads, D, packed, compiled, plain
+    run(each, 4, check_attention, [  # T, kv_heads, D, packed, compiled
         (1024, 4, 4),  # longer than a block of the kernel
-        (24, 1, 3, False, False, True),
+        (24, 1, 3),
         (72, 4, 3, True),
         (24, 2, 5, False, True),
     ])
