@@ -145,7 +145,7 @@ def idea_step(model, optimizer, x, y, valid, clip, accum, autocast, scaler):
 
 # ---- 2. the technique (copy this; it needs only torch) -----------------------
 
-# What it adds to the idea, and what that buys. Figures: the toy, 2 ranks.
+# What it adds to the idea, and what that buys. Figures: the toy, 1 rank; calls: 2.
 #     one sum for all gradients   68 calls -> 1
 #     full                        any arguments, dropout, one checkpoint in another; stops before
 #                                 the last matmul: peak 24.5 -> 23.9 MB, without any 48.0

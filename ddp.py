@@ -63,8 +63,8 @@ def all_reduce_gradients(model, group=None):
 def idea_step(model, optimizer, x, y, valid, clip):
     """x, y: this rank's rows (B/N, T); valid: the number of targets in all ranks' rows."""
     optimizer.zero_grad()
-    # A sum over this rank's tokens, divided by the number of all ranks': then the sum of gradients
-    # is the whole batch's. A mean of the ranks' means would weigh tokens by where they are.
+    # A sum over this rank's tokens, divided by the number of targets on all ranks: so gradients add
+    # up to the whole batch's. A mean of the ranks' means would weigh tokens by where they are.
     loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum") / valid
     loss.backward()
     all_reduce_gradients(model)

@@ -611,7 +611,7 @@ def split_columns(tp, x, *parameters):
 
 
 def split_cut_linears(stages):
-    """The Linears that tp has not cut are split by Pipeline."""
+    """The Linears that tp has not cut are split by SplitPipeline."""
     for module in stages.modules():
         if isinstance(module, ColumnLinear):
             module.product = split_columns

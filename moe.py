@@ -189,7 +189,7 @@ def idea_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
 
 # What it adds to the idea, and what that buys. Calls and bytes are those of the toy on 2 ranks.
 #     experts in stacks, rows regrouped    an expert runs once, not once for each rank that sends to
-#                                          it; on GPUs all of them are one kernel
+#                                          it; in bf16 on GPUs one kernel, if it can
 #     an exchange in two halves            the shared expert works while rows travel
 #     losses, or biases in the choice      experts are chosen about equally often
 #     fp32 routers, rows cast early        it chooses as in fp32; autocast to bf16 halves the bytes
@@ -213,7 +213,7 @@ def stacked(tensors):
 class StackedLinear(nn.Module):
     """An nn.Linear per expert, copied into stacks: weight (E/ep, F, C), bias (E/ep, F) or None.
 
-    A parameter is an expert's if its owner is one of these.
+    hybrid_3d.py takes a parameter for an expert's if its owner is one of these.
     """
 
     def __init__(self, linears):
@@ -719,7 +719,7 @@ def train_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
 
 # ---- 4. at work: the same with torch's own API -------------------------------
 
-# torch has no such layer, but parts of it: F.grouped_mm, which StackedLinear takes on GPUs, and
+# torch has no such layer, but parts of it: F.grouped_mm, which Experts takes on GPUs, and
 # all_to_all_single_autograd in torch.distributed._functional_collectives, which is our AllToAll.
 # The layers to use are torchtitan's, models/moe, and Megatron's, core/transformer/moe.
 

@@ -545,7 +545,7 @@ class SplitPipeline(Pipeline):
 
     def __init__(self, modules, plans, mail):
         super().__init__(modules, plans, mail)
-        self.split = {(a.microbatch, a.stage) for a in self.plan if a.kind == "W"}  # these Bs are
+        self.split = {(a.microbatch, a.stage) for a in self.plan if a.kind == "W"}  # split Bs
         self.ws = {}  # {(micro-batch, stage): [what W calls for each Linear]}, from B to W
         if self.split:
             for module in nn.ModuleList(modules.values()).modules():

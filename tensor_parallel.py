@@ -201,8 +201,8 @@ def idea_step(model, optimizer, x, y, valid, clip, group):
 #     pieces of any size                 tp need not divide the vocabulary and the hidden width
 #     a plan, whole tensors              any model, any checkpoint, and back to one process
 #     key_values                         fewer key-value heads than ranks: these share a head
-# What is made outside and used inside, but is no x of these Linears, as the part of MLA's keys that
-# all heads share, wants f by itself: if x is whole, the idea's CopyToTP.
+# A tensor that other modules than these Linears take to the inside wants f by itself: where
+# x is whole that is the idea's CopyToTP.
 
 # renamed in torch 2.13
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

@@ -20,7 +20,7 @@ bf16 a number takes 2 bytes, its gradient 2 (reduce_dtype: 4), AdamW's fp32 mast
 since its backward comes right behind its forward; an untied embedding, too: its backward reads no
 parameters. In fp32 and fp64 a number is its own master: with gradient and states 4 times its bytes.
 offload="optimizer": the CPU's memory has masters and states; "param": stage 3's parameters, too.
-fsdp.py cuts and gathers as stage 3 does, but for blocks, in a loop as it was, built from meta.
+fsdp.py cuts and gathers as stage 3 does, in the usual loop, and may start from a meta model.
 
     zero = ZeRO3(units_of(model, model.blocks))
     optimizer = AdamW(zero.parameter_groups(), lr=1e-3)
@@ -30,7 +30,7 @@ fsdp.py cuts and gathers as stage 3 does, but for blocks, in a loop as it was, b
     norm = zero.clip_grad_norm_(1.0)
     zero.step(optimizer)
 
-Not for: optimizers that look at whole matrices, but within harness/whole.py (--optimizer muon), or
+Not for: optimizers that look at whole matrices (harness/whole.py has a way: --optimizer muon) or
 at norms of everything; blocks of several dtypes; sparse embeddings; second derivatives; backwards
 that raise; reentrant checkpointing; parameters changed or thawed later. Unused ones get a gradient
 of 0. In stage 3 blocks return one tensor; ranks use the same parameters, in one order.
@@ -295,7 +295,7 @@ class ZeRO1:
         unit.reducing = reduce_scatter(own, unit.buffer, group=self.group, async_op=True)
 
     def finish_sum(self, unit):
-        """Forgets what has been sent. To the sum a further backward may be added."""
+        """Zeroes other chunks, which have been sent: a further backward may add to the sum."""
         unit.reducing.wait()
         unit.buffer[:unit.mine.start].zero_()
         unit.buffer[unit.mine.stop:].zero_()
@@ -339,7 +339,7 @@ class ZeRO1:
         step_together([self], optimizer)
 
     def renew(self, unit):
-        """Of full all chunks but this rank's are old."""
+        """In full, the other ranks' chunks are old now: gathers them."""
         own = unit.full[unit.mine]
         # sharded -> replicated
         unit.gathering = all_gather(unit.full, own, group=self.group, async_op=True)

@@ -87,7 +87,7 @@ def backward(model, rows):
             model(tokens)
 
 
-def check_copy(model_is, options={}, copies=False, old="", new=""):
+def check_copy(model_is, options=None, copies=False, old="", new=""):
     """Two steps equal those of one process: gradients, norms, parameters.
 
     copies: each rank has the whole model, as a copy of HSDP.
@@ -102,9 +102,9 @@ def check_copy(model_is, options={}, copies=False, old="", new=""):
     module = copied("fsdp", old=old, new=new)
     if copies:
         alone = [dist.new_group([i]) for i in range(n)]
-        ours = module.HSDP(inner, inner.layers, alone[rank], dist.group.WORLD, **options)
+        ours = module.HSDP(inner, inner.layers, alone[rank], dist.group.WORLD, **(options or {}))
     else:
-        ours = module.FSDP(inner, inner.layers, **options)
+        ours = module.FSDP(inner, inner.layers, **(options or {}))
     optimizer = torch.optim.AdamW(groups_of(plain), lr=0.1, eps=1e-5)
     assert all(p.numel() == (p + 1).numel() == 0 for p in inner.parameters() if p.requires_grad)
     our_optimizer = torch.optim.AdamW(ours.parameter_groups(groups_of(inner)), lr=0.1, eps=1e-5)

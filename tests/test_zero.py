@@ -84,7 +84,7 @@ def test_copy(world, cases):
     run(each, world, check_copy, cases)
 
 
-def use_first(zero, unit, first={}):
+def use_first(zero, unit, first={}):  # noqa: B006 (it remembers)
     unit.wait()
     unit.full.copy_(first.setdefault(unit, unit.full.clone()))
 
