@@ -59,7 +59,7 @@ from contextlib import nullcontext
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from common import adamw, loss_sum, share
+from common import loss_sum, share
 
 # ---- 1. the idea -------------------------------------------------------------
 
@@ -530,6 +530,8 @@ def refuse(args, require):
             f"--batch {args.batch}: fewer than {dp} ranks x --accum {args.accum}")
     require(args.dtype == "fp32" or (args.dtype == "fp64" and args.amp == "off"),
             f"--dtype {args.dtype} --amp {args.amp}: take fp32, or fp64 with --amp off")
+    require(args.amp != "fp16" or args.optimizer == "adamw",
+            f"--amp fp16 --optimizer {args.optimizer}: the scaler skips steps of AdamW alone")
     require(not has_idea or (args.ckpt != "selective" and args.loss_chunks == 1),
             f"--impl {args.impl}: the idea has no --ckpt selective and no --loss-chunks")
     require(not has_torch or args.loss_chunks == 1 or hasattr(F, "linear_cross_entropy"),
@@ -568,7 +570,7 @@ def set_up(run, impl):
     fp16 = args.amp == "fp16"
     model = run.build()
     weight = model.head.weight
-    optimizer = adamw(model.parameters(), args.lr)
+    optimizer = run.optimizer(model.named_parameters())
     if args.compile:
         for block in model.blocks:
             block.forward = torch.compile(block.forward)

@@ -50,7 +50,7 @@ import sys
 from functools import cache, partial
 from types import SimpleNamespace
 
-from common import adamw, attend as plain_attend, clip_gradients, loss_sum
+from common import attend as plain_attend, clip_gradients, loss_sum
 
 # ---- 1. the idea -------------------------------------------------------------
 
@@ -571,7 +571,7 @@ def refuse(args, require):
 
 def set_up(run, impl):
     model = run.build()
-    optimizer = adamw(model.parameters(), run.args.lr)
+    optimizer = run.optimizer(model.named_parameters())
     if impl == "torch":
         mesh = dist.init_device_mesh(run.device.type, (run.world_size,))
         return run.side(model, optimizer, partial(train_step_at_work, mesh=mesh),

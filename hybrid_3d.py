@@ -1012,6 +1012,8 @@ def set_up(run, impl, mesh, grid, plans, layers):
 
     args = run.args
     plain = run.build()
+    if args.experts:
+        run.idle = moe.idle_parameters(plain, args.top_k)
     if impl == "torch":
         size = args.batch // args.dp // args.micro, args.seq // (args.tp if args.sp else 1)
         boundary = (*size, args.width), run.dtype, run.device

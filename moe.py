@@ -789,6 +789,13 @@ def plain_trace(run):
     return run.plain(model, extra_loss=plain_balancing_losses)
 
 
+def idle_parameters(model, top_k):
+    """How many of the plain model's a token is not multiplied with: those of experts not chosen."""
+    E = len(model.blocks[0].mlp.experts)
+    of_expert = sum(p.numel() for p in model.blocks[0].mlp.experts[0].parameters())
+    return len(model.blocks) * (E - top_k) * of_expert
+
+
 def plain_balancing_losses(model):
     return sum(block.mlp.loss for block in model.blocks)
 
@@ -819,6 +826,7 @@ def set_up(run, impl, replicas, ep):
     build_parallel, step = {"scratch": (parallelize, train_step),
                             "idea": (parallelize_idea, idea_step)}[impl]
     plain = run.build()
+    run.idle = idle_parameters(plain, run.args.top_k)
     set_biases(plain, run)
     model = build_parallel(plain, ep)
     optimizer = optimizer_of(run, model, ep)

@@ -410,7 +410,7 @@ class Run:
         extra["replays"] = self.replays
         if side.may_overflow:  # skipped steps are no updates
             states = side.optimizer.state.values()
-            extra["updates"] = max((int(state["step"]) for state in states), default=0)
+            extra["updates"] = max((int(state.get("step", 0)) for state in states), default=0)
         notes = {"identity": checkpoint.identity(self.args), "extra": extra}
         self.saver.save(step + 1, checkpoint.all_pieces(side.pieces(), side.optimizer), notes)
         if step == self.last:

@@ -1,4 +1,4 @@
-"""A Llama as others write it, small and plain: what section 1 must serve besides the toy GPT.
+"""A Llama as others write it, small and plain: what the technique must serve besides the toy GPT.
 
 The loss is a sum over tokens, so that the gradients of parts of a batch add up to the whole's.
 """
@@ -113,10 +113,6 @@ def into(owner, name, when, bug):
                 bug(self, *args)
         setattr(getattr(module, owner), name, broken)
     return plant
-
-
-def into_flat(name, when, bug):
-    return into("Flat", name, when, bug)
 
 
 def token_rows(rng, rows, T=8):

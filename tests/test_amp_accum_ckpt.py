@@ -24,7 +24,7 @@ from conftest import (
     ROOT, SMALL, copied, dry_run_agrees, each, idea, is_clear, outcome, proves, rewritten, run,
     script, textbook)
 from harness.ledger import Ledger
-from others import Layer, Llama, into_flat, llama_loss, token_rows
+from others import Layer, Llama, into, llama_loss, token_rows
 from tensor_parallel import WholeSequence
 
 LLAMA = ("--model", "llama-toy")
@@ -723,7 +723,7 @@ def last_micro_batch(module):
 
 def not_summed(module):
     """Each rank steps with its own part of the gradient."""
-    into_flat("all_reduce", "left out", None)(module)
+    into(None, "all_reduce", "left out", None)(module)
 
 
 @pytest.mark.parametrize("plant", [loss_of_the_micro_batch, last_micro_batch, not_summed])
@@ -782,6 +782,7 @@ def test_compile():
 
 
 REFUSED = """
+    --amp fp16 --optimizer muon         the scaler skips steps of AdamW alone
     --amp bf16 --dtype fp64             --dtype fp64
     --accum 9                           --batch 8: fewer than 1 ranks x --accum 9
     --impl torch --dry-run 2            --dry-run has no values and no ranks

@@ -49,6 +49,12 @@ def test_fp32_by_default():
     assert script("moe", 2, *SMALL, "--steps", "6", "--pad", "0.3")["check"]["passed"]
 
 
+def test_flops_are_of_the_experts_that_a_token_visits():
+    few, many = alone("moe", *[(*SMALL, "--experts", count) for count in ("4", "8")])
+    more = many["flops"]["per_token"] - few["flops"]["per_token"]
+    assert more == 6 * 2 * 32 * 4  # the larger routers of two layers
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_saved_and_resumed(optimizer, tmp_path):
     """2 ranks save, 4 ranks go on, with the biases of the choice."""

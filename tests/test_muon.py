@@ -13,6 +13,7 @@ WAYS = (
     (2, "ddp"), (4, "zero --stage 1"), (2, "zero --stage 2 --accum 2"), (2, "zero --stage 3"),
     (2, "zero --stage 1 --offload optimizer"), (2, "fsdp"), (4, "fsdp --hsdp 2"),
     (2, "tensor_parallel"), (2, "tensor_parallel --sp"),
+    (2, "context_parallel --attn ulysses"), (2, "amp_accum_ckpt --accum 2 --ckpt full"),
     (4, "tensor_parallel"),  # two ranks share a head of keys and values
 )
 

@@ -155,7 +155,7 @@ def test_pictures_are_what_the_schedules_do():
             assert row.strip() in text, name
 
 
-# ---- trained: section 1 alone, and a model that is not ours --------------------------
+# ---- trained: parts 1 and 2 alone, and a model that is not ours --------------------------
 
 
 def stranger():
