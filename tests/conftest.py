@@ -54,13 +54,13 @@ def be_rank(rank, world, port, check, args):
     dist.destroy_process_group()
 
 
-def run(check, world, *args):
+def run_ranks(check, world, *args):
     """check(*args) on `world` ranks joined by gloo, float64 by default."""
     codes = ranks.start(be_rank, world, check, args)
     assert codes == [0] * world, f"exit codes {codes}: see the tracebacks"
 
 
-def each(check, cases):
+def check_each(check, cases):
     """check(*case) for each of them, in one world. The traceback ends with the case that failed."""
     for case in cases:
         try:
@@ -69,11 +69,12 @@ def each(check, cases):
             raise AssertionError(f"{check.__name__}{case}") from error
 
 
-def script(name, world, *flags, plant=None, code=0, limit=120):
+def run_script(name, world, *flags, plant=None, code=0, limit=120):
     """name.py's main() with these flags on `world` ranks -> its --json report, or what was said on
     stderr where there is none. All ranks must end with `code`.
 
-    plant(module) is called before main, on every rank: it puts in a bug.
+    plant(module) is called before main, on every rank: it puts in a bug. It travels to the ranks
+    by pickle: a function of a test module, or partial(of one, ..); no lambda, no inner function.
     """
     codes, report, said = ranks.report(world, name, flags, plant, limit)
     if codes != [code] * world:  # no assert: pytest would add a diff of its own
@@ -90,7 +91,7 @@ def to_file(path, module):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), 1)
 
 
-def tool(name, *words, code=0):
+def run_tool(name, *words, code=0):
     """name.py's main() with these words -> what it prints; with code 2 its line on stderr."""
     ended, said, errors = outcome(name, map(str, words))
     assert (ended or 0) == code, errors
@@ -139,31 +140,34 @@ def check_refused(name, lines):
 GAPS = ("loss", "gradient", "grad_norm", "parameter")
 
 
-def proves(name, world, *flags, plant=None):
-    """The run passes its own check in fp64, every gap at most 1e-10 -> report.
-
-    With a planted bug it must fail.
-    """
-    report = script(name, world, *PROOF, *flags, plant=plant, code=int(plant is not None))
-    assert isinstance(report, dict), report
-    worst = max(report["check"][kind] for kind in GAPS)
-    if plant:
-        assert worst > 1e-6, f"the planted bug shows only {worst}"
-    else:
-        assert worst <= 1e-10 and report["check"]["passed"], report["check"]
+def check_equal(name, world, *flags):
+    """The run passes its own check in fp64, every gap at most 1e-10 -> report."""
+    report = run_script(name, world, *PROOF, *flags)
+    assert report["check"]["passed"] and worst_gap(report) <= 1e-10, report["check"]
     return report
+
+
+def check_bug_shows(name, world, *flags, plant):
+    """With the bug that plant(module) puts in, the run fails its own check in fp64."""
+    report = run_script(name, world, *PROOF, *flags, plant=plant, code=1)
+    assert isinstance(report, dict), report  # else it did not get as far as its check
+    assert worst_gap(report) > 1e-6, report["check"]
+
+
+def worst_gap(report):
+    return max(report["check"][kind] for kind in GAPS)
 
 
 def alone(name, *runs):
     """name.py's main() with each of these lists of flags, on one rank -> reports."""
-    return [script(name, 1, *flags) for flags in runs]
+    return [run_script(name, 1, *flags) for flags in runs]
 
 
 def dry_run_agrees(name, world, *flags, ranks=None, plant=None):
     """A dry run of each of `ranks`, by default all, counts the very bytes that a real run measures
     -> the real run's report.
     """
-    real = script(name, world, *SMALL, *flags, "--no-check", plant=plant)
+    real = run_script(name, world, *SMALL, *flags, "--no-check", plant=plant)
     if ranks is None:
         ranks = range(world)
     dry = (*SMALL, *flags, "--dry-run", str(world), "--rank")

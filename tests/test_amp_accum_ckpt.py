@@ -21,8 +21,8 @@ import zero
 from amp_accum_ckpt import FusedLossScaler, LossScaler, full, loss_in_chunks, selective
 from common import FORMS, GPTConfig, adamw, build, loss_sum
 from conftest import (
-    ROOT, SMALL, copied, dry_run_agrees, each, idea, is_clear, outcome, proves, rewritten, run,
-    script, textbook)
+    ROOT, SMALL, check_bug_shows, check_each, check_equal, copied, dry_run_agrees, idea, is_clear,
+    outcome, rewritten, run_ranks, run_script, textbook)
 from harness.ledger import Ledger
 from others import Layer, Llama, into, llama_loss, token_rows
 from tensor_parallel import WholeSequence
@@ -52,7 +52,7 @@ CONFIGS = {
 ])
 def test_equals_one_process(world, flags):
     """Bytes are the textbook's, too."""
-    report = proves("amp_accum_ckpt", world, *flags)
+    report = check_equal("amp_accum_ckpt", world, *flags)
     if "--train" not in flags:
         textbook(report)
 
@@ -70,8 +70,8 @@ def test_dry_run(flags):
 @pytest.mark.parametrize("amp", ["bf16", "fp16"])
 def test_narrow_numbers(amp):
     """Losses of the idea, ours and torch's are within 2% of fp32's."""
-    check = script("amp_accum_ckpt", 2, *SMALL, "--impl", "all", "--ckpt", "full", "--accum", "2",
-                   "--amp", amp)["check"]
+    flags = *SMALL, "--impl", "all", "--ckpt", "full", "--accum", "2", "--amp", amp
+    check = run_script("amp_accum_ckpt", 2, *flags)["check"]
     assert check["passed"] and check["loss"] < 1e-3
 
 
@@ -202,7 +202,7 @@ def test_a_run_keeps(form):
     if form == "llama":
         flags += " --model llama-toy --kv-heads 2 --hidden 48"
     for ckpt, most in expected.items():
-        report = script("amp_accum_ckpt", 1, *flags.split(), "--ckpt", ckpt)
+        report = run_script("amp_accum_ckpt", 1, *flags.split(), "--ckpt", ckpt)
         assert report["ranks"][0]["memory"]["activations"] == most, ckpt
 
 
@@ -482,7 +482,7 @@ def check_collectives(how, calls):
 
 def test_collectives_inside():
     """None is repeated by selective; by full all but what comes behind the last kept tensor."""
-    run(each, 2, check_collectives, [(selective, 2), (full, 4)])
+    run_ranks(check_each, 2, check_collectives, [(selective, 2), (full, 4)])
 
 
 class Alone(nn.Module):
@@ -552,8 +552,8 @@ def check_scale_stays():
 
 
 def test_copies():
-    run(each, 2, check_copy, [("full", False), ("selective", True), ("idea", True)])
-    run(check_scale_stays, 1)
+    run_ranks(check_each, 2, check_copy, [("full", False), ("selective", True), ("idea", True)])
+    run_ranks(check_scale_stays, 1)
 
 
 # ---- the loss scaler ---------------------------------------------------------
@@ -615,7 +615,7 @@ def check_zero(stage):
 
 
 def test_zero_refuses():
-    run(each, 1, check_zero, [(1,), (2,), (3,)])
+    run_ranks(check_each, 1, check_zero, [(1,), (2,), (3,)])
 
 
 def test_scale_comes_back():
@@ -691,12 +691,12 @@ def test_a_resumed_run_has_the_scale(tmp_path, impl):
     flags = (*FP16, "--impl", impl)
     save = ("--save", str(tmp_path / "saved"), "--save-every", "4")
     noted = tmp_path / "scales"
-    whole = script("amp_accum_ckpt", 2, *flags, *save, plant=partial(inject, noted))
+    whole = run_script("amp_accum_ckpt", 2, *flags, *save, plant=partial(inject, noted))
     assert whole["check"]["passed"]
     assert scales_in(noted) == [65536, 32768, *[16384] * 3, *[32768] * 3]
     noted = tmp_path / "others"
-    rest = script("amp_accum_ckpt", 2, *flags, "--no-check", "--resume",
-                  str(tmp_path / "saved" / "4"), plant=partial(three_good_steps, noted))
+    rest = run_script("amp_accum_ckpt", 2, *flags, "--no-check", "--resume",
+                      str(tmp_path / "saved" / "4"), plant=partial(three_good_steps, noted))
     assert scales_in(noted) == [16384, *[32768] * 3]
     assert rest["loss"] == whole["loss"][4:]
 
@@ -728,7 +728,7 @@ def not_summed(module):
 
 @pytest.mark.parametrize("plant", [loss_of_the_micro_batch, last_micro_batch, not_summed])
 def test_planted(plant):
-    proves("amp_accum_ckpt", 2, "--accum", "2", plant=plant)
+    check_bug_shows("amp_accum_ckpt", 2, "--accum", "2", plant=plant)
 
 
 @pytest.mark.parametrize("old, new", [
@@ -742,7 +742,7 @@ def test_planted(plant):
     ("    optimizer.zero_grad()\n", ""),
 ])
 def test_planted_in_the_idea(old, new):
-    proves("amp_accum_ckpt", 2, *IDEA, "--accum", "2", plant=partial(rewritten, old, new))
+    check_bug_shows("amp_accum_ckpt", 2, *IDEA, "--accum", "2", plant=partial(rewritten, old, new))
 
 
 def test_idea_without_autocast():
@@ -776,8 +776,8 @@ def eager_backend(module):
 
 
 def test_compile():
-    report = script("amp_accum_ckpt", 1, *SMALL, "--compile", "--ckpt", "full",
-                    plant=eager_backend)
+    report = run_script("amp_accum_ckpt", 1, *SMALL, "--compile", "--ckpt", "full",
+                        plant=eager_backend)
     assert report["check"]["passed"]
 
 

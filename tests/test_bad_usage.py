@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from conftest import ROOT, check_refused, is_clear, run, script, tool
+from conftest import ROOT, check_refused, is_clear, run_ranks, run_script, run_tool
 from test_repo import TECHNIQUES
 
 # Flags and, after two spaces or more, what the line has to say. FILE is a file, FOLDER an empty
@@ -53,8 +53,8 @@ def lines_of(table, folder):
 
 def test_one_rank_and_two(tmp_path):
     """One parser reads the flags of all files: one of them will do."""
-    run(check_refused, 1, "ddp", lines_of(EVERY_FILE, tmp_path))
-    run(check_refused, 2, "ddp", lines_of(TWO_RANKS, tmp_path))
+    run_ranks(check_refused, 1, "ddp", lines_of(EVERY_FILE, tmp_path))
+    run_ranks(check_refused, 2, "ddp", lines_of(TWO_RANKS, tmp_path))
 
 
 def test_as_typed_with_run_sh():
@@ -80,12 +80,12 @@ def test_stale_environments_are_refused_at_once(environment, flags, words, monke
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert words in tool("ddp", *flags, code=2)
+    assert words in run_tool("ddp", *flags, code=2)
 
 
 def flags_of(name):
     """Every flag that name.py has, as --help lists them."""
-    return re.findall(r"^  (--[\w-]+)", tool(name, "--help"), re.M)
+    return re.findall(r"^  (--[\w-]+)", run_tool(name, "--help"), re.M)
 
 
 def test_torchrun_takes_every_flag():
@@ -112,12 +112,12 @@ def close_all(module):
 
 
 def test_a_closed_terminal_ends_nothing():
-    assert len(script("ddp", 2, *QUICK, plant=close_all)["loss"]) == 2
+    assert len(run_script("ddp", 2, *QUICK, plant=close_all)["loss"]) == 2
 
 
 def test_files_that_cannot_be_written():
     """They end no run, and it ends with 1."""
     flags = ("--no-check", "--json", "/dev/full", "--log-file", "/dev/full")
-    assert script("ddp", 1, *QUICK, *flags, code=1) == (
+    assert run_script("ddp", 1, *QUICK, *flags, code=1) == (
         "ddp.py: error: --log-file /dev/full: No space left on device: the run goes on without it\n"
         "ddp.py: error: --json /dev/full: No space left on device\n")

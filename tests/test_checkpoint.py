@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from conftest import be_rank, run
+from conftest import be_rank, run_ranks
 from harness import checkpoint, dcp
 from harness.checkpoint import Piece, Saver, Start, piece_of, run_pieces
 from tools.ranks import start
@@ -102,7 +102,7 @@ def round_trips(folder, seeds):
 
 
 def test_round_trips(tmp_path):
-    run(round_trips, 3, str(tmp_path), 8)
+    run_ranks(round_trips, 3, str(tmp_path), 8)
 
 
 def hole(folder, change):

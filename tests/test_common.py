@@ -9,7 +9,7 @@ import torch
 import common
 import harness.run
 from common import IGNORE, PRESETS, Text, build, get_batch, learning_rate, load_corpus
-from conftest import SMALL, script
+from conftest import SMALL, run_script
 from harness.report import StepLog
 from harness.validate import HeldOut
 
@@ -101,8 +101,8 @@ def test_tokens_and_their_vocabulary(tmp_path):
         assert torch.equal(x[0], ids[:-1])
         assert torch.equal(y[0], ids[1:])
         flags = (*SMALL, "--data", str(path))
-        script("ddp", 2, *flags, "--vocab", "301")
-        said = script("ddp", 2, *flags, code=2)
+        run_script("ddp", 2, *flags, "--vocab", "301")
+        said = run_script("ddp", 2, *flags, code=2)
         assert "is beyond --vocab 256" in said
 
 
@@ -112,7 +112,7 @@ SCHEDULE = ("--warmup", "2", "--decay", "cosine", "--min-lr", "1e-4", "--eval-ev
 def test_the_plain_run_has_the_rate_the_text_and_the_frozen_layers(tmp_path):
     path = tmp_path / "log"
     flags = (*SMALL, *SCHEDULE, "--train", r"blocks\.1|norm", "--dtype", "fp64", "--steps", "5")
-    report = script("ddp", 2, *flags, "--log-file", str(path), "--profile", str(tmp_path))
+    report = run_script("ddp", 2, *flags, "--log-file", str(path), "--profile", str(tmp_path))
     block = 12 * 32**2 + 13 * 32
     multiplied = 2 * block + 2 * 32 + 256 * 32  # with the last norm and the head, which is tied
     attention = 12 * 2 * 32 * 16
@@ -131,7 +131,8 @@ def test_the_plain_run_has_the_rate_the_text_and_the_frozen_layers(tmp_path):
 
 def test_a_rate_that_does_not_change_fails():
     """Planted in the ranks' steps alone: the plain run keeps its own."""
-    report = script("ddp", 2, *SMALL, *SCHEDULE, "--steps", "4", plant=step_at_full_rate, code=1)
+    flags = *SMALL, *SCHEDULE, "--steps", "4"
+    report = run_script("ddp", 2, *flags, plant=step_at_full_rate, code=1)
     assert report["check"]["parameter"] > 1e-3
 
 
@@ -155,7 +156,7 @@ def test_a_log_goes_on_where_a_killed_run_was(tmp_path):
 
 
 def test_a_long_run_is_checked_in_its_first_steps():
-    report = script("ddp", 2, *SMALL, "--steps", "6", plant=check_three_steps)
+    report = run_script("ddp", 2, *SMALL, "--steps", "6", plant=check_three_steps)
     assert len(report["loss"]) == 6 and len(report["plain_loss"]) == 3
     assert report["check"]["passed"]
 
@@ -172,6 +173,6 @@ def no_room_for_the_plain_model(module):
 
 
 def test_where_the_plain_model_does_not_fit_the_run_goes_on_unchecked():
-    report = script("ddp", 2, *SMALL, plant=no_room_for_the_plain_model)
+    report = run_script("ddp", 2, *SMALL, plant=no_room_for_the_plain_model)
     assert report["check"] is None and report["plain_loss"] is None
     assert report["args"]["vocab"] == 256  # as resolved

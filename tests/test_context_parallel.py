@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import context_parallel
 from common import attend
 from conftest import (
-    ROOT, alone, check_refused, copied, dry_run_agrees, each, idea, proves, rewritten, run,
-    textbook)
+    ROOT, alone, check_bug_shows, check_each, check_equal, check_refused, copied, dry_run_agrees,
+    idea, rewritten, run_ranks, textbook)
 from context_parallel import KINDS, Ulysses, seen
 from others import Llama, compare, gradients_of, loss_sum, token_rows
 
@@ -35,13 +35,13 @@ IDEA = ("--impl", "idea")
     (3, ["--attn", "ring", "--seq", "18", "--documents"]),
 ])
 def test_equals_one_process(world, flags):
-    proves("context_parallel", world, *flags)
+    check_equal("context_parallel", world, *flags)
 
 
 def test_goes_on_with_other_ranks_and_another_attention(tmp_path):
     frozen = ("--train", r"blocks\.1\.|^norm", "--eval-every", "2", "--documents")
-    proves("context_parallel", 2, *frozen, "--attn", "ring", "--save", str(tmp_path))
-    report = proves("context_parallel", 1, *frozen, "--steps", "4", "--resume", str(tmp_path))
+    check_equal("context_parallel", 2, *frozen, "--attn", "ring", "--save", str(tmp_path))
+    report = check_equal("context_parallel", 1, *frozen, "--steps", "4", "--resume", str(tmp_path))
     assert report["check"]["validation"] <= 1e-10
     assert len(report["loss"]) == 2  # steps 2 and 3
 
@@ -74,11 +74,11 @@ def check_attention(T, kv_heads, D, packed=False, compiled=False):
 
 
 def test_attention_alone():
-    run(each, 4, check_attention, [  # T, kv_heads, D, packed, compiled
-        (1024, 4, 4),  # longer than a block of the kernel
-        (24, 1, 3),
-        (72, 4, 3, True),
-        (24, 2, 5, False, True),
+    run_ranks(check_each, 4, check_attention, [  # T, kv_heads, D, packed, compiled
+              (1024, 4, 4),  # longer than a block of the kernel
+              (24, 1, 3),
+              (72, 4, 3, True),
+              (24, 2, 5, False, True),
     ])
 
 
@@ -163,7 +163,7 @@ def check_copy(name, heads, kv_heads, *bug):
 
 
 def check_parts_one_and_two():
-    each(check_copy, [  # name, heads, heads of k and v
+    check_each(check_copy, [  # name, heads, heads of k and v
         ("Ring", 3, 3), ("Zigzag", 6, 2), ("AllGather", 3, 1), ("Ulysses", 6, 2), ("idea", 6, 2)])
     copy = copied("context_parallel")
     q = torch.ones(1, 2, 4, 8, dtype=torch.float32)
@@ -179,7 +179,7 @@ def check_parts_one_and_two():
 
 def test_copy():
     """Accumulation, clipping, recomputation, a tied weight, a frozen one; documents; autocast."""
-    run(check_parts_one_and_two, 2)
+    run_ranks(check_parts_one_and_two, 2)
 
 
 # ---- cost ------------------------------------------------------------------------
@@ -266,7 +266,7 @@ def check_planted(name, old, new):
 
 
 def test_planted_in_a_copy():
-    run(each, 2, check_planted, IN_A_COPY)
+    run_ranks(check_each, 2, check_planted, IN_A_COPY)
 
 
 @pytest.mark.parametrize("old, new", [
@@ -276,7 +276,7 @@ def test_planted_in_a_copy():
     ("y[:, own].flatten()", "y[:, :len(own)].flatten()"),
 ])
 def test_planted_in_the_step(old, new):
-    proves("context_parallel", 2, *IDEA, plant=partial(rewritten, old, new))
+    check_bug_shows("context_parallel", 2, *IDEA, plant=partial(rewritten, old, new))
 
 
 def test_bad_usage():

@@ -9,7 +9,8 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 from conftest import (
-    SMALL, copied, dry_run_agrees, each, idea, proves, rewritten, run, script, textbook)
+    SMALL, check_bug_shows, check_each, check_equal, copied, dry_run_agrees, idea, rewritten,
+    run_ranks, run_script, textbook)
 from others import (
     Llama, bf16_llama, bf16_rows, compare_fp32, gradients_of, llama_loss, token_rows)
 
@@ -28,7 +29,7 @@ LLAMA = ("--model", "llama-toy")
     (2, ["--impl", "all"]),
 ])
 def test_equals_one_process(world, flags):
-    proves("ddp", world, *flags)
+    check_equal("ddp", world, *flags)
 
 
 def test_cost():
@@ -43,8 +44,8 @@ def test_cost():
 def test_resume(tmp_path):
     """Saved by torch's on 3 ranks, resumed by ours on 2, with frozen parameters."""
     flags = [*SMALL, "--dtype", "fp64", "--train", "blocks.1|norm", "--batch", "6"]
-    script("ddp", 3, *flags, "--impl", "torch", "--save", str(tmp_path))
-    rest = script("ddp", 2, *flags, "--steps", "5", "--resume", str(tmp_path))
+    run_script("ddp", 3, *flags, "--impl", "torch", "--save", str(tmp_path))
+    rest = run_script("ddp", 2, *flags, "--steps", "5", "--resume", str(tmp_path))
     assert rest["check"]["passed"]
 
 
@@ -113,11 +114,11 @@ def check_unused():
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_copy(world):
-    run(each, world, check_copy, [("bucketed",), ("idea",)])
+    run_ranks(check_each, world, check_copy, [("bucketed",), ("idea",)])
 
 
 def test_unused():
-    run(check_unused, 2)
+    run_ranks(check_unused, 2)
 
 
 def left_out(module):
@@ -148,7 +149,7 @@ def other_rows(module):
 
 @pytest.mark.parametrize("plant", [left_out, averaged, other_rows])
 def test_planted(plant):
-    proves("ddp", 2, "--bucket-mb", "0.02", plant=plant)
+    check_bug_shows("ddp", 2, "--bucket-mb", "0.02", plant=plant)
 
 
 @pytest.mark.parametrize("old, new", [
@@ -157,7 +158,7 @@ def test_planted(plant):
     ('reduction="sum") / valid', 'reduction="mean")'),
 ])
 def test_planted_in_the_idea(old, new):
-    proves("ddp", 2, "--impl", "idea", plant=partial(rewritten, old, new))
+    check_bug_shows("ddp", 2, "--impl", "idea", plant=partial(rewritten, old, new))
 
 
 def check_planted_in_the_beginning():
@@ -166,7 +167,7 @@ def check_planted_in_the_beginning():
 
 
 def test_planted_in_the_beginning():
-    run(check_planted_in_the_beginning, 2)
+    run_ranks(check_planted_in_the_beginning, 2)
 
 
 def check_fp32_sums():
@@ -188,7 +189,7 @@ def check_fp32_sums():
 
 
 def test_fp32_sums():
-    run(check_fp32_sums, 2)
+    run_ranks(check_fp32_sums, 2)
 
 
 def check_overlap():
@@ -208,4 +209,4 @@ def check_overlap():
 
 
 def test_overlap():
-    run(check_overlap, 2)
+    run_ranks(check_overlap, 2)

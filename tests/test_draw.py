@@ -5,7 +5,7 @@ import xml.etree.ElementTree
 
 import pytest
 
-from conftest import ROOT, tool
+from conftest import ROOT, run_tool
 from tools import draw
 
 PICTURES = {path.name: path.read_text() for path in (ROOT / "docs").glob("*.svg")}
@@ -20,13 +20,13 @@ def texts(name):
 def test_matplotlib_is_used_or_asked_for(tmp_path, monkeypatch):
     """Where it is, all pictures are drawn, and no others; where it is not, a line says so."""
     monkeypatch.setattr(draw, "PLACE", tmp_path)
-    assert "usage" in tool("draw", "--bogus", code=2)
+    assert "usage" in run_tool("draw", "--bogus", code=2)
     if importlib.util.find_spec("matplotlib"):
         monkeypatch.setattr("sys.argv", ["draw.py"])
         draw.main()
         assert {path.name for path in tmp_path.iterdir()} == set(PICTURES)
     else:
-        assert "pip install matplotlib" in tool("draw", code=2)
+        assert "pip install matplotlib" in run_tool("draw", code=2)
 
 
 def test_pictures_show_their_figures():

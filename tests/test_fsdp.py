@@ -11,7 +11,8 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 from conftest import (
-    PROOF, copied, dry_run_agrees, each, idea, proves, rewritten, run, script, textbook)
+    PROOF, check_each, check_equal, copied, dry_run_agrees, idea, rewritten, run_ranks, run_script,
+    textbook)
 from fsdp import FSDP, from_meta, full_gradients
 from others import (
     Layer, Llama, added_in_fp32, bf16_llama, bf16_rows, compare, compare_fp32, gradients_of, into,
@@ -32,7 +33,7 @@ ROWS = token_rows(torch.Generator().manual_seed(1), 2)
     (4, ["--impl", "idea", "--vocab", "257"]),
 ])
 def test_equals_one_process(world, flags):
-    proves("fsdp", world, *flags)
+    check_equal("fsdp", world, *flags)
 
 
 @pytest.mark.parametrize("world, flags, gathers", [
@@ -50,8 +51,8 @@ def test_cost(world, flags, gathers):
 def test_resume(tmp_path):
     """Saved by replicas on 4 ranks, resumed on 3."""
     flags = [*PROOF, "--train", "blocks|head"]
-    script("fsdp", 4, *flags, "--hsdp", "2", "--no-check", "--save", str(tmp_path))
-    rest = script("fsdp", 3, *flags, "--steps", "4", "--resume", str(tmp_path))
+    run_script("fsdp", 4, *flags, "--hsdp", "2", "--no-check", "--save", str(tmp_path))
+    rest = run_script("fsdp", 3, *flags, "--steps", "4", "--resume", str(tmp_path))
     assert rest["check"]["passed"] and len(rest["loss"]) == 2
 
 
@@ -123,11 +124,11 @@ def check_copy(model_is, options=None, copies=False, old="", new=""):
 
 
 def test_copy():
-    run(each, 2, check_copy, [
-        (dict(tied=True),),
-        (dict(frozen=["embed_tokens", "norm", "lm_head", "layers.1.mlp"]),),
-        ({}, dict(reshard=False, home="cpu")),
-        (dict(frozen=["layers.1", "norm"]), {}, True),
+    run_ranks(check_each, 2, check_copy, [
+              (dict(tied=True),),
+              (dict(frozen=["embed_tokens", "norm", "lm_head", "layers.1.mlp"]),),
+              ({}, dict(reshard=False, home="cpu")),
+              (dict(frozen=["layers.1", "norm"]), {}, True),
     ])
 
 
@@ -151,7 +152,7 @@ def check_planted(old, new, copies=False):
 
 
 def test_planted():
-    run(each, 2, check_planted, [*PLANTED.items(), (OF_COPIES, "pass", True)])
+    run_ranks(check_each, 2, check_planted, [*PLANTED.items(), (OF_COPIES, "pass", True)])
 
 
 @pytest.mark.parametrize("old, new", [
@@ -165,7 +166,7 @@ def test_planted():
 ])
 def test_planted_in_the_idea(old, new):
     """It fails the check, or stops with an error."""
-    script("fsdp", 2, *PROOF, "--impl", "idea", plant=partial(rewritten, old, new), code=1)
+    run_script("fsdp", 2, *PROOF, "--impl", "idea", plant=partial(rewritten, old, new), code=1)
 
 
 class OfTensors(Llama):
@@ -206,8 +207,8 @@ def check_idea_without_broadcast():
 
 
 def test_the_idea():
-    run(check_the_idea, 2)
-    run(check_idea_without_broadcast, 2)
+    run_ranks(check_the_idea, 2)
+    run_ranks(check_idea_without_broadcast, 2)
 
 
 def check_meta():
@@ -295,7 +296,7 @@ def check_memory(reshard, most):
 
 
 def test_parts():
-    run(check_meta, 2)
-    run(check_unused, 2)
-    run(check_bf16, 2)
-    run(each, 2, check_memory, [(True, 2), (False, 3)])
+    run_ranks(check_meta, 2)
+    run_ranks(check_unused, 2)
+    run_ranks(check_bf16, 2)
+    run_ranks(check_each, 2, check_memory, [(True, 2), (False, 3)])

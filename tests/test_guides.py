@@ -21,7 +21,7 @@ import ddp
 import tensor_parallel as section
 import zero
 from common import FORMS, PRESETS, GPTConfig, adamw, build, loss_sum, plain_steps
-from conftest import ROOT, run, script, to_file
+from conftest import ROOT, run_ranks, run_script, to_file
 from harness.prove import prove
 from test_bad_usage import flags_of
 from test_readme import batches
@@ -131,11 +131,11 @@ def test_what_the_scripts_and_their_mistakes_print(tmp_path):
     scripts = [(PAGE["mine"], PAGE[name]) for name in on_two]
     for _, name, changes, *of_mine in MISTAKES:
         scripts.append((changed(PAGE["mine"], *of_mine or [[]]), changed(PAGE[name], changes)))
-    run(run_scripts, 2, scripts, tmp_path / "said")
+    run_ranks(run_scripts, 2, scripts, tmp_path / "said")
     said = json.loads((tmp_path / "said").read_text())
     mistaken = said[len(on_two):]
     on_eight = [(PAGE["mine"], PAGE[name]) for name in PAGE if name not in on_two]
-    run(run_scripts, 8, on_eight, tmp_path / "eight")
+    run_ranks(run_scripts, 8, on_eight, tmp_path / "eight")
     right = said[:len(on_two)] + json.loads((tmp_path / "eight").read_text())
     for (_, _, stated), printed in zip(found, right, strict=True):
         assert without_rounding(printed) == without_rounding(stated) + "exit 0"
@@ -158,7 +158,7 @@ def test_what_the_scripts_and_their_mistakes_print(tmp_path):
 def test_the_report_of_the_page_is_printed(tmp_path):
     flags = re.search(r"`./run.sh ddp 2 (.*)` ends with", RUN_PAGE)[1]
     report, = re.findall(r"ends with\n\n```\n(.*?)```", RUN_PAGE, re.S)
-    script("ddp", 2, *flags.split(), plant=partial(to_file, str(tmp_path / "said")))
+    run_script("ddp", 2, *flags.split(), plant=partial(to_file, str(tmp_path / "said")))
     printed = (tmp_path / "said").read_text()
     assert without_rounding(printed).endswith("\n" + without_rounding(report))
 
@@ -262,7 +262,7 @@ def check_adapters():
 
 
 def test_adapters():
-    run(check_adapters, 2)
+    run_ranks(check_adapters, 2)
 
 
 def test_the_flags_of_our_files():

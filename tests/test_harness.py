@@ -7,7 +7,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from common import adamw
-from conftest import run
+from conftest import run_ranks
 from harness.compare import Trace, compare
 from harness.ledger import Ledger, storage_of
 from harness.profiler import exposed_time
@@ -63,7 +63,7 @@ def check_collectives():
 
 
 def test_collectives_are_counted():
-    run(check_collectives, 3)
+    run_ranks(check_collectives, 3)
 
 
 def test_memory_is_counted():

@@ -23,19 +23,8 @@ import moe
 from amp_accum_ckpt import full
 from common import adamw, plain_steps, share
 from conftest import (
-    GAPS,
-    PROOF,
-    ROOT,
-    SMALL,
-    alone,
-    check_refused,
-    each,
-    part_of,
-    proves,
-    run,
-    script,
-    textbook,
-)
+    GAPS, PROOF, ROOT, SMALL, alone, check_bug_shows, check_each, check_equal, check_refused,
+    part_of, run_ranks, run_script, textbook)
 from harness.flags import arguments
 from harness.prove import prove
 from pipeline_parallel import Chain, carve, homes, make_plans, split_layers
@@ -73,7 +62,7 @@ def test_equals_one_process(form, world, flags):
     """And the bytes along each axis are the docstring's, but for those of experts, whose number
     depends on the tokens. A dry run of the last rank measures the same."""
     flags = (*FORMS[form], *flags.split())
-    report = proves("hybrid_3d", world, *flags)
+    report = check_equal("hybrid_3d", world, *flags)
     textbook(report)
     if "--eval-every" in flags:
         assert len(report["validation"]) == 3  # before the first step, and after each
@@ -81,7 +70,7 @@ def test_equals_one_process(form, world, flags):
         check_sent(report)
     if "--zero" in flags and "--experts" not in flags:
         last = str(world - 1)
-        dry = script("hybrid_3d", 1, *PROOF, *flags, "--dry-run", str(world), "--rank", last)
+        dry = run_script("hybrid_3d", 1, *PROOF, *flags, "--dry-run", str(world), "--rank", last)
         textbook(dry)
         assert dry["ranks"][0] == report["ranks"][-1]
 
@@ -134,7 +123,7 @@ EVEN = ("--vocab", "260")  # which tp divides
     ("gpt2", 4, "--dp 2 --tp 1 --pp 2 --eval-every 2"),
 ])
 def test_idea(form, world, flags):
-    report = proves("hybrid_3d", world, *FORMS[form], *EVEN, *flags.split(), "--impl", "idea")
+    report = check_equal("hybrid_3d", world, *FORMS[form], *EVEN, *flags.split(), "--impl", "idea")
     assert max(report["check"][kind] for kind in GAPS) < 1e-12
     textbook(report)
 
@@ -170,7 +159,7 @@ def rewritten(old, new, module):
 ])
 def test_planted_bugs_in_the_idea(form, flags, old, new):
     flags = (*FORMS[form], *EVEN, *flags.split(), "--micro", "2", "--impl", "idea")
-    proves("hybrid_3d", 2, *flags, plant=partial(rewritten, old, new))
+    check_bug_shows("hybrid_3d", 2, *flags, plant=partial(rewritten, old, new))
 
 
 def test_zero_bubble_needs_no_more_memory():
@@ -190,18 +179,18 @@ def test_zero_bubble_needs_no_more_memory():
     ("gpt2", "--dp 4 --tp 1 --pp 1 --clip 50"),  # more than the norm: nothing is scaled
 ])
 def test_torch_and_frozen_layers_equal_one_process(form, flags):
-    proves("hybrid_3d", 4, *FORMS[form], *flags.split())
+    check_equal("hybrid_3d", 4, *FORMS[form], *flags.split())
 
 
 def test_autocast():
     flags = "--dp 1 --tp 2 --pp 2 --sp --schedule zb-h1 --amp bf16".split()
-    report = script("hybrid_3d", 4, *SMALL, *FORMS["llama"], *flags)
+    report = run_script("hybrid_3d", 4, *SMALL, *FORMS["llama"], *flags)
     assert report["check"]["tolerance"] == 2e-2
 
 
 def test_64_ranks():
     """Every axis."""
-    dry = script(
+    dry = run_script(
         "hybrid_3d", 1, *SMALL, *FORMS["llama"], *"--layers 4 --dp 4 --cp 2 --tp 2 --pp 4 --sp "
         "--zero 1 --experts 4 --ep 4 --batch 16 --dry-run 64 --rank 33".split())
     textbook(dry)
@@ -238,7 +227,7 @@ def not_summed_over_ends(module):
 ])
 def test_planted_bugs(kind, row, form, flags):
     plant = partial(change_table, kind=kind, row=row)
-    proves("hybrid_3d", 2, *FORMS[form], *flags.split(), plant=plant)
+    check_bug_shows("hybrid_3d", 2, *FORMS[form], *flags.split(), plant=plant)
 
 
 @pytest.mark.parametrize("plant, flags", [
@@ -246,7 +235,7 @@ def test_planted_bugs(kind, row, form, flags):
     (not_summed_over_ends, "--pp 2 --tp 1"),
 ])
 def test_planted_bugs_elsewhere(plant, flags):
-    proves("hybrid_3d", 2, *FORMS["gpt2"], *flags.split(), plant=plant)
+    check_bug_shows("hybrid_3d", 2, *FORMS["gpt2"], *flags.split(), plant=plant)
 
 
 # ---- models that are not ours --------------------------------------------------
@@ -370,7 +359,7 @@ def by_expert(tensors):
         where, bank, which = name.partition(".bank.")
         if bank:
             which = which.replace(".", "_proj.")
-            found.update({f"{where}.experts.{e}.{which}": each for e, each in enumerate(t)})
+            found.update({f"{where}.experts.{e}.{which}": one for e, one in enumerate(t)})
         elif t.is_floating_point():
             found[name] = t
     return found
@@ -391,7 +380,7 @@ def check_model(axes, options, kind):
     (2, [(dict(dp=2, ep=2), dict(zero=1), dict(experts=True)), (dict(tp=2), {}, {})]),
 ])
 def test_models_of_others(world, cases):
-    run(each, world, check_model, cases)
+    run_ranks(check_each, world, check_model, cases)
 
 
 def check_transformers(block):
@@ -449,7 +438,7 @@ def test_models_of_transformers():
         print("transformers is not installed: nothing is compared")
         return
     block, = re.findall(r"```python\n(# LlamaForCausalLM.*?)```", YOUR_MODEL, re.S)
-    run(check_transformers, 4, block)
+    run_ranks(check_transformers, 4, block)
 
 
 def test_ten_files_alone(tmp_path):
@@ -477,18 +466,19 @@ def half_a_mesh(module):
 ])
 def test_asserts_of_parallelize(plant, said):
     flags = "--dp 1 --tp 2 --sp --experts 4".split()
-    assert said in script("hybrid_3d", 2, *SMALL, *FORMS["llama"], *flags, plant=plant, code=1)
+    assert said in run_script("hybrid_3d", 2, *SMALL, *FORMS["llama"], *flags, plant=plant, code=1)
 
 
 def goes_on(folder, form, world, flags):
     """Resumed at step 2: losses and parameters of one process that never stopped."""
     words = (*FORMS[form], *flags.split(), "--steps", "4", "--resume", folder)
-    report = proves("hybrid_3d", world, *words)
+    report = check_equal("hybrid_3d", world, *words)
     assert len(report["loss"]) == 2
 
 
 def save(folder, form, world, flags):
-    script("hybrid_3d", world, *PROOF, *FORMS[form], *flags.split(), "--no-check", "--save", folder)
+    saving = *flags.split(), "--no-check", "--save", folder
+    run_script("hybrid_3d", world, *PROOF, *FORMS[form], *saving)
 
 
 def test_resume(tmp_path):

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 import common
 import moe
 from conftest import (
-    SMALL, alone, check_refused, copied, dry_run_agrees, each, idea, proves, run, script, textbook)
+    SMALL, alone, check_each, check_equal, check_refused, copied, dry_run_agrees, idea, run_ranks,
+    run_script, textbook)
 from others import compare, gradients_of, into
 
 LLAMA = "--model", "llama-toy"
@@ -38,7 +39,7 @@ IDEA = "--impl", "idea"
     (4, [*IDEA, "--top-k", "3"]),
 ])
 def test_equals_plain(world, flags):
-    report = proves("moe", world, *flags)
+    report = check_equal("moe", world, *flags)
     if "idea" not in flags:
         assert sum(report["load"][-1]) == pytest.approx(len(report["load"][-1]))
     if "--train" not in flags:
@@ -46,7 +47,7 @@ def test_equals_plain(world, flags):
 
 
 def test_fp32_by_default():
-    assert script("moe", 2, *SMALL, "--steps", "6", "--pad", "0.3")["check"]["passed"]
+    assert run_script("moe", 2, *SMALL, "--steps", "6", "--pad", "0.3")["check"]["passed"]
 
 
 def test_flops_are_of_the_experts_that_a_token_visits():
@@ -59,8 +60,8 @@ def test_flops_are_of_the_experts_that_a_token_visits():
 def test_saved_and_resumed(optimizer, tmp_path):
     """2 ranks save, 4 ranks go on, with the biases of the choice."""
     flags = *LLAMA, "--balance", "bias", "--optimizer", optimizer
-    proves("moe", 2, *flags, "--steps", "3", "--save", str(tmp_path))
-    resumed = proves("moe", 4, *flags, "--ep", "2", "--steps", "5", "--resume", str(tmp_path))
+    check_equal("moe", 2, *flags, "--steps", "3", "--save", str(tmp_path))
+    resumed = check_equal("moe", 4, *flags, "--ep", "2", "--steps", "5", "--resume", str(tmp_path))
     assert len(resumed["loss"]) == 2
 
 
@@ -163,7 +164,7 @@ def check_kernels():
 
 
 def test_one_kernel_is_the_loop():
-    run(check_kernels, 1)
+    run_ranks(check_kernels, 1)
 
 
 # ---- the copy: in another model ----------------------------------------------------------
@@ -334,13 +335,13 @@ SOFTMAX = partial(moe.softmax_route, top_k=3, normalize=False)
     ]),
 ])
 def test_copy(world, cases):
-    run(each, world, check_copy, cases)
+    run_ranks(check_each, world, check_copy, cases)
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_copy_of_the_idea(world):
     cases = [(2, SOFTMAX, True), (1, DEEPSEEK), (world, DEEPSEEK)]
-    run(each, world, check_idea, cases)
+    run_ranks(check_each, world, check_idea, cases)
 
 
 # ---- planted bugs: each must fail the check ----------------------------------------------
@@ -389,7 +390,7 @@ def test_planted():
     cases = [(check_idea, SOFTMAX, bug) for bug in IDEAS_BUGS]
     cases += [(check_copy, (2, 0.0), bug) for bug in BUGS]
     cases.append((check_copy, (2, 0.6), ("chosen) <= limit", "chosen) < limit")))
-    run(each, 2, check_planted, cases)
+    run_ranks(check_each, 2, check_planted, cases)
 
 
 # ---- pure parts ------------------------------------------------------------------------
@@ -453,7 +454,7 @@ def check_shared_hides_the_trip():
 
 def test_layer():
     for check in check_layer, check_gamma_becomes_0, check_shared_hides_the_trip:
-        run(check, 1)
+        run_ranks(check, 1)
 
 
 def test_softmax_route():

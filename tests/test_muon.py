@@ -4,7 +4,7 @@ changes; its momentum is saved by one layout and resumed by another.
 import pytest
 import torch
 
-from conftest import PROOF, proves, run, script
+from conftest import PROOF, check_bug_shows, check_equal, run_ranks, run_script
 from harness.whole import Share, WholeMatrices
 
 MUON = ("--optimizer", "muon", "--steps", "4")
@@ -21,7 +21,7 @@ WAYS = (
 @pytest.mark.parametrize("ranks, command", WAYS)
 def test_equals_one_process(ranks, command):
     name, *flags = command.split()
-    report = proves(name, ranks, *ODD, *MUON, *flags, "--train", r"blocks\.1|norm|head")
+    report = check_equal(name, ranks, *ODD, *MUON, *flags, "--train", r"blocks\.1|norm|head")
     held = report["ranks"][0]["memory"]
     assert held["optimizer"] < 2 * held["gradients"]  # AdamW's would be twice these
 
@@ -35,7 +35,7 @@ def no_wholes(tp, matrices):
 
 
 def test_muon_of_pieces_is_another_optimizer():
-    proves("tensor_parallel", 2, *ODD, *MUON, plant=step_pieces)
+    check_bug_shows("tensor_parallel", 2, *ODD, *MUON, plant=step_pieces)
 
 
 RELAY = (("zero", 2, "--stage", "3"), ("fsdp", 3), ("tensor_parallel", 2, "--sp"), ("ddp", 1),
@@ -49,8 +49,8 @@ def test_resumed_in_another_layout(tmp_path):
         if together:
             flags += ["--resume", str(tmp_path)]
         flags += ["--steps", str(2 * number), "--save", str(tmp_path)]
-        together += script(name, ranks, *quick, *flags)["loss"]
-    alone = script("ddp", 1, *quick, "--steps", str(2 * len(RELAY)))
+        together += run_script(name, ranks, *quick, *flags)["loss"]
+    alone = run_script("ddp", 1, *quick, "--steps", str(2 * len(RELAY)))
     assert together == pytest.approx(alone["loss"], rel=1e-10, abs=0)
 
 
@@ -77,4 +77,4 @@ def check_any_optimizer():
 
 
 def test_any_optimizer_of_whole_matrices():
-    run(check_any_optimizer, 2)
+    run_ranks(check_any_optimizer, 2)

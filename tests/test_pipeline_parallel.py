@@ -13,7 +13,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from conftest import (
-    ROOT, SMALL, alone, check_refused, copied, dry_run_agrees, each, idea, proves, run, textbook)
+    ROOT, SMALL, alone, check_each, check_equal, check_refused, copied, dry_run_agrees, idea,
+    run_ranks, textbook)
 from harness.timeline import chunks, costs, grid, in_flight, longest, simulate
 from others import VOCABULARY, Llama
 from pipeline_parallel import (
@@ -269,7 +270,7 @@ def check_copy(name, plant=None, dp=1):
     (2, SCHEDULES),
     (4, ["interleaved", "zb-h2", "zb-v", "dualpipe-v", "pipedream"])])
 def test_every_schedule_equals_one_process(world, names):
-    run(each, world, check_copy, [(name,) for name in names])
+    run_ranks(check_each, world, check_copy, [(name,) for name in names])
 
 
 def check_chain():
@@ -290,11 +291,11 @@ def check_chain():
 
 
 def test_a_chain_is_cut_into_stages():
-    run(check_chain, 1)
+    run_ranks(check_chain, 1)
 
 
 def test_copies_of_a_pipeline_are_summed():
-    run(each, 4, check_copy, [(name, None, 2) for name in ("1f1b", "zb-v")])
+    run_ranks(check_each, 4, check_copy, [(name, None, 2) for name in ("1f1b", "zb-v")])
 
 
 def others_on_meta(module):
@@ -317,7 +318,8 @@ def others_on_meta(module):
 
 
 def test_stages_of_other_ranks_may_be_on_the_meta_device():
-    run(each, 2, check_copy, [(name, others_on_meta) for name in ("1f1b", "zb-v", "pipedream")])
+    cases = [(name, others_on_meta) for name in ("1f1b", "zb-v", "pipedream")]
+    run_ranks(check_each, 2, check_copy, cases)
 
 
 # Planted bugs: what is done after a method, and the schedule that shows it.
@@ -351,7 +353,7 @@ def check_planted(what):
 
 
 def test_planted_bugs_are_seen():
-    run(each, 2, check_planted, [(what,) for what in PLANTED])
+    run_ranks(check_each, 2, check_planted, [(what,) for what in PLANTED])
 
 
 # ---- the idea, around a model of somebody else ------------------------------------
@@ -392,7 +394,7 @@ def check_idea(schedule="1f1b", *bug):
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_the_idea_equals_one_process(world):
-    run(each, world, check_idea, [("1f1b",), ("gpipe",)])
+    run_ranks(check_each, world, check_idea, [("1f1b",), ("gpipe",)])
 
 
 def check_idea_planted(old, new):
@@ -414,7 +416,7 @@ IDEA_PLANTED = [
 
 
 def test_bugs_planted_in_the_idea_are_seen():
-    run(each, 2, check_idea_planted, IDEA_PLANTED)
+    run_ranks(check_each, 2, check_idea_planted, IDEA_PLANTED)
 
 
 # ---- the toy GPT: proof, cost, links, refusals ------------------------------------
@@ -430,15 +432,15 @@ def test_bugs_planted_in_the_idea_are_seen():
     (2, ["--schedule", "zb-v", "--train", "1.attn.v.bias|blocks.[23]"]),
     (2, [*LLAMA, "--impl", "both", "--schedule", TORCHS, "--steps", "3"])])
 def test_script_proves_itself(world, flags):
-    report = proves("pipeline_parallel", world, "--layers", "4", *flags)
+    report = check_equal("pipeline_parallel", world, "--layers", "4", *flags)
     assert "both" not in flags or report["measured_ms"] > 0 and report["planned_ms"] > 0
 
 
 def test_what_is_saved_goes_on_with_any_schedule(tmp_path):
     flags = ("--layers", "4", "--save", str(tmp_path))
-    proves("pipeline_parallel", 2, *flags, "--layers-per-stage", "0,4")
-    proves("pipeline_parallel", 2, *flags, "--steps", "4", "--schedule", "zb-v", "--resume",
-           str(tmp_path))
+    check_equal("pipeline_parallel", 2, *flags, "--layers-per-stage", "0,4")
+    check_equal("pipeline_parallel", 2, *flags, "--steps", "4", "--schedule", "zb-v", "--resume",
+                str(tmp_path))
 
 
 def test_activations_are_what_the_schedule_promises():
@@ -471,17 +473,17 @@ def test_cost(world, flags, rank):
 
 
 def test_what_cannot_run_is_refused():
-    run(check_refused, 2, "pipeline_parallel", [(flags.split(), words) for flags, words in [
-        ("--layers 1", "--layers 1 for 2 stages"),
-        ("--micro 3", "--micro 3 cannot cut --batch 8"),
-        ("--schedule interleaved --micro 3 --batch 9", "interleaved takes multiples of 2"),
-        ("--schedule dualpipe-v --micro 2", "dualpipe-v needs 4 or more micro-batches, not 2"),
-        ("--schedule pipedream --save NONE", "pipedream takes no --save"),
-        ("--schedule naive --impl idea", "the idea has 1f1b and gpipe"),
-        ("--schedule naive --impl torch", "torch has gpipe, 1f1b"),
-        ("--impl torch --micro 1", "torch's 1f1b wants 2 or more"),
-        ("--impl torch --schedule zb-h1 --micro 5 --batch 5", "take a multiple of 2"),
-        ("--layers-per-stage 1,1", "they are 2, --layers 4"),
-        ("--limit 4", "--limit is for --schedule auto, not for 1f1b"),
-        ("--pp 4", "--pp is for --simulate only"),
+    run_ranks(check_refused, 2, "pipeline_parallel", [(flags.split(), words) for flags, words in [
+              ("--layers 1", "--layers 1 for 2 stages"),
+              ("--micro 3", "--micro 3 cannot cut --batch 8"),
+              ("--schedule interleaved --micro 3 --batch 9", "interleaved takes multiples of 2"),
+              ("--schedule dualpipe-v --micro 2", "dualpipe-v needs 4 or more micro-batches"),
+              ("--schedule pipedream --save NONE", "pipedream takes no --save"),
+              ("--schedule naive --impl idea", "the idea has 1f1b and gpipe"),
+              ("--schedule naive --impl torch", "torch has gpipe, 1f1b"),
+              ("--impl torch --micro 1", "torch's 1f1b wants 2 or more"),
+              ("--impl torch --schedule zb-h1 --micro 5 --batch 5", "take a multiple of 2"),
+              ("--layers-per-stage 1,1", "they are 2, --layers 4"),
+              ("--limit 4", "--limit is for --schedule auto, not for 1f1b"),
+              ("--pp 4", "--pp is for --simulate only"),
     ]])

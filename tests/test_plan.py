@@ -8,7 +8,7 @@ from test_readme import Begins, begins
 
 import hybrid_3d
 from common import PRESETS, GPTConfig
-from conftest import ALL, alone, tool
+from conftest import ALL, alone, run_tool
 from harness.timeline import bubble_rate, costs, in_flight, simulate
 from pipeline_parallel import make_plans
 from tools import estimate, plan
@@ -141,16 +141,16 @@ def test_ties():
 def test_tables_and_advice(tmp_path):
     file = tmp_path / "plan.json"
     flags = "--gpus 12 --layers 6 --batch 24 --tokens 1e9 --exact 1 --json"
-    said = tool("plan", *flags.split(), file)
+    said = run_tool("plan", *flags.split(), file)
     row = json.loads(file.read_text())[0]
     assert row["command"] in said and "\n  1  dp " in said
     assert "GPU-hours" in said and "cost" not in said
     assert row["memory"] == pytest.approx(row["exact"], rel=0.2)
-    said = tool("plan", *flags.split()[:6], "--tokens", "1e15", "--price", "2")
+    said = run_tool("plan", *flags.split()[:6], "--tokens", "1e15", "--price", "2")
     assert ", which cost " in said
     flags = "--model gpt3-175b --batch 64 --gpus 8 --dp 1 --cp 1"
-    said = tool("plan", *flags.split(), code=1)
+    said = run_tool("plan", *flags.split(), code=1)
     assert "nothing fits 80 GB" in said
     flags = "--gpus 1024 --batch 7 --no-sp"
-    said = tool("plan", *flags.split(), code=2)
+    said = run_tool("plan", *flags.split(), code=2)
     assert "--batch 7 --no-sp:" in said

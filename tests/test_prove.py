@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from conftest import each, run
+from conftest import check_each, run_ranks
 from harness.prove import prove
 from others import gradients_of
 
@@ -106,8 +106,8 @@ def check_mistake(mistake, where, words):
 
 
 def test_right_and_wrong():
-    run(check_right, 2)
-    run(each, 2, check_mistake, MISTAKES)
+    run_ranks(check_right, 2)
+    run_ranks(check_each, 2, check_mistake, MISTAKES)
 
 
 def empty():
@@ -141,7 +141,7 @@ def check_nothing_proved():
 
 
 def test_nothing_proved():
-    run(check_nothing_proved, 2)
+    run_ranks(check_nothing_proved, 2)
 
 
 def test_alone():

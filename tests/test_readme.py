@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import moe
 from common import FORMS, PRESETS, GPTConfig, build, get_batch, load_corpus, plain_steps
-from conftest import ALL, ROOT, copied, run, script, to_file
+from conftest import ALL, ROOT, copied, run_ranks, run_script, to_file
 from harness.prove import prove
 from others import compare, gradients_of
 from test_repo import TECHNIQUES
@@ -99,7 +99,7 @@ QUICK = [row[:3] for row in MEASURED if ALL or int(row[3] or 1) <= 2]  # seconds
 def test_figures_are_printed(name, flags, figures, tmp_path):
     """Letter by letter; but for the seconds, which are the machine's."""
     printed = tmp_path / "printed"
-    script(name, 1, *shlex.split(flags), plant=partial(to_file, printed), limit=580)
+    run_script(name, 1, *shlex.split(flags), plant=partial(to_file, printed), limit=580)
     for figure in figures.split(", "):
         assert figure in printed.read_text(), figure
 
@@ -139,7 +139,7 @@ def check_programs():
 
 def test_the_programs_of_readme():
     assert len(PROGRAMS) == 2
-    run(check_programs, 2)
+    run_ranks(check_programs, 2)
 
 
 # {"zero": the block of your-model.md that uses its part 2}
@@ -243,4 +243,4 @@ def check_examples():
 
 
 def test_examples_train_as_one_process_does():
-    run(check_examples, 2)
+    run_ranks(check_examples, 2)

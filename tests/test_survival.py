@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from conftest import GAPS, PROOF, SMALL, check_refused, run, script
+from conftest import GAPS, PROOF, SMALL, check_refused, run_ranks, run_script
 from harness import checkpoint
 from tools import ranks
 
@@ -41,8 +41,8 @@ def in_step(module, number, function):
 def good(tmp_path_factory):
     """Checkpoints after 2 and after 4 of 4 steps, and the losses of a run of 6 steps."""
     folder = tmp_path_factory.mktemp("good")
-    script("ddp", 2, *QUICK, "--steps", "4", "--save", str(folder), "--save-every", "2")
-    return folder, script("ddp", 1, *QUICK, "--steps", "6")["loss"]
+    run_script("ddp", 2, *QUICK, "--steps", "4", "--save", str(folder), "--save-every", "2")
+    return folder, run_script("ddp", 1, *QUICK, "--steps", "6")["loss"]
 
 
 def test_one_that_was_not_finished_is_passed_by(good, tmp_path):
@@ -52,7 +52,7 @@ def test_one_that_was_not_finished_is_passed_by(good, tmp_path):
     shutil.copytree(folder, copy)
     (copy / "4" / ".metadata").unlink()
     flags = (*QUICK, "--steps", "4", "--resume", str(copy), "--save", str(copy))
-    rest = script("zero", 2, *flags)
+    rest = run_script("zero", 2, *flags)
     assert rest["loss"] == pytest.approx(losses[2:4], rel=1e-12, abs=0)
     assert checkpoint.numbered(copy) == [2, 4]
 
@@ -76,17 +76,17 @@ def test_checkpoints_that_do_not_fit(good, tmp_path):
     places = {"GOOD": folder, "EMPTY": tmp_path}
     lines = [([*QUICK, "--steps", "6", *flags.format(**places).split()], words)
              for flags, words in OTHERWISE]
-    run(check_refused, 1, "ddp", lines)
+    run_ranks(check_refused, 1, "ddp", lines)
     assert saved_in(folder) == ["2", "4"]
     # what was trained for fewer positions, or without experts, has no weights for more
     weights = ("--init-from", str(folder))
-    said = script("ddp", 2, *QUICK, "--seq", "17", *weights, code=2)
+    said = run_script("ddp", 2, *QUICK, "--seq", "17", *weights, code=2)
     assert "pos.weight is (16, 32) there, (17, 32) here" in said
-    assert "it has no blocks.0.mlp." in script("moe", 2, *QUICK, *weights, code=2)
+    assert "it has no blocks.0.mlp." in run_script("moe", 2, *QUICK, *weights, code=2)
     # and none is dropped in silence
     state = {**checkpoint.read_whole(folder / "4"), "adapter.weight": torch.ones(1)}
     checkpoint.write_whole(tmp_path / "more", state, {})
-    said = script("ddp", 2, *QUICK, "--init-from", str(tmp_path / "more"), code=2)
+    said = run_script("ddp", 2, *QUICK, "--init-from", str(tmp_path / "more"), code=2)
     assert "its adapter.weight is not in this model" in said
 
 
@@ -101,7 +101,7 @@ def test_a_full_disk(good, tmp_path, flags):
     place = tmp_path / "saved"
     shutil.copytree(good[0], place)
     flags = (*QUICK, "--steps", "6", "--resume", str(place), "--save", str(place), *flags)
-    said = script("ddp", 2, *flags, plant=full_disk, code=1)
+    said = run_script("ddp", 2, *flags, plant=full_disk, code=1)
     words = f"ddp.py: error: --save {place}/6: not saved: rank 0: a file was cut "
     assert said.startswith(words), said
     assert said.count("\n") == 1, said
@@ -114,8 +114,8 @@ def test_weights_alone(good, tmp_path):
     """
     folder, losses = good
     flags = (*PROOF, "--lr", "1e-4", "--seq", "9")
-    tuned = script("hybrid_3d", 2, *flags, "--init-from", str(folder), "--save", str(tmp_path))
-    rest = script("ddp", 2, *flags, "--resume", str(tmp_path), "--steps", "3")
+    tuned = run_script("hybrid_3d", 2, *flags, "--init-from", str(folder), "--save", str(tmp_path))
+    rest = run_script("ddp", 2, *flags, "--resume", str(tmp_path), "--steps", "3")
     assert len(tuned["plain_loss"]) == 2 and len(rest["plain_loss"]) == 1
     assert tuned["loss"][0] < losses[0] - 0.01
     for report in tuned, rest:
@@ -139,9 +139,9 @@ def test_many_runs_are_one_training(tmp_path):
         if together:
             flags += ["--resume", folder]
         steps = str(2 * number)
-        report = script(name, world, *QUICK, *flags, "--steps", steps, "--save", folder)
+        report = run_script(name, world, *QUICK, *flags, "--steps", steps, "--save", folder)
         together += report["loss"]
-    alone = script("ddp", 1, *QUICK, "--steps", str(2 * len(RELAY)))
+    alone = run_script("ddp", 1, *QUICK, "--steps", str(2 * len(RELAY)))
     assert together == pytest.approx(alone["loss"], rel=1e-10, abs=0)
 
 

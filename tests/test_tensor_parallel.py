@@ -9,7 +9,8 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 from conftest import (
-    alone, check_refused, copied, dry_run_agrees, each, idea, proves, rewritten, run, textbook)
+    alone, check_bug_shows, check_each, check_equal, check_refused, copied, dry_run_agrees, idea,
+    rewritten, run_ranks, textbook)
 from others import WIDTH, Llama, compare, gradients_of, llama_loss, loss_sum, token_rows
 
 LLAMA = ["--model", "llama-toy"]
@@ -198,12 +199,12 @@ def check_now(check):
 
 def test_copy():
     """It trains as the plain model does; what would be silently wrong raises."""
-    run(each, 2, check_copy, [
-        ("WholeSequence", False, "nothing"), ("CutSequence", True, "layers.0"),
-        ("WholeSequence", True, "layers.1", 1), ("CutSequence", False, "nothing", 1)])
-    run(each, 2, check_meta, [("WholeSequence", True), ("CutSequence", False)])
+    run_ranks(check_each, 2, check_copy, [
+              ("WholeSequence", False, "nothing"), ("CutSequence", True, "layers.0"),
+              ("WholeSequence", True, "layers.1", 1), ("CutSequence", False, "nothing", 1)])
+    run_ranks(check_each, 2, check_meta, [("WholeSequence", True), ("CutSequence", False)])
     checks = check_kept, check_order, check_loss, check_half, check_two_names, check_refusals
-    run(each, 2, check_now, [(check,) for check in checks])
+    run_ranks(check_each, 2, check_now, [(check,) for check in checks])
 
 
 class Even(Llama):
@@ -252,7 +253,7 @@ def check_idea(*bug):
 
 
 def test_copy_of_the_idea():
-    run(check_idea, 4)
+    run_ranks(check_idea, 4)
 
 
 BUGS_IN_THE_IDEA = [
@@ -282,9 +283,9 @@ def check_planted_in_the_idea(old, new):
 
 
 def test_planted_in_the_idea():
-    run(each, 2, check_planted_in_the_idea, BUGS_IN_THE_IDEA)
+    run_ranks(check_each, 2, check_planted_in_the_idea, BUGS_IN_THE_IDEA)
     old, new = BUGS_IN_THE_IDEA[0]
-    proves("tensor_parallel", 2, *IDEA, plant=partial(rewritten, old, new))
+    check_bug_shows("tensor_parallel", 2, *IDEA, plant=partial(rewritten, old, new))
 
 
 def test_refused_flags():
@@ -311,13 +312,14 @@ def test_refused_flags():
     (4, IDEA),
 ])
 def test_equals_one_process(world, flags):
-    proves("tensor_parallel", world, *flags)
+    check_equal("tensor_parallel", world, *flags)
 
 
 def test_resume(tmp_path):
     """On another number of ranks; two of them had the same head of keys and values."""
-    proves("tensor_parallel", 4, *ODD, *LLAMA, "--save", str(tmp_path))
-    report = proves("tensor_parallel", 1, *ODD, *LLAMA, "--steps", "4", "--resume", str(tmp_path))
+    check_equal("tensor_parallel", 4, *ODD, *LLAMA, "--save", str(tmp_path))
+    resumed = "--steps", "4", "--resume", str(tmp_path)
+    report = check_equal("tensor_parallel", 1, *ODD, *LLAMA, *resumed)
     assert len(report["loss"]) == 2
 
 
@@ -385,4 +387,4 @@ def check_planted(old, new, kind, kv_heads):
 
 
 def test_planted():
-    run(each, 2, check_planted, BUGS)
+    run_ranks(check_each, 2, check_planted, BUGS)

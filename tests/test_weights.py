@@ -10,7 +10,7 @@ import torch
 
 import moe
 from common import FORMS, GPTConfig, build, get_batch, load_corpus, loss_sum
-from conftest import PROOF, ROOT, script, tool
+from conftest import PROOF, ROOT, run_script, run_tool
 from harness import checkpoint
 from tools import sample, weights
 
@@ -51,7 +51,7 @@ def test_logits_are_theirs(name, tmp_path):
 def test_mixtures(name, tmp_path):
     folder, ids, logits = theirs(name)
     weights.import_weights(folder, tmp_path / "ours")
-    assert "it has experts" in tool("sample", tmp_path / "ours", "x", code=2)
+    assert "it has experts" in run_tool("sample", tmp_path / "ours", "x", code=2)
     state, identity = weights.weights_of(tmp_path / "ours")
     cfg = weights.sizes_in(identity)
     assert identity["experts"] == 4
@@ -96,16 +96,16 @@ def test_safetensors_is_used_or_asked_for(saved, tmp_path):
     """Where it is installed, what goes out comes in; where it is not, a line says what is missing,
     and nothing is written."""
     if importlib.util.find_spec("safetensors") is None:
-        said = tool("weights", "export", saved, tmp_path / "theirs", code=2)
+        said = run_tool("weights", "export", saved, tmp_path / "theirs", code=2)
         assert "pip install safetensors" in said
         assert not (tmp_path / "theirs").exists()
         (tmp_path / "model.safetensors").touch()
         shutil.copy(theirs("gpt2")[0] / "config.json", tmp_path)
-        said = tool("weights", "import", tmp_path, tmp_path / "ours", code=2)
+        said = run_tool("weights", "import", tmp_path, tmp_path / "ours", code=2)
         assert "pip install safetensors" in said
         return
-    tool("weights", "export", saved, tmp_path / "theirs")
-    said = tool("weights", "import", tmp_path / "theirs", tmp_path / "again")
+    run_tool("weights", "export", saved, tmp_path / "theirs")
+    said = run_tool("weights", "import", tmp_path / "theirs", tmp_path / "again")
     assert "--layers 2 --width 32 --heads 4 --vocab 256 --seq 16" in said
     before, _ = weights.weights_of(saved)
     after, _ = weights.weights_of(tmp_path / "again")
@@ -125,7 +125,7 @@ REFUSED = [
 def test_other_models_and_files_are_refused(tmp_path):
     """In a line. Nothing of a file that is not whole is taken."""
     def refused(words, folder=tmp_path):
-        assert words in tool("weights", "import", folder, tmp_path / "ours", code=2)
+        assert words in run_tool("weights", "import", folder, tmp_path / "ours", code=2)
 
     refused("config.json: No such file")
     shutil.copytree(theirs("gpt2")[0], tmp_path, dirs_exist_ok=True)
@@ -151,16 +151,16 @@ def test_other_models_and_files_are_refused(tmp_path):
 def saved(tmp_path_factory):
     """What two ranks of ddp have saved."""
     folder = tmp_path_factory.mktemp("saved")
-    script("ddp", 2, *PROOF, "--steps", "3", "--no-check", "--save", str(folder))
+    run_script("ddp", 2, *PROOF, "--steps", "3", "--no-check", "--save", str(folder))
     return folder
 
 
 def test_from_script_to_script_to_a_plain_file(saved, tmp_path):
     """ddp on 2 ranks, fsdp on 4 at a rate at which no number moves, a plain file: one model."""
     still = (*PROOF, "--steps", "1", "--lr", "1e-12", "--no-check")
-    script("fsdp", 4, *still, "--init-from", str(saved), "--save", str(tmp_path / "sharded"))
+    run_script("fsdp", 4, *still, "--init-from", str(saved), "--save", str(tmp_path / "sharded"))
     weights.save_plain(tmp_path / "sharded", tmp_path / "plain.pt")
-    said = tool("weights", "import", theirs("gpt2")[0], saved, code=2)
+    said = run_tool("weights", "import", theirs("gpt2")[0], saved, code=2)
     assert "has checkpoints already" in said
     first = sample.load(saved)[0].state_dict()
     torch.testing.assert_close(torch.load(tmp_path / "plain.pt"), first, rtol=0, atol=1e-8)
@@ -176,7 +176,7 @@ def test_theirs_trains(tmp_path):
     identity["form"] = cfg.form.name
     checkpoint.write_whole(tmp_path, state, identity)
     flags = weights.flags_for(cfg).split()
-    report = script("ddp", 2, *flags, "--init-from", str(tmp_path), "--steps", "1")
+    report = run_script("ddp", 2, *flags, "--init-from", str(tmp_path), "--steps", "1")
     assert report["args"]["kv_heads"] == 1
     x, y, valid = get_batch(load_corpus("", 16), 16, 0, 0, 8)
     loss = loss_sum(build(cfg, 5)(x), y) / valid
@@ -212,8 +212,8 @@ def test_what_is_drawn():
 
 def test_text_from_a_checkpoint(saved):
     words = ("import ", "--tokens", "40", "--temperature", "0")
-    assert tool("sample", saved, *words).startswith("import ")
-    said = tool("sample", saved, "--ids", "105 109 112", "--tokens", "5", "--seed", "3")
+    assert run_tool("sample", saved, *words).startswith("import ")
+    said = run_tool("sample", saved, "--ids", "105 109 112", "--tokens", "5", "--seed", "3")
     assert said.startswith("105 109 112 ")
     assert len(said.split()) == 8
-    assert "must be 0 to 255" in tool("sample", saved, "--ids", "256", code=2)
+    assert "must be 0 to 255" in run_tool("sample", saved, "--ids", "256", code=2)

@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 import zero
 from common import adamw, clip_gradients
 from conftest import (
-    PROOF, SMALL, alone, check_refused, copied, dry_run_agrees, each, idea, proves, rewritten, run,
-    script, textbook)
+    PROOF, SMALL, alone, check_bug_shows, check_each, check_equal, check_refused, copied,
+    dry_run_agrees, idea, rewritten, run_ranks, run_script, textbook)
 from others import (
     Llama, added_in_fp32, bf16_llama, bf16_rows, compare, compare_fp32, into, llama_loss,
     token_rows)
@@ -81,7 +81,7 @@ def check_copy(stage, tied=False, offload="none", sums="last", plant=None):
     (4, [(1,), (3,)]),
 ])
 def test_copy(world, cases):
-    run(each, world, check_copy, cases)
+    run_ranks(check_each, world, check_copy, cases)
 
 
 def use_first(zero, unit, first={}):  # noqa: B006 (it remembers)
@@ -111,7 +111,7 @@ def check_planted(what):
 
 
 def test_planted():
-    run(each, 2, check_planted, [(what,) for what in PLANTED])
+    run_ranks(check_each, 2, check_planted, [(what,) for what in PLANTED])
 
 
 @pytest.mark.parametrize("world, flags", [
@@ -124,7 +124,7 @@ def test_planted():
     (4, ["--impl", "idea", "--vocab", "257", "--train", r"blocks\.1|norm", "--eval-every", "1"]),
 ])
 def test_script_equals_one_process(world, flags):
-    proves("zero", world, *flags)
+    check_equal("zero", world, *flags)
 
 
 @pytest.mark.parametrize("old, new", [
@@ -136,7 +136,7 @@ def test_script_equals_one_process(world, flags):
     ('reduction="sum") / valid', 'reduction="mean")'),
 ])
 def test_planted_in_the_idea(old, new):
-    proves("zero", 2, "--impl", "idea", plant=partial(rewritten, old, new))
+    check_bug_shows("zero", 2, "--impl", "idea", plant=partial(rewritten, old, new))
 
 
 def check_the_idea_begins_alike():
@@ -148,19 +148,19 @@ def check_the_idea_begins_alike():
 
 
 def test_the_idea_begins_alike():
-    run(check_the_idea_begins_alike, 2)
+    run_ranks(check_the_idea_begins_alike, 2)
 
 
 def test_resumes(tmp_path):
     """In another stage; and in bf16 to the bit, since the fp32 masters are what is saved."""
-    script("zero", 3, *PROOF, "--stage", "3", "--no-check", "--save", str(tmp_path))
-    report = proves("zero", 2, "--stage", "1", "--offload", "optimizer", "--steps", "4",
-                    "--resume", str(tmp_path))
+    run_script("zero", 3, *PROOF, "--stage", "3", "--no-check", "--save", str(tmp_path))
+    report = check_equal("zero", 2, "--stage", "1", "--offload", "optimizer", "--steps", "4",
+                         "--resume", str(tmp_path))
     assert len(report["loss"]) == 2
     flags = [*SMALL, "--no-check", "--dtype", "bf16", "--stage", "3", "--steps", "3"]
     place = tmp_path / "bf16"
-    whole = script("zero", 2, *flags, "--save", str(place), "--save-every", "2")
-    rest = script("zero", 2, *flags, "--resume", str(place / "2"))
+    whole = run_script("zero", 2, *flags, "--save", str(place), "--save-every", "2")
+    rest = run_script("zero", 2, *flags, "--resume", str(place / "2"))
     assert rest["loss"] == whole["loss"][2:]
 
 
@@ -215,7 +215,7 @@ def check_fp32_sums(stage):
 
 
 def test_fp32_sums():
-    run(each, 2, check_fp32_sums, [(1,), (2,), (3,)])
+    run_ranks(check_each, 2, check_fp32_sums, [(1,), (2,), (3,)])
 
 
 def check_overlap():
@@ -257,7 +257,7 @@ def check_overlap():
 
 
 def test_overlap():
-    run(check_overlap, 2)
+    run_ranks(check_overlap, 2)
 
 
 def check_misuse():
@@ -293,13 +293,13 @@ def check_misuse():
 
 
 def test_misuse():
-    run(check_misuse, 1)
+    run_ranks(check_misuse, 1)
 
 
 def test_refused_flags():
-    run(check_refused, 2, "zero", [(flags.split(), words) for flags, words in [
-        ("--stage 2 --offload param", "needs --stage 3"),
-        ("--batch 3 --accum 2", "2 micro-batches"),
-        ("--impl idea --stage 2", "the idea is --stage 1"),
-        ("--impl torch --save no/such", "no dry run"),
+    run_ranks(check_refused, 2, "zero", [(flags.split(), words) for flags, words in [
+              ("--stage 2 --offload param", "needs --stage 3"),
+              ("--batch 3 --accum 2", "2 micro-batches"),
+              ("--impl idea --stage 2", "the idea is --stage 1"),
+              ("--impl torch --save no/such", "no dry run"),
     ]])
