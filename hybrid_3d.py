@@ -15,17 +15,18 @@
     optimizer = AdamW(hybrid.parameter_groups(), lr=1e-3)  # x, y: rows of mesh.place["dp"]
     loss, norm = train_step(hybrid, optimizer, x, y, valid, clip=1.0)  # loss: this rank's part
 
-What becomes of a gradient; print(hybrid) says it of yours. cut: each rank has its own part. same:
-all have the same. sum: each has a summand. data = dp x cp = replicas x ep; replicas have the same
-experts, ep neighbours others; twins the same heads of keys and values; ends: first, last stage.
+What becomes of a gradient along each axis; print(hybrid) shows it for your model. cut: each rank
+has its own part of it. same: all have the same. sum: each has a summand. The axis data is dp x cp;
+ep cuts it into neighbours, which have different experts, and replicas are those with the same.
+twins are ranks of tp with the same heads of keys and values, ends the first and the last stage.
 
-    kind of parameter                    tp                twins  data   replicas  ep    ends
-    cut: matrices, embeddings            cut                      sum
-    shared: keys, values of few heads    cut               sum    sum
-    whole: norms, biases after sums      same (--sp: sum)         sum
-    inside: norms of q and k             sum                      sum
-    expert                               sum, of --sp                    sum       cut
-    tied, besides: embedding and head                                                    sum
+    kind of parameter                    tp            twins  data   replicas  ep    ends
+    cut: matrices, embeddings            cut                  sum
+    shared: keys, values of few heads    cut           sum    sum
+    whole: norms, biases after sums      same; --sp: sum      sum
+    inside: norms of q and k             sum                  sum
+    expert (tp wants --sp)               sum                         sum       cut
+    tied, besides: embedding, head                                                   sum
 
     numbers that a rank sends in a step (tp, pp: of a middle stage), A = B/(dp M) * T/cp * C
     tp    M L/pp 8 A (tp-1)/tp; --sp: 10 for 8, and the sums over tp of the table above
@@ -39,7 +40,7 @@ Not for: optimizers of whole matrices; several ties; pipedream; ZeRO-3 of severa
 """
 import math
 import re
-from collections import defaultdict
+from collections import defaultdict, namedtuple
 from functools import partial
 
 import torch
@@ -69,7 +70,7 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
 from common import adamw, build, share
-from pipeline_parallel import CHAIN, HandsOn, carve, origins_of
+from pipeline_parallel import CHAIN, HandsOn, carve
 from zero import held, pieces_of_each
 
 # ---- 1. the idea -------------------------------------------------------------
@@ -226,29 +227,51 @@ class Mesh:
 
 def fates(sp, zero):
     """-> {kind of parameter: {axis: what becomes of its gradient}}, the docstring's table."""
-    copies = "sum, cut" if zero else "sum"  # with ZeRO, each has a part of the sum
+    copies = "sum, cut" if zero else "sum"  # ZeRO cuts the sum: each copy has a part of it
     seen = "sum" if sp else "same"  # with sp, a rank of tp has seen a part of the tokens
     return {
         "cut": {"tp": "cut", "data": copies},
-        "shared": {"tp": "cut", "twins": "sum", "data": copies},  # twins: the same heads
+        "shared": {"tp": "cut", "twins": "sum", "data": copies},
         "whole": {"tp": seen, "data": copies},
         "inside": {"tp": "sum", "data": copies},  # a rank of tp has seen a part of the heads
-        "expert": {"tp": "sum", "replicas": copies, "ep": "cut"},  # with sp each has own tokens
+        "expert": {"tp": "sum", "replicas": copies, "ep": "cut"},  # tp's ranks send own tokens
     }
 
 
-def kinds_of(stages, tp):
-    """-> {parameter: its kind}. Modules and tp tell: names do not matter."""
-    kinds = {}
-    for stage in stages:
-        kinds.update(dict.fromkeys(stage.parameters(), "whole"))
-        for module in stage.modules():
-            if isinstance(module, moe.StackedLinear):
-                kinds.update(dict.fromkeys(module.parameters(), "expert"))
-    kinds.update(dict.fromkeys(tp.inside, "inside"))
-    for p in tp.cuts:
-        kinds[p] = "cut" if tp.copies(p) == 1 else "shared"
-    return kinds
+def kind_of(p, owner, tp):
+    """owner: the module that has the parameter. Names do not matter."""
+    if isinstance(owner, moe.StackedLinear):
+        return "expert"
+    if p in tp.inside:
+        return "inside"
+    if p not in tp.cuts:
+        return "whole"
+    return "cut" if tp.copies(p) == 1 else "shared"
+
+
+# What is known of a parameter. name: in the first stage that has it. fate: {axis: what becomes of
+# its gradient}. stages: the numbers of those that have it, two if it is tied
+Row = namedtuple("Row", "name kind fate stages")
+
+
+def table_of(stages, tp, zero):
+    """All stages of a model -> {parameter: its Row}."""
+    of_kind = fates(isinstance(tp, CutSequence), zero)
+    table = {}
+    for number, stage in enumerate(stages):
+        owners = {p: m for m in stage.modules() for p in m.parameters(recurse=False)}
+        for name, p in stage.named_parameters():
+            kind = kind_of(p, owners[p], tp)
+            assert kind != "expert" or tp.size == 1 or isinstance(tp, CutSequence), (
+                "experts with tp > 1 want CutSequence: else its ranks route the same tokens")
+            row = Row(name, kind, of_kind[kind], (number,))
+            if p in table:
+                first = table[p]
+                row = Row(first.name, f"{kind}, tied", {**row.fate, "ends": "sum"},
+                          (*first.stages, number))
+                assert row.stages == (0, len(stages) - 1), f"{name} is in stages {row.stages}"
+            table[p] = row
+    return table
 
 
 # ---- this rank's part of the model
@@ -284,87 +307,56 @@ class Hybrid(nn.Module):
                 self.group["twins"] = tp.groups[tp.copies(p)]
         self.width = head.weight.shape[1]  # C
         self.cut_of_head = tp.cuts.get(head.weight)  # None: every rank of tp has all logits
+        table = table_of(stages, tp, zero)
+        self.table = {p: table[p] for p in self.parameters()}
+        # from here on nothing holds what is on other stages: it can be freed
+        tp.cuts = {p: cut for p, cut in tp.cuts.items() if p in self.table}
+        tp.inside.intersection_update(self.table)
         if "W" in order:
             split_cut_linears(self.stages)
-        self.describe(stages, home, zero)
         stages_of = {}  # {ZeRO: the stages that have its parameters}
-        apart = zero == 2 and "W" in order
-        for (holders, axis), units in self.lay_out(here, layers, apart).items():
-            number = zero
-            if len(holders) > 1:  # what is tied is summed once in a step, since it is along ends
-                number = min(zero, 1)
-            made = (ZeRO0, ZeRO1, ZeRO2, ZeRO3)[number](units, self.group[axis])
-            stages_of[made] = holders
+        layout = self.lay_out(here, set(layers), apart=zero == 2 and "W" in order)
+        for (numbers, axis), units in layout.items():
+            made = choose_zero(zero, is_tied=len(numbers) > 1)(units, self.group[axis])
+            stages_of[made] = numbers
         self.zeros = list(stages_of)  # they sum gradients over copies, and step
         self.units = [unit for zero in self.zeros for unit in zero.units]
         self.parts = [part for zero in self.zeros for part in zero.parts]
-        self.trained = {p for zero in self.zeros for p in zero.trained}
         p = next(self.parameters())
-        # of what size tensors are is known when there is a batch
-        mail = Mail(plans, (), p.dtype, p.device, mesh.pipelines, mesh.group["pp"])
+        size = ()  # of what stages send: known when there is a batch
+        mail = Mail(plans, size, p.dtype, p.device, mesh.pipelines, mesh.group["pp"])
         self.pipeline = SummingPipeline(here, plans, mail, stages_of)
-        # nothing here holds what is on other stages: it can be freed
-        tp.cuts = {p: cut for p, cut in tp.cuts.items() if p in self.names}
-        tp.inside.intersection_update(self.names)
-
-    def describe(self, stages, home, zero):
-        """What the parameters are, while no ZeRO has cut them."""
-        kinds = kinds_of(stages, self.tp)
-        is_cut = isinstance(self.tp, CutSequence)
-        assert "expert" not in kinds.values() or self.tp.size == 1 or is_cut, (
-            "experts with tp > 1 want CutSequence: else its ranks route the same tokens")
-        names = {}  # {parameter: its name in the first stage that has it}
-        holders = defaultdict(list)  # {parameter: the stages that have it}
-        self.origins = {}  # {name: (place along pp of who has it, a meta tensor like the whole)}
-        for number, stage in enumerate(stages):
-            for name, t in stage.state_dict(keep_vars=True).items():
-                like = torch.empty(self.size_of_whole(t, kinds), dtype=t.dtype, device="meta")
-                self.origins.setdefault(name, (home[number], like))
-            for name, p in stage.named_parameters():
-                names.setdefault(p, name)
-                holders[p].append(number)
-        self.trained_names = [name for p, name in names.items() if p.requires_grad]
-        rows = fates(is_cut, zero)
-        # of this rank's parameters
-        self.names = {p: names[p] for p in self.parameters()}
-        self.holders = {p: tuple(holders[p]) for p in self.names}
-        self.kind = {p: kinds[p] for p in self.names}
-        self.fate = {p: rows[kind] for p, kind in self.kind.items()}
-        for p, numbers in self.holders.items():
-            if len(numbers) > 1:
-                assert numbers == (0, len(stages) - 1), f"{names[p]} is in stages {numbers}"
-                self.kind[p] += ", tied"
-                self.fate[p] = {**self.fate[p], "ends": "sum"}
 
     def lay_out(self, here, layers, apart):
-        """-> {(stages that have them, axis of copies): [(parameters, sites)]}
+        """Which parameters are one ZeRO's, and which of these travel together.
 
-        apart: what has one dimension becomes a unit of its own. Norms get their gradients in B.
-        Beside matrices, which get theirs in W, they would let ZeRO-2 hold all from B to W.
+        -> {(the stages that have them, axis of copies): [(parameters, sites)], ZeRO's units}
+
+        apart: norms and biases are a unit of their own. They get gradients in B, matrices in W,
+        and ZeRO-2 keeps a unit's gradients from the first to the last.
         """
-        layers = set(layers)
-        done = set()
-        units = defaultdict(list)
-        for stage in here.values():
-            small = [p for p in stage.parameters() if p.dim() == 1 and p.requires_grad]
-            if apart and small:
-                units[self.holders[small[0]], "data"].append((small, []))
-                done.update(small)
+        found = defaultdict(dict)  # {(stages, axis): {which unit: (parameters, sites)}}
+        placed = set()
+        for number, stage in here.items():
             own = [module for module in stage.modules() if module in layers]
-            for parameters, sites in units_of(stage, own):
-                found = defaultdict(list)
+            for place, (parameters, sites) in enumerate(units_of(stage, own)):
                 for p in parameters:
-                    if p not in done:  # else it is tied, and this is its other end
-                        axis = "replicas" if "replicas" in self.fate[p] else "data"
-                        found[self.holders[p], axis].append(p)
-                done.update(parameters)
-                for where, some in found.items():
-                    units[where].append((some, sites))
-        return units
+                    if p in placed:  # it is tied, and this is its other end
+                        continue
+                    placed.add(p)
+                    row = self.table[p]
+                    axis = "replicas" if "replicas" in row.fate else "data"
+                    which = number, place
+                    if apart and p.dim() == 1:
+                        which = number, "apart"
+                    units = found[row.stages, axis]
+                    members, _ = units.setdefault(which, ([], sites))
+                    members.append(p)
+        return {key: list(units.values()) for key, units in found.items()}
 
     def is_first(self, p):
         """Is this the first of the ranks that hold the same piece of p's gradient?"""
-        alike = [axis for axis, what in self.fate[p].items() if not what.endswith("cut")]
+        alike = [axis for axis, what in self.table[p].fate.items() if not what.endswith("cut")]
         return all(dist.get_rank(self.group[axis]) == 0 for axis in alike)
 
     def in_microbatches(self, x, y, valid):
@@ -389,35 +381,36 @@ class Hybrid(nn.Module):
         return x.chunk(M), loss_of
 
     def parameter_groups(self, groups=None):
-        """Of this rank's parts, for an elementwise optimizer. groups: of self.parameters()."""
-        return ZeRO1.parameter_groups(self, groups)  # which asks for parts and trained
+        """groups: of parameters, as for an optimizer -> the same with what this rank steps."""
+        masters = {part.parameter: part.master for part in self.parts}
+        ours = []
+        for group in groups or [{"params": list(masters)}]:
+            here = [masters[p] for p in group["params"] if p in masters]
+            ours.append({**group, "params": here})
+        return ours
 
     # -- the whole: {name: tensor} on every rank. All must call it
 
     def full_state_dict(self):
-        return self.gather(self.origins, ZeRO1.full_parameters)
-
-    def full_gradients(self):
-        return self.gather(self.trained_names, ZeRO1.full_gradients)
-
-    def gather(self, names, of_zero):
-        """of_zero(zero) -> {parameter: whatever of it is wanted}"""
-        found = {}
+        pieces = {}  # {parameter: what ZeRO has cut}
         for zero in self.zeros:
-            found.update(of_zero(zero))  # over data or replicas: sharded -> replicated
-        wanted = {name: self.origins[name] for name in names}
+            pieces.update(zero.full_parameters())  # over data or replicas: sharded -> replicated
         mine = {}
         for stage in self.stages:
             for name, t in stage.state_dict(keep_vars=True).items():
-                mine[name] = t
-                if name in wanted:
-                    mine[name] = self.whole(t, found.get(t, t))  # ZeRO has no buffers
-        # over pp: on one stage -> replicated
-        return gather(mine, wanted, self.group["pp"])
+                mine[name] = self.whole(t, pieces.get(t, t))
+        return gather(mine, self.group["pp"])  # over pp: on one stage -> replicated
+
+    def full_gradients(self):
+        mine = {}
+        for zero in self.zeros:
+            for p, gradient in zero.full_gradients().items():
+                mine[self.table[p].name] = self.whole(p, gradient)
+        return gather(mine, self.group["pp"])
 
     def whole(self, t, piece):
         """t: a parameter or buffer, piece: what this rank has of it, or of its gradient."""
-        if self.kind.get(t) == "expert":
+        if t in self.table and "ep" in self.table[t].fate:
             stacks = [torch.empty_like(piece) for _ in range(self.mesh.size["ep"])]
             # over ep: sharded(0) -> replicated
             dist.all_gather(stacks, piece.detach(), group=self.group["ep"])
@@ -425,33 +418,21 @@ class Hybrid(nn.Module):
         # over tp: sharded -> replicated
         return tensor_parallel.unshard(piece, self.tp.cuts.get(t), self.tp)
 
-    def size_of_whole(self, t, kinds):
-        size = list(t.shape)
-        if t in self.tp.cuts:
-            dim, plain_size, _ = self.tp.cuts[t]
-            size[dim] = plain_size
-        if kinds.get(t) == "expert":
-            size[0] *= self.mesh.size["ep"]
-        return size
-
     def __repr__(self):
         """The table of this rank's gradients, a line for each name; a layer's number is a *."""
+        rows = [row for p, row in self.table.items() if p.requires_grad]
         axes = [axis for axis in ("tp", "twins", "data", "replicas", "ep", "ends")
-                if any(axis in fate for fate in self.fate.values()) and self.group[axis].size() > 1]
+                if any(axis in row.fate for row in rows) and self.group[axis].size() > 1]
         lines = {}  # {line: None}: each once, in order
-        for p, name in self.names.items():
-            if p.requires_grad:
-                fate = self.fate[p]
-                alike = [axis for axis in axes if not fate.get(axis, "cut").endswith("cut")]
-                who = "first of " + ", ".join(alike) if alike else "each its own"
-                words = [re.sub(r"\.\d+\.", ".*.", name, count=1), self.kind[p]]
-                words += [fate.get(axis, "-") for axis in axes]
-                lines[(*words, who)] = None
+        for row in rows:
+            alike = [axis for axis in axes if not row.fate.get(axis, "cut").endswith("cut")]
+            who = "first of " + ", ".join(alike) if alike else "each its own"
+            name = re.sub(r"\.\d+\.", ".*.", row.name, count=1)
+            lines[(name, row.kind, *[row.fate.get(axis, "-") for axis in axes], who)] = None
         heading = ("gradient of", "kind", *axes, "counted in the norm by")
-        rows = [heading, *lines]
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        return "\n".join("  ".join(word.ljust(width) for word, width in zip(row, widths)).rstrip()
-                         for row in rows)
+        lines = [heading, *lines]
+        widths = [max(map(len, column)) for column in zip(*lines)]
+        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
 # ---- a step
@@ -492,7 +473,8 @@ def sum_gradients(model):
 
 def summands(model, axis):
     """-> the gradients of this rank that have to be summed along an axis."""
-    return [part.grad for part in model.parts if model.fate[part.parameter].get(axis) == "sum"]
+    rows = [(model.table[part.parameter], part.grad) for part in model.parts]
+    return [gradient for row, gradient in rows if row.fate.get(axis) == "sum"]
 
 
 def gradient_norm(model):
@@ -534,6 +516,13 @@ class ZeRO0(ZeRO1):
         for unit, chunk in zip(self.units, chunks):
             found.update(unit.views(chunk.clone()))
         return found
+
+
+def choose_zero(stage, is_tied):
+    """What is tied is summed over ends, too, and thus once in a step, as ZeRO-1 does."""
+    if is_tied:
+        stage = min(stage, 1)
+    return (ZeRO0, ZeRO1, ZeRO2, ZeRO3)[stage]
 
 
 class SummingPipeline(SplitPipeline):
@@ -704,12 +693,10 @@ def parallelize_idea(gpt, grid, tp, layers, boundary):
     return IdeaOfHybrid(carve(gpt, CHAIN, layers), grid, boundary)
 
 
-def gather_idea(model, tp, origins, tensor_of):
-    """-> {name in the plain model: tensor}, on every rank. origins: of those that are wanted."""
-    mine = {}
-    for name, p in model.stage.named_parameters(remove_duplicate=False):
-        mine[name] = tensor_parallel.unshard(tensor_of(p), tp.cuts.get(p), tp)
-    return gather(mine, origins, model.grid["pp"])  # over pp: on one stage -> replicated
+def gather_idea(model, tp, named, tensor_of):
+    """-> {name: tensor_of(p), whole}, on every rank. named: [(name, p)] of this rank's stage."""
+    mine = {name: tensor_parallel.unshard(tensor_of(p), tp.cuts.get(p), tp) for name, p in named}
+    return gather(mine, model.grid["pp"])  # over pp: on one stage -> replicated
 
 
 def evaluate_idea(model, x, y):
@@ -743,8 +730,7 @@ class AtWork(nn.Module):
         self.valid = 1  # targets of the batch under way
         self.schedule = None  # torch's, which calls loss_of
         self.tied = None  # the embedding or head, if it is tied to another rank's
-        self.origins = {}  # of the plain model, as gather() wants them
-        self.trained = []  # names
+        self.trained = set()  # names
 
     def loss_of(self, logits, targets):
         """What torch's schedule calls on the last stage."""
@@ -769,19 +755,19 @@ class AtWork(nn.Module):
         return self.run(self.schedule.eval, x, y, 1)
 
     def full_state_dict(self):
-        return self.gather(self.origins, whole)
-
-    def full_gradients(self):
-        return self.gather(self.trained, lambda p: whole(p if p.grad is None else p.grad))
-
-    def gather(self, names, whole_of):
-        """-> {name in the plain model: tensor}, on every rank."""
         mine = {}
         for stage in self.stages:
             for name, p in stage.state_dict(keep_vars=True).items():
-                mine[name] = whole_of(p)  # over dp, tp: sharded -> replicated
-        wanted = {name: self.origins[name] for name in names}
-        return gather(mine, wanted, self.mesh.group["pp"])  # over pp: on one stage -> replicated
+                mine[name] = whole(p)  # over dp, tp: sharded -> replicated
+        return gather(mine, self.mesh.group["pp"])  # over pp: on one stage -> replicated
+
+    def full_gradients(self):
+        mine = {}
+        for stage in self.stages:
+            for name, p in stage.named_parameters():
+                if name in self.trained:  # a tied head goes by the embedding's name
+                    mine[name] = whole(torch.zeros_like(p) if p.grad is None else p.grad)
+        return gather(mine, self.mesh.group["pp"])
 
 
 def parallelize_at_work(model, mesh, plans, layers, boundary, args):
@@ -789,8 +775,7 @@ def parallelize_at_work(model, mesh, plans, layers, boundary, args):
     size, _, device = boundary
     sizes = args.pp, args.dp, args.tp
     device_mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("pp", "dp", "tp"))
-    origins = origins_of(carve(model, CHAIN, layers), plans)
-    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
     if args.tp > 1:
         tensor_parallel.parallelize_at_work(model, device_mesh["tp"], args.sp)
     columns = len(local(model.head.weight))  # before fully_shard cuts it again
@@ -799,7 +784,6 @@ def parallelize_at_work(model, mesh, plans, layers, boundary, args):
     here = {number: stages[number] for number, place in homes(plans).items()
             if place == mesh.place["pp"]}
     at_work = AtWork(here, mesh, device_mesh, args.vocab)
-    at_work.origins = origins
     at_work.trained = trained
     for number, stage in here.items():
         is_last = number == len(layers) - 1
@@ -966,13 +950,14 @@ def pieces(model, optimizer):
     """-> [Piece]: the boxes of the plain model's tensors that this rank holds"""
     from harness.checkpoint import of_stack, of_whole
 
+    names = {p: row.name for p, row in model.table.items()}
     found = []
-    for p, boxes in pieces_of_each(model.units, model.names, optimizer).items():
+    for p, boxes in pieces_of_each(model.units, names, optimizer).items():
         if p in model.tp.cuts:
             dim, plain_size, _ = model.tp.cuts[p]
             index = model.tp.rank // model.tp.copies(p)
             boxes = [of_whole(box, dim, plain_size, index) for box in boxes]
-        if model.kind[p] == "expert":  # a stack's box becomes one for each expert
+        if "ep" in model.table[p].fate:  # a stack's box becomes one for each expert
             ep_rank = dist.get_rank(model.group["ep"])
             boxes = [each for box in boxes for each in of_stack(box, ep_rank, moe.plain_name)]
         found += boxes
@@ -981,9 +966,13 @@ def pieces(model, optimizer):
 
 def notes(model):
     """What a checkpoint holds besides: the biases of all layers' experts."""
-    names = [name for name in model.origins if name.endswith("bias_units")]
-    found = model.gather(names, lambda zero: {})
-    return {"bias_units": [found[name].tolist() for name in names]}
+    mine = {}
+    for stage in model.stages:
+        for name, buffer in stage.named_buffers():
+            if name.endswith("bias_units"):
+                mine[int(re.search(r"\d+", name)[0])] = buffer
+    found = gather(mine, model.group["pp"])
+    return {"bias_units": [found[layer].tolist() for layer in sorted(found)]}
 
 
 def build_plain(args, cfg, seed, device, dtype):
@@ -1022,7 +1011,7 @@ def set_up(run, impl, mesh, grid, plans, layers):
                         evaluate=model.evaluate, full_state_dict=model.full_state_dict,
                         full_gradients=model.full_gradients)
     if impl == "idea":
-        return set_up_idea(run, plain, grid, plans, layers)
+        return set_up_idea(run, plain, grid, layers)
     moe.set_biases(plain, run)
     autocast = torch.autocast(run.device.type, torch.bfloat16) if args.amp == "bf16" else None
     ring = None
@@ -1040,18 +1029,19 @@ def set_up(run, impl, mesh, grid, plans, layers):
         extra=partial(notes, model) if args.experts else None)
 
 
-def set_up_idea(run, plain, grid, plans, layers):
+def set_up_idea(run, plain, grid, layers):
     args = run.args
-    origins = origins_of(carve(plain, CHAIN, layers), plans)
-    trained = {name: origins[name] for name, p in plain.named_parameters() if p.requires_grad}
     boundary = plain.tok.weight.new_empty(args.batch // args.dp // args.micro, args.seq, args.width)
     tp = WholeSequence(grid["tp"])
     model = parallelize_idea(plain, grid, tp, layers, boundary)
+    names = {p: name for name, p in plain.named_parameters()}
+    trained = [(names[p], p) for p in model.trained()]
+    state = model.stage.state_dict(keep_vars=True)
     return run.side(
         model, adamw(model.trained(), args.lr), idea_step, held_of=model.stage,
         evaluate=partial(evaluate_idea, model),
         full_gradients=partial(gather_idea, model, tp, trained, lambda p: p.grad),
-        full_state_dict=partial(gather_idea, model, tp, origins, lambda p: p))
+        full_state_dict=partial(gather_idea, model, tp, state.items(), lambda p: p))
 
 
 def picture(run, plans, layers):

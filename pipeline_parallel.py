@@ -812,43 +812,37 @@ def in_microbatches(pipeline, x, y, valid):
     return x.chunk(pipeline.microbatches), lambda logits, m: loss_sum(logits, targets[m]) / valid
 
 
-def origins_of(whole, plans):
-    """All stages -> {name: (place of the first rank that has it, a meta tensor like it)}"""
-    home = homes(plans)
-    found = {}
-    for stage, module in enumerate(whole):
-        for name, t in module.state_dict().items():
-            found.setdefault(name, (home[stage], t.to("meta")))
-    return found
-
-
-def full_state_dict(stages, origins, group=None):
+def full_state_dict(stages, group=None):
     """-> {name: tensor} of the whole model, on every rank. group: of the pipeline's ranks"""
     mine = {}
     for stage in stages:
         mine.update(stage.state_dict())
-    return gather(mine, origins, group)
+    return gather(mine, group)
 
 
-def full_gradients(stages, origins, names, group=None):
+def full_gradients(stages, names, group=None):
     """-> {name: gradient} of all that is trained, on every rank. names: {parameter: its name}"""
     mine = {}
     for p in stages.parameters():
-        mine[names[p]] = torch.zeros_like(p) if p.grad is None else p.grad
-    trained = {name: origins[name] for p, name in names.items() if p.requires_grad}
-    return gather(mine, trained, group)
+        if p.requires_grad:
+            mine[names[p]] = torch.zeros_like(p) if p.grad is None else p.grad
+    return gather(mine, group)
 
 
-def gather(mine, origins, group):
-    """{name: tensor} of this rank -> of the whole model, on every rank of the pipeline."""
+def gather(mine, group):
+    """{name: tensor} of each rank -> of all of them, on every one. What several have is alike."""
+    told = [None] * dist.get_world_size(group)  # by each rank: what it has
+    here = {name: (t.shape, t.dtype, t.device.type) for name, t in mine.items()}
+    dist.all_gather_object(told, here, group)
     whole = {}
-    device = next(iter(mine.values())).device
-    for name, (place, like) in origins.items():
-        tensor = torch.empty_like(like, device=device)
-        if dist.get_rank(group) == place:
-            tensor.copy_(mine[name].detach())
-        dist.broadcast(tensor, group=group, group_src=place)  # on one rank -> replicated
-        whole[name] = tensor
+    for place, theirs in enumerate(told):
+        for name, (shape, dtype, device) in theirs.items():
+            if name not in whole:
+                tensor = torch.empty(shape, dtype=dtype, device=device)
+                if place == dist.get_rank(group):
+                    tensor.copy_(mine[name].detach())
+                dist.broadcast(tensor, group=group, group_src=place)  # on one rank -> replicated
+                whole[name] = tensor
     return whole
 
 
@@ -989,14 +983,13 @@ def set_up(run, impl, plans, layers, watched):
     args = run.args
     model = run.build()
     names = {p: name for name, p in model.named_parameters()}
-    origins = origins_of(carve(model, CHAIN, layers), plans)
     boundary = (args.batch // args.micro, run.cfg.seq, run.cfg.width), run.dtype, run.device
     stages, pipeline = parallelize(model, plans, layers, *boundary)
     optimizer = run.optimizer([(names[p], p) for p in stages.parameters()])
     functions = dict(
         evaluate=partial(evaluate, pipeline), pieces=partial(pieces, stages, names, optimizer),
-        full_gradients=partial(full_gradients, stages, origins, names),
-        full_state_dict=partial(full_state_dict, stages, origins))
+        full_gradients=partial(full_gradients, stages, names),
+        full_state_dict=partial(full_state_dict, stages))
     if impl == "idea":
         return run.side(stages[0], optimizer, idea_at(stages, plans, boundary), **functions)
     if impl == "torch":

@@ -18,7 +18,7 @@ from conftest import (
 from harness.timeline import chunks, costs, grid, in_flight, longest, simulate
 from others import VOCABULARY, Llama
 from pipeline_parallel import (
-    SCHEDULES, Mail, SplitPipeline, full_gradients, full_state_dict, make_plans, origins_of)
+    SCHEDULES, Mail, SplitPipeline, full_gradients, full_state_dict, make_plans)
 
 LLAMA = ("--model", "llama-toy")
 TORCHS = "zb-v" if torch.__version__ >= (2, 13) else "gpipe"  # see refuse_at_work
@@ -245,7 +245,6 @@ def check_copy(name, plant=None, dp=1):
         pipeline = module.PipeDream(stages, plans, mail, optimizer, 0.5)
     else:
         pipeline = module.SplitPipeline(stages.here, plans, mail)
-    origins = origins_of(whole, plans)
     copy = dist.get_rank() % dp
     for step in range(2):
         batches = [batch_of(2 * step + number) for number in range(dp)]
@@ -261,8 +260,8 @@ def check_copy(name, plant=None, dp=1):
         group = None if dp == 1 else dist.new_subgroups_by_enumeration(
             [list(range(first, 2 * dp, dp)) for first in range(dp)])[0]
         wanted = {name: q.grad for name, q in plain.named_parameters()}
-        close(full_gradients(stages, origins, called, group), wanted)
-        close(full_state_dict(stages, origins, group), dict(plain.state_dict()))
+        close(full_gradients(stages, called, group), wanted)
+        close(full_state_dict(stages, group), dict(plain.state_dict()))
 
 
 @pytest.mark.parametrize("world, names", [
