@@ -1092,9 +1092,11 @@ def main():
     run = Run(args, build=partial(build_plain, args))
     mesh = Mesh(plans, args.dp, args.cp, args.tp, args.ep)
     grid = make_grid(args.dp, args.tp, args.pp) if "idea" in run.impls else None
-    if run.dry and args.experts:  # nobody knows what tokens would choose
+    if args.experts:
         tokens = args.batch // args.dp // args.micro * (args.seq // args.cp) // args.tp
-        moe.read_counts = moe.balanced_counts(args, tokens, mesh.group["ep"])
+        moe.balanced_counts.expect(args, tokens, mesh.group["ep"])
+        if run.dry:  # nobody knows what tokens would choose
+            moe.read_counts = moe.balanced_counts
     with run:
         sides = {impl: set_up(run, impl, mesh, grid, plans, layers) for impl in run.impls}
         picture(run, plans, layers)

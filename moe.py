@@ -806,19 +806,29 @@ def set_biases(model, run):
         block.mlp.bias_units.copy_(torch.tensor(units))
 
 
-def balanced_counts(args, tokens, ep):
-    """-> what replaces read_counts in a dry run: all ranks choose all experts equally often.
+class BalancedCounts:
+    """In the place of read_counts where no device has numbers: all experts are chosen equally."""
 
-    tokens: how many a rank routes at a time.
-    """
-    E = args.experts
-    rows = tokens * args.top_k  # that leave each rank
-    if args.capacity:
-        rows = min(rows, E * most_rows(args.capacity, args.top_k, tokens, E))
-    of_each = [(rows + e) // E for e in range(E)]  # the last ones get the remainder
-    here = E // ep.size()
-    sent = [of_each[e:e + here] for e in range(0, E, here)]
-    return lambda counts: (sent, [sent[ep.rank()]] * ep.size())
+    def __init__(self):
+        self.leaving = []  # [rank][expert], rows: the same from every rank
+        self.arriving = []
+
+    def expect(self, args, tokens, ep):
+        """tokens: how many a rank routes at a time."""
+        E = args.experts
+        rows = tokens * args.top_k  # that leave each rank
+        if args.capacity:
+            rows = min(rows, E * most_rows(args.capacity, args.top_k, tokens, E))
+        of_each = [(rows + e) // E for e in range(E)]  # the last ones get the remainder
+        here = E // ep.size()
+        self.leaving = [of_each[e:e + here] for e in range(0, E, here)]
+        self.arriving = [self.leaving[ep.rank()]] * ep.size()
+
+    def __call__(self, counts):
+        return self.leaving, self.arriving
+
+
+balanced_counts = BalancedCounts()  # of the run: main() says what to expect
 
 
 def set_up(run, impl, replicas, ep):
@@ -912,10 +922,10 @@ def main():
     mesh = dist.init_device_mesh(run.device.type, (run.world_size // size, size),
                                  mesh_dim_names=("replicas", "ep"))
     replicas, ep = mesh.get_all_groups()
-    global read_counts
+    balanced_counts.expect(args, args.batch * run.cfg.seq // run.world_size, ep)
     if run.dry:
-        tokens = args.batch * run.cfg.seq // run.world_size
-        read_counts = balanced_counts(args, tokens, ep)
+        global read_counts
+        read_counts = balanced_counts
         run.say("experts are taken to be balanced")
     with run:
         sides = {impl: set_up(run, impl, replicas, ep) for impl in run.impls}
