@@ -58,7 +58,7 @@ from pipeline_parallel import (
 from tensor_parallel import (
     ColumnLinear, ColumnParallel, CutSequence, RowLinear, WholeSequence, cross_entropy_by_words,
     vocab_parallel_cross_entropy)
-from zero import ZeRO1, ZeRO2, ZeRO3, step_together, units_of
+from zero import ZeRO1, ZeRO2, ZeRO3, units_of
 
 # imports of parts 1 and 2 end here; the rest is for parts 3 to 5
 import sys
@@ -71,7 +71,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from common import adamw, build, share
 from pipeline_parallel import CHAIN, HandsOn, carve
-from zero import held, pieces_of_each
+from zero import held
 
 # ---- 1. the idea -------------------------------------------------------------
 
@@ -453,7 +453,8 @@ def train_step(model, optimizer, x, y, valid, clip):
         finite = norm.nan_to_num(0, posinf=0)  # inf, nan -> 0: nothing is scaled
         scale = (clip / (finite + 1e-6)).clamp(max=1)
         torch._foreach_mul_([part.grad for part in model.parts], scale)
-    step_together(model.zeros, optimizer)
+    for zero in model.zeros:
+        zero.step(optimizer)  # of this ZeRO's masters
     loss = loss + moe.balancing_losses(model)
     moe.step_biases(model)
     return loss, norm
@@ -504,7 +505,6 @@ class ZeRO0(ZeRO1):
         return 1, 0
 
     def start_sum(self, unit):
-        unit.missing = set(unit.shapes)
         # partial -> replicated
         unit.reducing = dist.all_reduce(unit.buffer, group=self.group, async_op=True)
 
@@ -948,11 +948,11 @@ def refuse_torch(args, require, home):
 
 def pieces(model, optimizer):
     """-> [Piece]: the boxes of the plain model's tensors that this rank holds"""
-    from harness.checkpoint import of_stack, of_whole
+    from harness.checkpoint import of_stack, of_whole, pieces_of_units
 
     names = {p: row.name for p, row in model.table.items()}
     found = []
-    for p, boxes in pieces_of_each(model.units, names, optimizer).items():
+    for p, boxes in pieces_of_units(model.units, names, optimizer).items():
         if p in model.tp.cuts:
             dim, plain_size, _ = model.tp.cuts[p]
             index = model.tp.rank // model.tp.copies(p)

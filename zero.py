@@ -16,24 +16,23 @@ bf16 a number takes 2 bytes, its gradient 2 (reduce_dtype: 4), AdamW's fp32 mast
     stage 2     (2 + 14/n) P              M + 1  gradients too: M reduce-scatters, one all-gather
     stage 3     16 P/n                    3 M    parameters too: M reduce-scatters, 2 M all-gathers
 
-3 M is for a tied head, whose unit comes first. An untied head, as unit 2 above, is gathered once,
-since its backward comes right behind its forward; an untied embedding, too: its backward reads no
-parameters. In fp32 and fp64 a number is its own master: with gradient and states 4 times its bytes.
-offload="optimizer": the CPU's memory has masters and states; "param": stage 3's parameters, too.
+An untied head and embedding travel 2 M times in stage 3: the head's backward follows its forward at
+once, an embedding's reads no parameters. In fp32 there are no masters: 4 + 4 bytes, and 8 of AdamW.
 fsdp.py cuts and gathers as stage 3 does, in the usual loop, and may start from a meta model.
 
     zero = ZeRO3(units_of(model, model.blocks))
     optimizer = AdamW(zero.parameter_groups(), lr=1e-3)
     zero.zero_grad()  # in every step; model.zero_grad() would not find the gradients
     (loss_sum(model(x), y) / valid).backward()  # of this rank's rows; valid: targets of all ranks
-    zero.reduce()
+    zero.reduce()  # after each backward
     norm = zero.clip_grad_norm_(1.0)
     zero.step(optimizer)
 
-Not for: optimizers that look at whole matrices (harness/whole.py has a way: --optimizer muon) or
-at norms of everything; blocks of several dtypes; sparse embeddings; second derivatives; backwards
-that raise; reentrant checkpointing; parameters changed or thawed later. Unused ones get a gradient
-of 0. In stage 3 blocks return one tensor; ranks use the same parameters, in one order.
+Not for: optimizers that look at matrices (harness/whole.py has a way: --optimizer muon) or at norms
+of everything, that count steps for a whole group (see step); blocks of several dtypes; sparse
+embeddings; second derivatives; backwards that raise; reentrant checkpointing; parameters changed or
+thawed later. Unused ones get gradients of 0. In stage 3 a block returns one tensor, and ranks use
+the same parameters in one order.
 Rajbhandari et al. 2019, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv:1910.02054, sections 5 and 7; Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840.
 At work: ZeroRedundancyOptimizer (stage 1), fully_shard (stages 2 and 3), part 4 below.
@@ -78,23 +77,22 @@ class IdeaOfZeRO1:
         ranks = dist.get_world_size(group)
         rank = dist.get_rank(group)
         parameters = [p for p in model.parameters() if p.requires_grad]  # a tied one comes once
-        size = sum(p.numel() for p in parameters)
-        self.full = parameters[0].new_zeros(size + -size % ranks)
+        sizes = [p.numel() for p in parameters]
+        size = sum(sizes)
+        self.full = parameters[0].new_zeros(size + -size % ranks)  # with padding
         self.buffer = torch.zeros_like(self.full)
-        end = 0
-        for p in parameters:
-            begin = end
-            end += p.numel()
-            place = self.full[begin:end].view_as(p)
-            place.copy_(p.detach())
-            p.data = place
-            p.grad = self.buffer[begin:end].view_as(p)  # backward adds to what it finds there
+        places = self.full[:size].split(sizes)
+        slots = self.buffer[:size].split(sizes)
+        for p, place, slot in zip(parameters, places, slots):
+            place.copy_(p.detach().flatten())
+            p.data = place.view_as(p)
+            p.grad = slot.view_as(p)  # backward adds to what it finds there
         dist.broadcast(self.full, group=group, group_src=0)  # the first rank's -> replicated
         self.shard = nn.Parameter(self.full.chunk(ranks)[rank])  # a view, too
-        self.shard.grad = self.buffer.chunk(ranks)[rank]
+        self.shard.grad = self.buffer.chunk(ranks)[rank]  # the sum replaces this rank's summand
 
     def step(self, optimizer, clip):
-        """optimizer: any elementwise one, of [zero.shard] -> the norm of the whole gradient."""
+        """optimizer: of [zero.shard], elementwise as AdamW is -> the norm of the whole gradient."""
         reduce_scatter(self.shard.grad, self.buffer, group=self.group)  # partial -> sharded
         square = self.shard.grad.square().sum()
         dist.all_reduce(square, group=self.group)  # partial -> replicated
@@ -119,14 +117,15 @@ def idea_step(model, zero, optimizer, x, y, valid, clip):
 # What it adds to the idea, and what that buys:
 #     a unit for each block        the sum of one travels while backward makes the next one's
 #                                  gradients; its parameters travel while the next is stepped
-#     a part for each parameter    parameter groups, checkpoints, fp32 masters of bf16, offload
-#     reduce() after each backward micro-batches; what a rank has not used is summed, too
+#     a part for each parameter    parameter groups, fp32 masters of bf16, offload, checkpoints
+#     reduce() apart from step()   micro-batches
 #     ZeRO2                        gradients are held as 1/n: one or two buffers at a time
 #     ZeRO3                        parameters are held as 1/n: gathered to be used, ahead of time
 
 # What this rank steps of a parameter p: p.flatten()[first:first + len(value)].
-# value, grad: these numbers in its unit's shard and grad
-# master: the nn.Parameter for the optimizer: on value, or a copy that is wider or on the CPU
+# value    these numbers in its unit's shard
+# grad     their gradients in its unit's grad
+# master   the nn.Parameter that the optimizer steps: it shares value's memory, or is a copy of it
 Part = namedtuple("Part", "parameter first value grad master")
 
 
@@ -152,12 +151,10 @@ class Unit:
         self.places = self.views(self.full)  # {parameter: its view of full}
         for p, place in self.places.items():
             place.copy_(p.detach())
-            # Set as .data, full's memory comes without its version counter. With that, autograd
-            # would take a gather into full for a change of p, and refuse to go backward.
             p.data = place
         self.buffer = None
         self.reduce_dtype = reduce_dtype or self.full.dtype  # of buffer and grad
-        self.missing = set(parameters)  # those whose gradients of this backward have not come yet
+        self.missing = set()  # parameters whose gradients of this backward have not come yet
         self.reducing = None  # the sum of buffer over ranks that is under way
         self.gathering = None  # the all-gather into full that is under way
 
@@ -175,27 +172,38 @@ class Unit:
         """Makes the parts of this rank's chunk. Its padding is in none of them, and stays zero."""
         self.parts = []
         wide = torch.promote_types(self.shard.dtype, torch.float32)
-        start = -self.mine.start  # where p begins, counted from here: below 0 in an earlier chunk
+        end = 0
         for p, shape in self.shapes.items():
-            end = start + shape.numel()
-            span = slice(max(start, 0), min(end, self.chunk))
-            if span.start < span.stop:
-                first = span.start - start  # numbers of p before it are in earlier chunks
-                value = self.shard[span]
-                master = value.to(wide)
+            begin = end  # where p begins in full
+            end += shape.numel()
+            low = max(begin, self.mine.start)
+            high = min(end, self.mine.stop)
+            if low < high:  # the numbers of p from low to high in full are in this rank's chunk
+                here = slice(low - self.mine.start, high - self.mine.start)  # in shard and grad
+                value = self.shard[here]
                 if offload == "optimizer":
-                    master = master.to("cpu", copy=True)  # copy: also in a run on CPUs
-                self.parts.append(Part(p, first, value, self.grad[span], nn.Parameter(master)))
-            start = end
+                    master = value.to("cpu", wide, copy=True)
+                else:
+                    master = value.to(wide)  # if value is wide already, this is value itself
+                self.parts.append(
+                    Part(p, low - begin, value, self.grad[here], nn.Parameter(master)))
 
-    def before_step(self):
+    def begin_step(self):
+        """The masters get their gradients: the parts' own, or copies of the masters' kind."""
         for part in self.parts:
             part.master.grad = part.grad.to(part.master)
 
-    def after_step(self):
+    def end_step(self):
+        """The gradients go, so that steps of other units leave these masters alone."""
         for part in self.parts:
             part.master.grad = None
-            part.value.copy_(part.master.detach())  # does nothing if master is on value
+            part.value.copy_(part.master.detach())  # where they share memory it is there already
+
+    def gather(self, group):
+        """Begins to fetch the other ranks' chunks of full."""
+        own = self.full[self.mine]
+        # sharded -> replicated, in place
+        self.gathering = all_gather(self.full, own, group=group, async_op=True)
 
     def wait(self):
         """After this the parameters can be used. On GPUs the stream waits for it, not the host."""
@@ -208,26 +216,25 @@ class ZeRO1:
     """Optimizer states are cut: a rank steps its chunk of each unit, and is sent the others.
 
     units: [(parameters, sites)] in the order of forward, such as units_of(model, model.blocks).
-        parameters: trained ones. sites: the modules that read them; in ZeRO3 no others may
+        parameters: trained ones. sites: the modules that read them; in ZeRO3 all of these
     group: the ranks that share the batch, over which gradients are summed
-    offload: "optimizer" keeps masters and states on the CPU; "param", in ZeRO3, shards, too
+    offload: "optimizer" keeps masters and states in the CPU's memory; "param", in ZeRO3, shards too
     reduce_dtype: of gradients that are kept, added up and sent (None: their parameter's). With
         torch.float32 the sum of 64 micro-batches of bf16 is wrong by 1e-3 instead of 6e-3
 
-    Call reduce() after every backward. sync = False before all but a step's last saves sums.
+    Call reduce() after every backward. In stage 1 a step of M micro-batches needs one sum, the
+    last: set sync = False before the others.
 
     Ranks begin with the first one's trained parameters; what is frozen, and buffers, must agree.
     Load weights before: what is loaded later does not always reach masters.
     """
-
-    watching = None  # the hook that refuses optimizer.step()
 
     def __init__(self, units, group=None, offload="none", reduce_dtype=None):
         self.group = group
         self.offload = offload
         self.sync = True  # False: the next backward only adds to gradients, no sum over ranks
         self.is_summed = True  # False: gradients have come since the last sum
-        self.trained = {p for parameters, _ in units for p in parameters}
+        self.is_stepping = False  # True within step()
         self.units = []
         for parameters, sites in units:
             unit = Unit(parameters, sites, *self.place(), reduce_dtype)
@@ -237,23 +244,20 @@ class ZeRO1:
             self.units.append(unit)
             for p in parameters:
                 p.grad = None  # left from before: it is of no step here
-                p.is_in_zero = True  # no optimizer steps it, see refuse_step
                 p.register_post_accumulate_grad_hook(partial(self.ready, unit))
+                p.is_in_zero = True  # see refuse_step
+            for part in unit.parts:
+                part.master.zero = self  # see refuse_step
         self.parts = [part for unit in self.units for part in unit.parts]
-        self.pending = self.units[::-1]  # not summed yet, in the order of summing: as backward goes
-        self.travelling = None  # the Unit whose sum is under way, or None
-        self.is_stepping = False  # True within step()
-        for part in self.parts:
-            part.master.zero = self  # see refuse_step
-        if not ZeRO1.watching:
-            ZeRO1.watching = register_optimizer_step_pre_hook(refuse_step)
+        self.summing = None  # the Unit whose sum is under way
+        self.expect_gradients()
 
     def place(self):
         """-> into how many chunks units are cut, and which of them is this rank's."""
         return dist.get_world_size(self.group), dist.get_rank(self.group)
 
     def keep(self, unit):
-        """What a rank keeps between uses. Here all: its own chunks are views."""
+        """Makes what a rank keeps between uses. Here that is all, and its own chunks are views."""
         unit.make_buffer()
         unit.shard = unit.full[unit.mine]
         unit.grad = unit.buffer[unit.mine]
@@ -261,9 +265,13 @@ class ZeRO1:
     # -- gradients: a unit's are summed while backward makes those of the unit before it
 
     def zero_grad(self):
-        assert self.is_summed, "gradients are not summed: call reduce() after backward, with sync"
         for unit in self.units:
             unit.grad.zero_()
+
+    def expect_gradients(self):
+        self.pending = self.units[::-1]  # not summed yet, in the order of summing: as backward goes
+        for unit in self.units:
+            unit.missing = set(unit.shapes)
 
     def ready(self, unit, p):
         """Autograd's call when p's gradient is complete: once in a backward, also if p is tied."""
@@ -281,21 +289,22 @@ class ZeRO1:
         p.grad = None
 
     def sum_next(self):
-        """The sum that travels ends, and that of the next unit begins."""
-        if self.travelling:
-            self.finish_sum(self.travelling)
-        self.travelling = self.pending.pop(0) if self.pending else None
-        if self.travelling:
-            self.start_sum(self.travelling)
+        self.end_sum()  # one at a time
+        self.summing = self.pending.pop(0)
+        self.start_sum(self.summing)
+
+    def end_sum(self):
+        if self.summing:
+            self.finish_sum(self.summing)
+            self.summing = None
 
     def start_sum(self, unit):
-        unit.missing = set(unit.shapes)  # the next backward waits for all again
-        own = unit.buffer[unit.mine]  # in place: the sum of this chunk replaces the summand
-        # partial -> sharded
+        own = unit.buffer[unit.mine]
+        # partial -> sharded, in place: the sum replaces this rank's chunk
         unit.reducing = reduce_scatter(own, unit.buffer, group=self.group, async_op=True)
 
     def finish_sum(self, unit):
-        """Zeroes other chunks, which have been sent: a further backward may add to the sum."""
+        """Zeroes what was sent of other ranks' chunks: the next sum must not send it again."""
         unit.reducing.wait()
         unit.buffer[:unit.mine.start].zero_()
         unit.buffer[unit.mine.stop:].zero_()
@@ -303,9 +312,10 @@ class ZeRO1:
     def reduce(self):
         """To be called after each backward, on all ranks: sums what has not been summed yet."""
         if self.sync:
-            while self.pending or self.travelling:
+            while self.pending:
                 self.sum_next()
-            self.pending = self.units[::-1]
+            self.end_sum()
+            self.expect_gradients()
             self.is_summed = True
 
     # -- a step: a unit's parameters are gathered while those of the next one are stepped
@@ -315,15 +325,12 @@ class ZeRO1:
         master_of = {part.parameter: part.master for part in self.parts}
         ours = []
         for group in groups or [{"params": list(master_of)}]:
-            theirs = list(group["params"])
-            assert all(p in self.trained or not p.requires_grad for p in theirs), "p is in no unit"
-            masters = [master_of[p] for p in theirs if p in master_of]  # those with a piece here
+            masters = [master_of[p] for p in group["params"] if p in master_of]  # with a part here
             ours.append({**group, "params": masters})
         return ours
 
     def clip_grad_norm_(self, max_norm):
         """Scale the whole gradient to a norm of max_norm at most (0: do not) -> its norm before."""
-        assert self.is_summed, "gradients are not summed: reduce() comes first"
         grads = [unit.grad for unit in self.units]
         wide = torch.promote_types(grads[0].dtype, torch.float32)
         square = torch.stack(torch._foreach_norm(grads, dtype=wide)).square().sum()
@@ -334,15 +341,29 @@ class ZeRO1:
             torch._foreach_mul_(grads, (max_norm / (finite + 1e-6)).clamp(max=1))
         return norm
 
-    def step(self, optimizer):
+    def step(self, optimizer, at_once=False):
+        """Calls optimizer.step() for each unit, while all other masters have no gradient.
+
+        at_once: calls it once, for an optimizer that looks at more than single numbers, or counts
+        the steps of a group. It takes more memory where gradients have to be copied for masters
+        """
         assert self.is_summed, "gradients are not summed: call reduce() after backward, with sync"
-        step_together([self], optimizer)
+        turns = [self.units] if at_once else [[unit] for unit in self.units]
+        self.is_stepping = True
+        for units in turns:
+            for unit in units:
+                unit.begin_step()
+            optimizer.step()
+            for unit in units:
+                unit.end_step()
+                self.renew(unit)
+        self.is_stepping = False
+        for unit in self.units:
+            unit.wait()
 
     def renew(self, unit):
-        """In full, the other ranks' chunks are old now: gathers them."""
-        own = unit.full[unit.mine]
-        # sharded -> replicated
-        unit.gathering = all_gather(unit.full, own, group=self.group, async_op=True)
+        """What full has of other ranks' chunks is old now."""
+        unit.gather(self.group)
 
     # -- the whole: {parameter: whole tensor, in its own dtype} on every rank. All must call it
 
@@ -361,29 +382,12 @@ class ZeRO1:
         return found
 
 
-def step_together(zeros, optimizer):
-    """One step of the masters of several ZeROs, such as one for each group of copies."""
-    units = [unit for zero in zeros for unit in zero.units]
-    for unit in units:
-        unit.before_step()
-    for zero in zeros:
-        zero.is_stepping = True
-    optimizer.step()
-    for zero in zeros:
-        zero.is_stepping = False
-        for unit in zero.units:
-            unit.after_step()
-            zero.renew(unit)
-    for unit in units:
-        unit.wait()
-
-
 class ZeRO2(ZeRO1):
     """Gradients are cut, too: a unit has a buffer only from its first gradient to its sum."""
 
     def keep(self, unit):
         unit.shard = unit.full[unit.mine]
-        # apart from buffer: adds up its sums
+        # no view of a buffer, since buffers come and go: their sums are added up here
         unit.grad = torch.zeros_like(unit.shard, dtype=unit.reduce_dtype)
 
     def take(self, unit, p):
@@ -401,7 +405,7 @@ class ZeRO2(ZeRO1):
 
 
 class ZeRO3(ZeRO2):
-    """Parameters are cut, too: full has memory while its unit computes, or when that is next."""
+    """Parameters are cut, too: a unit's full has memory while it computes, or is about to."""
 
     def __init__(self, units, group=None, offload="none", reduce_dtype=None):
         super().__init__(units, group, offload, reduce_dtype)
@@ -417,7 +421,7 @@ class ZeRO3(ZeRO2):
     def keep(self, unit):
         super().keep(unit)
         home = "cpu" if self.offload == "param" else unit.full.device
-        unit.shard = unit.shard.to(home, copy=True)  # apart from full
+        unit.shard = unit.shard.to(home, copy=True)  # no view of full: it stays when full goes
         self.free(unit)
 
     def watch(self, unit, site, inputs, output):
@@ -438,17 +442,19 @@ class ZeRO3(ZeRO2):
             self.gather(self.expected[visit + 1])
 
     def gather(self, unit):
-        """Begin to, unless the parameters are here or on their way."""
+        """Begins to gather a unit, unless it is here or on its way."""
         memory = unit.full.untyped_storage()
         if memory.size() == 0:
             memory.resize_(unit.full.nbytes)
             for p, place in unit.places.items():
+                # Set as .data, full's memory comes without its version counter. With that, autograd
+                # would take a gather into full for a change of p, and refuse to go backward.
                 p.data = place
             unit.full[unit.mine] = unit.shard
-            super().renew(unit)
+            unit.gather(self.group)
 
     def free(self, unit):
-        """Memory goes from under all views of full, also those that autograd keeps for backward."""
+        """Takes the memory from all views of full, also from what autograd keeps for backward."""
         unit.wait()  # not while a collective writes into it
         unit.full.untyped_storage().resize_(0)
         for p, place in unit.places.items():
@@ -456,33 +462,36 @@ class ZeRO3(ZeRO2):
             # to have as many, and an embedding gets its own while it is empty.
             p.data = torch.atleast_1d(place)[:0]
 
-    def free_units(self):
-        """And begin a new list. After an evaluation it saves memory."""
+    def end_micro_batch(self):
+        """Frees what is left, here the unit that was entered last."""
         for unit in self.units:
             self.free(unit)
         self.entered = []
 
     def zero_grad(self):
         super().zero_grad()
-        self.free_units()  # those that an evaluation has left
+        self.end_micro_batch()  # an evaluation has entered units, too
 
     def reduce(self):
         super().reduce()
         self.expected = self.entered
-        self.free_units()
+        self.end_micro_batch()
 
     def renew(self, unit):
-        self.free(unit)  # an evaluation may have left it. It is gathered when it is used again
+        """What full has, after an evaluation, is old now. Who uses it next gathers it."""
+        self.free(unit)
 
 
 def refuse_step(optimizer, *_):
-    """torch calls it before every optimizer's step. Without zero.step() that would do nothing."""
+    """torch calls it before any optimizer's step. These two would step nothing, and not say so."""
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
-    wrong = any(hasattr(p, "is_in_zero") for p in stepped)
+    wrong = [p for p in stepped if hasattr(p, "is_in_zero")]
     assert not wrong, "make the optimizer of zero.parameter_groups()"
-    zeros = {p.zero for p in stepped if hasattr(p, "zero")}
-    assert not zeros or any(zero.is_stepping for zero in zeros), (
-        "call zero.step(optimizer), not optimizer.step()")
+    stepping = [p.zero.is_stepping for p in stepped if hasattr(p, "zero")]
+    assert any(stepping) or not stepping, "call zero.step(optimizer), not optimizer.step()"
+
+
+register_optimizer_step_pre_hook(refuse_step)
 
 
 def refuse_state_dict(site, prefix, keep_vars):
@@ -497,7 +506,7 @@ def units_of(model, blocks):
     stage 3 what contains blocks owns no parameters. A tied head belongs to what comes before.
     """
     blocks = list(blocks)
-    before = [], []
+    before = [], []  # parameters, sites
     middle = [([p for p in block.parameters() if p.requires_grad], [block]) for block in blocks]
     after = [], []
     inside = {m for block in blocks for m in block.modules()}
@@ -544,12 +553,12 @@ def idea_gradients(model, zero):
     full = torch.empty_like(zero.full)
     all_gather(full, zero.shard.grad)  # sharded -> replicated
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    size = sum(p.numel() for p in trained.values())
-    pieces = full[:size].split([p.numel() for p in trained.values()])
+    sizes = [p.numel() for p in trained.values()]
+    pieces = full[:sum(sizes)].split(sizes)
     return {name: piece.view_as(p) for (name, p), piece in zip(trained.items(), pieces)}
 
 
-def train_step(model, zero, optimizer, x, y, valid, clip, accum=1):
+def train_step(model, zero, optimizer, x, y, valid, clip, accum=1, at_once=False):
     """x, y: this rank's rows (B/n, T); valid: all ranks' targets -> its part of the loss, norm."""
     zero.zero_grad()
     total = 0
@@ -561,7 +570,7 @@ def train_step(model, zero, optimizer, x, y, valid, clip, accum=1):
         zero.reduce()  # partial -> sharded
         total = total + loss.detach()
     norm = zero.clip_grad_norm_(clip)
-    zero.step(optimizer)
+    zero.step(optimizer, at_once)
     return total, norm
 
 
@@ -592,7 +601,6 @@ def train_step_at_work(module, optimizer, x, y, valid, clip):
 
 # ---- 5. run ------------------------------------------------------------------
 
-
 OFFLOAD = {"none": 1, "optimizer": 1, "param": 3}  # {offload: the lowest stage that can do it}
 FLAGS = {
     "--stage": dict(type=int, default=1, choices=tuple(STAGES), help="cuts 1: optimizer states, "
@@ -609,36 +617,14 @@ def refuse(args, require):
     require(args.stage >= least, f"--offload {args.offload} needs --stage {least} or more")
     require(args.batch >= n * args.accum,
             f"--batch {args.batch}: fewer than {n} ranks x {args.accum} micro-batches")
-    if args.impl == "scratch":
-        return
-    require(args.accum == 1 and args.offload == "none",
+    plain = args.accum == 1 and args.offload == "none"
+    require(plain or args.impl == "scratch",
             f"--impl {args.impl} wants --accum 1 and --offload none")
-    require(args.impl == "torch" or args.impl == "both" or args.stage == 1,
+    require(args.stage == 1 or args.impl not in ("idea", "all"),
             f"--impl {args.impl}: the idea is --stage 1")
     kept = args.dry_run or args.save or args.resume or args.init_from
-    require(args.stage >= 2 or args.impl == "idea" or not kept,
+    require(args.stage > 1 or not kept or args.impl in ("idea", "scratch"),
             f"--impl {args.impl} --stage 1: torch's optimizer has no dry run and is not saved")
-
-
-def pieces_of_each(units, names, optimizer):
-    """-> {parameter: [Piece] of it that this rank holds}, and of its AdamW states.
-
-    names: {parameter: its name}
-    """
-    from harness.checkpoint import part_pieces, pieces_of, run_pieces
-
-    found = {p: [] for p in names}
-    for p, name in names.items():
-        if p.numel():  # what forward reads: to be loaded, and if it is frozen to be saved
-            found[p] += pieces_of([(name, p)], None, not p.requires_grad)
-    for unit in units:
-        for part in unit.parts:
-            p = part.parameter
-            place = names[p], unit.shapes[p], part.first
-            # what forward reads in stage 3, where p is empty; it does no harm elsewhere
-            found[p] += run_pieces(*place, part.value, writes=False)
-            found[p] += part_pieces(*place, part.master, optimizer)
-    return found
 
 
 def held(model, zero, optimizer):
@@ -646,17 +632,18 @@ def held(model, zero, optimizer):
     from harness.ledger import held_by
 
     kinds = held_by(model, optimizer)
-    shards = [unit.shard for unit in zero.units]
-    known = {shard.untyped_storage()._cdata for shard in shards}
-    kinds["parameters"] += shards
-    kinds["gradients"] += [unit.grad for unit in zero.units]
-    kinds["optimizer"] += [part.master for part in zero.parts
-                           if part.master.untyped_storage()._cdata not in known]
+    for unit in zero.units:
+        kinds["parameters"].append(unit.shard)
+        kinds["gradients"].append(unit.grad)
+        of_shard = unit.shard.untyped_storage()._cdata
+        masters = [part.master for part in unit.parts]
+        kinds["optimizer"] += [m for m in masters if m.untyped_storage()._cdata != of_shard]
     return kinds
 
 
 def set_up(run, impl, mesh):
-    from harness.whole import WholeMatrices, shares_of_runs
+    from harness.checkpoint import pieces_of_units
+    from harness.whole import wholes_of_units
 
     args = run.args
     model = run.build()
@@ -664,61 +651,58 @@ def set_up(run, impl, mesh):
     if impl == "torch":
         module, optimizer = parallelize_at_work(model, args.lr, args.stage, mesh)
         return run.side(module, optimizer, train_step_at_work)
+
+    def evaluate(x, y):
+        return loss_sum(model(x), y)
+
     if impl == "idea":
         zero = IdeaOfZeRO1(model)
-        optimizer = adamw([zero.shard], args.lr)
-        return run.side(zero, optimizer, partial(idea_step, model), held_of=model,
-                        full_gradients=partial(idea_gradients, model, zero),
-                        full_state_dict=model.state_dict, evaluate=partial(evaluate, model))
+        return run.side(zero, adamw([zero.shard], args.lr), partial(idea_step, model),
+                        held_of=model, evaluate=evaluate, full_state_dict=model.state_dict,
+                        full_gradients=partial(idea_gradients, model, zero))
     zero = parallelize(model, None, args.stage, args.offload)
     masters = {part.parameter: part.master for part in zero.parts}
+    optimizer = run.optimizer(
+        model.named_parameters(), groups=zero.parameter_groups,
+        wholes=partial(wholes_of_units, zero.units, masters, zero.group))
 
-    def wholes(matrices):
-        return [WholeMatrices(shares_of_runs(zero.units, masters, matrices))]
+    def pieces():
+        return sum(pieces_of_units(zero.units, names, optimizer).values(), [])
 
-    optimizer = run.optimizer(model.named_parameters(), groups=zero.parameter_groups, wholes=wholes)
-    return run.side(
-        zero, optimizer, partial(train_step, model, accum=args.accum),
-        full_gradients=partial(full_gradients, model, zero),
-        full_state_dict=partial(full_state_dict, model, zero),
-        evaluate=partial(evaluate, model), held=partial(held, model, zero, optimizer),
-        pieces=lambda: sum(pieces_of_each(zero.units, names, optimizer).values(), []))
-
-
-def evaluate(model, x, y):
-    return loss_sum(model(x), y)
+    step = partial(train_step, model, accum=args.accum, at_once=args.optimizer == "muon")
+    return run.side(zero, optimizer, step, evaluate=evaluate, pieces=pieces,
+                    held=partial(held, model, zero, optimizer),
+                    full_gradients=partial(full_gradients, model, zero),
+                    full_state_dict=partial(full_state_dict, model, zero))
 
 
 def textbook(run, zero):
-    """The docstring's table. What --offload keeps elsewhere is not in it."""
+    """The docstring's table. b: bytes of a number, w: of its master and of each AdamW state."""
     n = run.world_size
     M = run.args.accum
     stage = run.args.stage
     b = run.dtype.itemsize
     w = max(b, 4)
-    units = getattr(zero, "units", [zero])  # the idea is one unit, of one part
-    parts = getattr(zero, "parts", units)
+    units = getattr(zero, "units", [zero])  # the idea is a single unit
+    parts = getattr(zero, "parts", [zero])  # of a single part
     P = sum(unit.full.numel() for unit in units)
-    G = 2 * P  # what stage 3 gathers in a micro-batch
+    twice = P  # what stage 3 gathers for forward and for backward
     if not run.cfg.form.tied:  # embedding and head once
-        G -= units[0].full.numel() + units[-1].full.numel()
-    sums = (P, M * P, M * P)[stage - 1]
-    gathers = (P, P, M * G)[stage - 1]
+        twice -= units[0].full.numel() + units[-1].full.numel()
+    sums = P if stage == 1 else M * P
+    gathers = M * (P + twice) if stage == 3 else P
+    per_number = 2 * w if w == b else 3 * w
     sent = (n - 1) / n  # of what is summed or gathered
     rows = [
         ("wire reduce_scatter", "b P (n-1)/n, from stage 2 on M times", b * sums * sent),
         ("wire all_gather", "b P (n-1)/n, stage 3: M b G (n-1)/n", b * gathers * sent),
         ("wire all_reduce", f"2 {w} (n-1)/n, the norm", 2 * w * sent),
-    ]
-    if run.args.offload != "none":
-        return rows
-    each = 2 * w if w == b else 3 * w  # with masters
-    return rows + [
         ("held parameters", "b P, in stage 3 / n", b * P / (n if stage == 3 else 1)),
         ("held gradients", "b P, from stage 2 on / n", b * P / (n if stage >= 2 else 1)),
-        ("held optimizer", f"{each} P / n + 4 a part (step counter)",
-         each * P / n + 4 * len(parts)),
+        ("held optimizer", f"{per_number} P / n + 4 a part (step counter)",
+         per_number * P / n + 4 * len(parts)),
     ]
+    return rows if run.args.offload == "none" else rows[:3]  # the rest is on the CPU
 
 
 def main():

@@ -118,6 +118,25 @@ def part_pieces(name, shape, first, p, optimizer, writes=True):
     return pieces
 
 
+def pieces_of_units(units, names, optimizer):
+    """Of parameters whose optimizer steps 1-D parts of them, as in zero.py.
+
+    names: {parameter: its name} -> {parameter: [Piece] of it and of its states}
+    """
+    found = {p: [] for p in names}
+    for p, name in names.items():
+        if p.numel():  # what forward reads: to be loaded, and if it is frozen to be saved
+            found[p] += pieces_of([(name, p)], None, writes=not p.requires_grad)
+    for unit in units:
+        for part in unit.parts:
+            p = part.parameter
+            place = names[p], unit.shapes[p], part.first
+            # what forward reads where p is empty between steps; it does no harm elsewhere
+            found[p] += run_pieces(*place, part.value, writes=False)
+            found[p] += part_pieces(*place, part.master, optimizer)
+    return found
+
+
 def of_whole(piece, dim, whole, index):
     """A box of one of equally large cuts along `dim` -> the box of the whole tensor, which has
     `whole` there; what is behind that is padding. index: of the cut."""

@@ -186,6 +186,11 @@ def shares_of_runs(units, parts, parameters):
     return found
 
 
+def wholes_of_units(units, parts, group, parameters):
+    """-> [WholeMatrices], as harness/optimizers.py wants it"""
+    return [WholeMatrices(shares_of_runs(units, parts, parameters), group)]
+
+
 def share_of_box(part, ranks, dim, plain_size, shape=None, copies=1):
     """Of what is cut along one dim, as in tensor_parallel.py.
 

@@ -132,7 +132,7 @@ def test_script_equals_one_process(world, flags):
     ("dist.all_reduce(square, group=self.group)", "pass"),
     ("all_gather(self.full, self.shard.detach(), group=self.group)", "pass"),
     ("zero.buffer.zero_()", "pass"),
-    ("place.copy_(p.detach())", "pass"),
+    ("place.copy_(p.detach().flatten())", "pass"),
     ('reduction="sum") / valid', 'reduction="mean")'),
 ])
 def test_planted_in_the_idea(old, new):
@@ -269,10 +269,6 @@ def check_misuse():
         llama_loss(model, *rows).backward()
         with pytest.raises(AssertionError, match="call reduce"):
             ours.step(optimizer)
-        with pytest.raises(AssertionError, match="reduce.. comes first"):
-            ours.clip_grad_norm_(1.0)
-        with pytest.raises(AssertionError, match="call reduce"):
-            ours.zero_grad()  # it would forget some of them alone
         with pytest.raises(AssertionError, match="call reduce"):
             llama_loss(model, *rows).backward()
         ours.reduce()
@@ -288,8 +284,6 @@ def check_misuse():
     mixed = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2).float())]
     with pytest.raises(AssertionError, match="each dtype"):
         zero.ZeRO1([(mixed, [])])
-    with pytest.raises(AssertionError, match="in no unit"):
-        zero.ZeRO1([(mixed[:1], [])]).parameter_groups([{"params": Llama(layers=1).parameters()}])
 
 
 def test_misuse():
