@@ -28,11 +28,10 @@ fsdp.py cuts and gathers as stage 3 does, in the usual loop, and may start from 
     norm = zero.clip_grad_norm_(1.0)
     zero.step(optimizer)
 
-Not for: optimizers that look at matrices (harness/whole.py has a way: --optimizer muon) or at norms
-of everything, that count steps for a whole group (see step); blocks of several dtypes; sparse
-embeddings; second derivatives; backwards that raise; reentrant checkpointing; parameters changed or
-thawed later. Unused ones get gradients of 0. In stage 3 a block returns one tensor, and ranks use
-the same parameters in one order.
+Not for: optimizers that look at matrices (--optimizer muon has a way), at norms of everything, or
+count steps for a group (see step); blocks of several dtypes; sparse embeddings; second derivatives;
+backwards that raise; reentrant checkpointing; parameters changed or thawed later. Unused ones get a
+gradient of 0. In stage 3 blocks return one tensor; ranks use the same parameters, in one order.
 Rajbhandari et al. 2019, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv:1910.02054, sections 5 and 7; Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840.
 At work: ZeroRedundancyOptimizer (stage 1), fully_shard (stages 2 and 3), part 4 below.
