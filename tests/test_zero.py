@@ -93,9 +93,9 @@ def use_first(zero, unit, first={}):  # noqa: B006 (it remembers)
 PLANTED = {
     "only the last micro-batch counts": (
         "start_sum", "before", lambda zero, unit: unit.grad.zero_(), 2),
-    "gradients are replaced": ("take", "before", lambda zero, unit, p: unit.slots[p].zero_(), 1),
+    "gradients are replaced": ("ready", "before", lambda zero, unit, p: unit.slots[p].zero_(), 1),
     "averaged over ranks": ("finish_sum", "after", lambda zero, unit: unit.grad.div_(2), 1),
-    "a sum waits for nothing": ("take", "before", lambda zero, unit, p: unit.missing.clear(), 1),
+    "a sum waits for nothing": ("ready", "before", lambda zero, unit, p: unit.missing.clear(), 1),
     "what was sent is sent again": ("finish_sum", "instead", lambda zero, unit: None, 1),
     "what was gathered first is used for ever": ("gather", "after", use_first, 3),
     "a rank clips by the norm of its chunk": ("all_reduce", "left out", None, 2),
