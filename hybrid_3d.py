@@ -54,7 +54,7 @@ import pipeline_parallel
 import tensor_parallel
 from common import loss_sum
 from pipeline_parallel import (
-    Mail, SplitLinear, SplitPipeline, gather, homes, idea_plan, run_pipeline)
+    Mail, SplitLinear, SplitPipeline, gather, homes, idea_plan, make_links, run_pipeline)
 from tensor_parallel import (
     ColumnLinear, ColumnParallel, CutSequence, RowLinear, WholeSequence, cross_entropy_by_words,
     vocab_parallel_cross_entropy)
@@ -324,7 +324,8 @@ class Hybrid(nn.Module):
         self.parts = [part for zero in self.zeros for part in zero.parts]
         p = next(self.parameters())
         size = ()  # of what stages send: known when there is a batch
-        mail = Mail(plans, size, p.dtype, p.device, mesh.pipelines, mesh.group["pp"])
+        links = make_links(plans, mesh.pipelines)
+        mail = Mail(plans, size, p.dtype, p.device, mesh.group["pp"], links)
         self.pipeline = SummingPipeline(here, plans, mail, stages_of)
 
     def lay_out(self, here, layers, apart):

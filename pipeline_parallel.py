@@ -8,13 +8,13 @@
     stages = Stages([layers[:3], layers[3:]], plans)  # layers: nn.Sequential, the whole model
     mail = Mail(plans, (batch // 4, T, C), torch.float32, "cpu")  # the tensors between stages
     pipeline = Pipeline(stages.here, plans, mail)
-    loss = pipeline.step(x.chunk(4), loss_of)  # sum of loss_of(output, m); 0 before the last stage
+    loss = pipeline.step(x.chunk(4), loss_of)  # loss_of(output, m): micro-batch m's part of it
     norm = stages.sum_and_clip(1.0)  # then optimizer.step() and optimizer.zero_grad()
 
-Of p ranks, rank r has 1/p of the layers, in v stages; M >= 2p micro-batches make a step. F is a
-micro-batch's forward in a stage, B its backward, which may leave the gradients of nn.Linears'
-weights to a later action, W. In formulas the three are a rank's times for one micro-batch: a B that
-leaves no W takes B + W. Idle counts from a rank's first action to its last; kept are activations.
+Each of p ranks has 1/p of the layers, in v stages, and M micro-batches make a step, 2p or more. A
+rank spends on each the times F for its forward, B for the gradients of its inputs, and W for those
+of its weights, which zb-* and dualpipe-v do later. A rank idles between its first action and its
+last. What it keeps of a micro-batch are its activations in this rank's layers.
 
     schedule                    worst rank's idle time  kept on rank r, in micro-batches
     plain GPT                   0                       p M: it has p times the layers
@@ -29,12 +29,12 @@ leaves no W takes B + W. Idle counts from a rank's first action to its last; kep
     zb-v (F = B = W)            0                       p
     dualpipe-v (F = B = W)      (p-1) F / 2             p + 1/2
 
-A rank sends b batch T C bytes, b per number, to each neighbour. Qi et al. 2023, "Zero Bubble
-Pipeline Parallelism", arXiv:2401.10241; others stand at each schedule.
+In a step a stage sends batch T C numbers to each stage beside it that is on another rank. Qi et al.
+2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241; others stand at each schedule.
 
 Not for: stages that pass on anything but one tensor of one size, or change it in place; ranks
-without parameters; parameters replaced later; compiled stages (torch.compile) in schedules with W.
-At work: torch.distributed.pipelining, part 4.
+without parameters; parameters replaced later; several pipelines (hybrid_3d.py has them); compiled
+stages (torch.compile) in schedules with W. At work: torch.distributed.pipelining, part 4.
     torchrun --standalone --nproc_per_node=2 pipeline_parallel.py --schedule zb-v
     python pipeline_parallel.py --simulate --schedule zb-h1 --pp 4 --micro 8 --times 1,1,1,0
 """
@@ -137,177 +137,37 @@ def idea_step(stage, optimizer, x, y, valid, clip, plan, boundary, tied, pp, bac
 
 # ---- 2. the technique (copy this; it needs only torch) -----------------------
 
-# What it adds to the idea, and what that buys. Peaks are rank 0's of the toy, 16 micro-batches:
-#     Mail: one send is kept at a time    12.98 -> 12.07 MB, the same calls and bytes
-#     receives begin two actions ahead    a tensor travels while the rank is at work
-#     several stages a rank, schedules    the docstring's table
-#     Chain: any model, in four lines     a stage runs the model's own forward
-#     B and W apart                       Ws fill bubbles; rank 1: 9.72 -> 12.21 MB (zb-h1)
-#     pipelines that share the batch      dp x pp: Stages sums their gradients, too
+# What it adds to the idea, what that buys, and what it costs. Peaks: the toy, 2 ranks, M = 16.
+#     Mail            keeps one send at a time: rank 0's peak falls, 12.98 -> 12.07 MB; and begins
+#                     receives two actions early: tensors travel while the rank is at work
+#     Stages, Chain   any model's own forward, in four lines; all dtypes; frozen layers
+#     W by itself     fills what was idle, for activations: rank 1's peak grows, 9.72 -> 12.21 MB
+#     schedules       several stages a rank: idle times are the table above
+# Calls and bytes sent stay those of the idea wherever a rank has one stage.
 
 # ---- 2.1 plans: what each rank does, in order ----
 
 
 class Action(NamedTuple):
-    """One piece of a rank's work. It is also the name of the tensor that it makes."""
+    """One piece of a rank's work."""
 
-    kind: str  # F forward, B backward; W gradients of weights that a B leaves; U an update
+    kind: str  # F forward, B backward; later also W, gradients of weights, and U, an update
     microbatch: int
     stage: int  # a part of the model's layers, 0 the first; a rank may hold several
 
 
-def sweep(kind, microbatches, stages, at_once):
-    """-> actions of this kind in rounds of `at_once` micro-batches. All micro-batches of a round
-    go through one stage, then all through the next; after the last stage the next round begins."""
-    order = []
-    for first in range(0, microbatches, at_once):
-        in_round = range(first, min(first + at_once, microbatches))
-        order += [Action(kind, microbatch, stage) for stage in stages for microbatch in in_round]
-    return order
-
-
-def turns(microbatches, warmup, stages, at_once=1):
-    """-> a plan like the idea's for a rank that has these stages."""
-    forwards = sweep("F", microbatches, stages, at_once)
-    backwards = sweep("B", microbatches, stages[::-1], at_once)
-    return in_turn(forwards, backwards, warmup)
-
-
 def homes(plans):
-    """-> {stage: the place in the pipeline of the rank that holds it}"""
+    """plans: for each place in the pipeline a list of actions -> {stage: the place that has it}"""
     return {action.stage: place for place, plan in enumerate(plans) for action in plan}
 
 
-def source(action, end):
-    """-> the action of another stage that makes what this one takes, or None. end: last stage."""
-    kind, microbatch, stage = action
-    if kind == "F" and stage > 0:
-        return Action("F", microbatch, stage - 1)
-    if kind == "B" and stage < end:
-        return Action("B", microbatch, stage + 1)
-    return None
-
-
-# ---- 2.2 mail: tensors between ranks ----
-
-
-class Mail:
-    """Brings each tensor from the action that makes it to the action that takes it.
-
-    Tensors have no tags: on the link from one rank to another the receiver starts its receives in
-    the order in which the sender's plan makes the tensors.
-
-    plans: for each place in a pipeline. size, dtype, device: of every tensor
-    pipelines: for each its global ranks, in order of place; None: there is one, of all ranks
-    group: of this pipeline's ranks, where links have none of their own; None: all ranks'
-    """
-
-    def __init__(self, plans, size, dtype, device, pipelines=None, group=None):
-        pipelines = pipelines or [range(dist.get_world_size())]
-        [self.ranks] = [ranks for ranks in pipelines if dist.get_rank() in ranks]
-        self.place = self.ranks.index(dist.get_rank())  # this rank's
-        self.group = group
-        self.links = make_links(plans, pipelines)
-        self.size = torch.Size(size)
-        self.dtype = dtype
-        self.device = device
-        self.home = homes(plans)
-        self.end = max(self.home)  # the last stage
-        self.position = {}  # {action: how many the plan that it is in has before it}
-        self.receiver = {}  # {action: the place of the rank that takes what it makes}
-        for place, plan in enumerate(plans):
-            self.position.update({action: i for i, action in enumerate(plan)})
-            self.receiver.update({source(action, self.end): place for action in plan})
-        self.coming = deque()  # actions of other ranks; no receive of their tensors has begun
-        self.inbox = {}  # {action: (work of the receive, or None if made here; tensor)}
-        self.sent = None  # (work, tensor) of the last send
-
-    def open(self, actions):
-        """Before this rank plays these actions: list what other ranks make for them, in order."""
-        makers = filter(None, [source(action, self.end) for action in actions])
-        coming = [maker for maker in makers if self.home[maker.stage] != self.place]
-        # a sender's tensors come in its own order; between senders any order would do
-        self.coming = deque(sorted(coming, key=self.position.get))
-
-    def begin_receive(self):
-        maker = self.coming.popleft()
-        tensor = torch.empty(self.size, dtype=self.dtype, device=self.device)
-        work = self.begin(dist.irecv, tensor, self.home[maker.stage])  # another rank -> this one
-        self.inbox[maker] = work, tensor
-
-    def take(self, action):
-        """-> the tensor that an action takes from another stage, or None if it takes none."""
-        maker = source(action, self.end)
-        if maker is None:
-            return None
-        while maker not in self.inbox:
-            self.begin_receive()
-        work, tensor = self.inbox.pop(maker)
-        if work:
-            work.wait()  # on a GPU the stream waits, not the host
-        return tensor
-
-    def put(self, action, tensor):
-        """After each action: start receives, and send the tensor that the action has made.
-
-        Ranks play their plans side by side: what another rank makes with its action number i is
-        awaited from this rank's number i - 2 on. Two is the least that never costs time where sends
-        end when they are received (NCCL). In take() it may be too late: ranks wait to send.
-        """
-        while self.coming and self.position[self.coming[0]] <= self.position[action] + 2:
-            self.begin_receive()
-        receiver = self.receiver.get(action)
-        if receiver == self.place:
-            self.inbox[action] = None, tensor
-        elif receiver is not None:
-            found = tensor.shape, tensor.dtype  # gloo would deliver other ones as noise
-            assert found == (self.size, self.dtype), f"{found}, not {self.size}, {self.dtype}"
-            self.finish_send()
-            tensor = tensor.contiguous()
-            work = self.begin(dist.isend, tensor, receiver)  # this rank -> another
-            self.sent = work, tensor
-
-    def finish_send(self):
-        """Wait for the last send: so one sent tensor is kept at a time."""
-        if self.sent:
-            self.sent[0].wait()
-        self.sent = None
-
-    def begin(self, operation, tensor, place):
-        link = (self.place, place) if operation is dist.isend else (place, self.place)
-        group = self.links.get(link, self.group)
-        # as a batch of one: for a bare isend NCCL would make a communicator beside the group's
-        return dist.batch_isend_irecv([dist.P2POp(operation, tensor, self.ranks[place], group)])[0]
-
-
-def make_links(plans, pipelines):
-    """-> {(sender, receiver): group} of this rank's links; both are places in its pipeline.
-
-    Every rank calls it. NCCL does a group's transfers in order: a receive that waits would hold up
-    the sends behind it. So there each direction between two ranks has a group. gloo needs none.
-    """
-    if dist.get_backend() in ("gloo", "fake"):
-        return {}
-    home = homes(plans)
-    pairs = {(home[stage], home[stage + 1]) for stage in range(max(home))}  # an F's output
-    pairs |= {(behind, before) for before, behind in pairs}  # a B's gradient, the other way
-    mine = {}
-    for ranks, link in itertools.product(pipelines, sorted(pairs)):
-        if link[0] != link[1]:
-            group = dist.new_group([ranks[place] for place in link])  # every rank makes it
-            if dist.get_rank(group) >= 0:  # this rank is in the group
-                mine[link] = group
-                dist.barrier(group)  # NCCL makes the communicator here: no send waits for it
-    return mine
-
-
-# ---- 2.3 the pipeline ----
+# ---- 2.2 the pipeline: plays a plan ----
 
 
 class Pipeline:
-    """Plays this rank's plan. Ws and Us are for the subclasses below; here a B does its W.
+    """Plays this rank's plan of Fs and Bs. Ws and Us are for its subclasses.
 
-    modules: {stage: module}, those of this rank; each maps one tensor to one. plans: all places'.
+    modules: {stage: module}, this rank's; each maps one tensor to one. mail: see Mail
     """
 
     def __init__(self, modules, plans, mail):
@@ -320,9 +180,9 @@ class Pipeline:
     def step(self, inputs, loss_of):
         """Runs a batch forward and backward, and adds to .grad -> this rank's sum of losses.
 
-        inputs: M micro-batches, which the first stage reads. loss_of(output, m): the last stage's
-        m-th part of the batch's loss: a sum over the tokens of m, divided by the number of tokens
-        in the whole batch.
+        inputs: M micro-batches, which the first stage reads. loss_of(output, m): of the last
+        stage's output, the sum of the losses of m's tokens, divided by the number of tokens in the
+        whole batch.
         """
         return self.play(self.plan, inputs, loss_of)
 
@@ -337,7 +197,7 @@ class Pipeline:
         loss = torch.zeros((), dtype=wide, device=self.mail.device)
         self.mail.open(actions)
         for action in actions:
-            taken = self.mail.take(action)
+            taken = self.mail.take(action)  # what the stage before, or behind, has made for it
             if action.kind == "F" and action.stage == 0:
                 taken = inputs[action.microbatch]
             made = self.do(action, taken, loss_of)
@@ -377,21 +237,192 @@ class Pipeline:
         return x.grad
 
 
+# ---- 2.3 mail: tensors between stages ----
+
+WAY = {"F": 1, "B": -1}  # outputs go to the next stage, gradients of inputs to the one before
+
+
+class Mail:
+    """Brings each tensor from the action that makes it, by which it is called, to the one that
+    takes it.
+
+    Between ranks tensors travel without names: on each link, from one rank to another, the receiver
+    begins its receives in the order in which the sender's plan makes the tensors.
+
+    size, dtype, device: of every tensor
+    group: the pipeline's ranks, in order of their places; None: all ranks
+    links: what make_links returns; None: there is one pipeline, and Mail calls it
+    """
+
+    def __init__(self, plans, size, dtype, device, group=None, links=None):
+        self.size = torch.Size(size)
+        self.dtype = dtype
+        self.device = device
+        self.group = group
+        self.ranks = dist.get_process_group_ranks(group)
+        self.place = dist.get_rank(group)  # this rank's
+        self.links = make_links(plans, [self.ranks]) if links is None else links
+        self.home = homes(plans)
+        self.end = max(self.home)  # the last stage
+        # {action: its number in the plan of its rank}
+        self.number = {action: i for plan in plans for i, action in enumerate(plan)}
+        self.coming = deque()  # other ranks' actions; receives of their tensors are yet to begin
+        self.inbox = {}  # {action: (the receive's Work, None if it is made here; tensor)}
+        self.sent = None  # (Work, tensor) of the last send
+
+    def neighbour(self, action, steps):
+        """-> 1: the action that takes what this one makes; -1: the one that makes what this one
+        takes; None where there is no such action."""
+        if action.kind not in WAY:
+            return None
+        stage = action.stage + steps * WAY[action.kind]
+        return action._replace(stage=stage) if stage in self.home else None
+
+    def open(self, actions):
+        """Before this rank plays these actions: list what other ranks make for them."""
+        makers = filter(None, [self.neighbour(action, -1) for action in actions])
+        coming = [maker for maker in makers if self.home[maker.stage] != self.place]
+        # each sender's in its own order; between senders any order would do
+        self.coming = deque(sorted(coming, key=self.number.get))
+
+    def take(self, action):
+        """-> the tensor that an action takes from another stage, or None if it takes none."""
+        maker = self.neighbour(action, -1)
+        if maker is None:
+            return None
+        while maker not in self.inbox:
+            self.begin_receive()
+        work, tensor = self.inbox.pop(maker)
+        if work:
+            work.wait()  # on a GPU the stream waits, not the host
+        return tensor
+
+    def put(self, action, tensor):
+        """After each action: begin receives, and send the tensor that the action has made.
+
+        Ranks play their plans side by side: what another rank makes with its action number i is
+        awaited from this rank's number i - 2 on. Two is the least that never costs time where sends
+        end when they are received (NCCL). In take() it may be too late: ranks wait to send.
+        """
+        while self.coming and self.number[self.coming[0]] <= self.number[action] + 2:
+            self.begin_receive()
+        taker = self.neighbour(action, 1)
+        if taker is None:
+            return
+        receiver = self.home[taker.stage]
+        if receiver == self.place:
+            self.inbox[action] = None, tensor
+        else:
+            found = tensor.shape, tensor.dtype  # gloo would deliver other ones as noise
+            assert found == (self.size, self.dtype), f"{found}, not {self.size}, {self.dtype}"
+            self.finish_send()
+            tensor = tensor.contiguous()
+            link = self.place, receiver
+            self.sent = self.begin(dist.isend, tensor, receiver, link), tensor  # here -> there, too
+
+    def finish_send(self):
+        """Wait for the last send: so one sent tensor is kept at a time."""
+        if self.sent:
+            self.sent[0].wait()
+        self.sent = None
+
+    def begin_receive(self):
+        maker = self.coming.popleft()
+        sender = self.home[maker.stage]
+        tensor = torch.empty(self.size, dtype=self.dtype, device=self.device)
+        link = sender, self.place
+        self.inbox[maker] = self.begin(dist.irecv, tensor, sender, link), tensor  # there -> here
+
+    def begin(self, operation, tensor, peer, link):
+        group = self.links.get(link, self.group)
+        # as a batch of one: for a bare isend NCCL would make a communicator beside the group's
+        return dist.batch_isend_irecv([dist.P2POp(operation, tensor, self.ranks[peer], group)])[0]
+
+
+def make_links(plans, pipelines):
+    """-> {(sender, receiver): group} of this rank's links; both are places in its pipeline.
+
+    pipelines: for each its ranks. Every rank calls it. NCCL does a group's transfers in order, and
+    a receive that waits would hold up the sends behind it: so each direction between two ranks has
+    a group there. gloo needs none.
+    """
+    if dist.get_backend() in ("gloo", "fake"):
+        return {}
+    home = homes(plans)
+    pairs = {(home[stage], home[stage + 1]) for stage in range(max(home))}  # an F's output
+    pairs |= {(behind, before) for before, behind in pairs}  # a B's gradient, the other way
+    mine = {}
+    for ranks, link in itertools.product(pipelines, sorted(pairs)):
+        if link[0] != link[1]:
+            group = dist.new_group([ranks[place] for place in link])  # every rank makes it
+            if dist.get_rank(group) >= 0:  # this rank is in the group
+                mine[link] = group
+                dist.barrier(group)  # NCCL makes the communicator here: no send waits for it
+    return mine
+
+
 # ---- 2.4 stages: any model, cut between its layers ----
+
+
+class Stages(nn.ModuleList):
+    """This rank's stages of a model, and what makes them one model with those of other ranks.
+
+    whole: all stages, in order: slices of an nn.Sequential, or carve's. Those of other ranks may be
+    on the meta device, where to() and to_empty() untie: tie anew. What is tied, as the embedding
+    that is the head, too, begins as on the first of its ranks, and its gradients are summed.
+    """
+
+    def __init__(self, whole, plans):
+        rank = dist.get_rank()
+        home = homes(plans)
+        here = {stage: whole[stage] for stage in sorted(home) if home[stage] == rank}
+        super().__init__(here.values())
+        self.here = here  # {stage: module}
+        self.counted = []  # parameters that this rank counts in the norm
+        self.shared = {}  # {parameter that other ranks have, too: their group}
+        holders = defaultdict(set)  # {parameter: the ranks that have it}
+        for stage, module in enumerate(whole):
+            for p in module.parameters():
+                holders[p].add(home[stage])
+        for p, ranks in holders.items():
+            if rank == min(ranks):
+                self.counted.append(p)
+            if len(ranks) > 1:
+                group = dist.new_group(sorted(ranks))  # every rank makes it
+                if rank in ranks:
+                    self.shared[p] = group
+                    dist.broadcast(p.data, group=group, group_src=0)  # the first's -> replicated
+
+    def sum_and_clip(self, clip):
+        """What is left to do between backward and the optimizer's step -> the gradient norm."""
+        for p, group in self.shared.items():
+            if p.requires_grad:
+                dist.all_reduce(p.grad, group=group)  # partial -> replicated
+        like = next(self.parameters())
+        wide = torch.promote_types(like.dtype, torch.float32)
+        grads = [p.grad for p in self.counted if p.grad is not None]
+        grads.append(like.new_zeros(1))  # _foreach_norm wants one, also where all is frozen
+        square = torch.stack(torch._foreach_norm(grads, dtype=wide)).square().sum()
+        dist.all_reduce(square)  # partial -> replicated
+        norm = square.sqrt()
+        if clip:
+            finite = norm.nan_to_num(0, posinf=0)  # inf, nan -> 0: then nothing is scaled
+            nn.utils.clip_grads_with_norm_(self.parameters(), clip, finite)
+        return norm
 
 
 @dataclass(kw_only=True)
 class Chain:
     """Where the layers of a model are, so that it can be cut between them. Names are of modules.
 
-    The model's own forward runs in every stage, with its masks and angles: to x itself it may do
-    nothing but hand it from one module to the next.
+    The model's own forward runs in every stage, with its masks and angles. In place of a module
+    that is on another stage it finds HandsOn, or None if `absent` has the name. So between the
+    modules named here it may not change x.
 
-    first    what the first stage alone has: the token embedding, positions
+    first    of the first stage alone: the token embedding, positions
     layers   an nn.ModuleList
-    last     what the last stage alone has: the norm and, at the end, the Linear of the logits
-    absent   those of them which the model takes for None where they are not; for all others and
-             for layers stands HandsOn
+    last     of the last stage alone: the norm and, at the end, the Linear of the logits
+    absent   names in first or last for which the model's forward asks `is None`
     call     call(forward, x) -> a tensor: how the model's forward, or a stage's, is called
     """
 
@@ -403,7 +434,8 @@ class Chain:
 
 
 class HandsOn(nn.Module):
-    """Stands for a module that is on another stage: hands on x; adds 0 as learned positions do."""
+    """In place of a layer, norm, head or token embedding it hands on x. Learned positions, whose
+    input is integers, are added to x: it gives 0."""
 
     def forward(self, x, *others, **keywords):
         return x if x.is_floating_point() else 0
@@ -432,8 +464,9 @@ def carve(model, chain, layers):
 def exchange(module, others, path=""):
     """-> a copy of the module that has other submodules, {name: module}, and shares the rest."""
     twin = copy.copy(module)
-    own = {key: value.copy() for key, value in vars(module).items() if isinstance(value, dict)}
-    vars(twin).update(own)  # of modules, hooks, ..
+    for key, value in vars(module).items():
+        if isinstance(value, dict):  # of its modules, of its hooks: the twin has dicts of its own
+            vars(twin)[key] = value.copy()
     for name, child in module._modules.items():
         place = path + name
         if place in others:
@@ -443,61 +476,7 @@ def exchange(module, others, path=""):
     return twin
 
 
-class Stages(nn.ModuleList):
-    """This rank's stages of a model, and what makes them one model with those of other ranks.
-
-    whole: all stages, in order: slices of an nn.Sequential, or carve's. Other ranks' may be on the
-    meta device (tie anew after to(), to_empty()). plans, pipelines: as Mail takes them.
-
-    What several ranks have, a tied embedding or everything in copies of the pipeline, begins as on
-    the first of them, and its gradients are summed. Copies that share the batch, dp = 2 x pp = 2:
-        pipelines = [[0, 2], [1, 3]]  # for Mail, too; loss_of divides by all copies' tokens
-    """
-
-    def __init__(self, whole, plans, pipelines=None):
-        pipelines = pipelines or [range(dist.get_world_size())]
-        rank = dist.get_rank()
-        [ranks] = [ranks for ranks in pipelines if rank in ranks]
-        home = homes(plans)
-        here = {stage: whole[stage] for stage in sorted(home) if ranks[home[stage]] == rank}
-        super().__init__(here.values())
-        self.here = here  # {stage: module}
-        self.shared = {}  # {parameter that other ranks have, too: their group}
-        self.counted = []  # what this rank counts in the norm
-        places = defaultdict(set)  # {parameter: of the ranks that have it}
-        for stage, module in enumerate(whole):
-            for p in module.parameters():
-                places[p].add(home[stage])
-        groups = {}  # {ranks: their group}
-        for p, of_p in places.items():
-            holders = tuple(ranks[place] for ranks in pipelines for place in sorted(of_p))
-            if len(holders) > 1 and holders not in groups:
-                groups[holders] = dist.new_group(list(holders))  # every rank makes it
-            if rank == holders[0]:
-                self.counted.append(p)
-            if rank in holders and holders in groups:
-                self.shared[p] = groups[holders]
-                dist.broadcast(p.data, group=groups[holders], group_src=0)  # -> replicated
-
-    def sum_and_clip(self, clip):
-        """What is left to do between backward and the optimizer's step -> the gradient norm."""
-        for p, group in self.shared.items():
-            if p.requires_grad:
-                dist.all_reduce(p.grad, group=group)  # partial -> replicated
-        like = next(self.parameters())
-        wide = torch.promote_types(like.dtype, torch.float32)
-        grads = [p.grad for p in self.counted if p.grad is not None]
-        grads.append(like.new_zeros(1))  # _foreach_norm wants one, also where all is frozen
-        square = torch.stack(torch._foreach_norm(grads, dtype=wide)).square().sum()
-        dist.all_reduce(square)  # partial -> replicated
-        norm = square.sqrt()
-        if clip:
-            finite = norm.nan_to_num(0, posinf=0)  # inf, nan -> 0: then nothing is scaled
-            nn.utils.clip_grads_with_norm_(self.parameters(), clip, finite)
-        return norm
-
-
-# ---- 2.5 a backward in two parts ----
+# ---- 2.5 W: the half of a backward that nobody waits for ----
 # For every nn.Linear, y = x A^T (Qi 2023, section 2):
 #     B    grad_x = grad_y A       the stage before waits for it
 #     W    grad_A = grad_y^T x     nobody waits for it: grad_y and x are kept until then
@@ -506,8 +485,8 @@ class Stages(nn.ModuleList):
 class SplitLinear(torch.autograd.Function):
     """F.linear, whose backward is B. It appends W to the list `later`, or calls W if that is None.
 
-    parameters: weight and bias in a tuple, so that autograd does not see them. Else (torch 2.13) B
-    would fire their post-accumulate hooks, though it makes no gradient of theirs.
+    parameters: weight and bias. In a tuple autograd does not see them; else (torch 2.13) B would
+    call their post-accumulate hooks, though it makes no gradient of theirs.
     """
 
     later = None  # a list during a B that leaves a W
@@ -541,7 +520,7 @@ def split_linear(x, weight, bias):
 
 
 class SplitPipeline(Pipeline):
-    """A Pipeline whose Bs leave those Ws that the plan has. Without Ws it is the same."""
+    """Its plan may have Ws, and their Bs leave them. Without Ws it is a Pipeline."""
 
     def __init__(self, modules, plans, mail):
         super().__init__(modules, plans, mail)
@@ -556,7 +535,7 @@ class SplitPipeline(Pipeline):
         kind, m, stage = action
         if kind != "W":
             return super().do(action, taken, loss_of)
-        ws = self.ws.pop((m, stage), [])  # none if the stage is frozen
+        ws = self.ws.pop((m, stage))
         while ws:  # from the last layer to the first, as in backward
             ws.pop(0)()  # popped, so that what it holds is free at once
         return None
@@ -564,88 +543,97 @@ class SplitPipeline(Pipeline):
     def backward(self, m, stage, grad):
         if (m, stage) in self.split:
             SplitLinear.later = self.ws[m, stage] = []  # each SplitLinear appends to it
-        try:
-            return super().backward(m, stage, grad)
-        finally:
-            SplitLinear.later = None
+        made = super().backward(m, stage, grad)
+        SplitLinear.later = None
+        return made
 
 
 # ---- 2.6 schedules ----
 
 
+def turns(M, warmup, stages, at_once=1):
+    """-> a plan like the idea's for a rank that has these stages."""
+    forwards = sweep("F", M, stages, at_once)
+    backwards = sweep("B", M, stages[::-1], at_once)
+    return in_turn(forwards, backwards, warmup)
+
+
+def sweep(kind, M, stages, at_once):
+    """-> actions of this kind. The first `at_once` micro-batches go through one stage, then through
+    the next, and so on; behind the last stage the next `at_once` micro-batches follow."""
+    order = []
+    for first in range(0, M, at_once):
+        group = range(first, min(first + at_once, M))
+        order += [Action(kind, microbatch, stage) for stage in stages for microbatch in group]
+    return order
+
+
 def follow(plan, kind, lag):
-    """-> the plan with an action of this kind after each B: with lag 0 it belongs to this B, with
-    lag n to the B that came n Bs earlier. The plan ends with those that are still waiting."""
+    """-> the plan with an action of this kind for each B: `lag` Bs later, or at the plan's end."""
     longer = []
     waiting = []
     for action in plan:
         longer.append(action)
         if action.kind == "B":
-            waiting.append(Action(kind, action.microbatch, action.stage))
+            waiting.append(action._replace(kind=kind))
             if len(waiting) > lag:
                 longer.append(waiting.pop(0))
     return longer + waiting
 
 
-def late_ws(r, p, M, stages, slope, lag, most=math.inf):
-    """Rank r begins with `slope` more Fs than the next rank, but `most` at most, and does the W of
-    micro-batch m after the B of micro-batch m + `lag` r."""
-    warmup = int(min(slope * (p - 1 - r), most))
-    return follow(turns(M, warmup, stages), "W", int(lag * r))
-
-
-def in_words(stages, *lines):
+def in_words(M, stages, *lines):
     """-> the plan of a rank with two stages. Each line has words, and how many times they come.
 
-    F, B    the next forward, the next backward of the first stage; f, b of the second
-    I, i    a B, a b that leaves a W
+    F, B    the next forward, the next backward of the first stage; this B leaves a W
+    BW      the same backward with its W; f, b, bw: likewise, of the second stage
     W       the oldest W that is left, of either stage; those left after all lines end the plan
     """
+    upcoming = {}  # {(kind, stage): the actions that are yet to come}
+    for kind, stage in itertools.product("FB", stages):
+        upcoming[kind, stage] = itertools.count()
     plan = []
-    upcoming = defaultdict(int)  # {(F or B, stage): its next micro-batch}
     left = deque()  # Ws
     for words, times in lines:
         for word in words.split() * times:
             if word == "W":
                 plan.append(left.popleft())
                 continue
-            kind = "F" if word in "Ff" else "B"
+            kind = word[0].upper()
             stage = stages[0] if word.isupper() else stages[1]
-            microbatch = upcoming[kind, stage]
-            upcoming[kind, stage] += 1
-            plan.append(Action(kind, microbatch, stage))
-            if word in "Ii":
-                left.append(Action("W", microbatch, stage))
-    return plan + list(left)
+            action = Action(kind, next(upcoming[kind, stage]), stage)
+            plan.append(action)
+            if word in ("B", "b"):
+                left.append(action._replace(kind="W"))
+    return [action for action in [*plan, *left] if action.microbatch < M]
 
 
 def zb_v(r, p, M, stages):
-    n = max(M, 2 * p - 1)  # the words want that many micro-batches; those beyond M are dropped
-    plan = in_words(
-        stages,
+    n = max(M, 2 * p - 1)  # the words want that many micro-batches: in_words drops those beyond M
+    return in_words(
+        M, stages,
         ("F", 2 * (p - r) - 1),  # until the first micro-batch comes to the second stage
         ("f F", r),  # until the first gradient comes to the second stage
-        ("f i W", p - r),  # until the first gradient comes to the first stage
-        ("F I W f i W", n - 2 * p + 1 + r),  # the steady state
-        ("I W f i W", p - 1 - r),  # no F is left
-        ("I i", r),  # no f is left; Ws are put off, since other ranks wait for Bs
-        ("I W", p - r),
+        ("f b W", p - r),  # until the first gradient comes to the first stage
+        ("F B W f b W", n - 2 * p + 1 + r),  # the steady state
+        ("B W f b W", p - 1 - r),  # no F is left
+        ("B b", r),  # no f is left; Ws are put off, since other ranks wait for Bs
+        ("B W", p - r),
     )
-    return [action for action in plan if action.microbatch < M]
 
 
 def dualpipe_v(r, p, M, stages):
     return in_words(
-        stages,
+        M, stages,
         ("F", 2 * (p - 1 - r)),
         ("F f", r + 1),
-        ("i W f", p - 1 - r),
-        ("F b f B", M - 2 * p + r + 1),  # the steady state: pairs, which can overlap
-        ("b f B", p - 1 - r),  # no F is left
-        ("b B", (r + 1) // 2),  # no f is left, but r + 1 bs and Bs each
-        ("b I", (r + 1) % 2),
-        ("i I", (r + 1) // 2),  # the later half of them leave Ws
-        ("W I", p - 1 - r),  # no b is left
+        ("b W f", p - 1 - r),
+        ("F bw f BW", M - 2 * p + r + 1),  # the steady state: pairs, which can overlap
+        ("bw f BW", p - 1 - r),  # no F is left
+        # no f is left. r + 1 bs and r + 1 Bs take turns, of which the later half leave Ws
+        ("bw BW", (r + 1) // 2),
+        ("bw B", (r + 1) % 2),
+        ("b B", (r + 1) // 2),
+        ("W B", p - 1 - r),  # no b is left
     )
 
 
@@ -664,8 +652,9 @@ class Schedule(NamedTuple):
     chunks: int | None  # stages per rank; None: as many as make_plans is told
     order: Callable  # (rank r, of p, micro-batches M, its stages s) -> the rank's plan
 
-# The pictures are for F = B = W and 2 ranks with 4 micro-batches (naive, bfs: 2). Small letters are
-# a rank's second stage. A B that leaves no W is twice as long: it does the W, too.
+
+# The pictures are for F = B = W and 2 ranks with 4 micro-batches; naive and bfs have 2. Small
+# letters are a rank's second stage. A B that leaves no W is twice as long: it does the W, too.
 SCHEDULES = {
     # One micro-batch at a time: one rank is at work.
     #     rank 0   F0 .........B0    F1 .........B1
@@ -678,15 +667,15 @@ SCHEDULES = {
     # Each backward as early as can be: rank r begins with one F for each later rank; then an F and
     # a B take turns (Harlap 2018, arXiv:1806.03377, figure 8). The docstring has the picture.
     "1f1b": Schedule(loop, 1, lambda r, p, M, s: turns(M, p - 1 - r, s)),
-    # 1f1b with several stages per rank: filling and draining take less time (Narayanan 2021,
-    # arXiv:2104.04473, figure 4). M has to be a multiple of p. A rank begins with p Fs in each of
-    # its stages but the last, and two more for each later rank: there and back.
+    # 1f1b with several stages per rank, which fills and drains in less time (Narayanan 2021,
+    # arXiv:2104.04473, figure 4). Rank r begins with p Fs in each stage but its last, and two more
+    # for each later rank: there and back.
     #     rank 0   F0 F1 f0 f1 F2 ...b0    F3 b1    f2 B0    f3 B1    ...b2    ...b3    B2    B3
     #     rank 1   ...F0 F1 f0 b0    f1 b1    F2 B0    F3 B1    f2 b2    f3 b3    B2    B3    ......
     "interleaved": Schedule(
         loop, None, lambda r, p, M, s: turns(M, (len(s) - 1) * p + 2 * (p - 1 - r), s, at_once=p)),
-    # gpipe with several stages per rank (Lamy-Poirier 2022, arXiv:2211.05953): all micro-batches go
-    # through one, then through the next. So FSDP gathers the parameters of a stage only twice.
+    # gpipe with several stages per rank: all micro-batches go through one, then through the next,
+    # so FSDP gathers a stage only twice (Lamy-Poirier 2022, arXiv:2211.05953).
     #     rank 0   F0 F1 f0 f1 .........b0    b1    B0    B1
     #     rank 1   ...F0 F1 f0 f1 b0    b1    B0    B1    ......
     "bfs": Schedule(loop, None, lambda r, p, M, s: turns(M, len(s) * M, s, at_once=M)),
@@ -694,14 +683,14 @@ SCHEDULES = {
     # sooner, and Ws fill the end (Qi 2023, figure 3).
     #     rank 0   F0 F1 ...B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
     #     rank 1   ...F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3
-    "zb-h1": Schedule(loop, 1, partial(late_ws, slope=1, lag=1)),
-    # Twice the warm-up of 1f1b, each W later still: no bubble if F + B = 2W, for the activations
-    # of 2p - 1 micro-batches (Qi 2023, figure 3). Rank r begins and ends r F late. sum_and_clip's
-    # all-reduce waits for the last: a step is (p-1) F longer than the table says, zb-v's (p-1) F/2.
-    # Qi 2023, section 4, steps without the norm, and takes the step back where it was too large.
+    "zb-h1": Schedule(loop, 1, lambda r, p, M, s: follow(turns(M, p - 1 - r, s), "W", r)),
+    # Twice the warm-up, and Ws twice as late: no bubble if F + B = 2W (Qi 2023, figure 3). Rank r
+    # begins and ends r F late; since sum_and_clip's all-reduce waits for the last, a step is
+    # (p-1) F longer than the table says, zb-v's (p-1) F/2. Qi 2023, section 4, does not wait, but
+    # takes a step back if the norm was too large.
     #     rank 0   F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3 ...
     #     rank 1   ...F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
-    "zb-h2": Schedule(loop, 1, partial(late_ws, slope=2, lag=2)),
+    "zb-h2": Schedule(loop, 1, lambda r, p, M, s: follow(turns(M, 2 * (p - 1 - r), s), "W", 2 * r)),
     # Zero bubble with the memory of 1f1b: a micro-batch comes back to the rank that it began on, so
     # its backward begins there soon (Qi 2023, figure 8).
     #     rank 0   F0 F1 F2 f0 b0 w0 f1 b1 w1 F3 B0 W0 f2 b2 w2 B1 W1 f3 b3 w3 B2 W2 B3 W3 ...
@@ -709,12 +698,12 @@ SCHEDULES = {
     "zb-v": Schedule(vee, 2, zb_v),
     # Pairs of an F and a B of the other stage: the all-to-alls of one's mixture of experts can hide
     # behind the other's arithmetic (DeepSeek-V3, arXiv:2412.19437, section 3.2.1; folded into a V
-    # by Sea AI Lab). This is the schedule alone: here nothing of a pair overlaps. M is 2p or more.
+    # by Sea AI Lab). This is the schedule alone: here nothing of a pair overlaps.
     #     rank 0   F0 F1 F2 f0 b0 w0 f1 F3 b1    f2 B0    b2    f3 ...B1    b3    B2 W2 B3 W3
     #     rank 1   ...F0 f0 F1 f1 F2 b0    f2 B0    F3 b1    f3 B1    b2    B2    b3 B3 w3 W3
     "dualpipe-v": Schedule(vee, 2, dualpipe_v),
-    # 1f1b with an update after each backward but the last, behind which stands the optimizer's step
-    # as always. Here each step drains the pipeline, which Harlap 2018, section 3, never does.
+    # 1f1b with an update after each B; behind the last stands optimizer.step(), as ever. PipeDream
+    # (Harlap 2018, section 3), which never drains the pipeline, here drains it once a step.
     #     rank 0   F0 F1 ......B0    U F2 B1    U F3 B2    U ...B3
     #     rank 1   ...F0 B0    U F1 B1    U F2 B2    U F3 B3    ......
     "pipedream": Schedule(loop, 1, lambda r, p, M, s: follow(turns(M, p - 1 - r, s), "U", 0)[:-1]),
@@ -731,46 +720,6 @@ def make_plans(name, ranks, microbatches, chunks=2):
         assert M >= 2 * ranks, f"dualpipe-v needs {2 * ranks} or more micro-batches, not {M}"
     place, fixed, order = SCHEDULES[name]
     return [order(rank, ranks, M, place(rank, ranks, fixed or chunks)) for rank in range(ranks)]
-
-
-# ---- 2.7 PipeDream: an update after every micro-batch, while others are under way ----
-
-
-class PipeDream(Pipeline):
-    """On rank r, micro-batch m's F and B use the weights after max(0, m - (p-1-r)) updates.
-
-    stages: Stages. optimizer: of their parameters. No rank waits for another in an update: each
-    clips by the norm of its own stages, and what ranks share keeps its gradients until
-    sum_and_clip, at the end of the step.
-    """
-
-    def __init__(self, stages, plans, mail, optimizer, clip):
-        copied = {stage: partial(with_copies, module) for stage, module in stages.here.items()}
-        super().__init__(copied, plans, mail)
-        self.stages = stages
-        self.optimizer = optimizer
-        self.clip = clip
-
-    def do(self, action, taken, loss_of):
-        if action.kind == "U":
-            return self.update()
-        return super().do(action, taken, loss_of)
-
-    def update(self):
-        kept = {p: p.grad for p in self.stages.shared}
-        for p in kept:
-            p.grad = None  # clipping and the optimizer pass over it
-        nn.utils.clip_grad_norm_(self.stages.parameters(), self.clip)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        for p, grad in kept.items():
-            p.grad = grad
-
-
-def with_copies(module, x):
-    """The module's forward. Until its backward a micro-batch keeps the weights of its forward."""
-    weights = {name: p.clone() for name, p in module.named_parameters()}
-    return torch.func.functional_call(module, weights, (x,))
 
 
 # ---- 3. the toy GPT, parallelized --------------------------------------------
@@ -846,6 +795,47 @@ def gather(mine, group):
     return whole
 
 
+# PipeDream, for comparison: an update after every micro-batch, while others are under way. The
+# weights are stale by design, and few train so today: it is no part of what is copied.
+
+
+class PipeDream(Pipeline):
+    """On rank r, micro-batch m's F and B use the weights after max(0, m - (p-1-r)) updates.
+
+    stages: Stages. optimizer: of their parameters. No rank waits for another in an update: each
+    clips by the norm of its own stages, and what ranks share keeps its gradients until
+    sum_and_clip, at the end of the step.
+    """
+
+    def __init__(self, stages, plans, mail, optimizer, clip):
+        copied = {stage: partial(with_copies, module) for stage, module in stages.here.items()}
+        super().__init__(copied, plans, mail)
+        self.stages = stages
+        self.optimizer = optimizer
+        self.clip = clip
+
+    def do(self, action, taken, loss_of):
+        if action.kind == "U":
+            return self.update()
+        return super().do(action, taken, loss_of)
+
+    def update(self):
+        kept = {p: p.grad for p in self.stages.shared}
+        for p in kept:
+            p.grad = None  # clipping and the optimizer pass over it
+        nn.utils.clip_grad_norm_(self.stages.parameters(), self.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for p, grad in kept.items():
+            p.grad = grad
+
+
+def with_copies(module, x):
+    """The module's forward. Until its backward a micro-batch keeps the weights of its forward."""
+    weights = {name: p.clone() for name, p in module.named_parameters()}
+    return torch.func.functional_call(module, weights, (x,))
+
+
 # ---- 4. at work: the same with torch's own API -------------------------------
 
 AT_WORK = {
@@ -904,19 +894,15 @@ def train_step_at_work(schedule, loss_of, stages, optimizer, x, y, valid, clip):
 
 # ---- 5. run ------------------------------------------------------------------
 
-NAMES = (*SCHEDULES, "auto")
 FLAGS = {
-    "--schedule": dict(default="1f1b", choices=NAMES, help="order of the work"),
+    "--schedule": dict(default="1f1b", choices=(*SCHEDULES, "auto"), help="order of the work"),
     "--micro": dict(type=int, default=4, least=1, metavar="M", help="micro-batches"),
     "--chunks": dict(type=int, default=2, least=1, help="stages per rank (interleaved and bfs)"),
-    "--limit": dict(type=int, least=1, help="micro-batches kept on a rank (auto; as many as "
-                    "ranks)"),
-    "--layers-per-stage": dict(default="", metavar="5,6,..", help="default: equally many; "
-                               "simulations ignore it"),
+    "--limit": dict(type=int, least=1, help="micro-batches kept on a rank (auto; default: ranks)"),
+    "--layers-per-stage": dict(default="", metavar="5,6,..", help="default: equally many"),
     "--simulate": dict(action="store_true", help="play the schedule without ranks"),
     "--pp": dict(type=int, least=1, metavar="P", help="ranks (simulation only)"),
-    "--times": dict(default="1,1,1,0", metavar="F,B,W,COMM", help="of a rank and micro-batch "
-                    "(simulation, auto)"),
+    "--times": dict(default="1,1,1,0", metavar="F,B,W,COMM", help="for simulations and auto"),
 }
 # flags with which the file is worth running
 VARIANTS = tuple(f"--micro 8 --schedule {name}" for name in SCHEDULES if name != "pipedream")
@@ -925,6 +911,16 @@ VARIANTS = tuple(f"--micro 8 --schedule {name}" for name in SCHEDULES if name !=
 def chunks_of(name, chunks):
     """How many stages a rank has in this schedule; chunks: where one may choose."""
     return SCHEDULES[name].chunks or chunks
+
+
+def late_plans(p, M, slope, lag, most):
+    """--schedule auto takes the best of them. Rank r begins with `slope` Fs for each later rank,
+    `most` at most; its Ws come lag x r Bs after their own. 1f1b: slope 1; zb-h1: lag 1, too."""
+    plans = []
+    for r in range(p):
+        warmup = int(min(slope * (p - 1 - r), most))
+        plans.append(follow(turns(M, warmup, [r]), "W", int(lag * r)))
+    return plans
 
 
 def refuse(args, require):
@@ -949,7 +945,7 @@ def refuse_at_work(require, name, micro, ranks):
     """Refuses what torch's schedules would raise for."""
     require(name in AT_WORK, f"--schedule {name}: torch has {', '.join(AT_WORK)} only")
     # before torch 2.13 a rank that has two stages in a row sends to itself, and gloo cannot
-    able = SCHEDULES[name].place is loop or torch.__version__ >= (2, 13)  # it compares with tuples
+    able = SCHEDULES[name].place is loop or torch.__version__ >= (2, 13)
     require(able, f"--schedule {name}: needs torch 2.13, or --impl scratch")
     enough = name != "1f1b" or micro >= ranks
     require(enough, f"--micro {micro}: torch's 1f1b wants {ranks} or more, one for each stage")
@@ -962,7 +958,7 @@ def too_few(layers, stages):
 
 
 def read_layers(args, plans, require):
-    """--layers-per-stage -> how many layers each stage has."""
+    """-> how many layers each stage has: --layers-per-stage, or equally many."""
     from harness.timeline import numbers
 
     text = args.layers_per_stage
@@ -986,32 +982,32 @@ def set_up(run, impl, plans, layers, watched):
     boundary = (args.batch // args.micro, run.cfg.seq, run.cfg.width), run.dtype, run.device
     stages, pipeline = parallelize(model, plans, layers, *boundary)
     optimizer = run.optimizer([(names[p], p) for p in stages.parameters()])
-    functions = dict(
-        evaluate=partial(evaluate, pipeline), pieces=partial(pieces, stages, names, optimizer),
+    side = partial(
+        run.side, stages, optimizer, evaluate=partial(evaluate, pipeline),
+        pieces=partial(pieces, stages, names, optimizer),
         full_gradients=partial(full_gradients, stages, names),
         full_state_dict=partial(full_state_dict, stages))
     if impl == "idea":
-        return run.side(stages[0], optimizer, idea_at(stages, plans, boundary), **functions)
+        return side(idea_at(stages, plans, boundary))
     if impl == "torch":
         loss_of = LossAtWork()
         logits = *boundary[0][:2], run.cfg.vocab
         schedule = schedule_at_work(args.schedule, stages.here, plans, boundary, logits, loss_of)
-        step = partial(train_step_at_work, schedule, loss_of)
-        return run.side(stages, optimizer, step, **functions)
+        return side(partial(train_step_at_work, schedule, loss_of))
     if args.schedule == "pipedream":
         pipeline = PipeDream(stages, plans, pipeline.mail, optimizer, args.clip or math.inf)
-    return run.side(stages, optimizer, partial(train_step, pipeline),
-                    watch=partial(watched, run, plans, pipeline), **functions)
+    return side(partial(train_step, pipeline), watch=partial(watched, run, plans, pipeline))
 
 
 def idea_at(stages, plans, boundary):
-    """-> idea_step with all that it takes besides."""
+    """-> idea_step in the form of train_step, with all that it takes besides."""
     size, dtype, device = boundary
     plan = [(action.kind, action.microbatch) for action in plans[dist.get_rank()]]
-    return partial(
-        idea_step, plan=plan, boundary=torch.empty(size, dtype=dtype, device=device),
+    told = dict(
+        plan=plan, boundary=torch.empty(size, dtype=dtype, device=device),
         tied=next(iter(stages.shared), None), pp=dist.group.WORLD, back=dist.new_group(),
         ends=dist.new_group(sorted({0, len(plans) - 1})))
+    return lambda stages, *others: idea_step(stages[0], *others, **told)
 
 
 def pieces(stages, names, optimizer):
@@ -1026,53 +1022,36 @@ def pieces(stages, names, optimizer):
 
 
 def textbook(run, plans, side):
-    """b: bytes of a number. P: parameters here. n: neighbours of stages here, on other ranks."""
+    """b: bytes of a number. P: parameters here. n: stages beside those here, on other ranks."""
     p = run.world_size
     b = run.dtype.itemsize
     parameters = list(side.model.parameters())
     size = b * sum(q.numel() for q in parameters)
     home = homes(plans)
-    sides = [stage + way for stage in home if home[stage] == run.rank for way in (-1, 1)]
-    n = sum(home[stage] != run.rank for stage in sides if stage in home)
-    sent = b * run.args.batch * run.cfg.seq * run.cfg.width
-    ends = {home[0], home[max(home)]}
-    tied = run.cfg.form.tied and len(ends) == 2 and run.rank in ends
+    pairs = [(home[stage], home[stage + 1]) for stage in range(max(home))]
+    n = sum(pair.count(run.rank) == 1 for pair in pairs)
+    tied = b * run.cfg.vocab * run.cfg.width if side.model.shared else 0
+    norm = 2 * (p - 1) / p * max(b, 4)
     return [
         ("held parameters", "b P", size),
         ("held gradients", "b P", size),
         ("held optimizer", "2 b P + 4 per tensor (step counter)", 2 * size + 4 * len(parameters)),
         ("wire all_reduce", "b V C where a rank shares a tied embedding + 2 (p-1)/p w for the norm,"
-         " w = max(b, 4)", b * tied * run.cfg.vocab * run.cfg.width + 2 * (p - 1) / p * max(b, 4)),
-        ("wire send", f"n b batch T C, n = {n}: outputs and gradients of inputs", n * sent),
+         " w = max(b, 4)", tied + norm),
+        ("wire send", f"n b batch T C, n = {n}: outputs and gradients of inputs",
+         n * b * run.args.batch * run.cfg.seq * run.cfg.width),
     ]
-
-
-def read_plans(args, times):
-    """-> all ranks' plans."""
-    from harness.timeline import search, span, waiting_of
-    from harness.usage import refusing
-
-    ranks = args.pp or args.world_size
-    if args.schedule != "auto":
-        with refusing():
-            return make_plans(args.schedule, ranks, args.micro, args.chunks)
-    family = partial(late_plans, ranks, args.micro)
-    return search(family, args.limit or ranks, partial(span, times=times), waiting_of(args))
-
-
-def late_plans(ranks, microbatches, slope, lag, most):
-    return [late_ws(r, ranks, microbatches, [r], slope, lag, most) for r in range(ranks)]
 
 
 def main():
     from harness.flags import arguments, require  # not above: the file is imported without harness/
     from harness.run import Run
-    from harness.timeline import planned, read_times, simulation, watched
+    from harness.timeline import planned, read_plans, read_times, simulation, watched
 
     args = arguments(__doc__, FLAGS)
     refuse(args, require)
     times = read_times(args.times)
-    plans = read_plans(args, times)
+    plans = read_plans(args, times, make_plans, late_plans)
     if args.simulate:
         return simulation(args, plans, times)
     layers = read_layers(args, plans, require)

@@ -14,12 +14,13 @@ import json
 import statistics
 import time
 from collections import defaultdict, deque
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from harness.usage import program, require
+from harness.usage import program, refusing, require
 
 # ---- what a plan says ----------------------------------------------------------
 
@@ -231,6 +232,16 @@ def waiting_of(args):
         return 1.0  # with fused attention a block keeps nearly as much
     # Qi 2023: W needs 32 C of the 34 C + 5 H T bytes of a token, attention's matrix among them
     return 32 * args.width / (34 * args.width + 5 * args.heads * args.seq)
+
+
+def read_plans(args, times, make_plans, late_plans):
+    """-> all ranks' plans of --schedule. auto: the quickest that late_plans makes."""
+    ranks = args.pp or args.world_size
+    if args.schedule == "auto":
+        family = partial(late_plans, ranks, args.micro)
+        return search(family, args.limit or ranks, partial(span, times=times), waiting_of(args))
+    with refusing():
+        return make_plans(args.schedule, ranks, args.micro, args.chunks)
 
 
 # ---- a step as it is planned, and as it was --------------------------------------

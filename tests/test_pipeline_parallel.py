@@ -12,13 +12,14 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
+import pipeline_parallel
 from conftest import (
     ROOT, SMALL, alone, check_each, check_equal, check_refused, copied, dry_run_agrees, idea,
     run_ranks, textbook)
 from harness.timeline import chunks, costs, grid, in_flight, longest, simulate
 from others import VOCABULARY, Llama
 from pipeline_parallel import (
-    SCHEDULES, Mail, SplitPipeline, full_gradients, full_state_dict, make_plans)
+    SCHEDULES, Mail, full_gradients, full_state_dict, make_plans)
 
 LLAMA = ("--model", "llama-toy")
 TORCHS = "zb-v" if torch.__version__ >= (2, 13) else "gpipe"  # see refuse_at_work
@@ -104,8 +105,7 @@ def deliver(plans, monkeypatch):
     begun = defaultdict(threading.Event)  # {(operation, link, number)}
     other = {dist.isend: dist.irecv, dist.irecv: dist.isend}
 
-    def begin(self, operation, tensor, peer):
-        link = (self.place, peer) if operation is dist.isend else (peer, self.place)
+    def begin(self, operation, tensor, peer, link):
         with lock:
             number = count[operation, link]
             count[operation, link] += 1
@@ -115,11 +115,11 @@ def deliver(plans, monkeypatch):
 
     monkeypatch.setattr(Mail, "begin", begin)
     monkeypatch.setattr(dist, "get_backend", lambda: "fake")
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: range(len(plans)))
     mails = []
-    ranks = range(len(plans))
-    for rank in ranks:
-        monkeypatch.setattr(dist, "get_rank", partial(int, rank))
-        mails.append(Mail(plans, (1,), torch.float32, "cpu", [ranks]))
+    for rank in range(len(plans)):
+        monkeypatch.setattr(dist, "get_rank", lambda group, rank=rank: rank)
+        mails.append(Mail(plans, (1,), torch.float32, "cpu"))
     with ThreadPoolExecutor(len(plans)) as pool:
         list(pool.map(play, mails, plans))
 
@@ -127,23 +127,6 @@ def deliver(plans, monkeypatch):
 def test_no_schedule_ever_blocks(monkeypatch):
     for case in cases((2, 3, 4), (1, 4, 12)):
         deliver(make_plans(*case), monkeypatch)
-
-
-def test_after_a_backward_that_raises_others_make_all_gradients(monkeypatch):
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "get_backend", lambda: "fake")
-    plans = make_plans("zb-h1", 1, 1)
-    mail = Mail(plans, (1, 2), torch.float32, "cpu", [[0]])
-    linear = nn.Linear(2, 2)
-    x = torch.ones(1, 2)
-
-    def raises(out, m):
-        out.register_hook(lambda grad: 1 / 0)
-        return out.sum()
-    with pytest.raises(ZeroDivisionError):
-        SplitPipeline({0: linear}, plans, mail).step([x], raises)
-    linear(x).sum().backward()
-    assert linear.weight.grad is not None
 
 
 def test_pictures_are_what_the_schedules_do():
@@ -212,31 +195,29 @@ def stale_step(plain, optimizer, inputs, loss_of, layers):
     return sum(losses).detach()
 
 
-def piped(module, name, dp):
+def piped(module, name):
     """-> this rank's stages of the stranger, all stages, a Mail, the layers of each stage, plans"""
-    p = dist.get_world_size() // dp
     model = stranger()
     model[0].weight.data += dist.get_rank()  # copies of a tied one begin as the first rank's
-    plans = module.make_plans(name, p, 8)
+    plans = module.make_plans(name, dist.get_world_size(), 8)
     size = 8 // len(module.homes(plans))
     layers = [range(first, first + size) for first in range(0, 8, size)]
     whole = [model[own.start:own.stop] for own in layers]
-    pipelines = [list(range(copy, p * dp, dp)) for copy in range(dp)]
-    stages = module.Stages(whole, plans, pipelines if dp > 1 else None)
+    stages = module.Stages(whole, plans)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "get_backend", lambda: "nccl")  # then each link has a group of its own
-        mail = module.Mail(plans, (2, 5, 8), torch.float64, "cpu", pipelines)
+        mail = module.Mail(plans, (2, 5, 8), torch.float64, "cpu")
     return stages, whole, mail, layers, plans
 
 
-def check_copy(name, plant=None, dp=1):
-    """2 steps with clipping equal one process's. dp: so many pipelines share the batch."""
-    module = copied("pipeline_parallel")
+def check_copy(name, plant=None):
+    """2 steps with clipping equal one process's."""
+    module = pipeline_parallel if name == "pipedream" else copied("pipeline_parallel")
     if plant:
         plant(module)
     close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
     plain = stranger()
-    stages, whole, mail, layers, plans = piped(module, name, dp)
+    stages, whole, mail, layers, plans = piped(module, name)
     called = {p: n for stage in whole[::-1] for n, p in stage.named_parameters()}
     reference_step = stale_step if name == "pipedream" else plain_step
     optimizer = torch.optim.AdamW(stages.parameters(), 1e-2, eps=1e-5)
@@ -245,23 +226,20 @@ def check_copy(name, plant=None, dp=1):
         pipeline = module.PipeDream(stages, plans, mail, optimizer, 0.5)
     else:
         pipeline = module.SplitPipeline(stages.here, plans, mail)
-    copy = dist.get_rank() % dp
     for step in range(2):
-        batches = [batch_of(2 * step + number) for number in range(dp)]
+        batch = batch_of(step)
         optimizer.zero_grad()
         reference.zero_grad()
-        loss = pipeline.step(*batches[copy])
+        loss = pipeline.step(*batch)
         dist.all_reduce(loss)
-        close(loss, sum(reference_step(plain, reference, *batch, layers) for batch in batches))
+        close(loss, reference_step(plain, reference, *batch, layers))
         norm = stages.sum_and_clip(0.5)
         close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
         optimizer.step()
         reference.step()
-        group = None if dp == 1 else dist.new_subgroups_by_enumeration(
-            [list(range(first, 2 * dp, dp)) for first in range(dp)])[0]
         wanted = {name: q.grad for name, q in plain.named_parameters()}
-        close(full_gradients(stages, called, group), wanted)
-        close(full_state_dict(stages, group), dict(plain.state_dict()))
+        close(full_gradients(stages, called), wanted)
+        close(full_state_dict(stages), dict(plain.state_dict()))
 
 
 @pytest.mark.parametrize("world, names", [
@@ -293,15 +271,11 @@ def test_a_chain_is_cut_into_stages():
     run_ranks(check_chain, 1)
 
 
-def test_copies_of_a_pipeline_are_summed():
-    run_ranks(check_each, 4, check_copy, [(name, None, 2) for name in ("1f1b", "zb-v")])
-
-
 def others_on_meta(module):
     """Gives Stages those of other ranks on the meta device."""
 
     class OfMeta(module.Stages):
-        def __init__(self, whole, plans, pipelines):
+        def __init__(self, whole, plans):
             for stage, rank in module.homes(plans).items():
                 if rank != dist.get_rank():
                     whole[stage].to("meta")
@@ -311,7 +285,7 @@ def others_on_meta(module):
                 first.weight = last.weight
             else:
                 last.weight = first.weight
-            super().__init__(whole, plans, pipelines)
+            super().__init__(whole, plans)
             assert not any(p.is_meta for p in self.parameters())
     module.Stages = OfMeta
 
