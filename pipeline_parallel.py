@@ -1051,7 +1051,7 @@ def main():
     args = arguments(__doc__, FLAGS)
     refuse(args, require)
     times = read_times(args.times)
-    plans = read_plans(args, times, make_plans, late_plans)
+    plans = read_plans(args, args.pp or args.world_size, times, make_plans, late_plans)
     if args.simulate:
         return simulation(args, plans, times)
     layers = read_layers(args, plans, require)

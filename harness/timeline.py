@@ -234,9 +234,8 @@ def waiting_of(args):
     return 32 * args.width / (34 * args.width + 5 * args.heads * args.seq)
 
 
-def read_plans(args, times, make_plans, late_plans):
+def read_plans(args, ranks, times, make_plans, late_plans):
     """-> all ranks' plans of --schedule. auto: the quickest that late_plans makes."""
-    ranks = args.pp or args.world_size
     if args.schedule == "auto":
         family = partial(late_plans, ranks, args.micro)
         return search(family, args.limit or ranks, partial(span, times=times), waiting_of(args))
