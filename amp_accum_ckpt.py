@@ -9,34 +9,31 @@
 
     for block in model.blocks:
         block.forward = partial(full, block.forward)  # or selective
-    def part_of_loss(x, y):
+    def part_of_loss(x, y):  # a sum over tokens; valid: how many targets the global batch has
         with torch.autocast("cuda", torch.bfloat16):
-            return loss_sum(model(x), y) / valid  # valid: targets of the whole global batch
-    optimizer.zero_grad()
-    loss = accumulate(part_of_loss, zip(x.chunk(2), y.chunk(2)))
-    norm = clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
+            return loss_sum(model(x), y) / valid
+    loss = accumulate(part_of_loss, zip(x.chunk(2), y.chunk(2)))  # in the place of backward
 
-C: width, F: Llama's inside the MLP, K: key-value heads of width D, V: words, P: parameters. Bytes:
+C is the width, V the number of words, P of parameters; in Llama's form F is the width inside the
+MLP, K the number of key-value heads, D their width. Bytes:
 
                                    plain GPT             selective             full
     a block keeps of a token       64 C                  40 C                  4 C
         with autocast              40 C                  24 C                  4 C
     one of Llama's form            36 C + 16 F + 8 K D   16 C + 8 F + 8 K D    4 C
         with autocast              32 C + 8 F + 4 K D    12 C + 4 F + 4 K D    4 C
-    head and loss keep             4 V of a token; in N chunks 4 V / N, for a moment
+    head and loss keep of a token  4 V, in N chunks 4 V / N
     parameters, gradients, AdamW   16 P, whatever is chosen
 
-docs/production.md adds statistics of norms and softmax, rotary angles, copies of weights. full runs
-a second forward, selective cheap operations. dp ranks send 2 (dp-1)/dp * 4 P bytes, whatever M is.
+Small things come on top (docs/production.md). full runs a second forward, selective its cheap
+operations. Whatever M is, each of dp ranks sends 2 (dp-1)/dp * 4 P bytes.
 
-Micikevicius 2018, arXiv:1710.03740, section 3. Chen 2016, arXiv:1604.06174, section 4. Megatron's
-selective (Korthikanti 2022, arXiv:2205.05198, section 5) makes attention again, which ours keeps:
-attn.attend = partial(full, attn.attend), and nothing else.
+Micikevicius 2018, arXiv:1710.03740, section 3. Chen 2016, arXiv:1604.06174, section 4. Korthikanti
+2022, arXiv:2205.05198, section 5: Megatron's selective makes attention again, ours keeps it.
 At work: torch.amp, torch.utils.checkpoint, linear_cross_entropy, part 4 below.
 Not for: weights of two dtypes; blocks that only some ranks use; fp16 with zero.py, which refuses
-it; checkpointed forwards that change tensors in place or, with full, count calls (BatchNorm), call
-autograd.grad, own a random generator.
+it. What is checkpointed may not change its arguments in place. With full it runs twice: it may not
+count its calls (BatchNorm), call autograd.grad or own a random generator.
     torchrun --standalone --nproc_per_node=2 amp_accum_ckpt.py --amp bf16 --accum 2 --ckpt full
 """
 import weakref
@@ -52,7 +49,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # imports of parts 1 and 2 end here; the rest is for parts 3 to 5
 import math
-import shutil
 import sys
 from contextlib import nullcontext
 
@@ -75,8 +71,8 @@ def recompute(block):
 class Recompute(torch.autograd.Function):
     @staticmethod
     def forward(ctx, run, x, *parameters):
-        device = x.device.type
-        ctx.autocast = torch.autocast(device, enabled=torch.is_autocast_enabled(device))
+        on = torch.is_autocast_enabled(x.device.type)
+        ctx.autocast = torch.autocast(x.device.type, enabled=on)  # with the dtype that is in force
         ctx.run = run
         ctx.save_for_backward(x, *parameters)
         return run(x)  # in a Function gradients are off: nothing within is kept
@@ -94,11 +90,11 @@ class Recompute(torch.autograd.Function):
 
 
 def accumulate(part_of_loss, microbatches, scale=None):
-    """-> this rank's part of the loss. Gradients of the micro-batches add up in p.grad."""
+    """-> this rank's part of the loss. Gradients add up in p.grad, `scale` times as large."""
     loss = 0.0
     for microbatch in microbatches:
         part = part_of_loss(*microbatch)
-        part.backward(scale)  # begins with scale in the place of 1; frees what has been kept
+        part.backward(scale)  # frees what has been kept
         loss = loss + part.detach()
     return loss
 
@@ -124,8 +120,8 @@ class LossScaler:
 
 
 def idea_step(model, optimizer, x, y, valid, clip, accum, autocast, scaler):
-    """x, y: this rank's rows (B/dp, T); valid: targets of all ranks' rows. scaler: for fp32 and
-    bf16 one whose scale is 1."""
+    """x, y: this rank's rows (B/dp, T); valid: targets of all ranks' rows. scaler: a LossScaler,
+    or for fp32 and bf16 a NoScaler (part 3)."""
 
     def part_of_loss(x, y):  # over all targets of the step: a mean of means would be another loss
         with autocast():
@@ -145,20 +141,19 @@ def idea_step(model, optimizer, x, y, valid, clip, accum, autocast, scaler):
 
 # ---- 2. the technique (copy this; it needs only torch) -----------------------
 
-# What it adds to the idea, and what that buys. Figures: the toy, 1 rank; calls: 2.
-#     one sum for all gradients   68 calls -> 1
-#     full                        any arguments, dropout, one checkpoint in another; stops before
-#                                 the last matmul: peak 24.5 -> 23.9 MB, without any 48.0
-#     selective                   no matmul, no collective runs twice: kept 35.8 -> 23.2 MB
-#     FusedLossScaler             on a GPU the host does not wait for the norm
-#     loss_in_chunks              V = 128,256, one layer: 8 chunks keep 535 -> 75 MB
+# What it adds to the idea, and what each addition buys. Figures: the toy, 1 rank; calls: 2.
+#     sum_over_ranks    68 calls -> 1
+#     full              any arguments, dropout, one checkpoint in another; the last matmul of a
+#                       block does not run twice: peak 24.5 -> 23.9 MB (none 48.0)
+#     selective         no matmul and no collective runs twice: kept 35.8 -> 23.2 MB
+#     FusedLossScaler   on a GPU the host does not wait for the norm
+#     loss_in_chunks    V = 128,256, one layer: 8 chunks keep 535 -> 75 MB
 
 
 def sum_over_ranks(parameters, group=None):
-    """After the last micro-batch, on ranks that have begun alike: one sum for all gradients.
+    """One sum for all gradients, after the last micro-batch; takes 4 P bytes for a moment.
 
-    It takes 4 P bytes more, and nothing hides it. With several ranks rather take ddp.py around the
-    model, with no_sync() around all micro-batches but the last, and leave this out.
+    All ranks have begun alike. With ddp.py, whose sums hide behind backward, leave it out.
     """
     trained = [p for p in parameters if p.grad is not None]
     flat = torch.cat([p.grad.flatten() for p in trained])
@@ -167,22 +162,23 @@ def sum_over_ranks(parameters, group=None):
         p.grad = part.view_as(p)  # a piece of flat: nothing is copied back
 
 
-# ---- full: Recompute for any forward
+# ---- full: recompute, for any forward
 
-# Whatever autograd keeps for backward goes through a pair of hooks. It keeps what pack(tensor)
-# returns, from which unpack has to make the tensor. Where pairs are nested, autograd calls the
-# innermost alone, so a checkpoint hands the tensors that it keeps to the pair around it.
+# The idea makes one node of a block. full leaves autograd's graph as it is, and changes what the
+# graph keeps: autograd hands each tensor that backward will want to a pair of hooks, keeps what
+# pack(tensor) returns, and has unpack() make the tensor of it again. Of nested pairs autograd calls
+# the innermost alone, so a checkpoint hands what it keeps itself to the pair around it.
 
 
 def hooks_around():
-    """-> pack, unpack: the pair in force (save_on_cpu's, an outer checkpoint's), or a default."""
+    """-> pack, unpack: save_on_cpu's, another checkpoint's; without any, what autograd does."""
     pair = torch._C._autograd._top_saved_tensors_default_hooks(False)  # torch has no public way
     return pair or (pack_checked, unpack_checked)
 
 
 def pack_checked(tensor):
-    """Detached: what has made a tensor may keep it (softmax), and would be kept by it in turn."""
-    return tensor.detach(), tensor._version  # which counts the tensor's changes in place
+    """Without its graph: softmax keeps its own result, and so would keep itself alive."""
+    return tensor.detach(), tensor._version  # which counts changes in place
 
 
 def unpack_checked(packed):
@@ -204,19 +200,19 @@ class Kept:
         return tensor.detach().requires_grad_(self.requires_grad)  # as forward had it
 
 
-# torch.compile leaves these alone. It might compile one of forward's two runs and not the other,
-# which then keep other tensors, and takes a tensor's _version for a constant.
+# torch.compile leaves these alone: it might compile one run of forward and not the other, and the
+# two would keep different tensors.
 eager = torch.compiler.disable
 
 
 @eager
 def full(forward, *inputs, **keywords):
-    """forward(*inputs, **keywords). Of what it makes backward finds nothing kept (Chen 4).
+    """forward(*inputs, **keywords), of which nothing is kept but the inputs (Chen 4).
 
-    The graph is built as always, but holds a Slot in the place of each tensor. When backward wants
-    the first of these tensors, forward runs again, with the same random numbers and autocast, and
-    fills the slots. It ends with the last one: if that is the input of the last matmul, neither
-    this matmul nor an all-reduce behind it is repeated. Other collectives are, on all ranks alike.
+    The graph has a Slot in the place of each tensor. When backward wants the first of them, forward
+    runs again, with the same random numbers and autocast, and fills all slots. It stops when the
+    last is full: this is the last matmul's input, so neither that matmul nor an all-reduce behind
+    it runs twice. Other collectives do, on all ranks alike.
     """
     if not torch.is_grad_enabled():
         return forward(*inputs, **keywords)
@@ -232,7 +228,7 @@ class Slot:
 
 
 class Enough(BaseException):  # not an Exception: forward might catch those
-    """The second run of forward has made every tensor that has a slot."""
+    """The second run of forward has filled all slots."""
 
 
 class Rerun:
@@ -240,21 +236,18 @@ class Rerun:
 
     def __init__(self, forward, inputs, keywords):
         tensors = [x for x in (*inputs, *keywords.values()) if torch.is_tensor(x)]
-        assert tensors, "full wants a tensor among the arguments: its device is where autocast is"
-        device = tensors[0].device.type  # torch.autocast takes the dtype that is now in force
+        device = tensors[0].device.type
         self.autocast = torch.autocast(device, enabled=torch.is_autocast_enabled(device))
         self.forward = forward
         self.keywords = keywords  # held as they are: no hooks, and no check for changes
         hooks = hooks_around()
         self.inputs = [Kept(x, hooks) if torch.is_tensor(x) else x for x in inputs]
         self.states = random_states()
-        self.shapes = []  # of the tensors that autograd wanted to keep, in order
-        self.slots = []  # theirs, as weak references: the graph alone decides how long they live
+        self.slots = []  # (shape of the tensor, weak reference: a slot lives as long as the graph)
 
     def pack(self, tensor):
         slot = Slot()
-        self.shapes.append(tensor.shape)
-        self.slots.append(weakref.ref(slot))
+        self.slots.append((tensor.shape, weakref.ref(slot)))
         return slot
 
     def unpack(self, slot):
@@ -265,28 +258,27 @@ class Rerun:
     @eager
     def repeat(self):
         hooks = hooks_around()
-        count = 0  # of tensors that autograd has wanted to keep of this run
+        empty = self.slots[::-1]
 
         @eager
-        def record(tensor):
-            nonlocal count
-            assert tensor.shape == self.shapes[count], "forward made others when it ran again"
-            slot = self.slots[count]()
+        def fill(tensor):  # the pack of this run
+            shape, reference = empty.pop()
+            assert tensor.shape == shape, "forward made others when it ran again"
+            slot = reference()
             if slot is not None:
                 slot.made = Kept(tensor.detach(), hooks)  # without this run's graph
-            count += 1
-            if count == len(self.shapes):
+            if not empty:
                 raise Enough
 
-        recording = saved_tensors_hooks(record, restored)  # of this graph nobody unpacks anything
+        filling = saved_tensors_hooks(fill, restored)  # this run has no backward: no unpack
         inputs = [restored(x) for x in self.inputs]
         before = random_states()
         set_random_states(*self.states)
         # Backward runs with gradients off, but autograd calls hooks only with gradients on.
-        with suppress(Enough), torch.enable_grad(), self.autocast, recording:
+        with suppress(Enough), torch.enable_grad(), self.autocast, filling:
             self.forward(*inputs, **self.keywords)
         set_random_states(*before)
-        assert count == len(self.shapes), "forward made fewer when it ran again"
+        assert not empty, "forward made fewer when it ran again"
 
 
 def random_states():
@@ -303,15 +295,13 @@ def set_random_states(cpu, gpu):
 
 # ---- selective: the results of cheap operations alone are made again
 
-# Autograd keeps the others as ever: of matmuls, attention, dropout, additions, sums over ranks.
 aten = torch.ops.aten
 CHEAP = {
-    aten.native_layer_norm.default, aten._fused_rms_norm.default,
-    aten.gelu.default, aten.silu.default, aten.mul.Tensor,  # mul: in SwiGLU, handmade norms
-    aten._to_copy.default,  # autocast makes copies of activations and weights in another dtype
+    aten.native_layer_norm.default, aten._fused_rms_norm.default, aten.mul.Tensor,
+    aten.gelu.default, aten.silu.default,
+    aten._to_copy.default,  # autocast's copies of activations and weights
     aten.view.default, aten._unsafe_view.default, aten.t.default, aten.transpose.int,
-    aten.unsqueeze.default, aten.expand.default, aten.clone.default,  # heads of K, V repeated (GQA)
-    aten.detach.default,
+    aten.unsqueeze.default, aten.expand.default, aten.clone.default, aten.detach.default,
 }
 
 
@@ -320,7 +310,7 @@ class Recipe:
 
     def __init__(self, op, inputs, keywords):
         self.op = op
-        self.inputs = inputs  # pack_or_recipe() puts a Kept or Recipe in the place of each tensor
+        self.inputs = inputs  # once kept: a Kept or Recipe in the place of each tensor
         self.keywords = keywords
         self.read = [(x, x._version) for x in inputs if torch.is_tensor(x)]  # as op read them
         self.result = None  # made once: q, k and v all ask for the result of a norm
@@ -346,28 +336,27 @@ class WriteRecipes(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, inputs=(), keywords=None):
         keywords = keywords or {}
         outputs = op(*inputs, **keywords)
-        # Not with gradients off, as in pack and within autograd Functions: a collective there may
-        # write into a tensor and leave its version as it is.
+        # Not within autograd Functions, whose collectives write into tensors unseen by _version.
         if op in CHEAP and torch.is_grad_enabled():
             main_output(outputs).recipe = Recipe(op, inputs, keywords)
         return outputs
 
 
 def pack_or_recipe(x, hooks):
-    """-> x's recipe; a Kept if there is none, or if x or what the recipe read was changed."""
+    """-> what is kept of x: its recipe, or a Kept if that is missing or out of date."""
     recipe = getattr(x, "recipe", None)
     if recipe is None or x._version > 0 or any(y._version > then for y, then in recipe.read):
-        return Kept(x, hooks)
+        return Kept(x, hooks)  # x or what the recipe has read was changed in place
     recipe.inputs = [pack_or_recipe(y, hooks) if torch.is_tensor(y) else y for y in recipe.inputs]
     recipe.read = []  # compared once, they need not stay alive
     return recipe
 
 
 def selective(forward, *inputs, **keywords):
-    """Keep what matmuls, attention, additions, sums over ranks make, but nothing CHEAP (Chen 4.2).
+    """forward(*inputs, **keywords), of which no result of a CHEAP operation is kept (Chen 4.2).
 
-    The rest is made again from what is kept, without running forward: no collective runs twice.
-    A compiled forward runs uncompiled, since torch.compile steps aside in a TorchDispatchMode.
+    Backward makes these again from what is kept: the results of matmuls, attention, additions, sums
+    over ranks. forward does not run again. Compiled, it runs uncompiled under a TorchDispatchMode.
     """
     pack = partial(pack_or_recipe, hooks=hooks_around())
     with saved_tensors_hooks(pack, restored), WriteRecipes():
@@ -376,10 +365,9 @@ def selective(forward, *inputs, **keywords):
 
 # ---- narrower numbers, without waiting
 
-# Autocast copies fp32 weights to 2 bytes in each forward. Weights that are bf16 save the copies and
-# half of the gradients; but to their 8 bits a step of less than 1/256 adds nothing, so the
-# optimizer steps an fp32 master of each, as in zero.py. FP8 would change what matmuls read: 1 byte
-# a number, and a scale for each tensor, from the largest number it has, as the loss has one here.
+# Autocast copies fp32 weights to 2 bytes in each forward. bf16 weights save copies and half of the
+# gradients; but to their 8 bits a step of less than 1/256 adds nothing: the optimizer steps fp32
+# masters, as in zero.py. In FP8 matmuls read 1 byte a number, with a scale for each tensor.
 
 
 class FusedLossScaler(LossScaler):
@@ -417,8 +405,7 @@ class FusedLossScaler(LossScaler):
 def loss_in_chunks(loss_of, x, y, chunks):
     """-> the sum of loss_of(x, y), head and loss in one, over chunks of the tokens.
 
-    Of V = 128,256 words logits are the largest tensor of a step, 32 times as large as x of width
-    4,096. Only x is kept, (B, T, C); backward makes a chunk's logits again, one more matmul.
+    Only x is kept, (B, T, C); backward makes a chunk's logits again, one more matmul.
     """
     loss = 0.0
     for some_x, some_y in zip(x.flatten(0, 1).chunk(chunks), y.flatten().chunk(chunks)):
@@ -432,7 +419,7 @@ CHECKPOINT = {"none": None, "full": full, "selective": selective}
 
 
 def parallelize(model, checkpointing=None, loss_chunks=1):
-    """checkpointing: full or selective, or one like them; None keeps everything."""
+    """checkpointing: full or selective; None keeps everything."""
     if checkpointing is not None:
         for block in model.blocks:
             block.forward = partial(checkpointing, block.forward)
@@ -442,41 +429,44 @@ def parallelize(model, checkpointing=None, loss_chunks=1):
 
 
 def in_chunks(weight, chunks, x, y):
-    """A loss_of(x, y), as loss_sum. x: what the head reads; weight: the head's."""
+    """As loss_sum, with the head's weight in it. x: what the head reads."""
     return loss_in_chunks(lambda x, y: loss_sum(F.linear(x, weight), y), x, y, chunks)
 
 
-def sum_of_losses(model, loss_of, autocast, x, y):
-    with autocast():  # torch.autocast, on or off
-        return loss_of(model(x), y)
+class NoScaler(LossScaler):
+    """For fp32 and bf16."""
+
+    def unscale(self, parameters):
+        pass
+
+    def step(self, optimizer, norm):
+        optimizer.step()
 
 
-def train_step(model, optimizer, x, y, valid, clip, accum, autocast, scaler, loss_of):
-    """x, y: this rank's rows; valid: the whole batch's targets -> its part of the loss, norm."""
+def train_step(model, optimizer, x, y, valid, clip, accum, scaler, losses):
+    """x, y: this rank's rows; valid: the whole batch's targets. losses(x, y) -> their sum.
 
-    def part_of_loss(x, y):
-        return sum_of_losses(model, loss_of, autocast, x, y) / valid
-
+    -> this rank's part of the loss, norm of the gradients
+    """
     optimizer.zero_grad()
     microbatches = zip(x.tensor_split(accum), y.tensor_split(accum))
-    loss = accumulate(part_of_loss, microbatches, scaler.scale if scaler else None)
+    loss = accumulate(lambda x, y: losses(x, y) / valid, microbatches, scaler.scale)
     sum_over_ranks(model.parameters())
-    if scaler:
-        scaler.unscale(model.parameters())
+    scaler.unscale(model.parameters())
     norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
-    if scaler:
-        scaler.step(optimizer, norm)
-    else:
-        optimizer.step()
+    scaler.step(optimizer, norm)
     return loss, norm
 
 
 # ---- 4. at work: the same with torch's own API -------------------------------
 
-MATMULS_AND_ATTENTION = [op.default for op in (
-    aten.mm, aten.addmm, aten.bmm, aten._scaled_dot_product_flash_attention,
-    aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_cudnn_attention,
-    aten._scaled_dot_product_flash_attention_for_cpu)]
+MATMULS_AND_ATTENTION = [
+    aten.mm.default, aten.addmm.default, aten.bmm.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+]
 full_at_work = partial(checkpoint, use_reentrant=False)
 keep_matmuls = partial(create_selective_checkpoint_contexts, MATMULS_AND_ATTENTION)
 selective_at_work = partial(full_at_work, context_fn=keep_matmuls)
@@ -490,7 +480,7 @@ def in_chunks_at_work(weight, chunks, x, y):
     return F.linear_cross_entropy(x, weight, y.flatten(), reduction="sum", options=options)
 
 
-def train_step_at_work(model, optimizer, x, y, valid, clip, accum, autocast, scaler, loss_of):
+def train_step_at_work(model, optimizer, x, y, valid, clip, accum, scaler, losses):
     ranks = dist.get_world_size()
     optimizer.zero_grad()
     loss = 0.0
@@ -498,7 +488,7 @@ def train_step_at_work(model, optimizer, x, y, valid, clip, accum, autocast, sca
     for i, (inputs, targets) in enumerate(microbatches):
         only_adds_up = ranks > 1 and i < accum - 1  # DDP does not communicate then
         with model.no_sync() if only_adds_up else nullcontext():
-            part = sum_of_losses(model, loss_of, autocast, inputs, targets) / valid
+            part = losses(inputs, targets) / valid
             scaler.scale(part * ranks).backward()  # DDP averages; the sum is wanted
         loss = loss + part.detach()
     scaler.unscale_(optimizer)
@@ -515,90 +505,70 @@ FLAGS = {
     "--amp": dict(default="off", choices=tuple(AMP), course=True, help="autocast to"),
     "--accum": dict(type=int, default=1, least=1, metavar="M", help="micro-batches"),
     "--ckpt": dict(default="none", choices=tuple(CHECKPOINT), help="keep less for backward"),
-    "--loss-chunks": dict(type=int, default=1, least=1, help="logits of 1/N of the tokens"),
+    "--loss-chunks": dict(type=int, default=1, least=1, help="logits of 1/N of the tokens; "
+                          "torch has it since 2.13"),
     "--compile": dict(action="store_true", help="blocks; our --ckpt selective undoes it"),
 }
 # flags with which the file is worth running
 VARIANTS = ("", "--accum 2", "--ckpt full", "--ckpt selective", "--loss-chunks 4")
 
 
-def refuse(args, require):
-    dp = args.world_size
-    has_idea = args.impl in ("idea", "all")
-    has_torch = args.impl in ("torch", "both", "all")
-    require(args.batch >= dp * args.accum,
-            f"--batch {args.batch}: fewer than {dp} ranks x --accum {args.accum}")
-    require(args.dtype == "fp32" or (args.dtype == "fp64" and args.amp == "off"),
-            f"--dtype {args.dtype} --amp {args.amp}: take fp32, or fp64 with --amp off")
-    require(args.amp != "fp16" or args.optimizer == "adamw",
-            f"--amp fp16 --optimizer {args.optimizer}: the scaler skips steps of AdamW alone")
-    require(not has_idea or (args.ckpt != "selective" and args.loss_chunks == 1),
-            f"--impl {args.impl}: the idea has no --ckpt selective and no --loss-chunks")
-    require(not has_torch or args.loss_chunks == 1 or hasattr(F, "linear_cross_entropy"),
-            f"--impl {args.impl} --loss-chunks: torch has linear_cross_entropy since 2.13")
-    require(not args.dry_run or (not has_torch and not (has_idea and args.amp == "fp16")),
-            "--dry-run has no values and no ranks: --impl torch and the idea's fp16 need them")
-    require(not args.compile or (shutil.which("c++") and not args.dry_run),
-            "--compile needs c++, and no --dry-run")
-
-
-def scaler_of(impl, device, fp16, scale=65536.0, good_steps=0, **_):
+def make_scaler(run, impl):
+    """-> the scaler, which goes on where a resumed run has ended."""
+    fp16 = run.args.amp == "fp16"
+    saved = run.start.extra
     if impl == "torch":
-        scaler = torch.amp.GradScaler(device.type, scale, enabled=fp16)
-        # GradScaler has no argument for its count of good steps
-        scaler.load_state_dict({**scaler.state_dict(), "_growth_tracker": good_steps})
+        scaler = torch.amp.GradScaler(run.device.type, enabled=fp16)
+        scaler.load_state_dict({**scaler.state_dict(), **saved})
         return scaler
-    if impl == "idea":
-        return LossScaler(device, scale, good_steps) if fp16 else NoScaler(device, 1.0)
-    return FusedLossScaler(device, scale, good_steps) if fp16 else None
-
-
-class NoScaler(LossScaler):
-    def step(self, optimizer, norm):
-        optimizer.step()
+    if not fp16:
+        return NoScaler(run.device, 1.0)
+    kind = LossScaler if impl == "idea" else FusedLossScaler
+    return kind(run.device, saved.get("scale", 65536.0), saved.get("_growth_tracker", 0))
 
 
 def state_of(scaler):
-    """-> what --save writes besides."""
+    """-> what --save writes besides, by GradScaler's names."""
     if isinstance(scaler, LossScaler):
-        return {"scale": float(scaler.scale), "good_steps": int(scaler.good_steps)}
-    return {"scale": scaler.get_scale(), "good_steps": scaler.state_dict()["_growth_tracker"]}
+        return {"scale": float(scaler.scale), "_growth_tracker": int(scaler.good_steps)}
+    return scaler.state_dict()
 
 
 def set_up(run, impl):
     args = run.args
-    fp16 = args.amp == "fp16"
     model = run.build()
-    weight = model.head.weight
     optimizer = run.optimizer(model.named_parameters())
+    autocast = partial(torch.autocast, run.device.type, AMP[args.amp], enabled=args.amp != "off")
+    scaler = make_scaler(run, impl)
+    loss_of = loss_sum
+    if args.loss_chunks > 1:
+        how = in_chunks_at_work if impl == "torch" else in_chunks
+        loss_of = partial(how, model.head.weight, args.loss_chunks)
     if args.compile:
         for block in model.blocks:
             block.forward = torch.compile(block.forward)
-    autocast = partial(torch.autocast, run.device.type, AMP[args.amp], enabled=args.amp != "off")
-    scaler = scaler_of(impl, run.device, fp16, **run.start.extra)  # of a resumed run
-    loss_of = loss_sum
+
+    def losses(x, y):
+        with autocast():
+            return loss_of(model(x), y)
+
+    step = partial(train_step, losses=losses)
     if impl == "idea":
-        step = idea_step
+        step = partial(idea_step, autocast=autocast)
         if args.ckpt == "full":
             for block in model.blocks:
                 recompute(block)
     elif impl == "torch":
-        step = train_step_at_work
+        step = partial(train_step_at_work, losses=losses)
         model = parallelize(model, CHECKPOINT_AT_WORK[args.ckpt], args.loss_chunks)
         if run.world_size > 1:
             model = DistributedDataParallel(model, gradient_as_bucket_view=True)
     else:
-        step = train_step
         model = parallelize(model, CHECKPOINT[args.ckpt], args.loss_chunks)
-    if args.loss_chunks > 1:
-        how = in_chunks_at_work if impl == "torch" else in_chunks
-        loss_of = partial(how, weight, args.loss_chunks)
-    if impl != "idea":
-        step = partial(step, loss_of=loss_of)
+    fp16 = args.amp == "fp16"
     return run.side(
-        model, optimizer, partial(step, accum=args.accum, autocast=autocast, scaler=scaler),
-        evaluate=partial(sum_of_losses, model, loss_of, autocast), may_overflow=fp16,
-        extra=partial(state_of, scaler) if fp16 else None)
+        model, optimizer, partial(step, accum=args.accum, scaler=scaler), evaluate=losses,
+        may_overflow=fp16, extra=partial(state_of, scaler) if fp16 else None)
 
 
 def textbook(run, parameters):
@@ -617,7 +587,20 @@ def main():
     from harness.run import Run
 
     args = arguments(__doc__, FLAGS)
-    refuse(args, require)
+    n = args.world_size
+    require(args.batch >= n * args.accum,
+            f"--batch {args.batch}: fewer than {n} ranks x --accum {args.accum}")
+    require(args.dtype == "fp32" or (args.dtype == "fp64" and args.amp == "off"),
+            f"--dtype {args.dtype} --amp {args.amp}: take fp32, or fp64 with --amp off")
+    require(args.amp != "fp16" or args.optimizer == "adamw",
+            f"--amp fp16 --optimizer {args.optimizer}: the scaler skips steps of AdamW alone")
+    in_idea = args.ckpt != "selective" and args.loss_chunks == 1
+    require(in_idea or args.impl not in ("idea", "all"),
+            f"--impl {args.impl}: the idea has no --ckpt selective and no --loss-chunks")
+    require(args.impl in ("idea", "scratch") or not args.dry_run,
+            "--dry-run needs --impl scratch or idea: torch's C++ reducer wants real ranks")
+    require(not args.dry_run or args.impl != "idea" or args.amp != "fp16",
+            "--dry-run has no values: the idea's fp16 asks whether the norm is finite")
     with Run(args) as run:
         sides = {impl: set_up(run, impl) for impl in run.impls}
         run.train(sides, rows=share(args.batch, run.world_size, run.rank))
