@@ -15,10 +15,10 @@
     optimizer = AdamW(hybrid.parameter_groups(), lr=1e-3)  # x, y: rows of mesh.place["dp"]
     loss, norm = train_step(hybrid, optimizer, x, y, valid, clip=1.0)  # loss: this rank's part
 
-What becomes of a gradient along each axis; print(hybrid) shows it for your model. cut: each rank
-has its own part of it. same: all have the same. sum: each has a summand. The axis data is dp x cp;
-ep cuts it into neighbours, which have different experts, and replicas are those with the same.
-twins are ranks of tp with the same heads of keys and values, ends the first and the last stage.
+What becomes of a gradient; print(hybrid) shows it for your model. cut: each rank has its own part
+of it. same: all have the same. sum: each has a summand. data is dp x cp: ep cuts it into neighbours
+with different experts, replicas have the same. twins: ranks of tp with the same heads of keys and
+values. ends: first and last stage. ZeRO makes sums over data, replicas "scatter": each has a part.
 
     kind of parameter                    tp            twins  data   replicas  ep    ends
     cut: matrices, embeddings            cut                  sum
@@ -32,10 +32,11 @@ twins are ranks of tp with the same heads of keys and values, ends the first and
     tp    M L/pp 8 A (tp-1)/tp; --sp: 10 for 8, and the sums over tp of the table above
     pp    M 2 A; --sp: 1/tp of it
     cp    M L/pp 6 A (cp-1)/tp K/H, if H heads share K heads of keys and values; not with ulysses
-    data  k P (n-1)/n, of P parameters here, n = dp cp; k is 2, in ZeRO-2 M + 1, in ZeRO-3 3 M
+    data  k P (n-1)/n, n = dp cp; k is 2, in ZeRO-2 M + 1, in ZeRO-3 3 M. ends: V C/tp
 
 Narayanan 2021, arXiv:2104.04473, section 3; Llama 3 2024, arXiv:2407.21783, 3.3.2. At work: part 4.
-Not for: optimizers of whole matrices; several ties; pipedream; ZeRO-3 of several stages.
+Not for: optimizers of whole matrices, but see --optimizer muon; several ties; pipedream; ZeRO-3 of
+several stages.
     torchrun --standalone --nproc_per_node=8 hybrid_3d.py --dp 2 --tp 2 --pp 2
 """
 import math
@@ -175,8 +176,8 @@ def norm_by_fate(model):
 # ---- 2. the technique (copy this, the files that it imports, and common.py) ---
 
 # What it adds to the idea, and what that buys, on rank 0 of the toy with dp, tp and pp 2:
-#     one buffer for a layer's gradients,    88 all-reduces -> 46, 4.4 MB -> 3.6; sums over copies
-#     one f for q, k, v                      travel while backward makes the next layer's
+#     a buffer for a layer's gradients       4.4 MB sent -> 3.6, in 88 all-reduces -> 46; sums over
+#     and one f for q, k and v               copies travel while backward makes the next layer's
 #     ZeRO                                   peak 6.7 MB -> 5.8 in stage 1: states are cut
 #     --sp                                   peak 5.8 MB -> 5.2: norms and residuals are cut
 #     cp, ep                                 longer sequences, more experts
@@ -189,10 +190,11 @@ class Mesh:
     plans: a pipeline's, one for each of its ranks. tp varies fastest, since its ranks talk most,
     and pp slowest (Narayanan 2021, section 3). Besides pp, cp and tp there are groups along
 
-    data      dp x cp: ranks that have the same parameters, and different tokens
-    replicas  those of data that have the same experts, where neighbours along ep have others
+    data      dp x cp: the ranks that have the same parameters, and different tokens
+    ep        neighbours in data, which have different experts
+    replicas  the ranks of data that have the same experts
     peers     all ranks that have the same stages
-    ends      of a pipeline, the ranks that have the first stage and the last (None for others)
+    ends      the ranks of a pipeline that have its first stage and its last (None for others)
     """
 
     def __init__(self, plans, dp=1, cp=1, tp=1, ep=1):
@@ -227,7 +229,7 @@ class Mesh:
 
 def fates(sp, zero):
     """-> {kind of parameter: {axis: what becomes of its gradient}}, the docstring's table."""
-    copies = "sum, cut" if zero else "sum"  # ZeRO cuts the sum: each copy has a part of it
+    copies = "scatter" if zero else "sum"  # with ZeRO each copy has a part of the sum
     seen = "sum" if sp else "same"  # with sp, a rank of tp has seen a part of the tokens
     return {
         "cut": {"tp": "cut", "data": copies},
@@ -272,6 +274,11 @@ def table_of(stages, tp, zero):
                 assert row.stages == (0, len(stages) - 1), f"{name} is in stages {row.stages}"
             table[p] = row
     return table
+
+
+def alike(fate):
+    """-> the axes along which ranks have the same of a gradient, once it is summed."""
+    return [axis for axis, what in fate.items() if what in ("same", "sum")]
 
 
 # ---- this rank's part of the model
@@ -356,9 +363,8 @@ class Hybrid(nn.Module):
         return {key: list(units.values()) for key, units in found.items()}
 
     def is_first(self, p):
-        """Is this the first of the ranks that hold the same piece of p's gradient?"""
-        alike = [axis for axis, what in self.table[p].fate.items() if not what.endswith("cut")]
-        return all(dist.get_rank(self.group[axis]) == 0 for axis in alike)
+        """Is this the first of the ranks that have the same of p's gradient?"""
+        return all(dist.get_rank(self.group[axis]) == 0 for axis in alike(self.table[p].fate))
 
     def in_microbatches(self, x, y, valid):
         """-> what Pipeline.step takes: inputs, and what makes a micro-batch's part of the loss."""
@@ -420,20 +426,9 @@ class Hybrid(nn.Module):
         return tensor_parallel.unshard(piece, self.tp.cuts.get(t), self.tp)
 
     def __repr__(self):
-        """The table of this rank's gradients, a line for each name; a layer's number is a *."""
         rows = [row for p, row in self.table.items() if p.requires_grad]
-        axes = [axis for axis in ("tp", "twins", "data", "replicas", "ep", "ends")
-                if any(axis in row.fate for row in rows) and self.group[axis].size() > 1]
-        lines = {}  # {line: None}: each once, in order
-        for row in rows:
-            alike = [axis for axis in axes if not row.fate.get(axis, "cut").endswith("cut")]
-            who = "first of " + ", ".join(alike) if alike else "each its own"
-            name = re.sub(r"\.\d+\.", ".*.", row.name, count=1)
-            lines[(name, row.kind, *[row.fate.get(axis, "-") for axis in axes], who)] = None
-        heading = ("gradient of", "kind", *axes, "counted in the norm by")
-        lines = [heading, *lines]
-        widths = [max(map(len, column)) for column in zip(*lines)]
-        return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+        axes = [axis for axis, group in self.group.items() if group and group.size() > 1]
+        return in_words(rows, axes)
 
 
 # ---- a step
@@ -496,6 +491,22 @@ def evaluate(model, x, y):
     return model.pipeline.evaluate(inputs, loss_of) / model.tp.size
 
 
+def in_words(rows, axes):
+    """The table of gradients as text: a line for each name, in which a layer's number is a *."""
+    axes = [axis for axis in ("tp", "twins", "data", "replicas", "ep", "ends")
+            if axis in axes and any(axis in row.fate for row in rows)]
+    lines = {}  # {line: None}: each once, in order
+    for row in rows:
+        name = re.sub(r"\.\d+\.", ".*.", row.name, count=1)
+        what = [row.fate.get(axis, "-") for axis in axes]
+        firsts = [axis for axis in axes if axis in alike(row.fate)]
+        counted = "first of " + ", ".join(firsts) if firsts else "each its own"
+        lines[(name, row.kind, *what, counted)] = None
+    lines = [("gradient of", "kind", *axes, "counted in the norm by"), *lines]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
 # ---- sums over copies, behind backward
 
 
@@ -542,11 +553,12 @@ class SummingPipeline(SplitPipeline):
                 self.zeros_of[stage].append(zero)
 
     def last_of(self, zero, stages):
+        """-> the actions during which zero's hooks find gradients complete, and sum them."""
         backward = [a for a in self.plan if a.kind in "BW" and a.stage in stages]
         if isinstance(zero, ZeRO2):  # it sums after each micro-batch
             return {a for a in backward
                     if a.kind == "W" or (a.microbatch, a.stage) not in self.split}
-        if len(stages) > 1:
+        if len(stages) > 1:  # tied: the other end's gradient is added to it
             return {backward[-1]}
         # the last B completes the gradients of norms and embeddings, the last W those of Linears;
         # without Ws the last B does both
@@ -575,7 +587,7 @@ class SplitColumns(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, tp, x, parameters):
-        # W goes back through these (or autocast's copies of them). ctx.saved_tensors are others
+        # W goes back through these (or autocast's copies). Saved tensors lose where they came from
         ctx.parameters = parameters
         return ColumnParallel.forward(ctx, tp, x, *parameters)  # stores tp and x in ctx, too
 
@@ -601,7 +613,7 @@ def split_columns(tp, x, *parameters):
 
 
 def split_cut_linears(stages):
-    """The Linears that tp has not cut are split by SplitPipeline."""
+    """For SplitPipeline, which by itself splits the Linears that tp has not cut."""
     for module in stages.modules():
         if isinstance(module, ColumnLinear):
             module.product = split_columns
@@ -856,18 +868,7 @@ FLAGS = {  # layout() finds those that have no default
                       "in the place of its MLP (0: none)"),
 }
 VARIANTS = ("",)  # flags with which the file is worth running: layouts, see tools/gpu.py
-FORMULAS = {  # of what a rank sends along an axis: the docstring's, b bytes a number
-    "tp": "M L/pp 8 A b (tp-1)/tp, --sp 10 for 8; besides: embedding, head, loss, sums",
-    "pp": "M A b for each neighbour; --sp: 1/tp of it",
-    "cp": "M L/pp 6 A b (cp-1)/tp K/H",
-    "data": "k P b (n-1)/n",
-    "replicas": "k P b (n-1)/n, of experts",
-    "ep": "rows of tokens",
-    "peers": "counts of tokens",
-    "ends": "2 (n-1)/n b V C/tp; ZeRO: 1/(dp cp) of it",
-    "norm": "2 (n-1)/n max(b, 4)",
-}
-ALIASES = {"dp": "data", "back": "pp"}  # of the idea's axes
+AXES_OF_IDEA = {"dp": "data", "back": "pp"}  # {its axis: our name of it}
 
 
 def layout(args):
@@ -925,7 +926,6 @@ def refuse(args, require):
     ):
         require(size % parts == 0, f"{what} {size} does not divide into {parts} equal parts, as "
                 f"{axes}, --micro {args.micro}, --ep {args.ep} want it")
-    require(args.optimizer == "adamw", f"--optimizer {args.optimizer}: here it is AdamW alone")
     require(args.top_k <= args.experts or not args.experts,
             f"--top-k {args.top_k} of --experts {args.experts}: choose fewer")
     require(stages <= args.layers, pipeline_parallel.too_few(args.layers, stages))
@@ -963,6 +963,34 @@ def pieces(model, optimizer):
             boxes = [each for box in boxes for each in of_stack(box, ep_rank, moe.plain_name)]
         found += boxes
     return [box for box in found if box.tensor.numel()]  # of padding nothing is left
+
+
+def wholes(model, names, matrices):
+    """For --optimizer muon: what ZeRO has cut becomes tp's piece of a matrix, and then the whole.
+
+    names: {parameter: its name}; gets the names of what is whole, too
+    """
+    from harness.whole import WholeMatrices, share_of_box, shares_of_runs
+
+    found = []
+    shares = {}  # of tp's pieces
+    for zero in model.zeros:
+        masters = {part.parameter: part.master for part in zero.parts}
+        mine = [p for p in matrices if p in zero.trained]
+        copies = WholeMatrices(shares_of_runs(zero.units, masters, mine), zero.group)
+        found.append(copies)
+        for p, share in copies.shares.items():
+            if model.table[p].kind == "expert":
+                ep_rank = dist.get_rank(model.group["ep"])
+                numbers = range(ep_rank * len(p), (ep_rank + 1) * len(p))
+                names[p] = [moe.plain_name(names[p], e) for e in numbers]
+            elif p in model.tp.cuts:
+                cut = model.tp.cuts[p]
+                for piece in share.matrices:
+                    names[piece] = names[p]
+                    shares[piece] = share_of_box(piece, model.tp.size, cut.dim, cut.plain_size,
+                                                 piece.whole, model.tp.copies(p))
+    return [*found, WholeMatrices(shares, model.group["tp"])]
 
 
 def notes(model):
@@ -1021,7 +1049,10 @@ def set_up(run, impl, mesh, grid, plans, layers):
     model = parallelize(
         plain, mesh, plans, layers, sp=args.sp, ring=ring, autocast=autocast, zero=args.zero,
         recompute=CHECKPOINT[args.ckpt])
-    optimizer = adamw(model.parameter_groups(), args.lr)
+    names = {p: row.name for p, row in model.table.items()}
+    optimizer = run.optimizer(
+        [(name, p) for p, name in names.items()], groups=model.parameter_groups,
+        wholes=partial(wholes, model, names), names=names)
     return run.side(
         model, optimizer, train_step, evaluate=partial(evaluate, model),
         full_gradients=partial(full_gradients, model),
@@ -1065,22 +1096,22 @@ def sent_along(run, model):
     sent = Counter()
     for axis, group in pairs:
         if group:  # a middle stage is not among the ends
-            sent[ALIASES.get(axis, axis)] += by_name[group.group_name]
+            sent[AXES_OF_IDEA.get(axis, axis)] += by_name[group.group_name]
     return dict(sent)
 
 
 def textbook(run, model):
-    """Prints what was sent beside the docstring's formulas -> rows of what is exact in a line."""
+    """Prints what was sent along each axis, for the docstring's table -> rows of what is exact."""
     from harness.report import human
 
     sent = sent_along(run, model)
     run.extra["sent"] = sent
-    for axis, formula in FORMULAS.items():
-        if sent.get(axis):
-            run.say(f"  sent along {axis:9} {human(sent[axis]):>12}   {formula}")
+    for axis, size in sent.items():
+        if size:
+            run.say(f"  sent along {axis:9} {human(size):>12}")
     n = run.world_size
     norm = 2 * (n - 1) / n * max(run.dtype.itemsize, 4)
-    return [("wire norm", FORMULAS["norm"], norm, sent["norm"])]
+    return [("wire norm", "2 (n-1)/n max(b, 4)", norm, sent["norm"])]
 
 
 def main():

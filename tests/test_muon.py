@@ -15,6 +15,9 @@ WAYS = (
     (2, "tensor_parallel"), (2, "tensor_parallel --sp"),
     (2, "context_parallel --attn ulysses"), (2, "amp_accum_ckpt --accum 2 --ckpt full"),
     (4, "tensor_parallel"),  # two ranks share a head of keys and values
+    (8, "hybrid_3d --hidden 44 --dp 2 --tp 2 --pp 2 --zero 1 --sp"),
+    (4, "hybrid_3d --hidden 44 --dp 2 --tp 2 --pp 1 --zero 2 --schedule zb-h1"),
+    (4, "hybrid_3d --hidden 44 --dp 2 --tp 2 --pp 1 --sp --experts 4"),
 )
 
 
@@ -39,7 +42,7 @@ def test_muon_of_pieces_is_another_optimizer():
 
 
 RELAY = (("zero", 2, "--stage", "3"), ("fsdp", 3), ("tensor_parallel", 2, "--sp"), ("ddp", 1),
-         ("zero", 2, "--stage", "1"))
+         ("hybrid_3d", 4, "--dp", "2", "--pp", "2", "--zero", "2"), ("zero", 2, "--stage", "1"))
 
 
 def test_resumed_in_another_layout(tmp_path):
