@@ -434,9 +434,10 @@ class Hybrid(nn.Module):
 # ---- a step
 
 
-def train_step(model, optimizer, x, y, valid, clip):
+def train_step(model, optimizer, x, y, valid, clip, at_once=False):
     """x, y: this copy's rows (B/dp, T); valid: how many targets there are in the whole batch.
 
+    at_once: for an optimizer that looks at more than single numbers, see ZeRO1.step
     -> this rank's part of the loss, the gradient norm.
     """
     for zero in model.zeros:
@@ -449,8 +450,7 @@ def train_step(model, optimizer, x, y, valid, clip):
         finite = norm.nan_to_num(0, posinf=0)  # inf, nan -> 0: nothing is scaled
         scale = (clip / (finite + 1e-6)).clamp(max=1)
         torch._foreach_mul_([part.grad for part in model.parts], scale)
-    for zero in model.zeros:
-        zero.step(optimizer)  # of this ZeRO's masters
+    step_zeros(model.zeros, optimizer, at_once)
     loss = loss + moe.balancing_losses(model)
     moe.step_biases(model)
     return loss, norm
@@ -483,6 +483,20 @@ def gradient_norm(model):
         square = torch.stack(torch._foreach_norm(counted, dtype=square.dtype)).square().sum()
     dist.all_reduce(square)  # over all ranks: partial -> replicated
     return square.sqrt()
+
+
+def step_zeros(zeros, optimizer, at_once):
+    if not at_once:
+        for zero in zeros:
+            zero.step(optimizer)  # of this ZeRO's masters
+        return
+    for zero in zeros:
+        zero.begin_step(zero.units)
+    optimizer.step()
+    for zero in zeros:
+        zero.end_step(zero.units)
+    for zero in zeros:
+        zero.wait()
 
 
 def evaluate(model, x, y):
@@ -976,17 +990,18 @@ def wholes(model, names, matrices):
     shares = {}  # of tp's pieces
     for zero in model.zeros:
         masters = {part.parameter: part.master for part in zero.parts}
-        mine = [p for p in matrices if p in zero.trained]
+        here = {p for unit in zero.units for p in unit.shapes}
+        mine = [p for p in matrices if p in here]
         copies = WholeMatrices(shares_of_runs(zero.units, masters, mine), zero.group)
         found.append(copies)
-        for p, share in copies.shares.items():
+        for p, of_copies in copies.shares.items():
             if model.table[p].kind == "expert":
                 ep_rank = dist.get_rank(model.group["ep"])
                 numbers = range(ep_rank * len(p), (ep_rank + 1) * len(p))
                 names[p] = [moe.plain_name(names[p], e) for e in numbers]
             elif p in model.tp.cuts:
                 cut = model.tp.cuts[p]
-                for piece in share.matrices:
+                for piece in of_copies.matrices:
                     names[piece] = names[p]
                     shares[piece] = share_of_box(piece, model.tp.size, cut.dim, cut.plain_size,
                                                  piece.whole, model.tp.copies(p))
@@ -1053,8 +1068,9 @@ def set_up(run, impl, mesh, grid, plans, layers):
     optimizer = run.optimizer(
         [(name, p) for p, name in names.items()], groups=model.parameter_groups,
         wholes=partial(wholes, model, names), names=names)
+    step = partial(train_step, at_once=args.optimizer == "muon")
     return run.side(
-        model, optimizer, train_step, evaluate=partial(evaluate, model),
+        model, optimizer, step, evaluate=partial(evaluate, model),
         full_gradients=partial(full_gradients, model),
         full_state_dict=partial(full_state_dict, model), pieces=partial(pieces, model, optimizer),
         held=partial(held, model, model, optimizer),

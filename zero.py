@@ -346,17 +346,26 @@ class ZeRO1:
         at_once: calls it once, for an optimizer that looks at more than single numbers, or counts
         the steps of a group. It takes more memory where gradients have to be copied for masters
         """
-        assert self.is_summed, "gradients are not summed: call reduce() after backward, with sync"
         turns = [self.units] if at_once else [[unit] for unit in self.units]
-        self.is_stepping = True
         for units in turns:
-            for unit in units:
-                unit.begin_step()
+            self.begin_step(units)
             optimizer.step()
-            for unit in units:
-                unit.end_step()
-                self.renew(unit)
+            self.end_step(units)
+        self.wait()
+
+    def begin_step(self, units):
+        assert self.is_summed, "gradients are not summed: call reduce() after backward, with sync"
+        self.is_stepping = True
+        for unit in units:
+            unit.begin_step()
+
+    def end_step(self, units):
         self.is_stepping = False
+        for unit in units:
+            unit.end_step()
+            self.renew(unit)
+
+    def wait(self):
         for unit in self.units:
             unit.wait()
 
