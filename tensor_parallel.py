@@ -9,17 +9,18 @@ and head by words. Inside no rank needs another: heads are apart, gelu is elemen
 
     tp = WholeSequence(group)  # its ranks all get the same ids. --sp: CutSequence(group)
     model = cut_model(model, tp, {"*.up": ColumnLinear, "*.down": RowLinear, ...})
-    q, k, v = columns(x, attn.q, attn.k, attn.v)  # in your attention's forward: one f for the three
     (vocab_parallel_cross_entropy(model(ids), y, V, tp) / valid_targets).backward()
     sum_gradients(model, tp)
     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, gradient_norm(model, tp))  # then step
+
+An attention that says q, k, v = columns(x, attn.q, attn.k, attn.v) has one f for the three.
 
 B sequences of T tokens, width C, L blocks, V words, tp ranks:
 
     numbers on each rank                         plain GPT            here           --sp
     matrices, column biases, embeddings          12 C^2 L + V C + ..  1/tp           1/tp
-    norms, row biases (Llama: norms)             (6 L + 2) C          whole          whole
-    a block keeps: x and norm(x), twice          4 B T C              whole          1/tp
+    norms, row biases (Llama: norms)             (6 L + 2) C          all            all
+    a block keeps: x and norm(x), two of each    4 B T C              all            1/tp
                    q, k, v, heads, up, gelu      12 B T C             1/tp           1/tp
     a block sends, in B T C (tp-1)/tp            -                    8, in 4 calls  10, in 10 calls
 
@@ -56,8 +57,8 @@ from common import adamw, loss_sum
 # ---- 1. the idea -------------------------------------------------------------
 
 # gelu(X A) B is the sum over ranks r of gelu(X A_r) B_r, if A_r are some of A's columns and B_r the
-# same rows of B: between the two no rank needs another. So it is with q, k, v and `out`, by heads.
-# Ranks begin with the same model, and get the same tokens; the group's size divides what is cut.
+# same rows of B: between the two no rank needs another. So it is with q, k, v and `out`, by heads,
+# which attention counts by q's width. Ranks begin alike, and all get the whole batch.
 
 
 def summed(t, group):
@@ -123,7 +124,7 @@ def row_linear(linear, group):
 
 
 def locate(ids, words, rank):
-    """Token ids -> which of this rank's `words` each is (0 if none), and whether it is here."""
+    """Token ids -> their rows in this rank's table of `words` (0 if not here), and is it here?"""
     rows = ids - rank * words
     here = (rows >= 0) & (rows < words)
     return rows.masked_fill(~here, 0), here
@@ -142,7 +143,7 @@ def vocab_embedding(embedding, group):
 
 
 def norm_inside(norm, group):
-    """Whole, but of this rank's heads, as Qwen3's of q and k: its gradients are summands."""
+    """Qwen3's norms of q and k stay whole, but see this rank's heads: gradients are summands."""
     for p in norm.parameters():
         if p.requires_grad:
             p.register_hook(lambda gradient: summed(gradient, group))
@@ -200,9 +201,9 @@ def idea_step(model, optimizer, x, y, valid, clip, group):
 #     a loss with one buffer (N, V/tp)   at 16,384 words a peak of 107 MB, not 207
 #     pieces of any size                 tp need not divide the vocabulary and the hidden width
 #     a plan, whole tensors              any model, any checkpoint, and back to one process
-#     key_values                         fewer key-value heads than ranks: these share a head
-# A tensor that other modules than these Linears take to the inside wants f by itself: where
-# x is whole that is the idea's CopyToTP.
+#     key_values, at the end             ranks share a head, if there are more ranks than heads
+# A tensor that is made outside, and goes inside past these Linears, wants an f of its own: where x
+# is whole, that is the idea's CopyToTP.
 
 # renamed in torch 2.13
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -212,16 +213,13 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 class Pending:
     """A tensor that a collective may still be writing."""
 
-    def __init__(self, result, work=None, finish=None):
+    def __init__(self, result, work=None):
         self.result = result
-        self.work = work  # torch's handle, None: there is nothing to wait for
-        self.finish = finish  # a function of the result, None: it is what is wanted
+        self.work = work  # torch's handle. None: there is nothing to wait for
 
     def wait(self):
         if self.work:
             self.work.wait()  # on a GPU this orders streams: the host goes on at once
-        if self.finish:
-            return self.finish(self.result)
         return self.result
 
 
@@ -237,7 +235,7 @@ class WholeSequence:
         self.rank = dist.get_rank(group)
         self.cuts = {}  # {parameter: Cut}, of those that are cut
         self.inside = set()  # parameters that are whole, but used inside, as norms of q's heads
-        self.groups = {self.size: group}  # {n: group of the n ranks in a row around this one}
+        self.groups = {}  # filled by key_values alone
 
     def gather(self, x):
         """From outside to inside: the x that all ranks have -> Pending: the same."""
@@ -252,15 +250,13 @@ class WholeSequence:
         """g: summands y (.., T, C) -> x."""
         return ReduceFromTP.apply(y, self.group)  # partial -> replicated
 
-    def copies(self, p):
-        """-> how many ranks in a row have the same of a parameter."""
-        if p in self.cuts:
-            return self.size // self.cuts[p].parts
-        return self.size
-
     def is_partial(self, p):
-        """Is p's gradient a summand on each of them? If x is whole, only of what is used inside."""
-        return p in self.cuts or p in self.inside
+        """Has each rank a summand of a whole parameter's gradient? Inside, it sees own heads."""
+        return p in self.inside
+
+    def copies(self, p):
+        """-> on how many ranks the same of p is: on one if it is cut, otherwise on all."""
+        return self.cuts[p].copies if p in self.cuts else self.size
 
 
 # ---- one f for the Linears that read the same x, and dx before weights' gradients
@@ -271,28 +267,31 @@ class ColumnParallel(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, tp, x, *parameters):
-        """parameters: weight, bias, weight, bias, .. Each bias may be None."""
+        """parameters: weight, bias, weight, bias, .. A bias may be None."""
         ctx.tp = tp
-        ctx.save_for_backward(x, *parameters)  # x as it came: with --sp backward gathers it again
+        ctx.save_for_backward(x, *parameters)  # not the gathered x: backward gathers it again
+        weights = parameters[::2]
+        biases = parameters[1::2]
         whole = tp.gather(x).wait()  # replicated or sharded(T) -> replicated
-        pairs = zip(parameters[::2], parameters[1::2])
-        return tuple(F.linear(whole, weight, bias) for weight, bias in pairs)
+        return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *dys):
         """Start x's gather, make dx, start its sum, make weights' gradients, and only then wait."""
         x, *parameters = ctx.saved_tensors
-        _, dx_needed, *needed = ctx.needs_input_grad  # for tp, x and each parameter
-        dx = Pending(None)
+        weights = parameters[::2]
+        biases = parameters[1::2]
+        _, dx_needed, *needed = ctx.needs_input_grad  # of tp, x and each parameter
+        dx = Pending(None)  # if nobody needs it
         gradients = [None] * len(parameters)
         if any(needed):
             whole = ctx.tp.gather(x)  # replicated or sharded(T) -> replicated
         if dx_needed:
-            summand = input_gradient(dys, parameters[::2])
+            summand = input_gradient(dys, weights)
             dx = ctx.tp.reduce(summand)  # partial -> replicated or sharded(T)
         if any(needed):
-            gradients = weight_gradients(whole.wait(), dys, parameters[1::2])
+            gradients = weight_gradients(whole.wait(), dys, biases)
         return None, dx.wait(), *gradients
 
 
@@ -323,8 +322,9 @@ class CutModule(nn.Module):
     """Has the parameters of the plain module in whose place it stands, those in `dims` cut."""
 
     dims = {}  # {name of a parameter: along which dim it is cut}
+    product = None  # of x and weights. hybrid_3d.py exchanges it where dx and dW are made apart
 
-    def __init__(self, plain, tp, parts=None):  # parts: see key_values
+    def __init__(self, plain, tp, copies=1):
         super().__init__()
         assert getattr(plain, "padding_idx", None) is None, f"{plain}: padding_idx would be lost."
         self.tp = tp  # WholeSequence or CutSequence
@@ -333,7 +333,7 @@ class CutModule(nn.Module):
         for name, dim in self.dims.items():
             p = getattr(self, name)
             if p is not None and p not in tp.cuts:  # a tied one is cut already
-                tp.cuts[p] = Cut(dim, p.shape[dim], parts or tp.size)
+                tp.cuts[p] = Cut(dim, p.shape[dim], copies)
                 p.data = shard(p.data, tp.cuts[p], tp)  # p stays, and with it names and ties
 
 
@@ -341,7 +341,7 @@ class ColumnLinear(CutModule):
     """f, and a Linear cut by columns: x -> (.., T, out/tp)."""
 
     dims = {"weight": 0, "bias": 0}
-    product = ColumnParallel.apply  # an attribute, so that it can be exchanged
+    product = ColumnParallel.apply
 
     def forward(self, x):
         return columns(x, self)[0]
@@ -349,6 +349,7 @@ class ColumnLinear(CutModule):
 
 def columns(x, *linears):
     """ColumnLinears that read the same x, as q, k and v do, with one f -> what each returns."""
+    first = linears[0]
     operands = [x]
     for linear in linears:
         operands += [linear.weight, linear.bias]
@@ -356,14 +357,14 @@ def columns(x, *linears):
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         operands = [None if t is None else t.to(dtype) for t in operands]
-    return linears[0].product(linears[0].tp, *operands)
+    return first.product(first.tp, *operands)
 
 
 class RowLinear(CutModule):
     """A Linear cut by rows, and g: (.., T, in/tp) -> x. The bias is whole, and added to the sum."""
 
     dims = {"weight": 1}
-    product = staticmethod(F.linear)  # likewise
+    product = staticmethod(F.linear)
 
     def forward(self, y):
         x = self.tp.leave(self.product(y, self.weight))  # partial -> replicated or sharded(T)
@@ -397,7 +398,7 @@ class CutSequence(WholeSequence):
         pieces = x.new_empty(self.size, *x.shape)  # (tp, .., T/tp, C)
         flat = pieces.flatten(0, 1)  # the same memory; gloo wants as many dims as x has
         work = all_gather(flat, x, self.group, async_op=True)  # sharded(T) -> replicated
-        return Pending(pieces, work, in_a_row)
+        return PendingPieces(pieces, work)
 
     def reduce(self, y):
         """Summands (.., T, C) -> Pending: this rank's piece (.., T/tp, C) of their sum."""
@@ -412,12 +413,14 @@ class CutSequence(WholeSequence):
 
     def is_partial(self, p):
         """Here norms and row biases see 1/tp of the tokens: their gradients are summands, too."""
-        return True
+        return p not in self.cuts
 
 
-def in_a_row(pieces):
-    """(tp, .., T/tp, C) -> (.., tp, T/tp, C) -> (.., T, C)."""
-    return pieces.movedim(0, -3).flatten(-3, -2)
+class PendingPieces(Pending):
+    """Pieces (tp, .., T/tp, C): whoever waits gets them in a row (.., T, C)."""
+
+    def wait(self):
+        return super().wait().movedim(0, -3).flatten(-3, -2)
 
 
 class ReduceScatterFromTP(torch.autograd.Function):
@@ -438,7 +441,10 @@ class ReduceScatterFromTP(torch.autograd.Function):
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """logits (N, V/tp), the first `words` of them no padding; targets (N,) -> losses (N,)."""
+    """Logits (N, V/tp), targets (N,) -> losses (N,). Logits behind the first `words` are padding.
+
+    The idea's formulas, but both sums in one all-reduce, and a backward that makes one buffer.
+    """
 
     @staticmethod
     def forward(ctx, logits, targets, words, tp):
@@ -461,7 +467,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         logits, column, here, log_sum = ctx.saved_tensors
         dlogits = (logits - log_sum.unsqueeze(1)).exp_()  # softmax
         dlogits[:, ctx.words:] = 0
-        dlogits.scatter_add_(1, column, -here.to(dlogits.dtype))
+        dlogits.scatter_add_(1, column, -here.to(dlogits.dtype))  # - 1 at the target
         return dlogits.mul_(dloss.unsqueeze(1)), None, None, None
 
 
@@ -469,7 +475,7 @@ def vocab_parallel_cross_entropy(logits, targets, vocab, tp, ignore_index=-100):
     """This rank's logits (.., V/tp), targets (..), vocab V -> the sum of losses, on every rank."""
     each = logits.shape[-1]  # columns of a rank
     assert each == math.ceil(vocab / tp.size), "Is the head cut, and vocab that of the plain one?"
-    words = min(max(0, vocab - tp.rank * each), each)  # the rest of the columns are padding
+    words = min(max(0, vocab - tp.rank * each), each)  # the last ranks may have fewer, or none
     wide = torch.promote_types(logits.dtype, torch.float32)
     logits = logits.flatten(0, -2).to(wide)  # (N, V/tp)
     targets = targets.flatten()
@@ -480,8 +486,8 @@ def vocab_parallel_cross_entropy(logits, targets, vocab, tp, ignore_index=-100):
 # ---- pieces of any size
 
 # dim: along which a parameter is cut. plain_size: the plain parameter's size along dim.
-# parts: how many pieces there are: tp, or fewer, then ranks in a row have the same one.
-Cut = namedtuple("Cut", "dim plain_size parts")
+# copies: how many ranks in a row have the same piece: 1, but see key_values.
+Cut = namedtuple("Cut", "dim plain_size copies", defaults=(1,))
 
 
 def shard(t, cut, tp):
@@ -489,10 +495,10 @@ def shard(t, cut, tp):
 
     They stay zeros in training: gelu, silu and relu make 0 of 0, and the loss leaves out padding.
     """
+    parts = tp.size // cut.copies
     padding = [0, 0] * (t.dim() - 1 - cut.dim)  # F.pad takes the last dim first
-    padding += [0, -cut.plain_size % cut.parts]  # up to the next multiple
-    pieces = F.pad(t, padding).chunk(cut.parts, cut.dim)
-    piece = pieces[tp.rank * cut.parts // tp.size]
+    padding += [0, -cut.plain_size % parts]  # up to the next multiple of parts
+    piece = F.pad(t, padding).chunk(parts, cut.dim)[tp.rank // cut.copies]
     return piece.clone(memory_format=torch.contiguous_format)
 
 
@@ -502,15 +508,15 @@ def unshard(t, cut, tp):
         return t
     pieces = t.new_empty(tp.size, *t.shape)
     all_gather(pieces.flatten(0, 1), t.detach(), tp.group)  # sharded -> replicated
-    one_of_each = pieces[::tp.size // cut.parts].unbind()
-    return torch.cat(one_of_each, cut.dim).narrow(cut.dim, 0, cut.plain_size)
+    different = pieces[::cut.copies].unbind()
+    return torch.cat(different, cut.dim).narrow(cut.dim, 0, cut.plain_size)
 
 
 # ---- a plan for any model
 
 
 def inside(module, tp):
-    """For a plan: a module that is used inside, and stays whole, as a norm of q's heads."""
+    """For a plan: a module that stays whole, but is used inside, as a norm of q's heads."""
     tp.inside.update(module.parameters())
     return module
 
@@ -518,9 +524,9 @@ def inside(module, tp):
 def cut_model(model, tp, plan):
     """Put cut modules in the place of plain ones -> the model, with the first rank's weights.
 
-    plan: {pattern: kind}. Patterns are fnmatch's, for names of modules: * matches dots, too; of two
-    that name a module the later counts. kind(plain module, tp), as ColumnLinear, inside, or a
-    function of yours, returns what takes the module's place. The module's hooks are lost.
+    plan: {pattern: kind}. A pattern is fnmatch's, for names of modules: * matches dots, too. If two
+    match the same module, the later one counts. A kind is ColumnLinear, inside, .. or a function of
+    yours: kind(plain module, tp) -> what takes the module's place. The module's hooks are lost.
     """
     for t in model.state_dict().values():
         if not t.is_meta:
@@ -561,14 +567,17 @@ def sum_over_ranks(tensors, group):
 def sum_gradients(model, tp):
     """Once a step, after the last backward: sum those gradients that are a summand on each rank."""
     trained = [p for p in model.parameters() if p.grad is not None]
-    for count, group in tp.groups.items():
-        summands = [p.grad for p in trained if tp.copies(p) == count and tp.is_partial(p)]
-        if summands and count > 1:
-            sum_over_ranks(summands, group)  # partial -> replicated
+    summands = [p.grad for p in trained if tp.is_partial(p)]
+    if summands and tp.size > 1:
+        sum_over_ranks(summands, tp.group)  # partial -> replicated
+    for copies, group in tp.groups.items():  # of key_values
+        shared = [p.grad for p in trained if p in tp.cuts and tp.copies(p) == copies]
+        if shared:
+            sum_over_ranks(shared, group)  # partial -> replicated
 
 
 def gradient_norm(model, tp):
-    """After sum_gradients: the whole model's. Of the ranks that have the same the first counts."""
+    """The whole model's, after sum_gradients. Of ranks that have the same the first counts it."""
     p = next(model.parameters())
     square = torch.zeros((), device=p.device, dtype=torch.promote_types(p.dtype, torch.float32))
     trained = [p for p in model.parameters() if p.grad is not None]
@@ -595,10 +604,10 @@ def full_gradients(model, tp):
 
 
 def load_full_state_dict(model, tp, state):
-    """full_state_dict's inverse: asks state[name] for one whole tensor after the other.
+    """full_state_dict's inverse. state[name], a whole tensor, is read when its turn comes.
 
-    A model that has been cut on the meta device gets its memory here, on the devices of these
-    tensors. So no rank ever holds the whole, if `state` reads from a file.
+    A model that was cut on the meta device gets its memory here. So a rank holds one whole tensor
+    at a time, if state[name] reads it from a file.
     """
     for name, t in model.state_dict(keep_vars=True).items():
         piece = state[name].to(t.dtype)
@@ -611,24 +620,24 @@ def load_full_state_dict(model, tp, state):
             t.data.copy_(piece)
 
 
-# ---- fewer heads of keys and values than ranks: Qwen3-30B-A3B has 4, and 8 ranks are usual
+# ---- more ranks than heads of keys and values: Qwen3-30B-A3B has 4, and 8 ranks are usual
 
 
 def key_values(heads):
-    """For a plan: ColumnLinears k and v of so many heads, which tp divides, or which divide tp.
+    """For a plan: ColumnLinears k and v of so many heads, a multiple of tp or a divisor of it.
 
-    Then tp / heads ranks in a row have the same head, for different heads of q: its gradient is a
-    summand on each of them.
+    If a divisor, tp / heads ranks in a row, its copies, have the same head, but different heads of
+    q: each has a summand of the head's gradient.
     """
     def kind(plain, tp):
-        parts = math.gcd(heads, tp.size)
-        assert parts in (heads, tp.size), f"{tp.size} ranks for {heads} heads of keys and values"
-        count = tp.size // parts
-        if count not in tp.groups:
-            first = tp.rank // count * count
-            ranks = dist.get_process_group_ranks(tp.group)[first:first + count]
-            tp.groups[count] = dist.new_group(ranks, use_local_synchronization=True)
-        return ColumnLinear(plain, tp, parts)
+        copies = tp.size // math.gcd(heads, tp.size)
+        assert copies in (1, tp.size / heads), (
+            f"{tp.size} ranks for {heads} heads of keys and values")
+        if copies > 1 and copies not in tp.groups:
+            first = tp.rank // copies * copies
+            ranks = dist.get_process_group_ranks(tp.group)[first:first + copies]
+            tp.groups[copies] = dist.new_group(ranks, use_local_synchronization=True)
+        return ColumnLinear(plain, tp, copies)
 
     return kind
 
@@ -637,7 +646,10 @@ def key_values(heads):
 
 
 def one_f(*names):
-    """-> a kind for plans: the Linears of these names in a module share an f."""
+    """For a plan: the attention or MLP whose Linears of these names share an f.
+
+    `project` is how common.py's modules call these Linears.
+    """
     def kind(module, tp):
         module.project = lambda x: columns(x, *[getattr(module, name) for name in names])
         return module
@@ -645,25 +657,21 @@ def one_f(*names):
     return kind
 
 
-PLAN = {
-    "tok": VocabEmbedding, "head": ColumnLinear,
-    # pos is small, but with --sp what tok returns is cut along T, and what pos returns must be, too
-    "pos": VocabEmbedding,
-    "blocks.*.attn.q": ColumnLinear, "blocks.*.attn": one_f("q", "k", "v"),
-    "blocks.*.attn.[qk]_norm": inside, "blocks.*.attn.out": RowLinear,
-    "blocks.*.mlp.up": ColumnLinear, "blocks.*.mlp.down": RowLinear,
-    "blocks.*.mlp.gate": ColumnLinear, "blocks.*.mlp": one_f("gate", "up"),
-}
-
-
 def plan_of(model):
-    """The toy's, in the form of this model."""
     attn = model.blocks[0].attn
-    plan = {**PLAN, "blocks.*.attn.[kv]": key_values(attn.k.out_features // attn.head_dim)}
-    if model.pos is None:
-        del plan["pos"]
-    if not any(name.endswith(".gate") for name, _ in model.named_modules()):
-        del plan["blocks.*.mlp.gate"], plan["blocks.*.mlp"]
+    plan = {
+        "tok": VocabEmbedding, "head": ColumnLinear,
+        "blocks.*.attn.q": ColumnLinear, "blocks.*.attn.out": RowLinear,
+        "blocks.*.attn.[kv]": key_values(attn.k.out_features // attn.head_dim),
+        "blocks.*.attn": one_f("q", "k", "v"), "blocks.*.attn.[qk]_norm": inside,
+        "blocks.*.mlp.up": ColumnLinear, "blocks.*.mlp.down": RowLinear,
+    }
+    if model.pos is not None:
+        # small, but with --sp what tok returns is cut along T, and what pos returns must be, too
+        plan["pos"] = VocabEmbedding
+    if any(name.endswith(".gate") for name, _ in model.named_modules()):
+        plan["blocks.*.mlp.gate"] = ColumnLinear
+        plan["blocks.*.mlp"] = one_f("gate", "up")
     return plan
 
 
@@ -680,13 +688,13 @@ PLAN_OF_IDEA = {
 
 
 def parallelize_idea(model, tp):
-    """tp learns what is cut, so that part 2 can make it whole."""
+    """tp is told what is cut: part 2's functions then make it whole for the check."""
     cut_by_name(model, PLAN_OF_IDEA, tp.group)
-    for name, p in model.named_parameters():
+    for p in model.parameters():
         if hasattr(p, "cut"):
-            tp.cuts[p] = Cut(p.cut, tp.size * p.shape[p.cut], tp.size)
-        elif fnmatch.fnmatch(name, "*.attn.[qk]_norm.*"):
-            tp.inside.add(p)
+            tp.cuts[p] = Cut(p.cut, tp.size * p.shape[p.cut])
+    for block in model.blocks:
+        tp.inside.update(block.attn.q_norm.parameters(), block.attn.k_norm.parameters())
     return model
 
 
@@ -771,38 +779,19 @@ def refuse(args, require):
     cfg = args.cfg
     ours = args.impl == "scratch"
     idea = args.impl in ("idea", "all")
-    require(cfg.heads % n == 0 and (cfg.kv_heads % n == 0 or ours and n % cfg.kv_heads == 0),
+    shared = ours and n % cfg.kv_heads == 0  # by key_values
+    require(cfg.heads % n == 0 and (cfg.kv_heads % n == 0 or shared),
             f"{n} ranks cannot share {cfg.heads} heads, {cfg.kv_heads} of keys and values, evenly")
     require(not (idea and args.sp), f"--impl {args.impl}: no --sp in the idea")
-    for flag, size, even in (("--hidden", cfg.hidden, not ours), ("--vocab", cfg.vocab, idea),
-                             ("--seq", cfg.seq, args.sp)):
-        require(size % n == 0 or not even, f"{n} ranks cannot cut {flag} {size} evenly")
-
-
-def pieces(model, optimizer, tp):
-    """-> [Piece]: what this rank holds of the plain model's parameters and AdamW states."""
-    from harness.checkpoint import of_whole, pieces_of
-
-    found = []
-    for name, p in model.named_parameters():
-        place = tp.rank // tp.copies(p)
-        for piece in pieces_of([(name, p)], optimizer, writes=tp.rank % tp.copies(p) == 0):
-            if p in tp.cuts:
-                piece = of_whole(piece, tp.cuts[p].dim, tp.cuts[p].plain_size, place)
-            found.append(piece)
-    return [piece for piece in found if piece.tensor.numel() > 0]
-
-
-def wholes(tp, matrices):
-    """For optimizers that look at whole matrices."""
-    from harness.whole import WholeMatrices, share_of_box
-
-    shares = {p: share_of_box(p, tp.size, tp.cuts[p].dim, tp.cuts[p].plain_size,
-                              copies=tp.copies(p)) for p in matrices}
-    return [WholeMatrices(shares, tp.group)]
+    require(ours or cfg.hidden % n == 0, f"{n} ranks cannot cut --hidden {cfg.hidden} evenly")
+    require(not idea or cfg.vocab % n == 0, f"{n} ranks cannot cut --vocab {cfg.vocab} evenly")
+    require(not args.sp or cfg.seq % n == 0, f"{n} ranks cannot cut --seq {cfg.seq} evenly")
 
 
 def set_up(run, impl, tp, mesh):
+    from harness.checkpoint import pieces_of_cuts
+    from harness.whole import wholes_of_cuts
+
     side = partial(run.side, copies=tp.size)  # every rank has the whole loss
     model = run.build()
     if impl == "torch":
@@ -815,32 +804,36 @@ def set_up(run, impl, tp, mesh):
     else:
         parallelize(model, tp)
         step = partial(train_step, tp=tp)
-    optimizer = run.optimizer(model.named_parameters(), wholes=partial(wholes, tp))
+    named = list(model.named_parameters())
+    optimizer = run.optimizer(named, wholes=partial(wholes_of_cuts, tp))
     return side(model, optimizer, step, evaluate=partial(token_losses, model, tp=tp),
                 full_gradients=partial(full_gradients, model, tp),
                 full_state_dict=partial(full_state_dict, model, tp),
-                pieces=partial(pieces, model, optimizer, tp))
+                pieces=partial(pieces_of_cuts, tp, named, optimizer))
 
 
 def textbook(run, impl, model, tp):
-    """-> rows. b: bytes of a number, s: of one in the loss. P: this rank's parameters. k: how often
-    a block sums B T C numbers. G: gradients summed after backward. T': T if positions are cut or 0.
+    """-> rows. b: bytes of a number, s: of one in the loss. P: numbers of parameters here, G: of
+    gradients that are summed after backward. A block sums B T C numbers k times. T' is T if there
+    are positions, or else 0.
     """
     L = run.cfg.layers
     tokens = run.args.batch * run.cfg.seq
-    sent = 1 - 1 / tp.size  # of a tensor, by an all-gather or a reduce-scatter
     b = run.dtype.itemsize
-    s = b if impl == "idea" else max(b, 4)
+    s = max(b, 4)
     k = 4
-    if impl == "idea":
-        k = 7 if hasattr(model.blocks[0].mlp, "gate") else 6  # 2 g, and an f for each Linear
+    if impl == "idea":  # no fp32 for the loss, and a block has 2 g and an f for each of its Linears
+        s = b
+        k = 7 if hasattr(model.blocks[0].mlp, "gate") else 6
     positions = run.cfg.seq if model.pos is not None and model.pos.weight in tp.cuts else 0
+    sent = 1 - 1 / tp.size  # of a tensor, by an all-gather or a reduce-scatter
     C = b * sent * run.cfg.width
     passed = C * (tokens * (k * L + 2) + positions)  # at every f and g
-    sums = 2 * s * sent * (3 * tokens + 1)  # of the loss, and of the gradient norm
+    sums = 2 * s * sent * (3 * tokens + 1)  # 3 sums of the loss; the gradient norm
     parameters = list(model.parameters())
-    for p in filter(tp.is_partial, parameters):
-        sums += 2 * b * p.numel() * (1 - 1 / tp.copies(p))
+    for p in parameters:
+        if p in tp.cuts or tp.is_partial(p):
+            sums += 2 * b * p.numel() * (1 - 1 / tp.copies(p))
     states = 4 * b * sum(p.numel() for p in parameters) + 4 * len(parameters)
     rows = [("held states", "4 b P + 4 per tensor (steps)", states)]
     if not run.args.sp:

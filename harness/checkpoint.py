@@ -149,6 +149,20 @@ def of_whole(piece, dim, whole, index):
     return piece._replace(shape=tuple(shape), start=tuple(start), tensor=tensor)
 
 
+def pieces_of_cuts(ranks, named_parameters, optimizer):
+    """As pieces_of, if parameters are cut along a dim each. ranks: as wholes_of_cuts takes them."""
+    found = []
+    for name, p in named_parameters:
+        copies = ranks.copies(p)
+        for piece in pieces_of([(name, p)], optimizer, writes=ranks.rank % copies == 0):
+            if p in ranks.cuts:
+                dim, plain_size, *_ = ranks.cuts[p]
+                piece = of_whole(piece, dim, plain_size, ranks.rank // copies)
+            if piece.tensor.numel():  # of padding nothing is left
+                found.append(piece)
+    return found
+
+
 def of_stack(piece, index, rename):
     """A box of one of equally large stacks -> a box of each tensor in it. index: of the stack.
 

@@ -191,16 +191,24 @@ def wholes_of_units(units, parts, group, parameters):
     return [WholeMatrices(shares_of_runs(units, parts, parameters), group)]
 
 
-def share_of_box(part, ranks, dim, plain_size, shape=None, copies=1):
-    """Of what is cut along one dim, as in tensor_parallel.py.
+def wholes_of_cuts(ranks, parameters):
+    """-> [WholeMatrices] of parameters that are cut along a dim, as in tensor_parallel.py.
 
-    plain_size: of the whole, along dim. shape: of the part (part.shape), which may have padding.
-    copies: how many ranks in a row have the same
+    ranks: has group, size, copies(p) and cuts, where cuts[p] is (dim, size of the whole along it,
+    ..). See Share: copies
     """
-    shape = shape or part.shape
-    each = shape[dim]
-    of_line = math.prod(shape) // each
-    whole = list(shape)
+    shares = {}
+    for p in parameters:
+        dim, plain_size, *_ = ranks.cuts[p]
+        shares[p] = share_of_box(p, ranks.size, dim, plain_size, ranks.copies(p))
+    return [WholeMatrices(shares, ranks.group)]
+
+
+def share_of_box(part, ranks, dim, plain_size, copies):
+    """part: this rank's, which may have padding at its end along dim."""
+    each = part.shape[dim]
+    of_line = part.numel() // each
+    whole = list(part.shape)
     whole[dim] = plain_size
     sizes = []
     for rank in range(ranks):
