@@ -1004,7 +1004,7 @@ def wholes(model, names, matrices):
                 for piece in of_copies.matrices:
                     names[piece] = names[p]
                     shares[piece] = share_of_box(piece, model.tp.size, cut.dim, cut.plain_size,
-                                                 piece.whole, model.tp.copies(p))
+                                                 model.tp.copies(p), piece.whole)
     return [*found, WholeMatrices(shares, model.group["tp"])]
 
 

@@ -204,11 +204,12 @@ def wholes_of_cuts(ranks, parameters):
     return [WholeMatrices(shares, ranks.group)]
 
 
-def share_of_box(part, ranks, dim, plain_size, copies):
-    """part: this rank's, which may have padding at its end along dim."""
-    each = part.shape[dim]
-    of_line = part.numel() // each
-    whole = list(part.shape)
+def share_of_box(part, ranks, dim, plain_size, copies=1, shape=None):
+    """part: this rank's, which may have padding at its end along dim. shape: if it has none now."""
+    shape = shape or part.shape
+    each = shape[dim]
+    of_line = math.prod(shape) // each
+    whole = list(shape)
     whole[dim] = plain_size
     sizes = []
     for rank in range(ranks):
