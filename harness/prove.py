@@ -26,12 +26,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-# (precision, the largest eps that has it, the largest gap of each kind that may be rounding)
-PRECISIONS = (
-    ("fp64", 1e-15, {"loss": 1e-10, "gradient": 1e-10, "parameter": 1e-10}),
-    ("fp32", 1e-6, {"loss": 1e-4, "gradient": 2e-3, "parameter": 2e-2}),
-    ("half precision", math.inf, {"loss": 2e-2, "gradient": 0.25, "parameter": 0.25}),
-)
+# {precision: {kind: the largest gap that may be rounding}}; a run's own check has the same
+TOLERANCES = {
+    "fp64": {"loss": 1e-10, "gradient": 1e-10, "parameter": 1e-10},
+    "fp32": {"loss": 1e-4, "gradient": 2e-3, "parameter": 2e-2},
+    "half precision": {"loss": 2e-2, "gradient": 0.25, "parameter": 0.25},
+}
 # No denominator is below this part of the largest tensor's. Key biases need it: their gradient is
 # zero in exact arithmetic.
 FLOOR = 1e-4
@@ -69,8 +69,8 @@ def prove(plain, parallel, tolerance=None):
     count = ranks.exchange(len(theirs))[0]
     if not trouble and count != len(ours):
         trouble = [f"parallel makes {len(ours)} steps, plain {count} or more"]
-    eps = max(ranks.exchange(max(map(eps_of, ours + theirs), default=0.0)))
-    precision, _, limits = next(row for row in PRECISIONS if eps <= row[1])
+    precision = precision_of(max(ranks.exchange(max(map(eps_of, ours + theirs), default=0.0))))
+    limits = TOLERANCES[precision]
     if tolerance is not None:
         limits = dict.fromkeys(limits, tolerance)
     worst = {}  # {kind: (gap, name)}
@@ -79,7 +79,7 @@ def prove(plain, parallel, tolerance=None):
         if not trouble:
             wanted = ranks.from_first(wanted)
             moved = moved or any(t.any() for t in wanted["gradient"].values())
-            trouble = judge(number, mine, wanted, limits, ranks, worst, is_exact=eps < 1e-15)
+            trouble = judge(number, mine, wanted, limits, ranks, worst, precision == "fp64")
     if not trouble and not (moved and "parameter" in worst):
         trouble = ["nothing is proved: no parameters, or no gradients but zeros"]
     if ranks.rank == 0:
@@ -264,6 +264,14 @@ def without_direction(gradients):
 def eps_of(snapshot):
     """Of the narrowest dtype among its gradients."""
     return max((torch.finfo(t.dtype).eps for t in snapshot["gradient"].values()), default=0.0)
+
+
+def precision_of(eps):
+    if eps < 1e-15:
+        return "fp64"
+    if eps < 1e-6:
+        return "fp32"
+    return "half precision"
 
 
 # ---- between ranks -------------------------------------------------------------

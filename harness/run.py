@@ -573,8 +573,8 @@ class Run:
         except torch.OutOfMemoryError:
             self.say("not checked: the plain GPT does not fit on one device")
             return None, None
-        check, *others = [compare(self.trace[impl].until(self.checked), trace, dtype,
-                                  self.world_size) for impl in self.judged()]
+        check, *others = [compare(self.trace[impl], trace, self.checked, dtype, self.world_size)
+                          for impl in self.judged()]
         for impl, other in zip(self.judged()[1:], others):
             check["passed"] = check["passed"] and other["passed"]
             check["differ"] += [f"{impl}: {line}" for line in other["differ"]]

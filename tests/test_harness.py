@@ -132,12 +132,12 @@ def trace(loss=2.0, norm=1.0, gradient=1.0, weight=1.0, validation=3.0):
 
 
 def test_compare_judges_everything():
-    assert compare(trace(), trace(), "fp64", 2)["passed"]
+    assert compare(trace(), trace(), 0, "fp64", 2)["passed"]
     for wrong in ("loss", "norm", "gradient", "weight", "validation"):
         for value in (1.1, math.nan):
-            check = compare(trace(**{wrong: value}), trace(), "fp64", 2)
+            check = compare(trace(**{wrong: value}), trace(), 0, "fp64", 2)
             assert not check["passed"] and check["gradient_worst"] == "w"
     for dtype in ("bf16", "fp64"):  # bf16 is judged by the loss: gradients are far away
-        check = compare(trace(gradient=2.0), trace(), dtype, 2)
+        check = compare(trace(gradient=2.0), trace(), 0, dtype, 2)
         assert check["passed"] == (dtype == "bf16")
         assert ("nothing else is judged" in verdict(check)) == (dtype == "bf16")
