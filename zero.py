@@ -323,8 +323,11 @@ class ZeRO1:
         """groups: a list of dicts, as for an optimizer -> the same with this rank's masters."""
         master_of = {part.parameter: part.master for part in self.parts}
         ours = []
+        units = {p for unit in self.units for p in unit.shapes}
         for group in groups or [{"params": list(master_of)}]:
-            masters = [master_of[p] for p in group["params"] if p in master_of]  # with a part here
+            params = list(group["params"])
+            assert all(p in units or not p.requires_grad for p in params), "p is in no unit"
+            masters = [master_of[p] for p in params if p in master_of]  # with a part here
             ours.append({**group, "params": masters})
         return ours
 
