@@ -58,14 +58,16 @@ from common import GPT, adamw, build, init_weights, loss_sum, share
 
 # ---- 1. the idea -------------------------------------------------------------
 
-# These two have other names since torch 2.13.
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # since 2.13
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class IdeaOfUnit(nn.Module):
-    """full: p0 | p1 | p2 | padding, the trained parameters of a block end to end. It has memory
-    while the block runs. Of n equal chunks this rank keeps, and steps, one: its shard."""
+    """A block whose parameters have memory while it runs. Between runs a rank keeps 1/n of them.
+
+    full     p0 | p1 | p2 | padding    all trained parameters, end to end: they are views of it
+             chunk 0   | chunk 1       one for each rank: this rank's chunk is its shard
+    """
 
     def __init__(self, block, group=None):
         super().__init__()
@@ -75,26 +77,27 @@ class IdeaOfUnit(nn.Module):
         trained = {name: p for name, p in block.named_parameters() if p.requires_grad}
         self.shapes = {name: p.shape for name, p in trained.items()}
         whole = nn.utils.parameters_to_vector(trained.values()).detach()
-        padding = -len(whole) % ranks
-        self.sizes = [*(p.numel() for p in trained.values()), padding]
-        self.full = F.pad(whole, (0, padding))
+        self.full = F.pad(whole, (0, -len(whole) % ranks))
         dist.broadcast(self.full, group=group, group_src=0)  # the first rank's -> replicated
         self.shard = self.full.chunk(ranks)[dist.get_rank(group)].clone().requires_grad_()
         self.free()
         for p in trained.values():
-            p.requires_grad_(False).set_()  # empty, and not taken by the root, which is made later
+            p.requires_grad_(False).set_()  # empty, and in no other unit: its numbers are in full
 
     def forward(self, *inputs):
         self.gather()
         full = self.full.data.requires_grad_()  # .data: autograd shall not mind the second gather
         full.register_post_accumulate_grad_hook(self.reduce)
-        pieces = zip(self.shapes, full.split(self.sizes))
-        views = {name: piece.view(self.shapes[name]) for name, piece in pieces}
-        output = functional_call(self.block, views, inputs)
+        output = functional_call(self.block, self.views(full), inputs)
         self.free()  # what autograd keeps for backward are views of full: they have no memory now
         if output.requires_grad:
             output.register_hook(self.gather)  # when backward comes to the block they have it again
         return output
+
+    def views(self, full):  # {name: parameter, as a view}
+        sizes = [shape.numel() for shape in self.shapes.values()]
+        *pieces, _ = full.split([*sizes, len(full) - sum(sizes)])  # the last one is padding
+        return {name: piece.view(self.shapes[name]) for name, piece in zip(self.shapes, pieces)}
 
     def gather(self, *_):
         self.full.untyped_storage().resize_(self.full.nbytes)
@@ -103,23 +106,22 @@ class IdeaOfUnit(nn.Module):
     def free(self):
         self.full.untyped_storage().resize_(0)
 
-    def reduce(self, full):
-        """Autograd's call when all of full has its gradient: backward is through with the block."""
+    def reduce(self, full):  # autograd calls it when full has its gradient: the block is done
         self.free()
-        self.shard.grad = torch.empty_like(self.shard)  # anew: one backward a step
+        self.shard.grad = torch.empty_like(self.shard)
         reduce_scatter(self.shard.grad, full.grad, group=self.group)  # partial -> sharded
         full.grad = None
 
 
 def shard_blocks(model, blocks, group=None):
-    """blocks: the model's nn.ModuleList -> the model, and what this rank keeps and steps of it."""
+    """blocks: the model's nn.ModuleList -> the model as a unit of units, and all shards."""
     for i, block in enumerate(blocks):
         blocks[i] = IdeaOfUnit(block, group)
     root = IdeaOfUnit(model, group)  # of what no block has: embeddings, last norm, head
     return root, [unit.shard for unit in [*blocks, root]]
 
 
-def idea_step(model, shards, optimizer, x, y, valid, clip):
+def idea_step(shards, model, optimizer, x, y, valid, clip):
     """x, y: this rank's rows (B/n, T); valid: the number of targets in all ranks' rows."""
     loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum") / valid
     loss.backward()
@@ -134,15 +136,15 @@ def idea_step(model, shards, optimizer, x, y, valid, clip):
 # ---- 2. the technique (copy this; it needs only torch) -----------------------
 
 # What it adds to the idea, and what that buys. Figures are those of the toy on 2 ranks.
-#     hooks and p.data, no wrapper    names, arguments and outputs stay; blocks may checkpoint
-#     gathers and sums under way      10 of 13 travel while others compute; the idea waits for 15
-#     last block and root stay        5.06 MB sent -> 4.56 MB, 26.3 MB at the peak -> 25.4 MB
-#     a part for each parameter       parameter groups, micro-batches, offload; of bf16 fp32 sums
-#     HSDP                            gathers stay within a copy of the model, such as a node
-#     from_meta()                     no rank ever has the whole model
+#     hooks in the place of wrappers    names, arguments and outputs stay; blocks may checkpoint
+#     collectives that are under way    10 of 13 travel while blocks compute; the idea's 15 do not
+#     last block and root stay          4.56 MB are sent, not 5.06; the peak is 25.4 MB, not 26.3
+#     a part for each parameter         parameter groups, micro-batches, offload, fp32 sums in bf16
+#     HSDP                              gathers stay within a copy of the model, such as a node
+#     from_meta()                       no rank ever has the whole model
 
 # What this rank steps of a parameter p: p.flatten()[first:first + len(value)].
-# value: an nn.Parameter on shard[span], so that the optimizer steps shard
+# value: an nn.Parameter on its unit's shard[span], so that the optimizer steps shard
 Part = namedtuple("Part", "parameter first span value")
 
 
@@ -161,7 +163,7 @@ class Unit:
     """
 
     def __init__(self, parameters, group, dtype, home, begin):
-        """dtype: full's. home: the device of shard. begin(unit): fills shard, see begin_alike."""
+        """dtype: full's. home: the device of shard. begin(unit): fills shard."""
         assert len({p.dtype for p in parameters}) == 1, "make a unit for each dtype"
         own = parameters[0].dtype
         device = parameters[0].device
@@ -199,10 +201,18 @@ class Unit:
                 yield Part(p, first, span, nn.Parameter(self.shard[span]))
             start = end
 
+    def begin_alike(self):
+        """Fills shard with this rank's chunk of what the group's first rank has."""
+        whole = self.shard.new_zeros(self.full.shape, device=self.full.device)
+        for p, place in self.views(whole).items():
+            place.copy_(p.detach())
+        dist.broadcast(whole, group=self.group, group_src=0)  # the first rank's -> replicated
+        self.shard.copy_(whole[self.mine])
+
     # -- parameters
 
     def gather(self):
-        """Begin to, unless the parameters are here or on their way."""
+        """Begins an all-gather, unless the parameters are here or on their way."""
         memory = self.full.untyped_storage()
         if memory.nbytes() == 0:
             memory.resize_(self.full.nbytes)
@@ -226,11 +236,12 @@ class Unit:
         self.wait()  # not while a collective writes into it
         self.full.untyped_storage().resize_(0)
         for p, place in self.places.items():
-            # as many dims as before (a scalar gets one): optimizer groups may be made by p.dim()
+            # Empty, but with as many dims as before (a scalar gets one): optimizer groups may be
+            # made by p.dim()
             p.data = torch.atleast_1d(place)[:0]
 
     def gathered(self, chunk):
-        """chunk: this rank's, of shard's kind -> {parameter: whole tensor}; all ranks call it."""
+        """chunk: shard, or what is laid out like it -> {parameter: whole tensor} of all ranks'."""
         full = chunk.new_empty(self.full.shape, device=self.full.device)
         all_gather(full, chunk.to(full.device), group=self.group)  # sharded -> replicated
         return self.views(full)
@@ -238,7 +249,7 @@ class Unit:
     # -- gradients
 
     def start_sum(self):
-        """Begin to sum over the group what autograd has left in the parameters' grad."""
+        """Begins to sum over the group what autograd has left in the parameters' grad."""
         self.buffer = self.shard.new_zeros(self.full.shape, device=self.full.device)
         for p, slot in self.views(self.buffer).items():
             if p.grad is not None:  # this backward has used it
@@ -249,14 +260,13 @@ class Unit:
         self.reducing = reduce_scatter(self.sum, self.buffer, group=self.group, async_op=True)
 
     def wait_sum(self):
-        if self.reducing:
-            self.reducing.wait()
-            self.reducing = None
-            self.buffer = None
+        """After this the sum can be used, and buffer's memory by the next unit."""
+        self.reducing.wait()
+        self.reducing = None
+        self.buffer = None
 
-    def finish_sum(self):
-        """Wait for the sum, and add it to the parts' gradients."""
-        self.wait_sum()
+    def add_sum(self):
+        """Adds this backward's sum to the parts' gradients."""
         gradient = self.sum.to(self.shard.device)
         self.sum = None
         for part in self.parts:
@@ -267,31 +277,24 @@ class Unit:
                 part.value.grad += new
 
 
-def begin_alike(unit):
-    """Fills the shard of this rank with what the group's first rank has."""
-    whole = unit.shard.new_zeros(unit.full.shape, device=unit.full.device)
-    for p, place in unit.views(whole).items():
-        place.copy_(p.detach())
-    dist.broadcast(whole, group=unit.group, group_src=0)  # the first rank's -> replicated
-    unit.shard.copy_(whole[unit.mine])
-
-
 class FSDP(nn.Module):
     """Shards a module over the ranks of `group`: a unit for each of `blocks`, and the root.
 
-    In loss.backward() gradients are summed over ranks, and added to those of this rank's `values`.
+    loss.backward() sums gradients over ranks, and adds the sums to gradients of `values`, which are
+    this rank's part of the parameters.
 
     blocks: submodules, in the order in which they run
     reshard: free blocks after forward, and gather them again for backward
     dtype: of whole weights (None: the module's); the caller casts inputs
     home: the device of shards (None: the module's)
-    begin: fills a unit's shard, see from_meta
+    begin: fills a unit's shard: with the first rank's numbers, or from_meta's
+    unit: makes a unit, see HSDP
 
     Ranks begin with the first one's parameters and buffers. Frozen ones stay whole, in `dtype`.
     """
 
     def __init__(self, module, blocks, group=None, reshard=True, dtype=None, home=None,
-                 begin=begin_alike):
+                 begin=Unit.begin_alike, unit=Unit):
         super().__init__()
         self.module = module
         self.group = group
@@ -303,99 +306,96 @@ class FSDP(nn.Module):
         self.whole = [*module.buffers(), *frozen]  # what every rank has
         for tensor in self.whole:
             dist.broadcast(tensor, group=group, group_src=0)  # the first rank's -> replicated
-        self.summing = []  # units whose sums this backward has started, in order
-        self.in_backward = False  # True: a forward of a block is one that a checkpoint runs again
 
-        self.block_units = []  # in the order of blocks, but for those that are frozen
-        inside = set()
-        for block in blocks:
-            trained = [p for p in block.parameters() if p.requires_grad]
-            if trained:
-                i = len(self.block_units)
-                block.register_forward_pre_hook(partial(self.enter, i))
-                block.register_forward_hook(partial(self.after_forward, i))
-                self.block_units.append(Unit(trained, group, dtype, home, begin))
-                inside.update(trained)
-        rest = [p for p in module.parameters() if p.requires_grad and p not in inside]
-        self.root = Unit(rest, group, dtype, home, begin) if rest else None
-        self.units = [unit for unit in [*self.block_units, self.root] if unit]
+        make = partial(unit, group=group, dtype=dtype, home=home, begin=begin)
+        blocks = [block for block in blocks if trained(block)]  # the others stay whole
+        self.block_units = [make(trained(block)) for block in blocks]
+        taken = {p for unit in self.block_units for p in unit.shapes}
+        rest = [p for p in trained(module) if p not in taken]
+        self.root = [make(rest)] if rest else []  # none if all of it is frozen
+        self.units = self.block_units + self.root
         self.parts = [part for unit in self.units for part in unit.parts]
         self.values = nn.ParameterList(part.value for part in self.parts)  # optimizers step them
+        self.summing = []  # units whose sums this backward has started, in order
+        self.in_backward = False
+        for i, block in enumerate(blocks):
+            block.register_forward_pre_hook(partial(self.enter, i))
+            block.register_forward_hook(partial(self.leave, i))
 
-    # -- forward: a block is gathered while the one before it computes
+    def gather_root(self):
+        for unit in self.root:
+            unit.gather()
+            unit.wait()
 
-    def forward(self, *args, **kwargs):
-        self.free()  # what a forward without a backward has left
-        self.gather_root()
-        self.prefetch(0)
-        output = self.module(*args, **kwargs)
-        watch(output, self.backward_begins)
-        if not torch.is_grad_enabled():  # an evaluation: no backward will come
-            self.free()
-        return output
+    def gather_block(self, i):
+        """Begins to, if there is such a block."""
+        if 0 <= i < len(self.block_units):
+            self.block_units[i].gather()
 
     def free(self):
         for unit in self.units:
             unit.free()
 
-    def gather_root(self):
-        if self.root:
-            self.root.gather()
-            self.root.wait()
+    # -- forward: while a block computes, the next one is gathered
 
-    def prefetch(self, i):
-        if 0 <= i < len(self.block_units):
-            self.block_units[i].gather()
+    def forward(self, *args, **kwargs):
+        self.free()  # a forward without a backward has left numbers from before the last step
+        self.gather_root()
+        self.gather_block(0)
+        output = self.module(*args, **kwargs)
+        watch(output, self.begin_backward)
+        if not torch.is_grad_enabled():  # an evaluation: no backward will come
+            self.free()
+        return output
 
     def enter(self, i, *hook_arguments):
-        """Before block i computes: gather it, if that was not done, and prefetch the next one."""
-        self.prefetch(i)
-        self.prefetch(i - 1 if self.in_backward else i + 1)
+        """Block i is about to compute. The next one travels meanwhile."""
+        self.gather_block(i)
+        # in backward a checkpoint may run forward again
+        self.gather_block(i - 1 if self.in_backward else i + 1)
         self.block_units[i].wait()
 
-    def after_forward(self, i, block, inputs, output):
+    def leave(self, i, block, inputs, output):
+        """Block i has computed. The last one stays, since its backward is next."""
         watch(output, partial(self.backward_reaches, i))
-        if self.reshard and not self.in_backward and i + 1 < len(self.block_units):
-            self.block_units[i].free()  # the last one stays through the loss: its backward is next
+        is_last = i + 1 == len(self.block_units)
+        if self.reshard and not self.in_backward and not is_last:
+            self.block_units[i].free()
 
-    # -- backward: a block is gathered, and one is summed, while the block between them computes
+    # -- backward: while a block computes, the next one is gathered, and the one before is summed
 
-    def backward_begins(self, gradient):
-        """Backward has come to an output of the model, or of a block."""
+    def begin_backward(self, gradient):
+        """Backward has come to an output of the model, as the first of its hooks."""
         if not self.in_backward:
             self.in_backward = True
-            # autograd calls backward_ends when all of this backward is over
-            torch.autograd.Variable._execution_engine.queue_callback(self.backward_ends)
-        self.gather_root()  # does nothing unless another forward or backward has freed it
+            # autograd calls end_backward when all of this backward is over
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_backward)
+        self.gather_root()  # an evaluation since forward has freed it
 
     def backward_reaches(self, i, gradient):
-        """Backward has come to the output of block i: it is through with block i + 1."""
-        self.backward_begins(gradient)  # it may have come past the model's output
-        if i + 1 < len(self.block_units):
-            unit = self.block_units[i + 1]
+        """Backward has come to the output of block i, and is through with block i + 1."""
+        self.begin_backward(gradient)  # of a loss that takes a block's output, not the model's
+        for unit in self.block_units[i + 1:i + 2]:  # none after the last one
             unit.free()
-            if any(p.grad is not None for p in unit.shapes):
+            if any(p.grad is not None for p in unit.shapes):  # not yet, if it ran in two forwards
                 self.start_sum(unit)
         self.enter(i)
 
     def start_sum(self, unit):
+        """Begins a unit's sum when the one before is over: there is one buffer at a time."""
         if self.summing:
-            self.travelled(self.summing[-1])  # during this unit's backward
+            self.summing[-1].wait_sum()
         unit.start_sum()
         self.summing.append(unit)
 
-    def travelled(self, unit):
-        """Between the start of a unit's sum and its end."""
-        unit.wait_sum()
-
-    def backward_ends(self):
+    def end_backward(self):
         self.free()
         for unit in self.units:
-            if unit not in self.summing:  # the first block and the root; zeros of what is unused
+            if unit not in self.summing:  # the first block, the root, and zeros of what is unused
                 self.start_sum(unit)
-        self.travelled(self.summing[-1])
+        self.summing[-1].wait_sum()
         for unit in self.summing:
-            unit.finish_sum()
+            unit.add_sum()
         self.summing = []
         self.in_backward = False
 
@@ -412,8 +412,10 @@ class FSDP(nn.Module):
 
     def clip_grad_norm_(self, max_norm):
         """Scale the whole gradient to a norm of max_norm at most (0: do not) -> its norm before."""
-        own = nn.utils.get_total_norm([value.grad for value in self.values])  # 0 without values
-        square = own.to(self.units[0].full.device, self.units[0].shard.dtype).square()
+        unit = self.units[0]
+        own = nn.utils.get_total_norm([value.grad for value in self.values])
+        # a rank without values has 0, in fp32 on the CPU; with home="cpu" all have theirs there
+        square = own.to(unit.full.device, unit.shard.dtype).square()
         dist.all_reduce(square, group=self.group)  # partial -> replicated
         norm = square.sqrt()
         if max_norm:
@@ -421,10 +423,8 @@ class FSDP(nn.Module):
             nn.utils.clip_grads_with_norm_(self.values, max_norm, finite)
         return norm
 
-    # -- the whole
-
     def full_state_dict(self):
-        """-> {name: whole tensor} on every rank; all must call it. What is trained is as shards."""
+        """-> {name: whole tensor} on every rank; all must call it. As shards, at least in fp32."""
         found = {}  # {parameter: whole tensor}
         for unit in self.units:
             found.update(unit.gathered(unit.shard))
@@ -435,60 +435,75 @@ class FSDP(nn.Module):
         raise RuntimeError("FSDP: save full_state_dict(); move and cast the module before")
 
     state_dict = refuse  # parameters have no elements
-    _apply = refuse  # of to(), cuda(), half(): values would be on shards no longer
+    _apply = refuse  # what to(), cuda() and half() call: it would part values from shards
+
+
+def trained(module):
+    return [p for p in module.parameters() if p.requires_grad]
 
 
 def watch(output, reached):
-    """Call `reached` when backward comes to one of the tensors that a module has returned."""
+    """Calls `reached` when backward comes to one of the tensors that a module has returned."""
     for t in tree_leaves(output):
         if isinstance(t, torch.Tensor) and t.requires_grad:
             t.register_hook(reached)
 
 
-class HSDP(FSDP):
-    """Copies of a sharded model: gathers and sums stay within a copy's `group`, but for one sum.
+class UnitOfCopies(Unit):
+    """A unit that other groups have, too: a sum over the group goes on as one over copies.
 
-    replicas: the group of ranks that have the same shard, one in each copy
+    replicas: the group of ranks that have the same shard, one in each copy of the model
     """
 
-    def __init__(self, module, blocks, group, replicas, **options):
-        super().__init__(module, blocks, group, **options)
+    def __init__(self, parameters, replicas, **options):
+        super().__init__(parameters, **options)
         self.replicas = replicas
+        shard = self.shard.to(self.full.device)
+        dist.broadcast(shard, group=replicas, group_src=0)  # the first copy's -> replicated
+        self.shard.copy_(shard)
+
+    def wait_sum(self):
+        super().wait_sum()
+        # partial -> replicated, of 1/n of the numbers
+        self.adding = dist.all_reduce(self.sum, group=self.replicas, async_op=True)
+
+    def add_sum(self):
+        self.adding.wait()
+        self.adding = None
+        super().add_sum()
+
+
+class HSDP(FSDP):
+    """Copies of a sharded model. Gathers stay within a copy's `group`; replicas: see above."""
+
+    def __init__(self, module, blocks, group, replicas, **options):
+        unit = partial(UnitOfCopies, replicas=replicas)
+        super().__init__(module, blocks, group, unit=unit, **options)
         for tensor in self.whole:
             dist.broadcast(tensor, group=replicas, group_src=0)  # the first copy's -> replicated
-        for unit in self.units:
-            shard = unit.shard.to(unit.full.device)
-            dist.broadcast(shard, group=replicas, group_src=0)  # the first copy's -> replicated
-            unit.shard.copy_(shard)
-
-    def travelled(self, unit):
-        """The sum within a copy is there: begin the one over copies, of 1/n of the numbers."""
-        super().travelled(unit)
-        # partial -> replicated
-        unit.reducing = dist.all_reduce(unit.sum, group=self.replicas, async_op=True)
 
 
 def from_meta(module, device, init):
-    """Makes a module on the meta device one for FSDP, which no rank ever has as a whole.
+    """Moves a module from the meta device to one where FSDP can shard it, without its numbers.
 
     init(name, tensor): fills a tensor of the module. Values must depend on the name alone: a rank
-    calls it only for what it keeps
+    calls it only for what it keeps, and has at most one whole trained parameter at a time
 
     -> what FSDP takes as `begin`
     """
-    new = {}  # {tensor on the meta device: what replaces it}
-    for name, t in [*module.named_parameters(), *module.named_buffers()]:
-        if t.requires_grad:  # one number is enough: shards alone are filled
-            new[t] = nn.Parameter(torch.zeros((), dtype=t.dtype, device=device).expand(t.shape))
-        else:
-            new[t] = torch.empty_like(t, device=device)
-            init(name, new[t])
+    made = {}  # {tensor on the meta device: what replaces it, under each of its names}
+    tied = dict(remove_duplicate=False)
+    for name, t in [*module.named_parameters(**tied), *module.named_buffers(**tied)]:
+        if t not in made and t.requires_grad:  # one number for all: shards alone are filled
+            number = torch.zeros((), dtype=t.dtype, device=device)
+            made[t] = nn.Parameter(number.expand(t.shape))
+        elif t not in made:
+            made[t] = torch.empty(t.shape, dtype=t.dtype, device=device)
+            init(name, made[t])
             if isinstance(t, nn.Parameter):
-                new[t] = nn.Parameter(new[t], requires_grad=False)
-    for owner in module.modules():
-        for tensors in owner._parameters, owner._buffers:
-            for name, t in tensors.items():
-                tensors[name] = new.get(t)  # None stays None
+                made[t] = nn.Parameter(made[t], requires_grad=False)
+        owner, _, attribute = name.rpartition(".")
+        setattr(module.get_submodule(owner), attribute, made[t])
     names = {p: name for name, p in module.named_parameters()}
 
     def begin(unit):
@@ -542,16 +557,22 @@ def train_step(model, optimizer, x, y, valid, clip):
     return loss, norm
 
 
-def idea_gathered(model, chunk_of):
-    """chunk_of(unit): its shard, or the gradient -> {parameter of the plain model: whole tensor}"""
-    found = {}
-    for unit in model.modules():
-        if isinstance(unit, IdeaOfUnit):
-            full = torch.empty_like(unit.full)
-            all_gather(full, chunk_of(unit).detach(), group=unit.group)  # sharded -> replicated
-            for (name, shape), numbers in zip(unit.shapes.items(), full.split(unit.sizes)):
-                found[unit.block.get_parameter(name)] = numbers.view(shape)
-    return found
+def idea_units(model):
+    return [unit for unit in model.modules() if isinstance(unit, IdeaOfUnit)]
+
+
+def idea_gathered(model, tensors, kind):
+    """tensors: the plain model's, by name. kind: "data" or "grad", of shards
+
+    -> {name: whole tensor}
+    """
+    found = {}  # {parameter: whole tensor}
+    for unit in idea_units(model):
+        full = torch.empty_like(unit.full)
+        all_gather(full, getattr(unit.shard, kind), group=unit.group)  # sharded -> replicated
+        for name, view in unit.views(full).items():
+            found[unit.block.get_parameter(name)] = view
+    return {name: found.get(t, t) for name, t in tensors.items()}
 
 
 # ---- 4. at work: the same with torch's own API -------------------------------
@@ -596,7 +617,8 @@ VARIANTS = ("", "--no-reshard", "--hsdp 1")  # flags with which the file is wort
 
 
 def set_up(run, impl, mesh, on_meta):
-    from harness.whole import WholeMatrices, shares_of_runs
+    from harness.checkpoint import pieces_of_parts
+    from harness.whole import wholes_of_units
 
     args = run.args
     if impl == "idea":
@@ -609,51 +631,31 @@ def set_up(run, impl, mesh, on_meta):
     model = parallelize(on_meta, mesh, args.seed, run.device, reshard=args.reshard,
                         home="cpu" if args.offload else None)
     values = {part.parameter: part.value for part in model.parts}
-
-    def wholes(matrices):
-        return [WholeMatrices(shares_of_runs(model.units, values, matrices), model.group)]
-
     optimizer = run.optimizer(model.module.named_parameters(), groups=model.parameter_groups,
-                              wholes=wholes)
+                              wholes=partial(wholes_of_units, model.units, values, model.group))
     return run.side(model, optimizer, train_step, full_state_dict=model.full_state_dict,
                     full_gradients=partial(full_gradients, model),
-                    pieces=partial(pieces, model, optimizer))
+                    pieces=partial(pieces_of_parts, model.module, model.units, optimizer))
 
 
 def set_up_idea(run):
+    from harness.ledger import held_by
+
     plain = run.build()
     state = plain.state_dict(keep_vars=True)
     trained = dict(plain.named_parameters())
     model, shards = shard_blocks(plain, plain.blocks)
     optimizer = adamw(shards, run.args.lr)
 
-    def step(model, *rest):
-        return idea_step(model, shards, *rest)
-
     def held():
-        states = [t for states in optimizer.state.values() for t in states.values()]
-        return {"parameters": shards, "gradients": [shard.grad for shard in shards],
-                "optimizer": states}
+        kinds = held_by(nn.Module(), optimizer)
+        kinds["parameters"] = shards
+        kinds["gradients"] = [shard.grad for shard in shards]
+        return kinds
 
-    def whole(tensors, chunk_of):
-        found = idea_gathered(model, chunk_of)
-        return {name: found.get(t, t) for name, t in tensors.items()}
-
-    return run.side(model, optimizer, step, held=held,
-                    full_gradients=partial(whole, trained, lambda unit: unit.shard.grad),
-                    full_state_dict=partial(whole, state, lambda unit: unit.shard))
-
-
-def pieces(model, optimizer):
-    """What this rank gives to a checkpoint, or takes from it."""
-    from harness.checkpoint import part_pieces, pieces_of
-
-    names = {p: name for name, p in model.module.named_parameters()}
-    found = pieces_of([(name, p) for p, name in names.items() if not p.requires_grad], None)
-    for unit in model.units:
-        for p, first, _, value in unit.parts:
-            found += part_pieces(names[p], unit.shapes[p], first, value, optimizer)
-    return found
+    return run.side(model, optimizer, partial(idea_step, shards), held=held,
+                    full_gradients=partial(idea_gathered, model, trained, "grad"),
+                    full_state_dict=partial(idea_gathered, model, state, "data"))
 
 
 def textbook(model, mesh):

@@ -137,6 +137,17 @@ def pieces_of_units(units, names, optimizer):
     return found
 
 
+def pieces_of_parts(module, units, optimizer):
+    """The pieces of a module that is sharded as by FSDP, whose units have shapes and parts."""
+    names = {p: name for name, p in module.named_parameters()}
+    pieces = pieces_of([(name, p) for p, name in names.items() if not p.requires_grad], None)
+    for unit in units:
+        for part in unit.parts:
+            p = part.parameter
+            pieces += part_pieces(names[p], unit.shapes[p], part.first, part.value, optimizer)
+    return pieces
+
+
 def of_whole(piece, dim, whole, index):
     """A box of one of equally large cuts along `dim` -> the box of the whole tensor, which has
     `whole` there; what is behind that is padding. index: of the cut."""

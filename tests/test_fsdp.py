@@ -137,12 +137,13 @@ PLANTED = {
     "self.gathering = all_gather(self.full, self.sending, group=self.group, async_op=True)":
         "self.full.zero_()",
     "self.reducing = reduce_scatter(self.sum, self.buffer, group=self.group, async_op=True)":
-        "self.sum.copy_(self.buffer[self.mine])",
+        "self.sum.copy_(self.buffer[self.mine]); self.reducing = dist.barrier(async_op=True)",
     "part.value.grad += new": "part.value.grad = new",
     "dist.all_reduce(square, group=self.group)": "pass",
-    "dist.broadcast(whole, group=unit.group, group_src=0)": "pass",
+    "dist.broadcast(whole, group=self.group, group_src=0)": "pass",
 }
-OF_COPIES = "unit.reducing = dist.all_reduce(unit.sum, group=self.replicas, async_op=True)"
+OF_COPIES = "dist.all_reduce(self.sum, group=self.replicas, async_op=True)"
+NOT_SUMMED = "dist.barrier(async_op=True)"
 
 
 def check_planted(old, new, copies=False):
@@ -152,7 +153,7 @@ def check_planted(old, new, copies=False):
 
 
 def test_planted():
-    run_ranks(check_each, 2, check_planted, [*PLANTED.items(), (OF_COPIES, "pass", True)])
+    run_ranks(check_each, 2, check_planted, [*PLANTED.items(), (OF_COPIES, NOT_SUMMED, True)])
 
 
 @pytest.mark.parametrize("old, new", [
@@ -195,7 +196,7 @@ def check_the_idea(old="", new=""):
         norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
         optimizer.step()
         mine = [t.chunk(n)[rank] for t in (x, y)]
-        _, our_norm = module.idea_step(ours, shards, our_optimizer, *mine, valid, 0.5)
+        _, our_norm = module.idea_step(shards, ours, our_optimizer, *mine, valid, 0.5)
         compare(our_norm, norm)
         with torch.no_grad():
             compare(ours(x), plain(x))

@@ -260,30 +260,28 @@ def test_overlap():
     run_ranks(check_overlap, 2)
 
 
-def check_turns():
+def check_turns(ZeRO, at_once, turns):
     """optimizer.step() is called for one unit after another, or with at_once for all together."""
-    for ZeRO in ladder(zero).values():
-        model = Llama(layers=2)
-        ours = ZeRO(zero.units_of(model, model.layers))
-        optimizer = torch.optim.AdamW(ours.parameter_groups())
-        stepped = []  # by each call, the units whose masters have gradients
+    model = Llama(layers=2)
+    ours = ZeRO(zero.units_of(model, model.layers))
+    optimizer = torch.optim.AdamW(ours.parameter_groups())
+    stepped = []  # by each call, the units whose masters have gradients
 
-        def note(*_):
-            stepped.append([number for number, unit in enumerate(ours.units)
-                            if any(part.master.grad is not None for part in unit.parts)])
+    def note(*_):
+        stepped.append([number for number, unit in enumerate(ours.units)
+                        if any(part.master.grad is not None for part in unit.parts)])
 
-        optimizer.register_step_pre_hook(note)
-        for at_once, turns in ((False, [[0], [1], [2], [3]]), (True, [[0, 1, 2, 3]])):
-            stepped.clear()
-            ours.zero_grad()
-            llama_loss(model, *token_rows(torch.Generator(), 2)).backward()
-            ours.reduce()
-            ours.step(optimizer, at_once)
-            assert stepped == turns
+    optimizer.register_step_pre_hook(note)
+    llama_loss(model, *token_rows(torch.Generator(), 2)).backward()
+    ours.reduce()
+    ours.step(optimizer, at_once)
+    assert stepped == turns
 
 
 def test_turns():
-    run_ranks(check_turns, 1)
+    turns = (False, [[0], [1], [2], [3]]), (True, [[0, 1, 2, 3]])
+    run_ranks(check_each, 1, check_turns, [(ZeRO, *t) for ZeRO in ladder(zero).values()
+                                           for t in turns])
 
 
 def check_misuse():
