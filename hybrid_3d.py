@@ -979,35 +979,6 @@ def pieces(model, optimizer):
     return [box for box in found if box.tensor.numel()]  # of padding nothing is left
 
 
-def wholes(model, names, matrices):
-    """For --optimizer muon: what ZeRO has cut becomes tp's piece of a matrix, and then the whole.
-
-    names: {parameter: its name}; gets the names of what is whole, too
-    """
-    from harness.whole import WholeMatrices, share_of_box, shares_of_runs
-
-    found = []
-    shares = {}  # of tp's pieces
-    for zero in model.zeros:
-        masters = {part.parameter: part.master for part in zero.parts}
-        here = {p for unit in zero.units for p in unit.shapes}
-        mine = [p for p in matrices if p in here]
-        copies = WholeMatrices(shares_of_runs(zero.units, masters, mine), zero.group)
-        found.append(copies)
-        for p, of_copies in copies.shares.items():
-            if model.table[p].kind == "expert":
-                ep_rank = dist.get_rank(model.group["ep"])
-                numbers = range(ep_rank * len(p), (ep_rank + 1) * len(p))
-                names[p] = [moe.plain_name(names[p], e) for e in numbers]
-            elif p in model.tp.cuts:
-                cut = model.tp.cuts[p]
-                for piece in of_copies.matrices:
-                    names[piece] = names[p]
-                    shares[piece] = share_of_box(piece, model.tp.size, cut.dim, cut.plain_size,
-                                                 model.tp.copies(p), piece.whole)
-    return [*found, WholeMatrices(shares, model.group["tp"])]
-
-
 def notes(model):
     """What a checkpoint holds besides: the biases of all layers' experts."""
     mine = {}
@@ -1042,6 +1013,7 @@ def sources(args, device):
 
 def set_up(run, impl, mesh, grid, plans, layers):
     from amp_accum_ckpt import CHECKPOINT
+    from harness.whole import wholes_of_units_of_cuts
 
     args = run.args
     plain = run.build()
@@ -1065,9 +1037,11 @@ def set_up(run, impl, mesh, grid, plans, layers):
         plain, mesh, plans, layers, sp=args.sp, ring=ring, autocast=autocast, zero=args.zero,
         recompute=CHECKPOINT[args.ckpt])
     names = {p: row.name for p, row in model.table.items()}
+    named = [(name, p) for p, name in names.items()]
+    moe.name_experts(model, names, mesh.group["ep"], args.experts)
     optimizer = run.optimizer(
-        [(name, p) for p, name in names.items()], groups=model.parameter_groups,
-        wholes=partial(wholes, model, names), names=names)
+        named, groups=model.parameter_groups, names=names,
+        wholes=partial(wholes_of_units_of_cuts, model.zeros, model.tp, names))
     step = partial(train_step, at_once=args.optimizer == "muon")
     return run.side(
         model, optimizer, step, evaluate=partial(evaluate, model),

@@ -853,16 +853,20 @@ def optimizer_of(run, model, ep):
     from harness.whole import WholeMatrices, shares_of_stacks
 
     names = {p: name for name, p in model.named_parameters()}
-    for layer in model.modules():
-        if isinstance(layer, StackedLinear):
-            first = ep.rank() * len(layer.weight)
-            numbers = range(first, first + len(layer.weight))
-            names[layer.weight] = [plain_name(names[layer.weight], e) for e in numbers]
+    name_experts(model, names, ep, run.args.experts)
 
     def wholes(matrices):
         return [WholeMatrices(shares_of_stacks(p for p in matrices if p.dim() == 3))]
 
     return run.optimizer(model.named_parameters(), wholes=wholes, names=names)
+
+
+def name_experts(model, names, ep, experts):
+    """names: {parameter: its name}. Of a stack it becomes a list, with the name of each matrix."""
+    here = share(experts, ep.size(), ep.rank())
+    for layer in model.modules():
+        if isinstance(layer, StackedLinear):
+            names[layer.weight] = [plain_name(names[layer.weight], e) for e in here]
 
 
 def pieces(model, optimizer, replicas, ep):

@@ -204,6 +204,30 @@ def wholes_of_cuts(ranks, parameters):
     return [WholeMatrices(shares, ranks.group)]
 
 
+def wholes_of_units_of_cuts(zeros, ranks, names, parameters):
+    """-> [WholeMatrices] of what both have cut: first zeros' parts become a piece, then the whole.
+
+    zeros: ZeROs, around what `ranks` has cut, see wholes_of_cuts
+    names: {parameter: its name}; gets the names of these pieces, too
+    """
+    wholes = []
+    shares = {}  # of the pieces
+    for zero in zeros:
+        masters = {part.parameter: part.master for part in zero.parts}
+        here = {p for unit in zero.units for p in unit.shapes}
+        mine = [p for p in parameters if p in here]
+        wholes += wholes_of_units(zero.units, masters, zero.group, mine)
+        for p, share in wholes[-1].shares.items():
+            if p not in ranks.cuts:
+                continue
+            dim, plain_size, *_ = ranks.cuts[p]
+            for piece in share.matrices:
+                names[piece] = names[p]
+                shares[piece] = share_of_box(
+                    piece, ranks.size, dim, plain_size, ranks.copies(p), piece.whole)
+    return [*wholes, WholeMatrices(shares, ranks.group)]
+
+
 def share_of_box(part, ranks, dim, plain_size, copies=1, shape=None):
     """part: this rank's, which may have padding at its end along dim. shape: if it has none now."""
     shape = shape or part.shape
