@@ -127,17 +127,17 @@ def idea_step(model, optimizer, x, y, valid, clip):
 # ---- 2. the technique (copy this; it needs only torch) -----------------------
 
 # What it adds to the idea, and what that buys. Figures: a step of the toy, --seq 2048 --batch 1 on
-# 4 ranks, with all additions before it; sent and peak in MB     calls   sent   peak
+# 4 ranks, by the classes below, all additions in; sent and peak in MB    calls   sent   peak
 #        the idea                                                   84   19.1   56.9
 #     1  blocks of keys: no mask and no scores of T/cp x T
 #     2  equal work: half of the scores, as many on every rank
 #     3  AllGather: keys and values are not kept, but come again    13   25.4   34.1
 #        Zigzag: they come one rank's at a time, hidden             37   25.4   32.6
 #     4  kernels: no scores in memory at all (on GPUs in bf16 and fp16)
-#     5  Ulysses: the fewest bytes, where cp divides the heads      33   12.8   33.6
-#     6  one all-reduce for all gradients: one of these calls, not 68
-# Documents are a mask: right everywhere, but step 4's kernels take none. For their sake Llama 3
-# gathers, and keeps what came: 2 (cp-1) S more in each layer, but any attention function will do.
+#     5  Ulysses: fewer bytes here; cp has to divide the heads      33   12.8   33.6
+#     6  one all-reduce for all gradients, in the place of 68
+# Documents become a mask, which step 4's kernels do not take. Llama 3 keeps the keys and values
+# that it has gathered, 2 (cp-1) S more in each layer, and may use any attention function.
 
 aten = torch.ops.aten
 # both were renamed in torch 2.13
@@ -300,12 +300,12 @@ class Blockwise(ContextParallel):
         keys = documents[:, self.positions_of(source, self.cp, T, documents.device)[:count]]
         return first, count, causal, queries.unsqueeze(2) == keys.unsqueeze(1)
 
-    def add_gradients(self, dq, dkv, source, kv, documents, *queries):
-        """Add what attention to the keys of one rank gives. queries: dout, q, out, lse."""
+    def add_gradients(self, dq, dkv, source, kv, documents, dout, q, out, lse):
+        """Adds what attention to the keys of one rank gives."""
         first, count, causal, same = self.view(source, kv.shape[-2], documents)
         if count == 0:
             return
-        queries = [x[:, :, first:] for x in queries]
+        queries = [x[:, :, first:] for x in (dout, q, out, lse)]
         k, v = kv[..., :count, :]
         block_dq, block_dk, block_dv = attend_block_backward(*queries, k, v, causal, same)
         dq[:, :, first:] += block_dq

@@ -137,7 +137,7 @@ def idea_step(shards, model, optimizer, x, y, valid, clip):
 
 # What it adds to the idea, and what that buys. Figures are those of the toy on 2 ranks.
 #     hooks in the place of wrappers    names, arguments and outputs stay; blocks may checkpoint
-#     collectives that are under way    10 of 13 travel while blocks compute; the idea's 15 do not
+#     collectives that are under way    10 of 13 travel while others compute; the idea's 15 do not
 #     last block and root stay          4.56 MB are sent, not 5.06; the peak is 25.4 MB, not 26.3
 #     a part for each parameter         parameter groups, micro-batches, offload, fp32 sums in bf16
 #     HSDP                              gathers stay within a copy of the model, such as a node
@@ -165,7 +165,7 @@ class Unit:
     def __init__(self, parameters, group, dtype, home, begin):
         """dtype: full's. home: the device of shard. begin(unit): fills shard."""
         assert len({p.dtype for p in parameters}) == 1, "make a unit for each dtype"
-        own = parameters[0].dtype
+        plain_dtype = parameters[0].dtype
         device = parameters[0].device
         ranks = dist.get_world_size(group)
         rank = dist.get_rank(group)
@@ -174,10 +174,10 @@ class Unit:
         self.size = sum(p.numel() for p in parameters)  # without padding
         self.chunk = -(-self.size // ranks)  # numbers in a chunk: rounded up
         self.mine = slice(rank * self.chunk, (rank + 1) * self.chunk)  # in full and in buffer
-        self.full = torch.empty(ranks * self.chunk, dtype=dtype or own, device=device)
+        self.full = torch.empty(ranks * self.chunk, dtype=dtype or plain_dtype, device=device)
         self.places = self.views(self.full)  # {parameter: its view of full}
         self.shard = torch.zeros(self.chunk, device=home or device,
-                                 dtype=torch.promote_types(own, torch.float32))
+                                 dtype=torch.promote_types(plain_dtype, torch.float32))
         self.parts = list(self.cut())
         self.gathering = None  # the all-gather into full that is under way
         self.sending = None  # what it reads, in full's dtype: kept until it is over
@@ -192,7 +192,7 @@ class Unit:
 
     def cut(self):
         """The parts of this rank's chunk. Its padding is in none of them, and stays zero."""
-        start = -self.mine.start  # where p begins, counted from here: below 0 in an earlier chunk
+        start = -self.mine.start  # of p, from this chunk's first number: negative in earlier ones
         for p, shape in self.shapes.items():
             end = start + shape.numel()
             span = slice(max(start, 0), min(end, self.chunk))
@@ -287,14 +287,14 @@ class FSDP(nn.Module):
     reshard: free blocks after forward, and gather them again for backward
     dtype: of whole weights (None: the module's); the caller casts inputs
     home: the device of shards (None: the module's)
-    begin: fills a unit's shard: with the first rank's numbers, or from_meta's
-    unit: makes a unit, see HSDP
+    begin: begin(unit) fills its shard: with the first rank's numbers, or from_meta's
+    make: makes a unit, see HSDP
 
     Ranks begin with the first one's parameters and buffers. Frozen ones stay whole, in `dtype`.
     """
 
     def __init__(self, module, blocks, group=None, reshard=True, dtype=None, home=None,
-                 begin=Unit.begin_alike, unit=Unit):
+                 begin=Unit.begin_alike, make=Unit):
         super().__init__()
         self.module = module
         self.group = group
@@ -307,7 +307,7 @@ class FSDP(nn.Module):
         for tensor in self.whole:
             dist.broadcast(tensor, group=group, group_src=0)  # the first rank's -> replicated
 
-        make = partial(unit, group=group, dtype=dtype, home=home, begin=begin)
+        make = partial(make, group=group, dtype=dtype, home=home, begin=begin)
         blocks = [block for block in blocks if trained(block)]  # the others stay whole
         self.block_units = [make(trained(block)) for block in blocks]
         taken = {p for unit in self.block_units for p in unit.shapes}
@@ -328,7 +328,7 @@ class FSDP(nn.Module):
             unit.wait()
 
     def gather_block(self, i):
-        """Begins to, if there is such a block."""
+        """Begins the gather of block i, if there is one."""
         if 0 <= i < len(self.block_units):
             self.block_units[i].gather()
 
@@ -351,7 +351,7 @@ class FSDP(nn.Module):
     def enter(self, i, *hook_arguments):
         """Block i is about to compute. The next one travels meanwhile."""
         self.gather_block(i)
-        # in backward a checkpoint may run forward again
+        # backward comes to i - 1 next, also if it is a checkpoint's forward that calls this
         self.gather_block(i - 1 if self.in_backward else i + 1)
         self.block_units[i].wait()
 
@@ -365,7 +365,7 @@ class FSDP(nn.Module):
     # -- backward: while a block computes, the next one is gathered, and the one before is summed
 
     def begin_backward(self, gradient):
-        """Backward has come to an output of the model, as the first of its hooks."""
+        """Backward has come to an output of the model, or of a block that the loss takes."""
         if not self.in_backward:
             self.in_backward = True
             # autograd calls end_backward when all of this backward is over
@@ -374,8 +374,9 @@ class FSDP(nn.Module):
 
     def backward_reaches(self, i, gradient):
         """Backward has come to the output of block i, and is through with block i + 1."""
-        self.begin_backward(gradient)  # of a loss that takes a block's output, not the model's
-        for unit in self.block_units[i + 1:i + 2]:  # none after the last one
+        self.begin_backward(gradient)
+        if i + 1 < len(self.block_units):
+            unit = self.block_units[i + 1]
             unit.free()
             if any(p.grad is not None for p in unit.shapes):  # not yet, if it ran in two forwards
                 self.start_sum(unit)
@@ -424,7 +425,7 @@ class FSDP(nn.Module):
         return norm
 
     def full_state_dict(self):
-        """-> {name: whole tensor} on every rank; all must call it. As shards, at least in fp32."""
+        """-> {name: whole tensor} on every rank; all must call it. In shards' dtype: fp32, fp64."""
         found = {}  # {parameter: whole tensor}
         for unit in self.units:
             found.update(unit.gathered(unit.shard))
@@ -435,7 +436,7 @@ class FSDP(nn.Module):
         raise RuntimeError("FSDP: save full_state_dict(); move and cast the module before")
 
     state_dict = refuse  # parameters have no elements
-    _apply = refuse  # what to(), cuda() and half() call: it would part values from shards
+    _apply = refuse  # to(), cuda(), half() call it: values would no longer be views of shards
 
 
 def trained(module):
@@ -450,7 +451,7 @@ def watch(output, reached):
 
 
 class UnitOfCopies(Unit):
-    """A unit that other groups have, too: a sum over the group goes on as one over copies.
+    """A unit that each copy of the model has. A copy's sums are added up in an all-reduce.
 
     replicas: the group of ranks that have the same shard, one in each copy of the model
     """
@@ -458,11 +459,13 @@ class UnitOfCopies(Unit):
     def __init__(self, parameters, replicas, **options):
         super().__init__(parameters, **options)
         self.replicas = replicas
+        self.adding = None  # the sum over copies that is under way
         shard = self.shard.to(self.full.device)
         dist.broadcast(shard, group=replicas, group_src=0)  # the first copy's -> replicated
         self.shard.copy_(shard)
 
     def wait_sum(self):
+        """The copy's sum has ended: the sum over copies begins."""
         super().wait_sum()
         # partial -> replicated, of 1/n of the numbers
         self.adding = dist.all_reduce(self.sum, group=self.replicas, async_op=True)
@@ -477,8 +480,8 @@ class HSDP(FSDP):
     """Copies of a sharded model. Gathers stay within a copy's `group`; replicas: see above."""
 
     def __init__(self, module, blocks, group, replicas, **options):
-        unit = partial(UnitOfCopies, replicas=replicas)
-        super().__init__(module, blocks, group, unit=unit, **options)
+        make = partial(UnitOfCopies, replicas=replicas)
+        super().__init__(module, blocks, group, make=make, **options)
         for tensor in self.whole:
             dist.broadcast(tensor, group=replicas, group_src=0)  # the first copy's -> replicated
 

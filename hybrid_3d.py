@@ -527,7 +527,7 @@ def in_words(rows, axes):
 class ZeRO0(ZeRO1):
     """Nothing is cut: copies sum whole gradients, and each steps all of them."""
 
-    def place(self):
+    def place_of_rank(self):
         return 1, 0
 
     def start_sum(self, unit):

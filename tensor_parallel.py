@@ -29,8 +29,9 @@ Recomputation in Large Transformer Models", arXiv:2205.05198, section 4.2.
 
 Not for: models with dropout, with one Linear for q, k and v (or gate and up), Embeddings with
 options, or a hidden width that tp does not divide where the activation of 0 is not 0 (sigmoid);
-optimizers of whole matrices (Muon); loops with torch's GradScaler, which skips steps on one rank
-alone, or deepcopies of a cut model. What a forward must not do: docs/your-model.md.
+optimizers of whole matrices (--optimizer muon has a way); loops with torch's GradScaler, which
+skips steps on one rank alone, or deepcopies of a cut model. What else a forward must not do:
+docs/your-model.md.
 
 At work: torch.distributed.tensor.parallel.parallelize_module, loss_parallel (part 4 below).
     torchrun --standalone --nproc_per_node=2 tensor_parallel.py --sp
@@ -57,8 +58,8 @@ from common import adamw, loss_sum
 # ---- 1. the idea -------------------------------------------------------------
 
 # gelu(X A) B is the sum over ranks r of gelu(X A_r) B_r, if A_r are some of A's columns and B_r the
-# same rows of B: between the two no rank needs another. So it is with q, k, v and `out`, by heads,
-# which attention counts by q's width. Ranks begin alike, and all get the whole batch.
+# same rows of B: between the two no rank needs another. Attention is cut alike, by whole heads: q,
+# k and v by columns, `out` by rows. Ranks begin alike, and all get the whole batch.
 
 
 def summed(t, group):
@@ -224,7 +225,7 @@ class Pending:
 
 
 class WholeSequence:
-    """The ranks that share a model, and what of it they have cut. In shapes, tp means tp.size.
+    """The ranks of tp, and a record of what they have cut. In shapes, tp means tp.size.
 
     Outside, x is whole on every rank (Shoeybi 2019, fig. 3). With --sp a CutSequence does more.
     """
@@ -238,7 +239,7 @@ class WholeSequence:
         self.groups = {}  # filled by key_values alone
 
     def gather(self, x):
-        """From outside to inside: the x that all ranks have -> Pending: the same."""
+        """From outside to inside: all ranks have x, so that there is nothing to gather."""
         return Pending(x)
 
     def reduce(self, y):
@@ -251,11 +252,12 @@ class WholeSequence:
         return ReduceFromTP.apply(y, self.group)  # partial -> replicated
 
     def is_partial(self, p):
-        """Has each rank a summand of a whole parameter's gradient? Inside, it sees own heads."""
+        """Is p whole, but its gradient that of this rank's heads alone? Then ranks add them up."""
         return p in self.inside
 
     def copies(self, p):
-        """-> on how many ranks the same of p is: on one if it is cut, otherwise on all."""
+        """-> how many ranks have the same of p: all, if it is whole; if it is cut 1, but for few
+        heads of keys and values."""
         return self.cuts[p].copies if p in self.cuts else self.size
 
 
@@ -577,7 +579,7 @@ def sum_gradients(model, tp):
 
 
 def gradient_norm(model, tp):
-    """The whole model's, after sum_gradients. Of ranks that have the same the first counts it."""
+    """Of the whole model's gradient, after sum_gradients. What several ranks have counts once."""
     p = next(model.parameters())
     square = torch.zeros((), device=p.device, dtype=torch.promote_types(p.dtype, torch.float32))
     trained = [p for p in model.parameters() if p.grad is not None]

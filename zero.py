@@ -163,7 +163,7 @@ class Unit:
         return {p: numbers.view(self.shapes[p]) for p, numbers in zip(self.shapes, slices)}
 
     def make_buffer(self):
-        """Of zeros, unless there is one. In ZeRO1 there is, always."""
+        """Gives the unit a buffer of zeros, unless it has one. In ZeRO1 it always has."""
         if self.buffer is None:
             self.buffer = torch.zeros_like(self.full, dtype=self.reduce_dtype)
             self.slots = self.views(self.buffer)  # {parameter: its gradient's view of buffer}
@@ -189,12 +189,15 @@ class Unit:
                     Part(p, low - begin, value, self.grad[here], nn.Parameter(master)))
 
     def begin_step(self):
-        """The masters get their gradients: the parts' own, or copies of the masters' kind."""
+        """An optimizer leaves masters without a gradient alone. These get theirs: it is their turn.
+
+        It is the part's own gradient, or a copy in the master's dtype, on its device.
+        """
         for part in self.parts:
             part.master.grad = part.grad.to(part.master)
 
     def end_step(self):
-        """The gradients go, so that steps of other units leave these masters alone."""
+        """The turn of these masters is over."""
         for part in self.parts:
             part.master.grad = None
             part.value.copy_(part.master.detach())  # where they share memory it is there already
@@ -237,7 +240,7 @@ class ZeRO1:
         self.is_stepping = False  # True within step()
         self.units = []
         for parameters, sites in units:
-            unit = Unit(parameters, sites, *self.place(), reduce_dtype)
+            unit = Unit(parameters, sites, *self.place_of_rank(), reduce_dtype)
             dist.broadcast(unit.full, group=group, group_src=0)  # the first rank's -> replicated
             self.keep(unit)
             unit.cut(offload)
@@ -252,12 +255,12 @@ class ZeRO1:
         self.summing = None  # the Unit whose sum is under way
         self.expect_gradients()
 
-    def place(self):
+    def place_of_rank(self):
         """-> into how many chunks units are cut, and which of them is this rank's."""
         return dist.get_world_size(self.group), dist.get_rank(self.group)
 
     def keep(self, unit):
-        """Makes what a rank keeps between uses. Here that is all, and its own chunks are views."""
+        """Makes what a rank keeps between uses: here full and buffer, of which chunks are views."""
         unit.make_buffer()
         unit.shard = unit.full[unit.mine]
         unit.grad = unit.buffer[unit.mine]
@@ -323,10 +326,10 @@ class ZeRO1:
         """groups: a list of dicts, as for an optimizer -> the same with this rank's masters."""
         master_of = {part.parameter: part.master for part in self.parts}
         ours = []
-        units = {p for unit in self.units for p in unit.shapes}
+        known = {p for unit in self.units for p in unit.shapes}
         for group in groups or [{"params": list(master_of)}]:
             params = list(group["params"])
-            assert all(p in units or not p.requires_grad for p in params), "p is in no unit"
+            assert all(p in known or not p.requires_grad for p in params), "p is in no unit"
             masters = [master_of[p] for p in params if p in master_of]  # with a part here
             ours.append({**group, "params": masters})
         return ours
@@ -440,7 +443,7 @@ class ZeRO3(ZeRO2):
         self.gather(unit)
         unit.wait()
         self.entered.append(unit)
-        # what the micro-batch before has entered next travels while this unit computes
+        # The micro-batch before entered expected[visit + 1] after this unit. It travels meanwhile.
         if visit + 1 < len(self.expected) and self.expected[visit] is unit:
             self.gather(self.expected[visit + 1])
 
@@ -481,12 +484,14 @@ class ZeRO3(ZeRO2):
         self.end_micro_batch()
 
     def renew(self, unit):
-        """What full has, after an evaluation, is old now. Who uses it next gathers it."""
+        """An evaluation may have left old numbers in full. The next use gathers the new ones."""
         self.free(unit)
 
 
 def refuse_step(optimizer, *_):
-    """torch calls it before any optimizer's step. These two would step nothing, and not say so."""
+    """torch calls it before any optimizer's step. Two mistakes would step nothing, in silence:
+    optimizers of the model's own parameters, and optimizer.step() in the place of zero.step().
+    """
     stepped = [p for group in optimizer.param_groups for p in group["params"]]
     wrong = [p for p in stepped if hasattr(p, "is_in_zero")]
     assert not wrong, "make the optimizer of zero.parameter_groups()"
@@ -689,16 +694,16 @@ def textbook(run, zero):
     units = getattr(zero, "units", [zero])  # the idea is a single unit
     parts = getattr(zero, "parts", [zero])  # of a single part
     P = sum(unit.full.numel() for unit in units)
-    twice = P  # what stage 3 gathers for forward and for backward
+    Q = P  # what stage 3 gathers for forward, and again for backward
     if not run.cfg.form.tied:  # embedding and head once
-        twice -= units[0].full.numel() + units[-1].full.numel()
+        Q -= units[0].full.numel() + units[-1].full.numel()
     sums = P if stage == 1 else M * P
-    gathers = M * (P + twice) if stage == 3 else P
+    gathers = M * (P + Q) if stage == 3 else P
     per_number = 2 * w if w == b else 3 * w
     sent = (n - 1) / n  # of what is summed or gathered
     rows = [
         ("wire reduce_scatter", "b P (n-1)/n, from stage 2 on M times", b * sums * sent),
-        ("wire all_gather", "b P (n-1)/n, stage 3: M b G (n-1)/n", b * gathers * sent),
+        ("wire all_gather", "b P (n-1)/n; stage 3: M b (P + Q) (n-1)/n", b * gathers * sent),
         ("wire all_reduce", f"2 {w} (n-1)/n, the norm", 2 * w * sent),
         ("held parameters", "b P, in stage 3 / n", b * P / (n if stage == 3 else 1)),
         ("held gradients", "b P, from stage 2 on / n", b * P / (n if stage >= 2 else 1)),
