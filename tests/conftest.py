@@ -88,7 +88,7 @@ def run_script(name, world, *flags, plant=None, code=0, limit=120):
 def to_file(path, module):
     """A plant: what rank 0 prints goes there."""
     if os.environ["RANK"] == "0":
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), 1)
+        os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 1)
 
 
 def run_tool(name, *words, code=0):

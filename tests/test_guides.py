@@ -5,11 +5,9 @@ import io
 import json
 import os
 import re
-import subprocess
 import sys
 import types
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +19,7 @@ import ddp
 import tensor_parallel as section
 import zero
 from common import FORMS, PRESETS, GPTConfig, adamw, build, loss_sum, plain_steps
-from conftest import ROOT, run_ranks, run_script, to_file
+from conftest import ROOT, run_ranks, run_script, run_tool, to_file
 from harness.prove import prove
 from test_bad_usage import flags_of
 from test_readme import batches
@@ -167,27 +165,43 @@ BLOCKS = dict(re.findall(r"```python\n# (\w+)(?:\.py)?\n(.*?)```", FINE_TUNING, 
 EXTRAS = ("tokenizers", "transformers", "safetensors")
 
 
-def test_from_tokens_to_a_tuned_model(tmp_path):
-    """The page's files and commands, typed in an empty folder, and what they say. It takes the
-    libraries that the page names: where they are not installed, nothing of it can be typed."""
+def typed(command, folder):
+    """A command of the page, run from here -> what it says, or the report of a technique."""
+    if command.startswith("torchrun"):
+        words = command.split()
+        file = next(i for i, word in enumerate(words) if word.endswith(".py"))
+        plant = partial(to_file, folder / "said")
+        return run_script(words[file][:-3], 2, *words[file + 1:], plant=plant)
+    program, *words = command.removeprefix("python ").split()
+    if program == "tools/weights.py":
+        return run_tool("weights", *words)
+    exec(BLOCKS[program[:-3]].replace("tune/", f"{folder}/tune/"), {})
+    return ""
+
+
+def test_from_tokens_to_a_tuned_model(tmp_path, monkeypatch):
+    """The page's files and commands, and what they say. It takes the libraries that the page names:
+    where they are not installed, nothing of it can be typed."""
     if not all(map(importlib.util.find_spec, EXTRAS)):
         print(f"not run: {EXTRAS} are not installed")
         return
-    for path in (*ROOT.glob("*.py"), ROOT / "tools", ROOT / "harness"):
-        (tmp_path / path.name).symlink_to(path)
-    for name in ("tokens", "published", "compare"):
-        (tmp_path / f"{name}.py").write_text(BLOCKS[name])
-    commands = "".join(re.findall(r"```sh\n(.*?)```", FINE_TUNING, re.S))
-    folder = str(Path(sys.executable).parent)
-    done = subprocess.run(["bash", "-ec", commands], cwd=tmp_path, capture_output=True, text=True,
-                          env={**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"})
-    assert done.returncode == 0, done.stdout + done.stderr
+    monkeypatch.chdir(tmp_path)
+    said = []
+    lines = "".join(re.findall(r"```sh\n(.*?)```", FINE_TUNING, re.S)).splitlines()
+    for line in lines:
+        line = os.path.expandvars(line.replace("tune/", f"{tmp_path}/tune/"))
+        name, is_setting, value = line.partition('="')
+        if is_setting:
+            monkeypatch.setenv(name, value[:-1])
+        else:
+            said.append(typed(line, tmp_path))
     imported = re.search(r"```\n(170,400 .*?)```", FINE_TUNING, re.S)[1]
-    assert imported.strip() in done.stdout
-    assert done.stdout.count("PASSED") == 2
-    losses = [float(loss) for loss in re.findall(r" (\d\.\d+) +[\d.]+$", done.stdout, re.M)]
-    assert losses[0] == pytest.approx(7.0, abs=0.1)
-    assert losses[-1] == pytest.approx(5.7, abs=0.2)
+    assert imported.strip() in said[2].replace(f"{tmp_path}/", "")
+    first, last = [report for report in said if isinstance(report, dict)]
+    assert first["check"]["passed"] and last["check"]["passed"]
+    held_out = re.findall(r" (\d\.\d+) +[\d.]+$", (tmp_path / "said").read_text(), re.M)
+    assert float(held_out[0]) == pytest.approx(7.0, abs=0.1)
+    assert float(held_out[-1]) == pytest.approx(5.7, abs=0.2)
 
 
 def test_a_head_of_ones_own():
@@ -197,8 +211,6 @@ def test_a_head_of_ones_own():
     names["loss"].backward()
     model = names["model"]
     assert model.tok.weight.grad is not None and model.head.weight is not model.tok.weight
-
-
 
 
 def adapted():

@@ -101,20 +101,26 @@ def run_sh(*words, **environment):
                           env={**os.environ, "PYTHON": sys.executable, **environment})
 
 
-def test_one_help_for_all_ranks():
-    done = run_sh("ddp", "2", "--help")
-    assert done.returncode == 0 and done.stdout.count("--bucket-mb") == 1
+def test_one_help_for_all_ranks(monkeypatch):
+    """A rank for each of N, but for --help, which one of them prints."""
+    started = []
+    monkeypatch.setattr(launch, "torchrun", started.append)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert launch.main(["ddp", "2", "--steps", "3"]) == 0
+    assert launch.main(["ddp.py", "2", "--help"]) == 0
+    assert [words.nproc_per_node for words in started] == ["2", "1"]
+    assert started[0].training_script_args == ["--steps", "3"]
 
 
 def test_only_the_tests_need_pytest(tmp_path):
     """A Python without it runs everything else, and a missing one is said in a line."""
     python = tmp_path / "python"
-    python.write_text(f"""#!/bin/sh
-case "$2" in *pytest*) exit 1 ;; esac
-exec {sys.executable} "$@"
+    python.write_text("""#!/bin/sh
+case "$*" in *pytest*) exit 1 ;; -c*) exit 0 ;; *) echo "$@" ;; esac
 """)
     python.chmod(0o755)
-    assert run_sh("scale", PYTHON=str(python)).stderr.startswith("bench.py: error: usage: ")
+    assert run_sh("scale", PYTHON=str(python)).stdout == "tools/bench.py scale\n"
+    assert run_sh("ddp", "2", PYTHON=str(python)).stdout == "tools/launch.py ddp 2\n"
     done = run_sh("test", PYTHON=str(python))
     assert done.returncode == 2 and "lacks one of: numpy, torch, pytest" in done.stderr
 
