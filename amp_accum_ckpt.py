@@ -366,7 +366,7 @@ def selective(forward, *inputs, **keywords):
 # ---- narrower numbers, without waiting
 
 # Autocast copies fp32 weights to 2 bytes in each forward. bf16 weights save copies and half of the
-# gradients; but to their 8 bits a step of less than 1/256 adds nothing: the optimizer steps fp32
+# gradients; but to their 8 bits a step of less than 1/512 adds nothing: the optimizer steps fp32
 # masters, as in zero.py. In FP8 matmuls read 1 byte a number, with a scale for each tensor.
 
 

@@ -294,10 +294,12 @@ class Hybrid(nn.Module):
     layers   the model's: the parameters of each are a unit of ZeRO
     head     what makes the logits: an nn.Linear, or what cut_model has put in its place
     zero     the stage of ZeRO. 0: nothing is cut, copies sum whole gradients
+    reduce_dtype  of gradients that are kept, added up and summed over copies, see ZeRO1
     ring     by which the layers attend, for cp > 1
     """
 
-    def __init__(self, stages, plans, mesh, tp, *, layers, head, zero=0, ring=None):
+    def __init__(self, stages, plans, mesh, tp, *, layers, head, zero=0, reduce_dtype=None,
+                 ring=None):
         super().__init__()
         order = "".join(action.kind for action in plans[0])
         at_once = len(plans) == 1 and order == "FB" * (len(order) // 2)
@@ -324,7 +326,8 @@ class Hybrid(nn.Module):
         stages_of = {}  # {ZeRO: the stages that have its parameters}
         layout = self.lay_out(here, set(layers), apart=zero == 2 and "W" in order)
         for (numbers, axis), units in layout.items():
-            made = choose_zero(zero, is_tied=len(numbers) > 1)(units, self.group[axis])
+            kind = choose_zero(zero, is_tied=len(numbers) > 1)
+            made = kind(units, self.group[axis], reduce_dtype=reduce_dtype)
             stages_of[made] = numbers
         self.zeros = list(stages_of)  # they sum gradients over copies, and step
         self.units = [unit for zero in self.zeros for unit in zero.units]

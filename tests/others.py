@@ -139,12 +139,12 @@ def bf16_rows(count):
     return [token_rows(torch.Generator().manual_seed(i), 2) for i in range(count)]
 
 
-def added_in_fp32(batches):
+def added_in_fp32(batches, loss_of=llama_loss):
     """-> {name: what the gradients of a bf16 model, each of a batch's loss, add up to}."""
     found = {}
     for rows in batches:
         model = bf16_llama()
-        llama_loss(model, *rows).backward()
+        loss_of(model, *rows).backward()
         for name, gradient in gradients_of(model).items():
             found[name] = found.get(name, 0) + gradient.float()
     return found

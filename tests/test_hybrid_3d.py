@@ -15,13 +15,15 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from others import MLP, WIDTH, Llama, gradients_of, token_rows
+from others import (
+    MLP, WIDTH, Llama, added_in_fp32, bf16_llama, bf16_rows, compare_fp32, gradients_of,
+    token_rows)
 from test_repo import TECHNIQUES
 
 import hybrid_3d
 import moe
 from amp_accum_ckpt import full
-from common import adamw, plain_steps, share
+from common import adamw, loss_sum, plain_steps, share
 from conftest import (
     GAPS, PROOF, ROOT, SMALL, alone, check_bug_shows, check_each, check_equal, check_refused,
     part_of, run_ranks, run_script, textbook)
@@ -381,6 +383,27 @@ def check_model(axes, options, kind):
 ])
 def test_models_of_others(world, cases):
     run_ranks(check_each, world, check_model, cases)
+
+
+def check_fp32_sums(level):
+    """Of bf16 gradients, over micro-batches and copies."""
+    batches = bf16_rows(8)
+    wanted = added_in_fp32(batches, lambda model, x, y: loss_sum(model(x)["logits"], y))
+    model = bf16_llama()
+    plans = make_plans("1f1b", 1, 4)
+    mesh = hybrid_3d.Mesh(plans, dp=2)
+    hybrid = hybrid_3d.Hybrid(
+        carve(model, CHAIN, [2]), plans, mesh, WholeSequence(mesh.group["tp"]),
+        layers=model.layers, head=model.lm_head, zero=level, reduce_dtype=torch.float32)
+    mine = batches[4 * dist.get_rank():][:4]
+    x, y = [torch.cat(rows) for rows in zip(*mine)]
+    optimizer = torch.optim.SGD(hybrid.parameter_groups(), 0.0)
+    hybrid_3d.train_step(hybrid, optimizer, x, y, 1, 0)
+    compare_fp32(hybrid.full_gradients(), wanted)
+
+
+def test_fp32_sums():
+    run_ranks(check_each, 2, check_fp32_sums, [(0,), (1,), (2,)])
 
 
 def check_transformers(block):
