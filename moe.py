@@ -58,8 +58,11 @@ from common import FORMS, GPTConfig, build, init_weights, loss_sum, share
 
 
 def softmax_route(logits, bias=0.0, *, top_k, normalize):
-    """A route: logits (.., E) -> K chosen experts, their gates (.., K), and probabilities (.., E).
-    Mixtral and Qwen3 normalize gates, OLMoE does not. The bias is what part 2 balances with."""
+    """A route takes logits (.., E) to the numbers of the K chosen experts (.., K), their gates
+    (.., K), and the probabilities of all (.., E). Part 2 balances by the bias.
+
+    Mixtral and Qwen3 normalize the gates, OLMoE does not.
+    """
     probs = logits.softmax(-1)
     chosen = (probs + bias).topk(top_k).indices
     gates = probs.gather(-1, chosen)
@@ -136,7 +139,8 @@ class IdeaOfMoE(PlainMoE):
         order = chosen.flatten().argsort()  # row n K + k is token n on its way to its k-th expert
         token = order // chosen.shape[-1]  # of each row, now that they are sorted by expert
         rows = AllToAll.apply(tokens[token], send, receive, self.ep)  # tokens' ranks -> experts'
-        pieces = rows.split(sum(arriving, []))  # from rank 0 for each expert here, from rank 1, ..
+        sizes = [size for of_rank in arriving for size in of_rank]
+        pieces = rows.split(sizes)  # from rank 0 for each expert here, from rank 1 likewise, ..
         here = len(self.experts)
         answers = torch.cat([self.experts[i % here](piece) for i, piece in enumerate(pieces)])
         answers = AllToAll.apply(answers, receive, send, self.ep)  # experts' ranks -> tokens'
@@ -154,7 +158,7 @@ def dense_and_experts(model):
 
 def all_reduce_gradients(model, replicas):
     """After backward: those of experts over their replicas, all others over the world."""
-    for parameters, group in zip(dense_and_experts(model), (None, replicas)):
+    for parameters, group in zip(dense_and_experts(model), (dist.group.WORLD, replicas)):
         for p in parameters:
             if p.grad is not None:
                 dist.all_reduce(p.grad, group=group)  # partial -> replicated
@@ -187,23 +191,17 @@ def idea_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
 
 # ---- 2. the technique (copy this; it needs only torch) -----------------------
 
-# What it adds to the idea, and what that buys. Calls and bytes are those of the toy on 2 ranks.
-#     experts in stacks, rows regrouped    an expert runs once, not once for each rank that sends to
-#                                          it; in bf16 on GPUs one kernel, if it can
-#     an exchange in two halves            the shared expert works while rows travel
-#     losses, or biases in the choice      experts are chosen about equally often
-#     fp32 routers, rows cast early        it chooses as in fp32; autocast to bf16 halves the bytes
-#     two all-reduces of gradients         141 calls of a step -> 26
-#     capacity                             equal work, for which rows are dropped
+# What it adds to the idea, and what that buys. Calls are those of the toy on 2 ranks.
+#     experts in stacks             an expert runs once, not once for each rank that sends to it;
+#                                   on GPUs in bf16 one kernel runs all of them, where it can
+#     an exchange in two halves     the shared expert works while rows travel
+#     losses, or biases in the      experts are chosen about equally often
+#     choice
+#     fp32 routers, rows cast early it chooses as in fp32; autocast to bf16 halves what travels
+#     two all-reduces of gradients  141 calls of a step -> 26
+# Part 3 has capacity besides: equal work, for which rows are dropped.
 
 # ---- experts in stacks
-
-# What a rank knows when rows are counted. Row n K + k is token n on its way to its k-th expert.
-#     order            numbers of the rows, as they leave: sorted by expert
-#     send, receive    how many go to each rank, and come from each rank
-#     by_expert        they arrive sorted by rank, then by expert: their places, by expert
-#     sizes, ends      rows of each expert here, a list; the ends of these, a tensor (E/ep,)
-Routing = namedtuple("Routing", "order send receive by_expert sizes ends")
 
 
 def stacked(tensors):
@@ -211,10 +209,7 @@ def stacked(tensors):
 
 
 class StackedLinear(nn.Module):
-    """An nn.Linear per expert, copied into stacks: weight (E/ep, F, C), bias (E/ep, F) or None.
-
-    hybrid_3d.py takes a parameter for an expert's if its owner is one of these.
-    """
+    """An nn.Linear per expert, copied into stacks: weight (E/ep, F, C), bias (E/ep, F) or None."""
 
     def __init__(self, linears):
         super().__init__()
@@ -223,10 +218,19 @@ class StackedLinear(nn.Module):
         if linears[0].bias is not None:
             self.bias = stacked([linear.bias for linear in linears])
 
-    def each(self):
-        """-> for each expert its weight and bias."""
+    def of_each(self):
+        """-> for each expert a function of its rows"""
         biases = [None] * len(self.weight) if self.bias is None else self.bias
-        return zip(self.weight, biases)
+        return [partial(F.linear, weight=weight, bias=bias)
+                for weight, bias in zip(self.weight, biases)]
+
+    def of_all(self, ends):
+        """-> a function of the rows of all experts, one kernel. ends: where each expert's end"""
+        def linear(rows):
+            weight = self.weight.to(rows.dtype)  # which differ under autocast
+            return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
+
+        return linear
 
 
 class Experts(nn.Module):
@@ -245,32 +249,28 @@ class Experts(nn.Module):
         self.down = StackedLinear(down)
         self.gate = None if gate is None else StackedLinear(gate)
 
-    def forward(self, rows, routing):  # (R, C), sorted by expert -> (R, C)
+    def forward(self, rows, sizes, ends):
+        """rows (R, C), sorted by expert -> (R, C). sizes: how many each expert has, a list;
+        ends (E/ep,): where each expert's end."""
         linears = [self.up, self.down]  # in the order of mlp's arguments
         if self.gate is not None:
             linears.append(self.gate)
         if self.one_kernel_pays(rows):
-
-            def of_all(x, weight, bias):
-                weight = weight.to(x.dtype)  # which differ under autocast
-                return F.grouped_mm(x, weight.transpose(1, 2), offs=routing.ends)
-
-            return self.mlp(rows, of_all, *[(linear.weight, None) for linear in linears])
+            return self.mlp(rows, *[linear.of_all(ends) for linear in linears])
         answers = []
-        parts = rows.split(routing.sizes)  # empty ones stay, so that gradients are never None
-        for x, *of_expert in zip(parts, *[linear.each() for linear in linears]):
-            answers.append(self.mlp(x, F.linear, *of_expert))
+        functions = zip(*[linear.of_each() for linear in linears])
+        for x, of_expert in zip(rows.split(sizes), functions):
+            answers.append(self.mlp(x, *of_expert))  # also of no rows: no gradient is None
         return torch.cat(answers)
 
-    def mlp(self, x, linear, up, down, gate=None):
-        """up, down, gate: pairs of a weight and a bias."""
-        y = linear(x, *up)
+    def mlp(self, x, up, down, gate=None):
+        y = up(x)
         if gate is None:
-            return linear(self.activation(y), *down)
-        return linear(self.activation(linear(x, *gate)) * y, *down)
+            return down(self.activation(y))
+        return down(self.activation(gate(x)) * y)
 
     def one_kernel_pays(self, rows):
-        """Yes on GPUs in bf16. It has no biases, and needs widths that are multiples of 8."""
+        """On GPUs in bf16. The kernel has no biases, and needs widths that are multiples of 8."""
         up = self.up
         fits = up.bias is None and all(width % 8 == 0 for width in up.weight.shape[1:])
         return rows.is_cuda and rows.dtype == torch.bfloat16 and fits
@@ -322,14 +322,15 @@ class Arrive(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         ctx.trip.start(gradient, ctx.trip.receive, ctx.trip.send)
-        return gradient, None  # Leave has another one
+        return gradient, None  # in its place Leave returns what arrives
 
 
 # ---- balance
 
 
 def sigmoid_route(logits, bias=0.0, *, top_k, scale=1.0, groups=1, top_groups=1):
-    """DeepSeek-V3's: experts of the best groups alone, by the sum of a group's two best scores."""
+    """DeepSeek-V3's route. A token chooses among experts of the best groups alone; a group counts
+    by the sum of its two best scores."""
     scores = logits.sigmoid()
     by_group = (scores + bias).unflatten(-1, (groups, -1))  # (.., groups, E/groups)
     best = by_group.topk(2).values.sum(-1).topk(top_groups).indices
@@ -357,10 +358,10 @@ def balancing_loss(load, logits, probs, top_k, alpha, beta):
 
 
 class AddLoss(torch.autograd.Function):
-    """Returns y. In backward the gradient of `loss` is 1, as if the model's loss had this term.
+    """Returns y, and in backward gives `loss` the gradient 1, as if it were added to the model's
+    loss, so that the layer need not return it (Megatron's MoEAuxLossAutoScaler does the same).
 
-    So the layer need not return `loss` (Megatron's MoEAuxLossAutoScaler does the same). The step's
-    sums grow in backward, since a forward that is checkpointed runs twice.
+    Sums of a step grow in backward, since a forward that is checkpointed runs twice.
     """
 
     @staticmethod
@@ -378,7 +379,14 @@ class AddLoss(torch.autograd.Function):
 
 # ---- the layer
 
-UNIT = 2.0 ** -40  # of the biases, which are integers: .to(bfloat16) does not round these
+# Where rows go. Row n K + k is token n on its way to its k-th expert.
+#     order            numbers of the rows in the order in which they leave: sorted by expert
+#     send, receive    how many go to each rank, and come from each rank
+#     regroup          rows arrive sorted by the rank that they come from; this sorts them by expert
+#     sizes, ends      how many each expert here gets, a list; where its rows end, (E/ep,)
+Plan = namedtuple("Plan", "order send receive regroup sizes ends")
+
+UNIT = 2.0 ** -40  # biases are integers of these: .to(bfloat16) leaves integers alone
 
 
 class MoE(IdeaOfMoE):
@@ -420,14 +428,14 @@ class MoE(IdeaOfMoE):
         load = leaving.clone()  # since the all-reduce is in place
         # partial -> replicated, while the experts are at work
         summing = dist.all_reduce(load, group=self.everyone, async_op=True)
-        routing = self.count(chosen, leaving)
-        trip = Trip(routing.send, routing.receive, self.ep)
+        plan = self.plan(chosen, leaving)
+        trip = Trip(plan.send, plan.receive, self.ep)
         # on the tokens' ranks -> on the experts' ranks
-        rows = Leave.apply(self.rows_of(tokens, chosen.shape[1], routing.order), trip)
+        rows = Leave.apply(self.rows_of(tokens, chosen.shape[1], plan.order), trip)
         if self.shared is not None:
             of_shared = self.shared(x)  # while rows travel
         rows = Arrive.apply(rows, trip)
-        y = self.answer(rows, gates, routing)
+        y = self.answer(rows, gates, plan)
         summing.wait()
         loss = logits.new_zeros(())
         if self.alpha or self.beta:
@@ -443,18 +451,21 @@ class MoE(IdeaOfMoE):
             return F.linear(tokens.to(exact), self.router.weight.to(exact),
                             None if bias is None else bias.to(exact))
 
-    def count(self, chosen, leaving):
-        """chosen (N, K): experts; leaving (E,): rows that go to each -> Routing."""
+    def plan(self, chosen, leaving):
+        """chosen (N, K): experts; leaving (E,): rows that go to each -> Plan."""
         counts = exchange_counts(leaving, self.ep)
-        sent, received = read_counts(counts)
+        sent, received = read_counts(counts)  # [rank][expert]
         send = [sum(of_rank) for of_rank in sent]
         receive = [sum(of_rank) for of_rank in received]
-        order = chosen.flatten().argsort(stable=True)
-        place = torch.repeat_interleave(counts[1].flatten(), output_size=sum(receive))
-        expert = place % counts.shape[2]  # of each row that arrives
         sizes = [sum(of_expert) for of_expert in zip(*received)]
-        ends = counts[1].sum(0).cumsum(0).int()
-        return Routing(order, send, receive, expert.argsort(stable=True), sizes, ends)
+        order = chosen.flatten().argsort(stable=True)
+        # rows arrive in pieces, of rank 0 for each expert here, of rank 1 likewise, ..
+        arriving = counts[1]  # (ep, E/ep): their sizes
+        ranks, here = arriving.shape
+        expert = torch.arange(here, device=arriving.device).repeat(ranks)  # of each piece
+        expert = expert.repeat_interleave(arriving.flatten(), output_size=sum(receive))  # of a row
+        ends = arriving.sum(0).cumsum(0).int()
+        return Plan(order, send, receive, expert.argsort(stable=True), sizes, ends)
 
     def rows_of(self, tokens, top_k, order):
         """Tokens (N, C) -> rows, sorted by expert."""
@@ -465,14 +476,15 @@ class MoE(IdeaOfMoE):
             rows = rows.to(torch.get_autocast_dtype(rows.device.type))
         return rows
 
-    def answer(self, rows, gates, routing):
+    def answer(self, rows, gates, plan):
         """Rows, sorted by source -> (N, C): for each token its experts' answers, times gates."""
-        answers = self.experts(rows.index_select(0, routing.by_expert), routing)
-        answers = answers.index_select(0, routing.by_expert.argsort())  # sorted by source again
+        rows = rows.index_select(0, plan.regroup)  # by source -> by expert
+        answers = self.experts(rows, plan.sizes, plan.ends)
+        answers = answers.index_select(0, plan.regroup.argsort())  # by expert -> by source
         # on the experts' ranks -> on the tokens' ranks
-        answers = AllToAll.apply(answers, routing.receive, routing.send, self.ep)
+        answers = AllToAll.apply(answers, plan.receive, plan.send, self.ep)
         by_token = answers.new_zeros(gates.numel(), answers.shape[1])
-        by_token = by_token.index_copy(0, routing.order, answers).unflatten(0, gates.shape)
+        by_token = by_token.index_copy(0, plan.order, answers).unflatten(0, gates.shape)
         gates = gates.to(answers.dtype).unsqueeze(1)  # (N, 1, K)
         return (gates @ by_token).squeeze(1)  # (N, 1, K) @ (N, K, C)
 
@@ -486,7 +498,7 @@ def layers_of(model):
 
 @torch.no_grad()
 def broadcast_parameters(model, replicas, everyone=None):
-    """Gives everyone the first rank's dense tensors, and replicas their first rank's experts."""
+    """All ranks get dense tensors of the first, and replicas get experts of their first."""
     dense, experts = dense_and_experts(model)
     for tensor in [*dense, *model.buffers()]:
         dist.broadcast(tensor, group=everyone, group_src=0)  # the first rank's -> replicated
@@ -495,10 +507,7 @@ def broadcast_parameters(model, replicas, everyone=None):
 
 
 def sum_gradients(model, replicas, everyone=None):
-    """all_reduce_gradients, by one all-reduce for all that is dense and one for experts.
-
-    everyone: None means the world.
-    """
+    """all_reduce_gradients, by one all-reduce for all that is dense and one for experts."""
     for parameters, group in zip(dense_and_experts(model), (everyone, replicas)):
         gradients = [p.grad for p in parameters if p.grad is not None]
         if gradients and dist.get_world_size(group) > 1:
@@ -510,8 +519,8 @@ def sum_gradients(model, replicas, everyone=None):
 
 
 def bias_step(load, experts, gamma):
-    """The bias of an expert that was chosen less often than the mean grows by gamma (DeepSeek-V3:
-    1e-3, at last 0), and that of one chosen more often shrinks by it -> (E,), in UNITs."""
+    """-> (E,), what is added to biases, in UNITs: gamma for each expert that was chosen less often
+    than the mean, -gamma for each chosen more often. DeepSeek-V3 took 1e-3, at last 0."""
     return round(gamma / UNIT) * (load.sum() - experts * load).sign()
 
 
@@ -529,38 +538,6 @@ def step_biases(model):
 def balancing_losses(model):
     """Before step_biases: this rank's part of the step's balancing losses, to be printed."""
     return sum(layer.loss_of_step for layer in layers_of(model))
-
-
-# ---- capacity (GShard, Switch), for who wants it: rows over a limit are dropped
-
-
-def most_rows(capacity, top_k, num_tokens, experts):
-    """-> how many rows an expert takes at most from a rank that has num_tokens tokens."""
-    # rounded, since 1.1 * 2 * 40 / 8 is 11.000000000000002, whose ceil is 12
-    return math.ceil(round(capacity * top_k * num_tokens / experts, 6))
-
-
-def first_in_queue(chosen, experts, limit):
-    """chosen (N, K) -> (N, K): is the token among the first `limit` that chose this expert?"""
-    visits = torch.zeros(len(chosen), experts, dtype=torch.int64, device=chosen.device)
-    place = visits.scatter(1, chosen, 1).cumsum(0)  # (N, E): in the expert's queue, from 1
-    return place.gather(1, chosen) <= limit
-
-
-class MoEWithCapacity(MoE):
-    """A rank sends an expert ceil(capacity K N / E) rows at most."""
-
-    def __init__(self, *args, capacity, **options):
-        super().__init__(*args, **options)
-        self.capacity = capacity
-
-    def count(self, chosen, leaving):
-        experts = len(leaving)
-        limit = most_rows(self.capacity, chosen.shape[1], len(chosen), experts)
-        kept = first_in_queue(chosen, experts, limit)
-        # those that are dropped get the number E, are sorted behind the others, and stay zeros
-        routing = super().count(chosen.masked_fill(~kept, experts), leaving.clamp(max=limit))
-        return routing._replace(order=routing.order[:sum(routing.send)])
 
 
 # ---- 3. the toy GPT, parallelized --------------------------------------------
@@ -620,6 +597,36 @@ class ToyMoEWithCapacity(ToyMoE):
             limit = most_rows(self.capacity, chosen.shape[1], len(own), E)
             kept[own] = first_in_queue(chosen[own], E, limit).to(kept.dtype)
         return super().mix(x, chosen, gates * kept, probs)
+
+
+def most_rows(capacity, top_k, num_tokens, experts):
+    """-> how many rows an expert takes at most from a rank that has num_tokens tokens."""
+    # rounded, since 1.1 * 2 * 40 / 8 is 11.000000000000002, whose ceil is 12
+    return math.ceil(round(capacity * top_k * num_tokens / experts, 6))
+
+
+def first_in_queue(chosen, experts, limit):
+    """chosen (N, K) -> (N, K): is the token among the first `limit` that chose this expert?"""
+    visits = torch.zeros(len(chosen), experts, dtype=torch.int64, device=chosen.device)
+    place = visits.scatter(1, chosen, 1).cumsum(0)  # (N, E): in the expert's queue, from 1
+    return place.gather(1, chosen) <= limit
+
+
+class MoEWithCapacity(MoE):
+    """A rank sends an expert ceil(capacity K N / E) rows at most (GShard, Switch). It can be copied
+    behind part 2."""
+
+    def __init__(self, *args, capacity, **options):
+        super().__init__(*args, **options)
+        self.capacity = capacity
+
+    def plan(self, chosen, leaving):
+        experts = len(leaving)
+        limit = most_rows(self.capacity, chosen.shape[1], len(chosen), experts)
+        kept = first_in_queue(chosen, experts, limit)
+        # those that are dropped get the number E, are sorted behind the others, and stay zeros
+        plan = super().plan(chosen.masked_fill(~kept, experts), leaving.clamp(max=limit))
+        return plan._replace(order=plan.order[:sum(plan.send)])
 
 
 def mixture(model, seed, cfg, capacity=0.0, **options):
