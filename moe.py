@@ -58,11 +58,8 @@ from common import FORMS, GPTConfig, build, init_weights, loss_sum, share
 
 
 def softmax_route(logits, bias=0.0, *, top_k, normalize):
-    """A route takes logits (.., E) to the numbers of the K chosen experts (.., K), their gates
-    (.., K), and the probabilities of all (.., E). Part 2 balances by the bias.
-
-    Mixtral and Qwen3 normalize the gates, OLMoE does not.
-    """
+    """A route takes logits (.., E) to the K chosen experts, their gates (.., K), and probabilities
+    (.., E). Mixtral and Qwen3 normalize the gates, OLMoE does not. Part 2 balances by the bias."""
     probs = logits.softmax(-1)
     chosen = (probs + bias).topk(top_k).indices
     gates = probs.gather(-1, chosen)
@@ -195,9 +192,9 @@ def idea_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
 #     experts in stacks             an expert runs once, not once for each rank that sends to it;
 #                                   on GPUs in bf16 one kernel runs all of them, where it can
 #     an exchange in two halves     the shared expert works while rows travel
-#     losses, or biases in the      experts are chosen about equally often
-#     choice
-#     fp32 routers, rows cast early it chooses as in fp32; autocast to bf16 halves what travels
+#     losses or biases              experts are chosen about equally often
+#     fp32 routers                  experts are chosen as in fp32
+#     rows cast before they travel  autocast to bf16 halves what is sent
 #     two all-reduces of gradients  141 calls of a step -> 26
 # Part 3 has capacity besides: equal work, for which rows are dropped.
 
@@ -459,12 +456,11 @@ class MoE(IdeaOfMoE):
         receive = [sum(of_rank) for of_rank in received]
         sizes = [sum(of_expert) for of_expert in zip(*received)]
         order = chosen.flatten().argsort(stable=True)
-        # rows arrive in pieces, of rank 0 for each expert here, of rank 1 likewise, ..
-        arriving = counts[1]  # (ep, E/ep): their sizes
-        ranks, here = arriving.shape
-        expert = torch.arange(here, device=arriving.device).repeat(ranks)  # of each piece
-        expert = expert.repeat_interleave(arriving.flatten(), output_size=sum(receive))  # of a row
-        ends = arriving.sum(0).cumsum(0).int()
+        # rows arrive in pieces, from rank 0 for each expert here, from rank 1 likewise, ..
+        pieces = counts[1]  # (ep, E/ep): their sizes
+        piece = torch.repeat_interleave(pieces.flatten(), output_size=sum(receive))  # of each row
+        expert = piece % pieces.shape[1]
+        ends = pieces.sum(0).cumsum(0).int()
         return Plan(order, send, receive, expert.argsort(stable=True), sizes, ends)
 
     def rows_of(self, tokens, top_k, order):
@@ -644,6 +640,39 @@ def mixture(model, seed, cfg, capacity=0.0, **options):
     return model
 
 
+def build_plain(args, cfg, seed, device, dtype, sources=None):
+    """The plain model. sources: as ToyMoE's, by default one micro-batch cut over all ranks."""
+    numbers = torch.arange(args.batch * cfg.seq, device=device)  # of tokens
+    return mixture(build(cfg, seed, device, dtype), seed, cfg, experts=args.experts,
+                   top_k=args.top_k, shared=args.shared, balance=args.balance,
+                   capacity=args.capacity, sources=sources or [numbers.chunk(args.world_size)])
+
+
+def plain_balancing_losses(model):
+    return sum(block.mlp.loss for block in model.blocks)
+
+
+def plain_trace(run):
+    """The same steps by the plain model. It does not replay the steps before a checkpoint."""
+    run.replays = False  # another number of ranks may have run them, and dropped other rows
+    model = run.build()
+    set_biases(model, run)
+    return run.plain(model, extra_loss=plain_balancing_losses)
+
+
+def set_biases(model, run):
+    """Biases as the checkpoint has them, if the run starts from one."""
+    for block, units in zip(model.blocks, run.start.extra.get("bias_units", [])):
+        block.mlp.bias_units.copy_(torch.tensor(units))
+
+
+def idle_parameters(model, top_k):
+    """How many of the plain model's a token is not multiplied with: those of experts not chosen."""
+    E = len(model.blocks[0].mlp.experts)
+    of_expert = sum(p.numel() for p in model.blocks[0].mlp.experts[0].parameters())
+    return len(model.blocks) * (E - top_k) * of_expert
+
+
 def parallelize(model, ep, everyone=None, microbatches=1):
     """Each ToyMoE becomes a MoE with this rank's experts. microbatches: those of a step, M."""
     for block in model.blocks:
@@ -780,45 +809,10 @@ def refuse(args, require):
     args.balance = "none"
 
 
-def build_plain(args, cfg, seed, device, dtype, sources=None):
-    """The plain model. sources: as ToyMoE's, by default one micro-batch cut over all ranks."""
-    numbers = torch.arange(args.batch * cfg.seq, device=device)  # of tokens
-    return mixture(build(cfg, seed, device, dtype), seed, cfg, experts=args.experts,
-                   top_k=args.top_k, shared=args.shared, balance=args.balance,
-                   capacity=args.capacity, sources=sources or [numbers.chunk(args.world_size)])
-
-
-def plain_trace(run):
-    """The same steps by the plain model. It does not replay the steps before a checkpoint."""
-    run.replays = False  # another number of ranks may have run them, and dropped other rows
-    model = run.build()
-    set_biases(model, run)
-    return run.plain(model, extra_loss=plain_balancing_losses)
-
-
-def idle_parameters(model, top_k):
-    """How many of the plain model's a token is not multiplied with: those of experts not chosen."""
-    E = len(model.blocks[0].mlp.experts)
-    of_expert = sum(p.numel() for p in model.blocks[0].mlp.experts[0].parameters())
-    return len(model.blocks) * (E - top_k) * of_expert
-
-
-def plain_balancing_losses(model):
-    return sum(block.mlp.loss for block in model.blocks)
-
-
-def set_biases(model, run):
-    """Biases as the checkpoint has them, if the run starts from one."""
-    for block, units in zip(model.blocks, run.start.extra.get("bias_units", [])):
-        block.mlp.bias_units.copy_(torch.tensor(units))
-
-
 class BalancedCounts:
     """In the place of read_counts where no device has numbers: all experts are chosen equally."""
 
-    def __init__(self):
-        self.leaving = []  # [rank][expert], rows: the same from every rank
-        self.arriving = []
+    leaving = arriving = ()  # [rank][expert], rows; see expect
 
     def expect(self, args, tokens, ep):
         """tokens: how many a rank routes at a time."""
@@ -840,12 +834,15 @@ balanced_counts = BalancedCounts()  # of the run: main() says what to expect
 
 def set_up(run, impl, replicas, ep):
     """-> a Side"""
-    build_parallel, step = {"scratch": (parallelize, train_step),
-                            "idea": (parallelize_idea, idea_step)}[impl]
     plain = run.build()
     run.idle = idle_parameters(plain, run.args.top_k)
     set_biases(plain, run)
-    model = build_parallel(plain, ep)
+    if impl == "idea":
+        model = parallelize_idea(plain, ep)
+        step = idea_step
+    else:
+        model = parallelize(plain, ep)
+        step = train_step
     optimizer = optimizer_of(run, model, ep)
     return run.side(
         model, optimizer, partial(step, replicas=replicas, ep=ep),
@@ -857,15 +854,11 @@ def set_up(run, impl, replicas, ep):
 
 def optimizer_of(run, model, ep):
     """What --optimizer says. Muon takes the matrices of a stack one by one."""
-    from harness.whole import WholeMatrices, shares_of_stacks
+    from harness.whole import wholes_of_stacks
 
     names = {p: name for name, p in model.named_parameters()}
     name_experts(model, names, ep, run.args.experts)
-
-    def wholes(matrices):
-        return [WholeMatrices(shares_of_stacks(p for p in matrices if p.dim() == 3))]
-
-    return run.optimizer(model.named_parameters(), wholes=wholes, names=names)
+    return run.optimizer(model.named_parameters(), wholes=wholes_of_stacks, names=names)
 
 
 def name_experts(model, names, ep, experts):

@@ -246,3 +246,8 @@ def share_of_box(part, ranks, dim, plain_size, copies=1, shape=None):
 def shares_of_stacks(stacks):
     """Each matrix of a stack is whole on its rank, as experts are, but the stack is no matrix."""
     return {p: Share(p, p.shape, [p.numel()]) for p in stacks}
+
+
+def wholes_of_stacks(parameters):
+    """-> [WholeMatrices] of those that are stacks"""
+    return [WholeMatrices(shares_of_stacks(p for p in parameters if p.dim() == 3))]

@@ -1,5 +1,6 @@
 """moe.py in all forms of the toy; its idea and its technique in a model of somebody else."""
 import copy
+import inspect
 from functools import partial
 
 import pytest
@@ -224,6 +225,8 @@ def copied_layer(section, mix, ep):
     experts = section.Experts(F.silu, ups, downs, gates)
     kind = section.MoE
     if isinstance(mix, moe.ToyMoEWithCapacity):
+        for extra in moe.most_rows, moe.first_in_queue, moe.MoEWithCapacity:
+            exec(inspect.getsource(extra), vars(section))
         kind = partial(section.MoEWithCapacity, capacity=mix.capacity)
     return kind(mix.router, experts, mix.route, ep, alpha=mix.alpha / 2, beta=mix.beta / 2,
                 gamma=mix.gamma)
@@ -357,7 +360,7 @@ IDEAS_BUGS = [
     ("gates.flatten()[order, None] * answers", "answers"),
     ("gates.flatten()[order, None]", "gates.flatten()[:, None]"),
     (".index_add(0, token, gated)", ".index_copy(0, token, gated)"),
-    ("(None, replicas)", "(None, None)"),
+    ("(dist.group.WORLD, replicas)", "(None, None)"),
     ("dist.all_reduce(p.grad, group=group)", "pass"),
     ("    all_reduce_gradients(model, replicas)\n", ""),
     ("dist.all_reduce(squares[1], group=ep)", "pass"),
@@ -376,7 +379,7 @@ BUGS = [
     ("return grad, torch.ones_like(loss)", "return grad, torch.zeros_like(loss)"),
     ("balancing_loss(load, logits, probs, ch", "balancing_loss(2 * leaving, logits, probs, ch"),
     ("expert.argsort(stable=True), sizes", "torch.arange(len(expert)), sizes"),
-    ("routing.by_expert.argsort()", "routing.by_expert"),
+    ("plan.regroup.argsort()", "plan.regroup"),
     ("    summing.wait()\n        loss =", "    load.zero_()\n        loss ="),
 ]
 
@@ -389,7 +392,6 @@ def check_planted(check, case, bug):
 def test_planted():
     cases = [(check_idea, SOFTMAX, bug) for bug in IDEAS_BUGS]
     cases += [(check_copy, (2, 0.0), bug) for bug in BUGS]
-    cases.append((check_copy, (2, 0.6), ("chosen) <= limit", "chosen) < limit")))
     run_ranks(check_each, 2, check_planted, cases)
 
 
@@ -503,6 +505,12 @@ def test_balancing_loss():
 def test_most_rows():
     assert moe.most_rows(1.25, 2, 33, 8) == 11  # 10.3
     assert moe.most_rows(1.1, 2, 40, 8) == 11
+
+
+def test_first_in_queue():
+    chosen = torch.tensor([[0, 1], [1, 2], [0, 1], [1, 0]])
+    kept = moe.first_in_queue(chosen, 3, 2)
+    assert kept.tolist() == [[True, True], [True, True], [True, False], [False, False]]
 
 
 def test_refused():
