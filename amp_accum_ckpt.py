@@ -13,6 +13,7 @@
         with torch.autocast("cuda", torch.bfloat16):
             return loss_sum(model(x), y) / valid
     loss = accumulate(part_of_loss, zip(x.chunk(2), y.chunk(2)))  # in the place of backward
+    sum_over_ranks(model.parameters())  # of gradients; then clip and step as usual
 
 C is the width, V the number of words, P of parameters; in Llama's form F is the width inside the
 MLP, K the number of key-value heads, D their width. Bytes:

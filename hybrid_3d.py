@@ -127,7 +127,7 @@ class IdeaOfHybrid:
 
 
 def run_microbatches(model, x, y, valid):
-    """Forward and backward of this copy's rows -> the loss, on ranks before the last stage 0."""
+    """Forward and backward of this copy's rows -> the loss on the last stage, 0 on others."""
     grid = model.grid
     inputs = x.split(len(model.boundary))
     targets = y.split(len(model.boundary))

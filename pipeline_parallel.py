@@ -76,7 +76,7 @@ def idea_plan(microbatches, warmup):
 
 
 def run_pipeline(stage, plan, inputs, loss_of, boundary, pp, back):
-    """Forward and backward of micro-batches -> their loss, on ranks before the last 0.
+    """Forward and backward of micro-batches -> their loss on the last rank, 0 on others.
 
     stage: this rank's layers, from tensor to tensor. loss_of(output, m): m's part of the batch's
     loss. boundary: a tensor like those between ranks. back: a second group of pp's ranks, since
