@@ -50,6 +50,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 # imports of parts 1 and 2 end here; the rest is for parts 3 to 5
 import math
+import shutil
 import sys
 from contextlib import nullcontext
 
@@ -506,8 +507,7 @@ FLAGS = {
     "--amp": dict(default="off", choices=tuple(AMP), course=True, help="autocast to"),
     "--accum": dict(type=int, default=1, least=1, metavar="M", help="micro-batches"),
     "--ckpt": dict(default="none", choices=tuple(CHECKPOINT), help="keep less for backward"),
-    "--loss-chunks": dict(type=int, default=1, least=1, help="logits of 1/N of the tokens; "
-                          "torch has it since 2.13"),
+    "--loss-chunks": dict(type=int, default=1, least=1, help="logits of 1/N of the tokens"),
     "--compile": dict(action="store_true", help="blocks; our --ckpt selective undoes it"),
 }
 # flags with which the file is worth running
@@ -598,7 +598,11 @@ def main():
     in_idea = args.ckpt != "selective" and args.loss_chunks == 1
     require(in_idea or args.impl not in ("idea", "all"),
             f"--impl {args.impl}: the idea has no --ckpt selective and no --loss-chunks")
-    require(args.impl in ("idea", "scratch") or not args.dry_run,
+    has_torch = args.impl in ("torch", "both", "all")
+    require(not has_torch or args.loss_chunks == 1 or hasattr(F, "linear_cross_entropy"),
+            f"--impl {args.impl} --loss-chunks: torch has linear_cross_entropy since 2.13")
+    require(not args.compile or shutil.which("c++"), "--compile needs c++")
+    require(not has_torch or not args.dry_run,
             "--dry-run needs --impl scratch or idea: torch's C++ reducer wants real ranks")
     require(not args.dry_run or args.impl != "idea" or args.amp != "fp16",
             "--dry-run has no values: the idea's fp16 asks whether the norm is finite")

@@ -620,7 +620,7 @@ VARIANTS = ("", "--no-reshard", "--hsdp 1")  # flags with which the file is wort
 
 
 def set_up(run, impl, mesh, on_meta):
-    from harness.checkpoint import pieces_of_parts
+    from harness.checkpoint import pieces_of_units
     from harness.whole import wholes_of_units
 
     args = run.args
@@ -636,9 +636,13 @@ def set_up(run, impl, mesh, on_meta):
     values = {part.parameter: part.value for part in model.parts}
     optimizer = run.optimizer(model.module.named_parameters(), groups=model.parameter_groups,
                               wholes=partial(wholes_of_units, model.units, values, model.group))
+    names = {p: name for name, p in model.module.named_parameters()}
+
+    def pieces():
+        return sum(pieces_of_units(model.units, names, optimizer, "value").values(), [])
+
     return run.side(model, optimizer, train_step, full_state_dict=model.full_state_dict,
-                    full_gradients=partial(full_gradients, model),
-                    pieces=partial(pieces_of_parts, model.module, model.units, optimizer))
+                    full_gradients=partial(full_gradients, model), pieces=pieces)
 
 
 def set_up_idea(run):

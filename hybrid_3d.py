@@ -59,7 +59,7 @@ from pipeline_parallel import (
 from tensor_parallel import (
     ColumnLinear, ColumnParallel, CutSequence, RowLinear, WholeSequence, cross_entropy_by_words,
     vocab_parallel_cross_entropy)
-from zero import ZeRO1, ZeRO2, ZeRO3, units_of
+from zero import ZeRO1, ZeRO2, ZeRO3, groups_of_masters, units_of
 
 # imports of parts 1 and 2 end here; the rest is for parts 3 to 5
 import sys
@@ -391,13 +391,8 @@ class Hybrid(nn.Module):
         return x.chunk(M), loss_of
 
     def parameter_groups(self, groups=None):
-        """groups: of parameters, as for an optimizer -> the same with what this rank steps."""
-        masters = {part.parameter: part.master for part in self.parts}
-        ours = []
-        for group in groups or [{"params": list(masters)}]:
-            here = [masters[p] for p in group["params"] if p in masters]
-            ours.append({**group, "params": here})
-        return ours
+        """groups: of self.parameters(), as for an optimizer -> the same with what it steps here."""
+        return groups_of_masters(self.units, groups)
 
     # -- the whole: {name: tensor} on every rank. All must call it
 

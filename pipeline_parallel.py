@@ -33,8 +33,8 @@ In a step a stage sends batch T C numbers to each stage beside it that is on ano
 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241; others stand at each schedule.
 
 Not for: stages that pass on anything but one tensor of one size, or change it in place; ranks
-without parameters; parameters replaced later; several pipelines (hybrid_3d.py has them); compiled
-stages (torch.compile) in schedules with W. At work: torch.distributed.pipelining, part 4.
+without parameters; parameters replaced later; compiled stages (torch.compile) in schedules with W.
+At work: torch.distributed.pipelining, part 4.
     torchrun --standalone --nproc_per_node=2 pipeline_parallel.py --schedule zb-v
     python pipeline_parallel.py --simulate --schedule zb-h1 --pp 4 --micro 8 --times 1,1,1,0
 """
@@ -140,7 +140,7 @@ def idea_step(stage, optimizer, x, y, valid, clip, plan, boundary, tied, pp, bac
 # What it adds to the idea, what that buys, and what it costs. Peaks: the toy, 2 ranks, M = 16.
 #     Mail            keeps one send at a time: rank 0's peak falls, 12.98 -> 12.07 MB; and begins
 #                     receives two actions early: tensors travel while the rank is at work
-#     Stages, Chain   any model's own forward, in four lines; all dtypes; frozen layers
+#     Stages, Chain   any model's own forward, in four lines; all dtypes; frozen layers; dp x pp
 #     W by itself     fills what was idle, for activations: rank 1's peak grows, 9.72 -> 12.21 MB
 #     schedules       several stages a rank: idle times are the table above
 # Calls and bytes sent stay those of the idea wherever a rank has one stage.
@@ -368,30 +368,40 @@ class Stages(nn.ModuleList):
     """This rank's stages of a model, and what makes them one model with those of other ranks.
 
     whole: all stages, in order: slices of an nn.Sequential, or carve's. Those of other ranks may be
-    on the meta device, where to() and to_empty() untie: tie anew. What is tied, as the embedding
-    that is the head, too, begins as on the first of its ranks, and its gradients are summed.
+    on the meta device, where to() and to_empty() untie: tie anew.
+
+    What several ranks have begins as on the first of them, and its gradients are summed: a tied
+    embedding, or all of it if several pipelines share the batch, as dp = 2 x pp = 2:
+        pipelines = [[0, 2], [1, 3]]  # loss_of divides by the tokens of both
+        group, _ = dist.new_subgroups_by_enumeration(pipelines)
+        mail = Mail(plans, size, dtype, device, group, make_links(plans, pipelines))
     """
 
-    def __init__(self, whole, plans):
+    def __init__(self, whole, plans, pipelines=None):
+        pipelines = pipelines or [range(dist.get_world_size())]
         rank = dist.get_rank()
+        [own] = [ranks for ranks in pipelines if rank in ranks]
         home = homes(plans)
-        here = {stage: whole[stage] for stage in sorted(home) if home[stage] == rank}
+        here = {stage: whole[stage] for stage in sorted(home) if own[home[stage]] == rank}
         super().__init__(here.values())
         self.here = here  # {stage: module}
         self.counted = []  # parameters that this rank counts in the norm
         self.shared = {}  # {parameter that other ranks have, too: their group}
-        holders = defaultdict(set)  # {parameter: the ranks that have it}
+        places = defaultdict(set)  # {parameter: where in a pipeline it is}
         for stage, module in enumerate(whole):
             for p in module.parameters():
-                holders[p].add(home[stage])
-        for p, ranks in holders.items():
-            if rank == min(ranks):
+                places[p].add(home[stage])
+        groups = {}  # {ranks: their group}
+        for p, of_p in places.items():
+            holders = tuple(ranks[place] for ranks in pipelines for place in sorted(of_p))
+            if rank == holders[0]:
                 self.counted.append(p)
-            if len(ranks) > 1:
-                group = dist.new_group(sorted(ranks))  # every rank makes it
-                if rank in ranks:
-                    self.shared[p] = group
-                    dist.broadcast(p.data, group=group, group_src=0)  # the first's -> replicated
+            if len(holders) > 1 and holders not in groups:
+                groups[holders] = dist.new_group(holders)  # every rank makes it
+            if len(holders) > 1 and rank in holders:
+                self.shared[p] = groups[holders]
+                # the first's -> replicated
+                dist.broadcast(p.data, group=groups[holders], group_src=0)
 
     def sum_and_clip(self, clip):
         """What is left to do between backward and the optimizer's step -> the gradient norm."""

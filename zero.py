@@ -268,6 +268,7 @@ class ZeRO1:
     # -- gradients: a unit's are summed while backward makes those of the unit before it
 
     def zero_grad(self):
+        assert self.is_summed, "gradients are not summed: call reduce() after backward, with sync"
         for unit in self.units:
             unit.grad.zero_()
 
@@ -324,18 +325,11 @@ class ZeRO1:
 
     def parameter_groups(self, groups=None):
         """groups: a list of dicts, as for an optimizer -> the same with this rank's masters."""
-        master_of = {part.parameter: part.master for part in self.parts}
-        ours = []
-        known = {p for unit in self.units for p in unit.shapes}
-        for group in groups or [{"params": list(master_of)}]:
-            params = list(group["params"])
-            assert all(p in known or not p.requires_grad for p in params), "p is in no unit"
-            masters = [master_of[p] for p in params if p in master_of]  # with a part here
-            ours.append({**group, "params": masters})
-        return ours
+        return groups_of_masters(self.units, groups)
 
     def clip_grad_norm_(self, max_norm):
         """Scale the whole gradient to a norm of max_norm at most (0: do not) -> its norm before."""
+        assert self.is_summed, "gradients are not summed: reduce() comes first"
         grads = [unit.grad for unit in self.units]
         wide = torch.promote_types(grads[0].dtype, torch.float32)
         square = torch.stack(torch._foreach_norm(grads, dtype=wide)).square().sum()
@@ -394,6 +388,19 @@ class ZeRO1:
             all_gather(full, chunk.to(full.device), group=self.group)  # sharded -> replicated
             found.update(unit.views(full))
         return found
+
+
+def groups_of_masters(units, groups=None):
+    """See ZeRO1.parameter_groups."""
+    master_of = {part.parameter: part.master for unit in units for part in unit.parts}
+    known = {p for unit in units for p in unit.shapes}
+    ours = []
+    for group in groups or [{"params": list(master_of)}]:
+        params = list(group["params"])
+        assert all(p in known or not p.requires_grad for p in params), "p is in no unit"
+        masters = [master_of[p] for p in params if p in master_of]  # with a part here
+        ours.append({**group, "params": masters})
+    return ours
 
 
 class ZeRO2(ZeRO1):

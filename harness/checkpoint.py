@@ -118,10 +118,11 @@ def part_pieces(name, shape, first, p, optimizer, writes=True):
     return pieces
 
 
-def pieces_of_units(units, names, optimizer):
-    """Of parameters whose optimizer steps 1-D parts of them, as in zero.py.
+def pieces_of_units(units, names, optimizer, stepped="master"):
+    """Of parameters whose optimizer steps 1-D parts of them, as in zero.py and fsdp.py.
 
     names: {parameter: its name} -> {parameter: [Piece] of it and of its states}
+    stepped: which field of a part it is that the optimizer steps
     """
     found = {p: [] for p in names}
     for p, name in names.items():
@@ -133,19 +134,8 @@ def pieces_of_units(units, names, optimizer):
             place = names[p], unit.shapes[p], part.first
             # what forward reads where p is empty between steps; it does no harm elsewhere
             found[p] += run_pieces(*place, part.value, writes=False)
-            found[p] += part_pieces(*place, part.master, optimizer)
+            found[p] += part_pieces(*place, getattr(part, stepped), optimizer)
     return found
-
-
-def pieces_of_parts(module, units, optimizer):
-    """The pieces of a module that is sharded as by FSDP, whose units have shapes and parts."""
-    names = {p: name for name, p in module.named_parameters()}
-    pieces = pieces_of([(name, p) for p, name in names.items() if not p.requires_grad], None)
-    for unit in units:
-        for part in unit.parts:
-            p = part.parameter
-            pieces += part_pieces(names[p], unit.shapes[p], part.first, part.value, optimizer)
-    return pieces
 
 
 def of_whole(piece, dim, whole, index):

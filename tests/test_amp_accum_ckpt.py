@@ -609,10 +609,10 @@ def test_a_resumed_run_has_the_scale(tmp_path, impl):
     """An overflow on one rank costs all of them the step; scale, good steps, updates are saved."""
     flags = (*SMALL, "--amp", "fp16", "--steps", "6", "--lr", "1e-4", "--impl", impl)
     whole = run_script("amp_accum_ckpt", 2, *flags, "--save", str(tmp_path), "--save-every", "4",
-                   plant=inject)
+                       plant=inject)
     assert whole["check"]["passed"]
     rest = run_script("amp_accum_ckpt", 2, *flags, "--no-check", "--resume", str(tmp_path / "4"),
-                  plant=twice_halved)
+                      plant=twice_halved)
     assert rest["loss"] == whole["loss"][4:]
 
 
@@ -678,6 +678,8 @@ def test_compile():
 
 def test_refused(monkeypatch):
     monkeypatch.setattr("sys.argv", [])
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.delattr(F, "linear_cross_entropy", raising=False)  # as in torch 2.11
     check_refused("amp_accum_ckpt", [(flags.split(), words) for flags, words in [
         ("--amp fp16 --optimizer muon", "the scaler skips steps of AdamW alone"),
         ("--amp bf16 --dtype fp64", "--dtype fp64"),
@@ -685,4 +687,6 @@ def test_refused(monkeypatch):
         ("--impl torch --dry-run 2", "--dry-run needs --impl scratch or idea"),
         ("--impl idea --amp fp16 --dry-run 2", "--dry-run has no values"),
         ("--impl all --ckpt selective", "the idea has no --ckpt selective"),
+        ("--impl torch --loss-chunks 2", "torch has linear_cross_entropy since 2.13"),
+        ("--compile", "--compile needs c++"),
     ]])

@@ -195,29 +195,33 @@ def stale_step(plain, optimizer, inputs, loss_of, layers):
     return sum(losses).detach()
 
 
-def piped(module, name):
+def piped(module, name, dp):
     """-> this rank's stages of the stranger, all stages, a Mail, the layers of each stage, plans"""
     model = stranger()
     model[0].weight.data += dist.get_rank()  # copies of a tied one begin as the first rank's
-    plans = module.make_plans(name, dist.get_world_size(), 8)
+    p = dist.get_world_size() // dp
+    plans = module.make_plans(name, p, 8)
     size = 8 // len(module.homes(plans))
     layers = [range(first, first + size) for first in range(0, 8, size)]
     whole = [model[own.start:own.stop] for own in layers]
-    stages = module.Stages(whole, plans)
+    pipelines = [list(range(copy, p * dp, dp)) for copy in range(dp)]
+    stages = module.Stages(whole, plans, pipelines if dp > 1 else None)
+    group, _ = dist.new_subgroups_by_enumeration(pipelines)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "get_backend", lambda: "nccl")  # then each link has a group of its own
-        mail = module.Mail(plans, (2, 5, 8), torch.float64, "cpu")
+        links = module.make_links(plans, pipelines)
+        mail = module.Mail(plans, (2, 5, 8), torch.float64, "cpu", group, links)
     return stages, whole, mail, layers, plans
 
 
-def check_copy(name, plant=None):
-    """2 steps with clipping equal one process's."""
+def check_copy(name, plant=None, dp=1):
+    """2 steps with clipping equal one process's. dp: so many pipelines share the batch."""
     module = pipeline_parallel if name == "pipedream" else copied("pipeline_parallel")
     if plant:
         plant(module)
     close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
     plain = stranger()
-    stages, whole, mail, layers, plans = piped(module, name)
+    stages, whole, mail, layers, plans = piped(module, name, dp)
     called = {p: n for stage in whole[::-1] for n, p in stage.named_parameters()}
     reference_step = stale_step if name == "pipedream" else plain_step
     optimizer = torch.optim.AdamW(stages.parameters(), 1e-2, eps=1e-5)
@@ -226,20 +230,21 @@ def check_copy(name, plant=None):
         pipeline = module.PipeDream(stages, plans, mail, optimizer, 0.5)
     else:
         pipeline = module.SplitPipeline(stages.here, plans, mail)
+    copy = dist.get_rank() % dp
     for step in range(2):
-        batch = batch_of(step)
+        batches = [batch_of(2 * step + number) for number in range(dp)]
         optimizer.zero_grad()
         reference.zero_grad()
-        loss = pipeline.step(*batch)
+        loss = pipeline.step(*batches[copy])
         dist.all_reduce(loss)
-        close(loss, reference_step(plain, reference, *batch, layers))
+        close(loss, sum(reference_step(plain, reference, *batch, layers) for batch in batches))
         norm = stages.sum_and_clip(0.5)
         close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
         optimizer.step()
         reference.step()
         wanted = {name: q.grad for name, q in plain.named_parameters()}
-        close(full_gradients(stages, called), wanted)
-        close(full_state_dict(stages), dict(plain.state_dict()))
+        close(full_gradients(stages, called, mail.group), wanted)
+        close(full_state_dict(stages, mail.group), dict(plain.state_dict()))
 
 
 @pytest.mark.parametrize("world, names", [
@@ -271,11 +276,15 @@ def test_a_chain_is_cut_into_stages():
     run_ranks(check_chain, 1)
 
 
+def test_copies_of_a_pipeline_are_summed():
+    run_ranks(check_each, 4, check_copy, [(name, None, 2) for name in ("1f1b", "zb-v")])
+
+
 def others_on_meta(module):
     """Gives Stages those of other ranks on the meta device."""
 
     class OfMeta(module.Stages):
-        def __init__(self, whole, plans):
+        def __init__(self, whole, plans, pipelines):
             for stage, rank in module.homes(plans).items():
                 if rank != dist.get_rank():
                     whole[stage].to("meta")
@@ -285,7 +294,7 @@ def others_on_meta(module):
                 first.weight = last.weight
             else:
                 last.weight = first.weight
-            super().__init__(whole, plans)
+            super().__init__(whole, plans, pipelines)
             assert not any(p.is_meta for p in self.parameters())
     module.Stages = OfMeta
 
@@ -447,16 +456,16 @@ def test_cost(world, flags, rank):
 
 def test_what_cannot_run_is_refused():
     run_ranks(check_refused, 2, "pipeline_parallel", [(flags.split(), words) for flags, words in [
-              ("--layers 1", "--layers 1 for 2 stages"),
-              ("--micro 3", "--micro 3 cannot cut --batch 8"),
-              ("--schedule interleaved --micro 3 --batch 9", "interleaved takes multiples of 2"),
-              ("--schedule dualpipe-v --micro 2", "dualpipe-v needs 4 or more micro-batches"),
-              ("--schedule pipedream --save NONE", "pipedream takes no --save"),
-              ("--schedule naive --impl idea", "the idea has 1f1b and gpipe"),
-              ("--schedule naive --impl torch", "torch has gpipe, 1f1b"),
-              ("--impl torch --micro 1", "torch's 1f1b wants 2 or more"),
-              ("--impl torch --schedule zb-h1 --micro 5 --batch 5", "take a multiple of 2"),
-              ("--layers-per-stage 1,1", "they are 2, --layers 4"),
-              ("--limit 4", "--limit is for --schedule auto, not for 1f1b"),
-              ("--pp 4", "--pp is for --simulate only"),
+        ("--layers 1", "--layers 1 for 2 stages"),
+        ("--micro 3", "--micro 3 cannot cut --batch 8"),
+        ("--schedule interleaved --micro 3 --batch 9", "interleaved takes multiples of 2"),
+        ("--schedule dualpipe-v --micro 2", "dualpipe-v needs 4 or more micro-batches, not 2"),
+        ("--schedule pipedream --save NONE", "pipedream takes no --save"),
+        ("--schedule naive --impl idea", "the idea has 1f1b and gpipe"),
+        ("--schedule naive --impl torch", "torch has gpipe, 1f1b"),
+        ("--impl torch --micro 1", "torch's 1f1b wants 2 or more"),
+        ("--impl torch --schedule zb-h1 --micro 5 --batch 5", "take a multiple of 2"),
+        ("--layers-per-stage 1,1", "they are 2, --layers 4"),
+        ("--limit 4", "--limit is for --schedule auto, not for 1f1b"),
+        ("--pp 4", "--pp is for --simulate only"),
     ]])

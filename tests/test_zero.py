@@ -293,6 +293,10 @@ def check_misuse():
         llama_loss(model, *rows).backward()
         with pytest.raises(AssertionError, match="call reduce"):
             ours.step(optimizer)
+        with pytest.raises(AssertionError, match="reduce.. comes first"):
+            ours.clip_grad_norm_(1.0)
+        with pytest.raises(AssertionError, match="call reduce"):
+            ours.zero_grad()  # it would forget some of them alone
         with pytest.raises(AssertionError, match="call reduce"):
             llama_loss(model, *rows).backward()
         ours.reduce()
@@ -318,8 +322,8 @@ def test_misuse():
 
 def test_refused_flags():
     run_ranks(check_refused, 2, "zero", [(flags.split(), words) for flags, words in [
-              ("--stage 2 --offload param", "needs --stage 3"),
-              ("--batch 3 --accum 2", "2 micro-batches"),
-              ("--impl idea --stage 2", "the idea is --stage 1"),
-              ("--impl torch --save no/such", "no dry run"),
+        ("--stage 2 --offload param", "needs --stage 3"),
+        ("--batch 3 --accum 2", "2 micro-batches"),
+        ("--impl idea --stage 2", "the idea is --stage 1"),
+        ("--impl torch --save no/such", "no dry run"),
     ]])
