@@ -48,6 +48,11 @@ def test_cost(world, flags, gathers):
     assert sent["all_gather"]["calls"] == gathers
 
 
+def test_dry_run_of_a_frozen_model():
+    """With blocks that stay whole, and no root."""
+    dry_run_agrees("fsdp", 2, "--train", "blocks.1")
+
+
 def test_resume(tmp_path):
     """Saved by replicas on 4 ranks, resumed on 3."""
     flags = [*PROOF, "--train", "blocks|head"]
