@@ -1,20 +1,19 @@
-"""Weights from elsewhere, and for elsewhere: as Hugging Face keeps them, and plain files.
+"""Weights from elsewhere, and for elsewhere: as Hugging Face keeps them.
 
     python tools/weights.py import FOLDER DIR       their weights -> for --init-from DIR
     python tools/weights.py export DIR FOLDER       back: config.json and model.safetensors
-    python tools/weights.py plain DIR FILE.pt       the plain GPT's state_dict, for torch.load
 
 GPT-2, Llama (Mistral), Mixtral, Qwen3 and Qwen3-MoE. FOLDER has a config.json beside
 model.safetensors, for which `pip install safetensors` is needed, or pytorch_model.bin, whole or in
 several parts. DIR is what --save of any script has written, on any number of ranks: the newest
-checkpoint in it is taken. Nothing in these files can run code.
+checkpoint in it is taken (dcp_to_torch of torch.distributed.checkpoint.format_utils makes a plain
+file of one). Nothing in these files can run code.
 
 What differs there, for a layer of width C:
 
     GPT-2      h.3.attn.c_attn.weight   (C, 3C)    blocks.3.attn.q.weight, k, v   (C, C) each
                h.3.mlp.c_fc.weight      (C, 4C)    blocks.3.mlp.up.weight         (4C, C)
     Llama      model.layers.3.self_attn.q_proj     blocks.3.attn.q                the same shape
-    Qwen3      model.layers.3.self_attn.q_norm     blocks.3.attn.q_norm           (D)
     Mixtral    ..block_sparse_moe.experts.5.w1     blocks.3.mlp.experts.5.gate    the same shape
     Qwen3-MoE  ..mlp.experts.5.gate_proj           blocks.3.mlp.experts.5.gate    the same shape
 
@@ -32,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch  # noqa: E402
 
-from common import FORMS, PRESETS, GPTConfig  # noqa: E402
+from common import FORMS, GPT, PRESETS, GPTConfig  # noqa: E402
 from harness import checkpoint  # noqa: E402
 from harness.usage import require  # noqa: E402
 
@@ -94,13 +93,23 @@ KINDS = {
     "qwen3_moe": {**QWEN3, "norm_topk_prob": (True,), "decoder_sparse_step": (1,),
                   "mlp_only_layers": ([], None)},
 }
-GPT2_SIZES = ("n_layer", "n_embd", "n_head", "vocab_size", "n_positions")
-SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size",
-         "max_position_embeddings", "num_key_value_heads", "intermediate_size")
+# {ours: theirs}
+GPT2_SIZES = {"layers": "n_layer", "width": "n_embd", "heads": "n_head", "vocab": "vocab_size",
+              "seq": "n_positions"}
+SIZES = {"layers": "num_hidden_layers", "width": "hidden_size", "heads": "num_attention_heads",
+         "vocab": "vocab_size", "seq": "max_position_embeddings",
+         "kv_heads": "num_key_value_heads", "hidden": "intermediate_size"}
 EXPERTS = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}  # either, in new files
 ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM",
                  "qwen3": "Qwen3ForCausalLM", "mixtral": "MixtralForCausalLM",
                  "qwen3_moe": "Qwen3MoeForCausalLM"}
+
+
+def names_of_sizes(kind):
+    """-> {ours: theirs}. hidden: of an expert, where there are any."""
+    if kind == "gpt2":
+        return GPT2_SIZES
+    return {**SIZES, "hidden": "moe_intermediate_size"} if kind == "qwen3_moe" else SIZES
 
 
 def refuse(name, value, possible):
@@ -113,31 +122,30 @@ def sizes_of(config):
     require(kind in KINDS, f"config.json: model_type is {kind}, not one of {', '.join(KINDS)}")
     for name, possible in KINDS[kind].items():
         refuse(name, config.get(name, possible[0]), possible)
-    sizes = {name: config[name] for name in (GPT2_SIZES if kind == "gpt2" else SIZES)}
-    if kind == "qwen3_moe":
-        sizes["intermediate_size"] = config["moe_intermediate_size"]  # of an expert
-    experts = 0
-    if kind in EXPERTS:
-        experts = config.get("num_experts") or config["num_local_experts"]
-    for name, size in sizes.items():
-        require(type(size) is int and size > 0, f"config.json: {name} is {size}, no size")
-    layers, width, heads, vocab, seq, *others = sizes.values()
+    sizes = {}
+    for ours, theirs in names_of_sizes(kind).items():
+        size = config[theirs]
+        require(type(size) is int and size > 0, f"config.json: {theirs} is {size}, no size")
+        sizes[ours] = size
+    width = sizes["width"]
+    heads = sizes["heads"]
     if kind == "gpt2":
         require(width % heads == 0, f"config.json: {heads} heads do not divide a width of {width}")
         refuse("n_inner", config.get("n_inner") or 4 * width, (4 * width,))
-        return GPTConfig(layers, width, heads, vocab, seq).resolved(), experts
-    kv_heads, hidden = others
+        return GPTConfig(**sizes).resolved(), 0
     window = config.get("sliding_window")
-    require(window is None or window >= seq or kind.startswith("qwen3"),
-            f"config.json: a sliding_window of {window} is shorter than {seq}")
+    require(window is None or window >= sizes["seq"] or kind.startswith("qwen3"),
+            f"config.json: a sliding_window of {window} is shorter than {sizes['seq']}")
     rotary = config.get("rope_parameters") or {}
     refuse("rope_type", rotary.get("rope_type", "default"), ("default",))
     form = "llama"
     if kind.startswith("qwen3"):
         form = "qwen3-tied" if config.get("tie_word_embeddings") else "qwen3"
+    experts = 0
+    if kind in EXPERTS:
+        experts = config.get("num_experts") or config["num_local_experts"]
     return GPTConfig(
-        layers, width, heads, vocab, seq, FORMS[form], kv_heads, hidden,
-        head_dim=config.get("head_dim") or width // heads,
+        **sizes, form=FORMS[form], head_dim=config.get("head_dim") or width // heads,
         theta=float(rotary.get("rope_theta", config.get("rope_theta", 1e4))),
         eps=config["rms_norm_eps"]), experts
 
@@ -154,74 +162,59 @@ def kind_of(cfg, experts):
 def config_of(cfg, dtype, experts, top_k):
     """The inverse -> config.json. experts: how many a layer has, 0: an MLP."""
     kind = kind_of(cfg, experts)
-    fixed = {name: possible[0] for name, possible in KINDS[kind].items()}
-    fixed.update(model_type=kind, architectures=[ARCHITECTURES[kind]],
-                 torch_dtype=str(dtype).removeprefix("torch."))
+    config = {name: possible[0] for name, possible in KINDS[kind].items()}
+    config.update({theirs: getattr(cfg, ours) for ours, theirs in names_of_sizes(kind).items()})
+    config.update(model_type=kind, architectures=[ARCHITECTURES[kind]],
+                  torch_dtype=str(dtype).removeprefix("torch."))
     if kind == "gpt2":
-        return {**fixed, **dict(zip(GPT2_SIZES, cfg)), "n_ctx": cfg.seq, "n_inner": None,
+        return {**config, "n_ctx": cfg.seq, "n_inner": None,
                 "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-    sizes = dict(zip(SIZES, (*cfg[:5], cfg.kv_heads, cfg.hidden)))
-    fixed.update(tie_word_embeddings=cfg.form.tied, rope_theta=cfg.theta, rms_norm_eps=cfg.eps,
-                 head_dim=cfg.head_dim)
+    config.update(tie_word_embeddings=cfg.form.tied, rope_theta=cfg.theta, rms_norm_eps=cfg.eps,
+                  head_dim=cfg.head_dim, intermediate_size=cfg.hidden)
     if experts:
-        fixed.update({EXPERTS[kind]: experts, "num_experts_per_tok": top_k})
-    if kind == "qwen3_moe":
-        fixed["moe_intermediate_size"] = cfg.hidden
-    return {**fixed, **sizes}
+        config.update({EXPERTS[kind]: experts, "num_experts_per_tok": top_k})
+    return config
 
 
 # ---- names ---------------------------------------------------------------------
 
-GPT2_ENDS = {"wte.weight": "tok.weight", "wpe.weight": "pos.weight",
-             "ln_f.weight": "norm.weight", "ln_f.bias": "norm.bias"}
-GPT2_BLOCK = {"ln_1": ["norm1"], "ln_2": ["norm2"], "attn.c_attn": ["attn.q", "attn.k", "attn.v"],
-              "attn.c_proj": ["attn.out"], "mlp.c_fc": ["mlp.up"], "mlp.c_proj": ["mlp.down"]}
-ENDS = {"model.embed_tokens.weight": "tok.weight", "model.norm.weight": "norm.weight",
-        "lm_head.weight": "head.weight"}
-BLOCK = {
-    "input_layernorm": "norm1", "post_attention_layernorm": "norm2", "self_attn.q_proj": "attn.q",
-    "self_attn.k_proj": "attn.k", "self_attn.v_proj": "attn.v", "self_attn.o_proj": "attn.out",
-}
-QK_NORMS = {"self_attn.q_norm": "attn.q_norm", "self_attn.k_norm": "attn.k_norm"}
-MLP = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
-MIXTRAL = {"w1": "gate", "w3": "up", "w2": "down"}
+# {a word of our names: theirs}; what is not here is called the same
+GPT2_WORDS = {"tok": "wte", "pos": "wpe", "norm": "ln_f", "blocks": "h", "norm1": "ln_1",
+              "norm2": "ln_2", "q": "c_attn", "k": "c_attn", "v": "c_attn", "out": "c_proj",
+              "up": "c_fc", "down": "c_proj"}
+WORDS = {"tok": "model.embed_tokens", "norm": "model.norm", "head": "lm_head",
+         "blocks": "model.layers", "norm1": "input_layernorm",
+         "norm2": "post_attention_layernorm", "attn": "self_attn", "q": "q_proj", "k": "k_proj",
+         "v": "v_proj", "out": "o_proj", "gate": "gate_proj", "up": "up_proj",
+         "down": "down_proj", "router": "gate"}
+MIXTRAL = {"mlp": "block_sparse_moe", "gate": "w1", "up": "w3", "down": "w2"}
+WORDS_OF = {"gpt2": GPT2_WORDS, "mixtral": {**WORDS, **MIXTRAL}}  # else WORDS
 # not read: the causal mask and angles, which older files hold, and a head that is the embedding
 NOT_READ = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|lm_head\.weight|.*rotary_emb\.inv_freq")
 
 
-def names_of_block(kind, experts):
-    """-> {their name in a layer: ours}, of all but GPT-2"""
-    found = dict(BLOCK)
-    if kind.startswith("qwen3"):
-        found.update(QK_NORMS)
-    folder = "block_sparse_moe" if kind == "mixtral" else "mlp"
-    of_mlp = MIXTRAL if kind == "mixtral" else MLP
+def our_names(cfg, experts):
+    """-> the names of the plain model's parameters, in order"""
+    with torch.device("meta"):
+        names = [name for name, _ in GPT(cfg).named_parameters()]
     if not experts:
-        found.update({f"mlp.{theirs}": f"mlp.{ours}" for theirs, ours in of_mlp.items()})
-        return found
-    found[f"{folder}.gate"] = "mlp.router"
-    for e in range(experts):
-        for theirs, ours in of_mlp.items():
-            found[f"{folder}.experts.{e}.{theirs}"] = f"mlp.experts.{e}.{ours}"
+        return names
+    found = [f"blocks.{i}.mlp.router.weight" for i in range(cfg.layers)]
+    for name in names:
+        of_experts = [name]
+        if ".mlp." in name:
+            of_experts = [name.replace("mlp", f"mlp.experts.{e}") for e in range(experts)]
+        found += of_experts
     return found
 
 
 def names_of(cfg, experts):
     """-> {their name: [ours]}; in one tensor of GPT-2's q, k and v are one beside the other."""
-    kind = kind_of(cfg, experts)
+    words = WORDS_OF.get(kind_of(cfg, experts), WORDS)
     found = {}
-    if kind == "gpt2":
-        for i in range(cfg.layers):
-            for theirs, ours in GPT2_BLOCK.items():
-                for end in ("weight", "bias"):
-                    found[f"h.{i}.{theirs}.{end}"] = [f"blocks.{i}.{name}.{end}" for name in ours]
-        return {**{theirs: [ours] for theirs, ours in GPT2_ENDS.items()}, **found}
-    for theirs, ours in ENDS.items():
-        if ours != "head.weight" or not cfg.form.tied:
-            found[theirs] = [ours]
-    for i in range(cfg.layers):
-        for theirs, ours in names_of_block(kind, experts).items():
-            found[f"model.layers.{i}.{theirs}.weight"] = [f"blocks.{i}.{ours}.weight"]
+    for name in our_names(cfg, experts):
+        theirs = ".".join(words.get(word, word) for word in name.split("."))
+        found.setdefault(theirs, []).append(name)
     return found
 
 
@@ -271,9 +264,6 @@ def sizes_in(identity):
     return GPTConfig(**{**found, "form": FORMS[found["form"]]})
 
 
-# ---- what the program does -----------------------------------------------------
-
-
 def import_weights(source, target):
     folder = Path(source)
     require(not checkpoint.numbered(target), f"{target}: has checkpoints already")
@@ -292,9 +282,9 @@ def import_weights(source, target):
 def flags_for(cfg):
     """What a run has to be told beside --init-from."""
     preset = next(name for name, preset in PRESETS.items() if preset.form == cfg.form)
-    names = ["layers", "width", "heads", "vocab", "seq"]
+    names = list(GPT2_SIZES)
     if not cfg.form.learned_positions:
-        names += ["kv_heads", "hidden", "head_dim"]
+        names = [*SIZES, "head_dim"]
     sizes = [f" --{name.replace('_', '-')} {getattr(cfg.resolved(), name)}" for name in names]
     return f" --model {preset}" + "".join(sizes)
 
@@ -316,16 +306,7 @@ def export_weights(source, target):
     print(f"{sum(t.numel() for t in state.values()):,} parameters in {target}")
 
 
-def save_plain(source, target):
-    require(not Path(target).exists(), f"{target}: is there already")
-    state, identity = weights_of(source)
-    if sizes_in(identity).form.tied and "tok.weight" in state:
-        state["head.weight"] = state["tok.weight"]  # one tensor, in the file as well
-    torch.save(state, target)
-    print(f"{len(state)} tensors in {target}")
-
-
-TASKS = {"import": import_weights, "export": export_weights, "plain": save_plain}
+TASKS = {"import": import_weights, "export": export_weights}
 
 
 def main():
