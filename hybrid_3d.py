@@ -8,31 +8,31 @@
 
     plans = make_plans("1f1b", ranks=2, microbatches=4)
     mesh = Mesh(plans, dp=2, tp=2)
-    tp = WholeSequence(mesh.group["tp"])  # --sp: CutSequence
-    cut_model(model, tp, plan)  # as tensor_parallel.py has it
-    stages = carve(model, chain, [2, 2])  # as pipeline_parallel.py has it: two layers each
+    tp = WholeSequence(mesh.group["tp"])  # with --sp: CutSequence
+    cut_model(model, tp, {"blocks.*.up": ColumnLinear, "blocks.*.down": RowLinear, ..})
+    chain = Chain(first=["words"], layers="blocks", last=["norm", "head"])
+    stages = carve(model, chain, [2, 2])  # of two layers each
     hybrid = Hybrid(stages, plans, mesh, tp, layers=model.blocks, head=model.head, zero=1)
-    optimizer = AdamW(hybrid.parameter_groups(), lr=1e-3)  # x, y: rows of mesh.place["dp"]
+    optimizer = AdamW(hybrid.parameter_groups(), lr=1e-3)
     loss, norm = train_step(hybrid, optimizer, x, y, valid, clip=1.0)  # loss: this rank's part
 
-What becomes of a gradient; print(hybrid) shows it for your model. cut: each rank has its own part
-of it. same: all have the same. sum: each has a summand. data is dp x cp: ep cuts it into neighbours
-with different experts, replicas have the same. twins: ranks of tp with the same heads of keys and
-values. ends: first and last stage. ZeRO makes sums over data, replicas "scatter": each has a part.
+cut_model is tensor_parallel.py's, carve pipeline_parallel.py's. x, y: the rows of this copy, number
+mesh.place["dp"]. docs/your-model.md ends with whole programs. print(hybrid) says what becomes of
+each gradient along each axis (the words: part 1), here in Qwen3's form:
 
-    kind of parameter                    tp            twins  data   replicas  ep    ends
-    cut: matrices, embeddings            cut                  sum
-    shared: keys, values of few heads    cut           sum    sum
-    whole: norms, biases after sums      same; --sp: sum      sum
-    inside: norms of q and k             sum                  sum
-    expert (tp wants --sp)               sum                         sum       cut
-    tied, besides: embedding, head                                                   sum
+    gradient of                  kind       tp    data     ends  counted in the norm by
+    tok.weight                   cut, tied  cut   scatter  sum   first of ends
+    blocks.*.norm1.weight        whole      same  scatter  -     first of tp
+    blocks.*.attn.q.weight       cut        cut   scatter  -     each its own
+    blocks.*.attn.q_norm.weight  inside     sum   scatter  -     first of tp
 
-    numbers that a rank sends in a step (tp, pp: of a middle stage), A = B/(dp M) * T/cp * C
+Numbers that a rank of a middle stage sends in a step. A: those between stages, B/(dp M) T/cp C.
+n: ranks of data, dp x cp. K of H heads are of keys and values
     tp    M L/pp 8 A (tp-1)/tp; --sp: 10 for 8, and the sums over tp of the table above
     pp    M 2 A; --sp: 1/tp of it
-    cp    M L/pp 6 A (cp-1)/tp K/H, if H heads share K heads of keys and values; not with ulysses
-    data  k P (n-1)/n, n = dp cp; k is 2, in ZeRO-2 M + 1, in ZeRO-3 3 M. ends: V C/tp
+    cp    M L/pp 6 A (cp-1)/tp K/H; not with ulysses
+    data  2 P (n-1)/n; ZeRO-2: M + 1 for 2; ZeRO-3: 3 M
+    ends  V C/tp, if the embedding is the head
 
 Narayanan 2021, arXiv:2104.04473, section 3; Llama 3 2024, arXiv:2407.21783, 3.3.2. At work: part 4.
 Not for: optimizers of whole matrices, but see --optimizer muon; several ties; pipedream; ZeRO-3 of
@@ -78,13 +78,16 @@ from zero import held
 
 # The ranks are a grid with three axes. Along each the model is cut as a file of its own does it:
 #     grid = make_grid(dp=2, tp=2, pp=2)
-#     cut_by_name(model, plan, grid["tp"])
-#     hybrid = IdeaOfHybrid(carve(model, chain, [2, 2]), grid, boundary)
-# What is new is what becomes of a gradient along each axis. cut: each rank has its own part. same:
-# all have the same. sum: each has a summand, and a step adds them up.
+#     cut_by_name(model, plan, grid["tp"])  # tensor_parallel.py's idea
+#     hybrid = IdeaOfHybrid([stage0, stage1], grid, boundary)
+#     loss, norm = idea_step(hybrid, optimizer, x, y, valid, clip)
+# What is new is what becomes of a parameter's gradient along each axis. It is
+#     cut   if each rank has its own part of it
+#     same  if all ranks have the same
+#     sum   if each rank has a summand: a step adds them up
 FATES = {
     "cut": {"tp": "cut", "dp": "sum"},
-    "whole": {"tp": "same", "dp": "sum"},  # norms, positions, biases that are added to sums
+    "whole": {"tp": "same", "dp": "sum"},  # what cut_by_name has left whole, such as norms
 }
 TIED = {"ends": "sum"}  # besides, if the embedding is the head: the first stage and the last
 
@@ -127,7 +130,7 @@ class IdeaOfHybrid:
 
 
 def run_microbatches(model, x, y, valid):
-    """Forward and backward of this copy's rows -> the loss on the last stage, 0 on others."""
+    """Forward and backward of this copy's rows -> their loss; 0 where the last stage is not."""
     grid = model.grid
     inputs = x.split(len(model.boundary))
     targets = y.split(len(model.boundary))
@@ -176,25 +179,31 @@ def norm_by_fate(model):
 # ---- 2. the technique (copy this, the files that it imports, and common.py) ---
 
 # What it adds to the idea, and what that buys, on rank 0 of the toy with dp, tp and pp 2:
-#     a buffer for a layer's gradients       4.4 MB sent -> 3.6, in 88 all-reduces -> 46; sums over
-#     and one f for q, k and v               copies travel while backward makes the next layer's
-#     ZeRO                                   peak 6.7 MB -> 5.8 in stage 1: states are cut
-#     --sp                                   peak 5.8 MB -> 5.2: norms and residuals are cut
-#     cp, ep                                 longer sequences, more experts
-#     schedules with W                       smaller bubbles, also where tp has cut what W is for
+#     a buffer for a layer's gradients    46 all-reduces for 88; over copies they travel while
+#                                         backward makes the next layer's gradients
+#     one f for q, k and v                all-reduces send 3.6 MB for 4.4
+#     ZeRO                                peak 6.7 MB -> 5.8 with ZeRO-1: states are cut
+#     --sp                                peak 5.8 MB -> 5.2: norms and residuals are cut
+#     cp, ep                              longer sequences, more experts
+#     schedules with W                    smaller bubbles
+
+# Words of zero.py: a unit is parameters whose gradients travel together. A part is what this rank
+# has of one parameter in its chunk of a unit, and the part's master is what the optimizer steps.
+# Of tensor_parallel.py: tp.cuts has the parameters that cut_model has cut, tp.inside those inside
+# of a layer that are not; so many ranks as tp.copies(p) says have the same cut of p.
 
 
 class Mesh:
-    """Who is who: the sizes of the axes, this rank's place on them, and its group along each.
+    """Who is who: this rank's place along pp, dp, cp and tp, its group along each axis, the sizes.
 
-    plans: a pipeline's, one for each of its ranks. tp varies fastest, since its ranks talk most,
-    and pp slowest (Narayanan 2021, section 3). Besides pp, cp and tp there are groups along
+    plans: one for each rank of a pipeline, as make_plans returns them. tp varies fastest, since its
+    ranks talk most, and pp slowest (Narayanan 2021, section 3). Besides pp, cp and tp the axes are
 
-    data      dp x cp: the ranks that have the same parameters, and different tokens
-    ep        neighbours in data, which have different experts
+    data      dp x cp, all ranks with the same parameters and other tokens: the idea's dp
+    ep        neighbours along data: each has its own experts
     replicas  the ranks of data that have the same experts
     peers     all ranks that have the same stages
-    ends      the ranks of a pipeline that have its first stage and its last (None for others)
+    ends      the first stage and the last of a pipeline (the group of other stages is None)
     """
 
     def __init__(self, plans, dp=1, cp=1, tp=1, ep=1):
@@ -228,15 +237,17 @@ class Mesh:
 
 
 def fates(sp, zero):
-    """-> {kind of parameter: {axis: what becomes of its gradient}}, the docstring's table."""
-    copies = "scatter" if zero else "sum"  # with ZeRO each copy has a part of the sum
-    seen = "sum" if sp else "same"  # with sp, a rank of tp has seen a part of the tokens
+    """-> {kind of parameter: {axis: what becomes of its gradient}}."""
+    data = "scatter" if zero else "sum"  # scatter: each rank keeps a part of the sum
+    whole = "sum" if sp else "same"  # with sp, ranks of tp have seen other tokens, too
     return {
-        "cut": {"tp": "cut", "data": copies},
-        "shared": {"tp": "cut", "twins": "sum", "data": copies},
-        "whole": {"tp": seen, "data": copies},
-        "inside": {"tp": "sum", "data": copies},  # a rank of tp has seen a part of the heads
-        "expert": {"tp": "sum", "replicas": copies, "ep": "cut"},  # tp's ranks send own tokens
+        "cut": {"tp": "cut", "data": data},  # matrices, embeddings, and biases of what f feeds
+        # keys and values of fewer heads than ranks. twins: the ranks of tp with the same heads
+        "shared": {"tp": "cut", "twins": "sum", "data": data},
+        "whole": {"tp": whole, "data": data},  # norms, and biases that are added to sums
+        "inside": {"tp": "sum", "data": data},  # norms of q and k: each rank has seen its heads
+        # wants sp: each rank of tp sends the experts its own tokens
+        "expert": {"tp": "sum", "replicas": data, "ep": "cut"},
     }
 
 
@@ -251,8 +262,11 @@ def kind_of(p, owner, tp):
     return "cut" if tp.copies(p) == 1 else "shared"
 
 
-# What is known of a parameter. name: in the first stage that has it. fate: {axis: what becomes of
-# its gradient}. stages: the numbers of those that have it, two if it is tied
+# What is known of a parameter:
+# name    in the first stage that has it
+# kind    see fates
+# fate    {axis: what becomes of its gradient}
+# stages  the numbers of those that have it: two if it is tied
 Row = namedtuple("Row", "name kind fate stages")
 
 
@@ -287,82 +301,78 @@ def alike(fate):
 class Hybrid(nn.Module):
     """This rank's stages, the pipeline that plays them, and the ZeROs that sum and step them.
 
-    stages   all stages of the model, as carve returns them, or slices of an nn.Sequential: in all
-             of them a parameter has one name. All ranks have the same weights
-    plans    of all ranks of a pipeline: those for which the mesh was made
-    tp       what cut_model was called with, before there were stages; if tp.size is 1, it need not
-    layers   the model's: the parameters of each are a unit of ZeRO
+    stages   all stages of the model, as carve returns them, or slices of an nn.Sequential. All
+             ranks have the same weights, and a tied parameter has one name
+    plans    those for which the mesh was made
+    tp       what cut_model was called with, before carve. If tp.size is 1, there is nothing to cut
+    layers   the model's: the parameters of each are a unit
     head     what makes the logits: an nn.Linear, or what cut_model has put in its place
-    zero     the stage of ZeRO. 0: nothing is cut, copies sum whole gradients
+    zero     the stage of ZeRO. 0: nothing is cut, and copies sum whole gradients
     reduce_dtype  of gradients that are kept, added up and summed over copies, see ZeRO1
-    ring     by which the layers attend, for cp > 1
+    ring     by which the layers attend, for cp > 1: a kind of context_parallel.py
     """
 
     def __init__(self, stages, plans, mesh, tp, *, layers, head, zero=0, reduce_dtype=None,
                  ring=None):
         super().__init__()
-        order = "".join(action.kind for action in plans[0])
-        at_once = len(plans) == 1 and order == "FB" * (len(order) // 2)
-        assert zero < 3 or at_once, "ZeRO-3 wants one stage, and each backward behind its forward"
-        home = homes(plans)  # {stage: place along pp}
-        here = {stage: stages[stage] for stage in home if home[stage] == mesh.place["pp"]}
-        self.stages = nn.ModuleList(here.values())
+        kinds = "".join(action.kind for action in plans[0])
+        alternates = len(plans) == 1 and kinds == "FB" * (len(kinds) // 2)
+        assert zero < 3 or alternates, "ZeRO-3 wants one stage, and each B behind its F"
         self.mesh = mesh
         self.tp = tp
         self.ring = ring
-        self.group = dict(mesh.group)  # {axis: group}
-        for p in tp.cuts:
-            if tp.copies(p) > 1:  # fewer heads of keys and values than ranks
-                self.group["twins"] = tp.groups[tp.copies(p)]
         self.width = head.weight.shape[1]  # C
         self.cut_of_head = tp.cuts.get(head.weight)  # None: every rank of tp has all logits
+        self.group = dict(mesh.group)  # {axis: group}
+        for p in tp.cuts:
+            if tp.copies(p) > 1:
+                self.group["twins"] = tp.groups[tp.copies(p)]
+        home = homes(plans)  # {stage: place along pp}
+        here = {stage: stages[stage] for stage in home if home[stage] == mesh.place["pp"]}
+        self.stages = nn.ModuleList(here.values())
         table = table_of(stages, tp, zero)
         self.table = {p: table[p] for p in self.parameters()}
         # from here on nothing holds what is on other stages: it can be freed
         tp.cuts = {p: cut for p, cut in tp.cuts.items() if p in self.table}
         tp.inside.intersection_update(self.table)
-        if "W" in order:
+        if "W" in kinds:
             split_cut_linears(self.stages)
         stages_of = {}  # {ZeRO: the stages that have its parameters}
-        layout = self.lay_out(here, set(layers), apart=zero == 2 and "W" in order)
+        layout = self.lay_out(here, set(layers), apart=zero == 2 and "W" in kinds)
         for (numbers, axis), units in layout.items():
             kind = choose_zero(zero, is_tied=len(numbers) > 1)
-            made = kind(units, self.group[axis], reduce_dtype=reduce_dtype)
-            stages_of[made] = numbers
+            stages_of[kind(units, self.group[axis], reduce_dtype=reduce_dtype)] = numbers
         self.zeros = list(stages_of)  # they sum gradients over copies, and step
         self.units = [unit for zero in self.zeros for unit in zero.units]
         self.parts = [part for zero in self.zeros for part in zero.parts]
         p = next(self.parameters())
-        size = ()  # of what stages send: known when there is a batch
         links = make_links(plans, mesh.pipelines)
-        mail = Mail(plans, size, p.dtype, p.device, mesh.group["pp"], links)
+        # (): what stages send gets its size from the batch, see in_microbatches
+        mail = Mail(plans, (), p.dtype, p.device, mesh.group["pp"], links)
         self.pipeline = SummingPipeline(here, plans, mail, stages_of)
 
     def lay_out(self, here, layers, apart):
-        """Which parameters are one ZeRO's, and which of these travel together.
+        """Parameters of the same stages that are copied along the same axis are one ZeRO's.
 
-        -> {(the stages that have them, axis of copies): [(parameters, sites)], ZeRO's units}
+        -> {(stages, axis): its units, [(parameters, sites)]}
 
-        apart: norms and biases are a unit of their own. They get gradients in B, matrices in W,
-        and ZeRO-2 keeps a unit's gradients from the first to the last.
+        A layer's are a unit. apart: of a stage's norms and biases there is one more. They get
+        gradients in B, matrices in W, and ZeRO-2 keeps a unit's from the first to the last.
         """
-        found = defaultdict(dict)  # {(stages, axis): {which unit: (parameters, sites)}}
+        found = defaultdict(dict)  # {(stages, axis): {unit's name: (parameters, sites)}}
         placed = set()
         for number, stage in here.items():
             own = [module for module in stage.modules() if module in layers]
-            for place, (parameters, sites) in enumerate(units_of(stage, own)):
+            for layer, (parameters, sites) in enumerate(units_of(stage, own)):
                 for p in parameters:
                     if p in placed:  # it is tied, and this is its other end
                         continue
                     placed.add(p)
                     row = self.table[p]
                     axis = "replicas" if "replicas" in row.fate else "data"
-                    which = number, place
-                    if apart and p.dim() == 1:
-                        which = number, "apart"
-                    units = found[row.stages, axis]
-                    members, _ = units.setdefault(which, ([], sites))
-                    members.append(p)
+                    name = number, "apart" if apart and p.dim() == 1 else layer
+                    unit = found[row.stages, axis].setdefault(name, ([], sites))
+                    unit[0].append(p)
         return {key: list(units.values()) for key, units in found.items()}
 
     def is_first(self, p):
@@ -391,42 +401,42 @@ class Hybrid(nn.Module):
         return x.chunk(M), loss_of
 
     def parameter_groups(self, groups=None):
-        """groups: of self.parameters(), as for an optimizer -> the same with what it steps here."""
+        """groups: as for an optimizer, of parameters -> the same with this rank's masters."""
         return groups_of_masters(self.units, groups)
 
     # -- the whole: {name: tensor} on every rank. All must call it
 
     def full_state_dict(self):
-        pieces = {}  # {parameter: what ZeRO has cut}
+        trained = {}
         for zero in self.zeros:
-            pieces.update(zero.full_parameters())  # over data or replicas: sharded -> replicated
+            trained.update(zero.full_parameters())  # over data or replicas: sharded -> replicated
         mine = {}
         for stage in self.stages:
             for name, t in stage.state_dict(keep_vars=True).items():
-                mine[name] = self.whole(t, pieces.get(t, t))
+                mine[name] = self.unshard(t, trained.get(t, t))  # frozen ones and buffers: t itself
         return gather(mine, self.group["pp"])  # over pp: on one stage -> replicated
 
     def full_gradients(self):
         mine = {}
         for zero in self.zeros:
             for p, gradient in zero.full_gradients().items():
-                mine[self.table[p].name] = self.whole(p, gradient)
+                mine[self.table[p].name] = self.unshard(p, gradient)
         return gather(mine, self.group["pp"])
 
-    def whole(self, t, piece):
-        """t: a parameter or buffer, piece: what this rank has of it, or of its gradient."""
+    def unshard(self, t, here):
+        """here: what this rank of tp and ep has of t, a parameter or buffer, or of its gradient."""
         if t in self.table and "ep" in self.table[t].fate:
-            stacks = [torch.empty_like(piece) for _ in range(self.mesh.size["ep"])]
+            stacks = [torch.empty_like(here) for _ in range(self.mesh.size["ep"])]
             # over ep: sharded(0) -> replicated
-            dist.all_gather(stacks, piece.detach(), group=self.group["ep"])
+            dist.all_gather(stacks, here.detach(), group=self.group["ep"])
             return torch.cat(stacks)
         # over tp: sharded -> replicated
-        return tensor_parallel.unshard(piece, self.tp.cuts.get(t), self.tp)
+        return tensor_parallel.unshard(here, self.tp.cuts.get(t), self.tp)
 
     def __repr__(self):
         rows = [row for p, row in self.table.items() if p.requires_grad]
         axes = [axis for axis, group in self.group.items() if group and group.size() > 1]
-        return in_words(rows, axes)
+        return text_of(rows, axes)
 
 
 # ---- a step
@@ -435,8 +445,8 @@ class Hybrid(nn.Module):
 def train_step(model, optimizer, x, y, valid, clip, at_once=False):
     """x, y: this copy's rows (B/dp, T); valid: how many targets there are in the whole batch.
 
-    at_once: for an optimizer that looks at more than single numbers, see ZeRO1.step
-    -> this rank's part of the loss, the gradient norm.
+    at_once: see ZeRO1.step
+    -> this rank's part of the loss, the norm of the whole gradient.
     """
     for zero in model.zeros:
         zero.zero_grad()
@@ -503,8 +513,8 @@ def evaluate(model, x, y):
     return model.pipeline.evaluate(inputs, loss_of) / model.tp.size
 
 
-def in_words(rows, axes):
-    """The table of gradients as text: a line for each name, in which a layer's number is a *."""
+def text_of(rows, axes):
+    """The table of gradients: a line for each name, in which a layer's number is a *."""
     axes = [axis for axis in ("tp", "twins", "data", "replicas", "ep", "ends")
             if axis in axes and any(axis in row.fate for row in rows)]
     lines = {}  # {line: None}: each once, in order
@@ -543,8 +553,8 @@ class ZeRO0(ZeRO1):
 
 
 def choose_zero(stage, is_tied):
-    """What is tied is summed over ends, too, and thus once in a step, as ZeRO-1 does."""
-    if is_tied:
+    """stage: of ZeRO."""
+    if is_tied:  # summed over ends, too: thus once in a step, and not in each micro-batch
         stage = min(stage, 1)
     return (ZeRO0, ZeRO1, ZeRO2, ZeRO3)[stage]
 
@@ -558,16 +568,15 @@ class SummingPipeline(SplitPipeline):
     def __init__(self, modules, plans, mail, stages_of):
         super().__init__(modules, plans, mail)
         self.zeros_of = defaultdict(list)  # {stage: [ZeRO]}
-        self.completing = {}  # {ZeRO: the actions that complete gradients which it then sums}
+        self.completing = {}  # {ZeRO: the actions that complete gradients which it sums}
         for zero, stages in stages_of.items():
-            self.completing[zero] = self.last_of(zero, stages)
+            self.completing[zero] = self.completing_of(zero, stages)
             for stage in stages:
                 self.zeros_of[stage].append(zero)
 
-    def last_of(self, zero, stages):
-        """-> the actions during which zero's hooks find gradients complete, and sum them."""
+    def completing_of(self, zero, stages):
         backward = [a for a in self.plan if a.kind in "BW" and a.stage in stages]
-        if isinstance(zero, ZeRO2):  # it sums after each micro-batch
+        if isinstance(zero, ZeRO2):  # it sums in each micro-batch, where W, or a B without W, ends
             return {a for a in backward
                     if a.kind == "W" or (a.microbatch, a.stage) not in self.split}
         if len(stages) > 1:  # tied: the other end's gradient is added to it
@@ -584,7 +593,7 @@ class SummingPipeline(SplitPipeline):
         made = super().do(action, *others)
         for zero in zeros:
             if isinstance(zero, ZeRO2):
-                zero.reduce()  # if sync: partial -> sharded
+                zero.reduce()  # partial -> sharded; nothing if sync is False
         return made
 
 
@@ -592,16 +601,16 @@ class SummingPipeline(SplitPipeline):
 
 
 class SplitColumns(torch.autograd.Function):
-    """ColumnParallel in schedules with Ws: its backward makes dx alone, and leaves the rest to W.
+    """ColumnParallel with a backward that makes dx, and leaves gradients of parameters to W.
 
-    If W is put off, the sum of dx over tp hides behind nothing. Other Linears: SplitLinear.
+    Then nothing hides the sum of dx over tp. SplitLinear does the same for what reads no f.
     """
 
     @staticmethod
     def forward(ctx, tp, x, parameters):
-        # W goes back through these (or autocast's copies). Saved tensors lose where they came from
+        # W's gradients go through these, or autocast's copies: saved tensors have no history
         ctx.parameters = parameters
-        return ColumnParallel.forward(ctx, tp, x, *parameters)  # stores tp and x in ctx, too
+        return ColumnParallel.forward(ctx, tp, x, *parameters)  # ctx gets tp and x, too
 
     @staticmethod
     @once_differentiable
@@ -630,6 +639,7 @@ def split_cut_linears(stages):
         if isinstance(module, ColumnLinear):
             module.product = split_columns
         if isinstance(module, RowLinear):
+            # it adds its bias by itself, after the sum
             module.product = partial(pipeline_parallel.split_linear, bias=None)
 
 
@@ -859,8 +869,7 @@ NOT_HERE = ("naive", "pipedream")  # the first never overlaps, the second trains
 SCHEDULES = tuple(name for name in pipeline_parallel.SCHEDULES if name not in NOT_HERE)
 FLAGS = {  # layout() finds those that have no default
     "--dp": dict(type=int, least=1, help="copies, which share the batch (the ranks that are left)"),
-    "--tp": dict(type=int, least=1, help="ranks that share a layer (1; 2 if neither --dp nor --pp "
-                 "is given)"),
+    "--tp": dict(type=int, least=1, help="ranks that share a layer (1; 2 if no axis is given)"),
     "--pp": dict(type=int, least=1, help="ranks of a pipeline (likewise)"),
     "--cp": dict(type=int, default=1, least=1, help="ranks that share each sequence"),
     "--attn": dict(default="zigzag", choices=tuple(context_parallel.KINDS), help="how keys reach "
@@ -880,7 +889,6 @@ FLAGS = {  # layout() finds those that have no default
                       "in the place of its MLP (0: none)"),
 }
 VARIANTS = ("",)  # flags with which the file is worth running: layouts, see tools/gpu.py
-AXES_OF_IDEA = {"dp": "data", "back": "pp"}  # {its axis: our name of it}
 
 
 def layout(args):
@@ -961,20 +969,16 @@ def refuse_torch(args, require, home):
 
 def pieces(model, optimizer):
     """-> [Piece]: the boxes of the plain model's tensors that this rank holds"""
-    from harness.checkpoint import of_stack, of_whole, pieces_of_units
+    from harness.checkpoint import of_stack, pieces_of_units_of_cuts
 
     names = {p: row.name for p, row in model.table.items()}
     found = []
-    for p, boxes in pieces_of_units(model.units, names, optimizer).items():
-        if p in model.tp.cuts:
-            dim, plain_size, _ = model.tp.cuts[p]
-            index = model.tp.rank // model.tp.copies(p)
-            boxes = [of_whole(box, dim, plain_size, index) for box in boxes]
+    for p, boxes in pieces_of_units_of_cuts(model.units, model.tp, names, optimizer).items():
         if "ep" in model.table[p].fate:  # a stack's box becomes one for each expert
             ep_rank = dist.get_rank(model.group["ep"])
             boxes = [each for box in boxes for each in of_stack(box, ep_rank, moe.plain_name)]
         found += boxes
-    return [box for box in found if box.tensor.numel()]  # of padding nothing is left
+    return found
 
 
 def notes(model):
@@ -1010,27 +1014,25 @@ def sources(args, device):
 
 
 def set_up(run, impl, mesh, grid, plans, layers):
+    """-> a Side"""
+    plain = run.build()
+    if impl == "idea":
+        return set_up_idea(run, plain, grid, layers)
+    if impl == "torch":
+        return set_up_at_work(run, plain, mesh, plans, layers)
+    return set_up_ours(run, plain, mesh, plans, layers)
+
+
+def set_up_ours(run, plain, mesh, plans, layers):
     from amp_accum_ckpt import CHECKPOINT
     from harness.whole import wholes_of_units_of_cuts
 
     args = run.args
-    plain = run.build()
     if args.experts:
         run.idle = moe.idle_parameters(plain, args.top_k)
-    if impl == "torch":
-        size = args.batch // args.dp // args.micro, args.seq // (args.tp if args.sp else 1)
-        boundary = (*size, args.width), run.dtype, run.device
-        model = parallelize_at_work(plain, mesh, plans, layers, boundary, args)
-        return run.side(model, adamw(model.parameters(), args.lr), train_step_at_work,
-                        evaluate=model.evaluate, full_state_dict=model.full_state_dict,
-                        full_gradients=model.full_gradients)
-    if impl == "idea":
-        return set_up_idea(run, plain, grid, layers)
-    moe.set_biases(plain, run)
+        moe.set_biases(plain, run)
     autocast = torch.autocast(run.device.type, torch.bfloat16) if args.amp == "bf16" else None
-    ring = None
-    if args.cp > 1:
-        ring = context_parallel.KINDS[args.attn](mesh.group["cp"])
+    ring = context_parallel.KINDS[args.attn](mesh.group["cp"]) if args.cp > 1 else None
     model = parallelize(
         plain, mesh, plans, layers, sp=args.sp, ring=ring, autocast=autocast, zero=args.zero,
         recompute=CHECKPOINT[args.ckpt])
@@ -1040,13 +1042,22 @@ def set_up(run, impl, mesh, grid, plans, layers):
     optimizer = run.optimizer(
         named, groups=model.parameter_groups, names=names,
         wholes=partial(wholes_of_units_of_cuts, model.zeros, model.tp, names))
-    step = partial(train_step, at_once=args.optimizer == "muon")
     return run.side(
-        model, optimizer, step, evaluate=partial(evaluate, model),
-        full_gradients=partial(full_gradients, model),
+        model, optimizer, partial(train_step, at_once=args.optimizer == "muon"),
+        evaluate=partial(evaluate, model), full_gradients=partial(full_gradients, model),
         full_state_dict=partial(full_state_dict, model), pieces=partial(pieces, model, optimizer),
         held=partial(held, model, model, optimizer),
         extra=partial(notes, model) if args.experts else None)
+
+
+def set_up_at_work(run, plain, mesh, plans, layers):
+    args = run.args
+    size = args.batch // args.dp // args.micro, args.seq // (args.tp if args.sp else 1), args.width
+    boundary = size, run.dtype, run.device
+    model = parallelize_at_work(plain, mesh, plans, layers, boundary, args)
+    return run.side(model, adamw(model.parameters(), args.lr), train_step_at_work,
+                    evaluate=model.evaluate, full_state_dict=model.full_state_dict,
+                    full_gradients=model.full_gradients)
 
 
 def set_up_idea(run, plain, grid, layers):
@@ -1054,14 +1065,13 @@ def set_up_idea(run, plain, grid, layers):
     boundary = plain.tok.weight.new_empty(args.batch // args.dp // args.micro, args.seq, args.width)
     tp = WholeSequence(grid["tp"])
     model = parallelize_idea(plain, grid, tp, layers, boundary)
-    names = {p: name for name, p in plain.named_parameters()}
-    trained = [(names[p], p) for p in model.trained()]
+    names = {p: name for name, p in plain.named_parameters()}  # a tied head goes by tok's
     state = model.stage.state_dict(keep_vars=True)
-    return run.side(
-        model, adamw(model.trained(), args.lr), idea_step, held_of=model.stage,
-        evaluate=partial(evaluate_idea, model),
-        full_gradients=partial(gather_idea, model, tp, trained, lambda p: p.grad),
-        full_state_dict=partial(gather_idea, model, tp, state.items(), lambda p: p))
+    trained = [(names[p], p) for p in model.trained()]
+    return run.side(model, adamw(model.trained(), args.lr), idea_step, held_of=model.stage,
+                    evaluate=partial(evaluate_idea, model),
+                    full_gradients=partial(gather_idea, model, tp, trained, lambda p: p.grad),
+                    full_state_dict=partial(gather_idea, model, tp, state.items(), lambda p: p))
 
 
 def picture(run, plans, layers):
@@ -1073,27 +1083,21 @@ def picture(run, plans, layers):
         run.say(f"  layers {words}:  ranks {place * each}..{(place + 1) * each - 1}")
 
 
-def sent_along(run, model):
-    """-> {axis: bytes that this rank has sent along it in the last step}"""
-    groups = model.grid if isinstance(model, IdeaOfHybrid) else model.group
-    groups = {**groups, "norm": dist.group.WORLD}
-    pairs = list(groups.items())
-    if isinstance(model, Hybrid):
-        pairs += [("pp", link) for link in model.pipeline.mail.links.values()]  # with NCCL
-    by_name = run.ledger[run.impls[0]].groups
-    sent = Counter()
-    for axis, group in pairs:
-        if group:  # a middle stage is not among the ends
-            sent[AXES_OF_IDEA.get(axis, axis)] += by_name[group.group_name]
-    return dict(sent)
-
-
 def textbook(run, model):
     """Prints what was sent along each axis, for the docstring's table -> rows of what is exact."""
     from harness.report import human
 
-    sent = sent_along(run, model)
-    run.extra["sent"] = sent
+    is_idea = isinstance(model, IdeaOfHybrid)
+    groups = list((model.grid if is_idea else model.group).items())
+    if isinstance(model, Hybrid):
+        groups += [("pp", link) for link in model.pipeline.mail.links.values()]  # with NCCL
+    groups.append(("norm", dist.group.WORLD))
+    by_group = run.ledger[run.impls[0]].groups
+    sent = Counter()  # {axis: bytes that this rank has sent along it in the last step}
+    for axis, group in groups:
+        if group:  # a middle stage is not among the ends
+            sent[axis] += by_group[group.group_name]
+    run.extra["sent"] = dict(sent)
     for axis, size in sent.items():
         if size:
             run.say(f"  sent along {axis:9} {human(size):>12}")

@@ -164,6 +164,17 @@ def pieces_of_cuts(ranks, named_parameters, optimizer):
     return found
 
 
+def pieces_of_units_of_cuts(units, ranks, names, optimizer):
+    """As pieces_of_units, of what `ranks` has cut before: see pieces_of_cuts."""
+    found = pieces_of_units(units, names, optimizer)
+    for p, boxes in found.items():
+        if p in ranks.cuts:
+            dim, plain_size, *_ = ranks.cuts[p]
+            boxes = [of_whole(box, dim, plain_size, ranks.rank // ranks.copies(p)) for box in boxes]
+        found[p] = [box for box in boxes if box.tensor.numel()]  # of padding nothing is left
+    return found
+
+
 def of_stack(piece, index, rename):
     """A box of one of equally large stacks -> a box of each tensor in it. index: of the stack.
 

@@ -140,6 +140,16 @@ def test_what_the_technique_adds():
     assert [round(rank["memory"]["peak"] / 1e6, 1) for rank in ranks[1:]] == [6.7, 5.8, 5.2]
 
 
+def test_table_of_the_docstring():
+    """It shows some lines of what a run prints."""
+    flags = "--dry-run 8 --dp 2 --tp 2 --pp 2 --zero 1 --model qwen3-toy".split()
+    words = [sys.executable, str(ROOT / "hybrid_3d.py"), *flags]
+    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+    table = re.search(r" +gradient of.*?\n\n", hybrid_3d.__doc__, re.S)[0].split("\n")
+    shown = [line.strip() for line in table if line]
+    assert len(shown) == 5 and set(shown) <= set(said)
+
+
 def rewritten(old, new, module):
     """A plant: `new` stands in the place of `old` in part 1."""
     source = part_of("hybrid_3d", 1, 1)
