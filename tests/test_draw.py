@@ -34,8 +34,8 @@ def test_pictures_show_their_figures():
     for rows in held.values():
         for label, sizes in rows.items():
             total = sum(sizes[kind] for kind in draw.HELD) / 1e9
-            assert label in texts("held.svg")
-            assert f"{total:,.1f} GB, peak {sizes['peak'] / 1e9:,.1f}" in texts("held.svg")
+            words = f"{label}: {total:,.1f} GB, peak {sizes['peak'] / 1e9:,.1f}"
+            assert words in texts("held.svg")
     assert set(held) == set(draw.HOLDERS)
     for parts in draw.read("step").values():
         end = parts["optimizer"][0][1]

@@ -33,9 +33,15 @@ YELLOW = "#ccbb44"
 CYAN = "#66ccee"
 PALE = "#88888833"
 
+# ---- bars ----------------------------------------------------------------------
 
-def canvas(rows, height, width=8.6):
-    """-> matplotlib's figure, one drawing below the other"""
+
+def picture(name, panels, kinds, height, xlabel, title=None, alike=True):
+    """Draws panels, one below the other, into docs/NAME.
+
+    panels: {title: {row: [(start, end, color), ..]}}. kinds: {what a color means: the color}
+    alike: have they one scale?
+    """
     try:
         import matplotlib
     except ImportError:
@@ -47,19 +53,26 @@ def canvas(rows, height, width=8.6):
         "xtick.color": INK, "ytick.color": INK, "axes.titlesize": 9, "axes.titlelocation": "left",
         "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})
     import matplotlib.pyplot as plt
-    return plt.subplots(rows, 1, squeeze=False, figsize=(width, height), layout="constrained")
-
-
-def finish(figure, name):
-    figure.savefig(PLACE / name, transparent=True, metadata={"Date": None, "Creator": None})
-
-
-def legend(drawing, kinds, **place):
-    """kinds: {what it is: its color}"""
     from matplotlib.patches import Patch
 
+    figure, drawings = plt.subplots(
+        len(panels), 1, figsize=(8.6, height), layout="constrained", sharex=alike,
+        height_ratios=[len(rows) for rows in panels.values()])
+    for drawing, (words, rows) in zip(drawings, panels.items()):
+        for place, bars in enumerate(rows.values()):
+            for start, end, color in bars:
+                drawing.barh(place, end - start, left=start, color=color, height=0.8,
+                             edgecolor="#ffffff66", lw=0.3)
+        drawing.set_yticks(range(len(rows)), rows)
+        drawing.invert_yaxis()
+        drawing.set_title(words)
+        drawing.margins(x=0)
+        drawing.locator_params("x", integer=True)
+    drawing.set_xlabel(xlabel)
+    figure.suptitle(title, color=INK)
     handles = [Patch(color=color, label=label) for label, color in kinds.items()]
-    drawing.legend(handles=handles, ncols=len(kinds), **place)
+    figure.legend(handles=handles, ncols=len(kinds), loc="outside lower center")
+    figure.savefig(PLACE / name, transparent=True, metadata={"Date": None, "Creator": None})
 
 
 def read(name):
@@ -106,27 +119,21 @@ def measure_held():
 
 
 def draw_held():
-    figures = read("held")
-    figure, drawings = canvas(2, 4.6)
-    for drawing, (panel, rows) in zip(drawings[:, 0], figures.items()):
-        for place, sizes in enumerate(rows.values()):
-            start = 0
+    panels = {}
+    for panel, holders in read("held").items():
+        panels[panel] = {}
+        for label, sizes in holders.items():
+            bars = []
+            end = 0
             for kind, color in HELD.items():
-                drawing.barh(place, sizes[kind] / 1e9, left=start, color=color, height=0.7)
-                start += sizes[kind] / 1e9
+                start = end
+                end += sizes[kind] / 1e9
+                bars.append((start, end, color))
             peak = sizes["peak"] / 1e9
-            drawing.plot([peak, peak], [place - 0.4, place + 0.4], color=INK, lw=2)
-            words = f"  {start:,.1f} GB, peak {peak:,.1f}"
-            drawing.text(max(start, peak), place, words, va="center")
-        drawing.set_yticks(range(len(rows)), rows)
-        drawing.invert_yaxis()
-        drawing.set_title(panel)
-        drawing.margins(x=0.3)  # room for the numbers
-        drawing.set_xlim(left=0)
-    drawings[0, 0].get_gridspec().set_height_ratios([8, 2.6])
-    figure.suptitle("What rank 0 of 64 holds of a GPT with 7.4 billion parameters, fp32", color=INK)
-    legend(figure, {**HELD, "peak": INK}, loc="outside lower center")
-    finish(figure, "held.svg")
+            words = f"{label}: {end:,.1f} GB, peak {peak:,.1f}"
+            panels[panel][words] = [(0, peak, PALE), *bars]
+    picture("held.svg", panels, {**HELD, "more at the peak": PALE}, 4.6, "GB",
+            "What rank 0 of 64 holds of a GPT with 7.4 billion parameters, fp32", alike=False)
 
 
 # ---- a step of ddp -----------------------------------------------------------------
@@ -134,6 +141,7 @@ def draw_held():
 RUN = "--layers 8 --width 256 --heads 8 --seq 256 --steps 4 --no-check"
 ATTEMPTS = 3  # of which the fastest is kept
 STEP = {"forward": BLUE, "backward": RED, "all-reduce": YELLOW, "optimizer": CYAN}
+TOLD = {"idea": "the idea: sums after backward", "scratch": "with buckets: sums under backward"}
 
 
 def spans_of(trace, name):
@@ -148,10 +156,11 @@ def measure_step():
     for _ in range(ATTEMPTS):
         with tempfile.TemporaryDirectory() as folder:
             report(2, "ddp", ["--impl", "all", *RUN.split(), "--profile", folder])
-            paths = {impl: Path(folder, f"ddp-{impl}-rank0.json") for impl in ("idea", "scratch")}
-            traces = {impl: json.loads(path.read_text())["traceEvents"]
-                      for impl, path in paths.items()}
-        found.append({impl: parts_of(trace) for impl, trace in traces.items()})
+            sides = {}
+            for impl in TOLD:
+                trace = json.loads(Path(folder, f"ddp-{impl}-rank0.json").read_text())
+                sides[impl] = parts_of(trace["traceEvents"])
+        found.append(sides)
     write("step", min(found, key=lambda sides: sides["scratch"]["optimizer"][0][1]))
 
 
@@ -167,30 +176,21 @@ def parts_of(trace):
 
 
 def draw_step():
-    figures = read("step")
-    figure, drawings = canvas(2, 2.6)
-    end = max(parts["optimizer"][0][1] for parts in figures.values())
-    words = {"idea": "the idea: sums after backward",
-             "scratch": "with buckets: sums under backward"}
-    for drawing, (impl, parts) in zip(drawings[:, 0], figures.items()):
+    panels = {}
+    for impl, parts in read("step").items():
+        rows = {"rank 0": [], "sent": []}
         for part, spans in parts.items():
-            row = int(part == "all-reduce")
-            bars = [(start, stop - start) for start, stop in spans]
-            drawing.broken_barh(bars, (row, 0.8), color=STEP[part], lw=0)
-        drawing.set_yticks([0.4, 1.4], ["rank 0", "sent"])
-        drawing.invert_yaxis()
-        drawing.set_xlim(0, end)
-        drawing.set_title(f"{words[impl]}: {parts['optimizer'][0][1]:.0f} ms")
-    drawings[1, 0].set_xlabel("ms")
-    legend(figure, STEP, loc="outside lower center")
-    finish(figure, "step.svg")
+            row = "sent" if part == "all-reduce" else "rank 0"
+            rows[row] += [(start, end, STEP[part]) for start, end in spans]
+        panels[f"{TOLD[impl]}: {parts['optimizer'][0][1]:.0f} ms"] = rows
+    picture("step.svg", panels, STEP, 2.6, "ms")
 
 
 # ---- schedules -----------------------------------------------------------------
 
 MICRO = 8
 DRAWN = ("gpipe", "1f1b", "interleaved", "zb-v")
-ACTIONS = {"forward": BLUE, "backward": RED, "gradients of weights": YELLOW}
+ACTIONS = {"F": BLUE, "B": RED, "W": YELLOW}
 
 
 def measure_timelines():
@@ -218,29 +218,18 @@ def planned(schedule, measured):
 
 
 def draw_timelines():
-    figures = read("timelines")
-    figure, drawings = canvas(2 * len(figures), 7)
-    places = iter(drawings[:, 0])
-    for schedule, measured in figures.items():
-        sides = {"planned": planned(schedule, measured), "measured": measured}
-        last = max(end for rows in sides.values() for row in rows for *_, end in row)
-        for side, rows in sides.items():
-            drawing = next(places)
-            end = max(row[-1][-1] for row in rows)
-            for rank, row in enumerate(rows):
-                drawing.barh(rank, end, color=PALE, height=0.8)
-                for kind, _, _, start, stop in row:
-                    color = list(ACTIONS.values())["FBW".index(kind)]
-                    drawing.barh(rank, stop - start, left=start, color=color, height=0.8,
-                                 edgecolor="#ffffff66", lw=0.3)
-            idle = bubble_rate([[(None, *span[-2:]) for span in row] for row in rows])
-            drawing.set_title(f"{schedule}, {side}: {end:.0f} ms, bubble {idle:.0%}")
-            drawing.set_yticks([0, 1], ["rank 0", "rank 1"])
-            drawing.invert_yaxis()
-            drawing.set_xlim(0, last)
-    legend(figure, {**ACTIONS, "waiting": PALE}, loc="outside lower center")
-    figure.suptitle(f"{MICRO} micro-batches on 2 ranks", color=INK)
-    finish(figure, "timelines.svg")
+    panels = {}
+    for schedule, measured in read("timelines").items():
+        for side, ranks in {"planned": planned(schedule, measured), "measured": measured}.items():
+            end = max(done[-1][-1] for done in ranks)
+            rows = {}
+            for rank, done in enumerate(ranks):
+                spans = [(start, stop, ACTIONS[kind]) for kind, _, _, start, stop in done]
+                rows[f"rank {rank}"] = [(0, end, PALE), *spans]
+            idle = bubble_rate([[(None, *span[-2:]) for span in done] for done in ranks])
+            panels[f"{schedule}, {side}: {end:.0f} ms, bubble {idle:.0%}"] = rows
+    meanings = {"forward": BLUE, "backward": RED, "gradients of weights": YELLOW, "waiting": PALE}
+    picture("timelines.svg", panels, meanings, 7, "ms", f"{MICRO} micro-batches on 2 ranks")
 
 
 # ---- rings ---------------------------------------------------------------------
@@ -248,35 +237,27 @@ def draw_timelines():
 RANKS = 4
 
 
-def work(rank, hop, is_zigzag):
+def work(rank, hop, attn):
     """Of rank's queries with the keys that reach it at this hop, in halves of an attention without
     a mask: 1 is causal attention among a rank's own tokens."""
-    source = (rank - hop) % RANKS
-    if hop == 0:
+    if hop == 0 or attn == "zigzag":  # half of its queries see all these keys, or all see half
         return 1
-    if is_zigzag:  # half of its queries see all these keys, or all see half of them
-        return 1
-    return 2 if source < rank else 0
+    return 2 if hop <= rank else 0  # from a rank before it: all; from one behind: none
 
 
 def draw_hops():
-    figure, drawings = canvas(2, 3.6, width=6)
-    for drawing, attn in zip(drawings[:, 0], ("ring", "zigzag")):
-        for rank in range(RANKS):
-            for hop in range(RANKS):
-                share = work(rank, hop, attn == "zigzag") / 2
-                drawing.barh(rank, 0.9, left=hop, color=PALE, height=0.8)
-                drawing.barh(rank, 0.9 * share, left=hop, color=BLUE, height=0.8)
-        lengths = [max(work(rank, hop, attn == "zigzag") for rank in range(RANKS))
-                   for hop in range(RANKS)]
-        drawing.set_title(f"{attn}: {sum(lengths)} halves, a hop takes as long as its slowest rank")
-        drawing.set_yticks(range(RANKS), [f"rank {rank}" for rank in range(RANKS)])
-        drawing.set_xticks([hop + 0.45 for hop in range(RANKS)],
-                           [f"hop {hop}" for hop in range(RANKS)])
-        drawing.invert_yaxis()
-    legend(figure, {"computes (a full cell: every query with every key)": BLUE, "waits": PALE},
-           loc="outside lower center")
-    finish(figure, "hops.svg")
+    panels = {}
+    for attn in ("ring", "zigzag"):
+        rows = {f"rank {rank}": [] for rank in range(RANKS)}
+        halves = 0
+        for hop in range(RANKS):
+            shares = [work(rank, hop, attn) for rank in range(RANKS)]
+            halves += max(shares)
+            for row, share in zip(rows.values(), shares):
+                row += [(hop, hop + 0.9, PALE), (hop, hop + 0.45 * share, BLUE)]
+        panels[f"{attn}: {halves} halves, a hop takes as long as its slowest rank"] = rows
+    meanings = {"computes (a full cell: every query with every key)": BLUE, "waits": PALE}
+    picture("hops.svg", panels, meanings, 3.6, "hop")
 
 
 DRAW = (draw_held, draw_step, draw_timelines, draw_hops)
