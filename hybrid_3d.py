@@ -1107,6 +1107,7 @@ def textbook(run, model):
 
 
 def main():
+    from harness.dry import told
     from harness.flags import arguments
     from harness.run import Run
 
@@ -1116,12 +1117,11 @@ def main():
     run = Run(args, build=partial(build_plain, args))
     mesh = Mesh(plans, args.dp, args.cp, args.tp, args.ep)
     grid = make_grid(args.dp, args.tp, args.pp) if "idea" in run.impls else None
+    counts = None
     if args.experts:
         tokens = args.batch // args.dp // args.micro * (args.seq // args.cp) // args.tp
-        moe.balanced_counts.expect(args, tokens, mesh.group["ep"])
-        if run.dry:  # nobody knows what tokens would choose
-            moe.read_counts = moe.balanced_counts
-    with run:
+        counts = moe.balanced_counts(args, tokens, mesh.group["ep"])
+    with run, told(run, counts):  # in a dry run nobody knows what tokens would choose
         sides = {impl: set_up(run, impl, mesh, grid, plans, layers) for impl in run.impls}
         picture(run, plans, layers)
         run.train(sides, rows=share(args.batch, args.dp, mesh.place["dp"]))

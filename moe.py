@@ -1,33 +1,34 @@
 """Mixture of experts: each MLP becomes E experts, of which a token visits K; tokens travel.
 
 A row is a token (C numbers) on its way to an expert, or back, drawn as the expert's number. Here
-each rank has 3 tokens, K is 2. Rank 0 has experts 0 and 1, rank 1 has 2 and 3; | parts the two.
+each rank has 3 tokens, K is 2. Experts 0 and 1, left of |, are on rank 0, and 2 and 3 on rank 1.
 
     after     router, sort    all-to-all    experts       all-to-all      gates, sum
     rank 0    0 0 0 1 | 2 3   0 0 0 1 0 1   0 0 0 1 0 1   0 0 0 1 | 2 3   3 tokens
     rank 1    0 1 | 2 2 3 3   2 3 2 2 3 3   2 3 2 2 3 3   0 1 | 2 2 3 3   3 tokens
 
-    mesh = dist.init_device_mesh("cuda", (n // 8, 8), mesh_dim_names=("replicas", "ep"))  # ep = 8
+    # n ranks: 8 share out the experts, an `ep` group; those with the same ones are `replicas`
+    mesh = dist.init_device_mesh("cuda", (n // 8, 8), mesh_dim_names=("replicas", "ep"))
     replicas, ep = mesh.get_all_groups()
-    route = partial(softmax_route, top_k=2, normalize=True)
-    # ups, downs, gates (SwiGLU's): lists of E/ep nn.Linears; rank r of ep has expert r E/ep and on
-    block.mlp = MoE(router, Experts(F.silu, ups, downs, gates), route, ep)
-    broadcast_parameters(model, replicas)  # once. Then make the optimizer, of model.parameters()
+    mine = mlp.experts[E // 8 * ep.rank():E // 8 * (ep.rank() + 1)]  # MLPs with up, down and gate
+    experts = Experts(F.silu, [m.up for m in mine], [m.down for m in mine], [m.gate for m in mine])
+    block.mlp = MoE(mlp.router, experts, partial(softmax_route, top_k=2, normalize=True), ep)
+    broadcast_parameters(model, replicas)  # once, then optimizer = AdamW(model.parameters())
+    optimizer.zero_grad()
     (token_losses.sum() / valid_targets_of_all_ranks).backward()
     sum_gradients(model, replicas)
     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, gradient_norm(model, ep))
     optimizer.step()
-    optimizer.zero_grad()
-    step_biases(model)  # after every step, also without biases: it starts new sums of losses
+    step_biases(model)  # in every step: it also ends the sums that layers keep of one
 
-Each of n ranks has N tokens of its own. The ep ranks of a group share out the experts; those with
-the same ones are its `replicas`. `dense` numbers are trained outside experts, `experts` in them.
+Each of n ranks has N tokens of its own; ep of them share out E experts. `dense` numbers are trained
+outside experts, `experts` in them. A number has b bytes.
 
-    on each rank, experts being balanced   one process             here, b bytes a number
+    on each rank                           one process             here, experts being balanced
     weights, gradients, AdamW              4 b (dense + experts)   4 b (dense + experts/ep)
     calls per layer, for K N rows of C     -                       2 all-to-alls, 2 more in backward
     calls per layer, for E int64 counts    -                       1 all-to-all, 1 all-reduce
-    gradients all-reduced                  -                       b dense, b experts/ep if ep < n
+    gradients all-reduced                  -                       b dense; if ep < n b experts/ep
 
 Lepikhin 2020, "GShard", arXiv:2006.16668 (all-to-all, capacity); Fedus 2021, "Switch Transformers",
 arXiv:2101.03961, eq. 4 (balancing); Zoph 2022, "ST-MoE", arXiv:2202.08906, eq. 5 (z-loss); Jiang
@@ -52,7 +53,7 @@ import re
 import sys
 from itertools import chain
 
-from common import FORMS, GPTConfig, build, init_weights, loss_sum, share
+from common import FORMS, PRESETS as DENSE, build, loss_sum, share
 
 # ---- 1. the idea -------------------------------------------------------------
 
@@ -109,38 +110,35 @@ def rows_of_each(chosen, experts):
 
 
 def exchange_counts(leaving, ep):
-    """leaving (E,): this rank's rows for every expert -> (2, ep, E/ep): the same, by the expert's
-    rank; and what arrives, by the rank that it comes from, for each expert here."""
+    """leaving (E,): how many rows go from this rank to each expert. -> leaving and arriving, each
+    (ep, E/ep). Of arriving [r, e] is how many come from rank r to expert e of those that are here.
+    """
     arriving = torch.empty_like(leaving)
-    dist.all_to_all_single(arriving, leaving, group=ep)  # by source -> by destination
+    dist.all_to_all_single(arriving, leaving, group=ep)  # sorted by destination -> by source
     return torch.stack([leaving, arriving]).view(2, ep.size(), -1)
 
 
-def read_counts(counts):
-    return counts.tolist()  # here the host waits for the device
-
-
 class IdeaOfMoE(PlainMoE):
-    """The same on ranks, which begin alike: each has its own tokens, and some of the experts."""
+    """The same on ranks: each has its own tokens, and some of the experts; all else they share."""
 
     def __init__(self, router, experts, route, ep):
-        super().__init__(router, experts, route)  # experts: those of rank r of ep, r E/ep and on
+        super().__init__(router, experts, route)  # E/ep experts: rank r of ep has r E/ep and on
         self.ep = ep
 
     def mix(self, x, chosen, gates, probs):  # all ranks of ep call it
         tokens = x.flatten(0, -2)  # (N, C)
         counts = exchange_counts(rows_of_each(chosen, probs.shape[-1]), self.ep)
-        leaving, arriving = read_counts(counts)  # [rank][expert]
+        leaving, arriving = counts.tolist()  # [rank][expert]. Here the host waits for the device
         send = [sum(of_rank) for of_rank in leaving]  # rows to each rank
         receive = [sum(of_rank) for of_rank in arriving]
         order = chosen.flatten().argsort()  # row n K + k is token n on its way to its k-th expert
         token = order // chosen.shape[-1]  # of each row, now that they are sorted by expert
         rows = AllToAll.apply(tokens[token], send, receive, self.ep)  # tokens' ranks -> experts'
-        sizes = [size for of_rank in arriving for size in of_rank]
-        pieces = rows.split(sizes)  # from rank 0 for each expert here, from rank 1 likewise, ..
-        here = len(self.experts)
-        answers = torch.cat([self.experts[i % here](piece) for i, piece in enumerate(pieces)])
-        answers = AllToAll.apply(answers, receive, send, self.ep)  # experts' ranks -> tokens'
+        answers = []
+        for from_rank, sizes in zip(rows.split(receive), arriving):
+            for expert, piece in zip(self.experts, from_rank.split(sizes)):
+                answers.append(expert(piece))
+        answers = AllToAll.apply(torch.cat(answers), receive, send, self.ep)  # experts' -> tokens'
         gated = gates.flatten()[order, None] * answers
         return torch.zeros_like(tokens).index_add(0, token, gated).view_as(x)
 
@@ -166,10 +164,10 @@ def gradient_norm(model, ep):
     dense, experts = dense_and_experts(model)
     wide = torch.promote_types(dense[0].dtype, torch.float32)
     squares = dense[0].new_zeros(2, dtype=wide)
-    for square, parameters in zip(squares, (dense, experts)):
+    for i, parameters in enumerate((dense, experts)):
         for p in parameters:
             if p.grad is not None:
-                square += torch.linalg.vector_norm(p.grad, dtype=wide).square()
+                squares[i] += torch.linalg.vector_norm(p.grad, dtype=wide).square()
     dist.all_reduce(squares[1], group=ep)  # partial -> replicated
     return squares.sum().sqrt()
 
@@ -383,7 +381,9 @@ class AddLoss(torch.autograd.Function):
 #     sizes, ends      how many each expert here gets, a list; where its rows end, (E/ep,)
 Plan = namedtuple("Plan", "order send receive regroup sizes ends")
 
-UNIT = 2.0 ** -40  # biases are integers of these: .to(bfloat16) leaves integers alone
+# The biases that are added before the choice are integers, in units of 2 ** -40, since
+# model.to(torch.bfloat16) would round a buffer of any other dtype
+UNIT = 2.0 ** -40
 
 
 class MoE(IdeaOfMoE):
@@ -400,6 +400,7 @@ class MoE(IdeaOfMoE):
     gamma     step_biases moves the biases added before the choice by this; 0: they stay
 
     It communicates in `ep` and in `everyone`: all their ranks must call it, even in evaluation.
+    It is an IdeaOfMoE, in which dense_and_experts finds the experts, with a forward of its own.
     """
 
     def __init__(self, router, experts, route, ep, *, everyone=None, shared=None, alpha=0.01,
@@ -451,7 +452,7 @@ class MoE(IdeaOfMoE):
     def plan(self, chosen, leaving):
         """chosen (N, K): experts; leaving (E,): rows that go to each -> Plan."""
         counts = exchange_counts(leaving, self.ep)
-        sent, received = read_counts(counts)  # [rank][expert]
+        sent, received = counts.tolist()  # [rank][expert], in one read
         send = [sum(of_rank) for of_rank in sent]
         receive = [sum(of_rank) for of_rank in received]
         sizes = [sum(of_expert) for of_expert in zip(*received)]
@@ -514,19 +515,19 @@ def sum_gradients(model, replicas, everyone=None):
             torch._foreach_copy_(gradients, views)
 
 
-def bias_step(load, experts, gamma):
-    """-> (E,), what is added to biases, in UNITs: gamma for each expert that was chosen less often
-    than the mean, -gamma for each chosen more often. DeepSeek-V3 took 1e-3, at last 0."""
-    return round(gamma / UNIT) * (load.sum() - experts * load).sign()
+def bias_step(load, gamma):
+    """load (E,): how often each expert was chosen -> (E,), in UNITs, what its bias moves by: gamma
+    if that is less often than the mean, -gamma if more. DeepSeek-V3 took 1e-3, at last 0."""
+    return round(gamma / UNIT) * (load.sum() - len(load) * load).sign()
 
 
 @torch.no_grad()
 def step_biases(model):
     """After every step: moves biases, but not of frozen routers; starts new sums of load, loss."""
     for layer in layers_of(model):
-        if layer.router.weight.requires_grad:
-            load = torch.as_tensor(layer.load_of_step)  # the number 0 without a backward
-            layer.bias_units += bias_step(load, len(layer.bias_units), layer.gamma)
+        load = layer.load_of_step
+        if torch.is_tensor(load) and layer.router.weight.requires_grad:  # 0 without a backward
+            layer.bias_units += bias_step(load, layer.gamma)
         layer.load_of_step = 0
         layer.loss_of_step = 0
 
@@ -538,6 +539,20 @@ def balancing_losses(model):
 
 # ---- 3. the toy GPT, parallelized --------------------------------------------
 
+PRESETS = {
+    "mixtral-toy": DENSE["llama-toy"]._replace(hidden=448, theta=1e6),
+    "mixtral-8x7b": DENSE["llama3-8b"]._replace(vocab=32000, seq=4096, theta=1e6),
+    "qwen3-moe-toy": DENSE["qwen3-toy"]._replace(form=FORMS["qwen3"], hidden=128),
+    "qwen3-30b-a3b": DENSE["qwen3-8b"]._replace(layers=48, width=2048, kv_heads=4, hidden=768),
+}
+MIXTURES = {"qwen3-moe-toy": (16, 4), "qwen3-30b-a3b": (128, 8)}  # E, K; of other models: 8, 2
+
+
+def of_preset(model):
+    """-> E, K"""
+    return MIXTURES.get(model, (8, 2))
+
+
 BALANCES = {  # alpha, beta and gamma of MoE, for runs of some hundred steps
     "aux": (0.1, 1e-3, 0.0),
     "bias": (0.0, 0.0, 1e-2),
@@ -548,11 +563,11 @@ BALANCES = {  # alpha, beta and gamma of MoE, for runs of some hundred steps
 class ToyMoE(PlainMoE):
     """PlainMoE in training: with a shared expert, balancing losses and biases."""
 
-    def __init__(self, cfg, *, experts, top_k, shared=False, balance="aux", sources=None):
+    def __init__(self, cfg, *, mlp, experts, top_k, shared=False, balance="aux", sources=None):
         super().__init__(nn.Linear(cfg.width, experts, bias=False),
-                         nn.ModuleList(cfg.form.mlp(cfg) for _ in range(experts)),
+                         nn.ModuleList(mlp(cfg) for _ in range(experts)),
                          partial(softmax_route, top_k=top_k, normalize=True))
-        self.shared = cfg.form.mlp(cfg) if shared else None
+        self.shared = mlp(cfg) if shared else None
         self.alpha, self.beta, self.gamma = BALANCES[balance]
         self.register_buffer("bias_units", torch.zeros(experts, dtype=torch.int64))  # as MoE's
         # [micro-batch][rank]: (N,) numbers of the tokens that a rank routes; None: one rank has all
@@ -578,7 +593,7 @@ class ToyMoE(PlainMoE):
                 load, logits[own], probs[own], chosen.shape[1], self.alpha, self.beta))
         self.loss = sum(losses) / len(losses)
         if self.router.weight.requires_grad:
-            self.bias_units += bias_step(rows_of_each(chosen, E), E, self.gamma)
+            self.bias_units += bias_step(rows_of_each(chosen, E), self.gamma)
 
 
 class ToyMoEWithCapacity(ToyMoE):
@@ -625,27 +640,19 @@ class MoEWithCapacity(MoE):
         return plan._replace(order=plan.order[:sum(plan.send)])
 
 
-def mixture(model, seed, cfg, capacity=0.0, **options):
-    """The plain GPT with a ToyMoE of these options in place of each MLP."""
-    kind = ToyMoE
-    if capacity:
-        kind = partial(ToyMoEWithCapacity, capacity=capacity)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(model.tok.weight.dtype)
-    with model.tok.weight.device:  # new tensors are made there
-        for block in model.blocks:
-            block.mlp = kind(cfg, **options)
-    torch.set_default_dtype(before)
-    init_weights(model, cfg.layers, seed)  # draws each expert by its own name
-    return model
+def mixture(cfg, capacity=0.0, **options):
+    """cfg of a GPT -> cfg of one with a ToyMoE of these options in the place of each MLP."""
+    kind = partial(ToyMoEWithCapacity, capacity=capacity) if capacity else ToyMoE
+    return cfg._replace(form=cfg.form._replace(mlp=partial(kind, mlp=cfg.form.mlp, **options)))
 
 
 def build_plain(args, cfg, seed, device, dtype, sources=None):
     """The plain model. sources: as ToyMoE's, by default one micro-batch cut over all ranks."""
     numbers = torch.arange(args.batch * cfg.seq, device=device)  # of tokens
-    return mixture(build(cfg, seed, device, dtype), seed, cfg, experts=args.experts,
-                   top_k=args.top_k, shared=args.shared, balance=args.balance,
-                   capacity=args.capacity, sources=sources or [numbers.chunk(args.world_size)])
+    cfg = mixture(cfg, experts=args.experts, top_k=args.top_k, shared=args.shared,
+                  balance=args.balance, capacity=args.capacity,
+                  sources=sources or [numbers.chunk(args.world_size)])
+    return build(cfg, seed, device, dtype)
 
 
 def plain_balancing_losses(model):
@@ -728,6 +735,14 @@ def gather_experts(tensors, ep):
     return whole
 
 
+def name_experts(model, names, ep, experts):
+    """names: {parameter: its name}. Of a stack it becomes a list, with the name of each matrix."""
+    here = share(experts, ep.size(), ep.rank())
+    for layer in model.modules():
+        if isinstance(layer, StackedLinear):
+            names[layer.weight] = [plain_name(names[layer.weight], e) for e in here]
+
+
 def full_state_dict(model, ep):
     return gather_experts(model.state_dict(), ep)
 
@@ -761,16 +776,6 @@ def train_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
 
 # ---- 5. run ------------------------------------------------------------------
 
-PRESETS = {
-    "mixtral-toy": GPTConfig(form=FORMS["llama"], kv_heads=2, hidden=448, theta=1e6),
-    "mixtral-8x7b": GPTConfig(32, 4096, 32, 32000, 4096, FORMS["llama"], kv_heads=8,
-                              hidden=14336, theta=1e6),
-    "qwen3-moe-toy": GPTConfig(form=FORMS["qwen3"], kv_heads=2, hidden=128, head_dim=48, theta=1e6,
-                               eps=1e-6),
-    "qwen3-30b-a3b": GPTConfig(48, 2048, 32, 151936, 40960, FORMS["qwen3"], kv_heads=4, hidden=768,
-                               head_dim=128, theta=1e6, eps=1e-6),
-}
-MIXTURES = {"qwen3-moe-toy": (16, 4), "qwen3-30b-a3b": (128, 8)}  # E, K; of other models: 8, 2
 FLAGS = {
     "--experts": dict(type=int, metavar="E", least=1, course=True, help="in each layer (8, or the "
                       "preset's)"),
@@ -785,11 +790,6 @@ FLAGS = {
                       "bias in the choice; the idea does not"),
 }
 VARIANTS = ("", "--balance bias --shared")  # flags with which the file is worth running
-
-
-def of_preset(model):
-    """-> E, K"""
-    return MIXTURES.get(model, (8, 2))
 
 
 def refuse(args, require):
@@ -809,31 +809,24 @@ def refuse(args, require):
     args.balance = "none"
 
 
-class BalancedCounts:
-    """In the place of read_counts where no device has numbers: all experts are chosen equally."""
-
-    leaving = arriving = ()  # [rank][expert], rows; see expect
-
-    def expect(self, args, tokens, ep):
-        """tokens: how many a rank routes at a time."""
-        E = args.experts
-        rows = tokens * args.top_k  # that leave each rank
-        if args.capacity:
-            rows = min(rows, E * most_rows(args.capacity, args.top_k, tokens, E))
-        of_each = [(rows + e) // E for e in range(E)]  # the last ones get the remainder
-        here = E // ep.size()
-        self.leaving = [of_each[e:e + here] for e in range(0, E, here)]
-        self.arriving = [self.leaving[ep.rank()]] * ep.size()
-
-    def __call__(self, counts):
-        return self.leaving, self.arriving
-
-
-balanced_counts = BalancedCounts()  # of the run: main() says what to expect
+def balanced_counts(args, tokens, ep):
+    """What a dry run takes counts to be: all experts are chosen equally often -> [rank][expert],
+    rows that leave, and rows that arrive. tokens: how many a rank routes at a time."""
+    E = args.experts
+    rows = tokens * args.top_k  # that leave each rank
+    if args.capacity:
+        rows = min(rows, E * most_rows(args.capacity, args.top_k, tokens, E))
+    of_each = [(rows + e) // E for e in range(E)]  # the last ones get the remainder
+    here = E // ep.size()
+    leaving = [of_each[e:e + here] for e in range(0, E, here)]
+    return leaving, [leaving[ep.rank()]] * ep.size()
 
 
 def set_up(run, impl, replicas, ep):
     """-> a Side"""
+    from harness.checkpoint import pieces_of_stacks
+    from harness.whole import wholes_of_stacks
+
     plain = run.build()
     run.idle = idle_parameters(plain, run.args.top_k)
     set_biases(plain, run)
@@ -843,45 +836,16 @@ def set_up(run, impl, replicas, ep):
     else:
         model = parallelize(plain, ep)
         step = train_step
-    optimizer = optimizer_of(run, model, ep)
+    named = list(model.named_parameters())
+    names = {p: name for name, p in named}
+    name_experts(model, names, ep, run.args.experts)
+    optimizer = run.optimizer(named, wholes=wholes_of_stacks, names=names)
     return run.side(
         model, optimizer, partial(step, replicas=replicas, ep=ep),
         full_gradients=partial(full_gradients, model, ep),
         full_state_dict=partial(full_state_dict, model, ep),
-        pieces=partial(pieces, model, optimizer, replicas, ep),
+        pieces=partial(pieces_of_stacks, named, optimizer, ep, replicas, plain_name),
         extra=lambda: {"bias_units": [layer.bias_units.tolist() for layer in layers_of(model)]})
-
-
-def optimizer_of(run, model, ep):
-    """What --optimizer says. Muon takes the matrices of a stack one by one."""
-    from harness.whole import wholes_of_stacks
-
-    names = {p: name for name, p in model.named_parameters()}
-    name_experts(model, names, ep, run.args.experts)
-    return run.optimizer(model.named_parameters(), wholes=wholes_of_stacks, names=names)
-
-
-def name_experts(model, names, ep, experts):
-    """names: {parameter: its name}. Of a stack it becomes a list, with the name of each matrix."""
-    here = share(experts, ep.size(), ep.rank())
-    for layer in model.modules():
-        if isinstance(layer, StackedLinear):
-            names[layer.weight] = [plain_name(names[layer.weight], e) for e in here]
-
-
-def pieces(model, optimizer, replicas, ep):
-    """What this rank holds of the plain MoE: all that is dense, and some experts, each whole."""
-    from harness.checkpoint import of_stack, pieces_of
-
-    found = []
-    for piece in pieces_of(model.named_parameters(), optimizer, writes=replicas.rank() == 0):
-        if ".experts." not in piece.name:
-            found.append(piece._replace(writes=piece.writes and ep.rank() == 0))
-        elif re.search(r"\.experts\.\d", piece.name):  # an expert's momentum
-            found.append(piece)
-        else:
-            found += of_stack(piece, ep.rank(), plain_name)
-    return found
 
 
 def textbook(run, model, ep):
@@ -913,12 +877,14 @@ def show_load(run, model):
 
 
 def main():
+    from harness.dry import told
     from harness.flags import arguments, require  # not above: moe.py is imported without harness/
     from harness.run import Run
 
     args = arguments(__doc__, FLAGS, PRESETS)
-    args.experts = args.experts or of_preset(args.model)[0]
-    args.top_k = args.top_k or of_preset(args.model)[1]
+    experts, top_k = of_preset(args.model)
+    args.experts = args.experts or experts
+    args.top_k = args.top_k or top_k
     refuse(args, require)
     impls = ("scratch", "idea") if args.impl == "all" else None
     run = Run(args, impls, build=partial(build_plain, args))
@@ -926,12 +892,10 @@ def main():
     mesh = dist.init_device_mesh(run.device.type, (run.world_size // size, size),
                                  mesh_dim_names=("replicas", "ep"))
     replicas, ep = mesh.get_all_groups()
-    balanced_counts.expect(args, args.batch * run.cfg.seq // run.world_size, ep)
     if run.dry:
-        global read_counts
-        read_counts = balanced_counts
         run.say("experts are taken to be balanced")
-    with run:
+    tokens = args.batch * run.cfg.seq // run.world_size
+    with run, told(run, balanced_counts(args, tokens, ep)):
         sides = {impl: set_up(run, impl, replicas, ep) for impl in run.impls}
         run.train(sides, rows=share(args.batch, run.world_size, run.rank))
         model = sides[run.impls[0]].model

@@ -185,6 +185,21 @@ def of_stack(piece, index, rename):
             for number, box in enumerate(piece.tensor, first)]
 
 
+def pieces_of_stacks(named_parameters, optimizer, group, replicas, rename):
+    """As pieces_of, if some parameters are stacks, of which a rank of `group` has its own, and all
+    ranks of `replicas` the same.
+
+    rename: as of_stack takes it; it leaves the name of what is no stack as it is.
+    """
+    found = []
+    for piece in pieces_of(named_parameters, optimizer, writes=replicas.rank() == 0):
+        if rename(piece.name, 0) == piece.name:
+            found.append(piece._replace(writes=piece.writes and group.rank() == 0))
+        else:
+            found += of_stack(piece, group.rank(), rename)
+    return found
+
+
 def boxes_of_run(shape, low, high):
     """Elements low to high of a flattened tensor -> [(start, shape of the box)], in order.
 

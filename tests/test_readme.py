@@ -162,9 +162,10 @@ T = 16
 def somebodys_model(name):
     """Two blocks of Llama's form; with moe, its MLPs are mixtures of four experts."""
     cfg = GPTConfig(2, 32, 4, 256, T, FORMS["llama"], 2, 44)
+    if name == "moe":
+        cfg = moe.mixture(cfg, experts=4, top_k=2)
     model = build(cfg, 0, dtype=torch.float64)
     if name == "moe":
-        moe.mixture(model, 0, cfg, experts=4, top_k=2)
         for block in model.blocks:
             block.mlp.alpha = 0.01  # what MoE takes where nothing is said
             block.mlp.beta = 1e-3

@@ -51,8 +51,7 @@ def test_mixtures(name, tmp_path):
     cfg = weights.sizes_in(identity)
     assert identity["experts"] == 4
     assert identity["top_k"] == 2
-    model = build(cfg, 0)
-    moe.mixture(model, 0, cfg, experts=4, top_k=2)
+    model = build(moe.mixture(cfg, experts=4, top_k=2), 0)
     missing = model.load_state_dict(state, strict=False)
     assert not missing.unexpected_keys
     assert all(".bias" in name for name in missing.missing_keys)
