@@ -1,4 +1,4 @@
-"""Tensors of a dry run have sizes and no values. Where a step reads some, it has to be told them."""
+"""A dry run's tensors have sizes and no values. Where a step reads some, it has to be told them."""
 import contextlib
 from unittest import mock
 
