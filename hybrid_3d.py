@@ -55,7 +55,8 @@ import pipeline_parallel
 import tensor_parallel
 from common import loss_sum
 from pipeline_parallel import (
-    Mail, SplitLinear, SplitPipeline, gather, homes, idea_plan, make_links, run_pipeline)
+    IdeaOfPipeline, Mail, SplitLinear, SplitPipeline, gather, homes, idea_plan, make_links,
+    run_pipeline)
 from tensor_parallel import (
     ColumnLinear, ColumnParallel, CutSequence, RowLinear, WholeSequence, cross_entropy_by_words,
     vocab_parallel_cross_entropy)
@@ -141,7 +142,8 @@ def run_microbatches(model, x, y, valid):
 
     pp = grid["pp"]
     plan = idea_plan(len(inputs), warmup=pp.size() - 1 - pp.rank())  # 1F1B
-    return run_pipeline(model.stage, plan, inputs, loss_of, model.boundary, pp, grid["back"])
+    part = IdeaOfPipeline(model.stage, {}, model.boundary, pp, grid["back"])
+    return run_pipeline(part, plan, inputs, loss_of)
 
 
 def idea_step(model, optimizer, x, y, valid, clip):

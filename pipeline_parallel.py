@@ -11,10 +11,10 @@
     loss = pipeline.step(x.chunk(4), loss_of)  # loss_of(output, m): micro-batch m's part of it
     norm = stages.sum_and_clip(1.0)  # then optimizer.step() and optimizer.zero_grad()
 
-Each of p ranks has 1/p of the layers, in v stages, and M micro-batches make a step, 2p or more. A
-rank spends on each the times F for its forward, B for the gradients of its inputs, and W for those
-of its weights, which zb-* and dualpipe-v do later. A rank idles between its first action and its
-last. What it keeps of a micro-batch are its activations in this rank's layers.
+Each of p ranks has 1/p of the layers, in v stages. On each of a step's M micro-batches it spends
+the times F for the forward, B for the gradients of inputs, and W for those of weights, which zb-*
+and dualpipe-v do later. Idle is what is left of the time from its first action to its last. Kept
+of a micro-batch are its activations in the rank's layers. The table holds from M = 2p on.
 
     schedule                    worst rank's idle time  kept on rank r, in micro-batches
     plain GPT                   0                       p M: it has p times the layers
@@ -39,9 +39,9 @@ At work: torch.distributed.pipelining, part 4.
     python pipeline_parallel.py --simulate --schedule zb-h1 --pp 4 --micro 8 --times 1,1,1,0
 """
 import copy
+import functools
 import itertools
-import math
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -55,6 +55,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 # imports of parts 1 and 2 end here; the rest is for parts 3 to 5
+import math
 import sys
 
 from common import loss_sum, share
@@ -62,75 +63,75 @@ from common import loss_sum, share
 # ---- 1. the idea -------------------------------------------------------------
 
 
-def in_turn(forwards, backwards, warmup):
-    """-> `warmup` forwards, then a forward and a backward in turn, then the other backwards."""
-    pairs = itertools.zip_longest(forwards, [None] * warmup + backwards)
-    return [action for pair in pairs for action in pair if action]
-
-
 def idea_plan(microbatches, warmup):
     """-> what a rank does, in order. 1f1b: warmup is the number of ranks behind it; gpipe: M."""
-    forwards = [("F", m) for m in range(microbatches)]
-    backwards = [("B", m) for m in range(microbatches)]
-    return in_turn(forwards, backwards, warmup)
+    plan = []
+    for i in range(microbatches + warmup):
+        plan += [("F", i), ("B", i - warmup)]
+    return [(kind, m) for kind, m in plan if 0 <= m < microbatches]
 
 
-def run_pipeline(stage, plan, inputs, loss_of, boundary, pp, back):
-    """Forward and backward of micro-batches -> their loss on the last rank, 0 on others.
+class IdeaOfPipeline(NamedTuple):
+    """What one of the ranks has."""
 
-    stage: this rank's layers, from tensor to tensor. loss_of(output, m): m's part of the batch's
-    loss. boundary: a tensor like those between ranks. back: a second group of pp's ranks, since
-    NCCL does a group's transfers in order, and a send would wait for a receive.
-    """
-    rank = pp.rank()
-    last = pp.size() - 1
-    loss = boundary.new_zeros(())
+    stage: nn.Module  # its layers, from tensor to tensor
+    shared: dict  # {parameter that another rank has, too, as a tied embedding: group of the two}
+    boundary: torch.Tensor  # one like those that go from rank to rank
+    pp: dist.ProcessGroup  # the ranks; what goes to the next one
+    back: dist.ProcessGroup  # the ranks again: in one group NCCL would let sends wait for receives
+
+
+def run_pipeline(model, plan, inputs, loss_of):
+    """Adds to .grad -> on the last rank the sum of loss_of(output, micro-batch), on others 0."""
+    rank = model.pp.rank()
+    last = model.pp.size() - 1
+    loss = model.boundary.new_zeros(())
     kept = {}  # {micro-batch: (input, output)}, from its F to its B
-    sends = []  # (tensor, Work): it has to live until it is sent
+    sends = []  # (tensor, Work): the tensor has to live until it is sent
     for kind, m in plan:
         if kind == "F":
-            x = inputs[m] if rank == 0 else receive(boundary, rank - 1, pp).requires_grad_()
-            y = stage(x)
+            x = inputs[m] if rank == 0 else receive(model, rank - 1, model.pp).requires_grad_()
+            y = model.stage(x)
             if rank < last:
-                sends.append((y, dist.isend(y.detach(), group=pp, group_dst=rank + 1)))
+                sends.append((y, dist.isend(y.detach(), group=model.pp, group_dst=rank + 1)))
             else:
-                y = loss_of(y, m)
+                y = loss_of(y, m)  # the end of this graph, where its B begins
                 loss += y.detach()
             kept[m] = x, y
         else:
             x, y = kept.pop(m)
-            dy = None if rank == last else receive(boundary, rank + 1, back)
+            dy = None if rank == last else receive(model, rank + 1, model.back)
             y.backward(dy)
             if rank > 0:
-                sends.append((x.grad, dist.isend(x.grad, group=back, group_dst=rank - 1)))
+                sends.append((x.grad, dist.isend(x.grad, group=model.back, group_dst=rank - 1)))
     for _, work in sends:  # not at once, since the receiver may be sending, too
         work.wait()
     return loss
 
 
-def receive(boundary, sender, group):
-    tensor = torch.empty_like(boundary)
+def receive(model, sender, group):
+    tensor = torch.empty_like(model.boundary)
     dist.recv(tensor, group=group, group_src=sender)  # the sender's -> here, too
     return tensor
 
 
-def idea_step(stage, optimizer, x, y, valid, clip, plan, boundary, tied, pp, back, ends):
-    """x, y: the whole batch, on all ranks. tied: the embedding that is the head, too, on the first
-    rank and the last, whose group is `ends`; else None."""
+def idea_step(model, optimizer, x, y, valid, clip, plan):
+    """x, y: the whole batch, on all ranks -> this rank's part of the loss, the gradient norm."""
     optimizer.zero_grad()
-    targets = y.split(len(boundary))
+    targets = y.split(len(model.boundary))
 
     def loss_of(logits, m):
         return F.cross_entropy(logits.flatten(0, 1), targets[m].flatten(), reduction="sum") / valid
 
-    loss = run_pipeline(stage, plan, x.split(len(boundary)), loss_of, boundary, pp, back)
-    if tied is not None:
-        dist.all_reduce(tied.grad, group=ends)  # partial (a summand each) -> replicated (the sum)
-    counted = [p.grad for p in stage.parameters() if p is not tied or pp.rank() == 0]
+    loss = run_pipeline(model, plan, x.split(len(model.boundary)), loss_of)
+    for p, group in model.shared.items():
+        dist.all_reduce(p.grad, group=group)  # partial (a summand each) -> replicated (the sum)
+    counted = [p.grad for p in model.stage.parameters()
+               if p not in model.shared or model.pp.rank() == 0]
     square = nn.utils.get_total_norm(counted).square()
-    dist.all_reduce(square, group=pp)  # partial -> replicated
+    dist.all_reduce(square, group=model.pp)  # partial -> replicated
     norm = square.sqrt()
-    nn.utils.clip_grads_with_norm_(stage.parameters(), clip, norm)
+    nn.utils.clip_grads_with_norm_(model.stage.parameters(), clip, norm)
     optimizer.step()
     return loss, norm
 
@@ -138,10 +139,10 @@ def idea_step(stage, optimizer, x, y, valid, clip, plan, boundary, tied, pp, bac
 # ---- 2. the technique (copy this; it needs only torch) -----------------------
 
 # What it adds to the idea, what that buys, and what it costs. Peaks: the toy, 2 ranks, M = 16.
-#     Mail            keeps one send at a time: rank 0's peak falls, 12.98 -> 12.07 MB; and begins
-#                     receives two actions early: tensors travel while the rank is at work
+#     Mail            keeps one send at a time: rank 0's peak falls, 12.98 -> 12.07 MB
+#                     begins receives two actions early: tensors travel while the rank is at work
 #     Stages, Chain   any model's own forward, in four lines; all dtypes; frozen layers; dp x pp
-#     W by itself     fills what was idle, for activations: rank 1's peak grows, 9.72 -> 12.21 MB
+#     W by itself     fills idle time, and keeps more for it: rank 1's peak, 9.72 -> 12.21 MB
 #     schedules       several stages a rank: idle times are the table above
 # Calls and bytes sent stay those of the idea wherever a rank has one stage.
 
@@ -151,7 +152,7 @@ def idea_step(stage, optimizer, x, y, valid, clip, plan, boundary, tied, pp, bac
 class Action(NamedTuple):
     """One piece of a rank's work."""
 
-    kind: str  # F forward, B backward; later also W, gradients of weights, and U, an update
+    kind: str  # F forward, B backward; in 2.5 also W, the gradients of weights
     microbatch: int
     stage: int  # a part of the model's layers, 0 the first; a rank may hold several
 
@@ -165,7 +166,7 @@ def homes(plans):
 
 
 class Pipeline:
-    """Plays this rank's plan of Fs and Bs. Ws and Us are for its subclasses.
+    """Plays this rank's plan of Fs and Bs.
 
     modules: {stage: module}, this rank's; each maps one tensor to one. mail: see Mail
     """
@@ -176,6 +177,7 @@ class Pipeline:
         self.plan = plans[mail.place]
         self.microbatches = 1 + max(action.microbatch for action in self.plan)
         self.kept = {}  # {(micro-batch, stage): (input, edge of the output)}, from F to B
+        self.loss = None  # a number, the sum of this batch's losses here
 
     def step(self, inputs, loss_of):
         """Runs a batch forward and backward, and adds to .grad -> this rank's sum of losses.
@@ -194,28 +196,24 @@ class Pipeline:
     def play(self, actions, inputs, loss_of):
         assert len(inputs) == self.microbatches, f"{len(inputs)} inputs for {self.microbatches}"
         wide = torch.promote_types(self.mail.dtype, torch.float32)
-        loss = torch.zeros((), dtype=wide, device=self.mail.device)
+        self.loss = torch.zeros((), dtype=wide, device=self.mail.device)
         self.mail.open(actions)
         for action in actions:
             taken = self.mail.take(action)  # what the stage before, or behind, has made for it
             if action.kind == "F" and action.stage == 0:
                 taken = inputs[action.microbatch]
             made = self.do(action, taken, loss_of)
-            if action.kind == "F" and action.stage == self.mail.end:
-                loss += made
             self.mail.put(action, made)
             del taken, made  # what nobody keeps is free before the next action
         self.mail.finish_send()
-        return loss
+        return self.loss
 
     def do(self, action, taken, loss_of):
-        """-> the tensor for another stage, or the loss, or None."""
+        """-> the tensor that the action makes. Nobody takes the last stage's, or stage 0's in B."""
         kind, m, stage = action
         if kind == "F":
             return self.forward(m, stage, taken, loss_of)
-        if kind == "B":
-            return self.backward(m, stage, taken)
-        return None
+        return self.backward(m, stage, taken)
 
     def forward(self, m, stage, x, loss_of):
         if stage > 0:
@@ -223,6 +221,7 @@ class Pipeline:
         y = self.modules[stage](x)
         if stage == self.mail.end:
             y = loss_of(y, m)
+            self.loss += y.detach()
         if y.requires_grad:  # not in an evaluation, nor in a first stage that is frozen
             # the graph alone: the memory of y is free when y has been sent
             self.kept[m, stage] = x, get_gradient_edge(y)
@@ -243,11 +242,10 @@ WAY = {"F": 1, "B": -1}  # outputs go to the next stage, gradients of inputs to 
 
 
 class Mail:
-    """Brings each tensor from the action that makes it, by which it is called, to the one that
-    takes it.
+    """Brings each tensor from the action that makes it to the one that takes it.
 
-    Between ranks tensors travel without names: on each link, from one rank to another, the receiver
-    begins its receives in the order in which the sender's plan makes the tensors.
+    Here a tensor goes by the name of its maker. Between ranks it has no name: on a link, from one
+    rank to another, a receive gets the tensor whose turn it is by the sender's plan.
 
     size, dtype, device: of every tensor
     group: the pipeline's ranks, in order of their places; None: all ranks
@@ -266,30 +264,29 @@ class Mail:
         self.end = max(self.home)  # the last stage
         # {action: its number in the plan of its rank}
         self.number = {action: i for plan in plans for i, action in enumerate(plan)}
+        self.taker = {}  # {action: the one that takes what it makes}
+        for action in self.number:
+            if action.kind in WAY:
+                taker = action._replace(stage=action.stage + WAY[action.kind])
+                if taker in self.number:
+                    self.taker[action] = taker
+        self.maker = {taker: maker for maker, taker in self.taker.items()}
         self.coming = deque()  # other ranks' actions; receives of their tensors are yet to begin
         self.inbox = {}  # {action: (the receive's Work, None if it is made here; tensor)}
         self.sent = None  # (Work, tensor) of the last send
 
-    def neighbour(self, action, steps):
-        """-> 1: the action that takes what this one makes; -1: the one that makes what this one
-        takes; None where there is no such action."""
-        if action.kind not in WAY:
-            return None
-        stage = action.stage + steps * WAY[action.kind]
-        return action._replace(stage=stage) if stage in self.home else None
-
     def open(self, actions):
         """Before this rank plays these actions: list what other ranks make for them."""
-        makers = filter(None, [self.neighbour(action, -1) for action in actions])
+        makers = [self.maker[action] for action in actions if action in self.maker]
         coming = [maker for maker in makers if self.home[maker.stage] != self.place]
         # each sender's in its own order; between senders any order would do
         self.coming = deque(sorted(coming, key=self.number.get))
 
     def take(self, action):
         """-> the tensor that an action takes from another stage, or None if it takes none."""
-        maker = self.neighbour(action, -1)
-        if maker is None:
+        if action not in self.maker:
             return None
+        maker = self.maker[action]
         while maker not in self.inbox:
             self.begin_receive()
         work, tensor = self.inbox.pop(maker)
@@ -298,18 +295,18 @@ class Mail:
         return tensor
 
     def put(self, action, tensor):
-        """After each action: begin receives, and send the tensor that the action has made.
+        """After each action: begin the receives that are due, and send what the action has made.
 
-        Ranks play their plans side by side: what another rank makes with its action number i is
-        awaited from this rank's number i - 2 on. Two is the least that never costs time where sends
-        end when they are received (NCCL). In take() it may be too late: ranks wait to send.
+        Ranks play their plans side by side: while one is at its i-th action, so are the others. A
+        receive begins two actions before the sender makes the tensor, behind the (i - 2)-th here.
+        Where a send lasts until it is received (NCCL), two is the least that costs no sender time.
+        Later, in take(), ranks that send to each other might never come there.
         """
         while self.coming and self.number[self.coming[0]] <= self.number[action] + 2:
             self.begin_receive()
-        taker = self.neighbour(action, 1)
-        if taker is None:
+        if action not in self.taker:
             return
-        receiver = self.home[taker.stage]
+        receiver = self.home[self.taker[action].stage]
         if receiver == self.place:
             self.inbox[action] = None, tensor
         else:
@@ -391,17 +388,16 @@ class Stages(nn.ModuleList):
         for stage, module in enumerate(whole):
             for p in module.parameters():
                 places[p].add(home[stage])
-        groups = {}  # {ranks: their group}
+        group_of = functools.cache(dist.new_group)  # of some ranks: every rank makes it, once
         for p, of_p in places.items():
             holders = tuple(ranks[place] for ranks in pipelines for place in sorted(of_p))
             if rank == holders[0]:
                 self.counted.append(p)
-            if len(holders) > 1 and holders not in groups:
-                groups[holders] = dist.new_group(holders)  # every rank makes it
-            if len(holders) > 1 and rank in holders:
-                self.shared[p] = groups[holders]
-                # the first's -> replicated
-                dist.broadcast(p.data, group=groups[holders], group_src=0)
+            if len(holders) > 1:
+                group = group_of(holders)
+                if rank in holders:
+                    self.shared[p] = group
+                    dist.broadcast(p.data, group=group, group_src=0)  # the first's -> replicated
 
     def sum_and_clip(self, clip):
         """What is left to do between backward and the optimizer's step -> the gradient norm."""
@@ -562,10 +558,12 @@ class SplitPipeline(Pipeline):
 
 
 def turns(M, warmup, stages, at_once=1):
-    """-> a plan like the idea's for a rank that has these stages."""
-    forwards = sweep("F", M, stages, at_once)
-    backwards = sweep("B", M, stages[::-1], at_once)
-    return in_turn(forwards, backwards, warmup)
+    """-> the idea's plan, for a rank that has these stages: i counts what is in the sweeps."""
+    sweeps = {
+        "F": sweep("F", M, stages, at_once),
+        "B": sweep("B", M, stages[::-1], at_once),
+    }
+    return [sweeps[kind][i] for kind, i in idea_plan(M * len(stages), warmup)]
 
 
 def sweep(kind, M, stages, at_once):
@@ -578,31 +576,29 @@ def sweep(kind, M, stages, at_once):
     return order
 
 
-def follow(plan, kind, lag):
-    """-> the plan with an action of this kind for each B: `lag` Bs later, or at the plan's end."""
-    longer = []
-    waiting = []
-    for action in plan:
-        longer.append(action)
+def late_ws(M, warmup, stages, lag):
+    """-> the idea's plan with a W for each B, which comes `lag` Bs later or at the plan's end."""
+    plan = []
+    left = deque()  # Ws
+    for action in turns(M, warmup, stages):
+        plan.append(action)
         if action.kind == "B":
-            waiting.append(action._replace(kind=kind))
-            if len(waiting) > lag:
-                longer.append(waiting.pop(0))
-    return longer + waiting
+            left.append(action._replace(kind="W"))
+            if len(left) > lag:
+                plan.append(left.popleft())
+    return [*plan, *left]
 
 
-def in_words(M, stages, *lines):
+def from_words(M, stages, *lines):
     """-> the plan of a rank with two stages. Each line has words, and how many times they come.
 
     F, B    the next forward, the next backward of the first stage; this B leaves a W
     BW      the same backward with its W; f, b, bw: likewise, of the second stage
     W       the oldest W that is left, of either stage; those left after all lines end the plan
     """
-    upcoming = {}  # {(kind, stage): the actions that are yet to come}
-    for kind, stage in itertools.product("FB", stages):
-        upcoming[kind, stage] = itertools.count()
     plan = []
     left = deque()  # Ws
+    count = Counter()  # {(kind, stage): how many the plan has}
     for words, times in lines:
         for word in words.split() * times:
             if word == "W":
@@ -610,7 +606,8 @@ def in_words(M, stages, *lines):
                 continue
             kind = word[0].upper()
             stage = stages[0] if word.isupper() else stages[1]
-            action = Action(kind, next(upcoming[kind, stage]), stage)
+            action = Action(kind, count[kind, stage], stage)
+            count[kind, stage] += 1
             plan.append(action)
             if word in ("B", "b"):
                 left.append(action._replace(kind="W"))
@@ -618,8 +615,8 @@ def in_words(M, stages, *lines):
 
 
 def zb_v(r, p, M, stages):
-    n = max(M, 2 * p - 1)  # the words want that many micro-batches: in_words drops those beyond M
-    return in_words(
+    n = max(M, 2 * p - 1)  # the words want that many micro-batches; those beyond M are dropped
+    return from_words(
         M, stages,
         ("F", 2 * (p - r) - 1),  # until the first micro-batch comes to the second stage
         ("f F", r),  # until the first gradient comes to the second stage
@@ -632,7 +629,7 @@ def zb_v(r, p, M, stages):
 
 
 def dualpipe_v(r, p, M, stages):
-    return in_words(
+    return from_words(
         M, stages,
         ("F", 2 * (p - 1 - r)),
         ("F f", r + 1),
@@ -693,14 +690,14 @@ SCHEDULES = {
     # sooner, and Ws fill the end (Qi 2023, figure 3).
     #     rank 0   F0 F1 ...B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
     #     rank 1   ...F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3
-    "zb-h1": Schedule(loop, 1, lambda r, p, M, s: follow(turns(M, p - 1 - r, s), "W", r)),
-    # Twice the warm-up, and Ws twice as late: no bubble if F + B = 2W (Qi 2023, figure 3). Rank r
-    # begins and ends r F late; since sum_and_clip's all-reduce waits for the last, a step is
-    # (p-1) F longer than the table says, zb-v's (p-1) F/2. Qi 2023, section 4, does not wait, but
-    # takes a step back if the norm was too large.
+    "zb-h1": Schedule(loop, 1, lambda r, p, M, s: late_ws(M, p - 1 - r, s, r)),
+    # Twice the warm-up, and Ws twice as late: no bubble if F + B = 2W (Qi 2023, figure 3). But rank
+    # r begins r F later than rank 0, and ends as much later. All wait for the last one's gradients
+    # in sum_and_clip: so a step is (p-1) F longer than the table says, and zb-v's (p-1) F/2. Qi
+    # 2023, section 4, does not wait, but takes a step back if the norm was too large.
     #     rank 0   F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3 ...
     #     rank 1   ...F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
-    "zb-h2": Schedule(loop, 1, lambda r, p, M, s: follow(turns(M, 2 * (p - 1 - r), s), "W", 2 * r)),
+    "zb-h2": Schedule(loop, 1, lambda r, p, M, s: late_ws(M, 2 * (p - 1 - r), s, 2 * r)),
     # Zero bubble with the memory of 1f1b: a micro-batch comes back to the rank that it began on, so
     # its backward begins there soon (Qi 2023, figure 8).
     #     rank 0   F0 F1 F2 f0 b0 w0 f1 b1 w1 F3 B0 W0 f2 b2 w2 B1 W1 f3 b3 w3 B2 W2 B3 W3 ...
@@ -712,24 +709,25 @@ SCHEDULES = {
     #     rank 0   F0 F1 F2 f0 b0 w0 f1 F3 b1    f2 B0    b2    f3 ...B1    b3    B2 W2 B3 W3
     #     rank 1   ...F0 f0 F1 f1 F2 b0    f2 B0    F3 b1    f3 B1    b2    B2    b3 B3 w3 W3
     "dualpipe-v": Schedule(vee, 2, dualpipe_v),
-    # 1f1b with an update after each B; behind the last stands optimizer.step(), as ever. PipeDream
-    # (Harlap 2018, section 3), which never drains the pipeline, here drains it once a step.
-    #     rank 0   F0 F1 ......B0    U F2 B1    U F3 B2    U ...B3
-    #     rank 1   ...F0 B0    U F1 B1    U F2 B2    U F3 B3    ......
-    "pipedream": Schedule(loop, 1, lambda r, p, M, s: follow(turns(M, p - 1 - r, s), "U", 0)[:-1]),
 }
 
 
 def make_plans(name, ranks, microbatches, chunks=2):
-    """-> for each rank a list of actions. chunks: how many stages a rank has (interleaved, bfs)."""
+    """-> for each rank a list of actions. chunks: see chunks_of."""
     M = microbatches
     # with other numbers the ranks could wait for each other for ever
     if name == "interleaved":
         assert M % ranks == 0, f"interleaved takes multiples of {ranks} micro-batches, not {M}"
     if name == "dualpipe-v":
         assert M >= 2 * ranks, f"dualpipe-v needs {2 * ranks} or more micro-batches, not {M}"
-    place, fixed, order = SCHEDULES[name]
-    return [order(rank, ranks, M, place(rank, ranks, fixed or chunks)) for rank in range(ranks)]
+    place, _, order = SCHEDULES[name]
+    chunks = chunks_of(name, chunks)
+    return [order(rank, ranks, M, place(rank, ranks, chunks)) for rank in range(ranks)]
+
+
+def chunks_of(name, chunks):
+    """How many stages a rank has in this schedule; chunks: in interleaved and bfs."""
+    return SCHEDULES[name].chunks or chunks
 
 
 # ---- 3. the toy GPT, parallelized --------------------------------------------
@@ -737,8 +735,13 @@ def make_plans(name, ranks, microbatches, chunks=2):
 CHAIN = Chain(first=["tok", "pos"], layers="blocks", last=["norm", "head"], absent=("pos",))
 
 
+def too_few(layers, stages):
+    return f"--layers {layers} for {stages} stages: give each at least one"
+
+
 def split_layers(count, stages):
     """-> how many of the layers each stage gets: about equally many."""
+    assert stages <= count, too_few(count, stages)
     return [len(share(count, stages, stage)) for stage in range(stages)]
 
 
@@ -749,6 +752,14 @@ def parallelize(model, plans, layers, size, dtype, device):
     """
     stages = Stages(carve(model, CHAIN, layers), plans)
     return stages, SplitPipeline(stages.here, plans, Mail(plans, size, dtype, device))
+
+
+def parallelize_idea(stages, plans, size, dtype, device):
+    """This rank's Stages, of one stage -> what the idea trains, and this rank's plan for it."""
+    plan = [(action.kind, action.microbatch) for action in plans[dist.get_rank()]]
+    boundary = torch.empty(size, dtype=dtype, device=device)
+    everybody = dist.group.WORLD
+    return IdeaOfPipeline(stages[0], stages.shared, boundary, everybody, dist.new_group()), plan
 
 
 def train_step(pipeline, stages, optimizer, x, y, valid, clip):
@@ -809,12 +820,30 @@ def gather(mine, group):
 # weights are stale by design, and few train so today: it is no part of what is copied.
 
 
+def with_updates(r, p, M, stages):
+    """-> 1f1b's plan with an update, U, after each B but the last: there optimizer.step() stands.
+
+    So PipeDream (Harlap 2018, section 3), which never drains the pipeline, here drains it in each
+    step.
+        rank 0   F0 F1 ......B0    U F2 B1    U F3 B2    U ...B3
+        rank 1   ...F0 B0    U F1 B1    U F2 B2    U F3 B3    ......
+    """
+    plan = []
+    for action in turns(M, p - 1 - r, stages):
+        plan.append(action)
+        if action.kind == "B":
+            plan.append(action._replace(kind="U"))
+    return plan[:-1]
+
+
+SCHEDULES["pipedream"] = Schedule(loop, 1, with_updates)
+
+
 class PipeDream(Pipeline):
     """On rank r, micro-batch m's F and B use the weights after max(0, m - (p-1-r)) updates.
 
-    stages: Stages. optimizer: of their parameters. No rank waits for another in an update: each
-    clips by the norm of its own stages, and what ranks share keeps its gradients until
-    sum_and_clip, at the end of the step.
+    No rank waits for another in an update: each clips by the norm of its own stages, and what ranks
+    share keeps its gradients until sum_and_clip, at the end of the step.
     """
 
     def __init__(self, stages, plans, mail, optimizer, clip):
@@ -830,18 +859,19 @@ class PipeDream(Pipeline):
         return super().do(action, taken, loss_of)
 
     def update(self):
-        kept = {p: p.grad for p in self.stages.shared}
-        for p in kept:
+        of_shared = {p: p.grad for p in self.stages.shared}
+        for p in of_shared:
             p.grad = None  # clipping and the optimizer pass over it
         nn.utils.clip_grad_norm_(self.stages.parameters(), self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        for p, grad in kept.items():
+        for p, grad in of_shared.items():
             p.grad = grad
 
 
 def with_copies(module, x):
-    """The module's forward. Until its backward a micro-batch keeps the weights of its forward."""
+    """The module's forward with a copy of its weights, which is kept with the graph until the
+    backward: updates do not change it."""
     weights = {name: p.clone() for name, p in module.named_parameters()}
     return torch.func.functional_call(module, weights, (x,))
 
@@ -882,6 +912,18 @@ def schedule_at_work(name, here, plans, boundary, logits, loss_of, group=None):
         stages, microbatches, loss_fn=loss_of, scale_grads=False)  # gradients: a sum, no mean
 
 
+def refuse_at_work(require, name, micro, ranks):
+    """Refuses what torch's schedules would raise for."""
+    require(name in AT_WORK, f"--schedule {name}: torch has {', '.join(AT_WORK)} only")
+    # before torch 2.13 a rank that has two stages in a row sends to itself, and gloo cannot
+    able = SCHEDULES[name].place is loop or torch.__version__ >= (2, 13)
+    require(able, f"--schedule {name}: needs torch 2.13, or --impl scratch")
+    enough = name != "1f1b" or micro >= ranks
+    require(enough, f"--micro {micro}: torch's 1f1b wants {ranks} or more, one for each stage")
+    equal = name != "zb-h1" or micro % max(1, micro // ranks) == 0  # rounds of one size
+    require(equal, f"--micro {micro}: torch's zb-h1 wants equal rounds: take a multiple of {ranks}")
+
+
 class LossAtWork:
     """What torch's schedule calls: it takes the function once, for all batches."""
 
@@ -918,21 +960,6 @@ FLAGS = {
 VARIANTS = tuple(f"--micro 8 --schedule {name}" for name in SCHEDULES if name != "pipedream")
 
 
-def chunks_of(name, chunks):
-    """How many stages a rank has in this schedule; chunks: where one may choose."""
-    return SCHEDULES[name].chunks or chunks
-
-
-def late_plans(p, M, slope, lag, most):
-    """--schedule auto takes the best of them. Rank r begins with `slope` Fs for each later rank,
-    `most` at most; its Ws come lag x r Bs after their own. 1f1b: slope 1; zb-h1: lag 1, too."""
-    plans = []
-    for r in range(p):
-        warmup = int(min(slope * (p - 1 - r), most))
-        plans.append(follow(turns(M, warmup, [r]), "W", int(lag * r)))
-    return plans
-
-
 def refuse(args, require):
     name = args.schedule
     require(name == "auto" or not args.limit, f"--limit is for --schedule auto, not for {name}")
@@ -951,96 +978,53 @@ def refuse(args, require):
         refuse_at_work(require, name, args.micro, args.world_size)
 
 
-def refuse_at_work(require, name, micro, ranks):
-    """Refuses what torch's schedules would raise for."""
-    require(name in AT_WORK, f"--schedule {name}: torch has {', '.join(AT_WORK)} only")
-    # before torch 2.13 a rank that has two stages in a row sends to itself, and gloo cannot
-    able = SCHEDULES[name].place is loop or torch.__version__ >= (2, 13)
-    require(able, f"--schedule {name}: needs torch 2.13, or --impl scratch")
-    enough = name != "1f1b" or micro >= ranks
-    require(enough, f"--micro {micro}: torch's 1f1b wants {ranks} or more, one for each stage")
-    equal = name != "zb-h1" or micro % max(1, micro // ranks) == 0  # rounds of one size
-    require(equal, f"--micro {micro}: torch's zb-h1 wants equal rounds: take a multiple of {ranks}")
-
-
-def too_few(layers, stages):
-    return f"--layers {layers} for {stages} stages: give each at least one"
-
-
-def read_layers(args, plans, require):
-    """-> how many layers each stage has: --layers-per-stage, or equally many."""
-    from harness.timeline import numbers
-
-    text = args.layers_per_stage
-    stages = len(homes(plans))
-    if not text:
-        require(stages <= args.layers, too_few(args.layers, stages))
-        return split_layers(args.layers, stages)
-    layers = numbers("--layers-per-stage", text, stages, int)
-    # the first has the embeddings, the last the head
-    good = sum(layers) == args.layers and min(layers) >= 0 and 0 not in layers[1:-1]
-    require(good, f"--layers-per-stage {text}: they are {sum(layers)}, --layers {args.layers}; the "
-            "first and the last alone may have none")
-    return layers
-
-
-def set_up(run, impl, plans, layers, watched):
+def set_up(run, impl, plans, layers):
     """-> a Side: this rank's stages, and how this implementation trains them."""
+    from harness.checkpoint import pieces_of
+    from harness.timeline import watched
+
     args = run.args
-    model = run.build()
-    names = {p: name for name, p in model.named_parameters()}
-    boundary = (args.batch // args.micro, run.cfg.seq, run.cfg.width), run.dtype, run.device
-    stages, pipeline = parallelize(model, plans, layers, *boundary)
+    size = args.batch // args.micro, run.cfg.seq, run.cfg.width
+    boundary = size, run.dtype, run.device
+    plain = run.build()
+    names = {p: name for name, p in plain.named_parameters()}
+    stages, pipeline = parallelize(plain, plans, layers, *boundary)
     optimizer = run.optimizer([(names[p], p) for p in stages.parameters()])
-    side = partial(
-        run.side, stages, optimizer, evaluate=partial(evaluate, pipeline),
-        pieces=partial(pieces, stages, names, optimizer),
-        full_gradients=partial(full_gradients, stages, names),
-        full_state_dict=partial(full_state_dict, stages))
-    if impl == "idea":
-        return side(idea_at(stages, plans, boundary))
-    if impl == "torch":
-        loss_of = LossAtWork()
-        logits = *boundary[0][:2], run.cfg.vocab
-        schedule = schedule_at_work(args.schedule, stages.here, plans, boundary, logits, loss_of)
-        return side(partial(train_step_at_work, schedule, loss_of))
     if args.schedule == "pipedream":
         pipeline = PipeDream(stages, plans, pipeline.mail, optimizer, args.clip or math.inf)
-    return side(partial(train_step, pipeline), watch=partial(watched, run, plans, pipeline))
+    model = stages
+    step = partial(train_step, pipeline)
+    if impl == "idea":
+        model, plan = parallelize_idea(stages, plans, *boundary)
+        step = partial(idea_step, plan=plan)
+    if impl == "torch":
+        loss_of = LossAtWork()
+        logits = *size[:2], run.cfg.vocab
+        schedule = schedule_at_work(args.schedule, stages.here, plans, boundary, logits, loss_of)
+        step = partial(train_step_at_work, schedule, loss_of)
+
+    def pieces():
+        first = set(stages.counted)  # of the ranks that have a parameter one saves it
+        each = [pieces_of([(names[p], p)], optimizer, p in first) for p in stages.parameters()]
+        return sum(each, [])
+
+    return run.side(
+        model, optimizer, step, held_of=stages, evaluate=partial(evaluate, pipeline),
+        pieces=pieces, full_gradients=partial(full_gradients, stages, names),
+        full_state_dict=partial(full_state_dict, stages),
+        watch=partial(watched, run, plans, pipeline))
 
 
-def idea_at(stages, plans, boundary):
-    """-> idea_step in the form of train_step, with all that it takes besides."""
-    size, dtype, device = boundary
-    plan = [(action.kind, action.microbatch) for action in plans[dist.get_rank()]]
-    told = dict(
-        plan=plan, boundary=torch.empty(size, dtype=dtype, device=device),
-        tied=next(iter(stages.shared), None), pp=dist.group.WORLD, back=dist.new_group(),
-        ends=dist.new_group(sorted({0, len(plans) - 1})))
-    return lambda stages, *others: idea_step(stages[0], *others, **told)
-
-
-def pieces(stages, names, optimizer):
-    """What this rank holds, by the plain GPT's names. The first rank saves a tied parameter."""
-    from harness.checkpoint import pieces_of
-
-    found = []
-    counted = set(stages.counted)
-    for p in stages.parameters():
-        found += pieces_of([(names[p], p)], optimizer, writes=p in counted)
-    return found
-
-
-def textbook(run, plans, side):
+def textbook(run, plans, stages):
     """b: bytes of a number. P: parameters here. n: stages beside those here, on other ranks."""
     p = run.world_size
     b = run.dtype.itemsize
-    parameters = list(side.model.parameters())
+    parameters = list(stages.parameters())
     size = b * sum(q.numel() for q in parameters)
     home = homes(plans)
     pairs = [(home[stage], home[stage + 1]) for stage in range(max(home))]
     n = sum(pair.count(run.rank) == 1 for pair in pairs)
-    tied = b * run.cfg.vocab * run.cfg.width if side.model.shared else 0
+    tied = b * run.cfg.vocab * run.cfg.width if stages.shared else 0
     norm = 2 * (p - 1) / p * max(b, 4)
     return [
         ("held parameters", "b P", size),
@@ -1056,24 +1040,24 @@ def textbook(run, plans, side):
 def main():
     from harness.flags import arguments, require  # not above: the file is imported without harness/
     from harness.run import Run
-    from harness.timeline import planned, read_plans, read_times, simulation, watched
+    from harness.timeline import planned, read_layers, read_plans, read_times, simulation
 
     args = arguments(__doc__, FLAGS)
     refuse(args, require)
     times = read_times(args.times)
-    plans = read_plans(args, args.pp or args.world_size, times, make_plans, late_plans)
+    plans = read_plans(args, args.pp or args.world_size, times, make_plans, late_ws)
     if args.simulate:
         return simulation(args, plans, times)
-    layers = read_layers(args, plans, require)
+    layers = read_layers(args, len(homes(plans)), split_layers)
     if args.schedule == "pipedream":
         args.check = False  # its weights are stale by design: tests have an oracle of their own
     with Run(args) as run:
         require(run.dry or run.device.type == "cpu" or dist.get_backend() == "nccl",
                 "ranks that share a GPU talk by gloo, which sends CPU tensors alone: --device cpu")
-        sides = {impl: set_up(run, impl, plans, layers, watched) for impl in run.impls}
+        sides = {impl: set_up(run, impl, plans, layers) for impl in run.impls}
         run.extra.update(planned(plans, times)[1])
         run.train(sides, rows=range(args.batch))
-        run.textbook(textbook(run, plans, sides[run.impls[0]]))
+        run.textbook(textbook(run, plans, sides[run.impls[0]].held_of))
         return run.finish()
 
 

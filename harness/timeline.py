@@ -1,6 +1,6 @@
 """Plays, times and draws lists of actions: what each rank of a pipeline does, in order.
 
-    plans     for each rank a list of actions: they have .kind, .microbatch and .stage
+    plans     for each rank a list of actions: tuples (kind, microbatch, stage) with these names
     played    the same with times: for each rank [(action, start, end), ..]
 
 The kinds are F forward, B backward, W the gradients of the weights where a B leaves them for later,
@@ -25,39 +25,25 @@ from harness.usage import program, refusing, require
 # ---- what a plan says ----------------------------------------------------------
 
 
-def key(action):
-    """-> the name of what an action makes: (kind, micro-batch, stage)."""
-    return action.kind, action.microbatch, action.stage
-
-
-def homes(plans):
-    """-> {stage: the rank that holds it}"""
-    return {action.stage: rank for rank, plan in enumerate(plans) for action in plan}
-
-
 def chunks(plan):
     """How many stages a rank holds."""
     return len({action.stage for action in plan})
 
 
-def inputs(action, last):
-    """The actions that must be done before this one can be; last: the model's last stage."""
-    kind, microbatch, stage = key(action)
-    if kind in "WU":  # they follow the B of their micro-batch and stage
-        return [("B", microbatch, stage)]
-    needs = []
-    if kind == "F" and stage > 0:
-        needs.append(("F", microbatch, stage - 1))
-    if kind == "B":
-        needs.append(("F", microbatch, stage))
-        if stage < last:
-            needs.append(("B", microbatch, stage + 1))
-    return needs
-
-
 def splits(plan):
     """-> {(micro-batch, stage)} of the Bs that are split"""
     return {(action.microbatch, action.stage) for action in plan if action.kind == "W"}
+
+
+def inputs(action, last):
+    """The actions that must be done before this one can be; last: the model's last stage."""
+    kind, microbatch, stage = action
+    if kind == "F":
+        return [("F", microbatch, stage - 1)] if stage > 0 else []
+    if kind == "B":
+        behind = [("B", microbatch, stage + 1)] if stage < last else []
+        return [("F", microbatch, stage), *behind]
+    return [("B", microbatch, stage)]  # a W and a U follow it
 
 
 def in_flight(plan, waiting=1.0):
@@ -69,15 +55,13 @@ def in_flight(plan, waiting=1.0):
     split = splits(plan)
     kept = 0
     most = 0
-    for action in plan:
-        if action.kind == "F":
+    for kind, microbatch, stage in plan:
+        if kind == "F":
             kept += 1
-        elif action.kind == "W":
+        elif kind == "W":
             kept -= waiting
-        elif action.kind == "B":
-            kept -= 1
-            if (action.microbatch, action.stage) in split:
-                kept += waiting
+        elif kind == "B":
+            kept -= 1 - waiting if (microbatch, stage) in split else 1
         most = max(most, kept)
     return most / chunks(plan)
 
@@ -91,15 +75,15 @@ def costs(plans, F, B, W):
     F, B, W: the times of all of a rank's stages for a micro-batch; each stage takes an equal part.
     B is the gradient of the input alone: a B that is not split takes B + W.
     """
-    table = {"F": F, "B": B, "W": W, "U": 0.0}
+    times = {"F": F, "B": B, "W": W, "U": 0.0, "whole B": B + W}
     split = [splits(plan) for plan in plans]
     parts = [chunks(plan) for plan in plans]
 
     def cost(rank, action):
-        time = table[action.kind]
-        if action.kind == "B" and (action.microbatch, action.stage) not in split[rank]:
-            time = B + W
-        return time / parts[rank]
+        kind, *of = action
+        if kind == "B" and tuple(of) not in split[rank]:
+            kind = "whole B"
+        return times[kind] / parts[rank]
     return cost
 
 
@@ -111,30 +95,26 @@ def simulate(plans, cost, comm=0.0, joined=False):
     joined: play an F and the B of another stage right behind it, if it is not split, as one action,
     which starts when the inputs of both are there, and gives both outputs at its end.
     """
-    home = homes(plans)
-    last = max(home)
-    ends = {}  # {(kind, micro-batch, stage): when it is done}
+    last = max(action.stage for plan in plans for action in plan)
+    made = {}  # {action: (its rank, when it is done)}
     played = [[] for _ in plans]
     left = [units(plan, joined) for plan in plans]
     while any(left):
-        done = len(ends)
+        before = len(made)
         for rank, coming in enumerate(left):
             while coming:
                 needs = [need for action in coming[0] for need in inputs(action, last)]
-                if any(need not in ends for need in needs):
+                if any(need not in made for need in needs):
                     break
-                start = played[rank][-1][2] if played[rank] else 0.0
-                for need in needs:
-                    delay = 0.0 if home[need[2]] == rank else comm
-                    start = max(start, ends[need] + delay)
+                now = played[rank][-1][2] if played[rank] else 0.0
+                for maker, end in map(made.get, needs):
+                    now = max(now, end if maker == rank else end + comm)
                 unit = coming.popleft()
                 for action in unit:
-                    end = start + cost(rank, action)
-                    played[rank].append((action, start, end))
-                    start = end
-                # what they make is there when the last of them ends
-                ends.update({key(action): end for action in unit})
-        assert len(ends) > done, "the plans wait for each other"
+                    played[rank].append((action, now, now + cost(rank, action)))
+                    now = played[rank][-1][2]
+                made.update({action: (rank, now) for action in unit})
+        assert len(made) > before, "the plans wait for each other"
     return played
 
 
@@ -142,15 +122,12 @@ def units(plan, joined):
     """-> its actions in lists: one action each, or two that are one."""
     lists = deque()
     split = splits(plan)
-    before = None
-    for action in plan:
-        is_pair = before and (before.kind, action.kind) == ("F", "B")
-        whole = (action.microbatch, action.stage) not in split
-        if joined and is_pair and whole and before.stage != action.stage:
+    for before, action in zip([None, *plan], plan):
+        is_pair = before and before.kind + action.kind == "FB" and before.stage != action.stage
+        if joined and is_pair and action[1:] not in split:
             lists[-1].append(action)
         else:
             lists.append([action])
-        before = action
     return lists
 
 
@@ -164,8 +141,8 @@ def longest(played):
 
 def span(plans, times):
     """How long the plans take. times: F, B, W of a rank and of a transfer, as in costs()."""
-    F, B, W, comm = times
-    return longest(simulate(plans, costs(plans, F, B, W), comm))
+    *of_rank, comm = times
+    return longest(simulate(plans, costs(plans, *of_rank), comm))
 
 
 def bubble_rate(played):
@@ -183,12 +160,10 @@ def grid(played, width=105):
     cells = []  # [(rank, text, start, end)]
     for rank, done in enumerate(played):
         stages = sorted({action.stage for action, _, _ in done})
-        for action, start, end in done:
-            text = f"{action.kind}{action.microbatch}"
-            if stages.index(action.stage) % 2:
-                text = text.lower()
+        for (kind, microbatch, stage), start, end in done:
+            kind = kind.lower() if stages.index(stage) % 2 else kind
             if end > start:
-                cells.append((rank, text, start, end))
+                cells.append((rank, f"{kind}{microbatch}", start, end))
     _, texts, starts, ends = zip(*cells)
     first = min(starts)
     last = max(ends)
@@ -199,79 +174,13 @@ def grid(played, width=105):
     rows = [["."] * round(scale * (last - first)) for _ in played]
     for rank, text, start, end in cells:
         left = round(scale * (start - first))
-        right = round(scale * (end - first))
-        if len(text) > right - left:
-            text = text[0]
-        rows[rank][left:right] = text.ljust(right - left)[:right - left]
+        room = round(scale * (end - first)) - left
+        text = text if len(text) <= room else text[0]
+        rows[rank][left:left + room] = text.ljust(room)[:room]
     return "\n".join(f"  rank {rank:<3d} {''.join(row)}" for rank, row in enumerate(rows))
 
 
-# ---- a search: --schedule auto ---------------------------------------------------
-
-
-def search(family, limit, time_of, waiting=1.0):
-    """-> the quickest plans of a family; not by Qi 2023's search, section 3.1.
-
-    family(slope, lag, most) -> plans: a rank begins with `slope` more Fs than the next one, and
-    with `most` at most; rank r's Ws come `lag` r Bs late. limit: what a rank may keep, in
-    micro-batches, counted as in in_flight(plan, waiting). time_of(plans): how long they take.
-    """
-    found = []
-    for slope, lag in itertools.product((0.5, 1, 1.5, 2, 2.5, 3), [n / 2 for n in range(9)]):
-        for most in range(limit - 1, -1, -1):
-            plans = family(slope, lag, most)
-            if max(in_flight(plan, waiting) for plan in plans) <= limit + 1e-9:
-                found.append(plans)
-                break  # the longest warm-up that fits: a shorter one has more bubble
-    return min(found, key=time_of)
-
-
-def waiting_of(args):
-    """What --limit counts of a micro-batch from B to W, as a part of what is kept from F to B."""
-    if not args.simulate:
-        return 1.0  # with fused attention a block keeps nearly as much
-    # Qi 2023: W needs 32 C of the 34 C + 5 H T bytes of a token, attention's matrix among them
-    return 32 * args.width / (34 * args.width + 5 * args.heads * args.seq)
-
-
-def read_plans(args, ranks, times, make_plans, late_plans):
-    """-> all ranks' plans of --schedule. auto: the quickest that late_plans makes."""
-    if args.schedule == "auto":
-        family = partial(late_plans, ranks, args.micro)
-        return search(family, args.limit or ranks, partial(span, times=times), waiting_of(args))
-    with refusing():
-        return make_plans(args.schedule, ranks, args.micro, args.chunks)
-
-
-# ---- a step as it is planned, and as it was --------------------------------------
-
-
-def planned(plans, times, joined=False, waiting=1.0):
-    """-> a step as text, figures. times: F, B, W of a rank, and of a transfer, as in costs().
-
-    joined: also with pairs of F and B as one action, see simulate(). waiting: as in in_flight().
-    """
-    F, B, W, comm = times
-    cost = costs(plans, F, B, W)
-    played = simulate(plans, cost, comm)
-    figures = {
-        "bubble_rate": bubble_rate(played),
-        "in_flight": [in_flight(plan) for plan in plans],
-        "cost": longest(played),
-    }
-    flying = " ".join(f"{count:g}" for count in figures["in_flight"])
-    text = (f"{grid(played)}\n{longest(played):g} from first to last, bubble rate "
-            f"{bubble_rate(played):.4f}, micro-batches in flight by rank {flying}")
-    if waiting < 1:
-        limited = max(in_flight(plan, waiting) for plan in plans)
-        text += (f"\n--limit counts one that waits for W as {waiting:.2f}, and finds {limited:.4g} "
-                 "at most; the line above counts a whole one")
-    if joined:
-        pairs = simulate(plans, cost, comm, joined=True)
-        figures["joined_bubble_rate"] = bubble_rate(pairs)
-        text += (f"\nwith each F and B that are a pair as one action: {longest(pairs):g}, bubble "
-                 f"rate {bubble_rate(pairs):.4f}")
-    return text, figures
+# ---- what the flags say ----------------------------------------------------------
 
 
 def numbers(flag, text, count, kind=float):
@@ -292,6 +201,84 @@ def read_times(text):
     return times
 
 
+def read_layers(args, stages, split_layers):
+    """-> how many layers each stage has: --layers-per-stage, or as split_layers has it."""
+    text = args.layers_per_stage
+    if not text:
+        with refusing():
+            return split_layers(args.layers, stages)
+    layers = numbers("--layers-per-stage", text, stages, int)
+    # the first has the embeddings, the last the head
+    good = sum(layers) == args.layers and min(layers) >= 0 and 0 not in layers[1:-1]
+    require(good, f"--layers-per-stage {text}: they are {sum(layers)}, --layers {args.layers}; the "
+            "first and the last alone may have none")
+    return layers
+
+
+def read_plans(args, ranks, times, make_plans, late_ws):
+    """-> all ranks' plans of --schedule. auto: the quickest that search finds."""
+    if args.schedule == "auto":
+        return search(late_ws, ranks, args.micro, args.limit or ranks, partial(span, times=times),
+                      waiting_of(args))
+    with refusing():
+        return make_plans(args.schedule, ranks, args.micro, args.chunks)
+
+
+def waiting_of(args):
+    """What --limit counts of a micro-batch from B to W, as a part of what is kept from F to B."""
+    if not args.simulate:
+        return 1.0  # with fused attention a block keeps nearly as much
+    # Qi 2023: W needs 32 C of the 34 C + 5 H T bytes of a token, attention's matrix among them
+    return 32 * args.width / (34 * args.width + 5 * args.heads * args.seq)
+
+
+def search(late_ws, ranks, M, limit, time_of, waiting=1.0):
+    """-> plans for M micro-batches, the quickest of a family; not by Qi 2023's search, section 3.1.
+
+    late_ws(M, warmup, [rank], lag) -> a rank's plan: it begins with `warmup` more Fs than 1, and
+    its Ws come `lag` Bs late. limit: what a rank may keep, in micro-batches, counted as in
+    in_flight(plan, waiting). time_of(plans): how long they take.
+    """
+    found = []
+    # by how much warmup grows towards rank 0, and lag away from it; 1f1b: 1, zb-h1: 1 and 1
+    for slope, late in itertools.product((0.5, 1, 1.5, 2, 2.5, 3), [n / 2 for n in range(9)]):
+        for most in range(limit - 1, -1, -1):
+            warmups = [int(min(slope * (ranks - 1 - r), most)) for r in range(ranks)]
+            plans = [late_ws(M, warmup, [r], int(late * r)) for r, warmup in enumerate(warmups)]
+            if max(in_flight(plan, waiting) for plan in plans) <= limit + 1e-9:
+                found.append(plans)
+                break  # the longest warm-up that fits: a shorter one has more bubble
+    return min(found, key=time_of)
+
+
+# ---- a step as it is planned, and as it was --------------------------------------
+
+
+def planned(plans, times, joined=False, waiting=1.0):
+    """-> a step as text, figures. times: F, B, W of a rank, and of a transfer, as in costs().
+
+    joined: also with pairs of F and B as one action, see simulate(). waiting: as in in_flight().
+    """
+    *of_rank, comm = times
+    cost = costs(plans, *of_rank)
+    played = simulate(plans, cost, comm)
+    flying = [in_flight(plan) for plan in plans]
+    figures = dict(bubble_rate=bubble_rate(played), in_flight=flying, cost=longest(played))
+    words = " ".join(f"{count:g}" for count in flying)
+    text = (f"{grid(played)}\n{longest(played):g} from first to last, bubble rate "
+            f"{bubble_rate(played):.4f}, micro-batches in flight by rank {words}")
+    if waiting < 1:
+        limited = max(in_flight(plan, waiting) for plan in plans)
+        text += (f"\n--limit counts one that waits for W as {waiting:.2f}, and finds {limited:.4g} "
+                 "at most; the line above counts a whole one")
+    if joined:
+        pairs = simulate(plans, cost, comm, joined=True)
+        figures["joined_bubble_rate"] = bubble_rate(pairs)
+        text += (f"\nwith each F and B that are a pair as one action: {longest(pairs):g}, bubble "
+                 f"rate {bubble_rate(pairs):.4f}")
+    return text, figures
+
+
 def simulation(args, plans, times):
     """--simulate: no ranks, no model -> exit code."""
     waiting = waiting_of(args) if args.schedule == "auto" else 1.0
@@ -305,12 +292,14 @@ def simulation(args, plans, times):
 
 
 @contextlib.contextmanager
-def timed(run, pipeline):
-    """Every rank trains a step inside -> a list that gets (start, end) of each of its actions, in
-    seconds, when the step is done. run has the device and its clock; see harness/run.py."""
+def watched(run, plans, pipeline, step):
+    """Every rank trains a step inside. Of the last but one it shows when each action was planned,
+    and when it was. run has the device and its clock; see harness/run.py."""
+    if run.dry or step != max(run.first, run.last - 1):
+        yield
+        return
     do = pipeline.do
-    marks = []  # [(before, after)]
-    spans = []
+    marks = []  # [(before, after)] of each action
 
     def noting(action, *rest):
         start = run.clock.mark()
@@ -326,31 +315,23 @@ def timed(run, pipeline):
     # have to agree), and the run's, which times actions
     host = time.time()
     origin = run.clock.mark()
-    yield spans
+    yield
     pipeline.do = do
-    for pair in marks:
-        spans.append([host + 1e-3 * run.clock.ms(origin, mark) for mark in pair])
+    if marks:  # else it was another implementation's step
+        spans = [[host + 1e-3 * run.clock.ms(origin, mark) for mark in pair] for pair in marks]
+        run.store.set(f"actions {run.rank}", json.dumps(spans))
+        text, figures = compare([together(run, rank, plan) for rank, plan in enumerate(plans)])
+        run.say(text)
+        run.extra.update(figures)  # its bubble_rate takes the place of the simulation's
 
 
-@contextlib.contextmanager
-def watched(run, plans, pipeline, step):
-    """Shows the last of our steps but one as planned and as it was, action by action."""
-    if run.dry or step != max(run.first, run.last - 1):
-        yield
-        return
-    with timed(run, pipeline) as spans:
-        yield
-    run.store.set(f"actions {run.rank}", json.dumps(spans))
-    played = []
-    for rank, plan in enumerate(plans):
-        spans = json.loads(run.store.get(f"actions {rank}"))
-        played.append([(action, *span) for action, span in zip(plan, spans, strict=True)])
-    text, figures = compare(plans, played)
-    run.say(text)
-    run.extra.update(figures)  # its bubble_rate takes the place of the simulation's
+def together(run, rank, plan):
+    """-> a rank's actions with the times that it has noted."""
+    spans = json.loads(run.store.get(f"actions {rank}"))
+    return [(action, *span) for action, span in zip(plan, spans, strict=True)]
 
 
-def compare(plans, played):
+def compare(played):
     """A measured step -> its simulation and, below that, the step itself, as text; figures.
 
     In the simulation all actions of one rank, kind and stage take their median time.
@@ -359,21 +340,19 @@ def compare(plans, played):
         return "measured: the clock saw no time pass", {}
     durations = defaultdict(list)
     for rank, done in enumerate(played):
-        for action, start, end in done:
-            durations[rank, action.kind, action.stage].append(end - start)
-
-    def cost(rank, action):
-        return statistics.median(durations[rank, action.kind, action.stage])
-    simulated = simulate(plans, cost)
+        for (kind, _, stage), start, end in done:
+            durations[rank, kind, stage].append(end - start)
+    simulated = simulate([[action for action, _, _ in done] for done in played],
+                         lambda rank, action: statistics.median(
+                             durations[rank, action.kind, action.stage]))
     begin = min(done[0][1] for done in played)
-    timeline = [[(*key(action), 1e3 * (start - begin), 1e3 * (end - begin))
-                 for action, start, end in done] for done in played]
     lines = []
     for word, times in (("planned", simulated), ("measured", played)):
         lines.append(f"{word}: {1e3 * longest(times):.1f} ms, bubble {bubble_rate(times):.3f}")
         lines.append(grid(times))
     figures = {
-        "timeline": timeline,  # in ms: (kind, micro-batch, stage, start, end) by rank
+        "timeline": [[(*action, 1e3 * (start - begin), 1e3 * (end - begin))
+                      for action, start, end in done] for done in played],
         "bubble_rate": bubble_rate(played),
         "measured_ms": 1e3 * longest(played),
         "planned_ms": 1e3 * longest(simulated),

@@ -348,20 +348,20 @@ def check_idea(schedule="1f1b", *bug):
     p = dist.get_world_size()
     plain = stranger()
     model = stranger()
-    tied = model[0].weight if rank in (0, p - 1) else None
     stage = model[rank * 8 // p:(rank + 1) * 8 // p]
+    ends = dist.new_group(sorted({0, p - 1}))
+    shared = {model[0].weight: ends} if rank in (0, p - 1) else {}
     close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
     optimizer = torch.optim.AdamW(stage.parameters(), 1e-2, eps=1e-5)
     reference = torch.optim.AdamW(plain.parameters(), 1e-2, eps=1e-5)
     plan = module.idea_plan(8, warmup=8 if schedule == "gpipe" else p - 1 - rank)
-    groups = dist.group.WORLD, dist.new_group(), dist.new_group(sorted({0, p - 1}))
-    boundary = torch.empty(2, 5, 8)
+    trained = module.IdeaOfPipeline(
+        stage, shared, torch.empty(2, 5, 8), dist.group.WORLD, dist.new_group())
     for step in range(2):
         ids = torch.randint(11, (16, 6), generator=torch.Generator().manual_seed(step))
         x = ids[:, :-1]
         y = ids[:, 1:]
-        loss, norm = module.idea_step(
-            stage, optimizer, x, y, 80, 0.5, plan, boundary, tied, *groups)
+        loss, norm = module.idea_step(trained, optimizer, x, y, 80, 0.5, plan)
         dist.all_reduce(loss)
         reference.zero_grad()
         close(loss, plain_step(plain, reference, *batch_of(step), None))
@@ -385,15 +385,15 @@ def check_idea_planted(old, new):
 
 
 IDEA_PLANTED = [
-    ("        dist.all_reduce(tied.grad, group=ends)", "        pass"),
-    ("if p is not tied or pp.rank() == 0]", "]"),
-    ("    dist.all_reduce(square, group=pp)", "    pass"),
+    ("        dist.all_reduce(p.grad, group=group)", "        pass"),
+    ("if p not in model.shared or model.pp.rank() == 0]", "]"),
+    ("    dist.all_reduce(square, group=model.pp)", "    pass"),
     ("loss += y.detach()", "loss = y.detach()"),
     ("    optimizer.zero_grad()\n", ""),
     ("y.backward(dy)", "y.backward(None if dy is None else dy / 2)"),
     ("targets[m]", "targets[0]"),
     ('reduction="sum") / valid', 'reduction="mean")'),
-    ("return in_turn(forwards, backwards, warmup)", "return in_turn(forwards, backwards[:-1], 0)"),
+    ("if 0 <= m < microbatches]", 'if 0 <= m < microbatches - (kind == "B")]'),
 ]
 
 
