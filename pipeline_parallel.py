@@ -64,7 +64,7 @@ from common import loss_sum, share
 
 
 def idea_plan(microbatches, warmup):
-    """-> what a rank does, in order. 1f1b: warmup is the number of ranks behind it; gpipe: M."""
+    """-> what a rank does, in order. warmup: how many ranks are behind it (1f1b), or M (gpipe)."""
     plan = []
     for i in range(microbatches + warmup):
         plan += [("F", i), ("B", i - warmup)]
@@ -72,17 +72,17 @@ def idea_plan(microbatches, warmup):
 
 
 class IdeaOfPipeline(NamedTuple):
-    """What one of the ranks has."""
+    """What a rank of the pipeline has."""
 
     stage: nn.Module  # its layers, from tensor to tensor
     shared: dict  # {parameter that another rank has, too, as a tied embedding: group of the two}
     boundary: torch.Tensor  # one like those that go from rank to rank
-    pp: dist.ProcessGroup  # the ranks; what goes to the next one
-    back: dist.ProcessGroup  # the ranks again: in one group NCCL would let sends wait for receives
+    pp: dist.ProcessGroup  # the pipeline's ranks, in order
+    back: dist.ProcessGroup  # the same; NCCL would let a group's sends wait for its receives
 
 
 def run_pipeline(model, plan, inputs, loss_of):
-    """Adds to .grad -> on the last rank the sum of loss_of(output, micro-batch), on others 0."""
+    """Forward and backward of inputs -> the sum of loss_of(output, m) on the last rank, else 0."""
     rank = model.pp.rank()
     last = model.pp.size() - 1
     loss = model.boundary.new_zeros(())
@@ -95,7 +95,7 @@ def run_pipeline(model, plan, inputs, loss_of):
             if rank < last:
                 sends.append((y, dist.isend(y.detach(), group=model.pp, group_dst=rank + 1)))
             else:
-                y = loss_of(y, m)  # the end of this graph, where its B begins
+                y = loss_of(y, m)  # what its B begins with
                 loss += y.detach()
             kept[m] = x, y
         else:
@@ -150,7 +150,7 @@ def idea_step(model, optimizer, x, y, valid, clip, plan):
 
 
 class Action(NamedTuple):
-    """One piece of a rank's work."""
+    """A piece of a rank's work. What it makes goes by its name, too."""
 
     kind: str  # F forward, B backward; in 2.5 also W, the gradients of weights
     microbatch: int
@@ -177,14 +177,13 @@ class Pipeline:
         self.plan = plans[mail.place]
         self.microbatches = 1 + max(action.microbatch for action in self.plan)
         self.kept = {}  # {(micro-batch, stage): (input, edge of the output)}, from F to B
-        self.loss = None  # a number, the sum of this batch's losses here
+        self.loss = None  # this batch's, as far as it is known here
 
     def step(self, inputs, loss_of):
         """Runs a batch forward and backward, and adds to .grad -> this rank's sum of losses.
 
-        inputs: M micro-batches, which the first stage reads. loss_of(output, m): of the last
-        stage's output, the sum of the losses of m's tokens, divided by the number of tokens in the
-        whole batch.
+        inputs: M micro-batches, which the first stage reads. loss_of(output, m): the sum of the
+        losses of micro-batch m's tokens, divided by the number of tokens in the whole batch.
         """
         return self.play(self.plan, inputs, loss_of)
 
@@ -199,7 +198,7 @@ class Pipeline:
         self.loss = torch.zeros((), dtype=wide, device=self.mail.device)
         self.mail.open(actions)
         for action in actions:
-            taken = self.mail.take(action)  # what the stage before, or behind, has made for it
+            taken = self.mail.take(action)
             if action.kind == "F" and action.stage == 0:
                 taken = inputs[action.microbatch]
             made = self.do(action, taken, loss_of)
@@ -209,7 +208,7 @@ class Pipeline:
         return self.loss
 
     def do(self, action, taken, loss_of):
-        """-> the tensor that the action makes. Nobody takes the last stage's, or stage 0's in B."""
+        """taken: from another stage, or an input -> the tensor that another stage takes, if any."""
         kind, m, stage = action
         if kind == "F":
             return self.forward(m, stage, taken, loss_of)
@@ -244,8 +243,8 @@ WAY = {"F": 1, "B": -1}  # outputs go to the next stage, gradients of inputs to 
 class Mail:
     """Brings each tensor from the action that makes it to the one that takes it.
 
-    Here a tensor goes by the name of its maker. Between ranks it has no name: on a link, from one
-    rank to another, a receive gets the tensor whose turn it is by the sender's plan.
+    Between two ranks tensors have no names: the receiver begins to receive them in the order in
+    which the sender's plan makes them.
 
     size, dtype, device: of every tensor
     group: the pipeline's ranks, in order of their places; None: all ranks
@@ -297,10 +296,10 @@ class Mail:
     def put(self, action, tensor):
         """After each action: begin the receives that are due, and send what the action has made.
 
-        Ranks play their plans side by side: while one is at its i-th action, so are the others. A
-        receive begins two actions before the sender makes the tensor, behind the (i - 2)-th here.
-        Where a send lasts until it is received (NCCL), two is the least that costs no sender time.
-        Later, in take(), ranks that send to each other might never come there.
+        Ranks play their plans side by side: while one is at its i-th action, so are the others.
+        What one makes with its i-th another begins to receive behind its own (i - 2)-th. Two is
+        the least that costs no sender time if a send lasts until it is received (NCCL). If receives
+        began in take(), ranks that send to each other would wait for ever (interleaved, bfs).
         """
         while self.coming and self.number[self.coming[0]] <= self.number[action] + 2:
             self.begin_receive()
@@ -348,14 +347,14 @@ def make_links(plans, pipelines):
     home = homes(plans)
     pairs = {(home[stage], home[stage + 1]) for stage in range(max(home))}  # an F's output
     pairs |= {(behind, before) for before, behind in pairs}  # a B's gradient, the other way
-    mine = {}
+    links = {}
     for ranks, link in itertools.product(pipelines, sorted(pairs)):
         if link[0] != link[1]:
             group = dist.new_group([ranks[place] for place in link])  # every rank makes it
             if dist.get_rank(group) >= 0:  # this rank is in the group
-                mine[link] = group
+                links[link] = group
                 dist.barrier(group)  # NCCL makes the communicator here: no send waits for it
-    return mine
+    return links
 
 
 # ---- 2.4 stages: any model, cut between its layers ----
@@ -365,7 +364,7 @@ class Stages(nn.ModuleList):
     """This rank's stages of a model, and what makes them one model with those of other ranks.
 
     whole: all stages, in order: slices of an nn.Sequential, or carve's. Those of other ranks may be
-    on the meta device, where to() and to_empty() untie: tie anew.
+    on the meta device; to() and to_empty() make two parameters of a tied one: tie them anew.
 
     What several ranks have begins as on the first of them, and its gradients are summed: a tied
     embedding, or all of it if several pipelines share the batch, as dp = 2 x pp = 2:
@@ -421,14 +420,14 @@ class Stages(nn.ModuleList):
 class Chain:
     """Where the layers of a model are, so that it can be cut between them. Names are of modules.
 
-    The model's own forward runs in every stage, with its masks and angles. In place of a module
-    that is on another stage it finds HandsOn, or None if `absent` has the name. So between the
-    modules named here it may not change x.
+    The model's own forward runs in every stage, with its masks and angles. In the place of a module
+    that is on another stage it finds HandsOn, and between the modules named here it may do nothing
+    to x: each stage would do it again.
 
     first    of the first stage alone: the token embedding, positions
     layers   an nn.ModuleList
     last     of the last stage alone: the norm and, at the end, the Linear of the logits
-    absent   names in first or last for which the model's forward asks `is None`
+    absent   names in first or last in whose place the forward finds None: it has an `if` for that
     call     call(forward, x) -> a tensor: how the model's forward, or a stage's, is called
     """
 
@@ -440,8 +439,8 @@ class Chain:
 
 
 class HandsOn(nn.Module):
-    """In place of a layer, norm, head or token embedding it hands on x. Learned positions, whose
-    input is integers, are added to x: it gives 0."""
+    """What a stage has in the place of a layer, norm, head or token embedding: it hands on x. In
+    the place of learned positions, whose input is integers, it adds 0 to x."""
 
     def forward(self, x, *others, **keywords):
         return x if x.is_floating_point() else 0
@@ -489,7 +488,8 @@ def exchange(module, others, path=""):
 
 
 class SplitLinear(torch.autograd.Function):
-    """F.linear, whose backward is B. It appends W to the list `later`, or calls W if that is None.
+    """F.linear with a backward in two parts: autograd's backward is B, and puts W, a function, into
+    the list `later`; without a list it does W at once.
 
     parameters: weight and bias. In a tuple autograd does not see them; else (torch 2.13) B would
     call their post-accumulate hooks, though it makes no gradient of theirs.
@@ -558,22 +558,21 @@ class SplitPipeline(Pipeline):
 
 
 def turns(M, warmup, stages, at_once=1):
-    """-> the idea's plan, for a rank that has these stages: i counts what is in the sweeps."""
-    sweeps = {
-        "F": sweep("F", M, stages, at_once),
-        "B": sweep("B", M, stages[::-1], at_once),
-    }
-    return [sweeps[kind][i] for kind, i in idea_plan(M * len(stages), warmup)]
+    """-> the idea's plan with the Fs and Bs of several stages. at_once: see sweep"""
+    forwards = sweep("F", M, stages, at_once)
+    backwards = sweep("B", M, stages[::-1], at_once)
+    plan = idea_plan(len(forwards), warmup)
+    return [forwards[i] if kind == "F" else backwards[i] for kind, i in plan]
 
 
 def sweep(kind, M, stages, at_once):
-    """-> actions of this kind. The first `at_once` micro-batches go through one stage, then through
-    the next, and so on; behind the last stage the next `at_once` micro-batches follow."""
-    order = []
+    """-> actions of this kind: `at_once` micro-batches go through all these stages, then the next
+    `at_once`, and so on."""
+    actions = []
     for first in range(0, M, at_once):
         group = range(first, min(first + at_once, M))
-        order += [Action(kind, microbatch, stage) for stage in stages for microbatch in group]
-    return order
+        actions += [Action(kind, m, stage) for stage in stages for m in group]
+    return actions
 
 
 def late_ws(M, warmup, stages, lag):
@@ -593,7 +592,8 @@ def from_words(M, stages, *lines):
     """-> the plan of a rank with two stages. Each line has words, and how many times they come.
 
     F, B    the next forward, the next backward of the first stage; this B leaves a W
-    BW      the same backward with its W; f, b, bw: likewise, of the second stage
+    BW      the next backward with its W
+    f, b, bw: the same of the second stage
     W       the oldest W that is left, of either stage; those left after all lines end the plan
     """
     plan = []
@@ -650,7 +650,7 @@ def loop(r, p, chunks):
 
 
 def vee(r, p, chunks):
-    """-> the same, if stages go down the ranks and up again: rank 0 has the first and the last."""
+    """-> the stages of rank r of p, if they go down the ranks and up again: 0 has both ends."""
     return [r, 2 * p - 1 - r]  # chunks is 2
 
 
@@ -925,7 +925,7 @@ def refuse_at_work(require, name, micro, ranks):
 
 
 class LossAtWork:
-    """What torch's schedule calls: it takes the function once, for all batches."""
+    """The loss that torch's schedule calls. The schedule is made once: `valid` changes here."""
 
     def __init__(self):
         self.valid = 1  # targets of the batch that runs
