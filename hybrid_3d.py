@@ -8,7 +8,7 @@
 
     plans = make_plans("1f1b", ranks=2, microbatches=4)
     mesh = Mesh(plans, dp=2, tp=2)
-    tp = WholeSequence(mesh.group["tp"])  # with --sp: CutSequence
+    tp = TensorParallel(mesh.group["tp"])  # with --sp: SequenceParallel
     cut_model(model, tp, {"blocks.*.up": ColumnLinear, "blocks.*.down": RowLinear, ..})
     chain = Chain(first=["words"], layers="blocks", last=["norm", "head"])
     stages = carve(model, chain, [2, 2])  # of two layers each
@@ -58,8 +58,8 @@ from pipeline_parallel import (
     IdeaOfPipeline, Mail, SplitLinear, SplitPipeline, gather, homes, idea_plan, make_links,
     run_pipeline)
 from tensor_parallel import (
-    ColumnLinear, ColumnParallel, CutSequence, RowLinear, WholeSequence, cross_entropy_by_words,
-    vocab_parallel_cross_entropy)
+    ColumnLinear, ColumnParallel, RowLinear, SequenceParallel, TensorParallel,
+    cross_entropy_by_words, vocab_parallel_cross_entropy)
 from zero import ZeRO1, ZeRO2, ZeRO3, groups_of_masters, units_of
 
 # imports of parts 1 and 2 end here; the rest is for parts 3 to 5
@@ -274,14 +274,14 @@ Row = namedtuple("Row", "name kind fate stages")
 
 def table_of(stages, tp, zero):
     """All stages of a model -> {parameter: its Row}."""
-    of_kind = fates(isinstance(tp, CutSequence), zero)
+    of_kind = fates(isinstance(tp, SequenceParallel), zero)
     table = {}
     for number, stage in enumerate(stages):
         owners = {p: m for m in stage.modules() for p in m.parameters(recurse=False)}
         for name, p in stage.named_parameters():
             kind = kind_of(p, owners[p], tp)
-            assert kind != "expert" or tp.size == 1 or isinstance(tp, CutSequence), (
-                "experts with tp > 1 want CutSequence: else its ranks route the same tokens")
+            assert kind != "expert" or tp.size == 1 or isinstance(tp, SequenceParallel), (
+                "experts with tp > 1 want SequenceParallel: else its ranks route the same tokens")
             row = Row(name, kind, of_kind[kind], (number,))
             if p in table:
                 first = table[p]
@@ -389,7 +389,7 @@ class Hybrid(nn.Module):
             y = y[:, tokens]
         M = self.pipeline.microbatches
         length = x.shape[1]
-        if isinstance(self.tp, CutSequence):
+        if isinstance(self.tp, SequenceParallel):
             length //= self.tp.size
         self.pipeline.mail.size = torch.Size((len(x) // M, length, self.width))
         targets = y.chunk(M)
@@ -639,10 +639,11 @@ def split_cut_linears(stages):
     """For SplitPipeline, which by itself splits the Linears that tp has not cut."""
     for module in stages.modules():
         if isinstance(module, ColumnLinear):
-            module.product = split_columns
+            module.multiply = partial(split_columns, module.tp)
         if isinstance(module, RowLinear):
             # it adds its bias by itself, after the sum
-            module.product = partial(pipeline_parallel.split_linear, bias=None)
+            split = partial(pipeline_parallel.split_linear, weight=module.weight, bias=None)
+            module.multiply = split
 
 
 def add_gradients(tp, x, dys, parameters):
@@ -668,7 +669,7 @@ def parallelize(model, mesh, plans, layers, *, sp=False, ring=None, recompute=No
     recompute  amp_accum_ckpt's full or selective
     autocast   torch.autocast(..), which decorates forwards
     """
-    tp = CutSequence(mesh.group["tp"]) if sp else WholeSequence(mesh.group["tp"])
+    tp = SequenceParallel(mesh.group["tp"]) if sp else TensorParallel(mesh.group["tp"])
     # 1. Within a layer: ranks share its matrices (tp), its sequence (cp) and its experts (ep).
     if tp.size > 1:
         tensor_parallel.cut_model(model, tp, plan_of(model))
@@ -726,7 +727,7 @@ def one_by_one(tensors):
 
 
 def parallelize_idea(gpt, grid, tp, layers, boundary):
-    tensor_parallel.parallelize_idea(gpt, tp)  # tp, a WholeSequence, learns what is cut
+    tensor_parallel.parallelize_idea(gpt, tp)  # tp, a TensorParallel, learns what is cut
     return IdeaOfHybrid(carve(gpt, CHAIN, layers), grid, boundary)
 
 
@@ -1065,7 +1066,7 @@ def set_up_at_work(run, plain, mesh, plans, layers):
 def set_up_idea(run, plain, grid, layers):
     args = run.args
     boundary = plain.tok.weight.new_empty(args.batch // args.dp // args.micro, args.seq, args.width)
-    tp = WholeSequence(grid["tp"])
+    tp = TensorParallel(grid["tp"])
     model = parallelize_idea(plain, grid, tp, layers, boundary)
     names = {p: name for name, p in plain.named_parameters()}  # a tied head goes by tok's
     state = model.stage.state_dict(keep_vars=True)

@@ -7,13 +7,11 @@ At f and g ranks communicate. Inside is from an f to its g, outside is the rest;
 residual. q, k, v, up (and Llama's gate) are cut by columns, out and down by rows, token embedding
 and head by words. Inside no rank needs another: heads are apart, gelu is elementwise.
 
-    tp = WholeSequence(group)  # its ranks all get the same ids. --sp: CutSequence(group)
+    tp = TensorParallel(group)  # its ranks all get the same ids. --sp: SequenceParallel(group)
     model = cut_model(model, tp, {"*.up": ColumnLinear, "*.down": RowLinear, ...})
     (vocab_parallel_cross_entropy(model(ids), y, V, tp) / valid_targets).backward()
     sum_gradients(model, tp)
     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, gradient_norm(model, tp))  # then step
-
-An attention that says q, k, v = columns(x, attn.q, attn.k, attn.v) has one f for the three.
 
 B sequences of T tokens, width C, L blocks, V words, tp ranks:
 
@@ -27,11 +25,10 @@ B sequences of T tokens, width C, L blocks, V words, tp ranks:
 Shoeybi 2019, "Megatron-LM", arXiv:1909.08053, section 3. Korthikanti 2022, "Reducing Activation
 Recomputation in Large Transformer Models", arXiv:2205.05198, section 4.2.
 
-Not for: models with dropout, with one Linear for q, k and v (or gate and up), Embeddings with
-options, or a hidden width that tp does not divide where the activation of 0 is not 0 (sigmoid);
-optimizers of whole matrices (--optimizer muon has a way); loops with torch's GradScaler, which
-skips steps on one rank alone, or deepcopies of a cut model. What else a forward must not do:
-docs/your-model.md.
+Not for: models with dropout, with one Linear for q, k and v (or gate and up), or with Embeddings
+that have options; optimizers of whole matrices (--optimizer muon has a way); loops with torch's
+GradScaler, which skips steps on one rank alone, or deepcopies of a cut model. What a forward must
+not do: docs/your-model.md.
 
 At work: torch.distributed.tensor.parallel.parallelize_module, loss_parallel (part 4 below).
     torchrun --standalone --nproc_per_node=2 tensor_parallel.py --sp
@@ -195,16 +192,14 @@ def idea_step(model, optimizer, x, y, valid, clip, group):
 # ---- 2. the technique (copy this; it needs only torch) -----------------------
 
 # What it adds to the idea, and what that buys. Figures are of the toy's step on two ranks.
-#     one f for q, k and v (gate, up)    22 calls, not 30; 9.5 MB sent, not 13.6
+#     columns(x, q, k, v): one f         30 calls -> 22, 13.6 MB sent -> 9.5
 #     dx before weights' gradients       its sum travels while those are made
-#     --sp                               17.9 MB of activations, not 22.7: x outside is cut, too.
-#                                        But 51 calls, 11.9 MB
-#     a loss with one buffer (N, V/tp)   at 16,384 words a peak of 107 MB, not 207
+#     --sp                               x outside is cut, too: 22.7 MB of activations -> 17.9, but
+#                                        22 calls -> 51, 9.5 MB sent -> 11.9
+#     a loss with one buffer (N, V/tp)   of 16,384 words: a peak of 207 MB -> 107
 #     pieces of any size                 tp need not divide the vocabulary and the hidden width
 #     a plan, whole tensors              any model, any checkpoint, and back to one process
 #     key_values, at the end             ranks share a head, if there are more ranks than heads
-# A tensor that is made outside, and goes inside past these Linears, wants an f of its own: where x
-# is whole, that is the idea's CopyToTP.
 
 # renamed in torch 2.13
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -216,7 +211,7 @@ class Pending:
 
     def __init__(self, result, work=None):
         self.result = result
-        self.work = work  # torch's handle. None: there is nothing to wait for
+        self.work = work  # torch's handle; None: the result is there
 
     def wait(self):
         if self.work:
@@ -224,10 +219,10 @@ class Pending:
         return self.result
 
 
-class WholeSequence:
-    """The ranks of tp, and a record of what they have cut. In shapes, tp means tp.size.
+class TensorParallel:
+    """The ranks that share a model, how x goes inside and out, and a record of what they have cut.
 
-    Outside, x is whole on every rank (Shoeybi 2019, fig. 3). With --sp a CutSequence does more.
+    Outside, x is whole on every rank (Shoeybi 2019, fig. 3). In shapes, tp means tp.size.
     """
 
     def __init__(self, group=None):
@@ -239,7 +234,7 @@ class WholeSequence:
         self.groups = {}  # filled by key_values alone
 
     def gather(self, x):
-        """From outside to inside: all ranks have x, so that there is nothing to gather."""
+        """From outside to inside: here every rank has all of x already."""
         return Pending(x)
 
     def reduce(self, y):
@@ -251,13 +246,18 @@ class WholeSequence:
         """g: summands y (.., T, C) -> x."""
         return ReduceFromTP.apply(y, self.group)  # partial -> replicated
 
+    def keep_piece(self, p, dim, copies=1):
+        """Of p this rank keeps a piece, as in the idea. p stays, and with it names and ties."""
+        if p is not None and p not in self.cuts:  # a tied one is cut already
+            self.cuts[p] = Cut(dim, p.shape[dim], copies)
+            p.data = shard(p.data, self.cuts[p], self)
+
     def is_partial(self, p):
-        """Is p whole, but its gradient that of this rank's heads alone? Then ranks add them up."""
+        """Does each rank make a summand of a whole p's gradient? Inside it does, of its heads."""
         return p in self.inside
 
     def copies(self, p):
-        """-> how many ranks have the same of p: all, if it is whole; if it is cut 1, but for few
-        heads of keys and values."""
+        """-> how many ranks have the same of p: all, if it is whole. For a piece see key_values."""
         return self.cuts[p].copies if p in self.cuts else self.size
 
 
@@ -284,17 +284,19 @@ class ColumnParallel(torch.autograd.Function):
         x, *parameters = ctx.saved_tensors
         weights = parameters[::2]
         biases = parameters[1::2]
-        _, dx_needed, *needed = ctx.needs_input_grad  # of tp, x and each parameter
-        dx = Pending(None)  # if nobody needs it
+        _, wants_dx, *trained = ctx.needs_input_grad  # of tp, x and each parameter
+        dx = None
         gradients = [None] * len(parameters)
-        if any(needed):
-            whole = ctx.tp.gather(x)  # replicated or sharded(T) -> replicated
-        if dx_needed:
+        if any(trained):
+            gathering = ctx.tp.gather(x)  # replicated or sharded(T) -> replicated
+        if wants_dx:
             summand = input_gradient(dys, weights)
-            dx = ctx.tp.reduce(summand)  # partial -> replicated or sharded(T)
-        if any(needed):
-            gradients = weight_gradients(whole.wait(), dys, biases)
-        return None, dx.wait(), *gradients
+            summing = ctx.tp.reduce(summand)  # partial -> replicated or sharded(T)
+        if any(trained):
+            gradients = weight_gradients(gathering.wait(), dys, biases)
+        if wants_dx:
+            dx = summing.wait()
+        return None, dx, *gradients
 
 
 def input_gradient(dys, weights):
@@ -324,34 +326,32 @@ class CutModule(nn.Module):
     """Has the parameters of the plain module in whose place it stands, those in `dims` cut."""
 
     dims = {}  # {name of a parameter: along which dim it is cut}
-    product = None  # of x and weights. hybrid_3d.py exchanges it where dx and dW are made apart
 
-    def __init__(self, plain, tp, copies=1):
+    def __init__(self, plain, tp):
         super().__init__()
         assert getattr(plain, "padding_idx", None) is None, f"{plain}: padding_idx would be lost."
-        self.tp = tp  # WholeSequence or CutSequence
+        self.tp = tp
         self.weight = plain.weight
         self.bias = getattr(plain, "bias", None)
         for name, dim in self.dims.items():
-            p = getattr(self, name)
-            if p is not None and p not in tp.cuts:  # a tied one is cut already
-                tp.cuts[p] = Cut(dim, p.shape[dim], copies)
-                p.data = shard(p.data, tp.cuts[p], tp)  # p stays, and with it names and ties
+            tp.keep_piece(getattr(self, name), dim)
 
 
 class ColumnLinear(CutModule):
     """f, and a Linear cut by columns: x -> (.., T, out/tp)."""
 
     dims = {"weight": 0, "bias": 0}
-    product = ColumnParallel.apply
 
     def forward(self, x):
         return columns(x, self)[0]
 
+    def multiply(self, x, *parameters):
+        """parameters: of this Linear, and of those with which it shares an f."""
+        return ColumnParallel.apply(self.tp, x, *parameters)
+
 
 def columns(x, *linears):
-    """ColumnLinears that read the same x, as q, k and v do, with one f -> what each returns."""
-    first = linears[0]
+    """Linears that read the same x share an f: q, k, v = columns(x, attn.q, attn.k, attn.v)."""
     operands = [x]
     for linear in linears:
         operands += [linear.weight, linear.bias]
@@ -359,18 +359,20 @@ def columns(x, *linears):
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         operands = [None if t is None else t.to(dtype) for t in operands]
-    return first.product(first.tp, *operands)
+    return linears[0].multiply(*operands)
 
 
 class RowLinear(CutModule):
     """A Linear cut by rows, and g: (.., T, in/tp) -> x. The bias is whole, and added to the sum."""
 
     dims = {"weight": 1}
-    product = staticmethod(F.linear)
 
     def forward(self, y):
-        x = self.tp.leave(self.product(y, self.weight))  # partial -> replicated or sharded(T)
+        x = self.tp.leave(self.multiply(y))  # partial -> replicated or sharded(T)
         return x if self.bias is None else x + self.bias.to(x.dtype)
+
+    def multiply(self, y):
+        return F.linear(y, self.weight)
 
 
 class VocabEmbedding(CutModule):
@@ -391,16 +393,15 @@ class VocabEmbedding(CutModule):
 # cut along T     all-gather  all-gather x, reduce-scatter dx   reduce-scatter  all-gather
 
 
-class CutSequence(WholeSequence):
+class SequenceParallel(TensorParallel):
     """Outside, x is cut along T, dim -2, which tp must divide (Korthikanti 2022, fig. 5)."""
 
     def gather(self, x):
         """Pieces (.., T/tp, C) -> Pending (.., T, C)."""
-        x = x.contiguous()
-        pieces = x.new_empty(self.size, *x.shape)  # (tp, .., T/tp, C)
-        flat = pieces.flatten(0, 1)  # the same memory; gloo wants as many dims as x has
-        work = all_gather(flat, x, self.group, async_op=True)  # sharded(T) -> replicated
-        return PendingPieces(pieces, work)
+        pieces = x.new_empty(self.size * len(x), *x.shape[1:])  # (tp B, T/tp, C)
+        # sharded(T) -> replicated
+        work = all_gather(pieces, x.contiguous(), self.group, async_op=True)
+        return PendingPieces(pieces.unflatten(0, (self.size, -1)), work)
 
     def reduce(self, y):
         """Summands (.., T, C) -> Pending: this rank's piece (.., T/tp, C) of their sum."""
@@ -414,12 +415,12 @@ class CutSequence(WholeSequence):
         return ReduceScatterFromTP.apply(y, self)  # partial -> sharded(T)
 
     def is_partial(self, p):
-        """Here norms and row biases see 1/tp of the tokens: their gradients are summands, too."""
+        """Outside, too: norms and row biases see 1/tp of the tokens."""
         return p not in self.cuts
 
 
 class PendingPieces(Pending):
-    """Pieces (tp, .., T/tp, C): whoever waits gets them in a row (.., T, C)."""
+    """Pieces (tp, .., T/tp, C): who waits gets them side by side, (.., T, C)."""
 
     def wait(self):
         return super().wait().movedim(0, -3).flatten(-3, -2)
@@ -443,9 +444,9 @@ class ReduceScatterFromTP(torch.autograd.Function):
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
-    """Logits (N, V/tp), targets (N,) -> losses (N,). Logits behind the first `words` are padding.
+    """The idea's formulas, but both sums in one all-reduce, and a backward that makes one buffer.
 
-    The idea's formulas, but both sums in one all-reduce, and a backward that makes one buffer.
+    Logits (N, V/tp), targets (N,) -> losses (N,). Logits behind the first `words` are padding.
     """
 
     @staticmethod
@@ -477,7 +478,7 @@ def vocab_parallel_cross_entropy(logits, targets, vocab, tp, ignore_index=-100):
     """This rank's logits (.., V/tp), targets (..), vocab V -> the sum of losses, on every rank."""
     each = logits.shape[-1]  # columns of a rank
     assert each == math.ceil(vocab / tp.size), "Is the head cut, and vocab that of the plain one?"
-    words = min(max(0, vocab - tp.rank * each), each)  # the last ranks may have fewer, or none
+    words = max(0, vocab - tp.rank * each)  # fewer than `each` on the last ranks: there is padding
     wide = torch.promote_types(logits.dtype, torch.float32)
     logits = logits.flatten(0, -2).to(wide)  # (N, V/tp)
     targets = targets.flatten()
@@ -498,9 +499,9 @@ def shard(t, cut, tp):
     They stay zeros in training: gelu, silu and relu make 0 of 0, and the loss leaves out padding.
     """
     parts = tp.size // cut.copies
-    padding = [0, 0] * (t.dim() - 1 - cut.dim)  # F.pad takes the last dim first
-    padding += [0, -cut.plain_size % parts]  # up to the next multiple of parts
-    piece = F.pad(t, padding).chunk(parts, cut.dim)[tp.rank // cut.copies]
+    missing = -cut.plain_size % parts  # up to the next multiple of parts
+    padded = F.pad(t.movedim(cut.dim, -1), (0, missing)).movedim(-1, cut.dim)
+    piece = padded.chunk(parts, cut.dim)[tp.rank // cut.copies]
     return piece.clone(memory_format=torch.contiguous_format)
 
 
@@ -508,10 +509,10 @@ def unshard(t, cut, tp):
     """A piece -> the whole tensor, on every rank. cut is None: it is whole already."""
     if cut is None:
         return t
-    pieces = t.new_empty(tp.size, *t.shape)
-    all_gather(pieces.flatten(0, 1), t.detach(), tp.group)  # sharded -> replicated
-    different = pieces[::cut.copies].unbind()
-    return torch.cat(different, cut.dim).narrow(cut.dim, 0, cut.plain_size)
+    gathered = t.new_empty(tp.size * len(t), *t.shape[1:])
+    all_gather(gathered, t.detach(), tp.group)  # sharded -> replicated
+    pieces = gathered.chunk(tp.size)[::cut.copies]
+    return torch.cat(pieces, cut.dim).narrow(cut.dim, 0, cut.plain_size)
 
 
 # ---- a plan for any model
@@ -526,9 +527,9 @@ def inside(module, tp):
 def cut_model(model, tp, plan):
     """Put cut modules in the place of plain ones -> the model, with the first rank's weights.
 
-    plan: {pattern: kind}. A pattern is fnmatch's, for names of modules: * matches dots, too. If two
-    match the same module, the later one counts. A kind is ColumnLinear, inside, .. or a function of
-    yours: kind(plain module, tp) -> what takes the module's place. The module's hooks are lost.
+    plan: {pattern: kind}. Patterns are for names of modules, and their * matches dots, too. Of two
+    for one module the later counts. kind(module, tp) -> what takes its place: ColumnLinear, inside,
+    .. or yours. What is replaced loses its hooks.
     """
     for t in model.state_dict().values():
         if not t.is_meta:
@@ -546,7 +547,7 @@ def cut_model(model, tp, plan):
 
 
 def check_cut(model, tp):
-    """What is common, and would be wrong in silence."""
+    """Two mistakes which nothing else would show."""
     for name, module in model.named_modules():
         drops = type(module) is nn.Dropout and module.p > 0
         assert not drops, f"{name}: ranks would draw masks of their own, also where x is whole."
@@ -579,10 +580,11 @@ def sum_gradients(model, tp):
 
 
 def gradient_norm(model, tp):
-    """Of the whole model's gradient, after sum_gradients. What several ranks have counts once."""
+    """Of the whole model's gradient, after sum_gradients."""
     p = next(model.parameters())
     square = torch.zeros((), device=p.device, dtype=torch.promote_types(p.dtype, torch.float32))
     trained = [p for p in model.parameters() if p.grad is not None]
+    # of ranks that have the same, the first
     counted = [p.grad for p in trained if tp.rank % tp.copies(p) == 0]
     if counted:
         square = torch.stack(torch._foreach_norm(counted, dtype=square.dtype)).square().sum()
@@ -626,20 +628,22 @@ def load_full_state_dict(model, tp, state):
 
 
 def key_values(heads):
-    """For a plan: ColumnLinears k and v of so many heads, a multiple of tp or a divisor of it.
+    """For a plan: k and v of so many heads, where tp divides heads, or heads divides tp.
 
-    If a divisor, tp / heads ranks in a row, its copies, have the same head, but different heads of
-    q: each has a summand of the head's gradient.
+    If there are more ranks, `copies` of them in a row have the same head of k, but other heads of
+    q: each makes a summand of k's gradient.
     """
     def kind(plain, tp):
-        copies = tp.size // math.gcd(heads, tp.size)
-        assert copies in (1, tp.size / heads), (
+        assert heads % tp.size == 0 or tp.size % heads == 0, (
             f"{tp.size} ranks for {heads} heads of keys and values")
+        copies = max(1, tp.size // heads)
         if copies > 1 and copies not in tp.groups:
             first = tp.rank // copies * copies
             ranks = dist.get_process_group_ranks(tp.group)[first:first + copies]
             tp.groups[copies] = dist.new_group(ranks, use_local_synchronization=True)
-        return ColumnLinear(plain, tp, copies)
+        for p in plain.parameters():
+            tp.keep_piece(p, 0, copies)
+        return ColumnLinear(plain, tp)
 
     return kind
 
@@ -648,10 +652,8 @@ def key_values(heads):
 
 
 def one_f(*names):
-    """For a plan: the attention or MLP whose Linears of these names share an f.
+    """For a plan: an attention or MLP of common.py, which calls these Linears by `project`."""
 
-    `project` is how common.py's modules call these Linears.
-    """
     def kind(module, tp):
         module.project = lambda x: columns(x, *[getattr(module, name) for name in names])
         return module
@@ -690,7 +692,7 @@ PLAN_OF_IDEA = {
 
 
 def parallelize_idea(model, tp):
-    """tp is told what is cut: part 2's functions then make it whole for the check."""
+    """tp notes what part 1 has cut, so that part 2's functions make it whole for the check."""
     cut_by_name(model, PLAN_OF_IDEA, tp.group)
     for p in model.parameters():
         if hasattr(p, "cut"):
@@ -816,35 +818,34 @@ def set_up(run, impl, tp, mesh):
 
 def textbook(run, impl, model, tp):
     """-> rows. b: bytes of a number, s: of one in the loss. P: numbers of parameters here, G: of
-    gradients that are summed after backward. A block sums B T C numbers k times. T' is T if there
-    are positions, or else 0.
+    gradients that are summed after backward. A block has k f and g. T': T if there are positions.
     """
     L = run.cfg.layers
-    tokens = run.args.batch * run.cfg.seq
+    N = run.args.batch * run.cfg.seq  # B T
     b = run.dtype.itemsize
     s = max(b, 4)
     k = 4
-    if impl == "idea":  # no fp32 for the loss, and a block has 2 g and an f for each of its Linears
+    if impl == "idea":  # no fp32 for the loss, and an f for each Linear
         s = b
         k = 7 if hasattr(model.blocks[0].mlp, "gate") else 6
     positions = run.cfg.seq if model.pos is not None and model.pos.weight in tp.cuts else 0
     sent = 1 - 1 / tp.size  # of a tensor, by an all-gather or a reduce-scatter
-    C = b * sent * run.cfg.width
-    passed = C * (tokens * (k * L + 2) + positions)  # at every f and g
-    sums = 2 * s * sent * (3 * tokens + 1)  # 3 sums of the loss; the gradient norm
+
+    def passed(times):
+        return b * sent * (N * times + positions) * run.cfg.width
+
     parameters = list(model.parameters())
-    for p in parameters:
-        if p in tp.cuts or tp.is_partial(p):
-            sums += 2 * b * p.numel() * (1 - 1 / tp.copies(p))
+    summed = [p for p in parameters if p in tp.cuts or tp.is_partial(p)]
+    G = sum(p.numel() * (1 - 1 / tp.copies(p)) for p in summed)  # what is sent of them
+    sums = 2 * (b * G + s * sent * (3 * N + 1))  # 3 sums of the loss; the gradient norm
     states = 4 * b * sum(p.numel() for p in parameters) + 4 * len(parameters)
     rows = [("held states", "4 b P + 4 per tensor (steps)", states)]
-    if not run.args.sp:
-        formula = f"2 (tp-1)/tp (b [B T ({k} L + 2) + T'] C + b G + s (3 B T + 1))"
-        return [*rows, ("wire all_reduce", formula, 2 * passed + sums)]
-    again = C * tokens * (2 * L + 1)  # f gathers x again in backward
-    return [*rows, ("wire all_gather", "(tp-1)/tp b [B T (6 L + 3) + T'] C", passed + again),
-            ("wire reduce_scatter", "(tp-1)/tp b [B T (4 L + 2) + T'] C", passed),
-            ("wire all_reduce", "2 (tp-1)/tp (b G + s (3 B T + 1))", sums)]
+    if run.args.sp:  # f gathers x again in backward
+        return [*rows, ("wire all_gather", "(tp-1)/tp b [B T (6 L + 3) + T'] C", passed(6 * L + 3)),
+                ("wire reduce_scatter", "(tp-1)/tp b [B T (4 L + 2) + T'] C", passed(4 * L + 2)),
+                ("wire all_reduce", "2 (tp-1)/tp (b G + s (3 B T + 1))", sums)]
+    formula = f"2 (tp-1)/tp (b [B T ({k} L + 2) + T'] C + b G + s (3 B T + 1))"
+    return [*rows, ("wire all_reduce", formula, 2 * passed(k * L + 2) + sums)]
 
 
 def main():
@@ -856,7 +857,7 @@ def main():
     run = Run(args)
     mesh = init_device_mesh(run.device.type, (run.world_size,))
     with run:  # from here on a dry run's tensors have no memory
-        tp = CutSequence(dist.group.WORLD) if args.sp else WholeSequence(dist.group.WORLD)
+        tp = SequenceParallel(dist.group.WORLD) if args.sp else TensorParallel(dist.group.WORLD)
         sides = {impl: set_up(run, impl, tp, mesh) for impl in run.impls}
         run.train(sides, rows=range(args.batch))  # all rows, everywhere
         if args.impl != "torch":

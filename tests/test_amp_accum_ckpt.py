@@ -23,7 +23,7 @@ from conftest import (
     dry_run_agrees, idea, rewritten, run_ranks, run_script, textbook)
 from harness.ledger import Ledger
 from others import Layer, Llama, llama_loss, token_rows
-from tensor_parallel import WholeSequence
+from tensor_parallel import TensorParallel
 
 LLAMA = ("--model", "llama-toy")
 TWO_STEPS = "--steps 2 --no-check"
@@ -399,7 +399,7 @@ def test_any_forward(how):
 def check_collectives(how, calls):
     """With g of tensor_parallel.py."""
     module = Layer(4, 2, 0.0)
-    tp = WholeSequence()
+    tp = TensorParallel()
 
     def forward(x):
         x = F.gelu(tp.leave(module(x)))

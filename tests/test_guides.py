@@ -253,7 +253,7 @@ def adapters_under_zero():
 
 
 def adapters_under_tensor_parallel():
-    tp = section.WholeSequence()
+    tp = section.TensorParallel()
     names = {**vars(section)}
     exec(BLOCKS["plan"], names)
     model = section.cut_model(adapted(), tp, names["PLAN"])

@@ -32,10 +32,10 @@ from harness.prove import prove
 from pipeline_parallel import Chain, carve, homes, make_plans, split_layers
 from tensor_parallel import (
     ColumnLinear,
-    CutSequence,
     RowLinear,
+    SequenceParallel,
+    TensorParallel,
     VocabEmbedding,
-    WholeSequence,
     cut_model,
     inside,
     load_full_state_dict,
@@ -334,7 +334,7 @@ def parallel(axes, pp=1, schedule="1f1b", sp=False, zero=0, recompute=None, devi
     copies = axes.get("dp", 1)
     plans = make_plans(schedule, pp, 2)
     mesh = hybrid_3d.Mesh(plans, **axes)
-    tp = (CutSequence if sp else WholeSequence)(mesh.group["tp"])
+    tp = (SequenceParallel if sp else TensorParallel)(mesh.group["tp"])
     if tp.size > 1:
         cut_model(model, tp, DENSE if experts else LLAMA)
     if experts:
@@ -403,7 +403,7 @@ def check_fp32_sums(level):
     plans = make_plans("1f1b", 1, 4)
     mesh = hybrid_3d.Mesh(plans, dp=2)
     hybrid = hybrid_3d.Hybrid(
-        carve(model, CHAIN, [2]), plans, mesh, WholeSequence(mesh.group["tp"]),
+        carve(model, CHAIN, [2]), plans, mesh, TensorParallel(mesh.group["tp"]),
         layers=model.layers, head=model.lm_head, zero=level, reduce_dtype=torch.float32)
     mine = batches[4 * dist.get_rank():][:4]
     x, y = [torch.cat(rows) for rows in zip(*mine)]
@@ -494,7 +494,7 @@ def half_a_mesh(module):
 
 
 @pytest.mark.parametrize("plant, said", [
-    (experts_without_sp, "experts with tp > 1 want CutSequence"),
+    (experts_without_sp, "experts with tp > 1 want SequenceParallel"),
     (half_a_mesh, "[1, 1, 1, 1] are not all the ranks"),
 ])
 def test_asserts_of_parallelize(plant, said):

@@ -158,7 +158,7 @@ def play_block(kind=None, attend=attend_unfused, forward=nn.Module.__call__):
         block.attn.attend = attend
         block.attn = nn.Sequential(block.attn, Dropout())
         block.mlp = nn.Sequential(block.mlp, Dropout())
-        tokens = 2048 // 8 if kind is tensor_parallel.CutSequence else 2048
+        tokens = 2048 // 8 if kind is tensor_parallel.SequenceParallel else 2048
         x = torch.ones(1, tokens, width, dtype=torch.bfloat16, requires_grad=True)
         with Ledger(held=lambda: {**NOTHING, "parameters": list(block.parameters())}) as ledger:
             y = forward(block, x)
@@ -169,11 +169,11 @@ def play_block(kind=None, attend=attend_unfused, forward=nn.Module.__call__):
 
 def korthikanti_rows():
     """Table 2, where t = 8 ranks and 5 a s / h = 80."""
-    cut = tensor_parallel.CutSequence
+    cut = tensor_parallel.SequenceParallel
     again = partial(amp_accum_ckpt.full, attend_unfused)
     for label, how, published in (
             ("no parallelism", {}, 34 + 80),
-            ("tensor parallel", {"kind": tensor_parallel.WholeSequence}, 10 + 24 / 8 + 80 / 8),
+            ("tensor parallel", {"kind": tensor_parallel.TensorParallel}, 10 + 24 / 8 + 80 / 8),
             ("+ sequence parallel", {"kind": cut}, 34 / 8 + 80 / 8),
             ("+ selective recompute", {"kind": cut, "attend": again}, 34 / 8),
             ("full recompute", {"forward": amp_accum_ckpt.full}, 2)):
@@ -191,8 +191,8 @@ MORE_GATHERS = ("the paper counts two of them apart: inputs that are gathered ag
 
 
 def collective_rows():
-    whole, _ = play_block(tensor_parallel.WholeSequence)
-    cut, _ = play_block(tensor_parallel.CutSequence)
+    whole, _ = play_block(tensor_parallel.TensorParallel)
+    cut, _ = play_block(tensor_parallel.SequenceParallel)
     calls = {name: figures["calls"] for name, figures in cut.collectives.items()}
     numbers = wire(whole) / 2 / (2048 * OF_175B[1])
     yield Row("Narayanan 2021, 3.2: tensor parallel, numbers / (b s h), t = 8", "7", numbers, EQUAL)

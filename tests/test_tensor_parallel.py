@@ -103,7 +103,7 @@ def check_meta(kind, tied):
 
 def check_kept():
     """x is kept as it came: gathered, it is tp times as large. Under autocast, what is cast."""
-    _, model, tp = both("CutSequence")
+    _, model, tp = both("SequenceParallel")
     x, y = BATCHES[0]
     kept, *_ = model(x)["logits"].grad_fn.saved_tensors
     assert kept.shape[1] == x.shape[1] // tp.size
@@ -119,7 +119,7 @@ def check_order():
     code = copied("tensor_parallel")
     events = []
 
-    class Watched(code.WholeSequence):
+    class Watched(code.TensorParallel):
         def reduce(self, y):
             events.append("sum begins")
             pending = super().reduce(y)
@@ -136,7 +136,7 @@ def check_order():
 
 def check_loss():
     """F.cross_entropy itself, with huge logits in bf16."""
-    tp = section.WholeSequence()
+    tp = section.TensorParallel()
     logits = (1e4 * torch.randn(2, 5, 7)).bfloat16().requires_grad_()
     targets = torch.full((2, 5), 6)
     want = loss_sum(logits.float(), targets)
@@ -151,7 +151,7 @@ def check_loss():
 
 def check_half():
     """The squares of a norm are summed in fp32: fp16 ends at 65504."""
-    _, model, tp = both("WholeSequence", kv_heads=1)
+    _, model, tp = both("TensorParallel", kv_heads=1)
     model.half()
     count = 0
     for p in model.parameters():
@@ -166,7 +166,7 @@ def check_two_names():
     plain = Llama()
     plain.layers[1] = plain.layers[0]
     plain.head = plain.lm_head
-    tp = section.WholeSequence()
+    tp = section.TensorParallel()
     cuts = {**plan(2), "head": section.ColumnLinear}
     model = section.cut_model(copy.deepcopy(plain), tp, cuts)
     assert model.head.weight is model.lm_head.weight
@@ -178,7 +178,7 @@ def check_two_names():
 
 
 def check_refusals():
-    tp = section.WholeSequence()
+    tp = section.TensorParallel()
     padded = Llama()
     padded.embed_tokens.padding_idx = 0
     for words, cuts, model in [
@@ -201,9 +201,9 @@ def check_now(check):
 def test_copy():
     """It trains as the plain model does; what would be silently wrong raises."""
     run_ranks(check_each, 2, check_copy, [
-              ("WholeSequence", False, "nothing"), ("CutSequence", True, "layers.0"),
-              ("WholeSequence", True, "layers.1", 1), ("CutSequence", False, "nothing", 1)])
-    run_ranks(check_each, 2, check_meta, [("WholeSequence", True), ("CutSequence", False)])
+              ("TensorParallel", False, "nothing"), ("SequenceParallel", True, "layers.0"),
+              ("TensorParallel", True, "layers.1", 1), ("SequenceParallel", False, "nothing", 1)])
+    run_ranks(check_each, 2, check_meta, [("TensorParallel", True), ("SequenceParallel", False)])
     checks = check_kept, check_order, check_loss, check_half, check_two_names, check_refusals
     run_ranks(check_each, 2, check_now, [(check,) for check in checks])
 
@@ -363,20 +363,20 @@ def test_memory():
 
 
 BUGS = [  # and where they show: the kind, heads of keys and values
-    ("dx = ctx.tp.reduce(summand)", "dx = Pending(summand)", "WholeSequence", 2),  # f
-    ("x = self.tp.leave(self.product(y, self.weight))", "x = self.product(y, self.weight)",
-     "WholeSequence", 2),  # g
-    ("self.product(y, self.weight)", "self.product(y, self.weight, self.bias)", "WholeSequence", 2),
-    (".masked_fill(~here.unsqueeze(-1), 0)  # (.., T, C)", "", "WholeSequence", 2),
-    ("else dy.sum(0))", "else 0 * dy.sum(0))", "WholeSequence", 2),
-    ("logits[:, :words].logsumexp(1)", "logits.logsumexp(1)", "WholeSequence", 2),
-    ("dist.all_reduce(sums, group=tp.group)", "pass", "WholeSequence", 2),
-    ("dlogits[:, ctx.words:] = 0", "pass", "WholeSequence", 2),
-    ("dlogits.scatter_add_(1, column, -here.to(dlogits.dtype))", "pass", "WholeSequence", 2),
-    ("return p in self.inside", "return False", "WholeSequence", 2),
-    ("for copies, group in tp.groups.items():", "for copies, group in ():", "WholeSequence", 1),
-    ("return p not in self.cuts", "return super().is_partial(p)", "CutSequence", 2),
-    ("trained if tp.rank % tp.copies(p) == 0]", "trained]", "WholeSequence", 2),
+    ("ctx.tp.reduce(summand)", "Pending(summand)", "TensorParallel", 2),  # f
+    ("x = self.tp.leave(self.multiply(y))", "x = self.multiply(y)", "TensorParallel", 2),  # g
+    ("return F.linear(y, self.weight)", "return F.linear(y, self.weight, self.bias)",
+     "TensorParallel", 2),
+    (".masked_fill(~here.unsqueeze(-1), 0)  # (.., T, C)", "", "TensorParallel", 2),
+    ("else dy.sum(0))", "else 0 * dy.sum(0))", "TensorParallel", 2),
+    ("logits[:, :words].logsumexp(1)", "logits.logsumexp(1)", "TensorParallel", 2),
+    ("dist.all_reduce(sums, group=tp.group)", "pass", "TensorParallel", 2),
+    ("dlogits[:, ctx.words:] = 0", "pass", "TensorParallel", 2),
+    ("dlogits.scatter_add_(1, column, -here.to(dlogits.dtype))", "pass", "TensorParallel", 2),
+    ("return p in self.inside", "return False", "TensorParallel", 2),
+    ("for copies, group in tp.groups.items():", "for copies, group in ():", "TensorParallel", 1),
+    ("return p not in self.cuts", "return super().is_partial(p)", "SequenceParallel", 2),
+    ("trained if tp.rank % tp.copies(p) == 0]", "trained]", "TensorParallel", 2),
 ]
 
 
