@@ -398,16 +398,17 @@ class SequenceParallel(TensorParallel):
 
     def gather(self, x):
         """Pieces (.., T/tp, C) -> Pending (.., T, C)."""
-        pieces = x.new_empty(self.size * len(x), *x.shape[1:])  # (tp B, T/tp, C)
-        # sharded(T) -> replicated
-        work = all_gather(pieces, x.contiguous(), self.group, async_op=True)
-        return PendingPieces(pieces.unflatten(0, (self.size, -1)), work)
+        x = x.contiguous()
+        pieces = x.new_empty(self.size, *x.shape)  # (tp, .., T/tp, C)
+        flat = pieces.flatten(0, 1)  # the same memory; gloo wants as many dims as x has
+        work = all_gather(flat, x, self.group, async_op=True)  # sharded(T) -> replicated
+        return PendingPieces(pieces, work)
 
     def reduce(self, y):
         """Summands (.., T, C) -> Pending: this rank's piece (.., T/tp, C) of their sum."""
         pieces = y.unflatten(-2, (self.size, -1)).movedim(-3, 0).contiguous()  # (tp, .., T/tp, C)
         x = torch.empty_like(pieces[0])
-        flat = pieces.flatten(0, 1)  # the same memory
+        flat = pieces.flatten(0, 1)
         work = reduce_scatter(x, flat, group=self.group, async_op=True)  # partial -> sharded(T)
         return Pending(x, work)
 
@@ -509,10 +510,10 @@ def unshard(t, cut, tp):
     """A piece -> the whole tensor, on every rank. cut is None: it is whole already."""
     if cut is None:
         return t
-    gathered = t.new_empty(tp.size * len(t), *t.shape[1:])
-    all_gather(gathered, t.detach(), tp.group)  # sharded -> replicated
-    pieces = gathered.chunk(tp.size)[::cut.copies]
-    return torch.cat(pieces, cut.dim).narrow(cut.dim, 0, cut.plain_size)
+    pieces = t.new_empty(tp.size, *t.shape)
+    all_gather(pieces.flatten(0, 1), t.detach(), tp.group)  # sharded -> replicated
+    different = pieces[::cut.copies].unbind()
+    return torch.cat(different, cut.dim).narrow(cut.dim, 0, cut.plain_size)
 
 
 # ---- a plan for any model
