@@ -104,7 +104,7 @@ def run_sh(*words, **environment):
 def test_one_help_for_all_ranks(monkeypatch):
     """A rank for each of N, but for --help, which one of them prints."""
     started = []
-    monkeypatch.setattr(launch, "torchrun", started.append)
+    monkeypatch.setattr(launch.torchrun, "run", started.append)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert launch.main(["ddp", "2", "--steps", "3"]) == 0
     assert launch.main(["ddp.py", "2", "--help"]) == 0

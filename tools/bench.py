@@ -27,7 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
 
 from harness.usage import require  # noqa: E402
-from tools.launch import GAPS, TECHNIQUES, Failed, report, usual_ranks, variants  # noqa: E402
+from tools.launch import GAPS, TECHNIQUES, Failed, cores, report  # noqa: E402
+from tools.launch import usual_ranks, variants  # noqa: E402
 
 LAYOUTS = ("--dp 2 --tp 1 --pp 1", "--dp 2 --tp 1 --pp 2", "--dp 1 --tp 2 --pp 2",
            "--dp 2 --tp 2 --pp 1")  # of hybrid_3d
@@ -69,14 +70,12 @@ def cells_of(report, impl):
 
 def lines_of(label, report, columns):
     """-> a line of the table for each side, in the order of NAMES"""
-    sides = report["sides"]
+    sides = {impl: report["sides"][impl] for impl in NAMES if impl in report["sides"]}
     lines = []
-    for impl in NAMES:
-        if impl not in sides:
-            continue
+    for impl, side in sides.items():
         last = "passed" if report["check"] else "ran"
         if impl != "torch" and "torch" in sides:
-            last = beside_torch(sides[impl]["block_ms"], sides["torch"]["block_ms"])
+            last = beside_torch(side["block_ms"], sides["torch"]["block_ms"])
         if report["exit_code"]:
             last = "FAILED"
         lines.append(aligned(label, columns, cells_of(report, impl)) + last)
@@ -86,13 +85,20 @@ def lines_of(label, report, columns):
 
 def beside_torch(own, torchs):
     """Medians of blocks, in turn -> how many times as fast, in words."""
-    ratios = sorted(theirs / ours for ours, theirs in zip(own, torchs))
-    lowest = ratios[0]
-    highest = ratios[-1]
+    ratios = [theirs / ours for ours, theirs in zip(own, torchs)]
     verdict = f"{statistics.median(ratios):.2f}"
-    if lowest <= 1 <= highest:
+    if min(ratios) <= 1 <= max(ratios):
         verdict = "equal"
-    return f"{verdict} ({lowest:.2f}..{highest:.2f})"
+    return f"{verdict} ({min(ratios):.2f}..{max(ratios):.2f})"
+
+
+def run(label, columns, measure, *args):
+    """measure(*args) -> a report -> its lines of the table, exit code. A failure is a line."""
+    try:
+        found = measure(*args)
+    except Failed as failure:
+        return [f"{label:{18 if columns == CHECK else 40}} FAILED: {failure}"], failure.code
+    return lines_of(label, found, columns), found["exit_code"]
 
 
 # ---- the commands ----------------------------------------------------------------
@@ -105,19 +111,18 @@ def check():
     rows.append(("hybrid_3d", "hybrid_3d", 8, "--dp 2 --tp 2 --pp 2"))
     rows.append(("hybrid_3d, Llama", "hybrid_3d", 4, "--model llama-toy --tp 2 --pp 2 --sp"))
     lines = []
+    failed = 0
     for done, (label, file, ranks, flags) in enumerate(rows, 1):
         words = f"{file}.py on {ranks} ranks {flags}"
         print(f"\n==== {done} of {len(rows)}: {words.strip()} ====", flush=True)
-        try:
-            lines += lines_of(label, report(ranks, file, flags.split(), shown=True), CHECK)
-        except Failed:
-            lines.append(f"{label:18} FAILED")
+        found, code = run(label, CHECK, report, ranks, file, flags.split(), True)
+        lines += found
+        failed = max(failed, code)
     print("\n==== every technique, compared with the plain GPT (MB = 1e6 bytes, rank 0) ====")
     print(aligned("", CHECK) + "verdict", *lines, sep="\n")
-    failed = any("FAILED" in line for line in lines)
     if not failed:
         print("\nAll equal one process. Next: read ddp.py; ./run.sh ddp 4 --dtype fp64 --pad 0.3")
-    return int(failed)
+    return int(failed > 0)
 
 
 def first_accepted(impls, file, flags):
@@ -132,7 +137,7 @@ def first_accepted(impls, file, flags):
                 raise
 
 
-def measure(file, flags):
+def sides_of(file, flags):
     """-> the report with all three sides, or with those that these flags have"""
     found = first_accepted(("all", "both", "scratch"), file, flags)
     if len(found["sides"]) == 1:  # torch has none: the idea's is a run of its own
@@ -142,33 +147,24 @@ def measure(file, flags):
 
 
 def bench(words):
-    os.environ["OMP_NUM_THREADS"] = "1"
     files = TECHNIQUES
     if words and words[0].removesuffix(".py") in TECHNIQUES:
         files = [words.pop(0).removesuffix(".py")]
     print(aligned("", BENCH) + "as fast as torch", flush=True)
     failed = 0
     for file in files:
-        worth = variants(file)
-        if file == "hybrid_3d":
-            worth = LAYOUTS
+        worth = LAYOUTS if file == "hybrid_3d" else variants(file)
         for own in worth:
-            label = f"{file} {own}"
-            try:
-                found = measure(file, " ".join([SIZES, own, *words]))
-            except Failed as failure:
-                failed = max(failed, failure.code)
-                print(f"{label:40} FAILED: {failure}", flush=True)
-                continue
-            failed = max(failed, found["exit_code"])
-            print(*lines_of(label, found, BENCH), sep="\n", flush=True)
+            flags = " ".join([SIZES, own, *words])
+            lines, code = run(f"{file} {own}", BENCH, sides_of, file, flags)
+            failed = max(failed, code)
+            print(*lines, sep="\n", flush=True)
     return failed
 
 
 def scale(words):
     file = "".join(words[:1]).removesuffix(".py")
     require(file in TECHNIQUES, "usage: ./run.sh scale FILE [flags]")
-    os.environ["OMP_NUM_THREADS"] = "1"
     counts = rank_counts()
     flags = ["--batch", max(8, counts[-1]), *words[1:], "--no-check"]
     print(f"{'ranks':>6}{'ms/step':>10}{'tok/s':>12}{'speed-up':>10}{'efficiency':>12}", flush=True)
@@ -189,14 +185,16 @@ def scale(words):
 
 def rank_counts():
     """1, 2, 4, .. as far as there are GPUs or cores."""
-    most = torch.cuda.device_count() or len(os.sched_getaffinity(0))
+    most = torch.cuda.device_count() or cores()
     return [2 ** i for i in range(most.bit_length())]
 
 
 def main(words):
-    usage = "bench.py check | bench [FILE] [flags] | scale FILE [flags]"
     commands = {"check": lambda words: check(), "bench": bench, "scale": scale}
-    require(words and words[0] in commands, f"usage: {usage}")
+    require(words and words[0] in commands,
+            "usage: bench.py check | bench [FILE] [flags] | scale FILE [flags]")
+    if words[0] != "check":
+        os.environ["OMP_NUM_THREADS"] = "1"  # what is timed has as many threads on any number
     return commands[words[0]](words[1:])
 
 

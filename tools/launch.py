@@ -18,22 +18,18 @@ import sys
 import tempfile
 from pathlib import Path
 
-import torch
-from torch.distributed.elastic.multiprocessing import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.run import get_args_parser
-from torch.distributed.run import run as torchrun
-
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import torch  # noqa: E402
+from torch.distributed import run as torchrun  # noqa: E402
+from torch.distributed.elastic.multiprocessing import SignalException  # noqa: E402
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: E402
+
+from harness.usage import require  # noqa: E402
+
 TECHNIQUES = sorted({path.stem for path in ROOT.glob("*.py")} - {"common"})
 INTERRUPTED = 128 + signal.SIGINT
 GAPS = ("loss", "gradient", "grad_norm", "parameter")  # of a report's check
-
-
-def variants(file):
-    """-> the flags with which a technique is worth running, from its part 5; they make a world of
-    one, too."""
-    return getattr(importlib.import_module(file), "VARIANTS", ("",))
 
 
 def cores():
@@ -45,9 +41,30 @@ def usual_ranks():
     return torch.cuda.device_count() or 2
 
 
-def refuse(message):
-    print(f"run.sh: error: {message}", file=sys.stderr)
-    return 2
+def main(words):
+    file = "".join(words[:1]).removesuffix(".py")
+    flags = words[1:]
+    require(file in TECHNIQUES, f"no technique {file}; one of: {' '.join(TECHNIQUES)}")
+    ranks = usual_ranks()
+    if flags and flags[0].isdecimal():
+        ranks = int(flags.pop(0))
+    # a rank takes a third of a GB: with more than these a machine only starts to swap
+    most = max(64, 4 * cores())
+    require(1 <= ranks <= most, f"{ranks} ranks: on this machine 1 to {most}; one of any number, "
+            f"without the others, is python {file}.py --dry-run N")
+    if {"-h", "--help"} & set(flags):
+        ranks = 1  # one help is enough
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL + 1)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    words = ["--standalone", f"--nproc-per-node={ranks}", str(ROOT / f"{file}.py"), *flags]
+    try:
+        torchrun.run(torchrun.parse_args(words))
+    except ChildFailedError as error:
+        return explain(file, *error.get_first_failure())
+    except (KeyboardInterrupt, SignalException):
+        return INTERRUPTED
+    return 0
 
 
 def explain(file, rank, failure):
@@ -61,35 +78,13 @@ def explain(file, rank, failure):
     return max(1, code)
 
 
-def main(words):
-    file, *flags = words or [""]
-    file = file.removesuffix(".py")
-    if file not in TECHNIQUES:
-        return refuse(f"no technique {file}; one of: {' '.join(TECHNIQUES)}")
-    ranks = usual_ranks()
-    if flags and flags[0].isdecimal():
-        ranks = int(flags.pop(0))
-    # a rank takes a third of a GB: with more than these a machine only starts to swap
-    most = max(64, 4 * cores())
-    if not 1 <= ranks <= most:
-        return refuse(f"{ranks} ranks: on this machine 1 to {most}; one of any number, without "
-                      f"the others, is python {file}.py --dry-run N")
-    if {"-h", "--help"} & set(flags):
-        ranks = 1  # one help is enough
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL + 1)
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    words = ["--standalone", f"--nproc-per-node={ranks}", str(ROOT / f"{file}.py"), *flags]
-    try:
-        torchrun(get_args_parser().parse_args(words))
-    except ChildFailedError as error:
-        return explain(file, *error.get_first_failure())
-    except (KeyboardInterrupt, SignalException):
-        return INTERRUPTED
-    return 0
-
-
 # ---- for other tools -------------------------------------------------------------
+
+
+def variants(file):
+    """-> the flags with which a technique is worth running, from its part 5; they make a world of
+    one, too."""
+    return getattr(importlib.import_module(file), "VARIANTS", ("",))
 
 
 class Failed(Exception):
@@ -121,9 +116,7 @@ def report(ranks, file, flags, shown=False):
 def worst_gap(report):
     """Of loss, gradients, norm and parameters; None without a check."""
     check = report["check"]
-    if not check:
-        return None
-    return max(check[kind] for kind in GAPS)
+    return max(check[kind] for kind in GAPS) if check else None
 
 
 if __name__ == "__main__":
