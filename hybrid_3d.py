@@ -297,11 +297,148 @@ def alike(fate):
     return [axis for axis, what in fate.items() if what in ("same", "sum")]
 
 
+# ---- sums over copies, behind backward; and steps
+
+
+class ZeRO0(ZeRO1):
+    """Nothing is cut: copies sum whole gradients, and each steps all of them."""
+
+    def place_of_rank(self):
+        return 1, 0
+
+    def start_sum(self, unit):
+        # partial -> replicated
+        unit.reducing = dist.all_reduce(unit.buffer, group=self.group, async_op=True)
+
+    def renew(self, unit):
+        """There are no chunks of others."""
+
+    def gathered(self, chunks):
+        found = {}
+        for unit, chunk in zip(self.units, chunks):
+            found.update(unit.views(chunk.clone()))
+        return found
+
+
+class Copies:
+    """This rank's parameters, in ZeROs: what has copies on the same ranks, and is used by the same
+    stages, is one ZeRO's.
+
+    here: {number: stage} of this rank. table: {parameter: Row} of it. group: {axis: group}
+    layers: the model's; the parameters of each are a unit
+    level: the stage of ZeRO
+    has_w: does the schedule have Ws?
+    """
+
+    def __init__(self, here, table, group, layers, level, has_w, reduce_dtype):
+        self.stages_of = {}  # {ZeRO: the numbers of the stages that have its parameters}
+        # ZeRO-2 keeps a unit's gradients from the first to the last: those of norms and biases
+        # come in B, long before those of matrices, and are units of their own
+        apart = has_w and level == 2
+        for (numbers, axis), units in units_of_zeros(here, table, set(layers), apart).items():
+            kind = (ZeRO0, ZeRO1, ZeRO2, ZeRO3)[level]
+            if len(numbers) > 1:  # tied: also summed over ends, thus once in a step
+                kind = (ZeRO0, ZeRO1)[min(level, 1)]
+            zero = kind(units, group[axis], reduce_dtype=reduce_dtype)
+            self.stages_of[zero] = numbers
+        self.zeros = list(self.stages_of)
+        self.units = [unit for zero in self.zeros for unit in zero.units]
+        self.parts = [part for zero in self.zeros for part in zero.parts]
+
+    def zero_grad(self):
+        for zero in self.zeros:
+            zero.zero_grad()
+
+    def reduce(self):
+        """Ends the sums that backwards have begun."""
+        for zero in self.zeros:
+            if not isinstance(zero, ZeRO2):  # ZeRO-2 and 3 have summed after each backward
+                zero.reduce()  # partial -> sharded
+
+    def step(self, optimizer, at_once):
+        if not at_once:
+            for zero in self.zeros:
+                zero.step(optimizer)
+            return
+        for zero in self.zeros:
+            zero.begin_step(zero.units)
+        optimizer.step()
+        for zero in self.zeros:
+            zero.end_step(zero.units)
+        for zero in self.zeros:
+            zero.wait()
+
+    # over data or replicas: sharded -> replicated
+
+    def full_parameters(self):
+        return {p: t for zero in self.zeros for p, t in zero.full_parameters().items()}
+
+    def full_gradients(self):
+        return {p: t for zero in self.zeros for p, t in zero.full_gradients().items()}
+
+
+def units_of_zeros(here, table, layers, apart):
+    """-> {(numbers of stages, axis of copies): [(parameters, sites)], the units of one ZeRO}
+
+    apart: norms and biases of a stage are a unit of their own.
+    """
+    found = defaultdict(dict)  # {(stages, axis): {unit's name: (parameters, sites)}}
+    placed = set()
+    for number, stage in here.items():
+        own = [module for module in stage.modules() if module in layers]
+        for layer, (parameters, sites) in enumerate(units_of(stage, own)):
+            for p in parameters:
+                if p in placed:  # it is tied, and this is its other end
+                    continue
+                placed.add(p)
+                row = table[p]
+                axis = "replicas" if "replicas" in row.fate else "data"
+                name = number, "apart" if apart and p.dim() == 1 else layer
+                unit = found[row.stages, axis].setdefault(name, ([], sites))
+                unit[0].append(p)
+    return {key: list(units.values()) for key, units in found.items()}
+
+
+class SummingPipeline(SplitPipeline):
+    """Sums gradients over copies while the backward that completes them still runs."""
+
+    def __init__(self, modules, plans, mail, copies):
+        super().__init__(modules, plans, mail)
+        self.zeros_of = defaultdict(list)  # {stage: [ZeRO]}
+        self.completing = {}  # {ZeRO: the actions that complete gradients which it sums}
+        for zero, stages in copies.stages_of.items():
+            self.completing[zero] = self.completing_of(zero, stages)
+            for stage in stages:
+                self.zeros_of[stage].append(zero)
+
+    def completing_of(self, zero, stages):
+        backward = [a for a in self.plan if a.kind in "BW" and a.stage in stages]
+        if isinstance(zero, ZeRO2):  # it sums in each micro-batch, where W, or a B without W, ends
+            return {a for a in backward
+                    if a.kind == "W" or (a.microbatch, a.stage) not in self.split}
+        if len(stages) > 1:  # tied: the other end's gradient is added to it
+            return {backward[-1]}
+        # the last B completes the gradients of norms and embeddings, the last W those of Linears;
+        # without Ws the last B does both
+        last_b = [a for a in backward if a.kind == "B"][-1]
+        return {last_b, backward[-1]}
+
+    def do(self, action, *others):
+        zeros = self.zeros_of[action.stage] if action.kind in "BW" else []
+        for zero in zeros:
+            zero.sync = action in self.completing[zero]
+        made = super().do(action, *others)
+        for zero in zeros:
+            if isinstance(zero, ZeRO2):
+                zero.reduce()  # partial -> sharded; nothing if sync is False
+        return made
+
+
 # ---- this rank's part of the model
 
 
 class Hybrid(nn.Module):
-    """This rank's stages, the pipeline that plays them, and the ZeROs that sum and step them.
+    """This rank's stages, the pipeline that plays them, and their copies' sums and steps.
 
     stages   all stages of the model, as carve returns them, or slices of an nn.Sequential. All
              ranks have the same weights, and a tied parameter has one name
@@ -339,43 +476,13 @@ class Hybrid(nn.Module):
         tp.inside.intersection_update(self.table)
         if "W" in kinds:
             split_cut_linears(self.stages)
-        stages_of = {}  # {ZeRO: the stages that have its parameters}
-        layout = self.lay_out(here, set(layers), apart=zero == 2 and "W" in kinds)
-        for (numbers, axis), units in layout.items():
-            kind = choose_zero(zero, is_tied=len(numbers) > 1)
-            stages_of[kind(units, self.group[axis], reduce_dtype=reduce_dtype)] = numbers
-        self.zeros = list(stages_of)  # they sum gradients over copies, and step
-        self.units = [unit for zero in self.zeros for unit in zero.units]
-        self.parts = [part for zero in self.zeros for part in zero.parts]
+        self.copies = Copies(
+            here, self.table, self.group, layers, zero, "W" in kinds, reduce_dtype)
         p = next(self.parameters())
         links = make_links(plans, mesh.pipelines)
         # (): what stages send gets its size from the batch, see in_microbatches
         mail = Mail(plans, (), p.dtype, p.device, mesh.group["pp"], links)
-        self.pipeline = SummingPipeline(here, plans, mail, stages_of)
-
-    def lay_out(self, here, layers, apart):
-        """Parameters of the same stages that are copied along the same axis are one ZeRO's.
-
-        -> {(stages, axis): its units, [(parameters, sites)]}
-
-        A layer's are a unit. apart: of a stage's norms and biases there is one more. They get
-        gradients in B, matrices in W, and ZeRO-2 keeps a unit's from the first to the last.
-        """
-        found = defaultdict(dict)  # {(stages, axis): {unit's name: (parameters, sites)}}
-        placed = set()
-        for number, stage in here.items():
-            own = [module for module in stage.modules() if module in layers]
-            for layer, (parameters, sites) in enumerate(units_of(stage, own)):
-                for p in parameters:
-                    if p in placed:  # it is tied, and this is its other end
-                        continue
-                    placed.add(p)
-                    row = self.table[p]
-                    axis = "replicas" if "replicas" in row.fate else "data"
-                    name = number, "apart" if apart and p.dim() == 1 else layer
-                    unit = found[row.stages, axis].setdefault(name, ([], sites))
-                    unit[0].append(p)
-        return {key: list(units.values()) for key, units in found.items()}
+        self.pipeline = SummingPipeline(here, plans, mail, self.copies)
 
     def is_first(self, p):
         """Is this the first of the ranks that have the same of p's gradient?"""
@@ -404,14 +511,12 @@ class Hybrid(nn.Module):
 
     def parameter_groups(self, groups=None):
         """groups: as for an optimizer, of parameters -> the same with this rank's masters."""
-        return groups_of_masters(self.units, groups)
+        return groups_of_masters(self.copies.units, groups)
 
     # -- the whole: {name: tensor} on every rank. All must call it
 
     def full_state_dict(self):
-        trained = {}
-        for zero in self.zeros:
-            trained.update(zero.full_parameters())  # over data or replicas: sharded -> replicated
+        trained = self.copies.full_parameters()
         mine = {}
         for stage in self.stages:
             for name, t in stage.state_dict(keep_vars=True).items():
@@ -420,9 +525,8 @@ class Hybrid(nn.Module):
 
     def full_gradients(self):
         mine = {}
-        for zero in self.zeros:
-            for p, gradient in zero.full_gradients().items():
-                mine[self.table[p].name] = self.unshard(p, gradient)
+        for p, gradient in self.copies.full_gradients().items():
+            mine[self.table[p].name] = self.unshard(p, gradient)
         return gather(mine, self.group["pp"])
 
     def unshard(self, t, here):
@@ -450,27 +554,24 @@ def train_step(model, optimizer, x, y, valid, clip, at_once=False):
     at_once: see ZeRO1.step
     -> this rank's part of the loss, the norm of the whole gradient.
     """
-    for zero in model.zeros:
-        zero.zero_grad()
+    model.copies.zero_grad()
     inputs, loss_of = model.in_microbatches(x, y, valid)
     loss = model.pipeline.step(inputs, loss_of) / model.tp.size  # every rank of tp has all of it
     sum_gradients(model)
     norm = gradient_norm(model)
-    if clip and model.parts:
+    gradients = [part.grad for part in model.copies.parts]
+    if clip and gradients:
         finite = norm.nan_to_num(0, posinf=0)  # inf, nan -> 0: nothing is scaled
-        scale = (clip / (finite + 1e-6)).clamp(max=1)
-        torch._foreach_mul_([part.grad for part in model.parts], scale)
-    step_zeros(model.zeros, optimizer, at_once)
+        torch._foreach_mul_(gradients, (clip / (finite + 1e-6)).clamp(max=1))
+    model.copies.step(optimizer, at_once)
     loss = loss + moe.balancing_losses(model)
     moe.step_biases(model)
     return loss, norm
 
 
 def sum_gradients(model):
-    """Ends the sums over copies, which backwards have begun; then sums along the other axes."""
-    for zero in model.zeros:
-        if not isinstance(zero, ZeRO2):  # ZeRO-2 and 3 have summed after each backward
-            zero.reduce()  # partial -> sharded
+    """First over copies, then along the other axes."""
+    model.copies.reduce()
     for axis in ("tp", "twins", "ends"):
         gradients = summands(model, axis)
         if gradients and model.group[axis].size() > 1:
@@ -480,7 +581,7 @@ def sum_gradients(model):
 
 def summands(model, axis):
     """-> the gradients of this rank that have to be summed along an axis."""
-    rows = [(model.table[part.parameter], part.grad) for part in model.parts]
+    rows = [(model.table[part.parameter], part.grad) for part in model.copies.parts]
     return [gradient for row, gradient in rows if row.fate.get(axis) == "sum"]
 
 
@@ -488,25 +589,11 @@ def gradient_norm(model):
     """Of the whole model. Of the ranks that hold the same numbers the first one counts them."""
     p = next(model.parameters())
     square = torch.zeros((), dtype=torch.promote_types(p.dtype, torch.float32), device=p.device)
-    counted = [part.grad for part in model.parts if model.is_first(part.parameter)]
+    counted = [part.grad for part in model.copies.parts if model.is_first(part.parameter)]
     if counted:
         square = torch.stack(torch._foreach_norm(counted, dtype=square.dtype)).square().sum()
     dist.all_reduce(square)  # over all ranks: partial -> replicated
     return square.sqrt()
-
-
-def step_zeros(zeros, optimizer, at_once):
-    if not at_once:
-        for zero in zeros:
-            zero.step(optimizer)  # of this ZeRO's masters
-        return
-    for zero in zeros:
-        zero.begin_step(zero.units)
-    optimizer.step()
-    for zero in zeros:
-        zero.end_step(zero.units)
-    for zero in zeros:
-        zero.wait()
 
 
 def evaluate(model, x, y):
@@ -529,74 +616,6 @@ def text_of(rows, axes):
     lines = [("gradient of", "kind", *axes, "counted in the norm by"), *lines]
     widths = [max(map(len, column)) for column in zip(*lines)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
-
-
-# ---- sums over copies, behind backward
-
-
-class ZeRO0(ZeRO1):
-    """Nothing is cut: copies sum whole gradients, and each steps all of them."""
-
-    def place_of_rank(self):
-        return 1, 0
-
-    def start_sum(self, unit):
-        # partial -> replicated
-        unit.reducing = dist.all_reduce(unit.buffer, group=self.group, async_op=True)
-
-    def renew(self, unit):
-        """There are no chunks of others."""
-
-    def gathered(self, chunks):
-        found = {}
-        for unit, chunk in zip(self.units, chunks):
-            found.update(unit.views(chunk.clone()))
-        return found
-
-
-def choose_zero(stage, is_tied):
-    """stage: of ZeRO."""
-    if is_tied:  # summed over ends, too: thus once in a step, and not in each micro-batch
-        stage = min(stage, 1)
-    return (ZeRO0, ZeRO1, ZeRO2, ZeRO3)[stage]
-
-
-class SummingPipeline(SplitPipeline):
-    """Sums gradients over copies while the backward that completes them still runs.
-
-    stages_of: {ZeRO: the stages that have its parameters}
-    """
-
-    def __init__(self, modules, plans, mail, stages_of):
-        super().__init__(modules, plans, mail)
-        self.zeros_of = defaultdict(list)  # {stage: [ZeRO]}
-        self.completing = {}  # {ZeRO: the actions that complete gradients which it sums}
-        for zero, stages in stages_of.items():
-            self.completing[zero] = self.completing_of(zero, stages)
-            for stage in stages:
-                self.zeros_of[stage].append(zero)
-
-    def completing_of(self, zero, stages):
-        backward = [a for a in self.plan if a.kind in "BW" and a.stage in stages]
-        if isinstance(zero, ZeRO2):  # it sums in each micro-batch, where W, or a B without W, ends
-            return {a for a in backward
-                    if a.kind == "W" or (a.microbatch, a.stage) not in self.split}
-        if len(stages) > 1:  # tied: the other end's gradient is added to it
-            return {backward[-1]}
-        # the last B completes the gradients of norms and embeddings, the last W those of Linears;
-        # without Ws the last B does both
-        last_b = [a for a in backward if a.kind == "B"][-1]
-        return {last_b, backward[-1]}
-
-    def do(self, action, *others):
-        zeros = self.zeros_of[action.stage] if action.kind in "BW" else []
-        for zero in zeros:
-            zero.sync = action in self.completing[zero]
-        made = super().do(action, *others)
-        for zero in zeros:
-            if isinstance(zero, ZeRO2):
-                zero.reduce()  # partial -> sharded; nothing if sync is False
-        return made
 
 
 # ---- a backward in two parts, of what tp has cut
@@ -975,8 +994,9 @@ def pieces(model, optimizer):
     from harness.checkpoint import of_stack, pieces_of_units_of_cuts
 
     names = {p: row.name for p, row in model.table.items()}
+    units = model.copies.units
     found = []
-    for p, boxes in pieces_of_units_of_cuts(model.units, model.tp, names, optimizer).items():
+    for p, boxes in pieces_of_units_of_cuts(units, model.tp, names, optimizer).items():
         if "ep" in model.table[p].fate:  # a stack's box becomes one for each expert
             ep_rank = dist.get_rank(model.group["ep"])
             boxes = [each for box in boxes for each in of_stack(box, ep_rank, moe.plain_name)]
@@ -1044,12 +1064,12 @@ def set_up_ours(run, plain, mesh, plans, layers):
     moe.name_experts(model, names, mesh.group["ep"], args.experts)
     optimizer = run.optimizer(
         named, groups=model.parameter_groups, names=names,
-        wholes=partial(wholes_of_units_of_cuts, model.zeros, model.tp, names))
+        wholes=partial(wholes_of_units_of_cuts, model.copies.zeros, model.tp, names))
     return run.side(
         model, optimizer, partial(train_step, at_once=args.optimizer == "muon"),
         evaluate=partial(evaluate, model), full_gradients=partial(full_gradients, model),
         full_state_dict=partial(full_state_dict, model), pieces=partial(pieces, model, optimizer),
-        held=partial(held, model, model, optimizer),
+        held=partial(held, model, model.copies, optimizer),
         extra=partial(notes, model) if args.experts else None)
 
 
