@@ -59,8 +59,10 @@ from common import FORMS, PRESETS as DENSE, build, loss_sum, share
 
 
 def softmax_route(logits, bias=0.0, *, top_k, normalize):
-    """A route takes logits (.., E) to the K chosen experts, their gates (.., K), and probabilities
-    (.., E). Mixtral and Qwen3 normalize the gates, OLMoE does not. Part 2 balances by the bias."""
+    """Logits (.., E) -> numbers of the chosen experts, and their gates, (.., K); probs (.., E).
+
+    Mixtral and Qwen3 normalize the gates, OLMoE does not. The bias is part 2's, for balance.
+    """
     probs = logits.softmax(-1)
     chosen = (probs + bias).topk(top_k).indices
     gates = probs.gather(-1, chosen)
@@ -82,7 +84,7 @@ class PlainMoE(nn.Module):
         return self.mix(x, *self.route(self.router(x)))
 
     def mix(self, x, chosen, gates, probs):
-        """The sum of all experts, times their gates, of which all but K are 0."""
+        """All experts' answers, each times its gate, summed. All gates but a token's K are 0."""
         every_gate = torch.zeros_like(probs).scatter(-1, chosen, gates)  # (.., E)
         return sum(every_gate[..., e, None] * expert(x) for e, expert in enumerate(self.experts))
 
@@ -95,7 +97,8 @@ class AllToAll(torch.autograd.Function):
         ctx.way_back = (receive, send, ep)
         arrived = rows.new_empty(sum(receive), rows.shape[1])
         # sorted by destination -> sorted by source
-        dist.all_to_all_single(arrived, rows.contiguous(), receive, send, group=ep)
+        dist.all_to_all_single(arrived, rows.contiguous(), output_split_sizes=receive,
+                               input_split_sizes=send, group=ep)
         return arrived
 
     @staticmethod
@@ -110,32 +113,31 @@ def rows_of_each(chosen, experts):
 
 
 def exchange_counts(leaving, ep):
-    """leaving (E,): how many rows go from this rank to each expert. -> leaving and arriving, each
-    (ep, E/ep). Of arriving [r, e] is how many come from rank r to expert e of those that are here.
-    """
+    """leaving (E,): how many rows this rank has for each expert -> counts (2, ep, E/ep): [0, r, e]
+    rows leave for expert e of rank r's, and [1, r, e] arrive from rank r for expert e of ours."""
     arriving = torch.empty_like(leaving)
     dist.all_to_all_single(arriving, leaving, group=ep)  # sorted by destination -> by source
     return torch.stack([leaving, arriving]).view(2, ep.size(), -1)
 
 
 class IdeaOfMoE(PlainMoE):
-    """The same on ranks: each has its own tokens, and some of the experts; all else they share."""
+    """The same on ranks. Each has its own tokens, and some of the experts; all have one router."""
 
     def __init__(self, router, experts, route, ep):
-        super().__init__(router, experts, route)  # E/ep experts: rank r of ep has r E/ep and on
+        super().__init__(router, experts, route)  # E/ep experts, rank r's from number r E/ep on
         self.ep = ep
 
     def mix(self, x, chosen, gates, probs):  # all ranks of ep call it
         tokens = x.flatten(0, -2)  # (N, C)
         counts = exchange_counts(rows_of_each(chosen, probs.shape[-1]), self.ep)
-        leaving, arriving = counts.tolist()  # [rank][expert]. Here the host waits for the device
-        send = [sum(of_rank) for of_rank in leaving]  # rows to each rank
-        receive = [sum(of_rank) for of_rank in arriving]
+        to_ranks, from_ranks = counts.tolist()  # [rank][expert]; the host waits for the device
+        send = [sum(of_rank) for of_rank in to_ranks]  # rows
+        receive = [sum(of_rank) for of_rank in from_ranks]
         order = chosen.flatten().argsort()  # row n K + k is token n on its way to its k-th expert
         token = order // chosen.shape[-1]  # of each row, now that they are sorted by expert
         rows = AllToAll.apply(tokens[token], send, receive, self.ep)  # tokens' ranks -> experts'
         answers = []
-        for from_rank, sizes in zip(rows.split(receive), arriving):
+        for from_rank, sizes in zip(rows.split(receive), from_ranks):
             for expert, piece in zip(self.experts, from_rank.split(sizes)):
                 answers.append(expert(piece))
         answers = AllToAll.apply(torch.cat(answers), receive, send, self.ep)  # experts' -> tokens'
@@ -187,14 +189,14 @@ def idea_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
 # ---- 2. the technique (copy this; it needs only torch) -----------------------
 
 # What it adds to the idea, and what that buys. Calls are those of the toy on 2 ranks.
-#     experts in stacks             an expert runs once, not once for each rank that sends to it;
-#                                   on GPUs in bf16 one kernel runs all of them, where it can
+#     experts in stacks             an expert runs once, not once for each rank that sends to it
+#     one kernel for a stack        on GPUs, in bf16, without biases: all experts run at once
 #     an exchange in two halves     the shared expert works while rows travel
 #     losses or biases              experts are chosen about equally often
-#     fp32 routers                  experts are chosen as in fp32
+#     fp32 routers                  in bf16, too, it is not rounding that chooses
 #     rows cast before they travel  autocast to bf16 halves what is sent
 #     two all-reduces of gradients  141 calls of a step -> 26
-# Part 3 has capacity besides: equal work, for which rows are dropped.
+# Part 3 has capacity besides: experts get equally much to do, and rows are dropped for it.
 
 # ---- experts in stacks
 
@@ -219,13 +221,10 @@ class StackedLinear(nn.Module):
         return [partial(F.linear, weight=weight, bias=bias)
                 for weight, bias in zip(self.weight, biases)]
 
-    def of_all(self, ends):
-        """-> a function of the rows of all experts, one kernel. ends: where each expert's end"""
-        def linear(rows):
-            weight = self.weight.to(rows.dtype)  # which differ under autocast
-            return F.grouped_mm(rows, weight.transpose(1, 2), offs=ends)
-
-        return linear
+    def of_all(self, dtype, ends):
+        """-> a function of the rows of all experts, in this dtype. ends: where each expert's end"""
+        weight = self.weight.to(dtype)  # under autocast it has another one
+        return partial(F.grouped_mm, mat_b=weight.transpose(1, 2), offs=ends)
 
 
 class Experts(nn.Module):
@@ -251,7 +250,7 @@ class Experts(nn.Module):
         if self.gate is not None:
             linears.append(self.gate)
         if self.one_kernel_pays(rows):
-            return self.mlp(rows, *[linear.of_all(ends) for linear in linears])
+            return self.mlp(rows, *[linear.of_all(rows.dtype, ends) for linear in linears])
         answers = []
         functions = zip(*[linear.of_each() for linear in linears])
         for x, of_expert in zip(rows.split(sizes), functions):
@@ -301,7 +300,7 @@ class Leave(torch.autograd.Function):
     def forward(ctx, rows, trip):
         ctx.trip = trip
         trip.start(rows, trip.send, trip.receive)
-        return trip.rows
+        return trip.rows  # still on the way: Arrive alone may read them
 
     @staticmethod
     def backward(ctx, gradient):  # autograd comes here after what was computed between the two
@@ -317,15 +316,15 @@ class Arrive(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         ctx.trip.start(gradient, ctx.trip.receive, ctx.trip.send)
-        return gradient, None  # in its place Leave returns what arrives
+        return gradient, None  # Leave does not look at it, but returns what has arrived
 
 
 # ---- balance
 
 
 def sigmoid_route(logits, bias=0.0, *, top_k, scale=1.0, groups=1, top_groups=1):
-    """DeepSeek-V3's route. A token chooses among experts of the best groups alone; a group counts
-    by the sum of its two best scores."""
+    """DeepSeek-V3's: a token chooses among the experts of its best groups alone. What counts of a
+    group is the sum of its two best scores."""
     scores = logits.sigmoid()
     by_group = (scores + bias).unflatten(-1, (groups, -1))  # (.., groups, E/groups)
     best = by_group.topk(2).values.sum(-1).topk(top_groups).indices
@@ -340,7 +339,7 @@ def sigmoid_route(logits, bias=0.0, *, top_k, scale=1.0, groups=1, top_groups=1)
 def balancing_loss(load, logits, probs, top_k, alpha, beta):
     """This rank's part of alpha E sum_e f_e P_e (Switch) + beta mean(logsumexp^2) (ST-MoE).
 
-    f_e is the share of expert e in all ranks' rows before any is dropped, P_e its mean probability.
+    f_e: the part of all ranks' rows that go to expert e; P_e: the mean of its probability.
     load (E,): how many tokens of all ranks chose each. logits, probs (N, E): of this rank's tokens.
     """
     load = load.to(probs.dtype)
@@ -354,10 +353,7 @@ def balancing_loss(load, logits, probs, top_k, alpha, beta):
 
 class AddLoss(torch.autograd.Function):
     """Returns y, and in backward gives `loss` the gradient 1, as if it were added to the model's
-    loss, so that the layer need not return it (Megatron's MoEAuxLossAutoScaler does the same).
-
-    Sums of a step grow in backward, since a forward that is checkpointed runs twice.
-    """
+    loss, so that the layer need not return it (Megatron's MoEAuxLossAutoScaler does the same)."""
 
     @staticmethod
     def forward(ctx, y, loss, load, layer):
@@ -367,6 +363,7 @@ class AddLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         loss, load, layer = ctx.kept
+        # here, since forward runs twice if it is checkpointed
         layer.loss_of_step = layer.loss_of_step + loss
         layer.load_of_step = layer.load_of_step + load
         return grad, torch.ones_like(loss), None, None
@@ -381,26 +378,25 @@ class AddLoss(torch.autograd.Function):
 #     sizes, ends      how many each expert here gets, a list; where its rows end, (E/ep,)
 Plan = namedtuple("Plan", "order send receive regroup sizes ends")
 
-# The biases that are added before the choice are integers, in units of 2 ** -40, since
-# model.to(torch.bfloat16) would round a buffer of any other dtype
+# A bias is UNIT times an integer: model.to(torch.bfloat16) would round what is not an integer
 UNIT = 2.0 ** -40
 
 
 class MoE(IdeaOfMoE):
     """E experts behind a router, an nn.Linear(C, E), in place of an MLP: (.., C) -> (.., C).
 
-    experts   the Experts of this rank, E/ep of them: those of rank r begin with number r E/ep
-    route     softmax_route or sigmoid_route with all but logits and bias, or one of your own
+    experts   the Experts of this rank, E/ep of them, on rank r of ep from number r E/ep on
+    route     (logits, bias) -> chosen, gates, probs: softmax_route with its options, or another
     ep        group of the ranks that share out the experts; each brings its own tokens
     everyone  group of the ranks whose tokens are balanced together; None: the world
     shared    a module that every token visits besides, or None
-    alpha     the factor of Switch's balancing loss, beta of ST-MoE's z-loss. Give alpha/M, beta/M
-              if a step has M micro-batches. Their gradients are summands, as those of the tokens
-              are: who averages gradients over n ranks, as DDP does, has to give n alpha, n beta
-    gamma     step_biases moves the biases added before the choice by this; 0: they stay
+    alpha     factor of Switch's balancing loss, beta of ST-MoE's z-loss; a rank adds its part. With
+              M micro-batches in a step give alpha/M, beta/M; where gradients are averaged over n
+              ranks, not summed, as by DDP, n alpha, n beta
+    gamma     by how much step_biases moves a bias; 0: not at all
 
     It communicates in `ep` and in `everyone`: all their ranks must call it, even in evaluation.
-    It is an IdeaOfMoE, in which dense_and_experts finds the experts, with a forward of its own.
+    It is an IdeaOfMoE so that dense_and_experts finds its experts; forward is its own.
     """
 
     def __init__(self, router, experts, route, ep, *, everyone=None, shared=None, alpha=0.01,
@@ -428,8 +424,8 @@ class MoE(IdeaOfMoE):
         summing = dist.all_reduce(load, group=self.everyone, async_op=True)
         plan = self.plan(chosen, leaving)
         trip = Trip(plan.send, plan.receive, self.ep)
-        # on the tokens' ranks -> on the experts' ranks
-        rows = Leave.apply(self.rows_of(tokens, chosen.shape[1], plan.order), trip)
+        rows = self.rows_of(tokens, chosen.shape[1], plan.order)
+        rows = Leave.apply(rows, trip)  # tokens' ranks -> experts'
         if self.shared is not None:
             of_shared = self.shared(x)  # while rows travel
         rows = Arrive.apply(rows, trip)
@@ -452,10 +448,10 @@ class MoE(IdeaOfMoE):
     def plan(self, chosen, leaving):
         """chosen (N, K): experts; leaving (E,): rows that go to each -> Plan."""
         counts = exchange_counts(leaving, self.ep)
-        sent, received = counts.tolist()  # [rank][expert], in one read
-        send = [sum(of_rank) for of_rank in sent]
-        receive = [sum(of_rank) for of_rank in received]
-        sizes = [sum(of_expert) for of_expert in zip(*received)]
+        to_ranks, from_ranks = counts.tolist()  # [rank][expert]
+        send = [sum(of_rank) for of_rank in to_ranks]
+        receive = [sum(of_rank) for of_rank in from_ranks]
+        sizes = [sum(of_expert) for of_expert in zip(*from_ranks)]
         order = chosen.flatten().argsort(stable=True)
         # rows arrive in pieces, from rank 0 for each expert here, from rank 1 likewise, ..
         pieces = counts[1]  # (ep, E/ep): their sizes
@@ -466,7 +462,7 @@ class MoE(IdeaOfMoE):
 
     def rows_of(self, tokens, top_k, order):
         """Tokens (N, C) -> rows, sorted by expert."""
-        # K copies of each token. (tokens[order // K] would sum a token's K gradients in any order)
+        # expand sums a token's K gradients in order; the idea's tokens[token] would in any order
         rows = tokens.unsqueeze(1).expand(-1, top_k, -1).flatten(0, 1)  # (N K, C)
         rows = rows.index_select(0, order)  # by token -> by expert, no row twice
         if torch.is_autocast_enabled(rows.device.type):  # the experts would do it after the trip
@@ -478,8 +474,7 @@ class MoE(IdeaOfMoE):
         rows = rows.index_select(0, plan.regroup)  # by source -> by expert
         answers = self.experts(rows, plan.sizes, plan.ends)
         answers = answers.index_select(0, plan.regroup.argsort())  # by expert -> by source
-        # on the experts' ranks -> on the tokens' ranks
-        answers = AllToAll.apply(answers, plan.receive, plan.send, self.ep)
+        answers = AllToAll.apply(answers, plan.receive, plan.send, self.ep)  # experts' -> tokens'
         by_token = answers.new_zeros(gates.numel(), answers.shape[1])
         by_token = by_token.index_copy(0, plan.order, answers).unflatten(0, gates.shape)
         gates = gates.to(answers.dtype).unsqueeze(1)  # (N, 1, K)
@@ -624,8 +619,8 @@ def first_in_queue(chosen, experts, limit):
 
 
 class MoEWithCapacity(MoE):
-    """A rank sends an expert ceil(capacity K N / E) rows at most (GShard, Switch). It can be copied
-    behind part 2."""
+    """A rank sends an expert ceil(capacity K N / E) rows at most (GShard, Switch). To be balanced,
+    all count, also those that it drops. It can be copied behind part 2."""
 
     def __init__(self, *args, capacity, **options):
         super().__init__(*args, **options)
@@ -680,6 +675,19 @@ def idle_parameters(model, top_k):
     return len(model.blocks) * (E - top_k) * of_expert
 
 
+def balanced_counts(args, tokens, ep):
+    """-> counts that a dry run is told: as if tokens, so many on a rank, chose experts in turn."""
+    E = args.experts
+    rows = tokens * args.top_k  # that leave each rank
+    limit = rows
+    if args.capacity:
+        limit = most_rows(args.capacity, args.top_k, tokens, E)
+    of_each = [min(limit, (rows + e) // E) for e in range(E)]  # the last ones get the remainder
+    here = E // ep.size()
+    leaving = [of_each[e:e + here] for e in range(0, E, here)]
+    return leaving, [leaving[ep.rank()]] * ep.size()
+
+
 def parallelize(model, ep, everyone=None, microbatches=1):
     """Each ToyMoE becomes a MoE with this rank's experts. microbatches: those of a step, M."""
     for block in model.blocks:
@@ -705,7 +713,7 @@ def parallelize_idea(model, ep):
         plain = block.mlp
         here = [plain.experts[e] for e in share(len(plain.experts), ep.size(), ep.rank())]
         block.mlp = IdeaOfMoE(plain.router, nn.ModuleList(here), plain.route, ep)
-        block.mlp.register_buffer("bias_units", plain.bias_units)  # zeros, which the plain GPT has
+        block.mlp.register_buffer("bias_units", plain.bias_units)  # unused: the plain model has it
     return model
 
 
@@ -802,24 +810,9 @@ def refuse(args, require):
     require(n % ep == 0 and args.experts % ep == 0,
             f"--ep {ep}: take a divisor of {n} ranks and of --experts {args.experts}")
     require(args.batch % n == 0, f"--batch {args.batch} for {n} ranks: take a multiple of {n}")
-    if args.impl == "scratch":
-        return
     unknown = args.shared or args.capacity or args.save or args.resume or args.init_from
-    require(not unknown, f"--impl {args.impl}: the idea has no --shared, --capacity, checkpoints")
-    args.balance = "none"
-
-
-def balanced_counts(args, tokens, ep):
-    """What a dry run takes counts to be: all experts are chosen equally often -> [rank][expert],
-    rows that leave, and rows that arrive. tokens: how many a rank routes at a time."""
-    E = args.experts
-    rows = tokens * args.top_k  # that leave each rank
-    if args.capacity:
-        rows = min(rows, E * most_rows(args.capacity, args.top_k, tokens, E))
-    of_each = [(rows + e) // E for e in range(E)]  # the last ones get the remainder
-    here = E // ep.size()
-    leaving = [of_each[e:e + here] for e in range(0, E, here)]
-    return leaving, [leaving[ep.rank()]] * ep.size()
+    require(args.impl == "scratch" or not unknown,
+            f"--impl {args.impl}: the idea has no --shared, --capacity, checkpoints")
 
 
 def set_up(run, impl, replicas, ep):
@@ -869,7 +862,7 @@ def textbook(run, model, ep):
 
 
 def show_load(run, model):
-    """How often all ranks' tokens chose the busiest expert of each layer, in the last step."""
+    """How often all ranks' tokens chose each expert, in the last step; prints each layer's most."""
     loads = [load / load.double().mean() for load in model.loads if torch.is_tensor(load)]
     run.extra["load"] = [load.tolist() for load in loads]  # without layers that had no backward
     times = " ".join(f"{load.max():.2f}" for load in loads)
@@ -886,6 +879,8 @@ def main():
     args.experts = args.experts or experts
     args.top_k = args.top_k or top_k
     refuse(args, require)
+    if args.impl != "scratch":  # the idea does not balance
+        args.balance = "none"
     impls = ("scratch", "idea") if args.impl == "all" else None
     run = Run(args, impls, build=partial(build_plain, args))
     size = args.ep or run.world_size
