@@ -7,11 +7,12 @@ from functools import partial
 
 import torch
 
-from common import PRESETS, GPTConfig, launched
+from common import PRESETS, launched
 from harness.usage import require
 
 DTYPES = {"fp32": torch.float32, "fp64": torch.float64, "bf16": torch.bfloat16}
 IMPLS = ("idea", "scratch", "torch", "both", "all")
+SIZES = ("layers", "width", "heads", "vocab", "seq", "kv_heads", "hidden", "head_dim")  # flags
 
 # {flag: what argparse's add_argument takes}, and besides
 #   least, most    the bounds of a number
@@ -105,14 +106,16 @@ def variable(flag):
     return flag.removeprefix("--").replace("-", "_")
 
 
-def parse(doc, flags):
+def parse(doc, flags, words=None):
+    """Flags as FLAGS has them, or arguments without a name -> argparse's result, in bounds."""
     wide = partial(argparse.HelpFormatter, max_help_position=30, width=100)
-    parser = argparse.ArgumentParser(description=doc.split("\n")[0], usage="%(prog)s [flags]",
+    usage = " ".join(["%(prog)s", *(name for name in flags if name[0] != "-"), "[flags]"])
+    parser = argparse.ArgumentParser(description=doc.split("\n")[0], usage=usage,
                                      allow_abbrev=False, formatter_class=wide)
     parser.error = lambda message: require(False, message)
     for name, flag in flags.items():
         add_flag(parser, name, flag)
-    args = parser.parse_args()
+    args = parser.parse_args(words)
     for name, flag in flags.items():
         check_bounds(name, getattr(args, variable(name)), flag.get("least"), flag.get("most"))
     return args
@@ -120,9 +123,9 @@ def parse(doc, flags):
 
 def add_flag(parser, name, flag):
     settings = {key: flag[key] for key in flag if key not in ("least", "most", "course")}
-    if settings.get("default") not in (None, "", True, False) or settings.get("default") == 0:
+    if settings.get("default") not in (None, "", "\n", True, False) or settings.get("default") == 0:
         settings["help"] += " (%(default)s)"
-    if "choices" not in settings and "action" not in settings:
+    if name[0] == "-" and "choices" not in settings and "action" not in settings:
         settings.setdefault("metavar", "X" if settings.get("type") is float else "N")
     parser.add_argument(name, **settings)
 
@@ -137,19 +140,27 @@ def check_bounds(name, value, least, most=None):
     require(least <= value <= high, f"{name} {value}: must be {bounds}")
 
 
+def config_of(args, preset):
+    """A preset with the sizes that flags give -> GPTConfig. Those that do not fit are refused."""
+    given = {name: getattr(args, name) for name in SIZES if getattr(args, name) is not None}
+    for name in ("kv_heads", "hidden", "head_dim"):
+        require(not preset.form.learned_positions or name not in given,
+                f"--{name.replace('_', '-')}: is for other forms, such as --model llama-toy")
+    cfg = preset._replace(**given)
+    require(cfg.head_dim or cfg.width % cfg.heads == 0,
+            f"--heads {cfg.heads} does not divide --width {cfg.width}")
+    cfg = cfg.resolved()
+    require(cfg.heads % cfg.kv_heads == 0,
+            f"--kv-heads {cfg.kv_heads} does not divide --heads {cfg.heads}")
+    require(cfg.form.learned_positions or cfg.head_dim % 2 == 0,
+            f"heads of width {cfg.head_dim}: rotary positions want an even one")
+    return cfg
+
+
 def resolve(args, launch, preset):
     """Fill in what presets and defaults leave to be said, so that a report shows what was used."""
-    for name in ("kv_heads", "hidden", "head_dim"):
-        require(not preset.form.learned_positions or getattr(args, name) is None,
-                f"--{name.replace('_', '-')}: is for other forms, such as --model llama-toy")
-    for name in ("layers", "width", "heads", "vocab", "seq", "kv_heads", "hidden", "head_dim"):
-        if getattr(args, name) is None:
-            setattr(args, name, getattr(preset, name))
-    require(args.head_dim or args.width % args.heads == 0,
-            f"--heads {args.heads} does not divide --width {args.width}")
-    sizes = {name: getattr(args, name) for name in GPTConfig._fields if hasattr(args, name)}
-    args.cfg = preset._replace(**sizes).resolved()
-    for name in sizes:
+    args.cfg = config_of(args, preset)
+    for name in SIZES:
         setattr(args, name, getattr(args.cfg, name))
     args.world_size = args.dry_run or launch.world_size
     if args.batch is None:
@@ -158,12 +169,7 @@ def resolve(args, launch, preset):
 
 def refuse(args, launch):
     """What no script can do ends here, in one line."""
-    cfg = args.cfg
     ranks = launch.world_size
-    require(cfg.heads % cfg.kv_heads == 0,
-            f"--kv-heads {cfg.kv_heads} does not divide --heads {cfg.heads}")
-    require(cfg.form.learned_positions or cfg.head_dim % 2 == 0,
-            f"heads of width {cfg.head_dim}: rotary positions want an even one")
     require(not args.dry_run or ranks == 1,
             f"--dry-run is one rank alone: use python, not torchrun with {ranks}")
     ranks_to_choose_from = args.dry_run or 1  # without a dry run there is the default alone, 0

@@ -32,7 +32,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import moe  # noqa: E402
 from common import PRESETS  # noqa: E402
-from harness.flags import FLAGS, add_flag, check_bounds, refuse_file, require  # noqa: E402
+from harness.flags import FLAGS, SIZES, config_of, parse, refuse_file, require  # noqa: E402
 from tools import estimate  # noqa: E402
 from tools.estimate import IDLE, PARTS, Layout, assess, job_of, timed  # noqa: E402
 from tools.launch import report  # noqa: E402
@@ -46,8 +46,6 @@ SHOWN = 10  # rows
 # ---- flags ---------------------------------------------------------------------
 
 MODELS = {**PRESETS, **moe.PRESETS}
-SIZES = [name for name in ("layers", "width", "heads", "vocab", "seq", "kv_heads", "hidden",
-                           "head_dim") if "--" + name.replace("_", "-") in FLAGS]
 CKPTS = ("none", "selective", "full")
 
 
@@ -59,31 +57,39 @@ def fixed(**settings):
     return dict(help="fixed", **settings)
 
 
+def as_flag(name, value=None):
+    """-> --tp, --tp 2, --sp or --no-sp"""
+    flag = "--" + name.replace("_", "-")
+    if value is None or value is True:
+        return flag
+    return f"--no-{flag[2:]}" if value is False else f"{flag} {value}"
+
+
 OWN = {
-    "model": {**FLAGS["--model"], "choices": tuple(MODELS)},
-    **{name: FLAGS["--" + name.replace("_", "-")] for name in (*SIZES, "json")},
-    "batch": dict(type=int, least=1, help="B, sequences per step"),
-    "dtype": dict(default="bf16", choices=("bf16", "fp32"), help="of parameters and arithmetic"),
-    "gpus": dict(type=int, least=1, help="how many"),
-    "gpu-memory": number(80.0, "GB of a GPU"),
-    "gpu-tflops": number(312.0, "its peak"),
-    "hbm": number(2.0, "TB/s of its memory"),
-    "gpus-per-node": dict(type=int, default=8, least=1, help="GPUs"),
-    "bandwidth-intra": number(300.0, "GB/s per GPU inside a node"),
-    "bandwidth-inter": number(25.0, "GB/s per GPU across nodes"),
-    "efficiency": number(0.67, "of matmuls; fitted"),
-    "tokens": number(0.0, "to train on, for days and GPU-hours", 0),
-    "price": number(0.0, "of a GPU for an hour, for the cost", 0),
-    "experts": dict(type=int, least=0, help="E in each layer, in the place of its MLP (0: none)"),
-    "top-k": dict(type=int, least=1, help="K, experts per token (2, or the preset's)"),
-    "shared": dict(action="store_true", help="one for every token"),
-    **{axis: fixed(type=int, least=1) for axis in ("dp", "cp", "tp", "pp", "micro", "ep")},
-    "zero": fixed(type=int, least=0, most=3),
-    "schedule": fixed(choices=tuple(IDLE)),
-    "ckpt": fixed(choices=CKPTS),
-    "attn": fixed(choices=("zigzag", "allgather", "ulysses")),
-    "sp": fixed(action=argparse.BooleanOptionalAction),
-    "exact": dict(type=int, default=0, least=0, help="so many rows get a dry run's peak: minutes"),
+    "--model": {**FLAGS["--model"], "choices": tuple(MODELS)},
+    **{as_flag(name): FLAGS[as_flag(name)] for name in (*SIZES, "json")},
+    "--batch": dict(type=int, least=1, help="B, sequences per step"),
+    "--dtype": dict(default="bf16", choices=("bf16", "fp32"), help="of parameters and arithmetic"),
+    "--gpus": dict(type=int, least=1, help="how many"),
+    "--gpu-memory": number(80.0, "GB of a GPU"),
+    "--gpu-tflops": number(312.0, "its peak"),
+    "--hbm": number(2.0, "TB/s of its memory"),
+    "--gpus-per-node": dict(type=int, default=8, least=1, help="GPUs"),
+    "--bandwidth-intra": number(300.0, "GB/s per GPU inside a node"),
+    "--bandwidth-inter": number(25.0, "GB/s per GPU across nodes"),
+    "--efficiency": number(0.67, "of matmuls; fitted"),
+    "--tokens": number(0.0, "to train on, for days and GPU-hours", 0),
+    "--price": number(0.0, "of a GPU for an hour, for the cost", 0),
+    "--experts": dict(type=int, least=0, help="E in each layer, in the place of its MLP (0: none)"),
+    "--top-k": dict(type=int, least=1, help="K, experts per token (2, or the preset's)"),
+    "--shared": dict(action="store_true", help="one for every token"),
+    **{as_flag(axis): fixed(type=int, least=1) for axis in ("dp", "cp", "tp", "pp", "micro", "ep")},
+    "--zero": fixed(type=int, least=0, most=3),
+    "--schedule": fixed(choices=tuple(IDLE)),
+    "--ckpt": fixed(choices=CKPTS),
+    "--attn": fixed(choices=("zigzag", "allgather", "ulysses")),
+    "--sp": fixed(action=argparse.BooleanOptionalAction),
+    "--exact": dict(type=int, default=0, least=0, help="rows that get a dry run's peak: minutes"),
 }
 
 
@@ -93,19 +99,11 @@ def read(words=None):
     Besides, .cfg: sizes of the model; .fixed: {axis: value} of the axes that are given; .node: how
     many GPUs a node has, all nodes being of one size.
     """
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], usage="%(prog)s [flags]",
-                                     allow_abbrev=False)
-    parser.error = lambda message: require(False, message)
-    for name, flag in OWN.items():
-        add_flag(parser, "--" + name.replace("_", "-"), flag)
-    at = parser.parse_args(words)
-    for name, flag in OWN.items():
-        value = getattr(at, name.replace("-", "_"))
-        check_bounds("--" + name.replace("_", "-"), value, flag.get("least"), flag.get("most"))
+    at = parse(__doc__, OWN, words)
     require(at.gpus and at.batch, "give both --gpus and --batch")
-    given = {name: value for name, value in vars(at).items() if value is not None}
-    at.cfg = MODELS[at.model]._replace(**{name: given[name] for name in SIZES if name in given})
-    at.fixed = {axis: given[axis] for axis in Layout._fields if axis in given}
+    at.cfg = config_of(at, MODELS[at.model])
+    axes = {axis: getattr(at, axis) for axis in Layout._fields}
+    at.fixed = {axis: value for axis, value in axes.items() if value is not None}
     if at.experts is None:
         at.experts = moe.of_preset(at.model)[0] if at.model in moe.PRESETS else 0
     at.top_k = at.top_k or moe.of_preset(at.model)[1]
@@ -116,13 +114,6 @@ def read(words=None):
 
 def refuse(at):
     """What makes no sense ends here, in one line."""
-    cfg = at.cfg
-    kv_heads = cfg.resolved().kv_heads
-    require(not cfg.form.learned_positions or not (at.kv_heads or at.hidden),
-            "--kv-heads, --hidden: not in GPT-2's form")
-    require(cfg.width % cfg.heads == 0 or cfg.head_dim,
-            f"--heads {cfg.heads} does not divide --width {cfg.width}")
-    require(cfg.heads % kv_heads == 0, f"--kv-heads {kv_heads} does not divide --heads {cfg.heads}")
     require(not at.experts or at.top_k <= at.experts,
             f"--top-k {at.top_k} of --experts {at.experts}: choose fewer")
     require(at.experts or not (at.ep or at.shared), "--ep and --shared are for --experts E")
@@ -241,14 +232,6 @@ def flags_of(lay, at):
         del values["attn"]
     values = {name: value for name, value in values.items() if value is not False}  # the default
     return " ".join(as_flag(name, value) for name, value in values.items() if value is not None)
-
-
-def as_flag(name, value):
-    """-> --tp 2, --sp or --no-sp"""
-    name = name.replace("_", "-")
-    if value is False:
-        return f"--no-{name}"
-    return f"--{name}" if value is True else f"--{name} {value}"
 
 
 def command(lay, at):

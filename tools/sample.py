@@ -7,7 +7,6 @@ DIR is what --save has written, or tools/weights.py from elsewhere. Each token i
 forward over all before it, at most the --seq positions that the model knows. Serving programs keep
 the keys and values of earlier tokens instead, and compute one position.
 """
-import argparse
 import codecs
 import sys
 from pathlib import Path
@@ -17,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
 
 from common import GPT  # noqa: E402
-from harness.flags import check_bounds, require  # noqa: E402
+from harness.flags import parse, require  # noqa: E402
 from tools.weights import sizes_in, weights_of  # noqa: E402
 
 BYTES = 256
@@ -68,19 +67,19 @@ def ids_in(text, vocab):
     return ids
 
 
+FLAGS = {
+    "folder": dict(help="what --save has written"),
+    "prompt": dict(nargs="?", default="\n", help="text that is gone on with"),
+    "--ids": dict(default="", help="token ids instead, which are printed as ids"),
+    "--tokens": dict(type=int, default=200, least=0, help="how many"),
+    "--temperature": dict(type=float, default=0.8, least=0, help="0: the likeliest"),
+    "--top-k": dict(type=int, default=0, least=0, help="from so many; 0: from all"),
+    "--seed": dict(type=int, default=0, help="of the drawing"),
+}
+
+
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.error = lambda message: require(False, message)
-    parser.add_argument("folder", help="what --save has written")
-    parser.add_argument("prompt", nargs="?", default="\n", help="text that is gone on with")
-    parser.add_argument("--ids", default="", help="token ids instead, which are printed as ids")
-    parser.add_argument("--tokens", type=int, default=200, help="how many (200)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: the likeliest (0.8)")
-    parser.add_argument("--top-k", type=int, default=0, help="from so many; 0: from all (0)")
-    parser.add_argument("--seed", type=int, default=0, help="of the drawing (0)")
-    args = parser.parse_args()
-    for name in ("tokens", "temperature", "top_k"):
-        check_bounds("--" + name.replace("_", "-"), getattr(args, name), 0)
+    args = parse(__doc__, FLAGS)
     model, cfg = load(args.folder, "cuda" if torch.cuda.is_available() else "cpu")
     prompt = ids_in(args.ids, cfg.vocab) if args.ids else list(args.prompt.encode())
     require(prompt, "an empty prompt: give a character to begin with")

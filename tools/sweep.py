@@ -7,7 +7,6 @@ All is in float64, and what a run has measured must be what its textbook says. T
 ranks, sizes and a file's own FLAGS are drawn, and drawn again where a file refuses them; run i of a
 seed and a file is always the same one.
 """
-import argparse
 import importlib
 import math
 import multiprocessing
@@ -22,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 
-from harness.usage import require  # noqa: E402
+from harness.flags import parse  # noqa: E402
 from tools import ranks  # noqa: E402
 from tools.launch import TECHNIQUES, worst_gap  # noqa: E402
 
@@ -181,15 +180,16 @@ def sweep(numbers, seed=0, only=None, plant=None):
     return failed
 
 
+FLAGS = {
+    "N": dict(type=int, least=1, help="runs"),
+    "SEED": dict(type=int, nargs="?", default=0, help="of what is drawn"),
+    "--file": dict(choices=TECHNIQUES, help="of this one alone"),
+}
+
+
 def main(words):
-    parser = argparse.ArgumentParser(prog="sweep.py", allow_abbrev=False)
-    parser.error = lambda message: require(False, f"{message}; usage: N [SEED] [--file NAME]")
-    parser.add_argument("runs", type=int)
-    parser.add_argument("seed", type=int, nargs="?", default=0)
-    parser.add_argument("--file", choices=TECHNIQUES)
-    args = parser.parse_args(words)
-    require(args.runs > 0, f"{args.runs} runs: N is 1 or more")
-    return int(bool(sweep(range(args.runs), args.seed, args.file)))
+    args = parse(__doc__, FLAGS, words)
+    return int(bool(sweep(range(args.N), args.SEED, args.file)))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ GPT-2's matrices are transposed (Y = X A, a Conv1D), and q, k and v are one besi
 of rotary positions are the two halves of a head, there as here. Biases of q, k and v (Qwen2),
 Llama's head tied to the embedding, stretched rotary positions and sliding windows are refused.
 """
-import argparse
 import json
 import re
 import sys
@@ -33,7 +32,7 @@ import torch  # noqa: E402
 
 from common import FORMS, GPT, PRESETS, GPTConfig  # noqa: E402
 from harness import checkpoint  # noqa: E402
-from harness.usage import require  # noqa: E402
+from harness.flags import parse, require  # noqa: E402
 
 # ---- their files ---------------------------------------------------------------
 
@@ -310,12 +309,7 @@ TASKS = {"import": import_weights, "export": export_weights}
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], allow_abbrev=False)
-    parser.error = lambda message: require(False, message)
-    parser.add_argument("task", choices=TASKS)
-    parser.add_argument("source")
-    parser.add_argument("target")
-    args = parser.parse_args()
+    args = parse(__doc__, {"task": dict(choices=TASKS), "source": {}, "target": {}})
     try:
         TASKS[args.task](args.source, args.target)
     except OSError as error:
