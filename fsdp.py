@@ -65,24 +65,24 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 class IdeaOfUnit(nn.Module):
     """A block whose parameters have memory while it runs. Between runs a rank keeps 1/n of them.
 
-    full     p0 | p1 | p2 | padding    all trained parameters, end to end: they are views of it
+    full     p0 | p1 | p2 | padding    its own trained ones, end to end: they are views of it
              chunk 0   | chunk 1       one for each rank: this rank's chunk is its shard
     """
 
-    def __init__(self, block, group=None):
+    def __init__(self, block, own, group=None):
         super().__init__()
         self.block = block
         self.group = group
         ranks = dist.get_world_size(group)
-        trained = {name: p for name, p in block.named_parameters() if p.requires_grad}
+        trained = {name: p for name, p in block.named_parameters() if p in own and p.requires_grad}
         self.shapes = {name: p.shape for name, p in trained.items()}
         whole = nn.utils.parameters_to_vector(trained.values()).detach()
         self.full = F.pad(whole, (0, -len(whole) % ranks))
         dist.broadcast(self.full, group=group, group_src=0)  # the first rank's -> replicated
-        self.shard = self.full.chunk(ranks)[dist.get_rank(group)].clone().requires_grad_()
+        self.shard = nn.Parameter(self.full.chunk(ranks)[dist.get_rank(group)].clone())
         self.free()
         for p in trained.values():
-            p.requires_grad_(False).set_()  # empty, and in no other unit: its numbers are in full
+            p.requires_grad_(False).set_()  # empty: the shard is trained in its place
 
     def forward(self, *inputs):
         self.gather()
@@ -114,21 +114,21 @@ class IdeaOfUnit(nn.Module):
 
 
 def shard_blocks(model, blocks, group=None):
-    """blocks: the model's nn.ModuleList -> the model as a unit of units, and all shards."""
+    """blocks: the model's nn.ModuleList -> the model as a unit, whose blocks are units, too."""
+    rest = set(model.parameters()) - set(blocks.parameters())  # embeddings, last norm, head
     for i, block in enumerate(blocks):
-        blocks[i] = IdeaOfUnit(block, group)
-    root = IdeaOfUnit(model, group)  # of what no block has: embeddings, last norm, head
-    return root, [unit.shard for unit in [*blocks, root]]
+        blocks[i] = IdeaOfUnit(block, set(block.parameters()), group)
+    return IdeaOfUnit(model, rest, group)
 
 
-def idea_step(shards, model, optimizer, x, y, valid, clip):
+def idea_step(model, optimizer, x, y, valid, clip):
     """x, y: this rank's rows (B/n, T); valid: the number of targets in all ranks' rows."""
     loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum") / valid
     loss.backward()
-    square = nn.utils.get_total_norm([shard.grad for shard in shards]).square()
+    square = sum(p.grad.square().sum() for p in model.parameters() if p.requires_grad)
     dist.all_reduce(square, group=model.group)  # partial -> replicated
     norm = square.sqrt()
-    nn.utils.clip_grads_with_norm_(shards, clip, norm)
+    nn.utils.clip_grads_with_norm_(model.parameters(), clip, norm)
     optimizer.step()
     return loss, norm
 
@@ -143,9 +143,11 @@ def idea_step(shards, model, optimizer, x, y, valid, clip):
 #     HSDP                              gathers stay within a copy of the model, such as a node
 #     from_meta()                       no rank ever has the whole model
 
-# What this rank steps of a parameter p: p.flatten()[first:first + len(value)].
-# value: an nn.Parameter on its unit's shard[span], so that the optimizer steps shard
-Part = namedtuple("Part", "parameter first span value")
+# This rank's part of a parameter p: p.flatten()[first:first + len(value)].
+# value    these numbers, in its unit's shard
+# span     where they are in shard, and their gradients in sum
+# master   the nn.Parameter that the optimizer steps: it shares value's memory
+Part = namedtuple("Part", "parameter first value span master")
 
 
 class Unit:
@@ -158,30 +160,29 @@ class Unit:
         shard     this rank's chunk of the parameters, (chunk,), in fp32 or wider: it stays
         sum       its chunk of all ranks' gradients
 
-    Between uses full has no memory, and parameters have no elements. What autograd has saved for
-    backward are views of full: they lose and regain memory with it.
+    Between uses full has no memory, and parameters are empty. What autograd has saved for backward
+    are views of full: they lose and regain memory with it.
     """
 
     def __init__(self, parameters, group, dtype, home, begin):
         """dtype: full's. home: the device of shard. begin(unit): fills shard."""
         assert len({p.dtype for p in parameters}) == 1, "make a unit for each dtype"
-        plain_dtype = parameters[0].dtype
-        device = parameters[0].device
         ranks = dist.get_world_size(group)
         rank = dist.get_rank(group)
+        plain = parameters[0]
+        wide = torch.promote_types(plain.dtype, torch.float32)
         self.group = group
         self.shapes = {p: p.shape for p in parameters}  # in order; p itself is empty at times
         self.size = sum(p.numel() for p in parameters)  # without padding
         self.chunk = -(-self.size // ranks)  # numbers in a chunk: rounded up
         self.mine = slice(rank * self.chunk, (rank + 1) * self.chunk)  # in full and in buffer
-        self.full = torch.empty(ranks * self.chunk, dtype=dtype or plain_dtype, device=device)
+        self.full = plain.new_empty(ranks * self.chunk, dtype=dtype)
         self.places = self.views(self.full)  # {parameter: its view of full}
-        self.shard = torch.zeros(self.chunk, device=home or device,
-                                 dtype=torch.promote_types(plain_dtype, torch.float32))
-        self.parts = list(self.cut())
+        self.shard = plain.new_zeros(self.chunk, dtype=wide, device=home)
+        self.reducing = None  # the sum of buffer over ranks that is under way
         self.gathering = None  # the all-gather into full that is under way
-        self.sending = None  # what it reads, in full's dtype: kept until it is over
-        self.reducing = None  # the sum over ranks that is under way
+        self.sending = None  # what it reads: shard in full's dtype, on its device
+        self.cut()
         begin(self)
         self.free()  # from here on the whole is in no rank's memory
 
@@ -191,15 +192,18 @@ class Unit:
         return {p: numbers.view(self.shapes[p]) for p, numbers in zip(self.shapes, slices)}
 
     def cut(self):
-        """The parts of this rank's chunk. Its padding is in none of them, and stays zero."""
-        start = -self.mine.start  # of p, from this chunk's first number: negative in earlier ones
+        """Makes the parts of this rank's chunk. Its padding is in none of them, and stays zero."""
+        self.parts = []
+        end = 0
         for p, shape in self.shapes.items():
-            end = start + shape.numel()
-            span = slice(max(start, 0), min(end, self.chunk))
-            if span.start < span.stop:
-                first = span.start - start  # numbers of p before it are in earlier chunks
-                yield Part(p, first, span, nn.Parameter(self.shard[span]))
-            start = end
+            begin = end  # where p begins in full
+            end += shape.numel()
+            low = max(begin, self.mine.start)
+            high = min(end, self.mine.stop)
+            if low < high:  # the numbers of p from low to high in full are in this rank's chunk
+                span = slice(low - self.mine.start, high - self.mine.start)
+                value = self.shard[span]
+                self.parts.append(Part(p, low - begin, value, span, nn.Parameter(value)))
 
     def begin_alike(self):
         """Fills shard with this rank's chunk of what the group's first rank has."""
@@ -212,13 +216,13 @@ class Unit:
     # -- parameters
 
     def gather(self):
-        """Begins an all-gather, unless the parameters are here or on their way."""
+        """Begins to gather the unit, unless it is here or on its way."""
         memory = self.full.untyped_storage()
         if memory.nbytes() == 0:
             memory.resize_(self.full.nbytes)
             for p, place in self.places.items():
-                # Set as .data, full's memory comes without its version counter. With that, autograd
-                # would take a gather into full for a change of p, and refuse to go backward.
+                # By .data p gets full's memory, but not its version counter, by which autograd
+                # would take each gather for a change of p, and refuse to go backward.
                 p.data = place
             self.sending = self.shard.to(self.full.device, self.full.dtype)
             # sharded -> replicated
@@ -236,8 +240,7 @@ class Unit:
         self.wait()  # not while a collective writes into it
         self.full.untyped_storage().resize_(0)
         for p, place in self.places.items():
-            # Empty, but with as many dims as before (a scalar gets one): optimizer groups may be
-            # made by p.dim()
+            # empty, but with as many dims as before (a scalar gets one): groups are made by p.dim()
             p.data = torch.atleast_1d(place)[:0]
 
     def gathered(self, chunk):
@@ -266,22 +269,22 @@ class Unit:
         self.buffer = None
 
     def add_sum(self):
-        """Adds this backward's sum to the parts' gradients."""
+        """Adds this backward's sum to the masters' gradients."""
         gradient = self.sum.to(self.shard.device)
         self.sum = None
         for part in self.parts:
             new = gradient[part.span]
-            if part.value.grad is None:
-                part.value.grad = new
+            if part.master.grad is None:
+                part.master.grad = new
             else:  # of a micro-batch before
-                part.value.grad += new
+                part.master.grad += new
 
 
 class FSDP(nn.Module):
     """Shards a module over the ranks of `group`: a unit for each of `blocks`, and the root.
 
-    loss.backward() sums gradients over ranks, and adds the sums to gradients of `values`, which are
-    this rank's part of the parameters.
+    loss.backward() sums gradients over ranks, and adds the sums to gradients of `masters`, which
+    are this rank's parts of the parameters.
 
     blocks: submodules, in the order in which they run
     reshard: free blocks after forward, and gather them again for backward
@@ -315,8 +318,8 @@ class FSDP(nn.Module):
         self.root = [make(rest)] if rest else []  # none if all of it is frozen
         self.units = self.block_units + self.root
         self.parts = [part for unit in self.units for part in unit.parts]
-        self.values = nn.ParameterList(part.value for part in self.parts)  # optimizers step them
-        self.summing = []  # units whose sums this backward has started, in order
+        self.masters = nn.ParameterList(part.master for part in self.parts)
+        self.summing = []  # units whose sums this backward has begun, in order
         self.in_backward = False
         for i, block in enumerate(blocks):
             block.register_forward_pre_hook(partial(self.enter, i))
@@ -328,8 +331,7 @@ class FSDP(nn.Module):
             unit.wait()
 
     def gather_block(self, i):
-        """Begins the gather of block i, if there is one."""
-        if 0 <= i < len(self.block_units):
+        if 0 <= i < len(self.block_units):  # it may be asked for one before the first
             self.block_units[i].gather()
 
     def free(self):
@@ -351,7 +353,7 @@ class FSDP(nn.Module):
     def enter(self, i, *hook_arguments):
         """Block i is about to compute. The next one travels meanwhile."""
         self.gather_block(i)
-        # backward comes to i - 1 next, also if it is a checkpoint's forward that calls this
+        # in backward, also if it is a checkpoint's forward that calls this, i - 1 is next
         self.gather_block(i - 1 if self.in_backward else i + 1)
         self.block_units[i].wait()
 
@@ -379,11 +381,11 @@ class FSDP(nn.Module):
             unit = self.block_units[i + 1]
             unit.free()
             if any(p.grad is not None for p in unit.shapes):  # not yet, if it ran in two forwards
-                self.start_sum(unit)
+                self.sum_next(unit)
         self.enter(i)
 
-    def start_sum(self, unit):
-        """Begins a unit's sum when the one before is over: there is one buffer at a time."""
+    def sum_next(self, unit):
+        """Waits for the sum that is under way, if any, and begins this one: one at a time."""
         if self.summing:
             self.summing[-1].wait_sum()
         unit.start_sum()
@@ -392,8 +394,8 @@ class FSDP(nn.Module):
     def end_backward(self):
         self.free()
         for unit in self.units:
-            if unit not in self.summing:  # the first block, the root, and zeros of what is unused
-                self.start_sum(unit)
+            if unit not in self.summing:  # the first block, the root, and what is unused: zeros
+                self.sum_next(unit)
         self.summing[-1].wait_sum()
         for unit in self.summing:
             unit.add_sum()
@@ -403,40 +405,52 @@ class FSDP(nn.Module):
     # -- a step
 
     def parameter_groups(self, groups=None):
-        """groups: a list of dicts, as for an optimizer -> the same with this rank's values."""
-        value_of = {part.parameter: part.value for part in self.parts}
+        """groups: a list of dicts, as for an optimizer -> the same with this rank's masters."""
+        master_of = {part.parameter: part.master for part in self.parts}
         ours = []
-        for group in groups or [{"params": list(value_of)}]:
-            values = [value_of[p] for p in group["params"] if p in value_of]  # with a part here
-            ours.append({**group, "params": values})
+        for group in groups or [{"params": list(master_of)}]:
+            masters = [master_of[p] for p in group["params"] if p in master_of]  # with a part here
+            ours.append({**group, "params": masters})
         return ours
 
     def clip_grad_norm_(self, max_norm):
         """Scale the whole gradient to a norm of max_norm at most (0: do not) -> its norm before."""
         unit = self.units[0]
-        own = nn.utils.get_total_norm([value.grad for value in self.values])
-        # a rank without values has 0, in fp32 on the CPU; with home="cpu" all have theirs there
+        own = nn.utils.get_total_norm([master.grad for master in self.masters])
+        # a rank without parts has 0, in fp32 on the CPU; with home="cpu" all have theirs there
         square = own.to(unit.full.device, unit.shard.dtype).square()
         dist.all_reduce(square, group=self.group)  # partial -> replicated
         norm = square.sqrt()
         if max_norm:
             finite = norm.nan_to_num(0, posinf=0)  # inf or nan counts as 0: nothing is scaled
-            nn.utils.clip_grads_with_norm_(self.values, max_norm, finite)
+            nn.utils.clip_grads_with_norm_(self.masters, max_norm, finite)
         return norm
 
+    # -- the whole: {name: whole tensor} on every rank. All must call it
+
     def full_state_dict(self):
-        """-> {name: whole tensor} on every rank; all must call it. In shards' dtype: fp32, fp64."""
+        """In shards' dtype: fp32, fp64."""
         found = {}  # {parameter: whole tensor}
         for unit in self.units:
             found.update(unit.gathered(unit.shard))
         state = self.module.state_dict(keep_vars=True)  # the Parameters themselves, keys of found
         return {name: found.get(t, t).detach() for name, t in state.items()}
 
+    def load_full_state_dict(self, state):
+        """Its inverse: a rank takes its parts of whole tensors, which are the same on all ranks."""
+        part_of = {part.parameter: part for part in self.parts}
+        for name, t in self.module.state_dict(keep_vars=True).items():
+            if t.numel():  # what is frozen
+                t.data.copy_(state[name])
+            if t in part_of:
+                _, first, value, _, _ = part_of[t]
+                value.copy_(state[name].flatten()[first:first + len(value)])
+
     def refuse(self, *_, **__):
         raise RuntimeError("FSDP: save full_state_dict(); move and cast the module before")
 
     state_dict = refuse  # parameters have no elements
-    _apply = refuse  # to(), cuda(), half() call it: values would no longer be views of shards
+    _apply = refuse  # to(), cuda(), half() call it: masters would no longer be views of shards
 
 
 def trained(module):
@@ -487,19 +501,18 @@ class HSDP(FSDP):
 
 
 def from_meta(module, device, init):
-    """Moves a module from the meta device to one where FSDP can shard it, without its numbers.
+    """A module on the meta device -> what FSDP takes as `begin`: it fills shards with init's.
 
+    Afterwards the module is on `device`, what is frozen is filled, what is trained has no memory.
     init(name, tensor): fills a tensor of the module. Values must depend on the name alone: a rank
     calls it only for what it keeps, and has at most one whole trained parameter at a time
-
-    -> what FSDP takes as `begin`
     """
     made = {}  # {tensor on the meta device: what replaces it, under each of its names}
     tied = dict(remove_duplicate=False)
     for name, t in [*module.named_parameters(**tied), *module.named_buffers(**tied)]:
-        if t not in made and t.requires_grad:  # one number for all: shards alone are filled
+        if t not in made and t.requires_grad:
             number = torch.zeros((), dtype=t.dtype, device=device)
-            made[t] = nn.Parameter(number.expand(t.shape))
+            made[t] = nn.Parameter(number.expand(t.shape))  # without memory for more
         elif t not in made:
             made[t] = torch.empty(t.shape, dtype=t.dtype, device=device)
             init(name, made[t])
@@ -510,10 +523,10 @@ def from_meta(module, device, init):
     names = {p: name for name, p in module.named_parameters()}
 
     def begin(unit):
-        for p, first, span, value in unit.parts:
+        for p, first, value, _, _ in unit.parts:
             whole = torch.empty(unit.shapes[p], dtype=value.dtype, device=device)
             init(names[p], whole)
-            unit.shard[span] = whole.flatten()[first:first + len(value)]
+            value.copy_(whole.flatten()[first:first + len(value)])
 
     return begin
 
@@ -529,11 +542,12 @@ def parallelize(model, mesh, seed, device, **options):
         module = nn.ParameterDict({attribute: tensor})  # init_weights wants a module
         init_weights(module, len(model.blocks), seed, path)
 
-    options["begin"] = from_meta(model, device, init)
+    begin = from_meta(model, device, init)
     group = mesh["shard"].get_group()
     if mesh["replicate"].size() == 1:
-        return FSDP(model, model.blocks, group, **options)
-    return HSDP(model, model.blocks, group, mesh["replicate"].get_group(), **options)
+        return FSDP(model, model.blocks, group, begin=begin, **options)
+    replicas = mesh["replicate"].get_group()
+    return HSDP(model, model.blocks, group, replicas, begin=begin, **options)
 
 
 def full_gradients(model):
@@ -542,7 +556,7 @@ def full_gradients(model):
     for unit in model.units:
         gradient = torch.zeros_like(unit.shard)
         for part in unit.parts:
-            gradient[part.span] = part.value.grad
+            gradient[part.span] = part.master.grad
         found.update(unit.gathered(gradient))
     return {name: found[p] for name, p in model.module.named_parameters() if p in found}
 
@@ -607,7 +621,6 @@ def train_step_at_work(model, optimizer, x, y, valid, clip):
 
 # ---- 5. run ------------------------------------------------------------------
 
-
 FLAGS = {
     "--reshard": dict(action=argparse.BooleanOptionalAction, default=True, help="free blocks after "
                       "forward, gather them again for backward"),
@@ -619,74 +632,67 @@ FLAGS = {
 VARIANTS = ("", "--no-reshard", "--hsdp 1")  # flags with which the file is worth running
 
 
+def refuse(args, require, N):
+    """N: ranks that share one copy of the model."""
+    require(args.batch >= args.world_size, f"--batch {args.batch}: give each rank at least one")
+    require(args.world_size % N == 0, f"--hsdp {N} does not divide {args.world_size} ranks")
+    require(args.impl == "scratch" or not args.offload, "--offload is for --impl scratch alone")
+    ours = not args.reshard or N < args.world_size or args.train
+    require(args.impl not in ("idea", "all") or not ours,
+            f"--impl {args.impl}: without --no-reshard, --hsdp, --train")
+
+
 def set_up(run, impl, mesh, on_meta):
-    from harness.checkpoint import pieces_of_units
+    from harness.checkpoint import all_pieces_of_units
     from harness.whole import wholes_of_units
 
     args = run.args
-    if impl == "idea":
-        return set_up_idea(run)
     if impl == "torch":
         shard_dtype = torch.promote_types(run.dtype, torch.float32)  # of sums, too
         model = run.freeze(build(run.cfg, args.seed, run.device, shard_dtype))
         model = parallelize_at_work(model, mesh, args.reshard, run.dtype)
         return run.side(model, adamw(model.parameters(), args.lr), train_step_at_work)
-    model = parallelize(on_meta, mesh, args.seed, run.device, reshard=args.reshard,
-                        home="cpu" if args.offload else None)
-    values = {part.parameter: part.value for part in model.parts}
-    optimizer = run.optimizer(model.module.named_parameters(), groups=model.parameter_groups,
-                              wholes=partial(wholes_of_units, model.units, values, model.group))
-    names = {p: name for name, p in model.module.named_parameters()}
-
-    def pieces():
-        return sum(pieces_of_units(model.units, names, optimizer, "value").values(), [])
-
-    return run.side(model, optimizer, train_step, full_state_dict=model.full_state_dict,
-                    full_gradients=partial(full_gradients, model), pieces=pieces)
-
-
-def set_up_idea(run):
-    from harness.ledger import held_by
-
-    plain = run.build()
-    state = plain.state_dict(keep_vars=True)
-    trained = dict(plain.named_parameters())
-    model, shards = shard_blocks(plain, plain.blocks)
-    optimizer = adamw(shards, run.args.lr)
-
-    def held():
-        kinds = held_by(nn.Module(), optimizer)
-        kinds["parameters"] = shards
-        kinds["gradients"] = [shard.grad for shard in shards]
-        return kinds
-
-    return run.side(model, optimizer, partial(idea_step, shards), held=held,
-                    full_gradients=partial(idea_gathered, model, trained, "grad"),
-                    full_state_dict=partial(idea_gathered, model, state, "data"))
+    if impl == "idea":
+        plain = run.build()
+        state = plain.state_dict(keep_vars=True)
+        gradients = dict(plain.named_parameters())
+        model = shard_blocks(plain, plain.blocks)
+        return run.side(model, adamw(model.parameters(), args.lr), idea_step,
+                        full_gradients=partial(idea_gathered, model, gradients, "grad"),
+                        full_state_dict=partial(idea_gathered, model, state, "data"))
+    home = "cpu" if args.offload else None
+    model = parallelize(on_meta, mesh, args.seed, run.device, reshard=args.reshard, home=home)
+    named = list(model.module.named_parameters())
+    optimizer = run.optimizer(named, groups=model.parameter_groups,
+                              wholes=partial(wholes_of_units, model.units, model.group))
+    return run.side(model, optimizer, train_step,
+                    pieces=partial(all_pieces_of_units, model.units, named, optimizer),
+                    full_gradients=partial(full_gradients, model),
+                    full_state_dict=model.full_state_dict)
 
 
 def textbook(model, mesh):
-    """b, c: the bytes of a number in shard, in full. P_again: what is gathered twice, all in the
-    idea. own: this rank's numbers, in FSDP without padding; AdamW counts steps for each value."""
+    """b, c: bytes of a number in shard, in full. P_again: what is gathered for backward again.
+    own: numbers that the optimizer steps here, in FSDP no padding."""
     R, N = mesh.shape
-    others = (N - 1) / N
     if isinstance(model, FSDP):
         units = model.units
-        values = model.values
+        masters = model.masters
         again = model.block_units[:-1] if model.reshard else []
     else:
-        units = [unit for unit in model.modules() if isinstance(unit, IdeaOfUnit)]
-        values = [unit.shard for unit in units]
+        units = idea_units(model)
+        masters = [unit.shard for unit in units]
         again = units
     b = units[0].shard.itemsize
     c = units[0].full.itemsize
     P = sum(unit.full.numel() for unit in units)
     P_again = sum(unit.full.numel() for unit in again)
-    own = sum(value.numel() for value in values)
+    own = sum(master.numel() for master in masters)
+    others = (N - 1) / N
     return [
         ("held parameters", f"b P/N, P = {P:,} with padding", b * P / N),
         ("held gradients", "b P/N", b * P / N),
-        ("held optimizer", "2 b own + 4 per value", 2 * b * own + 4 * len(values)),
+        ("held optimizer", "2 b own + 4 per master (step counter)", 2 * b * own + 4 * len(masters)),
         ("wire all_gather", "c (P + P_again) (N-1)/N", c * (P + P_again) * others),
         ("wire reduce_scatter", "b P (N-1)/N", b * P * others),
         ("wire all_reduce", "norm: 2 b (N-1)/N, R copies: 2 b P/N (R-1)/R",
@@ -699,15 +705,10 @@ def main():
     from harness.run import Run
 
     args = arguments(__doc__, FLAGS)
-    n = args.hsdp or args.world_size  # ranks that share one copy
-    require(args.batch >= args.world_size, f"--batch {args.batch}: give each rank at least one")
-    require(args.world_size % n == 0, f"--hsdp {n} does not divide {args.world_size} ranks")
-    require(not args.offload or args.impl == "scratch", "--offload is for --impl scratch alone")
-    bare = args.reshard and n == args.world_size and not args.train
-    require(bare or args.impl not in ("idea", "all"),
-            f"--impl {args.impl}: without --no-reshard, --hsdp, --train")
+    N = args.hsdp or args.world_size
+    refuse(args, require, N)
     run = Run(args)
-    mesh = dist.init_device_mesh(run.device.type, (args.world_size // n, n),
+    mesh = dist.init_device_mesh(run.device.type, (args.world_size // N, N),
                                  mesh_dim_names=("replicate", "shard"))
     with torch.device("meta"):
         on_meta = run.freeze(GPT(run.cfg).to(run.dtype))

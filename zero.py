@@ -121,9 +121,9 @@ def idea_step(model, zero, optimizer, x, y, valid, clip):
 #     ZeRO2                        gradients are held as 1/n: peak 29.1 MB -> 27.8
 #     ZeRO3                        parameters are held as 1/n: 27.7, but 3.4 MB sent -> 5.1
 
-# What this rank steps of a parameter p: p.flatten()[first:first + len(value)].
-# value    these numbers in its unit's shard
-# grad     their gradients in its unit's grad
+# This rank's part of a parameter p: p.flatten()[first:first + len(value)].
+# value    these numbers, in its unit's shard
+# grad     their gradients, in its unit's grad
 # master   the nn.Parameter that the optimizer steps: it shares value's memory, or is a copy of it
 Part = namedtuple("Part", "parameter first value grad master")
 
@@ -141,7 +141,7 @@ class Unit:
 
     def __init__(self, parameters, sites, ranks, rank, reduce_dtype):
         assert len({p.dtype for p in parameters}) == 1, "make a unit for each dtype"
-        self.sites = sites  # the modules whose forwards read the parameters
+        self.sites = sites  # the modules that read the parameters
         self.shapes = {p: p.shape for p in parameters}  # in order; in ZeRO3 p is empty at times
         self.size = sum(p.numel() for p in parameters)  # without padding
         self.chunk = -(-self.size // ranks)  # numbers in a chunk: rounded up
@@ -151,9 +151,9 @@ class Unit:
         for p, place in self.places.items():
             place.copy_(p.detach())
             p.data = place
-        self.buffer = None
+        self.buffer = None  # until the first gradient comes; in ZeRO1 it is always there
         self.reduce_dtype = reduce_dtype or self.full.dtype  # of buffer and grad
-        self.missing = set()  # parameters whose gradients of this backward have not come yet
+        self.missing = set()  # parameters that have no gradient yet of this backward
         self.reducing = None  # the sum of buffer over ranks that is under way
         self.gathering = None  # the all-gather into full that is under way
 
@@ -163,7 +163,6 @@ class Unit:
         return {p: numbers.view(self.shapes[p]) for p, numbers in zip(self.shapes, slices)}
 
     def make_buffer(self):
-        """Gives the unit a buffer of zeros, unless it has one. In ZeRO1 it always has."""
         if self.buffer is None:
             self.buffer = torch.zeros_like(self.full, dtype=self.reduce_dtype)
             self.slots = self.views(self.buffer)  # {parameter: its gradient's view of buffer}
@@ -188,20 +187,6 @@ class Unit:
                 self.parts.append(
                     Part(p, low - begin, value, self.grad[here], nn.Parameter(master)))
 
-    def begin_step(self):
-        """An optimizer leaves masters without a gradient alone. These get theirs: it is their turn.
-
-        It is the part's own gradient, or a copy in the master's dtype, on its device.
-        """
-        for part in self.parts:
-            part.master.grad = part.grad.to(part.master)
-
-    def end_step(self):
-        """The turn of these masters is over."""
-        for part in self.parts:
-            part.master.grad = None
-            part.value.copy_(part.master.detach())  # where they share memory it is there already
-
     def gather(self, group):
         """Begins to fetch the other ranks' chunks of full."""
         own = self.full[self.mine]
@@ -219,7 +204,7 @@ class ZeRO1:
     """Optimizer states are cut: a rank steps its chunk of each unit, and is sent the others.
 
     units: [(parameters, sites)] in the order of forward, such as units_of(model, model.blocks).
-        parameters: trained ones. sites: the modules that read them; in ZeRO3 all of these
+        parameters: trained ones. sites: the modules that read them, and in ZeRO3 no others
     group: the ranks that share the batch, over which gradients are summed
     offload: "optimizer" keeps masters and states in the CPU's memory; "param", in ZeRO3, shards too
     reduce_dtype: of gradients that are kept, added up and sent (None: their parameter's). With
@@ -229,7 +214,7 @@ class ZeRO1:
     last: set sync = False before the others.
 
     Ranks begin with the first one's trained parameters; what is frozen, and buffers, must agree.
-    Load weights before: what is loaded later does not always reach masters.
+    Weights that are loaded later go through load_full_state_dict, else masters would not know.
     """
 
     def __init__(self, units, group=None, offload="none", reduce_dtype=None):
@@ -248,9 +233,9 @@ class ZeRO1:
             for p in parameters:
                 p.grad = None  # left from before: it is of no step here
                 p.register_post_accumulate_grad_hook(partial(self.ready, unit))
-                p.is_in_zero = True  # see refuse_step
+                p.zero = None  # for refuse_step: no optimizer steps it
             for part in unit.parts:
-                part.master.zero = self  # see refuse_step
+                part.master.zero = self  # for refuse_step: optimizers do, within step()
         self.parts = [part for unit in self.units for part in unit.parts]
         self.summing = None  # the Unit whose sum is under way
         self.expect_gradients()
@@ -284,40 +269,39 @@ class ZeRO1:
         unit.slots[p].add_(p.grad)
         p.grad = None
         self.is_summed = False
-        if self.sync:
+        if self.sync:  # no later backward of this step adds to it
             unit.missing.discard(p)
             # in the order of the list: ranks must agree on collectives
             while self.pending and not self.pending[0].missing:
                 self.sum_next()
 
     def sum_next(self):
-        self.end_sum()  # one at a time
-        self.summing = self.pending.pop(0)
-        self.start_sum(self.summing)
-
-    def end_sum(self):
+        """Ends the sum that is under way, if any, and begins the next one, if any is left."""
         if self.summing:
-            self.finish_sum(self.summing)
+            self.summing.reducing.wait()
+            self.summing.reducing = None
+            self.add_sum(self.summing)
             self.summing = None
+        if self.pending:
+            self.summing = self.pending.pop(0)
+            self.summing.make_buffer()  # this rank may have used nothing of the unit
+            self.start_sum(self.summing)
 
     def start_sum(self, unit):
-        unit.make_buffer()  # there may be none yet, if this rank has used nothing of the unit
         own = unit.buffer[unit.mine]
         # partial -> sharded, in place: the sum replaces this rank's chunk
         unit.reducing = reduce_scatter(own, unit.buffer, group=self.group, async_op=True)
 
-    def finish_sum(self, unit):
-        """Zeroes what was sent of other ranks' chunks: the next sum must not send it again."""
-        unit.reducing.wait()
+    def add_sum(self, unit):
+        """Here grad has it already. The other chunks were sent: the next sum must not send them."""
         unit.buffer[:unit.mine.start].zero_()
         unit.buffer[unit.mine.stop:].zero_()
 
     def reduce(self):
         """To be called after each backward, on all ranks: sums what has not been summed yet."""
         if self.sync:
-            while self.pending:
+            while self.pending or self.summing:
                 self.sum_next()
-            self.end_sum()
             self.expect_gradients()
             self.is_summed = True
 
@@ -341,10 +325,9 @@ class ZeRO1:
         return norm
 
     def step(self, optimizer, at_once=False):
-        """Calls optimizer.step() for each unit, while all other masters have no gradient.
+        """Calls optimizer.step() for one unit after another.
 
-        at_once: calls it once, for an optimizer that looks at more than single numbers, or counts
-        the steps of a group. It takes more memory where gradients have to be copied for masters
+        at_once: for all units in one call, as an optimizer wants that counts the steps of a group
         """
         turns = [self.units] if at_once else [[unit] for unit in self.units]
         for units in turns:
@@ -354,24 +337,29 @@ class ZeRO1:
         self.wait()
 
     def begin_step(self, units):
+        """Gives their masters gradients. An optimizer leaves those alone that have none."""
         assert self.is_summed, "gradients are not summed: call reduce() after backward, with sync"
         self.is_stepping = True
         for unit in units:
-            unit.begin_step()
+            for part in unit.parts:
+                # the part's own, or a copy in master's dtype, on its device
+                part.master.grad = part.grad.to(part.master)
 
     def end_step(self, units):
         self.is_stepping = False
         for unit in units:
-            unit.end_step()
+            for part in unit.parts:
+                part.master.grad = None
+                part.value.copy_(part.master.detach())  # where they share memory it is there
             self.renew(unit)
-
-    def wait(self):
-        for unit in self.units:
-            unit.wait()
 
     def renew(self, unit):
         """What full has of other ranks' chunks is old now."""
         unit.gather(self.group)
+
+    def wait(self):
+        for unit in self.units:
+            unit.wait()
 
     # -- the whole: {parameter: whole tensor, in its own dtype} on every rank. All must call it
 
@@ -390,19 +378,6 @@ class ZeRO1:
         return found
 
 
-def groups_of_masters(units, groups=None):
-    """See ZeRO1.parameter_groups."""
-    master_of = {part.parameter: part.master for unit in units for part in unit.parts}
-    known = {p for unit in units for p in unit.shapes}
-    ours = []
-    for group in groups or [{"params": list(master_of)}]:
-        params = list(group["params"])
-        assert all(p in known or not p.requires_grad for p in params), "p is in no unit"
-        masters = [master_of[p] for p in params if p in master_of]  # with a part here
-        ours.append({**group, "params": masters})
-    return ours
-
-
 class ZeRO2(ZeRO1):
     """Gradients are cut, too: a unit has a buffer only from its first gradient to its sum."""
 
@@ -411,10 +386,10 @@ class ZeRO2(ZeRO1):
         # no view of a buffer, since buffers come and go: their sums are added up here
         unit.grad = torch.zeros_like(unit.shard, dtype=unit.reduce_dtype)
 
-    def finish_sum(self, unit):
-        unit.reducing.wait()
+    def add_sum(self, unit):
         unit.grad += unit.buffer[unit.mine]
-        unit.buffer = unit.slots = unit.reducing = None
+        unit.buffer = None
+        unit.slots = None
 
 
 class ZeRO3(ZeRO2):
@@ -457,17 +432,17 @@ class ZeRO3(ZeRO2):
     def gather(self, unit):
         """Begins to gather a unit, unless it is here or on its way."""
         memory = unit.full.untyped_storage()
-        if memory.size() == 0:
+        if memory.nbytes() == 0:
             memory.resize_(unit.full.nbytes)
             for p, place in unit.places.items():
-                # Set as .data, full's memory comes without its version counter. With that, autograd
-                # would take a gather into full for a change of p, and refuse to go backward.
+                # By .data p gets full's memory, but not its version counter, by which autograd
+                # would take each gather for a change of p, and refuse to go backward.
                 p.data = place
             unit.full[unit.mine] = unit.shard
             unit.gather(self.group)
 
     def free(self, unit):
-        """Takes the memory from all views of full, also from what autograd keeps for backward."""
+        """Memory goes from under all views of full, also those that autograd keeps for backward."""
         unit.wait()  # not while a collective writes into it
         unit.full.untyped_storage().resize_(0)
         for p, place in unit.places.items():
@@ -476,9 +451,8 @@ class ZeRO3(ZeRO2):
             p.data = torch.atleast_1d(place)[:0]
 
     def end_micro_batch(self):
-        """Frees what is left, here the unit that was entered last."""
         for unit in self.units:
-            self.free(unit)
+            self.free(unit)  # the last one, and what an evaluation has left
         self.entered = []
 
     def zero_grad(self):
@@ -495,15 +469,84 @@ class ZeRO3(ZeRO2):
         self.free(unit)
 
 
-def refuse_step(optimizer, *_):
-    """torch calls it before any optimizer's step. Two mistakes would step nothing, in silence:
-    optimizers of the model's own parameters, and optimizer.step() in the place of zero.step().
+# -- around the ladder
+
+
+def units_of(model, blocks):
+    """-> [(parameters, sites)] of what is trained before the blocks, in each block, after them.
+
+    Modules must be registered in the order in which they run, and read no others' parameters. In
+    stage 3 what contains blocks owns no parameters. A tied head belongs to what comes before.
     """
-    stepped = [p for group in optimizer.param_groups for p in group["params"]]
-    wrong = [p for p in stepped if hasattr(p, "is_in_zero")]
-    assert not wrong, "make the optimizer of zero.parameter_groups()"
-    stepping = [p.zero.is_stepping for p in stepped if hasattr(p, "zero")]
-    assert any(stepping) or not stepping, "call zero.step(optimizer), not optimizer.step()"
+    blocks = list(blocks)
+    inside = {m for block in blocks for m in block.modules()}
+    before = {}, []  # {parameter: None}, sites
+    middle = [(dict.fromkeys(trained(block)), [block]) for block in blocks]
+    after = {}, []
+    here = before
+    for m in model.modules():
+        own = trained(m, recurse=False)
+        if m in inside:
+            here = after  # from the first block on
+        elif own:
+            is_tied = before[0].keys() & own  # a head, to the embedding
+            parameters, sites = before if is_tied else here
+            parameters.update(dict.fromkeys(own))
+            sites.append(m)
+    if all(p.dim() == 1 for p in after[0]):  # the last norm travels with the last block
+        middle[-1][0].update(after[0])
+        middle[-1][1].extend(after[1])
+        after = {}, []
+    units = [before, *middle, after]
+    return [(list(parameters), sites) for parameters, sites in units if parameters]
+
+
+def trained(module, recurse=True):
+    return [p for p in module.parameters(recurse) if p.requires_grad]
+
+
+def groups_of_masters(units, groups=None):
+    """See ZeRO1.parameter_groups."""
+    master_of = {part.parameter: part.master for unit in units for part in unit.parts}
+    known = {p for unit in units for p in unit.shapes}
+    ours = []
+    for group in groups or [{"params": list(master_of)}]:
+        params = list(group["params"])
+        assert all(p in known or not p.requires_grad for p in params), "p is in no unit"
+        masters = [master_of[p] for p in params if p in master_of]  # with a part here
+        ours.append({**group, "params": masters})
+    return ours
+
+
+def full_state_dict(model, zero):
+    """-> {name: whole tensor} of the plain model, on every rank. All must call it."""
+    found = zero.full_parameters()
+    state = model.state_dict(keep_vars=True)  # the Parameters themselves, keys of found
+    return {name: found.get(t, t).detach() for name, t in state.items()}  # frozen ones are whole
+
+
+def load_full_state_dict(model, zero, state):
+    """full_state_dict's inverse: a rank takes its parts of whole tensors, the same on all ranks."""
+    part_of = {part.parameter: part for part in zero.parts}
+    for name, t in model.state_dict(keep_vars=True).items():
+        if t.numel():  # in ZeRO3 what is frozen, in others all
+            t.data.copy_(state[name])
+        if t in part_of:
+            _, first, value, _, master = part_of[t]
+            numbers = state[name].flatten()[first:first + len(value)]
+            value.copy_(numbers)
+            master.data.copy_(numbers)
+
+
+# -- three mistakes that nobody would see
+
+
+def refuse_step(optimizer, *_):
+    """torch calls it before any optimizer's step. Both mistakes would step nothing."""
+    stepped = [p for group in optimizer.param_groups for p in group["params"] if hasattr(p, "zero")]
+    assert all(p.zero for p in stepped), "make the optimizer of zero.parameter_groups()"
+    is_called_by_zero = any(p.zero.is_stepping for p in stepped)
+    assert is_called_by_zero or not stepped, "call zero.step(optimizer), not optimizer.step()"
 
 
 register_optimizer_step_pre_hook(refuse_step)
@@ -514,35 +557,6 @@ def refuse_state_dict(site, prefix, keep_vars):
     assert keep_vars, "in stage 3 parameters are empty: save what zero.full_parameters() gathers"
 
 
-def units_of(model, blocks):
-    """-> [(parameters, sites)] of what is trained before the blocks, in each block, after them.
-
-    Modules must be registered in the order in which they run, and read no others' parameters. In
-    stage 3 what contains blocks owns no parameters. A tied head belongs to what comes before.
-    """
-    blocks = list(blocks)
-    before = [], []  # parameters, sites
-    middle = [([p for p in block.parameters() if p.requires_grad], [block]) for block in blocks]
-    after = [], []
-    inside = {m for block in blocks for m in block.modules()}
-    here = before
-    for m in model.modules():
-        if m in inside:
-            here = after  # from the first block on
-            continue
-        trained = [p for p in m.parameters(recurse=False) if p.requires_grad]
-        if trained:
-            tied = set(trained) & set(before[0])  # the head's
-            parameters, sites = before if tied else here
-            parameters.extend(p for p in trained if p not in tied)
-            sites.append(m)
-    if all(p.dim() == 1 for p in after[0]):  # the last norm travels with the last block
-        middle[-1][0].extend(after[0])
-        middle[-1][1].extend(after[1])
-        after = [], []
-    return [unit for unit in (before, *middle, after) if unit[0]]
-
-
 # ---- 3. the toy GPT, parallelized --------------------------------------------
 
 STAGES = {1: ZeRO1, 2: ZeRO2, 3: ZeRO3}
@@ -550,13 +564,6 @@ STAGES = {1: ZeRO1, 2: ZeRO2, 3: ZeRO3}
 
 def parallelize(model, group=None, stage=1, offload="none"):
     return STAGES[stage](units_of(model, model.blocks), group, offload)
-
-
-def full_state_dict(model, zero):
-    """-> the plain GPT's state, on every rank."""
-    found = zero.full_parameters()
-    state = model.state_dict(keep_vars=True)
-    return {name: found.get(t, t).detach() for name, t in state.items()}  # frozen ones are whole
 
 
 def full_gradients(model, zero):
@@ -616,11 +623,11 @@ def train_step_at_work(module, optimizer, x, y, valid, clip):
 
 # ---- 5. run ------------------------------------------------------------------
 
-OFFLOAD = {"none": 1, "optimizer": 1, "param": 3}  # {offload: the lowest stage that can do it}
 FLAGS = {
     "--stage": dict(type=int, default=1, choices=tuple(STAGES), help="cuts 1: optimizer states, "
                     "2: gradients too, 3: parameters too"),
-    "--offload": dict(default="none", choices=tuple(OFFLOAD), help="what lives on the CPU"),
+    "--offload": dict(default="none", choices=("none", "optimizer", "param"),
+                      help="what lives on the CPU"),
     "--accum": dict(type=int, default=1, least=1, metavar="M", help="micro-batches per step"),
 }
 VARIANTS = ("--stage 1", "--stage 2", "--stage 3")  # flags with which the file is worth running
@@ -628,41 +635,38 @@ VARIANTS = ("--stage 1", "--stage 2", "--stage 3")  # flags with which the file 
 
 def refuse(args, require):
     n = args.world_size
-    least = OFFLOAD[args.offload]
-    require(args.stage >= least, f"--offload {args.offload} needs --stage {least} or more")
+    require(args.stage == 3 or args.offload != "param", "--offload param needs --stage 3")
     require(args.batch >= n * args.accum,
             f"--batch {args.batch}: fewer than {n} ranks x {args.accum} micro-batches")
-    plain = args.accum == 1 and args.offload == "none"
-    require(plain or args.impl == "scratch",
+    ours = args.accum > 1 or args.offload != "none"
+    require(args.impl == "scratch" or not ours,
             f"--impl {args.impl} wants --accum 1 and --offload none")
-    require(args.stage == 1 or args.impl not in ("idea", "all"),
+    require(args.impl not in ("idea", "all") or args.stage == 1,
             f"--impl {args.impl}: the idea is --stage 1")
     kept = args.dry_run or args.save or args.resume or args.init_from
-    require(args.stage > 1 or not kept or args.impl in ("idea", "scratch"),
+    require(args.impl in ("idea", "scratch") or args.stage > 1 or not kept,
             f"--impl {args.impl} --stage 1: torch's optimizer has no dry run and is not saved")
 
 
 def held(model, zero, optimizer):
     """-> {kind: [tensors]}: what this rank keeps between steps; the ledger counts storages once."""
-    from harness.ledger import held_by
+    from harness.ledger import held_by, storage_of
 
     kinds = held_by(model, optimizer)
-    for unit in zero.units:
-        kinds["parameters"].append(unit.shard)
-        kinds["gradients"].append(unit.grad)
-        of_shard = unit.shard.untyped_storage()._cdata
-        masters = [part.master for part in unit.parts]
-        kinds["optimizer"] += [m for m in masters if m.untyped_storage()._cdata != of_shard]
+    kinds["parameters"] += [unit.shard for unit in zero.units]
+    kinds["gradients"] += [unit.grad for unit in zero.units]
+    of_shards = {storage_of(unit.shard)._cdata for unit in zero.units}
+    masters = [part.master for part in zero.parts]
+    kinds["optimizer"] += [m for m in masters if storage_of(m)._cdata not in of_shards]
     return kinds
 
 
 def set_up(run, impl, mesh):
-    from harness.checkpoint import pieces_of_units
+    from harness.checkpoint import all_pieces_of_units
     from harness.whole import wholes_of_units
 
     args = run.args
     model = run.build()
-    names = {p: name for name, p in model.named_parameters()}
     if impl == "torch":
         module, optimizer = parallelize_at_work(model, args.lr, args.stage, mesh)
         return run.side(module, optimizer, train_step_at_work)
@@ -676,17 +680,13 @@ def set_up(run, impl, mesh):
                         held_of=model, evaluate=evaluate, full_state_dict=model.state_dict,
                         full_gradients=partial(idea_gradients, model, zero))
     zero = parallelize(model, None, args.stage, args.offload)
-    masters = {part.parameter: part.master for part in zero.parts}
-    optimizer = run.optimizer(
-        model.named_parameters(), groups=zero.parameter_groups,
-        wholes=partial(wholes_of_units, zero.units, masters, zero.group))
-
-    def pieces():
-        return sum(pieces_of_units(zero.units, names, optimizer).values(), [])
-
+    named = list(model.named_parameters())
+    optimizer = run.optimizer(named, groups=zero.parameter_groups,
+                              wholes=partial(wholes_of_units, zero.units, zero.group))
     step = partial(train_step, model, accum=args.accum, at_once=args.optimizer == "muon")
-    return run.side(zero, optimizer, step, evaluate=evaluate, pieces=pieces,
+    return run.side(zero, optimizer, step, evaluate=evaluate,
                     held=partial(held, model, zero, optimizer),
+                    pieces=partial(all_pieces_of_units, zero.units, named, optimizer),
                     full_gradients=partial(full_gradients, model, zero),
                     full_state_dict=partial(full_state_dict, model, zero))
 

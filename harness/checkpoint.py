@@ -118,11 +118,10 @@ def part_pieces(name, shape, first, p, optimizer, writes=True):
     return pieces
 
 
-def pieces_of_units(units, names, optimizer, stepped="master"):
+def pieces_of_units(units, names, optimizer):
     """Of parameters whose optimizer steps 1-D parts of them, as in zero.py and fsdp.py.
 
     names: {parameter: its name} -> {parameter: [Piece] of it and of its states}
-    stepped: which field of a part it is that the optimizer steps
     """
     found = {p: [] for p in names}
     for p, name in names.items():
@@ -134,8 +133,15 @@ def pieces_of_units(units, names, optimizer, stepped="master"):
             place = names[p], unit.shapes[p], part.first
             # what forward reads where p is empty between steps; it does no harm elsewhere
             found[p] += run_pieces(*place, part.value, writes=False)
-            found[p] += part_pieces(*place, getattr(part, stepped), optimizer)
+            found[p] += part_pieces(*place, part.master, optimizer)
     return found
+
+
+def all_pieces_of_units(units, named_parameters, optimizer):
+    """-> [Piece] of all of them."""
+    names = {p: name for name, p in named_parameters}
+    found = pieces_of_units(units, names, optimizer)
+    return [piece for pieces in found.values() for piece in pieces]
 
 
 def of_whole(piece, dim, whole, index):

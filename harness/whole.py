@@ -14,7 +14,7 @@ the whole, and gives the pieces back. What the optimizer keeps, as Muon's moment
     sent in a step, besides                      -          3 P/n (n-1)/n or less, in 3 all-to-alls
     orthogonalizes                               -          1/n of the matrices
 
-    whole = WholeMatrices(shares_of_runs(zero.units, masters, matrices))
+    whole = WholeMatrices(shares_of_runs(zero.units, matrices))
     muon = torch.optim.Muon(whole.parameter_groups([{"params": matrices}]), lr=1e-3)
     whole.zero_grad()  # in the place of muon.zero_grad()
     loss.backward()
@@ -163,12 +163,13 @@ class WholeMatrices:
 # ---- the shares that ways of cutting make ----------------------------------------
 
 
-def shares_of_runs(units, parts, parameters):
+def shares_of_runs(units, parameters):
     """Of parameters that lie end to end, cut anywhere, as in zero.py and fsdp.py.
 
-    units: have full, chunk and shapes. parts: {parameter: what is here of it, 1-D}
+    units: have full, chunk and shapes; and parts, whose masters are what is here, 1-D
     """
-    nothing = nn.Parameter(next(iter(parts.values())).new_empty(0))
+    masters = {part.parameter: part.master for unit in units for part in unit.parts}
+    nothing = nn.Parameter(next(iter(masters.values())).new_empty(0))
     nothing.grad = nothing.detach()
     wanted = set(parameters)
     found = {}
@@ -181,14 +182,14 @@ def shares_of_runs(units, parts, parameters):
                 for chunk in range(0, unit.full.numel(), unit.chunk):  # one on each rank
                     inside = range(max(start, chunk), min(end, chunk + unit.chunk))
                     sizes.append(len(inside))
-                found[p] = Share(parts.get(p, nothing), shape, sizes)
+                found[p] = Share(masters.get(p, nothing), shape, sizes)
             start = end
     return found
 
 
-def wholes_of_units(units, parts, group, parameters):
+def wholes_of_units(units, group, parameters):
     """-> [WholeMatrices], as harness/optimizers.py wants it"""
-    return [WholeMatrices(shares_of_runs(units, parts, parameters), group)]
+    return [WholeMatrices(shares_of_runs(units, parameters), group)]
 
 
 def wholes_of_cuts(ranks, parameters):
@@ -213,10 +214,9 @@ def wholes_of_units_of_cuts(zeros, ranks, names, parameters):
     wholes = []
     shares = {}  # of the pieces
     for zero in zeros:
-        masters = {part.parameter: part.master for part in zero.parts}
         here = {p for unit in zero.units for p in unit.shapes}
         mine = [p for p in parameters if p in here]
-        wholes += wholes_of_units(zero.units, masters, zero.group, mine)
+        wholes += wholes_of_units(zero.units, zero.group, mine)
         for p, share in wholes[-1].shares.items():
             if p not in ranks.cuts:
                 continue

@@ -72,6 +72,17 @@ def check_copy(stage, tied=False, offload="none", sums="last", plant=None):
         with torch.no_grad():  # an evaluation in between leaves nothing stale
             model(rows[0])
         compare(list(ours.full_parameters().values()), [p.data for p in plain.parameters()])
+    check_load(module, model, ours, tied, rows[0])
+
+
+def check_load(module, model, ours, tied, tokens):
+    torch.manual_seed(0)
+    other = llama(tied)
+    module.load_full_state_dict(model, ours, other.state_dict())
+    compare(module.full_state_dict(model, ours), dict(other.state_dict()))
+    compare([part.master.data for part in ours.parts], [part.value for part in ours.parts])
+    with torch.no_grad():
+        compare(model(tokens), other(tokens))
 
 
 @pytest.mark.parametrize("world, cases", [
@@ -94,9 +105,9 @@ PLANTED = {
     "only the last micro-batch counts": (
         "start_sum", "before", lambda zero, unit: unit.grad.zero_(), 2),
     "gradients are replaced": ("ready", "before", lambda zero, unit, p: unit.slots[p].zero_(), 1),
-    "averaged over ranks": ("finish_sum", "after", lambda zero, unit: unit.grad.div_(2), 1),
+    "averaged over ranks": ("add_sum", "after", lambda zero, unit: unit.grad.div_(2), 1),
     "a sum waits for nothing": ("ready", "before", lambda zero, unit, p: unit.missing.clear(), 1),
-    "what was sent is sent again": ("finish_sum", "instead", lambda zero, unit: None, 1),
+    "what was sent is sent again": ("add_sum", "instead", lambda zero, unit: None, 1),
     "what was gathered first is used for ever": ("gather", "after", use_first, 3),
     "a rank clips by the norm of its chunk": ("all_reduce", "left out", None, 2),
     "ranks begin with weights of their own": ("broadcast", "left out", None, 1),
