@@ -204,7 +204,7 @@ def test_loss_in_chunks():
     assert_equal(ours, plain)
     if hasattr(F, "linear_cross_entropy"):
         assert_equal(head_and_loss(
-            lambda x, weight, y: amp_accum_ckpt.in_chunks_at_work(weight, 4, x, y))[1], plain)
+            lambda x, weight, y: amp_accum_ckpt.head_and_loss_at_work(weight, 4, x, y))[1], plain)
 
 
 # ---- checkpointing of any module ---------------------------------------------------
@@ -271,7 +271,7 @@ def test_a_recipe_of_what_has_changed():
         return torch.autograd.grad(how(forward, x).square().sum(), [x, weight])
 
     assert_equal(gradient(selective), gradient(plainly))
-    for old in "x._version > 0 or ", " or any(y._version > then for y, then in recipe.read)":
+    for old in "x._version > 0 or ", " or recipe.is_outdated()":
         with pytest.raises(AssertionError, match="not close"):
             wrong = copied("amp_accum_ckpt", None, old, "").selective
             assert_equal(gradient(wrong), gradient(plainly))
@@ -458,8 +458,7 @@ def check_copy(ckpt, scaled, *bug):
         wanted = nn.utils.clip_grad_norm_(plain.parameters(), 0.05)
         judge.step()
         if is_idea:
-            _, norm = code.idea_step(model, optimizer, x[rows], y[rows], 1, 0.05, 2, nullcontext,
-                                     scaler)
+            _, norm = code.idea_step(model, optimizer, x[rows], y[rows], 1, 0.05, 2, None, scaler)
         else:
             norm = step_of_a_copy(code, model, optimizer, x[rows], y[rows], scaler)
         assert_equal(norm, wanted)
@@ -469,9 +468,9 @@ def check_copy(ckpt, scaled, *bug):
 
 def step_of_a_copy(code, model, optimizer, x, y, scaler):
     optimizer.zero_grad()
-    microbatches = zip(x.tensor_split(3), y.tensor_split(3))
-    code.accumulate(partial(llama_loss, model.inner), microbatches, scaler and scaler.scale)
-    code.sum_over_ranks(model.parameters())
+    for rows in zip(x.tensor_split(3), y.tensor_split(3)):
+        llama_loss(model.inner, *rows).backward(scaler and scaler.scale)
+    code.sum_gradients(model.parameters())
     if scaler:
         scaler.unscale(model.parameters())
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
@@ -483,7 +482,7 @@ def step_of_a_copy(code, model, optimizer, x, y, scaler):
 
 
 PLANTED_IN_A_COPY = [
-    ("idea", True, "        p.grad /= scaler.scale\n", ""),
+    ("idea", True, "        scaler.unscale(trained)", "        pass"),
     ("full", False, "    dist.all_reduce(flat, group=group)", "    pass"),
     ("full", False, "        p.grad = part.view_as(p)", "        pass"),
     ("selective", True, "                p.grad /= self.scale", "                pass"),
@@ -536,7 +535,7 @@ def test_scalers_walk_as_torch_does(monkeypatch):
     with pytest.raises(AssertionError, match="fused"):  # it would not skip
         optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(3))])
         FusedLossScaler("cpu").step(optimizer, torch.tensor(1.0))
-    walk(idea("amp_accum_ckpt", "% 2000", "% 3").LossScaler)
+    walk(idea("amp_accum_ckpt", "interval = 2000", "interval = 3").LossScaler)
 
 
 @pytest.mark.parametrize("old, new", [
@@ -620,7 +619,8 @@ def test_a_resumed_run_has_the_scale(tmp_path, impl):
 
 
 @pytest.mark.parametrize("old, new", [
-    ("    for microbatch in microbatches:", "    for microbatch in [*microbatches][-1:]:"),
+    ("in zip(inputs.tensor_split(accum), targets.tensor_split(accum)):",
+     "in [*zip(inputs.tensor_split(accum), targets.tensor_split(accum))][-1:]:"),
     ("        dist.all_reduce(p.grad)", "        pass"),
     ("/ valid\n", "/ (y >= 0).sum()\n"),
     ("*torch.autograd.grad(y, (x, *parameters), dy)",
@@ -638,7 +638,7 @@ def test_planted_in_the_idea(old, new):
     ("full", "        set_random_states(*before)\n", ""),
     ("full", ".requires_grad_(self.requires_grad)", ".requires_grad_(False)"),
     ("full", "torch.enable_grad(), self.autocast", "self.autocast"),
-    ("full", "            if slot is not None:", "            if slot and empty:"),
+    ("full", "        if not self.slots:", "        if len(self.slots) < 2:"),
     ("selective", "        return self.result\n", "        return 2 * self.result\n"),
 ])
 def test_planted_in_the_technique(how, old, new):
