@@ -63,7 +63,7 @@ from common import loss_sum, share
 # Activation checkpointing: a block keeps its input alone, and backward runs the block again.
 
 
-def recompute(block):  # without dropout, its forward takes one tensor
+def recompute(block):  # one without dropout, whose forward takes one tensor
     forward = block.forward
     trained = [p for p in block.parameters() if p.requires_grad]
     block.forward = lambda x: Recompute.apply(forward, x, *trained)
@@ -71,7 +71,7 @@ def recompute(block):  # without dropout, its forward takes one tensor
 
 class Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, run, x, *parameters):  # are handed in, since backward has to return gradients
+    def forward(ctx, run, x, *parameters):  # arguments, so that backward returns their gradients
         ctx.run = run
         on = torch.is_autocast_enabled(x.device.type)
         ctx.autocast = torch.autocast(x.device.type, enabled=on)  # with the dtype that is in force
@@ -87,7 +87,7 @@ class Recompute(torch.autograd.Function):
         return None, *torch.autograd.grad(y, (x, *parameters), dy)
 
 
-# Mixed precision: fp16 has no numbers below 6e-8, so gradients are made `scale` times as large.
+# Mixed precision is autocast. In fp16 what is below 6e-8 is 0, so gradients are scaled up.
 
 
 class LossScaler:
@@ -115,13 +115,13 @@ class LossScaler:
 
 def idea_step(model, optimizer, inputs, targets, valid, clip, accum, dtype, scaler):
     """inputs, targets: this rank's rows (B/dp, T); valid: how many targets all ranks' rows have.
-    dtype: None, or bf16 or fp16 for autocast; scaler: for fp16 a LossScaler, else None."""
+    dtype: autocast's, bf16 or fp16, or None; scaler: a LossScaler for fp16, else None."""
     optimizer.zero_grad()
     loss = 0.0  # of this rank
     for x, y in zip(inputs.tensor_split(accum), targets.tensor_split(accum)):  # micro-batches
         with torch.autocast(x.device.type, dtype, enabled=dtype is not None):
             part = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum") / valid
-        part.backward(scaler.scale if scaler else None)  # adds to p.grad, frees what has been kept
+        part.backward(scaler.scale if scaler else None)  # gradients add up
         loss = loss + part.detach()
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
@@ -528,16 +528,17 @@ def refuse(args, require):
 
 
 def make_scaler(run, impl):
-    """-> for fp16 a scaler, which goes on where a resumed run has ended; else torch's, idle."""
+    """-> a LossScaler for fp16, else None; torch's is idle then. It goes on as a resumed run ended."""
     fp16 = run.args.amp == "fp16"
     saved = run.start.extra  # by GradScaler's names
     if impl == "torch":
         scaler = torch.amp.GradScaler(run.device.type, enabled=fp16)
         scaler.load_state_dict({**scaler.state_dict(), **saved})
         return scaler
-    if fp16:
-        kind = LossScaler if impl == "idea" else FusedLossScaler
-        return kind(run.device, saved.get("scale", 65536.0), saved.get("_growth_tracker", 0))
+    if not fp16:
+        return None
+    kind = LossScaler if impl == "idea" else FusedLossScaler
+    return kind(run.device, saved.get("scale", 65536.0), saved.get("_growth_tracker", 0))
 
 
 def state_of(scaler):
