@@ -528,7 +528,7 @@ def refuse(args, require):
 
 
 def make_scaler(run, impl):
-    """-> a LossScaler for fp16, else None; torch's is idle then. It goes on as a resumed run ended."""
+    """-> for fp16 a scaler that goes on as a resumed run has ended; else None, or torch's, idle."""
     fp16 = run.args.amp == "fp16"
     saved = run.start.extra  # by GradScaler's names
     if impl == "torch":
