@@ -199,7 +199,8 @@ def given(name):
 def example_training(name, block):
     """The lines as they stand, with the names of part 2 and what the page takes as given."""
     lines = block.splitlines()
-    begins = re.compile("zero_grad|loss_sum|cross_entropy")  # what stands before it is done once
+    begins = re.compile(r"zero_grad|loss_sum|cross_entropy|x\.chunk")
+    # what stands before it is done once
     first = next(i for i, line in enumerate(lines) if begins.search(line))
     names = {**vars(copied(name)), **given(name)}
     whole = names["model"]
