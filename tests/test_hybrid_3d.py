@@ -345,7 +345,7 @@ def parallel(axes, pp=1, schedule="1f1b", sp=False, zero=0, recompute=None, devi
     if device == "meta":  # a rank gets its stages alone
         for stage, place in homes(plans).items():
             if place == mesh.place["pp"]:
-                load_full_state_dict(stages[stage], tp, make(**kind).state_dict())
+                load_full_state_dict(stages[stage], tp, Stacked(make(**kind).state_dict(), mesh))
     hybrid = hybrid_3d.Hybrid(
         stages, plans, mesh, tp, layers=model.layers, head=model.lm_head, zero=zero)
     is_matrix = [p.dim() == 2 for p in hybrid.parameters()]
@@ -362,6 +362,24 @@ def parallel(axes, pp=1, schedule="1f1b", sp=False, zero=0, recompute=None, devi
         loss, _ = hybrid_3d.train_step(hybrid, optimizer, x[rows], y[rows], valid, 0.1)
         dist.all_reduce(loss)
         yield loss, by_expert(hybrid.full_gradients()), by_expert(hybrid.full_state_dict())
+
+
+class Stacked:
+    """The plain model's state, read as a rank of ep has it."""
+
+    def __init__(self, state, mesh):
+        self.state = state
+        self.ep = mesh.group["ep"]
+
+    def __getitem__(self, name):
+        if name.endswith("bias_units"):  # a counter, which the plain model has not
+            return torch.zeros(4)
+        where, bank, which = name.partition(".bank.")
+        if not bank:
+            return self.state[name]
+        mine = share(4, self.ep.size(), self.ep.rank())
+        which = which.replace(".", "_proj.")
+        return torch.stack([self.state[f"{where}.experts.{e}.{which}"] for e in mine])
 
 
 def by_expert(tensors):
@@ -387,7 +405,8 @@ def check_model(axes, options, kind):
     (4, [(dict(dp=2), dict(pp=2, schedule="zb-v", zero=2), dict(tied=True)),
          (dict(tp=2), dict(pp=2, sp=True, zero=1), dict(tied=True)),
          (dict(tp=2), dict(pp=2, schedule="zb-h1", device="meta"), dict(tied=True)),
-         (dict(dp=2, ep=2, tp=2), dict(sp=True), dict(experts=True))]),
+         (dict(dp=2, ep=2, tp=2), dict(sp=True), dict(experts=True)),
+         (dict(dp=2, ep=2), dict(pp=2, device="meta"), dict(experts=True))]),
     # what names would not tell: experts of another name without tp, norms of q and k
     (2, [(dict(dp=2, ep=2), dict(zero=1), dict(experts=True)), (dict(tp=2), {}, {})]),
 ])
