@@ -252,7 +252,7 @@ class Experts(nn.Module):
         if self.one_kernel_pays(rows):
             return self.mlp(rows, *[linear.of_all(rows.dtype, ends) for linear in linears])
         answers = []
-        functions = zip(*[linear.of_each() for linear in linears])
+        functions = zip(*[linear.of_each() for linear in linears])  # of an expert: a tuple
         for x, of_expert in zip(rows.split(sizes), functions):
             answers.append(self.mlp(x, *of_expert))  # also of no rows: no gradient is None
         return torch.cat(answers)
@@ -723,22 +723,23 @@ def plain_name(name, e):
 
 
 def gather_experts(tensors, ep):
-    """{name: tensor, of experts a stack or, the idea's, one each} -> {the plain name: tensor}."""
-    stacks = {}
+    """{name: tensor here} -> {the plain GPT's name: tensor}, with all ranks' experts. Here they are
+    stacks or, the idea's, numbered from 0 on."""
+    stacks = {}  # {name without a number: [stacks, end to end]}
     for name, tensor in tensors.items():
         unnumbered = re.sub(r"\.experts\.\d+", ".experts", name)
         if unnumbered != name:
             tensor = tensor[None]  # a stack of one
         stacks.setdefault(unnumbered, []).append(tensor)
     whole = {}
-    for name, some in stacks.items():
+    for name, parts in stacks.items():
         if ".experts." not in name:
-            whole[name] = some[0]
+            whole[name] = parts[0]
             continue
-        stack = torch.cat(some).detach()
-        everyones = [torch.empty_like(stack) for _ in range(ep.size())]
-        dist.all_gather(everyones, stack, group=ep)  # sharded(0) -> replicated
-        for e, of_expert in enumerate(torch.cat(everyones)):
+        stack = torch.cat(parts).detach()
+        stacks_of_all = [torch.empty_like(stack) for _ in range(ep.size())]
+        dist.all_gather(stacks_of_all, stack, group=ep)  # sharded(0) -> replicated
+        for e, of_expert in enumerate(torch.cat(stacks_of_all)):
             whole[plain_name(name, e)] = of_expert
     return whole
 
@@ -898,9 +899,9 @@ def main():
         if layers_of(model) and not run.dry:
             show_load(run, model)
         judged_as = args.dtype
-        if args.check and args.dtype == "fp32":
+        if args.dtype == "fp32" and args.check and not run.dry:
             run.say("\nin fp32 rounding decides near ties: only losses are judged; fp64 judges all")
-            judged_as = "bf16"  # as a run in bf16, of which finish() judges losses alone
+            judged_as = "bf16"  # of which finish() judges losses alone
         return run.finish(partial(plain_trace, run), judged_as)
 
 

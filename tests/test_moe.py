@@ -99,11 +99,9 @@ def test_cost_is_the_dry_runs(world, flags):
 
 
 def test_calls_of_the_idea_and_of_the_technique():
-    dry = ("--dry-run", "2", "--steps", "1")
-    for report in alone("moe", (*dry, *IDEA), dry):
-        collectives = report["ranks"][0]["collectives"].values()
-        calls = sum(figures["calls"] for figures in collectives)
-        assert calls == {"idea": 141, "scratch": 26}[report["impl"]]
+    report = run_script("moe", 2, "--steps", "1", "--impl", "all", "--no-check")
+    calls = {impl: figures["calls"] for impl, figures in report["sides"].items()}
+    assert calls == {"idea": 141, "scratch": 26}
 
 
 @pytest.mark.parametrize("model, layers, of_layer, total", [
@@ -203,11 +201,12 @@ def toy_layer(top_k, capacity, route=None):
     return layer
 
 
-def sources_of(step, world):
-    """-> of each micro-batch, of each rank, the numbers of its tokens; how many there are"""
+def batch_of(step, world):
+    """-> inputs, targets; of each micro-batch, of each rank, the numbers of its tokens"""
     sizes = [*step[0][:world], *step[1][:world]]
-    numbers = torch.arange(sum(sizes)).split(sizes)
-    return [numbers[:world], numbers[world:]], sum(sizes)
+    n = sum(sizes)
+    numbers = torch.arange(n).split(sizes)
+    return torch.randint(11, (n, 1)), torch.randint(11, (n, 1)), [numbers[:world], numbers[world:]]
 
 
 def cross_entropy(model, x, y, n):
@@ -261,20 +260,13 @@ def our_step(section, model, optimizer, x, y, sources, replicas, ep):
     optimizer.step()
     total = total + section.balancing_losses(model)
     section.step_biases(model)
-    return found(model, total, norm, ep)
+    return total, norm
 
 
 def ideas_step(section, model, optimizer, x, y, sources, replicas, ep):
     mine = torch.cat([of_ranks[dist.get_rank()] for of_ranks in sources])
-    total, norm = section.idea_step(model, optimizer, x[mine], y[mine], len(x), 0.01,
-                                    replicas=replicas, ep=ep)
-    return found(model, total.detach(), norm, ep)
-
-
-def found(model, total, norm, ep):
-    dist.all_reduce(total)
-    return {"loss": total, "norm": norm, "gradients": moe.full_gradients(model, ep),
-            "state": moe.full_state_dict(model, ep)}
+    return section.idea_step(model, optimizer, x[mine], y[mine], len(x), 0.01, replicas=replicas,
+                             ep=ep)
 
 
 def train_both(section, plain, step, ep_size, recompute=False):
@@ -296,10 +288,13 @@ def train_both(section, plain, step, ep_size, recompute=False):
         section.broadcast_parameters(model, replicas)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-5) for m in (plain, model)]
     for sizes in TOKENS:
-        sources, n = sources_of(sizes, world)
-        batch = torch.randint(11, (n, 1)), torch.randint(11, (n, 1)), sources
+        batch = batch_of(sizes, world)
         wanted = plain_step(plain, optimizers[0], *batch)
-        compare(step(section, model, optimizers[1], *batch, replicas, ep), wanted)
+        total, norm = step(section, model, optimizers[1], *batch, replicas, ep)
+        total = total.detach()
+        dist.all_reduce(total)
+        compare({"loss": total, "norm": norm, "gradients": moe.full_gradients(model, ep),
+                 "state": moe.full_state_dict(model, ep)}, wanted)
 
 
 DEEPSEEK = partial(moe.sigmoid_route, top_k=2, scale=2.5, groups=2, top_groups=1)
@@ -502,14 +497,10 @@ def test_balancing_loss():
     torch.testing.assert_close(found, 0.3 * switch + 0.2 * z)
 
 
-def test_most_rows():
+def test_capacity():
     assert moe.most_rows(1.25, 2, 33, 8) == 11  # 10.3
     assert moe.most_rows(1.1, 2, 40, 8) == 11
-
-
-def test_first_in_queue():
-    chosen = torch.tensor([[0, 1], [1, 2], [0, 1], [1, 0]])
-    kept = moe.first_in_queue(chosen, 3, 2)
+    kept = moe.first_in_queue(torch.tensor([[0, 1], [1, 2], [0, 1], [1, 0]]), 3, 2)
     assert kept.tolist() == [[True, True], [True, True], [True, False], [False, False]]
 
 
