@@ -915,7 +915,7 @@ VARIANTS = ("",)  # flags with which the file is worth running: layouts, see too
 
 def layout(args):
     """Fills in what the flags leave open -> plans. What cannot run ends here, in one line."""
-    from harness.flags import require
+    from harness.flags import refuse_flags, require
     from harness.usage import refusing
 
     ranks = args.world_size // args.cp
@@ -935,13 +935,12 @@ def layout(args):
     with refusing():
         plans = pipeline_parallel.make_plans(args.schedule, args.pp, args.micro, args.chunks)
     if args.impl in ("torch", "both", "all"):
-        refuse_torch(args, require, homes(plans))
+        refuse_at_work(args, require, homes(plans))
     if args.impl in ("idea", "all"):
-        beyond = (args.cp > 1, args.experts, args.sp, args.zero, args.ckpt != "none", args.save,
-                  args.resume, args.init_from, args.train, args.amp != "off", args.vocab % args.tp,
-                  args.schedule != "1f1b", args.kv_heads % args.tp)
-        require(not any(beyond), "--impl idea: dp, tp and pp alone, and tp divides --vocab and "
-                "heads of keys and values")
+        refuse_flags(args, FLAGS, "--cp --attn --schedule --sp --zero --ckpt --amp --experts "
+                     "--train --save --resume --init-from")
+        require(args.vocab % args.tp == 0 and args.kv_heads % args.tp == 0, f"--impl {args.impl}: "
+                f"--tp {args.tp} must divide --vocab, and heads of keys and values")
     return plans
 
 
@@ -977,12 +976,14 @@ def refuse(args, require):
             f"--experts with --tp {tp}: its ranks would all route the same tokens; add --sp")
 
 
-def refuse_torch(args, require, home):
+def refuse_at_work(args, require, home):
     """What part 4 does not show. home: {stage: place along pp}"""
-    ours = (args.dry_run, args.save, args.resume, args.init_from, args.experts, args.cp > 1,
-            args.zero > 1, args.ckpt != "none", args.amp != "off", args.dtype == "bf16")
-    require(not any(ours), "--dry-run, --save, --resume, --init-from, --experts, --cp, --zero 2, "
-            "3, --ckpt, --amp and --dtype bf16 want --impl scratch")
+    from harness.flags import refuse_flags
+
+    refuse_flags(args, FLAGS, "--dry-run --cp --attn --ckpt --amp --experts --save --resume "
+                 "--init-from")
+    require(args.zero < 2 and args.dtype != "bf16",
+            f"--impl {args.impl}: takes no --zero 2, no --zero 3 and no --dtype bf16")
     require(args.seq % args.tp == 0, f"--seq {args.seq}: torch wants a multiple of --tp {args.tp}")
     pipeline_parallel.refuse_at_work(require, args.schedule, args.micro, args.pp)
     require(len(home) == 1 or home[0] != home[max(home)], f"--schedule {args.schedule} --pp "

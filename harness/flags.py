@@ -191,6 +191,15 @@ def refuse(args, launch):
     require(not os.path.isfile(args.profile), f"--profile {args.profile}: is a file, give a folder")
 
 
+def refuse_flags(args, own, flags):
+    """What args.impl does not know must be left as it is by default. own: the script's FLAGS."""
+    known = {**own, **FLAGS}
+    for flag in flags.split():
+        usual = known[flag].get("default")
+        require((getattr(args, variable(flag)) or None) == (usual or None),
+                f"--impl {args.impl}: takes no {flag}")
+
+
 def refuse_file(flag, path):
     """Can this file be written?"""
     if not path:

@@ -562,8 +562,11 @@ REFUSED = """
     --dry-run 2 --dp 2 --experts 3 | --experts 3 does not divide into 2 equal parts
     --dry-run 2 --dp 2 --experts 3 --ep 3 | dp x cp = 2 does not divide into 3 equal parts
     --shared | --ep, --shared and --capacity are for --experts E
-    --impl torch --ckpt selective | --ckpt, --amp and --dtype bf16 want --impl scratch
-    --impl idea --zero 1 | --impl idea: dp, tp and pp alone, and tp divides --vocab
+    --impl torch --ckpt selective | --impl torch: takes no --ckpt
+    --impl both --zero 2 | --impl both: takes no --zero 2
+    --impl idea --zero 1 | --impl idea: takes no --zero
+    --impl idea --attn ring | --impl idea: takes no --attn
+    --impl idea --dry-run 2 --tp 2 --vocab 257 | --impl idea: --tp 2 must divide --vocab
     --impl torch --schedule interleaved | both ends of the model on one rank
 """
 
