@@ -6,21 +6,23 @@
     rank 2        2*      1      0     3-     5      rank 2      2,5*   1,6/   0,7/   3,4/     4
     rank 3        3*      2      1      0     7      rank 3      3,4*   2,5/   1,6/   0,7/     4
 
-A sequence is cut into chunks 0, 1, .. whose keys and values go around a ring of cp ranks. At each
-hop a rank has those of the chunks shown, and computes their scores with its own queries:
-    no mark: all (work 2)   /: half (1)   *: each query up to itself (1)   -: none (0)
+A sequence is cut into cp chunks, or 2 cp half as long, whose keys and values go around a ring of cp
+ranks. At each hop a rank has those of the chunks shown, and computes scores of its own queries:
+    no mark: with all of these keys (work 2)   /: half of the scores (1)   -: none (0)
+    *: its own keys, each query with those up to itself (1)
 
     begin_alike(model)                   # all ranks begin with the weights of the first
     ring = Zigzag()                      # of all ranks; else Zigzag(group)
     for layer in model.layers:
         layer.attn.attend = ring.attend  # attend(q, k, v) for a causal scaled_dot_product_attention
         # packed sequences: partial(ring.attend, documents=d), d (B, T): each token's document
-    own = ring.positions(T, device)      # (T/cp,): which tokens of x, and of the shifted y
-    loss = loss_sum(model(x[:, own], positions=own), y[:, own])  # positions: for RoPE or a table
-    (loss / valid).backward()            # loss_sum: of tokens; valid: targets of all ranks
+    own = ring.positions(T, device)      # (T/cp,): where this rank's tokens stand in x and y (B, T)
+    loss = loss_sum(model(x[:, own], positions=own), y[:, own])
+    # the model has to take positions, for RoPE or for a table, since x[:, own] does not tell them
+    (loss / valid).backward()            # loss_sum: over tokens; valid: targets in all of y
     sum_gradients(model.parameters())    # of all ranks; then clip and step, as one process does
 
-P parameters; in a layer a rank's queries have Q elements, its keys and its values S each:
+P parameters. In a layer a rank's queries have Q elements, its keys have S, and so have its values:
 
     elements on each rank        plain GPT   ring, zigzag, allgather         ulysses
     weights                      all         all                             all
@@ -48,7 +50,6 @@ from torch.autograd.function import once_differentiable
 # imports of parts 1 and 2 end here; the rest is for parts 3 to 5
 import sys
 from functools import cache, partial
-from types import SimpleNamespace
 
 from common import attend as plain_attend, clip_gradients, loss_sum
 
@@ -77,7 +78,7 @@ class GatherSequence(torch.autograd.Function):
         return torch.cat(pieces, 2)
 
     @staticmethod
-    def backward(ctx, gradient):  # what this rank's queries add to that of all tokens
+    def backward(ctx, gradient):  # (B, K, T, D): this rank's queries' summand of it
         pieces = [piece.contiguous() for piece in gradient.chunk(dist.get_world_size(ctx.group), 2)]
         own = torch.empty_like(pieces[0])
         dist.reduce_scatter(own, pieces, group=ctx.group)  # partial -> sharded
@@ -110,7 +111,7 @@ def all_reduce_gradients(model, group=None):
 def idea_step(model, optimizer, x, y, valid, clip):
     """x, y (B, T): whole sequences; valid: the number of their targets.
 
-    The model attends by `attend`. Where it needs its tokens' positions, it takes `positions`.
+    The model attends by `attend`, and numbers its tokens by `positions`: see part 3's parallelize.
     """
     optimizer.zero_grad()
     own = positions(x.shape[1], x.device)
@@ -126,16 +127,20 @@ def idea_step(model, optimizer, x, y, valid, clip):
 
 # ---- 2. the technique (copy this; it needs only torch) -----------------------
 
-# What it adds to the idea, and what that buys. Figures: a step of the toy, --seq 2048 --batch 1 on
-# 4 ranks, by the classes below, all additions in; sent and peak in MB    calls   sent   peak
-#        the idea                                                   84   19.1   56.9
+# What it adds to the idea, and what that buys:
 #     1  blocks of keys: no mask and no scores of T/cp x T
 #     2  equal work: half of the scores, as many on every rank
-#     3  AllGather: keys and values are not kept, but come again    13   25.4   34.1
-#        Zigzag: they come one rank's at a time, hidden             37   25.4   32.6
+#     3  keys and values are not kept, but come again in backward: all at once (AllGather), or one
+#        rank's at a time, hidden behind arithmetic (Ring, Zigzag)
 #     4  kernels: no scores in memory at all (on GPUs in bf16 and fp16)
-#     5  Ulysses: fewer bytes here; cp has to divide the heads      33   12.8   33.6
+#     5  Ulysses, another way: fewer bytes here, but cp has to divide the heads
 #     6  one all-reduce for all gradients, in the place of 68
+# A step of the toy, --seq 2048 --batch 1 on 4 ranks, of the idea and with all of this:
+#                          calls   MB sent   MB at the peak
+#         the idea           84      19.1      56.9
+#         AllGather          13      25.4      34.1
+#         Zigzag             37      25.4      32.6
+#         Ulysses            33      12.8      33.6
 # Documents become a mask, which step 4's kernels do not take. Llama 3 keeps the keys and values
 # that it has gathered, 2 (cp-1) S more in each layer, and may use any attention function.
 
@@ -151,8 +156,8 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 def attend_block(q, k, v, causal, same):
     """q (B, H, queries, D) attends to k and v (B, K, keys, D); H/K heads of q in a row share one.
 
-    causal: query i sees keys 0 to i alone. same (B, queries, keys): is the key of the query's
-    document? None: there is one document.
+    causal: query i sees keys 0 to i alone. same (B, queries, keys): are the query and the key of
+    one document? None: all are.
     -> the output, like q, and lse: the log-sum-exp of each query's scores (B, H, queries).
     """
     if has_kernel(q, same):
@@ -204,53 +209,39 @@ class BlockwiseAttention(torch.autograd.Function):
     """This rank's queries attend to the keys of one rank after the other."""
 
     @staticmethod
-    def forward(ctx, q, own_kv, documents, ranks):  # q (B, H, T/cp, D), own_kv (2, B, K, T/cp, D)
+    def forward(ctx, q, own_kv, documents, ring):  # q (B, H, T/cp, D), own_kv (2, B, K, T/cp, D)
         out = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
         lse = out.new_full(q.shape[:3], -math.inf)
-        for source, kv in ranks.bring(own_kv):
-            first, count, causal, same = ranks.view(source, q.shape[2], documents)
+        for source, kv in ring.bring(own_kv):
+            first, count, causal, same = ring.sees(source, q.shape[2], documents)
             if count == 0:
                 continue
             k, v = kv[..., :count, :]
             block_out, block_lse = attend_block(q[:, :, first:], k, v, causal, same)
-            # In the softmax over all keys so far, the keys of this block together have the share
-            # e^block_lse / (e^block_lse + e^lse), a sigmoid; it is 1 where lse is -inf still
+            # In the softmax over all keys so far these keys together have the share
+            # e^block_lse / (e^block_lse + e^lse), a sigmoid; it is 1 where lse is still -inf
             share = torch.sigmoid(block_lse - lse[:, :, first:])
             out[:, :, first:].lerp_(block_out.to(out.dtype), share.unsqueeze(-1))
             lse[:, :, first:] = torch.logaddexp(lse[:, :, first:], block_lse)
         out = out.to(q.dtype)
-        ctx.ranks = ranks
-        ctx.save_for_backward(q, own_kv, documents, out, lse)
+        ctx.ring = ring
+        ctx.save_for_backward(q, out, lse, own_kv, documents)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        dq, own_dkv = ctx.ranks.backward(dout, *ctx.saved_tensors)
+        q, out, lse, own_kv, documents = ctx.saved_tensors
+        dq = torch.zeros_like(q, dtype=lse.dtype)  # fp32 or better
+        own_dkv = ctx.ring.backward(dq, (dout, q, out, lse), own_kv, documents)
         return dq.to(dout.dtype), own_dkv.to(dout.dtype), None, None
 
 
 # 2. Equal work: the rank with the last chunk would see all keys, the first rank hardly any.
 
 
-def seen(mine, theirs, tokens):
-    """What my queries see of their keys. mine, theirs: chunks; tokens: how many each rank has.
-
-    -> (first, count, causal): queries from number `first` on see the first `count` keys; the
-    queries before it see none. If causal, query i sees of these only keys 0 to i.
-    """
-    if mine == theirs:
-        return 0, tokens, True  # a rank's tokens are in order, also those of chunks 0,7
-    # Zigzag's pairs are nested. Of mine 0,7 and theirs 3,4: 0 is blind, 3 and 4 are visible to 7.
-    # Of mine 2,5 and theirs 1,6: none is blind, 1 is visible to both
-    size = tokens // len(mine)  # of a chunk
-    blind = [chunk for chunk in mine if chunk < theirs[0]]  # see none of these keys
-    visible = [chunk for chunk in theirs if chunk < mine[-1]]  # seen by all others of mine
-    return len(blind) * size, len(visible) * size, False
-
-
 class ContextParallel:
-    """The ranks that share each sequence. Classes below add the idea's `attend`."""
+    """The ranks that share each sequence. The classes below add attend()."""
 
     def __init__(self, group=None):
         self.group = group  # None: the world
@@ -259,7 +250,7 @@ class ContextParallel:
 
     @staticmethod
     def chunks(rank, cp):
-        """Which of cp chunks a rank has; of 2 cp, if it has two."""
+        """Which of a sequence's chunks a rank has: of cp chunks one."""
         return [rank]
 
     def positions(self, T, device=None):
@@ -280,6 +271,22 @@ def early_and_late(rank, cp):
     return [rank, 2 * cp - 1 - rank]
 
 
+def seen(mine, theirs, tokens):
+    """What my queries see of their keys. mine, theirs: chunks; tokens: how many each rank has.
+
+    -> (first, count, causal): queries from number `first` on see the first `count` keys, and the
+    queries before it none. If causal, query i sees of these only keys 0 to i.
+    """
+    if mine == theirs:
+        return 0, tokens, True  # a rank's tokens are in order, also those of chunks 0,7
+    # Pairs of early_and_late are nested. Of mine 0,7 and theirs 3,4: 0 is before both, blind, and
+    # both are visible to 7. Of mine 2,5 and theirs 1,6: none is blind, and 1 is visible to both.
+    size = tokens // len(mine)  # of a chunk
+    blind = [chunk for chunk in mine if chunk < theirs[0]]
+    visible = [chunk for chunk in theirs if chunk < mine[-1]]
+    return len(blind) * size, len(visible) * size, False
+
+
 class Blockwise(ContextParallel):
     """What AllGather and Ring share. They differ in how keys and values come and gradients go."""
 
@@ -289,7 +296,7 @@ class Blockwise(ContextParallel):
         with torch.autocast(q.device.type, enabled=False):  # it would make bf16 of fp32 scores
             return BlockwiseAttention.apply(q, torch.stack([k, v]), documents, self)
 
-    def view(self, source, tokens, documents):
+    def sees(self, source, tokens, documents):
         """What this rank's queries see of another's keys -> first, count, causal, same."""
         mine = self.chunks(self.cp_rank, self.cp)
         first, count, causal = seen(mine, self.chunks(source, self.cp), tokens)
@@ -300,12 +307,12 @@ class Blockwise(ContextParallel):
         keys = documents[:, self.positions_of(source, self.cp, T, documents.device)[:count]]
         return first, count, causal, queries.unsqueeze(2) == keys.unsqueeze(1)
 
-    def add_gradients(self, dq, dkv, source, kv, documents, dout, q, out, lse):
-        """Adds what attention to the keys of one rank gives."""
-        first, count, causal, same = self.view(source, kv.shape[-2], documents)
+    def add_gradients(self, dq, dkv, queries, source, kv, documents):
+        """Adds what attention to one rank's keys gives. queries: dout, q, out, lse of all."""
+        first, count, causal, same = self.sees(source, kv.shape[-2], documents)
         if count == 0:
             return
-        queries = [x[:, :, first:] for x in (dout, q, out, lse)]
+        queries = [x[:, :, first:] for x in queries]
         k, v = kv[..., :count, :]
         block_dq, block_dk, block_dv = attend_block_backward(*queries, k, v, causal, same)
         dq[:, :, first:] += block_dq
@@ -322,21 +329,20 @@ class AllGather(Blockwise):
     chunks = staticmethod(early_and_late)
 
     def bring(self, own_kv):
-        """-> for each rank its number, its K and V."""
+        """-> for each rank (its number, its K and V)."""
         all_kv = own_kv.new_empty(self.cp, *own_kv.shape)
         # sharded -> replicated. Not blocking: torch.compile would call another one, which hung
         all_gather(all_kv.view(-1), own_kv.view(-1), group=self.group, async_op=True).wait()
         return enumerate(all_kv)
 
-    def backward(self, dout, q, own_kv, documents, out, lse):
-        dq = torch.zeros_like(q, dtype=lse.dtype)  # fp32 or better
+    def backward(self, dq, queries, own_kv, documents):
         brought = self.bring(own_kv)
-        all_dkv = lse.new_zeros(self.cp, *own_kv.shape)
+        all_dkv = dq.new_zeros(self.cp, *own_kv.shape)
         for source, kv in brought:
-            self.add_gradients(dq, all_dkv[source], source, kv, documents, dout, q, out, lse)
+            self.add_gradients(dq, all_dkv[source], queries, source, kv, documents)
         own_dkv = torch.empty_like(all_dkv[0])
         reduce_scatter(own_dkv.view(-1), all_dkv.view(-1), group=self.group)  # partial -> sharded
-        return dq, own_dkv
+        return own_dkv
 
 
 class Exchange:
@@ -365,19 +371,18 @@ class Ring(Blockwise):
     """K and V go around the ring, and their gradients one hop behind them (Liu 2023, section 3)."""
 
     def bring(self, kv):
-        """Yield for this rank, then for each rank before it, its number, its K and V."""
+        """Yield the same for this rank, then for each rank before it."""
         for hop in range(self.cp - 1):
-            passing = Exchange(kv, self.group)  # under way while the caller works with kv
+            passing = Exchange(kv, self.group)  # under way while the caller computes with kv
             yield (self.cp_rank - hop) % self.cp, kv
             kv = passing.wait()
         yield (self.cp_rank + 1) % self.cp, kv
 
-    def backward(self, dout, q, own_kv, documents, out, lse):
-        dq = torch.zeros_like(q, dtype=lse.dtype)  # fp32 or better
+    def backward(self, dq, queries, own_kv, documents):
         passing = None  # a sum that comes here, while this rank's summand is made
         for source, kv in self.bring(own_kv):
-            dkv = lse.new_zeros(own_kv.shape)  # sent even if 0: the next rank waits for it
-            self.add_gradients(dq, dkv, source, kv, documents, dout, q, out, lse)
+            dkv = dq.new_zeros(own_kv.shape)  # sent even if 0: the next rank waits for it
+            self.add_gradients(dq, dkv, queries, source, kv, documents)
             if source == self.cp_rank:
                 own_dkv = dkv  # stays: the sum of all others' summands comes here in the end
                 continue
@@ -386,7 +391,7 @@ class Ring(Blockwise):
             passing = Exchange(dkv, self.group)  # to the rank that has them at the next hop
         if passing:
             own_dkv += passing.wait()  # partial -> sharded
-        return dq, own_dkv
+        return own_dkv
 
 
 class Zigzag(Ring):
@@ -466,21 +471,33 @@ class Ulysses(ContextParallel):
 
 def sum_gradients(parameters, group=None):
     """Once a step, after the last backward."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    flat = torch.cat([t.flatten() for t in gradients])
+    trained = [p for p in parameters if p.grad is not None]
+    flat = torch.cat([p.grad.flatten() for p in trained])
     dist.all_reduce(flat, group=group)  # partial -> replicated
-    parts = flat.split([t.numel() for t in gradients])
-    torch._foreach_copy_(gradients, [part.view_as(t) for t, part in zip(gradients, parts)])
+    for p, part in zip(trained, flat.split([p.numel() for p in trained])):
+        p.grad = part.view_as(p)  # a piece of flat: nothing is copied back
 
 
 # ---- 3. the toy GPT, parallelized --------------------------------------------
 
 
+class Idea(ContextParallel):
+    """Part 1, for parallelize()."""
+
+    attend = staticmethod(attend)
+
+
 def parallelize(model, ring):
-    """Let a model attend by the ring -> the model, for the tokens at ring.positions(T) alone."""
+    """Let a model attend by the ring, a Zigzag or another, and number its tokens by where they
+    stand in the sequence, not 0, 1, .., T/cp - 1 -> the model, for the tokens at ring.positions(T).
+    """
+
+    @cache  # every layer of Llama's form asks for the same
+    def positions(length, device):  # of the `length` tokens here
+        return ring.positions(ring.cp * length, device)
+
     attend_by(model, ring.attend)
-    # cached, since every layer of Llama's form asks for the same
-    number_tokens(model, cache(lambda length, device: ring.positions(ring.cp * length, device)))
+    number_tokens(model, positions)
     return model
 
 
@@ -490,7 +507,6 @@ def attend_by(model, attend):
 
 
 def number_tokens(model, positions):
-    """Number tokens by where they stand in the sequence, instead of 0, 1, .., T/cp - 1."""
     model.positions = positions
     for block in model.blocks:
         block.attn.positions = positions
@@ -516,8 +532,8 @@ def train_step(model, optimizer, x, y, valid, clip, ring):
 # ---- 4. at work: the same with torch's own API -------------------------------
 
 
-def cut_in_place(mesh, model, x, y):
-    """-> torch's context, in which x and y (B, T) are (B, T/cp), cut as zigzag does."""
+def torchs_context(mesh, model, x, y):
+    """Within it x and y (B, T) themselves are (B, T/cp), cut as zigzag does."""
     from torch.distributed.tensor.experimental import context_parallel  # slow
 
     where = torch.arange(x.shape[1], device=x.device)
@@ -529,7 +545,7 @@ def cut_in_place(mesh, model, x, y):
 
 def train_step_at_work(model, optimizer, x, y, valid, clip, mesh):
     optimizer.zero_grad()
-    with cut_in_place(mesh, model, x, y):
+    with torchs_context(mesh, model, x, y):
         loss = loss_sum(model(x), y) / valid
         loss.backward()
     sum_gradients(model.parameters())  # ours; at work FSDP or DDP sums them
@@ -539,7 +555,7 @@ def train_step_at_work(model, optimizer, x, y, valid, clip, mesh):
 
 
 def evaluate_at_work(model, mesh, x, y):
-    with cut_in_place(mesh, model, x, y):
+    with torchs_context(mesh, model, x, y):
         return loss_sum(model(x), y)
 
 
@@ -556,7 +572,7 @@ VARIANTS = ("--attn ring", "--attn zigzag", "--attn allgather", "--attn ulysses"
 def refuse(args, require):
     cp = args.world_size
     seq = args.cfg.seq
-    kind = ContextParallel if args.impl == "idea" else KINDS[args.attn]
+    kind = Idea if args.impl == "idea" else KINDS[args.attn]
     chunks = cp * len(kind.chunks(0, cp))
     require(seq % chunks == 0, f"--seq {seq} does not divide into {chunks} chunks, for {cp} ranks")
     require(kind is not Ulysses or args.cfg.kv_heads % cp == 0,
@@ -578,31 +594,31 @@ def set_up(run, impl):
                         evaluate=partial(evaluate_at_work, model, mesh))
     if impl == "idea":
         begin_alike(model)
-        ranks = SimpleNamespace(attend=attend, positions=positions, cp=run.world_size)
+        ring = Idea()
         step = idea_step
     else:
-        ranks = KINDS[run.args.attn]()
-        step = partial(train_step, ring=ranks)
-    parallelize(model, ranks)
-    evaluate = partial(loss_of_own, model, ring=ranks)
+        ring = KINDS[run.args.attn]()
+        step = partial(train_step, ring=ring)
+    parallelize(model, ring)
+    evaluate = partial(loss_of_own, model, ring=ring)
     if run.args.documents:
-        step = packed(step, model, ranks.attend)
-        evaluate = packed(evaluate, model, ranks.attend)
+        step = packed(step, model, ring.attend)
+        evaluate = packed(evaluate, model, ring.attend)
     return run.side(model, optimizer, step, evaluate=evaluate)
 
 
 def packed(call, model, attend):
-    """-> call, of whose tensors x (B, T) is the first; at a newline the next document begins."""
+    """-> call, which tells attention the documents first. At a newline the next one begins."""
 
     def told(*operands):
-        x = next(filter(torch.is_tensor, operands))
+        x = next(each for each in operands if torch.is_tensor(each))  # (B, T); y comes behind it
         attend_by(model, partial(attend, documents=(x == ord("\n")).cumsum(1)))
         return call(*operands)
 
     return told
 
 
-def packed_plain(run):
+def packed_plain(run):  # for --check
     model = run.build()
     model.forward = packed(model.forward, model, plain_attend)
     return run.plain(model)
@@ -616,7 +632,7 @@ def textbook(run):
     Q = run.args.batch * run.cfg.seq // cp * run.cfg.heads * run.cfg.head_dim
     S = Q * run.cfg.kv_heads // run.cfg.heads
     L = run.cfg.layers
-    kv = 2 * (cp - 1) * L * S  # numbers
+    kv = 2 * (cp - 1) * L * S  # numbers in all others' K and V
     ring = [("wire send", "2 (cp-1) L (2 b + d) S", kv * (2 * b + d))]
     rows = {
         "idea": [("wire all_gather", "2 (cp-1) L b S", kv * b),

@@ -195,8 +195,8 @@ def test_cost(world, flags):
     textbook(dry_run_agrees("context_parallel", world, *flags, ranks=[world - 1]))
 
 
-ADDED = {"the idea": IDEA, "AllGather:": ("--attn", "allgather"), "Zigzag:": ("--attn", "zigzag"),
-         "Ulysses:": ("--attn", "ulysses")}
+ADDED = {"the idea": IDEA, "AllGather": ("--attn", "allgather"), "Zigzag": ("--attn", "zigzag"),
+         "Ulysses": ("--attn", "ulysses")}
 
 
 def test_what_is_added_to_the_idea():
