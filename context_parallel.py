@@ -205,38 +205,6 @@ def scores_of(q, k, causal, same):
     return scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
 
 
-class BlockwiseAttention(torch.autograd.Function):
-    """This rank's queries attend to the keys of one rank after the other."""
-
-    @staticmethod
-    def forward(ctx, q, own_kv, documents, ring):  # q (B, H, T/cp, D), own_kv (2, B, K, T/cp, D)
-        out = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
-        lse = out.new_full(q.shape[:3], -math.inf)
-        for source, kv in ring.bring(own_kv):
-            first, count, causal, same = ring.sees(source, q.shape[2], documents)
-            if count == 0:
-                continue
-            k, v = kv[..., :count, :]
-            block_out, block_lse = attend_block(q[:, :, first:], k, v, causal, same)
-            # In the softmax over all keys so far these keys together have the share
-            # e^block_lse / (e^block_lse + e^lse), a sigmoid; it is 1 where lse is still -inf
-            share = torch.sigmoid(block_lse - lse[:, :, first:])
-            out[:, :, first:].lerp_(block_out.to(out.dtype), share.unsqueeze(-1))
-            lse[:, :, first:] = torch.logaddexp(lse[:, :, first:], block_lse)
-        out = out.to(q.dtype)
-        ctx.ring = ring
-        ctx.save_for_backward(q, out, lse, own_kv, documents)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dout):
-        q, out, lse, own_kv, documents = ctx.saved_tensors
-        dq = torch.zeros_like(q, dtype=lse.dtype)  # fp32 or better
-        own_dkv = ctx.ring.backward(dq, (dout, q, out, lse), own_kv, documents)
-        return dq.to(dout.dtype), own_dkv.to(dout.dtype), None, None
-
-
 # 2. Equal work: the rank with the last chunk would see all keys, the first rank hardly any.
 
 
@@ -287,8 +255,47 @@ def seen(mine, theirs, tokens):
     return len(blind) * size, len(visible) * size, False
 
 
+# 3. One rank's keys after the other. They come by the idea's collectives, or around a ring.
+
+
+class BlockwiseAttention(torch.autograd.Function):
+    """This rank's queries attend to the keys of one rank after the other."""
+
+    @staticmethod
+    def forward(ctx, q, own_kv, documents, ring):  # q (B, H, T/cp, D), own_kv (2, B, K, T/cp, D)
+        out = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
+        lse = out.new_full(q.shape[:3], -math.inf)
+        for source, kv in ring.bring(own_kv):
+            first, count, causal, same = ring.sees(source, q.shape[2], documents)
+            if count == 0:
+                continue
+            k, v = kv[..., :count, :]
+            block_out, block_lse = attend_block(q[:, :, first:], k, v, causal, same)
+            # In the softmax over all keys so far these keys together have the share
+            # e^block_lse / (e^block_lse + e^lse), a sigmoid; it is 1 where lse is still -inf
+            share = torch.sigmoid(block_lse - lse[:, :, first:])
+            out[:, :, first:].lerp_(block_out.to(out.dtype), share.unsqueeze(-1))
+            lse[:, :, first:] = torch.logaddexp(lse[:, :, first:], block_lse)
+        out = out.to(q.dtype)
+        ctx.ring = ring
+        ctx.save_for_backward(q, out, lse, own_kv, documents)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dout):
+        q, out, lse, own_kv, documents = ctx.saved_tensors
+        dq = torch.zeros_like(q, dtype=lse.dtype)  # fp32 or better
+        own_dkv = ctx.ring.backward(dq, (dout, q, out, lse), own_kv, documents)
+        return dq.to(dout.dtype), own_dkv.to(dout.dtype), None, None
+
+
 class Blockwise(ContextParallel):
-    """What AllGather and Ring share. They differ in how keys and values come and gradients go."""
+    """What AllGather and Ring share. They add how keys and values come, and gradients go:
+
+    bring(own_kv) -> one after the other each rank's number, its K and V
+    backward(dq, queries, own_kv, documents) -> own_dkv, of all ranks' queries; adds to dq
+    """
 
     def attend(self, q, k, v, documents=None):
         """As the idea's. Every rank calls it, with equal shapes."""
@@ -308,7 +315,7 @@ class Blockwise(ContextParallel):
         return first, count, causal, queries.unsqueeze(2) == keys.unsqueeze(1)
 
     def add_gradients(self, dq, dkv, queries, source, kv, documents):
-        """Adds what attention to one rank's keys gives. queries: dout, q, out, lse of all."""
+        """Adds what attention to one rank's keys gives. queries: dout, q, out, lse."""
         first, count, causal, same = self.sees(source, kv.shape[-2], documents)
         if count == 0:
             return
@@ -320,16 +327,12 @@ class Blockwise(ContextParallel):
         dkv[1, :, :, :count] += block_dv
 
 
-# 3. Keys and values come by the idea's collectives, or from neighbours, one hop after the other.
-
-
 class AllGather(Blockwise):
     """K and V are gathered, and in backward gathered anew."""
 
     chunks = staticmethod(early_and_late)
 
     def bring(self, own_kv):
-        """-> for each rank (its number, its K and V)."""
         all_kv = own_kv.new_empty(self.cp, *own_kv.shape)
         # sharded -> replicated. Not blocking: torch.compile would call another one, which hung
         all_gather(all_kv.view(-1), own_kv.view(-1), group=self.group, async_op=True).wait()
@@ -371,7 +374,7 @@ class Ring(Blockwise):
     """K and V go around the ring, and their gradients one hop behind them (Liu 2023, section 3)."""
 
     def bring(self, kv):
-        """Yield the same for this rank, then for each rank before it."""
+        # this rank's own, then those of the rank before it, ..
         for hop in range(self.cp - 1):
             passing = Exchange(kv, self.group)  # under way while the caller computes with kv
             yield (self.cp_rank - hop) % self.cp, kv
@@ -482,9 +485,10 @@ def sum_gradients(parameters, group=None):
 
 
 class Idea(ContextParallel):
-    """Part 1, for parallelize()."""
+    """Part 1, as parallelize() wants it."""
 
     attend = staticmethod(attend)
+    positions = staticmethod(positions)
 
 
 def parallelize(model, ring):
