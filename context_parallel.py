@@ -492,16 +492,17 @@ class Idea(ContextParallel):
 
 
 def parallelize(model, ring):
-    """Let a model attend by the ring, a Zigzag or another, and number its tokens by where they
-    stand in the sequence, not 0, 1, .., T/cp - 1 -> the model, for the tokens at ring.positions(T).
+    """ring: a Zigzag, or another kind. Lets the model attend by it, and number its tokens by where
+    they stand in the sequence, not 0, 1, .., T/cp - 1.
+    -> the model, for the tokens at ring.positions(T)
     """
 
     @cache  # every layer of Llama's form asks for the same
-    def positions(length, device):  # of the `length` tokens here
+    def where(length, device):  # the `length` tokens of this rank stand
         return ring.positions(ring.cp * length, device)
 
     attend_by(model, ring.attend)
-    number_tokens(model, positions)
+    number_tokens(model, where)
     return model
 
 
@@ -596,14 +597,12 @@ def set_up(run, impl):
         mesh = dist.init_device_mesh(run.device.type, (run.world_size,))
         return run.side(model, optimizer, partial(train_step_at_work, mesh=mesh),
                         evaluate=partial(evaluate_at_work, model, mesh))
+    ring = Idea() if impl == "idea" else KINDS[run.args.attn]()
+    parallelize(model, ring)
+    step = partial(train_step, ring=ring)
     if impl == "idea":
         begin_alike(model)
-        ring = Idea()
         step = idea_step
-    else:
-        ring = KINDS[run.args.attn]()
-        step = partial(train_step, ring=ring)
-    parallelize(model, ring)
     evaluate = partial(loss_of_own, model, ring=ring)
     if run.args.documents:
         step = packed(step, model, ring.attend)
