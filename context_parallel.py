@@ -16,10 +16,9 @@ ranks. At each hop a rank has those of the chunks shown, and computes scores of 
     for layer in model.layers:
         layer.attn.attend = ring.attend  # attend(q, k, v) for a causal scaled_dot_product_attention
         # packed sequences: partial(ring.attend, documents=d), d (B, T): each token's document
-    own = ring.positions(T, device)      # (T/cp,): where this rank's tokens stand in x and y (B, T)
-    loss = loss_sum(model(x[:, own], positions=own), y[:, own])
-    # the model has to take positions, for RoPE or for a table, since x[:, own] does not tell them
-    (loss / valid).backward()            # loss_sum: over tokens; valid: targets in all of y
+    own = ring.positions(T, device)      # (T/cp,): which of the tokens x, y (B, T) are this rank's
+    logits = model(x[:, own], positions=own)  # the model has to be told where its tokens stand
+    (loss_sum(logits, y[:, own]) / valid).backward()  # loss_sum: of tokens; valid: targets in y
     sum_gradients(model.parameters())    # of all ranks; then clip and step, as one process does
 
 P parameters. In a layer a rank's queries have Q elements, its keys have S, and so have its values:
@@ -78,7 +77,7 @@ class GatherSequence(torch.autograd.Function):
         return torch.cat(pieces, 2)
 
     @staticmethod
-    def backward(ctx, gradient):  # (B, K, T, D): this rank's queries' summand of it
+    def backward(ctx, gradient):  # (B, K, T, D), partial: of this rank's queries alone
         pieces = [piece.contiguous() for piece in gradient.chunk(dist.get_world_size(ctx.group), 2)]
         own = torch.empty_like(pieces[0])
         dist.reduce_scatter(own, pieces, group=ctx.group)  # partial -> sharded
