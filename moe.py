@@ -7,19 +7,19 @@ each rank has 3 tokens, K is 2. Experts 0 and 1, left of |, are on rank 0, and 2
     rank 0    0 0 0 1 | 2 3   0 0 0 1 0 1   0 0 0 1 0 1   0 0 0 1 | 2 3   3 tokens
     rank 1    0 1 | 2 2 3 3   2 3 2 2 3 3   2 3 2 2 3 3   0 1 | 2 2 3 3   3 tokens
 
-    # n ranks: 8 share out the experts, an `ep` group; those with the same ones are `replicas`
     mesh = dist.init_device_mesh("cuda", (n // 8, 8), mesh_dim_names=("replicas", "ep"))
-    replicas, ep = mesh.get_all_groups()
-    mine = mlp.experts[E // 8 * ep.rank():E // 8 * (ep.rank() + 1)]  # MLPs with up, down and gate
+    replicas, ep = mesh.get_all_groups()  # ranks with the same experts; 8 that share out all E
+    plain = block.mlp  # of each block: a router and experts, which are MLPs with up, down and gate
+    mine = plain.experts[E // 8 * ep.rank():E // 8 * (ep.rank() + 1)]
     experts = Experts(F.silu, [m.up for m in mine], [m.down for m in mine], [m.gate for m in mine])
-    block.mlp = MoE(mlp.router, experts, partial(softmax_route, top_k=2, normalize=True), ep)
+    block.mlp = MoE(plain.router, experts, partial(softmax_route, top_k=2, normalize=True), ep)
     broadcast_parameters(model, replicas)  # once, then optimizer = AdamW(model.parameters())
     optimizer.zero_grad()
     (token_losses.sum() / valid_targets_of_all_ranks).backward()
     sum_gradients(model, replicas)
     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, gradient_norm(model, ep))
     optimizer.step()
-    step_biases(model)  # in every step: it also ends the sums that layers keep of one
+    step_biases(model)  # in every step: layers begin new sums, also where they have no biases
 
 Each of n ranks has N tokens of its own; ep of them share out E experts. `dense` numbers are trained
 outside experts, `experts` in them. A number has b bytes.
@@ -201,8 +201,9 @@ def idea_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
 # ---- experts in stacks
 
 
-def stacked(tensors):
-    return nn.Parameter(torch.stack([t.detach() for t in tensors]), tensors[0].requires_grad)
+def stacked(parameters):
+    stack = torch.stack([p.detach() for p in parameters])
+    return nn.Parameter(stack, requires_grad=parameters[0].requires_grad)
 
 
 class StackedLinear(nn.Module):
@@ -848,17 +849,17 @@ def textbook(run, model, ep):
     e = ep.size()
     b = run.dtype.itemsize
     L = run.cfg.layers
-    dense, of_experts = [b * sum(p.numel() for p in ps) for ps in dense_and_experts(model)]
-    int64s = 8 * L * run.args.experts  # bytes of one for each expert of each layer
-    loads = int64s if layers_of(model) else 0  # the idea sums none
+    dense, here = [sum(p.numel() for p in ps) for ps in dense_and_experts(model)]
+    counts = 8 * L * run.args.experts  # bytes, of an int64 for each expert of each layer
+    loads = counts if layers_of(model) else 0  # the idea sums none
     return [
         ("calls all_to_all", "5 L", 5 * L),
         ("wire all_reduce",
          "2 (n-1)/n (b dense + 8 L E) + 2 (n-ep)/n b experts/ep + 2 (ep-1)/ep max(4, b)",
-         2 * (n - 1) / n * (dense + loads) + 2 * (n - e) / n * of_experts
+         2 * (n - 1) / n * (b * dense + loads) + 2 * (n - e) / n * b * here
          + 2 * (e - 1) / e * max(4, b)),
         ("held states", "4 b (dense + experts/ep) + 4 per tensor (steps) + 8 L E",
-         4 * (dense + of_experts) + 4 * len(list(model.parameters())) + int64s),  # bias_units
+         4 * b * (dense + here) + 4 * len(list(model.parameters())) + counts),  # bias_units
     ]
 
 

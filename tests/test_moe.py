@@ -169,21 +169,9 @@ def test_one_kernel_is_the_loop():
 # ---- the copy: in another model ----------------------------------------------------------
 
 
-class Other(nn.Module):
-    """A model that is not the GPT, with two mixtures."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.inp = nn.Embedding(11, 7)
-        self.norms = nn.ModuleList([nn.RMSNorm(7), nn.RMSNorm(7)])
-        self.mix = nn.ModuleList([layer(), layer()])
-        self.out = nn.Linear(7, 11, bias=False)
-
-    def forward(self, x):  # (N, 1) -> (N, 1, 11)
-        x = self.inp(x)
-        for norm, mix in zip(self.norms, self.mix):
-            x = x + mix(norm(x))
-        return self.out(x)
+def other(layer):
+    """A model that is not the GPT, with two mixtures, for tokens (N, 1)."""
+    return nn.Sequential(nn.Embedding(11, 7), layer(), nn.RMSNorm(7), layer(), nn.Linear(7, 11))
 
 
 TOKENS = [  # of each step, of its two micro-batches: how many tokens each rank has
@@ -234,10 +222,10 @@ def copied_layer(section, mix, ep):
 def plain_step(plain, optimizer, x, y, sources):
     """A step of the whole batch, in one forward -> all that training makes, by name."""
     optimizer.zero_grad()
-    for mix in plain.mix:
+    for mix in plain[1::2]:
         mix.sources = sources
     loss = cross_entropy(plain, x, y, len(x))
-    for mix in plain.mix:
+    for mix in plain[1::2]:
         loss = loss + getattr(mix, "loss", 0)  # the idea has none
     loss.backward()
     norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
@@ -276,11 +264,10 @@ def train_both(section, plain, step, ep_size, recompute=False):
                                  mesh_dim_names=("replicas", "ep"))
     replicas, ep = mesh.get_all_groups()
     model = copy.deepcopy(plain)
-    for i, mix in enumerate(model.mix):
-        model.mix[i] = copied_layer(section, mix, ep)
+    for i in 1, 3:
+        model[i] = copied_layer(section, model[i], ep)
         if recompute:
-            layer = model.mix[i]
-            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+            model[i].forward = partial(checkpoint, model[i].forward, use_reentrant=False)
     if hasattr(section, "broadcast_parameters"):
         if replicas.rank() > 0:
             for p in model.parameters():
@@ -303,7 +290,7 @@ DEEPSEEK = partial(moe.sigmoid_route, top_k=2, scale=2.5, groups=2, top_groups=1
 def check_copy(ep_size, kind, recompute=False, bug=()):
     section = copied("moe", 2, *bug)
     torch.manual_seed(0)
-    train_both(section, Other(partial(toy_layer, *kind)), our_step, ep_size, recompute)
+    train_both(section, other(partial(toy_layer, *kind)), our_step, ep_size, recompute)
 
 
 def check_idea(ep_size, route, recompute=False, bug=()):
@@ -314,7 +301,7 @@ def check_idea(ep_size, route, recompute=False, bug=()):
         toy = toy_layer(2, 0.0)
         return section.PlainMoE(toy.router, toy.experts, route)
 
-    train_both(section, Other(layer), ideas_step, ep_size, recompute)
+    train_both(section, other(layer), ideas_step, ep_size, recompute)
 
 
 SOFTMAX = partial(moe.softmax_route, top_k=3, normalize=False)
