@@ -263,12 +263,9 @@ class Mail:
         self.end = max(self.home)  # the last stage
         # {action: its number in the plan of its rank}
         self.number = {action: i for plan in plans for i, action in enumerate(plan)}
-        self.taker = {}  # {action: the one that takes what it makes}
-        for action in self.number:
-            if action.kind in WAY:
-                taker = action._replace(stage=action.stage + WAY[action.kind])
-                if taker in self.number:
-                    self.taker[action] = taker
+        after = {a: a._replace(stage=a.stage + WAY[a.kind]) for a in self.number if a.kind in WAY}
+        # {action: the one that takes what it makes}, and the other way round
+        self.taker = {maker: taker for maker, taker in after.items() if taker in self.number}
         self.maker = {taker: maker for maker, taker in self.taker.items()}
         self.coming = deque()  # other ranks' actions; receives of their tensors are yet to begin
         self.inbox = {}  # {action: (the receive's Work, None if it is made here; tensor)}
@@ -469,9 +466,9 @@ def carve(model, chain, layers):
 def exchange(module, others, path=""):
     """-> a copy of the module that has other submodules, {name: module}, and shares the rest."""
     twin = copy.copy(module)
-    for key, value in vars(module).items():
-        if isinstance(value, dict):  # of its modules, of its hooks: the twin has dicts of its own
-            vars(twin)[key] = value.copy()
+    # of its modules, of its hooks: the twin has dicts of its own
+    dicts = {key: value.copy() for key, value in vars(module).items() if isinstance(value, dict)}
+    vars(twin).update(dicts)
     for name, child in module._modules.items():
         place = path + name
         if place in others:
@@ -544,7 +541,6 @@ class SplitPipeline(Pipeline):
         ws = self.ws.pop((m, stage))
         while ws:  # from the last layer to the first, as in backward
             ws.pop(0)()  # popped, so that what it holds is free at once
-        return None
 
     def backward(self, m, stage, grad):
         if (m, stage) in self.split:
@@ -568,11 +564,8 @@ def turns(M, warmup, stages, at_once=1):
 def sweep(kind, M, stages, at_once):
     """-> actions of this kind: `at_once` micro-batches go through all these stages, then the next
     `at_once`, and so on."""
-    actions = []
-    for first in range(0, M, at_once):
-        group = range(first, min(first + at_once, M))
-        actions += [Action(kind, m, stage) for stage in stages for m in group]
-    return actions
+    groups = [range(first, min(first + at_once, M)) for first in range(0, M, at_once)]
+    return [Action(kind, m, stage) for group in groups for stage in stages for m in group]
 
 
 def late_ws(M, warmup, stages, lag):
@@ -614,10 +607,24 @@ def from_words(M, stages, *lines):
     return [action for action in [*plan, *left] if action.microbatch < M]
 
 
-def zb_v(r, p, M, stages):
+def loop(r, p, v):
+    """-> the v stages of rank r of p, if stage s is on rank s % p."""
+    return list(range(r, p * v, p))
+
+
+def vee(r, p):
+    """-> the two of rank r, if stages go down the ranks and up again: rank 0 has both ends."""
+    return [r, 2 * p - 1 - r]
+
+
+def interleaved(r, p, M, v):
+    return turns(M, (v - 1) * p + 2 * (p - 1 - r), loop(r, p, v), at_once=p)
+
+
+def zb_v(r, p, M, v):
     n = max(M, 2 * p - 1)  # the words want that many micro-batches; those beyond M are dropped
     return from_words(
-        M, stages,
+        M, vee(r, p),
         ("F", 2 * (p - r) - 1),  # until the first micro-batch comes to the second stage
         ("f F", r),  # until the first gradient comes to the second stage
         ("f b W", p - r),  # until the first gradient comes to the first stage
@@ -628,9 +635,9 @@ def zb_v(r, p, M, stages):
     )
 
 
-def dualpipe_v(r, p, M, stages):
+def dualpipe_v(r, p, M, v):
     return from_words(
-        M, stages,
+        M, vee(r, p),
         ("F", 2 * (p - 1 - r)),
         ("F f", r + 1),
         ("b W f", p - 1 - r),
@@ -644,95 +651,77 @@ def dualpipe_v(r, p, M, stages):
     )
 
 
-def loop(r, p, chunks):
-    """-> the stages of rank r of p, if stage s is on rank s % p."""
-    return list(range(r, p * chunks, p))
-
-
-def vee(r, p, chunks):
-    """-> the stages of rank r of p, if they go down the ranks and up again: 0 has both ends."""
-    return [r, 2 * p - 1 - r]  # chunks is 2
-
-
-class Schedule(NamedTuple):
-    place: Callable  # (rank r, of p, chunks) -> the stages of the rank
-    chunks: int | None  # stages per rank; None: as many as make_plans is told
-    order: Callable  # (rank r, of p, micro-batches M, its stages s) -> the rank's plan
-
-
+# {name: (rank r, of p, M micro-batches, v stages of each rank if one may choose) -> r's plan}
 # The pictures are for F = B = W and 2 ranks with 4 micro-batches; naive and bfs have 2. Small
 # letters are a rank's second stage. A B that leaves no W is twice as long: it does the W, too.
 SCHEDULES = {
     # One micro-batch at a time: one rank is at work.
     #     rank 0   F0 .........B0    F1 .........B1
     #     rank 1   ...F0 B0    .........F1 B1    ......
-    "naive": Schedule(loop, 1, lambda r, p, M, s: turns(M, 0, s)),
+    "naive": lambda r, p, M, v: turns(M, 0, [r]),
     # All forwards, then all backwards (Huang 2019, arXiv:1811.06965, figure 2c).
     #     rank 0   F0 F1 F2 F3 .........B0    B1    B2    B3
     #     rank 1   ...F0 F1 F2 F3 B0    B1    B2    B3    ......
-    "gpipe": Schedule(loop, 1, lambda r, p, M, s: turns(M, M, s)),
+    "gpipe": lambda r, p, M, v: turns(M, M, [r]),
     # Each backward as early as can be: rank r begins with one F for each later rank; then an F and
     # a B take turns (Harlap 2018, arXiv:1806.03377, figure 8). The docstring has the picture.
-    "1f1b": Schedule(loop, 1, lambda r, p, M, s: turns(M, p - 1 - r, s)),
+    "1f1b": lambda r, p, M, v: turns(M, p - 1 - r, [r]),
     # 1f1b with several stages per rank, which fills and drains in less time (Narayanan 2021,
     # arXiv:2104.04473, figure 4). Rank r begins with p Fs in each stage but its last, and two more
     # for each later rank: there and back.
     #     rank 0   F0 F1 f0 f1 F2 ...b0    F3 b1    f2 B0    f3 B1    ...b2    ...b3    B2    B3
     #     rank 1   ...F0 F1 f0 b0    f1 b1    F2 B0    F3 B1    f2 b2    f3 b3    B2    B3    ......
-    "interleaved": Schedule(
-        loop, None, lambda r, p, M, s: turns(M, (len(s) - 1) * p + 2 * (p - 1 - r), s, at_once=p)),
+    "interleaved": interleaved,
     # gpipe with several stages per rank: all micro-batches go through one, then through the next,
     # so FSDP gathers a stage only twice (Lamy-Poirier 2022, arXiv:2211.05953).
     #     rank 0   F0 F1 f0 f1 .........b0    b1    B0    B1
     #     rank 1   ...F0 F1 f0 f1 b0    b1    B0    B1    ......
-    "bfs": Schedule(loop, None, lambda r, p, M, s: turns(M, len(s) * M, s, at_once=M)),
+    "bfs": lambda r, p, M, v: turns(M, v * M, loop(r, p, v), at_once=M),
     # 1f1b in which rank r does the W of micro-batch m after the B of micro-batch m + r: Bs are done
     # sooner, and Ws fill the end (Qi 2023, figure 3).
     #     rank 0   F0 F1 ...B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
     #     rank 1   ...F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3
-    "zb-h1": Schedule(loop, 1, lambda r, p, M, s: late_ws(M, p - 1 - r, s, r)),
+    "zb-h1": lambda r, p, M, v: late_ws(M, p - 1 - r, [r], r),
     # Twice the warm-up, and Ws twice as late: no bubble if F + B = 2W (Qi 2023, figure 3). But rank
     # r begins r F later than rank 0, and ends as much later. All wait for the last one's gradients
     # in sum_and_clip: so a step is (p-1) F longer than the table says, and zb-v's (p-1) F/2. Qi
     # 2023, section 4, does not wait, but takes a step back if the norm was too large.
     #     rank 0   F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3 ...
     #     rank 1   ...F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
-    "zb-h2": Schedule(loop, 1, lambda r, p, M, s: late_ws(M, 2 * (p - 1 - r), s, 2 * r)),
+    "zb-h2": lambda r, p, M, v: late_ws(M, 2 * (p - 1 - r), [r], 2 * r),
     # Zero bubble with the memory of 1f1b: a micro-batch comes back to the rank that it began on, so
     # its backward begins there soon (Qi 2023, figure 8).
     #     rank 0   F0 F1 F2 f0 b0 w0 f1 b1 w1 F3 B0 W0 f2 b2 w2 B1 W1 f3 b3 w3 B2 W2 B3 W3 ...
     #     rank 1   ...F0 f0 F1 f1 b0 w0 F2 B0 W0 f2 b1 w1 F3 B1 W1 f3 b2 w2 B2 b3 B3 W2 w3 W3
-    "zb-v": Schedule(vee, 2, zb_v),
+    "zb-v": zb_v,
     # Pairs of an F and a B of the other stage: the all-to-alls of one's mixture of experts can hide
     # behind the other's arithmetic (DeepSeek-V3, arXiv:2412.19437, section 3.2.1; folded into a V
     # by Sea AI Lab). This is the schedule alone: here nothing of a pair overlaps.
     #     rank 0   F0 F1 F2 f0 b0 w0 f1 F3 b1    f2 B0    b2    f3 ...B1    b3    B2 W2 B3 W3
     #     rank 1   ...F0 f0 F1 f1 F2 b0    f2 B0    F3 b1    f3 B1    b2    B2    b3 B3 w3 W3
-    "dualpipe-v": Schedule(vee, 2, dualpipe_v),
+    "dualpipe-v": dualpipe_v,
 }
 
 
 def make_plans(name, ranks, microbatches, chunks=2):
-    """-> for each rank a list of actions. chunks: see chunks_of."""
+    """-> for each rank a list of actions. chunks: how many stages a rank has (interleaved, bfs)."""
     M = microbatches
     # with other numbers the ranks could wait for each other for ever
     if name == "interleaved":
         assert M % ranks == 0, f"interleaved takes multiples of {ranks} micro-batches, not {M}"
     if name == "dualpipe-v":
         assert M >= 2 * ranks, f"dualpipe-v needs {2 * ranks} or more micro-batches, not {M}"
-    place, _, order = SCHEDULES[name]
-    chunks = chunks_of(name, chunks)
-    return [order(rank, ranks, M, place(rank, ranks, chunks)) for rank in range(ranks)]
-
-
-def chunks_of(name, chunks):
-    """How many stages a rank has in this schedule; chunks: in interleaved and bfs."""
-    return SCHEDULES[name].chunks or chunks
+    return [SCHEDULES[name](rank, ranks, M, chunks) for rank in range(ranks)]
 
 
 # ---- 3. the toy GPT, parallelized --------------------------------------------
 
 CHAIN = Chain(first=["tok", "pos"], layers="blocks", last=["norm", "head"], absent=("pos",))
+
+
+def chunks_of(name, chunks):
+    """How many stages a rank has in this schedule; chunks: where one may choose."""
+    return {"interleaved": chunks, "bfs": chunks, "zb-v": 2, "dualpipe-v": 2}.get(name, 1)
 
 
 def too_few(layers, stages):
@@ -820,7 +809,7 @@ def gather(mine, group):
 # weights are stale by design, and few train so today: it is no part of what is copied.
 
 
-def with_updates(r, p, M, stages):
+def with_updates(r, p, M, v):
     """-> 1f1b's plan with an update, U, after each B but the last: there optimizer.step() stands.
 
     So PipeDream (Harlap 2018, section 3), which never drains the pipeline, here drains it in each
@@ -829,14 +818,14 @@ def with_updates(r, p, M, stages):
         rank 1   ...F0 B0    U F1 B1    U F2 B2    U F3 B3    ......
     """
     plan = []
-    for action in turns(M, p - 1 - r, stages):
+    for action in turns(M, p - 1 - r, [r]):
         plan.append(action)
         if action.kind == "B":
             plan.append(action._replace(kind="U"))
     return plan[:-1]
 
 
-SCHEDULES["pipedream"] = Schedule(loop, 1, with_updates)
+SCHEDULES["pipedream"] = with_updates
 
 
 class PipeDream(Pipeline):
@@ -916,7 +905,7 @@ def refuse_at_work(require, name, micro, ranks):
     """Refuses what torch's schedules would raise for."""
     require(name in AT_WORK, f"--schedule {name}: torch has {', '.join(AT_WORK)} only")
     # before torch 2.13 a rank that has two stages in a row sends to itself, and gloo cannot
-    able = SCHEDULES[name].place is loop or torch.__version__ >= (2, 13)
+    able = name not in ("zb-v", "dualpipe-v") or torch.__version__ >= (2, 13)
     require(able, f"--schedule {name}: needs torch 2.13, or --impl scratch")
     enough = name != "1f1b" or micro >= ranks
     require(enough, f"--micro {micro}: torch's 1f1b wants {ranks} or more, one for each stage")

@@ -161,23 +161,22 @@ def grid(played, width=105):
     for rank, done in enumerate(played):
         stages = sorted({action.stage for action, _, _ in done})
         for (kind, microbatch, stage), start, end in done:
-            kind = kind.lower() if stages.index(stage) % 2 else kind
+            text = f"{kind}{microbatch}"
             if end > start:
-                cells.append((rank, f"{kind}{microbatch}", start, end))
+                cells.append((rank, text.lower() if stages.index(stage) % 2 else text, start, end))
     _, texts, starts, ends = zip(*cells)
     first = min(starts)
-    last = max(ends)
+    length = max(ends) - first
     shortest = min(end - start for start, end in zip(starts, ends))
-    label = 1 + max(map(len, texts))
     # characters per unit of time: the shortest cell has room, unless the grid were too wide
-    scale = min(label / shortest, width / (last - first))
-    rows = [["."] * round(scale * (last - first)) for _ in played]
+    scale = min((1 + max(map(len, texts))) / shortest, width / length)
+    rows = [""] * len(played)
     for rank, text, start, end in cells:
-        left = round(scale * (start - first))
-        room = round(scale * (end - first)) - left
-        text = text if len(text) <= room else text[0]
-        rows[rank][left:left + room] = text.ljust(room)[:room]
-    return "\n".join(f"  rank {rank:<3d} {''.join(row)}" for rank, row in enumerate(rows))
+        row = rows[rank].ljust(round(scale * (start - first)), ".")
+        room = round(scale * (end - first)) - len(row)
+        rows[rank] = row + (text if len(text) <= room else text[0]).ljust(room)[:room]
+    length = round(scale * length)
+    return "\n".join(f"  rank {rank:<3d} {row.ljust(length, '.')}" for rank, row in enumerate(rows))
 
 
 # ---- what the flags say ----------------------------------------------------------
@@ -254,36 +253,32 @@ def search(late_ws, ranks, M, limit, time_of, waiting=1.0):
 # ---- a step as it is planned, and as it was --------------------------------------
 
 
-def planned(plans, times, joined=False, waiting=1.0):
-    """-> a step as text, figures. times: F, B, W of a rank, and of a transfer, as in costs().
-
-    joined: also with pairs of F and B as one action, see simulate(). waiting: as in in_flight().
-    """
+def planned(plans, times):
+    """-> the plans played, figures. times: F, B, W of a rank, and of a transfer, as in costs()."""
     *of_rank, comm = times
-    cost = costs(plans, *of_rank)
-    played = simulate(plans, cost, comm)
+    played = simulate(plans, costs(plans, *of_rank), comm)
     flying = [in_flight(plan) for plan in plans]
-    figures = dict(bubble_rate=bubble_rate(played), in_flight=flying, cost=longest(played))
-    words = " ".join(f"{count:g}" for count in flying)
-    text = (f"{grid(played)}\n{longest(played):g} from first to last, bubble rate "
-            f"{bubble_rate(played):.4f}, micro-batches in flight by rank {words}")
-    if waiting < 1:
-        limited = max(in_flight(plan, waiting) for plan in plans)
-        text += (f"\n--limit counts one that waits for W as {waiting:.2f}, and finds {limited:.4g} "
-                 "at most; the line above counts a whole one")
-    if joined:
-        pairs = simulate(plans, cost, comm, joined=True)
-        figures["joined_bubble_rate"] = bubble_rate(pairs)
-        text += (f"\nwith each F and B that are a pair as one action: {longest(pairs):g}, bubble "
-                 f"rate {bubble_rate(pairs):.4f}")
-    return text, figures
+    return played, dict(bubble_rate=bubble_rate(played), in_flight=flying, cost=longest(played))
 
 
 def simulation(args, plans, times):
     """--simulate: no ranks, no model -> exit code."""
-    waiting = waiting_of(args) if args.schedule == "auto" else 1.0
-    text, figures = planned(plans, times, args.schedule == "dualpipe-v", waiting)
-    print(text)
+    played, figures = planned(plans, times)
+    flying = " ".join(f"{count:g}" for count in figures["in_flight"])
+    print(grid(played))
+    print(f"{longest(played):g} from first to last, bubble rate {bubble_rate(played):.4f}, "
+          f"micro-batches in flight by rank {flying}")
+    if args.schedule == "auto":
+        waiting = waiting_of(args)
+        limited = max(in_flight(plan, waiting) for plan in plans)
+        print(f"--limit counts one that waits for W as {waiting:.2f}, and finds {limited:.4g} at "
+              "most; the line above counts a whole one")
+    if args.schedule == "dualpipe-v":
+        *of_rank, comm = times
+        pairs = simulate(plans, costs(plans, *of_rank), comm, joined=True)
+        figures["joined_bubble_rate"] = bubble_rate(pairs)
+        print(f"with each F and B that are a pair as one action: {longest(pairs):g}, bubble rate "
+              f"{bubble_rate(pairs):.4f}")
     if args.json:
         own = {name: value for name, value in vars(args).items() if name != "cfg"}
         report = dict(script=Path(program()).stem, args=own, **figures)
@@ -317,21 +312,20 @@ def watched(run, plans, pipeline, step):
     origin = run.clock.mark()
     yield
     pipeline.do = do
-    if marks:  # else it was another implementation's step
-        spans = [[host + 1e-3 * run.clock.ms(origin, mark) for mark in pair] for pair in marks]
-        run.store.set(f"actions {run.rank}", json.dumps(spans))
-        text, figures = compare([together(run, rank, plan) for rank, plan in enumerate(plans)])
-        run.say(text)
-        run.extra.update(figures)  # its bubble_rate takes the place of the simulation's
+    if not marks:  # it was another implementation's step
+        return
+    spans = [[host + 1e-3 * run.clock.ms(origin, mark) for mark in pair] for pair in marks]
+    run.store.set(f"actions {run.rank}", json.dumps(spans))
+    played = []
+    for rank, plan in enumerate(plans):
+        spans = json.loads(run.store.get(f"actions {rank}"))
+        played.append([(action, *span) for action, span in zip(plan, spans, strict=True)])
+    text, figures = compare(plans, played)
+    run.say(text)
+    run.extra.update(figures)  # its bubble_rate takes the place of the simulation's
 
 
-def together(run, rank, plan):
-    """-> a rank's actions with the times that it has noted."""
-    spans = json.loads(run.store.get(f"actions {rank}"))
-    return [(action, *span) for action, span in zip(plan, spans, strict=True)]
-
-
-def compare(played):
+def compare(plans, played):
     """A measured step -> its simulation and, below that, the step itself, as text; figures.
 
     In the simulation all actions of one rank, kind and stage take their median time.
@@ -342,15 +336,17 @@ def compare(played):
     for rank, done in enumerate(played):
         for (kind, _, stage), start, end in done:
             durations[rank, kind, stage].append(end - start)
-    simulated = simulate([[action for action, _, _ in done] for done in played],
-                         lambda rank, action: statistics.median(
-                             durations[rank, action.kind, action.stage]))
+
+    def cost(rank, action):
+        return statistics.median(durations[rank, action.kind, action.stage])
+    simulated = simulate(plans, cost)
     begin = min(done[0][1] for done in played)
     lines = []
     for word, times in (("planned", simulated), ("measured", played)):
         lines.append(f"{word}: {1e3 * longest(times):.1f} ms, bubble {bubble_rate(times):.3f}")
         lines.append(grid(times))
     figures = {
+        # in ms: (kind, micro-batch, stage, start, end) by rank
         "timeline": [[(*action, 1e3 * (start - begin), 1e3 * (end - begin))
                       for action, start, end in done] for done in played],
         "bubble_rate": bubble_rate(played),

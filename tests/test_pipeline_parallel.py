@@ -19,7 +19,7 @@ from conftest import (
 from harness.timeline import chunks, costs, grid, in_flight, longest, simulate
 from others import VOCABULARY, Llama
 from pipeline_parallel import (
-    SCHEDULES, Mail, full_gradients, full_state_dict, make_plans)
+    SCHEDULES, Mail, chunks_of, full_gradients, full_state_dict, make_plans)
 
 LLAMA = ("--model", "llama-toy")
 TORCHS = "zb-v" if torch.__version__ >= (2, 13) else "gpipe"  # see refuse_at_work
@@ -32,7 +32,7 @@ def cases(ranks, microbatches):
     for name, p, m in itertools.product(SCHEDULES, ranks, microbatches):
         needed = {"interleaved": m % p == 0, "dualpipe-v": m >= 2 * p}
         if needed.get(name, True):
-            yield name, p, m, SCHEDULES[name].chunks or 3
+            yield name, p, m, chunks_of(name, 3)
 
 
 def check_complete(m, plan):
