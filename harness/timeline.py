@@ -244,7 +244,7 @@ def search(late_ws, ranks, M, limit, time_of, waiting=1.0):
         for most in range(limit - 1, -1, -1):
             warmups = [int(min(slope * (ranks - 1 - r), most)) for r in range(ranks)]
             plans = [late_ws(M, warmup, [r], int(late * r)) for r, warmup in enumerate(warmups)]
-            if max(in_flight(plan, waiting) for plan in plans) <= limit + 1e-9:
+            if all(in_flight(plan, waiting) <= limit + 1e-9 for plan in plans):
                 found.append(plans)
                 break  # the longest warm-up that fits: a shorter one has more bubble
     return min(found, key=time_of)

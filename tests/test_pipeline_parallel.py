@@ -18,8 +18,7 @@ from conftest import (
     run_ranks, textbook)
 from harness.timeline import chunks, costs, grid, in_flight, longest, simulate
 from others import VOCABULARY, Llama
-from pipeline_parallel import (
-    SCHEDULES, Mail, chunks_of, full_gradients, full_state_dict, make_plans)
+from pipeline_parallel import SCHEDULES, Mail, chunks_of, make_plans
 
 LLAMA = ("--model", "llama-toy")
 TORCHS = "zb-v" if torch.__version__ >= (2, 13) else "gpipe"  # see refuse_at_work
@@ -151,17 +150,21 @@ def stranger():
     return model
 
 
-def batch_of(step):
-    """-> micro-batches, loss_of(output, m)"""
-    ids = torch.randint(11, (16, 6), generator=torch.Generator().manual_seed(step))
-    targets = ids[:, 1:].split(2)
+def batch_of(number):
+    """-> x, y: 8 micro-batches of 2"""
+    ids = torch.randint(11, (16, 6), generator=torch.Generator().manual_seed(number))
+    return ids[:, :-1], ids[:, 1:]
+
+
+def in_microbatches(x, y):
+    targets = y.split(2)
 
     def loss_of(out, m):
         return F.cross_entropy(out.flatten(0, 1), targets[m].flatten(), reduction="sum") / 80
-    return ids[:, :-1].split(2), loss_of
+    return x.split(2), loss_of
 
 
-def plain_step(plain, optimizer, inputs, loss_of, layers):
+def plain_step(plain, optimizer, inputs, loss_of):
     loss = sum(loss_of(plain(x), m) for m, x in enumerate(inputs))
     loss.backward()
     return loss.detach()
@@ -195,15 +198,46 @@ def stale_step(plain, optimizer, inputs, loss_of, layers):
     return sum(losses).detach()
 
 
-def piped(module, name, dp):
-    """-> this rank's stages of the stranger, all stages, a Mail, the layers of each stage, plans"""
+close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
+
+
+def adamw(module):
+    return torch.optim.AdamW(module.parameters(), 1e-2, eps=1e-5)
+
+
+def check_steps(step, own, reference_step=plain_step, dp=1):
+    """2 steps with clipping equal one process's: loss, norm, gradients, parameters.
+
+    step(x, y) -> this rank's part of the loss, the norm. own: [(module, its layers)] of this rank
+    """
+    plain = stranger()
+    reference = adamw(plain)
+    for number in range(2):
+        batches = [batch_of(2 * number + copy) for copy in range(dp)]
+        reference.zero_grad()
+        loss, norm = step(*batches[dist.get_rank() % dp])
+        dist.all_reduce(loss)
+        close(loss, sum(reference_step(plain, reference, *in_microbatches(*b)) for b in batches))
+        close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
+        reference.step()
+        for module, layers in own:
+            wanted = plain[layers.start:layers.stop].parameters()
+            for ours, theirs in zip(module.parameters(), wanted, strict=True):
+                close(ours.grad, theirs.grad)
+                close(ours.data, theirs.data)
+
+
+def piped(module, name, dp, on_meta):
+    """-> this rank's stages of the stranger, a Mail, the layers of each stage, plans"""
     model = stranger()
-    model[0].weight.data += dist.get_rank()  # copies of a tied one begin as the first rank's
+    model[0].weight.data *= 1 + dist.get_rank()  # copies of a tied one begin as the first rank's
     p = dist.get_world_size() // dp
     plans = module.make_plans(name, p, 8)
     size = 8 // len(module.homes(plans))
     layers = [range(first, first + size) for first in range(0, 8, size)]
     whole = [model[own.start:own.stop] for own in layers]
+    if on_meta:
+        others_to_meta(module.homes(plans), whole)
     pipelines = [list(range(copy, p * dp, dp)) for copy in range(dp)]
     stages = module.Stages(whole, plans, pipelines if dp > 1 else None)
     group, _ = dist.new_subgroups_by_enumeration(pipelines)
@@ -211,40 +245,45 @@ def piped(module, name, dp):
         patch.setattr(dist, "get_backend", lambda: "nccl")  # then each link has a group of its own
         links = module.make_links(plans, pipelines)
         mail = module.Mail(plans, (2, 5, 8), torch.float64, "cpu", group, links)
-    return stages, whole, mail, layers, plans
+    return stages, mail, layers, plans
 
 
-def check_copy(name, plant=None, dp=1):
-    """2 steps with clipping equal one process's. dp: so many pipelines share the batch."""
-    module = pipeline_parallel if name == "pipedream" else copied("pipeline_parallel")
-    if plant:
-        plant(module)
-    close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
-    plain = stranger()
-    stages, whole, mail, layers, plans = piped(module, name, dp)
-    called = {p: n for stage in whole[::-1] for n, p in stage.named_parameters()}
-    reference_step = stale_step if name == "pipedream" else plain_step
-    optimizer = torch.optim.AdamW(stages.parameters(), 1e-2, eps=1e-5)
-    reference = torch.optim.AdamW(plain.parameters(), 1e-2, eps=1e-5)
+def others_to_meta(home, whole):
+    """Stages of other ranks go to the meta device, and a tied parameter is tied anew."""
+    for number, stage in enumerate(whole):
+        if home[number] != dist.get_rank():
+            stage.to("meta")
+    first = whole[0][0]
+    last = whole[-1][-1]
+    if first.weight.is_meta:
+        first.weight = last.weight
+    else:
+        last.weight = first.weight
+
+
+def check_copy(name, old="", new="", dp=1, on_meta=False):
+    """dp: so many pipelines share the batch."""
+    module = pipeline_parallel
+    if name != "pipedream":
+        module = copied("pipeline_parallel", None, old, new)
+    stages, mail, layers, plans = piped(module, name, dp, on_meta)
+    assert not any(p.is_meta for p in stages.parameters())
+    optimizer = adamw(stages)
+    reference_step = plain_step
     if name == "pipedream":
         pipeline = module.PipeDream(stages, plans, mail, optimizer, 0.5)
+        reference_step = partial(stale_step, layers=layers)
     else:
         pipeline = module.SplitPipeline(stages.here, plans, mail)
-    copy = dist.get_rank() % dp
-    for step in range(2):
-        batches = [batch_of(2 * step + number) for number in range(dp)]
+
+    def step(x, y):
         optimizer.zero_grad()
-        reference.zero_grad()
-        loss = pipeline.step(*batches[copy])
-        dist.all_reduce(loss)
-        close(loss, sum(reference_step(plain, reference, *batch, layers) for batch in batches))
+        loss = pipeline.step(*in_microbatches(x, y))
         norm = stages.sum_and_clip(0.5)
-        close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
         optimizer.step()
-        reference.step()
-        wanted = {name: q.grad for name, q in plain.named_parameters()}
-        close(full_gradients(stages, called, mail.group), wanted)
-        close(full_state_dict(stages, mail.group), dict(plain.state_dict()))
+        return loss, norm
+    own = [(stage, layers[number]) for number, stage in stages.here.items()]
+    check_steps(step, own, reference_step, dp)
 
 
 @pytest.mark.parametrize("world, names", [
@@ -277,101 +316,32 @@ def test_a_chain_is_cut_into_stages():
 
 
 def test_copies_of_a_pipeline_are_summed():
-    run_ranks(check_each, 4, check_copy, [(name, None, 2) for name in ("1f1b", "zb-v")])
-
-
-def others_on_meta(module):
-    """Gives Stages those of other ranks on the meta device."""
-
-    class OfMeta(module.Stages):
-        def __init__(self, whole, plans, pipelines):
-            for stage, rank in module.homes(plans).items():
-                if rank != dist.get_rank():
-                    whole[stage].to("meta")
-            first = whole[0][0]
-            last = whole[-1][-1]
-            if first.weight.is_meta:  # to() has untied them
-                first.weight = last.weight
-            else:
-                last.weight = first.weight
-            super().__init__(whole, plans, pipelines)
-            assert not any(p.is_meta for p in self.parameters())
-    module.Stages = OfMeta
+    run_ranks(check_each, 4, check_copy, [(name, "", "", 2) for name in ("1f1b", "zb-v")])
 
 
 def test_stages_of_other_ranks_may_be_on_the_meta_device():
-    cases = [(name, others_on_meta) for name in ("1f1b", "zb-v", "pipedream")]
-    run_ranks(check_each, 2, check_copy, cases)
-
-
-# Planted bugs: what is done after a method, and the schedule that shows it.
-PLANTED = {
-    "copies of a tied parameter keep their own gradients": (
-        "Stages", "__init__", lambda stages, *_: stages.shared.clear(), "1f1b"),
-    "the norm has them twice": (
-        "Stages", "__init__", lambda stages, *_: stages.counted.extend(stages.shared), "zb-h2"),
-    "gradients are not added up": (
-        "Pipeline", "forward", lambda self, m, stage, *_: self.modules[stage].zero_grad(), "naive"),
-    "a W forgets a layer": (
-        "SplitPipeline", "backward", lambda self, m, stage, _: self.ws[m, stage].pop(), "zb-h1"),
-    "the receiver has an order of its own": (
-        "Mail", "open", lambda mail, *_: mail.coming.rotate(-1), "gpipe"),
-}
-
-
-def check_planted(what):
-    owner, method, change, name = PLANTED[what]
-
-    def plant(module):
-        do = getattr(getattr(module, owner), method)
-
-        def broken(self, *args):
-            result = do(self, *args)
-            change(self, *args)
-            return result
-        setattr(getattr(module, owner), method, broken)
-    with pytest.raises(AssertionError):
-        check_copy(name, plant)
-
-
-def test_planted_bugs_are_seen():
-    run_ranks(check_each, 2, check_planted, [(what,) for what in PLANTED])
+    names = ("1f1b", "zb-v", "pipedream")
+    run_ranks(check_each, 2, check_copy, [(name, "", "", 1, True) for name in names])
 
 
 # ---- the idea, around a model of somebody else ------------------------------------
 
 
 def check_idea(schedule="1f1b", *bug):
-    """2 steps equal one process's, with a tied embedding."""
+    """With a tied embedding."""
     module = idea("pipeline_parallel", *bug)
     rank = dist.get_rank()
     p = dist.get_world_size()
-    plain = stranger()
     model = stranger()
-    stage = model[rank * 8 // p:(rank + 1) * 8 // p]
+    layers = range(rank * 8 // p, (rank + 1) * 8 // p)
+    stage = model[layers.start:layers.stop]
     ends = dist.new_group(sorted({0, p - 1}))
     shared = {model[0].weight: ends} if rank in (0, p - 1) else {}
-    close = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
-    optimizer = torch.optim.AdamW(stage.parameters(), 1e-2, eps=1e-5)
-    reference = torch.optim.AdamW(plain.parameters(), 1e-2, eps=1e-5)
-    plan = module.idea_plan(8, warmup=8 if schedule == "gpipe" else p - 1 - rank)
     trained = module.IdeaOfPipeline(
         stage, shared, torch.empty(2, 5, 8), dist.group.WORLD, dist.new_group())
-    for step in range(2):
-        ids = torch.randint(11, (16, 6), generator=torch.Generator().manual_seed(step))
-        x = ids[:, :-1]
-        y = ids[:, 1:]
-        loss, norm = module.idea_step(trained, optimizer, x, y, 80, 0.5, plan)
-        dist.all_reduce(loss)
-        reference.zero_grad()
-        close(loss, plain_step(plain, reference, *batch_of(step), None))
-        close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
-        reference.step()
-        first = rank * 8 // p
-        wanted = plain[first:first + 8 // p]
-        for ours, theirs in zip(stage.parameters(), wanted.parameters(), strict=True):
-            close(ours.grad, theirs.grad)
-            close(ours.data, theirs.data)
+    plan = module.idea_plan(8, warmup=8 if schedule == "gpipe" else p - 1 - rank)
+    step = partial(module.idea_step, trained, adamw(stage), valid=80, clip=0.5, plan=plan)
+    check_steps(step, [(stage, layers)])
 
 
 @pytest.mark.parametrize("world", [1, 2, 4])
@@ -379,26 +349,37 @@ def test_the_idea_equals_one_process(world):
     run_ranks(check_each, world, check_idea, [("1f1b",), ("gpipe",)])
 
 
-def check_idea_planted(old, new):
-    with pytest.raises(AssertionError, match="not close"):
-        check_idea("1f1b", old, new)
+# ---- planted bugs ------------------------------------------------------------------
 
-
-IDEA_PLANTED = [
-    ("        dist.all_reduce(p.grad, group=group)", "        pass"),
-    ("if p not in model.shared or model.pp.rank() == 0]", "]"),
-    ("    dist.all_reduce(square, group=model.pp)", "    pass"),
-    ("loss += y.detach()", "loss = y.detach()"),
-    ("    optimizer.zero_grad()\n", ""),
-    ("y.backward(dy)", "y.backward(None if dy is None else dy / 2)"),
-    ("targets[m]", "targets[0]"),
-    ('reduction="sum") / valid', 'reduction="mean")'),
-    ("if 0 <= m < microbatches]", 'if 0 <= m < microbatches - (kind == "B")]'),
+PLANTED = [  # a check, the schedule that shows the bug, what stands in the place of what
+    (check_idea, "1f1b", "dist.all_reduce(p.grad, group=group)  # partial (", "pass  # ("),
+    (check_idea, "1f1b", "if p not in model.shared or model.pp.rank() == 0]", "]"),
+    (check_idea, "1f1b", "    dist.all_reduce(square, group=model.pp)", "    pass"),
+    (check_idea, "1f1b", "loss += y.detach()", "loss = y.detach()"),
+    (check_idea, "1f1b", "    optimizer.zero_grad()\n", ""),
+    (check_idea, "1f1b", "y.backward(dy)", "y.backward(None if dy is None else dy / 2)"),
+    (check_idea, "1f1b", "targets[m]", "targets[0]"),
+    (check_idea, "1f1b", 'reduction="sum") / valid', 'reduction="mean")'),
+    (check_idea, "1f1b", "0 <= m < microbatches]", '0 <= m < microbatches - (kind == "B")]'),
+    (check_copy, "1f1b", "dist.all_reduce(p.grad, group=group)  # partial -> replicated", "pass"),
+    (check_copy, "zb-h2", "if rank == holders[0]:", "if rank in holders:"),
+    (check_copy, "1f1b", "dist.all_reduce(square)  # partial -> replicated", "pass"),
+    (check_copy, "1f1b", "dist.broadcast(p.data, group=group, group_src=0)", "pass"),
+    (check_copy, "1f1b", "self.loss += y.detach()", "self.loss = y.detach()"),
+    (check_copy, "naive", "        y = self.modules[stage](x)",
+     "        self.modules[stage].zero_grad()\n        y = self.modules[stage](x)"),
+    (check_copy, "zb-h1", "ws = self.ws.pop((m, stage))", "ws = self.ws.pop((m, stage))[:-1]"),
+    (check_copy, "gpipe", "key=self.number.get))", "key=self.number.get, reverse=True))"),
 ]
 
 
-def test_bugs_planted_in_the_idea_are_seen():
-    run_ranks(check_each, 2, check_idea_planted, IDEA_PLANTED)
+def check_planted(check, *case):
+    with pytest.raises(AssertionError, match="not close"):
+        check(*case)
+
+
+def test_planted_bugs_are_seen():
+    run_ranks(check_each, 2, check_planted, PLANTED)
 
 
 # ---- the toy GPT: proof, cost, links, refusals ------------------------------------
@@ -425,23 +406,26 @@ def test_what_is_saved_goes_on_with_any_schedule(tmp_path):
                 str(tmp_path))
 
 
+def reports_of(flags, *runs):
+    """Of dry runs -> what their rank holds."""
+    reports = alone("pipeline_parallel", *[(*flags, *more) for more in runs])
+    return [report["ranks"][0]["memory"] for report in reports]
+
+
 def test_activations_are_what_the_schedule_promises():
-    """On rank 1 of 4. zb-h1's Ws wait, with a part of what 1f1b frees."""
-    flags = (*SMALL, "--layers", "4", "--micro", "8", "--dry-run", "4", "--rank", "1")
-    names = ("naive", "gpipe", "1f1b", "zb-h1")
-    reports = alone("pipeline_parallel", *[(*flags, "--schedule", name) for name in names])
-    kept = [report["ranks"][0]["memory"]["activations"] for report in reports]
-    one = kept[0]
-    assert kept[1:3] == [8 * one, 3 * one]
-    assert 3 * one < kept[3] <= 1.03 * 4 * one
+    """On rank 1 of 3. zb-h1's Ws wait, with a part of what 1f1b frees."""
+    flags = (*SMALL, *"--layers 3 --micro 5 --batch 5 --dry-run 3 --rank 1 --schedule".split())
+    held = reports_of(flags, ["naive"], ["gpipe"], ["1f1b"], ["zb-h1"])
+    one, gpipe, f1b1, zb_h1 = [memory["activations"] for memory in held]
+    assert (gpipe, f1b1) == (5 * one, 2 * one)
+    assert 2 * one < zb_h1 <= 1.03 * 3 * one
 
 
 def test_peaks_are_those_of_the_table():
     """What each addition buys, on ranks 0, 0, 1, 1 of 2: megabytes."""
-    runs = [(0, "--impl", "idea"), (0,), (1,), (1, "--schedule", "zb-h1")]
     flags = ("--micro", "16", "--batch", "16", "--dry-run", "2", "--rank")
-    reports = alone("pipeline_parallel", *[(*flags, str(rank), *more) for rank, *more in runs])
-    peaks = [f"{report['ranks'][0]['memory']['peak'] / 1e6:.2f}" for report in reports]
+    held = reports_of(flags, ["0", "--impl", "idea"], ["0"], ["1"], ["1", "--schedule", "zb-h1"])
+    peaks = [f"{memory['peak'] / 1e6:.2f}" for memory in held]
     text = (ROOT / "pipeline_parallel.py").read_text()
     assert f"{peaks[0]} -> {peaks[1]} MB" in text and f"{peaks[2]} -> {peaks[3]} MB" in text
 
