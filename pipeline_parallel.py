@@ -923,6 +923,13 @@ class LossAtWork:
         return loss_sum(logits, targets) / self.valid
 
 
+def parallelize_at_work(name, stages, plans, boundary, vocab):
+    """-> torch's schedule for this rank's stages, and the loss that it calls."""
+    loss_of = LossAtWork()
+    logits = *boundary[0][:2], vocab
+    return schedule_at_work(name, stages.here, plans, boundary, logits, loss_of), loss_of
+
+
 def train_step_at_work(schedule, loss_of, stages, optimizer, x, y, valid, clip):
     optimizer.zero_grad()
     loss_of.valid = valid
@@ -973,8 +980,7 @@ def set_up(run, impl, plans, layers):
     from harness.timeline import watched
 
     args = run.args
-    size = args.batch // args.micro, run.cfg.seq, run.cfg.width
-    boundary = size, run.dtype, run.device
+    boundary = (args.batch // args.micro, run.cfg.seq, run.cfg.width), run.dtype, run.device
     plain = run.build()
     names = {p: name for name, p in plain.named_parameters()}
     stages, pipeline = parallelize(plain, plans, layers, *boundary)
@@ -987,15 +993,13 @@ def set_up(run, impl, plans, layers):
         model, plan = parallelize_idea(stages, plans, *boundary)
         step = partial(idea_step, plan=plan)
     if impl == "torch":
-        loss_of = LossAtWork()
-        logits = *size[:2], run.cfg.vocab
-        schedule = schedule_at_work(args.schedule, stages.here, plans, boundary, logits, loss_of)
-        step = partial(train_step_at_work, schedule, loss_of)
+        at_work = parallelize_at_work(args.schedule, stages, plans, boundary, run.cfg.vocab)
+        step = partial(train_step_at_work, *at_work)
 
     def pieces():
         first = set(stages.counted)  # of the ranks that have a parameter one saves it
-        each = [pieces_of([(names[p], p)], optimizer, p in first) for p in stages.parameters()]
-        return sum(each, [])
+        found = [pieces_of([(names[p], p)], optimizer, p in first) for p in stages.parameters()]
+        return sum(found, [])
 
     return run.side(
         model, optimizer, step, held_of=stages, evaluate=partial(evaluate, pipeline),
