@@ -76,10 +76,10 @@ def idea_step(model, optimizer, x, y, valid, clip):
 
 # ---- 2. the technique (copy this; it needs only torch) -----------------------
 
-# What it adds to the idea, and what that buys. Calls are those of the toy.
+# What it adds to the idea, and what that buys. Calls are those of part 3's toy.
 #     one tensor for many gradients     68 calls -> 5, each larger
-#     sent while backward still runs    three quarters of the bytes travel behind arithmetic;
-#                                       P numbers more at the peak, since buckets stay
+#     sent while backward still runs    three quarters of the bytes travel behind arithmetic. But
+#                                       buckets stay between steps: P numbers more at the peak
 #     in one order                      ranks that make gradients in different orders do not hang
 #     no_sync()                         M micro-batches send once, not M times
 #     autograd calls finish()           there is nothing to call after backward
@@ -121,9 +121,9 @@ class BucketedDDP(nn.Module):
     group: the ranks, each with rows of its own
     bucket_mb: limit of a bucket (MB = 1e6 bytes), but at most a quarter of all trained parameters.
         A larger parameter has a bucket of its own. All in a bucket have one dtype
-    reduce_dtype: of p.grad, while it is added up and sent, too (None: its parameter's). With
-        torch.float32 the sum of 64 micro-batches of bf16 is wrong by 1e-3 instead of 6e-3; the
-        optimizer steps fp32 copies of the parameters, since AdamW wants gradients of their dtype
+    reduce_dtype: in which gradients are added up and sent, and p.grad is left (None: that of p).
+        With torch.float32 the sum of 64 micro-batches of bf16 is wrong by 1e-3 instead of 6e-3.
+        Give AdamW fp32 copies of the parameters then: it wants gradients of their dtype
 
     All ranks begin with the first one's parameters and buffers. Frozen parameters are left out:
     freeze before wrapping. Of several backwards before a zero_grad() all but the last belong into
@@ -135,8 +135,7 @@ class BucketedDDP(nn.Module):
         self.module = module
         self.sync = True  # False within no_sync()
         self.to_start = []  # buckets whose all-reduce this backward has still to start
-        for tensor in [*module.parameters(), *module.buffers()]:
-            dist.broadcast(tensor.data, group=group, group_src=0)  # the first rank's -> replicated
+        begin_alike(module, group)  # the first rank's -> replicated
         self.buckets = []
         for parameters in self.layout(bucket_mb * 1e6):
             dtype = reduce_dtype or parameters[0].dtype

@@ -8,10 +8,12 @@ import contextlib
 import gc
 import importlib
 import io
+import json
 import multiprocessing
 import os
 import re
 import sys
+import tempfile
 import types
 from pathlib import Path
 
@@ -34,7 +36,8 @@ gc.freeze()  # what is imported by now need not be looked through again and agai
 
 load = common.load_corpus
 STDLIB = load("", 1)  # this Python's library, read once, not by every rank
-common.load_corpus = lambda path, seq: load(path, seq) if path else STDLIB
+# a Text of its own for each run: a dry run puts other parts in
+common.load_corpus = lambda path, seq: load(path, seq) if path else common.Text(STDLIB.parts)
 
 SMALL = ("--layers", "2", "--width", "32", "--heads", "4", "--seq", "16", "--steps", "2")
 # right code shows gaps of 1e-12, wrong code of 1
@@ -66,7 +69,13 @@ def check_each(check, cases):
         try:
             check(*case)
         except Exception as error:
-            raise AssertionError(f"{check.__name__}{case}") from error
+            raise AssertionError(f"{check.__name__}{tuple(case)}") from error
+
+
+def check_all(*cases):
+    """Each of them is (check, *case). All in one world, as check_each."""
+    for check, *case in cases:
+        check_each(check, [case])
 
 
 def run_script(name, world, *flags, plant=None, code=0, limit=120):
@@ -159,8 +168,21 @@ def worst_gap(report):
 
 
 def alone(name, *runs):
-    """name.py's main() with each of these lists of flags, on one rank -> reports."""
-    return [run_script(name, 1, *flags) for flags in runs]
+    """name.py's main() with each of these lists of flags, one after another on one rank
+    -> reports."""
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, str(number)) for number in range(len(runs))]
+        lines = [("--json", str(file), *flags) for file, flags in zip(files, runs)]
+        assert ranks.start(be_alone, 1, name, lines) == [0], "see the traceback"
+        return [json.loads(file.read_text()) for file in files]
+
+
+def be_alone(rank, world, port, name, lines):
+    ranks.environment(rank, world, 0)  # each run makes a store of its own
+    module = importlib.import_module(name)
+    for flags in lines:
+        sys.argv = [f"{name}.py", *flags]
+        assert not module.main(), flags
 
 
 def dry_run_agrees(name, world, *flags, ranks=None, plant=None):
@@ -168,12 +190,18 @@ def dry_run_agrees(name, world, *flags, ranks=None, plant=None):
     -> the real run's report.
     """
     real = run_script(name, world, *SMALL, *flags, "--no-check", plant=plant)
+    check_dry_runs(real, name, *SMALL, *flags, ranks=ranks)
+    return real
+
+
+def check_dry_runs(real, name, *flags, ranks=None):
+    """real: the report of a run with these flags. A dry run of each rank counts the very bytes."""
+    world = real["world_size"]
     if ranks is None:
         ranks = range(world)
-    dry = (*SMALL, *flags, "--dry-run", str(world), "--rank")
+    dry = (*flags, "--dry-run", str(world), "--rank")
     for rank, report in zip(ranks, alone(name, *[(*dry, str(rank)) for rank in ranks])):
         assert report["ranks"] == [real["ranks"][rank]]
-    return real
 
 
 def textbook(report):

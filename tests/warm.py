@@ -7,14 +7,18 @@ refuses those of a fork.
 import contextlib
 import gc
 import importlib
+import pkgutil
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
 for name in (
     "conftest", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.parallel",
     "torch.distributed.pipelining", "torch.distributed.checkpoint", "ddp", "fsdp", "hybrid_3d",
-    "torch.testing._internal.distributed.fake_pg", "pytest",
+    "amp_accum_ckpt", "torch.testing._internal.distributed.fake_pg", "pytest", "others",
+    # which techniques import when they run: to compile it takes half of a small run's time
+    *[f"harness.{module.name}" for module in pkgutil.iter_modules([HERE.parent / "harness"])],
 ):
     with contextlib.suppress(ImportError):
         importlib.import_module(name)
