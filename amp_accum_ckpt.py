@@ -84,7 +84,7 @@ class Recompute(torch.autograd.Function):
         x = x.detach().requires_grad_()
         with torch.enable_grad(), ctx.autocast:  # without autocast it would silently be in fp32
             y = ctx.run(x)
-        return None, *torch.autograd.grad(y, (x, *parameters), dy)
+        return None, *torch.autograd.grad(y, (x, *parameters), dy)  # of run, x, parameters
 
 
 # Mixed precision is autocast. In fp16 what is below 6e-8 is 0, so gradients are scaled up.
@@ -121,7 +121,7 @@ def idea_step(model, optimizer, inputs, targets, valid, clip, accum, dtype, scal
     for x, y in zip(inputs.tensor_split(accum), targets.tensor_split(accum)):  # micro-batches
         with torch.autocast(x.device.type, dtype, enabled=dtype is not None):
             part = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum") / valid
-        part.backward(scaler.scale if scaler else None)  # gradients add up
+        part.backward(scaler.scale if scaler else None)  # p.grad += scale * gradient
         loss = loss + part.detach()
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
@@ -242,7 +242,7 @@ class Rerun:
         device = tensors[0].device.type
         self.autocast = torch.autocast(device, enabled=torch.is_autocast_enabled(device))
         self.forward = forward
-        self.keywords = keywords  # as they are: by no hooks, and not checked for changes
+        self.keywords = keywords  # tensors among them are kept as they are, unchecked
         hooks = hooks_around()
         self.inputs = [Kept(x, hooks) if torch.is_tensor(x) else x for x in inputs]
         self.states = random_states()
@@ -384,14 +384,9 @@ def loss_in_chunks(loss_of, x, y, chunks):
 
 
 class FusedLossScaler(LossScaler):
-    """The idea's `if norm.isfinite()` has the host wait for the GPU. A fused optimizer skips a step
-    by itself, where its found_inf is 1 (Micikevicius 3.2).
-
-    part.backward(scaler.scale)  # of each micro-batch
-    sum_gradients(model.parameters())
-    scaler.unscale(model.parameters())
-    norm = clip_grad_norm_(model.parameters(), 1.0)  # of all ranks' gradients: all skip, or none
-    scaler.step(optimizer, norm)
+    """Used as the idea's, whose `if norm.isfinite()` has the host wait for the GPU. Here a fused
+    optimizer skips a step by itself, where its found_inf is 1 (Micikevicius 3.2). norm is that of
+    all ranks' gradients, so that all skip, or none.
     """
 
     def step(self, optimizer, norm):
@@ -530,15 +525,13 @@ def refuse(args, require):
 def make_scaler(run, impl):
     """-> for fp16 a scaler that goes on as a resumed run has ended; else None, or torch's, idle."""
     fp16 = run.args.amp == "fp16"
-    saved = run.start.extra  # by GradScaler's names
+    saved = {"scale": 65536.0, "_growth_tracker": 0, **run.start.extra}  # by GradScaler's names
     if impl == "torch":
         scaler = torch.amp.GradScaler(run.device.type, enabled=fp16)
         scaler.load_state_dict({**scaler.state_dict(), **saved})
         return scaler
-    if not fp16:
-        return None
     kind = LossScaler if impl == "idea" else FusedLossScaler
-    return kind(run.device, saved.get("scale", 65536.0), saved.get("_growth_tracker", 0))
+    return kind(run.device, saved["scale"], saved["_growth_tracker"]) if fp16 else None
 
 
 def state_of(scaler):

@@ -343,8 +343,9 @@ def test_with_gradients_off(how, off):
     assert not packed
 
 
-def test_compiled_forward_stays_compiled():
-    """Both runs of it: torch.compiler.disable would take torch.compile's wrapper off."""
+def test_compiled_forward():
+    """Both runs of it are: torch.compiler.disable would take torch.compile's wrapper off. Half
+    compiled: torch has traced our hooks behind what stays eager, with _version as a constant."""
     runs = []
 
     def backend(graph, inputs):
@@ -353,10 +354,6 @@ def test_compiled_forward_stays_compiled():
     forward = torch.compile(lambda x: x.sin().exp(), backend=backend)
     full(forward, torch.ones(2, requires_grad=True)).sum().backward()
     assert len(runs) == 2
-
-
-def test_half_compiled_forward():
-    """torch.compile has traced our hooks behind what stays eager, with _version as a constant."""
     eager = torch.compiler.disable(nn.Linear(2, 2), recursive=False)
     forward = torch.compile(lambda x: eager(x).sin(), backend="aot_eager")
     full(forward, torch.ones(2, requires_grad=True)).sum().backward()
