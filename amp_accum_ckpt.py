@@ -87,7 +87,7 @@ class Recompute(torch.autograd.Function):
         return None, *torch.autograd.grad(y, (x, *parameters), dy)  # of run, x, parameters
 
 
-# Mixed precision is autocast. In fp16 what is below 6e-8 is 0, so gradients are scaled up.
+# Mixed precision is autocast. fp16 has nothing between 0 and 6e-8, so gradients are scaled up.
 
 
 class LossScaler:
