@@ -189,7 +189,7 @@ def idea_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
 # ---- 2. the technique (copy this; it needs only torch) -----------------------
 
 # What it adds to the idea, and what that buys. Calls are those of the toy on 2 ranks.
-#     experts in stacks             an expert runs once, not once for each rank that sends to it
+#     experts in stacks             an expert runs once, not ep times, for each rank's rows alone
 #     one kernel for a stack        on GPUs, in bf16, without biases: all experts run at once
 #     an exchange in two halves     the shared expert works while rows travel
 #     losses or biases              experts are chosen about equally often
@@ -233,8 +233,8 @@ class Experts(nn.Module):
 
         y = down(activation(up(x)))    or, with gate,    y = down(activation(gate(x)) * up(x))
 
-    up, down, gate: lists, an nn.Linear for each expert here. GPT-2: GELU, no gate; Mixtral: SiLU.
-    Each rank of `ep` needs weights of its own: from one seed, all ranks would draw the same.
+    up, down, gate (SwiGLU's, not a route's): lists, an nn.Linear for each expert here. GPT-2 has
+    GELU and no gate, Mixtral SiLU. Experts that are drawn on their ranks want a seed for each rank.
     """
 
     def __init__(self, activation, up, down, gate=None):
@@ -458,8 +458,9 @@ class MoE(IdeaOfMoE):
         pieces = counts[1]  # (ep, E/ep): their sizes
         piece = torch.repeat_interleave(pieces.flatten(), output_size=sum(receive))  # of each row
         expert = piece % pieces.shape[1]
+        regroup = expert.argsort(stable=True)
         ends = pieces.sum(0).cumsum(0).int()
-        return Plan(order, send, receive, expert.argsort(stable=True), sizes, ends)
+        return Plan(order, send, receive, regroup, sizes, ends)
 
     def rows_of(self, tokens, top_k, order):
         """Tokens (N, C) -> rows, sorted by expert."""
@@ -566,7 +567,7 @@ class ToyMoE(PlainMoE):
         self.shared = mlp(cfg) if shared else None
         self.alpha, self.beta, self.gamma = BALANCES[balance]
         self.register_buffer("bias_units", torch.zeros(experts, dtype=torch.int64))  # as MoE's
-        # [micro-batch][rank]: (N,) numbers of the tokens that a rank routes; None: one rank has all
+        # [micro-batch][rank]: (N,), which tokens of x this rank routes; None: one rank has them all
         self.sources = sources
         self.loss = 0  # the balancing loss of the last forward in training
 
@@ -631,7 +632,7 @@ class MoEWithCapacity(MoE):
         experts = len(leaving)
         limit = most_rows(self.capacity, chosen.shape[1], len(chosen), experts)
         kept = first_in_queue(chosen, experts, limit)
-        # those that are dropped get the number E, are sorted behind the others, and stay zeros
+        # dropped rows get the number E: sorted behind all others, cut off, their answers stay 0
         plan = super().plan(chosen.masked_fill(~kept, experts), leaving.clamp(max=limit))
         return plan._replace(order=plan.order[:sum(plan.send)])
 
@@ -769,7 +770,7 @@ def train_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
     loss.backward()  # AddLoss adds the balancing losses' gradients
     sum_gradients(model, replicas)  # partial -> replicated
     norm = gradient_norm(model, ep)
-    finite = norm.nan_to_num(0, posinf=0)  # 0: gradients stay as they are, and show the fault
+    finite = norm.nan_to_num(0, posinf=0)  # so that all gradients do not become nan
     nn.utils.clip_grads_with_norm_(model.parameters(), clip, finite)
     optimizer.step()
     loss = loss.detach() + balancing_losses(model)

@@ -360,7 +360,7 @@ BUGS = [
     ("dist.all_reduce(squares[1], group=ep)", "pass"),
     ("return grad, torch.ones_like(loss)", "return grad, torch.zeros_like(loss)"),
     ("balancing_loss(load, logits, probs, ch", "balancing_loss(2 * leaving, logits, probs, ch"),
-    ("expert.argsort(stable=True), sizes", "torch.arange(len(expert)), sizes"),
+    ("regroup = expert.argsort(stable=True)", "regroup = torch.arange(len(expert))"),
     ("plan.regroup.argsort()", "plan.regroup"),
     ("    summing.wait()\n        loss =", "    load.zero_()\n        loss ="),
 ]
