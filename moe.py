@@ -536,6 +536,8 @@ def balancing_losses(model):
 
 # ---- 3. the toy GPT, parallelized --------------------------------------------
 
+# ---- in one process: each MLP becomes a ToyMoE
+
 PRESETS = {
     "mixtral-toy": DENSE["llama-toy"]._replace(hidden=448, theta=1e6),
     "mixtral-8x7b": DENSE["llama3-8b"]._replace(vocab=32000, seq=4096, theta=1e6),
@@ -593,50 +595,6 @@ class ToyMoE(PlainMoE):
             self.bias_units += bias_step(rows_of_each(chosen, E), self.gamma)
 
 
-class ToyMoEWithCapacity(ToyMoE):
-    def __init__(self, *args, capacity, **options):
-        super().__init__(*args, **options)
-        self.capacity = capacity
-
-    def mix(self, x, chosen, gates, probs):
-        E = len(self.experts)
-        kept = torch.zeros_like(gates)
-        for own in chain(*self.sources or [[torch.arange(len(x))]]):  # one rank's tokens
-            limit = most_rows(self.capacity, chosen.shape[1], len(own), E)
-            kept[own] = first_in_queue(chosen[own], E, limit).to(kept.dtype)
-        return super().mix(x, chosen, gates * kept, probs)
-
-
-def most_rows(capacity, top_k, num_tokens, experts):
-    """-> how many rows an expert takes at most from a rank that has num_tokens tokens."""
-    # rounded, since 1.1 * 2 * 40 / 8 is 11.000000000000002, whose ceil is 12
-    return math.ceil(round(capacity * top_k * num_tokens / experts, 6))
-
-
-def first_in_queue(chosen, experts, limit):
-    """chosen (N, K) -> (N, K): is the token among the first `limit` that chose this expert?"""
-    visits = torch.zeros(len(chosen), experts, dtype=torch.int64, device=chosen.device)
-    place = visits.scatter(1, chosen, 1).cumsum(0)  # (N, E): in the expert's queue, from 1
-    return place.gather(1, chosen) <= limit
-
-
-class MoEWithCapacity(MoE):
-    """A rank sends an expert ceil(capacity K N / E) rows at most (GShard, Switch). To be balanced,
-    all count, also those that it drops. It can be copied behind part 2."""
-
-    def __init__(self, *args, capacity, **options):
-        super().__init__(*args, **options)
-        self.capacity = capacity
-
-    def plan(self, chosen, leaving):
-        experts = len(leaving)
-        limit = most_rows(self.capacity, chosen.shape[1], len(chosen), experts)
-        kept = first_in_queue(chosen, experts, limit)
-        # dropped rows get the number E: sorted behind all others, cut off, their answers stay 0
-        plan = super().plan(chosen.masked_fill(~kept, experts), leaving.clamp(max=limit))
-        return plan._replace(order=plan.order[:sum(plan.send)])
-
-
 def mixture(cfg, capacity=0.0, **options):
     """cfg of a GPT -> cfg of one with a ToyMoE of these options in the place of each MLP."""
     kind = partial(ToyMoEWithCapacity, capacity=capacity) if capacity else ToyMoE
@@ -677,8 +635,55 @@ def idle_parameters(model, top_k):
     return len(model.blocks) * (E - top_k) * of_expert
 
 
+# ---- capacity: how many rows an expert takes from a rank
+
+
+def most_rows(capacity, top_k, num_tokens, experts):
+    """-> how many rows an expert takes at most from a rank that has num_tokens tokens."""
+    # rounded, since 1.1 * 2 * 40 / 8 is 11.000000000000002, whose ceil is 12
+    return math.ceil(round(capacity * top_k * num_tokens / experts, 6))
+
+
+def first_in_queue(chosen, experts, limit):
+    """chosen (N, K) -> (N, K): is the token among the first `limit` that chose this expert?"""
+    visits = torch.zeros(len(chosen), experts, dtype=torch.int64, device=chosen.device)
+    place = visits.scatter(1, chosen, 1).cumsum(0)  # (N, E): in the expert's queue, from 1
+    return place.gather(1, chosen) <= limit
+
+
+class ToyMoEWithCapacity(ToyMoE):
+    def __init__(self, *args, capacity, **options):
+        super().__init__(*args, **options)
+        self.capacity = capacity
+
+    def mix(self, x, chosen, gates, probs):
+        E = len(self.experts)
+        kept = torch.zeros_like(gates)
+        for own in chain(*self.sources or [[torch.arange(len(x))]]):  # one rank's tokens
+            limit = most_rows(self.capacity, chosen.shape[1], len(own), E)
+            kept[own] = first_in_queue(chosen[own], E, limit).to(kept.dtype)
+        return super().mix(x, chosen, gates * kept, probs)
+
+
+class MoEWithCapacity(MoE):
+    """A rank sends an expert ceil(capacity K N / E) rows at most (GShard, Switch). To be balanced,
+    all count, also those that it drops. It can be copied behind part 2."""
+
+    def __init__(self, *args, capacity, **options):
+        super().__init__(*args, **options)
+        self.capacity = capacity
+
+    def plan(self, chosen, leaving):
+        experts = len(leaving)
+        limit = most_rows(self.capacity, chosen.shape[1], len(chosen), experts)
+        kept = first_in_queue(chosen, experts, limit)
+        # dropped rows get the number E: sorted behind all others, cut off, their answers stay 0
+        plan = super().plan(chosen.masked_fill(~kept, experts), leaving.clamp(max=limit))
+        return plan._replace(order=plan.order[:sum(plan.send)])
+
+
 def balanced_counts(args, tokens, ep):
-    """-> counts that a dry run is told: as if tokens, so many on a rank, chose experts in turn."""
+    """What a dry run is told: counts as if each rank's tokens chose all experts equally often."""
     E = args.experts
     rows = tokens * args.top_k  # that leave each rank
     limit = rows
@@ -688,6 +693,9 @@ def balanced_counts(args, tokens, ep):
     here = E // ep.size()
     leaving = [of_each[e:e + here] for e in range(0, E, here)]
     return leaving, [leaving[ep.rank()]] * ep.size()
+
+
+# ---- on ranks: each ToyMoE becomes a MoE
 
 
 def parallelize(model, ep, everyone=None, microbatches=1):
@@ -746,14 +754,6 @@ def gather_experts(tensors, ep):
     return whole
 
 
-def name_experts(model, names, ep, experts):
-    """names: {parameter: its name}. Of a stack it becomes a list, with the name of each matrix."""
-    here = share(experts, ep.size(), ep.rank())
-    for layer in model.modules():
-        if isinstance(layer, StackedLinear):
-            names[layer.weight] = [plain_name(names[layer.weight], e) for e in here]
-
-
 def full_state_dict(model, ep):
     return gather_experts(model.state_dict(), ep)
 
@@ -761,6 +761,14 @@ def full_state_dict(model, ep):
 def full_gradients(model, ep):
     gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     return gather_experts(gradients, ep)
+
+
+def name_experts(model, names, ep, experts):
+    """names: {parameter: its name}. Of a stack it becomes a list, with the name of each matrix."""
+    here = share(experts, ep.size(), ep.rank())
+    for layer in model.modules():
+        if isinstance(layer, StackedLinear):
+            names[layer.weight] = [plain_name(names[layer.weight], e) for e in here]
 
 
 def train_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
