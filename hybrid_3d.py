@@ -3,12 +3,12 @@
                      copy 0 (rows 0..3)      copy 1 (rows 4..7)
     stage 0          ranks 0 1  ---- dp ---- ranks 2 3       tp: in each layer, with a neighbour
                        |  |                    |  |          pp: once in a micro-batch
-                       pp pp                   pp pp         dp: once in a step, behind backward
+                       pp pp                   pp pp         dp: once in a step, under backward
     stage 1          ranks 4 5  ---- dp ---- ranks 6 7
 
     plans = make_plans("1f1b", ranks=2, microbatches=4)
     mesh = Mesh(plans, dp=2, tp=2)
-    tp = TensorParallel(mesh.group["tp"])  # with --sp: SequenceParallel
+    tp = TensorParallel(mesh.group["tp"])  # or SequenceParallel
     cut_model(model, tp, {"blocks.*.up": ColumnLinear, "blocks.*.down": RowLinear, ..})
     chain = Chain(first=["words"], layers="blocks", last=["norm", "head"])
     stages = carve(model, chain, [2, 2])  # of two layers each
@@ -18,7 +18,7 @@
 
 cut_model is tensor_parallel.py's, carve pipeline_parallel.py's. x, y: the rows of this copy, number
 mesh.place["dp"]. docs/your-model.md ends with whole programs. print(hybrid) says what becomes of
-each gradient along each axis (the words: part 1), here in Qwen3's form:
+each gradient along each axis (the words: fates), here of a Qwen3 with tied embeddings:
 
     gradient of                  kind       tp    data     ends  counted in the norm by
     tok.weight                   cut, tied  cut   scatter  sum   first of ends
@@ -26,20 +26,19 @@ each gradient along each axis (the words: part 1), here in Qwen3's form:
     blocks.*.attn.q.weight       cut        cut   scatter  -     each its own
     blocks.*.attn.q_norm.weight  inside     sum   scatter  -     first of tp
 
-Numbers that a rank of a middle stage sends in a step. A: those between stages, B/(dp M) T/cp C.
-n: ranks of data, dp x cp. K of H heads are of keys and values
-    tp    M L/pp 8 A (tp-1)/tp; --sp: 10 for 8, and the sums over tp of the table above
-    pp    M 2 A; --sp: 1/tp of it
-    cp    M L/pp 6 A (cp-1)/tp K/H; not with ulysses
-    data  2 P (n-1)/n; ZeRO-2: M + 1 for 2; ZeRO-3: 3 M
-    ends  V C/tp, if the embedding is the head
+Elements that a rank sends in a step, for B sequences of T words, L layers of width C, M
+micro-batches, P parameters here, n = dp cp, and A = B/(dp M) T/cp C between two stages:
+    tp    M L/pp 8 A (tp-1)/tp; --sp: 10 A in the place of 8 A. And the gradients that tp sums
+    pp    M 2 A, on a middle stage; --sp: 1/tp of it
+    cp    M L/pp 6 A (cp-1)/tp K/H for K of H heads with keys and values; not with ulysses
+    data  2 P (n-1)/n; ZeRO-2: M + 1 in the place of 2; ZeRO-3: 3 M
+    ends  V C/tp if the embedding is the head of V words; ZeRO: 1/n of it
 
 Narayanan 2021, arXiv:2104.04473, section 3; Llama 3 2024, arXiv:2407.21783, 3.3.2. At work: part 4.
 Not for: optimizers of whole matrices, but see --optimizer muon; several ties; pipedream; ZeRO-3 of
 several stages.
     torchrun --standalone --nproc_per_node=8 hybrid_3d.py --dp 2 --tp 2 --pp 2
 """
-import math
 import re
 from collections import defaultdict, namedtuple
 from functools import partial
@@ -49,8 +48,6 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.autograd.function import once_differentiable
 
-import context_parallel
-import moe
 import pipeline_parallel
 import tensor_parallel
 from common import loss_sum
@@ -58,11 +55,12 @@ from pipeline_parallel import (
     IdeaOfPipeline, Mail, SplitLinear, SplitPipeline, gather, homes, idea_plan, make_links,
     run_pipeline)
 from tensor_parallel import (
-    ColumnLinear, ColumnParallel, RowLinear, SequenceParallel, TensorParallel,
-    cross_entropy_by_words, vocab_parallel_cross_entropy)
+    ColumnLinear, ColumnParallel, RowLinear, SequenceParallel, cross_entropy_by_words,
+    vocab_parallel_cross_entropy)
 from zero import ZeRO1, ZeRO2, ZeRO3, groups_of_masters, units_of
 
 # imports of parts 1 and 2 end here; the rest is for parts 3 to 5
+import math
 import sys
 from collections import Counter
 from itertools import product
@@ -71,8 +69,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from torch.distributed.tensor.parallel import loss_parallel
 
+import context_parallel
+import moe
 from common import adamw, build, share
 from pipeline_parallel import CHAIN, HandsOn, carve
+from tensor_parallel import TensorParallel
 from zero import held
 
 # ---- 1. the idea -------------------------------------------------------------
@@ -122,7 +123,8 @@ class IdeaOfHybrid:
         of_stages = [set(stage.parameters()) for stage in stages]
         self.fate = {}  # {parameter: {axis: what becomes of its gradient}}
         for p in self.stage.parameters():
-            self.fate[p] = dict(FATES["cut" if hasattr(p, "cut") else "whole"])
+            kind = "cut" if hasattr(p, "cut") else "whole"  # cut_by_name has marked it
+            self.fate[p] = dict(FATES[kind])
             if sum(p in parameters for parameters in of_stages) > 1:
                 self.fate[p].update(TIED)
 
@@ -180,31 +182,34 @@ def norm_by_fate(model):
 
 # ---- 2. the technique (copy this, the files that it imports, and common.py) ---
 
-# What it adds to the idea, and what that buys, on rank 0 of the toy with dp, tp and pp 2:
-#     a buffer for a layer's gradients    46 all-reduces for 88; over copies they travel while
-#                                         backward makes the next layer's gradients
-#     one f for q, k and v                all-reduces send 3.6 MB for 4.4
+# It needs common.py, tensor_parallel.py, pipeline_parallel.py and zero.py; for cp and ep also
+# context_parallel.py and moe.py. What it adds to the idea, on rank 0 of the toy, dp 2 tp 2 pp 2:
+#     a buffer for a layer's gradients    88 all-reduces -> 46; they are under way while backward
+#                                         makes the next layer's gradients
+#     one sum of dx for q, k and v        all-reduces send 4.4 MB -> 3.6
 #     ZeRO                                peak 6.7 MB -> 5.8 with ZeRO-1: states are cut
 #     --sp                                peak 5.8 MB -> 5.2: norms and residuals are cut
-#     cp, ep                              longer sequences, more experts
-#     schedules with W                    smaller bubbles
+#     cp, ep; schedules with W            longer sequences, more experts; smaller bubbles
 
-# Words of zero.py: a unit is parameters whose gradients travel together. A part is what this rank
-# has of one parameter in its chunk of a unit, and the part's master is what the optimizer steps.
-# Of tensor_parallel.py: tp.cuts has the parameters that cut_model has cut, tp.inside those inside
-# of a layer that are not; so many ranks as tp.copies(p) says have the same cut of p.
+# Words of the other files:
+#     tp.cuts       {parameter: how cut_model has cut it}
+#     tp.copies(p)  how many ranks of tp have the same cut of p: 1, but for few heads of k and v
+#     tp.inside     parameters that cut_model has left whole within a layer: norms of q and k
+#     unit          parameters whose gradients travel together (zero.py)
+#     part          what this rank has of a parameter in its chunk of a unit
+#     master        what the optimizer steps: of a part, in fp32 at least
 
 
 class Mesh:
     """Who is who: this rank's place along pp, dp, cp and tp, its group along each axis, the sizes.
 
-    plans: one for each rank of a pipeline, as make_plans returns them. tp varies fastest, since its
-    ranks talk most, and pp slowest (Narayanan 2021, section 3). Besides pp, cp and tp the axes are
+    plans: of a pipeline's ranks, so pp is len(plans). tp varies fastest, since its ranks talk most,
+    and pp slowest (Narayanan 2021, section 3). Besides pp, cp and tp the axes are
 
     data      dp x cp, all ranks with the same parameters and other tokens: the idea's dp
-    ep        neighbours along data: each has its own experts
-    replicas  the ranks of data that have the same experts
-    peers     all ranks that have the same stages
+    ep        data is replicas x ep: along ep each rank has its own experts,
+    replicas  along these the same
+    peers     all ranks that have the same stages: they share their experts' load
     ends      the first stage and the last of a pipeline (the group of other stages is None)
     """
 
@@ -216,7 +221,7 @@ class Mesh:
         self.place = dict(zip(("pp", "dp", "cp", "tp"), place))
         self.pipelines = ranks.flatten(1).T.tolist()  # a list of ranks for each pipeline
         by_expert = ranks.view(pp, -1, ep, tp)  # (pp, replicas, ep, tp)
-        home = homes(plans)
+        home = homes(plans)  # {stage: place along pp}
         ends = {home[0], home[max(home)]}  # a single place if one rank has both
         lines = {  # along the last dim
             "pp": ranks.movedim(0, -1),
@@ -229,6 +234,7 @@ class Mesh:
             "ends": ranks[sorted(ends)].movedim(0, -1),
         }
         self.size = {axis: of_axis.shape[-1] for axis, of_axis in lines.items()}
+        self.size["dp"] = dp
         self.group = {}
         for axis, of_axis in lines.items():  # each line is a group, and every rank makes them all
             groups = of_axis.flatten(0, -2).tolist()
@@ -239,14 +245,18 @@ class Mesh:
 
 
 def fates(sp, zero):
-    """-> {kind of parameter: {axis: what becomes of its gradient}}."""
-    data = "scatter" if zero else "sum"  # scatter: each rank keeps a part of the sum
+    """-> {kind of parameter: {axis: what becomes of its gradient}}. sp: is tp a SequenceParallel?
+
+    cut: each rank has its own part of it. same: all have the same. sum: each has a summand.
+    scatter: each has a summand, and keeps a part of the sum
+    """
+    data = "scatter" if zero else "sum"  # ranks of data have seen other tokens
     whole = "sum" if sp else "same"  # with sp, ranks of tp have seen other tokens, too
     return {
-        "cut": {"tp": "cut", "data": data},  # matrices, embeddings, and biases of what f feeds
+        "cut": {"tp": "cut", "data": data},  # matrices, embeddings, biases of ColumnLinears
         # keys and values of fewer heads than ranks. twins: the ranks of tp with the same heads
         "shared": {"tp": "cut", "twins": "sum", "data": data},
-        "whole": {"tp": whole, "data": data},  # norms, and biases that are added to sums
+        "whole": {"tp": whole, "data": data},  # norms, biases of RowLinears
         "inside": {"tp": "sum", "data": data},  # norms of q and k: each rank has seen its heads
         # wants sp: each rank of tp sends the experts its own tokens
         "expert": {"tp": "sum", "replicas": data, "ep": "cut"},
@@ -255,7 +265,7 @@ def fates(sp, zero):
 
 def kind_of(p, owner, tp):
     """owner: the module that has the parameter. Names do not matter."""
-    if isinstance(owner, moe.StackedLinear):
+    if getattr(owner, "is_of_experts", False):  # a StackedLinear of moe.py
         return "expert"
     if p in tp.inside:
         return "inside"
@@ -297,11 +307,11 @@ def alike(fate):
     return [axis for axis, what in fate.items() if what in ("same", "sum")]
 
 
-# ---- sums over copies, behind backward; and steps
+# ---- sums over copies, under backward; and steps
 
 
 class ZeRO0(ZeRO1):
-    """Nothing is cut: copies sum whole gradients, and each steps all of them."""
+    """Copies sum whole gradients, and each steps all of them: a single chunk, which all have."""
 
     def place_of_rank(self):
         return 1, 0
@@ -321,12 +331,11 @@ class ZeRO0(ZeRO1):
 
 
 class Copies:
-    """This rank's parameters, in ZeROs: what has copies on the same ranks, and is used by the same
-    stages, is one ZeRO's.
+    """Sums this rank's gradients over copies, and steps: one ZeRO for each group of copies.
 
-    here: {number: stage} of this rank. table: {parameter: Row} of it. group: {axis: group}
+    here: {number: stage} of this rank. table: {parameter: Row}. group: {axis: group}
     layers: the model's; the parameters of each are a unit
-    level: the stage of ZeRO
+    level: 0, 1, 2 or 3, of ZeRO
     has_w: does the schedule have Ws?
     """
 
@@ -334,12 +343,12 @@ class Copies:
         self.stages_of = {}  # {ZeRO: the numbers of the stages that have its parameters}
         # ZeRO-2 keeps a unit's gradients from the first to the last: those of norms and biases
         # come in B, long before those of matrices, and are units of their own
-        apart = has_w and level == 2
-        for (numbers, axis), units in units_of_zeros(here, table, set(layers), apart).items():
-            kind = (ZeRO0, ZeRO1, ZeRO2, ZeRO3)[level]
-            if len(numbers) > 1:  # tied: also summed over ends, thus once in a step
-                kind = (ZeRO0, ZeRO1)[min(level, 1)]
-            zero = kind(units, group[axis], reduce_dtype=reduce_dtype)
+        found = units_of_copies(here, table, set(layers), apart=has_w and level == 2)
+        for (numbers, axis), units in found.items():
+            of_level = (ZeRO0, ZeRO1, ZeRO2, ZeRO3)[level]
+            if len(numbers) > 1:  # tied: summed over ends, too, and thus once in a step
+                of_level = (ZeRO0, ZeRO1)[min(level, 1)]
+            zero = of_level(units, group[axis], reduce_dtype=reduce_dtype)
             self.stages_of[zero] = numbers
         self.zeros = list(self.stages_of)
         self.units = [unit for zero in self.zeros for unit in zero.units]
@@ -350,12 +359,13 @@ class Copies:
             zero.zero_grad()
 
     def reduce(self):
-        """Ends the sums that backwards have begun."""
+        """After all backwards: ZeRO-0 and 1 end the sums which these have begun."""
         for zero in self.zeros:
-            if not isinstance(zero, ZeRO2):  # ZeRO-2 and 3 have summed after each backward
+            if not isinstance(zero, ZeRO2):  # nor ZeRO3, a ZeRO2
                 zero.reduce()  # partial -> sharded
 
-    def step(self, optimizer, at_once):
+    def step(self, optimizer, at_once=False):
+        """See ZeRO1.step. at_once: one step for all ZeROs."""
         if not at_once:
             for zero in self.zeros:
                 zero.step(optimizer)
@@ -368,8 +378,6 @@ class Copies:
         for zero in self.zeros:
             zero.wait()
 
-    # over data or replicas: sharded -> replicated
-
     def full_parameters(self):
         return {p: t for zero in self.zeros for p, t in zero.full_parameters().items()}
 
@@ -377,12 +385,14 @@ class Copies:
         return {p: t for zero in self.zeros for p, t in zero.full_gradients().items()}
 
 
-def units_of_zeros(here, table, layers, apart):
-    """-> {(numbers of stages, axis of copies): [(parameters, sites)], the units of one ZeRO}
+def units_of_copies(here, table, layers, apart):
+    """-> {(numbers of stages, axis of copies): units}: the parameters of those stages, two if they
+    are tied, with copies along that axis.
 
-    apart: norms and biases of a stage are a unit of their own.
+    A unit, as zero.py has it: (parameters, the modules that read them). apart: of a stage's norms
+    and biases there is one.
     """
-    found = defaultdict(dict)  # {(stages, axis): {unit's name: (parameters, sites)}}
+    found = defaultdict(dict)  # {(numbers, axis): {the unit's name: unit}}
     placed = set()
     for number, stage in here.items():
         own = [module for module in stage.modules() if module in layers]
@@ -391,10 +401,9 @@ def units_of_zeros(here, table, layers, apart):
                 if p in placed:  # it is tied, and this is its other end
                     continue
                 placed.add(p)
-                row = table[p]
-                axis = "replicas" if "replicas" in row.fate else "data"
                 name = number, "apart" if apart and p.dim() == 1 else layer
-                unit = found[row.stages, axis].setdefault(name, ([], sites))
+                axis = "replicas" if "replicas" in table[p].fate else "data"
+                unit = found[table[p].stages, axis].setdefault(name, ([], sites))
                 unit[0].append(p)
     return {key: list(units.values()) for key, units in found.items()}
 
@@ -405,23 +414,26 @@ class SummingPipeline(SplitPipeline):
     def __init__(self, modules, plans, mail, copies):
         super().__init__(modules, plans, mail)
         self.zeros_of = defaultdict(list)  # {stage: [ZeRO]}
-        self.completing = {}  # {ZeRO: the actions that complete gradients which it sums}
+        self.completing = {}  # {ZeRO: the actions during which it sums}
         for zero, stages in copies.stages_of.items():
             self.completing[zero] = self.completing_of(zero, stages)
             for stage in stages:
                 self.zeros_of[stage].append(zero)
 
     def completing_of(self, zero, stages):
+        """-> the actions during which zero sums.
+
+        F0 F1 B0 B1          ZeRO-0 and 1 in B1                     ZeRO-2 in B0 and B1
+        F0 F1 B0 W0 B1 W1    norms' gradients in B1, others in W1   in W0 and W1
+        """
         backward = [a for a in self.plan if a.kind in "BW" and a.stage in stages]
-        if isinstance(zero, ZeRO2):  # it sums in each micro-batch, where W, or a B without W, ends
+        last = backward[-1]
+        if len(stages) > 1:  # tied: the gradients of both ends are one
+            return {last}
+        if isinstance(zero, ZeRO2):
             return {a for a in backward
                     if a.kind == "W" or (a.microbatch, a.stage) not in self.split}
-        if len(stages) > 1:  # tied: the other end's gradient is added to it
-            return {backward[-1]}
-        # the last B completes the gradients of norms and embeddings, the last W those of Linears;
-        # without Ws the last B does both
-        last_b = [a for a in backward if a.kind == "B"][-1]
-        return {last_b, backward[-1]}
+        return {a for a in backward if a.microbatch == last.microbatch}
 
     def do(self, action, *others):
         zeros = self.zeros_of[action.stage] if action.kind in "BW" else []
@@ -429,7 +441,7 @@ class SummingPipeline(SplitPipeline):
             zero.sync = action in self.completing[zero]
         made = super().do(action, *others)
         for zero in zeros:
-            if isinstance(zero, ZeRO2):
+            if isinstance(zero, ZeRO2):  # once in each micro-batch
                 zero.reduce()  # partial -> sharded; nothing if sync is False
         return made
 
@@ -441,25 +453,27 @@ class Hybrid(nn.Module):
     """This rank's stages, the pipeline that plays them, and their copies' sums and steps.
 
     stages   all stages of the model, as carve returns them, or slices of an nn.Sequential. All
-             ranks have the same weights, and a tied parameter has one name
+             ranks have the same weights, and a tied parameter is one
     plans    those for which the mesh was made
-    tp       what cut_model was called with, before carve. If tp.size is 1, there is nothing to cut
+    tp       a TensorParallel, also of one rank. cut_model was called with it, before carve; it
+             forgets what is on other stages
     layers   the model's: the parameters of each are a unit
     head     what makes the logits: an nn.Linear, or what cut_model has put in its place
-    zero     the stage of ZeRO. 0: nothing is cut, and copies sum whole gradients
-    reduce_dtype  of gradients that are kept, added up and summed over copies, see ZeRO1
-    ring     by which the layers attend, for cp > 1: a kind of context_parallel.py
+    loss     (logits, targets) -> the sum over a micro-batch's tokens. None: cross-entropy; logits
+             may be cut, by words
+    zero     the level of ZeRO. 0: nothing is cut, and copies sum whole gradients
+    reduce_dtype  of gradients that are added up and summed over copies, such as torch.float32 where
+             the model is in bf16
+    ring     a kind of context_parallel.py, for cp > 1: the layers attend by it already
     """
 
-    def __init__(self, stages, plans, mesh, tp, *, layers, head, zero=0, reduce_dtype=None,
-                 ring=None):
+    def __init__(self, stages, plans, mesh, tp, *, layers, head, loss=None, zero=0,
+                 reduce_dtype=None, ring=None):
         super().__init__()
-        kinds = "".join(action.kind for action in plans[0])
-        alternates = len(plans) == 1 and kinds == "FB" * (len(kinds) // 2)
-        assert zero < 3 or alternates, "ZeRO-3 wants one stage, and each B behind its F"
         self.mesh = mesh
         self.tp = tp
         self.ring = ring
+        self.loss = loss or self.cross_entropy
         self.width = head.weight.shape[1]  # C
         self.cut_of_head = tp.cuts.get(head.weight)  # None: every rank of tp has all logits
         self.group = dict(mesh.group)  # {axis: group}
@@ -474,10 +488,13 @@ class Hybrid(nn.Module):
         # from here on nothing holds what is on other stages: it can be freed
         tp.cuts = {p: cut for p, cut in tp.cuts.items() if p in self.table}
         tp.inside.intersection_update(self.table)
-        if "W" in kinds:
+        order = "".join(action.kind for action in plans[0])
+        alternates = len(plans) == 1 and order == "FB" * (len(order) // 2)
+        assert zero < 3 or alternates, "ZeRO-3 wants one stage, and each B right after its F"
+        has_w = "W" in order
+        if has_w:
             split_cut_linears(self.stages)
-        self.copies = Copies(
-            here, self.table, self.group, layers, zero, "W" in kinds, reduce_dtype)
+        self.copies = Copies(here, self.table, self.group, layers, zero, has_w, reduce_dtype)
         p = next(self.parameters())
         links = make_links(plans, mesh.pipelines)
         # (): what stages send gets its size from the batch, see in_microbatches
@@ -495,6 +512,7 @@ class Hybrid(nn.Module):
             x = x[:, tokens]
             y = y[:, tokens]
         M = self.pipeline.microbatches
+        assert len(x) % M == 0, f"{len(x)} rows for {M} micro-batches"
         length = x.shape[1]
         if isinstance(self.tp, SequenceParallel):
             length //= self.tp.size
@@ -502,12 +520,14 @@ class Hybrid(nn.Module):
         targets = y.chunk(M)
 
         def loss_of(logits, m):
-            if self.cut_of_head is None:
-                return loss_sum(logits, targets[m]) / valid
-            vocab = self.cut_of_head.plain_size
-            return vocab_parallel_cross_entropy(logits, targets[m], vocab, self.tp) / valid
+            return self.loss(logits, targets[m]) / valid
 
         return x.chunk(M), loss_of
+
+    def cross_entropy(self, logits, y):
+        if self.cut_of_head is None:
+            return loss_sum(logits, y)
+        return vocab_parallel_cross_entropy(logits, y, self.cut_of_head.plain_size, self.tp)
 
     def parameter_groups(self, groups=None):
         """groups: as for an optimizer, of parameters -> the same with this rank's masters."""
@@ -552,7 +572,8 @@ def train_step(model, optimizer, x, y, valid, clip, at_once=False):
     """x, y: this copy's rows (B/dp, T); valid: how many targets there are in the whole batch.
 
     at_once: see ZeRO1.step
-    -> this rank's part of the loss, the norm of the whole gradient.
+    -> this rank's part of the loss, the norm of the whole gradient. If the norm is inf or nan, as
+    one gradient is, nothing was scaled, and parameters are of no use any more.
     """
     model.copies.zero_grad()
     inputs, loss_of = model.in_microbatches(x, y, valid)
@@ -564,13 +585,11 @@ def train_step(model, optimizer, x, y, valid, clip, at_once=False):
         finite = norm.nan_to_num(0, posinf=0)  # inf, nan -> 0: nothing is scaled
         torch._foreach_mul_(gradients, (clip / (finite + 1e-6)).clamp(max=1))
     model.copies.step(optimizer, at_once)
-    loss = loss + moe.balancing_losses(model)
-    moe.step_biases(model)
     return loss, norm
 
 
 def sum_gradients(model):
-    """First over copies, then along the other axes."""
+    """First over copies: with ZeRO parts alone are left to be summed along other axes."""
     model.copies.reduce()
     for axis in ("tp", "twins", "ends"):
         gradients = summands(model, axis)
@@ -624,7 +643,7 @@ def text_of(rows, axes):
 class SplitColumns(torch.autograd.Function):
     """ColumnParallel with a backward that makes dx, and leaves gradients of parameters to W.
 
-    Then nothing hides the sum of dx over tp. SplitLinear does the same for what reads no f.
+    Then nothing hides the sum of dx over tp. RowLinears take SplitLinear.
     """
 
     @staticmethod
@@ -655,7 +674,8 @@ def split_columns(tp, x, *parameters):
 
 
 def split_cut_linears(stages):
-    """For SplitPipeline, which by itself splits the Linears that tp has not cut."""
+    """For SplitPipeline, which by itself splits the Linears that tp has not cut. multiply is what
+    their forward calls."""
     for module in stages.modules():
         if isinstance(module, ColumnLinear):
             module.multiply = partial(split_columns, module.tp)
@@ -666,7 +686,7 @@ def split_cut_linears(stages):
 
 
 def add_gradients(tp, x, dys, parameters):
-    """W of some Linears that read the same x."""
+    """W of some Linears that read the same x. parameters: weight, bias, weight, bias, .."""
     x = tp.gather(x).wait()  # sharded(T) -> replicated
     gradients = tensor_parallel.weight_gradients(x, dys, parameters[1::2])
     for p, gradient in zip(parameters, gradients):
@@ -723,6 +743,14 @@ def plan_of(model):
 
 def has_experts(model):
     return hasattr(model.blocks[0].mlp, "experts")
+
+
+def step_with_experts(model, *others, **options):
+    """As train_step."""
+    loss, norm = train_step(model, *others, **options)
+    loss = loss + moe.balancing_losses(model)
+    moe.step_biases(model)
+    return loss, norm
 
 
 def full_state_dict(model):
@@ -1066,8 +1094,9 @@ def set_up_ours(run, plain, mesh, plans, layers):
     optimizer = run.optimizer(
         named, groups=model.parameter_groups, names=names,
         wholes=partial(wholes_of_units_of_cuts, model.copies.zeros, model.tp, names))
+    step = step_with_experts if args.experts else train_step
     return run.side(
-        model, optimizer, partial(train_step, at_once=args.optimizer == "muon"),
+        model, optimizer, partial(step, at_once=args.optimizer == "muon"),
         evaluate=partial(evaluate, model), full_gradients=partial(full_gradients, model),
         full_state_dict=partial(full_state_dict, model), pieces=partial(pieces, model, optimizer),
         held=partial(held, model, model.copies, optimizer),

@@ -209,6 +209,8 @@ def stacked(parameters):
 class StackedLinear(nn.Module):
     """An nn.Linear per expert, copied into stacks: weight (E/ep, F, C), bias (E/ep, F) or None."""
 
+    is_of_experts = True  # so that hybrid_3d.py, which need not import this file, knows
+
     def __init__(self, linears):
         super().__init__()
         self.weight = stacked([linear.weight for linear in linears])

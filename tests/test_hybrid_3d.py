@@ -414,16 +414,21 @@ def test_models_of_others(world, cases):
     run_ranks(check_each, world, check_model, cases)
 
 
+def twice(logits, y):
+    return 2 * loss_sum(logits, y)
+
+
 def check_fp32_sums(level):
-    """Of bf16 gradients, over micro-batches and copies."""
+    """Of bf16 gradients, over micro-batches and copies; and of another loss than the usual one."""
     batches = bf16_rows(8)
-    wanted = added_in_fp32(batches, lambda model, x, y: loss_sum(model(x)["logits"], y))
+    wanted = added_in_fp32(batches, lambda model, x, y: twice(model(x)["logits"], y))
     model = bf16_llama()
     plans = make_plans("1f1b", 1, 4)
     mesh = hybrid_3d.Mesh(plans, dp=2)
     hybrid = hybrid_3d.Hybrid(
         carve(model, CHAIN, [2]), plans, mesh, TensorParallel(mesh.group["tp"]),
-        layers=model.layers, head=model.lm_head, zero=level, reduce_dtype=torch.float32)
+        layers=model.layers, head=model.lm_head, loss=twice, zero=level,
+        reduce_dtype=torch.float32)
     mine = batches[4 * dist.get_rank():][:4]
     x, y = [torch.cat(rows) for rows in zip(*mine)]
     optimizer = torch.optim.SGD(hybrid.parameter_groups(), 0.0)
