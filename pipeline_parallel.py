@@ -294,7 +294,7 @@ class Mail:
         """After each action: begin the receives that are due, and send what the action has made.
 
         Ranks play their plans side by side: while one is at its i-th action, so are the others.
-        What one makes with its i-th another begins to receive behind its own (i - 2)-th. Two is
+        What one makes with its i-th, another begins to receive behind its own (i - 2)-th. Two is
         the least that costs no sender time if a send lasts until it is received (NCCL). If receives
         began in take(), ranks that send to each other would wait for ever (interleaved, bfs).
         """
@@ -305,13 +305,13 @@ class Mail:
         receiver = self.home[self.taker[action].stage]
         if receiver == self.place:
             self.inbox[action] = None, tensor
-        else:
-            found = tensor.shape, tensor.dtype  # gloo would deliver other ones as noise
-            assert found == (self.size, self.dtype), f"{found}, not {self.size}, {self.dtype}"
-            self.finish_send()
-            tensor = tensor.contiguous()
-            link = self.place, receiver
-            self.sent = self.begin(dist.isend, tensor, receiver, link), tensor  # here -> there, too
+            return
+        found = tensor.shape, tensor.dtype  # gloo would deliver other ones as noise
+        assert found == (self.size, self.dtype), f"{found}, not {self.size}, {self.dtype}"
+        self.finish_send()
+        tensor = tensor.contiguous()
+        link = self.place, receiver
+        self.sent = self.begin(dist.isend, tensor, receiver, link), tensor  # here -> there, too
 
     def finish_send(self):
         """Wait for the last send: so one sent tensor is kept at a time."""
