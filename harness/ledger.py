@@ -12,8 +12,7 @@
 
 It is a TorchDispatchMode: below autograd and above the kernels, so it sees every tensor that an
 operation makes and every collective of COLLECTIVES, those of DistributedDataParallel's C++ reducer,
-of fully_shard and of DTensor included. It does not see reduce, gather and scatter. It needs only
-torch.
+of fully_shard and of DTensor included. It does not see gather and scatter. It needs only torch.
 """
 import re
 import time
@@ -37,6 +36,7 @@ COLLECTIVES = {
     re.compile("_?all_?reduce"): Collective("all_reduce", 0, 0),
     re.compile("_?all_?gather"): Collective("all_gather", 0, RESULT),
     re.compile("_?broadcast"): Collective("broadcast", 0, 0),
+    re.compile("reduce_$"): Collective("reduce", 0, 0),
     re.compile("_?reduce_scatter"): Collective("reduce_scatter", 1, 0),
     re.compile("_?all_?to_?all"): Collective("all_to_all", 1, 0),
     re.compile("_?send"): Collective("send", 0, 0),
@@ -66,8 +66,8 @@ def splits_of(args):
 
 
 def sent_fraction(kind, group, splits):
-    """How much of the payload this rank sends with ring algorithms; of a broadcast, whose last rank
-    sends nothing, the mean over ranks."""
+    """How much of the payload this rank sends with ring algorithms; of broadcast and reduce, where
+    one rank sends nothing, the mean over ranks."""
     n = group.size()
     if splits and sum(splits) > 0:
         return 1 - Fraction(splits[group.rank()], sum(splits))  # what a rank keeps is not sent

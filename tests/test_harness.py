@@ -44,6 +44,7 @@ def check_collectives():
     mine = [1, 2, 3][rank]
     with Ledger(model, torch.optim.SGD(model.parameters())) as ledger:
         dist.all_reduce(x)
+        dist.reduce(x, dst=1)
         dist.all_gather(list(big.split(6)), x)
         dist.all_to_all_single(torch.empty_like(big), big)
         dist.all_to_all_single(torch.empty(3 * mine), x, [mine] * 3, [1, 2, 3])
@@ -52,6 +53,7 @@ def check_collectives():
             exchange(x)
     want = {  # calls, payload, wire
         "all_reduce": (1, 48, 48 * 4 / 3),
+        "reduce": (1, 48, 32),
         "all_gather": (1, 144, 96),
         "all_to_all": (2, 144 + 48, 96 + 48 * (1 - mine / 6)),
     }

@@ -33,9 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import moe  # noqa: E402
 from common import PRESETS  # noqa: E402
 from harness.flags import FLAGS, SIZES, config_of, parse, refuse_file, require  # noqa: E402
-from tools import estimate  # noqa: E402
+from tools import estimate, ranks  # noqa: E402
 from tools.estimate import IDLE, PARTS, Layout, assess, job_of, timed  # noqa: E402
-from tools.launch import report  # noqa: E402
 
 TIE = 0.08
 SPARE = 0.1  # of a GPU's memory
@@ -280,7 +279,9 @@ def exact_peak(lay, at):
     fullest = max(range(lay.pp), key=lambda stage: estimate.held(job, stage)["memory"])
     rank = fullest * at.gpus // lay.pp
     flags = f"{flags_of(lay, at)} --dry-run {at.gpus} --rank {rank}"
-    return report(1, "hybrid_3d", flags.split())["ranks"][0]["memory"]["peak"]
+    _, report, said = ranks.report(1, "hybrid_3d", flags.split(), ranks.quietly, math.inf)
+    require(report, said, code=1)
+    return report["ranks"][0]["memory"]["peak"]
 
 
 def main():

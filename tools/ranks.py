@@ -76,6 +76,13 @@ def be_rank(rank, world, port, file, flags, plant, errors):
     sys.exit(module.main())
 
 
+def quietly(module, plant=None):
+    """A plant, see report(): nothing goes to stdout."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    if plant:
+        plant(module)
+
+
 def report(world, file, flags, plant=None, limit=120):
     """file.py's main() on `world` ranks -> exit codes, its --json report, what it said on stderr.
 

@@ -132,20 +132,13 @@ def sizes_of(axes, flags, is_pipeline, accum, draw):
 # ---- the runs ------------------------------------------------------------------
 
 
-def quietly(plant, module):
-    """A plant: nothing goes to stdout."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    if plant:
-        plant(module)
-
-
 def run(seed, i, only=None, plant=None):
     """-> the command, the worst gap, what is wrong. plant(module) puts in a bug."""
     for attempt in range(TRIES):
         name, n, flags = drawn(seed, i, only, attempt)
         command = f"torchrun --standalone --nproc_per_node={n} {name}.py {' '.join(flags)}"
         try:
-            codes, report, said = ranks.report(n, name, flags, partial(quietly, plant))
+            codes, report, said = ranks.report(n, name, flags, partial(ranks.quietly, plant=plant))
         except AssertionError as error:  # they hang
             return command, 0.0, [str(error)]
         if codes == [2] * n:
