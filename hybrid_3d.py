@@ -1145,7 +1145,7 @@ def textbook(run, model):
     if isinstance(model, Hybrid):
         groups += [("pp", link) for link in model.pipeline.mail.links.values()]  # with NCCL
     groups.append(("norm", dist.group.WORLD))
-    by_group = run.ledger[run.impls[0]].groups
+    by_group = run.sides[run.impls[0]].ledger.groups
     sent = Counter()  # {axis: bytes that this rank has sent along it in the last step}
     for axis, group in groups:
         if group:  # a middle stage is not among the ends

@@ -8,7 +8,7 @@ import resource
 import statistics
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 
@@ -60,6 +60,10 @@ class Side:
     copies: int = 1  # so many ranks return the same part of the loss
     held_of: torch.nn.Module | None = None  # whose parameters and gradients are held (model)
     watch: Callable = contextlib.nullcontext  # step -> what is entered around it
+    # what the run notes of it
+    trace: Trace = field(default_factory=Trace)
+    times: list = field(default_factory=list)  # ms of every step; none in a dry run
+    ledger: Ledger | None = None  # of the last step
 
     def __post_init__(self):
         for name in ("full_gradients", "full_state_dict", "evaluate", "pieces", "held"):
@@ -72,6 +76,23 @@ class Side:
             for t in tensors:
                 local = getattr(t, "_local_tensor", t)  # of a DTensor: this rank's
                 local.untyped_storage().resize_(0)
+
+    def ms(self):
+        """The median over the steps, without the first and the last if there are others; or None.
+
+        The first is a warmup, and the ledger slows the last one down.
+        """
+        return statistics.median(self.times[1:-1] or self.times) if self.times else None
+
+    def figures(self):
+        """What bench shows of it, on this rank."""
+        memory = self.ledger.memory
+        of_all = self.ledger.collectives.values()
+        blocks = [statistics.median(self.times[i:i + BLOCK])
+                  for i in range(0, len(self.times), BLOCK)]
+        held = sum(memory[kind] for kind in ("parameters", "gradients", "optimizer"))
+        return dict(calls=sum(c["calls"] for c in of_all), wire=sum(c["wire"] for c in of_all),
+                    held=held, peak=memory["peak"], ms_per_step=self.ms(), block_ms=blocks)
 
     @property
     def module(self):
@@ -118,7 +139,7 @@ class Run:
         self.build_plain = build
         several = {"both": ("scratch", "torch"), "all": ("scratch", "torch", "idea")}
         self.impls = impls or several.get(args.impl, (args.impl,))
-        self.sides = {}  # {impl: Side}, from begin() on
+        self.sides = {}  # {impl: Side}, from train() on
         self.start = checkpoint.begin(args)  # the checkpoint to start from; bad: exit code 2
         # May plain() repeat this training from step 0 on? Not if it began with weights from
         # elsewhere, in this run or in one before it
@@ -199,19 +220,20 @@ class Run:
 
     def open_books(self):
         self.clock = Clock("cpu" if self.dry else self.device)
-        self.marks = None  # the clock's marks before and after a step
-        self.trace = {impl: Trace() for impl in self.impls}
-        self.times = {impl: [] for impl in self.impls}  # ms of every step
-        self.ledger = {}  # {impl: Ledger} of the last step
         self.book = []  # rows of the textbook
         self.extra = {}  # a script's own keys of the report
         self.total = 0  # parameters, known when the plain model has been built
-        self.own = 0  # those on this rank, known from begin() on
+        self.own = 0  # those on this rank, known from train() on
         self.idle = 0  # of the total, what a token is not multiplied with, besides embeddings
         self.table = report.Table(self.first, self.last, bool(self.args.eval_every))
         self.step_log = None  # --log-file, on rank 0
         self.profile = {}  # milliseconds of communication in the last step, if --profile knows
-        self.rows = None  # this rank's of every batch, from steps() on
+        self.rows = None  # this rank's of every batch, from train() on
+
+    @property
+    def main(self):
+        """The side that the report is about."""
+        return self.sides[self.impls[0]]
 
     def __enter__(self):
         if self.dry:
@@ -226,7 +248,7 @@ class Run:
         if self.dry:
             self.fake.__exit__(None, None, None)
         if kind is KeyboardInterrupt:
-            done = self.first + len(self.times[self.impls[0]])
+            done = self.first + max((len(side.times) for side in self.sides.values()), default=0)
             self.say(f"interrupted after {done} of {self.args.steps} steps")
             os._exit(130)
         if kind not in (None, SystemExit):
@@ -243,7 +265,7 @@ class Run:
 
     def show_held(self):
         """What this rank holds in a step, by kind, as bars."""
-        memory = self.ledger[self.impls[0]].memory
+        memory = self.main.ledger.memory
         self.say("\nheld in one step")
         for line in report.bars(list(memory.items())):
             self.say(line)
@@ -282,47 +304,6 @@ class Run:
 
     # -- the steps
 
-    def begin(self, sides, rows):
-        """sides: {impl: Side}. Loads the checkpoint that they start from."""
-        self.sides = sides
-        self.rows = rows
-        held = sides[self.impls[0]].held()["parameters"]
-        for dtype in {t.dtype for t in held if t.is_floating_point()}:
-            self.own += nbytes(t for t in held if t.dtype == dtype) // dtype.itemsize
-        where = f"{self.world_size} ranks on {self.device.type}, {self.args.dtype}"
-        self.say(f"{self.script}: {where}, {self.total:,} parameters, {self.own:,} of them here")
-        if self.dry:
-            self.say("dry run: no values")
-            return
-        for side in sides.values():
-            checkpoint.restore(self.start, side.pieces, side.optimizer)
-        if self.args.log_file and self.rank == 0:
-            self.step_log = report.StepLog(self.args.log_file, self.first)
-        if self.rank == 0:
-            self.table.head()
-        if self.args.check and self.checked < self.last:
-            count = self.checked + 1 - self.first
-            self.say(f"the check covers the first {count} steps; the others run unchecked")
-        if self.args.eval_every:
-            losses = [self.validate(impl, self.first - 1) for impl in self.impls]
-            if self.rank == 0:
-                self.table.before(losses[0])
-
-    def steps(self, sides, rows):
-        """Yields (impl, step, inputs, targets, valid targets of the whole batch), in order.
-
-        sides: {impl: Side}, built. rows: this rank's of every batch. With --impl both the two take
-        turns of BLOCK steps, so that both meet the same noise.
-        """
-        self.begin(sides, rows)
-        for first in range(self.first, self.last + 1, BLOCK):
-            for impl in self.impls:
-                for step in range(first, min(first + BLOCK, self.last + 1)):
-                    self.step = step
-                    for group in sides[impl].optimizer.param_groups:
-                        group["lr"] = self.rate(step)
-                    yield impl, step, *self.batch(step, rows)
-
     def optimizer(self, named, **ways):
         """What --optimizer says, for (name, parameter) pairs. ways: see optimizer_of."""
         return optimizer_of(self.args, named, **ways)
@@ -332,23 +313,75 @@ class Run:
         return Side(model=model, optimizer=optimizer, train_step=train_step, **functions)
 
     def train(self, sides, rows):
-        """All steps of all sides. rows: this rank's of every batch."""
-        for impl, step, x, y, valid in self.steps(sides, rows):
-            side = sides[impl]
-            with side.watch(step), self.measure(impl, step):
-                loss, norm = side.train_step(side.model, side.optimizer, x, y, valid,
-                                             self.args.clip or math.inf)
-            self.log(impl, step, loss, norm)
+        """All steps. sides: {impl: Side}. rows: this rank's of every batch.
+
+        With --impl both the two take turns of BLOCK steps, so that both meet the same noise.
+        """
+        self.sides = sides
+        self.rows = rows
+        self.begin()
+        for first in range(self.first, self.last + 1, BLOCK):
+            for impl in self.impls:
+                for step in range(first, min(first + BLOCK, self.last + 1)):
+                    self.step = step
+                    self.train_one_step(impl, sides[impl], step)
+
+    def begin(self):
+        """Loads the checkpoint that the sides start from, and says what is trained."""
+        held = self.main.held()["parameters"]
+        for dtype in {t.dtype for t in held if t.is_floating_point()}:
+            self.own += nbytes(t for t in held if t.dtype == dtype) // dtype.itemsize
+        where = f"{self.world_size} ranks on {self.device.type}, {self.args.dtype}"
+        self.say(f"{self.script}: {where}, {self.total:,} parameters, {self.own:,} of them here")
+        if self.dry:
+            self.say("dry run: no values")
+            return
+        for side in self.sides.values():
+            checkpoint.restore(self.start, side.pieces, side.optimizer)
+        if self.args.log_file and self.rank == 0:
+            self.step_log = report.StepLog(self.args.log_file, self.first)
+        if self.rank == 0:
+            self.table.head()
+        if self.args.check and self.checked < self.last:
+            count = self.checked + 1 - self.first
+            self.say(f"the check covers the first {count} steps; the others run unchecked")
+        if self.args.eval_every:
+            losses = [self.validate(self.sides[impl], self.first - 1) for impl in self.impls]
+            if self.rank == 0:
+                self.table.before(losses[0])
+
+    def train_one_step(self, impl, side, step):
+        for group in side.optimizer.param_groups:
+            group["lr"] = self.rate(step)
+        x, y, valid = self.batch(step, self.rows)
+        clip = self.args.clip or math.inf
+        with side.watch(step), self.observed(impl, side, step):
+            before = self.clock.mark()
+            loss, norm = side.train_step(side.model, side.optimizer, x, y, valid, clip)
+            after = self.clock.mark()
+        if self.dry:
+            return
+        loss = loss.detach().double() / side.copies
+        dist.all_reduce(loss)  # partial -> replicated
+        side.times.append(self.clock.ms(before, after))
+        side.trace.log(step, loss, norm)
+        self.judge(side, step, loss, norm)
+        validation = self.validate(side, step) if self.validates(step) else None
+        if self.rank == 0:
+            if side is self.main:
+                self.tell(side, step, loss.item(), float(norm), validation)
+            self.table.progress(step, side.times[-1], len(self.impls))
+        if self.saver:
+            self.save(side, step)  # there is one side: checkpoint.begin() refuses --impl both here
 
     @contextlib.contextmanager
-    def measure(self, impl, step):
-        """Times a step. The last one is watched by the ledger, the one before by the profiler."""
+    def observed(self, impl, side, step):
+        """The last step is watched by the ledger, the one before by --profile's profiler."""
         is_last = step == self.last
         on_gpu = self.device.type == "cuda" and not self.dry
         with contextlib.ExitStack() as stack:
             if is_last:
-                ledger = Ledger(held=self.sides[impl].held, device=self.device)
-                self.ledger[impl] = stack.enter_context(ledger)
+                side.ledger = stack.enter_context(Ledger(held=side.held, device=self.device))
             self.profile = {}
             if self.args.profile and step == max(self.first, self.last - 1):
                 name = f"{self.script}-{impl}-rank{self.rank}.json"
@@ -356,51 +389,19 @@ class Run:
                 self.profile = stack.enter_context(trace)
             if on_gpu:
                 torch.cuda.reset_peak_memory_stats()
-            before = self.clock.mark()
             yield
-            self.marks = before, self.clock.mark()
-            if is_last and on_gpu and impl == self.impls[0]:
+            if is_last and on_gpu and side is self.main:
                 self.extra["allocator_peak"] = torch.cuda.max_memory_allocated()
 
-    def ms(self, impl):
-        """The median over the steps, without the first and the last if there are others.
-
-        The first is a warmup, and the ledger slows the last one down.
-        """
-        times = self.times.get(impl)
-        if self.dry or not times:
-            return None
-        return statistics.median(times[1:-1] or times)
-
-    def log(self, impl, step, loss, norm):
-        """After a step: judge it, note it, save it. Collectives: every rank calls it.
-
-        loss: this rank's part; the parts of all ranks add up to the loss of the global batch,
-        times Side.copies.
-        """
-        if self.dry:
-            return
-        side = self.sides[impl]
-        loss = loss.detach().double() / side.copies
-        dist.all_reduce(loss)  # partial -> replicated
-        self.times[impl].append(self.clock.ms(*self.marks))
-        self.trace[impl].log(step, loss, norm)
+    def judge(self, side, step, loss, norm):
+        """Ends a run with values that are not finite; keeps the tensors that are compared."""
         judged = 0.0 if side.may_overflow else norm
         fault = guard.fault(loss, judged, side.full_gradients, side.full_state_dict)
         if fault:
             self.finish_saving()
             require(False, f"step {step}: {fault}", code=1)
         if self.keeps(step):
-            self.trace[impl].keep(step, side.full_gradients(), side.full_state_dict())
-        validation = None
-        if self.validates(step):
-            validation = self.validate(impl, step)
-        if self.rank == 0:
-            if impl == self.impls[0]:
-                self.tell(impl, step, loss.item(), float(norm), validation)
-            self.table.progress(step, self.times[impl][-1], len(self.impls))
-        if self.saver:
-            self.save(side, step)  # there is one side: checkpoint.begin() refuses --impl both here
+            side.trace.keep(step, side.full_gradients(), side.full_state_dict())
 
     def save(self, side, step):
         """If it is due."""
@@ -421,9 +422,9 @@ class Run:
         if self.saver:
             self.saver.wait()
 
-    def tell(self, impl, step, loss, norm, validation):
+    def tell(self, side, step, loss, norm, validation):
         """On rank 0: a line of the table, a line of --log-file."""
-        ms = self.times[impl][-1]
+        ms = side.times[-1]
         speed = 1e3 * self.args.batch * self.cfg.seq / ms
         if self.table.is_due(step) or validation is not None:
             self.table.row(step, loss, norm, self.rate(step), speed, validation)
@@ -435,7 +436,7 @@ class Run:
             figures["process_peak"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             if self.device.type == "cuda":  # in this step
                 figures["allocator_peak"] = torch.cuda.max_memory_allocated()
-            held = sum(nbytes(tensors) for tensors in self.sides[impl].held().values())
+            held = sum(nbytes(tensors) for tensors in side.held().values())
             tokens = (step + 1) * self.args.batch * self.cfg.seq
             self.step_log.write(step=step, loss=loss, norm=norm, rate=self.rate(step), ms=ms,
                                 tokens=tokens, held=held, **figures)
@@ -447,12 +448,11 @@ class Run:
         every = self.args.eval_every
         return bool(every) and ((step + 1) % every == 0 or step == self.last)
 
-    def validate(self, impl, step):
+    def validate(self, side, step):
         """-> the loss on held-out text, a number, after this step."""
-        side = self.sides[impl]
         loss = self.on_held_out(side.evaluate, self.rows) / side.copies
         dist.all_reduce(loss)  # partial -> replicated
-        self.trace[impl].validation[step] = loss.cpu()
+        side.trace.validation[step] = loss.cpu()
         return loss.item()
 
     @torch.no_grad()
@@ -516,7 +516,7 @@ class Run:
         """
         if self.args.train:
             return
-        ledger = self.ledger[self.impls[0]]
+        ledger = self.main.ledger
         if self.args.optimizer == "muon":  # these are AdamW's
             rows = [row for row in rows if row[0] not in ("held optimizer", "held states")]
         for what, formula, expected, *measured in rows:
@@ -541,7 +541,7 @@ class Run:
         """
         if self.args.optimizer == "muon" and self.args.dtype == "fp32":
             judged_as = "bf16"  # in which torch's Muon orthogonalizes
-        ledger = self.ledger[self.impls[0]]
+        ledger = self.main.ledger
         mine = dict(rank=self.rank, own=self.own, memory=ledger.memory,
                     collectives=ledger.collectives)
         if self.dry:
@@ -573,9 +573,12 @@ class Run:
         except torch.OutOfMemoryError:
             self.say("not checked: the plain GPT does not fit on one device")
             return None, None
-        check, *others = [compare(self.trace[impl], trace, self.checked, dtype, self.world_size)
-                          for impl in self.judged()]
-        for impl, other in zip(self.judged()[1:], others):
+        checks = {}
+        for impl in self.judged():
+            checks[impl] = compare(self.sides[impl].trace, trace, self.checked, dtype,
+                                   self.world_size)
+        check = checks.pop(self.impls[0])
+        for impl, other in checks.items():
             check["passed"] = check["passed"] and other["passed"]
             check["differ"] += [f"{impl}: {line}" for line in other["differ"]]
             check.setdefault("others", {})[impl] = other
@@ -584,16 +587,6 @@ class Run:
     def judged(self):
         """What is compared with the plain run: not amp's --sweep over precisions."""
         return self.impls if self.args.impl in ("both", "all") else self.impls[:1]
-
-    def figures(self, impl):
-        """What bench shows of an implementation, on this rank."""
-        memory = self.ledger[impl].memory
-        of_all = self.ledger[impl].collectives.values()
-        times = self.times[impl]
-        blocks = [statistics.median(times[i:i + BLOCK]) for i in range(0, len(times), BLOCK)]
-        held = sum(memory[kind] for kind in ("parameters", "gradients", "optimizer"))
-        return dict(calls=sum(c["calls"] for c in of_all), wire=sum(c["wire"] for c in of_all),
-                    held=held, peak=memory["peak"], ms_per_step=self.ms(impl), block_ms=blocks)
 
     def flops(self, tokens_per_second):
         """-> floating-point operations per second that the model needs, and of the GPUs' peak.
@@ -619,8 +612,8 @@ class Run:
 
     def publish(self, ranks, check, plain_loss):
         """Print the report, write it to --json -> False if it could not be written."""
-        impl = self.impls[0]
-        ms = self.ms(impl)
+        side = self.main
+        ms = side.ms()
         args = {name: value for name, value in vars(self.args).items() if name != "cfg"}
         # not reported among `ranks`, but under its name
         per_rank = [rank.pop("own") for rank in ranks]
@@ -629,15 +622,15 @@ class Run:
             backend=dist.get_backend(), device=self.device.type, dtype=self.args.dtype,
             dry_run=self.dry, torch=torch.__version__, args=args,
             parameters=dict(total=self.total, per_rank=per_rank), ranks=ranks, textbook=self.book,
-            loss=[loss.item() for loss in self.trace[impl].loss.values()],
+            loss=[loss.item() for loss in side.trace.loss.values()],
             plain_loss=plain_loss, check=check, ms_per_step=ms,
             tokens_per_second=ms and 1e3 * self.args.batch * self.cfg.seq / ms,
-            sides={each: self.figures(each) for each in self.impls},
+            sides={impl: self.sides[impl].figures() for impl in self.impls},
         )
-        if self.trace[impl].validation:
-            result["validation"] = {s: v.item() for s, v in self.trace[impl].validation.items()}
+        if side.trace.validation:
+            result["validation"] = {s: v.item() for s, v in side.trace.validation.items()}
         if self.args.impl in ("both", "all") and "torch" in self.impls:
-            theirs = self.ms("torch")
+            theirs = self.sides["torch"].ms()
             result.update(torch_ms_per_step=theirs, speedup=ms and theirs / ms)
         if ms:
             result["flops"] = self.flops(result["tokens_per_second"])
