@@ -14,7 +14,7 @@ from common import attend
 from conftest import (
     ROOT, alone, check_bug_shows, check_each, check_equal, check_refused, copied, dry_run_agrees,
     idea, rewritten, run_ranks, textbook)
-from context_parallel import KINDS, Ulysses, seen
+from context_parallel import KINDS, Ring, Ulysses, seen
 from others import Llama, compare, gradients_of, loss_sum, token_rows
 
 LLAMA = ("--model", "llama-toy")
@@ -61,6 +61,8 @@ def check_attention(T, kv_heads, D, packed=False, compiled=False):
     out.backward(dout)
     for kind in KINDS.values():
         if kind is Ulysses and kv_heads % dist.get_world_size():
+            continue
+        if kind is Ring and compiled:  # Zigzag compiles the same
             continue
         ranks = kind()
         own = ranks.positions(T)
