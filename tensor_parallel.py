@@ -122,7 +122,7 @@ def row_linear(linear, group):
 
 
 def locate(ids, words, rank):
-    """Token ids -> their rows in this rank's table of `words` (0 if not here), and is it here?"""
+    """A rank has so many `words` of the table -> each id's row there (or 0), and has it one?"""
     rows = ids - rank * words
     here = (rows >= 0) & (rows < words)
     return rows.masked_fill(~here, 0), here
@@ -141,7 +141,7 @@ def vocab_embedding(embedding, group):
 
 
 def norm_inside(norm, group):
-    """Qwen3's norms of q and k stay whole, but see this rank's heads: gradients are summands."""
+    """Qwen3's norms of q and k are whole, but see a rank's own heads: gradients are summands."""
     for p in norm.parameters():
         if p.requires_grad:
             p.register_hook(lambda gradient: summed(gradient, group))
@@ -169,7 +169,7 @@ def cross_entropy_by_words(logits, targets, group, ignore_index=-100):
 
 
 def norm_of_pieces(model, group):
-    """Of the whole gradient: pieces count on every rank, what is whole on the first alone."""
+    """-> norm of the whole gradient. Each rank counts its pieces, the first what is whole, too."""
     square = next(model.parameters()).new_zeros(())
     for p in model.parameters():
         if p.grad is not None and (hasattr(p, "cut") or group.rank() == 0):
@@ -257,7 +257,7 @@ class TensorParallel:
         return p in self.inside
 
     def copies(self, p):
-        """-> how many ranks have the same of p: all, if it is whole. For a piece see key_values."""
+        """-> how many ranks have the same of p: all, if it is whole; of a piece, see key_values."""
         return self.cuts[p].copies if p in self.cuts else self.size
 
 
@@ -574,14 +574,14 @@ def sum_gradients(model, tp):
     summands = [p.grad for p in trained if tp.is_partial(p)]
     if summands and tp.size > 1:
         sum_over_ranks(summands, tp.group)  # partial -> replicated
-    for copies, group in tp.groups.items():  # of key_values
+    for copies, group in tp.groups.items():  # there are none without key_values
         shared = [p.grad for p in trained if p in tp.cuts and tp.copies(p) == copies]
         if shared:
             sum_over_ranks(shared, group)  # partial -> replicated
 
 
 def gradient_norm(model, tp):
-    """Of the whole model's gradient, after sum_gradients."""
+    """-> norm of the whole model's gradient, after sum_gradients."""
     p = next(model.parameters())
     square = torch.zeros((), device=p.device, dtype=torch.promote_types(p.dtype, torch.float32))
     trained = [p for p in model.parameters() if p.grad is not None]
@@ -784,10 +784,10 @@ def refuse(args, require):
     cfg = args.cfg
     ours = args.impl == "scratch"
     idea = args.impl in ("idea", "all")
-    shared = ours and n % cfg.kv_heads == 0  # by key_values
-    require(cfg.heads % n == 0 and (cfg.kv_heads % n == 0 or shared),
-            f"{n} ranks cannot share {cfg.heads} heads, {cfg.kv_heads} of keys and values, evenly")
     require(not (idea and args.sp), f"--impl {args.impl}: no --sp in the idea")
+    few = ours and n % cfg.kv_heads == 0  # key_values can do it
+    require(cfg.heads % n == 0 and (few or cfg.kv_heads % n == 0),
+            f"{n} ranks cannot share {cfg.heads} heads, {cfg.kv_heads} of keys and values, evenly")
     require(ours or cfg.hidden % n == 0, f"{n} ranks cannot cut --hidden {cfg.hidden} evenly")
     require(not idea or cfg.vocab % n == 0, f"{n} ranks cannot cut --vocab {cfg.vocab} evenly")
     require(not args.sp or cfg.seq % n == 0, f"{n} ranks cannot cut --seq {cfg.seq} evenly")
