@@ -80,7 +80,7 @@ from zero import held
 
 # The ranks are a grid with three axes. Along each the model is cut as a file of its own does it:
 #     grid = make_grid(dp=2, tp=2, pp=2)
-#     cut_by_name(model, plan, grid["tp"])  # tensor_parallel.py's idea
+#     cut_by_name(model, cuts, grid["tp"])  # tensor_parallel.py's idea
 #     hybrid = IdeaOfHybrid([stage0, stage1], grid, boundary)
 #     loss, norm = idea_step(hybrid, optimizer, x, y, valid, clip)
 # What is new is what becomes of a parameter's gradient along each axis. It is
@@ -101,7 +101,7 @@ def make_grid(dp, tp, pp):
         "tp": ranks,
         "dp": ranks.movedim(1, 2),
         "pp": ranks.movedim(0, 2),
-        "back": ranks.movedim(0, 2),  # pp's, for what goes back
+        "back": ranks.movedim(0, 2),  # pp's once more: in one group NCCL's sends wait for receives
         "ends": ranks[::max(1, pp - 1)].movedim(0, 2),  # the first stage and the last
     }
     grid = {}
@@ -135,8 +135,9 @@ class IdeaOfHybrid:
 def run_microbatches(model, x, y, valid):
     """Forward and backward of this copy's rows -> their loss; 0 where the last stage is not."""
     grid = model.grid
-    inputs = x.split(len(model.boundary))
-    targets = y.split(len(model.boundary))
+    rows = len(model.boundary)  # of a micro-batch
+    inputs = x.split(rows)
+    targets = y.split(rows)
 
     def loss_of(logits, m):
         logits = logits.flatten(0, 1)
@@ -144,6 +145,7 @@ def run_microbatches(model, x, y, valid):
 
     pp = grid["pp"]
     plan = idea_plan(len(inputs), warmup=pp.size() - 1 - pp.rank())  # 1F1B
+    # {}: what is tied is summed by its fate
     part = IdeaOfPipeline(model.stage, {}, model.boundary, pp, grid["back"])
     return run_pipeline(part, plan, inputs, loss_of)
 
