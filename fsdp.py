@@ -14,7 +14,7 @@ from the beginning of forward to the end of backward.
     norm = model.clip_grad_norm_(1.0)  # nn.utils.clip_grad_norm_ would see this rank's part alone
     optimizer.step()
     optimizer.zero_grad()
-    state = model.full_state_dict()  # gathers what to save: every rank gets all of it
+    state = model.full_state_dict()  # whole, on every rank; load_full_state_dict(state) loads it
 
 P numbers are trained, P_again of them in blocks other than the last, on N ranks, in fp32:
 
@@ -33,9 +33,10 @@ ladder, for any units; FSDP is for blocks, leaves the loop as it was, and builds
 Zhao 2023, "PyTorch FSDP", arXiv:2304.11277, sections 3, 4: a unit is one flat tensor, as here. At
 work: fully_shard, part 4 below, which cuts each parameter along dim 0 instead.
 Not for: blocks that share parameters, or run twice in a forward; ranks that use different blocks;
-methods but model(..); optimizers of whole matrices, but within harness/whole.py (--optimizer muon);
+calls but model(..); optimizers of whole matrices, but within harness/whole.py (--optimizer muon);
 GradScaler (ranks would skip different steps), second derivatives, reentrant checkpointing,
-autograd.grad, backwards that raise, freezing or loading later. Unused ones get gradients of 0.
+autograd.grad, backwards that raise; freezing later, or loading but by load_full_state_dict. What a
+step has not used gets gradients of 0.
     torchrun --standalone --nproc_per_node=2 fsdp.py
 """
 from collections import namedtuple

@@ -7,7 +7,7 @@
              summing           |       |       |       |       | sum 2 | sum 1 | sum 0 |
 
 P numbers are trained, padding included, on n ranks; M micro-batches make a step (--accum M). In
-bf16 a number takes 2 bytes, its gradient 2 (reduce_dtype: 4), AdamW's fp32 master and states 12:
+bf16 a number takes 2 bytes, its gradient 2, its fp32 master and AdamW's two states 12:
 
                 bytes held between steps  numbers sent per step, in units of P (n-1)/n
     plain GPT   16 P                      0
@@ -16,8 +16,9 @@ bf16 a number takes 2 bytes, its gradient 2 (reduce_dtype: 4), AdamW's fp32 mast
     stage 2     (2 + 14/n) P              M + 1  gradients too: M reduce-scatters, one all-gather
     stage 3     16 P/n                    3 M    parameters too: M reduce-scatters, 2 M all-gathers
 
-An untied head and embedding travel 2 M times in stage 3: the head's backward follows its forward at
-once, an embedding's reads no parameters. In fp32 there are no masters: 4 + 4 bytes, and 8 of AdamW.
+In stage 3 backward does not gather everything: it begins with the last unit, which is still there,
+and of an embedding it reads nothing. So an untied head and embedding travel 2 M times.
+In fp32 there are no masters: 4 + 4 bytes, and 8 of AdamW's.
 fsdp.py cuts and gathers as stage 3 does, in the usual loop, and may start from a meta model.
 
     zero = ZeRO3(units_of(model, model.blocks))
@@ -28,10 +29,11 @@ fsdp.py cuts and gathers as stage 3 does, in the usual loop, and may start from 
     norm = zero.clip_grad_norm_(1.0)
     zero.step(optimizer)
 
-Not for: optimizers that look at matrices (--optimizer muon has a way), at norms of everything, or
-count steps for a group (see step); blocks of several dtypes; sparse embeddings; second derivatives;
-backwards that raise; reentrant checkpointing; parameters changed or thawed later. Unused ones get a
-gradient of 0. In stage 3 blocks return one tensor; ranks use the same parameters, in one order.
+Not for: optimizers that look at matrices (but --optimizer muon) or at norms of everything, or count
+a group's steps (see step); blocks of several dtypes; sparse embeddings; second derivatives;
+backwards that raise; reentrant checkpointing; parameters thawed later, or changed but by
+load_full_state_dict. Unused parameters get gradients of 0. In stage 3 blocks return one tensor, and
+ranks use the same parameters, in one order.
 Rajbhandari et al. 2019, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv:1910.02054, sections 5 and 7; Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840.
 At work: ZeroRedundancyOptimizer (stage 1), fully_shard (stages 2 and 3), part 4 below.
