@@ -34,12 +34,12 @@ def ladder(module):
     return {1: module.ZeRO1, 2: module.ZeRO2, 3: module.ZeRO3}
 
 
-def check_copy(stage, tied=False, offload="none", sums="last", plant=None):
+def check_copy(stage, tied=False, offload="none", sums="last", plant=None, old="", new=""):
     """Two steps of two micro-batches equal one process's, whatever ranks begin with.
 
     sums: after each backward, or the last one (stages 2 and 3 always sum each).
     """
-    module = copied("zero")
+    module = copied("zero", old=old, new=new)
     if plant:
         plant(module)
     torch.manual_seed(0)
@@ -121,8 +121,16 @@ def check_planted(what):
         check_copy(stage, sums="each", plant=into(owner, *bug))
 
 
+def check_planted_in_load(stage, line):
+    with pytest.raises(AssertionError):
+        check_copy(stage, offload="optimizer", old=line, new="pass")
+
+
 def test_planted():
     run_ranks(check_each, 2, check_planted, [(what,) for what in PLANTED])
+    run_ranks(check_each, 2, check_planted_in_load, [
+        (1, "t.data.copy_(state[name])"), (3, "value.copy_(numbers)"),
+        (1, "master.data.copy_(numbers)")])
 
 
 @pytest.mark.parametrize("world, flags", [
