@@ -26,8 +26,9 @@ MLP, K the number of key-value heads, D their width. Bytes:
     the loss keeps of a token      4 V                   with --loss-chunks N: 4 V / N
     parameters, gradients, AdamW   16 P                  16 P                  16 P
 
-Small things come on top (docs/production.md). In backward full runs a block's forward again,
-selective its cheap operations. Each of dp ranks sends 2 (dp-1)/dp * 4 P bytes, whatever M is.
+On top come small things and, with autocast, a block's weights in 2 bytes (docs/production.md). In
+backward full runs a block's forward again, selective its cheap operations. Each of dp ranks sends
+2 (dp-1)/dp * 4 P bytes, whatever M is.
 
 Micikevicius 2018, arXiv:1710.03740, section 3. Chen 2016, arXiv:1604.06174, section 4. Korthikanti
 2022, arXiv:2205.05198, section 5: Megatron's selective makes attention again, ours keeps it.
@@ -136,7 +137,7 @@ def idea_step(model, optimizer, inputs, targets, valid, clip, accum, dtype, scal
     return loss, norm
 
 
-# ---- 2. the technique (copy this; it needs only torch) -----------------------
+# ---- 2. the technique (copy this; it needs part 1 and torch) -----------------
 
 # What it adds to the idea, and what each addition buys. Figures: the toy, 1 rank; calls: 2 ranks.
 #     sum_gradients     68 calls -> 1
@@ -195,7 +196,11 @@ class Kept:
         return tensor.detach().requires_grad_(self.requires_grad)
 
 
-def restored(x):  # an argument that is no tensor was not kept, and stays as it is
+def kept(x, hooks):  # an argument that is no tensor stays as it is
+    return Kept(x, hooks) if torch.is_tensor(x) else x
+
+
+def restored(x):  # Recipe: see selective
     return x.restore() if isinstance(x, (Kept, Recipe)) else x
 
 
@@ -210,10 +215,16 @@ eager = torch.compiler.disable
 def full(forward, *inputs, **keywords):
     """forward(*inputs, **keywords), of which nothing is kept but the inputs (Chen 4).
 
-    The graph has a Slot in the place of each tensor. When backward wants the first of them, forward
-    runs again, with the same random numbers and autocast, and fills all slots. It stops when the
-    last is full, which is the last matmul's input: so neither this matmul nor an all-reduce behind
-    it runs twice. Other collectives do, on all ranks alike.
+        forward      up(x) -> h, gelu(h) -> g, down(g) -> y    the graph has slots for x, h and g
+        backward     down's wants g: forward runs again, fills x, h and g, and stops before down
+                     gelu's wants h, up's wants x: they are there
+
+    It runs with the same random numbers and autocast, and stops when the last slot is full. If that
+    is for the last matmul's input, as here, this matmul does not run twice, nor an all-reduce
+    behind it; behind dropout or a norm it does. Other collectives do, on all ranks alike.
+
+    torch.utils.checkpoint is the one to take, if it need not spare that matmul and that all-reduce:
+    this one asks torch for the hooks around by a name that is not public.
     """
     if not torch.is_grad_enabled():
         return forward(*inputs, **keywords)
@@ -242,9 +253,9 @@ class Rerun:
         device = tensors[0].device.type
         self.autocast = torch.autocast(device, enabled=torch.is_autocast_enabled(device))
         self.forward = forward
-        self.keywords = keywords  # tensors among them are kept as they are, unchecked
         hooks = hooks_around()
-        self.inputs = [Kept(x, hooks) if torch.is_tensor(x) else x for x in inputs]
+        self.inputs = [kept(x, hooks) for x in inputs]
+        self.keywords = {name: kept(x, hooks) for name, x in keywords.items()}
         self.states = random_states()
         self.slots = []  # those to be filled, in the order of forward
 
@@ -260,19 +271,21 @@ class Rerun:
 
     @eager
     def repeat(self):
+        # of the second run's graph nobody wants anything: its unpack is never called
         filling = saved_tensors_hooks(partial(self.fill, hooks_around()), self.unpack)
         inputs = [restored(x) for x in self.inputs]
+        keywords = {name: restored(x) for name, x in self.keywords.items()}
         before = random_states()
         set_random_states(*self.states)
         # Backward runs with gradients off, but autograd calls hooks only with gradients on.
         with suppress(Enough), torch.enable_grad(), self.autocast, filling:
-            self.forward(*inputs, **self.keywords)
+            self.forward(*inputs, **keywords)
         set_random_states(*before)
         assert not self.slots, "forward made fewer when it ran again"
 
     @eager
     def fill(self, hooks, tensor):
-        """The pack of the second run, whose own graph nobody wants."""
+        """The pack of the second run."""
         slot = self.slots.pop(0)  # from now on the graph alone has it
         assert tensor.shape == slot.shape, "forward made others when it ran again"
         slot.kept = Kept(tensor.detach(), hooks)
@@ -307,6 +320,9 @@ CHEAP = {
 def selective(forward, *inputs, **keywords):
     """forward(*inputs, **keywords), of which no result of a CHEAP operation is kept (Chen 4.2).
 
+        forward      up(x) -> h, gelu(h) -> g, down(g) -> y    h is kept, and g's recipe: gelu of h
+        backward     down's wants g: gelu(h) runs again
+
     Backward makes these again from what is kept: the results of matmuls, attention, additions, sums
     over ranks. forward does not run again. If it is compiled, torch runs it uncompiled here, since
     WriteRecipes has to see its operations.
@@ -323,6 +339,7 @@ class WriteRecipes(TorchDispatchMode):
         outputs = op(*inputs, **keywords)
         # Not within autograd Functions, whose collectives write into tensors unseen by _version.
         if op in CHEAP and torch.is_grad_enabled():
+            # autograd packs the very tensor that comes out here, and with it what is noted on it
             main_output(outputs).recipe = Recipe(op, inputs, keywords)
         return outputs
 

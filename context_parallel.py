@@ -124,7 +124,7 @@ def idea_step(model, optimizer, x, y, valid, clip):
     return loss, norm
 
 
-# ---- 2. the technique (copy this; it needs only torch) -----------------------
+# ---- 2. the technique (copy this; it needs part 1 and torch) -----------------
 
 # What it adds to the idea, and what that buys:
 #     1  blocks of keys: no mask and no scores of T/cp x T
@@ -140,8 +140,9 @@ def idea_step(model, optimizer, x, y, valid, clip):
 #         AllGather          13      25.4      34.1
 #         Zigzag             37      25.4      32.6
 #         Ulysses            33      12.8      33.6
-# Documents become a mask, which step 4's kernels do not take. Llama 3 keeps the keys and values
-# that it has gathered, 2 (cp-1) S more in each layer, and may use any attention function.
+# Documents become a mask, and are computed without step 4's kernels: a GPU's take no mask. Llama 3
+# keeps the keys and values that it has gathered, 2 (cp-1) S more in each layer, and may use any
+# attention function.
 
 aten = torch.ops.aten
 # both were renamed in torch 2.13
@@ -370,7 +371,12 @@ class Exchange:
 
 
 class Ring(Blockwise):
-    """K and V go around the ring, and their gradients one hop behind them (Liu 2023, section 3)."""
+    """K and V go around the ring, and their gradients one hop behind them (Liu 2023, section 3).
+
+        rank 0 of 3    has K and V of      rank 0   rank 2   rank 1
+                       sends dK, dV of              rank 2   rank 1    to rank 1
+                       is sent dK, dV of            rank 1   rank 0    by rank 2
+    """
 
     def bring(self, kv):
         # this rank's own, then those of the rank before it, ..

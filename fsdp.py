@@ -134,7 +134,7 @@ def idea_step(model, optimizer, x, y, valid, clip):
     return loss, norm
 
 
-# ---- 2. the technique (copy this; it needs only torch) -----------------------
+# ---- 2. the technique (copy this; it needs part 1 and torch) -----------------
 
 # What it adds to the idea, and what that buys. Figures are those of the toy on 2 ranks.
 #     hooks in the place of wrappers    names, arguments and outputs stay; blocks may checkpoint

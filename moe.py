@@ -1,7 +1,7 @@
 """Mixture of experts: each MLP becomes E experts, of which a token visits K; tokens travel.
 
 A row is a token (C numbers) on its way to an expert, or back, drawn as the expert's number. Here
-each rank has 3 tokens, K is 2. Experts 0 and 1, left of |, are on rank 0, and 2 and 3 on rank 1.
+each rank has 3 tokens and K is 2: 6 rows. Experts 0 and 1 are on rank 0, and 2 and 3 on rank 1.
 
     after     router, sort    all-to-all    experts       all-to-all      gates, sum
     rank 0    0 0 0 1 | 2 3   0 0 0 1 0 1   0 0 0 1 0 1   0 0 0 1 | 2 3   3 tokens
@@ -10,7 +10,7 @@ each rank has 3 tokens, K is 2. Experts 0 and 1, left of |, are on rank 0, and 2
     mesh = dist.init_device_mesh("cuda", (n // 8, 8), mesh_dim_names=("replicas", "ep"))
     replicas, ep = mesh.get_all_groups()  # ranks with the same experts; 8 that share out all E
     plain = block.mlp  # of each block: a router and experts, which are MLPs with up, down and gate
-    mine = plain.experts[E // 8 * ep.rank():E // 8 * (ep.rank() + 1)]
+    mine = plain.experts[ep.rank() * E // 8:(ep.rank() + 1) * E // 8]
     experts = Experts(F.silu, [m.up for m in mine], [m.down for m in mine], [m.gate for m in mine])
     block.mlp = MoE(plain.router, experts, partial(softmax_route, top_k=2, normalize=True), ep)
     broadcast_parameters(model, replicas)  # once, then optimizer = AdamW(model.parameters())
@@ -19,16 +19,16 @@ each rank has 3 tokens, K is 2. Experts 0 and 1, left of |, are on rank 0, and 2
     sum_gradients(model, replicas)
     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, gradient_norm(model, ep))
     optimizer.step()
-    step_biases(model)  # in every step: layers begin new sums, also where they have no biases
+    step_biases(model)  # in every step, also where there are none: it starts new sums of loads
 
-Each of n ranks has N tokens of its own; ep of them share out E experts. `dense` numbers are trained
-outside experts, `experts` in them. A number has b bytes.
+Each of n ranks has N tokens of its own; ep of them share out E experts. Outside experts there are
+`dense` parameters, in them `experts`, of b bytes each.
 
     on each rank                           one process             here, experts being balanced
     weights, gradients, AdamW              4 b (dense + experts)   4 b (dense + experts/ep)
     calls per layer, for K N rows of C     -                       2 all-to-alls, 2 more in backward
     calls per layer, for E int64 counts    -                       1 all-to-all, 1 all-reduce
-    gradients all-reduced                  -                       b dense; if ep < n b experts/ep
+    gradients all-reduced                  -                       b (dense + experts/ep if ep < n)
 
 Lepikhin 2020, "GShard", arXiv:2006.16668 (all-to-all, capacity); Fedus 2021, "Switch Transformers",
 arXiv:2101.03961, eq. 4 (balancing); Zoph 2022, "ST-MoE", arXiv:2202.08906, eq. 5 (z-loss); Jiang
@@ -59,7 +59,7 @@ from common import FORMS, PRESETS as DENSE, build, loss_sum, share
 
 
 def softmax_route(logits, bias=0.0, *, top_k, normalize):
-    """Logits (.., E) -> numbers of the chosen experts, and their gates, (.., K); probs (.., E).
+    """Logits (.., E) -> the chosen experts (.., K), their gates (.., K), probabilities (.., E).
 
     Mixtral and Qwen3 normalize the gates, OLMoE does not. The bias is part 2's, for balance.
     """
@@ -84,7 +84,7 @@ class PlainMoE(nn.Module):
         return self.mix(x, *self.route(self.router(x)))
 
     def mix(self, x, chosen, gates, probs):
-        """All experts' answers, each times its gate, summed. All gates but a token's K are 0."""
+        """All experts' answers, each times its gate, summed; not chosen ones have the gate 0."""
         every_gate = torch.zeros_like(probs).scatter(-1, chosen, gates)  # (.., E)
         return sum(every_gate[..., e, None] * expert(x) for e, expert in enumerate(self.experts))
 
@@ -113,18 +113,18 @@ def rows_of_each(chosen, experts):
 
 
 def exchange_counts(leaving, ep):
-    """leaving (E,): how many rows this rank has for each expert -> counts (2, ep, E/ep): [0, r, e]
-    rows leave for expert e of rank r's, and [1, r, e] arrive from rank r for expert e of ours."""
+    """leaving (E,): how many rows this rank has for each expert -> counts (2, ep, E/ep):
+    [0, r, e] rows leave here for rank r's expert e, [1, r, e] come from rank r for our expert e."""
     arriving = torch.empty_like(leaving)
     dist.all_to_all_single(arriving, leaving, group=ep)  # sorted by destination -> by source
     return torch.stack([leaving, arriving]).view(2, ep.size(), -1)
 
 
 class IdeaOfMoE(PlainMoE):
-    """The same on ranks. Each has its own tokens, and some of the experts; all have one router."""
+    """On ranks, each with its own tokens and E/ep experts, rank r those from number r E/ep on."""
 
     def __init__(self, router, experts, route, ep):
-        super().__init__(router, experts, route)  # E/ep experts, rank r's from number r E/ep on
+        super().__init__(router, experts, route)
         self.ep = ep
 
     def mix(self, x, chosen, gates, probs):  # all ranks of ep call it
@@ -154,7 +154,7 @@ def dense_and_experts(model):
 
 
 def all_reduce_gradients(model, replicas):
-    """After backward: those of experts over their replicas, all others over the world."""
+    """After backward. replicas: the ranks with the same experts. All else is summed over all."""
     for parameters, group in zip(dense_and_experts(model), (dist.group.WORLD, replicas)):
         for p in parameters:
             if p.grad is not None:
@@ -162,7 +162,7 @@ def all_reduce_gradients(model, replicas):
 
 
 def gradient_norm(model, ep):
-    """Of the whole model, in fp32 or better: all experts, and once what every rank has."""
+    """Of the whole model, in fp32 or better: experts' squares are summed over ep, others not."""
     dense, experts = dense_and_experts(model)
     wide = torch.promote_types(dense[0].dtype, torch.float32)
     squares = dense[0].new_zeros(2, dtype=wide)
@@ -186,14 +186,14 @@ def idea_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
     return loss, norm
 
 
-# ---- 2. the technique (copy this; it needs only torch) -----------------------
+# ---- 2. the technique (copy this; it needs part 1 and torch) -----------------
 
 # What it adds to the idea, and what that buys. Calls are those of the toy on 2 ranks.
-#     experts in stacks             an expert runs once, not ep times, for each rank's rows alone
+#     experts in stacks             an expert runs once; the idea's runs once for each rank's rows
 #     one kernel for a stack        on GPUs, in bf16, without biases: all experts run at once
 #     an exchange in two halves     the shared expert works while rows travel
 #     losses or biases              experts are chosen about equally often
-#     fp32 routers                  in bf16, too, it is not rounding that chooses
+#     fp32 routers                  rounding to bf16 would change which experts are chosen
 #     rows cast before they travel  autocast to bf16 halves what is sent
 #     two all-reduces of gradients  141 calls of a step -> 26
 # Part 3 has capacity besides: experts get equally much to do, and rows are dropped for it.
@@ -235,8 +235,8 @@ class Experts(nn.Module):
 
         y = down(activation(up(x)))    or, with gate,    y = down(activation(gate(x)) * up(x))
 
-    up, down, gate (SwiGLU's, not a route's): lists, an nn.Linear for each expert here. GPT-2 has
-    GELU and no gate, Mixtral SiLU. Experts that are drawn on their ranks want a seed for each rank.
+    up, down, gate: lists, an nn.Linear for each expert here. GPT-2 has GELU and no gate, Mixtral
+    SiLU. This gate is SwiGLU's, and no route's. If you draw weights here, give each rank a seed.
     """
 
     def __init__(self, activation, up, down, gate=None):
@@ -257,7 +257,7 @@ class Experts(nn.Module):
         answers = []
         functions = zip(*[linear.of_each() for linear in linears])  # of an expert: a tuple
         for x, of_expert in zip(rows.split(sizes), functions):
-            answers.append(self.mlp(x, *of_expert))  # also of no rows: no gradient is None
+            answers.append(self.mlp(x, *of_expert))  # also for 0 rows: every weight gets a gradient
         return torch.cat(answers)
 
     def mlp(self, x, up, down, gate=None):
@@ -274,6 +274,9 @@ class Experts(nn.Module):
 
 
 # ---- AllToAll in two halves: what is computed between Leave and Arrive hides it
+
+#     forward     Leave starts   the shared expert   Arrive waits
+#     backward    Arrive starts  the shared expert   Leave waits
 
 
 class Trip:
@@ -319,7 +322,7 @@ class Arrive(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         ctx.trip.start(gradient, ctx.trip.receive, ctx.trip.send)
-        return gradient, None  # Leave does not look at it, but returns what has arrived
+        return gradient, None  # Leave takes its own from the trip; autograd wants a tensor here
 
 
 # ---- balance
@@ -327,7 +330,7 @@ class Arrive(torch.autograd.Function):
 
 def sigmoid_route(logits, bias=0.0, *, top_k, scale=1.0, groups=1, top_groups=1):
     """DeepSeek-V3's: a token chooses among the experts of its best groups alone. What counts of a
-    group is the sum of its two best scores."""
+    group, of two experts or more, is the sum of its two best scores."""
     scores = logits.sigmoid()
     by_group = (scores + bias).unflatten(-1, (groups, -1))  # (.., groups, E/groups)
     best = by_group.topk(2).values.sum(-1).topk(top_groups).indices
@@ -340,16 +343,16 @@ def sigmoid_route(logits, bias=0.0, *, top_k, scale=1.0, groups=1, top_groups=1)
 
 
 def balancing_loss(load, logits, probs, top_k, alpha, beta):
-    """This rank's part of alpha E sum_e f_e P_e (Switch) + beta mean(logsumexp^2) (ST-MoE).
+    """This rank's summand of alpha E sum_e f_e P_e (Switch) + beta mean(logsumexp^2) (ST-MoE).
 
-    f_e: the part of all ranks' rows that go to expert e; P_e: the mean of its probability.
+    f_e: the fraction of all ranks' rows that go to expert e; P_e: the mean of its probability.
     load (E,): how many tokens of all ranks chose each. logits, probs (N, E): of this rank's tokens.
     """
     load = load.to(probs.dtype)
     f = load / load.sum()
     num_tokens = load.sum() / top_k  # of all ranks
-    part_of_P = probs.sum(0) / num_tokens
-    switch = len(f) * (f @ part_of_P)
+    P = probs.sum(0) / num_tokens  # this rank's summand
+    switch = len(f) * (f @ P)
     z = logits.logsumexp(-1).square().sum() / num_tokens
     return alpha * switch + beta * z
 
@@ -366,7 +369,7 @@ class AddLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         loss, load, layer = ctx.kept
-        # here, since forward runs twice if it is checkpointed
+        # here, and not in forward, which runs twice if it is checkpointed
         layer.loss_of_step = layer.loss_of_step + loss
         layer.load_of_step = layer.load_of_step + load
         return grad, torch.ones_like(loss), None, None
@@ -374,14 +377,14 @@ class AddLoss(torch.autograd.Function):
 
 # ---- the layer
 
-# Where rows go. Row n K + k is token n on its way to its k-th expert.
-#     order            numbers of the rows in the order in which they leave: sorted by expert
-#     send, receive    how many go to each rank, and come from each rank
-#     regroup          rows arrive sorted by the rank that they come from; this sorts them by expert
-#     sizes, ends      how many each expert here gets, a list; where its rows end, (E/ep,)
+# Where rows go. Row n K + k is token n on its way to its k-th expert. As drawn above, rank 0:
+#     order            the rows as they leave, sorted by expert: 0 0 0 1 | 2 3
+#     send, receive    how many go to each rank, and come from each: [4, 2], [4, 2]
+#     regroup          they arrive sorted by source, 0 0 0 1, 0 1: this sorts by expert, 0 0 0 0 1 1
+#     sizes, ends      how many each expert here gets: [4, 2]; where its rows end: (4, 6)
 Plan = namedtuple("Plan", "order send receive regroup sizes ends")
 
-# A bias is UNIT times an integer: model.to(torch.bfloat16) would round what is not an integer
+# A bias is UNIT times an integer: model.to(torch.bfloat16) rounds floating-point buffers
 UNIT = 2.0 ** -40
 
 
@@ -466,7 +469,7 @@ class MoE(IdeaOfMoE):
 
     def rows_of(self, tokens, top_k, order):
         """Tokens (N, C) -> rows, sorted by expert."""
-        # expand sums a token's K gradients in order; the idea's tokens[token] would in any order
+        # expand's backward adds a token's K gradients in order, tokens[token]'s in any, on GPUs
         rows = tokens.unsqueeze(1).expand(-1, top_k, -1).flatten(0, 1)  # (N K, C)
         rows = rows.index_select(0, order)  # by token -> by expert, no row twice
         if torch.is_autocast_enabled(rows.device.type):  # the experts would do it after the trip
@@ -494,7 +497,7 @@ def layers_of(model):
 
 @torch.no_grad()
 def broadcast_parameters(model, replicas, everyone=None):
-    """All ranks get dense tensors of the first, and replicas get experts of their first."""
+    """All ranks get the dense tensors of the first, and replicas the experts of their first."""
     dense, experts = dense_and_experts(model)
     for tensor in [*dense, *model.buffers()]:
         dist.broadcast(tensor, group=everyone, group_src=0)  # the first rank's -> replicated
@@ -515,8 +518,10 @@ def sum_gradients(model, replicas, everyone=None):
 
 
 def bias_step(load, gamma):
-    """load (E,): how often each expert was chosen -> (E,), in UNITs, what its bias moves by: gamma
-    if that is less often than the mean, -gamma if more. DeepSeek-V3 took 1e-3, at last 0."""
+    """load (E,): how often each expert was chosen -> (E,), what its bias moves by, in UNITs.
+
+    gamma if that is less often than the mean, -gamma if more. DeepSeek-V3 took 1e-3, at last 0.
+    """
     return round(gamma / UNIT) * (load.sum() - len(load) * load).sign()
 
 
@@ -525,7 +530,7 @@ def step_biases(model):
     """After every step: moves biases, but not of frozen routers; starts new sums of load, loss."""
     for layer in layers_of(model):
         load = layer.load_of_step
-        if torch.is_tensor(load) and layer.router.weight.requires_grad:  # 0 without a backward
+        if torch.is_tensor(load) and layer.router.weight.requires_grad:  # else no backward has come
             layer.bias_units += bias_step(load, layer.gamma)
         layer.load_of_step = 0
         layer.loss_of_step = 0
@@ -631,7 +636,7 @@ def set_biases(model, run):
 
 
 def idle_parameters(model, top_k):
-    """How many of the plain model's a token is not multiplied with: those of experts not chosen."""
+    """How many parameters a token does not use: those of the experts that it has not chosen."""
     E = len(model.blocks[0].mlp.experts)
     of_expert = sum(p.numel() for p in model.blocks[0].mlp.experts[0].parameters())
     return len(model.blocks) * (E - top_k) * of_expert
@@ -642,7 +647,7 @@ def idle_parameters(model, top_k):
 
 def most_rows(capacity, top_k, num_tokens, experts):
     """-> how many rows an expert takes at most from a rank that has num_tokens tokens."""
-    # rounded, since 1.1 * 2 * 40 / 8 is 11.000000000000002, whose ceil is 12
+    # rounded, since 1.1 * 2 * 100 / 4 is 55.00000000000001, whose ceil is 56
     return math.ceil(round(capacity * top_k * num_tokens / experts, 6))
 
 
@@ -668,8 +673,8 @@ class ToyMoEWithCapacity(ToyMoE):
 
 
 class MoEWithCapacity(MoE):
-    """A rank sends an expert ceil(capacity K N / E) rows at most (GShard, Switch). To be balanced,
-    all count, also those that it drops. It can be copied behind part 2."""
+    """A rank sends an expert ceil(capacity K N / E) rows at most (GShard, Switch). Those it drops
+    count in the load. To copy this class, take most_rows and first_in_queue with it."""
 
     def __init__(self, *args, capacity, **options):
         super().__init__(*args, **options)
@@ -766,7 +771,8 @@ def full_gradients(model, ep):
 
 
 def name_experts(model, names, ep, experts):
-    """names: {parameter: its name}. Of a stack it becomes a list, with the name of each matrix."""
+    """In names, {parameter: name}, a stack's becomes a list, with the name of each matrix. Biases
+    keep theirs: the optimizer that wants matrices does not step them."""
     here = share(experts, ep.size(), ep.rank())
     for layer in model.modules():
         if isinstance(layer, StackedLinear):
@@ -808,12 +814,14 @@ FLAGS = {
     "--capacity": dict(type=float, default=0.0, least=0, course=True, help="an expert takes so "
                        "many times its share (0: everything)"),
     "--balance": dict(default="aux", choices=tuple(BALANCES), course=True, help="by a loss, or a "
-                      "bias in the choice; the idea does not"),
+                      "bias in the choice (--impl idea, all: none)"),
 }
 VARIANTS = ("", "--balance bias --shared")  # flags with which the file is worth running
 
 
-def refuse(args, require):
+def refuse(args):
+    from harness.flags import refuse_flags, require
+
     n = args.world_size
     ep = args.ep or n
     require(args.impl in ("idea", "scratch", "all"),
@@ -823,9 +831,9 @@ def refuse(args, require):
     require(n % ep == 0 and args.experts % ep == 0,
             f"--ep {ep}: take a divisor of {n} ranks and of --experts {args.experts}")
     require(args.batch % n == 0, f"--batch {args.batch} for {n} ranks: take a multiple of {n}")
-    unknown = args.shared or args.capacity or args.save or args.resume or args.init_from
-    require(args.impl == "scratch" or not unknown,
-            f"--impl {args.impl}: the idea has no --shared, --capacity, checkpoints")
+    if args.impl != "scratch":
+        refuse_flags(args, FLAGS, "--shared --capacity --balance --save --resume --init-from")
+        args.balance = "none"
 
 
 def set_up(run, impl, replicas, ep):
@@ -863,12 +871,14 @@ def textbook(run, model, ep):
     dense, here = [sum(p.numel() for p in ps) for ps in dense_and_experts(model)]
     counts = 8 * L * run.args.experts  # bytes, of an int64 for each expert of each layer
     loads = counts if layers_of(model) else 0  # the idea sums none
+    over_all = 2 * (n - 1) / n * (b * dense + loads)
+    over_replicas = 2 * (n - e) / n * b * here  # n/e ranks: 2 (n/e - 1)/(n/e)
+    norm = 2 * (e - 1) / e * max(4, b)
     return [
         ("calls all_to_all", "5 L", 5 * L),
         ("wire all_reduce",
          "2 (n-1)/n (b dense + 8 L E) + 2 (n-ep)/n b experts/ep + 2 (ep-1)/ep max(4, b)",
-         2 * (n - 1) / n * (b * dense + loads) + 2 * (n - e) / n * b * here
-         + 2 * (e - 1) / e * max(4, b)),
+         over_all + over_replicas + norm),
         ("held states", "4 b (dense + experts/ep) + 4 per tensor (steps) + 8 L E",
          4 * b * (dense + here) + 4 * len(list(model.parameters())) + counts),  # bias_units
     ]
@@ -884,16 +894,14 @@ def show_load(run, model):
 
 def main():
     from harness.dry import told
-    from harness.flags import arguments, require  # not above: moe.py is imported without harness/
+    from harness.flags import arguments  # not above: moe.py is imported without harness/
     from harness.run import Run
 
     args = arguments(__doc__, FLAGS, PRESETS)
     experts, top_k = of_preset(args.model)
     args.experts = args.experts or experts
     args.top_k = args.top_k or top_k
-    refuse(args, require)
-    if args.impl != "scratch":  # the idea does not balance
-        args.balance = "none"
+    refuse(args)
     impls = ("scratch", "idea") if args.impl == "all" else None
     run = Run(args, impls, build=partial(build_plain, args))
     size = args.ep or run.world_size

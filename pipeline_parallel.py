@@ -136,7 +136,7 @@ def idea_step(model, optimizer, x, y, valid, clip, plan):
     return loss, norm
 
 
-# ---- 2. the technique (copy this; it needs only torch) -----------------------
+# ---- 2. the technique (copy this; it needs part 1 and torch) -----------------
 
 # What it adds to the idea, what that buys, and what it costs. Peaks: the toy, 2 ranks, M = 16.
 #     Mail            keeps one send at a time: rank 0's peak falls, 12.98 -> 12.07 MB
@@ -243,6 +243,9 @@ WAY = {"F": 1, "B": -1}  # outputs go to the next stage, gradients of inputs to 
 class Mail:
     """Brings each tensor from the action that makes it to the one that takes it.
 
+        rank 0   F0 F1 B0 B1    rank 0's F0 is the maker of what rank 1's F0, the taker, takes;
+        rank 1   F0 B0 F1 B1    rank 1's B0 is the maker, and rank 0's B0 the taker
+
     Between two ranks tensors have no names: the receiver begins to receive them in the order in
     which the sender's plan makes them.
 
@@ -263,12 +266,15 @@ class Mail:
         self.end = max(self.home)  # the last stage
         # {action: its number in the plan of its rank}
         self.number = {action: i for plan in plans for i, action in enumerate(plan)}
-        after = {a: a._replace(stage=a.stage + WAY[a.kind]) for a in self.number if a.kind in WAY}
-        # {action: the one that takes what it makes}, and the other way round
-        self.taker = {maker: taker for maker, taker in after.items() if taker in self.number}
+        self.taker = {}  # {maker: taker}
+        for maker in self.number:
+            if maker.kind in WAY:
+                taker = maker._replace(stage=maker.stage + WAY[maker.kind])
+                if taker in self.number:
+                    self.taker[maker] = taker
         self.maker = {taker: maker for maker, taker in self.taker.items()}
-        self.coming = deque()  # other ranks' actions; receives of their tensors are yet to begin
-        self.inbox = {}  # {action: (the receive's Work, None if it is made here; tensor)}
+        self.coming = deque()  # makers on other ranks; receives of their tensors are yet to begin
+        self.inbox = {}  # {maker: (Work of the receive, None if the maker is here; tensor)}
         self.sent = None  # (Work, tensor) of the last send
 
     def open(self, actions):
@@ -397,9 +403,18 @@ class Stages(nn.ModuleList):
 
     def sum_and_clip(self, clip):
         """What is left to do between backward and the optimizer's step -> the gradient norm."""
+        summands = defaultdict(list)  # {group: gradients}
         for p, group in self.shared.items():
             if p.requires_grad:
-                dist.all_reduce(p.grad, group=group)  # partial -> replicated
+                if p.grad is None:  # not used here; the others wait for its summand
+                    p.grad = torch.zeros_like(p)
+                summands[group].append(p.grad)
+        for group, gradients in summands.items():
+            flat = torch.cat([gradient.flatten() for gradient in gradients])
+            dist.all_reduce(flat, group=group)  # partial -> replicated
+            parts = flat.split([gradient.numel() for gradient in gradients])
+            for gradient, part in zip(gradients, parts):
+                gradient.copy_(part.view_as(gradient))
         like = next(self.parameters())
         wide = torch.promote_types(like.dtype, torch.float32)
         grads = [p.grad for p in self.counted if p.grad is not None]
@@ -604,7 +619,7 @@ def from_words(M, stages, *lines):
             plan.append(action)
             if word in ("B", "b"):
                 left.append(action._replace(kind="W"))
-    return [action for action in [*plan, *left] if action.microbatch < M]
+    return [action for action in [*plan, *left] if action.microbatch < M]  # see zb_v: n
 
 
 def loop(r, p, v):
@@ -623,6 +638,7 @@ def interleaved(r, p, M, v):
 
 def zb_v(r, p, M, v):
     n = max(M, 2 * p - 1)  # the words want that many micro-batches; those beyond M are dropped
+    # rank 0 of 2, M = 4: F F F, f b W f b W, F B W f b W, B W f b W, B W B W
     return from_words(
         M, vee(r, p),
         ("F", 2 * (p - r) - 1),  # until the first micro-batch comes to the second stage
@@ -684,13 +700,13 @@ SCHEDULES = {
     "zb-h1": lambda r, p, M, v: late_ws(M, p - 1 - r, [r], r),
     # Twice the warm-up, and Ws twice as late: no bubble if F + B = 2W (Qi 2023, figure 3). But rank
     # r begins r F later than rank 0, and ends as much later. All wait for the last one's gradients
-    # in sum_and_clip: so a step is (p-1) F longer than the table says, and zb-v's (p-1) F/2. Qi
-    # 2023, section 4, does not wait, but takes a step back if the norm was too large.
+    # in sum_and_clip: so a step is (p-1) F longer than the table says. Qi 2023, section 4, does not
+    # wait, but takes a step back if the norm was too large.
     #     rank 0   F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3 ...
     #     rank 1   ...F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
     "zb-h2": lambda r, p, M, v: late_ws(M, 2 * (p - 1 - r), [r], 2 * r),
     # Zero bubble with the memory of 1f1b: a micro-batch comes back to the rank that it began on, so
-    # its backward begins there soon (Qi 2023, figure 8).
+    # its backward begins there soon (Qi 2023, figure 8). A step is (p-1) F/2 longer, as zb-h2's is.
     #     rank 0   F0 F1 F2 f0 b0 w0 f1 b1 w1 F3 B0 W0 f2 b2 w2 B1 W1 f3 b3 w3 B2 W2 B3 W3 ...
     #     rank 1   ...F0 f0 F1 f1 b0 w0 F2 B0 W0 f2 b1 w1 F3 B1 W1 f3 b2 w2 B2 b3 B3 W2 w3 W3
     "zb-v": zb_v,

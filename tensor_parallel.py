@@ -3,12 +3,13 @@
     rank 0  x - norm -f-> [qkv]_0 heads_0 [out]_0 -g->(+)- norm -f-> [up]_0 gelu [down]_0 -g->(+)- x
     rank 1  x - norm -f-> [qkv]_1 heads_1 [out]_1 -g->(+)- norm -f-> [up]_1 gelu [down]_1 -g->(+)- x
 
-At f and g ranks communicate. Inside is from an f to its g, outside is the rest; (+) adds the
-residual. q, k, v, up (and Llama's gate) are cut by columns, out and down by rows, token embedding
-and head by words. Inside no rank needs another: heads are apart, gelu is elementwise.
+At f and g ranks communicate. Inside is from an f to its g, outside is the rest; (+) adds the x from
+before the norm. q, k, v, up (and Llama's gate) are cut by columns, out and down by rows, token
+embedding and head by words. Inside no rank needs another: heads are apart, gelu is elementwise.
 
-    tp = TensorParallel(group)  # its ranks all get the same ids. --sp: SequenceParallel(group)
+    tp = TensorParallel(group)  # or SequenceParallel: --sp. All its ranks get the same ids
     model = cut_model(model, tp, {"*.up": ColumnLinear, "*.down": RowLinear, ...})
+    optimizer = AdamW(model.parameters())  # may be older: parameters stay the same objects
     (vocab_parallel_cross_entropy(model(ids), y, V, tp) / valid_targets).backward()
     sum_gradients(model, tp)
     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, gradient_norm(model, tp))  # then step
@@ -17,8 +18,8 @@ B sequences of T tokens, width C, L blocks, V words, tp ranks:
 
     numbers on each rank                         plain GPT            here           --sp
     matrices, column biases, embeddings          12 C^2 L + V C + ..  1/tp           1/tp
-    norms, row biases (Llama: norms)             (6 L + 2) C          all            all
-    a block keeps: x and norm(x), two of each    4 B T C              all            1/tp
+    norms, row biases (Llama: norms)             (6 L + 2) C          the same       the same
+    a block keeps: two x, two norm(x)            4 B T C              the same       1/tp
                    q, k, v, heads, up, gelu      12 B T C             1/tp           1/tp
     a block sends, in B T C (tp-1)/tp            -                    8, in 4 calls  10, in 10 calls
 
@@ -30,7 +31,7 @@ that have options; optimizers of whole matrices (--optimizer muon has a way); lo
 GradScaler, which skips steps on one rank alone, or deepcopies of a cut model. What a forward must
 not do: docs/your-model.md.
 
-At work: torch.distributed.tensor.parallel.parallelize_module, loss_parallel (part 4 below).
+At work: torch.distributed.tensor.parallel.parallelize_module, loss_parallel (part 4).
     torchrun --standalone --nproc_per_node=2 tensor_parallel.py --sp
 """
 import fnmatch
@@ -189,7 +190,7 @@ def idea_step(model, optimizer, x, y, valid, clip, group):
     return loss, norm
 
 
-# ---- 2. the technique (copy this; it needs only torch) -----------------------
+# ---- 2. the technique (copy this; it needs part 1 and torch) -----------------
 
 # What it adds to the idea, and what that buys. Figures are of the toy's step on two ranks.
 #     columns(x, q, k, v): one f         30 calls -> 22, 13.6 MB sent -> 9.5
@@ -231,7 +232,7 @@ class TensorParallel:
         self.rank = dist.get_rank(group)
         self.cuts = {}  # {parameter: Cut}, of those that are cut
         self.inside = set()  # parameters that are whole, but used inside, as norms of q's heads
-        self.groups = {}  # filled by key_values alone
+        self.groups = {}  # {copies: group of the ranks with the same piece}, see key_values
 
     def gather(self, x):
         """From outside to inside: here every rank has all of x already."""
@@ -243,21 +244,25 @@ class TensorParallel:
         return Pending(y, work)
 
     def leave(self, y):
-        """g: summands y (.., T, C) -> x."""
+        """g: as reduce, but for autograd, and y stays as it is."""
         return ReduceFromTP.apply(y, self.group)  # partial -> replicated
 
     def keep_piece(self, p, dim, copies=1):
-        """Of p this rank keeps a piece, as in the idea. p stays, and with it names and ties."""
+        """Of p this rank keeps a piece. p is the same object, and keeps its names and ties.
+
+        copies: how many ranks in a row have the same piece
+        """
         if p is not None and p not in self.cuts:  # a tied one is cut already
             self.cuts[p] = Cut(dim, p.shape[dim], copies)
             p.data = shard(p.data, self.cuts[p], self)
 
     def is_partial(self, p):
-        """Does each rank make a summand of a whole p's gradient? Inside it does, of its heads."""
+        """Is a whole p's gradient a summand on each rank? Inside: each used it for its heads."""
         return p in self.inside
 
     def copies(self, p):
-        """-> how many ranks have the same of p: all, if it is whole; of a piece, see key_values."""
+        """-> how many ranks have the same of p: all if it is whole, and 1 of a piece, but for
+        key_values'."""
         return self.cuts[p].copies if p in self.cuts else self.size
 
 
@@ -329,7 +334,8 @@ class CutModule(nn.Module):
 
     def __init__(self, plain, tp):
         super().__init__()
-        assert getattr(plain, "padding_idx", None) is None, f"{plain}: padding_idx would be lost."
+        for option in ("padding_idx", "max_norm"):
+            assert getattr(plain, option, None) is None, f"{plain}: {option} would be lost."
         self.tp = tp
         self.weight = plain.weight
         self.bias = getattr(plain, "bias", None)
@@ -346,7 +352,8 @@ class ColumnLinear(CutModule):
         return columns(x, self)[0]
 
     def multiply(self, x, *parameters):
-        """parameters: of this Linear, and of those with which it shares an f."""
+        """parameters: of this Linear, and of those with which it shares an f. A method, so that a
+        pipeline can exchange it for one whose backward has two halves."""
         return ColumnParallel.apply(self.tp, x, *parameters)
 
 
@@ -447,7 +454,7 @@ class ReduceScatterFromTP(torch.autograd.Function):
 class VocabParallelCrossEntropy(torch.autograd.Function):
     """The idea's formulas, but both sums in one all-reduce, and a backward that makes one buffer.
 
-    Logits (N, V/tp), targets (N,) -> losses (N,). Logits behind the first `words` are padding.
+    Logits (N, V/tp), targets (N,) -> losses (N,). Columns from number `words` on are padding.
     """
 
     @staticmethod
@@ -528,9 +535,9 @@ def inside(module, tp):
 def cut_model(model, tp, plan):
     """Put cut modules in the place of plain ones -> the model, with the first rank's weights.
 
-    plan: {pattern: kind}. Patterns are for names of modules, and their * matches dots, too. Of two
-    for one module the later counts. kind(module, tp) -> what takes its place: ColumnLinear, inside,
-    .. or yours. What is replaced loses its hooks.
+    plan: {pattern: kind}. Patterns are for names of modules, and their * matches dots, too. If two
+    match, the later one wins. kind(module, tp) -> what takes its place: ColumnLinear, inside, .. or
+    yours. What is replaced loses its hooks.
     """
     for t in model.state_dict().values():
         if not t.is_meta:
@@ -548,7 +555,7 @@ def cut_model(model, tp, plan):
 
 
 def check_cut(model, tp):
-    """Two mistakes which nothing else would show."""
+    """Dropout, and half of a tied pair: nothing else would show them."""
     for name, module in model.named_modules():
         drops = type(module) is nn.Dropout and module.p > 0
         assert not drops, f"{name}: ranks would draw masks of their own, also where x is whole."
@@ -585,7 +592,7 @@ def gradient_norm(model, tp):
     p = next(model.parameters())
     square = torch.zeros((), device=p.device, dtype=torch.promote_types(p.dtype, torch.float32))
     trained = [p for p in model.parameters() if p.grad is not None]
-    # of ranks that have the same, the first
+    # each number once: of the ranks that have it, the first counts it
     counted = [p.grad for p in trained if tp.rank % tp.copies(p) == 0]
     if counted:
         square = torch.stack(torch._foreach_norm(counted, dtype=square.dtype)).square().sum()
@@ -611,8 +618,8 @@ def full_gradients(model, tp):
 def load_full_state_dict(model, tp, state):
     """full_state_dict's inverse. state[name], a whole tensor, is read when its turn comes.
 
-    A model that was cut on the meta device gets its memory here. So a rank holds one whole tensor
-    at a time, if state[name] reads it from a file.
+    A model that was cut on the meta device gets its memory here, on the device of state[name]. So a
+    rank holds one whole tensor at a time, if state[name] reads it from a file.
     """
     for name, t in model.state_dict(keep_vars=True).items():
         piece = state[name].to(t.dtype)
@@ -643,7 +650,7 @@ def key_values(heads):
             ranks = dist.get_process_group_ranks(tp.group)[first:first + copies]
             tp.groups[copies] = dist.new_group(ranks, use_local_synchronization=True)
         for p in plain.parameters():
-            tp.keep_piece(p, 0, copies)
+            tp.keep_piece(p, 0, copies)  # and so ColumnLinear finds it cut
         return ColumnLinear(plain, tp)
 
     return kind

@@ -113,7 +113,7 @@ def idea_step(model, zero, optimizer, x, y, valid, clip):
     return loss, norm
 
 
-# ---- 2. the technique (copy this; it needs only torch) -----------------------
+# ---- 2. the technique (copy this; it needs part 1 and torch) -----------------
 
 # What it adds to the idea, and what that buys. Figures are those of the toy on 2 ranks.
 #     a unit for each block        4 of 5 sums travel while backward makes the gradients of the next

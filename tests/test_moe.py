@@ -498,5 +498,6 @@ def test_refused():
         (["--ep", "3", "--dry-run", "4", "--batch", "12"], "take a divisor of 4 ranks"),
         (["--experts", "6", "--dry-run", "4"], "and of --experts 6"),
         (["--impl", "torch"], "torch has no such layer"),
-        ([*IDEA, "--shared"], "the idea has no --shared"),
+        ([*IDEA, "--shared"], "--impl idea: takes no --shared"),
+            (["--impl", "all", "--balance", "bias"], "--impl all: takes no --balance"),
     ])

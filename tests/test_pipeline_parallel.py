@@ -361,7 +361,7 @@ PLANTED = [  # a check, the schedule that shows the bug, what stands in the plac
     (check_idea, "1f1b", "targets[m]", "targets[0]"),
     (check_idea, "1f1b", 'reduction="sum") / valid', 'reduction="mean")'),
     (check_idea, "1f1b", "0 <= m < microbatches]", '0 <= m < microbatches - (kind == "B")]'),
-    (check_copy, "1f1b", "dist.all_reduce(p.grad, group=group)  # partial -> replicated", "pass"),
+    (check_copy, "1f1b", "dist.all_reduce(flat, group=group)  # partial -> replicated", "pass"),
     (check_copy, "zb-h2", "if rank == holders[0]:", "if rank in holders:"),
     (check_copy, "1f1b", "dist.all_reduce(square)  # partial -> replicated", "pass"),
     (check_copy, "1f1b", "dist.broadcast(p.data, group=group, group_src=0)", "pass"),
