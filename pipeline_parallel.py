@@ -13,8 +13,8 @@
 
 Each of p ranks has 1/p of the layers, in v stages. On each of a step's M micro-batches it spends
 the times F for the forward, B for the gradients of inputs, and W for those of weights, which zb-*
-and dualpipe-v do later. Idle is what is left of the time from its first action to its last. Kept
-of a micro-batch are its activations in the rank's layers. The table holds from M = 2p on.
+and dualpipe-v do later. It is idle when it waits between its first action and its last. It keeps
+the activations of so many micro-batches in its layers, at most. The table holds from M = 2p on.
 
     schedule                    worst rank's idle time  kept on rank r, in micro-batches
     plain GPT                   0                       p M: it has p times the layers
@@ -29,8 +29,8 @@ of a micro-batch are its activations in the rank's layers. The table holds from 
     zb-v (F = B = W)            0                       p
     dualpipe-v (F = B = W)      (p-1) F / 2             p + 1/2
 
-In a step a stage sends batch T C numbers to each stage beside it that is on another rank. Qi et al.
-2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241; others stand at each schedule.
+In a step a stage sends B T C numbers, for B sequences, to each stage beside it on another rank. Qi
+2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241; other papers are named at schedules.
 
 Not for: stages that pass on anything but one tensor of one size, or change it in place; ranks
 without parameters; parameters replaced later; compiled stages (torch.compile) in schedules with W.
@@ -64,7 +64,7 @@ from common import loss_sum, share
 
 
 def idea_plan(microbatches, warmup):
-    """-> what a rank does, in order. warmup: how many ranks are behind it (1f1b), or M (gpipe)."""
+    """-> `warmup` Fs, then F and B in turn. 1f1b: one F for each rank behind this one; gpipe: M."""
     plan = []
     for i in range(microbatches + warmup):
         plan += [("F", i), ("B", i - warmup)]
@@ -75,10 +75,10 @@ class IdeaOfPipeline(NamedTuple):
     """What a rank of the pipeline has."""
 
     stage: nn.Module  # its layers, from tensor to tensor
-    shared: dict  # {parameter that another rank has, too, as a tied embedding: group of the two}
+    shared: dict  # {parameter that another rank has, too (a tied embedding): group of the two}
     boundary: torch.Tensor  # one like those that go from rank to rank
     pp: dist.ProcessGroup  # the pipeline's ranks, in order
-    back: dist.ProcessGroup  # the same; NCCL would let a group's sends wait for its receives
+    back: dist.ProcessGroup  # the same ranks: in one NCCL group sends would wait for receives
 
 
 def run_pipeline(model, plan, inputs, loss_of):
@@ -95,7 +95,7 @@ def run_pipeline(model, plan, inputs, loss_of):
             if rank < last:
                 sends.append((y, dist.isend(y.detach(), group=model.pp, group_dst=rank + 1)))
             else:
-                y = loss_of(y, m)  # what its B begins with
+                y = loss_of(y, m)  # from here on y is the loss: its B begins with it
                 loss += y.detach()
             kept[m] = x, y
         else:
@@ -127,7 +127,7 @@ def idea_step(model, optimizer, x, y, valid, clip, plan):
     for p, group in model.shared.items():
         dist.all_reduce(p.grad, group=group)  # partial (a summand each) -> replicated (the sum)
     counted = [p.grad for p in model.stage.parameters()
-               if p not in model.shared or model.pp.rank() == 0]
+               if p not in model.shared or model.pp.rank() == 0]  # a shared one counts once
     square = nn.utils.get_total_norm(counted).square()
     dist.all_reduce(square, group=model.pp)  # partial -> replicated
     norm = square.sqrt()
@@ -158,7 +158,7 @@ class Action(NamedTuple):
 
 
 def homes(plans):
-    """plans: for each place in the pipeline a list of actions -> {stage: the place that has it}"""
+    """plans: for each place, a rank's number in its pipeline, its actions -> {stage: its place}"""
     return {action.stage: place for place, plan in enumerate(plans) for action in plan}
 
 
@@ -369,8 +369,8 @@ class Stages(nn.ModuleList):
     whole: all stages, in order: slices of an nn.Sequential, or carve's. Those of other ranks may be
     on the meta device; to() and to_empty() make two parameters of a tied one: tie them anew.
 
-    What several ranks have begins as on the first of them, and its gradients are summed: a tied
-    embedding, or all of it if several pipelines share the batch, as dp = 2 x pp = 2:
+    A parameter that several ranks have begins as on the first of them, and its gradients are summed
+    in each step: a tied embedding's, or all if pipelines share the batch, as dp = 2 x pp = 2:
         pipelines = [[0, 2], [1, 3]]  # loss_of divides by the tokens of both
         group, _ = dist.new_subgroups_by_enumeration(pipelines)
         mail = Mail(plans, size, dtype, device, group, make_links(plans, pipelines))
@@ -392,6 +392,7 @@ class Stages(nn.ModuleList):
                 places[p].add(home[stage])
         group_of = functools.cache(dist.new_group)  # of some ranks: every rank makes it, once
         for p, of_p in places.items():
+            # the ranks that have p, of all pipelines
             holders = tuple(ranks[place] for ranks in pipelines for place in sorted(of_p))
             if rank == holders[0]:
                 self.counted.append(p)
@@ -434,7 +435,7 @@ class Chain:
 
     The model's own forward runs in every stage, with its masks and angles. In the place of a module
     that is on another stage it finds HandsOn, and between the modules named here it may do nothing
-    to x: each stage would do it again.
+    to x, as x * 0.5: each stage would do it again.
 
     first    of the first stage alone: the token embedding, positions
     layers   an nn.ModuleList
@@ -481,7 +482,7 @@ def carve(model, chain, layers):
 def exchange(module, others, path=""):
     """-> a copy of the module that has other submodules, {name: module}, and shares the rest."""
     twin = copy.copy(module)
-    # of its modules, of its hooks: the twin has dicts of its own
+    # copy.copy shares the dicts of modules, of hooks, ..: the twin gets copies of them
     dicts = {key: value.copy() for key, value in vars(module).items() if isinstance(value, dict)}
     vars(twin).update(dicts)
     for name, child in module._modules.items():
@@ -538,7 +539,11 @@ def split_linear(x, weight, bias):
 
 
 class SplitPipeline(Pipeline):
-    """Its plan may have Ws, and their Bs leave them. Without Ws it is a Pipeline."""
+    """Its plan may have Ws, and their Bs leave them. Without Ws it is a Pipeline.
+
+        B    later = []; each SplitLinear, from the last layer to the first, appends its w
+        W    calls them in this order
+    """
 
     def __init__(self, modules, plans, mail):
         super().__init__(modules, plans, mail)
@@ -554,7 +559,7 @@ class SplitPipeline(Pipeline):
         if kind != "W":
             return super().do(action, taken, loss_of)
         ws = self.ws.pop((m, stage))
-        while ws:  # from the last layer to the first, as in backward
+        while ws:
             ws.pop(0)()  # popped, so that what it holds is free at once
 
     def backward(self, m, stage, grad):
@@ -568,18 +573,18 @@ class SplitPipeline(Pipeline):
 # ---- 2.6 schedules ----
 
 
-def turns(M, warmup, stages, at_once=1):
-    """-> the idea's plan with the Fs and Bs of several stages. at_once: see sweep"""
-    forwards = sweep("F", M, stages, at_once)
-    backwards = sweep("B", M, stages[::-1], at_once)
+def turns(M, warmup, stages, together=1):
+    """-> the idea's plan with the Fs and Bs of several stages. together: see sweep."""
+    forwards = sweep("F", M, stages, together)
+    backwards = sweep("B", M, stages[::-1], together)
     plan = idea_plan(len(forwards), warmup)
     return [forwards[i] if kind == "F" else backwards[i] for kind, i in plan]
 
 
-def sweep(kind, M, stages, at_once):
-    """-> actions of this kind: `at_once` micro-batches go through all these stages, then the next
-    `at_once`, and so on."""
-    groups = [range(first, min(first + at_once, M)) for first in range(0, M, at_once)]
+def sweep(kind, M, stages, together):
+    """-> actions of this kind: `together` micro-batches go through all these stages, then the next
+    `together`, and so on."""
+    groups = [range(first, min(first + together, M)) for first in range(0, M, together)]
     return [Action(kind, m, stage) for group in groups for stage in stages for m in group]
 
 
@@ -633,7 +638,7 @@ def vee(r, p):
 
 
 def interleaved(r, p, M, v):
-    return turns(M, (v - 1) * p + 2 * (p - 1 - r), loop(r, p, v), at_once=p)
+    return turns(M, (v - 1) * p + 2 * (p - 1 - r), loop(r, p, v), together=p)
 
 
 def zb_v(r, p, M, v):
@@ -692,7 +697,7 @@ SCHEDULES = {
     # so FSDP gathers a stage only twice (Lamy-Poirier 2022, arXiv:2211.05953).
     #     rank 0   F0 F1 f0 f1 .........b0    b1    B0    B1
     #     rank 1   ...F0 F1 f0 f1 b0    b1    B0    B1    ......
-    "bfs": lambda r, p, M, v: turns(M, v * M, loop(r, p, v), at_once=M),
+    "bfs": lambda r, p, M, v: turns(M, v * M, loop(r, p, v), together=M),
     # 1f1b in which rank r does the W of micro-batch m after the B of micro-batch m + r: Bs are done
     # sooner, and Ws fill the end (Qi 2023, figure 3).
     #     rank 0   F0 F1 ...B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
@@ -900,7 +905,7 @@ def schedule_at_work(name, here, plans, boundary, logits, loss_of, group=None):
     from torch.distributed import pipelining  # takes as long to import as all the rest
 
     size, dtype, device = boundary
-    # examples of what stages take and make; without them torch would ask other ranks, by NumPy
+    # examples of what stages take and make; without them torch asks other ranks
     between = torch.empty(size, dtype=dtype, device=device, requires_grad=True)
     ids = between.new_empty(logits[:2], dtype=torch.int64)
     stages = []
@@ -1013,7 +1018,7 @@ def set_up(run, impl, plans, layers):
         step = partial(train_step_at_work, *at_work)
 
     def pieces():
-        first = set(stages.counted)  # of the ranks that have a parameter one saves it
+        first = set(stages.counted)  # a shared parameter is saved by one rank
         found = [pieces_of([(names[p], p)], optimizer, p in first) for p in stages.parameters()]
         return sum(found, [])
 
@@ -1025,7 +1030,8 @@ def set_up(run, impl, plans, layers):
 
 
 def textbook(run, plans, stages):
-    """b: bytes of a number. P: parameters here. n: stages beside those here, on other ranks."""
+    """b: bytes of a number. P: parameters here. n: borders between a stage here and one on
+    another rank."""
     p = run.world_size
     b = run.dtype.itemsize
     parameters = list(stages.parameters())
