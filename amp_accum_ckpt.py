@@ -72,7 +72,7 @@ def recompute(block):  # one without dropout, whose forward takes one tensor
 
 class Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, run, x, *parameters):  # arguments, so that backward returns their gradients
+    def forward(ctx, run, x, *parameters):  # autograd wants gradients of arguments alone
         ctx.run = run
         on = torch.is_autocast_enabled(x.device.type)
         ctx.autocast = torch.autocast(x.device.type, enabled=on)  # with the dtype that is in force
@@ -142,7 +142,7 @@ def idea_step(model, optimizer, inputs, targets, valid, clip, accum, dtype, scal
 # What it adds to the idea, and what each addition buys. Figures: the toy, 1 rank; calls: 2 ranks.
 #     sum_gradients     68 calls -> 1
 #     full              any arguments, dropout, a checkpoint within another; the last matmul of a
-#                       block does not run twice: peak 24.5 -> 23.9 MB (none 48.0)
+#                       block does not run twice: peak 24.5 -> 23.9 MB (without any: 48.0)
 #     selective         no matmul and no collective runs twice: kept 35.8 -> 23.2 MB
 #     loss_in_chunks    V = 128,256, one layer: 8 chunks keep 535 -> 75 MB
 #     FusedLossScaler   on a GPU the host does not wait for the norm
@@ -173,8 +173,8 @@ def hooks_around():
 
 
 def pack_checked(tensor):
-    """Without its graph: softmax keeps its own result, and so would keep itself alive."""
-    return tensor.detach(), tensor._version  # which counts changes in place
+    """Detached: a result that its own node keeps, as softmax's, would keep the node alive."""
+    return tensor.detach(), tensor._version  # _version counts changes in place
 
 
 def unpack_checked(packed):
@@ -286,7 +286,7 @@ class Rerun:
     @eager
     def fill(self, hooks, tensor):
         """The pack of the second run."""
-        slot = self.slots.pop(0)  # from now on the graph alone has it
+        slot = self.slots.pop(0)  # from now on the graph alone has it: it is free after use
         assert tensor.shape == slot.shape, "forward made others when it ran again"
         slot.kept = Kept(tensor.detach(), hooks)
         if not self.slots:
@@ -401,7 +401,7 @@ def loss_in_chunks(loss_of, x, y, chunks):
 
 
 class FusedLossScaler(LossScaler):
-    """Used as the idea's, whose `if norm.isfinite()` has the host wait for the GPU. Here a fused
+    """Used as the idea's. There `if norm.isfinite()` has the host wait for the GPU; here a fused
     optimizer skips a step by itself, where its found_inf is 1 (Micikevicius 3.2). norm is that of
     all ranks' gradients, so that all skip, or none.
     """
@@ -493,8 +493,8 @@ def train_step_at_work(model, optimizer, inputs, targets, valid, clip, accum, sc
     loss = 0.0
     microbatches = zip(inputs.tensor_split(accum), targets.tensor_split(accum))
     for i, (x, y) in enumerate(microbatches):
-        adds_up = ranks > 1 and i < accum - 1  # DDP sums over ranks in the last backward alone
-        with model.no_sync() if adds_up else nullcontext():
+        waits = ranks > 1 and i < accum - 1  # DDP sums over ranks in the last backward alone
+        with model.no_sync() if waits else nullcontext():
             part = losses(x, y) / valid
             scaler.scale(part * ranks).backward()  # DDP averages; the sum is wanted
         loss = loss + part.detach()

@@ -6,8 +6,8 @@
     rank 2        2*      1      0     3-     5      rank 2      2,5*   1,6/   0,7/   3,4/     4
     rank 3        3*      2      1      0     7      rank 3      3,4*   2,5/   1,6/   0,7/     4
 
-A sequence is cut into cp chunks, or 2 cp half as long, whose keys and values go around a ring of cp
-ranks. At each hop a rank has those of the chunks shown, and computes scores of its own queries:
+A sequence is cut into cp chunks (zigzag: 2 cp, half as long), whose keys and values go around a
+ring of cp ranks. At each hop a rank has those of the chunks shown, and scores its own queries:
     no mark: with all of these keys (work 2)   /: half of the scores (1)   -: none (0)
     *: its own keys, each query with those up to itself (1)
 
@@ -21,13 +21,13 @@ ranks. At each hop a rank has those of the chunks shown, and computes scores of 
     (loss_sum(logits, y[:, own]) / valid).backward()  # loss_sum: of tokens; valid: targets in y
     sum_gradients(model.parameters())    # of all ranks; then clip and step, as one process does
 
-P parameters. In a layer a rank's queries have Q elements, its keys have S, and so have its values:
+P parameters. In a layer a rank's queries have Q elements, its keys S, its values S:
 
     elements on each rank        plain GPT   ring, zigzag, allgather         ulysses
     weights                      all         all                             all
     saved activations            all         1/cp                            1/cp
     sent in a layer's forward    -           2 (cp-1) S                      2 (cp-1)/cp (S + Q)
-    sent in a layer's backward   -           4 (cp-1) S: dK, dV are in fp32  2 (cp-1)/cp (S + Q)
+    sent in a layer's backward   -           4 (cp-1) S, dK, dV in fp32      2 (cp-1)/cp (S + Q)
     sent to sum gradients        -           2 (cp-1)/cp P                   2 (cp-1)/cp P
 
 Liu 2023, arXiv:2310.01889, section 3 (ring). Llama team 2024, arXiv:2407.21783, section 3.3.2
@@ -110,7 +110,7 @@ def all_reduce_gradients(model, group=None):
 def idea_step(model, optimizer, x, y, valid, clip):
     """x, y (B, T): whole sequences; valid: the number of their targets.
 
-    The model attends by `attend`, and numbers its tokens by `positions`: see part 3's parallelize.
+    In the model `attend` stands in the place of its attention, and `positions` of its positions.
     """
     optimizer.zero_grad()
     own = positions(x.shape[1], x.device)
@@ -129,8 +129,8 @@ def idea_step(model, optimizer, x, y, valid, clip):
 # What it adds to the idea, and what that buys:
 #     1  blocks of keys: no mask and no scores of T/cp x T
 #     2  equal work: half of the scores, as many on every rank
-#     3  keys and values are not kept, but come again in backward: all at once (AllGather), or one
-#        rank's at a time, hidden behind arithmetic (Ring, Zigzag)
+#     3  keys and values are not kept, but sent again in backward: all at once (AllGather), or one
+#        rank's at a time, while scores are computed (Ring, Zigzag)
 #     4  kernels: no scores in memory at all (on GPUs in bf16 and fp16)
 #     5  Ulysses, another way: fewer bytes here, but cp has to divide the heads
 #     6  one all-reduce for all gradients, in the place of 68
@@ -154,7 +154,8 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 def attend_block(q, k, v, causal, same):
-    """q (B, H, queries, D) attends to k and v (B, K, keys, D); H/K heads of q in a row share one.
+    """q (B, H, queries, D) attends to k and v (B, K, keys, D). Heads 0 to H/K - 1 of q share head 0
+    of k and v, and so on.
 
     causal: query i sees keys 0 to i alone. same (B, queries, keys): are the query and the key of
     one document? None: all are.
@@ -246,7 +247,7 @@ def seen(mine, theirs, tokens):
     queries before it none. If causal, query i sees of these only keys 0 to i.
     """
     if mine == theirs:
-        return 0, tokens, True  # a rank's tokens are in order, also those of chunks 0,7
+        return 0, tokens, True  # those of chunks 0,7 are in order, too
     # Pairs of early_and_late are nested. Of mine 0,7 and theirs 3,4: 0 is before both, blind, and
     # both are visible to 7. Of mine 2,5 and theirs 1,6: none is blind, and 1 is visible to both.
     size = tokens // len(mine)  # of a chunk
@@ -259,7 +260,8 @@ def seen(mine, theirs, tokens):
 
 
 class BlockwiseAttention(torch.autograd.Function):
-    """This rank's queries attend to the keys of one rank after the other."""
+    """This rank's queries attend to the keys of one rank after the other. ring is a Blockwise:
+    bring(own_kv) yields (source, that rank's keys and values); sees is what queries see of them."""
 
     @staticmethod
     def forward(ctx, q, own_kv, documents, ring):  # q (B, H, T/cp, D), own_kv (2, B, K, T/cp, D)
