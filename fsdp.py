@@ -180,6 +180,7 @@ class Unit:
         self.full = plain.new_empty(ranks * self.chunk, dtype=dtype)
         self.places = self.views(self.full)  # {parameter: its view of full}
         self.shard = plain.new_zeros(self.chunk, dtype=wide, device=home)
+        self.buffer = None  # from a sum's begin to its end
         self.reducing = None  # the sum of buffer over ranks that is under way
         self.gathering = None  # the all-gather into full that is under way
         self.sending = None  # what it reads: shard in full's dtype, on its device
@@ -241,7 +242,8 @@ class Unit:
         self.wait()  # not while a collective writes into it
         self.full.untyped_storage().resize_(0)
         for p, place in self.places.items():
-            # empty, but with as many dims as before (a scalar gets one): groups are made by p.dim()
+            # Empty, but with as many dims as before (a scalar gets one): autograd wants a gradient
+            # to have as many, and users make groups by p.dim()
             p.data = torch.atleast_1d(place)[:0]
 
     def gathered(self, chunk):
@@ -398,7 +400,7 @@ class FSDP(nn.Module):
             if unit not in self.summing:  # the first block, the root, and what is unused: zeros
                 self.sum_next(unit)
         self.summing[-1].wait_sum()
-        for unit in self.summing:
+        for unit in self.summing:  # only now: HSDP's sums over copies are under way until here
             unit.add_sum()
         self.summing = []
         self.in_backward = False
@@ -408,9 +410,12 @@ class FSDP(nn.Module):
     def parameter_groups(self, groups=None):
         """groups: a list of dicts, as for an optimizer -> the same with this rank's masters."""
         master_of = {part.parameter: part.master for part in self.parts}
+        known = {p for unit in self.units for p in unit.shapes}
         ours = []
         for group in groups or [{"params": list(master_of)}]:
-            masters = [master_of[p] for p in group["params"] if p in master_of]  # with a part here
+            params = list(group["params"])
+            assert all(p in known or not p.requires_grad for p in params), "p is in no unit"
+            masters = [master_of[p] for p in params if p in master_of]  # with a part here
             ours.append({**group, "params": masters})
         return ours
 
@@ -441,11 +446,11 @@ class FSDP(nn.Module):
         """Its inverse: a rank takes its parts of whole tensors, which are the same on all ranks."""
         part_of = {part.parameter: part for part in self.parts}
         for name, t in self.module.state_dict(keep_vars=True).items():
-            if t.numel():  # what is frozen
+            if t.numel():  # not empty: what is frozen, and buffers
                 t.data.copy_(state[name])
             if t in part_of:
-                _, first, value, _, _ = part_of[t]
-                value.copy_(state[name].flatten()[first:first + len(value)])
+                part = part_of[t]
+                part.value.copy_(state[name].flatten()[part.first:part.first + len(part.value)])
 
     def refuse(self, *_, **__):
         raise RuntimeError("FSDP: save full_state_dict(); move and cast the module before")

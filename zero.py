@@ -7,18 +7,18 @@
              summing           |       |       |       |       | sum 2 | sum 1 | sum 0 |
 
 P numbers are trained, padding included, on n ranks; M micro-batches make a step (--accum M). In
-bf16 a number takes 2 bytes, its gradient 2, its fp32 master and AdamW's two states 12:
+fp32 a number takes 4 bytes, its gradient 4, AdamW's two states 8; in bf16 2 and 2, its fp32 master
+and states 12, where plain GPT and ddp.py have no masters:
 
-                bytes held between steps  numbers sent per step, in units of P (n-1)/n
-    plain GPT   16 P                      0
-    ddp.py      16 P                      2      all-reduce of the gradients
-    stage 1     (4 + 12/n) P              2      states cut: reduce-scatter, then all-gather
-    stage 2     (2 + 14/n) P              M + 1  gradients too: M reduce-scatters, one all-gather
-    stage 3     16 P/n                    3 M    parameters too: M reduce-scatters, 2 M all-gathers
+                bytes held between steps        numbers sent per step, in units of P (n-1)/n
+                fp32            bf16
+    plain GPT   16 P            8 P             0
+    ddp.py      16 P            8 P             2      all-reduce of the gradients
+    stage 1     (8 + 8/n) P     (4 + 12/n) P    2      states cut: reduce-scatter, then all-gather
+    stage 2     (4 + 12/n) P    (2 + 14/n) P    M + 1  gradients too: M reduce-scatters, 1 gather
+    stage 3     16 P/n          16 P/n          3 M    parameters too: M sums, 2 M gathers
 
-In stage 3 backward does not gather everything: it begins with the last unit, which is still there,
-and of an embedding it reads nothing. So an untied head and embedding travel 2 M times.
-In fp32 there are no masters: 4 + 4 bytes, and 8 of AdamW's.
+In stage 3 an untied head and embedding travel 2 M times: backward finds or needs not their weights.
 fsdp.py cuts and gathers as stage 3 does, in the usual loop, and may start from a meta model.
 
     zero = ZeRO3(units_of(model, model.blocks))
@@ -123,7 +123,7 @@ def idea_step(model, zero, optimizer, x, y, valid, clip):
 #     ZeRO2                        gradients are held as 1/n: peak 29.1 MB -> 27.8
 #     ZeRO3                        parameters are held as 1/n: 27.7, but 3.4 MB sent -> 5.1
 
-# This rank's part of a parameter p: p.flatten()[first:first + len(value)].
+# What a rank steps of a parameter p, see Unit.cut: p.flatten()[first:first + len(value)].
 # value    these numbers, in its unit's shard
 # grad     their gradients, in its unit's grad
 # master   the nn.Parameter that the optimizer steps: it shares value's memory, or is a copy of it
@@ -143,7 +143,7 @@ class Unit:
 
     def __init__(self, parameters, sites, ranks, rank, reduce_dtype):
         assert len({p.dtype for p in parameters}) == 1, "make a unit for each dtype"
-        self.sites = sites  # the modules that read the parameters
+        self.sites = sites  # the modules whose forwards read the parameters
         self.shapes = {p: p.shape for p in parameters}  # in order; in ZeRO3 p is empty at times
         self.size = sum(p.numel() for p in parameters)  # without padding
         self.chunk = -(-self.size // ranks)  # numbers in a chunk: rounded up
@@ -155,6 +155,7 @@ class Unit:
             p.data = place
         self.buffer = None  # until the first gradient comes; in ZeRO1 it is always there
         self.reduce_dtype = reduce_dtype or self.full.dtype  # of buffer and grad
+        # shard and grad are made by ZeRO1.keep, parts by cut, slots by make_buffer
         self.missing = set()  # parameters that have no gradient yet of this backward
         self.reducing = None  # the sum of buffer over ranks that is under way
         self.gathering = None  # the all-gather into full that is under way
@@ -295,7 +296,8 @@ class ZeRO1:
         unit.reducing = reduce_scatter(own, unit.buffer, group=self.group, async_op=True)
 
     def add_sum(self, unit):
-        """Here grad has it already. The other chunks were sent: the next sum must not send them."""
+        """grad, a view of buffer, is the sum already. What this rank has made of other chunks is
+        counted there: it becomes 0, so that the next sum does not count it again."""
         unit.buffer[:unit.mine.start].zero_()
         unit.buffer[unit.mine.stop:].zero_()
 
@@ -449,7 +451,7 @@ class ZeRO3(ZeRO2):
         unit.full.untyped_storage().resize_(0)
         for p, place in unit.places.items():
             # Empty, but with as many dims as before (a scalar gets one): autograd wants a gradient
-            # to have as many, and an embedding gets its own while it is empty.
+            # to have as many, and users make groups by p.dim()
             p.data = torch.atleast_1d(place)[:0]
 
     def end_micro_batch(self):
@@ -482,9 +484,9 @@ def units_of(model, blocks):
     """
     blocks = list(blocks)
     inside = {m for block in blocks for m in block.modules()}
-    before = {}, []  # {parameter: None}, sites
+    before = {}, []  # the embeddings: {parameter: None}, sites
     middle = [(dict.fromkeys(trained(block)), [block]) for block in blocks]
-    after = {}, []
+    after = {}, []  # the last norm, the head
     here = before
     for m in model.modules():
         own = trained(m, recurse=False)
@@ -531,16 +533,16 @@ def load_full_state_dict(model, zero, state):
     """full_state_dict's inverse: a rank takes its parts of whole tensors, the same on all ranks."""
     part_of = {part.parameter: part for part in zero.parts}
     for name, t in model.state_dict(keep_vars=True).items():
-        if t.numel():  # in ZeRO3 what is frozen, in others all
+        if t.numel():  # not empty: in ZeRO3 what is frozen, in others all
             t.data.copy_(state[name])
         if t in part_of:
-            _, first, value, _, master = part_of[t]
-            numbers = state[name].flatten()[first:first + len(value)]
-            value.copy_(numbers)
-            master.data.copy_(numbers)
+            part = part_of[t]
+            numbers = state[name].flatten()[part.first:part.first + len(part.value)]
+            part.value.copy_(numbers)
+            part.master.data.copy_(numbers)
 
 
-# -- three mistakes that nobody would see
+# -- steps of a wrong optimizer, or by it, and a state_dict of empty tensors: nobody would see them
 
 
 def refuse_step(optimizer, *_):

@@ -150,7 +150,7 @@ PLANTED = {
     "self.reducing = reduce_scatter(self.sum, self.buffer, group=self.group, async_op=True)":
         "self.sum.copy_(self.buffer[self.mine]); self.reducing = dist.barrier(async_op=True)",
     "part.master.grad += new": "part.master.grad = new",
-    "value.copy_(state[name].flatten()[first:first + len(value)])": "pass",
+    "part.value.copy_(state[name].flatten()[part.first:part.first + len(part.value)])": "pass",
     "dist.all_reduce(square, group=self.group)": "pass",
     "dist.broadcast(whole, group=self.group, group_src=0)": "pass",
 }
@@ -276,6 +276,8 @@ def check_unused():
     found = full_gradients(model)
     compare({name: found.pop(name) for name in wanted}, wanted)
     assert not any(gradient.any() for gradient in found.values())
+    with pytest.raises(AssertionError, match="in no unit"):
+        model.parameter_groups([{"params": [nn.Parameter(torch.zeros(2))]}])
 
 
 def as_nccl(collective, works, out, tensor, group, async_op=False):

@@ -129,8 +129,8 @@ def check_planted_in_load(stage, line):
 def test_planted():
     run_ranks(check_each, 2, check_planted, [(what,) for what in PLANTED])
     run_ranks(check_each, 2, check_planted_in_load, [
-        (1, "t.data.copy_(state[name])"), (3, "value.copy_(numbers)"),
-        (1, "master.data.copy_(numbers)")])
+        (1, "t.data.copy_(state[name])"), (3, "part.value.copy_(numbers)"),
+        (1, "part.master.data.copy_(numbers)")])
 
 
 @pytest.mark.parametrize("world, flags", [
