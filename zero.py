@@ -542,11 +542,11 @@ def load_full_state_dict(model, zero, state):
             part.master.data.copy_(numbers)
 
 
-# -- steps of a wrong optimizer, or by it, and a state_dict of empty tensors: nobody would see them
+# -- mistakes that nobody would see
 
 
 def refuse_step(optimizer, *_):
-    """torch calls it before any optimizer's step. Both mistakes would step nothing."""
+    """torch calls it before any optimizer's step: a wrong one, or one alone, would step nothing."""
     stepped = [p for group in optimizer.param_groups for p in group["params"] if hasattr(p, "zero")]
     assert all(p.zero for p in stepped), "make the optimizer of zero.parameter_groups()"
     is_called_by_zero = any(p.zero.is_stepping for p in stepped)
