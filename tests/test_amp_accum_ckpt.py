@@ -29,6 +29,8 @@ LLAMA = ("--model", "llama-toy")
 TWO_STEPS = "--steps 2 --no-check"
 IDEA = ("--impl", "idea", "--ckpt", "full")
 ALL_FULL = ("--impl", "all", "--ckpt", "full", "--accum", "2")
+# torch's own loss in chunks came with 2.13
+CHUNKS = ("--loss-chunks", "3") if hasattr(F, "linear_cross_entropy") else ()
 CONFIGS = {
     "gpt2": GPTConfig(1, 32, 4, 256, 16, FORMS["gpt2"], 4, 128),
     "llama": GPTConfig(1, 32, 4, 256, 16, FORMS["llama"], 2, 48),
@@ -42,7 +44,7 @@ CONFIGS = {
     (1, [*IDEA, *LLAMA, "--accum", "3"]),
     (4, [*IDEA, "--accum", "2"]),
     (2, ["--model", "qwen3-toy", "--accum", "2", "--ckpt", "selective", "--loss-chunks", "2"]),
-    (2, ["--impl", "both", "--accum", "3", "--ckpt", "selective", "--loss-chunks", "3"]),
+    (2, ["--impl", "both", "--accum", "3", "--ckpt", "selective", *CHUNKS]),
     (2, [*ALL_FULL, *LLAMA, "--batch", "7", "--eval-every", "1"]),
     (2, [*ALL_FULL, "--model", "qwen3-toy"]),
     (2, [*ALL_FULL, "--batch", "7", "--train", r"blocks\.0\.attn\.(q|out)|norm"]),

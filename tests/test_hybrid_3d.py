@@ -25,8 +25,8 @@ import moe
 from amp_accum_ckpt import full
 from common import adamw, loss_sum, plain_steps, share
 from conftest import (
-    GAPS, PROOF, ROOT, SMALL, alone, check_bug_shows, check_each, check_equal, check_refused,
-    part_of, run_ranks, run_script, textbook)
+    GAPS, PROOF, ROOT, SMALL, alone, check_bug_shows, check_dry_runs, check_each, check_equal,
+    check_refused, part_of, run_ranks, run_script, textbook)
 from harness.flags import arguments
 from harness.prove import prove
 from pipeline_parallel import Chain, carve, homes, make_plans, split_layers
@@ -71,10 +71,7 @@ def test_equals_one_process(form, world, flags):
     if "--experts" not in flags:
         check_sent(report)
     if "--zero" in flags and "--experts" not in flags:
-        last = str(world - 1)
-        dry = run_script("hybrid_3d", 1, *PROOF, *flags, "--dry-run", str(world), "--rank", last)
-        textbook(dry)
-        assert dry["ranks"][0] == report["ranks"][-1]
+        check_dry_runs(report, "hybrid_3d", *PROOF, *flags, ranks=[world - 1])
 
 
 def check_sent(report):
