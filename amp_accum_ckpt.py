@@ -223,8 +223,7 @@ def full(forward, *inputs, **keywords):
     is for the last matmul's input, as here, this matmul does not run twice, nor an all-reduce
     behind it; behind dropout or a norm it does. Other collectives do, on all ranks alike.
 
-    torch.utils.checkpoint is the one to take, if it need not spare that matmul and that all-reduce:
-    this one asks torch for the hooks around by a name that is not public.
+    torch.utils.checkpoint does the same, without hooks_around's name, which is not public.
     """
     if not torch.is_grad_enabled():
         return forward(*inputs, **keywords)

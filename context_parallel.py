@@ -131,7 +131,7 @@ def idea_step(model, optimizer, x, y, valid, clip):
 #     2  equal work: half of the scores, as many on every rank
 #     3  keys and values are not kept, but sent again in backward: all at once (AllGather), or one
 #        rank's at a time, while scores are computed (Ring, Zigzag)
-#     4  kernels: no scores in memory at all (on GPUs in bf16 and fp16)
+#     4  kernels: no scores in memory at all (on GPUs in bf16 and fp16 alone)
 #     5  Ulysses, another way: fewer bytes here, but cp has to divide the heads
 #     6  one all-reduce for all gradients, in the place of 68
 # A step of the toy, --seq 2048 --batch 1 on 4 ranks, of the idea and with all of this:
@@ -140,9 +140,9 @@ def idea_step(model, optimizer, x, y, valid, clip):
 #         AllGather          13      25.4      34.1
 #         Zigzag             37      25.4      32.6
 #         Ulysses            33      12.8      33.6
-# Documents become a mask, and are computed without step 4's kernels: a GPU's take no mask. Llama 3
-# keeps the keys and values that it has gathered, 2 (cp-1) S more in each layer, and may use any
-# attention function.
+# Documents become a mask, and are computed without step 4's kernels: a GPU's take no mask. Who
+# keeps all keys and values that were gathered, 2 (cp-1) S more in each layer, may use any attention
+# function, also one for documents.
 
 aten = torch.ops.aten
 # both were renamed in torch 2.13
@@ -560,7 +560,7 @@ def train_step_at_work(model, optimizer, x, y, valid, clip, mesh):
     with torchs_context(mesh, model, x, y):
         loss = loss_sum(model(x), y) / valid
         loss.backward()
-    sum_gradients(model.parameters())  # ours; at work FSDP or DDP sums them
+    sum_gradients(model.parameters())  # ours; DDP or FSDP would average: their loss times cp
     norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
     optimizer.step()
     return loss, norm

@@ -78,8 +78,8 @@ def idea_step(model, optimizer, x, y, valid, clip):
 
 # What it adds to the idea, and what that buys. Calls are those of part 3's toy.
 #     one tensor for many gradients     68 calls -> 5, each larger
-#     sent while backward still runs    three quarters of the bytes travel behind arithmetic. But
-#                                       buckets stay between steps: P numbers more at the peak
+#     sent while backward still runs    4 of 5 buckets begin before it is over. But buckets stay
+#                                       between steps: P more numbers at the peak than the idea has
 #     in one order                      ranks that make gradients in different orders do not hang
 #     no_sync()                         M micro-batches send once, not M times
 #     autograd calls finish()           there is nothing to call after backward

@@ -137,7 +137,7 @@ def idea_step(model, optimizer, x, y, valid, clip):
 # ---- 2. the technique (copy this; it needs part 1 and torch) -----------------
 
 # What it adds to the idea, and what that buys. Figures are those of the toy on 2 ranks.
-#     hooks in the place of wrappers    names, arguments and outputs stay; blocks may checkpoint
+#     hooks in the place of wrappers    blocks keep their names, arguments, outputs; may checkpoint
 #     collectives that are under way    10 of 13 travel while others compute; the idea's 15 do not
 #     last block and root stay          4.56 MB are sent, not 5.06; the peak is 25.4 MB, not 26.3
 #     a part for each parameter         parameter groups, micro-batches, offload, fp32 sums in bf16
@@ -266,7 +266,7 @@ class Unit:
         self.reducing = reduce_scatter(self.sum, self.buffer, group=self.group, async_op=True)
 
     def wait_sum(self):
-        """After this the sum can be used, and buffer's memory by the next unit."""
+        """The sum over ranks has ended, and buffer's memory is free again."""
         self.reducing.wait()
         self.reducing = None
         self.buffer = None

@@ -26,13 +26,13 @@ each gradient along each axis (the words: fates), here of a Qwen3 with tied embe
     blocks.*.attn.q.weight       cut        cut   scatter  -     each its own
     blocks.*.attn.q_norm.weight  inside     sum   scatter  -     first of tp
 
-Elements that a rank sends in a step, for B sequences of T words, L layers of width C, M
-micro-batches, P parameters here, n = dp cp, and A = B/(dp M) T/cp C between two stages:
+Elements that a rank of a middle stage sends in a step, for B sequences of T words, L layers of
+width C, M micro-batches, P parameters here, n = dp cp, A = B/(dp M) T/cp C between two stages:
     tp    M L/pp 8 A (tp-1)/tp; --sp: 10 A in the place of 8 A. And the gradients that tp sums
-    pp    M 2 A, on a middle stage; --sp: 1/tp of it
+    pp    M 2 A; --sp: 1/tp of it
     cp    M L/pp 6 A (cp-1)/tp K/H for K of H heads with keys and values; not with ulysses
     data  2 P (n-1)/n; ZeRO-2: M + 1 in the place of 2; ZeRO-3: 3 M
-    ends  V C/tp if the embedding is the head of V words; ZeRO: 1/n of it
+    ends  V C/tp of first and last stage, if the embedding is the head of V words; ZeRO: 1/n of it
 
 Narayanan 2021, arXiv:2104.04473, section 3; Llama 3 2024, arXiv:2407.21783, 3.3.2. At work: part 4.
 Not for: optimizers of whole matrices, but see --optimizer muon; several ties; pipedream; ZeRO-3 of

@@ -21,8 +21,8 @@ each rank has 3 tokens and K is 2: 6 rows. Experts 0 and 1 are on rank 0, and 2 
     optimizer.step()
     step_biases(model)  # in every step, also where there are none: it starts new sums of loads
 
-Each of n ranks has N tokens of its own; ep of them share out E experts. Outside experts there are
-`dense` parameters, in them `experts`, of b bytes each.
+Each of n ranks has N tokens of its own; ep of them share out E experts. The model has `dense`
+parameters outside all experts and `experts` parameters in them, of b bytes each.
 
     on each rank                           one process             here, experts being balanced
     weights, gradients, AdamW              4 b (dense + experts)   4 b (dense + experts/ep)
@@ -195,8 +195,8 @@ def idea_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
 #     losses or biases              experts are chosen about equally often
 #     fp32 routers                  rounding to bf16 would change which experts are chosen
 #     rows cast before they travel  autocast to bf16 halves what is sent
-#     two all-reduces of gradients  141 calls of a step -> 26
-# Part 3 has capacity besides: experts get equally much to do, and rows are dropped for it.
+#     two all-reduces of gradients  141 calls of a step -> 26 (of experts there is no copy, so: one)
+# Part 3 has capacity besides: an expert gets so many rows at most, and others are dropped.
 
 # ---- experts in stacks
 
@@ -397,8 +397,8 @@ class MoE(IdeaOfMoE):
     everyone  group of the ranks whose tokens are balanced together; None: the world
     shared    a module that every token visits besides, or None
     alpha     factor of Switch's balancing loss, beta of ST-MoE's z-loss; a rank adds its part. With
-              M micro-batches in a step give alpha/M, beta/M; where gradients are averaged over n
-              ranks, not summed, as by DDP, n alpha, n beta
+              M micro-batches in a step give alpha/M, beta/M; if gradients are averaged over n ranks
+              (DDP's are) and not summed, give n alpha, n beta
     gamma     by how much step_biases moves a bias; 0: not at all
 
     It communicates in `ep` and in `everyone`: all their ranks must call it, even in evaluation.

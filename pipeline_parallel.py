@@ -243,8 +243,8 @@ WAY = {"F": 1, "B": -1}  # outputs go to the next stage, gradients of inputs to 
 class Mail:
     """Brings each tensor from the action that makes it to the one that takes it.
 
-        rank 0   F0 F1 B0 B1    rank 0's F0 is the maker of what rank 1's F0, the taker, takes;
-        rank 1   F0 B0 F1 B1    rank 1's B0 is the maker, and rank 0's B0 the taker
+        rank 0   F0 F1 B0 B1    rank 0's F0 makes what rank 1's F0 takes: they are maker and taker.
+        rank 1   F0 B0 F1 B1    rank 1's B0 makes what rank 0's B0 takes
 
     Between two ranks tensors have no names: the receiver begins to receive them in the order in
     which the sender's plan makes them.
@@ -300,9 +300,10 @@ class Mail:
         """After each action: begin the receives that are due, and send what the action has made.
 
         Ranks play their plans side by side: while one is at its i-th action, so are the others.
-        What one makes with its i-th, another begins to receive behind its own (i - 2)-th. Two is
-        the least that costs no sender time if a send lasts until it is received (NCCL). If receives
-        began in take(), ranks that send to each other would wait for ever (interleaved, bfs).
+        Receives cannot begin in take() alone: with NCCL a send lasts until it is received; ranks
+        that send to each other would wait for ever (interleaved, bfs). So what one rank makes with
+        its i-th action another begins to receive behind its own (i - 2)-th: two is the least that
+        costs no sender time.
         """
         while self.coming and self.number[self.coming[0]] <= self.number[action] + 2:
             self.begin_receive()

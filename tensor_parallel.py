@@ -3,9 +3,10 @@
     rank 0  x - norm -f-> [qkv]_0 heads_0 [out]_0 -g->(+)- norm -f-> [up]_0 gelu [down]_0 -g->(+)- x
     rank 1  x - norm -f-> [qkv]_1 heads_1 [out]_1 -g->(+)- norm -f-> [up]_1 gelu [down]_1 -g->(+)- x
 
-At f and g ranks communicate. Inside is from an f to its g, outside is the rest; (+) adds the x from
-before the norm. q, k, v, up (and Llama's gate) are cut by columns, out and down by rows, token
-embedding and head by words. Inside no rank needs another: heads are apart, gelu is elementwise.
+Ranks communicate at g in forward, at f in backward, with --sp at both in both. Inside is from an f
+to its g, outside is the rest; (+) adds the x from before the norm. q, k, v, up (and Llama's gate)
+are cut by columns, out and down by rows, token embedding and head by words. Inside no rank needs
+another: heads are apart, gelu is elementwise.
 
     tp = TensorParallel(group)  # or SequenceParallel: --sp. All its ranks get the same ids
     model = cut_model(model, tp, {"*.up": ColumnLinear, "*.down": RowLinear, ...})
@@ -123,7 +124,7 @@ def row_linear(linear, group):
 
 
 def locate(ids, words, rank):
-    """A rank has so many `words` of the table -> each id's row there (or 0), and has it one?"""
+    """A rank has `words` rows of the table -> each id's row here (or 0), and whether it is here."""
     rows = ids - rank * words
     here = (rows >= 0) & (rows < words)
     return rows.masked_fill(~here, 0), here
@@ -261,8 +262,8 @@ class TensorParallel:
         return p in self.inside
 
     def copies(self, p):
-        """-> how many ranks have the same of p: all if it is whole, and 1 of a piece, but for
-        key_values'."""
+        """-> how many ranks have the same numbers of p: all if p is whole, one if it is cut. See
+        key_values for the pieces that several ranks have."""
         return self.cuts[p].copies if p in self.cuts else self.size
 
 

@@ -201,10 +201,12 @@ def check_dry_runs(real, name, *flags, ranks=None):
         ranks = range(world)
     dry = (*flags, "--dry-run", str(world), "--rank")
     for rank, report in zip(ranks, alone(name, *[(*dry, str(rank)) for rank in ranks])):
-        found, wanted = report["ranks"][0], real["ranks"][rank]
+        found = report["ranks"][0]
+        wanted = real["ranks"][rank]
         if torch.__version__ < (2, 13) and real["dtype"] == "fp64":
             # its tensors without memory have lse, which attention keeps, in fp32
-            found, wanted = found["collectives"], wanted["collectives"]
+            found = found["collectives"]
+            wanted = wanted["collectives"]
         assert found == wanted
 
 
