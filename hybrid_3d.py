@@ -209,8 +209,8 @@ class Mesh:
     and pp slowest (Narayanan 2021, section 3). Besides pp, cp and tp the axes are
 
     data      dp x cp, all ranks with the same parameters and other tokens: the idea's dp
-    ep        data is replicas x ep: along ep each rank has its own experts,
-    replicas  along these the same
+    ep        data is replicas x ep; the ranks along ep have different experts
+    replicas  the ranks along data that have the same experts
     peers     all ranks that have the same stages: they share their experts' load
     ends      the first stage and the last of a pipeline (the group of other stages is None)
     """
@@ -574,8 +574,8 @@ def train_step(model, optimizer, x, y, valid, clip, at_once=False):
     """x, y: this copy's rows (B/dp, T); valid: how many targets there are in the whole batch.
 
     at_once: see ZeRO1.step
-    -> this rank's part of the loss, the norm of the whole gradient. If the norm is inf or nan, as
-    one gradient is, nothing was scaled, and parameters are of no use any more.
+    -> this rank's part of the loss, the norm of the whole gradient. It is inf or nan if a gradient
+    is: then nothing was scaled before the step, and parameters are spoilt.
     """
     model.copies.zero_grad()
     inputs, loss_of = model.in_microbatches(x, y, valid)
@@ -595,7 +595,7 @@ def sum_gradients(model):
     model.copies.reduce()
     for axis in ("tp", "twins", "ends"):
         gradients = summands(model, axis)
-        if gradients and model.group[axis].size() > 1:
+        if gradients and model.group[axis].size() > 1:  # without any there may be no group
             # partial -> replicated
             tensor_parallel.sum_over_ranks(gradients, model.group[axis])
 
@@ -621,22 +621,6 @@ def evaluate(model, x, y):
     """-> this rank's part of the sum of token losses."""
     inputs, loss_of = model.in_microbatches(x, y, 1)
     return model.pipeline.evaluate(inputs, loss_of) / model.tp.size
-
-
-def text_of(rows, axes):
-    """The table of gradients: a line for each name, in which a layer's number is a *."""
-    axes = [axis for axis in ("tp", "twins", "data", "replicas", "ep", "ends")
-            if axis in axes and any(axis in row.fate for row in rows)]
-    lines = {}  # {line: None}: each once, in order
-    for row in rows:
-        name = re.sub(r"\.\d+\.", ".*.", row.name, count=1)
-        what = [row.fate.get(axis, "-") for axis in axes]
-        firsts = [axis for axis in axes if axis in alike(row.fate)]
-        counted = "first of " + ", ".join(firsts) if firsts else "each its own"
-        lines[(name, row.kind, *what, counted)] = None
-    lines = [("gradient of", "kind", *axes, "counted in the norm by"), *lines]
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
 # ---- a backward in two parts, of what tp has cut
@@ -695,6 +679,25 @@ def add_gradients(tp, x, dys, parameters):
         if gradient is not None and p.requires_grad:
             # adds to p.grad, calls ZeRO's hook, and goes through a cast that autocast has made
             torch.autograd.backward(p, gradient)
+
+
+# ---- what print(hybrid) shows
+
+
+def text_of(rows, axes):
+    """The table of gradients: a line for each name, in which a layer's number is a *."""
+    axes = [axis for axis in ("tp", "twins", "data", "replicas", "ep", "ends")
+            if axis in axes and any(axis in row.fate for row in rows)]
+    lines = {}  # {line: None}: each once, in order
+    for row in rows:
+        name = re.sub(r"\.\d+\.", ".*.", row.name, count=1)
+        what = [row.fate.get(axis, "-") for axis in axes]
+        firsts = [axis for axis in axes if axis in alike(row.fate)]
+        counted = "first of " + ", ".join(firsts) if firsts else "each its own"
+        lines[(name, row.kind, *what, counted)] = None
+    lines = [("gradient of", "kind", *axes, "counted in the norm by"), *lines]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
 # ---- 3. the toy GPT, parallelized --------------------------------------------

@@ -18,7 +18,7 @@ and states 12, where plain GPT and ddp.py have no masters:
     stage 2     (4 + 12/n) P    (2 + 14/n) P    M + 1  gradients too: M reduce-scatters, 1 gather
     stage 3     16 P/n          16 P/n          3 M    parameters too: M sums, 2 M gathers
 
-In stage 3 an untied head and embedding travel 2 M times: backward finds or needs not their weights.
+Stage 3 sends an untied head and embedding 2 M times: backward has the one, and reads no other.
 fsdp.py cuts and gathers as stage 3 does, in the usual loop, and may start from a meta model.
 
     zero = ZeRO3(units_of(model, model.blocks))
@@ -121,7 +121,8 @@ def idea_step(model, zero, optimizer, x, y, valid, clip):
 #     a part for each parameter    parameter groups, fp32 masters of bf16, offload, checkpoints
 #     reduce() apart from step()   micro-batches
 #     ZeRO2                        gradients are held as 1/n: peak 29.1 MB -> 27.8
-#     ZeRO3                        parameters are held as 1/n: 27.7, but 3.4 MB sent -> 5.1
+#     ZeRO3                        parameters are held as 1/n, and two of the 5 units whole: 27.7,
+#                                  but 3.4 MB sent -> 5.1
 
 # What a rank steps of a parameter p, see Unit.cut: p.flatten()[first:first + len(value)].
 # value    these numbers, in its unit's shard
