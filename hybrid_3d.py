@@ -1178,7 +1178,7 @@ def main():
     counts = None
     if args.experts:
         tokens = args.batch // args.dp // args.micro * (args.seq // args.cp) // args.tp
-        counts = moe.balanced_counts(args, tokens, mesh.group["ep"])
+        counts = moe.balanced_counts.expect(args, tokens, mesh.group["ep"])
     with run, told(run, counts):  # in a dry run nobody knows what tokens would choose
         sides = {impl: set_up(run, impl, mesh, grid, plans, layers) for impl in run.impls}
         picture(run, plans, layers)

@@ -97,8 +97,7 @@ class AllToAll(torch.autograd.Function):
         ctx.way_back = (receive, send, ep)
         arrived = rows.new_empty(sum(receive), rows.shape[1])
         # sorted by destination -> sorted by source
-        dist.all_to_all_single(arrived, rows.contiguous(), output_split_sizes=receive,
-                               input_split_sizes=send, group=ep)
+        dist.all_to_all_single(arrived, rows.contiguous(), receive, send, group=ep)
         return arrived
 
     @staticmethod
@@ -120,6 +119,10 @@ def exchange_counts(leaving, ep):
     return torch.stack([leaving, arriving]).view(2, ep.size(), -1)
 
 
+def read_counts(counts):
+    return counts.tolist()  # here the host waits for the device
+
+
 class IdeaOfMoE(PlainMoE):
     """On ranks, each with its own tokens and E/ep experts, rank r those from number r E/ep on."""
 
@@ -130,7 +133,7 @@ class IdeaOfMoE(PlainMoE):
     def mix(self, x, chosen, gates, probs):  # all ranks of ep call it
         tokens = x.flatten(0, -2)  # (N, C)
         counts = exchange_counts(rows_of_each(chosen, probs.shape[-1]), self.ep)
-        to_ranks, from_ranks = counts.tolist()  # [rank][expert]; the host waits for the device
+        to_ranks, from_ranks = read_counts(counts)  # [rank][expert]
         send = [sum(of_rank) for of_rank in to_ranks]  # rows
         receive = [sum(of_rank) for of_rank in from_ranks]
         order = chosen.flatten().argsort()  # row n K + k is token n on its way to its k-th expert
@@ -164,12 +167,11 @@ def all_reduce_gradients(model, replicas):
 def gradient_norm(model, ep):
     """Of the whole model, in fp32 or better: experts' squares are summed over ep, others not."""
     dense, experts = dense_and_experts(model)
-    wide = torch.promote_types(dense[0].dtype, torch.float32)
-    squares = dense[0].new_zeros(2, dtype=wide)
+    squares = dense[0].new_zeros(2, dtype=torch.promote_types(dense[0].dtype, torch.float32))
     for i, parameters in enumerate((dense, experts)):
         for p in parameters:
             if p.grad is not None:
-                squares[i] += torch.linalg.vector_norm(p.grad, dtype=wide).square()
+                squares[i] += torch.linalg.vector_norm(p.grad, dtype=squares.dtype).square()
     dist.all_reduce(squares[1], group=ep)  # partial -> replicated
     return squares.sum().sqrt()
 
@@ -454,7 +456,7 @@ class MoE(IdeaOfMoE):
     def plan(self, chosen, leaving):
         """chosen (N, K): experts; leaving (E,): rows that go to each -> Plan."""
         counts = exchange_counts(leaving, self.ep)
-        to_ranks, from_ranks = counts.tolist()  # [rank][expert]
+        to_ranks, from_ranks = read_counts(counts)  # [rank][expert]
         send = [sum(of_rank) for of_rank in to_ranks]
         receive = [sum(of_rank) for of_rank in from_ranks]
         sizes = [sum(of_expert) for of_expert in zip(*from_ranks)]
@@ -689,17 +691,28 @@ class MoEWithCapacity(MoE):
         return plan._replace(order=plan.order[:sum(plan.send)])
 
 
-def balanced_counts(args, tokens, ep):
+class BalancedCounts:
     """What a dry run is told: counts as if each rank's tokens chose all experts equally often."""
-    E = args.experts
-    rows = tokens * args.top_k  # that leave each rank
-    limit = rows
-    if args.capacity:
-        limit = most_rows(args.capacity, args.top_k, tokens, E)
-    of_each = [min(limit, (rows + e) // E) for e in range(E)]  # the last ones get the remainder
-    here = E // ep.size()
-    leaving = [of_each[e:e + here] for e in range(0, E, here)]
-    return leaving, [leaving[ep.rank()]] * ep.size()
+
+    def expect(self, args, tokens, ep):
+        """-> as read_counts. tokens: how many a rank routes at a time."""
+        E = args.experts
+        rows = tokens * args.top_k  # that leave each rank
+        limit = rows
+        if args.capacity:
+            limit = most_rows(args.capacity, args.top_k, tokens, E)
+        of_each = [min(limit, (rows + e) // E) for e in range(E)]  # the last ones get the remainder
+        here = E // ep.size()
+        leaving = [of_each[e:e + here] for e in range(0, E, here)]
+        self.counts = leaving, [leaving[ep.rank()]] * ep.size()
+        return self.counts
+
+    def __call__(self, counts):
+        """In the place of read_counts, where a device computes nothing."""
+        return self.counts
+
+
+balanced_counts = BalancedCounts()
 
 
 # ---- on ranks: each ToyMoE becomes a MoE
@@ -911,7 +924,7 @@ def main():
     if run.dry:
         run.say("experts are taken to be balanced")
     tokens = args.batch * run.cfg.seq // run.world_size
-    with run, told(run, balanced_counts(args, tokens, ep)):
+    with run, told(run, balanced_counts.expect(args, tokens, ep)):
         sides = {impl: set_up(run, impl, replicas, ep) for impl in run.impls}
         run.train(sides, rows=share(args.batch, run.world_size, run.rank))
         model = sides[run.impls[0]].model

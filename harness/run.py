@@ -355,7 +355,7 @@ class Run:
             group["lr"] = self.rate(step)
         x, y, valid = self.batch(step, self.rows)
         clip = self.args.clip or math.inf
-        with side.watch(step), self.observed(impl, side, step):
+        with side.watch(step), self.measure(impl, side, step):
             before = self.clock.mark()
             loss, norm = side.train_step(side.model, side.optimizer, x, y, valid, clip)
             after = self.clock.mark()
@@ -375,7 +375,7 @@ class Run:
             self.save(side, step)  # there is one side: checkpoint.begin() refuses --impl both here
 
     @contextlib.contextmanager
-    def observed(self, impl, side, step):
+    def measure(self, impl, side, step):
         """The last step is watched by the ledger, the one before by --profile's profiler."""
         is_last = step == self.last
         on_gpu = self.device.type == "cuda" and not self.dry
