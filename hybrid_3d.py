@@ -18,7 +18,7 @@
 
 cut_model is tensor_parallel.py's, carve pipeline_parallel.py's. x, y: the rows of this copy, number
 mesh.place["dp"]. docs/your-model.md ends with whole programs. print(hybrid) says what becomes of
-each gradient along each axis (the words: fates), here of a Qwen3 with tied embeddings:
+each gradient along each axis (the words: part 1, fates), here of a Qwen3 with tied embeddings:
 
     gradient of                  kind       tp    data     ends  counted in the norm by
     tok.weight                   cut, tied  cut   scatter  sum   first of ends
@@ -247,12 +247,9 @@ class Mesh:
 
 
 def fates(sp, zero):
-    """-> {kind of parameter: {axis: what becomes of its gradient}}. sp: is tp a SequenceParallel?
-
-    cut: each rank has its own part of it. same: all have the same. sum: each has a summand.
-    scatter: each has a summand, and keeps a part of the sum
-    """
-    data = "scatter" if zero else "sum"  # ranks of data have seen other tokens
+    """-> {kind of parameter: {axis: what becomes of its gradient}}. sp: is x cut along T, too?"""
+    # ranks of data have seen other tokens. scatter: of the sum each rank keeps a part
+    data = "scatter" if zero else "sum"
     whole = "sum" if sp else "same"  # with sp, ranks of tp have seen other tokens, too
     return {
         "cut": {"tp": "cut", "data": data},  # matrices, embeddings, biases of ColumnLinears
@@ -1165,7 +1162,6 @@ def textbook(run, model):
 
 
 def main():
-    from harness.dry import told
     from harness.flags import arguments
     from harness.run import Run
 
@@ -1175,11 +1171,12 @@ def main():
     run = Run(args, build=partial(build_plain, args))
     mesh = Mesh(plans, args.dp, args.cp, args.tp, args.ep)
     grid = make_grid(args.dp, args.tp, args.pp) if "idea" in run.impls else None
-    counts = None
     if args.experts:
         tokens = args.batch // args.dp // args.micro * (args.seq // args.cp) // args.tp
-        counts = moe.balanced_counts.expect(args, tokens, mesh.group["ep"])
-    with run, told(run, counts):  # in a dry run nobody knows what tokens would choose
+        moe.balanced_counts.expect(args, tokens, mesh.group["ep"])
+        if run.dry:
+            moe.read_counts = moe.balanced_counts
+    with run:
         sides = {impl: set_up(run, impl, mesh, grid, plans, layers) for impl in run.impls}
         picture(run, plans, layers)
         run.train(sides, rows=share(args.batch, args.dp, mesh.place["dp"]))

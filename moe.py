@@ -692,10 +692,11 @@ class MoEWithCapacity(MoE):
 
 
 class BalancedCounts:
-    """What a dry run is told: counts as if each rank's tokens chose all experts equally often."""
+    """In the place of read_counts where tensors have no values, as in a dry run: counts as if each
+    rank's tokens chose all experts equally often."""
 
     def expect(self, args, tokens, ep):
-        """-> as read_counts. tokens: how many a rank routes at a time."""
+        """tokens: how many a rank routes at a time."""
         E = args.experts
         rows = tokens * args.top_k  # that leave each rank
         limit = rows
@@ -705,10 +706,8 @@ class BalancedCounts:
         here = E // ep.size()
         leaving = [of_each[e:e + here] for e in range(0, E, here)]
         self.counts = leaving, [leaving[ep.rank()]] * ep.size()
-        return self.counts
 
     def __call__(self, counts):
-        """In the place of read_counts, where a device computes nothing."""
         return self.counts
 
 
@@ -906,7 +905,6 @@ def show_load(run, model):
 
 
 def main():
-    from harness.dry import told
     from harness.flags import arguments  # not above: moe.py is imported without harness/
     from harness.run import Run
 
@@ -921,10 +919,12 @@ def main():
     mesh = dist.init_device_mesh(run.device.type, (run.world_size // size, size),
                                  mesh_dim_names=("replicas", "ep"))
     replicas, ep = mesh.get_all_groups()
+    balanced_counts.expect(args, args.batch * run.cfg.seq // run.world_size, ep)
     if run.dry:
+        global read_counts
+        read_counts = balanced_counts
         run.say("experts are taken to be balanced")
-    tokens = args.batch * run.cfg.seq // run.world_size
-    with run, told(run, balanced_counts.expect(args, tokens, ep)):
+    with run:
         sides = {impl: set_up(run, impl, replicas, ep) for impl in run.impls}
         run.train(sides, rows=share(args.batch, run.world_size, run.rank))
         model = sides[run.impls[0]].model

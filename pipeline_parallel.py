@@ -415,8 +415,8 @@ class Stages(nn.ModuleList):
             flat = torch.cat([gradient.flatten() for gradient in gradients])
             dist.all_reduce(flat, group=group)  # partial -> replicated
             parts = flat.split([gradient.numel() for gradient in gradients])
-            for gradient, part in zip(gradients, parts):
-                gradient.copy_(part.view_as(gradient))
+            sums = [part.view_as(gradient) for gradient, part in zip(gradients, parts)]
+            torch._foreach_copy_(gradients, sums)
         like = next(self.parameters())
         wide = torch.promote_types(like.dtype, torch.float32)
         grads = [p.grad for p in self.counted if p.grad is not None]

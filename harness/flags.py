@@ -123,7 +123,7 @@ def parse(doc, flags, words=None):
 
 def add_flag(parser, name, flag):
     settings = {key: flag[key] for key in flag if key not in ("least", "most", "course")}
-    if settings.get("default") not in (None, "", "\n", True, False) or settings.get("default") == 0:
+    if str(settings.get("default")).strip() not in ("None", "", "True", "False"):
         settings["help"] += " (%(default)s)"
     if name[0] == "-" and "choices" not in settings and "action" not in settings:
         settings.setdefault("metavar", "X" if settings.get("type") is float else "N")

@@ -574,7 +574,7 @@ class Run:
             self.say("not checked: the plain GPT does not fit on one device")
             return None, None
         checks = {}
-        for impl in self.judged():
+        for impl in self.impls:
             checks[impl] = compare(self.sides[impl].trace, trace, self.checked, dtype,
                                    self.world_size)
         check = checks.pop(self.impls[0])
@@ -583,10 +583,6 @@ class Run:
             check["differ"] += [f"{impl}: {line}" for line in other["differ"]]
             check.setdefault("others", {})[impl] = other
         return check, [loss.item() for loss in trace.loss.values()]
-
-    def judged(self):
-        """What is compared with the plain run: not amp's --sweep over precisions."""
-        return self.impls if self.args.impl in ("both", "all") else self.impls[:1]
 
     def flops(self, tokens_per_second):
         """-> floating-point operations per second that the model needs, and of the GPUs' peak.

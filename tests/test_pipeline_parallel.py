@@ -319,6 +319,20 @@ def test_copies_of_a_pipeline_are_summed():
     run_ranks(check_each, 4, check_copy, [(name, "", "", 2) for name in ("1f1b", "zb-v")])
 
 
+def check_unused():
+    layer = nn.Linear(2, 2)
+    stages = pipeline_parallel.Stages([layer], make_plans("1f1b", 1, 1), pipelines=[[0], [1]])
+    if dist.get_rank() == 0:
+        layer.weight.grad = torch.ones(2, 2)
+        layer.bias.grad = torch.ones(2)
+    stages.sum_and_clip(0)
+    assert (layer.weight.grad == 1).all() and (layer.bias.grad == 1).all()
+
+
+def test_what_a_copy_has_not_used_counts_as_0():
+    run_ranks(check_unused, 2)
+
+
 def test_stages_of_other_ranks_may_be_on_the_meta_device():
     names = ("1f1b", "zb-v", "pipedream")
     run_ranks(check_each, 2, check_copy, [(name, "", "", 1, True) for name in names])
