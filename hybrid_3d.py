@@ -57,7 +57,7 @@ from pipeline_parallel import (
 from tensor_parallel import (
     ColumnLinear, ColumnParallel, RowLinear, SequenceParallel, cross_entropy_by_words,
     vocab_parallel_cross_entropy)
-from zero import ZeRO1, ZeRO2, ZeRO3, groups_of_masters, units_of
+from zero import ZeRO1, ZeRO2, ZeRO3, groups_of_masters, load_full_state_dict, units_of
 
 # imports of parts 1 and 2 end here; the rest is for parts 3 to 5
 import math
@@ -548,9 +548,27 @@ class Hybrid(nn.Module):
             mine[self.table[p].name] = self.unshard(p, gradient)
         return gather(mine, self.group["pp"])
 
+    def load_full_state_dict(self, state):
+        """full_state_dict's inverse. state: {name: whole tensor}, the same on all ranks."""
+        for stage in self.stages:
+            tensors = stage.state_dict(keep_vars=True)
+            mine = {name: self.shard(t, state[name]) for name, t in tensors.items()}
+            load_full_state_dict(stage, self.copies, mine)
+
+    def is_expert(self, t):
+        return t in self.table and "ep" in self.table[t].fate
+
+    def shard(self, t, whole):
+        """-> what this rank of tp and ep has of a parameter or buffer."""
+        if self.is_expert(t):
+            return whole.chunk(self.mesh.size["ep"])[self.group["ep"].rank()]
+        if t in self.tp.cuts:
+            return tensor_parallel.shard(whole, self.tp.cuts[t], self.tp)
+        return whole
+
     def unshard(self, t, here):
         """here: what this rank of tp and ep has of t, a parameter or buffer, or of its gradient."""
-        if t in self.table and "ep" in self.table[t].fate:
+        if self.is_expert(t):
             stacks = [torch.empty_like(here) for _ in range(self.mesh.size["ep"])]
             # over ep: sharded(0) -> replicated
             dist.all_gather(stacks, here.detach(), group=self.group["ep"])

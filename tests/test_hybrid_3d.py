@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from others import (
-    MLP, WIDTH, Llama, added_in_fp32, bf16_llama, bf16_rows, compare_fp32, gradients_of,
+    MLP, WIDTH, Llama, added_in_fp32, bf16_llama, bf16_rows, compare, compare_fp32, gradients_of,
     token_rows)
 from test_repo import TECHNIQUES
 
@@ -354,6 +354,11 @@ def parallel(axes, pp=1, schedule="1f1b", sp=False, zero=0, recompute=None, devi
     del model, stages
     gc.collect()
     assert all(p() is None for p in elsewhere)  # nothing holds them
+    state = hybrid.full_state_dict()
+    other = {name: t + 1 for name, t in state.items()}
+    hybrid.load_full_state_dict(other)
+    compare(hybrid.full_state_dict(), other)
+    hybrid.load_full_state_dict(state)
     for x, y, valid in steps():
         rows = torch.arange(8).chunk(copies)[mesh.place["dp"]]
         loss, _ = hybrid_3d.train_step(hybrid, optimizer, x[rows], y[rows], valid, 0.1)
