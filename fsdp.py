@@ -5,7 +5,7 @@
     sums                                                           3       2       1       0
 
 A block is gathered while another computes, and freed after its turn; the last one stays for its
-backward. The root, which is what no block has (here embeddings, last norm and head), is gathered
+backward. Not drawn is the root, what no block has (here embeddings, last norm and head): gathered
 from the beginning of forward to the end of backward.
 
     model = FSDP(model, model.blocks)  # gradients are summed over ranks, not averaged
@@ -27,8 +27,8 @@ P numbers are trained, P_again of them in blocks other than the last, on N ranks
     gathers and sums, L blocks and the root -             2L all-gathers, L+1 reduce-scatters
 
 With dtype=torch.bfloat16, or a bf16 model, what is gathered has 2 bytes a number; shards, sums of
-gradients and states keep 4. ZeRO-3 in zero.py cuts and gathers alike: it is the last step of a
-ladder, for any units; FSDP is for blocks, leaves the loop as it was, and builds from meta.
+gradients and states keep 4. ZeRO-3 in zero.py cuts alike, as the last step of a ladder, for any
+units; FSDP is for blocks, leaves the loop as it was, and builds from meta.
 
 Zhao 2023, "PyTorch FSDP", arXiv:2304.11277, sections 3, 4: a unit is one flat tensor, as here. At
 work: fully_shard, part 4 below, which cuts each parameter along dim 0 instead.
@@ -66,7 +66,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 class IdeaOfUnit(nn.Module):
     """A block whose parameters have memory while it runs. Between runs a rank keeps 1/n of them.
 
-    full     p0 | p1 | p2 | padding    its own trained ones, end to end: they are views of it
+    full     p0 | p1 | p2 | padding    those of `own` that train, end to end: they are views of it
              chunk 0   | chunk 1       one for each rank: this rank's chunk is its shard
     """
 
@@ -109,7 +109,7 @@ class IdeaOfUnit(nn.Module):
 
     def reduce(self, full):  # autograd calls it when full has its gradient: the block is done
         self.free()
-        self.shard.grad = torch.empty_like(self.shard)
+        self.shard.grad = torch.empty_like(self.shard)  # a new one: no step has to clear it
         reduce_scatter(self.shard.grad, full.grad, group=self.group)  # partial -> sharded
         full.grad = None
 
@@ -137,7 +137,7 @@ def idea_step(model, optimizer, x, y, valid, clip):
 # ---- 2. the technique (copy this; it needs part 1 and torch) -----------------
 
 # What it adds to the idea, and what that buys. Figures are those of the toy on 2 ranks.
-#     hooks in the place of wrappers    blocks keep their names, arguments, outputs; may checkpoint
+#     blocks have hooks, no wrappers    they keep their names, arguments, outputs; may checkpoint
 #     collectives that are under way    10 of 13 travel while others compute; the idea's 15 do not
 #     last block and root stay          4.56 MB are sent, not 5.06; the peak is 25.4 MB, not 26.3
 #     a part for each parameter         parameter groups, micro-batches, offload, fp32 sums in bf16
@@ -165,8 +165,8 @@ class Unit:
     are views of full: they lose and regain memory with it.
     """
 
-    def __init__(self, parameters, group, dtype, home, begin):
-        """dtype: full's. home: the device of shard. begin(unit): fills shard."""
+    def __init__(self, parameters, group, dtype, home):
+        """dtype: full's. home: the device of shard, which has to be filled, see begin_alike."""
         assert len({p.dtype for p in parameters}) == 1, "make a unit for each dtype"
         ranks = dist.get_world_size(group)
         rank = dist.get_rank(group)
@@ -175,9 +175,9 @@ class Unit:
         self.group = group
         self.shapes = {p: p.shape for p in parameters}  # in order; p itself is empty at times
         self.size = sum(p.numel() for p in parameters)  # without padding
-        self.chunk = -(-self.size // ranks)  # numbers in a chunk: rounded up
+        self.full = plain.new_empty(self.size + -self.size % ranks, dtype=dtype)  # with padding
+        self.chunk = len(self.full) // ranks  # numbers in a chunk
         self.mine = slice(rank * self.chunk, (rank + 1) * self.chunk)  # in full and in buffer
-        self.full = plain.new_empty(ranks * self.chunk, dtype=dtype)
         self.places = self.views(self.full)  # {parameter: its view of full}
         self.shard = plain.new_zeros(self.chunk, dtype=wide, device=home)
         self.buffer = None  # from a sum's begin to its end
@@ -185,8 +185,6 @@ class Unit:
         self.gathering = None  # the all-gather into full that is under way
         self.sending = None  # what it reads: shard in full's dtype, on its device
         self.cut()
-        begin(self)
-        self.free()  # from here on the whole is in no rank's memory
 
     def views(self, flat):
         """-> {parameter: its view of a tensor that is laid out like full}."""
@@ -266,7 +264,7 @@ class Unit:
         self.reducing = reduce_scatter(self.sum, self.buffer, group=self.group, async_op=True)
 
     def wait_sum(self):
-        """The sum over ranks has ended, and buffer's memory is free again."""
+        """The sum over the group has ended, and buffer's memory is free again."""
         self.reducing.wait()
         self.reducing = None
         self.buffer = None
@@ -293,14 +291,15 @@ class FSDP(nn.Module):
     reshard: free blocks after forward, and gather them again for backward
     dtype: of whole weights (None: the module's); the caller casts inputs
     home: the device of shards (None: the module's)
-    begin: begin(unit) fills its shard: with the first rank's numbers, or from_meta's
-    make: makes a unit, see HSDP
+    fill: fill(unit) gives a shard its numbers: the first rank's, or from_meta's
 
     Ranks begin with the first one's parameters and buffers. Frozen ones stay whole, in `dtype`.
     """
 
+    unit_class = Unit  # HSDP has another
+
     def __init__(self, module, blocks, group=None, reshard=True, dtype=None, home=None,
-                 begin=Unit.begin_alike, make=Unit):
+                 fill=Unit.begin_alike):
         super().__init__()
         self.module = module
         self.group = group
@@ -313,12 +312,17 @@ class FSDP(nn.Module):
         for tensor in self.whole:
             dist.broadcast(tensor, group=group, group_src=0)  # the first rank's -> replicated
 
-        make = partial(make, group=group, dtype=dtype, home=home, begin=begin)
+        def new_unit(parameters):
+            unit = self.unit_class(parameters, group, dtype, home)
+            fill(unit)
+            unit.free()  # from here on the whole is in no rank's memory
+            return unit
+
         blocks = [block for block in blocks if trained(block)]  # the others stay whole
-        self.block_units = [make(trained(block)) for block in blocks]
+        self.block_units = [new_unit(trained(block)) for block in blocks]
         taken = {p for unit in self.block_units for p in unit.shapes}
         rest = [p for p in trained(module) if p not in taken]
-        self.root = [make(rest)] if rest else []  # none if all of it is frozen
+        self.root = [new_unit(rest)] if rest else []  # none if all of it is frozen
         self.units = self.block_units + self.root
         self.parts = [part for unit in self.units for part in unit.parts]
         self.masters = nn.ParameterList(part.master for part in self.parts)
@@ -471,18 +475,10 @@ def watch(output, reached):
 
 
 class UnitOfCopies(Unit):
-    """A unit that each copy of the model has. A copy's sums are added up in an all-reduce.
+    """A unit that each copy of the model has. A copy's sums are added up in an all-reduce."""
 
-    replicas: the group of ranks that have the same shard, one in each copy of the model
-    """
-
-    def __init__(self, parameters, replicas, **options):
-        super().__init__(parameters, **options)
-        self.replicas = replicas
-        self.adding = None  # the sum over copies that is under way
-        shard = self.shard.to(self.full.device)
-        dist.broadcast(shard, group=replicas, group_src=0)  # the first copy's -> replicated
-        self.shard.copy_(shard)
+    replicas = None  # the group of ranks that have the same shard, one in each copy of the model
+    adding = None  # the sum over copies that is under way
 
     def wait_sum(self):
         """The copy's sum has ended: the sum over copies begins."""
@@ -499,42 +495,51 @@ class UnitOfCopies(Unit):
 class HSDP(FSDP):
     """Copies of a sharded model. Gathers stay within a copy's `group`; replicas: see above."""
 
+    unit_class = UnitOfCopies
+
     def __init__(self, module, blocks, group, replicas, **options):
-        make = partial(UnitOfCopies, replicas=replicas)
-        super().__init__(module, blocks, group, make=make, **options)
+        super().__init__(module, blocks, group, **options)
         for tensor in self.whole:
             dist.broadcast(tensor, group=replicas, group_src=0)  # the first copy's -> replicated
+        for unit in self.units:
+            unit.replicas = replicas
+            shard = unit.shard.to(unit.full.device)
+            dist.broadcast(shard, group=replicas, group_src=0)  # the first copy's -> replicated
+            unit.shard.copy_(shard)
 
 
 def from_meta(module, device, init):
-    """A module on the meta device -> what FSDP takes as `begin`: it fills shards with init's.
+    """A module on the meta device -> what FSDP takes as `fill`: it fills shards with init's.
 
     Afterwards the module is on `device`, what is frozen is filled, what is trained has no memory.
     init(name, tensor): fills a tensor of the module. Values must depend on the name alone: a rank
     calls it only for what it keeps, and has at most one whole trained parameter at a time
     """
+
+    def replacement(name, t):
+        if t.requires_grad:
+            number = torch.zeros((), dtype=t.dtype, device=device)
+            return nn.Parameter(number.expand(t.shape))  # without memory for more
+        filled = torch.empty(t.shape, dtype=t.dtype, device=device)
+        init(name, filled)
+        return nn.Parameter(filled, False) if isinstance(t, nn.Parameter) else filled  # a buffer
+
     made = {}  # {tensor on the meta device: what replaces it, under each of its names}
     tied = dict(remove_duplicate=False)
     for name, t in [*module.named_parameters(**tied), *module.named_buffers(**tied)]:
-        if t not in made and t.requires_grad:
-            number = torch.zeros((), dtype=t.dtype, device=device)
-            made[t] = nn.Parameter(number.expand(t.shape))  # without memory for more
-        elif t not in made:
-            made[t] = torch.empty(t.shape, dtype=t.dtype, device=device)
-            init(name, made[t])
-            if isinstance(t, nn.Parameter):
-                made[t] = nn.Parameter(made[t], requires_grad=False)
+        if t not in made:
+            made[t] = replacement(name, t)
         owner, _, attribute = name.rpartition(".")
         setattr(module.get_submodule(owner), attribute, made[t])
     names = {p: name for name, p in module.named_parameters()}
 
-    def begin(unit):
+    def fill(unit):
         for p, first, value, _, _ in unit.parts:
             whole = torch.empty(unit.shapes[p], dtype=value.dtype, device=device)
             init(names[p], whole)
             value.copy_(whole.flatten()[first:first + len(value)])
 
-    return begin
+    return fill
 
 
 # ---- 3. the toy GPT, parallelized --------------------------------------------
@@ -548,12 +553,12 @@ def parallelize(model, mesh, seed, device, **options):
         module = nn.ParameterDict({attribute: tensor})  # init_weights wants a module
         init_weights(module, len(model.blocks), seed, path)
 
-    begin = from_meta(model, device, init)
+    fill = from_meta(model, device, init)
     group = mesh["shard"].get_group()
     if mesh["replicate"].size() == 1:
-        return FSDP(model, model.blocks, group, begin=begin, **options)
+        return FSDP(model, model.blocks, group, fill=fill, **options)
     replicas = mesh["replicate"].get_group()
-    return HSDP(model, model.blocks, group, replicas, begin=begin, **options)
+    return HSDP(model, model.blocks, group, replicas, fill=fill, **options)
 
 
 def full_gradients(model):

@@ -322,7 +322,7 @@ class ZeRO0(ZeRO1):
     def renew(self, unit):
         """There are no chunks of others."""
 
-    def gathered(self, chunks):
+    def whole_of(self, chunks):
         found = {}
         for unit, chunk in zip(self.units, chunks):
             found.update(unit.views(chunk.clone()))

@@ -19,7 +19,7 @@ and states 12, where plain GPT and ddp.py have no masters:
     stage 3     16 P/n          16 P/n          3 M    parameters too: M sums, 2 M gathers
 
 Stage 3 sends an untied head and embedding 2 M times: backward has the one, and reads no other.
-fsdp.py cuts and gathers as stage 3 does, in the usual loop, and may start from a meta model.
+fsdp.py cuts as stage 3 does, for blocks, in the usual loop, and may start from a meta model.
 
     zero = ZeRO3(units_of(model, model.blocks))
     optimizer = AdamW(zero.parameter_groups(), lr=1e-3)
@@ -140,6 +140,14 @@ class Unit:
 
         shard     this rank's chunk of the parameters, (chunk,)
         grad      its chunk of the whole batch's gradient
+
+    What each stage cuts shows in where these are (made in keep, gone in keep_sum and free):
+
+                  ZeRO1             ZeRO2                           ZeRO3
+        full      always            always                          while it computes
+        buffer    always            first gradient to sum           first gradient to sum
+        shard     a view of full    a view of full                  of its own
+        grad      a view of buffer  of its own                      of its own
     """
 
     def __init__(self, parameters, sites, ranks, rank, reduce_dtype):
@@ -147,16 +155,15 @@ class Unit:
         self.sites = sites  # the modules whose forwards read the parameters
         self.shapes = {p: p.shape for p in parameters}  # in order; in ZeRO3 p is empty at times
         self.size = sum(p.numel() for p in parameters)  # without padding
-        self.chunk = -(-self.size // ranks)  # numbers in a chunk: rounded up
+        self.full = parameters[0].new_zeros(self.size + -self.size % ranks)  # with padding
+        self.chunk = len(self.full) // ranks  # numbers in a chunk
         self.mine = slice(rank * self.chunk, (rank + 1) * self.chunk)  # in full and in buffer
-        self.full = parameters[0].new_zeros(ranks * self.chunk)
         self.places = self.views(self.full)  # {parameter: its view of full}
         for p, place in self.places.items():
             place.copy_(p.detach())
             p.data = place
-        self.buffer = None  # until the first gradient comes; in ZeRO1 it is always there
+        self.buffer = None  # made with slots, {parameter: its gradient's view of buffer}
         self.reduce_dtype = reduce_dtype or self.full.dtype  # of buffer and grad
-        # shard and grad are made by ZeRO1.keep, parts by cut, slots by make_buffer
         self.missing = set()  # parameters that have no gradient yet of this backward
         self.reducing = None  # the sum of buffer over ranks that is under way
         self.gathering = None  # the all-gather into full that is under way
@@ -169,7 +176,7 @@ class Unit:
     def make_buffer(self):
         if self.buffer is None:
             self.buffer = torch.zeros_like(self.full, dtype=self.reduce_dtype)
-            self.slots = self.views(self.buffer)  # {parameter: its gradient's view of buffer}
+            self.slots = self.views(self.buffer)
 
     def cut(self, offload):
         """Makes the parts of this rank's chunk. Its padding is in none of them, and stays zero."""
@@ -187,7 +194,7 @@ class Unit:
                 if offload == "optimizer":
                     master = value.to("cpu", wide, copy=True)
                 else:
-                    master = value.to(wide)  # if value is wide already, this is value itself
+                    master = value.to(wide)  # a copy of bf16; what is wide already is value itself
                 self.parts.append(
                     Part(p, low - begin, value, self.grad[here], nn.Parameter(master)))
 
@@ -249,7 +256,7 @@ class ZeRO1:
         return dist.get_world_size(self.group), dist.get_rank(self.group)
 
     def keep(self, unit):
-        """Makes what a rank keeps between uses: here full and buffer, of which chunks are views."""
+        """Makes what a rank keeps of a unit between uses, see Unit."""
         unit.make_buffer()
         unit.shard = unit.full[unit.mine]
         unit.grad = unit.buffer[unit.mine]
@@ -284,7 +291,7 @@ class ZeRO1:
         if self.summing:
             self.summing.reducing.wait()
             self.summing.reducing = None
-            self.add_sum(self.summing)
+            self.keep_sum(self.summing)
             self.summing = None
         if self.pending:
             self.summing = self.pending.pop(0)
@@ -296,9 +303,9 @@ class ZeRO1:
         # partial -> sharded, in place: the sum replaces this rank's chunk
         unit.reducing = reduce_scatter(own, unit.buffer, group=self.group, async_op=True)
 
-    def add_sum(self, unit):
-        """grad, a view of buffer, is the sum already. What this rank has made of other chunks is
-        counted there: it becomes 0, so that the next sum does not count it again."""
+    def keep_sum(self, unit):
+        """grad, a view of buffer, is the sum now. What this rank has made of other chunks is in
+        their sums: it becomes 0, so that the next sum does not count it again."""
         unit.buffer[:unit.mine.start].zero_()
         unit.buffer[unit.mine.stop:].zero_()
 
@@ -369,12 +376,12 @@ class ZeRO1:
     # -- the whole: {parameter: whole tensor, in its own dtype} on every rank. All must call it
 
     def full_parameters(self):
-        return self.gathered([unit.shard for unit in self.units])
+        return self.whole_of([unit.shard for unit in self.units])
 
     def full_gradients(self):
-        return self.gathered([unit.grad for unit in self.units])
+        return self.whole_of([unit.grad for unit in self.units])
 
-    def gathered(self, chunks):
+    def whole_of(self, chunks):
         found = {}
         for unit, chunk in zip(self.units, chunks):
             full = torch.empty_like(unit.full, dtype=chunk.dtype)
@@ -388,10 +395,10 @@ class ZeRO2(ZeRO1):
 
     def keep(self, unit):
         unit.shard = unit.full[unit.mine]
-        # no view of a buffer, since buffers come and go: their sums are added up here
+        # buffers come and go: their sums are added up here
         unit.grad = torch.zeros_like(unit.shard, dtype=unit.reduce_dtype)
 
-    def add_sum(self, unit):
+    def keep_sum(self, unit):
         unit.grad += unit.buffer[unit.mine]
         unit.buffer = None
         unit.slots = None
@@ -414,7 +421,7 @@ class ZeRO3(ZeRO2):
     def keep(self, unit):
         super().keep(unit)
         home = "cpu" if self.offload == "param" else unit.full.device
-        unit.shard = unit.shard.to(home, copy=True)  # no view of full: it stays when full goes
+        unit.shard = unit.shard.to(home, copy=True)  # it stays when full goes
         self.free(unit)
 
     def watch(self, unit, site, inputs, output):
@@ -427,14 +434,14 @@ class ZeRO3(ZeRO2):
         visit = len(self.entered)
         if visit > 0 and self.entered[-1] is not unit:
             self.free(self.entered[-1])
-        self.gather(unit)
+        self.fetch(unit)
         unit.wait()
         self.entered.append(unit)
         # The micro-batch before entered expected[visit + 1] after this unit. It travels meanwhile.
         if visit + 1 < len(self.expected) and self.expected[visit] is unit:
-            self.gather(self.expected[visit + 1])
+            self.fetch(self.expected[visit + 1])
 
-    def gather(self, unit):
+    def fetch(self, unit):
         """Begins to gather a unit, unless it is here or on its way."""
         memory = unit.full.untyped_storage()
         if memory.nbytes() == 0:

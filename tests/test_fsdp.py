@@ -231,8 +231,8 @@ def check_meta():
         inner.norm.again = inner.norm.weight
         inner.norm.unused = nn.Parameter(torch.ones(2))
         inner.norm.register_buffer("places", torch.arange(4))
-    begin = from_meta(inner, "cpu", lambda name, tensor: tensor.fill_(len(name)))
-    model = FSDP(inner, inner.layers, begin=begin)
+    fill = from_meta(inner, "cpu", lambda name, tensor: tensor.fill_(len(name)))
+    model = FSDP(inner, inner.layers, fill=fill)
     for name, tensor in model.full_state_dict().items():
         made_as = name.replace("lm_head", "embed_tokens").replace("again", "weight")
         assert (tensor == len(made_as)).all(), name

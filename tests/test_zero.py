@@ -105,10 +105,10 @@ PLANTED = {
     "only the last micro-batch counts": (
         "start_sum", "before", lambda zero, unit: unit.grad.zero_(), 2),
     "gradients are replaced": ("ready", "before", lambda zero, unit, p: unit.slots[p].zero_(), 1),
-    "averaged over ranks": ("add_sum", "after", lambda zero, unit: unit.grad.div_(2), 1),
+    "averaged over ranks": ("keep_sum", "after", lambda zero, unit: unit.grad.div_(2), 1),
     "a sum waits for nothing": ("ready", "before", lambda zero, unit, p: unit.missing.clear(), 1),
-    "what was sent is sent again": ("add_sum", "instead", lambda zero, unit: None, 1),
-    "what was gathered first is used for ever": ("gather", "after", use_first, 3),
+    "what was sent is sent again": ("keep_sum", "instead", lambda zero, unit: None, 1),
+    "what was gathered first is used for ever": ("fetch", "after", use_first, 3),
     "a rank clips by the norm of its chunk": ("all_reduce", "left out", None, 2),
     "ranks begin with weights of their own": ("broadcast", "left out", None, 1),
 }
@@ -256,7 +256,7 @@ def check_overlap():
         has = has_memory if what == "gather" else lambda unit: unit.buffer is not None
         most.append(sum(map(has, zero.units)))
 
-    for what, name in ("gather", "gather"), ("sum", "start_sum"):
+    for what, name in ("gather", "fetch"), ("sum", "start_sum"):
         into("ZeRO3", name, "before", partial(note, what))(module)
         into("ZeRO3", name, "after", partial(count, what))(module)
     ours = module.ZeRO3(module.units_of(model, model.layers))
