@@ -11,12 +11,13 @@
     loss = pipeline.step(x.chunk(4), loss_of)  # loss_of(output, m): micro-batch m's part of it
     norm = stages.sum_and_clip(1.0)  # then optimizer.step() and optimizer.zero_grad()
 
-Each of p ranks has 1/p of the layers, in v stages. On each of a step's M micro-batches it spends
-the times F for the forward, B for the gradients of inputs, and W for those of weights, which zb-*
-and dualpipe-v do later. It is idle when it waits between its first action and its last. It keeps
-the activations of so many micro-batches in its layers, at most. The table holds from M = 2p on.
+Each of p ranks has 1/p of the layers, in v stages; a step has M micro-batches. For one of them a
+rank needs the time F for the forward, B for the gradients of inputs, and W for the gradients of
+weights, which zb-* and dualpipe-v put off. The table, for M of 2p or more, says how long a rank
+waits at most between its first action and its last, and of how many micro-batches rank r keeps the
+activations of its layers.
 
-    schedule                    worst rank's idle time  kept on rank r, in micro-batches
+    schedule                    waits                   keeps
     plain GPT                   0                       p M: it has p times the layers
     naive                       (p-1) (F + B + W) M     1
     gpipe                       (p-1) (F + B + W)       M
@@ -25,13 +26,12 @@ the activations of so many micro-batches in its layers, at most. The table holds
     interleaved                 (p-1) (F + B + W) / v   p + (p-1-2r) / v
     bfs                         (p-1) (F + B + W) / v   M
     zb-h1 (W <= F)              (p-1) (F + B - W)       p
-    zb-h2 (W <= F, 2W <= F+B)   (p-1) (F + B - 2W)      2p - 1
-    zb-v (F = B = W)            0                       p
+    zb-h2 (W <= F, 2W <= F+B)   (p-1) (F + B - 2W)      2p - 1; a step is (p-1) F longer
+    zb-v (F = B = W)            0                       p; a step is (p-1) F/2 longer
     dualpipe-v (F = B = W)      (p-1) F / 2             p + 1/2
 
-In a step a stage sends B T C numbers, for B sequences, to each stage beside it on another rank. Qi
-2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241; other papers are named at schedules.
-
+A stage sends B T C numbers in a step, for B sequences, to each stage beside it on another rank.
+Qi 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241; others are named at the schedules.
 Not for: stages that pass on anything but one tensor of one size, or change it in place; ranks
 without parameters; parameters replaced later; compiled stages (torch.compile) in schedules with W.
 At work: torch.distributed.pipelining, part 4.
@@ -39,8 +39,6 @@ At work: torch.distributed.pipelining, part 4.
     python pipeline_parallel.py --simulate --schedule zb-h1 --pp 4 --micro 8 --times 1,1,1,0
 """
 import copy
-import functools
-import itertools
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,7 +62,7 @@ from common import loss_sum, share
 
 
 def idea_plan(microbatches, warmup):
-    """-> `warmup` Fs, then F and B in turn. 1f1b: one F for each rank behind this one; gpipe: M."""
+    """-> `warmup` Fs, then F and B in turn. 1f1b: one F for each later rank; gpipe: M."""
     plan = []
     for i in range(microbatches + warmup):
         plan += [("F", i), ("B", i - warmup)]
@@ -76,7 +74,7 @@ class IdeaOfPipeline(NamedTuple):
 
     stage: nn.Module  # its layers, from tensor to tensor
     shared: dict  # {parameter that another rank has, too (a tied embedding): group of the two}
-    boundary: torch.Tensor  # one like those that go from rank to rank
+    boundary: torch.Tensor  # a micro-batch, as it goes from rank to rank
     pp: dist.ProcessGroup  # the pipeline's ranks, in order
     back: dist.ProcessGroup  # the same ranks: in one NCCL group sends would wait for receives
 
@@ -111,7 +109,7 @@ def run_pipeline(model, plan, inputs, loss_of):
 
 def receive(model, sender, group):
     tensor = torch.empty_like(model.boundary)
-    dist.recv(tensor, group=group, group_src=sender)  # the sender's -> here, too
+    dist.recv(tensor, group=group, group_src=sender)  # on the sender -> here, too
     return tensor
 
 
@@ -142,15 +140,15 @@ def idea_step(model, optimizer, x, y, valid, clip, plan):
 #     Mail            keeps one send at a time: rank 0's peak falls, 12.98 -> 12.07 MB
 #                     begins receives two actions early: tensors travel while the rank is at work
 #     Stages, Chain   any model's own forward, in four lines; all dtypes; frozen layers; dp x pp
-#     W by itself     fills idle time, and keeps more for it: rank 1's peak, 9.72 -> 12.21 MB
-#     schedules       several stages a rank: idle times are the table above
+#     W by itself     fills waiting time, and keeps more for it: rank 1's peak, 9.72 -> 12.21 MB
+#     schedules       several stages a rank: less waiting, as in the table above
 # Calls and bytes sent stay those of the idea wherever a rank has one stage.
 
 # ---- 2.1 plans: what each rank does, in order ----
 
 
 class Action(NamedTuple):
-    """A piece of a rank's work. What it makes goes by its name, too."""
+    """A piece of a rank's work."""
 
     kind: str  # F forward, B backward; in 2.5 also W, the gradients of weights
     microbatch: int
@@ -158,7 +156,7 @@ class Action(NamedTuple):
 
 
 def homes(plans):
-    """plans: for each place, a rank's number in its pipeline, its actions -> {stage: its place}"""
+    """-> {stage: its place}. A place is a rank's number in its pipeline, which plans go by."""
     return {action.stage: place for place, plan in enumerate(plans) for action in plan}
 
 
@@ -194,7 +192,7 @@ class Pipeline:
 
     def play(self, actions, inputs, loss_of):
         assert len(inputs) == self.microbatches, f"{len(inputs)} inputs for {self.microbatches}"
-        wide = torch.promote_types(self.mail.dtype, torch.float32)
+        wide = torch.promote_types(self.mail.dtype, torch.float32)  # the losses' dtype
         self.loss = torch.zeros((), dtype=wide, device=self.mail.device)
         self.mail.open(actions)
         for action in actions:
@@ -218,7 +216,7 @@ class Pipeline:
         if stage > 0:
             x = x.detach().requires_grad_()  # a leaf, whose .grad goes to the stage before
         y = self.modules[stage](x)
-        if stage == self.mail.end:
+        if stage == self.mail.last:
             y = loss_of(y, m)
             self.loss += y.detach()
         if y.requires_grad:  # not in an evaluation, nor in a first stage that is frozen
@@ -243,11 +241,11 @@ WAY = {"F": 1, "B": -1}  # outputs go to the next stage, gradients of inputs to 
 class Mail:
     """Brings each tensor from the action that makes it to the one that takes it.
 
-        rank 0   F0 F1 B0 B1    rank 0's F0 makes what rank 1's F0 takes: they are maker and taker.
-        rank 1   F0 B0 F1 B1    rank 1's B0 makes what rank 0's B0 takes
+        rank 0   F0 F1 B0 B1    rank 0's F0 makes a tensor, and rank 1's F0 takes it
+        rank 1   F0 B0 F1 B1    rank 1's B0 makes a tensor, and rank 0's B0 takes it
 
-    Between two ranks tensors have no names: the receiver begins to receive them in the order in
-    which the sender's plan makes them.
+    Between two ranks tensors have no names. So they are received in the order in which they are
+    sent, that of the sender's plan.
 
     size, dtype, device: of every tensor
     group: the pipeline's ranks, in order of their places; None: all ranks
@@ -263,55 +261,55 @@ class Mail:
         self.place = dist.get_rank(group)  # this rank's
         self.links = make_links(plans, [self.ranks]) if links is None else links
         self.home = homes(plans)
-        self.end = max(self.home)  # the last stage
-        # {action: its number in the plan of its rank}
-        self.number = {action: i for plan in plans for i, action in enumerate(plan)}
-        self.taker = {}  # {maker: taker}
-        for maker in self.number:
-            if maker.kind in WAY:
-                taker = maker._replace(stage=maker.stage + WAY[maker.kind])
-                if taker in self.number:
-                    self.taker[maker] = taker
-        self.maker = {taker: maker for maker, taker in self.taker.items()}
+        self.last = max(self.home)  # the last stage
+        # {action: its number in its rank's plan}
+        self.turn = {action: i for plan in plans for i, action in enumerate(plan)}
         self.coming = deque()  # makers on other ranks; receives of their tensors are yet to begin
-        self.inbox = {}  # {maker: (Work of the receive, None if the maker is here; tensor)}
+        self.receives = {}  # {maker: Work}
+        self.inbox = {}  # {maker: tensor}; it may still be on its way
         self.sent = None  # (Work, tensor) of the last send
+
+    def maker_of(self, action):
+        """-> the action that makes what this one takes from another stage; None: it takes none."""
+        if action.kind == "W":
+            return None
+        maker = action._replace(stage=action.stage - WAY[action.kind])
+        return maker if maker.stage in self.home else None
 
     def open(self, actions):
         """Before this rank plays these actions: list what other ranks make for them."""
-        makers = [self.maker[action] for action in actions if action in self.maker]
-        coming = [maker for maker in makers if self.home[maker.stage] != self.place]
-        # each sender's in its own order; between senders any order would do
-        self.coming = deque(sorted(coming, key=self.number.get))
+        makers = [self.maker_of(action) for action in actions]
+        coming = [maker for maker in makers if maker and self.home[maker.stage] != self.place]
+        self.coming = deque(sorted(coming, key=self.turn.get))  # each sender's in its own order
 
     def take(self, action):
-        """-> the tensor that an action takes from another stage, or None if it takes none."""
-        if action not in self.maker:
+        """-> the tensor that an action takes from another stage, or None."""
+        maker = self.maker_of(action)
+        if maker is None:
             return None
-        maker = self.maker[action]
         while maker not in self.inbox:
             self.begin_receive()
-        work, tensor = self.inbox.pop(maker)
-        if work:
-            work.wait()  # on a GPU the stream waits, not the host
-        return tensor
+        if maker in self.receives:
+            self.receives.pop(maker).wait()  # on a GPU the stream waits, not the host
+        return self.inbox.pop(maker)
 
     def put(self, action, tensor):
         """After each action: begin the receives that are due, and send what the action has made.
 
-        Ranks play their plans side by side: while one is at its i-th action, so are the others.
-        Receives cannot begin in take() alone: with NCCL a send lasts until it is received; ranks
-        that send to each other would wait for ever (interleaved, bfs). So what one rank makes with
-        its i-th action another begins to receive behind its own (i - 2)-th: two is the least that
-        costs no sender time.
+        With NCCL a send lasts until its receive has begun. If that were in take(), ranks that send
+        to each other would wait for ever (interleaved, bfs). Ranks play their plans side by side:
+        where one is at its i-th action, others are at about their i-th. So behind its i-th a rank
+        begins to receive what others make up to their (i + 2)-th: with less they would wait.
         """
-        while self.coming and self.number[self.coming[0]] <= self.number[action] + 2:
+        while self.coming and self.turn[self.coming[0]] <= self.turn[action] + 2:
             self.begin_receive()
-        if action not in self.taker:
+        if action.kind == "W":
             return
-        receiver = self.home[self.taker[action].stage]
+        receiver = self.home.get(action.stage + WAY[action.kind])
+        if receiver is None:
+            return  # behind the last stage, or before the first
         if receiver == self.place:
-            self.inbox[action] = None, tensor
+            self.inbox[action] = tensor
             return
         found = tensor.shape, tensor.dtype  # gloo would deliver other ones as noise
         assert found == (self.size, self.dtype), f"{found}, not {self.size}, {self.dtype}"
@@ -329,9 +327,10 @@ class Mail:
     def begin_receive(self):
         maker = self.coming.popleft()
         sender = self.home[maker.stage]
-        tensor = torch.empty(self.size, dtype=self.dtype, device=self.device)
         link = sender, self.place
-        self.inbox[maker] = self.begin(dist.irecv, tensor, sender, link), tensor  # there -> here
+        tensor = torch.empty(self.size, dtype=self.dtype, device=self.device)
+        self.receives[maker] = self.begin(dist.irecv, tensor, sender, link)  # there -> here, too
+        self.inbox[maker] = tensor
 
     def begin(self, operation, tensor, peer, link):
         group = self.links.get(link, self.group)
@@ -349,15 +348,18 @@ def make_links(plans, pipelines):
     if dist.get_backend() in ("gloo", "fake"):
         return {}
     home = homes(plans)
-    pairs = {(home[stage], home[stage + 1]) for stage in range(max(home))}  # an F's output
-    pairs |= {(behind, before) for before, behind in pairs}  # a B's gradient, the other way
+    pairs = set()
+    for stage in range(max(home)):
+        pairs.add((home[stage], home[stage + 1]))  # outputs
+        pairs.add((home[stage + 1], home[stage]))  # gradients
     links = {}
-    for ranks, link in itertools.product(pipelines, sorted(pairs)):
-        if link[0] != link[1]:
-            group = dist.new_group([ranks[place] for place in link])  # every rank makes it
-            if dist.get_rank(group) >= 0:  # this rank is in the group
-                links[link] = group
-                dist.barrier(group)  # NCCL makes the communicator here: no send waits for it
+    for ranks in pipelines:
+        for sender, receiver in sorted(pairs):
+            if sender != receiver:
+                group = dist.new_group([ranks[sender], ranks[receiver]])  # every rank makes it
+                if dist.get_rank(group) >= 0:  # this rank is in the group
+                    links[sender, receiver] = group
+                    dist.barrier(group)  # NCCL makes its communicator here: no send waits for it
     return links
 
 
@@ -380,43 +382,40 @@ class Stages(nn.ModuleList):
     def __init__(self, whole, plans, pipelines=None):
         pipelines = pipelines or [range(dist.get_world_size())]
         rank = dist.get_rank()
-        [own] = [ranks for ranks in pipelines if rank in ranks]
         home = homes(plans)
+        [own] = [ranks for ranks in pipelines if rank in ranks]  # of this rank's pipeline
         here = {stage: whole[stage] for stage in sorted(home) if own[home[stage]] == rank}
         super().__init__(here.values())
         self.here = here  # {stage: module}
         self.counted = []  # parameters that this rank counts in the norm
-        self.shared = {}  # {parameter that other ranks have, too: their group}
-        places = defaultdict(set)  # {parameter: where in a pipeline it is}
+        self.shared = {}  # {parameter that other ranks have, too: the group of all that have it}
+        places = defaultdict(set)  # {parameter: its places in a pipeline}
         for stage, module in enumerate(whole):
             for p in module.parameters():
                 places[p].add(home[stage])
-        group_of = functools.cache(dist.new_group)  # of some ranks: every rank makes it, once
-        for p, of_p in places.items():
-            # the ranks that have p, of all pipelines
-            holders = tuple(ranks[place] for ranks in pipelines for place in sorted(of_p))
-            if rank == holders[0]:
+        groups = {}  # {ranks: their group}
+        for p in places:
+            ranks = tuple(ranks[place] for ranks in pipelines for place in sorted(places[p]))
+            if rank == ranks[0]:
                 self.counted.append(p)
-            if len(holders) > 1:
-                group = group_of(holders)
-                if rank in holders:
-                    self.shared[p] = group
-                    dist.broadcast(p.data, group=group, group_src=0)  # the first's -> replicated
+            if len(ranks) > 1:
+                if ranks not in groups:
+                    groups[ranks] = dist.new_group(ranks)  # every rank makes it
+                if rank in ranks:
+                    self.shared[p] = groups[ranks]
+                    dist.broadcast(p.data, group=groups[ranks], group_src=0)  # -> replicated
 
     def sum_and_clip(self, clip):
         """What is left to do between backward and the optimizer's step -> the gradient norm."""
-        summands = defaultdict(list)  # {group: gradients}
+        works = []
         for p, group in self.shared.items():
             if p.requires_grad:
                 if p.grad is None:  # not used here; the others wait for its summand
                     p.grad = torch.zeros_like(p)
-                summands[group].append(p.grad)
-        for group, gradients in summands.items():
-            flat = torch.cat([gradient.flatten() for gradient in gradients])
-            dist.all_reduce(flat, group=group)  # partial -> replicated
-            parts = flat.split([gradient.numel() for gradient in gradients])
-            sums = [part.view_as(gradient) for gradient, part in zip(gradients, parts)]
-            torch._foreach_copy_(gradients, sums)
+                # partial -> replicated
+                works.append(dist.all_reduce(p.grad, group=group, async_op=True))
+        for work in works:
+            work.wait()
         like = next(self.parameters())
         wide = torch.promote_types(like.dtype, torch.float32)
         grads = [p.grad for p in self.counted if p.grad is not None]
@@ -435,8 +434,8 @@ class Chain:
     """Where the layers of a model are, so that it can be cut between them. Names are of modules.
 
     The model's own forward runs in every stage, with its masks and angles. In the place of a module
-    that is on another stage it finds HandsOn, and between the modules named here it may do nothing
-    to x, as x * 0.5: each stage would do it again.
+    that is on another stage it finds HandsOn. What it does to x between the modules named here each
+    stage would do again: it may be nothing, so no x * 0.5.
 
     first    of the first stage alone: the token embedding, positions
     layers   an nn.ModuleList
@@ -473,26 +472,30 @@ def carve(model, chain, layers):
             elsewhere += chain.first
         if number < len(layers) - 1:
             elsewhere += chain.last
-        others = {name: None if name in chain.absent else HandsOn() for name in elsewhere}
-        stage = exchange(model, others)
+        stage = shallow(model)
+        for name in elsewhere:
+            exchange(stage, name, None if name in chain.absent else HandsOn())
         stage.forward = partial(chain.call, stage.forward)
         stages.append(stage)
     return stages
 
 
-def exchange(module, others, path=""):
-    """-> a copy of the module that has other submodules, {name: module}, and shares the rest."""
+def shallow(module):
+    """-> a copy of the module that shares its submodules and parameters."""
     twin = copy.copy(module)
-    # copy.copy shares the dicts of modules, of hooks, ..: the twin gets copies of them
+    # copy.copy shares the dicts of submodules, of hooks, .. as well: the twin gets its own
     dicts = {key: value.copy() for key, value in vars(module).items() if isinstance(value, dict)}
     vars(twin).update(dicts)
-    for name, child in module._modules.items():
-        place = path + name
-        if place in others:
-            twin._modules[name] = others[place]
-        elif any(other.startswith(f"{place}.") for other in others):
-            twin._modules[name] = exchange(child, others, f"{place}.")
     return twin
+
+
+def exchange(module, name, other):
+    """Puts `other` in the place of module.name, and leaves what shares submodules as it is."""
+    *path, last = name.split(".")
+    for step in path:
+        module._modules[step] = shallow(module._modules[step])
+        module = module._modules[step]
+    module._modules[last] = other
 
 
 # ---- 2.5 W: the half of a backward that nobody waits for ----
@@ -572,21 +575,28 @@ class SplitPipeline(Pipeline):
 
 
 # ---- 2.6 schedules ----
+# M micro-batches on rank r of p. The pictures are for F = B = W and 2 ranks with 4 micro-batches;
+# naive and bfs have 2. Small letters are a rank's second stage. A B that leaves no W is twice as
+# long: it does the W, too.
 
 
-def turns(M, warmup, stages, together=1):
-    """-> the idea's plan with the Fs and Bs of several stages. together: see sweep."""
-    forwards = sweep("F", M, stages, together)
-    backwards = sweep("B", M, stages[::-1], together)
+def turns(M, warmup, stages, crowd=1):
+    """-> the idea's plan for several stages, each kind in the order of sweep."""
+    forwards = sweep("F", M, stages, crowd)
+    backwards = sweep("B", M, stages[::-1], crowd)
     plan = idea_plan(len(forwards), warmup)
     return [forwards[i] if kind == "F" else backwards[i] for kind, i in plan]
 
 
-def sweep(kind, M, stages, together):
-    """-> actions of this kind: `together` micro-batches go through all these stages, then the next
-    `together`, and so on."""
-    groups = [range(first, min(first + together, M)) for first in range(0, M, together)]
-    return [Action(kind, m, stage) for group in groups for stage in stages for m in group]
+def sweep(kind, M, stages, crowd):
+    """-> actions of one kind: `crowd` micro-batches, one behind the other, go through the first of
+    the stages, then through the next; then the next `crowd` do."""
+    actions = []
+    for first in range(0, M, crowd):
+        for stage in stages:
+            for m in range(M)[first:first + crowd]:
+                actions.append(Action(kind, m, stage))
+    return actions
 
 
 def late_ws(M, warmup, stages, lag):
@@ -602,80 +612,71 @@ def late_ws(M, warmup, stages, lag):
     return [*plan, *left]
 
 
-def from_words(M, stages, *lines):
-    """-> the plan of a rank with two stages. Each line has words, and how many times they come.
+def spell(words, M, r, p):
+    """-> the plan of rank r of p, if stages go down the ranks and up again: it has two, r and
+    2p - 1 - r, and rank 0 has both ends. Words, in capitals for the first of its stages:
 
-    F, B    the next forward, the next backward of the first stage; this B leaves a W
-    BW      the next backward with its W
-    f, b, bw: the same of the second stage
-    W       the oldest W that is left, of either stage; those left after all lines end the plan
+    F, f     the next forward
+    B, b     the next backward; it leaves a W
+    BW, bw   the next backward with its W
+    W        the oldest W that is left, of either stage; those left in the end come then
+
+    Of more micro-batches than M the plan has the first M.
     """
     plan = []
     left = deque()  # Ws
     count = Counter()  # {(kind, stage): how many the plan has}
-    for words, times in lines:
-        for word in words.split() * times:
-            if word == "W":
-                plan.append(left.popleft())
-                continue
-            kind = word[0].upper()
-            stage = stages[0] if word.isupper() else stages[1]
-            action = Action(kind, count[kind, stage], stage)
-            count[kind, stage] += 1
-            plan.append(action)
-            if word in ("B", "b"):
-                left.append(action._replace(kind="W"))
-    return [action for action in [*plan, *left] if action.microbatch < M]  # see zb_v: n
-
-
-def loop(r, p, v):
-    """-> the v stages of rank r of p, if stage s is on rank s % p."""
-    return list(range(r, p * v, p))
-
-
-def vee(r, p):
-    """-> the two of rank r, if stages go down the ranks and up again: rank 0 has both ends."""
-    return [r, 2 * p - 1 - r]
-
-
-def interleaved(r, p, M, v):
-    return turns(M, (v - 1) * p + 2 * (p - 1 - r), loop(r, p, v), together=p)
+    for word in words.split():
+        if word == "W":
+            plan.append(left.popleft())
+            continue
+        kind = word[0].upper()
+        stage = r if word.isupper() else 2 * p - 1 - r
+        action = Action(kind, count[kind, stage], stage)
+        count[kind, stage] += 1
+        plan.append(action)
+        if word in ("B", "b"):
+            left.append(action._replace(kind="W"))
+    return [action for action in [*plan, *left] if action.microbatch < M]
 
 
 def zb_v(r, p, M, v):
-    n = max(M, 2 * p - 1)  # the words want that many micro-batches; those beyond M are dropped
-    # rank 0 of 2, M = 4: F F F, f b W f b W, F B W f b W, B W f b W, B W B W
-    return from_words(
-        M, vee(r, p),
-        ("F", 2 * (p - r) - 1),  # until the first micro-batch comes to the second stage
-        ("f F", r),  # until the first gradient comes to the second stage
-        ("f b W", p - r),  # until the first gradient comes to the first stage
-        ("F B W f b W", n - 2 * p + 1 + r),  # the steady state
-        ("B W f b W", p - 1 - r),  # no F is left
-        ("B b", r),  # no f is left; Ws are put off, since other ranks wait for Bs
-        ("B W", p - r),
+    # 2 ranks, M = 4
+    # rank 0   F F F       f b W f b W  F B W f b W              B W f b W       B W B W
+    # rank 1   F      f F  f b W        F B W f b W F B W f b W             B b  B W
+    n = max(M, 2 * p - 1)  # with fewer the words make no sense
+    words = (
+        "F " * (2 * (p - r) - 1)  # until the first micro-batch comes to the second stage
+        + "f F " * r  # until the first gradient comes to the second stage
+        + "f b W " * (p - r)  # until the first gradient comes to the first stage
+        + "F B W f b W " * (n - 2 * p + 1 + r)  # the steady state
+        + "B W f b W " * (p - 1 - r)  # no F is left
+        + "B b " * r  # no f is left; Ws are put off, since other ranks wait for Bs
+        + "B W " * (p - r)
     )
+    return spell(words, M, r, p)
 
 
 def dualpipe_v(r, p, M, v):
-    return from_words(
-        M, vee(r, p),
-        ("F", 2 * (p - 1 - r)),
-        ("F f", r + 1),
-        ("b W f", p - 1 - r),
-        ("F bw f BW", M - 2 * p + r + 1),  # the steady state: pairs, which can overlap
-        ("bw f BW", p - 1 - r),  # no F is left
+    # 2 ranks, M = 4
+    # rank 0   F F  F f      b W f  F bw f BW            bw f BW         bw B       W B
+    # rank 1        F f F f         F bw f BW F bw f BW           bw BW        b B
+    words = (
+        "F " * (2 * (p - 1 - r))  # until the first micro-batch comes to the second stage
+        + "F f " * (r + 1)  # until the first gradient comes to the second stage
+        + "b W f " * (p - 1 - r)  # until the first gradient comes to the first stage
+        + "F bw f BW " * (M - 2 * p + r + 1)  # the steady state: pairs, which can overlap
+        + "bw f BW " * (p - 1 - r)  # no F is left
         # no f is left. r + 1 bs and r + 1 Bs take turns, of which the later half leave Ws
-        ("bw BW", (r + 1) // 2),
-        ("bw B", (r + 1) % 2),
-        ("b B", (r + 1) // 2),
-        ("W B", p - 1 - r),  # no b is left
+        + "bw BW " * ((r + 1) // 2)
+        + "bw B " * ((r + 1) % 2)
+        + "b B " * ((r + 1) // 2)
+        + "W B " * (p - 1 - r)  # no b is left
     )
+    return spell(words, M, r, p)
 
 
 # {name: (rank r, of p, M micro-batches, v stages of each rank if one may choose) -> r's plan}
-# The pictures are for F = B = W and 2 ranks with 4 micro-batches; naive and bfs have 2. Small
-# letters are a rank's second stage. A B that leaves no W is twice as long: it does the W, too.
 SCHEDULES = {
     # One micro-batch at a time: one rank is at work.
     #     rank 0   F0 .........B0    F1 .........B1
@@ -693,26 +694,27 @@ SCHEDULES = {
     # for each later rank: there and back.
     #     rank 0   F0 F1 f0 f1 F2 ...b0    F3 b1    f2 B0    f3 B1    ...b2    ...b3    B2    B3
     #     rank 1   ...F0 F1 f0 b0    f1 b1    F2 B0    F3 B1    f2 b2    f3 b3    B2    B3    ......
-    "interleaved": interleaved,
+    "interleaved": lambda r, p, M, v: turns(
+        M, (v - 1) * p + 2 * (p - 1 - r), range(r, p * v, p), crowd=p),
     # gpipe with several stages per rank: all micro-batches go through one, then through the next,
     # so FSDP gathers a stage only twice (Lamy-Poirier 2022, arXiv:2211.05953).
     #     rank 0   F0 F1 f0 f1 .........b0    b1    B0    B1
     #     rank 1   ...F0 F1 f0 f1 b0    b1    B0    B1    ......
-    "bfs": lambda r, p, M, v: turns(M, v * M, loop(r, p, v), together=M),
+    "bfs": lambda r, p, M, v: turns(M, v * M, range(r, p * v, p), crowd=M),
     # 1f1b in which rank r does the W of micro-batch m after the B of micro-batch m + r: Bs are done
     # sooner, and Ws fill the end (Qi 2023, figure 3).
     #     rank 0   F0 F1 ...B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
     #     rank 1   ...F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3
     "zb-h1": lambda r, p, M, v: late_ws(M, p - 1 - r, [r], r),
-    # Twice the warm-up, and Ws twice as late: no bubble if F + B = 2W (Qi 2023, figure 3). But rank
-    # r begins r F later than rank 0, and ends as much later. All wait for the last one's gradients
-    # in sum_and_clip: so a step is (p-1) F longer than the table says. Qi 2023, section 4, does not
-    # wait, but takes a step back if the norm was too large.
+    # Twice the warm-up, and Ws twice as late: nobody waits if F + B = 2W (Qi 2023, figure 3). But
+    # rank r begins r F later than rank 0, ends as much later, and all wait for the last one in
+    # sum_and_clip. Qi 2023, section 4, does not wait there, but takes back a step whose norm was
+    # too large.
     #     rank 0   F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3 ...
     #     rank 1   ...F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
     "zb-h2": lambda r, p, M, v: late_ws(M, 2 * (p - 1 - r), [r], 2 * r),
-    # Zero bubble with the memory of 1f1b: a micro-batch comes back to the rank that it began on, so
-    # its backward begins there soon (Qi 2023, figure 8). A step is (p-1) F/2 longer, as zb-h2's is.
+    # As little kept as by 1f1b: a micro-batch comes back to the rank that it began on, so that its
+    # backward begins there soon (Qi 2023, figure 8).
     #     rank 0   F0 F1 F2 f0 b0 w0 f1 b1 w1 F3 B0 W0 f2 b2 w2 B1 W1 f3 b3 w3 B2 W2 B3 W3 ...
     #     rank 1   ...F0 f0 F1 f1 b0 w0 F2 B0 W0 f2 b1 w1 F3 B1 W1 f3 b2 w2 B2 b3 B3 W2 w3 W3
     "zb-v": zb_v,
@@ -722,6 +724,8 @@ SCHEDULES = {
     #     rank 0   F0 F1 F2 f0 b0 w0 f1 F3 b1    f2 B0    b2    f3 ...B1    b3    B2 W2 B3 W3
     #     rank 1   ...F0 f0 F1 f1 F2 b0    f2 B0    F3 b1    f3 B1    b2    B2    b3 B3 w3 W3
     "dualpipe-v": dualpipe_v,
+    # 1f1b's plan, with updates between: see part 3.
+    "pipedream": lambda r, p, M, v: turns(M, p - 1 - r, [r]),
 }
 
 
@@ -767,10 +771,11 @@ def parallelize(model, plans, layers, size, dtype, device):
 
 def parallelize_idea(stages, plans, size, dtype, device):
     """This rank's Stages, of one stage -> what the idea trains, and this rank's plan for it."""
-    plan = [(action.kind, action.microbatch) for action in plans[dist.get_rank()]]
+    pp = dist.group.WORLD
+    back = dist.new_group()
     boundary = torch.empty(size, dtype=dtype, device=device)
-    everybody = dist.group.WORLD
-    return IdeaOfPipeline(stages[0], stages.shared, boundary, everybody, dist.new_group()), plan
+    plan = [(action.kind, action.microbatch) for action in plans[pp.rank()]]
+    return IdeaOfPipeline(stages[0], stages.shared, boundary, pp, back), plan
 
 
 def train_step(pipeline, stages, optimizer, x, y, valid, clip):
@@ -788,9 +793,13 @@ def evaluate(pipeline, x, y):
 
 
 def in_microbatches(pipeline, x, y, valid):
-    """-> the inputs, and what makes a micro-batch's part of the loss."""
+    """-> what Pipeline.step takes: inputs, and what makes a micro-batch's part of the loss."""
     targets = y.chunk(pipeline.microbatches)
-    return x.chunk(pipeline.microbatches), lambda logits, m: loss_sum(logits, targets[m]) / valid
+
+    def loss_of(logits, m):
+        return loss_sum(logits, targets[m]) / valid
+
+    return x.chunk(pipeline.microbatches), loss_of
 
 
 def full_state_dict(stages, group=None):
@@ -812,18 +821,17 @@ def full_gradients(stages, names, group=None):
 
 def gather(mine, group):
     """{name: tensor} of each rank -> of all of them, on every one. What several have is alike."""
-    told = [None] * dist.get_world_size(group)  # by each rank: what it has
     here = {name: (t.shape, t.dtype, t.device.type) for name, t in mine.items()}
-    dist.all_gather_object(told, here, group)
+    listed = [None] * dist.get_world_size(group)  # what each rank has
+    dist.all_gather_object(listed, here, group)
     whole = {}
-    for place, theirs in enumerate(told):
+    for place, theirs in enumerate(listed):
         for name, (shape, dtype, device) in theirs.items():
             if name not in whole:
-                tensor = torch.empty(shape, dtype=dtype, device=device)
+                whole[name] = torch.empty(shape, dtype=dtype, device=device)
                 if place == dist.get_rank(group):
-                    tensor.copy_(mine[name].detach())
-                dist.broadcast(tensor, group=group, group_src=place)  # on one rank -> replicated
-                whole[name] = tensor
+                    whole[name].copy_(mine[name].detach())
+                dist.broadcast(whole[name], group=group, group_src=place)  # one has it -> all
     return whole
 
 
@@ -831,30 +839,16 @@ def gather(mine, group):
 # weights are stale by design, and few train so today: it is no part of what is copied.
 
 
-def with_updates(r, p, M, v):
-    """-> 1f1b's plan with an update, U, after each B but the last: there optimizer.step() stands.
-
-    So PipeDream (Harlap 2018, section 3), which never drains the pipeline, here drains it in each
-    step.
-        rank 0   F0 F1 ......B0    U F2 B1    U F3 B2    U ...B3
-        rank 1   ...F0 B0    U F1 B1    U F2 B2    U F3 B3    ......
-    """
-    plan = []
-    for action in turns(M, p - 1 - r, [r]):
-        plan.append(action)
-        if action.kind == "B":
-            plan.append(action._replace(kind="U"))
-    return plan[:-1]
-
-
-SCHEDULES["pipedream"] = with_updates
-
-
 class PipeDream(Pipeline):
-    """On rank r, micro-batch m's F and B use the weights after max(0, m - (p-1-r)) updates.
+    """An optimizer's step after each B but the last; train_step does that one.
 
-    No rank waits for another in an update: each clips by the norm of its own stages, and what ranks
-    share keeps its gradients until sum_and_clip, at the end of the step.
+        rank 0   F0 F1 ......B0 U  F2 B1 U  F3 B2 U  ...B3      U: a step, within the B before
+        rank 1   ...F0 B0 U  F1 B1 U  F2 B2 U  F3 B3    ......
+
+    On rank r, F and B of micro-batch m use the weights after max(0, m - (p-1-r)) steps. No rank
+    waits for another in a step: each clips by the norm of its own stages, and what ranks share
+    keeps its gradients until sum_and_clip. Harlap 2018, section 3, never drains the pipeline; here
+    it is drained at the end of each batch.
     """
 
     def __init__(self, stages, plans, mail, optimizer, clip):
@@ -864,10 +858,11 @@ class PipeDream(Pipeline):
         self.optimizer = optimizer
         self.clip = clip
 
-    def do(self, action, taken, loss_of):
-        if action.kind == "U":
-            return self.update()
-        return super().do(action, taken, loss_of)
+    def backward(self, m, stage, grad):
+        made = super().backward(m, stage, grad)
+        if m < self.microbatches - 1:
+            self.update()
+        return made
 
     def update(self):
         of_shared = {p: p.grad for p in self.stages.shared}
@@ -935,26 +930,21 @@ def refuse_at_work(require, name, micro, ranks):
     require(equal, f"--micro {micro}: torch's zb-h1 wants equal rounds: take a multiple of {ranks}")
 
 
-class LossAtWork:
-    """The loss that torch's schedule calls. The schedule is made once: `valid` changes here."""
-
-    def __init__(self):
-        self.valid = 1  # targets of the batch that runs
-
-    def __call__(self, logits, targets):
-        return loss_sum(logits, targets) / self.valid
-
-
 def parallelize_at_work(name, stages, plans, boundary, vocab):
-    """-> torch's schedule for this rank's stages, and the loss that it calls."""
-    loss_of = LossAtWork()
+    """-> torch's schedule for this rank's stages, and the number of targets in the whole batch:
+    the schedule is made once, so its loss reads them where each step writes them."""
+    valid = torch.ones((), device=boundary[2])
     logits = *boundary[0][:2], vocab
-    return schedule_at_work(name, stages.here, plans, boundary, logits, loss_of), loss_of
+
+    def loss_of(logits, targets):
+        return loss_sum(logits, targets) / valid
+
+    return schedule_at_work(name, stages.here, plans, boundary, logits, loss_of), valid
 
 
-def train_step_at_work(schedule, loss_of, stages, optimizer, x, y, valid, clip):
+def train_step_at_work(schedule, valid_here, stages, optimizer, x, y, valid, clip):
     optimizer.zero_grad()
-    loss_of.valid = valid
+    valid_here.fill_(valid)
     losses = []
     schedule.step(x, target=y, losses=losses, return_outputs=False)
     norm = stages.sum_and_clip(clip)
@@ -1014,14 +1004,17 @@ def set_up(run, impl, plans, layers):
     if impl == "idea":
         model, plan = parallelize_idea(stages, plans, *boundary)
         step = partial(idea_step, plan=plan)
-    if impl == "torch":
+    elif impl == "torch":
         at_work = parallelize_at_work(args.schedule, stages, plans, boundary, run.cfg.vocab)
         step = partial(train_step_at_work, *at_work)
 
     def pieces():
-        first = set(stages.counted)  # a shared parameter is saved by one rank
-        found = [pieces_of([(names[p], p)], optimizer, p in first) for p in stages.parameters()]
-        return sum(found, [])
+        """What a checkpoint has of this rank. What several ranks share one of them writes."""
+        counted = set(stages.counted)
+        found = []
+        for p in stages.parameters():
+            found += pieces_of([(names[p], p)], optimizer, writes=p in counted)
+        return found
 
     return run.side(
         model, optimizer, step, held_of=stages, evaluate=partial(evaluate, pipeline),
@@ -1031,21 +1024,23 @@ def set_up(run, impl, plans, layers):
 
 
 def textbook(run, plans, stages):
-    """b: bytes of a number. P: parameters here. n: borders between a stage here and one on
-    another rank."""
+    """b: bytes of a number. P: parameters here. n: pairs of neighbouring stages, of which one is
+    here and one on another rank."""
     p = run.world_size
     b = run.dtype.itemsize
-    parameters = list(stages.parameters())
-    size = b * sum(q.numel() for q in parameters)
+    size = b * sum(q.numel() for q in stages.parameters())
+    tensors = len(list(stages.parameters()))
     home = homes(plans)
-    pairs = [(home[stage], home[stage + 1]) for stage in range(max(home))]
-    n = sum(pair.count(run.rank) == 1 for pair in pairs)
+    n = 0
+    for stage in range(max(home)):
+        if (home[stage] == run.rank) != (home[stage + 1] == run.rank):
+            n += 1
     tied = b * run.cfg.vocab * run.cfg.width if stages.shared else 0
     norm = 2 * (p - 1) / p * max(b, 4)
     return [
         ("held parameters", "b P", size),
         ("held gradients", "b P", size),
-        ("held optimizer", "2 b P + 4 per tensor (step counter)", 2 * size + 4 * len(parameters)),
+        ("held optimizer", "2 b P + 4 per tensor (step counter)", 2 * size + 4 * tensors),
         ("wire all_reduce", "b V C where a rank shares a tied embedding + 2 (p-1)/p w for the norm,"
          " w = max(b, 4)", tied + norm),
         ("wire send", f"n b batch T C, n = {n}: outputs and gradients of inputs",

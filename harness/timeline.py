@@ -3,8 +3,8 @@
     plans     for each rank a list of actions: tuples (kind, microbatch, stage) with these names
     played    the same with times: for each rank [(action, start, end), ..]
 
-The kinds are F forward, B backward, W the gradients of the weights where a B leaves them for later,
-and U an update. A stage is a part of the model, and a rank may hold several. An F takes what the F
+The kinds are F forward, B backward, and W the gradients of the weights where a B leaves them for
+later. A stage is a part of the model, and a rank may hold several. An F takes what the F
 of stage - 1 has made, a B what the B of stage + 1 has. A B whose W is in the plan is "split": it
 makes the gradient of its input alone. Nothing here knows by which rule a plan was made.
 """
@@ -43,7 +43,7 @@ def inputs(action, last):
     if kind == "B":
         behind = [("B", microbatch, stage + 1)] if stage < last else []
         return [("F", microbatch, stage), *behind]
-    return [("B", microbatch, stage)]  # a W and a U follow it
+    return [("B", microbatch, stage)]
 
 
 def in_flight(plan, waiting=1.0):
@@ -75,7 +75,7 @@ def costs(plans, F, B, W):
     F, B, W: the times of all of a rank's stages for a micro-batch; each stage takes an equal part.
     B is the gradient of the input alone: a B that is not split takes B + W.
     """
-    times = {"F": F, "B": B, "W": W, "U": 0.0, "whole B": B + W}
+    times = {"F": F, "B": B, "W": W, "whole B": B + W}
     split = [splits(plan) for plan in plans]
     parts = [chunks(plan) for plan in plans]
 
