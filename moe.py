@@ -1,14 +1,15 @@
 """Mixture of experts: each MLP becomes E experts, of which a token visits K; tokens travel.
 
-A row is a token (C numbers) on its way to an expert, or back, drawn as the expert's number. Here
-each rank has 3 tokens and K is 2: 6 rows. Experts 0 and 1 are on rank 0, and 2 and 3 on rank 1.
+A row is a token (C numbers) on its way to an expert or back. Below it is drawn as the number of its
+expert, of which 0 and 1 are on rank 0, 2 and 3 on rank 1. What is left of | belongs to rank 0. Each
+rank has 3 tokens, and K is 2: 6 rows.
 
     after     router, sort    all-to-all    experts       all-to-all      gates, sum
     rank 0    0 0 0 1 | 2 3   0 0 0 1 0 1   0 0 0 1 0 1   0 0 0 1 | 2 3   3 tokens
     rank 1    0 1 | 2 2 3 3   2 3 2 2 3 3   2 3 2 2 3 3   0 1 | 2 2 3 3   3 tokens
 
     mesh = dist.init_device_mesh("cuda", (n // 8, 8), mesh_dim_names=("replicas", "ep"))
-    replicas, ep = mesh.get_all_groups()  # ranks with the same experts; 8 that share out all E
+    replicas, ep = mesh.get_all_groups()  # ep: 8 ranks with all experts; replicas: with the same
     plain = block.mlp  # of each block: a router and experts, which are MLPs with up, down and gate
     mine = plain.experts[ep.rank() * E // 8:(ep.rank() + 1) * E // 8]
     experts = Experts(F.silu, [m.up for m in mine], [m.down for m in mine], [m.gate for m in mine])
@@ -19,16 +20,16 @@ each rank has 3 tokens and K is 2: 6 rows. Experts 0 and 1 are on rank 0, and 2 
     sum_gradients(model, replicas)
     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, gradient_norm(model, ep))
     optimizer.step()
-    step_biases(model)  # in every step, also where there are none: it starts new sums of loads
+    step_biases(model)  # of MoEs with gamma > 0
 
-Each of n ranks has N tokens of its own; ep of them share out E experts. The model has `dense`
-parameters outside all experts and `experts` parameters in them, of b bytes each.
+Each of n ranks has N tokens of its own; ep of them share out E experts. Of the model's parameters,
+of b bytes each, `experts` are in experts and `dense` elsewhere.
 
     on each rank                           one process             here, experts being balanced
     weights, gradients, AdamW              4 b (dense + experts)   4 b (dense + experts/ep)
     calls per layer, for K N rows of C     -                       2 all-to-alls, 2 more in backward
     calls per layer, for E int64 counts    -                       1 all-to-all, 1 all-reduce
-    gradients all-reduced                  -                       b (dense + experts/ep if ep < n)
+    gradients all-reduced                  -                       b dense; ep < n: and b experts/ep
 
 Lepikhin 2020, "GShard", arXiv:2006.16668 (all-to-all, capacity); Fedus 2021, "Switch Transformers",
 arXiv:2101.03961, eq. 4 (balancing); Zoph 2022, "ST-MoE", arXiv:2202.08906, eq. 5 (z-loss); Jiang
@@ -61,7 +62,7 @@ from common import FORMS, PRESETS as DENSE, build, loss_sum, share
 def softmax_route(logits, bias=0.0, *, top_k, normalize):
     """Logits (.., E) -> the chosen experts (.., K), their gates (.., K), probabilities (.., E).
 
-    Mixtral and Qwen3 normalize the gates, OLMoE does not. The bias is part 2's, for balance.
+    Mixtral and Qwen3 normalize the gates, OLMoE does not. A bias (E,) changes the choice alone.
     """
     probs = logits.softmax(-1)
     chosen = (probs + bias).topk(top_k).indices
@@ -84,7 +85,7 @@ class PlainMoE(nn.Module):
         return self.mix(x, *self.route(self.router(x)))
 
     def mix(self, x, chosen, gates, probs):
-        """All experts' answers, each times its gate, summed; not chosen ones have the gate 0."""
+        """All experts' answers, each times its gate, which is 0 if it is not chosen, summed."""
         every_gate = torch.zeros_like(probs).scatter(-1, chosen, gates)  # (.., E)
         return sum(every_gate[..., e, None] * expert(x) for e, expert in enumerate(self.experts))
 
@@ -101,7 +102,7 @@ class AllToAll(torch.autograd.Function):
         return arrived
 
     @staticmethod
-    def backward(ctx, gradient):  # all_to_all_single alone has none
+    def backward(ctx, gradient):  # which all_to_all_single does not have
         return AllToAll.apply(gradient, *ctx.way_back), None, None, None
 
 
@@ -112,8 +113,8 @@ def rows_of_each(chosen, experts):
 
 
 def exchange_counts(leaving, ep):
-    """leaving (E,): how many rows this rank has for each expert -> counts (2, ep, E/ep):
-    [0, r, e] rows leave here for rank r's expert e, [1, r, e] come from rank r for our expert e."""
+    """leaving (E,): how many rows this rank has for each expert -> counts (2, ep, E/ep): [0, r, e]
+    go from here to rank r for its expert e, and [1, r, e] come from rank r for our expert e."""
     arriving = torch.empty_like(leaving)
     dist.all_to_all_single(arriving, leaving, group=ep)  # sorted by destination -> by source
     return torch.stack([leaving, arriving]).view(2, ep.size(), -1)
@@ -124,7 +125,7 @@ def read_counts(counts):
 
 
 class IdeaOfMoE(PlainMoE):
-    """On ranks, each with its own tokens and E/ep experts, rank r those from number r E/ep on."""
+    """On ranks, which begin alike. Rank r has its own tokens, and E/ep experts from r E/ep on."""
 
     def __init__(self, router, experts, route, ep):
         super().__init__(router, experts, route)
@@ -149,15 +150,15 @@ class IdeaOfMoE(PlainMoE):
 
 
 def dense_and_experts(model):
-    """-> the parameters that every rank has, and those of the experts that are here."""
-    layers = [module for module in model.modules() if isinstance(module, IdeaOfMoE)]
+    """-> the parameters that every rank has, and those of this rank's experts."""
+    layers = [module for module in model.modules() if hasattr(module, "ep")]  # see IdeaOfMoE
     experts = [p for layer in layers for p in layer.experts.parameters()]
     of_experts = set(experts)
     return [p for p in model.parameters() if p not in of_experts], experts
 
 
 def all_reduce_gradients(model, replicas):
-    """After backward. replicas: the ranks with the same experts. All else is summed over all."""
+    """After backward. replicas: the ranks with the same experts. All ranks sum what is dense."""
     for parameters, group in zip(dense_and_experts(model), (dist.group.WORLD, replicas)):
         for p in parameters:
             if p.grad is not None:
@@ -165,7 +166,7 @@ def all_reduce_gradients(model, replicas):
 
 
 def gradient_norm(model, ep):
-    """Of the whole model, in fp32 or better: experts' squares are summed over ep, others not."""
+    """Of the whole model, in fp32 or better. All ranks have what is dense: it counts once."""
     dense, experts = dense_and_experts(model)
     squares = dense[0].new_zeros(2, dtype=torch.promote_types(dense[0].dtype, torch.float32))
     for i, parameters in enumerate((dense, experts)):
@@ -197,7 +198,7 @@ def idea_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
 #     losses or biases              experts are chosen about equally often
 #     fp32 routers                  rounding to bf16 would change which experts are chosen
 #     rows cast before they travel  autocast to bf16 halves what is sent
-#     two all-reduces of gradients  141 calls of a step -> 26 (of experts there is no copy, so: one)
+#     dense gradients in one call   141 calls of a step -> 26; those of experts likewise
 # Part 3 has capacity besides: an expert gets so many rows at most, and others are dropped.
 
 # ---- experts in stacks
@@ -223,11 +224,10 @@ class StackedLinear(nn.Module):
     def of_each(self):
         """-> for each expert a function of its rows"""
         biases = [None] * len(self.weight) if self.bias is None else self.bias
-        return [partial(F.linear, weight=weight, bias=bias)
-                for weight, bias in zip(self.weight, biases)]
+        return [partial(F.linear, weight=w, bias=b) for w, b in zip(self.weight, biases)]
 
     def of_all(self, dtype, ends):
-        """-> a function of the rows of all experts, in this dtype. ends: where each expert's end"""
+        """-> a function of the rows of all experts, in this dtype, where an expert's end at ends"""
         weight = self.weight.to(dtype)  # under autocast it has another one
         return partial(F.grouped_mm, mat_b=weight.transpose(1, 2), offs=ends)
 
@@ -237,8 +237,8 @@ class Experts(nn.Module):
 
         y = down(activation(up(x)))    or, with gate,    y = down(activation(gate(x)) * up(x))
 
-    up, down, gate: lists, an nn.Linear for each expert here. GPT-2 has GELU and no gate, Mixtral
-    SiLU. This gate is SwiGLU's, and no route's. If you draw weights here, give each rank a seed.
+    up, down, gate: lists, an nn.Linear for each expert here. GPT-2 has GELU and no such gate,
+    Mixtral has SiLU and one. If you draw weights here, give each rank a seed of its own.
     """
 
     def __init__(self, activation, up, down, gate=None):
@@ -249,17 +249,17 @@ class Experts(nn.Module):
         self.gate = None if gate is None else StackedLinear(gate)
 
     def forward(self, rows, sizes, ends):
-        """rows (R, C), sorted by expert -> (R, C). sizes: how many each expert has, a list;
-        ends (E/ep,): where each expert's end."""
+        """rows (R, C), sorted by expert -> (R, C). sizes: a list, how many each has; ends: a tensor
+        (E/ep,), where they end."""
         linears = [self.up, self.down]  # in the order of mlp's arguments
         if self.gate is not None:
             linears.append(self.gate)
         if self.one_kernel_pays(rows):
             return self.mlp(rows, *[linear.of_all(rows.dtype, ends) for linear in linears])
+        functions = [linear.of_each() for linear in linears]  # [linear][expert]
         answers = []
-        functions = zip(*[linear.of_each() for linear in linears])  # of an expert: a tuple
-        for x, of_expert in zip(rows.split(sizes), functions):
-            answers.append(self.mlp(x, *of_expert))  # also for 0 rows: every weight gets a gradient
+        for e, x in enumerate(rows.split(sizes)):  # also 0 rows: every weight gets a gradient
+            answers.append(self.mlp(x, *[of_linear[e] for of_linear in functions]))
         return torch.cat(answers)
 
     def mlp(self, x, up, down, gate=None):
@@ -270,8 +270,8 @@ class Experts(nn.Module):
 
     def one_kernel_pays(self, rows):
         """On GPUs in bf16. The kernel has no biases, and needs widths that are multiples of 8."""
-        up = self.up
-        fits = up.bias is None and all(width % 8 == 0 for width in up.weight.shape[1:])
+        *_, hidden, width = self.up.weight.shape
+        fits = self.up.bias is None and hidden % 8 == 0 and width % 8 == 0
         return rows.is_cuda and rows.dtype == torch.bfloat16 and fits
 
 
@@ -331,8 +331,8 @@ class Arrive(torch.autograd.Function):
 
 
 def sigmoid_route(logits, bias=0.0, *, top_k, scale=1.0, groups=1, top_groups=1):
-    """DeepSeek-V3's: a token chooses among the experts of its best groups alone. What counts of a
-    group, of two experts or more, is the sum of its two best scores."""
+    """DeepSeek-V3's: a token chooses among the experts of its best groups alone. A group is as good
+    as the sum of its two best scores; it has two experts at least."""
     scores = logits.sigmoid()
     by_group = (scores + bias).unflatten(-1, (groups, -1))  # (.., groups, E/groups)
     best = by_group.topk(2).values.sum(-1).topk(top_groups).indices
@@ -386,11 +386,11 @@ class AddLoss(torch.autograd.Function):
 #     sizes, ends      how many each expert here gets: [4, 2]; where its rows end: (4, 6)
 Plan = namedtuple("Plan", "order send receive regroup sizes ends")
 
-# A bias is UNIT times an integer: model.to(torch.bfloat16) rounds floating-point buffers
+# Biases are integers, in UNITs: model.to(torch.bfloat16) would round floating-point buffers
 UNIT = 2.0 ** -40
 
 
-class MoE(IdeaOfMoE):
+class MoE(nn.Module):
     """E experts behind a router, an nn.Linear(C, E), in place of an MLP: (.., C) -> (.., C).
 
     experts   the Experts of this rank, E/ep of them, on rank r of ep from number r E/ep on
@@ -398,29 +398,33 @@ class MoE(IdeaOfMoE):
     ep        group of the ranks that share out the experts; each brings its own tokens
     everyone  group of the ranks whose tokens are balanced together; None: the world
     shared    a module that every token visits besides, or None
-    alpha     factor of Switch's balancing loss, beta of ST-MoE's z-loss; a rank adds its part. With
-              M micro-batches in a step give alpha/M, beta/M; if gradients are averaged over n ranks
-              (DDP's are) and not summed, give n alpha, n beta
+    alpha     factor of Switch's balancing loss, beta of ST-MoE's z-loss, of which each rank adds
+              its part. With M micro-batches in a step give alpha/M and beta/M. Where gradients are
+              not summed over n ranks but averaged, as DDP does, give n alpha and n beta
     gamma     by how much step_biases moves a bias; 0: not at all
 
     It communicates in `ep` and in `everyone`: all their ranks must call it, even in evaluation.
-    It is an IdeaOfMoE so that dense_and_experts finds its experts; forward is its own.
     """
 
     def __init__(self, router, experts, route, ep, *, everyone=None, shared=None, alpha=0.01,
                  beta=1e-3, gamma=0.0):
-        super().__init__(router, experts, route, ep)
+        super().__init__()
         E = len(experts.up.weight) * ep.size()
         assert router.out_features == E, f"MoE: {router.out_features} logits for {E} experts"
+        self.router = router
+        self.experts = experts
+        self.route = route
+        self.ep = ep
         self.everyone = everyone
         self.shared = shared
         self.alpha = alpha
         self.beta = beta
         self.gamma = gamma
         self.register_buffer("bias_units", router.weight.new_zeros(E, dtype=torch.int64))
-        # sums over the backwards of a step, until step_biases
+        # sums over the backwards of a step
         self.load_of_step = 0  # (E,) int64, how often the tokens of all ranks chose each expert
         self.loss_of_step = 0  # () this rank's part of the balancing losses
+        self.last_load = 0  # the load of the last step; 0 if no backward came by
 
     def forward(self, x):  # (.., C)
         tokens = x.flatten(0, -2)  # (N, C)
@@ -471,10 +475,10 @@ class MoE(IdeaOfMoE):
 
     def rows_of(self, tokens, top_k, order):
         """Tokens (N, C) -> rows, sorted by expert."""
-        # expand's backward adds a token's K gradients in order, tokens[token]'s in any, on GPUs
-        rows = tokens.unsqueeze(1).expand(-1, top_k, -1).flatten(0, 1)  # (N K, C)
-        rows = rows.index_select(0, order)  # by token -> by expert, no row twice
-        if torch.is_autocast_enabled(rows.device.type):  # the experts would do it after the trip
+        # backward adds a token's K gradients in order; that of tokens[token], on GPUs, in any
+        rows = tokens.repeat_interleave(top_k, 0)  # (N K, C), by token
+        rows = rows.index_select(0, order)  # by expert, no row twice
+        if torch.is_autocast_enabled(rows.device.type):  # else the experts cast them, too late
             rows = rows.to(torch.get_autocast_dtype(rows.device.type))
         return rows
 
@@ -498,20 +502,20 @@ def layers_of(model):
 
 
 @torch.no_grad()
-def broadcast_parameters(model, replicas, everyone=None):
-    """All ranks get the dense tensors of the first, and replicas the experts of their first."""
+def broadcast_parameters(model, replicas):
+    """Dense tensors get the values of the first rank, experts those of the first replica."""
     dense, experts = dense_and_experts(model)
     for tensor in [*dense, *model.buffers()]:
-        dist.broadcast(tensor, group=everyone, group_src=0)  # the first rank's -> replicated
+        dist.broadcast(tensor, 0)  # the first rank's -> replicated
     for tensor in experts:
         dist.broadcast(tensor, group=replicas, group_src=0)  # the first replica's -> replicated
 
 
-def sum_gradients(model, replicas, everyone=None):
+def sum_gradients(model, replicas):
     """all_reduce_gradients, by one all-reduce for all that is dense and one for experts."""
-    for parameters, group in zip(dense_and_experts(model), (everyone, replicas)):
+    for parameters, group in zip(dense_and_experts(model), (dist.group.WORLD, replicas)):
         gradients = [p.grad for p in parameters if p.grad is not None]
-        if gradients and dist.get_world_size(group) > 1:
+        if gradients and group.size() > 1:
             flat = torch.cat([g.flatten() for g in gradients])
             dist.all_reduce(flat, group=group)  # partial -> replicated
             parts = flat.split([g.numel() for g in gradients])
@@ -522,25 +526,28 @@ def sum_gradients(model, replicas, everyone=None):
 def bias_step(load, gamma):
     """load (E,): how often each expert was chosen -> (E,), what its bias moves by, in UNITs.
 
-    gamma if that is less often than the mean, -gamma if more. DeepSeek-V3 took 1e-3, at last 0.
+    gamma if that is less often than the mean, -gamma if more. DeepSeek-V3's was 1e-3, then 0.
     """
     return round(gamma / UNIT) * (load.sum() - len(load) * load).sign()
 
 
 @torch.no_grad()
 def step_biases(model):
-    """After every step: moves biases, but not of frozen routers; starts new sums of load, loss."""
+    """After a step: moves the biases by the loads since the last time. Frozen routers keep them."""
     for layer in layers_of(model):
-        load = layer.load_of_step
-        if torch.is_tensor(load) and layer.router.weight.requires_grad:  # else no backward has come
-            layer.bias_units += bias_step(load, layer.gamma)
+        layer.last_load = layer.load_of_step
         layer.load_of_step = 0
-        layer.loss_of_step = 0
+        if torch.is_tensor(layer.last_load) and layer.router.weight.requires_grad:
+            layer.bias_units += bias_step(layer.last_load, layer.gamma)
 
 
 def balancing_losses(model):
-    """Before step_biases: this rank's part of the step's balancing losses, to be printed."""
-    return sum(layer.loss_of_step for layer in layers_of(model))
+    """-> this rank's part of the balancing losses since the last time, to be printed."""
+    total = 0
+    for layer in layers_of(model):
+        total += layer.loss_of_step
+        layer.loss_of_step = 0
+    return total
 
 
 # ---- 3. the toy GPT, parallelized --------------------------------------------
@@ -553,7 +560,7 @@ PRESETS = {
     "qwen3-moe-toy": DENSE["qwen3-toy"]._replace(form=FORMS["qwen3"], hidden=128),
     "qwen3-30b-a3b": DENSE["qwen3-8b"]._replace(layers=48, width=2048, kv_heads=4, hidden=768),
 }
-MIXTURES = {"qwen3-moe-toy": (16, 4), "qwen3-30b-a3b": (128, 8)}  # E, K; of other models: 8, 2
+MIXTURES = {"qwen3-moe-toy": (16, 4), "qwen3-30b-a3b": (128, 8)}  # E, K
 
 
 def of_preset(model):
@@ -569,79 +576,54 @@ BALANCES = {  # alpha, beta and gamma of MoE, for runs of some hundred steps
 
 
 class ToyMoE(PlainMoE):
-    """PlainMoE in training: with a shared expert, balancing losses and biases."""
+    """PlainMoE in training, for the tokens of all ranks: what a MoE is compared with."""
 
-    def __init__(self, cfg, *, mlp, experts, top_k, shared=False, balance="aux", sources=None):
+    def __init__(self, cfg, *, mlp, experts, top_k, shared=False, balance="aux", capacity=0.0,
+                 sources=None):
         super().__init__(nn.Linear(cfg.width, experts, bias=False),
                          nn.ModuleList(mlp(cfg) for _ in range(experts)),
                          partial(softmax_route, top_k=top_k, normalize=True))
         self.shared = mlp(cfg) if shared else None
         self.alpha, self.beta, self.gamma = BALANCES[balance]
-        self.register_buffer("bias_units", torch.zeros(experts, dtype=torch.int64))  # as MoE's
-        # [micro-batch][rank]: (N,), which tokens of x this rank routes; None: one rank has them all
+        self.capacity = capacity
+        # [micro-batch][rank]: the numbers (N,) of its tokens. None: one rank has all, at once
         self.sources = sources
+        self.register_buffer("bias_units", torch.zeros(experts, dtype=torch.int64))  # as MoE's
         self.loss = 0  # the balancing loss of the last forward in training
 
-    def forward(self, x):  # (.., C) of all ranks
+    def forward(self, x):  # (.., C)
         tokens = x.flatten(0, -2)
+        sources = self.sources or [[torch.arange(len(tokens), device=x.device)]]
         logits = self.router(tokens)
         chosen, gates, probs = self.route(logits, UNIT * self.bias_units.to(logits.dtype))
+        if self.capacity:
+            kept = torch.zeros_like(gates)
+            for own in chain(*sources):
+                fits = first_in_queue(chosen[own], len(self.experts), self.capacity)
+                kept[own] = fits.to(kept.dtype)
+            gates = gates * kept
         y = self.mix(tokens, chosen, gates, probs).view_as(x)
         if y.requires_grad:  # not in evaluation
-            self.balance(logits, chosen, probs)
+            self.balance(logits, chosen, probs, sources)
         return y if self.shared is None else y + self.shared(x)
 
-    def balance(self, logits, chosen, probs):
-        E = len(self.experts)
+    def balance(self, logits, chosen, probs, sources):
         losses = []
-        for of_ranks in self.sources or [[torch.arange(len(logits))]]:
+        for of_ranks in sources:
             own = torch.cat(of_ranks)
-            load = rows_of_each(chosen[own], E)
+            load = rows_of_each(chosen[own], len(self.experts))
             losses.append(balancing_loss(
                 load, logits[own], probs[own], chosen.shape[1], self.alpha, self.beta))
         self.loss = sum(losses) / len(losses)
         if self.router.weight.requires_grad:
-            self.bias_units += bias_step(rows_of_each(chosen, E), self.gamma)
+            load = rows_of_each(chosen, len(self.experts))
+            self.bias_units += bias_step(load, self.gamma)
 
 
-def mixture(cfg, capacity=0.0, **options):
+def mixture(cfg, **options):
     """cfg of a GPT -> cfg of one with a ToyMoE of these options in the place of each MLP."""
-    kind = partial(ToyMoEWithCapacity, capacity=capacity) if capacity else ToyMoE
-    return cfg._replace(form=cfg.form._replace(mlp=partial(kind, mlp=cfg.form.mlp, **options)))
-
-
-def build_plain(args, cfg, seed, device, dtype, sources=None):
-    """The plain model. sources: as ToyMoE's, by default one micro-batch cut over all ranks."""
-    numbers = torch.arange(args.batch * cfg.seq, device=device)  # of tokens
-    cfg = mixture(cfg, experts=args.experts, top_k=args.top_k, shared=args.shared,
-                  balance=args.balance, capacity=args.capacity,
-                  sources=sources or [numbers.chunk(args.world_size)])
-    return build(cfg, seed, device, dtype)
-
-
-def plain_balancing_losses(model):
-    return sum(block.mlp.loss for block in model.blocks)
-
-
-def plain_trace(run):
-    """The same steps by the plain model. It does not replay the steps before a checkpoint."""
-    run.replays = False  # another number of ranks may have run them, and dropped other rows
-    model = run.build()
-    set_biases(model, run)
-    return run.plain(model, extra_loss=plain_balancing_losses)
-
-
-def set_biases(model, run):
-    """Biases as the checkpoint has them, if the run starts from one."""
-    for block, units in zip(model.blocks, run.start.extra.get("bias_units", [])):
-        block.mlp.bias_units.copy_(torch.tensor(units))
-
-
-def idle_parameters(model, top_k):
-    """How many parameters a token does not use: those of the experts that it has not chosen."""
-    E = len(model.blocks[0].mlp.experts)
-    of_expert = sum(p.numel() for p in model.blocks[0].mlp.experts[0].parameters())
-    return len(model.blocks) * (E - top_k) * of_expert
+    mlp = partial(ToyMoE, mlp=cfg.form.mlp, **options)
+    return cfg._replace(form=cfg.form._replace(mlp=mlp))
 
 
 # ---- capacity: how many rows an expert takes from a rank
@@ -653,30 +635,17 @@ def most_rows(capacity, top_k, num_tokens, experts):
     return math.ceil(round(capacity * top_k * num_tokens / experts, 6))
 
 
-def first_in_queue(chosen, experts, limit):
-    """chosen (N, K) -> (N, K): is the token among the first `limit` that chose this expert?"""
-    visits = torch.zeros(len(chosen), experts, dtype=torch.int64, device=chosen.device)
+def first_in_queue(chosen, experts, capacity):
+    """A rank's chosen (N, K) -> (N, K): is the token among the first whom this expert takes?"""
+    tokens, top_k = chosen.shape
+    visits = torch.zeros(tokens, experts, dtype=torch.int64, device=chosen.device)
     place = visits.scatter(1, chosen, 1).cumsum(0)  # (N, E): in the expert's queue, from 1
-    return place.gather(1, chosen) <= limit
-
-
-class ToyMoEWithCapacity(ToyMoE):
-    def __init__(self, *args, capacity, **options):
-        super().__init__(*args, **options)
-        self.capacity = capacity
-
-    def mix(self, x, chosen, gates, probs):
-        E = len(self.experts)
-        kept = torch.zeros_like(gates)
-        for own in chain(*self.sources or [[torch.arange(len(x))]]):  # one rank's tokens
-            limit = most_rows(self.capacity, chosen.shape[1], len(own), E)
-            kept[own] = first_in_queue(chosen[own], E, limit).to(kept.dtype)
-        return super().mix(x, chosen, gates * kept, probs)
+    return place.gather(1, chosen) <= most_rows(capacity, top_k, tokens, experts)
 
 
 class MoEWithCapacity(MoE):
-    """A rank sends an expert ceil(capacity K N / E) rows at most (GShard, Switch). Those it drops
-    count in the load. To copy this class, take most_rows and first_in_queue with it."""
+    """A rank sends an expert most_rows at most (GShard, Switch). Those it drops count in the load.
+    It is copied with most_rows and first_in_queue."""
 
     def __init__(self, *args, capacity, **options):
         super().__init__(*args, **options)
@@ -684,52 +653,31 @@ class MoEWithCapacity(MoE):
 
     def plan(self, chosen, leaving):
         experts = len(leaving)
-        limit = most_rows(self.capacity, chosen.shape[1], len(chosen), experts)
-        kept = first_in_queue(chosen, experts, limit)
+        kept = first_in_queue(chosen, experts, self.capacity)
         # dropped rows get the number E: sorted behind all others, cut off, their answers stay 0
-        plan = super().plan(chosen.masked_fill(~kept, experts), leaving.clamp(max=limit))
+        chosen = chosen.masked_fill(~kept, experts)
+        plan = super().plan(chosen, rows_of_each(chosen, experts + 1)[:experts])
         return plan._replace(order=plan.order[:sum(plan.send)])
 
 
-class BalancedCounts:
-    """In the place of read_counts where tensors have no values, as in a dry run: counts as if each
-    rank's tokens chose all experts equally often."""
-
-    def expect(self, args, tokens, ep):
-        """tokens: how many a rank routes at a time."""
-        E = args.experts
-        rows = tokens * args.top_k  # that leave each rank
-        limit = rows
-        if args.capacity:
-            limit = most_rows(args.capacity, args.top_k, tokens, E)
-        of_each = [min(limit, (rows + e) // E) for e in range(E)]  # the last ones get the remainder
-        here = E // ep.size()
-        leaving = [of_each[e:e + here] for e in range(0, E, here)]
-        self.counts = leaving, [leaving[ep.rank()]] * ep.size()
-
-    def __call__(self, counts):
-        return self.counts
-
-
-balanced_counts = BalancedCounts()
-
-
 # ---- on ranks: each ToyMoE becomes a MoE
+
+
+def mlps_here(plain, ep):
+    return [plain.experts[e] for e in share(len(plain.experts), ep.size(), ep.rank())]
 
 
 def parallelize(model, ep, everyone=None, microbatches=1):
     """Each ToyMoE becomes a MoE with this rank's experts. microbatches: those of a step, M."""
     for block in model.blocks:
         plain = block.mlp
-        here = [plain.experts[e] for e in share(len(plain.experts), ep.size(), ep.rank())]
+        here = mlps_here(plain, ep)
         up = [mlp.up for mlp in here]
         down = [mlp.down for mlp in here]
         experts = Experts(partial(F.gelu, approximate="tanh"), up, down)
         if hasattr(here[0], "gate"):
             experts = Experts(F.silu, up, down, [mlp.gate for mlp in here])
-        kind = MoE
-        if isinstance(plain, ToyMoEWithCapacity):
-            kind = partial(MoEWithCapacity, capacity=plain.capacity)
+        kind = partial(MoEWithCapacity, capacity=plain.capacity) if plain.capacity else MoE
         block.mlp = kind(
             plain.router, experts, plain.route, ep, everyone=everyone, shared=plain.shared,
             alpha=plain.alpha / microbatches, beta=plain.beta / microbatches, gamma=plain.gamma)
@@ -740,8 +688,7 @@ def parallelize(model, ep, everyone=None, microbatches=1):
 def parallelize_idea(model, ep):
     for block in model.blocks:
         plain = block.mlp
-        here = [plain.experts[e] for e in share(len(plain.experts), ep.size(), ep.rank())]
-        block.mlp = IdeaOfMoE(plain.router, nn.ModuleList(here), plain.route, ep)
+        block.mlp = IdeaOfMoE(plain.router, nn.ModuleList(mlps_here(plain, ep)), plain.route, ep)
         block.mlp.register_buffer("bias_units", plain.bias_units)  # unused: the plain model has it
     return model
 
@@ -754,21 +701,20 @@ def plain_name(name, e):
 def gather_experts(tensors, ep):
     """{name: tensor here} -> {the plain GPT's name: tensor}, with all ranks' experts. Here they are
     stacks or, the idea's, numbered from 0 on."""
+    whole = {}
     stacks = {}  # {name without a number: [stacks, end to end]}
     for name, tensor in tensors.items():
-        unnumbered = re.sub(r"\.experts\.\d+", ".experts", name)
-        if unnumbered != name:
-            tensor = tensor[None]  # a stack of one
-        stacks.setdefault(unnumbered, []).append(tensor)
-    whole = {}
-    for name, parts in stacks.items():
         if ".experts." not in name:
-            whole[name] = parts[0]
+            whole[name] = tensor
             continue
-        stack = torch.cat(parts).detach()
-        stacks_of_all = [torch.empty_like(stack) for _ in range(ep.size())]
-        dist.all_gather(stacks_of_all, stack, group=ep)  # sharded(0) -> replicated
-        for e, of_expert in enumerate(torch.cat(stacks_of_all)):
+        unnumbered = re.sub(r"\.experts\.\d+", ".experts", name)
+        stack = tensor if unnumbered == name else tensor[None]
+        stacks.setdefault(unnumbered, []).append(stack)
+    for name, parts in stacks.items():
+        here = torch.cat(parts).detach()
+        of_ranks = [torch.empty_like(here) for _ in range(ep.size())]
+        dist.all_gather(of_ranks, here, group=ep)  # sharded(0) -> replicated
+        for e, of_expert in enumerate(torch.cat(of_ranks)):
             whole[plain_name(name, e)] = of_expert
     return whole
 
@@ -782,15 +728,6 @@ def full_gradients(model, ep):
     return gather_experts(gradients, ep)
 
 
-def name_experts(model, names, ep, experts):
-    """In names, {parameter: name}, a stack's becomes a list, with the name of each matrix. Biases
-    keep theirs: the optimizer that wants matrices does not step them."""
-    here = share(experts, ep.size(), ep.rank())
-    for layer in model.modules():
-        if isinstance(layer, StackedLinear):
-            names[layer.weight] = [plain_name(names[layer.weight], e) for e in here]
-
-
 def train_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
     """x, y: (B/n, T) of this rank; valid: targets of all -> its part of the loss, the norm."""
     optimizer.zero_grad()
@@ -798,13 +735,77 @@ def train_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
     loss.backward()  # AddLoss adds the balancing losses' gradients
     sum_gradients(model, replicas)  # partial -> replicated
     norm = gradient_norm(model, ep)
-    finite = norm.nan_to_num(0, posinf=0)  # so that all gradients do not become nan
+    finite = norm.nan_to_num(0, posinf=0)  # 0: gradients stay as they are, and show the fault
     nn.utils.clip_grads_with_norm_(model.parameters(), clip, finite)
     optimizer.step()
-    loss = loss.detach() + balancing_losses(model)
-    model.loads = [layer.load_of_step for layer in layers_of(model)]  # to be printed
     step_biases(model)
-    return loss, norm
+    return loss.detach() + balancing_losses(model), norm
+
+
+# ---- for the check and for dry runs
+
+
+def build_plain(args, cfg, seed, device, dtype, sources=None):
+    """The plain model. sources: as ToyMoE's, by default one micro-batch cut over all ranks."""
+    tokens = torch.arange(args.batch * cfg.seq, device=device)
+    cfg = mixture(cfg, experts=args.experts, top_k=args.top_k, shared=args.shared,
+                  balance=args.balance, capacity=args.capacity,
+                  sources=sources or [tokens.chunk(args.world_size)])
+    return build(cfg, seed, device, dtype)
+
+
+def plain_balancing_losses(model):
+    return sum(block.mlp.loss for block in model.blocks)
+
+
+def plain_trace(run):
+    """The same steps by the plain model."""
+    run.replays = False  # those before a checkpoint: other ranks may have dropped other rows
+    model = run.build()
+    set_biases(model, run)
+    return run.plain(model, extra_loss=plain_balancing_losses)
+
+
+def set_biases(model, run):
+    """As the checkpoint has them from which the run starts, if there is one."""
+    for block, units in zip(model.blocks, run.start.extra.get("bias_units", [])):
+        block.mlp.bias_units.copy_(torch.tensor(units))
+
+
+def idle_parameters(model, top_k):
+    """How many parameters a token is not multiplied with: of experts that it has not chosen."""
+    experts = model.blocks[0].mlp.experts
+    of_expert = sum(p.numel() for p in experts[0].parameters())
+    return len(model.blocks) * (len(experts) - top_k) * of_expert
+
+
+def name_experts(model, names, ep, experts):
+    """names: {parameter: name}. A stack of matrices gets a list of names, one for each."""
+    here = share(experts, ep.size(), ep.rank())
+    for layer in model.modules():
+        if isinstance(layer, StackedLinear):
+            names[layer.weight] = [plain_name(names[layer.weight], e) for e in here]
+
+
+class BalancedCounts:
+    """In the place of read_counts where tensors have no values: all experts are chosen equally."""
+
+    def expect(self, args, tokens, ep):
+        """tokens: how many a rank routes at a time."""
+        E = args.experts
+        rows = tokens * args.top_k
+        if args.capacity:
+            rows = min(rows, E * most_rows(args.capacity, args.top_k, tokens, E))
+        of_each = [(rows + e) // E for e in range(E)]  # the last ones get the remainder
+        here = E // ep.size()
+        leaving = [of_each[e:e + here] for e in range(0, E, here)]
+        self.counts = leaving, [leaving[ep.rank()]] * ep.size()
+
+    def __call__(self, counts):
+        return self.counts
+
+
+balanced_counts = BalancedCounts()
 
 
 # ---- 4. at work: the same with torch's own API -------------------------------
@@ -816,12 +817,11 @@ def train_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
 # ---- 5. run ------------------------------------------------------------------
 
 FLAGS = {
-    "--experts": dict(type=int, metavar="E", least=1, course=True, help="in each layer (8, or the "
+    "--experts": dict(type=int, metavar="E", least=1, course=True, help="per layer (8, or the "
                       "preset's)"),
     "--top-k": dict(type=int, metavar="K", least=1, course=True, help="experts per token (2, or "
                     "the preset's)"),
-    "--ep": dict(type=int, default=0, least=0, metavar="R", help="ranks that share out the experts "
-                 "(0: all)"),
+    "--ep": dict(type=int, default=0, least=0, metavar="R", help="ranks that share out E (0: all)"),
     "--shared": dict(action="store_true", help="one more expert, for every token"),
     "--capacity": dict(type=float, default=0.0, least=0, course=True, help="an expert takes so "
                        "many times its share (0: everything)"),
@@ -849,7 +849,7 @@ def refuse(args):
 
 
 def set_up(run, impl, replicas, ep):
-    """-> a Side"""
+    """-> what the run trains, and how it finds whole tensors, for the check and checkpoints."""
     from harness.checkpoint import pieces_of_stacks
     from harness.whole import wholes_of_stacks
 
@@ -897,9 +897,10 @@ def textbook(run, model, ep):
 
 
 def show_load(run, model):
-    """How often all ranks' tokens chose each expert, in the last step; prints each layer's most."""
-    loads = [load / load.double().mean() for load in model.loads if torch.is_tensor(load)]
-    run.extra["load"] = [load.tolist() for load in loads]  # without layers that had no backward
+    """How often all ranks' tokens chose each expert in the last step, beside the mean."""
+    loads = [layer.last_load for layer in layers_of(model)]
+    loads = [load / load.double().mean() for load in loads if torch.is_tensor(load)]
+    run.extra["load"] = [load.tolist() for load in loads]  # of layers that a backward came by
     times = " ".join(f"{load.max():.2f}" for load in loads)
     run.say(f"\nbusiest experts, by layer: {times} times the mean")
 
@@ -931,7 +932,7 @@ def main():
         run.textbook(textbook(run, model, ep))
         if layers_of(model) and not run.dry:
             show_load(run, model)
-        judged_as = args.dtype
+        judged_as = None
         if args.dtype == "fp32" and args.check and not run.dry:
             run.say("\nin fp32 rounding decides near ties: only losses are judged; fp64 judges all")
             judged_as = "bf16"  # of which finish() judges losses alone

@@ -182,8 +182,7 @@ CFG = common.GPTConfig(width=7, hidden=5, form=common.FORMS["llama"])
 
 
 def toy_layer(top_k, capacity, route=None):
-    kind = partial(moe.ToyMoEWithCapacity, capacity=capacity) if capacity else moe.ToyMoE
-    layer = kind(CFG, mlp=common.SwiGLU, experts=4, top_k=top_k)
+    layer = moe.ToyMoE(CFG, mlp=common.SwiGLU, experts=4, top_k=top_k, capacity=capacity)
     layer.gamma = 0.05
     layer.route = route or layer.route
     return layer
@@ -211,7 +210,7 @@ def copied_layer(section, mix, ep):
     gates = [mlp.gate for mlp in mlps]
     experts = section.Experts(F.silu, ups, downs, gates)
     kind = section.MoE
-    if isinstance(mix, moe.ToyMoEWithCapacity):
+    if mix.capacity:
         for extra in moe.most_rows, moe.first_in_queue, moe.MoEWithCapacity:
             exec(inspect.getsource(extra), vars(section))
         kind = partial(section.MoEWithCapacity, capacity=mix.capacity)
@@ -356,7 +355,8 @@ BUGS = [
     ("AllToAll.apply(gradient, *ctx.way_back)",  # a bare all_to_all_single: the graph ends there
      "gradient.new_zeros(sum(ctx.way_back[1]), gradient.shape[1])"),
     ("return ctx.trip.finish(), None", "return torch.zeros_like(ctx.trip.finish()), None"),
-    ("(everyone, replicas)):", "(everyone, everyone)):"),  # different experts are added up
+    ("(dist.group.WORLD, replicas)):\n        gradients",  # different experts are added up
+     "(dist.group.WORLD, dist.group.WORLD)):\n        gradients"),
     ("dist.all_reduce(squares[1], group=ep)", "pass"),
     ("return grad, torch.ones_like(loss)", "return grad, torch.zeros_like(loss)"),
     ("balancing_loss(load, logits, probs, ch", "balancing_loss(2 * leaving, logits, probs, ch"),
@@ -487,7 +487,7 @@ def test_balancing_loss():
 def test_capacity():
     assert moe.most_rows(1.25, 2, 33, 8) == 11  # 10.3
     assert moe.most_rows(1.1, 2, 40, 8) == 11
-    kept = moe.first_in_queue(torch.tensor([[0, 1], [1, 2], [0, 1], [1, 0]]), 3, 2)
+    kept = moe.first_in_queue(torch.tensor([[0, 1], [1, 2], [0, 1], [1, 0]]), 3, 0.75)  # 2 rows
     assert kept.tolist() == [[True, True], [True, True], [True, False], [False, False]]
 
 
