@@ -195,8 +195,8 @@ def norm_by_fate(model):
 
 # Words of the other files:
 #     tp.cuts       {parameter: how cut_model has cut it}
-#     tp.copies(p)  how many ranks of tp have the same cut of p: 1, but for few heads of k and v
-#     tp.inside     parameters that cut_model has left whole within a layer: norms of q and k
+#     tp.summed     {parameter: group of ranks of tp, each with a summand of its gradient}: norms of
+#                   q and k, which are whole; k and v of few heads, which ranks share
 #     unit          parameters whose gradients travel together (zero.py)
 #     part          what this rank has of a parameter in its chunk of a unit
 #     master        what the optimizer steps: of a part, in fp32 at least
@@ -266,11 +266,9 @@ def kind_of(p, owner, tp):
     """owner: the module that has the parameter. Names do not matter."""
     if getattr(owner, "is_of_experts", False):  # a StackedLinear of moe.py
         return "expert"
-    if p in tp.inside:
-        return "inside"
-    if p not in tp.cuts:
-        return "whole"
-    return "cut" if tp.copies(p) == 1 else "shared"
+    if p in tp.cuts:
+        return "shared" if p in tp.summed else "cut"
+    return "inside" if p in tp.summed else "whole"
 
 
 # What is known of a parameter:
@@ -477,8 +475,8 @@ class Hybrid(nn.Module):
         self.cut_of_head = tp.cuts.get(head.weight)  # None: every rank of tp has all logits
         self.group = dict(mesh.group)  # {axis: group}
         for p in tp.cuts:
-            if tp.copies(p) > 1:
-                self.group["twins"] = tp.groups[tp.copies(p)]
+            if p in tp.summed:
+                self.group["twins"] = tp.summed[p]
         home = homes(plans)  # {stage: place along pp}
         here = {stage: stages[stage] for stage in home if home[stage] == mesh.place["pp"]}
         self.stages = nn.ModuleList(here.values())
@@ -486,7 +484,7 @@ class Hybrid(nn.Module):
         self.table = {p: table[p] for p in self.parameters()}
         # from here on nothing holds what is on other stages: it can be freed
         tp.cuts = {p: cut for p, cut in tp.cuts.items() if p in self.table}
-        tp.inside.intersection_update(self.table)
+        tp.summed = {p: group for p, group in tp.summed.items() if p in self.table}
         order = "".join(action.kind for action in plans[0])
         alternates = len(plans) == 1 and order == "FB" * (len(order) // 2)
         assert zero < 3 or alternates, "ZeRO-3 wants one stage, and each B right after its F"

@@ -1,15 +1,14 @@
 """Mixture of experts: each MLP becomes E experts, of which a token visits K; tokens travel.
 
-A row is a token (C numbers) on its way to an expert or back. Below it is drawn as the number of its
-expert, of which 0 and 1 are on rank 0, 2 and 3 on rank 1. What is left of | belongs to rank 0. Each
-rank has 3 tokens, and K is 2: 6 rows.
+A row is a token (C numbers) on its way to an expert or back, drawn as the expert's number: 0 and 1
+are on rank 0, 2 and 3 on rank 1. Each rank has 3 tokens, K is 2: 6 rows, of which | parts ranks'.
 
     after     router, sort    all-to-all    experts       all-to-all      gates, sum
     rank 0    0 0 0 1 | 2 3   0 0 0 1 0 1   0 0 0 1 0 1   0 0 0 1 | 2 3   3 tokens
     rank 1    0 1 | 2 2 3 3   2 3 2 2 3 3   2 3 2 2 3 3   0 1 | 2 2 3 3   3 tokens
 
     mesh = dist.init_device_mesh("cuda", (n // 8, 8), mesh_dim_names=("replicas", "ep"))
-    replicas, ep = mesh.get_all_groups()  # ep: 8 ranks with all experts; replicas: with the same
+    replicas, ep = mesh.get_all_groups()  # the ranks with the same experts; 8 with all of them
     plain = block.mlp  # of each block: a router and experts, which are MLPs with up, down and gate
     mine = plain.experts[ep.rank() * E // 8:(ep.rank() + 1) * E // 8]
     experts = Experts(F.silu, [m.up for m in mine], [m.down for m in mine], [m.gate for m in mine])
@@ -227,7 +226,7 @@ class StackedLinear(nn.Module):
         return [partial(F.linear, weight=w, bias=b) for w, b in zip(self.weight, biases)]
 
     def of_all(self, dtype, ends):
-        """-> a function of the rows of all experts, in this dtype, where an expert's end at ends"""
+        """-> a function of all experts' rows, which are in this dtype and end at `ends`"""
         weight = self.weight.to(dtype)  # under autocast it has another one
         return partial(F.grouped_mm, mat_b=weight.transpose(1, 2), offs=ends)
 

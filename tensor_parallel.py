@@ -3,14 +3,14 @@
     rank 0  x - norm -f-> [qkv]_0 heads_0 [out]_0 -g->(+)- norm -f-> [up]_0 gelu [down]_0 -g->(+)- x
     rank 1  x - norm -f-> [qkv]_1 heads_1 [out]_1 -g->(+)- norm -f-> [up]_1 gelu [down]_1 -g->(+)- x
 
-Ranks communicate at g in forward, at f in backward, with --sp at both in both. Inside is from an f
-to its g, outside is the rest; (+) adds the x from before the norm. q, k, v, up (and Llama's gate)
-are cut by columns, out and down by rows, token embedding and head by words. Inside no rank needs
-another: heads are apart, gelu is elementwise.
+Ranks communicate in forward at g alone, in backward at f alone; with --sp at both in both. Inside
+is from an f to its g, outside is the rest; (+) adds the x from before the norm. q, k, v, up (and
+Llama's gate) are cut by columns, out and down by rows, token embedding and head by words. Inside no
+rank needs another: heads are apart, gelu is elementwise.
 
     tp = TensorParallel(group)  # or SequenceParallel: --sp. All its ranks get the same ids
     model = cut_model(model, tp, {"*.up": ColumnLinear, "*.down": RowLinear, ...})
-    optimizer = AdamW(model.parameters())  # may be older: parameters stay the same objects
+    optimizer = AdamW(model.parameters())  # or before: parameters stay the same objects
     (vocab_parallel_cross_entropy(model(ids), y, V, tp) / valid_targets).backward()
     sum_gradients(model, tp)
     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, gradient_norm(model, tp))  # then step
@@ -28,16 +28,16 @@ Shoeybi 2019, "Megatron-LM", arXiv:1909.08053, section 3. Korthikanti 2022, "Red
 Recomputation in Large Transformer Models", arXiv:2205.05198, section 4.2.
 
 Not for: models with dropout, with one Linear for q, k and v (or gate and up), or with Embeddings
-that have options; optimizers of whole matrices (--optimizer muon has a way); loops with torch's
-GradScaler, which skips steps on one rank alone, or deepcopies of a cut model. What a forward must
-not do: docs/your-model.md.
+that have options; optimizers of whole matrices (--optimizer muon has a way); torch's GradScaler,
+which skips steps on one rank alone; deepcopies of a cut model. docs/your-model.md lists what the
+forward of a model may not do.
 
 At work: torch.distributed.tensor.parallel.parallelize_module, loss_parallel (part 4).
     torchrun --standalone --nproc_per_node=2 tensor_parallel.py --sp
 """
 import fnmatch
 import math
-from collections import namedtuple
+from collections import defaultdict, namedtuple
 
 import torch
 import torch.distributed as dist
@@ -58,7 +58,7 @@ from common import adamw, loss_sum
 
 # gelu(X A) B is the sum over ranks r of gelu(X A_r) B_r, if A_r are some of A's columns and B_r the
 # same rows of B: between the two no rank needs another. Attention is cut alike, by whole heads: q,
-# k and v by columns, `out` by rows. Ranks begin alike, and all get the whole batch.
+# k and v by columns, `out` by rows. Ranks have to begin alike, and all get the whole batch.
 
 
 def summed(t, group):
@@ -82,7 +82,7 @@ class CopyToTP(torch.autograd.Function):
 
 
 class ReduceFromTP(torch.autograd.Function):
-    """g: x is the sum of all ranks' y, so that each y has the gradient of x."""
+    """g: x is the sum of all ranks' y, so that the gradient of each y is that of x."""
 
     @staticmethod
     def forward(ctx, y, group):
@@ -94,7 +94,7 @@ class ReduceFromTP(torch.autograd.Function):
 
 
 def keep_piece(p, dim, group):
-    """Of a parameter a rank keeps one of equal pieces along dim, and marks it: p.cut = dim."""
+    """Cut p into equal pieces along dim, keep this rank's, and mark it: p.cut = dim."""
     if p is not None and not hasattr(p, "cut"):  # a tied one is cut already
         p.cut = dim
         p.data = p.data.chunk(group.size(), dim)[group.rank()].clone()
@@ -118,13 +118,13 @@ def row_linear(linear, group):
 
     def forward(y):
         x = ReduceFromTP.apply(F.linear(y, linear.weight), group)  # partial -> replicated
-        return x if linear.bias is None else x + linear.bias  # it is whole: added once, to the sum
+        return x if linear.bias is None else x + linear.bias  # the bias is whole: added once
 
     linear.forward = forward
 
 
 def locate(ids, words, rank):
-    """A rank has `words` rows of the table -> each id's row here (or 0), and whether it is here."""
+    """A rank has so many words -> each id's row among this rank's (or 0); is the word here?"""
     rows = ids - rank * words
     here = (rows >= 0) & (rows < words)
     return rows.masked_fill(~here, 0), here
@@ -143,7 +143,7 @@ def vocab_embedding(embedding, group):
 
 
 def norm_inside(norm, group):
-    """Qwen3's norms of q and k are whole, but see a rank's own heads: gradients are summands."""
+    """Qwen3's norms of q and k are whole, but see a rank's own heads: it makes a summand."""
     for p in norm.parameters():
         if p.requires_grad:
             p.register_hook(lambda gradient: summed(gradient, group))
@@ -171,7 +171,7 @@ def cross_entropy_by_words(logits, targets, group, ignore_index=-100):
 
 
 def norm_of_pieces(model, group):
-    """-> norm of the whole gradient. Each rank counts its pieces, the first what is whole, too."""
+    """-> norm of the whole gradient. What is whole is the same on all: the first rank counts it."""
     square = next(model.parameters()).new_zeros(())
     for p in model.parameters():
         if p.grad is not None and (hasattr(p, "cut") or group.rank() == 0):
@@ -201,7 +201,7 @@ def idea_step(model, optimizer, x, y, valid, clip, group):
 #     a loss with one buffer (N, V/tp)   of 16,384 words: a peak of 207 MB -> 107
 #     pieces of any size                 tp need not divide the vocabulary and the hidden width
 #     a plan, whole tensors              any model, any checkpoint, and back to one process
-#     key_values, at the end             ranks share a head, if there are more ranks than heads
+#     key_values, at the end             more ranks than heads of keys and values
 
 # renamed in torch 2.13
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -228,19 +228,18 @@ class TensorParallel:
     """
 
     def __init__(self, group=None):
-        self.group = group  # a ProcessGroup; None: all ranks
-        self.size = dist.get_world_size(group)
-        self.rank = dist.get_rank(group)
-        self.cuts = {}  # {parameter: Cut}, of those that are cut
-        self.inside = set()  # parameters that are whole, but used inside, as norms of q's heads
-        self.groups = {}  # {copies: group of the ranks with the same piece}, see key_values
+        self.group = group or dist.group.WORLD
+        self.size = self.group.size()
+        self.rank = self.group.rank()
+        self.cuts = {}  # {parameter: Cut}; others are whole
+        self.summed = {}  # {parameter: group of ranks, which each make a summand of its gradient}
 
     def gather(self, x):
-        """From outside to inside: here every rank has all of x already."""
+        """From outside to inside -> Pending: here every rank has all of x already."""
         return Pending(x)
 
     def reduce(self, y):
-        """From inside to outside: summands y (.., T, C) -> Pending: their sum, in y's memory."""
+        """From inside to outside: summands y (.., T, C) -> Pending. Their sum takes y's place."""
         work = dist.all_reduce(y, group=self.group, async_op=True)  # partial -> replicated
         return Pending(y, work)
 
@@ -249,21 +248,17 @@ class TensorParallel:
         return ReduceFromTP.apply(y, self.group)  # partial -> replicated
 
     def keep_piece(self, p, dim, copies=1):
-        """Of p this rank keeps a piece. p is the same object, and keeps its names and ties.
-
-        copies: how many ranks in a row have the same piece
-        """
+        """This rank keeps its piece of p. p is the same object, and keeps its names and ties."""
         if p is not None and p not in self.cuts:  # a tied one is cut already
             self.cuts[p] = Cut(dim, p.shape[dim], copies)
             p.data = shard(p.data, self.cuts[p], self)
 
-    def is_partial(self, p):
-        """Is a whole p's gradient a summand on each rank? Inside: each used it for its heads."""
-        return p in self.inside
+    def group_of_sum(self, p):
+        """-> the group over which p's gradient has to be summed, or None."""
+        return self.summed.get(p)
 
     def copies(self, p):
-        """-> how many ranks have the same numbers of p: all if p is whole, one if it is cut. See
-        key_values for the pieces that several ranks have."""
+        """-> how many ranks have the same numbers of p: all if it is whole."""
         return self.cuts[p].copies if p in self.cuts else self.size
 
 
@@ -278,28 +273,26 @@ class ColumnParallel(torch.autograd.Function):
         """parameters: weight, bias, weight, bias, .. A bias may be None."""
         ctx.tp = tp
         ctx.save_for_backward(x, *parameters)  # not the gathered x: backward gathers it again
-        weights = parameters[::2]
-        biases = parameters[1::2]
         whole = tp.gather(x).wait()  # replicated or sharded(T) -> replicated
-        return tuple(F.linear(whole, weight, bias) for weight, bias in zip(weights, biases))
+        pairs = zip(parameters[::2], parameters[1::2])
+        return tuple(F.linear(whole, weight, bias) for weight, bias in pairs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *dys):
         """Start x's gather, make dx, start its sum, make weights' gradients, and only then wait."""
         x, *parameters = ctx.saved_tensors
-        weights = parameters[::2]
-        biases = parameters[1::2]
-        _, wants_dx, *trained = ctx.needs_input_grad  # of tp, x and each parameter
         dx = None
         gradients = [None] * len(parameters)
-        if any(trained):
+        wants_dx = ctx.needs_input_grad[1]
+        trains = any(ctx.needs_input_grad[2:])
+        if trains:
             gathering = ctx.tp.gather(x)  # replicated or sharded(T) -> replicated
         if wants_dx:
-            summand = input_gradient(dys, weights)
+            summand = input_gradient(dys, parameters[::2])
             summing = ctx.tp.reduce(summand)  # partial -> replicated or sharded(T)
-        if any(trained):
-            gradients = weight_gradients(gathering.wait(), dys, biases)
+        if trains:
+            gradients = weight_gradients(gathering.wait(), dys, parameters[1::2])
         if wants_dx:
             dx = summing.wait()
         return None, dx, *gradients
@@ -329,14 +322,13 @@ def weight_gradients(x, dys, biases):
 
 
 class CutModule(nn.Module):
-    """Has the parameters of the plain module in whose place it stands, those in `dims` cut."""
+    """Takes the place of a plain module: has its parameters, and cuts those in `dims`."""
 
-    dims = {}  # {name of a parameter: along which dim it is cut}
+    dims = {}  # {name of a parameter: the dim along which it is cut}
 
     def __init__(self, plain, tp):
         super().__init__()
-        for option in ("padding_idx", "max_norm"):
-            assert getattr(plain, option, None) is None, f"{plain}: {option} would be lost."
+        assert getattr(plain, "padding_idx", None) is None, f"{plain}: padding_idx would be lost."
         self.tp = tp
         self.weight = plain.weight
         self.bias = getattr(plain, "bias", None)
@@ -353,8 +345,8 @@ class ColumnLinear(CutModule):
         return columns(x, self)[0]
 
     def multiply(self, x, *parameters):
-        """parameters: of this Linear, and of those with which it shares an f. A method, so that a
-        pipeline can exchange it for one whose backward has two halves."""
+        """parameters: of this Linear, and of those with which it shares an f. hybrid_3d.py
+        exchanges this method."""
         return ColumnParallel.apply(self.tp, x, *parameters)
 
 
@@ -363,7 +355,7 @@ def columns(x, *linears):
     operands = [x]
     for linear in linears:
         operands += [linear.weight, linear.bias]
-    # Cast here, before it is saved: in backward autocast is off, and dy @ weight needs one dtype
+    # In backward autocast is off, and dy @ weight wants one dtype: so cast what is saved for it
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         operands = [None if t is None else t.to(dtype) for t in operands]
@@ -399,6 +391,10 @@ class VocabEmbedding(CutModule):
 # x outside is    f forward   f backward                        g forward       g backward
 # whole           -           all-reduce dx                     all-reduce      -
 # cut along T     all-gather  all-gather x, reduce-scatter dx   reduce-scatter  all-gather
+#
+# A model notices it in two places. Norms and row biases see 1/tp of the tokens, so that they make
+# summands: group_of_sum. And what is added to x must be cut as x is: a table of learned positions
+# becomes a VocabEmbedding, which is small, but returns what is cut along T.
 
 
 class SequenceParallel(TensorParallel):
@@ -423,13 +419,12 @@ class SequenceParallel(TensorParallel):
     def leave(self, y):
         return ReduceScatterFromTP.apply(y, self)  # partial -> sharded(T)
 
-    def is_partial(self, p):
-        """Outside, too: norms and row biases see 1/tp of the tokens."""
-        return p not in self.cuts
+    def group_of_sum(self, p):
+        return super().group_of_sum(p) if p in self.cuts else self.group
 
 
 class PendingPieces(Pending):
-    """Pieces (tp, .., T/tp, C): who waits gets them side by side, (.., T, C)."""
+    """Of pieces (tp, .., T/tp, C). wait() puts them side by side, (.., T, C)."""
 
     def wait(self):
         return super().wait().movedim(0, -3).flatten(-3, -2)
@@ -455,7 +450,8 @@ class ReduceScatterFromTP(torch.autograd.Function):
 class VocabParallelCrossEntropy(torch.autograd.Function):
     """The idea's formulas, but both sums in one all-reduce, and a backward that makes one buffer.
 
-    Logits (N, V/tp), targets (N,) -> losses (N,). Columns from number `words` on are padding.
+    Logits (N, V/tp), targets (N,) -> losses (N,). A rank has so many words; further columns are
+    padding.
     """
 
     @staticmethod
@@ -487,7 +483,7 @@ def vocab_parallel_cross_entropy(logits, targets, vocab, tp, ignore_index=-100):
     """This rank's logits (.., V/tp), targets (..), vocab V -> the sum of losses, on every rank."""
     each = logits.shape[-1]  # columns of a rank
     assert each == math.ceil(vocab / tp.size), "Is the head cut, and vocab that of the plain one?"
-    words = max(0, vocab - tp.rank * each)  # fewer than `each` on the last ranks: there is padding
+    words = max(0, vocab - tp.rank * each)  # on the last ranks fewer than columns, or none
     wide = torch.promote_types(logits.dtype, torch.float32)
     logits = logits.flatten(0, -2).to(wide)  # (N, V/tp)
     targets = targets.flatten()
@@ -497,8 +493,9 @@ def vocab_parallel_cross_entropy(logits, targets, vocab, tp, ignore_index=-100):
 
 # ---- pieces of any size
 
-# dim: along which a parameter is cut. plain_size: the plain parameter's size along dim.
-# copies: how many ranks in a row have the same piece: 1, but see key_values.
+# dim         along which a parameter is cut
+# plain_size  of the plain parameter along dim
+# copies      how many ranks in a row have the same piece: one, but see key_values
 Cut = namedtuple("Cut", "dim plain_size copies", defaults=(1,))
 
 
@@ -508,8 +505,8 @@ def shard(t, cut, tp):
     They stay zeros in training: gelu, silu and relu make 0 of 0, and the loss leaves out padding.
     """
     parts = tp.size // cut.copies
-    missing = -cut.plain_size % parts  # up to the next multiple of parts
-    padded = F.pad(t.movedim(cut.dim, -1), (0, missing)).movedim(-1, cut.dim)
+    padding = math.ceil(cut.plain_size / parts) * parts - cut.plain_size
+    padded = F.pad(t.movedim(cut.dim, -1), (0, padding)).movedim(-1, cut.dim)
     piece = padded.chunk(parts, cut.dim)[tp.rank // cut.copies]
     return piece.clone(memory_format=torch.contiguous_format)
 
@@ -529,16 +526,16 @@ def unshard(t, cut, tp):
 
 def inside(module, tp):
     """For a plan: a module that stays whole, but is used inside, as a norm of q's heads."""
-    tp.inside.update(module.parameters())
+    tp.summed.update(dict.fromkeys(module.parameters(), tp.group))
     return module
 
 
 def cut_model(model, tp, plan):
     """Put cut modules in the place of plain ones -> the model, with the first rank's weights.
 
-    plan: {pattern: kind}. Patterns are for names of modules, and their * matches dots, too. If two
-    match, the later one wins. kind(module, tp) -> what takes its place: ColumnLinear, inside, .. or
-    yours. What is replaced loses its hooks.
+    plan: {pattern for names of modules: kind}. A * matches dots, too, and of two patterns that
+    match the later one counts. kind(module, tp) -> what takes its place: ColumnLinear, inside, ..
+    or yours. Hooks of what is replaced are lost.
     """
     for t in model.state_dict().values():
         if not t.is_meta:
@@ -551,18 +548,13 @@ def cut_model(model, tp, plan):
         kinds.update(dict.fromkeys(names, kind))
     for name, kind in kinds.items():
         model.set_submodule(name, kind(modules[name], tp))
-    check_cut(model, tp)
-    return model
-
-
-def check_cut(model, tp):
-    """Dropout, and half of a tied pair: nothing else would show them."""
-    for name, module in model.named_modules():
-        drops = type(module) is nn.Dropout and module.p > 0
+    for name, module in model.named_modules():  # what would be wrong without a word
+        drops = isinstance(module, nn.Dropout) and module.p > 0
         assert not drops, f"{name}: ranks would draw masks of their own, also where x is whole."
-        if not isinstance(module, CutModule):
-            tied = [key for key, p in module.named_parameters(recurse=False) if p in tp.cuts]
-            assert not tied, f"{name} shares {tied} with a cut module: cut {name}, too."
+        cut = [key for key, p in module.named_parameters(recurse=False) if p in tp.cuts]
+        knows = isinstance(module, CutModule) or not cut
+        assert knows, f"{name} shares {cut} with a cut module: cut {name}, too."
+    return model
 
 
 # ---- after backward
@@ -578,14 +570,13 @@ def sum_over_ranks(tensors, group):
 
 def sum_gradients(model, tp):
     """Once a step, after the last backward: sum those gradients that are a summand on each rank."""
-    trained = [p for p in model.parameters() if p.grad is not None]
-    summands = [p.grad for p in trained if tp.is_partial(p)]
-    if summands and tp.size > 1:
-        sum_over_ranks(summands, tp.group)  # partial -> replicated
-    for copies, group in tp.groups.items():  # there are none without key_values
-        shared = [p.grad for p in trained if p in tp.cuts and tp.copies(p) == copies]
-        if shared:
-            sum_over_ranks(shared, group)  # partial -> replicated
+    summands = defaultdict(list)  # {group: gradients}
+    for p in model.parameters():
+        group = tp.group_of_sum(p)
+        if group and group.size() > 1 and p.grad is not None:
+            summands[group].append(p.grad)
+    for group, gradients in summands.items():
+        sum_over_ranks(gradients, group)  # partial -> replicated
 
 
 def gradient_norm(model, tp):
@@ -593,7 +584,7 @@ def gradient_norm(model, tp):
     p = next(model.parameters())
     square = torch.zeros((), device=p.device, dtype=torch.promote_types(p.dtype, torch.float32))
     trained = [p for p in model.parameters() if p.grad is not None]
-    # each number once: of the ranks that have it, the first counts it
+    # of the ranks that have the same numbers the first counts them
     counted = [p.grad for p in trained if tp.rank % tp.copies(p) == 0]
     if counted:
         square = torch.stack(torch._foreach_norm(counted, dtype=square.dtype)).square().sum()
@@ -617,10 +608,10 @@ def full_gradients(model, tp):
 
 
 def load_full_state_dict(model, tp, state):
-    """full_state_dict's inverse. state[name], a whole tensor, is read when its turn comes.
+    """full_state_dict's inverse. state[name] is a whole tensor. If it is read from a file at this
+    moment, a rank never has more than one of them.
 
-    A model that was cut on the meta device gets its memory here, on the device of state[name]. So a
-    rank holds one whole tensor at a time, if state[name] reads it from a file.
+    A model that was cut on the meta device gets its memory here, on the device of state[name].
     """
     for name, t in model.state_dict(keep_vars=True).items():
         piece = state[name].to(t.dtype)
@@ -639,20 +630,24 @@ def load_full_state_dict(model, tp, state):
 def key_values(heads):
     """For a plan: k and v of so many heads, where tp divides heads, or heads divides tp.
 
-    If there are more ranks, `copies` of them in a row have the same head of k, but other heads of
-    q: each makes a summand of k's gradient.
+    If there are more ranks, `copies` of them in a row, twins, have the same head of k, but other
+    heads of q: each makes a summand of k's gradient.
     """
+    twins = None  # their group, for all layers
+
     def kind(plain, tp):
+        nonlocal twins
         assert heads % tp.size == 0 or tp.size % heads == 0, (
             f"{tp.size} ranks for {heads} heads of keys and values")
-        copies = max(1, tp.size // heads)
-        if copies > 1 and copies not in tp.groups:
+        copies = tp.size // heads
+        if copies > 1:
             first = tp.rank // copies * copies
             ranks = dist.get_process_group_ranks(tp.group)[first:first + copies]
-            tp.groups[copies] = dist.new_group(ranks, use_local_synchronization=True)
-        for p in plain.parameters():
-            tp.keep_piece(p, 0, copies)  # and so ColumnLinear finds it cut
-        return ColumnLinear(plain, tp)
+            twins = twins or dist.new_group(ranks, use_local_synchronization=True)
+            for p in plain.parameters():
+                tp.keep_piece(p, 0, copies)
+                tp.summed[p] = twins
+        return ColumnLinear(plain, tp)  # cuts what is not cut yet
 
     return kind
 
@@ -661,7 +656,7 @@ def key_values(heads):
 
 
 def one_f(*names):
-    """For a plan: an attention or MLP of common.py, which calls these Linears by `project`."""
+    """For a plan: an Attention or SwiGLU of common.py, whose `project` calls these Linears."""
 
     def kind(module, tp):
         module.project = lambda x: columns(x, *[getattr(module, name) for name in names])
@@ -680,8 +675,7 @@ def plan_of(model):
         "blocks.*.mlp.up": ColumnLinear, "blocks.*.mlp.down": RowLinear,
     }
     if model.pos is not None:
-        # small, but with --sp what tok returns is cut along T, and what pos returns must be, too
-        plan["pos"] = VocabEmbedding
+        plan["pos"] = VocabEmbedding  # for --sp, see there
     if any(name.endswith(".gate") for name, _ in model.named_modules()):
         plan["blocks.*.mlp.gate"] = ColumnLinear
         plan["blocks.*.mlp"] = one_f("gate", "up")
@@ -701,13 +695,14 @@ PLAN_OF_IDEA = {
 
 
 def parallelize_idea(model, tp):
-    """tp notes what part 1 has cut, so that part 2's functions make it whole for the check."""
+    """tp notes what part 1 has cut, with which full_state_dict and full_gradients make it whole."""
     cut_by_name(model, PLAN_OF_IDEA, tp.group)
     for p in model.parameters():
         if hasattr(p, "cut"):
             tp.cuts[p] = Cut(p.cut, tp.size * p.shape[p.cut])
     for block in model.blocks:
-        tp.inside.update(block.attn.q_norm.parameters(), block.attn.k_norm.parameters())
+        inside(block.attn.q_norm, tp)
+        inside(block.attn.k_norm, tp)
     return model
 
 
@@ -793,7 +788,7 @@ def refuse(args, require):
     ours = args.impl == "scratch"
     idea = args.impl in ("idea", "all")
     require(not (idea and args.sp), f"--impl {args.impl}: no --sp in the idea")
-    few = ours and n % cfg.kv_heads == 0  # key_values can do it
+    few = ours and n % cfg.kv_heads == 0  # with key_values
     require(cfg.heads % n == 0 and (few or cfg.kv_heads % n == 0),
             f"{n} ranks cannot share {cfg.heads} heads, {cfg.kv_heads} of keys and values, evenly")
     require(ours or cfg.hidden % n == 0, f"{n} ranks cannot cut --hidden {cfg.hidden} evenly")
@@ -829,32 +824,31 @@ def textbook(run, impl, model, tp):
     """-> rows. b: bytes of a number, s: of one in the loss. P: numbers of parameters here, G: of
     gradients that are summed after backward. A block has k f and g. T': T if there are positions.
     """
-    L = run.cfg.layers
-    N = run.args.batch * run.cfg.seq  # B T
     b = run.dtype.itemsize
     s = max(b, 4)
     k = 4
     if impl == "idea":  # no fp32 for the loss, and an f for each Linear
         s = b
         k = 7 if hasattr(model.blocks[0].mlp, "gate") else 6
-    positions = run.cfg.seq if model.pos is not None and model.pos.weight in tp.cuts else 0
+    L = run.cfg.layers
+    N = run.args.batch * run.cfg.seq  # B T
     sent = 1 - 1 / tp.size  # of a tensor, by an all-gather or a reduce-scatter
-
-    def passed(times):
-        return b * sent * (N * times + positions) * run.cfg.width
-
-    parameters = list(model.parameters())
-    summed = [p for p in parameters if p in tp.cuts or tp.is_partial(p)]
-    G = sum(p.numel() * (1 - 1 / tp.copies(p)) for p in summed)  # what is sent of them
+    x = sent * b * N * run.cfg.width
+    has_positions = model.pos is not None and model.pos.weight in tp.cuts
+    positions = x / run.args.batch if has_positions else 0
+    groups = [(p.numel(), tp.group_of_sum(p)) for p in model.parameters()]
+    P = sum(numel for numel, _ in groups)
+    G = sum(numel * (1 - 1 / group.size()) for numel, group in groups if group)  # what is sent
     sums = 2 * (b * G + s * sent * (3 * N + 1))  # 3 sums of the loss; the gradient norm
-    states = 4 * b * sum(p.numel() for p in parameters) + 4 * len(parameters)
-    rows = [("held states", "4 b P + 4 per tensor (steps)", states)]
+    rows = [("held states", "4 b P + 4 per tensor (steps)", 4 * b * P + 4 * len(groups))]
     if run.args.sp:  # f gathers x again in backward
-        return [*rows, ("wire all_gather", "(tp-1)/tp b [B T (6 L + 3) + T'] C", passed(6 * L + 3)),
-                ("wire reduce_scatter", "(tp-1)/tp b [B T (4 L + 2) + T'] C", passed(4 * L + 2)),
-                ("wire all_reduce", "2 (tp-1)/tp (b G + s (3 B T + 1))", sums)]
+        return rows + [
+            ("wire all_gather", "(tp-1)/tp b [B T (6 L + 3) + T'] C", (6 * L + 3) * x + positions),
+            ("wire reduce_scatter", "(tp-1)/tp b [B T (4 L + 2) + T'] C",
+             (4 * L + 2) * x + positions),
+            ("wire all_reduce", "2 (tp-1)/tp (b G + s (3 B T + 1))", sums)]
     formula = f"2 (tp-1)/tp (b [B T ({k} L + 2) + T'] C + b G + s (3 B T + 1))"
-    return [*rows, ("wire all_reduce", formula, 2 * passed(k * L + 2) + sums)]
+    return rows + [("wire all_reduce", formula, 2 * ((k * L + 2) * x + positions) + sums)]
 
 
 def main():

@@ -372,9 +372,9 @@ BUGS = [  # and where they show, if not in check_planted's usual case
     ("dist.all_reduce(sums, group=tp.group)", "pass"),
     ("dlogits[:, ctx.words:] = 0", "pass"),
     ("dlogits.scatter_add_(1, column, -here.to(dlogits.dtype))", "pass"),
-    ("return p in self.inside", "return False"),
-    ("for copies, group in tp.groups.items():", "for copies, group in ():", "TensorParallel", 1),
-    ("return p not in self.cuts", "return super().is_partial(p)", "SequenceParallel"),
+    ("return self.summed.get(p)", "return None"),
+    ("tp.summed[p] = twins", "pass", "TensorParallel", 1),
+    (" if p in self.cuts else self.group", "", "SequenceParallel"),
     ("trained if tp.rank % tp.copies(p) == 0]", "trained]"),
 ]
 
