@@ -1,7 +1,7 @@
 """Mixture of experts: each MLP becomes E experts, of which a token visits K; tokens travel.
 
 A row is a token (C numbers) on its way to an expert or back, drawn as the expert's number: 0 and 1
-are on rank 0, 2 and 3 on rank 1. Each rank has 3 tokens, K is 2: 6 rows, of which | parts ranks'.
+are on rank 0, 2 and 3 on rank 1. Each rank has 3 tokens, K is 2: 6 rows. Left of | are rank 0's.
 
     after     router, sort    all-to-all    experts       all-to-all      gates, sum
     rank 0    0 0 0 1 | 2 3   0 0 0 1 0 1   0 0 0 1 0 1   0 0 0 1 | 2 3   3 tokens

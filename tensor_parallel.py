@@ -675,7 +675,7 @@ def plan_of(model):
         "blocks.*.mlp.up": ColumnLinear, "blocks.*.mlp.down": RowLinear,
     }
     if model.pos is not None:
-        plan["pos"] = VocabEmbedding  # for --sp, see there
+        plan["pos"] = VocabEmbedding  # --sp wants what is added to x to be cut, too
     if any(name.endswith(".gate") for name, _ in model.named_modules()):
         plan["blocks.*.mlp.gate"] = ColumnLinear
         plan["blocks.*.mlp"] = one_f("gate", "up")
@@ -736,7 +736,8 @@ def parallelize_at_work(model, mesh, sp):
     head = at_work.ColwiseParallel(input_layouts=outside, use_local_output=False)  # -> a DTensor
     row = at_work.RowwiseParallel(output_layouts=outside)
     embedding = at_work.RowwiseParallel(input_layouts=Replicate(), output_layouts=outside)
-    norm = at_work.SequenceParallel()  # without --sp, too: parameters of norms must be DTensors
+    # without --sp, too: parameters of norms must be DTensors, as the others are
+    norm = at_work.SequenceParallel()
     norm.sequence_sharding = (outside,)  # the layout of its x, for which it has no argument
     plan = {
         "tok": embedding, "pos": embedding,
@@ -746,7 +747,7 @@ def parallelize_at_work(model, mesh, sp):
         "blocks.*.mlp.gate": column, "blocks.*.mlp.up": column, "blocks.*.mlp.down": row,
         "head": head,
     }
-    if list(model.blocks[0].attn.q_norm.parameters()):  # of heads (B, H/tp, T, D), cut along dim 1
+    if list(model.blocks[0].attn.q_norm.parameters()):  # if they are norms: of (B, H/tp, T, D)
         plan["blocks.*.attn.[qk]_norm"] = at_work.SequenceParallel(
             sequence_dim=1, use_local_output=True)
     at_work.parallelize_module(model, mesh, plan)
