@@ -3,20 +3,21 @@
     --ckpt none       keeps x0 [all that block 0 made] x1 [all that block 1 made] .. x [logits]
     --ckpt selective  keeps x0 [matmuls, attention   ] x1 [matmuls, attention   ] .. x [logits]
     --ckpt full       keeps x0                         x1                         .. x [logits]
-    --loss-chunks N   the same, each without the logits. What is not kept, backward makes again
+    --loss-chunks N   each of these without the logits
+    (what is not kept is made again in backward)
     --accum M         M micro-batches in turn: gradients add up, and ranks communicate once
     --amp bf16|fp16   matmuls and attention in 2 bytes a number; weights, gradients, loss in 4
 
     for block in model.blocks:
         block.forward = partial(full, block.forward)  # or selective
     for inputs, targets in zip(x.chunk(2), y.chunk(2)):  # micro-batches
-        with torch.autocast("cuda", torch.bfloat16):
-            loss = loss_sum(model(inputs), targets) / valid
-        loss.backward()                # loss_sum: over tokens; valid: targets in all ranks' batches
+        with torch.autocast("cuda", torch.bfloat16):  # valid: targets in all ranks' batches
+            loss = loss_sum(model(inputs), targets) / valid  # loss_sum: a sum over tokens
+        loss.backward()
     sum_gradients(model.parameters())  # over ranks; then clip and step, as one process does
 
-C is the width, V the number of words, P of parameters; in Llama's form F is the width inside the
-MLP, K the number of key-value heads, D their width. Bytes:
+Bytes, where C is the width, V the number of words, P of parameters; in Llama's form F is the width
+inside the MLP, K the number of key-value heads, D their width:
 
                                    plain GPT             selective             full
     a block keeps of a token       64 C                  40 C                  4 C
@@ -184,24 +185,23 @@ def unpack_checked(packed):
 
 
 class Kept:
-    """A tensor that a checkpoint keeps."""
+    """A tensor that a checkpoint keeps, packed by the hooks around it."""
 
     def __init__(self, tensor, hooks):
         pack, self.unpack = hooks
         self.packed = pack(tensor)
         self.requires_grad = tensor.requires_grad
 
-    def restore(self):
-        tensor = self.unpack(self.packed)
-        return tensor.detach().requires_grad_(self.requires_grad)
+    def again(self):
+        return self.unpack(self.packed).detach().requires_grad_(self.requires_grad)
 
 
-def kept(x, hooks):  # an argument that is no tensor stays as it is
+def keep(x, hooks):  # an argument that is no tensor stays as it is
     return Kept(x, hooks) if torch.is_tensor(x) else x
 
 
-def restored(x):  # Recipe: see selective
-    return x.restore() if isinstance(x, (Kept, Recipe)) else x
+def again(x):
+    return x.again() if isinstance(x, Kept) else x
 
 
 # ---- full: recompute, for any forward
@@ -253,8 +253,8 @@ class Rerun:
         self.autocast = torch.autocast(device, enabled=torch.is_autocast_enabled(device))
         self.forward = forward
         hooks = hooks_around()
-        self.inputs = [kept(x, hooks) for x in inputs]
-        self.keywords = {name: kept(x, hooks) for name, x in keywords.items()}
+        self.inputs = [keep(x, hooks) for x in inputs]
+        self.keywords = {name: keep(x, hooks) for name, x in keywords.items()}
         self.states = random_states()
         self.slots = []  # those to be filled, in the order of forward
 
@@ -266,14 +266,14 @@ class Rerun:
     def unpack(self, slot):
         if slot.kept is None:
             self.repeat()
-        return slot.kept.restore()
+        return slot.kept.again()
 
     @eager
     def repeat(self):
-        # of the second run's graph nobody wants anything: its unpack is never called
+        inputs = [again(x) for x in self.inputs]
+        keywords = {name: again(x) for name, x in self.keywords.items()}
+        # the second run's graph is thrown away: nothing of it is ever unpacked
         filling = saved_tensors_hooks(partial(self.fill, hooks_around()), self.unpack)
-        inputs = [restored(x) for x in self.inputs]
-        keywords = {name: restored(x) for name, x in self.keywords.items()}
         before = random_states()
         set_random_states(*self.states)
         # Backward runs with gradients off, but autograd calls hooks only with gradients on.
@@ -326,7 +326,7 @@ def selective(forward, *inputs, **keywords):
     over ranks. forward does not run again. If it is compiled, torch runs it uncompiled here, since
     WriteRecipes has to see its operations.
     """
-    with saved_tensors_hooks(partial(keep, hooks=hooks_around()), restored), WriteRecipes():
+    with saved_tensors_hooks(partial(keep_recipe, hooks=hooks_around()), again), WriteRecipes():
         return forward(*inputs, **keywords)
 
 
@@ -347,33 +347,34 @@ def main_output(outputs):  # norms return their statistics besides
     return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
-class Recipe:
-    """How to make a tensor again: a cheap operation, and what it has read."""
+class Recipe(Kept):
+    """What is kept in the place of a cheap operation's result: how to make it again."""
 
     def __init__(self, op, inputs, keywords):
         self.op = op
         self.keywords = keywords
-        self.read = [(x, getattr(x, "_version", 0)) for x in inputs]  # some are no tensors
-        self.kept = None  # later: these inputs, a Kept or Recipe in the place of each tensor
+        # [(input, its version)] until something keeps the recipe; some are no tensors
+        self.read = [(x, getattr(x, "_version", 0)) for x in inputs]
+        self.inputs = None  # from then on: a Kept or Recipe in the place of each tensor
         self.result = None  # made once, though q, k and v all ask for the result of a norm
 
     def is_outdated(self):  # was an input changed in place?
         return any(getattr(x, "_version", 0) > then for x, then in self.read)
 
-    def restore(self):
+    def again(self):
         if self.result is None:
-            inputs = [restored(x) for x in self.kept]
+            inputs = [again(x) for x in self.inputs]
             self.result = main_output(self.op(*inputs, **self.keywords))
         return self.result
 
 
-def keep(x, hooks):
-    """The pack of selective -> x's recipe, or a Kept if there is none that is true."""
+def keep_recipe(x, hooks):
+    """The pack of selective -> x's recipe, or x where there is none that is true."""
     recipe = getattr(x, "recipe", None)
     if recipe is None or x._version > 0 or recipe.is_outdated():
-        return Kept(x, hooks)
-    if recipe.kept is None:
-        recipe.kept = [keep(y, hooks) if torch.is_tensor(y) else y for y, _ in recipe.read]
+        return keep(x, hooks)
+    if recipe.inputs is None:
+        recipe.inputs = [keep_recipe(y, hooks) for y, _ in recipe.read]
         recipe.read = []  # what is not kept need not stay alive
     return recipe
 
@@ -394,9 +395,9 @@ def loss_in_chunks(loss_of, x, y, chunks):
 
 # ---- mixed precision, without waiting
 
-# Autocast casts fp32 weights to 2 bytes in each forward. bf16 weights need no casts, and their
-# gradients half of the bytes; but a step of less than 1/512 of a weight would be lost. Therefore
-# the optimizer steps fp32 masters of them, as in zero.py.
+# Autocast casts fp32 weights to 2 bytes in each forward. Weights in bf16 need no casts and have
+# gradients of half the bytes, but a step of less than 1/512 of a weight would be lost: so zero.py,
+# not this file, steps fp32 masters of them.
 
 
 class FusedLossScaler(LossScaler):
@@ -414,7 +415,7 @@ class FusedLossScaler(LossScaler):
         good_steps = torch.where(overflow, 0, self.good_steps + 1)
         doubles = good_steps >= self.interval
         factor = torch.where(overflow, 0.5, torch.where(doubles, 2.0, 1.0))
-        self.scale = (self.scale * factor).clamp(1.0, 2.0 ** 100)  # no factor leads from 0 or inf
+        self.scale = (self.scale * factor).clamp(1.0, 2.0 ** 100)  # it would stay 0 or inf for ever
         self.good_steps = torch.where(doubles, 0, good_steps)
 
 
@@ -558,22 +559,23 @@ def state_of(scaler):
 
 
 def set_up(run, impl):
+    """-> a Side: the model, and how this implementation trains it."""
     args = run.args
     dtype = AMP[args.amp]
     model = run.build()
+    head = model.head
     optimizer = run.optimizer(model.named_parameters())
     scaler = make_scaler(run, impl)
-    loss_of = loss_sum
-    if args.loss_chunks > 1:
-        how = head_and_loss_at_work if impl == "torch" else head_and_loss
-        loss_of = partial(how, model.head.weight, args.loss_chunks)
     if args.compile:
         for block in model.blocks:
             block.forward = torch.compile(block.forward)
 
     @torch.autocast(run.device.type, dtype, enabled=dtype is not None)
     def losses(x, y):
-        return loss_of(model(x), y)
+        if args.loss_chunks == 1:
+            return loss_sum(model(x), y)
+        in_chunks = head_and_loss_at_work if impl == "torch" else head_and_loss
+        return in_chunks(head.weight, args.loss_chunks, model(x), y)
 
     if impl == "idea":
         step = partial(idea_step, dtype=dtype)
@@ -587,10 +589,10 @@ def set_up(run, impl):
         step = partial(train_step, losses=losses)
         model = parallelize(model, CHECKPOINT[args.ckpt], args.loss_chunks)
     step = partial(step, accum=args.accum, scaler=scaler)
-    if args.amp != "fp16":
-        return run.side(model, optimizer, step, evaluate=losses)
-    return run.side(model, optimizer, step, evaluate=losses, may_overflow=True,
-                    extra=partial(state_of, scaler))
+    of_fp16 = {}
+    if args.amp == "fp16":
+        of_fp16 = dict(may_overflow=True, extra=partial(state_of, scaler))
+    return run.side(model, optimizer, step, evaluate=losses, **of_fp16)
 
 
 def textbook(run, parameters):
@@ -614,7 +616,7 @@ def main():
         sides = {impl: set_up(run, impl) for impl in run.impls}
         run.train(sides, rows=share(args.batch, run.world_size, run.rank))
         run.textbook(textbook(run, list(sides[run.impls[0]].model.parameters())))
-        # with autocast as bf16 is: losses alone, to 2%
+        # under autocast the check is that of bf16: losses alone, to 2%
         return run.finish(judged_as=args.dtype if args.amp == "off" else "bf16")
 
 

@@ -3,6 +3,7 @@ import copy
 import gc
 import itertools
 import re
+import weakref
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -236,8 +237,6 @@ def test_a_layer_with_dropout(how):
     plain = layer_of_others(plainly)
     assert_equal(layer_of_others(how), plain)
     assert_equal(layer_of_others(how, torch.autograd.graph.save_on_cpu()), plain)
-    copies = lambda x: torch.empty_like(x).copy_(x), lambda copy: copy  # which have a version of 1
-    assert_equal(layer_of_others(how, torch.autograd.graph.saved_tensors_hooks(*copies)), plain)
 
     def nested(forward, x, **positions):
         return full(partial(how, forward), x, **positions)
@@ -301,53 +300,31 @@ def test_inside_a_compiled_model(how):
     assert_equal(layer_of_others(compiled), layer_of_others(plainly))
 
 
-def tensors():
-    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+@pytest.mark.parametrize("how", [full, selective])
+def test_a_forward_without_backward_leaves_nothing(how):
+    """No circle, for a garbage collector to find, though softmax keeps its result."""
+    made = []
 
+    def forward(x):
+        y = x.softmax(-1)
+        made.append(weakref.ref(y))
+        return y.exp()
 
-@pytest.fixture
-def no_collector():
-    gc.collect()
-    gc.freeze()  # tensors() looks at what is made from now on
     gc.disable()
-    yield
+    how(forward, torch.ones(2, requires_grad=True))
     gc.enable()
+    assert made[0]() is None
 
 
 @pytest.mark.parametrize("how", [full, selective])
-@pytest.mark.parametrize("around", [plainly, full, selective])
-def test_dropped_forwards_leave_nothing(how, around, no_collector):
-    """No backward follows: evaluation with gradients on, or an exception. Nothing has to look for
-    circles, though attention, norms and softmax save their results."""
-    forwards = [
-        *[build(cfg, 0).blocks[0] for cfg in CONFIGS.values()],
-        lambda x: x.softmax(-1).exp(),
-        lambda x: x.softmax(-1) * x.softmax(-1).detach().exp(),
-    ]
-    x = torch.ones(2, 16, 32, requires_grad=True)
-    for forward, autocast in itertools.product(forwards, (False, True)):
-        for turn in range(5):
-            with torch.autocast("cpu", enabled=autocast):
-                around(partial(how, forward), x)
-            if turn == 0:  # the first may leave what torch makes once
-                before = tensors()
-        assert tensors() == before
-
-
-@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
-@pytest.mark.parametrize("how", [full, selective])
-def test_with_gradients_off(how, off):
-    """Forward runs as it is, and hooks around see nothing."""
-    packed = []
-    with torch.autograd.graph.saved_tensors_hooks(packed.append, lambda x: x), off():
+def test_with_gradients_off(how):
+    with torch.inference_mode():
         x = torch.linspace(0, 1, 4) * 2
         assert torch.equal(how(lambda x, factor: x.exp() * factor, x, factor=3), x.exp() * 3)
-    assert not packed
 
 
 def test_compiled_forward():
-    """Both runs of it are: torch.compiler.disable would take torch.compile's wrapper off. Half
-    compiled: torch has traced our hooks behind what stays eager, with _version as a constant."""
+    """Both runs of it are: torch.compiler.disable would take torch.compile's wrapper off."""
     runs = []
 
     def backend(graph, inputs):
@@ -356,9 +333,6 @@ def test_compiled_forward():
     forward = torch.compile(lambda x: x.sin().exp(), backend=backend)
     full(forward, torch.ones(2, requires_grad=True)).sum().backward()
     assert len(runs) == 2
-    eager = torch.compiler.disable(nn.Linear(2, 2), recursive=False)
-    forward = torch.compile(lambda x: eager(x).sin(), backend="aot_eager")
-    full(forward, torch.ones(2, requires_grad=True)).sum().backward()
 
 
 class ReadsTwice(torch.autograd.Function):
