@@ -244,8 +244,8 @@ class Mail:
         rank 0   F0 F1 B0 B1    rank 0's F0 makes a tensor, and rank 1's F0 takes it
         rank 1   F0 B0 F1 B1    rank 1's B0 makes a tensor, and rank 0's B0 takes it
 
-    Between two ranks tensors have no names. So they are received in the order in which they are
-    sent, that of the sender's plan.
+    Here a tensor goes by its maker, the action that makes it. Between two ranks it has no name: so
+    they are received in the order in which they are sent, that of the sender's plan.
 
     size, dtype, device: of every tensor
     group: the pipeline's ranks, in order of their places; None: all ranks
@@ -296,10 +296,11 @@ class Mail:
     def put(self, action, tensor):
         """After each action: begin the receives that are due, and send what the action has made.
 
-        With NCCL a send lasts until its receive has begun. If that were in take(), ranks that send
-        to each other would wait for ever (interleaved, bfs). Ranks play their plans side by side:
-        where one is at its i-th action, others are at about their i-th. So behind its i-th a rank
-        begins to receive what others make up to their (i + 2)-th: with less they would wait.
+        With NCCL a send lasts until its receive has begun. If receives began in take() alone, ranks
+        that send to each other would wait for ever (interleaved, bfs). Ranks play their plans side
+        by side: while one is at its i-th action, so are the others. So behind its i-th a rank
+        begins to receive what others make in theirs up to the (i + 2)-th: two is the least that
+        costs no sender time.
         """
         while self.coming and self.turn[self.coming[0]] <= self.turn[action] + 2:
             self.begin_receive()
