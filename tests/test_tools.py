@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from conftest import ROOT
-from tools import bench, gpu, launch
+from conftest import ROOT, SMALL, run_tool
+from tools import bench, gpu, launch, ranks
 
 
 def report(ms, ranks=2, exit_code=0, check=None, **sides):
@@ -26,17 +26,24 @@ def report(ms, ranks=2, exit_code=0, check=None, **sides):
 GAPS = dict(loss=1e-9, gradient=2e-5, grad_norm=0, parameter=0, passed=True)
 
 
+def lines_of(label, columns, found):
+    """The lines of bench's table; the exit code is the report's."""
+    lines, code = bench.lines_of(label, columns, lambda: found)
+    assert code == found["exit_code"]
+    return lines
+
+
 def test_the_table():
     """A line for each side; what the noise does not tell apart is equal."""
-    idea, ours, torchs = bench.lines_of("ddp", report(60.0, idea=1.2, torch=1.005), bench.BENCH)
+    idea, ours, torchs = lines_of("ddp", bench.BENCH, report(60.0, idea=1.2, torch=1.005))
     assert idea.split()[:3] == "ddp 2 idea".split() and "0.84 (" in idea
     assert ours.split() == "2 ours - 5 3.00 5.00 60.0 1.00 (1.00..1.00)".split()
     assert torchs.split()[1] == "torch" and torchs.endswith("ran")
     assert bench.beside_torch([100.0, 100.0], [98.0, 104.0]) == "equal (0.98..1.04)"
     check = {**GAPS, "others": {"torch": {**GAPS, "gradient": 3e-5}}}
-    ours, torchs = bench.lines_of("", report(60.0, check=check, torch=1.0), bench.BENCH)
+    ours, torchs = lines_of("", bench.BENCH, report(60.0, check=check, torch=1.0))
     assert "2.0e-05" in ours and "3.0e-05" in torchs
-    line, = bench.lines_of("zero", report(60.0, exit_code=1, check=GAPS), bench.CHECK)
+    line, = lines_of("zero", bench.CHECK, report(60.0, exit_code=1, check=GAPS))
     assert line.split() == "zero 2 2.0e-05 3.00 3.00 4.00 5.00 60.0 16,667 FAILED".split()
 
 
@@ -44,13 +51,12 @@ def test_bench_takes_the_sides_that_there_are(monkeypatch, capsys):
     """A side that is refused is left out; a run that fails is a line and the exit code."""
     def measure(ranks, file, words):
         if "all" in words:
-            raise launch.Failed("exit code 2: it has no idea", 2)
+            raise ranks.Failed("exit code 2: it has no idea", 2)
         if "--stage 3" in " ".join(words):
-            raise launch.Failed("exit code 1: broken", 1)
+            raise ranks.Failed("exit code 1: broken", 1)
         return report(60.0, ranks, torch=1.5)
 
-    monkeypatch.setattr(bench, "report", measure)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(bench, "measured", measure)
     assert bench.main(["bench", "zero", "--steps", "10"]) == 1
     said = capsys.readouterr().out
     assert "1.50 (" in said and "zero --stage 3" in said and "FAILED: exit code 1" in said
@@ -65,11 +71,19 @@ def test_scale(monkeypatch, capsys):
         return report(times[ranks], ranks)
 
     monkeypatch.setattr(bench, "rank_counts", lambda: [1, 16])
-    monkeypatch.setattr(bench, "report", measure)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(bench, "measured", measure)
     assert bench.main(["scale", "ddp"]) == 0
     last = capsys.readouterr().out.splitlines()[-1].split()
     assert last == "16 40.0 25,000 2.50 16%".split()
+
+
+def test_what_a_run_has_measured():
+    """Bad usage leaves none, but its line and its exit code."""
+    words = [*SMALL, "--dtype", "fp64"]
+    assert ranks.measured(2, "ddp", words)["exit_code"] == 0
+    with pytest.raises(ranks.Failed, match="2: ddp.py: error: --resume no/such: ") as failure:
+        ranks.measured(2, "ddp", [*words, "--resume", "no/such"])
+    assert failure.value.code == 2
 
 
 def test_exit_codes_of_the_launcher(capsys):
@@ -125,10 +139,9 @@ case "$*" in *pytest*) exit 1 ;; -c*) exit 0 ;; *) echo "$@" ;; esac
     assert done.returncode == 2 and "lacks one of: numpy, torch, pytest" in done.stderr
 
 
-def test_gpu_runs_every_file_and_says_where_there_is_none(capsys):
+def test_gpu_runs_every_file_and_says_where_there_is_none():
     for label in ("nccl Llama", "nccl fp64", "nccl fp32", "nccl bf16", "gloo x2 fp64"):
         files = {case.file for case in gpu.cases() if case.label == label}
         missing = set(launch.TECHNIQUES) - files
         assert missing <= {"amp_accum_ckpt", "pipeline_parallel"}, label
-    assert gpu.main() == 2
-    assert "no GPU" in capsys.readouterr().err
+    assert "no GPU" in run_tool("gpu", code=2)

@@ -17,7 +17,6 @@ counts: what --batch says, or else 8, or the largest count if that is more. Spee
 second over those of one rank, efficiency is speed-up over ranks.
 """
 import math
-import os
 import re
 import statistics
 import sys
@@ -27,9 +26,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
 
 from harness.usage import require  # noqa: E402
-from tools.launch import GAPS, TECHNIQUES, Failed, cores, report  # noqa: E402
-from tools.launch import usual_ranks, variants  # noqa: E402
+from tools.launch import CORES  # noqa: E402
+from tools.ranks import TECHNIQUES, Failed, measured, variants, worst_gap  # noqa: E402
 
+USUAL = torch.cuda.device_count() or 2  # ranks
 LAYOUTS = ("--dp 2 --tp 1 --pp 1", "--dp 2 --tp 1 --pp 2", "--dp 1 --tp 2 --pp 2",
            "--dp 2 --tp 2 --pp 1")  # of hybrid_3d
 SIZES = "--layers 4 --width 256 --heads 8 --seq 256 --batch 8 --steps 30 --no-check"
@@ -39,12 +39,13 @@ SIZES = "--layers 4 --width 256 --heads 8 --seq 256 --batch 8 --steps 30 --no-ch
 NAMES = {"idea": "idea", "scratch": "ours", "torch": "torch"}
 CHECK = ("ranks", "worst gap", "sent MB", "textbook", "held MB", "peak MB", "ms/step", "tok/s")
 BENCH = ("ranks", "side", "worst gap", "calls", "sent MB", "peak MB", "ms/step")
+WIDTH = {CHECK: 18, BENCH: 40}  # of what stands before the columns
 
 
 def aligned(label, columns, cells=None):
     """A line of the table; without cells, its head."""
     words = [str(cells[name] if cells else name).rjust(len(name) + 3) for name in columns]
-    return f"{label:{18 if columns == CHECK else 40}}{''.join(words)}  "
+    return f"{label:{WIDTH[columns]}}{''.join(words)}  "
 
 
 def cells_of(report, impl):
@@ -57,8 +58,7 @@ def cells_of(report, impl):
         expected = f"{sum(rows[what] for what in sent) / 1e6:.2f}"
     gap = "-"
     if report["check"]:
-        own = report["check"].get("others", {}).get(impl, report["check"])
-        gap = f"{max(own[kind] for kind in GAPS):.1e}"
+        gap = f"{worst_gap(report['check'].get('others', {}).get(impl, report['check'])):.1e}"
     return {
         "ranks": report["world_size"], "side": NAMES[impl], "worst gap": gap,
         "calls": side["calls"], "sent MB": f"{side['wire'] / 1e6:.2f}",
@@ -68,8 +68,13 @@ def cells_of(report, impl):
     }
 
 
-def lines_of(label, report, columns):
-    """-> a line of the table for each side, in the order of NAMES"""
+def lines_of(label, columns, measure, *args):
+    """measure(*args) -> a report -> a line for each side, in the order of NAMES; its exit code.
+    A failure is a line."""
+    try:
+        report = measure(*args)
+    except Failed as failure:
+        return [f"{label:{WIDTH[columns]}} FAILED: {failure}"], failure.code
     sides = {impl: report["sides"][impl] for impl in NAMES if impl in report["sides"]}
     lines = []
     for impl, side in sides.items():
@@ -80,7 +85,7 @@ def lines_of(label, report, columns):
             last = "FAILED"
         lines.append(aligned(label, columns, cells_of(report, impl)) + last)
         label = ""  # only before the first
-    return lines
+    return lines, report["exit_code"]
 
 
 def beside_torch(own, torchs):
@@ -92,22 +97,13 @@ def beside_torch(own, torchs):
     return f"{verdict} ({min(ratios):.2f}..{max(ratios):.2f})"
 
 
-def run(label, columns, measure, *args):
-    """measure(*args) -> a report -> its lines of the table, exit code. A failure is a line."""
-    try:
-        found = measure(*args)
-    except Failed as failure:
-        return [f"{label:{18 if columns == CHECK else 40}} FAILED: {failure}"], failure.code
-    return lines_of(label, found, columns), found["exit_code"]
-
-
 # ---- the commands ----------------------------------------------------------------
 
 
 def check():
     """hybrid_3d on 8 ranks, since fewer would not show all three axes; once more as a Llama."""
-    ranks = max(n for n in (1, 2, 4) if n <= usual_ranks())  # the toy has 4 heads and 4 layers
-    rows = [(file, file, ranks, "") for file in TECHNIQUES if file != "hybrid_3d"]
+    usual = max(n for n in (1, 2, 4) if n <= USUAL)  # the toy has 4 heads and 4 layers
+    rows = [(file, file, usual, "") for file in TECHNIQUES if file != "hybrid_3d"]
     rows.append(("hybrid_3d", "hybrid_3d", 8, "--dp 2 --tp 2 --pp 2"))
     rows.append(("hybrid_3d, Llama", "hybrid_3d", 4, "--model llama-toy --tp 2 --pp 2 --sp"))
     lines = []
@@ -115,7 +111,7 @@ def check():
     for done, (label, file, ranks, flags) in enumerate(rows, 1):
         words = f"{file}.py on {ranks} ranks {flags}"
         print(f"\n==== {done} of {len(rows)}: {words.strip()} ====", flush=True)
-        found, code = run(label, CHECK, report, ranks, file, flags.split(), True)
+        found, code = lines_of(label, CHECK, measured, ranks, file, flags.split(), True)
         lines += found
         failed = max(failed, code)
     print("\n==== every technique, compared with the plain GPT (MB = 1e6 bytes, rank 0) ====")
@@ -128,10 +124,10 @@ def check():
 def first_accepted(impls, file, flags):
     """-> the report of the first of these --impl that the file does not refuse"""
     axes = [int(size) for size in re.findall(r"--(?:dp|cp|tp|pp) (\d+)", flags)]
-    ranks = math.prod(axes) if axes else usual_ranks()
+    ranks = math.prod(axes) if axes else USUAL
     for impl in impls:
         try:
-            return report(ranks, file, ["--impl", impl, *flags.split()])
+            return measured(ranks, file, ["--impl", impl, *flags.split()])
         except Failed as failure:
             if failure.code != 2 or impl == impls[-1]:
                 raise
@@ -153,10 +149,9 @@ def bench(words):
     print(aligned("", BENCH) + "as fast as torch", flush=True)
     failed = 0
     for file in files:
-        worth = LAYOUTS if file == "hybrid_3d" else variants(file)
-        for own in worth:
+        for own in LAYOUTS if file == "hybrid_3d" else variants(file):
             flags = " ".join([SIZES, own, *words])
-            lines, code = run(f"{file} {own}", BENCH, sides_of, file, flags)
+            lines, code = lines_of(f"{file} {own}", BENCH, sides_of, file, flags)
             failed = max(failed, code)
             print(*lines, sep="\n", flush=True)
     return failed
@@ -168,24 +163,23 @@ def scale(words):
     counts = rank_counts()
     flags = ["--batch", max(8, counts[-1]), *words[1:], "--no-check"]
     print(f"{'ranks':>6}{'ms/step':>10}{'tok/s':>12}{'speed-up':>10}{'efficiency':>12}", flush=True)
-    first = None  # tokens per second of one rank
+    rates = []  # tokens per second
     for ranks in counts:
         try:
-            found = report(ranks, file, flags)
+            found = measured(ranks, file, flags)
         except Failed as failure:
             print(f"{ranks:6}   FAILED: {failure}", file=sys.stderr)
             return failure.code
-        rate = found["tokens_per_second"]
-        first = first or rate
-        gain = rate / first
-        print(f"{ranks:6}{found['ms_per_step']:10.1f}{rate:12,.0f}{gain:10.2f}{gain / ranks:12.0%}",
-              flush=True)
+        rates.append(found["tokens_per_second"])
+        gain = rates[-1] / rates[0]
+        print(f"{ranks:6}{found['ms_per_step']:10.1f}{rates[-1]:12,.0f}{gain:10.2f}"
+              f"{gain / ranks:12.0%}", flush=True)
     return 0
 
 
 def rank_counts():
     """1, 2, 4, .. as far as there are GPUs or cores."""
-    most = torch.cuda.device_count() or cores()
+    most = torch.cuda.device_count() or CORES
     return [2 ** i for i in range(most.bit_length())]
 
 
@@ -193,8 +187,9 @@ def main(words):
     commands = {"check": lambda words: check(), "bench": bench, "scale": scale}
     require(words and words[0] in commands,
             "usage: bench.py check | bench [FILE] [flags] | scale FILE [flags]")
-    if words[0] != "check":
-        os.environ["OMP_NUM_THREADS"] = "1"  # what is timed has as many threads on any number
+    if {"-h", "--help"} & set(words):
+        print(__doc__, end="")
+        return 0
     return commands[words[0]](words[1:])
 
 

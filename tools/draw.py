@@ -22,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 from harness.timeline import bubble_rate, simulate  # noqa: E402
 from harness.usage import require  # noqa: E402
 from pipeline_parallel import make_plans  # noqa: E402
-from tools.launch import report  # noqa: E402
+from tools.ranks import measured  # noqa: E402
 
 PLACE = ROOT / "docs"  # of the pictures
 DATA = ROOT / "docs" / "data"
@@ -113,7 +113,7 @@ def measure_held():
             file, *own = command.split()
             ranks = 1 if label == "one process" else 64
             words = [*own, *SIZES.split(), *flags.split(), "--dry-run", ranks]
-            memory = report(1, file, words)["ranks"][0]["memory"]
+            memory = measured(1, file, words)["ranks"][0]["memory"]
             figures[panel][label] = {kind: memory[kind] for kind in (*HELD, "peak")}
     write("held", figures)
 
@@ -155,7 +155,7 @@ def measure_step():
     found = []
     for _ in range(ATTEMPTS):
         with tempfile.TemporaryDirectory() as folder:
-            report(2, "ddp", ["--impl", "all", *RUN.split(), "--profile", folder])
+            measured(2, "ddp", ["--impl", "all", *RUN.split(), "--profile", folder])
             sides = {}
             for impl in TOLD:
                 trace = json.loads(Path(folder, f"ddp-{impl}-rank0.json").read_text())
@@ -198,7 +198,7 @@ def measure_timelines():
     figures = {}
     for schedule in DRAWN:
         flags = f"--schedule {schedule} --micro {MICRO} --batch 16 {RUN}".split()
-        found = [report(2, "pipeline_parallel", flags) for _ in range(ATTEMPTS)]
+        found = [measured(2, "pipeline_parallel", flags) for _ in range(ATTEMPTS)]
         best = min(found, key=lambda one: one["measured_ms"])["timeline"]
         figures[schedule] = [[(*action, round(start, 1), round(end, 1))
                               for *action, start, end in done] for done in best]

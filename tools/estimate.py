@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import torch
 
-from common import GPT, Block, share
+from common import Block, share
 from harness.flags import DTYPES
 
 Layout = namedtuple("Layout", "dp tp pp micro schedule sp zero ckpt cp attn ep",
@@ -37,15 +37,11 @@ def counts(cfg):
     return found[False, 2], found[False, 1], found[True, 2], found[True, 1]
 
 
-def parameters_of(cfg, experts=0, shared=False):
+def parameters_of(cfg, at):
     """-> how many parameters the whole model has"""
-    with torch.device("meta"):
-        model = GPT(cfg)
-    total = sum(p.numel() for p in model.parameters())
-    if experts:  # and a router, in the place of an MLP
-        mlp = sum(p.numel() for p in model.blocks[0].mlp.parameters())
-        total += cfg.layers * (experts * cfg.width + (experts + shared - 1) * mlp)
-    return total
+    one_gpu = Layout(1, 1, 1, 1, "1f1b", sp=False, zero=0, ckpt="none")
+    job = job_of(cfg, at, one_gpu)
+    return int(job.layers * (job.dense + job.expert) + outside_of_blocks(job, 0))
 
 
 def job_of(cfg, at, lay):
@@ -132,7 +128,7 @@ def outside_of_blocks(job, stage):
     if first and job.form.learned_positions:
         total += job.seq * job.width / job.tp
     if last:
-        total += job.width  # the last norm
+        total += job.width * (2 if job.form.bias else 1)  # the last norm
     if last and not (first and job.form.tied):
         total += embedding  # the head
     return total

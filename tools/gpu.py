@@ -19,7 +19,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
 
-from tools.launch import TECHNIQUES, Failed, report, variants, worst_gap  # noqa: E402
+from harness.usage import require  # noqa: E402
+from tools.ranks import TECHNIQUES, Failed, measured, variants, worst_gap  # noqa: E402
 
 Case = namedtuple("Case", "label file ranks flags")
 
@@ -59,16 +60,17 @@ def cases():
 def measure(case, more="--steps 3"):
     """-> the report of a case on the card"""
     words = ["--device", "cuda", *case.flags.split(), *more.split()]
-    return report(case.ranks, case.file, words)
+    return measured(case.ranks, case.file, words)
 
 
 def proof(case):
     """-> what is said of a case, has it passed? Of one rank in fp32 with the dry run's peak."""
     found = measure(case)
     passed = found["check"]["passed"]
+    gap = worst_gap(found["check"])
     ledger = found["ranks"][0]["memory"]["peak"]
-    words = (f"{worst_gap(found):9.1e} {'passed' if passed else 'FAILED'}  peak "
-             f"{ledger / 1e6:8.3f} MB, allocator {found['allocator_peak'] / 1e6:8.3f}")
+    words = (f"{gap:9.1e} {'passed' if passed else 'FAILED'}  peak {ledger / 1e6:8.3f} MB, "
+             f"allocator {found['allocator_peak'] / 1e6:8.3f}")
     if case.label == "nccl fp32":
         planned = measure(case, "--steps 3 --dry-run 1")["ranks"][0]["memory"]["peak"]
         words += f", dry run {planned - ledger:+d} bytes"
@@ -86,9 +88,7 @@ def utilization(case):
 
 
 def main():
-    if not torch.cuda.is_available():
-        print("gpu.py: error: torch finds no GPU here", file=sys.stderr)
-        return 2
+    require(torch.cuda.is_available(), "torch finds no GPU here")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     jobs = [(case, proof) for case in cases()]
     for model in ("gpt2 --batch 32", "gpt2-medium --batch 16"):

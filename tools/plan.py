@@ -21,7 +21,6 @@ of a ring behind attention, sums and gathers but for one unit. A group inside a 
 to a node.
 """
 import argparse
-import itertools
 import json
 import math
 import signal
@@ -46,6 +45,7 @@ SHOWN = 10  # rows
 
 MODELS = {**PRESETS, **moe.PRESETS}
 CKPTS = ("none", "selective", "full")
+MESH = ("dp", "cp", "tp", "pp")
 
 
 def number(default, help, least=1e-9):
@@ -82,7 +82,7 @@ OWN = {
     "--experts": dict(type=int, least=0, help="E in each layer, in the place of its MLP (0: none)"),
     "--top-k": dict(type=int, least=1, help="K, experts per token (2, or the preset's)"),
     "--shared": dict(action="store_true", help="one for every token"),
-    **{as_flag(axis): fixed(type=int, least=1) for axis in ("dp", "cp", "tp", "pp", "micro", "ep")},
+    **{as_flag(axis): fixed(type=int, least=1) for axis in (*MESH, "micro", "ep")},
     "--zero": fixed(type=int, least=0, most=3),
     "--schedule": fixed(choices=tuple(IDLE)),
     "--ckpt": fixed(choices=CKPTS),
@@ -96,7 +96,7 @@ def read(words=None):
     """-> the flags, in bounds. Here and in estimate.py they are called `at`.
 
     Besides, .cfg: sizes of the model; .fixed: {axis: value} of the axes that are given; .node: how
-    many GPUs a node has, all nodes being of one size.
+    many GPUs a node has, all nodes being of one size. What makes no sense ends here, in one line.
     """
     at = parse(__doc__, OWN, words)
     require(at.gpus and at.batch, "give both --gpus and --batch")
@@ -106,18 +106,13 @@ def read(words=None):
     if at.experts is None:
         at.experts = moe.of_preset(at.model)[0] if at.model in moe.PRESETS else 0
     at.top_k = at.top_k or moe.of_preset(at.model)[1]
-    refuse(at)
     at.node = max(n for n in divisors(at.gpus) if n <= at.gpus_per_node)
-    return at
-
-
-def refuse(at):
-    """What makes no sense ends here, in one line."""
     require(not at.experts or at.top_k <= at.experts,
             f"--top-k {at.top_k} of --experts {at.experts}: choose fewer")
     require(at.experts or not (at.ep or at.shared), "--ep and --shared are for --experts E")
     require(at.tokens or not at.price, "--price wants --tokens")
     refuse_file("--json", at.json)
+    return at
 
 
 # ---- the search ------------------------------------------------------------------
@@ -130,27 +125,28 @@ def divisors(n):
 def layouts(cfg, at):
     """What hybrid_3d.py runs and may gain something in this model of time and memory."""
     cfg = cfg.resolved()
-    for tp, pp, cp in product(divisors(at.gpus), repeat=3):
-        dp = at.gpus // (tp * pp * cp)
-        if at.gpus % (tp * pp * cp) or at.batch % dp or pp > cfg.layers:
+
+    def tried(axis, values):
+        return [value for value in values if at.fixed.get(axis, value) == value]
+
+    for cp, tp, pp in product(*[tried(axis, divisors(at.gpus)) for axis in ("cp", "tp", "pp")]):
+        dp, left = divmod(at.gpus, cp * tp * pp)
+        if left or not tried("dp", [dp]) or at.batch % dp or pp > cfg.layers:
             continue
-        tried = {
-            "dp": [dp], "tp": [tp], "pp": [pp], "micro": divisors(at.batch // dp),
-            "schedule": IDLE, "sp": [False, True],
-            "zero": [0, 1, 2, 3], "ckpt": CKPTS, "cp": [cp],
-            "attn": ["zigzag", "ulysses"] if cp > 1 else ["zigzag"],
-            "ep": divisors(math.gcd(dp * cp, at.experts)) if at.experts else [None]}
-        for axis, value in at.fixed.items():
-            known = axis in ("dp", "tp", "pp", "cp")  # found above
-            tried[axis] = [value] if not known or value in tried[axis] else []
-        for lay in itertools.starmap(Layout, product(*tried.values())):
+        attns = ["zigzag", "ulysses"] if cp > 1 else ["zigzag"]
+        eps = divisors(math.gcd(dp * cp, at.experts)) if at.experts else [None]
+        rest = product(
+            tried("micro", divisors(at.batch // dp)), tried("schedule", IDLE),
+            tried("sp", [False, True]), tried("zero", range(4)), tried("ckpt", CKPTS),
+            [at.attn] if at.attn else attns, tried("ep", eps))
+        for micro, schedule, sp, zero, ckpt, attn, ep in rest:
+            lay = Layout(dp, tp, pp, micro, schedule, sp, zero, ckpt, cp, attn, ep)
             if runs(cfg, at, lay):
                 yield lay
 
 
 def runs(cfg, at, lay):
     """Can hybrid_3d.py run it, and is it worth a try?"""
-    data = lay.dp * lay.cp
     chunks = 2 if lay.attn in ("zigzag", "allgather") else 1  # of a sequence, on a rank of cp
     stages = lay.pp if lay.schedule == "1f1b" else 2 * lay.pp
     return all((
@@ -166,13 +162,13 @@ def runs(cfg, at, lay):
         lay.schedule != "interleaved" or lay.micro % lay.pp == 0,
         # fewer do not fill the pipeline; W would wait with all that full has made again
         lay.schedule != "zb-v" or (lay.micro >= 2 * lay.pp - 1 and lay.ckpt != "full"),
-        lay.zero == 0 or data > 1,
+        lay.zero == 0 or lay.dp * lay.cp > 1,
         lay.zero < 3 or lay.pp == 1,
     ))
 
 
 def search(cfg, at):
-    """-> [(tie, job, memory, time)], one of each mesh, best first; the least bytes, its layout.
+    """-> [(tie, layout, memory, time)], one of each mesh, best first; the least bytes, its layout.
 
     tie: 0 for what is as fast as the fastest, 1 for the next such class, ..
     """
@@ -186,18 +182,19 @@ def search(cfg, at):
         if memory["memory"] <= (1 - SPARE) * 1e9 * at.gpu_memory:
             fits.append((lay, memory, timed(job)))
     fastest = min((time["seconds"] for *_, time in fits), default=1)
-    rows = []
-    for lay, memory, time in fits:
-        tie = math.floor(math.log(time["seconds"] / fastest) / math.log(1 + TIE) + 1e-9)
-        rows.append((tie, effort(lay), lay, memory, time))
+
+    def tie_of(time):
+        return math.floor(math.log(time["seconds"] / fastest) / math.log(1 + TIE) + 1e-9)
+
+    rows = [(tie_of(time), lay, memory, time) for lay, memory, time in fits]
     of_meshes = {}
-    for row in sorted(rows, key=lambda row: row[:2]):
-        of_meshes.setdefault(mesh_of(row[2]), row)
-    return [(tie, *row) for tie, _, *row in of_meshes.values()], least
+    for row in sorted(rows, key=lambda row: (row[0], effort(row[1]))):
+        of_meshes.setdefault(mesh_of(row[1]), row)
+    return list(of_meshes.values()), least
 
 
 def mesh_of(lay):
-    return lay.dp, lay.cp, lay.tp, lay.pp
+    return tuple(getattr(lay, axis) for axis in MESH)
 
 
 def effort(lay):
@@ -211,8 +208,7 @@ def effort(lay):
 
 def text(lay):
     """A layout -> dp 2 x tp 4, micro 8, sp"""
-    sizes = {axis: getattr(lay, axis) for axis in ("dp", "cp", "tp", "pp")}
-    axes = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
+    axes = [f"{axis} {size}" for axis, size in zip(MESH, mesh_of(lay)) if size > 1]
     words = [  # is it said? as what?
         (True, " x ".join(axes) or "one GPU"), (lay.ep, f"ep {lay.ep}"), (lay.cp > 1, lay.attn),
         (True, f"micro {lay.micro}"), (lay.pp > 1, lay.schedule), (lay.sp, "sp"),
@@ -249,9 +245,8 @@ def two_digits(value):
 
 def show(rows, at):
     """A table of the rows."""
-    total = estimate.parameters_of(at.cfg, at.experts, at.shared)
-    print(f"{at.model}: {total:,} parameters, {at.gpus} GPUs. = means: within {TIE:.0%}, which is "
-          "all that is known of the time\n")
+    print(f"{at.model}: {estimate.parameters_of(at.cfg, at):,} parameters, {at.gpus} GPUs. = means: "
+          f"within {TIE:.0%}, which is all that is known of the time\n")
     print(f"{'':4} {'':70} {'GB':>7} {'s/step':>7} {'MFU':>4} {'tok/s':>10}   of the time")
     ties = [tie for tie, *_ in rows]
     for tie, lay, memory, time in rows[:SHOWN]:
@@ -277,11 +272,11 @@ def exact_peak(lay, at):
     """-> what a dry run of the fullest stage's first rank says, in bytes"""
     job = job_of(at.cfg, at, lay)
     fullest = max(range(lay.pp), key=lambda stage: estimate.held(job, stage)["memory"])
-    rank = fullest * at.gpus // lay.pp
-    flags = f"{flags_of(lay, at)} --dry-run {at.gpus} --rank {rank}"
-    _, report, said = ranks.report(1, "hybrid_3d", flags.split(), ranks.quietly, math.inf)
-    require(report, said, code=1)
-    return report["ranks"][0]["memory"]["peak"]
+    flags = f"{flags_of(lay, at)} --dry-run {at.gpus} --rank {fullest * at.gpus // lay.pp}"
+    try:
+        return ranks.measured(1, "hybrid_3d", flags.split())["ranks"][0]["memory"]["peak"]
+    except ranks.Failed as failure:
+        require(False, str(failure), code=1)
 
 
 def main():

@@ -1,9 +1,11 @@
-"""Ranks on this machine that fork from a server: hundredths of a second each instead of seconds.
+"""Techniques on ranks of this machine, for tools and tests, and what they have measured.
 
-The server has imported torch already, see multiprocessing.set_forkserver_preload.
+Ranks come from multiprocessing's server. Where that has imported torch already (see
+set_forkserver_preload), one starts in hundredths of a second.
 """
 import importlib
 import json
+import math
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -12,8 +14,13 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+TECHNIQUES = sorted({path.stem for path in ROOT.glob("*.py")} - {"common"})
+GAPS = ("loss", "gradient", "grad_norm", "parameter")  # of a report's check
 
 
 def start(target, world, *args, limit=120):
@@ -30,11 +37,13 @@ def start(target, world, *args, limit=120):
         ranks.append(context.Process(target=target, args=(rank, world, store.port, *args)))
     for process in ranks:
         process.start()
-    failed = wait_for(ranks, limit)
-    hung = [rank for rank, process in enumerate(ranks) if process.is_alive()]
-    for process in ranks:
-        process.kill()
-        process.join()
+    try:
+        failed = wait_for(ranks, limit)
+        hung = [rank for rank, process in enumerate(ranks) if process.is_alive()]
+    finally:  # also after Ctrl-C
+        for process in ranks:
+            process.kill()
+            process.join()
     assert failed or not hung, f"ranks {hung} hang"
     return [process.exitcode for process in ranks]
 
@@ -97,3 +106,37 @@ def report(world, file, flags, plant=None, limit=120):
         codes = start(be_rank, world, file, flags, plant, str(errors), limit=limit)
         found = json.loads(path.read_text()) if path.exists() else None
         return codes, found, errors.read_text()
+
+
+class Failed(Exception):
+    """A run has left no report; what went wrong, in a line, and its exit code."""
+
+    def __init__(self, words, code):
+        super().__init__(words)
+        self.code = code
+
+
+def measured(world, file, flags, shown=False):
+    """Runs a technique, however long it takes -> its report, and "exit_code", since a failed check
+    leaves one too. shown: what it says goes where our own words go, errors at its end.
+    """
+    plant = None if shown else quietly
+    codes, found, said = report(world, file, [str(word) for word in flags], plant, math.inf)
+    code = int(max(*codes, any(codes)))  # a rank that was ended by a signal has a negative one
+    if shown:
+        print(said, end="", file=sys.stderr)
+    if found is None:
+        last = (said.strip() or "nothing said").splitlines()[-1]
+        raise Failed(f"exit code {code}: {last}", code)
+    return {**found, "exit_code": code}
+
+
+def variants(file):
+    """-> the flags with which a technique is worth running, from its part 5; they make a world of
+    one, too."""
+    return importlib.import_module(file).VARIANTS
+
+
+def worst_gap(check):
+    """Of loss, gradients, norm and parameters."""
+    return max(check[kind] for kind in GAPS)

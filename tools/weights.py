@@ -24,6 +24,7 @@ Llama's head tied to the embedding, stretched rotary positions and sliding windo
 import json
 import re
 import sys
+from collections import namedtuple
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -65,9 +66,16 @@ def read_weights(folder):
     return state
 
 
-# ---- config.json -----------------------------------------------------------------
+# ---- the models ------------------------------------------------------------------
 
-# What our GPT computes, by model_type. Other values would be another model under the same names.
+# What our GPT computes. Other values would be another model under the same names.
+GPT2 = {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
+    "layer_norm_epsilon": (1e-5,),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "tie_word_embeddings": (True,),
+}
 LLAMA = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
@@ -77,76 +85,36 @@ LLAMA = {
     "use_sliding_window": (False,),
 }
 QWEN3 = {**LLAMA, "tie_word_embeddings": (False, True)}
-KINDS = {
-    "gpt2": {
-        "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
-        "layer_norm_epsilon": (1e-5,),
-        "scale_attn_weights": (True,),
-        "scale_attn_by_inverse_layer_idx": (False,),
-        "tie_word_embeddings": (True,),
-    },
-    "llama": LLAMA,
-    "mistral": LLAMA,
-    "mixtral": LLAMA,
-    "qwen3": QWEN3,
-    "qwen3_moe": {**QWEN3, "norm_topk_prob": (True,), "decoder_sparse_step": (1,),
-                  "mlp_only_layers": ([], None)},
-}
+QWEN3_MOE = {**QWEN3, "norm_topk_prob": (True,), "decoder_sparse_step": (1,),
+             "mlp_only_layers": ([], None)}
 # {ours: theirs}
 GPT2_SIZES = {"layers": "n_layer", "width": "n_embd", "heads": "n_head", "vocab": "vocab_size",
               "seq": "n_positions"}
 SIZES = {"layers": "num_hidden_layers", "width": "hidden_size", "heads": "num_attention_heads",
          "vocab": "vocab_size", "seq": "max_position_embeddings",
          "kv_heads": "num_key_value_heads", "hidden": "intermediate_size"}
-EXPERTS = {"mixtral": "num_local_experts", "qwen3_moe": "num_experts"}  # either, in new files
-ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM",
-                 "qwen3": "Qwen3ForCausalLM", "mixtral": "MixtralForCausalLM",
-                 "qwen3_moe": "Qwen3MoeForCausalLM"}
+QWEN3_MOE_SIZES = {**SIZES, "hidden": "moe_intermediate_size"}  # of an expert
+# {a word of our names: theirs}; what is not here is called the same
+GPT2_WORDS = {"tok": "wte", "pos": "wpe", "norm": "ln_f", "blocks": "h", "norm1": "ln_1",
+              "norm2": "ln_2", "q": "c_attn", "k": "c_attn", "v": "c_attn", "out": "c_proj",
+              "up": "c_fc", "down": "c_proj"}
+WORDS = {"tok": "model.embed_tokens", "norm": "model.norm", "head": "lm_head",
+         "blocks": "model.layers", "norm1": "input_layernorm",
+         "norm2": "post_attention_layernorm", "attn": "self_attn", "q": "q_proj", "k": "k_proj",
+         "v": "v_proj", "out": "o_proj", "gate": "gate_proj", "up": "up_proj",
+         "down": "down_proj", "router": "gate"}
+MIXTRAL_WORDS = {**WORDS, "mlp": "block_sparse_moe", "gate": "w1", "up": "w3", "down": "w2"}
 
-
-def names_of_sizes(kind):
-    """-> {ours: theirs}. hidden: of an expert, where there are any."""
-    if kind == "gpt2":
-        return GPT2_SIZES
-    return {**SIZES, "hidden": "moe_intermediate_size"} if kind == "qwen3_moe" else SIZES
-
-
-def refuse(name, value, possible):
-    require(value in possible, f"config.json: {name} is {value}, and must be {possible[0]}")
-
-
-def sizes_of(config):
-    """config.json -> GPTConfig, how many experts a layer has. What our GPT is not is bad usage."""
-    kind = config.get("model_type")
-    require(kind in KINDS, f"config.json: model_type is {kind}, not one of {', '.join(KINDS)}")
-    for name, possible in KINDS[kind].items():
-        refuse(name, config.get(name, possible[0]), possible)
-    sizes = {}
-    for ours, theirs in names_of_sizes(kind).items():
-        size = config[theirs]
-        require(type(size) is int and size > 0, f"config.json: {theirs} is {size}, no size")
-        sizes[ours] = size
-    width = sizes["width"]
-    heads = sizes["heads"]
-    if kind == "gpt2":
-        require(width % heads == 0, f"config.json: {heads} heads do not divide a width of {width}")
-        refuse("n_inner", config.get("n_inner") or 4 * width, (4 * width,))
-        return GPTConfig(**sizes).resolved(), 0
-    window = config.get("sliding_window")
-    require(window is None or window >= sizes["seq"] or kind.startswith("qwen3"),
-            f"config.json: a sliding_window of {window} is shorter than {sizes['seq']}")
-    rotary = config.get("rope_parameters") or {}
-    refuse("rope_type", rotary.get("rope_type", "default"), ("default",))
-    form = "llama"
-    if kind.startswith("qwen3"):
-        form = "qwen3-tied" if config.get("tie_word_embeddings") else "qwen3"
-    experts = 0
-    if kind in EXPERTS:
-        experts = config.get("num_experts") or config["num_local_experts"]
-    return GPTConfig(
-        **sizes, form=FORMS[form], head_dim=config.get("head_dim") or width // heads,
-        theta=float(rotary.get("rope_theta", config.get("rope_theta", 1e4))),
-        eps=config["rms_norm_eps"]), experts
+# experts: what config.json calls their number; new files say either for both
+Kind = namedtuple("Kind", "architecture must_be sizes words experts", defaults=(None,))
+KINDS = {  # by model_type
+    "gpt2": Kind("GPT2LMHeadModel", GPT2, GPT2_SIZES, GPT2_WORDS),
+    "llama": Kind("LlamaForCausalLM", LLAMA, SIZES, WORDS),
+    "mistral": Kind("MistralForCausalLM", LLAMA, SIZES, WORDS),
+    "mixtral": Kind("MixtralForCausalLM", LLAMA, SIZES, MIXTRAL_WORDS, "num_local_experts"),
+    "qwen3": Kind("Qwen3ForCausalLM", QWEN3, SIZES, WORDS),
+    "qwen3_moe": Kind("Qwen3MoeForCausalLM", QWEN3_MOE, QWEN3_MOE_SIZES, WORDS, "num_experts"),
+}
 
 
 def kind_of(cfg, experts):
@@ -158,36 +126,69 @@ def kind_of(cfg, experts):
     return "mixtral" if experts else "llama"
 
 
+# ---- config.json -----------------------------------------------------------------
+
+
+def refuse(name, value, possible):
+    require(value in possible, f"config.json: {name} is {value}, and must be {possible[0]}")
+
+
+def sizes_of(config):
+    """config.json -> GPTConfig, how many experts a layer has. What our GPT is not is bad usage."""
+    name = config.get("model_type")
+    require(name in KINDS, f"config.json: model_type is {name}, not one of {', '.join(KINDS)}")
+    kind = KINDS[name]
+    for setting, possible in kind.must_be.items():
+        refuse(setting, config.get(setting, possible[0]), possible)
+    sizes = {}
+    for ours, theirs in kind.sizes.items():
+        size = config[theirs]
+        require(type(size) is int and size > 0, f"config.json: {theirs} is {size}, no size")
+        sizes[ours] = size
+    width = sizes["width"]
+    heads = sizes["heads"]
+    if name == "gpt2":
+        require(width % heads == 0, f"config.json: {heads} heads do not divide a width of {width}")
+        refuse("n_inner", config.get("n_inner") or 4 * width, (4 * width,))
+        return GPTConfig(**sizes).resolved(), 0
+    form = "llama"
+    if kind.must_be in (QWEN3, QWEN3_MOE):
+        form = "qwen3-tied" if config.get("tie_word_embeddings") else "qwen3"
+    else:
+        window = config.get("sliding_window")
+        require(window is None or window >= sizes["seq"],
+                f"config.json: a sliding_window of {window} is shorter than {sizes['seq']}")
+    rotary = config.get("rope_parameters") or {}
+    refuse("rope_type", rotary.get("rope_type", "default"), ("default",))
+    experts = 0
+    if kind.experts:
+        experts = config.get("num_experts") or config["num_local_experts"]
+    return GPTConfig(
+        **sizes, form=FORMS[form], head_dim=config.get("head_dim") or width // heads,
+        theta=float(rotary.get("rope_theta", config.get("rope_theta", 1e4))),
+        eps=config["rms_norm_eps"]), experts
+
+
 def config_of(cfg, dtype, experts, top_k):
     """The inverse -> config.json. experts: how many a layer has, 0: an MLP."""
-    kind = kind_of(cfg, experts)
-    config = {name: possible[0] for name, possible in KINDS[kind].items()}
-    config.update({theirs: getattr(cfg, ours) for ours, theirs in names_of_sizes(kind).items()})
-    config.update(model_type=kind, architectures=[ARCHITECTURES[kind]],
+    name = kind_of(cfg, experts)
+    kind = KINDS[name]
+    config = {setting: possible[0] for setting, possible in kind.must_be.items()}
+    config.update({theirs: getattr(cfg, ours) for ours, theirs in kind.sizes.items()})
+    config.update(model_type=name, architectures=[kind.architecture],
                   torch_dtype=str(dtype).removeprefix("torch."))
-    if kind == "gpt2":
+    if name == "gpt2":
         return {**config, "n_ctx": cfg.seq, "n_inner": None,
                 "attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
     config.update(tie_word_embeddings=cfg.form.tied, rope_theta=cfg.theta, rms_norm_eps=cfg.eps,
                   head_dim=cfg.head_dim, intermediate_size=cfg.hidden)
     if experts:
-        config.update({EXPERTS[kind]: experts, "num_experts_per_tok": top_k})
+        config.update({kind.experts: experts, "num_experts_per_tok": top_k})
     return config
 
 
 # ---- names ---------------------------------------------------------------------
 
-# {a word of our names: theirs}; what is not here is called the same
-GPT2_WORDS = {"tok": "wte", "pos": "wpe", "norm": "ln_f", "blocks": "h", "norm1": "ln_1",
-              "norm2": "ln_2", "q": "c_attn", "k": "c_attn", "v": "c_attn", "out": "c_proj",
-              "up": "c_fc", "down": "c_proj"}
-WORDS = {"tok": "model.embed_tokens", "norm": "model.norm", "head": "lm_head",
-         "blocks": "model.layers", "norm1": "input_layernorm",
-         "norm2": "post_attention_layernorm", "attn": "self_attn", "q": "q_proj", "k": "k_proj",
-         "v": "v_proj", "out": "o_proj", "gate": "gate_proj", "up": "up_proj",
-         "down": "down_proj", "router": "gate"}
-MIXTRAL = {"mlp": "block_sparse_moe", "gate": "w1", "up": "w3", "down": "w2"}
-WORDS_OF = {"gpt2": GPT2_WORDS, "mixtral": {**WORDS, **MIXTRAL}}  # else WORDS
 # not read: the causal mask and angles, which older files hold, and a head that is the embedding
 NOT_READ = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|lm_head\.weight|.*rotary_emb\.inv_freq")
 
@@ -209,7 +210,7 @@ def our_names(cfg, experts):
 
 def names_of(cfg, experts):
     """-> {their name: [ours]}; in one tensor of GPT-2's q, k and v are one beside the other."""
-    words = WORDS_OF.get(kind_of(cfg, experts), WORDS)
+    words = KINDS[kind_of(cfg, experts)].words
     found = {}
     for name in our_names(cfg, experts):
         theirs = ".".join(words.get(word, word) for word in name.split("."))
