@@ -18,6 +18,7 @@ if [[ ${PYTHON:-} == */* && $PYTHON != /* ]]; then
   PYTHON=$PWD/$PYTHON # relative to where it was said
 fi
 cd "$(dirname "${BASH_SOURCE[0]}")"
+export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} # no word on what 127.0.0.1 is called
 command=${1:-}
 needed="numpy, torch"
 if [[ $command == test ]]; then

@@ -20,7 +20,7 @@ def texts(name):
 def test_matplotlib_is_used_or_asked_for(tmp_path, monkeypatch):
     """Where it is, all pictures are drawn, and no others; where it is not, a line says so."""
     monkeypatch.setattr(draw, "PLACE", tmp_path)
-    assert "usage" in run_tool("draw", "--bogus", code=2)
+    assert "--bogus" in run_tool("draw", "--bogus", code=2)
     if importlib.util.find_spec("matplotlib"):
         monkeypatch.setattr("sys.argv", ["draw.py"])
         draw.main()

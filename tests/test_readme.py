@@ -21,6 +21,7 @@ from test_repo import TECHNIQUES
 
 PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *ROOT.glob("docs/*.md"))}
 README = PAGES["README.md"]
+T = 16  # tokens of a sequence
 CHINESE = (ROOT / "README.zh.md").read_text()
 
 
@@ -123,16 +124,17 @@ PROGRAMS = [block for block in fenced(README, "python") if block.startswith("# t
 
 
 def check_programs():
-    """Word for word, but in fp64 and for 5 steps; against the same loop in one process. Rank 0
-    prints the loss of the last."""
+    """Word for word, but in fp64, for 5 steps of short sequences; against the same loop in one
+    process. Rank 0 prints the loss of the last."""
     model = build(PRESETS["llama-toy"], 0, dtype=torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    corpus = load_corpus("", 128)
-    rated = [(1e-3, *get_batch(corpus, 128, 0, step, 8)) for step in range(5)]
+    corpus = load_corpus("", T)
+    rated = [(1e-3, *get_batch(corpus, T, 0, step, 8)) for step in range(5)]
     *_, (loss, _) = plain_steps(model, optimizer, rated, 1.0)
     line = f"step 5: loss {loss:.3f}\n" if dist.get_rank() == 0 else ""
     for program in PROGRAMS:
-        lines = program.replace("range(20)", "range(5)").replace("seed=0)", "seed=0, dtype=DTYPE)")
+        lines = program.replace("range(20)", "range(5)").replace("128", str(T))
+        lines = lines.replace("seed=0)", "seed=0, dtype=DTYPE)")
         names = {"DTYPE": torch.float64}
         lines = re.sub(r"\ndist\.(init|destroy)_process_group.*", "", lines)
         with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -156,7 +158,6 @@ for technique, text in re.findall(BLOCK, YOUR_MODEL, re.M | re.S):
     EXAMPLES[technique] = "".join(fenced(text, "python"))
 GIVEN, = [block for block in fenced(YOUR_MODEL, "python") if block.startswith("# given")]
 ROWS = {"zero", "amp_accum_ckpt", "moe"}  # a rank has rows; others the whole batch
-T = 16
 
 
 def somebodys_model(name):

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from conftest import ROOT, SMALL, run_tool
-from tools import bench, gpu, launch, ranks
+from tools import bench, gpu, launch
+from tools.ranks import Failed, measured
 
 
 def report(ms, ranks=2, exit_code=0, check=None, **sides):
@@ -51,9 +52,9 @@ def test_bench_takes_the_sides_that_there_are(monkeypatch, capsys):
     """A side that is refused is left out; a run that fails is a line and the exit code."""
     def measure(ranks, file, words):
         if "all" in words:
-            raise ranks.Failed("exit code 2: it has no idea", 2)
+            raise Failed("exit code 2: it has no idea", 2)
         if "--stage 3" in " ".join(words):
-            raise ranks.Failed("exit code 1: broken", 1)
+            raise Failed("exit code 1: broken", 1)
         return report(60.0, ranks, torch=1.5)
 
     monkeypatch.setattr(bench, "measured", measure)
@@ -80,9 +81,9 @@ def test_scale(monkeypatch, capsys):
 def test_what_a_run_has_measured():
     """Bad usage leaves none, but its line and its exit code."""
     words = [*SMALL, "--dtype", "fp64"]
-    assert ranks.measured(2, "ddp", words)["exit_code"] == 0
-    with pytest.raises(ranks.Failed, match="2: ddp.py: error: --resume no/such: ") as failure:
-        ranks.measured(2, "ddp", [*words, "--resume", "no/such"])
+    assert measured(2, "ddp", words)["exit_code"] == 0
+    with pytest.raises(Failed, match="2: ddp.py: error: --resume no/such: ") as failure:
+        measured(2, "ddp", [*words, "--resume", "no/such"])
     assert failure.value.code == 2
 
 
@@ -102,6 +103,7 @@ def test_exit_codes_of_the_launcher(capsys):
     (launch, "ddp 20000000"),
     (bench, "all"),
     (bench, "scale nope"),
+    (bench, "bench nope"),
 ])
 def test_bad_words_end_in_a_line(tool, words, capsys):
     with pytest.raises(SystemExit) as end:

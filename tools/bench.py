@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
 
 from harness.usage import require  # noqa: E402
-from tools.launch import CORES  # noqa: E402
+from tools.launch import CORES, technique  # noqa: E402
 from tools.ranks import TECHNIQUES, Failed, measured, variants, worst_gap  # noqa: E402
 
 USUAL = torch.cuda.device_count() or 2  # ranks
@@ -144,12 +144,13 @@ def sides_of(file, flags):
 
 def bench(words):
     files = TECHNIQUES
-    if words and words[0].removesuffix(".py") in TECHNIQUES:
-        files = [words.pop(0).removesuffix(".py")]
+    if words and words[0][0] != "-":
+        files = [technique(words.pop(0))]
     print(aligned("", BENCH) + "as fast as torch", flush=True)
     failed = 0
     for file in files:
-        for own in LAYOUTS if file == "hybrid_3d" else variants(file):
+        worth = LAYOUTS if file == "hybrid_3d" else variants(file)
+        for own in worth:
             flags = " ".join([SIZES, own, *words])
             lines, code = lines_of(f"{file} {own}", BENCH, sides_of, file, flags)
             failed = max(failed, code)
@@ -158,8 +159,8 @@ def bench(words):
 
 
 def scale(words):
-    file = "".join(words[:1]).removesuffix(".py")
-    require(file in TECHNIQUES, "usage: ./run.sh scale FILE [flags]")
+    require(words, "usage: ./run.sh scale FILE [flags]")
+    file = technique(words[0])
     counts = rank_counts()
     flags = ["--batch", max(8, counts[-1]), *words[1:], "--no-check"]
     print(f"{'ranks':>6}{'ms/step':>10}{'tok/s':>12}{'speed-up':>10}{'efficiency':>12}", flush=True)

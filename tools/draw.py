@@ -19,8 +19,8 @@ from statistics import median
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from harness.flags import parse, require  # noqa: E402
 from harness.timeline import bubble_rate, simulate  # noqa: E402
-from harness.usage import require  # noqa: E402
 from pipeline_parallel import make_plans  # noqa: E402
 from tools.ranks import measured  # noqa: E402
 
@@ -32,6 +32,11 @@ RED = "#ee6677"
 YELLOW = "#ccbb44"
 CYAN = "#66ccee"
 PALE = "#88888833"
+STYLE = {
+    "svg.fonttype": "none", "svg.hashsalt": "docs", "font.size": 9, "text.color": INK,
+    "axes.facecolor": "none", "axes.edgecolor": INK, "axes.labelcolor": INK,
+    "xtick.color": INK, "ytick.color": INK, "axes.titlesize": 9, "axes.titlelocation": "left",
+    "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False}
 
 # ---- bars ----------------------------------------------------------------------
 
@@ -47,11 +52,7 @@ def picture(name, panels, kinds, height, xlabel, title=None, alike=True):
     except ImportError:
         require(False, "pictures want matplotlib: pip install matplotlib")
     matplotlib.use("svg")
-    matplotlib.rcParams.update({
-        "svg.fonttype": "none", "svg.hashsalt": "docs", "font.size": 9, "text.color": INK,
-        "axes.facecolor": "none", "axes.edgecolor": INK, "axes.labelcolor": INK,
-        "xtick.color": INK, "ytick.color": INK, "axes.titlesize": 9, "axes.titlelocation": "left",
-        "axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False})
+    matplotlib.rcParams.update(STYLE)
     import matplotlib.pyplot as plt
     from matplotlib.patches import Patch
 
@@ -90,16 +91,18 @@ SHORT = "64 sequences of 2,048 tokens"
 LONG = "one sequence of 131,072 tokens"
 HOLDERS = {  # {panel: (its flags, {label: command})}
     SHORT: ("--seq 2048 --batch 64", {
-        "ddp": "ddp",
-        **{f"zero, stage {stage}": f"zero --stage {stage}" for stage in (1, 2, 3)},
-        "fsdp": "fsdp",
-        "ddp, full checkpointing": "amp_accum_ckpt --ckpt full",
-        "tensor parallel, sp": "tensor_parallel --sp",
-        "pipeline, 1f1b": "pipeline_parallel --schedule 1f1b --micro 64",
+        "ddp": "ddp --dry-run 64",
+        "zero, stage 1": "zero --dry-run 64 --stage 1",
+        "zero, stage 2": "zero --dry-run 64 --stage 2",
+        "zero, stage 3": "zero --dry-run 64 --stage 3",
+        "fsdp": "fsdp --dry-run 64",
+        "ddp, full checkpointing": "amp_accum_ckpt --dry-run 64 --ckpt full",
+        "tensor parallel, sp": "tensor_parallel --dry-run 64 --sp",
+        "pipeline, 1f1b": "pipeline_parallel --dry-run 64 --schedule 1f1b --micro 64",
     }),
     LONG: ("--seq 131072 --batch 1", {
-        "one process": "ddp",
-        "context parallel": "context_parallel --attn zigzag",
+        "one process": "ddp --dry-run 1",
+        "context parallel": "context_parallel --dry-run 64 --attn zigzag",
     }),
 }
 HELD = {"parameters": BLUE, "gradients": RED, "optimizer": YELLOW, "activations": CYAN}
@@ -110,9 +113,7 @@ def measure_held():
     for panel, (flags, holders) in HOLDERS.items():
         figures[panel] = {}
         for label, command in holders.items():
-            file, *own = command.split()
-            ranks = 1 if label == "one process" else 64
-            words = [*own, *SIZES.split(), *flags.split(), "--dry-run", ranks]
+            file, *words = f"{command} {SIZES} {flags}".split()
             memory = measured(1, file, words)["ranks"][0]["memory"]
             figures[panel][label] = {kind: memory[kind] for kind in (*HELD, "peak")}
     write("held", figures)
@@ -205,22 +206,22 @@ def measure_timelines():
     write("timelines", figures)
 
 
-def planned(schedule, measured):
+def planned(schedule, ran):
     """-> the same as it would be if no rank waited but for its inputs, each kind of action on a
     rank taking its median time"""
     times = defaultdict(list)
-    for rank, done in enumerate(measured):
+    for rank, done in enumerate(ran):
         for kind, _, stage, start, end in done:
             times[rank, kind, stage].append(end - start)
-    played = simulate(make_plans(schedule, len(measured), MICRO),
+    played = simulate(make_plans(schedule, len(ran), MICRO),
                       lambda rank, action: median(times[rank, action.kind, action.stage]))
     return [[(*action[:3], start, end) for action, start, end in done] for done in played]
 
 
 def draw_timelines():
     panels = {}
-    for schedule, measured in read("timelines").items():
-        for side, ranks in {"planned": planned(schedule, measured), "measured": measured}.items():
+    for schedule, ran in read("timelines").items():
+        for side, ranks in {"planned": planned(schedule, ran), "measured": ran}.items():
             end = max(done[-1][-1] for done in ranks)
             rows = {}
             for rank, done in enumerate(ranks):
@@ -265,9 +266,8 @@ MEASURE = (measure_held, measure_step, measure_timelines)  # hops need none
 
 
 def main():
-    words = sys.argv[1:]
-    require(words in ([], ["--measure"]), "usage: python tools/draw.py [--measure]")
-    if words:
+    flags = {"--measure": dict(action="store_true", help="run everything first: minutes")}
+    if parse(__doc__, flags).measure:
         for measure in MEASURE:
             measure()
     for draw in DRAW:

@@ -19,7 +19,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch  # noqa: E402
 
-from harness.usage import require  # noqa: E402
+from harness.flags import parse, require  # noqa: E402
 from tools.ranks import TECHNIQUES, Failed, measured, variants, worst_gap  # noqa: E402
 
 Case = namedtuple("Case", "label file ranks flags")
@@ -88,6 +88,7 @@ def utilization(case):
 
 
 def main():
+    parse(__doc__, {})
     require(torch.cuda.is_available(), "torch finds no GPU here")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     jobs = [(case, proof) for case in cases()]

@@ -27,9 +27,15 @@ CORES = len(os.sched_getaffinity(0))
 MOST = max(64, 4 * CORES)  # a rank takes a third of a GB: with more a machine only starts to swap
 
 
-def main(words):
-    file = "".join(words[:1]).removesuffix(".py")
+def technique(word):
+    """ddp or ddp.py -> ddp"""
+    file = word.removesuffix(".py")
     require(file in TECHNIQUES, f"no technique {file}; one of: {' '.join(TECHNIQUES)}")
+    return file
+
+
+def main(words):
+    file = technique("".join(words[:1]))
     flags = words[1:]
     ranks = torch.cuda.device_count() or 2
     if flags and flags[0].isdecimal():
@@ -40,7 +46,6 @@ def main(words):
         ranks = 1  # one help is enough
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL + 1)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, CORES // ranks)))
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     words = ["--standalone", f"--nproc-per-node={ranks}", str(ROOT / f"{file}.py"), *flags]
     try:
         torchrun.run(torchrun.parse_args(words))

@@ -245,8 +245,9 @@ def two_digits(value):
 
 def show(rows, at):
     """A table of the rows."""
-    print(f"{at.model}: {estimate.parameters_of(at.cfg, at):,} parameters, {at.gpus} GPUs. = means: "
-          f"within {TIE:.0%}, which is all that is known of the time\n")
+    total = estimate.parameters_of(at.cfg, at)
+    print(f"{at.model}: {total:,} parameters, {at.gpus} GPUs. = means: within {TIE:.0%}, which is "
+          "all that is known of the time\n")
     print(f"{'':4} {'':70} {'GB':>7} {'s/step':>7} {'MFU':>4} {'tok/s':>10}   of the time")
     ties = [tie for tie, *_ in rows]
     for tie, lay, memory, time in rows[:SHOWN]:
