@@ -423,7 +423,7 @@ class MoE(nn.Module):
         # sums over the backwards of a step
         self.load_of_step = 0  # (E,) int64, how often the tokens of all ranks chose each expert
         self.loss_of_step = 0  # () this rank's part of the balancing losses
-        self.last_load = 0  # the load of the last step; 0 if no backward came by
+        self.last_load = 0  # the load of the last step, to be printed; 0: no backward came by
 
     def forward(self, x):  # (.., C)
         tokens = x.flatten(0, -2)  # (N, C)
@@ -787,7 +787,7 @@ def name_experts(model, names, ep, experts):
 
 
 class BalancedCounts:
-    """In the place of read_counts where tensors have no values: all experts are chosen equally."""
+    """For read_counts, where tensors have no values: experts are chosen equally often."""
 
     def expect(self, args, tokens, ep):
         """tokens: how many a rank routes at a time."""
@@ -795,9 +795,8 @@ class BalancedCounts:
         rows = tokens * args.top_k
         if args.capacity:
             rows = min(rows, E * most_rows(args.capacity, args.top_k, tokens, E))
-        of_each = [(rows + e) // E for e in range(E)]  # the last ones get the remainder
-        here = E // ep.size()
-        leaving = [of_each[e:e + here] for e in range(0, E, here)]
+        of_each = (rows + torch.arange(E)) // E  # the last ones get the remainder
+        leaving = of_each.view(ep.size(), -1).tolist()  # [rank][expert]
         self.counts = leaving, [leaving[ep.rank()]] * ep.size()
 
     def __call__(self, counts):

@@ -450,7 +450,7 @@ class ReduceScatterFromTP(torch.autograd.Function):
 class VocabParallelCrossEntropy(torch.autograd.Function):
     """The idea's formulas, but both sums in one all-reduce, and a backward that makes one buffer.
 
-    Logits (N, V/tp), targets (N,) -> losses (N,). A rank has so many words; further columns are
+    Logits (N, V/tp), targets (N,) -> losses (N,). words: how many the rank has; other columns are
     padding.
     """
 
@@ -548,7 +548,7 @@ def cut_model(model, tp, plan):
         kinds.update(dict.fromkeys(names, kind))
     for name, kind in kinds.items():
         model.set_submodule(name, kind(modules[name], tp))
-    for name, module in model.named_modules():  # what would be wrong without a word
+    for name, module in model.named_modules():  # what would be wrong in silence
         drops = isinstance(module, nn.Dropout) and module.p > 0
         assert not drops, f"{name}: ranks would draw masks of their own, also where x is whole."
         cut = [key for key, p in module.named_parameters(recurse=False) if p in tp.cuts]
@@ -633,20 +633,20 @@ def key_values(heads):
     If there are more ranks, `copies` of them in a row, twins, have the same head of k, but other
     heads of q: each makes a summand of k's gradient.
     """
-    twins = None  # their group, for all layers
+    twins = {}  # {tp: their group}, for all layers
 
     def kind(plain, tp):
-        nonlocal twins
         assert heads % tp.size == 0 or tp.size % heads == 0, (
             f"{tp.size} ranks for {heads} heads of keys and values")
         copies = tp.size // heads
-        if copies > 1:
+        if copies > 1 and tp not in twins:
             first = tp.rank // copies * copies
             ranks = dist.get_process_group_ranks(tp.group)[first:first + copies]
-            twins = twins or dist.new_group(ranks, use_local_synchronization=True)
+            twins[tp] = dist.new_group(ranks, use_local_synchronization=True)
+        if copies > 1:
             for p in plain.parameters():
                 tp.keep_piece(p, 0, copies)
-                tp.summed[p] = twins
+                tp.summed[p] = twins[tp]
         return ColumnLinear(plain, tp)  # cuts what is not cut yet
 
     return kind

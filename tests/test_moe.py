@@ -499,5 +499,5 @@ def test_refused():
         (["--experts", "6", "--dry-run", "4"], "and of --experts 6"),
         (["--impl", "torch"], "torch has no such layer"),
         ([*IDEA, "--shared"], "--impl idea: takes no --shared"),
-            (["--impl", "all", "--balance", "bias"], "--impl all: takes no --balance"),
+        (["--impl", "all", "--balance", "bias"], "--impl all: takes no --balance"),
     ])
