@@ -281,21 +281,22 @@ Row = namedtuple("Row", "name kind fate stages")
 
 def table_of(stages, tp, zero):
     """All stages of a model -> {parameter: its Row}."""
-    of_kind = fates(isinstance(tp, SequenceParallel), zero)
+    sp = isinstance(tp, SequenceParallel)
+    of_kind = fates(sp, zero)
     table = {}
     for number, stage in enumerate(stages):
         owners = {p: m for m in stage.modules() for p in m.parameters(recurse=False)}
         for name, p in stage.named_parameters():
-            kind = kind_of(p, owners[p], tp)
-            assert kind != "expert" or tp.size == 1 or isinstance(tp, SequenceParallel), (
-                "experts with tp > 1 want SequenceParallel: else its ranks route the same tokens")
-            row = Row(name, kind, of_kind[kind], (number,))
-            if p in table:
-                first = table[p]
-                row = Row(first.name, f"{kind}, tied", {**row.fate, "ends": "sum"},
-                          (*first.stages, number))
-                assert row.stages == (0, len(stages) - 1), f"{name} is in stages {row.stages}"
-            table[p] = row
+            if p not in table:
+                kind = kind_of(p, owners[p], tp)
+                table[p] = Row(name, kind, of_kind[kind], ())
+            table[p] = table[p]._replace(stages=(*table[p].stages, number))
+    for p, row in table.items():
+        assert row.kind != "expert" or tp.size == 1 or sp, (
+            "experts with tp > 1 want SequenceParallel: else its ranks route the same tokens")
+        if len(row.stages) > 1:
+            assert row.stages == (0, len(stages) - 1), f"{row.name} is in stages {row.stages}"
+            table[p] = row._replace(kind=row.kind + ", tied", fate={**row.fate, "ends": "sum"})
     return table
 
 
@@ -308,7 +309,8 @@ def alike(fate):
 
 
 class ZeRO0(ZeRO1):
-    """Copies sum whole gradients, and each steps all of them: a single chunk, which all have."""
+    """Nothing is cut: all copies have the single chunk of a unit. Where ZeRO1 reduce-scatters they
+    all-reduce, and where it gathers others' chunks there is nothing to do."""
 
     def place_of_rank(self):
         return 1, 0
@@ -318,7 +320,7 @@ class ZeRO0(ZeRO1):
         unit.reducing = dist.all_reduce(unit.buffer, group=self.group, async_op=True)
 
     def renew(self, unit):
-        """There are no chunks of others."""
+        pass
 
     def whole_of(self, chunks):
         found = {}
@@ -485,10 +487,10 @@ class Hybrid(nn.Module):
         # from here on nothing holds what is on other stages: it can be freed
         tp.cuts = {p: cut for p, cut in tp.cuts.items() if p in self.table}
         tp.summed = {p: group for p, group in tp.summed.items() if p in self.table}
-        order = "".join(action.kind for action in plans[0])
-        alternates = len(plans) == 1 and order == "FB" * (len(order) // 2)
+        kinds = [action.kind for action in plans[0]]
+        alternates = len(plans) == 1 and kinds == ["F", "B"] * (len(kinds) // 2)
         assert zero < 3 or alternates, "ZeRO-3 wants one stage, and each B right after its F"
-        has_w = "W" in order
+        has_w = "W" in kinds
         if has_w:
             split_cut_linears(self.stages)
         self.copies = Copies(here, self.table, self.group, layers, zero, has_w, reduce_dtype)
