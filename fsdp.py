@@ -654,7 +654,7 @@ def refuse(args, require, N):
 
 
 def set_up(run, impl, mesh, on_meta):
-    from harness.checkpoint import all_pieces_of_units
+    from harness.checkpoint import pieces_of_units
     from harness.whole import wholes_of_units
 
     args = run.args
@@ -677,7 +677,7 @@ def set_up(run, impl, mesh, on_meta):
     optimizer = run.optimizer(named, groups=model.parameter_groups,
                               wholes=partial(wholes_of_units, model.units, model.group))
     return run.side(model, optimizer, train_step,
-                    pieces=partial(all_pieces_of_units, model.units, named, optimizer),
+                    pieces=partial(pieces_of_units, model.units, named, optimizer),
                     full_gradients=partial(full_gradients, model),
                     full_state_dict=model.full_state_dict)
 

@@ -1039,18 +1039,12 @@ def refuse_at_work(args, require, home):
 
 
 def pieces(model, optimizer):
-    """-> [Piece]: the boxes of the plain model's tensors that this rank holds"""
-    from harness.checkpoint import of_stack, pieces_of_units_of_cuts
+    """-> {parameter: [Piece]}: the boxes of the plain model's tensors that this rank holds"""
+    from harness.checkpoint import of_cuts, of_stacks, pieces_of_units
 
-    names = {p: row.name for p, row in model.table.items()}
-    units = model.copies.units
-    found = []
-    for p, boxes in pieces_of_units_of_cuts(units, model.tp, names, optimizer).items():
-        if "ep" in model.table[p].fate:  # a stack's box becomes one for each expert
-            ep_rank = dist.get_rank(model.group["ep"])
-            boxes = [each for box in boxes for each in of_stack(box, ep_rank, moe.plain_name)]
-        found += boxes
-    return found
+    named = [(row.name, p) for p, row in model.table.items()]
+    found = of_cuts(pieces_of_units(model.copies.units, named, optimizer), model.tp)
+    return of_stacks(found, dist.get_rank(model.group["ep"]), moe.plain_name)
 
 
 def notes(model):
@@ -1120,7 +1114,7 @@ def set_up_ours(run, plain, mesh, plans, layers):
         evaluate=partial(evaluate, model), full_gradients=partial(full_gradients, model),
         full_state_dict=partial(full_state_dict, model), pieces=partial(pieces, model, optimizer),
         held=partial(held, model, model.copies, optimizer),
-        extra=partial(notes, model) if args.experts else None)
+        extra=partial(notes, model) if args.experts else dict)
 
 
 def set_up_at_work(run, plain, mesh, plans, layers):

@@ -848,7 +848,7 @@ def refuse(args):
 
 def set_up(run, impl, replicas, ep):
     """-> what the run trains, and how it finds whole tensors, for the check and checkpoints."""
-    from harness.checkpoint import pieces_of_stacks
+    from harness.checkpoint import of_stacks, pieces_of
     from harness.whole import wholes_of_stacks
 
     plain = run.build()
@@ -868,7 +868,7 @@ def set_up(run, impl, replicas, ep):
         model, optimizer, partial(step, replicas=replicas, ep=ep),
         full_gradients=partial(full_gradients, model, ep),
         full_state_dict=partial(full_state_dict, model, ep),
-        pieces=partial(pieces_of_stacks, named, optimizer, ep, replicas, plain_name),
+        pieces=lambda: of_stacks(pieces_of(named, optimizer), ep.rank(), plain_name),
         extra=lambda: {"bias_units": [layer.bias_units.tolist() for layer in layers_of(model)]})
 
 

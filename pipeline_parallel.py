@@ -997,7 +997,8 @@ def set_up(run, impl, plans, layers):
     plain = run.build()
     names = {p: name for name, p in plain.named_parameters()}
     stages, pipeline = parallelize(plain, plans, layers, *boundary)
-    optimizer = run.optimizer([(names[p], p) for p in stages.parameters()])
+    named = [(names[p], p) for p in stages.parameters()]
+    optimizer = run.optimizer(named)
     if args.schedule == "pipedream":
         pipeline = PipeDream(stages, plans, pipeline.mail, optimizer, args.clip or math.inf)
     model = stages
@@ -1008,18 +1009,10 @@ def set_up(run, impl, plans, layers):
     elif impl == "torch":
         at_work = parallelize_at_work(args.schedule, stages, plans, boundary, run.cfg.vocab)
         step = partial(train_step_at_work, *at_work)
-
-    def pieces():
-        """What a checkpoint has of this rank. What several ranks share one of them writes."""
-        counted = set(stages.counted)
-        found = []
-        for p in stages.parameters():
-            found += pieces_of([(names[p], p)], optimizer, writes=p in counted)
-        return found
-
     return run.side(
         model, optimizer, step, held_of=stages, evaluate=partial(evaluate, pipeline),
-        pieces=pieces, full_gradients=partial(full_gradients, stages, names),
+        pieces=partial(pieces_of, named, optimizer),
+        full_gradients=partial(full_gradients, stages, names),
         full_state_dict=partial(full_state_dict, stages),
         watch=partial(watched, run, plans, pipeline))
 

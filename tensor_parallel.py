@@ -798,7 +798,7 @@ def refuse(args, require):
 
 
 def set_up(run, impl, tp, mesh):
-    from harness.checkpoint import pieces_of_cuts
+    from harness.checkpoint import of_cuts, pieces_of
     from harness.whole import wholes_of_cuts
 
     side = partial(run.side, copies=tp.size)  # every rank has the whole loss
@@ -818,7 +818,7 @@ def set_up(run, impl, tp, mesh):
     return side(model, optimizer, step, evaluate=partial(token_losses, model, tp=tp),
                 full_gradients=partial(full_gradients, model, tp),
                 full_state_dict=partial(full_state_dict, model, tp),
-                pieces=partial(pieces_of_cuts, tp, named, optimizer))
+                pieces=lambda: of_cuts(pieces_of(named, optimizer), tp))
 
 
 def textbook(run, impl, model, tp):

@@ -674,7 +674,7 @@ def held(model, zero, optimizer):
 
 
 def set_up(run, impl, mesh):
-    from harness.checkpoint import all_pieces_of_units
+    from harness.checkpoint import pieces_of_units
     from harness.whole import wholes_of_units
 
     args = run.args
@@ -698,7 +698,7 @@ def set_up(run, impl, mesh):
     step = partial(train_step, model, accum=args.accum, at_once=args.optimizer == "muon")
     return run.side(zero, optimizer, step, evaluate=evaluate,
                     held=partial(held, model, zero, optimizer),
-                    pieces=partial(all_pieces_of_units, zero.units, named, optimizer),
+                    pieces=partial(pieces_of_units, zero.units, named, optimizer),
                     full_gradients=partial(full_gradients, model, zero),
                     full_state_dict=partial(full_state_dict, model, zero))
 

@@ -12,33 +12,26 @@ lie in its memory, and that is a Piece. So every script and every layout reads e
     rank 0     Piece("up.weight", (8, 4), (0, 0), its rows 0 to 3)
     rank 1     Piece("up.weight", (8, 4), (4, 0), its rows 4 to 7)
 
-The files are those of torch.distributed.checkpoint: see dcp.py. It writes its table of contents,
-.metadata, last: a folder that has one is whole. The last two are kept. What makes the run the same
-is inside: parameters, AdamW states, the steps behind it (hence the place in the data), the flags.
-Nothing here draws random numbers while it trains. DIR is a folder that all ranks see.
+The files are those of torch.distributed.checkpoint: see dcp.py, which is imported where it is used,
+since it takes half as long as torch to load. It writes its table of contents, .metadata, last: a
+folder that has one is whole. The last two are kept. What makes the run the same is inside:
+parameters, AdamW states, the steps behind it (hence the place in the data), the flags. Nothing here
+draws random numbers while it trains. DIR is a folder that all ranks see.
 """
 import json
 import math
 import shutil
 import tempfile
-from collections import namedtuple
+from collections import ChainMap, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from harness.report import say
 from harness.usage import require
-
-
-def dcp():
-    """-> harness.dcp. It takes half as long as torch to load, and a run without need not wait."""
-    from harness import dcp
-
-    return dcp
-
 
 # ---- pieces ------------------------------------------------------------------
 
@@ -47,47 +40,61 @@ Piece = namedtuple("Piece", "name shape start tensor writes", defaults=(True,))
 # shape    of the whole tensor, without padding
 # start    where this box begins in it, an index for each dimension
 # tensor   this rank's box: a view of the memory that training uses, since loading copies into it
-# writes   False: it is loaded, but what is saved is another piece of the same box
-# Several pieces may be the same box (tied copies, a master and what computes with it): all are
-# loaded, each in its own dtype. What several ranks hold is saved once.
+# writes   False: it is loaded, but what is saved is another piece, a master of what computes
+# Several pieces may be the same box, on one rank or on several: all are loaded, each in its own
+# dtype, and it is saved once.
 
 # what AdamW holds for each parameter, besides the step, and Muon for each matrix
 STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
-def pieces_of(named_parameters, optimizer, writes=True):
-    """(name, parameter) pairs of an ordinary module -> pieces of them and of their AdamW states.
-
-    Parameters may be DTensors. optimizer may be None: then the parameters alone. An AdamW that has
-    not run yet has no states: see make_states.
-    """
-    pieces = []
-    for name, parameter in named_parameters:
-        for full_name, tensor in with_states(name, parameter, optimizer):
-            pieces.append(piece_of(full_name, tensor, writes))
-    return pieces
-
-
-def with_states(name, parameter, optimizer):
-    """-> [(name, tensor)] of a parameter and of what AdamW, if it has run, holds for it."""
-    found = [(name, parameter.detach())]
-    if optimizer is not None:
-        states = optimizer.state.get(parameter, {})
-        found += [(f"{name}.{kind}", states[kind]) for kind in STATES if kind in states]
+def pieces_of(named_parameters, optimizer):
+    """Of an ordinary module's parameters, whole or DTensors -> {parameter: [Piece]}, of it and of
+    what the optimizer, if it has run, holds for it. make_states() makes that before."""
+    found = {}
+    for name, p in named_parameters:
+        tensors = with_states(name, p, optimizer)
+        found[p] = [piece_of(full_name, t) for full_name, t in tensors.items()]
     return found
+
+
+def with_states(name, p, optimizer):
+    """-> {name: tensor} of a parameter and its states."""
+    states = optimizer.state.get(p, {})
+    found = {f"{name}.{kind}": states[kind] for kind in STATES if kind in states}
+    return {name: p, **found}
 
 
 def piece_of(name, tensor, writes=True):
     """A whole tensor or a DTensor -> its piece on this rank."""
     tensor = tensor.detach()
     if not hasattr(tensor, "full_tensor"):
-        start = (0,) * tensor.dim()
-        return Piece(name, tuple(tensor.shape), start, tensor, writes)
+        return Piece(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor, writes)
     [box] = tensor.__create_chunk_list__()
     local = tensor.to_local()
     if local.shape != box.sizes:  # _StridedShard: what this rank has does not lie side by side
         raise ValueError(f"{name}: {tensor.placements} of {tuple(tensor.shape)} is no box")
     return Piece(name, tuple(tensor.shape), tuple(box.offsets), local, writes)
+
+
+def pieces_of_units(units, named_parameters, optimizer):
+    """As pieces_of, if the optimizer steps 1-D parts of parameters, as in zero.py and fsdp.py."""
+    names = {}
+    found = {}
+    for name, p in named_parameters:
+        names[p] = name
+        found[p] = []
+        if p.numel():  # what forward reads: to be loaded, and if it is frozen to be saved
+            found[p].append(piece_of(name, p, writes=not p.requires_grad))
+    for unit in units:
+        for part in unit.parts:
+            p = part.parameter
+            place = unit.shapes[p], part.first
+            # what forward reads where p is empty between steps; it does no harm elsewhere
+            found[p] += run_pieces(names[p], *place, part.value, writes=False)
+            for full_name, flat in with_states(names[p], part.master, optimizer).items():
+                found[p] += run_pieces(full_name, *place, flat.detach())
+    return found
 
 
 def run_pieces(name, shape, first, flat, writes=True):
@@ -104,106 +111,6 @@ def run_pieces(name, shape, first, flat, writes=True):
         pieces.append(Piece(name, tuple(shape), start, view, writes))
         low += view.numel()
     return pieces
-
-
-def part_pieces(name, shape, first, p, optimizer, writes=True):
-    """Pieces of a part of a parameter, and of its AdamW states.
-
-    p: a 1-D parameter, the optimizer's, which holds the elements first, first + 1, .. of the
-    flattened tensor `name` of this shape.
-    """
-    pieces = []
-    for full_name, flat in with_states(name, p, optimizer):
-        pieces += run_pieces(full_name, shape, first, flat, writes)
-    return pieces
-
-
-def pieces_of_units(units, names, optimizer):
-    """Of parameters whose optimizer steps 1-D parts of them, as in zero.py and fsdp.py.
-
-    names: {parameter: its name} -> {parameter: [Piece] of it and of its states}
-    """
-    found = {p: [] for p in names}
-    for p, name in names.items():
-        if p.numel():  # what forward reads: to be loaded, and if it is frozen to be saved
-            found[p] += pieces_of([(name, p)], None, writes=not p.requires_grad)
-    for unit in units:
-        for part in unit.parts:
-            p = part.parameter
-            place = names[p], unit.shapes[p], part.first
-            # what forward reads where p is empty between steps; it does no harm elsewhere
-            found[p] += run_pieces(*place, part.value, writes=False)
-            found[p] += part_pieces(*place, part.master, optimizer)
-    return found
-
-
-def all_pieces_of_units(units, named_parameters, optimizer):
-    """-> [Piece] of all of them."""
-    names = {p: name for name, p in named_parameters}
-    found = pieces_of_units(units, names, optimizer)
-    return [piece for pieces in found.values() for piece in pieces]
-
-
-def of_whole(piece, dim, whole, index):
-    """A box of one of equally large cuts along `dim` -> the box of the whole tensor, which has
-    `whole` there; what is behind that is padding. index: of the cut."""
-    start = list(piece.start)
-    start[dim] += index * piece.shape[dim]
-    shape = list(piece.shape)
-    shape[dim] = whole
-    room = max(0, whole - start[dim])
-    tensor = piece.tensor.narrow(dim, 0, min(room, piece.tensor.shape[dim]))
-    return piece._replace(shape=tuple(shape), start=tuple(start), tensor=tensor)
-
-
-def pieces_of_cuts(ranks, named_parameters, optimizer):
-    """As pieces_of, if parameters are cut along a dim each. ranks: as wholes_of_cuts takes them."""
-    found = []
-    for name, p in named_parameters:
-        copies = ranks.copies(p)
-        for piece in pieces_of([(name, p)], optimizer, writes=ranks.rank % copies == 0):
-            if p in ranks.cuts:
-                dim, plain_size, *_ = ranks.cuts[p]
-                piece = of_whole(piece, dim, plain_size, ranks.rank // copies)
-            if piece.tensor.numel():  # of padding nothing is left
-                found.append(piece)
-    return found
-
-
-def pieces_of_units_of_cuts(units, ranks, names, optimizer):
-    """As pieces_of_units, of what `ranks` has cut before: see pieces_of_cuts."""
-    found = pieces_of_units(units, names, optimizer)
-    for p, boxes in found.items():
-        if p in ranks.cuts:
-            dim, plain_size, *_ = ranks.cuts[p]
-            boxes = [of_whole(box, dim, plain_size, ranks.rank // ranks.copies(p)) for box in boxes]
-        found[p] = [box for box in boxes if box.tensor.numel()]  # of padding nothing is left
-    return found
-
-
-def of_stack(piece, index, rename):
-    """A box of one of equally large stacks -> a box of each tensor in it. index: of the stack.
-
-    rename(name of the stacks, number) -> the name of that tensor of all of them.
-    """
-    first = index * piece.shape[0] + piece.start[0]
-    return [Piece(rename(piece.name, number), piece.shape[1:], piece.start[1:], box, piece.writes)
-            for number, box in enumerate(piece.tensor, first)]
-
-
-def pieces_of_stacks(named_parameters, optimizer, group, replicas, rename):
-    """As pieces_of, if some parameters are stacks, of which a rank of `group` has its own, and all
-    ranks of `replicas` the same.
-
-    rename: as of_stack takes it; it leaves the name of what is no stack as it is.
-    """
-    found = []
-    for piece in pieces_of(named_parameters, optimizer, writes=replicas.rank() == 0):
-        if rename(piece.name, 0) == piece.name:
-            found.append(piece._replace(writes=piece.writes and group.rank() == 0))
-        else:
-            found += of_stack(piece, group.rank(), rename)
-    return found
 
 
 def boxes_of_run(shape, low, high):
@@ -229,10 +136,55 @@ def boxes_of_run(shape, low, high):
     return sorted(boxes)
 
 
-def all_pieces(pieces, optimizer):
-    """With those of what Muon keeps of matrices that are cut, each on the rank that owns it."""
+# What is cut further: found is what pieces_of and pieces_of_units return, of this rank's cut as if
+# it were the whole, and so is the result.
+
+
+def of_cuts(found, ranks):
+    """Where ranks have equally large cuts along a dim: see wholes_of_cuts of whole.py."""
+    for p in found.keys() & ranks.cuts.keys():
+        dim, plain_size, *_ = ranks.cuts[p]
+        index = ranks.rank // ranks.copies(p)
+        found[p] = [of_cut(piece, dim, plain_size, index) for piece in found[p]]
+    return found
+
+
+def of_cut(piece, dim, plain_size, index):
+    """The box of cut number `index` -> of the whole, which has plain_size along dim; what is behind
+    that is padding."""
+    start = list(piece.start)
+    start[dim] += index * piece.shape[dim]
+    shape = list(piece.shape)
+    shape[dim] = plain_size
+    room = max(0, plain_size - start[dim])
+    tensor = piece.tensor.narrow(dim, 0, min(room, piece.tensor.shape[dim]))
+    return piece._replace(shape=tuple(shape), start=tuple(start), tensor=tensor)
+
+
+def of_stacks(found, index, rename):
+    """Where ranks have equally large stacks, of whose tensors the checkpoint knows each by itself.
+
+    index: of this rank's. rename(name of the stacks, number) -> the name of that tensor of all of
+    them; a name that is no stack's it leaves as it is.
+    """
+    for p, pieces in found.items():
+        found[p] = []
+        for piece in pieces:
+            if rename(piece.name, 0) == piece.name:
+                found[p].append(piece)
+                continue
+            first = index * piece.shape[0] + piece.start[0]
+            for number, box in enumerate(piece.tensor, first):
+                name = rename(piece.name, number)
+                found[p].append(Piece(name, piece.shape[1:], piece.start[1:], box, piece.writes))
+    return found
+
+
+def all_pieces(found, optimizer):
+    """-> [Piece], with those of what Muon keeps of matrices that are cut, on the rank that owns
+    them."""
     momenta = getattr(optimizer, "momenta", list)()
-    return [*pieces, *(piece_of(f"{name}.momentum_buffer", t) for name, t in momenta)]
+    return [*chain(*found.values()), *(piece_of(f"{name}.{STATES[-1]}", t) for name, t in momenta)]
 
 
 def make_states(optimizer, start):
@@ -256,18 +208,14 @@ def new_state(optimizer, p, start):
 
 # ---- which one ---------------------------------------------------------------
 
-Start = namedtuple("Start", "folder flag resumes steps extra constants group",
-                   defaults=(None, "", False, 0, {}, {}, None))
+Start = namedtuple("Start", "folder flag steps extra", defaults=(None, "", 0, {}))
 # folder   of the checkpoint to begin with, None: there is none
-# flag     what the user has said to get it: --resume or --init-from
-# resumes  False: the weights alone are wanted
+# flag     what the user has said to get it: --resume, or --init-from, for the weights alone
 # steps    that training has behind it there; 0 if the weights alone are wanted
 # extra    what the run that wrote it has added: see Side.extra
-# constants  of the model there which have no flags: the base of rotary angles, eps of the norms
-# group    of all ranks, on the CPU: what they tell each other about checkpoints goes through it
 
 # Where these differ, so do names or shapes of tensors. Not seq, although learned positions have a
-# row for each: --init-from may take the first rows of more, see restore().
+# row for each: --init-from may take the first rows of more, see misfit().
 SIZES = ("layers", "width", "vocab", "form", "kv_heads", "hidden", "head_dim")
 # What losses depend on. What one of two scripts has no flag for is not compared.
 COURSE = ("heads", "seq", "dtype", "seed", "batch", "data", "pad", "lr", "clip",
@@ -278,8 +226,7 @@ def identity(args):
     """What a run tells about itself in its checkpoints -> {name: value}."""
     mine = {name: getattr(args, name) for name in (*COURSE, *args.course)}
     mine.update(args.cfg._asdict(), form=args.cfg.form.name)
-    held_out = bool(args.eval_every)  # the corpus is shorter then
-    mine.update(course=args.course, held_out=held_out)
+    mine.update(held_out=bool(args.eval_every))  # the corpus is shorter then
     if args.decay != "none":
         mine["steps"] = args.steps  # the rate at every step depends on it
     return mine
@@ -318,12 +265,13 @@ def newest(folder, flag):
 
 
 def begin(args):
-    """Before anything is built -> Start."""
+    """Before anything is built -> Start. args.cfg gets what has no flags: theta, eps of the norms.
+    """
     if args.save or args.resume or args.init_from:
         require(args.impl in ("scratch", "torch") and not args.dry_run, "--save, --resume and "
                 "--init-from are for one --impl, scratch or torch, and no dry run")
-    require(args.save or not args.save_every, "--save-every wants --save DIR")
-    require(args.save or not args.save_async, "--save-async wants --save DIR")
+    require(args.save or not (args.save_every or args.save_async),
+            "--save-every and --save-async want --save DIR")
     require(not (args.resume and args.init_from),
             "--resume goes on, --init-from starts anew: take one of them")
     start = Start()
@@ -347,12 +295,13 @@ def start_from(folder, flag, args):
     for name in names:
         require(name not in found or name not in now or found[name] == now[name],
                 f"{flag} {place}: saved with {name} {found.get(name)}, not {now.get(name)}")
-    constants = {name: found[name] for name in ("theta", "eps") if name in found}
+    kept = {name: found[name] for name in ("theta", "eps") if name in found}
+    args.cfg = args.cfg._replace(**kept)
     if flag == "--init-from":
-        return Start(place, flag, constants=constants)
+        return Start(place, flag)
     steps = notes["steps"]
     require(steps < args.steps, f"--steps {args.steps}: {place} has {steps} behind it already")
-    return Start(place, flag, True, steps, notes["extra"], constants)
+    return Start(place, flag, steps, notes["extra"])
 
 
 def refuse_unusable(folder, start):
@@ -363,23 +312,10 @@ def refuse_unusable(folder, start):
             pass
     except OSError as error:
         require(False, f"--save {folder}: {reason(error)}")
-    goes_on = start.resumes and start.folder.resolve().parent == folder.resolve()
+    goes_on = start.steps and start.folder.resolve().parent == folder.resolve()
     for steps in reversed(numbered(folder)):
         require(goes_on and steps <= start.steps,
                 f"--save {folder}: holds step {steps} already: --resume it, or save elsewhere")
-
-
-def settle(args, start):
-    """When the process group is there -> the Start with a group of its own."""
-    if not start.folder and not args.save:
-        return start
-    # a disk may be slow, and NCCL's collectives are not for a thread beside the training
-    patience = timedelta(seconds=max(600, args.timeout))
-    group = dist.new_group(backend="gloo", timeout=patience, group_desc="checkpoints")
-    if start.folder and dist.get_rank() == 0:
-        behind = f"{start.steps} steps behind it" if start.resumes else "its weights alone"
-        say(f"{start.flag} takes {start.folder}, {behind}")
-    return start._replace(group=group)
 
 
 # ---- saving ------------------------------------------------------------------
@@ -396,47 +332,37 @@ class Saver:
     Then a save takes as long as a copy of what this rank writes, and waits for the one before.
     """
 
-    def __init__(self, folder, start, in_background=False):
+    def __init__(self, folder, steps, in_background=False):
         self.folder = Path(folder)
-        self.group = start.group
-        self.kept = start.steps  # the newest that is written
+        self.kept = steps  # the newest that is written
         self.pending = None  # the Future of one that is under way
-        self.copies = {}  # {box: its copy}
-        self.thread = None
-        if in_background:
-            self.thread = ThreadPoolExecutor(1)
+        self.thread = ThreadPoolExecutor(1) if in_background else None
+        # of its own: a disk may be slow, and NCCL is not for a thread beside the training
+        self.group = dist.new_group(backend="gloo", timeout=timedelta(hours=1))
 
     def save(self, steps, pieces, notes):
-        """All ranks together. notes: {"identity", "extra"}, which come back in Start."""
+        """All ranks together. notes: {"identity", "extra"}, which newest() gives back."""
         self.wait()
         pieces = [piece for piece in pieces if piece.writes]
-        notes = {**notes, "steps": steps}
         if dist.get_rank() == 0:
-            pieces.append(notes_piece(notes))
+            pieces.append(notes_piece({**notes, "steps": steps}))
         if self.thread:
-            pieces = [self.copy(piece) for piece in pieces]
-            self.pending = self.thread.submit(self.write, steps, pieces)
+            copies = [piece._replace(tensor=piece.tensor.to("cpu", copy=True)) for piece in pieces]
+            self.pending = self.thread.submit(self.write, steps, copies)
         else:
             self.write(steps, pieces)
 
-    def copy(self, piece):
-        """In memory that is kept for the next time: to make it takes longer than to copy."""
-        box = piece.name, tuple(piece.start), piece.tensor.shape
-        if box not in self.copies:
-            self.copies[box] = torch.empty_like(piece.tensor, device="cpu")
-        return piece._replace(tensor=self.copies[box].copy_(piece.tensor))
-
     def write(self, steps, pieces):
+        from harness import dcp
+
         place = self.folder / str(steps)
         if dist.get_rank() == 0:
             shutil.rmtree(place, ignore_errors=True)  # of a run that was killed here
         dist.barrier(self.group)
         try:
-            dcp().save(place, pieces, self.group)
-        except dcp().checkpoint.CheckpointException as fault:  # on all ranks
+            dcp.save(place, pieces, self.group)
+        except dcp.checkpoint.CheckpointException as fault:  # on all ranks
             rank, (error, _) = min(fault.failures.items())
-            if dist.get_rank() == 0:
-                shutil.rmtree(place, ignore_errors=True)
             require(False, f"--save {place}: not saved: rank {rank}: {reason(error)}", code=1)
         if dist.get_rank() == 0:
             for other in numbered(self.folder):
@@ -453,13 +379,45 @@ class Saver:
 
 def write_whole(folder, state, identity):
     """Saves FOLDER/0 from {name: whole tensor}, in this process alone: --init-from reads it."""
-    notes = {"identity": identity, "extra": {}, "steps": 0}
+    from harness import dcp
+
     pieces = [piece_of(name, tensor) for name, tensor in state.items()]
+    pieces.append(notes_piece({"identity": identity, "extra": {}, "steps": 0}))
     Path(folder).mkdir(parents=True, exist_ok=True)
-    dcp().save(Path(folder, "0"), [*pieces, notes_piece(notes)])
+    dcp.save(Path(folder, "0"), pieces)
 
 
 # ---- loading -----------------------------------------------------------------
+
+
+def restore(start, side):
+    """Begins where a checkpoint ends, all ranks together. side: see run.py; it has not run yet."""
+    from harness import dcp
+
+    if start.flag == "--resume":
+        make_states(side.optimizer, start)
+    pieces = all_pieces(side.pieces(), side.optimizer)
+    of_ranks = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, {piece.name: piece.shape for piece in pieces})
+    wrong = misfit(dcp.table_of(start.folder), ChainMap(*of_ranks))
+    require(not wrong, f"{start.flag} {start.folder}: {wrong}")
+    dcp.load(start.folder, pieces)
+
+
+def misfit(saved, here):
+    """A table of contents, {name: shape} of all ranks -> why they do not fit, in words, or ""."""
+    for name, shape in here.items():
+        if name not in saved:
+            return f"it has no {name}"
+        there = tuple(saved[name].size)
+        # What has a row for each position: a shorter --seq uses the first ones. Other first
+        # dimensions are SIZES, which have been compared.
+        if there[1:] != shape[1:] or there[:1] < shape[:1]:
+            return f"{name} is {there} there, {shape} here"
+    for name in saved:
+        if is_weight(name) and name not in here:
+            return f"its {name} is not in this model"
+    return ""
 
 
 def is_weight(name):
@@ -467,56 +425,24 @@ def is_weight(name):
     return name != "notes" and name.rpartition(".")[2] not in STATES
 
 
-def misfit(saved, pieces):
-    """-> in words, why this rank's pieces cannot be read from a checkpoint, or ""."""
-    for piece in pieces:
-        if piece.name not in saved:
-            return f"it has no {piece.name}"
-        shape = tuple(saved[piece.name].size)
-        # What has a row for each position: a shorter --seq uses the first ones. Other first
-        # dimensions are SIZES, which have been compared.
-        if shape[1:] != piece.shape[1:] or shape[:1] < piece.shape[:1]:
-            return f"{piece.name} is {shape} there, {piece.shape} here"
-    return ""
-
-
-def restore(start, pieces, optimizer):
-    """Begins where a checkpoint ends, all ranks together.
-
-    start: what settle() has returned. pieces: callable -> this rank's pieces. optimizer: an AdamW
-    that has not run yet, or something with its param_groups and state.
-    """
-    if not start.folder:
-        return
-    if start.resumes:
-        make_states(optimizer, start)
-    mine = all_pieces(pieces(), optimizer)
-    saved = dcp().Reader(start.folder).read_metadata().state_dict_metadata
-    everyones = [None] * dist.get_world_size()
-    own = misfit(saved, mine), sorted({piece.name for piece in mine})
-    dist.all_gather_object(everyones, own, group=start.group)
-    held = set().union(*(names for _, names in everyones))
-    lost = sorted(name for name in saved if is_weight(name) and name not in held)
-    wrong = [words for words, _ in everyones if words]
-    wrong += [f"its {name} is not in this model" for name in lost]
-    require(not wrong, f"{start.flag} {start.folder}: {''.join(wrong[:1])}")
-    dcp().load(start.folder, mine)
-
-
 def read_plain(start, model, optimizer):
     """Loads a checkpoint into an ordinary module and its AdamW, in this process alone."""
-    if start.resumes:  # not --init-from, which takes the weights alone
+    from harness import dcp
+
+    if start.flag == "--resume":
         make_states(optimizer, start)
-    dcp().load(start.folder, pieces_of(model.named_parameters(), optimizer))
+    dcp.load(start.folder, all_pieces(pieces_of(model.named_parameters(), optimizer), optimizer))
 
 
 def read_whole(folder, wanted=is_weight):
     """-> {name: tensor} of what a checkpoint holds under names that are wanted."""
+    from harness import dcp
+
     state = {}
-    for name, entry in dcp().Reader(folder).read_metadata().state_dict_metadata.items():
+    for name, entry in dcp.table_of(folder).items():
         if wanted(name):
             state[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
-    dcp().load(folder, [piece_of(name, tensor) for name, tensor in state.items()])
+    dcp.load(folder, [piece_of(name, tensor) for name, tensor in state.items()])
     return state
 
 

@@ -1,4 +1,6 @@
 """A run's own check: what it has done beside what one process does, by prove.py's comparison."""
+import math
+
 import torch
 
 from harness.prove import TOLERANCES, differences
@@ -61,3 +63,18 @@ def compare(ours, plain, last, dtype, ranks):
         "differ": [f"{kind} {name} {words}" for kind in judged
                    for name, (_, words, _) in found[kind].items() if words],
     }
+
+
+def fault(loss, norm, gradients, state):
+    """At the end of a step -> what is inf or nan, in words, the same on all ranks, or "".
+
+    loss, norm: of the whole batch. gradients(), state() -> {name: tensor} of all parameters, whole.
+    """
+    if math.isfinite(loss) and math.isfinite(norm):
+        return ""
+    found = "all gradients and parameters are finite"
+    for tensors in (state(), gradients()):  # these come first where both are not
+        names = [name for name, t in tensors.items() if not t.isfinite().all()]
+        if names:
+            found = f"not finite: {names[0]} and {len(names) - 1} more"
+    return f"loss {loss:g}, gradient norm {norm:g}; {found}"

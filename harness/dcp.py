@@ -32,9 +32,9 @@ class Boxes(torch.Tensor):
         items = []
         for chunk, box in zip(self.__create_chunk_list__(), self.boxes.values()):
             properties = metadata.TensorProperties(dtype=box.dtype)
-            items.append(planner.WriteItem(
-                metadata.MetadataIndex(name, chunk.offsets), planner.WriteItemType.SHARD,
-                tensor_data=planner.TensorWriteData(chunk, properties, self.size())))
+            data = planner.TensorWriteData(chunk, properties, self.size())
+            where = metadata.MetadataIndex(name, chunk.offsets)
+            items.append(planner.WriteItem(where, planner.WriteItemType.SHARD, tensor_data=data))
         return items
 
     def __get_tensor_shard__(self, index):
@@ -61,8 +61,7 @@ def save(folder, pieces, group=None):
 @torch.no_grad()
 def load(folder, pieces):
     """Fills the pieces' tensors, whatever their dtype. Every rank reads what it needs, alone."""
-    reader = Reader(folder)
-    saved = reader.read_metadata().state_dict_metadata
+    saved = table_of(folder)
     left = [piece for piece in pieces if piece.tensor.numel()]
     while left:
         state = {}
@@ -74,7 +73,7 @@ def load(folder, pieces):
             else:
                 boxes[tuple(piece.start)] = piece.tensor
         with quietly():
-            checkpoint.load(state, storage_reader=reader, no_dist=True)
+            checkpoint.load(state, storage_reader=Reader(folder), no_dist=True)
         left = again
 
 
@@ -125,3 +124,8 @@ class Reader(checkpoint.FileSystemReader):
             if Path(name).name != name:
                 raise ValueError(f".metadata: {name} is not in the folder")
         return table
+
+
+def table_of(folder):
+    """-> {name: what DCP's table of contents says of it}. Raises as read_metadata."""
+    return Reader(folder).read_metadata().state_dict_metadata

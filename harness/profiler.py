@@ -5,6 +5,7 @@ Open the trace, a file for each rank, at ui.perfetto.dev or chrome://tracing.
 """
 import contextlib
 import json
+import math
 from operator import attrgetter
 from pathlib import Path
 
@@ -56,12 +57,11 @@ def exposed_time(events):
     moving = [span(event) for event in timed if is_transport(event)]
     working = kernels or operators  # kernels, where there are any
     busy = [span(event) for event in working if not is_transport(event)]
-    everything = union(moving + busy)
-    if not everything:
+    if not moving + busy:
         return 0.0, 0.0, 0.0
-    whole = everything[-1][1] - everything[0][0]
-    exposed = length(everything) - length(union(busy))
-    return whole, length(union(moving)), exposed
+    starts, ends = zip(*moving, *busy)
+    exposed = covered(moving + busy) - covered(busy)
+    return max(ends) - min(starts), covered(moving), exposed
 
 
 def is_transport(event):
@@ -75,16 +75,11 @@ def span(event):
     return event["ts"], event["ts"] + event["dur"]
 
 
-def union(spans):
-    """-> the same time in spans that do not overlap, in order."""
-    joined = []
+def covered(spans):
+    """How long at least one of them lasts."""
+    total = 0.0
+    last = -math.inf  # the end of those so far
     for start, end in sorted(spans):
-        if joined and start <= joined[-1][1]:
-            joined[-1] = joined[-1][0], max(end, joined[-1][1])
-        else:
-            joined.append((start, end))
-    return joined
-
-
-def length(spans):
-    return sum(end - start for start, end in spans)
+        total += max(0.0, end - max(start, last))
+        last = max(last, end)
+    return total

@@ -6,7 +6,7 @@ import math
 import os
 import resource
 import statistics
-import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -15,23 +15,23 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common import choose_backend, choose_device, join_fake_world, join_world, launched, rendezvous
 from common import build, freeze, get_batch, learning_rate, load_corpus
+from common import choose_device, join_fake_world, launched
 from common import loss_sum, plain_steps
-from harness import checkpoint, guard, report, usage
-from harness.clock import Clock
-from harness.compare import Trace, compare
-from harness.flags import DTYPES, require
+from harness import checkpoint, report
+from harness.compare import Trace, compare, fault
+from harness.flags import DTYPES
 from harness.ledger import Ledger, held_by, nbytes
+from harness.meet import meet
 from harness.optimizers import optimizer_of
 from harness.profiler import profiled
-from harness.validate import HeldOut
+from harness.usage import complain, program, require
 
-TIMEOUT = {"gloo": 30, "nccl": 600}  # seconds
-START = 300  # seconds until a rank gives up to find the others
 BLOCK = 5  # steps of one implementation before it is the other's turn
 PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}  # bf16, FLOP/s
 CHECKED = 300  # steps of one run that are compared, at most
+HELD_OUT = 20  # with --eval-every the last 1/20 of the text is not trained on
+BATCHES = 8  # of it, always the same
 
 # ---- what is trained -----------------------------------------------------------
 
@@ -46,15 +46,16 @@ class Side:
 
     model: object  # what main() trains: a module, or a ZeRO around one
     optimizer: torch.optim.Optimizer
-    train_step: Callable | None = None  # main() calls it -> this rank's part of the loss, the norm
+    # model, optimizer, x, y, valid, clip -> this rank's part of the loss, norm
+    train_step: Callable
     # () -> {the plain GPT's name: whole tensor}, on every rank. Gradients: of what is trained
     full_gradients: Callable | None = None
     full_state_dict: Callable | None = None
     evaluate: Callable | None = None  # x, y -> this rank's part of the sum of token losses (copies)
-    pieces: Callable | None = None  # () -> [checkpoint.Piece]: parameters and AdamW states here
+    pieces: Callable | None = None  # () -> {parameter: [checkpoint.Piece]}, with AdamW's states
     held: Callable | None = None  # () -> {"parameters", "gradients", "optimizer": [tensors]}
     # () -> a small dict that is saved with the pieces, and is run.start.extra when a run resumes
-    extra: Callable | None = None
+    extra: Callable = dict
     # True where a step whose norm is inf is skipped (fp16 with loss scaling): it is no fault then
     may_overflow: bool = False
     copies: int = 1  # so many ranks return the same part of the loss
@@ -122,7 +123,39 @@ def whole(t):
     return t
 
 
+class Clock:
+    """Marks in the work of a device: on GPUs events in the current stream, on CPUs seconds.
+
+    Nobody waits when a mark is made. Reading the time between two marks waits for the second.
+    """
+
+    def __init__(self, on_gpu):
+        self.on_gpu = on_gpu
+
+    def mark(self):
+        if not self.on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def ms(self, start, end):
+        """-> milliseconds from one mark to another."""
+        if not self.on_gpu:
+            return 1e3 * (end - start)
+        end.synchronize()
+        return start.elapsed_time(end)
+
+
 # ---- a run ---------------------------------------------------------------------
+
+
+def hold_out(corpus, seq):
+    """A Text -> what is trained on, and its end, which is not: one window at least."""
+    rest = len(corpus) - max(len(corpus) // HELD_OUT, seq + 1)
+    if rest <= seq:
+        raise ValueError(f"{len(corpus)} bytes of text are too few to hold out {seq} + 1")
+    return corpus.between(0, rest), corpus.between(rest, len(corpus))
 
 
 class Run:
@@ -132,34 +165,33 @@ class Run:
 
     def __init__(self, args, impls=None, build=build):
         self.args = args
-        self.script = Path(usage.program()).stem
-        self.cfg = args.cfg
+        self.script = Path(program()).stem
         self.dry = bool(args.dry_run)
         self.dtype = DTYPES[args.dtype]
         self.build_plain = build
         several = {"both": ("scratch", "torch"), "all": ("scratch", "torch", "idea")}
         self.impls = impls or several.get(args.impl, (args.impl,))
-        self.sides = {}  # {impl: Side}, from train() on
         self.start = checkpoint.begin(args)  # the checkpoint to start from; bad: exit code 2
+        self.cfg = args.cfg
         # May plain() repeat this training from step 0 on? Not if it began with weights from
         # elsewhere, in this run or in one before it
         self.replays = self.start.flag != "--init-from" and self.start.extra.get("replays", True)
+        self.first = self.start.steps  # the first step
+        self.last = args.steps - 1
+        if self.dry:  # one step that makes AdamW's states, one that has them
+            self.last = min(args.steps, 2) - 1
+        self.checked = min(self.last, self.first + CHECKED - 1)  # the last step that is compared
+        self.often = max(1, args.steps // 10)  # steps between lines of the table
         self.load_text()
         self.join()
-        if not self.dry:
-            self.start = checkpoint.settle(args, self.start)
-        self.cfg = args.cfg = self.cfg._replace(**self.start.constants)
-        self.plan_steps()
         self.open_books()
 
     def load_text(self):
         args = self.args
-        self.text = None  # a HeldOut, with --eval-every
         try:
             self.corpus = load_corpus(args.data, self.cfg.seq)  # a common.Text
             if args.eval_every:
-                self.text = HeldOut(self.corpus, self.cfg.seq, args.batch)
-                self.corpus = self.text.rest
+                self.corpus, self.held_out = hold_out(self.corpus, self.cfg.seq)
             self.refuse_unknown(get_batch(self.corpus, self.cfg.seq, args.seed, 0, 1)[0])
         except (OSError, ValueError, RuntimeError) as error:
             require(False, f"--data {args.data}: {checkpoint.reason(error)}")
@@ -167,68 +199,39 @@ class Run:
     def join(self):
         """The process group."""
         launch = launched()
-        args = self.args
         self.store = None  # what ranks see without a collective; none in a dry run
-        self.fake = None  # the FakeTensorMode of a dry run, while it is entered
-        self.device = torch.device("cpu")
+        self.fake = contextlib.nullcontext()
         if self.dry:
-            if args.device == "cuda":
-                self.device = torch.device("cuda", 0)
-            join_fake_world(args.rank, args.dry_run)
+            from torch._subclasses.fake_tensor import FakeTensorMode
+
+            self.device = torch.device("cuda:0" if self.args.device == "cuda" else "cpu")
+            join_fake_world(self.args.rank, self.args.dry_run)
+            self.fake = FakeTensorMode()
+            self.corpus.parts = [self.fake.from_tensor(part) for part in self.corpus.parts]
         else:
-            self.device = choose_device(launch, args.device)
-            self.meet(launch)
+            self.device = choose_device(launch, self.args.device)
+            self.store = meet(self.args, launch, self.device)
         self.rank = dist.get_rank()
         self.world_size = dist.get_world_size()
-
-    def meet(self, launch):
-        """Finds the other ranks, and makes the process group with them."""
-        limit = self.args.timeout or START
-        missing = {0} - {launch.rank}  # rank 0 has the store, and without it nobody is seen
-
-        def waiting():
-            whom = ", ".join(f"rank {rank}" for rank in sorted(missing)[:8]) or "the others"
-            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            who = f"{usage.program()}: rank {launch.rank} of {launch.world_size}"
-            return f"{who} waits for {whom} at {where}"
-
-        try:
-            with guard.patience(waiting, limit):
-                # a little longer than our own patience, whose words are clearer
-                store = rendezvous(timedelta(seconds=limit + 10))
-                self.store = guard.gather_ranks(store, launch, missing)
-                backend = choose_backend(self.device, self.store, launch)
-            with guard.patience(waiting):
-                self.args.timeout = self.args.timeout or TIMEOUT[backend]
-                timeout = timedelta(seconds=self.args.timeout)
-                guard.prepare(timeout)
-                join_world(self.store, launch, backend, timeout)
-        except (RuntimeError, OSError, ValueError) as error:
-            print(f"{waiting()}: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
-            sys.exit(1)
-
-    def plan_steps(self):
-        self.first = self.start.steps  # the first step
-        self.last = self.args.steps - 1
-        if self.dry:  # one step that makes AdamW's states, one that has them
-            self.last = min(self.args.steps, 2) - 1
-        self.checked = min(self.last, self.first + CHECKED - 1)  # the last step that is compared
-        self.step = self.first  # the one under way
-        self.saver = None  # of checkpoints
-        if self.args.save and not self.dry:
-            self.saver = checkpoint.Saver(self.args.save, self.start, self.args.save_async)
+        self.on_gpu = self.device.type == "cuda" and not self.dry
 
     def open_books(self):
-        self.clock = Clock("cpu" if self.dry else self.device)
+        self.sides = {}  # {impl: Side}, from train() on
+        self.rows = None  # this rank's of every batch, from train() on
+        self.step = self.first  # the one under way
+        self.saver = None  # of checkpoints
+        if self.args.save:
+            self.saver = checkpoint.Saver(self.args.save, self.first, self.args.save_async)
+        self.clock = Clock(self.on_gpu)
+        self.begun = 0.0  # on the host's clock, when the first step was over
+        self.log = None  # --log-file, on rank 0
+        self.failed = False  # could a file not be written?
+        self.profile = {}  # milliseconds of communication in the last step, if --profile knows
         self.book = []  # rows of the textbook
         self.extra = {}  # a script's own keys of the report
         self.total = 0  # parameters, known when the plain model has been built
         self.own = 0  # those on this rank, known from train() on
         self.idle = 0  # of the total, what a token is not multiplied with, besides embeddings
-        self.table = report.Table(self.first, self.last, bool(self.args.eval_every))
-        self.step_log = None  # --log-file, on rank 0
-        self.profile = {}  # milliseconds of communication in the last step, if --profile knows
-        self.rows = None  # this rank's of every batch, from train() on
 
     @property
     def main(self):
@@ -236,23 +239,16 @@ class Run:
         return self.sides[self.impls[0]]
 
     def __enter__(self):
-        if self.dry:
-            from torch._subclasses.fake_tensor import FakeTensorMode
-
-            self.fake = FakeTensorMode()
-            self.corpus.parts = [self.fake.from_tensor(part) for part in self.corpus.parts]
-            self.fake.__enter__()
+        self.fake.__enter__()
         return self
 
     def __exit__(self, kind, *_):
-        if self.dry:
-            self.fake.__exit__(None, None, None)
+        self.fake.__exit__(None, None, None)
         if kind is KeyboardInterrupt:
-            done = self.first + max((len(side.times) for side in self.sides.values()), default=0)
-            self.say(f"interrupted after {done} of {self.args.steps} steps")
+            self.say(f"interrupted after {self.step} of {self.args.steps} steps")
             os._exit(130)
         if kind not in (None, SystemExit):
-            usage.complain(f"rank {self.rank}, step {self.step}: {kind.__name__}")
+            complain(f"rank {self.rank}, step {self.step}: {kind.__name__}")
             return  # the other ranks may still wait in a collective
         self.finish_saving()
         # a closure or a cycle may keep a group alive beyond destroy; gloo would abort at exit
@@ -261,7 +257,7 @@ class Run:
 
     def say(self, *words):
         if self.dry or self.rank == 0:
-            report.say(*words)
+            print(*words, flush=True)
 
     def show_held(self):
         """What this rank holds in a step, by kind, as bars."""
@@ -302,8 +298,6 @@ class Run:
     def rate(self, step):
         return learning_rate(step, self.args)
 
-    # -- the steps
-
     def optimizer(self, named, **ways):
         """What --optimizer says, for (name, parameter) pairs. ways: see optimizer_of."""
         return optimizer_of(self.args, named, **ways)
@@ -312,10 +306,12 @@ class Run:
         """-> a Side. main() needs no import for it."""
         return Side(model=model, optimizer=optimizer, train_step=train_step, **functions)
 
+    # -- the steps
+
     def train(self, sides, rows):
         """All steps. sides: {impl: Side}. rows: this rank's of every batch.
 
-        With --impl both the two take turns of BLOCK steps, so that both meet the same noise.
+        With several sides they take turns of BLOCK steps, so that all meet the same noise.
         """
         self.sides = sides
         self.rows = rows
@@ -336,19 +332,19 @@ class Run:
         if self.dry:
             self.say("dry run: no values")
             return
-        for side in self.sides.values():
-            checkpoint.restore(self.start, side.pieces, side.optimizer)
+        if self.start.folder:
+            behind = f"{self.first} steps behind it" if self.first else "its weights alone"
+            self.say(f"{self.start.flag} takes {self.start.folder}, {behind}")
+            checkpoint.restore(self.start, self.main)  # there is one side: see checkpoint.begin()
         if self.args.log_file and self.rank == 0:
-            self.step_log = report.StepLog(self.args.log_file, self.first)
-        if self.rank == 0:
-            self.table.head()
+            self.log = open(self.args.log_file, "a" if self.first else "w", buffering=1)  # by lines
         if self.args.check and self.checked < self.last:
             count = self.checked + 1 - self.first
             self.say(f"the check covers the first {count} steps; the others run unchecked")
+        self.say(report.head(self.args.eval_every))
         if self.args.eval_every:
             losses = [self.validate(self.sides[impl], self.first - 1) for impl in self.impls]
-            if self.rank == 0:
-                self.table.before(losses[0])
+            self.say(f"{'start':>6}" + " " * 40 + report.held_out(losses[0]))
 
     def train_one_step(self, impl, side, step):
         for group in side.optimizer.param_groups:
@@ -367,18 +363,15 @@ class Run:
         side.trace.log(step, loss, norm)
         self.judge(side, step, loss, norm)
         validation = self.validate(side, step) if self.validates(step) else None
-        if self.rank == 0:
-            if side is self.main:
-                self.tell(side, step, loss.item(), float(norm), validation)
-            self.table.progress(step, side.times[-1], len(self.impls))
+        if self.rank == 0 and side is self.main:
+            self.tell(side, step, loss.item(), float(norm), validation)
         if self.saver:
-            self.save(side, step)  # there is one side: checkpoint.begin() refuses --impl both here
+            self.save(side, step)  # there is one side: see checkpoint.begin()
 
     @contextlib.contextmanager
     def measure(self, impl, side, step):
         """The last step is watched by the ledger, the one before by --profile's profiler."""
         is_last = step == self.last
-        on_gpu = self.device.type == "cuda" and not self.dry
         with contextlib.ExitStack() as stack:
             if is_last:
                 side.ledger = stack.enter_context(Ledger(held=side.held, device=self.device))
@@ -387,19 +380,19 @@ class Run:
                 name = f"{self.script}-{impl}-rank{self.rank}.json"
                 trace = profiled(Path(self.args.profile, name), self.say)
                 self.profile = stack.enter_context(trace)
-            if on_gpu:
+            if self.on_gpu:
                 torch.cuda.reset_peak_memory_stats()
             yield
-            if is_last and on_gpu and side is self.main:
+            if is_last and self.on_gpu and side is self.main:
                 self.extra["allocator_peak"] = torch.cuda.max_memory_allocated()
 
     def judge(self, side, step, loss, norm):
         """Ends a run with values that are not finite; keeps the tensors that are compared."""
         judged = 0.0 if side.may_overflow else norm
-        fault = guard.fault(loss, judged, side.full_gradients, side.full_state_dict)
-        if fault:
+        words = fault(loss, judged, side.full_gradients, side.full_state_dict)
+        if words:
             self.finish_saving()
-            require(False, f"step {step}: {fault}", code=1)
+            require(False, f"step {step}: {words}", code=1)
         if self.keeps(step):
             side.trace.keep(step, side.full_gradients(), side.full_state_dict())
 
@@ -407,8 +400,7 @@ class Run:
         """If it is due."""
         if step < self.last and (step + 1) % (self.args.save_every or self.args.steps):
             return
-        extra = side.extra() if side.extra else {}
-        extra["replays"] = self.replays
+        extra = {**side.extra(), "replays": self.replays}
         if side.may_overflow:  # skipped steps are no updates
             states = side.optimizer.state.values()
             extra["updates"] = max((int(state.get("step", 0)) for state in states), default=0)
@@ -425,21 +417,34 @@ class Run:
     def tell(self, side, step, loss, norm, validation):
         """On rank 0: a line of the table, a line of --log-file."""
         ms = side.times[-1]
-        speed = 1e3 * self.args.batch * self.cfg.seq / ms
-        if self.table.is_due(step) or validation is not None:
-            self.table.row(step, loss, norm, self.rate(step), speed, validation)
-        if self.step_log:
-            figures = {**self.profile}
-            if validation is not None:
-                figures["validation"] = validation
-            # in bytes, since the process began
-            figures["process_peak"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            if self.device.type == "cuda":  # in this step
-                figures["allocator_peak"] = torch.cuda.max_memory_allocated()
-            held = sum(nbytes(tensors) for tensors in side.held().values())
-            tokens = (step + 1) * self.args.batch * self.cfg.seq
-            self.step_log.write(step=step, loss=loss, norm=norm, rate=self.rate(step), ms=ms,
-                                tokens=tokens, held=held, **figures)
+        of_step = self.args.batch * self.cfg.seq  # tokens
+        row = report.row(step, loss, norm, self.rate(step), 1e3 * of_step / ms, validation)
+        now = time.monotonic()
+        if step == self.first:
+            self.begun = now
+        if validation is not None or step in (self.first, self.last) or step % self.often == 0:
+            self.say(row)
+        elif os.isatty(1):
+            left = (now - self.begun) / (step - self.first) * (self.last - step)
+            # back to the beginning of the line: what follows is longer, and covers it
+            print(f"{step + 1:6d} of {self.last + 1}, {left:.0f} s left  ", end="\r", flush=True)
+        if not self.log:
+            return
+        figures = dict(step=step, loss=loss, norm=norm, rate=self.rate(step), ms=ms,
+                       tokens=(step + 1) * of_step, **self.profile)
+        figures["held"] = sum(nbytes(tensors) for tensors in side.held().values())
+        if validation is not None:
+            figures["validation"] = validation
+        # in bytes, since the process began
+        figures["process_peak"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        if self.on_gpu:  # in this step
+            figures["allocator_peak"] = torch.cuda.max_memory_allocated()
+        try:
+            self.log.write(json.dumps(figures) + "\n")
+        except OSError as error:
+            complain(f"--log-file {self.log.name}: {error.strerror}: the run goes on without it")
+            self.log = None
+            self.failed = True
 
     # -- held-out text
 
@@ -458,11 +463,12 @@ class Run:
     @torch.no_grad()
     def on_held_out(self, evaluate, rows=None):
         """evaluate(inputs, targets) of rows of each held-out batch -> their part of the loss."""
+        args = self.args
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for k in range(self.text.batches):
-            x, y = self.text.batch(k, rows)
-            total += evaluate(x.to(self.device), y.to(self.device))
-        return total / self.text.targets
+        for k in range(BATCHES):
+            x, y, valid = get_batch(self.held_out, self.cfg.seq, args.seed, k, args.batch, 0, rows)
+            total += evaluate(x.to(self.device), y.to(self.device)) / valid
+        return total / BATCHES
 
     # -- the plain run
 
@@ -482,7 +488,7 @@ class Run:
         begin = self.first
         if self.replays and self.first <= CHECKED:
             begin = 0  # so that a resumed run is compared with one that was never interrupted
-        if self.start.folder and (begin > 0 or not self.replays):
+        elif self.start.folder:
             checkpoint.read_plain(self.start, model, optimizer)
         trace = Trace()
 
@@ -517,20 +523,20 @@ class Run:
         if self.args.train:
             return
         ledger = self.main.ledger
+        memory = {**ledger.memory}
+        memory["states"] = sum(memory[k] for k in ("parameters", "gradients", "optimizer"))
         if self.args.optimizer == "muon":  # these are AdamW's
             rows = [row for row in rows if row[0] not in ("held optimizer", "held states")]
         for what, formula, expected, *measured in rows:
-            kind, *of = what.split()
-            if not measured and kind == "held":
-                memory = ledger.memory
-                states = sum(memory[k] for k in ("parameters", "gradients", "optimizer"))
-                measured = [{**memory, "states": states}[of[0]]]
+            figure, of = what.split()
+            if not measured and figure == "held":
+                measured = [memory[of]]
             elif not measured:
-                measured = [ledger.collectives.get(of[0], {}).get(kind, 0)]
+                measured = [ledger.collectives.get(of, {}).get(figure, 0)]
             self.book.append({
                 "what": what, "formula": formula, "expected": round(float(expected), 6),
                 "measured": round(float(measured[0]), 6),
-                "unit": "count" if kind == "calls" else "bytes",
+                "unit": "count" if figure == "calls" else "bytes",
             })
 
     def finish(self, plain=None, judged_as=None):
@@ -552,10 +558,9 @@ class Run:
         if self.rank == 0:
             ranks = [json.loads(self.store.get(f"rank {r}")) for r in range(self.world_size)]
             check, plain_loss = self.check(plain or self.plain, judged_as or self.args.dtype)
-            passed = not check or check["passed"]
-            logged = not self.step_log or not self.step_log.full
-            written = self.publish(ranks, check, plain_loss)
-            self.store.set("failed", str(int(not (passed and logged and written))))
+            self.publish(ranks, check, plain_loss)
+            failed = self.failed or (check and not check["passed"])
+            self.store.set("failed", str(int(bool(failed))))
         self.store.wait(["failed"], timedelta(days=1))
         failed = int(self.store.get("failed"))
         dist.barrier()  # rank 0 may be the store: it leaves when all have read
@@ -565,7 +570,7 @@ class Run:
         """-> the report's check, the plain run's losses; both None without --check."""
         if not self.args.check:
             return None, None
-        if self.device.type == "cuda":
+        if self.on_gpu:
             for side in self.sides.values():
                 side.release()  # the plain GPT does not meet the trained ones in memory
         try:
@@ -599,7 +604,7 @@ class Run:
         of_token = 6 * multiplied
         of_token += 12 * cfg.layers * cfg.heads * cfg.head_dim * cfg.seq
         found = dict(per_token=of_token, per_second=of_token * tokens_per_second)
-        if self.device.type == "cuda":
+        if self.on_gpu:
             name = torch.cuda.get_device_name(self.device)
             for gpu, peak in PEAKS.items():
                 if gpu in name:
@@ -607,7 +612,7 @@ class Run:
         return found
 
     def publish(self, ranks, check, plain_loss):
-        """Print the report, write it to --json -> False if it could not be written."""
+        """Print the report, write it to --json."""
         side = self.main
         ms = side.ms()
         args = {name: value for name, value in vars(self.args).items() if name != "cfg"}
@@ -632,4 +637,9 @@ class Run:
             result["flops"] = self.flops(result["tokens_per_second"])
         result.update(self.extra)
         report.show(result)
-        return not self.args.json or report.write_json(self.args.json, result)
+        if self.args.json:
+            try:
+                Path(self.args.json).write_text(json.dumps(result, indent=1))
+            except OSError as error:
+                complain(f"--json {self.args.json}: {error.strerror}")
+                self.failed = True

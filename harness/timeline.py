@@ -87,48 +87,29 @@ def costs(plans, F, B, W):
     return cost
 
 
-def simulate(plans, cost, comm=0.0, joined=False):
+def simulate(plans, cost, comm=0.0):
     """Play all ranks' plans -> for each rank [(action, start, end), ..].
 
     cost(rank, action) and comm, the time of a transfer, are in one unit. A transfer occupies no
     rank and waits for no other: what is made arrives `comm` later.
-    joined: play an F and the B of another stage right behind it, if it is not split, as one action,
-    which starts when the inputs of both are there, and gives both outputs at its end.
     """
     last = max(action.stage for plan in plans for action in plan)
     made = {}  # {action: (its rank, when it is done)}
     played = [[] for _ in plans]
-    left = [units(plan, joined) for plan in plans]
+    left = [deque(plan) for plan in plans]
     while any(left):
         before = len(made)
         for rank, coming in enumerate(left):
-            while coming:
-                needs = [need for action in coming[0] for need in inputs(action, last)]
-                if any(need not in made for need in needs):
-                    break
+            while coming and all(need in made for need in inputs(coming[0], last)):
+                action = coming.popleft()
                 now = played[rank][-1][2] if played[rank] else 0.0
-                for maker, end in map(made.get, needs):
+                for maker, end in [made[need] for need in inputs(action, last)]:
                     now = max(now, end if maker == rank else end + comm)
-                unit = coming.popleft()
-                for action in unit:
-                    played[rank].append((action, now, now + cost(rank, action)))
-                    now = played[rank][-1][2]
-                made.update({action: (rank, now) for action in unit})
+                end = now + cost(rank, action)
+                played[rank].append((action, now, end))
+                made[action] = rank, end
         assert len(made) > before, "the plans wait for each other"
     return played
-
-
-def units(plan, joined):
-    """-> its actions in lists: one action each, or two that are one."""
-    lists = deque()
-    split = splits(plan)
-    for before, action in zip([None, *plan], plan):
-        is_pair = before and before.kind + action.kind == "FB" and before.stage != action.stage
-        if joined and is_pair and action[1:] not in split:
-            lists[-1].append(action)
-        else:
-            lists.append([action])
-    return lists
 
 
 # ---- figures -------------------------------------------------------------------
@@ -273,12 +254,6 @@ def simulation(args, plans, times):
         limited = max(in_flight(plan, waiting) for plan in plans)
         print(f"--limit counts one that waits for W as {waiting:.2f}, and finds {limited:.4g} at "
               "most; the line above counts a whole one")
-    if args.schedule == "dualpipe-v":
-        *of_rank, comm = times
-        pairs = simulate(plans, costs(plans, *of_rank), comm, joined=True)
-        figures["joined_bubble_rate"] = bubble_rate(pairs)
-        print(f"with each F and B that are a pair as one action: {longest(pairs):g}, bubble rate "
-              f"{bubble_rate(pairs):.4f}")
     if args.json:
         own = {name: value for name, value in vars(args).items() if name != "cfg"}
         report = dict(script=Path(program()).stem, args=own, **figures)

@@ -14,7 +14,7 @@ the whole, and gives the pieces back. What the optimizer keeps, as Muon's moment
     sent in a step, besides                      -          3 P/n (n-1)/n or less, in 3 all-to-alls
     orthogonalizes                               -          1/n of the matrices
 
-    whole = WholeMatrices(shares_of_runs(zero.units, matrices))
+    [whole] = wholes_of_units(zero.units, zero.group, matrices)
     muon = torch.optim.Muon(whole.parameter_groups([{"params": matrices}]), lr=1e-3)
     whole.zero_grad()  # in the place of muon.zero_grad()
     loss.backward()
@@ -162,8 +162,10 @@ class WholeMatrices:
 
 # ---- the shares that ways of cutting make ----------------------------------------
 
+# Each makes a list of WholeMatrices, to be entered in this order: see harness/optimizers.py.
 
-def shares_of_runs(units, parameters):
+
+def wholes_of_units(units, group, parameters):
     """Of parameters that lie end to end, cut anywhere, as in zero.py and fsdp.py.
 
     units: have full, chunk and shapes; and parts, whose masters are what is here, 1-D
@@ -184,29 +186,20 @@ def shares_of_runs(units, parameters):
                     sizes.append(len(inside))
                 found[p] = Share(masters.get(p, nothing), shape, sizes)
             start = end
-    return found
-
-
-def wholes_of_units(units, group, parameters):
-    """-> [WholeMatrices], as harness/optimizers.py wants it"""
-    return [WholeMatrices(shares_of_runs(units, parameters), group)]
+    return [WholeMatrices(found, group)]
 
 
 def wholes_of_cuts(ranks, parameters):
-    """-> [WholeMatrices] of parameters that are cut along a dim, as in tensor_parallel.py.
+    """Of parameters that are cut along a dim, as in tensor_parallel.py.
 
     ranks: has group, size, copies(p) and cuts, where cuts[p] is (dim, size of the whole along it,
     ..). See Share: copies
     """
-    shares = {}
-    for p in parameters:
-        dim, plain_size, *_ = ranks.cuts[p]
-        shares[p] = share_of_box(p, ranks.size, dim, plain_size, ranks.copies(p))
-    return [WholeMatrices(shares, ranks.group)]
+    return [WholeMatrices({p: share_of_cut(ranks, p, p, p.shape) for p in parameters}, ranks.group)]
 
 
 def wholes_of_units_of_cuts(zeros, ranks, names, parameters):
-    """-> [WholeMatrices] of what both have cut: first zeros' parts become a piece, then the whole.
+    """Of what both have cut: first zeros' parts become a piece, then the whole.
 
     zeros: ZeROs, around what `ranks` has cut, see wholes_of_cuts
     names: {parameter: its name}; gets the names of these pieces, too
@@ -218,36 +211,31 @@ def wholes_of_units_of_cuts(zeros, ranks, names, parameters):
         mine = [p for p in parameters if p in here]
         wholes += wholes_of_units(zero.units, zero.group, mine)
         for p, share in wholes[-1].shares.items():
-            if p not in ranks.cuts:
-                continue
-            dim, plain_size, *_ = ranks.cuts[p]
-            for piece in share.matrices:
-                names[piece] = names[p]
-                shares[piece] = share_of_box(
-                    piece, ranks.size, dim, plain_size, ranks.copies(p), piece.whole)
+            if p in ranks.cuts:
+                for piece in share.matrices:
+                    names[piece] = names[p]
+                    shares[piece] = share_of_cut(ranks, p, piece, piece.whole)
     return [*wholes, WholeMatrices(shares, ranks.group)]
 
 
-def share_of_box(part, ranks, dim, plain_size, copies=1, shape=None):
-    """part: this rank's, which may have padding at its end along dim. shape: if it has none now."""
-    shape = shape or part.shape
+def share_of_cut(ranks, p, part, shape):
+    """part: this rank's, which may have padding at its end along dim. shape: its own, when it is
+    not empty."""
+    dim, plain_size, *_ = ranks.cuts[p]
+    copies = ranks.copies(p)
     each = shape[dim]
     of_line = math.prod(shape) // each
     whole = list(shape)
     whole[dim] = plain_size
     sizes = []
-    for rank in range(ranks):
+    for rank in range(ranks.size):
         first = rank // copies * each
         lines = range(first, min(first + each, plain_size))
         sizes.append(len(lines) * of_line)
     return Share(part, whole, sizes, dim, copies)
 
 
-def shares_of_stacks(stacks):
-    """Each matrix of a stack is whole on its rank, as experts are, but the stack is no matrix."""
-    return {p: Share(p, p.shape, [p.numel()]) for p in stacks}
-
-
 def wholes_of_stacks(parameters):
-    """-> [WholeMatrices] of those that are stacks"""
-    return [WholeMatrices(shares_of_stacks(p for p in parameters if p.dim() == 3))]
+    """Of stacks, as experts are: each matrix is whole on its rank, but the stack is no matrix."""
+    stacks = [p for p in parameters if p.dim() == 3]
+    return [WholeMatrices({p: Share(p, p.shape, [p.numel()]) for p in stacks})]

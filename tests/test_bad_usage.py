@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from conftest import ROOT, check_refused, is_clear, run_ranks, run_script, run_tool
+from conftest import ROOT, SMALL, check_refused, is_clear, run_ranks, run_script, run_tool
 from test_repo import TECHNIQUES
 
 # Flags and, after two spaces or more, what the line has to say. FILE is a file, FOLDER an empty
@@ -26,7 +26,7 @@ EVERY_FILE = """
     --warmup 20                         --warmup 20: leave a step of --steps 20
     --train (                           --train (: no regular expression
     --device cuda                       --device cuda: torch finds no GPU
-    --save-every 2                      --save-every wants --save DIR
+    --save-every 2                      --save-every and --save-async want --save DIR
     --save no/such --dry-run 2          no dry run
     --save FILE/saved                   --save FILE/saved
     --resume no/such                    --resume no/such:
@@ -100,24 +100,9 @@ def test_torchrun_takes_every_flag():
                 assert args.training_script_args == [flag, "1"], flag
 
 
-QUICK = ("--steps", "2", "--layers", "1", "--width", "32", "--seq", "8")
-
-
-def close_all(module):
-    """`>&- 2>&-`"""
-    os.close(1)
-    os.close(2)
-    sys.stdout = None
-    sys.stderr = None
-
-
-def test_a_closed_terminal_ends_nothing():
-    assert len(run_script("ddp", 2, *QUICK, plant=close_all)["loss"]) == 2
-
-
 def test_files_that_cannot_be_written():
     """They end no run, and it ends with 1."""
-    flags = ("--no-check", "--json", "/dev/full", "--log-file", "/dev/full")
-    assert run_script("ddp", 1, *QUICK, *flags, code=1) == (
+    flags = (*SMALL, "--no-check", "--json", "/dev/full", "--log-file", "/dev/full")
+    assert run_script("ddp", 1, *flags, code=1) == (
         "ddp.py: error: --log-file /dev/full: No space left on device: the run goes on without it\n"
         "ddp.py: error: --json /dev/full: No space left on device\n")

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from conftest import be_rank, run_ranks
 from harness import checkpoint, dcp
-from harness.checkpoint import Piece, Saver, Start, piece_of, run_pieces
+from harness.checkpoint import Piece, Saver, piece_of, run_pieces
 from tools.ranks import start
 
 SHAPES = {"cube": (3, 5, 7), "tok": (13, 5), "norm": (11,), "scale": (), "four": (2, 3, 1, 5)}
@@ -74,7 +74,7 @@ def round_trips(folder, seeds):
         rng = random.Random(seed)  # the same on every rank
         makers = [rng.choice([boxes_for, runs_for]) for _ in range(2)]
         kinds = [rng.choice([torch.float64, torch.bfloat16]) for _ in range(2)]
-        saver = Saver(folder, Start(steps=seed, group=dist.group.WORLD), seed % 2 == 1)
+        saver = Saver(folder, seed, seed % 2 == 1)
         saved = makers[0](rng, kinds[0], world, rank)
         saver.save(seed + 1, saved, NOTES)
         for piece in saved:
@@ -108,7 +108,7 @@ def test_round_trips(tmp_path):
 def hole(folder, change):
     """Two ranks have half a tensor each; then something is missing, or there twice."""
     rank = dist.get_rank()
-    saver = Saver(folder, Start(group=dist.group.WORLD))
+    saver = Saver(folder, 0)
     good = Piece("w", (4, 3), (2 * rank, 0), torch.zeros(2, 3))
     saver.save(1, [good], NOTES)
     wrong = {"missing": good._replace(writes=rank == 0), "twice": good._replace(start=(rank, 0))}
@@ -118,7 +118,7 @@ def hole(folder, change):
 @pytest.mark.parametrize("change", ["missing", "twice"])
 def test_what_is_not_whole_is_not_saved(change, tmp_path):
     assert start(be_rank, 2, hole, (str(tmp_path), change)) == [1, 1]
-    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+    assert checkpoint.numbered(tmp_path) == [1]
 
 
 def killed(folder, number, in_background):
@@ -133,7 +133,7 @@ def killed(folder, number, in_background):
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(touch)
-    saver = Saver(folder, Start(steps=1, group=dist.group.WORLD), in_background)
+    saver = Saver(folder, 1, in_background)
     saver.save(2, [piece_of("w", torch.full((9,), 2.0))], NOTES)
     saver.wait()
 

@@ -10,8 +10,7 @@ import common
 import harness.run
 from common import IGNORE, PRESETS, Text, build, get_batch, learning_rate, load_corpus
 from conftest import SMALL, run_script
-from harness.report import StepLog
-from harness.validate import HeldOut
+from harness.run import hold_out
 
 SIZES = {
     "gpt2": 124_439_808,
@@ -65,16 +64,11 @@ def test_data_of_ones_own(tmp_path):
         assert bytes(torch.cat(part.parts).tolist()) == whole[start:start + 17]
 
 
-def test_held_out_text_is_the_end_and_is_read_once():
+def test_held_out_text_is_the_end():
     corpus = torch.arange(2020)
-    held_out = HeldOut(Text([corpus]), 10, 4)
-    assert torch.equal(torch.cat([*held_out.rest.parts, *held_out.text.parts]), corpus)
-    seen = []
-    for k in range(held_out.batches):
-        y = held_out.batch(k)[1]
-        seen += y[y != IGNORE].tolist()
-        assert torch.equal(held_out.batch(k, rows=[3])[1][0], y[3])
-    assert seen == list(range(1920, 2020)) and held_out.targets == 100
+    rest, held_out = hold_out(Text([corpus]), 10)
+    assert torch.equal(torch.cat([*rest.parts, *held_out.parts]), corpus)
+    assert len(held_out) == 101
 
 
 def test_the_rate():
@@ -145,14 +139,6 @@ def step_at_full_rate(module):
         return step(model, optimizer, *batch)
 
     module.train_step = wrong
-
-
-def test_a_log_goes_on_where_a_killed_run_was(tmp_path):
-    path = tmp_path / "log"
-    path.write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"step": 3, "lo')
-    log = StepLog(str(path), 2)
-    log.write(step=2, loss=1.0)
-    assert path.read_text() == '{"step": 0}\n{"step": 1}\n{"step": 2, "loss": 1.0}\n'
 
 
 def test_a_long_run_is_checked_in_its_first_steps():

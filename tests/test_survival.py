@@ -1,5 +1,6 @@
-"""Runs that are resumed, killed or disturbed: harness/checkpoint.py, harness/guard.py."""
+"""Runs that are resumed, killed or disturbed: harness/checkpoint.py, harness/run.py."""
 import itertools
+import json
 import os
 import re
 import resource
@@ -17,11 +18,6 @@ from harness import checkpoint
 from tools import ranks
 
 QUICK = (*PROOF, "--no-check")
-
-
-def saved_in(folder):
-    """The steps of the checkpoints there, as words."""
-    return sorted(path.name for path in folder.iterdir())
 
 
 def in_step(module, number, function):
@@ -51,10 +47,14 @@ def test_one_that_was_not_finished_is_passed_by(good, tmp_path):
     copy = tmp_path / "copy"
     shutil.copytree(folder, copy)
     (copy / "4" / ".metadata").unlink()
+    log = tmp_path / "log"
+    log.write_text('{"step": 1}\n')
     flags = (*QUICK, "--steps", "4", "--resume", str(copy), "--save", str(copy))
-    rest = run_script("zero", 2, *flags)
+    rest = run_script("zero", 2, *flags, "--log-file", str(log))
     assert rest["loss"] == pytest.approx(losses[2:4], rel=1e-12, abs=0)
     assert checkpoint.numbered(copy) == [2, 4]
+    # the log goes on behind what is there
+    assert [json.loads(line)["step"] for line in log.read_text().splitlines()] == [1, 2, 3]
 
 
 OTHERWISE = [  # flags, and why the run does not go on from the checkpoint
@@ -77,7 +77,7 @@ def test_checkpoints_that_do_not_fit(good, tmp_path):
     lines = [([*QUICK, "--steps", "6", *flags.format(**places).split()], words)
              for flags, words in OTHERWISE]
     run_ranks(check_refused, 1, "ddp", lines)
-    assert saved_in(folder) == ["2", "4"]
+    assert checkpoint.numbered(folder) == [2, 4]
     # what was trained for fewer positions, or without experts, has no weights for more
     weights = ("--init-from", str(folder))
     said = run_script("ddp", 2, *QUICK, "--seq", "17", *weights, code=2)
@@ -105,7 +105,7 @@ def test_a_full_disk(good, tmp_path, flags):
     words = f"ddp.py: error: --save {place}/6: not saved: rank 0: a file was cut "
     assert said.startswith(words), said
     assert said.count("\n") == 1, said
-    assert saved_in(place) == ["2", "4"]
+    assert checkpoint.numbered(place) == [2, 4]
 
 
 def test_weights_alone(good, tmp_path):
