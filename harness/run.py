@@ -496,18 +496,21 @@ class Run:
             loss = self.on_held_out(lambda x, y: loss_sum(model(x), y))
             trace.validation[step] = loss.cpu()
 
-        if begin == self.first and self.args.eval_every:
+        if self.args.eval_every and begin == self.first:
             validate(begin - 1)
         steps = range(begin, self.checked + 1)
         batches = ((self.rate(step), *self.batch(step)) for step in steps)
         plain = plain_steps(model, optimizer, batches, self.args.clip, extra_loss)
         for step, (loss, norm) in zip(steps, plain):
-            if step >= self.first:
-                trace.log(step, loss, norm)
+            if self.args.eval_every and step == self.first - 1:
+                validate(step)
+            if step < self.first:
+                continue
+            trace.log(step, loss, norm)
             if self.keeps(step):
                 gradients = {name: p.grad for name, p in trained.items()}
                 trace.keep(step, gradients, model.state_dict())
-            if self.args.eval_every and (self.validates(step) or step == self.first - 1):
+            if self.validates(step):
                 validate(step)
         return trace
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from conftest import GAPS, PROOF, SMALL, check_refused, run_ranks, run_script
+from conftest import GAPS, PROOF, SMALL, check_equal, check_refused, run_ranks, run_script
 from harness import checkpoint
 from tools import ranks
 
@@ -88,6 +88,14 @@ def test_checkpoints_that_do_not_fit(good, tmp_path):
     checkpoint.write_whole(tmp_path / "more", state, {})
     said = run_script("ddp", 2, *QUICK, "--init-from", str(tmp_path / "more"), code=2)
     assert "its adapter.weight is not in this model" in said
+
+
+def test_held_out_text_goes_on(tmp_path):
+    """Its loss is that of one training, too."""
+    flags = ("--eval-every", "1", "--save", str(tmp_path))
+    run_script("ddp", 2, *QUICK, *flags)
+    rest = check_equal("zero", 2, *flags, "--steps", "4", "--resume", str(tmp_path))
+    assert list(rest["validation"]) == ["1", "2", "3"] and rest["check"]["validation"] <= 1e-10
 
 
 def full_disk(module, size=50_000):
