@@ -4,7 +4,6 @@ DTensors: a class with DCP's protocol for entries of a state dict. The files are
 A folder from somebody else can at worst fail to load: tensors are read with weights_only, and DCP's
 table of contents, .metadata, through an unpickler that admits the classes of that table alone.
 """
-import contextlib
 import logging
 import pickle
 import warnings
@@ -13,6 +12,10 @@ from pathlib import Path
 import torch
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint import filesystem, metadata, planner
+
+# DCP warns where a process is alone, and logs what its exceptions say again
+warnings.filterwarnings("ignore", "torch.distributed is disabled")
+logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
 
 
 class Boxes(torch.Tensor):
@@ -54,8 +57,7 @@ def save(folder, pieces, group=None):
             boxes[tuple(piece.start)] = piece.tensor
     # 0 bytes ahead: a tensor is copied to the CPU when its turn comes, without a stream of its own
     writer = checkpoint.FileSystemWriter(folder, per_thread_copy_ahead=0)
-    with quietly():
-        checkpoint.save(state, storage_writer=writer, process_group=group)
+    checkpoint.save(state, storage_writer=writer, process_group=group)
 
 
 @torch.no_grad()
@@ -72,33 +74,19 @@ def load(folder, pieces):
                 again.append(piece)
             else:
                 boxes[tuple(piece.start)] = piece.tensor
-        with quietly():
-            checkpoint.load(state, storage_reader=Reader(folder), no_dist=True)
+        checkpoint.load(state, storage_reader=Reader(folder), no_dist=True)
         left = again
 
 
-@contextlib.contextmanager
-def quietly():
-    """DCP warns where a process is alone, and logs what its exceptions say again."""
-    logging.getLogger("torch.distributed.checkpoint").setLevel(logging.ERROR)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        yield
-
-
-# {torch's name in the pickle of a table of contents: what it becomes here}
-ADMITTED = {
-    "torch.distributed.checkpoint.filesystem._StorageInfo": filesystem._StorageInfo,
-    "torch.distributed.checkpoint.metadata.StorageMeta": metadata.StorageMeta,
-    "torch.serialization._get_layout": torch.serialization._get_layout,
-    "torch.Size": torch.Size,
-    "pathlib.PosixPath": Path,
-    "pathlib._local.PosixPath": Path,
-}
-for _name in ("Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata",
-              "TensorProperties", "_MEM_FORMAT_ENCODING"):
-    ADMITTED[f"torch.distributed.checkpoint.metadata.{_name}"] = getattr(metadata, _name)
-ADMITTED.update((str(kind), kind) for kind in vars(torch).values() if isinstance(kind, torch.dtype))
+# what a table of contents is made of, by its name in the pickle
+KINDS = (
+    filesystem._StorageInfo, metadata.StorageMeta, metadata.Metadata, metadata.MetadataIndex,
+    metadata.TensorStorageMetadata, metadata.ChunkStorageMetadata, metadata.TensorProperties,
+    metadata._MEM_FORMAT_ENCODING, torch.serialization._get_layout, torch.Size,
+)
+ADMITTED = {f"{kind.__module__}.{kind.__name__}": kind for kind in KINDS}
+ADMITTED |= {str(kind): kind for kind in vars(torch).values() if isinstance(kind, torch.dtype)}
+ADMITTED |= {"pathlib.PosixPath": Path, "pathlib._local.PosixPath": Path}  # by Python's version
 
 
 class TableUnpickler(pickle.Unpickler):
