@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from common import build, freeze, get_batch, learning_rate, load_corpus
 from common import choose_device, join_fake_world, launched
 from common import loss_sum, plain_steps
 from harness import checkpoint, report
+from harness.checkpoint import pieces_of
 from harness.compare import Trace, compare, fault
 from harness.flags import DTYPES
 from harness.ledger import Ledger, held_by, nbytes
@@ -67,9 +69,13 @@ class Side:
     ledger: Ledger | None = None  # of the last step
 
     def __post_init__(self):
-        for name in ("full_gradients", "full_state_dict", "evaluate", "pieces", "held"):
-            if getattr(self, name) is None:
-                setattr(self, name, getattr(self, f"usual_{name}"))
+        # what a wrapper such as DistributedDataParallel is around
+        module = getattr(self.model, "module", self.model)
+        self.full_gradients = self.full_gradients or partial(gradients_of, module)
+        self.full_state_dict = self.full_state_dict or partial(state_of, module)
+        self.evaluate = self.evaluate or (lambda x, y: loss_sum(self.model(x), y))
+        self.pieces = self.pieces or (lambda: pieces_of(module.named_parameters(), self.optimizer))
+        self.held = self.held or partial(held_by, self.held_of or self.model, self.optimizer)
 
     def release(self):
         """Give the memory back. The side is of no use afterwards."""
@@ -95,26 +101,13 @@ class Side:
         return dict(calls=sum(c["calls"] for c in of_all), wire=sum(c["wire"] for c in of_all),
                     held=held, peak=memory["peak"], ms_per_step=self.ms(), block_ms=blocks)
 
-    @property
-    def module(self):
-        """What a wrapper such as DistributedDataParallel is around."""
-        return getattr(self.model, "module", self.model)
 
-    def usual_full_gradients(self):
-        named = self.module.named_parameters()
-        return {name: whole(p.grad) for name, p in named if p.requires_grad}
+def gradients_of(module):
+    return {name: whole(p.grad) for name, p in module.named_parameters() if p.requires_grad}
 
-    def usual_full_state_dict(self):
-        return {name: whole(t) for name, t in self.module.state_dict().items()}
 
-    def usual_evaluate(self, x, y):
-        return loss_sum(self.model(x), y)
-
-    def usual_pieces(self):
-        return checkpoint.pieces_of(self.module.named_parameters(), self.optimizer)
-
-    def usual_held(self):
-        return held_by(self.held_of or self.model, self.optimizer)
+def state_of(module):
+    return {name: whole(t) for name, t in module.state_dict().items()}
 
 
 def whole(t):
