@@ -384,19 +384,20 @@ class Stages(nn.ModuleList):
         pipelines = pipelines or [range(dist.get_world_size())]
         rank = dist.get_rank()
         home = homes(plans)
-        [own] = [ranks for ranks in pipelines if rank in ranks]  # of this rank's pipeline
+        [own] = [pipeline for pipeline in pipelines if rank in pipeline]
         here = {stage: whole[stage] for stage in sorted(home) if own[home[stage]] == rank}
         super().__init__(here.values())
         self.here = here  # {stage: module}
         self.counted = []  # parameters that this rank counts in the norm
-        self.shared = {}  # {parameter that other ranks have, too: the group of all that have it}
+        self.shared = {}  # {parameter that other ranks have, too: the group of its ranks}
         places = defaultdict(set)  # {parameter: its places in a pipeline}
         for stage, module in enumerate(whole):
             for p in module.parameters():
                 places[p].add(home[stage])
         groups = {}  # {ranks: their group}
         for p in places:
-            ranks = tuple(ranks[place] for ranks in pipelines for place in sorted(places[p]))
+            # those that have p, of all pipelines
+            ranks = tuple(pipeline[place] for pipeline in pipelines for place in sorted(places[p]))
             if rank == ranks[0]:
                 self.counted.append(p)
             if len(ranks) > 1:
