@@ -61,10 +61,12 @@ def patience(words, limit, seconds=5):
     def watch():
         if over.wait(min(seconds, limit)):
             return
-        print(words(), file=sys.stderr, flush=True)
-        if not over.wait(max(0, limit - seconds)):
-            print(f"{words()}: given up after {limit} s", file=sys.stderr, flush=True)
-            os._exit(1)
+        if seconds < limit:
+            print(words(), file=sys.stderr, flush=True)
+            if over.wait(limit - seconds):
+                return
+        print(f"{words()}: given up after {limit} s", file=sys.stderr, flush=True)
+        os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
     try:

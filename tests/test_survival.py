@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from conftest import GAPS, PROOF, SMALL, check_equal, check_refused, run_ranks, run_script
 from harness import checkpoint
+from harness.meet import patience
 from tools import ranks
 
 QUICK = (*PROOF, "--no-check")
@@ -162,6 +163,18 @@ def fails(change):
     codes, _, said = ranks.report(2, "ddp", words, plant, limit=20)
     assert all(codes), codes
     return codes, said
+
+
+def wait_for_nobody(rank, world, port, path):
+    os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), 2)
+    with patience(lambda: "rank 0 waits for rank 1", limit=0.2, seconds=0.1):
+        time.sleep(60)
+
+
+def test_one_that_waits_says_so_and_gives_up(tmp_path):
+    assert ranks.start(wait_for_nobody, 1, tmp_path / "said") == [1]
+    lines = ["rank 0 waits for rank 1", "rank 0 waits for rank 1: given up after 0.2 s"]
+    assert (tmp_path / "said").read_text().splitlines() == lines
 
 
 def die(model):
