@@ -30,7 +30,8 @@ MOST = max(64, 4 * CORES)  # a rank takes a third of a GB: with more a machine o
 def technique(word):
     """ddp or ddp.py -> ddp"""
     file = word.removesuffix(".py")
-    require(file in TECHNIQUES, f"no technique {file}; one of: {' '.join(TECHNIQUES)}")
+    require(file in TECHNIQUES,
+            f"no technique {file}; one of: {' '.join(TECHNIQUES)} (./run.sh help has all words)")
     return file
 
 

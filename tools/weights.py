@@ -310,7 +310,10 @@ TASKS = {"import": import_weights, "export": export_weights}
 
 
 def main():
-    args = parse(__doc__, {"task": dict(choices=TASKS), "source": {}, "target": {}})
+    args = parse(__doc__, {
+        "task": dict(choices=TASKS, help="from their files, or to them"),
+        "source": dict(help="import: a folder of theirs; export: what --save has written"),
+        "target": dict(help="a new folder")})
     try:
         TASKS[args.task](args.source, args.target)
     except OSError as error:
