@@ -398,7 +398,8 @@ def restore(start, side):
         make_states(side.optimizer, start)
     pieces = all_pieces(side.pieces(), side.optimizer)
     of_ranks = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, {piece.name: piece.shape for piece in pieces})
+    group = dist.new_group(backend="gloo")  # NCCL would take the words through the GPUs
+    dist.all_gather_object(of_ranks, {piece.name: piece.shape for piece in pieces}, group=group)
     wrong = misfit(dcp.table_of(start.folder), ChainMap(*of_ranks))
     require(not wrong, f"{start.flag} {start.folder}: {wrong}")
     dcp.load(start.folder, pieces)
