@@ -598,6 +598,7 @@ def refuse(args, require):
 
 
 def set_up(run, impl):
+    """-> a Side: what the run steps, judges and saves, see harness/run.py."""
     model = run.build()
     optimizer = run.optimizer(model.named_parameters())
     if impl == "torch":

@@ -243,6 +243,7 @@ VARIANTS = ("",)  # flags with which the file is worth running
 
 
 def set_up(run, impl):
+    """-> a Side: what the run steps, judges and saves, see harness/run.py."""
     model = run.build()
     optimizer = run.optimizer(model.named_parameters())  # wrappers keep the parameters
     if impl == "torch":

@@ -654,6 +654,7 @@ def refuse(args, require, N):
 
 
 def set_up(run, impl, mesh, on_meta):
+    """-> a Side: what the run steps, judges and saves, see harness/run.py."""
     from harness.checkpoint import pieces_of_units
     from harness.whole import wholes_of_units
 

@@ -1080,7 +1080,7 @@ def sources(args, device):
 
 
 def set_up(run, impl, mesh, grid, plans, layers):
-    """-> a Side"""
+    """-> a Side: what the run steps, judges and saves, see harness/run.py."""
     plain = run.build()
     if impl == "idea":
         return set_up_idea(run, plain, grid, layers)

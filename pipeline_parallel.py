@@ -805,7 +805,10 @@ def in_microbatches(pipeline, x, y, valid):
 
 
 def full_state_dict(stages, group=None):
-    """-> {name: tensor} of the whole model, on every rank. group: of the pipeline's ranks"""
+    """-> {name: tensor} of the whole model, on every rank. group: of the pipeline's ranks
+
+    A carved stage takes its own again: stage.load_state_dict(whole, strict=False)
+    """
     mine = {}
     for stage in stages:
         mine.update(stage.state_dict())

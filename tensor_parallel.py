@@ -798,6 +798,7 @@ def refuse(args, require):
 
 
 def set_up(run, impl, tp, mesh):
+    """-> a Side: what the run steps, judges and saves, see harness/run.py."""
     from harness.checkpoint import of_cuts, pieces_of
     from harness.whole import wholes_of_cuts
 

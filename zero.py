@@ -674,6 +674,7 @@ def held(model, zero, optimizer):
 
 
 def set_up(run, impl, mesh):
+    """-> a Side: what the run steps, judges and saves, see harness/run.py."""
     from harness.checkpoint import pieces_of_units
     from harness.whole import wholes_of_units
 

@@ -317,6 +317,10 @@ def check_chain():
     names = {name for stage in stages for name, _ in stage.named_parameters()}
     assert names == {name for name, _ in model.named_parameters(remove_duplicate=False)}
     assert "forward" not in vars(model) and len(model.layers) == 3
+    whole = {name: t + 1 for name, t in model.state_dict().items()}
+    for stage in stages:
+        assert not stage.load_state_dict(whole, strict=False).missing_keys
+    torch.testing.assert_close(model.state_dict(), whole)
 
 
 def test_a_chain_is_cut_into_stages():
