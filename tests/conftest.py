@@ -3,7 +3,6 @@
 Ranks fork from a server that has imported torch and all that is here (warm.py): hundredths of a
 second each instead of seconds.
 """
-import ast
 import contextlib
 import gc
 import importlib
@@ -16,7 +15,9 @@ import sys
 import tempfile
 import types
 from pathlib import Path
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -64,18 +65,18 @@ def run_ranks(check, world, *args):
 
 
 def check_each(check, cases):
-    """check(*case) for each of them, in one world. The traceback ends with the case that failed."""
+    """check(*case) for each case, in one world. The traceback ends with the case that failed."""
     for case in cases:
         try:
             check(*case)
-        except Exception as error:
+        except BaseException as error:  # pytest's Failed is no Exception
             raise AssertionError(f"{check.__name__}{tuple(case)}") from error
 
 
-def check_all(*cases):
-    """Each of them is (check, *case). All in one world, as check_each."""
-    for check, *case in cases:
-        check_each(check, [case])
+def check_differs(check, *case):
+    """Numbers that check(*case) compares are not equal, since a bug is planted."""
+    with pytest.raises(AssertionError, match="not close|it is summed already"):
+        check(*case)
 
 
 def run_script(name, world, *flags, plant=None, code=0, limit=120):
@@ -168,21 +169,14 @@ def worst_gap(report):
 
 
 def alone(name, *runs):
-    """name.py's main() with each of these lists of flags, one after another on one rank
-    -> reports."""
-    with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder, str(number)) for number in range(len(runs))]
-        lines = [("--json", str(file), *flags) for file, flags in zip(files, runs)]
-        assert ranks.start(be_alone, 1, name, lines) == [0], "see the traceback"
-        return [json.loads(file.read_text()) for file in files]
-
-
-def be_alone(rank, world, port, name, lines):
-    ranks.environment(rank, world, 0)  # each run makes a store of its own
-    module = importlib.import_module(name)
-    for flags in lines:
-        sys.argv = [f"{name}.py", *flags]
-        assert not module.main(), flags
+    """name.py's main() with each of these lists of flags, here, one after another -> reports."""
+    reports = []
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ):
+        file = Path(folder, "report")
+        for flags in runs:
+            run_tool(name, *flags, "--json", file)
+            reports.append(json.loads(file.read_text()))
+    return reports
 
 
 def dry_run_agrees(name, world, *flags, ranks=None, plant=None):
@@ -190,17 +184,14 @@ def dry_run_agrees(name, world, *flags, ranks=None, plant=None):
     -> the real run's report.
     """
     real = run_script(name, world, *SMALL, *flags, "--no-check", plant=plant)
-    check_dry_runs(real, name, *SMALL, *flags, ranks=ranks)
+    check_dry_runs(real, name, *SMALL, *flags, ranks=ranks or range(world))
     return real
 
 
-def check_dry_runs(real, name, *flags, ranks=None):
+def check_dry_runs(real, name, *flags, ranks):
     """real: the report of a run with these flags. A dry run of each rank counts the very bytes."""
-    world = real["world_size"]
-    if ranks is None:
-        ranks = range(world)
-    dry = (*flags, "--dry-run", str(world), "--rank")
-    for rank, report in zip(ranks, alone(name, *[(*dry, str(rank)) for rank in ranks])):
+    dry = (*flags, "--dry-run", real["world_size"], "--rank")
+    for rank, report in zip(ranks, alone(name, *[(*dry, rank) for rank in ranks])):
         found = report["ranks"][0]
         wanted = real["ranks"][rank]
         if torch.__version__ < (2, 13) and real["dtype"] == "fp64":
@@ -219,56 +210,31 @@ def textbook(report):
 
 # ---- the copy --------------------------------------------------------------------
 
-ALLOWED = {"torch", *sys.stdlib_module_names}
+
+def parts(name, last, old="", new=""):
+    """name.py to the end of part `last`, without the imports of later parts: what is copied. Each
+    line stands where it stands there. `new` is in the place of `old`.
+    """
+    above, rest = (ROOT / f"{name}.py").read_text().split("# imports of parts 1 and 2 end here")
+    left_out, kept = rest.split("# ---- 1. ")
+    source = above + "\n" * left_out.count("\n") + "# " + kept.split(f"# ---- {last + 1}. ")[0]
+    if old:
+        assert source.count(old) == 1, f"{name}: {old!r} stands {source.count(old)} times"
+    return source.replace(old, new) if old else source
 
 
-def imported(node):
-    """The packages that this node names, if it is an import statement."""
-    if isinstance(node, ast.Import):
-        return {alias.name.split(".")[0] for alias in node.names}
-    if isinstance(node, ast.ImportFrom):
-        return {node.module.split(".")[0]}
-    return set()
-
-
-def part_of(name, first, last):
-    """Parts `first` to `last` of name.py with their imports. Each line stands where it stands
-    there."""
-    source = (ROOT / f"{name}.py").read_text()
-    lines = source.splitlines()
-    rulers = {line[:10]: i for i, line in enumerate(lines) if line.startswith("# ---- ")}
-    kept = set(range(rulers[f"# ---- {first}. "], rulers[f"# ---- {last + 1}. "]))
-    for node in ast.walk(ast.parse(source)):
-        wanted = imported(node)
-        if wanted and wanted <= ALLOWED and node.col_offset == 0:
-            kept |= set(range(node.lineno - 1, node.end_lineno))
-        elif wanted and node.lineno - 1 in kept:
-            assert wanted <= ALLOWED, f"part {first} of {name}.py imports {wanted}"
-    return "\n".join(line if i in kept else "" for i, line in enumerate(lines))
-
-
-def section_one(name):
-    """What is copied: the idea and the technique."""
-    return part_of(name, 1, 2)
-
-
-def copied(name, last=None, old="", new=""):
-    """Parts 1 and 2 of name.py -> module. It imports nothing but torch and the standard library."""
-    source = part_of(name, 1, last) if last else section_one(name)
-    assert not old or source.count(old) == 1, f"{name}: {old!r} stands {source.count(old)} times"
-    source = source.replace(old, new) if old else source
+def copied(name, last=2, old="", new=""):
+    """parts(..) -> module."""
     module = types.ModuleType("copied_" + name)
     sys.modules[module.__name__] = module  # dataclasses look their module up
-    exec(compile(source, str(ROOT / f"{name}.py"), "exec"), module.__dict__)
+    exec(compile(parts(name, last, old, new), f"{name}.py", "exec"), vars(module))
     return module
 
 
 def idea(name, old="", new=""):
-    """Part 1 of name.py alone, `old` of it replaced by `new` -> module."""
     return copied(name, 1, old, new)
 
 
 def rewritten(old, new, module):
     """A plant, as partial(rewritten, old, new): `new` stands in the place of `old` in part 1."""
-    new_names = vars(idea(module.__name__, old, new)).items()
-    vars(module).update({name: value for name, value in new_names if name[:2] != "__"})
+    exec(parts(module.__name__, 1, old, new), vars(module))

@@ -3,12 +3,13 @@
 The loss is a sum over tokens, so that the gradients of parts of a batch add up to the whole's.
 """
 from functools import partial
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+
+from common import adamw
 
 VOCABULARY = 29
 WIDTH = 12
@@ -94,14 +95,17 @@ class Llama(nn.Module):
         return {"logits": self.lm_head(self.norm(x))}
 
 
+class OfTensors(Llama):
+    """For the ideas, whose step takes logits."""
+
+    def forward(self, tokens):
+        return super().forward(tokens)["logits"]
+
+
 def into(owner, name, when, bug):
-    """-> plant(module): leaves out a collective, or runs bug(self, ..) beside a method of a class
-    or instead of it."""
+    """-> plant(module): bug(self, ..) runs before or after a method of a class, or instead."""
 
     def plant(module):
-        if when == "left out":
-            module.dist = SimpleNamespace(**{**vars(dist), name: lambda *_, **__: None})
-            return
         method = getattr(getattr(module, owner), name)
 
         def broken(self, *args):
@@ -122,6 +126,21 @@ def token_rows(rng, rows, T=8):
     return text[:, :-1], targets.masked_fill(targets > 26, -100)
 
 
+def micro_batches(step):
+    """-> the two of a step, of 4 rows."""
+    rng = torch.Generator().manual_seed(step)
+    return [token_rows(rng, 4) for _ in range(2)]
+
+
+def mine(rows):
+    """This rank's."""
+    return [t.chunk(dist.get_world_size())[dist.get_rank()] for t in rows]
+
+
+def whole_batch(step):
+    return [torch.cat(both) for both in zip(*micro_batches(step))]
+
+
 def loss_sum(logits, targets):
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
@@ -130,33 +149,46 @@ def llama_loss(model, tokens, targets):
     return loss_sum(model(tokens)["logits"], targets)
 
 
-def bf16_llama():
-    torch.manual_seed(0)
-    return Llama(layers=2).bfloat16()
-
-
-def bf16_rows(count):
-    return [token_rows(torch.Generator().manual_seed(i), 2) for i in range(count)]
-
-
-def added_in_fp32(batches, loss_of=llama_loss):
-    """-> {name: what the gradients of a bf16 model, each of a batch's loss, add up to}."""
-    found = {}
-    for rows in batches:
-        model = bf16_llama()
-        loss_of(model, *rows).backward()
-        for name, gradient in gradients_of(model).items():
-            found[name] = found.get(name, 0) + gradient.float()
-    return found
-
-
-def compare_fp32(found, wanted):
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+def trained(model, optimizer=None, loss_of=llama_loss):
+    """In one process: two steps, clipped -> after each gradients, their norm, the state."""
+    optimizer = optimizer or adamw(model.parameters(), 1e-2)
+    for step in range(2):
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p) if p.requires_grad else None
+        for rows in micro_batches(step):
+            loss_of(model, *rows).backward()
+        gradients = gradients_of(model)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        yield gradients, norm, dict(model.state_dict())
 
 
 def gradients_of(model):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def compare(found, wanted):
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-10)
+def compare(found, wanted, atol=1e-10, rtol=0):
+    torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol)
+
+
+# ---- sums of bf16 gradients, in fp32 -------------------------------------------
+
+
+def bf16_llama():
+    torch.manual_seed(0)
+    return Llama(layers=2).bfloat16()
+
+
+def bf16_rows():
+    return [token_rows(torch.Generator().manual_seed(i), 2) for i in range(8)]
+
+
+def compare_fp32(found, loss_of=llama_loss):
+    """found: {name: what the gradients of bf16_rows(), each in bf16, add up to in fp32}."""
+    wanted = {}
+    for rows in bf16_rows():
+        model = bf16_llama()
+        loss_of(model, *rows).backward()
+        for name, gradient in gradients_of(model).items():
+            wanted[name] = wanted.get(name, 0) + gradient.float()
+    compare(found, wanted, 1e-5, 1e-5)

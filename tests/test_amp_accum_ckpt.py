@@ -274,7 +274,7 @@ def test_a_recipe_of_what_has_changed():
     assert_equal(gradient(selective), gradient(plainly))
     for old in "x._version > 0 or ", " or recipe.is_outdated()":
         with pytest.raises(AssertionError, match="not close"):
-            wrong = copied("amp_accum_ckpt", None, old, "").selective
+            wrong = copied("amp_accum_ckpt", 2, old, "").selective
             assert_equal(gradient(wrong), gradient(plainly))
 
 
@@ -402,7 +402,7 @@ class LlamaOfLogits(Llama):
 def check_copy(ckpt, scaled, *bug):
     """Three steps of a Llama of others, beside torch's own on one rank."""
     is_idea = ckpt == "idea"
-    code = copied("amp_accum_ckpt", 1 if is_idea else None, *bug)
+    code = copied("amp_accum_ckpt", 1 if is_idea else 2, *bug)
     model = LlamaOfLogits()
     plain = copy.deepcopy(model)
     for layer in model.layers:
@@ -609,7 +609,7 @@ def test_planted_in_the_idea(old, new):
 ])
 def test_planted_in_the_technique(how, old, new):
     with pytest.raises((AssertionError, AttributeError, RuntimeError)):
-        wrong = getattr(copied("amp_accum_ckpt", None, old, new), how)
+        wrong = getattr(copied("amp_accum_ckpt", 2, old, new), how)
         assert_equal(layer_of_others(wrong), layer_of_others(plainly))
 
 

@@ -8,21 +8,23 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
+from common import adamw
 from conftest import (
-    PROOF, SMALL, check_all, check_bug_shows, check_dry_runs, check_equal, copied, dry_run_agrees,
-    idea, rewritten, run_ranks, run_script, textbook)
+    PROOF, SMALL, check_bug_shows, check_differs, check_dry_runs, check_equal, copied,
+    dry_run_agrees, idea, rewritten, run_ranks, run_script, textbook)
 from others import (
-    Llama, bf16_llama, bf16_rows, compare_fp32, gradients_of, llama_loss, token_rows)
+    Llama, bf16_llama, bf16_rows, compare, gradients_of, llama_loss, micro_batches, mine,
+    trained)
 
 LLAMA = ("--model", "llama-toy")
+IDEA = ("--impl", "idea")
 
 
 @pytest.mark.parametrize("world, flags", [
-    (1, []),
     (3, ["--batch", "7"]),
     (2, ["--bucket-mb", "0"]),
-    (1, ["--impl", "idea"]),
-    (3, ["--impl", "idea", *LLAMA, "--batch", "7", "--train", "blocks.1|norm"]),
+    (1, IDEA),
+    (3, [*IDEA, *LLAMA, "--batch", "7", "--train", "blocks.1|norm"]),
     (2, ["--vocab", "257", "--clip", "0", "--train", "blocks.1|norm"]),
     (2, ["--impl", "all"]),
 ])
@@ -30,12 +32,12 @@ def test_equals_one_process(world, flags):
     check_equal("ddp", world, *flags)
 
 
-@pytest.mark.parametrize("flags", [[*LLAMA, "--bucket-mb", "0.01"], ["--impl", "idea"]])
-def test_equals_one_process_at_the_cost_that_is_said(flags):
+@pytest.mark.parametrize("world, flags", [(1, []), (4, [*LLAMA, "--bucket-mb", "0.01"]), (4, IDEA)])
+def test_equals_one_process_at_the_cost_that_is_said(world, flags):
     """Gradients are sent once; a dry run counts the same bytes."""
-    report = check_equal("ddp", 4, *flags)
+    report = check_equal("ddp", world, *flags)
     textbook(report)
-    check_dry_runs(report, "ddp", *PROOF, *flags, ranks=[3])
+    check_dry_runs(report, "ddp", *PROOF, *flags, ranks=[world - 1])
 
 
 def test_cost_of_frozen_parameters():
@@ -52,9 +54,13 @@ def test_resume(tmp_path):
     assert rest["check"]["passed"]
 
 
-def stranger():
+# ---- the copy --------------------------------------------------------------------
+
+
+def stranger(seed):
     """Not the GPT: others' Llama, tied, recomputed, with a frozen layer, a buffer, and parameters
     that nobody uses."""
+    torch.manual_seed(seed)
     model = Llama(tied=True)
     model.layers[1].requires_grad_(False)
     for layer in model.layers:
@@ -64,43 +70,31 @@ def stranger():
     return model
 
 
-def train(model, module, part, parts, wait=nullcontext, synchronize=lambda module: None):
-    """Three AdamW steps of two micro-batches, clipped -> the state, the last step's gradients."""
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, eps=1e-5, weight_decay=0.0)
-    rng = torch.Generator().manual_seed(1)
-    for _ in range(3):
-        first = [t.chunk(parts)[part] for t in token_rows(rng, 8)]
-        second = [t.chunk(parts)[part] for t in token_rows(rng, 8)]
-        optimizer.zero_grad()
-        with wait():
-            llama_loss(model, *first).backward()
-        llama_loss(model, *second).backward()
-        synchronize(module)
-        nn.utils.clip_grad_norm_(module.parameters(), 0.5)
-        optimizer.step()
-    gradients = {name: p.grad for name, p in module.named_parameters() if "unused" not in name}
-    return module.state_dict(), gradients
-
-
 def check_copy(form, *bug):
     """Training equals one process's, whatever ranks begin with."""
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    plain = stranger()
-    want = train(plain, plain, 0, 1)
-    torch.manual_seed(rank)
-    inner = stranger()
-    mine = rank, dist.get_world_size()
+    inner = stranger(dist.get_rank())
     if form == "idea":
         code = idea("ddp", *bug)
         code.begin_alike(inner)
-        got = train(inner, inner, *mine, synchronize=code.all_reduce_gradients)
+        model = inner
+        wait = nullcontext
     else:
         model = copied("ddp").BucketedDDP(inner, bucket_mb=0.001)
         assert len(model.buckets) > 2
-        got = train(model, inner, *mine, wait=model.no_sync)
-    for ours, theirs in zip(got, want):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
+        wait = model.no_sync
+    optimizer = adamw(inner.parameters(), 1e-2)
+    for step, (gradients, norm, state) in enumerate(trained(stranger(0))):
+        first, second = micro_batches(step)
+        optimizer.zero_grad()
+        with wait():
+            llama_loss(model, *mine(first)).backward()
+        llama_loss(model, *mine(second)).backward()
+        if form == "idea":
+            code.all_reduce_gradients(inner)
+        compare(gradients_of(inner), gradients)
+        compare(nn.utils.clip_grad_norm_(inner.parameters(), 0.5), norm)
+        optimizer.step()
+        compare(dict(inner.state_dict()), state)
 
 
 def check_unused():
@@ -113,6 +107,57 @@ def check_unused():
         model.zero_grad()
         model(number).backward()
         assert (inner[number].weight.grad == 3).all() and not inner[1 - number].weight.grad.any()
+
+
+def check_fp32_sums():
+    """Of bf16 gradients, over micro-batches and ranks."""
+    inner = bf16_llama()
+    model = copied("ddp").BucketedDDP(inner, reduce_dtype=torch.float32)
+    *first, last = bf16_rows()[dist.get_rank()::2]
+    with model.no_sync():
+        for rows in first:
+            llama_loss(model, *rows).backward()
+    llama_loss(model, *last).backward()
+    plain = bf16_llama()
+    for p in plain.parameters():
+        p.grad_dtype = torch.float32  # so that autograd adds up in it
+    for rows in bf16_rows():
+        llama_loss(plain, *rows).backward()
+    compare(gradients_of(inner), gradients_of(plain), 1e-5, 1e-5)
+
+
+def check_overlap():
+    """Buckets travel while backward still runs, but not inside no_sync()."""
+    inner = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
+    model = copied("ddp").BucketedDDP(inner, bucket_mb=1e-4)
+    started = []  # buckets, when backward has come to the first layer
+    inner[0].register_forward_hook(lambda module, inputs, output: output.register_hook(
+        lambda gradient: started.append(len(model.buckets) - len(model.to_start))) and None)
+    model(torch.ones(8)).sum().backward()
+    assert 1 <= started[0] < len(model.buckets)
+    kept = [p.grad.clone() for p in inner.parameters()]
+    with model.no_sync():
+        model(torch.ones(8)).sum().backward()
+    for p, grad in zip(inner.parameters(), kept):
+        assert torch.equal(2 * p.grad, 3 * grad)  # one rank's was added to the sum of two
+
+
+def check_copies():
+    check_copy("bucketed")
+    check_copy("idea")
+    broadcast = "dist.broadcast(tensor.data, group=group, group_src=0)"
+    check_differs(check_copy, "idea", broadcast, "pass")
+
+
+@pytest.mark.parametrize("world, check", [
+    (2, check_copies), (4, check_copies), (2, check_unused), (2, check_fp32_sums),
+    (2, check_overlap),
+])
+def test_copy(world, check):
+    run_ranks(check, world)
+
+
+# ---- planted bugs ----------------------------------------------------------------
 
 
 def left_out(module):
@@ -152,51 +197,4 @@ def test_planted(plant):
     ('reduction="sum") / valid', 'reduction="mean")'),
 ])
 def test_planted_in_the_idea(old, new):
-    check_bug_shows("ddp", 2, "--impl", "idea", plant=partial(rewritten, old, new))
-
-
-def check_planted_in_the_beginning():
-    with pytest.raises(AssertionError, match="not close"):
-        check_copy("idea", "dist.broadcast(tensor.data, group=group, group_src=0)", "pass")
-
-
-def check_fp32_sums():
-    """Of bf16 gradients, over micro-batches and ranks."""
-    inner = bf16_llama()
-    model = copied("ddp").BucketedDDP(inner, reduce_dtype=torch.float32)
-    batches = bf16_rows(8)
-    *first, last = batches[dist.get_rank()::2]
-    with model.no_sync():
-        for rows in first:
-            llama_loss(model, *rows).backward()
-    llama_loss(model, *last).backward()
-    plain = bf16_llama()
-    for p in plain.parameters():
-        p.grad_dtype = torch.float32  # so that autograd adds up in it
-    for rows in batches:
-        llama_loss(plain, *rows).backward()
-    compare_fp32(gradients_of(inner), gradients_of(plain))
-
-
-def check_overlap():
-    """Buckets travel while backward still runs, but not inside no_sync()."""
-    inner = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8))
-    model = copied("ddp").BucketedDDP(inner, bucket_mb=1e-4)
-    started = []  # buckets, when backward has come to the first layer
-    inner[0].register_forward_hook(lambda module, inputs, output: output.register_hook(
-        lambda gradient: started.append(len(model.buckets) - len(model.to_start))) and None)
-    model(torch.ones(8)).sum().backward()
-    assert 1 <= started[0] < len(model.buckets)
-    kept = [p.grad.clone() for p in inner.parameters()]
-    with model.no_sync():
-        model(torch.ones(8)).sum().backward()
-    for p, grad in zip(inner.parameters(), kept):
-        assert torch.equal(2 * p.grad, 3 * grad)  # one rank's was added to the sum of two
-
-
-def test_copy():
-    """On 2 ranks and on 4; and what is silent if it is wrong."""
-    copies = (check_copy, "bucketed"), (check_copy, "idea")
-    checks = check_unused, check_planted_in_the_beginning, check_fp32_sums, check_overlap
-    run_ranks(check_all, 2, *copies, *[(check,) for check in checks])
-    run_ranks(check_all, 4, *copies)
+    check_bug_shows("ddp", 2, *IDEA, plant=partial(rewritten, old, new))

@@ -273,7 +273,7 @@ def check_copy(name, old="", new="", dp=1, on_meta=False):
     """dp: so many pipelines share the batch."""
     module = pipeline_parallel
     if name != "pipedream":
-        module = copied("pipeline_parallel", None, old, new)
+        module = copied("pipeline_parallel", 2, old, new)
     stages, mail, layers, plans = piped(module, name, dp, on_meta)
     assert not any(p.is_meta for p in stages.parameters())
     optimizer = adamw(stages)

@@ -8,129 +8,115 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 import zero
-from common import adamw, clip_gradients
+from common import adamw
 from conftest import (
-    PROOF, SMALL, alone, check_bug_shows, check_each, check_equal, check_refused, copied,
-    dry_run_agrees, idea, rewritten, run_ranks, run_script, textbook)
+    PROOF, SMALL, alone, check_differs, check_each, check_equal, check_refused, copied,
+    dry_run_agrees, idea, run_ranks, run_script, textbook)
 from others import (
-    Llama, added_in_fp32, bf16_llama, bf16_rows, compare, compare_fp32, into, llama_loss,
-    token_rows)
+    Llama, OfTensors, bf16_llama, bf16_rows, compare, compare_fp32, into, llama_loss,
+    micro_batches, mine, token_rows, trained, whole_batch)
+
+ROWS = token_rows(torch.Generator(), 4)
 
 
-def llama(tied=False):
+def llama(seed, kind=Llama, tied=False):
     """Its layers are recomputed, and have a parameter that nobody uses."""
-    model = Llama(layers=2, tied=tied)
+    torch.manual_seed(seed)
+    model = kind(layers=2, tied=tied)
     for layer in model.layers:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         layer.unused = nn.Parameter(torch.ones(3))
     return model
 
 
-def mine(rows):
-    return [t.chunk(dist.get_world_size())[dist.get_rank()] for t in rows]
-
-
 def ladder(module):
-    return {1: module.ZeRO1, 2: module.ZeRO2, 3: module.ZeRO3}
+    return {"1": module.ZeRO1, "2": module.ZeRO2, "3": module.ZeRO3}
 
 
-def check_copy(stage, tied=False, offload="none", sums="last", plant=None, old="", new=""):
-    """Two steps of two micro-batches equal one process's, whatever ranks begin with.
+def check_copy(words, *bug):
+    """Steps of two micro-batches equal one process's, whatever ranks begin with.
 
-    sums: after each backward, or the last one (stages 2 and 3 always sum each).
+    words: the stage; how offload is called; "tied"; "each": stage 1 sums after each backward, too
     """
-    module = copied("zero", old=old, new=new)
-    if plant:
-        plant(module)
-    torch.manual_seed(0)
-    plain = llama(tied)
-    torch.manual_seed(dist.get_rank())
-    model = llama(tied)
+    stage, *options = words.split()
+    tied = "tied" in options
+    module = copied("zero", 2, *bug)
+    model = llama(dist.get_rank(), tied=tied)
     for p in model.parameters():
         p.grad = torch.ones_like(p)  # of no step here
+    [offload] = {"optimizer", "param"} & set(options) or ["none"]
     ours = ladder(module)[stage](module.units_of(model, model.layers), offload=offload)
-    reference = adamw(plain.parameters(), 1e-2)
     [group] = ours.parameter_groups()
     optimizers = [adamw(group["params"][first::2], 1e-2) for first in range(2)]
-    rng = torch.Generator().manual_seed(1)
-    for _ in range(2):
+    for step, (gradients, norm, state) in enumerate(trained(llama(0, tied=tied))):
         ours.zero_grad()
-        for p in plain.parameters():
-            p.grad = torch.zeros_like(p)
-        for number in range(2):
-            rows = token_rows(rng, 4)
-            llama_loss(plain, *rows).backward()
-            ours.sync = stage >= 2 or number == 1 or sums == "each"
+        for number, rows in enumerate(micro_batches(step)):
+            ours.sync = stage != "1" or number == 1 or "each" in options
             llama_loss(model, *mine(rows)).backward()
             ours.reduce()
-        compare(list(ours.full_gradients().values()), [p.grad for p in plain.parameters()])
-        norm = clip_gradients(plain.parameters(), 1.0)
-        torch.testing.assert_close(ours.clip_grad_norm_(1.0), norm, rtol=1e-10, atol=0)
-        reference.step()
+        compare(list(ours.full_gradients().values()), list(gradients.values()))
+        compare(ours.clip_grad_norm_(0.5), norm)
         for optimizer in optimizers:
             ours.step(optimizer)
         with torch.no_grad():  # an evaluation in between leaves nothing stale
             model(rows[0])
-        compare(list(ours.full_parameters().values()), [p.data for p in plain.parameters()])
-    check_load(module, model, ours, tied, rows[0])
-
-
-def check_load(module, model, ours, tied, tokens):
-    torch.manual_seed(0)
-    other = llama(tied)
+        compare(module.full_state_dict(model, ours), state)
+    other = llama(0, tied=tied)
     module.load_full_state_dict(model, ours, other.state_dict())
     compare(module.full_state_dict(model, ours), dict(other.state_dict()))
     compare([part.master.data for part in ours.parts], [part.value for part in ours.parts])
     with torch.no_grad():
-        compare(model(tokens), other(tokens))
+        compare(model(rows[0]), other(rows[0]))
+
+
+def check_idea(*bug):
+    code = idea("zero", *bug)
+    model = llama(dist.get_rank(), OfTensors)
+    ours = code.IdeaOfZeRO1(model)
+    optimizer = adamw([ours.shard], 1e-2)
+    for step, (_, norm, state) in enumerate(trained(llama(0))):
+        rows = mine(whole_batch(step))
+        compare(code.idea_step(model, ours, optimizer, *rows, 1, 0.5)[1], norm)
+        compare(dict(model.state_dict()), state)
 
 
 @pytest.mark.parametrize("world, cases", [
-    (1, [(3,)]),
-    (2, [(1, False, "optimizer"), (1, True, "none", "each"), (2, True), (3, True),
-         (3, False, "param")]),
-    (4, [(1,), (3,)]),
+    (1, ["3"]),
+    (2, ["1 optimizer", "1 tied each", "2 tied", "3 tied", "3 param"]),
+    (4, ["1", "3"]),
 ])
 def test_copy(world, cases):
-    run_ranks(check_each, world, check_copy, cases)
+    run_ranks(check_each, world, check_copy, [(case,) for case in cases])
+    run_ranks(check_idea, world)
 
 
-def use_first(zero, unit, first={}):  # noqa: B006 (it remembers)
-    unit.wait()
-    unit.full.copy_(first.setdefault(unit, unit.full.clone()))
-
-
-# a method of ZeRO, when something else is done, what, and the stage that shows it
-PLANTED = {
-    "only the last micro-batch counts": (
-        "start_sum", "before", lambda zero, unit: unit.grad.zero_(), 2),
-    "gradients are replaced": ("ready", "before", lambda zero, unit, p: unit.slots[p].zero_(), 1),
-    "averaged over ranks": ("keep_sum", "after", lambda zero, unit: unit.grad.div_(2), 1),
-    "a sum waits for nothing": ("ready", "before", lambda zero, unit, p: unit.missing.clear(), 1),
-    "what was sent is sent again": ("keep_sum", "instead", lambda zero, unit: None, 1),
-    "what was gathered first is used for ever": ("fetch", "after", use_first, 3),
-    "a rank clips by the norm of its chunk": ("all_reduce", "left out", None, 2),
-    "ranks begin with weights of their own": ("broadcast", "left out", None, 1),
-}
-
-
-def check_planted(what):
-    *bug, stage = PLANTED[what]
-    owner = {1: "ZeRO1", 2: "ZeRO2", 3: "ZeRO3"}[stage]
-    with pytest.raises(AssertionError):
-        check_copy(stage, sums="each", plant=into(owner, *bug))
-
-
-def check_planted_in_load(stage, line):
-    with pytest.raises(AssertionError):
-        check_copy(stage, offload="optimizer", old=line, new="pass")
+PLANTED = [
+    (check_copy, "2", "unit.grad += unit.buffer[unit.mine]",
+     "unit.grad.copy_(unit.buffer[unit.mine])"),
+    (check_copy, "1", "unit.slots[p].add_(p.grad)", "unit.slots[p].copy_(p.grad)"),
+    (check_copy, "1", "unit.missing.discard(p)", "unit.missing.clear()"),
+    (check_copy, "1 each", "unit.buffer[:unit.mine.start].zero_()", "pass"),
+    (check_copy, "1 each", "unit.buffer[unit.mine.stop:].zero_()", "unit.grad.div_(2)"),
+    (check_copy, "3", "unit.full[unit.mine] = unit.shard", "pass"),
+    (check_copy, "3", "unit.gather(self.group)\n\n    def free", "pass\n\n    def free"),
+    (check_copy, "2", "dist.all_reduce(square, group=self.group)  # partial -> replicated\n"
+     "        norm = square.sqrt()\n        if", "norm = square.sqrt()\n        if"),
+    (check_copy, "1", "dist.broadcast(unit.full, group=group, group_src=0)", "pass"),
+    (check_copy, "1 optimizer", "t.data.copy_(state[name])", "pass"),
+    (check_copy, "3 optimizer", "part.value.copy_(numbers)", "pass"),
+    (check_copy, "1 optimizer", "part.master.data.copy_(numbers)", "pass"),
+    (check_idea, "reduce_scatter(self.shard.grad, self.buffer, group=self.group)", "pass"),
+    (check_idea, "dist.all_reduce(square, group=self.group)", "pass"),
+    (check_idea, "all_gather(self.full, self.shard.detach(), group=self.group)", "pass"),
+    (check_idea, "dist.broadcast(self.full, group=group, group_src=0)", "pass"),
+    (check_idea, "zero.buffer.zero_()", "pass"),
+    (check_idea, "place.copy_(p.detach().flatten())", "pass"),
+    (check_idea, 'reduction="sum") / valid', 'reduction="mean")'),
+]
 
 
 def test_planted():
-    run_ranks(check_each, 2, check_planted, [(what,) for what in PLANTED])
-    run_ranks(check_each, 2, check_planted_in_load, [
-        (1, "t.data.copy_(state[name])"), (3, "part.value.copy_(numbers)"),
-        (1, "part.master.data.copy_(numbers)")])
+    run_ranks(check_each, 2, check_differs, PLANTED)
 
 
 @pytest.mark.parametrize("world, flags", [
@@ -144,30 +130,6 @@ def test_planted():
 ])
 def test_script_equals_one_process(world, flags):
     check_equal("zero", world, *flags)
-
-
-@pytest.mark.parametrize("old, new", [
-    ("reduce_scatter(self.shard.grad, self.buffer, group=self.group)", "pass"),
-    ("dist.all_reduce(square, group=self.group)", "pass"),
-    ("all_gather(self.full, self.shard.detach(), group=self.group)", "pass"),
-    ("zero.buffer.zero_()", "pass"),
-    ("place.copy_(p.detach().flatten())", "pass"),
-    ('reduction="sum") / valid', 'reduction="mean")'),
-])
-def test_planted_in_the_idea(old, new):
-    check_bug_shows("zero", 2, "--impl", "idea", plant=partial(rewritten, old, new))
-
-
-def check_the_idea_begins_alike():
-    torch.manual_seed(dist.get_rank())
-    model = llama()
-    idea("zero").IdeaOfZeRO1(model)
-    torch.manual_seed(0)
-    compare([p.data for p in model.parameters()], [p.data for p in llama().parameters()])
-
-
-def test_the_idea_begins_alike():
-    run_ranks(check_the_idea_begins_alike, 2)
 
 
 def test_resumes(tmp_path):
@@ -219,22 +181,16 @@ def check_fp32_sums(stage):
     ours = ladder(copied("zero"))[stage](units, reduce_dtype=torch.float32)
     optimizer = torch.optim.SGD(ours.parameter_groups(), lr=1.0)
     before = [part.master.detach().clone() for part in ours.parts]
-    batches = bf16_rows(8)
     ours.zero_grad()
-    for number, rows in enumerate(batches[dist.get_rank()::2], 1):
-        ours.sync = stage >= 2 or number == 4
+    for number, rows in enumerate(bf16_rows()[dist.get_rank()::2], 1):
+        ours.sync = stage != "1" or number == 4
         llama_loss(model, *rows).backward()
         ours.reduce()
-    found = {names[p]: gradient for p, gradient in ours.full_gradients().items()}
-    compare_fp32(found, added_in_fp32(batches))
+    compare_fp32({names[p]: gradient for p, gradient in ours.full_gradients().items()})
     ours.step(optimizer)
     for part, old in zip(ours.parts, before):
         assert torch.equal(part.master, old - part.grad)
         assert torch.equal(part.value, part.master.bfloat16())
-
-
-def test_fp32_sums():
-    run_ranks(check_each, 2, check_fp32_sums, [(1,), (2,), (3,)])
 
 
 def check_overlap():
@@ -266,7 +222,7 @@ def check_overlap():
             model.state_dict()
         ours.zero_grad()
         begun.clear()
-        llama_loss(model, *mine(token_rows(torch.Generator(), 4))).backward()
+        llama_loss(model, *mine(ROWS)).backward()
         assert begun[-1] == ("sum", 0)  # before reduce()
         ours.reduce()
     assert begun == [
@@ -275,14 +231,15 @@ def check_overlap():
     assert max(most) == 2
 
 
-def test_overlap():
+def test_overlap_and_fp32_sums():
     run_ranks(check_overlap, 2)
+    run_ranks(check_each, 2, check_fp32_sums, [*"123"])
 
 
-def check_turns(ZeRO, at_once, turns):
+def check_turns(stage, at_once, turns):
     """optimizer.step() is called for one unit after another, or with at_once for all together."""
     model = Llama(layers=2)
-    ours = ZeRO(zero.units_of(model, model.layers))
+    ours = ladder(zero)[stage](zero.units_of(model, model.layers))
     optimizer = torch.optim.AdamW(ours.parameter_groups())
     stepped = []  # by each call, the units whose masters have gradients
 
@@ -291,52 +248,45 @@ def check_turns(ZeRO, at_once, turns):
                         if any(part.master.grad is not None for part in unit.parts)])
 
     optimizer.register_step_pre_hook(note)
-    llama_loss(model, *token_rows(torch.Generator(), 2)).backward()
+    llama_loss(model, *ROWS).backward()
     ours.reduce()
     ours.step(optimizer, at_once)
     assert stepped == turns
 
 
-def test_turns():
-    turns = (False, [[0], [1], [2], [3]]), (True, [[0, 1, 2, 3]])
-    run_ranks(check_each, 1, check_turns, [(ZeRO, *t) for ZeRO in ladder(zero).values()
-                                           for t in turns])
+def check_misuse(stage):
+    model = Llama(layers=1)
+    ours = ladder(zero)[stage](zero.units_of(model, model.layers))
+    optimizer = torch.optim.SGD(ours.parameter_groups(), 0.1)
+    of_model = torch.optim.SGD(model.parameters(), 0.1)
+    stranger = [{"params": [nn.Parameter(torch.ones(2))]}]
 
+    def refuses(words, misuse, *args):
+        with pytest.raises(AssertionError, match=words):
+            misuse(*args)
 
-def check_misuse():
-    for ZeRO in ladder(zero).values():
-        model = Llama(layers=1)
-        ours = ZeRO(zero.units_of(model, model.layers))
-        optimizer = torch.optim.SGD(ours.parameter_groups(), 0.1)
-        rows = token_rows(torch.Generator(), 2)
-        llama_loss(model, *rows).backward()
-        with pytest.raises(AssertionError, match="call reduce"):
-            ours.step(optimizer)
-        with pytest.raises(AssertionError, match="reduce.. comes first"):
-            ours.clip_grad_norm_(1.0)
-        with pytest.raises(AssertionError, match="call reduce"):
-            ours.zero_grad()  # it would forget some of them alone
-        with pytest.raises(AssertionError, match="call reduce"):
-            llama_loss(model, *rows).backward()
-        ours.reduce()
-        before = [part.grad.clone() for part in ours.parts]
-        ours.reduce()  # once more: there is nothing to add
-        ours.clip_grad_norm_(1e9)  # far away: nothing is scaled
-        torch.testing.assert_close([part.grad for part in ours.parts], before, rtol=0, atol=0)
-        with pytest.raises(AssertionError, match="not optimizer.step"):
-            optimizer.step()
-        with pytest.raises(AssertionError, match="of zero.parameter_groups"):
-            torch.optim.SGD(model.parameters(), 0.1).step()
-        ours.step(optimizer)
-        with pytest.raises(AssertionError, match="in no unit"):
-            ours.parameter_groups([{"params": [nn.Parameter(torch.ones(2))]}])
+    llama_loss(model, *ROWS).backward()
+    refuses("call reduce", ours.step, optimizer)
+    refuses("reduce.. comes first", ours.clip_grad_norm_, 1.0)
+    refuses("call reduce", ours.zero_grad)  # it would forget some of them alone
+    refuses("call reduce", llama_loss(model, *ROWS).backward)
+    ours.reduce()
+    before = [part.grad.clone() for part in ours.parts]
+    ours.reduce()  # once more: there is nothing to add
+    ours.clip_grad_norm_(1e9)  # far away: nothing is scaled
+    compare([part.grad for part in ours.parts], before, 0)
+    refuses("not optimizer.step", optimizer.step)
+    refuses("of zero.parameter_groups", of_model.step)
+    ours.step(optimizer)
+    refuses("in no unit", ours.parameter_groups, stranger)
     mixed = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2).float())]
-    with pytest.raises(AssertionError, match="each dtype"):
-        zero.ZeRO1([(mixed, [])])
+    refuses("each dtype", zero.ZeRO1, [(mixed, [])])
 
 
-def test_misuse():
-    run_ranks(check_misuse, 1)
+def test_steps():
+    turns = (False, [[0], [1], [2], [3]]), (True, [[0, 1, 2, 3]])
+    run_ranks(check_each, 1, check_turns, [(stage, *turn) for stage in "123" for turn in turns])
+    run_ranks(check_each, 1, check_misuse, [*"123"])
 
 
 def test_refused_flags():
