@@ -10,16 +10,17 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
+from common import adamw
 from conftest import (
-    PROOF, check_each, check_equal, copied, dry_run_agrees, idea, rewritten, run_ranks, run_script,
-    textbook)
+    PROOF, check_differs, check_each, check_equal, copied, dry_run_agrees, idea, run_ranks,
+    run_script, textbook)
 from fsdp import FSDP, from_meta, full_gradients
 from others import (
-    Layer, Llama, added_in_fp32, bf16_llama, bf16_rows, compare, compare_fp32, gradients_of, into,
-    llama_loss, loss_sum, token_rows)
+    Layer, Llama, OfTensors, bf16_llama, bf16_rows, compare, compare_fp32, gradients_of, into,
+    llama_loss, micro_batches, mine, token_rows, trained, whole_batch)
 
 LLAMA = ("--model", "llama-toy")
-ROWS = token_rows(torch.Generator().manual_seed(1), 2)
+ROWS = token_rows(torch.Generator(), 2)
 
 
 @pytest.mark.parametrize("world, flags", [
@@ -66,12 +67,12 @@ class Recomputed(Layer):
         return checkpoint(super().__call__, x, use_reentrant=False)
 
 
-def llama(tied=False, frozen=()):
-    model = Llama()
-    if tied:
-        model.lm_head.weight = model.embed_tokens.weight
-    for part in frozen:
-        model.get_submodule(part).requires_grad_(False)
+def llama(seed=0, options=()):
+    torch.manual_seed(seed)
+    model = Llama(tied="tied" in options)
+    if "frozen" in options:
+        for part in "embed_tokens", "norm", "lm_head", "layers.1.mlp":
+            model.get_submodule(part).requires_grad_(False)
     for p in model.parameters():
         p.grad = torch.ones_like(p)  # of no step here
     for layer in model.layers:
@@ -82,152 +83,108 @@ def llama(tied=False, frozen=()):
 def groups_of(model):
     norms = [p for name, p in model.named_parameters() if "norm" in name]
     others = [p for name, p in model.named_parameters() if "norm" not in name]
-    return [{"params": norms, "weight_decay": 0.0}, {"params": others, "lr": 0.01}]
+    return [{"params": norms, "weight_decay": 0.0}, {"params": others, "lr": 0.001}]
 
 
-def backward(model, rows):
-    """Two micro-batches, with an evaluation between them."""
-    for tokens, targets in zip(*(t.chunk(2) for t in rows)):
-        llama_loss(model, tokens, targets).backward()
-        with torch.no_grad():
-            model(tokens)
+def check_copy(words, *bug):
+    """Steps of two micro-batches equal one process's, whatever ranks begin with.
 
-
-def check_copy(model_is, options=None, copies=False, old="", new=""):
-    """Two steps equal those of one process: gradients, norms, parameters.
-
-    copies: each rank has the whole model, as a copy of HSDP.
+    words: "tied"; "frozen": parts of it; "cpu": shards are there, and blocks stay gathered;
+    "copies": each rank has the whole model, as a copy of HSDP
     """
-    n = dist.get_world_size()
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    plain = llama(**model_is)
-    plain.zero_grad()
-    torch.manual_seed(rank)  # all ranks get the first one's weights
-    inner = llama(**model_is)
-    module = copied("fsdp", old=old, new=new)
-    if copies:
-        alone = [dist.new_group([i]) for i in range(n)]
-        ours = module.HSDP(inner, inner.layers, alone[rank], dist.group.WORLD, **(options or {}))
+    options = words.split()
+    module = copied("fsdp", 2, *bug)
+    inner = llama(dist.get_rank(), options)
+    if "copies" in options:
+        alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+        ours = module.HSDP(inner, inner.layers, alone[dist.get_rank()], dist.group.WORLD)
+    elif "cpu" in options:
+        ours = module.FSDP(inner, inner.layers, reshard=False, home="cpu")
     else:
-        ours = module.FSDP(inner, inner.layers, **(options or {}))
-    optimizer = torch.optim.AdamW(groups_of(plain), lr=0.1, eps=1e-5)
+        ours = module.FSDP(inner, inner.layers)
     assert all(p.numel() == (p + 1).numel() == 0 for p in inner.parameters() if p.requires_grad)
-    our_optimizer = torch.optim.AdamW(ours.parameter_groups(groups_of(inner)), lr=0.1, eps=1e-5)
-    rng = torch.Generator().manual_seed(1)
-    for _ in range(2):
-        rows = token_rows(rng, 8 * n)
-        backward(plain, rows)
-        backward(ours, [t.chunk(n)[rank] for t in rows])
-        compare(full_gradients(ours), gradients_of(plain))
-        compare(ours.clip_grad_norm_(0.5), nn.utils.clip_grad_norm_(plain.parameters(), 0.5))
-        for each_one, model in (optimizer, plain), (our_optimizer, ours):
-            each_one.step()
-            model.zero_grad()
-    compare(ours.full_state_dict(), dict(plain.state_dict()))
-    torch.manual_seed(0)
-    first = llama(**model_is)
+    optimizer = adamw(ours.parameter_groups(groups_of(inner)), 1e-2)
+    plain = llama(0, options)
+    steps = trained(plain, adamw(groups_of(plain), 1e-2))
+    for step, (gradients, norm, state) in enumerate(steps):
+        for rows in micro_batches(step):
+            llama_loss(ours, *mine(rows)).backward()
+            with torch.no_grad():  # an evaluation in between
+                ours(rows[0])
+        compare(full_gradients(ours), gradients)
+        compare(ours.clip_grad_norm_(0.5), norm)
+        optimizer.step()
+        ours.zero_grad()
+        compare(ours.full_state_dict(), state)
+    first = llama(0, options)
     ours.load_full_state_dict(first.state_dict())
     compare(ours.full_state_dict(), dict(first.state_dict()))
     with torch.no_grad():
-        compare(ours(rows[0]), first(rows[0]))
+        compare(ours(ROWS[0]), first(ROWS[0]))
     assert all(unit.full.untyped_storage().nbytes() == 0 for unit in ours.units)
 
 
+def check_idea(*bug):
+    code = idea("fsdp", *bug)
+    torch.manual_seed(dist.get_rank())
+    inner = OfTensors()
+    ours = code.shard_blocks(inner, inner.layers)
+    optimizer = adamw(ours.parameters(), 1e-2)
+    torch.manual_seed(0)
+    plain = Llama()
+    for step, (_, norm, _) in enumerate(trained(plain)):
+        compare(code.idea_step(ours, optimizer, *mine(whole_batch(step)), 1, 0.5)[1], norm)
+        with torch.no_grad():
+            compare(ours(ROWS[0]), plain(ROWS[0])["logits"])
+
+
 def test_copy():
-    run_ranks(check_each, 2, check_copy, [
-              (dict(tied=True),),
-              (dict(frozen=["embed_tokens", "norm", "lm_head", "layers.1.mlp"]),),
-              ({}, dict(reshard=False, home="cpu")),
-              (dict(frozen=["layers.1", "norm"]), {}, True),
-    ])
+    run_ranks(check_each, 2, check_copy, [("tied",), ("frozen",), ("cpu",), ("frozen copies",)])
+    run_ranks(check_idea, 2)
 
 
-PLANTED = {
-    "gradient[part.span]": "gradient[part.span] / 2",
-    "self.gathering = all_gather(self.full, self.sending, group=self.group, async_op=True)":
-        "self.full.zero_()",
-    "self.reducing = reduce_scatter(self.sum, self.buffer, group=self.group, async_op=True)":
-        "self.sum.copy_(self.buffer[self.mine]); self.reducing = dist.barrier(async_op=True)",
-    "part.master.grad += new": "part.master.grad = new",
-    "part.value.copy_(state[name].flatten()[part.first:part.first + len(part.value)])": "pass",
-    "dist.all_reduce(square, group=self.group)": "pass",
-    "dist.broadcast(whole, group=self.group, group_src=0)": "pass",
-}
-OF_COPIES = "dist.all_reduce(self.sum, group=self.replicas, async_op=True)"
-NOT_SUMMED = "dist.barrier(async_op=True)"
+PLANTED = [
+    (check_copy, "tied", "gradient[part.span]", "gradient[part.span] / 2"),
+    (check_copy, "tied",
+     "self.gathering = all_gather(self.full, self.sending, group=self.group, async_op=True)",
+     "self.full.zero_()"),
+    (check_copy, "tied",
+     "self.reducing = reduce_scatter(self.sum, self.buffer, group=self.group, async_op=True)",
+     "self.sum.copy_(self.buffer[self.mine]); self.reducing = dist.barrier(async_op=True)"),
+    (check_copy, "tied", "part.master.grad += new", "part.master.grad = new"),
+    (check_copy, "tied", "part.value.copy_(state[name].flatten()", "(state[name].flatten()"),
+    (check_copy, "tied", "dist.all_reduce(square, group=self.group)", "pass"),
+    (check_copy, "tied", "dist.broadcast(whole, group=self.group, group_src=0)", "pass"),
+    (check_copy, "copies", "dist.all_reduce(self.sum, group=self.replicas, async_op=True)",
+     "dist.barrier(async_op=True)"),
+    (check_copy, "copies", "dist.broadcast(shard, group=replicas, group_src=0)", "pass"),
+    (check_idea, "all_gather(self.full, self.shard.detach(), group=self.group)", "pass"),
+    (check_idea, "reduce_scatter(self.shard.grad, full.grad, group=self.group)", "pass"),
+    (check_idea, "dist.all_reduce(square, group=model.group)", "pass"),
+    (check_idea, "nn.utils.clip_grads_with_norm_(model.parameters(), clip, norm)", "pass"),
+    (check_idea, "dist.broadcast(self.full, group=group, group_src=0)", "pass"),
+    (check_idea, 'reduction="sum") / valid', 'reduction="mean")'),
+]
 
 
-def check_planted(old, new, copies=False):
-    copied("fsdp", old=old, new=new)  # there is such a line
-    with pytest.raises(AssertionError):
-        check_copy(dict(tied=True), {}, copies, old, new)
+def check_stops(line):
+    """Without it backward finds no numbers, or a step no gradients."""
+    with pytest.raises((AttributeError, RuntimeError)):
+        check_idea(line, "pass")
 
 
 def test_planted():
-    run_ranks(check_each, 2, check_planted, [*PLANTED.items(), (OF_COPIES, NOT_SUMMED, True)])
-
-
-@pytest.mark.parametrize("old, new", [
-    ("full.register_post_accumulate_grad_hook(self.reduce)", "pass"),
-    ("output.register_hook(self.gather)", "pass"),
-    ("all_gather(self.full, self.shard.detach(), group=self.group)", "pass"),
-    ("reduce_scatter(self.shard.grad, full.grad, group=self.group)", "pass"),
-    ("dist.all_reduce(square, group=model.group)", "pass"),
-    ("nn.utils.clip_grads_with_norm_(model.parameters(), clip, norm)", "pass"),
-    ('reduction="sum") / valid', 'reduction="mean")'),
-])
-def test_planted_in_the_idea(old, new):
-    """It fails the check, or stops with an error."""
-    run_script("fsdp", 2, *PROOF, "--impl", "idea", plant=partial(rewritten, old, new), code=1)
-
-
-class OfTensors(Llama):
-    def forward(self, tokens):
-        return super().forward(tokens)["logits"]
-
-
-def check_the_idea(old="", new=""):
-    """Alone, around a model of others; ranks begin with weights of their own."""
-    n = dist.get_world_size()
-    rank = dist.get_rank()
-    torch.manual_seed(0)
-    plain = OfTensors()
-    torch.manual_seed(rank)
-    inner = OfTensors()
-    module = idea("fsdp", old, new)
-    ours = module.shard_blocks(inner, inner.layers)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, eps=1e-5)
-    our_optimizer = torch.optim.AdamW(ours.parameters(), lr=0.1, eps=1e-5)
-    rng = torch.Generator().manual_seed(1)
-    for _ in range(3):
-        x, y = token_rows(rng, 4 * n)
-        valid = (y >= 0).sum()
-        optimizer.zero_grad()
-        (loss_sum(plain(x), y) / valid).backward()
-        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-        optimizer.step()
-        mine = [t.chunk(n)[rank] for t in (x, y)]
-        _, our_norm = module.idea_step(ours, our_optimizer, *mine, valid, 0.5)
-        compare(our_norm, norm)
-        with torch.no_grad():
-            compare(ours(x), plain(x))
-
-
-def check_idea_without_broadcast():
-    with pytest.raises(AssertionError):
-        check_the_idea("dist.broadcast(self.full, group=group, group_src=0)", "pass")
-
-
-def test_the_idea():
-    run_ranks(check_the_idea, 2)
-    run_ranks(check_idea_without_broadcast, 2)
+    run_ranks(check_each, 2, check_differs, PLANTED)
+    run_ranks(check_each, 2, check_stops, [
+        ("full.register_post_accumulate_grad_hook(self.reduce)",),
+        ("output.register_hook(self.gather)",)])
 
 
 def check_meta():
     """Each is made by its name: tied ones and second names once, frozen ones and buffers whole."""
     with torch.device("meta"):
-        inner = llama(tied=True, frozen=["layers.0"])
+        inner = llama(0, ["tied"])
+        inner.layers[0].requires_grad_(False)
         inner.norm.again = inner.norm.weight
         inner.norm.unused = nn.Parameter(torch.ones(2))
         inner.norm.register_buffer("places", torch.arange(4))
@@ -244,37 +201,32 @@ def check_bf16():
     """A module of bf16 numbers computes in bf16. Its shards, and sums of gradients, are in fp32."""
     inner = bf16_llama()
     model = FSDP(inner, inner.layers)
-    batches = bf16_rows(8)
-    for rows in batches[dist.get_rank()::2]:
+    for rows in bf16_rows()[dist.get_rank()::2]:
         llama_loss(model, *rows).backward()
-    compare_fp32(full_gradients(model), added_in_fp32(batches))
+    compare_fp32(full_gradients(model))
     assert {unit.full.dtype for unit in model.units} == {torch.bfloat16}
     model.masters[0].grad[0] = float("inf")
     before = full_gradients(model)
     assert model.clip_grad_norm_(1.0) == float("inf")
-    torch.testing.assert_close(full_gradients(model), before)  # it spoils no other
+    compare(full_gradients(model), before)  # it spoils no other
 
 
 def check_unused():
     """A loss of what a block returns, not the model: what came after it gets gradients of 0."""
-    torch.manual_seed(0)
     plain = llama()
     plain.zero_grad()
     inner = llama()
-    inner.load_state_dict(plain.state_dict())
     model = FSDP(inner, inner.layers)
     seen = []
     for layers in plain.layers, inner.layers:
         layers[0].forward = lambda x: x  # as a layer that is dropped
         layers[1].register_forward_hook(lambda layer, inputs, output: seen.append(output))
-    plain(ROWS[0])
-    model(ROWS[0])
-    for output in seen:
-        output.square().sum().backward()
-    total = dist.get_world_size()
-    wanted = {name: total * gradient for name, gradient in gradients_of(plain).items()}
+    for each in plain, model:
+        each(ROWS[0])
+    seen[0].square().sum().mul(dist.get_world_size()).backward()
+    seen[1].square().sum().backward()
     found = full_gradients(model)
-    compare({name: found.pop(name) for name in wanted}, wanted)
+    compare({name: found.pop(name) for name in gradients_of(plain)}, gradients_of(plain))
     assert not any(gradient.any() for gradient in found.values())
     with pytest.raises(AssertionError, match="in no unit"):
         model.parameter_groups([{"params": [nn.Parameter(torch.zeros(2))]}])
@@ -311,7 +263,6 @@ def check_memory(reshard, most):
 
 
 def test_parts():
-    run_ranks(check_meta, 2)
-    run_ranks(check_unused, 2)
-    run_ranks(check_bf16, 2)
+    for check in check_meta, check_unused, check_bf16:
+        run_ranks(check, 2)
     run_ranks(check_each, 2, check_memory, [(True, 2), (False, 3)])
