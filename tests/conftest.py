@@ -216,8 +216,11 @@ def parts(name, last, old="", new=""):
     line stands where it stands there. `new` is in the place of `old`.
     """
     above, rest = (ROOT / f"{name}.py").read_text().split("# imports of parts 1 and 2 end here")
-    left_out, kept = rest.split("# ---- 1. ")
-    source = above + "\n" * left_out.count("\n") + "# " + kept.split(f"# ---- {last + 1}. ")[0]
+    docstring, imports = above.rsplit('"""\n', 1)
+    others, kept = rest.split("# ---- 1. ")
+    kept = kept.split(f"# ---- {last + 1}. ")[0]
+    gaps = ["\n" * text.count("\n") for text in (docstring, others)]
+    source = f"\n{gaps[0]}{imports}{gaps[1]}# {kept}"
     if old:
         assert source.count(old) == 1, f"{name}: {old!r} stands {source.count(old)} times"
     return source.replace(old, new) if old else source

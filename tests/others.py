@@ -146,7 +146,8 @@ def loss_sum(logits, targets):
 
 
 def llama_loss(model, tokens, targets):
-    return loss_sum(model(tokens)["logits"], targets)
+    logits = model(tokens)
+    return loss_sum(logits if isinstance(model, OfTensors) else logits["logits"], targets)
 
 
 def trained(model, optimizer=None, loss_of=llama_loss):
