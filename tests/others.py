@@ -151,17 +151,20 @@ def llama_loss(model, tokens, targets):
 
 
 def trained(model, optimizer=None, loss_of=llama_loss):
-    """In one process: two steps, clipped -> after each gradients, their norm, the state."""
+    """In one process: two clipped steps -> after each loss, gradients, norm before, state."""
     optimizer = optimizer or adamw(model.parameters(), 1e-2)
     for step in range(2):
         for p in model.parameters():
             p.grad = torch.zeros_like(p) if p.requires_grad else None
+        total = 0
         for rows in micro_batches(step):
-            loss_of(model, *rows).backward()
-        gradients = gradients_of(model)
+            loss = loss_of(model, *rows)
+            loss.backward()
+            total += loss.detach()
         norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        gradients = gradients_of(model)
         optimizer.step()
-        yield gradients, norm, dict(model.state_dict())
+        yield total, gradients, norm, dict(model.state_dict())
 
 
 def gradients_of(model):

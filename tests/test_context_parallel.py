@@ -1,7 +1,7 @@
 """context_parallel.py in all forms of the toy; its idea and its technique around a model of
 somebody else, and attention alone."""
 import re
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
@@ -10,12 +10,12 @@ import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
 import context_parallel
-from common import attend
+from common import adamw, attend
 from conftest import (
     ROOT, alone, check_bug_shows, check_each, check_equal, check_refused, copied, dry_run_agrees,
     idea, rewritten, run_ranks, textbook)
 from context_parallel import KINDS, Ring, Ulysses, seen
-from others import Llama, compare, gradients_of, loss_sum, token_rows
+from others import Llama, compare, gradients_of, loss_sum, micro_batches, trained
 
 LLAMA = ("--model", "llama-toy")
 QWEN = ("--model", "qwen3-toy", "--head-dim", "6")
@@ -107,54 +107,47 @@ def test_formulas_are_what_kernels_compute(dtype, gap, monkeypatch):
 # ---- the copy --------------------------------------------------------------------
 
 
-def train(model, own, finish, attend, packed, **positions):
-    """Two clipped steps of two micro-batches each -> gradients, norms, parameters."""
-    model.layers[0].self_attn.q_proj.requires_grad_(False)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    rng = torch.Generator().manual_seed(0)
-    found = {}
-    for step in range(2):
-        optimizer.zero_grad()
-        for _ in range(2):
-            x, y = token_rows(rng, 4)
-            documents = (x % 5 == 0).cumsum(1) if packed else None
-            for layer in model.layers:
-                layer.self_attn.attend = partial(attend, documents=documents)
-            output = checkpoint(model, x[:, own], use_reentrant=False, **positions)
-            (loss_sum(output["logits"], y[:, own]) / 64).backward()
-        finish(model)
-        found[f"norm {step}"] = nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-        for name, gradient in gradients_of(model).items():
-            found[f"{name} {step}"] = gradient
-        optimizer.step()
-    return {**found, **model.state_dict()}
+def loss_of(model, x, y, attend, packed, own=slice(None), **positions):
+    documents = (x % 5 == 0).cumsum(1) if packed else None
+    for layer in model.layers:
+        layer.self_attn.attend = partial(attend, documents=documents)
+    output = checkpoint(model, x[:, own], use_reentrant=False, **positions)
+    return loss_sum(output["logits"], y[:, own])
 
 
 def llama(heads, kv_heads, seed):
     torch.manual_seed(seed)
-    return Llama(2, heads, kv_heads, tied=True)
-
-
-@cache
-def wanted(heads, kv_heads, packed):
-    return train(llama(heads, kv_heads, 0), slice(None), lambda model: None, attend, packed)
+    model = Llama(2, heads, kv_heads, tied=True)
+    model.layers[0].self_attn.q_proj.requires_grad_(False)
+    return model
 
 
 def check_copy(name, heads, kv_heads, *bug):
-    """name: a class of part 2, or "idea"."""
+    """name: a class of part 2, or "idea". Ranks begin with weights of their own."""
     if name == "idea":
         ranks = copy = idea("context_parallel", *bug)
-        finish = copy.all_reduce_gradients
     else:
-        copy = copied("context_parallel", None, *bug)
+        copy = copied("context_parallel", 2, *bug)
         ranks = getattr(copy, name)()
-        finish = lambda model: copy.sum_gradients(model.parameters())  # noqa: E731
     own = ranks.positions(8)
     for packed in False, True:
-        model = llama(heads, kv_heads, dist.get_rank())  # every rank has weights of its own
+        model = llama(heads, kv_heads, dist.get_rank())
         copy.begin_alike(model)
-        found = train(model, own, finish, ranks.attend, packed, positions=own)
-        compare(found, wanted(heads, kv_heads, packed))
+        optimizer = adamw(model.parameters(), 1e-2)
+        plain = partial(loss_of, attend=attend, packed=packed)
+        steps = trained(llama(heads, kv_heads, 0), loss_of=plain)
+        for step, (_, gradients, norm, state) in enumerate(steps):
+            optimizer.zero_grad()
+            for rows in micro_batches(step):
+                loss_of(model, *rows, ranks.attend, packed, own, positions=own).backward()
+            if name == "idea":
+                copy.all_reduce_gradients(model)
+            else:
+                copy.sum_gradients(model.parameters())
+            compare(nn.utils.clip_grad_norm_(model.parameters(), 0.5), norm)
+            compare(gradients_of(model), gradients)
+            optimizer.step()
+            compare(dict(model.state_dict()), state)
 
 
 def check_parts_one_and_two():

@@ -106,13 +106,13 @@ def check_copy(words, *bug):
     optimizer = adamw(ours.parameter_groups(groups_of(inner)), 1e-2)
     plain = llama(0, options)
     steps = trained(plain, adamw(groups_of(plain), 1e-2))
-    for step, (gradients, norm, state) in enumerate(steps):
+    for step, (_, gradients, norm, state) in enumerate(steps):
         for rows in micro_batches(step):
             llama_loss(ours, *mine(rows)).backward()
             with torch.no_grad():  # an evaluation in between
                 ours(rows[0])
-        compare(full_gradients(ours), gradients)
         compare(ours.clip_grad_norm_(0.5), norm)
+        compare(full_gradients(ours), gradients)
         optimizer.step()
         ours.zero_grad()
         compare(ours.full_state_dict(), state)
@@ -132,7 +132,7 @@ def check_idea(*bug):
     optimizer = adamw(ours.parameters(), 1e-2)
     torch.manual_seed(0)
     plain = Llama()
-    for step, (_, norm, _) in enumerate(trained(plain)):
+    for step, (_, _, norm, _) in enumerate(trained(plain)):
         compare(code.idea_step(ours, optimizer, *mine(whole_batch(step)), 1, 0.5)[1], norm)
         with torch.no_grad():
             compare(ours(ROWS[0]), plain(ROWS[0])["logits"])

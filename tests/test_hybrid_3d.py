@@ -15,31 +15,23 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from others import (
-    MLP, WIDTH, Llama, added_in_fp32, bf16_llama, bf16_rows, compare, compare_fp32, gradients_of,
-    token_rows)
-from test_repo import TECHNIQUES
 
 import hybrid_3d
 import moe
 from amp_accum_ckpt import full
-from common import adamw, loss_sum, plain_steps, share
+from common import adamw, loss_sum, share
 from conftest import (
     GAPS, PROOF, ROOT, SMALL, alone, check_bug_shows, check_dry_runs, check_each, check_equal,
-    check_refused, part_of, run_ranks, run_script, textbook)
+    check_refused, rewritten, run_ranks, run_script, run_tool, textbook)
 from harness.flags import arguments
 from harness.prove import prove
+from others import (
+    MLP, WIDTH, Llama, bf16_llama, bf16_rows, compare, compare_fp32, trained, whole_batch)
 from pipeline_parallel import Chain, carve, homes, make_plans, split_layers
 from tensor_parallel import (
-    ColumnLinear,
-    RowLinear,
-    SequenceParallel,
-    TensorParallel,
-    VocabEmbedding,
-    cut_model,
-    inside,
-    load_full_state_dict,
-)
+    ColumnLinear, RowLinear, SequenceParallel, TensorParallel, VocabEmbedding, cut_model, inside,
+    load_full_state_dict)
+from tools.launch import TECHNIQUES
 
 YOUR_MODEL = (ROOT / "docs" / "your-model.md").read_text()
 FORMS = {
@@ -140,18 +132,10 @@ def test_what_the_technique_adds():
 def test_table_of_the_docstring():
     """It shows some lines of what a run prints."""
     flags = "--dry-run 8 --dp 2 --tp 2 --pp 2 --zero 1 --model qwen3-toy".split()
-    words = [sys.executable, str(ROOT / "hybrid_3d.py"), *flags]
-    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+    said = run_tool("hybrid_3d", *flags).splitlines()
     table = re.search(r" +gradient of.*?\n\n", hybrid_3d.__doc__, re.S)[0].split("\n")
     shown = [line.strip() for line in table if line]
     assert len(shown) == 5 and set(shown) <= set(said)
-
-
-def rewritten(old, new, module):
-    """A plant: `new` stands in the place of `old` in part 1."""
-    source = part_of("hybrid_3d", 1, 1)
-    assert source.count(old) == 1, old
-    exec(source.replace(old, new), vars(module))
 
 
 @pytest.mark.parametrize("form, flags, old, new", [
@@ -294,29 +278,9 @@ def share_out(model, mesh):
                             everyone=mesh.group["peers"], alpha=0, beta=0)
 
 
-def steps():
-    rng = torch.Generator().manual_seed(1)
-    for _ in range(3):
-        x, y = token_rows(rng, 8, T)
-        yield x, y, (y != -100).sum()
-
-
 def plain(**kind):
-    model = make(**kind)
-    batches = [(1e-2, *batch) for batch in steps()]
-    logits = Logits(model, lambda model, x: model(x)["logits"])
-    for loss, _ in plain_steps(logits, adamw(model.parameters(), 1e-2), batches, 0.1):
-        yield loss, gradients_of(model), model.state_dict()
-
-
-class Logits(nn.Module):
-    def __init__(self, model, call):
-        super().__init__()
-        self.model = model
-        self.call = call
-
-    def forward(self, x):
-        return self.call(self.model, x)
+    for loss, gradients, _, state in trained(make(**kind)):
+        yield loss, gradients, state
 
 
 def wrap(layers, recompute):
@@ -359,11 +323,17 @@ def parallel(axes, pp=1, schedule="1f1b", sp=False, zero=0, recompute=None, devi
     hybrid.load_full_state_dict(other)
     compare(hybrid.full_state_dict(), other)
     hybrid.load_full_state_dict(state)
-    for x, y, valid in steps():
-        rows = torch.arange(8).chunk(copies)[mesh.place["dp"]]
-        loss, _ = hybrid_3d.train_step(hybrid, optimizer, x[rows], y[rows], valid, 0.1)
+    for loss, gradients, state in steps_of(hybrid, optimizer, copies):
+        yield loss, by_expert(gradients), by_expert(state)
+
+
+def steps_of(hybrid, optimizer, copies):
+    """Those of others.trained -> after each loss, gradients, the state."""
+    for step in range(2):
+        x, y = [t.chunk(copies)[hybrid.mesh.place["dp"]] for t in whole_batch(step)]
+        loss, _ = hybrid_3d.train_step(hybrid, optimizer, x, y, torch.tensor(1), 0.5)
         dist.all_reduce(loss)
-        yield loss, by_expert(hybrid.full_gradients()), by_expert(hybrid.full_state_dict())
+        yield loss, hybrid.full_gradients(), hybrid.full_state_dict()
 
 
 class Stacked:
@@ -398,7 +368,7 @@ def by_expert(tensors):
 
 
 def check_model(axes, options, kind):
-    """fp64 gaps of loss, every gradient and every parameter, over three steps."""
+    """fp64 gaps of loss, every gradient and every parameter."""
     assert prove(partial(plain, **kind), partial(parallel, axes, **options, **kind), 1e-12)
 
 
@@ -422,8 +392,6 @@ def twice(logits, y):
 
 def check_fp32_sums(level):
     """Of bf16 gradients, over micro-batches and copies; and of another loss than the usual one."""
-    batches = bf16_rows(8)
-    wanted = added_in_fp32(batches, lambda model, x, y: twice(model(x)["logits"], y))
     model = bf16_llama()
     plans = make_plans("1f1b", 1, 4)
     mesh = hybrid_3d.Mesh(plans, dp=2)
@@ -431,11 +399,10 @@ def check_fp32_sums(level):
         carve(model, CHAIN, [2]), plans, mesh, TensorParallel(mesh.group["tp"]),
         layers=model.layers, head=model.lm_head, loss=twice, zero=level,
         reduce_dtype=torch.float32)
-    mine = batches[4 * dist.get_rank():][:4]
-    x, y = [torch.cat(rows) for rows in zip(*mine)]
+    x, y = [torch.cat(rows) for rows in zip(*bf16_rows()[4 * dist.get_rank():][:4])]
     optimizer = torch.optim.SGD(hybrid.parameter_groups(), 0.0)
     hybrid_3d.train_step(hybrid, optimizer, x, y, 1, 0)
-    compare_fp32(hybrid.full_gradients(), wanted)
+    compare_fp32(hybrid.full_gradients(), lambda model, x, y: twice(model(x)["logits"], y))
 
 
 def test_fp32_sums():
@@ -453,11 +420,10 @@ def check_transformers(block):
     llama = LlamaConfig(**sizes)
     plans = names["PLAN"], {**names["PLAN"], "*.[qk]_norm": inside}
     makes = partial(LlamaForCausalLM, llama), partial(Qwen3ForCausalLM, normed)
-    for make, plan in zip(makes, plans):
-        for options in ({}, dict(zero=1)):
-            hybrid_of = partial(names["hybrid_of"], plan=plan, dp=dist.get_world_size() // 4)
-            assert prove(partial(plain_transformer, make),
-                         partial(train_transformer, make, partial(hybrid_of, **options)), 1e-12)
+    for make, plan, zero in zip(makes, plans, (0, 1)):
+        hybrid_of = partial(names["hybrid_of"], plan=plan, dp=1, zero=zero)
+        assert prove(partial(plain_transformer, make),
+                     partial(train_transformer, make, hybrid_of), 1e-12)
 
 
 def in_fp64(make):
@@ -473,22 +439,18 @@ def in_fp64(make):
 
 def plain_transformer(make):
     model = in_fp64(make)
-    batches = [(1e-2, *batch) for batch in steps()]
-    model_of = Logits(model, lambda model, x: model(x, use_cache=False).logits)
-    for loss, _ in plain_steps(model_of, adamw(model.parameters(), 1e-2), batches, 0.1):
-        yield loss, gradients_of(model), dict(model.named_parameters())
+    own = dict(model.named_parameters())  # a tied one once
+    for loss, gradients, _, state in trained(
+            model, loss_of=lambda model, x, y: loss_sum(model(x, use_cache=False).logits, y)):
+        yield loss, gradients, {name: state[name] for name in own}
 
 
 def train_transformer(make, hybrid_of):
-    names = {name for name, _ in in_fp64(make).named_parameters()}
+    own = dict(in_fp64(make).named_parameters())
     hybrid = hybrid_of(in_fp64(make))
     optimizer = adamw(hybrid.parameter_groups(), 1e-2)
-    for x, y, valid in steps():
-        rows = torch.arange(8).chunk(dist.get_world_size() // 4)[hybrid.mesh.place["dp"]]
-        loss, _ = hybrid_3d.train_step(hybrid, optimizer, x[rows], y[rows], valid, 0.1)
-        dist.all_reduce(loss)
-        state = hybrid.full_state_dict()
-        yield loss, hybrid.full_gradients(), {name: state[name] for name in names}
+    for loss, gradients, state in steps_of(hybrid, optimizer, 1):
+        yield loss, gradients, {name: state[name] for name in own}
 
 
 def test_models_of_transformers():
@@ -509,50 +471,33 @@ def test_ten_files_alone(tmp_path):
     assert str(tmp_path) in said
 
 
-def experts_without_sp(module):
-    right = module.parallelize
-    module.parallelize = lambda *args, **options: right(*args, **{**options, "sp": False})
+def check_asserts():
+    with pytest.raises(AssertionError, match="are not all the ranks"):
+        hybrid_3d.Mesh(make_plans("1f1b", 1, 2))
+    with pytest.raises(AssertionError, match="experts with tp > 1 want SequenceParallel"):
+        next(parallel(dict(tp=2), experts=True))
 
 
-def half_a_mesh(module):
-    right = module.Mesh
-    module.Mesh = lambda plans, dp, cp, tp, ep: right(plans, dp, cp, tp // 2, ep)
+def test_asserts():
+    run_ranks(check_asserts, 2)
 
 
-@pytest.mark.parametrize("plant, said", [
-    (experts_without_sp, "experts with tp > 1 want SequenceParallel"),
-    (half_a_mesh, "[1, 1, 1, 1] are not all the ranks"),
+EXPERTS = " --experts 4 --balance bias"
+
+
+@pytest.mark.parametrize("form, saved, resumed", [
+    ("gpt2", "--dp 2 --tp 1 --pp 2 --zero 1", [
+        "--dp 2 --tp 2 --pp 1 --sp --zero 3", "--dp 1 --cp 2 --tp 1 --pp 2 --zero 2"]),
+    ("llama", "--dp 2 --tp 2 --pp 1 --sp --zero 1" + EXPERTS, [
+        "--dp 2 --tp 1 --pp 2 --ep 1 --zero 2" + EXPERTS]),
 ])
-def test_asserts_of_parallelize(plant, said):
-    flags = "--dp 1 --tp 2 --sp --experts 4".split()
-    assert said in run_script("hybrid_3d", 2, *SMALL, *FORMS["llama"], *flags, plant=plant, code=1)
-
-
-def goes_on(folder, form, world, flags):
-    """Resumed at step 2: losses and parameters of one process that never stopped."""
-    words = (*FORMS[form], *flags.split(), "--steps", "4", "--resume", folder)
-    report = check_equal("hybrid_3d", world, *words)
-    assert len(report["loss"]) == 2
-
-
-def save(folder, form, world, flags):
-    saving = *flags.split(), "--no-check", "--save", folder
-    run_script("hybrid_3d", world, *PROOF, *FORMS[form], *saving)
-
-
-def test_resume(tmp_path):
-    """Saved on one layout, gone on with on others."""
-    folder = str(tmp_path)
-    save(folder, "gpt2", 4, "--dp 2 --tp 1 --pp 2 --zero 1")
-    goes_on(folder, "gpt2", 4, "--dp 2 --tp 2 --pp 1 --sp --zero 3")
-    goes_on(folder, "gpt2", 4, "--dp 1 --cp 2 --tp 1 --pp 2 --zero 2")
-
-
-def test_resume_with_experts(tmp_path):
-    folder = str(tmp_path)
-    experts = " --experts 4 --balance bias"
-    save(folder, "llama", 4, "--dp 2 --tp 2 --pp 1 --sp --zero 1" + experts)
-    goes_on(folder, "llama", 4, "--dp 2 --tp 1 --pp 2 --ep 1 --zero 2" + experts)
+def test_resume(form, saved, resumed, tmp_path):
+    """Saved on one layout, gone on with on others as one process that never stopped."""
+    saving = *FORMS[form], *saved.split(), "--no-check", "--save", str(tmp_path)
+    run_script("hybrid_3d", 4, *PROOF, *saving)
+    more = *FORMS[form], "--steps", "4", "--resume", str(tmp_path)
+    for flags in resumed:
+        assert len(check_equal("hybrid_3d", 4, *more, *flags.split())["loss"]) == 2
 
 
 REFUSED = """

@@ -48,14 +48,14 @@ def check_copy(words, *bug):
     ours = ladder(module)[stage](module.units_of(model, model.layers), offload=offload)
     [group] = ours.parameter_groups()
     optimizers = [adamw(group["params"][first::2], 1e-2) for first in range(2)]
-    for step, (gradients, norm, state) in enumerate(trained(llama(0, tied=tied))):
+    for step, (_, gradients, norm, state) in enumerate(trained(llama(0, tied=tied))):
         ours.zero_grad()
         for number, rows in enumerate(micro_batches(step)):
             ours.sync = stage != "1" or number == 1 or "each" in options
             llama_loss(model, *mine(rows)).backward()
             ours.reduce()
-        compare(list(ours.full_gradients().values()), list(gradients.values()))
         compare(ours.clip_grad_norm_(0.5), norm)
+        compare(list(ours.full_gradients().values()), list(gradients.values()))
         for optimizer in optimizers:
             ours.step(optimizer)
         with torch.no_grad():  # an evaluation in between leaves nothing stale
@@ -74,7 +74,7 @@ def check_idea(*bug):
     model = llama(dist.get_rank(), OfTensors)
     ours = code.IdeaOfZeRO1(model)
     optimizer = adamw([ours.shard], 1e-2)
-    for step, (_, norm, state) in enumerate(trained(llama(0))):
+    for step, (_, _, norm, state) in enumerate(trained(llama(0))):
         rows = mine(whole_batch(step))
         compare(code.idea_step(model, ours, optimizer, *rows, 1, 0.5)[1], norm)
         compare(dict(model.state_dict()), state)
