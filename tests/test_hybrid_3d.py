@@ -31,7 +31,7 @@ from pipeline_parallel import Chain, carve, homes, make_plans, split_layers
 from tensor_parallel import (
     ColumnLinear, RowLinear, SequenceParallel, TensorParallel, VocabEmbedding, cut_model, inside,
     load_full_state_dict)
-from tools.launch import TECHNIQUES
+from tools.ranks import TECHNIQUES
 
 YOUR_MODEL = (ROOT / "docs" / "your-model.md").read_text()
 FORMS = {

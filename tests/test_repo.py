@@ -7,7 +7,7 @@ import sys
 import tokenize
 
 from conftest import ROOT, parts
-from tools.launch import TECHNIQUES
+from tools.ranks import TECHNIQUES
 
 RULERS = [f"# ---- {part}. " for part in range(1, 6)]
 # non-blank lines of part 1

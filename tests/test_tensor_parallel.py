@@ -277,7 +277,7 @@ BUGS = [  # and where they show, if not in check_bug's usual case
     ("dlogits[:, ctx.words:] = 0", "pass"),
     ("dlogits.scatter_add_(1, column, -here.to(dlogits.dtype))", "pass"),
     ("return self.summed.get(p)", "return None"),
-    ("tp.summed[p] = twins", "pass", "TensorParallel", 1),
+    ("tp.summed[p] = twins[tp]", "pass", "TensorParallel", 1),
     (" if p in self.cuts else self.group", "", "SequenceParallel"),
     ("trained if tp.rank % tp.copies(p) == 0]", "trained]"),
 ]
