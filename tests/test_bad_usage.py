@@ -100,6 +100,17 @@ def test_torchrun_takes_every_flag():
                 assert args.training_script_args == [flag, "1"], flag
 
 
+def nobody_reads(module):
+    """`| head -1`, when head has ended"""
+    reading, writing = os.pipe()
+    os.close(reading)
+    os.dup2(writing, 1)
+
+
+def test_a_closed_pipe_ends_nothing():
+    assert len(run_script("ddp", 2, *SMALL, plant=nobody_reads)["loss"]) == 2
+
+
 def test_files_that_cannot_be_written():
     """They end no run, and it ends with 1."""
     flags = (*SMALL, "--no-check", "--json", "/dev/full", "--log-file", "/dev/full")
