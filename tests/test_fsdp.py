@@ -12,12 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 from common import adamw
 from conftest import (
-    PROOF, check_differs, check_each, check_equal, copied, dry_run_agrees, idea, run_ranks,
-    run_script, textbook)
+    PROOF, check_bug_shows, check_differs, check_each, check_equal, copied, dry_run_agrees, idea,
+    run_ranks, run_script, textbook)
 from fsdp import FSDP, from_meta, full_gradients
 from others import (
     Layer, Llama, OfTensors, bf16_llama, bf16_rows, compare, compare_fp32, gradients_of, into,
-    llama_loss, micro_batches, mine, token_rows, trained, whole_batch)
+    llama_loss, micro_batches, mine, own_rows_alone, token_rows, trained, whole_batch)
 
 LLAMA = ("--model", "llama-toy")
 ROWS = token_rows(torch.Generator(), 2)
@@ -35,6 +35,10 @@ ROWS = token_rows(torch.Generator(), 2)
 ])
 def test_equals_one_process(world, flags):
     check_equal("fsdp", world, *flags)
+
+
+def test_a_bug_shows_in_the_script():
+    check_bug_shows("fsdp", 2, plant=own_rows_alone)
 
 
 @pytest.mark.parametrize("world, flags, gathers", [
