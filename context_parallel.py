@@ -7,7 +7,7 @@
     rank 3        3*      2      1      0     7      rank 3      3,4*   2,5/   1,6/   0,7/     4
 
 A sequence is cut into cp chunks (zigzag: 2 cp, half as long), whose keys and values go around a
-ring of cp ranks. At each hop a rank has those of the chunks shown, and scores its own queries:
+ring of cp ranks. At each hop a rank scores its own queries with those of the chunks shown:
     no mark: with all of these keys (work 2)   /: half of the scores (1)   -: none (0)
     *: its own keys, each query with those up to itself (1)
 
@@ -27,7 +27,7 @@ P parameters. In a layer a rank's queries have Q elements, its keys S, its value
     weights                      all         all                             all
     saved activations            all         1/cp                            1/cp
     sent in a layer's forward    -           2 (cp-1) S                      2 (cp-1)/cp (S + Q)
-    sent in a layer's backward   -           4 (cp-1) S, dK, dV in fp32      2 (cp-1)/cp (S + Q)
+    sent in a layer's backward   -           4 (cp-1) S, 1/2 of it fp32      2 (cp-1)/cp (S + Q)
     sent to sum gradients        -           2 (cp-1)/cp P                   2 (cp-1)/cp P
 
 Liu 2023, arXiv:2310.01889, section 3 (ring). Llama team 2024, arXiv:2407.21783, section 3.3.2
@@ -110,7 +110,7 @@ def all_reduce_gradients(model, group=None):
 def idea_step(model, optimizer, x, y, valid, clip):
     """x, y (B, T): whole sequences; valid: the number of their targets.
 
-    In the model `attend` stands in the place of its attention, and `positions` of its positions.
+    In the model `attend` stands in the place of its attention, and its tokens at positions(T).
     """
     optimizer.zero_grad()
     own = positions(x.shape[1], x.device)
@@ -140,9 +140,9 @@ def idea_step(model, optimizer, x, y, valid, clip):
 #         AllGather          13      25.4      34.1
 #         Zigzag             37      25.4      32.6
 #         Ulysses            33      12.8      33.6
-# Documents become a mask, and are computed without step 4's kernels: a GPU's take no mask. Who
-# keeps all keys and values that were gathered, 2 (cp-1) S more in each layer, may use any attention
-# function, also one for documents.
+# Documents become a mask, and are computed without step 4's kernels: a GPU's take no mask. Another
+# attention function, also one for documents, can be used where all keys and values are kept, as in
+# the idea: 2 (cp-1) S more in each layer.
 
 aten = torch.ops.aten
 # both were renamed in torch 2.13
@@ -159,7 +159,7 @@ def attend_block(q, k, v, causal, same):
 
     causal: query i sees keys 0 to i alone. same (B, queries, keys): are the query and the key of
     one document? None: all are.
-    -> the output, like q, and lse: the log-sum-exp of each query's scores (B, H, queries).
+    -> the output, of q's shape, and lse: the log-sum-exp of each query's scores (B, H, queries).
     """
     if has_kernel(q, same):
         return kernel_forward(q, k, v, causal)  # the same, without scores in memory: step 4
@@ -180,7 +180,7 @@ def attend_block_backward(dout, q, out, lse, k, v, causal, same):
     dout, q, out, lse, k, v = grouped(k.shape[1], dout, q, out, lse, k, v)
     P = (scores_of(q, k, causal, same) - lse.unsqueeze(-1)).exp()
     dP = dout @ v.mT
-    # softmax's backward takes off the mean of dP over all keys, which is the sum of dout * out
+    # softmax's backward takes off the mean of dP, weighted by P: the sum of dout * out
     dscores = P * (dP - (dout * out).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
     dq = dscores @ k
     dk = dscores.mT @ q
@@ -219,7 +219,7 @@ class ContextParallel:
 
     @staticmethod
     def chunks(rank, cp):
-        """Which of a sequence's chunks a rank has: of cp chunks one."""
+        """The numbers of a rank's chunks: one, of cp."""
         return [rank]
 
     def positions(self, T, device=None):
@@ -236,7 +236,7 @@ class ContextParallel:
 
 
 def early_and_late(rank, cp):
-    """In the place of `chunks`: of 2 cp chunks one that sees little and one that sees much."""
+    """Other `chunks`, for equal work: of 2 cp one that sees little and one that sees much."""
     return [rank, 2 * cp - 1 - rank]
 
 
@@ -247,7 +247,7 @@ def seen(mine, theirs, tokens):
     queries before it none. If causal, query i sees of these only keys 0 to i.
     """
     if mine == theirs:
-        return 0, tokens, True  # those of chunks 0,7 are in order, too
+        return 0, tokens, True  # a rank's own tokens ascend, also those of chunks 0,7
     # Pairs of early_and_late are nested. Of mine 0,7 and theirs 3,4: 0 is before both, blind, and
     # both are visible to 7. Of mine 2,5 and theirs 1,6: none is blind, and 1 is visible to both.
     size = tokens // len(mine)  # of a chunk

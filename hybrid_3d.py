@@ -195,7 +195,7 @@ def norm_by_fate(model):
 
 # Words of the other files:
 #     tp.cuts       {parameter: how cut_model has cut it}
-#     tp.summed     {parameter: group of ranks of tp, each with a summand of its gradient}: norms of
+#     tp.summands   {parameter: group of ranks of tp, each with a summand of its gradient}: norms of
 #                   q and k, which are whole; k and v of few heads, which ranks share
 #     unit          parameters whose gradients travel together (zero.py)
 #     part          what this rank has of a parameter in its chunk of a unit
@@ -267,8 +267,8 @@ def kind_of(p, owner, tp):
     if getattr(owner, "is_of_experts", False):  # a StackedLinear of moe.py
         return "expert"
     if p in tp.cuts:
-        return "shared" if p in tp.summed else "cut"
-    return "inside" if p in tp.summed else "whole"
+        return "shared" if p in tp.summands else "cut"
+    return "inside" if p in tp.summands else "whole"
 
 
 # What is known of a parameter:
@@ -477,8 +477,8 @@ class Hybrid(nn.Module):
         self.cut_of_head = tp.cuts.get(head.weight)  # None: every rank of tp has all logits
         self.group = dict(mesh.group)  # {axis: group}
         for p in tp.cuts:
-            if p in tp.summed:
-                self.group["twins"] = tp.summed[p]
+            if p in tp.summands:
+                self.group["twins"] = tp.summands[p]
         home = homes(plans)  # {stage: place along pp}
         here = {stage: stages[stage] for stage in home if home[stage] == mesh.place["pp"]}
         self.stages = nn.ModuleList(here.values())
@@ -486,7 +486,7 @@ class Hybrid(nn.Module):
         self.table = {p: table[p] for p in self.parameters()}
         # from here on nothing holds what is on other stages: it can be freed
         tp.cuts = {p: cut for p, cut in tp.cuts.items() if p in self.table}
-        tp.summed = {p: group for p, group in tp.summed.items() if p in self.table}
+        tp.summands = {p: group for p, group in tp.summands.items() if p in self.table}
         kinds = [action.kind for action in plans[0]]
         alternates = len(plans) == 1 and kinds == ["F", "B"] * (len(kinds) // 2)
         assert zero < 3 or alternates, "ZeRO-3 wants one stage, and each B right after its F"

@@ -1,14 +1,14 @@
 """Mixture of experts: each MLP becomes E experts, of which a token visits K; tokens travel.
 
 A row is a token (C numbers) on its way to an expert or back, drawn as the expert's number: 0 and 1
-are on rank 0, 2 and 3 on rank 1. Each rank has 3 tokens, K is 2: 6 rows. Left of | are rank 0's.
+are on rank 0, 2 and 3 on rank 1. Each rank has 3 tokens, K is 2: 6 rows. Left of |: for rank 0.
 
     after     router, sort    all-to-all    experts       all-to-all      gates, sum
     rank 0    0 0 0 1 | 2 3   0 0 0 1 0 1   0 0 0 1 0 1   0 0 0 1 | 2 3   3 tokens
     rank 1    0 1 | 2 2 3 3   2 3 2 2 3 3   2 3 2 2 3 3   0 1 | 2 2 3 3   3 tokens
 
     mesh = dist.init_device_mesh("cuda", (n // 8, 8), mesh_dim_names=("replicas", "ep"))
-    replicas, ep = mesh.get_all_groups()  # the ranks with the same experts; 8 with all of them
+    replicas, ep = mesh.get_all_groups()  # replicas: ranks with the same experts; ep: 8, with all
     plain = block.mlp  # of each block: a router and experts, which are MLPs with up, down and gate
     mine = plain.experts[ep.rank() * E // 8:(ep.rank() + 1) * E // 8]
     experts = Experts(F.silu, [m.up for m in mine], [m.down for m in mine], [m.gate for m in mine])
@@ -21,8 +21,8 @@ are on rank 0, 2 and 3 on rank 1. Each rank has 3 tokens, K is 2: 6 rows. Left o
     optimizer.step()
     step_biases(model)  # of MoEs with gamma > 0
 
-Each of n ranks has N tokens of its own; ep of them share out E experts. Of the model's parameters,
-of b bytes each, `experts` are in experts and `dense` elsewhere.
+Each of n ranks has N tokens of its own; ep of them share out E experts, of `experts` parameters in
+all. The rest of the model has `dense`. A parameter has b bytes.
 
     on each rank                           one process             here, experts being balanced
     weights, gradients, AdamW              4 b (dense + experts)   4 b (dense + experts/ep)
@@ -197,7 +197,8 @@ def idea_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
 #     losses or biases              experts are chosen about equally often
 #     fp32 routers                  rounding to bf16 would change which experts are chosen
 #     rows cast before they travel  autocast to bf16 halves what is sent
-#     dense gradients in one call   141 calls of a step -> 26; those of experts likewise
+#     one call for all gradients    141 calls of a step -> 26: dense ones in 1 for 56; experts',
+#                                   which here are on one rank each, in none for 64; loads take 4
 # Part 3 has capacity besides: an expert gets so many rows at most, and others are dropped.
 
 # ---- experts in stacks
@@ -211,7 +212,7 @@ def stacked(parameters):
 class StackedLinear(nn.Module):
     """An nn.Linear per expert, copied into stacks: weight (E/ep, F, C), bias (E/ep, F) or None."""
 
-    is_of_experts = True  # so that hybrid_3d.py, which need not import this file, knows
+    is_of_experts = True  # so that hybrid_3d.py knows, whose parts 1 and 2 do without this file
 
     def __init__(self, linears):
         super().__init__()
@@ -236,8 +237,9 @@ class Experts(nn.Module):
 
         y = down(activation(up(x)))    or, with gate,    y = down(activation(gate(x)) * up(x))
 
-    up, down, gate: lists, an nn.Linear for each expert here. GPT-2 has GELU and no such gate,
-    Mixtral has SiLU and one. If you draw weights here, give each rank a seed of its own.
+    up, down, gate: lists, an nn.Linear for each expert here. GPT-2 has GELU and no gate,
+    Mixtral has SiLU and one; a token's gates are something else. If you draw weights here, give
+    each rank a seed of its own.
     """
 
     def __init__(self, activation, up, down, gate=None):
@@ -331,7 +333,7 @@ class Arrive(torch.autograd.Function):
 
 def sigmoid_route(logits, bias=0.0, *, top_k, scale=1.0, groups=1, top_groups=1):
     """DeepSeek-V3's: a token chooses among the experts of its best groups alone. A group is as good
-    as the sum of its two best scores; it has two experts at least."""
+    as the sum of its two best biased scores. Groups are of two experts or more."""
     scores = logits.sigmoid()
     by_group = (scores + bias).unflatten(-1, (groups, -1))  # (.., groups, E/groups)
     best = by_group.topk(2).values.sum(-1).topk(top_groups).indices
@@ -397,9 +399,9 @@ class MoE(nn.Module):
     ep        group of the ranks that share out the experts; each brings its own tokens
     everyone  group of the ranks whose tokens are balanced together; None: the world
     shared    a module that every token visits besides, or None
-    alpha     factor of Switch's balancing loss, beta of ST-MoE's z-loss, of which each rank adds
-              its part. With M micro-batches in a step give alpha/M and beta/M. Where gradients are
-              not summed over n ranks but averaged, as DDP does, give n alpha and n beta
+    alpha     factor of Switch's balancing loss, beta of ST-MoE's z-loss. Of both each rank adds its
+              own part. With M micro-batches in a step give alpha/M and beta/M; where gradients are
+              averaged over n ranks, not summed, n alpha and n beta
     gamma     by how much step_biases moves a bias; 0: not at all
 
     It communicates in `ep` and in `everyone`: all their ranks must call it, even in evaluation.
@@ -420,7 +422,7 @@ class MoE(nn.Module):
         self.beta = beta
         self.gamma = gamma
         self.register_buffer("bias_units", router.weight.new_zeros(E, dtype=torch.int64))
-        # sums over the backwards of a step
+        # sums over backwards, until step_biases and balancing_losses take them
         self.load_of_step = 0  # (E,) int64, how often the tokens of all ranks chose each expert
         self.loss_of_step = 0  # () this rank's part of the balancing losses
         self.last_load = 0  # the load of the last step, to be printed; 0: no backward came by
@@ -474,7 +476,7 @@ class MoE(nn.Module):
 
     def rows_of(self, tokens, top_k, order):
         """Tokens (N, C) -> rows, sorted by expert."""
-        # backward adds a token's K gradients in order; that of tokens[token], on GPUs, in any
+        # not tokens[token]: on GPUs its backward adds a token's K gradients in any order
         rows = tokens.repeat_interleave(top_k, 0)  # (N K, C), by token
         rows = rows.index_select(0, order)  # by expert, no row twice
         if torch.is_autocast_enabled(rows.device.type):  # else the experts cast them, too late
@@ -525,7 +527,8 @@ def sum_gradients(model, replicas):
 def bias_step(load, gamma):
     """load (E,): how often each expert was chosen -> (E,), what its bias moves by, in UNITs.
 
-    gamma if that is less often than the mean, -gamma if more. DeepSeek-V3's was 1e-3, then 0.
+    gamma for one chosen less often than the mean, -gamma for one chosen more often. DeepSeek-V3's
+    was 1e-3, then 0.
     """
     return round(gamma / UNIT) * (load.sum() - len(load) * load).sign()
 

@@ -3,10 +3,10 @@
     rank 0  x - norm -f-> [qkv]_0 heads_0 [out]_0 -g->(+)- norm -f-> [up]_0 gelu [down]_0 -g->(+)- x
     rank 1  x - norm -f-> [qkv]_1 heads_1 [out]_1 -g->(+)- norm -f-> [up]_1 gelu [down]_1 -g->(+)- x
 
-Ranks communicate in forward at g alone, in backward at f alone; with --sp at both in both. Inside
-is from an f to its g, outside is the rest; (+) adds the x from before the norm. q, k, v, up (and
-Llama's gate) are cut by columns, out and down by rows, token embedding and head by words. Inside no
-rank needs another: heads are apart, gelu is elementwise.
+In a block ranks communicate in forward at g alone, in backward at f alone; with --sp at both in
+both. Inside is from an f to its g, outside is the rest; (+) adds the x from before the norm. q, k,
+v, up (and Llama's gate) are cut by columns, out and down by rows, embedding and head by words.
+Inside no rank needs another: heads are apart, gelu is elementwise.
 
     tp = TensorParallel(group)  # or SequenceParallel: --sp. All its ranks get the same ids
     model = cut_model(model, tp, {"*.up": ColumnLinear, "*.down": RowLinear, ...})
@@ -124,7 +124,7 @@ def row_linear(linear, group):
 
 
 def locate(ids, words, rank):
-    """A rank has so many words -> each id's row among this rank's (or 0); is the word here?"""
+    """words: how many a rank has -> each id's row of this rank's table, or 0; is it there?"""
     rows = ids - rank * words
     here = (rows >= 0) & (rows < words)
     return rows.masked_fill(~here, 0), here
@@ -143,7 +143,7 @@ def vocab_embedding(embedding, group):
 
 
 def norm_inside(norm, group):
-    """Qwen3's norms of q and k are whole, but see a rank's own heads: it makes a summand."""
+    """Qwen3's norms of q and k are whole, but see a rank's own heads: each makes a summand."""
     for p in norm.parameters():
         if p.requires_grad:
             p.register_hook(lambda gradient: summed(gradient, group))
@@ -232,7 +232,7 @@ class TensorParallel:
         self.size = self.group.size()
         self.rank = self.group.rank()
         self.cuts = {}  # {parameter: Cut}; others are whole
-        self.summed = {}  # {parameter: group of ranks, which each make a summand of its gradient}
+        self.summands = {}  # {parameter: group of ranks, which each make a summand of its gradient}
 
     def gather(self, x):
         """From outside to inside -> Pending: here every rank has all of x already."""
@@ -255,10 +255,10 @@ class TensorParallel:
 
     def group_of_sum(self, p):
         """-> the group over which p's gradient has to be summed, or None."""
-        return self.summed.get(p)
+        return self.summands.get(p)
 
     def copies(self, p):
-        """-> how many ranks have the same numbers of p: all if it is whole."""
+        """-> how many ranks hold the same piece of p: all, if it is whole."""
         return self.cuts[p].copies if p in self.cuts else self.size
 
 
@@ -394,7 +394,7 @@ class VocabEmbedding(CutModule):
 #
 # A model notices it in two places. Norms and row biases see 1/tp of the tokens, so that they make
 # summands: group_of_sum. And what is added to x must be cut as x is: a table of learned positions
-# becomes a VocabEmbedding, which is small, but returns what is cut along T.
+# becomes a VocabEmbedding: not to save memory, but since its g returns what is cut along T.
 
 
 class SequenceParallel(TensorParallel):
@@ -482,8 +482,9 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 def vocab_parallel_cross_entropy(logits, targets, vocab, tp, ignore_index=-100):
     """This rank's logits (.., V/tp), targets (..), vocab V -> the sum of losses, on every rank."""
     each = logits.shape[-1]  # columns of a rank
-    assert each == math.ceil(vocab / tp.size), "Is the head cut, and vocab that of the plain one?"
-    words = max(0, vocab - tp.rank * each)  # on the last ranks fewer than columns, or none
+    assert each == math.ceil(vocab / tp.size), (
+        f"{each} columns on each of {tp.size} ranks are not {vocab} words: is the head cut?")
+    words = min(each, max(0, vocab - tp.rank * each))  # on the last ranks fewer, or none
     wide = torch.promote_types(logits.dtype, torch.float32)
     logits = logits.flatten(0, -2).to(wide)  # (N, V/tp)
     targets = targets.flatten()
@@ -526,7 +527,7 @@ def unshard(t, cut, tp):
 
 def inside(module, tp):
     """For a plan: a module that stays whole, but is used inside, as a norm of q's heads."""
-    tp.summed.update(dict.fromkeys(module.parameters(), tp.group))
+    tp.summands.update(dict.fromkeys(module.parameters(), tp.group))
     return module
 
 
@@ -630,7 +631,7 @@ def load_full_state_dict(model, tp, state):
 def key_values(heads):
     """For a plan: k and v of so many heads, where tp divides heads, or heads divides tp.
 
-    If there are more ranks, `copies` of them in a row, twins, have the same head of k, but other
+    With more ranks than heads, `copies` ranks in a row, twins, have the same head of k, but other
     heads of q: each makes a summand of k's gradient.
     """
     twins = {}  # {tp: their group}, for all layers
@@ -646,7 +647,7 @@ def key_values(heads):
         if copies > 1:
             for p in plain.parameters():
                 tp.keep_piece(p, 0, copies)
-                tp.summed[p] = twins[tp]
+                tp.summands[p] = twins[tp]
         return ColumnLinear(plain, tp)  # cuts what is not cut yet
 
     return kind

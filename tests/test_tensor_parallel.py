@@ -189,7 +189,7 @@ def check_refusals():
     ]:
         with pytest.raises(AssertionError, match=words):
             section.cut_model(model, tp, cuts)
-    with pytest.raises(AssertionError, match="Is the head cut"):
+    with pytest.raises(AssertionError, match="is the head cut"):
         section.vocab_parallel_cross_entropy(torch.ones(2, 31), torch.ones(2).long(), 31, tp)
 
 
@@ -276,8 +276,8 @@ BUGS = [  # and where they show, if not in check_bug's usual case
     ("dist.all_reduce(sums, group=tp.group)", "pass"),
     ("dlogits[:, ctx.words:] = 0", "pass"),
     ("dlogits.scatter_add_(1, column, -here.to(dlogits.dtype))", "pass"),
-    ("return self.summed.get(p)", "return None"),
-    ("tp.summed[p] = twins[tp]", "pass", "TensorParallel", 1),
+    ("return self.summands.get(p)", "return None"),
+    ("tp.summands[p] = twins[tp]", "pass", "TensorParallel", 1),
     (" if p in self.cuts else self.group", "", "SequenceParallel"),
     ("trained if tp.rank % tp.copies(p) == 0]", "trained]"),
 ]
