@@ -20,7 +20,7 @@ P numbers are trained, P_again of them in blocks other than the last, on N ranks
 
     on each rank                            plain GPT     here
     parameters, gradients, AdamW states     16 P          16 P/N
-    whole parameters, whole gradients       -             those of the root and at most 2 blocks
+    whole parameters, whole gradients       -             root and at most 2 blocks; gradients twice
     activations                             whole batch   1/N
     sent per step                           -             4 (2 P + P_again) (N-1)/N
       with --no-reshard                     -             8 P (N-1)/N, all blocks stay gathered
@@ -109,7 +109,7 @@ class IdeaOfUnit(nn.Module):
 
     def reduce(self, full):  # autograd calls it when full has its gradient: the block is done
         self.free()
-        self.shard.grad = torch.empty_like(self.shard)  # a new one: no step has to clear it
+        self.shard.grad = torch.empty_like(self.shard)  # a new one: nothing to zero before
         reduce_scatter(self.shard.grad, full.grad, group=self.group)  # partial -> sharded
         full.grad = None
 
@@ -139,10 +139,10 @@ def idea_step(model, optimizer, x, y, valid, clip):
 # What it adds to the idea, and what that buys. Figures are those of the toy on 2 ranks.
 #     blocks have hooks, no wrappers    they keep their names, arguments, outputs; may checkpoint
 #     collectives that are under way    10 of 13 travel while others compute; the idea's 15 do not
-#     last block and root stay          4.56 MB are sent, not 5.06; the peak is 25.4 MB, not 26.3
+#     last block and root stay          4.56 MB are sent, not 5.06
 #     a part for each parameter         parameter groups, micro-batches, offload, fp32 sums in bf16
 #     HSDP                              gathers stay within a copy of the model, such as a node
-#     from_meta()                       no rank ever has the whole model
+#     from_meta()                       no rank has to make the whole model
 
 # This rank's part of a parameter p: p.flatten()[first:first + len(value)].
 # value    these numbers, in its unit's shard
@@ -183,7 +183,7 @@ class Unit:
         self.buffer = None  # from a sum's begin to its end
         self.reducing = None  # the sum of buffer over ranks that is under way
         self.gathering = None  # the all-gather into full that is under way
-        self.sending = None  # what it reads: shard in full's dtype, on its device
+        self.sending = None  # what this gather reads: shard, in full's dtype, on full's device
         self.cut()
 
     def views(self, flat):
@@ -338,7 +338,7 @@ class FSDP(nn.Module):
             unit.wait()
 
     def gather_block(self, i):
-        if 0 <= i < len(self.block_units):  # it may be asked for one before the first
+        if 0 <= i < len(self.block_units):  # before the first and behind the last there is none
             self.block_units[i].gather()
 
     def free(self):
@@ -401,7 +401,7 @@ class FSDP(nn.Module):
     def end_backward(self):
         self.free()
         for unit in self.units:
-            if unit not in self.summing:  # the first block, the root, and what is unused: zeros
+            if unit not in self.summing:  # the first block, the root; and what is unused, as zeros
                 self.sum_next(unit)
         self.summing[-1].wait_sum()
         for unit in self.summing:  # only now: HSDP's sums over copies are under way until here
@@ -439,7 +439,7 @@ class FSDP(nn.Module):
     # -- the whole: {name: whole tensor} on every rank. All must call it
 
     def full_state_dict(self):
-        """In shards' dtype: fp32, fp64."""
+        """What is trained in shards' dtype, fp32 or fp64; the rest as it is."""
         found = {}  # {parameter: whole tensor}
         for unit in self.units:
             found.update(unit.gathered(unit.shard))
@@ -475,7 +475,7 @@ def watch(output, reached):
 
 
 class UnitOfCopies(Unit):
-    """A unit that each copy of the model has. A copy's sums are added up in an all-reduce."""
+    """A unit that each copy of the model has. An all-reduce adds up what the copies have summed."""
 
     replicas = None  # the group of ranks that have the same shard, one in each copy of the model
     adding = None  # the sum over copies that is under way
@@ -493,7 +493,7 @@ class UnitOfCopies(Unit):
 
 
 class HSDP(FSDP):
-    """Copies of a sharded model. Gathers stay within a copy's `group`; replicas: see above."""
+    """Copies of a sharded model. Gathers stay in a copy's `group`; replicas: see UnitOfCopies."""
 
     unit_class = UnitOfCopies
 
@@ -546,7 +546,7 @@ def from_meta(module, device, init):
 
 
 def parallelize(model, mesh, seed, device, **options):
-    """model: on the meta device, so that no rank ever has all of it. mesh: (replicate, shard)."""
+    """model: on the meta device: no rank has to make all of it. mesh: (replicate, shard)."""
 
     def init(name, tensor):
         path, _, attribute = name.rpartition(".")

@@ -2,8 +2,8 @@
 
                      copy 0 (rows 0..3)      copy 1 (rows 4..7)
     stage 0          ranks 0 1  ---- dp ---- ranks 2 3       tp: in each layer, with a neighbour
-                       |  |                    |  |          pp: once in a micro-batch
-                       pp pp                   pp pp         dp: once in a step, under backward
+                       |  |                    |  |          pp: there and back, each micro-batch
+                       pp pp                   pp pp         dp: under backward, once in a step
     stage 1          ranks 4 5  ---- dp ---- ranks 6 7
 
     plans = make_plans("1f1b", ranks=2, microbatches=4)
@@ -18,7 +18,7 @@
 
 cut_model is tensor_parallel.py's, carve pipeline_parallel.py's. x, y: the rows of this copy, number
 mesh.place["dp"]. docs/your-model.md ends with whole programs. print(hybrid) says what becomes of
-each gradient along each axis (the words: part 1, fates), here of a Qwen3 with tied embeddings:
+each gradient along each axis, in words of part 1 and of fates(), here of a tied Qwen3:
 
     gradient of                  kind       tp    data     ends  counted in the norm by
     tok.weight                   cut, tied  cut   scatter  sum   first of ends
@@ -26,7 +26,7 @@ each gradient along each axis (the words: part 1, fates), here of a Qwen3 with t
     blocks.*.attn.q.weight       cut        cut   scatter  -     each its own
     blocks.*.attn.q_norm.weight  inside     sum   scatter  -     first of tp
 
-Elements that a rank of a middle stage sends in a step, for B sequences of T words, L layers of
+Elements that a rank sends in a step (pp: a middle one's), for B sequences of T words, L layers of
 width C, M micro-batches, P parameters here, n = dp cp, A = B/(dp M) T/cp C between two stages:
     tp    M L/pp 8 A (tp-1)/tp; --sp: 10 A in the place of 8 A. And the gradients that tp sums
     pp    M 2 A; --sp: 1/tp of it
@@ -78,7 +78,7 @@ from zero import held
 
 # ---- 1. the idea -------------------------------------------------------------
 
-# The ranks are a grid with three axes. Along each the model is cut as a file of its own does it:
+# The ranks are a grid with three axes: dp cuts the batch, tp and pp the model, each as in its file:
 #     grid = make_grid(dp=2, tp=2, pp=2)
 #     cut_by_name(model, cuts, grid["tp"])  # tensor_parallel.py's idea
 #     hybrid = IdeaOfHybrid([stage0, stage1], grid, boundary)
@@ -111,7 +111,7 @@ def make_grid(dp, tp, pp):
 
 
 class IdeaOfHybrid:
-    """This rank's part of a model that is the same on all ranks, and that cut_by_name has cut.
+    """This rank's stage of a model that began the same on all ranks, before cut_by_name cut it.
 
     stages: all of them, from tensor to tensor. boundary: a tensor like those between two stages.
     """
@@ -186,9 +186,9 @@ def norm_by_fate(model):
 
 # It needs common.py, tensor_parallel.py, pipeline_parallel.py and zero.py; for cp and ep also
 # context_parallel.py and moe.py. What it adds to the idea, on rank 0 of the toy, dp 2 tp 2 pp 2:
-#     a buffer for a layer's gradients    88 all-reduces -> 46; they are under way while backward
+#     a buffer for a layer's gradients    34 all-reduces over dp -> 4, under way while backward
 #                                         makes the next layer's gradients
-#     one sum of dx for q, k and v        all-reduces send 4.4 MB -> 3.6
+#     one sum of dx for q, k and v        48 all-reduces over tp -> 32: 4.4 MB sent -> 3.6 in all
 #     ZeRO                                peak 6.7 MB -> 5.8 with ZeRO-1: states are cut
 #     --sp                                peak 5.8 MB -> 5.2: norms and residuals are cut
 #     cp, ep; schedules with W            longer sequences, more experts; smaller bubbles
@@ -340,8 +340,8 @@ class Copies:
 
     def __init__(self, here, table, group, layers, level, has_w, reduce_dtype):
         self.stages_of = {}  # {ZeRO: the numbers of the stages that have its parameters}
-        # ZeRO-2 keeps a unit's gradients from the first to the last: those of norms and biases
-        # come in B, long before those of matrices, and are units of their own
+        # ZeRO-2 keeps a unit's gradients from the first to the last. Norms' come in B, long before
+        # matrices' in W: what has one dim is a unit of its own
         found = units_of_copies(here, table, set(layers), apart=has_w and level == 2)
         for (numbers, axis), units in found.items():
             of_level = (ZeRO0, ZeRO1, ZeRO2, ZeRO3)[level]
@@ -358,7 +358,7 @@ class Copies:
             zero.zero_grad()
 
     def reduce(self):
-        """After all backwards: ZeRO-0 and 1 end the sums which these have begun."""
+        """After all backwards: ZeRO-0 and 1 end the sums that backwards have begun."""
         for zero in self.zeros:
             if not isinstance(zero, ZeRO2):  # nor ZeRO3, a ZeRO2
                 zero.reduce()  # partial -> sharded
@@ -388,8 +388,8 @@ def units_of_copies(here, table, layers, apart):
     """-> {(numbers of stages, axis of copies): units}: the parameters of those stages, two if they
     are tied, with copies along that axis.
 
-    A unit, as zero.py has it: (parameters, the modules that read them). apart: of a stage's norms
-    and biases there is one.
+    A unit, as zero.py has it: (parameters, the modules that read them). apart: what has one dim is
+    one unit in each stage.
     """
     found = defaultdict(dict)  # {(numbers, axis): {the unit's name: unit}}
     placed = set()
@@ -454,8 +454,8 @@ class Hybrid(nn.Module):
     stages   all stages of the model, as carve returns them, or slices of an nn.Sequential. All
              ranks have the same weights, and a tied parameter is one
     plans    those for which the mesh was made
-    tp       a TensorParallel, also of one rank. cut_model was called with it, before carve; it
-             forgets what is on other stages
+    tp       a TensorParallel, also of one rank. cut_model was called with it, before carve. Hybrid
+             makes it forget what is on other stages
     layers   the model's: the parameters of each are a unit
     head     what makes the logits: an nn.Linear, or what cut_model has put in its place
     loss     (logits, targets) -> the sum over a micro-batch's tokens. None: cross-entropy; logits
@@ -675,8 +675,8 @@ def split_columns(tp, x, *parameters):
 
 
 def split_cut_linears(stages):
-    """For SplitPipeline, which by itself splits the Linears that tp has not cut. multiply is what
-    their forward calls."""
+    """For SplitPipeline, which by itself splits the Linears that tp has not cut. The forward of a
+    cut one calls its multiply."""
     for module in stages.modules():
         if isinstance(module, ColumnLinear):
             module.multiply = partial(split_columns, module.tp)

@@ -18,8 +18,8 @@ and states 12, where plain GPT and ddp.py have no masters:
     stage 2     (4 + 12/n) P    (2 + 14/n) P    M + 1  gradients too: M reduce-scatters, 1 gather
     stage 3     16 P/n          16 P/n          3 M    parameters too: M sums, 2 M gathers
 
-Stage 3 sends an untied head and embedding 2 M times: backward has the one, and reads no other.
-fsdp.py cuts as stage 3 does, for blocks, in the usual loop, and may start from a meta model.
+Stage 3 sends an untied head and embedding 2 M times: backward finds the head still there. fsdp.py
+cuts as stage 3 does, for blocks, in the usual loop, and may start from a meta model.
 
     zero = ZeRO3(units_of(model, model.blocks))
     optimizer = AdamW(zero.parameter_groups(), lr=1e-3)
@@ -29,8 +29,8 @@ fsdp.py cuts as stage 3 does, for blocks, in the usual loop, and may start from 
     norm = zero.clip_grad_norm_(1.0)
     zero.step(optimizer)
 
-Not for: optimizers that look at matrices (but --optimizer muon) or at norms of everything, or count
-a group's steps (see step); blocks of several dtypes; sparse embeddings; second derivatives;
+Not for: optimizers that look at matrices (but in harness/whole.py) or at norms of everything, or
+count a group's steps (see step); blocks of several dtypes; sparse embeddings; second derivatives;
 backwards that raise; reentrant checkpointing; parameters thawed later, or changed but by
 load_full_state_dict. Unused parameters get gradients of 0. In stage 3 blocks return one tensor, and
 ranks use the same parameters, in one order.
@@ -127,7 +127,7 @@ def idea_step(model, zero, optimizer, x, y, valid, clip):
 # What a rank steps of a parameter p, see Unit.cut: p.flatten()[first:first + len(value)].
 # value    these numbers, in its unit's shard
 # grad     their gradients, in its unit's grad
-# master   the nn.Parameter that the optimizer steps: it shares value's memory, or is a copy of it
+# master   the nn.Parameter that the optimizer steps: value itself, or of bf16 its fp32 copy
 Part = namedtuple("Part", "parameter first value grad master")
 
 
@@ -140,14 +140,15 @@ class Unit:
 
         shard     this rank's chunk of the parameters, (chunk,)
         grad      its chunk of the whole batch's gradient
+        masters   shard as the optimizer steps it: in fp32 or wider
 
-    What each stage cuts shows in where these are (made in keep, gone in keep_sum and free):
+    What each stage cuts shows in which of these have memory, and when:
 
-                  ZeRO1             ZeRO2                           ZeRO3
-        full      always            always                          while it computes
-        buffer    always            first gradient to sum           first gradient to sum
-        shard     a view of full    a view of full                  of its own
-        grad      a view of buffer  of its own                      of its own
+                  ZeRO1             ZeRO2                      ZeRO3
+        full      always            always                     from fetch to free
+        buffer    always            first gradient .. its sum  first gradient .. its sum
+        shard     a view of full    a view of full             its own
+        grad      a view of buffer  its own                    its own
     """
 
     def __init__(self, parameters, sites, ranks, rank, reduce_dtype):
@@ -182,6 +183,10 @@ class Unit:
         """Makes the parts of this rank's chunk. Its padding is in none of them, and stays zero."""
         self.parts = []
         wide = torch.promote_types(self.shard.dtype, torch.float32)
+        if offload == "optimizer":
+            self.masters = self.shard.to("cpu", wide, copy=True)
+        else:
+            self.masters = self.shard.to(wide)  # of bf16 a copy; what is wide is shard itself
         end = 0
         for p, shape in self.shapes.items():
             begin = end  # where p begins in full
@@ -190,13 +195,8 @@ class Unit:
             high = min(end, self.mine.stop)
             if low < high:  # the numbers of p from low to high in full are in this rank's chunk
                 here = slice(low - self.mine.start, high - self.mine.start)  # in shard and grad
-                value = self.shard[here]
-                if offload == "optimizer":
-                    master = value.to("cpu", wide, copy=True)
-                else:
-                    master = value.to(wide)  # a copy of bf16; what is wide already is value itself
-                self.parts.append(
-                    Part(p, low - begin, value, self.grad[here], nn.Parameter(master)))
+                master = nn.Parameter(self.masters[here])
+                self.parts.append(Part(p, low - begin, self.shard[here], self.grad[here], master))
 
     def gather(self, group):
         """Begins to fetch the other ranks' chunks of full."""
@@ -280,7 +280,7 @@ class ZeRO1:
         unit.slots[p].add_(p.grad)
         p.grad = None
         self.is_summed = False
-        if self.sync:  # no later backward of this step adds to it
+        if self.sync:  # this backward is one that ends in a sum
             unit.missing.discard(p)
             # in the order of the list: ranks must agree on collectives
             while self.pending and not self.pending[0].missing:
@@ -362,21 +362,22 @@ class ZeRO1:
         for unit in units:
             for part in unit.parts:
                 part.master.grad = None
-                part.value.copy_(part.master.detach())  # where they share memory it is there
+            unit.shard.copy_(unit.masters)  # where they are one tensor it is there already
             self.renew(unit)
 
     def renew(self, unit):
-        """What full has of other ranks' chunks is old now."""
+        """Fetches the other ranks' new chunks: what full has of them is old."""
         unit.gather(self.group)
 
     def wait(self):
         for unit in self.units:
             unit.wait()
 
-    # -- the whole: {parameter: whole tensor, in its own dtype} on every rank. All must call it
+    # -- the whole: {parameter: whole tensor} on every rank. All must call it
 
     def full_parameters(self):
-        return self.whole_of([unit.shard for unit in self.units])
+        """In masters' dtype, so that nothing is lost: fp32, fp64."""
+        return self.whole_of([unit.masters for unit in self.units])
 
     def full_gradients(self):
         return self.whole_of([unit.grad for unit in self.units])
@@ -531,7 +532,7 @@ def groups_of_masters(units, groups=None):
 
 
 def full_state_dict(model, zero):
-    """-> {name: whole tensor} of the plain model, on every rank. All must call it."""
+    """-> {name: whole tensor} of the plain model, see full_parameters. All ranks must call it."""
     found = zero.full_parameters()
     state = model.state_dict(keep_vars=True)  # the Parameters themselves, keys of found
     return {name: found.get(t, t).detach() for name, t in state.items()}  # frozen ones are whole
@@ -554,7 +555,8 @@ def load_full_state_dict(model, zero, state):
 
 
 def refuse_step(optimizer, *_):
-    """torch calls it before any optimizer's step: a wrong one, or one alone, would step nothing."""
+    """torch calls it before any optimizer's step. One that has the model's own parameters, or is
+    stepped without zero.step(), would change nothing, and nobody would see it."""
     stepped = [p for group in optimizer.param_groups for p in group["params"] if hasattr(p, "zero")]
     assert all(p.zero for p in stepped), "make the optimizer of zero.parameter_groups()"
     is_called_by_zero = any(p.zero.is_stepping for p in stepped)
@@ -598,7 +600,7 @@ def train_step(model, zero, optimizer, x, y, valid, clip, accum=1, at_once=False
     total = 0
     microbatches = zip(x.tensor_split(accum), y.tensor_split(accum))
     for number, (xs, ys) in enumerate(microbatches, 1):
-        zero.sync = isinstance(zero, ZeRO2) or number == accum
+        zero.sync = isinstance(zero, ZeRO2) or number == accum  # from stage 2 on in each of them
         loss = loss_sum(model(xs), ys) / valid
         loss.backward()
         zero.reduce()  # partial -> sharded

@@ -195,6 +195,10 @@ def check_fp32_sums(stage):
     for part, old in zip(ours.parts, before):
         assert torch.equal(part.master, old - part.grad)
         assert torch.equal(part.value, part.master.bfloat16())
+    stepped = [part.master.clone() for part in ours.parts]
+    zero.load_full_state_dict(model, ours, zero.full_state_dict(model, ours))
+    for part, master in zip(ours.parts, stepped):
+        assert torch.equal(part.master, master)  # not rounded to bf16 on its way
 
 
 def check_overlap():
