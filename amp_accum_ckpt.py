@@ -27,7 +27,7 @@ inside the MLP, K the number of key-value heads, D their width:
     the loss keeps of a token      4 V                   with --loss-chunks N: 4 V / N
     parameters, gradients, AdamW   16 P                  16 P                  16 P
 
-On top come small things and, with autocast, a block's weights in 2 bytes (docs/production.md). In
+On top come small things; plain GPT with autocast keeps a block's weights in 2 bytes, too. In
 backward full runs a block's forward again, selective its cheap operations. Each of dp ranks sends
 2 (dp-1)/dp * 4 P bytes, whatever M is.
 
@@ -142,7 +142,7 @@ def idea_step(model, optimizer, inputs, targets, valid, clip, accum, dtype, scal
 
 # What it adds to the idea, and what each addition buys. Figures: the toy, 1 rank; calls: 2 ranks.
 #     sum_gradients     68 calls -> 1
-#     full              any arguments, dropout, a checkpoint within another; the last matmul of a
+#     full              more arguments, dropout, a checkpoint within another; the last matmul of a
 #                       block does not run twice: peak 24.5 -> 23.9 MB (without any: 48.0)
 #     selective         no matmul and no collective runs twice: kept 35.8 -> 23.2 MB
 #     loss_in_chunks    V = 128,256, one layer: 8 chunks keep 535 -> 75 MB
@@ -153,7 +153,7 @@ def sum_gradients(parameters, group=None):
     """One all-reduce for all gradients, after the last micro-batch. All ranks must have begun with
     the same weights. With ddp.py, whose sums hide behind backward, leave it out."""
     trained = [p for p in parameters if p.grad is not None]
-    flat = torch.cat([p.grad.flatten() for p in trained])  # 4 P bytes, until the old ones are freed
+    flat = torch.cat([p.grad.flatten() for p in trained])  # 4 P bytes more, until the old are freed
     dist.all_reduce(flat, group=group)  # partial -> replicated
     for p, part in zip(trained, flat.split([p.numel() for p in trained])):
         p.grad = part.view_as(p)  # a piece of flat: nothing is copied back
@@ -215,15 +215,16 @@ eager = torch.compiler.disable
 def full(forward, *inputs, **keywords):
     """forward(*inputs, **keywords), of which nothing is kept but the inputs (Chen 4).
 
-        forward      up(x) -> h, gelu(h) -> g, down(g) -> y    the graph has slots for x, h and g
+        forward      up(x) -> h, gelu(h) -> g, down(g) -> y    slots for x, h, g (and weights)
         backward     down's wants g: forward runs again, fills x, h and g, and stops before down
                      gelu's wants h, up's wants x: they are there
 
-    It runs with the same random numbers and autocast, and stops when the last slot is full. If that
-    is for the last matmul's input, as here, this matmul does not run twice, nor an all-reduce
-    behind it; behind dropout or a norm it does. Other collectives do, on all ranks alike.
+    The second run has the same random numbers and autocast, and stops when the last slot is full.
+    If the last matmul fills it, as here, this matmul does not run twice, nor an all-reduce behind
+    it; with dropout or a norm behind it, it does. Other collectives do, on all ranks alike.
 
-    torch.utils.checkpoint does the same, without hooks_around's name, which is not public.
+    An argument has to be a tensor; those in tuples are not looked for. torch.utils.checkpoint does
+    the same, without hooks_around's name, which is not public.
     """
     if not torch.is_grad_enabled():
         return forward(*inputs, **keywords)
@@ -280,13 +281,13 @@ class Rerun:
         with suppress(Enough), torch.enable_grad(), self.autocast, filling:
             self.forward(*inputs, **keywords)
         set_random_states(*before)
-        assert not self.slots, "forward made fewer when it ran again"
+        assert not self.slots, "forward saved fewer tensors when it ran again"
 
     @eager
     def fill(self, hooks, tensor):
         """The pack of the second run."""
         slot = self.slots.pop(0)  # from now on the graph alone has it: it is free after use
-        assert tensor.shape == slot.shape, "forward made others when it ran again"
+        assert tensor.shape == slot.shape, "forward saved other tensors when it ran again"
         slot.kept = Kept(tensor.detach(), hooks)
         if not self.slots:
             raise Enough
@@ -322,9 +323,9 @@ def selective(forward, *inputs, **keywords):
         forward      up(x) -> h, gelu(h) -> g, down(g) -> y    h is kept, and g's recipe: gelu of h
         backward     down's wants g: gelu(h) runs again
 
-    Backward makes these again from what is kept: the results of matmuls, attention, additions, sums
-    over ranks. forward does not run again. If it is compiled, torch runs it uncompiled here, since
-    WriteRecipes has to see its operations.
+    Kept are the results of matmuls, attention, additions, sums over ranks; backward makes the cheap
+    ones again from them. forward does not run again. If it is compiled, torch runs it uncompiled
+    here, since WriteRecipes has to see its operations.
     """
     with saved_tensors_hooks(partial(keep_recipe, hooks=hooks_around()), again), WriteRecipes():
         return forward(*inputs, **keywords)
@@ -369,7 +370,7 @@ class Recipe(Kept):
 
 
 def keep_recipe(x, hooks):
-    """The pack of selective -> x's recipe, or x where there is none that is true."""
+    """The pack of selective -> x's recipe; x kept, if it has none, or one out of date."""
     recipe = getattr(x, "recipe", None)
     if recipe is None or x._version > 0 or recipe.is_outdated():
         return keep(x, hooks)

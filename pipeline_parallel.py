@@ -26,11 +26,11 @@ activations of its layers.
     interleaved                 (p-1) (F + B + W) / v   p + (p-1-2r) / v
     bfs                         (p-1) (F + B + W) / v   M
     zb-h1 (W <= F)              (p-1) (F + B - W)       p
-    zb-h2 (W <= F, 2W <= F+B)   (p-1) (F + B - 2W)      2p - 1; a step is (p-1) F longer
-    zb-v (F = B = W)            0                       p; a step is (p-1) F/2 longer
+    zb-h2 (W <= F, 2W <= F+B)   (p-1) (F + B - 2W)      2p - 1; a step takes (p-1) F more
+    zb-v (F = B = W)            0                       p; a step takes (p-1) F/2 more
     dualpipe-v (F = B = W)      (p-1) F / 2             p + 1/2
 
-A stage sends B T C numbers in a step, for B sequences, to each stage beside it on another rank.
+For a batch (b, T) a stage sends b T C numbers to each stage beside it on another rank.
 Qi 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241; others are named at the schedules.
 Not for: stages that pass on anything but one tensor of one size, or change it in place; ranks
 without parameters; parameters replaced later; compiled stages (torch.compile) in schedules with W.
@@ -62,7 +62,7 @@ from common import loss_sum, share
 
 
 def idea_plan(microbatches, warmup):
-    """-> `warmup` Fs, then F and B in turn. 1f1b: one F for each later rank; gpipe: M."""
+    """-> `warmup` Fs, then F and B in turn. warmup: in 1f1b p - 1 - r, in gpipe M."""
     plan = []
     for i in range(microbatches + warmup):
         plan += [("F", i), ("B", i - warmup)]
@@ -206,7 +206,7 @@ class Pipeline:
         return self.loss
 
     def do(self, action, taken, loss_of):
-        """taken: from another stage, or an input -> the tensor that another stage takes, if any."""
+        """taken: from another stage, or an input -> the tensor for another stage, or the loss."""
         kind, m, stage = action
         if kind == "F":
             return self.forward(m, stage, taken, loss_of)
@@ -244,8 +244,8 @@ class Mail:
         rank 0   F0 F1 B0 B1    rank 0's F0 makes a tensor, and rank 1's F0 takes it
         rank 1   F0 B0 F1 B1    rank 1's B0 makes a tensor, and rank 0's B0 takes it
 
-    Here a tensor goes by its maker, the action that makes it. Between two ranks it has no name: so
-    they are received in the order in which they are sent, that of the sender's plan.
+    Here a tensor is called by its maker, the action that makes it. On its way it has no name:
+    tensors are received in the order in which they are sent, that of the sender's plan.
 
     size, dtype, device: of every tensor
     group: the pipeline's ranks, in order of their places; None: all ranks
@@ -297,10 +297,9 @@ class Mail:
         """After each action: begin the receives that are due, and send what the action has made.
 
         With NCCL a send lasts until its receive has begun. If receives began in take() alone, ranks
-        that send to each other would wait for ever (interleaved, bfs). Ranks play their plans side
-        by side: while one is at its i-th action, so are the others. So behind its i-th a rank
-        begins to receive what others make in theirs up to the (i + 2)-th: two is the least that
-        costs no sender time.
+        that send to each other would wait for ever (interleaved, bfs). Neighbours are at about the
+        same place in their plans. So after its i-th action a rank begins to receive what others
+        make in theirs up to the (i + 2)-th: with fewer, senders wait in some schedules.
         """
         while self.coming and self.turn[self.coming[0]] <= self.turn[action] + 2:
             self.begin_receive()
@@ -371,13 +370,14 @@ class Stages(nn.ModuleList):
     """This rank's stages of a model, and what makes them one model with those of other ranks.
 
     whole: all stages, in order: slices of an nn.Sequential, or carve's. Those of other ranks may be
-    on the meta device; to() and to_empty() make two parameters of a tied one: tie them anew.
+    on the meta device; to("meta") and to_empty() make two parameters of a tied one: tie them anew.
 
     A parameter that several ranks have begins as on the first of them, and its gradients are summed
     in each step: a tied embedding's, or all if pipelines share the batch, as dp = 2 x pp = 2:
         pipelines = [[0, 2], [1, 3]]  # loss_of divides by the tokens of both
         group, _ = dist.new_subgroups_by_enumeration(pipelines)
         mail = Mail(plans, size, dtype, device, group, make_links(plans, pipelines))
+        stages = Stages(whole, plans, pipelines)
     """
 
     def __init__(self, whole, plans, pipelines=None):
@@ -436,8 +436,8 @@ class Chain:
     """Where the layers of a model are, so that it can be cut between them. Names are of modules.
 
     The model's own forward runs in every stage, with its masks and angles. In the place of a module
-    that is on another stage it finds HandsOn. What it does to x between the modules named here each
-    stage would do again: it may be nothing, so no x * 0.5.
+    that is on another stage it finds HandsOn. Between the modules named here it must leave x alone:
+    x * 0.5 would be repeated in every stage.
 
     first    of the first stage alone: the token embedding, positions
     layers   an nn.ModuleList
@@ -455,7 +455,7 @@ class Chain:
 
 class HandsOn(nn.Module):
     """What a stage has in the place of a layer, norm, head or token embedding: it hands on x. In
-    the place of learned positions, whose input is integers, it adds 0 to x."""
+    the place of learned positions, whose input is integers, it is 0, which the model adds to x."""
 
     def forward(self, x, *others, **keywords):
         return x if x.is_floating_point() else 0
@@ -545,7 +545,7 @@ def split_linear(x, weight, bias):
 
 
 class SplitPipeline(Pipeline):
-    """Its plan may have Ws, and their Bs leave them. Without Ws it is a Pipeline.
+    """Its plan may have Ws: a B that has one leaves that work to it. Without Ws it is a Pipeline.
 
         B    later = []; each SplitLinear, from the last layer to the first, appends its w
         W    calls them in this order
@@ -715,8 +715,8 @@ SCHEDULES = {
     #     rank 0   F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3 ...
     #     rank 1   ...F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
     "zb-h2": lambda r, p, M, v: late_ws(M, 2 * (p - 1 - r), [r], 2 * r),
-    # As little kept as by 1f1b: a micro-batch comes back to the rank that it began on, so that its
-    # backward begins there soon (Qi 2023, figure 8).
+    # No rank keeps more than 1f1b's first: a micro-batch comes back to the rank that it began on,
+    # so that its backward begins there soon (Qi 2023, figure 8).
     #     rank 0   F0 F1 F2 f0 b0 w0 f1 b1 w1 F3 B0 W0 f2 b2 w2 B1 W1 f3 b3 w3 B2 W2 B3 W3 ...
     #     rank 1   ...F0 f0 F1 f1 b0 w0 F2 B0 W0 f2 b1 w1 F3 B1 W1 f3 b2 w2 B2 b3 B3 W2 w3 W3
     "zb-v": zb_v,

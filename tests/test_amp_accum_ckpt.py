@@ -279,8 +279,8 @@ def test_a_recipe_of_what_has_changed():
 
 
 @pytest.mark.parametrize("first, second, words", [
-    (torch.sin, lambda x: x[:2].sin(), "others when it ran again"),
-    (lambda x: x.exp() * x.sin(), torch.exp, "fewer when it ran again"),
+    (torch.sin, lambda x: x[:2].sin(), "other tensors when it ran again"),
+    (lambda x: x.exp() * x.sin(), torch.exp, "fewer tensors when it ran again"),
 ])
 def test_forward_that_changes(first, second, words):
     turns = iter([first, second])
