@@ -328,7 +328,8 @@ class CutModule(nn.Module):
 
     def __init__(self, plain, tp):
         super().__init__()
-        assert getattr(plain, "padding_idx", None) is None, f"{plain}: padding_idx would be lost."
+        for option in ("padding_idx", "max_norm"):
+            assert getattr(plain, option, None) is None, f"{plain}: {option} would be lost."
         self.tp = tp
         self.weight = plain.weight
         self.bias = getattr(plain, "bias", None)

@@ -18,8 +18,8 @@ and states 12, where plain GPT and ddp.py have no masters:
     stage 2     (4 + 12/n) P    (2 + 14/n) P    M + 1  gradients too: M reduce-scatters, 1 gather
     stage 3     16 P/n          16 P/n          3 M    parameters too: M sums, 2 M gathers
 
-Stage 3 sends an untied head and embedding 2 M times: backward finds the head still there. fsdp.py
-cuts as stage 3 does, for blocks, in the usual loop, and may start from a meta model.
+Stage 3 sends an untied head and embedding 2 M times: backward finds the one still there, and reads
+nothing of the other. fsdp.py cuts alike, for blocks, in the usual loop, maybe from a meta model.
 
     zero = ZeRO3(units_of(model, model.blocks))
     optimizer = AdamW(zero.parameter_groups(), lr=1e-3)
@@ -127,7 +127,7 @@ def idea_step(model, zero, optimizer, x, y, valid, clip):
 # What a rank steps of a parameter p, see Unit.cut: p.flatten()[first:first + len(value)].
 # value    these numbers, in its unit's shard
 # grad     their gradients, in its unit's grad
-# master   the nn.Parameter that the optimizer steps: value itself, or of bf16 its fp32 copy
+# master   the nn.Parameter that the optimizer steps: value itself, or a copy in fp32 or on the CPU
 Part = namedtuple("Part", "parameter first value grad master")
 
 

@@ -1,8 +1,8 @@
 """The flags that every script takes, and what none of them can do. Bad usage is one line."""
 import argparse
-import math
 import os
 import re
+import sys
 from functools import partial
 
 import torch
@@ -131,11 +131,13 @@ def add_flag(parser, name, flag):
 
 
 def check_bounds(name, value, least, most):
+    if value is None or least is None:
+        return
+    high = sys.maxsize if most is None else most
     bounds = f"{least} or more"
-    if most is not None:
-        bounds += f", {most} or less"
-    good = value is None or least is None or least <= value <= (most or math.inf)
-    require(good, f"{name} {value}: must be {bounds}")
+    if high < sys.maxsize or value > high:  # sys.maxsize is told only to those who exceed it
+        bounds += f", {high} or less"
+    require(least <= value <= high, f"{name} {value}: must be {bounds}")
 
 
 def config_of(args, preset):

@@ -26,6 +26,7 @@ EVERY_FILE = """
     --warmup 20                         --warmup 20: leave a step of --steps 20
     --train (                           --train (: no regular expression
     --device cuda                       --device cuda: torch finds no GPU
+    --seed 99999999999999999999         --seed 99999999999999999999: must be 0 or more,
     --save-every 2                      --save-every and --save-async want --save DIR
     --save no/such --dry-run 2          no dry run
     --save FILE/saved                   --save FILE/saved

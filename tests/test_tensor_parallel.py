@@ -180,9 +180,12 @@ def check_refusals():
     tp = section.TensorParallel()
     padded = Llama()
     padded.embed_tokens.padding_idx = 0
+    bounded = Llama()
+    bounded.embed_tokens.max_norm = 1.0
     for words, cuts, model in [
         ("called nowhere.*", {"nowhere.*": section.ColumnLinear}, Llama()),
         ("padding_idx would be lost", plan(2), padded),
+        ("max_norm would be lost", plan(2), bounded),
         ("2 ranks for 3 heads of keys and values", plan(3), Llama()),
         ("layers.0.mlp.drop_inside: ranks would draw", {}, Llama(dropout=0.1)),
         (r"embed_tokens shares \['weight'\]", {"lm_head": section.ColumnLinear}, Llama(tied=True)),
