@@ -725,6 +725,16 @@ def full_state_dict(model, ep):
     return gather_experts(model.state_dict(), ep)
 
 
+def load_full_state_dict(model, ep, state):
+    """full_state_dict's inverse. state: {name: whole tensor}, the same on all ranks."""
+    for name, tensor in model.state_dict().items():
+        if ".experts." in name:  # a stack
+            here = share(len(tensor) * ep.size(), ep.size(), ep.rank())
+            tensor.copy_(torch.stack([state[plain_name(name, e)] for e in here]))
+        else:
+            tensor.copy_(state[name])
+
+
 def full_gradients(model, ep):
     gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     return gather_experts(gradients, ep)

@@ -281,6 +281,10 @@ def train_both(section, plain, step, ep_size, recompute=False):
         dist.all_reduce(total)
         compare({"loss": total, "norm": norm, "gradients": moe.full_gradients(model, ep),
                  "state": moe.full_state_dict(model, ep)}, wanted)
+        if hasattr(section, "broadcast_parameters"):  # the idea's experts are in no stacks
+            for tensor in model.state_dict().values():
+                tensor.add_(1)
+            moe.load_full_state_dict(model, ep, wanted["state"])
 
 
 DEEPSEEK = partial(moe.sigmoid_route, top_k=2, scale=2.5, groups=2, top_groups=1)
