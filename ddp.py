@@ -6,7 +6,7 @@
 
     model = BucketedDDP(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loss = token_losses.sum() / valid_targets_of_all_ranks  # token_losses: of this rank's rows
+    loss = loss_sum(model(x), y) / valid  # x, y: this rank's rows. valid: targets of all ranks
     loss.backward()  # now gradients are the same on all ranks
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
@@ -20,10 +20,9 @@
 Li et al. 2020, "PyTorch Distributed: Experiences on Accelerating Data Parallel Training",
 arXiv:2006.15704, section 3. At work: torch.nn.parallel.DistributedDataParallel, part 4 below.
 
-Not for: models with sparse embedding gradients or BatchNorm (buffers are made equal once);
-parameters added, frozen or thawed after wrapping; loops with second derivatives, with reentrant
-checkpointing, that go on after a backward has raised, or in which ranks differ in the number of
-their backwards. Parameters that no rank has used get gradients of 0.
+Not for: sparse embedding gradients; BatchNorm (buffers are made equal once); parameters added,
+frozen or thawed after wrapping; second derivatives; reentrant checkpointing; backwards that raise;
+ranks with different numbers of backwards. Parameters that no rank has used get gradients of 0.
 
     torchrun --standalone --nproc_per_node=2 ddp.py
 """
@@ -78,8 +77,9 @@ def idea_step(model, optimizer, x, y, valid, clip):
 
 # What it adds to the idea, and what that buys. Calls are those of part 3's toy.
 #     one tensor for many gradients     68 calls -> 5, each larger
-#     sent while backward still runs    4 of 5 buckets begin before it is over. But buckets stay
-#                                       between steps: P more numbers at the peak than the idea has
+#     sent while backward still runs    4 of 5 buckets begin before it is over
+#     buckets that stay                 no new memory in each step; but P more numbers than the idea
+#                                       has when backward begins
 #     in one order                      ranks that make gradients in different orders do not hang
 #     no_sync()                         M micro-batches send once, not M times
 #     autograd calls finish()           there is nothing to call after backward
@@ -93,8 +93,9 @@ class Bucket:
         self.group = group
         self.flat = parameters[0].new_zeros(sum(sizes), dtype=dtype)
         self.views = {p: piece.view_as(p) for p, piece in zip(parameters, self.flat.split(sizes))}
-        self.missing = len(parameters)  # gradients of this backward that have not come yet
+        self.missing = len(parameters)  # gradients of a backward that have not come yet
         self.work = None  # Work of the last all-reduce
+        self.summed = set()  # parameters whose views have a sum since the last zero_grad()
 
     def take(self, p):
         """Move a gradient that autograd has made into the bucket, and leave a view in its place."""
@@ -102,17 +103,21 @@ class Bucket:
         if p.grad is not view:  # else backward has found the view there, and has added to it
             view.copy_(p.grad)
             p.grad = view
+            self.summed.discard(p)
 
     def start(self):
         for p, view in self.views.items():
             if p.grad is None:  # not used by this rank's rows; the others wait for its summand
                 p.grad = view.zero_()
+                self.summed.discard(p)
+        assert not self.summed, "a sum is summed again: zero_grad() or no_sync() is missing"
         # partial -> replicated, while backward goes on
         self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
 
     def wait(self):
         self.work.wait()  # on GPUs the stream waits for it, not the host
-        self.missing = len(self.views)
+        self.summed = set(self.views)
+        self.missing = len(self.views)  # of the next backward
 
 
 class BucketedDDP(nn.Module):
@@ -121,20 +126,20 @@ class BucketedDDP(nn.Module):
     group: the ranks, each with rows of its own
     bucket_mb: limit of a bucket (MB = 1e6 bytes), but at most a quarter of all trained parameters.
         A larger parameter has a bucket of its own. All in a bucket have one dtype
-    reduce_dtype: in which gradients are added up and sent, and p.grad is left (None: that of p).
-        With torch.float32 the sum of 64 micro-batches of bf16 is wrong by 1e-3 instead of 6e-3.
-        Give AdamW fp32 copies of the parameters then: it wants gradients of their dtype
+    reduce_dtype: of p.grad, and of what is added up and sent (None: that of p). torch.float32 for
+        bf16 parameters: a bf16 sum of many micro-batches is rounded at each. AdamW, which wants
+        both of one dtype, then steps fp32 copies: copy.grad = p.grad before, p.copy_(copy) after
 
     All ranks begin with the first one's parameters and buffers. Frozen parameters are left out:
-    freeze before wrapping. Of several backwards before a zero_grad() all but the last belong into
-    no_sync(), since a sum must not be summed again.
+    freeze before wrapping. Of several backwards before a zero_grad(), which sets gradients to None,
+    all but the last belong into no_sync(): a sum that would be summed again raises.
     """
 
     def __init__(self, module, group=None, bucket_mb=25, reduce_dtype=None):
         super().__init__()
         self.module = module
         self.sync = True  # False within no_sync()
-        self.to_start = []  # buckets whose all-reduce this backward has still to start
+        self.to_start = []  # buckets that this backward has still to send; empty between backwards
         begin_alike(module, group)  # the first rank's -> replicated
         self.buckets = []
         for parameters in self.layout(bucket_mb * 1e6):
@@ -142,11 +147,12 @@ class BucketedDDP(nn.Module):
             bucket = Bucket(parameters, group, dtype)
             self.buckets.append(bucket)
             for p in parameters:
+                p.grad = None  # left from before: it is of no step here
                 p.grad_dtype = dtype  # autograd casts each summand to it
                 p.register_post_accumulate_grad_hook(partial(self.ready, bucket))
 
     def layout(self, limit):
-        """limit: bytes of a bucket -> for each bucket its parameters, all of one dtype."""
+        """limit: bytes of a bucket -> [parameters of a bucket, all of one dtype]"""
         parameters = [p for p in self.module.parameters() if p.requires_grad]  # a tied one once
         assert parameters, "all parameters are frozen: nothing to sum"
         # at most a quarter of the whole, since the last bucket travels when backward is over
