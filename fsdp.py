@@ -20,23 +20,23 @@ P numbers are trained, P_again of them in blocks other than the last, on N ranks
 
     on each rank                            plain GPT     here
     parameters, gradients, AdamW states     16 P          16 P/N
-    whole parameters, whole gradients       -             root and at most 2 blocks; gradients twice
+    whole parameters, whole gradients       -             root (gradients twice), at most 2 blocks
     activations                             whole batch   1/N
-    sent per step                           -             4 (2 P + P_again) (N-1)/N
+    sent per backward                       -             4 (2 P + P_again) (N-1)/N
       with --no-reshard                     -             8 P (N-1)/N, all blocks stay gathered
     gathers and sums, L blocks and the root -             2L all-gathers, L+1 reduce-scatters
 
 With dtype=torch.bfloat16, or a bf16 model, what is gathered has 2 bytes a number; shards, sums of
-gradients and states keep 4. ZeRO-3 in zero.py cuts alike, as the last step of a ladder, for any
-units; FSDP is for blocks, leaves the loop as it was, and builds from meta.
-
-Zhao 2023, "PyTorch FSDP", arXiv:2304.11277, sections 3, 4: a unit is one flat tensor, as here. At
-work: fully_shard, part 4 below, which cuts each parameter along dim 0 instead.
-Not for: blocks that share parameters, or run twice in a forward; ranks that use different blocks;
-calls but model(..); optimizers of whole matrices, but within harness/whole.py (--optimizer muon);
-GradScaler (ranks would skip different steps), second derivatives, reentrant checkpointing,
-autograd.grad, backwards that raise; freezing later, or loading but by load_full_state_dict. What a
-step has not used gets gradients of 0.
+gradients and states keep 4. Autocast would keep bf16 copies of all weights until backward.
+ZeRO-3 in zero.py cuts alike, as the last step of a ladder, for any units; FSDP is for blocks,
+leaves the loop as it was, and builds from meta.
+Zhao 2023, "PyTorch FSDP", arXiv:2304.11277, sections 3, 4: a unit is one flat tensor, as here.
+At work: fully_shard, part 4 below, which cuts each parameter along dim 0 instead.
+Not for: blocks of several dtypes, that share parameters, or run twice in a forward; ranks that use
+different blocks; calls of blocks, or of model.module, by yourself; optimizers of whole matrices,
+but within harness/whole.py (--optimizer muon), or made before FSDP; GradScaler (ranks would skip
+different steps); second derivatives, reentrant checkpointing, autograd.grad, backwards that raise;
+freezing later; loading except by load_full_state_dict. What is not used gets gradients of 0.
     torchrun --standalone --nproc_per_node=2 fsdp.py
 """
 from collections import namedtuple
@@ -64,7 +64,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 class IdeaOfUnit(nn.Module):
-    """A block whose parameters have memory while it runs. Between runs a rank keeps 1/n of them.
+    """A block whose parameters have memory while it runs. Between runs a rank keeps 1/N of them.
 
     full     p0 | p1 | p2 | padding    those of `own` that train, end to end: they are views of it
              chunk 0   | chunk 1       one for each rank: this rank's chunk is its shard
@@ -87,9 +87,9 @@ class IdeaOfUnit(nn.Module):
 
     def forward(self, *inputs):
         self.gather()
-        full = self.full.data.requires_grad_()  # .data: autograd shall not mind the second gather
+        full = self.full.data.requires_grad_()  # .data: gathers do not count as changes
         full.register_post_accumulate_grad_hook(self.reduce)
-        output = functional_call(self.block, self.views(full), inputs)
+        output = functional_call(self.block, self.views(full), inputs)  # one gradient: full's
         self.free()  # what autograd keeps for backward are views of full: they have no memory now
         if output.requires_grad:
             output.register_hook(self.gather)  # when backward comes to the block they have it again
@@ -109,7 +109,7 @@ class IdeaOfUnit(nn.Module):
 
     def reduce(self, full):  # autograd calls it when full has its gradient: the block is done
         self.free()
-        self.shard.grad = torch.empty_like(self.shard)  # a new one: nothing to zero before
+        self.shard.grad = torch.empty_like(self.shard)  # a new one: of one backward in a step
         reduce_scatter(self.shard.grad, full.grad, group=self.group)  # partial -> sharded
         full.grad = None
 
@@ -123,7 +123,7 @@ def shard_blocks(model, blocks, group=None):
 
 
 def idea_step(model, optimizer, x, y, valid, clip):
-    """x, y: this rank's rows (B/n, T); valid: the number of targets in all ranks' rows."""
+    """x, y: this rank's rows (B/N, T); valid: the number of targets in all ranks' rows."""
     loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum") / valid
     loss.backward()
     square = sum(p.grad.square().sum() for p in model.parameters() if p.requires_grad)
@@ -154,7 +154,7 @@ Part = namedtuple("Part", "parameter first value span master")
 class Unit:
     """Parameters that travel together: end to end in one tensor, cut into a chunk for each rank.
 
-        full      p0 | p1 | p2 | padding    (n * chunk,): the parameters are views of it
+        full      p0 | p1 | p2 | padding    (N * chunk,): the parameters are views of it
         buffer    g0 | g1 | g2 | padding    likewise: the gradients of this rank's rows
                   chunk 0 | chunk 1 | ..    equal chunks of both; a parameter may be in several
 
@@ -167,7 +167,7 @@ class Unit:
 
     def __init__(self, parameters, group, dtype, home):
         """dtype: full's. home: the device of shard, which has to be filled, see begin_alike."""
-        assert len({p.dtype for p in parameters}) == 1, "make a unit for each dtype"
+        assert len({p.dtype for p in parameters}) == 1, "a block, or the root, has several dtypes"
         ranks = dist.get_world_size(group)
         rank = dist.get_rank(group)
         plain = parameters[0]
@@ -180,7 +180,7 @@ class Unit:
         self.mine = slice(rank * self.chunk, (rank + 1) * self.chunk)  # in full and in buffer
         self.places = self.views(self.full)  # {parameter: its view of full}
         self.shard = plain.new_zeros(self.chunk, dtype=wide, device=home)
-        self.buffer = None  # from a sum's begin to its end
+        self.buffer = None  # there is one while a sum is under way
         self.reducing = None  # the sum of buffer over ranks that is under way
         self.gathering = None  # the all-gather into full that is under way
         self.sending = None  # what this gather reads: shard, in full's dtype, on full's device
@@ -305,6 +305,7 @@ class FSDP(nn.Module):
         self.group = group
         self.reshard = reshard
         module.zero_grad()  # what is left from before is of no step here
+        module.register_state_dict_pre_hook(refuse_state_dict)
         frozen = [p for p in module.parameters() if not p.requires_grad]
         for p in frozen:
             p.data = p.data.to(dtype or p.dtype)
@@ -374,7 +375,7 @@ class FSDP(nn.Module):
     # -- backward: while a block computes, the next one is gathered, and the one before is summed
 
     def begin_backward(self, gradient):
-        """Backward has come to an output of the model, or of a block that the loss takes."""
+        """Backward has come to an output of the model or of a block."""
         if not self.in_backward:
             self.in_backward = True
             # autograd calls end_backward when all of this backward is over
@@ -387,7 +388,7 @@ class FSDP(nn.Module):
         if i + 1 < len(self.block_units):
             unit = self.block_units[i + 1]
             unit.free()
-            if any(p.grad is not None for p in unit.shapes):  # not yet, if it ran in two forwards
+            if any(p.grad is not None for p in unit.shapes):  # of two forwards: not in the first
                 self.sum_next(unit)
         self.enter(i)
 
@@ -456,11 +457,14 @@ class FSDP(nn.Module):
                 part = part_of[t]
                 part.value.copy_(state[name].flatten()[part.first:part.first + len(part.value)])
 
-    def refuse(self, *_, **__):
-        raise RuntimeError("FSDP: save full_state_dict(); move and cast the module before")
+    def _apply(self, *_, **__):
+        """to(), cuda(), half() call it: masters would no longer be views of shards."""
+        raise RuntimeError("FSDP: move and cast the module before")
 
-    state_dict = refuse  # parameters have no elements
-    _apply = refuse  # to(), cuda(), half() call it: masters would no longer be views of shards
+
+def refuse_state_dict(module, prefix, keep_vars):
+    # with keep_vars=True the Parameters serve as keys of full_state_dict
+    assert keep_vars, "FSDP: parameters are empty: save full_state_dict()"
 
 
 def trained(module):

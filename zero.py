@@ -6,9 +6,9 @@
              gathering   get 0 | get 1 | get 2 |       | get 1 | get 0 |       |       |
              summing           |       |       |       |       | sum 2 | sum 1 | sum 0 |
 
-P numbers are trained, padding included, on n ranks; M micro-batches make a step (--accum M). In
-fp32 a number takes 4 bytes, its gradient 4, AdamW's two states 8; in bf16 2 and 2, its fp32 master
-and states 12, where plain GPT and ddp.py have no masters:
+P trained numbers, with padding; n ranks; M micro-batches a step (--accum M). Bytes of a number in
+fp32: itself 4, its gradient 4, AdamW's states 8. In bf16: 2, 2, and 12 for its fp32 master and
+states; plain GPT and ddp.py have no masters, and states of 4:
 
                 bytes held between steps        numbers sent per step, in units of P (n-1)/n
                 fp32            bf16
@@ -18,22 +18,22 @@ and states 12, where plain GPT and ddp.py have no masters:
     stage 2     (4 + 12/n) P    (2 + 14/n) P    M + 1  gradients too: M reduce-scatters, 1 gather
     stage 3     16 P/n          16 P/n          3 M    parameters too: M sums, 2 M gathers
 
-Stage 3 sends an untied head and embedding 2 M times: backward finds the one still there, and reads
-nothing of the other. fsdp.py cuts alike, for blocks, in the usual loop, maybe from a meta model.
+Stage 3 sends an untied head and embedding 2 M times: backward finds the head still there, and reads
+nothing of the embedding. fsdp.py cuts alike, for blocks, in the usual loop, also from a meta model.
 
     zero = ZeRO3(units_of(model, model.blocks))
     optimizer = AdamW(zero.parameter_groups(), lr=1e-3)
-    zero.zero_grad()  # in every step; model.zero_grad() would not find the gradients
+    zero.zero_grad()  # in every step; the model's and the optimizer's would find no gradients
     (loss_sum(model(x), y) / valid).backward()  # of this rank's rows; valid: targets of all ranks
     zero.reduce()  # after each backward
-    norm = zero.clip_grad_norm_(1.0)
+    norm = zero.clip_grad_norm_(1.0)  # nn.utils.clip_grad_norm_ would find none, either
     zero.step(optimizer)
 
-Not for: optimizers that look at matrices (but in harness/whole.py) or at norms of everything, or
-count a group's steps (see step); blocks of several dtypes; sparse embeddings; second derivatives;
-backwards that raise; reentrant checkpointing; parameters thawed later, or changed but by
-load_full_state_dict. Unused parameters get gradients of 0. In stage 3 blocks return one tensor, and
-ranks use the same parameters, in one order.
+Not for: Muon, Shampoo, LAMB (but see harness/whole.py), optimizers that count a group's steps (but
+see step); blocks of several dtypes; sparse embeddings; second derivatives; backwards that raise;
+reentrant checkpointing; parameters thawed later, or changed except by load_full_state_dict. Unused
+parameters get gradients of 0. In stage 3 blocks return one tensor, and ranks use the same
+parameters, in one order; autocast keeps bf16 copies of whole weights: take a bf16 model instead.
 Rajbhandari et al. 2019, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv:1910.02054, sections 5 and 7; Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840.
 At work: ZeroRedundancyOptimizer (stage 1), fully_shard (stages 2 and 3), part 4 below.
@@ -121,13 +121,14 @@ def idea_step(model, zero, optimizer, x, y, valid, clip):
 #     a part for each parameter    parameter groups, fp32 masters of bf16, offload, checkpoints
 #     reduce() apart from step()   micro-batches
 #     ZeRO2                        gradients are held as 1/n: peak 29.1 MB -> 27.8
-#     ZeRO3                        parameters are held as 1/n, and two of the 5 units whole: 27.7,
-#                                  but 3.4 MB sent -> 5.1
+#     ZeRO3                        parameters are held as 1/n, two of the 5 units at a time whole:
+#                                  peak 27.7 MB, but 3.4 MB sent -> 5.1
 
 # What a rank steps of a parameter p, see Unit.cut: p.flatten()[first:first + len(value)].
 # value    these numbers, in its unit's shard
 # grad     their gradients, in its unit's grad
-# master   the nn.Parameter that the optimizer steps: value itself, or a copy in fp32 or on the CPU
+# master   the nn.Parameter that the optimizer steps: it has value's memory, or, where value is bf16
+#          or offloaded, a copy in fp32 or on the CPU
 Part = namedtuple("Part", "parameter first value grad master")
 
 
@@ -218,8 +219,8 @@ class ZeRO1:
         parameters: trained ones. sites: the modules that read them, and in ZeRO3 no others
     group: the ranks that share the batch, over which gradients are summed
     offload: "optimizer" keeps masters and states in the CPU's memory; "param", in ZeRO3, shards too
-    reduce_dtype: of gradients that are kept, added up and sent (None: their parameter's). With
-        torch.float32 the sum of 64 micro-batches of bf16 is wrong by 1e-3 instead of 6e-3
+    reduce_dtype: of gradients that are kept, added up and sent (None: their parameter's).
+        torch.float32 for bf16 parameters: a bf16 sum of many micro-batches is rounded at each
 
     Call reduce() after every backward. In stage 1 a step of M micro-batches needs one sum, the
     last: set sync = False before the others.
@@ -234,6 +235,7 @@ class ZeRO1:
         self.sync = True  # False: the next backward only adds to gradients, no sum over ranks
         self.is_summed = True  # False: gradients have come since the last sum
         self.is_stepping = False  # True within step()
+        self.is_stepped = False  # True from a step to zero_grad()
         self.units = []
         for parameters, sites in units:
             unit = Unit(parameters, sites, *self.place_of_rank(), reduce_dtype)
@@ -244,14 +246,14 @@ class ZeRO1:
             for p in parameters:
                 p.grad = None  # left from before: it is of no step here
                 p.register_post_accumulate_grad_hook(partial(self.ready, unit))
-                p.zero = None  # for refuse_step: no optimizer steps it
+                p.stepped_by = None  # for refuse_step: no optimizer steps it
             for part in unit.parts:
-                part.master.zero = self  # for refuse_step: optimizers do, within step()
+                part.master.stepped_by = self  # for refuse_step: optimizers do, within step()
         self.parts = [part for unit in self.units for part in unit.parts]
         self.summing = None  # the Unit whose sum is under way
         self.expect_gradients()
 
-    def place_of_rank(self):
+    def place_of_rank(self):  # hybrid_3d.py has another
         """-> into how many chunks units are cut, and which of them is this rank's."""
         return dist.get_world_size(self.group), dist.get_rank(self.group)
 
@@ -267,6 +269,7 @@ class ZeRO1:
         assert self.is_summed, "gradients are not summed: call reduce() after backward, with sync"
         for unit in self.units:
             unit.grad.zero_()
+        self.is_stepped = False
 
     def expect_gradients(self):
         self.pending = self.units[::-1]  # not summed yet, in the order of summing: as backward goes
@@ -276,6 +279,7 @@ class ZeRO1:
     def ready(self, unit, p):
         """Autograd's call when p's gradient is complete: once in a backward, also if p is tied."""
         assert unit in self.pending, "it is summed already: call reduce() after each backward"
+        assert not self.is_stepped, "a gradient of the step before: call zero.zero_grad()"
         unit.make_buffer()
         unit.slots[p].add_(p.grad)
         p.grad = None
@@ -317,7 +321,8 @@ class ZeRO1:
             self.expect_gradients()
             self.is_summed = True
 
-    # -- a step: a unit's parameters are gathered while those of the next one are stepped
+    # -- a step: a unit's parameters are gathered (in ZeRO3 by the next forward) while those of the
+    # next one are stepped
 
     def parameter_groups(self, groups=None):
         """groups: a list of dicts, as for an optimizer -> the same with this rank's masters."""
@@ -359,6 +364,7 @@ class ZeRO1:
 
     def end_step(self, units):
         self.is_stepping = False
+        self.is_stepped = True
         for unit in units:
             for part in unit.parts:
                 part.master.grad = None
@@ -410,8 +416,8 @@ class ZeRO3(ZeRO2):
 
     def __init__(self, units, group=None, offload="none", reduce_dtype=None):
         super().__init__(units, group, offload, reduce_dtype)
-        self.entered = []  # [Unit] in the order of use in this micro-batch, forward then backward
-        self.expected = []  # `entered` of the micro-batch before: tells what to gather ahead
+        self.entered = []  # this micro-batch's units in the order of use, forward then backward
+        self.expected = []  # those of the micro-batch before: by them this one gathers ahead
         for unit in self.units:
             for site in unit.sites:
                 site.register_state_dict_pre_hook(refuse_state_dict)
@@ -496,7 +502,7 @@ def units_of(model, blocks):
     before = {}, []  # the embeddings: {parameter: None}, sites
     middle = [(dict.fromkeys(trained(block)), [block]) for block in blocks]
     after = {}, []  # the last norm, the head
-    here = before
+    here = before  # where a module goes that owns parameters, and is in no block
     for m in model.modules():
         own = trained(m, recurse=False)
         if m in inside:
@@ -555,12 +561,13 @@ def load_full_state_dict(model, zero, state):
 
 
 def refuse_step(optimizer, *_):
-    """torch calls it before any optimizer's step. One that has the model's own parameters, or is
-    stepped without zero.step(), would change nothing, and nobody would see it."""
-    stepped = [p for group in optimizer.param_groups for p in group["params"] if hasattr(p, "zero")]
-    assert all(p.zero for p in stepped), "make the optimizer of zero.parameter_groups()"
-    is_called_by_zero = any(p.zero.is_stepping for p in stepped)
-    assert is_called_by_zero or not stepped, "call zero.step(optimizer), not optimizer.step()"
+    """torch calls it before every step of every optimizer, once this file is imported. One that has
+    the model's own parameters, or is stepped without zero.step(), would change nothing."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    zeros = {p.stepped_by for p in params if hasattr(p, "stepped_by")}
+    assert None not in zeros, "make the optimizer of zero.parameter_groups()"
+    is_called_by_zero = any(zero.is_stepping for zero in zeros)
+    assert is_called_by_zero or not zeros, "call zero.step(optimizer), not optimizer.step()"
 
 
 register_optimizer_step_pre_hook(refuse_step)

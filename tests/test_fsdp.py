@@ -235,6 +235,9 @@ def check_unused():
     assert not any(gradient.any() for gradient in found.values())
     with pytest.raises(AssertionError, match="in no unit"):
         model.parameter_groups([{"params": [nn.Parameter(torch.zeros(2))]}])
+    for whole in model, model.module:
+        with pytest.raises(AssertionError, match="full_state_dict"):
+            whole.state_dict()
 
 
 def as_nccl(collective, works, out, tensor, group, async_op=False):

@@ -34,7 +34,6 @@ OPTIMIZER = "    optimizer = torch.optim.AdamW({}, lr=1e-2)\n"
 MADE_AFTER = OPTIMIZER.format("zero.parameter_groups()")
 MADE_BEFORE = OPTIMIZER.format("model.parameters()")
 CLIPPED = "`clip_grad_norm_(model.parameters(), ..)` of torch"
-FORGOTTEN = ("zero.zero_grad()", "model.zero_grad()")
 WRAPPED = "    zero = ZeRO2(units_of(model, model.layers))\n"
 LOSS = "loss = loss_sum(model(x[rows]), y[rows]) / "
 TO_DDP = [  # with_zero.py -> the same with ddp.py
@@ -60,8 +59,6 @@ MISTAKES = (  # as the page has it, script, [(what stands there, the mistake)], 
         ("zero.clip_grad_norm_(0.1)", "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)")]),
     ("an optimizer made before the wrapper", "with_zero", [
         (MADE_AFTER, ""), ("    zero = ", MADE_BEFORE + "    zero = ")]),
-    ("`model.zero_grad()`", "with_zero", [FORGOTTEN]),
-    ("`model.zero_grad()`", "with_zero", [FORGOTTEN, ("ZeRO2", "ZeRO1")]),
     ("a parameter added after wrapping", "with_zero", [
         *TO_DDP, EARLIER, ("BucketedDDP(model)\n", "BucketedDDP(model)\n"
                            + ADDED.format("model.module") + RENAMED)], [LATER]),

@@ -286,6 +286,8 @@ def check_misuse(stage):
     refuses("not optimizer.step", optimizer.step)
     refuses("of zero.parameter_groups", of_model.step)
     ours.step(optimizer)
+    optimizer.zero_grad()
+    refuses("call zero.zero_grad", llama_loss(model, *ROWS).backward)
     refuses("in no unit", ours.parameter_groups, stranger)
     mixed = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2).float())]
     refuses("each dtype", zero.ZeRO1, [(mixed, [])])
