@@ -8,11 +8,12 @@ are on rank 0, 2 and 3 on rank 1. Each rank has 3 tokens, K is 2: 6 rows. Left o
     rank 1    0 1 | 2 2 3 3   2 3 2 2 3 3   2 3 2 2 3 3   0 1 | 2 2 3 3   3 tokens
 
     mesh = dist.init_device_mesh("cuda", (n // 8, 8), mesh_dim_names=("replicas", "ep"))
-    replicas, ep = mesh.get_all_groups()  # replicas: ranks with the same experts; ep: 8, with all
+    replicas, ep = mesh.get_all_groups()  # replicas: ranks with the same experts; ep: 8 with all E
     plain = block.mlp  # of each block: a router and experts, which are MLPs with up, down and gate
     mine = plain.experts[ep.rank() * E // 8:(ep.rank() + 1) * E // 8]
     experts = Experts(F.silu, [m.up for m in mine], [m.down for m in mine], [m.gate for m in mine])
-    block.mlp = MoE(plain.router, experts, partial(softmax_route, top_k=2, normalize=True), ep)
+    route = partial(softmax_route, top_k=2, normalize=True)
+    block.mlp = MoE(plain.router, experts, route, ep, alpha=0.01)  # of a loss that balances experts
     broadcast_parameters(model, replicas)  # once, then optimizer = AdamW(model.parameters())
     optimizer.zero_grad()
     (token_losses.sum() / valid_targets_of_all_ranks).backward()
@@ -28,7 +29,7 @@ all. The rest of the model has `dense`. A parameter has b bytes.
     weights, gradients, AdamW              4 b (dense + experts)   4 b (dense + experts/ep)
     calls per layer, for K N rows of C     -                       2 all-to-alls, 2 more in backward
     calls per layer, for E int64 counts    -                       1 all-to-all, 1 all-reduce
-    gradients all-reduced                  -                       b dense; ep < n: and b experts/ep
+    gradients all-reduced                  -                       b dense, b experts/ep if ep < n
 
 Lepikhin 2020, "GShard", arXiv:2006.16668 (all-to-all, capacity); Fedus 2021, "Switch Transformers",
 arXiv:2101.03961, eq. 4 (balancing); Zoph 2022, "ST-MoE", arXiv:2202.08906, eq. 5 (z-loss); Jiang
@@ -36,7 +37,6 @@ arXiv:2101.03961, eq. 4 (balancing); Zoph 2022, "ST-MoE", arXiv:2202.08906, eq. 
 
 Not for: experts that are not MLPs of nn.Linear, or partly frozen; evaluation on some ranks alone;
 fp16 and loss scalers. At work: torchtitan, Megatron; see part 4.
-
     torchrun --standalone --nproc_per_node=2 moe.py
 """
 import math
@@ -61,7 +61,7 @@ from common import FORMS, PRESETS as DENSE, build, loss_sum, share
 def softmax_route(logits, bias=0.0, *, top_k, normalize):
     """Logits (.., E) -> the chosen experts (.., K), their gates (.., K), probabilities (.., E).
 
-    Mixtral and Qwen3 normalize the gates, OLMoE does not. A bias (E,) changes the choice alone.
+    Mixtral and Qwen3 normalize gates, OLMoE does not. A bias (E,) changes the choice alone.
     """
     probs = logits.softmax(-1)
     chosen = (probs + bias).topk(top_k).indices
@@ -112,8 +112,8 @@ def rows_of_each(chosen, experts):
 
 
 def exchange_counts(leaving, ep):
-    """leaving (E,): how many rows this rank has for each expert -> counts (2, ep, E/ep): [0, r, e]
-    go from here to rank r for its expert e, and [1, r, e] come from rank r for our expert e."""
+    """leaving (E,): how many rows this rank has for each expert -> counts (2, ep, E/ep): of those
+    that leave, [rank they go to][its expert]; that arrive, [rank they come from][our expert]."""
     arriving = torch.empty_like(leaving)
     dist.all_to_all_single(arriving, leaving, group=ep)  # sorted by destination -> by source
     return torch.stack([leaving, arriving]).view(2, ep.size(), -1)
@@ -150,7 +150,7 @@ class IdeaOfMoE(PlainMoE):
 
 def dense_and_experts(model):
     """-> the parameters that every rank has, and those of this rank's experts."""
-    layers = [module for module in model.modules() if hasattr(module, "ep")]  # see IdeaOfMoE
+    layers = [module for module in model.modules() if hasattr(module, "ep")]  # MoEs alone have one
     experts = [p for layer in layers for p in layer.experts.parameters()]
     of_experts = set(experts)
     return [p for p in model.parameters() if p not in of_experts], experts
@@ -197,8 +197,8 @@ def idea_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
 #     losses or biases              experts are chosen about equally often
 #     fp32 routers                  rounding to bf16 would change which experts are chosen
 #     rows cast before they travel  autocast to bf16 halves what is sent
-#     one call for all gradients    141 calls of a step -> 26: dense ones in 1 for 56; experts',
-#                                   which here are on one rank each, in none for 64; loads take 4
+#     one call for all gradients    141 calls of a step -> 26: 1 for 56 dense ones, none for 64 of
+#                                   experts (which are on one rank each), 4 more for loads
 # Part 3 has capacity besides: an expert gets so many rows at most, and others are dropped.
 
 # ---- experts in stacks
@@ -210,7 +210,7 @@ def stacked(parameters):
 
 
 class StackedLinear(nn.Module):
-    """An nn.Linear per expert, copied into stacks: weight (E/ep, F, C), bias (E/ep, F) or None."""
+    """An nn.Linear per expert, in stacks: weight (E/ep, out, in), bias (E/ep, out) or None."""
 
     is_of_experts = True  # so that hybrid_3d.py knows, whose parts 1 and 2 do without this file
 
@@ -257,11 +257,9 @@ class Experts(nn.Module):
             linears.append(self.gate)
         if self.one_kernel_pays(rows):
             return self.mlp(rows, *[linear.of_all(rows.dtype, ends) for linear in linears])
-        functions = [linear.of_each() for linear in linears]  # [linear][expert]
-        answers = []
-        for e, x in enumerate(rows.split(sizes)):  # also 0 rows: every weight gets a gradient
-            answers.append(self.mlp(x, *[of_linear[e] for of_linear in functions]))
-        return torch.cat(answers)
+        experts = zip(*[linear.of_each() for linear in linears])  # of each its functions
+        pieces = rows.split(sizes)  # also of 0 rows: so every weight gets a gradient
+        return torch.cat([self.mlp(x, *functions) for x, functions in zip(pieces, experts)])
 
     def mlp(self, x, up, down, gate=None):
         y = up(x)
@@ -331,20 +329,6 @@ class Arrive(torch.autograd.Function):
 # ---- balance
 
 
-def sigmoid_route(logits, bias=0.0, *, top_k, scale=1.0, groups=1, top_groups=1):
-    """DeepSeek-V3's: a token chooses among the experts of its best groups alone. A group is as good
-    as the sum of its two best biased scores. Groups are of two experts or more."""
-    scores = logits.sigmoid()
-    by_group = (scores + bias).unflatten(-1, (groups, -1))  # (.., groups, E/groups)
-    best = by_group.topk(2).values.sum(-1).topk(top_groups).indices
-    is_best = torch.zeros_like(by_group[..., 0]).scatter(-1, best, 1.0).bool()
-    eligible = by_group.masked_fill(~is_best.unsqueeze(-1), -math.inf).flatten(-2)
-    chosen = eligible.topk(top_k).indices
-    gates = scores.gather(-1, chosen)
-    probs = scores / scores.sum(-1, keepdim=True)
-    return chosen, scale * gates / gates.sum(-1, keepdim=True), probs
-
-
 def balancing_loss(load, logits, probs, top_k, alpha, beta):
     """This rank's summand of alpha E sum_e f_e P_e (Switch) + beta mean(logsumexp^2) (ST-MoE).
 
@@ -362,7 +346,8 @@ def balancing_loss(load, logits, probs, top_k, alpha, beta):
 
 class AddLoss(torch.autograd.Function):
     """Returns y, and in backward gives `loss` the gradient 1, as if it were added to the model's
-    loss, so that the layer need not return it (Megatron's MoEAuxLossAutoScaler does the same)."""
+    loss (as Megatron's MoEAuxLossAutoScaler), so that the layer need not return it. It also notes
+    loss and load."""
 
     @staticmethod
     def forward(ctx, y, loss, load, layer):
@@ -376,6 +361,15 @@ class AddLoss(torch.autograd.Function):
         layer.loss_of_step = layer.loss_of_step + loss
         layer.load_of_step = layer.load_of_step + load
         return grad, torch.ones_like(loss), None, None
+
+
+def bias_step(load, gamma):
+    """load (E,): how often each expert was chosen -> (E,), what its bias moves by, in UNITs.
+
+    gamma for one chosen less often than the mean, -gamma for one chosen more often (DeepSeek-V3,
+    whose gamma was 1e-3, then 0).
+    """
+    return round(gamma / UNIT) * (load.sum() - len(load) * load).sign()
 
 
 # ---- the layer
@@ -399,16 +393,17 @@ class MoE(nn.Module):
     ep        group of the ranks that share out the experts; each brings its own tokens
     everyone  group of the ranks whose tokens are balanced together; None: the world
     shared    a module that every token visits besides, or None
-    alpha     factor of Switch's balancing loss, beta of ST-MoE's z-loss. Of both each rank adds its
-              own part. With M micro-batches in a step give alpha/M and beta/M; where gradients are
-              averaged over n ranks, not summed, n alpha and n beta
-    gamma     by how much step_biases moves a bias; 0: not at all
+    alpha     factor of Switch's balancing loss, such as 0.01. Each rank adds its own part, and the
+              model's loss does not show it, see balancing_losses. With M micro-batches in a step
+              give alpha/M; where gradients are averaged over n ranks, not summed, n alpha
+    beta      likewise of ST-MoE's z-loss, such as 1e-3
+    gamma     by how much step_biases moves a bias, such as 1e-3
 
     It communicates in `ep` and in `everyone`: all their ranks must call it, even in evaluation.
     """
 
-    def __init__(self, router, experts, route, ep, *, everyone=None, shared=None, alpha=0.01,
-                 beta=1e-3, gamma=0.0):
+    def __init__(self, router, experts, route, ep, *, everyone=None, shared=None, alpha=0.0,
+                 beta=0.0, gamma=0.0):
         super().__init__()
         E = len(experts.up.weight) * ep.size()
         assert router.out_features == E, f"MoE: {router.out_features} logits for {E} experts"
@@ -468,7 +463,8 @@ class MoE(nn.Module):
         order = chosen.flatten().argsort(stable=True)
         # rows arrive in pieces, from rank 0 for each expert here, from rank 1 likewise, ..
         pieces = counts[1]  # (ep, E/ep): their sizes
-        piece = torch.repeat_interleave(pieces.flatten(), output_size=sum(receive))  # of each row
+        # 0 0 1 1 1 ..: the number of each row's piece
+        piece = torch.repeat_interleave(pieces.flatten(), output_size=sum(receive))
         expert = piece % pieces.shape[1]
         regroup = expert.argsort(stable=True)
         ends = pieces.sum(0).cumsum(0).int()
@@ -524,15 +520,6 @@ def sum_gradients(model, replicas):
             torch._foreach_copy_(gradients, views)
 
 
-def bias_step(load, gamma):
-    """load (E,): how often each expert was chosen -> (E,), what its bias moves by, in UNITs.
-
-    gamma for one chosen less often than the mean, -gamma for one chosen more often. DeepSeek-V3's
-    was 1e-3, then 0.
-    """
-    return round(gamma / UNIT) * (load.sum() - len(load) * load).sign()
-
-
 @torch.no_grad()
 def step_biases(model):
     """After a step: moves the biases by the loads since the last time. Frozen routers keep them."""
@@ -550,6 +537,23 @@ def balancing_losses(model):
         total += layer.loss_of_step
         layer.loss_of_step = 0
     return total
+
+
+# ---- another router
+
+
+def sigmoid_route(logits, bias=0.0, *, top_k, scale=1.0, groups=1, top_groups=1):
+    """DeepSeek-V3's: a token chooses among the experts of its best groups alone. A group is as good
+    as the sum of its two best biased scores. Groups are of two experts or more."""
+    scores = logits.sigmoid()
+    by_group = (scores + bias).unflatten(-1, (groups, -1))  # (.., groups, E/groups)
+    best = by_group.topk(2).values.sum(-1).topk(top_groups).indices
+    is_best = torch.zeros_like(by_group[..., 0]).scatter(-1, best, 1.0).bool()
+    eligible = by_group.masked_fill(~is_best.unsqueeze(-1), -math.inf).flatten(-2)
+    chosen = eligible.topk(top_k).indices
+    gates = scores.gather(-1, chosen)
+    probs = scores / scores.sum(-1, keepdim=True)
+    return chosen, scale * gates / gates.sum(-1, keepdim=True), probs
 
 
 # ---- 3. the toy GPT, parallelized --------------------------------------------
@@ -821,7 +825,7 @@ balanced_counts = BalancedCounts()
 
 # ---- 4. at work: the same with torch's own API -------------------------------
 
-# torch has no such layer, but parts of it: F.grouped_mm, which Experts takes on GPUs, and
+# torch has no such layer, but parts of it: F.grouped_mm, which Experts takes on GPUs in bf16, and
 # all_to_all_single_autograd in torch.distributed._functional_collectives, which is our AllToAll.
 # The layers to use are torchtitan's, models/moe, and Megatron's, core/transformer/moe.
 

@@ -3,14 +3,16 @@
     rank 0  x - norm -f-> [qkv]_0 heads_0 [out]_0 -g->(+)- norm -f-> [up]_0 gelu [down]_0 -g->(+)- x
     rank 1  x - norm -f-> [qkv]_1 heads_1 [out]_1 -g->(+)- norm -f-> [up]_1 gelu [down]_1 -g->(+)- x
 
-In a block ranks communicate in forward at g alone, in backward at f alone; with --sp at both in
-both. Inside is from an f to its g, outside is the rest; (+) adds the x from before the norm. q, k,
-v, up (and Llama's gate) are cut by columns, out and down by rows, embedding and head by words.
-Inside no rank needs another: heads are apart, gelu is elementwise.
+f copies x in forward, and sums dx over ranks in backward; g sums in forward, copies in backward.
+With --sp f gathers along T, g sums and cuts, and in backward f does what g does, and g what f does.
+Inside is from an f to its g, outside is the rest; (+) adds the x from before the norm. q, k, v, up
+(and Llama's gate) are cut by columns, out and down by rows, embedding and head by words. Inside no
+rank needs another: heads are apart, gelu is elementwise.
 
-    tp = TensorParallel(group)  # or SequenceParallel: --sp. All its ranks get the same ids
+    tp = TensorParallel(group)  # or SequenceParallel: --sp
     model = cut_model(model, tp, {"*.up": ColumnLinear, "*.down": RowLinear, ...})
     optimizer = AdamW(model.parameters())  # or before: parameters stay the same objects
+    # all ranks of tp get the same ids and y
     (vocab_parallel_cross_entropy(model(ids), y, V, tp) / valid_targets).backward()
     sum_gradients(model, tp)
     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, gradient_norm(model, tp))  # then step
@@ -58,7 +60,7 @@ from common import adamw, loss_sum
 
 # gelu(X A) B is the sum over ranks r of gelu(X A_r) B_r, if A_r are some of A's columns and B_r the
 # same rows of B: between the two no rank needs another. Attention is cut alike, by whole heads: q,
-# k and v by columns, `out` by rows. Ranks have to begin alike, and all get the whole batch.
+# k and v by columns, `out` by rows. Ranks begin alike (see ddp.py), and all get the whole batch.
 
 
 def summed(t, group):
@@ -96,6 +98,7 @@ class ReduceFromTP(torch.autograd.Function):
 def keep_piece(p, dim, group):
     """Cut p into equal pieces along dim, keep this rank's, and mark it: p.cut = dim."""
     if p is not None and not hasattr(p, "cut"):  # a tied one is cut already
+        assert p.shape[dim] % group.size() == 0, f"{tuple(p.shape)} on {group.size()} ranks"
         p.cut = dim
         p.data = p.data.chunk(group.size(), dim)[group.rank()].clone()
 
@@ -124,7 +127,7 @@ def row_linear(linear, group):
 
 
 def locate(ids, words, rank):
-    """words: how many a rank has -> each id's row of this rank's table, or 0; is it there?"""
+    """words: how many a rank has -> each id's row here, 0 if it is elsewhere; is it here?"""
     rows = ids - rank * words
     here = (rows >= 0) & (rows < words)
     return rows.masked_fill(~here, 0), here
@@ -160,10 +163,10 @@ def cut_by_name(model, plan, group):
 def cross_entropy_by_words(logits, targets, group, ignore_index=-100):
     """Logits (N, V/tp) of this rank's words, targets (N,) -> the sum of losses, on every rank."""
     own_log_sum = logits.logsumexp(1)  # (N,)
-    largest = own_log_sum.detach().clone()
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group)  # each rank's own -> the largest, replicated
-    summand = (own_log_sum - largest).exp()  # of softmax's denominator, divided by exp(largest)
-    log_sum = ReduceFromTP.apply(summand, group).log() + largest  # partial -> replicated
+    most = own_log_sum.detach().clone()
+    dist.all_reduce(most, dist.ReduceOp.MAX, group)  # each rank's own -> the largest, replicated
+    summand = (own_log_sum - most).exp()  # of softmax's denominator, divided by exp(most)
+    log_sum = ReduceFromTP.apply(summand, group).log() + most  # partial -> replicated
     column, here = locate(targets, logits.shape[1], group.rank())
     own_logit = logits.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill(~here, 0)
     target_logit = ReduceFromTP.apply(own_logit, group)  # partial -> replicated
@@ -195,17 +198,50 @@ def idea_step(model, optimizer, x, y, valid, clip, group):
 
 # What it adds to the idea, and what that buys. Figures are of the toy's step on two ranks.
 #     columns(x, q, k, v): one f         30 calls -> 22, 13.6 MB sent -> 9.5
-#     dx before weights' gradients       its sum travels while those are made
+#     dx before weights' gradients       its sum travels while they are computed
 #     --sp                               x outside is cut, too: 22.7 MB of activations -> 17.9, but
 #                                        22 calls -> 51, 9.5 MB sent -> 11.9
 #     a loss with one buffer (N, V/tp)   of 16,384 words: a peak of 207 MB -> 107
 #     pieces of any size                 tp need not divide the vocabulary and the hidden width
-#     a plan, whole tensors              any model, any checkpoint, and back to one process
+#     a plan, whole tensors              models of other names, any checkpoint, back to one process
 #     key_values, at the end             more ranks than heads of keys and values
 
 # renamed in torch 2.13
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+# ---- pieces of any size
+
+# dim         along which a parameter is cut
+# plain_size  of the plain parameter along dim
+# copies      how many ranks in a row have the same piece: one, but see key_values
+Cut = namedtuple("Cut", "dim plain_size copies", defaults=(1,))
+
+
+def shard(t, cut, tp):
+    """A whole tensor -> this rank's piece. All pieces have one size: the last ones end in zeros.
+
+    They stay zeros in training: gelu, silu and relu make 0 of 0, and the loss leaves out padding.
+    """
+    parts = tp.size // cut.copies
+    padding = math.ceil(cut.plain_size / parts) * parts - cut.plain_size
+    padded = F.pad(t.movedim(cut.dim, -1), (0, padding)).movedim(-1, cut.dim)
+    piece = padded.chunk(parts, cut.dim)[tp.rank // cut.copies]
+    return piece.clone(memory_format=torch.contiguous_format)
+
+
+def unshard(t, cut, tp):
+    """A piece -> the whole tensor, on every rank. cut is None: it is whole already."""
+    if cut is None:
+        return t
+    pieces = t.new_empty(tp.size, *t.shape)
+    all_gather(pieces.flatten(0, 1), t.detach(), tp.group)  # sharded -> replicated
+    different = pieces[::cut.copies].unbind()
+    return torch.cat(different, cut.dim).narrow(cut.dim, 0, cut.plain_size)
+
+
+# ---- who shares a model
 
 
 class Pending:
@@ -225,6 +261,7 @@ class TensorParallel:
     """The ranks that share a model, how x goes inside and out, and a record of what they have cut.
 
     Outside, x is whole on every rank (Shoeybi 2019, fig. 3). In shapes, tp means tp.size.
+    gather and reduce are for Functions, leave is for models; SequenceParallel has others.
     """
 
     def __init__(self, group=None):
@@ -247,7 +284,7 @@ class TensorParallel:
         """g: as reduce, but for autograd, and y stays as it is."""
         return ReduceFromTP.apply(y, self.group)  # partial -> replicated
 
-    def keep_piece(self, p, dim, copies=1):
+    def cut(self, p, dim, copies=1):
         """This rank keeps its piece of p. p is the same object, and keeps its names and ties."""
         if p is not None and p not in self.cuts:  # a tied one is cut already
             self.cuts[p] = Cut(dim, p.shape[dim], copies)
@@ -258,7 +295,7 @@ class TensorParallel:
         return self.summands.get(p)
 
     def copies(self, p):
-        """-> how many ranks hold the same piece of p: all, if it is whole."""
+        """-> how many ranks hold the same piece of p: all, if it is whole. For norms."""
         return self.cuts[p].copies if p in self.cuts else self.size
 
 
@@ -328,13 +365,14 @@ class CutModule(nn.Module):
 
     def __init__(self, plain, tp):
         super().__init__()
-        for option in ("padding_idx", "max_norm"):
-            assert getattr(plain, option, None) is None, f"{plain}: {option} would be lost."
+        options = getattr(plain, "padding_idx", None), getattr(plain, "max_norm", None)
+        is_plain = type(plain) in (nn.Linear, nn.Embedding) and options == (None, None)
+        assert is_plain, f"{plain}: the weight alone would stay of it."
         self.tp = tp
         self.weight = plain.weight
         self.bias = getattr(plain, "bias", None)
         for name, dim in self.dims.items():
-            tp.keep_piece(getattr(self, name), dim)
+            tp.cut(getattr(self, name), dim)
 
 
 class ColumnLinear(CutModule):
@@ -346,8 +384,8 @@ class ColumnLinear(CutModule):
         return columns(x, self)[0]
 
     def multiply(self, x, *parameters):
-        """parameters: of this Linear, and of those with which it shares an f. hybrid_3d.py
-        exchanges this method."""
+        """parameters: of this Linear, and of those with which it shares an f. (A method, since
+        hybrid_3d.py has another.)"""
         return ColumnParallel.apply(self.tp, x, *parameters)
 
 
@@ -372,7 +410,7 @@ class RowLinear(CutModule):
         x = self.tp.leave(self.multiply(y))  # partial -> replicated or sharded(T)
         return x if self.bias is None else x + self.bias.to(x.dtype)
 
-    def multiply(self, y):
+    def multiply(self, y):  # hybrid_3d.py has another
         return F.linear(y, self.weight)
 
 
@@ -395,7 +433,14 @@ class VocabEmbedding(CutModule):
 #
 # A model notices it in two places. Norms and row biases see 1/tp of the tokens, so that they make
 # summands: group_of_sum. And what is added to x must be cut as x is: a table of learned positions
-# becomes a VocabEmbedding: not to save memory, but since its g returns what is cut along T.
+# becomes a VocabEmbedding, whose g cuts along T.
+
+
+class PendingPieces(Pending):
+    """Of pieces (tp, .., T/tp, C). wait() puts them side by side, (.., T, C)."""
+
+    def wait(self):
+        return super().wait().movedim(0, -3).flatten(-3, -2)
 
 
 class SequenceParallel(TensorParallel):
@@ -422,13 +467,6 @@ class SequenceParallel(TensorParallel):
 
     def group_of_sum(self, p):
         return super().group_of_sum(p) if p in self.cuts else self.group
-
-
-class PendingPieces(Pending):
-    """Of pieces (tp, .., T/tp, C). wait() puts them side by side, (.., T, C)."""
-
-    def wait(self):
-        return super().wait().movedim(0, -3).flatten(-3, -2)
 
 
 class ReduceScatterFromTP(torch.autograd.Function):
@@ -458,14 +496,14 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, logits, targets, words, tp):
         own_log_sum = logits[:, :words].logsumexp(1)  # (N,)
-        largest = own_log_sum.clone()
-        dist.all_reduce(largest, dist.ReduceOp.MAX, tp.group)  # each rank's own -> the largest
-        summand = (own_log_sum - largest).exp()
+        most = own_log_sum.clone()
+        dist.all_reduce(most, dist.ReduceOp.MAX, tp.group)  # each rank's own -> the largest
+        summand = (own_log_sum - most).exp()
         column, here = locate(targets.unsqueeze(1), logits.shape[1], tp.rank)  # (N, 1)
         own_logit = logits.gather(1, column).masked_fill(~here, 0).squeeze(1)
         sums = torch.stack([summand, own_logit])  # (2, N)
         dist.all_reduce(sums, group=tp.group)  # partial -> replicated
-        log_sum = sums[0].log() + largest
+        log_sum = sums[0].log() + most
         ctx.save_for_backward(logits, column, here, log_sum)
         ctx.words = words
         return log_sum - sums[1]
@@ -491,36 +529,6 @@ def vocab_parallel_cross_entropy(logits, targets, vocab, tp, ignore_index=-100):
     targets = targets.flatten()
     losses = VocabParallelCrossEntropy.apply(logits, targets, words, tp)  # replicated
     return losses.masked_fill(targets == ignore_index, 0).sum()
-
-
-# ---- pieces of any size
-
-# dim         along which a parameter is cut
-# plain_size  of the plain parameter along dim
-# copies      how many ranks in a row have the same piece: one, but see key_values
-Cut = namedtuple("Cut", "dim plain_size copies", defaults=(1,))
-
-
-def shard(t, cut, tp):
-    """A whole tensor -> this rank's piece. All pieces have one size: the last ones end in zeros.
-
-    They stay zeros in training: gelu, silu and relu make 0 of 0, and the loss leaves out padding.
-    """
-    parts = tp.size // cut.copies
-    padding = math.ceil(cut.plain_size / parts) * parts - cut.plain_size
-    padded = F.pad(t.movedim(cut.dim, -1), (0, padding)).movedim(-1, cut.dim)
-    piece = padded.chunk(parts, cut.dim)[tp.rank // cut.copies]
-    return piece.clone(memory_format=torch.contiguous_format)
-
-
-def unshard(t, cut, tp):
-    """A piece -> the whole tensor, on every rank. cut is None: it is whole already."""
-    if cut is None:
-        return t
-    pieces = t.new_empty(tp.size, *t.shape)
-    all_gather(pieces.flatten(0, 1), t.detach(), tp.group)  # sharded -> replicated
-    different = pieces[::cut.copies].unbind()
-    return torch.cat(different, cut.dim).narrow(cut.dim, 0, cut.plain_size)
 
 
 # ---- a plan for any model
@@ -610,10 +618,11 @@ def full_gradients(model, tp):
 
 
 def load_full_state_dict(model, tp, state):
-    """full_state_dict's inverse. state[name] is a whole tensor. If it is read from a file at this
-    moment, a rank never has more than one of them.
+    """full_state_dict's inverse. state[name] is a whole tensor. If state reads it from a file when
+    it is asked, a rank never has two of them.
 
-    A model that was cut on the meta device gets its memory here, on the device of state[name].
+    A model that was cut on the meta device gets its memory here, on the device of state[name]; not
+    by to_empty(), which would make other parameters.
     """
     for name, t in model.state_dict(keep_vars=True).items():
         piece = state[name].to(t.dtype)
@@ -635,7 +644,7 @@ def key_values(heads):
     With more ranks than heads, `copies` ranks in a row, twins, have the same head of k, but other
     heads of q: each makes a summand of k's gradient.
     """
-    twins = {}  # {tp: their group}, for all layers
+    twins = {}  # {tp: their group}, made at the first layer
 
     def kind(plain, tp):
         assert heads % tp.size == 0 or tp.size % heads == 0, (
@@ -647,7 +656,7 @@ def key_values(heads):
             twins[tp] = dist.new_group(ranks, use_local_synchronization=True)
         if copies > 1:
             for p in plain.parameters():
-                tp.keep_piece(p, 0, copies)
+                tp.cut(p, 0, copies)
                 tp.summands[p] = twins[tp]
         return ColumnLinear(plain, tp)  # cuts what is not cut yet
 
@@ -673,6 +682,7 @@ def plan_of(model):
         "tok": VocabEmbedding, "head": ColumnLinear,
         "blocks.*.attn.q": ColumnLinear, "blocks.*.attn.out": RowLinear,
         "blocks.*.attn.[kv]": key_values(attn.k.out_features // attn.head_dim),
+        # they look q, k, v and others up when they run, cut by then
         "blocks.*.attn": one_f("q", "k", "v"), "blocks.*.attn.[qk]_norm": inside,
         "blocks.*.mlp.up": ColumnLinear, "blocks.*.mlp.down": RowLinear,
     }

@@ -275,7 +275,7 @@ def share_out(model, mesh):
         mine = [plain.experts[e] for e in share(4, ep.size(), ep.rank())]
         stacks = [[getattr(mlp, f"{name}_proj") for mlp in mine] for name in ("up", "down", "gate")]
         layer.mlp = Mixture(plain.router, moe.Experts(F.silu, *stacks), ROUTE, ep,
-                            everyone=mesh.group["peers"], alpha=0, beta=0)
+                            everyone=mesh.group["peers"])
 
 
 def plain(**kind):

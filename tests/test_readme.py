@@ -164,13 +164,8 @@ def somebodys_model(name):
     """Two blocks of Llama's form; with moe, its MLPs are mixtures of four experts."""
     cfg = GPTConfig(2, 32, 4, 256, T, FORMS["llama"], 2, 44)
     if name == "moe":
-        cfg = moe.mixture(cfg, experts=4, top_k=2)
-    model = build(cfg, 0, dtype=torch.float64)
-    if name == "moe":
-        for block in model.blocks:
-            block.mlp.alpha = 0.01  # what MoE takes where nothing is said
-            block.mlp.beta = 1e-3
-    return model
+        cfg = moe.mixture(cfg, experts=4, top_k=2, balance="none")
+    return build(cfg, 0, dtype=torch.float64)
 
 
 def batches():
@@ -184,9 +179,8 @@ def batches():
 def plain_training(name):
     model = somebodys_model(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    extra_loss = moe.plain_balancing_losses if name == "moe" else None
     rated = [(1e-3, *batch) for batch in batches()]
-    for _ in plain_steps(model, optimizer, rated, 1.0, extra_loss):
+    for _ in plain_steps(model, optimizer, rated, 1.0):
         yield None, gradients_of(model), model.state_dict()
 
 

@@ -182,16 +182,22 @@ def check_refusals():
     padded.embed_tokens.padding_idx = 0
     bounded = Llama()
     bounded.embed_tokens.max_norm = 1.0
+    scaled = Llama()
+    scaled.embed_tokens = type("Scaled", (nn.Embedding,), {})(8, 12)
     for words, cuts, model in [
         ("called nowhere.*", {"nowhere.*": section.ColumnLinear}, Llama()),
-        ("padding_idx would be lost", plan(2), padded),
-        ("max_norm would be lost", plan(2), bounded),
+        ("padding_idx=0.*: the weight alone", plan(2), padded),
+        (r"max_norm=1.0\): the weight alone", plan(2), bounded),
+        ("Scaled.*: the weight alone", plan(2), scaled),
         ("2 ranks for 3 heads of keys and values", plan(3), Llama()),
         ("layers.0.mlp.drop_inside: ranks would draw", {}, Llama(dropout=0.1)),
         (r"embed_tokens shares \['weight'\]", {"lm_head": section.ColumnLinear}, Llama(tied=True)),
     ]:
         with pytest.raises(AssertionError, match=words):
             section.cut_model(model, tp, cuts)
+    code = idea("tensor_parallel")
+    with pytest.raises(AssertionError, match="on 2 ranks"):  # else ids would be found twice
+        code.cut_by_name(Llama(), {"embed_tokens": code.vocab_embedding}, tp.group)
     with pytest.raises(AssertionError, match="is the head cut"):
         section.vocab_parallel_cross_entropy(torch.ones(2, 31), torch.ones(2).long(), 31, tp)
 
@@ -259,7 +265,7 @@ BUGS_IN_THE_IDEA = [
     (".masked_fill(~here.unsqueeze(-1), 0)", ""),
     ("return ReduceFromTP.apply(y, group)", "return y"),
     ("p.register_hook(", "len and (lambda _: None)("),
-    ("    dist.all_reduce(largest, dist.ReduceOp.MAX, group)", "    pass"),
+    ("    dist.all_reduce(most, dist.ReduceOp.MAX, group)", "    pass"),
     ("ReduceFromTP.apply(summand, group).log()", "summand.log()"),
     (".squeeze(1).masked_fill(~here, 0)", ".squeeze(1)"),
     ("target_logit = ReduceFromTP.apply(own_logit, group)", "target_logit = own_logit"),
