@@ -7,7 +7,7 @@
     rank 3        3*      2      1      0     7      rank 3      3,4*   2,5/   1,6/   0,7/     4
 
 A sequence is cut into cp chunks (zigzag: 2 cp, half as long), whose keys and values go around a
-ring of cp ranks. At each hop a rank scores its own queries with those of the chunks shown:
+ring of cp ranks. At each hop a rank scores its own queries with the keys of the chunks shown:
     no mark: with all of these keys (work 2)   /: half of the scores (1)   -: none (0)
     *: its own keys, each query with those up to itself (1)
 
@@ -16,7 +16,7 @@ ring of cp ranks. At each hop a rank scores its own queries with those of the ch
     for layer in model.layers:
         layer.attn.attend = ring.attend  # attend(q, k, v) for a causal scaled_dot_product_attention
         # packed sequences: partial(ring.attend, documents=d), d (B, T): each token's document
-    own = ring.positions(T, device)      # (T/cp,): which of the tokens x, y (B, T) are this rank's
+    own = ring.positions(T, device)      # (T/cp,); all ranks have the same x, y (B, T)
     logits = model(x[:, own], positions=own)  # the model has to be told where its tokens stand
     (loss_sum(logits, y[:, own]) / valid).backward()  # loss_sum: of tokens; valid: targets in y
     sum_gradients(model.parameters())    # of all ranks; then clip and step, as one process does
@@ -27,7 +27,7 @@ P parameters. In a layer a rank's queries have Q elements, its keys S, its value
     weights                      all         all                             all
     saved activations            all         1/cp                            1/cp
     sent in a layer's forward    -           2 (cp-1) S                      2 (cp-1)/cp (S + Q)
-    sent in a layer's backward   -           4 (cp-1) S, 1/2 of it fp32      2 (cp-1)/cp (S + Q)
+    sent in a layer's backward   -           2 (cp-1) S, as many in fp32     2 (cp-1)/cp (S + Q)
     sent to sum gradients        -           2 (cp-1)/cp P                   2 (cp-1)/cp P
 
 Liu 2023, arXiv:2310.01889, section 3 (ring). Llama team 2024, arXiv:2407.21783, section 3.3.2
@@ -108,9 +108,9 @@ def all_reduce_gradients(model, group=None):
 
 
 def idea_step(model, optimizer, x, y, valid, clip):
-    """x, y (B, T): whole sequences; valid: the number of their targets.
+    """x, y (B, T): whole sequences, the same on all ranks; valid: the number of their targets.
 
-    In the model `attend` stands in the place of its attention, and its tokens at positions(T).
+    The model calls `attend` for its attention, and positions(T) for where its tokens stand.
     """
     optimizer.zero_grad()
     own = positions(x.shape[1], x.device)
@@ -131,18 +131,16 @@ def idea_step(model, optimizer, x, y, valid, clip):
 #     2  equal work: half of the scores, as many on every rank
 #     3  keys and values are not kept, but sent again in backward: all at once (AllGather), or one
 #        rank's at a time, while scores are computed (Ring, Zigzag)
-#     4  kernels: no scores in memory at all (on GPUs in bf16 and fp16 alone)
+#     4  kernels: no scores in memory at all (on GPUs in bf16 and fp16 alone, and without documents)
 #     5  Ulysses, another way: fewer bytes here, but cp has to divide the heads
-#     6  one all-reduce for all gradients, in the place of 68
+#     6  one all-reduce for the gradients of all 68 parameters
 # A step of the toy, --seq 2048 --batch 1 on 4 ranks, of the idea and with all of this:
 #                          calls   MB sent   MB at the peak
 #         the idea           84      19.1      56.9
 #         AllGather          13      25.4      34.1
 #         Zigzag             37      25.4      32.6
 #         Ulysses            33      12.8      33.6
-# Documents become a mask, and are computed without step 4's kernels: a GPU's take no mask. Another
-# attention function, also one for documents, can be used where all keys and values are kept, as in
-# the idea: 2 (cp-1) S more in each layer.
+# Llama 3 took AllGather: where all keys are at hand any mask is easy, such as that of documents.
 
 aten = torch.ops.aten
 # both were renamed in torch 2.13
@@ -157,8 +155,8 @@ def attend_block(q, k, v, causal, same):
     """q (B, H, queries, D) attends to k and v (B, K, keys, D). Heads 0 to H/K - 1 of q share head 0
     of k and v, and so on.
 
-    causal: query i sees keys 0 to i alone. same (B, queries, keys): are the query and the key of
-    one document? None: all are.
+    causal: query i sees keys 0 to i alone. same (B, queries, keys), a mask: are the query and the
+    key of one document? None: all are.
     -> the output, of q's shape, and lse: the log-sum-exp of each query's scores (B, H, queries).
     """
     if has_kernel(q, same):
@@ -189,7 +187,8 @@ def attend_block_backward(dout, q, out, lse, k, v, causal, same):
 
 
 def grouped(K, *tensors):
-    """(B, H, ..) -> (B, K, H/K, ..) and (B, K, ..) -> (B, K, 1, ..), in fp32 or better."""
+    """With q's heads: (B, H, ..) -> (B, K, H/K, ..); with k's: (B, K, ..) -> (B, K, 1, ..). In fp32
+    or better."""
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
     return [x.unflatten(1, (K, -1)).to(wide) for x in tensors]
 
@@ -236,7 +235,7 @@ class ContextParallel:
 
 
 def early_and_late(rank, cp):
-    """Other `chunks`, for equal work: of 2 cp one that sees little and one that sees much."""
+    """The chunks of AllGather and Zigzag: of 2 cp one that sees little, and one that sees much."""
     return [rank, 2 * cp - 1 - rank]
 
 
@@ -245,11 +244,12 @@ def seen(mine, theirs, tokens):
 
     -> (first, count, causal): queries from number `first` on see the first `count` keys, and the
     queries before it none. If causal, query i sees of these only keys 0 to i.
+
+    Pairs of early_and_late are nested. Of mine 0,7 and theirs 3,4: 0 is before both, blind, and
+    both are visible to 7. Of mine 2,5 and theirs 1,6: none is blind, and 1 is visible to both.
     """
     if mine == theirs:
         return 0, tokens, True  # a rank's own tokens ascend, also those of chunks 0,7
-    # Pairs of early_and_late are nested. Of mine 0,7 and theirs 3,4: 0 is before both, blind, and
-    # both are visible to 7. Of mine 2,5 and theirs 1,6: none is blind, and 1 is visible to both.
     size = tokens // len(mine)  # of a chunk
     blind = [chunk for chunk in mine if chunk < theirs[0]]
     visible = [chunk for chunk in theirs if chunk < mine[-1]]
@@ -259,9 +259,46 @@ def seen(mine, theirs, tokens):
 # 3. One rank's keys after the other. They come by the idea's collectives, or around a ring.
 
 
+class Blockwise(ContextParallel):
+    """What AllGather and Ring share. They add how keys and values come, and gradients go:
+
+    bring(own_kv) -> one after the other each rank's number, its K and V
+    backward(dq, queries, own_kv, documents) -> own_dkv, of all ranks' queries; adds to dq
+    """
+
+    def attend(self, q, k, v, documents=None):
+        """As the idea's. Every rank calls it, with equal shapes."""
+        q, k = [x.to(v.dtype) for x in (q, k)]  # RoPE may have made fp32 of them
+        with torch.autocast(q.device.type, enabled=False):  # it would make bf16 of fp32 scores
+            return BlockwiseAttention.apply(q, torch.stack([k, v]), documents, self)
+
+    def sees(self, source, tokens, documents):
+        """What this rank's queries see of another's keys -> first, count, causal, same."""
+        mine = self.chunks(self.cp_rank, self.cp)
+        first, count, causal = seen(mine, self.chunks(source, self.cp), tokens)
+        if documents is None:
+            return first, count, causal, None
+        T = documents.shape[1]
+        queries = documents[:, self.positions(T, documents.device)[first:]]
+        keys = documents[:, self.positions_of(source, self.cp, T, documents.device)[:count]]
+        return first, count, causal, queries.unsqueeze(2) == keys.unsqueeze(1)
+
+    def add_gradients(self, dq, dkv, queries, source, kv, documents):
+        """Adds to dq, dkv what attention to one rank's keys gives. queries: dout, q, out, lse."""
+        first, count, causal, same = self.sees(source, kv.shape[-2], documents)
+        if count == 0:
+            return
+        queries = [x[:, :, first:] for x in queries]
+        k, v = kv[..., :count, :]
+        block_dq, block_dk, block_dv = attend_block_backward(*queries, k, v, causal, same)
+        dq[:, :, first:] += block_dq
+        dkv[0, :, :, :count] += block_dk
+        dkv[1, :, :, :count] += block_dv
+
+
 class BlockwiseAttention(torch.autograd.Function):
-    """This rank's queries attend to the keys of one rank after the other. ring is a Blockwise:
-    bring(own_kv) yields (source, that rank's keys and values); sees is what queries see of them."""
+    """This rank's queries attend to the keys of one rank after the other, as ring, a Blockwise,
+    brings them."""
 
     @staticmethod
     def forward(ctx, q, own_kv, documents, ring):  # q (B, H, T/cp, D), own_kv (2, B, K, T/cp, D)
@@ -290,43 +327,6 @@ class BlockwiseAttention(torch.autograd.Function):
         dq = torch.zeros_like(q, dtype=lse.dtype)  # fp32 or better
         own_dkv = ctx.ring.backward(dq, (dout, q, out, lse), own_kv, documents)
         return dq.to(dout.dtype), own_dkv.to(dout.dtype), None, None
-
-
-class Blockwise(ContextParallel):
-    """What AllGather and Ring share. They add how keys and values come, and gradients go:
-
-    bring(own_kv) -> one after the other each rank's number, its K and V
-    backward(dq, queries, own_kv, documents) -> own_dkv, of all ranks' queries; adds to dq
-    """
-
-    def attend(self, q, k, v, documents=None):
-        """As the idea's. Every rank calls it, with equal shapes."""
-        q, k = [x.to(v.dtype) for x in (q, k)]  # RoPE may have made fp32 of them
-        with torch.autocast(q.device.type, enabled=False):  # it would make bf16 of fp32 scores
-            return BlockwiseAttention.apply(q, torch.stack([k, v]), documents, self)
-
-    def sees(self, source, tokens, documents):
-        """What this rank's queries see of another's keys -> first, count, causal, same."""
-        mine = self.chunks(self.cp_rank, self.cp)
-        first, count, causal = seen(mine, self.chunks(source, self.cp), tokens)
-        if documents is None:
-            return first, count, causal, None
-        T = documents.shape[1]
-        queries = documents[:, self.positions(T, documents.device)[first:]]
-        keys = documents[:, self.positions_of(source, self.cp, T, documents.device)[:count]]
-        return first, count, causal, queries.unsqueeze(2) == keys.unsqueeze(1)
-
-    def add_gradients(self, dq, dkv, queries, source, kv, documents):
-        """Adds what attention to one rank's keys gives. queries: dout, q, out, lse."""
-        first, count, causal, same = self.sees(source, kv.shape[-2], documents)
-        if count == 0:
-            return
-        queries = [x[:, :, first:] for x in queries]
-        k, v = kv[..., :count, :]
-        block_dq, block_dk, block_dv = attend_block_backward(*queries, k, v, causal, same)
-        dq[:, :, first:] += block_dq
-        dkv[0, :, :, :count] += block_dk
-        dkv[1, :, :, :count] += block_dv
 
 
 class AllGather(Blockwise):
@@ -375,9 +375,10 @@ class Exchange:
 class Ring(Blockwise):
     """K and V go around the ring, and their gradients one hop behind them (Liu 2023, section 3).
 
-        rank 0 of 3    has K and V of      rank 0   rank 2   rank 1
-                       sends dK, dV of              rank 2   rank 1    to rank 1
-                       is sent dK, dV of            rank 1   rank 0    by rank 2
+        rank 0 of 3            hop 0    hop 1    hop 2
+        has K and V of         rank 0   rank 2   rank 1
+        sends dK, dV of                 rank 2   rank 1    to rank 1
+        is sent dK, dV of               rank 1   rank 0    by rank 2
     """
 
     def bring(self, kv):
@@ -386,14 +387,14 @@ class Ring(Blockwise):
             passing = Exchange(kv, self.group)  # under way while the caller computes with kv
             yield (self.cp_rank - hop) % self.cp, kv
             kv = passing.wait()
-        yield (self.cp_rank + 1) % self.cp, kv
+        yield (self.cp_rank + 1) % self.cp, kv  # the last one is passed on to nobody
 
     def backward(self, dq, queries, own_kv, documents):
         passing = None  # a sum that comes here, while this rank's summand is made
         for source, kv in self.bring(own_kv):
             dkv = dq.new_zeros(own_kv.shape)  # sent even if 0: the next rank waits for it
             self.add_gradients(dq, dkv, queries, source, kv, documents)
-            if source == self.cp_rank:
+            if source == self.cp_rank:  # hop 0
                 own_dkv = dkv  # stays: the sum of all others' summands comes here in the end
                 continue
             if passing:
@@ -505,7 +506,7 @@ def parallelize(model, ring):
     """
 
     @cache  # every layer of Llama's form asks for the same
-    def where(length, device):  # the `length` tokens of this rank stand
+    def where(length, device):  # this rank has `length` tokens
         return ring.positions(ring.cp * length, device)
 
     attend_by(model, ring.attend)
