@@ -11,13 +11,13 @@
     for block in model.blocks:
         block.forward = partial(full, block.forward)  # or selective
     for inputs, targets in zip(x.chunk(2), y.chunk(2)):  # micro-batches
-        with torch.autocast("cuda", torch.bfloat16):  # valid: targets in all ranks' batches
-            loss = loss_sum(model(inputs), targets) / valid  # loss_sum: a sum over tokens
+        with torch.autocast("cuda", torch.bfloat16):  # float16 wants a FusedLossScaler besides
+            loss = loss_sum(model(inputs), targets) / valid  # a sum over tokens; all ranks' targets
         loss.backward()
     sum_gradients(model.parameters())  # over ranks; then clip and step, as one process does
 
-Bytes, where C is the width, V the number of words, P of parameters; in Llama's form F is the width
-inside the MLP, K the number of key-value heads, D their width:
+Bytes of P parameters, V words, width C; in Llama's form of an MLP's width F, and of K key-value
+heads of width D:
 
                                    plain GPT             selective             full
     a block keeps of a token       64 C                  40 C                  4 C
@@ -27,9 +27,9 @@ inside the MLP, K the number of key-value heads, D their width:
     the loss keeps of a token      4 V                   with --loss-chunks N: 4 V / N
     parameters, gradients, AdamW   16 P                  16 P                  16 P
 
-On top come small things; plain GPT with autocast keeps a block's weights in 2 bytes, too. In
-backward full runs a block's forward again, selective its cheap operations. Each of dp ranks sends
-2 (dp-1)/dp * 4 P bytes, whatever M is.
+On top come small things; without --ckpt autocast keeps a block's weights in 2 bytes, too. In
+backward full runs a block's forward again, selective only its cheap operations. Each of dp ranks
+sends 2 (dp-1)/dp * 4 P bytes, whatever M is.
 
 Micikevicius 2018, arXiv:1710.03740, section 3. Chen 2016, arXiv:1604.06174, section 4. Korthikanti
 2022, arXiv:2205.05198, section 5: Megatron's selective makes attention again, ours keeps it.
@@ -73,7 +73,7 @@ def recompute(block):  # one without dropout, whose forward takes one tensor
 
 class Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, run, x, *parameters):  # autograd wants gradients of arguments alone
+    def forward(ctx, run, x, *parameters):  # arguments, since these alone get gradients
         ctx.run = run
         on = torch.is_autocast_enabled(x.device.type)
         ctx.autocast = torch.autocast(x.device.type, enabled=on)  # with the dtype that is in force
@@ -93,7 +93,7 @@ class Recompute(torch.autograd.Function):
 
 
 class LossScaler:
-    interval = 2000  # so many steps without an overflow double the scale
+    interval = 2000  # after so many steps without an overflow the scale doubles
 
     def __init__(self, device, scale=65536.0, good_steps=0):
         self.scale = torch.tensor(scale, device=device)
@@ -116,14 +116,14 @@ class LossScaler:
 
 
 def idea_step(model, optimizer, inputs, targets, valid, clip, accum, dtype, scaler):
-    """inputs, targets: this rank's rows (B/dp, T); valid: how many targets all ranks' rows have.
-    dtype: autocast's, bf16 or fp16, or None; scaler: a LossScaler for fp16, else None."""
+    """Accumulation: p.grad adds up over micro-batches, each divided by valid, all ranks' targets.
+    inputs, targets: this rank's rows (B/dp, T); dtype: autocast's or None; scaler: for fp16"""
     optimizer.zero_grad()
     loss = 0.0  # of this rank
     for x, y in zip(inputs.tensor_split(accum), targets.tensor_split(accum)):  # micro-batches
         with torch.autocast(x.device.type, dtype, enabled=dtype is not None):
             part = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum") / valid
-        part.backward(scaler.scale if scaler else None)  # p.grad += scale * gradient
+        part.backward(scaler.scale if scaler else None)  # as (scale * part).backward()
         loss = loss + part.detach()
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
@@ -140,8 +140,8 @@ def idea_step(model, optimizer, inputs, targets, valid, clip, accum, dtype, scal
 
 # ---- 2. the technique (copy this; it needs part 1 and torch) -----------------
 
-# What it adds to the idea, and what each addition buys. Figures: the toy, 1 rank; calls: 2 ranks.
-#     sum_gradients     68 calls -> 1
+# What it adds to the idea, and what each addition buys. Figures are of the toy on one rank.
+#     sum_gradients     on 2 ranks 68 calls -> 1
 #     full              more arguments, dropout, a checkpoint within another; the last matmul of a
 #                       block does not run twice: peak 24.5 -> 23.9 MB (without any: 48.0)
 #     selective         no matmul and no collective runs twice: kept 35.8 -> 23.2 MB
@@ -151,7 +151,8 @@ def idea_step(model, optimizer, inputs, targets, valid, clip, accum, dtype, scal
 
 def sum_gradients(parameters, group=None):
     """One all-reduce for all gradients, after the last micro-batch. All ranks must have begun with
-    the same weights. With ddp.py, whose sums hide behind backward, leave it out."""
+    the same weights. With ddp.py, whose sums hide behind backward, leave it out, and put all
+    backwards but the last into its no_sync()."""
     trained = [p for p in parameters if p.grad is not None]
     flat = torch.cat([p.grad.flatten() for p in trained])  # 4 P bytes more, until the old are freed
     dist.all_reduce(flat, group=group)  # partial -> replicated
@@ -165,43 +166,6 @@ def sum_gradients(parameters, group=None):
 # keeps less: autograd hands each tensor that backward will want to a pair of hooks. The graph keeps
 # what pack(tensor) returns, and unpack() has to make the tensor of it again. Of nested pairs only
 # the innermost is called; so what a checkpoint itself keeps, it hands to the pair around it.
-
-
-def hooks_around():
-    """-> the pack and unpack in force, such as save_on_cpu's, or what autograd does without any."""
-    pair = torch._C._autograd._top_saved_tensors_default_hooks(False)  # torch has no public way
-    return pair or (pack_checked, unpack_checked)
-
-
-def pack_checked(tensor):
-    """Detached: a result that its own node keeps, as softmax's, would keep the node alive."""
-    return tensor.detach(), tensor._version  # _version counts changes in place
-
-
-def unpack_checked(packed):
-    tensor, version = packed
-    assert tensor._version == version, "changed in place, but backward needs what it was"
-    return tensor
-
-
-class Kept:
-    """A tensor that a checkpoint keeps, packed by the hooks around it."""
-
-    def __init__(self, tensor, hooks):
-        pack, self.unpack = hooks
-        self.packed = pack(tensor)
-        self.requires_grad = tensor.requires_grad
-
-    def again(self):
-        return self.unpack(self.packed).detach().requires_grad_(self.requires_grad)
-
-
-def keep(x, hooks):  # an argument that is no tensor stays as it is
-    return Kept(x, hooks) if torch.is_tensor(x) else x
-
-
-def again(x):
-    return x.again() if isinstance(x, Kept) else x
 
 
 # ---- full: recompute, for any forward
@@ -219,12 +183,12 @@ def full(forward, *inputs, **keywords):
         backward     down's wants g: forward runs again, fills x, h and g, and stops before down
                      gelu's wants h, up's wants x: they are there
 
-    The second run has the same random numbers and autocast, and stops when the last slot is full.
-    If the last matmul fills it, as here, this matmul does not run twice, nor an all-reduce behind
-    it; with dropout or a norm behind it, it does. Other collectives do, on all ranks alike.
+    The second run has the same random numbers and autocast, and stops when the last slot is full:
+    a last matmul, and an all-reduce behind it, do not run twice, unless dropout or a norm follows.
+    Other collectives do, on all ranks alike.
 
-    An argument has to be a tensor; those in tuples are not looked for. torch.utils.checkpoint does
-    the same, without hooks_around's name, which is not public.
+    Tensors within tuples are held as they are. torch.utils.checkpoint does the same, without
+    hooks_around's name, which is not public.
     """
     if not torch.is_grad_enabled():
         return forward(*inputs, **keywords)
@@ -250,7 +214,7 @@ class Rerun:
 
     def __init__(self, forward, inputs, keywords):
         tensors = [x for x in (*inputs, *keywords.values()) if torch.is_tensor(x)]
-        device = tensors[0].device.type
+        device = next((x.device.type for x in tensors if not x.is_cpu), "cpu")
         self.autocast = torch.autocast(device, enabled=torch.is_autocast_enabled(device))
         self.forward = forward
         hooks = hooks_around()
@@ -271,8 +235,8 @@ class Rerun:
 
     @eager
     def repeat(self):
-        inputs = [again(x) for x in self.inputs]
-        keywords = {name: again(x) for name, x in self.keywords.items()}
+        inputs = [unpacked(x) for x in self.inputs]
+        keywords = {name: unpacked(x) for name, x in self.keywords.items()}
         # the second run's graph is thrown away: nothing of it is ever unpacked
         filling = saved_tensors_hooks(partial(self.fill, hooks_around()), self.unpack)
         before = random_states()
@@ -291,6 +255,43 @@ class Rerun:
         slot.kept = Kept(tensor.detach(), hooks)
         if not self.slots:
             raise Enough
+
+
+def hooks_around():
+    """-> the pack and unpack in force, such as save_on_cpu's, or what autograd does without any."""
+    pair = torch._C._autograd._top_saved_tensors_default_hooks(False)  # torch has no public way
+    return pair or (pack_checked, unpack_checked)
+
+
+def pack_checked(tensor):
+    """Detached, else there would be a circle: softmax's node keeps its result, and this the node."""
+    return tensor.detach(), tensor._version  # _version counts changes in place
+
+
+def unpack_checked(packed):
+    tensor, version = packed
+    assert tensor._version == version, "changed in place, but backward needs what it was"
+    return tensor
+
+
+class Kept:
+    """A tensor that a checkpoint keeps, packed by the hooks around it."""
+
+    def __init__(self, tensor, hooks):
+        pack, self.unpack = hooks
+        self.packed = pack(tensor)
+        self.requires_grad = tensor.requires_grad
+
+    def again(self):
+        return self.unpack(self.packed).detach().requires_grad_(self.requires_grad)
+
+
+def keep(x, hooks):  # an argument that is no tensor stays as it is
+    return Kept(x, hooks) if torch.is_tensor(x) else x
+
+
+def unpacked(x):
+    return x.again() if isinstance(x, (Kept, Recipe)) else x
 
 
 def random_states():
@@ -327,7 +328,8 @@ def selective(forward, *inputs, **keywords):
     ones again from them. forward does not run again. If it is compiled, torch runs it uncompiled
     here, since WriteRecipes has to see its operations.
     """
-    with saved_tensors_hooks(partial(keep_recipe, hooks=hooks_around()), again), WriteRecipes():
+    hooks = saved_tensors_hooks(partial(keep_recipe, hooks=hooks_around()), unpacked)
+    with hooks, WriteRecipes():
         return forward(*inputs, **keywords)
 
 
@@ -348,7 +350,7 @@ def main_output(outputs):  # norms return their statistics besides
     return outputs[0] if isinstance(outputs, tuple) else outputs
 
 
-class Recipe(Kept):
+class Recipe:
     """What is kept in the place of a cheap operation's result: how to make it again."""
 
     def __init__(self, op, inputs, keywords):
@@ -356,7 +358,7 @@ class Recipe(Kept):
         self.keywords = keywords
         # [(input, its version)] until something keeps the recipe; some are no tensors
         self.read = [(x, getattr(x, "_version", 0)) for x in inputs]
-        self.inputs = None  # from then on: a Kept or Recipe in the place of each tensor
+        self.kept = None  # from then on: a Kept or Recipe in the place of each tensor
         self.result = None  # made once, though q, k and v all ask for the result of a norm
 
     def is_outdated(self):  # was an input changed in place?
@@ -364,18 +366,19 @@ class Recipe(Kept):
 
     def again(self):
         if self.result is None:
-            inputs = [again(x) for x in self.inputs]
+            inputs = [unpacked(x) for x in self.kept]
             self.result = main_output(self.op(*inputs, **self.keywords))
         return self.result
 
 
 def keep_recipe(x, hooks):
-    """The pack of selective -> x's recipe; x kept, if it has none, or one out of date."""
+    """The pack of selective -> x's recipe; x kept, if it has none, or if x or what it is made of was
+    changed in place since."""
     recipe = getattr(x, "recipe", None)
     if recipe is None or x._version > 0 or recipe.is_outdated():
         return keep(x, hooks)
-    if recipe.inputs is None:
-        recipe.inputs = [keep_recipe(y, hooks) for y, _ in recipe.read]
+    if recipe.kept is None:
+        recipe.kept = [keep_recipe(y, hooks) for y, _ in recipe.read]
         recipe.read = []  # what is not kept need not stay alive
     return recipe
 
@@ -402,7 +405,7 @@ def loss_in_chunks(loss_of, x, y, chunks):
 
 
 class FusedLossScaler(LossScaler):
-    """Used as the idea's. There `if norm.isfinite()` has the host wait for the GPU; here a fused
+    """Used as LossScaler, whose `if norm.isfinite()` has the host wait for the GPU. Here a fused
     optimizer skips a step by itself, where its found_inf is 1 (Micikevicius 3.2). norm is that of
     all ranks' gradients, so that all skip, or none.
     """
@@ -431,13 +434,17 @@ def parallelize(model, checkpointing=None, loss_chunks=1):
         for block in model.blocks:
             block.forward = partial(checkpointing, block.forward)
     if loss_chunks > 1:
-        model.head.forward = lambda x: x  # its weight goes to head_and_loss()
+        assert model.head.bias is None, "head_and_loss takes the weight alone"
+        model.head.forward = lambda x: x  # its weight goes to head_and_loss
     return model
 
 
 def head_and_loss(weight, chunks, x, y):
     """As loss_sum, of what the head reads: x (B, T, C)."""
-    return loss_in_chunks(lambda x, y: loss_sum(F.linear(x, weight), y), x, y, chunks)
+    def loss_of(rows, targets):
+        return loss_sum(F.linear(rows, weight), targets)
+
+    return loss_in_chunks(loss_of, x, y, chunks)
 
 
 def train_step(model, optimizer, inputs, targets, valid, clip, accum, scaler, losses):

@@ -317,6 +317,16 @@ def test_a_forward_without_backward_leaves_nothing(how):
 
 
 @pytest.mark.parametrize("how", [full, selective])
+def test_tensors_in_tuples(how):
+    pair = torch.ones(2, 3).requires_grad_(), torch.arange(3.0).requires_grad_()
+
+    def gradients(how):
+        return torch.autograd.grad(how(lambda pair: pair[0].exp() * pair[1].sin(), pair).sum(), pair)
+
+    assert_equal(gradients(how), gradients(plainly))
+
+
+@pytest.mark.parametrize("how", [full, selective])
 def test_with_gradients_off(how):
     with torch.inference_mode():
         x = torch.linspace(0, 1, 4) * 2
