@@ -264,7 +264,7 @@ def hooks_around():
 
 
 def pack_checked(tensor):
-    """Detached, else there would be a circle: softmax's node keeps its result, and this the node."""
+    """Detached, else there would be a circle: softmax's node keeps its result, this keeps it."""
     return tensor.detach(), tensor._version  # _version counts changes in place
 
 
@@ -372,8 +372,8 @@ class Recipe:
 
 
 def keep_recipe(x, hooks):
-    """The pack of selective -> x's recipe; x kept, if it has none, or if x or what it is made of was
-    changed in place since."""
+    """The pack of selective -> x's recipe; x kept, if it has none, or if x or what it is made of
+    was changed in place since."""
     recipe = getattr(x, "recipe", None)
     if recipe is None or x._version > 0 or recipe.is_outdated():
         return keep(x, hooks)

@@ -7,15 +7,15 @@
     plans = make_plans("1f1b", ranks=2, microbatches=4)  # what each rank does, in order
     stages = Stages([layers[:3], layers[3:]], plans)  # layers: nn.Sequential, the whole model
     mail = Mail(plans, (batch // 4, T, C), torch.float32, "cpu")  # the tensors between stages
-    pipeline = Pipeline(stages.here, plans, mail)
+    pipeline = SplitPipeline(stages.here, plans, mail)
     loss = pipeline.step(x.chunk(4), loss_of)  # loss_of(output, m): micro-batch m's part of it
-    norm = stages.sum_and_clip(1.0)  # then optimizer.step() and optimizer.zero_grad()
+    norm = stages.sum_and_clip(1.0)  # then step and zero_grad, of AdamW(stages.parameters())
 
-Each of p ranks has 1/p of the layers, in v stages; a step has M micro-batches. For one of them a
-rank needs the time F for the forward, B for the gradients of inputs, and W for the gradients of
-weights, which zb-* and dualpipe-v put off. The table, for M of 2p or more, says how long a rank
-waits at most between its first action and its last, and of how many micro-batches rank r keeps the
-activations of its layers.
+Each of p ranks has 1/p of the layers, in v stages; a step has M micro-batches, in the table 2p or
+more. For one of them a rank needs the time F for the forward, B for the gradients of inputs, and W
+for those of weights, which zb-* and dualpipe-v put off.
+    waits    how long, at most, between a rank's first action and its last
+    keeps    of how many micro-batches rank r keeps the activations of its layers
 
     schedule                    waits                   keeps
     plain GPT                   0                       p M: it has p times the layers
@@ -26,8 +26,8 @@ activations of its layers.
     interleaved                 (p-1) (F + B + W) / v   p + (p-1-2r) / v
     bfs                         (p-1) (F + B + W) / v   M
     zb-h1 (W <= F)              (p-1) (F + B - W)       p
-    zb-h2 (W <= F, 2W <= F+B)   (p-1) (F + B - 2W)      2p - 1; a step takes (p-1) F more
-    zb-v (F = B = W)            0                       p; a step takes (p-1) F/2 more
+    zb-h2 (W <= F, 2W <= F+B)   (p-1) (F + B - 2W)      2p - 1; a step: M (F + B + W) + (p-1) F
+    zb-v (F = B = W)            0                       p; a step: M (F + B + W) + (p-1) F/2
     dualpipe-v (F = B = W)      (p-1) F / 2             p + 1/2
 
 For a batch (b, T) a stage sends b T C numbers to each stage beside it on another rank.
@@ -74,7 +74,7 @@ class IdeaOfPipeline(NamedTuple):
 
     stage: nn.Module  # its layers, from tensor to tensor
     shared: dict  # {parameter that another rank has, too (a tied embedding): group of the two}
-    boundary: torch.Tensor  # a micro-batch, as it goes from rank to rank
+    boundary: torch.Tensor  # one like those that go from rank to rank
     pp: dist.ProcessGroup  # the pipeline's ranks, in order
     back: dist.ProcessGroup  # the same ranks: in one NCCL group sends would wait for receives
 
@@ -139,8 +139,9 @@ def idea_step(model, optimizer, x, y, valid, clip, plan):
 # What it adds to the idea, what that buys, and what it costs. Peaks: the toy, 2 ranks, M = 16.
 #     Mail            keeps one send at a time: rank 0's peak falls, 12.98 -> 12.07 MB
 #                     begins receives two actions early: tensors travel while the rank is at work
-#     Stages, Chain   any model's own forward, in four lines; all dtypes; frozen layers; dp x pp
-#     W by itself     fills waiting time, and keeps more for it: rank 1's peak, 9.72 -> 12.21 MB
+#     Stages, Chain   a model's own forward, in four lines; all dtypes; frozen layers; dp x pp
+#     W by itself     fills waiting time, and keeps more for it: rank 1's peak, 1f1b -> zb-h1,
+#                     9.72 -> 12.21 MB
 #     schedules       several stages a rank: less waiting, as in the table above
 # Calls and bytes sent stay those of the idea wherever a rank has one stage.
 
@@ -156,7 +157,7 @@ class Action(NamedTuple):
 
 
 def homes(plans):
-    """-> {stage: its place}. A place is a rank's number in its pipeline, which plans go by."""
+    """-> {stage: its place}. A place is a rank's number in its pipeline: plans[place]."""
     return {action.stage: place for place, plan in enumerate(plans) for action in plan}
 
 
@@ -196,21 +197,22 @@ class Pipeline:
         self.loss = torch.zeros((), dtype=wide, device=self.mail.device)
         self.mail.open(actions)
         for action in actions:
-            taken = self.mail.take(action)
+            received = self.mail.take(action)
             if action.kind == "F" and action.stage == 0:
-                taken = inputs[action.microbatch]
-            made = self.do(action, taken, loss_of)
-            self.mail.put(action, made)
-            del taken, made  # what nobody keeps is free before the next action
+                received = inputs[action.microbatch]
+            result = self.do(action, received, loss_of)
+            self.mail.put(action, result)
+            del received, result  # what nobody keeps is free before the next action
         self.mail.finish_send()
         return self.loss
 
-    def do(self, action, taken, loss_of):
-        """taken: from another stage, or an input -> the tensor for another stage, or the loss."""
+    def do(self, action, received, loss_of):
+        """received: from another stage, or an input -> the tensor for another stage, or the loss"""
         kind, m, stage = action
         if kind == "F":
-            return self.forward(m, stage, taken, loss_of)
-        return self.backward(m, stage, taken)
+            return self.forward(m, stage, received, loss_of)
+        assert kind == "B", "a plan with Ws wants a SplitPipeline"
+        return self.backward(m, stage, received)
 
     def forward(self, m, stage, x, loss_of):
         if stage > 0:
@@ -384,7 +386,7 @@ class Stages(nn.ModuleList):
         pipelines = pipelines or [range(dist.get_world_size())]
         rank = dist.get_rank()
         home = homes(plans)
-        [own] = [pipeline for pipeline in pipelines if rank in pipeline]
+        own = next(ranks for ranks in pipelines if rank in ranks)
         here = {stage: whole[stage] for stage in sorted(home) if own[home[stage]] == rank}
         super().__init__(here.values())
         self.here = here  # {stage: module}
@@ -500,6 +502,42 @@ def exchange(module, name, other):
     module._modules[last] = other
 
 
+def full_state_dict(stages, group=None):
+    """-> {name: tensor} of the whole model, on every rank. group: of the pipeline's ranks
+
+    A carved stage takes its own again: stage.load_state_dict(whole, strict=False)
+    """
+    mine = {}
+    for stage in stages:
+        mine.update(stage.state_dict())
+    return gather(mine, group)
+
+
+def full_gradients(stages, names, group=None):
+    """-> {name: gradient} of all that is trained, on every rank. names: {parameter: its name}"""
+    mine = {}
+    for p in stages.parameters():
+        if p.requires_grad:
+            mine[names[p]] = torch.zeros_like(p) if p.grad is None else p.grad
+    return gather(mine, group)
+
+
+def gather(mine, group):
+    """{name: tensor} of each rank -> of all of them, on every one. What several have is alike."""
+    here = {name: (t.shape, t.dtype, t.device.type) for name, t in mine.items()}
+    listed = [None] * dist.get_world_size(group)  # what each rank has
+    dist.all_gather_object(listed, here, group)
+    whole = {}
+    for place, theirs in enumerate(listed):
+        for name, (shape, dtype, device) in theirs.items():
+            if name not in whole:
+                whole[name] = torch.empty(shape, dtype=dtype, device=device)
+                if place == dist.get_rank(group):
+                    whole[name].copy_(mine[name].detach())
+                dist.broadcast(whole[name], group=group, group_src=place)  # one has it -> all
+    return whole
+
+
 # ---- 2.5 W: the half of a backward that nobody waits for ----
 # For every nn.Linear, y = x A^T (Qi 2023, section 2):
 #     B    grad_x = grad_y A       the stage before waits for it
@@ -560,10 +598,10 @@ class SplitPipeline(Pipeline):
                 if type(module) is nn.Linear:  # the W of a subclass stays in its B
                     module.forward = partial(split_linear, weight=module.weight, bias=module.bias)
 
-    def do(self, action, taken, loss_of):
+    def do(self, action, received, loss_of):
         kind, m, stage = action
         if kind != "W":
-            return super().do(action, taken, loss_of)
+            return super().do(action, received, loss_of)
         ws = self.ws.pop((m, stage))
         while ws:
             ws.pop(0)()  # popped, so that what it holds is free at once
@@ -582,23 +620,23 @@ class SplitPipeline(Pipeline):
 # long: it does the W, too.
 
 
-def turns(M, warmup, stages, crowd=1):
-    """-> the idea's plan for several stages, each kind in the order of sweep."""
-    forwards = sweep("F", M, stages, crowd)
-    backwards = sweep("B", M, stages[::-1], crowd)
-    plan = idea_plan(len(forwards), warmup)
-    return [forwards[i] if kind == "F" else backwards[i] for kind, i in plan]
-
-
-def sweep(kind, M, stages, crowd):
-    """-> actions of one kind: `crowd` micro-batches, one behind the other, go through the first of
-    the stages, then through the next; then the next `crowd` do."""
+def sweep(kind, M, stages, group):
+    """-> actions of one kind: `group` micro-batches, one behind the other, go through the first of
+    the stages, then through the next; then the next `group` do."""
     actions = []
-    for first in range(0, M, crowd):
+    for first in range(0, M, group):
         for stage in stages:
-            for m in range(M)[first:first + crowd]:
+            for m in range(first, min(first + group, M)):
                 actions.append(Action(kind, m, stage))
     return actions
+
+
+def turns(M, warmup, stages, group=1):
+    """-> the idea's plan for several stages, each kind in the order of sweep."""
+    forwards = sweep("F", M, stages, group)
+    backwards = sweep("B", M, stages[::-1], group)
+    plan = idea_plan(len(forwards), warmup)
+    return [forwards[i] if kind == "F" else backwards[i] for kind, i in plan]
 
 
 def late_ws(M, warmup, stages, lag):
@@ -615,15 +653,15 @@ def late_ws(M, warmup, stages, lag):
 
 
 def spell(words, M, r, p):
-    """-> the plan of rank r of p, if stages go down the ranks and up again: it has two, r and
-    2p - 1 - r, and rank 0 has both ends. Words, in capitals for the first of its stages:
+    """-> the plan of rank r of p, if stages go down the ranks and up again, as a V: it has stage r
+    (capitals) and stage 2p - 1 - r (small letters). Words:
 
     F, f     the next forward
     B, b     the next backward; it leaves a W
     BW, bw   the next backward with its W
     W        the oldest W that is left, of either stage; those left in the end come then
 
-    Of more micro-batches than M the plan has the first M.
+    What is of micro-batches from M on is left out.
     """
     plan = []
     left = deque()  # Ws
@@ -697,12 +735,12 @@ SCHEDULES = {
     #     rank 0   F0 F1 f0 f1 F2 ...b0    F3 b1    f2 B0    f3 B1    ...b2    ...b3    B2    B3
     #     rank 1   ...F0 F1 f0 b0    f1 b1    F2 B0    F3 B1    f2 b2    f3 b3    B2    B3    ......
     "interleaved": lambda r, p, M, v: turns(
-        M, (v - 1) * p + 2 * (p - 1 - r), range(r, p * v, p), crowd=p),
+        M, (v - 1) * p + 2 * (p - 1 - r), range(r, p * v, p), group=p),
     # gpipe with several stages per rank: all micro-batches go through one, then through the next,
     # so FSDP gathers a stage only twice (Lamy-Poirier 2022, arXiv:2211.05953).
     #     rank 0   F0 F1 f0 f1 .........b0    b1    B0    B1
     #     rank 1   ...F0 F1 f0 f1 b0    b1    B0    B1    ......
-    "bfs": lambda r, p, M, v: turns(M, v * M, range(r, p * v, p), crowd=M),
+    "bfs": lambda r, p, M, v: turns(M, v * M, range(r, p * v, p), group=M),
     # 1f1b in which rank r does the W of micro-batch m after the B of micro-batch m + r: Bs are done
     # sooner, and Ws fill the end (Qi 2023, figure 3).
     #     rank 0   F0 F1 ...B0 W0 F2 B1 W1 F3 B2 W2 B3 W3
@@ -726,8 +764,6 @@ SCHEDULES = {
     #     rank 0   F0 F1 F2 f0 b0 w0 f1 F3 b1    f2 B0    b2    f3 ...B1    b3    B2 W2 B3 W3
     #     rank 1   ...F0 f0 F1 f1 F2 b0    f2 B0    F3 b1    f3 B1    b2    B2    b3 B3 w3 W3
     "dualpipe-v": dualpipe_v,
-    # 1f1b's plan, with updates between: see part 3.
-    "pipedream": lambda r, p, M, v: turns(M, p - 1 - r, [r]),
 }
 
 
@@ -804,44 +840,11 @@ def in_microbatches(pipeline, x, y, valid):
     return x.chunk(pipeline.microbatches), loss_of
 
 
-def full_state_dict(stages, group=None):
-    """-> {name: tensor} of the whole model, on every rank. group: of the pipeline's ranks
-
-    A carved stage takes its own again: stage.load_state_dict(whole, strict=False)
-    """
-    mine = {}
-    for stage in stages:
-        mine.update(stage.state_dict())
-    return gather(mine, group)
-
-
-def full_gradients(stages, names, group=None):
-    """-> {name: gradient} of all that is trained, on every rank. names: {parameter: its name}"""
-    mine = {}
-    for p in stages.parameters():
-        if p.requires_grad:
-            mine[names[p]] = torch.zeros_like(p) if p.grad is None else p.grad
-    return gather(mine, group)
-
-
-def gather(mine, group):
-    """{name: tensor} of each rank -> of all of them, on every one. What several have is alike."""
-    here = {name: (t.shape, t.dtype, t.device.type) for name, t in mine.items()}
-    listed = [None] * dist.get_world_size(group)  # what each rank has
-    dist.all_gather_object(listed, here, group)
-    whole = {}
-    for place, theirs in enumerate(listed):
-        for name, (shape, dtype, device) in theirs.items():
-            if name not in whole:
-                whole[name] = torch.empty(shape, dtype=dtype, device=device)
-                if place == dist.get_rank(group):
-                    whole[name].copy_(mine[name].detach())
-                dist.broadcast(whole[name], group=group, group_src=place)  # one has it -> all
-    return whole
-
-
 # PipeDream, for comparison: an update after every micro-batch, while others are under way. The
 # weights are stale by design, and few train so today: it is no part of what is copied.
+
+
+SCHEDULES["pipedream"] = SCHEDULES["1f1b"]
 
 
 class PipeDream(Pipeline):

@@ -321,7 +321,8 @@ def test_tensors_in_tuples(how):
     pair = torch.ones(2, 3).requires_grad_(), torch.arange(3.0).requires_grad_()
 
     def gradients(how):
-        return torch.autograd.grad(how(lambda pair: pair[0].exp() * pair[1].sin(), pair).sum(), pair)
+        y = how(lambda pair: pair[0].exp() * pair[1].sin(), pair)
+        return torch.autograd.grad(y.sum(), pair)
 
     assert_equal(gradients(how), gradients(plainly))
 

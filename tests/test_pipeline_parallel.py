@@ -48,7 +48,7 @@ def check_complete(m, plan):
 
 
 def check_promised(name, p, m, v, plans):
-    """Micro-batches in flight on each rank and the bubble as a time, as the docstring has them."""
+    """Micro-batches in flight on each rank; the bubble and a step as times, as the docstring."""
     times = {"zb-v": (1, 1, 1), "dualpipe-v": (1, 1, 1)}
     F, B, W = times.get(name, (2, 2, 1.5))
     whole = F + B + W
@@ -67,6 +67,9 @@ def check_promised(name, p, m, v, plans):
         flying, bubble = table.get(name, (p - r, (p - 1) * whole))
         assert in_flight(plan) == pytest.approx(flying)
         assert longest(played) - m * whole == pytest.approx(bubble, abs=1e-9)
+    more = {"zb-h2": (p - 1) * F, "zb-v": (p - 1) * F / 2}  # of a step, from the first start on
+    if name in more:
+        assert max(done[-1][2] for done in played) - m * whole == pytest.approx(more[name])
 
 
 def test_every_schedule_is_complete_and_keeps_what_is_promised():
@@ -121,6 +124,18 @@ def deliver(plans, monkeypatch):
         mails.append(Mail(plans, (1,), torch.float32, "cpu"))
     with ThreadPoolExecutor(len(plans)) as pool:
         list(pool.map(play, mails, plans))
+
+
+def check_ws_want_a_split_pipeline():
+    plans = make_plans("zb-h1", 1, 1)
+    mail = Mail(plans, (1,), torch.float64, "cpu")
+    pipeline = pipeline_parallel.Pipeline({0: torch.nn.Linear(1, 1)}, plans, mail)
+    with pytest.raises(AssertionError, match="SplitPipeline"):
+        pipeline.step([torch.ones(1)], lambda y, m: y.sum())
+
+
+def test_ws_want_a_split_pipeline():
+    run_ranks(check_ws_want_a_split_pipeline, 1)
 
 
 def test_no_schedule_ever_blocks(monkeypatch):
