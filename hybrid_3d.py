@@ -17,26 +17,22 @@
     loss, norm = train_step(hybrid, optimizer, x, y, valid, clip=1.0)  # loss: this rank's part
 
 cut_model is tensor_parallel.py's, carve pipeline_parallel.py's. x, y: the rows of this copy, number
-mesh.place["dp"]. docs/your-model.md ends with whole programs. print(hybrid) says what becomes of
-each gradient along each axis, in words of part 1 and of fates(), here of a tied Qwen3:
+mesh.place["dp"]. print(hybrid) says what becomes of each gradient along each axis, see fates().
+docs/your-model.md ends with whole programs.
 
-    gradient of                  kind       tp    data     ends  counted in the norm by
-    tok.weight                   cut, tied  cut   scatter  sum   first of ends
-    blocks.*.norm1.weight        whole      same  scatter  -     first of tp
-    blocks.*.attn.q.weight       cut        cut   scatter  -     each its own
-    blocks.*.attn.q_norm.weight  inside     sum   scatter  -     first of tp
-
-Elements that a rank sends in a step (pp: a middle one's), for B sequences of T words, L layers of
-width C, M micro-batches, P parameters here, n = dp cp, A = B/(dp M) T/cp C between two stages:
+Elements that a rank sends in a step:
     tp    M L/pp 8 A (tp-1)/tp; --sp: 10 A in the place of 8 A. And the gradients that tp sums
-    pp    M 2 A; --sp: 1/tp of it
-    cp    M L/pp 6 A (cp-1)/tp K/H for K of H heads with keys and values; not with ulysses
+    pp    M 2 A for a stage with neighbours on both sides; --sp: 1/tp of it
+    cp    M L/pp 6 A (cp-1)/tp K/H; not with ulysses
     data  2 P (n-1)/n; ZeRO-2: M + 1 in the place of 2; ZeRO-3: 3 M
     ends  V C/tp of first and last stage, if the embedding is the head of V words; ZeRO: 1/n of it
+B sequences of T words make a step, in M micro-batches. L layers have width C, H heads, K with keys
+and values; a rank has P parameters. n = dp cp. A = B/(dp M) T/cp C goes from stage to stage.
 
-Narayanan 2021, arXiv:2104.04473, section 3; Llama 3 2024, arXiv:2407.21783, 3.3.2. At work: part 4.
-Not for: optimizers of whole matrices, but see --optimizer muon; several ties; pipedream; ZeRO-3 of
-several stages.
+Narayanan 2021, arXiv:2104.04473, section 3; Llama 3 2024, arXiv:2407.21783, 3.3.2.
+At work: part 4.
+Not for: what its files are not for; optimizers of whole matrices, but see --optimizer muon; ties
+but of the first stage and the last; pipedream; ZeRO-3 of several stages.
     torchrun --standalone --nproc_per_node=8 hybrid_3d.py --dp 2 --tp 2 --pp 2
 """
 import re
@@ -81,7 +77,7 @@ from zero import held
 # The ranks are a grid with three axes: dp cuts the batch, tp and pp the model, each as in its file:
 #     grid = make_grid(dp=2, tp=2, pp=2)
 #     cut_by_name(model, cuts, grid["tp"])  # tensor_parallel.py's idea
-#     hybrid = IdeaOfHybrid([stage0, stage1], grid, boundary)
+#     hybrid = IdeaOfHybrid([stage0, stage1], grid, boundary)  # slices of an nn.Sequential, say
 #     loss, norm = idea_step(hybrid, optimizer, x, y, valid, clip)
 # What is new is what becomes of a parameter's gradient along each axis. It is
 #     cut   if each rank has its own part of it
@@ -101,8 +97,8 @@ def make_grid(dp, tp, pp):
         "tp": ranks,
         "dp": ranks.movedim(1, 2),
         "pp": ranks.movedim(0, 2),
-        "back": ranks.movedim(0, 2),  # pp's once more: in one group NCCL's sends wait for receives
-        "ends": ranks[::max(1, pp - 1)].movedim(0, 2),  # the first stage and the last
+        "back": ranks.movedim(0, 2),  # pp's once more, see IdeaOfPipeline
+        "ends": ranks[sorted({0, pp - 1})].movedim(0, 2),  # the first stage and the last
     }
     grid = {}
     for axis, of_axis in lines.items():  # each line of the last dim is a group
@@ -133,7 +129,7 @@ class IdeaOfHybrid:
 
 
 def run_microbatches(model, x, y, valid):
-    """Forward and backward of this copy's rows -> their loss; 0 where the last stage is not."""
+    """Forward and backward of this copy's rows -> their loss on the last stage, 0 on others."""
     grid = model.grid
     rows = len(model.boundary)  # of a micro-batch
     inputs = x.split(rows)
@@ -145,8 +141,8 @@ def run_microbatches(model, x, y, valid):
 
     pp = grid["pp"]
     plan = idea_plan(len(inputs), warmup=pp.size() - 1 - pp.rank())  # 1F1B
-    # {}: what is tied is summed by its fate
-    part = IdeaOfPipeline(model.stage, {}, model.boundary, pp, grid["back"])
+    shared = {}  # what is tied is summed by its fate
+    part = IdeaOfPipeline(model.stage, shared, model.boundary, pp, grid["back"])
     return run_pipeline(part, plan, inputs, loss_of)
 
 
@@ -188,7 +184,7 @@ def norm_by_fate(model):
 # context_parallel.py and moe.py. What it adds to the idea, on rank 0 of the toy, dp 2 tp 2 pp 2:
 #     a buffer for a layer's gradients    34 all-reduces over dp -> 4, under way while backward
 #                                         makes the next layer's gradients
-#     one sum of dx for q, k and v        48 all-reduces over tp -> 32: 4.4 MB sent -> 3.6 in all
+#     one sum of dx for q, k and v        52 all-reduces over tp -> 40; all send 4.4 MB -> 3.6
 #     ZeRO                                peak 6.7 MB -> 5.8 with ZeRO-1: states are cut
 #     --sp                                peak 5.8 MB -> 5.2: norms and residuals are cut
 #     cp, ep; schedules with W            longer sequences, more experts; smaller bubbles
@@ -197,7 +193,8 @@ def norm_by_fate(model):
 #     tp.cuts       {parameter: how cut_model has cut it}
 #     tp.summands   {parameter: group of ranks of tp, each with a summand of its gradient}: norms of
 #                   q and k, which are whole; k and v of few heads, which ranks share
-#     unit          parameters whose gradients travel together (zero.py)
+#     unit          parameters whose gradients travel together, in chunks of ranks (zero.py)
+#     B, W          backward for a stage's input, and for its weights (pipeline_parallel.py)
 #     part          what this rank has of a parameter in its chunk of a unit
 #     master        what the optimizer steps: of a part, in fp32 at least
 
@@ -206,7 +203,7 @@ class Mesh:
     """Who is who: this rank's place along pp, dp, cp and tp, its group along each axis, the sizes.
 
     plans: of a pipeline's ranks, so pp is len(plans). tp varies fastest, since its ranks talk most,
-    and pp slowest (Narayanan 2021, section 3). Besides pp, cp and tp the axes are
+    and pp slowest (Narayanan 2021, section 3). There is no group dp. Groups are pp, cp, tp, and
 
     data      dp x cp, all ranks with the same parameters and other tokens: the idea's dp
     ep        data is replicas x ep; the ranks along ep have different experts
@@ -247,7 +244,16 @@ class Mesh:
 
 
 def fates(sp, zero):
-    """-> {kind of parameter: {axis: what becomes of its gradient}}. sp: is x cut along T, too?"""
+    """-> {kind of parameter: {axis: what becomes of its gradient}}. sp: is x cut along T, too?
+
+    Of a tied Qwen3 print(hybrid) shows, among other lines:
+
+    gradient of                  kind       tp    data     ends  counted in the norm by
+    tok.weight                   cut, tied  cut   scatter  sum   first of ends
+    blocks.*.norm1.weight        whole      same  scatter  -     first of tp
+    blocks.*.attn.q.weight       cut        cut   scatter  -     each its own
+    blocks.*.attn.q_norm.weight  inside     sum   scatter  -     first of tp
+    """
     # ranks of data have seen other tokens. scatter: of the sum each rank keeps a part
     data = "scatter" if zero else "sum"
     whole = "sum" if sp else "same"  # with sp, ranks of tp have seen other tokens, too
@@ -263,7 +269,7 @@ def fates(sp, zero):
 
 
 def kind_of(p, owner, tp):
-    """owner: the module that has the parameter. Names do not matter."""
+    """owner: the module that has the parameter."""
     if getattr(owner, "is_of_experts", False):  # a StackedLinear of moe.py
         return "expert"
     if p in tp.cuts:
@@ -283,25 +289,29 @@ def table_of(stages, tp, zero):
     """All stages of a model -> {parameter: its Row}."""
     sp = isinstance(tp, SequenceParallel)
     of_kind = fates(sp, zero)
-    table = {}
+    numbers = defaultdict(list)  # {parameter: those of the stages that have it}
     for number, stage in enumerate(stages):
+        for p in stage.parameters():
+            numbers[p].append(number)
+    table = {}
+    for stage in stages:
         owners = {p: m for m in stage.modules() for p in m.parameters(recurse=False)}
         for name, p in stage.named_parameters():
-            if p not in table:
-                kind = kind_of(p, owners[p], tp)
-                table[p] = Row(name, kind, of_kind[kind], ())
-            table[p] = table[p]._replace(stages=(*table[p].stages, number))
-    for p, row in table.items():
-        assert row.kind != "expert" or tp.size == 1 or sp, (
-            "experts with tp > 1 want SequenceParallel: else its ranks route the same tokens")
-        if len(row.stages) > 1:
-            assert row.stages == (0, len(stages) - 1), f"{row.name} is in stages {row.stages}"
-            table[p] = row._replace(kind=row.kind + ", tied", fate={**row.fate, "ends": "sum"})
+            kind = kind_of(p, owners[p], tp)
+            assert kind != "expert" or tp.size == 1 or sp, (
+                "experts with tp > 1 want SequenceParallel: else its ranks route the same tokens")
+            fate = of_kind[kind]
+            if len(numbers[p]) > 1:
+                assert numbers[p] == [0, len(stages) - 1], f"{name} is in stages {numbers[p]}"
+                kind += ", tied"
+                fate = {**fate, "ends": "sum"}
+            table.setdefault(p, Row(name, kind, fate, tuple(numbers[p])))
     return table
 
 
 def alike(fate):
-    """-> the axes along which ranks have the same of a gradient, once it is summed."""
+    """-> the axes along which ranks have the same of a gradient, once it is summed. Not where it is
+    scattered: there they have parts of it."""
     return [axis for axis, what in fate.items() if what in ("same", "sum")]
 
 
@@ -334,7 +344,7 @@ class Copies:
 
     here: {number: stage} of this rank. table: {parameter: Row}. group: {axis: group}
     layers: the model's; the parameters of each are a unit
-    level: 0, 1, 2 or 3, of ZeRO
+    level: 0, 1, 2 or 3, Hybrid's `zero`
     has_w: does the schedule have Ws?
     """
 
@@ -345,8 +355,8 @@ class Copies:
         found = units_of_copies(here, table, set(layers), apart=has_w and level == 2)
         for (numbers, axis), units in found.items():
             of_level = (ZeRO0, ZeRO1, ZeRO2, ZeRO3)[level]
-            if len(numbers) > 1:  # tied: summed over ends, too, and thus once in a step
-                of_level = (ZeRO0, ZeRO1)[min(level, 1)]
+            if len(numbers) > 1 and level > 1:  # tied: summed over ends, too, so once in a step
+                of_level = ZeRO1
             zero = of_level(units, group[axis], reduce_dtype=reduce_dtype)
             self.stages_of[zero] = numbers
         self.zeros = list(self.stages_of)
@@ -360,22 +370,12 @@ class Copies:
     def reduce(self):
         """After all backwards: ZeRO-0 and 1 end the sums that backwards have begun."""
         for zero in self.zeros:
-            if not isinstance(zero, ZeRO2):  # nor ZeRO3, a ZeRO2
+            if not isinstance(zero, ZeRO2):  # ZeRO2 and ZeRO3 have summed in each micro-batch
                 zero.reduce()  # partial -> sharded
 
-    def step(self, optimizer, at_once=False):
-        """See ZeRO1.step. at_once: one step for all ZeROs."""
-        if not at_once:
-            for zero in self.zeros:
-                zero.step(optimizer)
-            return
+    def step(self, optimizer):
         for zero in self.zeros:
-            zero.begin_step(zero.units)
-        optimizer.step()
-        for zero in self.zeros:
-            zero.end_step(zero.units)
-        for zero in self.zeros:
-            zero.wait()
+            zero.step(optimizer)
 
     def full_parameters(self):
         return {p: t for zero in self.zeros for p, t in zero.full_parameters().items()}
@@ -400,7 +400,8 @@ def units_of_copies(here, table, layers, apart):
                 if p in placed:  # it is tied, and this is its other end
                     continue
                 placed.add(p)
-                name = number, "apart" if apart and p.dim() == 1 else layer
+                is_apart = apart and p.dim() == 1
+                name = number, "apart" if is_apart else layer
                 axis = "replicas" if "replicas" in table[p].fate else "data"
                 unit = found[table[p].stages, axis].setdefault(name, ([], sites))
                 unit[0].append(p)
@@ -420,10 +421,12 @@ class SummingPipeline(SplitPipeline):
                 self.zeros_of[stage].append(zero)
 
     def completing_of(self, zero, stages):
-        """-> the actions during which zero sums.
+        """-> the actions in which zero may begin sums.
 
-        F0 F1 B0 B1          ZeRO-0 and 1 in B1                     ZeRO-2 in B0 and B1
-        F0 F1 B0 W0 B1 W1    norms' gradients in B1, others in W1   in W0 and W1
+        F0 F1 B0 B1          ZeRO-0 and 1: B1      ZeRO-2: B0, B1
+        F0 F1 B0 W0 B1 W1    B1, W1                W0, W1
+
+        B makes norms' gradients, W those of matrices: a unit with both is summed in W.
         """
         backward = [a for a in self.plan if a.kind in "BW" and a.stage in stages]
         last = backward[-1]
@@ -463,7 +466,7 @@ class Hybrid(nn.Module):
     zero     the level of ZeRO. 0: nothing is cut, and copies sum whole gradients
     reduce_dtype  of gradients that are added up and summed over copies, such as torch.float32 where
              the model is in bf16
-    ring     a kind of context_parallel.py, for cp > 1: the layers attend by it already
+    ring     a kind of context_parallel.py, for cp > 1: the layers have its attend and positions
     """
 
     def __init__(self, stages, plans, mesh, tp, *, layers, head, loss=None, zero=0,
@@ -474,10 +477,10 @@ class Hybrid(nn.Module):
         self.ring = ring
         self.loss = loss or self.cross_entropy
         self.width = head.weight.shape[1]  # C
-        self.cut_of_head = tp.cuts.get(head.weight)  # None: every rank of tp has all logits
+        self.cut_of_head = tp.cuts.get(head.weight)  # None: logits are of all words
         self.group = dict(mesh.group)  # {axis: group}
         for p in tp.cuts:
-            if p in tp.summands:
+            if p in tp.summands:  # of all such p it is one group
                 self.group["twins"] = tp.summands[p]
         home = homes(plans)  # {stage: place along pp}
         here = {stage: stages[stage] for stage in home if home[stage] == mesh.place["pp"]}
@@ -496,8 +499,8 @@ class Hybrid(nn.Module):
         self.copies = Copies(here, self.table, self.group, layers, zero, has_w, reduce_dtype)
         p = next(self.parameters())
         links = make_links(plans, mesh.pipelines)
-        # (): what stages send gets its size from the batch, see in_microbatches
-        mail = Mail(plans, (), p.dtype, p.device, mesh.group["pp"], links)
+        no_size = ()  # in_microbatches sets it, by the batch
+        mail = Mail(plans, no_size, p.dtype, p.device, mesh.group["pp"], links)
         self.pipeline = SummingPipeline(here, plans, mail, self.copies)
 
     def is_first(self, p):
@@ -585,12 +588,10 @@ class Hybrid(nn.Module):
 # ---- a step
 
 
-def train_step(model, optimizer, x, y, valid, clip, at_once=False):
+def train_step(model, optimizer, x, y, valid, clip):
     """x, y: this copy's rows (B/dp, T); valid: how many targets there are in the whole batch.
 
-    at_once: see ZeRO1.step
-    -> this rank's part of the loss, the norm of the whole gradient. It is inf or nan if a gradient
-    is: then nothing was scaled before the step, and parameters are spoilt.
+    -> this rank's part of the loss, the norm of the whole gradient.
     """
     model.copies.zero_grad()
     inputs, loss_of = model.in_microbatches(x, y, valid)
@@ -598,19 +599,19 @@ def train_step(model, optimizer, x, y, valid, clip, at_once=False):
     sum_gradients(model)
     norm = gradient_norm(model)
     gradients = [part.grad for part in model.copies.parts]
-    if clip and gradients:
-        finite = norm.nan_to_num(0, posinf=0)  # inf, nan -> 0: nothing is scaled
+    if clip and gradients:  # of parts, which are no parameters
+        finite = norm.nan_to_num(0, posinf=0)  # inf, nan -> 0: nothing is scaled, the fault shows
         torch._foreach_mul_(gradients, (clip / (finite + 1e-6)).clamp(max=1))
-    model.copies.step(optimizer, at_once)
+    model.copies.step(optimizer)
     return loss, norm
 
 
 def sum_gradients(model):
-    """First over copies: with ZeRO parts alone are left to be summed along other axes."""
+    """First over copies: with ZeRO this rank's parts alone are left for sums along other axes."""
     model.copies.reduce()
     for axis in ("tp", "twins", "ends"):
         gradients = summands(model, axis)
-        if gradients and model.group[axis].size() > 1:  # without any there may be no group
+        if gradients and model.group[axis].size() > 1:  # few models have twins
             # partial -> replicated
             tensor_parallel.sum_over_ranks(gradients, model.group[axis])
 
@@ -649,7 +650,7 @@ class SplitColumns(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, tp, x, parameters):
-        # W's gradients go through these, or autocast's copies: saved tensors have no history
+        # as they are, or as autocast cast them: W's gradients go this way, saved tensors have none
         ctx.parameters = parameters
         return ColumnParallel.forward(ctx, tp, x, *parameters)  # ctx gets tp and x, too
 
@@ -658,11 +659,11 @@ class SplitColumns(torch.autograd.Function):
     def backward(ctx, *dys):
         x, *_ = ctx.saved_tensors
         reducing = ctx.tp.reduce(tensor_parallel.input_gradient(dys, ctx.parameters[::2]))
-        make = partial(add_gradients, ctx.tp, x, dys, ctx.parameters)
+        w = partial(add_gradients, ctx.tp, x, dys, ctx.parameters)
         if SplitLinear.later is None:
-            make()
+            w()
         else:
-            SplitLinear.later.append(make)
+            SplitLinear.later.append(w)
         return None, reducing.wait(), None
 
 
@@ -765,9 +766,9 @@ def has_experts(model):
     return hasattr(model.blocks[0].mlp, "experts")
 
 
-def step_with_experts(model, *others, **options):
+def step_with_experts(model, *others):
     """As train_step."""
-    loss, norm = train_step(model, *others, **options)
+    loss, norm = train_step(model, *others)
     loss = loss + moe.balancing_losses(model)
     moe.step_biases(model)
     return loss, norm
@@ -958,7 +959,7 @@ FLAGS = {  # layout() finds those that have no default
     "--experts": dict(type=int, default=0, metavar="E", least=0, course=True, help="in each layer, "
                       "in the place of its MLP (0: none)"),
 }
-VARIANTS = ("",)  # flags with which the file is worth running: layouts, see tools/gpu.py
+VARIANTS = ("",)  # flags with which the file is worth running: none; tools/gpu.py has layouts
 
 
 def layout(args):
@@ -1109,12 +1110,25 @@ def set_up_ours(run, plain, mesh, plans, layers):
         named, groups=model.parameter_groups, names=names,
         wholes=partial(wholes_of_units_of_cuts, model.copies.zeros, model.tp, names))
     step = step_with_experts if args.experts else train_step
+    if args.optimizer == "muon":
+        model.copies.step = partial(step_at_once, model.copies)
     return run.side(
-        model, optimizer, partial(step, at_once=args.optimizer == "muon"),
+        model, optimizer, step,
         evaluate=partial(evaluate, model), full_gradients=partial(full_gradients, model),
         full_state_dict=partial(full_state_dict, model), pieces=partial(pieces, model, optimizer),
         held=partial(held, model, model.copies, optimizer),
         extra=partial(notes, model) if args.experts else dict)
+
+
+def step_at_once(copies, optimizer):
+    """For Muon, which steps whole matrices: once for all ZeROs."""
+    for zero in copies.zeros:
+        zero.begin_step(zero.units)
+    optimizer.step()
+    for zero in copies.zeros:
+        zero.end_step(zero.units)
+    for zero in copies.zeros:
+        zero.wait()
 
 
 def set_up_at_work(run, plain, mesh, plans, layers):

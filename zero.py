@@ -512,7 +512,7 @@ def units_of(model, blocks):
             parameters, sites = before if is_tied else here
             parameters.update(dict.fromkeys(own))
             sites.append(m)
-    if all(p.dim() == 1 for p in after[0]):  # the last norm travels with the last block
+    if middle and all(p.dim() == 1 for p in after[0]):  # the last norm goes with the last block
         middle[-1][0].update(after[0])
         middle[-1][1].extend(after[1])
         after = {}, []
