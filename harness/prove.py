@@ -9,7 +9,7 @@
     def parallel():                                # the training in question, on every rank
         for step in range(3):
             ..
-            yield loss, zero.full_gradients(), zero.full_state_dict()
+            yield loss, hybrid.full_gradients(), hybrid.full_state_dict()
 
     sys.exit(0 if prove(plain, parallel) else 1)
 
