@@ -12,19 +12,19 @@
         block.forward = partial(full, block.forward)  # or selective
     for inputs, targets in zip(x.chunk(2), y.chunk(2)):  # micro-batches
         with torch.autocast("cuda", torch.bfloat16):  # float16 wants a FusedLossScaler besides
-            loss = loss_sum(model(inputs), targets) / valid  # a sum over tokens; all ranks' targets
+            loss = loss_sum(model(inputs), targets) / valid  # targets of all ranks' batches
         loss.backward()
-    sum_gradients(model.parameters())  # over ranks; then clip and step, as one process does
+    sum_gradients(model.parameters())  # if there are several ranks; then clip and step
 
-Bytes of P parameters, V words, width C; in Llama's form of an MLP's width F, and of K key-value
-heads of width D:
+Bytes on a CPU (CUDA's RMSNorm keeps less) of P parameters, V words, width C; in Llama's form of an
+MLP's width F, and of K key-value heads of width D:
 
                                    plain GPT             selective             full
     a block keeps of a token       64 C                  40 C                  4 C
         with autocast              40 C                  24 C                  4 C
     one of Llama's form            36 C + 16 F + 8 K D   16 C + 8 F + 8 K D    4 C
         with autocast              32 C + 8 F + 4 K D    12 C + 4 F + 4 K D    4 C
-    the loss keeps of a token      4 V                   with --loss-chunks N: 4 V / N
+    the loss keeps of a token      4 V                   with --loss-chunks N at most 4 V / N
     parameters, gradients, AdamW   16 P                  16 P                  16 P
 
 On top come small things; without --ckpt autocast keeps a block's weights in 2 bytes, too. In
@@ -34,9 +34,9 @@ sends 2 (dp-1)/dp * 4 P bytes, whatever M is.
 Micikevicius 2018, arXiv:1710.03740, section 3. Chen 2016, arXiv:1604.06174, section 4. Korthikanti
 2022, arXiv:2205.05198, section 5: Megatron's selective makes attention again, ours keeps it.
 At work: torch.amp, torch.utils.checkpoint, linear_cross_entropy, part 4 below.
-Not for: weights of two dtypes; blocks that only some ranks use; fp16 with zero.py, which refuses
-it. A checkpointed forward may not change its arguments in place. Under full, which runs it twice,
-it may not count its calls (BatchNorm), call autograd.grad or own a random generator.
+Not for: weights of two dtypes; blocks that only some ranks use; fp16 with zero.py. A checkpointed
+forward may not change its arguments in place. Under full, which runs it twice, it may not count its
+calls (BatchNorm), call autograd.grad or own a random generator.
     torchrun --standalone --nproc_per_node=2 amp_accum_ckpt.py --amp bf16 --accum 2 --ckpt full
 """
 from contextlib import suppress
@@ -48,6 +48,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 # imports of parts 1 and 2 end here; the rest is for parts 3 to 5
 import math
@@ -116,8 +117,8 @@ class LossScaler:
 
 
 def idea_step(model, optimizer, inputs, targets, valid, clip, accum, dtype, scaler):
-    """Accumulation: p.grad adds up over micro-batches, each divided by valid, all ranks' targets.
-    inputs, targets: this rank's rows (B/dp, T); dtype: autocast's or None; scaler: for fp16"""
+    """Accumulation: p.grad adds up over micro-batches, whose losses are sums / valid.
+    inputs, targets: this rank's rows (B/dp, T); valid: of all ranks; dtype: autocast's or None"""
     optimizer.zero_grad()
     loss = 0.0  # of this rank
     for x, y in zip(inputs.tensor_split(accum), targets.tensor_split(accum)):  # micro-batches
@@ -140,7 +141,7 @@ def idea_step(model, optimizer, inputs, targets, valid, clip, accum, dtype, scal
 
 # ---- 2. the technique (copy this; it needs part 1 and torch) -----------------
 
-# What it adds to the idea, and what each addition buys. Figures are of the toy on one rank.
+# What it adds to the idea, and what each addition buys. If nothing else is said: the toy, 1 rank.
 #     sum_gradients     on 2 ranks 68 calls -> 1
 #     full              more arguments, dropout, a checkpoint within another; the last matmul of a
 #                       block does not run twice: peak 24.5 -> 23.9 MB (without any: 48.0)
@@ -213,7 +214,7 @@ class Rerun:
     """A call of forward under `full`, and how to repeat it."""
 
     def __init__(self, forward, inputs, keywords):
-        tensors = [x for x in (*inputs, *keywords.values()) if torch.is_tensor(x)]
+        tensors = [x for x in tree_leaves((inputs, keywords)) if torch.is_tensor(x)]
         device = next((x.device.type for x in tensors if not x.is_cpu), "cpu")
         self.autocast = torch.autocast(device, enabled=torch.is_autocast_enabled(device))
         self.forward = forward
@@ -339,7 +340,7 @@ class WriteRecipes(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, inputs=(), keywords=None):
         keywords = keywords or {}
         outputs = op(*inputs, **keywords)
-        # Not within autograd Functions, whose collectives write into tensors unseen by _version.
+        # gradients are off within autograd Functions, whose collectives write unseen by _version
         if op in CHEAP and torch.is_grad_enabled():
             # autograd packs the very tensor that comes out here, and with it what is noted on it
             main_output(outputs).recipe = Recipe(op, inputs, keywords)

@@ -15,11 +15,11 @@ ring of cp ranks. At each hop a rank scores its own queries with the keys of the
     ring = Zigzag()                      # of all ranks; else Zigzag(group)
     for layer in model.layers:
         layer.attn.attend = ring.attend  # attend(q, k, v) for a causal scaled_dot_product_attention
-        # packed sequences: partial(ring.attend, documents=d), d (B, T): each token's document
+        # packed sequences, for each batch: partial(ring.attend, documents=d), d (B, T): numbers
     own = ring.positions(T, device)      # (T/cp,); all ranks have the same x, y (B, T)
     logits = model(x[:, own], positions=own)  # the model has to be told where its tokens stand
     (loss_sum(logits, y[:, own]) / valid).backward()  # loss_sum: of tokens; valid: targets in y
-    sum_gradients(model.parameters())    # of all ranks; then clip and step, as one process does
+    sum_gradients(model.parameters())    # over all ranks; then clip and step, as one process does
 
 P parameters. In a layer a rank's queries have Q elements, its keys S, its values S:
 
@@ -62,7 +62,8 @@ def begin_alike(model, group=None):
 
 
 def positions(T, device=None, group=None):
-    """Which of a sequence's T tokens are this rank's -> (T/cp,). cp ranks, which divide T."""
+    """Which of a sequence's T tokens are this rank's -> (T/cp,)."""
+    assert T % dist.get_world_size(group) == 0, f"{T} tokens do not divide: pad the end"
     return torch.arange(T, device=device).chunk(dist.get_world_size(group))[dist.get_rank(group)]
 
 
@@ -109,6 +110,7 @@ def all_reduce_gradients(model, group=None):
 
 def idea_step(model, optimizer, x, y, valid, clip):
     """x, y (B, T): whole sequences, the same on all ranks; valid: the number of their targets.
+    -> this rank's part of the loss, the norm of the whole gradient.
 
     The model calls `attend` for its attention, and positions(T) for where its tokens stand.
     """
@@ -218,7 +220,7 @@ class ContextParallel:
 
     @staticmethod
     def chunks(rank, cp):
-        """The numbers of a rank's chunks: one, of cp."""
+        """The numbers of any rank's chunks: one, of cp."""
         return [rank]
 
     def positions(self, T, device=None):
@@ -262,7 +264,7 @@ def seen(mine, theirs, tokens):
 class Blockwise(ContextParallel):
     """What AllGather and Ring share. They add how keys and values come, and gradients go:
 
-    bring(own_kv) -> one after the other each rank's number, its K and V
+    bring(own_kv) yields (a rank, its K and V) for one rank after the other
     backward(dq, queries, own_kv, documents) -> own_dkv, of all ranks' queries; adds to dq
     """
 
@@ -273,7 +275,7 @@ class Blockwise(ContextParallel):
             return BlockwiseAttention.apply(q, torch.stack([k, v]), documents, self)
 
     def sees(self, source, tokens, documents):
-        """What this rank's queries see of another's keys -> first, count, causal, same."""
+        """`seen`, of this rank's queries and another's keys -> first, count, causal, same."""
         mine = self.chunks(self.cp_rank, self.cp)
         first, count, causal = seen(mine, self.chunks(source, self.cp), tokens)
         if documents is None:

@@ -6,7 +6,9 @@
 
     model = BucketedDDP(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    loss = loss_sum(model(x), y) / valid  # x, y: this rank's rows. valid: targets of all ranks
+    valid = (y != -100).sum()  # x, y: this rank's rows
+    dist.all_reduce(valid)  # targets of all ranks
+    loss = loss_sum(model(x), y) / valid
     loss.backward()  # now gradients are the same on all ranks
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
@@ -60,7 +62,8 @@ def all_reduce_gradients(model, group=None):
 
 
 def idea_step(model, optimizer, x, y, valid, clip):
-    """x, y: this rank's rows (B/N, T); valid: the number of targets in all ranks' rows."""
+    """x, y: this rank's rows (B/N, T); valid: the number of targets in all ranks' rows; clip: the
+    largest norm, math.inf for any."""
     optimizer.zero_grad()
     # A sum over this rank's tokens, divided by the number of targets on all ranks: so gradients add
     # up to the whole batch's. A mean of the ranks' means would weigh tokens by where they are.
@@ -78,8 +81,7 @@ def idea_step(model, optimizer, x, y, valid, clip):
 # What it adds to the idea, and what that buys. Calls are those of part 3's toy.
 #     one tensor for many gradients     68 calls -> 5, each larger
 #     sent while backward still runs    4 of 5 buckets begin before it is over
-#     buckets that stay                 no new memory in each step; but P more numbers than the idea
-#                                       has when backward begins
+#                                       (but they stay: P more numbers when it begins)
 #     in one order                      ranks that make gradients in different orders do not hang
 #     no_sync()                         M micro-batches send once, not M times
 #     autograd calls finish()           there is nothing to call after backward
@@ -93,9 +95,10 @@ class Bucket:
         self.group = group
         self.flat = parameters[0].new_zeros(sum(sizes), dtype=dtype)
         self.views = {p: piece.view_as(p) for p, piece in zip(parameters, self.flat.split(sizes))}
-        self.missing = len(parameters)  # gradients of a backward that have not come yet
+        self.missing = 0  # gradients of this backward that have not come yet
         self.work = None  # Work of the last all-reduce
-        self.summed = set()  # parameters whose views have a sum since the last zero_grad()
+        # parameters whose views have a sum since the last zero_grad(): for start's assertion
+        self.summed = set()
 
     def take(self, p):
         """Move a gradient that autograd has made into the bucket, and leave a view in its place."""
@@ -117,22 +120,21 @@ class Bucket:
     def wait(self):
         self.work.wait()  # on GPUs the stream waits for it, not the host
         self.summed = set(self.views)
-        self.missing = len(self.views)  # of the next backward
 
 
 class BucketedDDP(nn.Module):
     """Data parallelism for a module: when loss.backward() returns, gradients are summed.
 
     group: the ranks, each with rows of its own
-    bucket_mb: limit of a bucket (MB = 1e6 bytes), but at most a quarter of all trained parameters.
+    bucket_mb: limit of its parameters (MB = 1e6 bytes), but at most a quarter of all that train.
         A larger parameter has a bucket of its own. All in a bucket have one dtype
     reduce_dtype: of p.grad, and of what is added up and sent (None: that of p). torch.float32 for
-        bf16 parameters: a bf16 sum of many micro-batches is rounded at each. AdamW, which wants
-        both of one dtype, then steps fp32 copies: copy.grad = p.grad before, p.copy_(copy) after
+        bf16 parameters: a bf16 sum of many micro-batches is rounded at each. The optimizer then has
+        to step fp32 copies, as zero.py's does
 
     All ranks begin with the first one's parameters and buffers. Frozen parameters are left out:
-    freeze before wrapping. Of several backwards before a zero_grad(), which sets gradients to None,
-    all but the last belong into no_sync(): a sum that would be summed again raises.
+    freeze before wrapping. Of several backwards between two zero_grad(), which set gradients to
+    None, all but the last belong into no_sync(): a sum that would be summed again raises.
     """
 
     def __init__(self, module, group=None, bucket_mb=25, reduce_dtype=None):
@@ -177,6 +179,8 @@ class BucketedDDP(nn.Module):
             return
         if not self.to_start:  # the first gradient of this backward
             self.to_start = list(self.buckets)
+            for each in self.buckets:
+                each.missing = len(each.views)
             # autograd calls finish when all of this backward is over
             torch.autograd.Variable._execution_engine.queue_callback(self.finish)
         bucket.missing -= 1

@@ -16,11 +16,11 @@ from the beginning of forward to the end of backward.
     optimizer.zero_grad()
     state = model.full_state_dict()  # whole, on every rank; load_full_state_dict(state) loads it
 
-P numbers are trained, P_again of them in blocks other than the last, on N ranks, in fp32:
+P numbers are trained on N ranks in fp32, P_again of them in blocks other than the last:
 
     on each rank                            plain GPT     here
     parameters, gradients, AdamW states     16 P          16 P/N
-    whole parameters, whole gradients       -             root (gradients twice), at most 2 blocks
+    whole parameters, whole gradients       -             root and 2 blocks; at the end root's twice
     activations                             whole batch   1/N
     sent per backward                       -             4 (2 P + P_again) (N-1)/N
       with --no-reshard                     -             8 P (N-1)/N, all blocks stay gathered
@@ -32,11 +32,11 @@ ZeRO-3 in zero.py cuts alike, as the last step of a ladder, for any units; FSDP 
 leaves the loop as it was, and builds from meta.
 Zhao 2023, "PyTorch FSDP", arXiv:2304.11277, sections 3, 4: a unit is one flat tensor, as here.
 At work: fully_shard, part 4 below, which cuts each parameter along dim 0 instead.
-Not for: blocks of several dtypes, that share parameters, or run twice in a forward; ranks that use
-different blocks; calls of blocks, or of model.module, by yourself; optimizers of whole matrices,
-but within harness/whole.py (--optimizer muon), or made before FSDP; GradScaler (ranks would skip
-different steps); second derivatives, reentrant checkpointing, autograd.grad, backwards that raise;
-freezing later; loading except by load_full_state_dict. What is not used gets gradients of 0.
+Not for: blocks of several dtypes, or that share parameters (they raise); an optimizer made before
+FSDP, or of whole matrices (but see harness/whole.py); steps between a forward and its backward;
+blocks called by yourself, or twice in a forward; ranks that use different blocks; GradScaler (ranks
+would skip different steps); freezing later, or loading except by load_full_state_dict; second
+derivatives, reentrant checkpointing, backwards that raise. Unused parameters get gradients of 0.
     torchrun --standalone --nproc_per_node=2 fsdp.py
 """
 from collections import namedtuple
@@ -87,9 +87,9 @@ class IdeaOfUnit(nn.Module):
 
     def forward(self, *inputs):
         self.gather()
-        full = self.full.data.requires_grad_()  # .data: gathers do not count as changes
+        full = self.full.data.requires_grad_()  # the same memory; gathers are no changes of it
         full.register_post_accumulate_grad_hook(self.reduce)
-        output = functional_call(self.block, self.views(full), inputs)  # one gradient: full's
+        output = functional_call(self.block, self.views(full), inputs)  # one gradient: full.grad
         self.free()  # what autograd keeps for backward are views of full: they have no memory now
         if output.requires_grad:
             output.register_hook(self.gather)  # when backward comes to the block they have it again
@@ -109,7 +109,7 @@ class IdeaOfUnit(nn.Module):
 
     def reduce(self, full):  # autograd calls it when full has its gradient: the block is done
         self.free()
-        self.shard.grad = torch.empty_like(self.shard)  # a new one: of one backward in a step
+        self.shard.grad = torch.empty_like(self.shard)  # a new one: no zero_grad(), one backward
         reduce_scatter(self.shard.grad, full.grad, group=self.group)  # partial -> sharded
         full.grad = None
 
@@ -138,8 +138,8 @@ def idea_step(model, optimizer, x, y, valid, clip):
 
 # What it adds to the idea, and what that buys. Figures are those of the toy on 2 ranks.
 #     blocks have hooks, no wrappers    they keep their names, arguments, outputs; may checkpoint
-#     collectives that are under way    10 of 13 travel while others compute; the idea's 15 do not
-#     last block and root stay          4.56 MB are sent, not 5.06
+#     asynchronous collectives          10 of 13 travel while others compute, of the idea's 15 none
+#     last block and root stay          4.56 MB are sent, not 5.05
 #     a part for each parameter         parameter groups, micro-batches, offload, fp32 sums in bf16
 #     HSDP                              gathers stay within a copy of the model, such as a node
 #     from_meta()                       no rank has to make the whole model
@@ -291,15 +291,14 @@ class FSDP(nn.Module):
     reshard: free blocks after forward, and gather them again for backward
     dtype: of whole weights (None: the module's); the caller casts inputs
     home: the device of shards (None: the module's)
-    fill: fill(unit) gives a shard its numbers: the first rank's, or from_meta's
+    fill: gives a unit's shard its numbers, from_meta's (None: the first rank's)
 
     Ranks begin with the first one's parameters and buffers. Frozen ones stay whole, in `dtype`.
     """
 
     unit_class = Unit  # HSDP has another
 
-    def __init__(self, module, blocks, group=None, reshard=True, dtype=None, home=None,
-                 fill=Unit.begin_alike):
+    def __init__(self, module, blocks, group=None, reshard=True, dtype=None, home=None, fill=None):
         super().__init__()
         self.module = module
         self.group = group
@@ -309,13 +308,13 @@ class FSDP(nn.Module):
         frozen = [p for p in module.parameters() if not p.requires_grad]
         for p in frozen:
             p.data = p.data.to(dtype or p.dtype)
-        self.whole = [*module.buffers(), *frozen]  # what every rank has
-        for tensor in self.whole:
+        self.uncut = [*module.buffers(), *frozen]  # what every rank has
+        for tensor in self.uncut:
             dist.broadcast(tensor, group=group, group_src=0)  # the first rank's -> replicated
 
         def new_unit(parameters):
             unit = self.unit_class(parameters, group, dtype, home)
-            fill(unit)
+            (fill or Unit.begin_alike)(unit)
             unit.free()  # from here on the whole is in no rank's memory
             return unit
 
@@ -323,8 +322,8 @@ class FSDP(nn.Module):
         self.block_units = [new_unit(trained(block)) for block in blocks]
         taken = {p for unit in self.block_units for p in unit.shapes}
         rest = [p for p in trained(module) if p not in taken]
-        self.root = [new_unit(rest)] if rest else []  # none if all of it is frozen
-        self.units = self.block_units + self.root
+        self.root_units = [new_unit(rest)] if rest else []  # none if all of it is frozen
+        self.units = self.block_units + self.root_units
         self.parts = [part for unit in self.units for part in unit.parts]
         self.masters = nn.ParameterList(part.master for part in self.parts)
         self.summing = []  # units whose sums this backward has begun, in order
@@ -334,7 +333,7 @@ class FSDP(nn.Module):
             block.register_forward_hook(partial(self.leave, i))
 
     def gather_root(self):
-        for unit in self.root:
+        for unit in self.root_units:
             unit.gather()
             unit.wait()
 
@@ -388,7 +387,8 @@ class FSDP(nn.Module):
         if i + 1 < len(self.block_units):
             unit = self.block_units[i + 1]
             unit.free()
-            if any(p.grad is not None for p in unit.shapes):  # of two forwards: not in the first
+            # none yet if an earlier forward of the same loss is still to come
+            if any(p.grad is not None for p in unit.shapes):
                 self.sum_next(unit)
         self.enter(i)
 
@@ -428,7 +428,7 @@ class FSDP(nn.Module):
         """Scale the whole gradient to a norm of max_norm at most (0: do not) -> its norm before."""
         unit = self.units[0]
         own = nn.utils.get_total_norm([master.grad for master in self.masters])
-        # a rank without parts has 0, in fp32 on the CPU; with home="cpu" all have theirs there
+        # own is on the CPU with home="cpu", and where a rank has no parts: then it is torch's 0
         square = own.to(unit.full.device, unit.shard.dtype).square()
         dist.all_reduce(square, group=self.group)  # partial -> replicated
         norm = square.sqrt()
@@ -487,7 +487,7 @@ class UnitOfCopies(Unit):
     def wait_sum(self):
         """The copy's sum has ended: the sum over copies begins."""
         super().wait_sum()
-        # partial -> replicated, of 1/n of the numbers
+        # partial -> replicated, of 1/N of the numbers
         self.adding = dist.all_reduce(self.sum, group=self.replicas, async_op=True)
 
     def add_sum(self):
@@ -503,7 +503,7 @@ class HSDP(FSDP):
 
     def __init__(self, module, blocks, group, replicas, **options):
         super().__init__(module, blocks, group, **options)
-        for tensor in self.whole:
+        for tensor in self.uncut:
             dist.broadcast(tensor, group=replicas, group_src=0)  # the first copy's -> replicated
         for unit in self.units:
             unit.replicas = replicas
@@ -538,10 +538,11 @@ def from_meta(module, device, init):
     names = {p: name for name, p in module.named_parameters()}
 
     def fill(unit):
-        for p, first, value, _, _ in unit.parts:
-            whole = torch.empty(unit.shapes[p], dtype=value.dtype, device=device)
+        for part in unit.parts:
+            p = part.parameter
+            whole = torch.empty(unit.shapes[p], dtype=part.value.dtype, device=device)
             init(names[p], whole)
-            value.copy_(whole.flatten()[first:first + len(value)])
+            part.value.copy_(whole.flatten()[part.first:part.first + len(part.value)])
 
     return fill
 

@@ -18,11 +18,11 @@
 
 cut_model is tensor_parallel.py's, carve pipeline_parallel.py's. x, y: the rows of this copy, number
 mesh.place["dp"]. print(hybrid) says what becomes of each gradient along each axis, see fates().
-docs/your-model.md ends with whole programs.
+docs/your-model.md has whole programs.
 
-Elements that a rank sends in a step:
+Elements that a rank sends in a step, whose stage is neither the first nor the last:
     tp    M L/pp 8 A (tp-1)/tp; --sp: 10 A in the place of 8 A. And the gradients that tp sums
-    pp    M 2 A for a stage with neighbours on both sides; --sp: 1/tp of it
+    pp    M 2 A; --sp: 1/tp of it
     cp    M L/pp 6 A (cp-1)/tp K/H; not with ulysses
     data  2 P (n-1)/n; ZeRO-2: M + 1 in the place of 2; ZeRO-3: 3 M
     ends  V C/tp of first and last stage, if the embedding is the head of V words; ZeRO: 1/n of it
@@ -46,6 +46,7 @@ from torch.autograd.function import once_differentiable
 
 import pipeline_parallel
 import tensor_parallel
+import zero as ladder
 from common import loss_sum
 from pipeline_parallel import (
     IdeaOfPipeline, Mail, SplitLinear, SplitPipeline, gather, homes, idea_plan, make_links,
@@ -53,7 +54,7 @@ from pipeline_parallel import (
 from tensor_parallel import (
     ColumnLinear, ColumnParallel, RowLinear, SequenceParallel, cross_entropy_by_words,
     vocab_parallel_cross_entropy)
-from zero import ZeRO1, ZeRO2, ZeRO3, groups_of_masters, load_full_state_dict, units_of
+from zero import ZeRO1, ZeRO2, ZeRO3, groups_of_masters, units_of
 
 # imports of parts 1 and 2 end here; the rest is for parts 3 to 5
 import math
@@ -76,7 +77,7 @@ from zero import held
 
 # The ranks are a grid with three axes: dp cuts the batch, tp and pp the model, each as in its file:
 #     grid = make_grid(dp=2, tp=2, pp=2)
-#     cut_by_name(model, cuts, grid["tp"])  # tensor_parallel.py's idea
+#     cut_by_name(model, plan, grid["tp"])  # tensor_parallel.py's idea; the plan cuts the head, too
 #     hybrid = IdeaOfHybrid([stage0, stage1], grid, boundary)  # slices of an nn.Sequential, say
 #     loss, norm = idea_step(hybrid, optimizer, x, y, valid, clip)
 # What is new is what becomes of a parameter's gradient along each axis. It is
@@ -107,9 +108,10 @@ def make_grid(dp, tp, pp):
 
 
 class IdeaOfHybrid:
-    """This rank's stage of a model that began the same on all ranks, before cut_by_name cut it.
+    """This rank's stage of a model that all ranks have made alike, and cut_by_name has cut.
 
-    stages: all of them, from tensor to tensor. boundary: a tensor like those between two stages.
+    stages: all of them, from tensor to tensor. boundary: a tensor like those between two stages,
+    (rows of a micro-batch, T, C).
     """
 
     def __init__(self, stages, grid, boundary):
@@ -180,11 +182,12 @@ def norm_by_fate(model):
 
 # ---- 2. the technique (copy this, the files that it imports, and common.py) ---
 
-# It needs common.py, tensor_parallel.py, pipeline_parallel.py and zero.py; for cp and ep also
-# context_parallel.py and moe.py. What it adds to the idea, on rank 0 of the toy, dp 2 tp 2 pp 2:
+# cp and ep need context_parallel.py and moe.py, too.
+# What it adds to the idea, on rank 0 of the toy, dp 2 tp 2 pp 2:
 #     a buffer for a layer's gradients    34 all-reduces over dp -> 4, under way while backward
 #                                         makes the next layer's gradients
-#     one sum of dx for q, k and v        52 all-reduces over tp -> 40; all send 4.4 MB -> 3.6
+#     one sum of dx for q, k and v        52 all-reduces over tp -> 40 (36, and 4 of positions, cut
+#                                         here); all all-reduces together send 4.4 MB -> 3.6
 #     ZeRO                                peak 6.7 MB -> 5.8 with ZeRO-1: states are cut
 #     --sp                                peak 5.8 MB -> 5.2: norms and residuals are cut
 #     cp, ep; schedules with W            longer sequences, more experts; smaller bubbles
@@ -202,8 +205,9 @@ def norm_by_fate(model):
 class Mesh:
     """Who is who: this rank's place along pp, dp, cp and tp, its group along each axis, the sizes.
 
-    plans: of a pipeline's ranks, so pp is len(plans). tp varies fastest, since its ranks talk most,
-    and pp slowest (Narayanan 2021, section 3). There is no group dp. Groups are pp, cp, tp, and
+    plans: of a pipeline's ranks: pp is len(plans), and they say which ranks have the ends. tp
+    varies fastest, since its ranks talk most, and pp slowest (Narayanan 2021, section 3). dp has a
+    size and a place alone; the groups are pp, cp, tp, and
 
     data      dp x cp, all ranks with the same parameters and other tokens: the idea's dp
     ep        data is replicas x ep; the ranks along ep have different experts
@@ -319,7 +323,7 @@ def alike(fate):
 
 
 class ZeRO0(ZeRO1):
-    """Nothing is cut: all copies have the single chunk of a unit. Where ZeRO1 reduce-scatters they
+    """Nothing is cut: a unit has one chunk, all of it. Where ZeRO1 reduce-scatters, copies
     all-reduce, and where it gathers others' chunks there is nothing to do."""
 
     def place_of_rank(self):
@@ -340,7 +344,7 @@ class ZeRO0(ZeRO1):
 
 
 class Copies:
-    """Sums this rank's gradients over copies, and steps: one ZeRO for each group of copies.
+    """Sums this rank's gradients over copies, and steps: a ZeRO for each stage and kind of copies.
 
     here: {number: stage} of this rank. table: {parameter: Row}. group: {axis: group}
     layers: the model's; the parameters of each are a unit
@@ -461,8 +465,8 @@ class Hybrid(nn.Module):
              makes it forget what is on other stages
     layers   the model's: the parameters of each are a unit
     head     what makes the logits: an nn.Linear, or what cut_model has put in its place
-    loss     (logits, targets) -> the sum over a micro-batch's tokens. None: cross-entropy; logits
-             may be cut, by words
+    loss     (logits, targets) -> the sum over a micro-batch's tokens. Logits are cut by words if
+             the head is. None: cross-entropy
     zero     the level of ZeRO. 0: nothing is cut, and copies sum whole gradients
     reduce_dtype  of gradients that are added up and summed over copies, such as torch.float32 where
              the model is in bf16
@@ -532,7 +536,7 @@ class Hybrid(nn.Module):
         return vocab_parallel_cross_entropy(logits, y, self.cut_of_head.plain_size, self.tp)
 
     def parameter_groups(self, groups=None):
-        """groups: as for an optimizer, of parameters -> the same with this rank's masters."""
+        """groups: as an optimizer's, of hybrid.parameters() -> the same with our masters."""
         return groups_of_masters(self.copies.units, groups)
 
     # -- the whole: {name: tensor} on every rank. All must call it
@@ -556,7 +560,7 @@ class Hybrid(nn.Module):
         for stage in self.stages:
             tensors = stage.state_dict(keep_vars=True)
             mine = {name: self.shard(t, state[name]) for name, t in tensors.items()}
-            load_full_state_dict(stage, self.copies, mine)
+            ladder.load_full_state_dict(stage, self.copies, mine)
 
     def is_expert(self, t):
         return t in self.table and "ep" in self.table[t].fate
@@ -589,7 +593,11 @@ class Hybrid(nn.Module):
 
 
 def train_step(model, optimizer, x, y, valid, clip):
-    """x, y: this copy's rows (B/dp, T); valid: how many targets there are in the whole batch.
+    """x, y: this copy's rows (B/dp, T); valid: how many targets there are in the whole batch. If
+    each copy knows its own:
+        valid = (y != -100).sum()
+        dist.all_reduce(valid)  # all ranks of a copy have added the same
+        valid = valid * mesh.size["dp"] / dist.get_world_size()
 
     -> this rank's part of the loss, the norm of the whole gradient.
     """
@@ -650,7 +658,7 @@ class SplitColumns(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, tp, x, parameters):
-        # as they are, or as autocast cast them: W's gradients go this way, saved tensors have none
+        # not saved tensors, which have lost the graph of a cast that autocast has made
         ctx.parameters = parameters
         return ColumnParallel.forward(ctx, tp, x, *parameters)  # ctx gets tp and x, too
 
@@ -940,7 +948,8 @@ NOT_HERE = ("naive", "pipedream")  # the first never overlaps, the second trains
 SCHEDULES = tuple(name for name in pipeline_parallel.SCHEDULES if name not in NOT_HERE)
 FLAGS = {  # layout() finds those that have no default
     "--dp": dict(type=int, least=1, help="copies, which share the batch (the ranks that are left)"),
-    "--tp": dict(type=int, least=1, help="ranks that share a layer (1; 2 if no axis is given)"),
+    "--tp": dict(type=int, least=1, help="ranks that share a layer (1; 2 if no axis is given, and "
+                 "4 divides the ranks)"),
     "--pp": dict(type=int, least=1, help="ranks of a pipeline (likewise)"),
     "--cp": dict(type=int, default=1, least=1, help="ranks that share each sequence"),
     "--attn": dict(default="zigzag", choices=tuple(context_parallel.KINDS), help="how keys reach "

@@ -3,9 +3,9 @@
 A row is a token (C numbers) on its way to an expert or back, drawn as the expert's number: 0 and 1
 are on rank 0, 2 and 3 on rank 1. Each rank has 3 tokens, K is 2: 6 rows. Left of |: for rank 0.
 
-    after     router, sort    all-to-all    experts       all-to-all      gates, sum
-    rank 0    0 0 0 1 | 2 3   0 0 0 1 0 1   0 0 0 1 0 1   0 0 0 1 | 2 3   3 tokens
-    rank 1    0 1 | 2 2 3 3   2 3 2 2 3 3   2 3 2 2 3 3   0 1 | 2 2 3 3   3 tokens
+    after     router, sort    all-to-all      experts         all-to-all      gates, sum
+    rank 0    0 0 0 1 | 2 3   0 0 0 1 0 0 1   0 0 0 1 0 0 1   0 0 0 1 | 2 3   3 tokens
+    rank 1    0 0 1 | 2 2 3   2 3 2 2 3       2 3 2 2 3       0 0 1 | 2 2 3   3 tokens
 
     mesh = dist.init_device_mesh("cuda", (n // 8, 8), mesh_dim_names=("replicas", "ep"))
     replicas, ep = mesh.get_all_groups()  # replicas: ranks with the same experts; ep: 8 with all E
@@ -23,11 +23,11 @@ are on rank 0, 2 and 3 on rank 1. Each rank has 3 tokens, K is 2: 6 rows. Left o
     step_biases(model)  # of MoEs with gamma > 0
 
 Each of n ranks has N tokens of its own; ep of them share out E experts, of `experts` parameters in
-all. The rest of the model has `dense`. A parameter has b bytes.
+all. The rest of the model has `dense`. A parameter has b bytes. Balanced, a rank gets K N rows.
 
-    on each rank                           one process             here, experts being balanced
+    on each rank                           one process             here
     weights, gradients, AdamW              4 b (dense + experts)   4 b (dense + experts/ep)
-    calls per layer, for K N rows of C     -                       2 all-to-alls, 2 more in backward
+    calls per layer, for rows of C         -                       2 all-to-alls, 2 more in backward
     calls per layer, for E int64 counts    -                       1 all-to-all, 1 all-reduce
     gradients all-reduced                  -                       b dense, b experts/ep if ep < n
 
@@ -119,7 +119,7 @@ def exchange_counts(leaving, ep):
     return torch.stack([leaving, arriving]).view(2, ep.size(), -1)
 
 
-def read_counts(counts):
+def read_counts(counts):  # dry runs have another
     return counts.tolist()  # here the host waits for the device
 
 
@@ -255,7 +255,7 @@ class Experts(nn.Module):
         linears = [self.up, self.down]  # in the order of mlp's arguments
         if self.gate is not None:
             linears.append(self.gate)
-        if self.one_kernel_pays(rows):
+        if self.one_kernel_pays(rows, linears):
             return self.mlp(rows, *[linear.of_all(rows.dtype, ends) for linear in linears])
         experts = zip(*[linear.of_each() for linear in linears])  # of each its functions
         pieces = rows.split(sizes)  # also of 0 rows: so every weight gets a gradient
@@ -267,11 +267,11 @@ class Experts(nn.Module):
             return down(self.activation(y))
         return down(self.activation(gate(x)) * y)
 
-    def one_kernel_pays(self, rows):
+    def one_kernel_pays(self, rows, linears):
         """On GPUs in bf16. The kernel has no biases, and needs widths that are multiples of 8."""
-        *_, hidden, width = self.up.weight.shape
-        fits = self.up.bias is None and hidden % 8 == 0 and width % 8 == 0
-        return rows.is_cuda and rows.dtype == torch.bfloat16 and fits
+        has_biases = any(linear.bias is not None for linear in linears)
+        fits = all(size % 8 == 0 for size in self.up.weight.shape[1:])
+        return rows.is_cuda and rows.dtype == torch.bfloat16 and fits and not has_biases
 
 
 # ---- AllToAll in two halves: what is computed between Leave and Arrive hides it
@@ -363,6 +363,10 @@ class AddLoss(torch.autograd.Function):
         return grad, torch.ones_like(loss), None, None
 
 
+# Biases are integers, in UNITs: model.to(torch.bfloat16) would round floating-point buffers
+UNIT = 2.0 ** -40
+
+
 def bias_step(load, gamma):
     """load (E,): how often each expert was chosen -> (E,), what its bias moves by, in UNITs.
 
@@ -375,14 +379,12 @@ def bias_step(load, gamma):
 # ---- the layer
 
 # Where rows go. Row n K + k is token n on its way to its k-th expert. As drawn above, rank 0:
-#     order            the rows as they leave, sorted by expert: 0 0 0 1 | 2 3
-#     send, receive    how many go to each rank, and come from each: [4, 2], [4, 2]
-#     regroup          they arrive sorted by source, 0 0 0 1, 0 1: this sorts by expert, 0 0 0 0 1 1
-#     sizes, ends      how many each expert here gets: [4, 2]; where its rows end: (4, 6)
+#     order            the rows as they leave, sorted by expert: those of 0 0 0 1 | 2 3
+#     send, receive    how many go to each rank, and come from each: [4, 2], [4, 3]
+#     regroup          they arrive by source, 0 0 0 1, 0 0 1; by expert they are 0 0 0 0 0 1 1
+#     sizes, ends      how many each expert here gets, on the host: [5, 2]; where its rows end, on
+#                      the device: (5, 7)
 Plan = namedtuple("Plan", "order send receive regroup sizes ends")
-
-# Biases are integers, in UNITs: model.to(torch.bfloat16) would round floating-point buffers
-UNIT = 2.0 ** -40
 
 
 class MoE(nn.Module):

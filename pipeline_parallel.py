@@ -14,7 +14,7 @@
 Each of p ranks has 1/p of the layers, in v stages; a step has M micro-batches, in the table 2p or
 more. For one of them a rank needs the time F for the forward, B for the gradients of inputs, and W
 for those of weights, which zb-* and dualpipe-v put off.
-    waits    how long, at most, between a rank's first action and its last
+    waits    the most that any rank idles between its first action and its last
     keeps    of how many micro-batches rank r keeps the activations of its layers
 
     schedule                    waits                   keeps
@@ -26,14 +26,15 @@ for those of weights, which zb-* and dualpipe-v put off.
     interleaved                 (p-1) (F + B + W) / v   p + (p-1-2r) / v
     bfs                         (p-1) (F + B + W) / v   M
     zb-h1 (W <= F)              (p-1) (F + B - W)       p
-    zb-h2 (W <= F, 2W <= F+B)   (p-1) (F + B - 2W)      2p - 1; a step: M (F + B + W) + (p-1) F
-    zb-v (F = B = W)            0                       p; a step: M (F + B + W) + (p-1) F/2
+    zb-h2 (W <= F, 2W <= F+B)   (p-1) (F + B - 2W)      2p - 1
+    zb-v (F = B = W)            0                       p
     dualpipe-v (F = B = W)      (p-1) F / 2             p + 1/2
 
 For a batch (b, T) a stage sends b T C numbers to each stage beside it on another rank.
 Qi 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241; others are named at the schedules.
 Not for: stages that pass on anything but one tensor of one size, or change it in place; ranks
-without parameters; parameters replaced later; compiled stages (torch.compile) in schedules with W.
+without parameters; parameters replaced later; in schedules with W torch.compile of a stage, and
+torch's checkpoint, which would run a block again for each Linear (amp_accum_ckpt.py's does not).
 At work: torch.distributed.pipelining, part 4.
     torchrun --standalone --nproc_per_node=2 pipeline_parallel.py --schedule zb-v
     python pipeline_parallel.py --simulate --schedule zb-h1 --pp 4 --micro 8 --times 1,1,1,0
@@ -439,7 +440,8 @@ class Chain:
 
     The model's own forward runs in every stage, with its masks and angles. In the place of a module
     that is on another stage it finds HandsOn. Between the modules named here it must leave x alone:
-    x * 0.5 would be repeated in every stage.
+    x * 0.5 would be repeated in every stage. In later stages it gets x (B, T, C) in the place of
+    ids: B, T = ids.shape[:2].
 
     first    of the first stage alone: the token embedding, positions
     layers   an nn.ModuleList
@@ -681,9 +683,11 @@ def spell(words, M, r, p):
 
 
 def zb_v(r, p, M, v):
-    # 2 ranks, M = 4
-    # rank 0   F F F       f b W f b W  F B W f b W              B W f b W       B W B W
-    # rank 1   F      f F  f b W        F B W f b W F B W f b W             B b  B W
+    # No rank keeps more than 1f1b's first: a micro-batch comes back to the rank that it began on,
+    # so that its backward begins there soon (Qi 2023, figure 8). A step takes M (F + B + W) and
+    # (p-1) F/2, since the last rank begins so much later.
+    #     rank 0   F0 F1 F2 f0 b0 w0 f1 b1 w1 F3 B0 W0 f2 b2 w2 B1 W1 f3 b3 w3 B2 W2 B3 W3 ...
+    #     rank 1   ...F0 f0 F1 f1 b0 w0 F2 B0 W0 f2 b1 w1 F3 B1 W1 f3 b2 w2 B2 b3 B3 W2 w3 W3
     n = max(M, 2 * p - 1)  # with fewer the words make no sense
     words = (
         "F " * (2 * (p - r) - 1)  # until the first micro-batch comes to the second stage
@@ -698,9 +702,11 @@ def zb_v(r, p, M, v):
 
 
 def dualpipe_v(r, p, M, v):
-    # 2 ranks, M = 4
-    # rank 0   F F  F f      b W f  F bw f BW            bw f BW         bw B       W B
-    # rank 1        F f F f         F bw f BW F bw f BW           bw BW        b B
+    # Pairs of an F and a B of the other stage: the all-to-alls of one's mixture of experts can hide
+    # behind the other's arithmetic (DeepSeek-V3, arXiv:2412.19437, section 3.2.1; folded into a V
+    # by Sea AI Lab). This is the schedule alone: here nothing of a pair overlaps.
+    #     rank 0   F0 F1 F2 f0 b0 w0 f1 F3 b1    f2 B0    b2    f3 ...B1    b3    B2 W2 B3 W3
+    #     rank 1   ...F0 f0 F1 f1 F2 b0    f2 B0    F3 b1    f3 B1    b2    B2    b3 B3 w3 W3
     words = (
         "F " * (2 * (p - 1 - r))  # until the first micro-batch comes to the second stage
         + "F f " * (r + 1)  # until the first gradient comes to the second stage
@@ -747,22 +753,13 @@ SCHEDULES = {
     #     rank 1   ...F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3
     "zb-h1": lambda r, p, M, v: late_ws(M, p - 1 - r, [r], r),
     # Twice the warm-up, and Ws twice as late: nobody waits if F + B = 2W (Qi 2023, figure 3). But
-    # rank r begins r F later than rank 0, ends as much later, and all wait for the last one in
-    # sum_and_clip. Qi 2023, section 4, does not wait there, but takes back a step whose norm was
-    # too large.
+    # rank r begins r F later than rank 0 and ends as much later, if B <= 2W, and all wait for the
+    # last one in sum_and_clip: a step takes M (F + B + W) + (p-1) F. Qi 2023, section 4, does not
+    # wait there, but takes back a step whose norm was too large.
     #     rank 0   F0 F1 F2 B0 W0 F3 B1 W1 B2 W2 B3 W3 ...
     #     rank 1   ...F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
     "zb-h2": lambda r, p, M, v: late_ws(M, 2 * (p - 1 - r), [r], 2 * r),
-    # No rank keeps more than 1f1b's first: a micro-batch comes back to the rank that it began on,
-    # so that its backward begins there soon (Qi 2023, figure 8).
-    #     rank 0   F0 F1 F2 f0 b0 w0 f1 b1 w1 F3 B0 W0 f2 b2 w2 B1 W1 f3 b3 w3 B2 W2 B3 W3 ...
-    #     rank 1   ...F0 f0 F1 f1 b0 w0 F2 B0 W0 f2 b1 w1 F3 B1 W1 f3 b2 w2 B2 b3 B3 W2 w3 W3
     "zb-v": zb_v,
-    # Pairs of an F and a B of the other stage: the all-to-alls of one's mixture of experts can hide
-    # behind the other's arithmetic (DeepSeek-V3, arXiv:2412.19437, section 3.2.1; folded into a V
-    # by Sea AI Lab). This is the schedule alone: here nothing of a pair overlaps.
-    #     rank 0   F0 F1 F2 f0 b0 w0 f1 F3 b1    f2 B0    b2    f3 ...B1    b3    B2 W2 B3 W3
-    #     rank 1   ...F0 f0 F1 f1 F2 b0    f2 B0    F3 b1    f3 B1    b2    B2    b3 B3 w3 W3
     "dualpipe-v": dualpipe_v,
 }
 

@@ -4,7 +4,8 @@
     rank 1  x - norm -f-> [qkv]_1 heads_1 [out]_1 -g->(+)- norm -f-> [up]_1 gelu [down]_1 -g->(+)- x
 
 f copies x in forward, and sums dx over ranks in backward; g sums in forward, copies in backward.
-With --sp f gathers along T, g sums and cuts, and in backward f does what g does, and g what f does.
+With --sp f gathers along T, g sums and cuts, and in backward f does what g does, and g what f does;
+x is not kept whole: f's backward gathers it once more.
 Inside is from an f to its g, outside is the rest; (+) adds the x from before the norm. q, k, v, up
 (and Llama's gate) are cut by columns, out and down by rows, embedding and head by words. Inside no
 rank needs another: heads are apart, gelu is elementwise.
@@ -127,7 +128,7 @@ def row_linear(linear, group):
 
 
 def locate(ids, words, rank):
-    """words: how many a rank has -> each id's row here, 0 if it is elsewhere; is it here?"""
+    """words: how many a rank has -> (each id's row in its piece, or 0), (is it in this piece?)"""
     rows = ids - rank * words
     here = (rows >= 0) & (rows < words)
     return rows.masked_fill(~here, 0), here
@@ -224,11 +225,14 @@ def shard(t, cut, tp):
 
     They stay zeros in training: gelu, silu and relu make 0 of 0, and the loss leaves out padding.
     """
-    parts = tp.size // cut.copies
-    padding = math.ceil(cut.plain_size / parts) * parts - cut.plain_size
-    padded = F.pad(t.movedim(cut.dim, -1), (0, padding)).movedim(-1, cut.dim)
-    piece = padded.chunk(parts, cut.dim)[tp.rank // cut.copies]
-    return piece.clone(memory_format=torch.contiguous_format)
+    each = math.ceil(cut.plain_size / (tp.size // cut.copies))
+    first = min(tp.rank // cut.copies * each, cut.plain_size)
+    count = min(each, cut.plain_size - first)
+    size = list(t.shape)
+    size[cut.dim] = each
+    piece = t.new_zeros(size)
+    piece.narrow(cut.dim, 0, count).copy_(t.narrow(cut.dim, first, count))
+    return piece
 
 
 def unshard(t, cut, tp):
@@ -261,7 +265,7 @@ class TensorParallel:
     """The ranks that share a model, how x goes inside and out, and a record of what they have cut.
 
     Outside, x is whole on every rank (Shoeybi 2019, fig. 3). In shapes, tp means tp.size.
-    gather and reduce are for Functions, leave is for models; SequenceParallel has others.
+    gather and reduce are for Functions; leave, which autograd knows, is for models.
     """
 
     def __init__(self, group=None):
@@ -367,7 +371,7 @@ class CutModule(nn.Module):
         super().__init__()
         options = getattr(plain, "padding_idx", None), getattr(plain, "max_norm", None)
         is_plain = type(plain) in (nn.Linear, nn.Embedding) and options == (None, None)
-        assert is_plain, f"{plain}: the weight alone would stay of it."
+        assert is_plain, f"{plain}: only a plain Linear or Embedding can be cut."
         self.tp = tp
         self.weight = plain.weight
         self.bias = getattr(plain, "bias", None)
@@ -466,6 +470,7 @@ class SequenceParallel(TensorParallel):
         return ReduceScatterFromTP.apply(y, self)  # partial -> sharded(T)
 
     def group_of_sum(self, p):
+        # what is whole has seen 1/tp of the tokens
         return super().group_of_sum(p) if p in self.cuts else self.group
 
 
@@ -580,12 +585,12 @@ def sum_over_ranks(tensors, group):
 
 def sum_gradients(model, tp):
     """Once a step, after the last backward: sum those gradients that are a summand on each rank."""
-    summands = defaultdict(list)  # {group: gradients}
+    by_group = defaultdict(list)  # {group: gradients}
     for p in model.parameters():
         group = tp.group_of_sum(p)
         if group and group.size() > 1 and p.grad is not None:
-            summands[group].append(p.grad)
-    for group, gradients in summands.items():
+            by_group[group].append(p.grad)
+    for group, gradients in by_group.items():
         sum_over_ranks(gradients, group)  # partial -> replicated
 
 
@@ -619,10 +624,10 @@ def full_gradients(model, tp):
 
 def load_full_state_dict(model, tp, state):
     """full_state_dict's inverse. state[name] is a whole tensor. If state reads it from a file when
-    it is asked, a rank never has two of them.
+    it is asked, a rank never has the whole model.
 
     A model that was cut on the meta device gets its memory here, on the device of state[name]; not
-    by to_empty(), which would make other parameters.
+    by to_empty() or load_state_dict(assign=True): of other parameters tp knows nothing.
     """
     for name, t in model.state_dict(keep_vars=True).items():
         piece = state[name].to(t.dtype)
@@ -682,7 +687,7 @@ def plan_of(model):
         "tok": VocabEmbedding, "head": ColumnLinear,
         "blocks.*.attn.q": ColumnLinear, "blocks.*.attn.out": RowLinear,
         "blocks.*.attn.[kv]": key_values(attn.k.out_features // attn.head_dim),
-        # they look q, k, v and others up when they run, cut by then
+        # one_f reads q, k and v when it runs: by then they are cut
         "blocks.*.attn": one_f("q", "k", "v"), "blocks.*.attn.[qk]_norm": inside,
         "blocks.*.mlp.up": ColumnLinear, "blocks.*.mlp.down": RowLinear,
     }
@@ -707,12 +712,12 @@ PLAN_OF_IDEA = {
 
 
 def parallelize_idea(model, tp):
-    """tp notes what part 1 has cut, with which full_state_dict and full_gradients make it whole."""
+    """tp notes what part 1 has cut, so that full_state_dict can make it whole."""
     cut_by_name(model, PLAN_OF_IDEA, tp.group)
     for p in model.parameters():
         if hasattr(p, "cut"):
             tp.cuts[p] = Cut(p.cut, tp.size * p.shape[p.cut])
-    for block in model.blocks:
+    for block in model.blocks:  # for textbook's G alone
         inside(block.attn.q_norm, tp)
         inside(block.attn.k_norm, tp)
     return model

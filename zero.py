@@ -23,20 +23,20 @@ nothing of the embedding. fsdp.py cuts alike, for blocks, in the usual loop, als
 
     zero = ZeRO3(units_of(model, model.blocks))
     optimizer = AdamW(zero.parameter_groups(), lr=1e-3)
-    zero.zero_grad()  # in every step; the model's and the optimizer's would find no gradients
+    zero.zero_grad()  # in every step; not the model's or the optimizer's, which find no gradients
     (loss_sum(model(x), y) / valid).backward()  # of this rank's rows; valid: targets of all ranks
     zero.reduce()  # after each backward
-    norm = zero.clip_grad_norm_(1.0)  # nn.utils.clip_grad_norm_ would find none, either
+    norm = zero.clip_grad_norm_(1.0)  # not nn.utils.clip_grad_norm_
     zero.step(optimizer)
 
 Not for: Muon, Shampoo, LAMB (but see harness/whole.py), optimizers that count a group's steps (but
-see step); blocks of several dtypes; sparse embeddings; second derivatives; backwards that raise;
-reentrant checkpointing; parameters thawed later, or changed except by load_full_state_dict. Unused
-parameters get gradients of 0. In stage 3 blocks return one tensor, and ranks use the same
-parameters, in one order; autocast keeps bf16 copies of whole weights: take a bf16 model instead.
+see step); steps between a forward and its backward; blocks of several dtypes; sparse embeddings;
+second derivatives; backwards that raise; reentrant checkpointing; parameters thawed later, or
+loaded except by load_full_state_dict. Unused ones get gradients of 0. In stage 3 blocks return one
+tensor, ranks use parameters in one order, and autocast keeps bf16 copies of weights.
 Rajbhandari et al. 2019, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv:1910.02054, sections 5 and 7; Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840.
-At work: ZeroRedundancyOptimizer (stage 1), fully_shard (stages 2 and 3), part 4 below.
+At work: ZeroRedundancyOptimizer (stage 1), fully_shard (stage 3; stage 2's traffic), part 4 below.
     torchrun --standalone --nproc_per_node=2 zero.py --stage 3
 """
 from collections import namedtuple
@@ -164,7 +164,7 @@ class Unit:
         for p, place in self.places.items():
             place.copy_(p.detach())
             p.data = place
-        self.buffer = None  # made with slots, {parameter: its gradient's view of buffer}
+        self.buffer = None  # see make_buffer; so is slots, {parameter: its gradient's view of it}
         self.reduce_dtype = reduce_dtype or self.full.dtype  # of buffer and grad
         self.missing = set()  # parameters that have no gradient yet of this backward
         self.reducing = None  # the sum of buffer over ranks that is under way
@@ -216,9 +216,9 @@ class ZeRO1:
     """Optimizer states are cut: a rank steps its chunk of each unit, and is sent the others.
 
     units: [(parameters, sites)] in the order of forward, such as units_of(model, model.blocks).
-        parameters: trained ones. sites: the modules that read them, and in ZeRO3 no others
+        parameters: trained ones. sites: the modules that read them, and no others of ZeRO3's
     group: the ranks that share the batch, over which gradients are summed
-    offload: "optimizer" keeps masters and states in the CPU's memory; "param", in ZeRO3, shards too
+    offload: "optimizer" keeps masters and states in the CPU's memory; "param" (ZeRO3) shards, too
     reduce_dtype: of gradients that are kept, added up and sent (None: their parameter's).
         torch.float32 for bf16 parameters: a bf16 sum of many micro-batches is rounded at each
 
@@ -229,7 +229,10 @@ class ZeRO1:
     Weights that are loaded later go through load_full_state_dict, else masters would not know.
     """
 
+    offloads = "none", "optimizer"
+
     def __init__(self, units, group=None, offload="none", reduce_dtype=None):
+        assert offload in self.offloads, f"offload {offload}: take one of {self.offloads}"
         self.group = group
         self.offload = offload
         self.sync = True  # False: the next backward only adds to gradients, no sum over ranks
@@ -291,7 +294,8 @@ class ZeRO1:
                 self.sum_next()
 
     def sum_next(self):
-        """Ends the sum that is under way, if any, and begins the next one, if any is left."""
+        """Ends the sum that is under way, if any, and begins the next one, if any is left: so two
+        units' buffers have memory at most."""
         if self.summing:
             self.summing.reducing.wait()
             self.summing.reducing = None
@@ -308,8 +312,8 @@ class ZeRO1:
         unit.reducing = reduce_scatter(own, unit.buffer, group=self.group, async_op=True)
 
     def keep_sum(self, unit):
-        """grad, a view of buffer, is the sum now. What this rank has made of other chunks is in
-        their sums: it becomes 0, so that the next sum does not count it again."""
+        """grad, a view of buffer, is the sum now. This rank's summands of other chunks have been
+        sent: they become 0, lest the next sum count them again."""
         unit.buffer[:unit.mine.start].zero_()
         unit.buffer[unit.mine.stop:].zero_()
 
@@ -414,6 +418,8 @@ class ZeRO2(ZeRO1):
 class ZeRO3(ZeRO2):
     """Parameters are cut, too: a unit's full has memory while it computes, or is about to."""
 
+    offloads = *ZeRO2.offloads, "param"
+
     def __init__(self, units, group=None, offload="none", reduce_dtype=None):
         super().__init__(units, group, offload, reduce_dtype)
         self.entered = []  # this micro-batch's units in the order of use, forward then backward
@@ -512,7 +518,8 @@ def units_of(model, blocks):
             parameters, sites = before if is_tied else here
             parameters.update(dict.fromkeys(own))
             sites.append(m)
-    if middle and all(p.dim() == 1 for p in after[0]):  # the last norm goes with the last block
+    if middle and all(p.dim() == 1 for p in after[0]):
+        # a norm alone is not worth a sum of its own: it goes with the last block
         middle[-1][0].update(after[0])
         middle[-1][1].extend(after[1])
         after = {}, []
@@ -540,7 +547,7 @@ def groups_of_masters(units, groups=None):
 def full_state_dict(model, zero):
     """-> {name: whole tensor} of the plain model, see full_parameters. All ranks must call it."""
     found = zero.full_parameters()
-    state = model.state_dict(keep_vars=True)  # the Parameters themselves, keys of found
+    state = model.state_dict(keep_vars=True)  # the Parameters themselves, which are keys of found
     return {name: found.get(t, t).detach() for name, t in state.items()}  # frozen ones are whole
 
 
@@ -548,7 +555,7 @@ def load_full_state_dict(model, zero, state):
     """full_state_dict's inverse: a rank takes its parts of whole tensors, the same on all ranks."""
     part_of = {part.parameter: part for part in zero.parts}
     for name, t in model.state_dict(keep_vars=True).items():
-        if t.numel():  # not empty: in ZeRO3 what is frozen, in others all
+        if t.numel():  # in ZeRO3 only what is frozen has numbers
             t.data.copy_(state[name])
         if t in part_of:
             part = part_of[t]

@@ -2,6 +2,7 @@
 import copy
 import inspect
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -150,7 +151,7 @@ def check_kernels():
     torch.Tensor.tolist = lambda t: reads.append(t) or read(t)
     for in_one_kernel in True, False:
         layer.zero_grad()
-        moe.Experts.one_kernel_pays = lambda self, rows, pays=in_one_kernel: pays
+        moe.Experts.one_kernel_pays = lambda self, *_, pays=in_one_kernel: pays
         with Operations() as step:
             y = layer(x)
             y.square().sum().backward()
@@ -164,6 +165,15 @@ def check_kernels():
 
 def test_one_kernel_is_the_loop():
     run_ranks(check_kernels, 1)
+
+
+def test_one_kernel_drops_no_bias():
+    rows = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16)
+    for biased in "up", "down", "gate", "none":
+        linears = [[nn.Linear(8, 8, bias=name == biased)] for name in ("up", "down", "gate")]
+        experts = moe.Experts(F.silu, *linears)
+        pays = experts.one_kernel_pays(rows, [experts.up, experts.down, experts.gate])
+        assert pays == (biased == "none")
 
 
 # ---- the copy: in another model ----------------------------------------------------------

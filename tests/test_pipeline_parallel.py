@@ -18,8 +18,7 @@ from conftest import (
     run_ranks, textbook)
 from harness.timeline import chunks, costs, grid, in_flight, longest, simulate
 from others import VOCABULARY, Llama
-from pipeline_parallel import (
-    SCHEDULES, Mail, chunks_of, dualpipe_v, make_plans, spell, zb_v)
+from pipeline_parallel import SCHEDULES, Mail, chunks_of, make_plans
 
 LLAMA = ("--model", "llama-toy")
 TORCHS = "zb-v" if torch.__version__ >= (2, 13) else "gpipe"  # see refuse_at_work
@@ -150,15 +149,6 @@ def test_pictures_are_what_the_schedules_do():
         v = chunks(plans[0])
         for row in grid(simulate(plans, costs(plans, v, v, v))).split("\n"):
             assert row.strip() in text, name
-
-
-def test_the_phases_are_what_their_words_spell():
-    text = (ROOT / "pipeline_parallel.py").read_text()
-    for schedule in zb_v, dualpipe_v:
-        rows = text.split(f"def {schedule.__name__}(")[1].split("# rank ")[1:3]
-        for rank, row in enumerate(rows):
-            words = row.split("\n")[0][1:]
-            assert spell(words, 4, rank, 2) == schedule(rank, 2, 4, 2)
 
 
 # ---- trained: parts 1 and 2 alone, and a model that is not ours --------------------------

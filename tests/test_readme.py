@@ -164,8 +164,13 @@ def somebodys_model(name):
     """Two blocks of Llama's form; with moe, its MLPs are mixtures of four experts."""
     cfg = GPTConfig(2, 32, 4, 256, T, FORMS["llama"], 2, 44)
     if name == "moe":
-        cfg = moe.mixture(cfg, experts=4, top_k=2, balance="none")
-    return build(cfg, 0, dtype=torch.float64)
+        cfg = moe.mixture(cfg, experts=4, top_k=2)
+    model = build(cfg, 0, dtype=torch.float64)
+    if name == "moe":
+        for block in model.blocks:
+            block.mlp.alpha = 0.01  # as the page
+            block.mlp.beta = 0.0
+    return model
 
 
 def batches():
@@ -180,7 +185,8 @@ def plain_training(name):
     model = somebodys_model(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     rated = [(1e-3, *batch) for batch in batches()]
-    for _ in plain_steps(model, optimizer, rated, 1.0):
+    extra_loss = moe.plain_balancing_losses if name == "moe" else None
+    for _ in plain_steps(model, optimizer, rated, 1.0, extra_loss):
         yield None, gradients_of(model), model.state_dict()
 
 

@@ -186,9 +186,9 @@ def check_refusals():
     scaled.embed_tokens = type("Scaled", (nn.Embedding,), {})(8, 12)
     for words, cuts, model in [
         ("called nowhere.*", {"nowhere.*": section.ColumnLinear}, Llama()),
-        ("padding_idx=0.*: the weight alone", plan(2), padded),
-        (r"max_norm=1.0\): the weight alone", plan(2), bounded),
-        ("Scaled.*: the weight alone", plan(2), scaled),
+        ("padding_idx=0.*: only a plain", plan(2), padded),
+        (r"max_norm=1.0\): only a plain", plan(2), bounded),
+        ("Scaled.*: only a plain", plan(2), scaled),
         ("2 ranks for 3 heads of keys and values", plan(3), Llama()),
         ("layers.0.mlp.drop_inside: ranks would draw", {}, Llama(dropout=0.1)),
         (r"embed_tokens shares \['weight'\]", {"lm_head": section.ColumnLinear}, Llama(tied=True)),

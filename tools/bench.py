@@ -39,7 +39,7 @@ SIZES = "--layers 4 --width 256 --heads 8 --seq 256 --batch 8 --steps 30 --no-ch
 NAMES = {"idea": "idea", "scratch": "ours", "torch": "torch"}
 CHECK = ("ranks", "worst gap", "sent MB", "textbook", "held MB", "peak MB", "ms/step", "tok/s")
 BENCH = ("ranks", "side", "worst gap", "calls", "sent MB", "peak MB", "ms/step")
-WIDTH = {CHECK: 18, BENCH: 40}  # of what stands before the columns
+WIDTH = {CHECK: 18, BENCH: 52}  # of what stands before the columns
 
 
 def aligned(label, columns, cells=None):
