@@ -155,10 +155,10 @@ def sum_gradients(parameters, group=None):
     the same weights. With ddp.py, whose sums hide behind backward, leave it out, and put all
     backwards but the last into its no_sync()."""
     trained = [p for p in parameters if p.grad is not None]
-    flat = torch.cat([p.grad.flatten() for p in trained])  # 4 P bytes more, until the old are freed
+    flat = torch.cat([p.grad.flatten() for p in trained])
     dist.all_reduce(flat, group=group)  # partial -> replicated
     for p, part in zip(trained, flat.split([p.numel() for p in trained])):
-        p.grad = part.view_as(p)  # a piece of flat: nothing is copied back
+        p.grad.copy_(part.view_as(p))
 
 
 # ---- what the graph keeps

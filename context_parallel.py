@@ -488,7 +488,7 @@ def sum_gradients(parameters, group=None):
     flat = torch.cat([p.grad.flatten() for p in trained])
     dist.all_reduce(flat, group=group)  # partial -> replicated
     for p, part in zip(trained, flat.split([p.numel() for p in trained])):
-        p.grad = part.view_as(p)  # a piece of flat: nothing is copied back
+        p.grad.copy_(part.view_as(p))
 
 
 # ---- 3. the toy GPT, parallelized --------------------------------------------

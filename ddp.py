@@ -49,6 +49,7 @@ from common import clip_gradients, loss_sum, share
 def begin_alike(model, group=None):
     """Once, before the first step."""
     for tensor in [*model.parameters(), *model.buffers()]:
+        tensor.data = tensor.data.contiguous()  # a broadcast sends memory, whatever the strides
         dist.broadcast(tensor.data, group=group, group_src=0)  # the first rank's -> replicated
 
 

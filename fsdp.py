@@ -307,9 +307,11 @@ class FSDP(nn.Module):
         module.register_state_dict_pre_hook(refuse_state_dict)
         frozen = [p for p in module.parameters() if not p.requires_grad]
         for p in frozen:
-            p.data = p.data.to(dtype or p.dtype)
+            if p.is_floating_point():
+                p.data = p.data.to(dtype or p.dtype)
         self.uncut = [*module.buffers(), *frozen]  # what every rank has
         for tensor in self.uncut:
+            tensor.data = tensor.data.contiguous()  # a broadcast sends memory, whatever the strides
             dist.broadcast(tensor, group=group, group_src=0)  # the first rank's -> replicated
 
         def new_unit(parameters):
@@ -321,7 +323,10 @@ class FSDP(nn.Module):
         blocks = [block for block in blocks if trained(block)]  # the others stay whole
         self.block_units = [new_unit(trained(block)) for block in blocks]
         taken = {p for unit in self.block_units for p in unit.shapes}
+        assert len(taken) == sum(len(unit.shapes) for unit in self.block_units), "blocks share some"
         rest = [p for p in trained(module) if p not in taken]
+        for p in rest:  # where watch() finds no tensor in the model's output
+            p.register_post_accumulate_grad_hook(self.begin_backward)
         self.root_units = [new_unit(rest)] if rest else []  # none if all of it is frozen
         self.units = self.block_units + self.root_units
         self.parts = [part for unit in self.units for part in unit.parts]
@@ -396,6 +401,9 @@ class FSDP(nn.Module):
         """Waits for the sum that is under way, if any, and begins this one: one at a time."""
         if self.summing:
             self.summing[-1].wait_sum()
+        if unit in self.summing:  # of another forward of the same loss
+            self.summing.remove(unit)
+            unit.add_sum()
         unit.start_sum()
         self.summing.append(unit)
 
@@ -418,7 +426,8 @@ class FSDP(nn.Module):
         known = {p for unit in self.units for p in unit.shapes}
         ours = []
         for group in groups or [{"params": list(master_of)}]:
-            params = list(group["params"])
+            params = group["params"]
+            params = [params] if torch.is_tensor(params) else list(params)
             assert all(p in known or not p.requires_grad for p in params), "p is in no unit"
             masters = [master_of[p] for p in params if p in master_of]  # with a part here
             ours.append({**group, "params": masters})
@@ -450,16 +459,21 @@ class FSDP(nn.Module):
     def load_full_state_dict(self, state):
         """Its inverse: a rank takes its parts of whole tensors, which are the same on all ranks."""
         part_of = {part.parameter: part for part in self.parts}
+        shape_of = {p: shape for unit in self.units for p, shape in unit.shapes.items()}
         for name, t in self.module.state_dict(keep_vars=True).items():
+            assert state[name].shape == shape_of.get(t, t.shape), f"{name}: {state[name].shape}"
             if t.numel():  # not empty: what is frozen, and buffers
                 t.data.copy_(state[name])
             if t in part_of:
                 part = part_of[t]
                 part.value.copy_(state[name].flatten()[part.first:part.first + len(part.value)])
 
-    def _apply(self, *_, **__):
-        """to(), cuda(), half() call it: masters would no longer be views of shards."""
-        raise RuntimeError("FSDP: move and cast the module before")
+    def refuse(self, *_, **__):
+        raise RuntimeError("FSDP: move, cast and copy the module before")
+
+    # masters would no longer be views of shards
+    _apply = refuse  # to(), cuda(), half() call it
+    __deepcopy__ = refuse
 
 
 def refuse_state_dict(module, prefix, keep_vars):

@@ -283,6 +283,7 @@ class ZeRO1:
         """Autograd's call when p's gradient is complete: once in a backward, also if p is tied."""
         assert unit in self.pending, "it is summed already: call reduce() after each backward"
         assert not self.is_stepped, "a gradient of the step before: call zero.zero_grad()"
+        assert p.dtype == unit.full.dtype, "cast and move the model before ZeRO"
         unit.make_buffer()
         unit.slots[p].add_(p.grad)
         p.grad = None
@@ -537,7 +538,8 @@ def groups_of_masters(units, groups=None):
     known = {p for unit in units for p in unit.shapes}
     ours = []
     for group in groups or [{"params": list(master_of)}]:
-        params = list(group["params"])
+        params = group["params"]
+        params = [params] if torch.is_tensor(params) else list(params)
         assert all(p in known or not p.requires_grad for p in params), "p is in no unit"
         masters = [master_of[p] for p in params if p in master_of]  # with a part here
         ours.append({**group, "params": masters})
@@ -554,7 +556,9 @@ def full_state_dict(model, zero):
 def load_full_state_dict(model, zero, state):
     """full_state_dict's inverse: a rank takes its parts of whole tensors, the same on all ranks."""
     part_of = {part.parameter: part for part in zero.parts}
+    shape_of = {p: shape for unit in zero.units for p, shape in unit.shapes.items()}
     for name, t in model.state_dict(keep_vars=True).items():
+        assert state[name].shape == shape_of.get(t, t.shape), f"{name}: {tuple(state[name].shape)}"
         if t.numel():  # in ZeRO3 only what is frozen has numbers
             t.data.copy_(state[name])
         if t in part_of:

@@ -461,7 +461,7 @@ def step_of_a_copy(code, model, optimizer, x, y, scaler):
 PLANTED_IN_A_COPY = [
     ("idea", True, "        scaler.unscale(trained)", "        pass"),
     ("full", False, "    dist.all_reduce(flat, group=group)", "    pass"),
-    ("full", False, "        p.grad = part.view_as(p)", "        pass"),
+    ("full", False, "        p.grad.copy_(part.view_as(p))", "        pass"),
     ("selective", True, "                p.grad /= self.scale", "                pass"),
 ]
 

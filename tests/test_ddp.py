@@ -151,9 +151,28 @@ def check_copies():
     check_differs(check_copy, "idea", broadcast, "pass")
 
 
+def check_strides():
+    """Rank 0's weight is transposed, and a fused optimizer walks memory."""
+    torch.manual_seed(dist.get_rank())
+    inner = nn.Linear(4, 8)
+    if dist.get_rank() == 0:
+        inner.weight = nn.Parameter(torch.randn(4, 8).t())
+    section = copied("ddp")
+    model = section.BucketedDDP(inner)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    x = torch.randn(3, 4)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+    everyones = [torch.empty(8, 4) for _ in range(2)]
+    dist.all_gather(everyones, inner.weight.detach().contiguous())
+    compare(*everyones)
+
+
 @pytest.mark.parametrize("world, check", [
     (2, check_copies), (4, check_copies), (2, check_unused), (2, check_fp32_sums),
-    (2, check_overlap),
+    (2, check_overlap), (2, check_strides),
 ])
 def test_copy(world, check):
     run_ranks(check, world)

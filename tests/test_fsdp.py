@@ -1,6 +1,8 @@
 """fsdp.py, and its idea and technique around a model that is not ours."""
+import copy
 import weakref
 from collections import Counter
+from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 
@@ -16,8 +18,9 @@ from conftest import (
     run_ranks, run_script, textbook)
 from fsdp import FSDP, from_meta, full_gradients
 from others import (
-    Layer, Llama, OfTensors, bf16_llama, bf16_rows, compare, compare_fp32, gradients_of, into,
-    llama_loss, micro_batches, mine, own_rows_alone, token_rows, trained, whole_batch)
+    WIDTH, Layer, Llama, OfTensors, bf16_llama, bf16_rows, compare, compare_fp32, gradients_of,
+    into, llama_loss, loss_sum, micro_batches, mine, own_rows_alone, token_rows, trained,
+    whole_batch)
 
 LLAMA = ("--model", "llama-toy")
 ROWS = token_rows(torch.Generator(), 2)
@@ -240,6 +243,70 @@ def check_unused():
             whole.state_dict()
 
 
+def two_tasks(model, task):
+    """A hook: the last layer adds one of two adapters."""
+    layer = model.layers[-1]
+    layer.adapters = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+    layer.register_forward_hook(lambda layer, inputs, y: y + layer.adapters[task[0]](y))
+
+
+def check_two_forwards():
+    """Of one loss, with parameters that only one of them uses."""
+    task = [0]
+    plain = llama()
+    plain.zero_grad()
+    two_tasks(plain, task)
+    inner = copy.deepcopy(plain)
+    inner.layers[-1]._forward_hooks.clear()
+    two_tasks(inner, task)
+    inner.layers[-1].adapters.load_state_dict(plain.layers[-1].adapters.state_dict())
+    model = FSDP(inner, inner.layers)
+    for each, rows in (plain, ROWS), (model, mine(ROWS)):
+        loss = 0
+        for task[0] in range(2):
+            loss = loss + llama_loss(each, *rows)
+        loss.backward()
+    compare(full_gradients(model), gradients_of(plain))
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+
+
+class Dressed(Llama):
+    def forward(self, tokens):
+        return Output(super().forward(tokens)["logits"])
+
+
+def check_opaque_output():
+    """Of a class that torch cannot look into, where the head alone trains; a group is a tensor; an
+    int stays one; a copy, and a state of another shape, raise."""
+    torch.manual_seed(0)
+    plain = Dressed()
+    plain.requires_grad_(False)
+    plain.lm_head.requires_grad_(True)
+    plain.steps = nn.Parameter(torch.tensor([257]), requires_grad=False)
+    inner = copy.deepcopy(plain)
+    model = FSDP(inner, inner.layers)
+    x, y = ROWS
+    loss_sum(plain(x).logits, y).backward()
+    x, y = mine(ROWS)
+    loss_sum(model(x).logits, y).backward()
+    compare(full_gradients(model), gradients_of(plain))
+    for params in inner.lm_head.weight, [inner.lm_head.weight]:
+        [group] = model.parameter_groups([{"params": params}])
+        assert len(group["params"]) == len(model.parts)
+    whole = model.full_state_dict()
+    whole["lm_head.weight"] = whole["lm_head.weight"].t()
+    with pytest.raises(AssertionError, match="lm_head.weight"):
+        model.load_full_state_dict(whole)
+    with pytest.raises(RuntimeError, match="copy the module before"):
+        copy.deepcopy(model)
+    half = FSDP(copy.deepcopy(plain), [], dtype=torch.bfloat16)
+    assert half.module.steps.item() == 257
+
+
 def as_nccl(collective, works, out, tensor, group, async_op=False):
     """On a stream of its own it may read and write its memory until wait() is called."""
     result = torch.empty_like(out)
@@ -271,6 +338,6 @@ def check_memory(reshard, most):
 
 
 def test_parts():
-    for check in check_meta, check_unused, check_bf16:
+    for check in check_meta, check_unused, check_bf16, check_two_forwards, check_opaque_output:
         run_ranks(check, 2)
     run_ranks(check_each, 2, check_memory, [(True, 2), (False, 3)])

@@ -289,6 +289,17 @@ def check_misuse(stage):
     optimizer.zero_grad()
     refuses("call zero.zero_grad", llama_loss(model, *ROWS).backward)
     refuses("in no unit", ours.parameter_groups, stranger)
+    if stage == "3":
+        weight = model.lm_head.weight
+        [group] = ours.parameter_groups([{"params": weight}])  # torch's optimizers take a tensor
+        assert len(group["params"]) == 1
+    whole = zero.full_state_dict(model, ours)
+    whole["lm_head.weight"] = whole["lm_head.weight"].t()
+    refuses("lm_head.weight", zero.load_full_state_dict, model, ours, whole)
+    ours.zero_grad()
+    if stage != "3":
+        model.float()
+        refuses("before ZeRO", llama_loss(model, *ROWS).backward)
     mixed = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2).float())]
     refuses("each dtype", zero.ZeRO1, [(mixed, [])])
 
