@@ -32,7 +32,8 @@ and values; a rank has P parameters. n = dp cp. A = B/(dp M) T/cp C goes from st
 Narayanan 2021, arXiv:2104.04473, section 3; Llama 3 2024, arXiv:2407.21783, 3.3.2.
 At work: part 4.
 Not for: what its files are not for; optimizers of whole matrices, but see --optimizer muon; ties
-but of the first stage and the last; pipedream; ZeRO-3 of several stages.
+but of the first stage and the last; stages whose first parameters differ in dtype; pipedream;
+ZeRO-3 of several stages.
     torchrun --standalone --nproc_per_node=8 hybrid_3d.py --dp 2 --tp 2 --pp 2
 """
 import re
@@ -466,7 +467,7 @@ class Hybrid(nn.Module):
     layers   the model's: the parameters of each are a unit
     head     what makes the logits: an nn.Linear, or what cut_model has put in its place
     loss     (logits, targets) -> the sum over a micro-batch's tokens. Logits are cut by words if
-             the head is. None: cross-entropy
+             the head is. None: cross-entropy, where a target of -100 does not count
     zero     the level of ZeRO. 0: nothing is cut, and copies sum whole gradients
     reduce_dtype  of gradients that are added up and summed over copies, such as torch.float32 where
              the model is in bf16
@@ -1206,6 +1207,8 @@ def main():
     run = Run(args, build=partial(build_plain, args))
     mesh = Mesh(plans, args.dp, args.cp, args.tp, args.ep)
     grid = make_grid(args.dp, args.tp, args.pp) if "idea" in run.impls else None
+    if run.dry:
+        tensor_parallel.new_group = dist.new_group  # there are no others
     if args.experts:
         tokens = args.batch // args.dp // args.micro * (args.seq // args.cp) // args.tp
         moe.balanced_counts.expect(args, tokens, mesh.group["ep"])

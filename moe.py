@@ -393,7 +393,8 @@ class MoE(nn.Module):
     experts   the Experts of this rank, E/ep of them, on rank r of ep from number r E/ep on
     route     (logits, bias) -> chosen, gates, probs: softmax_route with its options, or another
     ep        group of the ranks that share out the experts; each brings its own tokens
-    everyone  group of the ranks whose tokens are balanced together; None: the world
+    everyone  group of the ranks whose tokens are balanced together, in a pipeline those with the
+              same stages; None: the world
     shared    a module that every token visits besides, or None
     alpha     factor of Switch's balancing loss, such as 0.01. Each rank adds its own part, and the
               model's loss does not show it, see balancing_losses. With M micro-batches in a step
@@ -737,7 +738,7 @@ def load_full_state_dict(model, ep, state):
         if ".experts." in name:  # a stack
             here = share(len(tensor) * ep.size(), ep.size(), ep.rank())
             tensor.copy_(torch.stack([state[plain_name(name, e)] for e in here]))
-        else:
+        elif name in state or not name.endswith("bias_units"):  # of which a plain model has none
             tensor.copy_(state[name])
 
 

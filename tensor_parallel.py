@@ -638,16 +638,28 @@ def load_full_state_dict(model, tp, state):
             torch.utils.swap_tensors(t, piece)  # t stays, and with it names and ties
         else:
             t.data.copy_(piece)
+    left = [name for name, t in model.named_buffers() if t.is_meta]
+    assert not left, f"{left} are in no state_dict: make them on a device yourself"
 
 
 # ---- more ranks than heads of keys and values: Qwen3-30B-A3B has 4, and 8 ranks are usual
+
+
+def new_group(ranks):  # dry runs have another
+    """ranks: this rank's group, one of those that share out the world. All ranks of the world call
+    it, since each has to make all groups."""
+    listed = [None] * dist.get_world_size()
+    dist.all_gather_object(listed, ranks)
+    groups = sorted({tuple(each) for each in listed})  # in the same order on all ranks
+    group, _ = dist.new_subgroups_by_enumeration([list(each) for each in groups])
+    return group
 
 
 def key_values(heads):
     """For a plan: k and v of so many heads, where tp divides heads, or heads divides tp.
 
     With more ranks than heads, `copies` ranks in a row, twins, have the same head of k, but other
-    heads of q: each makes a summand of k's gradient.
+    heads of q: each makes a summand of k's gradient. All ranks of the world call cut_model then.
     """
     twins = {}  # {tp: their group}, made at the first layer
 
@@ -658,7 +670,7 @@ def key_values(heads):
         if copies > 1 and tp not in twins:
             first = tp.rank // copies * copies
             ranks = dist.get_process_group_ranks(tp.group)[first:first + copies]
-            twins[tp] = dist.new_group(ranks, use_local_synchronization=True)
+            twins[tp] = new_group(ranks)
         if copies > 1:
             for p in plain.parameters():
                 tp.cut(p, 0, copies)
@@ -878,6 +890,9 @@ def main():
     refuse(args, require)
     run = Run(args)
     mesh = init_device_mesh(run.device.type, (run.world_size,))
+    if run.dry:
+        global new_group
+        new_group = dist.new_group  # there are no others
     with run:  # from here on a dry run's tensors have no memory
         tp = SequenceParallel(dist.group.WORLD) if args.sp else TensorParallel(dist.group.WORLD)
         sides = {impl: set_up(run, impl, tp, mesh) for impl in run.impls}

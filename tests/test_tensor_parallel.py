@@ -202,6 +202,24 @@ def check_refusals():
         section.vocab_parallel_cross_entropy(torch.ones(2, 31), torch.ones(2).long(), 31, tp)
 
 
+def check_twins():
+    """Also where ranks are in different numbers of groups; what no state_dict has is named."""
+    dist.new_group([0, 2])
+    model = nn.ModuleDict({"k": nn.Linear(8, 8)})
+    tp = section.TensorParallel()
+    section.cut_model(model, tp, {"k": section.key_values(2)})
+    first = dist.get_rank() // 2 * 2
+    twins = tp.summands[model["k"].weight]
+    assert dist.get_process_group_ranks(twins) == [first, first + 1]
+    model.register_buffer("angles", torch.ones(2, device="meta"), persistent=False)
+    with pytest.raises(AssertionError, match="angles.* are in no state_dict"):
+        section.load_full_state_dict(model, tp, nn.ModuleDict({"k": nn.Linear(8, 8)}).state_dict())
+
+
+def test_twins():
+    run_ranks(check_twins, 4)
+
+
 def test_copy():
     """It trains as the plain model does; what would be silently wrong raises."""
     run_ranks(check_each, 2, check_copy, [
