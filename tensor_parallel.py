@@ -649,7 +649,8 @@ def new_group(ranks):  # dry runs have another
     """ranks: this rank's group, one of those that share out the world. All ranks of the world call
     it, since each has to make all groups."""
     listed = [None] * dist.get_world_size()
-    dist.all_gather_object(listed, ranks)
+    by_hosts = dist.new_group(backend="gloo")  # NCCL would take the words through the GPUs
+    dist.all_gather_object(listed, ranks, group=by_hosts)
     groups = sorted({tuple(each) for each in listed})  # in the same order on all ranks
     group, _ = dist.new_subgroups_by_enumeration([list(each) for each in groups])
     return group
