@@ -35,8 +35,8 @@ At work: fully_shard, part 4 below, which cuts each parameter along dim 0 instea
 Not for: blocks of several dtypes, or that share parameters (they raise); an optimizer made before
 FSDP, or of whole matrices (but see harness/whole.py); steps between a forward and its backward;
 blocks called by yourself, or twice in a forward; ranks that use different blocks; GradScaler (ranks
-would skip different steps); freezing later, or loading except by load_full_state_dict; second
-derivatives, reentrant checkpointing, backwards that raise. Unused parameters get gradients of 0.
+would skip different steps); freezing later; loading except by load_full_state_dict; autograd.grad,
+second derivatives, reentrant checkpointing, backwards that raise. Unused ones get gradients of 0.
     torchrun --standalone --nproc_per_node=2 fsdp.py
 """
 from collections import namedtuple
