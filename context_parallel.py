@@ -15,7 +15,7 @@ ring of cp ranks. At each hop a rank scores its own queries with the keys of the
     ring = Zigzag()                      # of all ranks; else Zigzag(group)
     for layer in model.layers:
         layer.attn.attend = ring.attend  # attend(q, k, v) for a causal scaled_dot_product_attention
-        # packed sequences, for each batch: partial(ring.attend, documents=d), d (B, T): numbers
+        # packed: for each batch partial(ring.attend, documents=d), d (B, T): tokens' documents
     own = ring.positions(T, device)      # (T/cp,); all ranks have the same x, y (B, T)
     logits = model(x[:, own], positions=own)  # the model has to be told where its tokens stand
     (loss_sum(logits, y[:, own]) / valid).backward()  # loss_sum: of tokens; valid: targets in y

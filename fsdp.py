@@ -323,7 +323,8 @@ class FSDP(nn.Module):
         blocks = [block for block in blocks if trained(block)]  # the others stay whole
         self.block_units = [new_unit(trained(block)) for block in blocks]
         taken = {p for unit in self.block_units for p in unit.shapes}
-        assert len(taken) == sum(len(unit.shapes) for unit in self.block_units), "blocks share some"
+        count = sum(len(unit.shapes) for unit in self.block_units)
+        assert len(taken) == count, "blocks share parameters"
         rest = [p for p in trained(module) if p not in taken]
         for p in rest:  # where watch() finds no tensor in the model's output
             p.register_post_accumulate_grad_hook(self.begin_backward)

@@ -47,7 +47,6 @@ from torch.autograd.function import once_differentiable
 
 import pipeline_parallel
 import tensor_parallel
-import zero as ladder
 from common import loss_sum
 from pipeline_parallel import (
     IdeaOfPipeline, Mail, SplitLinear, SplitPipeline, gather, homes, idea_plan, make_links,
@@ -56,6 +55,7 @@ from tensor_parallel import (
     ColumnLinear, ColumnParallel, RowLinear, SequenceParallel, cross_entropy_by_words,
     vocab_parallel_cross_entropy)
 from zero import ZeRO1, ZeRO2, ZeRO3, groups_of_masters, units_of
+from zero import load_full_state_dict as load_parts
 
 # imports of parts 1 and 2 end here; the rest is for parts 3 to 5
 import math
@@ -561,7 +561,7 @@ class Hybrid(nn.Module):
         for stage in self.stages:
             tensors = stage.state_dict(keep_vars=True)
             mine = {name: self.shard(t, state[name]) for name, t in tensors.items()}
-            ladder.load_full_state_dict(stage, self.copies, mine)
+            load_parts(stage, self.copies, mine)
 
     def is_expert(self, t):
         return t in self.table and "ep" in self.table[t].fate

@@ -387,7 +387,7 @@ class Stages(nn.ModuleList):
         pipelines = pipelines or [range(dist.get_world_size())]
         rank = dist.get_rank()
         home = homes(plans)
-        own = next(ranks for ranks in pipelines if rank in ranks)
+        [own] = [ranks for ranks in pipelines if rank in ranks]
         here = {stage: whole[stage] for stage in sorted(home) if own[home[stage]] == rank}
         super().__init__(here.values())
         self.here = here  # {stage: module}
@@ -622,21 +622,21 @@ class SplitPipeline(Pipeline):
 # long: it does the W, too.
 
 
-def sweep(kind, M, stages, group):
-    """-> actions of one kind: `group` micro-batches, one behind the other, go through the first of
-    the stages, then through the next; then the next `group` do."""
+def sweep(kind, M, stages, together):
+    """-> actions of one kind: `together` micro-batches, one behind the other, go through the first
+    of the stages, then through the next; then the next `together` do."""
     actions = []
-    for first in range(0, M, group):
+    for first in range(0, M, together):
         for stage in stages:
-            for m in range(first, min(first + group, M)):
+            for m in range(first, min(first + together, M)):
                 actions.append(Action(kind, m, stage))
     return actions
 
 
-def turns(M, warmup, stages, group=1):
+def turns(M, warmup, stages, together=1):
     """-> the idea's plan for several stages, each kind in the order of sweep."""
-    forwards = sweep("F", M, stages, group)
-    backwards = sweep("B", M, stages[::-1], group)
+    forwards = sweep("F", M, stages, together)
+    backwards = sweep("B", M, stages[::-1], together)
     plan = idea_plan(len(forwards), warmup)
     return [forwards[i] if kind == "F" else backwards[i] for kind, i in plan]
 
@@ -741,12 +741,12 @@ SCHEDULES = {
     #     rank 0   F0 F1 f0 f1 F2 ...b0    F3 b1    f2 B0    f3 B1    ...b2    ...b3    B2    B3
     #     rank 1   ...F0 F1 f0 b0    f1 b1    F2 B0    F3 B1    f2 b2    f3 b3    B2    B3    ......
     "interleaved": lambda r, p, M, v: turns(
-        M, (v - 1) * p + 2 * (p - 1 - r), range(r, p * v, p), group=p),
+        M, (v - 1) * p + 2 * (p - 1 - r), range(r, p * v, p), together=p),
     # gpipe with several stages per rank: all micro-batches go through one, then through the next,
     # so FSDP gathers a stage only twice (Lamy-Poirier 2022, arXiv:2211.05953).
     #     rank 0   F0 F1 f0 f1 .........b0    b1    B0    B1
     #     rank 1   ...F0 F1 f0 f1 b0    b1    B0    B1    ......
-    "bfs": lambda r, p, M, v: turns(M, v * M, range(r, p * v, p), group=M),
+    "bfs": lambda r, p, M, v: turns(M, v * M, range(r, p * v, p), together=M),
     # 1f1b in which rank r does the W of micro-batch m after the B of micro-batch m + r: Bs are done
     # sooner, and Ws fill the end (Qi 2023, figure 3).
     #     rank 0   F0 F1 ...B0 W0 F2 B1 W1 F3 B2 W2 B3 W3

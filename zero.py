@@ -216,7 +216,7 @@ class ZeRO1:
     """Optimizer states are cut: a rank steps its chunk of each unit, and is sent the others.
 
     units: [(parameters, sites)] in the order of forward, such as units_of(model, model.blocks).
-        parameters: trained ones. sites: the modules that read them, and no others of ZeRO3's
+        parameters: trained ones. sites: the modules that read them, in ZeRO3 no other unit's
     group: the ranks that share the batch, over which gradients are summed
     offload: "optimizer" keeps masters and states in the CPU's memory; "param" (ZeRO3) shards, too
     reduce_dtype: of gradients that are kept, added up and sent (None: their parameter's).
@@ -326,8 +326,8 @@ class ZeRO1:
             self.expect_gradients()
             self.is_summed = True
 
-    # -- a step: a unit's parameters are gathered (in ZeRO3 by the next forward) while those of the
-    # next one are stepped
+    # -- a step: a unit's parameters are gathered while those of the next one are stepped. ZeRO3
+    # gathers them in the next forward
 
     def parameter_groups(self, groups=None):
         """groups: a list of dicts, as for an optimizer -> the same with this rank's masters."""

@@ -184,8 +184,8 @@ def batches():
 def plain_training(name):
     model = somebodys_model(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    rated = [(1e-3, *batch) for batch in batches()]
     extra_loss = moe.plain_balancing_losses if name == "moe" else None
+    rated = [(1e-3, *batch) for batch in batches()]
     for _ in plain_steps(model, optimizer, rated, 1.0, extra_loss):
         yield None, gradients_of(model), model.state_dict()
 
