@@ -118,7 +118,7 @@ class LossScaler:
 
 def idea_step(model, optimizer, inputs, targets, valid, clip, accum, dtype, scaler):
     """Accumulation: p.grad adds up over micro-batches, whose losses are sums / valid.
-    inputs, targets: (B/dp, T); valid: of all ranks; dtype: autocast's or None; scaler: or None"""
+    inputs, targets: (B/dp, T); valid: of all ranks; dtype, scaler: autocast's, fp16's, else None"""
     optimizer.zero_grad()
     loss = 0.0  # of this rank
     for x, y in zip(inputs.tensor_split(accum), targets.tensor_split(accum)):  # micro-batches
