@@ -1,15 +1,15 @@
 """Context parallelism: every rank holds a part of each sequence; attention alone needs the rest.
 
+A sequence is cut into cp chunks (zigzag: 2 cp, half as long), whose keys and values go around a
+ring of cp ranks. At each hop a rank scores its own queries with the keys of the chunks shown:
+    no mark: with all of these keys (work 2)   /: half of the scores (1)   -: none (0)
+    *: its own keys, each query with those up to itself (1)
+
     ring       hop 0  hop 1  hop 2  hop 3  work      zigzag     hop 0  hop 1  hop 2  hop 3  work
     rank 0        0*     3-     2-     1-     1      rank 0      0,7*   3,4/   2,5/   1,6/     4
     rank 1        1*      0     3-     2-     3      rank 1      1,6*   0,7/   3,4/   2,5/     4
     rank 2        2*      1      0     3-     5      rank 2      2,5*   1,6/   0,7/   3,4/     4
     rank 3        3*      2      1      0     7      rank 3      3,4*   2,5/   1,6/   0,7/     4
-
-A sequence is cut into cp chunks (zigzag: 2 cp, half as long), whose keys and values go around a
-ring of cp ranks. At each hop a rank scores its own queries with the keys of the chunks shown:
-    no mark: with all of these keys (work 2)   /: half of the scores (1)   -: none (0)
-    *: its own keys, each query with those up to itself (1)
 
     begin_alike(model)                   # all ranks begin with the weights of the first
     ring = Zigzag()                      # of all ranks; else Zigzag(group)
@@ -96,8 +96,8 @@ def attend(q, k, v, documents=None, group=None):
     own = positions(T, k.device, group)
     mask = own.unsqueeze(1) >= torch.arange(T, device=k.device)  # (T/cp, T): no key from later on
     if documents is not None:
-        same = documents[:, own].unsqueeze(2) == documents.unsqueeze(1)  # (B, T/cp, T)
-        mask = mask & same.unsqueeze(1)
+        is_same = documents[:, own].unsqueeze(2) == documents.unsqueeze(1)  # (B, T/cp, T)
+        mask = mask & is_same.unsqueeze(1)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
 
 
@@ -153,32 +153,32 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 # 1. Not all keys at once: attention to one block of keys, as if there were no others.
 
 
-def attend_block(q, k, v, causal, same):
+def attend_block(q, k, v, causal, is_same):
     """q (B, H, queries, D) attends to k and v (B, K, keys, D). Heads 0 to H/K - 1 of q share head 0
     of k and v, and so on.
 
-    causal: query i sees keys 0 to i alone. same (B, queries, keys), a mask: are the query and the
-    key of one document? None: all are.
+    causal: query i sees keys 0 to i alone. is_same (B, queries, keys): are the query and the key of
+    one document? None: all are.
     -> the output, of q's shape, and lse: the log-sum-exp of each query's scores (B, H, queries).
     """
-    if has_kernel(q, same):
+    if has_kernel(q, is_same):
         return kernel_forward(q, k, v, causal)  # the same, without scores in memory: step 4
     q, k, v = grouped(k.shape[1], q, k, v)
-    scores = scores_of(q, k, causal, same)
+    scores = scores_of(q, k, causal, is_same)
     lse = scores.logsumexp(-1)
     out = (scores - lse.unsqueeze(-1)).exp() @ v
     return out.flatten(1, 2), lse.flatten(1, 2)
 
 
-def attend_block_backward(dout, q, out, lse, k, v, causal, same):
+def attend_block_backward(dout, q, out, lse, k, v, causal, is_same):
     """-> dq, dk, dv of one block.
 
     out and lse are of attention to all blocks: exp(score - lse) is then the true probability.
     """
-    if has_kernel(q, same):
+    if has_kernel(q, is_same):
         return kernel_backward(dout, q, out, lse, k, v, causal)
     dout, q, out, lse, k, v = grouped(k.shape[1], dout, q, out, lse, k, v)
-    P = (scores_of(q, k, causal, same) - lse.unsqueeze(-1)).exp()
+    P = (scores_of(q, k, causal, is_same) - lse.unsqueeze(-1)).exp()
     dP = dout @ v.mT
     # softmax's backward takes off the mean of dP, weighted by P: the sum of dout * out
     dscores = P * (dP - (dout * out).sum(-1, keepdim=True)) * q.shape[-1] ** -0.5
@@ -195,14 +195,14 @@ def grouped(K, *tensors):
     return [x.unflatten(1, (K, -1)).to(wide) for x in tensors]
 
 
-def scores_of(q, k, causal, same):
+def scores_of(q, k, causal, is_same):
     """-> (B, K, H/K, queries, keys)"""
     scores = q @ k.mT * q.shape[-1] ** -0.5
     mask = torch.ones_like(scores[0, 0, 0], dtype=torch.bool)
     if causal:
         mask = mask.tril()
-    if same is not None:
-        mask = mask & same[:, None, None]
+    if is_same is not None:
+        mask = mask & is_same[:, None, None]
     # not -inf, which would make nan of a query that sees none of these keys
     return scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
 
@@ -265,7 +265,8 @@ class Blockwise(ContextParallel):
     """What AllGather and Ring share. They add how keys and values come, and gradients go:
 
     bring(own_kv) yields (a rank, its K and V) for one rank after the other
-    backward(dq, queries, own_kv, documents) -> own_dkv, of all ranks' queries; adds to dq
+    backward(dq, of_queries, own_kv, documents) -> own_dkv, of all ranks' queries; adds to dq.
+        of_queries: this rank's dout, q, out, lse
     """
 
     def attend(self, q, k, v, documents=None):
@@ -274,8 +275,8 @@ class Blockwise(ContextParallel):
         with torch.autocast(q.device.type, enabled=False):  # it would make bf16 of fp32 scores
             return BlockwiseAttention.apply(q, torch.stack([k, v]), documents, self)
 
-    def sees(self, source, tokens, documents):
-        """`seen`, of this rank's queries and another's keys -> first, count, causal, same."""
+    def seen_of(self, source, tokens, documents):
+        """`seen`, of this rank's queries and another's keys -> first, count, causal, is_same."""
         mine = self.chunks(self.cp_rank, self.cp)
         first, count, causal = seen(mine, self.chunks(source, self.cp), tokens)
         if documents is None:
@@ -285,14 +286,14 @@ class Blockwise(ContextParallel):
         keys = documents[:, self.positions_of(source, self.cp, T, documents.device)[:count]]
         return first, count, causal, queries.unsqueeze(2) == keys.unsqueeze(1)
 
-    def add_gradients(self, dq, dkv, queries, source, kv, documents):
-        """Adds to dq, dkv what attention to one rank's keys gives. queries: dout, q, out, lse."""
-        first, count, causal, same = self.sees(source, kv.shape[-2], documents)
+    def add_gradients(self, dq, dkv, of_queries, source, kv, documents):
+        """Adds to dq and dkv what attention to one rank's keys gives."""
+        first, count, causal, is_same = self.seen_of(source, kv.shape[-2], documents)
         if count == 0:
             return
-        queries = [x[:, :, first:] for x in queries]
+        of_queries = [x[:, :, first:] for x in of_queries]
         k, v = kv[..., :count, :]
-        block_dq, block_dk, block_dv = attend_block_backward(*queries, k, v, causal, same)
+        block_dq, block_dk, block_dv = attend_block_backward(*of_queries, k, v, causal, is_same)
         dq[:, :, first:] += block_dq
         dkv[0, :, :, :count] += block_dk
         dkv[1, :, :, :count] += block_dv
@@ -307,11 +308,11 @@ class BlockwiseAttention(torch.autograd.Function):
         out = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
         lse = out.new_full(q.shape[:3], -math.inf)
         for source, kv in ring.bring(own_kv):
-            first, count, causal, same = ring.sees(source, q.shape[2], documents)
+            first, count, causal, is_same = ring.seen_of(source, q.shape[2], documents)
             if count == 0:
                 continue
             k, v = kv[..., :count, :]
-            block_out, block_lse = attend_block(q[:, :, first:], k, v, causal, same)
+            block_out, block_lse = attend_block(q[:, :, first:], k, v, causal, is_same)
             # In the softmax over all keys so far these keys together have the share
             # e^block_lse / (e^block_lse + e^lse), a sigmoid; it is 1 where lse is still -inf
             share = torch.sigmoid(block_lse - lse[:, :, first:])
@@ -342,11 +343,11 @@ class AllGather(Blockwise):
         all_gather(all_kv.view(-1), own_kv.view(-1), group=self.group, async_op=True).wait()
         return enumerate(all_kv)
 
-    def backward(self, dq, queries, own_kv, documents):
+    def backward(self, dq, of_queries, own_kv, documents):
         brought = self.bring(own_kv)
         all_dkv = dq.new_zeros(self.cp, *own_kv.shape)
         for source, kv in brought:
-            self.add_gradients(dq, all_dkv[source], queries, source, kv, documents)
+            self.add_gradients(dq, all_dkv[source], of_queries, source, kv, documents)
         own_dkv = torch.empty_like(all_dkv[0])
         reduce_scatter(own_dkv.view(-1), all_dkv.view(-1), group=self.group)  # partial -> sharded
         return own_dkv
@@ -391,11 +392,11 @@ class Ring(Blockwise):
             kv = passing.wait()
         yield (self.cp_rank + 1) % self.cp, kv  # the last one is passed on to nobody
 
-    def backward(self, dq, queries, own_kv, documents):
+    def backward(self, dq, of_queries, own_kv, documents):
         passing = None  # a sum that comes here, while this rank's summand is made
         for source, kv in self.bring(own_kv):
             dkv = dq.new_zeros(own_kv.shape)  # sent even if 0: the next rank waits for it
-            self.add_gradients(dq, dkv, queries, source, kv, documents)
+            self.add_gradients(dq, dkv, of_queries, source, kv, documents)
             if source == self.cp_rank:  # hop 0
                 own_dkv = dkv  # stays: the sum of all others' summands comes here in the end
                 continue
@@ -416,10 +417,10 @@ class Zigzag(Ring):
 # 4. Kernels, which scaled_dot_product_attention hides: they make no scores, and return the lse.
 
 
-def has_kernel(q, same):
+def has_kernel(q, is_same):
     # flash attention wants 16 bits, and D of 8, 16, .., 256
     on_gpu = q.is_cuda and q.dtype.itemsize == 2 and q.shape[-1] in range(8, 257, 8)
-    return same is None and q.stride(-1) == 1 and (q.is_cpu or on_gpu)
+    return is_same is None and q.stride(-1) == 1 and (q.is_cpu or on_gpu)
 
 
 def kernel_forward(q, k, v, causal):
@@ -472,8 +473,8 @@ class Ulysses(ContextParallel):
         q, k, v = [AllToAll.apply(x, 2, 1, self.group) for x in qkv]
         mask = None
         if documents is not None:
-            same = documents[:, None, :, None] == documents[:, None, None, :]  # (B, 1, T, T)
-            mask = same.tril()
+            is_same = documents[:, None, :, None] == documents[:, None, None, :]  # (B, 1, T, T)
+            mask = is_same.tril()
         out = F.scaled_dot_product_attention(
             q, k, v, mask, is_causal=mask is None, enable_gqa=True)
         return AllToAll.apply(out, 1, 2, self.group)  # (B, H/cp, T, D) -> (B, H, T/cp, D)

@@ -144,12 +144,6 @@ def idea_step(model, optimizer, x, y, valid, clip):
 #     HSDP                              gathers stay within a copy of the model, such as a node
 #     from_meta()                       no rank has to make the whole model
 
-# This rank's part of a parameter p: p.flatten()[first:first + len(value)].
-# value    these numbers, in its unit's shard
-# span     where they are in shard, and their gradients in sum
-# master   the nn.Parameter that the optimizer steps: it shares value's memory
-Part = namedtuple("Part", "parameter first value span master")
-
 
 class Unit:
     """Parameters that travel together: end to end in one tensor, cut into a chunk for each rank.
@@ -279,6 +273,13 @@ class Unit:
                 part.master.grad = new
             else:  # of a micro-batch before
                 part.master.grad += new
+
+
+# This rank's part of a parameter p: p.flatten()[first:first + len(value)].
+# value    these numbers, in its unit's shard
+# span     where they are in shard, and their gradients in sum
+# master   the nn.Parameter that the optimizer steps: it shares value's memory
+Part = namedtuple("Part", "parameter first value span master")
 
 
 class FSDP(nn.Module):

@@ -292,8 +292,7 @@ Row = namedtuple("Row", "name kind fate stages")
 
 def table_of(stages, tp, zero):
     """All stages of a model -> {parameter: its Row}."""
-    sp = isinstance(tp, SequenceParallel)
-    of_kind = fates(sp, zero)
+    of_kind = fates(isinstance(tp, SequenceParallel), zero)
     numbers = defaultdict(list)  # {parameter: those of the stages that have it}
     for number, stage in enumerate(stages):
         for p in stage.parameters():
@@ -303,11 +302,8 @@ def table_of(stages, tp, zero):
         owners = {p: m for m in stage.modules() for p in m.parameters(recurse=False)}
         for name, p in stage.named_parameters():
             kind = kind_of(p, owners[p], tp)
-            assert kind != "expert" or tp.size == 1 or sp, (
-                "experts with tp > 1 want SequenceParallel: else its ranks route the same tokens")
             fate = of_kind[kind]
             if len(numbers[p]) > 1:
-                assert numbers[p] == [0, len(stages) - 1], f"{name} is in stages {numbers[p]}"
                 kind += ", tied"
                 fate = {**fate, "ends": "sum"}
             table.setdefault(p, Row(name, kind, fate, tuple(numbers[p])))
@@ -318,6 +314,20 @@ def alike(fate):
     """-> the axes along which ranks have the same of a gradient, once it is summed. Not where it is
     scattered: there they have parts of it."""
     return [axis for axis, what in fate.items() if what in ("same", "sum")]
+
+
+def refuse_layout(table, plans, tp, zero):
+    """What would be wrong in silence, or wait for ever."""
+    last = max(homes(plans))
+    for row in table.values():
+        tied = len(row.stages) > 1
+        assert not tied or row.stages == (0, last), f"{row.name} is in stages {row.stages}"
+        routed_once = tp.size == 1 or isinstance(tp, SequenceParallel)
+        assert row.kind != "expert" or routed_once, (
+            "experts with tp > 1 want SequenceParallel: else its ranks route the same tokens")
+    kinds = [action.kind for action in plans[0]]
+    alternates = len(plans) == 1 and kinds == ["F", "B"] * (len(kinds) // 2)
+    assert zero < 3 or alternates, "ZeRO-3 wants one stage, and each B right after its F"
 
 
 # ---- sums over copies, under backward; and steps
@@ -400,13 +410,13 @@ def units_of_copies(here, table, layers, apart):
     placed = set()
     for number, stage in here.items():
         own = [module for module in stage.modules() if module in layers]
-        for layer, (parameters, sites) in enumerate(units_of(stage, own)):
+        for place, (parameters, sites) in enumerate(units_of(stage, own)):
             for p in parameters:
                 if p in placed:  # it is tied, and this is its other end
                     continue
                 placed.add(p)
                 is_apart = apart and p.dim() == 1
-                name = number, "apart" if is_apart else layer
+                name = number, "apart" if is_apart else place
                 axis = "replicas" if "replicas" in table[p].fate else "data"
                 unit = found[table[p].stages, axis].setdefault(name, ([], sites))
                 unit[0].append(p)
@@ -442,11 +452,11 @@ class SummingPipeline(SplitPipeline):
                     if a.kind == "W" or (a.microbatch, a.stage) not in self.split}
         return {a for a in backward if a.microbatch == last.microbatch}
 
-    def do(self, action, *others):
+    def do(self, action, received, loss_of):
         zeros = self.zeros_of[action.stage] if action.kind in "BW" else []
         for zero in zeros:
             zero.sync = action in self.completing[zero]
-        made = super().do(action, *others)
+        made = super().do(action, received, loss_of)
         for zero in zeros:
             if isinstance(zero, ZeRO2):  # once in each micro-batch
                 zero.reduce()  # partial -> sharded; nothing if sync is False
@@ -491,14 +501,12 @@ class Hybrid(nn.Module):
         here = {stage: stages[stage] for stage in home if home[stage] == mesh.place["pp"]}
         self.stages = nn.ModuleList(here.values())
         table = table_of(stages, tp, zero)
+        refuse_layout(table, plans, tp, zero)
         self.table = {p: table[p] for p in self.parameters()}
         # from here on nothing holds what is on other stages: it can be freed
         tp.cuts = {p: cut for p, cut in tp.cuts.items() if p in self.table}
         tp.summands = {p: group for p, group in tp.summands.items() if p in self.table}
-        kinds = [action.kind for action in plans[0]]
-        alternates = len(plans) == 1 and kinds == ["F", "B"] * (len(kinds) // 2)
-        assert zero < 3 or alternates, "ZeRO-3 wants one stage, and each B right after its F"
-        has_w = "W" in kinds
+        has_w = any(action.kind == "W" for action in plans[0])
         if has_w:
             split_cut_linears(self.stages)
         self.copies = Copies(here, self.table, self.group, layers, zero, has_w, reduce_dtype)

@@ -765,7 +765,7 @@ SCHEDULES = {
 
 
 def make_plans(name, ranks, microbatches, chunks=2):
-    """-> for each rank a list of actions. chunks: how many stages a rank has (interleaved, bfs)."""
+    """-> for each rank a list of actions. chunks: v, a rank's stages, of interleaved and bfs."""
     M = microbatches
     # with other numbers the ranks could wait for each other for ever
     if name == "interleaved":

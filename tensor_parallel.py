@@ -563,13 +563,17 @@ def cut_model(model, tp, plan):
         kinds.update(dict.fromkeys(names, kind))
     for name, kind in kinds.items():
         model.set_submodule(name, kind(modules[name], tp))
-    for name, module in model.named_modules():  # what would be wrong in silence
+    refuse_what_is_silent(model, tp)
+    return model
+
+
+def refuse_what_is_silent(model, tp):
+    for name, module in model.named_modules():
         drops = isinstance(module, nn.Dropout) and module.p > 0
         assert not drops, f"{name}: ranks would draw masks of their own, also where x is whole."
         cut = [key for key, p in module.named_parameters(recurse=False) if p in tp.cuts]
         knows = isinstance(module, CutModule) or not cut
         assert knows, f"{name} shares {cut} with a cut module: cut {name}, too."
-    return model
 
 
 # ---- after backward

@@ -1,10 +1,10 @@
 """ZeRO: data parallelism in which a rank keeps its part of what every rank would hold otherwise.
 
-    a unit's parameters, end to end   | rank 0 | rank 1 | rank 2 | rank 3 |   equal chunks, padded
-
-    stage 3  computing         | fwd 0 | fwd 1 | fwd 2 | bwd 2 | bwd 1 | bwd 0 |       | step
-             gathering   get 0 | get 1 | get 2 |       | get 1 | get 0 |       |       |
-             summing           |       |       |       |       | sum 2 | sum 1 | sum 0 |
+    Parameters, end to end, are cut into a chunk for each rank. Rank 1 of 4 keeps the chunks
+                        ddp.py     stage 1    stage 2    stage 3
+    of parameters       0 1 2 3    0 1 2 3    0 1 2 3      1
+    of gradients        0 1 2 3    0 1 2 3      1          1
+    of AdamW's states   0 1 2 3      1          1          1
 
 P trained numbers, with padding; n ranks; M micro-batches a step (--accum M). Bytes of a number in
 fp32: itself 4, its gradient 4, AdamW's states 8. In bf16: 2, 2, and 12 for its fp32 master and
@@ -18,8 +18,7 @@ states; plain GPT and ddp.py have no masters, and states of 4:
     stage 2     (4 + 12/n) P    (2 + 14/n) P    M + 1  gradients too: M reduce-scatters, 1 gather
     stage 3     16 P/n          16 P/n          3 M    parameters too: M sums, 2 M gathers
 
-Stage 3 sends an untied head and embedding 2 M times: backward finds the head still there, and reads
-nothing of the embedding. fsdp.py cuts alike, for blocks, in the usual loop, also from a meta model.
+fsdp.py cuts as stage 3 does, but for blocks alone, in the usual loop, also from a meta model.
 
     zero = ZeRO3(units_of(model, model.blocks))
     optimizer = AdamW(zero.parameter_groups(), lr=1e-3)
@@ -124,13 +123,6 @@ def idea_step(model, zero, optimizer, x, y, valid, clip):
 #     ZeRO3                        parameters are held as 1/n, two of the 5 units at a time whole:
 #                                  peak 27.7 MB, but 3.4 MB sent -> 5.1
 
-# What a rank steps of a parameter p, see Unit.cut: p.flatten()[first:first + len(value)].
-# value    these numbers, in its unit's shard
-# grad     their gradients, in its unit's grad
-# master   the nn.Parameter that the optimizer steps: it has value's memory, or, where value is bf16
-#          or offloaded, a copy in fp32 or on the CPU
-Part = namedtuple("Part", "parameter first value grad master")
-
 
 class Unit:
     """Parameters that travel together: end to end in one tensor, cut into a chunk for each rank.
@@ -212,6 +204,14 @@ class Unit:
             self.gathering = None
 
 
+# What a rank steps of a parameter p, see Unit.cut: p.flatten()[first:first + len(value)].
+# value    these numbers, in its unit's shard
+# grad     their gradients, in its unit's grad
+# master   the nn.Parameter that the optimizer steps: it has value's memory, or, where value is bf16
+#          or offloaded, a copy in fp32 or on the CPU
+Part = namedtuple("Part", "parameter first value grad master")
+
+
 class ZeRO1:
     """Optimizer states are cut: a rank steps its chunk of each unit, and is sent the others.
 
@@ -236,9 +236,7 @@ class ZeRO1:
         self.group = group
         self.offload = offload
         self.sync = True  # False: the next backward only adds to gradients, no sum over ranks
-        self.is_summed = True  # False: gradients have come since the last sum
-        self.is_stepping = False  # True within step()
-        self.is_stepped = False  # True from a step to zero_grad()
+        self.now = "zeroed"  # then "adding" gradients, "summed", "stepping", "stepped"
         self.units = []
         for parameters, sites in units:
             unit = Unit(parameters, sites, *self.place_of_rank(), reduce_dtype)
@@ -269,10 +267,10 @@ class ZeRO1:
     # -- gradients: a unit's are summed while backward makes those of the unit before it
 
     def zero_grad(self):
-        assert self.is_summed, "gradients are not summed: call reduce() after backward, with sync"
+        assert self.now != "adding", "gradients are not summed: call reduce() after backward"
         for unit in self.units:
             unit.grad.zero_()
-        self.is_stepped = False
+        self.now = "zeroed"
 
     def expect_gradients(self):
         self.pending = self.units[::-1]  # not summed yet, in the order of summing: as backward goes
@@ -282,12 +280,12 @@ class ZeRO1:
     def ready(self, unit, p):
         """Autograd's call when p's gradient is complete: once in a backward, also if p is tied."""
         assert unit in self.pending, "it is summed already: call reduce() after each backward"
-        assert not self.is_stepped, "a gradient of the step before: call zero.zero_grad()"
+        assert self.now != "stepped", "a gradient of the step before: call zero.zero_grad()"
         assert p.dtype == unit.full.dtype, "cast and move the model before ZeRO"
         unit.make_buffer()
         unit.slots[p].add_(p.grad)
         p.grad = None
-        self.is_summed = False
+        self.now = "adding"
         if self.sync:  # this backward is one that ends in a sum
             unit.missing.discard(p)
             # in the order of the list: ranks must agree on collectives
@@ -324,7 +322,7 @@ class ZeRO1:
             while self.pending or self.summing:
                 self.sum_next()
             self.expect_gradients()
-            self.is_summed = True
+            self.now = "summed"
 
     # -- a step: a unit's parameters are gathered while those of the next one are stepped. ZeRO3
     # gathers them in the next forward
@@ -335,7 +333,7 @@ class ZeRO1:
 
     def clip_grad_norm_(self, max_norm):
         """Scale the whole gradient to a norm of max_norm at most (0: do not) -> its norm before."""
-        assert self.is_summed, "gradients are not summed: reduce() comes first"
+        assert self.now != "adding", "gradients are not summed: reduce() comes first"
         grads = [unit.grad for unit in self.units]
         wide = torch.promote_types(grads[0].dtype, torch.float32)
         square = torch.stack(torch._foreach_norm(grads, dtype=wide)).square().sum()
@@ -360,16 +358,15 @@ class ZeRO1:
 
     def begin_step(self, units):
         """Gives their masters gradients. An optimizer leaves those alone that have none."""
-        assert self.is_summed, "gradients are not summed: call reduce() after backward, with sync"
-        self.is_stepping = True
+        assert self.now != "adding", "gradients are not summed: call reduce(), with sync = True"
+        self.now = "stepping"
         for unit in units:
             for part in unit.parts:
                 # the part's own, or a copy in master's dtype, on its device
                 part.master.grad = part.grad.to(part.master)
 
     def end_step(self, units):
-        self.is_stepping = False
-        self.is_stepped = True
+        self.now = "stepped"
         for unit in units:
             for part in unit.parts:
                 part.master.grad = None
@@ -417,7 +414,15 @@ class ZeRO2(ZeRO1):
 
 
 class ZeRO3(ZeRO2):
-    """Parameters are cut, too: a unit's full has memory while it computes, or is about to."""
+    """Parameters are cut, too: a unit's full has memory while it computes, or is about to.
+
+        computing         | fwd 0 | fwd 1 | fwd 2 | bwd 2 | bwd 1 | bwd 0 |       | step
+        gathering   get 0 | get 1 | get 2 |       | get 1 | get 0 |       |       |
+        summing           |       |       |       |       | sum 2 | sum 1 | sum 0 |
+
+    An untied head is sent 2 M times, not 3 M: backward finds it still there. So is an untied
+    embedding, of which backward reads nothing.
+    """
 
     offloads = *ZeRO2.offloads, "param"
 
@@ -577,7 +582,7 @@ def refuse_step(optimizer, *_):
     params = [p for group in optimizer.param_groups for p in group["params"]]
     zeros = {p.stepped_by for p in params if hasattr(p, "stepped_by")}
     assert None not in zeros, "make the optimizer of zero.parameter_groups()"
-    is_called_by_zero = any(zero.is_stepping for zero in zeros)
+    is_called_by_zero = any(zero.now == "stepping" for zero in zeros)
     assert is_called_by_zero or not zeros, "call zero.step(optimizer), not optimizer.step()"
 
 

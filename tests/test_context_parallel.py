@@ -98,7 +98,7 @@ def test_formulas_are_what_kernels_compute(dtype, gap, monkeypatch):
 
     kernels = both(q)
     apart = both(q.mT.contiguous().mT)  # for which a kernel would read other numbers
-    monkeypatch.setattr(context_parallel, "has_kernel", lambda q, same: False)
+    monkeypatch.setattr(context_parallel, "has_kernel", lambda q, is_same: False)
     for formula, *others in zip(both(q), kernels, apart):
         for other in others:
             torch.testing.assert_close(other.float(), formula.float(), rtol=0, atol=gap)
@@ -227,10 +227,10 @@ IN_A_COPY = [
     ("idea", "dist.reduce_scatter(own, pieces, group=ctx.group)",
      "own = pieces[dist.get_rank(ctx.group)]"),
     ("idea", "own.unsqueeze(1) >=", "own.unsqueeze(1) - own[0] >="),  # as if all were the first
-    ("idea", "mask = mask & same.unsqueeze(1)", "pass"),
+    ("idea", "mask = mask & is_same.unsqueeze(1)", "pass"),
     ("idea", "dist.all_reduce(p.grad, group=group)", "pass"),
     ("Zigzag", "mask = mask.tril()", "pass"),
-    ("Zigzag", "mask = mask & same[:, None, None]", "pass"),
+    ("Zigzag", "mask = mask & is_same[:, None, None]", "pass"),
     ("Zigzag", "torch.finfo(scores.dtype).min", "-math.inf"),
     ("Zigzag", "dP - (dout * out).sum(-1, keepdim=True)", "dP"),
     ("Zigzag", "torch.sigmoid(block_lse - lse[:, :, first:])", "torch.full_like(block_lse, 0.5)"),
@@ -243,7 +243,7 @@ IN_A_COPY = [
      "own_dkv = all_dkv[self.cp_rank]"),
     ("Ulysses", "ctx.way_back = (new_dim, old_dim, group)",
      "ctx.way_back = (old_dim, new_dim, group)"),
-    ("Ulysses", "mask = same.tril()", "mask = same"),
+    ("Ulysses", "mask = is_same.tril()", "mask = is_same"),
     ("Ulysses", "dist.all_reduce(flat, group=group)", "pass"),
 ]
 
