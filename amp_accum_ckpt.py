@@ -1,8 +1,8 @@
 """One device's memory: activation checkpointing, gradient accumulation, mixed precision.
 
-    --ckpt none       keeps x0 [all that block 0 made] x1 [all that block 1 made] .. x [logits]
-    --ckpt selective  keeps x0 [matmuls, attention   ] x1 [matmuls, attention   ] .. x [logits]
-    --ckpt full       keeps x0                         x1                         .. x [logits]
+    --ckpt none       keeps x0 [all that block 0 made ] x1 [all that block 1 made ] .. x [logits]
+    --ckpt selective  keeps x0 [matmuls, attention, + ] x1 [matmuls, attention, + ] .. x [logits]
+    --ckpt full       keeps x0                          x1                          .. x [logits]
     --loss-chunks N   each of these without the logits
     (what is not kept is made again in backward)
     --accum M         M micro-batches in turn: gradients add up, and ranks communicate once
@@ -11,32 +11,32 @@
     for block in model.blocks:
         block.forward = partial(full, block.forward)  # or selective
     for inputs, targets in zip(x.chunk(2), y.chunk(2)):  # micro-batches
-        with torch.autocast("cuda", torch.bfloat16):  # float16 wants a FusedLossScaler besides
+        with torch.autocast("cuda", torch.bfloat16):  # float16 wants a scaler besides: idea_step
             loss = loss_sum(model(inputs), targets) / valid  # targets of all ranks' batches
         loss.backward()
     sum_gradients(model.parameters())  # if there are several ranks; then clip and step
 
-Bytes on a CPU (CUDA's RMSNorm keeps less) of P parameters, V words, width C; in Llama's form of an
-MLP's width F, and of K key-value heads of width D:
+Bytes on a CPU (CUDA's RMSNorm keeps less). P parameters, V words, C width; Llama's form: F width of
+the MLP, K key-value heads, D their width:
 
                                    plain GPT             selective             full
     a block keeps of a token       64 C                  40 C                  4 C
         with autocast              40 C                  24 C                  4 C
     one of Llama's form            36 C + 16 F + 8 K D   16 C + 8 F + 8 K D    4 C
         with autocast              32 C + 8 F + 4 K D    12 C + 4 F + 4 K D    4 C
-    the loss keeps of a token      4 V                   with --loss-chunks N at most 4 V / N
     parameters, gradients, AdamW   16 P                  16 P                  16 P
 
-On top come small things; without --ckpt autocast keeps a block's weights in 2 bytes, too. In
+On top come small things, and the loss: 4 V of a token; with --loss-chunks N it keeps nothing, and
+holds about 4 V / N at a time. Without --ckpt autocast keeps a block's weights in 2 bytes, too. In
 backward full runs a block's forward again, selective only its cheap operations. Each of dp ranks
 sends 2 (dp-1)/dp * 4 P bytes, whatever M is.
 
 Micikevicius 2018, arXiv:1710.03740, section 3. Chen 2016, arXiv:1604.06174, section 4. Korthikanti
 2022, arXiv:2205.05198, section 5: Megatron's selective makes attention again, ours keeps it.
 At work: torch.amp, torch.utils.checkpoint, linear_cross_entropy, part 4 below.
-Not for: weights of two dtypes; blocks that only some ranks use; fp16 with zero.py. A checkpointed
-forward may not change its arguments in place. Under full, which runs it twice, it may not count its
-calls (BatchNorm), call autograd.grad or own a random generator.
+Not for: weights of two dtypes; fp16 with zero.py. A checkpointed forward may not change its
+arguments in place. Under full, which runs it twice, it may not count its calls (BatchNorm), call
+autograd.grad or own a random generator, and weights may not change before its backward.
     torchrun --standalone --nproc_per_node=2 amp_accum_ckpt.py --amp bf16 --accum 2 --ckpt full
 """
 from contextlib import suppress
@@ -74,10 +74,10 @@ def recompute(block):  # one without dropout, whose forward takes one tensor
 
 class Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, run, x, *parameters):  # arguments, since these alone get gradients
+    def forward(ctx, run, x, *parameters):  # a Function has gradients for its arguments alone
         ctx.run = run
         on = torch.is_autocast_enabled(x.device.type)
-        ctx.autocast = torch.autocast(x.device.type, enabled=on)  # with the dtype that is in force
+        ctx.autocast = torch.autocast(x.device.type, enabled=on)  # its dtype: the current one
         ctx.save_for_backward(x, *parameters)
         return run(x)  # in a Function gradients are off: nothing within is kept
 
@@ -87,7 +87,7 @@ class Recompute(torch.autograd.Function):
         x = x.detach().requires_grad_()
         with torch.enable_grad(), ctx.autocast:  # without autocast it would silently be in fp32
             y = ctx.run(x)
-        return None, *torch.autograd.grad(y, (x, *parameters), dy)  # of run, x, parameters
+        return None, *torch.autograd.grad(y, (x, *parameters), dy)  # run has none
 
 
 # Mixed precision is autocast. fp16 has nothing between 0 and 6e-8, so gradients are scaled up.
@@ -118,7 +118,7 @@ class LossScaler:
 
 def idea_step(model, optimizer, inputs, targets, valid, clip, accum, dtype, scaler):
     """Accumulation: p.grad adds up over micro-batches, whose losses are sums / valid.
-    inputs, targets: (B/dp, T); valid: of all ranks; dtype, scaler: autocast's, fp16's, else None"""
+    inputs, targets: (B/dp, T); valid: of all ranks; dtype: autocast's; scaler: for fp16. Or None"""
     optimizer.zero_grad()
     loss = 0.0  # of this rank
     for x, y in zip(inputs.tensor_split(accum), targets.tensor_split(accum)):  # micro-batches
@@ -144,9 +144,9 @@ def idea_step(model, optimizer, inputs, targets, valid, clip, accum, dtype, scal
 # What it adds to the idea, and what each addition buys. If nothing else is said: the toy, 1 rank.
 #     sum_gradients     on 2 ranks 68 calls -> 1
 #     full              more arguments, dropout, a checkpoint within another; the last matmul of a
-#                       block does not run twice: peak 24.5 -> 23.9 MB (without any: 48.0)
+#                       block does not run twice: peak 24.5 -> 23.9 MB (no checkpoint: 48.0)
 #     selective         no matmul and no collective runs twice: kept 35.8 -> 23.2 MB
-#     loss_in_chunks    V = 128,256, one layer: 8 chunks keep 535 -> 75 MB
+#     loss_in_chunks    V = 128,256, one layer: with 8 chunks 535 -> 75 MB at most
 #     FusedLossScaler   on a GPU the host does not wait for the norm
 
 
@@ -154,7 +154,10 @@ def sum_gradients(parameters, group=None):
     """One all-reduce for all gradients, after the last micro-batch. All ranks must have begun with
     the same weights. With ddp.py, whose sums hide behind backward, leave it out, and put all
     backwards but the last into its no_sync()."""
-    trained = [p for p in parameters if p.grad is not None]
+    trained = [p for p in parameters if p.requires_grad]
+    for p in trained:
+        if p.grad is None:  # not used by this rank's rows; the others wait for its summand
+            p.grad = torch.zeros_like(p)
     flat = torch.cat([p.grad.flatten() for p in trained])
     dist.all_reduce(flat, group=group)  # partial -> replicated
     for p, part in zip(trained, flat.split([p.numel() for p in trained])):
@@ -165,8 +168,41 @@ def sum_gradients(parameters, group=None):
 
 # The idea makes one node of a block. Here the graph stays as autograd makes it, of any forward, but
 # keeps less: autograd hands each tensor that backward will want to a pair of hooks. The graph keeps
-# what pack(tensor) returns, and unpack() has to make the tensor of it again. Of nested pairs only
-# the innermost is called; so what a checkpoint itself keeps, it hands to the pair around it.
+# what pack(tensor) returns, and unpack() has to make the tensor of it again.
+
+
+def hooks_around():
+    """-> the pack and unpack in force, such as save_on_cpu's, or what autograd does without any."""
+    pair = torch._C._autograd._top_saved_tensors_default_hooks(False)  # torch has no public way
+    return pair or (pack_checked, unpack_checked)
+
+
+def pack_checked(tensor):
+    """Detached: else softmax's node, which keeps its result, would keep itself."""
+    return tensor.detach(), tensor._version  # _version counts changes in place
+
+
+def unpack_checked(packed):
+    tensor, version = packed
+    assert tensor._version == version, "changed in place, but backward needs what it was"
+    return tensor
+
+
+class Kept:
+    """A tensor that a checkpoint keeps. Of nested pairs of hooks autograd calls the innermost
+    alone: so the checkpoint hands what it keeps to the pair around it."""
+
+    def __init__(self, tensor, hooks):
+        pack, self.unpack = hooks
+        self.packed = pack(tensor)
+        self.requires_grad = tensor.requires_grad
+
+    def again(self):
+        return self.unpack(self.packed).detach().requires_grad_(self.requires_grad)
+
+
+def keep(x, hooks):  # an argument that is no tensor stays as it is
+    return Kept(x, hooks) if torch.is_tensor(x) else x
 
 
 # ---- full: recompute, for any forward
@@ -238,11 +274,11 @@ class Rerun:
     def repeat(self):
         inputs = [unpacked(x) for x in self.inputs]
         keywords = {name: unpacked(x) for name, x in self.keywords.items()}
-        # the second run's graph is thrown away: nothing of it is ever unpacked
+        # the second run's graph is thrown away: this unpack is never called
         filling = saved_tensors_hooks(partial(self.fill, hooks_around()), self.unpack)
         before = random_states()
         set_random_states(*self.states)
-        # Backward runs with gradients off, but autograd calls hooks only with gradients on.
+        # In backward gradients are off, but only with gradients on autograd saves tensors.
         with suppress(Enough), torch.enable_grad(), self.autocast, filling:
             self.forward(*inputs, **keywords)
         set_random_states(*before)
@@ -251,44 +287,11 @@ class Rerun:
     @eager
     def fill(self, hooks, tensor):
         """The pack of the second run."""
-        slot = self.slots.pop(0)  # from now on the graph alone has it: it is free after use
+        slot = self.slots.pop(0)  # from now on the graph alone has it, which frees it after use
         assert tensor.shape == slot.shape, "forward saved other tensors when it ran again"
         slot.kept = Kept(tensor.detach(), hooks)
         if not self.slots:
             raise Enough
-
-
-def hooks_around():
-    """-> the pack and unpack in force, such as save_on_cpu's, or what autograd does without any."""
-    pair = torch._C._autograd._top_saved_tensors_default_hooks(False)  # torch has no public way
-    return pair or (pack_checked, unpack_checked)
-
-
-def pack_checked(tensor):
-    """Detached, else there would be a circle: softmax's node keeps its result, this keeps it."""
-    return tensor.detach(), tensor._version  # _version counts changes in place
-
-
-def unpack_checked(packed):
-    tensor, version = packed
-    assert tensor._version == version, "changed in place, but backward needs what it was"
-    return tensor
-
-
-class Kept:
-    """A tensor that a checkpoint keeps, packed by the hooks around it."""
-
-    def __init__(self, tensor, hooks):
-        pack, self.unpack = hooks
-        self.packed = pack(tensor)
-        self.requires_grad = tensor.requires_grad
-
-    def again(self):
-        return self.unpack(self.packed).detach().requires_grad_(self.requires_grad)
-
-
-def keep(x, hooks):  # an argument that is no tensor stays as it is
-    return Kept(x, hooks) if torch.is_tensor(x) else x
 
 
 def unpacked(x):
@@ -578,6 +581,13 @@ def set_up(run, impl):
     if args.compile:
         for block in model.blocks:
             block.forward = torch.compile(block.forward)
+    if impl == "torch":
+        model = parallelize_at_work(model, args.ckpt, args.loss_chunks)
+    elif impl == "scratch":
+        model = parallelize(model, CHECKPOINT[args.ckpt], args.loss_chunks)
+    elif args.ckpt == "full":
+        for block in model.blocks:
+            recompute(block)
 
     @torch.autocast(run.device.type, dtype, enabled=dtype is not None)
     def losses(x, y):
@@ -586,17 +596,9 @@ def set_up(run, impl):
         in_chunks = head_and_loss_at_work if impl == "torch" else head_and_loss
         return in_chunks(head.weight, args.loss_chunks, model(x), y)
 
-    if impl == "idea":
-        step = partial(idea_step, dtype=dtype)
-        if args.ckpt == "full":
-            for block in model.blocks:
-                recompute(block)
-    elif impl == "torch":
-        step = partial(train_step_at_work, losses=losses)
-        model = parallelize_at_work(model, args.ckpt, args.loss_chunks)
-    else:
-        step = partial(train_step, losses=losses)
-        model = parallelize(model, CHECKPOINT[args.ckpt], args.loss_chunks)
+    step = partial(idea_step, dtype=dtype)
+    if impl != "idea":
+        step = partial(train_step_at_work if impl == "torch" else train_step, losses=losses)
     step = partial(step, accum=args.accum, scaler=scaler)
     of_fp16 = {}
     if args.amp == "fp16":

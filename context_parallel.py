@@ -2,24 +2,25 @@
 
 A sequence is cut into cp chunks (zigzag: 2 cp, half as long), whose keys and values go around a
 ring of cp ranks. At each hop a rank scores its own queries with the keys of the chunks shown:
-    no mark: with all of these keys (work 2)   /: half of the scores (1)   -: none (0)
+    no mark: with all of these keys (work 2)   /: half of the scores (1)   .: none (0)
     *: its own keys, each query with those up to itself (1)
 
     ring       hop 0  hop 1  hop 2  hop 3  work      zigzag     hop 0  hop 1  hop 2  hop 3  work
-    rank 0        0*     3-     2-     1-     1      rank 0      0,7*   3,4/   2,5/   1,6/     4
-    rank 1        1*      0     3-     2-     3      rank 1      1,6*   0,7/   3,4/   2,5/     4
-    rank 2        2*      1      0     3-     5      rank 2      2,5*   1,6/   0,7/   3,4/     4
+    rank 0        0*     3.     2.     1.     1      rank 0      0,7*   3,4/   2,5/   1,6/     4
+    rank 1        1*      0     3.     2.     3      rank 1      1,6*   0,7/   3,4/   2,5/     4
+    rank 2        2*      1      0     3.     5      rank 2      2,5*   1,6/   0,7/   3,4/     4
     rank 3        3*      2      1      0     7      rank 3      3,4*   2,5/   1,6/   0,7/     4
 
     begin_alike(model)                   # all ranks begin with the weights of the first
     ring = Zigzag()                      # of all ranks; else Zigzag(group)
-    for layer in model.layers:
-        layer.attn.attend = ring.attend  # attend(q, k, v) for a causal scaled_dot_product_attention
-        # packed: for each batch partial(ring.attend, documents=d), d (B, T): tokens' documents
+    for layer in model.layers:  # whose attention calls self.attend(q, k, v), else nothing changes
+        layer.attn.attend = ring.attend  # causal. In each batch, if sequences are packed:
+        # .. = partial(ring.attend, documents=d), d (B, T): the number of each token's document
     own = ring.positions(T, device)      # (T/cp,); all ranks have the same x, y (B, T)
     logits = model(x[:, own], positions=own)  # the model has to be told where its tokens stand
     (loss_sum(logits, y[:, own]) / valid).backward()  # loss_sum: of tokens; valid: targets in y
-    sum_gradients(model.parameters())    # over all ranks; then clip and step, as one process does
+    sum_gradients(model.parameters())    # then clip and step, as one process does
+    # (DDP and FSDP average gradients: for them multiply the loss by cp)
 
 P parameters. In a layer a rank's queries have Q elements, its keys S, its values S:
 
@@ -58,6 +59,7 @@ from common import attend as plain_attend, clip_gradients, loss_sum
 def begin_alike(model, group=None):
     """Once, before the first step."""
     for tensor in [*model.parameters(), *model.buffers()]:
+        tensor.data = tensor.data.contiguous()  # a broadcast sends memory, whatever the strides
         dist.broadcast(tensor.data, group=group, group_src=0)  # the first rank's -> replicated
 
 
@@ -86,7 +88,8 @@ class GatherSequence(torch.autograd.Function):
 
 
 def attend(q, k, v, documents=None, group=None):
-    """In the place of causal attention: q (B, H, T/cp, D), k and v (B, K, T/cp, D) -> like q.
+    """In the place of causal attention: q (B, H, T/cp, D), k and v (B, K, T/cp, D) -> like q. K is
+    the number of k's heads.
 
     documents (B, T): the number of each token's document, where a sequence is packed of several.
     """
@@ -104,7 +107,9 @@ def attend(q, k, v, documents=None, group=None):
 def all_reduce_gradients(model, group=None):
     """After backward: a rank's gradients are of its own tokens' losses, so the sum is needed."""
     for p in model.parameters():
-        if p.grad is not None:
+        if p.requires_grad:
+            if p.grad is None:  # not used by this rank's tokens; the others wait for its summand
+                p.grad = torch.zeros_like(p)
             dist.all_reduce(p.grad, group=group)  # partial -> replicated
 
 
@@ -162,7 +167,7 @@ def attend_block(q, k, v, causal, is_same):
     -> the output, of q's shape, and lse: the log-sum-exp of each query's scores (B, H, queries).
     """
     if has_kernel(q, is_same):
-        return kernel_forward(q, k, v, causal)  # the same, without scores in memory: step 4
+        return kernel_forward(q, k, v, causal)  # see step 4: the same, without scores in memory
     q, k, v = grouped(k.shape[1], q, k, v)
     scores = scores_of(q, k, causal, is_same)
     lse = scores.logsumexp(-1)
@@ -185,12 +190,12 @@ def attend_block_backward(dout, q, out, lse, k, v, causal, is_same):
     dq = dscores @ k
     dk = dscores.mT @ q
     dv = P.mT @ dout
-    return dq.flatten(1, 2), dk.sum(2), dv.sum(2)
+    return dq.flatten(1, 2), dk.sum(2), dv.sum(2)  # over the heads of q that share one of k
 
 
 def grouped(K, *tensors):
-    """With q's heads: (B, H, ..) -> (B, K, H/K, ..); with k's: (B, K, ..) -> (B, K, 1, ..). In fp32
-    or better."""
+    """(B, heads, ..) -> (B, K, heads/K, ..), in fp32 or better: q's heads beside the head of k that
+    they share."""
     wide = torch.promote_types(tensors[0].dtype, torch.float32)
     return [x.unflatten(1, (K, -1)).to(wide) for x in tensors]
 
@@ -220,7 +225,7 @@ class ContextParallel:
 
     @staticmethod
     def chunks(rank, cp):
-        """The numbers of any rank's chunks: one, of cp."""
+        """Which chunks a rank has; here one of cp."""
         return [rank]
 
     def positions(self, T, device=None):
@@ -300,15 +305,15 @@ class Blockwise(ContextParallel):
 
 
 class BlockwiseAttention(torch.autograd.Function):
-    """This rank's queries attend to the keys of one rank after the other, as ring, a Blockwise,
-    brings them."""
+    """This rank's queries attend to the keys of one rank after the other, which ranks, a Blockwise,
+    brings."""
 
     @staticmethod
-    def forward(ctx, q, own_kv, documents, ring):  # q (B, H, T/cp, D), own_kv (2, B, K, T/cp, D)
+    def forward(ctx, q, own_kv, documents, ranks):  # q (B, H, T/cp, D), own_kv (2, B, K, T/cp, D)
         out = torch.zeros_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
         lse = out.new_full(q.shape[:3], -math.inf)
-        for source, kv in ring.bring(own_kv):
-            first, count, causal, is_same = ring.seen_of(source, q.shape[2], documents)
+        for source, kv in ranks.bring(own_kv):
+            first, count, causal, is_same = ranks.seen_of(source, q.shape[2], documents)
             if count == 0:
                 continue
             k, v = kv[..., :count, :]
@@ -319,7 +324,7 @@ class BlockwiseAttention(torch.autograd.Function):
             out[:, :, first:].lerp_(block_out.to(out.dtype), share.unsqueeze(-1))
             lse[:, :, first:] = torch.logaddexp(lse[:, :, first:], block_lse)
         out = out.to(q.dtype)
-        ctx.ring = ring
+        ctx.ranks = ranks
         ctx.save_for_backward(q, out, lse, own_kv, documents)
         return out
 
@@ -328,7 +333,8 @@ class BlockwiseAttention(torch.autograd.Function):
     def backward(ctx, dout):
         q, out, lse, own_kv, documents = ctx.saved_tensors
         dq = torch.zeros_like(q, dtype=lse.dtype)  # fp32 or better
-        own_dkv = ctx.ring.backward(dq, (dout, q, out, lse), own_kv, documents)
+        with torch.autocast(q.device.type, enabled=False):  # as in forward
+            own_dkv = ctx.ranks.backward(dq, (dout, q, out, lse), own_kv, documents)
         return dq.to(dout.dtype), own_dkv.to(dout.dtype), None, None
 
 
@@ -339,7 +345,7 @@ class AllGather(Blockwise):
 
     def bring(self, own_kv):
         all_kv = own_kv.new_empty(self.cp, *own_kv.shape)
-        # sharded -> replicated. Not blocking: torch.compile would call another one, which hung
+        # sharded -> replicated. (torch.compile exchanges the blocking call for one that hung)
         all_gather(all_kv.view(-1), own_kv.view(-1), group=self.group, async_op=True).wait()
         return enumerate(all_kv)
 
@@ -485,7 +491,10 @@ class Ulysses(ContextParallel):
 
 def sum_gradients(parameters, group=None):
     """Once a step, after the last backward."""
-    trained = [p for p in parameters if p.grad is not None]
+    trained = [p for p in parameters if p.requires_grad]
+    for p in trained:
+        if p.grad is None:  # not used by this rank's tokens; the others wait for its summand
+            p.grad = torch.zeros_like(p)
     flat = torch.cat([p.grad.flatten() for p in trained])
     dist.all_reduce(flat, group=group)  # partial -> replicated
     for p, part in zip(trained, flat.split([p.numel() for p in trained])):
@@ -549,7 +558,7 @@ def train_step(model, optimizer, x, y, valid, clip, ring):
 
 
 def torchs_context(mesh, model, x, y):
-    """Within it x and y (B, T) themselves are (B, T/cp), cut as zigzag does."""
+    """From it on x and y (B, T) themselves are (B, T/cp), cut as zigzag does."""
     from torch.distributed.tensor.experimental import context_parallel  # slow
 
     where = torch.arange(x.shape[1], device=x.device)
@@ -564,7 +573,7 @@ def train_step_at_work(model, optimizer, x, y, valid, clip, mesh):
     with torchs_context(mesh, model, x, y):
         loss = loss_sum(model(x), y) / valid
         loss.backward()
-    sum_gradients(model.parameters())  # ours; DDP or FSDP would average: their loss times cp
+    sum_gradients(model.parameters())  # ours
     norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
     optimizer.step()
     return loss, norm

@@ -64,7 +64,7 @@ def all_reduce_gradients(model, group=None):
 
 def idea_step(model, optimizer, x, y, valid, clip):
     """x, y: this rank's rows (B/N, T); valid: the number of targets in all ranks' rows; clip: the
-    largest norm, math.inf for any."""
+    largest norm (math.inf: no clipping)."""
     optimizer.zero_grad()
     # A sum over this rank's tokens, divided by the number of targets on all ranks: so gradients add
     # up to the whole batch's. A mean of the ranks' means would weigh tokens by where they are.
@@ -82,14 +82,14 @@ def idea_step(model, optimizer, x, y, valid, clip):
 # What it adds to the idea, and what that buys. Calls are those of part 3's toy.
 #     one tensor for many gradients     68 calls -> 5, each larger
 #     sent while backward still runs    4 of 5 buckets begin before it is over
-#                                       (but they stay: P more numbers when it begins)
 #     in one order                      ranks that make gradients in different orders do not hang
 #     no_sync()                         M micro-batches send once, not M times
 #     autograd calls finish()           there is nothing to call after backward
 
 
 class Bucket:
-    """Gradients of some parameters, side by side in one flat tensor, for one all-reduce."""
+    """Gradients of some parameters, side by side in one flat tensor, for one all-reduce. It stays
+    when zero_grad() has come."""
 
     def __init__(self, parameters, group, dtype):
         sizes = [p.numel() for p in parameters]
@@ -98,8 +98,7 @@ class Bucket:
         self.views = {p: piece.view_as(p) for p, piece in zip(parameters, self.flat.split(sizes))}
         self.missing = 0  # gradients of this backward that have not come yet
         self.work = None  # Work of the last all-reduce
-        # parameters whose views have a sum since the last zero_grad(): for start's assertion
-        self.summed = set()
+        self.summed = set()  # parameters that have a sum since zero_grad(): start() refuses these
 
     def take(self, p):
         """Move a gradient that autograd has made into the bucket, and leave a view in its place."""
@@ -114,7 +113,7 @@ class Bucket:
             if p.grad is None:  # not used by this rank's rows; the others wait for its summand
                 p.grad = view.zero_()
                 self.summed.discard(p)
-        assert not self.summed, "a sum is summed again: zero_grad() or no_sync() is missing"
+        assert not self.summed, "a sum summed again: zero_grad() (to None) or no_sync() is missing"
         # partial -> replicated, while backward goes on
         self.work = dist.all_reduce(self.flat, group=self.group, async_op=True)
 
@@ -127,15 +126,15 @@ class BucketedDDP(nn.Module):
     """Data parallelism for a module: when loss.backward() returns, gradients are summed.
 
     group: the ranks, each with rows of its own
-    bucket_mb: limit of its parameters (MB = 1e6 bytes), but at most a quarter of all that train.
-        A larger parameter has a bucket of its own. All in a bucket have one dtype
+    bucket_mb: the largest MB (1e6 bytes) of parameters in a bucket, never over a quarter of all
+        that train. A larger parameter has a bucket of its own. All in a bucket have one dtype
     reduce_dtype: of p.grad, and of what is added up and sent (None: that of p). torch.float32 for
-        bf16 parameters: a bf16 sum of many micro-batches is rounded at each. The optimizer then has
-        to step fp32 copies, as zero.py's does
+        bf16 parameters: a bf16 sum of many micro-batches is rounded at each. An optimizer wants p
+        and p.grad of one dtype: it then has to step fp32 copies, as zero.py has them
 
     All ranks begin with the first one's parameters and buffers. Frozen parameters are left out:
-    freeze before wrapping. Of several backwards between two zero_grad(), which set gradients to
-    None, all but the last belong into no_sync(): a sum that would be summed again raises.
+    freeze before wrapping. Between two zero_grad() (to None, torch's default) only the last
+    backward is outside of no_sync(): else a sum would be summed again, which raises.
     """
 
     def __init__(self, module, group=None, bucket_mb=25, reduce_dtype=None):

@@ -9,7 +9,7 @@ backward. Not drawn is the root, what no block has (here embeddings, last norm a
 from the beginning of forward to the end of backward.
 
     model = FSDP(model, model.blocks)  # gradients are summed over ranks, not averaged
-    optimizer = torch.optim.AdamW(model.parameter_groups(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameter_groups(), lr=1e-3)  # parameters() would raise
     (loss_sum(model(x), y) / valid_targets_of_all_ranks).backward()  # x, y: this rank's rows
     norm = model.clip_grad_norm_(1.0)  # nn.utils.clip_grad_norm_ would see this rank's part alone
     optimizer.step()
@@ -20,7 +20,8 @@ P numbers are trained on N ranks in fp32, P_again of them in blocks other than t
 
     on each rank                            plain GPT     here
     parameters, gradients, AdamW states     16 P          16 P/N
-    whole parameters, whole gradients       -             root and 2 blocks; at the end root's twice
+    whole parameters, whole gradients       -             root and 2 blocks
+      at the end of backward                -             root, its gradients twice
     activations                             whole batch   1/N
     sent per backward                       -             4 (2 P + P_again) (N-1)/N
       with --no-reshard                     -             8 P (N-1)/N, all blocks stay gathered
@@ -32,10 +33,9 @@ ZeRO-3 in zero.py cuts alike, as the last step of a ladder, for any units; FSDP 
 leaves the loop as it was, and builds from meta.
 Zhao 2023, "PyTorch FSDP", arXiv:2304.11277, sections 3, 4: a unit is one flat tensor, as here.
 At work: fully_shard, part 4 below, which cuts each parameter along dim 0 instead.
-Not for: blocks of several dtypes, or that share parameters (they raise); an optimizer made before
-FSDP, or of whole matrices (but see harness/whole.py); steps between a forward and its backward;
-blocks called by yourself, or twice in a forward; ranks that use different blocks; GradScaler (ranks
-would skip different steps); freezing later; loading except by load_full_state_dict; autograd.grad,
+Not for: optimizers of whole matrices (but see harness/whole.py); weights stepped between a forward
+and its backward; blocks called by yourself, or twice in a forward; ranks that use different blocks;
+GradScaler (ranks would skip different steps); freezing or loading by hand later; autograd.grad,
 second derivatives, reentrant checkpointing, backwards that raise. Unused ones get gradients of 0.
     torchrun --standalone --nproc_per_node=2 fsdp.py
 """
@@ -47,6 +47,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.func import functional_call
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 # imports of parts 1 and 2 end here; the rest is for parts 3 to 5
@@ -66,7 +67,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 class IdeaOfUnit(nn.Module):
     """A block whose parameters have memory while it runs. Between runs a rank keeps 1/N of them.
 
-    full     p0 | p1 | p2 | padding    those of `own` that train, end to end: they are views of it
+    full     p0 | p1 | p2 | padding    `own` that train, end to end: the block runs on views of it
              chunk 0   | chunk 1       one for each rank: this rank's chunk is its shard
     """
 
@@ -89,7 +90,7 @@ class IdeaOfUnit(nn.Module):
         self.gather()
         full = self.full.data.requires_grad_()  # the same memory; gathers are no changes of it
         full.register_post_accumulate_grad_hook(self.reduce)
-        output = functional_call(self.block, self.views(full), inputs)  # one gradient: full.grad
+        output = functional_call(self.block, self.views(full), inputs)  # a leaf, so one full.grad
         self.free()  # what autograd keeps for backward are views of full: they have no memory now
         if output.requires_grad:
             output.register_hook(self.gather)  # when backward comes to the block they have it again
@@ -107,11 +108,11 @@ class IdeaOfUnit(nn.Module):
     def free(self):
         self.full.untyped_storage().resize_(0)
 
-    def reduce(self, full):  # autograd calls it when full has its gradient: the block is done
+    def reduce(self, leaf):  # autograd calls it when full has its gradient: the block is done
         self.free()
-        self.shard.grad = torch.empty_like(self.shard)  # a new one: no zero_grad(), one backward
-        reduce_scatter(self.shard.grad, full.grad, group=self.group)  # partial -> sharded
-        full.grad = None
+        self.shard.grad = torch.empty_like(self.shard)  # in the place of the last step's
+        reduce_scatter(self.shard.grad, leaf.grad, group=self.group)  # partial -> sharded
+        leaf.grad = None
 
 
 def shard_blocks(model, blocks, group=None):
@@ -140,7 +141,8 @@ def idea_step(model, optimizer, x, y, valid, clip):
 #     blocks have hooks, no wrappers    they keep their names, arguments, outputs; may checkpoint
 #     asynchronous collectives          10 of 13 travel while others compute, of the idea's 15 none
 #     last block and root stay          4.56 MB are sent, not 5.05
-#     a part for each parameter         parameter groups, micro-batches, offload, fp32 sums in bf16
+#     shards and sums in fp32           bf16 weights, micro-batches, offload
+#     a part for each parameter         parameter groups, checkpoints
 #     HSDP                              gathers stay within a copy of the model, such as a node
 #     from_meta()                       no rank has to make the whole model
 
@@ -164,17 +166,18 @@ class Unit:
         assert len({p.dtype for p in parameters}) == 1, "a block, or the root, has several dtypes"
         ranks = dist.get_world_size(group)
         rank = dist.get_rank(group)
-        plain = parameters[0]
-        wide = torch.promote_types(plain.dtype, torch.float32)
+        like = parameters[0]
+        wide = torch.promote_types(like.dtype, torch.float32)
         self.group = group
         self.shapes = {p: p.shape for p in parameters}  # in order; p itself is empty at times
         self.size = sum(p.numel() for p in parameters)  # without padding
-        self.full = plain.new_empty(self.size + -self.size % ranks, dtype=dtype)  # with padding
+        self.full = like.new_empty(self.size + -self.size % ranks, dtype=dtype)  # with padding
         self.chunk = len(self.full) // ranks  # numbers in a chunk
         self.mine = slice(rank * self.chunk, (rank + 1) * self.chunk)  # in full and in buffer
         self.places = self.views(self.full)  # {parameter: its view of full}
-        self.shard = plain.new_zeros(self.chunk, dtype=wide, device=home)
+        self.shard = like.new_zeros(self.chunk, dtype=wide, device=home)
         self.buffer = None  # there is one while a sum is under way
+        self.sum = None
         self.reducing = None  # the sum of buffer over ranks that is under way
         self.gathering = None  # the all-gather into full that is under way
         self.sending = None  # what this gather reads: shard, in full's dtype, on full's device
@@ -307,17 +310,15 @@ class FSDP(nn.Module):
         module.zero_grad()  # what is left from before is of no step here
         module.register_state_dict_pre_hook(refuse_state_dict)
         frozen = [p for p in module.parameters() if not p.requires_grad]
-        for p in frozen:
-            if p.is_floating_point():
-                p.data = p.data.to(dtype or p.dtype)
         self.uncut = [*module.buffers(), *frozen]  # what every rank has
-        for tensor in self.uncut:
-            tensor.data = tensor.data.contiguous()  # a broadcast sends memory, whatever the strides
-            dist.broadcast(tensor, group=group, group_src=0)  # the first rank's -> replicated
+        self.begin_alike(frozen, dtype)
 
         def new_unit(parameters):
             unit = self.unit_class(parameters, group, dtype, home)
-            (fill or Unit.begin_alike)(unit)
+            if fill:
+                fill(unit)
+            else:
+                unit.begin_alike()
             unit.free()  # from here on the whole is in no rank's memory
             return unit
 
@@ -327,17 +328,27 @@ class FSDP(nn.Module):
         count = sum(len(unit.shapes) for unit in self.block_units)
         assert len(taken) == count, "blocks share parameters"
         rest = [p for p in trained(module) if p not in taken]
-        for p in rest:  # where watch() finds no tensor in the model's output
+        for p in rest:  # for outputs in which watch() finds no tensor, such as a dataclass
             p.register_post_accumulate_grad_hook(self.begin_backward)
         self.root_units = [new_unit(rest)] if rest else []  # none if all of it is frozen
         self.units = self.block_units + self.root_units
         self.parts = [part for unit in self.units for part in unit.parts]
+        for p in taken.union(rest):
+            p.is_sharded = True  # for refuse_step
         self.masters = nn.ParameterList(part.master for part in self.parts)
         self.summing = []  # units whose sums this backward has begun, in order
         self.in_backward = False
         for i, block in enumerate(blocks):
             block.register_forward_pre_hook(partial(self.enter, i))
             block.register_forward_hook(partial(self.leave, i))
+
+    def begin_alike(self, frozen, dtype):
+        for p in frozen:
+            if p.is_floating_point():
+                p.data = p.data.to(dtype or p.dtype)
+        for tensor in self.uncut:
+            tensor.data = tensor.data.contiguous()  # a broadcast sends memory, whatever the strides
+            dist.broadcast(tensor, group=self.group, group_src=0)  # the first rank's -> replicated
 
     def gather_root(self):
         for unit in self.root_units:
@@ -403,7 +414,7 @@ class FSDP(nn.Module):
         """Waits for the sum that is under way, if any, and begins this one: one at a time."""
         if self.summing:
             self.summing[-1].wait_sum()
-        if unit in self.summing:  # of another forward of the same loss
+        if unit in self.summing:  # forwards of one loss have used different parameters of it
             self.summing.remove(unit)
             unit.add_sum()
         unit.start_sum()
@@ -423,7 +434,8 @@ class FSDP(nn.Module):
     # -- a step
 
     def parameter_groups(self, groups=None):
-        """groups: a list of dicts, as for an optimizer -> the same with this rank's masters."""
+        """groups: as an optimizer's, of the module's parameters, which still have their p.dim()
+        -> the same with this rank's masters, which are 1-D."""
         master_of = {part.parameter: part.master for part in self.parts}
         known = {p for unit in self.units for p in unit.shapes}
         ours = []
@@ -439,7 +451,7 @@ class FSDP(nn.Module):
         """Scale the whole gradient to a norm of max_norm at most (0: do not) -> its norm before."""
         unit = self.units[0]
         own = nn.utils.get_total_norm([master.grad for master in self.masters])
-        # own is on the CPU with home="cpu", and where a rank has no parts: then it is torch's 0
+        # own is on the CPU with home="cpu", and where a rank has no parts: of [] it is a 0 there
         square = own.to(unit.full.device, unit.shard.dtype).square()
         dist.all_reduce(square, group=self.group)  # partial -> replicated
         norm = square.sqrt()
@@ -476,6 +488,16 @@ class FSDP(nn.Module):
     # masters would no longer be views of shards
     _apply = refuse  # to(), cuda(), half() call it
     __deepcopy__ = refuse
+
+
+def refuse_step(optimizer, *_):
+    """torch calls it before every step of every optimizer, once this file is imported."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    of_model = any(hasattr(p, "is_sharded") for p in params)  # they have no gradients
+    assert not of_model, "FSDP: make the optimizer afterwards, of model.parameter_groups()"
+
+
+register_optimizer_step_pre_hook(refuse_step)
 
 
 def refuse_state_dict(module, prefix, keep_vars):
@@ -533,7 +555,8 @@ def from_meta(module, device, init):
 
     Afterwards the module is on `device`, what is frozen is filled, what is trained has no memory.
     init(name, tensor): fills a tensor of the module. Values must depend on the name alone: a rank
-    calls it only for what it keeps, and has at most one whole trained parameter at a time
+    calls it only for what it keeps, and has at most one whole trained parameter at a time, besides
+    the memory of a unit's full
     """
 
     def replacement(name, t):
@@ -545,8 +568,8 @@ def from_meta(module, device, init):
         return nn.Parameter(filled, False) if isinstance(t, nn.Parameter) else filled  # a buffer
 
     made = {}  # {tensor on the meta device: what replaces it, under each of its names}
-    tied = dict(remove_duplicate=False)
-    for name, t in [*module.named_parameters(**tied), *module.named_buffers(**tied)]:
+    all_names = dict(remove_duplicate=False)
+    for name, t in [*module.named_parameters(**all_names), *module.named_buffers(**all_names)]:
         if t not in made:
             made[t] = replacement(name, t)
         owner, _, attribute = name.rpartition(".")

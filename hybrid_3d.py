@@ -1,4 +1,4 @@
-"""Data, tensor and pipeline parallelism in one run, for any model; with cp, experts and ZeRO.
+"""Data, tensor and pipeline parallelism in one run, for models of yours; cp, experts, ZeRO.
 
                      copy 0 (rows 0..3)      copy 1 (rows 4..7)
     stage 0          ranks 0 1  ---- dp ---- ranks 2 3       tp: in each layer, with a neighbour
@@ -16,23 +16,23 @@
     optimizer = AdamW(hybrid.parameter_groups(), lr=1e-3)
     loss, norm = train_step(hybrid, optimizer, x, y, valid, clip=1.0)  # loss: this rank's part
 
-cut_model is tensor_parallel.py's, carve pipeline_parallel.py's. x, y: the rows of this copy, number
-mesh.place["dp"]. print(hybrid) says what becomes of each gradient along each axis, see fates().
-docs/your-model.md has whole programs.
+cut_model is tensor_parallel.py's, carve pipeline_parallel.py's. x, y: the rows of copy number
+mesh.place["dp"], the same on all its ranks. print(hybrid) says what becomes of each gradient along
+each axis. docs/your-model.md has whole programs.
 
-Elements that a rank sends in a step, whose stage is neither the first nor the last:
+B sequences of T words make a step, in M micro-batches. L layers have width C, H heads, K with keys
+and values; a rank has P parameters. n = dp cp. A = B/(dp M) T/cp C goes from stage to stage. Then a
+rank of a middle stage sends, in elements a step:
     tp    M L/pp 8 A (tp-1)/tp; --sp: 10 A in the place of 8 A. And the gradients that tp sums
     pp    M 2 A; --sp: 1/tp of it
     cp    M L/pp 6 A (cp-1)/tp K/H; not with ulysses
     data  2 P (n-1)/n; ZeRO-2: M + 1 in the place of 2; ZeRO-3: 3 M
-    ends  V C/tp of first and last stage, if the embedding is the head of V words; ZeRO: 1/n of it
-B sequences of T words make a step, in M micro-batches. L layers have width C, H heads, K with keys
-and values; a rank has P parameters. n = dp cp. A = B/(dp M) T/cp C goes from stage to stage.
+First and last stage send V C/tp more if the embedding is the head of V words; with ZeRO 1/n of it.
 
 Narayanan 2021, arXiv:2104.04473, section 3; Llama 3 2024, arXiv:2407.21783, 3.3.2.
 At work: part 4.
 Not for: what its files are not for; optimizers of whole matrices, but see --optimizer muon; ties
-but of the first stage and the last; stages whose first parameters differ in dtype; pipedream;
+other than of the first stage to the last; stages whose first parameters differ in dtype; pipedream;
 ZeRO-3 of several stages.
     torchrun --standalone --nproc_per_node=8 hybrid_3d.py --dp 2 --tp 2 --pp 2
 """
@@ -72,7 +72,7 @@ import moe
 from common import adamw, build, share
 from pipeline_parallel import CHAIN, HandsOn, carve
 from tensor_parallel import TensorParallel
-from zero import held
+from zero import held, step_at_once
 
 # ---- 1. the idea -------------------------------------------------------------
 
@@ -89,7 +89,7 @@ FATES = {
     "cut": {"tp": "cut", "dp": "sum"},
     "whole": {"tp": "same", "dp": "sum"},  # what cut_by_name has left whole, such as norms
 }
-TIED = {"ends": "sum"}  # besides, if the embedding is the head: the first stage and the last
+TIED = {"ends": "sum"}  # besides, if the embedding is the head: a group of first and last stage
 
 
 def make_grid(dp, tp, pp):
@@ -145,8 +145,8 @@ def run_microbatches(model, x, y, valid):
     pp = grid["pp"]
     plan = idea_plan(len(inputs), warmup=pp.size() - 1 - pp.rank())  # 1F1B
     shared = {}  # what is tied is summed by its fate
-    part = IdeaOfPipeline(model.stage, shared, model.boundary, pp, grid["back"])
-    return run_pipeline(part, plan, inputs, loss_of)
+    pipeline = IdeaOfPipeline(model.stage, shared, model.boundary, pp, grid["back"])
+    return run_pipeline(pipeline, plan, inputs, loss_of)
 
 
 def idea_step(model, optimizer, x, y, valid, clip):
@@ -181,9 +181,8 @@ def norm_by_fate(model):
     return square.sqrt()
 
 
-# ---- 2. the technique (copy this, the files that it imports, and common.py) ---
+# ---- 2. the technique (copy this file, with the six that it imports) ---------
 
-# cp and ep need context_parallel.py and moe.py, too.
 # What it adds to the idea, on rank 0 of the toy, dp 2 tp 2 pp 2:
 #     a buffer for a layer's gradients    34 all-reduces over dp -> 4, under way while backward
 #                                         makes the next layer's gradients
@@ -249,16 +248,7 @@ class Mesh:
 
 
 def fates(sp, zero):
-    """-> {kind of parameter: {axis: what becomes of its gradient}}. sp: is x cut along T, too?
-
-    Of a tied Qwen3 print(hybrid) shows, among other lines:
-
-    gradient of                  kind       tp    data     ends  counted in the norm by
-    tok.weight                   cut, tied  cut   scatter  sum   first of ends
-    blocks.*.norm1.weight        whole      same  scatter  -     first of tp
-    blocks.*.attn.q.weight       cut        cut   scatter  -     each its own
-    blocks.*.attn.q_norm.weight  inside     sum   scatter  -     first of tp
-    """
+    """-> {kind of parameter: {axis: what becomes of its gradient}}. sp: is x cut along T, too?"""
     # ranks of data have seen other tokens. scatter: of the sum each rank keeps a part
     data = "scatter" if zero else "sum"
     whole = "sum" if sp else "same"  # with sp, ranks of tp have seen other tokens, too
@@ -330,150 +320,17 @@ def refuse_layout(table, plans, tp, zero):
     assert zero < 3 or alternates, "ZeRO-3 wants one stage, and each B right after its F"
 
 
-# ---- sums over copies, under backward; and steps
-
-
-class ZeRO0(ZeRO1):
-    """Nothing is cut: a unit has one chunk, all of it. Where ZeRO1 reduce-scatters, copies
-    all-reduce, and where it gathers others' chunks there is nothing to do."""
-
-    def place_of_rank(self):
-        return 1, 0
-
-    def start_sum(self, unit):
-        # partial -> replicated
-        unit.reducing = dist.all_reduce(unit.buffer, group=self.group, async_op=True)
-
-    def renew(self, unit):
-        pass
-
-    def whole_of(self, chunks):
-        found = {}
-        for unit, chunk in zip(self.units, chunks):
-            found.update(unit.views(chunk.clone()))
-        return found
-
-
-class Copies:
-    """Sums this rank's gradients over copies, and steps: a ZeRO for each stage and kind of copies.
-
-    here: {number: stage} of this rank. table: {parameter: Row}. group: {axis: group}
-    layers: the model's; the parameters of each are a unit
-    level: 0, 1, 2 or 3, Hybrid's `zero`
-    has_w: does the schedule have Ws?
-    """
-
-    def __init__(self, here, table, group, layers, level, has_w, reduce_dtype):
-        self.stages_of = {}  # {ZeRO: the numbers of the stages that have its parameters}
-        # ZeRO-2 keeps a unit's gradients from the first to the last. Norms' come in B, long before
-        # matrices' in W: what has one dim is a unit of its own
-        found = units_of_copies(here, table, set(layers), apart=has_w and level == 2)
-        for (numbers, axis), units in found.items():
-            of_level = (ZeRO0, ZeRO1, ZeRO2, ZeRO3)[level]
-            if len(numbers) > 1 and level > 1:  # tied: summed over ends, too, so once in a step
-                of_level = ZeRO1
-            zero = of_level(units, group[axis], reduce_dtype=reduce_dtype)
-            self.stages_of[zero] = numbers
-        self.zeros = list(self.stages_of)
-        self.units = [unit for zero in self.zeros for unit in zero.units]
-        self.parts = [part for zero in self.zeros for part in zero.parts]
-
-    def zero_grad(self):
-        for zero in self.zeros:
-            zero.zero_grad()
-
-    def reduce(self):
-        """After all backwards: ZeRO-0 and 1 end the sums that backwards have begun."""
-        for zero in self.zeros:
-            if not isinstance(zero, ZeRO2):  # ZeRO2 and ZeRO3 have summed in each micro-batch
-                zero.reduce()  # partial -> sharded
-
-    def step(self, optimizer):
-        for zero in self.zeros:
-            zero.step(optimizer)
-
-    def full_parameters(self):
-        return {p: t for zero in self.zeros for p, t in zero.full_parameters().items()}
-
-    def full_gradients(self):
-        return {p: t for zero in self.zeros for p, t in zero.full_gradients().items()}
-
-
-def units_of_copies(here, table, layers, apart):
-    """-> {(numbers of stages, axis of copies): units}: the parameters of those stages, two if they
-    are tied, with copies along that axis.
-
-    A unit, as zero.py has it: (parameters, the modules that read them). apart: what has one dim is
-    one unit in each stage.
-    """
-    found = defaultdict(dict)  # {(numbers, axis): {the unit's name: unit}}
-    placed = set()
-    for number, stage in here.items():
-        own = [module for module in stage.modules() if module in layers]
-        for place, (parameters, sites) in enumerate(units_of(stage, own)):
-            for p in parameters:
-                if p in placed:  # it is tied, and this is its other end
-                    continue
-                placed.add(p)
-                is_apart = apart and p.dim() == 1
-                name = number, "apart" if is_apart else place
-                axis = "replicas" if "replicas" in table[p].fate else "data"
-                unit = found[table[p].stages, axis].setdefault(name, ([], sites))
-                unit[0].append(p)
-    return {key: list(units.values()) for key, units in found.items()}
-
-
-class SummingPipeline(SplitPipeline):
-    """Sums gradients over copies while the backward that completes them still runs."""
-
-    def __init__(self, modules, plans, mail, copies):
-        super().__init__(modules, plans, mail)
-        self.zeros_of = defaultdict(list)  # {stage: [ZeRO]}
-        self.completing = {}  # {ZeRO: the actions during which it sums}
-        for zero, stages in copies.stages_of.items():
-            self.completing[zero] = self.completing_of(zero, stages)
-            for stage in stages:
-                self.zeros_of[stage].append(zero)
-
-    def completing_of(self, zero, stages):
-        """-> the actions in which zero may begin sums.
-
-        F0 F1 B0 B1          ZeRO-0 and 1: B1      ZeRO-2: B0, B1
-        F0 F1 B0 W0 B1 W1    B1, W1                W0, W1
-
-        B makes norms' gradients, W those of matrices: a unit with both is summed in W.
-        """
-        backward = [a for a in self.plan if a.kind in "BW" and a.stage in stages]
-        last = backward[-1]
-        if len(stages) > 1:  # tied: the gradients of both ends are one
-            return {last}
-        if isinstance(zero, ZeRO2):
-            return {a for a in backward
-                    if a.kind == "W" or (a.microbatch, a.stage) not in self.split}
-        return {a for a in backward if a.microbatch == last.microbatch}
-
-    def do(self, action, received, loss_of):
-        zeros = self.zeros_of[action.stage] if action.kind in "BW" else []
-        for zero in zeros:
-            zero.sync = action in self.completing[zero]
-        made = super().do(action, received, loss_of)
-        for zero in zeros:
-            if isinstance(zero, ZeRO2):  # once in each micro-batch
-                zero.reduce()  # partial -> sharded; nothing if sync is False
-        return made
-
-
 # ---- this rank's part of the model
 
 
 class Hybrid(nn.Module):
     """This rank's stages, the pipeline that plays them, and their copies' sums and steps.
 
-    stages   all stages of the model, as carve returns them, or slices of an nn.Sequential. All
-             ranks have the same weights, and a tied parameter is one
+    stages   all stages of the model, as carve returns them, or slices of an nn.Sequential. Copies
+             begin with the first one's weights; a tied parameter is one
     plans    those for which the mesh was made
-    tp       a TensorParallel, also of one rank. cut_model was called with it, before carve. Hybrid
-             makes it forget what is on other stages
+    tp       a TensorParallel, also of one rank: what cut_model was called with, before carve, if
+             there are more. Hybrid makes it forget what is on other stages
     layers   the model's: the parameters of each are a unit
     head     what makes the logits: an nn.Linear, or what cut_model has put in its place
     loss     (logits, targets) -> the sum over a micro-batch's tokens. Logits are cut by words if
@@ -503,6 +360,9 @@ class Hybrid(nn.Module):
         table = table_of(stages, tp, zero)
         refuse_layout(table, plans, tp, zero)
         self.table = {p: table[p] for p in self.parameters()}
+        for p, row in self.table.items():
+            if "ends" in row.fate:  # tied: the first stage's -> replicated
+                dist.broadcast(p.data, group=self.group["ends"], group_src=0)
         # from here on nothing holds what is on other stages: it can be freed
         tp.cuts = {p: cut for p, cut in tp.cuts.items() if p in self.table}
         tp.summands = {p: group for p, group in tp.summands.items() if p in self.table}
@@ -512,7 +372,7 @@ class Hybrid(nn.Module):
         self.copies = Copies(here, self.table, self.group, layers, zero, has_w, reduce_dtype)
         p = next(self.parameters())
         links = make_links(plans, mesh.pipelines)
-        no_size = ()  # in_microbatches sets it, by the batch
+        no_size = ()  # each batch sets mail.size, see in_microbatches
         mail = Mail(plans, no_size, p.dtype, p.device, mesh.group["pp"], links)
         self.pipeline = SummingPipeline(here, plans, mail, self.copies)
 
@@ -602,8 +462,8 @@ class Hybrid(nn.Module):
 
 
 def train_step(model, optimizer, x, y, valid, clip):
-    """x, y: this copy's rows (B/dp, T); valid: how many targets there are in the whole batch. If
-    each copy knows its own:
+    """x, y: this copy's rows (B/dp, T), the same on all its ranks; y: the next tokens, or -100.
+    valid: how many targets there are in the whole batch. If each copy knows its own:
         valid = (y != -100).sum()
         dist.all_reduce(valid)  # all ranks of a copy have added the same
         valid = valid * mesh.size["dp"] / dist.get_world_size()
@@ -616,8 +476,9 @@ def train_step(model, optimizer, x, y, valid, clip):
     sum_gradients(model)
     norm = gradient_norm(model)
     gradients = [part.grad for part in model.copies.parts]
-    if clip and gradients:  # of parts, which are no parameters
+    if clip and gradients:
         finite = norm.nan_to_num(0, posinf=0)  # inf, nan -> 0: nothing is scaled, the fault shows
+        # clip_grads_with_norm_ would want parameters
         torch._foreach_mul_(gradients, (clip / (finite + 1e-6)).clamp(max=1))
     model.copies.step(optimizer)
     return loss, norm
@@ -654,6 +515,141 @@ def evaluate(model, x, y):
     """-> this rank's part of the sum of token losses."""
     inputs, loss_of = model.in_microbatches(x, y, 1)
     return model.pipeline.evaluate(inputs, loss_of) / model.tp.size
+
+
+# ---- how copies sum, under backward, and step
+
+
+class ZeRO0(ZeRO1):
+    """Nothing is cut: a unit has one chunk, all of it. Where ZeRO1 reduce-scatters, copies
+    all-reduce, and where it gathers others' chunks there is nothing to do."""
+
+    def place_of_rank(self):
+        return 1, 0
+
+    def start_sum(self, unit):
+        # partial -> replicated
+        unit.reducing = dist.all_reduce(unit.buffer, group=self.group, async_op=True)
+
+    def renew(self, unit):
+        pass
+
+    def whole_of(self, chunks):
+        found = {}
+        for unit, chunk in zip(self.units, chunks):
+            found.update(unit.views(chunk.clone()))
+        return found
+
+
+class Copies:
+    """Sums this rank's gradients over copies, and steps: a ZeRO for each stage and kind of copies.
+
+    here: {number: stage} of this rank. table: {parameter: Row}. group: {axis: group}
+    layers: the model's; the parameters of each are a unit
+    level: 0, 1, 2 or 3, Hybrid's `zero`
+    has_w: does the schedule have Ws?
+    """
+
+    def __init__(self, here, table, group, layers, level, has_w, reduce_dtype):
+        self.stages_of = {}  # {ZeRO: the numbers of the stages that have its parameters}
+        # ZeRO-2 keeps a unit's gradients from the first to the last. Norms' come in B, long before
+        # matrices' in W: what has one dim is a unit of its own
+        found = units_of_copies(here, table, set(layers), apart=has_w and level == 2)
+        for (numbers, axis), units in found.items():
+            of_level = (ZeRO0, ZeRO1, ZeRO2, ZeRO3)[level]
+            if len(numbers) > 1 and level > 1:  # tied: summed over ends, too, so once in a step
+                of_level = ZeRO1
+            zero = of_level(units, group[axis], reduce_dtype=reduce_dtype)
+            self.stages_of[zero] = numbers
+        self.zeros = list(self.stages_of)
+        self.units = [unit for zero in self.zeros for unit in zero.units]
+        self.parts = [part for zero in self.zeros for part in zero.parts]
+
+    def zero_grad(self):
+        for zero in self.zeros:
+            zero.zero_grad()
+
+    def reduce(self):
+        """After all backwards: ZeRO-0 and 1 end the sums that backwards have begun."""
+        for zero in self.zeros:
+            if not isinstance(zero, ZeRO2):  # ZeRO2 and ZeRO3 have summed in each micro-batch
+                zero.reduce()  # partial -> sharded
+
+    def step(self, optimizer):
+        for zero in self.zeros:
+            zero.step(optimizer)
+
+    def full_parameters(self):
+        return {p: t for zero in self.zeros for p, t in zero.full_parameters().items()}
+
+    def full_gradients(self):
+        return {p: t for zero in self.zeros for p, t in zero.full_gradients().items()}
+
+
+def units_of_copies(here, table, layers, apart):
+    """-> {(stages, axis): units}: the parameters that these stages have (two if they are tied) with
+    copies along this axis. Such as, on the rank of stage 0 of 2, with experts:
+        ((0,), "data")       attention and norms of layer 0, those of layer 1, ..
+        ((0,), "replicas")   experts of layer 0, those of layer 1, ..
+        ((0, 1), "data")     the tied embedding
+    A unit, as zero.py has it: (parameters, the modules that read them). apart: what has one dim is
+    one unit in each stage.
+    """
+    found = defaultdict(dict)  # {(numbers, axis): {the unit's name: unit}}
+    placed = set()
+    for number, stage in here.items():
+        own = [module for module in stage.modules() if module in layers]
+        for place, (parameters, sites) in enumerate(units_of(stage, own)):
+            for p in parameters:
+                if p in placed:  # it is tied, and this is its other end
+                    continue
+                placed.add(p)
+                is_apart = apart and p.dim() == 1
+                name = number, "apart" if is_apart else place
+                axis = "replicas" if "replicas" in table[p].fate else "data"
+                unit = found[table[p].stages, axis].setdefault(name, ([], sites))
+                unit[0].append(p)
+    return {key: list(units.values()) for key, units in found.items()}
+
+
+class SummingPipeline(SplitPipeline):
+    """Sums gradients over copies while the backward that completes them still runs."""
+
+    def __init__(self, modules, plans, mail, copies):
+        super().__init__(modules, plans, mail)
+        self.zeros_of = defaultdict(list)  # {stage: [ZeRO]}
+        self.completing = {}  # {ZeRO: the actions during which it sums}
+        for zero, stages in copies.stages_of.items():
+            self.completing[zero] = self.completing_of(zero, stages)
+            for stage in stages:
+                self.zeros_of[stage].append(zero)
+
+    def completing_of(self, zero, stages):
+        """-> the actions in which zero may begin sums.
+
+        F0 F1 B0 B1          ZeRO-0 and 1: B1      ZeRO-2: B0, B1
+        F0 F1 B0 W0 B1 W1    B1, W1                W0, W1
+
+        B makes norms' gradients, W those of matrices: a unit with both is summed in W.
+        """
+        backward = [a for a in self.plan if a.kind in "BW" and a.stage in stages]
+        last = backward[-1]
+        if len(stages) > 1:  # tied: the gradients of both ends are one
+            return {last}
+        if isinstance(zero, ZeRO2):
+            return {a for a in backward
+                    if a.kind == "W" or (a.microbatch, a.stage) not in self.split}
+        return {a for a in backward if a.microbatch == last.microbatch}
+
+    def do(self, action, received, loss_of):
+        zeros = self.zeros_of[action.stage] if action.kind in "BW" else []
+        for zero in zeros:
+            zero.sync = action in self.completing[zero]
+        made = super().do(action, received, loss_of)
+        for zero in zeros:
+            if isinstance(zero, ZeRO2):  # once in each micro-batch
+                zero.reduce()  # partial -> sharded; nothing if sync is False
+        return made
 
 
 # ---- a backward in two parts, of what tp has cut
@@ -718,7 +714,15 @@ def add_gradients(tp, x, dys, parameters):
 
 
 def text_of(rows, axes):
-    """The table of gradients: a line for each name, in which a layer's number is a *."""
+    """The table of gradients: a line for each name, in which a layer's number is a *. Such as, of a
+    tied Qwen3 with ZeRO:
+
+    gradient of                  kind       tp    data     ends  counted in the norm by
+    tok.weight                   cut, tied  cut   scatter  sum   first of ends
+    blocks.*.norm1.weight        whole      same  scatter  -     first of tp
+    blocks.*.attn.q.weight       cut        cut   scatter  -     each its own
+    blocks.*.attn.q_norm.weight  inside     sum   scatter  -     first of tp
+    """
     axes = [axis for axis in ("tp", "twins", "data", "replicas", "ep", "ends")
             if axis in axes and any(axis in row.fate for row in rows)]
     lines = {}  # {line: None}: each once, in order
@@ -1129,24 +1133,13 @@ def set_up_ours(run, plain, mesh, plans, layers):
         wholes=partial(wholes_of_units_of_cuts, model.copies.zeros, model.tp, names))
     step = step_with_experts if args.experts else train_step
     if args.optimizer == "muon":
-        model.copies.step = partial(step_at_once, model.copies)
+        model.copies.step = partial(step_at_once, model.copies.zeros)
     return run.side(
         model, optimizer, step,
         evaluate=partial(evaluate, model), full_gradients=partial(full_gradients, model),
         full_state_dict=partial(full_state_dict, model), pieces=partial(pieces, model, optimizer),
         held=partial(held, model, model.copies, optimizer),
         extra=partial(notes, model) if args.experts else dict)
-
-
-def step_at_once(copies, optimizer):
-    """For Muon, which steps whole matrices: once for all ZeROs."""
-    for zero in copies.zeros:
-        zero.begin_step(zero.units)
-    optimizer.step()
-    for zero in copies.zeros:
-        zero.end_step(zero.units)
-    for zero in copies.zeros:
-        zero.wait()
 
 
 def set_up_at_work(run, plain, mesh, plans, layers):

@@ -9,11 +9,11 @@ are on rank 0, 2 and 3 on rank 1. Each rank has 3 tokens, K is 2: 6 rows. Left o
 
     mesh = dist.init_device_mesh("cuda", (n // 8, 8), mesh_dim_names=("replicas", "ep"))
     replicas, ep = mesh.get_all_groups()  # replicas: ranks with the same experts; ep: 8 with all E
-    plain = block.mlp  # of each block: a router and experts, which are MLPs with up, down and gate
-    mine = plain.experts[ep.rank() * E // 8:(ep.rank() + 1) * E // 8]
-    experts = Experts(F.silu, [m.up for m in mine], [m.down for m in mine], [m.gate for m in mine])
     route = partial(softmax_route, top_k=2, normalize=True)
-    block.mlp = MoE(plain.router, experts, route, ep, alpha=0.01)  # of a loss that balances experts
+    for block in model.blocks:  # block.mlp: a router and E experts, MLPs with up, down and gate
+        mine = block.mlp.experts[ep.rank() * E // 8:(ep.rank() + 1) * E // 8]
+        linears = [[getattr(mlp, name) for mlp in mine] for name in ("up", "down", "gate")]
+        block.mlp = MoE(block.mlp.router, Experts(F.silu, *linears), route, ep, alpha=0.01)
     broadcast_parameters(model, replicas)  # once, then optimizer = AdamW(model.parameters())
     optimizer.zero_grad()
     (token_losses.sum() / valid_targets_of_all_ranks).backward()
@@ -35,8 +35,8 @@ Lepikhin 2020, "GShard", arXiv:2006.16668 (all-to-all, capacity); Fedus 2021, "S
 arXiv:2101.03961, eq. 4 (balancing); Zoph 2022, "ST-MoE", arXiv:2202.08906, eq. 5 (z-loss); Jiang
 2024, "Mixtral", arXiv:2401.04088 (gated experts); DeepSeek-V3 2024, arXiv:2412.19437, sec. 2.1.2.
 
-Not for: experts that are not MLPs of nn.Linear, or partly frozen; evaluation on some ranks alone;
-fp16 and loss scalers. At work: torchtitan, Megatron; see part 4.
+Not for: experts that are not MLPs of nn.Linear, or partly frozen; dense layers that only some ranks
+use; evaluation on some ranks alone; fp16, loss scalers. At work: torchtitan, Megatron; see part 4.
     torchrun --standalone --nproc_per_node=2 moe.py
 """
 import math
@@ -58,10 +58,13 @@ from common import FORMS, PRESETS as DENSE, build, loss_sum, share
 # ---- 1. the idea -------------------------------------------------------------
 
 
+# An expert lives on one rank: tokens' rows go there, and its answers come back.
+
+
 def softmax_route(logits, bias=0.0, *, top_k, normalize):
     """Logits (.., E) -> the chosen experts (.., K), their gates (.., K), probabilities (.., E).
 
-    Mixtral and Qwen3 normalize gates, OLMoE does not. A bias (E,) changes the choice alone.
+    Mixtral and Qwen3 normalize gates, OLMoE does not. Bias and probabilities: for balance, part 2.
     """
     probs = logits.softmax(-1)
     chosen = (probs + bias).topk(top_k).indices
@@ -101,19 +104,19 @@ class AllToAll(torch.autograd.Function):
         return arrived
 
     @staticmethod
-    def backward(ctx, gradient):  # which all_to_all_single does not have
+    def backward(ctx, gradient):  # all_to_all_single has none
         return AllToAll.apply(gradient, *ctx.way_back), None, None, None
 
 
 def rows_of_each(chosen, experts):
-    """-> how many rows go to each expert, (E,)."""
+    """-> how many rows go to each expert, (E,). (bincount would have the host wait.)"""
     chosen = chosen.flatten()
     return chosen.new_zeros(experts).scatter_add(0, chosen, torch.ones_like(chosen))
 
 
 def exchange_counts(leaving, ep):
-    """leaving (E,): how many rows this rank has for each expert -> counts (2, ep, E/ep): of those
-    that leave, [rank they go to][its expert]; that arrive, [rank they come from][our expert]."""
+    """leaving (E,): how many rows this rank has for each expert -> counts (2, ep, E/ep):
+    counts[0, r, e] leave for rank r's expert e; counts[1, r, e] arrive from r for our expert e."""
     arriving = torch.empty_like(leaving)
     dist.all_to_all_single(arriving, leaving, group=ep)  # sorted by destination -> by source
     return torch.stack([leaving, arriving]).view(2, ep.size(), -1)
@@ -150,10 +153,9 @@ class IdeaOfMoE(PlainMoE):
 
 def dense_and_experts(model):
     """-> the parameters that every rank has, and those of this rank's experts."""
-    layers = [module for module in model.modules() if hasattr(module, "ep")]  # MoEs alone have one
-    experts = [p for layer in layers for p in layer.experts.parameters()]
-    of_experts = set(experts)
-    return [p for p in model.parameters() if p not in of_experts], experts
+    layers = [module for module in model.modules() if hasattr(module, "ep")]  # also a MoE's wrapper
+    experts = dict.fromkeys(p for layer in layers for p in layer.experts.parameters())  # each once
+    return [p for p in model.parameters() if p not in experts], list(experts)
 
 
 def all_reduce_gradients(model, replicas):
@@ -196,7 +198,7 @@ def idea_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
 #     an exchange in two halves     the shared expert works while rows travel
 #     losses or biases              experts are chosen about equally often
 #     fp32 routers                  rounding to bf16 would change which experts are chosen
-#     rows cast before they travel  autocast to bf16 halves what is sent
+#     rows cast before they travel  autocast to bf16 halves what is sent to experts
 #     one call for all gradients    141 calls of a step -> 26: 1 for 56 dense ones, none for 64 of
 #                                   experts (which are on one rank each), 4 more for loads
 # Part 3 has capacity besides: an expert gets so many rows at most, and others are dropped.
@@ -210,7 +212,8 @@ def stacked(parameters):
 
 
 class StackedLinear(nn.Module):
-    """An nn.Linear per expert, in stacks: weight (E/ep, out, in), bias (E/ep, out) or None."""
+    """An nn.Linear per expert, in stacks: weight (E/ep, out, in), bias (E/ep, out) or None: whoever
+    decays by p.dim() >= 2 decays these biases, too."""
 
     is_of_experts = True  # so that hybrid_3d.py knows, whose parts 1 and 2 do without this file
 
@@ -228,7 +231,7 @@ class StackedLinear(nn.Module):
 
     def of_all(self, dtype, ends):
         """-> a function of all experts' rows, which are in this dtype and end at `ends`"""
-        weight = self.weight.to(dtype)  # under autocast it has another one
+        weight = self.weight.to(dtype)  # autocast casts nothing for this kernel
         return partial(F.grouped_mm, mat_b=weight.transpose(1, 2), offs=ends)
 
 
@@ -326,56 +329,6 @@ class Arrive(torch.autograd.Function):
         return gradient, None  # Leave takes its own from the trip; autograd wants a tensor here
 
 
-# ---- balance
-
-
-def balancing_loss(load, logits, probs, top_k, alpha, beta):
-    """This rank's summand of alpha E sum_e f_e P_e (Switch) + beta mean(logsumexp^2) (ST-MoE).
-
-    f_e: the fraction of all ranks' rows that go to expert e; P_e: the mean of its probability.
-    load (E,): how many tokens of all ranks chose each. logits, probs (N, E): of this rank's tokens.
-    """
-    load = load.to(probs.dtype)
-    f = load / load.sum()
-    num_tokens = load.sum() / top_k  # of all ranks
-    P = probs.sum(0) / num_tokens  # this rank's summand
-    switch = len(f) * (f @ P)
-    z = logits.logsumexp(-1).square().sum() / num_tokens
-    return alpha * switch + beta * z
-
-
-class AddLoss(torch.autograd.Function):
-    """Returns y, and in backward gives `loss` the gradient 1, as if it were added to the model's
-    loss (as Megatron's MoEAuxLossAutoScaler), so that the layer need not return it. It also notes
-    loss and load."""
-
-    @staticmethod
-    def forward(ctx, y, loss, load, layer):
-        ctx.kept = (loss.detach(), load, layer)
-        return y
-
-    @staticmethod
-    def backward(ctx, grad):
-        loss, load, layer = ctx.kept
-        # here, and not in forward, which runs twice if it is checkpointed
-        layer.loss_of_step = layer.loss_of_step + loss
-        layer.load_of_step = layer.load_of_step + load
-        return grad, torch.ones_like(loss), None, None
-
-
-# Biases are integers, in UNITs: model.to(torch.bfloat16) would round floating-point buffers
-UNIT = 2.0 ** -40
-
-
-def bias_step(load, gamma):
-    """load (E,): how often each expert was chosen -> (E,), what its bias moves by, in UNITs.
-
-    gamma for one chosen less often than the mean, -gamma for one chosen more often (DeepSeek-V3,
-    whose gamma was 1e-3, then 0).
-    """
-    return round(gamma / UNIT) * (load.sum() - len(load) * load).sign()
-
-
 # ---- the layer
 
 # Where rows go. Row n K + k is token n on its way to its k-th expert. As drawn above, rank 0:
@@ -384,7 +337,7 @@ def bias_step(load, gamma):
 #     regroup          they arrive by source, 0 0 0 1, 0 0 1; by expert they are 0 0 0 0 0 1 1
 #     sizes, ends      how many each expert here gets, on the host: [5, 2]; where its rows end, on
 #                      the device: (5, 7)
-Plan = namedtuple("Plan", "order send receive regroup sizes ends")
+Routing = namedtuple("Routing", "order send receive regroup sizes ends")
 
 
 class MoE(nn.Module):
@@ -433,16 +386,16 @@ class MoE(nn.Module):
         load = leaving.clone()  # since the all-reduce is in place
         # partial -> replicated, while the experts are at work
         summing = dist.all_reduce(load, group=self.everyone, async_op=True)
-        plan = self.plan(chosen, leaving)
-        trip = Trip(plan.send, plan.receive, self.ep)
-        rows = self.rows_of(tokens, chosen.shape[1], plan.order)
+        routing = self.routing(chosen, leaving)
+        trip = Trip(routing.send, routing.receive, self.ep)
+        rows = self.rows_of(tokens, chosen.shape[1], routing.order)
         rows = Leave.apply(rows, trip)  # tokens' ranks -> experts'
         if self.shared is not None:
             of_shared = self.shared(x)  # while rows travel
         rows = Arrive.apply(rows, trip)
-        y = self.answer(rows, gates, plan)
+        y = self.answer(rows, gates, routing)
         summing.wait()
-        loss = logits.new_zeros(())
+        loss = logits.new_zeros(())  # AddLoss notes the load besides
         if self.alpha or self.beta:
             loss = balancing_loss(load, logits, probs, chosen.shape[1], self.alpha, self.beta)
         y = AddLoss.apply(y, loss, load, self).view(x.shape)
@@ -456,8 +409,8 @@ class MoE(nn.Module):
             return F.linear(tokens.to(exact), self.router.weight.to(exact),
                             None if bias is None else bias.to(exact))
 
-    def plan(self, chosen, leaving):
-        """chosen (N, K): experts; leaving (E,): rows that go to each -> Plan."""
+    def routing(self, chosen, leaving):
+        """chosen (N, K): experts; leaving (E,): rows that go to each -> Routing."""
         counts = exchange_counts(leaving, self.ep)
         to_ranks, from_ranks = read_counts(counts)  # [rank][expert]
         send = [sum(of_rank) for of_rank in to_ranks]
@@ -471,27 +424,78 @@ class MoE(nn.Module):
         expert = piece % pieces.shape[1]
         regroup = expert.argsort(stable=True)
         ends = pieces.sum(0).cumsum(0).int()
-        return Plan(order, send, receive, regroup, sizes, ends)
+        return Routing(order, send, receive, regroup, sizes, ends)
 
     def rows_of(self, tokens, top_k, order):
         """Tokens (N, C) -> rows, sorted by expert."""
         # not tokens[token]: on GPUs its backward adds a token's K gradients in any order
         rows = tokens.repeat_interleave(top_k, 0)  # (N K, C), by token
         rows = rows.index_select(0, order)  # by expert, no row twice
-        if torch.is_autocast_enabled(rows.device.type):  # else the experts cast them, too late
+        if torch.is_autocast_enabled(rows.device.type):  # before the trip; the experts would behind
             rows = rows.to(torch.get_autocast_dtype(rows.device.type))
         return rows
 
-    def answer(self, rows, gates, plan):
+    def answer(self, rows, gates, routing):
         """Rows, sorted by source -> (N, C): for each token its experts' answers, times gates."""
-        rows = rows.index_select(0, plan.regroup)  # by source -> by expert
-        answers = self.experts(rows, plan.sizes, plan.ends)
-        answers = answers.index_select(0, plan.regroup.argsort())  # by expert -> by source
-        answers = AllToAll.apply(answers, plan.receive, plan.send, self.ep)  # experts' -> tokens'
+        rows = rows.index_select(0, routing.regroup)  # by source -> by expert
+        answers = self.experts(rows, routing.sizes, routing.ends)
+        answers = answers.index_select(0, routing.regroup.argsort())  # by expert -> by source
+        # experts' ranks -> tokens'
+        answers = AllToAll.apply(answers, routing.receive, routing.send, self.ep)
         by_token = answers.new_zeros(gates.numel(), answers.shape[1])
-        by_token = by_token.index_copy(0, plan.order, answers).unflatten(0, gates.shape)
+        by_token = by_token.index_copy(0, routing.order, answers).unflatten(0, gates.shape)
         gates = gates.to(answers.dtype).unsqueeze(1)  # (N, 1, K)
         return (gates @ by_token).squeeze(1)  # (N, 1, K) @ (N, K, C)
+
+
+# ---- balance
+
+
+def balancing_loss(load, logits, probs, top_k, alpha, beta):
+    """This rank's summand of alpha E sum_e f_e P_e (Switch) + beta mean(logsumexp^2) (ST-MoE).
+
+    f_e: the fraction of all ranks' rows that go to expert e; P_e: the mean of its probability.
+    load (E,): how many tokens of all ranks chose each. logits, probs (N, E): of this rank's tokens.
+    """
+    load = load.to(probs.dtype)
+    f = load / load.sum()
+    num_tokens = load.sum() / top_k  # of all ranks
+    P = probs.sum(0) / num_tokens  # this rank's summand
+    switch = len(f) * (f @ P)
+    z = logits.logsumexp(-1).square().sum() / num_tokens
+    return alpha * switch + beta * z
+
+
+class AddLoss(torch.autograd.Function):
+    """Returns y, and in backward gives `loss` the gradient 1, as if it were added to the model's
+    loss (as Megatron's MoEAuxLossAutoScaler), so that the layer need not return it. It also notes
+    loss and load."""
+
+    @staticmethod
+    def forward(ctx, y, loss, load, layer):
+        ctx.kept = (loss.detach(), load, layer)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        loss, load, layer = ctx.kept
+        # here, and not in forward, which runs twice if it is checkpointed
+        layer.loss_of_step = layer.loss_of_step + loss
+        layer.load_of_step = layer.load_of_step + load
+        return grad, torch.ones_like(loss), None, None
+
+
+# Biases are integers, in UNITs: model.to(torch.bfloat16) would round floating-point buffers
+UNIT = 2.0 ** -40
+
+
+def bias_step(load, gamma):
+    """load (E,): how often each expert was chosen -> (E,), what its bias moves by, in UNITs.
+
+    gamma for one chosen less often than the mean, -gamma for one chosen more often (DeepSeek-V3,
+    whose gamma was 1e-3, then 0).
+    """
+    return round(gamma / UNIT) * (load.sum() - len(load) * load).sign()
 
 
 # ---- a step
@@ -547,7 +551,8 @@ def balancing_losses(model):
 
 def sigmoid_route(logits, bias=0.0, *, top_k, scale=1.0, groups=1, top_groups=1):
     """DeepSeek-V3's: a token chooses among the experts of its best groups alone. A group is as good
-    as the sum of its two best biased scores. Groups are of two experts or more."""
+    as the sum of its two best biased scores. A group has two experts or more, the best groups
+    together top_k or more."""
     scores = logits.sigmoid()
     by_group = (scores + bias).unflatten(-1, (groups, -1))  # (.., groups, E/groups)
     best = by_group.topk(2).values.sum(-1).topk(top_groups).indices
@@ -660,13 +665,13 @@ class MoEWithCapacity(MoE):
         super().__init__(*args, **options)
         self.capacity = capacity
 
-    def plan(self, chosen, leaving):
+    def routing(self, chosen, leaving):
         experts = len(leaving)
         kept = first_in_queue(chosen, experts, self.capacity)
         # dropped rows get the number E: sorted behind all others, cut off, their answers stay 0
         chosen = chosen.masked_fill(~kept, experts)
-        plan = super().plan(chosen, rows_of_each(chosen, experts + 1)[:experts])
-        return plan._replace(order=plan.order[:sum(plan.send)])
+        routing = super().routing(chosen, rows_of_each(chosen, experts + 1)[:experts])
+        return routing._replace(order=routing.order[:sum(routing.send)])
 
 
 # ---- on ranks: each ToyMoE becomes a MoE
@@ -906,7 +911,7 @@ def textbook(run, model, ep):
     norm = 2 * (e - 1) / e * max(4, b)
     return [
         ("calls all_to_all", "5 L", 5 * L),
-        ("wire all_reduce",
+        ("wire all_reduce",  # the idea's without 8 L E
          "2 (n-1)/n (b dense + 8 L E) + 2 (n-ep)/n b experts/ep + 2 (ep-1)/ep max(4, b)",
          over_all + over_replicas + norm),
         ("held states", "4 b (dense + experts/ep) + 4 per tensor (steps) + 8 L E",

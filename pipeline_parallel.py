@@ -11,14 +11,14 @@
     loss = pipeline.step(x.chunk(4), loss_of)  # loss_of(output, m): micro-batch m's part of it
     norm = stages.sum_and_clip(1.0)  # then step and zero_grad, of AdamW(stages.parameters())
 
-Each of p ranks has 1/p of the layers, in v stages; a step has M micro-batches, in the table 2p or
-more. For one of them a rank needs the time F for the forward, B for the gradients of inputs, and W
-for those of weights, which zb-* and dualpipe-v put off.
+p ranks, each with 1/p of the layers in v stages; M micro-batches a step, in the table 2p or more. A
+rank's time for one: F forward, B gradients of inputs, W gradients of weights. zb-* and dualpipe-v
+do W later than B.
     waits    the most that any rank idles between its first action and its last
-    keeps    of how many micro-batches rank r keeps the activations of its layers
+    keeps    micro-batches of which rank r holds its layers' activations
 
     schedule                    waits                   keeps
-    plain GPT                   0                       p M: it has p times the layers
+    plain GPT                   0                       p M (it has all layers)
     naive                       (p-1) (F + B + W) M     1
     gpipe                       (p-1) (F + B + W)       M
     1f1b                        (p-1) (F + B + W)       p - r
@@ -33,8 +33,8 @@ for those of weights, which zb-* and dualpipe-v put off.
 For a batch (b, T) a stage sends b T C numbers to each stage beside it on another rank.
 Qi 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241; others are named at the schedules.
 Not for: stages that pass on anything but one tensor of one size, or change it in place; ranks
-without parameters; parameters replaced later; in schedules with W torch.compile of a stage, and
-torch's checkpoint, which would run a block again for each Linear (amp_accum_ckpt.py's does not).
+without parameters; parameters replaced later. With Ws not for torch.compile of a stage, nor torch's
+checkpoint, which would run a block again for each Linear (amp_accum_ckpt.py's does not).
 At work: torch.distributed.pipelining, part 4.
     torchrun --standalone --nproc_per_node=2 pipeline_parallel.py --schedule zb-v
     python pipeline_parallel.py --simulate --schedule zb-h1 --pp 4 --micro 8 --times 1,1,1,0
@@ -110,7 +110,7 @@ def run_pipeline(model, plan, inputs, loss_of):
 
 def receive(model, sender, group):
     tensor = torch.empty_like(model.boundary)
-    dist.recv(tensor, group=group, group_src=sender)  # on the sender -> here, too
+    dist.recv(tensor, group=group, group_src=sender)  # on the sender -> here
     return tensor
 
 
@@ -140,7 +140,7 @@ def idea_step(model, optimizer, x, y, valid, clip, plan):
 # What it adds to the idea, what that buys, and what it costs. Peaks: the toy, 2 ranks, M = 16.
 #     Mail            keeps one send at a time: rank 0's peak falls, 12.98 -> 12.07 MB
 #                     begins receives two actions early: tensors travel while the rank is at work
-#     Stages, Chain   a model's own forward, in four lines; all dtypes; frozen layers; dp x pp
+#     Stages, Chain   a model's own forward, cut; all dtypes; frozen layers; dp x pp
 #     W by itself     fills waiting time, and keeps more for it: rank 1's peak, 1f1b -> zb-h1,
 #                     9.72 -> 12.21 MB
 #     schedules       several stages a rank: less waiting, as in the table above
@@ -314,12 +314,12 @@ class Mail:
         if receiver == self.place:
             self.inbox[action] = tensor
             return
-        found = tensor.shape, tensor.dtype  # gloo would deliver other ones as noise
+        found = tensor.shape, tensor.dtype  # gloo would deliver another shape as noise
         assert found == (self.size, self.dtype), f"{found}, not {self.size}, {self.dtype}"
         self.finish_send()
         tensor = tensor.contiguous()
         link = self.place, receiver
-        self.sent = self.begin(dist.isend, tensor, receiver, link), tensor  # here -> there, too
+        self.sent = self.begin(dist.isend, tensor, receiver, link), tensor  # here -> there
 
     def finish_send(self):
         """Wait for the last send: so one sent tensor is kept at a time."""
@@ -332,7 +332,7 @@ class Mail:
         sender = self.home[maker.stage]
         link = sender, self.place
         tensor = torch.empty(self.size, dtype=self.dtype, device=self.device)
-        self.receives[maker] = self.begin(dist.irecv, tensor, sender, link)  # there -> here, too
+        self.receives[maker] = self.begin(dist.irecv, tensor, sender, link)  # there -> here
         self.inbox[maker] = tensor
 
     def begin(self, operation, tensor, peer, link):
@@ -348,7 +348,7 @@ def make_links(plans, pipelines):
     a receive that waits would hold up the sends behind it: so each direction between two ranks has
     a group there. gloo needs none.
     """
-    if dist.get_backend() in ("gloo", "fake"):
+    if dist.get_backend() in ("gloo", "fake"):  # fake: a dry run's
         return {}
     home = homes(plans)
     pairs = set()
@@ -387,8 +387,8 @@ class Stages(nn.ModuleList):
         pipelines = pipelines or [range(dist.get_world_size())]
         rank = dist.get_rank()
         home = homes(plans)
-        [own] = [ranks for ranks in pipelines if rank in ranks]
-        here = {stage: whole[stage] for stage in sorted(home) if own[home[stage]] == rank}
+        [pipeline] = [ranks for ranks in pipelines if rank in ranks]  # this rank's
+        here = {stage: whole[stage] for stage in sorted(home) if pipeline[home[stage]] == rank}
         super().__init__(here.values())
         self.here = here  # {stage: module}
         self.counted = []  # parameters that this rank counts in the norm
@@ -400,7 +400,7 @@ class Stages(nn.ModuleList):
         groups = {}  # {ranks: their group}
         for p in places:
             # those that have p, of all pipelines
-            ranks = tuple(pipeline[place] for pipeline in pipelines for place in sorted(places[p]))
+            ranks = tuple(each[place] for each in pipelines for place in sorted(places[p]))
             if rank == ranks[0]:
                 self.counted.append(p)
             if len(ranks) > 1:
@@ -434,20 +434,29 @@ class Stages(nn.ModuleList):
         return norm
 
 
+class HandsOn(nn.Module):
+    """What a stage has in the place of a layer, norm, head or token embedding: it hands on x. In
+    the place of learned positions, whose input is integers, it is 0, which the model adds to x."""
+
+    def forward(self, x, *others, **keywords):
+        return x if x.is_floating_point() else 0
+
+
 @dataclass(kw_only=True)
 class Chain:
     """Where the layers of a model are, so that it can be cut between them. Names are of modules.
 
     The model's own forward runs in every stage, with its masks and angles. In the place of a module
-    that is on another stage it finds HandsOn. Between the modules named here it must leave x alone:
-    x * 0.5 would be repeated in every stage. In later stages it gets x (B, T, C) in the place of
-    ids: B, T = ids.shape[:2].
+    that is on another stage it finds HandsOn. Outside of the modules named here, also behind the
+    last, it must leave x alone: x * 0.5 would be repeated in every stage. In later stages it gets
+    x (B, T, C) in the place of ids: B, T = ids.shape[:2]. It gets nothing else, such as a mask.
 
     first    of the first stage alone: the token embedding, positions
     layers   an nn.ModuleList
     last     of the last stage alone: the norm and, at the end, the Linear of the logits
-    absent   names in first or last in whose place the forward finds None: it has an `if` for that
-    call     call(forward, x) -> a tensor: how the model's forward, or a stage's, is called
+    absent   of first and last those that are None on other stages: the forward has an `if` for that
+    call     call(forward, x) -> a tensor: how the model's forward, or a stage's, is called, such as
+             under autocast
     """
 
     first: list
@@ -455,14 +464,6 @@ class Chain:
     last: list
     absent: tuple = ()
     call: Callable = lambda forward, x: forward(x)
-
-
-class HandsOn(nn.Module):
-    """What a stage has in the place of a layer, norm, head or token embedding: it hands on x. In
-    the place of learned positions, whose input is integers, it is 0, which the model adds to x."""
-
-    def forward(self, x, *others, **keywords):
-        return x if x.is_floating_point() else 0
 
 
 def carve(model, chain, layers):
@@ -584,6 +585,10 @@ def split_linear(x, weight, bias):
     return SplitLinear.apply(x, (weight, bias))
 
 
+def forward_split(linear, x):
+    return split_linear(x, linear.weight, linear.bias)
+
+
 class SplitPipeline(Pipeline):
     """Its plan may have Ws: a B that has one leaves that work to it. Without Ws it is a Pipeline.
 
@@ -598,7 +603,7 @@ class SplitPipeline(Pipeline):
         if self.split:
             for module in nn.ModuleList(modules.values()).modules():
                 if type(module) is nn.Linear:  # the W of a subclass stays in its B
-                    module.forward = partial(split_linear, weight=module.weight, bias=module.bias)
+                    module.forward = partial(forward_split, module)
 
     def do(self, action, received, loss_of):
         kind, m, stage = action
@@ -610,7 +615,8 @@ class SplitPipeline(Pipeline):
 
     def backward(self, m, stage, grad):
         if (m, stage) in self.split:
-            SplitLinear.later = self.ws[m, stage] = []  # each SplitLinear appends to it
+            self.ws[m, stage] = []
+            SplitLinear.later = self.ws[m, stage]  # each SplitLinear appends to it
         made = super().backward(m, stage, grad)
         SplitLinear.later = None
         return made
@@ -663,7 +669,7 @@ def spell(words, M, r, p):
     BW, bw   the next backward with its W
     W        the oldest W that is left, of either stage; those left in the end come then
 
-    What is of micro-batches from M on is left out.
+    Micro-batches from M on are left out.
     """
     plan = []
     left = deque()  # Ws
@@ -683,12 +689,12 @@ def spell(words, M, r, p):
 
 
 def zb_v(r, p, M, v):
-    # No rank keeps more than 1f1b's first: a micro-batch comes back to the rank that it began on,
-    # so that its backward begins there soon (Qi 2023, figure 8). A step takes M (F + B + W) and
-    # (p-1) F/2, since the last rank begins so much later.
+    # No rank keeps more than rank 0 does in 1f1b: a micro-batch comes back to the rank that it
+    # began on, so that its backward begins there soon (Qi 2023, figure 8). A step takes
+    # M (F + B + W) and (p-1) F/2, since the last rank begins so much later.
     #     rank 0   F0 F1 F2 f0 b0 w0 f1 b1 w1 F3 B0 W0 f2 b2 w2 B1 W1 f3 b3 w3 B2 W2 B3 W3 ...
     #     rank 1   ...F0 f0 F1 f1 b0 w0 F2 B0 W0 f2 b1 w1 F3 B1 W1 f3 b2 w2 B2 b3 B3 W2 w3 W3
-    n = max(M, 2 * p - 1)  # with fewer the words make no sense
+    n = max(M, 2 * p - 1)  # spell leaves out those from M on
     words = (
         "F " * (2 * (p - r) - 1)  # until the first micro-batch comes to the second stage
         + "f F " * r  # until the first gradient comes to the second stage
@@ -795,13 +801,13 @@ def split_layers(count, stages):
     return [len(share(count, stages, stage)) for stage in range(stages)]
 
 
-def parallelize(model, plans, layers, size, dtype, device):
+def parallelize(model, plans, layers, size, dtype, device, kind=SplitPipeline):
     """The plain GPT -> this rank's Stages, and the Pipeline that plays its plan.
 
     layers: how many each stage gets. size, dtype, device: of what goes from stage to stage.
     """
     stages = Stages(carve(model, CHAIN, layers), plans)
-    return stages, SplitPipeline(stages.here, plans, Mail(plans, size, dtype, device))
+    return stages, kind(stages.here, plans, Mail(plans, size, dtype, device))
 
 
 def parallelize_idea(stages, plans, size, dtype, device):
@@ -936,8 +942,8 @@ def refuse_at_work(require, name, micro, ranks):
 
 
 def parallelize_at_work(name, stages, plans, boundary, vocab):
-    """-> torch's schedule for this rank's stages, and the number of targets in the whole batch:
-    the schedule is made once, so its loss reads them where each step writes them."""
+    """-> torch's schedule for this rank's stages, and a cell for the number of targets in the whole
+    batch: the schedule is made once, so its loss reads them where each step writes them."""
     valid = torch.ones((), device=boundary[2])
     logits = *boundary[0][:2], vocab
 
@@ -947,9 +953,9 @@ def parallelize_at_work(name, stages, plans, boundary, vocab):
     return schedule_at_work(name, stages.here, plans, boundary, logits, loss_of), valid
 
 
-def train_step_at_work(schedule, valid_here, stages, optimizer, x, y, valid, clip):
+def train_step_at_work(schedule, valid_cell, stages, optimizer, x, y, valid, clip):
     optimizer.zero_grad()
-    valid_here.fill_(valid)
+    valid_cell.fill_(valid)
     losses = []
     schedule.step(x, target=y, losses=losses, return_outputs=False)
     norm = stages.sum_and_clip(clip)
@@ -1000,7 +1006,8 @@ def set_up(run, impl, plans, layers):
     boundary = (args.batch // args.micro, run.cfg.seq, run.cfg.width), run.dtype, run.device
     plain = run.build()
     names = {p: name for name, p in plain.named_parameters()}
-    stages, pipeline = parallelize(plain, plans, layers, *boundary)
+    kind = Pipeline if impl == "torch" else SplitPipeline  # torch splits its Bs by itself
+    stages, pipeline = parallelize(plain, plans, layers, *boundary, kind)
     named = [(names[p], p) for p in stages.parameters()]
     optimizer = run.optimizer(named)
     if args.schedule == "pipedream":

@@ -4,8 +4,7 @@
     rank 1  x - norm -f-> [qkv]_1 heads_1 [out]_1 -g->(+)- norm -f-> [up]_1 gelu [down]_1 -g->(+)- x
 
 f copies x in forward, and sums dx over ranks in backward; g sums in forward, copies in backward.
-With --sp f gathers along T, g sums and cuts, and in backward f does what g does, and g what f does;
-x is not kept whole: f's backward gathers it once more.
+With --sp f gathers along T, g sums and cuts along T: a table is in part 2.
 Inside is from an f to its g, outside is the rest; (+) adds the x from before the norm. q, k, v, up
 (and Llama's gate) are cut by columns, out and down by rows, embedding and head by words. Inside no
 rank needs another: heads are apart, gelu is elementwise.
@@ -128,7 +127,8 @@ def row_linear(linear, group):
 
 
 def locate(ids, words, rank):
-    """words: how many a rank has -> (each id's row in its piece, or 0), (is it in this piece?)"""
+    """words: how many a rank has -> rows: each id's in this rank's piece, or 0; here: is it there?
+    """
     rows = ids - rank * words
     here = (rows >= 0) & (rows < words)
     return rows.masked_fill(~here, 0), here
@@ -146,13 +146,6 @@ def vocab_embedding(embedding, group):
     embedding.forward = forward
 
 
-def norm_inside(norm, group):
-    """Qwen3's norms of q and k are whole, but see a rank's own heads: each makes a summand."""
-    for p in norm.parameters():
-        if p.requires_grad:
-            p.register_hook(lambda gradient: summed(gradient, group))
-
-
 def cut_by_name(model, plan, group):
     """plan: {pattern for names of modules: one of the functions above}"""
     for name, module in model.named_modules():
@@ -164,7 +157,7 @@ def cut_by_name(model, plan, group):
 def cross_entropy_by_words(logits, targets, group, ignore_index=-100):
     """Logits (N, V/tp) of this rank's words, targets (N,) -> the sum of losses, on every rank."""
     own_log_sum = logits.logsumexp(1)  # (N,)
-    most = own_log_sum.detach().clone()
+    most = own_log_sum.detach().clone()  # it cancels; with the largest one exp cannot overflow
     dist.all_reduce(most, dist.ReduceOp.MAX, group)  # each rank's own -> the largest, replicated
     summand = (own_log_sum - most).exp()  # of softmax's denominator, divided by exp(most)
     log_sum = ReduceFromTP.apply(summand, group).log() + most  # partial -> replicated
@@ -172,6 +165,13 @@ def cross_entropy_by_words(logits, targets, group, ignore_index=-100):
     own_logit = logits.gather(1, column.unsqueeze(1)).squeeze(1).masked_fill(~here, 0)
     target_logit = ReduceFromTP.apply(own_logit, group)  # partial -> replicated
     return (log_sum - target_logit).masked_fill(targets == ignore_index, 0).sum()
+
+
+def norm_inside(norm, group):
+    """Qwen3's norms of q and k are whole, but see a rank's own heads: each makes a summand."""
+    for p in norm.parameters():
+        if p.requires_grad:
+            p.register_hook(lambda gradient: summed(gradient, group))
 
 
 def norm_of_pieces(model, group):
@@ -198,7 +198,8 @@ def idea_step(model, optimizer, x, y, valid, clip, group):
 # ---- 2. the technique (copy this; it needs part 1 and torch) -----------------
 
 # What it adds to the idea, and what that buys. Figures are of the toy's step on two ranks.
-#     columns(x, q, k, v): one f         30 calls -> 22, 13.6 MB sent -> 9.5
+#     columns(x, q, k, v): one f         30 calls -> 22, 13.6 MB sent -> 9.5 (and the loss has a sum
+#                                        less, but positions, cut here, one more)
 #     dx before weights' gradients       its sum travels while they are computed
 #     --sp                               x outside is cut, too: 22.7 MB of activations -> 17.9, but
 #                                        22 calls -> 51, 9.5 MB sent -> 11.9
@@ -210,39 +211,6 @@ def idea_step(model, optimizer, x, y, valid, clip, group):
 # renamed in torch 2.13
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-# ---- pieces of any size
-
-# dim         along which a parameter is cut
-# plain_size  of the plain parameter along dim
-# copies      how many ranks in a row have the same piece: one, but see key_values
-Cut = namedtuple("Cut", "dim plain_size copies", defaults=(1,))
-
-
-def shard(t, cut, tp):
-    """A whole tensor -> this rank's piece. All pieces have one size: the last ones end in zeros.
-
-    They stay zeros in training: gelu, silu and relu make 0 of 0, and the loss leaves out padding.
-    """
-    each = math.ceil(cut.plain_size / (tp.size // cut.copies))
-    first = min(tp.rank // cut.copies * each, cut.plain_size)
-    count = min(each, cut.plain_size - first)
-    size = list(t.shape)
-    size[cut.dim] = each
-    piece = t.new_zeros(size)
-    piece.narrow(cut.dim, 0, count).copy_(t.narrow(cut.dim, first, count))
-    return piece
-
-
-def unshard(t, cut, tp):
-    """A piece -> the whole tensor, on every rank. cut is None: it is whole already."""
-    if cut is None:
-        return t
-    pieces = t.new_empty(tp.size, *t.shape)
-    all_gather(pieces.flatten(0, 1), t.detach(), tp.group)  # sharded -> replicated
-    different = pieces[::cut.copies].unbind()
-    return torch.cat(different, cut.dim).narrow(cut.dim, 0, cut.plain_size)
 
 
 # ---- who shares a model
@@ -265,7 +233,7 @@ class TensorParallel:
     """The ranks that share a model, how x goes inside and out, and a record of what they have cut.
 
     Outside, x is whole on every rank (Shoeybi 2019, fig. 3). In shapes, tp means tp.size.
-    gather and reduce are for Functions; leave, which autograd knows, is for models.
+    autograd.Functions call gather and reduce, modules call leave.
     """
 
     def __init__(self, group=None):
@@ -298,7 +266,7 @@ class TensorParallel:
         """-> the group over which p's gradient has to be summed, or None."""
         return self.summands.get(p)
 
-    def copies(self, p):
+    def holders(self, p):
         """-> how many ranks hold the same piece of p: all, if it is whole. For norms."""
         return self.cuts[p].copies if p in self.cuts else self.size
 
@@ -362,6 +330,9 @@ def weight_gradients(x, dys, biases):
 # ---- modules that take the places of plain ones
 
 
+OPTIONS = "padding_idx", "max_norm", "scale_grad_by_freq", "sparse"  # of an nn.Embedding
+
+
 class CutModule(nn.Module):
     """Takes the place of a plain module: has its parameters, and cuts those in `dims`."""
 
@@ -369,8 +340,9 @@ class CutModule(nn.Module):
 
     def __init__(self, plain, tp):
         super().__init__()
-        options = getattr(plain, "padding_idx", None), getattr(plain, "max_norm", None)
-        is_plain = type(plain) in (nn.Linear, nn.Embedding) and options == (None, None)
+        options = [getattr(plain, name, None) for name in OPTIONS]
+        has_none = all(option is None or option is False for option in options)
+        is_plain = type(plain) in (nn.Linear, nn.Embedding) and has_none
         assert is_plain, f"{plain}: only a plain Linear or Embedding can be cut."
         self.tp = tp
         self.weight = plain.weight
@@ -387,9 +359,8 @@ class ColumnLinear(CutModule):
     def forward(self, x):
         return columns(x, self)[0]
 
-    def multiply(self, x, *parameters):
-        """parameters: of this Linear, and of those with which it shares an f. (A method, since
-        hybrid_3d.py has another.)"""
+    def multiply(self, x, *parameters):  # hybrid_3d.py has another
+        """parameters: of this Linear, and of those with which it shares an f."""
         return ColumnParallel.apply(self.tp, x, *parameters)
 
 
@@ -398,7 +369,7 @@ def columns(x, *linears):
     operands = [x]
     for linear in linears:
         operands += [linear.weight, linear.bias]
-    # In backward autocast is off, and dy @ weight wants one dtype: so cast what is saved for it
+    # F.linear would cast by itself, but backward multiplies what was saved: so cast before
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         operands = [None if t is None else t.to(dtype) for t in operands]
@@ -524,7 +495,10 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 
 
 def vocab_parallel_cross_entropy(logits, targets, vocab, tp, ignore_index=-100):
-    """This rank's logits (.., V/tp), targets (..), vocab V -> the sum of losses, on every rank."""
+    """This rank's logits (.., V/tp), targets (..), vocab V -> the sum of losses, on every rank.
+
+    Targets are below V, or ignore_index: of others each makes a loss of its own, unseen.
+    """
     each = logits.shape[-1]  # columns of a rank
     assert each == math.ceil(vocab / tp.size), (
         f"{each} columns on each of {tp.size} ranks are not {vocab} words: is the head cut?")
@@ -563,11 +537,11 @@ def cut_model(model, tp, plan):
         kinds.update(dict.fromkeys(names, kind))
     for name, kind in kinds.items():
         model.set_submodule(name, kind(modules[name], tp))
-    refuse_what_is_silent(model, tp)
+    refuse_silent_mistakes(model, tp)
     return model
 
 
-def refuse_what_is_silent(model, tp):
+def refuse_silent_mistakes(model, tp):
     for name, module in model.named_modules():
         drops = isinstance(module, nn.Dropout) and module.p > 0
         assert not drops, f"{name}: ranks would draw masks of their own, also where x is whole."
@@ -600,15 +574,50 @@ def sum_gradients(model, tp):
 
 def gradient_norm(model, tp):
     """-> norm of the whole model's gradient, after sum_gradients."""
-    p = next(model.parameters())
-    square = torch.zeros((), device=p.device, dtype=torch.promote_types(p.dtype, torch.float32))
+    like = next(model.parameters())
+    square = like.new_zeros((), dtype=torch.promote_types(like.dtype, torch.float32))
     trained = [p for p in model.parameters() if p.grad is not None]
     # of the ranks that have the same numbers the first counts them
-    counted = [p.grad for p in trained if tp.rank % tp.copies(p) == 0]
+    counted = [p.grad for p in trained if tp.rank % tp.holders(p) == 0]
     if counted:
         square = torch.stack(torch._foreach_norm(counted, dtype=square.dtype)).square().sum()
     dist.all_reduce(square, group=tp.group)  # partial -> replicated
     return square.sqrt()
+
+
+# ---- pieces of any size
+
+# Of a parameter that is cut:
+# dim         along which
+# plain_size  of the plain parameter along dim
+# copies      how many ranks in a row have the same piece: one, but see key_values
+Cut = namedtuple("Cut", "dim plain_size copies", defaults=(1,))
+
+
+def shard(t, cut, tp):
+    """A whole tensor -> this rank's piece. All pieces have one size: the last ones end in zeros.
+
+    They stay zeros in training: gelu, silu and relu make 0 of 0, and the loss leaves out padding.
+    """
+    assert t.shape[cut.dim] == cut.plain_size, f"{tuple(t.shape)}: not {cut.plain_size} to cut"
+    each = math.ceil(cut.plain_size / (tp.size // cut.copies))
+    first = min(tp.rank // cut.copies * each, cut.plain_size)
+    count = min(each, cut.plain_size - first)
+    size = list(t.shape)
+    size[cut.dim] = each
+    piece = t.new_zeros(size)
+    piece.narrow(cut.dim, 0, count).copy_(t.narrow(cut.dim, first, count))
+    return piece
+
+
+def unshard(t, cut, tp):
+    """A piece -> the whole tensor, on every rank. cut is None: it is whole already."""
+    if cut is None:
+        return t
+    pieces = t.new_empty(tp.size, *t.shape)
+    all_gather(pieces.flatten(0, 1), t.detach(), tp.group)  # sharded -> replicated
+    different = pieces[::cut.copies].unbind()
+    return torch.cat(different, cut.dim).narrow(cut.dim, 0, cut.plain_size)
 
 
 # ---- whole tensors
@@ -621,7 +630,8 @@ def full_state_dict(model, tp):
 
 
 def full_gradients(model, tp):
-    """-> {the plain model's name: whole gradient} of parameters that have one, on every rank."""
+    """After sum_gradients -> {the plain model's name: whole gradient} of parameters that have one,
+    on every rank."""
     trained = {name: p for name, p in model.named_parameters() if p.grad is not None}
     return {name: unshard(p.grad, tp.cuts.get(p), tp) for name, p in trained.items()}
 
@@ -752,7 +762,7 @@ def train_step(model, optimizer, x, y, valid, clip, tp):
     loss.backward()
     sum_gradients(model, tp)  # partial -> replicated
     norm = gradient_norm(model, tp)
-    finite = norm.nan_to_num(0, posinf=0)  # 0: gradients stay as they are, and show the fault
+    finite = norm.nan_to_num(0, posinf=0)  # 0: nothing is scaled, and nan and inf can be seen
     nn.utils.clip_grads_with_norm_(model.parameters(), clip, finite)
     optimizer.step()
     return loss, norm
@@ -858,7 +868,8 @@ def set_up(run, impl, tp, mesh):
 
 def textbook(run, impl, model, tp):
     """-> rows. b: bytes of a number, s: of one in the loss. P: numbers of parameters here, G: of
-    gradients that are summed after backward. A block has k f and g. T': T if there are positions.
+    gradients that are summed after backward. k: how many f and g a block has. T': T if positions
+    are cut, else 0.
     """
     b = run.dtype.itemsize
     s = max(b, 4)

@@ -6,9 +6,9 @@
     of gradients        0 1 2 3    0 1 2 3      1          1
     of AdamW's states   0 1 2 3      1          1          1
 
-P trained numbers, with padding; n ranks; M micro-batches a step (--accum M). Bytes of a number in
-fp32: itself 4, its gradient 4, AdamW's states 8. In bf16: 2, 2, and 12 for its fp32 master and
-states; plain GPT and ddp.py have no masters, and states of 4:
+P trained numbers, with padding; n ranks; M micro-batches a step (--accum M). Bytes of a number, its
+gradient, its AdamW states: in fp32 4, 4, 8; in bf16 2, 2, 12, of which the fp32 master has 4; plain
+GPT and ddp.py have none, and states of 4:
 
                 bytes held between steps        numbers sent per step, in units of P (n-1)/n
                 fp32            bf16
@@ -18,7 +18,8 @@ states; plain GPT and ddp.py have no masters, and states of 4:
     stage 2     (4 + 12/n) P    (2 + 14/n) P    M + 1  gradients too: M reduce-scatters, 1 gather
     stage 3     16 P/n          16 P/n          3 M    parameters too: M sums, 2 M gathers
 
-fsdp.py cuts as stage 3 does, but for blocks alone, in the usual loop, also from a meta model.
+(It gathers an untied head and embedding M times.) fsdp.py cuts as stage 3 does, but always by
+blocks, in the usual loop, also from a meta model.
 
     zero = ZeRO3(units_of(model, model.blocks))
     optimizer = AdamW(zero.parameter_groups(), lr=1e-3)
@@ -29,10 +30,10 @@ fsdp.py cuts as stage 3 does, but for blocks alone, in the usual loop, also from
     zero.step(optimizer)
 
 Not for: Muon, Shampoo, LAMB (but see harness/whole.py), optimizers that count a group's steps (but
-see step); steps between a forward and its backward; blocks of several dtypes; sparse embeddings;
-second derivatives; backwards that raise; reentrant checkpointing; parameters thawed later, or
-loaded except by load_full_state_dict. Unused ones get gradients of 0. In stage 3 blocks return one
-tensor, ranks use parameters in one order, and autocast keeps bf16 copies of weights.
+see step_at_once); weights stepped between a forward and its backward; blocks of several dtypes;
+sparse embeddings; second derivatives; backwards that raise; reentrant checkpointing; parameters
+thawed later, or loaded except by load_full_state_dict. Unused ones get gradients of 0. In stage 3
+blocks return one tensor, ranks use parameters in one order, autocast keeps bf16 copies of weights.
 Rajbhandari et al. 2019, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv:1910.02054, sections 5 and 7; Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840.
 At work: ZeroRedundancyOptimizer (stage 1), fully_shard (stage 3; stage 2's traffic), part 4 below.
@@ -79,7 +80,7 @@ class IdeaOfZeRO1:
         parameters = [p for p in model.parameters() if p.requires_grad]  # a tied one comes once
         sizes = [p.numel() for p in parameters]
         size = sum(sizes)
-        self.full = parameters[0].new_zeros(size + -size % ranks)  # with padding
+        self.full = parameters[0].new_zeros(size + -size % ranks)  # up to a multiple of ranks
         self.buffer = torch.zeros_like(self.full)
         places = self.full[:size].split(sizes)
         slots = self.buffer[:size].split(sizes)
@@ -92,7 +93,8 @@ class IdeaOfZeRO1:
         self.shard.grad = self.buffer.chunk(ranks)[rank]  # the sum replaces this rank's summand
 
     def step(self, optimizer, clip):
-        """optimizer: of [zero.shard], elementwise as AdamW is -> the norm of the whole gradient."""
+        """optimizer: of [zero.shard], and for each number alone, as AdamW -> the whole gradient's
+        norm"""
         reduce_scatter(self.shard.grad, self.buffer, group=self.group)  # partial -> sharded
         square = self.shard.grad.square().sum()
         dist.all_reduce(square, group=self.group)  # partial -> replicated
@@ -116,7 +118,7 @@ def idea_step(model, zero, optimizer, x, y, valid, clip):
 
 # What it adds to the idea, and what that buys. Figures are those of the toy on 2 ranks.
 #     a unit for each block        4 of 5 sums travel while backward makes the gradients of the next
-#                                  unit, 4 of 5 gathers while the next unit is stepped
+#                                  unit, 4 of 5 gathers while the next one is stepped (stages 1, 2)
 #     a part for each parameter    parameter groups, fp32 masters of bf16, offload, checkpoints
 #     reduce() apart from step()   micro-batches
 #     ZeRO2                        gradients are held as 1/n: peak 29.1 MB -> 27.8
@@ -156,7 +158,8 @@ class Unit:
         for p, place in self.places.items():
             place.copy_(p.detach())
             p.data = place
-        self.buffer = None  # see make_buffer; so is slots, {parameter: its gradient's view of it}
+        self.buffer = None  # see make_buffer
+        self.slots = None  # {parameter: its gradient's view of buffer}
         self.reduce_dtype = reduce_dtype or self.full.dtype  # of buffer and grad
         self.missing = set()  # parameters that have no gradient yet of this backward
         self.reducing = None  # the sum of buffer over ranks that is under way
@@ -173,7 +176,8 @@ class Unit:
             self.slots = self.views(self.buffer)
 
     def cut(self, offload):
-        """Makes the parts of this rank's chunk. Its padding is in none of them, and stays zero."""
+        """Makes the parts of this rank's chunk. Its padding is in none of them, and stays zero.
+        ZeRO1.keep has made shard and grad."""
         self.parts = []
         wide = torch.promote_types(self.shard.dtype, torch.float32)
         if offload == "optimizer":
@@ -216,7 +220,7 @@ class ZeRO1:
     """Optimizer states are cut: a rank steps its chunk of each unit, and is sent the others.
 
     units: [(parameters, sites)] in the order of forward, such as units_of(model, model.blocks).
-        parameters: trained ones. sites: the modules that read them, in ZeRO3 no other unit's
+        parameters: trained ones. sites: the modules that read them, in ZeRO3 these alone
     group: the ranks that share the batch, over which gradients are summed
     offload: "optimizer" keeps masters and states in the CPU's memory; "param" (ZeRO3) shards, too
     reduce_dtype: of gradients that are kept, added up and sent (None: their parameter's).
@@ -236,7 +240,7 @@ class ZeRO1:
         self.group = group
         self.offload = offload
         self.sync = True  # False: the next backward only adds to gradients, no sum over ranks
-        self.now = "zeroed"  # then "adding" gradients, "summed", "stepping", "stepped"
+        self.now = "zeroed"  # then "adding" gradients, "summed", "stepping", "stepped": for asserts
         self.units = []
         for parameters, sites in units:
             unit = Unit(parameters, sites, *self.place_of_rank(), reduce_dtype)
@@ -294,7 +298,7 @@ class ZeRO1:
 
     def sum_next(self):
         """Ends the sum that is under way, if any, and begins the next one, if any is left: so two
-        units' buffers have memory at most."""
+        units' buffers have memory at most, if all parameters are used."""
         if self.summing:
             self.summing.reducing.wait()
             self.summing.reducing = None
@@ -344,16 +348,12 @@ class ZeRO1:
             torch._foreach_mul_(grads, (max_norm / (finite + 1e-6)).clamp(max=1))
         return norm
 
-    def step(self, optimizer, at_once=False):
-        """Calls optimizer.step() for one unit after another.
-
-        at_once: for all units in one call, as an optimizer wants that counts the steps of a group
-        """
-        turns = [self.units] if at_once else [[unit] for unit in self.units]
-        for units in turns:
-            self.begin_step(units)
+    def step(self, optimizer):
+        """Calls optimizer.step() for one unit after another."""
+        for unit in self.units:
+            self.begin_step([unit])
             optimizer.step()
-            self.end_step(units)
+            self.end_step([unit])
         self.wait()
 
     def begin_step(self, units):
@@ -419,9 +419,6 @@ class ZeRO3(ZeRO2):
         computing         | fwd 0 | fwd 1 | fwd 2 | bwd 2 | bwd 1 | bwd 0 |       | step
         gathering   get 0 | get 1 | get 2 |       | get 1 | get 0 |       |       |
         summing           |       |       |       |       | sum 2 | sum 1 | sum 0 |
-
-    An untied head is sent 2 M times, not 3 M: backward finds it still there. So is an untied
-    embedding, of which backward reads nothing.
     """
 
     offloads = *ZeRO2.offloads, "param"
@@ -511,6 +508,7 @@ def units_of(model, blocks):
     """
     blocks = list(blocks)
     inside = {m for block in blocks for m in block.modules()}
+    # dicts serve as ordered sets
     before = {}, []  # the embeddings: {parameter: None}, sites
     middle = [(dict.fromkeys(trained(block)), [block]) for block in blocks]
     after = {}, []  # the last norm, the head
@@ -549,6 +547,18 @@ def groups_of_masters(units, groups=None):
         masters = [master_of[p] for p in params if p in master_of]  # with a part here
         ours.append({**group, "params": masters})
     return ours
+
+
+def step_at_once(zeros, optimizer):
+    """For an optimizer that counts a group's steps, or reads several parameters: one call for all
+    units. zeros: a list, since parameters of hybrid_3d.py's kinds have a ZeRO each."""
+    for zero in zeros:
+        zero.begin_step(zero.units)
+    optimizer.step()
+    for zero in zeros:
+        zero.end_step(zero.units)
+    for zero in zeros:
+        zero.wait()
 
 
 def full_state_dict(model, zero):
@@ -617,7 +627,7 @@ def idea_gradients(model, zero):
     return {name: piece.view_as(p) for (name, p), piece in zip(trained.items(), pieces)}
 
 
-def train_step(model, zero, optimizer, x, y, valid, clip, accum=1, at_once=False):
+def train_step(model, zero, optimizer, x, y, valid, clip, accum=1):
     """x, y: this rank's rows (B/n, T); valid: all ranks' targets -> its part of the loss, norm."""
     zero.zero_grad()
     total = 0
@@ -629,7 +639,7 @@ def train_step(model, zero, optimizer, x, y, valid, clip, accum=1, at_once=False
         zero.reduce()  # partial -> sharded
         total = total + loss.detach()
     norm = zero.clip_grad_norm_(clip)
-    zero.step(optimizer, at_once)
+    zero.step(optimizer)
     return total, norm
 
 
@@ -721,7 +731,9 @@ def set_up(run, impl, mesh):
     named = list(model.named_parameters())
     optimizer = run.optimizer(named, groups=zero.parameter_groups,
                               wholes=partial(wholes_of_units, zero.units, zero.group))
-    step = partial(train_step, model, accum=args.accum, at_once=args.optimizer == "muon")
+    if args.optimizer == "muon":
+        zero.step = partial(step_at_once, [zero])
+    step = partial(train_step, model, accum=args.accum)
     return run.side(zero, optimizer, step, evaluate=evaluate,
                     held=partial(held, model, zero, optimizer),
                     pieces=partial(pieces_of_units, zero.units, named, optimizer),
@@ -739,8 +751,9 @@ def textbook(run, zero):
     units = getattr(zero, "units", [zero])  # the idea is a single unit
     parts = getattr(zero, "parts", [zero])  # of a single part
     P = sum(unit.full.numel() for unit in units)
-    Q = P  # what stage 3 gathers for forward, and again for backward
-    if not run.cfg.form.tied:  # embedding and head once
+    Q = P  # what stage 3 gathers for backward once more
+    # not an untied embedding, of which backward reads nothing, nor an untied head, which is there
+    if not run.cfg.form.tied:
         Q -= units[0].full.numel() + units[-1].full.numel()
     sums = P if stage == 1 else M * P
     gathers = M * (P + Q) if stage == 3 else P

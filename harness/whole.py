@@ -222,7 +222,7 @@ def share_of_cut(ranks, p, part, shape):
     """part: this rank's, which may have padding at its end along dim. shape: its own, when it is
     not empty."""
     dim, plain_size, *_ = ranks.cuts[p]
-    copies = ranks.copies(p)
+    copies = ranks.holders(p)
     each = shape[dim]
     of_line = math.prod(shape) // each
     whole = list(shape)

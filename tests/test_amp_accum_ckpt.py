@@ -168,7 +168,7 @@ def test_the_figures():
         report["ranks"][0]["memory"]
         for report in alone("amp_accum_ckpt", *[(*f"{way} {TWO_STEPS}".split(),) for way in ways])]
     assert f"peak {by_idea['peak'] / 1e6:.1f} -> {ours['peak'] / 1e6:.1f} MB" in table
-    assert f"(without any: {none['peak'] / 1e6:.1f})" in table
+    assert f"(no checkpoint: {none['peak'] / 1e6:.1f})" in table
     kept = [memory["activations"] / 1e6 for memory in (none, less)]
     assert "kept {:.1f} -> {:.1f} MB".format(*kept) in table
     many, = alone("amp_accum_ckpt", f"--impl idea --dry-run 2 {TWO_STEPS}".split())

@@ -9,12 +9,13 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.utils.checkpoint import checkpoint
 
+import amp_accum_ckpt
 import context_parallel
 from common import adamw, attend
 from conftest import (
     ROOT, alone, check_bug_shows, check_each, check_equal, check_refused, copied, dry_run_agrees,
     idea, rewritten, run_ranks, textbook)
-from context_parallel import KINDS, Ring, Ulysses, seen
+from context_parallel import KINDS, Ring, Ulysses, Zigzag, seen
 from others import Llama, compare, gradients_of, loss_sum, micro_batches, trained
 
 LLAMA = ("--model", "llama-toy")
@@ -82,6 +83,35 @@ def test_attention_alone():
               (72, 4, 3, True),
     ])
     run_ranks(check_attention, 2, 12, 2, 5, False, True)
+
+
+def check_backward_under_autocast():
+    """Also where there is no kernel, since documents have a mask."""
+    rng = torch.Generator().manual_seed(0)
+    q, k, v, dout = [torch.randn(1, 2, 4, 4, generator=rng) for _ in range(4)]
+    gradients = []
+    for enabled in False, True:
+        q.requires_grad_().grad = None
+        out = Zigzag().attend(q, k, v, torch.ones(1, 8))
+        with torch.autocast("cpu", torch.bfloat16, enabled):
+            out.backward(dout)
+        gradients.append(q.grad)
+    assert torch.equal(*gradients)
+
+
+def check_used_on_one_rank():
+    """Ranks whose tokens use other parameters, all of one size: each has its own sum."""
+    cp = context_parallel
+    for sum_up in cp.all_reduce_gradients, cp.sum_gradients, amp_accum_ckpt.sum_gradients:
+        model = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(2))
+        model[dist.get_rank()](torch.ones(1, 2)).sum().backward()
+        sum_up(model if sum_up is cp.all_reduce_gradients else model.parameters())
+        assert all((layer.weight.grad == 1).all() for layer in model)
+
+
+def test_autocast_and_parameters_of_one_rank():
+    run_ranks(check_backward_under_autocast, 2)
+    run_ranks(check_used_on_one_rank, 2)
 
 
 @pytest.mark.parametrize("dtype, gap", [(torch.bfloat16, 2e-2), (torch.float32, 1e-5)])
@@ -212,7 +242,7 @@ def test_picture(attn):
             theirs = chunks((rank - hop) % 4, 4)
             first, count, causal = seen(chunks(rank, 4), theirs, 2)
             work = 1 if causal else (2 - first) * count // 2  # of 2: all pairs of query and key
-            mark = "*" if causal else "-/ "[work].strip()
+            mark = "*" if causal else "./ "[work].strip()
             line += f"{','.join(map(str, theirs)) + mark:>7}"
             total += work
         assert f"{line}{total:6}" in context_parallel.__doc__

@@ -167,7 +167,7 @@ PLANTED = [
      "dist.barrier(async_op=True)"),
     (check_copy, "copies", "dist.broadcast(shard, group=replicas, group_src=0)", "pass"),
     (check_idea, "all_gather(self.full, self.shard.detach(), group=self.group)", "pass"),
-    (check_idea, "reduce_scatter(self.shard.grad, full.grad, group=self.group)", "pass"),
+    (check_idea, "reduce_scatter(self.shard.grad, leaf.grad, group=self.group)", "pass"),
     (check_idea, "dist.all_reduce(square, group=model.group)", "pass"),
     (check_idea, "nn.utils.clip_grads_with_norm_(model.parameters(), clip, norm)", "pass"),
     (check_idea, "dist.broadcast(self.full, group=group, group_src=0)", "pass"),
@@ -236,6 +236,9 @@ def check_unused():
     found = full_gradients(model)
     compare({name: found.pop(name) for name in gradients_of(plain)}, gradients_of(plain))
     assert not any(gradient.any() for gradient in found.values())
+    for parameters in model.parameters(), model.module.parameters():
+        with pytest.raises(AssertionError, match="of model.parameter_groups"):
+            torch.optim.SGD(parameters, 0.1).step()
     with pytest.raises(AssertionError, match="in no unit"):
         model.parameter_groups([{"params": [nn.Parameter(torch.zeros(2))]}])
     for whole in model, model.module:

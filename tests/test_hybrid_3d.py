@@ -132,10 +132,10 @@ def test_what_the_technique_adds():
 
 
 def test_table_of_the_docstring():
-    """That of fates shows some lines of what a run prints."""
+    """That of text_of shows some lines of what a run prints."""
     flags = "--dry-run 8 --dp 2 --tp 2 --pp 2 --zero 1 --model qwen3-toy".split()
     said = run_tool("hybrid_3d", *flags).splitlines()
-    table = re.search(r" +gradient of.*", hybrid_3d.fates.__doc__, re.S)[0].split("\n")
+    table = re.search(r" +gradient of.*", hybrid_3d.text_of.__doc__, re.S)[0].split("\n")
     shown = [line.strip() for line in table if line.strip()]
     assert len(shown) == 5 and set(shown) <= set(said)
 
@@ -294,6 +294,8 @@ def parallel(axes, pp=1, schedule="1f1b", sp=False, zero=0, recompute=None, devi
              layers=None, **kind):
     with torch.device(device):
         model = make(**kind)
+    if kind.get("tied") and device != "meta":  # all begin with the first rank's
+        model.lm_head.weight.data += dist.get_rank()
     experts = kind.get("experts")
     copies = axes.get("dp", 1)
     plans = make_plans(schedule, pp, 2)

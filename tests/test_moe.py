@@ -375,7 +375,7 @@ BUGS = [
     ("return grad, torch.ones_like(loss)", "return grad, torch.zeros_like(loss)"),
     ("balancing_loss(load, logits, probs, ch", "balancing_loss(2 * leaving, logits, probs, ch"),
     ("regroup = expert.argsort(stable=True)", "regroup = torch.arange(len(expert))"),
-    ("plan.regroup.argsort()", "plan.regroup"),
+    ("routing.regroup.argsort()", "routing.regroup"),
     ("    summing.wait()\n        loss =", "    load.zero_()\n        loss ="),
 ]
 
@@ -416,6 +416,9 @@ def check_layer():
     moe.step_biases(layer)  # no backward since: all stay
     biases = layer.bias_units // step_of_gamma
     assert biases.tolist() == [1002, 1000, 1001, 1000]
+    wrapped = nn.ModuleList([torch.compile(layer)])  # which has an `ep`, too
+    dense, experts = moe.dense_and_experts(wrapped)
+    assert len(dense) == 1 and 0 < len(experts) == len(set(experts))
     with pytest.raises(AssertionError, match="5 logits for 4 experts"):
         moe.MoE(nn.Linear(6, 5, bias=False), layer.experts, layer.route, layer.ep)
 

@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 import pipeline_parallel
 from conftest import (
-    ROOT, SMALL, alone, check_each, check_equal, check_refused, copied, dry_run_agrees, idea,
-    run_ranks, textbook)
+    PROOF, ROOT, SMALL, alone, check_each, check_equal, check_refused, copied, dry_run_agrees, idea,
+    run_ranks, run_script, textbook)
 from harness.timeline import chunks, costs, grid, in_flight, longest, simulate
 from others import VOCABULARY, Llama
 from pipeline_parallel import SCHEDULES, Mail, chunks_of, make_plans
@@ -429,6 +429,17 @@ def test_planted_bugs_are_seen():
 def test_script_proves_itself(world, flags):
     report = check_equal("pipeline_parallel", world, "--layers", "4", *flags)
     assert "both" not in flags or report["measured_ms"] > 0 and report["planned_ms"] > 0
+
+
+def no_split(module):
+    module.SplitLinear.apply = None
+
+
+def test_torchs_side_is_torchs():
+    """Its schedules split Bs by themselves: they get plain Linears."""
+    flags = "--layers 4 --impl torch --schedule zb-h1".split()
+    report = run_script("pipeline_parallel", 2, *PROOF, *flags, plant=no_split)
+    assert report["check"]["passed"]
 
 
 def test_what_is_saved_goes_on_with_any_schedule(tmp_path):

@@ -155,7 +155,7 @@ def check_half():
     count = 0
     for p in model.parameters():
         p.grad = torch.full_like(p, 2000)
-        count += p.numel() * tp.size // tp.copies(p)
+        count += p.numel() * tp.size // tp.holders(p)
     want = 2000 * torch.tensor(count, dtype=torch.float32).sqrt()
     torch.testing.assert_close(section.gradient_norm(model, tp), want)
 
@@ -182,6 +182,8 @@ def check_refusals():
     padded.embed_tokens.padding_idx = 0
     bounded = Llama()
     bounded.embed_tokens.max_norm = 1.0
+    by_count = Llama()
+    by_count.embed_tokens.scale_grad_by_freq = True
     scaled = Llama()
     scaled.embed_tokens = type("Scaled", (nn.Embedding,), {})(8, 12)
     for words, cuts, model in [
@@ -189,12 +191,18 @@ def check_refusals():
         ("padding_idx=0.*: only a plain", plan(2), padded),
         (r"max_norm=1.0\): only a plain", plan(2), bounded),
         ("Scaled.*: only a plain", plan(2), scaled),
+        ("scale_grad_by_freq.*: only a plain", plan(2), by_count),
         ("2 ranks for 3 heads of keys and values", plan(3), Llama()),
         ("layers.0.mlp.drop_inside: ranks would draw", {}, Llama(dropout=0.1)),
         (r"embed_tokens shares \['weight'\]", {"lm_head": section.ColumnLinear}, Llama(tied=True)),
     ]:
         with pytest.raises(AssertionError, match=words):
             section.cut_model(model, tp, cuts)
+    model = section.cut_model(Llama(), tp, plan(2))
+    larger = Llama().state_dict()
+    larger["lm_head.weight"] = torch.ones(32, 12)  # a padded vocabulary
+    with pytest.raises(AssertionError, match="not 29 to cut"):
+        section.load_full_state_dict(model, tp, larger)
     code = idea("tensor_parallel")
     with pytest.raises(AssertionError, match="on 2 ranks"):  # else ids would be found twice
         code.cut_by_name(Llama(), {"embed_tokens": code.vocab_embedding}, tp.group)
@@ -306,7 +314,7 @@ BUGS = [  # and where they show, if not in check_bug's usual case
     ("return self.summands.get(p)", "return None"),
     ("tp.summands[p] = twins[tp]", "pass", "TensorParallel", 1),
     (" if p in self.cuts else self.group", "", "SequenceParallel"),
-    ("trained if tp.rank % tp.copies(p) == 0]", "trained]"),
+    ("trained if tp.rank % tp.holders(p) == 0]", "trained]"),
 ]
 
 

@@ -245,7 +245,7 @@ def test_overlap_and_fp32_sums():
 
 
 def check_turns(stage, at_once, turns):
-    """optimizer.step() is called for one unit after another, or with at_once for all together."""
+    """optimizer.step() is called for one unit after another, or for all together."""
     model = Llama(layers=2)
     ours = ladder(zero)[stage](zero.units_of(model, model.layers))
     optimizer = torch.optim.AdamW(ours.parameter_groups())
@@ -258,7 +258,10 @@ def check_turns(stage, at_once, turns):
     optimizer.register_step_pre_hook(note)
     llama_loss(model, *ROWS).backward()
     ours.reduce()
-    ours.step(optimizer, at_once)
+    if at_once:
+        zero.step_at_once([ours], optimizer)
+    else:
+        ours.step(optimizer)
     assert stepped == turns
 
 
