@@ -200,9 +200,7 @@ def given(name):
 def example_training(name, block):
     """The lines as they stand, with the names of part 2 and what the page takes as given."""
     lines = block.splitlines()
-    begins = re.compile(r"zero_grad|loss_sum|cross_entropy|x\.chunk")
-    # what stands before it is done once
-    first = next(i for i, line in enumerate(lines) if begins.search(line))
+    first = lines.index("# each step")
     names = {**vars(copied(name)), **given(name)}
     whole = names["model"]
     exec("\n".join(lines[:first]), names)
@@ -213,7 +211,6 @@ def example_training(name, block):
         if name in ROWS:
             names["x"] = x.chunk(2)[dist.get_rank()]
             names["y"] = y.chunk(2)[dist.get_rank()]
-        names["optimizer"].zero_grad()
         exec("\n".join(lines[first:]), names)
         yield None, *gathered(name, names, whole)
 
@@ -228,7 +225,7 @@ def gathered(name, names, whole):
         return [{called[p]: t for p, t in of_kind.items()} for of_kind in found]
     if name in ("tensor_parallel", "moe"):
         section = importlib.import_module(name)
-        group = names.get("tp", names["ep"])
+        group = names["tp" if name == "tensor_parallel" else "ep"]
         return section.full_gradients(model, group), section.full_state_dict(model, group)
     if name == "pipeline_parallel":
         layers = ["tok", *[f"blocks.{i}" for i in range(len(whole.blocks))], "norm", "head"]
