@@ -127,8 +127,7 @@ def row_linear(linear, group):
 
 
 def locate(ids, words, rank):
-    """words: how many a rank has -> rows: each id's in this rank's piece, or 0; here: is it there?
-    """
+    """words: of a rank -> rows: each id's in this rank's piece, or 0; here: is it in it?"""
     rows = ids - rank * words
     here = (rows >= 0) & (rows < words)
     return rows.masked_fill(~here, 0), here

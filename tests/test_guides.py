@@ -74,6 +74,7 @@ MISTAKES = (  # as the page has it, script, [(what stands there, the mistake)], 
 def said_by(source):
     """What a script prints, the last word: its exit code or the error that it raises."""
     said = io.StringIO()
+    end = "exit 0"
     with contextlib.redirect_stdout(said):
         try:
             exec(source, {"__name__": "__main__"})
