@@ -93,7 +93,7 @@ class IdeaOfZeRO1:
         self.shard.grad = self.buffer.chunk(ranks)[rank]  # the sum replaces this rank's summand
 
     def step(self, optimizer, clip):
-        """optimizer: of [zero.shard], for each number alone, as AdamW -> the whole gradient's norm"""
+        """optimizer: of [zero.shard], elementwise as AdamW -> the whole gradient's norm"""
         reduce_scatter(self.shard.grad, self.buffer, group=self.group)  # partial -> sharded
         square = self.shard.grad.square().sum()
         dist.all_reduce(square, group=self.group)  # partial -> replicated
