@@ -306,20 +306,6 @@ def alike(fate):
     return [axis for axis, what in fate.items() if what in ("same", "sum")]
 
 
-def refuse_layout(table, plans, tp, zero):
-    """What would be wrong in silence, or wait for ever."""
-    last = max(homes(plans))
-    for row in table.values():
-        tied = len(row.stages) > 1
-        assert not tied or row.stages == (0, last), f"{row.name} is in stages {row.stages}"
-        routed_once = tp.size == 1 or isinstance(tp, SequenceParallel)
-        assert row.kind != "expert" or routed_once, (
-            "experts with tp > 1 want SequenceParallel: else its ranks route the same tokens")
-    kinds = [action.kind for action in plans[0]]
-    alternates = len(plans) == 1 and kinds == ["F", "B"] * (len(kinds) // 2)
-    assert zero < 3 or alternates, "ZeRO-3 wants one stage, and each B right after its F"
-
-
 # ---- this rank's part of the model
 
 
@@ -710,7 +696,21 @@ def add_gradients(tp, x, dys, parameters):
             torch.autograd.backward(p, gradient)
 
 
-# ---- what print(hybrid) shows
+# ---- what is refused, and what print(hybrid) shows
+
+
+def refuse_layout(table, plans, tp, zero):
+    """What would be wrong in silence, or wait for ever."""
+    last = max(homes(plans))
+    for row in table.values():
+        tied = len(row.stages) > 1
+        assert not tied or row.stages == (0, last), f"{row.name} is in stages {row.stages}"
+        routed_once = tp.size == 1 or isinstance(tp, SequenceParallel)
+        assert row.kind != "expert" or routed_once, (
+            "experts with tp > 1 want SequenceParallel: else its ranks route the same tokens")
+    kinds = [action.kind for action in plans[0]]
+    alternates = len(plans) == 1 and kinds == ["F", "B"] * (len(kinds) // 2)
+    assert zero < 3 or alternates, "ZeRO-3 wants one stage, and each B right after its F"
 
 
 def text_of(rows, axes):
