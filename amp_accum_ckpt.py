@@ -26,17 +26,16 @@ the MLP, K key-value heads, D their width:
         with autocast              32 C + 8 F + 4 K D    12 C + 4 F + 4 K D    4 C
     parameters, gradients, AdamW   16 P                  16 P                  16 P
 
-On top come small things, and the loss: 4 V of a token; with --loss-chunks N it keeps nothing, and
-holds about 4 V / N at a time. Without --ckpt autocast keeps a block's weights in 2 bytes, too. In
+On top come small things. The loss keeps 4 V of a token; with --loss-chunks N x alone, and 4 V / N
+in backward. Without --ckpt autocast keeps a block's weights in 2 bytes, too. In
 backward full runs a block's forward again, selective only its cheap operations. Each of dp ranks
 sends 2 (dp-1)/dp * 4 P bytes, whatever M is.
 
 Micikevicius 2018, arXiv:1710.03740, section 3. Chen 2016, arXiv:1604.06174, section 4. Korthikanti
 2022, arXiv:2205.05198, section 5: Megatron's selective makes attention again, ours keeps it.
 At work: torch.amp, torch.utils.checkpoint, linear_cross_entropy, part 4 below.
-Not for: weights of two dtypes; fp16 with zero.py. A checkpointed forward may not change its
-arguments in place. Under full, which runs it twice, it may not count its calls (BatchNorm), call
-autograd.grad or own a random generator, and weights may not change before its backward.
+Not for: weights of two dtypes; fp16 with zero.py; checkpointed forwards that change their arguments
+in place, and more under full, see there.
     torchrun --standalone --nproc_per_node=2 amp_accum_ckpt.py --amp bf16 --accum 2 --ckpt full
 """
 from contextlib import suppress
@@ -69,15 +68,15 @@ from common import loss_sum, share
 def recompute(block):  # one without dropout, whose forward takes one tensor
     forward = block.forward
     trained = [p for p in block.parameters() if p.requires_grad]
-    block.forward = lambda x: Recompute.apply(forward, x, *trained)
+    block.forward = lambda x: Recompute.apply(forward, x, *trained)  # gradients go to arguments
 
 
 class Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, run, x, *parameters):  # a Function has gradients for its arguments alone
+    def forward(ctx, run, x, *parameters):
         ctx.run = run
         on = torch.is_autocast_enabled(x.device.type)
-        ctx.autocast = torch.autocast(x.device.type, enabled=on)  # its dtype: the current one
+        ctx.autocast = torch.autocast(x.device.type, enabled=on)  # of the dtype in force now
         ctx.save_for_backward(x, *parameters)
         return run(x)  # in a Function gradients are off: nothing within is kept
 
@@ -118,7 +117,7 @@ class LossScaler:
 
 def idea_step(model, optimizer, inputs, targets, valid, clip, accum, dtype, scaler):
     """Accumulation: p.grad adds up over micro-batches, whose losses are sums / valid.
-    inputs, targets: (B/dp, T); valid: of all ranks; dtype: autocast's; scaler: for fp16. Or None"""
+    inputs, targets (B/dp, T); valid: all ranks'; dtype: autocast's or None; scaler: fp16 alone"""
     optimizer.zero_grad()
     loss = 0.0  # of this rank
     for x, y in zip(inputs.tensor_split(accum), targets.tensor_split(accum)):  # micro-batches
@@ -146,7 +145,7 @@ def idea_step(model, optimizer, inputs, targets, valid, clip, accum, dtype, scal
 #     full              more arguments, dropout, a checkpoint within another; the last matmul of a
 #                       block does not run twice: peak 24.5 -> 23.9 MB (no checkpoint: 48.0)
 #     selective         no matmul and no collective runs twice: kept 35.8 -> 23.2 MB
-#     loss_in_chunks    V = 128,256, one layer: with 8 chunks 535 -> 75 MB at most
+#     loss_in_chunks    V = 128,256, one layer: with 8 chunks 535 -> 75 MB kept at most
 #     FusedLossScaler   on a GPU the host does not wait for the norm
 
 
@@ -224,8 +223,9 @@ def full(forward, *inputs, **keywords):
     a last matmul, and an all-reduce behind it, do not run twice, unless dropout or a norm follows.
     Other collectives do, on all ranks alike.
 
-    Tensors within tuples are held as they are. torch.utils.checkpoint does the same, without
-    hooks_around's name, which is not public.
+    So forward may not count its calls (BatchNorm), call autograd.grad or own a random generator,
+    and weights may not change before its backward. Tensors within tuples are held as they are.
+    torch.utils.checkpoint does the same, without hooks_around's name, which is not public.
     """
     if not torch.is_grad_enabled():
         return forward(*inputs, **keywords)
@@ -313,6 +313,7 @@ def set_random_states(cpu, gpu):
 # ---- selective: the results of cheap operations alone are made again
 
 aten = torch.ops.aten
+# Add the cheap operations of your model: results of what is not named are kept.
 CHEAP = {
     aten.native_layer_norm.default, aten._fused_rms_norm.default, aten.mul.Tensor,
     aten.gelu.default, aten.silu.default,

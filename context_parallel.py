@@ -28,7 +28,7 @@ P parameters. In a layer a rank's queries have Q elements, its keys S, its value
     weights                      all         all                             all
     saved activations            all         1/cp                            1/cp
     sent in a layer's forward    -           2 (cp-1) S                      2 (cp-1)/cp (S + Q)
-    sent in a layer's backward   -           2 (cp-1) S, as many in fp32     2 (cp-1)/cp (S + Q)
+    sent in a layer's backward   -           2 (cp-1) S, and as many in fp32 2 (cp-1)/cp (S + Q)
     sent to sum gradients        -           2 (cp-1)/cp P                   2 (cp-1)/cp P
 
 Liu 2023, arXiv:2310.01889, section 3 (ring). Llama team 2024, arXiv:2407.21783, section 3.3.2
@@ -54,13 +54,6 @@ from functools import cache, partial
 from common import attend as plain_attend, clip_gradients, loss_sum
 
 # ---- 1. the idea -------------------------------------------------------------
-
-
-def begin_alike(model, group=None):
-    """Once, before the first step."""
-    for tensor in [*model.parameters(), *model.buffers()]:
-        tensor.data = tensor.data.contiguous()  # a broadcast sends memory, whatever the strides
-        dist.broadcast(tensor.data, group=group, group_src=0)  # the first rank's -> replicated
 
 
 def positions(T, device=None, group=None):
@@ -113,6 +106,13 @@ def all_reduce_gradients(model, group=None):
             dist.all_reduce(p.grad, group=group)  # partial -> replicated
 
 
+def begin_alike(model, group=None):
+    """Once, before the first step."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        tensor.data = tensor.data.contiguous()  # a broadcast sends memory, whatever the strides
+        dist.broadcast(tensor.data, group=group, group_src=0)  # the first rank's -> replicated
+
+
 def idea_step(model, optimizer, x, y, valid, clip):
     """x, y (B, T): whole sequences, the same on all ranks; valid: the number of their targets.
     -> this rank's part of the loss, the norm of the whole gradient.
@@ -136,10 +136,10 @@ def idea_step(model, optimizer, x, y, valid, clip):
 # What it adds to the idea, and what that buys:
 #     1  blocks of keys: no mask and no scores of T/cp x T
 #     2  equal work: half of the scores, as many on every rank
-#     3  keys and values are not kept, but sent again in backward: all at once (AllGather), or one
-#        rank's at a time, while scores are computed (Ring, Zigzag)
+#     3  others' keys and values are not kept, but sent again in backward: all at once (AllGather),
+#        or one rank's at a time, while scores are computed (Ring, Zigzag)
 #     4  kernels: no scores in memory at all (on GPUs in bf16 and fp16 alone, and without documents)
-#     5  Ulysses, another way: fewer bytes here, but cp has to divide the heads
+#     5  Ulysses, another way: fewer bytes here, but cp has to divide k's heads
 #     6  one all-reduce for the gradients of all 68 parameters
 # A step of the toy, --seq 2048 --batch 1 on 4 ranks, of the idea and with all of this:
 #                          calls   MB sent   MB at the peak

@@ -82,14 +82,13 @@ def idea_step(model, optimizer, x, y, valid, clip):
 # What it adds to the idea, and what that buys. Calls are those of part 3's toy.
 #     one tensor for many gradients     68 calls -> 5, each larger
 #     sent while backward still runs    4 of 5 buckets begin before it is over
-#     in one order                      ranks that make gradients in different orders do not hang
-#     no_sync()                         M micro-batches send once, not M times
-#     autograd calls finish()           there is nothing to call after backward
+# Which needs one order of buckets (ranks may make gradients in different ones), no_sync() (of M
+# backwards the last one sends), and finish() (nothing is left to call after backward).
 
 
 class Bucket:
-    """Gradients of some parameters, side by side in one flat tensor, for one all-reduce. It stays
-    when zero_grad() has come."""
+    """Gradients of some parameters, side by side in one flat tensor, for one all-reduce.
+    zero_grad() drops the views, not the bucket."""
 
     def __init__(self, parameters, group, dtype):
         sizes = [p.numel() for p in parameters]
@@ -98,7 +97,7 @@ class Bucket:
         self.views = {p: piece.view_as(p) for p, piece in zip(parameters, self.flat.split(sizes))}
         self.missing = 0  # gradients of this backward that have not come yet
         self.work = None  # Work of the last all-reduce
-        self.summed = set()  # parameters that have a sum since zero_grad(): start() refuses these
+        self.summed = set()  # parameters that have a sum already: no second one over the same
 
     def take(self, p):
         """Move a gradient that autograd has made into the bucket, and leave a view in its place."""

@@ -21,7 +21,7 @@ P numbers are trained on N ranks in fp32, P_again of them in blocks other than t
     on each rank                            plain GPT     here
     parameters, gradients, AdamW states     16 P          16 P/N
     whole parameters, whole gradients       -             root and 2 blocks
-      at the end of backward                -             root, its gradients twice
+      at the end of backward                -             root's gradients, twice
     activations                             whole batch   1/N
     sent per backward                       -             4 (2 P + P_again) (N-1)/N
       with --no-reshard                     -             8 P (N-1)/N, all blocks stay gathered
@@ -88,9 +88,9 @@ class IdeaOfUnit(nn.Module):
 
     def forward(self, *inputs):
         self.gather()
-        full = self.full.data.requires_grad_()  # the same memory; gathers are no changes of it
+        full = self.full.data.requires_grad_()  # the same memory, a leaf: it gets one .grad
         full.register_post_accumulate_grad_hook(self.reduce)
-        output = functional_call(self.block, self.views(full), inputs)  # a leaf, so one full.grad
+        output = functional_call(self.block, self.views(full), inputs)
         self.free()  # what autograd keeps for backward are views of full: they have no memory now
         if output.requires_grad:
             output.register_hook(self.gather)  # when backward comes to the block they have it again
@@ -110,7 +110,7 @@ class IdeaOfUnit(nn.Module):
 
     def reduce(self, leaf):  # autograd calls it when full has its gradient: the block is done
         self.free()
-        self.shard.grad = torch.empty_like(self.shard)  # in the place of the last step's
+        self.shard.grad = torch.empty_like(self.shard)  # replaces the last one: one backward a step
         reduce_scatter(self.shard.grad, leaf.grad, group=self.group)  # partial -> sharded
         leaf.grad = None
 
@@ -138,10 +138,10 @@ def idea_step(model, optimizer, x, y, valid, clip):
 # ---- 2. the technique (copy this; it needs part 1 and torch) -----------------
 
 # What it adds to the idea, and what that buys. Figures are those of the toy on 2 ranks.
-#     blocks have hooks, no wrappers    they keep their names, arguments, outputs; may checkpoint
+#     blocks have hooks, no wrappers    they keep names, arguments, outputs; may be recomputed
 #     asynchronous collectives          10 of 13 travel while others compute, of the idea's 15 none
 #     last block and root stay          4.56 MB are sent, not 5.05
-#     shards and sums in fp32           bf16 weights, micro-batches, offload
+#     shards in fp32, on any device     bf16 weights, offload
 #     a part for each parameter         parameter groups, checkpoints
 #     HSDP                              gathers stay within a copy of the model, such as a node
 #     from_meta()                       no rank has to make the whole model
@@ -322,8 +322,8 @@ class FSDP(nn.Module):
             unit.free()  # from here on the whole is in no rank's memory
             return unit
 
-        blocks = [block for block in blocks if trained(block)]  # the others stay whole
-        self.block_units = [new_unit(trained(block)) for block in blocks]
+        sharded = [block for block in blocks if trained(block)]  # the others stay whole
+        self.block_units = [new_unit(trained(block)) for block in sharded]
         taken = {p for unit in self.block_units for p in unit.shapes}
         count = sum(len(unit.shapes) for unit in self.block_units)
         assert len(taken) == count, "blocks share parameters"
@@ -338,7 +338,7 @@ class FSDP(nn.Module):
         self.masters = nn.ParameterList(part.master for part in self.parts)
         self.summing = []  # units whose sums this backward has begun, in order
         self.in_backward = False
-        for i, block in enumerate(blocks):
+        for i, block in enumerate(sharded):
             block.register_forward_pre_hook(partial(self.enter, i))
             block.register_forward_hook(partial(self.leave, i))
 

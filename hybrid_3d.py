@@ -254,10 +254,10 @@ def fates(sp, zero):
     whole = "sum" if sp else "same"  # with sp, ranks of tp have seen other tokens, too
     return {
         "cut": {"tp": "cut", "data": data},  # matrices, embeddings, biases of ColumnLinears
-        # keys and values of fewer heads than ranks. twins: the ranks of tp with the same heads
-        "shared": {"tp": "cut", "twins": "sum", "data": data},
         "whole": {"tp": whole, "data": data},  # norms, biases of RowLinears
         "inside": {"tp": "sum", "data": data},  # norms of q and k: each rank has seen its heads
+        # keys and values of fewer heads than ranks. twins: the ranks of tp with the same heads
+        "shared": {"tp": "cut", "twins": "sum", "data": data},
         # wants sp: each rank of tp sends the experts its own tokens
         "expert": {"tp": "sum", "replicas": data, "ep": "cut"},
     }
@@ -308,12 +308,20 @@ def alike(fate):
 
 # ---- this rank's part of the model
 
+# The way of a gradient, such as that of a norm's weight, with --sp and ZeRO-1:
+#     B of a micro-batch      autograd calls ZeRO's hook, which adds it to its unit's buffer
+#     B of the last one       meanwhile a reduce-scatter over data: part.grad, this rank's part
+#     sum_gradients           sums over tp, and over ends what is tied, as its fate says
+#     gradient_norm           of ranks with the same numbers the first one counts them
+#     copies.step             master.grad; AdamW steps master; an all-gather over data: new weights
+
 
 class Hybrid(nn.Module):
     """This rank's stages, the pipeline that plays them, and their copies' sums and steps.
 
     stages   all stages of the model, as carve returns them, or slices of an nn.Sequential. Copies
-             begin with the first one's weights; a tied parameter is one
+             begin with the first one's trained weights; what is frozen, and buffers, must be alike.
+             A tied parameter is one
     plans    those for which the mesh was made
     tp       a TensorParallel, also of one rank: what cut_model was called with, before carve, if
              there are more. Hybrid makes it forget what is on other stages
@@ -416,6 +424,9 @@ class Hybrid(nn.Module):
             tensors = stage.state_dict(keep_vars=True)
             mine = {name: self.shard(t, state[name]) for name, t in tensors.items()}
             load_parts(stage, self.copies, mine)
+
+    def load_state_dict(self, *_, **__):
+        raise RuntimeError("masters would keep the old weights: load_full_state_dict")
 
     def is_expert(self, t):
         return t in self.table and "ep" in self.table[t].fate
@@ -638,7 +649,7 @@ class SummingPipeline(SplitPipeline):
         return made
 
 
-# ---- a backward in two parts, of what tp has cut
+# ---- for schedules with Ws: a backward in two parts, of what tp has cut
 
 
 class SplitColumns(torch.autograd.Function):

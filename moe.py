@@ -20,7 +20,7 @@ are on rank 0, 2 and 3 on rank 1. Each rank has 3 tokens, K is 2: 6 rows. Left o
     sum_gradients(model, replicas)
     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, gradient_norm(model, ep))
     optimizer.step()
-    step_biases(model)  # of MoEs with gamma > 0
+    step_biases(model)  # of MoEs with gamma > 0; it also takes the loads of this step
 
 Each of n ranks has N tokens of its own; ep of them share out E experts, of `experts` parameters in
 all. The rest of the model has `dense`. A parameter has b bytes. Balanced, a rank gets K N rows.
@@ -109,7 +109,7 @@ class AllToAll(torch.autograd.Function):
 
 
 def rows_of_each(chosen, experts):
-    """-> how many rows go to each expert, (E,). (bincount would have the host wait.)"""
+    """-> how many rows go to each expert, (E,)."""
     chosen = chosen.flatten()
     return chosen.new_zeros(experts).scatter_add(0, chosen, torch.ones_like(chosen))
 
@@ -179,7 +179,7 @@ def gradient_norm(model, ep):
 
 
 def idea_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
-    """x, y: this rank's rows (B/n, T); valid: the number of targets in all ranks' rows."""
+    """x, y: this rank's sequences (B/n, T); valid: the number of targets in those of all ranks."""
     optimizer.zero_grad()
     loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum") / valid
     loss.backward()
@@ -193,7 +193,7 @@ def idea_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
 # ---- 2. the technique (copy this; it needs part 1 and torch) -----------------
 
 # What it adds to the idea, and what that buys. Calls are those of the toy on 2 ranks.
-#     experts in stacks             an expert runs once; the idea's runs once for each rank's rows
+#     rows regrouped by expert      an expert runs once; the idea's runs once for each rank's rows
 #     one kernel for a stack        on GPUs, in bf16, without biases: all experts run at once
 #     an exchange in two halves     the shared expert works while rows travel
 #     losses or biases              experts are chosen about equally often
@@ -241,8 +241,8 @@ class Experts(nn.Module):
         y = down(activation(up(x)))    or, with gate,    y = down(activation(gate(x)) * up(x))
 
     up, down, gate: lists, an nn.Linear for each expert here. GPT-2 has GELU and no gate,
-    Mixtral has SiLU and one; a token's gates are something else. If you draw weights here, give
-    each rank a seed of its own.
+    Mixtral has SiLU and one; a token's gates are something else. If a rank makes its own Linears
+    alone, give each rank a seed of its own.
     """
 
     def __init__(self, activation, up, down, gate=None):
@@ -260,7 +260,7 @@ class Experts(nn.Module):
             linears.append(self.gate)
         if self.one_kernel_pays(rows, linears):
             return self.mlp(rows, *[linear.of_all(rows.dtype, ends) for linear in linears])
-        experts = zip(*[linear.of_each() for linear in linears])  # of each its functions
+        experts = zip(*[linear.of_each() for linear in linears])  # up, down, gate of each
         pieces = rows.split(sizes)  # also of 0 rows: so every weight gets a gradient
         return torch.cat([self.mlp(x, *functions) for x, functions in zip(pieces, experts)])
 
@@ -334,10 +334,14 @@ class Arrive(torch.autograd.Function):
 # Where rows go. Row n K + k is token n on its way to its k-th expert. As drawn above, rank 0:
 #     order            the rows as they leave, sorted by expert: those of 0 0 0 1 | 2 3
 #     send, receive    how many go to each rank, and come from each: [4, 2], [4, 3]
-#     regroup          they arrive by source, 0 0 0 1, 0 0 1; by expert they are 0 0 0 0 0 1 1
+#     regroup          the permutation from by source, 0 0 0 1 | 0 0 1, to by expert, 0 0 0 0 0 1 1
 #     sizes, ends      how many each expert here gets, on the host: [5, 2]; where its rows end, on
 #                      the device: (5, 7)
 Routing = namedtuple("Routing", "order send receive regroup sizes ends")
+
+
+# Biases are integers, in UNITs: model.to(torch.bfloat16) would round floating-point buffers
+UNIT = 2.0 ** -40
 
 
 class MoE(nn.Module):
@@ -395,7 +399,7 @@ class MoE(nn.Module):
         rows = Arrive.apply(rows, trip)
         y = self.answer(rows, gates, routing)
         summing.wait()
-        loss = logits.new_zeros(())  # AddLoss notes the load besides
+        loss = logits.new_zeros(())  # then AddLoss notes the load alone
         if self.alpha or self.beta:
             loss = balancing_loss(load, logits, probs, chosen.shape[1], self.alpha, self.beta)
         y = AddLoss.apply(y, loss, load, self).view(x.shape)
@@ -428,10 +432,10 @@ class MoE(nn.Module):
 
     def rows_of(self, tokens, top_k, order):
         """Tokens (N, C) -> rows, sorted by expert."""
-        # not tokens[token]: on GPUs its backward adds a token's K gradients in any order
+        # not tokens.index_select(0, token): on GPUs its backward adds in any order
         rows = tokens.repeat_interleave(top_k, 0)  # (N K, C), by token
         rows = rows.index_select(0, order)  # by expert, no row twice
-        if torch.is_autocast_enabled(rows.device.type):  # before the trip; the experts would behind
+        if torch.is_autocast_enabled(rows.device.type):  # or the experts would, behind the trip
             rows = rows.to(torch.get_autocast_dtype(rows.device.type))
         return rows
 
@@ -461,7 +465,7 @@ def balancing_loss(load, logits, probs, top_k, alpha, beta):
     f = load / load.sum()
     num_tokens = load.sum() / top_k  # of all ranks
     P = probs.sum(0) / num_tokens  # this rank's summand
-    switch = len(f) * (f @ P)
+    switch = len(f) * (f * P).sum()  # autocast would make bf16 of f @ P
     z = logits.logsumexp(-1).square().sum() / num_tokens
     return alpha * switch + beta * z
 
@@ -483,10 +487,6 @@ class AddLoss(torch.autograd.Function):
         layer.loss_of_step = layer.loss_of_step + loss
         layer.load_of_step = layer.load_of_step + load
         return grad, torch.ones_like(loss), None, None
-
-
-# Biases are integers, in UNITs: model.to(torch.bfloat16) would round floating-point buffers
-UNIT = 2.0 ** -40
 
 
 def bias_step(load, gamma):
@@ -552,7 +552,7 @@ def balancing_losses(model):
 def sigmoid_route(logits, bias=0.0, *, top_k, scale=1.0, groups=1, top_groups=1):
     """DeepSeek-V3's: a token chooses among the experts of its best groups alone. A group is as good
     as the sum of its two best biased scores. A group has two experts or more, the best groups
-    together top_k or more."""
+    together top_k or more, and top_k is two or more: a single gate would always be `scale`."""
     scores = logits.sigmoid()
     by_group = (scores + bias).unflatten(-1, (groups, -1))  # (.., groups, E/groups)
     best = by_group.topk(2).values.sum(-1).topk(top_groups).indices
@@ -565,6 +565,23 @@ def sigmoid_route(logits, bias=0.0, *, top_k, scale=1.0, groups=1, top_groups=1)
 
 
 # ---- 3. the toy GPT, parallelized --------------------------------------------
+
+# ---- capacity: how many rows an expert takes from a rank
+
+
+def most_rows(capacity, top_k, num_tokens, experts):
+    """-> how many rows an expert takes at most from a rank that has num_tokens tokens."""
+    # rounded, since 1.1 * 2 * 100 / 4 is 55.00000000000001, whose ceil is 56
+    return math.ceil(round(capacity * top_k * num_tokens / experts, 6))
+
+
+def first_in_queue(chosen, experts, capacity):
+    """A rank's chosen (N, K) -> (N, K): is the token among the first whom this expert takes?"""
+    tokens, top_k = chosen.shape
+    visits = torch.zeros(tokens, experts, dtype=torch.int64, device=chosen.device)
+    place = visits.scatter(1, chosen, 1).cumsum(0)  # (N, E): in the expert's queue, from 1
+    return place.gather(1, chosen) <= most_rows(capacity, top_k, tokens, experts)
+
 
 # ---- in one process: each MLP becomes a ToyMoE
 
@@ -638,23 +655,6 @@ def mixture(cfg, **options):
     """cfg of a GPT -> cfg of one with a ToyMoE of these options in the place of each MLP."""
     mlp = partial(ToyMoE, mlp=cfg.form.mlp, **options)
     return cfg._replace(form=cfg.form._replace(mlp=mlp))
-
-
-# ---- capacity: how many rows an expert takes from a rank
-
-
-def most_rows(capacity, top_k, num_tokens, experts):
-    """-> how many rows an expert takes at most from a rank that has num_tokens tokens."""
-    # rounded, since 1.1 * 2 * 100 / 4 is 55.00000000000001, whose ceil is 56
-    return math.ceil(round(capacity * top_k * num_tokens / experts, 6))
-
-
-def first_in_queue(chosen, experts, capacity):
-    """A rank's chosen (N, K) -> (N, K): is the token among the first whom this expert takes?"""
-    tokens, top_k = chosen.shape
-    visits = torch.zeros(tokens, experts, dtype=torch.int64, device=chosen.device)
-    place = visits.scatter(1, chosen, 1).cumsum(0)  # (N, E): in the expert's queue, from 1
-    return place.gather(1, chosen) <= most_rows(capacity, top_k, tokens, experts)
 
 
 class MoEWithCapacity(MoE):

@@ -8,14 +8,14 @@
     stages = Stages([layers[:3], layers[3:]], plans)  # layers: nn.Sequential, the whole model
     mail = Mail(plans, (batch // 4, T, C), torch.float32, "cpu")  # the tensors between stages
     pipeline = SplitPipeline(stages.here, plans, mail)
+    optimizer = AdamW(stages.parameters())
     loss = pipeline.step(x.chunk(4), loss_of)  # loss_of(output, m): micro-batch m's part of it
-    norm = stages.sum_and_clip(1.0)  # then step and zero_grad, of AdamW(stages.parameters())
+    norm = stages.sum_and_clip(1.0)  # then optimizer.step() and zero_grad()
 
 p ranks, each with 1/p of the layers in v stages; M micro-batches a step, in the table 2p or more. A
-rank's time for one: F forward, B gradients of inputs, W gradients of weights. zb-* and dualpipe-v
-do W later than B.
+rank's times for a micro-batch: F forward, B gradients of inputs, W gradients of weights.
     waits    the most that any rank idles between its first action and its last
-    keeps    micro-batches of which rank r holds its layers' activations
+    keeps    micro-batches whose activations rank r holds at once, at most
 
     schedule                    waits                   keeps
     plain GPT                   0                       p M (it has all layers)
@@ -33,8 +33,8 @@ do W later than B.
 For a batch (b, T) a stage sends b T C numbers to each stage beside it on another rank.
 Qi 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241; others are named at the schedules.
 Not for: stages that pass on anything but one tensor of one size, or change it in place; ranks
-without parameters; parameters replaced later. With Ws not for torch.compile of a stage, nor torch's
-checkpoint, which would run a block again for each Linear (amp_accum_ckpt.py's does not).
+without parameters; parameters replaced later; with Ws torch.compile of a stage, and torch's
+checkpoint, which would run a block again for each Linear (take amp_accum_ckpt.py's).
 At work: torch.distributed.pipelining, part 4.
     torchrun --standalone --nproc_per_node=2 pipeline_parallel.py --schedule zb-v
     python pipeline_parallel.py --simulate --schedule zb-h1 --pp 4 --micro 8 --times 1,1,1,0
@@ -139,7 +139,7 @@ def idea_step(model, optimizer, x, y, valid, clip, plan):
 
 # What it adds to the idea, what that buys, and what it costs. Peaks: the toy, 2 ranks, M = 16.
 #     Mail            keeps one send at a time: rank 0's peak falls, 12.98 -> 12.07 MB
-#                     begins receives two actions early: tensors travel while the rank is at work
+#                     begins receives early: tensors travel while the rank is at work
 #     Stages, Chain   a model's own forward, cut; all dtypes; frozen layers; dp x pp
 #     W by itself     fills waiting time, and keeps more for it: rank 1's peak, 1f1b -> zb-h1,
 #                     9.72 -> 12.21 MB
@@ -158,7 +158,7 @@ class Action(NamedTuple):
 
 
 def homes(plans):
-    """-> {stage: its place}. A place is a rank's number in its pipeline: plans[place]."""
+    """-> {stage: its place}. A place is the rank within its pipeline: plans[place]."""
     return {action.stage: place for place, plan in enumerate(plans) for action in plan}
 
 
@@ -448,8 +448,9 @@ class Chain:
 
     The model's own forward runs in every stage, with its masks and angles. In the place of a module
     that is on another stage it finds HandsOn. Outside of the modules named here, also behind the
-    last, it must leave x alone: x * 0.5 would be repeated in every stage. In later stages it gets
-    x (B, T, C) in the place of ids: B, T = ids.shape[:2]. It gets nothing else, such as a mask.
+    last, it must leave x alone: x * 0.5 would be repeated in every stage. Later stages get x
+    (B, T, C) in the place of ids, with SequenceParallel (B, T/tp, C), and nothing else, such as a
+    mask. Layers return x alone, no tuple.
 
     first    of the first stage alone: the token embedding, positions
     layers   an nn.ModuleList
@@ -629,8 +630,7 @@ class SplitPipeline(Pipeline):
 
 
 def sweep(kind, M, stages, together):
-    """-> actions of one kind: `together` micro-batches, one behind the other, go through the first
-    of the stages, then through the next; then the next `together` do."""
+    """-> actions of one kind, for each group of `together` micro-batches: stage by stage."""
     actions = []
     for first in range(0, M, together):
         for stage in stages:

@@ -127,7 +127,7 @@ def row_linear(linear, group):
 
 
 def locate(ids, words, rank):
-    """words: of a rank -> rows: each id's in this rank's piece, or 0; here: is it in it?"""
+    """-> each id's row in this rank's piece of so many words, or 0; has it one?"""
     rows = ids - rank * words
     here = (rows >= 0) & (rows < words)
     return rows.masked_fill(~here, 0), here
@@ -156,7 +156,7 @@ def cut_by_name(model, plan, group):
 def cross_entropy_by_words(logits, targets, group, ignore_index=-100):
     """Logits (N, V/tp) of this rank's words, targets (N,) -> the sum of losses, on every rank."""
     own_log_sum = logits.logsumexp(1)  # (N,)
-    most = own_log_sum.detach().clone()  # it cancels; with the largest one exp cannot overflow
+    most = own_log_sum.detach().clone()  # it cancels; by the largest, exp is <= 1
     dist.all_reduce(most, dist.ReduceOp.MAX, group)  # each rank's own -> the largest, replicated
     summand = (own_log_sum - most).exp()  # of softmax's denominator, divided by exp(most)
     log_sum = ReduceFromTP.apply(summand, group).log() + most  # partial -> replicated
@@ -197,8 +197,7 @@ def idea_step(model, optimizer, x, y, valid, clip, group):
 # ---- 2. the technique (copy this; it needs part 1 and torch) -----------------
 
 # What it adds to the idea, and what that buys. Figures are of the toy's step on two ranks.
-#     columns(x, q, k, v): one f         30 calls -> 22, 13.6 MB sent -> 9.5 (and the loss has a sum
-#                                        less, but positions, cut here, one more)
+#     columns(x, q, k, v): one f         30 calls -> 22, 13.6 MB sent -> 9.5
 #     dx before weights' gradients       its sum travels while they are computed
 #     --sp                               x outside is cut, too: 22.7 MB of activations -> 17.9, but
 #                                        22 calls -> 51, 9.5 MB sent -> 11.9
@@ -232,7 +231,6 @@ class TensorParallel:
     """The ranks that share a model, how x goes inside and out, and a record of what they have cut.
 
     Outside, x is whole on every rank (Shoeybi 2019, fig. 3). In shapes, tp means tp.size.
-    autograd.Functions call gather and reduce, modules call leave.
     """
 
     def __init__(self, group=None):
@@ -252,7 +250,7 @@ class TensorParallel:
         return Pending(y, work)
 
     def leave(self, y):
-        """g: as reduce, but for autograd, and y stays as it is."""
+        """g, with a backward: for modules. gather and reduce are for autograd.Functions."""
         return ReduceFromTP.apply(y, self.group)  # partial -> replicated
 
     def cut(self, p, dim, copies=1):
@@ -288,7 +286,7 @@ class ColumnParallel(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *dys):
-        """Start x's gather, make dx, start its sum, make weights' gradients, and only then wait."""
+        """Start x's gather, make dx, start its sum, make weights' gradients, wait for dx."""
         x, *parameters = ctx.saved_tensors
         dx = None
         gradients = [None] * len(parameters)
@@ -496,7 +494,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
 def vocab_parallel_cross_entropy(logits, targets, vocab, tp, ignore_index=-100):
     """This rank's logits (.., V/tp), targets (..), vocab V -> the sum of losses, on every rank.
 
-    Targets are below V, or ignore_index: of others each makes a loss of its own, unseen.
+    Targets are below V, or ignore_index. Others are not checked: their losses are wrong.
     """
     each = logits.shape[-1]  # columns of a rank
     assert each == math.ceil(vocab / tp.size), (

@@ -6,9 +6,9 @@
     of gradients        0 1 2 3    0 1 2 3      1          1
     of AdamW's states   0 1 2 3      1          1          1
 
-P trained numbers, with padding; n ranks; M micro-batches a step (--accum M). Bytes of a number, its
-gradient, its AdamW states: in fp32 4, 4, 8; in bf16 2, 2, 12, of which the fp32 master has 4; plain
-GPT and ddp.py have none, and states of 4:
+P trained numbers, with padding; n ranks; M micro-batches a step (--accum M). Bytes of a number + of
+its gradient + its AdamW states: fp32 4 + 4 + 8; bf16 2 + 2 + 12 with an fp32 master (without, as
+in plain GPT and ddp.py: 2 + 2 + 4):
 
                 bytes held between steps        numbers sent per step, in units of P (n-1)/n
                 fp32            bf16
@@ -106,7 +106,7 @@ class IdeaOfZeRO1:
 
 def idea_step(model, zero, optimizer, x, y, valid, clip):
     """x, y: this rank's rows (B/n, T); valid: the number of targets in all ranks' rows."""
-    zero.buffer.zero_()
+    zero.buffer.zero_()  # zero_grad() would take the views of it away
     loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum") / valid
     loss.backward()
     norm = zero.step(optimizer, clip)
@@ -120,9 +120,9 @@ def idea_step(model, zero, optimizer, x, y, valid, clip):
 #                                  unit, 4 of 5 gathers while the next one is stepped (stages 1, 2)
 #     a part for each parameter    parameter groups, fp32 masters of bf16, offload, checkpoints
 #     reduce() apart from step()   micro-batches
-#     ZeRO2                        gradients are held as 1/n: peak 29.1 MB -> 27.8
-#     ZeRO3                        parameters are held as 1/n, two of the 5 units at a time whole:
-#                                  peak 27.7 MB, but 3.4 MB sent -> 5.1
+#     ZeRO2                        gradients are held as 1/n: 10.1 MB held -> 8.4
+#     ZeRO3                        parameters, too, and two of the 5 units at a time whole:
+#                                  6.7 MB held, but 3.4 MB sent -> 5.1
 
 
 class Unit:
@@ -573,7 +573,7 @@ def load_full_state_dict(model, zero, state):
     shape_of = {p: shape for unit in zero.units for p, shape in unit.shapes.items()}
     for name, t in model.state_dict(keep_vars=True).items():
         assert state[name].shape == shape_of.get(t, t.shape), f"{name}: {tuple(state[name].shape)}"
-        if t.numel():  # in ZeRO3 only what is frozen has numbers
+        if t.numel():  # not empty
             t.data.copy_(state[name])
         if t in part_of:
             part = part_of[t]
@@ -632,7 +632,7 @@ def train_step(model, zero, optimizer, x, y, valid, clip, accum=1):
     total = 0
     microbatches = zip(x.tensor_split(accum), y.tensor_split(accum))
     for number, (xs, ys) in enumerate(microbatches, 1):
-        zero.sync = isinstance(zero, ZeRO2) or number == accum  # from stage 2 on in each of them
+        zero.sync = number == accum or isinstance(zero, ZeRO2)  # stages 2 and 3 keep sums alone
         loss = loss_sum(model(xs), ys) / valid
         loss.backward()
         zero.reduce()  # partial -> sharded
@@ -746,7 +746,7 @@ def textbook(run, zero):
     M = run.args.accum
     stage = run.args.stage
     b = run.dtype.itemsize
-    w = max(b, 4)
+    w = b if run.impls[0] == "idea" else max(b, 4)
     units = getattr(zero, "units", [zero])  # the idea is a single unit
     parts = getattr(zero, "parts", [zero])  # of a single part
     P = sum(unit.full.numel() for unit in units)

@@ -482,6 +482,8 @@ def check_asserts():
         hybrid_3d.Mesh(make_plans("1f1b", 1, 2))
     with pytest.raises(AssertionError, match="experts with tp > 1 want SequenceParallel"):
         next(parallel(dict(tp=2), experts=True))
+    with pytest.raises(RuntimeError, match="load_full_state_dict"):
+        hybrid_3d.Hybrid.load_state_dict(None, {})
 
 
 def test_asserts():

@@ -199,7 +199,8 @@ def given(name):
 
 def example_training(name, block):
     """The lines as they stand, with the names of part 2 and what the page takes as given."""
-    lines = block.splitlines()
+    imports = rf"^from {name} import (\(.*?\)|.*?)$"  # the file has more than parts 1 and 2
+    lines = re.sub(imports, "", block, flags=re.M | re.S).splitlines()
     first = lines.index("# each step")
     names = {**vars(copied(name)), **given(name)}
     whole = names["model"]

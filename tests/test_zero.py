@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 import zero
 from common import adamw
 from conftest import (
-    PROOF, SMALL, alone, check_bug_shows, check_differs, check_each, check_equal, check_refused,
-    copied, dry_run_agrees, idea, run_ranks, run_script, textbook)
+    PROOF, ROOT, SMALL, alone, check_bug_shows, check_differs, check_each, check_equal,
+    check_refused, copied, dry_run_agrees, idea, run_ranks, run_script, textbook)
 from others import (
     Llama, OfTensors, bf16_llama, bf16_rows, compare, compare_fp32, into, llama_loss,
     micro_batches, mine, own_rows_alone, token_rows, trained, whole_batch)
@@ -320,3 +320,14 @@ def test_refused_flags():
         ("--impl idea --stage 2", "the idea is --stage 1"),
         ("--impl torch --save no/such", "no dry run"),
     ]])
+
+
+def test_what_is_held():
+    """What stages 2 and 3 buy, as part 2 says: megabytes."""
+    reports = alone("zero", *[["--dry-run", "2", "--stage", stage] for stage in "123"])
+    held = []
+    for report in reports:
+        memory = report["ranks"][0]["memory"]
+        held.append(sum(memory[kind] for kind in ("parameters", "gradients", "optimizer")) / 1e6)
+    text = (ROOT / "zero.py").read_text()
+    assert f"{held[0]:.1f} MB held -> {held[1]:.1f}" in text and f"{held[2]:.1f} MB held" in text
