@@ -518,3 +518,14 @@ def test_refused():
         ([*IDEA, "--shared"], "--impl idea: takes no --shared"),
         (["--impl", "all", "--balance", "bias"], "--impl all: takes no --balance"),
     ])
+
+
+def test_balancing_losses_are_fp32():
+    """Also under autocast, which would cast a matmul."""
+    logits = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    load = torch.arange(8) + 12
+    losses = []
+    for enabled in False, True:
+        with torch.autocast("cpu", torch.bfloat16, enabled):
+            losses.append(moe.balancing_loss(load, logits, logits.softmax(-1), 2, 0.1, 0.1))
+    assert losses[0] == losses[1]
