@@ -1226,6 +1226,7 @@ def main():
         moe.balanced_counts.expect(args, tokens, mesh.group["ep"])
         if run.dry:
             moe.read_counts = moe.balanced_counts
+    pipeline_parallel.refuse_shared_gpus(run, args.pp)
     with run:
         sides = {impl: set_up(run, impl, mesh, grid, plans, layers) for impl in run.impls}
         picture(run, plans, layers)

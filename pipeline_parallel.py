@@ -1053,6 +1053,13 @@ def textbook(run, plans, stages):
     ]
 
 
+def refuse_shared_gpus(run, pp):
+    from harness.flags import require
+
+    require(run.dry or pp == 1 or run.device.type == "cpu" or dist.get_backend() == "nccl",
+            "ranks that share a GPU talk by gloo, which sends CPU tensors alone: --device cpu")
+
+
 def main():
     from harness.flags import arguments, require  # not above: the file is imported without harness/
     from harness.run import Run
@@ -1068,8 +1075,7 @@ def main():
     if args.schedule == "pipedream":
         args.check = False  # its weights are stale by design: tests have an oracle of their own
     with Run(args) as run:
-        require(run.dry or run.device.type == "cpu" or dist.get_backend() == "nccl",
-                "ranks that share a GPU talk by gloo, which sends CPU tensors alone: --device cpu")
+        refuse_shared_gpus(run, args.world_size)
         sides = {impl: set_up(run, impl, plans, layers) for impl in run.impls}
         run.extra.update(planned(plans, times)[1])
         run.train(sides, rows=range(args.batch))

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 import moe
-from common import FORMS, PRESETS, GPTConfig, build, get_batch, load_corpus, plain_steps
+from common import FORMS, GPT, PRESETS, GPTConfig, build, get_batch, load_corpus, plain_steps
 from conftest import ALL, ROOT, copied, run_ranks, run_script, to_file
+from fsdp import FSDP, from_meta
 from harness.prove import prove
 from others import compare, gradients_of
 from test_repo import TECHNIQUES
@@ -124,25 +125,33 @@ PROGRAMS = [block for block in fenced(README, "python") if block.startswith("# t
 
 
 def check_programs():
-    """Word for word, but in fp64, for 5 steps of short sequences; against the same loop in one
-    process. Rank 0 prints the loss of the last."""
+    """Word for word, but in fp64, of 24 short sequences; against the same loop in one process. Rank
+    0 prints the loss of the last batch of each epoch."""
     model = build(PRESETS["llama-toy"], 0, dtype=torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    corpus = load_corpus("", T)
-    rated = [(1e-3, *get_batch(corpus, T, 0, step, 8)) for step in range(5)]
-    *_, (loss, _) = plain_steps(model, optimizer, rated, 1.0)
-    line = f"step 5: loss {loss:.3f}\n" if dist.get_rank() == 0 else ""
+    x, y, _ = get_batch(load_corpus("", T), T, 0, 0, 24)
+    said = ""
+    for epoch in range(3):
+        order = torch.randperm(24, generator=torch.Generator().manual_seed(epoch))  # the sampler's
+        rated = [(1e-3, x[rows], y[rows], y[rows].numel()) for rows in order.split(8)]
+        *_, (loss, _) = plain_steps(model, optimizer, rated, 1.0)
+        said += f"epoch {epoch}: loss {loss:.3f}\n"
     for program in PROGRAMS:
-        lines = program.replace("range(20)", "range(5)").replace("128", str(T))
-        lines = lines.replace("seed=0)", "seed=0, dtype=DTYPE)")
+        lines = program.replace("batch=160", "batch=24").replace("128", str(T))
+        lines = lines.replace("seed=0).to", "seed=0, dtype=DTYPE).to")
         names = {"DTYPE": torch.float64}
         lines = re.sub(r"\ndist\.(init|destroy)_process_group.*", "", lines)
         with contextlib.redirect_stdout(io.StringIO()) as printed:
             exec(lines, names)
-        assert printed.getvalue() == line
+        assert printed.getvalue() == (said if dist.get_rank() == 0 else "")
         trained = names["model"]
         state = trained.full_state_dict() if "FSDP" in program else trained.module.state_dict()
         compare(state, model.state_dict())
+    block, = [block for block in fenced(README, "python") if block.startswith("# from meta")]
+    names = {"GPT": GPT, "cfg": PRESETS["llama-toy"], "device": "cpu", "state": state}
+    names.update(torch=torch, FSDP=FSDP, from_meta=from_meta)
+    exec(block, names)
+    compare(names["model"].full_state_dict(), state)
 
 
 def test_the_programs_of_readme():

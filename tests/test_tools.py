@@ -63,6 +63,23 @@ def test_bench_takes_the_sides_that_there_are(monkeypatch, capsys):
     assert "1.50 (" in said and "zero --stage 3" in said and "FAILED: exit code 1" in said
 
 
+@pytest.mark.parametrize("gpus, on_cpus", [(0, []), (1, [8, 4]), (4, [8]), (8, [])])
+def test_the_first_command_on_few_gpus(gpus, on_cpus, monkeypatch, capsys):
+    """hybrid_3d, which has more ranks, runs on CPUs."""
+    asked = []
+
+    def measure(ranks, file, flags, shown):
+        if "--device cpu" in " ".join(flags):
+            asked.append(ranks)
+        return report(60.0, ranks, check=GAPS)
+
+    monkeypatch.setattr(bench, "measured", measure)
+    monkeypatch.setattr(bench.torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(bench, "USUAL", gpus or 2)
+    assert bench.check() == 0 and asked == on_cpus
+    assert "All equal one process" in capsys.readouterr().out
+
+
 def test_scale(monkeypatch, capsys):
     """The batch stays, also where there are more ranks than 8, the usual one."""
     times = {1: 100.0, 16: 40.0}
