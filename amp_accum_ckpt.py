@@ -152,7 +152,7 @@ def idea_step(model, optimizer, inputs, targets, valid, clip, accum, dtype, scal
 def sum_gradients(parameters, group=None):
     """One all-reduce for all gradients, after the last micro-batch. All ranks must have begun with
     the same weights. With ddp.py, whose sums hide behind backward, leave it out, and put all
-    backwards but the last into its no_sync()."""
+    backwards but the last into its no_sync(). What no rank has used gets gradients of 0."""
     trained = [p for p in parameters if p.requires_grad]
     for p in trained:
         if p.grad is None:  # not used by this rank's rows; the others wait for its summand
@@ -223,9 +223,10 @@ def full(forward, *inputs, **keywords):
     a last matmul, and an all-reduce behind it, do not run twice, unless dropout or a norm follows.
     Other collectives do, on all ranks alike.
 
-    So forward may not count its calls (BatchNorm), call autograd.grad or own a random generator,
-    and weights may not change before its backward. Tensors within tuples are held as they are.
-    torch.utils.checkpoint does the same, without hooks_around's name, which is not public.
+    So forward may not count its calls (BatchNorm), fill a cache (of transformers' models take
+    use_cache=False), call autograd.grad or own a random generator, and weights may not change
+    before its backward. Tensors within tuples are held as they are. torch.utils.checkpoint does the
+    same, without hooks_around's name, which is not public.
     """
     if not torch.is_grad_enabled():
         return forward(*inputs, **keywords)

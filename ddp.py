@@ -197,7 +197,7 @@ class BucketedDDP(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self):
-        """Backwards in here only accumulate; the first one after it sends the sum."""
+        """Backwards in here only accumulate; a step needs one after it, which sends the sum."""
         self.sync = False
         try:
             yield

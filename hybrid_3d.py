@@ -356,6 +356,7 @@ class Hybrid(nn.Module):
         self.table = {p: table[p] for p in self.parameters()}
         for p, row in self.table.items():
             if "ends" in row.fate:  # tied: the first stage's -> replicated
+                p.data = p.data.contiguous()  # a broadcast sends memory, whatever the strides
                 dist.broadcast(p.data, group=self.group["ends"], group_src=0)
         # from here on nothing holds what is on other stages: it can be freed
         tp.cuts = {p: cut for p, cut in tp.cuts.items() if p in self.table}

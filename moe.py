@@ -510,6 +510,7 @@ def broadcast_parameters(model, replicas):
     """Dense tensors get the values of the first rank, experts those of the first replica."""
     dense, experts = dense_and_experts(model)
     for tensor in [*dense, *model.buffers()]:
+        tensor.data = tensor.data.contiguous()  # a broadcast sends memory, whatever the strides
         dist.broadcast(tensor, 0)  # the first rank's -> replicated
     for tensor in experts:
         dist.broadcast(tensor, group=replicas, group_src=0)  # the first replica's -> replicated
@@ -538,7 +539,8 @@ def step_biases(model):
 
 
 def balancing_losses(model):
-    """-> this rank's part of the balancing losses since the last time, to be printed."""
+    """-> this rank's part of the balancing losses since the last time, to be printed. Without
+    those of layers that no backward has reached."""
     total = 0
     for layer in layers_of(model):
         total += layer.loss_of_step

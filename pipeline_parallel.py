@@ -408,6 +408,7 @@ class Stages(nn.ModuleList):
                     groups[ranks] = dist.new_group(ranks)  # every rank makes it
                 if rank in ranks:
                     self.shared[p] = groups[ranks]
+                    p.data = p.data.contiguous()  # a broadcast sends memory, whatever the strides
                     dist.broadcast(p.data, group=groups[ranks], group_src=0)  # -> replicated
 
     def sum_and_clip(self, clip):

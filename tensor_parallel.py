@@ -523,9 +523,10 @@ def cut_model(model, tp, plan):
     match the later one counts. kind(module, tp) -> what takes its place: ColumnLinear, inside, ..
     or yours. Hooks of what is replaced are lost.
     """
-    for t in model.state_dict().values():
+    for t in model.state_dict(keep_vars=True).values():
         if not t.is_meta:
-            dist.broadcast(t, group=tp.group, group_src=0)  # the first rank's -> replicated
+            t.data = t.data.contiguous()  # a broadcast sends memory, whatever the strides
+            dist.broadcast(t.data, group=tp.group, group_src=0)  # the first rank's -> replicated
     modules = dict(model.named_modules(remove_duplicate=False))
     kinds = {}  # {name of a module: kind}
     for pattern, kind in plan.items():
@@ -644,6 +645,7 @@ def load_full_state_dict(model, tp, state):
         piece = state[name].to(t.dtype)
         if t in tp.cuts:
             piece = shard(piece, tp.cuts[t], tp)
+        assert piece.shape == t.shape, f"{name}: {tuple(piece.shape)}, not {tuple(t.shape)}"
         if t.is_meta:
             piece = nn.Parameter(piece.clone(), t.requires_grad)
             torch.utils.swap_tensors(t, piece)  # t stays, and with it names and ties

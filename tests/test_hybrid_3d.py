@@ -290,12 +290,19 @@ def wrap(layers, recompute):
         layer.forward = partial(recompute, layer.forward)
 
 
+def change(weight):
+    """All begin with the first rank's, which lies in memory otherwise."""
+    weight.data += dist.get_rank()
+    if dist.get_rank() == 0:
+        weight.data = weight.data.t().contiguous().t()
+
+
 def parallel(axes, pp=1, schedule="1f1b", sp=False, zero=0, recompute=None, device="cpu",
              layers=None, **kind):
     with torch.device(device):
         model = make(**kind)
-    if kind.get("tied") and device != "meta":  # all begin with the first rank's
-        model.lm_head.weight.data += dist.get_rank()
+    if kind.get("tied") and device != "meta":
+        change(model.lm_head.weight)
     experts = kind.get("experts")
     copies = axes.get("dp", 1)
     plans = make_plans(schedule, pp, 2)

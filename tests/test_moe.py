@@ -416,6 +416,10 @@ def check_layer():
     moe.step_biases(layer)  # no backward since: all stay
     biases = layer.bias_units // step_of_gamma
     assert biases.tolist() == [1002, 1000, 1001, 1000]
+    p = layer.router.weight
+    p.data = p.data.t().contiguous().t()
+    moe.broadcast_parameters(layer, dist.group.WORLD)
+    assert p.is_contiguous()
     wrapped = nn.ModuleList([torch.compile(layer)])  # which has an `ep`, too
     dense, experts = moe.dense_and_experts(wrapped)
     assert len(dense) == 1 and 0 < len(experts) == len(set(experts))

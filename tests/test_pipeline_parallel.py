@@ -18,7 +18,7 @@ from conftest import (
     run_ranks, run_script, textbook)
 from harness.timeline import chunks, costs, grid, in_flight, longest, simulate
 from others import VOCABULARY, Llama
-from pipeline_parallel import SCHEDULES, Mail, chunks_of, make_plans
+from pipeline_parallel import SCHEDULES, Mail, Stages, chunks_of, make_plans
 
 LLAMA = ("--model", "llama-toy")
 TORCHS = "zb-v" if torch.__version__ >= (2, 13) else "gpipe"  # see refuse_at_work
@@ -429,6 +429,20 @@ def test_planted_bugs_are_seen():
 def test_script_proves_itself(world, flags):
     report = check_equal("pipeline_parallel", world, "--layers", "4", *flags)
     assert "both" not in flags or report["measured_ms"] > 0 and report["planned_ms"] > 0
+
+
+def check_strides():
+    """What ranks share begins as on the first one, though it lies in memory otherwise there."""
+    both = nn.Linear(2, 3)
+    saved = torch.arange(6.0).view(2, 3)
+    if dist.get_rank() == 0:
+        both.weight.data = saved.t()
+    Stages([both, nn.Sequential(both)], make_plans("1f1b", 2, 1))
+    assert torch.equal(both.weight, saved.t())
+
+
+def test_strides():
+    run_ranks(check_strides, 2)
 
 
 def no_split(module):
