@@ -17,12 +17,12 @@
     loss, norm = train_step(hybrid, optimizer, x, y, valid, clip=1.0)  # loss: this rank's part
 
 cut_model is tensor_parallel.py's, carve pipeline_parallel.py's. x, y: the rows of copy number
-mesh.place["dp"], the same on all its ranks. print(hybrid) says what becomes of each gradient along
-each axis. docs/your-model.md has whole programs.
+mesh.place["dp"], the same on all its ranks. In bf16 Hybrid wants reduce_dtype=torch.float32.
+print(hybrid) says what becomes of each gradient. docs/your-model.md has whole programs.
 
 B sequences of T words make a step, in M micro-batches. L layers have width C, H heads, K with keys
 and values; a rank has P parameters. n = dp cp. A = B/(dp M) T/cp C goes from stage to stage. Then a
-rank of a middle stage sends, in elements a step:
+rank with one stage, not the first or the last, sends in a step, in elements:
     tp    M L/pp 8 A (tp-1)/tp; --sp: 10 A in the place of 8 A. And the gradients that tp sums
     pp    M 2 A; --sp: 1/tp of it
     cp    M L/pp 6 A (cp-1)/tp K/H; not with ulysses
@@ -81,7 +81,8 @@ from zero import held, step_at_once
 #     cut_by_name(model, plan, grid["tp"])  # tensor_parallel.py's idea; the plan cuts the head, too
 #     hybrid = IdeaOfHybrid([stage0, stage1], grid, boundary)  # slices of an nn.Sequential, say
 #     loss, norm = idea_step(hybrid, optimizer, x, y, valid, clip)
-# What is new is what becomes of a parameter's gradient along each axis. It is
+# What is new is what becomes of a parameter's gradient along each axis but pp, where each rank has
+# its own layers. It is
 #     cut   if each rank has its own part of it
 #     same  if all ranks have the same
 #     sum   if each rank has a summand: a step adds them up
@@ -183,6 +184,7 @@ def norm_by_fate(model):
 
 # ---- 2. the technique (copy this file, with the six that it imports) ---------
 
+# Parts 1 and 2 by themselves need four: not moe.py, not context_parallel.py.
 # What it adds to the idea, on rank 0 of the toy, dp 2 tp 2 pp 2:
 #     a buffer for a layer's gradients    34 all-reduces over dp -> 4, under way while backward
 #                                         makes the next layer's gradients
@@ -605,8 +607,9 @@ def units_of_copies(here, table, layers, apart):
                 is_apart = apart and p.dim() == 1
                 name = number, "apart" if is_apart else place
                 axis = "replicas" if "replicas" in table[p].fate else "data"
-                unit = found[table[p].stages, axis].setdefault(name, ([], sites))
-                unit[0].append(p)
+                units = found[table[p].stages, axis]
+                of_unit, _ = units.setdefault(name, ([], sites))
+                of_unit.append(p)
     return {key: list(units.values()) for key, units in found.items()}
 
 
