@@ -27,9 +27,9 @@ the MLP, K key-value heads, D their width:
     parameters, gradients, AdamW   16 P                  16 P                  16 P
 
 On top come small things. The loss keeps 4 V of a token; with --loss-chunks N x alone, and 4 V / N
-in backward. Without --ckpt autocast keeps a block's weights in 2 bytes, too. In
-backward full runs a block's forward again, selective only its cheap operations. Each of dp ranks
-sends 2 (dp-1)/dp * 4 P bytes, whatever M is.
+in backward. Without --ckpt autocast keeps a block's weights in 2 bytes, too. In backward full runs
+a block's forward again, selective only its cheap operations. Each of dp ranks sends
+2 (dp-1)/dp * 4 P bytes, whatever M is.
 
 Micikevicius 2018, arXiv:1710.03740, section 3. Chen 2016, arXiv:1604.06174, section 4. Korthikanti
 2022, arXiv:2205.05198, section 5: Megatron's selective makes attention again, ours keeps it.

@@ -311,7 +311,7 @@ class FSDP(nn.Module):
         module.register_state_dict_pre_hook(refuse_state_dict)
         frozen = [p for p in module.parameters() if not p.requires_grad]
         self.uncut = [*module.buffers(), *frozen]  # what every rank has
-        self.begin_alike(frozen, dtype)
+        self.begin_uncut(frozen, dtype)
 
         def new_unit(parameters):
             unit = self.unit_class(parameters, group, dtype, home)
@@ -342,7 +342,7 @@ class FSDP(nn.Module):
             block.register_forward_pre_hook(partial(self.enter, i))
             block.register_forward_hook(partial(self.leave, i))
 
-    def begin_alike(self, frozen, dtype):
+    def begin_uncut(self, frozen, dtype):
         for p in frozen:
             if p.is_floating_point():
                 p.data = p.data.to(dtype or p.dtype)

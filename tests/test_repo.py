@@ -22,10 +22,13 @@ for folder in (".", "harness", "tools", "tests"):
 TREES = {name: ast.parse(source) for name, source in SOURCES.items()}
 
 
-def test_each_technique_has_a_test(tmp_path):
+def test_the_root_shows_the_techniques_each_with_a_test(tmp_path):
     shutil.copy(ROOT / "ddp.py", tmp_path)
     (tmp_path / "train.py").write_text("from ddp import BucketedDDP\n")  # README's, of a reader
     assert techniques(tmp_path) == ["ddp"]
+    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True)
+    root = {name for name in listed.stdout.splitlines() if "/" not in name}
+    assert root == {f"{name}.py" for name in [*TECHNIQUES, "common"]}  # of ours nothing else
     for name in TECHNIQUES:
         assert f"tests/test_{name}.py" in SOURCES, name
 
