@@ -235,13 +235,16 @@ class Run:
         self.fake.__enter__()
         return self
 
-    def __exit__(self, kind, *_):
+    def __exit__(self, kind, error, _):
         self.fake.__exit__(None, None, None)
         if kind is KeyboardInterrupt:
             self.say(f"interrupted after {self.step} of {self.args.steps} steps")
             os._exit(130)
         if kind not in (None, SystemExit):
-            complain(f"rank {self.rank}, step {self.step}: {kind.__name__}")
+            why = kind.__name__
+            if "imed out" in str(error):
+                why += ": a collective that another rank has not come to; is it slow, --timeout S"
+            complain(f"rank {self.rank}, step {self.step}: {why}")
             return  # the other ranks may still wait in a collective
         self.finish_saving()
         # a closure or a cycle may keep a group alive beyond destroy; gloo would abort at exit

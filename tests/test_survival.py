@@ -194,6 +194,7 @@ def test_a_rank_that_dies_or_hangs_takes_the_others_down():
     assert "error: rank 0, step 1: " in said, said
     _, said = fails(wait_alone)
     assert "error: rank 0, step 1: " in said and "dist.barrier()" in said, said
+    assert "--timeout" in said, said
 
 
 def poison(model):
