@@ -33,7 +33,6 @@ from tools import ranks  # noqa: E402
 ALL = bool(os.environ.get("ALL"))  # ALL=1 ./run.sh test: also what takes minutes more
 
 multiprocessing.set_forkserver_preload(["tests.warm"])  # found from ROOT, where pytest is started
-gc.freeze()  # what is imported by now need not be looked through again and again
 
 load = common.load_corpus
 STDLIB = load("", 1)  # this Python's library, read once, not by every rank
@@ -43,6 +42,10 @@ common.load_corpus = lambda path, seq: load(path, seq) if path else common.Text(
 SMALL = ("--layers", "2", "--width", "32", "--heads", "4", "--seq", "16", "--steps", "2")
 # right code shows gaps of 1e-12, wrong code of 1
 PROOF = (*SMALL, "--dtype", "fp64", "--pad", "0.3", "--clip", "0.5")
+
+
+def pytest_collection_finish():
+    gc.freeze()  # what is imported by now need not be looked through again and again
 
 
 # ---- ranks ---------------------------------------------------------------------
