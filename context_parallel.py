@@ -35,7 +35,7 @@ Liu 2023, arXiv:2310.01889, section 3 (ring). Llama team 2024, arXiv:2407.21783,
 (zigzag's chunks, allgather). Jacobs 2023, arXiv:2309.14509, section 3 (ulysses).
 
 Not for: sliding windows, scales other than D ** -0.5, dropout in attention, KV caches, v of another
-width than k; layers besides attention that look at other tokens (convolutions, means).
+width than k; layers besides attention that look at other tokens (convolutions, means); deepcopies.
 At work: torch.distributed.tensor.experimental.context_parallel, part 4 below.
     torchrun --standalone --nproc_per_node=2 context_parallel.py --attn zigzag
 """

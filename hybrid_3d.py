@@ -33,7 +33,7 @@ Narayanan 2021, arXiv:2104.04473, section 3; Llama 3 2024, arXiv:2407.21783, 3.3
 At work: part 4.
 Not for: what its files are not for; optimizers of whole matrices, but see --optimizer muon; ties
 other than of the first stage to the last; stages whose first parameters differ in dtype; pipedream;
-ZeRO-3 of several stages.
+ZeRO-3 of several stages; with Ws Linears that run twice in a stage; key_values of several numbers.
     torchrun --standalone --nproc_per_node=8 hybrid_3d.py --dp 2 --tp 2 --pp 2
 """
 import re
@@ -347,22 +347,22 @@ class Hybrid(nn.Module):
         self.width = head.weight.shape[1]  # C
         self.cut_of_head = tp.cuts.get(head.weight)  # None: logits are of all words
         self.group = dict(mesh.group)  # {axis: group}
-        for p in tp.cuts:
-            if p in tp.summands:  # of all such p it is one group
-                self.group["twins"] = tp.summands[p]
         home = homes(plans)  # {stage: place along pp}
         here = {stage: stages[stage] for stage in home if home[stage] == mesh.place["pp"]}
         self.stages = nn.ModuleList(here.values())
         table = table_of(stages, tp, zero)
         refuse_layout(table, plans, tp, zero)
         self.table = {p: table[p] for p in self.parameters()}
+        for p in table:
+            if p in tp.cuts and p in tp.summands:  # of all such p it is one group
+                self.group["twins"] = tp.summands[p]
         for p, row in self.table.items():
             if "ends" in row.fate:  # tied: the first stage's -> replicated
                 p.data = p.data.contiguous()  # a broadcast sends memory, whatever the strides
                 dist.broadcast(p.data, group=self.group["ends"], group_src=0)
-        # from here on nothing holds what is on other stages: it can be freed
-        tp.cuts = {p: cut for p, cut in tp.cuts.items() if p in self.table}
-        tp.summands = {p: group for p, group in tp.summands.items() if p in self.table}
+        for p in table.keys() - self.table.keys():  # so that what is on other stages can be freed
+            tp.cuts.pop(p, None)
+            tp.summands.pop(p, None)
         has_w = any(action.kind == "W" for action in plans[0])
         if has_w:
             split_cut_linears(self.stages)
@@ -527,6 +527,10 @@ class ZeRO0(ZeRO1):
     def place_of_rank(self):
         return 1, 0
 
+    def ready(self, unit, p):
+        assert self.now != "summed", "copies sum once a step: take more micro-batches, or zero=1"
+        super().ready(unit, p)
+
     def start_sum(self, unit):
         # partial -> replicated
         unit.reducing = dist.all_reduce(unit.buffer, group=self.group, async_op=True)
@@ -577,7 +581,11 @@ class Copies:
 
     def step(self, optimizer):
         for zero in self.zeros:
+            for other in self.zeros:
+                other.begin_step([])  # of two optimizers one may have masters of the others alone
             zero.step(optimizer)
+        for zero in self.zeros:
+            zero.end_step([])
 
     def full_parameters(self):
         return {p: t for zero in self.zeros for p, t in zero.full_parameters().items()}

@@ -491,6 +491,7 @@ def carve(model, chain, layers):
 
 def shallow(module):
     """-> a copy of the module that shares its submodules and parameters."""
+    assert "forward" not in vars(module), "its forward would see all layers: replace it after carve"
     twin = copy.copy(module)
     # copy.copy shares the dicts of submodules, of hooks, .. as well: the twin gets its own
     dicts = {key: value.copy() for key, value in vars(module).items() if isinstance(value, dict)}
@@ -604,7 +605,8 @@ class SplitPipeline(Pipeline):
         self.ws = {}  # {(micro-batch, stage): [what W calls for each Linear]}, from B to W
         if self.split:
             for module in nn.ModuleList(modules.values()).modules():
-                if type(module) is nn.Linear:  # the W of a subclass stays in its B
+                # the W of a subclass, or of one whose forward somebody has replaced, stays in its B
+                if type(module) is nn.Linear and "forward" not in vars(module):
                     module.forward = partial(forward_split, module)
 
     def do(self, action, received, loss_of):

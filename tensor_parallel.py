@@ -339,8 +339,8 @@ class CutModule(nn.Module):
         super().__init__()
         options = [getattr(plain, name, None) for name in OPTIONS]
         has_none = all(option is None or option is False for option in options)
-        is_plain = type(plain) in (nn.Linear, nn.Embedding) and has_none
-        assert is_plain, f"{plain}: only a plain Linear or Embedding can be cut."
+        is_plain = type(plain) in (nn.Linear, nn.Embedding) and "forward" not in vars(plain)
+        assert is_plain and has_none, f"{plain}: only a plain Linear or Embedding can be cut."
         self.tp = tp
         self.weight = plain.weight
         self.bias = getattr(plain, "bias", None)

@@ -242,6 +242,8 @@ class ZeRO1:
         self.now = "zeroed"  # then "adding" gradients, "summed", "stepping", "stepped": for asserts
         self.units = []
         for parameters, sites in units:
+            known = any(hasattr(p, "stepped_by") for p in parameters)
+            assert not known, "these parameters are in a ZeRO already: make the model anew"
             unit = Unit(parameters, sites, *self.place_of_rank(), reduce_dtype)
             dist.broadcast(unit.full, group=group, group_src=0)  # the first rank's -> replicated
             self.keep(unit)

@@ -324,7 +324,7 @@ def parallel(axes, pp=1, schedule="1f1b", sp=False, zero=0, recompute=None, devi
     is_matrix = [p.dim() == 2 for p in hybrid.parameters()]
     groups = [{"params": [p for p, yes in zip(hybrid.parameters(), is_matrix) if yes == matrices]}
               for matrices in (True, False)]  # as for other decays
-    optimizer = adamw(hybrid.parameter_groups(groups), 1e-2)
+    optimizer = Several([adamw(hybrid.parameter_groups([group]), 1e-2) for group in groups])
     here = set(hybrid.parameters())
     elsewhere = [weakref.ref(p) for p in model.parameters() if p not in here]
     del model, stages
@@ -337,6 +337,17 @@ def parallel(axes, pp=1, schedule="1f1b", sp=False, zero=0, recompute=None, devi
     hybrid.load_full_state_dict(state)
     for loss, gradients, state in steps_of(hybrid, optimizer, copies):
         yield loss, by_expert(gradients), by_expert(state)
+
+
+class Several:
+    """As Muon for matrices, and AdamW for the rest."""
+
+    def __init__(self, optimizers):
+        self.optimizers = optimizers
+
+    def step(self):
+        for optimizer in self.optimizers:
+            optimizer.step()
 
 
 def steps_of(hybrid, optimizer, copies):
@@ -403,15 +414,19 @@ def twice(logits, y):
     return 2 * loss_sum(logits, y)
 
 
-def check_fp32_sums(level):
-    """Of bf16 gradients, over micro-batches and copies; and of another loss than the usual one."""
+def bf16_hybrid(level):
     model = bf16_llama()
     plans = make_plans("1f1b", 1, 4)
     mesh = hybrid_3d.Mesh(plans, dp=2)
-    hybrid = hybrid_3d.Hybrid(
+    return hybrid_3d.Hybrid(
         carve(model, CHAIN, [2]), plans, mesh, TensorParallel(mesh.group["tp"]),
         layers=model.layers, head=model.lm_head, loss=twice, zero=level,
         reduce_dtype=torch.float32)
+
+
+def check_fp32_sums(level):
+    """Of bf16 gradients, over micro-batches and copies; and of another loss than the usual one."""
+    hybrid = bf16_hybrid(level)
     x, y = [torch.cat(rows) for rows in zip(*bf16_rows()[4 * dist.get_rank():][:4])]
     optimizer = torch.optim.SGD(hybrid.parameter_groups(), 0.0)
     hybrid_3d.train_step(hybrid, optimizer, x, y, 1, 0)
@@ -420,6 +435,24 @@ def check_fp32_sums(level):
 
 def test_fp32_sums():
     run_ranks(check_each, 2, check_fp32_sums, [(0,), (1,), (2,)])
+
+
+def check_two_models():
+    """As for DPO: of one tp, which goes on to know what is cut of both."""
+    plans = make_plans("1f1b", 2, 2)
+    mesh = hybrid_3d.Mesh(plans, tp=2)
+    tp = TensorParallel(mesh.group["tp"])
+    hybrids = []
+    for _ in range(2):
+        model = cut_model(make(), tp, LLAMA)
+        hybrids.append(hybrid_3d.Hybrid(carve(model, CHAIN, [2, 2]), plans, mesh, tp,
+                                        layers=model.layers, head=model.lm_head))
+    for hybrid in hybrids:
+        compare(hybrid.full_state_dict(), make().state_dict())
+
+
+def test_two_models():
+    run_ranks(check_two_models, 4)
 
 
 def check_transformers(block):
@@ -491,6 +524,12 @@ def check_asserts():
         next(parallel(dict(tp=2), experts=True))
     with pytest.raises(RuntimeError, match="load_full_state_dict"):
         hybrid_3d.Hybrid.load_state_dict(None, {})
+    hybrid = bf16_hybrid(0)
+    x, y = [torch.cat(rows) for rows in zip(*bf16_rows()[:4])]
+    hybrid.pipeline.step(*hybrid.in_microbatches(x, y, 1))
+    hybrid.copies.reduce()
+    with pytest.raises(AssertionError, match="copies sum once a step"):
+        hybrid.pipeline.step(*hybrid.in_microbatches(x, y, 1))
 
 
 def test_asserts():

@@ -160,7 +160,13 @@ def stranger():
     inner = [nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True) for _ in range(6)]
     model = nn.Sequential(nn.Embedding(11, 8), *inner, nn.Linear(8, 11, bias=False))
     model[-1].weight = model[0].weight
+    inner[1].linear1.forward = partial(doubled, inner[1].linear1)
     return model
+
+
+def doubled(linear, x):
+    """A forward that somebody has put in the place of a Linear's own, as for adapters."""
+    return 2 * F.linear(x, linear.weight, linear.bias)
 
 
 def batch_of(number):
@@ -326,6 +332,9 @@ def check_chain():
     for stage in stages:
         assert not stage.load_state_dict(whole, strict=False).missing_keys
     torch.testing.assert_close(model.state_dict(), whole)
+    model.forward = partial(model.forward)
+    with pytest.raises(AssertionError, match="replace it after carve"):
+        module.carve(model, chain, [1, 2])
 
 
 def test_a_chain_is_cut_into_stages():

@@ -184,6 +184,8 @@ def check_refusals():
     bounded.embed_tokens.max_norm = 1.0
     by_count = Llama()
     by_count.embed_tokens.scale_grad_by_freq = True
+    adapted = Llama()
+    adapted.lm_head.forward = torch.relu  # somebody has replaced it
     scaled = Llama()
     scaled.embed_tokens = type("Scaled", (nn.Embedding,), {})(8, 12)
     for words, cuts, model in [
@@ -191,6 +193,7 @@ def check_refusals():
         ("padding_idx=0.*: only a plain", plan(2), padded),
         (r"max_norm=1.0\): only a plain", plan(2), bounded),
         ("Scaled.*: only a plain", plan(2), scaled),
+        ("out_features=29.*: only a plain", plan(2), adapted),
         ("scale_grad_by_freq.*: only a plain", plan(2), by_count),
         ("2 ranks for 3 heads of keys and values", plan(3), Llama()),
         ("layers.0.mlp.drop_inside: ranks would draw", {}, Llama(dropout=0.1)),

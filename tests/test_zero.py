@@ -270,7 +270,6 @@ def check_misuse(stage):
     ours = ladder(zero)[stage](zero.units_of(model, model.layers))
     optimizer = torch.optim.SGD(ours.parameter_groups(), 0.1)
     of_model = torch.optim.SGD(model.parameters(), 0.1)
-    stranger = [{"params": [nn.Parameter(torch.ones(2))]}]
 
     def refuses(words, misuse, *args):
         with pytest.raises(AssertionError, match=words):
@@ -288,13 +287,14 @@ def check_misuse(stage):
     compare([part.grad for part in ours.parts], before, 0)
     refuses("not optimizer.step", optimizer.step)
     refuses("of zero.parameter_groups", of_model.step)
+    refuses("in a ZeRO already", ladder(zero)[stage], zero.units_of(model, model.layers))
     ours.step(optimizer)
     optimizer.zero_grad()
     refuses("call zero.zero_grad", llama_loss(model, *ROWS).backward)
-    refuses("in no unit", ours.parameter_groups, stranger)
+    refuses("in no unit", ours.parameter_groups, [{"params": [nn.Parameter(torch.ones(2))]}])
     if stage == "3":
-        weight = model.lm_head.weight
-        [group] = ours.parameter_groups([{"params": weight}])  # torch's optimizers take a tensor
+        # torch's optimizers take a tensor
+        [group] = ours.parameter_groups([{"params": model.lm_head.weight}])
         assert len(group["params"]) == 1
     whole = zero.full_state_dict(model, ours)
     whole["lm_head.weight"] = whole["lm_head.weight"].t()
