@@ -783,11 +783,11 @@ def parallelize_at_work(model, mesh, sp):
     norm = at_work.SequenceParallel()
     norm.sequence_sharding = (outside,)  # the layout of its x, for which it has no argument
     plan = {
-        "tok": embedding, "pos": embedding,
+        "[tp]o*": embedding,  # tok, and pos, if there is one
         "blocks.*.norm[12]": norm, "norm": norm,
         "blocks.*.attn": f, "blocks.*.mlp": f,  # once for q, k and v, once for gate and up
         "blocks.*.attn.[qkv]": column, "blocks.*.attn.out": row,
-        "blocks.*.mlp.gate": column, "blocks.*.mlp.up": column, "blocks.*.mlp.down": row,
+        "blocks.*.mlp.[gu]*": column, "blocks.*.mlp.down": row,  # gate, if there is one, and up
         "head": head,
     }
     if list(model.blocks[0].attn.q_norm.parameters()):  # if they are norms: of (B, H/tp, T, D)
