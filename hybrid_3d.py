@@ -208,8 +208,8 @@ class Mesh:
     """Who is who: this rank's place along pp, dp, cp and tp, its group along each axis, the sizes.
 
     plans: of a pipeline's ranks: pp is len(plans), and they say which ranks have the ends. tp
-    varies fastest, since its ranks talk most, and pp slowest (Narayanan 2021, section 3). dp has a
-    size and a place alone; the groups are pp, cp, tp, and
+    varies fastest, since its ranks talk most, and pp slowest (Narayanan 2021, section 3). Besides
+    these four axes there are the groups
 
     data      dp x cp, all ranks with the same parameters and other tokens: the idea's dp
     ep        data is replicas x ep; the ranks along ep have different experts
@@ -230,6 +230,7 @@ class Mesh:
         ends = {home[0], home[max(home)]}  # a single place if one rank has both
         lines = {  # along the last dim
             "pp": ranks.movedim(0, -1),
+            "dp": ranks.movedim(1, -1),
             "cp": ranks.movedim(2, -1),
             "tp": ranks,
             "data": ranks.flatten(1, 2).movedim(1, -1),
@@ -239,7 +240,6 @@ class Mesh:
             "ends": ranks[sorted(ends)].movedim(0, -1),
         }
         self.size = {axis: of_axis.shape[-1] for axis, of_axis in lines.items()}
-        self.size["dp"] = dp
         self.group = {}
         for axis, of_axis in lines.items():  # each line is a group, and every rank makes them all
             groups = of_axis.flatten(0, -2).tolist()
@@ -347,6 +347,8 @@ class Hybrid(nn.Module):
         self.width = head.weight.shape[1]  # C
         self.cut_of_head = tp.cuts.get(head.weight)  # None: logits are of all words
         self.group = dict(mesh.group)  # {axis: group}
+        known = {module for stage in stages for module in stage.modules()}
+        assert known.issuperset(layers), "layers: modules of the stages, each of them a unit"
         home = homes(plans)  # {stage: place along pp}
         here = {stage: stages[stage] for stage in home if home[stage] == mesh.place["pp"]}
         self.stages = nn.ModuleList(here.values())
@@ -465,8 +467,7 @@ def train_step(model, optimizer, x, y, valid, clip):
     """x, y: this copy's rows (B/dp, T), the same on all its ranks; y: the next tokens, or -100.
     valid: how many targets there are in the whole batch. If each copy knows its own:
         valid = (y != -100).sum()
-        dist.all_reduce(valid)  # all ranks of a copy have added the same
-        valid = valid * mesh.size["dp"] / dist.get_world_size()
+        dist.all_reduce(valid, group=mesh.group["dp"])
 
     -> this rank's part of the loss, the norm of the whole gradient.
     """

@@ -524,6 +524,11 @@ def check_asserts():
         next(parallel(dict(tp=2), experts=True))
     with pytest.raises(RuntimeError, match="load_full_state_dict"):
         hybrid_3d.Hybrid.load_state_dict(None, {})
+    model = make()
+    mesh = hybrid_3d.Mesh(make_plans("1f1b", 1, 2), dp=2)
+    with pytest.raises(AssertionError, match="layers: modules of"):  # not wrapped later, say
+        hybrid_3d.Hybrid([model], make_plans("1f1b", 1, 2), mesh, TensorParallel(mesh.group["tp"]),
+                         layers=make().layers, head=model.lm_head)
     hybrid = bf16_hybrid(0)
     x, y = [torch.cat(rows) for rows in zip(*bf16_rows()[:4])]
     hybrid.pipeline.step(*hybrid.in_microbatches(x, y, 1))
