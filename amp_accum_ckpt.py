@@ -66,27 +66,27 @@ from common import loss_sum, share
 
 
 def recompute(block):  # one without dropout, whose forward takes one tensor
-    forward = block.forward
     trained = [p for p in block.parameters() if p.requires_grad]
-    block.forward = lambda x: Recompute.apply(forward, x, *trained)  # gradients go to arguments
+    block.forward = partial(Recompute.apply, block.forward, *trained)  # gradients go to arguments
 
 
 class Recompute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, run, x, *parameters):
+    def forward(ctx, run, *parameters_and_x):
+        x = parameters_and_x[-1]
         ctx.run = run
         on = torch.is_autocast_enabled(x.device.type)
         ctx.autocast = torch.autocast(x.device.type, enabled=on)  # of the dtype in force now
-        ctx.save_for_backward(x, *parameters)
+        ctx.save_for_backward(*parameters_and_x)
         return run(x)  # in a Function gradients are off: nothing within is kept
 
     @staticmethod
     def backward(ctx, dy):
-        x, *parameters = ctx.saved_tensors
+        *parameters, x = ctx.saved_tensors
         x = x.detach().requires_grad_()
         with torch.enable_grad(), ctx.autocast:  # without autocast it would silently be in fp32
             y = ctx.run(x)
-        return None, *torch.autograd.grad(y, (x, *parameters), dy)  # run has none
+        return None, *torch.autograd.grad(y, (*parameters, x), dy)  # run has none
 
 
 # Mixed precision is autocast. fp16 has nothing between 0 and 6e-8, so gradients are scaled up.

@@ -148,6 +148,8 @@ class BucketedDDP(nn.Module):
             bucket = Bucket(parameters, group, dtype)
             self.buckets.append(bucket)
             for p in parameters:
+                assert not hasattr(p, "is_summed"), "wrapped already: two sums; wrap a deepcopy"
+                p.is_summed = True
                 p.grad = None  # left from before: it is of no step here
                 p.grad_dtype = dtype  # autograd casts each summand to it
                 p.register_post_accumulate_grad_hook(partial(self.ready, bucket))

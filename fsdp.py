@@ -147,6 +147,9 @@ def idea_step(model, optimizer, x, y, valid, clip):
 #     from_meta()                       no rank has to make the whole model
 
 
+eager = torch.compiler.disable
+
+
 class Unit:
     """Parameters that travel together: end to end in one tensor, cut into a chunk for each rank.
 
@@ -338,6 +341,11 @@ class FSDP(nn.Module):
         self.masters = nn.ParameterList(part.master for part in self.parts)
         self.summing = []  # units whose sums this backward has begun, in order
         self.in_backward = False
+        self.add_hooks(sharded)
+
+    def add_hooks(self, sharded):
+        self.module.register_forward_pre_hook(self.begin)
+        self.module.register_forward_hook(self.end)
         for i, block in enumerate(sharded):
             block.register_forward_pre_hook(partial(self.enter, i))
             block.register_forward_hook(partial(self.leave, i))
@@ -366,15 +374,21 @@ class FSDP(nn.Module):
     # -- forward: while a block computes, the next one is gathered
 
     def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    @eager
+    def begin(self, *_):
         self.free()  # a forward without a backward has left numbers from before the last step
         self.gather_root()
         self.gather_block(0)
-        output = self.module(*args, **kwargs)
+
+    @eager
+    def end(self, module, inputs, output):
         watch(output, self.begin_backward)
         if not torch.is_grad_enabled():  # an evaluation: no backward will come
             self.free()
-        return output
 
+    @eager
     def enter(self, i, *hook_arguments):
         """Block i is about to compute. The next one travels meanwhile."""
         self.gather_block(i)
@@ -382,6 +396,7 @@ class FSDP(nn.Module):
         self.gather_block(i - 1 if self.in_backward else i + 1)
         self.block_units[i].wait()
 
+    @eager
     def leave(self, i, block, inputs, output):
         """Block i has computed. The last one stays, since its backward is next."""
         watch(output, partial(self.backward_reaches, i))
@@ -423,7 +438,8 @@ class FSDP(nn.Module):
     def end_backward(self):
         self.free()
         for unit in self.units:
-            if unit not in self.summing:  # the first block, the root; and what is unused, as zeros
+            late = any(p.grad is not None for p in unit.shapes)  # of casts that autocast has kept
+            if late or unit not in self.summing:
                 self.sum_next(unit)
         self.summing[-1].wait_sum()
         for unit in self.summing:  # only now: HSDP's sums over copies are under way until here

@@ -441,6 +441,9 @@ class ZeRO3(ZeRO2):
         unit.shard = unit.shard.to(home, copy=True)  # it stays when full goes
         self.free(unit)
 
+    def __deepcopy__(self, memo):  # a copied model comes here by its hooks
+        raise RuntimeError("in stage 3 parameters are empty: copy the model before ZeRO3")
+
     def watch(self, unit, site, inputs, output):
         """After a unit's forward: its backward begins when its output gets a gradient."""
         if output.requires_grad:

@@ -160,6 +160,17 @@ def by_the_idea(forward, x, old="", new=""):
     return block.forward(x)
 
 
+def test_a_copied_model_runs_its_own_blocks():
+    block = build(CONFIGS["gpt2"], 0).blocks[0]
+    amp_accum_ckpt.recompute(block)
+    twin = copy.deepcopy(block)
+    x = torch.ones(1, 16, 32)
+    before = twin(x)
+    for p in block.parameters():
+        p.data += 1
+    assert torch.equal(twin(x), before)
+
+
 def test_the_figures():
     """Part 2 begins with peaks of the idea and of full, and with what selective keeps."""
     table = Path(amp_accum_ckpt.__file__).read_text().split("what each addition buys.")[1][:700]
@@ -600,8 +611,8 @@ def test_a_resumed_run_has_the_scale(tmp_path, impl):
      "in [*zip(inputs.tensor_split(accum), targets.tensor_split(accum))][-1:]:"),
     ("        dist.all_reduce(p.grad)", "        pass"),
     ("/ valid\n", "/ (y >= 0).sum()\n"),
-    ("*torch.autograd.grad(y, (x, *parameters), dy)",
-     "dy, *torch.autograd.grad(y, parameters, dy)"),
+    ("*torch.autograd.grad(y, (*parameters, x), dy)",
+     "*torch.autograd.grad(y, parameters, dy), dy"),
     ("norm = nn.utils.clip_grad_norm_(trained, clip)",
      "norm = nn.utils.get_total_norm([p.grad for p in trained])"),
     ("    optimizer.zero_grad()\n", ""),

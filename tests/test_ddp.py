@@ -1,4 +1,5 @@
 """ddp.py in both forms of the toy; its idea and its technique around a model of somebody else."""
+import copy
 from contextlib import nullcontext
 from functools import partial
 
@@ -159,6 +160,9 @@ def check_strides():
         inner.weight = nn.Parameter(torch.randn(4, 8).t())
     section = copied("ddp")
     model = section.BucketedDDP(inner)
+    with pytest.raises(AssertionError, match="wrapped already"):
+        section.BucketedDDP(inner)
+    section.BucketedDDP(copy.deepcopy(inner))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     x = torch.randn(3, 4)
     for _ in range(2):

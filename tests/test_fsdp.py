@@ -272,6 +272,35 @@ def check_two_forwards():
     compare(full_gradients(model), gradients_of(plain))
 
 
+def check_autocast():
+    """Of one around two micro-batches autocast keeps the casts of weights: in the second backward
+    their gradients come last."""
+    plain = llama().float()
+    plain.zero_grad()
+    inner = copy.deepcopy(plain)
+    model = FSDP(inner, inner.layers)
+    for each, rows in (plain, ROWS), (model, mine(ROWS)):
+        with torch.autocast("cpu", torch.bfloat16):
+            for _ in range(2):
+                llama_loss(each, *rows).backward()
+    found = full_gradients(model)
+    for name, wanted in gradients_of(plain).items():
+        assert (found[name] - wanted).norm() < 0.05 * wanted.norm(), name
+
+
+def check_other_calls():
+    """Of the module by itself, as by transformers' generate; of a model that torch compiles."""
+    plain = llama()
+    plain.zero_grad()
+    inner = copy.deepcopy(plain)
+    model = FSDP(inner, inner.layers)
+    with torch.no_grad():
+        compare(inner(ROWS[0])["logits"], plain(ROWS[0])["logits"])
+    llama_loss(plain, *ROWS).backward()
+    llama_loss(torch.compile(model, backend="aot_eager"), *mine(ROWS)).backward()
+    compare(full_gradients(model), gradients_of(plain))
+
+
 @dataclass
 class Output:
     logits: torch.Tensor
@@ -341,6 +370,7 @@ def check_memory(reshard, most):
 
 
 def test_parts():
-    for check in check_meta, check_unused, check_bf16, check_two_forwards, check_opaque_output:
+    for check in (check_meta, check_unused, check_bf16, check_two_forwards, check_autocast,
+                  check_other_calls, check_opaque_output):
         run_ranks(check, 2)
     run_ranks(check_each, 2, check_memory, [(True, 2), (False, 3)])

@@ -1,4 +1,5 @@
 """zero.py: its ladder around a model of others, its scripts, their costs, what is refused."""
+import copy
 from functools import partial
 
 import pytest
@@ -228,6 +229,8 @@ def check_overlap():
         assert all(p.numel() == p.clone().numel() == 0 for p in model.parameters())
         with pytest.raises(AssertionError, match="full_parameters"):
             model.state_dict()
+        with pytest.raises(RuntimeError, match="before ZeRO3"):
+            copy.deepcopy(model)
         ours.zero_grad()
         begun.clear()
         llama_loss(model, *mine(ROWS)).backward()
