@@ -150,9 +150,10 @@ def idea_step(model, optimizer, inputs, targets, valid, clip, accum, dtype, scal
 
 
 def sum_gradients(parameters, group=None):
-    """One all-reduce for all gradients, after the last micro-batch. All ranks must have begun with
-    the same weights. With ddp.py, whose sums hide behind backward, leave it out, and put all
-    backwards but the last into its no_sync(). What no rank has used gets gradients of 0."""
+    """One all-reduce for all gradients, of which it makes a second copy meanwhile, after the last
+    micro-batch. All ranks must have begun with the same weights. With ddp.py, whose sums hide
+    behind backward, leave it out, and put all backwards but the last into its no_sync(). What no
+    rank has used gets gradients of 0."""
     trained = [p for p in parameters if p.requires_grad]
     for p in trained:
         if p.grad is None:  # not used by this rank's rows; the others wait for its summand
@@ -314,7 +315,8 @@ def set_random_states(cpu, gpu):
 # ---- selective: the results of cheap operations alone are made again
 
 aten = torch.ops.aten
-# Add the cheap operations of your model: results of what is not named are kept.
+# Add the cheap operations of your model: results of what is not named are kept. Such as make one
+# tensor of tensors (no list of them, as split and cat), without random numbers (no dropout).
 CHEAP = {
     aten.native_layer_norm.default, aten._fused_rms_norm.default, aten.mul.Tensor,
     aten.gelu.default, aten.silu.default,
@@ -568,7 +570,8 @@ def make_scaler(run, impl):
 def state_of(scaler):
     """-> what --save writes besides."""
     if isinstance(scaler, LossScaler):
-        return {"scale": float(scaler.scale), "_growth_tracker": int(scaler.good_steps)}
+        good_steps = int(scaler.good_steps % scaler.interval)  # since the scale has changed
+        return {"scale": float(scaler.scale), "_growth_tracker": good_steps}
     return scaler.state_dict()
 
 

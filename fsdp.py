@@ -310,6 +310,8 @@ class FSDP(nn.Module):
         self.module = module
         self.group = group
         self.reshard = reshard
+        known = any(hasattr(p, "is_sharded") for p in module.parameters())
+        assert not known, "these parameters are in an FSDP already: make the model anew"
         module.zero_grad()  # what is left from before is of no step here
         module.register_state_dict_pre_hook(refuse_state_dict)
         frozen = [p for p in module.parameters() if not p.requires_grad]
@@ -335,6 +337,7 @@ class FSDP(nn.Module):
             p.register_post_accumulate_grad_hook(self.begin_backward)
         self.root_units = [new_unit(rest)] if rest else []  # none if all of it is frozen
         self.units = self.block_units + self.root_units
+        assert self.units, "all parameters are frozen: nothing to shard"
         self.parts = [part for unit in self.units for part in unit.parts]
         for p in taken.union(rest):
             p.is_sharded = True  # for refuse_step

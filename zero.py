@@ -446,7 +446,7 @@ class ZeRO3(ZeRO2):
 
     def watch(self, unit, site, inputs, output):
         """After a unit's forward: its backward begins when its output gets a gradient."""
-        if output.requires_grad:
+        if output.requires_grad and all(output is not x for x in inputs):  # else it did nothing
             output.register_hook(partial(self.enter, unit))
 
     def enter(self, unit, *hook_arguments):

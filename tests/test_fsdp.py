@@ -294,6 +294,10 @@ def check_other_calls():
     plain.zero_grad()
     inner = copy.deepcopy(plain)
     model = FSDP(inner, inner.layers)
+    with pytest.raises(AssertionError, match="in an FSDP already"):
+        FSDP(inner, inner.layers)
+    with pytest.raises(AssertionError, match="all parameters are frozen"):
+        FSDP(llama().requires_grad_(False), [])
     with torch.no_grad():
         compare(inner(ROWS[0])["logits"], plain(ROWS[0])["logits"])
     llama_loss(plain, *ROWS).backward()

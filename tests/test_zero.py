@@ -268,6 +268,21 @@ def check_turns(stage, at_once, turns):
     assert stepped == turns
 
 
+def check_identity():
+    """In stage 3 a layer that hands its input on, as one that is dropped."""
+    plain = llama(0)
+    model = llama(0)
+    for each in plain, model:
+        each.layers[1].forward = lambda x: x
+    ours = zero.ZeRO3(zero.units_of(model, model.layers))
+    llama_loss(plain, *ROWS).backward()
+    llama_loss(model, *mine(ROWS)).backward()
+    ours.reduce()
+    found = zero.full_gradients(model, ours)
+    for name, p in plain.named_parameters():
+        compare(found[name], torch.zeros_like(p) if p.grad is None else p.grad)
+
+
 def check_misuse(stage):
     model = Llama(layers=1)
     ours = ladder(zero)[stage](zero.units_of(model, model.layers))
@@ -314,6 +329,7 @@ def test_steps():
     turns = (False, [[0], [1], [2], [3]]), (True, [[0, 1, 2, 3]])
     run_ranks(check_each, 1, check_turns, [(stage, *turn) for stage in "123" for turn in turns])
     run_ranks(check_each, 1, check_misuse, [*"123"])
+    run_ranks(check_identity, 2)
 
 
 def test_refused_flags():
