@@ -147,7 +147,7 @@ def idea_step(model, optimizer, x, y, valid, clip):
 #     from_meta()                       no rank has to make the whole model
 
 
-eager = torch.compiler.disable
+eager = torch.compiler.disable  # hooks move parameters' memory: torch.compile would die of it
 
 
 class Unit:
