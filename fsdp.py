@@ -389,7 +389,8 @@ class FSDP(nn.Module):
     def end(self, module, inputs, output):
         watch(output, self.begin_backward)
         if not torch.is_grad_enabled():  # an evaluation: no backward will come
-            self.free()
+            for unit in self.block_units:  # the root stays: who calls the head by himself is next
+                unit.free()
 
     @eager
     def enter(self, i, *hook_arguments):
