@@ -171,40 +171,6 @@ def sum_gradients(parameters, group=None):
 # what pack(tensor) returns, and unpack() has to make the tensor of it again.
 
 
-def hooks_around():
-    """-> the pack and unpack in force, such as save_on_cpu's, or what autograd does without any."""
-    pair = torch._C._autograd._top_saved_tensors_default_hooks(False)  # torch has no public way
-    return pair or (pack_checked, unpack_checked)
-
-
-def pack_checked(tensor):
-    """Detached: else softmax's node, which keeps its result, would keep itself."""
-    return tensor.detach(), tensor._version  # _version counts changes in place
-
-
-def unpack_checked(packed):
-    tensor, version = packed
-    assert tensor._version == version, "changed in place, but backward needs what it was"
-    return tensor
-
-
-class Kept:
-    """A tensor that a checkpoint keeps. Of nested pairs of hooks autograd calls the innermost
-    alone: so the checkpoint hands what it keeps to the pair around it."""
-
-    def __init__(self, tensor, hooks):
-        pack, self.unpack = hooks
-        self.packed = pack(tensor)
-        self.requires_grad = tensor.requires_grad
-
-    def again(self):
-        return self.unpack(self.packed).detach().requires_grad_(self.requires_grad)
-
-
-def keep(x, hooks):  # an argument that is no tensor stays as it is
-    return Kept(x, hooks) if torch.is_tensor(x) else x
-
-
 # ---- full: recompute, for any forward
 
 # torch.compile leaves these alone: it might compile one run of forward and not the other, and the
@@ -256,7 +222,7 @@ class Rerun:
         device = next((x.device.type for x in tensors if not x.is_cpu), "cpu")
         self.autocast = torch.autocast(device, enabled=torch.is_autocast_enabled(device))
         self.forward = forward
-        hooks = hooks_around()
+        hooks = hooks_around()  # those of a checkpoint around this one, see Kept
         self.inputs = [keep(x, hooks) for x in inputs]
         self.keywords = {name: keep(x, hooks) for name, x in keywords.items()}
         self.states = random_states()
@@ -296,10 +262,6 @@ class Rerun:
             raise Enough
 
 
-def unpacked(x):
-    return x.again() if isinstance(x, (Kept, Recipe)) else x
-
-
 def random_states():
     """The states of the random numbers of the CPU and, if one is in use, of the GPU."""
     gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
@@ -310,6 +272,47 @@ def set_random_states(cpu, gpu):
     torch.set_rng_state(cpu)
     if gpu is not None:
         torch.cuda.set_rng_state(gpu)
+
+
+# ---- checkpoints within checkpoints: what one keeps goes through the hooks around it
+
+
+def hooks_around():
+    """-> the pack and unpack in force, such as save_on_cpu's, or what autograd does without any."""
+    pair = torch._C._autograd._top_saved_tensors_default_hooks(False)  # torch has no public way
+    return pair or (pack_checked, unpack_checked)
+
+
+def pack_checked(tensor):
+    """Detached: else softmax's node, which keeps its result, would keep itself."""
+    return tensor.detach(), tensor._version  # _version counts changes in place
+
+
+def unpack_checked(packed):
+    tensor, version = packed
+    assert tensor._version == version, "changed in place, but backward needs what it was"
+    return tensor
+
+
+class Kept:
+    """A tensor that a checkpoint keeps. Of nested pairs of hooks autograd calls the innermost
+    alone: so the checkpoint hands what it keeps to the pair around it."""
+
+    def __init__(self, tensor, hooks):
+        pack, self.unpack = hooks
+        self.packed = pack(tensor)
+        self.requires_grad = tensor.requires_grad
+
+    def again(self):
+        return self.unpack(self.packed).detach().requires_grad_(self.requires_grad)
+
+
+def keep(x, hooks):  # an argument that is no tensor stays as it is
+    return Kept(x, hooks) if torch.is_tensor(x) else x
+
+
+def unpacked(x):
+    return x.again() if isinstance(x, (Kept, Recipe)) else x
 
 
 # ---- selective: the results of cheap operations alone are made again
