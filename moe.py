@@ -1,7 +1,7 @@
 """Mixture of experts: each MLP becomes E experts, of which a token visits K; tokens travel.
 
 A row is a token (C numbers) on its way to an expert or back, drawn as the expert's number: 0 and 1
-are on rank 0, 2 and 3 on rank 1. Each rank has 3 tokens, K is 2: 6 rows. Left of |: for rank 0.
+are on rank 0, 2 and 3 on rank 1. Each rank has 3 tokens, K is 2: 6 rows. Left of |: rank 0's.
 
     after     router, sort    all-to-all      experts         all-to-all      gates, sum
     rank 0    0 0 0 1 | 2 3   0 0 0 1 0 0 1   0 0 0 1 0 0 1   0 0 0 1 | 2 3   3 tokens
@@ -21,6 +21,7 @@ are on rank 0, 2 and 3 on rank 1. Each rank has 3 tokens, K is 2: 6 rows. Left o
     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, gradient_norm(model, ep))
     optimizer.step()
     step_biases(model)  # of MoEs with gamma > 0; it also takes the loads of this step
+    state = full_state_dict(model, ep)  # model.state_dict() has this rank's experts alone
 
 Each of n ranks has N tokens of its own; ep of them share out E experts, of `experts` parameters in
 all. The rest of the model has `dense`. A parameter has b bytes. Balanced, a rank gets K N rows.
@@ -34,7 +35,6 @@ all. The rest of the model has `dense`. A parameter has b bytes. Balanced, a ran
 Lepikhin 2020, "GShard", arXiv:2006.16668 (all-to-all, capacity); Fedus 2021, "Switch Transformers",
 arXiv:2101.03961, eq. 4 (balancing); Zoph 2022, "ST-MoE", arXiv:2202.08906, eq. 5 (z-loss); Jiang
 2024, "Mixtral", arXiv:2401.04088 (gated experts); DeepSeek-V3 2024, arXiv:2412.19437, sec. 2.1.2.
-
 Not for: experts that are not MLPs of nn.Linear, or partly frozen; dense layers that only some ranks
 use; evaluation on some ranks alone; fp16, loss scalers; deepcopies. At work: see part 4.
     torchrun --standalone --nproc_per_node=2 moe.py
@@ -51,14 +51,13 @@ import torch.nn.functional as F
 # imports of parts 1 and 2 end here; the rest is for parts 3 to 5
 import re
 import sys
+from collections import defaultdict
 from itertools import chain
 
 from common import FORMS, PRESETS as DENSE, build, loss_sum, share
 
 # ---- 1. the idea -------------------------------------------------------------
 
-
-# An expert lives on one rank: tokens' rows go there, and its answers come back.
 
 
 def softmax_route(logits, bias=0.0, *, top_k, normalize):
@@ -159,7 +158,8 @@ def dense_and_experts(model):
 
 
 def all_reduce_gradients(model, replicas):
-    """After backward. replicas: the ranks with the same experts. All ranks sum what is dense."""
+    """After backward, in which experts have got the gradients of all tokens of ep: so these are
+    summed over replicas alone, the ranks with the same experts; what is dense over all ranks."""
     for parameters, group in zip(dense_and_experts(model), (dist.group.WORLD, replicas)):
         for p in parameters:
             if p.grad is not None:
@@ -197,7 +197,7 @@ def idea_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
 #     one kernel for a stack        on GPUs, in bf16, without biases: all experts run at once
 #     an exchange in two halves     the shared expert works while rows travel
 #     losses or biases              experts are chosen about equally often
-#     fp32 routers                  rounding to bf16 would change which experts are chosen
+#     logits in fp32                rounding to bf16 would change which experts are chosen
 #     rows cast before they travel  autocast to bf16 halves what is sent to experts
 #     one call for all gradients    141 calls of a step -> 26: 1 for 56 dense ones, none for 64 of
 #                                   experts (which are on one rank each), 4 more for loads
@@ -355,7 +355,7 @@ class MoE(nn.Module):
     shared    a module that every token visits besides, or None
     alpha     factor of Switch's balancing loss, such as 0.01. Each rank adds its own part, and the
               model's loss does not show it, see balancing_losses. With M micro-batches in a step
-              give alpha/M; where gradients are averaged over n ranks, not summed, n alpha
+              give alpha/M; where all gradients, experts' too, are divided by n, n alpha
     beta      likewise of ST-MoE's z-loss, such as 1e-3
     gamma     by how much step_biases moves a bias, such as 1e-3
 
@@ -548,6 +548,45 @@ def balancing_losses(model):
     return total
 
 
+# ---- the whole: a model.state_dict() has, by the same names, other experts on each rank of ep
+
+
+def full_state_dict(model, ep):
+    """-> {name: whole tensor} of a model whose experts are numbered. All ranks must call it."""
+    return gather_experts(model.state_dict(), ep)
+
+
+def load_full_state_dict(model, ep, state):
+    """Its inverse. state: {name: whole tensor}, the same on all ranks."""
+    for name, tensor in model.state_dict().items():
+        if ".experts." in name:  # a stack
+            begin = ep.rank() * len(tensor)
+            here = range(begin, begin + len(tensor))
+            tensor.copy_(torch.stack([state[plain_name(name, e)] for e in here]))
+        elif name in state or not name.endswith("bias_units"):  # of which a plain model has none
+            tensor.copy_(state[name])
+
+
+def gather_experts(tensors, ep):
+    """{name: tensor here} -> {name: whole tensor}, of a stack one for each expert."""
+    whole = {}
+    for name, tensor in tensors.items():
+        if ".experts." not in name:
+            whole[name] = tensor
+            continue
+        here = tensor.detach().contiguous()
+        of_ranks = [torch.empty_like(here) for _ in range(ep.size())]
+        dist.all_gather(of_ranks, here, group=ep)  # sharded(0) -> replicated
+        for e, of_expert in enumerate(torch.cat(of_ranks)):
+            whole[plain_name(name, e)] = of_expert
+    return whole
+
+
+def plain_name(name, e):
+    """blocks.0.mlp.experts.up.weight, 5 -> blocks.0.mlp.experts.5.up.weight"""
+    return name.replace(".experts.", f".experts.{e}.")
+
+
 # ---- another router
 
 
@@ -709,49 +748,21 @@ def parallelize_idea(model, ep):
     return model
 
 
-def plain_name(name, e):
-    """blocks.0.mlp.experts.up.weight, 5 -> blocks.0.mlp.experts.5.up.weight"""
-    return name.replace(".experts.", f".experts.{e}.")
-
-
-def gather_experts(tensors, ep):
-    """{name: tensor here} -> {the plain GPT's name: tensor}, with all ranks' experts. Here they are
-    stacks or, the idea's, numbered from 0 on."""
-    whole = {}
-    stacks = {}  # {name without a number: [stacks, end to end]}
-    for name, tensor in tensors.items():
-        if ".experts." not in name:
-            whole[name] = tensor
-            continue
-        unnumbered = re.sub(r"\.experts\.\d+", ".experts", name)
-        stack = tensor if unnumbered == name else tensor[None]
-        stacks.setdefault(unnumbered, []).append(stack)
-    for name, parts in stacks.items():
-        here = torch.cat(parts).detach()
-        of_ranks = [torch.empty_like(here) for _ in range(ep.size())]
-        dist.all_gather(of_ranks, here, group=ep)  # sharded(0) -> replicated
-        for e, of_expert in enumerate(torch.cat(of_ranks)):
-            whole[plain_name(name, e)] = of_expert
-    return whole
-
-
-def full_state_dict(model, ep):
-    return gather_experts(model.state_dict(), ep)
-
-
-def load_full_state_dict(model, ep, state):
-    """full_state_dict's inverse. state: {name: whole tensor}, the same on all ranks."""
-    for name, tensor in model.state_dict().items():
-        if ".experts." in name:  # a stack
-            here = share(len(tensor) * ep.size(), ep.size(), ep.rank())
-            tensor.copy_(torch.stack([state[plain_name(name, e)] for e in here]))
-        elif name in state or not name.endswith("bias_units"):  # of which a plain model has none
-            tensor.copy_(state[name])
-
-
 def full_gradients(model, ep):
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    return gather_experts(gradients, ep)
+    return gather_experts(gradients_of(model), ep)
+
+
+def gradients_of(model):
+    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+def in_stacks(tensors):
+    """{name: tensor} of the idea, whose experts are numbered from 0 on -> as MoE has them."""
+    found = defaultdict(list)  # {name without a number: tensors}
+    for name, tensor in tensors.items():
+        found[re.sub(r"\.experts\.\d+", ".experts", name)].append(tensor)
+    return {name: torch.stack(those) if ".experts." in name else those[0]
+            for name, those in found.items()}
 
 
 def train_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
@@ -884,17 +895,19 @@ def set_up(run, impl, replicas, ep):
     if impl == "idea":
         model = parallelize_idea(plain, ep)
         step = idea_step
+        as_ours = in_stacks
     else:
         model = parallelize(plain, ep)
         step = train_step
+        as_ours = dict
     named = list(model.named_parameters())
     names = {p: name for name, p in named}
     name_experts(model, names, ep, run.args.experts)
     optimizer = run.optimizer(named, wholes=wholes_of_stacks, names=names)
     return run.side(
         model, optimizer, partial(step, replicas=replicas, ep=ep),
-        full_gradients=partial(full_gradients, model, ep),
-        full_state_dict=partial(full_state_dict, model, ep),
+        full_gradients=lambda: gather_experts(as_ours(gradients_of(model)), ep),
+        full_state_dict=lambda: gather_experts(as_ours(model.state_dict()), ep),
         pieces=lambda: of_stacks(pieces_of(named, optimizer), ep.rank(), plain_name),
         extra=lambda: {"bias_units": [layer.bias_units.tolist() for layer in layers_of(model)]})
 

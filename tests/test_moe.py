@@ -289,9 +289,12 @@ def train_both(section, plain, step, ep_size, recompute=False):
         total, norm = step(section, model, optimizers[1], *batch, replicas, ep)
         total = total.detach()
         dist.all_reduce(total)
-        compare({"loss": total, "norm": norm, "gradients": moe.full_gradients(model, ep),
-                 "state": moe.full_state_dict(model, ep)}, wanted)
-        if hasattr(section, "broadcast_parameters"):  # the idea's experts are in no stacks
+        is_idea = not hasattr(section, "broadcast_parameters")
+        as_ours = moe.in_stacks if is_idea else dict
+        gradients, state = [moe.gather_experts(as_ours(tensors), ep)
+                            for tensors in (moe.gradients_of(model), model.state_dict())]
+        compare({"loss": total, "norm": norm, "gradients": gradients, "state": state}, wanted)
+        if not is_idea:
             for tensor in model.state_dict().values():
                 tensor.add_(1)
             moe.load_full_state_dict(model, ep, wanted["state"])
