@@ -268,6 +268,41 @@ class TensorParallel:
         return self.cuts[p].copies if p in self.cuts else self.size
 
 
+# ---- pieces of any size
+
+# Of a parameter that is cut:
+# dim         along which
+# plain_size  of the plain parameter along dim
+# copies      how many ranks in a row have the same piece: one, but see key_values
+Cut = namedtuple("Cut", "dim plain_size copies", defaults=(1,))
+
+
+def shard(t, cut, tp):
+    """A whole tensor -> this rank's piece. All pieces have one size: the last ones end in zeros.
+
+    They stay zeros in training: gelu, silu and relu make 0 of 0, and the loss leaves out padding.
+    """
+    assert t.shape[cut.dim] == cut.plain_size, f"{tuple(t.shape)}: not {cut.plain_size} to cut"
+    each = math.ceil(cut.plain_size / (tp.size // cut.copies))
+    first = min(tp.rank // cut.copies * each, cut.plain_size)
+    count = min(each, cut.plain_size - first)
+    size = list(t.shape)
+    size[cut.dim] = each
+    piece = t.new_zeros(size)
+    piece.narrow(cut.dim, 0, count).copy_(t.narrow(cut.dim, first, count))
+    return piece
+
+
+def unshard(t, cut, tp):
+    """A piece -> the whole tensor, on every rank. cut is None: it is whole already."""
+    if cut is None:
+        return t
+    pieces = t.new_empty(tp.size, *t.shape)
+    all_gather(pieces.flatten(0, 1), t.detach(), tp.group)  # sharded -> replicated
+    different = pieces[::cut.copies].unbind()
+    return torch.cat(different, cut.dim).narrow(cut.dim, 0, cut.plain_size)
+
+
 # ---- one f for the Linears that read the same x, and dx before weights' gradients
 
 
@@ -581,41 +616,6 @@ def gradient_norm(model, tp):
         square = torch.stack(torch._foreach_norm(counted, dtype=square.dtype)).square().sum()
     dist.all_reduce(square, group=tp.group)  # partial -> replicated
     return square.sqrt()
-
-
-# ---- pieces of any size
-
-# Of a parameter that is cut:
-# dim         along which
-# plain_size  of the plain parameter along dim
-# copies      how many ranks in a row have the same piece: one, but see key_values
-Cut = namedtuple("Cut", "dim plain_size copies", defaults=(1,))
-
-
-def shard(t, cut, tp):
-    """A whole tensor -> this rank's piece. All pieces have one size: the last ones end in zeros.
-
-    They stay zeros in training: gelu, silu and relu make 0 of 0, and the loss leaves out padding.
-    """
-    assert t.shape[cut.dim] == cut.plain_size, f"{tuple(t.shape)}: not {cut.plain_size} to cut"
-    each = math.ceil(cut.plain_size / (tp.size // cut.copies))
-    first = min(tp.rank // cut.copies * each, cut.plain_size)
-    count = min(each, cut.plain_size - first)
-    size = list(t.shape)
-    size[cut.dim] = each
-    piece = t.new_zeros(size)
-    piece.narrow(cut.dim, 0, count).copy_(t.narrow(cut.dim, first, count))
-    return piece
-
-
-def unshard(t, cut, tp):
-    """A piece -> the whole tensor, on every rank. cut is None: it is whole already."""
-    if cut is None:
-        return t
-    pieces = t.new_empty(tp.size, *t.shape)
-    all_gather(pieces.flatten(0, 1), t.detach(), tp.group)  # sharded -> replicated
-    different = pieces[::cut.copies].unbind()
-    return torch.cat(different, cut.dim).narrow(cut.dim, 0, cut.plain_size)
 
 
 # ---- whole tensors
