@@ -106,34 +106,26 @@ def run_pieces(name, shape, first, flat, writes=True):
     low = max(first, 0)
     high = min(first + len(flat), math.prod(shape))
     pieces = []
-    for start, box in boxes_of_run(shape, low, high):
+    while low < high:
+        start, box = largest_box(shape, low, high)
         view = flat[low - first:low - first + math.prod(box)].view(box)
         pieces.append(Piece(name, tuple(shape), start, view, writes))
         low += view.numel()
     return pieces
 
 
-def boxes_of_run(shape, low, high):
-    """Elements low to high of a flattened tensor -> [(start, shape of the box)], in order.
+def largest_box(shape, low, high):
+    """-> where the largest box starts that is a run of elements from low on, its shape.
 
-    A run is the end of a row, then whole rows, then the beginning of a row; rows are cut likewise.
+    It is of whole rows, along the first dim that has one between low and high.
     """
-    if low >= high:
-        return []
-    if not shape:
-        return [((), ())]
-    size = math.prod(shape[1:])  # of a row
-    first = min(-(-low // size) * size, high)  # where whole rows begin
-    last = max(high // size * size, first)  # and end
-    boxes = []
-    for begin, end in ((low, first), (last, high)):
-        row = begin // size
-        for start, box in boxes_of_run(shape[1:], begin - row * size, end - row * size):
-            boxes.append(((row, *start), (1, *box)))
-    if first < last:
-        start = (first // size, *[0] * len(shape[1:]))
-        boxes.append((start, ((last - first) // size, *shape[1:])))
-    return sorted(boxes)
+    index = [int(i) for i in torch.unravel_index(torch.tensor(low), shape)]
+    for dim, length in enumerate(shape):
+        row = math.prod(shape[dim + 1:])
+        if low % row == 0 and low + row <= high:
+            rows = min((high - low) // row, length - index[dim])
+            return tuple(index), (*[1] * dim, rows, *shape[dim + 1:])
+    return (), ()  # of a tensor without dimensions
 
 
 # What is cut further: found is what pieces_of and pieces_of_units return, of this rank's cut as if
