@@ -17,7 +17,8 @@ SIZES = ("layers", "width", "heads", "vocab", "seq", "kv_heads", "hidden", "head
 # {flag: what argparse's add_argument takes}, and besides
 #   least, most    the bounds of a number
 #   course         True: what is trained depends on it, so that no checkpoint goes on with another
-MODEL_FLAGS = {
+FLAGS = {
+    # the model
     "--impl": dict(default="scratch", choices=IMPLS, help="part 1, part 2, torch's own; both: the "
                    "last two in turn; all: these three"),
     "--model": dict(default="toy", choices=tuple(PRESETS), help="a preset, of which the next eight "
@@ -33,8 +34,7 @@ MODEL_FLAGS = {
     "--dtype": dict(default="fp32", choices=tuple(DTYPES), help="of parameters and arithmetic"),
     "--device": dict(default="auto", choices=("auto", "cpu", "cuda"), help="auto: GPUs where "
                      "there are any"),
-}
-TRAINING_FLAGS = {
+    # its training
     "--batch": dict(type=int, metavar="B", least=1, help="sequences per step over all ranks (8, or "
                     "one per rank)"),
     "--steps": dict(type=int, default=20, least=1, help="optimizer steps"),
@@ -56,8 +56,7 @@ TRAINING_FLAGS = {
                     "freeze the others"),
     "--eval-every": dict(type=int, default=0, least=0, help="steps between losses on text that is "
                          "held out"),
-}
-RUN_FLAGS = {
+    # the run
     "--check": dict(action=argparse.BooleanOptionalAction, default=True, help="replay the steps "
                     "with the plain GPT and compare"),
     "--timeout": dict(type=int, metavar="S", least=1, most=10**6, help="until ranks give up "
@@ -79,7 +78,6 @@ RUN_FLAGS = {
     "--init-from": dict(default="", metavar="DIR", help="start with the weights of the newest "
                         "checkpoint in it"),
 }
-FLAGS = {**MODEL_FLAGS, **TRAINING_FLAGS, **RUN_FLAGS}
 
 
 def arguments(doc, own=None, presets=None):
@@ -97,7 +95,12 @@ def arguments(doc, own=None, presets=None):
         launch = launched()
     except ValueError as error:
         require(False, error)
-    resolve(args, launch, presets[args.model])
+    # what presets and defaults leave to be said: a report shows what was used
+    args.cfg = config_of(args, presets[args.model])
+    for name in SIZES:
+        setattr(args, name, getattr(args.cfg, name))
+    args.world_size = args.dry_run or launch.world_size
+    args.batch = args.batch or max(8, args.world_size)
     refuse(args, launch)
     return args
 
@@ -117,7 +120,7 @@ def parse(doc, flags, words=None):
         add_flag(parser, name, flag)
     args = parser.parse_args(words)
     for name, flag in flags.items():
-        check_bounds(name, getattr(args, variable(name)), flag.get("least"), flag.get("most"))
+        check_bounds(name, getattr(args, variable(name)), **flag)
     return args
 
 
@@ -130,14 +133,13 @@ def add_flag(parser, name, flag):
     parser.add_argument(name, **settings)
 
 
-def check_bounds(name, value, least, most):
+def check_bounds(name, value, least=None, most=sys.maxsize, **_):
     if value is None or least is None:
         return
-    high = sys.maxsize if most is None else most
     bounds = f"{least} or more"
-    if high < sys.maxsize or value > high:  # sys.maxsize is told only to those who exceed it
-        bounds += f", {high} or less"
-    require(least <= value <= high, f"{name} {value}: must be {bounds}")
+    if most < sys.maxsize or value > most:  # sys.maxsize is told only to those who exceed it
+        bounds += f", {most} or less"
+    require(least <= value <= most, f"{name} {value}: must be {bounds}")
 
 
 def config_of(args, preset):
@@ -155,16 +157,6 @@ def config_of(args, preset):
     require(cfg.form.learned_positions or cfg.head_dim % 2 == 0,
             f"heads of width {cfg.head_dim}: rotary positions want an even one")
     return cfg
-
-
-def resolve(args, launch, preset):
-    """Fill in what presets and defaults leave to be said, so that a report shows what was used."""
-    args.cfg = config_of(args, preset)
-    for name in SIZES:
-        setattr(args, name, getattr(args.cfg, name))
-    args.world_size = args.dry_run or launch.world_size
-    if args.batch is None:
-        args.batch = max(8, args.world_size)
 
 
 def refuse(args, launch):
