@@ -207,18 +207,19 @@ Start = namedtuple("Start", "folder flag steps extra", defaults=(None, "", 0, {}
 # extra    what the run that wrote it has added: see Side.extra
 
 # Where these differ, so do names or shapes of tensors. Not seq, although learned positions have a
-# row for each: --init-from may take the first rows of more, see misfit().
-SIZES = ("layers", "width", "vocab", "form", "kv_heads", "hidden", "head_dim")
-# What losses depend on. What one of two scripts has no flag for is not compared.
-COURSE = ("heads", "seq", "dtype", "seed", "batch", "data", "pad", "lr", "clip",
-          "warmup", "decay", "min_lr", "train")  # and a script's own flags with `course`
+# row for each: --init-from may take the first rows of more, see misfit(). The number of heads shows
+# in no shape.
+SIZES = ("heads", "layers", "width", "vocab", "form", "kv_heads", "hidden", "head_dim")
+# What losses depend on besides. What one of two scripts has no flag for is not compared.
+COURSE = ("dtype", "seed", "batch", "data", "pad", "lr", "clip", "warmup", "decay", "min_lr",
+          "train")  # and a script's own flags with `course`
 
 
 def identity(args):
     """What a run tells about itself in its checkpoints -> {name: value}."""
     mine = {name: getattr(args, name) for name in (*COURSE, *args.course)}
     mine.update(args.cfg._asdict(), form=args.cfg.form.name)
-    mine.update(held_out=bool(args.eval_every))  # the corpus is shorter then
+    mine["held_out"] = bool(args.eval_every)  # the corpus is shorter then
     if args.decay != "none":
         mine["steps"] = args.steps  # the rate at every step depends on it
     return mine
@@ -280,15 +281,13 @@ def start_from(folder, flag, args):
     """-> the Start with the newest checkpoint in a folder."""
     place, notes = newest(folder, flag)
     found = notes["identity"]
-    now = identity(args)
-    names = ["heads", *SIZES]  # the number of heads shows in no shape
-    if flag == "--resume":
-        names += [*COURSE, *args.course, "held_out", "steps"]
-    for name in names:
-        require(name not in found or name not in now or found[name] == now[name],
-                f"{flag} {place}: saved with {name} {found.get(name)}, not {now.get(name)}")
     kept = {name: found[name] for name in ("theta", "eps") if name in found}
     args.cfg = args.cfg._replace(**kept)
+    now = identity(args)
+    names = SIZES if flag == "--init-from" else [*SIZES, *now]
+    for name in names:
+        require(name not in found or found[name] == now[name],
+                f"{flag} {place}: saved with {name} {found.get(name)}, not {now[name]}")
     if flag == "--init-from":
         return Start(place, flag)
     steps = notes["steps"]
