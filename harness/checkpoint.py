@@ -323,9 +323,8 @@ class Saver:
     Then a save takes as long as a copy of what this rank writes, and waits for the one before.
     """
 
-    def __init__(self, folder, steps, in_background=False):
+    def __init__(self, folder, in_background=False):
         self.folder = Path(folder)
-        self.kept = steps  # the newest that is written
         self.pending = None  # the Future of one that is under way
         self.thread = ThreadPoolExecutor(1) if in_background else None
         # of its own: a disk may be slow, and NCCL is not for a thread beside the training
@@ -356,10 +355,8 @@ class Saver:
             rank, (error, _) = min(fault.failures.items())
             require(False, f"--save {place}: not saved: rank {rank}: {reason(error)}", code=1)
         if dist.get_rank() == 0:
-            for other in numbered(self.folder):
-                if other not in (steps, self.kept):
-                    shutil.rmtree(self.folder / str(other), ignore_errors=True)
-        self.kept = steps
+            for old in numbered(self.folder)[:-2]:
+                shutil.rmtree(self.folder / str(old), ignore_errors=True)
 
     def wait(self):
         """Until the last checkpoint is written."""

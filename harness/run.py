@@ -214,7 +214,7 @@ class Run:
         self.step = self.first  # the one under way
         self.saver = None  # of checkpoints
         if self.args.save:
-            self.saver = checkpoint.Saver(self.args.save, self.first, self.args.save_async)
+            self.saver = checkpoint.Saver(self.args.save, self.args.save_async)
         self.clock = Clock(self.on_gpu)
         self.begun = 0.0  # on the host's clock, when the first step was over
         self.log = None  # --log-file, on rank 0

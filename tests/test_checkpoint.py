@@ -74,7 +74,7 @@ def round_trips(folder, seeds):
         rng = random.Random(seed)  # the same on every rank
         makers = [rng.choice([boxes_for, runs_for]) for _ in range(2)]
         kinds = [rng.choice([torch.float64, torch.bfloat16]) for _ in range(2)]
-        saver = Saver(folder, seed, seed % 2 == 1)
+        saver = Saver(folder, seed % 2 == 1)
         saved = makers[0](rng, kinds[0], world, rank)
         saver.save(seed + 1, saved, NOTES)
         for piece in saved:
@@ -108,7 +108,7 @@ def test_round_trips(tmp_path):
 def hole(folder, change):
     """Two ranks have half a tensor each; then something is missing, or there twice."""
     rank = dist.get_rank()
-    saver = Saver(folder, 0)
+    saver = Saver(folder)
     good = Piece("w", (4, 3), (2 * rank, 0), torch.zeros(2, 3))
     saver.save(1, [good], NOTES)
     wrong = {"missing": good._replace(writes=rank == 0), "twice": good._replace(start=(rank, 0))}
@@ -133,7 +133,7 @@ def killed(folder, number, in_background):
                 os.kill(os.getpid(), signal.SIGKILL)
 
     sys.addaudithook(touch)
-    saver = Saver(folder, 1, in_background)
+    saver = Saver(folder, in_background)
     saver.save(2, [piece_of("w", torch.full((9,), 2.0))], NOTES)
     saver.wait()
 
