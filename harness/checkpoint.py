@@ -252,7 +252,9 @@ def newest(folder, flag):
         require(steps, f"{flag} {folder}: no whole checkpoint there")
         place = place / str(steps[-1])
     try:
-        return place, notes_of(place)
+        [text] = read_whole(place, lambda name: name == "notes").values()
+        notes = json.loads(bytes(text.tolist()))
+        return place, {name: notes[name] for name in ("steps", "identity", "extra")}
     except (OSError, ValueError, LookupError, RuntimeError) as error:
         require(False, f"{flag} {place}: {reason(error)}")
 
@@ -268,10 +270,9 @@ def begin(args):
     require(not (args.resume and args.init_from),
             "--resume goes on, --init-from starts anew: take one of them")
     start = Start()
-    if args.resume:
-        start = start_from(args.resume, "--resume", args)
-    if args.init_from:
-        start = start_from(args.init_from, "--init-from", args)
+    for flag, folder in (("--resume", args.resume), ("--init-from", args.init_from)):
+        if folder:
+            start = start_from(folder, flag, args)
     if args.save:
         refuse_unusable(Path(args.save), start)
     return start
@@ -433,10 +434,3 @@ def read_whole(folder, wanted=is_weight):
             state[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
     dcp.load(folder, [piece_of(name, tensor) for name, tensor in state.items()])
     return state
-
-
-def notes_of(folder):
-    """-> the notes of a checkpoint. Raises OSError, ValueError, LookupError or RuntimeError."""
-    [text] = read_whole(folder, lambda name: name == "notes").values()
-    notes = json.loads(bytes(text.tolist()))
-    return {"steps": notes["steps"], "identity": notes["identity"], "extra": notes["extra"]}
