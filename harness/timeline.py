@@ -14,7 +14,6 @@ import json
 import statistics
 import time
 from collections import defaultdict, deque
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -120,12 +119,6 @@ def longest(played):
     return max(done[-1][2] - done[0][1] for done in played)
 
 
-def span(plans, times):
-    """How long the plans take. times: F, B, W of a rank and of a transfer, as in costs()."""
-    *of_rank, comm = times
-    return longest(simulate(plans, costs(plans, *of_rank), comm))
-
-
 def bubble_rate(played):
     """The idle part of the longest span: (cost - M (F + B + W)) / cost of Qi 2023, section 5.3."""
     busy = sum(end - start for done in played for _, start, end in done) / len(played)
@@ -198,8 +191,8 @@ def read_layers(args, stages, split_layers):
 def read_plans(args, ranks, times, make_plans, late_ws):
     """-> all ranks' plans of --schedule. auto: the quickest that search finds."""
     if args.schedule == "auto":
-        return search(late_ws, ranks, args.micro, args.limit or ranks, partial(span, times=times),
-                      waiting_of(args))
+        limit = args.limit or ranks
+        return search(late_ws, ranks, args.micro, limit, times, waiting_of(args))
     with refusing():
         return make_plans(args.schedule, ranks, args.micro, args.chunks)
 
@@ -212,12 +205,12 @@ def waiting_of(args):
     return 32 * args.width / (34 * args.width + 5 * args.heads * args.seq)
 
 
-def search(late_ws, ranks, M, limit, time_of, waiting=1.0):
+def search(late_ws, ranks, M, limit, times, waiting=1.0):
     """-> plans for M micro-batches, the quickest of a family; not by Qi 2023's search, section 3.1.
 
     late_ws(M, warmup, [rank], lag) -> a rank's plan: it begins with `warmup` more Fs than 1, and
     its Ws come `lag` Bs late. limit: what a rank may keep, in micro-batches, counted as in
-    in_flight(plan, waiting). time_of(plans): how long they take.
+    in_flight(plan, waiting). times: see planned().
     """
     found = []
     # by how much warmup grows towards rank 0, and lag away from it; 1f1b: 1, zb-h1: 1 and 1
@@ -228,7 +221,7 @@ def search(late_ws, ranks, M, limit, time_of, waiting=1.0):
             if all(in_flight(plan, waiting) <= limit + 1e-9 for plan in plans):
                 found.append(plans)
                 break  # the longest warm-up that fits: a shorter one has more bubble
-    return min(found, key=time_of)
+    return min(found, key=lambda plans: planned(plans, times)[1]["cost"])
 
 
 # ---- a step as it is planned, and as it was --------------------------------------

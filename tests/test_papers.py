@@ -21,7 +21,7 @@ import context_parallel
 import tensor_parallel
 from common import GPTConfig, adamw, build, join_fake_world
 from harness.ledger import Ledger
-from harness.timeline import bubble_rate, chunks, costs, in_flight, longest, search, simulate, span
+from harness.timeline import bubble_rate, chunks, costs, in_flight, longest, search, simulate
 from pipeline_parallel import late_ws, make_plans
 from tools import estimate, plan
 from tools.estimate import Layout, job_of, timed
@@ -253,7 +253,7 @@ def qi_rows():
         yield Row(what + label, published, rate_of(plans, *times), 0.05)
     # W needs 32 of the (34 + 5 a s / h) s b h bytes that a block keeps: 32 heads, s 1024, h 4096
     waiting = 32 / (34 + 5 * 32 * 1024 / 4096)
-    found = search(late_ws, 8, 24, 16, partial(span, times=times), waiting)
+    found = search(late_ws, 8, 24, 16, times, waiting)
     yield Row(f"{what}ZB-2p (our search, --schedule auto)", "0.0029", rate_of(found, *times))
     rate = rate_of(make_plans("zb-v", 16, 48), 14.407, 14.380, 9.676, 1.610 / 2)
     yield Row("table 8: bubble rate of 6.2B, p = 16, m = 48, ZB-V", "0.0697", rate, 0.05)
