@@ -135,10 +135,6 @@ class Ledger(TorchDispatchMode):
                 self.follow(storage_of(t), t.device.type)
         self.hooks = torch.autograd.graph.saved_tensors_hooks(self.save, lambda box: box[0])
 
-    @property
-    def peak(self):
-        return self.peaks[self.device]
-
     def __enter__(self):
         self.resize = torch.UntypedStorage.resize_
 
@@ -160,7 +156,7 @@ class Ledger(TorchDispatchMode):
         for kind, tensors in self.held().items():
             self.memory[kind] = nbytes(tensors, self.device)
         self.memory["activations"] = self.activations
-        self.memory["peak"] = self.peak
+        self.memory["peak"] = self.peaks[self.device]
         if self.device != "cpu":
             self.memory["host"] = self.peaks["cpu"]
         for figures in (self.groups, *self.collectives.values()):
