@@ -164,8 +164,7 @@ def refuse(args, launch):
     ranks = launch.world_size
     require(not args.dry_run or ranks == 1,
             f"--dry-run is one rank alone: use python, not torchrun with {ranks}")
-    ranks_to_choose_from = args.dry_run or 1  # without a dry run there is the default alone, 0
-    require(args.rank < ranks_to_choose_from,
+    require(args.rank < (args.dry_run or 1),  # without a dry run there is the default alone, 0
             f"--rank {args.rank}: is for --dry-run, up to {args.world_size - 1}")
     require(args.device != "cuda" or torch.cuda.is_available(),
             "--device cuda: torch finds no GPU, which it wants in a dry run, too")
