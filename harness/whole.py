@@ -90,13 +90,11 @@ class WholeMatrices:
             load[owner] += math.prod(share.shape)
             self.owned[owner].append(share)
         self.mine = self.owned[self.rank]
-        self.matrices = []
         for share in self.mine:
             count = math.prod(share.shape[:-2])  # 1, or those of a stack
             share.matrices = [nn.Parameter(share.part.new_empty(0, 0)) for _ in range(count)]
             for matrix in share.matrices:
                 matrix.whole = share.shape[-2:]  # its shape within `with`
-            self.matrices += share.matrices
 
     def parameter_groups(self, groups):
         """groups: as for an optimizer -> the same, with the matrices that this rank steps."""
@@ -142,7 +140,7 @@ class WholeMatrices:
         arrived = self.exchange(pieces, sizes)
         for share, elements in zip(chain(*self.owned), arrived):
             share.set_elements(elements)
-        for matrix in self.matrices:
+        for matrix in chain(*(share.matrices for share in self.mine)):
             matrix.data = matrix.new_empty(0, 0)
             matrix.grad = None
 
