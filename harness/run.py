@@ -23,7 +23,7 @@ from harness import checkpoint, report
 from harness.checkpoint import pieces_of
 from harness.compare import Trace, compare, fault
 from harness.flags import DTYPES
-from harness.ledger import Ledger, held_by, nbytes
+from harness.ledger import Ledger, held_by, nbytes, storage_of
 from harness.meet import meet
 from harness.optimizers import optimizer_of
 from harness.profiler import profiled
@@ -81,8 +81,7 @@ class Side:
         """Give the memory back. The side is of no use afterwards."""
         for tensors in self.held().values():
             for t in tensors:
-                local = getattr(t, "_local_tensor", t)  # of a DTensor: this rank's
-                local.untyped_storage().resize_(0)
+                storage_of(t).resize_(0)
 
     def ms(self):
         """The median over the steps, without the first and the last if there are others; or None.
