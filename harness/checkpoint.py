@@ -372,7 +372,6 @@ def write_whole(folder, state, identity):
 
     pieces = [piece_of(name, tensor) for name, tensor in state.items()]
     pieces.append(notes_piece({"identity": identity, "extra": {}, "steps": 0}))
-    Path(folder).mkdir(parents=True, exist_ok=True)
     dcp.save(Path(folder, "0"), pieces)
 
 
