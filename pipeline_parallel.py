@@ -40,7 +40,8 @@ At work: torch.distributed.pipelining, part 4.
     python pipeline_parallel.py --simulate --schedule zb-h1 --pp 4 --micro 8 --times 1,1,1,0
 """
 import copy
-from collections import Counter, defaultdict, deque
+import itertools
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -634,12 +635,8 @@ class SplitPipeline(Pipeline):
 
 def sweep(kind, M, stages, together):
     """-> actions of one kind, for each group of `together` micro-batches: stage by stage."""
-    actions = []
-    for first in range(0, M, together):
-        for stage in stages:
-            for m in range(first, min(first + together, M)):
-                actions.append(Action(kind, m, stage))
-    return actions
+    actions = [Action(kind, m, stage) for stage in stages for m in range(M)]
+    return sorted(actions, key=lambda action: action.microbatch // together)  # a stable sort
 
 
 def turns(M, warmup, stages, together=1):
@@ -676,15 +673,14 @@ def spell(words, M, r, p):
     """
     plan = []
     left = deque()  # Ws
-    count = Counter()  # {(kind, stage): how many the plan has}
+    numbers = defaultdict(itertools.count)  # {(kind, stage): its micro-batches, in order}
     for word in words.split():
         if word == "W":
             plan.append(left.popleft())
             continue
         kind = word[0].upper()
         stage = r if word.isupper() else 2 * p - 1 - r
-        action = Action(kind, count[kind, stage], stage)
-        count[kind, stage] += 1
+        action = Action(kind, next(numbers[kind, stage]), stage)
         plan.append(action)
         if word in ("B", "b"):
             left.append(action._replace(kind="W"))
