@@ -44,7 +44,7 @@ import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -392,25 +392,21 @@ class Stages(nn.ModuleList):
         here = {stage: whole[stage] for stage in sorted(home) if pipeline[home[stage]] == rank}
         super().__init__(here.values())
         self.here = here  # {stage: module}
-        self.counted = []  # parameters that this rank counts in the norm
         self.shared = {}  # {parameter that other ranks have, too: the group of its ranks}
         places = defaultdict(set)  # {parameter: its places in a pipeline}
         for stage, module in enumerate(whole):
             for p in module.parameters():
                 places[p].add(home[stage])
-        groups = {}  # {ranks: their group}
+        new_group = cache(dist.new_group)  # one group for the same ranks
         for p in places:
             # those that have p, of all pipelines
             ranks = tuple(each[place] for each in pipelines for place in sorted(places[p]))
-            if rank == ranks[0]:
-                self.counted.append(p)
             if len(ranks) > 1:
-                if ranks not in groups:
-                    groups[ranks] = dist.new_group(ranks)  # every rank makes it
+                group = new_group(ranks)  # every rank makes it
                 if rank in ranks:
-                    self.shared[p] = groups[ranks]
+                    self.shared[p] = group
                     p.data = p.data.contiguous()  # a broadcast sends memory, whatever the strides
-                    dist.broadcast(p.data, group=groups[ranks], group_src=0)  # -> replicated
+                    dist.broadcast(p.data, group=group, group_src=0)  # -> replicated
 
     def sum_and_clip(self, clip):
         """What is left to do between backward and the optimizer's step -> the gradient norm."""
@@ -425,7 +421,9 @@ class Stages(nn.ModuleList):
             work.wait()
         like = next(self.parameters())
         wide = torch.promote_types(like.dtype, torch.float32)
-        grads = [p.grad for p in self.counted if p.grad is not None]
+        counted = [p for p in self.parameters()
+                   if p not in self.shared or dist.get_rank(self.shared[p]) == 0]  # the first
+        grads = [p.grad for p in counted if p.grad is not None]
         grads.append(like.new_zeros(1))  # _foreach_norm wants one, also where all is frozen
         square = torch.stack(torch._foreach_norm(grads, dtype=wide)).square().sum()
         dist.all_reduce(square)  # partial -> replicated
