@@ -269,33 +269,34 @@ class Mail:
         # {action: its number in its rank's plan}
         self.turn = {action: i for plan in plans for i, action in enumerate(plan)}
         self.coming = deque()  # makers on other ranks; receives of their tensors are yet to begin
-        self.receives = {}  # {maker: Work}
-        self.inbox = {}  # {maker: tensor}; it may still be on its way
-        self.sent = None  # (Work, tensor) of the last send
+        self.inbox = {}  # {maker: (tensor, Work of its receive; None: it was made here)}
+        self.sent = None  # (tensor, Work) of the last send
 
-    def maker_of(self, action):
-        """-> the action that makes what this one takes from another stage; None: it takes none."""
+    def neighbour(self, action, way):
+        """-> the action that takes what this one makes (way 1), or makes what this one takes (-1),
+        in the stage beside; None: there is none."""
         if action.kind == "W":
             return None
-        maker = action._replace(stage=action.stage - WAY[action.kind])
-        return maker if maker.stage in self.home else None
+        other = action._replace(stage=action.stage + way * WAY[action.kind])
+        return other if other.stage in self.home else None
 
     def open(self, actions):
         """Before this rank plays these actions: list what other ranks make for them."""
-        makers = [self.maker_of(action) for action in actions]
+        makers = [self.neighbour(action, -1) for action in actions]
         coming = [maker for maker in makers if maker and self.home[maker.stage] != self.place]
         self.coming = deque(sorted(coming, key=self.turn.get))  # each sender's in its own order
 
     def take(self, action):
         """-> the tensor that an action takes from another stage, or None."""
-        maker = self.maker_of(action)
+        maker = self.neighbour(action, -1)
         if maker is None:
             return None
         while maker not in self.inbox:
             self.begin_receive()
-        if maker in self.receives:
-            self.receives.pop(maker).wait()  # on a GPU the stream waits, not the host
-        return self.inbox.pop(maker)
+        tensor, work = self.inbox.pop(maker)
+        if work:
+            work.wait()  # on a GPU the stream waits, not the host
+        return tensor
 
     def put(self, action, tensor):
         """After each action: begin the receives that are due, and send what the action has made.
@@ -307,37 +308,35 @@ class Mail:
         """
         while self.coming and self.turn[self.coming[0]] <= self.turn[action] + 2:
             self.begin_receive()
-        if action.kind == "W":
+        taker = self.neighbour(action, 1)
+        if taker is None:
             return
-        receiver = self.home.get(action.stage + WAY[action.kind])
-        if receiver is None:
-            return  # behind the last stage, or before the first
+        receiver = self.home[taker.stage]
         if receiver == self.place:
-            self.inbox[action] = tensor
+            self.inbox[action] = tensor, None
             return
         found = tensor.shape, tensor.dtype  # gloo would deliver another shape as noise
         assert found == (self.size, self.dtype), f"{found}, not {self.size}, {self.dtype}"
         self.finish_send()
         tensor = tensor.contiguous()
-        link = self.place, receiver
-        self.sent = self.begin(dist.isend, tensor, receiver, link), tensor  # here -> there
+        self.sent = tensor, self.begin(dist.isend, tensor, self.place, receiver)  # here -> there
 
     def finish_send(self):
         """Wait for the last send: so one sent tensor is kept at a time."""
         if self.sent:
-            self.sent[0].wait()
+            self.sent[1].wait()
         self.sent = None
 
     def begin_receive(self):
         maker = self.coming.popleft()
         sender = self.home[maker.stage]
-        link = sender, self.place
         tensor = torch.empty(self.size, dtype=self.dtype, device=self.device)
-        self.receives[maker] = self.begin(dist.irecv, tensor, sender, link)  # there -> here
-        self.inbox[maker] = tensor
+        work = self.begin(dist.irecv, tensor, sender, self.place)  # there -> here
+        self.inbox[maker] = tensor, work
 
-    def begin(self, operation, tensor, peer, link):
-        group = self.links.get(link, self.group)
+    def begin(self, operation, tensor, sender, receiver):
+        peer = receiver if operation is dist.isend else sender
+        group = self.links.get((sender, receiver), self.group)
         # as a batch of one: for a bare isend NCCL would make a communicator beside the group's
         return dist.batch_isend_irecv([dist.P2POp(operation, tensor, self.ranks[peer], group)])[0]
 

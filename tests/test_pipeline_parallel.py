@@ -106,7 +106,7 @@ def deliver(plans, monkeypatch):
     begun = defaultdict(threading.Event)  # {(operation, link, number)}
     other = {dist.isend: dist.irecv, dist.irecv: dist.isend}
 
-    def begin(self, operation, tensor, peer, link):
+    def begin(self, operation, tensor, *link):
         with lock:
             number = count[operation, link]
             count[operation, link] += 1
