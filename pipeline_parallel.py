@@ -43,7 +43,6 @@ import copy
 import itertools
 from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -441,8 +440,7 @@ class HandsOn(nn.Module):
         return x if x.is_floating_point() else 0
 
 
-@dataclass(kw_only=True)
-class Chain:
+class Chain(NamedTuple):
     """Where the layers of a model are, so that it can be cut between them. Names are of modules.
 
     The model's own forward runs in every stage, with its masks and angles. In the place of a module
@@ -1032,10 +1030,8 @@ def textbook(run, plans, stages):
     size = b * sum(q.numel() for q in stages.parameters())
     tensors = len(list(stages.parameters()))
     home = homes(plans)
-    n = 0
-    for stage in range(max(home)):
-        if (home[stage] == run.rank) != (home[stage + 1] == run.rank):
-            n += 1
+    here = [home[stage] == run.rank for stage in range(len(home))]
+    n = sum(one != next_one for one, next_one in itertools.pairwise(here))
     tied = b * run.cfg.vocab * run.cfg.width if stages.shared else 0
     norm = 2 * (p - 1) / p * max(b, 4)
     return [
