@@ -158,8 +158,9 @@ class Action(NamedTuple):
 
 
 def homes(plans):
-    """-> {stage: its place}. A place is the rank within its pipeline: plans[place]."""
-    return {action.stage: place for place, plan in enumerate(plans) for action in plan}
+    """-> {stage: its place}, in order. A place is the rank within its pipeline: plans[place]."""
+    home = {action.stage: place for place, plan in enumerate(plans) for action in plan}
+    return dict(sorted(home.items()))
 
 
 # ---- 2.2 the pipeline: plays a plan ----
@@ -349,11 +350,9 @@ def make_links(plans, pipelines):
     """
     if dist.get_backend() in ("gloo", "fake"):  # fake: a dry run's
         return {}
-    home = homes(plans)
-    pairs = set()
-    for stage in range(max(home)):
-        pairs.add((home[stage], home[stage + 1]))  # outputs
-        pairs.add((home[stage + 1], home[stage]))  # gradients
+    places = list(homes(plans).values())
+    # of outputs, and of gradients
+    pairs = {*itertools.pairwise(places), *itertools.pairwise(reversed(places))}
     links = {}
     for ranks in pipelines:
         for sender, receiver in sorted(pairs):
@@ -387,7 +386,7 @@ class Stages(nn.ModuleList):
         rank = dist.get_rank()
         home = homes(plans)
         [pipeline] = [ranks for ranks in pipelines if rank in ranks]  # this rank's
-        here = {stage: whole[stage] for stage in sorted(home) if pipeline[home[stage]] == rank}
+        here = {stage: whole[stage] for stage in home if pipeline[home[stage]] == rank}
         super().__init__(here.values())
         self.here = here  # {stage: module}
         self.shared = {}  # {parameter that other ranks have, too: the group of its ranks}
@@ -1029,9 +1028,8 @@ def textbook(run, plans, stages):
     b = run.dtype.itemsize
     size = b * sum(q.numel() for q in stages.parameters())
     tensors = len(list(stages.parameters()))
-    home = homes(plans)
-    here = [home[stage] == run.rank for stage in range(len(home))]
-    n = sum(one != next_one for one, next_one in itertools.pairwise(here))
+    here = [place == run.rank for place in homes(plans).values()]  # is the stage here?
+    n = sum(one != other for one, other in itertools.pairwise(here))
     tied = b * run.cfg.vocab * run.cfg.width if stages.shared else 0
     norm = 2 * (p - 1) / p * max(b, 4)
     return [
