@@ -467,18 +467,16 @@ def carve(model, chain, layers):
     """-> all stages: copies of the model that share its modules. layers: how many each gets."""
     count = len(model.get_submodule(chain.layers))
     assert sum(layers) == count, f"layers {layers} of {count}"
+    numbers = [number for number, size in enumerate(layers) for _ in range(size)]  # [2, 1]: 0 0 1
+    home = {f"{chain.layers}.{i}": number for i, number in enumerate(numbers)}  # {name: its stage}
+    home.update(dict.fromkeys(chain.first, 0))
+    home.update(dict.fromkeys(chain.last, len(layers) - 1))
     stages = []
-    for number, size in enumerate(layers):
-        begin = sum(layers[:number])
-        here = range(begin, begin + size)
-        elsewhere = [f"{chain.layers}.{i}" for i in range(count) if i not in here]
-        if number > 0:
-            elsewhere += chain.first
-        if number < len(layers) - 1:
-            elsewhere += chain.last
+    for number in range(len(layers)):
         stage = shallow(model)
-        for name in elsewhere:
-            exchange(stage, name, None if name in chain.absent else HandsOn())
+        for name in home:
+            if home[name] != number:
+                exchange(stage, name, None if name in chain.absent else HandsOn())
         stage.forward = partial(chain.call, stage.forward)
         stages.append(stage)
     return stages
