@@ -419,7 +419,7 @@ class Stages(nn.ModuleList):
         like = next(self.parameters())
         wide = torch.promote_types(like.dtype, torch.float32)
         counted = [p for p in self.parameters()
-                   if p not in self.shared or dist.get_rank(self.shared[p]) == 0]  # the first
+                   if p not in self.shared or dist.get_rank(self.shared[p]) == 0]  # each once
         grads = [p.grad for p in counted if p.grad is not None]
         grads.append(like.new_zeros(1))  # _foreach_norm wants one, also where all is frozen
         square = torch.stack(torch._foreach_norm(grads, dtype=wide)).square().sum()
