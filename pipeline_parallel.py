@@ -33,8 +33,8 @@ rank's times for a micro-batch: F forward, B gradients of inputs, W gradients of
 For a batch (b, T) a stage sends b T C numbers to each stage beside it on another rank.
 Qi 2023, "Zero Bubble Pipeline Parallelism", arXiv:2401.10241; others are named at the schedules.
 Not for: stages that pass on anything but one tensor of one size, or change it in place; ranks
-without parameters; parameters replaced later; with Ws torch.compile of a stage, and torch's
-checkpoint, which would run a block again for each Linear (take amp_accum_ckpt.py's).
+without parameters; parameters replaced later; deepcopies of Stages; with Ws torch.compile of a
+stage, and torch's checkpoint, which would run a block again for each Linear (see amp_accum_ckpt.py).
 At work: torch.distributed.pipelining, part 4.
     torchrun --standalone --nproc_per_node=2 pipeline_parallel.py --schedule zb-v
     python pipeline_parallel.py --simulate --schedule zb-h1 --pp 4 --micro 8 --times 1,1,1,0
@@ -391,9 +391,12 @@ class Stages(nn.ModuleList):
         self.here = here  # {stage: module}
         self.shared = {}  # {parameter that other ranks have, too: the group of its ranks}
         places = defaultdict(set)  # {parameter: its places in a pipeline}
+        named = {}
         for stage, module in enumerate(whole):
-            for p in module.parameters():
+            for name, p in module.named_parameters():
                 places[p].add(home[stage])
+                assert named.setdefault(name, p) is p, (
+                    f"two stages have a {name}: a state_dict would lose one; take slices, or carve")
         new_group = cache(dist.new_group)  # one group for the same ranks
         for p in places:
             # those that have p, of all pipelines

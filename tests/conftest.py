@@ -56,6 +56,7 @@ def be_rank(rank, world, port, check, args):
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)  # plain models are alike on all ranks
     dist.init_process_group("gloo")
+    dist.barrier()  # else a check without collectives might end while others still connect
     check(*args)
     gc.collect()
     dist.destroy_process_group()

@@ -432,8 +432,11 @@ def check_strides():
     saved = torch.arange(6.0).view(2, 3)
     if dist.get_rank() == 0:
         both.weight.data = saved.t()
-    Stages([both, nn.Sequential(both)], make_plans("1f1b", 2, 1))
+    plans = make_plans("1f1b", 2, 1)
+    Stages([both, nn.Sequential(both)], plans)
     assert torch.equal(both.weight, saved.t())
+    with pytest.raises(AssertionError, match="two stages have a weight"):
+        Stages([both, nn.Linear(3, 3)], plans)
 
 
 def test_strides():
