@@ -1,5 +1,6 @@
 """docs/*.svg are drawn by tools/draw.py from docs/data, and show what stands there."""
 import importlib.util
+import json
 import re
 import xml.etree.ElementTree
 
@@ -29,26 +30,35 @@ def test_matplotlib_is_used_or_asked_for(tmp_path, monkeypatch):
         assert "pip install matplotlib" in run_tool("draw", code=2)
 
 
+def figures(name):
+    return json.loads((draw.DATA / f"{name}.json").read_text())
+
+
+def end_of(bars):
+    return max(end for _, end, _ in bars)
+
+
 def test_pictures_show_their_figures():
-    held = draw.read("held")
-    for rows in held.values():
-        for label, sizes in rows.items():
-            total = sum(sizes[kind] for kind in draw.HELD) / 1e9
-            words = f"{label}: {total:,.1f} GB, peak {sizes['peak'] / 1e9:,.1f}"
-            assert words in texts("held.svg")
-    assert set(held) == set(draw.HOLDERS)
-    for parts in draw.read("step").values():
-        end = parts["optimizer"][0][1]
-        assert any(words.endswith(f": {end:.0f} ms") for words in texts("step.svg"))
-        assert max(stop for spans in parts.values() for _, stop in spans) == end
-    for schedule, measured in draw.read("timelines").items():
-        end = max(row[-1][-1] for row in measured)
-        words = f"{schedule}, measured: {end:.0f} ms, bubble"
-        assert any(text.startswith(words) for text in texts("timelines.svg"))
-        planned = draw.planned(schedule, measured)
-        assert [len(row) for row in planned] == [len(row) for row in measured]
-        assert max(row[-1][-1] for row in planned) <= 1.05 * end
-    assert "ring: 7 halves, a hop takes as long as its slowest rank" in texts("hops.svg")
+    """Titles and rows are in the picture, and say what the bars are."""
+    for path in draw.DATA.iterdir():
+        for title, rows in figures(path.stem).items():
+            assert {title, *rows} <= set(texts(f"{path.stem}.svg"))
+    for rows in figures("held").values():
+        for label, (peak, *bars) in rows.items():
+            assert [what for *_, what in bars] == list(draw.HELD)
+            assert label.endswith(f": {end_of(bars):,.1f} GB, peak {peak[1]:,.1f}")
+    assert set(figures("held")) == set(draw.HOLDERS)
+    for title, rows in figures("step").items():
+        assert title.endswith(f": {max(map(end_of, rows.values())):.0f} ms")
+    panels = figures("timelines")
+    for title, rows in panels.items():
+        assert f": {max(map(end_of, rows.values())):.0f} ms, bubble" in title
+    for planned, measured in zip(*[iter(panels.values())] * 2):
+        assert list(map(len, planned.values())) == list(map(len, measured.values()))
+        end = max(map(end_of, measured.values()))
+        assert max(map(end_of, planned.values())) <= 1.05 * end
+    assert "ring: 7 halves, a hop takes as long as its slowest rank" in figures("hops")
+    assert figures("hops") == json.loads(json.dumps(draw.hops()))
 
 
 def test_pictures_stand_on_white_and_on_dark():
@@ -59,7 +69,7 @@ def test_pictures_stand_on_white_and_on_dark():
 
 def test_held_is_what_the_textbook_says():
     """The figures are too large to be made again here; the formulas of README are not."""
-    held = draw.read("held")[draw.SHORT]
+    held = {row.split(":")[0]: bars for row, bars in figures("held")[draw.SHORT].items()}
     width = 3072
     layers = 64
     total = layers * (12 * width**2 + 13 * width) + (51200 + 2048 + 2) * width
@@ -73,7 +83,8 @@ def test_held_is_what_the_textbook_says():
     }
     assert set(per_parameter) < set(held)
     for label, expected in per_parameter.items():
-        states = sum(held[label][kind] for kind in ("parameters", "gradients", "optimizer"))
+        states = held[label][3][1] * 1e9  # where parameters, gradients and optimizer end
+        assert held[label][3][2] == "optimizer"
         assert states / total == pytest.approx(expected, rel=0.02), label
     words, = [text for text in texts("held.svg") if " billion " in text]
     assert f" {total / 1e9:.1f} billion " in words

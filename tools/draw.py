@@ -1,19 +1,21 @@
 """The pictures in docs/, drawn by matplotlib (pip install matplotlib) from what runs have measured.
 
-    python tools/draw.py                      draw docs/*.svg from the figures in docs/data/
+    python tools/draw.py                      draw docs/NAME.svg from docs/data/NAME.json
     python tools/draw.py --measure            run everything first (minutes), keep its figures
 
-    held.svg        what one of 64 ranks holds of a 7.4B model, and its peak, from dry runs
-    step.svg        a step of ddp on two ranks: the idea, and with buckets, from profiles
-    timelines.svg   pipeline schedules on two ranks: planned, and as measured
-    hops.svg        who works how much at which hop of ring and zigzag attention
+    held        what one of 64 ranks holds of a 7.4B model, and its peak, from dry runs
+    step        a step of ddp on two ranks: the idea, and with buckets, from profiles
+    timelines   pipeline schedules on two ranks: planned, and as measured
+    hops        who works how much at which hop of ring and zigzag attention
 
+Each is made of panels: {title: {row: [(start, end, what it is), ..]}}, and its file has no more.
 They stand on white and on dark: the background is empty, and what is written is grey.
 """
 import json
 import sys
 import tempfile
 from collections import defaultdict
+from itertools import accumulate
 from pathlib import Path
 from statistics import median
 
@@ -32,6 +34,11 @@ RED = "#ee6677"
 YELLOW = "#ccbb44"
 CYAN = "#66ccee"
 PALE = "#88888833"
+COMPUTES = "computes (a full cell: every query with every key)"
+COLORS = {  # in the order of the legends
+    "forward": BLUE, "backward": RED, "gradients of weights": YELLOW, "all-reduce": CYAN,
+    "parameters": BLUE, "gradients": RED, "optimizer": YELLOW, "activations": CYAN,
+    COMPUTES: BLUE, "waiting": PALE, "more at the peak": PALE}
 STYLE = {
     "svg.fonttype": "none", "svg.hashsalt": "docs", "font.size": 9, "text.color": INK,
     "axes.facecolor": "none", "axes.edgecolor": INK, "axes.labelcolor": INK,
@@ -41,12 +48,8 @@ STYLE = {
 # ---- bars ----------------------------------------------------------------------
 
 
-def picture(name, panels, kinds, height, xlabel, title=None, alike=True):
-    """Draws panels, one below the other, into docs/NAME.
-
-    panels: {title: {row: [(start, end, color), ..]}}. kinds: {what a color means: the color}
-    alike: have they one scale?
-    """
+def picture(name, panels, height, xlabel, title=None, alike=True):
+    """Draws panels, one below the other, into docs/NAME.svg. alike: have they one scale?"""
     try:
         import matplotlib
     except ImportError:
@@ -59,11 +62,13 @@ def picture(name, panels, kinds, height, xlabel, title=None, alike=True):
     figure, drawings = plt.subplots(
         len(panels), 1, figsize=(8.6, height), layout="constrained", sharex=alike,
         height_ratios=[len(rows) for rows in panels.values()])
+    shown = set()
     for drawing, (words, rows) in zip(drawings, panels.items()):
         for place, bars in enumerate(rows.values()):
-            for start, end, color in bars:
-                drawing.barh(place, end - start, left=start, color=color, height=0.8,
+            for start, end, what in bars:
+                drawing.barh(place, end - start, left=start, color=COLORS[what], height=0.8,
                              edgecolor="#ffffff66", lw=0.3)
+                shown.add(what)
         drawing.set_yticks(range(len(rows)), rows)
         drawing.invert_yaxis()
         drawing.set_title(words)
@@ -71,17 +76,10 @@ def picture(name, panels, kinds, height, xlabel, title=None, alike=True):
         drawing.locator_params("x", integer=True)
     drawing.set_xlabel(xlabel)
     figure.suptitle(title, color=INK)
-    handles = [Patch(color=color, label=label) for label, color in kinds.items()]
-    figure.legend(handles=handles, ncols=len(kinds), loc="outside lower center")
-    figure.savefig(PLACE / name, transparent=True, metadata={"Date": None, "Creator": None})
-
-
-def read(name):
-    return json.loads((DATA / f"{name}.json").read_text())
-
-
-def write(name, figures):
-    (DATA / f"{name}.json").write_text(json.dumps(figures, separators=(",", ":")) + "\n")
+    handles = [Patch(color=COLORS[what], label=what) for what in COLORS if what in shown]
+    figure.legend(handles=handles, ncols=len(handles), loc="outside lower center")
+    figure.savefig(PLACE / f"{name}.svg", transparent=True,
+                   metadata={"Date": None, "Creator": None})
 
 
 # ---- what a rank holds ---------------------------------------------------------
@@ -105,44 +103,52 @@ HOLDERS = {  # {panel: (its flags, {label: command})}
         "context parallel": "context_parallel --dry-run 64 --attn zigzag",
     }),
 }
-HELD = {"parameters": BLUE, "gradients": RED, "optimizer": YELLOW, "activations": CYAN}
+HELD = ("parameters", "gradients", "optimizer", "activations")
 
 
-def measure_held():
-    figures = {}
+def held():
+    panels = {}
     for panel, (flags, holders) in HOLDERS.items():
-        figures[panel] = {}
+        panels[panel] = {}
         for label, command in holders.items():
             file, *words = f"{command} {SIZES} {flags}".split()
             memory = measured(1, file, words)["ranks"][0]["memory"]
-            figures[panel][label] = {kind: memory[kind] for kind in (*HELD, "peak")}
-    write("held", figures)
-
-
-def draw_held():
-    panels = {}
-    for panel, holders in read("held").items():
-        panels[panel] = {}
-        for label, sizes in holders.items():
-            bars = []
-            end = 0
-            for kind, color in HELD.items():
-                start = end
-                end += sizes[kind] / 1e9
-                bars.append((start, end, color))
-            peak = sizes["peak"] / 1e9
-            words = f"{label}: {end:,.1f} GB, peak {peak:,.1f}"
-            panels[panel][words] = [(0, peak, PALE), *bars]
-    picture("held.svg", panels, {**HELD, "more at the peak": PALE}, 4.6, "GB",
-            "What rank 0 of 64 holds of a GPT with 7.4 billion parameters, fp32", alike=False)
+            peak = memory["peak"] / 1e9
+            ends = list(accumulate(memory[kind] / 1e9 for kind in HELD))
+            row = f"{label}: {ends[-1]:,.1f} GB, peak {peak:,.1f}"
+            panels[panel][row] = [(0, peak, "more at the peak"), *zip([0, *ends], ends, HELD)]
+    return panels
 
 
 # ---- a step of ddp -----------------------------------------------------------------
 
 RUN = "--layers 8 --width 256 --heads 8 --seq 256 --steps 4 --no-check"
-ATTEMPTS = 3  # of which the fastest is kept
-STEP = {"forward": BLUE, "backward": RED, "all-reduce": YELLOW, "optimizer": CYAN}
 TOLD = {"idea": "the idea: sums after backward", "scratch": "with buckets: sums under backward"}
+
+
+def step():
+    panels = {}
+    with tempfile.TemporaryDirectory() as folder:
+        measured(2, "ddp", ["--impl", "all", *RUN.split(), "--profile", folder])
+        for impl, words in TOLD.items():
+            trace = json.loads(Path(folder, f"ddp-{impl}-rank0.json").read_text())
+            rows = rows_of(trace["traceEvents"])
+            panels[f"{words}: {rows['rank 0'][-1][1]:.0f} ms"] = rows
+    return panels
+
+
+def rows_of(trace):
+    """What a rank does and what is sent, in ms since forward began."""
+    first = spans_of(trace, "aten::embedding")[0][0]
+    loss = spans_of(trace, "aten::cross_entropy_loss")[0][1]
+    backward = spans_of(trace, "autograd::engine::evaluate_function")
+    rows = {
+        "rank 0": [(first, loss, "forward"), (backward[0][0], backward[-1][1], "backward")],
+        "sent": [(*span, "all-reduce") for span in spans_of(trace, "gloo:all_reduce")],
+    }
+    rows["rank 0"] += [(*span, "optimizer") for span in spans_of(trace, "Optimizer.step")]
+    return {row: [(start - first, end - first, what) for start, end, what in bars]
+            for row, bars in rows.items()}
 
 
 def spans_of(trace, name):
@@ -151,59 +157,27 @@ def spans_of(trace, name):
     return sorted((event["ts"] / 1e3, (event["ts"] + event["dur"]) / 1e3) for event in events)
 
 
-def measure_step():
-    """{impl: {part of STEP: [(start, end)] in ms}}"""
-    found = []
-    for _ in range(ATTEMPTS):
-        with tempfile.TemporaryDirectory() as folder:
-            measured(2, "ddp", ["--impl", "all", *RUN.split(), "--profile", folder])
-            sides = {}
-            for impl in TOLD:
-                trace = json.loads(Path(folder, f"ddp-{impl}-rank0.json").read_text())
-                sides[impl] = parts_of(trace["traceEvents"])
-        found.append(sides)
-    write("step", min(found, key=lambda sides: sides["scratch"]["optimizer"][0][1]))
-
-
-def parts_of(trace):
-    backward = spans_of(trace, "autograd::engine::evaluate_function")
-    first = spans_of(trace, "aten::embedding")[0][0]
-    loss = spans_of(trace, "aten::cross_entropy_loss")[0][1]
-    found = {"forward": [(first, loss)], "backward": [(backward[0][0], backward[-1][1])],
-             "all-reduce": spans_of(trace, "gloo:all_reduce"),
-             "optimizer": spans_of(trace, "Optimizer.step")}
-    return {part: [(round(start - first, 1), round(end - first, 1)) for start, end in spans]
-            for part, spans in found.items()}
-
-
-def draw_step():
-    panels = {}
-    for impl, parts in read("step").items():
-        rows = {"rank 0": [], "sent": []}
-        for part, spans in parts.items():
-            row = "sent" if part == "all-reduce" else "rank 0"
-            rows[row] += [(start, end, STEP[part]) for start, end in spans]
-        panels[f"{TOLD[impl]}: {parts['optimizer'][0][1]:.0f} ms"] = rows
-    picture("step.svg", panels, STEP, 2.6, "ms")
-
-
 # ---- schedules -----------------------------------------------------------------
 
 MICRO = 8
 DRAWN = ("gpipe", "1f1b", "interleaved", "zb-v")
-ACTIONS = {"F": BLUE, "B": RED, "W": YELLOW}
+ACTIONS = {"F": "forward", "B": "backward", "W": "gradients of weights"}
 
 
-def measure_timelines():
-    """{schedule: for each of two ranks [(kind, micro-batch, stage, start, end), ..] in ms}"""
-    figures = {}
+def timelines():
+    panels = {}
     for schedule in DRAWN:
         flags = f"--schedule {schedule} --micro {MICRO} --batch 16 {RUN}".split()
-        found = [measured(2, "pipeline_parallel", flags) for _ in range(ATTEMPTS)]
-        best = min(found, key=lambda one: one["measured_ms"])["timeline"]
-        figures[schedule] = [[(*action, round(start, 1), round(end, 1))
-                              for *action, start, end in done] for done in best]
-    write("timelines", figures)
+        ranks = measured(2, "pipeline_parallel", flags)["timeline"]
+        ran = [[(action, start, end) for *action, start, end in done] for done in ranks]
+        for side, played in {"planned": planned(schedule, ran), "measured": ran}.items():
+            end = max(done[-1][-1] for done in played)
+            rows = {}
+            for rank, done in enumerate(played):
+                bars = [(start, stop, ACTIONS[kind]) for (kind, *_), start, stop in done]
+                rows[f"rank {rank}"] = [(0, end, "waiting"), *bars]
+            panels[f"{schedule}, {side}: {end:.0f} ms, bubble {bubble_rate(played):.0%}"] = rows
+    return panels
 
 
 def planned(schedule, ran):
@@ -211,26 +185,10 @@ def planned(schedule, ran):
     rank taking its median time"""
     times = defaultdict(list)
     for rank, done in enumerate(ran):
-        for kind, _, stage, start, end in done:
+        for (kind, _, stage), start, end in done:
             times[rank, kind, stage].append(end - start)
-    played = simulate(make_plans(schedule, len(ran), MICRO),
-                      lambda rank, action: median(times[rank, action.kind, action.stage]))
-    return [[(*action[:3], start, end) for action, start, end in done] for done in played]
-
-
-def draw_timelines():
-    panels = {}
-    for schedule, ran in read("timelines").items():
-        for side, ranks in {"planned": planned(schedule, ran), "measured": ran}.items():
-            end = max(done[-1][-1] for done in ranks)
-            rows = {}
-            for rank, done in enumerate(ranks):
-                spans = [(start, stop, ACTIONS[kind]) for kind, _, _, start, stop in done]
-                rows[f"rank {rank}"] = [(0, end, PALE), *spans]
-            idle = bubble_rate([[(None, *span[-2:]) for span in done] for done in ranks])
-            panels[f"{schedule}, {side}: {end:.0f} ms, bubble {idle:.0%}"] = rows
-    meanings = {"forward": BLUE, "backward": RED, "gradients of weights": YELLOW, "waiting": PALE}
-    picture("timelines.svg", panels, meanings, 7, "ms", f"{MICRO} micro-batches on 2 ranks")
+    return simulate(make_plans(schedule, len(ran), MICRO),
+                    lambda rank, action: median(times[rank, action.kind, action.stage]))
 
 
 # ---- rings ---------------------------------------------------------------------
@@ -246,7 +204,7 @@ def work(rank, hop, attn):
     return 2 if hop <= rank else 0  # from a rank before it: all; from one behind: none
 
 
-def draw_hops():
+def hops():
     panels = {}
     for attn in ("ring", "zigzag"):
         rows = {f"rank {rank}": [] for rank in range(RANKS)}
@@ -255,23 +213,31 @@ def draw_hops():
             shares = [work(rank, hop, attn) for rank in range(RANKS)]
             halves += max(shares)
             for row, share in zip(rows.values(), shares):
-                row += [(hop, hop + 0.9, PALE), (hop, hop + 0.45 * share, BLUE)]
+                row += [(hop, hop + 0.9, "waiting"), (hop, hop + 0.45 * share, COMPUTES)]
         panels[f"{attn}: {halves} halves, a hop takes as long as its slowest rank"] = rows
-    meanings = {"computes (a full cell: every query with every key)": BLUE, "waits": PALE}
-    picture("hops.svg", panels, meanings, 3.6, "hop")
+    return panels
 
 
-DRAW = (draw_held, draw_step, draw_timelines, draw_hops)
-MEASURE = (measure_held, measure_step, measure_timelines)  # hops need none
+# ---- all of them -----------------------------------------------------------------
+
+PICTURES = {  # what makes the panels, and how they are drawn
+    held: dict(height=4.6, xlabel="GB", alike=False,
+               title="What rank 0 of 64 holds of a GPT with 7.4 billion parameters, fp32"),
+    step: dict(height=2.6, xlabel="ms"),
+    timelines: dict(height=7, xlabel="ms", title=f"{MICRO} micro-batches on 2 ranks"),
+    hops: dict(height=3.6, xlabel="hop"),
+}
 
 
 def main():
     flags = {"--measure": dict(action="store_true", help="run everything first: minutes")}
-    if parse(__doc__, flags).measure:
-        for measure in MEASURE:
-            measure()
-    for draw in DRAW:
-        draw()
+    args = parse(__doc__, flags)
+    for make, how in PICTURES.items():
+        name = make.__name__
+        file = DATA / f"{name}.json"
+        if args.measure:
+            file.write_text(json.dumps(make()) + "\n")
+        picture(name, json.loads(file.read_text()), **how)
 
 
 if __name__ == "__main__":
