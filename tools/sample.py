@@ -32,8 +32,6 @@ def load(folder, device="cpu"):
     if cfg.form.tied:
         state["head.weight"] = state["tok.weight"]
     model.load_state_dict(state, assign=True)
-    if cfg.form.tied:
-        model.head.weight = model.tok.weight
     return model.to(device).requires_grad_(False), cfg
 
 

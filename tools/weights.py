@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch  # noqa: E402
 
+import moe  # noqa: E402
 from common import FORMS, GPT, PRESETS, GPTConfig  # noqa: E402
 from harness import checkpoint  # noqa: E402
 from harness.flags import parse, require  # noqa: E402
@@ -193,26 +194,15 @@ def config_of(cfg, dtype, experts, top_k):
 NOT_READ = re.compile(r"h\.\d+\.attn\.(bias|masked_bias)|lm_head\.weight|.*rotary_emb\.inv_freq")
 
 
-def our_names(cfg, experts):
-    """-> the names of the plain model's parameters, in order"""
-    with torch.device("meta"):
-        names = [name for name, _ in GPT(cfg).named_parameters()]
-    if not experts:
-        return names
-    found = [f"blocks.{i}.mlp.router.weight" for i in range(cfg.layers)]
-    for name in names:
-        of_experts = [name]
-        if ".mlp." in name:
-            of_experts = [name.replace("mlp", f"mlp.experts.{e}") for e in range(experts)]
-        found += of_experts
-    return found
-
-
 def names_of(cfg, experts):
     """-> {their name: [ours]}; in one tensor of GPT-2's q, k and v are one beside the other."""
     words = KINDS[kind_of(cfg, experts)].words
+    if experts:
+        cfg = moe.mixture(cfg, experts=experts, top_k=1)
+    with torch.device("meta"):
+        plain = GPT(cfg)
     found = {}
-    for name in our_names(cfg, experts):
+    for name, _ in plain.named_parameters():
         theirs = ".".join(words.get(word, word) for word in name.split("."))
         found.setdefault(theirs, []).append(name)
     return found
