@@ -20,7 +20,6 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 
-
 def techniques(folder):
     """The programs there that have VARIANTS: not common.py, nor what readers put beside it."""
     files = [path for path in folder.glob("*.py") if "\nVARIANTS = " in path.read_text()]
@@ -82,10 +81,12 @@ def environment(rank, world, port):
     torch.set_num_threads(1)
 
 
-def be_rank(rank, world, port, file, flags, plant, errors):
+def be_rank(rank, world, port, file, flags, plant, quiet, errors):
     """Be a rank of file.py: what it says on stderr goes to a file."""
     environment(rank, world, port)
     os.dup2(os.open(errors, os.O_WRONLY | os.O_APPEND | os.O_CREAT), 2)
+    if quiet:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.argv = [f"{file}.py", *flags]
     module = importlib.import_module(file)
     if plant:
@@ -93,25 +94,19 @@ def be_rank(rank, world, port, file, flags, plant, errors):
     sys.exit(module.main())
 
 
-def quietly(module, plant=None):
-    """A plant, see report(): nothing goes to stdout."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    if plant:
-        plant(module)
-
-
-def report(world, file, flags, plant=None, limit=120):
+def report(world, file, flags, plant=None, limit=120, quiet=False):
     """file.py's main() on `world` ranks -> exit codes, its --json report, what it said on stderr.
 
     The report is None where there is none. plant(module) is called before main, on every rank: it
-    puts in a bug. It is pickled: a function of a module, or a partial of one.
+    puts in a bug. It is pickled: a function of a module, or a partial of one. quiet: nothing goes
+    to stdout.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "report.json")
         errors = Path(folder, "stderr")
         errors.touch()
         flags = ["--json", str(path), *flags]
-        codes = start(be_rank, world, file, flags, plant, str(errors), limit=limit)
+        codes = start(be_rank, world, file, flags, plant, quiet, str(errors), limit=limit)
         found = json.loads(path.read_text()) if path.exists() else None
         return codes, found, errors.read_text()
 
@@ -128,8 +123,8 @@ def measured(world, file, flags, shown=False):
     """Runs a technique, however long it takes -> its report, and "exit_code", since a failed check
     leaves one too. shown: what it says goes where our own words go, errors at its end.
     """
-    plant = None if shown else quietly
-    codes, found, said = report(world, file, [str(word) for word in flags], plant, math.inf)
+    words = [str(word) for word in flags]
+    codes, found, said = report(world, file, words, limit=math.inf, quiet=not shown)
     code = int(max(*codes, any(codes)))  # a rank that was ended by a signal has a negative one
     if shown:
         print(said, end="", file=sys.stderr)

@@ -14,7 +14,6 @@ import os
 import random
 import sys
 import time
-from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -70,10 +69,8 @@ def own_flags(file):
 
 
 def drawn(seed, i, only=None, attempt=0):
-    """-> file, ranks, flags of run i. Each nine runs are one of each file, if none is asked for."""
-    count = len(TECHNIQUES)
-    order = random.Random(f"{seed} round {i // count}").sample(TECHNIQUES, count)
-    name = only or order[i % count]
+    """-> file, ranks, flags of run i. Files take turns, if none is asked for."""
+    name = only or TECHNIQUES[i % len(TECHNIQUES)]
     draw = random.Random(f"{seed} run {i} attempt {attempt}")
     n = draw.choice(COUNTS)
     flags = {flag: draw.choice(values) for flag, values in COURSE.items()}
@@ -138,7 +135,7 @@ def run(seed, i, only=None, plant=None):
         name, n, flags = drawn(seed, i, only, attempt)
         command = f"torchrun --standalone --nproc_per_node={n} {name}.py {' '.join(flags)}"
         try:
-            codes, report, said = ranks.report(n, name, flags, partial(ranks.quietly, plant=plant))
+            codes, report, said = ranks.report(n, name, flags, plant, quiet=True)
         except AssertionError as error:  # they hang
             return command, 0.0, [str(error)]
         if codes == [2] * n:
