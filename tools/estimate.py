@@ -53,7 +53,7 @@ def job_of(cfg, at, lay):
     dense     parameters of a block on a rank, without experts; expert: of its experts
     routed    experts that a token visits, all being chosen equally often; visits: MLPs, all told
     q, kv     width of all heads, of all key-value heads, by C; f: of an MLP's hidden tensors
-    blocks    of each rank of pp
+    blocks    of each rank of pp         head_at  the one with the head; rank 0 has the embedding
     """
     job = SimpleNamespace(**lay._asdict(), **cfg.resolved()._asdict(), at=at)
     job.has_mlp = at.shared or not at.experts  # one that tp cuts
@@ -77,8 +77,8 @@ def job_of(cfg, at, lay):
     job.gated = of_mlp > 2 * job.hidden * cfg.width  # gate, up and down
     job.matmuls = 2 * (matrices + job.visits * of_mlp)  # FLOPs of a token's forward in a block
     job.of_head = 2 * cfg.width * cfg.vocab
-    # down the ranks and up again: the first has embedding and head
-    job.vee = lay.schedule == "zb-v"
+    job.vee = lay.schedule == "zb-v"  # down the ranks and up again
+    job.head_at = 0 if job.vee else lay.pp - 1
     job.v = 1 if lay.schedule == "1f1b" else 2  # chunks of a rank
     job.blocks = blocks_of(cfg.layers, lay.pp, job.v, job.vee)
     return job
@@ -94,11 +94,6 @@ def blocks_of(layers, pp, v, vee):
     return found
 
 
-def ends(job, stage):
-    """-> has the stage the embedding? has it the head?"""
-    return stage == 0, stage == (0 if job.vee else job.pp - 1)
-
-
 # ---- memory of a stage, in bytes -------------------------------------------------
 
 
@@ -112,8 +107,9 @@ def assess(job):
 def held(job, stage):
     """-> the same of a stage"""
     found = states(job, stage)
-    has_head = ends(job, stage)[1]
-    logits = 4 * job.tokens * job.vocab / job.tp if has_head else 0  # in fp32
+    logits = 0
+    if stage == job.head_at:
+        logits = 4 * job.tokens * job.vocab / job.tp  # in fp32
     found["activations"] = in_flight(job, stage) * job.blocks[stage] * kept_by_block(job, job.ckpt)
     found["working"] = working(job, stage, logits)
     found["memory"] = sum(found.values())
@@ -122,15 +118,16 @@ def held(job, stage):
 
 def outside_of_blocks(job, stage):
     """-> how many parameters a stage has there"""
-    first, last = ends(job, stage)
     embedding = -(-job.vocab // job.tp) * job.width  # with padding
-    total = embedding if first else 0
-    if first and job.form.learned_positions:
-        total += job.seq * job.width / job.tp
-    if last:
+    total = 0
+    if stage == 0:
+        total += embedding
+        if job.form.learned_positions:
+            total += job.seq * job.width / job.tp
+    if stage == job.head_at:
         total += job.width * (2 if job.form.bias else 1)  # the last norm
-    if last and not (first and job.form.tied):
-        total += embedding  # the head
+        if not (stage == 0 and job.form.tied):
+            total += embedding  # the head
     return total
 
 
@@ -146,14 +143,14 @@ def states(job, stage):
     whole = job.blocks[stage] * (job.dense + job.expert) + outside
     cut = cut_by_zero(job, stage)
     per_parameter = 12 if job.b == 2 else 8  # with bf16 a copy in fp32 besides
-    found = {"parameters": job.b * whole, "gradients": job.b * whole}
-    found["optimizer"] = per_parameter * (cut if job.zero else whole)
-    if job.zero == 3:
-        found["parameters"] = job.b * cut
-    if job.zero >= 2:
-        found["gradients"] = job.b * cut
-        if job.form.tied and job.pp > 1:  # the tied one stays whole until stages have summed
-            found["gradients"] += job.b * outside * (1 - 1 / job.data)
+    found = {
+        "parameters": job.b * (cut if job.zero == 3 else whole),
+        "gradients": job.b * (cut if job.zero >= 2 else whole),
+        "optimizer": per_parameter * (cut if job.zero >= 1 else whole),
+    }
+    # the tied one stays whole until stages have summed
+    if job.zero >= 2 and job.form.tied and job.pp > 1:
+        found["gradients"] += job.b * outside * (1 - 1 / job.data)
     return found
 
 
@@ -226,7 +223,7 @@ def timed(job):
     most = max(job.blocks)
     # the work of the heaviest rank and that of an average one, in blocks; the head is some of them
     head = job.of_head / forward(job)
-    heavy = max(most, job.blocks[0 if job.vee else -1] + head)
+    heavy = max(most, job.blocks[job.head_at] + head)
     mean = (job.layers + head) / job.pp
     speed = 1e12 * at.gpu_tflops * at.efficiency
     own = job.micro * job.tokens  # a rank's tokens of a step
