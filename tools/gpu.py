@@ -54,57 +54,52 @@ def cases():
     found += [Case("nccl amp", "amp_accum_ckpt", 1, flags) for flags in MIXED]
     for ranks in (2, 4):  # of a pipeline gloo sends CPU tensors alone
         found += each(f"gloo x{ranks} fp64", ranks, "fp64", without="pipeline_parallel")
+    for model in ("gpt2 --batch 32", "gpt2-medium --batch 16"):
+        for how in ("--amp bf16", "--amp bf16 --compile"):
+            flags = f"--model {model} {how} --no-check --steps 12"
+            found.append(Case("MFU", "amp_accum_ckpt", 1, flags))
     return found
 
 
-def measure(case, more="--steps 3"):
+def measure(case, more=""):
     """-> the report of a case on the card"""
-    words = ["--device", "cuda", *case.flags.split(), *more.split()]
-    return measured(case.ranks, case.file, words)
+    words = f"--device cuda --steps 3 {case.flags} {more}"  # of two --steps the later one counts
+    return measured(case.ranks, case.file, words.split())
 
 
-def proof(case):
-    """-> what is said of a case, has it passed? Of one rank in fp32 with the dry run's peak."""
-    found = measure(case)
-    passed = found["check"]["passed"]
-    gap = worst_gap(found["check"])
+def words_of(case, found):
+    """-> what is said of a run: how fast it is, or gap and peaks, in fp32 with the dry run's."""
+    if case.label == "MFU":
+        words = f"{found['ms_per_step']:9.1f} ms {found['tokens_per_second']:11,.0f} tok/s"
+        share = found["flops"].get("utilization")  # None: the card's peak is not known
+        return words if share is None else f"{words} {share:7.1%}"
     ledger = found["ranks"][0]["memory"]["peak"]
-    words = (f"{gap:9.1e} {'passed' if passed else 'FAILED'}  peak {ledger / 1e6:8.3f} MB, "
+    words = (f"{worst_gap(found['check']):9.1e}  peak {ledger / 1e6:8.3f} MB, "
              f"allocator {found['allocator_peak'] / 1e6:8.3f}")
     if case.label == "nccl fp32":
-        planned = measure(case, "--steps 3 --dry-run 1")["ranks"][0]["memory"]["peak"]
+        planned = measure(case, "--dry-run 1")["ranks"][0]["memory"]["peak"]
         words += f", dry run {planned - ledger:+d} bytes"
-    return words, passed
-
-
-def utilization(case):
-    """-> ms, tokens per second and MFU of a GPT-2; True: it has run"""
-    found = measure(case, "--no-check --steps 12")
-    words = f"{found['ms_per_step']:9.1f} ms {found['tokens_per_second']:11,.0f} tok/s"
-    share = found["flops"].get("utilization")  # None: the card's peak is not known
-    if share is not None:
-        words += f" {share:7.1%}"
-    return words, True
+    return words
 
 
 def main():
     parse(__doc__, {})
     require(torch.cuda.is_available(), "torch finds no GPU here")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
-    jobs = [(case, proof) for case in cases()]
-    for model in ("gpt2 --batch 32", "gpt2-medium --batch 16"):
-        for how in ("--amp bf16", "--amp bf16 --compile"):
-            case = Case("MFU", "amp_accum_ckpt", 1, f"--model {model} {how}")
-            jobs.append((case, utilization))
     good = True
-    for case, judge in jobs:
-        passed = False
+    for case in cases():
+        verdict = "passed"
         try:
-            words, passed = judge(case)
+            found = measure(case)
+            words = words_of(case, found)
+            if found["exit_code"]:
+                verdict = "FAILED"
         except Failed as failure:
-            words = f"FAILED: {failure}"
-        good = good and passed
-        print(f"{case.label:14} {case.file:18} {case.flags.strip():56} {words}", flush=True)
+            words = failure
+            verdict = "FAILED"
+        good = good and verdict == "passed"
+        print(f"{case.label:14} {case.file:18} {case.flags.strip():72} {verdict} {words}",
+              flush=True)
     return int(not good)
 
 
