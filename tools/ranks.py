@@ -45,7 +45,8 @@ def start(target, world, *args, limit=120):
     for process in ranks:
         process.start()
     try:
-        failed = wait_for(ranks, limit)
+        wait_for(ranks, limit)
+        failed = any(process.exitcode for process in ranks)
         hung = [rank for rank, process in enumerate(ranks) if process.is_alive()]
     finally:  # also after Ctrl-C
         for process in ranks:
@@ -56,19 +57,13 @@ def start(target, world, *args, limit=120):
 
 
 def wait_for(processes, limit, patience=5):
-    """Waits until all have ended, for `limit` seconds, or for `patience` once one has failed.
-
-    -> has one failed?
-    """
+    """Waits until all have ended, for `limit` seconds, or for `patience` once one has failed."""
     end = time.time() + limit
-    failed = False
     while any(process.is_alive() for process in processes) and time.time() < end:
         alive = [process.sentinel for process in processes if process.is_alive()]
         multiprocessing.connection.wait(alive, 1)
-        if not failed and any(process.exitcode for process in processes):
-            failed = True
+        if any(process.exitcode for process in processes):
             end = min(end, time.time() + patience)
-    return failed
 
 
 def environment(rank, world, port):
