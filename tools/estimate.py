@@ -40,8 +40,7 @@ def counts(cfg):
 def parameters_of(cfg, at):
     """-> how many parameters the whole model has"""
     one_gpu = Layout(1, 1, 1, 1, "1f1b", sp=False, zero=0, ckpt="none")
-    job = job_of(cfg, at, one_gpu)
-    return int(job.layers * (job.dense + job.expert) + outside_of_blocks(job, 0))
+    return int(parameters_on(job_of(cfg, at, one_gpu), 0, is_cut=False))
 
 
 def job_of(cfg, at, lay):
@@ -131,26 +130,26 @@ def outside_of_blocks(job, stage):
     return total
 
 
-def cut_by_zero(job, stage):
-    """-> a rank's part of a stage's parameters, whose copies ZeRO shares out"""
+def parameters_on(job, stage, is_cut):
+    """-> how many a rank of a stage has; is_cut: its part where ZeRO shares out their copies"""
     dense = job.blocks[stage] * job.dense + outside_of_blocks(job, stage)
-    return dense / job.data + job.blocks[stage] * job.expert / job.copies
+    experts = job.blocks[stage] * job.expert
+    if is_cut:
+        return dense / job.data + experts / job.copies
+    return dense + experts
 
 
 def states(job, stage):
     """Parameters, gradients and AdamW's states."""
-    outside = outside_of_blocks(job, stage)
-    whole = job.blocks[stage] * (job.dense + job.expert) + outside
-    cut = cut_by_zero(job, stage)
     per_parameter = 12 if job.b == 2 else 8  # with bf16 a copy in fp32 besides
     found = {
-        "parameters": job.b * (cut if job.zero == 3 else whole),
-        "gradients": job.b * (cut if job.zero >= 2 else whole),
-        "optimizer": per_parameter * (cut if job.zero >= 1 else whole),
+        "parameters": job.b * parameters_on(job, stage, job.zero == 3),
+        "gradients": job.b * parameters_on(job, stage, job.zero >= 2),
+        "optimizer": per_parameter * parameters_on(job, stage, job.zero >= 1),
     }
     # the tied one stays whole until stages have summed
     if job.zero >= 2 and job.form.tied and job.pp > 1:
-        found["gradients"] += job.b * outside * (1 - 1 / job.data)
+        found["gradients"] += job.b * outside_of_blocks(job, stage) * (1 - 1 / job.data)
     return found
 
 
@@ -244,9 +243,7 @@ def timed(job):
         found["pp"] = 2 * job.v * job.micro * job.x / job.cut / bandwidth(at, at.gpus)
     fullest = job.blocks.index(most)
     found["dp"] = seconds_on_dp(job, fullest, arithmetic)
-    stepped = cut_by_zero(job, fullest)
-    if not job.zero:
-        stepped = most * (job.dense + job.expert) + outside_of_blocks(job, fullest)
+    stepped = parameters_on(job, fullest, job.zero >= 1)
     # AdamW reads and writes gradients and states
     found["adamw"] = (24 + 2 * job.b) * stepped / (1e12 * at.hbm)
     found["seconds"] = sum(found.values())
