@@ -28,11 +28,7 @@ fi
 is_usable() { # has this Python what is needed?
   local check="import $needed, sys; v = torch.__version__.split('.')"
   check+='; sys.exit((int(v[0]), int(v[1])) < (2, 11))'
-  command -v "$1" >/dev/null && "$1" -c "$check" 2>/dev/null
-}
-
-is_new_enough() {
-  command -v "$1" >/dev/null && "$1" -c 'import sys; sys.exit(sys.version_info < (3, 10))'
+  "$1" -c "$check" 2>/dev/null
 }
 
 fail() {
@@ -59,7 +55,7 @@ find_python() {
 make_environment() {
   local candidate
   for candidate in python3 python3.13 python3.12 python3.11 python3.10; do
-    if is_new_enough "$candidate" 2>/dev/null; then
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
       echo "run.sh: making .venv with $("$candidate" --version), once; this takes minutes" >&2
       "$candidate" -m venv .venv
       .venv/bin/python -m pip install --quiet --disable-pip-version-check -r requirements.txt
