@@ -23,8 +23,11 @@ def theirs(name):
 def same_again(folder, cfg, experts):
     """What goes out is what came in, to the bit."""
     state = weights.read_weights(folder)
-    back = weights.to_theirs(weights.from_theirs(state, cfg, experts), cfg, experts)
+    ours = weights.from_theirs(state, cfg, experts)
+    back = weights.to_theirs(ours, cfg, experts)
     torch.testing.assert_close(back, state, rtol=0, atol=0)
+    with pytest.raises(ValueError, match="shared.up.weight, which has no place"):
+        weights.to_theirs({**ours, "blocks.0.mlp.shared.up.weight": torch.ones(2, 2)}, cfg, experts)
     config = weights.config_of(cfg, torch.float32, experts, 2)
     assert weights.sizes_of(config) == (cfg, experts)
 

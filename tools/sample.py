@@ -32,6 +32,8 @@ def load(folder, device="cpu"):
     if cfg.form.tied:
         state["head.weight"] = state["tok.weight"]
     model.load_state_dict(state, assign=True)
+    if cfg.form.tied:
+        model.head.weight = model.tok.weight  # else a GPU would have it twice
     return model.to(device).requires_grad_(False), cfg
 
 

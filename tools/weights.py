@@ -228,12 +228,15 @@ def from_theirs(state, cfg, experts):
 
 
 def to_theirs(state, cfg, experts):
-    """The inverse."""
+    """The inverse. ValueError if theirs has no place for one of ours: a shared expert."""
     prefix = "transformer." if cfg.form.learned_positions else ""
+    state = dict(state)
     theirs = {}
     for name, ours in names_of(cfg, experts).items():
-        whole = turned(name, torch.cat([state[part] for part in ours]))
+        whole = turned(name, torch.cat([state.pop(part) for part in ours]))
         theirs[prefix + name] = whole.contiguous()
+    for name in state:
+        raise ValueError(f"the weights have {name}, which has no place in theirs")
     return theirs
 
 
