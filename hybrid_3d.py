@@ -44,13 +44,13 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 
-import pipeline_parallel
 import tensor_parallel
 from common import loss_sum
 from pipeline_parallel import (
     IdeaOfPipeline, Mail, SplitLinear, SplitPipeline, gather, homes, idea_plan, make_links,
-    run_pipeline)
+    run_pipeline, split_linear)
 from tensor_parallel import (
     ColumnLinear, ColumnParallel, RowLinear, SequenceParallel, cross_entropy_by_words,
     vocab_parallel_cross_entropy)
@@ -69,6 +69,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 import context_parallel
 import moe
+import pipeline_parallel
 from common import adamw, build, share
 from pipeline_parallel import CHAIN, HandsOn, carve
 from tensor_parallel import TensorParallel
@@ -666,34 +667,38 @@ class SummingPipeline(SplitPipeline):
 
 
 class SplitColumns(torch.autograd.Function):
-    """ColumnParallel with a backward that makes dx, and leaves gradients of parameters to W.
+    """ColumnParallel with a backward in two parts, as SplitLinear has it. RowLinears take that.
 
-    Then nothing hides the sum of dx over tp. RowLinears take SplitLinear.
+    Nothing hides the sum of dx over tp then.
     """
 
     @staticmethod
     def forward(ctx, tp, x, parameters):
-        # not saved tensors, which have lost the graph of a cast that autocast has made
-        ctx.parameters = parameters
-        return ColumnParallel.forward(ctx, tp, x, *parameters)  # ctx gets tp and x, too
+        ctx.tp = tp
+        ctx.weights = parameters[::2]
+        with torch.enable_grad():  # a second graph, from the parameters alone: its backward is W
+            ys = ColumnParallel.apply(tp, x.detach(), *parameters)
+        ctx.edges = [get_gradient_edge(y) for y in ys]
+        return tuple(y.detach() for y in ys)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *dys):
-        x, *_ = ctx.saved_tensors
-        reducing = ctx.tp.reduce(tensor_parallel.input_gradient(dys, ctx.parameters[::2]))
-        w = partial(add_gradients, ctx.tp, x, dys, ctx.parameters)
+        # partial -> replicated or sharded(T)
+        summing = ctx.tp.reduce(tensor_parallel.input_gradient(dys, ctx.weights))
+        w = partial(torch.autograd.backward, ctx.edges, dys)
         if SplitLinear.later is None:
             w()
         else:
             SplitLinear.later.append(w)
-        return None, reducing.wait(), None
+        return None, summing.wait(), None
 
 
 def split_columns(tp, x, *parameters):
-    if not any(p is not None and p.requires_grad for p in parameters):
+    trained = any(p is not None and p.requires_grad for p in parameters)
+    if not trained or not torch.is_grad_enabled():
         return ColumnParallel.apply(tp, x, *parameters)  # no W
-    if torch.is_grad_enabled() and not x.requires_grad:
+    if not x.requires_grad:
         x = x.detach().requires_grad_()  # else autograd, which sees x alone, would skip backward
     return SplitColumns.apply(tp, x, parameters)  # in a tuple: see SplitLinear
 
@@ -706,18 +711,7 @@ def split_cut_linears(stages):
             module.multiply = partial(split_columns, module.tp)
         if isinstance(module, RowLinear):
             # it adds its bias by itself, after the sum
-            split = partial(pipeline_parallel.split_linear, weight=module.weight, bias=None)
-            module.multiply = split
-
-
-def add_gradients(tp, x, dys, parameters):
-    """W of some Linears that read the same x. parameters: weight, bias, weight, bias, .."""
-    x = tp.gather(x).wait()  # sharded(T) -> replicated
-    gradients = tensor_parallel.weight_gradients(x, dys, parameters[1::2])
-    for p, gradient in zip(parameters, gradients):
-        if gradient is not None and p.requires_grad:
-            # adds to p.grad, calls ZeRO's hook, and goes through a cast that autocast has made
-            torch.autograd.backward(p, gradient)
+            module.multiply = partial(split_linear, weight=module.weight, bias=None)
 
 
 # ---- what is refused, and what print(hybrid) shows
