@@ -50,7 +50,7 @@ import tensor_parallel
 from common import loss_sum
 from pipeline_parallel import (
     IdeaOfPipeline, Mail, SplitLinear, SplitPipeline, gather, homes, idea_plan, make_links,
-    run_pipeline, split_linear)
+    make_plans, run_pipeline, split_linear)
 from tensor_parallel import (
     ColumnLinear, ColumnParallel, RowLinear, SequenceParallel, cross_entropy_by_words,
     vocab_parallel_cross_entropy)
@@ -269,6 +269,8 @@ def fates(sp, zero):
 def kind_of(p, owner, tp):
     """owner: the module that has the parameter."""
     if getattr(owner, "is_of_experts", False):  # a StackedLinear of moe.py
+        assert tp.size == 1 or isinstance(tp, SequenceParallel), (
+            "experts with tp > 1 want SequenceParallel: else its ranks route the same tokens")
         return "expert"
     if p in tp.cuts:
         return "shared" if p in tp.summands else "cut"
@@ -279,27 +281,25 @@ def kind_of(p, owner, tp):
 # name    in the first stage that has it
 # kind    see fates
 # fate    {axis: what becomes of its gradient}
-# stages  the numbers of those that have it: two if it is tied
-Row = namedtuple("Row", "name kind fate stages")
+Row = namedtuple("Row", "name kind fate")
 
 
 def table_of(stages, tp, zero):
     """All stages of a model -> {parameter: its Row}."""
     of_kind = fates(isinstance(tp, SequenceParallel), zero)
-    numbers = defaultdict(list)  # {parameter: those of the stages that have it}
-    for number, stage in enumerate(stages):
-        for p in stage.parameters():
-            numbers[p].append(number)
+    of_stages = [set(stage.parameters()) for stage in stages]
     table = {}
     for stage in stages:
-        owners = {p: m for m in stage.modules() for p in m.parameters(recurse=False)}
-        for name, p in stage.named_parameters():
-            kind = kind_of(p, owners[p], tp)
-            fate = of_kind[kind]
-            if len(numbers[p]) > 1:
-                kind += ", tied"
-                fate = {**fate, "ends": "sum"}
-            table.setdefault(p, Row(name, kind, fate, tuple(numbers[p])))
+        for path, owner in stage.named_modules():
+            for name, p in owner.named_parameters(path, recurse=False):
+                kind = kind_of(p, owner, tp)
+                fate = of_kind[kind]
+                numbers = [number for number, ps in enumerate(of_stages) if p in ps]
+                if len(numbers) > 1:
+                    assert numbers == [0, len(stages) - 1], f"{name} is in stages {numbers}"
+                    kind += ", tied"
+                    fate = {**fate, "ends": "sum"}
+                table.setdefault(p, Row(name, kind, fate))
     return table
 
 
@@ -354,11 +354,11 @@ class Hybrid(nn.Module):
         here = {stage: stages[stage] for stage in home if home[stage] == mesh.place["pp"]}
         self.stages = nn.ModuleList(here.values())
         table = table_of(stages, tp, zero)
-        refuse_layout(table, plans, tp, zero)
+        alternates = plans == make_plans("1f1b", 1, len(plans[0]) // 2)
+        assert zero < 3 or alternates, "ZeRO-3 wants one stage, and each B right after its F"
         self.table = {p: table[p] for p in self.parameters()}
-        for p in table:
-            if p in tp.cuts and p in tp.summands:  # of all such p it is one group
-                self.group["twins"] = tp.summands[p]
+        for p in table.keys() & tp.cuts.keys() & tp.summands.keys():
+            self.group["twins"] = tp.summands[p]  # of all such p it is one group
         for p, row in self.table.items():
             if "ends" in row.fate:  # tied: the first stage's -> replicated
                 p.data = p.data.contiguous()  # a broadcast sends memory, whatever the strides
@@ -374,7 +374,7 @@ class Hybrid(nn.Module):
         links = make_links(plans, mesh.pipelines)
         no_size = ()  # each batch sets mail.size, see in_microbatches
         mail = Mail(plans, no_size, p.dtype, p.device, mesh.group["pp"], links)
-        self.pipeline = SummingPipeline(here, plans, mail, self.copies)
+        self.pipeline = SummingPipeline(here, plans, mail, self.copies.zeros_of)
 
     def is_first(self, p):
         """Is this the first of the ranks that have the same of p's gradient?"""
@@ -477,11 +477,9 @@ def train_step(model, optimizer, x, y, valid, clip):
     loss = model.pipeline.step(inputs, loss_of) / model.tp.size  # every rank of tp has all of it
     sum_gradients(model)
     norm = gradient_norm(model)
-    gradients = [part.grad for part in model.copies.parts]
-    if clip and gradients:
+    if clip:
         finite = norm.nan_to_num(0, posinf=0)  # inf, nan -> 0: nothing is scaled, the fault shows
-        # clip_grads_with_norm_ would want parameters
-        torch._foreach_mul_(gradients, (clip / (finite + 1e-6)).clamp(max=1))
+        nn.utils.clip_grads_with_norm_(model.copies.parts, clip, finite)  # it reads .grad alone
     model.copies.step(optimizer)
     return loss, norm
 
@@ -548,7 +546,8 @@ class ZeRO0(ZeRO1):
 
 
 class Copies:
-    """Sums this rank's gradients over copies, and steps: a ZeRO for each stage and kind of copies.
+    """Sums this rank's gradients over copies, and steps. It is of a ZeRO for each stage, for the
+    experts of each, and for what is tied.
 
     here: {number: stage} of this rank. table: {parameter: Row}. group: {axis: group}
     layers: the model's; the parameters of each are a unit
@@ -557,28 +556,35 @@ class Copies:
     """
 
     def __init__(self, here, table, group, layers, level, has_w, reduce_dtype):
-        self.stages_of = {}  # {ZeRO: the numbers of the stages that have its parameters}
-        # ZeRO-2 keeps a unit's gradients from the first to the last. Norms' come in B, long before
-        # matrices' in W: what has one dim is a unit of its own
-        found = units_of_copies(here, table, set(layers), apart=has_w and level == 2)
-        for (numbers, axis), units in found.items():
-            of_level = (ZeRO0, ZeRO1, ZeRO2, ZeRO3)[level]
-            if len(numbers) > 1 and level > 1:  # tied: summed over ends, too, so once in a step
-                of_level = ZeRO1
-            zero = of_level(units, group[axis], reduce_dtype=reduce_dtype)
-            self.stages_of[zero] = numbers
-        self.zeros = list(self.stages_of)
+        ladder = ZeRO0, ZeRO1, ZeRO2, ZeRO3
+        self.zeros_of = defaultdict(list)  # {stage: its ZeROs, without what is tied}
+        for number, stage in here.items():
+            for axis in ("data", "replicas"):  # replicas: of experts
+                units = units_along(axis, stage, table, set(layers))
+                if has_w and level == 2:
+                    units = vectors_apart(units)
+                if units:
+                    zero = ladder[level](units, group[axis], reduce_dtype=reduce_dtype)
+                    self.zeros_of[number].append(zero)
+        self.zeros = [zero for zeros in self.zeros_of.values() for zero in zeros]
+        tied = [p for p, row in table.items() if "ends" in row.fate and p.requires_grad]
+        if tied:  # summed over ends, too, so once in a step
+            of_level = ladder[min(level, 1)]
+            self.zeros.append(of_level([(tied, [])], group["data"], reduce_dtype=reduce_dtype))
         self.units = [unit for zero in self.zeros for unit in zero.units]
         self.parts = [part for zero in self.zeros for part in zero.parts]
 
     def zero_grad(self):
         for zero in self.zeros:
             zero.zero_grad()
+            zero.sync = False  # backwards only add, until SummingPipeline or reduce says otherwise
 
     def reduce(self):
-        """After all backwards: ZeRO-0 and 1 end the sums that backwards have begun."""
+        """After all backwards: ZeRO-0 and 1 end the sums that backwards have begun, and sum what is
+        tied."""
         for zero in self.zeros:
             if not isinstance(zero, ZeRO2):  # ZeRO2 and ZeRO3 have summed in each micro-batch
+                zero.sync = True
                 zero.reduce()  # partial -> sharded
 
     def step(self, optimizer):
@@ -596,66 +602,38 @@ class Copies:
         return {p: t for zero in self.zeros for p, t in zero.full_gradients().items()}
 
 
-def units_of_copies(here, table, layers, apart):
-    """-> {(stages, axis): units}: the parameters that these stages have (two if they are tied) with
-    copies along this axis. Such as, on the rank of stage 0 of 2, with experts:
-        ((0,), "data")       attention and norms of layer 0, those of layer 1, ..
-        ((0,), "replicas")   experts of layer 0, those of layer 1, ..
-        ((0, 1), "data")     the tied embedding
-    A unit, as zero.py has it: (parameters, the modules that read them). apart: what has one dim is
-    one unit in each stage.
-    """
-    found = defaultdict(dict)  # {(numbers, axis): {the unit's name: unit}}
-    placed = set()
-    for number, stage in here.items():
-        own = [module for module in stage.modules() if module in layers]
-        for place, (parameters, sites) in enumerate(units_of(stage, own)):
-            for p in parameters:
-                if p in placed:  # it is tied, and this is its other end
-                    continue
-                placed.add(p)
-                is_apart = apart and p.dim() == 1
-                name = number, "apart" if is_apart else place
-                axis = "replicas" if "replicas" in table[p].fate else "data"
-                units = found[table[p].stages, axis]
-                of_unit, _ = units.setdefault(name, ([], sites))
-                of_unit.append(p)
-    return {key: list(units.values()) for key, units in found.items()}
+def units_along(axis, stage, table, layers):
+    """-> units, as zero.py has them, of what this stage alone has, with copies along this axis."""
+    own = [module for module in stage.modules() if module in layers]
+    units = []
+    for parameters, sites in units_of(stage, own):
+        copied = [p for p in parameters if axis in table[p].fate]
+        mine = [p for p in copied if "ends" not in table[p].fate]
+        if mine:
+            units.append((mine, sites))
+    return units
 
 
 class SummingPipeline(SplitPipeline):
-    """Sums gradients over copies while the backward that completes them still runs."""
+    """Sums gradients over copies while the backward that completes them still runs.
 
-    def __init__(self, modules, plans, mail, copies):
+    F0 F1 B0 B1          ZeRO-0 and 1: in B1        ZeRO-2: in B0, B1
+    F0 F1 B0 W0 B1 W1    in B1, W1                  in W0, W1
+
+    B makes norms' gradients, W those of matrices: a unit with both is summed in W.
+    """
+
+    def __init__(self, modules, plans, mail, zeros_of):
         super().__init__(modules, plans, mail)
-        self.zeros_of = defaultdict(list)  # {stage: [ZeRO]}
-        self.completing = {}  # {ZeRO: the actions during which it sums}
-        for zero, stages in copies.stages_of.items():
-            self.completing[zero] = self.completing_of(zero, stages)
-            for stage in stages:
-                self.zeros_of[stage].append(zero)
-
-    def completing_of(self, zero, stages):
-        """-> the actions in which zero may begin sums.
-
-        F0 F1 B0 B1          ZeRO-0 and 1: B1      ZeRO-2: B0, B1
-        F0 F1 B0 W0 B1 W1    B1, W1                W0, W1
-
-        B makes norms' gradients, W those of matrices: a unit with both is summed in W.
-        """
-        backward = [a for a in self.plan if a.kind in "BW" and a.stage in stages]
-        last = backward[-1]
-        if len(stages) > 1:  # tied: the gradients of both ends are one
-            return {last}
-        if isinstance(zero, ZeRO2):
-            return {a for a in backward
-                    if a.kind == "W" or (a.microbatch, a.stage) not in self.split}
-        return {a for a in backward if a.microbatch == last.microbatch}
+        self.zeros_of = zeros_of  # {stage: [ZeRO]}
 
     def do(self, action, received, loss_of):
-        zeros = self.zeros_of[action.stage] if action.kind in "BW" else []
+        kind, m, stage = action
+        zeros = self.zeros_of[stage] if kind in "BW" else []
+        is_last = m == self.microbatches - 1
+        leaves_w = kind == "B" and (m, stage) in self.split
         for zero in zeros:
-            zero.sync = action in self.completing[zero]
+            zero.sync = not leaves_w if isinstance(zero, ZeRO2) else is_last
         made = super().do(action, received, loss_of)
         for zero in zeros:
             if isinstance(zero, ZeRO2):  # once in each micro-batch
@@ -714,21 +692,17 @@ def split_cut_linears(stages):
             module.multiply = partial(split_linear, weight=module.weight, bias=None)
 
 
-# ---- what is refused, and what print(hybrid) shows
+def vectors_apart(units):
+    """ZeRO-2 keeps a unit's gradients from the first to the last. Norms' come in B, long before
+    matrices' in W: so what has one dim is a unit of its own."""
+    vectors = [p for parameters, _ in units for p in parameters if p.dim() == 1]
+    apart = [(vectors, [])]  # sites are for ZeRO-3
+    for parameters, sites in units:
+        apart.append(([p for p in parameters if p.dim() != 1], sites))
+    return [unit for unit in apart if unit[0]]
 
 
-def refuse_layout(table, plans, tp, zero):
-    """What would be wrong in silence, or wait for ever."""
-    last = max(homes(plans))
-    for row in table.values():
-        tied = len(row.stages) > 1
-        assert not tied or row.stages == (0, last), f"{row.name} is in stages {row.stages}"
-        routed_once = tp.size == 1 or isinstance(tp, SequenceParallel)
-        assert row.kind != "expert" or routed_once, (
-            "experts with tp > 1 want SequenceParallel: else its ranks route the same tokens")
-    kinds = [action.kind for action in plans[0]]
-    alternates = len(plans) == 1 and kinds == ["F", "B"] * (len(kinds) // 2)
-    assert zero < 3 or alternates, "ZeRO-3 wants one stage, and each B right after its F"
+# ---- what print(hybrid) shows
 
 
 def text_of(rows, axes):
