@@ -52,8 +52,8 @@ from pipeline_parallel import (
     IdeaOfPipeline, Mail, SplitLinear, SplitPipeline, gather, homes, idea_plan, make_links,
     make_plans, run_pipeline, split_linear)
 from tensor_parallel import (
-    ColumnLinear, ColumnParallel, RowLinear, SequenceParallel, cross_entropy_by_words,
-    vocab_parallel_cross_entropy)
+    ColumnLinear, ColumnParallel, Cut, RowLinear, SequenceParallel, TensorParallel,
+    cross_entropy_by_words, vocab_parallel_cross_entropy)
 from zero import ZeRO1, ZeRO2, ZeRO3, groups_of_masters, units_of
 from zero import load_full_state_dict as load_parts
 
@@ -72,7 +72,6 @@ import moe
 import pipeline_parallel
 from common import adamw, build, share
 from pipeline_parallel import CHAIN, HandsOn, carve
-from tensor_parallel import TensorParallel
 from zero import held, step_at_once
 
 # ---- 1. the idea -------------------------------------------------------------
@@ -357,12 +356,12 @@ class Hybrid(nn.Module):
         alternates = plans == make_plans("1f1b", 1, len(plans[0]) // 2)
         assert zero < 3 or alternates, "ZeRO-3 wants one stage, and each B right after its F"
         self.table = {p: table[p] for p in self.parameters()}
+        self.ep = TensorParallel(mesh.group["ep"])  # cuts stacks of experts, as tp cuts matrices
+        for p, row in self.table.items():
+            if row.kind == "expert":
+                self.ep.cuts[p] = Cut(0, len(p) * self.ep.size)
         for p in table.keys() & tp.cuts.keys() & tp.summands.keys():
             self.group["twins"] = tp.summands[p]  # of all such p it is one group
-        for p, row in self.table.items():
-            if "ends" in row.fate:  # tied: the first stage's -> replicated
-                p.data = p.data.contiguous()  # a broadcast sends memory, whatever the strides
-                dist.broadcast(p.data, group=self.group["ends"], group_src=0)
         for p in table.keys() - self.table.keys():  # so that what is on other stages can be freed
             tp.cuts.pop(p, None)
             tp.summands.pop(p, None)
@@ -434,30 +433,23 @@ class Hybrid(nn.Module):
     def load_state_dict(self, *_, **__):
         raise RuntimeError("masters would keep the old weights: load_full_state_dict")
 
-    def is_expert(self, t):
-        return t in self.table and "ep" in self.table[t].fate
-
     def shard(self, t, whole):
         """-> what this rank of tp and ep has of a parameter or buffer."""
-        if self.is_expert(t):
-            return whole.chunk(self.mesh.size["ep"])[self.group["ep"].rank()]
-        if t in self.tp.cuts:
-            return tensor_parallel.shard(whole, self.tp.cuts[t], self.tp)
+        for ranks in (self.tp, self.ep):
+            if t in ranks.cuts:
+                return tensor_parallel.shard(whole, ranks.cuts[t], ranks)
         return whole
 
     def unshard(self, t, here):
         """here: what this rank of tp and ep has of t, a parameter or buffer, or of its gradient."""
-        if self.is_expert(t):
-            stacks = [torch.empty_like(here) for _ in range(self.mesh.size["ep"])]
-            # over ep: sharded(0) -> replicated
-            dist.all_gather(stacks, here.detach(), group=self.group["ep"])
-            return torch.cat(stacks)
-        # over tp: sharded -> replicated
-        return tensor_parallel.unshard(here, self.tp.cuts.get(t), self.tp)
+        ranks = self.ep if t in self.ep.cuts else self.tp
+        # over tp or ep: sharded -> replicated
+        return tensor_parallel.unshard(here, ranks.cuts.get(t), ranks)
 
     def __repr__(self):
         rows = [row for p, row in self.table.items() if p.requires_grad]
-        axes = [axis for axis, group in self.group.items() if group and group.size() > 1]
+        axes = [axis for axis, group in self.group.items() if group and group.size() > 1
+                and any(axis in row.fate for row in rows)]
         return text_of(rows, axes)
 
 
@@ -487,17 +479,12 @@ def train_step(model, optimizer, x, y, valid, clip):
 def sum_gradients(model):
     """First over copies: with ZeRO this rank's parts alone are left for sums along other axes."""
     model.copies.reduce()
-    for axis in ("tp", "twins", "ends"):
-        gradients = summands(model, axis)
-        if gradients and model.group[axis].size() > 1:  # few models have twins
+    fates = [(model.table[part.parameter].fate, part.grad) for part in model.copies.parts]
+    for axis in ("tp", "twins", "ends"):  # few models have twins
+        gradients = [gradient for fate, gradient in fates if fate.get(axis) == "sum"]
+        if gradients and model.group[axis].size() > 1:
             # partial -> replicated
             tensor_parallel.sum_over_ranks(gradients, model.group[axis])
-
-
-def summands(model, axis):
-    """-> the gradients of this rank that have to be summed along an axis."""
-    rows = [(model.table[part.parameter], part.grad) for part in model.copies.parts]
-    return [gradient for row, gradient in rows if row.fate.get(axis) == "sum"]
 
 
 def gradient_norm(model):
@@ -568,6 +555,9 @@ class Copies:
                     self.zeros_of[number].append(zero)
         self.zeros = [zero for zeros in self.zeros_of.values() for zero in zeros]
         tied = [p for p, row in table.items() if "ends" in row.fate and p.requires_grad]
+        for p in tied:
+            p.data = p.data.contiguous()  # a broadcast sends memory, whatever the strides
+            dist.broadcast(p.data, group=group["ends"], group_src=0)  # the first stage's -> both's
         if tied:  # summed over ends, too, so once in a step
             of_level = ladder[min(level, 1)]
             self.zeros.append(of_level([(tied, [])], group["data"], reduce_dtype=reduce_dtype))
@@ -715,8 +705,6 @@ def text_of(rows, axes):
     blocks.*.attn.q.weight       cut        cut   scatter  -     each its own
     blocks.*.attn.q_norm.weight  inside     sum   scatter  -     first of tp
     """
-    axes = [axis for axis in ("tp", "twins", "data", "replicas", "ep", "ends")
-            if axis in axes and any(axis in row.fate for row in rows)]
     lines = {}  # {line: None}: each once, in order
     for row in rows:
         name = re.sub(r"\.\d+\.", ".*.", row.name, count=1)
@@ -1171,11 +1159,12 @@ def textbook(run, model):
     """Prints what was sent along each axis, for the docstring's table -> rows of what is exact."""
     from harness.report import human
 
-    is_idea = isinstance(model, IdeaOfHybrid)
-    groups = list((model.grid if is_idea else model.group).items())
+    groups = [("norm", dist.group.WORLD)]
     if isinstance(model, Hybrid):
+        groups += model.group.items()
         groups += [("pp", link) for link in model.pipeline.mail.links.values()]  # with NCCL
-    groups.append(("norm", dist.group.WORLD))
+    else:
+        groups += model.grid.items()
     by_group = run.sides[run.impls[0]].ledger.groups
     sent = Counter()  # {axis: bytes that this rank has sent along it in the last step}
     for axis, group in groups:
