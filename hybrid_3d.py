@@ -212,10 +212,13 @@ class Mesh:
     these four axes there are the groups
 
     data      dp x cp, all ranks with the same parameters and other tokens: the idea's dp
+    ends      the first stage and the last of a pipeline (the group of other stages is None)
+
+    and for experts
+
     ep        data is replicas x ep; the ranks along ep have different experts
     replicas  the ranks along data that have the same experts
     peers     all ranks that have the same stages: they share their experts' load
-    ends      the first stage and the last of a pipeline (the group of other stages is None)
     """
 
     def __init__(self, plans, dp=1, cp=1, tp=1, ep=1):
@@ -250,7 +253,8 @@ class Mesh:
 
 
 def fates(sp, zero):
-    """-> {kind of parameter: {axis: what becomes of its gradient}}. sp: is x cut along T, too?"""
+    """-> {kind of parameter: {axis: what becomes of its gradient}}; the first two are the usual
+    ones. sp: is x cut along T, too?"""
     # ranks of data have seen other tokens. scatter: of the sum each rank keeps a part
     data = "scatter" if zero else "sum"
     whole = "sum" if sp else "same"  # with sp, ranks of tp have seen other tokens, too
@@ -365,10 +369,11 @@ class Hybrid(nn.Module):
         for p in table.keys() - self.table.keys():  # so that what is on other stages can be freed
             tp.cuts.pop(p, None)
             tp.summands.pop(p, None)
-        has_w = any(action.kind == "W" for action in plans[0])
-        if has_w:
+        arrange = list  # units stay as they are
+        if any(action.kind == "W" for action in plans[0]):
             split_cut_linears(self.stages)
-        self.copies = Copies(here, self.table, self.group, layers, zero, has_w, reduce_dtype)
+            arrange = vectors_apart if zero == 2 else list
+        self.copies = Copies(here, self.table, self.group, layers, arrange, zero, reduce_dtype)
         p = next(self.parameters())
         links = make_links(plans, mesh.pipelines)
         no_size = ()  # each batch sets mail.size, see in_microbatches
@@ -538,18 +543,16 @@ class Copies:
 
     here: {number: stage} of this rank. table: {parameter: Row}. group: {axis: group}
     layers: the model's; the parameters of each are a unit
+    arrange: units -> units
     level: 0, 1, 2 or 3, Hybrid's `zero`
-    has_w: does the schedule have Ws?
     """
 
-    def __init__(self, here, table, group, layers, level, has_w, reduce_dtype):
+    def __init__(self, here, table, group, layers, arrange, level, reduce_dtype):
         ladder = ZeRO0, ZeRO1, ZeRO2, ZeRO3
         self.zeros_of = defaultdict(list)  # {stage: its ZeROs, without what is tied}
         for number, stage in here.items():
             for axis in ("data", "replicas"):  # replicas: of experts
-                units = units_along(axis, stage, table, set(layers))
-                if has_w and level == 2:
-                    units = vectors_apart(units)
+                units = arrange(units_along(axis, stage, table, set(layers)))
                 if units:
                     zero = ladder[level](units, group[axis], reduce_dtype=reduce_dtype)
                     self.zeros_of[number].append(zero)
@@ -607,10 +610,11 @@ def units_along(axis, stage, table, layers):
 class SummingPipeline(SplitPipeline):
     """Sums gradients over copies while the backward that completes them still runs.
 
-    F0 F1 B0 B1          ZeRO-0 and 1: in B1        ZeRO-2: in B0, B1
-    F0 F1 B0 W0 B1 W1    in B1, W1                  in W0, W1
+    F0 F1 B0 B1          ZeRO-0 and 1: B1      ZeRO-2: B0, B1
+    F0 F1 B0 W0 B1 W1    B1, W1                W0, W1
 
-    B makes norms' gradients, W those of matrices: a unit with both is summed in W.
+    B makes norms' gradients, W those of matrices: a unit with both is summed in W. What is tied is
+    summed in Copies.reduce.
     """
 
     def __init__(self, modules, plans, mail, zeros_of):
@@ -1047,7 +1051,7 @@ def pieces(model, optimizer):
 
     named = [(row.name, p) for p, row in model.table.items()]
     found = of_cuts(pieces_of_units(model.copies.units, named, optimizer), model.tp)
-    return of_stacks(found, dist.get_rank(model.group["ep"]), moe.plain_name)
+    return of_stacks(found, model.ep.rank, moe.plain_name)
 
 
 def notes(model):
