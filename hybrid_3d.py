@@ -44,7 +44,6 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import get_gradient_edge
 
 import tensor_parallel
 from common import loss_sum
@@ -474,9 +473,11 @@ def train_step(model, optimizer, x, y, valid, clip):
     loss = model.pipeline.step(inputs, loss_of) / model.tp.size  # every rank of tp has all of it
     sum_gradients(model)
     norm = gradient_norm(model)
-    if clip:
+    gradients = [part.grad for part in model.copies.parts]
+    if clip and gradients:
         finite = norm.nan_to_num(0, posinf=0)  # inf, nan -> 0: nothing is scaled, the fault shows
-        nn.utils.clip_grads_with_norm_(model.copies.parts, clip, finite)  # it reads .grad alone
+        # clip_grads_with_norm_ would want parameters
+        torch._foreach_mul_(gradients, (clip / (finite + 1e-6)).clamp(max=1))
     model.copies.step(optimizer)
     return loss, norm
 
@@ -639,38 +640,34 @@ class SummingPipeline(SplitPipeline):
 
 
 class SplitColumns(torch.autograd.Function):
-    """ColumnParallel with a backward in two parts, as SplitLinear has it. RowLinears take that.
+    """ColumnParallel with a backward that makes dx, and leaves gradients of parameters to W.
 
-    Nothing hides the sum of dx over tp then.
+    Then nothing hides the sum of dx over tp. RowLinears take SplitLinear.
     """
 
     @staticmethod
     def forward(ctx, tp, x, parameters):
-        ctx.tp = tp
-        ctx.weights = parameters[::2]
-        with torch.enable_grad():  # a second graph, from the parameters alone: its backward is W
-            ys = ColumnParallel.apply(tp, x.detach(), *parameters)
-        ctx.edges = [get_gradient_edge(y) for y in ys]
-        return tuple(y.detach() for y in ys)
+        # not saved tensors, which have lost the graph of a cast that autocast has made
+        ctx.parameters = parameters
+        return ColumnParallel.forward(ctx, tp, x, *parameters)  # ctx gets tp and x, too
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *dys):
-        # partial -> replicated or sharded(T)
-        summing = ctx.tp.reduce(tensor_parallel.input_gradient(dys, ctx.weights))
-        w = partial(torch.autograd.backward, ctx.edges, dys)
+        x, *_ = ctx.saved_tensors
+        reducing = ctx.tp.reduce(tensor_parallel.input_gradient(dys, ctx.parameters[::2]))
+        w = partial(add_gradients, ctx.tp, x, dys, ctx.parameters)
         if SplitLinear.later is None:
             w()
         else:
             SplitLinear.later.append(w)
-        return None, summing.wait(), None
+        return None, reducing.wait(), None
 
 
 def split_columns(tp, x, *parameters):
-    trained = any(p is not None and p.requires_grad for p in parameters)
-    if not trained or not torch.is_grad_enabled():
+    if not any(p is not None and p.requires_grad for p in parameters):
         return ColumnParallel.apply(tp, x, *parameters)  # no W
-    if not x.requires_grad:
+    if torch.is_grad_enabled() and not x.requires_grad:
         x = x.detach().requires_grad_()  # else autograd, which sees x alone, would skip backward
     return SplitColumns.apply(tp, x, parameters)  # in a tuple: see SplitLinear
 
@@ -684,6 +681,16 @@ def split_cut_linears(stages):
         if isinstance(module, RowLinear):
             # it adds its bias by itself, after the sum
             module.multiply = partial(split_linear, weight=module.weight, bias=None)
+
+
+def add_gradients(tp, x, dys, parameters):
+    """W of some Linears that read the same x. parameters: weight, bias, weight, bias, .."""
+    x = tp.gather(x).wait()  # sharded(T) -> replicated
+    gradients = tensor_parallel.weight_gradients(x, dys, parameters[1::2])
+    for p, gradient in zip(parameters, gradients):
+        if gradient is not None and p.requires_grad:
+            # adds to p.grad, calls ZeRO's hook, and goes through a cast that autocast has made
+            torch.autograd.backward(p, gradient)
 
 
 def vectors_apart(units):
