@@ -287,8 +287,9 @@ def start_from(folder, flag, args):
     now = identity(args)
     names = SIZES if flag == "--init-from" else [*SIZES, *now]
     for name in names:
+        word = "--eval-every" if name == "held_out" else name
         require(name not in found or found[name] == now[name],
-                f"{flag} {place}: saved with {name} {found.get(name)}, not {now[name]}")
+                f"{flag} {place}: saved with {word} {found.get(name)}, not {now[name]}")
     if flag == "--init-from":
         return Start(place, flag)
     steps = notes["steps"]
