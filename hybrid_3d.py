@@ -350,6 +350,8 @@ class Hybrid(nn.Module):
         self.width = head.weight.shape[1]  # C
         self.cut_of_head = tp.cuts.get(head.weight)  # None: logits are of all words
         self.group = dict(mesh.group)  # {axis: group}
+        assert tp.size == mesh.size["tp"], "tp: of mesh.group['tp']"
+        assert (ring is None) == (mesh.size["cp"] == 1), "ring: where the mesh has cp, there alone"
         known = {module for stage in stages for module in stage.modules()}
         assert known.issuperset(layers), "layers: modules of the stages, each of them a unit"
         home = homes(plans)  # {stage: place along pp}
@@ -434,8 +436,10 @@ class Hybrid(nn.Module):
             mine = {name: self.shard(t, state[name]) for name, t in tensors.items()}
             load_parts(stage, self.copies, mine)
 
-    def load_state_dict(self, *_, **__):
-        raise RuntimeError("masters would keep the old weights: load_full_state_dict")
+    def refuse(self, *_, **__):
+        raise RuntimeError("pieces, without masters: take full_state_dict, load_full_state_dict")
+
+    state_dict = load_state_dict = refuse
 
     def shard(self, t, whole):
         """-> what this rank of tp and ep has of a parameter or buffer."""
@@ -633,6 +637,9 @@ class SummingPipeline(SplitPipeline):
         for zero in zeros:
             if isinstance(zero, ZeRO2):  # once in each micro-batch
                 zero.reduce()  # partial -> sharded; nothing if sync is False
+            elif is_last and not leaves_w:
+                while zero.pending:  # this copy's rows have not used all; others sum it before the
+                    zero.sum_next()  # next stage's
         return made
 
 

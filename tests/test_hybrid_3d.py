@@ -247,15 +247,30 @@ CHAIN = Chain(first=["embed_tokens"], layers="layers", last=["norm", "lm_head"],
 ROUTE = partial(moe.softmax_route, top_k=2, normalize=True)
 
 
-def make(tied=False, experts=False):
+class Rests(nn.Module):
+    """An MLP for some rows, of a micro-batch perhaps for none: then it gets no gradient."""
+
+    def __init__(self, mlp, number):
+        super().__init__()
+        self.mlp = mlp
+        self.number = number
+
+    def forward(self, x):
+        rows = x[:, :1, self.number, None] > 0.7
+        return self.mlp(x) * rows if rows.any() else torch.zeros_like(x)
+
+
+def make(tied=False, experts=False, rests=False):
     torch.manual_seed(0)
     model = Llama(layers=4, tied=tied)
-    for layer in model.layers:
+    for number, layer in enumerate(model.layers):
         for norm in (layer.self_attn.q_norm, layer.self_attn.k_norm):
             nn.init.normal_(norm.weight, 1, 0.1)
         if experts:
             mlps = nn.ModuleList(MLP(0.0) for _ in range(4))
             layer.mlp = moe.PlainMoE(nn.Linear(WIDTH, 4, bias=False), mlps, ROUTE)
+        if rests:
+            layer.mlp = Rests(layer.mlp, number)
     return model
 
 
@@ -403,7 +418,10 @@ def check_model(axes, options, kind):
          (dict(dp=2, ep=2), dict(pp=2, device="meta"), dict(experts=True))]),
     # what names would not tell: experts of another name without tp, norms of q and k
     (2, [(dict(dp=2, ep=2), dict(zero=1), dict(experts=True)), (dict(tp=2), {}, {}),
-         ({}, dict(pp=2, layers=[0, 4]), {})]),
+         ({}, dict(pp=2, layers=[0, 4]), {}),
+         # two stages on a rank: copies agree on the order of sums
+         (dict(dp=2), dict(schedule="interleaved"), dict(rests=True)),
+         (dict(dp=2), dict(schedule="zb-v", zero=1), dict(rests=True))]),
 ])
 def test_models_of_others(world, cases):
     run_ranks(check_each, world, check_model, cases)
@@ -521,13 +539,20 @@ def check_asserts():
         hybrid_3d.Mesh(make_plans("1f1b", 1, 2))
     with pytest.raises(AssertionError, match="experts with tp > 1 want SequenceParallel"):
         next(parallel(dict(tp=2), experts=True))
-    with pytest.raises(RuntimeError, match="load_full_state_dict"):
-        hybrid_3d.Hybrid.load_state_dict(None, {})
+    for refused in hybrid_3d.Hybrid.state_dict, hybrid_3d.Hybrid.load_state_dict:
+        with pytest.raises(RuntimeError, match="load_full_state_dict"):
+            refused(None, {})
     model = make()
-    mesh = hybrid_3d.Mesh(make_plans("1f1b", 1, 2), dp=2)
-    with pytest.raises(AssertionError, match="layers: modules of"):  # not wrapped later, say
-        hybrid_3d.Hybrid([model], make_plans("1f1b", 1, 2), mesh, TensorParallel(mesh.group["tp"]),
-                         layers=make().layers, head=model.lm_head)
+    plans = make_plans("1f1b", 1, 2)
+    by_dp = hybrid_3d.Mesh(plans, dp=2)
+    alone = TensorParallel(by_dp.group["tp"])
+    for mesh, tp, layers, words in [
+        (by_dp, alone, make().layers, "layers: modules of"),  # not wrapped later, say
+        (by_dp, TensorParallel(), model.layers, "tp: of mesh"),
+        (hybrid_3d.Mesh(plans, cp=2), alone, model.layers, "ring: where the mesh has cp"),
+    ]:
+        with pytest.raises(AssertionError, match=words):
+            hybrid_3d.Hybrid([model], plans, mesh, tp, layers=layers, head=model.lm_head)
     hybrid = bf16_hybrid(0)
     x, y = [torch.cat(rows) for rows in zip(*bf16_rows()[:4])]
     hybrid.pipeline.step(*hybrid.in_microbatches(x, y, 1))
