@@ -824,24 +824,17 @@ def name_experts(model, names, ep, experts):
             names[layer.weight] = [plain_name(names[layer.weight], e) for e in here]
 
 
-class BalancedCounts:
-    """For read_counts, where tensors have no values: experts are chosen equally often."""
-
-    def expect(self, args, tokens, ep):
-        """tokens: how many a rank routes at a time."""
-        E = args.experts
-        rows = tokens * args.top_k
-        if args.capacity:
-            rows = min(rows, E * most_rows(args.capacity, args.top_k, tokens, E))
-        of_each = (rows + torch.arange(E)) // E  # the last ones get the remainder
-        leaving = of_each.view(ep.size(), -1).tolist()  # [rank][expert]
-        self.counts = leaving, [leaving[ep.rank()]] * ep.size()
-
-    def __call__(self, counts):
-        return self.counts
-
-
-balanced_counts = BalancedCounts()
+def balanced_counts(args, tokens, ep):
+    """-> another read_counts, for tensors without values: experts are chosen equally often.
+    tokens: how many a rank routes at a time."""
+    E = args.experts
+    rows = tokens * args.top_k
+    if args.capacity:
+        rows = min(rows, E * most_rows(args.capacity, args.top_k, tokens, E))
+    of_each = (rows + torch.arange(E)) // E  # the last ones get the remainder
+    leaving = of_each.view(ep.size(), -1).tolist()  # [rank][expert]
+    arriving = [leaving[ep.rank()]] * ep.size()
+    return lambda counts: (leaving, arriving)
 
 
 # ---- 4. at work: the same with torch's own API -------------------------------
@@ -958,10 +951,9 @@ def main():
     mesh = dist.init_device_mesh(run.device.type, (run.world_size // size, size),
                                  mesh_dim_names=("replicas", "ep"))
     replicas, ep = mesh.get_all_groups()
-    balanced_counts.expect(args, args.batch * run.cfg.seq // run.world_size, ep)
     if run.dry:
         global read_counts
-        read_counts = balanced_counts
+        read_counts = balanced_counts(args, args.batch * run.cfg.seq // run.world_size, ep)
         run.say("experts are taken to be balanced")
     with run:
         sides = {impl: set_up(run, impl, replicas, ep) for impl in run.impls}
