@@ -206,11 +206,6 @@ def idea_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
 # ---- experts in stacks
 
 
-def stacked(parameters):
-    stack = torch.stack([p.detach() for p in parameters])
-    return nn.Parameter(stack, requires_grad=parameters[0].requires_grad)
-
-
 class StackedLinear(nn.Module):
     """An nn.Linear per expert, in stacks: weight (E/ep, out, in), bias (E/ep, out) or None: whoever
     decays by p.dim() >= 2 decays these biases, too."""
@@ -219,10 +214,10 @@ class StackedLinear(nn.Module):
 
     def __init__(self, linears):
         super().__init__()
-        self.weight = stacked([linear.weight for linear in linears])
         self.bias = None
-        if linears[0].bias is not None:
-            self.bias = stacked([linear.bias for linear in linears])
+        stacks, _ = torch.func.stack_module_state(linears)
+        for name, stack in stacks.items():  # weight, and bias if there is one
+            setattr(self, name, nn.Parameter(stack, stack.requires_grad))
 
     def of_each(self):
         """-> for each expert a function of its rows"""
