@@ -59,7 +59,6 @@ from common import FORMS, PRESETS as DENSE, build, loss_sum, share
 # ---- 1. the idea -------------------------------------------------------------
 
 
-
 def softmax_route(logits, bias=0.0, *, top_k, normalize):
     """Logits (.., E) -> the chosen experts (.., K), their gates (.., K), probabilities (.., E).
 
@@ -250,9 +249,7 @@ class Experts(nn.Module):
     def forward(self, rows, sizes, ends):
         """rows (R, C), sorted by expert -> (R, C). sizes: a list, how many each has; ends: a tensor
         (E/ep,), where they end."""
-        linears = [self.up, self.down]  # in the order of mlp's arguments
-        if self.gate is not None:
-            linears.append(self.gate)
+        linears = [linear for linear in (self.up, self.down, self.gate) if linear is not None]
         if self.one_kernel_pays(rows, linears):
             return self.mlp(rows, *[linear.of_all(rows.dtype, ends) for linear in linears])
         experts = zip(*[linear.of_each() for linear in linears])  # up, down, gate of each
@@ -664,11 +661,10 @@ class ToyMoE(PlainMoE):
         logits = self.router(tokens)
         chosen, gates, probs = self.route(logits, UNIT * self.bias_units.to(logits.dtype))
         if self.capacity:
-            kept = torch.zeros_like(gates)
+            kept = torch.zeros_like(chosen, dtype=torch.bool)
             for own in chain(*sources):
-                fits = first_in_queue(chosen[own], len(self.experts), self.capacity)
-                kept[own] = fits.to(kept.dtype)
-            gates = gates * kept
+                kept[own] = first_in_queue(chosen[own], len(self.experts), self.capacity)
+            gates = gates.masked_fill(~kept, 0)
         y = self.mix(tokens, chosen, gates, probs).view_as(x)
         if y.requires_grad:  # not in evaluation
             self.balance(logits, chosen, probs, sources)
@@ -683,8 +679,7 @@ class ToyMoE(PlainMoE):
                 load, logits[own], probs[own], chosen.shape[1], self.alpha, self.beta))
         self.loss = sum(losses) / len(losses)
         if self.router.weight.requires_grad:
-            load = rows_of_each(chosen, len(self.experts))
-            self.bias_units += bias_step(load, self.gamma)
+            self.bias_units += bias_step(rows_of_each(chosen, len(self.experts)), self.gamma)
 
 
 def mixture(cfg, **options):
