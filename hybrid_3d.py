@@ -69,7 +69,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 import context_parallel
 import moe
 import pipeline_parallel
-from common import adamw, build, share
+from common import adamw, share
 from pipeline_parallel import CHAIN, HandsOn, carve
 from zero import held, step_at_once
 
@@ -1079,11 +1079,9 @@ def notes(model):
     return {"bias_units": [found[layer].tolist() for layer in sorted(found)]}
 
 
-def build_plain(args, cfg, seed, device, dtype):
-    if not args.experts:
-        return build(cfg, seed, device, dtype)
-    routed = None if args.dry_run else sources(args, device)  # a dry run's are not looked at
-    return moe.build_plain(args, cfg, seed, device, dtype, routed)
+def build_mixture(run):
+    routed = None if run.dry else sources(run.args, run.device)  # a dry run's are not looked at
+    return moe.build_plain(run, routed)
 
 
 def sources(args, device):
@@ -1115,9 +1113,6 @@ def set_up_ours(run, plain, mesh, plans, layers):
     from harness.whole import wholes_of_units_of_cuts
 
     args = run.args
-    if args.experts:
-        run.idle = moe.idle_parameters(plain, args.top_k)
-        moe.set_biases(plain, run)
     autocast = torch.autocast(run.device.type, torch.bfloat16) if args.amp == "bf16" else None
     ring = context_parallel.KINDS[args.attn](mesh.group["cp"]) if args.cp > 1 else None
     model = parallelize(
@@ -1204,7 +1199,7 @@ def main():
     args = arguments(__doc__, FLAGS, presets=moe.PRESETS)
     plans = layout(args)
     layers = pipeline_parallel.split_layers(args.layers, len(homes(plans)))
-    run = Run(args, build=partial(build_plain, args))
+    run = Run(args, build_plain=build_mixture if args.experts else None)
     mesh = Mesh(plans, args.dp, args.cp, args.tp, args.ep)
     grid = make_grid(args.dp, args.tp, args.pp) if "idea" in run.impls else None
     if run.dry:

@@ -772,13 +772,20 @@ def train_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
 # ---- for the check and for dry runs
 
 
-def build_plain(args, cfg, seed, device, dtype, sources=None):
-    """The plain model. sources: as ToyMoE's, by default one micro-batch cut over all ranks."""
-    tokens = torch.arange(args.batch * cfg.seq, device=device)
-    cfg = mixture(cfg, experts=args.experts, top_k=args.top_k, shared=args.shared,
+def build_plain(run, sources=None):
+    """The plain model, with the biases of the checkpoint from which the run starts, if there is
+    one. sources: as ToyMoE's, by default one micro-batch cut over all ranks."""
+    args = run.args
+    tokens = torch.arange(args.batch * run.cfg.seq, device=run.device)
+    cfg = mixture(run.cfg, experts=args.experts, top_k=args.top_k, shared=args.shared,
                   balance=args.balance, capacity=args.capacity,
-                  sources=sources or [tokens.chunk(args.world_size)])
-    return build(cfg, seed, device, dtype)
+                  sources=sources or [tokens.chunk(run.world_size)])
+    model = build(cfg, args.seed, run.device, run.dtype)
+    for block, units in zip(model.blocks, run.start.extra.get("bias_units", [])):
+        block.mlp.bias_units.copy_(torch.tensor(units))
+    of_expert = sum(p.numel() for p in model.blocks[0].mlp.experts[0].parameters())
+    run.idle = cfg.layers * (args.experts - args.top_k) * of_expert  # of what is not chosen
+    return model
 
 
 def plain_balancing_losses(model):
@@ -788,22 +795,7 @@ def plain_balancing_losses(model):
 def plain_trace(run):
     """The same steps by the plain model."""
     run.replays = False  # those before a checkpoint: other ranks may have dropped other rows
-    model = run.build()
-    set_biases(model, run)
-    return run.plain(model, extra_loss=plain_balancing_losses)
-
-
-def set_biases(model, run):
-    """As the checkpoint has them from which the run starts, if there is one."""
-    for block, units in zip(model.blocks, run.start.extra.get("bias_units", [])):
-        block.mlp.bias_units.copy_(torch.tensor(units))
-
-
-def idle_parameters(model, top_k):
-    """How many parameters a token is not multiplied with: of experts that it has not chosen."""
-    experts = model.blocks[0].mlp.experts
-    of_expert = sum(p.numel() for p in experts[0].parameters())
-    return len(model.blocks) * (len(experts) - top_k) * of_expert
+    return run.plain(extra_loss=plain_balancing_losses)
 
 
 def name_experts(model, names, ep, experts):
@@ -873,8 +865,6 @@ def set_up(run, impl, replicas, ep):
     from harness.whole import wholes_of_stacks
 
     plain = run.build()
-    run.idle = idle_parameters(plain, run.args.top_k)
-    set_biases(plain, run)
     if impl == "idea":
         model = parallelize_idea(plain, ep)
         step = idea_step
@@ -936,7 +926,7 @@ def main():
     args.top_k = args.top_k or top_k
     refuse(args)
     impls = ("scratch", "idea") if args.impl == "all" else None
-    run = Run(args, impls, build=partial(build_plain, args))
+    run = Run(args, impls, build_plain)
     size = args.ep or run.world_size
     mesh = dist.init_device_mesh(run.device.type, (run.world_size // size, size),
                                  mesh_dim_names=("replicas", "ep"))

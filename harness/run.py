@@ -142,6 +142,10 @@ class Clock:
 # ---- a run ---------------------------------------------------------------------
 
 
+def plain_gpt(run):
+    return build(run.cfg, run.args.seed, run.device, run.dtype)
+
+
 def hold_out(corpus, seq):
     """A Text -> what is trained on, and its end, which is not: one window at least."""
     rest = len(corpus) - max(len(corpus) // HELD_OUT, seq + 1)
@@ -151,16 +155,16 @@ def hold_out(corpus, seq):
 
 
 class Run:
-    """impls: the names of what is trained; None takes them from --impl. build(cfg, seed, device,
-    dtype) makes the plain model, if it is not the GPT.
+    """impls: the names of what is trained; None takes them from --impl. build_plain(run) makes the
+    plain model, if it is not the GPT.
     """
 
-    def __init__(self, args, impls=None, build=build):
+    def __init__(self, args, impls=None, build_plain=None):
         self.args = args
         self.script = Path(program()).stem
         self.dry = bool(args.dry_run)
         self.dtype = DTYPES[args.dtype]
-        self.build_plain = build
+        self.build_plain = build_plain or plain_gpt
         several = {"both": ("scratch", "torch"), "all": ("scratch", "torch", "idea")}
         self.impls = impls or several.get(args.impl, (args.impl,))
         self.start = checkpoint.begin(args)  # the checkpoint to start from; bad: exit code 2
@@ -268,8 +272,7 @@ class Run:
 
     def build(self):
         """The plain model, with this run's weights, device and dtype; --train freezes the rest."""
-        model = self.build_plain(self.cfg, self.args.seed, self.device, self.dtype)
-        return self.freeze(model)
+        return self.freeze(self.build_plain(self))
 
     def freeze(self, model):
         """The plain model; with --train freezes what it does not find -> the model."""
