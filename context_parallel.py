@@ -474,9 +474,8 @@ class Ulysses(ContextParallel):
     def attend(self, q, k, v, documents=None):
         """As the idea's; the heads of q and those of k and v must be multiples of cp."""
         assert k.shape[1] % self.cp == 0, f"{k.shape[1]} heads of k for {self.cp} ranks: take Ring"
-        qkv = [x.to(v.dtype) for x in (q, k, v)]  # RoPE may have made fp32 of q and k
-        # (B, H, T/cp, D) -> (B, H/cp, T, D)
-        q, k, v = [AllToAll.apply(x, 2, 1, self.group) for x in qkv]
+        # (B, H, T/cp, D) -> (B, H/cp, T, D). RoPE may have made fp32 of q and k
+        q, k, v = [AllToAll.apply(x.to(v.dtype), 2, 1, self.group) for x in (q, k, v)]
         mask = None
         if documents is not None:
             is_same = documents[:, None, :, None] == documents[:, None, None, :]  # (B, 1, T, T)
