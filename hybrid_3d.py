@@ -70,6 +70,7 @@ import context_parallel
 import moe
 import pipeline_parallel
 from common import adamw, share
+from moe import one_by_one
 from pipeline_parallel import CHAIN, HandsOn, carve
 from zero import held, step_at_once
 
@@ -799,18 +800,6 @@ def full_state_dict(model):
 
 def full_gradients(model):
     return one_by_one(model.full_gradients())
-
-
-def one_by_one(tensors):
-    """Stacks of experts' weights -> an entry for each expert, as the plain model has them."""
-    whole = {}
-    for name, tensor in tensors.items():
-        if ".experts." in name:
-            for e, of_expert in enumerate(tensor):
-                whole[moe.plain_name(name, e)] = of_expert
-        else:
-            whole[name] = tensor
-    return whole
 
 
 def parallelize_idea(gpt, grid, tp, layers, boundary):

@@ -561,17 +561,26 @@ def load_full_state_dict(model, ep, state):
 
 def gather_experts(tensors, ep):
     """{name: tensor here} -> {name: whole tensor}, of a stack one for each expert."""
-    whole = {}
+    whole = dict(tensors)
     for name, tensor in tensors.items():
-        if ".experts." not in name:
-            whole[name] = tensor
-            continue
-        here = tensor.detach().contiguous()
-        of_ranks = [torch.empty_like(here) for _ in range(ep.size())]
-        dist.all_gather(of_ranks, here, group=ep)  # sharded(0) -> replicated
-        for e, of_expert in enumerate(torch.cat(of_ranks)):
-            whole[plain_name(name, e)] = of_expert
-    return whole
+        if ".experts." in name:
+            here = tensor.detach().contiguous()
+            of_ranks = [torch.empty_like(here) for _ in range(ep.size())]
+            dist.all_gather(of_ranks, here, group=ep)  # sharded(0) -> replicated
+            whole[name] = torch.cat(of_ranks)
+    return one_by_one(whole)
+
+
+def one_by_one(tensors):
+    """Stacks of experts' weights -> an entry for each expert, as the plain model has them."""
+    found = {}
+    for name, tensor in tensors.items():
+        if ".experts." in name:
+            for e, of_expert in enumerate(tensor):
+                found[plain_name(name, e)] = of_expert
+        else:
+            found[name] = tensor
+    return found
 
 
 def plain_name(name, e):
