@@ -855,13 +855,12 @@ def refuse(args):
     from harness.flags import refuse_flags, require
 
     n = args.world_size
-    ep = args.ep or n
     require(args.impl in ("idea", "scratch", "all"),
             f"--impl {args.impl}: torch has no such layer; part 4 says who has one")
     require(args.top_k <= args.experts,
             f"--top-k {args.top_k} of --experts {args.experts}: choose {args.experts} at most")
-    require(n % ep == 0 and args.experts % ep == 0,
-            f"--ep {ep}: take a divisor of {n} ranks and of --experts {args.experts}")
+    require(n % args.ep == 0 and args.experts % args.ep == 0,
+            f"--ep {args.ep}: take a divisor of {n} ranks and of --experts {args.experts}")
     require(args.batch % n == 0, f"--batch {args.batch} for {n} ranks: take a multiple of {n}")
     if args.impl != "scratch":
         refuse_flags(args, FLAGS, "--shared --capacity --balance --save --resume --init-from")
@@ -933,11 +932,11 @@ def main():
     experts, top_k = of_preset(args.model)
     args.experts = args.experts or experts
     args.top_k = args.top_k or top_k
+    args.ep = args.ep or args.world_size
     refuse(args)
     impls = ("scratch", "idea") if args.impl == "all" else None
     run = Run(args, impls, build_plain)
-    size = args.ep or run.world_size
-    mesh = dist.init_device_mesh(run.device.type, (run.world_size // size, size),
+    mesh = dist.init_device_mesh(run.device.type, (run.world_size // args.ep, args.ep),
                                  mesh_dim_names=("replicas", "ep"))
     replicas, ep = mesh.get_all_groups()
     if run.dry:
