@@ -552,9 +552,8 @@ def load_full_state_dict(model, ep, state):
     """Its inverse. state: {name: whole tensor}, the same on all ranks."""
     for name, tensor in model.state_dict().items():
         if ".experts." in name:  # a stack
-            begin = ep.rank() * len(tensor)
-            here = range(begin, begin + len(tensor))
-            tensor.copy_(torch.stack([state[plain_name(name, e)] for e in here]))
+            for e, of_expert in enumerate(tensor, ep.rank() * len(tensor)):
+                of_expert.copy_(state[plain_name(name, e)])
         elif name in state or not name.endswith("bias_units"):  # of which a plain model has none
             tensor.copy_(state[name])
 
