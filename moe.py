@@ -725,11 +725,10 @@ def parallelize(model, ep, everyone=None, microbatches=1):
     for block in model.blocks:
         plain = block.mlp
         here = mlps_here(plain, ep)
-        up = [mlp.up for mlp in here]
-        down = [mlp.down for mlp in here]
-        experts = Experts(partial(F.gelu, approximate="tanh"), up, down)
-        if hasattr(here[0], "gate"):
-            experts = Experts(F.silu, up, down, [mlp.gate for mlp in here])
+        names = [name for name in ("up", "down", "gate") if hasattr(here[0], name)]
+        linears = [[getattr(mlp, name) for mlp in here] for name in names]
+        activation = F.silu if "gate" in names else partial(F.gelu, approximate="tanh")
+        experts = Experts(activation, *linears)
         kind = partial(MoEWithCapacity, capacity=plain.capacity) if plain.capacity else MoE
         block.mlp = kind(
             plain.router, experts, plain.route, ep, everyone=everyone, shared=plain.shared,
