@@ -51,7 +51,6 @@ import torch.nn.functional as F
 # imports of parts 1 and 2 end here; the rest is for parts 3 to 5
 import re
 import sys
-from collections import defaultdict
 from itertools import chain
 
 from common import FORMS, PRESETS as DENSE, build, loss_sum, share
@@ -746,20 +745,19 @@ def parallelize_idea(model, ep):
 
 
 def full_gradients(model, ep):
-    return gather_experts(gradients_of(model), ep)
-
-
-def gradients_of(model):
-    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    return gather_experts(in_stacks(gradients), ep)
 
 
 def in_stacks(tensors):
-    """{name: tensor} of the idea, whose experts are numbered from 0 on -> as MoE has them."""
-    found = defaultdict(list)  # {name without a number: tensors}
+    """The idea's experts, numbered from 0 on -> stacks, as MoE has them."""
+    found = dict(tensors)
     for name, tensor in tensors.items():
-        found[re.sub(r"\.experts\.\d+", ".experts", name)].append(tensor)
-    return {name: torch.stack(those) if ".experts." in name else those[0]
-            for name, those in found.items()}
+        stack = re.sub(r"\.experts\.\d+", ".experts", name)
+        if stack != name:
+            del found[name]
+            found.setdefault(stack, []).append(tensor)
+    return {name: torch.stack(t) if isinstance(t, list) else t for name, t in found.items()}
 
 
 def train_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
@@ -874,19 +872,17 @@ def set_up(run, impl, replicas, ep):
     if impl == "idea":
         model = parallelize_idea(plain, ep)
         step = idea_step
-        as_ours = in_stacks
     else:
         model = parallelize(plain, ep)
         step = train_step
-        as_ours = dict
     named = list(model.named_parameters())
     names = {p: name for name, p in named}
     name_experts(model, names, ep, run.args.experts)
     optimizer = run.optimizer(named, wholes=wholes_of_stacks, names=names)
     return run.side(
         model, optimizer, partial(step, replicas=replicas, ep=ep),
-        full_gradients=lambda: gather_experts(as_ours(gradients_of(model)), ep),
-        full_state_dict=lambda: gather_experts(as_ours(model.state_dict()), ep),
+        full_gradients=partial(full_gradients, model, ep),
+        full_state_dict=lambda: gather_experts(in_stacks(model.state_dict()), ep),
         pieces=lambda: of_stacks(pieces_of(named, optimizer), ep.rank(), plain_name),
         extra=lambda: {"bias_units": [layer.bias_units.tolist() for layer in layers_of(model)]})
 

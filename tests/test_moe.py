@@ -290,9 +290,8 @@ def train_both(section, plain, step, ep_size, recompute=False):
         total = total.detach()
         dist.all_reduce(total)
         is_idea = not hasattr(section, "broadcast_parameters")
-        as_ours = moe.in_stacks if is_idea else dict
-        gradients, state = [moe.gather_experts(as_ours(tensors), ep)
-                            for tensors in (moe.gradients_of(model), model.state_dict())]
+        gradients = moe.full_gradients(model, ep)
+        state = moe.gather_experts(moe.in_stacks(model.state_dict()), ep)
         compare({"loss": total, "norm": norm, "gradients": gradients, "state": state}, wanted)
         if not is_idea:
             for tensor in model.state_dict().values():
