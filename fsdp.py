@@ -298,14 +298,15 @@ class FSDP(nn.Module):
     reshard: free blocks after forward, and gather them again for backward
     dtype: of whole weights (None: the module's); the caller casts inputs
     home: the device of shards (None: the module's)
-    fill: gives a unit's shard its numbers, from_meta's (None: the first rank's)
+    fill: gives a unit's shard its numbers: the first rank's, or from_meta's
 
     Ranks begin with the first one's parameters and buffers. Frozen ones stay whole, in `dtype`.
     """
 
     unit_class = Unit  # HSDP has another
 
-    def __init__(self, module, blocks, group=None, reshard=True, dtype=None, home=None, fill=None):
+    def __init__(self, module, blocks, group=None, reshard=True, dtype=None, home=None,
+                 fill=Unit.begin_alike):
         super().__init__()
         self.module = module
         self.group = group
@@ -320,10 +321,7 @@ class FSDP(nn.Module):
 
         def new_unit(parameters):
             unit = self.unit_class(parameters, group, dtype, home)
-            if fill:
-                fill(unit)
-            else:
-                unit.begin_alike()
+            fill(unit)
             unit.free()  # from here on the whole is in no rank's memory
             return unit
 
