@@ -160,7 +160,6 @@ class Unit:
         self.buffer = None  # see make_buffer
         self.slots = None  # {parameter: its gradient's view of buffer}
         self.reduce_dtype = reduce_dtype or self.full.dtype  # of buffer and grad
-        self.missing = set()  # parameters that have no gradient yet of this backward
         self.reducing = None  # the sum of buffer over ranks that is under way
         self.gathering = None  # the all-gather into full that is under way
 
@@ -279,8 +278,7 @@ class ZeRO1:
 
     def expect_gradients(self):
         self.pending = self.units[::-1]  # not summed yet, in the order of summing: as backward goes
-        for unit in self.units:
-            unit.missing = set(unit.shapes)
+        self.arrived = set()  # parameters whose gradients of this backward are complete
 
     def ready(self, unit, p):
         """Autograd's call when p's gradient is complete: once in a backward, also if p is tied."""
@@ -292,9 +290,9 @@ class ZeRO1:
         p.grad = None
         self.now = "adding"
         if self.sync:  # this backward is one that ends in a sum
-            unit.missing.discard(p)
+            self.arrived.add(p)
             # in the order of the list: ranks must agree on collectives
-            while self.pending and not self.pending[0].missing:
+            while self.pending and self.arrived.issuperset(self.pending[0].shapes):
                 self.sum_next()
 
     def sum_next(self):
