@@ -699,14 +699,12 @@ def refuse(args, require):
 
 def held(model, zero, optimizer):
     """-> {kind: [tensors]}: what this rank keeps between steps; the ledger counts storages once."""
-    from harness.ledger import held_by, storage_of
+    from harness.ledger import held_by
 
     kinds = held_by(model, optimizer)
     kinds["parameters"] += [unit.shard for unit in zero.units]
     kinds["gradients"] += [unit.grad for unit in zero.units]
-    of_shards = {storage_of(unit.shard)._cdata for unit in zero.units}
-    masters = [part.master for part in zero.parts]
-    kinds["optimizer"] += [m for m in masters if storage_of(m)._cdata not in of_shards]
+    kinds["optimizer"] += [unit.masters for unit in zero.units if unit.masters is not unit.shard]
     return kinds
 
 
@@ -750,16 +748,15 @@ def textbook(run, zero):
     stage = run.args.stage
     b = run.dtype.itemsize
     w = b if run.impls[0] == "idea" else max(b, 4)
-    units = getattr(zero, "units", [zero])  # the idea is a single unit
-    parts = getattr(zero, "parts", [zero])  # of a single part
-    P = sum(unit.full.numel() for unit in units)
-    Q = P  # what stage 3 gathers for backward once more
-    # not an untied embedding, of which backward reads nothing, nor an untied head, which is there
-    if not run.cfg.form.tied:
-        Q -= units[0].full.numel() + units[-1].full.numel()
+    per_number = 2 * w if w == b else 3 * w
+    sizes = [unit.full.numel() for unit in getattr(zero, "units", [zero])]  # the idea: one unit,
+    parts = getattr(zero, "parts", [zero])  # one part
+    P = sum(sizes)
+    # Stage 3 gathers Q for backward once more: not an untied embedding, of which backward reads
+    # nothing, nor an untied head, which is there
+    Q = P if run.cfg.form.tied else sum(sizes[1:-1])
     sums = P if stage == 1 else M * P
     gathers = M * (P + Q) if stage == 3 else P
-    per_number = 2 * w if w == b else 3 * w
     sent = (n - 1) / n  # of what is summed or gathered
     rows = [
         ("wire reduce_scatter", "b P (n-1)/n, from stage 2 on M times", b * sums * sent),
