@@ -173,8 +173,12 @@ class Unit:
         wide = torch.promote_types(like.dtype, torch.float32)
         self.group = group
         self.shapes = {p: p.shape for p in parameters}  # in order; p itself is empty at times
-        self.size = sum(p.numel() for p in parameters)  # without padding
-        self.full = like.new_empty(self.size + -self.size % ranks, dtype=dtype)  # with padding
+        self.spans = {}  # {parameter: where it lies in full and in buffer}
+        size = 0  # without padding
+        for p in parameters:
+            self.spans[p] = slice(size, size + p.numel())
+            size += p.numel()
+        self.full = like.new_empty(size + -size % ranks, dtype=dtype)  # with padding
         self.chunk = len(self.full) // ranks  # numbers in a chunk
         self.mine = slice(rank * self.chunk, (rank + 1) * self.chunk)  # in full and in buffer
         self.places = self.views(self.full)  # {parameter: its view of full}
@@ -188,22 +192,18 @@ class Unit:
 
     def views(self, flat):
         """-> {parameter: its view of a tensor that is laid out like full}."""
-        slices = flat[:self.size].split([shape.numel() for shape in self.shapes.values()])
-        return {p: numbers.view(self.shapes[p]) for p, numbers in zip(self.shapes, slices)}
+        return {p: flat[span].view(self.shapes[p]) for p, span in self.spans.items()}
 
     def cut(self):
         """Makes the parts of this rank's chunk. Its padding is in none of them, and stays zero."""
         self.parts = []
-        end = 0
-        for p, shape in self.shapes.items():
-            begin = end  # where p begins in full
-            end += shape.numel()
-            low = max(begin, self.mine.start)
-            high = min(end, self.mine.stop)
+        for p, span in self.spans.items():
+            low = max(span.start, self.mine.start)
+            high = min(span.stop, self.mine.stop)
             if low < high:  # the numbers of p from low to high in full are in this rank's chunk
-                span = slice(low - self.mine.start, high - self.mine.start)
-                value = self.shard[span]
-                self.parts.append(Part(p, low - begin, value, span, nn.Parameter(value)))
+                here = slice(low - self.mine.start, high - self.mine.start)  # in shard and sum
+                value = self.shard[here]
+                self.parts.append(Part(p, low - span.start, value, here, nn.Parameter(value)))
 
     def begin_alike(self):
         """Fills shard with this rank's chunk of what the group's first rank has."""
@@ -274,7 +274,7 @@ class Unit:
         gradient = self.sum.to(self.shard.device)
         self.sum = None
         for part in self.parts:
-            new = gradient[part.span]
+            new = gradient[part.here]
             if part.master.grad is None:
                 part.master.grad = new
             else:  # of a micro-batch before
@@ -283,9 +283,9 @@ class Unit:
 
 # This rank's part of a parameter p: p.flatten()[first:first + len(value)].
 # value    these numbers, in its unit's shard
-# span     where they are in shard, and their gradients in sum
+# here     where they are in shard, and their gradients in sum
 # master   the nn.Parameter that the optimizer steps: it shares value's memory
-Part = namedtuple("Part", "parameter first value span master")
+Part = namedtuple("Part", "parameter first value here master")
 
 
 class FSDP(nn.Module):
@@ -629,7 +629,7 @@ def full_gradients(model):
     for unit in model.units:
         gradient = torch.zeros_like(unit.shard)
         for part in unit.parts:
-            gradient[part.span] = part.master.grad
+            gradient[part.here] = part.master.grad
         found.update(unit.gathered(gradient))
     return {name: found[p] for name, p in model.module.named_parameters() if p in found}
 

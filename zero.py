@@ -149,8 +149,12 @@ class Unit:
         assert len({p.dtype for p in parameters}) == 1, "make a unit for each dtype"
         self.sites = sites  # the modules whose forwards read the parameters
         self.shapes = {p: p.shape for p in parameters}  # in order; in ZeRO3 p is empty at times
-        self.size = sum(p.numel() for p in parameters)  # without padding
-        self.full = parameters[0].new_zeros(self.size + -self.size % ranks)  # with padding
+        self.spans = {}  # {parameter: where it lies in full and in buffer}
+        size = 0  # without padding
+        for p in parameters:
+            self.spans[p] = slice(size, size + p.numel())
+            size += p.numel()
+        self.full = parameters[0].new_zeros(size + -size % ranks)  # with padding
         self.chunk = len(self.full) // ranks  # numbers in a chunk
         self.mine = slice(rank * self.chunk, (rank + 1) * self.chunk)  # in full and in buffer
         self.places = self.views(self.full)  # {parameter: its view of full}
@@ -158,40 +162,34 @@ class Unit:
             place.copy_(p.detach())
             p.data = place
         self.buffer = None  # see make_buffer
-        self.slots = None  # {parameter: its gradient's view of buffer}
         self.reduce_dtype = reduce_dtype or self.full.dtype  # of buffer and grad
         self.reducing = None  # the sum of buffer over ranks that is under way
         self.gathering = None  # the all-gather into full that is under way
 
     def views(self, flat):
         """-> {parameter: its view of a tensor that is laid out like full}."""
-        slices = flat[:self.size].split([shape.numel() for shape in self.shapes.values()])
-        return {p: numbers.view(self.shapes[p]) for p, numbers in zip(self.shapes, slices)}
+        return {p: flat[span].view(self.shapes[p]) for p, span in self.spans.items()}
 
     def make_buffer(self):
         if self.buffer is None:
             self.buffer = torch.zeros_like(self.full, dtype=self.reduce_dtype)
-            self.slots = self.views(self.buffer)
 
     def cut(self, offload):
-        """Makes the parts of this rank's chunk. Its padding is in none of them, and stays zero.
-        ZeRO1.keep has made shard and grad."""
-        self.parts = []
+        """Makes masters and parts. Padding is in none of the parts, and stays zero."""
         wide = torch.promote_types(self.shard.dtype, torch.float32)
         if offload == "optimizer":
             self.masters = self.shard.to("cpu", wide, copy=True)
         else:
             self.masters = self.shard.to(wide)  # of bf16 a copy; what is wide is shard itself
-        end = 0
-        for p, shape in self.shapes.items():
-            begin = end  # where p begins in full
-            end += shape.numel()
-            low = max(begin, self.mine.start)
-            high = min(end, self.mine.stop)
+        self.parts = []
+        for p, span in self.spans.items():
+            low = max(span.start, self.mine.start)
+            high = min(span.stop, self.mine.stop)
             if low < high:  # the numbers of p from low to high in full are in this rank's chunk
                 here = slice(low - self.mine.start, high - self.mine.start)  # in shard and grad
+                value = self.shard[here]
                 master = nn.Parameter(self.masters[here])
-                self.parts.append(Part(p, low - begin, self.shard[here], self.grad[here], master))
+                self.parts.append(Part(p, low - span.start, value, self.grad[here], master))
 
     def gather(self, group):
         """Begins to fetch the other ranks' chunks of full."""
@@ -286,7 +284,7 @@ class ZeRO1:
         assert self.now != "stepped", "a gradient of the step before: call zero.zero_grad()"
         assert p.dtype == unit.full.dtype, "cast and move the model before ZeRO"
         unit.make_buffer()
-        unit.slots[p].add_(p.grad)
+        unit.buffer[unit.spans[p]].add_(p.grad.flatten())
         p.grad = None
         self.now = "adding"
         if self.sync:  # this backward is one that ends in a sum
@@ -409,7 +407,6 @@ class ZeRO2(ZeRO1):
     def keep_sum(self, unit):
         unit.grad += unit.buffer[unit.mine]
         unit.buffer = None
-        unit.slots = None
 
 
 class ZeRO3(ZeRO2):

@@ -166,7 +166,7 @@ class WholeMatrices:
 def wholes_of_units(units, group, parameters):
     """Of parameters that lie end to end, cut anywhere, as in zero.py and fsdp.py.
 
-    units: have full, chunk and shapes; and parts, whose masters are what is here, 1-D
+    units: have full, chunk, shapes and spans; and parts, whose masters are what is here, 1-D
     """
     masters = {part.parameter: part.master for unit in units for part in unit.parts}
     nothing = nn.Parameter(next(iter(masters.values())).new_empty(0))
@@ -174,16 +174,13 @@ def wholes_of_units(units, group, parameters):
     wanted = set(parameters)
     found = {}
     for unit in units:
-        start = 0
-        for p, shape in unit.shapes.items():
-            end = start + shape.numel()
+        for p, span in unit.spans.items():
             if p in wanted:
                 sizes = []
                 for chunk in range(0, unit.full.numel(), unit.chunk):  # one on each rank
-                    inside = range(max(start, chunk), min(end, chunk + unit.chunk))
+                    inside = range(max(span.start, chunk), min(span.stop, chunk + unit.chunk))
                     sizes.append(len(inside))
-                found[p] = Share(masters.get(p, nothing), shape, sizes)
-            start = end
+                found[p] = Share(masters.get(p, nothing), unit.shapes[p], sizes)
     return [WholeMatrices(found, group)]
 
 

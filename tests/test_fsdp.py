@@ -154,7 +154,7 @@ def test_copy():
 
 
 PLANTED = [
-    (check_copy, "tied", "gradient[part.span]", "gradient[part.span] / 2"),
+    (check_copy, "tied", "gradient[part.here]", "gradient[part.here] / 2"),
     (check_copy, "tied",
      "self.gathering = all_gather(self.full, self.sending, group=self.group, async_op=True)",
      "self.full.zero_()"),

@@ -94,7 +94,7 @@ def test_copy(world, cases):
 PLANTED = [
     (check_copy, "2", "unit.grad += unit.buffer[unit.mine]",
      "unit.grad.copy_(unit.buffer[unit.mine])"),
-    (check_copy, "1", "unit.slots[p].add_(p.grad)", "unit.slots[p].copy_(p.grad)"),
+    (check_copy, "1", "[unit.spans[p]].add_(", "[unit.spans[p]].copy_("),
     (check_copy, "1", "self.arrived.add(p)", "self.arrived.update(unit.shapes)"),
     (check_copy, "1 each", "unit.buffer[:unit.mine.start].zero_()", "pass"),
     (check_copy, "1 each", "unit.buffer[unit.mine.stop:].zero_()", "unit.grad.div_(2)"),
