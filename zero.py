@@ -135,6 +135,7 @@ class Unit:
         shard     this rank's chunk of the parameters, (chunk,)
         grad      its chunk of the whole batch's gradient
         masters   shard as the optimizer steps it: in fp32 or wider
+        parts     of shard, grad and masters: what is of one parameter, see Part
 
     What each stage cuts shows in which of these have memory, and when:
 
@@ -174,23 +175,6 @@ class Unit:
         if self.buffer is None:
             self.buffer = torch.zeros_like(self.full, dtype=self.reduce_dtype)
 
-    def cut(self, offload):
-        """Makes masters and parts. Padding is in none of the parts, and stays zero."""
-        wide = torch.promote_types(self.shard.dtype, torch.float32)
-        if offload == "optimizer":
-            self.masters = self.shard.to("cpu", wide, copy=True)
-        else:
-            self.masters = self.shard.to(wide)  # of bf16 a copy; what is wide is shard itself
-        self.parts = []
-        for p, span in self.spans.items():
-            low = max(span.start, self.mine.start)
-            high = min(span.stop, self.mine.stop)
-            if low < high:  # the numbers of p from low to high in full are in this rank's chunk
-                here = slice(low - self.mine.start, high - self.mine.start)  # in shard and grad
-                value = self.shard[here]
-                master = nn.Parameter(self.masters[here])
-                self.parts.append(Part(p, low - span.start, value, self.grad[here], master))
-
     def gather(self, group):
         """Begins to fetch the other ranks' chunks of full."""
         own = self.full[self.mine]
@@ -204,7 +188,7 @@ class Unit:
             self.gathering = None
 
 
-# What a rank steps of a parameter p, see Unit.cut: p.flatten()[first:first + len(value)].
+# What a rank steps of a parameter p, see ZeRO1.cut: p.flatten()[first:first + len(value)].
 # value    these numbers, in its unit's shard
 # grad     their gradients, in its unit's grad
 # master   the nn.Parameter that the optimizer steps: it has value's memory, or, where value is bf16
@@ -244,7 +228,7 @@ class ZeRO1:
             unit = Unit(parameters, sites, *self.place_of_rank(), reduce_dtype)
             dist.broadcast(unit.full, group=group, group_src=0)  # the first rank's -> replicated
             self.keep(unit)
-            unit.cut(offload)
+            self.cut(unit)
             self.units.append(unit)
             for p in parameters:
                 p.grad = None  # left from before: it is of no step here
@@ -256,15 +240,34 @@ class ZeRO1:
         self.summing = None  # the Unit whose sum is under way
         self.expect_gradients()
 
+    # -- what a rank keeps of a unit between uses, see Unit, and how it is cut into parts
+
     def place_of_rank(self):  # hybrid_3d.py has another
         """-> into how many chunks units are cut, and which of them is this rank's."""
         return dist.get_world_size(self.group), dist.get_rank(self.group)
 
     def keep(self, unit):
-        """Makes what a rank keeps of a unit between uses, see Unit."""
+        """Makes shard and grad."""
         unit.make_buffer()
         unit.shard = unit.full[unit.mine]
         unit.grad = unit.buffer[unit.mine]
+
+    def cut(self, unit):
+        """Makes masters and parts. Padding is in none of the parts, and stays zero."""
+        wide = torch.promote_types(unit.shard.dtype, torch.float32)
+        if self.offload == "optimizer":
+            unit.masters = unit.shard.to("cpu", wide, copy=True)
+        else:
+            unit.masters = unit.shard.to(wide)  # of bf16 a copy; what is wide is shard itself
+        unit.parts = []
+        for p, span in unit.spans.items():
+            low = max(span.start, unit.mine.start)
+            high = min(span.stop, unit.mine.stop)
+            if low < high:  # the numbers of p from low to high in full are in this rank's chunk
+                here = slice(low - unit.mine.start, high - unit.mine.start)  # in shard and grad
+                value = unit.shard[here]
+                master = nn.Parameter(unit.masters[here])
+                unit.parts.append(Part(p, low - span.start, value, unit.grad[here], master))
 
     # -- gradients: a unit's are summed while backward makes those of the unit before it
 
