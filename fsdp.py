@@ -320,6 +320,9 @@ class FSDP(nn.Module):
         self.begin_uncut(frozen, dtype)
 
         def new_unit(parameters):
+            for p in parameters:
+                assert not hasattr(p, "is_sharded"), "blocks share parameters"
+                p.is_sharded = True  # for refuse_step
             unit = self.unit_class(parameters, group, dtype, home)
             fill(unit)
             unit.free()  # from here on the whole is in no rank's memory
@@ -327,18 +330,13 @@ class FSDP(nn.Module):
 
         sharded = [block for block in blocks if trained(block)]  # the others stay whole
         self.block_units = [new_unit(trained(block)) for block in sharded]
-        taken = {p for unit in self.block_units for p in unit.shapes}
-        count = sum(len(unit.shapes) for unit in self.block_units)
-        assert len(taken) == count, "blocks share parameters"
-        rest = [p for p in trained(module) if p not in taken]
+        rest = [p for p in trained(module) if not hasattr(p, "is_sharded")]
         for p in rest:  # for outputs in which watch() finds no tensor, such as a dataclass
             p.register_post_accumulate_grad_hook(self.begin_backward)
         self.root_units = [new_unit(rest)] if rest else []  # none if all of it is frozen
         self.units = self.block_units + self.root_units
         assert self.units, "all parameters are frozen: nothing to shard"
         self.parts = [part for unit in self.units for part in unit.parts]
-        for p in taken.union(rest):
-            p.is_sharded = True  # for refuse_step
         self.masters = nn.ParameterList(part.master for part in self.parts)
         self.summing = []  # units whose sums this backward has begun, in order
         self.in_backward = False
