@@ -621,12 +621,8 @@ def full_gradients(model, zero):
 
 
 def idea_gradients(model, zero):
-    full = torch.empty_like(zero.full)
-    all_gather(full, zero.shard.grad)  # sharded -> replicated
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    sizes = [p.numel() for p in trained.values()]
-    pieces = full[:sum(sizes)].split(sizes)
-    return {name: piece.view_as(p) for (name, p), piece in zip(trained.items(), pieces)}
+    all_gather(zero.buffer, zero.shard.grad)  # sharded -> replicated, in place: gradients are views
+    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
 
 
 def train_step(model, zero, optimizer, x, y, valid, clip, accum=1):
