@@ -207,7 +207,7 @@ class Slot:
 
     def __init__(self, tensor):
         self.shape = tensor.shape
-        self.kept = None  # a Kept, when forward has run again
+        self.again = None  # a function that returns it, when forward has run again
 
 
 class Enough(BaseException):  # not an Exception: forward might catch those
@@ -222,7 +222,7 @@ class Rerun:
         device = next((x.device.type for x in tensors if not x.is_cpu), "cpu")
         self.autocast = torch.autocast(device, enabled=torch.is_autocast_enabled(device))
         self.forward = forward
-        hooks = hooks_around()  # those of a checkpoint around this one, see Kept
+        hooks = hooks_around()  # those of a checkpoint around this one, see keep
         self.inputs = [keep(x, hooks) for x in inputs]
         self.keywords = {name: keep(x, hooks) for name, x in keywords.items()}
         self.states = random_states()
@@ -234,14 +234,14 @@ class Rerun:
         return slot
 
     def unpack(self, slot):
-        if slot.kept is None:
+        if slot.again is None:
             self.repeat()
-        return slot.kept.again()
+        return slot.again()
 
     @eager
     def repeat(self):
-        inputs = [unpacked(x) for x in self.inputs]
-        keywords = {name: unpacked(x) for name, x in self.keywords.items()}
+        inputs = [again() for again in self.inputs]
+        keywords = {name: again() for name, again in self.keywords.items()}
         # the second run's graph is thrown away: this unpack is never called
         filling = saved_tensors_hooks(partial(self.fill, hooks_around()), self.unpack)
         before = random_states()
@@ -257,7 +257,7 @@ class Rerun:
         """The pack of the second run."""
         slot = self.slots.pop(0)  # from now on the graph alone has it, which frees it after use
         assert tensor.shape == slot.shape, "forward saved other tensors when it ran again"
-        slot.kept = Kept(tensor.detach(), hooks)
+        slot.again = keep(tensor.detach(), hooks)
         if not self.slots:
             raise Enough
 
@@ -294,25 +294,18 @@ def unpack_checked(packed):
     return tensor
 
 
-class Kept:
-    """A tensor that a checkpoint keeps. Of nested pairs of hooks autograd calls the innermost
-    alone: so the checkpoint hands what it keeps to the pair around it."""
+def keep(x, hooks):
+    """-> a function that returns x again, a tensor or what else forward is called with.
 
-    def __init__(self, tensor, hooks):
-        pack, self.unpack = hooks
-        self.packed = pack(tensor)
-        self.requires_grad = tensor.requires_grad
-
-    def again(self):
-        return self.unpack(self.packed).detach().requires_grad_(self.requires_grad)
-
-
-def keep(x, hooks):  # an argument that is no tensor stays as it is
-    return Kept(x, hooks) if torch.is_tensor(x) else x
-
-
-def unpacked(x):
-    return x.again() if isinstance(x, (Kept, Recipe)) else x
+    Of nested pairs of hooks autograd calls the innermost alone: so the checkpoint hands what it
+    keeps to the pair around it.
+    """
+    if not torch.is_tensor(x):
+        return lambda: x
+    pack, unpack = hooks
+    packed = pack(x)
+    requires_grad = x.requires_grad
+    return lambda: unpack(packed).detach().requires_grad_(requires_grad)
 
 
 # ---- selective: the results of cheap operations alone are made again
@@ -339,8 +332,8 @@ def selective(forward, *inputs, **keywords):
     ones again from them. forward does not run again. If it is compiled, torch runs it uncompiled
     here, since WriteRecipes has to see its operations.
     """
-    hooks = saved_tensors_hooks(partial(keep_recipe, hooks=hooks_around()), unpacked)
-    with hooks, WriteRecipes():
+    pack = partial(keep_or_recipe, hooks=hooks_around())
+    with saved_tensors_hooks(pack, lambda again: again()), WriteRecipes():
         return forward(*inputs, **keywords)
 
 
@@ -348,12 +341,12 @@ class WriteRecipes(TorchDispatchMode):
     """Sees every operation, and gives the results of cheap ones a recipe."""
 
     def __torch_dispatch__(self, op, types, inputs=(), keywords=None):
-        keywords = keywords or {}
-        outputs = op(*inputs, **keywords)
+        make = partial(op, **(keywords or {}))
+        outputs = make(*inputs)
         # gradients are off within autograd Functions, whose collectives write unseen by _version
         if op in CHEAP and torch.is_grad_enabled():
             # autograd packs the very tensor that comes out here, and with it what is noted on it
-            main_output(outputs).recipe = Recipe(op, inputs, keywords)
+            main_output(outputs).recipe = Recipe(make, inputs)
         return outputs
 
 
@@ -362,35 +355,33 @@ def main_output(outputs):  # norms return their statistics besides
 
 
 class Recipe:
-    """What is kept in the place of a cheap operation's result: how to make it again."""
+    """Makes the result of a cheap operation again, in whose place it is kept."""
 
-    def __init__(self, op, inputs, keywords):
-        self.op = op
-        self.keywords = keywords
+    def __init__(self, make, inputs):
+        self.make = make
         # [(input, its version)] until something keeps the recipe; some are no tensors
         self.read = [(x, getattr(x, "_version", 0)) for x in inputs]
-        self.kept = None  # from then on: a Kept or Recipe in the place of each tensor
+        self.kept = []  # from then on: functions that return the inputs
         self.result = None  # made once, though q, k and v all ask for the result of a norm
 
     def is_outdated(self):  # was an input changed in place?
         return any(getattr(x, "_version", 0) > then for x, then in self.read)
 
-    def again(self):
+    def __call__(self):
         if self.result is None:
-            inputs = [unpacked(x) for x in self.kept]
-            self.result = main_output(self.op(*inputs, **self.keywords))
+            inputs = [again() for again in self.kept]
+            self.result = main_output(self.make(*inputs))
         return self.result
 
 
-def keep_recipe(x, hooks):
+def keep_or_recipe(x, hooks):
     """The pack of selective -> x's recipe; x kept, if it has none, or if x or what it is made of
     was changed in place since."""
     recipe = getattr(x, "recipe", None)
     if recipe is None or x._version > 0 or recipe.is_outdated():
         return keep(x, hooks)
-    if recipe.kept is None:
-        recipe.kept = [keep_recipe(y, hooks) for y, _ in recipe.read]
-        recipe.read = []  # what is not kept need not stay alive
+    recipe.kept += [keep_or_recipe(y, hooks) for y, _ in recipe.read]
+    recipe.read = []  # nothing is kept twice, and what is not kept need not stay alive
     return recipe
 
 

@@ -624,7 +624,7 @@ def test_planted_in_the_idea(old, new):
 @pytest.mark.parametrize("how, old, new", [
     ("full", "        set_random_states(*self.states)\n", ""),
     ("full", "        set_random_states(*before)\n", ""),
-    ("full", ".requires_grad_(self.requires_grad)", ".requires_grad_(False)"),
+    ("full", ".requires_grad_(requires_grad)", ".requires_grad_(False)"),
     ("full", "torch.enable_grad(), self.autocast", "self.autocast"),
     ("full", "        if not self.slots:", "        if len(self.slots) < 2:"),
     ("selective", "        return self.result\n", "        return 2 * self.result\n"),
