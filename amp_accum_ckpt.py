@@ -99,11 +99,6 @@ class LossScaler:
         self.scale = torch.tensor(scale, device=device)
         self.good_steps = good_steps  # since the last overflow
 
-    def unscale(self, parameters):
-        for p in parameters:
-            if p.grad is not None:
-                p.grad /= self.scale
-
     def step(self, optimizer, norm):
         if norm.isfinite():
             optimizer.step()
@@ -113,6 +108,19 @@ class LossScaler:
         else:  # something has overflowed: this step is left out
             self.scale = self.scale / 2
             self.good_steps = 0
+
+
+def clip_and_step(model, optimizer, clip, scaler):  # -> the gradients' norm before
+    if scaler:
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad /= scaler.scale
+    norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+    if scaler:
+        scaler.step(optimizer, norm)
+    else:
+        optimizer.step()
+    return norm
 
 
 def idea_step(model, optimizer, inputs, targets, valid, clip, accum, dtype, scaler):
@@ -128,14 +136,7 @@ def idea_step(model, optimizer, inputs, targets, valid, clip, accum, dtype, scal
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
         dist.all_reduce(p.grad)  # partial -> replicated
-    if scaler:
-        scaler.unscale(trained)
-    norm = nn.utils.clip_grad_norm_(trained, clip)
-    if scaler:
-        scaler.step(optimizer, norm)
-    else:
-        optimizer.step()
-    return loss, norm
+    return loss, clip_and_step(model, optimizer, clip, scaler)
 
 
 # ---- 2. the technique (copy this; it needs part 1 and torch) -----------------
@@ -406,23 +407,28 @@ def loss_in_chunks(loss_of, x, y, chunks):
 # not this file, steps fp32 masters of them.
 
 
-class FusedLossScaler(LossScaler):
+class FusedLossScaler:
     """Used as LossScaler, whose `if norm.isfinite()` has the host wait for the GPU. Here a fused
-    optimizer skips a step by itself, where its found_inf is 1 (Micikevicius 3.2). norm is that of
-    all ranks' gradients, so that all skip, or none.
+    optimizer skips a step by itself, where its found_inf is 1 (Micikevicius 3.2), and torch's own
+    scaler's operation changes the scale. norm is that of all ranks' gradients, so that all skip, or
+    none.
     """
+
+    interval = 2000
+
+    def __init__(self, device, scale=65536.0, good_steps=0):
+        self.scale = torch.tensor(scale, dtype=torch.float32, device=device)
+        self.good_steps = torch.tensor(good_steps, dtype=torch.int32, device=device)
 
     def step(self, optimizer, norm):
         assert optimizer.defaults.get("fused"), "take fused=True: other optimizers skip no step"
-        overflow = norm.isfinite().logical_not()
-        optimizer.found_inf = overflow.float()
+        overflow = norm.isfinite().logical_not().float()
+        optimizer.found_inf = overflow
         optimizer.step()
         del optimizer.found_inf  # else a later step without this scaler would skip, too
-        good_steps = torch.where(overflow, 0, self.good_steps + 1)
-        doubles = good_steps >= self.interval
-        factor = torch.where(overflow, 0.5, torch.where(doubles, 2.0, 1.0))
-        self.scale = (self.scale * factor).clamp(1.0, 2.0 ** 100)  # it would stay 0 or inf for ever
-        self.good_steps = torch.where(doubles, 0, good_steps)
+        # halves the scale or, after `interval` good steps, doubles it
+        torch._amp_update_scale_(self.scale, self.good_steps, overflow, 2.0, 0.5, self.interval)
+        self.scale.clamp_(1.0, 2.0 ** 100)  # it would stay 0 or inf for ever
 
 
 # ---- 3. the toy GPT, parallelized --------------------------------------------
@@ -458,14 +464,7 @@ def train_step(model, optimizer, inputs, targets, valid, clip, accum, scaler, lo
         part.backward(scaler.scale if scaler else None)
         loss = loss + part.detach()
     sum_gradients(model.parameters())
-    if scaler:
-        scaler.unscale(model.parameters())
-    norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
-    if scaler:
-        scaler.step(optimizer, norm)
-    else:
-        optimizer.step()
-    return loss, norm
+    return loss, clip_and_step(model, optimizer, clip, scaler)
 
 
 # ---- 4. at work: the same with torch's own API -------------------------------
@@ -563,10 +562,10 @@ def make_scaler(run, impl):
 
 def state_of(scaler):
     """-> what --save writes besides."""
-    if isinstance(scaler, LossScaler):
-        good_steps = int(scaler.good_steps % scaler.interval)  # since the scale has changed
-        return {"scale": float(scaler.scale), "_growth_tracker": good_steps}
-    return scaler.state_dict()
+    if isinstance(scaler, torch.amp.GradScaler):
+        return scaler.state_dict()
+    good_steps = int(scaler.good_steps % scaler.interval)  # since the scale has changed
+    return {"scale": float(scaler.scale), "_growth_tracker": good_steps}
 
 
 def set_up(run, impl):
