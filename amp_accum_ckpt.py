@@ -226,7 +226,9 @@ class Rerun:
         hooks = hooks_around()  # those of a checkpoint around this one, see keep
         self.inputs = [keep(x, hooks) for x in inputs]
         self.keywords = {name: keep(x, hooks) for name, x in keywords.items()}
-        self.states = random_states()
+        self.cpu_state = torch.get_rng_state()  # of its random numbers
+        self.gpus = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        self.gpu_states = [torch.cuda.get_rng_state(gpu) for gpu in self.gpus]
         self.slots = []  # those to be filled, in the order of forward
 
     def pack(self, tensor):
@@ -245,12 +247,13 @@ class Rerun:
         keywords = {name: again() for name, again in self.keywords.items()}
         # the second run's graph is thrown away: this unpack is never called
         filling = saved_tensors_hooks(partial(self.fill, hooks_around()), self.unpack)
-        before = random_states()
-        set_random_states(*self.states)
-        # In backward gradients are off, but only with gradients on autograd saves tensors.
-        with suppress(Enough), torch.enable_grad(), self.autocast, filling:
-            self.forward(*inputs, **keywords)
-        set_random_states(*before)
+        with torch.random.fork_rng(self.gpus), suppress(Enough):
+            torch.set_rng_state(self.cpu_state)
+            for gpu, state in zip(self.gpus, self.gpu_states):
+                torch.cuda.set_rng_state(state, gpu)
+            # In backward gradients are off, but only with gradients on autograd saves tensors.
+            with torch.enable_grad(), self.autocast, filling:
+                self.forward(*inputs, **keywords)
         assert not self.slots, "forward saved fewer tensors when it ran again"
 
     @eager
@@ -261,18 +264,6 @@ class Rerun:
         slot.again = keep(tensor.detach(), hooks)
         if not self.slots:
             raise Enough
-
-
-def random_states():
-    """The states of the random numbers of the CPU and, if one is in use, of the GPU."""
-    gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
-    return torch.get_rng_state(), gpu
-
-
-def set_random_states(cpu, gpu):
-    torch.set_rng_state(cpu)
-    if gpu is not None:
-        torch.cuda.set_rng_state(gpu)
 
 
 # ---- checkpoints within checkpoints: what one keeps goes through the hooks around it

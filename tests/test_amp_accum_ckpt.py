@@ -615,8 +615,8 @@ def test_planted_in_the_idea(old, new):
 
 
 @pytest.mark.parametrize("how, old, new", [
-    ("full", "        set_random_states(*self.states)\n", ""),
-    ("full", "        set_random_states(*before)\n", ""),
+    ("full", "            torch.set_rng_state(self.cpu_state)\n", ""),
+    ("full", "torch.random.fork_rng(self.gpus), ", ""),
     ("full", ".requires_grad_(requires_grad)", ".requires_grad_(False)"),
     ("full", "torch.enable_grad(), self.autocast", "self.autocast"),
     ("full", "        if not self.slots:", "        if len(self.slots) < 2:"),
