@@ -438,12 +438,9 @@ def parallelize(model, checkpointing=None, loss_chunks=1):
     return model
 
 
-def head_and_loss(weight, chunks, x, y):
-    """As loss_sum, of what the head reads: x (B, T, C)."""
-    def loss_of(rows, targets):
-        return loss_sum(F.linear(rows, weight), targets)
-
-    return loss_in_chunks(loss_of, x, y, chunks)
+def head_and_loss(weight, rows, targets):
+    """As loss_sum, of what the head reads: rows (.., C)."""
+    return loss_sum(F.linear(rows, weight), targets)
 
 
 def train_step(model, optimizer, inputs, targets, valid, clip, accum, scaler, losses):
@@ -480,7 +477,7 @@ def parallelize_at_work(model, ckpt, loss_chunks):
     return DistributedDataParallel(model, gradient_as_bucket_view=True)
 
 
-def head_and_loss_at_work(weight, chunks, x, y):
+def loss_in_chunks_at_work(weight, x, y, chunks):
     rows = math.ceil(y.numel() / chunks)
     options = nn.LinearCrossEntropyOptions(batch_chunk_size=rows, chunking_method=None)
     x = x.flatten(0, 1)
@@ -582,8 +579,9 @@ def set_up(run, impl):
     def losses(x, y):
         if args.loss_chunks == 1:
             return loss_sum(model(x), y)
-        in_chunks = head_and_loss_at_work if impl == "torch" else head_and_loss
-        return in_chunks(head.weight, args.loss_chunks, model(x), y)
+        if impl == "torch":
+            return loss_in_chunks_at_work(head.weight, model(x), y, args.loss_chunks)
+        return loss_in_chunks(partial(head_and_loss, head.weight), model(x), y, args.loss_chunks)
 
     step = partial(idea_step, dtype=dtype)
     if impl != "idea":

@@ -198,7 +198,7 @@ def in_chunks(x, weight, y):
 
 
 def at_work(x, weight, y):
-    return amp_accum_ckpt.head_and_loss_at_work(weight, 4, x, y)
+    return amp_accum_ckpt.loss_in_chunks_at_work(weight, x, y, 4)
 
 
 def test_loss_in_chunks():
