@@ -84,11 +84,9 @@ class Attention(nn.Module):
         self.rotate = None
         if not cfg.form.learned_positions:
             self.rotate = partial(rotate, theta=cfg.theta)
-        self.q_norm = nn.Identity()
-        self.k_norm = nn.Identity()
-        if cfg.form.qk_norm:
-            self.q_norm = cfg.form.norm(self.head_dim, cfg.eps)
-            self.k_norm = cfg.form.norm(self.head_dim, cfg.eps)
+        norm = cfg.form.norm if cfg.form.qk_norm else nn.Identity
+        self.q_norm = norm(self.head_dim, cfg.eps)
+        self.k_norm = norm(self.head_dim, cfg.eps)
 
     def project(self, x):  # a method, so that it can be exchanged
         return self.q(x), self.k(x), self.v(x)
