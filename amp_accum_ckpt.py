@@ -14,7 +14,7 @@
         with torch.autocast("cuda", torch.bfloat16):  # float16 wants a scaler besides: idea_step
             loss = loss_sum(model(inputs), targets) / valid  # targets of all ranks' batches
         loss.backward()
-    sum_gradients(model.parameters())  # if there are several ranks; then clip and step
+    sum_gradients(model.parameters())  # if there are several ranks; then clip_and_step
 
 Bytes on a CPU (CUDA's RMSNorm keeps less). P parameters, V words, C width; Llama's form: F width of
 the MLP, K key-value heads, D their width:
@@ -587,10 +587,9 @@ def set_up(run, impl):
     if impl != "idea":
         step = partial(train_step_at_work if impl == "torch" else train_step, losses=losses)
     step = partial(step, accum=args.accum, scaler=scaler)
-    of_fp16 = {}
-    if args.amp == "fp16":
-        of_fp16 = dict(may_overflow=True, extra=partial(state_of, scaler))
-    return run.side(model, optimizer, step, evaluate=losses, **of_fp16)
+    fp16 = args.amp == "fp16"
+    extra = partial(state_of, scaler) if fp16 else dict
+    return run.side(model, optimizer, step, evaluate=losses, extra=extra, may_overflow=fp16)
 
 
 def textbook(run, parameters):
