@@ -33,9 +33,9 @@ P parameters. In a layer a rank's queries have Q elements, its keys S, its value
 
 Liu 2023, arXiv:2310.01889, section 3 (ring). Llama team 2024, arXiv:2407.21783, section 3.3.2
 (zigzag's chunks, allgather). Jacobs 2023, arXiv:2309.14509, section 3 (ulysses).
-
 Not for: sliding windows, scales other than D ** -0.5, dropout in attention, KV caches, v of another
-width than k; layers besides attention that look at other tokens (convolutions, means); deepcopies.
+width than k; layers besides attention that look at other tokens (convolutions, means); deepcopies;
+experts of moe.py (but in hybrid_3d.py).
 At work: torch.distributed.tensor.experimental.context_parallel, part 4 below.
     torchrun --standalone --nproc_per_node=2 context_parallel.py --attn zigzag
 """

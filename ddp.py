@@ -139,6 +139,8 @@ class BucketedDDP(nn.Module):
 
     def __init__(self, module, group=None, bucket_mb=25, reduce_dtype=None):
         super().__init__()
+        assert not any(hasattr(m, "is_of_experts") for m in module.modules()), (
+            "ranks have different experts: take moe.py's broadcast_parameters and sum_gradients")
         self.module = module
         self.sync = True  # False within no_sync()
         self.to_start = []  # buckets that this backward has still to send; empty between backwards

@@ -26,17 +26,17 @@ P numbers are trained on N ranks in fp32, P_again of them in blocks other than t
     sent per backward                       -             4 (2 P + P_again) (N-1)/N
       with --no-reshard                     -             8 P (N-1)/N, all blocks stay gathered
     gathers and sums, L blocks and the root -             2L all-gathers, L+1 reduce-scatters
-
 With dtype=torch.bfloat16, or a bf16 model, what is gathered has 2 bytes a number; shards, sums of
 gradients and states keep 4. Autocast would keep bf16 copies of all weights until backward.
 ZeRO-3 in zero.py cuts alike, as the last step of a ladder, for any units; FSDP is for blocks,
 leaves the loop as it was, and builds from meta.
 Zhao 2023, "PyTorch FSDP", arXiv:2304.11277, sections 3, 4: a unit is one flat tensor, as here.
 At work: fully_shard, part 4 below, which cuts each parameter along dim 0 instead.
-Not for: optimizers of whole matrices (but see harness/whole.py); weights stepped between a forward
-and its backward; blocks called by yourself, or twice in a forward; ranks that use different blocks;
-GradScaler (ranks would skip different steps); freezing or loading by hand later; autograd.grad,
-second derivatives, reentrant checkpointing, backwards that raise. Unused ones get gradients of 0.
+Not for: models cut by tensor_parallel.py, experts of moe.py (hybrid_3d.py has both); optimizers of
+whole matrices (but see harness/whole.py); weights stepped between a forward and its backward;
+blocks called by yourself, or twice in a forward; ranks that use different blocks; GradScaler (ranks
+would skip different steps); freezing or loading by hand later; autograd.grad, second derivatives,
+reentrant checkpointing, backwards that raise. Unused ones get gradients of 0.
     torchrun --standalone --nproc_per_node=2 fsdp.py
 """
 from collections import namedtuple
@@ -308,6 +308,8 @@ class FSDP(nn.Module):
     def __init__(self, module, blocks, group=None, reshard=True, dtype=None, home=None,
                  fill=Unit.begin_alike):
         super().__init__()
+        assert not any(hasattr(m, "is_of_experts") for m in module.modules()), (
+            "ranks have different experts: take hybrid_3d.py")
         self.module = module
         self.group = group
         self.reshard = reshard

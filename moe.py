@@ -31,15 +31,16 @@ all. The rest of the model has `dense`. A parameter has b bytes. Balanced, a ran
     calls per layer, for rows of C         -                       2 all-to-alls, 2 more in backward
     calls per layer, for E int64 counts    -                       1 all-to-all, 1 all-reduce
     gradients all-reduced                  -                       b dense, b experts/ep if ep < n
-
 Lepikhin 2020, "GShard", arXiv:2006.16668 (all-to-all, capacity); Fedus 2021, "Switch Transformers",
 arXiv:2101.03961, eq. 4 (balancing); Zoph 2022, "ST-MoE", arXiv:2202.08906, eq. 5 (z-loss); Jiang
 2024, "Mixtral", arXiv:2401.04088 (gated experts); DeepSeek-V3 2024, arXiv:2412.19437, sec. 2.1.2.
 Not for: experts that are not MLPs of nn.Linear, or partly frozen; dense layers that only some ranks
-use; evaluation on some ranks alone; fp16, loss scalers; deepcopies. At work: see part 4.
+use; evaluation on some ranks alone; fp16, loss scalers; deepcopies; ddp.py, zero.py and fsdp.py
+(but within hybrid_3d.py); two backwards through one forward. At work: see part 4.
     torchrun --standalone --nproc_per_node=2 moe.py
 """
 import math
+import re
 from collections import namedtuple
 from functools import partial
 
@@ -49,7 +50,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 # imports of parts 1 and 2 end here; the rest is for parts 3 to 5
-import re
 import sys
 from itertools import chain
 
@@ -204,6 +204,12 @@ def idea_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
 # ---- experts in stacks
 
 
+def refuse_forwards(linears):
+    for linear in linears:
+        assert type(linear) is nn.Linear and "forward" not in vars(linear), (
+            f"{linear}: its weight is used, but its forward would not be called")
+
+
 class StackedLinear(nn.Module):
     """An nn.Linear per expert, in stacks: weight (E/ep, out, in), bias (E/ep, out) or None: whoever
     decays by p.dim() >= 2 decays these biases, too."""
@@ -212,6 +218,7 @@ class StackedLinear(nn.Module):
 
     def __init__(self, linears):
         super().__init__()
+        refuse_forwards(linears)
         self.bias = None
         stacks, _ = torch.func.stack_module_state(linears)
         for name, stack in stacks.items():  # weight, and bias if there is one
@@ -358,6 +365,7 @@ class MoE(nn.Module):
         super().__init__()
         E = len(experts.up.weight) * ep.size()
         assert router.out_features == E, f"MoE: {router.out_features} logits for {E} experts"
+        refuse_forwards([router])
         self.router = router
         self.experts = experts
         self.route = route
@@ -508,7 +516,8 @@ def broadcast_parameters(model, replicas):
 
 
 def sum_gradients(model, replicas):
-    """all_reduce_gradients, by one all-reduce for all that is dense and one for experts."""
+    """all_reduce_gradients, once a step, after the last backward: by one all-reduce for all that is
+    dense and one for experts."""
     for parameters, group in zip(dense_and_experts(model), (dist.group.WORLD, replicas)):
         gradients = [p.grad for p in parameters if p.grad is not None]
         if gradients and group.size() > 1:
@@ -550,7 +559,7 @@ def full_state_dict(model, ep):
 def load_full_state_dict(model, ep, state):
     """Its inverse. state: {name: whole tensor}, the same on all ranks."""
     for name, tensor in model.state_dict().items():
-        if ".experts." in name:  # a stack
+        if is_stack(name):
             for e, of_expert in enumerate(tensor, ep.rank() * len(tensor)):
                 of_expert.copy_(state[plain_name(name, e)])
         elif name in state or not name.endswith("bias_units"):  # of which a plain model has none
@@ -561,7 +570,7 @@ def gather_experts(tensors, ep):
     """{name: tensor here} -> {name: whole tensor}, of a stack one for each expert."""
     whole = dict(tensors)
     for name, tensor in tensors.items():
-        if ".experts." in name:
+        if is_stack(name):
             here = tensor.detach().contiguous()
             of_ranks = [torch.empty_like(here) for _ in range(ep.size())]
             dist.all_gather(of_ranks, here, group=ep)  # sharded(0) -> replicated
@@ -573,7 +582,7 @@ def one_by_one(tensors):
     """Stacks of experts' weights -> an entry for each expert, as the plain model has them."""
     found = {}
     for name, tensor in tensors.items():
-        if ".experts." in name:
+        if is_stack(name):
             for e, of_expert in enumerate(tensor):
                 found[plain_name(name, e)] = of_expert
         else:
@@ -581,9 +590,14 @@ def one_by_one(tensors):
     return found
 
 
+def is_stack(name):
+    return plain_name(name, 0) != name
+
+
 def plain_name(name, e):
-    """blocks.0.mlp.experts.up.weight, 5 -> blocks.0.mlp.experts.5.up.weight"""
-    return name.replace(".experts.", f".experts.{e}.")
+    """blocks.0.mlp.experts.up.weight, 5 -> blocks.0.mlp.experts.5.up.weight. Others stay as they
+    are, also if a MoE itself is called experts."""
+    return re.sub(r"\.experts\.(up|down|gate)\.", rf".experts.{e}.\1.", name)
 
 
 # ---- another router

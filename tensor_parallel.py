@@ -559,7 +559,7 @@ def cut_model(model, tp, plan):
     or yours. Hooks of what is replaced are lost.
     """
     for t in model.state_dict(keep_vars=True).values():
-        if not t.is_meta:
+        if not t.is_meta and t not in tp.cuts:  # in the cuts: by a cut_model before
             t.data = t.data.contiguous()  # a broadcast sends memory, whatever the strides
             dist.broadcast(t.data, group=tp.group, group_src=0)  # the first rank's -> replicated
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -596,6 +596,8 @@ def sum_over_ranks(tensors, group):
 
 def sum_gradients(model, tp):
     """Once a step, after the last backward: sum those gradients that are a summand on each rank."""
+    has_some = any(p.grad is not None for p in model.parameters())
+    assert has_some, "no gradients: if ZeRO or FSDP has them, take hybrid_3d.py, which sums those"
     by_group = defaultdict(list)  # {group: gradients}
     for p in model.parameters():
         group = tp.group_of_sum(p)

@@ -28,12 +28,12 @@ blocks, in the usual loop, also from a meta model.
     zero.reduce()  # after each backward
     norm = zero.clip_grad_norm_(1.0)  # not nn.utils.clip_grad_norm_
     zero.step(optimizer)
-
-Not for: Muon, Shampoo, LAMB (but see harness/whole.py), optimizers that count a group's steps (but
-see step_at_once); weights stepped between a forward and its backward; blocks of several dtypes;
-sparse embeddings; second derivatives; backwards that raise; reentrant checkpointing; parameters
-thawed later, or loaded except by load_full_state_dict. Unused ones get gradients of 0. In stage 3
-blocks return one tensor, ranks use parameters in one order, autocast keeps bf16 copies of weights.
+Not for: models cut by tensor_parallel.py, experts of moe.py (hybrid_3d.py combines them); Muon,
+LAMB (but see harness/whole.py), optimizers that count a group's steps (but see step_at_once);
+weights stepped between a forward and its backward; blocks of several dtypes; sparse embeddings;
+second derivatives; backwards that raise; reentrant checkpointing; parameters thawed later, or
+loaded except by load_full_state_dict. Unused ones get gradients of 0. In stage 3 blocks return one
+tensor, ranks use parameters in one order, autocast keeps bf16 copies of weights.
 Rajbhandari et al. 2019, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
 arXiv:1910.02054, sections 5 and 7; Ren et al. 2021, "ZeRO-Offload", arXiv:2101.06840.
 At work: ZeroRedundancyOptimizer (stage 1), fully_shard (stage 3; stage 2's traffic), part 4 below.
