@@ -43,14 +43,14 @@ FORMS = {
 
 @pytest.mark.parametrize("form, world, flags", [
     ("gpt2", 8, "--dp 2 --tp 2 --pp 2 --sp --zero 1 --eval-every 1 --warmup 1 --decay cosine"),
-    ("llama", 4, "--dp 1 --cp 2 --tp 2 --pp 1 --sp --ckpt full"),
+    ("llama", 4, "--dp 1 --cp 2 --tp 2 --pp 1 --sp --ckpt full --micro 2"),
     ("gpt2", 4, "--dp 2 --tp 1 --pp 2 --zero 2 --schedule zb-h1 --ckpt selective"),
-    ("llama", 4, "--dp 2 --cp 2 --tp 1 --pp 1 --zero 3 --attn allgather --ckpt full"),
+    ("llama", 4, "--dp 2 --cp 2 --pp 1 --zero 3 --attn allgather --ckpt full --micro 2"),
     ("gpt2", 4, "--dp 1 --cp 2 --tp 1 --pp 2 --zero 1 --attn ring --experts 4 --ep 2 --capacity 1"),
-    ("llama", 4, "--dp 2 --tp 2 --pp 1 --sp --zero 2 --experts 4 --shared --balance bias"),
+    ("llama", 4, "--tp 2 --pp 1 --sp --zero 2 --experts 4 --shared --balance bias --micro 2"),
     ("gpt2", 4, "--dp 2 --tp 1 --pp 2 --schedule zb-h2 --experts 4 --top-k 1 --balance none"),
     ("llama", 4, "--dp 1 --tp 2 --pp 2 --sp --schedule dualpipe-v --layers 4 --micro 4"),
-    ("qwen3", 4, "--dp 1 --tp 4 --pp 1 --zero 1 --schedule zb-h1"),  # 2 heads of keys and values
+    ("qwen3", 4, "--tp 4 --pp 1 --zero 1 --schedule zb-h1 --micro 2"),  # 2 heads of keys, values
 ])
 def test_equals_one_process(form, world, flags):
     """And the bytes along each axis are the docstring's, but for those of experts, whose number
@@ -110,7 +110,7 @@ EVEN = ("--vocab", "260")  # which tp divides
 @pytest.mark.parametrize("form, world, flags", [
     ("gpt2", 8, "--dp 2 --tp 2 --pp 2"),
     ("qwen3", 4, "--dp 1 --tp 2 --pp 2"),
-    ("llama", 4, "--dp 2 --tp 2 --pp 1"),
+    ("llama", 4, "--dp 2 --tp 2 --pp 1 --micro 2"),
     ("gpt2", 4, "--dp 2 --tp 1 --pp 2 --eval-every 2"),
 ])
 def test_idea(form, world, flags):
@@ -221,7 +221,7 @@ def not_summed_over_ends(module):
 ])
 def test_planted_bugs(kind, row, form, flags):
     plant = partial(change_table, kind=kind, row=row)
-    check_bug_shows("hybrid_3d", 2, *FORMS[form], *flags.split(), plant=plant)
+    check_bug_shows("hybrid_3d", 2, *FORMS[form], *flags.split(), "--micro", "2", plant=plant)
 
 
 @pytest.mark.parametrize("plant, flags", [
@@ -229,7 +229,7 @@ def test_planted_bugs(kind, row, form, flags):
     (not_summed_over_ends, "--pp 2 --tp 1"),
 ])
 def test_planted_bugs_elsewhere(plant, flags):
-    check_bug_shows("hybrid_3d", 2, *FORMS["gpt2"], *flags.split(), plant=plant)
+    check_bug_shows("hybrid_3d", 2, *FORMS["gpt2"], *flags.split(), "--micro", "2", plant=plant)
 
 
 # ---- models that are not ours --------------------------------------------------
