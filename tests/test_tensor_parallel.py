@@ -18,6 +18,7 @@ from others import (
 LLAMA = ["--model", "llama-toy"]
 QWEN = ["--model", "qwen3-toy"]
 ODD = ["--vocab", "257"]
+ONE = ["--steps", "1"]
 IDEA = ["--impl", "idea"]
 SOME_FROZEN = ["--train", r"blocks\.1\.|norm", *ODD, "--warmup", "1", "--eval-every", "1"]
 
@@ -392,11 +393,11 @@ def test_cost_in_bf16():
 def test_figures_of_the_toy():
     """Calls, bytes and memory, as the docstring and part 2 say."""
     cases = [
-        (IDEA, {"all_reduce": 4 * 6 + 2 + 4}, 13.6),  # embedding and head; loss and norm
-        ([*IDEA, *LLAMA], {"all_reduce": 4 * 7 + 2 + 4}, 15.7),
+        ([*IDEA, *ONE], {"all_reduce": 4 * 6 + 2 + 4}, 13.6),  # embedding and head; loss and norm
+        ([*IDEA, *ONE, *LLAMA], {"all_reduce": 4 * 7 + 2 + 4}, 15.7),
         ([], {"all_reduce": 4 * 4 + 3 + 3}, 9.5),  # positions, too
         (["--sp"], {"all_gather": 4 * 6 + 4, "reduce_scatter": 4 * 4 + 3, "all_reduce": 4}, 11.9),
-        ([*LLAMA, "--dry-run", "4"], {"all_reduce": 4 * 4 + 2 + 4}, None),  # 2 key-value heads
+        ([*LLAMA, *ONE, "--dry-run", "4"], {"all_reduce": 4 * 4 + 2 + 4}, None),  # 2 heads of keys
     ]
     words = ["--vocab", "16384"]
     lines = [*[flags for flags, _, _ in cases], words, [*words, *IDEA]]
