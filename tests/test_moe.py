@@ -17,6 +17,8 @@ import moe
 from conftest import (
     SMALL, alone, check_each, check_equal, check_refused, copied, dry_run_agrees, idea, run_ranks,
     run_script, textbook)
+from ddp import BucketedDDP
+from fsdp import FSDP
 from others import compare, gradients_of, into
 
 LLAMA = "--model", "llama-toy"
@@ -425,8 +427,24 @@ def check_layer():
     wrapped = nn.ModuleList([torch.compile(layer)])  # which has an `ep`, too
     dense, experts = moe.dense_and_experts(wrapped)
     assert len(dense) == 1 and 0 < len(experts) == len(set(experts))
+    assert_refused(layer)
+
+
+def assert_refused(layer):
+    """What would be wrong in silence. And a MoE may itself be called experts."""
     with pytest.raises(AssertionError, match="5 logits for 4 experts"):
         moe.MoE(nn.Linear(6, 5, bias=False), layer.experts, layer.route, layer.ep)
+    capped = type("Capped", (nn.Linear,), {})(6, 4)
+    with pytest.raises(AssertionError, match="Capped.*its forward would not be called"):
+        moe.MoE(capped, layer.experts, layer.route, layer.ep)
+    with pytest.raises(AssertionError, match="its forward would not be called"):
+        moe.StackedLinear([capped])
+    for wrapper in BucketedDDP, partial(FSDP, blocks=[]):
+        with pytest.raises(AssertionError, match="ranks have different experts"):
+            wrapper(layer)
+    whole = moe.full_state_dict(nn.ModuleDict({"experts": layer}), layer.ep)
+    names = {"experts.router.weight", "experts.bias_units", "experts.experts.0.up.weight"}
+    assert names <= whole.keys()
 
 
 def check_gamma_becomes_0():

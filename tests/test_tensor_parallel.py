@@ -180,6 +180,21 @@ def check_two_names():
     compare(section.full_gradients(model, tp), gradients_of(plain))
 
 
+def check_in_turn():
+    """Cut by several calls with one tp: what is cut stays this rank's piece."""
+    plain = Llama()
+    tp = section.TensorParallel()
+    model = copy.deepcopy(plain)
+    of_layers = {name: how for name, how in plan(2).items() if name.startswith("*.")}
+    for layer in model.layers:
+        section.cut_model(layer, tp, of_layers)
+    ends = {name: how for name, how in plan(2).items() if name not in of_layers}
+    section.cut_model(model, tp, ends)
+    compare(section.full_state_dict(model, tp), dict(plain.state_dict()))
+    with pytest.raises(AssertionError, match="no gradients: if ZeRO or FSDP has them"):
+        section.sum_gradients(model, tp)
+
+
 def check_refusals():
     tp = section.TensorParallel()
     padded = Llama()
@@ -249,7 +264,8 @@ def test_copy():
 def check_parts():
     check_meta("TensorParallel", True)
     check_meta("SequenceParallel", False)
-    for check in check_kept, check_order, check_loss, check_half, check_two_names, check_refusals:
+    for check in (check_kept, check_order, check_loss, check_half, check_two_names, check_in_turn,
+                  check_refusals):
         check()
 
 
