@@ -132,24 +132,6 @@ class IdeaOfHybrid:
         return [p for p in self.stage.parameters() if p.requires_grad]
 
 
-def run_microbatches(model, x, y, valid):
-    """Forward and backward of this copy's rows -> their loss on the last stage, 0 on others."""
-    grid = model.grid
-    rows = len(model.boundary)  # of a micro-batch
-    inputs = x.split(rows)
-    targets = y.split(rows)
-
-    def loss_of(logits, m):
-        logits = logits.flatten(0, 1)
-        return cross_entropy_by_words(logits, targets[m].flatten(), grid["tp"]) / valid
-
-    pp = grid["pp"]
-    plan = idea_plan(len(inputs), warmup=pp.size() - 1 - pp.rank())  # 1F1B
-    shared = {}  # what is tied is summed by its fate
-    pipeline = IdeaOfPipeline(model.stage, shared, model.boundary, pp, grid["back"])
-    return run_pipeline(pipeline, plan, inputs, loss_of)
-
-
 def idea_step(model, optimizer, x, y, valid, clip):
     """x, y: this copy's rows (B/dp, T); valid: how many targets there are in the whole batch.
 
@@ -180,6 +162,24 @@ def norm_by_fate(model):
             square += p.grad.square().sum()
     dist.all_reduce(square)  # over all ranks: partial -> replicated
     return square.sqrt()
+
+
+def run_microbatches(model, x, y, valid):
+    """Forward and backward of this copy's rows -> their loss on the last stage, 0 on others."""
+    grid = model.grid
+    rows = len(model.boundary)  # of a micro-batch
+    inputs = x.split(rows)
+    targets = y.split(rows)
+
+    def loss_of(logits, m):
+        logits = logits.flatten(0, 1)
+        return cross_entropy_by_words(logits, targets[m].flatten(), grid["tp"]) / valid
+
+    pp = grid["pp"]
+    plan = idea_plan(len(inputs), warmup=pp.size() - 1 - pp.rank())  # 1F1B
+    shared = {}  # what is tied is summed by its fate
+    pipeline = IdeaOfPipeline(model.stage, shared, model.boundary, pp, grid["back"])
+    return run_pipeline(pipeline, plan, inputs, loss_of)
 
 
 # ---- 2. the technique (copy this file, with the six that it imports) ---------
