@@ -387,7 +387,7 @@ class FSDP(nn.Module):
     def end(self, module, inputs, output):
         watch(output, self.begin_backward)
         if not torch.is_grad_enabled():  # an evaluation: no backward will come
-            for unit in self.block_units:  # the root stays: who calls the head by himself is next
+            for unit in self.block_units:  # the root stays: its head may be called by itself
                 unit.free()
 
     @eager

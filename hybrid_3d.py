@@ -371,10 +371,10 @@ class Hybrid(nn.Module):
         for p in table.keys() - self.table.keys():  # so that what is on other stages can be freed
             tp.cuts.pop(p, None)
             tp.summands.pop(p, None)
-        arrange = list  # units stay as they are
-        if any(action.kind == "W" for action in plans[0]):
+        has_w = any(action.kind == "W" for action in plans[0])
+        if has_w:
             split_cut_linears(self.stages)
-            arrange = vectors_apart if zero == 2 else list
+        arrange = vectors_apart if has_w and zero == 2 else list  # list: units stay as they are
         self.copies = Copies(here, self.table, self.group, layers, arrange, zero, reduce_dtype)
         p = next(self.parameters())
         links = make_links(plans, mesh.pipelines)
@@ -544,8 +544,8 @@ class ZeRO0(ZeRO1):
 
 
 class Copies:
-    """Sums this rank's gradients over copies, and steps. It is of a ZeRO for each stage, for the
-    experts of each, and for what is tied.
+    """Sums this rank's gradients over copies, and steps: has a ZeRO for each stage, one for the
+    experts of each, and one for what is tied.
 
     here: {number: stage} of this rank. table: {parameter: Row}. group: {axis: group}
     layers: the model's; the parameters of each are a unit
