@@ -400,26 +400,27 @@ def loss_in_chunks(loss_of, x, y, chunks):
 
 class FusedLossScaler:
     """Used as LossScaler, whose `if norm.isfinite()` has the host wait for the GPU. Here a fused
-    optimizer skips a step by itself, where its found_inf is 1 (Micikevicius 3.2), and torch's own
-    scaler's operation changes the scale. norm is that of all ranks' gradients, so that all skip, or
-    none.
+    optimizer skips a step by itself, where its found_inf is 1 (Micikevicius 3.2). norm is that of
+    all ranks' gradients, so that all skip, or none.
     """
 
     interval = 2000
 
     def __init__(self, device, scale=65536.0, good_steps=0):
-        self.scale = torch.tensor(scale, dtype=torch.float32, device=device)
-        self.good_steps = torch.tensor(good_steps, dtype=torch.int32, device=device)
+        self.scale = torch.tensor(scale, device=device)
+        self.good_steps = good_steps  # since the last overflow
 
     def step(self, optimizer, norm):
         assert optimizer.defaults.get("fused"), "take fused=True: other optimizers skip no step"
-        overflow = norm.isfinite().logical_not().float()
-        optimizer.found_inf = overflow
+        overflow = norm.isfinite().logical_not()
+        optimizer.found_inf = overflow.float()
         optimizer.step()
         del optimizer.found_inf  # else a later step without this scaler would skip, too
-        # halves the scale or, after `interval` good steps, doubles it
-        torch._amp_update_scale_(self.scale, self.good_steps, overflow, 2.0, 0.5, self.interval)
-        self.scale.clamp_(1.0, 2.0 ** 100)  # it would stay 0 or inf for ever
+        good_steps = torch.where(overflow, 0, self.good_steps + 1)
+        doubles = good_steps >= self.interval
+        factor = torch.where(overflow, 0.5, torch.where(doubles, 2.0, 1.0))
+        self.scale = (self.scale * factor).clamp(1.0, 2.0 ** 100)  # it would stay 0 or inf for ever
+        self.good_steps = torch.where(doubles, 0, good_steps)
 
 
 # ---- 3. the toy GPT, parallelized --------------------------------------------

@@ -543,13 +543,15 @@ def test_zero_refuses():
 
 
 def test_scale_comes_back():
-    """From the least and the greatest."""
+    """From the least and the greatest. More good steps than the interval double it, too."""
     weight = nn.Parameter(torch.ones(3))
     weight.grad = torch.ones(3)
     optimizer = adamw([weight], 0.1)
     good, bad = torch.tensor([1.0, torch.nan])
-    scaler = FusedLossScaler("cpu")
+    scaler = FusedLossScaler("cpu", scale=2.0, good_steps=5)
     scaler.interval = 1
+    scaler.step(optimizer, good)
+    assert scaler.scale == 4
     for norm, least_or_greatest, back in (bad, 1, good), (good, 2.0 ** 100, bad):
         for _ in range(300):
             scaler.step(optimizer, norm)
