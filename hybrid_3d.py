@@ -1193,9 +1193,11 @@ def main():
     grid = make_grid(args.dp, args.tp, args.pp) if "idea" in run.impls else None
     if run.dry:
         tensor_parallel.new_group = dist.new_group  # there are no others
-    if run.dry and args.experts:
+    if args.experts:
         tokens = args.batch // args.dp // args.micro * (args.seq // args.cp) // args.tp
-        moe.read_counts = moe.balanced_counts(args, tokens, mesh.group["ep"])
+        moe.expect_balanced(args, tokens, mesh.group["ep"])
+        if run.dry:
+            moe.read_counts = moe.balanced_counts
     pipeline_parallel.refuse_shared_gpus(run, args.pp)
     with run:
         sides = {impl: set_up(run, impl, mesh, grid, plans, layers) for impl in run.impls}

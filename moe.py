@@ -190,15 +190,14 @@ def idea_step(model, optimizer, x, y, valid, clip, *, replicas, ep):
 
 # ---- 2. the technique (copy this; it needs part 1 and torch) -----------------
 
-# What it adds to the idea, and what that buys. Calls are those of the toy on 2 ranks.
-#     rows regrouped by expert      an expert runs once; the idea's runs once for each rank's rows
-#     one kernel for a stack        on GPUs, in bf16, without biases: all experts run at once
-#     an exchange in two halves     the shared expert works while rows travel
-#     losses or biases              experts are chosen about equally often
-#     logits in fp32                rounding to bf16 would change which experts are chosen
-#     rows cast before they travel  autocast to bf16 halves what is sent to experts
-#     one call for all gradients    141 calls of a step -> 26: 1 for 56 dense ones, none for 64 of
-#                                   experts (which are on one rank each), 4 more for loads
+# What it adds to the idea, and what that buys, as a ladder. Calls: the toy's, on 2 ranks.
+#     GroupedMoE     rows regrouped by expert: each runs once, the idea's once for each rank's rows;
+#                    on GPUs in bf16 all run at once, in one kernel. Logits are fp32: rounding would
+#                    change the choice. Under autocast rows are cast before they travel
+#     BalancedMoE    by losses or biases, experts are chosen about equally often
+#     MoE            a shared expert works while rows travel: an exchange in two halves
+#     sum_gradients  141 calls of a step -> 26: 1 for 56 dense gradients, none for 64 of experts
+#                    (which are on one rank each), 4 more for loads
 # Part 3 has capacity besides: an expert gets so many rows at most, and others are dropped.
 
 # ---- experts in stacks
@@ -275,7 +274,180 @@ class Experts(nn.Module):
         return rows.is_cuda and rows.dtype == torch.bfloat16 and fits and not has_biases
 
 
-# ---- AllToAll in two halves: what is computed between Leave and Arrive hides it
+# ---- the layer
+
+# Where rows go. Row n K + k is token n on its way to its k-th expert. As drawn above, rank 0:
+#     order            the rows as they leave, sorted by expert: those of 0 0 0 1 | 2 3
+#     send, receive    how many go to each rank, and come from each: [4, 2], [4, 3]
+#     regroup          the permutation from by source, 0 0 0 1 | 0 0 1, to by expert, 0 0 0 0 0 1 1
+#     sizes, ends      how many each expert here gets, on the host: [5, 2]; where its rows end, on
+#                      the device: (5, 7)
+Routing = namedtuple("Routing", "order send receive regroup sizes ends")
+
+
+class GroupedMoE(IdeaOfMoE):
+    """E experts behind a router, an nn.Linear(C, E), in place of an MLP: (.., C) -> (.., C).
+
+    experts   the Experts of this rank, E/ep of them, on rank r of ep from number r E/ep on
+    route     (logits, bias) -> chosen, gates, probs: softmax_route with its options, or another
+    ep        group of the ranks that share out the experts; each brings its own tokens
+
+    It communicates: all ranks of `ep` must call it, even in evaluation.
+    """
+
+    def __init__(self, router, experts, route, ep):
+        super().__init__(router, experts, route, ep)
+        E = len(experts.up.weight) * ep.size()
+        assert router.out_features == E, f"MoE: {router.out_features} logits for {E} experts"
+        refuse_forwards([router])
+
+    def forward(self, x):  # (.., C)
+        return self.mix(x, *self.route(self.score(x)))
+
+    def score(self, x):
+        """(.., C) -> logits (.., E), in fp32 or better: rounding changes the choice."""
+        exact = torch.promote_types(x.dtype, torch.float32)
+        bias = self.router.bias
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(x.to(exact), self.router.weight.to(exact),
+                            None if bias is None else bias.to(exact))
+
+    def mix(self, x, chosen, gates, probs):
+        routing = self.routing(chosen, rows_of_each(chosen, probs.shape[-1]))
+        rows = self.rows_of(x, chosen, routing)
+        rows = AllToAll.apply(rows, routing.send, routing.receive, self.ep)  # tokens' -> experts'
+        return self.answer(rows, gates, routing).view_as(x)
+
+    def routing(self, chosen, leaving):
+        """chosen (.., K): experts; leaving (E,): rows that go to each -> Routing."""
+        counts = exchange_counts(leaving, self.ep)
+        to_ranks, from_ranks = read_counts(counts)  # [rank][expert]
+        send = [sum(of_rank) for of_rank in to_ranks]
+        receive = [sum(of_rank) for of_rank in from_ranks]
+        sizes = [sum(of_expert) for of_expert in zip(*from_ranks)]
+        order = chosen.flatten().argsort(stable=True)
+        # rows arrive in pieces, from rank 0 for each expert here, from rank 1 likewise, ..
+        pieces = counts[1]  # (ep, E/ep): their sizes
+        # 0 0 1 1 1 ..: the number of each row's piece
+        piece = torch.repeat_interleave(pieces.flatten(), output_size=sum(receive))
+        expert = piece % pieces.shape[1]
+        regroup = expert.argsort(stable=True)
+        ends = pieces.sum(0).cumsum(0).int()
+        return Routing(order, send, receive, regroup, sizes, ends)
+
+    def rows_of(self, x, chosen, routing):
+        """Tokens (.., C) -> rows, sorted by expert."""
+        # not tokens.index_select(0, token): on GPUs its backward adds in any order
+        rows = x.flatten(0, -2).repeat_interleave(chosen.shape[-1], 0)  # (N K, C), by token
+        rows = rows.index_select(0, routing.order)  # by expert, no row twice
+        if torch.is_autocast_enabled(rows.device.type):  # or the experts would, behind the trip
+            rows = rows.to(torch.get_autocast_dtype(rows.device.type))
+        return rows
+
+    def answer(self, rows, gates, routing):
+        """Rows, sorted by source -> (N, C): for each token its experts' answers, times gates."""
+        rows = rows.index_select(0, routing.regroup)  # by source -> by expert
+        answers = self.experts(rows, routing.sizes, routing.ends)
+        answers = answers.index_select(0, routing.regroup.argsort())  # by expert -> by source
+        # experts' ranks -> tokens'
+        answers = AllToAll.apply(answers, routing.receive, routing.send, self.ep)
+        by_token = answers.new_zeros(gates.numel(), answers.shape[1])
+        by_token = by_token.index_copy(0, routing.order, answers)
+        by_token = by_token.unflatten(0, (-1, gates.shape[-1]))  # (N, K, C)
+        gates = gates.to(answers.dtype).flatten(0, -2).unsqueeze(1)  # (N, 1, K)
+        return (gates @ by_token).squeeze(1)  # (N, 1, K) @ (N, K, C)
+
+
+# ---- balance: experts are chosen about equally often
+
+# Biases are integers, in UNITs: model.to(torch.bfloat16) would round floating-point buffers
+UNIT = 2.0 ** -40
+
+
+class BalancedMoE(GroupedMoE):
+    """With losses, or a bias in the choice.
+
+    everyone  group of the ranks whose tokens are balanced together, in a pipeline those with the
+              same stages; None: the world. All of them must call it, even in evaluation
+    alpha     factor of Switch's balancing loss, such as 0.01. Each rank adds its own part, and the
+              model's loss does not show it, see balancing_losses. With M micro-batches in a step
+              give alpha/M; where all gradients, experts' too, are divided by n, n alpha
+    beta      likewise of ST-MoE's z-loss, such as 1e-3
+    gamma     by how much step_biases moves a bias, such as 1e-3
+    """
+
+    def __init__(self, router, experts, route, ep, *, everyone=None, alpha=0.0, beta=0.0,
+                 gamma=0.0):
+        super().__init__(router, experts, route, ep)
+        self.everyone = everyone
+        self.alpha = alpha
+        self.beta = beta
+        self.gamma = gamma
+        E = router.out_features
+        self.register_buffer("bias_units", router.weight.new_zeros(E, dtype=torch.int64))
+        # sums over backwards, until step_biases and balancing_losses take them
+        self.load_of_step = 0  # (E,) int64, how often the tokens of all ranks chose each expert
+        self.loss_of_step = 0  # () this rank's part of the balancing losses
+        self.last_load = 0  # the load of the last step, to be printed; 0: no backward came by
+
+    def forward(self, x):
+        logits = self.score(x)
+        chosen, gates, probs = self.route(logits, UNIT * self.bias_units.to(logits.dtype))
+        load = rows_of_each(chosen, probs.shape[-1])
+        # partial -> replicated, while the experts are at work
+        summing = dist.all_reduce(load, group=self.everyone, async_op=True)
+        y = self.mix(x, chosen, gates, probs)
+        summing.wait()
+        loss = logits.new_zeros(())  # then AddLoss notes the load alone
+        if self.alpha or self.beta:
+            loss = balancing_loss(load, logits, probs, chosen.shape[-1], self.alpha, self.beta)
+        return AddLoss.apply(y, loss, load, self)
+
+
+def balancing_loss(load, logits, probs, top_k, alpha, beta):
+    """This rank's summand of alpha E sum_e f_e P_e (Switch) + beta mean(logsumexp^2) (ST-MoE).
+
+    f_e: the fraction of all ranks' rows that go to expert e; P_e: the mean of its probability.
+    load (E,): how many tokens of all ranks chose each. logits, probs (.., E): of this rank's.
+    """
+    load = load.to(probs.dtype)
+    f = load / load.sum()
+    num_tokens = load.sum() / top_k  # of all ranks
+    P = probs.flatten(0, -2).sum(0) / num_tokens  # this rank's summand
+    switch = len(f) * (f * P).sum()  # autocast would make bf16 of f @ P
+    z = logits.logsumexp(-1).square().sum() / num_tokens
+    return alpha * switch + beta * z
+
+
+class AddLoss(torch.autograd.Function):
+    """Returns y, and in backward gives `loss` the gradient 1, as if it were added to the model's
+    loss (as Megatron's MoEAuxLossAutoScaler), so that the layer need not return it. It also notes
+    loss and load."""
+
+    @staticmethod
+    def forward(ctx, y, loss, load, layer):
+        ctx.kept = (loss.detach(), load, layer)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        loss, load, layer = ctx.kept
+        # here, and not in forward, which runs twice if it is checkpointed
+        layer.loss_of_step = layer.loss_of_step + loss
+        layer.load_of_step = layer.load_of_step + load
+        return grad, torch.ones_like(loss), None, None
+
+
+def bias_step(load, gamma):
+    """load (E,): how often each expert was chosen -> (E,), what its bias moves by, in UNITs.
+
+    gamma for one chosen less often than the mean, -gamma for one chosen more often (DeepSeek-V3,
+    whose gamma was 1e-3, then 0).
+    """
+    return round(gamma / UNIT) * (load.sum() - len(load) * load).sign()
+
+
+# ---- a shared expert hides the way to the others: AllToAll in two halves
 
 #     forward     Leave starts   the shared expert   Arrive waits
 #     backward    Arrive starts  the shared expert   Leave waits
@@ -327,181 +499,29 @@ class Arrive(torch.autograd.Function):
         return gradient, None  # Leave takes its own from the trip; autograd wants a tensor here
 
 
-# ---- the layer
+class MoE(BalancedMoE):
+    """shared: a module that every token visits besides, or None. The rest: as BalancedMoE."""
 
-# Where rows go. Row n K + k is token n on its way to its k-th expert. As drawn above, rank 0:
-#     order            the rows as they leave, sorted by expert: those of 0 0 0 1 | 2 3
-#     send, receive    how many go to each rank, and come from each: [4, 2], [4, 3]
-#     regroup          the permutation from by source, 0 0 0 1 | 0 0 1, to by expert, 0 0 0 0 0 1 1
-#     sizes, ends      how many each expert here gets, on the host: [5, 2]; where its rows end, on
-#                      the device: (5, 7)
-Routing = namedtuple("Routing", "order send receive regroup sizes ends")
-
-
-# Biases are integers, in UNITs: model.to(torch.bfloat16) would round floating-point buffers
-UNIT = 2.0 ** -40
-
-
-class MoE(nn.Module):
-    """E experts behind a router, an nn.Linear(C, E), in place of an MLP: (.., C) -> (.., C).
-
-    experts   the Experts of this rank, E/ep of them, on rank r of ep from number r E/ep on
-    route     (logits, bias) -> chosen, gates, probs: softmax_route with its options, or another
-    ep        group of the ranks that share out the experts; each brings its own tokens
-    everyone  group of the ranks whose tokens are balanced together, in a pipeline those with the
-              same stages; None: the world
-    shared    a module that every token visits besides, or None
-    alpha     factor of Switch's balancing loss, such as 0.01. Each rank adds its own part, and the
-              model's loss does not show it, see balancing_losses. With M micro-batches in a step
-              give alpha/M; where all gradients, experts' too, are divided by n, n alpha
-    beta      likewise of ST-MoE's z-loss, such as 1e-3
-    gamma     by how much step_biases moves a bias, such as 1e-3
-
-    It communicates in `ep` and in `everyone`: all their ranks must call it, even in evaluation.
-    """
-
-    def __init__(self, router, experts, route, ep, *, everyone=None, shared=None, alpha=0.0,
-                 beta=0.0, gamma=0.0):
-        super().__init__()
-        E = len(experts.up.weight) * ep.size()
-        assert router.out_features == E, f"MoE: {router.out_features} logits for {E} experts"
-        refuse_forwards([router])
-        self.router = router
-        self.experts = experts
-        self.route = route
-        self.ep = ep
-        self.everyone = everyone
+    def __init__(self, *args, shared=None, **options):
+        super().__init__(*args, **options)
         self.shared = shared
-        self.alpha = alpha
-        self.beta = beta
-        self.gamma = gamma
-        self.register_buffer("bias_units", router.weight.new_zeros(E, dtype=torch.int64))
-        # sums over backwards, until step_biases and balancing_losses take them
-        self.load_of_step = 0  # (E,) int64, how often the tokens of all ranks chose each expert
-        self.loss_of_step = 0  # () this rank's part of the balancing losses
-        self.last_load = 0  # the load of the last step, to be printed; 0: no backward came by
 
-    def forward(self, x):  # (.., C)
-        tokens = x.flatten(0, -2)  # (N, C)
-        logits = self.score(tokens)  # (N, E)
-        chosen, gates, probs = self.route(logits, UNIT * self.bias_units.to(logits.dtype))
-        leaving = rows_of_each(chosen, probs.shape[1])
-        load = leaving.clone()  # since the all-reduce is in place
-        # partial -> replicated, while the experts are at work
-        summing = dist.all_reduce(load, group=self.everyone, async_op=True)
-        routing = self.routing(chosen, leaving)
+    def mix(self, x, chosen, gates, probs):
+        if self.shared is None:
+            return super().mix(x, chosen, gates, probs)
+        routing = self.routing(chosen, rows_of_each(chosen, probs.shape[-1]))
         trip = Trip(routing.send, routing.receive, self.ep)
-        rows = self.rows_of(tokens, chosen.shape[1], routing.order)
-        rows = Leave.apply(rows, trip)  # tokens' ranks -> experts'
-        if self.shared is not None:
-            of_shared = self.shared(x)  # while rows travel
+        rows = Leave.apply(self.rows_of(x, chosen, routing), trip)  # tokens' ranks -> experts'
+        of_shared = self.shared(x)  # while rows travel
         rows = Arrive.apply(rows, trip)
-        y = self.answer(rows, gates, routing)
-        summing.wait()
-        loss = logits.new_zeros(())  # then AddLoss notes the load alone
-        if self.alpha or self.beta:
-            loss = balancing_loss(load, logits, probs, chosen.shape[1], self.alpha, self.beta)
-        y = AddLoss.apply(y, loss, load, self).view(x.shape)
-        return y if self.shared is None else y + of_shared
-
-    def score(self, tokens):
-        """Tokens (N, C) -> logits (N, E), in fp32 or better: rounding changes the choice."""
-        exact = torch.promote_types(tokens.dtype, torch.float32)
-        bias = self.router.bias
-        with torch.autocast(tokens.device.type, enabled=False):
-            return F.linear(tokens.to(exact), self.router.weight.to(exact),
-                            None if bias is None else bias.to(exact))
-
-    def routing(self, chosen, leaving):
-        """chosen (N, K): experts; leaving (E,): rows that go to each -> Routing."""
-        counts = exchange_counts(leaving, self.ep)
-        to_ranks, from_ranks = read_counts(counts)  # [rank][expert]
-        send = [sum(of_rank) for of_rank in to_ranks]
-        receive = [sum(of_rank) for of_rank in from_ranks]
-        sizes = [sum(of_expert) for of_expert in zip(*from_ranks)]
-        order = chosen.flatten().argsort(stable=True)
-        # rows arrive in pieces, from rank 0 for each expert here, from rank 1 likewise, ..
-        pieces = counts[1]  # (ep, E/ep): their sizes
-        # 0 0 1 1 1 ..: the number of each row's piece
-        piece = torch.repeat_interleave(pieces.flatten(), output_size=sum(receive))
-        expert = piece % pieces.shape[1]
-        regroup = expert.argsort(stable=True)
-        ends = pieces.sum(0).cumsum(0).int()
-        return Routing(order, send, receive, regroup, sizes, ends)
-
-    def rows_of(self, tokens, top_k, order):
-        """Tokens (N, C) -> rows, sorted by expert."""
-        # not tokens.index_select(0, token): on GPUs its backward adds in any order
-        rows = tokens.repeat_interleave(top_k, 0)  # (N K, C), by token
-        rows = rows.index_select(0, order)  # by expert, no row twice
-        if torch.is_autocast_enabled(rows.device.type):  # or the experts would, behind the trip
-            rows = rows.to(torch.get_autocast_dtype(rows.device.type))
-        return rows
-
-    def answer(self, rows, gates, routing):
-        """Rows, sorted by source -> (N, C): for each token its experts' answers, times gates."""
-        rows = rows.index_select(0, routing.regroup)  # by source -> by expert
-        answers = self.experts(rows, routing.sizes, routing.ends)
-        answers = answers.index_select(0, routing.regroup.argsort())  # by expert -> by source
-        # experts' ranks -> tokens'
-        answers = AllToAll.apply(answers, routing.receive, routing.send, self.ep)
-        by_token = answers.new_zeros(gates.numel(), answers.shape[1])
-        by_token = by_token.index_copy(0, routing.order, answers).unflatten(0, gates.shape)
-        gates = gates.to(answers.dtype).unsqueeze(1)  # (N, 1, K)
-        return (gates @ by_token).squeeze(1)  # (N, 1, K) @ (N, K, C)
-
-
-# ---- balance
-
-
-def balancing_loss(load, logits, probs, top_k, alpha, beta):
-    """This rank's summand of alpha E sum_e f_e P_e (Switch) + beta mean(logsumexp^2) (ST-MoE).
-
-    f_e: the fraction of all ranks' rows that go to expert e; P_e: the mean of its probability.
-    load (E,): how many tokens of all ranks chose each. logits, probs (N, E): of this rank's tokens.
-    """
-    load = load.to(probs.dtype)
-    f = load / load.sum()
-    num_tokens = load.sum() / top_k  # of all ranks
-    P = probs.sum(0) / num_tokens  # this rank's summand
-    switch = len(f) * (f * P).sum()  # autocast would make bf16 of f @ P
-    z = logits.logsumexp(-1).square().sum() / num_tokens
-    return alpha * switch + beta * z
-
-
-class AddLoss(torch.autograd.Function):
-    """Returns y, and in backward gives `loss` the gradient 1, as if it were added to the model's
-    loss (as Megatron's MoEAuxLossAutoScaler), so that the layer need not return it. It also notes
-    loss and load."""
-
-    @staticmethod
-    def forward(ctx, y, loss, load, layer):
-        ctx.kept = (loss.detach(), load, layer)
-        return y
-
-    @staticmethod
-    def backward(ctx, grad):
-        loss, load, layer = ctx.kept
-        # here, and not in forward, which runs twice if it is checkpointed
-        layer.loss_of_step = layer.loss_of_step + loss
-        layer.load_of_step = layer.load_of_step + load
-        return grad, torch.ones_like(loss), None, None
-
-
-def bias_step(load, gamma):
-    """load (E,): how often each expert was chosen -> (E,), what its bias moves by, in UNITs.
-
-    gamma for one chosen less often than the mean, -gamma for one chosen more often (DeepSeek-V3,
-    whose gamma was 1e-3, then 0).
-    """
-    return round(gamma / UNIT) * (load.sum() - len(load) * load).sign()
+        return self.answer(rows, gates, routing).view_as(x) + of_shared
 
 
 # ---- a step
 
 
 def layers_of(model):
-    return [module for module in model.modules() if isinstance(module, MoE)]
+    return [module for module in model.modules() if isinstance(module, BalancedMoE)]
 
 
 @torch.no_grad()
@@ -719,6 +739,7 @@ class MoEWithCapacity(MoE):
 
     def routing(self, chosen, leaving):
         experts = len(leaving)
+        chosen = chosen.flatten(0, -2)
         kept = first_in_queue(chosen, experts, self.capacity)
         # dropped rows get the number E: sorted behind all others, cut off, their answers stay 0
         chosen = chosen.masked_fill(~kept, experts)
@@ -825,17 +846,20 @@ def name_experts(model, names, ep, experts):
             names[layer.weight] = [plain_name(names[layer.weight], e) for e in here]
 
 
-def balanced_counts(args, tokens, ep):
-    """-> another read_counts, for tensors without values: experts are chosen equally often.
-    tokens: how many a rank routes at a time."""
+def balanced_counts(counts):
+    """What takes the place of read_counts where tensors have no values (dry runs, null devices)."""
+    return balanced_counts.expected
+
+
+def expect_balanced(args, tokens, ep):
+    """Experts are chosen equally often. tokens: how many a rank routes at a time."""
     E = args.experts
     rows = tokens * args.top_k
     if args.capacity:
         rows = min(rows, E * most_rows(args.capacity, args.top_k, tokens, E))
     of_each = (rows + torch.arange(E)) // E  # the last ones get the remainder
     leaving = of_each.view(ep.size(), -1).tolist()  # [rank][expert]
-    arriving = [leaving[ep.rank()]] * ep.size()
-    return lambda counts: (leaving, arriving)
+    balanced_counts.expected = leaving, [leaving[ep.rank()]] * ep.size()
 
 
 # ---- 4. at work: the same with torch's own API -------------------------------
@@ -947,9 +971,10 @@ def main():
     mesh = dist.init_device_mesh(run.device.type, (run.world_size // args.ep, args.ep),
                                  mesh_dim_names=("replicas", "ep"))
     replicas, ep = mesh.get_all_groups()
+    expect_balanced(args, args.batch * run.cfg.seq // run.world_size, ep)
     if run.dry:
         global read_counts
-        read_counts = balanced_counts(args, args.batch * run.cfg.seq // run.world_size, ep)
+        read_counts = balanced_counts
         run.say("experts are taken to be balanced")
     with run:
         sides = {impl: set_up(run, impl, replicas, ep) for impl in run.impls}

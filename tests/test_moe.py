@@ -183,7 +183,8 @@ def test_one_kernel_drops_no_bias():
 
 def other(layer):
     """A model that is not the GPT, with two mixtures, for tokens (N, 1)."""
-    return nn.Sequential(nn.Embedding(11, 7), layer(), nn.RMSNorm(7), layer(), nn.Linear(7, 11))
+    return nn.Sequential(nn.Embedding(11, 7), layer(shared=True), nn.RMSNorm(7),
+                         layer(shared=False), nn.Linear(7, 11))
 
 
 TOKENS = [  # of each step, of its two micro-batches: how many tokens each rank has
@@ -193,8 +194,9 @@ TOKENS = [  # of each step, of its two micro-batches: how many tokens each rank 
 CFG = common.GPTConfig(width=7, hidden=5, form=common.FORMS["llama"])
 
 
-def toy_layer(top_k, capacity, route=None):
-    layer = moe.ToyMoE(CFG, mlp=common.SwiGLU, experts=4, top_k=top_k, capacity=capacity)
+def toy_layer(top_k, capacity, route=None, *, shared):
+    layer = moe.ToyMoE(CFG, mlp=common.SwiGLU, experts=4, top_k=top_k, capacity=capacity,
+                       shared=shared)
     layer.gamma = 0.05
     layer.route = route or layer.route
     return layer
@@ -226,8 +228,8 @@ def copied_layer(section, mix, ep):
         for extra in moe.most_rows, moe.first_in_queue, moe.MoEWithCapacity:
             exec(inspect.getsource(extra), vars(section))
         kind = partial(section.MoEWithCapacity, capacity=mix.capacity)
-    return kind(mix.router, experts, mix.route, ep, alpha=mix.alpha / 2, beta=mix.beta / 2,
-                gamma=mix.gamma)
+    return kind(mix.router, experts, mix.route, ep, shared=mix.shared, alpha=mix.alpha / 2,
+                beta=mix.beta / 2, gamma=mix.gamma)
 
 
 def plain_step(plain, optimizer, x, y, sources):
@@ -314,8 +316,8 @@ def check_idea(ep_size, route, recompute=False, bug=()):
     section = idea("moe", *bug)
     torch.manual_seed(0)
 
-    def layer():
-        toy = toy_layer(2, 0.0)
+    def layer(shared):  # which the idea has not
+        toy = toy_layer(2, 0.0, shared=False)
         return section.PlainMoE(toy.router, toy.experts, route)
 
     train_both(section, other(layer), ideas_step, ep_size, recompute)
@@ -377,7 +379,7 @@ BUGS = [
      "(dist.group.WORLD, dist.group.WORLD)):\n        gradients"),
     ("dist.all_reduce(squares[1], group=ep)", "pass"),
     ("return grad, torch.ones_like(loss)", "return grad, torch.zeros_like(loss)"),
-    ("balancing_loss(load, logits, probs, ch", "balancing_loss(2 * leaving, logits, probs, ch"),
+    ("loss = balancing_loss(load,", "loss = balancing_loss(2 * rows_of_each(chosen, 4),"),  # own
     ("regroup = expert.argsort(stable=True)", "regroup = torch.arange(len(expert))"),
     ("routing.regroup.argsort()", "routing.regroup"),
     ("    summing.wait()\n        loss =", "    load.zero_()\n        loss ="),
